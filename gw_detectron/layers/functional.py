@@ -1,0 +1,113 @@
+"""Group whitening written beside the paper's equations: the readable oracle of every faster path.
+
+Shape shorthand: ``N`` samples, ``C`` channels, ``g`` groups (the side of the covariance matrix),
+``M = C / g * prod(spatial)`` the number of columns over which one sample's covariance is taken.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from .solvers import SOLVERS
+
+
+def effective_groups(num_channels: int, num_groups: int) -> int:
+    """The number of groups a layer really has: ``num_groups``, capped at the channel count.
+
+    Raises:
+        ValueError: ``num_groups`` is not positive, or does not divide ``num_channels``.
+
+    Source: Group Whitening, section 5.1.1 ("we use the channel number if it is less than the group number").
+    """
+    if num_channels < 1 or num_groups < 1:
+        raise ValueError(
+            f"group whitening needs a positive number of channels and groups, got channels={num_channels} "
+            f"and groups={num_groups}"
+        )
+    groups = min(num_groups, num_channels)
+    if num_channels % groups:
+        allowed = [d for d in range(1, num_channels + 1) if num_channels % d == 0]
+        raise ValueError(f"groups={groups} does not divide {num_channels} channels; allowed are {allowed}")
+    return groups
+
+
+def group_whiten(
+    x: Tensor,
+    num_groups: int,
+    num_iters: int = 5,
+    eps: float = 1e-5,
+    solver: str = "newton",
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    r"""Whitens the groups of channels of every sample by that sample's own covariance.
+
+    .. math::
+        X_G = \Pi(x; g) \in \mathbb{R}^{g \times M}, \quad
+        \mu = \tfrac{1}{M} X_G \mathbf{1}, \quad X_C = X_G - \mu \mathbf{1}^T, \quad
+        \Sigma = \tfrac{1}{M} X_C X_C^T + \epsilon I, \quad
+        \hat{x} = \Pi^{-1}(\psi(\Sigma) X_C), \quad y = \gamma \hat{x} + \beta
+
+    Statistics and solver run in float32 (float64 for float64 input), also under autocast. A sample without variance
+    (constant, or a single column) gives ``bias``.
+
+    Args:
+        x: floating point, (N, C, *spatial) with any number of spatial dimensions, in any memory format.
+        num_groups: g, capped at C; contiguous channels form a group.
+        num_iters: steps T of the ``newton`` solver.
+        eps: added to the diagonal of the covariance, in units of the input's variance. 0 leaves it out.
+        solver: a name in :data:`gw_detectron.layers.SOLVERS`.
+        weight: per-channel scale :math:`\gamma`, (C,).
+        bias: per-channel shift :math:`\beta`, (C,).
+
+    Returns:
+        y in the shape, dtype and memory format of ``x``. An empty ``x`` gives an empty tensor that still depends on
+        ``weight`` and ``bias``, so that a process without samples takes part in distributed training.
+
+    Raises:
+        ValueError: wrong rank, dtype or solver name, or groups that do not divide the channels.
+
+    Source: Group Whitening, Eqs. 8-10, and its supplement, Algorithm 1.
+    """
+    if x.dim() < 2:
+        raise ValueError(f"group whitening takes input of shape (N, C, *spatial), got {tuple(x.shape)}")
+    if not x.is_floating_point():
+        raise ValueError(f"group whitening takes floating point input, got {x.dtype}")
+    if solver not in SOLVERS:
+        raise ValueError(f"unknown whitening solver {solver!r}; allowed are {sorted(SOLVERS)}")
+    groups = effective_groups(x.shape[1], num_groups)
+    if x.numel() == 0:
+        return _affine(x, weight, bias).to(x.dtype)
+    compute_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    with _autocast_off(x.device.type):
+        # reshape, not view: channels_last input is not laid out group by group
+        x_g = x.to(compute_dtype).reshape(x.shape[0], groups, -1)
+        x_c = x_g - x_g.mean(-1, keepdim=True)
+        sigma = x_c @ x_c.mT / x_c.shape[-1]
+        sigma = sigma + eps * torch.eye(groups, dtype=compute_dtype, device=x.device)
+        x_hat = (SOLVERS[solver](sigma, num_iters) @ x_c).reshape(x.shape)
+        y = _affine(x_hat, weight, bias)
+    return y.to(dtype=x.dtype, memory_format=_memory_format(x))
+
+
+def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    shape = (1, -1) + (1,) * (x.dim() - 2)
+    if weight is not None:
+        x = x * weight.to(x.dtype).reshape(shape)
+    if bias is not None:
+        x = x + bias.to(x.dtype).reshape(shape)
+    return x
+
+
+def _autocast_off(device_type: str) -> AbstractContextManager:
+    if device_type in ("cpu", "cuda") and torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
+
+
+def _memory_format(x: Tensor) -> torch.memory_format:
+    for rank, memory_format in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        if x.dim() == rank and not x.is_contiguous() and x.is_contiguous(memory_format=memory_format):
+            return memory_format
+    return torch.contiguous_format

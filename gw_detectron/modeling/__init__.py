@@ -1,0 +1,27 @@
+"""Detectron2 components with group whitening; importing this package registers them."""
+
+from .fpn import build_gw_resnet_fpn_backbone, build_gw_retinanet_resnet_fpn_backbone
+from .norm import norm_spec, norm_table, resolve_norm
+from .resnet import (
+    GWBasicBlock,
+    GWBottleneckBlock,
+    GWDeformBottleneckBlock,
+    build_gw_resnet_backbone,
+    whitened_convs,
+)
+from .roi_heads import GWFastRCNNConvFCHead, GWMaskRCNNConvUpsampleHead
+
+__all__ = [
+    "GWBasicBlock",
+    "GWBottleneckBlock",
+    "GWDeformBottleneckBlock",
+    "GWFastRCNNConvFCHead",
+    "GWMaskRCNNConvUpsampleHead",
+    "build_gw_resnet_backbone",
+    "build_gw_resnet_fpn_backbone",
+    "build_gw_retinanet_resnet_fpn_backbone",
+    "norm_spec",
+    "norm_table",
+    "resolve_norm",
+    "whitened_convs",
+]

@@ -1,0 +1,197 @@
+"""The one place that reads norm names: ``NAME`` or ``NAME:key=value,key=value``.
+
+- ``"" BN SyncBN FrozenBN GN LN nnSyncBN naiveSyncBN`` are Detectron2's own and reach its ``get_norm`` untouched.
+- ``GN:groups=16,eps=1e-5`` is GroupNorm with another number of groups.
+- ``GW`` is ``GW:groups=64,iters=5,eps=1e-5,solver=newton``, Group Whitening in the published setting.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from detectron2.layers import FrozenBatchNorm2d, get_norm
+from detectron2.layers.batch_norm import NaiveSyncBatchNorm
+from tabulate import tabulate
+from torch import nn
+
+from ..layers import SOLVERS, GroupWhitening2d
+
+Norm = str | Callable[[int], nn.Module]
+
+DETECTRON2_NORMS = ("", "BN", "SyncBN", "FrozenBN", "GN", "LN", "nnSyncBN", "naiveSyncBN")
+
+
+class _Option(NamedTuple):
+    argument: str  # the name of the factory's keyword and of the layer's attribute
+    parse: Callable[[str], Any]
+    allowed: str
+
+
+class _Family(NamedTuple):
+    factory: Callable[..., nn.Module]
+    layer: type[nn.Module]
+    options: dict[str, _Option]
+
+
+def _group_norm(num_channels: int, num_groups: int = 32, eps: float = 1e-5) -> nn.GroupNorm:
+    return nn.GroupNorm(num_groups, num_channels, eps)
+
+
+def _checked(convert: Callable[[str], Any], accept: Callable[[Any], bool]) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        value = convert(text)
+        if not accept(value):
+            raise ValueError
+        return value
+
+    return parse
+
+
+_GROUPS = _Option("num_groups", _checked(int, lambda groups: groups >= 1), "a positive integer")
+_EPS = _Option("eps", _checked(float, lambda eps: 0 <= eps < float("inf")), "zero or a positive number")
+_FAMILIES = {
+    "GN": _Family(_group_norm, nn.GroupNorm, {"groups": _GROUPS, "eps": _EPS}),
+    "GW": _Family(
+        GroupWhitening2d,
+        GroupWhitening2d,
+        {
+            "groups": _GROUPS,
+            "iters": _Option("num_iters", _checked(int, lambda iters: iters >= 0), "zero or a positive integer"),
+            "eps": _EPS,
+            "solver": _Option("solver", _checked(str, lambda name: name in SOLVERS), f"one of {sorted(SOLVERS)}"),
+        },
+    ),
+}
+
+# from the most derived class to its base
+_DETECTRON2_LAYERS = (
+    ("naiveSyncBN", NaiveSyncBatchNorm),
+    ("SyncBN", nn.SyncBatchNorm),
+    ("BN", nn.BatchNorm2d),
+    ("FrozenBN", FrozenBatchNorm2d),
+)
+
+
+def resolve_norm(spec: str, *, where: str = "norm", channels: Iterable[int] = ()) -> Norm:
+    """Turns a norm name into what Detectron2's ``get_norm`` and component constructors accept.
+
+    Args:
+        spec: the name, see the head of this module.
+        where: what to call the place in an error, e.g. ``"MODEL.FPN.NORM"``.
+        channels: channel counts the norm is going to be used with; each is tried here, so that a misfit is reported
+            with its place instead of from inside a constructor.
+
+    Returns:
+        One of Detectron2's names unchanged, or a ``functools.partial`` that takes the channel count.
+
+    Raises:
+        ValueError: unknown name, key or value, or channels that the groups do not divide.
+    """
+    try:
+        norm = _parse(spec)
+        for count in sorted(set(channels)):
+            try:
+                get_norm(norm, count)
+            except ValueError as error:
+                raise ValueError(f"it does not fit a layer of {count} channels: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{where}={spec!r}: {error}") from error
+    return norm
+
+
+def _parse(spec: str) -> Norm:
+    if spec in DETECTRON2_NORMS:
+        return _known_to_detectron2(spec)
+    name, _, option_text = spec.partition(":")
+    if name not in _FAMILIES:
+        if name in DETECTRON2_NORMS:
+            raise ValueError(f"{name} takes no options; write {name!r}")
+        names = sorted({*DETECTRON2_NORMS, *_FAMILIES} - {""})
+        raise ValueError(f"unknown norm {name!r}; allowed are {names}, or an empty string for no norm")
+    family = _FAMILIES[name]
+    arguments: dict[str, Any] = {}
+    for item in option_text.split(",") if option_text else []:
+        key, _, value = (part.strip() for part in item.partition("="))
+        if key not in family.options:
+            raise ValueError(f"{name} has no option {key!r}; allowed are {sorted(family.options)}, as in 'key=value'")
+        option = family.options[key]
+        if option.argument in arguments:
+            raise ValueError(f"option {key!r} is given twice")
+        try:
+            arguments[option.argument] = option.parse(value)
+        except ValueError as error:
+            raise ValueError(f"{key}={value!r} is not {option.allowed}") from error
+    return functools.partial(family.factory, **arguments)
+
+
+def _known_to_detectron2(name: str) -> str:
+    try:
+        get_norm(name, 32)
+    except KeyError as error:
+        raise ValueError(f"the installed Detectron2 does not know {name!r}; use another norm or a newer one") from error
+    return name
+
+
+def norm_spec(layer: nn.Module) -> str:
+    """The full norm name of a layer, so that ``resolve_norm(norm_spec(layer))`` makes an equal layer.
+
+    Raises:
+        ValueError: the layer is not a normalisation that a name can express.
+    """
+    for name, family in _FAMILIES.items():
+        if isinstance(layer, family.layer):
+            values = {key: getattr(layer, option.argument) for key, option in family.options.items()}
+            text = ",".join(f"{key}={value:g}" if key == "eps" else f"{key}={value}" for key, value in values.items())
+            return f"{name}:{text}"
+    for name, layer_class in _DETECTRON2_LAYERS:
+        if isinstance(layer, layer_class):
+            return name
+    if type(layer).__name__ == "LayerNorm":  # Detectron2's own channels-first class, absent from its older versions
+        return "LN"
+    raise ValueError(f"{type(layer).__name__} is not a normalisation layer that a norm name can express")
+
+
+class NormRow(NamedTuple):
+    """One normalisation layer of a model."""
+
+    layer: str
+    spec: str
+    channels: int
+    groups: int | None
+    parameters: int
+    frozen: bool
+
+
+def norm_rows(model: nn.Module) -> list[NormRow]:
+    """Lists every normalisation layer of a model in the order of its modules."""
+    rows = []
+    for name, module in model.named_modules():
+        try:
+            spec = norm_spec(module)
+        except ValueError:
+            continue
+        parameters = list(module.parameters())
+        rows.append(
+            NormRow(
+                layer=name,
+                spec=spec,
+                channels=_channels(module),
+                groups=getattr(module, "num_groups", None),
+                parameters=sum(p.numel() for p in parameters),
+                frozen=not any(p.requires_grad for p in parameters),
+            )
+        )
+    return rows
+
+
+def _channels(layer: nn.Module) -> int:
+    for attribute in ("num_channels", "num_features"):
+        if hasattr(layer, attribute):
+            return int(getattr(layer, attribute))
+    return layer.weight.numel()
+
+
+def norm_table(model: nn.Module) -> str:
+    """A text table of every normalisation layer: its norm name, channels, groups, parameters, frozen or not."""
+    rows = [(*row[:-1], "yes" if row.frozen else "no") for row in norm_rows(model)]
+    return tabulate(rows, headers=["layer", "norm", "channels", "groups", "parameters", "frozen"], missingval="-")

@@ -1,0 +1,122 @@
+import functools
+
+import pytest
+import torch
+from detectron2.layers import ShapeSpec
+from detectron2.modeling import build_backbone, build_model
+from detectron2.modeling.roi_heads import FastRCNNConvFCHead, build_box_head, build_mask_head
+from torch import nn
+
+from gw_detectron.layers import GroupWhitening2d
+from gw_detectron.modeling import GWFastRCNNConvFCHead
+from gw_detectron.modeling.norm import norm_rows
+
+BOX_FEATURES = ShapeSpec(channels=256, height=7, width=7)
+
+
+def specs(model):
+    return [row.spec for row in norm_rows(model)]
+
+
+@pytest.mark.parametrize("norm", ["GW:groups=32,iters=5,eps=1e-05,solver=newton", "GN:groups=16,eps=1e-05", ""])
+def test_fpn_takes_any_norm(cfg, norm):
+    cfg.MODEL.FPN.NORM = norm
+    cfg.MODEL.RESNETS.DEPTH, cfg.MODEL.RESNETS.RES2_OUT_CHANNELS = 18, 64
+    backbone = build_backbone(cfg)
+    fpn_convs = [getattr(backbone, f"fpn_{kind}{level}") for kind in ("lateral", "output") for level in range(2, 6)]
+    for conv in fpn_convs:
+        assert specs(conv) == ([norm] if norm else [])
+        assert (conv.bias is None) == bool(norm)
+    features = backbone(torch.randn(1, 3, 64, 64))
+    assert {name: tuple(f.shape[1:]) for name, f in features.items()} == {
+        f"p{level}": (256, 64 // 2**level, 64 // 2**level) for level in range(2, 7)
+    }
+
+
+def test_retinanet_backbone(cfg):
+    cfg.MODEL.META_ARCHITECTURE = "RetinaNet"
+    cfg.MODEL.BACKBONE.NAME = "build_gw_retinanet_resnet_fpn_backbone"
+    cfg.MODEL.RESNETS.DEPTH, cfg.MODEL.RESNETS.RES2_OUT_CHANNELS = 18, 64
+    cfg.MODEL.RESNETS.OUT_FEATURES = cfg.MODEL.FPN.IN_FEATURES = ["res3", "res4", "res5"]
+    cfg.MODEL.FPN.NORM = "GW"
+    model = build_model(cfg)
+    features = model.backbone(torch.randn(1, 3, 128, 128))
+    assert {name: tuple(f.shape[1:]) for name, f in features.items()} == {
+        f"p{level}": (256, 128 // 2**level, 128 // 2**level) for level in range(3, 8)
+    }
+    assert sum(spec.startswith("GW") for spec in specs(model)) == 9 + 6
+
+
+@pytest.mark.parametrize(("single_relu", "relus"), [(False, 4), (True, 1)])
+@pytest.mark.parametrize("norm", ["GW", "GN", ""])
+def test_box_head_relus(cfg, single_relu, relus, norm):
+    cfg.MODEL.ROI_BOX_HEAD.NORM = norm
+    cfg.MODEL.ROI_BOX_HEAD.SINGLE_RELU = single_relu
+    head = build_box_head(cfg, BOX_FEATURES)
+    assert len(head.conv_norm_relus) == 4
+    assert sum(isinstance(conv.activation, nn.ReLU) for conv in head.conv_norm_relus) == relus
+    assert isinstance(head.conv_norm_relus[-1].activation, nn.ReLU)
+    assert all((conv.bias is None) == bool(norm) for conv in head.conv_norm_relus)
+
+
+def test_box_head_is_the_stock_head_with_the_norm_swapped(cfg):
+    cfg.MODEL.ROI_BOX_HEAD.NORM = "GN"
+    ours = build_box_head(cfg, BOX_FEATURES)
+    cfg.MODEL.ROI_BOX_HEAD.NAME = "FastRCNNConvFCHead"
+    stock = build_box_head(cfg, BOX_FEATURES)
+    ours.load_state_dict(stock.state_dict())
+    x = torch.randn(2, 256, 7, 7)
+    assert torch.equal(ours(x), stock(x))
+
+
+def test_two_fc_head_has_no_norm(cfg):
+    cfg.MODEL.ROI_BOX_HEAD.NUM_CONV, cfg.MODEL.ROI_BOX_HEAD.NUM_FC = 0, 2
+    cfg.MODEL.ROI_BOX_HEAD.SINGLE_RELU = True
+    head = build_box_head(cfg, BOX_FEATURES)
+    assert specs(head) == []
+    assert head(torch.randn(2, 256, 7, 7)).shape == (2, 1024)
+
+
+def test_mask_head_takes_any_norm(cfg):
+    cfg.MODEL.ROI_MASK_HEAD.NORM = "GW:groups=32"
+    head = build_mask_head(cfg, ShapeSpec(channels=256, height=14, width=14))
+    assert specs(head) == ["GW:groups=32,iters=5,eps=1e-05,solver=newton"] * 4
+    assert head.layers(torch.randn(2, 256, 14, 14)).shape == (2, 80, 28, 28)
+
+
+@pytest.mark.parametrize("head", ["BOX", "MASK"])
+def test_head_errors_name_the_key(cfg, head):
+    cfg.MODEL[f"ROI_{head}_HEAD"].NORM = "GW:groups=96"
+    with pytest.raises(ValueError, match=f"MODEL.ROI_{head}_HEAD.NORM='GW:groups=96': .* 256 channels"):
+        build_model(cfg)
+
+
+def test_mask_rcnn_has_33_whitening_layers(cfg):
+    cfg.MODEL.FPN.NORM = cfg.MODEL.ROI_BOX_HEAD.NORM = cfg.MODEL.ROI_MASK_HEAD.NORM = "GW"
+    model = build_model(cfg)
+    # 1 stem, 16 blocks, 8 FPN, 4 box head, 4 mask head
+    assert sum(isinstance(module, GroupWhitening2d) for module in model.modules()) == 33
+
+
+def test_cascade_heads_take_the_norm_too(cfg):
+    cfg.MODEL.RESNETS.DEPTH, cfg.MODEL.RESNETS.RES2_OUT_CHANNELS = 18, 64
+    cfg.MODEL.ROI_HEADS.NAME = "CascadeROIHeads"
+    cfg.MODEL.ROI_BOX_HEAD.CLS_AGNOSTIC_BBOX_REG = True
+    cfg.MODEL.ROI_BOX_HEAD.NORM = "GW"
+    model = build_model(cfg)
+    assert sum(spec.startswith("GW") for spec in specs(model.roi_heads.box_head)) == 3 * 4
+
+
+def test_components_take_a_norm_class_directly():
+    norm = functools.partial(GroupWhitening2d, num_groups=8)
+    head = GWFastRCNNConvFCHead(BOX_FEATURES, conv_dims=[16], fc_dims=[32], conv_norm=norm)
+    assert isinstance(head, FastRCNNConvFCHead)
+    assert head.conv1.norm.num_groups == 8
+    assert head(torch.randn(2, 256, 7, 7)).shape == (2, 32)
+
+
+def test_no_proposals_keep_the_head_in_the_graph(cfg):
+    cfg.MODEL.ROI_BOX_HEAD.NORM = "GW"
+    head = build_box_head(cfg, BOX_FEATURES)
+    head(torch.zeros(0, 256, 7, 7)).sum().backward()
+    assert all(parameter.grad is not None for parameter in head.parameters())

@@ -1,0 +1,122 @@
+import functools
+
+import pytest
+from detectron2.layers import FrozenBatchNorm2d, get_norm
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from gw_detectron.layers import GroupWhitening2d
+from gw_detectron.modeling.norm import norm_rows, norm_spec, norm_table, resolve_norm
+
+
+@pytest.mark.parametrize("name", ["", "BN", "SyncBN", "FrozenBN", "GN", "nnSyncBN", "naiveSyncBN"])
+def test_detectron2_names_pass_untouched(name):
+    assert resolve_norm(name) is name
+
+
+def test_a_name_the_installed_detectron2_lacks_is_explained():
+    try:
+        get_norm("LN", 8)
+    except KeyError:
+        with pytest.raises(ValueError, match="does not know 'LN'"):
+            resolve_norm("LN")
+    else:
+        assert resolve_norm("LN") == "LN"
+        assert norm_spec(get_norm("LN", 8)) == "LN"
+
+
+def test_gw_alone_is_the_published_setting():
+    layer = get_norm(resolve_norm("GW"), 256)
+    assert isinstance(layer, GroupWhitening2d)
+    assert (layer.num_groups, layer.num_iters, layer.eps, layer.solver) == (64, 5, 1e-5, "newton")
+
+
+def test_options_reach_the_layer():
+    norm = resolve_norm("GW:groups=32, iters=7, eps=0, solver=zca")
+    assert isinstance(norm, functools.partial)
+    layer = norm(128)
+    assert (layer.num_groups, layer.num_iters, layer.eps, layer.solver) == (32, 7, 0.0, "zca")
+    group_norm = resolve_norm("GN:groups=16,eps=1e-3")(128)
+    assert (group_norm.num_groups, group_norm.num_channels, group_norm.eps) == (16, 128, 1e-3)
+
+
+@given(
+    groups=st.sampled_from([1, 2, 8, 64]),
+    iters=st.integers(0, 9),
+    eps=st.sampled_from([0.0, 1e-7, 1e-5, 0.25]),
+    solver=st.sampled_from(["newton", "zca"]),
+)
+def test_spec_to_layer_to_spec_is_the_identity(groups, iters, eps, solver):
+    spec = f"GW:groups={groups},iters={iters},eps={eps:g},solver={solver}"
+    layer = resolve_norm(spec)(64)
+    assert norm_spec(layer) == spec
+    for option in spec.removeprefix("GW:").split(","):
+        assert option in repr(layer)
+
+
+@pytest.mark.parametrize("name", ["BN", "FrozenBN", "SyncBN", "naiveSyncBN"])
+def test_the_spec_of_a_stock_layer_is_its_name(name):
+    assert norm_spec(get_norm(name, 8)) == name
+
+
+def test_a_layer_that_is_no_norm_has_no_spec():
+    with pytest.raises(ValueError, match="Conv2d"):
+        norm_spec(nn.Conv2d(1, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("gw", r"unknown norm 'gw'; allowed are \['BN'.*'GW'"),
+        ("GW:group=64", r"no option 'group'; allowed are \['eps', 'groups'"),
+        ("GW:groups", "groups='' is not a positive integer"),
+        ("GW:groups=0", "groups='0' is not a positive integer"),
+        ("GW:groups=6.4", "groups='6.4' is not"),
+        ("GW:iters=-1", "iters='-1' is not zero or a positive integer"),
+        ("GW:eps=nan", "eps='nan' is not zero or a positive number"),
+        ("GW:solver=svd", r"solver='svd' is not one of \['newton', 'zca'\]"),
+        ("GW:groups=8,groups=8", "given twice"),
+        ("BN:groups=8", "BN takes no options"),
+        ("GN:groups=-2", "groups='-2' is not a positive integer"),
+    ],
+)
+def test_a_wrong_spec_is_named_with_its_place(spec, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        resolve_norm(spec, where="MODEL.FPN.NORM")
+    assert str(caught.value).startswith(f"MODEL.FPN.NORM={spec!r}: ")
+
+
+@pytest.mark.parametrize("spec", ["GW:groups=48", "GN", "GN:groups=48"])
+def test_channels_that_the_groups_do_not_divide(spec):
+    with pytest.raises(ValueError, match=rf"MODEL.FPN.NORM='{spec}': it does not fit a layer of 100 channels"):
+        resolve_norm(spec, where="MODEL.FPN.NORM", channels=[100])
+
+
+def test_groups_are_capped_at_the_channels():
+    assert resolve_norm("GW", channels=[32])(32).num_groups == 32
+
+
+def test_norm_table_says_which_norm_stands_where():
+    model = nn.ModuleDict(
+        {
+            "stem": GroupWhitening2d(128),
+            "block": nn.Sequential(nn.Conv2d(3, 8, 1), FrozenBatchNorm2d(8), nn.GroupNorm(4, 8)),
+        }
+    )
+    model["stem"].requires_grad_(False)
+    rows = norm_rows(model)
+    assert [(row.layer, row.channels, row.groups, row.parameters, row.frozen) for row in rows] == [
+        ("stem", 128, 64, 256, True),
+        ("block.1", 8, None, 0, True),
+        ("block.2", 8, 4, 16, False),
+    ]
+    assert [row.spec for row in rows] == [
+        "GW:groups=64,iters=5,eps=1e-05,solver=newton",
+        "FrozenBN",
+        "GN:groups=4,eps=1e-05",
+    ]
+    lines = norm_table(model).splitlines()
+    assert lines[0].split() == ["layer", "norm", "channels", "groups", "parameters", "frozen"]
+    assert lines[2].split() == ["stem", rows[0].spec, "128", "64", "256", "yes"]
+    assert lines[3].split() == ["block.1", "FrozenBN", "8", "-", "0", "yes"]

@@ -1,0 +1,172 @@
+import pytest
+import torch
+from detectron2.layers import FrozenBatchNorm2d, ShapeSpec
+from detectron2.modeling import BACKBONE_REGISTRY
+from torch import nn
+
+from gw_detectron.layers import GroupWhitening2d
+from gw_detectron.modeling import build_gw_resnet_backbone, norm_spec, whitened_convs
+from gw_detectron.modeling.norm import norm_rows
+from gw_detectron.modeling.resnet import GWDeformBottleneckBlock
+
+RGB = ShapeSpec(channels=3)
+
+
+def set_depth(cfg, depth):
+    cfg.MODEL.RESNETS.DEPTH = depth
+    cfg.MODEL.RESNETS.RES2_OUT_CHANNELS = 64 if depth < 50 else 256
+
+
+def whitened_layers(model):
+    return [row.layer for row in norm_rows(model) if row.spec.startswith("GW")]
+
+
+@pytest.mark.parametrize(
+    ("depth", "positions", "count"),
+    # the counts of ResNet-50 are the paper's: 1, 17, 17, 17 and 33 GW modules
+    [(50, "", 0), (50, "S1", 1), (50, "S1-B1", 17), (50, "S1-B2", 17), (50, "S1-B3", 17), (50, "S1-B12", 33)]
+    + [(50, "ALL", 53), (18, "S1", 1), (18, "S1-B1", 9), (18, "S1-B2", 9), (18, "S1-B12", 17), (18, "ALL", 20)],
+)
+def test_the_whitening_norm_stands_at_its_positions_only(cfg, depth, positions, count):
+    set_depth(cfg, depth)
+    cfg.MODEL.RESNETS.WHITEN_POSITIONS = positions
+    backbone = build_gw_resnet_backbone(cfg, RGB)
+    whitened = whitened_layers(backbone)
+    assert len(whitened) == count
+    convs = whitened_convs(positions, bottleneck=depth >= 50)
+    assert {name.split(".")[-2] for name in whitened} - {"conv1"} == set(convs) - {"conv1"}
+    assert ("stem.conv1.norm" in whitened) == bool(positions)
+    for row in norm_rows(backbone):
+        assert row.spec.startswith("GW") == (row.layer in whitened)
+        assert row.spec.startswith("GW") or row.spec == "BN"
+
+
+@pytest.mark.parametrize("depth", [34, 101, 152])
+def test_the_other_depths_have_their_blocks(cfg, depth):
+    set_depth(cfg, depth)
+    with torch.device("meta"):
+        backbone = build_gw_resnet_backbone(cfg, RGB)
+    assert sum(len(stage) for stage in backbone.stages) == {34: 16, 101: 33, 152: 50}[depth]
+    assert len(whitened_layers(backbone)) == 1 + {34: 16, 101: 33, 152: 50}[depth]
+
+
+@pytest.mark.parametrize("options", ["R-18", "R-50", "X-50", "stride_in_1x1", "res5_dilation"])
+def test_without_whitening_it_is_the_stock_backbone(cfg, options):
+    cfg.MODEL.RESNETS.WHITEN_POSITIONS = ""
+    if options == "R-18":
+        set_depth(cfg, 18)
+    elif options == "X-50":
+        cfg.MODEL.RESNETS.NUM_GROUPS, cfg.MODEL.RESNETS.WIDTH_PER_GROUP = 32, 4
+    elif options == "stride_in_1x1":
+        cfg.MODEL.RESNETS.STRIDE_IN_1X1 = True
+    elif options == "res5_dilation":
+        cfg.MODEL.RESNETS.RES5_DILATION = 2
+    stock = BACKBONE_REGISTRY.get("build_resnet_backbone")(cfg, RGB).eval()
+    ours = build_gw_resnet_backbone(cfg, RGB).eval()
+    ours.load_state_dict(stock.state_dict())
+    x = torch.randn(1, 3, 64, 96)
+    with torch.no_grad():
+        expected, actual = stock(x), ours(x)
+    assert expected.keys() == actual.keys()
+    for name in expected:
+        assert torch.equal(expected[name], actual[name])
+
+
+def test_freeze_at_keeps_whitening_and_stops_its_affine(cfg):
+    set_depth(cfg, 18)
+    cfg.MODEL.BACKBONE.FREEZE_AT = 2
+    backbone = build_gw_resnet_backbone(cfg, RGB)
+    for row in norm_rows(backbone):
+        in_frozen_part = row.layer.startswith(("stem", "res2"))
+        assert row.frozen == in_frozen_part
+        if not row.spec.startswith("GW"):
+            assert row.spec == ("FrozenBN" if in_frozen_part else "BN")
+    assert isinstance(backbone.stem.conv1.norm, GroupWhitening2d)
+    assert isinstance(backbone.res2[0].conv2.norm, GroupWhitening2d)
+    assert isinstance(backbone.res2[0].conv1.norm, FrozenBatchNorm2d)
+
+
+@pytest.mark.parametrize("norm", ["SyncBN", "GN", "GN:groups=16", "FrozenBN", "GW:groups=32", ""])
+def test_any_norm_beside_the_whitening(cfg, norm):
+    set_depth(cfg, 18)
+    cfg.MODEL.RESNETS.NORM = norm
+    block = build_gw_resnet_backbone(cfg, RGB).res3[0]
+    assert norm_spec(block.conv2.norm) == "GW:groups=64,iters=5,eps=1e-05,solver=newton"
+    if norm == "":
+        assert block.conv1.norm is None
+    else:
+        assert norm_spec(block.conv1.norm).startswith(norm)
+
+
+@pytest.mark.parametrize("whiten_norm", ["GN", "SyncBN", "GW:solver=zca"])
+def test_any_norm_at_the_whitening_positions(cfg, whiten_norm):
+    set_depth(cfg, 18)
+    cfg.MODEL.RESNETS.WHITEN_NORM = whiten_norm
+    block = build_gw_resnet_backbone(cfg, RGB).res2[1]
+    assert norm_spec(block.conv2.norm).startswith(whiten_norm.split(":")[0])
+    assert norm_spec(block.conv1.norm) == "BN"
+
+
+def test_a_sample_does_not_depend_on_its_batch(cfg):
+    set_depth(cfg, 18)
+    cfg.MODEL.RESNETS.WHITEN_POSITIONS = "ALL"
+    backbone = build_gw_resnet_backbone(cfg, RGB)
+    x = torch.randn(3, 3, 64, 64)
+    with torch.no_grad():
+        together, alone = backbone(x)["res5"][1:2], backbone(x[1:2])["res5"]
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
+
+
+def test_a_deformable_block_takes_the_whitening_norm(cfg):
+    cfg.MODEL.RESNETS.DEFORM_ON_PER_STAGE = [False, False, False, True]
+    backbone = build_gw_resnet_backbone(cfg, RGB)
+    block = backbone.res5[0]
+    assert isinstance(block, GWDeformBottleneckBlock)
+    assert isinstance(block.conv2.norm, GroupWhitening2d)
+    x = torch.randn(1, 3, 64, 64)
+    try:
+        features = backbone(x)
+    except (ImportError, NotImplementedError, RuntimeError) as error:
+        pytest.skip(f"this Detectron2 has no compiled deformable convolution for the CPU: {error}")
+    assert features["res5"].shape == (1, 2048, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("WHITEN_POSITIONS", "S1-B4", r"WHITEN_POSITIONS='S1-B4'; allowed are \['', 'S1'"),
+        ("WHITEN_NORM", "GW:groups=48", "MODEL.RESNETS.WHITEN_NORM='GW:groups=48': .* 64 channels"),
+        ("NORM", "XN", "MODEL.RESNETS.NORM='XN': unknown norm"),
+        ("DEPTH", 51, r"MODEL.RESNETS.DEPTH=51; allowed are \[18, 34, 50"),
+        ("RES5_DILATION", 3, "MODEL.RESNETS.RES5_DILATION=3; allowed are 1 and 2"),
+    ],
+)
+def test_a_wrong_key_is_named(cfg, key, value, message):
+    cfg.MODEL.RESNETS[key] = value
+    with pytest.raises(ValueError, match=message):
+        build_gw_resnet_backbone(cfg, RGB)
+
+
+def test_two_convolution_blocks_have_no_third_norm(cfg):
+    set_depth(cfg, 18)
+    cfg.MODEL.RESNETS.WHITEN_POSITIONS = "S1-B3"
+    with pytest.raises(ValueError, match="needs bottleneck blocks"):
+        build_gw_resnet_backbone(cfg, RGB)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("RES2_OUT_CHANNELS", 256), ("NUM_GROUPS", 32), ("DEFORM_ON_PER_STAGE", [False] * 3 + [True])]
+)
+def test_keys_that_do_not_go_with_resnet_18(cfg, key, value):
+    set_depth(cfg, 18)
+    cfg.MODEL.RESNETS[key] = value
+    with pytest.raises(ValueError, match=f"MODEL.RESNETS.{key}=.* does not go with ResNet-18"):
+        build_gw_resnet_backbone(cfg, RGB)
+
+
+def test_grouped_convolutions_of_resnext(cfg):
+    cfg.MODEL.RESNETS.NUM_GROUPS, cfg.MODEL.RESNETS.WIDTH_PER_GROUP = 32, 8
+    backbone = build_gw_resnet_backbone(cfg, RGB)
+    conv = backbone.res2[0].conv2
+    assert isinstance(conv, nn.Conv2d)
+    assert (conv.groups, conv.out_channels, conv.norm.num_groups) == (32, 256, 64)
