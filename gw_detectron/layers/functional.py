@@ -32,6 +32,16 @@ def effective_groups(num_channels: int, num_groups: int) -> int:
     return groups
 
 
+def check_options(num_iters: int, eps: float, solver: str) -> None:
+    """Raises ValueError for an option of group whitening that is out of its range."""
+    if num_iters < 0:
+        raise ValueError(f"num_iters={num_iters} is negative; the published value is 5")
+    if not 0 <= eps < float("inf"):
+        raise ValueError(f"eps={eps} must be zero or a positive number; the published value is 1e-5")
+    if solver not in SOLVERS:
+        raise ValueError(f"unknown whitening solver {solver!r}; allowed are {sorted(SOLVERS)}")
+
+
 def group_whiten(
     x: Tensor,
     num_groups: int,
@@ -66,7 +76,8 @@ def group_whiten(
         ``weight`` and ``bias``, so that a process without samples takes part in distributed training.
 
     Raises:
-        ValueError: wrong rank, dtype or solver name, or groups that do not divide the channels.
+        ValueError: wrong rank or dtype, an option out of its range, groups that do not divide the channels, or affine
+            parameters of another shape than (C,).
 
     Source: Group Whitening, Eqs. 8-10, and its supplement, Algorithm 1.
     """
@@ -74,8 +85,10 @@ def group_whiten(
         raise ValueError(f"group whitening takes input of shape (N, C, *spatial), got {tuple(x.shape)}")
     if not x.is_floating_point():
         raise ValueError(f"group whitening takes floating point input, got {x.dtype}")
-    if solver not in SOLVERS:
-        raise ValueError(f"unknown whitening solver {solver!r}; allowed are {sorted(SOLVERS)}")
+    check_options(num_iters, eps, solver)
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None and parameter.shape != x.shape[1:2]:
+            raise ValueError(f"{name} has shape {tuple(parameter.shape)}, expected ({x.shape[1]},)")
     groups = effective_groups(x.shape[1], num_groups)
     if x.numel() == 0:
         return _affine(x, weight, bias).to(x.dtype)

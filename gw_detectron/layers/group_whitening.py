@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from .functional import effective_groups, group_whiten
-from .solvers import SOLVERS
+from .functional import check_options, effective_groups, group_whiten
 
 
 class GroupWhitening2d(nn.Module):
@@ -43,12 +42,7 @@ class GroupWhitening2d(nn.Module):
         solver: str = "newton",
     ) -> None:
         super().__init__()
-        if num_iters < 0:
-            raise ValueError(f"num_iters={num_iters} is negative; the published value is 5")
-        if not 0 <= eps < float("inf"):
-            raise ValueError(f"eps={eps} must be zero or a positive number; the published value is 1e-5")
-        if solver not in SOLVERS:
-            raise ValueError(f"unknown whitening solver {solver!r}; allowed are {sorted(SOLVERS)}")
+        check_options(num_iters, eps, solver)
         self.num_channels = num_channels
         self.num_groups = effective_groups(num_channels, num_groups)
         self.num_iters = num_iters

@@ -2,7 +2,7 @@
 
 Shape shorthand: ``g`` is the side of a covariance matrix, ``...`` any number of batch dimensions.
 
-A covariance that is exactly zero (a constant sample and no ``eps``) has no inverse square root. The solvers take the
+A covariance that is zero (a constant sample and no ``eps``) has no inverse square root. The solvers take the
 pseudo-inverse there, a zero matrix, so that the whitened output and its gradient are zero instead of NaN.
 """
 
@@ -11,6 +11,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+
+def _zero_variance(dtype: torch.dtype) -> float:
+    """Variance up to this counts as zero: the backward pass holds variance^(-3/2), which must stay in range."""
+    return torch.finfo(dtype).tiny ** 0.5
 
 
 def newton_inverse_sqrt(sigma: Tensor, num_iters: int = 5) -> Tensor:
@@ -33,7 +38,7 @@ def newton_inverse_sqrt(sigma: Tensor, num_iters: int = 5) -> Tensor:
     Source: Group Whitening, Eqs. 6-7; the order of products is that of its supplement, Figure 1.
     """
     trace = sigma.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-    alive = trace > torch.finfo(sigma.dtype).tiny
+    alive = trace > _zero_variance(sigma.dtype)
     safe_trace = torch.where(alive, trace, torch.ones_like(trace))
     sigma_n = sigma / safe_trace
     p = torch.eye(sigma.shape[-1], dtype=sigma.dtype, device=sigma.device).expand_as(sigma)
@@ -76,9 +81,8 @@ def _zca_forward(sigma: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if not torch.isfinite(sigma).all():
             raise ValueError("zca whitening: the covariance matrix holds NaN or infinity; check the input") from error
         raise
-    limits = torch.finfo(sigma.dtype)
     # eigh returns ascending eigenvalues, exact to rounding of the largest one
-    floor = (limits.eps * eigenvalues[..., -1:]).clamp_min(limits.tiny**0.5)
+    floor = (torch.finfo(sigma.dtype).eps * eigenvalues[..., -1:]).clamp_min(_zero_variance(sigma.dtype))
     alive = eigenvalues > floor
     inv_sqrt = torch.where(alive, torch.where(alive, eigenvalues, torch.ones_like(eigenvalues)).rsqrt(), 0.0)
     return (eigenvectors * inv_sqrt[..., None, :]) @ eigenvectors.mT, eigenvectors, inv_sqrt

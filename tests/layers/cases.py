@@ -1,0 +1,54 @@
+"""The inputs and settings that the layer tests share."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import settings
+
+from gw_detectron.layers import GroupWhitening2d
+
+from .oracle import Setting
+
+GROUPS = (1, 8, 16, 32, 64)
+#: every solver, Newton with every number of steps
+SOLVER_ARGS = [{"solver": "newton", "iters": t} for t in (1, 3, 5, 7)] + [{"solver": "zca"}]
+
+#: hypothesis: the same few examples in every run, so that the suite is quick and never flaky
+few = settings(max_examples=12, deadline=None, derandomize=True)
+
+
+def grid() -> list[tuple[int, tuple[int, ...], Setting]]:
+    """(C, spatial size, setting): every g with every solver, C from 8 to 2048, odd sizes, always M > g."""
+    rows = []
+    for g in GROUPS:
+        sizes = [(max(g, 8), (13, 7)), (3 * g if g > 1 else 13, (7, 5)), (256, (5, 7)), (2048, (3, 3))]
+        rows += [(c, size, Setting(g, **args)) for c, size in sizes for args in SOLVER_ARGS]
+    return rows
+
+
+def correlated(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """Float64 features like a network's: correlated channels of unequal scale, with a mean."""
+    rng = np.random.default_rng(seed)
+    channels = shape[1]
+    mixed = rng.normal(size=shape) + 0.5 * rng.normal(size=(shape[0], 1, *shape[2:]))
+    per_channel = (1, channels, *[1] * (len(shape) - 2))
+    return mixed * rng.uniform(0.5, 2.0, per_channel) + rng.normal(size=per_channel)
+
+
+def build(
+    channels: int, setting: Setting, dtype: torch.dtype = torch.float64, affine: bool = True
+) -> GroupWhitening2d:
+    """The layer of a setting; its affine parameters are random so that a lost or misplaced one shows."""
+    layer = GroupWhitening2d(channels, setting.groups, setting.iters, setting.eps, affine, setting.solver)
+    if affine:
+        rng = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            layer.weight.copy_(torch.rand(channels, generator=rng) + 0.5)
+            layer.bias.copy_(torch.randn(channels, generator=rng))
+    return layer.to(dtype)
+
+
+def affine_of(layer: GroupWhitening2d) -> tuple[np.ndarray, np.ndarray]:
+    """(weight, bias) as float64 arrays for the oracle."""
+    return layer.weight.detach().double().numpy(), layer.bias.detach().double().numpy()

@@ -1,0 +1,199 @@
+"""GroupWhitening2d as a citizen of torch: errors, checkpoints, copies, tracing, export, compilation, DDP."""
+
+import copy
+import io
+import math
+import pickle
+import re
+from collections.abc import Iterable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gw_detectron.layers import GroupWhitening2d, group_whiten
+
+from .cases import build, correlated
+from .oracle import Setting
+
+SOLVERS = ["newton", "zca"]
+
+
+def mentions(words: Iterable[str]) -> str:
+    """A pattern for messages that hold every word, in any order."""
+    return "(?s)" + "".join(f"(?=.*{re.escape(word)})" for word in words)
+
+
+def features(*shape: int) -> torch.Tensor:
+    return torch.from_numpy(correlated(shape)).float()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"num_channels": 96, "num_groups": 64}, ["96", "64"]),
+        ({"num_channels": 100, "num_groups": 8}, ["100", "8"]),
+        ({"num_channels": 0}, ["0"]),
+        ({"num_channels": 64, "num_groups": 0}, ["0"]),
+        ({"num_channels": 64, "num_groups": -8}, ["-8"]),
+        ({"num_channels": 64, "num_iters": -1}, ["-1"]),
+        ({"num_channels": 64, "eps": -1e-5}, ["-1e-05"]),
+        ({"num_channels": 64, "eps": math.nan}, ["nan"]),
+        ({"num_channels": 64, "solver": "cholesky"}, ["cholesky", "newton", "zca"]),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_refused_by_value(arguments, words):
+    with pytest.raises(ValueError, match=mentions(words)):
+        GroupWhitening2d(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"num_groups": 48}, ["48", "64"]),
+        ({"num_groups": 0}, ["0"]),
+        ({"num_iters": -1}, ["-1"]),
+        ({"eps": -0.5}, ["-0.5"]),
+        ({"solver": "Newton"}, ["Newton", "newton", "zca"]),
+        ({"weight": torch.ones(63)}, ["weight", "63", "64"]),
+        ({"bias": torch.zeros(1)}, ["bias", "1", "64"]),
+    ],
+    ids=lambda value: ",".join(value),
+)
+def test_the_function_refuses_the_same(arguments, words):
+    with pytest.raises(ValueError, match=mentions(words)):
+        group_whiten(features(2, 64, 5, 3), **{"num_groups": 16, **arguments})
+
+
+@pytest.mark.parametrize("shape", [(), (64,), (2, 32, 5, 3), (64, 5, 3), (2, 5, 3, 64)], ids=str)
+def test_wrong_input_shapes_are_refused_by_value(shape):
+    with pytest.raises(ValueError, match=mentions(["64", str(tuple(shape))])):
+        GroupWhitening2d(64)(torch.zeros(shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.complex64], ids=str)
+def test_only_floating_point_input_is_taken(dtype):
+    with pytest.raises(ValueError, match=str(dtype)):
+        GroupWhitening2d(64)(torch.ones(2, 64, 5, 3, dtype=dtype))
+
+
+def test_the_published_setting_is_the_default():
+    layer = GroupWhitening2d(256)
+    assert (layer.num_channels, layer.num_groups, layer.num_iters) == (256, 64, 5)
+    assert (layer.eps, layer.affine, layer.solver) == (1e-5, True, "newton")
+    assert torch.equal(layer.weight, torch.ones(256))
+    assert torch.equal(layer.bias, torch.zeros(256))
+    assert not list(layer.buffers())
+    assert not isinstance(layer, nn.modules.batchnorm._NormBase)
+
+
+def test_training_and_evaluation_are_the_same_function():
+    layer, x = build(64, Setting(32), torch.float32), features(2, 64, 7, 5)
+    assert torch.equal(layer.train()(x), layer.eval()(x))
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_repr_shows_the_setting(solver):
+    text = repr(GroupWhitening2d(32, num_groups=64, num_iters=3, eps=1e-4, affine=False, solver=solver))
+    for part in ("32", "groups=32", "iters=3", "eps=0.0001", f"solver={solver}", "affine=False"):
+        assert part in text
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save", "state_dict"])
+def test_copies_compute_the_same(how, solver):
+    layer, x = build(64, Setting(16, 3, 1e-3, solver), torch.float32), features(2, 64, 7, 5)
+    if how == "deepcopy":
+        twin = copy.deepcopy(layer)
+    elif how == "pickle":
+        twin = pickle.loads(pickle.dumps(layer))
+    elif how == "torch.save":
+        buffer = io.BytesIO()
+        torch.save(layer, buffer)
+        buffer.seek(0)
+        twin = torch.load(buffer, weights_only=False)
+    else:
+        assert sorted(layer.state_dict()) == ["bias", "weight"]
+        twin = GroupWhitening2d(64, 16, 3, 1e-3, solver=solver)
+        twin.load_state_dict(layer.state_dict())
+    assert torch.equal(twin(x), layer(x))
+    assert twin.weight.data_ptr() != layer.weight.data_ptr()
+
+
+@pytest.mark.parametrize("shape", [(1, 64, 1, 1), (1, 64), (1, 64, 1)], ids=str)
+def test_affine_with_broadcast_dimensions_is_loaded(shape):
+    model = nn.Sequential(nn.Identity(), build(64, Setting(16), torch.float32))
+    values = features(2, 64)
+    state = {"1.weight": values[0].reshape(shape), "1.bias": values[1].reshape(shape)}
+    result = model.load_state_dict(state)
+    assert not result.missing_keys
+    assert not result.unexpected_keys
+    assert torch.equal(model[1].weight, values[0])
+    assert torch.equal(model[1].bias, values[1])
+    assert state["1.weight"].shape == shape, "the caller's checkpoint stays as it was"
+
+
+@pytest.mark.parametrize("shape", [(63,), (1, 128, 1, 1), (64, 1, 1, 1), (8, 8), (1,), ()], ids=str)
+def test_affine_of_another_shape_is_refused(shape):
+    layer = GroupWhitening2d(64)
+    with pytest.raises(RuntimeError, match="size mismatch for weight"):
+        layer.load_state_dict({"weight": torch.ones(shape), "bias": torch.zeros(64)})
+
+
+def test_missing_and_unexpected_affine_are_reported():
+    with pytest.raises(RuntimeError, match=r"Missing key.*bias"):
+        GroupWhitening2d(64).load_state_dict({"weight": torch.ones(64)})
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*weight"):
+        GroupWhitening2d(64, affine=False).load_state_dict({"weight": torch.ones(1, 64, 1, 1)})
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_traced_module_serves_other_sizes(solver):
+    layer = build(64, Setting(32, solver=solver), torch.float32).eval()
+    traced = torch.jit.trace(layer, features(2, 64, 9, 7))
+    for shape in ((2, 64, 9, 7), (1, 64, 13, 11), (3, 64, 8, 5)):
+        x = features(*shape)
+        torch.testing.assert_close(traced(x), layer(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_exported_program_serves_other_sizes(solver):
+    layer = build(64, Setting(32, solver=solver), torch.float32).eval()
+    sizes = {0: torch.export.Dim("n"), 2: torch.export.Dim("h"), 3: torch.export.Dim("w")}
+    program = torch.export.export(layer, (features(2, 64, 9, 7),), dynamic_shapes=(sizes,)).module()
+    for shape in ((2, 64, 9, 7), (3, 64, 13, 11)):
+        x = features(*shape)
+        torch.testing.assert_close(program(x), layer(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_compiled_module_trains(solver):
+    """The aot_eager backend traces forward and backward as inductor does, without its code generation."""
+    torch._dynamo.reset()
+    layer = build(64, Setting(16, solver=solver), torch.float32)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=solver == "newton")
+    for shape in ((2, 64, 9, 7), (3, 64, 5, 11)):
+        x = features(*shape).requires_grad_()
+        expected = torch.autograd.grad(layer(x).square().sum(), (x, layer.weight))
+        got = torch.autograd.grad(compiled(x).square().sum(), (x, layer.weight))
+        torch.testing.assert_close(compiled(x), layer(x), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")
+def test_distributed_training_goes_on_after_an_empty_batch(tmp_path):
+    """DDP stops at the second step if a parameter got no gradient in the first: a process without any RoI."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(nn.Sequential(nn.Conv2d(8, 32, 1), GroupWhitening2d(32)))
+        for batch in (0, 2, 0):
+            model.zero_grad()
+            model(torch.randn(batch, 8, 7, 7)).sum().backward()
+            assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    finally:
+        dist.destroy_process_group()
