@@ -1,4 +1,4 @@
-"""``DETECTRON2_ENV_MODULE=gw_detectron.env`` lets stock Detectron2 scripts accept this package's yaml without an edit."""
+"""With ``DETECTRON2_ENV_MODULE=gw_detectron.env`` stock Detectron2 scripts accept this package's yaml, unedited."""
 
 from detectron2.config.defaults import _C
 

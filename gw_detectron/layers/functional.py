@@ -4,6 +4,7 @@ Shape shorthand: ``N`` samples, ``C`` channels, ``g`` groups (the side of the co
 ``M = C / g * prod(spatial)`` the number of columns over which one sample's covariance is taken.
 """
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -94,8 +95,9 @@ def group_whiten(
         return _affine(x, weight, bias).to(x.dtype)
     compute_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     with _autocast_off(x.device.type):
+        columns = x.shape[1] // groups * math.prod(x.shape[2:])  # not -1: a traced model may meet an empty batch
         # reshape, not view: channels_last input is not laid out group by group
-        x_g = x.to(compute_dtype).reshape(x.shape[0], groups, -1)
+        x_g = x.to(compute_dtype).reshape(x.shape[0], groups, columns)
         x_c = x_g - x_g.mean(-1, keepdim=True)
         sigma = x_c @ x_c.mT / x_c.shape[-1]
         sigma = sigma + eps * torch.eye(groups, dtype=compute_dtype, device=x.device)

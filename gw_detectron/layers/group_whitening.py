@@ -1,5 +1,7 @@
 """Group Whitening as a module."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -59,7 +61,7 @@ class GroupWhitening2d(nn.Module):
             )
         return group_whiten(x, self.num_groups, self.num_iters, self.eps, self.solver, self.weight, self.bias)
 
-    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # the authors' checkpoints hold the affine parameters as (1, C, 1, 1)
         for name in ("weight", "bias"):
             value = state_dict.get(prefix + name)

@@ -7,6 +7,7 @@ pseudo-inverse there, a zero matrix, so that the whitened output and its gradien
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,7 +78,7 @@ def _zca_forward(sigma: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the whitening matrices, the eigenvectors D, and :math:`\\lambda^{-1/2}` (0 for a zero eigenvalue)."""
     try:
         eigenvalues, eigenvectors = torch.linalg.eigh(sigma)
-    except torch.linalg.LinAlgError as error:
+    except RuntimeError as error:  # torch.linalg.LinAlgError, or the solver library of a GPU
         if not torch.isfinite(sigma).all():
             raise ValueError("zca whitening: the covariance matrix holds NaN or infinity; check the input") from error
         raise
@@ -90,14 +91,14 @@ def _zca_forward(sigma: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 class _ZCAInverseSqrt(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, sigma: Tensor) -> Tensor:
+    def forward(ctx: Any, sigma: Tensor) -> Tensor:
         whitening, eigenvectors, inv_sqrt = _zca_forward(sigma)
         ctx.save_for_backward(eigenvectors, inv_sqrt)
         return whitening
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         d, r = ctx.saved_tensors
         ri, rj = r[..., :, None], r[..., None, :]
         # with r = lambda^{-1/2} the divided difference is -r_i^2 r_j^2 / (r_i + r_j)

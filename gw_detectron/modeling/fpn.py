@@ -1,5 +1,6 @@
 """Detectron2's FPN over the backbones of :mod:`gw_detectron.modeling.resnet`, with any norm name."""
 
+from detectron2.config import CfgNode
 from detectron2.layers import ShapeSpec
 from detectron2.modeling import BACKBONE_REGISTRY, FPN
 from detectron2.modeling.backbone.fpn import LastLevelMaxPool, LastLevelP6P7
@@ -10,7 +11,7 @@ from .resnet import build_gw_resnet_backbone
 
 
 @BACKBONE_REGISTRY.register()
-def build_gw_resnet_fpn_backbone(cfg, input_shape: ShapeSpec) -> FPN:
+def build_gw_resnet_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
     """Builds ResNet + FPN with levels p2 to p6, as Faster and Mask R-CNN use it.
 
     Raises:
@@ -20,7 +21,7 @@ def build_gw_resnet_fpn_backbone(cfg, input_shape: ShapeSpec) -> FPN:
 
 
 @BACKBONE_REGISTRY.register()
-def build_gw_retinanet_resnet_fpn_backbone(cfg, input_shape: ShapeSpec) -> FPN:
+def build_gw_retinanet_resnet_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
     """Builds ResNet + FPN with levels p3 to p7, as RetinaNet uses it.
 
     Raises:
@@ -31,7 +32,7 @@ def build_gw_retinanet_resnet_fpn_backbone(cfg, input_shape: ShapeSpec) -> FPN:
     return _fpn(cfg, bottom_up, top_block)
 
 
-def _fpn(cfg, bottom_up: nn.Module, top_block: nn.Module) -> FPN:
+def _fpn(cfg: CfgNode, bottom_up: nn.Module, top_block: nn.Module) -> FPN:
     options = cfg.MODEL.FPN
     return FPN(
         bottom_up=bottom_up,

@@ -188,7 +188,7 @@ def _channels(layer: nn.Module) -> int:
     for attribute in ("num_channels", "num_features"):
         if hasattr(layer, attribute):
             return int(getattr(layer, attribute))
-    return layer.weight.numel()
+    return sum(parameter.numel() for parameter in layer.parameters()) // 2  # LN: scale and shift
 
 
 def norm_table(model: nn.Module) -> str:

@@ -5,7 +5,9 @@ first, second, third norm of every block, ``B12`` the first two.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
+from detectron2.config import CfgNode
 from detectron2.layers import ShapeSpec, get_norm
 from detectron2.modeling import BACKBONE_REGISTRY, ResNet
 from detectron2.modeling.backbone.resnet import BasicBlock, BasicStem, BottleneckBlock, DeformBottleneckBlock
@@ -59,7 +61,7 @@ class _WhitenedBlock(nn.Module):
     The norm is set in the constructor because ``ResNet`` freezes its blocks as soon as it has them.
     """
 
-    def __init__(self, *args, whiten_norm: Norm = "", whiten_convs: Sequence[str] = (), **kwargs) -> None:
+    def __init__(self, *args: Any, whiten_norm: Norm = "", whiten_convs: Sequence[str] = (), **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         for name in whiten_convs:
             conv = getattr(self, name)
@@ -80,7 +82,7 @@ class GWDeformBottleneckBlock(_WhitenedBlock, DeformBottleneckBlock):
 
 
 @BACKBONE_REGISTRY.register()
-def build_gw_resnet_backbone(cfg, input_shape: ShapeSpec) -> ResNet:
+def build_gw_resnet_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> ResNet:
     """Builds a ResNet or ResNeXt whose norms are ``NORM``, and ``WHITEN_NORM`` at ``WHITEN_POSITIONS``.
 
     All other keys of ``MODEL.RESNETS`` and ``MODEL.BACKBONE.FREEZE_AT`` mean what they mean to Detectron2's
@@ -98,9 +100,7 @@ def build_gw_resnet_backbone(cfg, input_shape: ShapeSpec) -> ResNet:
     whiten_norm: Norm = norm
     if options.WHITEN_POSITIONS:
         whiten_channels = channels if convs else [options.STEM_OUT_CHANNELS]
-        whiten_norm = resolve_norm(
-            options.WHITEN_NORM, where="MODEL.RESNETS.WHITEN_NORM", channels=whiten_channels
-        )
+        whiten_norm = resolve_norm(options.WHITEN_NORM, where="MODEL.RESNETS.WHITEN_NORM", channels=whiten_channels)
 
     stem = BasicStem(in_channels=input_shape.channels, out_channels=options.STEM_OUT_CHANNELS, norm=whiten_norm)
     stages = []
@@ -109,7 +109,7 @@ def build_gw_resnet_backbone(cfg, input_shape: ShapeSpec) -> ResNet:
         dilation = options.RES5_DILATION if index == 3 else 1
         first_stride = 1 if index == 0 or dilation == 2 else 2
         out_channels = options.RES2_OUT_CHANNELS * 2**index
-        arguments = {
+        arguments: dict[str, Any] = {
             "stride_per_block": [first_stride] + [1] * (num_blocks - 1),
             "in_channels": in_channels,
             "out_channels": out_channels,
@@ -137,7 +137,7 @@ def build_gw_resnet_backbone(cfg, input_shape: ShapeSpec) -> ResNet:
     return ResNet(stem, stages, out_features=options.OUT_FEATURES, freeze_at=cfg.MODEL.BACKBONE.FREEZE_AT)
 
 
-def _check_options(options) -> None:
+def _check_options(options: CfgNode) -> None:
     if options.DEPTH not in NUM_BLOCKS_PER_STAGE:
         raise ValueError(f"MODEL.RESNETS.DEPTH={options.DEPTH}; allowed are {sorted(NUM_BLOCKS_PER_STAGE)}")
     if options.RES5_DILATION not in (1, 2):
@@ -151,7 +151,7 @@ def _check_options(options) -> None:
                 )
 
 
-def _norm_channels(options, bottleneck: bool) -> list[int]:
+def _norm_channels(options: CfgNode, bottleneck: bool) -> list[int]:
     """The channel counts of the norms of stem and blocks."""
     counts = [options.STEM_OUT_CHANNELS]
     for index in range(4):

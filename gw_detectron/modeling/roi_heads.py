@@ -1,6 +1,8 @@
 """Detectron2's box and mask heads with any norm name. The constructors, and so the weights, are the stock ones."""
 
-from detectron2.config import configurable
+from typing import Any
+
+from detectron2.config import CfgNode, configurable
 from detectron2.layers import ShapeSpec
 from detectron2.modeling.roi_heads import (
     ROI_BOX_HEAD_REGISTRY,
@@ -26,14 +28,14 @@ class GWFastRCNNConvFCHead(FastRCNNConvFCHead):
     """
 
     @configurable
-    def __init__(self, *args, single_relu: bool = False, **kwargs) -> None:
+    def __init__(self, *args: Any, single_relu: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if single_relu:
             for conv in self.conv_norm_relus[:-1]:
                 conv.activation = None
 
     @classmethod
-    def from_config(cls, cfg, input_shape: ShapeSpec) -> dict:
+    def from_config(cls, cfg: CfgNode, input_shape: ShapeSpec) -> dict[str, Any]:
         arguments = super().from_config(cfg, input_shape)
         arguments["conv_norm"] = resolve_norm(
             arguments["conv_norm"], where="MODEL.ROI_BOX_HEAD.NORM", channels=arguments["conv_dims"]
@@ -51,7 +53,7 @@ class GWMaskRCNNConvUpsampleHead(MaskRCNNConvUpsampleHead):
     """
 
     @classmethod
-    def from_config(cls, cfg, input_shape: ShapeSpec) -> dict:
+    def from_config(cls, cfg: CfgNode, input_shape: ShapeSpec) -> dict[str, Any]:
         arguments = super().from_config(cfg, input_shape)
         arguments["conv_norm"] = resolve_norm(
             arguments["conv_norm"], where="MODEL.ROI_MASK_HEAD.NORM", channels=arguments["conv_dims"]
