@@ -1,0 +1,353 @@
+"""tools/install_detectron2.py on small synthetic archives: nothing is downloaded, nothing real is installed."""
+
+import io
+import subprocess
+import sys
+import tarfile
+import types
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import detectron2
+import detectron2_wheel
+import install_detectron2
+import pytest
+from detectron2.evaluation import coco_evaluation
+from detectron2_patches import PATCHES, STUB, InstallError, Patch
+from pycocotools.cocoeval import COCOeval
+
+SETUP_PY = """
+from setuptools import setup
+import a_module_that_is_not_there
+PROJECTS = {"detectron2.projects.point_rend": "projects/PointRend/point_rend"}
+"""
+
+
+@pytest.fixture
+def release(tmp_path: Path) -> Path:
+    """A tiny tree of the release's shape."""
+    root = tmp_path / "detectron2_cdo-0.5"
+    files = {
+        "setup.py": SETUP_PY,
+        "LICENSE": "licence",
+        "tools/train_net.py": "",
+        "projects/PointRend/point_rend/__init__.py": "",
+        "detectron2/__init__.py": '__version__ = "0.5"\n',
+        "detectron2/layers/__init__.py": "from detectron2 import _C\n",
+        "detectron2/masks.py": "a = np.bool\nb = np.bool_\nc = np.int(1)\n",
+        "detectron2/model_zoo/__init__.py": "",
+        "detectron2/model_zoo/configs/COCO-Detection/a.yaml": "VERSION: 2\n",
+        "detectron2/model_zoo/configs/common/__init__.py": "",
+    }
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def pack(archive: Path, *members: tarfile.TarInfo) -> Path:
+    with tarfile.open(archive, "w:gz") as tar:
+        for member in members:
+            tar.addfile(member, io.BytesIO(bytes(member.size)))
+    return archive
+
+
+def member(name: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, target
+    return info
+
+
+# --- patches ---
+
+
+def test_patch_replaces_the_expected_matches(release: Path):
+    Patch("detectron2/masks.py", r"\bnp\.(bool|int)\b", r"\1", 2).apply(release)
+    assert (release / "detectron2/masks.py").read_text() == "a = bool\nb = np.bool_\nc = int(1)\n"
+
+
+@pytest.mark.parametrize(("pattern", "count"), [(r"\bnp\.(bool|int)\b", 3), (r"pkg_resources", 1)])
+def test_patch_that_does_not_match_stops_and_changes_nothing(release: Path, pattern: str, count: int):
+    before = (release / "detectron2/masks.py").read_text()
+    with pytest.raises(InstallError, match=rf"masks\.py: .* expected {count}\. .*nothing was installed"):
+        Patch("detectron2/masks.py", pattern, "", count).apply(release)
+    assert (release / "detectron2/masks.py").read_text() == before
+
+
+def test_patch_of_a_missing_file_stops(release: Path):
+    with pytest.raises(InstallError, match=r"no detectron2/gone\.py"):
+        Patch("detectron2/gone.py", "a", "b").apply(release)
+
+
+def test_another_release_is_refused(release: Path):
+    with pytest.raises(InstallError, match="not the release this script knows"):
+        detectron2_wheel.prepare_tree(release, PATCHES)
+
+
+# --- the stub of the compiled operators ---
+
+
+@pytest.fixture
+def stub() -> types.ModuleType:
+    module = types.ModuleType("detectron2._C")
+    exec(STUB, module.__dict__)
+    return module
+
+
+def test_stub_names_the_operator_and_the_way_out(stub: types.ModuleType):
+    with pytest.raises(ImportError, match=r"detectron2\._C\.nms_rotated is a compiled operator .* install") as error:
+        _ = stub.nms_rotated
+    assert "https://detectron2.readthedocs.io" in str(error.value)
+
+
+def test_stub_answers_what_importing_and_reporting_ask(stub: types.ModuleType):
+    assert not hasattr(stub, "__path__")  # `import detectron2._C` asks for it
+    assert "pure Python" in stub.get_compiler_version()
+    assert stub.has_cuda() is False
+
+
+def test_pure_build_evaluates_without_compiled_operators():
+    operators = pytest.importorskip("detectron2._C", exc_type=ImportError)
+    if "PURE_BUILD" not in vars(operators):
+        pytest.skip("detectron2 here is not the pure Python build")
+    assert coco_evaluation.COCOeval_opt is COCOeval
+
+
+# --- the archive ---
+
+
+def test_archive_with_another_hash_is_refused(tmp_path: Path, release: Path):
+    archive = pack(tmp_path / "a.tar.gz", member("detectron2_cdo-0.5/setup.py"))
+    with pytest.raises(InstallError, match=rf"a\.tar\.gz has SHA-256 .* expected {detectron2_wheel.SDIST_SHA256}"):
+        detectron2_wheel.build_wheel(archive, tmp_path / "work")
+    assert not (tmp_path / "work").exists()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        member("/etc/evil"),
+        member("top/../../evil"),
+        member("top/link", tarfile.SYMTYPE, "/etc/passwd"),
+        member("top/link", tarfile.LNKTYPE, "../evil"),
+        member("top/pipe", tarfile.FIFOTYPE),
+    ],
+    ids=["absolute", "parent", "symlink", "hardlink", "fifo"],
+)
+def test_unsafe_member_is_refused_before_anything_is_unpacked(tmp_path: Path, bad: tarfile.TarInfo):
+    archive = pack(tmp_path / "a.tar.gz", member("top/fine"), bad)
+    with pytest.raises(InstallError, match="unsafe member"):
+        detectron2_wheel.extract(archive, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_archive_of_two_folders_is_refused(tmp_path: Path):
+    archive = pack(tmp_path / "a.tar.gz", member("one/file"), member("two/file"))
+    with pytest.raises(InstallError, match=r"\['one', 'two'\], expected one folder"):
+        detectron2_wheel.extract(archive, tmp_path / "out")
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b"not a tar"])
+def test_damaged_archive_is_refused(tmp_path: Path, damage: Callable[[bytes], bytes]):
+    archive = pack(tmp_path / "a.tar.gz", *(member(f"top/{i}") for i in range(500)))
+    archive.write_bytes(damage(archive.read_bytes()))
+    with pytest.raises(InstallError, match="not a complete tar archive"):
+        detectron2_wheel.extract(archive, tmp_path / "out")
+
+
+def test_wheel_of_a_prepared_tree(release: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    archive = tmp_path / "a.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(release, release.name)
+    monkeypatch.setattr(detectron2_wheel, "check_hash", lambda archive: None)
+    patch = Patch("detectron2/masks.py", r"\bnp\.bool\b", "bool")
+    prepare = detectron2_wheel.prepare_tree
+    monkeypatch.setattr(detectron2_wheel, "prepare_tree", lambda root: prepare(root, [patch]))
+    wheel = detectron2_wheel.build_wheel(archive, tmp_path / "work")
+    assert wheel.name == "detectron2-0.5+pure-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as file:
+        contents = {name for name in file.namelist() if ".dist-info/" not in name}
+        metadata = file.read("detectron2-0.5+pure.dist-info/METADATA").decode()
+        masks, stub = file.read("detectron2/masks.py").decode(), file.read("detectron2/_C.py").decode()
+    assert contents == {
+        "detectron2/__init__.py",
+        "detectron2/_C.py",
+        "detectron2/layers/__init__.py",
+        "detectron2/masks.py",
+        "detectron2/model_zoo/__init__.py",
+        "detectron2/model_zoo/configs/COCO-Detection/a.yaml",
+        "detectron2/model_zoo/configs/common/__init__.py",
+        "detectron2/projects/point_rend/__init__.py",
+    }
+    assert masks.startswith("a = bool\n")
+    assert detectron2_wheel.RECIPE in stub
+    assert "Requires-Dist: fvcore" in metadata
+
+
+# --- download ---
+
+
+def fake_pips(monkeypatch: pytest.MonkeyPatch, *scripts: str) -> None:
+    pips = [[sys.executable, "-c", script] for script in scripts]
+    monkeypatch.setattr(detectron2_wheel, "pip_commands", lambda: pips)
+
+
+def test_download_goes_on_to_the_next_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    saves = "import sys; open(sys.argv[sys.argv.index('--dest') + 1] + '/a.tar.gz', 'w')"
+    fake_pips(monkeypatch, "raise SystemExit('cannot declare direct URL dependencies')", saves)
+    assert detectron2_wheel.download(tmp_path) == tmp_path / "a.tar.gz"
+    requirement = (tmp_path / "requirements.txt").read_text()
+    assert requirement == f"{detectron2_wheel.SDIST} --hash=sha256:{detectron2_wheel.SDIST_SHA256}\n"
+
+
+@pytest.mark.parametrize(
+    ("output", "advice"),
+    [
+        ("THESE PACKAGES DO NOT MATCH THE HASHES", "Use another registry"),
+        ("cannot declare direct URL dependencies", "pip<=26.0"),
+        ("Temporary failure in name resolution", "no network.*--wheel-dir DIR.*--sdist FILE"),
+    ],
+)
+def test_failed_download_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str, advice: str):
+    fake_pips(monkeypatch, f"raise SystemExit({output!r})")
+    with pytest.raises(InstallError, match=rf"(?s){output}.*{advice}"):
+        detectron2_wheel.download(tmp_path)
+
+
+def test_pip_of_this_interpreter_is_tried_first():
+    commands = detectron2_wheel.pip_commands()
+    assert commands[0] == [sys.executable, "-m", "pip"]
+    assert all(Path(command[1]).parent.is_file() for command in commands[1:])
+
+
+# --- what is installed already ---
+
+
+def put_detectron2(folder: Path, monkeypatch: pytest.MonkeyPatch, operators: str = "", modeling: str = "") -> None:
+    """Puts a package of that name before the real one on the path of new processes."""
+    package = folder / "detectron2"
+    package.mkdir()
+    (package / "__init__.py").write_text('__version__ = "0.4.2"\n')
+    (package / "_C.py").write_text(operators)
+    (package / "modeling.py").write_text(f"from detectron2 import _C\n{modeling}\n")
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+
+
+def no_build(sdist: Path | None, work: Path) -> Path:
+    raise InstallError("a build was attempted")
+
+
+@pytest.fixture
+def nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(install_detectron2, "check_environment", lambda: None)
+    monkeypatch.setattr(install_detectron2, "build_wheel", no_build)
+
+
+@pytest.mark.usefixtures("nothing_is_built")
+class TestExisting:
+    def test_is_left_alone(self, tmp_path, monkeypatch, capsys):
+        put_detectron2(tmp_path, monkeypatch)
+        assert install_detectron2.main([]) == 0
+        assert f"detectron2 0.4.2 at {tmp_path / 'detectron2'} works and is left alone" in capsys.readouterr().out
+
+    def test_is_replaced_by_force(self, tmp_path, monkeypatch, capsys):
+        put_detectron2(tmp_path, monkeypatch)
+        assert install_detectron2.main(["--force"]) == 1
+        assert "a build was attempted" in capsys.readouterr().err
+
+    def test_pure_build_of_this_script_is_left_alone(self, tmp_path, monkeypatch):
+        put_detectron2(tmp_path, monkeypatch, operators=f"PURE_BUILD = {install_detectron2.RECIPE!r}")
+        assert install_detectron2.main([]) == 0
+
+    def test_pure_build_of_another_version_is_replaced(self, tmp_path, monkeypatch, capsys):
+        put_detectron2(tmp_path, monkeypatch, operators="PURE_BUILD = 'older'")
+        assert install_detectron2.main([]) == 1
+        assert "a build was attempted" in capsys.readouterr().err
+
+    def test_broken_one_is_reported_and_not_touched(self, tmp_path, monkeypatch, capsys):
+        put_detectron2(tmp_path, monkeypatch, modeling="raise ImportError('undefined symbol: _ZN3c10')")
+        assert install_detectron2.main([]) == 1
+        error = capsys.readouterr().err
+        assert "does not import: ImportError: undefined symbol: _ZN3c10" in error
+        assert "--force" in error
+        assert "Traceback" not in error
+
+    def test_wheel_dir_builds_even_beside_an_existing_one(self, tmp_path, monkeypatch, capsys):
+        put_detectron2(tmp_path, monkeypatch)
+        assert install_detectron2.main(["--wheel-dir", str(tmp_path / "out")]) == 1
+        assert "a build was attempted" in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+
+
+def test_this_environment_has_a_detectron2():
+    found = install_detectron2.find_detectron2()
+    assert found is not None
+    assert (found.error, found.version) == ("", detectron2.__version__)
+
+
+def test_empty_environment_has_none_and_is_told_to_install_torch_first(tmp_path, monkeypatch):
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path)], check=True)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+    assert install_detectron2.find_detectron2() is None
+    with pytest.raises(InstallError, match="torch cannot be imported here .* Install torch and torchvision first"):
+        detectron2_wheel.check_environment()
+
+
+# --- installing, and being interrupted ---
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder in the place of site-packages; the dependencies count as installed."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    monkeypatch.setattr(install_detectron2, "site_packages", lambda: folder)
+    done = subprocess.CompletedProcess([], 0)
+    monkeypatch.setattr(install_detectron2.subprocess, "run", lambda *args, **kwargs: done)
+    return folder
+
+
+def half_install(site: Path) -> None:
+    for name in ("detectron2/layers", "detectron2-0.5+pure.dist-info"):
+        (site / name).mkdir(parents=True)
+
+
+@pytest.mark.parametrize("error", [InstallError("disk full"), KeyboardInterrupt()])
+def test_interrupted_installation_is_removed(site: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException):
+    def interrupted(command: list[str], what: str) -> None:
+        half_install(site)
+        raise error
+
+    monkeypatch.setattr(install_detectron2, "run", interrupted)
+    with pytest.raises(type(error)):
+        install_detectron2.install_wheel(Path("a.whl"), None)
+    assert not list(site.iterdir())
+
+
+def test_killed_installation_is_removed_by_the_next_run(site: Path):
+    half_install(site)
+    install_detectron2.remove_unfinished()
+    assert len(list(site.iterdir())) == 2  # not known to be ours: stays
+    install_detectron2.unfinished_mark().touch()
+    install_detectron2.remove_unfinished()
+    assert not list(site.iterdir())
+
+
+def test_finished_installation_stays(site: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(install_detectron2, "run", lambda command, what: half_install(site))
+    install_detectron2.install_wheel(Path("a.whl"), None)
+    assert {path.name for path in site.iterdir()} == {"detectron2", "detectron2-0.5+pure.dist-info"}
+
+
+def test_failing_dependencies_leave_detectron2_alone(site: Path, monkeypatch: pytest.MonkeyPatch):
+    failed = subprocess.CompletedProcess([], 1)
+    monkeypatch.setattr(install_detectron2.subprocess, "run", lambda *args, **kwargs: failed)
+    with pytest.raises(InstallError, match="Installing the dependencies failed"):
+        install_detectron2.install_wheel(Path("a.whl"), None)
+    assert not list(site.iterdir())
+
+
+def test_missing_sdist_is_named(tmp_path: Path):
+    with pytest.raises(InstallError, match=r"--sdist .*nowhere\.tar\.gz: there is no such file"):
+        detectron2_wheel.build_wheel(tmp_path / "nowhere.tar.gz", tmp_path)

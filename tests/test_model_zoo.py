@@ -1,0 +1,66 @@
+"""gw_detectron.model_zoo: the shipped configs by name, and the models built from them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gw_detectron import GroupWhitening2d, model_zoo
+
+DEMO = "quick_schedules/mask_rcnn_R_18_FPN_GW_demo.yaml"
+GW_R50 = "COCO-Detection/faster_rcnn_R_50_FPN_1x_GW.yaml"
+
+
+def test_list_configs_names_every_yaml_that_is_no_base():
+    root = Path(__file__).resolve().parent.parent / "configs"
+    every = {path.relative_to(root).as_posix() for path in root.rglob("*.yaml")}
+    assert set(model_zoo.list_configs()) == {name for name in every if not Path(name).name.startswith("Base-")}
+    assert model_zoo.list_configs() == sorted(model_zoo.list_configs())
+    assert {DEMO, GW_R50} <= set(model_zoo.list_configs())
+
+
+def test_get_config_reads_the_yaml_and_its_base():
+    cfg = model_zoo.get_config(GW_R50)
+    assert cfg.MODEL.RESNETS.WHITEN_POSITIONS == "S1-B2"  # from the yaml
+    assert cfg.MODEL.BACKBONE.NAME == "build_gw_resnet_fpn_backbone"  # from its _BASE_
+    assert Path(model_zoo.get_config_file("Base-RCNN-FPN.yaml")).is_file()
+
+
+@pytest.mark.parametrize("name", [GW_R50.upper(), GW_R50.removesuffix(".yaml"), "faster_rcnn_R_50_FPN_1x_GW.yaml"])
+def test_unknown_config_names_the_nearest(name: str):
+    with pytest.raises(ValueError, match="There is no config") as error:
+        model_zoo.get_config_file(name)
+    assert repr(name) in str(error.value)
+    if name != GW_R50.upper():
+        assert GW_R50 in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["../pyproject.toml", "/etc/passwd", ""])
+def test_files_outside_the_configs_are_not_served(name: str):
+    with pytest.raises(ValueError, match=r"There is no config .*list_configs\(\)"):
+        model_zoo.get_config(name)
+
+
+@pytest.mark.parametrize("function", [model_zoo.get_config, model_zoo.get])
+def test_trained_weights_are_not_published(function):
+    with pytest.raises(ValueError, match=r"trained=True: no weights .*tools/train_net\.py"):
+        function(GW_R50, trained=True)
+
+
+def test_get_builds_a_model_that_detects():
+    model = model_zoo.get(DEMO, device="cpu")
+    assert any(isinstance(module, GroupWhitening2d) for module in model.modules())
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+    with torch.no_grad():
+        (outcome,) = model.eval()([{"image": torch.rand(3, 64, 64) * 255, "height": 64, "width": 64}])
+    assert {"pred_boxes", "scores", "pred_classes", "pred_masks"} <= set(outcome["instances"].get_fields())
+
+
+def test_get_loads_the_weights_the_config_names(tmp_path, monkeypatch):
+    weight = "backbone.bottom_up.stem.conv1.weight"
+    expected = torch.full_like(model_zoo.get(DEMO, device="cpu").state_dict()[weight], 0.25)
+    torch.save({"model": {weight: expected}}, tmp_path / "w.pth")
+    cfg = model_zoo.get_config(DEMO)
+    cfg.MODEL.WEIGHTS = str(tmp_path / "w.pth")
+    monkeypatch.setattr(model_zoo, "get_config", lambda name, trained: cfg)
+    assert torch.equal(model_zoo.get(DEMO, device="cpu").state_dict()[weight], expected)

@@ -1,0 +1,132 @@
+"""The wheel: what is in it, and that it works where nothing but the wheel and its dependencies is installed."""
+
+import ast
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import detectron2
+import pytest
+import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import gw_detectron
+import gw_detectron.model_zoo
+
+ROOT = Path(__file__).resolve().parent.parent
+# Where this environment's libraries are. As PYTHONPATH they serve a second interpreter, without the editable install.
+LIBRARIES = os.pathsep.join(str(Path(module.__file__).parent.parent) for module in (torch, detectron2))
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Builds the wheel from a copy, so that neither a leftover build/ nor a parallel build plays a part."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("gw_detectron", "configs"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "LICENSE", "README.md"):
+        shutil.copy(ROOT / name, source)
+    out = tmp_path_factory.mktemp("wheel")
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--wheel-dir", str(out)]
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(source)], check=True)
+    (file,) = out.glob("*.whl")
+    return file
+
+
+@pytest.fixture(scope="module")
+def bare_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of a second environment that holds the wheel and nothing else."""
+    folder = tmp_path_factory.mktemp("venv")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    python = folder / "bin" / "python"
+    options = ["--python", str(python), "install", "--no-deps", "--no-index", "--quiet", str(wheel)]
+    subprocess.run([sys.executable, "-m", "pip", *options], check=True)
+    return python
+
+
+def run(python: Path, code: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    inherited = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    return subprocess.run(
+        [str(python), "-c", code], cwd=cwd, env={**inherited, **environment}, capture_output=True, text=True
+    )
+
+
+def test_wheel_holds_all_code_and_all_configs(wheel: Path):
+    with zipfile.ZipFile(wheel) as archive:
+        files = {name for name in archive.namelist() if ".dist-info/" not in name}
+    code = {path.relative_to(ROOT).as_posix() for path in (ROOT / "gw_detectron").rglob("*.py")}
+    configs = {f"gw_detectron/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "configs").rglob("*.yaml")}
+    assert configs
+    assert files == code | configs | {"gw_detectron/py.typed"}
+
+
+def test_wheel_metadata(wheel: Path):
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = importlib.metadata.PathDistribution(zipfile.Path(archive, name.removesuffix("METADATA")))
+        assert metadata.version == gw_detectron.__version__
+        assert metadata.metadata["License-Expression"] == "Apache-2.0"
+        assert any(path.endswith("licenses/LICENSE") for path in archive.namelist())
+        # The registries have no project of this name that is Detectron2.
+        assert "detectron2" not in {canonicalize_name(Requirement(line).name) for line in metadata.requires or []}
+
+
+def imports(tree: ast.AST) -> set[str]:
+    """The first parts of the names of all modules that are imported, except relative ones."""
+    names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level]
+    return {name.partition(".")[0] for name in names} - {"gw_detectron", "detectron2"} - sys.stdlib_module_names
+
+
+def test_every_imported_library_is_declared():
+    declared: dict[bool, set[str]] = {False: set(), True: set()}  # optional -> names
+    for requirement in map(Requirement, importlib.metadata.requires("gw-detectron") or []):
+        declared[requirement.marker is not None].add(canonicalize_name(requirement.name))
+    providers = importlib.metadata.packages_distributions()
+    undeclared = []
+    for file in sorted((ROOT / "gw_detectron").rglob("*.py")):
+        tree = ast.parse(file.read_text("utf-8"))
+        # What only a function imports may be optional.
+        in_functions = {name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) for name in imports(node)}
+        for name in imports(tree):
+            allowed = declared[False] | (declared[True] if name in in_functions else set())
+            if allowed.isdisjoint(map(canonicalize_name, providers.get(name, []))):
+                undeclared.append(f"{file.relative_to(ROOT)} imports {name}")
+    assert not undeclared, "add to pyproject.toml: " + "; ".join(undeclared)
+
+
+def test_installed_wheel_registers_the_components_and_serves_the_configs(bare_python: Path, tmp_path: Path):
+    code = """
+import gw_detectron, gw_detectron.model_zoo as zoo
+from detectron2.data import DatasetCatalog
+from detectron2.modeling import BACKBONE_REGISTRY, ROI_BOX_HEAD_REGISTRY, ROI_MASK_HEAD_REGISTRY
+for name in "resnet", "resnet_fpn", "retinanet_resnet_fpn":
+    BACKBONE_REGISTRY.get(f"build_gw_{name}_backbone")
+ROI_BOX_HEAD_REGISTRY.get("GWFastRCNNConvFCHead")
+ROI_MASK_HEAD_REGISTRY.get("GWMaskRCNNConvUpsampleHead")
+assert "gw_synthetic_train" in DatasetCatalog.list()
+for name in zoo.list_configs():
+    assert zoo.get_config_file(name).startswith(gw_detectron.__path__[0]), zoo.get_config_file(name)
+    assert zoo.get_config(name).VERSION == 2
+print(gw_detectron.__file__, len(zoo.list_configs()))
+"""
+    result = run(bare_python, code, tmp_path, PYTHONPATH=LIBRARIES)
+    assert result.returncode == 0, result.stderr
+    where, count = result.stdout.split()
+    assert Path(where).is_relative_to(bare_python.parent.parent)
+    assert int(count) == len(gw_detectron.model_zoo.list_configs()) > 0
+
+
+def test_missing_detectron2_is_one_sentence(bare_python: Path, tmp_path: Path):
+    result = run(bare_python, "import gw_detectron", tmp_path)
+    lines = result.stderr.strip().splitlines()
+    assert result.returncode == 1
+    assert lines[-1].startswith("ImportError: gw_detectron needs Detectron2, which is not installed here: ")
+    assert "tools/install_detectron2.py" in lines[-1]
+    assert "https://detectron2.readthedocs.io" in lines[-1]
+    assert sum("Traceback" in line for line in lines) == 1  # no chain of exceptions
