@@ -1,0 +1,496 @@
+"""The synthetic data set: what is drawn, what is annotated, what is on disk, and how Detectron2 sees it."""
+
+import colorsys
+import contextlib
+import dataclasses
+import errno
+import io
+import itertools
+import json
+import multiprocessing
+import os
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pycocotools.mask as mask_util
+import pytest
+from detectron2.data import DatasetCatalog, DatasetMapper, MetadataCatalog, get_detection_dataset_dicts
+from detectron2.evaluation import COCOEvaluator
+from PIL import Image
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+from scipy import ndimage
+
+from gw_detectron.data import SyntheticConfig, make_synthetic, register_synthetic, synthetic
+from gw_detectron.data.outlines import annotate, run_lengths, trace
+from gw_detectron.data.rendering import SHAPES, Scene
+from gw_detectron.data.synthetic import CLASS_NAMES, SPLITS, draw_scene
+
+TINY = SyntheticConfig(
+    num_train=24,
+    num_val=16,
+    min_side=64,
+    max_side=100,
+    min_objects=2,
+    max_objects=6,
+    min_size=0.1,
+    max_size=0.9,
+    min_visible=0.5,
+    crowd_fraction=0.3,
+)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("datasets")
+    make_synthetic(root, TINY)
+    return root
+
+
+@pytest.fixture(autouse=True)
+def registered_as_before():
+    """Some tests register other roots; the rest of the suite must not see that."""
+    yield
+    register_synthetic()
+
+
+def read(root: Path, split: str) -> dict:
+    return json.loads((root / "gw_synthetic" / "annotations" / f"instances_{split}.json").read_text())
+
+
+def edit(root: Path, split: str, change) -> None:
+    path = root / "gw_synthetic" / "annotations" / f"instances_{split}.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def all_files(root: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
+
+
+def iou(first: np.ndarray, second: np.ndarray) -> float:
+    return (first & second).sum() / (first | second).sum()
+
+
+def rasterise(polygons: list, height: int, width: int) -> np.ndarray:
+    return mask_util.decode(mask_util.merge(mask_util.frPyObjects(polygons, height, width))).astype(bool)
+
+
+# --- drawing --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_shape_has_the_stated_area(shape):
+    axis = np.linspace(-1.5, 1.5, 1501)
+    inside = shape.outline(*np.meshgrid(axis, axis)) < 0
+    assert inside.sum() * (axis[1] - axis[0]) ** 2 == pytest.approx(shape.area, rel=0.01)
+    assert not inside[[0, -1]].any() and not inside[:, [0, -1]].any()
+
+
+def test_visible_masks_follow_the_painting_order():
+    for index in range(40):
+        scene = draw_scene(TINY, "train", index)
+        owner = np.full(scene.layers[0].mask.shape, -1)
+        for number, layer in enumerate(scene.layers):
+            owner[layer.region[1:-1, 1:-1] < 0] = number
+        for number, layer in enumerate(scene.layers):
+            np.testing.assert_array_equal(layer.mask, owner == number)
+            assert layer.mask.sum() >= TINY.min_visible * layer.area - layer.mask.shape[0]
+
+
+def test_objects_are_drawn_where_their_masks_are(monkeypatch):
+    """A scene differs from its bare background where an object is annotated, and nowhere else."""
+    config = dataclasses.replace(TINY, crowd_fraction=0.0)
+
+    class BackgroundOnly(Scene):
+        def _paint(self, outline, colours, opacity=1.0):
+            if not self.layers:
+                super()._paint(outline, colours, opacity)
+
+    for index in range(10):
+        scene = draw_scene(config, "val", index)
+        monkeypatch.setattr(synthetic, "Scene", BackgroundOnly)
+        bare = draw_scene(config, "val", index)
+        monkeypatch.undo()
+        differs = np.abs(scene._canvas - bare._canvas).max(axis=2)[1:-1, 1:-1] > 1e-6
+        # Edges are anti-aliased, and tips thinner than a pixel reach beyond the mask.
+        nine = np.ones((3, 3))
+        outer = np.any(
+            [ndimage.binary_dilation(layer.mask, nine, iterations=2) for layer in scene.layers], axis=0
+        )
+        inner = np.any([ndimage.binary_erosion(layer.mask, nine) for layer in scene.layers], axis=0)
+        assert not (differs & ~outer).any()
+        assert differs[inner].all()
+
+
+def test_a_crowd_is_many_shapes_of_one_class_and_one_region():
+    scene = Scene(120, 140, np.random.default_rng(3), min_visible=0.4, hue_spread=0.1)
+    assert scene.add_crowd(category=1)
+    (layer,) = scene.layers
+    assert layer.crowd and layer.category == 1
+    assert 9 * 8 < layer.mask.sum() < 0.5 * layer.mask.size
+
+
+def test_hue_spread_decides_whether_colour_tells_the_class():
+    def hues(spread: float, category: int) -> np.ndarray:
+        """Hues of single large objects, in turns from that of their class, for many scenes."""
+        found = []
+        for seed in range(40):
+            scene = Scene(64, 64, np.random.default_rng(seed), min_visible=0.1, hue_spread=spread)
+            assert scene.add_object(category, size=40)
+            red, green, blue = np.median(scene._canvas[scene.layers[0].region < -2], axis=0) / 255
+            found.append(colorsys.rgb_to_hsv(red, green, blue)[0] - category / len(SHAPES))
+        return np.abs((np.array(found) + 0.5) % 1 - 0.5)
+
+    # The second colour of a texture may turn another 0.06, and blending of the two a little more.
+    assert hues(0.0, category=3).max() < 0.1
+    assert hues(1.0, category=3).max() > 0.35
+
+
+# --- outlines -------------------------------------------------------------------------------------------
+
+
+def test_polygons_and_boxes_agree_with_the_visible_masks():
+    for index in range(60):
+        for layer in draw_scene(TINY, "train", index).layers:
+            if layer.crowd:
+                continue
+            annotation = annotate(layer, image_id=1, annotation_id=1)
+            height, width = layer.mask.shape
+            mask = rasterise(annotation["segmentation"], height, width)
+            # The COCO API rasterises to about a tenth of a pixel, which small objects feel.
+            assert iou(mask, layer.mask) > (0.95 if layer.mask.sum() > 300 else 0.85)
+            assert annotation["area"] == mask.sum()
+            x, y, w, h = annotation["bbox"]
+            assert 0 <= x < x + w <= width + 1e-6 and 0 <= y < y + h <= height + 1e-6
+            rows, columns = np.nonzero(mask)
+            tight = columns.min(), rows.min(), columns.max() + 1, rows.max() + 1
+            # Tips thinner than a pixel lie in the polygon but cover no pixel centre.
+            np.testing.assert_allclose([x, y, x + w, y + h], tight, atol=2.5)
+
+
+def test_outline_of_a_region_with_holes_and_islands():
+    """Rings inside rings, cut by the border: the polygons have no holes, and together are the region."""
+    rows, columns = np.mgrid[-1:61, -1:81] + 0.5
+    distance = np.hypot(columns - 30, rows - 30)
+    frame = np.maximum(np.maximum(-columns, columns - 80), np.maximum(-rows, rows - 60))
+    field = np.maximum(8 * np.cos(distance / 3.3), frame)
+    polygons = trace(field)
+    mask = rasterise([polygon.ravel().tolist() for polygon in polygons], 60, 80)
+    assert iou(mask, field[1:-1, 1:-1] < 0) > 0.97
+    overlap = sum(rasterise([polygon.ravel().tolist()], 60, 80).astype(int) for polygon in polygons)
+    assert overlap.max() == 1
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_outline_of_ragged_regions(seed):
+    noise = ndimage.gaussian_filter(np.random.default_rng(seed).normal(size=(70, 90)), 3)
+    field = 20 * (noise / noise.std() + 0.3)
+    field[[0, -1]] = field[:, [0, -1]] = 1.0
+    polygons = trace(field)
+    mask = rasterise([polygon.ravel().tolist() for polygon in polygons], 68, 88)
+    assert iou(mask, field[1:-1, 1:-1] < 0) > 0.95
+
+
+def test_outline_of_nothing_is_empty():
+    assert trace(np.ones((10, 12))) == []
+
+
+@pytest.mark.parametrize("kind", ["empty", "full", "first pixel", "last pixel", "random"])
+def test_run_lengths_are_read_back_by_the_coco_api(kind):
+    mask = np.zeros((7, 5), dtype=bool)
+    if kind == "full":
+        mask[:] = True
+    elif kind == "random":
+        mask = np.random.default_rng(0).random((7, 5)) < 0.4
+    elif kind != "empty":
+        mask.flat[0 if kind == "first pixel" else -1] = True
+    rle = mask_util.frPyObjects({"size": [7, 5], "counts": run_lengths(mask)}, 7, 5)
+    np.testing.assert_array_equal(mask_util.decode(rle).astype(bool), mask)
+
+
+# --- files ----------------------------------------------------------------------------------------------
+
+
+def test_two_generations_are_byte_identical(root, tmp_path):
+    make_synthetic(tmp_path, TINY)
+    first, second = all_files(root), all_files(tmp_path)
+    assert first.keys() == second.keys()
+    assert all(first[name] == second[name] for name in first)
+    assert len([name for name in first if name.endswith(".jpg")]) == TINY.num_train + TINY.num_val
+
+
+def test_another_seed_gives_other_images_and_more_images_keep_the_first_ones():
+    first = draw_scene(TINY, "train", 3).image()
+    more = draw_scene(dataclasses.replace(TINY, num_train=1000), "train", 3).image()
+    other = draw_scene(dataclasses.replace(TINY, seed=1), "train", 3).image()
+    np.testing.assert_array_equal(first, more)
+    assert first.shape != other.shape or (first != other).any()
+
+
+def test_the_content_is_complete_and_varied(root):
+    contents = {split: read(root, split) for split in SPLITS}
+    images = [image for content in contents.values() for image in content["images"]]
+    annotations = [a for content in contents.values() for a in content["annotations"]]
+    assert len({image["id"] for image in images}) == len(images) == TINY.num_train + TINY.num_val
+    assert len({a["id"] for a in annotations}) == len(annotations)
+    assert len({(image["height"], image["width"]) for image in images}) > len(images) // 2
+    assert all(64 <= image[side] <= 100 for image in images for side in ("height", "width"))
+    for content in contents.values():
+        objects = [a for a in content["annotations"] if not a["iscrowd"]]
+        crowds = [a for a in content["annotations"] if a["iscrowd"]]
+        assert crowds and all(isinstance(a["segmentation"]["counts"], list) for a in crowds)
+        assert {a["category_id"] for a in objects} == set(range(1, len(CLASS_NAMES) + 1))
+        assert [category["name"] for category in content["categories"]] == list(CLASS_NAMES)
+        per_image = [sum(a["image_id"] == image["id"] for a in objects) for image in content["images"]]
+        assert min(per_image) >= TINY.min_objects and max(per_image) <= TINY.max_objects
+        longest = [max(a["bbox"][2:]) for a in objects]
+        assert max(longest) > 3 * min(longest)
+
+
+def test_images_are_the_stated_jpegs_and_the_splits_share_none(root):
+    pictures = {}
+    for split in SPLITS:
+        folder = root / "gw_synthetic" / split
+        for record in read(root, split)["images"]:
+            with Image.open(folder / record["file_name"]) as image:
+                assert (image.format, image.mode) == ("JPEG", "RGB")
+                assert image.size == (record["width"], record["height"])
+            pictures[(folder / record["file_name"]).read_bytes()] = split
+    assert len(pictures) == TINY.num_train + TINY.num_val
+
+
+def test_the_coco_api_scores_the_ground_truth_100(root):
+    path = root / "gw_synthetic" / "annotations" / "instances_val.json"
+    with contextlib.redirect_stdout(io.StringIO()):
+        truth = COCO(str(path))
+        results = [
+            {
+                "image_id": a["image_id"],
+                "category_id": a["category_id"],
+                "bbox": a["bbox"],
+                "segmentation": {**truth.annToRLE(a)},
+                "score": 1.0,
+            }
+            for a in truth.anns.values()
+        ]
+        for task in ("bbox", "segm"):
+            # A detection in the middle of a crowd region must be ignored, not counted as false.
+            score = COCOeval(truth, truth.loadRes([dict(r) for r in results]), task)
+            score.evaluate()
+            score.accumulate()
+            score.summarize()
+            assert score.stats[0] == pytest.approx(1.0)
+
+
+def test_an_existing_set_is_reused_and_needs_no_write_permission(root, monkeypatch):
+    monkeypatch.setattr(synthetic, "draw_scene", None)
+    monkeypatch.setattr(synthetic, "file_lock", None)
+    before = all_files(root)
+    assert make_synthetic(root, TINY) == root / "gw_synthetic"
+    assert all_files(root) == before
+
+
+def start(root: Path, config: SyntheticConfig) -> multiprocessing.process.BaseProcess:
+    """Make the set in another process; forked, since a fresh one would import torch for seconds."""
+    process = multiprocessing.get_context("fork").Process(
+        target=make_synthetic, args=(root, config), daemon=True
+    )
+    process.start()
+    return process
+
+
+def test_two_processes_that_start_at_once_make_one_set(root, tmp_path, monkeypatch):
+    write = synthetic._write
+
+    def noted_write(folder, config):
+        (tmp_path / f"written by {os.getpid()}").touch()
+        write(folder, config)
+
+    monkeypatch.setattr(synthetic, "_write", noted_write)
+    processes = [start(tmp_path / "sets", TINY) for _ in range(2)]
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert len(list(tmp_path.glob("written by *"))) == 1
+    assert all_files(tmp_path / "sets") == all_files(root)
+
+
+def test_a_killed_run_leaves_nothing_complete_and_does_not_block_the_next(root, tmp_path):
+    process = start(tmp_path, dataclasses.replace(TINY, num_train=100_000))
+    partial = tmp_path / "gw_synthetic.partial" / "train"
+    while process.is_alive() and not (partial.is_dir() and len(os.listdir(partial)) > 5):
+        time.sleep(0.01)
+    process.kill()
+    process.join()
+    assert len(os.listdir(partial)) > 5
+    assert not (tmp_path / "gw_synthetic").exists()
+    make_synthetic(tmp_path, TINY)
+    assert all_files(tmp_path) == all_files(root)
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(tmp_path, monkeypatch):
+    written = itertools.count()
+    write_bytes = Path.write_bytes
+
+    def fill_up(path, content):
+        if next(written) == 5:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write_bytes(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", fill_up)
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        make_synthetic(tmp_path, TINY)
+    assert caught.value.errno == errno.ENOSPC
+    assert str(tmp_path / "gw_synthetic") in str(caught.value) and "DETECTRON2_DATASETS" in str(caught.value)
+    assert os.listdir(tmp_path) == ["gw_synthetic.lock"]
+
+
+def test_a_root_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(OSError, match="DETECTRON2_DATASETS") as caught:
+        make_synthetic(tmp_path / "file", TINY)
+    assert str(tmp_path / "file" / "gw_synthetic") in str(caught.value)
+
+
+def damage_info(root: Path) -> None:
+    edit(root, "val", lambda content: content["info"].pop("gw_synthetic"))
+
+
+def damage_images(root: Path) -> None:
+    edit(root, "train", lambda content: content.pop("images"))
+
+
+def truncate(root: Path) -> None:
+    path = root / "gw_synthetic" / "annotations" / "instances_train.json"
+    path.write_bytes(path.read_bytes()[:2000])
+
+
+def remove_json(root: Path) -> None:
+    (root / "gw_synthetic" / "annotations" / "instances_val.json").unlink()
+
+
+def remove_image(root: Path) -> None:
+    (root / "gw_synthetic" / "train" / "000002.jpg").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (damage_info, "instances_val.json' lacks .*'gw_synthetic'"),
+        (damage_images, "instances_train.json' lacks .*'images'"),
+        (truncate, "instances_train.json' is damaged"),
+        (remove_json, "instances_val.json' is missing"),
+        (remove_image, "1 of 24 images are missing .*000002.jpg"),
+    ],
+)
+def test_a_damaged_set_is_refused_by_name(root, tmp_path, damage, says):
+    shutil.copytree(root, tmp_path, dirs_exist_ok=True)
+    damage(tmp_path)
+    with pytest.raises(ValueError, match=says) as caught:
+        make_synthetic(tmp_path, TINY)
+    assert f"Delete '{tmp_path / 'gw_synthetic'}'" in str(caught.value)
+
+
+def test_a_set_made_with_other_parameters_is_refused_and_kept(root):
+    before = all_files(root)
+    with pytest.raises(ValueError, match=r"made with num_val=16 \(now 17\), seed=0 \(now 5\)\. Delete"):
+        make_synthetic(root, dataclasses.replace(TINY, num_val=17, seed=5))
+    assert all_files(root) == before
+
+
+def test_a_set_of_an_older_format_is_refused(root, monkeypatch):
+    monkeypatch.setattr(synthetic, "_FORMAT", 1000)
+    with pytest.raises(ValueError, match=r"format=\d+ \(now 1000\)"):
+        make_synthetic(root, TINY)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_train", 0),
+        ("num_val", -1),
+        ("seed", -1),
+        ("min_side", 47),
+        ("max_side", 111),
+        ("min_objects", 0),
+        ("max_objects", 0),
+        ("min_size", 0.0),
+        ("max_size", 0.05),
+        ("min_visible", 1.5),
+        ("hue_spread", 1.1),
+        ("crowd_fraction", 2.0),
+        ("jpeg_quality", 0),
+    ],
+)
+def test_parameters_out_of_range_are_refused_by_name(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value} must be"):
+        SyntheticConfig(**{name: value})
+
+
+def test_too_many_objects_for_the_image_is_an_error():
+    config = SyntheticConfig(min_objects=20, max_objects=20, min_size=0.8, max_size=0.9, min_visible=1.0)
+    with pytest.raises(ValueError, match="min_objects=20 fit into an image"):
+        draw_scene(config, "train", 0)
+
+
+# --- Detectron2 -----------------------------------------------------------------------------------------
+
+
+def test_registered_below_the_folder_of_the_environment_variable(tmp_path, monkeypatch):
+    monkeypatch.setenv("DETECTRON2_DATASETS", str(tmp_path))
+    register_synthetic()
+    metadata = MetadataCatalog.get("gw_synthetic_val")
+    assert metadata.json_file == str(tmp_path / "gw_synthetic" / "annotations" / "instances_val.json")
+    assert metadata.image_root == str(tmp_path / "gw_synthetic" / "val")
+    assert metadata.evaluator_type == "coco"
+    assert metadata.thing_classes == list(CLASS_NAMES)
+    assert not os.listdir(tmp_path), "registering must not make files"
+    register_synthetic()
+    assert MetadataCatalog.get("gw_synthetic_val") is metadata
+
+
+def test_the_loader_makes_the_set_and_the_mapper_drops_crowds(root, tmp_path):
+    register_synthetic(tmp_path, TINY)
+    assert len(DatasetCatalog.get("gw_synthetic_val")) == TINY.num_val
+    assert all_files(tmp_path).keys() == all_files(root).keys()
+    records = get_detection_dataset_dicts(["gw_synthetic_train"], filter_empty=True)
+    assert len(records) == TINY.num_train
+    assert {a["category_id"] for record in records for a in record["annotations"]} == set(
+        range(len(CLASS_NAMES))
+    )
+    with_crowd = next(r for r in records if any(a["iscrowd"] for a in r["annotations"]))
+    mapper = DatasetMapper(
+        is_train=True,
+        augmentations=[],
+        image_format="RGB",
+        use_instance_mask=True,
+        instance_mask_format="polygon",
+    )
+    mapped = mapper(with_crowd)
+    assert mapped["image"].shape[1:] == (with_crowd["height"], with_crowd["width"])
+    assert len(mapped["instances"]) == sum(a["iscrowd"] == 0 for a in with_crowd["annotations"])
+    assert (mapped["instances"].gt_masks.area() > 0).all()
+
+
+def test_the_evaluator_may_come_before_the_loader(tmp_path):
+    register_synthetic(tmp_path, TINY)
+    evaluator = COCOEvaluator("gw_synthetic_val", tasks=("bbox", "segm"), distributed=False)
+    assert len(evaluator._coco_api.imgs) == TINY.num_val
+
+
+def test_registering_another_root_replaces_the_first(root, tmp_path):
+    register_synthetic(tmp_path, TINY)
+    register_synthetic(root, TINY)
+    records = DatasetCatalog.get("gw_synthetic_train")
+    assert all(record["file_name"].startswith(str(root)) for record in records)
+    assert not (tmp_path / "gw_synthetic").exists()
+
+
+def test_wrong_parameters_reach_the_user_through_the_loader(root):
+    register_synthetic(root, dataclasses.replace(TINY, seed=9))
+    with pytest.raises(ValueError, match=r"seed=0 \(now 9\)"):
+        DatasetCatalog.get("gw_synthetic_train")
