@@ -1,0 +1,58 @@
+"""Checks before a run: what would stop it later, or let it go on and learn nothing, is said at once."""
+
+import logging
+
+from detectron2.config import CfgNode
+from detectron2.utils import comm
+
+from ..launch import in_all_processes
+from .data import COCO_EVALUATORS, check_data
+from .findings import Findings, PreflightError
+from .machine import check_machine
+from .model import check_model
+from .solver import check_solver
+from .weights import check_weights
+
+__all__ = ["COCO_EVALUATORS", "Findings", "PreflightError", "find_problems", "preflight"]
+
+
+def preflight(cfg: CfgNode, *, eval_only: bool = False, resume: bool = False, ignore: bool = False) -> list[str]:
+    """Checks a run before it starts; in a run of several processes the main one checks for all.
+
+    Args:
+        cfg: the config.
+        eval_only: nothing is going to be trained.
+        resume: the run goes on from the last checkpoint of ``OUTPUT_DIR`` if there is one.
+        ignore: turn problems into warnings.
+
+    Returns:
+        The warnings, which are logged as well; none in the other processes.
+
+    Raises:
+        PreflightError: all problems. In a run of several processes the main one prints them and all end.
+    """
+
+    def check() -> list[str]:
+        if not comm.is_main_process():
+            return []
+        findings = find_problems(cfg, eval_only=eval_only, resume=resume)
+        if findings.problems and not ignore:
+            raise PreflightError(findings.problems)
+        return findings.problems + findings.warnings
+
+    warnings = in_all_processes(check)
+    for warning in warnings:
+        logging.getLogger(__name__).warning(warning)
+    return warnings
+
+
+def find_problems(cfg: CfgNode, *, eval_only: bool = False, resume: bool = False) -> Findings:
+    """Returns all problems and warnings of a run; see :func:`preflight` for the arguments."""
+    findings = Findings()
+    check_machine(cfg, findings, eval_only=eval_only)
+    if not eval_only:
+        check_solver(cfg, findings)
+    start = check_weights(cfg, findings, eval_only=eval_only, resume=resume)
+    check_model(cfg, findings, eval_only=eval_only, from_scratch=not start)
+    check_data(cfg, findings, eval_only=eval_only)
+    return findings

@@ -1,0 +1,144 @@
+"""Whether the weights a run starts from can be read, and are given the images they were trained on."""
+
+import os
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+from urllib.parse import urlparse
+
+from detectron2.config import CfgNode
+from detectron2.utils.file_io import PathManager
+
+from .findings import Findings
+from .readable import read_problem, written_by
+
+
+class _Images(NamedTuple):
+    """How images have to be given to published weights."""
+
+    format: str
+    mean: tuple[float, float, float]  # in the order of the format
+    std: tuple[float, float, float]
+    stride_in_1x1: bool
+
+
+_TORCH_IMAGES = _Images("RGB", (123.675, 116.28, 103.53), (58.395, 57.12, 57.375), False)
+# part of the address -> how Detectron2's model zoo, or this package, says the weights were trained
+_IMAGES_OF_WEIGHTS = {
+    r"^gw://": _TORCH_IMAGES,
+    r"/ImageNetPretrained/torchvision/": _TORCH_IMAGES,
+    r"/ImageNetPretrained/MSRA/": _Images("BGR", (103.53, 116.28, 123.675), (1.0, 1.0, 1.0), True),
+    r"/ImageNetPretrained/FAIR/R-": _Images("BGR", (103.53, 116.28, 123.675), (1.0, 1.0, 1.0), False),
+    r"/ImageNetPretrained/FAIR/X-": _Images("BGR", (103.53, 116.28, 123.675), (57.375, 57.12, 58.395), False),
+}
+
+
+def check_weights(cfg: CfgNode, findings: Findings, *, eval_only: bool, resume: bool) -> str:
+    """Adds what is wrong with the weights a run starts from.
+
+    Args:
+        cfg: the config.
+        findings: where problems and warnings go.
+        eval_only: nothing is going to be trained.
+        resume: the run goes on from the last checkpoint of ``OUTPUT_DIR`` if there is one.
+
+    Returns:
+        The file or address of the weights, or "" for a run from random values.
+    """
+    folder = cfg.OUTPUT_DIR
+    tag = os.path.join(folder, "last_checkpoint")
+    if resume and os.path.isfile(tag):
+        return _check_last_checkpoint(tag, findings)
+    if resume and (checkpoints := _checkpoints(folder)):
+        findings.problems.append(
+            f"--resume finds no {tag}, which names the checkpoint to go on from, although there are checkpoints. "
+            f"To go on from the newest, write {os.path.basename(checkpoints[0])} into that file; to start anew, "
+            "leave out --resume."
+        )
+    elif resume and not eval_only:
+        findings.warnings.append(f"--resume finds no checkpoint in {folder}: the run starts from its beginning.")
+    elif os.path.isfile(tag) and not eval_only:
+        findings.warnings.append(
+            f"OUTPUT_DIR {folder} holds the checkpoints of an earlier run, and this one writes over them. "
+            "--resume goes on from the last; another OUTPUT_DIR keeps both."
+        )
+    if cfg.MODEL.WEIGHTS:
+        _check_weights_file(cfg, findings)
+    elif eval_only:
+        findings.problems.append(
+            "--eval-only has no weights to evaluate. Set MODEL.WEIGHTS to a checkpoint, or give --resume for the "
+            "last one in OUTPUT_DIR."
+        )
+    return cfg.MODEL.WEIGHTS
+
+
+def _check_last_checkpoint(tag: str, findings: Findings) -> str:
+    folder = os.path.dirname(tag)
+    with open(tag) as file:
+        name = file.read().strip()
+    last = os.path.join(folder, name)
+    problem = read_problem(last) if name else "is not named"
+    if problem:
+        whole = [path for path in _checkpoints(folder) if path != last and not read_problem(path)]
+        advice = "There is no other whole checkpoint: delete that file to start anew."
+        if whole:
+            advice = f"To go on from the newest whole one, write {os.path.basename(whole[0])} into that file."
+        findings.problems.append(f"The last checkpoint {last}, named in {tag}, {problem}. {advice}")
+    return last
+
+
+def _checkpoints(folder: str) -> list[str]:
+    """The checkpoints of an output folder, newest first."""
+    if not os.path.isdir(folder):
+        return []
+    paths = [os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(".pth")]
+    return sorted(paths, key=os.path.getmtime, reverse=True)
+
+
+def _check_weights_file(cfg: CfgNode, findings: Findings) -> None:
+    weights = cfg.MODEL.WEIGHTS
+    expected = [images for pattern, images in _IMAGES_OF_WEIGHTS.items() if re.search(pattern, weights)]
+    scheme = urlparse(weights).scheme if "://" in weights else ""
+    try:
+        # Detectron2 reads "...?matching_heuristics=True" as a file name and an option
+        path = PathManager.get_local_path(weights.partition("?")[0])
+    except (OSError, ValueError, KeyError) as error:
+        findings.problems.append(
+            f"MODEL.WEIGHTS {weights} cannot be fetched: {error}. The path of a file will do as well."
+        )
+        path = ""
+    if path and os.path.isfile(path):
+        problem = read_problem(path)
+        if problem:
+            findings.problems.append(f"MODEL.WEIGHTS {weights} {problem}. Get the file again.")
+        elif written_by(path) == "torchvision":  # the note of Detectron2's conversion tool
+            expected = [_TORCH_IMAGES]
+    elif path and scheme:
+        findings.problems.append(
+            f"MODEL.WEIGHTS {weights}: nothing here knows addresses that begin with {scheme}://. Set MODEL.WEIGHTS "
+            'to the path of a file, or to "" to train from scratch with MODEL.BACKBONE.FREEZE_AT 0.'
+        )
+    elif path:
+        findings.problems.append(f"MODEL.WEIGHTS {weights} is no file (looked from {os.getcwd()}). Correct the path.")
+    for images in expected:
+        _check_images(cfg, images, findings)
+
+
+def _check_images(cfg: CfgNode, images: _Images, findings: Findings) -> None:
+    wrong = []
+    if images.format != cfg.INPUT.FORMAT:
+        wrong.append(f"INPUT.FORMAT {images.format}")
+    for key, wanted in (("PIXEL_MEAN", images.mean), ("PIXEL_STD", images.std)):
+        if not _close(cfg.MODEL[key], wanted):
+            wrong.append(f'MODEL.{key} "{list(wanted)}"')
+    if cfg.MODEL.RESNETS.DEPTH >= 50 and images.stride_in_1x1 != cfg.MODEL.RESNETS.STRIDE_IN_1X1:
+        wrong.append(f"MODEL.RESNETS.STRIDE_IN_1X1 {images.stride_in_1x1}")
+    if wrong:
+        findings.problems.append(
+            f"MODEL.WEIGHTS {cfg.MODEL.WEIGHTS} were trained on other images than this config gives them. Set "
+            f"{', '.join(wrong)}."
+        )
+
+
+def _close(values: Sequence[float], wanted: Sequence[float]) -> bool:
+    return len(values) == len(wanted) and all(abs(a - b) < 0.05 for a, b in zip(values, wanted, strict=True))

@@ -1,0 +1,121 @@
+"""Pictures of a run: curves from its metrics, and predictions beside the ground truth."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import torch
+from detectron2.config import CfgNode
+from detectron2.data import DatasetCatalog, DatasetMapper, Metadata, MetadataCatalog
+from detectron2.data.detection_utils import read_image
+from detectron2.evaluation import inference_context
+from detectron2.utils.visualizer import Visualizer
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+# what Detectron2's detectors log, in the order of the legend
+LOSSES = ("total_loss", "loss_cls", "loss_box_reg", "loss_mask", "loss_rpn_cls", "loss_rpn_loc", "loss_rpn_reg")
+SCORES = ("bbox/AP", "segm/AP")
+
+
+def read_metrics(metrics_file: str | Path) -> list[dict]:
+    """Reads the ``metrics.json`` of a run, one dict for each line, in the order of iterations.
+
+    A line cut off by a kill is left out; of iterations that a resumed run did again, the later record counts.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it holds no complete record.
+    """
+    by_iteration: dict[int, dict] = {}
+    for line in Path(metrics_file).read_text().splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        by_iteration.setdefault(record["iteration"], {}).update(record)
+    if not by_iteration:
+        raise ValueError(f"{metrics_file} holds no complete record; has the run logged anything yet?")
+    return [by_iteration[iteration] for iteration in sorted(by_iteration)]
+
+
+def plot_curves(metrics_file: str | Path, picture: str | Path) -> None:
+    """Draws the losses and the AP of a run over its iterations.
+
+    Args:
+        metrics_file: the ``metrics.json`` that Detectron2's trainer writes.
+        picture: the PNG file to write.
+    """
+    records = read_metrics(metrics_file)
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    loss_axes, score_axes = figure.subplots(1, 2, sharex=True)
+    _plot_each(loss_axes, records, LOSSES, marker="")
+    loss_axes.set(title="Training losses", xlabel="iteration", ylabel="loss", ylim=(0, None))
+    _plot_each(score_axes, records, SCORES, marker="o")
+    score_axes.set(title="COCO evaluation", xlabel="iteration", ylabel="AP (%)", ylim=(0, 100))
+    figure.savefig(picture, dpi=110)
+
+
+def _plot_each(axes: Axes, records: Iterable[dict], names: Iterable[str], marker: str) -> None:
+    for name in names:
+        points = [(record["iteration"], record[name]) for record in records if name in record]
+        if points:
+            axes.plot(
+                *zip(*points, strict=True), marker=marker, linewidth=2.2 if name == "total_loss" else 1.3, label=name
+            )
+    if axes.lines:
+        axes.legend()
+    else:
+        axes.text(0.5, 0.5, "none logged", ha="center", va="center", transform=axes.transAxes)
+    axes.grid(alpha=0.3)
+
+
+def plot_predictions(
+    cfg: CfgNode,
+    model: torch.nn.Module,
+    dataset_name: str,
+    picture: str | Path,
+    *,
+    num_images: int = 6,
+    score_threshold: float = 0.5,
+) -> None:
+    """Draws images of a data set, each as it is, with its ground truth, and with the model's prediction.
+
+    Args:
+        cfg: the config the model was built from.
+        model: a detector; it is left in the mode it was in.
+        dataset_name: a registered data set; its first images are taken.
+        picture: the PNG file to write.
+        num_images: how many, two in a row of the grid.
+        score_threshold: predictions below this score are left out.
+    """
+    metadata = MetadataCatalog.get(dataset_name)
+    records = DatasetCatalog.get(dataset_name)[:num_images]
+    mapper = DatasetMapper(cfg, is_train=False)
+    rows = -(-len(records) // 2)
+    figure = Figure(figsize=(16, 2.9 * rows), layout="constrained")
+    grid = figure.subplots(rows, 6, squeeze=False)
+    for axes in grid.flat:
+        axes.axis("off")
+    for index, record in enumerate(records):
+        image = read_image(record["file_name"], format="RGB")
+        with inference_context(model), torch.no_grad():
+            instances = model([mapper(record)])[0]["instances"].to("cpu")
+        panels = {
+            f"image {record['image_id']}": image,
+            "ground truth": _drawing(image, metadata).draw_dataset_dict(record).get_image(),
+            f"prediction, score > {score_threshold:g}": _drawing(image, metadata)
+            .draw_instance_predictions(instances[instances.scores > score_threshold])
+            .get_image(),
+        }
+        row, half = divmod(index, 2)
+        for axes, (title, panel) in zip(grid[row, 3 * half :], panels.items(), strict=False):
+            axes.imshow(panel)
+            axes.set_title(title, fontsize=9)
+    figure.savefig(picture, dpi=100)
+
+
+def _drawing(image: np.ndarray, metadata: Metadata) -> Visualizer:
+    # labels are drawn at a size for photographs: small images are enlarged first
+    return Visualizer(image, metadata, scale=max(1.0, 480 / max(image.shape[:2])))

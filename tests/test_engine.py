@@ -1,0 +1,223 @@
+"""The Trainer and main() in this process: evaluation, checkpoints, and what is said when something goes wrong."""
+
+import json
+import os
+import resource
+import sys
+import types
+
+import detectron2
+import pytest
+import torch
+import yaml
+from detectron2.data import MetadataCatalog
+
+from gw_detectron.data.synthetic import register_synthetic
+from gw_detectron.engine import Trainer, fast_coco_evaluation_is_built, main, setup
+from gw_detectron.hooks import CheckpointWriteError, DataError, NonFiniteError
+from gw_detectron.preflight import PreflightError
+
+from .tiny_run import CONFIG, DATA, arguments
+
+
+@pytest.fixture(scope="module", autouse=True)
+def data(tmp_path_factory):
+    root = tmp_path_factory.mktemp("datasets")
+    register_synthetic(root, DATA)
+    yield root / "gw_synthetic"
+    register_synthetic()
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def trainer_for(tmp_path, **overrides) -> Trainer:
+    return Trainer(setup(arguments(tmp_path, **overrides)))
+
+
+def test_training_evaluates_boxes_and_masks_and_eval_only_repeats_it(tmp_path):
+    trained = main(arguments(tmp_path, TEST__EVAL_PERIOD=2, TEST__AUG__ENABLED=True, TEST__AUG__MIN_SIZES="(64,)"))
+
+    assert set(trained) == {"bbox", "segm"} and 0 <= trained["bbox"]["AP"] <= 100
+    lines = [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()]
+    assert [line["iteration"] for line in lines if "total_loss" in line] == [2]
+    assert any("bbox_TTA/AP" in line and "segm_TTA/AP" in line for line in lines)
+    assert list(tmp_path.glob("events.out.tfevents.*"))
+    evaluated = main(arguments(tmp_path, "--eval-only", "--resume"))
+    assert evaluated["bbox"]["AP"] == pytest.approx(trained["bbox"]["AP"])
+    assert evaluated["segm"]["AP"] == pytest.approx(trained["segm"]["AP"])
+
+
+def test_resume_after_the_end_trains_no_more_but_evaluates(tmp_path):
+    trained = main(arguments(tmp_path))
+    before = (tmp_path / "model_final.pth").stat().st_mtime_ns
+
+    resumed = main(arguments(tmp_path, "--resume"))
+
+    assert (tmp_path / "model_final.pth").stat().st_mtime_ns == before
+    assert resumed["segm"]["AP"] == pytest.approx(trained["segm"]["AP"])
+
+
+def test_a_data_set_that_is_not_coco_is_refused(tmp_path):
+    cfg = setup(arguments(tmp_path))
+    MetadataCatalog.get("not_coco").set(evaluator_type="pascal_voc")
+    with pytest.raises(ValueError, match="not_coco has evaluator_type 'pascal_voc'.*'coco'"):
+        Trainer.build_evaluator(cfg, "not_coco")
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_fast_evaluation_is_used_only_where_it_is_compiled(monkeypatch, built):
+    def refuse(name):
+        raise ImportError(name)
+
+    extension = types.ModuleType("detectron2._C")
+    if built:
+        extension.COCOevalEvaluateImages = print
+    else:
+        extension.__getattr__ = refuse
+    monkeypatch.setitem(sys.modules, "detectron2._C", extension)
+    monkeypatch.setattr(detectron2, "_C", extension, raising=False)
+    assert fast_coco_evaluation_is_built() is built
+
+
+def test_amp_needs_a_gpu(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("speaks about a machine without a GPU")
+    with pytest.raises(PreflightError, match="SOLVER.AMP.ENABLED"):
+        main(arguments(tmp_path, SOLVER__AMP__ENABLED=True))
+    with pytest.raises(PreflightError, match="MODEL.DEVICE cpu"):
+        main(arguments(tmp_path, MODEL__DEVICE="cuda"))
+    assert setup(arguments(tmp_path, "--num-gpus", "0", MODEL__DEVICE="cuda")).MODEL.DEVICE == "cpu"
+
+
+class TestNonFinite:
+    def test_an_image_with_nan_is_named(self, tmp_path):
+        class WithNan(Trainer):
+            @classmethod
+            def build_train_loader(cls, cfg):
+                for batch in super().build_train_loader(cfg):
+                    batch[1]["image"] = batch[1]["image"].float()
+                    batch[1]["image"][0, 3, 5] = float("nan")
+                    batch[1]["file_name"] = "pictures/broken.tif"
+                    yield batch
+
+        trainer = WithNan(setup(arguments(tmp_path)))
+        with pytest.raises(NonFiniteError, match=r"iteration 0.*\n.*broken.tif has 1 values that are NaN"):
+            trainer.train()
+
+    def test_a_parameter_with_nan_is_named(self, tmp_path):
+        trainer = trainer_for(tmp_path)
+        with torch.no_grad():
+            trainer.model.backbone.bottom_up.res3[0].conv2.norm.weight[0] = float("inf")
+        name = "backbone.bottom_up.res3.0.conv2.norm.weight"
+        with pytest.raises(NonFiniteError, match=f"{name} has values that are NaN or infinite"):
+            trainer.train()
+
+    def test_the_first_module_that_overflows_is_named(self, tmp_path):
+        trainer = trainer_for(tmp_path)
+        with torch.no_grad():  # finite itself, but not after the convolution
+            trainer.model.backbone.bottom_up.res4[0].conv1.weight.fill_(3e38)
+        with pytest.raises(NonFiniteError, match=r"first module .* is backbone\.bottom_up\.res4\.0\.conv1[. ]"):
+            trainer.train()
+
+    def test_the_log_has_the_message_and_no_traceback(self, tmp_path):
+        trainer = trainer_for(tmp_path)
+        with torch.no_grad():
+            trainer.model.backbone.fpn_lateral2.weight[0] = float("nan")
+        with pytest.raises(NonFiniteError):
+            trainer.train()
+        log = (tmp_path / "log.txt").read_text()
+        assert "backbone.fpn_lateral2.weight has values" in log and "Traceback" not in log
+
+    def test_an_unexpected_error_keeps_its_traceback_in_the_log(self, tmp_path):
+        trainer = trainer_for(tmp_path)
+        trainer.model.proposal_generator.forward = None
+        with pytest.raises(TypeError):
+            trainer.train()
+        assert "Traceback" in (tmp_path / "log.txt").read_text()
+
+
+def test_a_disk_full_during_a_checkpoint_leaves_the_earlier_one(tmp_path):
+    trainer = trainer_for(tmp_path)
+    trainer.checkpointer.save("model_0000001")
+    good = (tmp_path / "model_0000001.pth").read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
+    try:
+        for name in ("model_0000001", "model_0000003"):
+            with pytest.raises(CheckpointWriteError, match=f"{name}.pth' was not written .*--resume"):
+                trainer.checkpointer.save(name)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (tmp_path / "model_0000001.pth").read_bytes() == good
+    assert sorted(path.name for path in tmp_path.iterdir() if "model" in path.name) == ["model_0000001.pth"]
+    assert (tmp_path / "last_checkpoint").read_text() == "model_0000001.pth"
+    trainer.checkpointer.load(str(tmp_path / "model_0000001.pth"))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_damaged_image_is_named(tmp_path, data, workers):
+    victims = sorted((data / "train").iterdir())
+    kept = [path.read_bytes() for path in victims]
+    try:
+        for path in victims:
+            path.write_bytes(path.read_bytes()[:200])
+        trainer = trainer_for(tmp_path, DATALOADER__NUM_WORKERS=workers)
+        with pytest.raises(DataError, match=rf"^{data}/train/0000..\.jpg cannot be used: .*Repair the image") as raised:
+            trainer.train()
+        assert "Traceback" not in str(raised.value)
+    finally:
+        for path, content in zip(victims, kept, strict=True):
+            path.write_bytes(content)
+
+
+class TestConfigErrors:
+    def test_missing_file(self, tmp_path):
+        args = arguments(tmp_path)
+        args.config_file = str(CONFIG.parent / "mask_rcnn_R_18_FPN_GW_dmo.yaml")
+        with pytest.raises(FileNotFoundError, match=r"GW_dmo\.yaml.*near it are: .*GW_demo\.yaml.*list_configs"):
+            setup(args)
+        args.config_file = ""
+        with pytest.raises(FileNotFoundError, match="--config-file"):
+            setup(args)
+
+    def test_unknown_key_in_the_file(self, tmp_path):
+        args = arguments(tmp_path)
+        args.config_file = str(tmp_path / "a.yaml")
+        (tmp_path / "a.yaml").write_text(f"_BASE_: {CONFIG}\nMODEL:\n  RESNETS:\n    WITHEN_NORM: GW\n")
+        with pytest.raises(
+            ValueError, match=r"a\.yaml: there is no config key MODEL.RESNETS.WITHEN_NORM; near.*WHITEN"
+        ):
+            setup(args)
+
+    @pytest.mark.parametrize("text", ["MODEL: [1, 2", "- 1\n- 2\n", "SOLVER:\n  MAX_ITER: many\n"])
+    def test_a_file_that_is_no_config(self, tmp_path, text):
+        args = arguments(tmp_path)
+        args.config_file = str(tmp_path / "a.yaml")
+        (tmp_path / "a.yaml").write_text(f"VERSION: 2\n{text}" if text.startswith("SOLVER") else text)
+        with pytest.raises(ValueError, match=r"a\.yaml"):
+            setup(args)
+
+    def test_command_line(self, tmp_path):
+        for opts, message in [
+            (["SOLVER.MAXITER", "3"], r"there is no config key SOLVER.MAXITER; near it are SOLVER.MAX_ITER"),
+            (["SOLVER.MAX_ITER"], r"pairs of KEY VALUE"),
+            (["SOLVER.MAX_ITER", "many"], r"SOLVER.MAX_ITER"),
+        ]:
+            args = arguments(tmp_path)
+            args.opts = opts
+            with pytest.raises(ValueError, match=message):
+                setup(args)
+
+
+def test_the_saved_config_starts_the_same_run(tmp_path):
+    cfg = setup(arguments(tmp_path))
+    args = arguments(tmp_path)
+    args.config_file, args.opts = str(tmp_path / "config.yaml"), []
+    assert yaml.safe_load(setup(args).dump()) == yaml.safe_load(cfg.dump())
+    assert os.path.exists(tmp_path / "log.txt")

@@ -1,0 +1,387 @@
+"""Every check before a run: what it finds, what it advises, and that a sound run passes."""
+
+import json
+import os
+import pickle
+import zipfile
+
+import pytest
+import torch
+from detectron2.config import CfgNode, get_cfg
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.data.datasets import register_coco_instances
+from PIL import Image
+
+from gw_detectron import add_gw_config
+from gw_detectron.preflight import Findings, PreflightError, find_problems, preflight
+
+from .tiny_run import CONFIG, OPTS
+
+RGB = {
+    "INPUT.FORMAT": "RGB",
+    "MODEL.PIXEL_MEAN": [123.675, 116.28, 103.53],
+    "MODEL.PIXEL_STD": [58.395, 57.12, 57.375],
+}
+
+
+def square(number: int, image: int, category: int) -> dict:
+    return {
+        "id": number,
+        "image_id": image,
+        "category_id": category,
+        "bbox": [2, 2, 10, 10],
+        "area": 100,
+        "iscrowd": 0,
+        "segmentation": [[2, 2, 12, 2, 12, 12, 2, 12]],
+    }
+
+
+@pytest.fixture
+def content() -> dict:
+    size = {"height": 20, "width": 30}
+    return {
+        "images": [{"id": 1, "file_name": "a.jpg", **size}, {"id": 2, "file_name": "sub/b.jpg", **size}],
+        "annotations": [square(1, 1, 5), square(2, 2, 9)],
+        "categories": [{"id": 9, "name": "dog"}, {"id": 5, "name": "cat"}],
+    }
+
+
+@pytest.fixture
+def coco(tmp_path, content):
+    """A function that registers ``content`` as the data set tiny_coco and returns the json's path."""
+    path = tmp_path / "data" / "tiny.json"
+    images = tmp_path / "data" / "images"
+    (images / "sub").mkdir(parents=True)
+    for image in content["images"]:
+        Image.new("RGB", (image["width"], image["height"])).save(images / image["file_name"])
+
+    def register(text: str | None = None):
+        path.write_text(json.dumps(content) if text is None else text)
+        register_coco_instances("tiny_coco", {}, str(path), str(images))
+        return path
+
+    yield register
+    for catalog in (DatasetCatalog, MetadataCatalog):
+        catalog.pop("tiny_coco", None)
+
+
+def config(tmp_path, **changes) -> CfgNode:
+    cfg = get_cfg()
+    add_gw_config(cfg)
+    cfg.merge_from_file(str(CONFIG))
+    plain = {
+        **OPTS,
+        "MODEL.ROI_HEADS.NUM_CLASSES": 2,
+        "DATASETS.TRAIN": ("tiny_coco",),
+        "DATASETS.TEST": ("tiny_coco",),
+        "OUTPUT_DIR": str(tmp_path / "output"),
+        **{key.replace("__", "."): value for key, value in changes.items()},
+    }
+    cfg.merge_from_list([word for pair in plain.items() for word in pair])
+    return cfg
+
+
+@pytest.fixture
+def check(tmp_path, coco):
+    """A function that checks a sound run with some keys changed."""
+
+    def run(eval_only: bool = False, resume: bool = False, **changes) -> Findings:
+        if "tiny_coco" not in DatasetCatalog:
+            coco()
+        return find_problems(config(tmp_path, **changes), eval_only=eval_only, resume=resume)
+
+    return run
+
+
+def one(found: Findings) -> str:
+    assert len(found.problems) == 1, found.problems
+    return found.problems[0]
+
+
+def test_a_sound_run_passes(check):
+    assert check() == Findings([], [])
+
+
+def test_all_problems_are_raised_together(tmp_path, coco):
+    coco()
+    cfg = config(tmp_path, MODEL__BACKBONE__FREEZE_AT=2, MODEL__ROI_HEADS__NUM_CLASSES=7)
+    with pytest.raises(PreflightError, match="(?s)has 2 problems.*FREEZE_AT.*NUM_CLASSES") as raised:
+        preflight(cfg)
+    assert len(raised.value.problems) == 2
+    assert len(preflight(cfg, ignore=True)) == 2
+
+
+class TestModel:
+    @pytest.mark.parametrize(
+        ("key", "layer"),
+        [
+            ("MODEL__RESNETS__NORM", "backbone.bottom_up."),
+            ("MODEL__FPN__NORM", "backbone.fpn_"),
+            ("MODEL__ROI_BOX_HEAD__NORM", "roi_heads.box_head."),
+            ("MODEL__ROI_MASK_HEAD__NORM", "roi_heads.mask_head."),
+        ],
+    )
+    def test_frozen_bn_from_scratch(self, check, key, layer):
+        problem = one(check(**{key: "FrozenBN"}))
+        assert "FrozenBN" in problem and layer in problem
+        assert f"Set {key.replace('__', '.')} to BN, GN or GW" in problem
+
+    def test_frozen_bn_at_the_whitened_positions(self, check):
+        assert "FrozenBN" in one(check(MODEL__RESNETS__WHITEN_NORM="FrozenBN"))
+
+    def test_frozen_layers_from_scratch(self, check):
+        problem = one(check(MODEL__BACKBONE__FREEZE_AT=2))
+        assert "MODEL.BACKBONE.FREEZE_AT is 2" in problem and "FREEZE_AT 0" in problem
+
+    def test_both_are_fine_with_weights(self, check, tmp_path):
+        torch.save({"model": {}}, tmp_path / "w.pth")
+        changes = {"MODEL__RESNETS__NORM": "FrozenBN", "MODEL__BACKBONE__FREEZE_AT": 2}
+        assert check(MODEL__WEIGHTS=str(tmp_path / "w.pth"), **changes) == Findings([], [])
+        found = check(MODEL__WEIGHTS=str(tmp_path / "w.pth"), MODEL__FPN__NORM="FrozenBN", **changes)
+        assert not found.problems and "MODEL.FPN.NORM to GN or GW" in found.warnings[0]
+
+    def test_batch_norm_of_one_image(self, check, tmp_path):
+        problem = one(check(SOLVER__IMS_PER_BATCH=1))
+        assert "a batch of one image" in problem and "backbone.bottom_up.res2.0.conv1.norm" in problem
+        assert "SOLVER.IMS_PER_BATCH 2 or more" in problem
+        assert not check(SOLVER__IMS_PER_BATCH=1, MODEL__RESNETS__NORM="GW").problems
+        torch.save({"model": {}}, tmp_path / "w.pth")
+        evaluated = {"eval_only": True, "MODEL__WEIGHTS": str(tmp_path / "w.pth")}
+        assert not check(SOLVER__IMS_PER_BATCH=1, **evaluated).problems
+
+    @pytest.mark.parametrize(
+        ("changes", "words"),
+        [
+            ({"MODEL__FPN__NORM": "GW:groups=7"}, ["MODEL.FPN.NORM", "32", "7"]),
+            ({"MODEL__RESNETS__NORM": "XN"}, ["MODEL.RESNETS.NORM", "XN", "GW"]),
+            ({"MODEL__RESNETS__WHITEN_POSITIONS": "S1-B3"}, ["S1-B3"]),
+            ({"MODEL__BACKBONE__NAME": "build_no_such_backbone"}, ["build_no_such_backbone"]),
+            ({"MODEL__RESNETS__DEPTH": 19}, ["19", "18"]),
+        ],
+    )
+    def test_a_model_that_cannot_be_built(self, check, changes, words):
+        problem = one(check(**changes))
+        assert "cannot be built" in problem and all(word in problem for word in words)
+
+
+class TestMachine:
+    def test_mixed_precision_on_the_cpu(self, check):
+        assert "SOLVER.AMP.ENABLED False" in one(check(SOLVER__AMP__ENABLED=True))
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="speaks about a machine without a GPU")
+    def test_no_gpu(self, check):
+        assert "Set MODEL.DEVICE cpu, or give --num-gpus 0" in one(check(MODEL__DEVICE="cuda"))
+
+
+class TestSolver:
+    def test_an_empty_batch(self, check):
+        assert "SOLVER.IMS_PER_BATCH is 0" in check(SOLVER__IMS_PER_BATCH=0).problems[0]
+
+    @pytest.mark.parametrize("changes", [{"SOLVER__STEPS": (3,)}, {"SOLVER__STEPS": (2, 1)}])
+    def test_a_schedule_that_cannot_be(self, check, changes):
+        problem = one(check(**changes))
+        assert "SOLVER.STEPS" in problem and "SOLVER.MAX_ITER (3)" in problem
+
+    def test_an_unknown_schedule(self, check):
+        assert "Cosmic" in one(check(SOLVER__LR_SCHEDULER_NAME="Cosmic"))
+
+
+class TestWeights:
+    def test_an_unknown_scheme(self, check):
+        problem = one(check(MODEL__WEIGHTS="nowhere://imagenet/R-50"))
+        assert "begin with nowhere://" in problem and "path of a file" in problem
+
+    def test_a_missing_file(self, check):
+        assert "weights/R-50.pkl is no file" in one(check(MODEL__WEIGHTS="weights/R-50.pkl"))
+
+    def test_a_file_that_torch_cannot_read(self, check, tmp_path):
+        path = tmp_path / "w.pth"
+        path.write_text("<html>Not found</html>")
+        assert "cannot be read" in one(check(MODEL__WEIGHTS=str(path)))
+        path.write_bytes(b"")
+        assert "is empty" in one(check(MODEL__WEIGHTS=str(path)))
+        torch.save([1, 2], path)
+        assert "holds a list instead of a dict" in one(check(MODEL__WEIGHTS=str(path)))
+
+    def test_a_damaged_and_a_truncated_file(self, check, tmp_path):
+        path = tmp_path / "w.pth"
+        torch.save({"model": {"a": torch.zeros(10_000)}}, path)
+        whole = bytearray(path.read_bytes())
+        assert zipfile.is_zipfile(path) and not check(MODEL__WEIGHTS=str(path)).problems
+        path.write_bytes(whole[: len(whole) // 2])
+        assert "is cut off" in one(check(MODEL__WEIGHTS=str(path)))
+        whole[len(whole) // 2] ^= 1
+        path.write_bytes(whole)
+        assert "checksum" in one(check(MODEL__WEIGHTS=str(path)))
+
+    def test_images_that_the_weights_were_not_trained_on(self, check, tmp_path):
+        path = tmp_path / "r.pkl"
+        path.write_bytes(pickle.dumps({"model": {}, "__author__": "torchvision", "matching_heuristics": True}))
+        bgr = {
+            "INPUT__FORMAT": "BGR",
+            "MODEL__PIXEL_MEAN": [103.53, 116.28, 123.675],
+            "MODEL__PIXEL_STD": [1.0, 1.0, 1.0],
+        }
+        problem = one(check(MODEL__WEIGHTS=str(path), **bgr))
+        assert "INPUT.FORMAT RGB" in problem
+        for key in ("MODEL.PIXEL_MEAN", "MODEL.PIXEL_STD"):
+            assert f'{key} "{RGB[key]}"' in problem
+        assert not check(MODEL__WEIGHTS=str(path)).problems
+        deep = {"MODEL__RESNETS__DEPTH": 50, "MODEL__RESNETS__RES2_OUT_CHANNELS": 256}
+        assert not check(MODEL__WEIGHTS=str(path), **deep).problems
+        problem = one(check(MODEL__WEIGHTS=str(path), MODEL__RESNETS__STRIDE_IN_1X1=True, **deep))
+        assert "STRIDE_IN_1X1 False" in problem
+
+    def test_gw_addresses_mean_rgb_images(self, check, monkeypatch, tmp_path):
+        monkeypatch.setenv("GW_DETECTRON_WEIGHTS", str(tmp_path))  # nothing is to be downloaded here
+        text = " ".join(check(MODEL__WEIGHTS="gw://imagenet/R-50-GW", INPUT__FORMAT="BGR").problems)
+        assert "Set INPUT.FORMAT RGB." in text
+
+    @pytest.mark.parametrize(
+        ("name", "wanted"),
+        [
+            ("torchvision/R-50", ["RGB", "123.675, 116.28, 103.53", "58.395, 57.12, 57.375", "STRIDE_IN_1X1 False"]),
+            ("MSRA/R-50", ["BGR", "103.53, 116.28, 123.675", "1.0, 1.0, 1.0"]),
+            ("FAIR/R-50-GN", ["BGR", "103.53, 116.28, 123.675", "1.0, 1.0, 1.0", "STRIDE_IN_1X1 False"]),
+            ("FAIR/X-101-32x8d", ["BGR", "103.53, 116.28, 123.675", "57.375, 57.12, 58.395", "STRIDE_IN_1X1 False"]),
+        ],
+    )
+    def test_detectron2_s_zoo(self, check, tmp_path, name, wanted):
+        path = tmp_path / "ImageNetPretrained" / f"{name}.pth"
+        path.parent.mkdir(parents=True)
+        torch.save({"model": {}}, path)
+        changes = {
+            "INPUT__FORMAT": "RGB" if "BGR" in wanted else "BGR",
+            "MODEL__PIXEL_MEAN": [0.0, 0.0, 0.0],
+            "MODEL__PIXEL_STD": [2.0, 2.0, 2.0],
+            "MODEL__RESNETS__STRIDE_IN_1X1": True,
+            "MODEL__RESNETS__DEPTH": 50,
+            "MODEL__RESNETS__RES2_OUT_CHANNELS": 256,
+        }
+        problem = one(check(MODEL__WEIGHTS=str(path), **changes))
+        assert all(word in problem for word in wanted)
+        assert ("STRIDE_IN_1X1" in problem) == ("STRIDE_IN_1X1 False" in wanted)
+
+    def test_evaluation_without_weights(self, check):
+        assert "--eval-only has no weights" in one(check(eval_only=True))
+
+
+class TestResume:
+    def checkpoint(self, tmp_path, name: str, age: int) -> str:
+        folder = tmp_path / "output"
+        folder.mkdir(exist_ok=True)
+        torch.save({"model": {"a": torch.zeros(1000)}}, folder / name)
+        os.utime(folder / name, (10_000 - age, 10_000 - age))
+        return str(folder / name)
+
+    def test_a_truncated_checkpoint(self, check, tmp_path):
+        for age, name in enumerate(["model_0000005.pth", "model_0000003.pth", "model_0000001.pth"]):
+            path = self.checkpoint(tmp_path, name, age)
+            if age < 2:
+                os.truncate(path, 1000)
+                os.utime(path, (10_000 - age, 10_000 - age))
+        (tmp_path / "output" / "last_checkpoint").write_text("model_0000005.pth")
+        problem = one(check(resume=True))
+        assert "model_0000005.pth" in problem and "is cut off" in problem
+        assert "write model_0000001.pth into that file" in problem
+        os.remove(tmp_path / "output" / "model_0000001.pth")
+        assert "delete that file to start anew" in one(check(resume=True))
+
+    def test_names_that_lead_nowhere(self, check, tmp_path):
+        self.checkpoint(tmp_path, "model_0000001.pth", 0)
+        assert "last_checkpoint" in one(check(resume=True)) and "model_0000001.pth" in one(check(resume=True))
+        tag = tmp_path / "output" / "last_checkpoint"
+        tag.write_text("")
+        assert "is not named" in one(check(resume=True))
+        tag.write_text("model_0000009.pth")
+        assert "model_0000009.pth" in one(check(resume=True)) and "does not exist" in one(check(resume=True))
+
+    def test_a_whole_checkpoint_counts_as_weights(self, check, tmp_path):
+        self.checkpoint(tmp_path, "model_0000001.pth", 0)
+        (tmp_path / "output" / "last_checkpoint").write_text("model_0000001.pth")
+        assert check(resume=True, MODEL__BACKBONE__FREEZE_AT=2) == Findings([], [])
+        assert "--resume goes on from the last" in check().warnings[0]
+
+    def test_nothing_to_resume_is_said(self, check):
+        found = check(resume=True)
+        assert not found.problems and "starts from its beginning" in found.warnings[0]
+
+
+class TestData:
+    def test_number_of_classes(self, check):
+        problem = one(check(MODEL__ROI_HEADS__NUM_CLASSES=80))
+        assert "is 80" in problem and "has 2 classes. Set MODEL.ROI_HEADS.NUM_CLASSES 2" in problem
+
+    def test_an_unknown_data_set(self, check):
+        problem = one(check(DATASETS__TRAIN=("coco_2017_trian",)))
+        assert "no data set coco_2017_trian" in problem and "coco_2017_train" in problem
+        assert "DATASETS.TRAIN is empty" in one(check(DATASETS__TRAIN=()))
+
+    def test_a_missing_folder(self, check, coco, tmp_path, monkeypatch):
+        coco().unlink()
+        monkeypatch.setenv("DETECTRON2_DATASETS", "/where/data/is")
+        text = " ".join(check().problems)
+        assert "tiny.json" in text and "DETECTRON2_DATASETS" in text and "/where/data/is" in text
+        os.rename(tmp_path / "data", tmp_path / "moved")
+        assert f"there is no {tmp_path / 'data'}, so no" in " ".join(check().problems)
+
+    def test_missing_images(self, check, coco, tmp_path):
+        coco()
+        os.remove(tmp_path / "data" / "images" / "sub" / "b.jpg")
+        problem = check().problems[0]
+        assert "1 of 2 images are missing" in problem and "sub/b.jpg" in problem
+
+    @pytest.mark.parametrize(
+        ("damage", "words"),
+        [
+            (lambda c: c.pop("images"), "it has no list 'images'"),
+            (lambda c: c.pop("categories"), "it has no list 'categories'"),
+            (lambda c: c["images"][1].pop("height"), r"images\[1\] \(id 2\) has no field 'height'"),
+            (lambda c: c["images"][0].pop("id"), r"images\[0\] has no field 'id'"),
+            (lambda c: c["categories"][0].pop("name"), r"categories\[0\] \(id 9\) has no field 'name'"),
+            (lambda c: c["annotations"][1].pop("bbox"), r"annotations\[1\] \(id 2\) has no field 'bbox'"),
+            (lambda c: c["annotations"][1].pop("segmentation"), "has no field 'segmentation'"),
+            (lambda c: c["annotations"][1].update(bbox=[1, 2, 3]), "annotation 2 has bbox .*four numbers"),
+            (lambda c: c["annotations"][1].update(bbox=[1, 2, 3, float("nan")]), "annotation 2 has bbox"),
+            (lambda c: c["annotations"][0].update(image_id=77), "annotation 1 has image_id 77"),
+            (lambda c: c["annotations"][0].update(category_id=1), "annotation 1 has category_id 1"),
+            (lambda c: c["annotations"].clear(), "list 'annotations' is empty"),
+            (lambda c: c["images"].insert(0, 3), r"images\[0\] is a int"),
+        ],
+    )
+    def test_a_json_that_lacks_something(self, check, coco, content, damage, words):
+        damage(content)
+        path = coco()
+        with pytest.raises(PreflightError, match=f"{path}: .*{words}"):
+            raise PreflightError(check().problems)
+
+    def test_evaluation_needs_more_fields_than_training(self, check, coco, content):
+        content["annotations"][0].pop("area")
+        coco()
+        assert "annotations[0] (id 1) has no field 'area'" in one(check())
+
+    def test_test_images_may_have_no_annotations(self, check, coco, content, tmp_path):
+        del content["annotations"]
+        coco()
+        torch.save({"model": {}}, tmp_path / "w.pth")
+        assert check(eval_only=True, MODEL__WEIGHTS=str(tmp_path / "w.pth")) == Findings([], [])
+
+    def test_text_that_is_no_json(self, check, coco):
+        coco('{"images": [')
+        assert all("tiny.json is not json" in problem and "line 1" in problem for problem in check().problems)
+
+    def test_a_data_set_without_json(self, check):
+        DatasetCatalog.register("from_python", list)
+        MetadataCatalog.get("from_python").set(thing_classes=["a", "b", "c"], evaluator_type="coco")
+        try:
+            problem = one(check(DATASETS__TRAIN=("from_python",)))
+            assert "from_python has 3 classes" in problem
+        finally:
+            DatasetCatalog.remove("from_python")
+            MetadataCatalog.remove("from_python")
+
+    def test_a_data_set_that_is_not_evaluated_by_the_coco_rules(self, check, coco):
+        coco()
+        metadata = MetadataCatalog.pop("tiny_coco")
+        MetadataCatalog.get("tiny_coco").set(**{**metadata.as_dict(), "evaluator_type": "lvis"})
+        assert "evaluator_type 'lvis'" in one(check())

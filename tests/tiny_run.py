@@ -1,0 +1,69 @@
+"""A run small enough for a test. As a script it starts another one on the small data set: tiny_run.py SCRIPT ARGS."""
+
+import argparse
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from gw_detectron.data.synthetic import SyntheticConfig, register_synthetic
+from gw_detectron.engine import get_parser
+
+ROOT = Path(__file__).parents[1]
+CONFIG = ROOT / "configs" / "quick_schedules" / "mask_rcnn_R_18_FPN_GW_demo.yaml"
+DATA = SyntheticConfig(num_train=12, num_val=3, min_side=64, max_side=80, max_objects=3, min_size=0.3)
+
+OPTS = {
+    "MODEL.DEVICE": "cpu",
+    "MODEL.FPN.OUT_CHANNELS": 32,
+    "MODEL.RPN.PRE_NMS_TOPK_TRAIN": 60,
+    "MODEL.RPN.POST_NMS_TOPK_TRAIN": 30,
+    "MODEL.RPN.PRE_NMS_TOPK_TEST": 30,
+    "MODEL.RPN.POST_NMS_TOPK_TEST": 10,
+    "MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE": 16,
+    "MODEL.ROI_BOX_HEAD.NUM_CONV": 1,
+    "MODEL.ROI_BOX_HEAD.CONV_DIM": 32,
+    "MODEL.ROI_BOX_HEAD.FC_DIM": 32,
+    "MODEL.ROI_MASK_HEAD.NUM_CONV": 1,
+    "MODEL.ROI_MASK_HEAD.CONV_DIM": 32,
+    "INPUT.MIN_SIZE_TRAIN": "(64,)",
+    "INPUT.MIN_SIZE_TEST": 64,
+    "DATALOADER.NUM_WORKERS": 0,
+    "SOLVER.IMS_PER_BATCH": 2,
+    "SOLVER.BASE_LR": 0.005,
+    "SOLVER.MAX_ITER": 3,
+    "SOLVER.STEPS": "(2,)",
+    "SOLVER.WARMUP_ITERS": 1,
+    "SOLVER.CHECKPOINT_PERIOD": 2,
+    "TEST.EVAL_PERIOD": 0,
+    "SEED": 7,
+}
+
+
+def words(output: Path, *flags: str, **overrides: object) -> list[str]:
+    """The words after ``train_net.py``; overrides are written with ``__`` for the dot."""
+    opts = {**OPTS, "OUTPUT_DIR": str(output), **{k.replace("__", "."): v for k, v in overrides.items()}}
+    return ["--config-file", str(CONFIG), *flags, *(str(word) for pair in opts.items() for word in pair)]
+
+
+def arguments(output: Path, *flags: str, **overrides: object) -> argparse.Namespace:
+    return get_parser().parse_args(words(output, *flags, **overrides))
+
+
+def environment(data: Path, **variables: str) -> dict[str, str]:
+    """The environment of a subprocess that runs this file or imports the package."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        **os.environ,
+        "DETECTRON2_DATASETS": str(data),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONWARNINGS": "ignore",
+        **variables,
+    }
+
+
+if __name__ == "__main__":
+    register_synthetic(config=DATA)
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,0 +1,31 @@
+#!/usr/bin/env python
+"""Trains a small Group Whitening Mask R-CNN on synthetic images, evaluates it, and shows what it has learned."""
+
+import argparse
+
+from gw_detectron.model_zoo import get_config_file
+
+from gw_detectron.demo import run_demo
+from gw_detectron.launch import errors_reported
+
+
+def get_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--config-file",
+        default=get_config_file("quick_schedules/mask_rcnn_R_18_FPN_GW_demo.yaml"),
+        metavar="FILE",
+        help="what to train, default: %(default)s",
+    )
+    parser.add_argument(
+        "opts",
+        nargs=argparse.REMAINDER,
+        metavar="KEY VALUE",
+        help="config keys to change, for example SOLVER.MAX_ITER 50",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    with errors_reported():
+        run_demo(get_parser().parse_args())
