@@ -22,7 +22,7 @@ demo: setup ## train and score a small Group Whitening Mask R-CNN; the outcome i
 	$(BIN)/python tools/demo.py $(DEMO_ARGS)
 
 test: setup ## run the tests
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto $(PYTEST_ARGS)
 
 lint: setup ## ruff check, ruff format --check, mypy
 	$(BIN)/ruff check .

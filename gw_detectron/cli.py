@@ -3,7 +3,7 @@
 import argparse
 import difflib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import yaml
@@ -30,10 +30,32 @@ def setup(args: argparse.Namespace) -> CfgNode:
     """Reads the config of a run and prepares logging, seed and output folder as Detectron2 does.
 
     Args:
-        args: ``config_file`` and ``opts`` (key, value, key, value, ...); ``num_gpus`` 0 means ``MODEL.DEVICE cpu``.
+        args: ``config_file`` and ``opts`` as :func:`read_config` takes them; ``num_gpus`` 0 means ``MODEL.DEVICE cpu``.
 
     Returns:
         The frozen config.
+
+    Raises:
+        FileNotFoundError, ValueError: see :func:`read_config`.
+    """
+    cfg = read_config(args.config_file, args.opts or [])
+    if getattr(args, "num_gpus", None) == 0:
+        cfg.MODEL.DEVICE = "cpu"
+    cfg.freeze()
+    default_setup(cfg, args)
+    setup_logger(cfg.OUTPUT_DIR, distributed_rank=comm.get_rank(), name="gw_detectron")
+    return cfg
+
+
+def read_config(config_file: str, opts: Sequence[str] = ()) -> CfgNode:
+    """Reads a yaml over the defaults of Detectron2 and this package.
+
+    Args:
+        config_file: path of the yaml.
+        opts: keys to change, as key, value, key, value, ...
+
+    Returns:
+        The config, not frozen.
 
     Raises:
         FileNotFoundError: there is no such config file.
@@ -42,9 +64,9 @@ def setup(args: argparse.Namespace) -> CfgNode:
     cfg = get_cfg()
     add_gw_config(cfg)
     known = set(_flat_keys(cfg))
-    path = Path(args.config_file)
-    if not args.config_file or not path.is_file():
-        raise FileNotFoundError(_no_config_message(args.config_file))
+    path = Path(config_file)
+    if not config_file or not path.is_file():
+        raise FileNotFoundError(_no_config_message(config_file))
     try:
         keys = list(_flat_keys(CfgNode.load_yaml_with_base(str(path), allow_unsafe=True)))
     except (yaml.YAMLError, AttributeError) as error:
@@ -53,18 +75,13 @@ def setup(args: argparse.Namespace) -> CfgNode:
         cfg.merge_from_file(str(path))
     except (KeyError, ValueError, AssertionError) as error:
         raise ValueError(_bad_keys_message(str(path), keys, known, error)) from error
-    opts = list(args.opts or [])
+    opts = list(opts)
     if len(opts) % 2:
         raise ValueError(f"after the flags come pairs of KEY VALUE, but these are {len(opts)} words: {' '.join(opts)}")
     try:
         cfg.merge_from_list(opts)
     except (KeyError, ValueError, AssertionError) as error:
         raise ValueError(_bad_keys_message("the command line", opts[::2], known, error)) from error
-    if getattr(args, "num_gpus", None) == 0:
-        cfg.MODEL.DEVICE = "cpu"
-    cfg.freeze()
-    default_setup(cfg, args)
-    setup_logger(cfg.OUTPUT_DIR, distributed_rank=comm.get_rank(), name="gw_detectron")
     return cfg
 
 

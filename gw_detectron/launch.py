@@ -116,12 +116,12 @@ def _say(error: Exception) -> None:
 def is_for_the_user(error: BaseException) -> bool:
     """Whether an error speaks about input, files or the machine, so that its traceback helps nobody.
 
-    These are missing or unusable files, a full disk, and the ValueErrors, OSErrors and FloatingPointErrors that this
-    package raises itself; the same classes from inside a library may be a bug.
+    These are missing or unusable files, a full disk, and the ValueErrors, OSErrors, ImportErrors and
+    FloatingPointErrors that this package raises itself; the same classes from inside a library may be a bug.
     """
     if isinstance(error, _FILE_ERRORS) or getattr(error, "errno", None) in _FILE_ERRNOS:
         return True
-    if not isinstance(error, (ValueError, OSError, FloatingPointError)):
+    if not isinstance(error, (ValueError, OSError, ImportError, FloatingPointError)):
         return False
     if type(error).__module__.partition(".")[0] == __name__.partition(".")[0]:
         return True
