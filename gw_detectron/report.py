@@ -113,7 +113,7 @@ def plot_predictions(
         for axes, (title, panel) in zip(grid[row, 3 * half :], panels.items(), strict=False):
             axes.imshow(panel)
             axes.set_title(title, fontsize=9)
-    figure.savefig(picture, dpi=100)
+    figure.savefig(picture, dpi=80)
 
 
 def _drawing(image: np.ndarray, metadata: Metadata) -> Visualizer:
