@@ -1,4 +1,4 @@
-"""Group Whitening for Detectron2. Importing it registers backbones, heads and the synthetic data set; see README.md."""
+"""Group Whitening for Detectron2. Importing it registers backbones, heads, weights and the synthetic data set."""
 
 try:
     import detectron2  # noqa: F401
@@ -11,12 +11,14 @@ except ModuleNotFoundError as error:
     ) from None
 
 from . import modeling as _  # noqa: F401, registers the components
+from .checkpoint import register_weights
 from .config import add_gw_config
 from .data.synthetic import register_synthetic
 from .layers import GroupWhitening2d
 from .modeling import norm_spec, norm_table, resolve_norm
+from .version import __version__
 
-__version__ = "0.1.0"
-__all__ = ["GroupWhitening2d", "add_gw_config", "norm_spec", "norm_table", "resolve_norm"]
+__all__ = ["GroupWhitening2d", "__version__", "add_gw_config", "norm_spec", "norm_table", "resolve_norm"]
 
 register_synthetic()
+register_weights()

@@ -11,7 +11,7 @@ PACKAGE = ROOT / "gw_detectron"
 
 # each room may import the rooms of the rows above it
 ROOMS = (
-    {"layers", "config"},
+    {"layers", "config", "version"},
     {"modeling", "data", "env", "launch"},
     {"checkpoint", "model_zoo"},
     {"preflight", "cli", "hooks", "report", "export", "analysis"},

@@ -260,9 +260,7 @@ class Scene:
 
     def _colour(self, hue: float, saturation: tuple[float, float], value: tuple[float, float]) -> Array:
         """Return an RGB colour (3,) in 0 ... 255 of a hue, in turns, with the rest drawn from two ranges."""
-        return 255 * np.array(
-            colorsys.hsv_to_rgb(hue % 1, self.rng.uniform(*saturation), self.rng.uniform(*value))
-        )
+        return 255 * np.array(colorsys.hsv_to_rgb(hue % 1, self.rng.uniform(*saturation), self.rng.uniform(*value)))
 
     def _ramp(self) -> Array:
         """Return a linear ramp from 0 to 1 across the canvas in a random direction, (H + 2, W + 2)."""

@@ -240,15 +240,11 @@ def _check(folder: Path, split: str, config: SyntheticConfig) -> None:
         content = json.loads(path.read_bytes())
         made_with, images = content["info"][_FOLDER], content["images"]
     except FileNotFoundError:
-        raise ValueError(
-            f"'{folder}' is not a complete synthetic data set: '{path}' is missing. {remedy}"
-        ) from None
+        raise ValueError(f"'{folder}' is not a complete synthetic data set: '{path}' is missing. {remedy}") from None
     except ValueError as error:
         raise ValueError(f"'{path}' is damaged, not valid json ({error}). {remedy}") from error
     except (KeyError, TypeError) as error:
-        raise ValueError(
-            f"'{path}' lacks what the synthetic data set must have: {error}. {remedy}"
-        ) from error
+        raise ValueError(f"'{path}' lacks what the synthetic data set must have: {error}. {remedy}") from error
     expected = _made_with(config)
     differing = [key for key in {**expected, **made_with} if made_with.get(key) != expected.get(key)]
     if differing:
@@ -287,9 +283,7 @@ class _MadeOnFirstUse(PathHandler):
         return os.path.isfile(path)
 
 
-def register_synthetic(
-    root: str | os.PathLike[str] | None = None, config: SyntheticConfig | None = None
-) -> None:
+def register_synthetic(root: str | os.PathLike[str] | None = None, config: SyntheticConfig | None = None) -> None:
     """Register `gw_synthetic_train` and `gw_synthetic_val`; the files are made when first asked for.
 
     May be called again: the last root and parameters count.

@@ -32,6 +32,7 @@ _CONVS_BY_POSITION: dict[str, tuple[str, ...]] = {
     "S1-B12": ("conv1", "conv2"),
     "ALL": ("conv1", "conv2", "conv3", "shortcut"),
 }
+POSITIONS = tuple(_CONVS_BY_POSITION)
 
 
 def whitened_convs(positions: str, *, bottleneck: bool = True) -> tuple[str, ...]:
@@ -45,7 +46,7 @@ def whitened_convs(positions: str, *, bottleneck: bool = True) -> tuple[str, ...
         ValueError: unknown positions, or ``S1-B3`` for a block of two convolutions.
     """
     if positions not in _CONVS_BY_POSITION:
-        raise ValueError(f"MODEL.RESNETS.WHITEN_POSITIONS={positions!r}; allowed are {list(_CONVS_BY_POSITION)}")
+        raise ValueError(f"MODEL.RESNETS.WHITEN_POSITIONS={positions!r}; allowed are {list(POSITIONS)}")
     if bottleneck:
         return _CONVS_BY_POSITION[positions]
     if positions == "S1-B3":

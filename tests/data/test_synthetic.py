@@ -118,9 +118,7 @@ def test_objects_are_drawn_where_their_masks_are(monkeypatch):
         differs = np.abs(scene._canvas - bare._canvas).max(axis=2)[1:-1, 1:-1] > 1e-6
         # Edges are anti-aliased, and tips thinner than a pixel reach beyond the mask.
         nine = np.ones((3, 3))
-        outer = np.any(
-            [ndimage.binary_dilation(layer.mask, nine, iterations=2) for layer in scene.layers], axis=0
-        )
+        outer = np.any([ndimage.binary_dilation(layer.mask, nine, iterations=2) for layer in scene.layers], axis=0)
         inner = np.any([ndimage.binary_erosion(layer.mask, nine) for layer in scene.layers], axis=0)
         assert not (differs & ~outer).any()
         assert differs[inner].all()
@@ -296,9 +294,7 @@ def test_an_existing_set_is_reused_and_needs_no_write_permission(root, monkeypat
 
 def start(root: Path, config: SyntheticConfig) -> multiprocessing.process.BaseProcess:
     """Make the set in another process; forked, since a fresh one would import torch for seconds."""
-    process = multiprocessing.get_context("fork").Process(
-        target=make_synthetic, args=(root, config), daemon=True
-    )
+    process = multiprocessing.get_context("fork").Process(target=make_synthetic, args=(root, config), daemon=True)
     process.start()
     return process
 
@@ -459,9 +455,7 @@ def test_the_loader_makes_the_set_and_the_mapper_drops_crowds(root, tmp_path):
     assert all_files(tmp_path).keys() == all_files(root).keys()
     records = get_detection_dataset_dicts(["gw_synthetic_train"], filter_empty=True)
     assert len(records) == TINY.num_train
-    assert {a["category_id"] for record in records for a in record["annotations"]} == set(
-        range(len(CLASS_NAMES))
-    )
+    assert {a["category_id"] for record in records for a in record["annotations"]} == set(range(len(CLASS_NAMES)))
     with_crowd = next(r for r in records if any(a["iscrowd"] for a in r["annotations"]))
     mapper = DatasetMapper(
         is_train=True,

@@ -36,9 +36,7 @@ def correlated(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     return mixed * rng.uniform(0.5, 2.0, per_channel) + rng.normal(size=per_channel)
 
 
-def build(
-    channels: int, setting: Setting, dtype: torch.dtype = torch.float64, affine: bool = True
-) -> GroupWhitening2d:
+def build(channels: int, setting: Setting, dtype: torch.dtype = torch.float64, affine: bool = True) -> GroupWhitening2d:
     """The layer of a setting; its affine parameters are random so that a lost or misplaced one shows."""
     layer = GroupWhitening2d(channels, setting.groups, setting.iters, setting.eps, affine, setting.solver)
     if affine:

@@ -133,11 +133,7 @@ class Setting:
 
     def backward(self, grad_w: np.ndarray, sigma: np.ndarray) -> np.ndarray:
         """psi^b: dL/dW -> dL/dSigma."""
-        return (
-            zca_backward(grad_w, sigma)
-            if self.solver == "zca"
-            else newton_backward(grad_w, sigma, self.iters)
-        )
+        return zca_backward(grad_w, sigma) if self.solver == "zca" else newton_backward(grad_w, sigma, self.iters)
 
 
 def _per_channel(v: np.ndarray | None, ndim: int) -> np.ndarray | float:

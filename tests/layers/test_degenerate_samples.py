@@ -95,9 +95,7 @@ def test_with_eps_degenerate_samples_still_follow_the_formula(name, solver):
     np.testing.assert_allclose(layer(torch.from_numpy(x)).detach().numpy(), expected, rtol=0, atol=1e-8)
 
 
-@pytest.mark.parametrize(
-    "name", ["half of the channels dead", "two columns", "equal channels", "one bright pixel"]
-)
+@pytest.mark.parametrize("name", ["half of the channels dead", "two columns", "equal channels", "one bright pixel"])
 def test_zca_without_eps_whitens_the_directions_that_have_variance(name):
     """With eps = 0 a direction without variance has no inverse root; the rest gets variance 1."""
     groups, array = DEGENERATE[name]
@@ -144,9 +142,7 @@ def test_zca_refuses_values_that_are_not_finite(bad):
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-@pytest.mark.parametrize(
-    "shape", [(0, 32, 5, 3), (2, 32, 0, 3), (0, 32), (2, 32, 0), (0, 32, 2, 3, 4)], ids=str
-)
+@pytest.mark.parametrize("shape", [(0, 32, 5, 3), (2, 32, 0, 3), (0, 32), (2, 32, 0), (0, 32, 2, 3, 4)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
 def test_empty_input_keeps_the_parameters_in_the_graph(shape, dtype, solver):
     layer = build(32, Setting(16, solver=solver), torch.float32)

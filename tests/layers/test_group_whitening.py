@@ -32,9 +32,7 @@ def tolerance(dtype: torch.dtype, setting: Setting) -> float:
     return (5e-6 if setting.iters <= 5 else 2e-4) + STORAGE[dtype]
 
 
-def assert_close_to_oracle(
-    y: torch.Tensor, x: torch.Tensor, layer: torch.nn.Module, setting: Setting
-) -> None:
+def assert_close_to_oracle(y: torch.Tensor, x: torch.Tensor, layer: torch.nn.Module, setting: Setting) -> None:
     expected = oracle.group_whiten(x.detach().double().numpy(), setting, *affine_of(layer))
     error = np.abs(y.detach().double().numpy() - expected) / (1 + np.abs(expected))
     assert y.dtype == x.dtype
@@ -48,9 +46,7 @@ def test_forward_and_backward_equal_the_papers_algorithms(channels, size, settin
     x, grad = correlated((2, channels, *size)), correlated((2, channels, *size), seed=1)
     leaf = torch.from_numpy(x).requires_grad_()
     y = layer(leaf)
-    np.testing.assert_allclose(
-        y.detach().numpy(), oracle.group_whiten(x, setting, weight, bias), rtol=0, atol=1e-10
-    )
+    np.testing.assert_allclose(y.detach().numpy(), oracle.group_whiten(x, setting, weight, bias), rtol=0, atol=1e-10)
 
     y.backward(torch.from_numpy(grad))
     expected = oracle.group_whiten_backward(x, grad, setting, weight)
@@ -58,9 +54,7 @@ def test_forward_and_backward_equal_the_papers_algorithms(channels, size, settin
         ("x", "weight", "bias"), (leaf, layer.weight, layer.bias), expected, strict=True
     ):
         scale = np.abs(reference).max()
-        np.testing.assert_allclose(
-            tensor.grad.numpy() / scale, reference / scale, rtol=0, atol=1e-10, err_msg=name
-        )
+        np.testing.assert_allclose(tensor.grad.numpy() / scale, reference / scale, rtol=0, atol=1e-10, err_msg=name)
 
 
 @pytest.mark.parametrize("args", SOLVER_ARGS, ids=str)
@@ -98,9 +92,7 @@ def test_every_input_rank(size, solver):
     x = correlated((3, 80, *size))
     y = layer(torch.from_numpy(x))
     assert y.shape == x.shape
-    np.testing.assert_allclose(
-        y.detach().numpy(), oracle.group_whiten(x, setting, *affine_of(layer)), atol=1e-10
-    )
+    np.testing.assert_allclose(y.detach().numpy(), oracle.group_whiten(x, setting, *affine_of(layer)), atol=1e-10)
 
 
 @pytest.mark.parametrize("solver", ["newton", "zca"])
@@ -147,9 +139,7 @@ def test_five_steps_leave_the_variance_that_pretrained_weights_expect(groups, va
 def test_every_number_format(channels, groups, args, dtype):
     setting = Setting(groups, **args)
     layer = build(channels, setting, dtype)
-    x = torch.from_numpy(correlated((2, channels, 15, 13) if channels < 2048 else (1, channels, 5, 3))).to(
-        dtype
-    )
+    x = torch.from_numpy(correlated((2, channels, 15, 13) if channels < 2048 else (1, channels, 5, 3))).to(dtype)
     assert_close_to_oracle(layer(x), x, layer, setting)
 
 
@@ -160,9 +150,7 @@ def test_float32_gradient(args):
     x, grad = (torch.from_numpy(correlated((2, 128, 11, 9), seed)).float() for seed in (0, 1))
     leaf = x.requires_grad_()
     layer(leaf).backward(grad)
-    expected, *_ = oracle.group_whiten_backward(
-        x.detach().numpy(), grad.numpy(), setting, affine_of(layer)[0]
-    )
+    expected, *_ = oracle.group_whiten_backward(x.detach().numpy(), grad.numpy(), setting, affine_of(layer)[0])
     assert np.abs(leaf.grad.numpy() - expected).max() <= 1e-4 * np.abs(expected).max()
 
 
@@ -172,11 +160,7 @@ def test_autocast_does_not_overflow_at_stem_size(dtype, solver):
     """x x^T sums 67200 squares of about 400: 2.7e7, where float16 ends at 65504."""
     setting = Setting(64, solver=solver)
     layer = build(64, setting, torch.float32)
-    x = (
-        (20 * torch.randn(1, 64, 200, 336, generator=torch.Generator().manual_seed(0)))
-        .to(dtype)
-        .requires_grad_()
-    )
+    x = (20 * torch.randn(1, 64, 200, 336, generator=torch.Generator().manual_seed(0))).to(dtype).requires_grad_()
     with torch.autocast("cpu", dtype=dtype):
         y = layer(x)
     assert_close_to_oracle(y, x, layer, setting)

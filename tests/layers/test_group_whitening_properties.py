@@ -101,9 +101,7 @@ def test_a_factor_changes_at_most_the_sign_if_eps_is_scaled_too(case, solver, fa
 @given(inputs(more_columns_than_groups=True), solvers)
 def test_large_signals_do_not_feel_eps(case, solver):
     groups, x = case
-    assert_same(
-        group_whiten(1e4 * x, groups, solver=solver), group_whiten(1e6 * x, groups, solver=solver), 1e-6
-    )
+    assert_same(group_whiten(1e4 * x, groups, solver=solver), group_whiten(1e6 * x, groups, solver=solver), 1e-6)
 
 
 @few

@@ -23,9 +23,7 @@ def test_closed_form_backward_is_the_derivative(setting):
 
     bias = rng.normal(size=6)
     for direction in (rng.normal(size=x.shape) for _ in range(4)):
-        slope = (loss(x + step * direction, weight, bias) - loss(x - step * direction, weight, bias)) / (
-            2 * step
-        )
+        slope = (loss(x + step * direction, weight, bias) - loss(x - step * direction, weight, bias)) / (2 * step)
         assert slope == pytest.approx((grad_x * direction).sum(), rel=1e-6)
     direction = rng.normal(size=6)
     slope = loss(x, weight + direction, bias) - loss(x, weight, bias)

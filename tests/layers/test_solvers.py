@@ -66,9 +66,7 @@ def test_zca_equals_the_equations(name):
     grad = np.random.default_rng(1).normal(size=sigma.shape)
     assert_relatively_close(zca_inverse_sqrt(torch.from_numpy(sigma)).numpy(), oracle.zca(sigma), 1e-10)
     expected = oracle.zca_backward(grad, sigma)
-    assert_relatively_close(
-        symmetrized_gradient(zca_inverse_sqrt, sigma, grad), 0.5 * (expected + expected.T), 1e-9
-    )
+    assert_relatively_close(symmetrized_gradient(zca_inverse_sqrt, sigma, grad), 0.5 * (expected + expected.T), 1e-9)
 
 
 @pytest.mark.parametrize("name", REPEATED)
@@ -157,9 +155,7 @@ def test_newton_acts_on_each_eigenvalue_alone(iters):
 
 def test_zero_newton_steps_only_scale():
     sigma = torch.from_numpy(spectrum([1.0, 3.0, 12.0]))
-    torch.testing.assert_close(
-        newton_inverse_sqrt(sigma, 0), torch.eye(3, dtype=sigma.dtype) / 4, rtol=0, atol=1e-14
-    )
+    torch.testing.assert_close(newton_inverse_sqrt(sigma, 0), torch.eye(3, dtype=sigma.dtype) / 4, rtol=0, atol=1e-14)
 
 
 def test_the_table_of_solvers_holds_both():

@@ -1,0 +1,30 @@
+"""ImageNet weights: reading foreign files safely, converting, fetching, loading strictly, and proving them right."""
+
+from .architecture import Architecture
+from .catalog import CATALOG, PublishedWeights, local_weights, register_weights
+from .convert import Conversion, convert, to_torchvision
+from .files import convert_file, load_weights
+from .load_report import LoadReport, PartialLoadError, strict_backbone_load
+from .provenance import Preprocessing, Provenance
+from .reading import RefusedFileError, WeightsFileError, read_weights_file
+
+__all__ = [
+    "CATALOG",
+    "Architecture",
+    "Conversion",
+    "LoadReport",
+    "PartialLoadError",
+    "Preprocessing",
+    "Provenance",
+    "PublishedWeights",
+    "RefusedFileError",
+    "WeightsFileError",
+    "convert",
+    "convert_file",
+    "load_weights",
+    "local_weights",
+    "read_weights_file",
+    "register_weights",
+    "strict_backbone_load",
+    "to_torchvision",
+]

@@ -1,0 +1,242 @@
+"""ImageNet weights in torchvision's names to a Detectron2 backbone's, with nothing lost in silence, and back."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .architecture import Architecture, infer_architecture, infer_positions, norms_at
+from .reading import WeightsFileError
+from .wording import listed
+
+_WRAPPERS = ("model", "state_dict")
+_STATISTICS = ("running_mean", "running_var")
+
+
+class Row(NamedTuple):
+    """What became of one tensor of the source; ``target`` is empty for one that was dropped."""
+
+    source: str
+    target: str
+    shape: tuple[int, ...]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Weights of a Detectron2 ResNet and what is known about them.
+
+    Args:
+        tensors: float32, under the names of ``backbone.bottom_up`` without that prefix.
+        architecture: the network.
+        positions: where whitening stands, one of ``"" S1 S1-B1 S1-B2 S1-B3 S1-B12 ALL``.
+        norm: every other norm, ``BN`` or ``GN``.
+        rows: one for each tensor of the source.
+    """
+
+    tensors: dict[str, Tensor]
+    architecture: Architecture
+    positions: str
+    norm: str
+    rows: tuple[Row, ...]
+
+    @property
+    def has_classifier(self) -> bool:
+        return "linear.weight" in self.tensors
+
+
+def convert(
+    content: Any, *, architecture: str | None = None, positions: str | None = None, keep_fc: bool = False
+) -> Conversion:
+    """Renames, reshapes and checks the weights of a ResNet or ResNeXt in torchvision's names.
+
+    The network and the positions of whitening are recognised from the tensors. A norm without running statistics is
+    whitening; if all norms are so, and their scales have one dimension as torch's own layers write them, they are
+    GroupNorm, unless ``positions`` is ``"ALL"``.
+
+    Args:
+        content: what a file holds: a state dict, bare or under ``model`` or ``state_dict``, with or without the prefix
+            ``module.`` of data-parallel training.
+        architecture: what it has to be, e.g. ``R-50`` or ``X-101-32x8d``; None accepts any.
+        positions: where whitening has to stand; None accepts any.
+        keep_fc: keep the classifier, as ``linear``.
+
+    Raises:
+        ValueError: a tensor is missing, left over, of wrong shape or type, or not finite; or the file is of another
+            network than asked for.
+    """
+    tensors = unwrap(content)
+    network = infer_architecture(tensors)
+    if architecture is not None and Architecture.parse(architecture) != network:
+        raise WeightsFileError(f"these are the weights of {network.name}, not of {architecture}")
+    found, norm = _recognise_norms(network, tensors, positions)
+    if keep_fc and not network.name.startswith("X-") and any(name.startswith("last_bn.") for name in tensors):
+        raise WeightsFileError("a norm before the classifier (last_bn) has no place in Detectron2; leave fc out")
+
+    converted: dict[str, Tensor] = {}
+    rows = []
+    problems: dict[str, list[str]] = {}
+    left = dict(tensors)
+    classes = _number_of_classes(tensors) if keep_fc else None
+    for expected in _expected(network, found, norm, classes):
+        value = left.pop(expected.source, None)
+        if value is None:
+            problems.setdefault("missing", []).append(expected.source)
+            continue
+        problem, note = _check(value, expected), ""
+        if problem:
+            problems.setdefault(problem, []).append(f"{expected.source} {_describe(value)}")
+            continue
+        value = value.detach()
+        if value.dtype != torch.float32:
+            note = f"{value.dtype} -> float32".replace("torch.", "")
+            value = value.float()
+        if expected.flat and value.dim() > 1:
+            note = f"reshaped from {tuple(value.shape)}"
+            value = value.reshape(-1)
+        converted[expected.target] = value
+        rows.append(Row(expected.source, expected.target, tuple(value.shape), note))
+    counters = {f"{m.torchvision}.num_batches_tracked" for m in network.modules() if m.kind == "norm"}
+    for name, value in left.items():
+        reason = _reason_to_drop(name, counters)
+        if reason:
+            rows.append(Row(name, "", tuple(value.shape), reason))
+        else:
+            problems.setdefault(f"not part of {network.name} with {found or 'no whitening'}", []).append(name)
+    if problems:
+        lines = [f"{len(names)} {problem}: {listed(names)}" for problem, names in problems.items()]
+        raise WeightsFileError("\n  ".join([f"taken for {network.name}, but of its tensors", *lines]))
+    return Conversion(converted, network, found, norm, tuple(rows))
+
+
+def to_torchvision(tensors: Mapping[str, Tensor], *, authors_affine: bool = False) -> dict[str, Tensor]:
+    """Gives the weights of a Detectron2 ResNet the names of torchvision and timm; the inverse of :func:`convert`.
+
+    Args:
+        tensors: the state dict of a Detectron2 ResNet, i.e. of ``backbone.bottom_up`` in a detector with FPN.
+        authors_affine: give scale and shift of norms without running statistics the shape (1, C, 1, 1), as the
+            authors' layer has it, instead of (C,).
+
+    Raises:
+        ValueError: these are not the tensors of a ResNet or ResNeXt.
+    """
+    network = infer_architecture(tensors, layout="detectron2")
+    modules = {module.detectron2: module for module in network.modules()}
+    renamed = {}
+    unknown = []
+    for name, value in tensors.items():
+        prefix, _, suffix = name.rpartition(".")
+        module = modules.get(prefix)
+        if module is None:
+            unknown.append(name)
+            continue
+        if authors_affine and module.kind == "norm" and f"{prefix}.running_mean" not in tensors:
+            value = value.reshape(1, -1, 1, 1)
+        renamed[f"{module.torchvision}.{suffix}"] = value
+    if unknown:
+        raise WeightsFileError(f"{network.name} has no {listed(unknown)}")
+    return renamed
+
+
+def unwrap(content: Any) -> dict[str, Tensor]:
+    """Finds the state dict in what a checkpoint file holds.
+
+    Raises:
+        ValueError: there is none, or there are two.
+    """
+    while isinstance(content, Mapping):
+        found = [key for key in _WRAPPERS if isinstance(content.get(key), Mapping)]
+        if len(found) > 1:
+            raise WeightsFileError(f"there are weights under both {' and '.join(map(repr, found))}; keep one")
+        if not found:
+            break
+        content = content[found[0]]
+    if not isinstance(content, Mapping) or not content:
+        kind = "an empty dict" if isinstance(content, Mapping) else f"a {type(content).__name__}"
+        raise WeightsFileError(f"expected a dict of tensors, bare or under 'model' or 'state_dict', but found {kind}")
+    others = [f"{key!r} ({type(value).__name__})" for key, value in content.items() if not _is_entry(key, value)]
+    if others:
+        raise WeightsFileError(
+            f"expected a dict of tensors, bare or under 'model' or 'state_dict', but found {listed(others)}"
+        )
+    tensors = dict(content)
+    while all(name.startswith("module.") for name in tensors):
+        tensors = {name.removeprefix("module."): value for name, value in tensors.items()}
+    return tensors
+
+
+def _is_entry(key: Any, value: Any) -> bool:
+    return isinstance(key, str) and isinstance(value, Tensor)
+
+
+def _recognise_norms(network: Architecture, tensors: Mapping[str, Tensor], positions: str | None) -> tuple[str, str]:
+    """Says where whitening stands, and what the other norms are."""
+    norms = [module for module in network.modules() if module.kind == "norm"]
+    plain = [module for module in norms if not any(f"{module.torchvision}.{name}" in tensors for name in _STATISTICS)]
+    scales = [tensors[name] for module in plain if (name := f"{module.torchvision}.weight") in tensors]
+    if plain == norms and positions != "ALL" and all(scale.dim() == 1 for scale in scales):
+        found, norm = "", "GN"
+    else:
+        found, norm = infer_positions(network, plain), "BN"
+    if positions is not None and positions != found:
+        seen = f"whitening at {found}" if found else f"{norm} and no whitening"
+        raise WeightsFileError(f"these weights have {seen}, not whitening at {positions!r}")
+    return found, norm
+
+
+class _Expected(NamedTuple):
+    source: str
+    target: str
+    shape: tuple[int, ...]
+    flat: bool  # (1, C, 1, 1) stands for (C,)
+
+
+def _expected(network: Architecture, positions: str, norm: str, classes: int | None) -> Iterator[_Expected]:
+    whitened = set(norms_at(network, positions))
+    for module in network.modules():
+        if module.kind == "conv":
+            shapes = {"weight": module.shape}
+        elif module.kind == "norm":
+            has_statistics = norm == "BN" and module not in whitened
+            shapes = dict.fromkeys(("weight", "bias", *(_STATISTICS if has_statistics else ())), module.shape)
+        else:
+            shapes = {"weight": (classes, *module.shape), "bias": (classes,)} if classes is not None else {}
+        for field, shape in shapes.items():
+            yield _Expected(f"{module.torchvision}.{field}", f"{module.detectron2}.{field}", shape, module in whitened)
+
+
+def _check(value: Tensor, expected: _Expected) -> str:
+    """Says what is wrong with a tensor, as the end of "3 ...", or "" if nothing is."""
+    shape = tuple(value.shape)
+    if shape != expected.shape and not (expected.flat and shape == (1, *expected.shape, 1, 1)):
+        return f"of wrong shape where {expected.shape} belongs"
+    if value.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return "of wrong type where float32 belongs (float16 and bfloat16 are widened)"
+    if value.layout != torch.strided:
+        return "not dense"
+    if not torch.isfinite(value).all():
+        return "with values that are NaN or infinite"
+    if expected.target.endswith(".running_var") and (value < 0).any():
+        return "with a negative variance"
+    return ""
+
+
+def _number_of_classes(tensors: Mapping[str, Tensor]) -> int:
+    weight = tensors.get("fc.weight")
+    return len(weight) if weight is not None and weight.dim() else 1
+
+
+def _reason_to_drop(name: str, counters: set[str]) -> str:
+    if name in counters:
+        return "counts training steps, not used"
+    if name in ("fc.weight", "fc.bias"):
+        return "classifier, not part of the backbone"
+    if name.startswith("last_bn."):
+        return "norm before the classifier, not part of the backbone"
+    return ""
+
+
+def _describe(value: Tensor) -> str:
+    return f"{tuple(value.shape)} {value.dtype}".replace("torch.", "")

@@ -1,0 +1,100 @@
+"""ImageNet weights in the authors' layout with random numbers, made on torchvision's ResNet: the tests' oracle."""
+
+import argparse
+import functools
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import torch
+import torchvision
+from torch import Tensor, nn
+from torchvision.models.resnet import BasicBlock, Bottleneck
+
+from gw_detectron import GroupWhitening2d
+
+NETWORKS: dict[str, tuple[type, list[int], dict[str, int]]] = {
+    "R-18": (BasicBlock, [2, 2, 2, 2], {}),
+    "R-50": (Bottleneck, [3, 4, 6, 3], {}),
+    "R-101": (Bottleneck, [3, 4, 23, 3], {}),
+    "X-50-32x4d": (Bottleneck, [3, 4, 6, 3], {"groups": 32, "width_per_group": 4}),
+    "X-101-32x8d": (Bottleneck, [3, 4, 23, 3], {"groups": 32, "width_per_group": 8}),
+}
+BLOCK_NORMS: dict[str, tuple[str, ...]] = {
+    "S1": (),
+    "S1-B1": ("bn1",),
+    "S1-B2": ("bn2",),
+    "S1-B3": ("bn3",),
+    "S1-B12": ("bn1", "bn2"),
+    "ALL": ("bn1", "bn2", "bn3", "downsample"),
+}
+
+
+def make_network(name: str, positions: str = "", *, norm: str = "BN", classes: int = 10, seed: int = 0) -> nn.Module:
+    """Torchvision's ResNet with whitening at positions, random weights and random statistics, in evaluation mode."""
+    block, blocks, options = NETWORKS[name]
+    norm_layer = nn.BatchNorm2d if norm == "BN" else functools.partial(nn.GroupNorm, 32)
+    with torch.device("meta"):
+        model = torchvision.models.ResNet(block, blocks, num_classes=classes, norm_layer=norm_layer, **options)
+        if positions:
+            model.bn1 = GroupWhitening2d(64)
+            for module in model.modules():
+                if isinstance(module, (BasicBlock, Bottleneck)):
+                    _whiten(module, BLOCK_NORMS[positions])
+    model.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(seed)
+    for key, value in model.state_dict().items():
+        _fill(key, value, generator)
+    return model.eval()
+
+
+def _whiten(block: nn.Module, norms: tuple[str, ...]) -> None:
+    for norm in norms:
+        if norm == "downsample":
+            if block.downsample is not None:
+                block.downsample[1] = GroupWhitening2d(block.downsample[0].out_channels)
+        elif hasattr(block, norm):
+            setattr(block, norm, GroupWhitening2d(getattr(block, norm).weight.numel()))
+
+
+def _fill(key: str, value: Tensor, generator: torch.Generator) -> None:
+    if key.endswith("num_batches_tracked"):
+        value.fill_(500)
+    elif value.dim() == 4:
+        bound = (6 / value[0].numel()) ** 0.5  # keeps the variance through a ReLU
+        value.uniform_(-bound, bound, generator=generator)
+    elif key.endswith(("running_var", "weight")) and value.dim() == 1:
+        value.uniform_(0.5, 1.5, generator=generator)
+    else:
+        value.uniform_(-0.2, 0.2, generator=generator)
+
+
+def authors_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict as the authors' layer writes it: scale and shift of whitening have the shape (1, C, 1, 1)."""
+    whitened = {name for name, module in model.named_modules() if isinstance(module, GroupWhitening2d)}
+    return {
+        key: value.detach().reshape(1, -1, 1, 1) if key.rpartition(".")[0] in whitened else value.detach()
+        for key, value in model.state_dict().items()
+    }
+
+
+def training_checkpoint(state: dict[str, Tensor]) -> dict[str, Any]:
+    """What the authors' script saves: flags, optimizer, schedule and scores beside the weights of a parallel model."""
+    return {
+        "model": {f"module.{key}": value for key, value in state.items()},
+        "cfg": argparse.Namespace(arch="resnet", norm="IGWItN", norm_cfg={"num_groups": 64, "T": 5}, lr=[0.1]),
+        "optimizer": {"state": {0: {"momentum_buffer": torch.ones(3)}}, "param_groups": [{"lr": 0.1, "params": [0]}]},
+        "scheduler": {"milestones": Counter([30, 60, 90]), "last_epoch": 99},
+        "best_prec1": np.float64(77.72),
+        "mean": np.ones(3, dtype=np.float32),
+        "epoch": 99,
+    }
+
+
+def stages(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
+    """Outputs of the stages of torchvision's ResNet under Detectron2's names."""
+    outputs = {}
+    x = model.maxpool(model.relu(model.bn1(model.conv1(images))))
+    for index in range(1, 5):
+        outputs[f"res{index + 1}"] = x = getattr(model, f"layer{index}")(x)
+    return outputs

@@ -1,0 +1,195 @@
+"""Conversion against torchvision's own network, for every published architecture and every position."""
+
+import pytest
+import torch
+
+from gw_detectron.checkpoint import Architecture, convert, to_torchvision
+from gw_detectron.checkpoint.networks import config_for, detectron2_classifier
+from gw_detectron.checkpoint.provenance import Provenance
+
+from .synthetic import authors_state, make_network, stages, training_checkpoint
+
+PUBLISHED = ["R-50", "R-101", "X-50-32x4d", "X-101-32x8d"]
+
+
+def _backbone(conversion):
+    provenance = Provenance("", "", "", conversion.architecture.name, conversion.positions, conversion.norm)
+    return detectron2_classifier(conversion, config_for(provenance))
+
+
+def _assert_same_features(model, conversion):
+    images = torch.randn(1, 3, 96, 64, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected, found = stages(model, images), _backbone(conversion)(images)
+    for stage, reference in expected.items():
+        assert reference.std() > 1e-3  # a network that has died out would agree with anything
+        assert (found[stage] - reference).abs().max() <= 1e-4 * reference.abs().max(), stage
+
+
+@pytest.mark.parametrize("positions", ["S1", "S1-B1", "S1-B3", "S1-B12"])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_features_and_round_trip_of_published_architectures(name, positions):
+    model = make_network(name, positions)
+    source = authors_state(model)
+    conversion = convert(training_checkpoint(source), keep_fc=True)
+    assert (conversion.architecture.name, conversion.positions, conversion.norm) == (name, positions, "BN")
+    _assert_same_features(model, conversion)
+    back = to_torchvision(conversion.tensors, authors_affine=True)
+    kept = {key for key in source if not key.endswith("num_batches_tracked")}
+    assert back.keys() == kept
+    assert all(torch.equal(back[key], source[key]) for key in kept)
+
+
+@pytest.mark.parametrize(
+    ("name", "positions", "norm"),
+    [
+        ("R-50", "S1-B2", "BN"),
+        ("R-50", "ALL", "BN"),
+        ("R-50", "", "BN"),
+        ("R-50", "", "GN"),
+        ("R-18", "S1-B2", "BN"),
+        ("R-18", "S1-B12", "BN"),
+        ("R-18", "", "GN"),
+    ],
+)
+def test_other_norms_and_positions(name, positions, norm):
+    model = make_network(name, positions, norm=norm)
+    conversion = convert(authors_state(model))
+    assert (conversion.architecture.name, conversion.positions, conversion.norm) == (name, positions, norm)
+    _assert_same_features(model, conversion)
+
+
+def test_torchvision_loads_what_goes_back(r18):
+    back = to_torchvision(convert(r18, keep_fc=True).tensors)
+    make_network("R-18", "S1-B1", seed=1).load_state_dict(back)  # strict
+
+
+def test_norms_of_one_dimension_are_groupnorm_unless_told_otherwise():
+    state = make_network("R-18", norm="GN").state_dict()
+    assert (convert(state).norm, convert(state).positions) == ("GN", "")
+    assert convert(state, positions="ALL").positions == "ALL"
+
+
+@pytest.mark.parametrize("wrap", [lambda s: s, lambda s: {"model": s}, lambda s: {"state_dict": {"model": s}}])
+@pytest.mark.parametrize("prefix", ["", "module.", "module.module."])
+def test_wrappings(r18, wrap, prefix):
+    content = wrap({prefix + key: value for key, value in r18.items()})
+    found, plain = convert(content), convert(r18)
+    assert found.tensors.keys() == plain.tensors.keys()
+    assert all(torch.equal(found.tensors[key], value) for key, value in plain.tensors.items())
+
+
+def test_every_source_tensor_has_a_row_that_says_what_became_of_it(r18):
+    extra = {"last_bn.weight": torch.ones(512), "last_bn.bias": torch.zeros(512)}
+    conversion = convert({**r18, **extra})
+    assert {row.source for row in conversion.rows} == {*r18, *extra}
+    assert {row.target for row in conversion.rows} == {*conversion.tensors, ""}
+    notes = {row.source: row.note for row in conversion.rows}
+    assert notes["bn1.weight"] == "reshaped from (1, 64, 1, 1)"
+    assert notes["conv1.weight"] == ""
+    assert all(notes[row.source] for row in conversion.rows if not row.target)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_widened(r18, dtype):
+    halved = r18["layer1.0.conv1.weight"].to(dtype)
+    conversion = convert({**r18, "layer1.0.conv1.weight": halved})
+    value = conversion.tensors["res2.0.conv1.weight"]
+    assert value.dtype == torch.float32
+    assert torch.equal(value.to(dtype), halved)
+
+
+def _without(name):
+    return lambda state: {key: value for key, value in state.items() if key != name}
+
+
+def _with(name, change):
+    return lambda state: {**state, name: change(state.get(name))}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_without("layer2.0.conv2.weight"), "1 missing: layer2.0.conv2.weight"),
+        (_without("layer3.0.bn1.bias"), "1 missing: layer3.0.bn1.bias"),
+        (_without("layer4.0.bn2.running_var"), "1 missing: layer4.0.bn2.running_var"),
+        (_with("layer1.0.se.weight", lambda _: torch.ones(3)), "not part of R-18 with S1-B1: layer1.0.se.weight"),
+        (_with("bn1.running_wm", lambda _: torch.ones(64, 64)), "not part of R-18 with S1-B1: bn1.running_wm"),
+        (_with("conv1.weight", lambda w: w[:, :1]), r"wrong shape where \(64, 3, 7, 7\).*\(64, 1, 7, 7\)"),
+        (_with("conv1.weight", lambda w: w.transpose(0, 1)), "wrong shape"),
+        (_with("layer1.0.bn2.weight", lambda w: w.view(1, -1, 1, 1)), "wrong shape"),
+        (_with("bn1.weight", lambda w: w.view(-1, 1, 1, 1)), "wrong shape"),
+        (_with("conv1.weight", lambda w: w.double()), "wrong type.*conv1.weight.*float64"),
+        (_with("conv1.weight", lambda w: w.to(torch.complex64)), "wrong type"),
+        (_with("conv1.weight", lambda w: w.to_sparse()), "not dense"),
+        (_with("conv1.weight", lambda w: w * float("nan")), "NaN or infinite: conv1.weight"),
+        (_with("layer1.0.bn2.running_mean", lambda m: m / 0), "NaN or infinite: layer1.0.bn2.running_mean"),
+        (_with("layer1.0.bn2.running_var", lambda v: -v), "negative variance: layer1.0.bn2.running_var"),
+    ],
+)
+def test_what_does_not_fit_is_an_error_that_names_it(r18, change, message):
+    with pytest.raises(ValueError, match=message):
+        convert(change(r18))
+
+
+def test_all_problems_are_named_at_once(r18):
+    broken = {**_without("conv1.weight")(r18), "stranger": torch.ones(1), "bn1.bias": torch.ones(2)}
+    with pytest.raises(ValueError, match="(?s)wrong shape.*missing|missing.*wrong shape") as caught:
+        convert(broken)
+    assert all(name in str(caught.value) for name in ("conv1.weight", "stranger", "bn1.bias"))
+
+
+def test_statistics_missing_at_one_block_are_no_position(r18):
+    state = {key: value for key, value in r18.items() if "layer2.0.bn2.running" not in key}
+    with pytest.raises(ValueError, match="none of the positions S1, S1-B1"):
+        convert(state)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"architecture": "R-50"}, "R-18, not of R-50"),
+        ({"architecture": "resnet18"}, "write it as R-50"),
+        ({"architecture": "R-26"}, "allowed are"),
+        ({"positions": "S1-B2"}, "whitening at S1-B1, not whitening at 'S1-B2'"),
+        ({"positions": "B1"}, "not whitening at 'B1'"),
+    ],
+)
+def test_what_was_asked_for_is_demanded(r18, options, message):
+    assert convert(r18, architecture="R-18", positions="S1-B1").architecture == Architecture(18)
+    with pytest.raises(ValueError, match=message):
+        convert(r18, **options)
+
+
+def test_other_networks_are_refused(r18):
+    with pytest.raises(ValueError, match="not the weights of a ResNet"):
+        convert({"features.0.weight": torch.ones(3)})
+    with pytest.raises(ValueError, match="no known ResNet has"):
+        convert({key: value for key, value in r18.items() if not key.startswith("layer3.1.")})
+
+
+def test_fc_behind_a_norm_is_not_kept(r18):
+    with pytest.raises(ValueError, match="last_bn"):
+        convert({**r18, "last_bn.weight": torch.ones(512)}, keep_fc=True)
+
+
+def test_missing_fc_is_an_error_only_if_it_is_kept(r18):
+    state = {key: value for key, value in r18.items() if not key.startswith("fc.")}
+    assert not convert(state).has_classifier
+    with pytest.raises(ValueError, match=r"missing: fc\.weight"):
+        convert(state, keep_fc=True)
+
+
+def test_to_torchvision_names_strangers(r18):
+    tensors = convert(r18).tensors
+    with pytest.raises(ValueError, match="has no fpn_lateral2"):
+        to_torchvision({**tensors, "fpn_lateral2.weight": torch.ones(1)})
+    with pytest.raises(ValueError, match="not the weights of a ResNet"):
+        to_torchvision({"backbone.weight": torch.ones(1)})
+
+
+def test_torchvisions_wide_and_larger_networks_are_recognised():
+    assert Architecture.parse("X-101-64x4d") == Architecture(101, 64, 4)
+    assert Architecture.parse("R-152").name == "R-152"
+    with pytest.raises(ValueError, match="has no groups"):
+        Architecture.parse("X-18-32x4d")

@@ -1,0 +1,87 @@
+"""Fetching from a server that works, and from one that breaks off, stalls, redirects and lies."""
+
+import os
+
+import pytest
+
+from gw_detectron.checkpoint.download import DownloadFailedError, download
+
+from .server import serving
+
+DATA = os.urandom(3 * 2**20)
+
+
+@pytest.fixture
+def server():
+    with serving(DATA) as server:
+        yield server
+
+
+def _get(server, fault, folder, retries=0):
+    download(server.url(fault), folder / "file", timeout=(2, 0.3), retries=retries)
+    return (folder / "file").read_bytes()
+
+
+@pytest.mark.parametrize("fault", ["fine", "redirect"])
+def test_whole_file(server, fault, tmp_path):
+    assert _get(server, fault, tmp_path) == DATA
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_broken_transfer_is_gone_on_from(server, tmp_path):
+    with pytest.raises(DownloadFailedError, match="incomplete"):
+        _get(server, "breaks-off", tmp_path)
+    assert not (tmp_path / "file").exists()
+    (part,) = tmp_path.iterdir()
+    have = part.stat().st_size
+    assert 0 < have < len(DATA)
+    assert _get(server, "fine", tmp_path) == DATA
+    assert server.requests[-1] == f"bytes={have}-"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_broken_transfer_is_tried_again_at_once(server, tmp_path):
+    assert _get(server, "breaks-off", tmp_path, retries=6) == DATA
+    assert len(server.requests) > 2
+
+
+def test_server_without_ranges_is_asked_for_the_whole_again(server, tmp_path):
+    with pytest.raises(DownloadFailedError):
+        _get(server, "no-ranges", tmp_path)
+    with pytest.raises(DownloadFailedError, match="incomplete"):
+        _get(server, "no-ranges", tmp_path)
+    assert server.requests[-1] == ""  # the part that cannot be gone on from is given up
+
+
+def test_stalled_transfer_ends_by_itself(server, tmp_path):
+    with pytest.raises(DownloadFailedError, match="[Tt]imed out"):
+        _get(server, "stalls", tmp_path)
+    assert not (tmp_path / "file").exists()
+
+
+def test_server_that_declares_more_than_it_sends(server, tmp_path):
+    with pytest.raises(DownloadFailedError, match=f"received {len(DATA)} bytes|incomplete"):
+        _get(server, "says-longer", tmp_path)
+    assert not (tmp_path / "file").exists()
+
+
+@pytest.mark.parametrize(("fault", "message"), [("missing", "404"), ("loop", "redirects")])
+def test_errors_of_the_server(server, fault, message, tmp_path):
+    with pytest.raises(DownloadFailedError, match=f"was not fetched: .*{message}"):
+        _get(server, fault, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_server(tmp_path):
+    with serving(b"") as server:
+        url = server.url()
+    with pytest.raises(DownloadFailedError, match="was not fetched"):
+        download(url, tmp_path / "file", timeout=(1, 1), retries=0)
+
+
+def test_parts_left_by_two_downloads_at_once(server, tmp_path):
+    (tmp_path / "file12345678.part").write_bytes(DATA[:100])
+    (tmp_path / "fileabcdefgh.part").write_bytes(DATA[:200])
+    assert _get(server, "fine", tmp_path) == DATA
+    assert server.requests[-1] == "bytes=200-"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -1,0 +1,153 @@
+"""Converted weights on disk: whole or absent, with provenance, loadable by stock Detectron2, with the right yaml."""
+
+import pickle
+import shutil
+
+import pytest
+import torch
+from detectron2.checkpoint import DetectionCheckpointer
+from detectron2.config import get_cfg
+from detectron2.modeling import build_model
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from gw_detectron import add_gw_config
+from gw_detectron.checkpoint import (
+    WeightsFileError,
+    convert,
+    convert_file,
+    load_weights,
+    strict_backbone_load,
+)
+from gw_detectron.checkpoint.files import SUFFIXES
+from gw_detectron.checkpoint.provenance import TORCHVISION, sha256_of
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_writes_tensors_and_provenance(r18, r18_file, tmp_path, suffix):
+    convert_file(r18_file, tmp_path / f"a{suffix}")
+    conversion, provenance = load_weights(tmp_path / f"a{suffix}")
+    expected = convert(r18).tensors
+    assert conversion.tensors.keys() == expected.keys()
+    assert all(torch.equal(conversion.tensors[name], value) for name, value in expected.items())
+    assert provenance.source == "r18.pth"
+    assert provenance.source_sha256 == sha256_of(r18_file)
+    assert provenance.tool.startswith("gw_detectron ")
+    assert (provenance.architecture, provenance.positions, provenance.norm) == ("R-18", "S1-B1", "BN")
+    assert provenance.preprocessing == TORCHVISION
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"a{suffix}", "a.yaml"]
+
+
+def test_pickle_is_detectron2s_format_and_safetensors_is_plain(r18_file, tmp_path):
+    convert_file(r18_file, tmp_path / "a.pkl")
+    content = pickle.loads((tmp_path / "a.pkl").read_bytes())
+    assert content["matching_heuristics"] is True
+    assert content["__author__"].startswith("gw_detectron")
+    assert {value.dtype.name for value in content["model"].values()} == {"float32"}
+    convert_file(r18_file, tmp_path / "b.safetensors")
+    with safe_open(tmp_path / "b.safetensors", framework="pt") as file:
+        assert set(file.keys()) == set(content["model"])
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_stock_detectron2_loads_all_of_it_with_the_yaml_beside_it(r18, r18_file, tmp_path, detector_cfg, suffix):
+    convert_file(r18_file, tmp_path / f"a{suffix}")
+    cfg = get_cfg()
+    add_gw_config(cfg)
+    cfg.merge_from_other_cfg(detector_cfg)
+    cfg.MODEL.RESNETS.WHITEN_POSITIONS = "S1-B2"  # to be corrected by the yaml
+    cfg.merge_from_file(str(tmp_path / "a.yaml"))
+    assert cfg.INPUT.FORMAT == "RGB"
+    assert cfg.MODEL.PIXEL_STD == [58.395, 57.12, 57.375]
+    model = build_model(cfg)
+    with strict_backbone_load(model) as report:
+        DetectionCheckpointer(model).load(cfg.MODEL.WEIGHTS)
+    assert str(report) == "backbone: 82/82 tensors; FPN and heads start new, as expected"
+    state = model.backbone.bottom_up.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in convert(r18).tensors.items())
+
+
+def test_keeps_the_classifier_if_asked_to(r18, r18_file, tmp_path):
+    convert_file(r18_file, tmp_path / "a.pkl", keep_fc=True)
+    tensors = load_weights(tmp_path / "a.pkl")[0].tensors
+    assert torch.equal(tensors["linear.weight"], r18["fc.weight"])
+    assert torch.equal(tensors["linear.bias"], r18["fc.bias"])
+
+
+def test_converted_weights_can_be_written_as_the_other_kind(r18_file, tmp_path):
+    convert_file(r18_file, tmp_path / "a.safetensors")
+    convert_file(tmp_path / "a.safetensors", tmp_path / "b.pkl")
+    first, provenance = load_weights(tmp_path / "a.safetensors")
+    second, carried = load_weights(tmp_path / "b.pkl")
+    assert carried == provenance  # the file of the authors, not the one between
+    assert all(torch.equal(first.tensors[name], value) for name, value in second.tensors.items())
+
+
+def test_safetensors_of_torchvision_or_timm(r18, tmp_path):
+    save_file({name: value.contiguous() for name, value in r18.items()}, tmp_path / "timm.safetensors")
+    assert convert_file(tmp_path / "timm.safetensors", tmp_path / "a.pkl").positions == "S1-B1"
+
+
+def _broken(r18, tmp_path):
+    torch.save({**r18, "conv1.weight": r18["conv1.weight"] / 0}, tmp_path / "broken.pth")
+    return tmp_path / "broken.pth"
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_nothing_is_written_when_something_is_wrong(r18, tmp_path, suffix):
+    source = _broken(r18, tmp_path)
+    (tmp_path / f"a{suffix}").write_text("precious")
+    with pytest.raises(WeightsFileError, match="(?s)broken.pth cannot be used: .*NaN or infinite: conv1.weight"):
+        convert_file(source, tmp_path / f"a{suffix}", overwrite=True)
+    assert (tmp_path / f"a{suffix}").read_text() == "precious"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"a{suffix}", "broken.pth"]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_disk_that_fills_up_leaves_nothing_half_written(r18_file, tmp_path, monkeypatch, suffix):
+    from gw_detectron.checkpoint import files
+
+    def fail(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.pickle, "dump", fail)
+    monkeypatch.setattr(files, "save_file", fail)
+    with pytest.raises(OSError, match="No space left"):
+        convert_file(r18_file, tmp_path / f"a{suffix}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_existing_files_are_overwritten_only_if_asked_to(r18_file, tmp_path):
+    (tmp_path / "a.yaml").write_text("my own config")
+    with pytest.raises(FileExistsError, match="--force"):
+        convert_file(r18_file, tmp_path / "a.pkl")
+    assert (tmp_path / "a.yaml").read_text() == "my own config"
+    convert_file(r18_file, tmp_path / "a.pkl", overwrite=True)
+    assert "S1-B1" in (tmp_path / "a.yaml").read_text()
+
+
+def test_bad_targets(r18_file, tmp_path):
+    with pytest.raises(ValueError, match="ends in .pkl or .safetensors"):
+        convert_file(r18_file, tmp_path / "a.pth")
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        convert_file(r18_file, tmp_path / "none" / "a.pkl")
+    with pytest.raises(FileNotFoundError):
+        convert_file(tmp_path / "none.pth", tmp_path / "a.pkl")
+    convert_file(r18_file, tmp_path / "a.pkl")
+    with pytest.raises(ValueError, match="is the source itself"):
+        convert_file(tmp_path / "a.pkl", tmp_path / "a.pkl", overwrite=True)
+
+
+def test_a_damaged_note_of_the_provenance_is_named(r18_file, tmp_path):
+    convert_file(r18_file, tmp_path / "a.pkl")
+    content = pickle.loads((tmp_path / "a.pkl").read_bytes())
+    del content["provenance"]["preprocessing"]
+    (tmp_path / "b.pkl").write_bytes(pickle.dumps(content))
+    with pytest.raises(WeightsFileError, match="note of where the weights come from is damaged"):
+        load_weights(tmp_path / "b.pkl")
+
+
+def test_weights_of_an_unknown_origin_are_described_by_themselves(r18_file, tmp_path):
+    shutil.copy(r18_file, tmp_path / "mine.pth")
+    provenance = load_weights(tmp_path / "mine.pth")[1]
+    assert (provenance.source, provenance.architecture) == ("mine.pth", "R-18")

@@ -1,0 +1,266 @@
+"""Damaged, lying and malicious files: always a message, never arbitrary code."""
+
+import json
+import os
+import pickle
+import shutil
+import struct
+import zipfile
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from gw_detectron.checkpoint import RefusedFileError, WeightsFileError, convert, read_weights_file
+
+from .synthetic import training_checkpoint
+
+TENSORS = {"a.weight": torch.arange(12.0).reshape(3, 4), "a.bias": torch.ones(3), "a.steps": torch.tensor(7)}
+KINDS = ["archive", "legacy", "pickle", "safetensors"]
+
+
+def write(kind, tensors, path):
+    if kind == "safetensors":
+        save_file(tensors, path)
+    elif kind == "pickle":
+        arrays = {name: value.numpy() for name, value in tensors.items()}
+        path.write_bytes(pickle.dumps({"model": arrays, "__author__": "somebody"}, protocol=2))
+    else:
+        torch.save({"model": tensors}, path, _use_new_zipfile_serialization=kind == "archive")
+    return path
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reads_every_kind_whatever_the_name(kind, tmp_path):
+    content = read_weights_file(write(kind, TENSORS, tmp_path / "weights"))
+    found = content.value if kind == "safetensors" else content.value["model"]
+    assert found.keys() == TENSORS.keys()
+    assert all(torch.equal(found[name], value) for name, value in TENSORS.items())
+
+
+@pytest.mark.parametrize("new_format", [True, False])
+def test_reads_what_training_scripts_keep_beside_the_weights(tmp_path, new_format):
+    content = training_checkpoint(TENSORS)
+    torch.save(content, tmp_path / "a.pth", _use_new_zipfile_serialization=new_format)
+    found = read_weights_file(tmp_path / "a.pth").value
+    assert found["cfg"] == content["cfg"]
+    assert found["best_prec1"] == 77.72
+    assert found["scheduler"] == content["scheduler"]
+
+
+def test_reads_scores_pickled_by_older_numpy(tmp_path):
+    torch.save({"best": np.float64(1.5), "model": TENSORS}, tmp_path / "a.pth", _use_new_zipfile_serialization=False)
+    data = (tmp_path / "a.pth").read_bytes()
+    (tmp_path / "a.pth").write_bytes(data.replace(b"numpy._core.multiarray\n", b"numpy.core.multiarray\n"))
+    assert read_weights_file(tmp_path / "a.pth").value["best"] == 1.5
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_reads_arrays_of_every_shape_and_order(tmp_path, protocol):
+    arrays = {
+        "rows": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "columns": np.asfortranarray(np.arange(6, dtype=np.float64).reshape(2, 3)),
+        "big endian": np.arange(4, dtype=">i4"),
+        "single": np.array(3, dtype=np.uint8),
+    }
+    (tmp_path / "a.pkl").write_bytes(pickle.dumps(arrays, protocol=protocol))
+    found = read_weights_file(tmp_path / "a.pkl").value
+    assert all(np.array_equal(found[name].numpy(), array) for name, array in arrays.items())
+    assert all(found[name].numpy().dtype == array.dtype.newbyteorder("=") for name, array in arrays.items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_truncated_at_every_sixteenth(kind, r18, tmp_path):
+    path = write(kind, r18, tmp_path / "weights")
+    size = path.stat().st_size
+    for part in range(15, -1, -1):
+        os.truncate(path, size * part // 16)
+        with pytest.raises(WeightsFileError, match="weights cannot be read: it is (cut off|damaged|empty)"):
+            read_weights_file(path)
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("kind", KINDS)
+def test_flipped_bits_give_a_message_or_whole_content(kind, tmp_path):
+    path = write(kind, TENSORS, tmp_path / "weights")
+    data = path.read_bytes()
+
+    @settings(max_examples=150, deadline=None, database=None)
+    @given(st.lists(st.integers(0, 8 * len(data) - 1), min_size=1, max_size=3, unique=True))
+    def flip(bits):
+        damaged = bytearray(data)
+        for bit in bits:
+            damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        try:
+            convert(read_weights_file(path).value)
+        except ValueError as error:
+            assert str(error)  # a message, and no other kind of error
+
+    flip()
+
+
+def test_a_flipped_bit_in_the_numbers_of_an_archive_is_found(r18_file, tmp_path):
+    data = bytearray(r18_file.read_bytes())
+    data[len(data) // 2] ^= 1
+    (tmp_path / "a.pth").write_bytes(data)
+    with pytest.raises(WeightsFileError, match="checksum of its part .*data/"):
+        read_weights_file(tmp_path / "a.pth")
+
+
+class Evil:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("kind", ["archive", "legacy", "pickle"])
+@pytest.mark.parametrize("place", ["value", "beside", "key"])
+def test_malicious_pickle_is_refused_and_not_run(kind, place, tmp_path):
+    evil = Evil(tmp_path / "pwned")
+    content = {
+        "value": {"model": {"conv1.weight": evil}},
+        "beside": {"model": {}, "cfg": evil},
+        "key": {"model": {}, (evil,): 1},
+    }[place]
+    path = tmp_path / ("a.pkl" if kind == "pickle" else "a.pth")
+    if kind == "pickle":
+        path.write_bytes(pickle.dumps(content))
+    else:
+        torch.save(content, path, _use_new_zipfile_serialization=kind == "archive")
+    with pytest.raises(RefusedFileError, match=r"(posix|nt)\.mkdir.* could run code.*torch\.save\("):
+        read_weights_file(path)
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_whole_models_and_torchscript_are_refused(tmp_path):
+    torch.save(torch.nn.Linear(1, 1), tmp_path / "a.pth")
+    with pytest.raises(RefusedFileError, match=r"torch\.nn\.modules\.linear\.Linear"):
+        read_weights_file(tmp_path / "a.pth")
+    torch.jit.save(torch.jit.trace(torch.nn.Linear(1, 1), torch.ones(1, 1)), tmp_path / "b.pth")
+    with pytest.raises(RefusedFileError, match="TorchScript"):
+        read_weights_file(tmp_path / "b.pth")
+
+
+class Huge:
+    """A tensor of 2 GiB that stands on a storage of 16 bytes."""
+
+    def __reduce__(self):
+        storage = torch.zeros(4)._typed_storage()
+        return torch._utils._rebuild_tensor_v2, (storage, 0, (2**29,), (1,), False, OrderedDict())
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("new_format", [True, False])
+def test_two_gigabytes_declared_by_torch_save(new_format, tmp_path):
+    torch.save({"model": {"conv1.weight": Huge()}}, tmp_path / "a.pth", _use_new_zipfile_serialization=new_format)
+    with pytest.raises(WeightsFileError, match="claims a tensor of 2147483648 bytes|wrong byte size"):
+        read_weights_file(tmp_path / "a.pth")
+
+
+def test_two_gigabytes_declared_by_safetensors(tmp_path):
+    header = json.dumps({"a": {"dtype": "F32", "shape": [2**29], "data_offsets": [0, 2**31]}}).encode()
+    (tmp_path / "a").write_bytes(struct.pack("<Q", len(header)) + header + bytes(64))
+    with pytest.raises(WeightsFileError, match="cut off or damaged"):
+        read_weights_file(tmp_path / "a")
+    (tmp_path / "b").write_bytes(struct.pack("<Q", 90_000_000) + b"{" + bytes(64))
+    with pytest.raises(WeightsFileError, match="cut off or damaged"):
+        read_weights_file(tmp_path / "b")
+
+
+def test_two_gigabytes_declared_by_a_pickle(tmp_path):
+    (tmp_path / "a.pkl").write_bytes(b"\x80\x04\x8e" + struct.pack("<Q", 2**31) + b"few")
+    with pytest.raises(WeightsFileError, match="cut off or damaged"):
+        read_weights_file(tmp_path / "a.pkl")
+
+
+def test_archives_that_unpack_to_more_than_they_are(tmp_path):
+    torch.save({"model": TENSORS}, tmp_path / "a.pth")
+    with (
+        zipfile.ZipFile(tmp_path / "a.pth") as source,
+        zipfile.ZipFile(tmp_path / "b.pth", "w", zipfile.ZIP_DEFLATED) as target,
+    ):
+        for name in source.namelist():
+            target.writestr(name, source.read(name))
+    with pytest.raises(WeightsFileError, match="compressed"):
+        read_weights_file(tmp_path / "b.pth")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "it is empty"),
+        (b"\n<!DOCTYPE html><html>Sign in</html>", "web page"),
+        (b"just a text that is longer than the header", "no file of torch.save"),
+        (b"PK\x03\x04", "cut off"),
+        (pickle.dumps({"a": np.array([{}])}), "'O8', which is not a number"),
+    ],
+)
+def test_other_files(data, message, tmp_path):
+    (tmp_path / "a.pth").write_bytes(data)
+    with pytest.raises(WeightsFileError, match=message):
+        read_weights_file(tmp_path / "a.pth")
+
+
+def test_missing_file_and_folder(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        read_weights_file(tmp_path / "none.pth")
+    with pytest.raises(IsADirectoryError):
+        read_weights_file(tmp_path)
+
+
+def test_a_copy_of_the_archive_reads_the_same(r18, r18_file, tmp_path):
+    shutil.copy(r18_file, tmp_path / "copy.bin")
+    found = read_weights_file(tmp_path / "copy.bin").value["model"]
+    assert all(torch.equal(found[name], value) for name, value in r18.items())
+
+
+LEAVES = st.one_of(
+    st.none(), st.integers(), st.text(max_size=3), st.binary(max_size=3), st.just(torch.ones(2)), st.just(np.ones(2))
+)
+KEYS = st.one_of(
+    st.sampled_from(["model", "state_dict", "conv1.weight", "layer1.0.conv2.weight", "module.", "fc.weight"]),
+    st.text(max_size=3),
+    st.integers(),
+)
+CONTENTS = st.recursive(
+    LEAVES, lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(KEYS, inner, max_size=4)), max_leaves=8
+)
+
+
+@settings(max_examples=300, deadline=None, database=None)
+@given(CONTENTS)
+def test_any_content_gives_a_message(content):
+    with pytest.raises(ValueError, match="[a-z]"):
+        convert(content)
+
+
+@settings(max_examples=25, deadline=None, database=None)
+@given(st.data())
+def test_any_single_change_to_good_weights_gives_a_message(r18, data):
+    names = sorted(name for name in r18 if not name.endswith(("num_batches_tracked", "fc.weight", "fc.bias")))
+    name = data.draw(st.sampled_from(names))
+    change = data.draw(
+        st.sampled_from(
+            [
+                lambda value: None,
+                lambda value: value.long(),
+                lambda value: value.double(),
+                lambda value: value[None],
+                lambda value: value[:0],
+                lambda value: value / 0,
+                lambda value: value.numpy(),
+            ]
+        )
+    )
+    broken = {**r18, name: change(r18[name])}
+    if broken[name] is None:
+        del broken[name]
+    with pytest.raises(ValueError, match=name.rpartition(".")[0].rpartition(".")[0] or name):
+        convert(broken)

@@ -1,0 +1,79 @@
+"""The command line: tables, exit status, and messages instead of tracebacks."""
+
+import importlib.util
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from gw_detectron.launch import errors_reported
+
+TOOLS = Path(__file__).parents[2] / "tools"
+
+
+def _tool(name):
+    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def convert_tool():
+    tool = _tool("convert_weights")
+    return lambda *words: tool.main(tool.get_parser().parse_args([str(word) for word in words]))
+
+
+@pytest.fixture
+def verify_tool():
+    tool = _tool("verify_weights")
+    return lambda *words: tool.main(tool.get_parser().parse_args([str(word) for word in words]))
+
+
+def test_convert_prints_what_became_of_each_tensor(convert_tool, r18, r18_file, tmp_path, capsys):
+    convert_tool(r18_file, tmp_path / "a.pkl", "--arch", "R-18", "--positions", "S1-B1")
+    printed = capsys.readouterr().out
+    lines = {line.split()[0]: line for line in printed.splitlines() if line}
+    assert r18.keys() <= lines.keys()
+    assert lines["layer1.0.bn1.weight"].split(maxsplit=3)[1:] == [
+        "res2.0.conv1.norm.weight",
+        "64",
+        "reshaped from (1, 64, 1, 1)",
+    ]
+    assert "(dropped)" in lines["fc.weight"]
+    assert "82 tensors of R-18, BN, whitening at S1-B1" in printed
+
+
+def test_convert_says_what_is_wrong_and_writes_nothing(convert_tool, r18_file, tmp_path, capsys):
+    with pytest.raises(SystemExit) as caught, errors_reported():
+        convert_tool(r18_file, tmp_path / "a.pkl", "--arch", "R-50")
+    assert caught.value.code == 1
+    assert "these are the weights of R-18, not of R-50" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_verify_agrees_or_not(verify_tool, convert_tool, r18_file, tmp_path, capsys, monkeypatch):
+    convert_tool(r18_file, tmp_path / "a.pkl", "--keep-fc")
+    folder = tmp_path / "images" / "3"
+    folder.mkdir(parents=True)
+    from gw_detectron.checkpoint.images import synthetic_images
+
+    synthetic_images(1)[0].save(folder / "0.png")
+    assert verify_tool(tmp_path / "a.pkl", "--source", r18_file, "--images", tmp_path / "images")
+    printed = capsys.readouterr().out
+    assert "AGREES" in printed
+    assert "of 1 images" in printed
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text((tmp_path / "a.yaml").read_text().replace("FORMAT: RGB", "FORMAT: BGR"))
+    monkeypatch.setenv("FVCORE_CACHE", str(tmp_path / "cache"))
+    shutil.copy(tmp_path / "a.pkl", tmp_path / "b.pkl")
+    assert not verify_tool(f"gw://file/{tmp_path / 'b.pkl'}", "--config-file", wrong)
+    assert "signature of: BGR" in capsys.readouterr().out
+
+
+def test_verify_refuses_a_malicious_file(verify_tool, tmp_path, capsys):
+    torch.save(torch.nn.Identity(), tmp_path / "a.pth")
+    with pytest.raises(SystemExit), errors_reported():
+        verify_tool(tmp_path / "a.pth")
+    assert "could run code" in capsys.readouterr().err
