@@ -16,12 +16,17 @@ from .config import add_gw_config
 
 
 def get_parser() -> argparse.ArgumentParser:
-    """Returns Detectron2's parser with one flag more, ``--ignore-preflight``."""
+    """Returns Detectron2's parser with two flags more, ``--ignore-preflight`` and ``--allow-partial``."""
     parser = default_argument_parser()
     parser.add_argument(
         "--ignore-preflight",
         action="store_true",
         help="start although the checks before the run have found problems; they are logged as warnings",
+    )
+    parser.add_argument(
+        "--allow-partial",
+        action="store_true",
+        help="let the parts of the backbone that MODEL.WEIGHTS does not have start from random values",
     )
     return parser
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from .engine import Trainer, get_parser, setup
+from .export import Normalisation, export_backbone
 from .preflight import preflight
 from .report import plot_curves, plot_predictions
 
@@ -17,7 +18,7 @@ def run_demo(args: argparse.Namespace) -> dict:
     """Trains from scratch, evaluates, and leaves the outcome in the config's ``OUTPUT_DIR``.
 
     ``result.json`` (AP of boxes and masks in percent, seconds of training and evaluation), ``curves.png``,
-    ``predictions.png``, ``model_final.pth``, ``config.yaml``.
+    ``predictions.png``, ``model_final.pth``, ``config.yaml``, and ``backbone/``, backbone and FPN exported.
 
     Args:
         args: ``config_file`` and ``opts`` (key, value, ...).
@@ -40,7 +41,9 @@ def run_demo(args: argparse.Namespace) -> dict:
     seconds = round(time.perf_counter() - start, 1)
     # no AP without a single prediction, as of a run cut short: NaN, which json does not have
     scores = {task: {"AP": None if isnan(found["AP"]) else found["AP"]} for task, found in evaluation.items()}
-    result = {**scores, "seconds": seconds}
+    backbone = folder / "backbone"
+    parity = export_backbone(trainer.model.backbone, backbone, Normalisation.from_config(cfg))
+    result = {**scores, "seconds": seconds, "export": {"format": "pt2", "worst_relative": parity["worst_relative"]}}
     (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n")
     plot_curves(metrics_file, folder / "curves.png")
     plot_predictions(cfg, trainer.model, cfg.DATASETS.TEST[0], folder / "predictions.png")
@@ -48,6 +51,10 @@ def run_demo(args: argparse.Namespace) -> dict:
     rows = [[task, *(found[column] for column in columns)] for task, found in evaluation.items()]
     print(f"\nTrained {cfg.SOLVER.MAX_ITER} iterations and evaluated in {seconds:.0f} s.")
     print(tabulate(rows, headers=["", *columns], floatfmt=".1f"))
-    print(f"\nLook at {folder / 'predictions.png'} and {folder / 'curves.png'};")
+    print(
+        f"\nThe exported backbone {backbone / parity['file']} differs from the trained one by at most "
+        f"{parity['worst_relative']:.1e} of a feature map's largest value."
+    )
+    print(f"Look at {folder / 'predictions.png'} and {folder / 'curves.png'};")
     print(f"numbers are in {folder / 'result.json'}, the model is {folder / 'model_final.pth'}.")
     return result

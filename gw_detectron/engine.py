@@ -30,6 +30,7 @@ from detectron2.utils import comm
 from detectron2.utils.events import CommonMetricPrinter, EventWriter, JSONWriter
 from detectron2.utils.file_io import PathManager
 
+from .checkpoint import PartialLoadError, strict_backbone_load
 from .cli import get_parser, setup
 from .hooks import LossGuard, NamingMapper, NonFiniteError, WholeFileWriter
 from .launch import in_all_processes, is_for_the_user
@@ -75,6 +76,21 @@ class Trainer(DefaultTrainer):
         self.max_iter = cfg.SOLVER.MAX_ITER
         self.cfg = cfg
         self.register_hooks(self.build_hooks())
+
+    def state_dict(self) -> dict[str, Any]:
+        # Up to v0.6 DefaultTrainer forgets the optimizer, whose momentum a resumed run needs. This is what later
+        # versions write, so that their checkpoints and these are alike.
+        state = super(DefaultTrainer, self).state_dict()
+        state["_trainer"] = self._trainer.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super(DefaultTrainer, self).load_state_dict(state_dict)
+        if "_trainer" in state_dict:
+            self._trainer.load_state_dict(state_dict["_trainer"])
+        else:
+            log = logging.getLogger(__name__)
+            log.warning("this checkpoint has no state of the optimizer: its momentum starts from zero")
 
     @classmethod
     def build_train_loader(cls, cfg: CfgNode) -> Any:
@@ -196,20 +212,28 @@ def main(args: argparse.Namespace) -> dict | None:
 
     Raises:
         PreflightError: the config, the data or the machine would let the run fail or learn nothing.
+        PartialLoadError: weights left a part of the backbone, or in an evaluation of the heads, at random values.
         Other errors: see :func:`setup` and :meth:`Trainer.train`.
     """
     cfg = in_all_processes(lambda: setup(args))
     preflight(cfg, eval_only=args.eval_only, resume=args.resume, ignore=args.ignore_preflight)
+    log = logging.getLogger(__name__)
     if args.eval_only:
-        return _evaluate(cfg, resume=args.resume)
+        model = Trainer.build_model(cfg)
+        with strict_backbone_load(model, allow_partial=args.allow_partial) as report:
+            DetectionCheckpointer(model, cfg.OUTPUT_DIR).resume_or_load(cfg.MODEL.WEIGHTS, resume=args.resume)
+        log.info(str(report))
+        if report.new and not args.allow_partial:
+            raise PartialLoadError(f"{report}. An evaluation needs the weights of a whole detector")
+        return _evaluate(cfg, model)
     trainer = Trainer(cfg)
-    trainer.resume_or_load(resume=args.resume)
+    with strict_backbone_load(trainer.model, allow_partial=args.allow_partial) as report:
+        trainer.resume_or_load(resume=args.resume)
+    log.info(str(report))
     return trainer.train()
 
 
-def _evaluate(cfg: CfgNode, *, resume: bool) -> dict:
-    model = Trainer.build_model(cfg)
-    DetectionCheckpointer(model, cfg.OUTPUT_DIR).resume_or_load(cfg.MODEL.WEIGHTS, resume=resume)
+def _evaluate(cfg: CfgNode, model: torch.nn.Module) -> dict:
     results = Trainer.test(cfg, model)
     if cfg.TEST.AUG.ENABLED:
         results.update(Trainer.test_with_TTA(cfg, model))

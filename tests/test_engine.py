@@ -1,6 +1,8 @@
 """The Trainer and main() in this process: evaluation, checkpoints, and what is said when something goes wrong."""
 
+import importlib.util
 import json
+import logging
 import os
 import resource
 import sys
@@ -63,6 +65,35 @@ def test_resume_after_the_end_trains_no_more_but_evaluates(tmp_path):
     assert resumed["segm"]["AP"] == pytest.approx(trained["segm"]["AP"])
 
 
+def test_resume_restores_the_optimizer(tmp_path):
+    first = trainer_for(tmp_path, DATASETS__TEST="()")
+    first.train()
+    second = trainer_for(tmp_path, SOLVER__MAX_ITER=9, DATASETS__TEST="()")
+    second.resume_or_load(resume=True)
+
+    assert second.start_iter == 3
+    old, new = first.optimizer.state_dict(), second.optimizer.state_dict()
+    assert old["state"].keys() == new["state"].keys() != set()
+    for index, state in old["state"].items():
+        assert torch.equal(state["momentum_buffer"], new["state"][index]["momentum_buffer"])
+    assert [group["lr"] for group in old["param_groups"]] == [group["lr"] for group in new["param_groups"]]
+
+
+def test_a_checkpoint_without_optimizer_is_resumed_with_a_warning(tmp_path, caplog):
+    first = trainer_for(tmp_path)
+    first.checkpointer.save("model_0000001")
+    content = torch.load(tmp_path / "model_0000001.pth", weights_only=True)
+    del content["trainer"]["_trainer"]
+    torch.save(content, tmp_path / "model_0000001.pth")
+    caplog.set_level("WARNING", logger="gw_detectron")
+    logging.getLogger("gw_detectron").addHandler(caplog.handler)
+    try:
+        trainer_for(tmp_path).resume_or_load(resume=True)
+    finally:
+        logging.getLogger("gw_detectron").removeHandler(caplog.handler)
+    assert "its momentum starts from zero" in caplog.text
+
+
 def test_a_data_set_that_is_not_coco_is_refused(tmp_path):
     cfg = setup(arguments(tmp_path))
     MetadataCatalog.get("not_coco").set(evaluator_type="pascal_voc")
@@ -95,8 +126,17 @@ def test_amp_needs_a_gpu(tmp_path):
     assert setup(arguments(tmp_path, "--num-gpus", "0", MODEL__DEVICE="cuda")).MODEL.DEVICE == "cpu"
 
 
+def test_without_tensorboard_the_metrics_are_written_all_the_same(tmp_path, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else find_spec(name))
+    trainer_for(tmp_path, SOLVER__MAX_ITER=1, SOLVER__STEPS="()", DATASETS__TEST="()").train()
+    assert "total_loss" in (tmp_path / "metrics.json").read_text()
+    assert not list(tmp_path.glob("events.*"))
+
+
 class TestNonFinite:
-    def test_an_image_with_nan_is_named(self, tmp_path):
+    @pytest.mark.parametrize("norm", ["GW", "GW:solver=zca"])  # the second stops before there is a loss
+    def test_an_image_with_nan_is_named(self, tmp_path, norm):
         class WithNan(Trainer):
             @classmethod
             def build_train_loader(cls, cfg):
@@ -106,7 +146,7 @@ class TestNonFinite:
                     batch[1]["file_name"] = "pictures/broken.tif"
                     yield batch
 
-        trainer = WithNan(setup(arguments(tmp_path)))
+        trainer = WithNan(setup(arguments(tmp_path, MODEL__RESNETS__WHITEN_NORM=norm)))
         with pytest.raises(NonFiniteError, match=r"iteration 0.*\n.*broken.tif has 1 values that are NaN"):
             trainer.train()
 
@@ -160,14 +200,13 @@ def test_a_disk_full_during_a_checkpoint_leaves_the_earlier_one(tmp_path):
     trainer.checkpointer.load(str(tmp_path / "model_0000001.pth"))
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_damaged_image_is_named(tmp_path, data, workers):
+def test_a_damaged_image_is_named(tmp_path, data):
     victims = sorted((data / "train").iterdir())
     kept = [path.read_bytes() for path in victims]
     try:
         for path in victims:
             path.write_bytes(path.read_bytes()[:200])
-        trainer = trainer_for(tmp_path, DATALOADER__NUM_WORKERS=workers)
+        trainer = trainer_for(tmp_path)
         with pytest.raises(DataError, match=rf"^{data}/train/0000..\.jpg cannot be used: .*Repair the image") as raised:
             trainer.train()
         assert "Traceback" not in str(raised.value)

@@ -4,6 +4,7 @@ import os
 import signal
 
 import pytest
+import torch
 from detectron2.utils.file_io import PathManager
 
 from gw_detectron.hooks import CheckpointWriteError, DataError, NamingMapper, WholeFileWriter
@@ -49,10 +50,21 @@ def test_everything_else_is_left_to_the_path_manager(tmp_path):
     assert writer.exists(str(tmp_path / "a")) and writer.ls(str(tmp_path)) == ["a"]
 
 
-def test_errors_of_the_user_s_own_mapper_are_named_and_keep_their_class():
-    def wrong_size(record):
-        raise ValueError("height 3 instead of 4")
+def wrong_size(record):
+    raise ValueError("height 3 instead of 4")
 
+
+def test_a_worker_process_says_no_more_than_the_message():
+    def read(records):
+        return [NamingMapper(wrong_size)(record) for record in records]
+
+    loader = torch.utils.data.DataLoader([{"file_name": "a.jpg"}], num_workers=1, collate_fn=read)
+    with pytest.raises(DataError) as raised:
+        next(iter(loader))
+    assert str(raised.value).startswith("a.jpg cannot be used: height 3 instead of 4")
+
+
+def test_errors_of_the_user_s_own_mapper_are_named_and_keep_their_class():
     def bug(record):
         return record["annotations"]
 

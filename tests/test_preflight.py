@@ -10,6 +10,7 @@ import torch
 from detectron2.config import CfgNode, get_cfg
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.datasets import register_coco_instances
+from detectron2.utils.file_io import PathManager
 from PIL import Image
 
 from gw_detectron import add_gw_config
@@ -246,10 +247,14 @@ class TestWeights:
             ("FAIR/X-101-32x8d", ["BGR", "103.53, 116.28, 123.675", "57.375, 57.12, 58.395", "STRIDE_IN_1X1 False"]),
         ],
     )
-    def test_detectron2_s_zoo(self, check, tmp_path, name, wanted):
-        path = tmp_path / "ImageNetPretrained" / f"{name}.pth"
-        path.parent.mkdir(parents=True)
-        torch.save({"model": {}}, path)
+    def test_detectron2_s_zoo(self, check, monkeypatch, tmp_path, name, wanted):
+        torch.save({"model": {}}, tmp_path / "fetched.pth")
+        address, fetch = f"detectron2://ImageNetPretrained/{name}.pkl", PathManager.get_local_path
+        monkeypatch.setattr(
+            PathManager,
+            "get_local_path",
+            lambda path: str(tmp_path / "fetched.pth") if path == address else fetch(path),
+        )
         changes = {
             "INPUT__FORMAT": "RGB" if "BGR" in wanted else "BGR",
             "MODEL__PIXEL_MEAN": [0.0, 0.0, 0.0],
@@ -258,7 +263,7 @@ class TestWeights:
             "MODEL__RESNETS__DEPTH": 50,
             "MODEL__RESNETS__RES2_OUT_CHANNELS": 256,
         }
-        problem = one(check(MODEL__WEIGHTS=str(path), **changes))
+        problem = one(check(MODEL__WEIGHTS=address, **changes))
         assert all(word in problem for word in wanted)
         assert ("STRIDE_IN_1X1" in problem) == ("STRIDE_IN_1X1 False" in wanted)
 

@@ -1,58 +1,49 @@
-"""Whether a checkpoint file is whole and of a kind that Detectron2 loads, found out without a model."""
+"""Whether a weight file is whole, harmless, and of a kind that Detectron2 loads, found out without a model."""
 
 import functools
 import os
-import pickle
-import zipfile
+from collections.abc import Mapping
+from typing import Any
 
-import torch
+from torch import Tensor
+
+from ..checkpoint import WeightsFileError, read_weights_file
 
 
 def read_problem(path: str) -> str:
-    """Says what keeps a checkpoint file from being loaded.
+    """Says what keeps a weight file from being loaded.
 
     Args:
         path: a ``.pth`` or other file of ``torch.save``, or a ``.pkl`` of Detectron2 or Detectron.
 
     Returns:
-        The end of a sentence whose subject is the file, such as "is cut off ...", or "" for a file that is whole.
+        The end of a sentence whose subject is the file, such as "cannot be read: it is cut off", or "" for a good file.
     """
     if not os.path.isfile(path):
         return "does not exist"
-    if os.path.getsize(path) == 0:
-        return "is empty"
-    if zipfile.is_zipfile(path):
-        # torch.load takes damaged numbers as they are; the archive has a checksum for each tensor
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-        if damaged:
-            return f"is damaged: the checksum of its part {damaged} is wrong"
-    else:
-        with open(path, "rb") as file:
-            if file.read(2) == b"PK":
-                return "is cut off: the directory at the end of the file is missing"
+    if path.endswith(".safetensors"):
+        return f"is safetensors, which Detectron2 does not load by itself; write it as gw://file/{path}"
     try:
-        _header(path, os.path.getmtime(path))
-    except Exception as error:  # whatever a damaged or foreign file brings about in the unpickler
-        reason = str(error).strip().splitlines()
-        return f"cannot be read: {type(error).__name__}{': ' + reason[0] if reason else ''}"
+        notes_in(path)
+    except (WeightsFileError, OSError) as error:
+        return str(error).removeprefix(f"{path} ")
     return ""
 
 
-def written_by(path: str) -> str:
-    """Returns the ``__author__`` noted in a readable checkpoint file, "" if there is none."""
-    return _header(path, os.path.getmtime(path)).get("__author__", "")
+def notes_in(path: str) -> Mapping[str, Any]:
+    """Returns what a weight file holds beside tensors and the state of a training, such as ``__author__``.
+
+    Raises:
+        WeightsFileError: the file is damaged, could run code, or holds no dict.
+        OSError: it cannot be opened.
+    """
+    return _notes(path, os.path.getmtime(path))
 
 
 @functools.lru_cache(maxsize=4)
-def _header(path: str, modified: float) -> dict[str, str]:
-    """Loads a file as Detectron2 will, keeps its short texts, and lets the tensors go."""
-    if path.endswith(".pkl"):
-        with open(path, "rb") as file:
-            content = pickle.load(file, encoding="latin1")
-    else:
-        # "meta": structure and shapes without the numbers
-        content = torch.load(path, map_location="meta", weights_only=True)
-    if not isinstance(content, dict):
-        raise TypeError(f"it holds a {type(content).__name__} instead of a dict of tensors")
-    return {key: value for key, value in content.items() if isinstance(value, str)}
+def _notes(path: str, modified: float) -> Mapping[str, Any]:
+    content = read_weights_file(path).value
+    if not isinstance(content, Mapping):
+        raise WeightsFileError(f"{path} holds a {type(content).__name__} instead of a dict of tensors")
+    training = ("model", "trainer", "optimizer", "scheduler")
+    return {key: value for key, value in content.items() if key not in training and not isinstance(value, Tensor)}

@@ -3,34 +3,23 @@
 import os
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
 from urllib.parse import urlparse
 
 from detectron2.config import CfgNode
 from detectron2.utils.file_io import PathManager
 
+from ..checkpoint.provenance import TORCHVISION, Preprocessing, Provenance
 from .findings import Findings
-from .readable import read_problem, written_by
+from .readable import notes_in, read_problem
 
-
-class _Images(NamedTuple):
-    """How images have to be given to published weights."""
-
-    format: str
-    mean: tuple[float, float, float]  # in the order of the format
-    std: tuple[float, float, float]
-    stride_in_1x1: bool
-
-
-_TORCH_IMAGES = _Images("RGB", (123.675, 116.28, 103.53), (58.395, 57.12, 57.375), False)
 # part of the address -> how Detectron2's model zoo, or this package, says the weights were trained
 _IMAGES_OF_WEIGHTS = {
-    r"^gw://": _TORCH_IMAGES,
-    r"/ImageNetPretrained/torchvision/": _TORCH_IMAGES,
-    r"/ImageNetPretrained/MSRA/": _Images("BGR", (103.53, 116.28, 123.675), (1.0, 1.0, 1.0), True),
-    r"/ImageNetPretrained/FAIR/R-": _Images("BGR", (103.53, 116.28, 123.675), (1.0, 1.0, 1.0), False),
+    r"^gw://": TORCHVISION,
+    r"/ImageNetPretrained/torchvision/": TORCHVISION,
+    r"/ImageNetPretrained/MSRA/": Preprocessing("BGR", (103.53, 116.28, 123.675), (1.0, 1.0, 1.0), True),
+    r"/ImageNetPretrained/FAIR/R-": Preprocessing("BGR", (103.53, 116.28, 123.675), (1.0, 1.0, 1.0), False),
     # the copies under catalog:// were trained with a deviation of 1
-    r"^detectron2://.*/FAIR/X-": _Images("BGR", (103.53, 116.28, 123.675), (57.375, 57.12, 58.395), False),
+    r"^detectron2://.*/FAIR/X-": Preprocessing("BGR", (103.53, 116.28, 123.675), (57.375, 57.12, 58.395), False),
 }
 
 
@@ -112,8 +101,8 @@ def _check_weights_file(cfg: CfgNode, findings: Findings) -> None:
         problem = read_problem(path)
         if problem:
             findings.problems.append(f"MODEL.WEIGHTS {weights} {problem}. Get the file again.")
-        elif written_by(path) == "torchvision":  # the note of Detectron2's conversion tool
-            expected = [_TORCH_IMAGES]
+        else:
+            expected = _noted_images(path) or expected
     elif path and scheme:
         findings.problems.append(
             f"MODEL.WEIGHTS {weights}: nothing here knows addresses that begin with {scheme}://. Set MODEL.WEIGHTS "
@@ -125,11 +114,18 @@ def _check_weights_file(cfg: CfgNode, findings: Findings) -> None:
         _check_images(cfg, images, findings)
 
 
-def _check_images(cfg: CfgNode, images: _Images, findings: Findings) -> None:
+def _noted_images(path: str) -> list[Preprocessing]:
+    notes = notes_in(path)
+    if "provenance" in notes:  # of our conversion
+        return [Provenance.from_dict(notes["provenance"]).preprocessing]
+    return [TORCHVISION] if notes.get("__author__") == "torchvision" else []  # of Detectron2's conversion tool
+
+
+def _check_images(cfg: CfgNode, images: Preprocessing, findings: Findings) -> None:
     wrong = []
-    if images.format != cfg.INPUT.FORMAT:
-        wrong.append(f"INPUT.FORMAT {images.format}")
-    for key, wanted in (("PIXEL_MEAN", images.mean), ("PIXEL_STD", images.std)):
+    if images.input_format != cfg.INPUT.FORMAT:
+        wrong.append(f"INPUT.FORMAT {images.input_format}")
+    for key, wanted in (("PIXEL_MEAN", images.pixel_mean), ("PIXEL_STD", images.pixel_std)):
         if not _close(cfg.MODEL[key], wanted):
             wrong.append(f'MODEL.{key} "{list(wanted)}"')
     if cfg.MODEL.RESNETS.DEPTH >= 50 and images.stride_in_1x1 != cfg.MODEL.RESNETS.STRIDE_IN_1X1:
