@@ -1,0 +1,49 @@
+"""The model to export, with all of its weights."""
+
+import os
+import pickle
+
+from detectron2.checkpoint import DetectionCheckpointer
+from detectron2.config import CfgNode
+from detectron2.modeling import build_model
+from torch import nn
+
+from ..checkpoint import strict_backbone_load
+from ..checkpoint.wording import listed
+
+
+def load_model(cfg: CfgNode, needed: str = "") -> nn.Module:
+    """Builds the detector of a config on the CPU and loads ``MODEL.WEIGHTS``.
+
+    Args:
+        cfg: the config; it stays as it is.
+        needed: what the names of the tensors begin with that have to be in the weights beside the ResNet:
+            ``"backbone."`` for the FPN, ``""`` for all.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: no weights are named, the file is damaged, or a part of the model that is needed is not among them.
+    """
+    weights = cfg.MODEL.WEIGHTS
+    if not weights:
+        raise ValueError("there are no weights to export: give --weights FILE, or set MODEL.WEIGHTS")
+    path = weights.partition("?")[0]  # Detectron2 reads "...?matching_heuristics=True" as a file name and an option
+    if "://" not in path and not os.path.isfile(path):
+        raise FileNotFoundError(f"there is no file {path} (looked from {os.getcwd()})")
+    cfg = cfg.clone()
+    cfg.defrost()
+    cfg.MODEL.DEVICE = "cpu"
+    model = build_model(cfg).eval()
+    with strict_backbone_load(model) as report:
+        try:
+            DetectionCheckpointer(model).load(weights)
+        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise ValueError(f"{weights} cannot be read, it is damaged or no file of weights: {reason}") from error
+    missing = [name for name in report.new if name.startswith(needed)]
+    if missing:
+        raise ValueError(
+            f"{weights} lacks {len(missing)} of the tensors to export ({listed(missing)}), which would be random. Give "
+            "the weights of a trained detector; from ImageNet weights the ResNet alone can be exported (--no-fpn)"
+        )
+    return model

@@ -1,0 +1,96 @@
+import contextlib
+import io
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from detectron2.modeling import FPN, ResNet
+from detectron2.modeling.backbone import Backbone
+from detectron2.modeling.backbone.fpn import LastLevelMaxPool
+from detectron2.modeling.backbone.resnet import BasicStem
+from torch import Tensor
+
+from gw_detectron import resolve_norm
+from gw_detectron.export import Normalisation
+from gw_detectron.modeling import GWBasicBlock
+
+# An import of a module that the code in a README must not need fails.
+FORBID = "import sys; sys.modules.update(dict.fromkeys({names}))\n"
+SAVE = "\nimport numpy\nfor name, feature in features.items():\n    numpy.save('../' + name, feature)\n"
+
+
+@pytest.fixture(scope="session")
+def normalisation() -> Normalisation:
+    return Normalisation("RGB", (123.675, 116.28, 103.53), (58.395, 57.12, 57.375))
+
+
+@pytest.fixture(scope="session")
+def tiny_backbone() -> Callable[..., Backbone]:
+    return _tiny_backbone
+
+
+def _tiny_backbone(norm: str = "BN", whiten: str = "GW:groups=4", fpn: str | None = "GW:groups=4") -> Backbone:
+    """A ResNet of one block in each stage, whitened at S1-B2, under an FPN unless ``fpn`` is None; nothing is zero."""
+    generator = torch.Generator().manual_seed(0)
+    stem = BasicStem(3, 8, norm=resolve_norm(whiten))
+    stages, channels = [], 8
+    for index, stride in enumerate((1, 2, 2, 2)):
+        block = {"norm": resolve_norm(norm), "whiten_norm": resolve_norm(whiten), "whiten_convs": ("conv2",)}
+        stages.append(
+            ResNet.make_stage(
+                GWBasicBlock, 1, stride_per_block=[stride], in_channels=channels, out_channels=8 * (index + 1), **block
+            )
+        )
+        channels = 8 * (index + 1)
+    names = ["res2", "res3", "res4", "res5"]
+    backbone = ResNet(stem, stages, out_features=names)
+    if fpn is not None:
+        backbone = FPN(backbone, names, 8, norm=resolve_norm(fpn), top_block=LastLevelMaxPool())
+    with torch.no_grad():
+        for name, value in backbone.state_dict().items():
+            if value.dim() == 1 and value.is_floating_point():
+                low = 0.5 if name.endswith(("weight", "running_var")) else -0.5
+                value.uniform_(low, 1.5, generator=generator)
+    return backbone
+
+
+@pytest.fixture(scope="session")
+def run_readme() -> Callable[..., str]:
+    """Runs the code in an exported folder's README there and returns what it prints.
+
+    It runs in a process that cannot import the modules in ``forbid``, or in this one if they are none. With ``pixels``,
+    the code that stands for an image is replaced by these numbers, and the features are saved.
+    """
+
+    def run(folder: Path, *words: str, forbid: tuple[str, ...] = (), pixels: Tensor | None = None) -> str:
+        (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), flags=re.DOTALL)
+        if pixels is not None:
+            np.save(folder.parent / "pixels.npy", pixels.numpy())
+            load = "np.load('../pixels.npy')"
+            load = load if "np.random" in code else f"torch.from_numpy(__import__('numpy').{load[3:]})"
+            code, found = re.subn(r"= \S.*(?=  # your image)", f"= {load}", code)
+            assert found == 1
+            code += SAVE
+        if not forbid:
+            printed = io.StringIO()
+            with (
+                contextlib.chdir(folder),
+                contextlib.redirect_stdout(printed),
+                mock.patch.object(sys, "argv", ["code.py", *words]),
+            ):
+                exec(code, {})
+            return printed.getvalue()
+        path = folder.parent / "code.py"
+        path.write_text(FORBID.format(names=list(forbid)) + code)
+        command = [sys.executable, "-W", "ignore", str(path)]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run

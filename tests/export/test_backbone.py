@@ -1,0 +1,270 @@
+import dataclasses
+import hashlib
+import json
+import sys
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+from torch.export.passes import move_to_device_pass
+
+from gw_detectron.export import TOLERANCE, ParityError, export_backbone
+from gw_detectron.layers import GroupWhitening2d
+from gw_detectron.modeling.norm import norm_rows
+
+PACKAGES = ("gw_detectron", "detectron2", "fvcore", "torchvision")
+PYRAMID = ["p2", "p3", "p4", "p5", "p6"]
+# norms of the ResNet, at its whitening positions, and of the FPN
+MIXTURES = [
+    ("BN", "GW:groups=4", "GW:groups=4"),
+    ("FrozenBN", "GW:groups=8,iters=3", ""),
+    ("GN:groups=2", "GN:groups=4", "GN:groups=8"),
+    ("GW:groups=2", "FrozenBN", "BN"),
+    ("SyncBN", "GW:groups=4,eps=0", None),
+    ("BN", "GW:groups=4,solver=zca", "GW:groups=2,solver=zca"),
+]
+
+
+def relative(found, expected):
+    return max((a - b).abs().max().item() / b.abs().max().item() for a, b in zip(found, expected, strict=True))
+
+
+def features_of(backbone, images):
+    was_training = backbone.training
+    with torch.no_grad():
+        features = list(backbone.eval()(images).values())
+    backbone.train(was_training)
+    return features
+
+
+def pixels_of(*shape):
+    return 255 * torch.rand(*shape, generator=torch.Generator().manual_seed(7))
+
+
+def normalised(pixels):
+    mean, std = torch.tensor([123.675, 116.28, 103.53]), torch.tensor([58.395, 57.12, 57.375])
+    return ((pixels.permute(0, 2, 3, 1) - mean) / std).permute(0, 3, 1, 2).contiguous()
+
+
+def images_of(*shape):
+    return normalised(pixels_of(*shape))
+
+
+def saved(folder):
+    return [torch.from_numpy(np.load(folder.parent / f"{name}.npy")) for name in PYRAMID]
+
+
+@pytest.mark.parametrize(("norm", "whiten", "fpn"), MIXTURES)
+def test_torchscript(tmp_path, tiny_backbone, normalisation, norm, whiten, fpn):
+    backbone = tiny_backbone(norm, whiten, fpn)
+    report = export_backbone(backbone, tmp_path / "out", normalisation, file_format="torchscript")
+    loaded = torch.jit.load(tmp_path / "out" / "backbone.ts")
+    for batch, height, width in ((1, 96, 160), (2, 192, 128)):
+        images = images_of(batch, 3, height, width)
+        assert relative(loaded(images), features_of(backbone, images)) < 1e-5
+    assert "deprecated" in report["deprecated"]
+    assert report["norm_layers"] == {
+        spec: sum(row.spec == spec for row in norm_rows(backbone)) for spec in {row.spec for row in norm_rows(backbone)}
+    }
+
+
+def test_pt2(tmp_path, tiny_backbone, normalisation, run_readme):
+    backbone, folder = tiny_backbone("FrozenBN", "GW:groups=4", "GN:groups=4"), tmp_path / "out"
+    export_backbone(backbone, folder, normalisation, file_format="pt2")
+    program = torch.export.load(folder / "backbone.pt2")
+    loaded = program.module()
+    for batch, height, width in ((1, 96, 160), (4, 192, 128)):
+        images = images_of(batch, 3, height, width)
+        assert relative(loaded(images), features_of(backbone, images)) < 1e-5
+    for height, width in ((100, 96), (96, 64)):  # no multiple of 32, and below the smallest side
+        with pytest.raises(AssertionError, match="Guard failed"):
+            loaded(images_of(1, 3, height, width))
+    # nothing in it is bound to the CPU, so that it can be moved as its README says
+    moved = move_to_device_pass(program, "meta").module()
+    assert all(feature.is_meta for feature in moved(torch.empty(2, 3, 96, 128, device="meta")))
+    check_readme(run_readme, folder, backbone)
+
+
+def test_pt2_holds_an_eigendecomposition(tmp_path, tiny_backbone, normalisation):
+    backbone = tiny_backbone("BN", "GW:groups=4,solver=zca", None)
+    export_backbone(backbone, tmp_path / "out", normalisation, file_format="pt2")
+    loaded = torch.export.load(tmp_path / "out" / "backbone.pt2").module()
+    for batch, height, width in ((1, 37, 75), (3, 64, 130)):  # a ResNet without FPN takes any size
+        images = images_of(batch, 3, height, width)
+        assert relative(loaded(images), features_of(backbone, images)) < 1e-5
+
+
+def check_readme(run_readme, folder, backbone):
+    """In a process that can import neither this package nor Detectron2."""
+    pixels = pixels_of(2, 3, 128, 96)
+    run_readme(folder, forbid=PACKAGES, pixels=pixels)
+    assert relative(saved(folder), features_of(backbone, normalised(pixels))) < 1e-5
+
+
+def test_a_resnet_without_its_fpn(tmp_path, tiny_backbone, normalisation):
+    backbone = tiny_backbone()
+    report = export_backbone(backbone, tmp_path / "out", normalisation, file_format="torchscript", fpn=False)
+    assert (report["input"]["multiple_of"], report["input"]["smallest_side"]) == (1, 33)
+    assert list(report["outputs"]) == ["res2", "res3", "res4", "res5"]
+    images = images_of(1, 3, 37, 75)
+    loaded = torch.jit.load(tmp_path / "out" / "backbone.ts")
+    assert relative(loaded(images), features_of(backbone.bottom_up, images)) < 1e-5
+
+
+def test_onnx(tmp_path, tiny_backbone, normalisation, run_readme):
+    backbone, folder = tiny_backbone("GN:groups=2", "GW:groups=4", "BN"), tmp_path / "out"
+    takes_pixels = dataclasses.replace(normalisation, inside=True)
+    report = export_backbone(backbone, folder, takes_pixels, file_format="onnx")
+    session = onnxruntime.InferenceSession(folder / "backbone.onnx", providers=["CPUExecutionProvider"])
+    assert [output.name for output in session.get_outputs()] == PYRAMID
+    assert session.get_inputs()[0].shape == ["N", 3, "H", "W"]
+    assert report["opset"] >= 18
+    for batch, height, width in ((1, 96, 160), (1, 192, 128), (4, 96, 160), (4, 192, 128)):
+        pixels = pixels_of(batch, 3, height, width)
+        found = [torch.from_numpy(feature) for feature in session.run(PYRAMID, {"images": pixels.numpy()})]
+        assert relative(found, features_of(backbone, normalised(pixels))) < 1e-4
+    # and in a process that has not imported torch, nor can
+    pixels = pixels_of(2, 3, 128, 96)
+    printed = run_readme(folder, forbid=("torch", *PACKAGES), pixels=pixels)
+    assert "p2 (2, 8, 32, 24)" in printed
+    assert relative(saved(folder), features_of(backbone, normalised(pixels))) < 1e-4
+
+
+def test_onnx_has_no_eigendecomposition(tmp_path, tiny_backbone, normalisation):
+    backbone = tiny_backbone("BN", "GW:groups=4,solver=zca", None)
+    with pytest.raises(
+        ValueError, match=r"no operator for linalg_eigh, used by 5 layers \(stem.conv1.norm, .*zca.*pt2"
+    ):
+        export_backbone(backbone, tmp_path / "out", normalisation, file_format="onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_proof(tmp_path, tiny_backbone, normalisation):
+    report = export_backbone(
+        tiny_backbone(), tmp_path / "out", normalisation, file_format="torchscript", source={"weights": "model.pth"}
+    )
+    assert json.loads((tmp_path / "out" / "parity.json").read_text()) == json.loads(json.dumps(report))
+    sizes = {(case["height"], case["width"]) for case in report["cases"]}
+    assert {(case["batch"], case["height"], case["width"]) for case in report["cases"]} == {
+        (batch, *size) for batch in (1, 3) for size in sizes
+    }
+    assert len(sizes) == 2
+    for case in report["cases"]:
+        assert list(case["levels"]) == PYRAMID
+        assert case["levels"]["p3"]["shape"] == [case["batch"], 8, case["height"] // 8, case["width"] // 8]
+        assert all(level["relative"] <= TOLERANCE for level in case["levels"].values())
+    assert {"python", "torch", "detectron2", "onnxruntime"} <= set(report["versions"])
+    assert report["source"] == {"weights": "model.pth"}
+    path = tmp_path / "out" / "backbone.ts"
+    assert report["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+    extra = {"gw_detectron.json": ""}
+    torch.jit.load(path, _extra_files=extra)
+    assert json.loads(extra["gw_detectron.json"])["outputs"] == report["outputs"]
+
+
+class OneSizeOnly(nn.Module):
+    """Is traced wrong: it does something at one size only, which is that of the tracing."""
+
+    def __init__(self, backbone, error):
+        super().__init__()
+        self.backbone, self.error = backbone, error
+        self.size_divisibility = backbone.size_divisibility
+        self.output_shape = backbone.output_shape
+
+    def forward(self, images):
+        features = self.backbone(images)
+        if images.shape[-2] == 128:
+            features["p4"] = features["p4"] * (1 + self.error)
+        return features
+
+
+def test_a_difference_stops_the_export(tmp_path, tiny_backbone, normalisation):
+    with pytest.raises(ParityError, match=r"p4 of the exported file differs .* by 2.0e-03 .* 0.001; nothing was"):
+        export_backbone(OneSizeOnly(tiny_backbone(), 2e-3), tmp_path / "out", normalisation, file_format="torchscript")
+    assert list(tmp_path.iterdir()) == []
+    report = export_backbone(
+        OneSizeOnly(tiny_backbone(), 5e-4), tmp_path / "out", normalisation, file_format="torchscript"
+    )
+    assert report["worst_relative"] == pytest.approx(5e-4, rel=0.01)
+
+
+def test_weights_that_are_nan_are_not_exported(tmp_path, tiny_backbone, normalisation):
+    backbone = tiny_backbone()
+    nn.init.constant_(backbone.fpn_output4.norm.bias, float("nan"))
+    with pytest.raises(ValueError, match="p4 holds NaN or infinity"):
+        export_backbone(backbone, tmp_path / "out", normalisation, file_format="torchscript")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_model_stays_as_it_is(tmp_path, tiny_backbone, normalisation):
+    backbone = tiny_backbone().train()
+    before = {name: value.clone() for name, value in backbone.state_dict().items()}
+    export_backbone(backbone, tmp_path / "out", normalisation, file_format="torchscript")
+    assert all(torch.equal(before[name], value) for name, value in backbone.state_dict().items())
+    assert all(module.training for module in backbone.modules())
+    assert all(parameter.requires_grad for parameter in backbone.parameters())
+    assert any(isinstance(module, GroupWhitening2d) for module in backbone.modules())
+
+
+def test_images_without_variance(tmp_path, tiny_backbone, normalisation, run_readme):
+    backbone, folder = tiny_backbone(whiten="GW:groups=4,eps=0", fpn="GW:groups=4,eps=0"), tmp_path / "out"
+    export_backbone(backbone, folder, normalisation, file_format="torchscript")
+    images = torch.zeros(1, 3, 96, 96)
+    found = torch.jit.load(folder / "backbone.ts")(images)
+    assert relative(found, features_of(backbone, images)) < 1e-5
+    check_readme(run_readme, folder, backbone)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"file_format": "tflite"}, "unknown format 'tflite'; allowed are pt2, onnx, torchscript, safetensors"),
+        ({"layout": "mmdet"}, "unknown layout 'mmdet'; allowed are detectron2, torchvision, timm"),
+        ({"layout": "timm"}, "for the format safetensors, not pt2"),
+        ({"fpn": True}, "a ResNet without FPN"),
+    ],
+)
+def test_arguments_out_of_range(tmp_path, tiny_backbone, normalisation, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        export_backbone(tiny_backbone(fpn=None), tmp_path / "out", normalisation, **arguments)
+
+
+def test_a_missing_package_is_named(tmp_path, tiny_backbone, normalisation, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    with pytest.raises(ImportError, match=r"the format onnx needs onnxscript, .* pip install 'gw-detectron\[export\]'"):
+        export_backbone(tiny_backbone(), tmp_path / "out", normalisation, file_format="onnx")
+
+
+class TestFolder:
+    def export(self, tiny_backbone, normalisation, folder, file_format="torchscript", fpn="GW:groups=4"):
+        return export_backbone(tiny_backbone(fpn=fpn), folder, normalisation, file_format=file_format)
+
+    def test_an_earlier_export_is_replaced(self, tmp_path, tiny_backbone, normalisation):
+        folder = tmp_path / "some" / "out"
+        folder.mkdir(parents=True)
+        first = self.export(tiny_backbone, normalisation, folder)
+        second = self.export(tiny_backbone, normalisation, folder, fpn="")
+        assert first["sha256"] != second["sha256"]
+        assert json.loads((folder / "parity.json").read_text())["sha256"] == second["sha256"]
+        assert sorted(path.name for path in folder.iterdir()) == ["README.md", "backbone.ts", "parity.json"]
+        assert [path.name for path in folder.parent.iterdir()] == ["out"]
+
+    def test_an_earlier_export_survives_a_failure(self, tmp_path, tiny_backbone, normalisation):
+        first = self.export(tiny_backbone, normalisation, tmp_path / "out")
+        with pytest.raises(ParityError):
+            export_backbone(OneSizeOnly(tiny_backbone(), 1), tmp_path / "out", normalisation, file_format="torchscript")
+        assert json.loads((tmp_path / "out" / "parity.json").read_text())["sha256"] == first["sha256"]
+        assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+    def test_other_files_are_not_touched(self, tmp_path, tiny_backbone, normalisation):
+        (tmp_path / "thesis.tex").touch()
+        with pytest.raises(FileExistsError, match=r"holds thesis.tex, .*name another folder"):
+            self.export(tiny_backbone, normalisation, tmp_path)
+        self.export(tiny_backbone, normalisation, tmp_path / "out")
+        with pytest.raises(FileExistsError, match=r"holds backbone.ts, which is no earlier export of this kind"):
+            self.export(tiny_backbone, normalisation, tmp_path / "out", "safetensors")
+        with pytest.raises(FileExistsError, match=r"thesis.tex is a file"):
+            self.export(tiny_backbone, normalisation, tmp_path / "thesis.tex")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "thesis.tex"]

@@ -1,0 +1,76 @@
+#!/usr/bin/env python
+"""Exports the backbone of a detector to a file that other programs load, with the proof of its numbers beside it.
+
+The folder given by --output gets the file, parity.json (its differences from the model) and README.md (code that
+loads it). A later export in the same format replaces it.
+"""
+
+import argparse
+
+from tabulate import tabulate
+
+from gw_detectron.cli import read_config
+from gw_detectron.export import FORMATS, LAYOUTS, Normalisation, export_backbone, load_model
+from gw_detectron.launch import errors_reported
+
+
+def get_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config-file", required=True, metavar="FILE", help="the yaml of the model")
+    parser.add_argument("--weights", metavar="FILE", help="its weights, default: MODEL.WEIGHTS of the config")
+    parser.add_argument("--output", required=True, metavar="DIR", help="the folder to make")
+    parser.add_argument(
+        "--format",
+        choices=FORMATS,
+        default="pt2",
+        help="pt2 (torch.export, the default), onnx, torchscript (deprecated by torch), safetensors (weights only)",
+    )
+    parser.add_argument(
+        "--fpn",
+        action=argparse.BooleanOptionalAction,
+        help="with or without the FPN, default: as the config has it",
+    )
+    parser.add_argument(
+        "--pixels",
+        action="store_true",
+        help="let the file take pixels of 0 to 255 and normalise them by itself, instead of normalised images",
+    )
+    parser.add_argument(
+        "--layout",
+        choices=LAYOUTS,
+        default="detectron2",
+        help="names of the tensors of a safetensors file, default: %(default)s; the others need --no-fpn",
+    )
+    parser.add_argument("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config keys to change")
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    opts = [*args.opts, *(["MODEL.WEIGHTS", args.weights] if args.weights else [])]
+    cfg = read_config(args.config_file, opts)
+    model = load_model(cfg, needed="backbone." if args.fpn is not False else "backbone.bottom_up.")
+    report = export_backbone(
+        model.backbone,
+        args.output,
+        Normalisation.from_config(cfg, inside=args.pixels),
+        file_format=args.format,
+        fpn=args.fpn,
+        layout=args.layout,
+        source={"config": args.config_file, "weights": cfg.MODEL.WEIGHTS},
+    )
+    rows = []
+    for name, shape in report["outputs"].items():
+        levels = [case["levels"][name] for case in report["cases"]]
+        differences = (max(level[kind] for level in levels) for kind in ("max_abs", "relative"))
+        rows.append([name, shape["channels"], shape["stride"], *(f"{value:.1e}" for value in differences)])
+    print(
+        tabulate(
+            rows, headers=["output", "channels", "stride", "largest difference", "relative"], disable_numparse=True
+        )
+    )
+    print(f"{args.output}/{report['file']} agrees with the model; how to load it is in {args.output}/README.md.")
+
+
+if __name__ == "__main__":
+    with errors_reported():
+        main(get_parser().parse_args())

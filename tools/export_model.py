@@ -1,0 +1,43 @@
+#!/usr/bin/env python
+"""Exports a whole Faster or Mask R-CNN as a TorchScript trace, with the proof of its numbers beside it.
+
+The folder given by --output gets model.ts, parity.json (its differences from the model) and README.md (code that loads
+it). torch marks TorchScript as deprecated, but no other format holds a detector; see tools/export_backbone.py.
+"""
+
+import argparse
+
+from tabulate import tabulate
+
+from gw_detectron.cli import read_config
+from gw_detectron.export import export_detector, load_model, read_image_for, worst_relative
+from gw_detectron.launch import errors_reported
+
+
+def get_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config-file", required=True, metavar="FILE", help="the yaml of the model")
+    parser.add_argument("--weights", metavar="FILE", help="its weights, default: MODEL.WEIGHTS of the config")
+    parser.add_argument("--image", required=True, metavar="FILE", help="an image in which the detector finds something")
+    parser.add_argument("--output", required=True, metavar="DIR", help="the folder to make")
+    parser.add_argument("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config keys to change")
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    opts = [*args.opts, *(["MODEL.WEIGHTS", args.weights] if args.weights else [])]
+    cfg = read_config(args.config_file, opts)
+    model = load_model(cfg)
+    source = {"config": args.config_file, "weights": cfg.MODEL.WEIGHTS}
+    report = export_detector(model, args.output, read_image_for(cfg, args.image), source=source)
+    rows = [
+        [f"{case['width']} x {case['height']}", case["detections"], f"{worst_relative([case]):.1e}"]
+        for case in report["cases"]
+    ]
+    print(tabulate(rows, headers=["image", "detections", "largest relative difference"], disable_numparse=True))
+    print(f"{args.output}/{report['file']} agrees with the model; how to load it is in {args.output}/README.md.")
+
+
+if __name__ == "__main__":
+    with errors_reported():
+        main(get_parser().parse_args())
