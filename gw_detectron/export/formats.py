@@ -59,7 +59,7 @@ def require(name: str, packages: tuple[str, ...]) -> None:
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         raise ImportError(
-            f"the format {name} needs {' and '.join(missing)}, not installed here: pip install 'gw-detectron[export]'"
+            f"the format {name} needs {' and '.join(missing)}, not installed here: pip install onnx onnxscript onnxruntime"
         )
 
 
