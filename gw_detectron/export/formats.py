@@ -54,12 +54,12 @@ def require(name: str, packages: tuple[str, ...]) -> None:
     """Checks that what a format needs is installed.
 
     Raises:
-        ImportError: a package is missing; it names the extra that has it.
+        ImportError: a package is missing; the message names it.
     """
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         raise ImportError(
-            f"the format {name} needs {' and '.join(missing)}, not installed here: pip install onnx onnxscript onnxruntime"
+            f"the format {name} needs {' and '.join(missing)}, not installed here: pip install {' '.join(missing)}"
         )
 
 
