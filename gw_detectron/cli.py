@@ -31,8 +31,8 @@ def get_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def setup(args: argparse.Namespace) -> CfgNode:
-    """Reads the config of a run and prepares logging, seed and output folder as Detectron2 does.
+def config_of_run(args: argparse.Namespace) -> CfgNode:
+    """Reads the config of a run, and writes nothing yet.
 
     Args:
         args: ``config_file`` and ``opts`` as :func:`read_config` takes them; ``num_gpus`` 0 means ``MODEL.DEVICE cpu``.
@@ -47,8 +47,26 @@ def setup(args: argparse.Namespace) -> CfgNode:
     if getattr(args, "num_gpus", None) == 0:
         cfg.MODEL.DEVICE = "cpu"
     cfg.freeze()
-    default_setup(cfg, args)
+    return cfg
+
+
+def prepare_run(cfg: CfgNode, args: argparse.Namespace) -> None:
+    """Prepares logging, seed and output folder as Detectron2 does, and writes ``config.yaml``.
+
+    Raises:
+        OSError: ``OUTPUT_DIR`` cannot be written.
+    """
+    try:
+        default_setup(cfg, args)
+    except OSError as error:
+        raise OSError(f"OUTPUT_DIR {cfg.OUTPUT_DIR!r} cannot be written: {error}. Give another folder") from error
     setup_logger(cfg.OUTPUT_DIR, distributed_rank=comm.get_rank(), name="gw_detectron")
+
+
+def setup(args: argparse.Namespace) -> CfgNode:
+    """Reads the config of a run and prepares it, without checks in between."""
+    cfg = config_of_run(args)
+    prepare_run(cfg, args)
     return cfg
 
 
@@ -114,7 +132,9 @@ def _no_config_message(given: str) -> str:
 def _bad_keys_message(source: str, keys: Iterable[str], known: set[str], error: Exception) -> str:
     unknown = [key for key in keys if key not in known]
     if not unknown:
-        return f"{source}: {error.args[0] if error.args else error}"
+        said = f"{source}: {error.args[0] if error.args else error}"
+        # the shell takes quotes away, and a tuple of one has a comma
+        return said + (""". A tuple is written as "('name',)" or "(480, 560)\"""" if "'tuple'" in said else "")
     lines = []
     for key in unknown:
         near = difflib.get_close_matches(key, known, n=3)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from .engine import Trainer, get_parser, setup
+from .cli import config_of_run, get_parser, prepare_run
+from .engine import Trainer
 from .export import Normalisation, export_backbone
 from .preflight import preflight
 from .report import plot_curves, plot_predictions
@@ -27,13 +28,15 @@ def run_demo(args: argparse.Namespace) -> dict:
         What ``result.json`` holds.
 
     Raises:
-        The errors of :func:`gw_detectron.engine.setup`, :func:`gw_detectron.preflight.preflight` and training.
+        The errors of :mod:`gw_detectron.cli`, :func:`gw_detectron.preflight.preflight` and training.
     """
-    cfg = setup(get_parser().parse_args(["--config-file", args.config_file, *args.opts]))
+    run_args = get_parser().parse_args(["--config-file", args.config_file, *args.opts])
+    cfg = config_of_run(run_args)
+    preflight(cfg)
+    prepare_run(cfg, run_args)
     folder = Path(cfg.OUTPUT_DIR)
     metrics_file = folder / "metrics.json"
     metrics_file.unlink(missing_ok=True)  # the trainer appends, and this is a new run
-    preflight(cfg)
     trainer = Trainer(cfg)
     trainer.resume_or_load(resume=False)
     start = time.perf_counter()

@@ -31,8 +31,8 @@ from detectron2.utils.events import CommonMetricPrinter, EventWriter, JSONWriter
 from detectron2.utils.file_io import PathManager
 
 from .checkpoint import PartialLoadError, strict_backbone_load
-from .cli import get_parser, setup
-from .hooks import LossGuard, NamingMapper, NonFiniteError, WholeFileWriter
+from .cli import config_of_run, get_parser, prepare_run, setup
+from .hooks import LossGuard, NamingMapper, NonFiniteError, WholeFileWriter, remove_unfinished
 from .launch import in_all_processes, is_for_the_user
 from .preflight import COCO_EVALUATORS, preflight
 
@@ -173,6 +173,8 @@ class Trainer(DefaultTrainer):
             CheckpointWriteError: a checkpoint could not be written.
             DataError: an image or its record cannot be used.
         """
+        if comm.is_main_process():
+            remove_unfinished(self.cfg.OUTPUT_DIR)
         log = logging.getLogger("detectron2.engine.train_loop")
         log.addFilter(_without_traceback_for_users)
         try:
@@ -215,22 +217,35 @@ def main(args: argparse.Namespace) -> dict | None:
         PartialLoadError: weights left a part of the backbone, or in an evaluation of the heads, at random values.
         Other errors: see :func:`setup` and :meth:`Trainer.train`.
     """
-    cfg = in_all_processes(lambda: setup(args))
-    preflight(cfg, eval_only=args.eval_only, resume=args.resume, ignore=args.ignore_preflight)
+    cfg = in_all_processes(lambda: config_of_run(args))
+    # before anything is written: a refused run leaves the folder of an earlier one as it was
+    warnings = preflight(cfg, eval_only=args.eval_only, resume=args.resume, ignore=args.ignore_preflight)
+    in_all_processes(lambda: prepare_run(cfg, args))
     log = logging.getLogger(__name__)
+    for warning in warnings:
+        log.warning(warning)
     if args.eval_only:
         model = Trainer.build_model(cfg)
-        with strict_backbone_load(model, allow_partial=args.allow_partial) as report:
-            DetectionCheckpointer(model, cfg.OUTPUT_DIR).resume_or_load(cfg.MODEL.WEIGHTS, resume=args.resume)
+        checkpointer = DetectionCheckpointer(model, cfg.OUTPUT_DIR)
+        start = _start(checkpointer, cfg, args.resume)
+        with strict_backbone_load(model, start, allow_partial=args.allow_partial) as report:
+            checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=args.resume)
         log.info(str(report))
         if report.new and not args.allow_partial:
             raise PartialLoadError(f"{report}. An evaluation needs the weights of a whole detector")
         return _evaluate(cfg, model)
     trainer = Trainer(cfg)
-    with strict_backbone_load(trainer.model, allow_partial=args.allow_partial) as report:
+    start = _start(trainer.checkpointer, cfg, args.resume)
+    with strict_backbone_load(trainer.model, start, allow_partial=args.allow_partial) as report:
         trainer.resume_or_load(resume=args.resume)
     log.info(str(report))
     return trainer.train()
+
+
+def _start(checkpointer: DetectionCheckpointer, cfg: CfgNode, resume: bool) -> str:
+    """The file or address that ``resume_or_load`` is going to load."""
+    resumed = resume and checkpointer.has_checkpoint()
+    return checkpointer.get_checkpoint_file() if resumed else cfg.MODEL.WEIGHTS
 
 
 def _evaluate(cfg: CfgNode, model: torch.nn.Module) -> dict:

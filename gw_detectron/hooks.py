@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -192,9 +193,18 @@ class WholeFileWriter:
         return self._manager.open(path, mode, **kwargs)
 
 
+_UNFINISHED = ".tmp"
+
+
+def remove_unfinished(folder: str) -> None:
+    """Removes what a killed run left of a checkpoint that it was writing."""
+    for path in Path(folder).glob(f"*.pth{_UNFINISHED}"):
+        path.unlink(missing_ok=True)
+
+
 @contextlib.contextmanager
 def _written_beside(path: str, mode: str) -> Iterator[IO[Any]]:
-    beside = f"{path}.tmp"
+    beside = path + _UNFINISHED
     try:
         with open(beside, mode) as file:
             yield file

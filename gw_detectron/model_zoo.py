@@ -10,6 +10,7 @@ from detectron2.config import CfgNode, get_cfg
 from detectron2.modeling import build_model
 from torch import nn
 
+from .checkpoint import strict_backbone_load
 from .config import add_gw_config
 
 __all__ = ["get", "get_config", "get_config_file", "list_configs"]
@@ -93,7 +94,8 @@ def get(name: str, trained: bool = False, device: str | None = None) -> nn.Modul
     elif not torch.cuda.is_available():
         cfg.MODEL.DEVICE = "cpu"
     model = build_model(cfg)
-    DetectionCheckpointer(model).load(cfg.MODEL.WEIGHTS)
+    with strict_backbone_load(model, cfg.MODEL.WEIGHTS):
+        DetectionCheckpointer(model).load(cfg.MODEL.WEIGHTS)
     return model
 
 

@@ -20,7 +20,7 @@ ROOMS = (
 )
 LEVELS = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 # rooms of one row that are steps of one thing
-BESIDE = {("export", "cli"), ("checkpoint", "model_zoo")}
+BESIDE = {("export", "cli"), ("model_zoo", "checkpoint")}
 
 
 def imports(path: Path) -> set[str]:

@@ -260,3 +260,23 @@ def test_the_saved_config_starts_the_same_run(tmp_path):
     args.config_file, args.opts = str(tmp_path / "config.yaml"), []
     assert yaml.safe_load(setup(args).dump()) == yaml.safe_load(cfg.dump())
     assert os.path.exists(tmp_path / "log.txt")
+
+
+def test_a_refused_run_leaves_the_folder_as_it_was(tmp_path):
+    main(arguments(tmp_path, DATASETS__TEST="()"))
+    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    with pytest.raises(PreflightError, match="MODEL.FPN.NORM='XX'"):
+        main(arguments(tmp_path, DATASETS__TEST="()", MODEL__FPN__NORM="XX"))
+    assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
+
+
+def test_what_a_killed_run_left_unfinished_is_removed(tmp_path):
+    (tmp_path / "model_0000001.pth.tmp").write_bytes(b"half")
+    main(arguments(tmp_path, DATASETS__TEST="()"))
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_an_output_folder_that_cannot_be_one_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"OUTPUT_DIR '.*file' cannot be written: .*Give another folder"):
+        main(arguments(tmp_path / "file"))

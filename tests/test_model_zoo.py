@@ -58,8 +58,9 @@ def test_get_builds_a_model_that_detects():
 
 def test_get_loads_the_weights_the_config_names(tmp_path, monkeypatch):
     weight = "backbone.bottom_up.stem.conv1.weight"
-    expected = torch.full_like(model_zoo.get(DEMO, device="cpu").state_dict()[weight], 0.25)
-    torch.save({"model": {weight: expected}}, tmp_path / "w.pth")
+    state = model_zoo.get(DEMO, device="cpu").state_dict()
+    expected = torch.full_like(state[weight], 0.25)
+    torch.save({"model": {**state, weight: expected}}, tmp_path / "w.pth")
     cfg = model_zoo.get_config(DEMO)
     cfg.MODEL.WEIGHTS = str(tmp_path / "w.pth")
     monkeypatch.setattr(model_zoo, "get_config", lambda name, trained: cfg)

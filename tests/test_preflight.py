@@ -297,7 +297,9 @@ class TestResume:
         assert "last_checkpoint" in one(check(resume=True)) and "model_0000001.pth" in one(check(resume=True))
         tag = tmp_path / "output" / "last_checkpoint"
         tag.write_text("")
-        assert "is not named" in one(check(resume=True))
+        assert "that file is empty" in one(check(resume=True))
+        tag.write_bytes(bytes(range(128, 256)))
+        assert "does not exist" in one(check(resume=True))
         tag.write_text("model_0000009.pth")
         assert "model_0000009.pth" in one(check(resume=True)) and "does not exist" in one(check(resume=True))
 
@@ -316,6 +318,9 @@ class TestData:
     def test_number_of_classes(self, check):
         problem = one(check(MODEL__ROI_HEADS__NUM_CLASSES=80))
         assert "is 80" in problem and "has 2 classes. Set MODEL.ROI_HEADS.NUM_CLASSES 2" in problem
+
+    def test_an_unknown_image_format(self, check):
+        assert "INPUT.FORMAT is 'XYZ'. Set it to one of RGB" in one(check(INPUT__FORMAT="XYZ"))
 
     def test_an_unknown_data_set(self, check):
         problem = one(check(DATASETS__TRAIN=("coco_2017_trian",)))
@@ -352,6 +357,10 @@ class TestData:
             (lambda c: c["annotations"][0].update(category_id=1), "annotation 1 has category_id 1"),
             (lambda c: c["annotations"].clear(), "list 'annotations' is empty"),
             (lambda c: c["images"].insert(0, 3), r"images\[0\] is a int"),
+            (lambda c: c["images"][0].update(width="120"), "image 1 has width '120'; it must be a positive integer"),
+            (lambda c: c["annotations"][1].update(id=1), "annotations: the id 1 is given more than once"),
+            (lambda c: [a.update(segmentation=[[1, 2, 3]]) for a in c["annotations"]], "nothing to learn from"),
+            (lambda c: [a.update(iscrowd=1) for a in c["annotations"]], "nothing to learn from"),
         ],
     )
     def test_a_json_that_lacks_something(self, check, coco, content, damage, words):

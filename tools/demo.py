@@ -3,10 +3,9 @@
 
 import argparse
 
-from gw_detectron.model_zoo import get_config_file
-
 from gw_detectron.demo import run_demo
 from gw_detectron.launch import errors_reported
+from gw_detectron.model_zoo import get_config_file
 
 
 def get_parser() -> argparse.ArgumentParser:

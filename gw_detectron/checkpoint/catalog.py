@@ -118,9 +118,11 @@ def local_path(address: str) -> str:
 def _convert_local_file(path: Path, folder: Path) -> Path:
     target = folder / "files" / f"{sha256_of(path)[:20]}-{tool().split()[-1]}.pkl"
     target.parent.mkdir(parents=True, exist_ok=True)
+    note = target.with_suffix(".json")
     with file_lock(str(target)):
-        if not target.is_file():
+        if not target.is_file() or _read_note(note).get("converted_sha256") != sha256_of(target):
             convert_file(path, target, overwrite=True)
+            _write_note(note, {"source": str(path), "converted_sha256": sha256_of(target)})
     return target
 
 
@@ -167,8 +169,7 @@ def _published(record: PublishedWeights, folder: Path) -> Path:
         "converted_sha256": sha256_of(target),
         "tool": tool(),
     }
-    with whole(note) as beside:
-        beside.write_text(json.dumps(content, indent=1))
+    _write_note(note, content)
     return target
 
 
@@ -183,6 +184,11 @@ def _fetch(record: PublishedWeights, path: Path) -> None:
             f"as {path}; or set {FOLDER_VARIABLE} to a folder that has {record.file}, or {MIRROR_VARIABLE} to the "
             "address of one"
         ) from None
+
+
+def _write_note(path: Path, content: Mapping[str, str]) -> None:
+    with whole(path) as beside:
+        beside.write_text(json.dumps(content, indent=1))
 
 
 def _read_note(path: Path) -> dict[str, str]:

@@ -216,6 +216,8 @@ def _check(value: Tensor, expected: _Expected) -> str:
         return "of wrong type where float32 belongs (float16 and bfloat16 are widened)"
     if value.layout != torch.strided:
         return "not dense"
+    if value.is_meta:
+        return "without numbers (saved on the device meta)"
     if not torch.isfinite(value).all():
         return "with values that are NaN or infinite"
     if expected.target.endswith(".running_var") and (value < 0).any():

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import pickle
+import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -157,7 +158,8 @@ def _write(path: Path, suffix: str, tensors: Mapping[str, Tensor], provenance: P
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[Path]:
     """Gives a name beside a file to write to; the file appears at the end, whole, or not at all."""
-    beside = path.with_name(f"{path.name}.tmp")
+    # a name that no other writer and no file of the user's has
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
         yield beside
         os.replace(beside, path)

@@ -5,9 +5,11 @@ import re
 from collections.abc import Collection, Iterator
 
 from detectron2.layers import FrozenBatchNorm2d
+from detectron2.utils.file_io import PathManager
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .reading import read_weights_file
 from .wording import listed
 
 _OF_A_BACKBONE = re.compile(r"(backbone\.(bottom_up\.)?)?(stem\.conv1|res[2-5]\.\d+)\.")
@@ -112,22 +114,30 @@ class LoadReport:
 
 
 @contextlib.contextmanager
-def strict_backbone_load(model: nn.Module, *, allow_partial: bool = False) -> Iterator[LoadReport]:
+def strict_backbone_load(model: nn.Module, weights: str, *, allow_partial: bool = False) -> Iterator[LoadReport]:
     """Watches weights being loaded in the ``with`` statement, and at its end demands that all of the backbone were.
 
-    It works with any checkpointer that ends in ``model.load_state_dict``, such as Detectron2's.
+    It works with any checkpointer that ends in ``model.load_state_dict``, such as Detectron2's. Detectron2 would run
+    code that a pickle carries, so the file is first read in a way that does not.
 
-        with strict_backbone_load(model) as report:
+        with strict_backbone_load(model, cfg.MODEL.WEIGHTS) as report:
             DetectionCheckpointer(model).load(cfg.MODEL.WEIGHTS)
         logger.info(report)  # backbone: 231/231 tensors; FPN and heads start new, as expected
 
     Args:
         model: the detector, or a bare backbone.
+        weights: the file or address that is going to be loaded, "" for none.
         allow_partial: accept a backbone of which a part was not loaded.
 
     Raises:
+        RefusedFileError: the file could run code.
+        WeightsFileError: the file is damaged.
         PartialLoadError: a backbone tensor was not loaded, or one of the file found no place.
+        OSError: the file is not there or cannot be fetched.
     """
+    if weights:
+        # Detectron2 reads "...?matching_heuristics=True" as a file name and an option
+        read_weights_file(PathManager.get_local_path(weights.partition("?")[0]))
     if isinstance(model, DistributedDataParallel):
         model = model.module
     report = LoadReport(model)

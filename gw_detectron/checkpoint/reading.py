@@ -118,6 +118,8 @@ def _load_torch(path: str, size: int) -> Any:
             # first without the numbers, so that sizes which cannot be true are found before memory is asked for
             _check_sizes(torch.load(path, map_location="meta", weights_only=True), size)
             return with_tensors(torch.load(path, map_location="cpu", weights_only=True))
+    except NotImplementedError:
+        raise WeightsFileError("it holds sparse or quantised tensors; save dense ones of float32") from None
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL (\S+)", str(error))
         if named:

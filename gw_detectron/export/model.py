@@ -1,7 +1,6 @@
 """The model to export, with all of its weights."""
 
 import os
-import pickle
 
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode
@@ -22,7 +21,8 @@ def load_model(cfg: CfgNode, needed: str = "") -> nn.Module:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: no weights are named, the file is damaged, or a part of the model that is needed is not among them.
+        ValueError: no weights are named, the file is damaged or could run code, or a part of the model that is needed
+            is not among them.
     """
     weights = cfg.MODEL.WEIGHTS
     if not weights:
@@ -34,12 +34,8 @@ def load_model(cfg: CfgNode, needed: str = "") -> nn.Module:
     cfg.defrost()
     cfg.MODEL.DEVICE = "cpu"
     model = build_model(cfg).eval()
-    with strict_backbone_load(model) as report:
-        try:
-            DetectionCheckpointer(model).load(weights)
-        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise ValueError(f"{weights} cannot be read, it is damaged or no file of weights: {reason}") from error
+    with strict_backbone_load(model, weights) as report:
+        DetectionCheckpointer(model).load(weights)
     missing = [name for name in report.new if name.startswith(needed)]
     if missing:
         raise ValueError(

@@ -21,9 +21,9 @@ def effective_groups(num_channels: int, num_groups: int) -> int:
 
     Source: Group Whitening, section 5.1.1 ("we use the channel number if it is less than the group number").
     """
-    if num_channels < 1 or num_groups < 1:
+    if num_channels < 1 or not isinstance(num_groups, int) or num_groups < 1:
         raise ValueError(
-            f"group whitening needs a positive number of channels and groups, got channels={num_channels} "
+            f"group whitening needs positive integers of channels and groups, got channels={num_channels} "
             f"and groups={num_groups}"
         )
     groups = min(num_groups, num_channels)
@@ -35,8 +35,8 @@ def effective_groups(num_channels: int, num_groups: int) -> int:
 
 def check_options(num_iters: int, eps: float, solver: str) -> None:
     """Raises ValueError for an option of group whitening that is out of its range."""
-    if num_iters < 0:
-        raise ValueError(f"num_iters={num_iters} is negative; the published value is 5")
+    if not isinstance(num_iters, int) or num_iters < 0:
+        raise ValueError(f"num_iters={num_iters} must be zero or a positive integer; the published value is 5")
     if not 0 <= eps < float("inf"):
         raise ValueError(f"eps={eps} must be zero or a positive number; the published value is 1e-5")
     if solver not in SOLVERS:
@@ -60,8 +60,8 @@ def group_whiten(
         \Sigma = \tfrac{1}{M} X_C X_C^T + \epsilon I, \quad
         \hat{x} = \Pi^{-1}(\psi(\Sigma) X_C), \quad y = \gamma \hat{x} + \beta
 
-    Statistics and solver run in float32 (float64 for float64 input), also under autocast. A sample without variance
-    (constant, or a single column) gives ``bias``.
+    Statistics and solver run in float32 (float64 for float64 input), also under autocast; values from about 1e19 on
+    overflow the covariance in float32. A sample without variance (constant, or a single column) gives ``bias``.
 
     Args:
         x: floating point, (N, C, *spatial) with any number of spatial dimensions, in any memory format.

@@ -14,6 +14,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
+class NonFiniteCovarianceError(FloatingPointError, ValueError):
+    """A covariance matrix holds NaN or infinity, so it has no eigenvalues."""
+
+
 def _zero_variance(dtype: torch.dtype) -> float:
     """Variance up to this counts as zero: the backward pass holds variance^(-3/2), which must stay in range."""
     return torch.finfo(dtype).tiny ** 0.5
@@ -67,7 +71,7 @@ def zca_inverse_sqrt(sigma: Tensor) -> Tensor:
         The whitening matrices, (..., g, g).
 
     Raises:
-        ValueError: ``sigma`` holds NaN or infinity.
+        NonFiniteCovarianceError: ``sigma`` holds NaN or infinity.
 
     Source: Group Whitening supplement, Eqs. 1-3; Decorrelated Batch Normalization, Eqs. 4-6.
     """
@@ -80,7 +84,9 @@ def _zca_forward(sigma: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         eigenvalues, eigenvectors = torch.linalg.eigh(sigma)
     except RuntimeError as error:  # torch.linalg.LinAlgError, or the solver library of a GPU
         if not torch.isfinite(sigma).all():
-            raise ValueError("zca whitening: the covariance matrix holds NaN or infinity; check the input") from error
+            raise NonFiniteCovarianceError(
+                "zca whitening: the covariance matrix holds NaN or infinity; check the input"
+            ) from error
         raise
     # eigh returns ascending eigenvalues, exact to rounding of the largest one
     floor = (torch.finfo(sigma.dtype).eps * eigenvalues[..., -1:]).clamp_min(_zero_variance(sigma.dtype))

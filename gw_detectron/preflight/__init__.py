@@ -1,7 +1,5 @@
 """Checks before a run: what would stop it later, or let it go on and learn nothing, is said at once."""
 
-import logging
-
 from detectron2.config import CfgNode
 from detectron2.utils import comm
 
@@ -26,7 +24,7 @@ def preflight(cfg: CfgNode, *, eval_only: bool = False, resume: bool = False, ig
         ignore: turn problems into warnings.
 
     Returns:
-        The warnings, which are logged as well; none in the other processes.
+        The warnings, to be logged; none in the other processes.
 
     Raises:
         PreflightError: all problems. In a run of several processes the main one prints them and all end.
@@ -40,10 +38,7 @@ def preflight(cfg: CfgNode, *, eval_only: bool = False, resume: bool = False, ig
             raise PreflightError(findings.problems)
         return findings.problems + findings.warnings
 
-    warnings = in_all_processes(check)
-    for warning in warnings:
-        logging.getLogger(__name__).warning(warning)
-    return warnings
+    return in_all_processes(check)
 
 
 def find_problems(cfg: CfgNode, *, eval_only: bool = False, resume: bool = False) -> Findings:

@@ -4,6 +4,7 @@ import difflib
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,10 @@ def _check_content(content: Any, *, for_training: bool, masks: bool) -> None:
             raise ValueError(f"it has no list '{key}'")
     _check_fields("categories", content["categories"], ("id", "name"))
     _check_fields("images", content["images"], ("id", "file_name", "height", "width"))
+    for image in content["images"]:
+        for key in ("height", "width"):
+            if not isinstance(image[key], int) or image[key] < 1:
+                raise ValueError(f"image {image['id']} has {key} {image[key]!r}; it must be a positive integer")
     for key in ("categories", "images", *(["annotations"] if for_training else [])):
         if not content[key]:
             raise ValueError(f"its list '{key}' is empty")
@@ -94,7 +99,14 @@ def _check_content(content: Any, *, for_training: bool, masks: bool) -> None:
     fields += ["segmentation"] if masks else []
     fields += [] if for_training else ["area", "iscrowd"]
     _check_fields("annotations", content["annotations"], fields)
+    for kind in ("categories", "images", "annotations"):
+        twice = [id for id, count in Counter(record["id"] for record in content[kind]).items() if count > 1]
+        if twice:
+            raise ValueError(f"{kind}: the id {twice[0]!r} is given more than once")
     known = {"image_id": _ids(content["images"]), "category_id": _ids(content["categories"])}
+    if for_training and not any(_teaches(annotation, masks) for annotation in content["annotations"]):
+        kind = "that is no crowd" + (" and has a mask: an RLE, or polygons of three points or more" if masks else "")
+        raise ValueError(f"it has no annotation {kind}, so there is nothing to learn from")
     for annotation in content["annotations"]:
         box = annotation["bbox"]
         if not (isinstance(box, list) and len(box) == 4 and all(_is_number(value) for value in box)):
@@ -104,6 +116,16 @@ def _check_content(content: Any, *, for_training: bool, masks: bool) -> None:
         for key, ids in known.items():
             if annotation[key] not in ids:
                 raise ValueError(f"annotation {annotation['id']} has {key} {annotation[key]}, which is not in the file")
+
+
+def _teaches(annotation: dict, masks: bool) -> bool:
+    """Whether Detectron2 trains on an annotation; it leaves out crowds, and objects without a valid mask."""
+    if annotation.get("iscrowd", 0):
+        return False
+    mask = annotation.get("segmentation")
+    polygons = mask if isinstance(mask, list) else []
+    valid = any(isinstance(polygon, list) and len(polygon) >= 6 and len(polygon) % 2 == 0 for polygon in polygons)
+    return not masks or valid or isinstance(mask, dict)
 
 
 def _check_fields(kind: str, records: Iterable[Any], fields: Iterable[str]) -> None:

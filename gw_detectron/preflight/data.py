@@ -7,11 +7,14 @@ from .coco_json import check_dataset
 from .findings import Findings
 
 # values of a data set's metadata "evaluator_type" for which boxes and masks are evaluated by the COCO rules
+_FORMATS = ("RGB", "BGR", "L", "YUV-BT.601")  # what Detectron2 reads images as
 COCO_EVALUATORS = ("coco", "coco_panoptic_seg")
 
 
 def check_data(cfg: CfgNode, findings: Findings, *, eval_only: bool) -> None:
     """Adds what is wrong with the data sets of training (unless ``eval_only``) and evaluation."""
+    if cfg.INPUT.FORMAT not in _FORMATS:
+        findings.problems.append(f"INPUT.FORMAT is {cfg.INPUT.FORMAT!r}. Set it to one of {', '.join(_FORMATS)}.")
     names_train = () if eval_only else tuple(cfg.DATASETS.TRAIN)
     names_test = tuple(cfg.DATASETS.TEST)
     if not names_train and not eval_only:

@@ -64,10 +64,10 @@ def check_weights(cfg: CfgNode, findings: Findings, *, eval_only: bool, resume: 
 
 def _check_last_checkpoint(tag: str, findings: Findings) -> str:
     folder = os.path.dirname(tag)
-    with open(tag) as file:
+    with open(tag, errors="replace") as file:
         name = file.read().strip()
-    last = os.path.join(folder, name)
-    problem = read_problem(last) if name else "is not named"
+    last = os.path.join(folder, name or "?")
+    problem = read_problem(last) if name else "cannot be told, for that file is empty"
     if problem:
         whole = [path for path in _checkpoints(folder) if path != last and not read_problem(path)]
         advice = "There is no other whole checkpoint: delete that file to start anew."

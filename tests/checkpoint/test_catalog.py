@@ -62,7 +62,7 @@ def test_records_of_the_published_files():
 
 def test_detectron2_loads_the_address(server, r18, detector_cfg):
     model = build_model(detector_cfg)
-    with strict_backbone_load(model) as report:
+    with strict_backbone_load(model, "") as report:
         DetectionCheckpointer(model).load(f"gw://{NAME}")
     assert str(report).startswith("backbone: 82/82 tensors; FPN and heads start new")
     value = model.backbone.bottom_up.stem.conv1.weight
@@ -192,3 +192,10 @@ def test_unknown_names():
         PathManager.get_local_path("gw://imagenet/R-51")
     with pytest.raises(FileNotFoundError):
         PathManager.get_local_path("gw://file/none.pth")
+
+
+def test_a_damaged_conversion_of_a_local_file_is_made_again(r18_file):
+    converted = catalog.local_weights(f"file/{r18_file}")
+    whole = converted.read_bytes()
+    converted.write_bytes(whole[: len(whole) // 2])
+    assert catalog.local_weights(f"file/{r18_file}").read_bytes() == whole

@@ -19,7 +19,7 @@ from gw_detectron.checkpoint import (
     load_weights,
     strict_backbone_load,
 )
-from gw_detectron.checkpoint.files import SUFFIXES
+from gw_detectron.checkpoint.files import SUFFIXES, whole
 from gw_detectron.checkpoint.provenance import TORCHVISION, sha256_of
 
 
@@ -60,7 +60,7 @@ def test_stock_detectron2_loads_all_of_it_with_the_yaml_beside_it(r18, r18_file,
     assert cfg.INPUT.FORMAT == "RGB"
     assert cfg.MODEL.PIXEL_STD == [58.395, 57.12, 57.375]
     model = build_model(cfg)
-    with strict_backbone_load(model) as report:
+    with strict_backbone_load(model, "") as report:
         DetectionCheckpointer(model).load(cfg.MODEL.WEIGHTS)
     assert str(report) == "backbone: 82/82 tensors; FPN and heads start new, as expected"
     state = model.backbone.bottom_up.state_dict()
@@ -151,3 +151,15 @@ def test_weights_of_an_unknown_origin_are_described_by_themselves(r18_file, tmp_
     shutil.copy(r18_file, tmp_path / "mine.pth")
     provenance = load_weights(tmp_path / "mine.pth")[1]
     assert (provenance.source, provenance.architecture) == ("mine.pth", "R-18")
+
+
+def test_two_writers_of_one_file_do_not_meet(tmp_path):
+    target = tmp_path / "weights.pkl"
+    (tmp_path / "weights.pkl.tmp").write_text("the user's")
+    with whole(target) as first, whole(target) as second:
+        assert first != second
+        first.write_text("one")
+        second.write_text("two")
+    assert target.read_text() == "one"  # the outer one ends last
+    assert (tmp_path / "weights.pkl.tmp").read_text() == "the user's"
+    assert len(list(tmp_path.iterdir())) == 2

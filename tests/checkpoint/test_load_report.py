@@ -17,7 +17,7 @@ def model(detector_cfg):
 
 def _load(model, content, tmp_path, *, allow_partial=False):
     torch.save(content, tmp_path / "weights.pth")
-    with strict_backbone_load(model, allow_partial=allow_partial) as report:
+    with strict_backbone_load(model, "", allow_partial=allow_partial) as report:
         DetectionCheckpointer(model).load(str(tmp_path / "weights.pth"))
     return str(report)
 
@@ -99,11 +99,11 @@ def test_statistics_inside_scale_and_shift_as_caffe2_has_them(detector_cfg, tmp_
 def test_no_weights_and_live_batch_norm(detector_cfg, r18_file, tmp_path):
     detector_cfg.MODEL.RESNETS.NORM = "BN"
     model = build_model(detector_cfg)
-    with strict_backbone_load(model) as report:
+    with strict_backbone_load(model, "") as report:
         DetectionCheckpointer(model).load("")
     assert str(report) == "no weights were loaded: backbone, FPN and heads start new"
     convert_file(r18_file, tmp_path / "a.pkl")
-    with strict_backbone_load(model) as report:
+    with strict_backbone_load(model, "") as report:
         DetectionCheckpointer(model).load(str(tmp_path / "a.pkl"))
     assert str(report).startswith("backbone: 82/82 tensors")
 
@@ -118,7 +118,7 @@ def test_backbone_without_fpn(detector_cfg, r18, tmp_path):
 
 
 def test_the_error_of_the_loading_itself_is_not_replaced(model):
-    with pytest.raises(AssertionError, match="not found"), strict_backbone_load(model):
+    with pytest.raises(AssertionError, match="not found"), strict_backbone_load(model, ""):
         DetectionCheckpointer(model).load("nowhere.pth")
 
 

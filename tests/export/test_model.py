@@ -1,5 +1,6 @@
 import json
 import os
+import pickle
 import runpy
 import sys
 
@@ -10,6 +11,7 @@ from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.modeling import build_model
 from PIL import Image
 
+from gw_detectron.checkpoint import RefusedFileError
 from gw_detectron.export import load_model
 from gw_detectron.model_zoo import get_config
 
@@ -74,7 +76,7 @@ def test_a_resnet_that_the_weights_lack_is_an_error(cfg, trained, tmp_path):
 def test_a_damaged_file_is_named(cfg, trained, tmp_path, size):
     path = tmp_path / "cut.pth"
     path.write_bytes(trained[1].read_bytes()[:size])
-    with pytest.raises(ValueError, match="cut.pth cannot be read, it is damaged or no file of weights"):
+    with pytest.raises(ValueError, match="cut.pth cannot be read: it is (cut off|empty)"):
         load_model(with_weights(cfg, path))
 
 
@@ -142,3 +144,16 @@ def test_the_command_for_detectors(trained, tmp_path, run_tool):
     assert status == 0, complaint
     assert f"{folder}/model.ts agrees with the model" in printed
     assert (folder / "model.ts").is_file()
+
+
+def test_code_in_a_weight_file_is_not_run(tmp_path):
+    class Harm:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "harm"),)
+
+    (tmp_path / "harm.pkl").write_bytes(pickle.dumps({"model": {}, "x": Harm()}))
+    cfg = get_config("quick_schedules/mask_rcnn_R_18_FPN_GW_demo.yaml")
+    cfg.MODEL.WEIGHTS = str(tmp_path / "harm.pkl")
+    with pytest.raises(RefusedFileError, match="mkdir"):
+        load_model(cfg)
+    assert not (tmp_path / "harm").exists()
