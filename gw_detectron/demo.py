@@ -8,10 +8,8 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from .cli import config_of_run, get_parser, prepare_run
-from .engine import Trainer
+from .engine import Trainer, checked_setup, get_parser
 from .export import Normalisation, export_backbone
-from .preflight import preflight
 from .report import plot_curves, plot_predictions
 
 
@@ -28,12 +26,9 @@ def run_demo(args: argparse.Namespace) -> dict:
         What ``result.json`` holds.
 
     Raises:
-        The errors of :mod:`gw_detectron.cli`, :func:`gw_detectron.preflight.preflight` and training.
+        The errors of :func:`gw_detectron.engine.checked_setup` and of training.
     """
-    run_args = get_parser().parse_args(["--config-file", args.config_file, *args.opts])
-    cfg = config_of_run(run_args)
-    preflight(cfg)
-    prepare_run(cfg, run_args)
+    cfg = checked_setup(get_parser().parse_args(["--config-file", args.config_file, *args.opts]))
     folder = Path(cfg.OUTPUT_DIR)
     metrics_file = folder / "metrics.json"
     metrics_file.unlink(missing_ok=True)  # the trainer appends, and this is a new run

@@ -36,7 +36,7 @@ from .hooks import LossGuard, NamingMapper, NonFiniteError, WholeFileWriter, rem
 from .launch import in_all_processes, is_for_the_user
 from .preflight import COCO_EVALUATORS, preflight
 
-__all__ = ["Trainer", "fast_coco_evaluation_is_built", "get_parser", "main", "setup"]
+__all__ = ["Trainer", "checked_setup", "fast_coco_evaluation_is_built", "get_parser", "main", "setup"]
 
 
 class Trainer(DefaultTrainer):
@@ -203,6 +203,29 @@ def fast_coco_evaluation_is_built() -> bool:
         return False
 
 
+def checked_setup(args: argparse.Namespace) -> CfgNode:
+    """Reads the config of a run, checks the run, and only then prepares its output folder.
+
+    A refused run so leaves the folder of an earlier one as it was.
+
+    Args:
+        args: what :func:`get_parser` parses.
+
+    Returns:
+        The frozen config.
+
+    Raises:
+        PreflightError: the config, the data or the machine would let the run fail or learn nothing.
+        Other errors: see :func:`gw_detectron.cli.config_of_run` and :func:`gw_detectron.cli.prepare_run`.
+    """
+    cfg = in_all_processes(lambda: config_of_run(args))
+    warnings = preflight(cfg, eval_only=args.eval_only, resume=args.resume, ignore=args.ignore_preflight)
+    in_all_processes(lambda: prepare_run(cfg, args))
+    for warning in warnings:
+        logging.getLogger(__name__).warning(warning)
+    return cfg
+
+
 def main(args: argparse.Namespace) -> dict | None:
     """Trains, or evaluates with ``--eval-only``, in the current process.
 
@@ -217,13 +240,8 @@ def main(args: argparse.Namespace) -> dict | None:
         PartialLoadError: weights left a part of the backbone, or in an evaluation of the heads, at random values.
         Other errors: see :func:`setup` and :meth:`Trainer.train`.
     """
-    cfg = in_all_processes(lambda: config_of_run(args))
-    # before anything is written: a refused run leaves the folder of an earlier one as it was
-    warnings = preflight(cfg, eval_only=args.eval_only, resume=args.resume, ignore=args.ignore_preflight)
-    in_all_processes(lambda: prepare_run(cfg, args))
+    cfg = checked_setup(args)
     log = logging.getLogger(__name__)
-    for warning in warnings:
-        log.warning(warning)
     if args.eval_only:
         model = Trainer.build_model(cfg)
         checkpointer = DetectionCheckpointer(model, cfg.OUTPUT_DIR)

@@ -61,7 +61,9 @@ def test_other_norms_and_positions(name, positions, norm):
 
 def test_torchvision_loads_what_goes_back(r18):
     back = to_torchvision(convert(r18, keep_fc=True).tensors)
-    make_network("R-18", "S1-B1", seed=1).load_state_dict(back)  # strict
+    model = make_network("R-18", "S1-B1", seed=1)
+    model.load_state_dict(back, strict=True)
+    assert torch.equal(model.layer4[1].conv2.weight, back["layer4.1.conv2.weight"])
 
 
 def test_norms_of_one_dimension_are_groupnorm_unless_told_otherwise():

@@ -119,15 +119,14 @@ def test_a_sample_does_not_depend_on_its_batch(cfg):
 
 def test_a_deformable_block_takes_the_whitening_norm(cfg):
     cfg.MODEL.RESNETS.DEFORM_ON_PER_STAGE = [False, False, False, True]
-    backbone = build_gw_resnet_backbone(cfg, RGB)
+    try:
+        backbone = build_gw_resnet_backbone(cfg, RGB)
+    except ImportError as error:
+        pytest.skip(f"this Detectron2 was not compiled: {error}")
     block = backbone.res5[0]
     assert isinstance(block, GWDeformBottleneckBlock)
     assert isinstance(block.conv2.norm, GroupWhitening2d)
-    x = torch.randn(1, 3, 64, 64)
-    try:
-        features = backbone(x)
-    except (ImportError, NotImplementedError, RuntimeError) as error:
-        pytest.skip(f"this Detectron2 has no compiled deformable convolution for the CPU: {error}")
+    features = backbone(torch.randn(1, 3, 64, 64))
     assert features["res5"].shape == (1, 2048, 2, 2)
 
 
