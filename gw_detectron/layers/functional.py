@@ -1,4 +1,4 @@
-"""Group whitening written beside the paper's equations: the readable oracle of every faster path.
+"""Group whitening written beside the paper's equations: the readable oracle of the faster paths in ``kernels``.
 
 Shape shorthand: ``N`` samples, ``C`` channels, ``g`` groups (the side of the covariance matrix),
 ``M = C / g * prod(spatial)`` the number of columns over which one sample's covariance is taken.
@@ -43,6 +43,32 @@ def check_options(num_iters: int, eps: float, solver: str) -> None:
         raise ValueError(f"unknown whitening solver {solver!r}; allowed are {sorted(SOLVERS)}")
 
 
+def check_arguments(
+    x: Tensor,
+    num_groups: int,
+    num_iters: int,
+    eps: float,
+    solver: str,
+    weight: Tensor | None,
+    bias: Tensor | None,
+) -> int:
+    """Returns the effective number of groups, or raises what :func:`group_whiten` documents."""
+    if x.dim() < 2:
+        raise ValueError(f"group whitening takes input of shape (N, C, *spatial), got {tuple(x.shape)}")
+    if not x.is_floating_point():
+        raise ValueError(f"group whitening takes floating point input, got {x.dtype}")
+    check_options(num_iters, eps, solver)
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None and parameter.shape != x.shape[1:2]:
+            raise ValueError(f"{name} has shape {tuple(parameter.shape)}, expected ({x.shape[1]},)")
+    return effective_groups(x.shape[1], num_groups)
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The precision of statistics and solver: float64 for float64 input, else float32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
 def group_whiten(
     x: Tensor,
     num_groups: int,
@@ -82,28 +108,20 @@ def group_whiten(
 
     Source: Group Whitening, Eqs. 8-10, and its supplement, Algorithm 1.
     """
-    if x.dim() < 2:
-        raise ValueError(f"group whitening takes input of shape (N, C, *spatial), got {tuple(x.shape)}")
-    if not x.is_floating_point():
-        raise ValueError(f"group whitening takes floating point input, got {x.dtype}")
-    check_options(num_iters, eps, solver)
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is not None and parameter.shape != x.shape[1:2]:
-            raise ValueError(f"{name} has shape {tuple(parameter.shape)}, expected ({x.shape[1]},)")
-    groups = effective_groups(x.shape[1], num_groups)
+    groups = check_arguments(x, num_groups, num_iters, eps, solver, weight, bias)
     if x.numel() == 0:
         return _affine(x, weight, bias).to(x.dtype)
-    compute_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    with _autocast_off(x.device.type):
+    dtype = compute_dtype(x)
+    with autocast_off(x.device.type):
         columns = x.shape[1] // groups * math.prod(x.shape[2:])  # not -1: a traced model may meet an empty batch
         # reshape, not view: channels_last input is not laid out group by group
-        x_g = x.to(compute_dtype).reshape(x.shape[0], groups, columns)
+        x_g = x.to(dtype).reshape(x.shape[0], groups, columns)
         x_c = x_g - x_g.mean(-1, keepdim=True)
         sigma = x_c @ x_c.mT / x_c.shape[-1]
-        sigma = sigma + eps * torch.eye(groups, dtype=compute_dtype, device=x.device)
+        sigma = sigma + eps * torch.eye(groups, dtype=dtype, device=x.device)
         x_hat = (SOLVERS[solver](sigma, num_iters) @ x_c).reshape(x.shape)
         y = _affine(x_hat, weight, bias)
-    return y.to(dtype=x.dtype, memory_format=_memory_format(x))
+    return y.to(dtype=x.dtype, memory_format=memory_format_of(x))
 
 
 def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -115,13 +133,15 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     return x
 
 
-def _autocast_off(device_type: str) -> AbstractContextManager:
+def autocast_off(device_type: str) -> AbstractContextManager:
+    """Keeps autocast from rounding the operands of statistics and solver."""
     if device_type in ("cpu", "cuda") and torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
 
 
-def _memory_format(x: Tensor) -> torch.memory_format:
+def memory_format_of(x: Tensor) -> torch.memory_format:
+    """Channels last where ``x`` is, else contiguous."""
     for rank, memory_format in ((4, torch.channels_last), (5, torch.channels_last_3d)):
         if x.dim() == rank and not x.is_contiguous() and x.is_contiguous(memory_format=memory_format):
             return memory_format

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .functional import check_options, effective_groups, group_whiten
+from . import kernels
+from .functional import check_options, effective_groups
 
 
 class GroupWhitening2d(nn.Module):
@@ -59,7 +60,7 @@ class GroupWhitening2d(nn.Module):
             raise ValueError(
                 f"GroupWhitening2d expects input of shape (N, {self.num_channels}, *spatial), got {tuple(x.shape)}"
             )
-        return group_whiten(x, self.num_groups, self.num_iters, self.eps, self.solver, self.weight, self.bias)
+        return kernels.group_whiten(x, self.num_groups, self.num_iters, self.eps, self.solver, self.weight, self.bias)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # the authors' checkpoints hold the affine parameters as (1, C, 1, 1)

@@ -1,0 +1,195 @@
+"""Group whitening by the fastest path that an input allows.
+
+=============  ==========================================================================================
+``triton``     Triton kernels: CUDA, float32 / float16 / bfloat16, up to 128 groups
+``matmul``     batched matrix products in closed form: every device, and float64
+``reference``  :func:`gw_detectron.layers.group_whiten`, plain autograd: other solvers than ``newton``, empty
+               input, and every export, which then runs where this package is not installed
+=============  ==========================================================================================
+
+The first two are one custom operator, ``torch.ops.gw_detectron.group_whiten``, with a formula for autograd, for fake
+tensors (``torch.compile``) and for ``torch.utils.flop_counter``. Second derivatives are those of the reference.
+
+The environment variable ``GW_DETECTRON_KERNELS=reference`` forces the reference, to compare with it; ``matmul`` forces
+the matrix products where Triton would be taken. A debug line of the logger ``gw_detectron.layers`` names the path.
+"""
+
+import contextlib
+import functools
+import logging
+import math
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from . import closed_form, functional, matmul_kernels, matmul_newton, triton_kernels
+
+ENVIRONMENT_SWITCH = "GW_DETECTRON_KERNELS"
+FORCEABLE = ("matmul", "reference")
+_MODULES = {"triton": triton_kernels, "matmul": matmul_kernels}
+_logger = logging.getLogger("gw_detectron.layers")
+
+
+class _Chosen(threading.local):
+    path = ""
+
+
+_chosen = _Chosen()
+
+
+@contextlib.contextmanager
+def use_path(path: str) -> Iterator[None]:
+    """Makes this thread take one path, as ``GW_DETECTRON_KERNELS`` does, which it overrules."""
+    before, _chosen.path = _chosen.path, path
+    try:
+        yield
+    finally:
+        _chosen.path = before
+
+
+def group_whiten(
+    x: Tensor,
+    num_groups: int,
+    num_iters: int = 5,
+    eps: float = 1e-5,
+    solver: str = "newton",
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """:func:`gw_detectron.layers.functional.group_whiten`, to rounding, by the path that :func:`choose_path` names."""
+    groups = functional.check_arguments(x, num_groups, num_iters, eps, solver, weight, bias)
+    path = choose_path(x, groups, solver)
+    if not torch.compiler.is_compiling():
+        _log(path, x.device.type, x.dtype, x.shape[1], groups, solver)
+    if path == "reference":
+        return functional.group_whiten(x, groups, num_iters, eps, solver, weight, bias)
+    return torch.ops.gw_detectron.group_whiten(x, weight, bias, groups, num_iters, eps, path)[0]
+
+
+def choose_path(x: Tensor, groups: int, solver: str = "newton") -> str:
+    """The path for an input of ``groups`` groups: ``"triton"``, ``"matmul"`` or ``"reference"``.
+
+    Raises:
+        ValueError: the environment variable ``GW_DETECTRON_KERNELS`` is neither ``reference`` nor ``matmul``.
+    """
+    forced = _chosen.path or os.environ.get(ENVIRONMENT_SWITCH, "")
+    if forced and forced not in FORCEABLE:
+        raise ValueError(
+            f"{ENVIRONMENT_SWITCH}={forced!r} is no path of group whitening that can be forced; allowed are "
+            f"{list(FORCEABLE)}, or unset the variable"
+        )
+    if forced == "reference" or solver != "newton" or x.numel() == 0 or _is_exporting():
+        return "reference"
+    if forced == "matmul":
+        return forced
+    if triton_kernels.supported(x, groups):
+        return "triton"
+    return "matmul"
+
+
+def _is_exporting() -> bool:
+    return torch.jit.is_tracing() or torch.compiler.is_exporting()  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _log(path: str, device: str, dtype: torch.dtype, channels: int, groups: int, solver: str) -> None:
+    _logger.debug(
+        "group whitening of %d channels in %d groups (%s, %s, solver %s) takes the %s path",
+        *(channels, groups, dtype, device, solver, path),
+    )
+
+
+def _kernels(path: str) -> Any:
+    return _MODULES[path]
+
+
+@torch.library.custom_op("gw_detectron::group_whiten", mutates_args=())
+def _forward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, num_iters: int, eps: float, path: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    with functional.autocast_off(x.device.type):
+        kernels = _kernels(path)
+        y, mean, sigma = closed_form.forward(kernels, kernels.prepare(x), weight, bias, groups, num_iters, eps)
+    return y.contiguous(memory_format=functional.memory_format_of(x)), mean, sigma
+
+
+@_forward.register_fake
+def _(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, num_iters: int, eps: float, path: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = functional.compute_dtype(x)
+    y = torch.empty_like(x, memory_format=functional.memory_format_of(x))
+    return y, x.new_empty((x.shape[0], groups), dtype=dtype), x.new_empty((x.shape[0], groups, groups), dtype=dtype)
+
+
+@torch.library.custom_op("gw_detectron::group_whiten_backward", mutates_args=())
+def _backward(
+    dy: Tensor, x: Tensor, mean: Tensor, sigma: Tensor, weight: Tensor | None, num_iters: int, path: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    with functional.autocast_off(x.device.type):
+        kernels = _kernels(path)
+        dx, dweight, dbias = closed_form.backward(
+            kernels, kernels.prepare(dy), kernels.prepare(x), mean, sigma, weight, num_iters
+        )
+    return dx.contiguous(memory_format=functional.memory_format_of(x)), dweight, dbias
+
+
+@_backward.register_fake
+def _(
+    dy: Tensor, x: Tensor, mean: Tensor, sigma: Tensor, weight: Tensor | None, num_iters: int, path: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx = torch.empty_like(x, memory_format=functional.memory_format_of(x))
+    return dx, mean.new_empty(x.shape[1]), mean.new_empty(x.shape[1])
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, weight, bias, ctx.groups, ctx.num_iters, ctx.eps, ctx.path = inputs
+    _, mean, sigma = output
+    ctx.mark_non_differentiable(mean, sigma)
+    ctx.save_for_backward(x, mean, sigma, weight, bias)
+
+
+def _gradients(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    x, mean, sigma, weight, bias = ctx.saved_tensors
+    needed = ctx.needs_input_grad[:3]
+    if torch.is_grad_enabled():  # create_graph: the gradient is to be differentiated again
+        inputs = [tensor for tensor, wanted in zip((x, weight, bias), needed, strict=True) if wanted]
+        y = functional.group_whiten(x, ctx.groups, ctx.num_iters, ctx.eps, "newton", weight, bias)
+        found = iter(torch.autograd.grad(y, inputs, dy, create_graph=True))
+        gradients = tuple(next(found) if wanted else None for wanted in needed)
+    else:
+        results = torch.ops.gw_detectron.group_whiten_backward(dy, x, mean, sigma, weight, ctx.num_iters, ctx.path)
+        gradients = tuple(
+            result.to(tensor.dtype) if wanted else None
+            for result, tensor, wanted in zip(results, (x, weight, bias), needed, strict=True)
+        )
+    return *gradients, None, None, None, None
+
+
+_forward.register_autograd(_gradients, setup_context=_setup_context)
+
+
+def _product_flops(n: int, groups: int, columns: int, products: int) -> int:
+    return 2 * n * groups * groups * columns * products
+
+
+@register_flop_formula(torch.ops.gw_detectron.group_whiten)
+def _forward_flops(x: Any, weight: Any, bias: Any, groups: int, num_iters: int, *_: Any, **__: Any) -> int:
+    """Covariance, whitened output and iteration; the arguments are shapes."""
+    n, columns = x[0], math.prod(x[1:]) // groups
+    forward, _tangent = matmul_newton.products(num_iters)
+    return _product_flops(n, groups, columns, 2) + _product_flops(n, groups, groups, forward)
+
+
+@register_flop_formula(torch.ops.gw_detectron.group_whiten_backward)
+def _backward_flops(dy: Any, x: Any, mean: Any, sigma: Any, weight: Any, num_iters: int, *_: Any, **__: Any) -> int:
+    """Gradients of whitening matrices and input (3 products), and the iteration with its tangents."""
+    n, groups = mean
+    columns = math.prod(x[1:]) // groups
+    forward, tangent = matmul_newton.products(num_iters)
+    return _product_flops(n, groups, columns, 3) + _product_flops(n, groups, groups, forward + tangent)

@@ -1,0 +1,144 @@
+"""The steps of group whitening in batched matrix products, for every device.
+
+A sample is the matrix of :func:`gw_detectron.layers.group_whiten`, seen as (g, C / g, P) with P positions. On the CPU
+it is worked on in blocks that fit the last-level cache, and intermediate results live in buffers that are used again:
+fresh memory, not arithmetic, is what the textbook form spends most of its time on.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .functional import compute_dtype
+from .matmul_newton import newton, newton_backward
+from .scratch import scratch
+
+#: elements of a block of x on the CPU: 4 MiB in float32, so that three of them stay in the last-level cache
+_BLOCK = 1 << 20
+__all__ = ["apply", "apply_backward", "grad_products", "newton", "newton_backward", "statistics"]
+
+
+class _Block(NamedTuple):
+    samples: slice
+    channels: slice  # of a group
+    positions: slice
+
+    def of(self, x: Tensor) -> Tensor:
+        """The block of an (N, g, C / g, P) tensor."""
+        return x[self.samples, :, self.channels, self.positions]
+
+
+def _grouped(x: Tensor, groups: int) -> Tensor:
+    """(N, C, *spatial) as (N, g, C / g, P); a view of contiguous input."""
+    return x.reshape(x.shape[0], groups, x.shape[1] // groups, math.prod(x.shape[2:]))
+
+
+def _blocks(x: Tensor) -> Iterator[_Block]:
+    """Cuts (N, g, C / g, P) into blocks whose channels and positions form one range of columns."""
+    n, groups, channels, positions = x.shape
+    size = _BLOCK if x.device.type == "cpu" else x.numel()
+    together = min(n, torch.get_num_threads())  # products of several samples run one beside the other
+    step_p = min(positions, max(1, size // (together * groups)))
+    step_c = min(channels, max(1, size // (together * groups * positions)))
+    step_n = min(n, max(together, size // (groups * channels * positions)))
+    for i in range(0, n, step_n):
+        for j in range(0, channels, step_c):
+            for k in range(0, positions, step_p):
+                yield _Block(slice(i, i + step_n), slice(j, j + step_c), slice(k, k + step_p))
+
+
+def prepare(x: Tensor) -> Tensor:
+    """The input, or a gradient, in the layout that the other functions take."""
+    return x.contiguous()
+
+
+def portion(x: Tensor, groups: int) -> int:
+    """Samples that the backward pass works on at a time: so many that their g x g matrices stay in the cache."""
+    if x.device.type != "cpu":
+        return x.shape[0]
+    return max(8, _BLOCK // max(x[0].numel(), groups * x.shape[1]))
+
+
+def statistics(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """The mean (N, g) and the covariance without eps (N, g, g) of every sample of (N, C, *spatial)."""
+    x = _grouped(x, groups)
+    mean = x.flatten(2).mean(-1, dtype=compute_dtype(x))
+    # the matrix is symmetric: a quarter of it need not be multiplied out
+    half = groups // 2
+    upper = mean.new_zeros((x.shape[0], half, groups))
+    corner = mean.new_zeros((x.shape[0], groups - half, groups - half))
+    for block in _blocks(x):
+        centred = _centre(x, mean, block).flatten(2)
+        upper[block.samples].baddbmm_(centred[:, :half], centred.mT)
+        corner[block.samples].baddbmm_(centred[:, half:], centred[:, half:].mT)
+    lower = torch.cat((upper[:, :, half:].mT, corner), 2)
+    return mean, torch.cat((upper, lower), 1).div_(x.shape[2] * x.shape[3])
+
+
+def _centre(x: Tensor, mean: Tensor, block: _Block) -> Tensor:
+    part = block.of(x)
+    return torch.sub(part, mean[block.samples, :, None, None], out=scratch("centred", part.shape, mean))
+
+
+def apply(x: Tensor, mean: Tensor, whitening: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor) -> None:
+    """Writes ``weight * (whitening @ (x - mean)) + bias`` to ``out``, a contiguous tensor."""
+    groups = whitening.shape[-1]
+    x, y = _grouped(x, groups), _grouped(out, groups)
+    scale, shift = _per_channel(weight, groups), _per_channel(bias, groups)
+    for block in _blocks(x):
+        centred = _centre(x, mean, block)
+        product = scratch("product", centred.shape, mean)
+        torch.bmm(whitening[block.samples], centred.flatten(2), out=product.flatten(2))
+        if scale is not None:
+            product.mul_(scale[:, block.channels])
+        torch.add(product, 0 if shift is None else shift[:, block.channels], out=block.of(y))
+
+
+def _per_channel(parameter: Tensor | None, groups: int) -> Tensor | None:
+    return None if parameter is None else parameter.reshape(groups, -1, 1)
+
+
+def grad_products(x: Tensor, mean: Tensor, dy: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """``dy_j @ (x_j - mean)^T`` for every channel j of a group, and the sums of ``dy`` over positions.
+
+    Returns:
+        (C / g, N, g, g), overwritten by the next call, and (C / g, N, g).
+    """
+    x, dy = _grouped(x, groups), _grouped(dy, groups)
+    n, _, channels, _ = x.shape
+    products = scratch("products", (channels, n, groups, groups), mean)
+    for block in _blocks(x):
+        centred = _centre(x, mean, block)
+        grad = block.of(dy).to(centred.dtype)
+        beta = 0 if block.positions.start == 0 else 1
+        for j in range(centred.shape[2]):
+            of_channel = products[block.channels.start + j, block.samples]
+            of_channel.baddbmm_(grad[:, :, j], centred[:, :, j].mT, beta=beta)
+    return products, dy.sum(-1, dtype=mean.dtype).permute(2, 0, 1)
+
+
+def apply_backward(
+    x: Tensor,
+    mean: Tensor,
+    dy: Tensor,
+    whitening: Tensor,
+    weight: Tensor | None,
+    symmetric: Tensor,
+    shift: Tensor,
+    out: Tensor,
+) -> None:
+    """Writes ``whitening @ (weight * dy) + symmetric @ (x - mean) - shift`` to ``out``, a contiguous tensor."""
+    groups = whitening.shape[-1]
+    x, dy, dx = _grouped(x, groups), _grouped(dy, groups), _grouped(out, groups)
+    scale = _per_channel(weight, groups)
+    for block in _blocks(x):
+        centred = _centre(x, mean, block)
+        grad = block.of(dy)
+        grad = torch.mul(grad, 1 if scale is None else scale[:, block.channels], out=scratch("grad", grad.shape, mean))
+        product = scratch("product", grad.shape, mean)
+        torch.bmm(whitening[block.samples], grad.flatten(2), out=product.flatten(2))
+        product.flatten(2).baddbmm_(symmetric[block.samples], centred.flatten(2))
+        torch.sub(product, shift[block.samples, :, None, None], out=block.of(dx))

@@ -1,0 +1,292 @@
+"""The fast paths: which is taken, that they agree with the oracle, what they keep, and what torch can do with them."""
+
+import copy
+import logging
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from gw_detectron.benchmark.memory import saved_bytes
+from gw_detectron.layers import GroupWhitening2d, functional, kernels, matmul_kernels
+from gw_detectron.layers.kernels import ENVIRONMENT_SWITCH, choose_path, use_path
+
+SHAPES = [
+    (2, 64, 200, 336),
+    (2, 64, 100, 168),
+    (2, 128, 50, 84),
+    (2, 256, 50, 84),
+    (2, 512, 25, 42),
+    (2, 256, 100, 168),
+    (256, 256, 7, 7),
+]
+
+
+def layer(channels: int, groups: int = 64, **options) -> GroupWhitening2d:
+    made = GroupWhitening2d(channels, groups, **options)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        made.weight.uniform_(0.5, 1.5, generator=generator)
+        made.bias.normal_(generator=generator)
+    return made
+
+
+def gradients(module: nn.Module, x: torch.Tensor, dy: torch.Tensor, **autocast) -> list[torch.Tensor]:
+    """y and the gradients of x, weight and bias."""
+    x = x.clone().requires_grad_()
+    y = module(x)
+    return [y.detach(), *torch.autograd.grad(y, (x, module.weight, module.bias), dy.to(y.dtype))]
+
+
+def reference(module: GroupWhitening2d, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
+    """The same in float64 by the plain autograd form."""
+    x = x.double().requires_grad_()
+    weight, bias = (p.detach().double().requires_grad_() for p in (module.weight, module.bias))
+    y = functional.group_whiten(x, module.num_groups, module.num_iters, module.eps, "newton", weight, bias)
+    return [y.detach(), *torch.autograd.grad(y, (x, weight, bias), dy.double())]
+
+
+def error(value: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((value.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_float32_is_within_2e_5_of_float64(shape):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, generator=generator) * 2 + 1
+    dy = torch.randn(shape, generator=generator)
+    made = layer(shape[1])
+    for value, expected in zip(gradients(made, x, dy), reference(made, x, dy), strict=True):
+        assert error(value, expected) < 2e-5
+
+
+def test_a_mean_of_ten_thousand_deviations_costs_three_digits():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 64, 40, 50, generator=generator) + 1e4 * torch.randn(1, 64, 1, 1, generator=generator).sign()
+    dy = torch.randn(x.shape, generator=generator)
+    made = layer(64)
+    for value, expected in zip(gradients(made, x, dy), reference(made, x, dy), strict=True):
+        assert error(value, expected) < 1e-3
+
+
+#: y and dx are rounded to the dtype (half a unit in the last place, about eps / 4 in the mean square); the sums are not
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 4e-3), (torch.float16, 5e-4)])
+@pytest.mark.parametrize("shape", [(2, 128, 20, 24), (40, 256, 7, 7)], ids=str)
+def test_half_precision_input_costs_no_more_than_its_own_rounding(shape, dtype, tolerance):
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn(shape, generator=generator) * 2 + 1).to(dtype)
+    dy = torch.randn(shape, generator=generator).to(dtype)
+    made = layer(shape[1])
+    for i, (value, expected) in enumerate(zip(gradients(made, x, dy), reference(made, x, dy), strict=True)):
+        assert value.dtype == (dtype if i < 2 else torch.float32)
+        assert error(value, expected) < (tolerance if i < 2 else 2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_stays_finite_on_large_maps(dtype):
+    """A sum over 400 x 672 positions leaves float16's range: the statistics may not be taken in it."""
+    conv, made = nn.Conv2d(3, 64, 3, padding=1), layer(64)
+    x = torch.randn(1, 3, 400, 672, generator=torch.Generator().manual_seed(0)) * 20
+    with torch.autocast("cpu", dtype):
+        y = made(conv(x))
+        assert y.dtype == dtype
+        loss = y.float().square().mean()
+    loss.backward()
+    for value in (y, made.weight.grad, made.bias.grad, conv.weight.grad):
+        assert value.isfinite().all()
+    assert abs(y.float().std().item() - 1) < 0.5
+
+
+def test_gradient_scaler_unscales_to_the_same_gradients():
+    x = torch.randn(2, 64, 9, 9, generator=torch.Generator().manual_seed(0))
+    plain, scaled = layer(64), layer(64)
+    plain(x).square().sum().backward()
+    optimizer = torch.optim.SGD(scaled.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(scaled(x).square().sum()).backward()
+    scaler.unscale_(optimizer)
+    assert torch.allclose(scaled.weight.grad, plain.weight.grad, rtol=1e-5)
+
+
+@pytest.mark.parametrize("block", [1, 100, 1000, 10**7])
+@pytest.mark.parametrize("shape", [(5, 24, 6, 7), (2, 8, 31), (37, 16, 3, 3), (1, 32, 5)], ids=str)
+def test_however_the_input_is_cut_into_blocks(shape, block, monkeypatch):
+    monkeypatch.setattr(matmul_kernels, "_BLOCK", block)
+    generator = torch.Generator().manual_seed(0)
+    x, dy = torch.randn(2, *shape, generator=generator, dtype=torch.float64)
+    made = layer(shape[1], 8).double()
+    for value, expected in zip(gradients(made, x, dy), reference(made, x, dy), strict=True):
+        assert error(value, expected) < 1e-12
+
+
+def test_an_expanded_gradient_and_a_sliced_input():
+    x = torch.randn(4, 40, 6, 7, dtype=torch.float64)[::2, 3:35, :, 1:]
+    made = layer(32, 8).double()
+    dy = torch.ones((), dtype=torch.float64).expand(x.shape)
+    for value, expected in zip(gradients(made, x, dy), reference(made, x, dy), strict=True):
+        assert error(value, expected) < 1e-12
+
+
+def test_same_bits_twice():
+    x, dy = torch.randn(2, 3, 128, 30, 41)
+    made = layer(128)
+    for first, second in zip(gradients(made, x, dy), gradients(made, x, dy), strict=True):
+        assert torch.equal(first, second)
+
+
+def test_threads_do_not_share_buffers():
+    inputs = [torch.randn(2, 64, 20, 20 + i) for i in range(4)]
+    made = layer(64)
+    expected = [made(x).detach() for x in inputs]
+    wrong = []
+
+    def work(i: int) -> None:
+        for _ in range(10):
+            if not torch.equal(made(inputs[i]), expected[i]):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+# memory
+
+
+@pytest.mark.parametrize(
+    ("shape", "limit"), [((2, 64, 100, 168), 1.1), ((2, 512, 25, 42), 1.1), ((512, 256, 7, 7), 1.6)], ids=str
+)
+def test_little_more_is_kept_for_backward_than_by_group_norm(shape, limit):
+    x = torch.randn(shape, requires_grad=True)
+    ours, group_norm = layer(shape[1]), nn.GroupNorm(32, shape[1])
+    assert 0 < saved_bytes(lambda: ours(x), ours) <= limit * saved_bytes(lambda: group_norm(x), group_norm)
+
+
+# which path
+
+
+def test_the_path_follows_solver_and_size(monkeypatch):
+    monkeypatch.delenv(ENVIRONMENT_SWITCH, raising=False)
+    x = torch.randn(2, 64, 5, 5)
+    assert choose_path(x, 64) == choose_path(x.double(), 64) == choose_path(x.bfloat16(), 64) == "matmul"
+    assert choose_path(x, 64, "zca") == choose_path(x[:0], 64) == "reference"
+
+
+def test_the_environment_forces_a_path(monkeypatch):
+    x = torch.randn(2, 64, 5, 5)
+    monkeypatch.setenv(ENVIRONMENT_SWITCH, "reference")
+    assert choose_path(x, 64) == "reference"
+    monkeypatch.setenv(ENVIRONMENT_SWITCH, "matmul")
+    assert choose_path(x, 64) == "matmul"
+    assert choose_path(x, 64, "zca") == "reference"
+
+
+def test_a_choice_in_the_program_overrules_the_environment(monkeypatch):
+    x = torch.randn(2, 64, 5, 5)
+    monkeypatch.setenv(ENVIRONMENT_SWITCH, "matmul")
+    with use_path("reference"):
+        assert choose_path(x, 64) == "reference"
+    assert choose_path(x, 64) == "matmul"
+
+
+@pytest.mark.parametrize("value", ["fast", "triton"])
+def test_a_path_that_cannot_be_forced_is_an_error(value, monkeypatch):
+    monkeypatch.setenv(ENVIRONMENT_SWITCH, value)
+    with pytest.raises(ValueError, match=f"{ENVIRONMENT_SWITCH}='{value}'.*allowed are .*unset the variable"):
+        layer(64)(torch.randn(2, 64, 5, 5))
+
+
+def test_the_path_is_logged_once(caplog):
+    kernels._log.cache_clear()
+    with caplog.at_level(logging.DEBUG, "gw_detectron.layers"):
+        made = layer(24, 8)
+        for size in (5, 7):
+            made(torch.randn(2, 24, size, size))
+    lines = [record.getMessage() for record in caplog.records if "24 channels" in record.getMessage()]
+    assert len(lines) == 1 and "matmul path" in lines[0]
+
+
+# what torch can do with it
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_the_operator_keeps_torchs_rules(affine, channels_last):
+    x = torch.randn(2, 12, 4, 5, requires_grad=True)
+    if channels_last:
+        x = x.detach().to(memory_format=torch.channels_last).requires_grad_()
+    weight, bias = (torch.rand(12, requires_grad=True) if affine else None for _ in range(2))
+    torch.library.opcheck(torch.ops.gw_detectron.group_whiten, (x, weight, bias, 4, 5, 1e-5, "matmul"))
+
+
+def test_compiles_in_one_graph():
+    made = layer(64, 16)
+    x, dy = torch.randn(2, 3, 64, 6, 7)
+    compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
+    x_compiled = x.clone().requires_grad_()
+    y = compiled(x_compiled)
+    (dx,) = torch.autograd.grad(y, x_compiled, dy)
+    expected = gradients(made, x, dy)
+    assert torch.equal(y, expected[0]) and torch.equal(dx, expected[1])
+
+
+def test_an_export_needs_no_operator_of_this_package():
+    made = layer(64, 16).eval()
+    x = torch.randn(2, 64, 6, 7)
+    program = torch.export.export(made, (x,))
+    assert not any("gw_detectron" in str(node.target) for node in program.graph.nodes)
+    assert torch.allclose(program.module()(x), made(x), atol=1e-5)
+
+
+def test_fake_and_meta_tensors_have_the_right_shape():
+    made = layer(64, 16)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        y = made(torch.empty(2, 64, 6, 7, dtype=torch.bfloat16, requires_grad=True))
+        assert y.shape == (2, 64, 6, 7) and y.dtype == torch.bfloat16 and y.requires_grad
+    assert made.to("meta")(torch.empty(2, 64, 6, 7, device="meta")).shape == (2, 64, 6, 7)
+
+
+def test_flops_are_those_of_the_products():
+    """Two products of depth g per element forward and three backward, beside the g x g products of the iteration."""
+    x = torch.randn(3, 64, 10, 11, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        layer(64, 16)(x).sum().backward()
+    g, elements = 16, x.numel()
+    assert counter.get_total_flops() == 5 * 2 * g * elements + (10 + 10 + 14) * 2 * g**3 * 3
+
+
+def test_second_derivatives_are_right():
+    made = layer(8, 4).double()
+    x = torch.randn(2, 8, 5, dtype=torch.float64, requires_grad=True)
+    weight, bias = made.weight, made.bias
+    assert torch.autograd.gradcheck(
+        lambda *a: kernels.group_whiten(a[0], 4, 5, 1e-5, "newton", *a[1:]), (x, weight, bias)
+    )
+    assert torch.autograd.gradgradcheck(
+        lambda *a: kernels.group_whiten(a[0], 4, 5, 1e-5, "newton", *a[1:]), (x, weight, bias)
+    )
+
+
+@pytest.mark.parametrize("wanted", [("x",), ("weight",), ("bias",), ("x", "bias")])
+def test_only_some_gradients_are_wanted(wanted):
+    made = layer(32, 8).double()
+    x, dy = torch.randn(2, 3, 32, 5, 5, dtype=torch.float64)
+    expected = dict(zip(("x", "weight", "bias"), reference(made, x, dy)[1:], strict=True))
+    x.requires_grad_("x" in wanted)
+    made.weight.requires_grad_("weight" in wanted)
+    made.bias.requires_grad_("bias" in wanted)
+    tensors = {"x": x, "weight": made.weight, "bias": made.bias}
+    for name, value in zip(wanted, torch.autograd.grad(made(x), [tensors[n] for n in wanted], dy), strict=True):
+        assert error(value, expected[name]) < 1e-12
+
+
+def test_a_copied_layer_computes_the_same():
+    made = layer(64)
+    x = torch.randn(2, 64, 5, 5)
+    assert torch.equal(copy.deepcopy(made)(x), made(x))

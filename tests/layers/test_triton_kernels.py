@@ -1,0 +1,434 @@
+"""The Triton kernels against float64.
+
+Triton chooses its interpreter when it is imported, so the checks run in processes of their own: functions named
+``check_*``, collected by the tests at the end. By hand:
+
+    TRITON_INTERPRET=1 pytest -o python_functions='check_*' tests/layers/test_triton_kernels.py
+
+On a machine with a GPU the same command without the variable runs the compiled kernels. Without a GPU, the last test
+compiles them all the same.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gw_detectron.layers import closed_form, newton_inverse_sqrt, triton_kernels
+from gw_detectron.layers.triton_kernels import triton
+
+from . import oracle
+from .cases import correlated
+from .oracle import Setting
+
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+
+#: largest error as a fraction of the largest value. float16 and bfloat16 round inputs of the products and the result
+#: (the interpreter cuts bfloat16 off instead); float32 has its own rounding, over sums of some hundred terms.
+TOLERANCE = {FP32: 3e-6, FP16: 2e-3, BF16: 2e-2}
+
+#: (shape, groups): one and many groups, padded rows, one and several channels in a group, odd sizes, a single column,
+#: tiles that span channels, no to three spatial dimensions, matrices of several blocks
+SHAPES = [
+    ((2, 32, 13, 31), 16),
+    ((2, 48, 5, 7), 16),
+    ((2, 10, 9), 1),
+    ((3, 6, 2, 3, 4), 3),
+    ((2, 64, 1, 1), 64),
+    ((2, 40), 8),
+    ((2, 64, 6, 11), 64),
+    ((1, 192, 3, 3), 96),
+]
+CHANNELS_LAST = [((2, 32, 13, 31), 16), ((2, 48, 5, 7), 16), ((2, 64, 6, 11), 64), ((2, 24, 3, 5), 8)]
+DTYPES = [FP32, FP16, BF16]
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch, request):
+    """Few tiles for every program and few programs, so that small inputs are split and programs repeat."""
+    if request.function.__name__.startswith("check_"):
+        monkeypatch.setattr(triton_kernels, "MIN_TILES", 1)
+        monkeypatch.setattr(triton_kernels, "_processors", lambda device: 1)
+
+
+class Sample:
+    """An input with everything that the kernels are given and what they should make of it, in float64."""
+
+    def __init__(self, shape, groups, dtype=FP32, channels_last=False, affine=True, seed=0):
+        self.groups, self.dtype = groups, dtype
+        channels = shape[1]
+        rng = np.random.default_rng(seed)
+        memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        x, dy = (torch.from_numpy(correlated(shape, seed + i)) for i in (1, 2))
+        self.x, self.dy = (t.to(DEVICE, dtype).contiguous(memory_format=memory_format) for t in (x, dy))
+        self.weight = self._vector(rng, channels) if affine else None
+        self.bias = self._vector(rng, channels) if affine else None
+        n = shape[0]
+        self.x_g, self.dy_g = (t.double().cpu().reshape(n, groups, channels // groups, -1) for t in (self.x, self.dy))
+        self.mean = self.x_g.mean((2, 3))
+        self.x_c = self.x_g - self.mean[..., None, None]
+        matrices = rng.normal(size=(2, n, groups, groups))
+        self.whitening = torch.from_numpy(matrices[0])
+        self.symmetric = torch.from_numpy(matrices[1] + matrices[1].swapaxes(-1, -2))
+        self.shift = torch.from_numpy(rng.normal(size=(n, groups)))
+
+    @staticmethod
+    def _vector(rng, channels):
+        return torch.from_numpy(rng.uniform(0.5, 1.5, channels)).to(DEVICE, FP32)
+
+    def per_channel(self, vector, default):
+        vector = torch.full((self.x.shape[1],), default) if vector is None else vector.cpu()
+        return vector.double().reshape(self.groups, -1, 1)
+
+    def given(self, *tensors):
+        return (t.to(DEVICE, FP32) for t in tensors)
+
+
+def relative_error(actual, expected):
+    actual, expected = actual.double().cpu().reshape(expected.shape), expected.double()
+    return (actual - expected).abs().max() / expected.abs().max().clamp_min(1e-300)
+
+
+def cases():
+    rows = [(shape, groups, FP32, False) for shape, groups in SHAPES]
+    rows += [(shape, groups, FP32, True) for shape, groups in CHANNELS_LAST]
+    rows += [(*SHAPES[i], dtype, False) for dtype in (FP16, BF16) for i in (0, 1)]
+    rows += [(*CHANNELS_LAST[1], dtype, True) for dtype in (FP16, BF16)]
+    return pytest.mark.parametrize(("shape", "groups", "dtype", "channels_last"), rows, ids=str)
+
+
+# ---------------------------------------------------------------------------------------- statistics
+
+
+@cases()
+def check_statistics(shape, groups, dtype, channels_last):
+    sample = Sample(shape, groups, dtype, channels_last)
+    mean, covariance = triton_kernels.statistics(sample.x, groups)
+    x_c = sample.x_c.flatten(2)
+    assert mean.dtype == covariance.dtype == FP32
+    # float16 and bfloat16 values are exact; compiled, the products of centred values have tf32 operands
+    tolerance = 1e-3 if dtype != FP32 and not INTERPRETED else TOLERANCE[FP32]
+    assert relative_error(mean, sample.mean) < TOLERANCE[FP32]
+    assert relative_error(covariance, x_c @ x_c.mT / x_c.shape[-1]) < tolerance
+
+
+@pytest.mark.parametrize("processors", [1, 3, 132])
+def check_statistics_of_any_number_of_chunks(processors, monkeypatch):
+    monkeypatch.setattr(triton_kernels, "_processors", lambda device: processors)
+    sample = Sample((2, 48, 23, 29), 16)
+    mean, covariance = triton_kernels.statistics(sample.x, 16)
+    again = triton_kernels.statistics(sample.x, 16)
+    assert torch.equal(mean, again[0]) and torch.equal(covariance, again[1])
+    x_c = sample.x_c.flatten(2)
+    assert relative_error(covariance, x_c @ x_c.mT / x_c.shape[-1]) < TOLERANCE[FP32]
+
+
+@pytest.mark.parametrize("outlier", [False, True], ids=["", "first pixel zero"])
+def check_statistics_with_a_large_mean(outlier):
+    """A mean of 1e4 deviations; a first column far from it must not spoil the sums (x is exact here)."""
+    x = Sample((2, 32, 23, 31), 16).x + 1e4
+    if outlier:
+        x[:, :, 0, 0] = 0
+    x_g = x.double().cpu().reshape(2, 16, -1)
+    x_c = x_g - x_g.mean(-1, keepdim=True)
+    mean, covariance = triton_kernels.statistics(x, 16)
+    assert relative_error(mean, x_g.mean(-1)) < 1e-7
+    assert relative_error(covariance, x_c @ x_c.mT / x_c.shape[-1]) < TOLERANCE[FP32]
+
+
+def check_statistics_of_constant_rows():
+    value = torch.linspace(-3, 7, 16, device=DEVICE)  # not exact in any sum
+    x = value.repeat_interleave(3)[None, :, None, None].expand(2, 48, 13, 17).contiguous()
+    mean, covariance = triton_kernels.statistics(x, 16)
+    assert torch.equal(mean, value.expand(2, 16))
+    assert not covariance.any()
+
+
+# ---------------------------------------------------------------------------------------- Newton's iteration
+
+
+def covariances(n, g, seed=0):
+    """With eigenvalues over three orders of magnitude."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(n, g, 3 * g)) * np.exp(1.5 * rng.normal(size=(n, g, 1)))
+    return torch.from_numpy(x @ x.swapaxes(-1, -2) / (3 * g) + 1e-5 * np.eye(g))
+
+
+@pytest.mark.parametrize(("g", "num_iters"), [(3, 0), (3, 1), (32, 2), (1, 5), (32, 5), (64, 5), (100, 3), (16, 8)])
+def check_newton_and_its_gradient(g, num_iters):
+    """Three samples for one program. The expected gradient is that of autograd through the textbook iteration."""
+    n = 3 if g < 64 else 1
+    sigma = covariances(n, g).requires_grad_()
+    grad = torch.from_numpy(np.random.default_rng(1).normal(size=(n, g, g))) + 3 * torch.eye(g)
+    expected = newton_inverse_sqrt(sigma, num_iters)
+    (expected_grad,) = torch.autograd.grad(expected, sigma, grad)
+    sigma, grad = sigma.detach().to(DEVICE, FP32), grad.to(DEVICE, FP32)
+    whitening, grad_sigma = triton_kernels.newton_backward(sigma, grad, num_iters)
+    assert torch.equal(whitening, triton_kernels.newton(sigma, num_iters)) or not INTERPRETED
+    for actual in (whitening, triton_kernels.newton(sigma, num_iters)):
+        assert relative_error(actual, expected.detach()) < TOLERANCE[FP32]
+    assert relative_error(grad_sigma, (expected_grad + expected_grad.mT) / 2) < TOLERANCE[FP32]
+
+
+def check_newton_of_nothing_and_of_nan():
+    """No variance gives zero and a zero gradient; NaN stays in its sample."""
+    sigma = torch.stack([torch.zeros(16, 16), 1e-25 * torch.eye(16), torch.eye(16), torch.eye(16)])
+    sigma[2, 3, 5] = torch.nan
+    sigma[2, 4, 4] = torch.nan
+    sigma = sigma.to(DEVICE)
+    whitening, grad_sigma = triton_kernels.newton_backward(sigma, torch.ones_like(sigma), 5)
+    for result in (whitening, grad_sigma):
+        assert not result[:2].any()
+        assert result[2].isnan().all()
+        assert result[3].isfinite().all() and result[3].any()
+
+
+@pytest.mark.parametrize("scale", [1e-18, 1e-6, 1e18])
+def check_newton_of_any_magnitude(scale):
+    sigma = covariances(2, 16) * scale
+    expected = newton_inverse_sqrt(sigma, 5)
+    (sigma,) = (t.to(DEVICE, FP32) for t in (sigma,))
+    whitening, grad_sigma = triton_kernels.newton_backward(sigma, torch.ones_like(sigma), 5)
+    assert relative_error(whitening, expected) < TOLERANCE[FP32]
+    assert grad_sigma.isfinite().all()
+
+
+# ---------------------------------------------------------------------------------------- centre, whiten, affine
+
+
+@cases()
+@pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
+def check_apply(shape, groups, dtype, channels_last, affine):
+    sample = Sample(shape, groups, dtype, channels_last, affine)
+    y = torch.empty_like(sample.x)
+    mean, whitening = sample.given(sample.mean, sample.whitening)
+    triton_kernels.apply(sample.x, mean, whitening, sample.weight, sample.bias, out=y)
+    expected = torch.einsum("nrk,nkjp->nrjp", sample.whitening, sample.x_c)
+    expected = expected * sample.per_channel(sample.weight, 1.0) + sample.per_channel(sample.bias, 0.0)
+    assert relative_error(y, expected) < TOLERANCE[dtype]
+
+
+@cases()
+def check_grad_products(shape, groups, dtype, channels_last):
+    sample = Sample(shape, groups, dtype, channels_last)
+    (mean,) = sample.given(sample.mean)
+    products, sums = triton_kernels.grad_products(sample.x, mean, sample.dy, groups)
+    again = triton_kernels.grad_products(sample.x, mean, sample.dy, groups)
+    assert torch.equal(products, again[0]) and torch.equal(sums, again[1])
+    assert products.shape == (shape[1] // groups, shape[0], groups, groups)
+    # relative to the lengths of the factors: a single column may be its own mean
+    expected = torch.einsum("nrjp,nkjp->jnrk", sample.dy_g, sample.x_c)
+    error = (products.double().cpu() - expected).abs().max()
+    assert error < TOLERANCE[dtype] * sample.dy_g.norm() * sample.x_g.norm()
+    assert relative_error(sums, sample.dy_g.sum(-1).permute(2, 0, 1)) < TOLERANCE[FP32]
+
+
+@cases()
+@pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
+def check_apply_backward(shape, groups, dtype, channels_last, affine):
+    sample = Sample(shape, groups, dtype, channels_last, affine)
+    dx = torch.empty_like(sample.x)
+    mean, whitening, symmetric, shift = sample.given(sample.mean, sample.whitening, sample.symmetric, sample.shift)
+    triton_kernels.apply_backward(sample.x, mean, sample.dy, whitening, sample.weight, symmetric, shift, out=dx)
+    scaled = sample.dy_g * sample.per_channel(sample.weight, 1.0)
+    expected = torch.einsum("nkr,nkjp->nrjp", sample.whitening, scaled)
+    expected = expected + torch.einsum("nrk,nkjp->nrjp", sample.symmetric, sample.x_c) - sample.shift[..., None, None]
+    assert relative_error(dx, expected) < TOLERANCE[dtype]
+
+
+def check_mixed_memory_formats():
+    """A gradient often comes in another memory format than the input."""
+    sample = Sample((2, 48, 5, 7), 16, channels_last=True)
+    mean, whitening, symmetric, shift = sample.given(sample.mean, sample.whitening, sample.symmetric, sample.shift)
+    results = []
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        dy = sample.dy.contiguous(memory_format=memory_format)
+        dx = torch.empty_like(sample.x)
+        triton_kernels.apply_backward(sample.x, mean, dy, whitening, sample.weight, symmetric, shift, out=dx)
+        results.append((dx, *triton_kernels.grad_products(sample.x, mean, dy, 16)))
+    for one, other in zip(*results, strict=True):
+        assert relative_error(one, other.cpu()) < TOLERANCE[FP32]
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(("shape", "groups"), [((2, 12, 5, 7), 6), ((1, 96, 3, 3), 96)], ids=str)
+def check_nothing_beside_the_tensors_is_read_or_written(shape, groups, channels_last):
+    """The tensors lie in the middle of larger ones that hold NaN."""
+    sample = Sample(shape, groups)
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+
+    def inside(values=None):
+        n, c, h, w = shape
+        frame = torch.full((n + 2, c + 16, h, w), torch.nan, device=DEVICE).contiguous(memory_format=memory_format)
+        part = frame[1:-1, 8:-8]
+        if values is not None:
+            part.copy_(values)
+        return frame, part
+
+    (_, x), (_, dy), (y_frame, y), (dx_frame, dx) = inside(sample.x), inside(sample.dy), inside(), inside()
+    mean, covariance = triton_kernels.statistics(x, groups)
+    _, whitening, symmetric, shift = sample.given(sample.mean, sample.whitening, sample.symmetric, sample.shift)
+    triton_kernels.apply(x, mean, whitening, sample.weight, sample.bias, out=y)
+    triton_kernels.apply_backward(x, mean, dy, whitening, sample.weight, symmetric, shift, out=dx)
+    for result in (covariance, y, dx, *triton_kernels.grad_products(x, mean, dy, groups)):
+        assert result.isfinite().all()
+    for frame, part in ((y_frame, y), (dx_frame, dx)):
+        assert frame.isfinite().sum() == part.numel()
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
+def check_half_precision_does_not_overflow(dtype):
+    """Centred values and W times the weight beyond 65504, the largest float16, with results within it."""
+    x = torch.full((1, 16, 4, 8), -6e4, device=DEVICE, dtype=dtype)
+    x[..., :2] = 6e4
+    y = torch.empty_like(x)
+    mean = torch.full((1, 16), -3e4, device=DEVICE)
+    triton_kernels.apply(x, mean, 1e-4 * torch.eye(16, device=DEVICE)[None], None, None, out=y)
+    assert y.float().amax().item() == pytest.approx(9, rel=1e-2)
+    triton_kernels.apply(x / 6e8, mean * 0, 1e5 * torch.eye(16, device=DEVICE)[None], None, None, out=y)
+    assert y.float().amax().item() == pytest.approx(10, rel=2e-2)
+
+
+def check_a_tensor_that_does_not_collapse_is_refused():
+    x = torch.zeros(2, 8, 6, 6, device=DEVICE)[..., ::2]
+    assert triton_kernels.prepare(x).is_contiguous()
+    with pytest.raises(ValueError, match="prepare"):
+        triton_kernels.statistics(x, 4)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(("shape", "groups"), [((2, 32, 9, 7), 16), ((2, 64, 5, 13), 64)], ids=str)
+def check_the_whole_layer_follows_the_papers(shape, groups, channels_last):
+    """Algorithms 1 and 2 of the supplement, in numpy."""
+    sample = Sample(shape, groups, channels_last=channels_last)
+    setting = Setting(groups)
+    y, mean, sigma = closed_form.forward(
+        triton_kernels, sample.x, sample.weight, sample.bias, groups, setting.iters, setting.eps
+    )
+    results = (y, *closed_form.backward(triton_kernels, sample.dy, sample.x, mean, sigma, sample.weight, setting.iters))
+    x, dy, weight, bias = (t.double().cpu().numpy() for t in (sample.x, sample.dy, sample.weight, sample.bias))
+    expected = (
+        oracle.group_whiten(x, setting, weight, bias),
+        *oracle.group_whiten_backward(x, dy, setting, weight),
+    )
+    for actual, wanted in zip(results, expected, strict=True):
+        assert relative_error(actual, torch.from_numpy(wanted)) < 2e-5
+
+
+# ---------------------------------------------------------------------------------------- what a plain run collects
+
+
+def run_checks(keyword, **environment):
+    run(["-o", "python_functions=check_*", "-k", keyword, __file__], **environment)
+
+
+def run(arguments, **environment):
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *arguments],
+        capture_output=True,
+        text=True,
+        env=inherited | environment,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert re.search(r"\d+ passed", done.stdout), done.stdout
+
+
+@pytest.mark.skipif(triton is None, reason="Triton 3.3 or newer is not installed")
+@pytest.mark.parametrize("keyword", ["newton", "not newton"])
+def test_the_kernels_in_the_interpreter(keyword):
+    run_checks(keyword, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+
+
+@pytest.mark.skipif(triton is None, reason="Triton 3.3 or newer is not installed")
+def test_the_layers_tests_in_the_interpreter():
+    """The tests of the layer itself, which there takes these kernels for all float32."""
+    folder = Path(__file__).parent
+    files = [folder / "test_degenerate_samples.py", folder / "test_group_whitening_module.py"]
+    run(["-k", "newton and not float64", *map(str, files)], TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_the_kernels_on_the_device():
+    run_checks("check", TRITON_INTERPRET="0")
+
+
+def test_without_triton_nothing_is_supported():
+    program = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch; from gw_detectron.layers import triton_kernels\n"
+        "assert not triton_kernels.supported(torch.zeros(1, 8, 2, 2), 8)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_a_processor_is_supported_by_the_interpreter_alone():
+    assert not triton_kernels.supported(torch.zeros(1, 8, 2, 2), 8)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("groups", [64, 128])
+def test_the_kernels_compile_for_a_gpu(groups, dtype, monkeypatch, tmp_path):
+    """For sm_90, without one: nothing spills, and shared memory suffices on every GPU from Ampere on."""
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" if triton else Path()
+    for tool in ("ptxas", "cuobjdump"):
+        if not (tools / tool).exists():
+            pytest.skip(f"there is no {tool} in the installed Triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(triton_kernels, "_processors", lambda device: 132)
+    compiled = []
+
+    def compile_instead(kernel, grid, like, warps, stages, **arguments):
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        signature, constants, attributes = {}, {}, {}
+        for i, parameter in enumerate(kernel.params):
+            value = arguments.pop(parameter.name)
+            signature[parameter.name] = "i32"
+            if parameter.is_constexpr or value is None:
+                signature[parameter.name], constants[parameter.name] = "constexpr", value
+            elif isinstance(value, torch.Tensor):
+                signature[parameter.name] = {FP32: "*fp32", BF16: "*bf16"}[value.dtype]
+                attributes[(i,)] = [["tt.divisibility", 16]]
+            elif isinstance(value, float):
+                signature[parameter.name] = "fp32"
+        assert not arguments
+        source = ASTSource(kernel, signature, constants, attributes)
+        options = {"num_warps": warps, "num_stages": stages}
+        binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        cubin = tmp_path / f"{len(compiled)}.cubin"
+        cubin.write_bytes(binary.asm["cubin"])
+        command = [str(tools / "cuobjdump"), "--dump-resource-usage", str(cubin)]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
+        compiled.append(kernel.fn.__name__)
+        assert registers > 16, f"{kernel.fn.__name__} was optimised away"
+        assert stack == 0, f"{kernel.fn.__name__} spills {stack} bytes"
+        assert binary.metadata.shared <= 99 * 1024, f"{kernel.fn.__name__} takes {binary.metadata.shared} bytes"
+
+    monkeypatch.setattr(triton_kernels, "_launch", compile_instead)
+    n, size = 16, (200, 336)
+    x = torch.empty((n, groups, *size), dtype=dtype, device="meta")
+    vector, mean = torch.empty(groups, device="meta"), torch.empty((n, groups), device="meta")
+    matrix = torch.empty((n, groups, groups), device="meta")
+    triton_kernels.statistics(x, groups)
+    triton_kernels.apply(x, mean, matrix, vector, vector, out=x)
+    triton_kernels.grad_products(x, mean, x, groups)
+    triton_kernels.apply_backward(x, mean, x, matrix, vector, matrix, mean, out=x)
+    if dtype == FP32:  # the matrices always are
+        triton_kernels.newton(matrix, 5)
+        triton_kernels.newton_backward(matrix, matrix, 5)
+    of_matrices = ["_newton", "_newton"] if dtype == FP32 else []
+    assert compiled == ["_moments", "_merge", "_apply", "_products", "_apply_backward", *of_matrices]
