@@ -14,7 +14,7 @@ ROOMS = (
     {"layers", "config", "version"},
     {"modeling", "data", "env", "launch"},
     {"checkpoint", "model_zoo"},
-    {"preflight", "cli", "hooks", "report", "export", "analysis"},
+    {"preflight", "cli", "hooks", "report", "export", "analysis", "benchmark"},
     {"engine"},
     {"demo"},
 )

@@ -1,0 +1,1 @@
+"""Tests of the benchmarks; relative imports reach the oracle of the layers."""

@@ -1,0 +1,127 @@
+"""Tables survive a file, and a slowdown against an earlier table is found by its ratios."""
+
+import dataclasses
+
+import pytest
+
+from gw_detectron.benchmark import Table, compare, draw, read_csv, write_csv
+
+HEADER = {
+    "device": "cpu",
+    "settings": "groups=64",
+    "machine": "a machine: fast",
+    "threads": "2",
+    "command": "x --y 'a b'",
+}
+
+
+def row(shape: str, provider: str, factor: float = 1.0, **changes: object) -> dict:
+    times = {"repeats": 20, "median_ms": 2.0, "q20_ms": 1.5, "q80_ms": 2.5}
+    ratios = {"to_figure1": 0.6 * factor, "to_group_norm": 4.0, "to_batch_norm": 3.0, "to_floor": 1.2 * factor}
+    key = {"shape": shape, "dtype": "fp32", "mode": "forward", "provider": provider, "note": ""}
+    return {**key, **times, **ratios, **changes}
+
+
+def table(factor: float = 1.0, **header: str) -> Table:
+    skipped = {"shape": "1x2x3x4", "dtype": "fp32", "mode": "forward", "provider": "conv3x3", "note": 'no, "never"'}
+    rows = [row("1x2x3x4", "ours"), row("5x6x7x8", "ours", factor), row("5x6x7x8", "figure1", 10 * factor), skipped]
+    return Table("layer", {**HEADER, **header}, rows)
+
+
+def test_a_table_survives_its_file(tmp_path):
+    path = tmp_path / "new" / "table.csv"
+    write_csv(table(), path)
+    found = read_csv(path)
+    assert found.kind == "layer"
+    assert found.header == HEADER
+    for before, after in zip(table().rows, found.rows, strict=True):
+        assert after == {**dict.fromkeys(found.columns.all), **before}
+    assert [file.name for file in path.parent.iterdir()] == ["table.csv"]
+
+
+def test_the_same_ratios_are_no_slowdown():
+    comparison = compare(table(), table())
+    assert not comparison.worse
+    assert len(comparison.rows) == 2 * 3  # ours alone: figure1, floor, group_norm at two shapes
+    assert "0 of 6 ratios are worse than before by more than 15%" in str(comparison)
+
+
+def test_a_slowdown_is_found_and_named():
+    comparison = compare(table(1.2), table())
+    assert {(found[0], found[4]) for found in comparison.worse} == {("5x6x7x8", "to_figure1"), ("5x6x7x8", "to_floor")}
+    (line,) = [line for line in str(comparison).splitlines() if "5x6x7x8" in line and "to_floor" in line]
+    assert line.split()[-4:] == ["1.2", "1.44", "+20.0%", "WORSE"]
+    assert not compare(table(1.2), table(), tolerance=0.25).worse
+    assert not compare(table(), table(1.2)).worse  # faster than before
+
+
+def test_more_memory_is_found_too():
+    def kept(ratio: float) -> Table:
+        memory = {"shape": "1x2x3x4", "dtype": "fp32", "mode": "memory", "provider": "ours", "note": ""}
+        return Table("layer", HEADER, [{**memory, "saved_mib": 1.0, "saved_to_group_norm": ratio}])
+
+    assert [found[4] for found in compare(kept(2.0), kept(1.1)).worse] == ["saved_to_group_norm"]
+
+
+def test_a_model_is_compared_by_its_ratio_to_bn():
+    def model(ratio: float) -> Table:
+        key = {"model": "R-50", "dtype": "fp32", "batch": "8", "image": "224x224", "note": ""}
+        variants = {"BN": 1.0, "GN": 9 * ratio, "GW-S1-B2": ratio}
+        return Table("model", HEADER, [{**key, "variant": name, "to_bn": value} for name, value in variants.items()])
+
+    assert [found[:2] for found in compare(model(1.4), model(1.1)).worse] == [("R-50", "GW-S1-B2")]
+
+
+def test_another_machine_is_remarked_but_compared():
+    text = str(compare(table(machine="another"), table()))
+    assert "Another machine than before: another, before a machine: fast." in text
+    fewer = dataclasses.replace(table(), rows=table().rows[:1])
+    assert "1 rows are in one of the two runs only" in str(compare(fewer, table()))
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        (table(device="cuda"), "measured with device cuda, this run is with cpu"),
+        (table(settings="groups=32"), "measured with settings groups=32"),
+        (Table("model", HEADER, []), "a table of the benchmark 'model', this run is one of 'layer'"),
+        (Table("layer", HEADER, [row("9x9x9x9", "ours")]), "no ratio in common"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(reference, message):
+    with pytest.raises(ValueError, match=message):
+        compare(table(), reference)
+
+
+def test_a_negative_tolerance_is_refused():
+    with pytest.raises(ValueError, match=r"tolerance -0\.1"):
+        compare(table(), table(), tolerance=-0.1)
+
+
+def test_files_that_are_no_tables(tmp_path):
+    path = tmp_path / "t.csv"
+    with pytest.raises(FileNotFoundError, match="no table of measurements"):
+        read_csv(path)
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match="no table of this benchmark"):
+        read_csv(path)
+    path.write_text("# benchmark: layer\nshape,dtype\n1,2\n")
+    with pytest.raises(ValueError, match="lacks the columns mode, provider"):
+        read_csv(path)
+    write_csv(table(), path)
+    path.write_text(path.read_text().replace("1.5", "fast"))
+    with pytest.raises(ValueError, match="row 1 holds something that is not a number"):
+        read_csv(path)
+
+
+@pytest.mark.parametrize("kind", ["layer", "model"])
+def test_a_picture_is_drawn(kind, tmp_path):
+    drawn = table()
+    if kind == "model":
+        key = {"model": "R-50", "dtype": "fp32", "batch": "8", "image": "224x224", "note": ""}
+        rows = [{**key, "variant": "BN", "to_bn": 1.0, "paper_to_bn": 1.0}, {**key, "variant": "GW-S1"}]
+        drawn = Table("model", HEADER, rows)
+    path = tmp_path / "new" / "table.png"
+    draw(drawn, path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert [file.name for file in path.parent.iterdir()] == ["table.png"]
