@@ -14,11 +14,19 @@ from . import modeling as _  # noqa: F401, registers the components
 from .checkpoint import register_weights
 from .config import add_gw_config
 from .data.synthetic import register_synthetic
-from .layers import GroupWhitening2d
+from .layers import BatchWhitening2d, GroupWhitening2d
 from .modeling import norm_spec, norm_table, resolve_norm
 from .version import __version__
 
-__all__ = ["GroupWhitening2d", "__version__", "add_gw_config", "norm_spec", "norm_table", "resolve_norm"]
+__all__ = [
+    "BatchWhitening2d",
+    "GroupWhitening2d",
+    "__version__",
+    "add_gw_config",
+    "norm_spec",
+    "norm_table",
+    "resolve_norm",
+]
 
 register_synthetic()
 register_weights()

@@ -16,7 +16,7 @@ from .config import add_gw_config
 
 
 def get_parser() -> argparse.ArgumentParser:
-    """Returns Detectron2's parser with two flags more, ``--ignore-preflight`` and ``--allow-partial``."""
+    """Returns Detectron2's parser with ``--ignore-preflight``, ``--allow-partial`` and ``--whitening-stats-period``."""
     parser = default_argument_parser()
     parser.add_argument(
         "--ignore-preflight",
@@ -27,6 +27,13 @@ def get_parser() -> argparse.ArgumentParser:
         "--allow-partial",
         action="store_true",
         help="let the parts of the backbone that MODEL.WEIGHTS does not have start from random values",
+    )
+    parser.add_argument(
+        "--whitening-stats-period",
+        type=int,
+        default=0,
+        metavar="K",
+        help="every K iterations, log eigenvalues, condition numbers and residuals of all whitening layers; 0: never",
     )
     return parser
 

@@ -30,6 +30,7 @@ from detectron2.utils import comm
 from detectron2.utils.events import CommonMetricPrinter, EventWriter, JSONWriter
 from detectron2.utils.file_io import PathManager
 
+from .analysis import WhiteningWatch
 from .checkpoint import PartialLoadError, strict_backbone_load
 from .cli import config_of_run, get_parser, prepare_run, setup
 from .hooks import LossGuard, NamingMapper, NonFiniteError, WholeFileWriter, remove_unfinished
@@ -253,6 +254,8 @@ def main(args: argparse.Namespace) -> dict | None:
             raise PartialLoadError(f"{report}. An evaluation needs the weights of a whole detector")
         return _evaluate(cfg, model)
     trainer = Trainer(cfg)
+    if args.whitening_stats_period:
+        trainer.register_hooks([WhiteningWatch(args.whitening_stats_period)])
     start = _start(trainer.checkpointer, cfg, args.resume)
     with strict_backbone_load(trainer.model, start, allow_partial=args.allow_partial) as report:
         trainer.resume_or_load(resume=args.resume)

@@ -92,7 +92,7 @@ class LossGuard:
             if name
         ]
         for module in self.model.modules():
-            if isinstance(module, (nn.SyncBatchNorm, NaiveSyncBatchNorm)):
+            if isinstance(module, (nn.SyncBatchNorm, NaiveSyncBatchNorm)) or getattr(module, "sync", False):
                 module.eval()  # in training it would wait for processes that do not run this again
         device = next(self.model.parameters()).device.type
         # The run only looks for the place, so any error ends it; its events must not get into the training's.

@@ -14,6 +14,8 @@ import torch
 import yaml
 from detectron2.data import MetadataCatalog
 
+from gw_detectron.analysis import WhiteningWatch
+from gw_detectron.analysis.spectra import REDUCTIONS
 from gw_detectron.data.synthetic import register_synthetic
 from gw_detectron.engine import Trainer, fast_coco_evaluation_is_built, main, setup
 from gw_detectron.hooks import CheckpointWriteError, DataError, NonFiniteError
@@ -53,6 +55,15 @@ def test_training_evaluates_boxes_and_masks_and_eval_only_repeats_it(tmp_path):
     evaluated = main(arguments(tmp_path, "--eval-only", "--resume"))
     assert evaluated["bbox"]["AP"] == pytest.approx(trained["bbox"]["AP"])
     assert evaluated["segm"]["AP"] == pytest.approx(trained["segm"]["AP"])
+
+
+def test_whitening_layers_are_logged_every_period(tmp_path):
+    main(arguments(tmp_path, "--whitening-stats-period", "2", DATASETS__TEST="()"))
+    records = [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()]
+    logged = {name: value for record in records for name, value in record.items() if name.startswith("whitening/")}
+    stem = {name: logged[f"whitening/backbone.bottom_up.stem.conv1.norm/{name}"] for name in REDUCTIONS}
+    assert 0 < stem["lambda_min"] < stem["lambda_max"] and stem["condition_after"] < stem["condition_before"]
+    assert "whitening/roi_heads.box_head.conv1.norm/residual" in logged
 
 
 def test_resume_after_the_end_trains_no_more_but_evaluates(tmp_path):
@@ -163,6 +174,17 @@ class TestNonFinite:
         with torch.no_grad():  # finite itself, but not after the convolution
             trainer.model.backbone.bottom_up.res4[0].conv1.weight.fill_(3e38)
         with pytest.raises(NonFiniteError, match=r"first module .* is backbone\.bottom_up\.res4\.0\.conv1[. ]"):
+            trainer.train()
+
+    def test_the_whitening_layer_is_named_by_its_watch(self, tmp_path):
+        trainer = trainer_for(tmp_path)
+        trainer.register_hooks([WhiteningWatch(1)])
+        with torch.no_grad():
+            trainer.model.backbone.bottom_up.res4[0].conv1.weight.fill_(3e38)
+        message = (
+            r"input of the whitening layer backbone\.bottom_up\.res4\.0\.conv2\.norm .*\n.*first module .*conv1[. ]"
+        )
+        with pytest.raises(NonFiniteError, match=message):
             trainer.train()
 
     def test_the_log_has_the_message_and_no_traceback(self, tmp_path):

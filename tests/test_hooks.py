@@ -7,7 +7,8 @@ import pytest
 import torch
 from detectron2.utils.file_io import PathManager
 
-from gw_detectron.hooks import CheckpointWriteError, DataError, NamingMapper, WholeFileWriter
+from gw_detectron.hooks import CheckpointWriteError, DataError, LossGuard, NamingMapper, WholeFileWriter
+from gw_detectron.layers import BatchWhitening2d
 
 
 def test_a_kill_in_the_middle_leaves_the_old_file(tmp_path):
@@ -62,6 +63,26 @@ def test_a_worker_process_says_no_more_than_the_message():
     with pytest.raises(DataError) as raised:
         next(iter(loader))
     assert str(raised.value).startswith("a.jpg cannot be used: height 3 instead of 4")
+
+
+@pytest.mark.parametrize(
+    "norm", [torch.nn.SyncBatchNorm(4), BatchWhitening2d(4, sync=True)], ids=lambda n: type(n).__name__
+)
+def test_looking_for_a_cause_waits_for_no_other_process(norm):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = norm
+
+        def forward(self, batch):
+            return {"loss": self.norm.weight.sum()}
+
+    model = Model()
+    guard = LossGuard(model)
+    model([{"image": torch.zeros(3, 8, 8), "file_name": "a.jpg"}])
+    assert norm.training
+    assert "a.jpg" in guard.explain()
+    assert not norm.training, "in training its statistics would be those of all processes"
 
 
 def test_errors_of_the_user_s_own_mapper_are_named_and_keep_their_class():

@@ -10,6 +10,7 @@ import torch
 from detectron2.config import CfgNode, get_cfg
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.datasets import register_coco_instances
+from detectron2.modeling import ResNet
 from detectron2.utils.file_io import PathManager
 from PIL import Image
 
@@ -72,6 +73,7 @@ def config(tmp_path, **changes) -> CfgNode:
     cfg.merge_from_file(str(CONFIG))
     plain = {
         **OPTS,
+        "INPUT.MIN_SIZE_TRAIN": "(128,)",  # in smaller images the last layers have too few pixels
         "MODEL.ROI_HEADS.NUM_CLASSES": 2,
         "DATASETS.TRAIN": ("tiny_coco",),
         "DATASETS.TEST": ("tiny_coco",),
@@ -127,8 +129,10 @@ class TestModel:
         assert "FrozenBN" in problem and layer in problem
         assert f"Set {key.replace('__', '.')} to BN, GN or GW" in problem
 
-    def test_frozen_bn_at_the_whitened_positions(self, check):
-        assert "FrozenBN" in one(check(MODEL__RESNETS__WHITEN_NORM="FrozenBN"))
+    @pytest.mark.parametrize("norm", ["FrozenBN", "FrozenBW:channels=16"])
+    def test_frozen_norms_at_the_whitened_positions(self, check, norm):
+        problem = one(check(MODEL__RESNETS__WHITEN_NORM=norm))
+        assert "9 layers have FrozenBN or FrozenBW" in problem and "stem.conv1.norm" in problem
 
     def test_frozen_layers_from_scratch(self, check):
         problem = one(check(MODEL__BACKBONE__FREEZE_AT=2))
@@ -149,6 +153,29 @@ class TestModel:
         torch.save({"model": {}}, tmp_path / "w.pth")
         evaluated = {"eval_only": True, "MODEL__WEIGHTS": str(tmp_path / "w.pth")}
         assert not check(SOLVER__IMS_PER_BATCH=1, **evaluated).problems
+
+    def test_layers_with_too_few_numbers_to_whiten(self, check):
+        found = check(INPUT__MIN_SIZE_TRAIN="(64,)")
+        assert not found.problems and len(found.warnings) == 1
+        # 2 x 2 pixels of 32 channels in 16 groups are 8 columns
+        assert "backbone.fpn_lateral5.norm" in found.warnings[0] and "16 rows over 8 columns" in found.warnings[0]
+        assert "fewer groups, or larger images" in found.warnings[0]
+        assert check(INPUT__MIN_SIZE_TRAIN="(64,)", eval_only=True, MODEL__WEIGHTS="none").warnings == []
+
+    def test_batch_whitening_of_two_images(self, check):
+        images = {"INPUT__MIN_SIZE_TRAIN": "(160,)"}
+        found = check(MODEL__RESNETS__WHITEN_NORM="BW", **images)
+        assert not found.problems and len(found.warnings) == 1
+        words = ["a batch of 2 images", "res5", "(d + 3) / 2 = 33.5", "m = 50 for the smallest images", "2080 numbers"]
+        assert all(word in found.warnings[0] for word in words), found.warnings[0]
+        assert check(MODEL__RESNETS__WHITEN_NORM="BW", SOLVER__IMS_PER_BATCH=16, **images).warnings == []
+        assert check(MODEL__RESNETS__WHITEN_NORM="BW:solver=standardize").warnings == []
+
+    def test_a_model_whose_shapes_cannot_be_followed(self, check, monkeypatch):
+        monkeypatch.setattr(ResNet, "forward", lambda self, x: x.mean().item())
+        found = check()
+        assert not found.problems and len(found.warnings) == 1
+        assert "was not checked" in found.warnings[0] and "RuntimeError" in found.warnings[0]
 
     @pytest.mark.parametrize(
         ("changes", "words"),

@@ -146,8 +146,12 @@ launch_from_args(both, get_parser().parse_args())
 def test_two_processes_under_torchrun_on_the_cpu(data, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(EMPTY_REGIONS)
+    # a mask head without regions has to take part in the statistics of the other process
+    norms = {"MODEL__FPN__NORM": "BW:channels=8,sync=true", "MODEL__ROI_MASK_HEAD__NORM": "BW:channels=8,sync=true"}
 
-    ended = run(data, str(script), *words(tmp_path / "output", SOLVER__IMS_PER_BATCH=4), launcher=TWO_PROCESSES)
+    ended = run(
+        data, str(script), *words(tmp_path / "output", SOLVER__IMS_PER_BATCH=4, **norms), launcher=TWO_PROCESSES
+    )
 
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
     assert "local ranks [0, 1] gradients agree" in ended.stdout

@@ -15,6 +15,8 @@ from ..modeling.resnet import NUM_BLOCKS_PER_STAGE, POSITIONS, whitened_convs
 from .wording import listed
 
 _STAGES = {"torchvision": ("layer1", "layer2", "layer3", "layer4"), "detectron2": ("res2", "res3", "res4", "res5")}
+#: a norm between the last average pooling and the classifier, under both of its names
+POOL_NORM = ("last_bn", "avgpool.norm")
 _NAME = re.compile(r"R-(?P<r>\d+)|X-(?P<x>\d+)-(?P<groups>\d+)x(?P<width>\d+)d")
 
 

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .architecture import Architecture, infer_architecture, infer_positions, norms_at
+from ..layers import RUNNING
+from .architecture import POOL_NORM, Architecture, Module, infer_architecture, infer_positions, norms_at
 from .reading import WeightsFileError
 from .wording import listed
 
@@ -34,6 +35,8 @@ class Conversion:
         positions: where whitening stands, one of ``"" S1 S1-B1 S1-B2 S1-B3 S1-B12 ALL``.
         norm: every other norm, ``BN`` or ``GN``.
         rows: one for each tensor of the source.
+        pool_norm: the norm between the last average pooling and the classifier, which learns decorrelated features;
+            "" for none.
     """
 
     tensors: dict[str, Tensor]
@@ -41,6 +44,7 @@ class Conversion:
     positions: str
     norm: str
     rows: tuple[Row, ...]
+    pool_norm: str = ""
 
     @property
     def has_classifier(self) -> bool:
@@ -61,7 +65,8 @@ def convert(
             ``module.`` of data-parallel training.
         architecture: what it has to be, e.g. ``R-50`` or ``X-101-32x8d``; None accepts any.
         positions: where whitening has to stand; None accepts any.
-        keep_fc: keep the classifier, as ``linear``.
+        keep_fc: keep the classifier, as ``linear``, and the norm before it, as ``avgpool.norm``. The authors' ResNeXts
+            have a norm there that takes no part in their forward pass; it is left out.
 
     Raises:
         ValueError: a tensor is missing, left over, of wrong shape or type, or not finite; or the file is of another
@@ -72,15 +77,14 @@ def convert(
     if architecture is not None and Architecture.parse(architecture) != network:
         raise WeightsFileError(f"these are the weights of {network.name}, not of {architecture}")
     found, norm = _recognise_norms(network, tensors, positions)
-    if keep_fc and not network.name.startswith("X-") and any(name.startswith("last_bn.") for name in tensors):
-        raise WeightsFileError("a norm before the classifier (last_bn) has no place in Detectron2; leave fc out")
+    pool_norm = _recognise_pool_norm(tensors, norm) if keep_fc and not network.name.startswith("X-") else ""
 
     converted: dict[str, Tensor] = {}
     rows = []
     problems: dict[str, list[str]] = {}
     left = dict(tensors)
     classes = _number_of_classes(tensors) if keep_fc else None
-    for expected in _expected(network, found, norm, classes):
+    for expected in [*_expected(network, found, norm, classes), *_expected_before_fc(network, tensors, pool_norm)]:
         value = left.pop(expected.source, None)
         if value is None:
             problems.setdefault("missing", []).append(expected.source)
@@ -99,6 +103,7 @@ def convert(
         converted[expected.target] = value
         rows.append(Row(expected.source, expected.target, tuple(value.shape), note))
     counters = {f"{m.torchvision}.num_batches_tracked" for m in network.modules() if m.kind == "norm"}
+    counters.add(f"{POOL_NORM[0]}.num_batches_tracked")
     for name, value in left.items():
         reason = _reason_to_drop(name, counters)
         if reason:
@@ -108,7 +113,7 @@ def convert(
     if problems:
         lines = [f"{len(names)} {problem}: {listed(names)}" for problem, names in problems.items()]
         raise WeightsFileError("\n  ".join([f"taken for {network.name}, but of its tensors", *lines]))
-    return Conversion(converted, network, found, norm, tuple(rows))
+    return Conversion(converted, network, found, norm, tuple(rows), pool_norm)
 
 
 def to_torchvision(tensors: Mapping[str, Tensor], *, authors_affine: bool = False) -> dict[str, Tensor]:
@@ -124,6 +129,8 @@ def to_torchvision(tensors: Mapping[str, Tensor], *, authors_affine: bool = Fals
     """
     network = infer_architecture(tensors, layout="detectron2")
     modules = {module.detectron2: module for module in network.modules()}
+    theirs, ours = POOL_NORM
+    modules[ours] = Module(theirs, ours, "norm", modules["linear"].shape)
     renamed = {}
     unknown = []
     for name, value in tensors.items():
@@ -186,11 +193,25 @@ def _recognise_norms(network: Architecture, tensors: Mapping[str, Tensor], posit
     return found, norm
 
 
+def _recognise_pool_norm(tensors: Mapping[str, Tensor], norm: str) -> str:
+    """Names the norm before the classifier by the statistics it has; options that leave no trace are the usual ones."""
+    fields = {name.partition(".")[2]: value for name, value in tensors.items() if name.startswith(f"{POOL_NORM[0]}.")}
+    for running in RUNNING:
+        rows = fields.get(f"running_{running}")
+        if rows is not None:
+            return f"BW:channels={rows.shape[-1]},running={running}"
+    if not fields:
+        return ""
+    if "running_var" in fields:
+        return "BN"
+    return norm if norm == "GN" else "GW"
+
+
 class _Expected(NamedTuple):
     source: str
     target: str
     shape: tuple[int, ...]
-    flat: bool  # (1, C, 1, 1) stands for (C,)
+    flat: bool  # (1, C, 1, 1) or (1, C) stands for (C,)
 
 
 def _expected(network: Architecture, positions: str, norm: str, classes: int | None) -> Iterator[_Expected]:
@@ -207,10 +228,26 @@ def _expected(network: Architecture, positions: str, norm: str, classes: int | N
             yield _Expected(f"{module.torchvision}.{field}", f"{module.detectron2}.{field}", shape, module in whitened)
 
 
+def _expected_before_fc(network: Architecture, tensors: Mapping[str, Tensor], pool_norm: str) -> Iterator[_Expected]:
+    if not pool_norm:
+        return
+    theirs, ours = POOL_NORM
+    (channels,) = next(module.shape for module in network.modules() if module.kind == "linear")
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("weight", "bias"), (channels,))
+    if pool_norm == "BN":
+        shapes |= dict.fromkeys(_STATISTICS, (channels,))
+    elif pool_norm.startswith("BW"):
+        field = f"running_{pool_norm.partition('running=')[2]}"
+        shapes |= {"running_mean": (channels,), field: (channels, tensors[f"{theirs}.{field}"].shape[-1])}
+    for field, shape in shapes.items():
+        yield _Expected(f"{theirs}.{field}", f"{ours}.{field}", shape, field in ("weight", "bias"))
+
+
 def _check(value: Tensor, expected: _Expected) -> str:
     """Says what is wrong with a tensor, as the end of "3 ...", or "" if nothing is."""
     shape = tuple(value.shape)
-    if shape != expected.shape and not (expected.flat and shape == (1, *expected.shape, 1, 1)):
+    broadcast = (1, *expected.shape)
+    if shape != expected.shape and not (expected.flat and shape in (broadcast, (*broadcast, 1, 1))):
         return f"of wrong shape where {expected.shape} belongs"
     if value.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return "of wrong type where float32 belongs (float16 and bfloat16 are widened)"
@@ -235,7 +272,7 @@ def _reason_to_drop(name: str, counters: set[str]) -> str:
         return "counts training steps, not used"
     if name in ("fc.weight", "fc.bias"):
         return "classifier, not part of the backbone"
-    if name.startswith("last_bn."):
+    if name.startswith(f"{POOL_NORM[0]}."):
         return "norm before the classifier, not part of the backbone"
     return ""
 

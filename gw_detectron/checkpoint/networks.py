@@ -14,8 +14,8 @@ from torchvision.models.resnet import BasicBlock, Bottleneck
 
 from ..config import add_gw_config
 from ..layers import GroupWhitening2d
-from ..modeling import build_gw_resnet_backbone
-from .architecture import norms_at
+from ..modeling import add_pool_norm, build_gw_resnet_backbone
+from .architecture import POOL_NORM, norms_at
 from .convert import Conversion, to_torchvision, unwrap
 from .provenance import Provenance, sha256_of
 from .reading import read_weights_file
@@ -49,9 +49,15 @@ def torchvision_classifier(weights: Conversion, tensors: Mapping[str, Tensor]) -
         for module in norms_at(network, weights.positions):
             parent, _, name = module.torchvision.rpartition(".")
             setattr(model.get_submodule(parent), name, GroupWhitening2d(module.shape[0]))
+        if weights.pool_norm:
+            add_pool_norm(model, weights.pool_norm, model.fc.in_features)
     if classes is None:
         model.fc = nn.Identity()
-    _load(model, tensors)
+    theirs, ours = (f"{name}." for name in POOL_NORM)
+    known = {name.replace(theirs, ours): value for name, value in tensors.items()}
+    if not weights.pool_norm:  # the authors' ResNeXts have one that they do not use
+        known = {name: value for name, value in known.items() if not name.startswith(ours)}
+    _load(model, known)
     return model.eval()
 
 
@@ -83,6 +89,8 @@ def detectron2_classifier(weights: Conversion, cfg: CfgNode, *, norm_eps: float 
         backbone = build_gw_resnet_backbone(cfg, ShapeSpec(channels=len(cfg.MODEL.PIXEL_MEAN)))
         stages = [list(stage) for stage in backbone.stages]
         model = ResNet(backbone.stem, stages, num_classes=classes, out_features=outputs)
+        if weights.pool_norm:
+            add_pool_norm(model, weights.pool_norm, model.linear.in_features)
     _load(model, weights.tensors)
     for module in model.modules():
         if norm_eps is not None and hasattr(module, "running_var"):
@@ -106,9 +114,7 @@ def torchvision_tensors(
             f"{provenance.source_sha256}"
         )
     tensors = unwrap(read_weights_file(source or weights).value)
-    if "stem.conv1.weight" in tensors:
-        tensors = to_torchvision(tensors)
-    return {name: value for name, value in tensors.items() if not name.startswith("last_bn.")}
+    return to_torchvision(tensors) if "stem.conv1.weight" in tensors else tensors
 
 
 def config_for(provenance: Provenance) -> CfgNode:

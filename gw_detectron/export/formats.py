@@ -140,8 +140,8 @@ def _check_expressible(program: ExportedProgram) -> None:
     for name, users in layers.items():
         raise ValueError(
             f"ONNX has no operator for {name}, used by {len(users)} layers ({listed(users)}). Solvers that factorise a "
-            "matrix, such as zca, cannot be written as ONNX. The format pt2 holds them; the newton solver can be "
-            "written in every format"
+            "matrix, such as zca, and rotations cannot be written as ONNX. The format pt2 holds them; the newton "
+            "solver can be written in every format"
         )
 
 

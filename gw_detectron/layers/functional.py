@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from .solvers import SOLVERS
+from .solvers import Solver
 
 
 def effective_groups(num_channels: int, num_groups: int) -> int:
@@ -33,35 +33,15 @@ def effective_groups(num_channels: int, num_groups: int) -> int:
     return groups
 
 
-def check_options(num_iters: int, eps: float, solver: str) -> None:
-    """Raises ValueError for an option of group whitening that is out of its range."""
-    if not isinstance(num_iters, int) or num_iters < 0:
-        raise ValueError(f"num_iters={num_iters} must be zero or a positive integer; the published value is 5")
-    if not 0 <= eps < float("inf"):
-        raise ValueError(f"eps={eps} must be zero or a positive number; the published value is 1e-5")
-    if solver not in SOLVERS:
-        raise ValueError(f"unknown whitening solver {solver!r}; allowed are {sorted(SOLVERS)}")
-
-
-def check_arguments(
-    x: Tensor,
-    num_groups: int,
-    num_iters: int,
-    eps: float,
-    solver: str,
-    weight: Tensor | None,
-    bias: Tensor | None,
-) -> int:
-    """Returns the effective number of groups, or raises what :func:`group_whiten` documents."""
+def check_tensors(what: str, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> None:
+    """Raises ValueError for an input or affine parameters that a whitening layer does not take."""
     if x.dim() < 2:
-        raise ValueError(f"group whitening takes input of shape (N, C, *spatial), got {tuple(x.shape)}")
+        raise ValueError(f"{what} takes input of shape (N, C, *spatial), got {tuple(x.shape)}")
     if not x.is_floating_point():
-        raise ValueError(f"group whitening takes floating point input, got {x.dtype}")
-    check_options(num_iters, eps, solver)
+        raise ValueError(f"{what} takes floating point input, got {x.dtype}")
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is not None and parameter.shape != x.shape[1:2]:
             raise ValueError(f"{name} has shape {tuple(parameter.shape)}, expected ({x.shape[1]},)")
-    return effective_groups(x.shape[1], num_groups)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -77,6 +57,9 @@ def group_whiten(
     solver: str = "newton",
     weight: Tensor | None = None,
     bias: Tensor | None = None,
+    *,
+    threshold: float = 0.01,
+    corr: bool = False,
 ) -> Tensor:
     r"""Whitens the groups of channels of every sample by that sample's own covariance.
 
@@ -94,9 +77,12 @@ def group_whiten(
         num_groups: g, capped at C; contiguous channels form a group.
         num_iters: steps T of the ``newton`` solver.
         eps: added to the diagonal of the covariance, in units of the input's variance. 0 leaves it out.
+            ``pivoted_cholesky`` has its own use for it.
         solver: a name in :data:`gw_detectron.layers.SOLVERS`.
         weight: per-channel scale :math:`\gamma`, (C,).
         bias: per-channel shift :math:`\beta`, (C,).
+        threshold: c of the solver ``zca_max``.
+        corr: standardise the groups, then decorrelate their correlation matrix.
 
     Returns:
         y in the shape, dtype and memory format of ``x``. An empty ``x`` gives an empty tensor that still depends on
@@ -108,7 +94,9 @@ def group_whiten(
 
     Source: Group Whitening, Eqs. 8-10, and its supplement, Algorithm 1.
     """
-    groups = check_arguments(x, num_groups, num_iters, eps, solver, weight, bias)
+    check_tensors("group whitening", x, weight, bias)
+    whitening_matrix = Solver(solver, num_iters, eps, threshold, corr)
+    groups = effective_groups(x.shape[1], num_groups)
     if x.numel() == 0:
         return _affine(x, weight, bias).to(x.dtype)
     dtype = compute_dtype(x)
@@ -117,9 +105,9 @@ def group_whiten(
         # reshape, not view: channels_last input is not laid out group by group
         x_g = x.to(dtype).reshape(x.shape[0], groups, columns)
         x_c = x_g - x_g.mean(-1, keepdim=True)
-        sigma = x_c @ x_c.mT / x_c.shape[-1]
-        sigma = sigma + eps * torch.eye(groups, dtype=dtype, device=x.device)
-        x_hat = (SOLVERS[solver](sigma, num_iters) @ x_c).reshape(x.shape)
+        covariance = x_c @ x_c.mT / x_c.shape[-1]
+        # the solver adds eps I
+        x_hat = (whitening_matrix(covariance) @ x_c).reshape(x.shape)
         y = _affine(x_hat, weight, bias)
     return y.to(dtype=x.dtype, memory_format=memory_format_of(x))
 

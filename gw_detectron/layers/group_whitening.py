@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from . import kernels
-from .functional import check_options, effective_groups
+from .functional import effective_groups
+from .solvers import Solver
 
 
 class GroupWhitening2d(nn.Module):
@@ -25,7 +26,10 @@ class GroupWhitening2d(nn.Module):
         num_iters: steps T of the ``newton`` solver.
         eps: added to the diagonal of the covariance, in units of the input's variance.
         affine: learn a per-channel scale and shift, both of shape (C,).
-        solver: ``"newton"`` (iterative, the published choice) or ``"zca"`` (exact).
+        solver: a name in :data:`gw_detectron.layers.SOLVERS`: ``"newton"`` (iterative, the published choice), ``"zca"``
+            (exact), ...
+        threshold: c of the solver ``"zca_max"``.
+        corr: standardise the groups, then decorrelate their correlation matrix.
 
     Shape: (N, C, *spatial) -> the same, for zero to three spatial dimensions; dtype and memory format are kept.
 
@@ -43,15 +47,20 @@ class GroupWhitening2d(nn.Module):
         eps: float = 1e-5,
         affine: bool = True,
         solver: str = "newton",
+        *,
+        threshold: float = 0.01,
+        corr: bool = False,
     ) -> None:
         super().__init__()
-        check_options(num_iters, eps, solver)
+        Solver(solver, num_iters, eps, threshold, corr)  # checks them
         self.num_channels = num_channels
         self.num_groups = effective_groups(num_channels, num_groups)
         self.num_iters = num_iters
         self.eps = eps
         self.affine = affine
         self.solver = solver
+        self.threshold = threshold
+        self.corr = corr
         self.weight = nn.Parameter(torch.ones(num_channels)) if affine else None
         self.bias = nn.Parameter(torch.zeros(num_channels)) if affine else None
 
@@ -60,7 +69,17 @@ class GroupWhitening2d(nn.Module):
             raise ValueError(
                 f"GroupWhitening2d expects input of shape (N, {self.num_channels}, *spatial), got {tuple(x.shape)}"
             )
-        return kernels.group_whiten(x, self.num_groups, self.num_iters, self.eps, self.solver, self.weight, self.bias)
+        return kernels.group_whiten(
+            x,
+            self.num_groups,
+            self.num_iters,
+            self.eps,
+            self.solver,
+            self.weight,
+            self.bias,
+            threshold=self.threshold,
+            corr=self.corr,
+        )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # the authors' checkpoints hold the affine parameters as (1, C, 1, 1)
@@ -71,7 +90,5 @@ class GroupWhitening2d(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
-        return (
-            f"{self.num_channels}, groups={self.num_groups}, iters={self.num_iters}, eps={self.eps:g}, "
-            f"solver={self.solver}, affine={self.affine}"
-        )
+        solver = Solver(self.solver, self.num_iters, self.eps, self.threshold, self.corr)
+        return f"{self.num_channels}, groups={self.num_groups}, {solver}, affine={self.affine}"

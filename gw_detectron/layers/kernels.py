@@ -3,8 +3,8 @@
 =============  ==========================================================================================
 ``triton``     Triton kernels: CUDA, float32 / float16 / bfloat16, up to 128 groups
 ``matmul``     batched matrix products in closed form: every device, and float64
-``reference``  :func:`gw_detectron.layers.group_whiten`, plain autograd: other solvers than ``newton``, empty
-               input, and every export, which then runs where this package is not installed
+``reference``  :func:`gw_detectron.layers.functional.group_whiten`, plain autograd: other solvers than ``newton``,
+               empty input, and every export, which then runs where this package is not installed
 =============  ==========================================================================================
 
 The first two are one custom operator, ``torch.ops.gw_detectron.group_whiten``, with a formula for autograd, for fake
@@ -28,10 +28,12 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from . import closed_form, functional, matmul_kernels, matmul_newton, triton_kernels
+from .solvers import Solver
 
 ENVIRONMENT_SWITCH = "GW_DETECTRON_KERNELS"
 FORCEABLE = ("matmul", "reference")
 _MODULES = {"triton": triton_kernels, "matmul": matmul_kernels}
+_PUBLISHED = Solver()
 _logger = logging.getLogger("gw_detectron.layers")
 
 
@@ -60,18 +62,23 @@ def group_whiten(
     solver: str = "newton",
     weight: Tensor | None = None,
     bias: Tensor | None = None,
+    *,
+    threshold: float = 0.01,
+    corr: bool = False,
 ) -> Tensor:
     """:func:`gw_detectron.layers.functional.group_whiten`, to rounding, by the path that :func:`choose_path` names."""
-    groups = functional.check_arguments(x, num_groups, num_iters, eps, solver, weight, bias)
-    path = choose_path(x, groups, solver)
+    functional.check_tensors("group whitening", x, weight, bias)
+    options = Solver(solver, num_iters, eps, threshold, corr)
+    groups = functional.effective_groups(x.shape[1], num_groups)
+    path = choose_path(x, groups, options)
     if not torch.compiler.is_compiling():
-        _log(path, x.device.type, x.dtype, x.shape[1], groups, solver)
+        _log(path, x.device.type, x.dtype, x.shape[1], groups, str(options))
     if path == "reference":
-        return functional.group_whiten(x, groups, num_iters, eps, solver, weight, bias)
+        return functional.group_whiten(x, groups, num_iters, eps, solver, weight, bias, threshold=threshold, corr=corr)
     return torch.ops.gw_detectron.group_whiten(x, weight, bias, groups, num_iters, eps, path)[0]
 
 
-def choose_path(x: Tensor, groups: int, solver: str = "newton") -> str:
+def choose_path(x: Tensor, groups: int, solver: Solver = _PUBLISHED) -> str:
     """The path for an input of ``groups`` groups: ``"triton"``, ``"matmul"`` or ``"reference"``.
 
     Raises:
@@ -83,7 +90,7 @@ def choose_path(x: Tensor, groups: int, solver: str = "newton") -> str:
             f"{ENVIRONMENT_SWITCH}={forced!r} is no path of group whitening that can be forced; allowed are "
             f"{list(FORCEABLE)}, or unset the variable"
         )
-    if forced == "reference" or solver != "newton" or x.numel() == 0 or _is_exporting():
+    if forced == "reference" or solver.name != "newton" or solver.corr or x.numel() == 0 or _is_exporting():
         return "reference"
     if forced == "matmul":
         return forced
@@ -99,7 +106,7 @@ def _is_exporting() -> bool:
 @functools.cache
 def _log(path: str, device: str, dtype: torch.dtype, channels: int, groups: int, solver: str) -> None:
     _logger.debug(
-        "group whitening of %d channels in %d groups (%s, %s, solver %s) takes the %s path",
+        "group whitening of %d channels in %d groups (%s, %s, %s) takes the %s path",
         *(channels, groups, dtype, device, solver, path),
     )
 

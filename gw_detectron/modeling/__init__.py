@@ -6,6 +6,7 @@ from .resnet import (
     GWBasicBlock,
     GWBottleneckBlock,
     GWDeformBottleneckBlock,
+    add_pool_norm,
     build_gw_resnet_backbone,
     whitened_convs,
 )
@@ -17,6 +18,7 @@ __all__ = [
     "GWDeformBottleneckBlock",
     "GWFastRCNNConvFCHead",
     "GWMaskRCNNConvUpsampleHead",
+    "add_pool_norm",
     "build_gw_resnet_backbone",
     "build_gw_resnet_fpn_backbone",
     "build_gw_retinanet_resnet_fpn_backbone",

@@ -3,10 +3,18 @@
 - ``"" BN SyncBN FrozenBN GN LN nnSyncBN naiveSyncBN`` are Detectron2's own and reach its ``get_norm`` untouched.
 - ``GN:groups=16,eps=1e-5`` is GroupNorm with another number of groups.
 - ``GW`` is ``GW:groups=64,iters=5,eps=1e-5,solver=newton``, Group Whitening in the published setting.
+- ``BW`` is ``BW:channels=64,iters=5,eps=1e-5,solver=newton,running=matrix,momentum=0.1,sync=false,rotation=none``,
+  batch whitening; ``BW:running=covariance`` is the papers' BW_Sigma, ``BW:solver=zca`` DBN. ``FrozenBW`` is its frozen
+  twin.
+- ``BN:rotation=cayley`` is BN with a learnable rotation of every 64 channels (``channels=64``) before scale and shift.
+
+Whitening takes any solver of :data:`gw_detectron.layers.SOLVERS`, ``corr=true`` (standardise, then decorrelate), and
+for ``zca_max`` a ``threshold``.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from detectron2.layers import FrozenBatchNorm2d, get_norm
@@ -14,7 +22,7 @@ from detectron2.layers.batch_norm import NaiveSyncBatchNorm
 from tabulate import tabulate
 from torch import nn
 
-from ..layers import SOLVERS, GroupWhitening2d
+from ..layers import ROTATIONS, RUNNING, SOLVERS, BatchWhitening2d, FrozenBatchWhitening2d, GroupWhitening2d
 
 Norm = str | Callable[[int], nn.Module]
 
@@ -25,12 +33,15 @@ class _Option(NamedTuple):
     argument: str  # the name of the factory's keyword and of the layer's attribute
     parse: Callable[[str], Any]
     allowed: str
+    usual: Any = None  # a value that a full norm name need not show
 
 
 class _Family(NamedTuple):
     factory: Callable[..., nn.Module]
     layer: type[nn.Module]
     options: dict[str, _Option]
+    needs: str = ""  # an option that has to be given
+    fixed: Mapping[str, Any] = MappingProxyType({})  # attributes by which its layers are known among those of the class
 
 
 def _group_norm(num_channels: int, num_groups: int = 32, eps: float = 1e-5) -> nn.GroupNorm:
@@ -47,20 +58,56 @@ def _checked(convert: Callable[[str], Any], accept: Callable[[Any], bool]) -> Ca
     return parse
 
 
+def _one_of(argument: str, names: Iterable[str], usual: str | None = None) -> _Option:
+    return _Option(argument, _checked(str, set(names).__contains__), f"one of {sorted(names)}", usual)
+
+
+def _switch(argument: str) -> _Option:
+    return _Option(argument, {"true": True, "false": False}.__getitem__, "true or false", False)
+
+
 _GROUPS = _Option("num_groups", _checked(int, lambda groups: groups >= 1), "a positive integer")
+_CHANNELS = _Option("channels_per_group", _checked(int, lambda channels: channels >= 1), "a positive integer")
 _EPS = _Option("eps", _checked(float, lambda eps: 0 <= eps < float("inf")), "zero or a positive number")
+_FRACTION = _checked(float, lambda value: 0 <= value <= 1)
+_MOMENTUM = _Option("momentum", _FRACTION, "a number from 0 to 1")
+_ROTATION = _one_of("rotation", ROTATIONS, usual="none")
+_SOLVER = {
+    "iters": _Option("num_iters", _checked(int, lambda iters: iters >= 0), "zero or a positive integer"),
+    "eps": _EPS,
+    "solver": _one_of("solver", SOLVERS),
+    "threshold": _Option("threshold", _FRACTION, "a number from 0 to 1", 0.01),
+    "corr": _switch("corr"),
+}
+_BW_OPTIONS = {
+    "channels": _CHANNELS,
+    **_SOLVER,
+    "running": _one_of("running", RUNNING),
+    "momentum": _MOMENTUM,
+    "sync": _switch("sync"),
+    "rotation": _ROTATION,
+}
+# BN as batch whitening: its matrix standardises, its running covariance has BN's running variance on the diagonal
+_AS_BN: dict[str, Any] = {"solver": "standardize", "running": "covariance"}
+# from the most derived and most special to the most general
 _FAMILIES = {
     "GN": _Family(_group_norm, nn.GroupNorm, {"groups": _GROUPS, "eps": _EPS}),
-    "GW": _Family(
-        GroupWhitening2d,
-        GroupWhitening2d,
+    "GW": _Family(GroupWhitening2d, GroupWhitening2d, {"groups": _GROUPS, **_SOLVER}),
+    "FrozenBW": _Family(FrozenBatchWhitening2d, FrozenBatchWhitening2d, _BW_OPTIONS),
+    "BN": _Family(
+        functools.partial(BatchWhitening2d, **_AS_BN),
+        BatchWhitening2d,
         {
-            "groups": _GROUPS,
-            "iters": _Option("num_iters", _checked(int, lambda iters: iters >= 0), "zero or a positive integer"),
+            "channels": _CHANNELS,
             "eps": _EPS,
-            "solver": _Option("solver", _checked(str, lambda name: name in SOLVERS), f"one of {sorted(SOLVERS)}"),
+            "momentum": _MOMENTUM,
+            "sync": _switch("sync"),
+            "rotation": _one_of("rotation", ["cayley"]),
         },
+        needs="rotation",
+        fixed={**_AS_BN, "rotation": "cayley", "num_iters": 5, "threshold": 0.01, "corr": False},
     ),
+    "BW": _Family(BatchWhitening2d, BatchWhitening2d, _BW_OPTIONS),
 }
 
 # from the most derived class to its base
@@ -119,8 +166,13 @@ def _parse(spec: str) -> Norm:
             raise ValueError(f"option {key!r} is given twice")
         try:
             arguments[option.argument] = option.parse(value)
-        except ValueError as error:
+        except (ValueError, KeyError) as error:
             raise ValueError(f"{key}={value!r} is not {option.allowed}") from error
+    if family.needs and family.options[family.needs].argument not in arguments:
+        option = family.options[family.needs]
+        raise ValueError(
+            f"{name} takes options only together with {family.needs}, {option.allowed}; without them write {name!r}"
+        )
     return functools.partial(family.factory, **arguments)
 
 
@@ -139,16 +191,22 @@ def norm_spec(layer: nn.Module) -> str:
         ValueError: the layer is not a normalisation that a name can express.
     """
     for name, family in _FAMILIES.items():
-        if isinstance(layer, family.layer):
+        if isinstance(layer, family.layer) and all(getattr(layer, key) == value for key, value in family.fixed.items()):
             values = {key: getattr(layer, option.argument) for key, option in family.options.items()}
-            text = ",".join(f"{key}={value:g}" if key == "eps" else f"{key}={value}" for key, value in values.items())
-            return f"{name}:{text}"
+            shown = [f"{key}={_text(value)}" for key, value in values.items() if value != family.options[key].usual]
+            return f"{name}:{','.join(shown)}"
     for name, layer_class in _DETECTRON2_LAYERS:
         if isinstance(layer, layer_class):
             return name
     if type(layer).__name__ == "LayerNorm":  # Detectron2's own channels-first class, absent from its older versions
         return "LN"
     raise ValueError(f"{type(layer).__name__} is not a normalisation layer that a norm name can express")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 class NormRow(NamedTuple):

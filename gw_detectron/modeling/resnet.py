@@ -4,15 +4,17 @@ The positions carry the paper's names (Group Whitening, section 5.1.1): ``S1`` i
 first, second, third norm of every block, ``B12`` the first two.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
 from detectron2.config import CfgNode
-from detectron2.layers import ShapeSpec, get_norm
+from detectron2.layers import CNNBlockBase, ShapeSpec, get_norm
 from detectron2.modeling import BACKBONE_REGISTRY, ResNet
 from detectron2.modeling.backbone.resnet import BasicBlock, BasicStem, BottleneckBlock, DeformBottleneckBlock
 from torch import nn
 
+from ..layers import FrozenBatchWhitening2d
 from .norm import Norm, resolve_norm
 
 NUM_BLOCKS_PER_STAGE = {
@@ -56,7 +58,19 @@ def whitened_convs(positions: str, *, bottleneck: bool = True) -> tuple[str, ...
     return tuple(conv for conv in _CONVS_BY_POSITION[positions] if conv != "conv3")
 
 
-class _WhitenedBlock(nn.Module):
+class _FreezesBatchWhitening(CNNBlockBase):
+    """Mixin of a stock stem or block, which when frozen replaces BN only by its frozen twin."""
+
+    def freeze(self) -> nn.Module:
+        super().freeze()
+        return FrozenBatchWhitening2d.convert(self)
+
+
+class GWBasicStem(_FreezesBatchWhitening, BasicStem):
+    """The stem of all ResNets here; batch whitening in it can be frozen."""
+
+
+class _WhitenedBlock(_FreezesBatchWhitening):
     """Mixin of a stock block: ``whiten_norm`` replaces the norm of the convolutions named in ``whiten_convs``.
 
     The norm is set in the constructor because ``ResNet`` freezes its blocks as soon as it has them.
@@ -103,7 +117,7 @@ def build_gw_resnet_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> ResNet:
         whiten_channels = channels if convs else [options.STEM_OUT_CHANNELS]
         whiten_norm = resolve_norm(options.WHITEN_NORM, where="MODEL.RESNETS.WHITEN_NORM", channels=whiten_channels)
 
-    stem = BasicStem(in_channels=input_shape.channels, out_channels=options.STEM_OUT_CHANNELS, norm=whiten_norm)
+    stem = GWBasicStem(in_channels=input_shape.channels, out_channels=options.STEM_OUT_CHANNELS, norm=whiten_norm)
     stages = []
     in_channels = options.STEM_OUT_CHANNELS
     for index, num_blocks in enumerate(NUM_BLOCKS_PER_STAGE[options.DEPTH]):
@@ -136,6 +150,26 @@ def build_gw_resnet_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> ResNet:
         stages.append(ResNet.make_stage(block_class, num_blocks, **arguments))
         in_channels = out_channels
     return ResNet(stem, stages, out_features=options.OUT_FEATURES, freeze_at=cfg.MODEL.BACKBONE.FREEZE_AT)
+
+
+def add_pool_norm(classifier: nn.Module, norm: Norm, channels: int) -> None:
+    """Puts a norm between the last average pooling of a ResNet and its classifier, to learn decorrelated features.
+
+    Args:
+        classifier: Detectron2's or torchvision's ResNet, whose pooling is ``avgpool``. The norm becomes its
+            ``avgpool.norm``.
+        norm: a norm name or what :func:`resolve_norm` returns for one.
+        channels: of the last feature map.
+
+    Raises:
+        ValueError: the norm is unknown or does not fit.
+
+    Source: Group Whitening, section 5.1.1; supplement, section 6.1.
+    """
+    if isinstance(norm, str):
+        norm = resolve_norm(norm, where="the norm after the last pooling", channels=[channels])
+    layers = {"pool": classifier.avgpool, "norm": get_norm(norm, channels)}
+    classifier.avgpool = nn.Sequential(OrderedDict(layers))
 
 
 def _check_options(options: CfgNode) -> None:

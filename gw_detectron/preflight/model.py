@@ -1,13 +1,15 @@
 """Whether the model can be built, and whether its normalisation can work in this run."""
 
-import torch
+from collections.abc import Iterable
+
 from detectron2.config import CfgNode
 from detectron2.layers import FrozenBatchNorm2d
 from detectron2.layers.batch_norm import NaiveSyncBatchNorm
-from detectron2.modeling import build_model
 from detectron2.utils import comm
 from torch import nn
 
+from ..layers import BatchWhitening2d, FrozenBatchWhitening2d
+from ..modeling.norm_shapes import NormShape, build_shapes, norm_shapes
 from .findings import Findings
 
 _NORM_KEYS = {
@@ -16,6 +18,9 @@ _NORM_KEYS = {
     ".box_head": "MODEL.ROI_BOX_HEAD.NORM",
     ".mask_head": "MODEL.ROI_MASK_HEAD.NORM",
 }
+_FROZEN = (FrozenBatchNorm2d, FrozenBatchWhitening2d)
+# Batches of so few images are the worst of Group Whitening, Figure 1, and of its supplement, Figure 5.
+_FEW_IMAGES = 4
 
 
 def check_model(cfg: CfgNode, findings: Findings, *, eval_only: bool, from_scratch: bool) -> None:
@@ -34,7 +39,7 @@ def check_model(cfg: CfgNode, findings: Findings, *, eval_only: bool, from_scrat
             "at their random values. Set MODEL.BACKBONE.FREEZE_AT 0, or give MODEL.WEIGHTS."
         )
     try:
-        model = _build_shapes(cfg)
+        model = build_shapes(cfg)
     except (ValueError, KeyError, AssertionError, TypeError, ImportError) as error:
         said = error.args[0] if error.args else f"{type(error).__name__} without a message"
         findings.problems.append(f"The model cannot be built: {said}")
@@ -42,28 +47,22 @@ def check_model(cfg: CfgNode, findings: Findings, *, eval_only: bool, from_scrat
     if not eval_only:
         _check_frozen_norms(cfg, model, findings, from_scratch)
         _check_batch_norms(cfg, model, findings)
-
-
-def _build_shapes(cfg: CfgNode) -> nn.Module:
-    """Builds the model without its numbers, which takes no memory and little time."""
-    cfg = cfg.clone()
-    cfg.defrost()
-    cfg.MODEL.DEVICE = "meta"
-    with torch.device("meta"):
-        return build_model(cfg)
+        shapes = _shapes(cfg, model, findings)
+        _check_constraints(shapes.values(), findings)
+        _check_batch_whitening(cfg, model, shapes, findings)
 
 
 def _check_frozen_norms(cfg: CfgNode, model: nn.Module, findings: Findings, from_scratch: bool) -> None:
     frozen: dict[str, list[str]] = {}
     for name, module in model.named_modules():
-        if isinstance(module, FrozenBatchNorm2d):
+        if isinstance(module, _FROZEN):
             key = next((key for part, key in _NORM_KEYS.items() if part in name), "its NORM")
             frozen.setdefault(key, []).append(name)
     resnets = cfg.MODEL.RESNETS
-    if "FrozenBN" not in (resnets.NORM, resnets.get("WHITEN_NORM")):
+    if not any(str(norm).startswith("Frozen") for norm in (resnets.NORM, resnets.get("WHITEN_NORM"))):
         frozen.pop("MODEL.RESNETS.NORM", None)  # these come from FREEZE_AT, which is checked by itself
     for key, names in frozen.items():
-        layers = f"{len(names)} layers have FrozenBN (the first is {names[0]})"
+        layers = f"{len(names)} layers have FrozenBN or FrozenBW (the first is {names[0]})"
         if from_scratch:
             findings.problems.append(
                 f"{layers} and MODEL.WEIGHTS is empty: without statistics to load that is no normalisation. Set "
@@ -78,17 +77,74 @@ def _check_frozen_norms(cfg: CfgNode, model: nn.Module, findings: Findings, from
 
 def _check_batch_norms(cfg: CfgNode, model: nn.Module, findings: Findings) -> None:
     processes = comm.get_world_size()
-    per_process = cfg.SOLVER.IMS_PER_BATCH // processes
     alone = []
     for name, module in model.named_modules():
-        if isinstance(module, FrozenBatchNorm2d) or getattr(module, "running_mean", None) is None:
+        if isinstance(module, _FROZEN) or getattr(module, "running_mean", None) is None:
             continue  # a layer that normalises over the batch keeps its mean under this name
-        in_sync = isinstance(module, (nn.SyncBatchNorm, NaiveSyncBatchNorm)) or getattr(module, "sync", False)
-        if per_process * (processes if in_sync else 1) <= 1:
+        if _images_together(cfg, module) <= 1:
             alone.append(name)
     if alone:
         findings.problems.append(
             f"{len(alone)} layers normalise over a batch of one image (the first is {alone[0]}), and such "
             f"statistics are too noisy to train with. Set SOLVER.IMS_PER_BATCH {2 * processes} or more, the norm "
             "to SyncBN in a run of several GPUs, or to GW or GN, which need no batch."
+        )
+
+
+def _check_batch_whitening(cfg: CfgNode, model: nn.Module, shapes: dict[str, NormShape], findings: Findings) -> None:
+    few = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, BatchWhitening2d)
+        and not isinstance(module, FrozenBatchWhitening2d)
+        and module.solver != "standardize"
+        and 1 < _images_together(cfg, module) <= _FEW_IMAGES
+    ]
+    if few:
+        columns = {name: row.constraints.columns for name, row in shapes.items() if row.constraints}
+        name, worst = max(few, key=lambda item: (item[1].channels_per_group, -columns.get(item[0], 0)))
+        d, images = worst.channels_per_group, _images_together(cfg, worst)
+        here = ""
+        if name in columns:
+            here = f" (m = {columns[name]} for the smallest images, but positions in one image are much alike)"
+        findings.warnings.append(
+            f"{len(few)} layers whiten over a batch of {images} images (such as {name}). Whitening d = {d} channels "
+            f"over m columns, images times positions{here}, has no solution unless m exceeds (d + 3) / 2 = "
+            f"{(d + 3) / 2:g}, and is stable from m = d on; and evaluation needs d (d + 1) / 2 = {d * (d + 1) // 2} "
+            "numbers, which are estimated from batches like these. Give each process more images, use sync=true in a "
+            "run of several processes, a smaller channels=, or GW, which needs no batch."
+        )
+
+
+def _images_together(cfg: CfgNode, layer: nn.Module) -> int:
+    """How many images a layer that normalises over the batch sees at a time."""
+    processes = comm.get_world_size()
+    in_sync = isinstance(layer, (nn.SyncBatchNorm, NaiveSyncBatchNorm)) or getattr(layer, "sync", False)
+    return cfg.SOLVER.IMS_PER_BATCH // processes * (processes if in_sync else 1)
+
+
+def _shapes(cfg: CfgNode, model: nn.Module, findings: Findings) -> dict[str, NormShape]:
+    """Follows square images of the smallest size in training to all norms; leaves the model of no other use."""
+    side = min(cfg.INPUT.MIN_SIZE_TRAIN)
+    processes = comm.get_world_size()
+    images = max(1, cfg.SOLVER.IMS_PER_BATCH // processes)
+    try:
+        rows = norm_shapes(cfg, side, side, images, processes=processes, model=model)
+    except Exception as error:  # a part of the user's own may do anything
+        findings.warnings.append(
+            "Whether the norms have enough numbers to normalise was not checked, because the shapes of this model "
+            f"cannot be followed without numbers: {type(error).__name__}: {error}"
+        )
+        return {}
+    return {row.layer: row for row in rows}
+
+
+def _check_constraints(rows: Iterable[NormShape], findings: Findings) -> None:
+    impossible = [(row, row.constraints) for row in rows if row.constraints and not row.constraints.feasible]
+    if impossible:
+        first, constraints = impossible[0]
+        findings.warnings.append(
+            f"{len(impossible)} layers cannot do what their norm asks for in square images of the smallest size in "
+            f"INPUT.MIN_SIZE_TRAIN. The first is {first.layer} ({first.spec}), {constraints.remark}. Take fewer "
+            "groups, or larger images."
         )

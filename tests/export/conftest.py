@@ -62,7 +62,7 @@ def _tiny_backbone(norm: str = "BN", whiten: str = "GW:groups=4", fpn: str | Non
         backbone = FPN(backbone, names, 8, norm=resolve_norm(fpn), top_block=LastLevelMaxPool())
     with torch.no_grad():
         for name, value in backbone.state_dict().items():
-            if value.dim() == 1 and value.is_floating_point():
+            if (value.dim() == 1 or name.endswith("running_matrix")) and value.is_floating_point():
                 low = 0.5 if name.endswith(("weight", "running_var")) else -0.5
                 value.uniform_(low, 1.5, generator=generator)
     return backbone

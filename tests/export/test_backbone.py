@@ -24,6 +24,7 @@ MIXTURES = [
     ("GW:groups=2", "FrozenBN", "BN"),
     ("SyncBN", "GW:groups=4,eps=0", None),
     ("BN", "GW:groups=4,solver=zca", "GW:groups=2,solver=zca"),
+    ("BW:channels=5,rotation=cayley", "GW:groups=4,solver=pivoted_cholesky", "BW:channels=4,running=covariance"),
 ]
 
 
@@ -94,6 +95,14 @@ def test_pt2_holds_an_eigendecomposition(tmp_path, tiny_backbone, normalisation)
     for batch, height, width in ((1, 37, 75), (3, 64, 130)):  # a ResNet without FPN takes any size
         images = images_of(batch, 3, height, width)
         assert relative(loaded(images), features_of(backbone, images)) < 1e-5
+
+
+def test_onnx_holds_batch_whitening_and_cholesky(tmp_path, tiny_backbone, normalisation):
+    """The averaged matrices of an eigendecomposition are mere numbers, and elimination is arithmetic."""
+    backbone = tiny_backbone("BW:channels=5,solver=zca", "GW:groups=4,solver=pivoted_cholesky", None)
+    report = export_backbone(backbone, tmp_path / "out", normalisation, file_format="onnx")
+    assert report["worst_relative"] < 1e-5
+    assert {spec.partition(":")[0] for spec in report["norm_layers"]} == {"BW", "GW"}
 
 
 def check_readme(run_readme, folder, backbone):

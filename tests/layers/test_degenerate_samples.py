@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from gw_detectron.layers import group_whiten
+from gw_detectron.layers import SOLVERS, group_whiten
 
 from . import oracle
 from .cases import affine_of, build, correlated
 from .oracle import Setting
 
-SOLVERS = ["newton", "zca"]
+PUBLISHED = ["newton", "zca"]
 EPS = [1e-5, 0.0]
 DTYPES = [torch.float32, torch.float64]
 
@@ -85,7 +85,7 @@ def test_a_sample_without_variance_gives_the_bias(name, solver, dtype, eps):
     assert torch.equal(layer(x), layer.bias.view(-1, *[1] * (x.dim() - 2)).expand_as(x))
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("solver", PUBLISHED)
 @pytest.mark.parametrize("name", [n for n in DEGENERATE if n not in ("tiny", "very tiny", "next to nothing")])
 def test_with_eps_degenerate_samples_still_follow_the_formula(name, solver):
     groups, x = DEGENERATE[name]
@@ -108,7 +108,7 @@ def test_zca_without_eps_whitens_the_directions_that_have_variance(name):
         np.testing.assert_allclose(whitened @ whitened.T / centred.shape[-1], onto_range, atol=1e-6)
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("solver", PUBLISHED)
 @pytest.mark.parametrize("size", [(5, 3), ()], ids=str)
 def test_gradient_of_a_sample_without_variance(size, solver):
     """X_C = 0 leaves dL/dx = W (dL/dX_G - f 1^T), where W = psi(eps I) is a multiple of I."""
@@ -124,21 +124,23 @@ def test_gradient_of_a_sample_without_variance(size, solver):
     torch.testing.assert_close(x.grad.reshape(groups, -1), expected, rtol=1e-10, atol=1e-10)
 
 
-def test_nan_stays_in_its_sample_with_newton():
+@pytest.mark.parametrize("solver", ["newton", "cholesky", "pivoted_cholesky"])
+def test_nan_stays_in_its_sample_without_eigendecomposition(solver):
     x = torch.from_numpy(correlated((3, 32, 5, 3)))
-    clean = group_whiten(x, 16)
+    clean = group_whiten(x, 16, solver=solver)
     x[1, 4, 2, 2] = math.nan
-    y = group_whiten(x, 16)
+    y = group_whiten(x, 16, solver=solver)
     assert torch.equal(y[[0, 2]], clean[[0, 2]])
     assert y[1].isnan().all()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_zca_refuses_values_that_are_not_finite(bad):
+@pytest.mark.parametrize("solver", ["zca", "zca_max", "zca_entropy", "pca"])
+def test_eigendecomposition_refuses_values_that_are_not_finite(solver, bad):
     x = torch.from_numpy(correlated((3, 32, 5, 3)))
     x[1, 4, 2, 2] = bad
-    with pytest.raises(ValueError, match="NaN"):
-        group_whiten(x, 16, solver="zca")
+    with pytest.raises(ValueError, match=f"{solver} whitening: .* NaN"):
+        group_whiten(x, 16, solver=solver)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)

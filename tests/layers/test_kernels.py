@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from gw_detectron.benchmark.memory import saved_bytes
-from gw_detectron.layers import GroupWhitening2d, functional, kernels, matmul_kernels
+from gw_detectron.layers import GroupWhitening2d, Solver, functional, kernels, matmul_kernels
 from gw_detectron.layers.kernels import ENVIRONMENT_SWITCH, choose_path, use_path
 
 SHAPES = [
@@ -175,7 +175,12 @@ def test_the_path_follows_solver_and_size(monkeypatch):
     monkeypatch.delenv(ENVIRONMENT_SWITCH, raising=False)
     x = torch.randn(2, 64, 5, 5)
     assert choose_path(x, 64) == choose_path(x.double(), 64) == choose_path(x.bfloat16(), 64) == "matmul"
-    assert choose_path(x, 64, "zca") == choose_path(x[:0], 64) == "reference"
+    assert (
+        choose_path(x, 64, Solver("zca"))
+        == choose_path(x, 64, Solver(corr=True))
+        == choose_path(x[:0], 64)
+        == "reference"
+    )
 
 
 def test_the_environment_forces_a_path(monkeypatch):
@@ -184,7 +189,7 @@ def test_the_environment_forces_a_path(monkeypatch):
     assert choose_path(x, 64) == "reference"
     monkeypatch.setenv(ENVIRONMENT_SWITCH, "matmul")
     assert choose_path(x, 64) == "matmul"
-    assert choose_path(x, 64, "zca") == "reference"
+    assert choose_path(x, 64, Solver("zca")) == "reference"
 
 
 def test_a_choice_in_the_program_overrules_the_environment(monkeypatch):

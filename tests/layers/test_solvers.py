@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from gw_detectron.layers.solvers import SOLVERS, newton_inverse_sqrt, zca_inverse_sqrt
+from gw_detectron.layers.solvers import SOLVERS, Solver, newton_inverse_sqrt, zca_inverse_sqrt
 
 from . import oracle
 
@@ -100,7 +100,7 @@ def test_gradcheck_over_factors(size, solver):
     factor = torch.randn(2, size, size + 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
     def whitening_matrix(a):
-        return SOLVERS[solver](a @ a.mT + 0.1 * torch.eye(size, dtype=a.dtype), 5)
+        return Solver(solver, 5, 0.0)(a @ a.mT + 0.1 * torch.eye(size, dtype=a.dtype))
 
     assert torch.autograd.gradcheck(whitening_matrix, (factor.requires_grad_(),))
 
@@ -111,10 +111,10 @@ def test_batch_dimensions(batch, solver):
     singles = [torch.from_numpy(spectrum([0.1, 1.0, 2.0], seed)) for seed in range(6)]
     count = int(np.prod(batch))
     stacked = torch.stack(singles)[:count].reshape(*batch, 3, 3)
-    whitening = SOLVERS[solver](stacked, 5)
+    whitening = Solver(solver, 5, 0.0)(stacked)
     assert whitening.shape == stacked.shape
     for single, matrix in zip(singles[:count], whitening.reshape(-1, 3, 3), strict=True):
-        torch.testing.assert_close(matrix, SOLVERS[solver](single, 5), rtol=0, atol=1e-13)
+        torch.testing.assert_close(matrix, Solver(solver, 5, 0.0)(single), rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("solver", sorted(SOLVERS))
@@ -123,13 +123,13 @@ def test_one_bad_matrix_does_not_touch_the_others(solver):
     good = torch.from_numpy(spectrum([0.1, 1.0, 2.0]))
     grad = torch.from_numpy(np.random.default_rng(1).normal(size=(3, 3)))
     alone = good.clone().requires_grad_()
-    SOLVERS[solver](alone, 5).backward(grad)
+    Solver(solver, 5, 0.0)(alone).backward(grad)
     both = torch.stack([torch.zeros_like(good), good]).requires_grad_()
-    whitening = SOLVERS[solver](both, 5)
+    whitening = Solver(solver, 5, 0.0)(both)
     whitening.backward(torch.stack([grad, grad]))
     assert whitening.isfinite().all()
     assert both.grad.isfinite().all()
-    torch.testing.assert_close(whitening[1], SOLVERS[solver](good, 5), rtol=0, atol=1e-13)
+    torch.testing.assert_close(whitening[1], Solver(solver, 5, 0.0)(good), rtol=0, atol=1e-13)
     torch.testing.assert_close(both.grad[1], alone.grad, rtol=1e-12, atol=1e-12)
 
 
@@ -158,18 +158,12 @@ def test_zero_newton_steps_only_scale():
     torch.testing.assert_close(newton_inverse_sqrt(sigma, 0), torch.eye(3, dtype=sigma.dtype) / 4, rtol=0, atol=1e-14)
 
 
-def test_the_table_of_solvers_holds_both():
-    sigma = torch.from_numpy(spectrum([0.1, 1.0, 2.0]))
-    assert torch.equal(SOLVERS["newton"](sigma, 3), newton_inverse_sqrt(sigma, 3))
-    assert torch.equal(SOLVERS["zca"](sigma, 3), zca_inverse_sqrt(sigma))
-
-
 @pytest.mark.parametrize("solver", sorted(SOLVERS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_singular_covariances_are_finite(dtype, solver):
     for eigenvalues in ([0.0] * 4, [0.0, 0.0, 1.0, 2.0], [0.0, 1e-30, 1e-12, 1.0]):
         sigma = torch.from_numpy(spectrum(eigenvalues)).to(dtype).requires_grad_()
-        whitening = SOLVERS[solver](sigma, 5)
+        whitening = Solver(solver, 5, 0.0)(sigma)
         whitening.sum().backward()
         assert whitening.isfinite().all()
         assert sigma.grad.isfinite().all()

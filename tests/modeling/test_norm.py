@@ -1,12 +1,13 @@
 import functools
 
 import pytest
+import torch
 from detectron2.layers import FrozenBatchNorm2d, get_norm
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from gw_detectron.layers import GroupWhitening2d
+from gw_detectron.layers import SOLVERS, BatchWhitening2d, FrozenBatchWhitening2d, GroupWhitening2d
 from gw_detectron.modeling.norm import norm_rows, norm_spec, norm_table, resolve_norm
 
 
@@ -45,7 +46,7 @@ def test_options_reach_the_layer():
     groups=st.sampled_from([1, 2, 8, 64]),
     iters=st.integers(0, 9),
     eps=st.sampled_from([0.0, 1e-7, 1e-5, 0.25]),
-    solver=st.sampled_from(["newton", "zca"]),
+    solver=st.sampled_from(sorted(SOLVERS)),
 )
 def test_spec_to_layer_to_spec_is_the_identity(groups, iters, eps, solver):
     spec = f"GW:groups={groups},iters={iters},eps={eps:g},solver={solver}"
@@ -53,6 +54,59 @@ def test_spec_to_layer_to_spec_is_the_identity(groups, iters, eps, solver):
     assert norm_spec(layer) == spec
     for option in spec.removeprefix("GW:").split(","):
         assert option in repr(layer)
+
+
+def test_bw_alone_has_the_published_setting():
+    layer = get_norm(resolve_norm("BW"), 256)
+    assert isinstance(layer, BatchWhitening2d)
+    assert (layer.channels_per_group, layer.num_iters, layer.eps, layer.solver) == (64, 5, 1e-5, "newton")
+    assert (layer.running, layer.momentum, layer.sync, layer.rotation) == ("matrix", 0.1, False, "none")
+    assert not isinstance(layer, FrozenBatchWhitening2d)
+
+
+@pytest.mark.parametrize("name", ["BW", "FrozenBW"])
+@given(
+    options=st.fixed_dictionaries(
+        {
+            "channels": st.sampled_from([1, 5, 16]),
+            "iters": st.integers(0, 9),
+            "eps": st.sampled_from([0.0, 1e-7, 1e-5]),
+            "solver": st.sampled_from(sorted(set(SOLVERS) - {"zca_max"})),
+            "running": st.sampled_from(["matrix", "covariance"]),
+            "momentum": st.sampled_from([0.0, 0.01, 0.1, 1.0]),
+        },
+        optional={"corr": st.just("true"), "sync": st.just("true"), "rotation": st.just("cayley")},
+    )
+)
+def test_the_same_for_batch_whitening(name, options):
+    texts = {f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in options.items()}
+    layer = resolve_norm(f"{name}:{','.join(sorted(texts))}")(16)
+    if not norm_spec(layer).startswith("BN:"):  # which names a special case of BW, tested below
+        assert set(norm_spec(layer).removeprefix(f"{name}:").split(",")) == texts
+    assert all(text in repr(layer) for text in texts)
+    assert repr(resolve_norm(norm_spec(layer))(16)) == repr(layer)
+
+
+def test_the_threshold_of_zca_max_is_shown_where_it_is_not_the_usual_one():
+    for threshold in ("", ",threshold=0.5", ",threshold=0", ",threshold=0,corr=true"):
+        spec = f"GW:groups=64,iters=5,eps=1e-05,solver=zca_max{threshold}"
+        assert norm_spec(resolve_norm(spec)(64)) == spec
+    with pytest.raises(ValueError, match="does not fit .* threshold=0.5 belongs to the solver zca_max, not to zca"):
+        resolve_norm("GW:solver=zca,threshold=0.5", channels=[64])
+
+
+def test_bn_with_a_rotation_is_batch_whitening_that_standardises():
+    layer = resolve_norm("BN:rotation=cayley,momentum=0.3")(32)
+    spec = "BN:channels=32,eps=1e-05,momentum=0.3,rotation=cayley"
+    assert norm_spec(layer) == spec
+    assert norm_spec(resolve_norm(spec)(32)) == spec
+    norm = nn.BatchNorm2d(32, momentum=0.3)
+    for _ in range(2):
+        x = torch.randn(4, 32, 5, 3)
+        torch.testing.assert_close(layer(x), norm(x), rtol=0, atol=1e-5)
+    torch.testing.assert_close(layer.eval()(x), norm.eval()(x), rtol=0, atol=1e-5)
+    frozen = FrozenBatchWhitening2d.convert(layer)
+    assert norm_spec(frozen).startswith("FrozenBW:") and "solver=standardize" in norm_spec(frozen)
 
 
 @pytest.mark.parametrize("name", ["BN", "FrozenBN", "SyncBN", "naiveSyncBN"])
@@ -69,15 +123,24 @@ def test_a_layer_that_is_no_norm_has_no_spec():
     ("spec", "message"),
     [
         ("gw", r"unknown norm 'gw'; allowed are \['BN'.*'GW'"),
-        ("GW:group=64", r"no option 'group'; allowed are \['eps', 'groups'"),
+        ("GW:group=64", r"no option 'group'; allowed are \['corr', 'eps', 'groups'"),
         ("GW:groups", "groups='' is not a positive integer"),
         ("GW:groups=0", "groups='0' is not a positive integer"),
         ("GW:groups=6.4", "groups='6.4' is not"),
         ("GW:iters=-1", "iters='-1' is not zero or a positive integer"),
         ("GW:eps=nan", "eps='nan' is not zero or a positive number"),
-        ("GW:solver=svd", r"solver='svd' is not one of \['newton', 'zca'\]"),
+        ("GW:solver=svd", r"solver='svd' is not one of \['cholesky', 'newton', 'pca'"),
+        ("GW:corr=yes", "corr='yes' is not true or false"),
+        ("GW:threshold=2", "threshold='2' is not a number from 0 to 1"),
+        ("GW:channels=8", "GW has no option 'channels'"),
         ("GW:groups=8,groups=8", "given twice"),
-        ("BN:groups=8", "BN takes no options"),
+        ("BW:channels=0", "channels='0' is not a positive integer"),
+        ("BW:running=variance", r"running='variance' is not one of \['covariance', 'matrix'\]"),
+        ("BW:momentum=-0.1", "momentum='-0.1' is not a number from 0 to 1"),
+        ("BW:rotation=givens", r"rotation='givens' is not one of \['cayley', 'none'\]"),
+        ("SyncBN:groups=8", "SyncBN takes no options"),
+        ("BN:groups=8", "BN has no option 'groups'"),
+        ("BN:eps=1e-3", "BN takes options only together with rotation, one of .*; without them write 'BN'"),
         ("GN:groups=-2", "groups='-2' is not a positive integer"),
     ],
 )

@@ -6,18 +6,22 @@ A covariance that is zero (a constant sample and no ``eps``) has no inverse squa
 pseudo-inverse there, a zero matrix, so that the whitened output and its gradient are zero instead of NaN.
 """
 
-from collections.abc import Callable
-
-from torch import Tensor
-
+from .cholesky import cholesky_whitening, pivoted_cholesky_whitening
 from .covariance import NonFiniteCovarianceError
-from .eigen import zca_inverse_sqrt
+from .eigen import pca_inverse_sqrt, zca_entropy_inverse_sqrt, zca_inverse_sqrt, zca_max_inverse_sqrt
 from .newton import newton_inverse_sqrt
+from .solver import SOLVERS, Solver, standardizing
 
-__all__ = ["SOLVERS", "NonFiniteCovarianceError", "newton_inverse_sqrt", "zca_inverse_sqrt"]
-
-#: name -> ``solver(sigma, num_iters)``; an exact solver has no use for ``num_iters``
-SOLVERS: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "newton": newton_inverse_sqrt,
-    "zca": lambda sigma, num_iters: zca_inverse_sqrt(sigma),
-}
+__all__ = [
+    "SOLVERS",
+    "NonFiniteCovarianceError",
+    "Solver",
+    "cholesky_whitening",
+    "newton_inverse_sqrt",
+    "pca_inverse_sqrt",
+    "pivoted_cholesky_whitening",
+    "standardizing",
+    "zca_entropy_inverse_sqrt",
+    "zca_inverse_sqrt",
+    "zca_max_inverse_sqrt",
+]

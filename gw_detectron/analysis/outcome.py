@@ -1,0 +1,66 @@
+"""What an analysis gives: a picture, the numbers in it, and what they show."""
+
+import csv
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from ..checkpoint.files import whole
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of an analysis.
+
+    Args:
+        name: of the analysis, and of its files.
+        settings: all that decides the numbers, the seed among it.
+        rows: the numbers, one dict for each line of the table, all with the same keys; None where there is none.
+        findings: sentence -> whether the numbers show it.
+        figure: the picture.
+    """
+
+    name: str
+    settings: dict[str, Any]
+    rows: Sequence[dict[str, Any]]
+    findings: dict[str, bool]
+    figure: Figure
+
+    def write(self, folder: str | Path) -> list[Path]:
+        """Writes ``<name>.png``, ``<name>.csv`` (the rows) and ``<name>.json`` (settings and findings).
+
+        Each file appears whole or not at all.
+
+        Args:
+            folder: where to; made if it is not there.
+
+        Returns:
+            The files, the picture first.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        picture, table, notes = (folder / f"{self.name}.{suffix}" for suffix in ("png", "csv", "json"))
+        with whole(picture) as beside:
+            self.figure.savefig(beside, format="png", dpi=110)
+        with whole(table) as beside, open(beside, "w", newline="") as file:
+            writer = csv.DictWriter(file, list(self.rows[0]) if self.rows else [])
+            writer.writeheader()
+            writer.writerows(self.rows)
+        with whole(notes) as beside:
+            text = json.dumps({"settings": self.settings, "findings": self.findings}, indent=2)
+            beside.write_text(text + "\n")
+        return [picture, table, notes]
+
+
+def short_name(layer: str) -> str:
+    """The name of a norm layer for the axis of a picture: ``backbone.bottom_up.res2.0.conv2.norm`` is res2.0.conv2."""
+    for prefix in ("backbone.", "bottom_up.", "roi_heads."):
+        layer = layer.removeprefix(prefix)
+    return layer.removesuffix(".norm")

@@ -1,0 +1,211 @@
+"""Batch whitening as a module, with running statistics for evaluation, and its frozen twin."""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .batch_functional import to_columns, transform
+from .batch_statistics import BatchStatistics, batch_statistics
+from .channel_groups import effective_width, join_matrices, split, split_matrices
+from .functional import autocast_off, check_tensors
+from .rotation import GroupRotation
+from .solvers import Solver
+
+#: what is averaged over the batches of a training
+RUNNING = ("matrix", "covariance")
+#: what may follow the whitening
+ROTATIONS = ("none", "cayley")
+
+
+class BatchWhitening2d(nn.Module):
+    r"""Batch whitening (BW, DBN): whitens groups of channels by their covariance over batch and space.
+
+    .. math:: y = \gamma \, Q \, \psi(\Sigma) X_C + \beta, \quad \Sigma = \tfrac{1}{m} X_C X_C^T + \epsilon I
+
+    See :func:`gw_detectron.layers.batch_whiten` for the symbols; Q is the identity or a learnable rotation.
+
+    In training the statistics are those of the batch. In evaluation they are running averages, in PyTorch's sense of
+    momentum :math:`\lambda`, of the mean and
+
+    - ``running="matrix"``: of the whitening matrix, :math:`W_E \leftarrow (1 - \lambda) W_E + \lambda \psi(\Sigma)`
+      (DBN; BW of the Group Whitening paper). At first the identity. An average of PCA matrices, or of those of
+      pivoted_cholesky, whose rows change places from batch to batch, means nothing.
+    - ``running="covariance"``: of :math:`X_C X_C^T / (m - 1)`, without eps, and evaluation takes its
+      :math:`\psi(\hat\Sigma + \epsilon I)` (``BW_Sigma``). It is divided by m - 1, as BN's running variance is. A
+      threshold acts on the average, whereas Algorithm 5 of the Batch Orthogonalization paper averages what its
+      threshold left.
+
+    A batch of fewer than two columns has no covariance and leaves the averages as they are; a layer that sees no more
+    than that gives ``bias``.
+
+    Special cases: one channel per group is BN (in evaluation with ``running="covariance"``), and so is the solver
+    ``standardize`` with any group. A single sample whitened with k = C is Group Whitening with C groups.
+
+    Args:
+        num_channels: C, the size of dimension 1 of the input.
+        channels_per_group: k, capped at C; the last group may be smaller.
+        solver: a name in :data:`gw_detectron.layers.SOLVERS`; ``"zca"`` is DBN.
+        num_iters: steps T of the ``newton`` solver.
+        eps: added to the diagonal of the covariance, in units of the input's variance.
+        momentum: :math:`\lambda`, the weight of a new batch in the running averages, from 0 to 1.
+        running: ``"matrix"`` or ``"covariance"``.
+        sync: take the statistics over all processes of a distributed run.
+        affine: learn a per-channel scale and shift, both of shape (C,).
+        threshold: c of the solver ``"zca_max"``.
+        corr: standardise the channels, then decorrelate their correlation matrix.
+        rotation: ``"none"``, or ``"cayley"`` for a learnable rotation of each group before scale and shift.
+
+    Shape: (N, C, *spatial) -> the same, for zero to three spatial dimensions; dtype and memory format are kept.
+
+    Raises:
+        ValueError: an argument out of its range.
+
+    Source: Decorrelated Batch Normalization, section 3.3 and Algorithm 1; Group Whitening, sections 2 and 5.1.1; On
+        Batch Orthogonalization Layers, Table I, Eq. 4, section VI.
+    """
+
+    running_mean: Tensor
+    running_matrix: Tensor
+    running_covariance: Tensor
+
+    def __init__(
+        self,
+        num_channels: int,
+        channels_per_group: int = 64,
+        solver: str = "newton",
+        num_iters: int = 5,
+        eps: float = 1e-5,
+        momentum: float = 0.1,
+        running: str = "matrix",
+        sync: bool = False,
+        affine: bool = True,
+        *,
+        threshold: float = 0.01,
+        corr: bool = False,
+        rotation: str = "none",
+    ) -> None:
+        super().__init__()
+        Solver(solver, num_iters, eps, threshold, corr)  # checks them
+        if not 0 <= momentum <= 1:
+            raise ValueError(f"momentum={momentum} must be a number from 0 to 1; PyTorch's value is 0.1")
+        if running not in RUNNING:
+            raise ValueError(f"running={running!r}; allowed are {list(RUNNING)}")
+        if rotation not in ROTATIONS:
+            raise ValueError(f"rotation={rotation!r}; allowed are {list(ROTATIONS)}")
+        self.num_channels = num_channels
+        self.channels_per_group = effective_width(num_channels, channels_per_group)
+        self.solver = solver
+        self.num_iters = num_iters
+        self.eps = eps
+        self.momentum = momentum
+        self.running = running
+        self.sync = sync
+        self.affine = affine
+        self.threshold = threshold
+        self.corr = corr
+        self.rotation = rotation
+        self.weight = nn.Parameter(torch.ones(num_channels)) if affine else None
+        self.bias = nn.Parameter(torch.zeros(num_channels)) if affine else None
+        width = self.channels_per_group
+        self.rotate = GroupRotation(num_channels, width) if rotation == "cayley" else None
+        groups = split(torch.zeros(num_channels), width)
+        identities = [torch.eye(group.shape[1]).expand(*group.shape, -1) for group in groups]
+        self.register_buffer("running_mean", torch.zeros(num_channels))
+        self.register_buffer(f"running_{running}", join_matrices(identities, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        check_tensors("batch whitening", x)
+        if x.shape[1] != self.num_channels:
+            raise ValueError(
+                f"{type(self).__name__} expects input of shape (N, {self.num_channels}, *spatial), got {tuple(x.shape)}"
+            )
+        with autocast_off(x.device.type):
+            columns = to_columns(x)
+            if self.training:
+                batch = batch_statistics(columns, self.channels_per_group, self.sync)
+                centred, matrices = batch.centred, self._whiten(batch.covariances)
+                self._update(batch, matrices)
+            else:
+                mean = self.running_mean.to(columns.dtype)
+                centred = split(columns - mean[:, None], self.channels_per_group)
+                matrices = self._running_matrices(columns.dtype)
+            if self.rotate is not None:
+                matrices = [q.to(w.dtype) @ w for q, w in zip(self.rotate(), matrices, strict=True)]
+            return transform(centred, matrices, self.weight, self.bias, like=x)
+
+    def extra_repr(self) -> str:
+        solver = Solver(self.solver, self.num_iters, self.eps, self.threshold, self.corr)
+        text = (
+            f"{self.num_channels}, channels={self.channels_per_group}, {solver}, running={self.running}, "
+            f"momentum={self.momentum:g}"
+        )
+        if self.sync:
+            text += ", sync=true"
+        if self.rotation != "none":
+            text += f", rotation={self.rotation}"
+        return f"{text}, affine={self.affine}"
+
+    def _whiten(self, covariances: list[Tensor]) -> list[Tensor]:
+        solver = Solver(self.solver, self.num_iters, self.eps, self.threshold, self.corr)
+        return [solver(covariance) for covariance in covariances]
+
+    def _running_matrices(self, dtype: torch.dtype) -> list[Tensor]:
+        if self.running == "matrix":
+            return split_matrices(self.running_matrix.to(dtype))
+        return self._whiten(split_matrices(self.running_covariance.to(dtype)))
+
+    @torch.no_grad()
+    def _update(self, batch: BatchStatistics, matrices: list[Tensor]) -> None:
+        weight = self.momentum * (batch.columns > 1).to(batch.columns.dtype)
+        if self.running == "covariance":
+            unbiased = batch.columns / (batch.columns - 1).clamp_min(1)
+            matrices = [covariance * unbiased for covariance in batch.covariances]
+        buffer = self.get_buffer(f"running_{self.running}")
+        for average, value in (
+            (self.running_mean, batch.mean),
+            (buffer, join_matrices(matrices, self.channels_per_group)),
+        ):
+            average.lerp_(value.to(average.dtype), weight.to(average.dtype))
+
+
+class FrozenBatchWhitening2d(BatchWhitening2d):
+    """Batch whitening whose statistics, scale, shift and rotation are fixed, as FrozenBN is to BN.
+
+    Scale and shift are buffers under the names they have in :class:`BatchWhitening2d`, whose checkpoints it loads.
+
+    Args:
+        args, kwargs: those of :class:`BatchWhitening2d`.
+
+    Raises:
+        ValueError: an argument out of its range.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for name, parameter in list(self.named_parameters(recurse=False)):
+            delattr(self, name)
+            self.register_buffer(name, parameter.detach())
+        self.requires_grad_(False).eval()
+
+    def train(self, mode: bool = True) -> "FrozenBatchWhitening2d":
+        """Stays in evaluation mode."""
+        return super().train(False)
+
+    @classmethod
+    def convert(cls, module: nn.Module) -> nn.Module:
+        """Replaces every batch whitening in a module by its frozen twin, which takes over its tensors.
+
+        Returns:
+            The twin if the module itself is batch whitening, else the module.
+        """
+        if isinstance(module, BatchWhitening2d) and not isinstance(module, cls):
+            # every argument is an attribute of the same name
+            options = {name: getattr(module, name) for name in inspect.signature(BatchWhitening2d).parameters}
+            twin = cls(**options)
+            twin.load_state_dict(module.state_dict(), assign=True)
+            return twin
+        for name, child in module.named_children():
+            module.add_module(name, cls.convert(child))
+        return module

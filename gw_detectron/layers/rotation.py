@@ -1,0 +1,43 @@
+"""A learnable rotation of the channels of each group."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import orthogonal
+
+from .channel_groups import effective_width
+
+
+class GroupRotation(nn.Module):
+    r"""One orthogonal matrix for each group of channels, by the Cayley map of a skew-symmetric matrix.
+
+    .. math:: Q = (I + S) (I - S)^{-1}, \quad S = -S^T, \quad S = 0 \text{ at first}
+
+    Whitened channels stay whitened under a rotation, so a network may learn one. torch's orthogonal parametrisation
+    holds S: a layer with a rotation can be copied and its state dict saved, but not pickled as a whole.
+
+    Args:
+        num_channels: C.
+        channels_per_group: k, capped at C; the last group may be smaller.
+
+    Raises:
+        ValueError: an argument is not positive.
+
+    Source: On Batch Orthogonalization Layers, section VI-B and appendix C.
+    """
+
+    whole: Tensor
+    last: Tensor
+
+    def __init__(self, num_channels: int, channels_per_group: int = 64) -> None:
+        super().__init__()
+        width = effective_width(num_channels, channels_per_group)
+        groups, rest = divmod(num_channels, width)
+        self._names = ["whole", "last"] if rest else ["whole"]
+        for name, shape in zip(self._names, ((groups, width), (1, rest)), strict=False):
+            self.register_parameter(name, nn.Parameter(torch.zeros(*shape, shape[1])))
+            # without trivialisation: with it a second matrix would be stored, the identity
+            orthogonal(self, name, "cayley", use_trivialization=False)
+
+    def forward(self) -> list[Tensor]:
+        """Returns the rotations of all groups, (C // k, k, k) and perhaps the smaller last one."""
+        return [getattr(self, name) for name in self._names]

@@ -1,0 +1,130 @@
+"""Whitening matrices by factorising the covariance into triangular matrices."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .covariance import zero_variance
+
+
+def cholesky_whitening(sigma: Tensor) -> Tensor:
+    r""":math:`D^{-1/2} L^{-1}` with :math:`\Sigma = L D L^T`, L unit lower triangular (Cholesky whitening).
+
+    Each channel is predicted from those before it, and the error of the prediction is scaled to variance one. A channel
+    that those before it determine, in the matrix's precision, has a row of zeros.
+
+    Args:
+        sigma: symmetric positive semi-definite matrices, (..., g, g).
+
+    Returns:
+        The whitening matrices, lower triangular, (..., g, g).
+
+    Source: On Batch Orthogonalization Layers, Algorithms 1-2. Its :math:`\epsilon I` is part of ``sigma``.
+    """
+    return _triangular(sigma, False, 0.0)
+
+
+def pivoted_cholesky_whitening(sigma: Tensor, eps: float = 0.0) -> Tensor:
+    r""":math:`D^{-1/2} L^{-1} P` with :math:`P \Sigma P^T = L D L^T`, the largest remaining variance first.
+
+    The permutation keeps all elements of L within [-1, 1], so it stays accurate where Cholesky whitening does not.
+    Elements of D below ``eps`` are replaced by it and get no gradient; L stays as it is.
+
+    Args:
+        sigma: symmetric positive semi-definite matrices without anything on the diagonal, (..., g, g).
+        eps: the least element of D, in units of variance. With 0, rows without variance are zero.
+
+    Returns:
+        The whitening matrices, (..., g, g). Row k is of the channel that was chosen as the k-th.
+
+    Source: On Batch Orthogonalization Layers, Algorithms 3-4.
+    """
+    return _triangular(sigma, True, eps)
+
+
+def _triangular(sigma: Tensor, pivot: bool, eps: float) -> Tensor:
+    if sigma.requires_grad:
+        return _TriangularWhitening.apply(sigma, pivot, eps)
+    return _factorise(sigma, pivot, eps)[0]
+
+
+def _factorise(sigma: Tensor, pivot: bool, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns W, the ratio of the replaced to the original elements of D (0 without variance), and which are original.
+
+    A pivot is exact to rounding of its channel's variance. One below that is taken for zero, and so is its row if
+    ``eps`` is below it too, which would scale up mere rounding.
+    """
+    floor = sigma.shape[-1] * torch.finfo(sigma.dtype).eps * sigma.diagonal(dim1=-2, dim2=-1)
+    floor = floor.clamp_min(zero_variance(sigma.dtype))
+    rows, d, floor = (_eliminate_largest if pivot else _eliminate_in_order)(sigma, floor)
+    alive = d > floor
+    original = alive & (d >= eps)
+    replaced = torch.where(original, d, eps)
+    scaled = original | (replaced > floor)
+    scale = torch.where(scaled, torch.where(scaled, replaced, 1.0).rsqrt(), 0.0)
+    ratio = torch.where(alive, replaced / torch.where(alive, d, 1.0), 0.0)
+    return scale[..., None] * rows, ratio, original
+
+
+# Both eliminate one channel after the other from [Sigma, I], in all matrices at a time. After k steps the left half is
+# the covariance of what k channels do not predict of the others, the right half says how to get that from the input.
+# They return L^{-1} P, D, and the floor of each element of D.
+
+
+def _eliminate_in_order(sigma: Tensor, floor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    size = sigma.shape[-1]
+    left = _beside_identity(sigma)
+    for k in range(size):
+        row = left[..., k : k + 1, :]
+        d = row[..., 0, k : k + 1]
+        factors = torch.where(d > floor[..., k : k + 1], left[..., k + 1 :, k] / d, 0.0)
+        left[..., k + 1 :, k:].addcmul_(factors[..., None], row[..., k:], value=-1)
+    return left[..., size:], left.diagonal(dim1=-2, dim2=-1), floor
+
+
+def _eliminate_largest(sigma: Tensor, floor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    size = sigma.shape[-1]
+    left = _beside_identity(sigma)
+    remaining = torch.ones_like(floor, dtype=torch.bool)
+    rows, pivots, order = [], [], []
+    for _ in range(size):
+        variance = left[..., :size].diagonal(dim1=-2, dim2=-1)
+        chosen = torch.where(remaining, variance, -torch.inf).argmax(-1, keepdim=True)
+        row = left.gather(-2, chosen[..., None].expand(*left.shape[:-2], 1, 2 * size))
+        d = row[..., 0, :].gather(-1, chosen)
+        has_variance = d > floor.gather(-1, chosen)
+        remaining = remaining.scatter(-1, chosen, 0)
+        column = left.gather(-1, chosen[..., None].expand(*left.shape[:-1], 1))[..., 0]
+        factors = torch.where(remaining & has_variance, column / d, 0.0)
+        left.addcmul_(factors[..., None], row, value=-1)
+        rows.append(row[..., size:])
+        pivots.append(d)
+        order.append(chosen)
+    return torch.cat(rows, -2), torch.cat(pivots, -1), floor.gather(-1, torch.cat(order, -1))
+
+
+def _beside_identity(sigma: Tensor) -> Tensor:
+    identity = torch.eye(sigma.shape[-1], dtype=sigma.dtype, device=sigma.device)
+    return torch.cat((sigma, identity.expand_as(sigma)), -1)
+
+
+class _TriangularWhitening(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sigma: Tensor, pivot: bool, eps: float) -> Tensor:
+        whitening, ratio, original = _factorise(sigma, pivot, eps)
+        ctx.save_for_backward(whitening, ratio, original)
+        return whitening
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        # dW = -Psi(W dSigma W^T) W, where Psi keeps the strictly lower triangle, its columns times the ratio, and half
+        # of the diagonal where D is original. This is the published pass in terms of W alone; its dL (Eq. 26) has the
+        # factors as L (...) D^{-1}.
+        w, ratio, original = ctx.saved_tensors
+        inner = grad @ w.mT
+        psi = inner.tril(-1) * ratio[..., None, :]
+        psi = psi + torch.diag_embed(torch.where(original, 0.5 * inner.diagonal(dim1=-2, dim2=-1), 0.0))
+        return w.mT @ (-0.5 * (psi + psi.mT)) @ w, None, None

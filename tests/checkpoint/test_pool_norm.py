@@ -1,0 +1,108 @@
+"""A norm between the last average pooling and the classifier, which makes a network learn decorrelated features."""
+
+import pytest
+import torch
+from torch import nn
+
+from gw_detectron.checkpoint import convert_file
+from gw_detectron.checkpoint.convert import convert, to_torchvision
+from gw_detectron.checkpoint.files import load_weights
+from gw_detectron.checkpoint.images import synthetic_images
+from gw_detectron.checkpoint.networks import config_for, detectron2_classifier, torchvision_classifier
+from gw_detectron.checkpoint.verify import verify
+from gw_detectron.layers import BatchWhitening2d, GroupWhitening2d
+from gw_detectron.modeling import add_pool_norm, norm_spec
+
+from .synthetic import authors_state, make_network
+
+CHANNELS = 512
+NORMS = {
+    "GW": lambda: GroupWhitening2d(CHANNELS),
+    "BN": lambda: nn.BatchNorm2d(CHANNELS),
+    "BW:channels=32,running=matrix": lambda: BatchWhitening2d(CHANNELS, 32),
+    "BW:channels=64,running=covariance": lambda: BatchWhitening2d(CHANNELS, running="covariance"),
+}
+
+
+def source(norm: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A trained ResNet-18 with this norm before its classifier, and its weights as the authors' script names them."""
+    network, layer = make_network("R-18", "S1-B1"), NORMS[norm]()
+    torch.manual_seed(0)
+    for _ in range(3):  # of more columns than channels, and correlated
+        layer(torch.randn(200, CHANNELS, 1, 1) @ torch.randn(1, 1) + torch.rand(200, 1, 1, 1))
+    nn.init.uniform_(layer.weight, 0.5, 1.5)
+    nn.init.uniform_(layer.bias, -0.5, 0.5)
+    state = authors_state(network) | {f"last_bn.{name}": value.detach() for name, value in layer.state_dict().items()}
+    if norm == "GW":  # scale and shift of the authors' layer for vectors
+        state |= {f"last_bn.{name}": state[f"last_bn.{name}"][None] for name in ("weight", "bias")}
+    network.avgpool = nn.Sequential(network.avgpool, layer)
+    return network.eval(), state
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_both_classifiers_have_it_and_agree_with_the_source(norm, tmp_path):
+    network, state = source(norm)
+    torch.save(state, tmp_path / "r18.pth")
+    convert_file(tmp_path / "r18.pth", tmp_path / "r18.pkl", keep_fc=True)
+    conversion, provenance = load_weights(tmp_path / "r18.pkl")
+    assert conversion.pool_norm == norm
+
+    x = torch.randn(3, 3, 64, 64)
+    with torch.no_grad():
+        expected = network(x)
+        torch.testing.assert_close(torchvision_classifier(conversion, state)(x), expected, rtol=1e-4, atol=1e-4)
+        ours = detectron2_classifier(conversion, config_for(provenance))
+        torch.testing.assert_close(ours(x)["linear"], expected, rtol=1e-4, atol=1e-4)
+    assert norm_spec(ours.avgpool.norm).startswith(norm.partition(":")[0])
+
+    found = verify(
+        tmp_path / "r18.pkl", [image.resize((64, 64)) for image in synthetic_images(2)], source=tmp_path / "r18.pth"
+    )
+    assert found.agrees and found.subject.relative["logits"] < 1e-7
+
+
+def test_the_way_back_has_the_name_of_the_source():
+    state = source("BN")[1]
+    renamed = to_torchvision(convert(state, keep_fc=True).tensors)
+    kept = {name for name in state if not name.endswith("num_batches_tracked")}
+    assert renamed.keys() == kept
+    assert all(torch.equal(renamed[name], state[name].reshape(renamed[name].shape)) for name in kept)
+
+
+def test_it_goes_with_the_classifier():
+    conversion = convert(source("GW")[1])
+    assert conversion.pool_norm == ""
+    assert not any(name.startswith("avgpool") for name in conversion.tensors)
+    assert {row.note for row in conversion.rows if row.source.startswith("last_bn")} == {
+        "norm before the classifier, not part of the backbone"
+    }
+
+
+def test_the_resnexts_of_the_authors_do_not_use_theirs():
+    state = authors_state(make_network("X-50-32x4d", "S1-B2"))
+    state |= {"last_bn.weight": torch.ones(1, 2048), "last_bn.bias": torch.zeros(1, 2048)}
+    assert convert(state, keep_fc=True).pool_norm == ""
+
+
+def test_a_part_of_it_is_missing():
+    state = source("BN")[1]
+    del state["last_bn.running_mean"]
+    with pytest.raises(ValueError, match="1 missing: last_bn.running_mean"):
+        convert(state, keep_fc=True)
+
+
+@pytest.mark.parametrize("norm", ["GW:groups=16,solver=zca,eps=0", "BW:channels=32,solver=zca,eps=0"])
+def test_pooled_features_leave_it_decorrelated(norm):
+    """Groups of a sample under GW, channels over the batch under BW."""
+    network = make_network("R-18").double()
+    add_pool_norm(network, norm, CHANNELS)
+    features = torch.randn(100, CHANNELS, 7, 7, dtype=torch.float64) + torch.randn(100, CHANNELS, 1, 1)
+    pooled = network.avgpool.double().train()(features)
+    rows = pooled[0].reshape(16, -1) if norm.startswith("GW") else pooled[:, :32, 0, 0].T
+    covariance = rows @ rows.mT / rows.shape[1]
+    torch.testing.assert_close(covariance, torch.eye(len(rows), dtype=torch.float64), rtol=0, atol=1e-8)
+
+
+def test_a_norm_that_does_not_fit_is_named():
+    with pytest.raises(ValueError, match="the norm after the last pooling='GW:groups=48'.* 512 channels"):
+        add_pool_norm(make_network("R-18"), "GW:groups=48", CHANNELS)

@@ -1,0 +1,274 @@
+"""BatchWhitening2d: running statistics, evaluation, its frozen twin, rotations, checkpoints, tracing, compilation."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from gw_detectron.layers import SOLVERS, BatchWhitening2d, FrozenBatchWhitening2d, batch_whiten
+
+from . import solver_oracle as oracle
+from .cases import correlated
+
+
+def batches(count: int = 3, channels: int = 7, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    return [torch.from_numpy(correlated((4, channels, 5, 3), seed)).to(dtype) for seed in range(count)]
+
+
+def trained(channels: int = 7, width: int = 3, dtype: torch.dtype = torch.float64, **options) -> BatchWhitening2d:
+    """A layer that has seen three batches, with random scale, shift and, if any, rotation."""
+    layer = BatchWhitening2d(channels, width, **options).to(dtype)
+    rng = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.rand(parameter.shape, generator=rng) + 0.5)
+    for x in batches(channels=channels, dtype=dtype):
+        layer(x)
+    return layer
+
+
+@pytest.mark.parametrize("running", ["matrix", "covariance"])
+@pytest.mark.parametrize("solver", ["newton", "zca", "zca_max", "pivoted_cholesky"])
+def test_evaluation_uses_the_averages_of_the_batches(solver, running):
+    layer = BatchWhitening2d(7, 3, solver, 3, 1e-2, 0.3, running, affine=False).double()
+    mean = np.zeros(7)
+    averages = [np.eye(3), np.eye(3), np.eye(1)]
+    for x in batches():
+        layer(x)
+        mean = 0.7 * mean + 0.3 * oracle.batch_moments(x.numpy())[0]
+        for index, first in enumerate((0, 3, 6)):
+            covariance = oracle.batch_moments(x.numpy()[:, first : first + 3])[1]
+            unbiased = covariance * 60 / 59
+            value = oracle.whitening(solver, covariance, 3, 1e-2) if running == "matrix" else unbiased
+            averages[index] = 0.7 * averages[index] + 0.3 * value
+
+    x = batches(4)[3]
+    y = layer.eval()(x).numpy()
+
+    for average, first in zip(averages, (0, 3, 6), strict=True):
+        w = average if running == "matrix" else oracle.whitening(solver, average, 3, 1e-2)
+        centred = x.numpy()[:, first : first + 3] - mean[first : first + 3, None, None]
+        np.testing.assert_allclose(y[:, first : first + 3], np.einsum("ij,njhw->nihw", w, centred), rtol=0, atol=1e-10)
+    assert torch.equal(layer(x), layer(x)), "evaluation leaves the averages alone"
+
+
+@pytest.mark.parametrize("running", ["matrix", "covariance"])
+def test_a_new_layer_evaluates_to_its_input(running):
+    x = batches()[0]
+    layer = BatchWhitening2d(7, 3, "zca", eps=0.0, running=running).double().eval()
+    torch.testing.assert_close(layer(x), x, rtol=0, atol=1e-12)
+
+
+def test_training_is_the_function():
+    x = batches()[0]
+    layer = trained(solver="zca", corr=True)
+    expected = batch_whiten(x, 3, solver="zca", weight=layer.weight, bias=layer.bias, corr=True)
+    assert torch.equal(layer(x), expected)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 1.0])
+def test_the_ends_of_momentum(momentum):
+    x, layer = batches()[0], BatchWhitening2d(7, 3, momentum=momentum).double()
+    layer(x)
+    expected = x.mean((0, 2, 3)) if momentum else torch.zeros(7, dtype=x.dtype)
+    torch.testing.assert_close(layer.running_mean, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(0, 7, 5, 3), (1, 7, 1, 1), (1, 7)], ids=str)
+@pytest.mark.parametrize("running", ["matrix", "covariance"])
+def test_a_batch_without_covariance_leaves_the_averages_as_they_are(running, shape):
+    layer = trained(running=running)
+    before = copy.deepcopy(dict(layer.named_buffers()))
+    y = layer(torch.ones(shape, dtype=torch.float64))
+    assert torch.equal(y, layer.bias.reshape(1, -1, *[1] * (len(shape) - 2)).expand(shape))
+    assert all(torch.equal(value, before[name]) for name, value in layer.named_buffers())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_averages_of_half_precision_input_stay_in_float32(dtype):
+    layer, x = BatchWhitening2d(7, 3), batches()[0].to(dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype == dtype
+    assert {buffer.dtype for buffer in layer.buffers()} == {torch.float32}
+    expected = 0.1 * x.float().mean((0, 2, 3))
+    torch.testing.assert_close(layer.running_mean, expected, rtol=0, atol=1e-6)
+    assert layer.eval()(x).dtype == dtype
+
+
+OPTIONS = [{}, {"running": "covariance", "solver": "zca_max", "threshold": 0.2}, {"rotation": "cayley", "corr": True}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_state_dict_brings_everything(options):
+    layer, x = trained(**options), batches()[1]
+    twin = BatchWhitening2d(7, 3, **options).double()
+    assert not twin.load_state_dict(layer.state_dict()).missing_keys
+    assert torch.equal(twin.eval()(x), layer.eval()(x))
+    assert torch.equal(twin.train()(x), layer.train()(x))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_copies_are_equal_and_apart(options):
+    layer, x = trained(**options), batches()[1]
+    twin = copy.deepcopy(layer)
+    before = layer.running_mean.clone()
+    assert torch.equal(twin(x), copy.deepcopy(layer)(x))
+    assert torch.equal(layer.running_mean, before)
+    if "rotation" not in options:  # torch's parametrisations cannot be pickled
+        assert torch.equal(pickle.loads(pickle.dumps(layer)).eval()(x), layer.eval()(x))
+
+
+class TestRotation:
+    def test_it_begins_as_the_identity(self):
+        x = batches()[0]
+        plain, rotated = BatchWhitening2d(7, 3).double(), BatchWhitening2d(7, 3, rotation="cayley").double()
+        torch.testing.assert_close(rotated(x), plain(x), rtol=0, atol=1e-12)
+
+    def test_it_is_orthogonal_and_stands_before_scale_and_shift(self):
+        layer, x = trained(solver="zca", rotation="cayley"), batches()[0]
+        rotations = layer.rotate()
+        assert [tuple(q.shape) for q in rotations] == [(2, 3, 3), (1, 1, 1)]
+        for q in rotations:
+            torch.testing.assert_close(q @ q.mT, torch.eye(q.shape[-1]).double().expand_as(q), rtol=0, atol=1e-12)
+        assert (rotations[0] - torch.eye(3)).abs().max() > 0.1
+        white = batch_whiten(x, 3, solver="zca")
+        expected = torch.cat((torch.einsum("ij,njhw->nihw", rotations[0][0], white[:, :3]), white[:, 3:]), 1)
+        expected[:, 3:6] = torch.einsum("ij,njhw->nihw", rotations[0][1], white[:, 3:6])
+        expected = expected * layer.weight[:, None, None] + layer.bias[:, None, None]
+        torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-12)
+
+    def test_it_is_the_cayley_map(self):
+        layer = trained(rotation="cayley")
+        free = layer.rotate.parametrizations["whole"].original.detach().tril(-1)
+        half = 0.5 * (free - free.mT)
+        identity = torch.eye(3, dtype=free.dtype)
+        expected = (identity + half) @ torch.linalg.inv(identity - half)
+        torch.testing.assert_close(layer.rotate()[0], expected, rtol=0, atol=1e-12)
+
+    def test_it_learns_and_stays_orthogonal(self):
+        layer = BatchWhitening2d(6, 3, "zca", rotation="cayley").double()
+        x = batches(1, 6)[0]
+        target = batch_whiten(x, 3, solver="zca")[:, [1, 2, 0, 4, 5, 3]]  # even permutations are rotations
+        optimizer = torch.optim.Adam(layer.parameters(), 0.1)
+        losses = []
+        for _ in range(60):
+            optimizer.zero_grad()
+            losses.append((layer(x) - target).square().mean())
+            losses[-1].backward()
+            optimizer.step()
+        assert losses[-1] < 0.05 * losses[0]
+        q = layer.rotate()[0]
+        torch.testing.assert_close(q @ q.mT, torch.eye(3).double().expand_as(q), rtol=0, atol=1e-10)
+
+    def test_gradcheck(self):
+        layer, x = trained(5, rotation="cayley", solver="zca", eps=0.1), torch.randn(3, 5, 2, 2, dtype=torch.float64)
+        parameters = dict(layer.named_parameters())
+
+        def run(x, *values):
+            state = dict(zip(parameters, values, strict=True))
+            return torch.func.functional_call(layer, state, (x,))
+
+        values = tuple(value.detach().requires_grad_() for value in parameters.values())
+        assert torch.autograd.gradcheck(run, (x.requires_grad_(), *values))
+
+
+class TestFrozen:
+    @pytest.mark.parametrize("options", OPTIONS, ids=str)
+    def test_it_computes_what_the_layer_does_in_evaluation(self, options):
+        model = nn.Sequential(nn.ReLU(), nn.Sequential(trained(**options)))
+        expected, state = copy.deepcopy(model).eval(), copy.deepcopy(model.state_dict())
+        assert FrozenBatchWhitening2d.convert(model) is model
+        frozen, x = model[1][0], batches()[1]
+        assert isinstance(frozen, FrozenBatchWhitening2d)
+        assert not any(parameter.requires_grad for parameter in model.parameters())
+        for mode in (True, False):
+            assert torch.equal(model.train(mode)(x), expected(x))
+        assert model.state_dict().keys() == state.keys()
+        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+    def test_it_has_no_scale_and_shift_to_learn(self):
+        frozen = FrozenBatchWhitening2d(7, 3)
+        assert not list(frozen.parameters())
+        assert sorted(frozen.state_dict()) == ["bias", "running_matrix", "running_mean", "weight"]
+        assert FrozenBatchWhitening2d.convert(frozen) is frozen
+
+    def test_it_loads_the_checkpoint_of_the_layer_and_gives_it_back(self):
+        layer, x = trained(), batches()[1]
+        frozen = FrozenBatchWhitening2d(7, 3).double()
+        frozen.load_state_dict(layer.state_dict())
+        assert torch.equal(frozen(x), layer.eval()(x))
+        thawed = BatchWhitening2d(7, 3).double()
+        thawed.load_state_dict(frozen.state_dict())
+        assert torch.equal(thawed.eval()(x), frozen(x))
+
+    def test_gradient_passes_to_the_input(self):
+        layer, x = trained(), batches()[1].requires_grad_()
+        frozen = FrozenBatchWhitening2d.convert(copy.deepcopy(layer))
+        (expected,) = torch.autograd.grad(layer.eval()(x).square().sum(), x)
+        torch.testing.assert_close(torch.autograd.grad(frozen(x).square().sum(), x)[0], expected)
+
+
+@pytest.mark.parametrize("solver", sorted(SOLVERS))
+@pytest.mark.parametrize("running", ["matrix", "covariance"])
+def test_exported_program_serves_other_sizes(running, solver):
+    layer = trained(12, 5, torch.float32, solver=solver, running=running).eval()
+    sizes = {0: torch.export.Dim("n"), 2: torch.export.Dim("h"), 3: torch.export.Dim("w")}
+    program = torch.export.export(layer, (torch.randn(2, 12, 9, 7),), dynamic_shapes=(sizes,)).module()
+    for shape in ((2, 12, 9, 7), (3, 12, 13, 11)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(program(x), layer(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_traced_module_serves_other_sizes(options):
+    layer = trained(dtype=torch.float32, **options).eval().requires_grad_(False)
+    traced = torch.jit.trace(layer, torch.randn(2, 7, 9, 7))
+    for shape in ((2, 7, 9, 7), (1, 7, 13, 11), (3, 7, 8, 5)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(traced(x), layer(x), rtol=1e-4, atol=1e-4)
+
+
+def test_compiled_module_trains():
+    torch._dynamo.reset()
+    layer = trained(dtype=torch.float32)
+    compiled = torch.compile(copy.deepcopy(layer), backend="aot_eager", fullgraph=True)
+    for seed in range(2):
+        x = torch.from_numpy(correlated((3, 7, 5 + seed, 4), seed)).float()
+        torch.testing.assert_close(compiled(x), layer(x), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(compiled.running_matrix, layer.running_matrix, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_channels": 0}, "channels=0"),
+        ({"channels_per_group": -1}, "channels_per_group=-1"),
+        ({"momentum": 1.5}, "momentum=1.5 must be a number from 0 to 1"),
+        ({"running": "variance"}, r"running='variance'; allowed are \['matrix', 'covariance'\]"),
+        ({"rotation": "givens"}, r"rotation='givens'; allowed are \['none', 'cayley'\]"),
+        ({"solver": "svd"}, "unknown whitening solver 'svd'"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_refused_by_value(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        BatchWhitening2d(**{"num_channels": 8, **arguments})
+
+
+def test_wrong_input_is_refused_by_value():
+    for shape in ((2, 6, 3, 3), (7,)):
+        with pytest.raises(ValueError, match=str(shape).replace("(", r"\(").replace(")", r"\)")):
+            BatchWhitening2d(7)(torch.zeros(shape))
+
+
+def test_repr_shows_the_options():
+    text = repr(BatchWhitening2d(32, 16, "zca_max", 3, 1e-4, 0.2, "covariance", True, False, threshold=0.5, corr=True))
+    for part in ("32, channels=16", "iters=3", "eps=0.0001", "solver=zca_max", "threshold=0.5", "corr=true"):
+        assert part in text
+    for part in ("running=covariance", "momentum=0.2", "sync=true", "affine=False"):
+        assert part in text

@@ -1,0 +1,131 @@
+"""Every member of the family at every place of a detector: backbone, FPN, heads; training, freezing, checkpoints."""
+
+import pytest
+import torch
+from detectron2.layers import FrozenBatchNorm2d, ShapeSpec
+from detectron2.modeling import build_backbone
+from detectron2.modeling.roi_heads import build_box_head, build_mask_head
+from torch import nn
+
+from gw_detectron.layers import BatchWhitening2d, FrozenBatchWhitening2d
+from gw_detectron.modeling import build_gw_resnet_backbone
+from gw_detectron.modeling.norm import norm_rows, norm_spec, resolve_norm
+
+RGB = ShapeSpec(channels=3)
+FAMILY = [
+    "GW:groups=8,solver=zca_max",
+    "GW:groups=8,corr=true",
+    "BW:channels=8",
+    "BW:channels=24,solver=zca,running=covariance",  # 24 divides no channel count, so each last group is smaller
+    "BW:channels=8,solver=zca_entropy",
+    "BW:channels=8,solver=pivoted_cholesky,corr=true",
+    "BW:channels=8,rotation=cayley",
+    "BN:channels=8,rotation=cayley",
+]
+FULL_SPEC = {spec: norm_spec(resolve_norm(spec)(64)) for spec in FAMILY}
+
+
+@pytest.fixture
+def small(cfg):
+    """A ResNet-18 with an FPN and heads of few channels."""
+    cfg.MODEL.RESNETS.DEPTH, cfg.MODEL.RESNETS.RES2_OUT_CHANNELS = 18, 64
+    cfg.MODEL.FPN.OUT_CHANNELS = cfg.MODEL.ROI_BOX_HEAD.CONV_DIM = cfg.MODEL.ROI_MASK_HEAD.CONV_DIM = 64
+    cfg.MODEL.ROI_BOX_HEAD.FC_DIM = 32
+    return cfg
+
+
+@pytest.mark.parametrize("positions", ["S1", "S1-B1", "S1-B2", "S1-B12", "ALL"])
+@pytest.mark.parametrize("spec", ["BW:channels=24", "BN:channels=8,rotation=cayley"])
+def test_it_stands_at_the_named_positions(small, spec, positions):
+    small.MODEL.RESNETS.WHITEN_NORM, small.MODEL.RESNETS.WHITEN_POSITIONS = spec, positions
+    with torch.device("meta"):
+        rows = norm_rows(build_gw_resnet_backbone(small, RGB))
+    count = {"S1": 1, "S1-B1": 9, "S1-B2": 9, "S1-B12": 17, "ALL": 20}[positions]
+    assert sum(row.spec == norm_spec(resolve_norm(spec)(64)) for row in rows) == count
+    assert sum(row.spec == "BN" for row in rows) == 20 - count
+
+
+def test_the_third_norm_of_a_bottleneck(cfg):
+    cfg.MODEL.RESNETS.WHITEN_NORM, cfg.MODEL.RESNETS.WHITEN_POSITIONS = "BW", "S1-B3"
+    with torch.device("meta"):
+        backbone = build_gw_resnet_backbone(cfg, RGB)
+    assert sum(row.spec.startswith("BW") for row in norm_rows(backbone)) == 17
+    assert isinstance(backbone.res2[0].conv3.norm, BatchWhitening2d)
+
+
+@pytest.mark.parametrize("spec", FAMILY)
+def test_backbone_and_fpn_train_and_evaluate(small, spec):
+    for key in ("NORM", "WHITEN_NORM"):
+        small.MODEL.RESNETS[key] = spec
+    small.MODEL.FPN.NORM = spec
+    torch.manual_seed(0)
+    backbone = build_backbone(small)
+    assert {row.spec for row in norm_rows(backbone)} == {FULL_SPEC[spec]}
+    x = torch.randn(2, 3, 64, 96)
+    features = backbone(x)
+    sum(feature.square().mean() for feature in features.values()).backward()
+    without = [
+        name for name, value in backbone.named_parameters() if value.grad is None or not value.grad.isfinite().all()
+    ]
+    assert not without
+    first, second = backbone.eval()(x), backbone(x[:1])
+    for name, feature in first.items():
+        assert feature.isfinite().all()
+        # evaluation knows no batch
+        torch.testing.assert_close(second[name], feature[:1], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("spec", FAMILY)
+def test_heads_train_with_and_without_regions(small, spec):
+    small.MODEL.ROI_BOX_HEAD.NORM = small.MODEL.ROI_MASK_HEAD.NORM = spec
+    box = build_box_head(small, ShapeSpec(channels=64, height=7, width=7))
+    mask = build_mask_head(small, ShapeSpec(channels=64, height=14, width=14))
+    for head, run, size in ((box, box, 7), (mask, mask.layers, 14)):
+        assert [row.spec for row in norm_rows(head)] == [FULL_SPEC[spec]] * 4
+        for regions in (3, 0):
+            head.zero_grad()
+            run(torch.randn(regions, 64, size, size)).sum().backward()
+            assert all(value.grad is not None and value.grad.isfinite().all() for value in head.parameters())
+
+
+@pytest.mark.parametrize("spec", [spec for spec in FAMILY if not spec.startswith("GW")])
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_freeze_at_makes_frozen_twins(small, spec, everywhere):
+    small.MODEL.BACKBONE.FREEZE_AT = 2
+    small.MODEL.RESNETS.WHITEN_NORM = spec
+    small.MODEL.RESNETS.NORM = spec if everywhere else "BN"
+    backbone = build_gw_resnet_backbone(small, RGB)
+    for name, module in backbone.named_modules():
+        if isinstance(module, (BatchWhitening2d, FrozenBatchNorm2d, nn.BatchNorm2d)):
+            frozen = isinstance(module, (FrozenBatchWhitening2d, FrozenBatchNorm2d))
+            assert frozen == name.startswith(("stem", "res2"))
+            assert frozen != any(parameter.requires_grad for parameter in module.parameters())
+    assert isinstance(backbone.stem.conv1.norm, FrozenBatchWhitening2d)
+    assert isinstance(backbone.res2[0].conv2.norm, FrozenBatchWhitening2d)
+    before = {name: value.clone() for name, value in backbone.state_dict().items() if name.startswith(("stem", "res2"))}
+    backbone(torch.randn(2, 3, 64, 64))["res5"].sum().backward()
+    after = backbone.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+def test_a_trained_backbone_loads_frozen(small):
+    small.MODEL.RESNETS.WHITEN_NORM = "BW:channels=8,rotation=cayley"
+    trained = build_gw_resnet_backbone(small, RGB)
+    with torch.no_grad():
+        trained(torch.randn(2, 3, 64, 64))
+    small.MODEL.BACKBONE.FREEZE_AT = 5
+    frozen = build_gw_resnet_backbone(small, RGB)
+    # the counters of batches have no place in Detectron2's older FrozenBN
+    result = frozen.load_state_dict(trained.state_dict(), strict=False)
+    assert not [name for name in result.missing_keys + result.unexpected_keys if "num_batches" not in name]
+    x = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(frozen.train()(x)["res5"], trained.eval()(x)["res5"], rtol=1e-4, atol=1e-4)
+
+
+def test_frozenbw_is_a_norm_of_its_own(small):
+    small.MODEL.RESNETS.NORM = small.MODEL.RESNETS.WHITEN_NORM = "FrozenBW:channels=16"
+    with torch.device("meta"):
+        rows = norm_rows(build_gw_resnet_backbone(small, RGB))
+    assert {row.spec.partition(":")[0] for row in rows} == {"FrozenBW"}
+    assert all(row.frozen and not row.parameters for row in rows)

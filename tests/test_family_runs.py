@@ -1,0 +1,75 @@
+"""Every member of the whitening family trains a small detector by its yaml, and comes back from a checkpoint."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from detectron2.checkpoint import DetectionCheckpointer
+
+from gw_detectron.checkpoint import strict_backbone_load
+from gw_detectron.data.synthetic import register_synthetic
+from gw_detectron.engine import Trainer, setup
+from gw_detectron.layers import BatchWhitening2d
+from gw_detectron.modeling.norm import norm_rows
+
+from .tiny_run import DATA, OPTS, ROOT, arguments
+
+CONFIGS = sorted((ROOT / "configs" / "quick_schedules").glob("faster_rcnn_*_synthetic.yaml"))
+#: the size of the tests, the schedule of the yaml
+SMALL = {key: value for key, value in OPTS.items() if not key.startswith("SOLVER.")} | {"SOLVER.IMS_PER_BATCH": 4}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def data(tmp_path_factory) -> Iterator[None]:
+    register_synthetic(tmp_path_factory.mktemp("datasets"), DATA)
+    yield
+    register_synthetic()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def trainer_for(path: Path, output: Path) -> Trainer:
+    args = arguments(output)
+    args.config_file = str(path)
+    args.opts = [str(word) for pair in {**SMALL, "OUTPUT_DIR": output, "DATASETS.TEST": "()"}.items() for word in pair]
+    return Trainer(setup(args))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem.removeprefix("faster_rcnn_R_18_FPN_"))
+def test_it_trains_evaluates_and_comes_back(path, tmp_path):
+    trainer = trainer_for(path, tmp_path)
+    trainer.train()
+
+    losses = [value for value, _ in trainer.storage.history("total_loss").values()]
+    assert len(losses) == 50
+    assert torch.tensor(losses).isfinite().all()
+    assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
+
+    model = trainer.model.eval()
+    assert all(value.isfinite().all() for value in model.state_dict().values())
+    for module in model.modules():
+        if isinstance(module, BatchWhitening2d):
+            assert module.running_mean.any(), "it averaged the statistics of its batches"
+    images = torch.randn(3, 3, 64, 64)
+    with torch.no_grad():
+        together, alone = model.backbone(images), model.backbone(images[:1])
+    for level, features in together.items():
+        # evaluation depends on the averages, not on the other images
+        scale = features.abs().max()
+        torch.testing.assert_close(alone[level] / scale, features[:1] / scale, rtol=0, atol=1e-3)
+
+    again = Trainer.build_model(trainer.cfg)
+    with strict_backbone_load(again, str(tmp_path / "model_final.pth")) as report:
+        DetectionCheckpointer(again).load(str(tmp_path / "model_final.pth"))
+    assert not report.missing and not report.new
+    assert norm_rows(again) == norm_rows(model)
+    with torch.no_grad():
+        for level, features in again.eval().backbone(images).items():
+            assert torch.equal(features, together[level])
