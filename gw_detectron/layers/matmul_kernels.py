@@ -44,10 +44,17 @@ def _blocks(x: Tensor) -> Iterator[_Block]:
     step_p = min(positions, max(1, size // (together * groups)))
     step_c = min(channels, max(1, size // (together * groups * positions)))
     step_n = min(n, max(together, size // (groups * channels * positions)))
-    for i in range(0, n, step_n):
-        for j in range(0, channels, step_c):
-            for k in range(0, positions, step_p):
-                yield _Block(slice(i, i + step_n), slice(j, j + step_c), slice(k, k + step_p))
+    for samples in _even(n, step_n):
+        for of_group in _even(channels, step_c):
+            for of_channel in _even(positions, step_p):
+                yield _Block(samples, of_group, of_channel)
+
+
+def _even(length: int, at_most: int) -> Iterator[slice]:
+    """As few slices as do, and as even as can be."""
+    if length:
+        step = -(-length // -(-length // at_most))
+        yield from (slice(start, min(start + step, length)) for start in range(0, length, step))
 
 
 def prepare(x: Tensor) -> Tensor:
@@ -65,22 +72,32 @@ def portion(x: Tensor, groups: int) -> int:
 def statistics(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     """The mean (N, g) and the covariance without eps (N, g, g) of every sample of (N, C, *spatial)."""
     x = _grouped(x, groups)
-    mean = x.flatten(2).mean(-1, dtype=compute_dtype(x))
+    mean = x.new_zeros((x.shape[0], groups), dtype=compute_dtype(x))
     # the matrix is symmetric: a quarter of it need not be multiplied out
     half = groups // 2
     upper = mean.new_zeros((x.shape[0], half, groups))
     corner = mean.new_zeros((x.shape[0], groups - half, groups - half))
     for block in _blocks(x):
-        centred = _centre(x, mean, block).flatten(2)
+        # each block about its own mean, as long as it is in the cache, and the means of the blocks about each other:
+        # the update of Chan, Golub and LeVeque, "Algorithms for computing the sample variance" (1983)
+        part = block.of(x)
+        of_block = part.mean((2, 3), dtype=mean.dtype)
+        centred = _centred(part, of_block).flatten(2)
+        before, new = block.channels.start * x.shape[3] + block.positions.start, centred.shape[2]
+        apart = of_block.sub_(mean[block.samples])
+        mean[block.samples].add_(apart, alpha=new / (before + new))
         upper[block.samples].baddbmm_(centred[:, :half], centred.mT)
         corner[block.samples].baddbmm_(centred[:, half:], centred[:, half:].mT)
+        if before:
+            apart.mul_((before * new / (before + new)) ** 0.5)
+            upper[block.samples].baddbmm_(apart[:, :half, None], apart[:, None])
+            corner[block.samples].baddbmm_(apart[:, half:, None], apart[:, None, half:])
     lower = torch.cat((upper[:, :, half:].mT, corner), 2)
     return mean, torch.cat((upper, lower), 1).div_(x.shape[2] * x.shape[3])
 
 
-def _centre(x: Tensor, mean: Tensor, block: _Block) -> Tensor:
-    part = block.of(x)
-    return torch.sub(part, mean[block.samples, :, None, None], out=scratch("centred", part.shape, mean))
+def _centred(part: Tensor, mean: Tensor) -> Tensor:
+    return torch.sub(part, mean[:, :, None, None], out=scratch("centred", part.shape, mean))
 
 
 def apply(x: Tensor, mean: Tensor, whitening: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor) -> None:
@@ -89,7 +106,7 @@ def apply(x: Tensor, mean: Tensor, whitening: Tensor, weight: Tensor | None, bia
     x, y = _grouped(x, groups), _grouped(out, groups)
     scale, shift = _per_channel(weight, groups), _per_channel(bias, groups)
     for block in _blocks(x):
-        centred = _centre(x, mean, block)
+        centred = _centred(block.of(x), mean[block.samples])
         product = scratch("product", centred.shape, mean)
         torch.bmm(whitening[block.samples], centred.flatten(2), out=product.flatten(2))
         if scale is not None:
@@ -110,14 +127,16 @@ def grad_products(x: Tensor, mean: Tensor, dy: Tensor, groups: int) -> tuple[Ten
     x, dy = _grouped(x, groups), _grouped(dy, groups)
     n, _, channels, _ = x.shape
     products = scratch("products", (channels, n, groups, groups), mean)
+    sums = mean.new_zeros((channels, n, groups))
     for block in _blocks(x):
-        centred = _centre(x, mean, block)
+        centred = _centred(block.of(x), mean[block.samples])
         grad = block.of(dy).to(centred.dtype)
+        sums[block.channels, block.samples] += grad.sum(-1).permute(2, 0, 1)
         beta = 0 if block.positions.start == 0 else 1
         for j in range(centred.shape[2]):
             of_channel = products[block.channels.start + j, block.samples]
             of_channel.baddbmm_(grad[:, :, j], centred[:, :, j].mT, beta=beta)
-    return products, dy.sum(-1, dtype=mean.dtype).permute(2, 0, 1)
+    return products, sums
 
 
 def apply_backward(
@@ -135,7 +154,7 @@ def apply_backward(
     x, dy, dx = _grouped(x, groups), _grouped(dy, groups), _grouped(out, groups)
     scale = _per_channel(weight, groups)
     for block in _blocks(x):
-        centred = _centre(x, mean, block)
+        centred = _centred(block.of(x), mean[block.samples])
         grad = block.of(dy)
         grad = torch.mul(grad, 1 if scale is None else scale[:, block.channels], out=scratch("grad", grad.shape, mean))
         product = scratch("product", grad.shape, mean)
