@@ -79,7 +79,7 @@ def statistics(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     corner = mean.new_zeros((x.shape[0], groups - half, groups - half))
     for block in _blocks(x):
         # each block about its own mean, as long as it is in the cache, and the means of the blocks about each other:
-        # the update of Chan, Golub and LeVeque, "Algorithms for computing the sample variance" (1983)
+        # Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances" (1979)
         part = block.of(x)
         of_block = part.mean((2, 3), dtype=mean.dtype)
         centred = _centred(part, of_block).flatten(2)

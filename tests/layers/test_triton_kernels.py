@@ -22,7 +22,8 @@ import pytest
 import torch
 
 from gw_detectron.layers import closed_form, newton_inverse_sqrt, triton_kernels
-from gw_detectron.layers.triton_kernels import triton
+from gw_detectron.layers.triton_kernels import launch
+from gw_detectron.layers.triton_kernels.compiler import triton
 
 from . import oracle
 from .cases import correlated
@@ -56,8 +57,8 @@ DTYPES = [FP32, FP16, BF16]
 def small_chunks(monkeypatch, request):
     """Few tiles for every program and few programs, so that small inputs are split and programs repeat."""
     if request.function.__name__.startswith("check_"):
-        monkeypatch.setattr(triton_kernels, "MIN_TILES", 1)
-        monkeypatch.setattr(triton_kernels, "_processors", lambda device: 1)
+        monkeypatch.setattr(launch, "MIN_TILES", 1)
+        monkeypatch.setattr(launch, "processors", lambda device: 1)
 
 
 class Sample:
@@ -123,7 +124,7 @@ def check_statistics(shape, groups, dtype, channels_last):
 
 @pytest.mark.parametrize("processors", [1, 3, 132])
 def check_statistics_of_any_number_of_chunks(processors, monkeypatch):
-    monkeypatch.setattr(triton_kernels, "_processors", lambda device: processors)
+    monkeypatch.setattr(launch, "processors", lambda device: processors)
     sample = Sample((2, 48, 23, 29), 16)
     mean, covariance = triton_kernels.statistics(sample.x, 16)
     again = triton_kernels.statistics(sample.x, 16)
@@ -386,7 +387,7 @@ def test_the_kernels_compile_for_a_gpu(groups, dtype, monkeypatch, tmp_path):
         if not (tools / tool).exists():
             pytest.skip(f"there is no {tool} in the installed Triton")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(triton_kernels, "_processors", lambda device: 132)
+    monkeypatch.setattr(launch, "processors", lambda device: 132)
     compiled = []
 
     def compile_instead(kernel, grid, like, warps, stages, **arguments):
@@ -418,7 +419,7 @@ def test_the_kernels_compile_for_a_gpu(groups, dtype, monkeypatch, tmp_path):
         assert stack == 0, f"{kernel.fn.__name__} spills {stack} bytes"
         assert binary.metadata.shared <= 99 * 1024, f"{kernel.fn.__name__} takes {binary.metadata.shared} bytes"
 
-    monkeypatch.setattr(triton_kernels, "_launch", compile_instead)
+    monkeypatch.setattr(launch, "run", compile_instead)
     n, size = 16, (200, 336)
     x = torch.empty((n, groups, *size), dtype=dtype, device="meta")
     vector, mean = torch.empty(groups, device="meta"), torch.empty((n, groups), device="meta")

@@ -1,0 +1,25 @@
+"""Triton, where it is installed."""
+
+from collections.abc import Callable
+from typing import Any
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.language import constexpr
+except ImportError:  # a platform without Triton, like macOS
+    triton = tl = constexpr = None
+else:
+    if [int(part) for part in triton.__version__.split(".")[:2]] < [3, 3]:
+        triton = None  # its compiler aborts the process at float16 on Ampere
+
+__all__ = ["constexpr", "jit", "tl", "triton"]
+
+
+def jit(kernel: Callable) -> Any:
+    """Compiles once for all sizes and strides: what matters about them is told by VECTOR."""
+    if triton is None:
+        return kernel
+    arguments = kernel.__code__.co_varnames[: kernel.__code__.co_argcount]
+    sizes = [name for name in arguments if name not in kernel.__annotations__ and not name.endswith("_ptr")]
+    return triton.jit(kernel, do_not_specialize=sizes)
