@@ -23,8 +23,9 @@ def saved_bytes(forward: Callable[[], object], module: nn.Module) -> int:
     saved: list[Tensor] = []  # alive until all are counted, so that no address is used twice
 
     def pack(tensor: Tensor) -> Tensor:
-        saved.append(tensor)
-        return tensor
+        # without its graph: an output that the graph keeps as it is would keep the graph, and nothing would free them
+        saved.append(tensor.detach())
+        return saved[-1]
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = forward()

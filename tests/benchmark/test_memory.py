@@ -1,5 +1,8 @@
 """Memory kept for the backward pass is counted in bytes that can be worked out by hand."""
 
+import gc
+import weakref
+
 import torch
 from torch import nn
 
@@ -44,6 +47,19 @@ def test_parameters_and_buffers_do_not_count():
 def test_nothing_is_kept_without_gradient():
     with torch.no_grad():
         assert saved(nn.GroupNorm(32, C), torch.randn(N, C, H, W)) == 0
+
+
+def test_nothing_stays_alive():
+    layer, released = nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU()), []
+
+    def forward():
+        result = layer(torch.randn(2, 4, 3, 3))
+        weakref.finalize(result, released.append, True)
+        return result
+
+    assert saved_bytes(forward, layer)
+    gc.collect()
+    assert released, "the graph of the forward pass is gone"
 
 
 def test_no_peak_on_a_cpu():
