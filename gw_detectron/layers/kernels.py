@@ -158,6 +158,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     x, weight, bias, ctx.groups, ctx.num_iters, ctx.eps, ctx.path = inputs
     _, mean, sigma = output
     ctx.mark_non_differentiable(mean, sigma)
+    ctx.set_materialize_grads(False)  # zeros for mean and sigma, as large as the matrices of all samples
     ctx.save_for_backward(x, mean, sigma, weight, bias)
 
 
