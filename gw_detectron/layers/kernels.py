@@ -162,7 +162,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.save_for_backward(x, mean, sigma, weight, bias)
 
 
-def _gradients(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if dy is None:  # a gradient of zero
+        return (None,) * 7
     x, mean, sigma, weight, bias = ctx.saved_tensors
     needed = ctx.needs_input_grad[:3]
     if torch.is_grad_enabled():  # create_graph: the gradient is to be differentiated again
