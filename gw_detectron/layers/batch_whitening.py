@@ -167,7 +167,8 @@ class BatchWhitening2d(nn.Module):
             (self.running_mean, batch.mean),
             (buffer, join_matrices(matrices, self.channels_per_group)),
         ):
-            average.lerp_(value.to(average.dtype), weight.to(average.dtype))
+            new = average.lerp(value.to(average.dtype), weight.to(average.dtype))
+            average.copy_(torch.where(weight > 0, new, average))  # 0 times infinity is no number
 
 
 class FrozenBatchWhitening2d(BatchWhitening2d):

@@ -70,7 +70,8 @@ def group_whiten(
         \hat{x} = \Pi^{-1}(\psi(\Sigma) X_C), \quad y = \gamma \hat{x} + \beta
 
     Statistics and solver run in float32 (float64 for float64 input), also under autocast; values from about 1e19 on
-    overflow the covariance in float32. A sample without variance (constant, or a single column) gives ``bias``.
+    overflow the covariance in float32. A sample without variance (constant, or a single column) gives ``bias``, unless
+    eps is below the square of its mean's rounding, which is whitened then.
 
     Args:
         x: floating point, (N, C, *spatial) with any number of spatial dimensions, in any memory format.

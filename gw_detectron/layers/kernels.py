@@ -4,14 +4,16 @@
 ``triton``     Triton kernels: CUDA, float32 / float16 / bfloat16, up to 128 groups
 ``matmul``     batched matrix products in closed form: every device, and float64
 ``reference``  :func:`gw_detectron.layers.functional.group_whiten`, plain autograd: other solvers than ``newton``,
-               empty input, and every export, which then runs where this package is not installed
+               empty input, ``torch.func``, forward-mode differentiation, and every export, which then runs where this
+               package is not installed
 =============  ==========================================================================================
 
 The first two are one custom operator, ``torch.ops.gw_detectron.group_whiten``, with a formula for autograd, for fake
 tensors (``torch.compile``) and for ``torch.utils.flop_counter``. Second derivatives are those of the reference.
 
 The environment variable ``GW_DETECTRON_KERNELS=reference`` forces the reference, to compare with it; ``matmul`` forces
-the matrix products where Triton would be taken. A debug line of the logger ``gw_detectron.layers`` names the path.
+the matrix products where Triton would be taken. What ``torch.compile`` has compiled before keeps its path. A debug line
+of the logger ``gw_detectron.layers`` names the path.
 """
 
 import contextlib
@@ -25,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from . import closed_form, functional, matmul_kernels, matmul_newton, triton_kernels
@@ -71,7 +74,7 @@ def group_whiten(
     options = Solver(solver, num_iters, eps, threshold, corr)
     groups = functional.effective_groups(x.shape[1], num_groups)
     path = choose_path(x, groups, options)
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and _logger.isEnabledFor(logging.DEBUG):
         _log(path, x.device.type, x.dtype, x.shape[1], groups, str(options))
     if path == "reference":
         return functional.group_whiten(x, groups, num_iters, eps, solver, weight, bias, threshold=threshold, corr=corr)
@@ -86,11 +89,12 @@ def choose_path(x: Tensor, groups: int, solver: Solver = _PUBLISHED) -> str:
     """
     forced = _chosen.path or os.environ.get(ENVIRONMENT_SWITCH, "")
     if forced and forced not in FORCEABLE:
+        where, otherwise = ("use_path", "leave it out") if _chosen.path else (ENVIRONMENT_SWITCH, "unset the variable")
         raise ValueError(
-            f"{ENVIRONMENT_SWITCH}={forced!r} is no path of group whitening that can be forced; allowed are "
-            f"{list(FORCEABLE)}, or unset the variable"
+            f"{where}={forced!r} is no path of group whitening that can be forced; allowed are {list(FORCEABLE)}, or "
+            f"{otherwise}"
         )
-    if forced == "reference" or solver.name != "newton" or solver.corr or x.numel() == 0 or _is_exporting():
+    if forced == "reference" or solver.name != "newton" or solver.corr or x.numel() == 0 or _needs_plain_operations():
         return "reference"
     if forced == "matmul":
         return forced
@@ -99,8 +103,13 @@ def choose_path(x: Tensor, groups: int, solver: Solver = _PUBLISHED) -> str:
     return "matmul"
 
 
-def _is_exporting() -> bool:
-    return torch.jit.is_tracing() or torch.compiler.is_exporting()  # type: ignore[attr-defined]
+def _needs_plain_operations() -> bool:
+    """Whether it is an export, ``torch.func`` or forward-mode differentiation, for which the operator has no rule."""
+    if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined]
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 @functools.cache
@@ -159,24 +168,28 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     _, mean, sigma = output
     ctx.mark_non_differentiable(mean, sigma)
     ctx.set_materialize_grads(False)  # zeros for mean and sigma, as large as the matrices of all samples
-    ctx.save_for_backward(x, mean, sigma, weight, bias)
+    ctx.save_for_backward(x, mean, sigma, weight)
+    ctx.bias_dtype = None if bias is None else bias.dtype
 
 
 def _gradients(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if dy is None:  # a gradient of zero
         return (None,) * 7
-    x, mean, sigma, weight, bias = ctx.saved_tensors
+    x, mean, sigma, weight = ctx.saved_tensors
     needed = ctx.needs_input_grad[:3]
     if torch.is_grad_enabled():  # create_graph: the gradient is to be differentiated again
+        bias = None  # of any value: no derivative depends on it
+        if ctx.bias_dtype is not None:
+            bias = torch.zeros(x.shape[1], dtype=ctx.bias_dtype, device=x.device, requires_grad=True)
         inputs = [tensor for tensor, wanted in zip((x, weight, bias), needed, strict=True) if wanted]
         y = functional.group_whiten(x, ctx.groups, ctx.num_iters, ctx.eps, "newton", weight, bias)
         found = iter(torch.autograd.grad(y, inputs, dy, create_graph=True))
         gradients = tuple(next(found) if wanted else None for wanted in needed)
     else:
         results = torch.ops.gw_detectron.group_whiten_backward(dy, x, mean, sigma, weight, ctx.num_iters, ctx.path)
+        dtypes = (x.dtype, None if weight is None else weight.dtype, ctx.bias_dtype)
         gradients = tuple(
-            result.to(tensor.dtype) if wanted else None
-            for result, tensor, wanted in zip(results, (x, weight, bias), needed, strict=True)
+            result.to(dtype) if wanted else None for result, dtype, wanted in zip(results, dtypes, needed, strict=True)
         )
     return *gradients, None, None, None, None
 

@@ -104,7 +104,7 @@ def apply(x: Tensor, mean: Tensor, whitening: Tensor, weight: Tensor | None, bia
     """Writes ``weight * (whitening @ (x - mean)) + bias`` to ``out``, a contiguous tensor."""
     groups = whitening.shape[-1]
     x, y = _grouped(x, groups), _grouped(out, groups)
-    scale, shift = _per_channel(weight, groups), _per_channel(bias, groups)
+    scale, shift = _per_channel(weight, mean), _per_channel(bias, mean)
     for block in _blocks(x):
         centred = _centred(block.of(x), mean[block.samples])
         product = scratch("product", centred.shape, mean)
@@ -114,8 +114,8 @@ def apply(x: Tensor, mean: Tensor, whitening: Tensor, weight: Tensor | None, bia
         torch.add(product, 0 if shift is None else shift[:, block.channels], out=block.of(y))
 
 
-def _per_channel(parameter: Tensor | None, groups: int) -> Tensor | None:
-    return None if parameter is None else parameter.reshape(groups, -1, 1)
+def _per_channel(parameter: Tensor | None, mean: Tensor) -> Tensor | None:
+    return None if parameter is None else parameter.to(mean.dtype).reshape(mean.shape[1], -1, 1)
 
 
 def grad_products(x: Tensor, mean: Tensor, dy: Tensor, groups: int) -> tuple[Tensor, Tensor]:
@@ -152,7 +152,7 @@ def apply_backward(
     """Writes ``whitening @ (weight * dy) + symmetric @ (x - mean) - shift`` to ``out``, a contiguous tensor."""
     groups = whitening.shape[-1]
     x, dy, dx = _grouped(x, groups), _grouped(dy, groups), _grouped(out, groups)
-    scale = _per_channel(weight, groups)
+    scale = _per_channel(weight, mean)
     for block in _blocks(x):
         centred = _centred(block.of(x), mean[block.samples])
         grad = block.of(dy)

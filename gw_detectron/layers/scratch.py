@@ -26,5 +26,6 @@ def scratch(name: str, shape: tuple[int, ...] | torch.Size, like: Tensor) -> Ten
     size = math.prod(shape)
     key = (name, like.dtype)
     if key not in _BUFFERS.by_name or _BUFFERS.by_name[key].numel() < size:
-        _BUFFERS.by_name[key] = torch.empty(size, dtype=like.dtype)
+        with torch.inference_mode(False):  # else it could not be used in training afterwards
+            _BUFFERS.by_name[key] = torch.empty(size, dtype=like.dtype)
     return _BUFFERS.by_name[key][:size].view(shape)

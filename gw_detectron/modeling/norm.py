@@ -119,11 +119,11 @@ _DETECTRON2_LAYERS = (
 )
 
 
-def resolve_norm(spec: str, *, where: str = "norm", channels: Iterable[int] = ()) -> Norm:
+def resolve_norm(spec: str | None, *, where: str = "norm", channels: Iterable[int] = ()) -> Norm:
     """Turns a norm name into what Detectron2's ``get_norm`` and component constructors accept.
 
     Args:
-        spec: the name, see the head of this module.
+        spec: the name, see the head of this module. None is no norm, as in Detectron2.
         where: what to call the place in an error, e.g. ``"MODEL.FPN.NORM"``.
         channels: channel counts the norm is going to be used with; each is tried here, so that a misfit is reported
             with its place instead of from inside a constructor.
@@ -135,7 +135,7 @@ def resolve_norm(spec: str, *, where: str = "norm", channels: Iterable[int] = ()
         ValueError: unknown name, key or value, or channels that the groups do not divide.
     """
     try:
-        norm = _parse(spec)
+        norm = _parse(spec or "")
         for count in sorted(set(channels)):
             try:
                 get_norm(norm, count)
@@ -151,7 +151,7 @@ def _parse(spec: str) -> Norm:
         return _known_to_detectron2(spec)
     name, _, option_text = spec.partition(":")
     if name not in _FAMILIES:
-        if name in DETECTRON2_NORMS:
+        if name and name in DETECTRON2_NORMS:
             raise ValueError(f"{name} takes no options; write {name!r}")
         names = sorted({*DETECTRON2_NORMS, *_FAMILIES} - {""})
         raise ValueError(f"unknown norm {name!r}; allowed are {names}, or an empty string for no norm")
@@ -206,7 +206,8 @@ def norm_spec(layer: nn.Module) -> str:
 def _text(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    short = f"{value:g}" if isinstance(value, float) else str(value)
+    return short if type(value)(short) == value else repr(value)
 
 
 class NormRow(NamedTuple):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from gw_detectron.benchmark.memory import saved_bytes
@@ -63,9 +64,10 @@ def test_float32_is_within_2e_5_of_float64(shape):
         assert error(value, expected) < 2e-5
 
 
-def test_a_mean_of_ten_thousand_deviations_costs_three_digits():
+@pytest.mark.parametrize("size", [(40, 50), (160, 200)], ids=["one block", "several blocks"])
+def test_a_mean_of_ten_thousand_deviations_costs_three_digits(size):
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 64, 40, 50, generator=generator) + 1e4 * torch.randn(1, 64, 1, 1, generator=generator).sign()
+    x = torch.randn(2, 64, *size, generator=generator) + 1e4 * torch.randn(1, 64, 1, 1, generator=generator).sign()
     dy = torch.randn(x.shape, generator=generator)
     made = layer(64)
     for value, expected in zip(gradients(made, x, dy), reference(made, x, dy), strict=True):
@@ -83,6 +85,17 @@ def test_half_precision_input_costs_no_more_than_its_own_rounding(shape, dtype, 
     for i, (value, expected) in enumerate(zip(gradients(made, x, dy), reference(made, x, dy), strict=True)):
         assert value.dtype == (dtype if i < 2 else torch.float32)
         assert error(value, expected) < (tolerance if i < 2 else 2e-5)
+
+
+def test_parameters_in_half_precision_are_converted_before_they_multiply():
+    made = layer(64).half()
+    with torch.no_grad():
+        made.weight.fill_(2)
+    generator = torch.Generator().manual_seed(0)
+    x, sign = torch.randn(2, 2, 64, 9, 9, generator=generator).half()
+    dy = sign.sign() * 4e4  # which times the weight is beyond float16, unlike its gradient
+    for value, expected in zip(gradients(made, 8 * x, dy)[:2], reference(made, 8 * x, dy)[:2], strict=True):
+        assert error(value, expected) < 1e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -181,6 +194,58 @@ def test_the_path_follows_solver_and_size(monkeypatch):
         == choose_path(x[:0], 64)
         == "reference"
     )
+
+
+def test_inference_mode_leaves_nothing_behind():
+    made = layer(64)
+    for size in (9, 5, 12):
+        x = torch.randn(2, 64, size, size)
+        with torch.inference_mode():
+            inferred = made(x)
+        y = made(x.requires_grad_())
+        y.sum().backward()
+        assert torch.equal(y.detach(), inferred)
+
+
+def test_functional_transforms_and_forward_mode():
+    made = layer(16, 4).double()
+    x, tangent = torch.randn(2, 3, 16, 5, 5, dtype=torch.float64)
+    jacobian = torch.autograd.functional.jacobian(made, x)
+    expected = (jacobian * tangent).sum((-4, -3, -2, -1))
+    torch.testing.assert_close(torch.func.jvp(made, (x,), (tangent,))[1], expected)
+    torch.testing.assert_close(torch.func.jacrev(made)(x), jacobian)
+    torch.testing.assert_close(torch.func.vmap(made)(x[:, None])[:, 0], made(x))
+    with forward_ad.dual_level():
+        dual = forward_ad.unpack_dual(made(forward_ad.make_dual(x, tangent)))
+    torch.testing.assert_close(dual.tangent, expected)
+
+
+def test_the_shift_may_change_before_the_backward_pass():
+    made = layer(16, 4)
+    y = made(torch.randn(2, 16, 5, 5))
+    with torch.no_grad():
+        made.bias.add_(1)
+    y.sum().backward()
+    assert made.bias.grad.eq(50).all()
+
+
+def test_an_output_that_is_not_used_has_no_gradient():
+    made = layer(16, 4)
+    x = torch.randn(2, 16, 5, 5, requires_grad=True)
+    grads = torch.autograd.grad(Undefined.apply(made(x)), (x, made.weight), allow_unused=True)
+    assert grads == (None, None)
+
+
+class Undefined(torch.autograd.Function):
+    """A result that does not depend on the input."""
+
+    @staticmethod
+    def forward(ctx, y):
+        return y.sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
 
 
 def test_the_environment_forces_a_path(monkeypatch):

@@ -60,6 +60,17 @@ def test_newton_equals_the_equations(name, iters):
     assert_relatively_close(measured, 0.5 * (expected + expected.T), 1e-10)
 
 
+@pytest.mark.parametrize("iters", [12, 15, 30])
+def test_newton_stays_stable_beyond_convergence(iters):
+    """Small eigenvalues have not converged by 15 steps, large ones long have; rounding must not grow meanwhile."""
+    sigma = spectrum(np.geomspace(1e-4, 1.0, 64))
+    eigenvalues, q = np.linalg.eigh(sigma)
+    trace = eigenvalues.sum()
+    expected = (q * oracle.newton_scalar(eigenvalues / trace, iters)) @ q.T / np.sqrt(trace)
+    w = newton_inverse_sqrt(torch.from_numpy(sigma).float(), iters)
+    assert_relatively_close(w.double().numpy(), expected, 1e-4)
+
+
 @pytest.mark.parametrize("name", DISTINCT)
 def test_zca_equals_the_equations(name):
     sigma = spectrum(DISTINCT[name])

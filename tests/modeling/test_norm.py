@@ -87,6 +87,15 @@ def test_the_same_for_batch_whitening(name, options):
     assert repr(resolve_norm(norm_spec(layer))(16)) == repr(layer)
 
 
+def test_no_norm_is_none_as_in_detectron2():
+    assert resolve_norm(None) == ""
+
+
+def test_a_name_has_all_digits():
+    layer = resolve_norm("GW:eps=1.23456789e-5")(64)
+    assert resolve_norm(norm_spec(layer))(64).eps == layer.eps == 1.23456789e-5
+
+
 def test_the_threshold_of_zca_max_is_shown_where_it_is_not_the_usual_one():
     for threshold in ("", ",threshold=0.5", ",threshold=0", ",threshold=0,corr=true"):
         spec = f"GW:groups=64,iters=5,eps=1e-05,solver=zca_max{threshold}"

@@ -99,7 +99,7 @@ def zca_entropy_inverse_sqrt(sigma: Tensor, eps: float = 0.0) -> Tensor:
         size = eigenvalues.shape[-1]
         positive = eigenvalues.clamp_min(0)
         p = positive / positive.sum(-1, keepdim=True).clamp_min(torch.finfo(eigenvalues.dtype).tiny)
-        rank = (-torch.special.xlogy(p, p).sum(-1, keepdim=True)).exp().round().clamp(1, size).long()
+        rank = (-torch.special.xlogy(p, p).sum(-1, keepdim=True)).exp().round().nan_to_num(1).clamp(1, size).long()
         place = size - rank  # eigenvalues ascend
         slope = torch.zeros_like(eigenvalues).scatter(-1, place, 1.0)
         return eigenvalues.gather(-1, place), slope
@@ -137,20 +137,24 @@ _Rule = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def _eigh(sigma: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    try:
-        return torch.linalg.eigh(sigma)
-    except RuntimeError as error:  # torch.linalg.LinAlgError, or the solver library of a GPU
-        if not torch.isfinite(sigma).all():
-            raise NonFiniteCovarianceError(
-                f"{name} whitening: the covariance matrix holds NaN or infinity; check the input"
-            ) from error
-        raise
+    if not _is_symbolic() and not torch.isfinite(sigma).all():  # eigh notices it for some sizes only
+        raise NonFiniteCovarianceError(
+            f"{name} whitening: the covariance matrix holds NaN or infinity; check the input"
+        )
+    return torch.linalg.eigh(sigma)
+
+
+def _is_symbolic() -> bool:
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
+
+
+def _rounding(eigenvalues: Tensor) -> Tensor:
+    """What eigenvalues are not known to, (..., 1): rounding of the largest, the last, times their number."""
+    return eigenvalues.shape[-1] * torch.finfo(eigenvalues.dtype).eps * eigenvalues[..., -1:].abs()
 
 
 def _inv_sqrt(values: Tensor) -> Tensor:
-    # eigh is exact to rounding of the largest eigenvalue, the last
-    floor = (torch.finfo(values.dtype).eps * values[..., -1:]).clamp_min(zero_variance(values.dtype))
-    alive = values > floor
+    alive = values > _rounding(values).clamp_min(zero_variance(values.dtype))
     return torch.where(alive, torch.where(alive, values, torch.ones_like(values)).rsqrt(), 0.0)
 
 
@@ -233,7 +237,7 @@ class _PCAInverseSqrt(torch.autograd.Function):
         h = grad.flip(-2) @ d
         scaled = r[..., :, None] * h
         gap = eigenvalues[..., :, None] - eigenvalues[..., None, :]
-        apart = gap.abs() > torch.finfo(gap.dtype).eps * eigenvalues[..., -1:, None].abs()
+        apart = gap.abs() > _rounding(eigenvalues)[..., None]
         inner = 0.5 * torch.where(apart, (scaled - scaled.mT) / gap, 0.0)
         inner = inner - torch.diag_embed(0.5 * r.pow(3) * h.diagonal(dim1=-2, dim2=-1))
         return d @ inner @ d.mT

@@ -16,6 +16,10 @@ def newton_inverse_sqrt(sigma: Tensor, num_iters: int = 5) -> Tensor:
     With the published setting (5 steps, g = 64) the iteration has not converged: whitened Gaussian input has variance
     0.586, not 1. Pretrained weights depend on exactly this matrix, so more steps or an exact solver is another network.
 
+    A step is taken as :math:`P_k = P_{k-1} R_k` with :math:`R_k = \tfrac{1}{2} (3 I - Q_{k-1})`, and
+    :math:`Q_k = P_k^2 \Sigma_N = Q_{k-1} R_k^2` is updated beside it. Multiplied out anew in each step, as in Figure 1
+    of the supplement, :math:`P_{k-1}^3 \Sigma_N` lets rounding grow: without bound from about 12 steps on in float32.
+
     Args:
         sigma: symmetric positive semi-definite matrices, (..., g, g).
         num_iters: the number of steps T; 0 gives :math:`I / \sqrt{\mathrm{tr}(\Sigma)}`.
@@ -23,13 +27,17 @@ def newton_inverse_sqrt(sigma: Tensor, num_iters: int = 5) -> Tensor:
     Returns:
         The whitening matrices W, (..., g, g).
 
-    Source: Group Whitening, Eqs. 6-7; the order of products is that of its supplement, Figure 1.
+    Source: Group Whitening, Eqs. 6-7; Higham, "Stable iterations for the matrix square root" (1997).
     """
     trace = sigma.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
     alive = trace > zero_variance(sigma.dtype)
     safe_trace = torch.where(alive, trace, torch.ones_like(trace))
     sigma_n = sigma / safe_trace
-    p = torch.eye(sigma.shape[-1], dtype=sigma.dtype, device=sigma.device).expand_as(sigma)
-    for _ in range(num_iters):
-        p = 1.5 * p - 0.5 * (p @ p @ p @ sigma_n)
+    identity = torch.eye(sigma.shape[-1], dtype=sigma.dtype, device=sigma.device).expand_as(sigma)
+    p, q = identity, sigma_n
+    for step in range(num_iters):
+        r = 1.5 * identity - 0.5 * q
+        p = p @ r if step else r
+        if step + 1 < num_iters:
+            q = q @ r @ r
     return p * torch.where(alive, safe_trace.rsqrt(), torch.zeros_like(trace))

@@ -44,7 +44,7 @@ def _has_tensor_cores(device: torch.device) -> bool:
 
 def prepare(x: Tensor) -> Tensor:
     """The input, or a gradient, in a layout that the kernels take: mostly as it is, channels_last too."""
-    return x if _strides(x) is not None else x.contiguous()
+    return x if _strides(x) is not None and _strides(torch.empty_like(x)) is not None else x.contiguous()
 
 
 def portion(x: Tensor, groups: int) -> int:
