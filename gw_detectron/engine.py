@@ -217,14 +217,24 @@ def checked_setup(args: argparse.Namespace) -> CfgNode:
 
     Raises:
         PreflightError: the config, the data or the machine would let the run fail or learn nothing.
+        ValueError: a flag is out of its range.
         Other errors: see :func:`gw_detectron.cli.config_of_run` and :func:`gw_detectron.cli.prepare_run`.
     """
+    in_all_processes(lambda: _check_flags(args))
     cfg = in_all_processes(lambda: config_of_run(args))
     warnings = preflight(cfg, eval_only=args.eval_only, resume=args.resume, ignore=args.ignore_preflight)
     in_all_processes(lambda: prepare_run(cfg, args))
     for warning in warnings:
         logging.getLogger(__name__).warning(warning)
     return cfg
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    if args.whitening_stats_period < 0:
+        raise ValueError(
+            f"--whitening-stats-period {args.whitening_stats_period}: give the iterations from one look to the next, "
+            "1 or more, or 0 to log nothing"
+        )
 
 
 def main(args: argparse.Namespace) -> dict | None:
@@ -244,6 +254,8 @@ def main(args: argparse.Namespace) -> dict | None:
     cfg = checked_setup(args)
     log = logging.getLogger(__name__)
     if args.eval_only:
+        if args.whitening_stats_period:
+            log.warning("--whitening-stats-period has no effect with --eval-only: it looks at the layers in training")
         model = Trainer.build_model(cfg)
         checkpointer = DetectionCheckpointer(model, cfg.OUTPUT_DIR)
         start = _start(checkpointer, cfg, args.resume)

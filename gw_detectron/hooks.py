@@ -112,8 +112,8 @@ class LossGuard:
                 "SOLVER.BASE_LR, lengthen SOLVER.WARMUP_ITERS or set SOLVER.CLIP_GRADIENTS.ENABLED True."
             )
         return (
-            f"Input, parameters and the outputs of all modules are finite, so it is a loss of the images {names}: look "
-            "at their annotations."
+            "Input, parameters and the outputs of all modules are finite, so, unless a layer is named above, it is a "
+            f"loss of the images {names}: look at their annotations."
         )
 
 

@@ -14,7 +14,7 @@ import torch
 import yaml
 from detectron2.data import MetadataCatalog
 
-from gw_detectron.analysis import WhiteningWatch
+from gw_detectron.analysis import WhiteningWatch, watch
 from gw_detectron.analysis.spectra import REDUCTIONS
 from gw_detectron.data.synthetic import register_synthetic
 from gw_detectron.engine import Trainer, fast_coco_evaluation_is_built, main, setup
@@ -52,9 +52,10 @@ def test_training_evaluates_boxes_and_masks_and_eval_only_repeats_it(tmp_path):
     assert [line["iteration"] for line in lines if "total_loss" in line] == [2]
     assert any("bbox_TTA/AP" in line and "segm_TTA/AP" in line for line in lines)
     assert list(tmp_path.glob("events.out.tfevents.*"))
-    evaluated = main(arguments(tmp_path, "--eval-only", "--resume"))
+    evaluated = main(arguments(tmp_path, "--eval-only", "--resume", "--whitening-stats-period", "1"))
     assert evaluated["bbox"]["AP"] == pytest.approx(trained["bbox"]["AP"])
     assert evaluated["segm"]["AP"] == pytest.approx(trained["segm"]["AP"])
+    assert "--whitening-stats-period has no effect with --eval-only" in (tmp_path / "log.txt").read_text()
 
 
 def test_whitening_layers_are_logged_every_period(tmp_path):
@@ -64,6 +65,23 @@ def test_whitening_layers_are_logged_every_period(tmp_path):
     stem = {name: logged[f"whitening/backbone.bottom_up.stem.conv1.norm/{name}"] for name in REDUCTIONS}
     assert 0 < stem["lambda_min"] < stem["lambda_max"] and stem["condition_after"] < stem["condition_before"]
     assert "whitening/roi_heads.box_head.conv1.norm/residual" in logged
+
+
+def test_a_period_that_is_negative_leaves_no_folder(tmp_path):
+    output = tmp_path / "output"
+    with pytest.raises(ValueError, match="--whitening-stats-period -5"):
+        main(arguments(output, "--whitening-stats-period", "-5"))
+    assert not output.exists()
+
+
+def test_evaluations_between_the_steps_are_not_looked_at(tmp_path, monkeypatch):
+    looked_at = []
+    observed = watch.observed
+    monkeypatch.setattr(watch, "observed", lambda *call: looked_at.append(call[0]) or observed(*call))
+    trainer = trainer_for(tmp_path, TEST__EVAL_PERIOD=1)
+    trainer.register_hooks([WhiteningWatch(1)])
+    trainer.train()
+    assert looked_at.count("backbone.bottom_up.stem.conv1.norm") == 3
 
 
 def test_resume_after_the_end_trains_no_more_but_evaluates(tmp_path):

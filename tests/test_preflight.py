@@ -10,7 +10,7 @@ import torch
 from detectron2.config import CfgNode, get_cfg
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.datasets import register_coco_instances
-from detectron2.modeling import ResNet
+from detectron2.modeling import ResNet, build_model
 from detectron2.utils.file_io import PathManager
 from PIL import Image
 
@@ -162,6 +162,18 @@ class TestModel:
         assert "fewer groups, or larger images" in found.warnings[0]
         assert check(INPUT__MIN_SIZE_TRAIN="(64,)", eval_only=True, MODEL__WEIGHTS="none").warnings == []
 
+    def test_too_few_numbers_for_batch_whitening(self, check):
+        # 2 images of 2 x 2 pixels are 8 columns
+        changes = {"INPUT__MIN_SIZE_TRAIN": "(64,)", "MODEL__FPN__NORM": "BW:channels=16"}
+        warning = next(text for text in check(**changes).warnings if "cannot do" in text)
+        assert "Take a smaller channels= of BW, fewer groups, or larger images." in warning  # res5 has GW
+        found = check(**changes, MODEL__RESNETS__WHITEN_NORM="BN").warnings
+        warning = next(text for text in found if "cannot do" in text)
+        assert "Take a smaller channels= of BW, or larger images." in warning
+
+    def test_no_size_of_images(self, check):
+        assert "INPUT.MIN_SIZE_TRAIN is empty" in one(check(INPUT__MIN_SIZE_TRAIN="()"))
+
     def test_batch_whitening_of_two_images(self, check):
         images = {"INPUT__MIN_SIZE_TRAIN": "(160,)"}
         found = check(MODEL__RESNETS__WHITEN_NORM="BW", **images)
@@ -190,6 +202,52 @@ class TestModel:
     def test_a_model_that_cannot_be_built(self, check, changes, words):
         problem = one(check(**changes))
         assert "cannot be built" in problem and all(word in problem for word in words)
+
+    @pytest.mark.parametrize(
+        ("key", "changes", "instead"),
+        [
+            (
+                "MODEL.FPN.NORM",
+                {"MODEL__RESNETS__NORM": "BN", "MODEL__BACKBONE__NAME": "build_resnet_fpn_backbone"},
+                "Set MODEL.BACKBONE.NAME build_gw_resnet_fpn_backbone",
+            ),
+            (
+                "MODEL.RESNETS.NORM",
+                {"MODEL__BACKBONE__NAME": "build_resnet_fpn_backbone"},
+                "Set MODEL.BACKBONE.NAME build_gw_resnet_fpn_backbone",
+            ),
+            (
+                "MODEL.ROI_BOX_HEAD.NORM",
+                {"MODEL__ROI_BOX_HEAD__NAME": "FastRCNNConvFCHead", "MODEL__ROI_BOX_HEAD__NUM_CONV": 1},
+                "Set MODEL.ROI_BOX_HEAD.NAME GWFastRCNNConvFCHead",
+            ),
+            (
+                "MODEL.ROI_MASK_HEAD.NORM",
+                {"MODEL__ROI_MASK_HEAD__NAME": "MaskRCNNConvUpsampleHead", "MODEL__ROI_MASK_HEAD__NUM_CONV": 1},
+                "Set MODEL.ROI_MASK_HEAD.NAME GWMaskRCNNConvUpsampleHead",
+            ),
+            (
+                "MODEL.RETINANET.NORM",
+                {
+                    "MODEL__META_ARCHITECTURE": "RetinaNet",
+                    "MODEL__BACKBONE__NAME": "build_gw_retinanet_resnet_fpn_backbone",
+                    "MODEL__RESNETS__OUT_FEATURES": ["res3", "res4", "res5"],
+                    "MODEL__FPN__IN_FEATURES": ["res3", "res4", "res5"],
+                    "MODEL__RETINANET__NUM_CLASSES": 2,
+                },
+                "Set MODEL.RETINANET.NORM to one of them",
+            ),
+            (
+                "MODEL.SEM_SEG_HEAD.NORM",
+                {"MODEL__META_ARCHITECTURE": "PanopticFPN"},
+                "Set MODEL.SEM_SEG_HEAD.NORM to one of them",
+            ),
+        ],
+    )
+    def test_a_norm_name_at_a_component_of_detectron2(self, check, key, changes, instead):
+        problem = one(check(**{key.replace(".", "__"): "GW:groups=8"}, **changes))
+        assert f"{key} is 'GW:groups=8'" in problem and "Detectron2's own norms only: BN, SyncBN" in problem
+        assert instead in problem
 
 
 class TestMachine:
@@ -331,10 +389,43 @@ class TestResume:
         assert "model_0000009.pth" in one(check(resume=True)) and "does not exist" in one(check(resume=True))
 
     def test_a_whole_checkpoint_counts_as_weights(self, check, tmp_path):
-        self.checkpoint(tmp_path, "model_0000001.pth", 0)
-        (tmp_path / "output" / "last_checkpoint").write_text("model_0000001.pth")
+        self.detector(tmp_path, MODEL__BACKBONE__FREEZE_AT=2)
         assert check(resume=True, MODEL__BACKBONE__FREEZE_AT=2) == Findings([], [])
         assert "--resume goes on from the last" in check().warnings[0]
+
+    def detector(self, tmp_path, **changes) -> None:
+        """Writes the last checkpoint of a run of :func:`config`."""
+        path = self.checkpoint(tmp_path, "model_0000001.pth", 0)
+        torch.save({"model": build_model(config(tmp_path, **changes)).state_dict(), "iteration": 1}, path)
+        (tmp_path / "output" / "last_checkpoint").write_text("model_0000001.pth")
+
+    @pytest.mark.parametrize("eval_only", [False, True])
+    @pytest.mark.parametrize(
+        ("before", "now", "words"),
+        [
+            (
+                "BW:channels=16",
+                "BW:channels=8",
+                ["fpn_lateral2.norm.running_matrix (32, 16) in the checkpoint, (32, 8)"],
+            ),
+            ("BW:channels=16", "GW:groups=8", ["16 tensors are only in the checkpoint (backbone.fpn_lateral2.norm."]),
+            (
+                "BW:channels=16",
+                "BW:channels=16,rotation=cayley",
+                ["8 tensors are only in the detector", "fpn_lateral2.norm.rotate"],
+            ),
+        ],
+    )
+    def test_another_norm_than_that_of_the_checkpoint(self, check, tmp_path, before, now, words, eval_only):
+        self.detector(tmp_path, MODEL__FPN__NORM=before)
+        problem = one(check(resume=True, eval_only=eval_only, MODEL__FPN__NORM=now))
+        keys = ["MODEL.RESNETS.WHITEN_NORM", "MODEL.FPN.NORM", "MODEL.ROI_BOX_HEAD.NORM"]
+        assert all(word in problem for word in [*words, *keys, "model_0000001.pth"]), problem
+
+    def test_weights_to_start_from_may_be_of_another_detector(self, check, tmp_path):
+        self.detector(tmp_path, MODEL__FPN__NORM="BW:channels=16")
+        weights = str(tmp_path / "output" / "model_0000001.pth")
+        assert not check(MODEL__WEIGHTS=weights, MODEL__FPN__NORM="BW:channels=8").problems
 
     def test_nothing_to_resume_is_said(self, check):
         found = check(resume=True)

@@ -16,6 +16,7 @@ from gw_detectron.analysis import (
     analyze_layers,
     analyze_swapping,
 )
+from gw_detectron.analysis.outcome import check_folder
 from gw_detectron.cli import read_config
 from gw_detectron.launch import errors_reported
 from gw_detectron.model_zoo import get_config_file
@@ -37,7 +38,7 @@ def get_parser() -> argparse.ArgumentParser:
         return sub
 
     def add_random(sub: argparse.ArgumentParser, reduced: str) -> None:
-        sub.add_argument("--seed", type=int, default=0, help="of everything random")
+        sub.add_argument("--seed", type=_seed, default=0, help="of everything random")
         sub.add_argument("--reduced", action="store_true", help=f"seconds instead of minutes: {reduced}")
 
     sub = add("constraints", "how many constraints a norm puts on features, by Table 1 and for the layers of a config")
@@ -70,7 +71,10 @@ def get_parser() -> argparse.ArgumentParser:
     sub.add_argument("--images", metavar="DIR", help="a folder of images, if not synthetic ones")
     sub.add_argument("--count", type=int, default=2, help="images")
     sub.add_argument("--samples", type=int, default=8, help="the most samples of a layer, for each image")
-    sub.add_argument("--seed", type=int, default=0, help="of random weights and synthetic images")
+    sub.add_argument("--seed", type=_seed, default=0, help="of random weights and synthetic images")
+    sub.add_argument(
+        "--allow-partial", action="store_true", help="let the layers that the weights do not have be random"
+    )
     _add_opts(sub)
 
     sub = add("swapping", "training behind PCA and ZCA whitening, and the axes that swap behind PCA")
@@ -81,6 +85,12 @@ def get_parser() -> argparse.ArgumentParser:
     sub.add_argument("--batch-size", type=int, default=0, help="examples of a step; 0: all")
     add_random(sub, "40 neurons, 600 examples, 60 steps")
     return parser
+
+
+def _seed(word: str) -> int:
+    if not word.isdecimal() or int(word) >= 2**32:
+        raise argparse.ArgumentTypeError(f"{word} is no seed; it has to be a whole number from 0 to {2**32 - 1}")
+    return int(word)
 
 
 def _add_opts(sub: argparse.ArgumentParser) -> None:
@@ -118,7 +128,10 @@ def analyze(args: argparse.Namespace) -> Outcome:
 
 def main(args: argparse.Namespace) -> None:
     """Writes the outcome of an analysis and prints what it says."""
+    check_folder(args.output)  # not only after minutes
     outcome = analyze(args)
+    if "loaded" in outcome.settings:
+        print(f"{outcome.settings['weights']}: {outcome.settings['loaded']}\n")
     files = outcome.write(args.output)
     if len(outcome.rows) <= 100:
         print(tabulate(outcome.rows, headers="keys"), "\n")

@@ -20,6 +20,12 @@ def get_parser() -> argparse.ArgumentParser:
     parser.add_argument("--arch", help="what SRC has to be: R-50, X-101-32x8d, ...; recognised if not given")
     parser.add_argument("--positions", help="where whitening has to stand: S1-B2, ...; recognised if not given")
     parser.add_argument("--keep-fc", action="store_true", help="keep the classifier, as linear.*")
+    parser.add_argument(
+        "--pool-norm",
+        metavar="NAME",
+        help="with --keep-fc: the norm between the last pooling and the classifier, as in 'BW:channels=32,solver=zca'; "
+        "guessed, with a warning, if not given",
+    )
     parser.add_argument("--force", action="store_true", help="overwrite DST")
     return parser
 
@@ -32,6 +38,7 @@ def main(args: argparse.Namespace) -> None:
         architecture=args.arch,
         positions=args.positions,
         keep_fc=args.keep_fc,
+        pool_norm=args.pool_norm,
         overwrite=args.force,
     )
     rows = [
@@ -40,9 +47,10 @@ def main(args: argparse.Namespace) -> None:
     ]
     print(tabulate(rows, headers=["source", "target", "shape", "note"]))
     whitening = f"whitening at {conversion.positions}" if conversion.positions else "no whitening"
+    before_fc = f"; before the classifier: {conversion.pool_norm}" if conversion.pool_norm else ""
     print(
         f"\n{args.target}: {len(conversion.tensors)} tensors of {conversion.architecture.name}, {conversion.norm}, "
-        f"{whitening}. The .yaml beside it has the config keys that go with them."
+        f"{whitening}{before_fc}. The .yaml beside it has the config keys that go with them."
     )
 
 

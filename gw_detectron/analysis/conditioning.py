@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from ..layers import GroupWhitening2d
 from ..layers.constraints import most_groups
-from .outcome import Outcome
+from .outcome import Outcome, findings_of
 
 PERCENTS = (90, 80)
 _LABELS = {"GN": "GN", "GW": "GW, exact", "GW-ItN": "GW, 5 iterations"}
@@ -142,14 +142,16 @@ def _findings(rows: Sequence[dict[str, Any]], neurons: int) -> dict[str, bool]:
             gw = {row["groups"]: row[key] for row in curves["GW"] if row["groups"] ** 2 <= neurons}
             gn = {row["groups"]: row[key] for row in curves["GN"]}
             better += [gw[g] < gn[g] for g in gw if g > 1]
-            growing.append(gw[max(gw)] < gw[1] and gn[max(gw)] < gn[1])
+            growing += [curve[max(gw)] < curve[1] for curve in (gw, gn) if max(gw) > 1]
             if depth > 1:
                 batch.append(curves["BN"][0][key] < min(*gw.values(), *(gn[g] for g in gw)))
-    return {
-        "GW conditions better than GN, for every number of groups up to the square root of the neurons": all(better),
-        "GW and GN condition better with more groups": all(growing),
-        "from two layers on, BN conditions better than GN and GW": all(batch),
-    }
+    return findings_of(
+        {
+            "GW conditions better than GN, for every number of groups up to the square root of the neurons": better,
+            "GW and GN condition better with more groups": growing,
+            "from two layers on, BN conditions better than GN and GW": batch,
+        }
+    )
 
 
 def _draw(rows: Sequence[dict[str, Any]], settings: dict[str, Any]) -> Figure:
@@ -176,8 +178,9 @@ def _draw_curves(axes: Axes, rows: Sequence[dict[str, Any]], key: str) -> None:
         value = _select(rows, method=method)[0][key]
         axes.axhline(value, color=colour, linestyle=dashes, linewidth=1.4, label=method)
     for method, label in _LABELS.items():
-        points = [(row["groups"], row[key]) for row in _select(rows, method=method) if row[key] < float("inf")]
-        axes.plot(*zip(*points, strict=True), _STYLES[method], markersize=4, linewidth=1.4, label=label)
+        points = [row for row in _select(rows, method=method) if row[key] < float("inf")]
+        places, values = [row["groups"] for row in points], [row[key] for row in points]
+        axes.plot(places, values, _STYLES[method], markersize=4, linewidth=1.4, label=label)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))

@@ -43,6 +43,9 @@ def analyze_constraints(
     Raises:
         ValueError: a number is out of its range, or the batch size does not divide the examples.
     """
+    for name, value, least in (("batch_size", batch_size, 1), ("examples", examples, 0)):
+        if value < least:
+            raise ValueError(f"{name}={value} has to be {least} or more")
     examples = examples or batch_size
     if examples % batch_size:
         raise ValueError(f"examples={examples} is not a multiple of batch_size={batch_size}")

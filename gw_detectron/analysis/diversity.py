@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
-from .outcome import Outcome
+from .outcome import Outcome, findings_of
 
 SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96)
 _SOURCES = {"gaussian": "Gaussian", "mlp": "one-layer MLP"}
@@ -172,16 +172,16 @@ def _findings(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
     for method, what, points in (("GN", "channels of a group", 3), ("BN", "examples of a batch", 9)):
         curves = [_curve(rows, source, method, scale) for source in _SOURCES for scale in _SCALES]
         bases = [_curve(rows, source, "Base", scale)[None] for source in _SOURCES for scale in _SCALES]
-        findings[f"{method}: over 2 {what} the diversity collapses to that of {points} points or fewer"] = all(
+        findings[f"{method}: over 2 {what} the diversity collapses to that of {points} points or fewer"] = [
             curve[2] < min(base, math.log(points)) for curve, base in zip(curves, bases, strict=True) if 2 in curve
-        )
-        findings[f"{method}: up to 4 {what}, the more, the more diverse"] = all(
+        ]
+        findings[f"{method}: up to 4 {what}, the more, the more diverse"] = [
             curve[few] < curve[more] for curve in curves for few in curve for more in curve if few < more <= 4
-        )
-        findings[f"{method}: Gaussians on one scale, over 4 {what} or fewer, are less diverse than the base"] = all(
+        ]
+        findings[f"{method}: Gaussians on one scale, over 4 {what} or fewer, are less diverse than the base"] = [
             value < bases[1] for size, value in curves[1].items() if size <= 4
-        )
-    return findings
+        ]
+    return findings_of(findings)
 
 
 def _draw(rows: Sequence[dict[str, Any]], settings: dict[str, Any]) -> Figure:

@@ -1,7 +1,8 @@
 """The whitening layers of a real detector on images: what each gets, and how well it whitens it."""
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from ..checkpoint import strict_backbone_load
+from ..checkpoint import LoadReport, PartialLoadError, strict_backbone_load
+from ..checkpoint.wording import listed
 from ..data.synthetic import SyntheticConfig, draw_scene
+from ..layers.solvers import NonFiniteCovarianceError
 from ..modeling import norm_spec
-from .outcome import Outcome, short_name
-from .spectra import WhiteningLayer, reduce_spectra, spectra, whitening_layers
+from .outcome import Outcome, findings_of, short_name
+from .spectra import WhiteningLayer, observed, reduce_spectra, whitening_layers
 
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 
@@ -35,17 +38,20 @@ def analyze_layers(
     count: int = 2,
     samples: int = 8,
     seed: int = 0,
+    allow_partial: bool = False,
     progress: bool = True,
 ) -> Outcome:
     """Runs a detector in evaluation and looks at every whitening layer.
 
     Args:
-        cfg: the config. ``MODEL.WEIGHTS`` are loaded, which may be of a detector or of the backbone alone, or random if
-            it is empty. Images are resized by ``INPUT.MIN_SIZE_TEST`` and ``MAX_SIZE_TEST``.
+        cfg: the config. ``MODEL.WEIGHTS`` are loaded; without them the model is random. Images are resized by
+            ``INPUT.MIN_SIZE_TEST`` and ``MAX_SIZE_TEST``.
         images: a folder of images; None draws synthetic ones.
         count: images, each run through the model by itself.
         samples: the most samples, images or regions, of a layer that are looked at for each image.
-        seed: of random weights.
+        seed: of random weights and synthetic images.
+        allow_partial: accept weights that lack a part of the backbone or of the whitening layers, such as those of a
+            backbone alone for a detector that whitens in its heads; what they lack is random.
         progress: show how far it is.
 
     Returns:
@@ -54,11 +60,16 @@ def analyze_layers(
 
     Raises:
         FileNotFoundError: there is no such folder.
-        ValueError: the model has no whitening layers, ``count`` is not positive, or there are no images.
+        ValueError: the model has no whitening layers, ``count`` or ``samples`` is not positive, there are no images, or
+            one of them cannot be read.
+        PartialLoadError: the weights lack a part of the backbone or of the whitening layers.
         Other errors: see :func:`gw_detectron.checkpoint.strict_backbone_load`.
     """
     if count < 1:
         raise ValueError(f"count={count} images: it has to be 1 or more")
+    if samples < 1:
+        raise ValueError(f"samples={samples} of a layer: it has to be 1 or more")
+    paths = _image_files(images, count) if images is not None else []
     seed_all_rng(seed)
     cfg = cfg.clone()
     cfg.defrost()
@@ -67,32 +78,42 @@ def analyze_layers(
     layers = whitening_layers(model)
     if not layers:
         raise ValueError("the model has no whitening layers; see MODEL.RESNETS.WHITEN_NORM and WHITEN_POSITIONS")
-    with strict_backbone_load(model, cfg.MODEL.WEIGHTS, allow_partial=True) as report:
+    with strict_backbone_load(model, cfg.MODEL.WEIGHTS, allow_partial=allow_partial) as report:
         DetectionCheckpointer(model).load(cfg.MODEL.WEIGHTS)
+    if cfg.MODEL.WEIGHTS and not allow_partial:
+        _check_loaded(report, layers)
     found: dict[str, list[dict[str, Tensor]]] = {}  # in the order in which the layers are called
     broken: set[str] = set()
 
-    def observe(name: str, layer: WhiteningLayer, args: tuple, output: Tensor) -> None:
+    def observe(name: str, layer: WhiteningLayer, args: tuple, output: Tensor | None) -> None:
         calls = found.setdefault(name, [])
-        if torch.isfinite(args[0]).all() and torch.isfinite(output).all():
-            calls.append(spectra(layer, args[0], samples))
-        else:
+        try:
+            if output is None:
+                broken.add(name)  # the layer itself has raised
+            else:
+                calls.append(observed(name, layer, args[0], output, samples))
+        except FloatingPointError:
             broken.add(name)
 
     handles = [
-        layer.register_forward_hook(lambda layer, args, output, name=name: observe(name, layer, args, output))
+        layer.register_forward_hook(
+            lambda layer, args, output, name=name: observe(name, layer, args, output), always_call=True
+        )
         for name, layer in layers.items()
     ]
-    names, batch = _inputs(cfg, images, count, seed)
+    names = [str(path.relative_to(str(images))) for path in paths] or [f"synthetic {index}" for index in range(count)]
+    pictures = _read(paths, cfg.INPUT.FORMAT) if paths else _drawn(count, seed, cfg.INPUT.FORMAT)
+    resize = T.ResizeShortestEdge([cfg.INPUT.MIN_SIZE_TEST] * 2, cfg.INPUT.MAX_SIZE_TEST)
     try:
         with torch.no_grad():
-            for image in tqdm(batch, desc="layers", unit="image", disable=not progress):
-                model([image])
+            for picture in tqdm(pictures, total=len(names), desc="layers", unit="image", disable=not progress):
+                with contextlib.suppress(NonFiniteCovarianceError):  # the layer that raises it is known to be broken
+                    model([_input(picture, resize)])
     finally:
         for handle in handles:
             handle.remove()
-    rows = [
-        {"layer": name, "norm": norm_spec(layers[name]), "finite": name not in broken}
+    rows: list[dict[str, Any]] = [
+        {"layer": name, "norm": norm_spec(layers[name]), "finite": name not in broken if name in found else None}
         | {key: None if value is None else float(f"{value:.4g}") for key, value in reduce_spectra(calls).items()}
         for name, calls in (found | {name: [] for name in layers if name not in found}).items()
     ]
@@ -106,39 +127,59 @@ def analyze_layers(
     return Outcome("layers", settings, rows, _findings(rows), _draw(rows, settings))
 
 
-def _inputs(
-    cfg: CfgNode, folder: str | os.PathLike[str] | None, count: int, seed: int
-) -> tuple[list[str], list[dict[str, Any]]]:
-    if folder is None:
-        config = SyntheticConfig(num_val=count, seed=seed)
-        names = [f"synthetic {index}" for index in range(count)]
-        scenes = [Image.fromarray(np.asarray(draw_scene(config, "val", index).image())) for index in range(count)]
-        arrays = [convert_PIL_to_numpy(scene, cfg.INPUT.FORMAT) for scene in scenes]
-    else:
-        if not os.path.isdir(folder):
-            raise FileNotFoundError(f"there is no folder {folder} of images")
-        paths = sorted(path for path in Path(folder).rglob("*") if path.suffix.lower() in _SUFFIXES)[:count]
-        if not paths:
-            raise ValueError(f"there are no images ({', '.join(_SUFFIXES)}) below {folder}")
-        names = [str(path.relative_to(folder)) for path in paths]
-        arrays = [read_image(str(path), format=cfg.INPUT.FORMAT) for path in paths]
-    resize = T.ResizeShortestEdge([cfg.INPUT.MIN_SIZE_TEST] * 2, cfg.INPUT.MAX_SIZE_TEST)
-    batch = []
-    for array in arrays:
-        resized = resize.get_transform(array).apply_image(array)
-        pixels = torch.as_tensor(np.ascontiguousarray(resized.transpose(2, 0, 1).astype("float32")))
-        batch.append({"image": pixels, "height": array.shape[0], "width": array.shape[1]})
-    return names, batch
+def _check_loaded(report: LoadReport, layers: Collection[str]) -> None:
+    lacking = {name.rpartition(".")[0] for name in report.new} & set(layers)
+    if lacking:
+        raise PartialLoadError(
+            f"{report}\n"
+            f"  the weights lack {len(lacking)} of {len(layers)} whitening layers: {listed(sorted(lacking))}\n"
+            "  give weights of the whole detector, or allow the rest to start from random values with --allow-partial"
+        )
+
+
+def _image_files(folder: str | os.PathLike[str], count: int) -> list[Path]:
+    if not os.path.isdir(folder):
+        raise FileNotFoundError(f"there is no folder {folder} of images")
+    paths = sorted(path for path in Path(folder).rglob("*") if path.suffix.lower() in _SUFFIXES)[:count]
+    if not paths:
+        raise ValueError(f"there are no images ({', '.join(_SUFFIXES)}) below {folder}")
+    return paths
+
+
+def _read(paths: Sequence[Path], pixel_format: str) -> Iterator[np.ndarray]:
+    for path in paths:
+        try:
+            yield read_image(str(path), format=pixel_format)
+        except (OSError, SyntaxError, ValueError) as error:  # all of them are raised by Pillow for a damaged file
+            raise ValueError(
+                f"the image {path} cannot be read: {error}. Repair it or take it out of the folder"
+            ) from error
+
+
+def _drawn(count: int, seed: int, pixel_format: str) -> Iterator[np.ndarray]:
+    config = SyntheticConfig(num_val=count, seed=seed)
+    for index in range(count):
+        scene = Image.fromarray(np.asarray(draw_scene(config, "val", index).image()))
+        yield convert_PIL_to_numpy(scene, pixel_format)
+
+
+def _input(picture: np.ndarray, resize: T.Augmentation) -> dict[str, Any]:
+    resized = resize.get_transform(picture).apply_image(picture)
+    pixels = torch.as_tensor(np.ascontiguousarray(resized.transpose(2, 0, 1).astype("float32")))
+    return {"image": pixels, "height": picture.shape[0], "width": picture.shape[1]}
 
 
 def _findings(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
-    broken = [row["layer"] for row in rows if not row["finite"]]
+    broken = [row["layer"] for row in rows if row["finite"] is False]
+    finite = [row["finite"] for row in rows if row["finite"] is not None]
     better = [row["condition_after"] < row["condition_before"] for row in rows if row["condition_before"] is not None]
     first = f"; the first that is not: {broken[0]}" if broken else ""
-    return {
-        f"input and output of all layers are finite{first}": not broken,
-        "every layer that was reached conditions better": all(better),
-    }
+    return findings_of(
+        {
+            f"input, covariance and output of all layers are finite{first}": finite,
+            "every layer that was reached conditions better": better,
+        }
+    )
 
 
 def _draw(rows: Sequence[dict[str, Any]], settings: dict[str, Any]) -> Figure:
@@ -167,7 +208,8 @@ def _draw(rows: Sequence[dict[str, Any]], settings: dict[str, Any]) -> Figure:
     for axes in (eigenvalues, conditions, residuals):
         axes.set_yscale("log")
         axes.grid(alpha=0.3)
-        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9)
+        if seen:
+            axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9)
     residuals.set_xticks(places, [short_name(row["layer"]) for row in seen], rotation=90, fontsize=8)
     figure.suptitle(f"Whitening layers, weights: {os.path.basename(settings['weights'])}")
     return figure

@@ -2,7 +2,8 @@
 
 import csv
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ class Outcome:
         Raises:
             OSError: the folder cannot be written.
         """
+        check_folder(folder)
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         picture, table, notes = (folder / f"{self.name}.{suffix}" for suffix in ("png", "csv", "json"))
@@ -57,6 +59,26 @@ class Outcome:
             text = json.dumps({"settings": self.settings, "findings": self.findings}, indent=2)
             beside.write_text(text + "\n")
         return [picture, table, notes]
+
+
+def check_folder(folder: str | Path) -> None:
+    """Makes sure that files can be written to a folder, which need not exist yet.
+
+    Raises:
+        NotADirectoryError: it, or a folder above it, is a file.
+        PermissionError: it, or the folder to make it in, cannot be written.
+    """
+    path = Path(folder).absolute()
+    existing = next(place for place in (path, *path.parents) if os.path.lexists(place))
+    if not existing.is_dir():
+        raise NotADirectoryError(f"nothing can be written to {folder}: {existing} is not a folder. Give another one")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise PermissionError(f"nothing can be written to {folder}: {existing} is write-protected. Give another folder")
+
+
+def findings_of(observations: Mapping[str, Sequence[bool]]) -> dict[str, bool]:
+    """Sentence -> whether all its observations agree, without the sentences that have none."""
+    return {sentence: all(found) for sentence, found in observations.items() if found}
 
 
 def short_name(layer: str) -> str:

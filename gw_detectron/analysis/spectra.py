@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from ..layers import BatchWhitening2d, FrozenBatchWhitening2d, GroupWhitening2d, Solver
 from ..layers.channel_groups import split, split_matrices
+from ..layers.functional import autocast_off
+from ..layers.solvers import NonFiniteCovarianceError
 
 WhiteningLayer = GroupWhitening2d | BatchWhitening2d
 #: name of a number -> how it is brought together over samples, groups and calls of a layer
@@ -47,7 +49,30 @@ def spectra(layer: WhiteningLayer, x: Tensor, samples: int = 8) -> dict[str, Ten
 
     Returns:
         name -> one number for each matrix, on the CPU; without matrices, of a batch without samples, empty tensors.
+
+    Raises:
+        NonFiniteCovarianceError: the input is so large that its covariance overflows.
     """
+    with autocast_off(x.device.type):
+        return _spectra(layer, x, samples)
+
+
+def observed(name: str, layer: WhiteningLayer, x: Tensor, output: Tensor, samples: int) -> dict[str, Tensor]:
+    """:func:`spectra` of a call of the layer ``name``.
+
+    Raises:
+        FloatingPointError: input, its covariance or output is not finite; it names the layer.
+    """
+    for what, value in (("input", x), ("output", output)):
+        if not torch.isfinite(value).all():
+            raise FloatingPointError(f"the {what} of the whitening layer {name} is not finite")
+    try:
+        return spectra(layer, x.detach(), samples)
+    except NonFiniteCovarianceError as error:
+        raise FloatingPointError(f"the whitening layer {name}: {error}") from error
+
+
+def _spectra(layer: WhiteningLayer, x: Tensor, samples: int) -> dict[str, Tensor]:
     x = x if x.dtype == torch.float64 else x.float()
     solver = Solver(layer.solver, layer.num_iters, layer.eps, layer.threshold, layer.corr)
     parts = []
@@ -78,7 +103,12 @@ def reduce_spectra(found: Iterable[dict[str, Tensor]]) -> dict[str, float | None
 
 def _covariance(rows: Tensor) -> Tensor:
     centred = rows - rows.mean(-1, keepdim=True)
-    return centred @ centred.mT / centred.shape[-1]
+    covariance = centred @ centred.mT / centred.shape[-1]
+    if not torch.isfinite(covariance).all():
+        raise NonFiniteCovarianceError(
+            f"the covariance of its input, whose values reach {float(rows.abs().max()):.3g}, overflows {rows.dtype}"
+        )
+    return covariance
 
 
 def _batch_matrices(layer: BatchWhitening2d, solver: Solver, covariances: list[Tensor]) -> list[Tensor]:

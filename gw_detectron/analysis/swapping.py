@@ -194,7 +194,8 @@ def _clouds(examples: int, inputs: int, seed: int) -> tuple[Tensor, Tensor]:
 
 def _last(losses: Sequence[float]) -> float:
     """The loss at the end, of the last steps; infinity if training has diverged."""
-    mean = sum(losses[-5:]) / 5
+    last = losses[-5:]
+    mean = sum(last) / len(last)
     return mean if math.isfinite(mean) else math.inf
 
 

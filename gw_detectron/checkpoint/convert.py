@@ -1,17 +1,23 @@
 """ImageNet weights in torchvision's names to a Detectron2 backbone's, with nothing lost in silence, and back."""
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from detectron2.layers import get_norm
 from torch import Tensor
 
 from ..layers import RUNNING
+from ..modeling import resolve_norm
 from .architecture import POOL_NORM, Architecture, Module, infer_architecture, infer_positions, norms_at
 from .reading import WeightsFileError
 from .wording import listed
 
+_log = logging.getLogger(__name__)
+
+_BEFORE_FC = f"{POOL_NORM[0]}."
 _WRAPPERS = ("model", "state_dict")
 _STATISTICS = ("running_mean", "running_var")
 
@@ -52,7 +58,12 @@ class Conversion:
 
 
 def convert(
-    content: Any, *, architecture: str | None = None, positions: str | None = None, keep_fc: bool = False
+    content: Any,
+    *,
+    architecture: str | None = None,
+    positions: str | None = None,
+    keep_fc: bool = False,
+    pool_norm: str | None = None,
 ) -> Conversion:
     """Renames, reshapes and checks the weights of a ResNet or ResNeXt in torchvision's names.
 
@@ -65,26 +76,31 @@ def convert(
             ``module.`` of data-parallel training.
         architecture: what it has to be, e.g. ``R-50`` or ``X-101-32x8d``; None accepts any.
         positions: where whitening has to stand; None accepts any.
-        keep_fc: keep the classifier, as ``linear``, and the norm before it, as ``avgpool.norm``. The authors' ResNeXts
-            have a norm there that takes no part in their forward pass; it is left out.
+        keep_fc: keep the classifier, as ``linear``, and the norm before it, as ``avgpool.norm``.
+        pool_norm: the name of that norm with its options, e.g. ``BW:channels=32,solver=zca``; "" leaves it out. None
+            takes it for the usual one that has such tensors, and warns where its options could be others. The authors'
+            ResNeXts have a norm there that takes no part in their forward pass; with None it is left out.
 
     Raises:
         ValueError: a tensor is missing, left over, of wrong shape or type, or not finite; or the file is of another
-            network than asked for.
+            network than asked for; or ``pool_norm`` is unknown, does not fit, or is given without ``keep_fc``.
     """
     tensors = unwrap(content)
     network = infer_architecture(tensors)
     if architecture is not None and Architecture.parse(architecture) != network:
         raise WeightsFileError(f"these are the weights of {network.name}, not of {architecture}")
     found, norm = _recognise_norms(network, tensors, positions)
-    pool_norm = _recognise_pool_norm(tensors, norm) if keep_fc and not network.name.startswith("X-") else ""
+    if pool_norm and not keep_fc:
+        raise WeightsFileError(f"pool_norm={pool_norm!r} is kept with the classifier only: add keep_fc (--keep-fc)")
+    if pool_norm is None:
+        pool_norm = _guess_pool_norm(tensors, norm) if keep_fc and not network.name.startswith("X-") else ""
 
     converted: dict[str, Tensor] = {}
     rows = []
     problems: dict[str, list[str]] = {}
     left = dict(tensors)
     classes = _number_of_classes(tensors) if keep_fc else None
-    for expected in [*_expected(network, found, norm, classes), *_expected_before_fc(network, tensors, pool_norm)]:
+    for expected in [*_expected(network, found, norm, classes), *_expected_before_fc(network, pool_norm)]:
         value = left.pop(expected.source, None)
         if value is None:
             problems.setdefault("missing", []).append(expected.source)
@@ -103,13 +119,16 @@ def convert(
         converted[expected.target] = value
         rows.append(Row(expected.source, expected.target, tuple(value.shape), note))
     counters = {f"{m.torchvision}.num_batches_tracked" for m in network.modules() if m.kind == "norm"}
-    counters.add(f"{POOL_NORM[0]}.num_batches_tracked")
+    counters.add(f"{_BEFORE_FC}num_batches_tracked")
     for name, value in left.items():
-        reason = _reason_to_drop(name, counters)
+        reason = _reason_to_drop(name, counters, pool_norm)
         if reason:
             rows.append(Row(name, "", tuple(value.shape), reason))
-        else:
-            problems.setdefault(f"not part of {network.name} with {found or 'no whitening'}", []).append(name)
+            continue
+        whole = f"{network.name} with {found or 'no whitening'}"
+        if name.startswith(_BEFORE_FC):
+            whole = f"{pool_norm}, the norm before the classifier (state another with pool_norm, --pool-norm)"
+        problems.setdefault(f"not part of {whole}", []).append(name)
     if problems:
         lines = [f"{len(names)} {problem}: {listed(names)}" for problem, names in problems.items()]
         raise WeightsFileError("\n  ".join([f"taken for {network.name}, but of its tensors", *lines]))
@@ -134,7 +153,9 @@ def to_torchvision(tensors: Mapping[str, Tensor], *, authors_affine: bool = Fals
     renamed = {}
     unknown = []
     for name, value in tensors.items():
-        prefix, _, suffix = name.rpartition(".")
+        # a norm before the classifier may have parts of its own, such as a rotation
+        prefix = ours if name.startswith(f"{ours}.") else name.rpartition(".")[0]
+        suffix = name.removeprefix(f"{prefix}.")
         module = modules.get(prefix)
         if module is None:
             unknown.append(name)
@@ -193,18 +214,26 @@ def _recognise_norms(network: Architecture, tensors: Mapping[str, Tensor], posit
     return found, norm
 
 
-def _recognise_pool_norm(tensors: Mapping[str, Tensor], norm: str) -> str:
+def _guess_pool_norm(tensors: Mapping[str, Tensor], norm: str) -> str:
     """Names the norm before the classifier by the statistics it has; options that leave no trace are the usual ones."""
-    fields = {name.partition(".")[2]: value for name, value in tensors.items() if name.startswith(f"{POOL_NORM[0]}.")}
-    for running in RUNNING:
-        rows = fields.get(f"running_{running}")
-        if rows is not None:
-            return f"BW:channels={rows.shape[-1]},running={running}"
+    fields = {name.removeprefix(_BEFORE_FC): value for name, value in tensors.items() if name.startswith(_BEFORE_FC)}
     if not fields:
         return ""
     if "running_var" in fields:
         return "BN"
-    return norm if norm == "GN" else "GW"
+    found = norm if norm == "GN" else "GW"
+    for running in RUNNING:
+        rows = fields.get(f"running_{running}")
+        if rows is not None and rows.dim():
+            found = f"BW:channels={rows.shape[-1]},running={running}"
+    _log.warning(
+        "the norm before the classifier is taken for %s with its usual options, for those it was trained with leave no "
+        "trace in the weights. If they are others, every logit is wrong: convert the source with its full name, as in "
+        "--pool-norm %s (pool_norm= in Python)",
+        found,
+        f"{found},solver=zca" if ":" in found else f"{found}:groups=32",
+    )
+    return found
 
 
 class _Expected(NamedTuple):
@@ -228,19 +257,17 @@ def _expected(network: Architecture, positions: str, norm: str, classes: int | N
             yield _Expected(f"{module.torchvision}.{field}", f"{module.detectron2}.{field}", shape, module in whitened)
 
 
-def _expected_before_fc(network: Architecture, tensors: Mapping[str, Tensor], pool_norm: str) -> Iterator[_Expected]:
+def _expected_before_fc(network: Architecture, pool_norm: str) -> Iterator[_Expected]:
     if not pool_norm:
         return
     theirs, ours = POOL_NORM
     (channels,) = next(module.shape for module in network.modules() if module.kind == "linear")
-    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("weight", "bias"), (channels,))
-    if pool_norm == "BN":
-        shapes |= dict.fromkeys(_STATISTICS, (channels,))
-    elif pool_norm.startswith("BW"):
-        field = f"running_{pool_norm.partition('running=')[2]}"
-        shapes |= {"running_mean": (channels,), field: (channels, tensors[f"{theirs}.{field}"].shape[-1])}
-    for field, shape in shapes.items():
-        yield _Expected(f"{theirs}.{field}", f"{ours}.{field}", shape, field in ("weight", "bias"))
+    with torch.device("meta"):  # shapes only
+        layer = get_norm(resolve_norm(pool_norm, where="pool_norm", channels=[channels]), channels)
+    for field, value in layer.state_dict().items():
+        if field != "num_batches_tracked":
+            shape = tuple(value.shape)
+            yield _Expected(f"{theirs}.{field}", f"{ours}.{field}", shape, field in ("weight", "bias"))
 
 
 def _check(value: Tensor, expected: _Expected) -> str:
@@ -267,12 +294,12 @@ def _number_of_classes(tensors: Mapping[str, Tensor]) -> int:
     return len(weight) if weight is not None and weight.dim() else 1
 
 
-def _reason_to_drop(name: str, counters: set[str]) -> str:
+def _reason_to_drop(name: str, counters: set[str], pool_norm: str) -> str:
     if name in counters:
         return "counts training steps, not used"
     if name in ("fc.weight", "fc.bias"):
         return "classifier, not part of the backbone"
-    if name.startswith(f"{POOL_NORM[0]}."):
+    if name.startswith(_BEFORE_FC) and not pool_norm:
         return "norm before the classifier, not part of the backbone"
     return ""
 

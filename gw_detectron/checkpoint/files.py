@@ -29,6 +29,7 @@ def convert_file(
     architecture: str | None = None,
     positions: str | None = None,
     keep_fc: bool = False,
+    pool_norm: str | None = None,
     overwrite: bool = False,
 ) -> Conversion:
     """Converts a file of ImageNet weights; writes the weights and, beside them, the yaml that has to go with them.
@@ -42,7 +43,8 @@ def convert_file(
             ``gw://file/<path>``.
         architecture: what it has to be, e.g. ``R-50``; None accepts any.
         positions: where whitening has to stand, e.g. ``S1-B2``; None accepts any.
-        keep_fc: keep the classifier, as ``linear``.
+        keep_fc: keep the classifier, as ``linear``, and the norm before it, as ``avgpool.norm``.
+        pool_norm: the name of that norm with its options, which is noted in the file; see :func:`.convert.convert`.
         overwrite: replace files that exist.
 
     Raises:
@@ -61,7 +63,9 @@ def convert_file(
     for path in (target, fragment):
         if path.exists() and not overwrite:
             raise FileExistsError(f"{path} exists; remove it, give another name, or allow overwriting (--force)")
-    conversion, provenance = load_weights(source, architecture=architecture, positions=positions, keep_fc=keep_fc)
+    conversion, provenance = load_weights(
+        source, architecture=architecture, positions=positions, keep_fc=keep_fc, pool_norm=pool_norm
+    )
     weights = str(target) if target.suffix == ".pkl" else f"gw://file/{target}"
     with whole(fragment) as beside:
         beside.write_text(provenance.fragment(weights))
@@ -75,6 +79,7 @@ def load_weights(
     architecture: str | None = None,
     positions: str | None = None,
     keep_fc: bool | None = None,
+    pool_norm: str | None = None,
 ) -> tuple[Conversion, Provenance]:
     """Reads ImageNet weights, converted already or not, with all checks of :func:`.convert.convert`.
 
@@ -83,6 +88,8 @@ def load_weights(
         architecture: what it has to be, e.g. ``R-50``; None accepts any.
         positions: where whitening has to stand, e.g. ``S1-B2``; None accepts any.
         keep_fc: keep the classifier; None keeps it if there is one.
+        pool_norm: the norm before the classifier; None takes the one that converted weights note, and otherwise a
+            guess, see :func:`.convert.convert`.
 
     Returns:
         The weights, and where they come from; for converted weights that is the file they were converted from.
@@ -100,11 +107,18 @@ def load_weights(
             names = dict(zip(tensors, converted, strict=True))
         if keep_fc is None:
             keep_fc = "fc.weight" in tensors
-        conversion = convert(tensors, architecture=architecture, positions=positions, keep_fc=keep_fc)
+        noted = _noted(content)
+        if pool_norm is None and noted is not None and keep_fc:
+            pool_norm = noted.pool_norm
+        conversion = convert(
+            tensors, architecture=architecture, positions=positions, keep_fc=keep_fc, pool_norm=pool_norm
+        )
         if names:
             rows = tuple(row._replace(source=names[row.source]) for row in conversion.rows)
             conversion = dataclasses.replace(conversion, rows=rows)
-        return conversion, _noted(content) or Provenance.of(conversion, path)
+        # a guess is not noted, so that it stays one for all who read the file
+        provenance = dataclasses.replace(noted or Provenance.of(conversion, path), pool_norm=pool_norm)
+        return conversion, provenance
     except ValueError as error:
         raise WeightsFileError(f"{path} cannot be used: {error}") from None
 

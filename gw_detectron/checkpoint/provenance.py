@@ -52,6 +52,8 @@ class Provenance:
         positions: where whitening stands, such as ``S1-B2``.
         norm: every other norm, ``BN`` or ``GN``.
         preprocessing: how images have to be given.
+        pool_norm: what the user said stands before the classifier, such as ``BW:channels=32,solver=zca``; None if
+            nothing was said.
     """
 
     tool: str
@@ -61,6 +63,7 @@ class Provenance:
     positions: str
     norm: str
     preprocessing: Preprocessing = TORCHVISION
+    pool_norm: str | None = None
 
     @classmethod
     def of(cls, conversion: Conversion, source: str | os.PathLike[str]) -> "Provenance":

@@ -128,7 +128,13 @@ def verify(
         mistakes.append(_difference(mistake.name, features, expected))
         likeness[mistake.name] = _difference(mistake.name, found, features).worst
     subject = _difference(name, found, expected)
-    return Verification(subject, tuple(mistakes), _verdict(subject, likeness), subject.worst < TOLERANCE)
+    verdict = _verdict(subject, likeness)
+    if provenance.pool_norm is None and conversion.pool_norm not in ("", "BN"):
+        verdict += (
+            f" The norm before the classifier is a guess in both networks, {conversion.pool_norm}, so this says "
+            "nothing about its options: convert with --pool-norm."
+        )
+    return Verification(subject, tuple(mistakes), verdict, subject.worst < TOLERANCE)
 
 
 def _verdict(subject: Difference, likeness: Mapping[str, float]) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..layers import FrozenBatchWhitening2d, GroupWhitening2d
 from ..layers.constraints import Constraints, batch_constraints, group_constraints
 from .norm import norm_spec
+from .norm_places import misplaced_norms
 
 
 class NormShape(NamedTuple):
@@ -33,12 +34,23 @@ class NormShape(NamedTuple):
 
 
 def build_shapes(cfg: CfgNode) -> nn.Module:
-    """Builds the detector of a config without its numbers, which takes no memory and little time."""
+    """Builds the detector of a config without its numbers, which takes no memory and little time.
+
+    Raises:
+        ValueError: a component of Detectron2 that knows its own norms only has been given another.
+        Other errors: what Detectron2 raises for components and sizes that do not exist or fit.
+    """
     cfg = cfg.clone()
     cfg.defrost()
     cfg.MODEL.DEVICE = "meta"
-    with torch.device("meta"):
-        return build_model(cfg)
+    try:
+        with torch.device("meta"):
+            return build_model(cfg)
+    except KeyError as error:
+        misplaced = " ".join(misplaced_norms(cfg, error.args[0] if error.args else None))
+        if misplaced:
+            raise ValueError(misplaced) from error
+        raise
 
 
 def norm_shapes(

@@ -48,6 +48,6 @@ def find_problems(cfg: CfgNode, *, eval_only: bool = False, resume: bool = False
     if not eval_only:
         check_solver(cfg, findings)
     start = check_weights(cfg, findings, eval_only=eval_only, resume=resume)
-    check_model(cfg, findings, eval_only=eval_only, from_scratch=not start)
+    check_model(cfg, findings, eval_only=eval_only, start=start)
     check_data(cfg, findings, eval_only=eval_only)
     return findings

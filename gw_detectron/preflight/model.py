@@ -11,6 +11,9 @@ from torch import nn
 from ..layers import BatchWhitening2d, FrozenBatchWhitening2d
 from ..modeling.norm_shapes import NormShape, build_shapes, norm_shapes
 from .findings import Findings
+from .readable import read_problem, shapes_in
+from .resumed import check_resumed
+from .weights import Start
 
 _NORM_KEYS = {
     ".fpn_": "MODEL.FPN.NORM",
@@ -21,17 +24,19 @@ _NORM_KEYS = {
 _FROZEN = (FrozenBatchNorm2d, FrozenBatchWhitening2d)
 # Batches of so few images are the worst of Group Whitening, Figure 1, and of its supplement, Figure 5.
 _FEW_IMAGES = 4
+_REMEDIES = {"GW": "fewer groups", "GN": "fewer groups", "BW": "a smaller channels= of BW"}
 
 
-def check_model(cfg: CfgNode, findings: Findings, *, eval_only: bool, from_scratch: bool) -> None:
+def check_model(cfg: CfgNode, findings: Findings, *, eval_only: bool, start: Start) -> None:
     """Adds what is wrong with the model: components, norms, frozen layers.
 
     Args:
         cfg: the config.
         findings: where problems go.
         eval_only: nothing is going to be trained.
-        from_scratch: the run starts from random values.
+        start: the weights.
     """
+    from_scratch = not start.file
     freeze_at = cfg.MODEL.BACKBONE.FREEZE_AT
     if from_scratch and freeze_at > 0 and not eval_only:
         findings.problems.append(
@@ -44,6 +49,8 @@ def check_model(cfg: CfgNode, findings: Findings, *, eval_only: bool, from_scrat
         said = error.args[0] if error.args else f"{type(error).__name__} without a message"
         findings.problems.append(f"The model cannot be built: {said}")
         return
+    if start.resumed and not read_problem(start.file):
+        check_resumed(start.file, shapes_in(start.file), model, findings)
     if not eval_only:
         _check_frozen_norms(cfg, model, findings, from_scratch)
         _check_batch_norms(cfg, model, findings)
@@ -125,6 +132,12 @@ def _images_together(cfg: CfgNode, layer: nn.Module) -> int:
 
 def _shapes(cfg: CfgNode, model: nn.Module, findings: Findings) -> dict[str, NormShape]:
     """Follows square images of the smallest size in training to all norms; leaves the model of no other use."""
+    if not cfg.INPUT.MIN_SIZE_TRAIN:
+        findings.problems.append(
+            "INPUT.MIN_SIZE_TRAIN is empty, so images for training have no size. Set it to the lengths in pixels that "
+            'their shorter side may have, such as "(800,)".'
+        )
+        return {}
     side = min(cfg.INPUT.MIN_SIZE_TRAIN)
     processes = comm.get_world_size()
     images = max(1, cfg.SOLVER.IMS_PER_BATCH // processes)
@@ -143,8 +156,11 @@ def _check_constraints(rows: Iterable[NormShape], findings: Findings) -> None:
     impossible = [(row, row.constraints) for row in rows if row.constraints and not row.constraints.feasible]
     if impossible:
         first, constraints = impossible[0]
+        kinds = [row.spec.partition(":")[0] for row, _ in impossible]
+        remedies = dict.fromkeys(_REMEDIES[kind] for kind in kinds if kind in _REMEDIES)
+        advice = ", ".join([*remedies, "or larger images"]) if remedies else "larger images"
         findings.warnings.append(
             f"{len(impossible)} layers cannot do what their norm asks for in square images of the smallest size in "
-            f"INPUT.MIN_SIZE_TRAIN. The first is {first.layer} ({first.spec}), {constraints.remark}. Take fewer "
-            "groups, or larger images."
+            f"INPUT.MIN_SIZE_TRAIN. The first is {first.layer} ({first.spec}), {constraints.remark}. Take "
+            f"{advice}."
         )

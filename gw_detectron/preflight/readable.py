@@ -3,7 +3,7 @@
 import functools
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -37,13 +37,26 @@ def notes_in(path: str) -> Mapping[str, Any]:
         WeightsFileError: the file is damaged, could run code, or holds no dict.
         OSError: it cannot be opened.
     """
-    return _notes(path, os.path.getmtime(path))
+    return _known(path, os.path.getmtime(path)).notes
+
+
+def shapes_in(path: str) -> Mapping[str, tuple[int, ...]]:
+    """Returns the shapes of the model's tensors in a checkpoint; see :func:`notes_in` for what it raises."""
+    return _known(path, os.path.getmtime(path)).shapes
+
+
+class _Known(NamedTuple):
+    notes: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]]
 
 
 @functools.lru_cache(maxsize=4)
-def _notes(path: str, modified: float) -> Mapping[str, Any]:
+def _known(path: str, modified: float) -> _Known:
     content = read_weights_file(path).value
     if not isinstance(content, Mapping):
         raise WeightsFileError(f"{path} holds a {type(content).__name__} instead of a dict of tensors")
     training = ("model", "trainer", "optimizer", "scheduler")
-    return {key: value for key, value in content.items() if key not in training and not isinstance(value, Tensor)}
+    notes = {key: value for key, value in content.items() if key not in training and not isinstance(value, Tensor)}
+    model = content.get("model", content)
+    tensors = model.items() if isinstance(model, Mapping) else ()
+    return _Known(notes, {name: tuple(value.shape) for name, value in tensors if isinstance(value, Tensor)})

@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
 from urllib.parse import urlparse
 
 from detectron2.config import CfgNode
@@ -23,7 +24,19 @@ _IMAGES_OF_WEIGHTS = {
 }
 
 
-def check_weights(cfg: CfgNode, findings: Findings, *, eval_only: bool, resume: bool) -> str:
+class Start(NamedTuple):
+    """What a run starts from.
+
+    Args:
+        file: the file or address of the weights, or "" for random values.
+        resumed: whether it is the last checkpoint of the same run.
+    """
+
+    file: str
+    resumed: bool
+
+
+def check_weights(cfg: CfgNode, findings: Findings, *, eval_only: bool, resume: bool) -> Start:
     """Adds what is wrong with the weights a run starts from.
 
     Args:
@@ -31,14 +44,11 @@ def check_weights(cfg: CfgNode, findings: Findings, *, eval_only: bool, resume: 
         findings: where problems and warnings go.
         eval_only: nothing is going to be trained.
         resume: the run goes on from the last checkpoint of ``OUTPUT_DIR`` if there is one.
-
-    Returns:
-        The file or address of the weights, or "" for a run from random values.
     """
     folder = cfg.OUTPUT_DIR
     tag = os.path.join(folder, "last_checkpoint")
     if resume and os.path.isfile(tag):
-        return _check_last_checkpoint(tag, findings)
+        return Start(_check_last_checkpoint(tag, findings), resumed=True)
     if resume and (checkpoints := _checkpoints(folder)):
         findings.problems.append(
             f"--resume finds no {tag}, which names the checkpoint to go on from, although there are checkpoints. "
@@ -59,7 +69,7 @@ def check_weights(cfg: CfgNode, findings: Findings, *, eval_only: bool, resume: 
             "--eval-only has no weights to evaluate. Set MODEL.WEIGHTS to a checkpoint, or give --resume for the "
             "last one in OUTPUT_DIR."
         )
-    return cfg.MODEL.WEIGHTS
+    return Start(cfg.MODEL.WEIGHTS, resumed=False)
 
 
 def _check_last_checkpoint(tag: str, findings: Findings) -> str:

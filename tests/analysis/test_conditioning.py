@@ -66,6 +66,20 @@ def test_equal_seeds_give_equal_numbers():
     assert first == again != other
 
 
+def test_what_there_are_no_numbers_for_is_not_found():
+    sentences = analyze_conditioning(neurons=8, examples=32, layers=(1,), repeats=1, progress=False).findings
+    assert not any(sentence.startswith("from two layers on") for sentence in sentences)
+    assert analyze_conditioning(neurons=5, examples=32, layers=(1,), repeats=1, progress=False).findings == {}
+
+
+def test_curves_without_finite_points_draw_nothing():
+    outcome = analyze_conditioning(neurons=4, examples=32, layers=(1,), repeats=1, progress=False)
+    assert set(curve(outcome, "GN", layers=1).values()) == {float("inf")}
+    lines = {line.get_label(): line for line in outcome.figure.axes[0].get_lines()}
+    assert set(lines) == {"Base", "BN", "GN", "GW, exact", "GW, 5 iterations"}
+    assert len(lines["GN"].get_xdata()) == 0
+
+
 def test_sizes_that_make_no_sense():
     with pytest.raises(ValueError, match="examples=100"):
         analyze_conditioning(neurons=256, examples=100, progress=False)

@@ -35,6 +35,10 @@ def test_all_findings_hold(outcome):
     assert len(outcome.findings) == 6 and all(outcome.findings.values()), outcome.findings
 
 
+def test_what_there_are_no_numbers_for_is_not_found():
+    assert analyze_diversity(**SMALL | {"sizes": (8, 24), "examples": 480}, progress=False).findings == {}
+
+
 def test_entropy_is_that_of_the_histogram():
     points = torch.rand(5000, 2, generator=torch.Generator().manual_seed(0)) ** 2 * 2 - 1
     counts, _, _ = np.histogram2d(*points.double().numpy().T, bins=50, range=[[-1, 1], [-1, 1]])

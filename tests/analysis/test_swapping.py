@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gw_detectron.analysis import analyze_swapping
-from gw_detectron.analysis.swapping import WhitenedMLP, swapped_part, train
+from gw_detectron.analysis.swapping import WhitenedMLP, _last, swapped_part, train
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +60,12 @@ def test_training_that_diverges_ends():
     assert len(losses) == len(swapped) < 10
     losses, _ = train(WhitenedMLP([4, 4, 3], "zca", 0), x, y, 0.5, 30, 25, 0)
     assert len(losses) == 30 and losses[-1] < losses[0]
+
+
+def test_the_loss_at_the_end_is_the_mean_of_what_there_is():
+    assert _last([9.0, 1.0, 2.0, 3.0, 4.0, 5.0]) == 3
+    assert _last([2.0, 4.0]) == 3
+    assert _last([2.0, float("nan")]) == math.inf
 
 
 def test_numbers_that_make_no_sense():

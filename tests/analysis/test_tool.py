@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from gw_detectron.analysis import Outcome, analyze_constraints
+from gw_detectron.analysis.outcome import check_folder
 
 from ..tiny_run import CONFIG
 
@@ -69,13 +70,46 @@ def test_conditioning(run):
 
 def test_layers(run):
     opts = ["INPUT.MIN_SIZE_TEST", 64, "MODEL.FPN.OUT_CHANNELS", 32, "MODEL.RPN.POST_NMS_TOPK_TEST", 5]
-    rows, notes, _, _ = run("layers", "--config-file", CONFIG, "--count", 1, *opts)
+    rows, notes, _, printed = run("layers", "--config-file", CONFIG, "--count", 1, *opts)
     assert len(rows) > 20 and notes["settings"]["weights"] == "random"
 
+    assert f"random: {notes['settings']['loaded']}" in printed
 
-def test_examples_that_do_not_divide():
-    with pytest.raises(ValueError, match="examples=100 is not a multiple of batch_size=64"):
-        analyze_constraints(batch_size=64, examples=100)
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"batch_size": 64, "examples": 100}, "examples=100 is not a multiple of batch_size=64"),
+        ({"batch_size": 0}, "batch_size=0 has to be 1 or more"),
+        ({"examples": -1024}, "examples=-1024 has to be 0 or more"),
+    ],
+)
+def test_examples_and_batches_that_make_no_sense(numbers, message):
+    with pytest.raises(ValueError, match=message):
+        analyze_constraints(**numbers)
+
+
+@pytest.mark.parametrize("name", ["conditioning", "diversity", "layers", "swapping"])
+@pytest.mark.parametrize("seed", ["-1", "4294967296", "x"])
+def test_a_seed_that_makes_no_sense(name, seed, capsys):
+    with pytest.raises(SystemExit):
+        analyze_whitening.get_parser().parse_args([name, "--seed", seed])
+    assert f"{seed} is no seed; it has to be a whole number from 0 to 4294967295" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("output", ["file", "file/below"])
+def test_the_folder_is_checked_before_the_analysis(tmp_path, monkeypatch, output):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(analyze_whitening, "analyze", lambda args: pytest.fail("it was run"))
+    arguments = analyze_whitening.get_parser().parse_args(["swapping", "--output", str(tmp_path / output)])
+    with pytest.raises(NotADirectoryError, match=f"{tmp_path / 'file'} is not a folder"):
+        analyze_whitening.main(arguments)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # whom the tests run as may be allowed everything
+    with pytest.raises(PermissionError, match=f"{tmp_path} is write-protected"):
+        check_folder(tmp_path / "new")
 
 
 def test_files_appear_whole_or_not_at_all(tmp_path):

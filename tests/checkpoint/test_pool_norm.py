@@ -16,6 +16,12 @@ from gw_detectron.modeling import add_pool_norm, norm_spec
 from .synthetic import authors_state, make_network
 
 CHANNELS = 512
+# by their statistics these could be the usual ones, or, with a rotation, have tensors that those do not have
+UNUSUAL = {
+    "BW:channels=32,solver=zca,running=covariance": lambda: BatchWhitening2d(CHANNELS, 32, "zca", running="covariance"),
+    "GW:groups=32": lambda: GroupWhitening2d(CHANNELS, 32),
+    "BW:channels=32,rotation=cayley": lambda: BatchWhitening2d(CHANNELS, 32, rotation="cayley"),
+}
 NORMS = {
     "GW": lambda: GroupWhitening2d(CHANNELS),
     "BN": lambda: nn.BatchNorm2d(CHANNELS),
@@ -26,12 +32,15 @@ NORMS = {
 
 def source(norm: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """A trained ResNet-18 with this norm before its classifier, and its weights as the authors' script names them."""
-    network, layer = make_network("R-18", "S1-B1"), NORMS[norm]()
+    network, layer = make_network("R-18", "S1-B1"), (NORMS | UNUSUAL)[norm]()
     torch.manual_seed(0)
     for _ in range(3):  # of more columns than channels, and correlated
         layer(torch.randn(200, CHANNELS, 1, 1) @ torch.randn(1, 1) + torch.rand(200, 1, 1, 1))
     nn.init.uniform_(layer.weight, 0.5, 1.5)
     nn.init.uniform_(layer.bias, -0.5, 0.5)
+    rotation = "rotate.parametrizations.whole.original"
+    if rotation in layer.state_dict():
+        layer.load_state_dict(layer.state_dict() | {rotation: torch.randn_like(layer.state_dict()[rotation])})
     state = authors_state(network) | {f"last_bn.{name}": value.detach() for name, value in layer.state_dict().items()}
     if norm == "GW":  # scale and shift of the authors' layer for vectors
         state |= {f"last_bn.{name}": state[f"last_bn.{name}"][None] for name in ("weight", "bias")}
@@ -61,6 +70,70 @@ def test_both_classifiers_have_it_and_agree_with_the_source(norm, tmp_path):
     assert found.agrees and found.subject.relative["logits"] < 1e-7
 
 
+@pytest.mark.parametrize("norm", UNUSUAL)
+def test_a_stated_one_is_kept_with_the_weights(norm, tmp_path, caplog):
+    network, state = source(norm)
+    torch.save(state, tmp_path / "r18.pth")
+    convert_file(tmp_path / "r18.pth", tmp_path / "r18.pkl", keep_fc=True, pool_norm=norm)
+    convert_file(tmp_path / "r18.pkl", tmp_path / "again.safetensors", keep_fc=True)
+    for name in ("r18.pkl", "again.safetensors"):
+        conversion, provenance = load_weights(tmp_path / name)
+        assert conversion.pool_norm == provenance.pool_norm == norm
+        x = torch.randn(3, 3, 64, 64)
+        with torch.no_grad():
+            for model in (
+                torchvision_classifier(conversion, state),
+                detectron2_classifier(conversion, config_for(provenance)),
+            ):
+                found = model(x)
+                logits = found["linear"] if isinstance(found, dict) else found
+                torch.testing.assert_close(logits, network(x), rtol=1e-4, atol=1e-4)
+    images = [image.resize((64, 64)) for image in synthetic_images(2)]
+    found = verify(tmp_path / "r18.pkl", images, source=tmp_path / "r18.pth")
+    assert found.agrees and "guess" not in found.verdict
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("norm", [norm for norm in UNUSUAL if "rotation" not in norm])
+def test_a_guess_is_said_whenever_it_is_made(norm, tmp_path, caplog):
+    torch.save(source(norm)[1], tmp_path / "r18.pth")
+    guess = convert_file(tmp_path / "r18.pth", tmp_path / "r18.pkl", keep_fc=True).pool_norm
+    assert f"is taken for {guess} with its usual options" in caplog.text and f"--pool-norm {guess}" in caplog.text
+    caplog.clear()
+    found = verify(tmp_path / "r18.pkl", [image.resize((64, 64)) for image in synthetic_images(2)])
+    assert f"is taken for {guess}" in caplog.text and f"a guess in both networks, {guess}" in found.verdict
+
+
+def test_what_tells_all_is_no_guess(caplog):
+    assert convert(source("BN")[1], keep_fc=True).pool_norm == "BN"
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("norm", "stated", "words"),
+    [
+        ("BW:channels=32,rotation=cayley", None, "1 not part of BW:channels=32.*--pool-norm.*last_bn.rotate"),
+        (
+            "BW:channels=32,rotation=cayley",
+            "BW:channels=64,rotation=cayley",
+            r"belongs: last_bn.running_matrix \(512, 32",
+        ),
+        ("GW", "BN", "2 missing: last_bn.running_mean"),
+        ("BN", "GW", "2 not part of GW, the norm before the classifier"),
+        ("GW", "GW:groups=48", "pool_norm='GW:groups=48'.* 512 channels"),
+        ("GW", "XN", "pool_norm='XN': unknown norm"),
+    ],
+)
+def test_one_that_the_tensors_contradict(norm, stated, words):
+    with pytest.raises(ValueError, match=f"(?s){words}"):
+        convert(source(norm)[1], keep_fc=True, pool_norm=stated)
+
+
+def test_it_is_stated_with_the_classifier_only():
+    with pytest.raises(ValueError, match="pool_norm='GW' is kept with the classifier only: add keep_fc"):
+        convert(source("GW")[1], pool_norm="GW")
+
+
 def test_the_way_back_has_the_name_of_the_source():
     state = source("BN")[1]
     renamed = to_torchvision(convert(state, keep_fc=True).tensors)
@@ -82,6 +155,7 @@ def test_the_resnexts_of_the_authors_do_not_use_theirs():
     state = authors_state(make_network("X-50-32x4d", "S1-B2"))
     state |= {"last_bn.weight": torch.ones(1, 2048), "last_bn.bias": torch.zeros(1, 2048)}
     assert convert(state, keep_fc=True).pool_norm == ""
+    assert "avgpool.norm.weight" in convert(state, keep_fc=True, pool_norm="GW").tensors
 
 
 def test_a_part_of_it_is_missing():

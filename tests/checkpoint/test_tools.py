@@ -45,6 +45,18 @@ def test_convert_prints_what_became_of_each_tensor(convert_tool, r18, r18_file, 
     assert "82 tensors of R-18, BN, whitening at S1-B1" in printed
 
 
+def test_convert_notes_the_stated_pool_norm(convert_tool, verify_tool, r18, tmp_path, capsys):
+    layer = {"last_bn.weight": torch.ones(512), "last_bn.bias": torch.zeros(512)}
+    torch.save(r18 | layer, tmp_path / "a.pth")
+    convert_tool(tmp_path / "a.pth", tmp_path / "a.pkl", "--keep-fc", "--pool-norm", "GW:groups=16,solver=zca")
+    assert "before the classifier: GW:groups=16,solver=zca" in capsys.readouterr().out
+    assert verify_tool(tmp_path / "a.pkl")
+    assert "guess" not in capsys.readouterr().out
+    with pytest.raises(SystemExit), errors_reported():
+        convert_tool(tmp_path / "a.pth", tmp_path / "b.pkl", "--pool-norm", "GW")
+    assert "--keep-fc" in capsys.readouterr().err
+
+
 def test_convert_says_what_is_wrong_and_writes_nothing(convert_tool, r18_file, tmp_path, capsys):
     with pytest.raises(SystemExit) as caught, errors_reported():
         convert_tool(r18_file, tmp_path / "a.pkl", "--arch", "R-50")

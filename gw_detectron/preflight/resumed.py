@@ -1,0 +1,38 @@
+"""Whether the checkpoint that a run goes on from is one of the very detector that the config builds."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from ..checkpoint.wording import listed
+from ..modeling.norm_places import NORM_KEYS
+from .findings import Findings
+
+
+def check_resumed(path: str, shapes: Mapping[str, tuple[int, ...]], model: nn.Module, findings: Findings) -> None:
+    """Adds what differs between a checkpoint and the detector that goes on from it.
+
+    Args:
+        path: of the checkpoint.
+        shapes: of its tensors.
+        model: the detector; only its shapes are used.
+        findings: where the problem goes.
+    """
+    wanted: dict[str, Any] = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    differences = {
+        "are only in the checkpoint": [name for name in shapes if name not in wanted],
+        "are only in the detector of this config": [name for name in wanted if name not in shapes],
+        "have another shape": [
+            f"{name} {shapes[name]} in the checkpoint, {shape} here"
+            for name, shape in wanted.items()
+            if name in shapes and shapes[name] != shape
+        ],
+    }
+    found = [f"{len(names)} tensors {what} ({listed(names)})" for what, names in differences.items() if names]
+    if found:
+        findings.problems.append(
+            f"--resume goes on from {path}, which is of another detector: {'; '.join(found)}. Set all keys of the "
+            f"model as in that run; norms are set by {', '.join(NORM_KEYS)}. To start another run from these weights, "
+            "leave out --resume, and give MODEL.WEIGHTS and another OUTPUT_DIR."
+        )
