@@ -2,8 +2,8 @@
 """Measures time and memory of group whitening beside its alternatives, which take turns in one run.
 
 `layer` times one layer at the sizes of a detector, `model` whole training iterations. The table is printed and written
-as --output with .csv and .png. With --compare its ratios are held against an earlier table: the exit status is 1 if one
-of them has become worse by more than --tolerance.
+as --output with .csv and .png when all of it is measured: a run that is interrupted leaves no files. With --compare its
+ratios are held against an earlier table: the exit status is 1 if one of them has become worse by more than --tolerance.
 """
 
 import argparse
@@ -26,11 +26,14 @@ from gw_detectron.benchmark import (
     Sizes,
     benchmark_layer,
     benchmark_model,
-    check_reference,
     compare,
     draw,
+    models_with,
+    output_files,
     parse_shape,
     pick_device,
+    planned_layer,
+    planned_model,
     read_csv,
     scaled,
     summary,
@@ -47,11 +50,11 @@ def get_parser() -> argparse.ArgumentParser:
     layer = kinds.add_parser("layer", formatter_class=argparse.RawDescriptionHelpFormatter)
     layer.description = "Times one layer beside its alternatives."
     layer.epilog = "providers:\n" + "\n".join(f"  {name:18}{what}" for name, what in PROVIDERS.items())
-    layer.set_defaults(settings=layer_settings, benchmark=benchmark_layer)
+    layer.set_defaults(settings=layer_settings, planned=planned_layer, benchmark=benchmark_layer)
     _add_layer(layer)
     model = kinds.add_parser("model")
     model.description = "Times training iterations of whole networks, as multiples of the network with BN."
-    model.set_defaults(settings=model_settings, benchmark=benchmark_model)
+    model.set_defaults(settings=model_settings, planned=planned_model, benchmark=benchmark_model)
     _add_model(model)
     for sub, kind in ((layer, "layer"), (model, "model")):
         default = Path("output", "benchmark", kind)
@@ -102,8 +105,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     which = f"default: all, {' '.join(variants())}; what they are divided by is always measured"
     shorter = "the shorter side in pixels, default: %(default)s; the configs train with 800"
     add = parser.add_argument
-    add("--models", nargs="+", default=list(MODELS), metavar="NAME", help=f"default: all, {' '.join(MODELS)}")
-    add("--variants", nargs="+", default=variants(), metavar="NAME", help=which)
+    add("--models", nargs="+", metavar="NAME", help=f"of {' '.join(MODELS)}; default: all with one of the variants")
+    add("--variants", nargs="+", metavar="NAME", help=which)
     add("--dtype", default="fp32", help="fp32, bf16 or fp16 (autocast), default: %(default)s")
     add("--batch-size", type=int, default=sizes.batch, metavar="N", help="of classifiers, default: %(default)s")
     add("--image-size", type=int, default=sizes.image, metavar="N", help="of classifiers, default: %(default)s")
@@ -114,18 +117,23 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 def model_settings(args: argparse.Namespace) -> ModelSettings:
     """What the flags of ``model`` ask for."""
     sizes = Sizes(args.batch_size, args.image_size, args.detector_batch, args.detector_image)
-    return ModelSettings(pick_device(args.device), args.models, args.variants, args.dtype, sizes, args.repeats)
+    models = args.models or models_with(args.variants)
+    return ModelSettings(pick_device(args.device), models, args.variants, args.dtype, sizes, args.repeats)
 
 
 def main(args: argparse.Namespace, command: str = "") -> bool:
     """Measures, prints and writes the table, and says whether it is no worse than the one to compare with."""
     settings = args.settings(args)
-    reference = read_csv(args.compare) if args.compare else None
+    reference = None if args.compare is None else read_csv(args.compare)
     if reference is not None:  # refused now, not after minutes of measuring
-        check_reference(reference, args.kind, settings.header)
-    table = args.benchmark(settings, command)
+        compare(args.planned(settings), reference, args.tolerance)
+    files = output_files(args.output, args.compare)
+    try:
+        table = args.benchmark(settings, command)
+    except KeyboardInterrupt:
+        print("\nInterrupted while measuring: no table is written.", file=sys.stderr)
+        raise SystemExit(130) from None  # what a shell gives for Ctrl-C; 1 would mean that something is worse
     print(summary(table))
-    files = [args.output.with_name(args.output.name + suffix) for suffix in (".csv", ".png")]
     write_csv(table, files[0])
     draw(table, files[1])
     print(f"\nWrote {files[0]} and {files[1]}.")

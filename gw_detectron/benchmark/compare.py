@@ -1,12 +1,12 @@
 """A run against an earlier one, by its ratios: a machine that is slower as a whole makes no difference."""
 
-from collections.abc import Mapping
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from tabulate import tabulate
 
-from .table import Row, Table
+from .table import Table
 
 TOLERANCE = 0.15
 
@@ -47,7 +47,7 @@ class Comparison:
 def compare(table: Table, reference: Table, tolerance: float = TOLERANCE) -> Comparison:
     """Compares the ratios of this package's rows with those of an earlier run.
 
-    Rows and ratios that only one of the runs has are not compared; a remark counts them.
+    Ratios that only one of the runs has are not compared; a remark counts them.
 
     Args:
         table: the run of now.
@@ -56,41 +56,37 @@ def compare(table: Table, reference: Table, tolerance: float = TOLERANCE) -> Com
 
     Raises:
         ValueError: the runs are of different benchmarks, devices or settings, or have no ratio in common; or the
-            tolerance is negative.
+            tolerance is negative or not finite.
     """
-    if tolerance < 0:
-        raise ValueError(f"tolerance {tolerance}: give 0 or more, 0.15 for 15 %")
-    check_reference(reference, table.kind, table.header)
-    columns = table.columns
-    before_rows, now_rows = _ours(reference), _ours(table)
-    rows = []
-    for key, now in now_rows.items():
-        before = before_rows.get(key, {})
-        for name in columns.watched:
-            a, b = before.get(name), now.get(name)
-            if a and b:
-                rows.append((*key, name, float(a), float(b), float(b) / float(a)))
+    if not 0 <= tolerance < math.inf:  # neither is nan
+        raise ValueError(f"tolerance {tolerance}: give a finite number, 0 or more; 0.15 for 15 %")
+    _check_alike(table, reference)
+    before, now = _ratios(reference), _ratios(table)
+    rows = [(*key, before[key], ratio, ratio / before[key]) for key, ratio in now.items() if key in before]
     if not rows:
         raise ValueError(
-            "the reference and this run have no ratio in common: measure the same shapes, dtypes and models"
+            f"the reference and this run have no ratio in common: the reference has {_example(before)}, this run "
+            f"{_example(now)}; measure the same {table.columns.key[0]}s and dtypes, with what they are divided by"
         )
     remarks = [
         f"Another {name} than before: {table.header.get(name)}, before {reference.header.get(name)}."
         for name in ("machine", "threads", "torch", "GW_DETECTRON_KERNELS")
         if table.header.get(name) != reference.header.get(name)
     ]
-    alone = len(before_rows.keys() ^ now_rows.keys())
-    if alone:
-        remarks.append(f"{alone} rows are in one of the two runs only and are not compared.")
-    return Comparison(tuple(rows), (*columns.key, "ratio", "before", "now", "change"), tuple(remarks), tolerance)
+    for which, alone in (("earlier", before.keys() - now.keys()), ("present", now.keys() - before.keys())):
+        if alone:
+            remarks.append(f"{len(alone)} ratios are in the {which} run only and are not compared.")
+    headings = (*table.columns.key, "ratio", "before", "now", "change")
+    return Comparison(tuple(rows), headings, tuple(remarks), tolerance)
 
 
-def check_reference(reference: Table, kind: str, header: Mapping[str, str]) -> None:
-    """Raises ValueError if a run of this kind and with this header cannot be compared with the reference."""
-    if kind != reference.kind:
-        raise ValueError(f"the reference is a table of the benchmark {reference.kind!r}, this run is one of {kind!r}")
+def _check_alike(table: Table, reference: Table) -> None:
+    if table.kind != reference.kind:
+        raise ValueError(
+            f"the reference is a table of the benchmark {reference.kind!r}, this run is one of {table.kind!r}"
+        )
     for name in ("device", "settings"):
-        before, now = reference.header.get(name), header.get(name)
+        before, now = reference.header.get(name), table.header.get(name)
         if before != now:
             raise ValueError(
                 f"the reference was measured with {name} {before}, this run is with {now}: their ratios cannot be "
@@ -98,6 +94,17 @@ def check_reference(reference: Table, kind: str, header: Mapping[str, str]) -> N
             )
 
 
-def _ours(table: Table) -> dict[tuple[str, ...], Row]:
-    rows = (row for row in table.rows if table.columns.is_ours(row))
-    return {tuple(str(row[column]) for column in table.columns.key): row for row in rows}
+def _ratios(table: Table) -> dict[tuple[str, ...], float]:
+    """The ratios to hold, by the key of their row and their name."""
+    columns = table.columns
+    return {
+        (*(str(row[column]) for column in columns.key), name): float(ratio)
+        for row in table.rows
+        if columns.is_ours(row)
+        for name in columns.watched
+        if (ratio := row.get(name))
+    }
+
+
+def _example(ratios: dict[tuple[str, ...], float]) -> str:
+    return next((f"{' '.join(key)} and {len(ratios) - 1} more" for key in ratios), "none")

@@ -33,8 +33,7 @@ def benchmark_layer(settings: LayerSettings, command: str = "") -> Table:
     Returns:
         A table of the kind ``layer``. Its ``to_NAME`` is the median time divided by that of NAME in the same rounds.
     """
-    timed = [mode for mode in settings.modes if mode != MEMORY]
-    counted = (*settings.shapes, *settings.memory_shapes) if MEMORY in settings.modes else ()
+    timed, counted = settings.timed_modes, settings.counted_shapes
     total = len(timed) * len(settings.shapes) * runs(settings.repeats) + len(counted)
     rows: list[Row] = []
     with tqdm(total=total * len(settings.precisions) * len(settings.providers), unit="run", mininterval=0.5) as bar:
@@ -45,6 +44,20 @@ def benchmark_layer(settings: LayerSettings, command: str = "") -> Table:
             for shape in counted:
                 rows += _remembered(settings.case(shape, precision, MODES[-1]), settings, bar)
     return Table("layer", describe(settings.device, settings.precisions, command) | settings.header, rows)
+
+
+def planned_layer(settings: LayerSettings) -> Table:
+    """What :func:`benchmark_layer` is going to measure: its rows, with 1 for every ratio."""
+    to_bases = {f"to_{base}": 1.0 for base in BASES if base in settings.providers}
+    to_group_norm = {"saved_to_group_norm": 1.0} if "group_norm" in settings.providers else {}
+    rows: list[Row] = []
+    for precision in settings.precisions:
+        for mode in settings.timed_modes:
+            for case in (settings.case(shape, precision, mode) for shape in settings.shapes):
+                rows += [_key(case, mode, name) | to_bases for name in settings.providers]
+        for case in (settings.case(shape, precision, MODES[-1]) for shape in settings.counted_shapes):
+            rows += [_key(case, MEMORY, name) | to_group_norm for name in settings.providers if name != "floor"]
+    return Table("layer", settings.header, rows)
 
 
 @dataclass(frozen=True)

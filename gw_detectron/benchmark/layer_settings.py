@@ -74,7 +74,7 @@ class LayerSettings:
         iters: T of the whitening layers.
 
     Raises:
-        ValueError: a name is unknown, a number is not positive, or a shape does not fit a provider.
+        ValueError: a name is unknown, a number is not positive, a shape does not fit a provider, or nothing is left.
     """
 
     device: torch.device
@@ -94,6 +94,11 @@ class LayerSettings:
         for name in ("repeats", "groups", "iters"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)}: give at least 1")
+        if set(self.providers) == {"floor"} and set(self.modes) == {MEMORY}:
+            raise ValueError(
+                "provider floor with mode memory: the floor keeps nothing, so there is nothing to measure; give "
+                f"another provider as well, or one of the modes {', '.join(MODES)}"
+            )
         for shape in (*self.shapes, *self.memory_shapes):
             case = self.case(shape, self.precisions[0], MODES[0])
             needs = dict.fromkeys(("ours", "figure1", "figure1_compiled", "floor"), case.side)
@@ -109,6 +114,16 @@ class LayerSettings:
         """What two runs must have in common for their ratios to be comparable."""
         text = f"groups={self.groups} iters={self.iters} group_norm={GROUP_NORM_GROUPS}"
         return {"device": self.device.type, "settings": text}
+
+    @property
+    def timed_modes(self) -> list[str]:
+        """The modes without ``memory``."""
+        return [mode for mode in self.modes if mode != MEMORY]
+
+    @property
+    def counted_shapes(self) -> tuple[Shape, ...]:
+        """The shapes whose memory is measured."""
+        return (*self.shapes, *self.memory_shapes) if MEMORY in self.modes else ()
 
     def case(self, shape: Shape, precision: str, mode: str) -> Case:
         """One input of these settings."""

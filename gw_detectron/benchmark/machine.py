@@ -3,6 +3,7 @@
 import datetime
 import os
 import platform
+import subprocess
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 
 from ..version import __version__
 
+_ROOT = Path(__file__).parents[2]
 _PACKAGES = ("torch", "torchvision", "triton", "detectron2")
 #: environment variables that change what is measured
 _VARIABLES = ("GW_DETECTRON_KERNELS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -46,6 +48,7 @@ def describe(device: torch.device, dtypes: Iterable[str], command: str) -> dict[
         "threads": str(torch.get_num_threads()),
         "system": f"{platform.system()} {platform.machine()}",
         "gw_detectron": __version__,
+        **({"commit": commit} if (commit := commit_of(_ROOT)) else {}),
         "python": platform.python_version(),
     }
     for package in _PACKAGES:
@@ -69,3 +72,18 @@ def cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or "unknown"
+
+
+def commit_of(root: Path) -> str:
+    """The git commit of a checkout, with ``-dirty`` if a file of it is changed; nothing where there is none to find."""
+    if not (root / ".git").exists():  # else git would answer for a checkout that an installed package happens to lie in
+        return ""
+    # without its locks git is in nobody's way
+    command = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
+    try:
+        text = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):  # no git, or it refuses to read somebody else's files
+        return ""
+    about = dict(line[2:].split(" ", 1) for line in text.splitlines() if line.startswith("# "))
+    changed = any(not line.startswith("# ") for line in text.splitlines())
+    return about["branch.oid"] + "-dirty" * changed

@@ -11,7 +11,7 @@ from ..modeling import resolve_norm
 from .layer_settings import check_names
 from .machine import describe
 from .memory import MIB, peak_bytes, saved_bytes
-from .networks import Iteration, Sizes, classifier, detector
+from .networks import LEAST_PIXELS, Iteration, Sizes, classifier, detector
 from .providers import PRECISIONS
 from .table import Row, Table, time_cells
 from .timing import alternate, runs
@@ -57,6 +57,11 @@ def variants() -> list[str]:
     return list(dict.fromkeys(name for of_model in MODELS.values() for name in of_model))
 
 
+def models_with(wanted: Sequence[str] | None) -> list[str]:
+    """The names of the models that have one of the variants; None stands for all variants."""
+    return [model for model, of_model in MODELS.items() if wanted is None or not of_model.keys().isdisjoint(wanted)]
+
+
 @dataclass(frozen=True)
 class ModelSettings:
     """What is measured.
@@ -64,29 +69,50 @@ class ModelSettings:
     Args:
         device: where.
         models: names in :data:`MODELS`.
-        variants: names of :func:`variants`; what a model is divided by is always measured.
+        variants: names of :func:`variants`, None for all; what a model is divided by is always measured.
         precision: a name in :data:`.providers.PRECISIONS`, without ``-pure``.
         sizes: of the batches.
         repeats: rounds of timed iterations.
 
     Raises:
-        ValueError: a name is unknown, or a number is not positive.
+        ValueError: a name is unknown, a model and the variants do not belong together, or a number is too small.
     """
 
     device: torch.device
     models: Sequence[str] = tuple(MODELS)
-    variants: Sequence[str] = field(default_factory=variants)
+    variants: Sequence[str] | None = None
     precision: str = "fp32"
     sizes: Sizes = field(default_factory=Sizes)
     repeats: int = 20
 
     def __post_init__(self) -> None:
+        if self.variants is not None:
+            check_names("variant", self.variants, variants())
         check_names("model", self.models, MODELS)
-        check_names("variant", self.variants, variants())
+        self._check_pairs()
         check_names("dtype", [self.precision], [name for name in PRECISIONS if not name.endswith("-pure")])
         for name, number in {"repeats": self.repeats, **vars(self.sizes)}.items():
-            if number < 1:
-                raise ValueError(f"{name} {number}: give at least 1")
+            least = LEAST_PIXELS.get(name, 1)
+            if number < least:
+                raise ValueError(f"{name} {number}: give at least {least}")
+        if self.sizes.batch == 1 and self.sizes.image == LEAST_PIXELS["image"]:
+            raise ValueError(
+                f"batch 1 with image {self.sizes.image}: the last map is a single value, which BN cannot be trained "
+                f"with; give at least batch 2 or image {self.sizes.image + 1}"
+            )
+
+    def _check_pairs(self) -> None:
+        """Every model needs a variant, and every variant a model; else less is measured than is asked for."""
+        if self.variants is None:
+            return
+        offered = "; ".join(f"{model} has {', '.join(MODELS[model])}" for model in self.models)
+        for model in self.models:
+            if model not in models_with(self.variants):
+                wanted = ", ".join(self.variants)
+                raise ValueError(f"model {model} has none of the variants {wanted}: leave it out or add one; {offered}")
+        for variant in self.variants:
+            if not any(variant in MODELS[model] for model in self.models):
+                raise ValueError(f"variant {variant} is one of no model that is measured: {offered}")
 
     @property
     def header(self) -> dict[str, str]:
@@ -107,7 +133,7 @@ def benchmark_model(settings: ModelSettings, command: str = "") -> Table:
         A table of the kind ``model``. ``to_bn`` is the median time divided by that of the model's first variant, which
         has BN (a detector: frozen BN) everywhere, in the same rounds; ``paper_to_bn`` is the paper's ratio.
     """
-    chosen = {model: _chosen(model, settings.variants) for model in settings.models}
+    chosen = _chosen(settings)
     rows: list[Row] = []
     with tqdm(total=runs(settings.repeats) * sum(map(len, chosen.values())), unit="iteration", mininterval=0.5) as bar:
         for model, of_model in chosen.items():
@@ -116,9 +142,31 @@ def benchmark_model(settings: ModelSettings, command: str = "") -> Table:
     return Table("model", describe(settings.device, [settings.precision], command) | settings.header, rows)
 
 
-def _chosen(model: str, wanted: Sequence[str]) -> dict[str, Variant]:
-    base = next(iter(MODELS[model]))
-    return {name: variant for name, variant in MODELS[model].items() if name == base or name in wanted}
+def planned_model(settings: ModelSettings) -> Table:
+    """What :func:`benchmark_model` is going to measure: its rows, with 1 for every ratio."""
+    rows: list[Row] = []
+    for model, of_model in _chosen(settings).items():
+        for name, variant in of_model.items():
+            ratios = {} if _unknown_norm(variant) else {"to_bn": 1.0, "saved_to_bn": 1.0}
+            rows.append(_key(model, name, variant, settings) | ratios)
+    return Table("model", settings.header, rows)
+
+
+def _chosen(settings: ModelSettings) -> dict[str, dict[str, Variant]]:
+    wanted = variants() if settings.variants is None else settings.variants
+    return {
+        model: {
+            name: variant
+            for index, (name, variant) in enumerate(MODELS[model].items())
+            if index == 0 or name in wanted  # the others are divided by the first
+        }
+        for model in settings.models
+    }
+
+
+def _key(model: str, name: str, variant: Variant, settings: ModelSettings) -> dict[str, Any]:
+    batch, image = _batch_and_image(variant, settings.sizes)
+    return {"model": model, "variant": name, "dtype": settings.precision, "batch": batch, "image": image}
 
 
 def _measured(model: str, of_model: dict[str, Variant], settings: ModelSettings, bar: tqdm) -> list[Row]:
@@ -131,13 +179,7 @@ def _measured(model: str, of_model: dict[str, Variant], settings: ModelSettings,
     base, paper = next(iter(built)), PAPER.get(model, {})
     rows: list[Row] = []
     for name in of_model:
-        row: dict[str, Any] = {
-            "model": model,
-            "variant": name,
-            "dtype": settings.precision,
-            "note": reasons.get(name, ""),
-        }
-        row["batch"], row["image"] = _batch_and_image(of_model[name], settings.sizes)
+        row = _key(model, name, of_model[name], settings) | {"note": reasons.get(name, "")}
         row["paper_to_bn"] = paper[name] / paper["BN"] if name in paper else None
         if name in built:
             peak = peaks[name]

@@ -26,6 +26,8 @@ from .providers import Precision
 from .timing import Step
 
 CLASSES = 1000
+#: the least pixels of :class:`Sizes`: one position of the last map, at stride 32, or of the coarsest of FPN, at 64
+LEAST_PIXELS = {"image": 32, "detector_image": 64}
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -103,7 +104,7 @@ def write_csv(table: Table, path: str | os.PathLike[str]) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole(path) as beside:
-        beside.write_text(text.getvalue())
+        beside.write_text(text.getvalue(), encoding="utf-8")
 
 
 def _cell(value: str | float | None) -> str:
@@ -119,10 +120,10 @@ def read_csv(path: str | os.PathLike[str]) -> Table:
         FileNotFoundError: there is no such file.
         ValueError: it is not such a table.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no table of measurements {path} (looked from {os.getcwd()})")
-    lines = path.read_text().splitlines()
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"there is no table of measurements {str(path)!r} (looked from {os.getcwd()})")
+    # what is no text, such as a picture, has no line with the benchmark's name either
+    lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
     header = dict(line[1:].strip().split(": ", 1) for line in lines if line.startswith("#") and ": " in line)
     kind = header.pop("benchmark", "")
     if kind not in KINDS:
@@ -136,9 +137,23 @@ def read_csv(path: str | os.PathLike[str]) -> Table:
         raise ValueError(f"{path} lacks the columns {', '.join(missing)}; it is of another version: measure it again")
     rows = []
     for number, cells in enumerate(reader, start=1):
+        if None in cells or None in cells.values():  # what the reader puts for cells too many, and for missing ones
+            raise ValueError(
+                f"{path}: row {number} does not have the {len(reader.fieldnames or ())} cells of the columns; the file "
+                "is cut off or damaged: measure it again"
+            )
         try:
-            numbers = {column: float(cells[column]) if cells[column] else None for column in columns.numbers}
-        except (ValueError, TypeError) as error:
+            numbers = {column: _number(cells[column]) for column in columns.numbers}
+        except ValueError as error:
             raise ValueError(f"{path}: row {number} holds something that is not a number: {error}") from None
         rows.append({**{column: cells[column] for column in (*columns.key, "note")}, **numbers})
     return Table(kind, header, rows)
+
+
+def _number(cell: str) -> float | None:
+    if not cell:
+        return None
+    number = float(cell)
+    if not 0 <= number < math.inf:  # neither is nan
+        raise ValueError(f"{cell!r} is no time, size or ratio")
+    return number

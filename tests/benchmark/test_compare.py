@@ -75,8 +75,15 @@ def test_a_model_is_compared_by_its_ratio_to_bn():
 def test_another_machine_is_remarked_but_compared():
     text = str(compare(table(machine="another"), table()))
     assert "Another machine than before: another, before a machine: fast." in text
+
+
+def test_ratios_of_one_run_alone_are_counted():
     fewer = dataclasses.replace(table(), rows=table().rows[:1])
-    assert "1 rows are in one of the two runs only" in str(compare(fewer, table()))
+    assert "3 ratios are in the earlier run only" in str(compare(fewer, table()))
+    assert "3 ratios are in the present run only" in str(compare(table(), fewer))
+    without = dataclasses.replace(table(), rows=[row("1x2x3x4", "ours", to_floor=None), row("5x6x7x8", "ours")])
+    assert "1 ratios are in the earlier run only" in str(compare(without, table()))
+    assert "run only" not in str(compare(table(), table()))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +92,14 @@ def test_another_machine_is_remarked_but_compared():
         (table(device="cuda"), "measured with device cuda, this run is with cpu"),
         (table(settings="groups=32"), "measured with settings groups=32"),
         (Table("model", HEADER, []), "a table of the benchmark 'model', this run is one of 'layer'"),
-        (Table("layer", HEADER, [row("9x9x9x9", "ours")]), "no ratio in common"),
+        (
+            Table("layer", HEADER, [row("9x9x9x9", "ours")]),
+            "no ratio in common: the reference has 9x9x9x9 .* and 2",
+        ),
+        (
+            Table("layer", HEADER, [row("1x2x3x4", "figure1")]),
+            "the reference has none, this run 1x2x3x4 fp32",
+        ),
     ],
 )
 def test_what_cannot_be_compared_is_refused(reference, message):
@@ -93,9 +107,10 @@ def test_what_cannot_be_compared_is_refused(reference, message):
         compare(table(), reference)
 
 
-def test_a_negative_tolerance_is_refused():
-    with pytest.raises(ValueError, match=r"tolerance -0\.1"):
-        compare(table(), table(), tolerance=-0.1)
+@pytest.mark.parametrize("tolerance", [-0.1, float("nan"), float("inf")])
+def test_a_tolerance_that_lets_nothing_or_everything_pass_is_refused(tolerance):
+    with pytest.raises(ValueError, match=f"tolerance {tolerance}: give a finite number"):
+        compare(table(), table(), tolerance=tolerance)
 
 
 def test_files_that_are_no_tables(tmp_path):
@@ -111,6 +126,25 @@ def test_files_that_are_no_tables(tmp_path):
     write_csv(table(), path)
     path.write_text(path.read_text().replace("1.5", "fast"))
     with pytest.raises(ValueError, match="row 1 holds something that is not a number"):
+        read_csv(path)
+    for ratio in ("nan", "inf", "-1"):  # no run would be worse than these, or every one
+        write_csv(Table("layer", HEADER, [row("1x2x3x4", "ours", to_floor=float(ratio))]), path)
+        with pytest.raises(ValueError, match=f"row 1 holds .*'{ratio}' is no time, size or ratio"):
+            read_csv(path)
+    draw(table(), path)
+    with pytest.raises(ValueError, match="no table of this benchmark"):
+        read_csv(path)
+
+
+def test_a_damaged_row_is_refused(tmp_path):
+    path = tmp_path / "t.csv"
+    write_csv(table(), path)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(lines)[: -len(lines[-1]) - 10])  # within the last row but one
+    with pytest.raises(ValueError, match="row 3 does not have the 16 cells .* cut off"):
+        read_csv(path)
+    path.write_text("\n".join([*lines, lines[-2] + ",1"]))
+    with pytest.raises(ValueError, match="row 5 does not have the 16 cells"):
         read_csv(path)
 
 

@@ -11,6 +11,7 @@ from gw_detectron.benchmark import (
     LayerSettings,
     benchmark_layer,
     parse_shape,
+    planned_layer,
     scaled,
     summary,
 )
@@ -60,6 +61,19 @@ def test_memory_is_that_of_the_shape_and_the_dtype(table):
     # the listing keeps the centred input, the whitened output and some 20 products of 16 x 16
     figure1 = kept["3x64x3x3", "fp32", "figure1"]["saved_mib"] * 2**20
     assert 4 * 2 * 3 * 64 * 9 < figure1 < 4 * (2 * 3 * 64 * 9 + 30 * 3 * 16 * 16)
+
+
+def test_the_plan_is_what_is_measured(table):
+    providers = ["ours", "floor", "figure1"]  # without group_norm
+    for settings, found in (
+        (LayerSettings(CPU, SMALL, [(3, 64, 3, 3)], ["fp32", "bf16"], repeats=2, groups=16), table),
+        (few := LayerSettings(CPU, SMALL[:1], (), providers=providers, repeats=1), benchmark_layer(few)),
+    ):
+        plan = planned_layer(settings)
+        assert plan.kind == found.kind and plan.header.items() <= found.header.items()
+        for planned, measured in zip(plan.rows, found.rows, strict=True):
+            assert [planned[name] for name in plan.columns.key] == [measured[name] for name in plan.columns.key]
+            assert {name for name in planned if "to_" in name} == {name for name in measured if "to_" in name}
 
 
 def test_header_tells_machine_versions_and_command(table):
@@ -137,6 +151,7 @@ def test_batch_scale():
         ({"modes": ["sideways"]}, "unknown mode 'sideways'; allowed are forward"),
         ({"repeats": 0}, "repeats 0"),
         ({"groups": 0}, "groups 0"),
+        ({"providers": ["floor"], "modes": ["memory"]}, "the floor keeps nothing, .*; give another provider"),
         ({"shapes": [(2, 48, 5, 5)]}, r"shape 2x48x5x5: group_norm needs .* 32 divides"),
         ({"shapes": [(2, 96, 5, 5)]}, r"shape 2x96x5x5: ours needs .* 64 divides"),
     ],

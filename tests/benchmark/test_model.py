@@ -3,7 +3,16 @@
 import pytest
 import torch
 
-from gw_detectron.benchmark import MODELS, ModelSettings, Sizes, benchmark_model, summary, variants
+from gw_detectron.benchmark import (
+    MODELS,
+    ModelSettings,
+    Sizes,
+    benchmark_model,
+    models_with,
+    planned_model,
+    summary,
+    variants,
+)
 from gw_detectron.benchmark import model as model_file
 from gw_detectron.benchmark.model import PAPER, Variant
 from gw_detectron.benchmark.networks import classifier, detector, made_up_batch
@@ -64,6 +73,11 @@ def test_each_model_is_a_multiple_of_its_own_first_variant(monkeypatch):
         assert (row["batch"], row["image"]) == ("2", "32x32" if model == "R-18" else "64x85")
     assert rows["R-18", "GW-S1-B2"]["saved_to_bn"] != 1
     assert "unknown norm 'NoSuchNorm'" in summary(table)
+    plan = planned_model(settings)
+    assert plan.kind == table.kind and plan.header.items() <= table.header.items()
+    for planned, measured in zip(plan.rows, table.rows, strict=True):
+        assert [planned[name] for name in plan.columns.key] == [measured[name] for name in plan.columns.key]
+        assert all((name in planned) == (name in measured) for name in plan.columns.watched)
 
 
 def test_every_iteration_of_a_detector_does_the_same():
@@ -110,11 +124,33 @@ def test_the_weights_stay_in_every_precision(precision):
         ({"precision": "bf16-pure"}, "unknown dtype 'bf16-pure'; allowed are fp32, bf16, fp16"),
         ({"repeats": 0}, "repeats 0"),
         ({"sizes": Sizes(batch=0)}, "batch 0"),
+        ({"sizes": Sizes(image=31)}, "image 31: give at least 32"),
+        ({"sizes": Sizes(detector_image=63)}, "detector_image 63: give at least 64"),
+        ({"sizes": Sizes(batch=1, image=32)}, "batch 1 with image 32: .* give at least batch 2 or image 33"),
+        (
+            {"models": ["R-101"], "variants": ["GW-S1"]},
+            "none of .* GW-S1: .* R-101 has BN, GN, BW-S1-B2, GW-S1-B2",
+        ),
+        ({"models": ["R-50", "R-101"], "variants": ["GW-S1"]}, "model R-101 has none of"),
+        ({"models": ["R-101"], "variants": ["BN", "GW-S1"]}, "variant GW-S1 is one of no model .*: R-101 has BN, GN"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         ModelSettings(CPU, **arguments)
+
+
+def test_the_smallest_sizes_can_be_trained():
+    sizes = Sizes(batch=1, image=33, detector_batch=1, detector_image=64)
+    ModelSettings(CPU, sizes=sizes)
+    classifier("R-18", "BN", "GW", "ALL", sizes, PRECISIONS["fp32"], CPU).step.run()
+    detector(DEMO.format("GW"), sizes, PRECISIONS["fp32"], CPU).step.run()
+
+
+def test_models_that_have_a_variant():
+    assert models_with(["GW-ALL"]) == ["R-50"]
+    assert models_with(["GW-ALL", "FrozenBN"]) == ["R-50", "mask_rcnn_R-50"]
+    assert models_with(None) == list(MODELS)
 
 
 def test_all_variants_are_named():

@@ -1,6 +1,7 @@
 """The command line: files written, a slowdown as exit status, errors for people."""
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gw_detectron.benchmark import layer as layer_file
 from gw_detectron.benchmark import model as model_file
 from gw_detectron.benchmark import read_csv, write_csv
 from gw_detectron.benchmark.model import Variant
@@ -57,6 +59,75 @@ def test_compare_with_an_earlier_table(layer, tmp_path, capsys, factor, fine):
     assert f"{0 if fine else 7} of 7 ratios are worse" in printed
 
 
+@pytest.fixture
+def never(monkeypatch):
+    """Fails the test if anything is measured."""
+    monkeypatch.setattr(layer_file, "alternate", lambda *args: pytest.fail("measured before all was checked"))
+    monkeypatch.setattr(layer_file, "saved_bytes", lambda *args: pytest.fail("measured before all was checked"))
+
+
+@pytest.fixture
+def before(layer, tmp_path):
+    layer("--modes", "memory", "--output", tmp_path / "before")
+    return tmp_path / "before.csv"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tolerance", "-1"], "tolerance -1.0: give a finite number"),
+        (["--tolerance", "nan"], "tolerance nan: give a finite number"),
+        (["--shapes", "2x64x5x3"], "no ratio in common: the reference has 1x64x5x3 fp32 memory ours"),
+        (["--modes", "forward"], "no ratio in common"),
+        (["--providers", "ours"], "no ratio in common: .*, this run none"),
+        (["--compare", ""], "no table of measurements ''"),
+        (["--output", "{before}"], "before.csv is the reference itself: give .* another name"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_before_anything_is_measured(request, layer, before, words, message):
+    request.getfixturevalue("never")
+    words = [word.format(before=before.with_suffix("")) for word in words]
+    earlier = before.read_bytes()
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        layer("--modes", "memory", "--compare", before, *words)
+    assert before.read_bytes() == earlier
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (".", "output '.' names no file"),
+        ("/", "output '/' names no file"),
+        ("..", "output '..' names no file"),
+        ("{tmp_path}/taken", "taken.png is a folder: give"),
+        ("{tmp_path}/file/below", r"below.csv cannot be written \(.*\): give another name"),
+        ("{tmp_path}/" + "x" * 240, r"x.csv cannot be written \(File name too long\)"),
+    ],
+)
+def test_files_that_cannot_be_written_are_refused_before_anything_is_measured(
+    layer, never, tmp_path, capsys, output, message
+):
+    (tmp_path / "taken.png").mkdir()
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as caught, errors_reported():
+        layer("--output", output.format(tmp_path=tmp_path))
+    assert caught.value.code == 1
+    assert re.search(message, capsys.readouterr().err)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "taken.png"]
+
+
+def test_an_interrupted_run_says_so_in_one_line(layer, tmp_path, monkeypatch, capsys):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(layer_file, "alternate", interrupted)
+    with pytest.raises(SystemExit) as caught:
+        layer()
+    assert caught.value.code == 130
+    assert capsys.readouterr().err.endswith("\nInterrupted while measuring: no table is written.\n")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_reference_of_another_device_is_refused_before_anything_is_measured(layer, tmp_path):
     layer("--modes", "memory")
     csv = tmp_path / "found.csv"
@@ -82,8 +153,9 @@ def test_model_flags(tool, monkeypatch, tmp_path, capsys):
         (["layer", "--shapes", "2x64"], "shape '2x64': write four positive integers"),
         (["layer", "--providers", "ours", "theirs"], "unknown provider 'theirs'"),
         (["layer", "--dtypes", "fp8"], "unknown dtype 'fp8'"),
-        (["layer", "--compare", "nowhere.csv"], "there is no table of measurements nowhere.csv"),
+        (["layer", "--compare", "nowhere.csv"], "there is no table of measurements 'nowhere.csv'"),
         (["model", "--models", "VGG"], "unknown model 'VGG'"),
+        (["model", "--variants", "GW-S2"], "unknown variant 'GW-S2'"),
         (["layer", "--device", "tpu"], "device 'tpu': allowed are cpu and cuda"),
     ],
 )
