@@ -35,6 +35,7 @@ from .checkpoint import PartialLoadError, strict_backbone_load
 from .cli import config_of_run, get_parser, prepare_run, setup
 from .hooks import LossGuard, NamingMapper, NonFiniteError, WholeFileWriter, remove_unfinished
 from .launch import in_all_processes, is_for_the_user
+from .optimizer import build_optimizer
 from .preflight import COCO_EVALUATORS, preflight
 
 __all__ = ["Trainer", "checked_setup", "fast_coco_evaluation_is_built", "get_parser", "main", "setup"]
@@ -92,6 +93,10 @@ class Trainer(DefaultTrainer):
         else:
             log = logging.getLogger(__name__)
             log.warning("this checkpoint has no state of the optimizer: its momentum starts from zero")
+
+    @classmethod
+    def build_optimizer(cls, cfg: CfgNode, model: torch.nn.Module) -> torch.optim.Optimizer:
+        return build_optimizer(cfg, model)
 
     @classmethod
     def build_train_loader(cls, cfg: CfgNode) -> Any:

@@ -12,7 +12,7 @@ PACKAGE = ROOT / "gw_detectron"
 # each room may import the rooms of the rows above it
 ROOMS = (
     {"layers", "config", "version"},
-    {"modeling", "data", "env", "launch"},
+    {"modeling", "data", "env", "launch", "optimizer"},
     {"checkpoint", "model_zoo"},
     {"preflight", "cli", "hooks", "report", "export", "analysis", "benchmark"},
     {"engine"},

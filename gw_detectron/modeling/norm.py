@@ -9,7 +9,7 @@
 - ``BN:rotation=cayley`` is BN with a learnable rotation of every 64 channels (``channels=64``) before scale and shift.
 
 Whitening takes any solver of :data:`gw_detectron.layers.SOLVERS`, ``corr=true`` (standardise, then decorrelate), and
-for ``zca_max`` a ``threshold``.
+for ``zca_max`` a ``threshold``. An option that the solver does not read is an error: ``iters`` is for ``newton``.
 """
 
 import functools
@@ -34,6 +34,7 @@ class _Option(NamedTuple):
     parse: Callable[[str], Any]
     allowed: str
     usual: Any = None  # a value that a full norm name need not show
+    read_by: str = ""  # the only solver that reads it
 
 
 class _Family(NamedTuple):
@@ -73,10 +74,12 @@ _FRACTION = _checked(float, lambda value: 0 <= value <= 1)
 _MOMENTUM = _Option("momentum", _FRACTION, "a number from 0 to 1")
 _ROTATION = _one_of("rotation", ROTATIONS, usual="none")
 _SOLVER = {
-    "iters": _Option("num_iters", _checked(int, lambda iters: iters >= 0), "zero or a positive integer"),
+    "iters": _Option(
+        "num_iters", _checked(int, lambda iters: iters >= 0), "zero or a positive integer", None, "newton"
+    ),
     "eps": _EPS,
     "solver": _one_of("solver", SOLVERS),
-    "threshold": _Option("threshold", _FRACTION, "a number from 0 to 1", 0.01),
+    "threshold": _Option("threshold", _FRACTION, "a number from 0 to 1", 0.01, read_by="zca_max"),
     "corr": _switch("corr"),
 }
 _BW_OPTIONS = {
@@ -173,6 +176,10 @@ def _parse(spec: str) -> Norm:
         raise ValueError(
             f"{name} takes options only together with {family.needs}, {option.allowed}; without them write {name!r}"
         )
+    solver = arguments.get("solver", "newton")
+    for key, option in family.options.items():
+        if option.argument in arguments and option.read_by not in ("", solver):
+            raise ValueError(f"solver={solver} does not read {key}; remove it or write solver={option.read_by}")
     return functools.partial(family.factory, **arguments)
 
 
@@ -192,8 +199,11 @@ def norm_spec(layer: nn.Module) -> str:
     """
     for name, family in _FAMILIES.items():
         if isinstance(layer, family.layer) and all(getattr(layer, key) == value for key, value in family.fixed.items()):
-            values = {key: getattr(layer, option.argument) for key, option in family.options.items()}
-            shown = [f"{key}={_text(value)}" for key, value in values.items() if value != family.options[key].usual]
+            shown = []
+            for key, option in family.options.items():
+                value = getattr(layer, option.argument)
+                if value != option.usual and option.read_by in ("", getattr(layer, "solver", "")):
+                    shown.append(f"{key}={_text(value)}")
             return f"{name}:{','.join(shown)}"
     for name, layer_class in _DETECTRON2_LAYERS:
         if isinstance(layer, layer_class):

@@ -98,8 +98,9 @@ def test_training_and_evaluation_are_the_same_function():
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_repr_shows_the_setting(solver):
     text = repr(GroupWhitening2d(32, num_groups=64, num_iters=3, eps=1e-4, affine=False, solver=solver))
-    for part in ("32", "groups=32", "iters=3", "eps=0.0001", f"solver={solver}", "affine=False"):
+    for part in ("32", "groups=32", "eps=0.0001", f"solver={solver}", "affine=False"):
         assert part in text
+    assert ("iters=3" in text) == (solver == "newton")
 
 
 @pytest.mark.parametrize("solver", SOLVERS)

@@ -237,4 +237,4 @@ def test_wrong_options_are_named(options, message):
 
 def test_a_solver_says_its_options_in_the_words_of_norm_names():
     assert str(Solver()) == "iters=5, eps=1e-05, solver=newton"
-    assert str(Solver("zca_max", 3, 0.0, 0.2, True)) == "iters=3, eps=0, solver=zca_max, threshold=0.2, corr=true"
+    assert str(Solver("zca_max", 3, 0.0, 0.2, True)) == "eps=0, solver=zca_max, threshold=0.2, corr=true"

@@ -82,7 +82,9 @@ class Solver:
         return solve(correlation, self) * inverse_std[..., None, :]
 
     def __str__(self) -> str:
-        text = f"iters={self.num_iters}, eps={self.eps:g}, solver={self.name}"
+        text = f"eps={self.eps:g}, solver={self.name}"
+        if self.name == "newton":
+            text = f"iters={self.num_iters}, {text}"
         if self.threshold != _THRESHOLD:
             text += f", threshold={self.threshold:g}"
         return text + (", corr=true" if self.corr else "")
