@@ -27,7 +27,7 @@ class _Block(NamedTuple):
     positions: slice
 
     def of(self, x: Tensor) -> Tensor:
-        """The block of an (N, g, C / g, P) tensor."""
+        """The block of an (N, g, C / g, P) tensor; the last two dimensions flatten to a view."""
         return x[self.samples, :, self.channels, self.positions]
 
 
@@ -81,7 +81,7 @@ def statistics(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
         # each block about its own mean, as long as it is in the cache, and the means of the blocks about each other:
         # Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances" (1979)
         part = block.of(x)
-        of_block = part.mean((2, 3), dtype=mean.dtype)
+        of_block = part.flatten(2).mean(2, dtype=mean.dtype)
         centred = _centred(part, of_block).flatten(2)
         before, new = block.channels.start * x.shape[3] + block.positions.start, centred.shape[2]
         apart = of_block.sub_(mean[block.samples])
