@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from fvcore.nn import FlopCountAnalysis
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
@@ -98,30 +99,38 @@ def test_parameters_in_half_precision_are_converted_before_they_multiply():
         assert error(value, expected) < 1e-3
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_stays_finite_on_large_maps(dtype):
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 4e-3), (torch.float16, 5e-4)])
+def test_autocast_on_large_maps_loses_what_half_precision_loses(dtype, tolerance):
     """A sum over 400 x 672 positions leaves float16's range: the statistics may not be taken in it."""
     conv, made = nn.Conv2d(3, 64, 3, padding=1), layer(64)
-    x = torch.randn(1, 3, 400, 672, generator=torch.Generator().manual_seed(0)) * 20
+    generator = torch.Generator().manual_seed(0)
+    image, dy = torch.randn(1, 3, 400, 672, generator=generator) * 20, torch.randn(1, 64, 400, 672, generator=generator)
     with torch.autocast("cpu", dtype):
-        y = made(conv(x))
-        assert y.dtype == dtype
-        loss = y.float().square().mean()
-    loss.backward()
-    for value in (y, made.weight.grad, made.bias.grad, conv.weight.grad):
-        assert value.isfinite().all()
-    assert abs(y.float().std().item() - 1) < 0.5
+        x = conv(image)
+        x.retain_grad()
+        y = made(x)
+    assert x.dtype == y.dtype == dtype
+    (y.float() * dy).sum().backward()
+    found = [y.detach(), x.grad, made.weight.grad, made.bias.grad]
+    for value, expected in zip(found, reference(made, x.detach(), dy.to(dtype)), strict=True):
+        assert error(value, expected) < tolerance
+    assert conv.weight.grad.isfinite().all()
 
 
-def test_gradient_scaler_unscales_to_the_same_gradients():
-    x = torch.randn(2, 64, 9, 9, generator=torch.Generator().manual_seed(0))
-    plain, scaled = layer(64), layer(64)
-    plain(x).square().sum().backward()
-    optimizer = torch.optim.SGD(scaled.parameters(), 0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    scaler.scale(scaled(x).square().sum()).backward()
+def test_gradient_scaler_keeps_gradients_that_float16_would_lose():
+    """Gradients of 1e-8 are zero in float16, whose smallest number is 6e-8; the scaler's factor brings them through."""
+    made = layer(64)
+    generator = torch.Generator().manual_seed(0)
+    x, dy = torch.randn(2, 2, 64, 9, 9, generator=generator).half()
+    dy, tiny = dy.float(), 1e-8
+    optimizer = torch.optim.SGD(made.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1 / tiny)
+    with torch.autocast("cpu", torch.float16):
+        loss = (made(x) * (dy * tiny)).sum()
+    scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
-    assert torch.allclose(scaled.weight.grad, plain.weight.grad, rtol=1e-5)
+    for value, expected in zip((made.weight.grad, made.bias.grad), reference(made, x, dy.half())[2:], strict=True):
+        assert error(value / tiny, expected) < 1e-3
 
 
 @pytest.mark.parametrize("block", [1, 100, 1000, 10**7])
@@ -329,6 +338,13 @@ def test_flops_are_those_of_the_products():
         layer(64, 16)(x).sum().backward()
     g, elements = 16, x.numel()
     assert counter.get_total_flops() == 5 * 2 * g * elements + (10 + 10 + 14) * 2 * g**3 * 3
+
+
+def test_fvcore_counts_the_products():
+    """Multiplications only, and of the plain form, which tracing takes: 3 products in every step but the first."""
+    x, g = torch.randn(3, 64, 10, 11), 16
+    counted = FlopCountAnalysis(layer(64, g), x).unsupported_ops_warnings(False)
+    assert counted.total() == 2 * g * x.numel() + 4 * 3 * g**3 * 3
 
 
 def test_second_derivatives_are_right():
