@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from .functional import compute_dtype
+
 
 class Kernels(Protocol):
     """The steps on samples (n, C, *spatial) in groups of C / g channels; see ``matmul_kernels``."""
@@ -47,6 +49,9 @@ def forward(
     kernels: Kernels, x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, num_iters: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns y in the dtype of ``x``, the means (N, g) and the covariances with eps (N, g, g)."""
+    if x.numel() == 0:  # there are no columns to take a mean of
+        zeros = x.new_zeros((x.shape[0], groups, groups), dtype=compute_dtype(x))
+        return torch.empty_like(x), zeros[..., 0].clone(), zeros
     mean, sigma = kernels.statistics(x, groups)
     sigma.diagonal(dim1=-2, dim2=-1).add_(eps)
     y = torch.empty_like(x)
@@ -59,6 +64,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of x, in its dtype, and of weight and bias, each (C,), in the compute dtype."""
     n, groups = mean.shape
+    if x.numel() == 0:
+        return torch.empty_like(x), mean.new_zeros(x.shape[1]), mean.new_zeros(x.shape[1])
     channels = x.shape[1] // groups
     columns = x[0].numel() // groups
     scale = None if weight is None else weight.to(mean.dtype).reshape(groups, channels).mT

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils.flop_counter import register_flop_formula
 
 from . import closed_form, functional, matmul_kernels, matmul_newton, triton_kernels
@@ -94,7 +95,9 @@ def choose_path(x: Tensor, groups: int, solver: Solver = _PUBLISHED) -> str:
             f"{where}={forced!r} is no path of group whitening that can be forced; allowed are {list(FORCEABLE)}, or "
             f"{otherwise}"
         )
-    if forced == "reference" or solver.name != "newton" or solver.corr or x.numel() == 0 or _needs_plain_operations():
+    if forced == "reference" or solver.name != "newton" or solver.corr or _needs_plain_operations():
+        return "reference"
+    if statically_known_true(x.numel() == 0):  # torch.compile may not know the batch yet: the operator takes none too
         return "reference"
     if forced == "matmul":
         return forced

@@ -315,6 +315,25 @@ def test_compiles_in_one_graph():
     assert torch.equal(y, expected[0]) and torch.equal(dx, expected[1])
 
 
+@pytest.mark.parametrize("chosen", [[1, 0, 1], [0, 0, 0]], ids=str)
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_compiles_in_one_graph_where_the_batch_depends_on_data(chosen):
+    """As the regions of a detector do, which may be none."""
+    made = layer(64, 16)
+
+    def chosen_samples(x, which):
+        return made(x[which.nonzero()[:, 0]]).square().sum()
+
+    x = torch.randn(3, 64, 6, 7, requires_grad=True)
+    compiled = torch.compile(chosen_samples, fullgraph=True, backend="aot_eager")
+    results = [
+        torch.autograd.grad(function(x, torch.tensor(chosen)), (x, made.weight, made.bias))
+        for function in (compiled, chosen_samples)
+    ]
+    for value, expected in zip(*results, strict=True):
+        torch.testing.assert_close(value, expected)
+
+
 def test_an_export_needs_no_operator_of_this_package():
     made = layer(64, 16).eval()
     x = torch.randn(2, 64, 6, 7)
