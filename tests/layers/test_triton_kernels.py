@@ -16,6 +16,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -380,58 +381,85 @@ def test_a_processor_is_supported_by_the_interpreter_alone():
     assert not triton_kernels.supported(torch.zeros(1, 8, 2, 2), 8)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("groups", [64, 128])
-def test_the_kernels_compile_for_a_gpu(groups, dtype, monkeypatch, tmp_path):
-    """For sm_90 and contiguous maps of the commonest size, without a GPU: nothing spills, shared memory suffices."""
+class Compiled(NamedTuple):
+    kernel: str
+    registers: int
+    stack: int  # bytes that did not fit the registers
+    shared: int  # bytes
+
+
+@pytest.fixture
+def compile_for(monkeypatch, tmp_path):
+    """Compiles all kernels for a compute capability, without a GPU: what ``run`` would launch for an input."""
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" if triton else Path()
     for tool in ("ptxas", "cuobjdump"):
         if not (tools / tool).exists():
             pytest.skip(f"there is no {tool} in the installed Triton")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(launch, "processors", lambda device: 132)
-    compiled = []
 
-    def compile_instead(kernel, grid, like, warps, stages, **arguments):
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
+    def compile_for(capability, x, groups):
+        compiled = []
 
-        signature, constants, attributes = {}, {}, {}
-        for i, parameter in enumerate(kernel.params):
-            value = arguments.pop(parameter.name)
-            signature[parameter.name] = "i32"
-            if parameter.is_constexpr or value is None:
-                signature[parameter.name], constants[parameter.name] = "constexpr", value
-            elif isinstance(value, torch.Tensor):
-                signature[parameter.name] = {FP32: "*fp32", BF16: "*bf16"}[value.dtype]
-                attributes[(i,)] = [["tt.divisibility", 16]]
-            elif isinstance(value, float):
-                signature[parameter.name] = "fp32"
-        assert not arguments
-        source = ASTSource(kernel, signature, constants, attributes)
-        options = {"num_warps": warps, "num_stages": stages}
-        binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        cubin = tmp_path / f"{len(compiled)}.cubin"
-        cubin.write_bytes(binary.asm["cubin"])
-        command = [str(tools / "cuobjdump"), "--dump-resource-usage", str(cubin)]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
-        compiled.append(kernel.fn.__name__)
-        assert registers > 16, f"{kernel.fn.__name__} was optimised away"
-        assert stack == 0, f"{kernel.fn.__name__} spills {stack} bytes"
-        assert binary.metadata.shared <= 99 * 1024, f"{kernel.fn.__name__} takes {binary.metadata.shared} bytes"
+        def compile_instead(kernel, grid, like, warps, stages, **arguments):
+            from triton.backends.compiler import GPUTarget
+            from triton.compiler import ASTSource
 
-    monkeypatch.setattr(launch, "run", compile_instead)
-    n, size = 16, (200, 336)
-    x = torch.empty((n, groups, *size), dtype=dtype, device="meta")
-    vector, mean = torch.empty(groups, device="meta"), torch.empty((n, groups), device="meta")
-    matrix = torch.empty((n, groups, groups), device="meta")
-    triton_kernels.statistics(x, groups)
-    triton_kernels.apply(x, mean, matrix, vector, vector, out=x)
-    triton_kernels.grad_products(x, mean, x, groups)
-    triton_kernels.apply_backward(x, mean, x, matrix, vector, matrix, mean, out=x)
-    if dtype == FP32:  # the matrices always are
+            signature, constants, attributes = {}, {}, {}
+            for i, parameter in enumerate(kernel.params):
+                value = arguments.pop(parameter.name)
+                signature[parameter.name] = "i32"
+                if parameter.is_constexpr or value is None:
+                    signature[parameter.name], constants[parameter.name] = "constexpr", value
+                elif isinstance(value, torch.Tensor):
+                    signature[parameter.name] = {FP32: "*fp32", FP16: "*fp16", BF16: "*bf16"}[value.dtype]
+                    attributes[(i,)] = [["tt.divisibility", 16]]
+                elif isinstance(value, float):
+                    signature[parameter.name] = "fp32"
+            assert not arguments
+            source = ASTSource(kernel, signature, constants, attributes)
+            options = {"num_warps": warps, "num_stages": stages}
+            binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+            cubin = tmp_path / f"{len(compiled)}.cubin"
+            cubin.write_bytes(binary.asm["cubin"])
+            command = [str(tools / "cuobjdump"), "--dump-resource-usage", str(cubin)]
+            usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
+            compiled.append(Compiled(kernel.fn.__name__, registers, stack, binary.metadata.shared))
+
+        monkeypatch.setattr(launch, "run", compile_instead)
+        n, channels = x.shape[:2]
+        vector, mean = torch.empty(channels, device="meta"), torch.empty((n, groups), device="meta")
+        matrix = torch.empty((n, groups, groups), device="meta")
+        triton_kernels.statistics(x, groups)
+        triton_kernels.apply(x, mean, matrix, vector, vector, out=x)
+        triton_kernels.grad_products(x, mean, x, groups)
+        triton_kernels.apply_backward(x, mean, x, matrix, vector, matrix, mean, out=x)
         triton_kernels.newton(matrix, 5)
         triton_kernels.newton_backward(matrix, matrix, 5)
-    of_matrices = ["_newton", "_newton"] if dtype == FP32 else []
-    assert compiled == ["_moments", "_merge", "_apply", "_products", "_apply_backward", *of_matrices]
+        return compiled
+
+    return compile_for
+
+
+KERNELS = ["_moments", "_merge", "_apply", "_products", "_apply_backward", "_newton", "_newton"]
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("groups", [64, 128])
+def test_the_commonest_kernels_keep_to_the_registers(compile_for, groups, dtype):
+    """For sm_90 and contiguous maps of one channel in a group."""
+    compiled = compile_for(90, torch.empty((16, groups, 200, 336), dtype=dtype, device="meta"), groups)
+    assert [each.kernel for each in compiled] == KERNELS
+    for each in compiled:
+        assert each.registers > 16, f"{each.kernel} was optimised away"
+        assert each.stack == 0, f"{each.kernel} spills {each.stack} bytes"
+
+
+@pytest.mark.parametrize(("capability", "shared"), [(80, 163), (86, 99), (90, 227), (120, 99)])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_shared_memory_suffices_on_every_device(compile_for, memory_format, capability, shared):
+    """In float32 with several channels in a group, which takes most. Limits in KiB: the CUDA programming guide."""
+    x = torch.empty((16, 256, 7, 7), device="meta").to(memory_format=memory_format)
+    for each in compile_for(capability, x, 64):
+        assert each.shared <= shared * 1024, f"{each.kernel} takes {each.shared} bytes"
