@@ -12,19 +12,10 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
+from gw_detectron.benchmark.layer_settings import SHAPES
 from gw_detectron.benchmark.memory import saved_bytes
 from gw_detectron.layers import GroupWhitening2d, Solver, functional, kernels, matmul_kernels
 from gw_detectron.layers.kernels import ENVIRONMENT_SWITCH, choose_path, use_path
-
-SHAPES = [
-    (2, 64, 200, 336),
-    (2, 64, 100, 168),
-    (2, 128, 50, 84),
-    (2, 256, 50, 84),
-    (2, 512, 25, 42),
-    (2, 256, 100, 168),
-    (256, 256, 7, 7),
-]
 
 
 def layer(channels: int, groups: int = 64, **options) -> GroupWhitening2d:

@@ -5,10 +5,11 @@ import copy
 import pytest
 import torch
 
+from gw_detectron.benchmark.layer_settings import SHAPES
 from gw_detectron.benchmark.memory import saved_bytes
 from gw_detectron.layers.kernels import choose_path
 
-from .test_kernels import SHAPES, error, gradients, layer, reference
+from .test_kernels import error, gradients, layer, reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 
