@@ -89,7 +89,14 @@ class Trainer(DefaultTrainer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super(DefaultTrainer, self).load_state_dict(state_dict)
         if "_trainer" in state_dict:
-            self._trainer.load_state_dict(state_dict["_trainer"])
+            try:
+                self._trainer.load_state_dict(state_dict["_trainer"])
+            except ValueError as error:
+                raise ValueError(
+                    f"the optimizer of the checkpoint is not that of this config: {error}. It was written with another "
+                    "weight decay, learning rate of biases or frozen layers (SOLVER, MODEL.BACKBONE.FREEZE_AT) or by "
+                    "other software. To start from its weights alone, leave out --resume and set MODEL.WEIGHTS to it"
+                ) from error
         else:
             log = logging.getLogger(__name__)
             log.warning("this checkpoint has no state of the optimizer: its momentum starts from zero")

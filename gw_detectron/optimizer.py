@@ -12,7 +12,7 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
     """Returns Detectron2's optimizer, with ``SOLVER.WEIGHT_DECAY_NORM`` for whitening layers too.
 
     Detectron2's own has a fixed list of normalisation layers, and gives all others ``SOLVER.WEIGHT_DECAY``.
-    ``SOLVER.WEIGHT_DECAY_BIAS`` goes before it if it is set, as for BN and GN.
+    ``SOLVER.WEIGHT_DECAY_BIAS`` goes before it if it is set, as for BN and GN. Rotations keep ``SOLVER.WEIGHT_DECAY``.
 
     Args:
         cfg: Detectron2's config.
@@ -30,6 +30,8 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
         if name != "bias" or cfg.SOLVER.WEIGHT_DECAY_BIAS is None
     }
     for group in list(optimizer.param_groups):
+        if group["weight_decay"] == decay:  # nothing to change, and checkpoints of Detectron2's own trainer fit
+            continue
         ours = [parameter for parameter in group["params"] if parameter in affine]
         if len(ours) == len(group["params"]):
             group["weight_decay"] = decay

@@ -108,6 +108,15 @@ def test_resume_restores_the_optimizer(tmp_path):
     assert [group["lr"] for group in old["param_groups"]] == [group["lr"] for group in new["param_groups"]]
 
 
+def test_a_checkpoint_with_another_optimizer_is_explained(tmp_path):
+    trainer_for(tmp_path).checkpointer.save("model_0000001")
+    content = torch.load(tmp_path / "model_0000001.pth", weights_only=True)
+    content["trainer"]["_trainer"]["optimizer"]["param_groups"].pop()
+    torch.save(content, tmp_path / "model_0000001.pth")
+    with pytest.raises(ValueError, match="not that of this config: .* leave out --resume and set MODEL.WEIGHTS"):
+        trainer_for(tmp_path).resume_or_load(resume=True)
+
+
 def test_a_checkpoint_without_optimizer_is_resumed_with_a_warning(tmp_path, caplog):
     first = trainer_for(tmp_path)
     first.checkpointer.save("model_0000001")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from detectron2.config import get_cfg
+from detectron2.solver import build_optimizer
 from torch import nn
 
 from gw_detectron.engine import Trainer
@@ -22,6 +23,7 @@ class Model(nn.Module):
 def settings(optimizer, model, keys=("lr", "weight_decay", "momentum")):
     """What the optimizer does with each parameter, by its name."""
     names = {parameter: name for name, parameter in model.named_parameters()}
+    assert all(group["params"] for group in optimizer.param_groups)
     found = [(names[p], tuple(group[k] for k in keys)) for group in optimizer.param_groups for p in group["params"]]
     assert len(dict(found)) == len(found)
     return dict(found)
@@ -49,10 +51,18 @@ def test_groups_of_several_parameters_are_split(monkeypatch):
     """As newer versions of Detectron2 make them."""
     cfg, model = get_cfg(), Model()
     everything = [p for p in model.parameters() if p.requires_grad]
-    one_group = torch.optim.SGD(everything, lr=0.5, momentum=0.75, weight_decay=0.125)
+    one_group = torch.optim.SGD([{"params": everything, "lr": 0.5}], lr=1.0, momentum=0.75, weight_decay=0.125)
     monkeypatch.setattr("detectron2.solver.build_optimizer", lambda cfg, model: one_group)
     cfg.SOLVER.WEIGHT_DECAY_NORM, cfg.SOLVER.WEIGHT_DECAY_BIAS = 0.25, None
     found = settings(Trainer.build_optimizer(cfg, model), model)
     affine = {"gw.weight", "gw.bias", "bw.weight", "bw.bias"}
     assert {name for name, values in found.items() if values == (0.5, 0.25, 0.75)} == affine
     assert {values for name, values in found.items() if name not in affine} == {(0.5, 0.125, 0.75)}
+
+
+def test_groups_stay_as_they_are_where_nothing_changes():
+    """So that a run can be resumed from a checkpoint of Detectron2's own trainer."""
+    cfg, model = get_cfg(), Model()
+    cfg.SOLVER.WEIGHT_DECAY_NORM = cfg.SOLVER.WEIGHT_DECAY
+    ours, theirs = (build(cfg, model).state_dict() for build in (Trainer.build_optimizer, build_optimizer))
+    assert ours == theirs

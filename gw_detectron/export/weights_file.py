@@ -24,7 +24,7 @@ LAYOUTS = ("detectron2", "torchvision", "timm")
 
 # What a loader makes the norms of that are not batch normalisation, which torchvision and timm have by themselves.
 _NORM_ARGUMENTS: dict[type[nn.Module], tuple[str, ...]] = {
-    GroupWhitening2d: ("num_channels", "num_groups", "num_iters", "eps", "affine", "solver"),
+    GroupWhitening2d: ("num_channels", "num_groups", "num_iters", "eps", "affine", "solver", "threshold", "corr"),
     nn.GroupNorm: ("num_channels", "num_groups", "eps", "affine"),
 }
 _NORMS = {kind.__name__: kind for kind in _NORM_ARGUMENTS}

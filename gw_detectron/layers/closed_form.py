@@ -50,8 +50,8 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns y in the dtype of ``x``, the means (N, g) and the covariances with eps (N, g, g)."""
     if x.numel() == 0:  # there are no columns to take a mean of
-        zeros = x.new_zeros((x.shape[0], groups, groups), dtype=compute_dtype(x))
-        return torch.empty_like(x), zeros[..., 0].clone(), zeros
+        mean, sigma = (x.new_zeros((len(x), *size), dtype=compute_dtype(x)) for size in ((groups,), (groups, groups)))
+        return torch.empty_like(x), mean, sigma
     mean, sigma = kernels.statistics(x, groups)
     sigma.diagonal(dim1=-2, dim2=-1).add_(eps)
     y = torch.empty_like(x)

@@ -4,8 +4,8 @@
 ``triton``     Triton kernels: CUDA, float32 / float16 / bfloat16, up to 128 groups
 ``matmul``     batched matrix products in closed form: every device, and float64
 ``reference``  :func:`gw_detectron.layers.functional.group_whiten`, plain autograd: other solvers than ``newton``,
-               empty input, ``torch.func``, forward-mode differentiation, and every export, which then runs where this
-               package is not installed
+               ``torch.func``, forward-mode differentiation, and every export, which then runs where this package is
+               not installed
 =============  ==========================================================================================
 
 The first two are one custom operator, ``torch.ops.gw_detectron.group_whiten``, with a formula for autograd, for fake
@@ -28,7 +28,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils.flop_counter import register_flop_formula
 
 from . import closed_form, functional, matmul_kernels, matmul_newton, triton_kernels
@@ -97,8 +96,6 @@ def choose_path(x: Tensor, groups: int, solver: Solver = _PUBLISHED) -> str:
         )
     if forced == "reference" or solver.name != "newton" or solver.corr or _needs_plain_operations():
         return "reference"
-    if statically_known_true(x.numel() == 0):  # torch.compile may not know the batch yet: the operator takes none too
-        return "reference"
     if forced == "matmul":
         return forced
     if triton_kernels.supported(x, groups):
@@ -108,7 +105,8 @@ def choose_path(x: Tensor, groups: int, solver: Solver = _PUBLISHED) -> str:
 
 def _needs_plain_operations() -> bool:
     """Whether it is an export, ``torch.func`` or forward-mode differentiation, for which the operator has no rule."""
-    if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined]
+    # not is_exporting(), which up to torch 2.10 is true in torch.compile too
+    if torch.jit.is_tracing() or torch.compiler._is_exporting_flag:  # type: ignore[attr-defined]
         return True
     if torch.compiler.is_compiling():
         return False

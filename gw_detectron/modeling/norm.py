@@ -108,7 +108,7 @@ _FAMILIES = {
             "rotation": _one_of("rotation", ["cayley"]),
         },
         needs="rotation",
-        fixed={**_AS_BN, "rotation": "cayley", "num_iters": 5, "threshold": 0.01, "corr": False},
+        fixed={**_AS_BN, "rotation": "cayley", "corr": False},
     ),
     "BW": _Family(BatchWhitening2d, BatchWhitening2d, _BW_OPTIONS),
 }

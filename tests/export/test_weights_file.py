@@ -45,6 +45,7 @@ def positions(value):
     ("opts", "norms"),
     [
         ((), 9),
+        ((("MODEL.RESNETS.WHITEN_NORM", "GW:groups=16,solver=zca_max,threshold=0.3,corr=true"),), 9),
         ((PLAIN,), 0),
         ((("MODEL.RESNETS.NORM", "GN"), PLAIN), 20),
         ((*R50, FROZEN, positions("S1-B3")), 17),

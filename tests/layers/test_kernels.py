@@ -188,12 +188,8 @@ def test_the_path_follows_solver_and_size(monkeypatch):
     monkeypatch.delenv(ENVIRONMENT_SWITCH, raising=False)
     x = torch.randn(2, 64, 5, 5)
     assert choose_path(x, 64) == choose_path(x.double(), 64) == choose_path(x.bfloat16(), 64) == "matmul"
-    assert (
-        choose_path(x, 64, Solver("zca"))
-        == choose_path(x, 64, Solver(corr=True))
-        == choose_path(x[:0], 64)
-        == "reference"
-    )
+    assert choose_path(x[:0], 64) == "matmul"  # torch.compile may not know whether there are any
+    assert choose_path(x, 64, Solver("zca")) == choose_path(x, 64, Solver(corr=True)) == "reference"
 
 
 def test_inference_mode_leaves_nothing_behind():

@@ -1,19 +1,32 @@
 """The layer on a CUDA device: what ``test_kernels`` holds on the CPU, and what only a GPU has."""
 
-import copy
-
 import pytest
 import torch
 
 from gw_detectron.benchmark.layer_settings import SHAPES
 from gw_detectron.benchmark.memory import saved_bytes
+from gw_detectron.layers import group_whiten, triton_kernels
 from gw_detectron.layers.kernels import choose_path
 
 from .test_kernels import error, gradients, layer, reference
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
-
 DEVICE = "cuda"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or not triton_kernels.supported(torch.empty(1, 8, 2, 2, device=DEVICE), 8),
+        reason="there is no NVIDIA GPU from Ampere on, or no Triton",
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def float32_is_float32():
+    """Whatever the environment says: some containers allow tf32 for all products."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
 
 
 def inputs(shape, dtype=torch.float32, memory_format=torch.contiguous_format):
@@ -48,18 +61,20 @@ def test_half_precision(shape, dtype, tolerance):
         assert error(value, expected) < tolerance
 
 
-@pytest.mark.parametrize(("groups", "dtype"), [(64, torch.float64), (256, torch.float32)], ids=str)
-def test_what_the_triton_kernels_do_not_take(groups, dtype):
+@pytest.mark.parametrize(
+    ("groups", "dtype", "tolerance"), [(64, torch.float64, 1e-12), (256, torch.float32, 2e-5)], ids=str
+)
+def test_what_the_triton_kernels_do_not_take(groups, dtype, tolerance):
     x, dy = inputs((2, 256, 20, 30), dtype)
     made = on_device(256, groups).to(dtype)
     assert choose_path(x, groups) == "matmul"
     for value, expected in zip(gradients(made, x, dy), reference(made, x, dy), strict=True):
-        assert error(value, expected) < 2e-5
+        assert error(value, expected) < tolerance
 
 
 @pytest.mark.parametrize("size", [(400, 672), (800, 1344)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_autocast_and_a_gradient_scaler_on_large_maps(dtype, size):
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)], ids=str)
+def test_autocast_and_a_gradient_scaler_on_large_maps(dtype, tolerance, size):
     """A sum over so many positions leaves float16's range: the statistics may not be taken in it."""
     conv, made = torch.nn.Conv2d(3, 64, 3, padding=1).to(DEVICE), on_device(64)
     image = inputs((1, 3, *size))[0] * 20
@@ -71,21 +86,15 @@ def test_autocast_and_a_gradient_scaler_on_large_maps(dtype, size):
         y = made(x)
         loss = y.float().square().mean()
     assert x.dtype == y.dtype == dtype
+    with torch.no_grad():
+        expected = group_whiten(x.double(), 64, weight=made.weight.double(), bias=made.bias.double())
+    assert error(y, expected) < tolerance
     scaler.scale(loss).backward()
     scale = scaler.get_scale()
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() >= scale  # no gradient was infinite or NaN, which would halve it and skip the step
     assert not torch.equal(made.weight, before)
-    assert error(y, reference(layer_before(made, before), x.detach(), torch.zeros_like(x))[0]) < 1e-2
-
-
-def layer_before(made, weight):
-    earlier = copy.deepcopy(made)
-    with torch.no_grad():
-        earlier.weight.copy_(weight)
-        earlier.bias.add_(0.1 * made.bias.grad)
-    return earlier
 
 
 def test_same_bits_twice():

@@ -362,6 +362,12 @@ def test_the_layers_tests_in_the_interpreter(module):
     run(["-k", f"not float64 and not {too_slow_there}", str(file)], TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
 
 
+@pytest.mark.skipif(triton is None, reason="Triton 3.3 or newer is not installed")
+def test_the_layer_compiles_in_one_graph_in_the_interpreter():
+    file = Path(__file__).with_name("test_kernels.py")
+    run(["-k", "compiles_in_one_graph", str(file)], TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_the_kernels_on_the_device():

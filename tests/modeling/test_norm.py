@@ -110,6 +110,11 @@ def test_a_name_shows_what_its_solver_reads():
     assert norm_spec(GroupWhitening2d(64, num_iters=3, solver="pca")) == "GW:groups=64,eps=1e-05,solver=pca"
 
 
+def test_bn_with_a_rotation_is_named_by_what_its_solver_reads():
+    layer = BatchWhitening2d(32, 16, "standardize", num_iters=3, running="covariance", rotation="cayley")
+    assert norm_spec(layer) == norm_spec(resolve_norm(norm_spec(layer))(32)) != norm_spec(BatchWhitening2d(32))
+
+
 def test_bn_with_a_rotation_is_batch_whitening_that_standardises():
     layer = resolve_norm("BN:rotation=cayley,momentum=0.3")(32)
     spec = "BN:channels=32,eps=1e-05,momentum=0.3,rotation=cayley"

@@ -28,7 +28,6 @@ def supported(x: Tensor, groups: int) -> bool:
         and (_interpreted() or _has_tensor_cores(x.device))
         and 1 <= groups <= MAX_GROUPS
         and x.dtype in DTYPES
-        and x.numel() > 0
     )
 
 
