@@ -3,7 +3,7 @@
 
 `layer` times one layer at the sizes of a detector, `model` whole training iterations. The table is printed and written
 as --output with .csv and .png when all of it is measured: a run that is interrupted leaves no files. With --compare its
-ratios are held against an earlier table: the exit status is 1 if one of them has become worse by more than --tolerance.
+ratios are held against an earlier table: the exit status is 1 if they have become worse by more than --tolerance.
 """
 
 import argparse

@@ -1,14 +1,38 @@
-"""A run against an earlier one, by its ratios: a machine that is slower as a whole makes no difference."""
+"""A run against an earlier one, by its ratios: a machine that is slower as a whole makes no difference.
+
+Chance moves the ratio of two times of one size far more than the mean over all sizes, which is therefore held tighter.
+"""
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any
+from statistics import geometric_mean
+from typing import NamedTuple
 
 from tabulate import tabulate
 
 from .table import Table
 
 TOLERANCE = 0.15
+#: how many times the tolerance a ratio of times of one size may grow, if there are others: to about the double
+SINGLE = 7
+
+
+class Change(NamedTuple):
+    """One ratio in both runs; ``allowed`` is how much larger than before it may be, as a part of it."""
+
+    key: tuple[str, ...]  # of the row, and the name of the ratio
+    before: float
+    now: float
+    allowed: float
+
+    @property
+    def growth(self) -> float:
+        return self.now / self.before - 1
+
+    @property
+    def worse(self) -> bool:
+        return self.growth > self.allowed
 
 
 @dataclass(frozen=True)
@@ -16,30 +40,32 @@ class Comparison:
     """What became of the ratios.
 
     Args:
-        rows: key of the row, name of the ratio, its value before and now, and now divided by before.
-        headings: of the columns of ``rows``.
+        rows: the ratios and their geometric means.
+        headings: of the key of ``rows``.
         remarks: what makes the two runs less comparable.
-        tolerance: how much larger than before a ratio may be, as a part of it.
+        tolerance: how much larger than before a mean may be, as a part of it.
     """
 
-    rows: tuple[tuple[Any, ...], ...]
+    rows: tuple[Change, ...]
     headings: tuple[str, ...]
     remarks: tuple[str, ...]
     tolerance: float
 
     @property
-    def worse(self) -> tuple[tuple[Any, ...], ...]:
-        """The rows whose ratio has grown by more than the tolerance."""
-        return tuple(row for row in self.rows if row[-1] > 1 + self.tolerance)
+    def worse(self) -> tuple[Change, ...]:
+        """The ratios that have grown by more than they may."""
+        return tuple(row for row in self.rows if row.worse)
 
     def __str__(self) -> str:
         shown = [
-            (*row[:-3], *(f"{value:.3g}" for value in row[-3:-1]), f"{row[-1] - 1:+.1%}", "WORSE" * (row in self.worse))
+            (*row.key, f"{row.before:.3g}", f"{row.now:.3g}", f"{row.growth:+.1%}", "WORSE" * row.worse)
             for row in self.rows
         ]
-        lines = [tabulate(shown, headers=[*self.headings, ""], disable_numparse=True), *self.remarks]
+        headings = (*self.headings, "before", "now", "change", "")
+        lines = [tabulate(shown, headers=headings, disable_numparse=True), *self.remarks]
         lines.append(
-            f"{len(self.worse)} of {len(self.rows)} ratios are worse than before by more than {self.tolerance:.0%}."
+            f"{len(self.worse)} of {len(self.rows)} ratios are worse than before by more than {self.tolerance:.0%}, "
+            f"times of one size among several by more than {SINGLE * self.tolerance:.0%}."
         )
         return "\n".join(lines)
 
@@ -52,7 +78,8 @@ def compare(table: Table, reference: Table, tolerance: float = TOLERANCE) -> Com
     Args:
         table: the run of now.
         reference: the earlier one.
-        tolerance: how much larger than before a ratio may be, as a part of it.
+        tolerance: how much larger than before a geometric mean, a ratio of bytes or one that stands alone may be, as a
+            part of it; a ratio of times of one size among several may grow :data:`SINGLE` times as much.
 
     Raises:
         ValueError: the runs are of different benchmarks, devices or settings, or have no ratio in common; or the
@@ -62,8 +89,8 @@ def compare(table: Table, reference: Table, tolerance: float = TOLERANCE) -> Com
         raise ValueError(f"tolerance {tolerance}: give a finite number, 0 or more; 0.15 for 15 %")
     _check_alike(table, reference)
     before, now = _ratios(reference), _ratios(table)
-    rows = [(*key, before[key], ratio, ratio / before[key]) for key, ratio in now.items() if key in before]
-    if not rows:
+    shared = [key for key in now if key in before]
+    if not shared:
         raise ValueError(
             f"the reference and this run have no ratio in common: the reference has {_example(before)}, this run "
             f"{_example(now)}; measure the same {table.columns.key[0]}s and dtypes, with what they are divided by"
@@ -76,8 +103,18 @@ def compare(table: Table, reference: Table, tolerance: float = TOLERANCE) -> Com
     for which, alone in (("earlier", before.keys() - now.keys()), ("present", now.keys() - before.keys())):
         if alone:
             remarks.append(f"{len(alone)} ratios are in the {which} run only and are not compared.")
-    headings = (*table.columns.key, "ratio", "before", "now", "change")
-    return Comparison(tuple(rows), headings, tuple(remarks), tolerance)
+    sizes = defaultdict(list)  # the key without the shape of a layer or the name of a model
+    for key in shared:
+        sizes[key[1:]].append(key)
+    rows = []
+    for key in shared:
+        chance = SINGLE if len(sizes[key[1:]]) > 1 and not key[-1].startswith("saved_") else 1
+        rows.append(Change(key, before[key], now[key], chance * tolerance))
+    for rest, keys in sizes.items():
+        if len(keys) > 1:
+            mean_before, mean_now = (geometric_mean(run[key] for key in keys) for run in (before, now))
+            rows.append(Change((f"mean of {len(keys)}", *rest), mean_before, mean_now, tolerance))
+    return Comparison(tuple(rows), (*table.columns.key, "ratio"), tuple(remarks), tolerance)
 
 
 def _check_alike(table: Table, reference: Table) -> None:

@@ -42,25 +42,39 @@ def test_a_table_survives_its_file(tmp_path):
 def test_the_same_ratios_are_no_slowdown():
     comparison = compare(table(), table())
     assert not comparison.worse
-    assert len(comparison.rows) == 2 * 3  # ours alone: figure1, floor, group_norm at two shapes
-    assert "0 of 6 ratios are worse than before by more than 15%" in str(comparison)
+    assert len(comparison.rows) == 2 * 3 + 3  # ours alone: figure1, floor, group_norm at two shapes, and their means
+    assert "0 of 9 ratios are worse than before by more than 15%" in str(comparison)
 
 
 def test_a_slowdown_is_found_and_named():
-    comparison = compare(table(1.2), table())
-    assert {(found[0], found[4]) for found in comparison.worse} == {("5x6x7x8", "to_figure1"), ("5x6x7x8", "to_floor")}
+    comparison = compare(table(2.2), table())
+    where = ("5x6x7x8", "mean of 2")
+    assert {(found.key[0], found.key[4]) for found in comparison.worse} == {
+        (place, ratio) for place in where for ratio in ("to_figure1", "to_floor")
+    }
     (line,) = [line for line in str(comparison).splitlines() if "5x6x7x8" in line and "to_floor" in line]
-    assert line.split()[-4:] == ["1.2", "1.44", "+20.0%", "WORSE"]
-    assert not compare(table(1.2), table(), tolerance=0.25).worse
-    assert not compare(table(), table(1.2)).worse  # faster than before
+    assert line.split()[-4:] == ["1.2", "2.64", "+120.0%", "WORSE"]
+    (line,) = [line for line in str(comparison).splitlines() if "mean of 2" in line and "to_floor" in line]
+    assert line.split()[-4:] == ["1.2", "1.78", "+48.3%", "WORSE"]
+    assert not compare(table(2.2), table(), tolerance=0.5).worse
+    assert not compare(table(), table(2.2)).worse  # faster than before
+
+
+def test_the_mean_is_held_tighter_than_the_times_of_one_size():
+    assert not compare(table(1.3), table()).worse  # one of two sizes: chance
+    both = [row("1x2x3x4", "ours", 1.2), row("5x6x7x8", "ours", 1.2)]
+    slower = compare(dataclasses.replace(table(), rows=both), table()).worse
+    assert {found.key[0] for found in slower} == {"mean of 2"}
 
 
 def test_more_memory_is_found_too():
     def kept(ratio: float) -> Table:
-        memory = {"shape": "1x2x3x4", "dtype": "fp32", "mode": "memory", "provider": "ours", "note": ""}
-        return Table("layer", HEADER, [{**memory, "saved_mib": 1.0, "saved_to_group_norm": ratio}])
+        memory = {"dtype": "fp32", "mode": "memory", "provider": "ours", "note": "", "saved_mib": 1.0}
+        ratios = {"1x2x3x4": 1.1, "5x6x7x8": ratio}
+        return Table("layer", HEADER, [{**memory, "shape": k, "saved_to_group_norm": v} for k, v in ratios.items()])
 
-    assert [found[4] for found in compare(kept(2.0), kept(1.1)).worse] == ["saved_to_group_norm"]
+    found = compare(kept(1.3), kept(1.1)).worse  # bytes do not depend on chance: every size is held
+    assert [(each.key[0], each.key[4]) for each in found] == [("5x6x7x8", "saved_to_group_norm")]
 
 
 def test_a_model_is_compared_by_its_ratio_to_bn():
@@ -69,7 +83,7 @@ def test_a_model_is_compared_by_its_ratio_to_bn():
         variants = {"BN": 1.0, "GN": 9 * ratio, "GW-S1-B2": ratio}
         return Table("model", HEADER, [{**key, "variant": name, "to_bn": value} for name, value in variants.items()])
 
-    assert [found[:2] for found in compare(model(1.4), model(1.1)).worse] == [("R-50", "GW-S1-B2")]
+    assert [found.key[:2] for found in compare(model(1.4), model(1.1)).worse] == [("R-50", "GW-S1-B2")]
 
 
 def test_another_machine_is_remarked_but_compared():
