@@ -23,6 +23,7 @@ from tabulate import tabulate
 from torch import nn
 
 from ..layers import ROTATIONS, RUNNING, SOLVERS, BatchWhitening2d, FrozenBatchWhitening2d, GroupWhitening2d
+from ..layers.solvers import READ_BY
 
 Norm = str | Callable[[int], nn.Module]
 
@@ -34,7 +35,6 @@ class _Option(NamedTuple):
     parse: Callable[[str], Any]
     allowed: str
     usual: Any = None  # a value that a full norm name need not show
-    read_by: str = ""  # the only solver that reads it
 
 
 class _Family(NamedTuple):
@@ -74,12 +74,10 @@ _FRACTION = _checked(float, lambda value: 0 <= value <= 1)
 _MOMENTUM = _Option("momentum", _FRACTION, "a number from 0 to 1")
 _ROTATION = _one_of("rotation", ROTATIONS, usual="none")
 _SOLVER = {
-    "iters": _Option(
-        "num_iters", _checked(int, lambda iters: iters >= 0), "zero or a positive integer", None, "newton"
-    ),
+    "iters": _Option("num_iters", _checked(int, lambda iters: iters >= 0), "zero or a positive integer"),
     "eps": _EPS,
     "solver": _one_of("solver", SOLVERS),
-    "threshold": _Option("threshold", _FRACTION, "a number from 0 to 1", 0.01, read_by="zca_max"),
+    "threshold": _Option("threshold", _FRACTION, "a number from 0 to 1", 0.01),
     "corr": _switch("corr"),
 }
 _BW_OPTIONS = {
@@ -178,8 +176,9 @@ def _parse(spec: str) -> Norm:
         )
     solver = arguments.get("solver", "newton")
     for key, option in family.options.items():
-        if option.argument in arguments and option.read_by not in ("", solver):
-            raise ValueError(f"solver={solver} does not read {key}; remove it or write solver={option.read_by}")
+        reader = READ_BY.get(option.argument, solver)
+        if option.argument in arguments and reader != solver:
+            raise ValueError(f"solver={solver} does not read {key}; remove it or write solver={reader}")
     return functools.partial(family.factory, **arguments)
 
 
@@ -200,9 +199,9 @@ def norm_spec(layer: nn.Module) -> str:
     for name, family in _FAMILIES.items():
         if isinstance(layer, family.layer) and all(getattr(layer, key) == value for key, value in family.fixed.items()):
             shown = []
-            for key, option in family.options.items():
-                value = getattr(layer, option.argument)
-                if value != option.usual and option.read_by in ("", getattr(layer, "solver", "")):
+            for key, (argument, *_, usual) in family.options.items():
+                value, read = getattr(layer, argument), argument not in READ_BY or layer.solver == READ_BY[argument]
+                if read and value != usual:
                     shown.append(f"{key}={_text(value)}")
             return f"{name}:{','.join(shown)}"
     for name, layer_class in _DETECTRON2_LAYERS:

@@ -143,8 +143,12 @@ def test_settings_that_make_no_sense_are_refused(arguments, message):
 def test_the_smallest_sizes_can_be_trained():
     sizes = Sizes(batch=1, image=33, detector_batch=1, detector_image=64)
     ModelSettings(CPU, sizes=sizes)
-    classifier("R-18", "BN", "GW", "ALL", sizes, PRECISIONS["fp32"], CPU).step.run()
-    detector(DEMO.format("GW"), sizes, PRECISIONS["fp32"], CPU).step.run()
+    for iteration in (
+        classifier("R-18", "BN", "GW", "ALL", sizes, PRECISIONS["fp32"], CPU),
+        detector(DEMO.format("GW"), sizes, PRECISIONS["fp32"], CPU),
+    ):
+        iteration.step.run()
+        assert iteration.forward().isfinite()
 
 
 def test_models_that_have_a_variant():

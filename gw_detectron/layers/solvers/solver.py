@@ -11,6 +11,8 @@ from .covariance import zero_variance
 from .eigen import pca_inverse_sqrt, zca_entropy_inverse_sqrt, zca_inverse_sqrt, zca_max_inverse_sqrt
 from .newton import newton_inverse_sqrt
 
+#: the options that one solver alone reads, by their names in :class:`Solver`
+READ_BY = {"num_iters": "newton", "threshold": "zca_max"}
 #: the published c of zca_max
 _THRESHOLD = 0.01
 
@@ -53,8 +55,10 @@ class Solver:
             raise ValueError(f"eps={self.eps} must be zero or a positive number; the published value is 1e-5")
         if not 0 <= self.threshold <= 1:
             raise ValueError(f"threshold={self.threshold} must be a number from 0 to 1; the published value is 0.01")
-        if self.threshold != _THRESHOLD and self.name != "zca_max":
-            raise ValueError(f"threshold={self.threshold} belongs to the solver zca_max, not to {self.name}")
+        if self.threshold != _THRESHOLD and self.name != READ_BY["threshold"]:
+            raise ValueError(
+                f"threshold={self.threshold} belongs to the solver {READ_BY['threshold']}, not to {self.name}"
+            )
 
     def __call__(self, covariance: Tensor) -> Tensor:
         """Returns whitening matrices.
@@ -83,7 +87,7 @@ class Solver:
 
     def __str__(self) -> str:
         text = f"eps={self.eps:g}, solver={self.name}"
-        if self.name == "newton":
+        if self.name == READ_BY["num_iters"]:
             text = f"iters={self.num_iters}, {text}"
         if self.threshold != _THRESHOLD:
             text += f", threshold={self.threshold:g}"
