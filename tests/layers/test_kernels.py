@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gw_detectron.benchmark.layer_settings import SHAPES
 from gw_detectron.benchmark.memory import saved_bytes
-from gw_detectron.layers import GroupWhitening2d, Solver, functional, kernels, matmul_kernels
+from gw_detectron.layers import GroupWhitening2d, Solver, functional, kernels, matmul_kernels, onednn
 from gw_detectron.layers.kernels import ENVIRONMENT_SWITCH, choose_path, use_path
 
 
@@ -52,6 +52,14 @@ def test_float32_is_within_2e_5_of_float64(shape):
     x = torch.randn(shape, generator=generator) * 2 + 1
     dy = torch.randn(shape, generator=generator)
     made = layer(shape[1])
+    for value, expected in zip(gradients(made, x, dy), reference(made, x, dy), strict=True):
+        assert error(value, expected) < 2e-5
+
+
+def test_float32_without_onednn(monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    x, dy = torch.randn(2, 3, 128, 50, 84, generator=torch.Generator().manual_seed(0))
+    made = layer(128)
     for value, expected in zip(gradients(made, x, dy), reference(made, x, dy), strict=True):
         assert error(value, expected) < 2e-5
 
@@ -133,6 +141,21 @@ def test_however_the_input_is_cut_into_blocks(shape, block, monkeypatch):
     made = layer(shape[1], 8).double()
     for value, expected in zip(gradients(made, x, dy), reference(made, x, dy), strict=True):
         assert error(value, expected) < 1e-12
+
+
+@pytest.mark.skipif(not onednn.available(), reason="this processor has no AVX-512, or torch no oneDNN")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("block", [100, 1000, 10**7])
+def test_however_onednn_multiplies_blocks(block, dtype, monkeypatch):
+    """(It is not for matrices as small as these.)"""
+    monkeypatch.setattr(matmul_kernels, "_BLOCK", block)
+    monkeypatch.setattr(onednn, "_SHORTEST", 1)
+    monkeypatch.setattr(onednn, "_LONGEST", 1)
+    for shape in ((5, 24, 6, 7), (2, 8, 31), (37, 16, 3, 3), (1, 32, 5)):
+        x, dy = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+        made = layer(shape[1], 8)
+        for value, expected in zip(gradients(made, x, dy), reference(made, x, dy), strict=True):
+            assert error(value, expected) < (2e-5 if value.dtype == torch.float32 else 4e-3)
 
 
 def test_an_expanded_gradient_and_a_sliced_input():
