@@ -18,8 +18,8 @@ from .functional import compute_dtype
 from .matmul_newton import newton, newton_backward
 from .scratch import scratch
 
-#: elements of a block of x on the CPU: 8 MiB in float32, so that three of them stay in the last-level cache
-_BLOCK = 1 << 21
+#: elements of a block of x on the CPU: 5 MiB in float32, so that three of them stay in the last-level cache
+_BLOCK = 5 << 18
 __all__ = ["apply", "apply_backward", "grad_products", "newton", "newton_backward", "statistics"]
 
 
@@ -71,34 +71,55 @@ def portion(x: Tensor, groups: int) -> int:
     return max(8, _BLOCK // max(x[0].numel(), groups * x.shape[1]))
 
 
+def _one_by_one(a: Tensor, b: Tensor) -> bool:
+    """Whether oneDNN is to multiply two batches of matrices: they are large, and those of ``b`` dense."""
+    sides = (*a.shape[1:], b.shape[2])
+    return onednn.suits(a, min(sides), max(sides)) and (b[0].is_contiguous() or b[0].mT.is_contiguous())
+
+
 def _products(a: Tensor, b: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """``a @ b`` of two batches of matrices, ``b`` dense: some of the batch at a time, which the next may overwrite."""
-    if onednn.suits(a, b):
+    """``a @ b`` of two batches of matrices: some of the batch at a time, which the next may overwrite."""
+    if _one_by_one(a, b):
         for i, matrices in enumerate(zip(a, b, strict=True)):
             yield slice(i, i + 1), onednn.product(*matrices)[None]
     else:
         yield slice(None), torch.bmm(a, b, out=scratch("product", (len(a), a.shape[1], b.shape[2]), a))
 
 
+def _add_product(total: Tensor, a: Tensor, b: Tensor, beta: int = 1) -> None:
+    """``total = beta * total + a @ b`` for batches of matrices; with 0, whatever ``total`` was."""
+    if not _one_by_one(a, b):
+        total.baddbmm_(a, b, beta=beta)
+        return
+    for some, product in _products(a, b):
+        torch.add(product, total[some] if beta else 0, out=total[some])
+
+
 def statistics(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     """The mean (N, g) and the covariance without eps (N, g, g) of every sample of (N, C, *spatial)."""
     x = _grouped(x, groups)
     mean = x.new_zeros((x.shape[0], groups), dtype=compute_dtype(x))
-    sigma = mean.new_zeros((x.shape[0], groups, groups))
+    # the matrix is symmetric: a quarter of it need not be multiplied out, which only oneDNN takes no less time for
+    half = 0 if onednn.suits(mean, groups, x.shape[2] * x.shape[3]) else groups // 2
+    upper = mean.new_zeros((x.shape[0], half, groups))
+    corner = mean.new_zeros((x.shape[0], groups - half, groups - half))
     for block in _blocks(x):
         # each block about its own mean, as long as it is in the cache, and the means of the blocks about each other:
         # Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances" (1979)
-        part, of_mean, of_sigma = block.of(x), mean[block.samples], sigma[block.samples]
+        part = block.of(x)
         of_block = part.flatten(2).mean(2, dtype=mean.dtype)
         centred = _centred(part, of_block).flatten(2)
         before, new = block.channels.start * x.shape[3] + block.positions.start, centred.shape[2]
-        apart = of_block.sub_(of_mean)
-        of_mean.add_(apart, alpha=new / (before + new))
-        for some, product in _products(centred, centred.mT):
-            of_sigma[some] += product
+        apart = of_block.sub_(mean[block.samples])
+        mean[block.samples].add_(apart, alpha=new / (before + new))
+        columns = [centred]
         if before:
-            apart.mul_((before * new / (before + new)) ** 0.5)
-            of_sigma.baddbmm_(apart[:, :, None], apart[:, None])
+            columns.append(apart.mul_((before * new / (before + new)) ** 0.5)[..., None])
+        for some in columns:
+            _add_product(corner[block.samples], some[:, half:], some[:, half:].mT)
+            if half:
+                _add_product(upper[block.samples], some[:, :half], some.mT)
+    sigma = corner if half == 0 else torch.cat((upper, torch.cat((upper[:, :, half:].mT, corner), 2)), 1)
     return mean, sigma.div_(x.shape[2] * x.shape[3])
 
 
@@ -132,19 +153,17 @@ def grad_products(x: Tensor, mean: Tensor, dy: Tensor, groups: int) -> tuple[Ten
     """
     x, dy = _grouped(x, groups), _grouped(dy, groups)
     n, _, channels, _ = x.shape
-    products = scratch("products", (channels, n, groups, groups), mean).zero_()
+    products = scratch("products", (channels, n, groups, groups), mean)
     sums = mean.new_zeros((channels, n, groups))
     for block in _blocks(x):
-        # channel by channel, with a dense matrix for each
-        part, grad = (block.of(tensor).permute(2, 0, 1, 3) for tensor in (x, dy))
-        centred = torch.sub(part, mean[block.samples, :, None], out=scratch("centred", part.shape, mean))
-        grad = grad.to(centred.dtype)
-        sums[block.channels, block.samples] += grad.sum(-1)
-        along = int(len(part) > part.shape[1])  # a batch for each channel or, if those are fewer, for each sample
-        batches = (tensor.unbind(along) for tensor in (grad, centred, products[block.channels, block.samples]))
-        for of_grad, of_centred, total in zip(*batches, strict=True):
-            for some, product in _products(of_grad, of_centred.mT):
-                total[some] += product
+        centred = _centred(block.of(x), mean[block.samples])
+        grad = block.of(dy).to(centred.dtype)
+        sums[block.channels, block.samples] += grad.sum(-1).permute(2, 0, 1)
+        # (C / g, N, g, P) and (C / g, N, g, g): a batch for each channel or, if those are fewer, for each sample
+        batches = [grad.permute(2, 0, 1, 3), centred.permute(2, 0, 1, 3), products[block.channels, block.samples]]
+        along = int(centred.shape[2] > len(centred))
+        for of_grad, of_centred, total in zip(*(batch.unbind(along) for batch in batches), strict=True):
+            _add_product(total, of_grad, of_centred.mT, beta=int(block.positions.start > 0))
     return products, sums
 
 
@@ -165,7 +184,7 @@ def apply_backward(
     matrices = torch.cat((whitening, symmetric), 2)
     for block in _blocks(x):
         part = block.of(x)
-        pair = scratch("pair", (part.shape[0], 2, *part.shape[1:]), mean)
+        pair = scratch("pair", (len(part), 2, *part.shape[1:]), mean)
         torch.mul(block.of(dy), 1 if scale is None else scale[:, block.channels], out=pair[:, 0])
         torch.sub(part, mean[block.samples, :, None, None], out=pair[:, 1])
         of_dx, of_shift = block.of(dx), shift[block.samples, :, None, None]

@@ -13,12 +13,16 @@ from torch import Tensor
 _SHORTEST, _LONGEST = 32, 2048
 
 
-def suits(a: Tensor, b: Tensor) -> bool:
-    """Whether :func:`product` multiplies these matrices, or batches of them, faster than ``torch.matmul``."""
-    if a.dtype != torch.float32 or a.device.type != "cpu":
-        return False
-    sides = (*a.shape[-2:], b.shape[-1])
-    return min(sides) >= _SHORTEST and max(sides) >= _LONGEST and available() and bool(torch.backends.mkldnn.enabled)
+def suits(like: Tensor, shortest: int, longest: int) -> bool:
+    """Whether :func:`product` is faster than ``torch.matmul`` for matrices of this dtype, device and range of sides."""
+    return (
+        like.dtype == torch.float32
+        and like.device.type == "cpu"
+        and shortest >= _SHORTEST
+        and longest >= _LONGEST
+        and available()
+        and bool(torch.backends.mkldnn.enabled)
+    )
 
 
 @functools.cache
@@ -32,5 +36,5 @@ def available() -> bool:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` of two matrices, as a new tensor; of a strided ``b``, transposed or not, it is very slow."""
+    """``a @ b`` of two matrices, as a new tensor; of a ``b`` that is not dense, transposed or not, it is very slow."""
     return torch.ops.mkldnn._linear_pointwise(a, b.mT, None, "none", [], "")

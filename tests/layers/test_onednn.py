@@ -3,18 +3,33 @@
 import pytest
 import torch
 
-from gw_detectron.layers import onednn
+from gw_detectron.layers import matmul_kernels, onednn
 
 needs_onednn = pytest.mark.skipif(not onednn.available(), reason="this processor has no AVX-512, or torch no oneDNN")
 
 
-def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(sum(shape)))
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 def error(value: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> float:
     expected = a.double() @ b.double()
     return ((value - expected).norm() / expected.norm()).item()
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """How many products oneDNN made; the result of each is checked."""
+    made = []
+
+    def counted(a, b, product=onednn.product):
+        result = product(a, b)
+        assert error(result, a, b) < 1e-6
+        made.append(result.shape)
+        return result
+
+    monkeypatch.setattr(onednn, "product", counted)
+    return made
 
 
 @needs_onednn
@@ -27,21 +42,47 @@ def test_products_of_all_kinds(columns):
 
 
 @needs_onednn
-def test_which_products_it_is_for(monkeypatch):
-    x, matrix = random(2, 64, 2048), random(2, 64, 64)
-    assert onednn.suits(matrix, x)
-    assert onednn.suits(x, x.mT)
-    assert not onednn.suits(matrix, matrix), "too small"
-    assert not onednn.suits(random(2, 16, 16), x[:, :16]), "too flat"
-    assert not onednn.suits(matrix.double(), x.double())
+def test_for_large_float32_on_a_cpu():
+    like = random(2)
+    assert onednn.suits(like, 64, 5000)
+    assert not onednn.suits(like, 64, 64), "too small"
+    assert not onednn.suits(like, 16, 5000), "too flat"
+    assert not onednn.suits(like.double(), 64, 5000)
+    assert not onednn.suits(like.bfloat16(), 64, 5000)
+    assert not onednn.suits(like.to("meta"), 64, 5000)
+
+
+def test_not_where_it_is_switched_off(monkeypatch):
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-    assert not onednn.suits(matrix, x), "switched off by the user"
+    assert not onednn.suits(random(2), 64, 5000)
 
 
-def test_no_other_processor_takes_it(monkeypatch):
+def test_not_on_another_processor(monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     onednn.available.cache_clear()
     try:
-        assert not onednn.suits(random(2, 64, 64), random(2, 64, 2048))
+        assert not onednn.suits(random(2), 64, 5000)
     finally:
         onednn.available.cache_clear()
+
+
+@needs_onednn
+def test_each_product_of_a_large_map_but_that_of_strided_channels(products):
+    """Forward sigma and y, backward G and dx of two samples; G takes its two channels apart, each strided in x."""
+    for channels, count in ((64, 8), (128, 6)):
+        x = random(2, channels, 60, 70)
+        mean, sigma = matmul_kernels.statistics(x, 64)
+        out = torch.empty_like(x)
+        matmul_kernels.apply(x, mean, sigma, None, None, out)
+        matmul_kernels.grad_products(x, mean, x, 64)
+        matmul_kernels.apply_backward(x, mean, x, sigma, None, sigma, mean, out)
+        assert len(products) == count
+        products.clear()
+
+
+@needs_onednn
+def test_small_maps_go_without(products):
+    x = random(40, 64, 7, 7)
+    mean, sigma = matmul_kernels.statistics(x, 64)
+    matmul_kernels.apply(x, mean, sigma, None, None, torch.empty_like(x))
+    assert not products
