@@ -99,7 +99,7 @@ def statistics(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     """The mean (N, g) and the covariance without eps (N, g, g) of every sample of (N, C, *spatial)."""
     x = _grouped(x, groups)
     mean = x.new_zeros((x.shape[0], groups), dtype=compute_dtype(x))
-    # the matrix is symmetric: a quarter of it need not be multiplied out, which only oneDNN takes no less time for
+    # the matrix is symmetric: a quarter of it need not be multiplied out; oneDNN multiplies all of it in the same time
     half = 0 if onednn.suits(mean, groups, x.shape[2] * x.shape[3]) else groups // 2
     upper = mean.new_zeros((x.shape[0], half, groups))
     corner = mean.new_zeros((x.shape[0], groups - half, groups - half))
@@ -115,10 +115,10 @@ def statistics(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
         columns = [centred]
         if before:
             columns.append(apart.mul_((before * new / (before + new)) ** 0.5)[..., None])
-        for some in columns:
-            _add_product(corner[block.samples], some[:, half:], some[:, half:].mT)
+        for matrices in columns:
+            _add_product(corner[block.samples], matrices[:, half:], matrices[:, half:].mT)
             if half:
-                _add_product(upper[block.samples], some[:, :half], some.mT)
+                _add_product(upper[block.samples], matrices[:, :half], matrices.mT)
     sigma = corner if half == 0 else torch.cat((upper, torch.cat((upper[:, :, half:].mT, corner), 2)), 1)
     return mean, sigma.div_(x.shape[2] * x.shape[3])
 
