@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 from gw_detectron.benchmark import (
-    FREED_MEMORY,
     MEMORY,
     MEMORY_SHAPES,
     MODELS,
@@ -81,8 +80,6 @@ def _add_layer(parser: argparse.ArgumentParser) -> None:
     add("--modes", nargs="+", default=[*MODES, MEMORY], metavar="MODE", help="default: %(default)s")
     add("--groups", type=int, default=64, metavar="g", help="of whitening, default: %(default)s")
     add("--iters", type=int, default=5, metavar="T", help="of whitening, default: %(default)s")
-    freed = "of a CPU: the process keeps it, or returns it as the C library does; default: %(default)s"
-    add("--freed-memory", default="keep", metavar="|".join(FREED_MEMORY), help=freed)
 
 
 def layer_settings(args: argparse.Namespace) -> LayerSettings:
@@ -100,7 +97,6 @@ def layer_settings(args: argparse.Namespace) -> LayerSettings:
         args.repeats,
         args.groups,
         args.iters,
-        args.freed_memory,
     )
 
 

@@ -4,7 +4,6 @@ from .compare import TOLERANCE, Comparison, compare
 from .layer import benchmark_layer, planned_layer
 from .layer_settings import MEMORY, MEMORY_SHAPES, SHAPES, LayerSettings, parse_shape, scaled
 from .machine import pick_device
-from .memory import FREED_MEMORY
 from .model import MODELS, ModelSettings, benchmark_model, models_with, planned_model, variants
 from .networks import Sizes
 from .output import output_files
@@ -14,7 +13,6 @@ from .summary import summary
 from .table import Table, read_csv, write_csv
 
 __all__ = [
-    "FREED_MEMORY",
     "MEMORY",
     "MEMORY_SHAPES",
     "MODELS",

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from .layer_settings import MEMORY, LayerSettings
 from .machine import describe
-from .memory import MIB, keep_freed_memory, peak_bytes, saved_bytes
+from .memory import MIB, peak_bytes, saved_bytes
 from .providers import LAYERS, MODES, Case, floor_step, module_step
 from .table import Row, Table, time_cells
 from .timing import Step, alternate, runs
@@ -33,8 +33,6 @@ def benchmark_layer(settings: LayerSettings, command: str = "") -> Table:
     Returns:
         A table of the kind ``layer``. Its ``to_NAME`` is the median time divided by that of NAME in the same rounds.
     """
-    if settings.device.type == "cpu" and settings.freed_memory == "keep":
-        keep_freed_memory()
     timed, counted = settings.timed_modes, settings.counted_shapes
     total = len(timed) * len(settings.shapes) * runs(settings.repeats) + len(counted)
     rows: list[Row] = []

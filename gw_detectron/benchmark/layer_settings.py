@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import torch
 
-from .memory import FREED_MEMORY
 from .providers import GROUP_NORM_GROUPS, MODES, OPTIONAL, PRECISIONS, PROVIDERS, Case
 
 Shape = tuple[int, int, int, int]
@@ -73,7 +72,6 @@ class LayerSettings:
         repeats: rounds of timed runs.
         groups: g of the whitening layers, capped at C.
         iters: T of the whitening layers.
-        freed_memory: of :data:`.memory.FREED_MEMORY`, on a CPU. ``keep`` changes the whole process, for good.
 
     Raises:
         ValueError: a name is unknown, a number is not positive, a shape does not fit a provider, or nothing is left.
@@ -88,13 +86,11 @@ class LayerSettings:
     repeats: int = 20
     groups: int = 64
     iters: int = 5
-    freed_memory: str = "return"
 
     def __post_init__(self) -> None:
         check_names("provider", self.providers, PROVIDERS)
         check_names("dtype", self.precisions, PRECISIONS)
         check_names("mode", self.modes, (*MODES, MEMORY))
-        check_names("freed memory", [self.freed_memory], FREED_MEMORY)
         for name in ("repeats", "groups", "iters"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)}: give at least 1")
@@ -117,8 +113,6 @@ class LayerSettings:
     def header(self) -> dict[str, str]:
         """What two runs must have in common for their ratios to be comparable."""
         text = f"groups={self.groups} iters={self.iters} group_norm={GROUP_NORM_GROUPS}"
-        if self.device.type == "cpu":
-            text += f" freed_memory={self.freed_memory}"
         return {"device": self.device.type, "settings": text}
 
     @property

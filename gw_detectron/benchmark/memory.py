@@ -1,16 +1,11 @@
-"""Memory of a step: what the forward pass keeps for the backward pass, the peak on a GPU, what is freed on a CPU."""
+"""Memory of a step: what the forward pass keeps for the backward pass, and the peak on a GPU."""
 
-import ctypes
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 MIB = 2**20
-#: what becomes of the memory that a step has freed, on a CPU: the process keeps it, or the allocator may return it
-FREED_MEMORY = ("keep", "return")
-#: of glibc's malloc.h
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
 def saved_bytes(forward: Callable[[], object], module: nn.Module) -> int:
@@ -52,17 +47,3 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int | None:
     run()
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
-
-
-def keep_freed_memory() -> None:
-    """Makes this process keep the memory that it frees, as the allocators do that are made for training.
-
-    glibc returns large blocks to the system, now and then as it happens to find them. Fresh ones cost a page fault for
-    every 4 KiB, on a virtual machine as long as a pass of arithmetic over a map, and that by chance.
-
-    Raises:
-        ValueError: the C library is not glibc.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None or not (mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, -1)):
-        raise ValueError('freed memory "keep": only glibc can be told so; use "return"')

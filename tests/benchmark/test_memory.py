@@ -1,16 +1,11 @@
 """Memory kept for the backward pass is counted in bytes that can be worked out by hand."""
 
-import ctypes
 import gc
-import subprocess
-import sys
 import weakref
 
-import pytest
 import torch
 from torch import nn
 
-from gw_detectron.benchmark import memory
 from gw_detectron.benchmark.memory import peak_bytes, saved_bytes
 
 N, C, H, W = 2, 64, 5, 7
@@ -69,34 +64,3 @@ def test_nothing_stays_alive():
 
 def test_no_peak_on_a_cpu():
     assert peak_bytes(lambda: None, torch.device("cpu")) is None
-
-
-PAGE_FAULTS = """
-import resource
-import torch
-from gw_detectron.benchmark.memory import keep_freed_memory
-
-def faults():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    torch.ones(64 << 18)  # 64 MiB, which are freed at once
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-faults()
-print(faults())
-keep_freed_memory()
-faults()
-print(faults())
-"""
-
-
-def test_freed_memory_is_kept():
-    """(64 MiB are 16384 pages; glibc returns as large a block to the system at once.)"""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", PAGE_FAULTS], capture_output=True, text=True)
-    returned, kept = map(int, done.stdout.split())
-    assert kept < 100 < returned
-
-
-def test_another_c_library_cannot_be_told(monkeypatch):
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
-    with pytest.raises(ValueError, match='only glibc can be told so; use "return"'):
-        memory.keep_freed_memory()

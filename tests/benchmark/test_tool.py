@@ -27,15 +27,7 @@ def tool():
 
 
 @pytest.fixture
-def kept(monkeypatch):
-    """Calls of what would change the memory of this whole process."""
-    calls = []
-    monkeypatch.setattr(layer_file, "keep_freed_memory", lambda: calls.append("kept"))
-    return calls
-
-
-@pytest.fixture
-def layer(tool, tmp_path, kept):
+def layer(tool, tmp_path):
     flags = ["--device", "cpu", "--shapes", "1x64x5x3", "--repeats", "2", "--output", tmp_path / "found"]
     return lambda *words: tool("layer", *flags, *words)
 
@@ -50,16 +42,6 @@ def test_layer_prints_and_writes_its_table(layer, tmp_path, capsys):
     assert {row["provider"] for row in table.rows} == {
         *("ours", "figure1", "group_norm", "batch_norm", "conv3x3", "floor")
     }
-
-
-def test_freed_memory_is_kept_unless_it_is_to_be_returned(layer, kept, tmp_path, capsys):
-    layer()
-    assert kept == ["kept"]
-    layer("--freed-memory", "return", "--output", tmp_path / "returned")
-    assert kept == ["kept"]
-    assert "freed_memory=return" in read_csv(tmp_path / "returned.csv").header["settings"]
-    with pytest.raises(ValueError, match="measured with settings .*freed_memory=keep"):
-        layer("--freed-memory", "return", "--compare", tmp_path / "found.csv")
 
 
 @pytest.mark.parametrize(("factor", "fine"), [(1e4, True), (1e-4, False)])
@@ -174,7 +156,6 @@ def test_model_flags(tool, monkeypatch, tmp_path, capsys):
         (["layer", "--compare", "nowhere.csv"], "there is no table of measurements 'nowhere.csv'"),
         (["model", "--models", "VGG"], "unknown model 'VGG'"),
         (["model", "--variants", "GW-S2"], "unknown variant 'GW-S2'"),
-        (["layer", "--freed-memory", "lose"], "unknown freed memory 'lose'; allowed are keep, return"),
         (["layer", "--device", "tpu"], "device 'tpu': allowed are cpu and cuda"),
     ],
 )
