@@ -199,9 +199,9 @@ def norm_spec(layer: nn.Module) -> str:
     for name, family in _FAMILIES.items():
         if isinstance(layer, family.layer) and all(getattr(layer, key) == value for key, value in family.fixed.items()):
             shown = []
-            for key, (argument, *_, usual) in family.options.items():
-                value, read = getattr(layer, argument), argument not in READ_BY or layer.solver == READ_BY[argument]
-                if read and value != usual:
+            for key, option in family.options.items():
+                value, reader = getattr(layer, option.argument), READ_BY.get(option.argument)
+                if value != option.usual and (reader is None or layer.solver == reader):
                     shown.append(f"{key}={_text(value)}")
             return f"{name}:{','.join(shown)}"
     for name, layer_class in _DETECTRON2_LAYERS:

@@ -312,6 +312,12 @@ def test_the_operator_keeps_torchs_rules(affine, channels_last):
         x = x.detach().to(memory_format=torch.channels_last).requires_grad_()
     weight, bias = (torch.rand(12, requires_grad=True) if affine else None for _ in range(2))
     torch.library.opcheck(torch.ops.gw_detectron.group_whiten, (x, weight, bias, 4, 5, 1e-5, "matmul"))
+    # the backward pass, which has no derivative of its own, also of an empty batch
+    mean, sigma = torch.ops.gw_detectron.group_whiten(x.detach(), weight, bias, 4, 5, 1e-5, "matmul")[1:]
+    arguments = (torch.randn_like(x), x.detach(), mean, sigma, None if weight is None else weight.detach(), 5, "matmul")
+    for part in (arguments, [each[:0] if i < 4 else each for i, each in enumerate(arguments)]):
+        checks = ("test_schema", "test_faketensor")
+        torch.library.opcheck(torch.ops.gw_detectron.group_whiten_backward, tuple(part), test_utils=checks)
 
 
 def test_compiles_in_one_graph():
