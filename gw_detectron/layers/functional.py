@@ -60,6 +60,7 @@ def group_whiten(
     *,
     threshold: float = 0.01,
     corr: bool = False,
+    relu: bool = False,
 ) -> Tensor:
     r"""Whitens the groups of channels of every sample by that sample's own covariance.
 
@@ -84,6 +85,7 @@ def group_whiten(
         bias: per-channel shift :math:`\beta`, (C,).
         threshold: c of the solver ``zca_max``.
         corr: standardise the groups, then decorrelate their correlation matrix.
+        relu: return :math:`\max(y, 0)`.
 
     Returns:
         y in the shape, dtype and memory format of ``x``. An empty ``x`` gives an empty tensor that still depends on
@@ -99,7 +101,7 @@ def group_whiten(
     whitening_matrix = Solver(solver, num_iters, eps, threshold, corr)
     groups = effective_groups(x.shape[1], num_groups)
     if x.numel() == 0:
-        return _affine(x, weight, bias).to(x.dtype)
+        return _affine(x, weight, bias, relu).to(x.dtype)
     dtype = compute_dtype(x)
     with autocast_off(x.device.type):
         columns = x.shape[1] // groups * math.prod(x.shape[2:])  # not -1: a traced model may meet an empty batch
@@ -109,17 +111,17 @@ def group_whiten(
         covariance = x_c @ x_c.mT / x_c.shape[-1]
         # the solver adds eps I
         x_hat = (whitening_matrix(covariance) @ x_c).reshape(x.shape)
-        y = _affine(x_hat, weight, bias)
+        y = _affine(x_hat, weight, bias, relu)
     return y.to(dtype=x.dtype, memory_format=memory_format_of(x))
 
 
-def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, relu: bool) -> Tensor:
     shape = (1, -1) + (1,) * (x.dim() - 2)
     if weight is not None:
         x = x * weight.to(x.dtype).reshape(shape)
     if bias is not None:
         x = x + bias.to(x.dtype).reshape(shape)
-    return x
+    return x.relu() if relu else x
 
 
 def autocast_off(device_type: str) -> AbstractContextManager:

@@ -30,6 +30,7 @@ class GroupWhitening2d(nn.Module):
             (exact), ...
         threshold: c of the solver ``"zca_max"``.
         corr: standardise the groups, then decorrelate their correlation matrix.
+        relu: apply ReLU to y, in the same passes over memory.
 
     Shape: (N, C, *spatial) -> the same, for zero to three spatial dimensions; dtype and memory format are kept.
 
@@ -50,6 +51,7 @@ class GroupWhitening2d(nn.Module):
         *,
         threshold: float = 0.01,
         corr: bool = False,
+        relu: bool = False,
     ) -> None:
         super().__init__()
         Solver(solver, num_iters, eps, threshold, corr)  # checks them
@@ -61,6 +63,7 @@ class GroupWhitening2d(nn.Module):
         self.solver = solver
         self.threshold = threshold
         self.corr = corr
+        self.relu = relu
         self.weight = nn.Parameter(torch.ones(num_channels)) if affine else None
         self.bias = nn.Parameter(torch.zeros(num_channels)) if affine else None
 
@@ -79,6 +82,7 @@ class GroupWhitening2d(nn.Module):
             self.bias,
             threshold=self.threshold,
             corr=self.corr,
+            relu=self.relu,
         )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -91,4 +95,5 @@ class GroupWhitening2d(nn.Module):
 
     def extra_repr(self) -> str:
         solver = Solver(self.solver, self.num_iters, self.eps, self.threshold, self.corr)
-        return f"{self.num_channels}, groups={self.num_groups}, {solver}, affine={self.affine}"
+        relu = ", relu=True" if self.relu else ""
+        return f"{self.num_channels}, groups={self.num_groups}, {solver}, affine={self.affine}{relu}"

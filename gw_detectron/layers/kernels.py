@@ -35,7 +35,7 @@ from .solvers import Solver
 
 ENVIRONMENT_SWITCH = "GW_DETECTRON_KERNELS"
 FORCEABLE = ("matmul", "reference")
-_MODULES = {"triton": triton_kernels, "matmul": matmul_kernels}
+_MODULES: dict[str, Any] = {"triton": triton_kernels, "matmul": matmul_kernels}
 _FORWARD, _BACKWARD = "gw_detectron::group_whiten", "gw_detectron::group_whiten_backward"
 _PUBLISHED = Solver()
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -70,6 +70,7 @@ def group_whiten(
     *,
     threshold: float = 0.01,
     corr: bool = False,
+    relu: bool = False,
 ) -> Tensor:
     """:func:`gw_detectron.layers.functional.group_whiten`, to rounding, by the path that :func:`choose_path` names."""
     functional.check_tensors("group whitening", x, weight, bias)
@@ -79,8 +80,10 @@ def group_whiten(
     if not torch.compiler.is_compiling() and _logger.isEnabledFor(logging.DEBUG):
         _log(path, x.device.type, x.dtype, x.shape[1], groups, str(options))
     if path == "reference":
-        return functional.group_whiten(x, groups, num_iters, eps, solver, weight, bias, threshold=threshold, corr=corr)
-    return torch.ops.gw_detectron.group_whiten(x, weight, bias, groups, num_iters, eps, path)[0]
+        return functional.group_whiten(
+            x, groups, num_iters, eps, solver, weight, bias, threshold=threshold, corr=corr, relu=relu
+        )
+    return torch.ops.gw_detectron.group_whiten(x, weight, bias, groups, num_iters, eps, relu, path)[0]
 
 
 def choose_path(x: Tensor, groups: int, solver: Solver = _PUBLISHED) -> str:
@@ -123,10 +126,6 @@ def _log(path: str, device: str, dtype: torch.dtype, channels: int, groups: int,
     )
 
 
-def _kernels(path: str) -> Any:
-    return _MODULES[path]
-
-
 def _operator(name: str) -> Callable[[_Function], _Function]:
     """Registers a function as a custom operator, without the checks by which ``custom_op`` slows every call down."""
 
@@ -141,17 +140,16 @@ def _operator(name: str) -> Callable[[_Function], _Function]:
 
 @_operator(_FORWARD)
 def _forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, num_iters: int, eps: float, path: str
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, num_iters: int, eps: float, relu: bool, path: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     with functional.autocast_off(x.device.type):
-        kernels = _kernels(path)
-        y, mean, sigma = closed_form.forward(kernels, kernels.prepare(x), weight, bias, groups, num_iters, eps)
+        y, mean, sigma = closed_form.forward(_MODULES[path], x, weight, bias, groups, num_iters, eps, relu)
     return y.contiguous(memory_format=functional.memory_format_of(x)), mean, sigma
 
 
 @torch.library.register_fake(_FORWARD)
 def _(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, num_iters: int, eps: float, path: str
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, num_iters: int, eps: float, relu: bool, path: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = functional.compute_dtype(x)
     y = torch.empty_like(x, memory_format=functional.memory_format_of(x))
@@ -160,53 +158,65 @@ def _(
 
 @_operator(_BACKWARD)
 def _backward(
-    dy: Tensor, x: Tensor, mean: Tensor, sigma: Tensor, weight: Tensor | None, num_iters: int, path: str
+    dy: Tensor,
+    y: Tensor | None,
+    x: Tensor,
+    mean: Tensor,
+    sigma: Tensor,
+    weight: Tensor | None,
+    num_iters: int,
+    path: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     with functional.autocast_off(x.device.type):
-        kernels = _kernels(path)
-        dx, dweight, dbias = closed_form.backward(
-            kernels, kernels.prepare(dy), kernels.prepare(x), mean, sigma, weight, num_iters
-        )
+        dx, dweight, dbias = closed_form.backward(_MODULES[path], dy, y, x, mean, sigma, weight, num_iters)
     return dx.contiguous(memory_format=functional.memory_format_of(x)), dweight, dbias
 
 
 @torch.library.register_fake(_BACKWARD)
 def _(
-    dy: Tensor, x: Tensor, mean: Tensor, sigma: Tensor, weight: Tensor | None, num_iters: int, path: str
+    dy: Tensor,
+    y: Tensor | None,
+    x: Tensor,
+    mean: Tensor,
+    sigma: Tensor,
+    weight: Tensor | None,
+    num_iters: int,
+    path: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx = torch.empty_like(x, memory_format=functional.memory_format_of(x))
     return dx, mean.new_empty(x.shape[1]), mean.new_empty(x.shape[1])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, weight, bias, ctx.groups, ctx.num_iters, ctx.eps, ctx.path = inputs
-    _, mean, sigma = output
+    x, weight, bias, ctx.groups, ctx.num_iters, ctx.eps, relu, ctx.path = inputs
+    y, mean, sigma = output
     ctx.mark_non_differentiable(mean, sigma)
     ctx.set_materialize_grads(False)  # zeros for mean and sigma, as large as the matrices of all samples
-    ctx.save_for_backward(x, mean, sigma, weight)
+    ctx.save_for_backward(x, mean, sigma, weight, y if relu else None)
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
 def _gradients(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if dy is None:  # a gradient of zero
-        return (None,) * 7
-    x, mean, sigma, weight = ctx.saved_tensors
+        return (None,) * 8
+    x, mean, sigma, weight, y = ctx.saved_tensors
     needed = ctx.needs_input_grad[:3]
     if torch.is_grad_enabled():  # create_graph: the gradient is to be differentiated again
         bias = None  # of any value: no derivative depends on it
         if ctx.bias_dtype is not None:
             bias = torch.zeros(x.shape[1], dtype=ctx.bias_dtype, device=x.device, requires_grad=True)
         inputs = [tensor for tensor, wanted in zip((x, weight, bias), needed, strict=True) if wanted]
-        y = functional.group_whiten(x, ctx.groups, ctx.num_iters, ctx.eps, "newton", weight, bias)
-        found = iter(torch.autograd.grad(y, inputs, dy, create_graph=True))
+        through = dy if y is None else torch.ops.aten.threshold_backward(dy, y, 0)
+        before_relu = functional.group_whiten(x, ctx.groups, ctx.num_iters, ctx.eps, "newton", weight, bias)
+        found = iter(torch.autograd.grad(before_relu, inputs, through, create_graph=True))
         gradients = tuple(next(found) if wanted else None for wanted in needed)
     else:
-        results = torch.ops.gw_detectron.group_whiten_backward(dy, x, mean, sigma, weight, ctx.num_iters, ctx.path)
+        results = torch.ops.gw_detectron.group_whiten_backward(dy, y, x, mean, sigma, weight, ctx.num_iters, ctx.path)
         dtypes = (x.dtype, None if weight is None else weight.dtype, ctx.bias_dtype)
         gradients = tuple(
             result.to(dtype) if wanted else None for result, dtype, wanted in zip(results, dtypes, needed, strict=True)
         )
-    return *gradients, None, None, None, None
+    return *gradients, None, None, None, None, None
 
 
 torch.library.register_autograd(_FORWARD, _gradients, setup_context=_setup_context)
@@ -225,7 +235,7 @@ def _forward_flops(x: Any, weight: Any, bias: Any, groups: int, num_iters: int, 
 
 
 @register_flop_formula(torch.ops.gw_detectron.group_whiten_backward)
-def _backward_flops(dy: Any, x: Any, mean: Any, sigma: Any, weight: Any, num_iters: int, *_: Any, **__: Any) -> int:
+def _backward_flops(dy: Any, y: Any, x: Any, mean: Any, sigma: Any, weight: Any, num_iters: int, *_: Any, **__: Any) -> int:
     """Gradients of whitening matrices and input (3 products), and the iteration with its tangents."""
     n, groups = mean
     columns = math.prod(x[1:]) // groups

@@ -60,7 +60,7 @@ def _even(length: int, at_most: int) -> Iterator[slice]:
 
 
 def prepare(x: Tensor) -> Tensor:
-    """The input, or a gradient, in the layout that the other functions take."""
+    """A tensor as large as the input in the layout that the other functions take."""
     return x.contiguous()
 
 
@@ -127,8 +127,10 @@ def _centred(part: Tensor, mean: Tensor) -> Tensor:
     return torch.sub(part, mean[:, :, None, None], out=scratch("centred", part.shape, mean))
 
 
-def apply(x: Tensor, mean: Tensor, whitening: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor) -> None:
-    """Writes ``weight * (whitening @ (x - mean)) + bias`` to ``out``, a contiguous tensor."""
+def apply(
+    x: Tensor, mean: Tensor, whitening: Tensor, weight: Tensor | None, bias: Tensor | None, relu: bool, out: Tensor
+) -> None:
+    """Writes ``weight * (whitening @ (x - mean)) + bias``, or its positive part, to ``out``, a contiguous tensor."""
     groups = whitening.shape[-1]
     x, y = _grouped(x, groups), _grouped(out, groups)
     scale, shift = _per_channel(weight, mean), _per_channel(bias, mean)
@@ -139,25 +141,35 @@ def apply(x: Tensor, mean: Tensor, whitening: Tensor, weight: Tensor | None, bia
             if scale is not None:
                 result.mul_(scale[:, block.channels])
             torch.add(result, 0 if shift is None else shift[:, block.channels], out=of_y[some])
+        if relu:
+            of_y.relu_()
 
 
 def _per_channel(parameter: Tensor | None, mean: Tensor) -> Tensor | None:
     return None if parameter is None else parameter.to(mean.dtype).reshape(mean.shape[1], -1, 1)
 
 
-def grad_products(x: Tensor, mean: Tensor, dy: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+def grad_products(
+    x: Tensor, mean: Tensor, dy: Tensor, groups: int, y: Tensor | None, out: Tensor
+) -> tuple[Tensor, Tensor]:
     """``dy_j @ (x_j - mean)^T`` for every channel j of a group, and the sums of ``dy`` over positions.
+
+    With ``y``, the result of a ReLU, of what it lets through of ``dy``, which is written to ``out``.
 
     Returns:
         (C / g, N, g, g), overwritten by the next call, and (C / g, N, g).
     """
-    x, dy = _grouped(x, groups), _grouped(dy, groups)
+    x, dy, through = _grouped(x, groups), _grouped(dy, groups), _grouped(out, groups)
+    y = None if y is None else _grouped(y, groups)
     n, _, channels, _ = x.shape
     products = scratch("products", (channels, n, groups, groups), mean)
     sums = mean.new_zeros((channels, n, groups))
     for block in _blocks(x):
         centred = _centred(block.of(x), mean[block.samples])
-        grad = block.of(dy).to(centred.dtype)
+        grad = block.of(dy)
+        if y is not None:
+            grad = torch.ops.aten.threshold_backward.grad_input(grad, block.of(y), 0, grad_input=block.of(through))
+        grad = grad.to(centred.dtype)
         sums[block.channels, block.samples] += grad.sum(-1).permute(2, 0, 1)
         # (C / g, N, g, P) and (C / g, N, g, g): a batch for each channel or, if those are fewer, for each sample
         batches = [grad.permute(2, 0, 1, 3), centred.permute(2, 0, 1, 3), products[block.channels, block.samples]]
@@ -177,7 +189,7 @@ def apply_backward(
     shift: Tensor,
     out: Tensor,
 ) -> None:
-    """Writes ``whitening @ (weight * dy) + symmetric @ (x - mean) - shift`` to ``out``, a contiguous tensor."""
+    """Writes ``whitening @ (weight * dy) + symmetric @ (x - mean) - shift`` to ``out``, contiguous, even ``dy``."""
     groups = whitening.shape[-1]
     x, dy, dx = _grouped(x, groups), _grouped(dy, groups), _grouped(out, groups)
     scale = _per_channel(weight, mean)

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -90,6 +91,34 @@ def test_the_published_setting_is_the_default():
     assert not isinstance(layer, nn.modules.batchnorm._NormBase)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("shape", [(3, 24, 5, 7), (2, 24, 1, 1), (0, 24, 5, 7)], ids=str)
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_its_relu_is_the_same_as_one_behind_it(solver, shape, memory_format, dtype):
+    generator = torch.Generator().manual_seed(0)
+    x, dy = torch.randn(2, *shape, generator=generator).to(dtype)
+    results = []
+    for relu in (True, False):
+        layer = GroupWhitening2d(24, 8, solver=solver, relu=relu)
+        with torch.no_grad():
+            layer.bias.copy_(torch.linspace(-1, 1, 24))
+        leaf = x.clone(memory_format=memory_format).requires_grad_()
+        y = layer(leaf) if relu else F.relu_(layer(leaf))
+        results.append((y.detach(), *torch.autograd.grad(y, (leaf, layer.weight, layer.bias), dy)))
+    fused, apart = results
+    assert torch.equal(fused[0], apart[0])
+    for one, other in zip(fused, apart, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_its_relu_hides_no_nan():
+    x = torch.randn(2, 16, 5, 5)
+    x[1, 3, 2, 2] = torch.nan
+    y = GroupWhitening2d(16, 8, relu=True)(x)
+    assert y[0].isfinite().all() and y[1].isnan().any()
+
+
 def test_training_and_evaluation_are_the_same_function():
     layer, x = build(64, Setting(32), torch.float32), features(2, 64, 7, 5)
     assert torch.equal(layer.train()(x), layer.eval()(x))
@@ -101,6 +130,7 @@ def test_repr_shows_the_setting(solver):
     for part in ("32", "groups=32", "eps=0.0001", f"solver={solver}", "affine=False"):
         assert part in text
     assert ("iters=3" in text) == (solver == "newton")
+    assert "relu" not in text and "relu=True" in repr(GroupWhitening2d(32, solver=solver, relu=True))
 
 
 @pytest.mark.parametrize("solver", SOLVERS)

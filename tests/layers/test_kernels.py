@@ -204,6 +204,12 @@ def test_little_more_is_kept_for_backward_than_by_group_norm(shape, limit):
     assert 0 < saved_bytes(lambda: ours(x), ours) <= limit * saved_bytes(lambda: group_norm(x), group_norm)
 
 
+def test_a_relu_keeps_what_it_would_keep_by_itself():
+    x = torch.randn(2, 64, 100, 168, requires_grad=True)
+    fused, apart = layer(64, relu=True), nn.Sequential(layer(64), nn.ReLU(inplace=True))
+    assert saved_bytes(lambda: fused(x), fused) == saved_bytes(lambda: apart(x), apart)
+
+
 # which path
 
 
@@ -306,22 +312,26 @@ def test_the_path_is_logged_once(caplog):
 
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("channels_last", [True, False])
-def test_the_operator_keeps_torchs_rules(affine, channels_last):
+@pytest.mark.parametrize("relu", [True, False])
+def test_the_operator_keeps_torchs_rules(affine, channels_last, relu):
     x = torch.randn(2, 12, 4, 5, requires_grad=True)
     if channels_last:
         x = x.detach().to(memory_format=torch.channels_last).requires_grad_()
     weight, bias = (torch.rand(12, requires_grad=True) if affine else None for _ in range(2))
-    torch.library.opcheck(torch.ops.gw_detectron.group_whiten, (x, weight, bias, 4, 5, 1e-5, "matmul"))
+    torch.library.opcheck(torch.ops.gw_detectron.group_whiten, (x, weight, bias, 4, 5, 1e-5, relu, "matmul"))
     # the backward pass, which has no derivative of its own, also of an empty batch
-    mean, sigma = torch.ops.gw_detectron.group_whiten(x.detach(), weight, bias, 4, 5, 1e-5, "matmul")[1:]
-    arguments = (torch.randn_like(x), x.detach(), mean, sigma, None if weight is None else weight.detach(), 5, "matmul")
-    for part in (arguments, [each[:0] if i < 4 else each for i, each in enumerate(arguments)]):
+    x, weight = (None if tensor is None else tensor.detach() for tensor in (x, weight))
+    y, mean, sigma = torch.ops.gw_detectron.group_whiten(x, weight, bias, 4, 5, 1e-5, relu, "matmul")
+    y = y.detach() if relu else None
+    arguments = (torch.randn_like(x), y, x, mean.detach(), sigma.detach(), weight, 5, "matmul")
+    for part in (arguments, [each[:0] if i < 5 and each is not None else each for i, each in enumerate(arguments)]):
         checks = ("test_schema", "test_faketensor")
         torch.library.opcheck(torch.ops.gw_detectron.group_whiten_backward, tuple(part), test_utils=checks)
 
 
-def test_compiles_in_one_graph():
-    made = layer(64, 16)
+@pytest.mark.parametrize("relu", [True, False])
+def test_compiles_in_one_graph(relu):
+    made = layer(64, 16, relu=relu)
     x, dy = torch.randn(2, 3, 64, 6, 7)
     compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
     x_compiled = x.clone().requires_grad_()
@@ -382,16 +392,17 @@ def test_fvcore_counts_the_products():
     assert counted.total() == 2 * g * x.numel() + 4 * 3 * g**3 * 3
 
 
-def test_second_derivatives_are_right():
+@pytest.mark.parametrize("relu", [True, False])
+def test_second_derivatives_are_right(relu):
     made = layer(8, 4).double()
-    x = torch.randn(2, 8, 5, dtype=torch.float64, requires_grad=True)
-    weight, bias = made.weight, made.bias
-    assert torch.autograd.gradcheck(
-        lambda *a: kernels.group_whiten(a[0], 4, 5, 1e-5, "newton", *a[1:]), (x, weight, bias)
-    )
-    assert torch.autograd.gradgradcheck(
-        lambda *a: kernels.group_whiten(a[0], 4, 5, 1e-5, "newton", *a[1:]), (x, weight, bias)
-    )
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 8, 5, dtype=torch.float64, generator=generator).requires_grad_()
+
+    def whiten(*tensors):
+        return kernels.group_whiten(tensors[0], 4, 5, 1e-5, "newton", *tensors[1:], relu=relu)
+
+    assert torch.autograd.gradcheck(whiten, (x, made.weight, made.bias))
+    assert torch.autograd.gradgradcheck(whiten, (x, made.weight, made.bias))
 
 
 @pytest.mark.parametrize("wanted", [("x",), ("weight",), ("bias",), ("x", "bias")])

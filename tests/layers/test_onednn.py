@@ -73,8 +73,8 @@ def test_each_product_of_a_large_map_but_that_of_strided_channels(products):
         x = random(2, channels, 60, 70)
         mean, sigma = matmul_kernels.statistics(x, 64)
         out = torch.empty_like(x)
-        matmul_kernels.apply(x, mean, sigma, None, None, out)
-        matmul_kernels.grad_products(x, mean, x, 64)
+        matmul_kernels.apply(x, mean, sigma, None, None, False, out)
+        matmul_kernels.grad_products(x, mean, x, 64, None, out)
         matmul_kernels.apply_backward(x, mean, x, sigma, None, sigma, mean, out)
         assert len(products) == count
         products.clear()
@@ -84,5 +84,5 @@ def test_each_product_of_a_large_map_but_that_of_strided_channels(products):
 def test_small_maps_go_without(products):
     x = random(40, 64, 7, 7)
     mean, sigma = matmul_kernels.statistics(x, 64)
-    matmul_kernels.apply(x, mean, sigma, None, None, torch.empty_like(x))
+    matmul_kernels.apply(x, mean, sigma, None, None, False, torch.empty_like(x))
     assert not products

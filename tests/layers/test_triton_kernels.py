@@ -66,7 +66,7 @@ def small_chunks(monkeypatch, request):
 class Sample:
     """An input with everything that the kernels are given and what they should make of it, in float64."""
 
-    def __init__(self, shape, groups, dtype=FP32, channels_last=False, affine=True, seed=0):
+    def __init__(self, shape, groups, dtype=FP32, channels_last=False, affine=True, relu=False, seed=0):
         self.groups, self.dtype = groups, dtype
         channels = shape[1]
         rng = np.random.default_rng(seed)
@@ -76,7 +76,9 @@ class Sample:
         self.weight = self._vector(rng, channels) if affine else None
         self.bias = self._vector(rng, channels) if affine else None
         n = shape[0]
-        self.x_g, self.dy_g = (t.double().cpu().reshape(n, groups, channels // groups, -1) for t in (self.x, self.dy))
+        self.y = (self.x - self.x.float().mean()).relu().to(dtype) if relu else None
+        let_through = self.dy if self.y is None else self.dy * (self.y > 0)
+        self.x_g, self.dy_g = (t.double().cpu().reshape(n, groups, channels // groups, -1) for t in (self.x, let_through))
         self.mean = self.x_g.mean((2, 3))
         self.x_c = self.x_g - self.mean[..., None, None]
         matrices = rng.normal(size=(2, n, groups, groups))
@@ -209,23 +211,26 @@ def check_newton_of_any_magnitude(scale):
 
 
 @cases()
-@pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
-def check_apply(shape, groups, dtype, channels_last, affine):
+@pytest.mark.parametrize(("affine", "relu"), [(True, False), (False, False), (True, True)])
+def check_apply(shape, groups, dtype, channels_last, affine, relu):
     sample = Sample(shape, groups, dtype, channels_last, affine)
     y = torch.empty_like(sample.x)
     mean, whitening = sample.given(sample.mean, sample.whitening)
-    triton_kernels.apply(sample.x, mean, whitening, sample.weight, sample.bias, out=y)
+    triton_kernels.apply(sample.x, mean, whitening, sample.weight, sample.bias, relu, out=y)
     expected = torch.einsum("nrk,nkjp->nrjp", sample.whitening, sample.x_c)
     expected = expected * sample.per_channel(sample.weight, 1.0) + sample.per_channel(sample.bias, 0.0)
-    assert relative_error(y, expected) < TOLERANCE[dtype]
+    assert relative_error(y, expected.relu() if relu else expected) < TOLERANCE[dtype]
 
 
 @cases()
-def check_grad_products(shape, groups, dtype, channels_last):
-    sample = Sample(shape, groups, dtype, channels_last)
+@pytest.mark.parametrize("relu", [False, True], ids=["", "relu"])
+def check_grad_products(shape, groups, dtype, channels_last, relu):
+    sample = Sample(shape, groups, dtype, channels_last, relu=relu)
     (mean,) = sample.given(sample.mean)
-    products, sums = triton_kernels.grad_products(sample.x, mean, sample.dy, groups)
-    again = triton_kernels.grad_products(sample.x, mean, sample.dy, groups)
+    through = torch.full_like(sample.x, 7)
+    products, sums = triton_kernels.grad_products(sample.x, mean, sample.dy, groups, sample.y, out=through)
+    again = triton_kernels.grad_products(sample.x, mean, sample.dy, groups, sample.y, out=through.clone())
+    assert torch.equal(through, torch.where(sample.y > 0, sample.dy, 0) if relu else torch.full_like(through, 7))
     assert torch.equal(products, again[0]) and torch.equal(sums, again[1])
     assert products.shape == (shape[1] // groups, shape[0], groups, groups)
     # relative to the lengths of the factors: a single column may be its own mean
@@ -236,12 +241,13 @@ def check_grad_products(shape, groups, dtype, channels_last):
 
 
 @cases()
-@pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
-def check_apply_backward(shape, groups, dtype, channels_last, affine):
+@pytest.mark.parametrize(("affine", "in_place"), [(True, False), (False, False), (True, True)])
+def check_apply_backward(shape, groups, dtype, channels_last, affine, in_place):
     sample = Sample(shape, groups, dtype, channels_last, affine)
-    dx = torch.empty_like(sample.x)
+    dx = sample.dy.clone() if in_place else torch.empty_like(sample.x)
+    dy = dx if in_place else sample.dy
     mean, whitening, symmetric, shift = sample.given(sample.mean, sample.whitening, sample.symmetric, sample.shift)
-    triton_kernels.apply_backward(sample.x, mean, sample.dy, whitening, sample.weight, symmetric, shift, out=dx)
+    triton_kernels.apply_backward(sample.x, mean, dy, whitening, sample.weight, symmetric, shift, out=dx)
     scaled = sample.dy_g * sample.per_channel(sample.weight, 1.0)
     expected = torch.einsum("nkr,nkjp->nrjp", sample.whitening, scaled)
     expected = expected + torch.einsum("nrk,nkjp->nrjp", sample.symmetric, sample.x_c) - sample.shift[..., None, None]
@@ -250,14 +256,14 @@ def check_apply_backward(shape, groups, dtype, channels_last, affine):
 
 def check_mixed_memory_formats():
     """A gradient often comes in another memory format than the input."""
-    sample = Sample((2, 48, 5, 7), 16, channels_last=True)
+    sample = Sample((2, 48, 5, 7), 16, channels_last=True, relu=True)
     mean, whitening, symmetric, shift = sample.given(sample.mean, sample.whitening, sample.symmetric, sample.shift)
     results = []
     for memory_format in (torch.contiguous_format, torch.channels_last):
         dy = sample.dy.contiguous(memory_format=memory_format)
-        dx = torch.empty_like(sample.x)
+        dx, through = torch.empty_like(sample.x), torch.empty_like(sample.x)
         triton_kernels.apply_backward(sample.x, mean, dy, whitening, sample.weight, symmetric, shift, out=dx)
-        results.append((dx, *triton_kernels.grad_products(sample.x, mean, dy, 16)))
+        results.append((dx, *triton_kernels.grad_products(sample.x, mean, dy, 16, sample.y, out=through), through))
     for one, other in zip(*results, strict=True):
         assert relative_error(one, other.cpu()) < TOLERANCE[FP32]
 
@@ -277,14 +283,15 @@ def check_nothing_beside_the_tensors_is_read_or_written(shape, groups, channels_
             part.copy_(values)
         return frame, part
 
-    (_, x), (_, dy), (y_frame, y), (dx_frame, dx) = inside(sample.x), inside(sample.dy), inside(), inside()
+    (_, x), (_, dy) = inside(sample.x), inside(sample.dy)
+    (y_frame, y), (dx_frame, dx), (through_frame, through) = inside(), inside(), inside()
     mean, covariance = triton_kernels.statistics(x, groups)
     _, whitening, symmetric, shift = sample.given(sample.mean, sample.whitening, sample.symmetric, sample.shift)
-    triton_kernels.apply(x, mean, whitening, sample.weight, sample.bias, out=y)
+    triton_kernels.apply(x, mean, whitening, sample.weight, sample.bias, True, out=y)
     triton_kernels.apply_backward(x, mean, dy, whitening, sample.weight, symmetric, shift, out=dx)
-    for result in (covariance, y, dx, *triton_kernels.grad_products(x, mean, dy, groups)):
+    for result in (covariance, y, dx, *triton_kernels.grad_products(x, mean, dy, groups, y, through)):
         assert result.isfinite().all()
-    for frame, part in ((y_frame, y), (dx_frame, dx)):
+    for frame, part in ((y_frame, y), (dx_frame, dx), (through_frame, through)):
         assert frame.isfinite().sum() == part.numel()
 
 
@@ -295,9 +302,9 @@ def check_half_precision_does_not_overflow(dtype):
     x[..., :2] = 6e4
     y = torch.empty_like(x)
     mean = torch.full((1, 16), -3e4, device=DEVICE)
-    triton_kernels.apply(x, mean, 1e-4 * torch.eye(16, device=DEVICE)[None], None, None, out=y)
+    triton_kernels.apply(x, mean, 1e-4 * torch.eye(16, device=DEVICE)[None], None, None, False, out=y)
     assert y.float().amax().item() == pytest.approx(9, rel=1e-2)
-    triton_kernels.apply(x / 6e8, mean * 0, 1e5 * torch.eye(16, device=DEVICE)[None], None, None, out=y)
+    triton_kernels.apply(x / 6e8, mean * 0, 1e5 * torch.eye(16, device=DEVICE)[None], None, None, False, out=y)
     assert y.float().amax().item() == pytest.approx(10, rel=2e-2)
 
 
@@ -308,21 +315,32 @@ def check_a_tensor_that_does_not_collapse_is_refused():
         triton_kernels.statistics(x, 4)
 
 
+def check_more_than_32_bits_reach_is_refused(monkeypatch):
+    x = torch.zeros(2, 8, 6, 6, device=DEVICE)
+    monkeypatch.setattr(launch, "MAX_EXTENT", 8 * 6 * 6 + 1)
+    wide = torch.zeros(2, 16, 6, 6, device=DEVICE)[:, ::2]
+    assert triton_kernels.supported(x, 4) and triton_kernels.prepare(x) is x
+    assert triton_kernels.prepare(wide).is_contiguous()
+    monkeypatch.setattr(launch, "MAX_EXTENT", 8 * 6 * 6)
+    assert not triton_kernels.supported(x, 4)
+
+
+@pytest.mark.parametrize("relu", [False, True], ids=["", "relu"])
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize(("shape", "groups"), [((2, 32, 9, 7), 16), ((2, 64, 5, 13), 64)], ids=str)
-def check_the_whole_layer_follows_the_papers(shape, groups, channels_last):
+def check_the_whole_layer_follows_the_papers(shape, groups, channels_last, relu):
     """Algorithms 1 and 2 of the supplement, in numpy."""
     sample = Sample(shape, groups, channels_last=channels_last)
     setting = Setting(groups)
-    y, mean, sigma = closed_form.forward(
-        triton_kernels, sample.x, sample.weight, sample.bias, groups, setting.iters, setting.eps
-    )
-    results = (y, *closed_form.backward(triton_kernels, sample.dy, sample.x, mean, sigma, sample.weight, setting.iters))
-    x, dy, weight, bias = (t.double().cpu().numpy() for t in (sample.x, sample.dy, sample.weight, sample.bias))
-    expected = (
-        oracle.group_whiten(x, setting, weight, bias),
-        *oracle.group_whiten_backward(x, dy, setting, weight),
-    )
+    kernels, x, weight = triton_kernels, sample.x, sample.weight
+    y, mean, sigma = closed_form.forward(kernels, x, weight, sample.bias, groups, setting.iters, setting.eps, relu)
+    of_relu = y if relu else None
+    results = (y, *closed_form.backward(kernels, sample.dy, of_relu, x, mean, sigma, weight, setting.iters))
+    x, dy, weight, bias = (t.double().cpu().numpy() for t in (x, sample.dy, weight, sample.bias))
+    y = oracle.group_whiten(x, setting, weight, bias)
+    if relu:
+        y, dy = np.maximum(y, 0), np.where(y > 0, dy, 0)
+    expected = (y, *oracle.group_whiten_backward(x, dy, setting, weight))
     for actual, wanted in zip(results, expected, strict=True):
         assert relative_error(actual, torch.from_numpy(wanted)) < 2e-5
 
@@ -404,7 +422,7 @@ def compile_for(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(launch, "processors", lambda device: 132)
 
-    def compile_for(capability, x, groups):
+    def compile_for(capability, x, groups, relu):
         compiled = []
 
         def compile_instead(kernel, grid, like, warps, stages, **arguments):
@@ -438,8 +456,8 @@ def compile_for(monkeypatch, tmp_path):
         vector, mean = torch.empty(channels, device="meta"), torch.empty((n, groups), device="meta")
         matrix = torch.empty((n, groups, groups), device="meta")
         triton_kernels.statistics(x, groups)
-        triton_kernels.apply(x, mean, matrix, vector, vector, out=x)
-        triton_kernels.grad_products(x, mean, x, groups)
+        triton_kernels.apply(x, mean, matrix, vector, vector, relu, out=x)
+        triton_kernels.grad_products(x, mean, x, groups, x if relu else None, x)
         triton_kernels.apply_backward(x, mean, x, matrix, vector, matrix, mean, out=x)
         triton_kernels.newton(matrix, 5)
         triton_kernels.newton_backward(matrix, matrix, 5)
@@ -451,11 +469,12 @@ def compile_for(monkeypatch, tmp_path):
 KERNELS = ["_moments", "_merge", "_apply", "_products", "_apply_backward", "_newton", "_newton"]
 
 
+@pytest.mark.parametrize("relu", [False, True], ids=["", "relu"])
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("groups", [64, 128])
-def test_the_commonest_kernels_keep_to_the_registers(compile_for, groups, dtype):
+def test_the_commonest_kernels_keep_to_the_registers(compile_for, groups, dtype, relu):
     """For sm_90 and contiguous maps of one channel in a group."""
-    compiled = compile_for(90, torch.empty((16, groups, 200, 336), dtype=dtype, device="meta"), groups)
+    compiled = compile_for(90, torch.empty((16, groups, 200, 336), dtype=dtype, device="meta"), groups, relu)
     assert [each.kernel for each in compiled] == KERNELS
     for each in compiled:
         assert each.registers > 16, f"{each.kernel} was optimised away"
@@ -467,5 +486,5 @@ def test_the_commonest_kernels_keep_to_the_registers(compile_for, groups, dtype)
 def test_shared_memory_suffices_on_every_device(compile_for, memory_format, capability, shared):
     """In float32 with several channels in a group, which takes most. Limits in KiB: the CUDA programming guide."""
     x = torch.empty((16, 256, 7, 7), device="meta").to(memory_format=memory_format)
-    for each in compile_for(capability, x, 64):
+    for each in compile_for(capability, x, 64, relu=True):
         assert each.shared <= shared * 1024, f"{each.kernel} takes {each.shared} bytes"

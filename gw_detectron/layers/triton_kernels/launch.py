@@ -17,6 +17,8 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: bytes of x in a tile: small enough that a multiprocessor holds several programs, so that some load while others
 #: multiply, and still 128 bytes in a row of float32 with g = 64
 TILE_BYTES = 8192
+#: of a sample, in elements: kernels reckon in 32 bits within it
+MAX_EXTENT = 2**31
 #: tiles of a program that writes a partial g x g result or reads a g x g matrix; with g = 64 one weighs two tiles
 MIN_TILES = 4
 
@@ -28,6 +30,7 @@ def supported(x: Tensor, groups: int) -> bool:
         and (_interpreted() or _has_tensor_cores(x.device))
         and 1 <= groups <= MAX_GROUPS
         and x.dtype in DTYPES
+        and prod(x.shape[1:]) < MAX_EXTENT
     )
 
 
@@ -42,13 +45,18 @@ def _has_tensor_cores(device: torch.device) -> bool:
 
 
 def prepare(x: Tensor) -> Tensor:
-    """The input, or a gradient, in a layout that the kernels take: mostly as it is, channels_last too."""
+    """A tensor as large as the input in a layout that the kernels take: mostly as it is, channels_last too."""
     return x if _strides(x) is not None and _strides(torch.empty_like(x)) is not None else x.contiguous()
 
 
 def portion(x: Tensor, groups: int) -> int:
     """How many samples the backward pass should work on at a time: all."""
     return x.shape[0]
+
+
+def laid_out_as(like: Tensor, y: Tensor) -> Tensor:
+    """The values of ``y`` with the strides of ``like``: mostly as it is."""
+    return y if y.stride() == like.stride() else torch.empty_like(like).copy_(y)
 
 
 class _Strides(NamedTuple):
@@ -64,7 +72,10 @@ def _strides(x: Tensor) -> _Strides | None:
         sample, channel, position = x.view(*x.shape[:2], prod(x.shape[2:])).stride()
     except RuntimeError:  # the spatial dimensions do not collapse to one stride
         return None
-    alone = x.shape[2:].numel() == 1
+    channels, positions = x.shape[1], x.shape[2:].numel()
+    if (channels - 1) * channel + (positions - 1) * position >= MAX_EXTENT:
+        return None
+    alone = positions == 1
     # strides that are never taken say nothing about alignment
     sample, position = 0 if x.shape[0] == 1 else sample, 0 if alone else position
     if channel == 1 and position != 1:
@@ -113,9 +124,9 @@ def padded_rows(groups: int) -> int:
     return max(16, triton.next_power_of_2(groups))
 
 
-def columns_of(x: Tensor, groups: int) -> int:
-    """Columns of a tile of g rows."""
-    return min(256, max(32, TILE_BYTES // (padded_rows(groups) * x.element_size())))
+def columns_of(x: Tensor, groups: int, parts: int = 1) -> int:
+    """Columns of a tile of g rows, or of one of its parts."""
+    return min(256, max(32, TILE_BYTES // (parts * padded_rows(groups) * x.element_size())))
 
 
 def split(tiles: int, others: int, programs: int, device: torch.device) -> tuple[int, int]:

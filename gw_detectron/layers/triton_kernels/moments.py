@@ -8,7 +8,7 @@ from torch import Tensor
 
 from . import launch
 from .compiler import constexpr, jit, tl, triton
-from .tiles import store_matrix, tile_columns, tile_offsets
+from .tiles import of_sample, store_matrix, tile_columns, tile_offsets
 
 
 @jit
@@ -20,12 +20,13 @@ def _moments(
     """Count, mean (as the sum of two numbers) and centred second moments of one sample's chunk of columns."""
     n, chunk = tl.program_id(0), tl.program_id(1)
     first = chunk * per_split
+    x_ptr = of_sample(x_ptr, n, x_n, VECTOR)
     rows = tl.arange(0, ROWS)
     # Second moments about a value near the mean do not cancel. The mean of the first tile is one, whatever the first
     # column is; taken as a distance from that column it is exact for constant rows.
     j, p, exists = tile_columns(first, positions, CPG, JB, PB, VECTOR, X_J)
     held = (rows < GROUPS)[:, None] & exists[None, :]
-    start = tl.load(x_ptr + tile_offsets(n, rows, j, p, x_n, x_outer, CPG, VECTOR, X_J), mask=held, other=0.0)
+    start = tl.load(x_ptr + tile_offsets(rows, j, p, x_outer, CPG, VECTOR, X_J), mask=held, other=0.0)
     start = start.to(tl.float32)
     column = tl.sum(tl.where((tl.arange(0, JB * PB) == 0)[None, :], start, 0.0), 1)
     distance = tl.where(held, start - column[:, None], 0.0)
@@ -37,7 +38,7 @@ def _moments(
     for tile in tl.range(first, tl.minimum(first + per_split, tiles)):
         j, p, exists = tile_columns(tile, positions, CPG, JB, PB, VECTOR, X_J)
         inside = (rows < GROUPS)[:, None] & exists[None, :]
-        x = tl.load(x_ptr + tile_offsets(n, rows, j, p, x_n, x_outer, CPG, VECTOR, X_J), mask=inside, other=0.0)
+        x = tl.load(x_ptr + tile_offsets(rows, j, p, x_outer, CPG, VECTOR, X_J), mask=inside, other=0.0)
         x = tl.where(inside, x.to(tl.float32) - shift[:, None], 0.0)
         count += exists.to(tl.float32)
         total += x

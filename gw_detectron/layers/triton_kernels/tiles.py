@@ -32,14 +32,23 @@ def tile_columns(tile, positions, CPG: constexpr, JB: constexpr, PB: constexpr, 
 
 
 @jit
-def tile_offsets(n, rows, j, p, stride_n, outer, CPG: constexpr, VECTOR: constexpr, J_FIRST: constexpr):
-    """Offsets of a tile's elements; ``outer`` is the stride of p if J_FIRST, else of channels, and the other is 1."""
-    stride = outer.to(tl.int64) // VECTOR * VECTOR
+def of_sample(ptr, n, stride, VECTOR: constexpr):
+    """Where sample n of a tensor begins."""
+    return ptr + n.to(tl.int64) * (stride.to(tl.int64) // VECTOR * VECTOR)
+
+
+@jit
+def tile_offsets(rows, j, p, outer, CPG: constexpr, VECTOR: constexpr, J_FIRST: constexpr):
+    """Offsets of a tile's elements in a sample; ``outer`` is the stride of p if J_FIRST, else of channels, the other 1.
+
+    They have 32 bits, which takes half the registers; ``launch`` sees that they suffice.
+    """
+    stride = outer // VECTOR * VECTOR
     if J_FIRST:
-        row, column = rows.to(tl.int64) * CPG, p * stride + j
+        row, column = rows * CPG, p * stride + j
     else:
         row, column = rows * (stride * CPG), j * stride + p
-    return n * (stride_n.to(tl.int64) // VECTOR * VECTOR) + row[:, None] + column[None, :]
+    return row[:, None] + column[None, :]
 
 
 @jit
