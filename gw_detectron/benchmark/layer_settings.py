@@ -101,7 +101,8 @@ class LayerSettings:
             )
         for shape in (*self.shapes, *self.memory_shapes):
             case = self.case(shape, self.precisions[0], MODES[0])
-            needs = dict.fromkeys(("ours", "figure1", "figure1_compiled", "floor"), case.side)
+            whiten = ("ours", "ours_relu", "relu_apart", "figure1", "figure1_compiled", "floor")
+            needs = dict.fromkeys(whiten, case.side)
             for name, side in (needs | {"group_norm": GROUP_NORM_GROUPS}).items():
                 if name in self.providers and case.channels % side:
                     raise ValueError(

@@ -104,6 +104,8 @@ def _figure1_compiled(case: Case) -> nn.Module:
 #: how to build the layers
 LAYERS: dict[str, Callable[[Case], nn.Module]] = {
     "ours": lambda case: GroupWhitening2d(case.channels, case.groups, case.iters),
+    "ours_relu": lambda case: GroupWhitening2d(case.channels, case.groups, case.iters, relu=True),
+    "relu_apart": lambda case: nn.Sequential(LAYERS["ours"](case), nn.ReLU(inplace=True)),
     "figure1": _figure1,
     "figure1_compiled": _figure1_compiled,
     "group_norm": lambda case: nn.GroupNorm(GROUP_NORM_GROUPS, case.channels),
@@ -113,6 +115,8 @@ LAYERS: dict[str, Callable[[Case], nn.Module]] = {
 #: what is timed, in words
 PROVIDERS = {
     "ours": "GroupWhitening2d",
+    "ours_relu": "GroupWhitening2d with the ReLU behind it as a part of it",
+    "relu_apart": "the same with nn.ReLU",
     "figure1": "the paper's listing in plain autograd",
     "figure1_compiled": "the same under torch.compile",
     "group_norm": f"nn.GroupNorm with {GROUP_NORM_GROUPS} groups",

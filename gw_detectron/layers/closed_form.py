@@ -3,7 +3,7 @@
 Nothing is kept for the backward pass but the input, its means and covariances. The affine parameters are part of the
 products: with :math:`G_j = dY_j X_{C,j}^T` for channel j of every group, both the gradient of the whitening matrix,
 :math:`\\sum_j \\mathrm{diag}(\\gamma_j) G_j`, and that of :math:`\\gamma_j`, the row sums of :math:`G_j \\odot W`, come
-from the same g x g matrices, so that y is neither kept nor computed again. A ReLU behind keeps y, as it would by itself.
+from the same g x g matrices, so that y is neither kept nor computed again; but a ReLU keeps it, as if it stood alone.
 
 Source: Group Whitening supplement, Algorithms 1-2.
 """

@@ -140,7 +140,14 @@ def _operator(name: str) -> Callable[[_Function], _Function]:
 
 @_operator(_FORWARD)
 def _forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, num_iters: int, eps: float, relu: bool, path: str
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    groups: int,
+    num_iters: int,
+    eps: float,
+    relu: bool,
+    path: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     with functional.autocast_off(x.device.type):
         y, mean, sigma = closed_form.forward(_MODULES[path], x, weight, bias, groups, num_iters, eps, relu)
@@ -148,9 +155,7 @@ def _forward(
 
 
 @torch.library.register_fake(_FORWARD)
-def _(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, num_iters: int, eps: float, relu: bool, path: str
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     dtype = functional.compute_dtype(x)
     y = torch.empty_like(x, memory_format=functional.memory_format_of(x))
     return y, x.new_empty((x.shape[0], groups), dtype=dtype), x.new_empty((x.shape[0], groups, groups), dtype=dtype)
@@ -173,16 +178,7 @@ def _backward(
 
 
 @torch.library.register_fake(_BACKWARD)
-def _(
-    dy: Tensor,
-    y: Tensor | None,
-    x: Tensor,
-    mean: Tensor,
-    sigma: Tensor,
-    weight: Tensor | None,
-    num_iters: int,
-    path: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(dy: Tensor, y: Tensor | None, x: Tensor, mean: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     dx = torch.empty_like(x, memory_format=functional.memory_format_of(x))
     return dx, mean.new_empty(x.shape[1]), mean.new_empty(x.shape[1])
 
@@ -235,7 +231,9 @@ def _forward_flops(x: Any, weight: Any, bias: Any, groups: int, num_iters: int, 
 
 
 @register_flop_formula(torch.ops.gw_detectron.group_whiten_backward)
-def _backward_flops(dy: Any, y: Any, x: Any, mean: Any, sigma: Any, weight: Any, num_iters: int, *_: Any, **__: Any) -> int:
+def _backward_flops(
+    dy: Any, y: Any, x: Any, mean: Any, sigma: Any, weight: Any, num_iters: int, *_: Any, **__: Any
+) -> int:
     """Gradients of whitening matrices and input (3 products), and the iteration with its tangents."""
     n, groups = mean
     columns = math.prod(x[1:]) // groups

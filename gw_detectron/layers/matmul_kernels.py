@@ -189,7 +189,7 @@ def apply_backward(
     shift: Tensor,
     out: Tensor,
 ) -> None:
-    """Writes ``whitening @ (weight * dy) + symmetric @ (x - mean) - shift`` to ``out``, contiguous, even ``dy``."""
+    """Writes ``whitening @ (weight * dy) + symmetric @ (x - mean) - shift`` to ``out`` (or ``dy``), contiguous."""
     groups = whitening.shape[-1]
     x, dy, dx = _grouped(x, groups), _grouped(dy, groups), _grouped(out, groups)
     scale = _per_channel(weight, mean)

@@ -6,16 +6,18 @@ first, second, third norm of every block, ``B12`` the first two.
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
+import torch.nn.functional as F
 from detectron2.config import CfgNode
 from detectron2.layers import CNNBlockBase, ShapeSpec, get_norm
 from detectron2.modeling import BACKBONE_REGISTRY, ResNet
 from detectron2.modeling.backbone.resnet import BasicBlock, BasicStem, BottleneckBlock, DeformBottleneckBlock
-from torch import nn
+from torch import Tensor, nn
 
 from ..layers import FrozenBatchWhitening2d
 from .norm import Norm, resolve_norm
+from .relu import append_relu
 
 NUM_BLOCKS_PER_STAGE = {
     18: (2, 2, 2, 2),
@@ -67,7 +69,14 @@ class _FreezesBatchWhitening(CNNBlockBase):
 
 
 class GWBasicStem(_FreezesBatchWhitening, BasicStem):
-    """The stem of all ResNets here; batch whitening in it can be frozen."""
+    """The stem of all ResNets here; batch whitening in it can be frozen, and group whitening applies the ReLU."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        append_relu(self.conv1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.max_pool2d(self.conv1(x), kernel_size=3, stride=2, padding=1)
 
 
 class _WhitenedBlock(_FreezesBatchWhitening):
@@ -84,12 +93,34 @@ class _WhitenedBlock(_FreezesBatchWhitening):
                 conv.norm = get_norm(whiten_norm, conv.out_channels)
 
 
-class GWBasicBlock(_WhitenedBlock, BasicBlock):
+class _ChainBlock(_WhitenedBlock):
+    """Mixin of a stock block whose convolutions follow one another, each but the last with its ReLU."""
+
+    convs: ClassVar[Sequence[str]]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for name in self.convs[:-1]:
+            append_relu(getattr(self, name))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x
+        for name in self.convs:
+            out = getattr(self, name)(out)
+        out += x if self.shortcut is None else self.shortcut(x)
+        return F.relu_(out)
+
+
+class GWBasicBlock(_ChainBlock, BasicBlock):
     """The block of ResNet-18 and -34 with another norm at chosen convolutions."""
 
+    convs = ("conv1", "conv2")
 
-class GWBottleneckBlock(_WhitenedBlock, BottleneckBlock):
+
+class GWBottleneckBlock(_ChainBlock, BottleneckBlock):
     """The block of ResNet-50 and deeper, and of ResNeXt, with another norm at chosen convolutions."""
+
+    convs = ("conv1", "conv2", "conv3")
 
 
 class GWDeformBottleneckBlock(_WhitenedBlock, DeformBottleneckBlock):

@@ -1,5 +1,9 @@
-"""Detectron2's box and mask heads with any norm name. The constructors, and so the weights, are the stock ones."""
+"""Detectron2's box and mask heads with any norm name. The layers, and so the weights, are the stock ones.
 
+Group whitening applies the ReLU behind it.
+"""
+
+from collections.abc import Iterable
 from typing import Any
 
 from detectron2.config import CfgNode, configurable
@@ -12,6 +16,7 @@ from detectron2.modeling.roi_heads import (
 )
 
 from .norm import resolve_norm
+from .relu import append_relu
 
 
 @ROI_BOX_HEAD_REGISTRY.register()
@@ -33,6 +38,7 @@ class GWFastRCNNConvFCHead(FastRCNNConvFCHead):
         if single_relu:
             for conv in self.conv_norm_relus[:-1]:
                 conv.activation = None
+        _append_relus(self.conv_norm_relus)
 
     @classmethod
     def from_config(cls, cfg: CfgNode, input_shape: ShapeSpec) -> dict[str, Any]:
@@ -52,6 +58,11 @@ class GWMaskRCNNConvUpsampleHead(MaskRCNNConvUpsampleHead):
         ValueError: the norm is unknown or does not fit.
     """
 
+    @configurable
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _append_relus(self.conv_norm_relus)
+
     @classmethod
     def from_config(cls, cfg: CfgNode, input_shape: ShapeSpec) -> dict[str, Any]:
         arguments = super().from_config(cfg, input_shape)
@@ -59,3 +70,9 @@ class GWMaskRCNNConvUpsampleHead(MaskRCNNConvUpsampleHead):
             arguments["conv_norm"], where="MODEL.ROI_MASK_HEAD.NORM", channels=arguments["conv_dims"]
         )
         return arguments
+
+
+def _append_relus(convs: Iterable[Any]) -> None:
+    for conv in convs:
+        if conv.activation is not None:
+            append_relu(conv, conv.activation)

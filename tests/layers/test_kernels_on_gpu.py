@@ -36,8 +36,8 @@ def inputs(shape, dtype=torch.float32, memory_format=torch.contiguous_format):
     return [tensor.to(DEVICE, dtype, memory_format=memory_format) for tensor in pair]
 
 
-def on_device(channels, groups=64):
-    return layer(channels, groups).to(DEVICE)
+def on_device(channels, groups=64, **options):
+    return layer(channels, groups, **options).to(DEVICE)
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
@@ -59,6 +59,21 @@ def test_half_precision(shape, dtype, tolerance):
     made = on_device(shape[1])
     for value, expected in zip(gradients(made, x, dy), reference(made, x, dy), strict=True):
         assert error(value, expected) < tolerance
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)], ids=str
+)
+@pytest.mark.parametrize("shape", [(2, 256, 50, 84), (256, 256, 7, 7)], ids=str)
+def test_its_relu_is_the_same_as_one_behind_it(shape, dtype, tolerance, memory_format):
+    x, dy = inputs(shape, dtype, memory_format)
+    fused = gradients(on_device(shape[1], relu=True), x, dy)
+    plain = on_device(shape[1])
+    y = plain(x)
+    assert torch.equal(fused[0], y.relu())
+    for value, expected in zip(fused[1:], gradients(plain, x, dy * (y > 0))[1:], strict=True):
+        assert error(value, expected.double()) < tolerance
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,9 @@ class Sample:
         n = shape[0]
         self.y = (self.x - self.x.float().mean()).relu().to(dtype) if relu else None
         let_through = self.dy if self.y is None else self.dy * (self.y > 0)
-        self.x_g, self.dy_g = (t.double().cpu().reshape(n, groups, channels // groups, -1) for t in (self.x, let_through))
+        self.x_g, self.dy_g = (
+            t.double().cpu().reshape(n, groups, channels // groups, -1) for t in (self.x, let_through)
+        )
         self.mean = self.x_g.mean((2, 3))
         self.x_c = self.x_g - self.mean[..., None, None]
         matrices = rng.normal(size=(2, n, groups, groups))

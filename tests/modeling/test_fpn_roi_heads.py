@@ -54,8 +54,10 @@ def test_box_head_relus(cfg, single_relu, relus, norm):
     cfg.MODEL.ROI_BOX_HEAD.SINGLE_RELU = single_relu
     head = build_box_head(cfg, BOX_FEATURES)
     assert len(head.conv_norm_relus) == 4
-    assert sum(isinstance(conv.activation, nn.ReLU) for conv in head.conv_norm_relus) == relus
-    assert isinstance(head.conv_norm_relus[-1].activation, nn.ReLU)
+    fused = norm == "GW"
+    found = [conv.norm.relu if fused else isinstance(conv.activation, nn.ReLU) for conv in head.conv_norm_relus]
+    assert sum(found) == relus and found[-1]
+    assert not fused or all(conv.activation is None for conv in head.conv_norm_relus)
     assert all((conv.bias is None) == bool(norm) for conv in head.conv_norm_relus)
 
 

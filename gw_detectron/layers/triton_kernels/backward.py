@@ -123,7 +123,7 @@ def apply_backward(
     shift: Tensor,
     out: Tensor,
 ) -> None:
-    """Writes ``whitening^T @ (weight * dy) + symmetric @ (x - mean) - shift`` to ``out``, even ``dy``, in one launch."""
+    """Writes ``whitening^T @ (weight * dy) + symmetric @ (x - mean) - shift`` to ``out`` (or ``dy``), in one launch."""
     groups = whitening.shape[-1]
     depth, columns = launch.held(x, groups)
     arguments = launch.arguments_of(groups, columns, x=x, dy=dy, dx=out)
