@@ -13,9 +13,9 @@ from tabulate import tabulate
 
 from .table import Table
 
-TOLERANCE = 0.15
+TOLERANCE = 0.2
 #: how many times the tolerance a ratio of times of one size may grow, if there are others: to about the double
-SINGLE = 7
+SINGLE = 5
 
 
 class Change(NamedTuple):
@@ -86,7 +86,7 @@ def compare(table: Table, reference: Table, tolerance: float = TOLERANCE) -> Com
             tolerance is negative or not finite.
     """
     if not 0 <= tolerance < math.inf:  # neither is nan
-        raise ValueError(f"tolerance {tolerance}: give a finite number, 0 or more; 0.15 for 15 %")
+        raise ValueError(f"tolerance {tolerance}: give a finite number, 0 or more; 0.2 for 20 %")
     _check_alike(table, reference)
     before, now = _ratios(reference), _ratios(table)
     shared = [key for key in now if key in before]
