@@ -473,10 +473,20 @@ KERNELS = ["_moments", "_merge", "_apply", "_products", "_apply_backward", "_new
 
 @pytest.mark.parametrize("relu", [False, True], ids=["", "relu"])
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("groups", [64, 128])
-def test_the_commonest_kernels_keep_to_the_registers(compile_for, groups, dtype, relu):
-    """For sm_90 and contiguous maps of one channel in a group."""
-    compiled = compile_for(90, torch.empty((16, groups, 200, 336), dtype=dtype, device="meta"), groups, relu)
+@pytest.mark.parametrize(
+    ("shape", "groups", "memory_format"),
+    [
+        ((16, 64, 200, 336), 64, torch.contiguous_format),
+        ((16, 128, 200, 336), 128, torch.contiguous_format),
+        ((16, 256, 7, 7), 64, torch.contiguous_format),
+        ((16, 256, 50, 84), 64, torch.channels_last),
+    ],
+    ids=str,
+)
+def test_the_commonest_kernels_keep_to_the_registers(compile_for, shape, groups, memory_format, dtype, relu):
+    """For sm_90."""
+    x = torch.empty(shape, dtype=dtype, device="meta").to(memory_format=memory_format)
+    compiled = compile_for(90, x, groups, relu)
     assert [each.kernel for each in compiled] == KERNELS
     for each in compiled:
         assert each.registers > 16, f"{each.kernel} was optimised away"
