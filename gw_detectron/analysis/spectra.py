@@ -61,9 +61,10 @@ def observed(name: str, layer: WhiteningLayer, x: Tensor, output: Tensor, sample
     """:func:`spectra` of a call of the layer ``name``.
 
     Raises:
-        FloatingPointError: input, its covariance or output is not finite; it names the layer.
+        FloatingPointError: input, its covariance, a parameter or output is not finite; it names the layer.
     """
-    for what, value in (("input", x), ("output", output)):
+    # a ReLU would hide an output of -inf, which comes of the parameters
+    for what, value in {"input": x, **dict(layer.named_parameters()), "output": output}.items():
         if not torch.isfinite(value).all():
             raise FloatingPointError(f"the {what} of the whitening layer {name} is not finite")
     try:

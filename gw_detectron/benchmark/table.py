@@ -52,7 +52,7 @@ KINDS = {
             *("to_figure1", "to_group_norm", "to_batch_norm", "to_floor", "to_relu_apart"),
             *("saved_mib", "saved_to_group_norm", "peak_mib"),
         ),
-        watched=("to_figure1", "to_floor", "to_relu_apart", "saved_to_group_norm"),
+        watched=("to_figure1", "to_floor", "saved_to_group_norm"),
         ours=("provider", ("ours",)),
     ),
     "model": Columns(

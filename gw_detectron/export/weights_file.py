@@ -22,7 +22,8 @@ from .formats import DESCRIPTION, Written
 
 LAYOUTS = ("detectron2", "torchvision", "timm")
 
-# What a loader makes the norms of that are not batch normalisation, which torchvision and timm have by themselves.
+# What a loader makes the norms of that are not batch normalisation, which torchvision and timm have by themselves, as
+# they have every ReLU.
 _NORM_ARGUMENTS: dict[type[nn.Module], tuple[str, ...]] = {
     GroupWhitening2d: ("num_channels", "num_groups", "num_iters", "eps", "affine", "solver", "threshold", "corr"),
     nn.GroupNorm: ("num_channels", "num_groups", "eps", "affine"),

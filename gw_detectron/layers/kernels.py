@@ -202,7 +202,7 @@ def _gradients(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...
         if ctx.bias_dtype is not None:
             bias = torch.zeros(x.shape[1], dtype=ctx.bias_dtype, device=x.device, requires_grad=True)
         inputs = [tensor for tensor, wanted in zip((x, weight, bias), needed, strict=True) if wanted]
-        through = dy if y is None else torch.ops.aten.threshold_backward(dy, y, 0)
+        through = dy if y is None else torch.ops.aten.threshold_backward(dy, y.detach(), 0)
         before_relu = functional.group_whiten(x, ctx.groups, ctx.num_iters, ctx.eps, "newton", weight, bias)
         found = iter(torch.autograd.grad(before_relu, inputs, through, create_graph=True))
         gradients = tuple(next(found) if wanted else None for wanted in needed)

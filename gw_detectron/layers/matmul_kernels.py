@@ -154,7 +154,8 @@ def grad_products(
 ) -> tuple[Tensor, Tensor]:
     """``dy_j @ (x_j - mean)^T`` for every channel j of a group, and the sums of ``dy`` over positions.
 
-    With ``y``, the result of a ReLU, of what it lets through of ``dy``, which is written to ``out``.
+    With ``y``, the result of a ReLU, of what it lets through of ``dy``, which is written to ``out``; without, ``out``
+    is left alone.
 
     Returns:
         (C / g, N, g, g), overwritten by the next call, and (C / g, N, g).

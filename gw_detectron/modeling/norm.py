@@ -193,6 +193,8 @@ def _known_to_detectron2(name: str) -> str:
 def norm_spec(layer: nn.Module) -> str:
     """The full norm name of a layer, so that ``resolve_norm(norm_spec(layer))`` makes an equal layer.
 
+    A ReLU that the layer applies has no part in the name: it belongs to the place.
+
     Raises:
         ValueError: the layer is not a normalisation that a name can express.
     """

@@ -1,22 +1,21 @@
 """The ReLU behind a convolution's norm."""
 
-from collections.abc import Callable
 from typing import Any
 
-import torch.nn.functional as F
-from torch import Tensor
+from torch import nn
 
 from ..layers import GroupWhitening2d
 
 
-def append_relu(conv: Any, relu: Callable[[Tensor], Tensor] = F.relu_) -> None:
-    """Makes a Detectron2 convolution end in a ReLU: its norm's own if that is group whitening, else ``relu``.
+def append_relu(conv: Any) -> None:
+    """Makes a Detectron2 convolution end in a ReLU: its norm's own if that is group whitening, else an ``nn.ReLU``.
+
+    Whoever replaces group whitening by another norm in a model that is built already has to call this again.
 
     Args:
-        conv: ``Conv2d`` of ``detectron2.layers``, with the attributes ``norm`` and ``activation``.
-        relu: the ReLU behind other norms.
+        conv: a convolution of ``detectron2.layers``, with a norm of its own and any ``activation``.
     """
-    fused = isinstance(conv.norm, GroupWhitening2d)
-    if fused:
-        conv.norm.relu = True
-    conv.activation = None if fused else relu
+    if isinstance(conv.norm, GroupWhitening2d):
+        conv.norm.relu, conv.activation = True, None
+    else:
+        conv.activation = nn.ReLU(inplace=True)

@@ -6,7 +6,7 @@ first, second, third norm of every block, ``B12`` the first two.
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch.nn.functional as F
 from detectron2.config import CfgNode
@@ -93,38 +93,36 @@ class _WhitenedBlock(_FreezesBatchWhitening):
                 conv.norm = get_norm(whiten_norm, conv.out_channels)
 
 
-class _ChainBlock(_WhitenedBlock):
-    """Mixin of a stock block whose convolutions follow one another, each but the last with its ReLU."""
-
-    convs: ClassVar[Sequence[str]]
+class GWBasicBlock(_WhitenedBlock, BasicBlock):
+    """The block of ResNet-18 and -34 with another norm at chosen convolutions; group whitening applies the ReLU."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        for name in self.convs[:-1]:
-            append_relu(getattr(self, name))
+        append_relu(self.conv1)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = x
-        for name in self.convs:
-            out = getattr(self, name)(out)
-        out += x if self.shortcut is None else self.shortcut(x)
-        return F.relu_(out)
+        return _add_shortcut(self.conv2(self.conv1(x)), x if self.shortcut is None else self.shortcut(x))
 
 
-class GWBasicBlock(_ChainBlock, BasicBlock):
-    """The block of ResNet-18 and -34 with another norm at chosen convolutions."""
+class GWBottleneckBlock(_WhitenedBlock, BottleneckBlock):
+    """The block of ResNet-50 and deeper, and of ResNeXt; otherwise as :class:`GWBasicBlock`."""
 
-    convs = ("conv1", "conv2")
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        append_relu(self.conv1)
+        append_relu(self.conv2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _add_shortcut(self.conv3(self.conv2(self.conv1(x))), x if self.shortcut is None else self.shortcut(x))
 
 
-class GWBottleneckBlock(_ChainBlock, BottleneckBlock):
-    """The block of ResNet-50 and deeper, and of ResNeXt, with another norm at chosen convolutions."""
-
-    convs = ("conv1", "conv2", "conv3")
+def _add_shortcut(out: Tensor, shortcut: Tensor) -> Tensor:
+    out += shortcut
+    return F.relu_(out)
 
 
 class GWDeformBottleneckBlock(_WhitenedBlock, DeformBottleneckBlock):
-    """A bottleneck block with a deformable 3x3 convolution and another norm at chosen convolutions."""
+    """A bottleneck block with a deformable 3x3 convolution and another norm at chosen convolutions, before its ReLU."""
 
 
 @BACKBONE_REGISTRY.register()

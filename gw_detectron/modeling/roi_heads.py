@@ -75,4 +75,4 @@ class GWMaskRCNNConvUpsampleHead(MaskRCNNConvUpsampleHead):
 def _append_relus(convs: Iterable[Any]) -> None:
     for conv in convs:
         if conv.activation is not None:
-            append_relu(conv, conv.activation)
+            append_relu(conv)

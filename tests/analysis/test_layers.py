@@ -176,7 +176,7 @@ class TestWatch:
     def test_the_layer_that_is_not_finite_is_named(self, step):
         with torch.no_grad():
             step.model.first.weight[3] = float("nan")
-        with pytest.raises(FloatingPointError, match="output of the whitening layer first is not finite"):
+        with pytest.raises(FloatingPointError, match="weight of the whitening layer first is not finite"):
             step(0, correlated(2, 8, 5))
         assert not step.model.second[0]._forward_hooks  # the search for the cause is not disturbed
         with pytest.raises(FloatingPointError, match="input of the whitening layer first"):

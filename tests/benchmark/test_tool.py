@@ -56,7 +56,7 @@ def test_compare_with_an_earlier_table(layer, tmp_path, capsys, factor, fine):
     assert layer("--compare", tmp_path / "before.csv") is fine
     printed = capsys.readouterr().out
     assert ("WORSE" in printed) is not fine
-    assert f"{0 if fine else 14} of 14 ratios are worse" in printed
+    assert f"{0 if fine else 10} of 10 ratios are worse" in printed
 
 
 @pytest.fixture

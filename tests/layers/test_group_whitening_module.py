@@ -112,6 +112,12 @@ def test_its_relu_is_the_same_as_one_behind_it(solver, shape, memory_format, dty
         torch.testing.assert_close(one, other)
 
 
+def test_copies_keep_the_relu():
+    layer, x = GroupWhitening2d(16, 8, relu=True), features(2, 16, 5, 5)
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(twin(x), layer(x)) and twin(x).min() == 0
+
+
 def test_its_relu_hides_no_nan():
     x = torch.randn(2, 16, 5, 5)
     x[1, 3, 2, 2] = torch.nan

@@ -265,7 +265,8 @@ def check_mixed_memory_formats():
         dy = sample.dy.contiguous(memory_format=memory_format)
         dx, through = torch.empty_like(sample.x), torch.empty_like(sample.x)
         triton_kernels.apply_backward(sample.x, mean, dy, whitening, sample.weight, symmetric, shift, out=dx)
-        results.append((dx, *triton_kernels.grad_products(sample.x, mean, dy, 16, sample.y, out=through), through))
+        y = sample.y.contiguous(memory_format=memory_format)
+        results.append((dx, *triton_kernels.grad_products(sample.x, mean, dy, 16, y, out=through), through))
     for one, other in zip(*results, strict=True):
         assert relative_error(one, other.cpu()) < TOLERANCE[FP32]
 
@@ -435,7 +436,7 @@ def compile_for(monkeypatch, tmp_path):
             for i, parameter in enumerate(kernel.params):
                 value = arguments.pop(parameter.name)
                 signature[parameter.name] = "i32"
-                if parameter.is_constexpr or value is None:
+                if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
                     signature[parameter.name], constants[parameter.name] = "constexpr", value
                 elif isinstance(value, torch.Tensor):
                     signature[parameter.name] = {FP32: "*fp32", FP16: "*fp16", BF16: "*bf16"}[value.dtype]
@@ -491,6 +492,13 @@ def test_the_commonest_kernels_keep_to_the_registers(compile_for, shape, groups,
     for each in compiled:
         assert each.registers > 16, f"{each.kernel} was optimised away"
         assert each.stack == 0, f"{each.kernel} spills {each.stack} bytes"
+
+
+def test_numbers_that_are_one_are_no_tensors(compile_for):
+    """Strides, tiles and positions, which Triton takes for constants then."""
+    x = torch.empty((64, 16), device="meta").t()
+    assert x.stride(0) == 1 and triton_kernels.prepare(x) is x
+    assert compile_for(90, x, 64, True) and compile_for(90, x[:1], 64, True)
 
 
 @pytest.mark.parametrize(("capability", "shared"), [(80, 163), (86, 99), (90, 227), (120, 99)])

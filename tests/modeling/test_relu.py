@@ -78,3 +78,11 @@ def test_only_norms_before_a_relu_apply_it(positions):
     assert [getattr(block, name).activation is None for name in ("conv1", "conv2")] == [
         name in convs for name in ("conv1", "conv2")
     ]
+
+
+def test_without_group_whitening_a_backbone_can_be_scripted():
+    """As Detectron2's own."""
+    block = GWBottleneckBlock(8, 16, bottleneck_channels=8, norm="FrozenBN").eval()
+    stem = GWBasicStem(3, 8, norm="").eval()
+    x = torch.randn(1, 3, 32, 32)
+    assert torch.equal(torch.jit.script(block)(torch.jit.script(stem)(x)), block(stem(x)))

@@ -55,7 +55,8 @@ def _apply_backward(
     x_ptr, x_n, x_outer, dy_ptr, dy_n, dy_outer, dx_ptr, dx_n, dx_outer,
     mean_ptr, whitening_ptr, weight_ptr, symmetric_ptr, shift_ptr, positions, tiles, per_split,
     GROUPS: constexpr, ROWS: constexpr, CPG: constexpr, JB: constexpr, PB: constexpr, VECTOR: constexpr,
-    X_J: constexpr, DY_J: constexpr, DX_J: constexpr, DEPTH: constexpr, OPERAND: constexpr, PRECISION: constexpr,
+    X_J: constexpr, DY_J: constexpr, DX_J: constexpr, IN_PLACE: constexpr,
+    DEPTH: constexpr, OPERAND: constexpr, PRECISION: constexpr,
 ):  # fmt: skip
     """dx = W^T (weight * dy) + symmetric (x - mean) - shift for one sample's chunk of columns; DEPTH as in _apply."""
     n, first = tl.program_id(0), tl.program_id(1) * per_split
@@ -87,6 +88,8 @@ def _apply_backward(
             dx = tl.dot(symmetric, centred, dx, input_precision=PRECISION)
         inside = (rows < GROUPS)[:, None] & exists[None, :]
         dx -= shift[:, None]
+        if IN_PLACE:  # every thread has read its part of the tile of dy before any writes to it
+            tl.debug_barrier()
         tl.store(dx_ptr + tile_offsets(rows, j, p, dx_outer, CPG, VECTOR, DX_J), dx, mask=inside)
 
 
@@ -95,12 +98,14 @@ def grad_products(
 ) -> tuple[Tensor, Tensor]:
     """``dy_j @ (x_j - mean)^T`` for every channel j of a group, and the sums of ``dy`` over positions.
 
-    With ``y``, the result of a ReLU, of what it lets through of ``dy``, which is written to ``out``.
+    With ``y``, the result of a ReLU, of what it lets through of ``dy``, which is written to ``out``; without, ``out``
+    is left alone.
 
     Returns:
         (C / g, N, g, g) and (C / g, N, g).
     """
-    columns = launch.columns_of(x, groups, parts=1 if y is None else 2)  # for the registers' sake
+    # a tile of y as well takes registers: so they are smaller
+    columns = launch.columns_of(x, groups, launch.TILE_BYTES if y is None else launch.TILE_BYTES // 2)
     arguments = launch.arguments_of(groups, columns, channels_apart=True, x=x, dy=dy, through=out)
     n, cpg = x.shape[0], arguments["CPG"]
     splits, per_split = launch.split(arguments["tiles"], n * cpg, 2, x.device)
@@ -133,5 +138,5 @@ def apply_backward(
         mean_ptr=mean.contiguous(), whitening_ptr=whitening.contiguous(),
         weight_ptr=None if weight is None else weight.contiguous(),
         symmetric_ptr=symmetric.contiguous(), shift_ptr=shift.contiguous(),
-        per_split=per_split, DEPTH=depth, **launch.precision(x),
+        per_split=per_split, IN_PLACE=dy is out, DEPTH=depth, **launch.precision(x),
     )  # fmt: skip

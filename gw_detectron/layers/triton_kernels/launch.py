@@ -17,7 +17,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: bytes of x in a tile: small enough that a multiprocessor holds several programs, so that some load while others
 #: multiply, and still 128 bytes in a row of float32 with g = 64
 TILE_BYTES = 8192
-#: of a sample, in elements: kernels reckon in 32 bits within it
+#: elements from the first to the last of a sample; beyond, offsets in it would not fit 32 bits
 MAX_EXTENT = 2**31
 #: tiles of a program that writes a partial g x g result or reads a g x g matrix; with g = 64 one weighs two tiles
 MIN_TILES = 4
@@ -124,9 +124,9 @@ def padded_rows(groups: int) -> int:
     return max(16, triton.next_power_of_2(groups))
 
 
-def columns_of(x: Tensor, groups: int, parts: int = 1) -> int:
-    """Columns of a tile of g rows, or of one of its parts."""
-    return min(256, max(32, TILE_BYTES // (parts * padded_rows(groups) * x.element_size())))
+def columns_of(x: Tensor, groups: int, tile_bytes: int = TILE_BYTES) -> int:
+    """Columns of a tile of g rows."""
+    return min(256, max(32, tile_bytes // (padded_rows(groups) * x.element_size())))
 
 
 def split(tiles: int, others: int, programs: int, device: torch.device) -> tuple[int, int]:
