@@ -1,6 +1,7 @@
 """Times of several contenders side by side on a machine whose speed drifts."""
 
 import gc
+import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
@@ -36,9 +37,9 @@ class Quantiles(NamedTuple):
 def alternate(
     steps: Mapping[str, Step], repeats: int, device: torch.device, tick: Callable[[], object] = _nothing
 ) -> dict[str, Quantiles]:
-    """Times the steps in rounds: each round runs every step once, and the next round begins with the next step.
+    """Times the steps in rounds: each round runs every step once, in an order of its own, the same in every run.
 
-    A drift of the machine hits all alike, and none always follows the same pause. On a GPU the time is the one between
+    A drift of the machine hits all alike, and none always follows the same other, which leaves it its caches. On a GPU the time is the one between
     two CUDA events, with the cache emptied before; the host may run ahead, as it does in training.
 
     Args:
@@ -57,7 +58,8 @@ def alternate(
             tick()
     clock = _cuda_times if device.type == "cuda" else _cpu_times
     names = list(steps)  # none, if nothing can run
-    order = [name for turn in range(repeats) for name in _rotated(names, turn)]
+    shuffled = random.Random(0)
+    order = [name for _ in range(repeats) for name in shuffled.sample(names, len(names))]
     with _no_garbage_collection():
         times = clock([steps[name] for name in order], device, tick)
     by_name: dict[str, list[float]] = {name: [] for name in names}
@@ -69,11 +71,6 @@ def alternate(
 def runs(repeats: int) -> int:
     """How often :func:`alternate` runs each step, timed or not."""
     return WARM_UP + repeats
-
-
-def _rotated(names: list[str], turn: int) -> list[str]:
-    first = turn % max(len(names), 1)
-    return names[first:] + names[:first]
 
 
 def _cpu_times(steps: list[Step], device: torch.device, tick: Callable[[], object]) -> list[float]:

@@ -19,12 +19,18 @@ def clock(monkeypatch):
     return now
 
 
-def test_every_round_runs_every_step_and_the_next_begins_with_the_next():
-    calls: list[str] = []
-    steps = {name: Step(lambda name=name: calls.append(name)) for name in "abc"}
-    alternate(steps, 4, CPU)
-    assert "".join(calls[: 3 * WARM_UP]) == "a" * WARM_UP + "b" * WARM_UP + "c" * WARM_UP
-    assert "".join(calls[3 * WARM_UP :]) == "abc" + "bca" + "cab" + "abc"
+def test_every_round_runs_every_step_and_each_follows_each_other():
+    def order(repeats):
+        calls: list[str] = []
+        alternate({name: Step(lambda name=name: calls.append(name)) for name in "abc"}, repeats, CPU)
+        assert "".join(calls[: 3 * WARM_UP]) == "a" * WARM_UP + "b" * WARM_UP + "c" * WARM_UP
+        return "".join(calls[3 * WARM_UP :])
+
+    found = order(40)
+    assert all(sorted(found[i : i + 3]) == ["a", "b", "c"] for i in range(0, len(found), 3))
+    followed = [found.count(pair) for pair in ("ab", "ac", "ba", "bc", "ca", "cb")]
+    assert min(followed) > 8
+    assert found == order(40)
 
 
 def test_quantiles_in_milliseconds_without_preparation_and_warm_up(clock):
