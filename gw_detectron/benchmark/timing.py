@@ -39,8 +39,9 @@ def alternate(
 ) -> dict[str, Quantiles]:
     """Times the steps in rounds: each round runs every step once, in an order of its own, the same in every run.
 
-    A drift of the machine hits all alike, and none always follows the same other, which leaves it its caches. On a GPU the time is the one between
-    two CUDA events, with the cache emptied before; the host may run ahead, as it does in training.
+    A drift of the machine hits all alike, and none always follows the same other, which leaves it its caches. On a GPU
+    the time is the one between two CUDA events, with the cache emptied before; the host may run ahead, as it does in
+    training.
 
     Args:
         steps: by name.
