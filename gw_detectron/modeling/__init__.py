@@ -2,6 +2,7 @@
 
 from .fpn import build_gw_resnet_fpn_backbone, build_gw_retinanet_resnet_fpn_backbone
 from .norm import norm_spec, norm_table, resolve_norm
+from .relu import append_relu
 from .resnet import (
     GWBasicBlock,
     GWBottleneckBlock,
@@ -19,6 +20,7 @@ __all__ = [
     "GWFastRCNNConvFCHead",
     "GWMaskRCNNConvUpsampleHead",
     "add_pool_norm",
+    "append_relu",
     "build_gw_resnet_backbone",
     "build_gw_resnet_fpn_backbone",
     "build_gw_retinanet_resnet_fpn_backbone",

@@ -11,7 +11,7 @@ from detectron2.modeling.roi_heads import FastRCNNConvFCHead, MaskRCNNConvUpsamp
 from torch import nn
 
 from gw_detectron.layers import BatchWhitening2d, GroupWhitening2d
-from gw_detectron.modeling import GWFastRCNNConvFCHead, GWMaskRCNNConvUpsampleHead
+from gw_detectron.modeling import GWFastRCNNConvFCHead, GWMaskRCNNConvUpsampleHead, append_relu
 from gw_detectron.modeling.resnet import GWBasicBlock, GWBasicStem, GWBottleneckBlock, whitened_convs
 
 NORMS = {
@@ -86,3 +86,14 @@ def test_without_group_whitening_a_backbone_can_be_scripted():
     stem = GWBasicStem(3, 8, norm="").eval()
     x = torch.randn(1, 3, 32, 32)
     assert torch.equal(torch.jit.script(block)(torch.jit.script(stem)(x)), block(stem(x)))
+
+
+def test_a_norm_that_is_replaced_afterwards():
+    block = GWBottleneckBlock(8, 8, bottleneck_channels=8, norm=NORMS["GW"])
+    stock = BottleneckBlock(8, 8, bottleneck_channels=8, norm=NORMS["GW"])
+    stock.load_state_dict(block.state_dict())
+    for each in (block, stock):
+        each.conv2.norm = NORMS["GN"](8)
+    append_relu(block.conv2)
+    x = torch.randn(2, 8, 7, 7)
+    assert torch.equal(block(x), stock(x))
