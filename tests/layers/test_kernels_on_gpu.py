@@ -65,11 +65,16 @@ def test_half_precision(shape, dtype, tolerance):
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)], ids=str
 )
-@pytest.mark.parametrize("shape", [(2, 256, 50, 84), (256, 256, 7, 7)], ids=str)
-def test_its_relu_is_the_same_as_one_behind_it(shape, dtype, tolerance, memory_format):
+@pytest.mark.parametrize(
+    ("shape", "groups"),
+    [((2, 256, 50, 84), 64), ((256, 256, 7, 7), 64), ((512, 128, 3, 5), 128), ((512, 130, 1, 2), 65)],
+    ids=str,
+)
+def test_its_relu_is_the_same_as_one_behind_it(shape, groups, dtype, tolerance, memory_format):
+    """Of few positions too, where tiles are smaller than programs, and dx takes the place of dy."""
     x, dy = inputs(shape, dtype, memory_format)
-    fused = gradients(on_device(shape[1], relu=True), x, dy)
-    plain = on_device(shape[1])
+    fused = gradients(on_device(shape[1], groups, relu=True), x, dy)
+    plain = on_device(shape[1], groups)
     y = plain(x)
     assert torch.equal(fused[0], y.relu())
     for value, expected in zip(fused[1:], gradients(plain, x, dy * (y > 0))[1:], strict=True):

@@ -34,7 +34,7 @@ def tile_columns(tile, positions, CPG: constexpr, JB: constexpr, PB: constexpr, 
 @jit
 def of_sample(ptr, n, stride, VECTOR: constexpr):
     """Where sample n of a tensor begins."""
-    return ptr + n.to(tl.int64) * (stride // VECTOR * VECTOR)  # a stride of 1 is no tensor, Triton knows it
+    return ptr + n.to(tl.int64) * (stride // VECTOR * VECTOR)  # not stride.to(): Triton makes a constant of a 1
 
 
 @jit
