@@ -201,10 +201,14 @@ def _gradients(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...
         bias = None  # of any value: no derivative depends on it
         if ctx.bias_dtype is not None:
             bias = torch.zeros(x.shape[1], dtype=ctx.bias_dtype, device=x.device, requires_grad=True)
+        # aliases, at which autograd stops: x may have been computed from weight, in a layer that is used twice, or
+        # weight from x
+        x, weight = x.view_as(x), None if weight is None else weight.view_as(weight)
         inputs = [tensor for tensor, wanted in zip((x, weight, bias), needed, strict=True) if wanted]
         through = dy if y is None else torch.ops.aten.threshold_backward(dy, y.detach(), 0)
-        before_relu = functional.group_whiten(x, ctx.groups, ctx.num_iters, ctx.eps, "newton", weight, bias)
-        found = iter(torch.autograd.grad(before_relu, inputs, through, create_graph=True))
+        with functional.autocast_off(x.device.type):
+            before_relu = functional.group_whiten(x, ctx.groups, ctx.num_iters, ctx.eps, "newton", weight, bias)
+            found = iter(torch.autograd.grad(before_relu, inputs, through, create_graph=True))
         gradients = tuple(next(found) if wanted else None for wanted in needed)
     else:
         results = torch.ops.gw_detectron.group_whiten_backward(dy, y, x, mean, sigma, weight, ctx.num_iters, ctx.path)

@@ -405,6 +405,39 @@ def test_second_derivatives_are_right(relu):
     assert torch.autograd.gradgradcheck(whiten, (x, made.weight, made.bias))
 
 
+@pytest.mark.parametrize("relu", [True, False])
+def test_gradients_that_are_differentiated_again_stop_at_the_layer(relu):
+    """Weight and input may depend on one another: in a layer used twice, or with parameters made of the input."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(2, 8, 5, generator=generator), *torch.randn(2, 8, generator=generator)]
+    tensors = [tensor.double().requires_grad_() for tensor in tensors]
+
+    def whiten(x, weight, bias):
+        return kernels.group_whiten(x, 4, 5, 1e-5, "newton", weight, bias, relu=relu)
+
+    def twice(x, weight, bias):
+        return whiten(whiten(x, weight, bias).sin(), weight, bias).pow(3).sum()
+
+    def made_of_the_input(x, weight, bias):
+        return whiten(x, weight + x.mean((0, 2)).exp(), bias + x.sum((0, 2))).pow(3).sum()
+
+    for function in (twice, made_of_the_input):
+        expected = torch.autograd.grad(function(*tensors), tensors)
+        found = torch.autograd.grad(function(*tensors), tensors, create_graph=True)
+        for one, other in zip(found, expected, strict=True):
+            assert error(one.detach(), other) < 1e-12
+        assert torch.autograd.gradgradcheck(function, tensors)
+
+
+def test_gradients_that_are_differentiated_again_under_autocast():
+    made = layer(32, 8)
+    x, dy = torch.randn(2, 2, 32, 5, 5)
+    expected = reference(made, x, dy)[1]
+    with torch.autocast("cpu", torch.bfloat16):
+        (found,) = torch.autograd.grad(made(x.requires_grad_()), x, dy, create_graph=True)
+    assert error(found.detach(), expected) < 2e-5
+
+
 @pytest.mark.parametrize("wanted", [("x",), ("weight",), ("bias",), ("x", "bias")])
 def test_only_some_gradients_are_wanted(wanted):
     made = layer(32, 8).double()
