@@ -40,8 +40,6 @@ class GroupWhitening2d(nn.Module):
     Source: Group Whitening (CVPR 2021), section 3; supplement, Algorithm 1.
     """
 
-    relu = False  # of layers that were pickled whole by a version without it
-
     def __init__(
         self,
         num_channels: int,

@@ -80,6 +80,22 @@ def test_only_norms_before_a_relu_apply_it(positions):
     ]
 
 
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("component", ["box head", "mask head"])
+def test_a_hook_sees_what_the_norm_gave(component, norm):
+    """The stock heads' ReLU leaves the output of a norm as it is, which full backward hooks depend on."""
+    kind = COMPONENTS[component]
+    module = kind.ours(**kind.arguments, **{kind.norm: NORMS[norm]})
+    seen = []
+    for conv in module.conv_norm_relus:
+        conv.norm.register_forward_hook(lambda _, __, output: seen.append(output))
+        conv.norm.register_full_backward_hook(lambda *_: None)
+    x = torch.randn(2, 8, 7, 7, requires_grad=True)
+    (module.layers(x) if component == "mask head" else module(x)).sum().backward()
+    assert seen
+    assert all((output.min() < 0) == (norm != "GW") for output in seen)
+
+
 def test_without_group_whitening_a_backbone_can_be_scripted():
     """As Detectron2's own."""
     block = GWBottleneckBlock(8, 16, bottleneck_channels=8, norm="FrozenBN").eval()
