@@ -132,7 +132,7 @@ def main(args: argparse.Namespace, command: str = "") -> bool:
         table = args.benchmark(settings, command)
     except KeyboardInterrupt:
         print("\nInterrupted while measuring: no table is written.", file=sys.stderr)
-        raise SystemExit(130) from None  # what a shell gives for Ctrl-C; 1 would mean that something is worse
+        raise SystemExit(130) from None  # what a shell gives for Ctrl-C
     print(summary(table))
     write_csv(table, files[0])
     draw(table, files[1])

@@ -16,6 +16,8 @@ from .table import Table
 TOLERANCE = 0.2
 #: how many times the tolerance a ratio of times of one size may grow, if there are others: to about the double
 SINGLE = 5
+#: how much larger a ratio of bytes may be: they are counted, and no chance is in them
+BYTES = 0.02
 
 
 class Change(NamedTuple):
@@ -65,7 +67,8 @@ class Comparison:
         lines = [tabulate(shown, headers=headings, disable_numparse=True), *self.remarks]
         lines.append(
             f"{len(self.worse)} of {len(self.rows)} ratios are worse than before by more than {self.tolerance:.0%}, "
-            f"times of one size among several by more than {SINGLE * self.tolerance:.0%}."
+            f"times of one size among several by more than {SINGLE * self.tolerance:.0%}, bytes by more than "
+            f"{min(BYTES, self.tolerance):.0%}."
         )
         return "\n".join(lines)
 
@@ -78,8 +81,9 @@ def compare(table: Table, reference: Table, tolerance: float = TOLERANCE) -> Com
     Args:
         table: the run of now.
         reference: the earlier one.
-        tolerance: how much larger than before a geometric mean, a ratio of bytes or one that stands alone may be, as a
-            part of it; a ratio of times of one size among several may grow :data:`SINGLE` times as much.
+        tolerance: how much larger than before a geometric mean of ratios of times, or one that stands alone, may be, as
+            a part of it; that of one size among several may grow :data:`SINGLE` times as much. Ratios of bytes may
+            grow by :data:`BYTES`, or by the tolerance if that is less.
 
     Raises:
         ValueError: the runs are of different benchmarks, devices or settings, or have no ratio in common; or the
@@ -108,10 +112,10 @@ def compare(table: Table, reference: Table, tolerance: float = TOLERANCE) -> Com
         sizes[key[1:]].append(key)
     rows = []
     for key in shared:
-        chance = SINGLE if len(sizes[key[1:]]) > 1 and not key[-1].startswith("saved_") else 1
-        rows.append(Change(key, before[key], now[key], chance * tolerance))
+        of_one_size = SINGLE * tolerance if len(sizes[key[1:]]) > 1 else tolerance
+        rows.append(Change(key, before[key], now[key], min(BYTES, tolerance) if _of_bytes(key) else of_one_size))
     for rest, keys in sizes.items():
-        if len(keys) > 1:
+        if len(keys) > 1 and not _of_bytes(rest):  # each of those is held by itself
             mean_before, mean_now = (geometric_mean(run[key] for key in keys) for run in (before, now))
             rows.append(Change((f"mean of {len(keys)}", *rest), mean_before, mean_now, tolerance))
     return Comparison(tuple(rows), (*table.columns.key, "ratio"), tuple(remarks), tolerance)
@@ -141,6 +145,10 @@ def _ratios(table: Table) -> dict[tuple[str, ...], float]:
         for name in columns.watched
         if (ratio := row.get(name))
     }
+
+
+def _of_bytes(key: tuple[str, ...]) -> bool:
+    return key[-1].startswith("saved_")
 
 
 def _example(ratios: dict[tuple[str, ...], float]) -> str:

@@ -115,6 +115,13 @@ def test_what_cannot_be_done_says_why(monkeypatch, others):
     assert "figure1_compiled: RuntimeError: No working C++ compiler found" in summary(table)
 
 
+def test_batch_norm_of_one_value_per_channel_is_skipped():
+    settings = LayerSettings(CPU, [(1, 8, 1, 1)], (), providers=["ours", "batch_norm"], repeats=1, groups=4)
+    rows = [row for row in benchmark_layer(settings).rows if row["provider"] == "batch_norm"]
+    assert rows
+    assert all("more than 1 value per channel" in row["note"] for row in rows)
+
+
 def test_the_layer_itself_is_never_skipped(monkeypatch):
     def broken(case):
         raise RuntimeError("broken")
