@@ -23,8 +23,8 @@ def effective_groups(num_channels: int, num_groups: int) -> int:
     """
     if num_channels < 1 or not isinstance(num_groups, int) or num_groups < 1:
         raise ValueError(
-            f"group whitening needs positive integers of channels and groups, got channels={num_channels} "
-            f"and groups={num_groups}"
+            f"group whitening needs positive integers of channels and groups, got channels={num_channels!r} "
+            f"and groups={num_groups!r}"
         )
     groups = min(num_groups, num_channels)
     if num_channels % groups:
@@ -126,7 +126,7 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, relu: bool) -
 
 def autocast_off(device_type: str) -> AbstractContextManager:
     """Keeps autocast from rounding the operands of statistics and solver."""
-    if device_type in ("cpu", "cuda") and torch.is_autocast_enabled(device_type):
+    if device_type in ("cpu", "cuda", "mps", "xpu") and torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
 

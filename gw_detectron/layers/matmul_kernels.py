@@ -20,7 +20,16 @@ from .scratch import scratch
 
 #: elements of a block of x on the CPU: 5 MiB in float32, so that three of them stay in the last-level cache
 _BLOCK = 5 << 18
-__all__ = ["apply", "apply_backward", "grad_products", "newton", "newton_backward", "statistics"]
+__all__ = [
+    "apply",
+    "apply_backward",
+    "grad_products",
+    "newton",
+    "newton_backward",
+    "portion",
+    "prepare",
+    "statistics",
+]
 
 
 class _Block(NamedTuple):

@@ -251,7 +251,7 @@ def check_apply_backward(shape, groups, dtype, channels_last, affine, in_place):
     mean, whitening, symmetric, shift = sample.given(sample.mean, sample.whitening, sample.symmetric, sample.shift)
     triton_kernels.apply_backward(sample.x, mean, dy, whitening, sample.weight, symmetric, shift, out=dx)
     scaled = sample.dy_g * sample.per_channel(sample.weight, 1.0)
-    expected = torch.einsum("nkr,nkjp->nrjp", sample.whitening, scaled)
+    expected = torch.einsum("nrk,nkjp->nrjp", sample.whitening, scaled)
     expected = expected + torch.einsum("nrk,nkjp->nrjp", sample.symmetric, sample.x_c) - sample.shift[..., None, None]
     assert relative_error(dx, expected) < TOLERANCE[dtype]
 

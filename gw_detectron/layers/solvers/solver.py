@@ -50,7 +50,9 @@ class Solver:
         if self.name not in SOLVERS:
             raise ValueError(f"unknown whitening solver {self.name!r}; allowed are {sorted(SOLVERS)}")
         if not isinstance(self.num_iters, int) or self.num_iters < 0:
-            raise ValueError(f"num_iters={self.num_iters} must be zero or a positive integer; the published value is 5")
+            raise ValueError(
+                f"num_iters={self.num_iters!r} must be zero or a positive integer; the published value is 5"
+            )
         if not 0 <= self.eps < float("inf"):
             raise ValueError(f"eps={self.eps} must be zero or a positive number; the published value is 1e-5")
         if not 0 <= self.threshold <= 1:

@@ -58,7 +58,7 @@ def _apply_backward(
     X_J: constexpr, DY_J: constexpr, DX_J: constexpr, IN_PLACE: constexpr,
     DEPTH: constexpr, OPERAND: constexpr, PRECISION: constexpr,
 ):  # fmt: skip
-    """dx = W^T (weight * dy) + symmetric (x - mean) - shift for one sample's chunk of columns; DEPTH as in _apply."""
+    """dx = whitening (weight * dy) + symmetric (x - mean) - shift for a chunk of columns; DEPTH as in _apply."""
     n, first = tl.program_id(0), tl.program_id(1) * per_split
     x_ptr, dy_ptr = of_sample(x_ptr, n, x_n, VECTOR), of_sample(dy_ptr, n, dy_n, VECTOR)
     dx_ptr = of_sample(dx_ptr, n, dx_n, VECTOR)
@@ -66,7 +66,7 @@ def _apply_backward(
     shift = load_rows(shift_ptr, n, rows, GROUPS)
     if DEPTH == ROWS:
         mean = load_rows(mean_ptr, n, rows, GROUPS)
-        whitening = tl.trans(load_matrix(whitening_ptr, n, rows, rows, GROUPS)).to(OPERAND)
+        whitening = load_matrix(whitening_ptr, n, rows, rows, GROUPS).to(OPERAND)
         symmetric = load_matrix(symmetric_ptr, n, rows, rows, GROUPS).to(OPERAND)
     for tile in tl.range(first, tl.minimum(first + per_split, tiles)):
         j, p, exists = tile_columns(tile, positions, CPG, JB, PB, VECTOR, X_J)
@@ -75,7 +75,7 @@ def _apply_backward(
             k = depth + tl.arange(0, DEPTH)
             if DEPTH != ROWS:
                 mean = load_rows(mean_ptr, n, k, GROUPS)
-                whitening = tl.trans(load_matrix(whitening_ptr, n, k, rows, GROUPS)).to(OPERAND)
+                whitening = load_matrix(whitening_ptr, n, rows, k, GROUPS).to(OPERAND)
                 symmetric = load_matrix(symmetric_ptr, n, rows, k, GROUPS).to(OPERAND)
             inside = (k < GROUPS)[:, None] & exists[None, :]
             x = tl.load(x_ptr + tile_offsets(k, j, p, x_outer, CPG, VECTOR, X_J), mask=inside, other=0.0)
@@ -128,7 +128,7 @@ def apply_backward(
     shift: Tensor,
     out: Tensor,
 ) -> None:
-    """Writes ``whitening^T @ (weight * dy) + symmetric @ (x - mean) - shift`` to ``out`` (or ``dy``), in one launch."""
+    """Writes ``whitening @ (weight * dy) + symmetric @ (x - mean) - shift`` to ``out`` (or ``dy``), in one launch."""
     groups = whitening.shape[-1]
     depth, columns = launch.held(x, groups)
     arguments = launch.arguments_of(groups, columns, x=x, dy=dy, dx=out)
@@ -138,5 +138,5 @@ def apply_backward(
         mean_ptr=mean.contiguous(), whitening_ptr=whitening.contiguous(),
         weight_ptr=None if weight is None else weight.contiguous(),
         symmetric_ptr=symmetric.contiguous(), shift_ptr=shift.contiguous(),
-        per_split=per_split, IN_PLACE=dy is out, DEPTH=depth, **launch.precision(x),
+        per_split=per_split, IN_PLACE=dy.data_ptr() == out.data_ptr(), DEPTH=depth, **launch.precision(x),
     )  # fmt: skip
