@@ -26,7 +26,8 @@ def get_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--allow-partial",
         action="store_true",
-        help="let the parts of the backbone that MODEL.WEIGHTS does not have start from random values",
+        help="let the parts of the backbone that MODEL.WEIGHTS does not have start from random values, and accept "
+        "norms that are not those of the weights",
     )
     parser.add_argument(
         "--whitening-stats-period",

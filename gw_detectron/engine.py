@@ -31,10 +31,11 @@ from detectron2.utils.events import CommonMetricPrinter, EventWriter, JSONWriter
 from detectron2.utils.file_io import PathManager
 
 from .analysis import WhiteningWatch
-from .checkpoint import PartialLoadError, strict_backbone_load
+from .checkpoint import NORMS, NoteOfNorms, PartialLoadError, strict_backbone_load
 from .cli import config_of_run, get_parser, prepare_run, setup
 from .hooks import LossGuard, NamingMapper, NonFiniteError, WholeFileWriter, remove_unfinished
 from .launch import in_all_processes, is_for_the_user
+from .modeling.norm import norm_summary
 from .optimizer import build_optimizer
 from .preflight import COCO_EVALUATORS, preflight
 
@@ -60,6 +61,7 @@ class Trainer(DefaultTrainer):
         else:
             super().__init__(cfg)
         self.checkpointer.path_manager = WholeFileWriter(PathManager)
+        self.checkpointer.add_checkpointable(NORMS, NoteOfNorms(self.checkpointer.model))
         self._loss_guard = LossGuard(self.checkpointer.model)
 
     def _init_for_cpu_processes(self, cfg: CfgNode) -> None:
@@ -261,6 +263,7 @@ def main(args: argparse.Namespace) -> dict | None:
     Raises:
         PreflightError: the config, the data or the machine would let the run fail or learn nothing.
         PartialLoadError: weights left a part of the backbone, or in an evaluation of the heads, at random values.
+        NormMismatchError: weights were trained with other norms.
         Other errors: see :func:`setup` and :meth:`Trainer.train`.
     """
     cfg = checked_setup(args)
@@ -269,6 +272,7 @@ def main(args: argparse.Namespace) -> dict | None:
         if args.whitening_stats_period:
             log.warning("--whitening-stats-period has no effect with --eval-only: it looks at the layers in training")
         model = Trainer.build_model(cfg)
+        log.info("norms: %s", norm_summary(model))
         checkpointer = DetectionCheckpointer(model, cfg.OUTPUT_DIR)
         start = _start(checkpointer, cfg, args.resume)
         with strict_backbone_load(model, start, allow_partial=args.allow_partial) as report:
@@ -278,6 +282,7 @@ def main(args: argparse.Namespace) -> dict | None:
             raise PartialLoadError(f"{report}. An evaluation needs the weights of a whole detector")
         return _evaluate(cfg, model)
     trainer = Trainer(cfg)
+    log.info("norms: %s", norm_summary(trainer.checkpointer.model))
     if args.whitening_stats_period:
         trainer.register_hooks([WhiteningWatch(args.whitening_stats_period)])
     start = _start(trainer.checkpointer, cfg, args.resume)

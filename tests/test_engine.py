@@ -4,6 +4,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import resource
 import sys
 import types
@@ -16,6 +17,7 @@ from detectron2.data import MetadataCatalog
 
 from gw_detectron.analysis import WhiteningWatch, watch
 from gw_detectron.analysis.spectra import REDUCTIONS
+from gw_detectron.checkpoint import NormMismatchError
 from gw_detectron.data.synthetic import register_synthetic
 from gw_detectron.engine import Trainer, fast_coco_evaluation_is_built, main, setup
 from gw_detectron.hooks import CheckpointWriteError, DataError, NonFiniteError
@@ -92,6 +94,28 @@ def test_resume_after_the_end_trains_no_more_but_evaluates(tmp_path):
 
     assert (tmp_path / "model_final.pth").stat().st_mtime_ns == before
     assert resumed["segm"]["AP"] == pytest.approx(trained["segm"]["AP"])
+
+
+@pytest.mark.parametrize("flags", [["--resume"], ["--eval-only"], []], ids=["resume", "evaluate", "fine-tune"])
+def test_norms_that_tensors_do_not_tell_apart(tmp_path, flags):
+    """GN has the parameters of GW, and 16 groups those of 64."""
+    main(arguments(tmp_path, DATASETS__TEST="()"))
+    config = (tmp_path / "config.yaml").read_text()
+    folder = tmp_path if flags == ["--resume"] else tmp_path / "another"
+    weights = str(tmp_path / "model_final.pth")
+    for norm in ("GN", "GW:groups=8"):
+        changed = {"MODEL__FPN__NORM": norm, "MODEL__WEIGHTS": weights}
+        with pytest.raises((PreflightError, NormMismatchError), match="8 (norms|layers) differ") as caught:
+            main(arguments(folder, *flags, **changed))
+        assert "fpn_lateral2.norm GW:groups=16,iters=5,eps=1e-05,solver=newton in the checkpoint" in str(caught.value)
+    assert (tmp_path / "config.yaml").read_text() == config
+    if flags != ["--resume"]:
+        main(arguments(folder, *flags, "--allow-partial", **changed))
+
+
+def test_norms_are_summed_up_in_the_log(tmp_path):
+    main(arguments(tmp_path, DATASETS__TEST="()"))
+    assert re.search(r"norms: \d+ .*GW:groups=16,iters=5,eps=1e-05,solver=newton", (tmp_path / "log.txt").read_text())
 
 
 def test_resume_restores_the_optimizer(tmp_path):

@@ -432,6 +432,29 @@ class TestResume:
         assert not found.problems and "starts from its beginning" in found.warnings[0]
 
 
+class TestKeysOfThisPackage:
+    @pytest.mark.parametrize(
+        ("changes", "words"),
+        [
+            (
+                {"MODEL__RESNETS__WHITEN_POSITIONS": "ALL"},
+                ["WHITEN_POSITIONS is 'ALL'", "build_gw_resnet_fpn_backbone"],
+            ),
+            ({"MODEL__RESNETS__WHITEN_NORM": "GN"}, ["WHITEN_NORM is 'GN'", "build_gw_resnet_fpn_backbone"]),
+        ],
+    )
+    def test_a_backbone_that_does_not_read_them(self, check, changes, words):
+        stock = {"MODEL__BACKBONE__NAME": "build_resnet_fpn_backbone", "MODEL__FPN__NORM": ""}
+        problem = one(check(**stock, **changes))
+        assert all(word in problem for word in words), problem
+        assert not check(**stock).problems
+
+    def test_a_head_that_does_not_read_them(self, check):
+        head = {"MODEL__ROI_BOX_HEAD__NAME": "FastRCNNConvFCHead", "MODEL__ROI_BOX_HEAD__NORM": "GN"}
+        problem = one(check(**head, MODEL__ROI_BOX_HEAD__SINGLE_RELU=True))
+        assert "SINGLE_RELU is True" in problem and "GWFastRCNNConvFCHead" in problem
+
+
 class TestData:
     def test_number_of_classes(self, check):
         problem = one(check(MODEL__ROI_HEADS__NUM_CLASSES=80))

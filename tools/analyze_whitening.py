@@ -73,7 +73,9 @@ def get_parser() -> argparse.ArgumentParser:
     sub.add_argument("--samples", type=int, default=8, help="the most samples of a layer, for each image")
     sub.add_argument("--seed", type=_seed, default=0, help="of random weights and synthetic images")
     sub.add_argument(
-        "--allow-partial", action="store_true", help="let the layers that the weights do not have be random"
+        "--allow-partial",
+        action="store_true",
+        help="let the layers that the weights do not have be random, and accept other norms than theirs",
     )
     _add_opts(sub)
 

@@ -5,14 +5,18 @@ from .catalog import CATALOG, PublishedWeights, local_weights, register_weights
 from .convert import Conversion, convert, to_torchvision
 from .files import convert_file, load_weights
 from .load_report import LoadReport, PartialLoadError, strict_backbone_load
+from .norms import NORMS, NormMismatchError, NoteOfNorms, differing_norms
 from .provenance import Preprocessing, Provenance
 from .reading import RefusedFileError, WeightsFileError, read_weights_file
 
 __all__ = [
     "CATALOG",
+    "NORMS",
     "Architecture",
     "Conversion",
     "LoadReport",
+    "NormMismatchError",
+    "NoteOfNorms",
     "PartialLoadError",
     "Preprocessing",
     "Provenance",
@@ -21,6 +25,7 @@ __all__ = [
     "WeightsFileError",
     "convert",
     "convert_file",
+    "differing_norms",
     "load_weights",
     "local_weights",
     "read_weights_file",

@@ -2,13 +2,16 @@
 
 import contextlib
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 from detectron2.layers import FrozenBatchNorm2d
 from detectron2.utils.file_io import PathManager
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..modeling.norm_places import NORM_KEYS
+from .norms import NormMismatchError, differing_norms
 from .reading import read_weights_file
 from .wording import listed
 
@@ -127,19 +130,23 @@ def strict_backbone_load(model: nn.Module, weights: str, *, allow_partial: bool 
     Args:
         model: the detector, or a bare backbone.
         weights: the file or address that is going to be loaded, "" for none.
-        allow_partial: accept a backbone of which a part was not loaded.
+        allow_partial: accept a backbone of which a part was not loaded, and norms that are not those of the weights.
 
     Raises:
+        NormMismatchError: the file says that it was trained with other norms. Nothing was loaded then.
         RefusedFileError: the file could run code.
         WeightsFileError: the file is damaged.
         PartialLoadError: a backbone tensor was not loaded, or one of the file found no place.
         OSError: the file is not there or cannot be fetched.
     """
-    if weights:
-        # Detectron2 reads "...?matching_heuristics=True" as a file name and an option
-        read_weights_file(PathManager.get_local_path(weights.partition("?")[0]))
     if isinstance(model, DistributedDataParallel):
         model = model.module
+    if weights:
+        # Detectron2 reads "...?matching_heuristics=True" as a file name and an option
+        content = read_weights_file(PathManager.get_local_path(weights.partition("?")[0])).value
+        if isinstance(content, Mapping) and not allow_partial:
+            _check_norms(weights, content, model)
+        del content  # all tensors of the file
     report = LoadReport(model)
 
     def before_loading(module: nn.Module, state_dict: dict, *args: object) -> None:
@@ -153,3 +160,13 @@ def strict_backbone_load(model: nn.Module, weights: str, *, allow_partial: bool 
         handle.remove()
     if not allow_partial:
         report.check()
+
+
+def _check_norms(weights: str, notes: Mapping[str, Any], model: nn.Module) -> None:
+    differences = differing_norms(notes, model)
+    if differences:
+        raise NormMismatchError(
+            f"{weights} was trained with other norms: {len(differences)} layers differ ({listed(differences)}). Set "
+            f"the norms as in that run, by {', '.join(NORM_KEYS)}. train_net.py and analyze_whitening.py accept the "
+            "difference with --allow-partial"
+        )

@@ -13,6 +13,7 @@ for ``zca_max`` a ``threshold``. An option that the solver does not read is an e
 """
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -214,6 +215,13 @@ def norm_spec(layer: nn.Module) -> str:
     raise ValueError(f"{type(layer).__name__} is not a normalisation layer that a norm name can express")
 
 
+def in_evaluation(spec: str) -> str:
+    """What is left of a full norm name where nothing is trained: frozen or synchronised statistics are statistics."""
+    name, _, options = spec.removeprefix("Frozen").partition(":")
+    kept = [option for option in options.split(",") if not option.startswith(("momentum=", "sync="))]
+    return ":".join(["BN" if name.endswith("BN") else name, ",".join(kept)])
+
+
 def _text(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
@@ -259,6 +267,12 @@ def _channels(layer: nn.Module) -> int:
         if hasattr(layer, attribute):
             return int(getattr(layer, attribute))
     return sum(parameter.numel() for parameter in layer.parameters()) // 2  # LN: scale and shift
+
+
+def norm_summary(model: nn.Module) -> str:
+    """How many layers of a model have which norm, in a line."""
+    counts = Counter(row.spec for row in norm_rows(model))
+    return ", ".join(f"{count} {spec}" for spec, count in counts.most_common()) or "none"
 
 
 def norm_table(model: nn.Module) -> str:

@@ -1,10 +1,11 @@
-"""Where a yaml takes norm names, and which of Detectron2's own components know their own norms only."""
+"""Where a yaml takes norm names, and which of Detectron2's components know their own norms and keys only."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from detectron2.config import CfgNode
+from detectron2.config import CfgNode, get_cfg
 
+from ..config import add_gw_config
 from .norm import DETECTRON2_NORMS
 
 #: every key that holds a norm name
@@ -49,6 +50,14 @@ _STOCK = (
 )
 
 
+#: the keys that this package adds, and the key of the component that reads them
+_OWN_KEYS = {
+    "MODEL.RESNETS.WHITEN_POSITIONS": "MODEL.BACKBONE.NAME",
+    "MODEL.RESNETS.WHITEN_NORM": "MODEL.BACKBONE.NAME",
+    "MODEL.ROI_BOX_HEAD.SINGLE_RELU": "MODEL.ROI_BOX_HEAD.NAME",
+}
+
+
 def misplaced_norms(cfg: CfgNode, spec: object) -> Iterator[str]:
     """Says for each component of Detectron2 that has been given a norm name which it does not know what to do.
 
@@ -67,6 +76,24 @@ def misplaced_norms(cfg: CfgNode, spec: object) -> Iterator[str]:
             yield (
                 f"{place.norm} is {spec!r}, but it is read by Detectron2's {place.name} ({place.part}), which takes "
                 f"Detectron2's own norms only: {own}. {advice}."
+            )
+
+
+def unread_keys(cfg: CfgNode) -> Iterator[str]:
+    """Says for each key of this package that has been set, but is not read by the component of Detectron2, what to do.
+
+    Args:
+        cfg: of any model.
+    """
+    usual = get_cfg()
+    add_gw_config(usual)
+    for key, part in _OWN_KEYS.items():
+        name, value = _value(cfg, part), _value(cfg, key)
+        instead = next((place.instead for place in _STOCK if (place.part, place.name) == (part, name)), "")
+        if instead and value != _value(usual, key):
+            yield (
+                f"{key} is {value!r}, but {part} is Detectron2's {name}, which does not read it. Set {part} {instead}, "
+                f"or leave {key} out."
             )
 
 

@@ -9,9 +9,10 @@ from detectron2.utils import comm
 from torch import nn
 
 from ..layers import BatchWhitening2d, FrozenBatchWhitening2d
+from ..modeling.norm_places import unread_keys
 from ..modeling.norm_shapes import NormShape, build_shapes, norm_shapes
 from .findings import Findings
-from .readable import read_problem, shapes_in
+from .readable import read_problem
 from .resumed import check_resumed
 from .weights import Start
 
@@ -43,6 +44,7 @@ def check_model(cfg: CfgNode, findings: Findings, *, eval_only: bool, start: Sta
             f"MODEL.BACKBONE.FREEZE_AT is {freeze_at} and MODEL.WEIGHTS is empty, so the first layers would stay "
             "at their random values. Set MODEL.BACKBONE.FREEZE_AT 0, or give MODEL.WEIGHTS."
         )
+    findings.problems += unread_keys(cfg)
     try:
         model = build_shapes(cfg)
     except (ValueError, KeyError, AssertionError, TypeError, ImportError) as error:
@@ -50,7 +52,7 @@ def check_model(cfg: CfgNode, findings: Findings, *, eval_only: bool, start: Sta
         findings.problems.append(f"The model cannot be built: {said}")
         return
     if start.resumed and not read_problem(start.file):
-        check_resumed(start.file, shapes_in(start.file), model, findings)
+        check_resumed(start.file, model, findings)
     if not eval_only:
         _check_frozen_norms(cfg, model, findings, from_scratch)
         _check_batch_norms(cfg, model, findings)

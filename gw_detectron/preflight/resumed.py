@@ -1,24 +1,25 @@
 """Whether the checkpoint that a run goes on from is one of the very detector that the config builds."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
+from ..checkpoint import differing_norms
 from ..checkpoint.wording import listed
 from ..modeling.norm_places import NORM_KEYS
 from .findings import Findings
+from .readable import notes_in, shapes_in
 
 
-def check_resumed(path: str, shapes: Mapping[str, tuple[int, ...]], model: nn.Module, findings: Findings) -> None:
+def check_resumed(path: str, model: nn.Module, findings: Findings) -> None:
     """Adds what differs between a checkpoint and the detector that goes on from it.
 
     Args:
-        path: of the checkpoint.
-        shapes: of its tensors.
-        model: the detector; only its shapes are used.
+        path: of the checkpoint, which can be read.
+        model: the detector; only its shapes and norms are used.
         findings: where the problem goes.
     """
+    shapes = shapes_in(path)
     wanted: dict[str, Any] = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     differences = {
         "are only in the checkpoint": [name for name in shapes if name not in wanted],
@@ -30,6 +31,8 @@ def check_resumed(path: str, shapes: Mapping[str, tuple[int, ...]], model: nn.Mo
         ],
     }
     found = [f"{len(names)} tensors {what} ({listed(names)})" for what, names in differences.items() if names]
+    if norms := differing_norms(notes_in(path), model):
+        found.append(f"{len(norms)} norms differ ({listed(norms)})")
     if found:
         findings.problems.append(
             f"--resume goes on from {path}, which is of another detector: {'; '.join(found)}. Set all keys of the "
