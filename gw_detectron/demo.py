@@ -50,8 +50,8 @@ def run_demo(args: argparse.Namespace) -> dict:
     print(f"\nTrained {cfg.SOLVER.MAX_ITER} iterations and evaluated in {seconds:.0f} s.")
     print(tabulate(rows, headers=["", *columns], floatfmt=".1f"))
     print(
-        f"\nThe exported backbone {backbone / parity['file']} differs from the trained one by at most "
-        f"{parity['worst_relative']:.1e} of a feature map's largest value."
+        f"\nThe exported backbone {backbone / parity['file']} differs from the trained one, both in plain operations, "
+        f"by at most {parity['worst_relative']:.1e} of a feature map's largest value."
     )
     print(f"Look at {folder / 'predictions.png'} and {folder / 'curves.png'};")
     print(f"numbers are in {folder / 'result.json'}, the model is {folder / 'model_final.pth'}.")

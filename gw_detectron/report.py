@@ -77,7 +77,7 @@ def plot_predictions(
     dataset_name: str,
     picture: str | Path,
     *,
-    num_images: int = 6,
+    num_images: int = 4,
     score_threshold: float = 0.5,
 ) -> None:
     """Draws images of a data set, each as it is, with its ground truth, and with the model's prediction.
@@ -87,18 +87,17 @@ def plot_predictions(
         model: a detector; it is left in the mode it was in.
         dataset_name: a registered data set; its first images are taken.
         picture: the PNG file to write.
-        num_images: how many, two in a row of the grid.
+        num_images: how many, each in a row of the grid.
         score_threshold: predictions below this score are left out.
     """
     metadata = MetadataCatalog.get(dataset_name)
     records = DatasetCatalog.get(dataset_name)[:num_images]
     mapper = DatasetMapper(cfg, is_train=False)
-    rows = -(-len(records) // 2)
-    figure = Figure(figsize=(16, 2.9 * rows), layout="constrained")
-    grid = figure.subplots(rows, 6, squeeze=False)
+    figure = Figure(figsize=(12, 3.5 * len(records)), layout="constrained")
+    grid = figure.subplots(len(records), 3, squeeze=False)
     for axes in grid.flat:
         axes.axis("off")
-    for index, record in enumerate(records):
+    for row, record in zip(grid, records, strict=True):
         image = read_image(record["file_name"], format="RGB")
         with inference_context(model), torch.no_grad():
             instances = model([mapper(record)])[0]["instances"].to("cpu")
@@ -109,8 +108,7 @@ def plot_predictions(
             .draw_instance_predictions(instances[instances.scores > score_threshold])
             .get_image(),
         }
-        row, half = divmod(index, 2)
-        for axes, (title, panel) in zip(grid[row, 3 * half :], panels.items(), strict=False):
+        for axes, (title, panel) in zip(row, panels.items(), strict=True):
             axes.imshow(panel)
             axes.set_title(title, fontsize=9)
     figure.savefig(picture, dpi=80)

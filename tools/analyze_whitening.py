@@ -102,7 +102,7 @@ def _add_opts(sub: argparse.ArgumentParser) -> None:
 REDUCED = {
     "conditioning": {"layers": [1, 2], "repeats": 1},
     "diversity": {"examples": 96_000, "bins": 200},
-    "swapping": {"neurons": 40, "examples": 600, "steps": 60},
+    "swapping": {"neurons": 40, "examples": 600, "steps": 100},
 }
 
 

@@ -37,14 +37,14 @@ def draw(table: Table, path: str | os.PathLike[str]) -> None:
 def _layers(table: Table) -> Figure:
     dtypes = list(dict.fromkeys(row["dtype"] for row in table.rows))
     modes = list(dict.fromkeys(row["mode"] for row in table.rows))
-    figure = Figure(figsize=(10 * len(modes), 4 * len(dtypes) + 0.6), layout="constrained")
-    grid = figure.subplots(len(dtypes), len(modes), squeeze=False)
-    for dtype, line in zip(dtypes, grid, strict=True):
-        for mode, axes in zip(modes, line, strict=True):
+    figure = Figure(figsize=(12 * len(dtypes), 3.4 * len(modes) + 0.6), layout="constrained")
+    grid = figure.subplots(len(modes), len(dtypes), squeeze=False)
+    for mode, line in zip(modes, grid, strict=True):
+        for dtype, axes in zip(dtypes, line, strict=True):
             rows = [row for row in table.rows if (row["dtype"], row["mode"]) == (dtype, mode)]
             _layer_bars(axes, rows)
             axes.set_title(f"{dtype}, {mode}")
-    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(PROVIDERS))
+    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     return figure
 
 
