@@ -29,7 +29,8 @@ def main(args: argparse.Namespace) -> None:
     cfg = read_config(args.config_file, opts)
     model = load_model(cfg)
     source = {"config": args.config_file, "weights": cfg.MODEL.WEIGHTS}
-    report = export_detector(model, args.output, read_image_for(cfg, args.image), source=source)
+    sides = (cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST)
+    report = export_detector(model, args.output, read_image_for(cfg, args.image), sides=sides, source=source)
     rows = [
         [f"{case['width']} x {case['height']}", case["detections"], f"{worst_relative([case]):.1e}"]
         for case in report["cases"]

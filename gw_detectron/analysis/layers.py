@@ -11,7 +11,7 @@ import torch
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode
 from detectron2.data import transforms as T
-from detectron2.data.detection_utils import convert_PIL_to_numpy, read_image
+from detectron2.data.detection_utils import convert_PIL_to_numpy
 from detectron2.modeling import build_model
 from detectron2.utils.env import seed_all_rng
 from matplotlib.axes import Axes
@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from ..checkpoint import LoadReport, PartialLoadError, strict_backbone_load
 from ..checkpoint.wording import listed
+from ..data.images import read_image
 from ..data.synthetic import SyntheticConfig, draw_scene
 from ..layers.solvers import NonFiniteCovarianceError
 from ..modeling import norm_spec
@@ -148,12 +149,7 @@ def _image_files(folder: str | os.PathLike[str], count: int) -> list[Path]:
 
 def _read(paths: Sequence[Path], pixel_format: str) -> Iterator[np.ndarray]:
     for path in paths:
-        try:
-            yield read_image(str(path), format=pixel_format)
-        except (OSError, SyntaxError, ValueError) as error:  # all of them are raised by Pillow for a damaged file
-            raise ValueError(
-                f"the image {path} cannot be read: {error}. Repair it or take it out of the folder"
-            ) from error
+        yield read_image(path, pixel_format)
 
 
 def _drawn(count: int, seed: int, pixel_format: str) -> Iterator[np.ndarray]:

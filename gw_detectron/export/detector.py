@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from detectron2.config import CfgNode
 from detectron2.data import transforms as T
-from detectron2.data.detection_utils import read_image
 from detectron2.modeling import GeneralizedRCNN
 from detectron2.structures import Instances
 from torch import Tensor, nn
 
 from ..checkpoint.provenance import sha256_of, tool
+from ..data.images import read_image
 from ..layers import use_path
 from .backbone import versions
 from .folder import whole_folder
@@ -32,7 +32,12 @@ _FILE = "model.ts"
 
 
 def export_detector(
-    model: nn.Module, output: str | os.PathLike[str], image: Tensor, *, source: Mapping[str, str] | None = None
+    model: nn.Module,
+    output: str | os.PathLike[str],
+    image: Tensor,
+    *,
+    sides: tuple[int, int] | None = None,
+    source: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Traces a detector with Detectron2's ``TracingAdapter`` and proves the trace right.
 
@@ -45,6 +50,8 @@ def export_detector(
         output: the folder to make. It may exist if it is empty or holds an earlier export of a detector.
         image: pixels of 0 to 255 in the channel order of the model, (3, H, W), on which the detector finds something:
             the parts of the model that see no boxes would be missing in the trace.
+        sides: to which evaluation resizes images, the shorter side and at most the longer one, to be noted in
+            ``parity.json`` and ``README.md``; the file resizes nothing.
         source: where the weights are from, to be noted in ``parity.json``.
 
     Returns:
@@ -84,6 +91,7 @@ def export_detector(
             "bytes": path.stat().st_size,
             "source": dict(source or {}),
             "channels": model.input_format,
+            "resized_in_evaluation": None if sides is None else {"shorter": sides[0], "longer_at_most": sides[1]},
             "outputs": names,
             "tolerance": TOLERANCE,
             "worst_relative": worst_relative(cases),
@@ -100,8 +108,11 @@ def read_image_for(cfg: CfgNode, path: str | os.PathLike[str]) -> Tensor:
 
     Returns:
         Pixels of 0 to 255, (3, H, W), resized by ``INPUT.MIN_SIZE_TEST`` and ``MAX_SIZE_TEST``.
+
+    Raises:
+        FileNotFoundError, ValueError: it cannot be read.
     """
-    pixels = read_image(os.fspath(path), format=cfg.INPUT.FORMAT)
+    pixels = read_image(path, cfg.INPUT.FORMAT)
     sides = [cfg.INPUT.MIN_SIZE_TEST] * 2
     resize = T.ResizeShortestEdge(sides, cfg.INPUT.MAX_SIZE_TEST).get_transform(pixels)
     return torch.from_numpy(np.ascontiguousarray(resize.apply_image(pixels).transpose(2, 0, 1))).float()

@@ -20,11 +20,15 @@ def whole_folder(output: Path, files: Collection[str]) -> Iterator[Path]:
 
     Raises:
         FileExistsError: ``output`` exists and holds something else, which is left as it is.
+        OSError: it cannot be made.
     """
     output = output.resolve()
     _check_replaceable(output, files)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
+    except OSError as error:
+        raise OSError(f"{output} cannot be made: {error.strerror}. Name another folder") from error
     try:
         new = work / "new"
         new.mkdir()

@@ -1,7 +1,5 @@
 """The model to export, with all of its weights."""
 
-import os
-
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode
 from detectron2.modeling import build_model
@@ -27,9 +25,6 @@ def load_model(cfg: CfgNode, needed: str = "") -> nn.Module:
     weights = cfg.MODEL.WEIGHTS
     if not weights:
         raise ValueError("there are no weights to export: give --weights FILE, or set MODEL.WEIGHTS")
-    path = weights.partition("?")[0]  # Detectron2 reads "...?matching_heuristics=True" as a file name and an option
-    if "://" not in path and not os.path.isfile(path):
-        raise FileNotFoundError(f"there is no file {path} (looked from {os.getcwd()})")
     cfg = cfg.clone()
     cfg.defrost()
     cfg.MODEL.DEVICE = "cpu"

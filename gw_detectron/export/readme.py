@@ -13,8 +13,8 @@ $what
   with mean $mean and std $std.
 - Sizes: H and W $sizes; any N.
 - Output: $outputs.
-- Largest difference from the model it was made from: $worst of a feature map's largest value. `parity.json` has all
-  differences, the versions of the packages, and the SHA-256 of the file.
+- Largest difference from the model it was made from, both in plain operations: $worst of a feature map's largest
+  value. `parity.json` has all differences, the versions of the packages, and the SHA-256 of the file.
 
 ```python
 $code```
@@ -128,10 +128,11 @@ _DETECTOR = Template("""\
 A detector as a TorchScript trace, which torch marks as deprecated. It needs torch and torchvision, and runs on the
 CPU.
 
-- Input: `image`, float32, (3, H, W), $channels, pixels of 0 to 255, of any size; it is normalised inside.
+- Input: `image`, float32, (3, H, W), $channels, pixels of 0 to 255; it is normalised inside.
+- Sizes: any; nothing is resized inside.$resized
 - Output: $names. Boxes are x0, y0, x1, y1 in the image's pixels; masks are those of the boxes, as probabilities.
-- Largest difference from the model it was made from: $worst of an output's largest value. `parity.json` has all
-  differences, the versions of the packages, and the SHA-256 of the file.
+- Largest difference from the model it was made from, both in plain operations: $worst of an output's largest value.
+  `parity.json` has all differences, the versions of the packages, and the SHA-256 of the file.
 
 ```python
 import torch
@@ -209,7 +210,15 @@ def detector_readme(report: Mapping[str, Any]) -> str:
     Args:
         report: what ``parity.json`` holds.
     """
+    sides = report["resized_in_evaluation"]
+    resized = ""
+    if sides is not None:
+        resized = (
+            f" In evaluation the shorter side of images is made {sides['shorter']} pixels,\n"
+            f"  or less where the longer one would exceed {sides['longer_at_most']}: resize yours like that."
+        )
     return _DETECTOR.substitute(
+        resized=resized,
         file=report["file"],
         channels=report["channels"],
         names=report["outputs"],

@@ -43,7 +43,7 @@ def image():
 def exported(model, image, tmp_path_factory):
     pytest.importorskip("detectron2.export", reason="this Detectron2 imports Caffe2 there", exc_type=ImportError)
     folder = tmp_path_factory.mktemp("detector") / "out"
-    return folder, export_detector(model, folder, image, source={"weights": "none"})
+    return folder, export_detector(model, folder, image, sides=(96, 200), source={"weights": "none"})
 
 
 @pytest.mark.parametrize("size", [(96, 128), (160, 96), (70, 141)])
@@ -83,6 +83,14 @@ def test_the_proof(exported):
 def test_the_readme_needs_torch_and_torchvision_alone(exported, run_readme):
     printed = run_readme(exported[0], forbid=("gw_detectron", "detectron2", "fvcore"))
     assert "image_size (2,)" in printed
+    text = (exported[0] / "README.md").read_text()
+    assert "the shorter side of images is made 96 pixels,\n  or less where the longer one would exceed 200" in text
+    assert exported[1]["resized_in_evaluation"] == {"shorter": 96, "longer_at_most": 200}
+
+
+def test_the_readme_names_no_size_that_it_does_not_know(exported, model, image, tmp_path):
+    export_detector(model, tmp_path / "out", image)
+    assert "Sizes: any; nothing is resized inside.\n" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_the_model_stays_as_it_is(exported, model, image, tmp_path):
@@ -134,3 +142,18 @@ def test_an_image_is_read_as_in_evaluation(cfg, tmp_path):
     cfg = cfg.clone()
     cfg.INPUT.FORMAT = "BGR"
     assert read_image_for(cfg, tmp_path / "red.png")[:, 0, 0].tolist() == [10, 20, 250]
+
+
+def test_what_is_no_image(cfg, tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no image .*red.png"):
+        read_image_for(cfg, tmp_path / "red.png")
+    (tmp_path / "red.png").write_text("red")
+    with pytest.raises(ValueError, match="red.png cannot be read: "):
+        read_image_for(cfg, tmp_path / "red.png")
+
+
+@pytest.mark.parametrize("inside", ["file", "file/below"])
+def test_a_folder_that_cannot_be_made(exported, model, image, tmp_path, inside):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=f"{tmp_path}/{inside} (cannot be made|is a file)"):
+        export_detector(model, tmp_path / inside, image)
