@@ -109,7 +109,11 @@ def read_config(config_file: str, opts: Sequence[str] = ()) -> CfgNode:
         raise ValueError(_bad_keys_message(str(path), keys, known, error)) from error
     opts = list(opts)
     if len(opts) % 2:
-        raise ValueError(f"after the flags come pairs of KEY VALUE, but these are {len(opts)} words: {' '.join(opts)}")
+        flags = [word for word in opts if word.startswith("--")]
+        advice = f". Put {' '.join(flags)} before the first KEY" if flags else ""
+        raise ValueError(
+            f"after the flags come pairs of KEY VALUE, but these are {len(opts)} words: {' '.join(opts)}{advice}"
+        )
     try:
         cfg.merge_from_list(opts)
     except (KeyError, ValueError, AssertionError) as error:

@@ -254,6 +254,9 @@ class TestMachine:
     def test_mixed_precision_on_the_cpu(self, check):
         assert "SOLVER.AMP.ENABLED False" in one(check(SOLVER__AMP__ENABLED=True))
 
+    def test_an_unknown_device(self, check):
+        assert "MODEL.DEVICE is 'gpu', which is no device" in one(check(MODEL__DEVICE="gpu"))
+
     @pytest.mark.skipif(torch.cuda.is_available(), reason="speaks about a machine without a GPU")
     def test_no_gpu(self, check):
         assert "Set MODEL.DEVICE cpu, or give --num-gpus 0" in one(check(MODEL__DEVICE="cuda"))
@@ -261,7 +264,7 @@ class TestMachine:
 
 class TestSolver:
     def test_an_empty_batch(self, check):
-        assert "SOLVER.IMS_PER_BATCH is 0" in check(SOLVER__IMS_PER_BATCH=0).problems[0]
+        assert "SOLVER.IMS_PER_BATCH is 0. Set it to the images of a step" in one(check(SOLVER__IMS_PER_BATCH=0))
 
     @pytest.mark.parametrize("changes", [{"SOLVER__STEPS": (3,)}, {"SOLVER__STEPS": (2, 1)}])
     def test_a_schedule_that_cannot_be(self, check, changes):
@@ -278,7 +281,13 @@ class TestWeights:
         assert "begin with nowhere://" in problem and "path of a file" in problem
 
     def test_a_missing_file(self, check):
-        assert "weights/R-50.pkl is no file" in one(check(MODEL__WEIGHTS="weights/R-50.pkl"))
+        assert "my/R-50.pkl is no file" in (problem := one(check(MODEL__WEIGHTS="my/R-50.pkl")))
+        assert "Correct the path" in problem
+        assert "nobody has published" in one(check(MODEL__WEIGHTS="weights/R-50-GW-S1.pkl"))
+
+    def test_nothing_to_evaluate(self, check, tmp_path):
+        assert "or give --resume" in one(check(eval_only=True))
+        assert f"--resume finds no checkpoint in {tmp_path / 'output'}" in one(check(eval_only=True, resume=True))
 
     def test_a_file_that_torch_cannot_read(self, check, tmp_path):
         path = tmp_path / "w.pth"
@@ -447,7 +456,7 @@ class TestKeysOfThisPackage:
         stock = {"MODEL__BACKBONE__NAME": "build_resnet_fpn_backbone", "MODEL__FPN__NORM": ""}
         problem = one(check(**stock, **changes))
         assert all(word in problem for word in words), problem
-        assert not check(**stock).problems
+        assert not check(**stock, MODEL__RESNETS__WHITEN_POSITIONS="").problems
 
     def test_a_head_that_does_not_read_them(self, check):
         head = {"MODEL__ROI_BOX_HEAD__NAME": "FastRCNNConvFCHead", "MODEL__ROI_BOX_HEAD__NORM": "GN"}

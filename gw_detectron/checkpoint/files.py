@@ -177,5 +177,10 @@ def whole(path: Path) -> Iterator[Path]:
     try:
         yield beside
         os.replace(beside, path)
+    except OSError as error:
+        if error.filename != os.fspath(beside):
+            raise
+        raise OSError(error.errno, f"{error.strerror}, so it was not written", os.fspath(path)) from error
     finally:
-        beside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            beside.unlink()

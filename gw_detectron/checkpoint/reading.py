@@ -53,6 +53,8 @@ def read_weights_file(path: str | os.PathLike[str]) -> Contents:
         OSError: the file does not exist or cannot be opened.
     """
     path = os.fspath(path)
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"there is no file {path} (looked from {os.getcwd()})")
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         begin = file.read(len(_LEGACY_TORCH))

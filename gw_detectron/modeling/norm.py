@@ -149,6 +149,8 @@ def resolve_norm(spec: str | None, *, where: str = "norm", channels: Iterable[in
 
 
 def _parse(spec: str) -> Norm:
+    if not isinstance(spec, str):
+        raise ValueError("a norm is given by its name, a text such as 'GW'")
     if spec in DETECTRON2_NORMS:
         return _known_to_detectron2(spec)
     name, _, option_text = spec.partition(":")

@@ -90,7 +90,7 @@ def unread_keys(cfg: CfgNode) -> Iterator[str]:
     for key, part in _OWN_KEYS.items():
         name, value = _value(cfg, part), _value(cfg, key)
         instead = next((place.instead for place in _STOCK if (place.part, place.name) == (part, name)), "")
-        if instead and value != _value(usual, key):
+        if instead and value and value != _value(usual, key):  # an empty one asks for nothing
             yield (
                 f"{key} is {value!r}, but {part} is Detectron2's {name}, which does not read it. Set {part} {instead}, "
                 f"or leave {key} out."

@@ -46,7 +46,7 @@ def check_dataset(name: str, problems: list[str], *, for_training: bool, masks: 
         problems.append(f"{where} is not json: {error}. Get the file again.")
         return None
     except (OSError, ValueError) as error:
-        problems.append(f"Data set {name}: {error}")
+        problems.append(f"{where} cannot be read: {error}. Put the annotations there, as a file.")
         return None
     try:
         _check_content(content, for_training=for_training, masks=masks)

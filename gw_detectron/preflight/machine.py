@@ -9,6 +9,11 @@ from .findings import Findings
 
 def check_machine(cfg: CfgNode, findings: Findings, *, eval_only: bool) -> None:
     """Adds what is wrong with the device and mixed precision."""
+    try:
+        torch.device(cfg.MODEL.DEVICE)
+    except RuntimeError:
+        findings.problems.append(f"MODEL.DEVICE is {cfg.MODEL.DEVICE!r}, which is no device. Set it to cuda or cpu.")
+        return
     on_cpu = cfg.MODEL.DEVICE == "cpu"
     no_gpu = not torch.cuda.is_available()
     if not on_cpu and no_gpu:

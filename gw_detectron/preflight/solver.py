@@ -12,8 +12,13 @@ from .findings import Findings
 def check_solver(cfg: CfgNode, findings: Findings) -> None:
     """Adds what is wrong with ``SOLVER``."""
     images, processes = cfg.SOLVER.IMS_PER_BATCH, comm.get_world_size()
-    if images < 1 or images % processes:
-        above = max(1, -(-images // processes)) * processes
+    if images < 1:
+        findings.problems.append(
+            f"SOLVER.IMS_PER_BATCH is {images}. Set it to the images of a step in all processes, a multiple of "
+            f"{processes} from {processes} on."
+        )
+    elif images % processes:
+        above = -(-images // processes) * processes
         findings.problems.append(
             f"SOLVER.IMS_PER_BATCH is {images}, which {processes} processes cannot share equally. Set it to a "
             f"multiple of {processes}, for example {above}, and scale SOLVER.BASE_LR with it."

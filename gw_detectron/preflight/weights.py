@@ -23,6 +23,9 @@ _IMAGES_OF_WEIGHTS = {
     r"^detectron2://.*/FAIR/X-": Preprocessing("BGR", (103.53, 116.28, 123.675), (57.375, 57.12, 58.395), False),
 }
 
+# where the configs expect weights that users train themselves
+_OWN_WEIGHTS = "weights/"
+
 
 class Start(NamedTuple):
     """What a run starts from.
@@ -65,9 +68,11 @@ def check_weights(cfg: CfgNode, findings: Findings, *, eval_only: bool, resume: 
     if cfg.MODEL.WEIGHTS:
         _check_weights_file(cfg, findings)
     elif eval_only:
+        advice = "give --resume for the last one in OUTPUT_DIR"
+        if resume:
+            advice = f"OUTPUT_DIR to the folder of a run; --resume finds no checkpoint in {folder}"
         findings.problems.append(
-            "--eval-only has no weights to evaluate. Set MODEL.WEIGHTS to a checkpoint, or give --resume for the "
-            "last one in OUTPUT_DIR."
+            f"--eval-only has no weights to evaluate. Set MODEL.WEIGHTS to a checkpoint, or {advice}."
         )
     return Start(cfg.MODEL.WEIGHTS, resumed=False)
 
@@ -119,7 +124,13 @@ def _check_weights_file(cfg: CfgNode, findings: Findings) -> None:
             'to the path of a file, or to "" to train from scratch with MODEL.BACKBONE.FREEZE_AT 0.'
         )
     elif path:
-        findings.problems.append(f"MODEL.WEIGHTS {weights} is no file (looked from {os.getcwd()}). Correct the path.")
+        advice = "Correct the path."
+        if weights.startswith(_OWN_WEIGHTS):
+            advice = (
+                f"The configs name weights that nobody has published as {_OWN_WEIGHTS}...: put yours there, see "
+                "MODEL_ZOO.md, or set MODEL.WEIGHTS to others."
+            )
+        findings.problems.append(f"MODEL.WEIGHTS {weights} is no file (looked from {os.getcwd()}). {advice}")
     for images in expected:
         _check_images(cfg, images, findings)
 

@@ -165,6 +165,7 @@ def test_a_layer_that_is_no_norm_has_no_spec():
         ("BN:groups=8", "BN has no option 'groups'"),
         ("BN:eps=1e-3", "BN takes options only together with rotation, one of .*; without them write 'BN'"),
         ("GN:groups=-2", "groups='-2' is not a positive integer"),
+        (5, "a norm is given by its name, a text"),
     ],
 )
 def test_a_wrong_spec_is_named_with_its_place(spec, message):
