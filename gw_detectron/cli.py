@@ -108,12 +108,10 @@ def read_config(config_file: str, opts: Sequence[str] = ()) -> CfgNode:
     except (KeyError, ValueError, AssertionError) as error:
         raise ValueError(_bad_keys_message(str(path), keys, known, error)) from error
     opts = list(opts)
+    if flags := [word for word in opts if word.startswith("--")]:
+        raise ValueError(f"after the flags come pairs of KEY VALUE: put {' '.join(flags)} before {opts[0]}")
     if len(opts) % 2:
-        flags = [word for word in opts if word.startswith("--")]
-        advice = f". Put {' '.join(flags)} before the first KEY" if flags else ""
-        raise ValueError(
-            f"after the flags come pairs of KEY VALUE, but these are {len(opts)} words: {' '.join(opts)}{advice}"
-        )
+        raise ValueError(f"after the flags come pairs of KEY VALUE, but these are {len(opts)} words: {' '.join(opts)}")
     try:
         cfg.merge_from_list(opts)
     except (KeyError, ValueError, AssertionError) as error:

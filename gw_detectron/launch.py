@@ -42,14 +42,13 @@ def launch_from_args(main: Callable[[argparse.Namespace], object], args: argpars
     with errors_reported():
         if all(name in os.environ for name in _TORCHRUN_VARIABLES):
             _join_torchrun(cpu=args.num_gpus == 0)
-            failed = True
             try:
                 _worker(main, args)
-                failed = False
-            finally:
-                # after an error nccl would wait here for processes that wait for this one
-                if not failed or dist.get_backend() == "gloo":
+            except BaseException:
+                if dist.get_backend() == "gloo":  # nccl would wait here for processes that wait for this one
                     dist.destroy_process_group()
+                raise
+            dist.destroy_process_group()
             return
         _check_gpus(args)
         launch(

@@ -319,7 +319,8 @@ class TestConfigErrors:
         for opts, message in [
             (["SOLVER.MAXITER", "3"], r"there is no config key SOLVER.MAXITER; near it are SOLVER.MAX_ITER"),
             (["SOLVER.MAX_ITER"], r"pairs of KEY VALUE"),
-            (["SOLVER.MAX_ITER", "3", "--resume"], r"Put --resume before the first KEY"),
+            (["SOLVER.MAX_ITER", "3", "--resume"], r"put --resume before SOLVER.MAX_ITER"),
+            (["SOLVER.MAX_ITER", "3", "--num-gpus", "2"], r"put --num-gpus before SOLVER.MAX_ITER"),
             (["SOLVER.MAX_ITER", "many"], r"SOLVER.MAX_ITER"),
         ]:
             args = arguments(tmp_path)

@@ -103,7 +103,8 @@ def analyze_layers(
         for name, layer in layers.items()
     ]
     names = [str(path.relative_to(str(images))) for path in paths] or [f"synthetic {index}" for index in range(count)]
-    pictures = _read(paths, cfg.INPUT.FORMAT) if paths else _drawn(count, seed, cfg.INPUT.FORMAT)
+    form = cfg.INPUT.FORMAT
+    pictures = (read_image(path, form) for path in paths) if paths else _drawn(count, seed, form)
     resize = T.ResizeShortestEdge([cfg.INPUT.MIN_SIZE_TEST] * 2, cfg.INPUT.MAX_SIZE_TEST)
     try:
         with torch.no_grad():
@@ -145,11 +146,6 @@ def _image_files(folder: str | os.PathLike[str], count: int) -> list[Path]:
     if not paths:
         raise ValueError(f"there are no images ({', '.join(_SUFFIXES)}) below {folder}")
     return paths
-
-
-def _read(paths: Sequence[Path], pixel_format: str) -> Iterator[np.ndarray]:
-    for path in paths:
-        yield read_image(path, pixel_format)
 
 
 def _drawn(count: int, seed: int, pixel_format: str) -> Iterator[np.ndarray]:

@@ -35,15 +35,15 @@ def draw(table: Table, path: str | os.PathLike[str]) -> None:
 
 
 def _layers(table: Table) -> Figure:
-    dtypes = list(dict.fromkeys(row["dtype"] for row in table.rows))
-    modes = list(dict.fromkeys(row["mode"] for row in table.rows))
-    figure = Figure(figsize=(12 * len(dtypes), 3.4 * len(modes) + 0.6), layout="constrained")
-    grid = figure.subplots(len(modes), len(dtypes), squeeze=False)
-    for mode, line in zip(modes, grid, strict=True):
-        for dtype, axes in zip(dtypes, line, strict=True):
-            rows = [row for row in table.rows if (row["dtype"], row["mode"]) == (dtype, mode)]
-            _layer_bars(axes, rows)
-            axes.set_title(f"{dtype}, {mode}")
+    panels: dict[tuple[str, str], list[Row]] = {}
+    for row in table.rows:
+        panels.setdefault((str(row["dtype"]), str(row["mode"])), []).append(row)
+    # one below the other, so that a page shows them large enough to be read
+    figure = Figure(figsize=(12, 3.4 * len(panels) + 0.6), layout="constrained")
+    grid = figure.subplots(len(panels), squeeze=False)
+    for (key, rows), axes in zip(panels.items(), grid[:, 0], strict=True):
+        _layer_bars(axes, rows)
+        axes.set_title(", ".join(key))
     figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     return figure
 
