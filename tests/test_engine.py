@@ -19,8 +19,8 @@ from gw_detectron.analysis import WhiteningWatch, watch
 from gw_detectron.analysis.spectra import REDUCTIONS
 from gw_detectron.checkpoint import NormMismatchError
 from gw_detectron.data.synthetic import register_synthetic
-from gw_detectron.engine import Trainer, fast_coco_evaluation_is_built, main, setup
-from gw_detectron.hooks import CheckpointWriteError, DataError, NonFiniteError
+from gw_detectron.engine.hooks import CheckpointWriteError, DataError, NonFiniteError
+from gw_detectron.engine.trainer import Trainer, fast_coco_evaluation_is_built, main, setup
 from gw_detectron.preflight import PreflightError
 
 from .tiny_run import CONFIG, DATA, arguments

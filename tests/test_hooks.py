@@ -7,7 +7,7 @@ import pytest
 import torch
 from detectron2.utils.file_io import PathManager
 
-from gw_detectron.hooks import CheckpointWriteError, DataError, LossGuard, NamingMapper, WholeFileWriter
+from gw_detectron.engine.hooks import CheckpointWriteError, DataError, LossGuard, NamingMapper, WholeFileWriter
 from gw_detectron.layers import BatchWhitening2d
 
 

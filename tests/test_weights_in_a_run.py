@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from gw_detectron.checkpoint import PartialLoadError, convert_file
 from gw_detectron.data.synthetic import register_synthetic
-from gw_detectron.engine import main
+from gw_detectron.engine.trainer import main
 from gw_detectron.preflight import PreflightError
 
 from .tiny_run import DATA, arguments

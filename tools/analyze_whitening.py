@@ -5,21 +5,25 @@ Each analysis writes a picture, a table of its numbers, and its settings with wh
 """
 
 import argparse
+import sys
+from pathlib import Path
 
 from tabulate import tabulate
 
 from gw_detectron.analysis import (
     Outcome,
-    analyze_conditioning,
     analyze_constraints,
-    analyze_diversity,
     analyze_layers,
-    analyze_swapping,
 )
 from gw_detectron.analysis.outcome import check_folder
-from gw_detectron.cli import read_config
-from gw_detectron.launch import errors_reported
+from gw_detectron.config import read_config
+from gw_detectron.engine.launch import errors_reported
 from gw_detectron.model_zoo import get_config_file
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # experiments/ is not part of the package
+from experiments.conditioning import analyze_conditioning
+from experiments.diversity import analyze_diversity
+from experiments.swapping import analyze_swapping
 
 MODEL = get_config_file("COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_4conv1fc_1x_GW.yaml")
 SMALL_MODEL = get_config_file("quick_schedules/mask_rcnn_R_18_FPN_GW_demo.yaml")

@@ -11,7 +11,8 @@ import shlex
 import sys
 from pathlib import Path
 
-from gw_detectron.benchmark import (
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # benchmarks/ is not part of the package
+from benchmarks import (
     MEMORY,
     MEMORY_SHAPES,
     MODELS,
@@ -40,7 +41,7 @@ from gw_detectron.benchmark import (
     variants,
     write_csv,
 )
-from gw_detectron.launch import errors_reported
+from gw_detectron.engine.launch import errors_reported
 
 
 def get_parser() -> argparse.ArgumentParser:

@@ -9,9 +9,9 @@ import argparse
 
 from tabulate import tabulate
 
-from gw_detectron.cli import read_config
+from gw_detectron.config import read_config
+from gw_detectron.engine.launch import errors_reported
 from gw_detectron.export import FORMATS, LAYOUTS, Normalisation, export_backbone, load_model
-from gw_detectron.launch import errors_reported
 
 
 def get_parser() -> argparse.ArgumentParser:

@@ -8,8 +8,8 @@ from gw_detectron.checkpoint.accuracy import is_labelled, measure_accuracy
 from gw_detectron.checkpoint.catalog import local_path
 from gw_detectron.checkpoint.images import load_images, synthetic_images
 from gw_detectron.checkpoint.verify import verify
-from gw_detectron.cli import read_config
-from gw_detectron.launch import errors_reported
+from gw_detectron.config import read_config
+from gw_detectron.engine.launch import errors_reported
 
 
 def get_parser() -> argparse.ArgumentParser:

@@ -10,8 +10,8 @@ from detectron2.config import CfgNode
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ..layers.constraints import Constraints, batch_constraints, group_constraints, least_columns, most_groups
-from ..modeling.norm_shapes import NormShape, norm_shapes
+from .feasibility import Constraints, batch_constraints, group_constraints, least_columns, most_groups
+from .norm_shapes import NormShape, norm_shapes
 from .outcome import Outcome, short_name
 
 

@@ -21,11 +21,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..checkpoint import LoadReport, PartialLoadError, strict_backbone_load
-from ..checkpoint.wording import listed
 from ..data.images import read_image
 from ..data.synthetic import SyntheticConfig, draw_scene
-from ..layers.solvers import NonFiniteCovarianceError
+from ..errors import summarize_names
 from ..modeling import norm_spec
+from ..ops.solvers import NonFiniteCovarianceError
 from .outcome import Outcome, findings_of, short_name
 from .spectra import WhiteningLayer, observed, reduce_spectra, whitening_layers
 
@@ -134,7 +134,7 @@ def _check_loaded(report: LoadReport, layers: Collection[str]) -> None:
     if lacking:
         raise PartialLoadError(
             f"{report}\n"
-            f"  the weights lack {len(lacking)} of {len(layers)} whitening layers: {listed(sorted(lacking))}\n"
+            f"  the weights lack {len(lacking)} of {len(layers)} whitening layers: {summarize_names(sorted(lacking))}\n"
             "  give weights of the whole detector, or allow the rest to start from random values with --allow-partial"
         )
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from ..checkpoint.files import whole
+from ..atomic import atomic_write
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ class Outcome:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         picture, table, notes = (folder / f"{self.name}.{suffix}" for suffix in ("png", "csv", "json"))
-        with whole(picture) as beside:
+        with atomic_write(picture) as beside:
             self.figure.savefig(beside, format="png", dpi=110)
-        with whole(table) as beside, open(beside, "w", newline="") as file:
+        with atomic_write(table) as beside, open(beside, "w", newline="") as file:
             writer = csv.DictWriter(file, list(self.rows[0]) if self.rows else [])
             writer.writeheader()
             writer.writerows(self.rows)
-        with whole(notes) as beside:
+        with atomic_write(notes) as beside:
             text = json.dumps({"settings": self.settings, "findings": self.findings}, indent=2)
             beside.write_text(text + "\n")
         return [picture, table, notes]

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ..layers import BatchWhitening2d, FrozenBatchWhitening2d, GroupWhitening2d, Solver
-from ..layers.channel_groups import split, split_matrices
-from ..layers.functional import autocast_off
-from ..layers.solvers import NonFiniteCovarianceError
+from ..ops.batch_whitening.channel_groups import split, split_matrices
+from ..ops.solvers import NonFiniteCovarianceError
+from ..ops.tensors import autocast_off
 
 WhiteningLayer = GroupWhitening2d | BatchWhitening2d
 #: name of a number -> how it is brought together over samples, groups and calls of a layer

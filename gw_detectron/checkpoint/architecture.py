@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ..errors import summarize_names
 from ..modeling.resnet import NUM_BLOCKS_PER_STAGE, POSITIONS, whitened_convs
-from .wording import listed
 
 _STAGES = {"torchvision": ("layer1", "layer2", "layer3", "layer4"), "detectron2": ("res2", "res3", "res4", "res5")}
 #: a norm between the last average pooling and the classifier, under both of its names
@@ -142,7 +142,7 @@ def infer_architecture(tensors: Mapping[str, Tensor], layout: str = "torchvision
     if not all(counts):
         raise ValueError(
             f"these are not the weights of a ResNet: {layout}'s has the stages {', '.join(stages)}, and the first "
-            f"names here are {listed(tensors)}"
+            f"names here are {summarize_names(tensors)}"
         )
     bottleneck = f"{stages[0]}.0.conv3.weight" in tensors
     depths = [d for d, known in NUM_BLOCKS_PER_STAGE.items() if known == counts and (d >= 50) == bottleneck]
@@ -179,7 +179,7 @@ def infer_positions(architecture: Architecture, whitened: Iterable[Module]) -> s
     norms = [module for module in architecture.modules() if module.kind == "norm"]
     without = [module.torchvision for module in norms if module in found]
     raise ValueError(
-        f"{len(without)} of {len(norms)} norms have no running statistics ({listed(without)}), and together they are "
+        f"{len(without)} of {len(norms)} norms have no running statistics ({summarize_names(without)}), and together they are "
         f"none of the positions {', '.join(POSITIONS[1:])}"
     )
 

@@ -19,8 +19,9 @@ from typing import IO, Any
 from detectron2.utils.file_io import PathHandler, PathManager
 from iopath.common.file_io import file_lock, get_cache_dir
 
+from ..atomic import atomic_write
 from .download import DownloadFailedError, download
-from .files import convert_file, whole
+from .files import convert_file
 from .provenance import TORCHVISION, Preprocessing, sha256_of, tool
 from .reading import WeightsFileError
 
@@ -187,7 +188,7 @@ def _fetch(record: PublishedWeights, path: Path) -> None:
 
 
 def _write_note(path: Path, content: Mapping[str, str]) -> None:
-    with whole(path) as beside:
+    with atomic_write(path) as beside:
         beside.write_text(json.dumps(content, indent=1))
 
 

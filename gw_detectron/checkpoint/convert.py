@@ -9,11 +9,11 @@ import torch
 from detectron2.layers import get_norm
 from torch import Tensor
 
+from ..errors import summarize_names
 from ..layers import RUNNING
 from ..modeling import resolve_norm
 from .architecture import POOL_NORM, Architecture, Module, infer_architecture, infer_positions, norms_at
 from .reading import WeightsFileError
-from .wording import listed
 
 _log = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ def convert(
             whole = f"{pool_norm}, the norm before the classifier (state another with pool_norm, --pool-norm)"
         problems.setdefault(f"not part of {whole}", []).append(name)
     if problems:
-        lines = [f"{len(names)} {problem}: {listed(names)}" for problem, names in problems.items()]
+        lines = [f"{len(names)} {problem}: {summarize_names(names)}" for problem, names in problems.items()]
         raise WeightsFileError("\n  ".join([f"taken for {network.name}, but of its tensors", *lines]))
     return Conversion(converted, network, found, norm, tuple(rows), pool_norm)
 
@@ -164,7 +164,7 @@ def to_torchvision(tensors: Mapping[str, Tensor], *, authors_affine: bool = Fals
             value = value.reshape(1, -1, 1, 1)
         renamed[f"{module.torchvision}.{suffix}"] = value
     if unknown:
-        raise WeightsFileError(f"{network.name} has no {listed(unknown)}")
+        raise WeightsFileError(f"{network.name} has no {summarize_names(unknown)}")
     return renamed
 
 
@@ -187,7 +187,7 @@ def unwrap(content: Any) -> dict[str, Tensor]:
     others = [f"{key!r} ({type(value).__name__})" for key, value in content.items() if not _is_entry(key, value)]
     if others:
         raise WeightsFileError(
-            f"expected a dict of tensors, bare or under 'model' or 'state_dict', but found {listed(others)}"
+            f"expected a dict of tensors, bare or under 'model' or 'state_dict', but found {summarize_names(others)}"
         )
     tensors = dict(content)
     while all(name.startswith("module.") for name in tensors):

@@ -1,12 +1,10 @@
 """Converted weights on disk: Detectron2's .pkl or safetensors, with their provenance inside and a yaml beside."""
 
-import contextlib
 import dataclasses
 import json
 import os
 import pickle
-import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..atomic import atomic_write
 from .convert import Conversion, convert, to_torchvision, unwrap
 from .provenance import Provenance, tool
 from .reading import Contents, WeightsFileError, read_weights_file
@@ -67,7 +66,7 @@ def convert_file(
         source, architecture=architecture, positions=positions, keep_fc=keep_fc, pool_norm=pool_norm
     )
     weights = str(target) if target.suffix == ".pkl" else f"gw://file/{target}"
-    with whole(fragment) as beside:
+    with atomic_write(fragment) as beside:
         beside.write_text(provenance.fragment(weights))
         write_weights(target, conversion.tensors, provenance)
     return conversion
@@ -145,7 +144,7 @@ def write_weights(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], p
     path = Path(path)
     if path.suffix not in SUFFIXES:
         raise ValueError(f"{path}: the name of converted weights ends in {' or '.join(SUFFIXES)}")
-    with whole(path) as beside:
+    with atomic_write(path) as beside:
         _write(beside, path.suffix, tensors, provenance)
 
 
@@ -167,20 +166,3 @@ def _write(path: Path, suffix: str, tensors: Mapping[str, Tensor], provenance: P
     }
     with open(path, "wb") as file:
         pickle.dump(content, file, protocol=4)
-
-
-@contextlib.contextmanager
-def whole(path: Path) -> Iterator[Path]:
-    """Gives a name beside a file to write to; the file appears at the end, whole, or not at all."""
-    # a name that no other writer and no file of the user's has
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
-    try:
-        yield beside
-        os.replace(beside, path)
-    except OSError as error:
-        if error.filename != os.fspath(beside):
-            raise
-        raise OSError(error.errno, f"{error.strerror}, so it was not written", os.fspath(path)) from error
-    finally:
-        with contextlib.suppress(OSError):
-            beside.unlink()

@@ -10,10 +10,10 @@ from detectron2.utils.file_io import PathManager
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..modeling.norm_places import NORM_KEYS
+from ..errors import summarize_names
+from ..modeling.norm_keys import NORM_KEYS
 from .norms import NormMismatchError, differing_norms
 from .reading import read_weights_file
-from .wording import listed
 
 _OF_A_BACKBONE = re.compile(r"(backbone\.(bottom_up\.)?)?(stem\.conv1|res[2-5]\.\d+)\.")
 _OF_TORCHVISION = re.compile(r"(module\.)?layer1\.0\.conv1\.weight")
@@ -81,7 +81,7 @@ class LoadReport:
         total = len(self._backbone)
         parts = [f"backbone: {total - len(self.missing)}/{total} tensors"]
         if self.homeless:
-            parts.append(f"{len(self.homeless)} of the file have no place ({listed(self.homeless)})")
+            parts.append(f"{len(self.homeless)} of the file have no place ({summarize_names(self.homeless)})")
         if self._fused:
             parts.append(
                 f"{len(self._frozen)} FrozenBN without statistics, right for Caffe2 weights, whose scale and shift "
@@ -91,7 +91,7 @@ class LoadReport:
             parts.append("FPN and heads start new, as expected")
         elif self.new:
             loaded = len(self._others) - len(self.new)
-            parts.append(f"FPN and heads: {loaded}/{len(self._others)}, new are {listed(self.new)}")
+            parts.append(f"FPN and heads: {loaded}/{len(self._others)}, new are {summarize_names(self.new)}")
         elif self._others:
             parts.append(f"FPN and heads: {len(self._others)}/{len(self._others)}")
         return "; ".join(parts)
@@ -102,7 +102,7 @@ class LoadReport:
             return
         lines = [str(self)]
         if self.missing:
-            lines.append(f"not loaded: {listed(self.missing)}")
+            lines.append(f"not loaded: {summarize_names(self.missing)}")
         if any(map(_OF_TORCHVISION.fullmatch, self._given)):
             lines.append(
                 "the file has torchvision's names: convert it with tools/convert_weights.py, or give MODEL.WEIGHTS as "
@@ -166,7 +166,7 @@ def _check_norms(weights: str, notes: Mapping[str, Any], model: nn.Module) -> No
     differences = differing_norms(notes, model)
     if differences:
         raise NormMismatchError(
-            f"{weights} was trained with other norms: {len(differences)} layers differ ({listed(differences)}). Set "
+            f"{weights} was trained with other norms: {len(differences)} layers differ ({summarize_names(differences)}). Set "
             f"the norms as in that run, by {', '.join(NORM_KEYS)}. train_net.py and analyze_whitening.py accept the "
             "difference with --allow-partial"
         )

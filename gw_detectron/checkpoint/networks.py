@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck
 
 from ..config import add_gw_config
+from ..errors import summarize_names
 from ..layers import GroupWhitening2d
 from ..modeling import add_pool_norm, build_gw_resnet_backbone
 from .architecture import POOL_NORM, norms_at
 from .convert import Conversion, to_torchvision, unwrap
 from .provenance import Provenance, sha256_of
 from .reading import read_weights_file
-from .wording import listed
 
 STAGES = ("stem", "res2", "res3", "res4", "res5")
 LOGITS = "logits"
@@ -133,8 +133,8 @@ def _load(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     if wanted != given:
         raise ValueError(
             "the weights are of another network than the one that was built: "
-            f"{len(wanted - given)} tensors are missing ({listed(sorted(wanted - given)) or '-'}), "
-            f"{len(given - wanted)} are left over ({listed(sorted(given - wanted)) or '-'})"
+            f"{len(wanted - given)} tensors are missing ({summarize_names(sorted(wanted - given)) or '-'}), "
+            f"{len(given - wanted)} are left over ({summarize_names(sorted(given - wanted)) or '-'})"
         )
     try:
         model.load_state_dict(tensors, assign=True)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..checkpoint.wording import listed
+from ..errors import summarize_names
 
 
 @contextmanager
@@ -54,6 +54,6 @@ def _check_replaceable(output: Path, files: Collection[str]) -> None:
     others = sorted(entry.name for entry in output.iterdir() if entry.name not in files)
     if others:
         raise FileExistsError(
-            f"the folder {output} holds {listed(others)}, which is no earlier export of this kind "
+            f"the folder {output} holds {summarize_names(others)}, which is no earlier export of this kind "
             f"({', '.join(sorted(files))}); name another folder, or empty it"
         )

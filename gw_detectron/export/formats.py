@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.export import Dim, ExportedProgram
 
-from ..checkpoint.wording import listed
+from ..errors import summarize_names
 from .features import Features
 from .parity import Run
 
@@ -139,7 +139,7 @@ def _check_expressible(program: ExportedProgram) -> None:
             layers.setdefault(name, []).append(layer.removeprefix("backbone."))
     for name, users in layers.items():
         raise ValueError(
-            f"ONNX has no operator for {name}, used by {len(users)} layers ({listed(users)}). Solvers that factorise a "
+            f"ONNX has no operator for {name}, used by {len(users)} layers ({summarize_names(users)}). Solvers that factorise a "
             "matrix, such as zca, and rotations cannot be written as ONNX. The format pt2 holds them; the newton "
             "solver can be written in every format"
         )

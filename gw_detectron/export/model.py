@@ -6,7 +6,7 @@ from detectron2.modeling import build_model
 from torch import nn
 
 from ..checkpoint import strict_backbone_load
-from ..checkpoint.wording import listed
+from ..errors import summarize_names
 
 
 def load_model(cfg: CfgNode, needed: str = "") -> nn.Module:
@@ -34,7 +34,7 @@ def load_model(cfg: CfgNode, needed: str = "") -> nn.Module:
     missing = [name for name in report.new if name.startswith(needed)]
     if missing:
         raise ValueError(
-            f"{weights} lacks {len(missing)} of the tensors to export ({listed(missing)}), which would be random. Give "
+            f"{weights} lacks {len(missing)} of the tensors to export ({summarize_names(missing)}), which would be random. Give "
             "the weights of a trained detector; from ImageNet weights the ResNet alone can be exported (--no-fpn)"
         )
     return model

@@ -17,11 +17,11 @@ covariance into a whitening matrix. Which member is which other one:
   GN with eps 0 only.
 """
 
-from .batch_functional import batch_whiten
+from ..ops.batch_whitening.reference import batch_whiten
+from ..ops.group_whitening.op import group_whiten, use_path
+from ..ops.solvers import SOLVERS, Solver, newton_inverse_sqrt, zca_inverse_sqrt
 from .batch_whitening import ROTATIONS, RUNNING, BatchWhitening2d, FrozenBatchWhitening2d
 from .group_whitening import GroupWhitening2d
-from .kernels import group_whiten, use_path
-from .solvers import SOLVERS, Solver, newton_inverse_sqrt, zca_inverse_sqrt
 
 __all__ = [
     "ROTATIONS",

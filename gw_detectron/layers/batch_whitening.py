@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .batch_functional import to_columns, transform
-from .batch_statistics import BatchStatistics, batch_statistics
-from .channel_groups import effective_width, join_matrices, split, split_matrices
-from .functional import autocast_off, check_tensors
+from ..ops.batch_whitening.channel_groups import effective_width, join_matrices, split, split_matrices
+from ..ops.batch_whitening.reference import to_columns, transform
+from ..ops.batch_whitening.statistics import BatchStatistics, batch_statistics
+from ..ops.group_whitening.reference import autocast_off, check_tensors
+from ..ops.solvers import Solver
 from .rotation import GroupRotation
-from .solvers import Solver
 
 #: what is averaged over the batches of a training
 RUNNING = ("matrix", "covariance")

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import kernels
-from .functional import effective_groups
-from .solvers import Solver
+from ..ops.group_whitening import op as kernels
+from ..ops.group_whitening.reference import effective_groups
+from ..ops.solvers import Solver
 
 
 class GroupWhitening2d(nn.Module):

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal
 
-from .channel_groups import effective_width
+from ..ops.batch_whitening.channel_groups import effective_width
 
 
 class GroupRotation(nn.Module):

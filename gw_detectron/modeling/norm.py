@@ -24,7 +24,7 @@ from tabulate import tabulate
 from torch import nn
 
 from ..layers import ROTATIONS, RUNNING, SOLVERS, BatchWhitening2d, FrozenBatchWhitening2d, GroupWhitening2d
-from ..layers.solvers import READ_BY
+from ..ops.solvers import READ_BY
 
 Norm = str | Callable[[int], nn.Module]
 

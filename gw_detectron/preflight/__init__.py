@@ -1,9 +1,7 @@
 """Checks before a run: what would stop it later, or let it go on and learn nothing, is said at once."""
 
 from detectron2.config import CfgNode
-from detectron2.utils import comm
 
-from ..launch import in_all_processes
 from .data import COCO_EVALUATORS, check_data
 from .findings import Findings, PreflightError
 from .machine import check_machine
@@ -15,7 +13,7 @@ __all__ = ["COCO_EVALUATORS", "Findings", "PreflightError", "find_problems", "pr
 
 
 def preflight(cfg: CfgNode, *, eval_only: bool = False, resume: bool = False, ignore: bool = False) -> list[str]:
-    """Checks a run before it starts; in a run of several processes the main one checks for all.
+    """Checks a run before it starts.
 
     Args:
         cfg: the config.
@@ -24,21 +22,16 @@ def preflight(cfg: CfgNode, *, eval_only: bool = False, resume: bool = False, ig
         ignore: turn problems into warnings.
 
     Returns:
-        The warnings, to be logged; none in the other processes.
+        The warnings, to be logged.
 
     Raises:
-        PreflightError: all problems. In a run of several processes the main one prints them and all end.
+        PreflightError: all problems.
     """
 
-    def check() -> list[str]:
-        if not comm.is_main_process():
-            return []
-        findings = find_problems(cfg, eval_only=eval_only, resume=resume)
-        if findings.problems and not ignore:
-            raise PreflightError(findings.problems)
-        return findings.problems + findings.warnings
-
-    return in_all_processes(check)
+    findings = find_problems(cfg, eval_only=eval_only, resume=resume)
+    if findings.problems and not ignore:
+        raise PreflightError(findings.problems)
+    return findings.problems + findings.warnings
 
 
 def find_problems(cfg: CfgNode, *, eval_only: bool = False, resume: bool = False) -> Findings:

@@ -8,9 +8,9 @@ from detectron2.layers.batch_norm import NaiveSyncBatchNorm
 from detectron2.utils import comm
 from torch import nn
 
+from ..analysis.norm_shapes import NormShape, build_shapes, norm_shapes
 from ..layers import BatchWhitening2d, FrozenBatchWhitening2d
-from ..modeling.norm_places import unread_keys
-from ..modeling.norm_shapes import NormShape, build_shapes, norm_shapes
+from ..modeling.norm_keys import unread_keys
 from .findings import Findings
 from .readable import read_problem
 from .resumed import check_resumed

@@ -5,8 +5,8 @@ from typing import Any
 from torch import nn
 
 from ..checkpoint import differing_norms
-from ..checkpoint.wording import listed
-from ..modeling.norm_places import NORM_KEYS
+from ..errors import summarize_names
+from ..modeling.norm_keys import NORM_KEYS
 from .findings import Findings
 from .readable import notes_in, shapes_in
 
@@ -30,9 +30,9 @@ def check_resumed(path: str, model: nn.Module, findings: Findings) -> None:
             if name in shapes and shapes[name] != shape
         ],
     }
-    found = [f"{len(names)} tensors {what} ({listed(names)})" for what, names in differences.items() if names]
+    found = [f"{len(names)} tensors {what} ({summarize_names(names)})" for what, names in differences.items() if names]
     if norms := differing_norms(notes_in(path), model):
-        found.append(f"{len(norms)} norms differ ({listed(norms)})")
+        found.append(f"{len(norms)} norms differ ({summarize_names(norms)})")
     if found:
         findings.problems.append(
             f"--resume goes on from {path}, which is of another detector: {'; '.join(found)}. Set all keys of the "

@@ -12,7 +12,7 @@ from PIL import Image
 from gw_detectron.analysis import WhiteningWatch, analyze_layers
 from gw_detectron.analysis.spectra import REDUCTIONS, reduce_spectra, spectra, whitening_layers
 from gw_detectron.checkpoint import PartialLoadError
-from gw_detectron.cli import read_config
+from gw_detectron.config import read_config
 from gw_detectron.layers import BatchWhitening2d, GroupWhitening2d
 
 from ..tiny_run import CONFIG, OPTS

@@ -12,14 +12,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from gw_detectron import add_gw_config
-from gw_detectron.checkpoint import (
-    WeightsFileError,
-    convert,
-    convert_file,
-    load_weights,
-    strict_backbone_load,
-)
-from gw_detectron.checkpoint.files import SUFFIXES, whole
+from gw_detectron.atomic import atomic_write
+from gw_detectron.checkpoint import WeightsFileError, convert, convert_file, load_weights, strict_backbone_load
+from gw_detectron.checkpoint.files import SUFFIXES
 from gw_detectron.checkpoint.provenance import TORCHVISION, sha256_of
 
 
@@ -156,7 +151,7 @@ def test_weights_of_an_unknown_origin_are_described_by_themselves(r18_file, tmp_
 def test_two_writers_of_one_file_do_not_meet(tmp_path):
     target = tmp_path / "weights.pkl"
     (tmp_path / "weights.pkl.tmp").write_text("the user's")
-    with whole(target) as first, whole(target) as second:
+    with atomic_write(target) as first, atomic_write(target) as second:
         assert first != second
         first.write_text("one")
         second.write_text("two")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gw_detectron.launch import errors_reported
+from gw_detectron.engine.launch import errors_reported
 
 TOOLS = Path(__file__).parents[2] / "tools"
 

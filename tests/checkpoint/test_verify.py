@@ -10,7 +10,7 @@ from gw_detectron.checkpoint.files import write_weights
 from gw_detectron.checkpoint.images import centre_crop, classification_input, load_images, synthetic_images
 from gw_detectron.checkpoint.networks import config_for
 from gw_detectron.checkpoint.verify import verify
-from gw_detectron.cli import read_config
+from gw_detectron.config import read_config
 
 from .synthetic import authors_state, make_network
 

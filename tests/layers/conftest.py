@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from gw_detectron.layers.kernels import ENVIRONMENT_SWITCH
+from gw_detectron.ops.group_whitening.op import ENVIRONMENT_SWITCH
 
 #: Triton's kernels run where there is a GPU, or slowly in its interpreter
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

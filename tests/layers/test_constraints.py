@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.autograd.functional import jacobian
 
-from gw_detectron.layers.constraints import batch_constraints, group_constraints, least_columns, most_groups
+from gw_detectron.analysis.feasibility import batch_constraints, group_constraints, least_columns, most_groups
 
 
 def independent_equations(*blocks: tuple[int, int]) -> int:

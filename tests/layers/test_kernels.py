@@ -12,10 +12,14 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
-from gw_detectron.benchmark.layer_settings import SHAPES
-from gw_detectron.benchmark.memory import saved_bytes
-from gw_detectron.layers import GroupWhitening2d, Solver, functional, kernels, matmul_kernels, onednn
-from gw_detectron.layers.kernels import ENVIRONMENT_SWITCH, choose_path, use_path
+from benchmarks.layer_settings import SHAPES
+from benchmarks.memory import saved_bytes
+from gw_detectron.layers import GroupWhitening2d, Solver
+from gw_detectron.ops import compat as onednn
+from gw_detectron.ops.group_whitening import matmul as matmul_kernels
+from gw_detectron.ops.group_whitening import op as kernels
+from gw_detectron.ops.group_whitening import reference as functional
+from gw_detectron.ops.group_whitening.op import ENVIRONMENT_SWITCH, choose_path, use_path
 
 
 def layer(channels: int, groups: int = 64, **options) -> GroupWhitening2d:

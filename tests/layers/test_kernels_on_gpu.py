@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from gw_detectron.benchmark.layer_settings import SHAPES
-from gw_detectron.benchmark.memory import saved_bytes
-from gw_detectron.layers import group_whiten, triton_kernels
-from gw_detectron.layers.kernels import choose_path
+from benchmarks.layer_settings import SHAPES
+from benchmarks.memory import saved_bytes
+from gw_detectron.layers import group_whiten
+from gw_detectron.ops.group_whitening import triton as triton_kernels
+from gw_detectron.ops.group_whitening.op import choose_path
 
 from .test_kernels import error, gradients, layer, reference
 

@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gw_detectron.layers import newton_inverse_sqrt
-from gw_detectron.layers.matmul_newton import newton, newton_backward, products
+from gw_detectron.ops.group_whitening.matmul_newton import newton, newton_backward, products
 
 
 def covariances(n: int, g: int, columns: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from gw_detectron.layers import matmul_kernels, onednn
+from gw_detectron.ops import compat as onednn
+from gw_detectron.ops.group_whitening import matmul as matmul_kernels
 
 needs_onednn = pytest.mark.skipif(not onednn.available(), reason="this processor has no AVX-512, or torch no oneDNN")
 

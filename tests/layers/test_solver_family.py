@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from gw_detectron.layers import SOLVERS, Solver, group_whiten
-from gw_detectron.layers.solvers import (
+from gw_detectron.ops.solvers import (
     pivoted_cholesky_whitening,
     zca_entropy_inverse_sqrt,
     zca_inverse_sqrt,

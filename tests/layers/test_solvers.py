@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from gw_detectron.layers.solvers import SOLVERS, Solver, newton_inverse_sqrt, zca_inverse_sqrt
+from gw_detectron.ops.solvers import SOLVERS, Solver, newton_inverse_sqrt, zca_inverse_sqrt
 
 from . import oracle
 

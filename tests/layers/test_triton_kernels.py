@@ -22,9 +22,11 @@ import numpy as np
 import pytest
 import torch
 
-from gw_detectron.layers import closed_form, newton_inverse_sqrt, triton_kernels
-from gw_detectron.layers.triton_kernels import launch
-from gw_detectron.layers.triton_kernels.compiler import triton
+from gw_detectron.layers import newton_inverse_sqrt
+from gw_detectron.ops.group_whitening import algorithm as closed_form
+from gw_detectron.ops.group_whitening import triton as triton_kernels
+from gw_detectron.ops.group_whitening.triton import launch_args as launch
+from gw_detectron.ops.group_whitening.triton.compiler import triton
 
 from . import oracle
 from .cases import correlated

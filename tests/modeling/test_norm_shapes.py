@@ -4,9 +4,9 @@ import pytest
 import torch
 from detectron2.modeling import build_model
 
-from gw_detectron.layers.constraints import batch_constraints, group_constraints
+from gw_detectron.analysis.feasibility import batch_constraints, group_constraints
+from gw_detectron.analysis.norm_shapes import norm_shapes
 from gw_detectron.modeling import norm_spec
-from gw_detectron.modeling.norm_shapes import norm_shapes
 
 
 @pytest.fixture

@@ -1,0 +1,168 @@
+"""The networks of the paper's tables of running time, each as a training iteration on made-up data.
+
+The learning rate is zero: the optimizer does its work, the weights stay, and every iteration does the same.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from detectron2.config import CfgNode, get_cfg
+from detectron2.layers import ShapeSpec
+from detectron2.modeling import ResNet, build_model
+from detectron2.solver import build_optimizer
+from detectron2.structures import Boxes, Instances, PolygonMasks
+from detectron2.utils.events import EventStorage
+from torch import Tensor, nn
+
+from gw_detectron.checkpoint.architecture import Architecture
+from gw_detectron.config import add_gw_config
+from gw_detectron.model_zoo import get_config
+from gw_detectron.modeling import build_gw_resnet_backbone
+
+from .providers import Precision
+from .timing import Step
+
+CLASSES = 1000
+#: the least pixels of :class:`Sizes`: one position of the last map, at stride 32, or of the coarsest of FPN, at 64
+LEAST_PIXELS = {"image": 32, "detector_image": 64}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much one iteration works on.
+
+    Args:
+        batch: images of a classifier.
+        image: height and width of a classifier's images, in pixels.
+        detector_batch: images of a detector.
+        detector_image: the shorter side of a detector's images, in pixels; the longer is 4/3 of it.
+    """
+
+    batch: int = 8
+    image: int = 224
+    detector_batch: int = 2
+    detector_image: int = 320
+
+    @property
+    def detector_sides(self) -> tuple[int, int]:
+        """Height and width of a detector's images."""
+        return self.detector_image, self.detector_image * 4 // 3
+
+
+class Iteration(NamedTuple):
+    """A training iteration, with its model and its forward pass, which the memory is counted in."""
+
+    step: Step
+    model: nn.Module
+    forward: Callable[[], Tensor]
+
+
+def classifier(
+    architecture: str,
+    norm: str,
+    whiten_norm: str,
+    positions: str,
+    sizes: Sizes,
+    precision: Precision,
+    device: torch.device,
+) -> Iteration:
+    """ImageNet training of a ResNet or ResNeXt: cross entropy, SGD with momentum and weight decay.
+
+    Args:
+        architecture: such as ``R-50`` or ``X-101-32x8d``.
+        norm: norm name of all norms but those at the positions.
+        whiten_norm: norm name of those at the positions.
+        positions: in the paper's names, ``""`` for nowhere.
+        sizes: of a batch.
+        precision: of the forward pass.
+        device: where.
+
+    Source: Group Whitening, section 5.1.1, but for the batch of 256.
+    """
+    network = Architecture.parse(architecture)
+    cfg = get_cfg()
+    add_gw_config(cfg)
+    cfg.MODEL.BACKBONE.FREEZE_AT = 0
+    options = cfg.MODEL.RESNETS
+    options.DEPTH, options.NUM_GROUPS, options.WIDTH_PER_GROUP = network.depth, network.groups, network.width
+    options.RES2_OUT_CHANNELS, options.STRIDE_IN_1X1 = network.res2_channels, False
+    options.NORM, options.WHITEN_NORM, options.WHITEN_POSITIONS = norm, whiten_norm, positions
+    options.OUT_FEATURES = ["res5"]
+    backbone = build_gw_resnet_backbone(cfg, ShapeSpec(channels=3))
+    stages = [list(stage) for stage in backbone.stages]
+    model = ResNet(backbone.stem, stages, num_classes=CLASSES).to(device).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9, weight_decay=1e-4)
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(sizes.batch, 3, sizes.image, sizes.image, generator=generator).to(device)
+    labels = torch.randint(CLASSES, (sizes.batch,), generator=generator).to(device)
+
+    def forward() -> Tensor:
+        with precision.context(device):
+            return F.cross_entropy(model(images)["linear"], labels)
+
+    return Iteration(_training_step(forward, optimizer, precision, device), model, forward)
+
+
+def detector(config: str, sizes: Sizes, precision: Precision, device: torch.device) -> Iteration:
+    """Training of a detector with the optimizer of its config, from random weights.
+
+    The images have as many objects as the heads take positive regions, and their boxes are among the proposals, so
+    the heads have their full number of regions whatever a random network proposes.
+
+    Args:
+        config: a name of :func:`gw_detectron.model_zoo.list_configs`.
+        sizes: of a batch.
+        precision: of the forward pass.
+        device: where.
+    """
+    cfg = get_config(config)
+    cfg.MODEL.DEVICE = str(device)
+    cfg.SOLVER.BASE_LR = 0.0
+    model = build_model(cfg).train()
+    optimizer = build_optimizer(cfg, model)
+    batch = made_up_batch(cfg, sizes)
+
+    def forward() -> Tensor:
+        torch.manual_seed(0)  # the same anchors and proposals are drawn for the losses
+        with EventStorage(), precision.context(device):
+            return sum(model(batch).values())
+
+    return Iteration(_training_step(forward, optimizer, precision, device), model, forward)
+
+
+def made_up_batch(cfg: CfgNode, sizes: Sizes) -> list[dict[str, Any]]:
+    """Images of noise with random boxes and their outlines as masks, as a detector in training takes them."""
+    rng = np.random.default_rng(0)
+    height, width = sizes.detector_sides
+    count = int(cfg.MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE * cfg.MODEL.ROI_HEADS.POSITIVE_FRACTION)
+    batch = []
+    for _ in range(sizes.detector_batch):
+        sides = rng.uniform(0.05, 0.3, (count, 2)) * height
+        corners = rng.uniform(0, 1, (count, 2)) * (np.array([width, height]) - sides)
+        boxes = np.concatenate([corners, corners + sides], axis=1)
+        instances = Instances((height, width))
+        instances.gt_boxes = Boxes(torch.as_tensor(boxes, dtype=torch.float32))
+        instances.gt_classes = torch.as_tensor(rng.integers(0, cfg.MODEL.ROI_HEADS.NUM_CLASSES, count))
+        instances.gt_masks = PolygonMasks([[np.array([x0, y0, x1, y0, x1, y1, x0, y1])] for x0, y0, x1, y1 in boxes])
+        image = torch.as_tensor(rng.integers(0, 256, (3, height, width), dtype=np.uint8))
+        batch.append({"image": image, "height": height, "width": width, "instances": instances})
+    return batch
+
+
+def _training_step(
+    forward: Callable[[], Tensor], optimizer: torch.optim.Optimizer, precision: Precision, device: torch.device
+) -> Step:
+    # float16 needs its losses scaled; the scaler also keeps infinite gradients from the weights, learning rate 0 or not
+    scaler = torch.amp.GradScaler(device.type, enabled=precision.dtype == torch.float16)
+
+    def run() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        scaler.scale(forward()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return Step(run)

@@ -1,0 +1,1 @@
+"""The figures of the whitening papers, redrawn on random features and small networks."""

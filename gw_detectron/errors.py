@@ -1,0 +1,18 @@
+"""Errors that the user can fix, and how their messages list names."""
+
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """Base class of errors that the user can fix: reported as one message, without a traceback.
+
+    Subclasses also derive from the built-in error of their kind, e.g. ``class ConfigError(UserError, ValueError)``.
+    The message reads ``WHAT (value): why. Fix: what to do.``
+    """
+
+
+def summarize_names(names: Iterable[str], limit: int = 4) -> str:
+    """Join the first ``limit`` names by commas and count the rest."""
+    names = list(names)
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

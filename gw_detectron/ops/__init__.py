@@ -1,0 +1,1 @@
+"""Whitening operations in torch (and Triton): plain functions without modules or Detectron2."""

@@ -1,0 +1,1 @@
+"""Batch whitening over groups of channels."""

@@ -1,0 +1,103 @@
+"""Batch whitening written beside the papers' equations, and the steps it shares with the layer.
+
+Shape shorthand: ``N`` samples, ``C`` channels, ``k`` channels per group, ``m = N * prod(spatial)`` the number of
+columns over which the covariance of a group is taken.
+"""
+
+import torch
+from torch import Tensor
+
+from ..solvers import Solver
+from ..tensors import autocast_off, check_tensors, compute_dtype, memory_format_of
+from .channel_groups import effective_width, join, split
+from .statistics import batch_statistics
+
+
+def batch_whiten(
+    x: Tensor,
+    channels_per_group: int = 64,
+    num_iters: int = 5,
+    eps: float = 1e-5,
+    solver: str = "newton",
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    threshold: float = 0.01,
+    corr: bool = False,
+    sync: bool = False,
+) -> Tensor:
+    r"""Whitens the channels of every group by their covariance over batch and space.
+
+    .. math::
+        \mu = \tfrac{1}{m} X \mathbf{1}, \quad X_C = X - \mu \mathbf{1}^T, \quad
+        \Sigma = \tfrac{1}{m} X_C X_C^T + \epsilon I, \quad y = \gamma \, \psi(\Sigma) X_C + \beta
+
+    for the columns :math:`X \in \mathbb{R}^{k \times m}` of each group. Every position of every sample is a column, as
+    in BN. Statistics and solver run in float32 (float64 for float64 input), also under autocast. A batch without
+    variance gives ``bias``.
+
+    With one channel per group it is BN, with ``newton`` too, whose iteration starts at its fixed point there.
+
+    Args:
+        x: floating point, (N, C, *spatial) with any number of spatial dimensions, in any memory format.
+        channels_per_group: k, capped at C; contiguous channels form a group, the last of which may be smaller.
+        num_iters: steps T of the ``newton`` solver.
+        eps: added to the diagonal of the covariance, in units of the input's variance. 0 leaves it out.
+            ``pivoted_cholesky`` has its own use for it.
+        solver: a name in :data:`gw_detectron.layers.SOLVERS`.
+        weight: per-channel scale :math:`\gamma`, (C,).
+        bias: per-channel shift :math:`\beta`, (C,).
+        threshold: c of the solver ``zca_max``.
+        corr: standardise the channels, then decorrelate their correlation matrix.
+        sync: take the statistics over all processes of a distributed run.
+
+    Returns:
+        y in the shape, dtype and memory format of ``x``. An empty ``x`` gives an empty tensor that still depends on
+        ``weight`` and ``bias``, and on the statistics of other processes.
+
+    Raises:
+        ValueError: wrong rank or dtype, an option out of its range, or affine parameters of another shape than (C,).
+
+    Source: Decorrelated Batch Normalization, Eq. 3 and Algorithm 1; On Batch Orthogonalization Layers, Eqs. 3 and 5.
+    """
+    check_tensors("batch whitening", x, weight, bias)
+    whitening_matrix = Solver(solver, num_iters, eps, threshold, corr)
+    width = effective_width(x.shape[1], channels_per_group)
+    with autocast_off(x.device.type):
+        batch = batch_statistics(to_columns(x), width, sync)
+        matrices = [whitening_matrix(covariance) for covariance in batch.covariances]
+        return transform(batch.centred, matrices, weight, bias, like=x)
+
+
+def to_columns(x: Tensor) -> Tensor:
+    """(N, C, *spatial) -> (C, m) in float32 or float64; no copy is made of float32 input in channels_last."""
+    return x.to(compute_dtype(x)).movedim(1, 0).flatten(1)
+
+
+def transform(
+    centred: list[Tensor], matrices: list[Tensor], weight: Tensor | None, bias: Tensor | None, *, like: Tensor
+) -> Tensor:
+    r"""Returns :math:`\gamma A X_C + \beta` in the shape, dtype and memory format of ``like``.
+
+    Args:
+        centred: columns by groups, (C // k, k, m) and perhaps a smaller last group.
+        matrices: A of the groups, (C // k, k, k) and perhaps the last.
+        weight: :math:`\gamma`, (C,).
+        bias: :math:`\beta`, (C,).
+        like: the input, (N, C, *spatial).
+    """
+    dtype, width = matrices[0].dtype, matrices[0].shape[-1]
+    if weight is not None:  # on the small matrices, which spares a pass over the columns
+        scales = split(weight.to(dtype), width)
+        matrices = [scale[..., None] * matrix for scale, matrix in zip(scales, matrices, strict=True)]
+    if bias is None:
+        parts = [matrix @ part for matrix, part in zip(matrices, centred, strict=True)]
+    else:
+        shifts = split(bias.to(dtype), width)
+        parts = [
+            torch.baddbmm(shift[..., None], matrix, part)
+            for shift, matrix, part in zip(shifts, matrices, centred, strict=True)
+        ]
+    channels_first = like.movedim(1, 0).shape
+    y = join(parts).reshape(channels_first).movedim(0, 1)
+    return y.to(like.dtype).contiguous(memory_format=memory_format_of(like))

@@ -1,0 +1,1 @@
+"""Group whitening: the reference, the custom operator and its backends."""

@@ -1,0 +1,107 @@
+"""Group whitening written beside the paper's equations: the readable oracle of the faster paths in ``kernels``.
+
+Shape shorthand: ``N`` samples, ``C`` channels, ``g`` groups (the side of the covariance matrix),
+``M = C / g * prod(spatial)`` the number of columns over which one sample's covariance is taken.
+"""
+
+import math
+
+from torch import Tensor
+
+from ..solvers import Solver
+from ..tensors import autocast_off, check_tensors, compute_dtype, memory_format_of
+
+
+def effective_groups(num_channels: int, num_groups: int) -> int:
+    """The number of groups a layer really has: ``num_groups``, capped at the channel count.
+
+    Raises:
+        ValueError: ``num_groups`` is not positive, or does not divide ``num_channels``.
+
+    Source: Group Whitening, section 5.1.1 ("we use the channel number if it is less than the group number").
+    """
+    if num_channels < 1 or not isinstance(num_groups, int) or num_groups < 1:
+        raise ValueError(
+            f"group whitening needs positive integers of channels and groups, got channels={num_channels!r} "
+            f"and groups={num_groups!r}"
+        )
+    groups = min(num_groups, num_channels)
+    if num_channels % groups:
+        allowed = [d for d in range(1, num_channels + 1) if num_channels % d == 0]
+        raise ValueError(f"groups={groups} does not divide {num_channels} channels; allowed are {allowed}")
+    return groups
+
+
+def group_whiten(
+    x: Tensor,
+    num_groups: int,
+    num_iters: int = 5,
+    eps: float = 1e-5,
+    solver: str = "newton",
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    threshold: float = 0.01,
+    corr: bool = False,
+    relu: bool = False,
+) -> Tensor:
+    r"""Whitens the groups of channels of every sample by that sample's own covariance.
+
+    .. math::
+        X_G = \Pi(x; g) \in \mathbb{R}^{g \times M}, \quad
+        \mu = \tfrac{1}{M} X_G \mathbf{1}, \quad X_C = X_G - \mu \mathbf{1}^T, \quad
+        \Sigma = \tfrac{1}{M} X_C X_C^T + \epsilon I, \quad
+        \hat{x} = \Pi^{-1}(\psi(\Sigma) X_C), \quad y = \gamma \hat{x} + \beta
+
+    Statistics and solver run in float32 (float64 for float64 input), also under autocast; values from about 1e19 on
+    overflow the covariance in float32. A sample without variance (constant, or a single column) gives ``bias``, unless
+    eps is below the square of its mean's rounding, which is whitened then.
+
+    Args:
+        x: floating point, (N, C, *spatial) with any number of spatial dimensions, in any memory format.
+        num_groups: g, capped at C; contiguous channels form a group.
+        num_iters: steps T of the ``newton`` solver.
+        eps: added to the diagonal of the covariance, in units of the input's variance. 0 leaves it out.
+            ``pivoted_cholesky`` has its own use for it.
+        solver: a name in :data:`gw_detectron.layers.SOLVERS`.
+        weight: per-channel scale :math:`\gamma`, (C,).
+        bias: per-channel shift :math:`\beta`, (C,).
+        threshold: c of the solver ``zca_max``.
+        corr: standardise the groups, then decorrelate their correlation matrix.
+        relu: return :math:`\max(y, 0)`.
+
+    Returns:
+        y in the shape, dtype and memory format of ``x``. An empty ``x`` gives an empty tensor that still depends on
+        ``weight`` and ``bias``, so that a process without samples takes part in distributed training.
+
+    Raises:
+        ValueError: wrong rank or dtype, an option out of its range, groups that do not divide the channels, or affine
+            parameters of another shape than (C,).
+
+    Source: Group Whitening, Eqs. 8-10, and its supplement, Algorithm 1.
+    """
+    check_tensors("group whitening", x, weight, bias)
+    whitening_matrix = Solver(solver, num_iters, eps, threshold, corr)
+    groups = effective_groups(x.shape[1], num_groups)
+    if x.numel() == 0:
+        return _affine(x, weight, bias, relu).to(x.dtype)
+    dtype = compute_dtype(x)
+    with autocast_off(x.device.type):
+        columns = x.shape[1] // groups * math.prod(x.shape[2:])  # not -1: a traced model may meet an empty batch
+        # reshape, not view: channels_last input is not laid out group by group
+        x_g = x.to(dtype).reshape(x.shape[0], groups, columns)
+        x_c = x_g - x_g.mean(-1, keepdim=True)
+        covariance = x_c @ x_c.mT / x_c.shape[-1]
+        # the solver adds eps I
+        x_hat = (whitening_matrix(covariance) @ x_c).reshape(x.shape)
+        y = _affine(x_hat, weight, bias, relu)
+    return y.to(dtype=x.dtype, memory_format=memory_format_of(x))
+
+
+def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, relu: bool) -> Tensor:
+    shape = (1, -1) + (1,) * (x.dim() - 2)
+    if weight is not None:
+        x = x * weight.to(x.dtype).reshape(shape)
+    if bias is not None:
+        x = x + bias.to(x.dtype).reshape(shape)
+    return x.relu() if relu else x

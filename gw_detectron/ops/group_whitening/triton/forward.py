@@ -1,0 +1,67 @@
+"""Centre, whiten, scale and shift."""
+# mypy: disallow-untyped-defs=False
+# (the parameters of a kernel get their types at its launch)
+
+from __future__ import annotations  # without triton, constexpr is only a name in the signatures
+
+from torch import Tensor
+
+from . import launch_args as launch
+from .compiler import constexpr, jit, tl
+from .tiles import load_matrix, load_per_channel, load_rows, of_sample, tile_columns, tile_offsets
+
+
+@jit
+def _apply(
+    x_ptr, x_n, x_outer, y_ptr, y_n, y_outer, mean_ptr, whitening_ptr, weight_ptr, bias_ptr,
+    positions, tiles, per_split,
+    GROUPS: constexpr, ROWS: constexpr, CPG: constexpr, JB: constexpr, PB: constexpr, VECTOR: constexpr,
+    X_J: constexpr, Y_J: constexpr, RELU: constexpr, DEPTH: constexpr, OPERAND: constexpr, PRECISION: constexpr,
+):  # fmt: skip
+    """y = weight * (W (x - mean)) + bias, or its positive part, for one sample's chunk of columns.
+
+    W is held if it is one product deep; else DEPTH columns of it are read for every tile.
+    """
+    n, first = tl.program_id(0), tl.program_id(1) * per_split
+    x_ptr, y_ptr = of_sample(x_ptr, n, x_n, VECTOR), of_sample(y_ptr, n, y_n, VECTOR)
+    rows = tl.arange(0, ROWS)
+    if DEPTH == ROWS:
+        mean = load_rows(mean_ptr, n, rows, GROUPS)
+        whitening = load_matrix(whitening_ptr, n, rows, rows, GROUPS).to(OPERAND)
+    for tile in tl.range(first, tl.minimum(first + per_split, tiles)):
+        j, p, exists = tile_columns(tile, positions, CPG, JB, PB, VECTOR, X_J)
+        y = tl.zeros([ROWS, JB * PB], tl.float32)
+        for depth in tl.range(0, ROWS, DEPTH):  # one turn if the matrices are held
+            k = depth + tl.arange(0, DEPTH)
+            if DEPTH != ROWS:
+                mean = load_rows(mean_ptr, n, k, GROUPS)
+                whitening = load_matrix(whitening_ptr, n, rows, k, GROUPS).to(OPERAND)
+            inside = (k < GROUPS)[:, None] & exists[None, :]
+            x = tl.load(x_ptr + tile_offsets(k, j, p, x_outer, CPG, VECTOR, X_J), mask=inside, other=0.0)
+            centred = (x.to(tl.float32) - mean[:, None]).to(OPERAND)
+            y = tl.dot(whitening, centred, y, input_precision=PRECISION)
+        if weight_ptr is not None:
+            y *= load_per_channel(weight_ptr, rows, j, GROUPS, CPG, JB)
+        if bias_ptr is not None:
+            y += load_per_channel(bias_ptr, rows, j, GROUPS, CPG, JB)
+        if RELU:
+            y = tl.where(y < 0, 0.0, y)  # NaN stays
+        inside = (rows < GROUPS)[:, None] & exists[None, :]
+        tl.store(y_ptr + tile_offsets(rows, j, p, y_outer, CPG, VECTOR, Y_J), y, mask=inside)
+
+
+def apply(
+    x: Tensor, mean: Tensor, whitening: Tensor, weight: Tensor | None, bias: Tensor | None, relu: bool, out: Tensor
+) -> None:
+    """Writes ``weight * (whitening @ (x - mean)) + bias``, or its positive part, to ``out``, in one launch."""
+    groups = whitening.shape[-1]
+    depth, columns = launch.held(x, groups)
+    arguments = launch.arguments_of(groups, columns, x=x, y=out)
+    splits, per_split = launch.split(arguments["tiles"], x.shape[0], 3, x.device)
+    launch.run(
+        _apply, (x.shape[0], splits), x, launch.warps_of(groups), stages=2, **arguments,
+        mean_ptr=mean.contiguous(), whitening_ptr=whitening.contiguous(),
+        weight_ptr=None if weight is None else weight.contiguous(),
+        bias_ptr=None if bias is None else bias.contiguous(),
+        per_split=per_split, RELU=relu, DEPTH=depth, **launch.precision(x),
+    )  # fmt: skip

@@ -1,0 +1,74 @@
+"""What is timed is what its name says: the paper's listing by its numbers, the floor by its operations."""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import MODES, PROVIDERS
+from benchmarks.figure1 import Figure1Whitening
+from benchmarks.floor import floor_flops, products, traffic
+from benchmarks.providers import LAYERS, Case
+
+from ..layers.cases import correlated
+from ..layers.oracle import Setting, group_whiten, group_whiten_backward
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("groups", "iters"), [(8, 5), (4, 3), (1, 1)])
+def test_figure1_is_the_papers_formula(groups, iters):
+    setting = Setting(groups, iters, eps=0.0)
+    x, grad_y = correlated((3, 16, 7, 5)), correlated((3, 16, 7, 5), seed=1)
+    weight, bias = np.linspace(0.5, 1.5, 16), np.linspace(-1, 1, 16)
+    layer = Figure1Whitening(16, groups, iters).double()
+    with torch.no_grad():
+        layer.weight.copy_(torch.as_tensor(weight).reshape(layer.weight.shape))
+        layer.bias.copy_(torch.as_tensor(bias).reshape(layer.bias.shape))
+    input = torch.tensor(x, requires_grad=True)
+    y = layer(input)
+    y.backward(torch.tensor(grad_y))
+    np.testing.assert_allclose(y.detach(), group_whiten(x, setting, weight, bias), rtol=0, atol=1e-12)
+    grads = group_whiten_backward(x, grad_y, setting, weight)
+    for found, expected in zip((input.grad, layer.weight.grad, layer.bias.grad), grads, strict=True):
+        np.testing.assert_allclose(found.reshape(expected.shape), expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_floor_does_the_products_it_counts(mode):
+    x = torch.randn(2, 12, 5, 7)
+    step = products(x, groups=4, iters=3, mode=mode)
+    with FlopCounterMode(display=False) as counter:
+        step.run()
+    assert counter.get_total_flops() == floor_flops(2, 4, 12 // 4 * 35, 3, mode)
+
+
+def test_floor_flops_of_the_published_setting():
+    # 2 products of depth 64 a column and 15 small ones forward; 5 and 40 with the backward pass
+    big, small = 2 * 64 * 64 * 67200, 2 * 64**3
+    assert floor_flops(2, 64, 67200, 5, "forward") == 2 * (2 * big + 15 * small)
+    assert floor_flops(2, 64, 67200, 5, "forward+backward") == 2 * (5 * big + 40 * small)
+
+
+@pytest.mark.parametrize(("mode", "passes"), [("forward", 3), ("forward+backward", 8)])
+def test_gpu_floor_moves_the_bytes_of_a_normalisation(mode, passes):
+    x = torch.randn(2, 4, 3, 5, dtype=torch.bfloat16)
+    copied = traffic(x, mode).run()
+    moved = 2 * copied.numel() * copied.element_size()  # every copied byte is read and written
+    assert moved == passes * x.numel() * x.element_size()
+
+
+def test_every_provider_has_words_and_every_layer_runs():
+    assert list(PROVIDERS) == [*(name for name in LAYERS), "floor"]
+    case = Case((2, 64, 5, 3), "bf16-pure", "forward", CPU, groups=8, iters=2)
+    x = case.input()
+    for name in LAYERS.keys() - {"figure1_compiled"}:
+        y = case.apply(case.place(LAYERS[name](case)), x)
+        assert (y.shape, y.dtype) == (x.shape, torch.bfloat16), name
+
+
+def test_autocast_keeps_parameters_in_float32():
+    case = Case((2, 64, 5, 3), "bf16", "forward", CPU, groups=8, iters=2)
+    conv = case.place(LAYERS["conv3x3"](case))
+    assert conv.weight.dtype == torch.float32
+    assert case.apply(conv, case.input()).dtype == torch.bfloat16
