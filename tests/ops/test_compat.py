@@ -1,12 +1,15 @@
-"""Large float32 products by oneDNN: right, taken where they are meant to be, and never needed."""
+"""Private torch APIs: oneDNN products, and what happens in a torch without these names."""
 
 import pytest
 import torch
 
-from gw_detectron.ops import compat as onednn
-from gw_detectron.ops.group_whitening import matmul as matmul_kernels
+from gw_detectron.ops import compat
+from gw_detectron.ops.group_whitening import matmul
+from gw_detectron.ops.group_whitening.closed_form import InputGradient
 
-needs_onednn = pytest.mark.skipif(not onednn.available(), reason="this processor has no AVX-512, or torch no oneDNN")
+needs_onednn = pytest.mark.skipif(
+    not compat.onednn_available(), reason="this processor has no AVX-512, or torch no oneDNN"
+)
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -20,16 +23,16 @@ def error(value: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> float:
 
 @pytest.fixture
 def products(monkeypatch):
-    """How many products oneDNN made; the result of each is checked."""
+    """Count the products by oneDNN and check each result."""
     made = []
 
-    def counted(a, b, product=onednn.product):
+    def counted(a, b, product=compat.onednn_matmul):
         result = product(a, b)
         assert error(result, a, b) < 1e-6
         made.append(result.shape)
         return result
 
-    monkeypatch.setattr(onednn, "product", counted)
+    monkeypatch.setattr(compat, "onednn_matmul", counted)
     return made
 
 
@@ -39,32 +42,32 @@ def test_products_of_all_kinds(columns):
     """Whitening, covariance, and the gradient of the whitening matrix, whose dY is a slice of a larger tensor."""
     x, matrix, dy = random(64, columns), random(64, 64), random(64, 3 * columns)[:, columns : 2 * columns]
     for a, b in ((matrix, x), (x, x.mT), (dy, x.mT), (random(64, 128), random(128, columns))):
-        assert error(onednn.product(a, b), a, b) < 1e-6
+        assert error(compat.onednn_matmul(a, b), a, b) < 1e-6
 
 
 @needs_onednn
 def test_for_large_float32_on_a_cpu():
     like = random(2)
-    assert onednn.suits(like, 64, 5000)
-    assert not onednn.suits(like, 64, 64), "too small"
-    assert not onednn.suits(like, 16, 5000), "too flat"
-    assert not onednn.suits(like.double(), 64, 5000)
-    assert not onednn.suits(like.bfloat16(), 64, 5000)
-    assert not onednn.suits(like.to("meta"), 64, 5000)
+    assert compat.onednn_is_faster(like, 64, 5000)
+    assert not compat.onednn_is_faster(like, 64, 64), "too small"
+    assert not compat.onednn_is_faster(like, 16, 5000), "too flat"
+    assert not compat.onednn_is_faster(like.double(), 64, 5000)
+    assert not compat.onednn_is_faster(like.bfloat16(), 64, 5000)
+    assert not compat.onednn_is_faster(like.to("meta"), 64, 5000)
 
 
 def test_not_where_it_is_switched_off(monkeypatch):
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-    assert not onednn.suits(random(2), 64, 5000)
+    assert not compat.onednn_is_faster(random(2), 64, 5000)
 
 
 def test_not_on_another_processor(monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    onednn.available.cache_clear()
+    compat.onednn_available.cache_clear()
     try:
-        assert not onednn.suits(random(2), 64, 5000)
+        assert not compat.onednn_is_faster(random(2), 64, 5000)
     finally:
-        onednn.available.cache_clear()
+        compat.onednn_available.cache_clear()
 
 
 @needs_onednn
@@ -72,11 +75,11 @@ def test_each_product_of_a_large_map_but_that_of_strided_channels(products):
     """Forward sigma and y, backward G and dx of two samples; G takes its two channels apart, each strided in x."""
     for channels, count in ((64, 8), (128, 6)):
         x = random(2, channels, 60, 70)
-        mean, sigma = matmul_kernels.statistics(x, 64)
+        mean, sigma = matmul.statistics(x, 64)
         out = torch.empty_like(x)
-        matmul_kernels.apply(x, mean, sigma, None, None, False, out)
-        matmul_kernels.grad_products(x, mean, x, 64, None, out)
-        matmul_kernels.apply_backward(x, mean, x, sigma, None, sigma, mean, out)
+        matmul.apply(x, mean, sigma, None, None, False, out)
+        matmul.grad_products(x, mean, x, 64, None, out)
+        matmul.apply_backward(x, mean, x, None, InputGradient(sigma, sigma, mean), out)
         assert len(products) == count
         products.clear()
 
@@ -84,6 +87,6 @@ def test_each_product_of_a_large_map_but_that_of_strided_channels(products):
 @needs_onednn
 def test_small_maps_go_without(products):
     x = random(40, 64, 7, 7)
-    mean, sigma = matmul_kernels.statistics(x, 64)
-    matmul_kernels.apply(x, mean, sigma, None, None, False, torch.empty_like(x))
+    mean, sigma = matmul.statistics(x, 64)
+    matmul.apply(x, mean, sigma, None, None, False, torch.empty_like(x))
     assert not products

@@ -9,7 +9,7 @@ import torch.multiprocessing as mp
 
 from gw_detectron.layers import BatchWhitening2d
 
-from .cases import correlated
+from ..ops.cases import correlated
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from gw_detectron.layers import SOLVERS, Solver, group_whiten
+from gw_detectron.layers import SOLVERS, Solver
 from gw_detectron.ops.solvers import (
     pivoted_cholesky_whitening,
     zca_entropy_inverse_sqrt,
@@ -13,7 +13,7 @@ from gw_detectron.ops.solvers import (
 )
 
 from . import solver_oracle as oracle
-from .cases import correlated
+from .cases import correlated, gw
 from .test_solvers import assert_relatively_close, spectrum, symmetrized_gradient
 
 #: those that turn a covariance into the identity where no threshold is active
@@ -178,7 +178,7 @@ def test_corr_ignores_the_channels_scales_up_to_its_last_factor():
 def test_group_whitening_takes_every_solver(solver, corr):
     x = correlated((2, 12, 5, 7))
     expected = oracle.group_whiten(x, 4, solver, eps=1e-3, corr=corr)
-    y = group_whiten(torch.from_numpy(x), 4, eps=1e-3, solver=solver, corr=corr)
+    y = gw(torch.from_numpy(x), 4, eps=1e-3, solver=solver, corr=corr)
     np.testing.assert_allclose(y.numpy(), expected, rtol=0, atol=1e-10)
 
 
@@ -222,16 +222,20 @@ def test_large_and_small_variances_keep_their_gradient_in_float32():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"name": "svd"}, r"unknown whitening solver 'svd'; allowed are \['cholesky', 'newton', 'pca'"),
-        ({"num_iters": -1}, "num_iters=-1"),
-        ({"eps": float("inf")}, "eps=inf"),
-        ({"name": "zca_max", "threshold": 1.5}, "threshold=1.5 must be a number from 0 to 1"),
-        ({"name": "zca", "threshold": 0.1}, "threshold=0.1 belongs to the solver zca_max, not to zca"),
+        ({"name": "svd"}, r"solver \('svd'\): unknown solver. Fix: choose one of \['cholesky', 'newton', 'pca'"),
+        ({"num_iters": -1}, r"num_iters \(-1\): expected an integer of at least 0. Fix: try num_iters=5"),
+        ({"num_iters": True}, r"num_iters \(True\): expected an integer"),
+        ({"eps": float("inf")}, r"eps \(inf\): expected a finite number of at least 0"),
+        ({"eps": float("nan")}, r"eps \(nan\): expected a finite number of at least 0"),
+        ({"eps": "1e-5"}, r"eps \('1e-5'\): expected a number, got str"),
+        ({"name": "zca_max", "threshold": 1.5}, r"threshold \(1.5\): expected a finite number from 0 to 1"),
+        ({"name": "zca", "threshold": 0.1}, r"threshold \(0.1\): the solver 'zca' does not read it\. .*'zca_max'"),
+        ({"corr": "yes"}, r"corr \('yes'\): expected a bool"),
     ],
     ids=str,
 )
-def test_wrong_options_are_named(options, message):
-    with pytest.raises(ValueError, match=message):
+def test_wrong_options_are_refused_by_value(options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
         Solver(**options)
 
 

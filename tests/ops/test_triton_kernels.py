@@ -3,7 +3,7 @@
 Triton chooses its interpreter when it is imported, so the checks run in processes of their own: functions named
 ``check_*``, collected by the tests at the end. By hand:
 
-    TRITON_INTERPRET=1 pytest -o python_functions='check_*' tests/layers/test_triton_kernels.py
+    TRITON_INTERPRET=1 pytest -o python_functions='check_*' tests/ops/test_triton_kernels.py
 
 On a machine with a GPU the same command without the variable runs the compiled kernels. Without a GPU, the last test
 compiles them all the same.
@@ -23,14 +23,15 @@ import pytest
 import torch
 
 from gw_detectron.layers import newton_inverse_sqrt
-from gw_detectron.ops.group_whitening import algorithm as closed_form
+from gw_detectron.ops.group_whitening import closed_form
 from gw_detectron.ops.group_whitening import triton as triton_kernels
+from gw_detectron.ops.group_whitening.closed_form import InputGradient
 from gw_detectron.ops.group_whitening.triton import launch_args as launch
 from gw_detectron.ops.group_whitening.triton.compiler import triton
 
 from . import oracle
 from .cases import correlated
-from .conftest import ON_EVERY_PATH
+from .conftest import ON_EVERY_BACKEND
 from .oracle import Setting
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -87,7 +88,7 @@ class Sample:
         self.x_c = self.x_g - self.mean[..., None, None]
         matrices = rng.normal(size=(2, n, groups, groups))
         self.whitening = torch.from_numpy(matrices[0])
-        self.symmetric = torch.from_numpy(matrices[1] + matrices[1].swapaxes(-1, -2))
+        self.slope = torch.from_numpy(matrices[1] + matrices[1].swapaxes(-1, -2))
         self.shift = torch.from_numpy(rng.normal(size=(n, groups)))
 
     @staticmethod
@@ -250,23 +251,23 @@ def check_apply_backward(shape, groups, dtype, channels_last, affine, in_place):
     sample = Sample(shape, groups, dtype, channels_last, affine)
     dx = sample.dy.clone() if in_place else torch.empty_like(sample.x)
     dy = dx if in_place else sample.dy
-    mean, whitening, symmetric, shift = sample.given(sample.mean, sample.whitening, sample.symmetric, sample.shift)
-    triton_kernels.apply_backward(sample.x, mean, dy, whitening, sample.weight, symmetric, shift, out=dx)
+    mean, whitening, slope, shift = sample.given(sample.mean, sample.whitening, sample.slope, sample.shift)
+    triton_kernels.apply_backward(sample.x, mean, dy, sample.weight, InputGradient(whitening, slope, shift), out=dx)
     scaled = sample.dy_g * sample.per_channel(sample.weight, 1.0)
     expected = torch.einsum("nrk,nkjp->nrjp", sample.whitening, scaled)
-    expected = expected + torch.einsum("nrk,nkjp->nrjp", sample.symmetric, sample.x_c) - sample.shift[..., None, None]
+    expected = expected + torch.einsum("nrk,nkjp->nrjp", sample.slope, sample.x_c) - sample.shift[..., None, None]
     assert relative_error(dx, expected) < TOLERANCE[dtype]
 
 
 def check_mixed_memory_formats():
     """A gradient often comes in another memory format than the input."""
     sample = Sample((2, 48, 5, 7), 16, channels_last=True, relu=True)
-    mean, whitening, symmetric, shift = sample.given(sample.mean, sample.whitening, sample.symmetric, sample.shift)
+    mean, whitening, slope, shift = sample.given(sample.mean, sample.whitening, sample.slope, sample.shift)
     results = []
     for memory_format in (torch.contiguous_format, torch.channels_last):
         dy = sample.dy.contiguous(memory_format=memory_format)
         dx, through = torch.empty_like(sample.x), torch.empty_like(sample.x)
-        triton_kernels.apply_backward(sample.x, mean, dy, whitening, sample.weight, symmetric, shift, out=dx)
+        triton_kernels.apply_backward(sample.x, mean, dy, sample.weight, InputGradient(whitening, slope, shift), out=dx)
         y = sample.y.contiguous(memory_format=memory_format)
         results.append((dx, *triton_kernels.grad_products(sample.x, mean, dy, 16, y, out=through), through))
     for one, other in zip(*results, strict=True):
@@ -291,9 +292,9 @@ def check_nothing_beside_the_tensors_is_read_or_written(shape, groups, channels_
     (_, x), (_, dy) = inside(sample.x), inside(sample.dy)
     (y_frame, y), (dx_frame, dx), (through_frame, through) = inside(), inside(), inside()
     mean, covariance = triton_kernels.statistics(x, groups)
-    _, whitening, symmetric, shift = sample.given(sample.mean, sample.whitening, sample.symmetric, sample.shift)
+    _, whitening, slope, shift = sample.given(sample.mean, sample.whitening, sample.slope, sample.shift)
     triton_kernels.apply(x, mean, whitening, sample.weight, sample.bias, True, out=y)
-    triton_kernels.apply_backward(x, mean, dy, whitening, sample.weight, symmetric, shift, out=dx)
+    triton_kernels.apply_backward(x, mean, dy, sample.weight, InputGradient(whitening, slope, shift), out=dx)
     for result in (covariance, y, dx, *triton_kernels.grad_products(x, mean, dy, groups, y, through)):
         assert result.isfinite().all()
     for frame, part in ((y_frame, y), (dx_frame, dx), (through_frame, through)):
@@ -377,7 +378,7 @@ def test_the_kernels_in_the_interpreter(keyword):
 
 
 @pytest.mark.skipif(triton is None, reason="Triton 3.3 or newer is not installed")
-@pytest.mark.parametrize("module", sorted(ON_EVERY_PATH))
+@pytest.mark.parametrize("module", sorted(ON_EVERY_BACKEND))
 def test_the_layers_tests_in_the_interpreter(module):
     """The tests of the layer itself, which there takes these kernels for all but float64."""
     too_slow_there = "stem_size"
@@ -387,7 +388,7 @@ def test_the_layers_tests_in_the_interpreter(module):
 
 @pytest.mark.skipif(triton is None, reason="Triton 3.3 or newer is not installed")
 def test_the_layer_compiles_in_one_graph_in_the_interpreter():
-    file = Path(__file__).with_name("test_kernels.py")
+    file = Path(__file__).with_name("test_op.py")
     run(["-k", "compiles_in_one_graph", str(file)], TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
 
 
@@ -400,7 +401,7 @@ def test_the_kernels_on_the_device():
 def test_without_triton_nothing_is_supported():
     program = (
         "import sys; sys.modules['triton'] = None\n"
-        "import torch; from gw_detectron.layers import triton_kernels\n"
+        "import torch; from gw_detectron.ops.group_whitening import triton as triton_kernels\n"
         "assert not triton_kernels.supported(torch.zeros(1, 8, 2, 2), 8)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
@@ -463,7 +464,7 @@ def compile_for(monkeypatch, tmp_path):
         triton_kernels.statistics(x, groups)
         triton_kernels.apply(x, mean, matrix, vector, vector, relu, out=x)
         triton_kernels.grad_products(x, mean, x, groups, x if relu else None, x)
-        triton_kernels.apply_backward(x, mean, x, matrix, vector, matrix, mean, out=x)
+        triton_kernels.apply_backward(x, mean, x, vector, InputGradient(matrix, matrix, mean), out=x)
         triton_kernels.newton(matrix, 5)
         triton_kernels.newton_backward(matrix, matrix, 5)
         return compiled
