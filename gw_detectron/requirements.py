@@ -12,7 +12,6 @@ MODULES = (
     "analysis",
     "checkpoint",
     "config",
-    "configs",
     "data",
     "engine",
     "env",

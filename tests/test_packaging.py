@@ -124,11 +124,20 @@ print(gw_detectron.__file__, len(zoo.list_configs()))
     assert int(count) == len(gw_detectron.model_zoo.list_configs()) > 0
 
 
-def test_missing_detectron2_is_one_sentence(bare_python: Path, tmp_path: Path):
-    result = run(bare_python, "import gw_detectron", tmp_path)
+def test_wheel_without_detectron2(bare_python: Path, tmp_path: Path):
+    """The layers train, and the rest says in one sentence what to install."""
+    code = """
+import sys
+sys.modules["detectron2"] = None
+import torch
+from gw_detectron import GroupWhitening2d
+GroupWhitening2d(16, 8)(torch.randn(2, 16, 5, 5)).sum().backward()
+import gw_detectron.modeling
+"""
+    result = run(bare_python, code, tmp_path, PYTHONPATH=LIBRARIES)
     lines = result.stderr.strip().splitlines()
     assert result.returncode == 1
-    assert lines[-1].startswith("ImportError: gw_detectron needs Detectron2, which is not installed here: ")
+    assert "MissingDetectron2Error: gw_detectron.modeling: needs Detectron2, which is not installed." in lines[-1]
     assert "tools/install_detectron2.py" in lines[-1]
     assert "https://detectron2.readthedocs.io" in lines[-1]
     assert sum("Traceback" in line for line in lines) == 1  # no chain of exceptions
