@@ -1,4 +1,4 @@
-"""BatchWhitening2d: running statistics, evaluation, its frozen twin, rotations, checkpoints, tracing, compilation."""
+"""BatchWhitening2d: running statistics, evaluation, the frozen layer, rotations, checkpoints, tracing, compilation."""
 
 import copy
 import pickle
@@ -19,7 +19,7 @@ def batches(count: int = 3, channels: int = 7, dtype: torch.dtype = torch.float6
 
 
 def trained(channels: int = 7, width: int = 3, dtype: torch.dtype = torch.float64, **options) -> BatchWhitening2d:
-    """A layer that has seen three batches, with random scale, shift and, if any, rotation."""
+    """Return a layer after three batches, with random scale, shift and, if any, rotation."""
     layer = BatchWhitening2d(channels, width, **options).to(dtype)
     rng = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""GroupWhitening2d as a citizen of torch: errors, checkpoints, copies, tracing, export, compilation, DDP."""
+"""GroupWhitening2d as a module: errors, checkpoints, copies, tracing, export, compilation, DDP."""
 
 import copy
 import io
@@ -23,7 +23,7 @@ SOLVERS = ["newton", "zca"]
 
 
 def mentions(words: Iterable[str]) -> str:
-    """A pattern for messages that hold every word, in any order."""
+    """Return a pattern for messages that contain all words, in any order."""
     return "(?s)" + "".join(f"(?=.*{re.escape(word)})" for word in words)
 
 

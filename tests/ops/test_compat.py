@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
+from gw_detectron.layers import GroupWhitening2d
 from gw_detectron.ops import compat
 from gw_detectron.ops.group_whitening import matmul
 from gw_detectron.ops.group_whitening.closed_form import InputGradient
@@ -39,7 +41,7 @@ def products(monkeypatch):
 @needs_onednn
 @pytest.mark.parametrize("columns", [1, 33, 2048, 4203])
 def test_products_of_all_kinds(columns):
-    """Whitening, covariance, and the gradient of the whitening matrix, whose dY is a slice of a larger tensor."""
+    """The shapes of whitening, covariance, and the gradient of the whitening matrix (dY is a slice)."""
     x, matrix, dy = random(64, columns), random(64, 64), random(64, 3 * columns)[:, columns : 2 * columns]
     for a, b in ((matrix, x), (x, x.mT), (dy, x.mT), (random(64, 128), random(128, columns))):
         assert error(compat.onednn_matmul(a, b), a, b) < 1e-6
@@ -72,7 +74,7 @@ def test_not_on_another_processor(monkeypatch):
 
 @needs_onednn
 def test_each_product_of_a_large_map_but_that_of_strided_channels(products):
-    """Forward sigma and y, backward G and dx of two samples; G takes its two channels apart, each strided in x."""
+    """Forward sigma and y, backward G and dx, of two samples. With two channels, those of G are strided in x."""
     for channels, count in ((64, 8), (128, 6)):
         x = random(2, channels, 60, 70)
         mean, sigma = matmul.statistics(x, 64)
@@ -90,3 +92,21 @@ def test_small_maps_go_without(products):
     mean, sigma = matmul.statistics(x, 64)
     matmul.apply(x, mean, sigma, None, None, False, torch.empty_like(x))
     assert not products
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_an_export_is_recognized_with_and_without_the_private_flag(flag, monkeypatch):
+    if flag and not compat._EXPORTING_FLAG:
+        pytest.skip("this torch has no torch.compiler._is_exporting_flag")
+    monkeypatch.setattr(compat, "_EXPORTING_FLAG", flag)
+    program = torch.export.export(GroupWhitening2d(8, 4), (random(2, 8, 3, 3),))
+    assert not any("gw_detectron" in str(node.target) for node in program.graph.nodes)
+
+
+def test_transforms_are_recognized():
+    assert not compat.needs_plain_operations()
+    found = []
+    torch.func.vmap(lambda x: found.append(compat.needs_plain_operations()) or x)(random(2))
+    with forward_ad.dual_level():
+        found.append(compat.needs_plain_operations())
+    assert found == [True, True]

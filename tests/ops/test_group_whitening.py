@@ -9,13 +9,13 @@ from . import oracle
 from .cases import GROUPS, SOLVER_ARGS, affine_of, build, correlated, grid, gw
 from .oracle import Setting
 
-#: what storing the output may cost, relative to 1 + |y|: half a unit in the last place of the format, times
-#: two so that the affine map may come before or after the rounding; the rest is float32 at least
+#: error of rounding the output to its dtype, relative to 1 + |y|: half a unit in the last place, times two because the
+#: affine map may be applied before or after the rounding; all else is float32 at least
 STORAGE = {torch.float64: 0.0, torch.float32: 2**-23, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 
 
 def tolerance(dtype: torch.dtype, setting: Setting) -> float:
-    """The error allowed relative to 1 + |y|, for covariances with a condition number of a few hundred.
+    """Return the allowed error relative to 1 + |y|, for covariances with a condition number of a few hundred.
 
     Float64 has 1e-10 for everything. In float32 up to five Newton steps stay at a few rounding errors. From
     then on the large eigenvalues have converged, and the part E_ij of the rounding error that does not

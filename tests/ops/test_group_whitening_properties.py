@@ -1,4 +1,4 @@
-"""What holds for group whitening whatever the input is (float64, examples chosen by hypothesis)."""
+"""Properties of group whitening for all inputs (float64, examples by hypothesis)."""
 
 import numpy as np
 import pytest

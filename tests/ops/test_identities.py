@@ -1,4 +1,4 @@
-"""Which member of the family equals which other; the table of these is in gw_detectron/layers/__init__.py."""
+"""Identities between layers and solvers, as listed in gw_detectron/layers/__init__.py."""
 
 import numpy as np
 import pytest

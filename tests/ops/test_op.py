@@ -103,7 +103,7 @@ def test_parameters_in_half_precision_are_converted_before_they_multiply():
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 4e-3), (torch.float16, 5e-4)])
 def test_autocast_on_large_maps_loses_what_half_precision_loses(dtype, tolerance):
-    """A sum over 400 x 672 positions leaves float16's range: the statistics may not be taken in it."""
+    """A sum over 400 x 672 positions leaves float16's range: the statistics must be computed in float32."""
     conv, made = nn.Conv2d(3, 64, 3, padding=1), layer(64)
     generator = torch.Generator().manual_seed(0)
     image, dy = torch.randn(1, 3, 400, 672, generator=generator) * 20, torch.randn(1, 64, 400, 672, generator=generator)
@@ -120,7 +120,7 @@ def test_autocast_on_large_maps_loses_what_half_precision_loses(dtype, tolerance
 
 
 def test_gradient_scaler_keeps_gradients_that_float16_would_lose():
-    """Gradients of 1e-8 are zero in float16, whose smallest number is 6e-8; the scaler's factor brings them through."""
+    """Gradients of 1e-8 are zero in float16, whose smallest number is 6e-8; the scaler's factor preserves them."""
     made = layer(64)
     generator = torch.Generator().manual_seed(0)
     x, dy = torch.randn(2, 2, 64, 9, 9, generator=generator).half()
@@ -150,7 +150,7 @@ def test_however_the_input_is_cut_into_blocks(shape, block, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("block", [100, 1000, 10**7])
 def test_however_onednn_multiplies_blocks(block, dtype, monkeypatch):
-    """(It is not for matrices as small as these.)"""
+    """The limits are lowered: by default oneDNN does not multiply matrices as small as these."""
     monkeypatch.setattr(matmul, "_BLOCK", block)
     monkeypatch.setattr(compat, "_SHORTEST", 1)
     monkeypatch.setattr(compat, "_LONGEST", 1)
@@ -312,7 +312,7 @@ def test_the_backend_is_logged_once(caplog):
     assert len(lines) == 1 and "backend matmul" in lines[0]
 
 
-# what torch can do with it
+# torch's transforms
 
 
 @pytest.mark.parametrize("affine", [True, False])
@@ -324,7 +324,7 @@ def test_the_operator_keeps_torchs_rules(affine, channels_last, relu):
         x = x.detach().to(memory_format=torch.channels_last).requires_grad_()
     weight, bias = (torch.rand(12, requires_grad=True) if affine else None for _ in range(2))
     torch.library.opcheck(torch.ops.gw_detectron.group_whiten, (x, weight, bias, 4, 5, 1e-5, relu, "matmul"))
-    # the backward pass, which has no derivative of its own, also of an empty batch
+    # the backward operator, which has no derivative, also with an empty batch
     x, weight = (None if tensor is None else tensor.detach() for tensor in (x, weight))
     y, mean, sigma = torch.ops.gw_detectron.group_whiten(x, weight, bias, 4, 5, 1e-5, relu, "matmul")
     y = y.detach() if relu else None
@@ -349,7 +349,7 @@ def test_compiles_in_one_graph(relu):
 @pytest.mark.parametrize("chosen", [[1, 0, 1], [0, 0, 0]], ids=str)
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
 def test_compiles_in_one_graph_where_the_batch_depends_on_data(chosen):
-    """As the regions of a detector do, which may be none."""
+    """Like the RoIs of a detector, of which there may be none."""
     made = layer(64, 16)
 
     def chosen_samples(x, which):
@@ -382,7 +382,7 @@ def test_fake_and_meta_tensors_have_the_right_shape():
 
 
 def test_flops_are_those_of_the_products():
-    """Two products of depth g per element forward and three backward, beside the g x g products of the iteration."""
+    """Two products of depth g per element forward and three backward, plus the g x g products of the iteration."""
     x = torch.randn(3, 64, 10, 11, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
         layer(64, 16)(x).sum().backward()
@@ -391,7 +391,7 @@ def test_flops_are_those_of_the_products():
 
 
 def test_fvcore_counts_the_products():
-    """Multiplications only, and of the plain form, which tracing takes: 3 products in every step but the first."""
+    """fvcore traces the reference and counts multiplications: 3 products in each step but the first."""
     x, g = torch.randn(3, 64, 10, 11), 16
     counted = FlopCountAnalysis(layer(64, g), x).unsupported_ops_warnings(False)
     assert counted.total() == 2 * g * x.numel() + 4 * 3 * g**3 * 3
@@ -412,7 +412,7 @@ def test_second_derivatives_are_right(relu):
 
 @pytest.mark.parametrize("relu", [True, False])
 def test_gradients_that_are_differentiated_again_stop_at_the_layer(relu):
-    """Weight and input may depend on one another: in a layer used twice, or with parameters made of the input."""
+    """Weight and input may depend on each other: in a layer used twice, or with parameters computed from the input."""
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(2, 8, 5, generator=generator), *torch.randn(2, 8, generator=generator)]
     tensors = [tensor.double().requires_grad_() for tensor in tensors]

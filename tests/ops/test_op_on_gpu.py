@@ -23,7 +23,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def float32_is_float32():
-    """Whatever the environment says: some containers allow tf32 for all products."""
+    """Disallow tf32, which some containers allow for all products."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     yield
@@ -31,7 +31,7 @@ def float32_is_float32():
 
 
 def inputs(shape, dtype=torch.float32, memory_format=torch.contiguous_format):
-    """x with a mean, and dy."""
+    """Return x, with a mean, and dy."""
     generator = torch.Generator().manual_seed(0)
     pair = (torch.randn(shape, generator=generator) * 2 + 1, torch.randn(shape, generator=generator))
     return [tensor.to(DEVICE, dtype, memory_format=memory_format) for tensor in pair]
@@ -72,7 +72,7 @@ def test_half_precision(shape, dtype, tolerance):
     ids=str,
 )
 def test_its_relu_is_the_same_as_one_behind_it(shape, groups, dtype, tolerance, memory_format):
-    """Of few positions too, where tiles are smaller than programs, and dx takes the place of dy."""
+    """Also with few positions, where a tile is smaller than a program, and with dx written in place of dy."""
     x, dy = inputs(shape, dtype, memory_format)
     fused = gradients(on_device(shape[1], groups), x, dy, relu=True)
     plain = on_device(shape[1], groups)
@@ -96,7 +96,7 @@ def test_what_the_triton_kernels_do_not_take(groups, dtype, tolerance):
 @pytest.mark.parametrize("size", [(400, 672), (800, 1344)], ids=str)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)], ids=str)
 def test_autocast_and_a_gradient_scaler_on_large_maps(dtype, tolerance, size):
-    """A sum over so many positions leaves float16's range: the statistics may not be taken in it."""
+    """A sum over so many positions leaves float16's range: the statistics must be computed in float32."""
     conv, made = torch.nn.Conv2d(3, 64, 3, padding=1).to(DEVICE), on_device(64)
     image = inputs((1, 3, *size))[0] * 20
     optimizer = torch.optim.SGD([*conv.parameters(), *made.parameters()], 0.1)

@@ -1,4 +1,4 @@
-"""Every solver of the family against its oracle: matrices, gradients, thresholds, options, degenerate covariances."""
+"""All solvers against their oracles: matrices, gradients, thresholds, options, degenerate covariances."""
 
 import numpy as np
 import pytest
@@ -16,12 +16,12 @@ from . import solver_oracle as oracle
 from .cases import correlated, gw
 from .test_solvers import assert_relatively_close, spectrum, symmetrized_gradient
 
-#: those that turn a covariance into the identity where no threshold is active
+#: solvers that turn a covariance into the identity if no threshold is active
 EXACT = ["zca", "zca_max", "zca_entropy", "pca", "cholesky", "pivoted_cholesky"]
 
 
 def random_spd(size: int, seed: int = 0) -> np.ndarray:
-    """A covariance of unequal variances and a condition number of about 30."""
+    """Return a covariance of unequal variances and a condition number of about 30."""
     factor = np.random.default_rng(seed).normal(size=(size, 20 * size))
     scale = np.random.default_rng(seed + 1).uniform(0.5, 2.0, size)
     return scale[:, None] * (factor @ factor.T) * scale / factor.shape[1]
@@ -57,7 +57,7 @@ def test_gradcheck_through_the_options(solver, size, corr):
     assert torch.autograd.gradcheck(lambda a: whitening_matrix(a @ a.mT), (factor.requires_grad_(),))
 
 
-#: a third of these eigenvalues is lifted by each of the thresholds below, none is near one
+#: the thresholds below raise a third or more of these eigenvalues; none is near a threshold
 SPREAD = [5.0, 3.0, 0.8, 0.012, 0.004, 0.001]
 THRESHOLDED = {
     "max, theta = c lambda_1": (lambda s: zca_max_inverse_sqrt(s, 0.1, 0.0), "max", 0.1, 0.0),
@@ -65,7 +65,7 @@ THRESHOLDED = {
     "max, eps above theta": (lambda s: zca_max_inverse_sqrt(s, 0.001, 0.05), "max", 0.001, 0.05),
     "entropy": (lambda s: zca_entropy_inverse_sqrt(s, 0.0), "entropy", 0.0, 0.0),
     "entropy, eps above theta": (lambda s: zca_entropy_inverse_sqrt(s, 1.5), "entropy", 0.0, 1.5),
-    "nothing lifted": (lambda s: zca_max_inverse_sqrt(s, 1e-5, 0.0), "max", 1e-5, 0.0),
+    "nothing raised": (lambda s: zca_max_inverse_sqrt(s, 1e-5, 0.0), "max", 1e-5, 0.0),
 }
 
 
@@ -79,7 +79,7 @@ def test_thresholded_gradient_is_algorithm_6(case):
 
 
 @pytest.mark.parametrize("case", THRESHOLDED)
-def test_gradcheck_with_lifted_eigenvalues(case):
+def test_gradcheck_with_raised_eigenvalues(case):
     solve, base = THRESHOLDED[case][0], torch.from_numpy(spectrum(SPREAD))
 
     def whitening_matrix(change):
@@ -92,14 +92,14 @@ def test_gradcheck_with_lifted_eigenvalues(case):
 @pytest.mark.parametrize(
     ("solve", "expected"),
     [
-        # with W = sum_i r_i d_i d_i^T and r = theta^(-1/2) for the two lifted: d(tr W)/d lambda
+        # with W = sum_i r_i d_i d_i^T and r = theta^(-1/2) for the two raised: d(tr W)/d lambda
         (lambda s: zca_max_inverse_sqrt(s, 0.1, 0.0), [-0.5 * 4**-1.5 - 2 * 0.1 * 0.5 * 0.4**-1.5, -0.5, 0.0, 0.0]),
         (lambda s: zca_max_inverse_sqrt(s, 0.1, 0.5), [-0.5 * 4**-1.5, -0.5, 0.0, 0.0]),
         (lambda s: zca_entropy_inverse_sqrt(s, 0.0), [-0.5 * 4**-1.5, -0.5 - 2 * 0.5, 0.0, 0.0]),
     ],
     ids=["to lambda_1", "to none", "to lambda_r"],
 )
-def test_where_the_gradient_of_a_lifted_eigenvalue_goes(solve, expected):
+def test_where_the_gradient_of_a_raised_eigenvalue_goes(solve, expected):
     """Eigenvalues 4, 1, 0.01, 0.001: effective rank 1.68, rounded to 2."""
     sigma = torch.diag(torch.tensor([4.0, 1.0, 0.01, 0.001], dtype=torch.float64)).requires_grad_()
     solve(sigma).diagonal().sum().backward()
@@ -143,7 +143,7 @@ def test_pivoting_chooses_the_largest_remaining_variance():
 
 
 def test_pivots_do_not_depend_on_rounding_under_corr():
-    """All variances of a correlation matrix are 1, so the first channel comes first whatever their rounding."""
+    """All variances of a correlation matrix are 1, so the first channel comes first."""
     for seed in range(20):
         covariance = torch.from_numpy(random_spd(8, seed))
         w = Solver("pivoted_cholesky", eps=0.0, corr=True)(covariance)
@@ -157,7 +157,7 @@ def test_pca_has_descending_variances_and_a_fixed_sign():
 
 
 def test_pca_swaps_its_axes_where_zca_does_not():
-    """Two batches that differ by a little, but in which direction has the larger variance."""
+    """Two batches that hardly differ, except in the direction of the larger variance."""
     first, second = (torch.diag(torch.tensor(v, dtype=torch.float64)) for v in ([1.01, 1.0], [1.0, 1.01]))
     pca, zca = Solver("pca", eps=0.0), Solver("zca", eps=0.0)
     assert (pca(first) - pca(second)).abs().max() > 0.9
@@ -190,6 +190,7 @@ DEGENERATE = {
     "m < d": np.cov(np.random.default_rng(0).normal(size=(6, 3))),
     "one channel": np.diag([0.0, 0, 0, 1, 0, 0]),
     "equal": np.eye(6),
+    "next to nothing": spectrum([0.0, 0.0, 1e-30, 1e-12, 1.0, 2.0]),
 }
 
 
@@ -199,7 +200,7 @@ DEGENERATE = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("solver", sorted(SOLVERS))
 def test_degenerate_covariances_give_finite_matrices_and_gradients(solver, dtype, scale, eps, corr):
-    """No direction is scaled to more than variance one, and what is no number never appears."""
+    """No direction is scaled to more than variance one, and nothing is NaN or infinite."""
     sigma = torch.from_numpy(scale * np.stack(list(DEGENERATE.values()))).to(dtype).requires_grad_()
     w = Solver(solver, eps=eps, corr=corr)(sigma)
     assert w.isfinite().all()
