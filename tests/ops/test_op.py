@@ -103,10 +103,10 @@ def test_parameters_in_half_precision_are_converted_before_they_multiply():
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 4e-3), (torch.float16, 5e-4)])
 def test_autocast_on_large_maps_loses_what_half_precision_loses(dtype, tolerance):
-    """A sum over 400 x 672 positions leaves float16's range: the statistics must be computed in float32."""
+    """A sum over 200 x 336 positions leaves float16's range: the statistics must be computed in float32."""
     conv, made = nn.Conv2d(3, 64, 3, padding=1), layer(64)
     generator = torch.Generator().manual_seed(0)
-    image, dy = torch.randn(1, 3, 400, 672, generator=generator) * 20, torch.randn(1, 64, 400, 672, generator=generator)
+    image, dy = torch.randn(1, 3, 200, 336, generator=generator) * 20, torch.randn(1, 64, 200, 336, generator=generator)
     with torch.autocast("cpu", dtype):
         x = conv(image)
         x.retain_grad()
@@ -399,12 +399,12 @@ def test_fvcore_counts_the_products():
 
 @pytest.mark.parametrize("relu", [True, False])
 def test_second_derivatives_are_right(relu):
-    made = layer(8, 4).double()
+    made = layer(4, 2).double()
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 8, 5, dtype=torch.float64, generator=generator).requires_grad_()
+    x = torch.randn(2, 4, 5, dtype=torch.float64, generator=generator).requires_grad_()
 
     def whiten(*tensors):
-        return op.group_whiten(tensors[0], 4, *tensors[1:], relu=relu)
+        return op.group_whiten(tensors[0], 2, *tensors[1:], relu=relu)
 
     assert torch.autograd.gradcheck(whiten, (x, made.weight, made.bias))
     assert torch.autograd.gradgradcheck(whiten, (x, made.weight, made.bias))
@@ -414,11 +414,11 @@ def test_second_derivatives_are_right(relu):
 def test_gradients_that_are_differentiated_again_stop_at_the_layer(relu):
     """Weight and input may depend on each other: in a layer used twice, or with parameters computed from the input."""
     generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(2, 8, 5, generator=generator), *torch.randn(2, 8, generator=generator)]
+    tensors = [torch.randn(2, 4, 5, generator=generator), *torch.randn(2, 4, generator=generator)]
     tensors = [tensor.double().requires_grad_() for tensor in tensors]
 
     def whiten(x, weight, bias):
-        return op.group_whiten(x, 4, weight, bias, relu=relu)
+        return op.group_whiten(x, 2, weight, bias, relu=relu)
 
     def twice(x, weight, bias):
         return whiten(whiten(x, weight, bias).sin(), weight, bias).pow(3).sum()
@@ -431,7 +431,7 @@ def test_gradients_that_are_differentiated_again_stop_at_the_layer(relu):
         found = torch.autograd.grad(function(*tensors), tensors, create_graph=True)
         for one, other in zip(found, expected, strict=True):
             assert error(one.detach(), other) < 1e-12
-        assert torch.autograd.gradgradcheck(function, tensors)
+        assert torch.autograd.gradgradcheck(function, tensors, fast_mode=True)
 
 
 def test_gradients_that_are_differentiated_again_under_autocast():
