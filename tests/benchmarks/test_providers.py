@@ -10,8 +10,8 @@ from benchmarks.figure1 import Figure1Whitening
 from benchmarks.floor import floor_flops, products, traffic
 from benchmarks.providers import LAYERS, Case
 
-from ..layers.cases import correlated
-from ..layers.oracle import Setting, group_whiten, group_whiten_backward
+from ..ops.cases import correlated
+from ..ops.oracle import Setting, group_whiten, group_whiten_backward
 
 CPU = torch.device("cpu")
 

@@ -5,19 +5,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gw_detectron.layers import group_whiten
-
 from . import oracle
-from .cases import GROUPS, SOLVER_ARGS, affine_of, build, correlated, grid
+from .cases import GROUPS, SOLVER_ARGS, affine_of, build, correlated, grid, gw
 from .oracle import Setting
 
-#: what storing the output may cost, relative to 1 + |y|: half a unit in the last place of the format, times
-#: two so that the affine map may come before or after the rounding; the rest is float32 at least
+#: error of rounding the output to its dtype, relative to 1 + |y|: half a unit in the last place, times two because the
+#: affine map may be applied before or after the rounding; all else is float32 at least
 STORAGE = {torch.float64: 0.0, torch.float32: 2**-23, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 
 
 def tolerance(dtype: torch.dtype, setting: Setting) -> float:
-    """The error allowed relative to 1 + |y|, for covariances with a condition number of a few hundred.
+    """Return the allowed error relative to 1 + |y|, for covariances with a condition number of a few hundred.
 
     Float64 has 1e-10 for everything. In float32 up to five Newton steps stay at a few rounding errors. From
     then on the large eigenvalues have converged, and the part E_ij of the rounding error that does not
@@ -68,7 +66,7 @@ def test_gradcheck_of_input_and_affine(groups, args):
     weight, bias = torch.randn(2, channels, dtype=torch.float64, generator=rng)
 
     def whiten(x, weight, bias):
-        return group_whiten(x, groups, setting.iters, setting.eps, setting.solver, weight, bias)
+        return gw(x, groups, weight, bias, num_iters=setting.iters, eps=setting.eps, solver=setting.solver)
 
     inputs = [t.clone().requires_grad_() for t in (x, weight, bias)]
     assert torch.autograd.gradcheck(whiten, inputs, fast_mode=groups > 8)
@@ -102,7 +100,7 @@ def test_the_module_without_affine_is_the_function_without_affine(solver):
     assert layer.weight is None
     assert layer.bias is None
     assert not list(layer.parameters())
-    assert torch.equal(layer(x), group_whiten(x, 16, solver=solver))
+    assert torch.equal(layer(x), gw(x, 16, solver=solver))
 
 
 @pytest.mark.parametrize("solver", ["newton", "zca"])
@@ -120,7 +118,7 @@ def test_one_group_is_group_norm_with_one_group(eps, iters, solver):
     """
     x = torch.from_numpy(correlated((3, 24, 5, 7)))
     weight, bias = torch.randn(2, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    y = group_whiten(x, 1, iters, eps, solver, weight, bias)
+    y = gw(x, 1, weight, bias, num_iters=iters, eps=eps, solver=solver)
     torch.testing.assert_close(y, F.group_norm(x, 1, weight, bias, eps), rtol=0, atol=1e-12)
 
 
@@ -128,7 +126,7 @@ def test_one_group_is_group_norm_with_one_group(eps, iters, solver):
 def test_five_steps_leave_the_variance_that_pretrained_weights_expect(groups, variance):
     """Independent Gaussian input has Sigma_N = I / g; T = 5 steps stop at p_5(1/g)^2 / g < 1."""
     x = torch.randn(1, 64, 150, 160, generator=torch.Generator().manual_seed(0))
-    measured = group_whiten(x, groups).var().item()
+    measured = gw(x, groups).var().item()
     assert measured == pytest.approx(variance, abs=0.01)
     assert measured == pytest.approx(float(oracle.newton_scalar(1 / groups, 5) ** 2 / groups), abs=0.01)
 

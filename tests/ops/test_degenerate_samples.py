@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from gw_detectron.layers import SOLVERS, group_whiten
+from gw_detectron.layers import SOLVERS
 
 from . import oracle
-from .cases import affine_of, build, correlated
+from .cases import affine_of, build, correlated, gw
 from .oracle import Setting
 
 PUBLISHED = ["newton", "zca"]
@@ -99,7 +99,7 @@ def test_with_eps_degenerate_samples_still_follow_the_formula(name, solver):
 def test_zca_without_eps_whitens_the_directions_that_have_variance(name):
     """With eps = 0 a direction without variance has no inverse root; the rest gets variance 1."""
     groups, array = DEGENERATE[name]
-    y = group_whiten(torch.from_numpy(array), groups, eps=0, solver="zca").reshape(2, groups, -1)
+    y = gw(torch.from_numpy(array), groups, eps=0, solver="zca").reshape(2, groups, -1)
     x_g = array.reshape(2, groups, -1)
     x_c = x_g - x_g.mean(-1, keepdims=True)
     for whitened, centred in zip(y.numpy(), x_c, strict=True):
@@ -115,7 +115,7 @@ def test_gradient_of_a_sample_without_variance(size, solver):
     groups, eps = 8, 1e-2
     x = torch.full((1, 32, *size), 3.0, dtype=torch.float64, requires_grad=True)
     grad = torch.from_numpy(correlated(tuple(x.shape), seed=4))
-    group_whiten(x, groups, eps=eps, solver=solver).backward(grad)
+    gw(x, groups, eps=eps, solver=solver).backward(grad)
     w = eps**-0.5
     if solver == "newton":
         w = float(oracle.newton_scalar(1 / groups, 5)) / math.sqrt(groups * eps)
@@ -132,16 +132,16 @@ def test_gradients_do_not_explode_with_equal_channels(solver, scale):
     for _ in range(20):
         half, grad = torch.randn(1, 32, 16, 16, generator=generator), torch.randn(1, 64, 16, 16, generator=generator)
         x = (scale * half).repeat_interleave(2, 1).requires_grad_()
-        group_whiten(x, 64, solver=solver).backward(grad)
+        gw(x, 64, solver=solver).backward(grad)
         assert x.grad.abs().max() * scale < 100
 
 
 @pytest.mark.parametrize("solver", ["newton", "cholesky", "pivoted_cholesky"])
 def test_nan_stays_in_its_sample_without_eigendecomposition(solver):
     x = torch.from_numpy(correlated((3, 32, 5, 3)))
-    clean = group_whiten(x, 16, solver=solver)
+    clean = gw(x, 16, solver=solver)
     x[1, 4, 2, 2] = math.nan
-    y = group_whiten(x, 16, solver=solver)
+    y = gw(x, 16, solver=solver)
     assert torch.equal(y[[0, 2]], clean[[0, 2]])
     assert y[1].isnan().all()
 
@@ -152,8 +152,8 @@ def test_nan_stays_in_its_sample_without_eigendecomposition(solver):
 def test_eigendecomposition_refuses_values_that_are_not_finite(solver, groups, bad):
     x = torch.from_numpy(correlated((3, 64, 5, 3)))
     x[1, 4, 2, 2] = bad
-    with pytest.raises(ValueError, match=f"{solver} whitening: .* NaN"):
-        group_whiten(x, groups, solver=solver)
+    with pytest.raises(ValueError, match=f"solver={solver}: .* NaN"):
+        gw(x, groups, solver=solver)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)

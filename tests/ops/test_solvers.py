@@ -1,4 +1,4 @@
-"""The solvers alone: whitening matrices and their gradients for covariances of every kind."""
+"""Newton and ZCA against the papers' equations, and batches of matrices for all solvers."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from . import oracle
 
 
 def spectrum(eigenvalues, seed: int = 0) -> np.ndarray:
-    """A symmetric matrix with these eigenvalues in a random basis."""
+    """Return a symmetric matrix with these eigenvalues in a random basis."""
     q = np.linalg.qr(np.random.default_rng(seed).normal(size=(len(eigenvalues),) * 2))[0]
     matrix = (q * np.asarray(eigenvalues)) @ q.T
     return 0.5 * (matrix + matrix.T)
@@ -35,7 +35,7 @@ ITERS = [0, 1, 3, 5, 7]
 
 
 def symmetrized_gradient(solver, sigma: np.ndarray, grad_w: np.ndarray) -> np.ndarray:
-    """dL/dSigma on symmetric matrices: only its symmetric part is defined by the function there."""
+    """Return the symmetric part of dL/dSigma, which alone is defined for symmetric matrices."""
     leaf = torch.from_numpy(sigma).requires_grad_()
     solver(leaf).backward(torch.from_numpy(grad_w))
     gradient = leaf.grad.numpy()
@@ -62,7 +62,7 @@ def test_newton_equals_the_equations(name, iters):
 
 @pytest.mark.parametrize("iters", [12, 15, 30])
 def test_newton_stays_stable_beyond_convergence(iters):
-    """Small eigenvalues have not converged by 15 steps, large ones long have; rounding must not grow meanwhile."""
+    """Large eigenvalues converge long before small ones; rounding must not grow in between."""
     sigma = spectrum(np.geomspace(1e-4, 1.0, 64))
     eigenvalues, q = np.linalg.eigh(sigma)
     trace = eigenvalues.sum()
@@ -97,23 +97,12 @@ def test_zca_gradient_at_the_identity_by_hand():
 
 @pytest.mark.parametrize("name", REPEATED)
 def test_zca_gradient_at_repeated_eigenvalues_in_float32(name):
-    """An eigenvalue of 1e-5 beside 2 is known to about 1 %; the gradient goes with its power -3/2."""
+    """Next to 2, an eigenvalue of 1e-5 has an error of about 1 %; the gradient grows with its power -3/2."""
     sigma = spectrum(REPEATED[name]).astype(np.float32)
     grad = np.random.default_rng(1).normal(size=sigma.shape).astype(np.float32)
     expected = oracle.lyapunov_backward(grad.astype(np.float64), sigma.astype(np.float64))
     tol = 0.1 if name == "eps and signal" else 1e-4
     assert_relatively_close(symmetrized_gradient(zca_inverse_sqrt, sigma, grad), expected, tol)
-
-
-@pytest.mark.parametrize("solver", sorted(SOLVERS))
-@pytest.mark.parametrize("size", [1, 2, 5])
-def test_gradcheck_over_factors(size, solver):
-    factor = torch.randn(2, size, size + 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-
-    def whitening_matrix(a):
-        return Solver(solver, 5, 0.0)(a @ a.mT + 0.1 * torch.eye(size, dtype=a.dtype))
-
-    assert torch.autograd.gradcheck(whitening_matrix, (factor.requires_grad_(),))
 
 
 @pytest.mark.parametrize("solver", sorted(SOLVERS))
@@ -130,7 +119,7 @@ def test_batch_dimensions(batch, solver):
 
 @pytest.mark.parametrize("solver", sorted(SOLVERS))
 def test_one_bad_matrix_does_not_touch_the_others(solver):
-    """A zero covariance in the batch leaves values and gradients of its neighbours as they are."""
+    """A zero covariance in the batch leaves values and gradients of its neighbors as they are."""
     good = torch.from_numpy(spectrum([0.1, 1.0, 2.0]))
     grad = torch.from_numpy(np.random.default_rng(1).normal(size=(3, 3)))
     alone = good.clone().requires_grad_()
@@ -167,14 +156,3 @@ def test_newton_acts_on_each_eigenvalue_alone(iters):
 def test_zero_newton_steps_only_scale():
     sigma = torch.from_numpy(spectrum([1.0, 3.0, 12.0]))
     torch.testing.assert_close(newton_inverse_sqrt(sigma, 0), torch.eye(3, dtype=sigma.dtype) / 4, rtol=0, atol=1e-14)
-
-
-@pytest.mark.parametrize("solver", sorted(SOLVERS))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_singular_covariances_are_finite(dtype, solver):
-    for eigenvalues in ([0.0] * 4, [0.0, 0.0, 1.0, 2.0], [0.0, 1e-30, 1e-12, 1.0]):
-        sigma = torch.from_numpy(spectrum(eigenvalues)).to(dtype).requires_grad_()
-        whitening = Solver(solver, 5, 0.0)(sigma)
-        whitening.sum().backward()
-        assert whitening.isfinite().all()
-        assert sigma.grad.isfinite().all()

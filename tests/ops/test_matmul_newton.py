@@ -1,4 +1,4 @@
-"""The iteration in fewer products: the same P_T as the published steps, and the gradient of those."""
+"""The iteration in fewer products: P_T and gradient equal those of the published steps."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def covariances(n: int, g: int, columns: int, dtype: torch.dtype = torch.float64
 @pytest.mark.parametrize("num_iters", range(9))
 @pytest.mark.parametrize(("n", "g", "columns"), [(1, 1, 5), (3, 7, 20), (35, 16, 10), (2, 64, 300)])
 def test_same_iterate_and_gradient_as_the_published_steps(num_iters, n, g, columns):
-    """(35 matrices are two portions and a rest; 10 columns make singular matrices of 16.)"""
+    """35 matrices of 16 x 16 are singular, because they have 10 columns."""
     sigma = covariances(n, g, columns).requires_grad_()
     grad = torch.randn(sigma.shape, dtype=sigma.dtype, generator=torch.Generator().manual_seed(1))
     expected = newton_inverse_sqrt(sigma, num_iters)
@@ -31,7 +31,7 @@ def test_same_iterate_and_gradient_as_the_published_steps(num_iters, n, g, colum
 
 @pytest.mark.parametrize("num_iters", [1, 5, 12])
 def test_rounding_is_that_of_the_published_steps(num_iters):
-    """In float32 the fewer products may not cost accuracy: at most twice the error of the textbook form."""
+    """In float32 the error is at most twice that of the textbook form."""
     sigma = covariances(8, 64, 2000)
     exact = newton_inverse_sqrt(sigma, num_iters)
     textbook = (newton_inverse_sqrt(sigma.float(), num_iters) - exact).norm()
@@ -39,7 +39,7 @@ def test_rounding_is_that_of_the_published_steps(num_iters):
 
 
 class Products(TorchDispatchMode):
-    """Counts the batched products of (g, g) matrices; torch's own counter does not know the one in place."""
+    """Count batched products of (g, g) matrices; torch's own counter misses in-place ones."""
 
     def __init__(self, g: int) -> None:
         super().__init__()

@@ -1,12 +1,12 @@
 """The Triton kernels against float64.
 
-Triton chooses its interpreter when it is imported, so the checks run in processes of their own: functions named
-``check_*``, collected by the tests at the end. By hand:
+Triton chooses its interpreter when it is imported, so the checks run in subprocesses: they are functions named
+``check_*``, which the tests at the end collect. By hand:
 
-    TRITON_INTERPRET=1 pytest -o python_functions='check_*' tests/layers/test_triton_kernels.py
+    TRITON_INTERPRET=1 pytest -o python_functions='check_*' tests/ops/test_triton_kernels.py
 
-On a machine with a GPU the same command without the variable runs the compiled kernels. Without a GPU, the last test
-compiles them all the same.
+On a machine with a GPU the same command without the variable runs the compiled kernels. The last tests compile the
+kernels without a GPU.
 """
 
 from __future__ import annotations
@@ -23,22 +23,24 @@ import pytest
 import torch
 
 from gw_detectron.layers import newton_inverse_sqrt
-from gw_detectron.ops.group_whitening import algorithm as closed_form
+from gw_detectron.ops.group_whitening import closed_form
 from gw_detectron.ops.group_whitening import triton as triton_kernels
+from gw_detectron.ops.group_whitening.closed_form import InputGradient
 from gw_detectron.ops.group_whitening.triton import launch_args as launch
 from gw_detectron.ops.group_whitening.triton.compiler import triton
 
 from . import oracle
 from .cases import correlated
-from .conftest import ON_EVERY_PATH
+from .conftest import ON_EVERY_BACKEND
 from .oracle import Setting
 
+TESTS = Path(__file__).parents[1]
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
-#: largest error as a fraction of the largest value. float16 and bfloat16 round inputs of the products and the result
-#: (the interpreter cuts bfloat16 off instead); float32 has its own rounding, over sums of some hundred terms.
+#: largest error as a fraction of the largest value. float16 and bfloat16 round operands and result (the interpreter
+#: truncates bfloat16 instead); float32 has the rounding of sums of some hundred terms.
 TOLERANCE = {FP32: 3e-6, FP16: 2e-3, BF16: 2e-2}
 
 #: (shape, groups): one and many groups, padded rows, one and several channels in a group, odd sizes, a single column,
@@ -58,15 +60,15 @@ DTYPES = [FP32, FP16, BF16]
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch, request):
-    """Few tiles for every program and few programs, so that small inputs are split and programs repeat."""
+def small_splits(monkeypatch, request):
+    """Give programs few tiles, and launch few programs, so that small inputs are split and programs loop."""
     if request.function.__name__.startswith("check_"):
         monkeypatch.setattr(launch, "MIN_TILES", 1)
         monkeypatch.setattr(launch, "processors", lambda device: 1)
 
 
 class Sample:
-    """An input with everything that the kernels are given and what they should make of it, in float64."""
+    """Arguments of the kernels, and the expected values in float64."""
 
     def __init__(self, shape, groups, dtype=FP32, channels_last=False, affine=True, relu=False, seed=0):
         self.groups, self.dtype = groups, dtype
@@ -79,16 +81,15 @@ class Sample:
         self.bias = self._vector(rng, channels) if affine else None
         n = shape[0]
         self.y = (self.x - self.x.float().mean()).relu().to(dtype) if relu else None
-        let_through = self.dy if self.y is None else self.dy * (self.y > 0)
-        self.x_g, self.dy_g = (
-            t.double().cpu().reshape(n, groups, channels // groups, -1) for t in (self.x, let_through)
-        )
+        masked_dy = self.dy if self.y is None else self.dy * (self.y > 0)
+        self.x_g, self.dy_g = (t.double().cpu().reshape(n, groups, channels // groups, -1) for t in (self.x, masked_dy))
         self.mean = self.x_g.mean((2, 3))
         self.x_c = self.x_g - self.mean[..., None, None]
         matrices = rng.normal(size=(2, n, groups, groups))
         self.whitening = torch.from_numpy(matrices[0])
-        self.symmetric = torch.from_numpy(matrices[1] + matrices[1].swapaxes(-1, -2))
+        self.slope = torch.from_numpy(matrices[1] + matrices[1].swapaxes(-1, -2))
         self.shift = torch.from_numpy(rng.normal(size=(n, groups)))
+        self.terms = InputGradient(*self.given(self.whitening, self.slope, self.shift))
 
     @staticmethod
     def _vector(rng, channels):
@@ -131,7 +132,7 @@ def check_statistics(shape, groups, dtype, channels_last):
 
 
 @pytest.mark.parametrize("processors", [1, 3, 132])
-def check_statistics_of_any_number_of_chunks(processors, monkeypatch):
+def check_statistics_of_any_number_of_splits(processors, monkeypatch):
     monkeypatch.setattr(launch, "processors", lambda device: processors)
     sample = Sample((2, 48, 23, 29), 16)
     mean, covariance = triton_kernels.statistics(sample.x, 16)
@@ -250,23 +251,23 @@ def check_apply_backward(shape, groups, dtype, channels_last, affine, in_place):
     sample = Sample(shape, groups, dtype, channels_last, affine)
     dx = sample.dy.clone() if in_place else torch.empty_like(sample.x)
     dy = dx if in_place else sample.dy
-    mean, whitening, symmetric, shift = sample.given(sample.mean, sample.whitening, sample.symmetric, sample.shift)
-    triton_kernels.apply_backward(sample.x, mean, dy, whitening, sample.weight, symmetric, shift, out=dx)
+    (mean,) = sample.given(sample.mean)
+    triton_kernels.apply_backward(sample.x, mean, dy, sample.weight, sample.terms, out=dx)
     scaled = sample.dy_g * sample.per_channel(sample.weight, 1.0)
     expected = torch.einsum("nrk,nkjp->nrjp", sample.whitening, scaled)
-    expected = expected + torch.einsum("nrk,nkjp->nrjp", sample.symmetric, sample.x_c) - sample.shift[..., None, None]
+    expected = expected + torch.einsum("nrk,nkjp->nrjp", sample.slope, sample.x_c) - sample.shift[..., None, None]
     assert relative_error(dx, expected) < TOLERANCE[dtype]
 
 
 def check_mixed_memory_formats():
     """A gradient often comes in another memory format than the input."""
     sample = Sample((2, 48, 5, 7), 16, channels_last=True, relu=True)
-    mean, whitening, symmetric, shift = sample.given(sample.mean, sample.whitening, sample.symmetric, sample.shift)
+    (mean,) = sample.given(sample.mean)
     results = []
     for memory_format in (torch.contiguous_format, torch.channels_last):
         dy = sample.dy.contiguous(memory_format=memory_format)
         dx, through = torch.empty_like(sample.x), torch.empty_like(sample.x)
-        triton_kernels.apply_backward(sample.x, mean, dy, whitening, sample.weight, symmetric, shift, out=dx)
+        triton_kernels.apply_backward(sample.x, mean, dy, sample.weight, sample.terms, out=dx)
         y = sample.y.contiguous(memory_format=memory_format)
         results.append((dx, *triton_kernels.grad_products(sample.x, mean, dy, 16, y, out=through), through))
     for one, other in zip(*results, strict=True):
@@ -291,9 +292,8 @@ def check_nothing_beside_the_tensors_is_read_or_written(shape, groups, channels_
     (_, x), (_, dy) = inside(sample.x), inside(sample.dy)
     (y_frame, y), (dx_frame, dx), (through_frame, through) = inside(), inside(), inside()
     mean, covariance = triton_kernels.statistics(x, groups)
-    _, whitening, symmetric, shift = sample.given(sample.mean, sample.whitening, sample.symmetric, sample.shift)
-    triton_kernels.apply(x, mean, whitening, sample.weight, sample.bias, True, out=y)
-    triton_kernels.apply_backward(x, mean, dy, whitening, sample.weight, symmetric, shift, out=dx)
+    triton_kernels.apply(x, mean, sample.terms.whitening, sample.weight, sample.bias, True, out=y)
+    triton_kernels.apply_backward(x, mean, dy, sample.weight, sample.terms, out=dx)
     for result in (covariance, y, dx, *triton_kernels.grad_products(x, mean, dy, groups, y, through)):
         assert result.isfinite().all()
     for frame, part in ((y_frame, y), (dx_frame, dx), (through_frame, through)):
@@ -337,10 +337,10 @@ def check_the_whole_layer_follows_the_papers(shape, groups, channels_last, relu)
     """Algorithms 1 and 2 of the supplement, in numpy."""
     sample = Sample(shape, groups, channels_last=channels_last)
     setting = Setting(groups)
-    kernels, x, weight = triton_kernels, sample.x, sample.weight
-    y, mean, sigma = closed_form.forward(kernels, x, weight, sample.bias, groups, setting.iters, setting.eps, relu)
+    backend, x, weight = triton_kernels, sample.x, sample.weight
+    y, mean, sigma = closed_form.forward(backend, x, weight, sample.bias, groups, setting.iters, setting.eps, relu)
     of_relu = y if relu else None
-    results = (y, *closed_form.backward(kernels, sample.dy, of_relu, x, mean, sigma, weight, setting.iters))
+    results = (y, *closed_form.backward(backend, sample.dy, of_relu, x, mean, sigma, weight, setting.iters))
     x, dy, weight, bias = (t.double().cpu().numpy() for t in (x, sample.dy, weight, sample.bias))
     y = oracle.group_whiten(x, setting, weight, bias)
     if relu:
@@ -350,7 +350,7 @@ def check_the_whole_layer_follows_the_papers(shape, groups, channels_last, relu)
         assert relative_error(actual, torch.from_numpy(wanted)) < 2e-5
 
 
-# ---------------------------------------------------------------------------------------- what a plain run collects
+# ---------------------------------------------------------------------------------------- tests of a plain run
 
 
 def run_checks(keyword, **environment):
@@ -364,30 +364,40 @@ def run(arguments, **environment):
         capture_output=True,
         text=True,
         env=inherited | environment,
-        cwd=Path(__file__).parents[2],
+        cwd=TESTS.parent,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert re.search(r"\d+ passed", done.stdout), done.stdout
 
 
-@pytest.mark.skipif(triton is None, reason="Triton 3.3 or newer is not installed")
-@pytest.mark.parametrize("keyword", ["newton", "not newton"])
+needs_triton = pytest.mark.skipif(triton is None, reason="Triton 3.3 or newer is not installed")
+#: a few seconds of checks: every kernel, both memory formats, a fused ReLU
+SAMPLE = "newton_of_nothing or constant_rows or mixed_memory_formats or (whole_layer and 9 and relu)"
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "keyword",
+    [SAMPLE, pytest.param("newton", marks=pytest.mark.slow), pytest.param("not newton", marks=pytest.mark.slow)],
+)
 def test_the_kernels_in_the_interpreter(keyword):
     run_checks(keyword, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
 
 
-@pytest.mark.skipif(triton is None, reason="Triton 3.3 or newer is not installed")
-@pytest.mark.parametrize("module", sorted(ON_EVERY_PATH))
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("module", sorted(ON_EVERY_BACKEND))
 def test_the_layers_tests_in_the_interpreter(module):
-    """The tests of the layer itself, which there takes these kernels for all but float64."""
+    """Run the tests of operation and layer there, which take these kernels for all dtypes but float64."""
     too_slow_there = "stem_size"
-    file = Path(__file__).with_name(f"{module}.py")
+    (file,) = TESTS.glob(f"*/{module}.py")
     run(["-k", f"not float64 and not {too_slow_there}", str(file)], TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
 
 
-@pytest.mark.skipif(triton is None, reason="Triton 3.3 or newer is not installed")
+@needs_triton
+@pytest.mark.slow
 def test_the_layer_compiles_in_one_graph_in_the_interpreter():
-    file = Path(__file__).with_name("test_kernels.py")
+    file = TESTS / "ops" / "test_op.py"
     run(["-k", "compiles_in_one_graph", str(file)], TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
 
 
@@ -399,11 +409,11 @@ def test_the_kernels_on_the_device():
 
 def test_without_triton_nothing_is_supported():
     program = (
-        "import sys; sys.modules['triton'] = None\n"
-        "import torch; from gw_detectron.layers import triton_kernels\n"
+        "import sys; sys.modules['triton'] = sys.modules['detectron2'] = None\n"
+        "import torch; from gw_detectron.ops.group_whitening import triton as triton_kernels\n"
         "assert not triton_kernels.supported(torch.zeros(1, 8, 2, 2), 8)\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=TESTS.parent)
 
 
 def test_a_processor_is_supported_by_the_interpreter_alone():
@@ -419,7 +429,7 @@ class Compiled(NamedTuple):
 
 @pytest.fixture
 def compile_for(monkeypatch, tmp_path):
-    """Compiles all kernels for a compute capability, without a GPU: what ``run`` would launch for an input."""
+    """Compile what ``launch_args.run`` would launch for an input, for a compute capability, without a GPU."""
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" if triton else Path()
     for tool in ("ptxas", "cuobjdump"):
         if not (tools / tool).exists():
@@ -427,13 +437,15 @@ def compile_for(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(launch, "processors", lambda device: 132)
 
-    def compile_for(capability, x, groups, relu):
+    def compile_for(capability, x, groups, relu, only=""):
         compiled = []
 
         def compile_instead(kernel, grid, like, warps, stages, **arguments):
             from triton.backends.compiler import GPUTarget
             from triton.compiler import ASTSource
 
+            if only not in kernel.fn.__name__:
+                return
             signature, constants, attributes = {}, {}, {}
             for i, parameter in enumerate(kernel.params):
                 value = arguments.pop(parameter.name)
@@ -463,7 +475,7 @@ def compile_for(monkeypatch, tmp_path):
         triton_kernels.statistics(x, groups)
         triton_kernels.apply(x, mean, matrix, vector, vector, relu, out=x)
         triton_kernels.grad_products(x, mean, x, groups, x if relu else None, x)
-        triton_kernels.apply_backward(x, mean, x, matrix, vector, matrix, mean, out=x)
+        triton_kernels.apply_backward(x, mean, x, vector, InputGradient(matrix, matrix, mean), out=x)
         triton_kernels.newton(matrix, 5)
         triton_kernels.newton_backward(matrix, matrix, 5)
         return compiled
@@ -474,6 +486,14 @@ def compile_for(monkeypatch, tmp_path):
 KERNELS = ["_moments", "_merge", "_apply", "_products", "_apply_backward", "_newton", "_newton"]
 
 
+def test_a_kernel_compiles_without_a_gpu(compile_for):
+    """The small sample of the tests below."""
+    x = torch.empty((16, 256, 50, 84), device="meta").to(memory_format=torch.channels_last)
+    (found,) = compile_for(90, x, 64, True, only="_moments")
+    assert found.registers > 16 and found.stack == 0 and found.shared <= 227 * 1024
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("relu", [False, True], ids=["", "relu"])
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize(
@@ -496,13 +516,15 @@ def test_the_commonest_kernels_keep_to_the_registers(compile_for, shape, groups,
         assert each.stack == 0, f"{each.kernel} spills {each.stack} bytes"
 
 
+@pytest.mark.slow
 def test_numbers_that_are_one_are_no_tensors(compile_for):
-    """Strides, tiles and positions, which Triton takes for constants then."""
+    """Triton turns strides, tiles and positions of 1 into constants."""
     x = torch.empty((64, 16), device="meta").t()
     assert x.stride(0) == 1 and triton_kernels.prepare(x) is x
     assert compile_for(90, x, 64, True) and compile_for(90, x[:1], 64, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("capability", "shared"), [(80, 163), (86, 99), (90, 227), (120, 99)])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_shared_memory_suffices_on_every_device(compile_for, memory_format, capability, shared):

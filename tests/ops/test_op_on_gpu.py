@@ -1,4 +1,4 @@
-"""The layer on a CUDA device: what ``test_kernels`` holds on the CPU, and what only a GPU has."""
+"""The custom operator on a CUDA device: the proofs of ``test_op``, and those that need a GPU."""
 
 import pytest
 import torch
@@ -7,9 +7,9 @@ from benchmarks.layer_settings import SHAPES
 from benchmarks.memory import saved_bytes
 from gw_detectron.layers import group_whiten
 from gw_detectron.ops.group_whitening import triton as triton_kernels
-from gw_detectron.ops.group_whitening.op import choose_path
+from gw_detectron.ops.group_whitening.op import choose_backend
 
-from .test_kernels import error, gradients, layer, reference
+from .test_op import error, gradients, layer, reference
 
 DEVICE = "cuda"
 pytestmark = [
@@ -23,7 +23,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def float32_is_float32():
-    """Whatever the environment says: some containers allow tf32 for all products."""
+    """Disallow tf32, which some containers allow for all products."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     yield
@@ -31,7 +31,7 @@ def float32_is_float32():
 
 
 def inputs(shape, dtype=torch.float32, memory_format=torch.contiguous_format):
-    """x with a mean, and dy."""
+    """Return x, with a mean, and dy."""
     generator = torch.Generator().manual_seed(0)
     pair = (torch.randn(shape, generator=generator) * 2 + 1, torch.randn(shape, generator=generator))
     return [tensor.to(DEVICE, dtype, memory_format=memory_format) for tensor in pair]
@@ -46,7 +46,7 @@ def on_device(channels, groups=64, **options):
 def test_float32_is_within_2e_5_of_float64(shape, memory_format):
     x, dy = inputs(shape, memory_format=memory_format)
     made = on_device(shape[1])
-    assert choose_path(x, 64) == "triton"
+    assert choose_backend(x, 64) == "triton"
     found = gradients(made, x, dy)
     assert found[0].is_contiguous(memory_format=memory_format)
     for value, expected in zip(found, reference(made, x, dy), strict=True):
@@ -72,9 +72,9 @@ def test_half_precision(shape, dtype, tolerance):
     ids=str,
 )
 def test_its_relu_is_the_same_as_one_behind_it(shape, groups, dtype, tolerance, memory_format):
-    """Of few positions too, where tiles are smaller than programs, and dx takes the place of dy."""
+    """Also with few positions, where a tile is smaller than a program, and with dx written in place of dy."""
     x, dy = inputs(shape, dtype, memory_format)
-    fused = gradients(on_device(shape[1], groups, relu=True), x, dy)
+    fused = gradients(on_device(shape[1], groups), x, dy, relu=True)
     plain = on_device(shape[1], groups)
     y = plain(x)
     assert torch.equal(fused[0], y.relu())
@@ -88,7 +88,7 @@ def test_its_relu_is_the_same_as_one_behind_it(shape, groups, dtype, tolerance, 
 def test_what_the_triton_kernels_do_not_take(groups, dtype, tolerance):
     x, dy = inputs((2, 256, 20, 30), dtype)
     made = on_device(256, groups).to(dtype)
-    assert choose_path(x, groups) == "matmul"
+    assert choose_backend(x, groups) == "matmul"
     for value, expected in zip(gradients(made, x, dy), reference(made, x, dy), strict=True):
         assert error(value, expected) < tolerance
 
@@ -96,7 +96,7 @@ def test_what_the_triton_kernels_do_not_take(groups, dtype, tolerance):
 @pytest.mark.parametrize("size", [(400, 672), (800, 1344)], ids=str)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)], ids=str)
 def test_autocast_and_a_gradient_scaler_on_large_maps(dtype, tolerance, size):
-    """A sum over so many positions leaves float16's range: the statistics may not be taken in it."""
+    """A sum over so many positions leaves float16's range: the statistics must be computed in float32."""
     conv, made = torch.nn.Conv2d(3, 64, 3, padding=1).to(DEVICE), on_device(64)
     image = inputs((1, 3, *size))[0] * 20
     optimizer = torch.optim.SGD([*conv.parameters(), *made.parameters()], 0.1)

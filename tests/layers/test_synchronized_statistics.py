@@ -1,4 +1,4 @@
-"""Batch whitening over two processes is batch whitening of the joint batch, forward and backward."""
+"""Batch whitening over two processes equals batch whitening of the joint batch."""
 
 import copy
 
@@ -9,11 +9,11 @@ import torch.multiprocessing as mp
 
 from gw_detectron.layers import BatchWhitening2d
 
-from .cases import correlated
+from ..ops.cases import correlated
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")
 
-#: how many of the five samples the first process has
+#: number of the five samples in the first process
 SHARES = [2, 0, 5]
 OPTIONS = [
     {},
@@ -24,7 +24,7 @@ OPTIONS = [
 
 
 def samples() -> tuple[torch.Tensor, torch.Tensor]:
-    """Five samples, whose mean is several deviations, and a weighting of the output."""
+    """Return five samples, whose mean is several deviations, and a weighting of the output."""
     return torch.from_numpy(correlated((5, 7, 5, 3))).float() + 3, torch.from_numpy(correlated((5, 7, 5, 3), 1)).float()
 
 
@@ -38,8 +38,8 @@ def layers() -> list[BatchWhitening2d]:
     return made
 
 
-def outcome(layer: BatchWhitening2d, x: torch.Tensor, weighting: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Output, gradients and averages after a step, all of them things to be compared."""
+def step(layer: BatchWhitening2d, x: torch.Tensor, weighting: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return output, gradients and averages after a step."""
     x = x.clone().requires_grad_()
     y = layer(x)
     (y * weighting).sum().backward()
@@ -56,8 +56,8 @@ def one_process(rank: int, folder: str) -> None:
         found = []
         for share in SHARES:
             mine = slice(0, share) if rank == 0 else slice(share, None)
-            found += [outcome(layer, x[mine], weighting[mine]) for layer in layers()]
-        # evaluation, and a layer that is not in sync, wait for nobody
+            found += [step(layer, x[mine], weighting[mine]) for layer in layers()]
+        # evaluation and sync=False do not wait for other processes
         if rank == 0:
             BatchWhitening2d(7, 3)(x)
             BatchWhitening2d(7, 3, sync=True).eval()(x)
@@ -78,7 +78,7 @@ def two_processes(tmp_path_factory):
 def test_two_processes_are_one_with_the_joint_batch(two_processes, share, options):
     index = SHARES.index(share) * len(OPTIONS) + OPTIONS.index(options)
     first, second = (found[index] for found in two_processes)
-    expected = outcome(copy.deepcopy(layers()[OPTIONS.index(options)]), *samples())
+    expected = step(copy.deepcopy(layers()[OPTIONS.index(options)]), *samples())
     for name, value in expected.items():
         if name in ("output", "input"):
             found = torch.cat((first[name], second[name]))

@@ -1,10 +1,10 @@
-"""Every solver of the family against its oracle: matrices, gradients, thresholds, options, degenerate covariances."""
+"""All solvers against their oracles: matrices, gradients, thresholds, options, degenerate covariances."""
 
 import numpy as np
 import pytest
 import torch
 
-from gw_detectron.layers import SOLVERS, Solver, group_whiten
+from gw_detectron.layers import SOLVERS, Solver
 from gw_detectron.ops.solvers import (
     pivoted_cholesky_whitening,
     zca_entropy_inverse_sqrt,
@@ -13,15 +13,15 @@ from gw_detectron.ops.solvers import (
 )
 
 from . import solver_oracle as oracle
-from .cases import correlated
+from .cases import correlated, gw
 from .test_solvers import assert_relatively_close, spectrum, symmetrized_gradient
 
-#: those that turn a covariance into the identity where no threshold is active
+#: solvers that turn a covariance into the identity if no threshold is active
 EXACT = ["zca", "zca_max", "zca_entropy", "pca", "cholesky", "pivoted_cholesky"]
 
 
 def random_spd(size: int, seed: int = 0) -> np.ndarray:
-    """A covariance of unequal variances and a condition number of about 30."""
+    """Return a covariance of unequal variances and a condition number of about 30."""
     factor = np.random.default_rng(seed).normal(size=(size, 20 * size))
     scale = np.random.default_rng(seed + 1).uniform(0.5, 2.0, size)
     return scale[:, None] * (factor @ factor.T) * scale / factor.shape[1]
@@ -57,7 +57,7 @@ def test_gradcheck_through_the_options(solver, size, corr):
     assert torch.autograd.gradcheck(lambda a: whitening_matrix(a @ a.mT), (factor.requires_grad_(),))
 
 
-#: a third of these eigenvalues is lifted by each of the thresholds below, none is near one
+#: the thresholds below raise a third or more of these eigenvalues; none is near a threshold
 SPREAD = [5.0, 3.0, 0.8, 0.012, 0.004, 0.001]
 THRESHOLDED = {
     "max, theta = c lambda_1": (lambda s: zca_max_inverse_sqrt(s, 0.1, 0.0), "max", 0.1, 0.0),
@@ -65,7 +65,7 @@ THRESHOLDED = {
     "max, eps above theta": (lambda s: zca_max_inverse_sqrt(s, 0.001, 0.05), "max", 0.001, 0.05),
     "entropy": (lambda s: zca_entropy_inverse_sqrt(s, 0.0), "entropy", 0.0, 0.0),
     "entropy, eps above theta": (lambda s: zca_entropy_inverse_sqrt(s, 1.5), "entropy", 0.0, 1.5),
-    "nothing lifted": (lambda s: zca_max_inverse_sqrt(s, 1e-5, 0.0), "max", 1e-5, 0.0),
+    "nothing raised": (lambda s: zca_max_inverse_sqrt(s, 1e-5, 0.0), "max", 1e-5, 0.0),
 }
 
 
@@ -79,7 +79,7 @@ def test_thresholded_gradient_is_algorithm_6(case):
 
 
 @pytest.mark.parametrize("case", THRESHOLDED)
-def test_gradcheck_with_lifted_eigenvalues(case):
+def test_gradcheck_with_raised_eigenvalues(case):
     solve, base = THRESHOLDED[case][0], torch.from_numpy(spectrum(SPREAD))
 
     def whitening_matrix(change):
@@ -92,14 +92,14 @@ def test_gradcheck_with_lifted_eigenvalues(case):
 @pytest.mark.parametrize(
     ("solve", "expected"),
     [
-        # with W = sum_i r_i d_i d_i^T and r = theta^(-1/2) for the two lifted: d(tr W)/d lambda
+        # with W = sum_i r_i d_i d_i^T and r = theta^(-1/2) for the two raised: d(tr W)/d lambda
         (lambda s: zca_max_inverse_sqrt(s, 0.1, 0.0), [-0.5 * 4**-1.5 - 2 * 0.1 * 0.5 * 0.4**-1.5, -0.5, 0.0, 0.0]),
         (lambda s: zca_max_inverse_sqrt(s, 0.1, 0.5), [-0.5 * 4**-1.5, -0.5, 0.0, 0.0]),
         (lambda s: zca_entropy_inverse_sqrt(s, 0.0), [-0.5 * 4**-1.5, -0.5 - 2 * 0.5, 0.0, 0.0]),
     ],
     ids=["to lambda_1", "to none", "to lambda_r"],
 )
-def test_where_the_gradient_of_a_lifted_eigenvalue_goes(solve, expected):
+def test_where_the_gradient_of_a_raised_eigenvalue_goes(solve, expected):
     """Eigenvalues 4, 1, 0.01, 0.001: effective rank 1.68, rounded to 2."""
     sigma = torch.diag(torch.tensor([4.0, 1.0, 0.01, 0.001], dtype=torch.float64)).requires_grad_()
     solve(sigma).diagonal().sum().backward()
@@ -143,7 +143,7 @@ def test_pivoting_chooses_the_largest_remaining_variance():
 
 
 def test_pivots_do_not_depend_on_rounding_under_corr():
-    """All variances of a correlation matrix are 1, so the first channel comes first whatever their rounding."""
+    """All variances of a correlation matrix are 1, so the first channel comes first."""
     for seed in range(20):
         covariance = torch.from_numpy(random_spd(8, seed))
         w = Solver("pivoted_cholesky", eps=0.0, corr=True)(covariance)
@@ -157,7 +157,7 @@ def test_pca_has_descending_variances_and_a_fixed_sign():
 
 
 def test_pca_swaps_its_axes_where_zca_does_not():
-    """Two batches that differ by a little, but in which direction has the larger variance."""
+    """Two batches that hardly differ, except in the direction of the larger variance."""
     first, second = (torch.diag(torch.tensor(v, dtype=torch.float64)) for v in ([1.01, 1.0], [1.0, 1.01]))
     pca, zca = Solver("pca", eps=0.0), Solver("zca", eps=0.0)
     assert (pca(first) - pca(second)).abs().max() > 0.9
@@ -178,7 +178,7 @@ def test_corr_ignores_the_channels_scales_up_to_its_last_factor():
 def test_group_whitening_takes_every_solver(solver, corr):
     x = correlated((2, 12, 5, 7))
     expected = oracle.group_whiten(x, 4, solver, eps=1e-3, corr=corr)
-    y = group_whiten(torch.from_numpy(x), 4, eps=1e-3, solver=solver, corr=corr)
+    y = gw(torch.from_numpy(x), 4, eps=1e-3, solver=solver, corr=corr)
     np.testing.assert_allclose(y.numpy(), expected, rtol=0, atol=1e-10)
 
 
@@ -190,6 +190,7 @@ DEGENERATE = {
     "m < d": np.cov(np.random.default_rng(0).normal(size=(6, 3))),
     "one channel": np.diag([0.0, 0, 0, 1, 0, 0]),
     "equal": np.eye(6),
+    "next to nothing": spectrum([0.0, 0.0, 1e-30, 1e-12, 1.0, 2.0]),
 }
 
 
@@ -199,7 +200,7 @@ DEGENERATE = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("solver", sorted(SOLVERS))
 def test_degenerate_covariances_give_finite_matrices_and_gradients(solver, dtype, scale, eps, corr):
-    """No direction is scaled to more than variance one, and what is no number never appears."""
+    """No direction is scaled to more than variance one, and nothing is NaN or infinite."""
     sigma = torch.from_numpy(scale * np.stack(list(DEGENERATE.values()))).to(dtype).requires_grad_()
     w = Solver(solver, eps=eps, corr=corr)(sigma)
     assert w.isfinite().all()
@@ -222,16 +223,20 @@ def test_large_and_small_variances_keep_their_gradient_in_float32():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"name": "svd"}, r"unknown whitening solver 'svd'; allowed are \['cholesky', 'newton', 'pca'"),
-        ({"num_iters": -1}, "num_iters=-1"),
-        ({"eps": float("inf")}, "eps=inf"),
-        ({"name": "zca_max", "threshold": 1.5}, "threshold=1.5 must be a number from 0 to 1"),
-        ({"name": "zca", "threshold": 0.1}, "threshold=0.1 belongs to the solver zca_max, not to zca"),
+        ({"name": "svd"}, r"solver \('svd'\): unknown solver. Fix: choose one of \['cholesky', 'newton', 'pca'"),
+        ({"num_iters": -1}, r"num_iters \(-1\): expected an integer of at least 0. Fix: try num_iters=5"),
+        ({"num_iters": True}, r"num_iters \(True\): expected an integer"),
+        ({"eps": float("inf")}, r"eps \(inf\): expected a finite number of at least 0"),
+        ({"eps": float("nan")}, r"eps \(nan\): expected a finite number of at least 0"),
+        ({"eps": "1e-5"}, r"eps \('1e-5'\): expected a number, got str"),
+        ({"name": "zca_max", "threshold": 1.5}, r"threshold \(1.5\): expected a finite number from 0 to 1"),
+        ({"name": "zca", "threshold": 0.1}, r"threshold \(0.1\): the solver 'zca' does not read it\. .*'zca_max'"),
+        ({"corr": "yes"}, r"corr \('yes'\): expected a bool"),
     ],
     ids=str,
 )
-def test_wrong_options_are_named(options, message):
-    with pytest.raises(ValueError, match=message):
+def test_wrong_options_are_refused_by_value(options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
         Solver(**options)
 
 

@@ -1,4 +1,4 @@
-"""Which member of the family equals which other; the table of these is in gw_detectron/layers/__init__.py."""
+"""Identities between layers and solvers, as listed in gw_detectron/layers/__init__.py."""
 
 import numpy as np
 import pytest
@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gw_detectron.layers import SOLVERS, BatchWhitening2d, Solver, batch_whiten, group_whiten
+from gw_detectron.layers import SOLVERS, BatchWhitening2d, Solver
 
-from .cases import correlated
+from .cases import bw, correlated, gw
 from .oracle import newton_scalar
 from .test_solver_family import random_spd
 
@@ -28,7 +28,7 @@ def test_batch_whitening_of_single_channels_is_bn(solver, corr):
     # pivoted_cholesky replaces by eps instead of adding it
     eps = 0.0 if solver == "pivoted_cholesky" else 0.01
     expected = F.batch_norm(x, None, None, training=True, eps=eps or 1e-30)  # torch refuses 0
-    close(batch_whiten(x, 1, eps=eps, solver=solver, corr=corr), expected)
+    close(bw(x, 1, eps=eps, solver=solver, corr=corr), expected)
 
 
 @pytest.mark.parametrize(("width", "solver"), [(1, "newton"), (1, "zca"), (4, "standardize")])
@@ -46,7 +46,7 @@ def test_batch_whitening_with_a_running_covariance_is_bn_in_evaluation_too(width
 def test_group_whitening_of_one_group_is_layer_norm_over_the_sample_and_gn_with_one_group(solver, corr):
     x = features(4, 6, 5, 3)
     eps = 0.0 if solver == "pivoted_cholesky" else 0.01
-    y = group_whiten(x, 1, eps=eps, solver=solver, corr=corr)
+    y = gw(x, 1, eps=eps, solver=solver, corr=corr)
     close(y, F.layer_norm(x, x.shape[1:], eps=eps))
     close(y, F.group_norm(x, 1, eps=eps))
 
@@ -54,16 +54,16 @@ def test_group_whitening_of_one_group_is_layer_norm_over_the_sample_and_gn_with_
 @pytest.mark.parametrize("groups", [1, 2, 3, 6])
 def test_standardising_is_gn_over_the_sample_and_bn_over_the_batch(groups):
     x = features(4, 6, 5, 3)
-    close(group_whiten(x, groups, eps=0.01, solver="standardize"), F.group_norm(x, groups, eps=0.01))
+    close(gw(x, groups, eps=0.01, solver="standardize"), F.group_norm(x, groups, eps=0.01))
     expected = F.batch_norm(x, None, None, training=True, eps=0.01)
-    close(batch_whiten(x, groups, eps=0.01, solver="standardize"), expected)
+    close(bw(x, groups, eps=0.01, solver="standardize"), expected)
 
 
 @pytest.mark.parametrize("corr", [False, True])
 @pytest.mark.parametrize("solver", sorted(SOLVERS))
 def test_a_single_sample_is_the_same_to_both_layers_when_every_channel_is_a_group(solver, corr):
     x = features(1, 6, 9, 5)
-    close(group_whiten(x, 6, solver=solver, corr=corr), batch_whiten(x, 6, solver=solver, corr=corr))
+    close(gw(x, 6, solver=solver, corr=corr), bw(x, 6, solver=solver, corr=corr))
 
 
 @pytest.mark.parametrize(("groups", "iters"), [(1, 0), (1, 5), (4, 3), (64, 5), (64, 9)])
