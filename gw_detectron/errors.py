@@ -11,6 +11,22 @@ class UserError(Exception):
     """
 
 
+class ConfigError(UserError, ValueError):
+    """A config key or a flag has an unknown name or an unusable value."""
+
+
+class DataError(UserError, ValueError):
+    """A data set, an image or its record cannot be used."""
+
+
+class MissingFileError(UserError, FileNotFoundError):
+    """A file that the user named does not exist."""
+
+
+class FileAccessError(UserError, OSError):
+    """A file or address cannot be read, fetched or written."""
+
+
 def summarize_names(names: Iterable[str], limit: int = 4) -> str:
     """Join the first ``limit`` names by commas and count the rest."""
     names = list(names)
