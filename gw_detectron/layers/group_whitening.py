@@ -39,6 +39,9 @@ class GroupWhitening2d(nn.Module):
     Source: Group Whitening (CVPR 2021), section 3; supplement, Algorithm 1.
     """
 
+    #: ``forward`` accepts ``relu=True``
+    fuses_relu = True
+
     def __init__(
         self,
         num_channels: int,
