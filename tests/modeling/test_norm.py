@@ -18,7 +18,7 @@ from gw_detectron.ops.solvers import DEFAULT_SOLVER, Solver
 
 
 @pytest.mark.parametrize("name", ["", "BN", "SyncBN", "FrozenBN", "GN", "nnSyncBN", "naiveSyncBN"])
-def test_detectron2_names_pass_untouched(name):
+def test_detectron2_names_are_returned_unchanged(name):
     assert resolve_norm(name) is name
 
 

@@ -27,7 +27,7 @@ def whitened_layers(model):
     [(50, "", 0), (50, "S1", 1), (50, "S1-B1", 17), (50, "S1-B2", 17), (50, "S1-B3", 17), (50, "S1-B12", 33)]
     + [(50, "ALL", 53), (18, "S1", 1), (18, "S1-B1", 9), (18, "S1-B2", 9), (18, "S1-B12", 17), (18, "ALL", 20)],
 )
-def test_the_whitening_norm_stands_at_its_positions_only(cfg, depth, positions, count):
+def test_the_whitening_norm_is_at_its_positions_only(cfg, depth, positions, count):
     set_depth(cfg, depth)
     cfg.MODEL.RESNETS.WHITEN_POSITIONS = positions
     backbone = build_gw_resnet_backbone(cfg, RGB)
@@ -156,7 +156,7 @@ def test_two_convolution_blocks_have_no_third_norm(cfg):
 @pytest.mark.parametrize(
     ("key", "value"), [("RES2_OUT_CHANNELS", 256), ("NUM_GROUPS", 32), ("DEFORM_ON_PER_STAGE", [False] * 3 + [True])]
 )
-def test_keys_that_do_not_go_with_resnet_18(cfg, key, value):
+def test_keys_that_resnet_18_does_not_support(cfg, key, value):
     set_depth(cfg, 18)
     cfg.MODEL.RESNETS[key] = value
     with pytest.raises(ValueError, match=rf"MODEL.RESNETS.{key} \(.*\): ResNet-18 does not support it"):
