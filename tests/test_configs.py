@@ -132,12 +132,13 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def slow_if(names: list[str], pattern: str) -> list:
-    return [pytest.param(name, marks=[pytest.mark.slow] if re.search(pattern, name) else []) for name in names]
+#: 101 layers, and configs whose norms, head and schedule are also in a smaller config
+SLOW = re.compile(r"_101_|X_50|_1gpu|S1|scratch_.*_(BN|GN)$|1x_(GN|FrozenBN)")
 
 
-# 101 layers, and configs that differ in schedule or position only from others
-@pytest.mark.parametrize("name", slow_if(RUNNABLE, "_101_|_1gpu|S1"))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if SLOW.search(name) else ()) for name in RUNNABLE]
+)
 @pytest.mark.usefixtures("one_thread")
 def test_trains_a_step_in_which_every_parameter_gets_a_gradient(name):
     cfg = tiny(load(name))

@@ -101,19 +101,19 @@ def resolve_norm(spec: str | None, *, where: str = "norm", channels: Iterable[in
     try:
         norm = _parse("" if spec is None else spec)
         for count in sorted(set(channels)):
-            _build(norm, count, f"for {count} channels: ", f"use groups that divide {count}")
+            _build(norm, count, f"use groups that divide {count}")
     except ValueError as error:
         raise NormError(f"{where} ({spec!r}): {error}") from error
     return norm
 
 
-def _build(norm: Norm, channels: int, what: str, fix: str) -> None:
+def _build(norm: Norm, channels: int, fix: str) -> None:
     """Build a layer without storage, for the checks in its constructor."""
     try:
         with torch.device("meta"):
             get_norm(norm, channels)
     except ValueError as error:
-        raise ValueError(f"{what}{error}. Fix: {fix}.") from error
+        raise ValueError(f"{error}. Fix: {fix}.") from error
 
 
 def _parse(spec: object) -> Norm:
@@ -144,7 +144,7 @@ def _parse(spec: object) -> Norm:
         if argument in arguments and reader != solver:
             raise ValueError(f"solver={solver} does not read {key}. Fix: remove {key}, or write solver={reader}.")
     norm = functools.partial(factory, **arguments)
-    _build(norm, max(1, arguments.get("num_groups", 64)), "", "give an allowed value")
+    _build(norm, max(1, arguments.get("num_groups", 64)), "give an allowed value")
     return norm
 
 

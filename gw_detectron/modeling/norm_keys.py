@@ -1,5 +1,6 @@
-"""Config keys that hold norm names, and mistakes in them that need Detectron2's own components to show."""
+"""Config keys that hold norm names, and checks of their use with Detectron2's own components."""
 
+import operator
 from collections.abc import Iterator
 
 from detectron2.config import CfgNode, get_cfg
@@ -18,23 +19,18 @@ NORM_KEYS = (
     "MODEL.SEM_SEG_HEAD.NORM",
 )
 _BACKBONE, _BOX, _MASK = "MODEL.BACKBONE.NAME", "MODEL.ROI_BOX_HEAD.NAME", "MODEL.ROI_MASK_HEAD.NAME"
-#: key of a component, Detectron2's component -> norm keys that it reads, the component here that takes any norm
-_STOCK: dict[tuple[str, str], tuple[list[str], str]] = {
-    (_BACKBONE, "build_resnet_backbone"): (["MODEL.RESNETS.NORM"], "build_gw_resnet_backbone"),
-    (_BACKBONE, "build_resnet_fpn_backbone"): (
-        ["MODEL.RESNETS.NORM", "MODEL.FPN.NORM"],
-        "build_gw_resnet_fpn_backbone",
-    ),
-    (_BACKBONE, "build_retinanet_resnet_fpn_backbone"): (
-        ["MODEL.RESNETS.NORM", "MODEL.FPN.NORM"],
-        "build_gw_retinanet_resnet_fpn_backbone",
-    ),
-    ("MODEL.ROI_HEADS.NAME", "Res5ROIHeads"): (["MODEL.RESNETS.NORM"], ""),
-    (_BOX, "FastRCNNConvFCHead"): (["MODEL.ROI_BOX_HEAD.NORM"], "GWFastRCNNConvFCHead"),
-    (_MASK, "MaskRCNNConvUpsampleHead"): (["MODEL.ROI_MASK_HEAD.NORM"], "GWMaskRCNNConvUpsampleHead"),
-    ("MODEL.META_ARCHITECTURE", "RetinaNet"): (["MODEL.RETINANET.NORM"], ""),
-    ("MODEL.SEM_SEG_HEAD.NAME", "SemSegFPNHead"): (["MODEL.SEM_SEG_HEAD.NORM"], ""),
-}
+_IN_FPN = ("MODEL.RESNETS.NORM", "MODEL.FPN.NORM")
+#: key of a component; Detectron2's component; ours, which takes any norm; the norm keys that both read
+_COMPONENTS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
+    (_BACKBONE, "build_resnet_backbone", "build_gw_resnet_backbone", ("MODEL.RESNETS.NORM",)),
+    (_BACKBONE, "build_resnet_fpn_backbone", "build_gw_resnet_fpn_backbone", _IN_FPN),
+    (_BACKBONE, "build_retinanet_resnet_fpn_backbone", "build_gw_retinanet_resnet_fpn_backbone", _IN_FPN),
+    ("MODEL.ROI_HEADS.NAME", "Res5ROIHeads", "", ("MODEL.RESNETS.NORM",)),
+    (_BOX, "FastRCNNConvFCHead", "GWFastRCNNConvFCHead", ("MODEL.ROI_BOX_HEAD.NORM",)),
+    (_MASK, "MaskRCNNConvUpsampleHead", "GWMaskRCNNConvUpsampleHead", ("MODEL.ROI_MASK_HEAD.NORM",)),
+    ("MODEL.META_ARCHITECTURE", "RetinaNet", "", ("MODEL.RETINANET.NORM",)),
+    ("MODEL.SEM_SEG_HEAD.NAME", "SemSegFPNHead", "", ("MODEL.SEM_SEG_HEAD.NORM",)),
+)
 #: keys that this package adds -> key of the component that reads them
 _OWN_KEYS = {
     "MODEL.RESNETS.WHITEN_POSITIONS": _BACKBONE,
@@ -53,10 +49,10 @@ def misplaced_norms(cfg: CfgNode, spec: object) -> Iterator[str]:
     if spec == "" or spec in DETECTRON2_NORMS:
         return
     own = ", ".join(DETECTRON2_NORMS)
-    for (component, name), (norms, instead) in _STOCK.items():
+    for component, name, ours, norms in _COMPONENTS:
         for norm in norms:
             if _value(cfg, norm) == spec and _value(cfg, component) == name:
-                fix = f"set {component} {instead}" if instead else f"set {norm} to one of these"
+                fix = f"set {component} {ours}" if ours else f"set {norm} to one of these"
                 yield (
                     f"{norm} ({spec!r}): {component} is Detectron2's {name}, which takes only Detectron2's norms "
                     f"({own}). Fix: {fix}."
@@ -71,17 +67,17 @@ def unread_keys(cfg: CfgNode) -> Iterator[str]:
     """
     defaults = get_cfg()
     add_gw_config(defaults)
-    for key, component in _OWN_KEYS.items():
-        name, value = _value(cfg, component), _value(cfg, key)
-        instead = _STOCK.get((component, str(name)), ([], ""))[1]
-        if instead and value and value != _value(defaults, key):  # an empty value asks for nothing
-            yield (
-                f"{key} ({value!r}): {component} is Detectron2's {name}, which does not read it. "
-                f"Fix: set {component} {instead}."
-            )
+    for key, reader in _OWN_KEYS.items():
+        value = _value(cfg, key)
+        if not value or value == _value(defaults, key):  # an empty value asks for nothing
+            continue
+        for component, name, ours, _ in _COMPONENTS:
+            if ours and component == reader and name == _value(cfg, component):
+                yield (
+                    f"{key} ({value!r}): {component} is Detectron2's {name}, which does not read it. "
+                    f"Fix: set {component} {ours}."
+                )
 
 
 def _value(cfg: CfgNode, key: str) -> object:
-    for part in key.split("."):
-        cfg = cfg[part]
-    return cfg
+    return operator.attrgetter(key)(cfg)

@@ -53,13 +53,9 @@ def whitened_convs(positions: str, *, bottleneck: bool = True) -> tuple[str, ...
     key = f"MODEL.RESNETS.WHITEN_POSITIONS ({positions!r})"
     if positions not in _CONVS_BY_POSITION:
         raise ConfigError(f"{key}: unknown positions. Fix: use one of {list(POSITIONS)}.")
-    if bottleneck:
-        return _CONVS_BY_POSITION[positions]
-    if positions == "S1-B3":
-        raise ConfigError(
-            f"{key}: the blocks of ResNet-18 and -34 have two norms, no third. Fix: use another position, e.g. 'S1-B2'."
-        )
-    return tuple(conv for conv in _CONVS_BY_POSITION[positions] if conv != "conv3")
+    if positions == "S1-B3" and not bottleneck:
+        raise ConfigError(f"{key}: blocks of ResNet-18 and -34 have two norms, no third. Fix: use e.g. 'S1-B2'.")
+    return tuple(conv for conv in _CONVS_BY_POSITION[positions] if bottleneck or conv != "conv3")
 
 
 class _Component(CNNBlockBase):
