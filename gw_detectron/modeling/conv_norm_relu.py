@@ -1,4 +1,4 @@
-"""A convolution that lets its norm compute the ReLU too."""
+"""Convolution, norm and ReLU, fused where the norm can."""
 
 import torch.nn.functional as F
 from detectron2.layers import Conv2d

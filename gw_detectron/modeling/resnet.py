@@ -91,7 +91,7 @@ class _WhitenedBlock(_Component):
 
     Args:
         args, kwargs: those of the stock block.
-        whiten_norm: what Detectron2's ``get_norm`` accepts.
+        whiten_norm: an argument of Detectron2's ``get_norm``.
         whiten_convs: names of the convolutions that get ``whiten_norm``.
     """
 
