@@ -183,7 +183,7 @@ def find_norm_spec(layer: nn.Module) -> str | None:
     name = next((name for name, layer_class in _LAYERS.items() if isinstance(layer, layer_class)), None)
     if name == "naiveSyncBN" and getattr(layer, "_stats_mode", "") == "N":
         return "naiveSyncBN_N"
-    if name not in ("GN", "GW", "BW", "FrozenBW"):
+    if name == "BN" or name not in _NORMS:  # Detectron2's own
         return name
     solver: Any = getattr(layer, "solver", None)
     values = vars(layer) | (solver.layer_arguments() if solver else {})

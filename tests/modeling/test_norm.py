@@ -33,6 +33,21 @@ def test_a_name_the_installed_detectron2_lacks_is_explained():
         assert norm_spec(get_norm("LN", 8)) == "LN"
 
 
+def test_two_lines_register_a_norm(monkeypatch):
+    """As CONTRIBUTING.md describes."""
+
+    class RMSNorm2d(nn.Module):
+        def __init__(self, num_channels, eps=1e-5):
+            super().__init__()
+            self.num_channels, self.eps = num_channels, eps
+
+    monkeypatch.setitem(norm._NORMS, "RMS", (RMSNorm2d, norm._EPS))
+    monkeypatch.setitem(norm._LAYERS, "RMS", RMSNorm2d)
+    layer = resolve_norm("RMS:eps=0.5")(8)
+    assert isinstance(layer, RMSNorm2d) and layer.eps == 0.5
+    assert norm_spec(layer) == "RMS:eps=0.5" and norm_spec(resolve_norm("RMS")(8)) == "RMS:eps=1e-05"
+
+
 def test_every_name_of_the_installed_detectron2_is_passed_on(monkeypatch):
     monkeypatch.setattr(norm, "get_norm", lambda name, channels: {"NewNorm": nn.Identity()}[name])
     assert resolve_norm("NewNorm") == "NewNorm"
