@@ -39,7 +39,6 @@ class GroupWhitening2d(nn.Module):
     Source: Group Whitening (CVPR 2021), section 3; supplement, Algorithm 1.
     """
 
-    #: ``forward`` accepts ``relu=True``
     fuses_relu = True
 
     def __init__(
