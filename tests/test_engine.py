@@ -340,7 +340,7 @@ def test_the_saved_config_starts_the_same_run(tmp_path):
 def test_a_refused_run_leaves_the_folder_as_it_was(tmp_path):
     main(arguments(tmp_path, DATASETS__TEST="()"))
     before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    with pytest.raises(PreflightError, match="MODEL.FPN.NORM='XX'"):
+    with pytest.raises(PreflightError, match=r"MODEL.FPN.NORM \('XX'\)"):
         main(arguments(tmp_path, DATASETS__TEST="()", MODEL__FPN__NORM="XX"))
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
 

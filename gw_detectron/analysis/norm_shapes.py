@@ -105,7 +105,7 @@ def _norm_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield name, module
 
 
-def _record(seen: dict[str, tuple[int, ...]], name: str, x: Tensor) -> Tensor:
+def _record(seen: dict[str, tuple[int, ...]], name: str, x: Tensor, relu: bool = False) -> Tensor:
     if name not in seen or x.numel() < torch.Size(seen[name]).numel():
         seen[name] = tuple(x.shape)
     return x

@@ -32,7 +32,7 @@ from detectron2.utils.file_io import PathManager
 
 from ..analysis import WhiteningWatch
 from ..checkpoint import NORMS, NoteOfNorms, PartialLoadError, strict_backbone_load
-from ..modeling.norm import norm_summary
+from ..modeling.norm_table import norm_summary
 from ..preflight import COCO_EVALUATORS, preflight
 from .hooks import LossGuard, NamingMapper, NonFiniteError, WholeFileWriter, remove_unfinished
 from .launch import in_all_processes, is_for_the_user

@@ -16,7 +16,7 @@ import torchvision
 from detectron2.modeling import FPN, Backbone
 
 from ..checkpoint.provenance import sha256_of, tool
-from ..modeling.norm import norm_rows
+from ..modeling.norm_table import norm_rows
 from .features import Features, Normalisation
 from .folder import whole_folder
 from .formats import Format, require, write_onnx, write_pt2, write_torchscript

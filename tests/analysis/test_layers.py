@@ -210,8 +210,8 @@ class TestAnalyzeLayers:
     def test_the_first_layer_that_is_not_finite_is_named(self, cfg, monkeypatch):
         forward = GroupWhitening2d.forward
 
-        def broken(self, x):
-            return forward(self, x) * (float("nan") if self.num_channels == 128 else 1)
+        def broken(self, x, relu=False):
+            return forward(self, x, relu) * (float("nan") if self.num_channels == 128 else 1)
 
         monkeypatch.setattr(GroupWhitening2d, "forward", broken)
         outcome = analyze_layers(cfg, count=1, progress=False)

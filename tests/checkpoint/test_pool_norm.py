@@ -120,8 +120,8 @@ def test_what_tells_all_is_no_guess(caplog):
         ),
         ("GW", "BN", "2 missing: last_bn.running_mean"),
         ("BN", "GW", "2 not part of GW, the norm before the classifier"),
-        ("GW", "GW:groups=48", "pool_norm='GW:groups=48'.* 512 channels"),
-        ("GW", "XN", "pool_norm='XN': unknown norm"),
+        ("GW", "GW:groups=48", r"pool_norm \('GW:groups=48'\).* 512 channels"),
+        ("GW", "XN", r"pool_norm \('XN'\): unknown norm"),
     ],
 )
 def test_one_that_the_tensors_contradict(norm, stated, words):
@@ -178,5 +178,5 @@ def test_pooled_features_leave_it_decorrelated(norm):
 
 
 def test_a_norm_that_does_not_fit_is_named():
-    with pytest.raises(ValueError, match="the norm after the last pooling='GW:groups=48'.* 512 channels"):
+    with pytest.raises(ValueError, match=r"add_pool_norm \('GW:groups=48'\).* 512 channels"):
         add_pool_norm(make_network("R-18"), "GW:groups=48", CHANNELS)
