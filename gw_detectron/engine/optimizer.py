@@ -1,4 +1,4 @@
-"""The optimizer: Detectron2's, which counts whitening layers among the normalisation layers."""
+"""Detectron2's optimizer, with whitening layers treated as normalization layers."""
 
 import detectron2.solver
 import torch
@@ -9,10 +9,10 @@ from ..layers import BatchWhitening2d, GroupWhitening2d
 
 
 def build_optimizer(cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
-    """Returns Detectron2's optimizer, with ``SOLVER.WEIGHT_DECAY_NORM`` for whitening layers too.
+    """Build Detectron2's optimizer with ``SOLVER.WEIGHT_DECAY_NORM`` for whitening layers.
 
-    Detectron2's own has a fixed list of normalisation layers, and gives all others ``SOLVER.WEIGHT_DECAY``.
-    ``SOLVER.WEIGHT_DECAY_BIAS`` goes before it if it is set, as for BN and GN. Rotations keep ``SOLVER.WEIGHT_DECAY``.
+    Detectron2 has a fixed list of normalization layers and gives all other layers ``SOLVER.WEIGHT_DECAY``. For biases
+    ``SOLVER.WEIGHT_DECAY_BIAS`` takes precedence, as for BN and GN. Rotations keep ``SOLVER.WEIGHT_DECAY``.
 
     Args:
         cfg: Detectron2's config.
@@ -20,7 +20,7 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
     """
     optimizer = detectron2.solver.build_optimizer(cfg, model)
     decay = cfg.SOLVER.WEIGHT_DECAY_NORM
-    if decay is None:  # whichever decay each parameter has by itself
+    if decay is None:  # norms are not treated differently
         return optimizer
     affine = {
         parameter
@@ -30,7 +30,7 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
         if name != "bias" or cfg.SOLVER.WEIGHT_DECAY_BIAS is None
     }
     for group in list(optimizer.param_groups):
-        if group["weight_decay"] == decay:  # nothing to change, and checkpoints of Detectron2's own trainer fit
+        if group["weight_decay"] == decay:  # unchanged groups fit checkpoints of Detectron2's own trainer
             continue
         ours = [parameter for parameter in group["params"] if parameter in affine]
         if len(ours) == len(group["params"]):

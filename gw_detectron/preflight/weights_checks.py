@@ -1,0 +1,144 @@
+"""Check the weights that a run starts from, and that they get the images they were trained on."""
+
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from detectron2.config import CfgNode
+from torch import nn
+
+from ..checkpoint import Checkpoint, StartWeights, norm_differences, open_checkpoint
+from ..checkpoint.provenance import TORCHVISION, Preprocessing, Provenance
+from ..errors import UserError, summarize_names
+from ..modeling.norm_keys import NORM_KEYS
+from .findings import Findings
+
+# part of an address -> preprocessing of these weights, by Detectron2's model zoo and this package
+_PREPROCESSING = {
+    r"^gw://": TORCHVISION,
+    r"/ImageNetPretrained/torchvision/": TORCHVISION,
+    r"/ImageNetPretrained/MSRA/": Preprocessing("BGR", (103.53, 116.28, 123.675), (1.0, 1.0, 1.0), True),
+    r"/ImageNetPretrained/FAIR/R-": Preprocessing("BGR", (103.53, 116.28, 123.675), (1.0, 1.0, 1.0), False),
+    # the copies under catalog:// were trained with a standard deviation of 1
+    r"^detectron2://.*/FAIR/X-": Preprocessing("BGR", (103.53, 116.28, 123.675), (57.375, 57.12, 58.395), False),
+}
+
+
+def check_weights(cfg: CfgNode, start: StartWeights, findings: Findings, *, eval_only: bool, resume: bool) -> None:
+    """Check that the start weights can be read and fit ``INPUT.FORMAT``, ``PIXEL_MEAN`` and ``PIXEL_STD``.
+
+    Args:
+        cfg: the config.
+        start: the opened weights, or the error of opening them.
+        findings: problems and warnings are added.
+        eval_only: the run evaluates only.
+        resume: the user asked to resume.
+    """
+    if start.resumed:
+        if start.error:
+            findings.problems.append(f"{start.error} {_other_checkpoint(cfg.OUTPUT_DIR, start.address)}")
+        return
+    folder = cfg.OUTPUT_DIR
+    tag = os.path.join(folder, "last_checkpoint")
+    if resume and (checkpoints := _checkpoints(folder)):
+        findings.problems.append(
+            f"--resume: file not found: '{tag}', which names the checkpoint to continue from. Fix: write "
+            f"{os.path.basename(checkpoints[0])}, the newest one, into that file, or start anew without --resume."
+        )
+    elif resume and not eval_only:
+        findings.warnings.append(f"--resume: no checkpoint in '{folder}'. The run starts from its beginning.")
+    elif os.path.isfile(tag) and not eval_only:
+        findings.warnings.append(
+            f"OUTPUT_DIR ('{folder}'): contains checkpoints of an earlier run, which this run overwrites. Fix: "
+            "continue it with --resume, or keep both with another OUTPUT_DIR."
+        )
+    if start.error:
+        findings.problems.append(str(start.error))
+    elif not start.address and eval_only:
+        fix = "--resume for the last checkpoint of OUTPUT_DIR"
+        if resume:
+            fix = f"OUTPUT_DIR to the folder of a run; there is no checkpoint in '{folder}'"
+        findings.problems.append(
+            f"--eval-only: no weights to evaluate. Fix: set MODEL.WEIGHTS to a checkpoint, or {fix}."
+        )
+    expected = [images for pattern, images in _PREPROCESSING.items() if re.search(pattern, start.address)]
+    if start.opened:
+        expected = _recorded_preprocessing(start.opened) or expected
+    for images in expected:
+        _check_preprocessing(cfg, images, findings)
+
+
+def check_resumed(checkpoint: Checkpoint, model: nn.Module, findings: Findings) -> None:
+    """Check that the checkpoint of a resumed run belongs to the same detector.
+
+    Args:
+        checkpoint: the checkpoint to continue from.
+        model: the detector of the config; only shapes and norms are used.
+        findings: a problem is added.
+    """
+    shapes = {name: tuple(value.shape) for name, value in checkpoint.tensors.items()}
+    wanted: dict[str, Any] = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    differences = {
+        "only in the checkpoint": [name for name in shapes if name not in wanted],
+        "only in the detector of this config": [name for name in wanted if name not in shapes],
+        "of another shape": [
+            f"{name} {shapes[name]} in the checkpoint, {shape} here"
+            for name, shape in wanted.items()
+            if name in shapes and shapes[name] != shape
+        ],
+    }
+    found = [f"{len(names)} tensors {kind} ({summarize_names(names)})" for kind, names in differences.items() if names]
+    if norms := norm_differences(checkpoint.metadata, model):
+        found.append(f"{len(norms)} norms differ ({summarize_names(norms)})")
+    if found:
+        findings.problems.append(
+            f"--resume ('{checkpoint.path}'): a checkpoint of another detector: {'; '.join(found)}. Fix: set all MODEL "
+            f"keys as in that run; the keys of norms are {', '.join(NORM_KEYS)}. To start another run from these "
+            "weights, leave out --resume and set MODEL.WEIGHTS and another OUTPUT_DIR."
+        )
+
+
+def _other_checkpoint(folder: str, last: str) -> str:
+    for path in _checkpoints(folder):
+        try:
+            if path != last and open_checkpoint(path):
+                name = os.path.basename(path)
+                return f"To continue from the newest undamaged checkpoint, write {name} into {folder}/last_checkpoint."
+        except (UserError, OSError):
+            continue
+    return f"There is no other undamaged checkpoint: delete {folder}/last_checkpoint to start anew."
+
+
+def _checkpoints(folder: str) -> list[str]:
+    """List the checkpoints of an output folder, newest first."""
+    if not os.path.isdir(folder):
+        return []
+    paths = [os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(".pth")]
+    return sorted(paths, key=os.path.getmtime, reverse=True)
+
+
+def _recorded_preprocessing(checkpoint: Checkpoint) -> list[Preprocessing]:
+    if "provenance" in checkpoint.metadata:  # converted by this package
+        return [Provenance.from_dict(checkpoint.metadata["provenance"]).preprocessing]
+    return [TORCHVISION] if checkpoint.metadata.get("__author__") == "torchvision" else []  # by Detectron2's tool
+
+
+def _check_preprocessing(cfg: CfgNode, images: Preprocessing, findings: Findings) -> None:
+    wrong = []
+    if images.input_format != cfg.INPUT.FORMAT:
+        wrong.append(f"INPUT.FORMAT {images.input_format}")
+    for key, wanted in (("PIXEL_MEAN", images.pixel_mean), ("PIXEL_STD", images.pixel_std)):
+        if not _close(cfg.MODEL[key], wanted):
+            wrong.append(f'MODEL.{key} "{list(wanted)}"')
+    if cfg.MODEL.RESNETS.DEPTH >= 50 and images.stride_in_1x1 != cfg.MODEL.RESNETS.STRIDE_IN_1X1:
+        wrong.append(f"MODEL.RESNETS.STRIDE_IN_1X1 {images.stride_in_1x1}")
+    if wrong:
+        findings.problems.append(
+            f"MODEL.WEIGHTS ('{cfg.MODEL.WEIGHTS}'): trained on images of another format than this config gives. "
+            f"Fix: set {', '.join(wrong)}."
+        )
+
+
+def _close(values: Sequence[float], wanted: Sequence[float]) -> bool:
+    return len(values) == len(wanted) and all(abs(a - b) < 0.05 for a, b in zip(values, wanted, strict=True))
