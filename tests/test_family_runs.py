@@ -9,7 +9,7 @@ from detectron2.checkpoint import DetectionCheckpointer
 
 from gw_detectron.checkpoint import load_checkpoint, open_checkpoint
 from gw_detectron.data.synthetic import register_synthetic
-from gw_detectron.engine.trainer import Trainer, setup
+from gw_detectron.engine import Trainer, setup
 from gw_detectron.layers import BatchWhitening2d
 from gw_detectron.modeling.norm import norm_rows
 

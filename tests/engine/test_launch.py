@@ -5,8 +5,8 @@ import errno
 import pytest
 import torch
 
+from gw_detectron.engine import get_parser
 from gw_detectron.engine.launch import errors_reported, launch_from_args
-from gw_detectron.engine.trainer import get_parser
 from gw_detectron.preflight import PreflightError
 
 

@@ -14,7 +14,7 @@ import torch
 
 from gw_detectron.data.synthetic import make_synthetic
 
-from .tiny_run import DATA, ROOT, environment, words
+from ..tiny_run import DATA, ROOT, environment, words
 
 TINY_RUN = str(ROOT / "tests" / "tiny_run.py")
 TRAIN_NET = str(ROOT / "tools" / "train_net.py")
@@ -116,7 +116,7 @@ import torch
 from detectron2.utils import comm
 from detectron2.utils.events import EventStorage
 from gw_detectron.engine import Trainer, get_parser, main, setup
-from gw_detectron.launch import launch_from_args
+from gw_detectron.engine.launch import launch_from_args
 
 
 def both(args):
@@ -165,4 +165,4 @@ def test_an_error_of_all_processes_is_said_once(data, tmp_path):
     ended = run(data, TRAIN_NET, *words(tmp_path, SOLVER__IMS_PER_BATCH=3), launcher=TWO_PROCESSES)
 
     assert ended.returncode != 0
-    assert ended.stderr.count("SOLVER.IMS_PER_BATCH is 3, which 2 processes cannot share") == 1
+    assert ended.stderr.count("SOLVER.IMS_PER_BATCH (3): 2 processes cannot share it") == 1
