@@ -17,6 +17,7 @@ from ..errors import ConfigError, FileAccessError, MissingFileError, UserError, 
 from ..modeling.norm_keys import NORM_KEYS
 from .load_report import LoadReport
 from .norm_record import norm_differences
+from .provenance import TORCHVISION, Preprocessing, Provenance
 from .reading import Contents, WeightsFileError, read_weights_file
 
 
@@ -33,12 +34,14 @@ class Checkpoint:
         path: the file on this machine.
         tensors: the model's tensors by name.
         metadata: everything else in the file, e.g. ``norms``, ``provenance``, ``__author__`` and the training state.
+        preprocessing: how images were given to the weights in training; None if the file does not tell.
     """
 
     address: str
     path: str
     tensors: dict[str, Tensor] = field(repr=False)
     metadata: dict[str, Any] = field(repr=False)
+    preprocessing: Preprocessing | None = None
 
 
 @dataclass(frozen=True)
@@ -111,11 +114,21 @@ def open_checkpoint(address: str, key: str = "MODEL.WEIGHTS") -> Checkpoint:
     try:
         contents = read_weights_file(path)
         tensors, metadata = _model_and_metadata(contents, path)
+        preprocessing = _recorded_preprocessing(metadata, path)
     except WeightsFileError as error:
         raise type(error)(f"{key}: {error}") from error
     if options == {"matching_heuristics": ["True"]}:
         metadata["matching_heuristics"] = True
-    return Checkpoint(address, path, tensors, metadata)
+    return Checkpoint(address, path, tensors, metadata, preprocessing)
+
+
+def _recorded_preprocessing(metadata: Mapping[str, Any], path: str) -> Preprocessing | None:
+    if "provenance" in metadata:  # converted by this package
+        try:
+            return Provenance.from_dict(metadata["provenance"]).preprocessing
+        except ValueError as error:
+            raise WeightsFileError(f"'{path}': {error}") from error
+    return TORCHVISION if metadata.get("__author__") == "torchvision" else None  # converted by Detectron2's tool
 
 
 def _fetch(address: str, key: str) -> str:

@@ -6,7 +6,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,8 +14,6 @@ from detectron2.utils import comm
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from ..errors import ConfigError, is_user_error
-
-Result = TypeVar("Result")
 
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -77,28 +74,27 @@ def errors_reported() -> Iterator[None]:
         raise SystemExit(1) from None
 
 
-def in_all_processes(action: Callable[[], Result]) -> Result:
-    """Run an action that must succeed in every process before any of them continues.
+@contextlib.contextmanager
+def in_all_processes() -> Iterator[None]:
+    """Context manager: its body must succeed in every process before any of them continues.
 
-    If it fails, the first process in which it failed reports the error, and all processes end. An error of all
-    processes is so reported once.
-
-    Args:
-        action: what to do; it must not wait for other processes.
+    If it fails, the first process in which it failed reports the error, and all processes end. An error that all
+    processes have is so reported once. The body must not wait for other processes.
 
     Raises:
-        SystemExit: in a run of several processes; a single process raises the error of ``action`` itself.
+        SystemExit: in a run of several processes; a single process raises the error itself.
     """
     if comm.get_world_size() == 1:
-        return action()
+        yield
+        return
     failure = None
     try:
-        result = action()
+        yield
     except Exception as error:
         failure = error
     failed = comm.all_gather(failure is not None)
     if not any(failed):
-        return result
+        return
     if failure is not None and comm.get_rank() == failed.index(True):
         if is_user_error(failure):
             _report(failure)

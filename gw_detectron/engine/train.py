@@ -1,18 +1,21 @@
-"""A run on one page: flags, config, start weights, preflight, model, training, evaluation."""
+"""A run on one page: config, start weights, preflight, output folder, model, training or evaluation."""
 
 import argparse
 import logging
 
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode
+from detectron2.engine import default_setup
 from detectron2.evaluation import verify_results
 from detectron2.utils import comm
+from detectron2.utils.logger import setup_logger
 
 from ..analysis import WhiteningWatch
 from ..checkpoint import PartialLoadError, StartWeights, load_checkpoint, open_start_weights
+from ..config import read_config
+from ..errors import ConfigError, FileAccessError
 from ..modeling.norm import norm_summary
 from ..preflight import preflight
-from .flags import prepare_output, run_config
 from .launch import in_all_processes
 from .trainer import Trainer
 
@@ -55,8 +58,7 @@ def prepare(args: argparse.Namespace) -> tuple[CfgNode, StartWeights]:
         PreflightError: the run would fail later or learn nothing.
         UserError: a flag, the config or the weights cannot be used, or the output folder cannot be written.
     """
-
-    def check() -> tuple[CfgNode, StartWeights, list[str]]:
+    with in_all_processes():
         cfg = run_config(args)
         start = open_start_weights(cfg, resume=args.resume)
         warnings = []
@@ -64,10 +66,8 @@ def prepare(args: argparse.Namespace) -> tuple[CfgNode, StartWeights]:
             options = {"eval_only": args.eval_only, "resume": args.resume, "ignore": args.ignore_preflight}
             warnings = preflight(cfg, start, **options)
         start.checkpoint()  # raises the error of opening it
-        return cfg, start, warnings
-
-    cfg, start, warnings = in_all_processes(check)
-    in_all_processes(lambda: prepare_output(cfg, args))
+    with in_all_processes():
+        prepare_output(cfg, args)
     if args.eval_only and args.whitening_stats_period:
         warnings.append("--whitening-stats-period has no effect with --eval-only: it observes the layers in training")
     for warning in warnings:
@@ -96,3 +96,47 @@ def evaluate(cfg: CfgNode, start: StartWeights, *, allow_partial: bool = False) 
     if comm.is_main_process():
         verify_results(cfg, results)
     return results
+
+
+def run_config(args: argparse.Namespace) -> CfgNode:
+    """Read the config of a run without writing anything; ``--num-gpus 0`` sets ``MODEL.DEVICE cpu``.
+
+    Returns:
+        The frozen config.
+
+    Raises:
+        ConfigError: a flag, a key or a value is unknown or unusable.
+        MissingFileError: the config file does not exist.
+    """
+    if args.whitening_stats_period < 0:
+        raise ConfigError(
+            f"--whitening-stats-period {args.whitening_stats_period}: negative. Fix: give 1 or more iterations, or 0 "
+            "to log nothing."
+        )
+    cfg = read_config(args.config_file, args.opts or [])
+    if args.num_gpus == 0:
+        cfg.MODEL.DEVICE = "cpu"
+    cfg.freeze()
+    return cfg
+
+
+def prepare_output(cfg: CfgNode, args: argparse.Namespace) -> None:
+    """Set up logging, the seed and the output folder as Detectron2 does, and write ``config.yaml``.
+
+    Raises:
+        FileAccessError: ``OUTPUT_DIR`` cannot be written.
+    """
+    try:
+        default_setup(cfg, args)
+    except OSError as error:
+        raise FileAccessError(
+            f"OUTPUT_DIR ('{cfg.OUTPUT_DIR}'): cannot be written: {error}. Fix: give another folder."
+        ) from error
+    setup_logger(cfg.OUTPUT_DIR, distributed_rank=comm.get_rank(), name="gw_detectron")
+
+
+def setup(args: argparse.Namespace) -> CfgNode:
+    """Read the config of a run and prepare its output folder, without checks in between."""
+    cfg = run_config(args)
+    prepare_output(cfg, args)
+    return cfg

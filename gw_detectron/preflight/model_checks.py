@@ -1,6 +1,7 @@
 """Check that the model can be built and that its normalization can work in this run."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from detectron2.config import CfgNode
 from detectron2.layers import FrozenBatchNorm2d
@@ -9,11 +10,11 @@ from detectron2.utils import comm
 from torch import nn
 
 from ..analysis.norm_shapes import NormShape, build_shapes, norm_shapes
-from ..checkpoint import StartWeights
+from ..checkpoint import Checkpoint, StartWeights, norm_differences
+from ..errors import summarize_names
 from ..layers import BatchWhitening2d, FrozenBatchWhitening2d
-from ..modeling.norm_keys import unread_keys
+from ..modeling.norm_keys import NORM_KEYS, unread_keys
 from .findings import Findings
-from .weights_checks import check_resumed
 
 _NORM_KEYS = {
     ".fpn_": "MODEL.FPN.NORM",
@@ -43,21 +44,75 @@ def check_model(cfg: CfgNode, start: StartWeights, findings: Findings, *, eval_o
             f"MODEL.BACKBONE.FREEZE_AT ({freeze_at}): without MODEL.WEIGHTS the frozen layers keep random values. "
             "Fix: set MODEL.BACKBONE.FREEZE_AT 0, or give MODEL.WEIGHTS."
         )
-    findings.problems += unread_keys(cfg)
+    model = None
     try:
         model = build_shapes(cfg)
     except (ValueError, KeyError, AssertionError, TypeError, ImportError) as error:
         reason = error.args[0] if error.args else f"{type(error).__name__} without a message"
         findings.problems.append(f"MODEL: the model cannot be built: {reason}")
+    findings.problems += unread_keys(cfg)
+    if model is None:
         return
+    shapes = {} if eval_only else _trace_shapes(cfg, model, findings)
     if start.resumed and start.opened:
-        check_resumed(start.opened, model, findings)
+        _check_resumed(start.opened, model, findings)
     if not eval_only:
         _check_frozen_norms(cfg, model, findings, from_scratch)
         _check_batch_norms(cfg, model, findings)
-        shapes = _shapes(cfg, model, findings)
         _check_feasibility(shapes.values(), findings)
         _check_batch_whitening(cfg, model, shapes, findings)
+
+
+def _trace_shapes(cfg: CfgNode, model: nn.Module, findings: Findings) -> dict[str, NormShape]:
+    """Trace the shapes at all norms for the smallest square images; its norms compute nothing afterwards."""
+    if not cfg.INPUT.MIN_SIZE_TRAIN:
+        findings.problems.append(
+            "INPUT.MIN_SIZE_TRAIN (empty): training images have no size. Fix: set it to the lengths of the shorter "
+            'side in pixels, e.g. "(800,)".'
+        )
+        return {}
+    side = min(cfg.INPUT.MIN_SIZE_TRAIN)
+    processes = comm.get_world_size()
+    images = max(1, cfg.SOLVER.IMS_PER_BATCH // processes)
+    try:
+        rows = norm_shapes(cfg, side, side, images, processes=processes, model=model)
+    except Exception as error:  # custom components may raise anything
+        findings.warnings.append(
+            "Not checked: whether the norms have enough values to normalize. The shapes of this model cannot be traced "
+            f"on the meta device: {type(error).__name__}: {error}"
+        )
+        return {}
+    return {row.layer: row for row in rows}
+
+
+def _check_resumed(checkpoint: Checkpoint, model: nn.Module, findings: Findings) -> None:
+    """Check that the checkpoint of a resumed run belongs to the same detector.
+
+    Args:
+        checkpoint: the checkpoint to continue from.
+        model: the detector of the config; only shapes and norms are used.
+        findings: a problem is added.
+    """
+    shapes = {name: tuple(value.shape) for name, value in checkpoint.tensors.items()}
+    wanted: dict[str, Any] = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    differences = {
+        "only in the checkpoint": [name for name in shapes if name not in wanted],
+        "only in the detector of this config": [name for name in wanted if name not in shapes],
+        "of another shape": [
+            f"{name} {shapes[name]} in the checkpoint, {shape} here"
+            for name, shape in wanted.items()
+            if name in shapes and shapes[name] != shape
+        ],
+    }
+    found = [f"{len(names)} tensors {kind} ({summarize_names(names)})" for kind, names in differences.items() if names]
+    if norms := norm_differences(checkpoint.metadata, model):
+        found.append(f"{len(norms)} norms differ ({summarize_names(norms)})")
+    if found:
+        findings.problems.append(
+            f"--resume ('{checkpoint.path}'): a checkpoint of another detector: {'; '.join(found)}. Fix: set all MODEL "
+            f"keys as in that run; the keys of norms are {', '.join(NORM_KEYS)}. To start another run from these "
+            "weights, leave out --resume and set MODEL.WEIGHTS and another OUTPUT_DIR."
+        )
 
 
 def _check_frozen_norms(cfg: CfgNode, model: nn.Module, findings: Findings, from_scratch: bool) -> None:
@@ -127,28 +182,6 @@ def _images_per_statistic(cfg: CfgNode, layer: nn.Module) -> int:
     processes = comm.get_world_size()
     synchronized = isinstance(layer, (nn.SyncBatchNorm, NaiveSyncBatchNorm)) or getattr(layer, "sync", False)
     return cfg.SOLVER.IMS_PER_BATCH // processes * (processes if synchronized else 1)
-
-
-def _shapes(cfg: CfgNode, model: nn.Module, findings: Findings) -> dict[str, NormShape]:
-    """Trace the shapes at all norms for the smallest square images; the model cannot be used afterwards."""
-    if not cfg.INPUT.MIN_SIZE_TRAIN:
-        findings.problems.append(
-            "INPUT.MIN_SIZE_TRAIN (empty): training images have no size. Fix: set it to the lengths of the shorter "
-            'side in pixels, e.g. "(800,)".'
-        )
-        return {}
-    side = min(cfg.INPUT.MIN_SIZE_TRAIN)
-    processes = comm.get_world_size()
-    images = max(1, cfg.SOLVER.IMS_PER_BATCH // processes)
-    try:
-        rows = norm_shapes(cfg, side, side, images, processes=processes, model=model)
-    except Exception as error:  # custom components may raise anything
-        findings.warnings.append(
-            "Not checked: whether the norms have enough values to normalize. The shapes of this model cannot be traced "
-            f"on the meta device: {type(error).__name__}: {error}"
-        )
-        return {}
-    return {row.layer: row for row in rows}
 
 
 def _check_feasibility(rows: Iterable[NormShape], findings: Findings) -> None:

@@ -3,15 +3,12 @@
 import os
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from detectron2.config import CfgNode
-from torch import nn
 
-from ..checkpoint import Checkpoint, StartWeights, norm_differences, open_checkpoint
-from ..checkpoint.provenance import TORCHVISION, Preprocessing, Provenance
-from ..errors import UserError, summarize_names
-from ..modeling.norm_keys import NORM_KEYS
+from ..checkpoint import StartWeights, open_checkpoint
+from ..checkpoint.provenance import TORCHVISION, Preprocessing
+from ..errors import UserError
 from .findings import Findings
 
 # part of an address -> preprocessing of these weights, by Detectron2's model zoo and this package
@@ -62,41 +59,10 @@ def check_weights(cfg: CfgNode, start: StartWeights, findings: Findings, *, eval
         findings.problems.append(
             f"--eval-only: no weights to evaluate. Fix: set MODEL.WEIGHTS to a checkpoint, or {fix}."
         )
-    expected = [images for pattern, images in _PREPROCESSING.items() if re.search(pattern, start.address)]
-    if start.opened:
-        expected = _recorded_preprocessing(start.opened) or expected
-    for images in expected:
-        _check_preprocessing(cfg, images, findings)
-
-
-def check_resumed(checkpoint: Checkpoint, model: nn.Module, findings: Findings) -> None:
-    """Check that the checkpoint of a resumed run belongs to the same detector.
-
-    Args:
-        checkpoint: the checkpoint to continue from.
-        model: the detector of the config; only shapes and norms are used.
-        findings: a problem is added.
-    """
-    shapes = {name: tuple(value.shape) for name, value in checkpoint.tensors.items()}
-    wanted: dict[str, Any] = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    differences = {
-        "only in the checkpoint": [name for name in shapes if name not in wanted],
-        "only in the detector of this config": [name for name in wanted if name not in shapes],
-        "of another shape": [
-            f"{name} {shapes[name]} in the checkpoint, {shape} here"
-            for name, shape in wanted.items()
-            if name in shapes and shapes[name] != shape
-        ],
-    }
-    found = [f"{len(names)} tensors {kind} ({summarize_names(names)})" for kind, names in differences.items() if names]
-    if norms := norm_differences(checkpoint.metadata, model):
-        found.append(f"{len(norms)} norms differ ({summarize_names(norms)})")
-    if found:
-        findings.problems.append(
-            f"--resume ('{checkpoint.path}'): a checkpoint of another detector: {'; '.join(found)}. Fix: set all MODEL "
-            f"keys as in that run; the keys of norms are {', '.join(NORM_KEYS)}. To start another run from these "
-            "weights, leave out --resume and set MODEL.WEIGHTS and another OUTPUT_DIR."
-        )
+    recorded = start.opened.preprocessing if start.opened else None
+    for pattern, images in _PREPROCESSING.items() if recorded is None else [("", recorded)]:
+        if re.search(pattern, start.address):
+            _check_preprocessing(cfg, images, findings)
 
 
 def _other_checkpoint(folder: str, last: str) -> str:
@@ -116,12 +82,6 @@ def _checkpoints(folder: str) -> list[str]:
         return []
     paths = [os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(".pth")]
     return sorted(paths, key=os.path.getmtime, reverse=True)
-
-
-def _recorded_preprocessing(checkpoint: Checkpoint) -> list[Preprocessing]:
-    if "provenance" in checkpoint.metadata:  # converted by this package
-        return [Provenance.from_dict(checkpoint.metadata["provenance"]).preprocessing]
-    return [TORCHVISION] if checkpoint.metadata.get("__author__") == "torchvision" else []  # by Detectron2's tool
 
 
 def _check_preprocessing(cfg: CfgNode, images: Preprocessing, findings: Findings) -> None:
