@@ -1,4 +1,4 @@
-"""tools/train_net.py as a user starts it: in processes of its own, killed, resumed, under torchrun, with bad input."""
+"""tools/train_net.py as a user starts it: in its own processes, killed, resumed, under torchrun, with bad input."""
 
 import json
 import math
@@ -56,6 +56,7 @@ def metrics(output: Path) -> dict[int, dict]:
     return {line["iteration"]: line for line in lines if "total_loss" in line}
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_where_its_last_checkpoint_is(data, tmp_path):
     schedule = {
         "SOLVER__MAX_ITER": 50,
@@ -91,7 +92,7 @@ def test_a_killed_run_resumes_where_its_last_checkpoint_is(data, tmp_path):
     assert final["iteration"] == 49
     assert all(value.isfinite().all() for value in final["model"].values())
     assert (tmp_path / "inference" / "coco_instances_results.json").exists()
-    assert not list(tmp_path.glob("*.tmp"))
+    assert not list(tmp_path.glob(".*.tmp"))
 
 
 def test_a_truncated_last_checkpoint_is_named_and_not_started_over(data, tmp_path):
@@ -160,6 +161,7 @@ def test_two_processes_under_torchrun_on_the_cpu(data, tmp_path):
     assert "Evaluation results for segm" in ended.stdout
 
 
+@pytest.mark.slow
 def test_an_error_of_all_processes_is_said_once(data, tmp_path):
 
     ended = run(data, TRAIN_NET, *words(tmp_path, SOLVER__IMS_PER_BATCH=3), launcher=TWO_PROCESSES)

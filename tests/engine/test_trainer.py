@@ -1,4 +1,4 @@
-"""The Trainer and main() in this process: evaluation, checkpoints, and what is said when something goes wrong."""
+"""The Trainer and main() in this process: evaluation, checkpoints, and the messages of failures."""
 
 import importlib.util
 import json
@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 import types
@@ -18,13 +19,13 @@ from detectron2.data import MetadataCatalog
 
 from gw_detectron.analysis import WhiteningWatch, watch
 from gw_detectron.analysis.spectra import REDUCTIONS
-from gw_detectron.checkpoint import NormMismatchError
+from gw_detectron.checkpoint import NormMismatchError, loading, read_weights_file
 from gw_detectron.data.synthetic import register_synthetic
 from gw_detectron.engine import Trainer, main, setup
 from gw_detectron.engine.dataset_mapper import RecordError
 from gw_detectron.engine.nonfinite import NonFiniteError
 from gw_detectron.engine.trainer import fast_coco_evaluation_is_built
-from gw_detectron.errors import FileAccessError
+from gw_detectron.errors import FileAccessError, UserError
 from gw_detectron.preflight import PreflightError
 
 from ..tiny_run import DATA, arguments
@@ -36,6 +37,20 @@ def data(tmp_path_factory):
     register_synthetic(root, DATA)
     yield root / "gw_synthetic"
     register_synthetic()
+
+
+@pytest.fixture(scope="module")
+def finished(data, tmp_path_factory):
+    """The output folder of a finished run without evaluation; not to be changed."""
+    folder = tmp_path_factory.mktemp("finished")
+    main(arguments(folder, DATASETS__TEST="()"))
+    return folder
+
+
+@pytest.fixture
+def copy(finished, tmp_path):
+    """A copy of the finished run in ``tmp_path``."""
+    return shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
 
 
 @pytest.fixture(autouse=True)
@@ -101,9 +116,8 @@ def test_resume_after_the_end_trains_no_more_but_evaluates(tmp_path):
 
 
 @pytest.mark.parametrize("flags", [["--resume"], ["--eval-only"], []], ids=["resume", "evaluate", "fine-tune"])
-def test_norms_that_tensors_do_not_tell_apart(tmp_path, flags):
+def test_norms_that_tensors_do_not_tell_apart(copy, tmp_path, flags):
     """GN has the parameters of GW, and 16 groups those of 64."""
-    main(arguments(tmp_path, DATASETS__TEST="()"))
     config = (tmp_path / "config.yaml").read_text()
     folder = tmp_path if flags == ["--resume"] else tmp_path / "another"
     weights = str(tmp_path / "model_final.pth")
@@ -117,9 +131,8 @@ def test_norms_that_tensors_do_not_tell_apart(tmp_path, flags):
         main(arguments(folder, *flags, "--allow-partial", **changed))
 
 
-def test_norms_are_summed_up_in_the_log(tmp_path):
-    main(arguments(tmp_path, DATASETS__TEST="()"))
-    assert re.search(r"norms: \d+ .*GW:groups=16,iters=5,eps=1e-05,solver=newton", (tmp_path / "log.txt").read_text())
+def test_norms_are_summed_up_in_the_log(finished):
+    assert re.search(r"norms: \d+ .*GW:groups=16,iters=5,eps=1e-05,solver=newton", (finished / "log.txt").read_text())
 
 
 def test_resume_restores_the_optimizer(tmp_path):
@@ -143,6 +156,22 @@ def test_a_checkpoint_with_another_optimizer_is_explained(tmp_path):
     torch.save(content, tmp_path / "model_0000001.pth")
     with pytest.raises(ValueError, match="does not fit this config: .* leave out --resume and set MODEL.WEIGHTS"):
         trainer_for(tmp_path).resume_or_load(resume=True)
+
+
+@pytest.mark.parametrize("state", ["text", {"iteration": "x"}, {"iteration": -7}, {}])
+def test_a_checkpoint_with_a_damaged_training_state_is_refused(copy, tmp_path, state):
+    content = torch.load(tmp_path / "model_final.pth", weights_only=True)
+    torch.save({**content, "trainer": state}, tmp_path / "model_final.pth")
+    with pytest.raises(UserError, match="--resume: the training state of the checkpoint is damaged"):
+        trainer_for(tmp_path, DATASETS__TEST="()").resume_or_load(resume=True)
+
+
+def test_a_checkpoint_is_read_once(copy, tmp_path, monkeypatch):
+    read = []
+    monkeypatch.setattr(loading, "read_weights_file", lambda path: read.append(path) or read_weights_file(path))
+    main(arguments(tmp_path, "--resume", SOLVER__MAX_ITER=4, DATASETS__TEST="()"))
+    main(arguments(tmp_path / "new", MODEL__WEIGHTS=tmp_path / "model_final.pth", DATASETS__TEST="()"))
+    assert read == [str(tmp_path / "model_final.pth")] * 2
 
 
 def test_a_checkpoint_without_optimizer_is_resumed_with_a_warning(tmp_path, caplog):
@@ -302,19 +331,18 @@ def test_the_saved_config_starts_the_same_run(tmp_path):
     assert os.path.exists(tmp_path / "log.txt")
 
 
-def test_a_refused_run_leaves_the_folder_as_it_was(tmp_path):
-    main(arguments(tmp_path, DATASETS__TEST="()"))
+def test_a_refused_run_leaves_the_folder_as_it_was(copy, tmp_path):
     before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     with pytest.raises(PreflightError, match="MODEL.FPN.NORM='XX'"):
         main(arguments(tmp_path, DATASETS__TEST="()", MODEL__FPN__NORM="XX"))
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
 
 
-def test_what_a_killed_run_left_unfinished_is_removed(tmp_path):
+def test_what_a_killed_run_left_unfinished_is_removed(copy, tmp_path):
     killed = subprocess.Popen([sys.executable, "-c", ""])
     killed.wait()
     (tmp_path / f".model_0000001.pth.{os.uname().nodename}.{killed.pid}.01234567.tmp").write_bytes(b"half")
-    main(arguments(tmp_path, DATASETS__TEST="()"))
+    main(arguments(tmp_path, "--resume", DATASETS__TEST="()"))
     assert not list(tmp_path.glob(".*.tmp"))
 
 
