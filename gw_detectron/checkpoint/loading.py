@@ -117,6 +117,8 @@ def open_checkpoint(address: str, key: str = "MODEL.WEIGHTS") -> Checkpoint:
         preprocessing = _recorded_preprocessing(metadata, path)
     except WeightsFileError as error:
         raise type(error)(f"{key}: {error}") from error
+    except OSError as error:
+        raise FileAccessError(f"{key}: cannot open '{path}': {error.strerror}. Fix: give a readable file.") from error
     if options == {"matching_heuristics": ["True"]}:
         metadata["matching_heuristics"] = True
     return Checkpoint(address, path, tensors, metadata, preprocessing)

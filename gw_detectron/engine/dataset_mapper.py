@@ -33,8 +33,7 @@ class ImageNamingMapper:
             return self.mapper(record)
         except (OSError, ValueError) as error:
             raise RecordError(
-                f"'{name}' cannot be used: {error}. Fix: repair the image or its record, or remove it from the data "
-                "set. "
+                f"'{name}' cannot be used: {error}. Fix: repair the image or its record, or remove both."
             ) from error
         except Exception as error:
             error.add_note(f"while reading {name}")

@@ -10,19 +10,8 @@ from typing import Any
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode
-from detectron2.data import (
-    DatasetMapper,
-    MetadataCatalog,
-    build_detection_test_loader,
-    build_detection_train_loader,
-)
-from detectron2.engine import (
-    AMPTrainer,
-    DefaultTrainer,
-    SimpleTrainer,
-    create_ddp_model,
-    hooks,
-)
+from detectron2.data import DatasetMapper, MetadataCatalog, build_detection_test_loader, build_detection_train_loader
+from detectron2.engine import AMPTrainer, DefaultTrainer, SimpleTrainer, create_ddp_model, hooks
 from detectron2.evaluation import COCOEvaluator
 from detectron2.modeling import GeneralizedRCNNWithTTA
 from detectron2.utils import comm
@@ -38,10 +27,6 @@ from .nonfinite import LossGuard, NonFiniteError
 from .optimizer import build_optimizer
 
 log = logging.getLogger(__name__)
-
-
-class CheckpointMismatchError(ConfigError):
-    """The training state of a checkpoint does not fit the run."""
 
 
 class Trainer(DefaultTrainer):
@@ -91,24 +76,17 @@ class Trainer(DefaultTrainer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        iteration = state_dict.get("iteration") if isinstance(state_dict, dict) else None
-        if not isinstance(iteration, int) or iteration < 0:
-            raise CheckpointMismatchError(
-                f"--resume: the training state of the checkpoint is damaged (iteration {iteration!r}). Fix: resume "
-                "from another checkpoint, or set MODEL.WEIGHTS to this one and leave out --resume."
-            )
         super(DefaultTrainer, self).load_state_dict(state_dict)
         if "_trainer" not in state_dict:
             log.warning("the checkpoint contains no optimizer state: its momentum starts from zero")
             return
         try:
             self._trainer.load_state_dict(state_dict["_trainer"])
-        except ValueError as error:
-            raise CheckpointMismatchError(
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
                 f"--resume: the optimizer of the checkpoint does not fit this config: {error}. It was written with "
                 "another weight decay, learning rate of biases or frozen layers (SOLVER, MODEL.BACKBONE.FREEZE_AT) or "
-                "by other software. Fix: to start from its weights alone, leave out --resume and set MODEL.WEIGHTS to "
-                "it. "
+                "by other software. Fix: leave out --resume and set MODEL.WEIGHTS to it, to use its weights alone."
             ) from error
 
     def resume_or_load(self, resume: bool = True, *, allow_partial: bool = False) -> LoadReport:
@@ -128,11 +106,17 @@ class Trainer(DefaultTrainer):
         Raises:
             PartialLoadError, NormMismatchError, UserError: see :func:`gw_detectron.checkpoint.load_checkpoint`.
         """
-        report = load_checkpoint(
-            self.checkpointer, start.checkpoint(), allow_partial=allow_partial, resume=start.resumed
-        )
-        if start.resumed:
-            self.start_iter = self.iter + 1  # the checkpoint stores the iteration that it has finished
+        checkpoint = start.checkpoint()
+        if start.resumed and checkpoint:
+            state = checkpoint.metadata.get("trainer")
+            finished = state.get("iteration") if isinstance(state, dict) else None
+            if not isinstance(finished, int) or finished < 0:
+                raise ConfigError(
+                    f"--resume ('{start.address}'): no training state in the checkpoint (iteration {finished!r}). Fix: "
+                    "leave out --resume and set MODEL.WEIGHTS to it, to use its weights alone."
+                )
+            self.start_iter = finished + 1
+        report = load_checkpoint(self.checkpointer, checkpoint, allow_partial=allow_partial, resume=start.resumed)
         log.info(str(report))
         return report
 

@@ -34,7 +34,8 @@ def check_weights(cfg: CfgNode, start: StartWeights, findings: Findings, *, eval
     """
     if start.resumed:
         if start.error:
-            findings.problems.append(f"{start.error} {_other_checkpoint(cfg.OUTPUT_DIR, start.address)}")
+            reason = str(start.error).partition(" Fix: ")[0]
+            findings.problems.append(f"{reason} Fix: {_other_checkpoint(cfg.OUTPUT_DIR, start.address)}")
         return
     folder = cfg.OUTPUT_DIR
     tag = os.path.join(folder, "last_checkpoint")
@@ -59,10 +60,10 @@ def check_weights(cfg: CfgNode, start: StartWeights, findings: Findings, *, eval
         findings.problems.append(
             f"--eval-only: no weights to evaluate. Fix: set MODEL.WEIGHTS to a checkpoint, or {fix}."
         )
-    recorded = start.opened.preprocessing if start.opened else None
-    for pattern, images in _PREPROCESSING.items() if recorded is None else [("", recorded)]:
-        if re.search(pattern, start.address):
-            _check_preprocessing(cfg, images, findings)
+    recorded = start.opened and start.opened.preprocessing
+    expected = [images for pattern, images in _PREPROCESSING.items() if re.search(pattern, start.address)]
+    for images in [recorded] if recorded else expected:
+        _check_preprocessing(cfg, images, findings)
 
 
 def _other_checkpoint(folder: str, last: str) -> str:
@@ -70,10 +71,10 @@ def _other_checkpoint(folder: str, last: str) -> str:
         try:
             if path != last and open_checkpoint(path):
                 name = os.path.basename(path)
-                return f"To continue from the newest undamaged checkpoint, write {name} into {folder}/last_checkpoint."
+                return f"write {name}, the newest undamaged checkpoint, into {folder}/last_checkpoint."
         except (UserError, OSError):
             continue
-    return f"There is no other undamaged checkpoint: delete {folder}/last_checkpoint to start anew."
+    return f"delete {folder}/last_checkpoint to start anew; there is no other undamaged checkpoint."
 
 
 def _checkpoints(folder: str) -> list[str]:

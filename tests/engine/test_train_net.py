@@ -107,7 +107,7 @@ def test_a_truncated_last_checkpoint_is_named_and_not_started_over(data, tmp_pat
     assert ended.returncode == 1
     assert "Traceback" not in ended.stderr + ended.stdout
     assert "model_0000003.pth" in ended.stderr and "cut off" in ended.stderr
-    assert "write model_0000001.pth into" in ended.stderr
+    assert "Fix: write model_0000001.pth" in ended.stderr
     assert not (tmp_path / "metrics.json").exists()
 
 

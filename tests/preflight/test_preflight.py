@@ -386,7 +386,7 @@ class TestResume:
         (tmp_path / "output" / "last_checkpoint").write_text("model_0000005.pth")
         problem = one(check(resume=True))
         assert "model_0000005.pth" in problem and "is cut off" in problem
-        assert "write model_0000001.pth into" in problem
+        assert "Fix: write model_0000001.pth" in problem
         os.remove(tmp_path / "output" / "model_0000001.pth")
         assert "/last_checkpoint to start anew" in one(check(resume=True))
 
