@@ -15,7 +15,7 @@ from ..checkpoint import PartialLoadError, StartWeights, load_checkpoint, open_s
 from ..config import read_config
 from ..errors import ConfigError, FileAccessError
 from ..modeling.norm import norm_summary
-from ..preflight import preflight
+from ..preflight import Findings, preflight
 from .launch import in_all_processes
 from .trainer import Trainer
 
@@ -61,17 +61,18 @@ def prepare(args: argparse.Namespace) -> tuple[CfgNode, StartWeights]:
     with in_all_processes():
         cfg = run_config(args)
         start = open_start_weights(cfg, resume=args.resume)
-        warnings = []
+        findings = Findings()
         if comm.is_main_process():
-            options = {"eval_only": args.eval_only, "resume": args.resume, "ignore": args.ignore_preflight}
-            warnings = preflight(cfg, start, **options)
+            findings = preflight(cfg, start, eval_only=args.eval_only, resume=args.resume)
+        if not args.ignore_preflight:
+            findings.raise_problems()
         start.checkpoint()  # raises the error of opening it
     with in_all_processes():
         prepare_output(cfg, args)
-    if args.eval_only and args.whitening_stats_period:
-        warnings.append("--whitening-stats-period has no effect with --eval-only: it observes the layers in training")
-    for warning in warnings:
+    for warning in findings.problems + findings.warnings:
         log.warning(warning)
+    if args.eval_only and args.whitening_stats_period:
+        log.warning("--whitening-stats-period has no effect with --eval-only: it observes the layers in training")
     return cfg, start
 
 

@@ -9,12 +9,10 @@ from .findings import Findings, PreflightError
 from .model_checks import check_model
 from .weights_checks import check_weights
 
-__all__ = ["COCO_EVALUATORS", "Findings", "PreflightError", "find_problems", "preflight"]
+__all__ = ["COCO_EVALUATORS", "Findings", "PreflightError", "preflight"]
 
 
-def preflight(
-    cfg: CfgNode, start: StartWeights, *, eval_only: bool = False, resume: bool = False, ignore: bool = False
-) -> list[str]:
+def preflight(cfg: CfgNode, start: StartWeights, *, eval_only: bool = False, resume: bool = False) -> Findings:
     """Check a run before it starts.
 
     Args:
@@ -22,22 +20,10 @@ def preflight(
         start: the weights that the run starts from, see :func:`gw_detectron.checkpoint.open_start_weights`.
         eval_only: the run evaluates only.
         resume: the user asked to resume.
-        ignore: return problems as warnings.
 
     Returns:
-        The warnings, to be logged.
-
-    Raises:
-        PreflightError: all problems.
+        All problems and warnings.
     """
-    findings = find_problems(cfg, start, eval_only=eval_only, resume=resume)
-    if findings.problems and not ignore:
-        raise PreflightError(findings.problems)
-    return findings.problems + findings.warnings
-
-
-def find_problems(cfg: CfgNode, start: StartWeights, *, eval_only: bool = False, resume: bool = False) -> Findings:
-    """Return all problems and warnings of a run; the arguments are those of :func:`preflight`."""
     findings = Findings()
     check_device(cfg, findings, eval_only=eval_only)
     if not eval_only:

@@ -13,6 +13,11 @@ class Findings:
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
+    def raise_problems(self) -> None:
+        """Raise :class:`PreflightError` if there is a problem."""
+        if self.problems:
+            raise PreflightError(self.problems)
+
 
 class PreflightError(ConfigError):
     """A run would fail later or learn nothing.

@@ -25,7 +25,7 @@ from gw_detectron.engine import Trainer, main, setup
 from gw_detectron.engine.dataset_mapper import RecordError
 from gw_detectron.engine.nonfinite import NonFiniteError
 from gw_detectron.engine.trainer import fast_coco_evaluation_is_built
-from gw_detectron.errors import FileAccessError, UserError
+from gw_detectron.errors import FileAccessError, MissingFileError, UserError
 from gw_detectron.preflight import PreflightError
 
 from ..tiny_run import DATA, arguments
@@ -336,6 +336,14 @@ def test_a_refused_run_leaves_the_folder_as_it_was(copy, tmp_path):
     with pytest.raises(PreflightError, match="MODEL.FPN.NORM='XX'"):
         main(arguments(tmp_path, DATASETS__TEST="()", MODEL__FPN__NORM="XX"))
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
+
+
+def test_problems_that_are_ignored_become_warnings_but_unreadable_weights_stop_the_run(tmp_path):
+    frozen = {"MODEL__BACKBONE__FREEZE_AT": 2, "SOLVER__MAX_ITER": 1, "SOLVER__STEPS": "()", "DATASETS__TEST": "()"}
+    main(arguments(tmp_path, "--ignore-preflight", **frozen))
+    assert re.search(r"WARNING.*MODEL.BACKBONE.FREEZE_AT \(2\)", (tmp_path / "log.txt").read_text())
+    with pytest.raises(MissingFileError, match="MODEL.WEIGHTS: file not found: 'x.pth'"):
+        main(arguments(tmp_path, "--ignore-preflight", MODEL__WEIGHTS="x.pth"))
 
 
 def test_what_a_killed_run_left_unfinished_is_removed(copy, tmp_path):

@@ -16,7 +16,7 @@ from PIL import Image
 
 from gw_detectron import add_gw_config
 from gw_detectron.checkpoint import StartWeights, open_start_weights
-from gw_detectron.preflight import Findings, PreflightError, find_problems, preflight
+from gw_detectron.preflight import Findings, PreflightError, preflight
 
 from ..tiny_run import CONFIG, OPTS
 
@@ -93,7 +93,7 @@ def check(tmp_path, coco):
         if "tiny_coco" not in DatasetCatalog:
             coco()
         cfg = config(tmp_path, **changes)
-        return find_problems(cfg, open_start_weights(cfg, resume=resume), eval_only=eval_only, resume=resume)
+        return preflight(cfg, open_start_weights(cfg, resume=resume), eval_only=eval_only, resume=resume)
 
     return run
 
@@ -111,9 +111,9 @@ def test_all_problems_are_raised_together(tmp_path, coco):
     coco()
     cfg = config(tmp_path, MODEL__BACKBONE__FREEZE_AT=2, MODEL__ROI_HEADS__NUM_CLASSES=7)
     with pytest.raises(PreflightError, match="(?s)has 2 problems.*FREEZE_AT.*NUM_CLASSES") as raised:
-        preflight(cfg, StartWeights())
+        preflight(cfg, StartWeights()).raise_problems()
     assert len(raised.value.problems) == 2
-    assert len(preflight(cfg, StartWeights(), ignore=True)) == 2
+    preflight(config(tmp_path), StartWeights()).raise_problems()
 
 
 class TestModel:
