@@ -1,11 +1,9 @@
 """Safe reading of weight files: no code in a file is run, whatever its origin."""
 
 import argparse
-import errno
 import os
 import pickle
 import re
-import stat
 import struct
 import zipfile
 from collections import OrderedDict
@@ -14,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from ..errors import MissingFileError, UserError
@@ -60,15 +58,12 @@ def read_weights_file(path: str | os.PathLike[str]) -> Contents:
     path = os.fspath(path)
     if not os.path.exists(path):
         raise MissingFileError(f"'{path}': file not found (cwd: {os.getcwd()}). Fix: give an existing file.")
-    status = os.stat(path)
-    if stat.S_ISDIR(status.st_mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-    if not stat.S_ISREG(status.st_mode):  # opening a pipe would block
+    if not (os.path.isfile(path) or os.path.isdir(path)):  # opening a pipe would block
         raise WeightsFileError(f"'{path}' cannot be read: it is not a regular file. Fix: give a file.")
-    with open(path, "rb") as file:
+    with open(path, "rb") as file:  # raises IsADirectoryError
         begin = file.read(len(_LEGACY_TORCH))
     try:
-        return _read(path, status.st_size, begin)
+        return _read(path, os.path.getsize(path), begin)
     except RefusedFileError as error:
         raise RefusedFileError(f"'{path}' was not read: {error}. Fix: {_how_to_extract_tensors(path)}") from None
     except WeightsFileError as error:
@@ -85,19 +80,15 @@ def _read(path: str, size: int, begin: bytes) -> Contents:
         raise WeightsFileError("it is empty")
     if begin.startswith(b"PK"):
         _check_archive(path, size)
-        return Contents(_load_torch(path, size), format="torch")
-    if begin == _LEGACY_TORCH:
-        return Contents(_load_torch(path, size), format="torch")
+    if begin.startswith(b"PK") or begin == _LEGACY_TORCH:
+        return Contents(_load_torch(path, size))
     if begin[:1] == b"\x80":
         with open(path, "rb") as file:  # latin1 decodes the strings and arrays of Python 2 in old Detectron files
             return Contents(_arrays_to_tensors(_NumpyUnpickler(file, encoding="latin1").load()), format="pickle")
     if begin[8:9] == b"{" and struct.unpack("<Q", begin[:8])[0] < _LARGEST_HEADER:
-        try:
-            with safe_open(path, framework="pt") as file:
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                return Contents(tensors, file.metadata() or {}, "safetensors")
-        except SafetensorError as error:
-            raise WeightsFileError(f"it is cut off or damaged ({error})") from None
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return Contents(tensors, file.metadata() or {}, "safetensors")
     if begin.lstrip()[:1] == b"<":
         raise WeightsFileError("it is a web page, so the download failed")
     raise WeightsFileError("it is not a file of torch.save, a safetensors file or a pickle")
