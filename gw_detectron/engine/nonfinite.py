@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 
-_LESS_LEARNING = "lower SOLVER.BASE_LR, lengthen SOLVER.WARMUP_ITERS or set SOLVER.CLIP_GRADIENTS.ENABLED True"
+_STABILIZE = "lower SOLVER.BASE_LR, lengthen SOLVER.WARMUP_ITERS or set SOLVER.CLIP_GRADIENTS.ENABLED True"
 
 
 class NonFiniteError(UserError, FloatingPointError):
@@ -77,7 +77,7 @@ class LossGuard:
         if found:
             return (
                 f"The first module with a non-finite output is {found[0]}, for the images {names}. "
-                f"Fix: {_LESS_LEARNING}."
+                f"Fix: {_STABILIZE}."
             )
         return (
             "Inputs, parameters and the outputs of all modules are finite. Unless a layer is named above, the loss "
@@ -125,6 +125,6 @@ def _bad_parameter(model: nn.Module) -> str:
         if not _is_finite(value):
             return (
                 f"{name} has values that are NaN or infinite, from an earlier step or from the loaded weights. "
-                f"Fix: {_LESS_LEARNING}, and start from an earlier checkpoint with MODEL.WEIGHTS."
+                f"Fix: {_STABILIZE}, and start from an earlier checkpoint with MODEL.WEIGHTS."
             )
     return ""
