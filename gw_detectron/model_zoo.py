@@ -10,7 +10,7 @@ from detectron2.config import CfgNode, get_cfg
 from detectron2.modeling import build_model
 from torch import nn
 
-from .checkpoint import strict_backbone_load
+from .checkpoint import load_checkpoint, open_checkpoint
 from .config import add_gw_config
 
 __all__ = ["get", "get_config", "get_config_file", "list_configs"]
@@ -94,8 +94,8 @@ def get(name: str, trained: bool = False, device: str | None = None) -> nn.Modul
     elif not torch.cuda.is_available():
         cfg.MODEL.DEVICE = "cpu"
     model = build_model(cfg)
-    with strict_backbone_load(model, cfg.MODEL.WEIGHTS):
-        DetectionCheckpointer(model).load(cfg.MODEL.WEIGHTS)
+    if cfg.MODEL.WEIGHTS:
+        load_checkpoint(DetectionCheckpointer(model), open_checkpoint(cfg.MODEL.WEIGHTS))
     return model
 
 

@@ -12,7 +12,8 @@ PACKAGE = ROOT / "gw_detectron"
 
 # A room may import the rooms of the rows above its own.
 ROOMS = (
-    {"errors", "atomic", "version"},
+    {"errors", "version"},
+    {"atomic"},
     {"ops"},
     {"layers"},
     {"config"},

@@ -8,9 +8,9 @@ import pytest
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
 
-from gw_detectron.checkpoint import strict_backbone_load
+from gw_detectron.checkpoint import load_checkpoint, open_checkpoint
 from gw_detectron.data.synthetic import register_synthetic
-from gw_detectron.engine.trainer import Trainer, setup
+from gw_detectron.engine import Trainer, setup
 from gw_detectron.layers import BatchWhitening2d
 from gw_detectron.modeling import norm_spec, resolve_norm
 from gw_detectron.modeling.norm_table import norm_rows
@@ -85,8 +85,7 @@ def test_it_trains_evaluates_and_comes_back(member, tmp_path):
         torch.testing.assert_close(alone[level] / scale, features[:1] / scale, rtol=0, atol=1e-3)
 
     again = Trainer.build_model(trainer.cfg)
-    with strict_backbone_load(again, str(tmp_path / "model_final.pth")) as report:
-        DetectionCheckpointer(again).load(str(tmp_path / "model_final.pth"))
+    report = load_checkpoint(DetectionCheckpointer(again), open_checkpoint(str(tmp_path / "model_final.pth")))
     assert not report.missing and not report.new
     assert norm_rows(again) == norm_rows(model)
     with torch.no_grad():

@@ -20,7 +20,7 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from ..checkpoint import LoadReport, PartialLoadError, strict_backbone_load
+from ..checkpoint import LoadReport, PartialLoadError, load_checkpoint, open_checkpoint
 from ..data.images import read_image
 from ..data.synthetic import SyntheticConfig, draw_scene
 from ..errors import summarize_names
@@ -64,7 +64,7 @@ def analyze_layers(
         ValueError: the model has no whitening layers, ``count`` or ``samples`` is not positive, there are no images, or
             one of them cannot be read.
         PartialLoadError: the weights lack a part of the backbone or of the whitening layers.
-        Other errors: see :func:`gw_detectron.checkpoint.strict_backbone_load`.
+        Other errors: see :func:`gw_detectron.checkpoint.load_checkpoint`.
     """
     if count < 1:
         raise ValueError(f"count={count} images: it has to be 1 or more")
@@ -79,8 +79,8 @@ def analyze_layers(
     layers = whitening_layers(model)
     if not layers:
         raise ValueError("the model has no whitening layers; see MODEL.RESNETS.WHITEN_NORM and WHITEN_POSITIONS")
-    with strict_backbone_load(model, cfg.MODEL.WEIGHTS, allow_partial=allow_partial) as report:
-        DetectionCheckpointer(model).load(cfg.MODEL.WEIGHTS)
+    checkpoint = open_checkpoint(cfg.MODEL.WEIGHTS) if cfg.MODEL.WEIGHTS else None
+    report = load_checkpoint(DetectionCheckpointer(model), checkpoint, allow_partial=allow_partial)
     if cfg.MODEL.WEIGHTS and not allow_partial:
         _check_loaded(report, layers)
     found: dict[str, list[dict[str, Tensor]]] = {}  # in the order in which the layers are called

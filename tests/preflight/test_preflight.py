@@ -1,4 +1,4 @@
-"""Every check before a run: what it finds, what it advises, and that a sound run passes."""
+"""Every check before a run: its message, its fix, and that a sound run passes."""
 
 import json
 import os
@@ -15,9 +15,10 @@ from detectron2.utils.file_io import PathManager
 from PIL import Image
 
 from gw_detectron import add_gw_config
-from gw_detectron.preflight import Findings, PreflightError, find_problems, preflight
+from gw_detectron.checkpoint import StartWeights, open_start_weights
+from gw_detectron.preflight import Findings, PreflightError, preflight
 
-from .tiny_run import CONFIG, OPTS
+from ..tiny_run import CONFIG, OPTS
 
 RGB = {
     "INPUT.FORMAT": "RGB",
@@ -91,7 +92,8 @@ def check(tmp_path, coco):
     def run(eval_only: bool = False, resume: bool = False, **changes) -> Findings:
         if "tiny_coco" not in DatasetCatalog:
             coco()
-        return find_problems(config(tmp_path, **changes), eval_only=eval_only, resume=resume)
+        cfg = config(tmp_path, **changes)
+        return preflight(cfg, open_start_weights(cfg, resume=resume), eval_only=eval_only, resume=resume)
 
     return run
 
@@ -109,9 +111,9 @@ def test_all_problems_are_raised_together(tmp_path, coco):
     coco()
     cfg = config(tmp_path, MODEL__BACKBONE__FREEZE_AT=2, MODEL__ROI_HEADS__NUM_CLASSES=7)
     with pytest.raises(PreflightError, match="(?s)has 2 problems.*FREEZE_AT.*NUM_CLASSES") as raised:
-        preflight(cfg)
+        preflight(cfg, StartWeights()).raise_problems()
     assert len(raised.value.problems) == 2
-    assert len(preflight(cfg, ignore=True)) == 2
+    preflight(config(tmp_path), StartWeights()).raise_problems()
 
 
 class TestModel:
@@ -127,16 +129,16 @@ class TestModel:
     def test_frozen_bn_from_scratch(self, check, key, layer):
         problem = one(check(**{key: "FrozenBN"}))
         assert "FrozenBN" in problem and layer in problem
-        assert f"Set {key.replace('__', '.')} to BN, GN or GW" in problem
+        assert f"set {key.replace('__', '.')} to BN, GN or GW" in problem
 
     @pytest.mark.parametrize("norm", ["FrozenBN", "FrozenBW:channels=16"])
     def test_frozen_norms_at_the_whitened_positions(self, check, norm):
         problem = one(check(MODEL__RESNETS__WHITEN_NORM=norm))
-        assert "9 layers have FrozenBN or FrozenBW" in problem and "stem.conv1.norm" in problem
+        assert "9 layers are FrozenBN or FrozenBW" in problem and "stem.conv1.norm" in problem
 
     def test_frozen_layers_from_scratch(self, check):
         problem = one(check(MODEL__BACKBONE__FREEZE_AT=2))
-        assert "MODEL.BACKBONE.FREEZE_AT is 2" in problem and "FREEZE_AT 0" in problem
+        assert "MODEL.BACKBONE.FREEZE_AT (2)" in problem and "FREEZE_AT 0" in problem
 
     def test_both_are_fine_with_weights(self, check, tmp_path):
         torch.save({"model": {}}, tmp_path / "w.pth")
@@ -165,14 +167,14 @@ class TestModel:
     def test_too_few_numbers_for_batch_whitening(self, check):
         # 2 images of 2 x 2 pixels are 8 columns
         changes = {"INPUT__MIN_SIZE_TRAIN": "(64,)", "MODEL__FPN__NORM": "BW:channels=16"}
-        warning = next(text for text in check(**changes).warnings if "cannot do" in text)
-        assert "Take a smaller channels= of BW, fewer groups, or larger images." in warning  # res5 has GW
+        warning = next(text for text in check(**changes).warnings if "too few values" in text)
+        assert "Fix: use a smaller channels= of BW, fewer groups, or larger images." in warning  # res5 has GW
         found = check(**changes, MODEL__RESNETS__WHITEN_NORM="BN").warnings
-        warning = next(text for text in found if "cannot do" in text)
-        assert "Take a smaller channels= of BW, or larger images." in warning
+        warning = next(text for text in found if "too few values" in text)
+        assert "Fix: use a smaller channels= of BW, or larger images." in warning
 
     def test_no_size_of_images(self, check):
-        assert "INPUT.MIN_SIZE_TRAIN is empty" in one(check(INPUT__MIN_SIZE_TRAIN="()"))
+        assert "INPUT.MIN_SIZE_TRAIN (empty)" in one(check(INPUT__MIN_SIZE_TRAIN="()"))
 
     def test_batch_whitening_of_two_images(self, check):
         images = {"INPUT__MIN_SIZE_TRAIN": "(160,)"}
@@ -187,7 +189,7 @@ class TestModel:
         monkeypatch.setattr(ResNet, "forward", lambda self, x: x.mean().item())
         found = check()
         assert not found.problems and len(found.warnings) == 1
-        assert "was not checked" in found.warnings[0] and "RuntimeError" in found.warnings[0]
+        assert "Not checked" in found.warnings[0] and "RuntimeError" in found.warnings[0]
 
     @pytest.mark.parametrize(
         ("changes", "words"),
@@ -255,16 +257,18 @@ class TestMachine:
         assert "SOLVER.AMP.ENABLED False" in one(check(SOLVER__AMP__ENABLED=True))
 
     def test_an_unknown_device(self, check):
-        assert "MODEL.DEVICE is 'gpu', which is no device" in one(check(MODEL__DEVICE="gpu"))
+        assert "MODEL.DEVICE ('gpu'): unknown device" in one(check(MODEL__DEVICE="gpu"))
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="speaks about a machine without a GPU")
     def test_no_gpu(self, check):
-        assert "Set MODEL.DEVICE cpu, or give --num-gpus 0" in one(check(MODEL__DEVICE="cuda"))
+        assert "set MODEL.DEVICE cpu, or give --num-gpus 0" in one(check(MODEL__DEVICE="cuda"))
 
 
 class TestSolver:
     def test_an_empty_batch(self, check):
-        assert "SOLVER.IMS_PER_BATCH is 0. Set it to the images of a step" in one(check(SOLVER__IMS_PER_BATCH=0))
+        assert "SOLVER.IMS_PER_BATCH (0): empty batch. Fix: set it to the images per step" in one(
+            check(SOLVER__IMS_PER_BATCH=0)
+        )
 
     @pytest.mark.parametrize("changes", [{"SOLVER__STEPS": (3,)}, {"SOLVER__STEPS": (2, 1)}])
     def test_a_schedule_that_cannot_be(self, check, changes):
@@ -278,16 +282,16 @@ class TestSolver:
 class TestWeights:
     def test_an_unknown_scheme(self, check):
         problem = one(check(MODEL__WEIGHTS="nowhere://imagenet/R-50"))
-        assert "begin with nowhere://" in problem and "path of a file" in problem
+        assert "unknown scheme 'nowhere://'" in problem and "path of a file" in problem
 
     def test_a_missing_file(self, check):
-        assert "my/R-50.pkl is no file" in (problem := one(check(MODEL__WEIGHTS="my/R-50.pkl")))
-        assert "Correct the path" in problem
-        assert "nobody has published" in one(check(MODEL__WEIGHTS="weights/R-50-GW-S1.pkl"))
+        assert "MODEL.WEIGHTS: file not found: 'my/R-50.pkl'" in (problem := one(check(MODEL__WEIGHTS="my/R-50.pkl")))
+        assert "give an existing path" in problem
+        assert "none are published" in one(check(MODEL__WEIGHTS="weights/R-50-GW-S1.pkl"))
 
     def test_nothing_to_evaluate(self, check, tmp_path):
-        assert "or give --resume" in one(check(eval_only=True))
-        assert f"--resume finds no checkpoint in {tmp_path / 'output'}" in one(check(eval_only=True, resume=True))
+        assert "or --resume" in one(check(eval_only=True))
+        assert f"there is no checkpoint in '{tmp_path / 'output'}'" in one(check(eval_only=True, resume=True))
 
     def test_a_file_that_torch_cannot_read(self, check, tmp_path):
         path = tmp_path / "w.pth"
@@ -296,7 +300,7 @@ class TestWeights:
         path.write_bytes(b"")
         assert "is empty" in one(check(MODEL__WEIGHTS=str(path)))
         torch.save([1, 2], path)
-        assert "holds a list instead of a dict" in one(check(MODEL__WEIGHTS=str(path)))
+        assert "contains a list instead of a dict" in one(check(MODEL__WEIGHTS=str(path)))
 
     def test_a_damaged_and_a_truncated_file(self, check, tmp_path):
         path = tmp_path / "w.pth"
@@ -330,7 +334,7 @@ class TestWeights:
     def test_gw_addresses_mean_rgb_images(self, check, monkeypatch, tmp_path):
         monkeypatch.setenv("GW_DETECTRON_WEIGHTS", str(tmp_path))  # nothing is to be downloaded here
         text = " ".join(check(MODEL__WEIGHTS="gw://imagenet/R-50-GW", INPUT__FORMAT="BGR").problems)
-        assert "Set INPUT.FORMAT RGB." in text
+        assert "set INPUT.FORMAT RGB." in text
 
     @pytest.mark.parametrize(
         ("name", "wanted"),
@@ -362,7 +366,7 @@ class TestWeights:
         assert ("STRIDE_IN_1X1" in problem) == ("STRIDE_IN_1X1 False" in wanted)
 
     def test_evaluation_without_weights(self, check):
-        assert "--eval-only has no weights" in one(check(eval_only=True))
+        assert "--eval-only: no weights" in one(check(eval_only=True))
 
 
 class TestResume:
@@ -382,25 +386,25 @@ class TestResume:
         (tmp_path / "output" / "last_checkpoint").write_text("model_0000005.pth")
         problem = one(check(resume=True))
         assert "model_0000005.pth" in problem and "is cut off" in problem
-        assert "write model_0000001.pth into that file" in problem
+        assert "Fix: write model_0000001.pth" in problem
         os.remove(tmp_path / "output" / "model_0000001.pth")
-        assert "delete that file to start anew" in one(check(resume=True))
+        assert "/last_checkpoint to start anew" in one(check(resume=True))
 
     def test_names_that_lead_nowhere(self, check, tmp_path):
         self.checkpoint(tmp_path, "model_0000001.pth", 0)
         assert "last_checkpoint" in one(check(resume=True)) and "model_0000001.pth" in one(check(resume=True))
         tag = tmp_path / "output" / "last_checkpoint"
         tag.write_text("")
-        assert "that file is empty" in one(check(resume=True))
+        assert "the file is empty" in one(check(resume=True))
         tag.write_bytes(bytes(range(128, 256)))
-        assert "does not exist" in one(check(resume=True))
+        assert "file not found" in one(check(resume=True))
         tag.write_text("model_0000009.pth")
-        assert "model_0000009.pth" in one(check(resume=True)) and "does not exist" in one(check(resume=True))
+        assert "model_0000009.pth" in one(check(resume=True)) and "file not found" in one(check(resume=True))
 
     def test_a_whole_checkpoint_counts_as_weights(self, check, tmp_path):
         self.detector(tmp_path, MODEL__BACKBONE__FREEZE_AT=2)
         assert check(resume=True, MODEL__BACKBONE__FREEZE_AT=2) == Findings([], [])
-        assert "--resume goes on from the last" in check().warnings[0]
+        assert "continue it with --resume" in check().warnings[0]
 
     def detector(self, tmp_path, **changes) -> None:
         """Writes the last checkpoint of a run of :func:`config`."""
@@ -417,11 +421,11 @@ class TestResume:
                 "BW:channels=8",
                 ["fpn_lateral2.norm.running_matrix (32, 16) in the checkpoint, (32, 8)"],
             ),
-            ("BW:channels=16", "GW:groups=8", ["16 tensors are only in the checkpoint (backbone.fpn_lateral2.norm."]),
+            ("BW:channels=16", "GW:groups=8", ["16 tensors only in the checkpoint (backbone.fpn_lateral2.norm."]),
             (
                 "BW:channels=16",
                 "BW:channels=16,rotation=cayley",
-                ["8 tensors are only in the detector", "fpn_lateral2.norm.rotate"],
+                ["8 tensors only in the detector", "fpn_lateral2.norm.rotate"],
             ),
         ],
     )
@@ -467,15 +471,15 @@ class TestKeysOfThisPackage:
 class TestData:
     def test_number_of_classes(self, check):
         problem = one(check(MODEL__ROI_HEADS__NUM_CLASSES=80))
-        assert "is 80" in problem and "has 2 classes. Set MODEL.ROI_HEADS.NUM_CLASSES 2" in problem
+        assert "NUM_CLASSES (80)" in problem and "has 2 classes. Fix: set MODEL.ROI_HEADS.NUM_CLASSES 2" in problem
 
     def test_an_unknown_image_format(self, check):
-        assert "INPUT.FORMAT is 'XYZ'. Set it to one of RGB" in one(check(INPUT__FORMAT="XYZ"))
+        assert "INPUT.FORMAT ('XYZ'): unknown. Fix: set it to one of RGB" in one(check(INPUT__FORMAT="XYZ"))
 
     def test_an_unknown_data_set(self, check):
         problem = one(check(DATASETS__TRAIN=("coco_2017_trian",)))
-        assert "no data set coco_2017_trian" in problem and "coco_2017_train" in problem
-        assert "DATASETS.TRAIN is empty" in one(check(DATASETS__TRAIN=()))
+        assert "DATASETS ('coco_2017_trian'): unknown data set" in problem and "coco_2017_train" in problem
+        assert "DATASETS.TRAIN (empty)" in one(check(DATASETS__TRAIN=()))
 
     def test_a_missing_folder(self, check, coco, tmp_path, monkeypatch):
         coco().unlink()
@@ -483,7 +487,7 @@ class TestData:
         text = " ".join(check().problems)
         assert "tiny.json" in text and "DETECTRON2_DATASETS" in text and "/where/data/is" in text
         os.rename(tmp_path / "data", tmp_path / "moved")
-        assert f"there is no {tmp_path / 'data'}, so no" in " ".join(check().problems)
+        assert f"'{tmp_path / 'data'}' does not exist, so" in " ".join(check().problems)
 
     def test_missing_images(self, check, coco, tmp_path):
         coco()
@@ -494,21 +498,21 @@ class TestData:
     @pytest.mark.parametrize(
         ("damage", "words"),
         [
-            (lambda c: c.pop("images"), "it has no list 'images'"),
-            (lambda c: c.pop("categories"), "it has no list 'categories'"),
+            (lambda c: c.pop("images"), "no list 'images'"),
+            (lambda c: c.pop("categories"), "no list 'categories'"),
             (lambda c: c["images"][1].pop("height"), r"images\[1\] \(id 2\) has no field 'height'"),
             (lambda c: c["images"][0].pop("id"), r"images\[0\] has no field 'id'"),
             (lambda c: c["categories"][0].pop("name"), r"categories\[0\] \(id 9\) has no field 'name'"),
             (lambda c: c["annotations"][1].pop("bbox"), r"annotations\[1\] \(id 2\) has no field 'bbox'"),
             (lambda c: c["annotations"][1].pop("segmentation"), "has no field 'segmentation'"),
-            (lambda c: c["annotations"][1].update(bbox=[1, 2, 3]), "annotation 2 has bbox .*four numbers"),
-            (lambda c: c["annotations"][1].update(bbox=[1, 2, 3, float("nan")]), "annotation 2 has bbox"),
-            (lambda c: c["annotations"][0].update(image_id=77), "annotation 1 has image_id 77"),
-            (lambda c: c["annotations"][0].update(category_id=1), "annotation 1 has category_id 1"),
+            (lambda c: c["annotations"][1].update(bbox=[1, 2, 3]), "annotation 2: bbox .*four numbers"),
+            (lambda c: c["annotations"][1].update(bbox=[1, 2, 3, float("nan")]), "annotation 2: bbox"),
+            (lambda c: c["annotations"][0].update(image_id=77), "annotation 1: image_id 77"),
+            (lambda c: c["annotations"][0].update(category_id=1), "annotation 1: category_id 1"),
             (lambda c: c["annotations"].clear(), "list 'annotations' is empty"),
             (lambda c: c["images"].insert(0, 3), r"images\[0\] is a int"),
-            (lambda c: c["images"][0].update(width="120"), "image 1 has width '120'; it must be a positive integer"),
-            (lambda c: c["annotations"][1].update(id=1), "annotations: the id 1 is given more than once"),
+            (lambda c: c["images"][0].update(width="120"), "image 1: width '120' is not a positive integer"),
+            (lambda c: c["annotations"][1].update(id=1), "annotations: duplicate id 1"),
             (lambda c: [a.update(segmentation=[[1, 2, 3]]) for a in c["annotations"]], "nothing to learn from"),
             (lambda c: [a.update(iscrowd=1) for a in c["annotations"]], "nothing to learn from"),
         ],
@@ -516,7 +520,7 @@ class TestData:
     def test_a_json_that_lacks_something(self, check, coco, content, damage, words):
         damage(content)
         path = coco()
-        with pytest.raises(PreflightError, match=f"{path}: .*{words}"):
+        with pytest.raises(PreflightError, match=f"'{path}': .*{words}"):
             raise PreflightError(check().problems)
 
     def test_evaluation_needs_more_fields_than_training(self, check, coco, content):
@@ -532,7 +536,7 @@ class TestData:
 
     def test_text_that_is_no_json(self, check, coco):
         coco('{"images": [')
-        assert all("tiny.json is not json" in problem and "line 1" in problem for problem in check().problems)
+        assert all("tiny.json': invalid JSON" in problem and "line 1" in problem for problem in check().problems)
 
     def test_a_data_set_without_json(self, check):
         DatasetCatalog.register("from_python", list)

@@ -1,4 +1,4 @@
-"""The Trainer and main() in this process: evaluation, checkpoints, and what is said when something goes wrong."""
+"""The Trainer and main() in this process: evaluation, checkpoints, and the messages of failures."""
 
 import importlib.util
 import json
@@ -6,6 +6,8 @@ import logging
 import os
 import re
 import resource
+import shutil
+import subprocess
 import sys
 import types
 
@@ -17,13 +19,16 @@ from detectron2.data import MetadataCatalog
 
 from gw_detectron.analysis import WhiteningWatch, watch
 from gw_detectron.analysis.spectra import REDUCTIONS
-from gw_detectron.checkpoint import NormMismatchError
+from gw_detectron.checkpoint import NormMismatchError, loading, read_weights_file
 from gw_detectron.data.synthetic import register_synthetic
-from gw_detectron.engine.hooks import CheckpointWriteError, DataError, NonFiniteError
-from gw_detectron.engine.trainer import Trainer, fast_coco_evaluation_is_built, main, setup
+from gw_detectron.engine import Trainer, main, setup
+from gw_detectron.engine.dataset_mapper import RecordError
+from gw_detectron.engine.nonfinite import NonFiniteError
+from gw_detectron.engine.trainer import fast_coco_evaluation_is_built
+from gw_detectron.errors import FileAccessError, MissingFileError, UserError
 from gw_detectron.preflight import PreflightError
 
-from .tiny_run import CONFIG, DATA, arguments
+from ..tiny_run import DATA, arguments
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,6 +37,20 @@ def data(tmp_path_factory):
     register_synthetic(root, DATA)
     yield root / "gw_synthetic"
     register_synthetic()
+
+
+@pytest.fixture(scope="module")
+def finished(data, tmp_path_factory):
+    """The output folder of a finished run without evaluation; not to be changed."""
+    folder = tmp_path_factory.mktemp("finished")
+    main(arguments(folder, DATASETS__TEST="()"))
+    return folder
+
+
+@pytest.fixture
+def copy(finished, tmp_path):
+    """A copy of the finished run in ``tmp_path``."""
+    return shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
 
 
 @pytest.fixture(autouse=True)
@@ -97,9 +116,8 @@ def test_resume_after_the_end_trains_no_more_but_evaluates(tmp_path):
 
 
 @pytest.mark.parametrize("flags", [["--resume"], ["--eval-only"], []], ids=["resume", "evaluate", "fine-tune"])
-def test_norms_that_tensors_do_not_tell_apart(tmp_path, flags):
+def test_norms_that_tensors_do_not_tell_apart(copy, tmp_path, flags):
     """GN has the parameters of GW, and 16 groups those of 64."""
-    main(arguments(tmp_path, DATASETS__TEST="()"))
     config = (tmp_path / "config.yaml").read_text()
     folder = tmp_path if flags == ["--resume"] else tmp_path / "another"
     weights = str(tmp_path / "model_final.pth")
@@ -113,9 +131,8 @@ def test_norms_that_tensors_do_not_tell_apart(tmp_path, flags):
         main(arguments(folder, *flags, "--allow-partial", **changed))
 
 
-def test_norms_are_summed_up_in_the_log(tmp_path):
-    main(arguments(tmp_path, DATASETS__TEST="()"))
-    assert re.search(r"norms: \d+ .*GW:groups=16,iters=5,eps=1e-05,solver=newton", (tmp_path / "log.txt").read_text())
+def test_norms_are_summed_up_in_the_log(finished):
+    assert re.search(r"norms: \d+ .*GW:groups=16,iters=5,eps=1e-05,solver=newton", (finished / "log.txt").read_text())
 
 
 def test_resume_restores_the_optimizer(tmp_path):
@@ -137,8 +154,24 @@ def test_a_checkpoint_with_another_optimizer_is_explained(tmp_path):
     content = torch.load(tmp_path / "model_0000001.pth", weights_only=True)
     content["trainer"]["_trainer"]["optimizer"]["param_groups"].pop()
     torch.save(content, tmp_path / "model_0000001.pth")
-    with pytest.raises(ValueError, match="not that of this config: .* leave out --resume and set MODEL.WEIGHTS"):
+    with pytest.raises(ValueError, match="does not fit this config: .* leave out --resume and set MODEL.WEIGHTS"):
         trainer_for(tmp_path).resume_or_load(resume=True)
+
+
+@pytest.mark.parametrize("state", ["text", {"iteration": "x"}, {"iteration": -7}, {}, None])
+def test_a_checkpoint_with_a_damaged_training_state_is_refused(copy, tmp_path, state):
+    content = torch.load(tmp_path / "model_final.pth", weights_only=True)
+    torch.save({**content, "trainer": state}, tmp_path / "model_final.pth")
+    with pytest.raises(UserError, match="--resume .*model_final.pth'\\): no training state"):
+        trainer_for(tmp_path, DATASETS__TEST="()").resume_or_load(resume=True)
+
+
+def test_a_checkpoint_is_read_once(copy, tmp_path, monkeypatch):
+    read = []
+    monkeypatch.setattr(loading, "read_weights_file", lambda path: read.append(path) or read_weights_file(path))
+    main(arguments(tmp_path, "--resume", SOLVER__MAX_ITER=4, DATASETS__TEST="()"))
+    main(arguments(tmp_path / "new", MODEL__WEIGHTS=tmp_path / "model_final.pth", DATASETS__TEST="()"))
+    assert read == [str(tmp_path / "model_final.pth")] * 2
 
 
 def test_a_checkpoint_without_optimizer_is_resumed_with_a_warning(tmp_path, caplog):
@@ -159,7 +192,7 @@ def test_a_checkpoint_without_optimizer_is_resumed_with_a_warning(tmp_path, capl
 def test_a_data_set_that_is_not_coco_is_refused(tmp_path):
     cfg = setup(arguments(tmp_path))
     MetadataCatalog.get("not_coco").set(evaluator_type="pascal_voc")
-    with pytest.raises(ValueError, match="not_coco has evaluator_type 'pascal_voc'.*'coco'"):
+    with pytest.raises(ValueError, match="'not_coco'.*evaluator_type 'pascal_voc'.*'coco'"):
         Trainer.build_evaluator(cfg, "not_coco")
 
 
@@ -263,7 +296,7 @@ def test_a_disk_full_during_a_checkpoint_leaves_the_earlier_one(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
     try:
         for name in ("model_0000001", "model_0000003"):
-            with pytest.raises(CheckpointWriteError, match=f"{name}.pth' was not written .*--resume"):
+            with pytest.raises(FileAccessError, match=f"{name}.pth' was not written: .*--resume"):
                 trainer.checkpointer.save(name)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -280,53 +313,14 @@ def test_a_damaged_image_is_named(tmp_path, data):
         for path in victims:
             path.write_bytes(path.read_bytes()[:200])
         trainer = trainer_for(tmp_path)
-        with pytest.raises(DataError, match=rf"^{data}/train/0000..\.jpg cannot be used: .*Repair the image") as raised:
+        with pytest.raises(
+            RecordError, match=rf"^'{data}/train/0000..\.jpg' cannot be used: .*repair the image"
+        ) as raised:
             trainer.train()
         assert "Traceback" not in str(raised.value)
     finally:
         for path, content in zip(victims, kept, strict=True):
             path.write_bytes(content)
-
-
-class TestConfigErrors:
-    def test_missing_file(self, tmp_path):
-        args = arguments(tmp_path)
-        args.config_file = str(CONFIG.parent / "mask_rcnn_R_18_FPN_GW_dmo.yaml")
-        with pytest.raises(FileNotFoundError, match=r"GW_dmo\.yaml.*near it are: .*GW_demo\.yaml.*list_configs"):
-            setup(args)
-        args.config_file = ""
-        with pytest.raises(FileNotFoundError, match="--config-file"):
-            setup(args)
-
-    def test_unknown_key_in_the_file(self, tmp_path):
-        args = arguments(tmp_path)
-        args.config_file = str(tmp_path / "a.yaml")
-        (tmp_path / "a.yaml").write_text(f"_BASE_: {CONFIG}\nMODEL:\n  RESNETS:\n    WITHEN_NORM: GW\n")
-        with pytest.raises(
-            ValueError, match=r"a\.yaml: there is no config key MODEL.RESNETS.WITHEN_NORM; near.*WHITEN"
-        ):
-            setup(args)
-
-    @pytest.mark.parametrize("text", ["MODEL: [1, 2", "- 1\n- 2\n", "SOLVER:\n  MAX_ITER: many\n"])
-    def test_a_file_that_is_no_config(self, tmp_path, text):
-        args = arguments(tmp_path)
-        args.config_file = str(tmp_path / "a.yaml")
-        (tmp_path / "a.yaml").write_text(f"VERSION: 2\n{text}" if text.startswith("SOLVER") else text)
-        with pytest.raises(ValueError, match=r"a\.yaml"):
-            setup(args)
-
-    def test_command_line(self, tmp_path):
-        for opts, message in [
-            (["SOLVER.MAXITER", "3"], r"there is no config key SOLVER.MAXITER; near it are SOLVER.MAX_ITER"),
-            (["SOLVER.MAX_ITER"], r"pairs of KEY VALUE"),
-            (["SOLVER.MAX_ITER", "3", "--resume"], r"put --resume before SOLVER.MAX_ITER"),
-            (["SOLVER.MAX_ITER", "3", "--num-gpus", "2"], r"put --num-gpus before SOLVER.MAX_ITER"),
-            (["SOLVER.MAX_ITER", "many"], r"SOLVER.MAX_ITER"),
-        ]:
-            args = arguments(tmp_path)
-            args.opts = opts
-            with pytest.raises(ValueError, match=message):
-                setup(args)
 
 
 def test_the_saved_config_starts_the_same_run(tmp_path):
@@ -337,21 +331,30 @@ def test_the_saved_config_starts_the_same_run(tmp_path):
     assert os.path.exists(tmp_path / "log.txt")
 
 
-def test_a_refused_run_leaves_the_folder_as_it_was(tmp_path):
-    main(arguments(tmp_path, DATASETS__TEST="()"))
+def test_a_refused_run_leaves_the_folder_as_it_was(copy, tmp_path):
     before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     with pytest.raises(PreflightError, match=r"MODEL.FPN.NORM \('XX'\)"):
         main(arguments(tmp_path, DATASETS__TEST="()", MODEL__FPN__NORM="XX"))
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
 
 
-def test_what_a_killed_run_left_unfinished_is_removed(tmp_path):
-    (tmp_path / "model_0000001.pth.tmp").write_bytes(b"half")
-    main(arguments(tmp_path, DATASETS__TEST="()"))
-    assert not list(tmp_path.glob("*.tmp"))
+def test_problems_that_are_ignored_become_warnings_but_unreadable_weights_stop_the_run(tmp_path):
+    frozen = {"MODEL__BACKBONE__FREEZE_AT": 2, "SOLVER__MAX_ITER": 1, "SOLVER__STEPS": "()", "DATASETS__TEST": "()"}
+    main(arguments(tmp_path, "--ignore-preflight", **frozen))
+    assert re.search(r"WARNING.*MODEL.BACKBONE.FREEZE_AT \(2\)", (tmp_path / "log.txt").read_text())
+    with pytest.raises(MissingFileError, match="MODEL.WEIGHTS: file not found: 'x.pth'"):
+        main(arguments(tmp_path, "--ignore-preflight", MODEL__WEIGHTS="x.pth"))
+
+
+def test_what_a_killed_run_left_unfinished_is_removed(copy, tmp_path):
+    killed = subprocess.Popen([sys.executable, "-c", ""])
+    killed.wait()
+    (tmp_path / f".model_0000001.pth.{os.uname().nodename}.{killed.pid}.01234567.tmp").write_bytes(b"half")
+    main(arguments(tmp_path, "--resume", DATASETS__TEST="()"))
+    assert not list(tmp_path.glob(".*.tmp"))
 
 
 def test_an_output_folder_that_cannot_be_one_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match=r"OUTPUT_DIR '.*file' cannot be written: .*Give another folder"):
+    with pytest.raises(OSError, match=r"OUTPUT_DIR \('.*file'\): cannot be written: .*give another folder"):
         main(arguments(tmp_path / "file"))

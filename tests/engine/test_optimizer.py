@@ -6,7 +6,7 @@ from detectron2.config import get_cfg
 from detectron2.solver import build_optimizer
 from torch import nn
 
-from gw_detectron.engine.trainer import Trainer
+from gw_detectron.engine import Trainer
 from gw_detectron.layers import BatchWhitening2d, GroupWhitening2d
 
 

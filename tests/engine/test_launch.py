@@ -1,12 +1,14 @@
-"""How many processes are started, and what is said when that cannot be."""
+"""How many processes are started, and how their errors are reported."""
 
 import errno
 
 import pytest
 import torch
+from detectron2.utils import comm
 
-from gw_detectron.engine.launch import errors_reported, launch_from_args
-from gw_detectron.engine.trainer import get_parser
+from gw_detectron.engine import get_parser
+from gw_detectron.engine.launch import errors_reported, in_all_processes, launch_from_args
+from gw_detectron.errors import ConfigError
 from gw_detectron.preflight import PreflightError
 
 
@@ -58,3 +60,27 @@ def test_what_may_be_a_bug_keeps_its_traceback():
             raise error
     with pytest.raises(ValueError, match="stack expects"), errors_reported():
         raise ValueError("stack expects each tensor to be equal size")
+
+
+@pytest.mark.parametrize(
+    ("rank", "failed"), [(0, [True, True]), (1, [True, True]), (1, [False, True]), (0, [False, True])]
+)
+def test_an_error_of_several_processes_is_reported_once(monkeypatch, capsys, rank, failed):
+    monkeypatch.setattr(comm, "get_world_size", lambda: 2)
+    monkeypatch.setattr(comm, "get_rank", lambda: rank)
+    monkeypatch.setattr(comm, "all_gather", lambda mine: failed if mine == failed[rank] else pytest.fail("wrong flag"))
+    monkeypatch.setattr(comm, "synchronize", lambda: None)
+    with pytest.raises(SystemExit) as ended, in_all_processes():
+        if failed[rank]:
+            raise ConfigError("KEY (1): wrong. Fix: 2.")
+    assert ended.value.code == 1
+    reported = rank == failed.index(True)
+    assert ("KEY (1): wrong" in capsys.readouterr().err) == reported
+
+
+def test_processes_that_all_succeed_continue(monkeypatch):
+    monkeypatch.setattr(comm, "get_world_size", lambda: 2)
+    monkeypatch.setattr(comm, "all_gather", lambda mine: [mine, False])
+    with in_all_processes():
+        done = True
+    assert done
