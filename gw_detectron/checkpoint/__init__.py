@@ -1,13 +1,13 @@
-"""ImageNet weights: reading foreign files safely, converting, fetching, loading strictly, and proving them right."""
+"""ImageNet weights: safe reading, conversion, download, strict loading and verification."""
 
-from .architecture import Architecture
+from .architecture import Architecture, WeightsError
 from .catalog import CATALOG, PublishedWeights, local_weights, register_weights
 from .convert import Conversion, convert, to_torchvision
-from .files import convert_file, load_weights
 from .load_report import LoadReport, PartialLoadError, strict_backbone_load
 from .norms import NORMS, NormMismatchError, NoteOfNorms, differing_norms
 from .provenance import Preprocessing, Provenance
 from .reading import RefusedFileError, WeightsFileError, read_weights_file
+from .weights_io import convert_file, load_weights
 
 __all__ = [
     "CATALOG",
@@ -22,6 +22,7 @@ __all__ = [
     "Provenance",
     "PublishedWeights",
     "RefusedFileError",
+    "WeightsError",
     "WeightsFileError",
     "convert",
     "convert_file",

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gw_detectron.checkpoint import Architecture, convert, to_torchvision
-from gw_detectron.checkpoint.networks import config_for, detectron2_classifier
+from gw_detectron.checkpoint.reference_networks import config_for, detectron2_classifier
 from gw_detectron.checkpoint.provenance import Provenance
 
 from .synthetic import authors_state, make_network, stages, training_checkpoint
@@ -13,7 +13,7 @@ PUBLISHED = ["R-50", "R-101", "X-50-32x4d", "X-101-32x8d"]
 
 
 def _backbone(conversion):
-    provenance = Provenance("", "", "", conversion.architecture.name, conversion.positions, conversion.norm)
+    provenance = Provenance("", "", "", conversion.architecture.name, conversion.provenance.positions, conversion.provenance.norm)
     return detectron2_classifier(conversion, config_for(provenance))
 
 
@@ -32,7 +32,7 @@ def test_features_and_round_trip_of_published_architectures(name, positions):
     model = make_network(name, positions)
     source = authors_state(model)
     conversion = convert(training_checkpoint(source), keep_fc=True)
-    assert (conversion.architecture.name, conversion.positions, conversion.norm) == (name, positions, "BN")
+    assert (conversion.architecture.name, conversion.provenance.positions, conversion.provenance.norm) == (name, positions, "BN")
     _assert_same_features(model, conversion)
     back = to_torchvision(conversion.tensors, authors_affine=True)
     kept = {key for key in source if not key.endswith("num_batches_tracked")}
@@ -55,7 +55,7 @@ def test_features_and_round_trip_of_published_architectures(name, positions):
 def test_other_norms_and_positions(name, positions, norm):
     model = make_network(name, positions, norm=norm)
     conversion = convert(authors_state(model))
-    assert (conversion.architecture.name, conversion.positions, conversion.norm) == (name, positions, norm)
+    assert (conversion.architecture.name, conversion.provenance.positions, conversion.provenance.norm) == (name, positions, norm)
     _assert_same_features(model, conversion)
 
 

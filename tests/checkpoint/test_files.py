@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from gw_detectron import add_gw_config
 from gw_detectron.atomic import atomic_write
 from gw_detectron.checkpoint import WeightsFileError, convert, convert_file, load_weights, strict_backbone_load
-from gw_detectron.checkpoint.files import SUFFIXES
+from gw_detectron.checkpoint.weights_io import SUFFIXES
 from gw_detectron.checkpoint.provenance import TORCHVISION, sha256_of
 
 

@@ -6,9 +6,9 @@ from torch import nn
 
 from gw_detectron.checkpoint import convert_file
 from gw_detectron.checkpoint.convert import convert, to_torchvision
-from gw_detectron.checkpoint.files import load_weights
-from gw_detectron.checkpoint.images import synthetic_images
-from gw_detectron.checkpoint.networks import config_for, detectron2_classifier, torchvision_classifier
+from gw_detectron.checkpoint.weights_io import load_weights
+from gw_detectron.data.images import synthetic_images
+from gw_detectron.checkpoint.reference_networks import config_for, detectron2_classifier, torchvision_classifier
 from gw_detectron.checkpoint.verify import verify
 from gw_detectron.layers import BatchWhitening2d, GroupWhitening2d
 from gw_detectron.modeling import add_pool_norm, norm_spec

@@ -69,7 +69,7 @@ def test_verify_agrees_or_not(verify_tool, convert_tool, r18_file, tmp_path, cap
     convert_tool(r18_file, tmp_path / "a.pkl", "--keep-fc")
     folder = tmp_path / "images" / "3"
     folder.mkdir(parents=True)
-    from gw_detectron.checkpoint.images import synthetic_images
+    from gw_detectron.data.images import synthetic_images
 
     synthetic_images(1)[0].save(folder / "0.png")
     assert verify_tool(tmp_path / "a.pkl", "--source", r18_file, "--images", tmp_path / "images")

@@ -5,11 +5,10 @@ import torch
 from PIL import Image
 
 from gw_detectron.checkpoint import convert_file, load_weights
-from gw_detectron.checkpoint.accuracy import is_labelled, measure_accuracy
-from gw_detectron.checkpoint.files import write_weights
-from gw_detectron.checkpoint.images import centre_crop, classification_input, load_images, synthetic_images
-from gw_detectron.checkpoint.networks import config_for
-from gw_detectron.checkpoint.verify import verify
+from gw_detectron.checkpoint.weights_io import write_weights
+from gw_detectron.data.images import center_crop, classification_input, load_images, synthetic_images
+from gw_detectron.checkpoint.reference_networks import config_for
+from gw_detectron.checkpoint.verify import is_labeled, measure_accuracy, verify
 from gw_detectron.config import read_config
 
 from .synthetic import authors_state, make_network
@@ -116,7 +115,7 @@ def test_accuracy_of_labelled_images(converted, images, tmp_path):
     weights = load_weights(converted)[0].tensors
     assert len(weights["linear.bias"]) == 10
     folder = _labelled_folder(tmp_path / "all", [f"n{index:02}" for index in range(10)], images)
-    assert is_labelled(folder)
+    assert is_labeled(folder)
     theirs, ours = measure_accuracy(converted, folder, batch_size=4)
     assert (theirs.images, ours.images) == (10, 10)
     assert (theirs.top1, theirs.top5) == (ours.top1, ours.top5)
@@ -127,7 +126,7 @@ def test_accuracy_of_labelled_images(converted, images, tmp_path):
 def test_classes_by_number(converted, images, tmp_path):
     network = make_network("R-18", "S1-B1")
     with torch.no_grad():
-        label = network(classification_input(centre_crop(images[0])).float()[None]).argmax().item()
+        label = network(classification_input(center_crop(images[0])).float()[None]).argmax().item()
     for number, top1 in ((label, 100.0), ((label + 1) % 10, 0.0)):
         folder = _labelled_folder(tmp_path / f"as{number}", [str(number)], images)
         assert [row.top1 for row in measure_accuracy(converted, folder)] == [top1, top1]
@@ -147,7 +146,7 @@ def test_images_from_a_folder(tmp_path):
         Image.new("RGB", (300 + index, 400)).save(tmp_path / f"{index}.jpg")
     images = load_images(tmp_path, 3)
     assert [image.size for image in images] == [(224, 224)] * 3
-    assert not is_labelled(tmp_path)
+    assert not is_labeled(tmp_path)
     (tmp_path / "0.jpg").write_bytes(b"no image")
     with pytest.raises(ValueError, match=r"0\.jpg cannot be read"):
         load_images(tmp_path, 3)
