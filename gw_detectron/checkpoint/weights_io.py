@@ -118,7 +118,7 @@ def load_weights(
             tensors, architecture=architecture, positions=positions, keep_fc=keep_fc, pool_norm=pool_norm
         )
     except ValueError as error:
-        raise WeightsFileError(f"{os.fspath(path)!r}: cannot be used: {error}") from None
+        raise WeightsFileError(f"weights ({os.fspath(path)!r}): {error}") from None
     provenance = conversion.provenance
     if stored is not None:  # the network is the inferred one
         facts = {name: getattr(provenance, name) for name in ("architecture", "positions", "norm", "pool_norm")}
