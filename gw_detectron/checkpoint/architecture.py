@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 from ..errors import UserError, summarize_names
 from ..layers import GroupWhitening2d
 from ..modeling import add_pool_norm, resolve_norm
-from ..modeling.resnet import NUM_BLOCKS_PER_STAGE, POSITIONS, whitened_convs
+from ..modeling.resnet import NUM_BLOCKS_PER_STAGE, whitened_convs
 
 _STAGES = {"layer1": "res2", "layer2": "res3", "layer3": "res4", "layer4": "res5"}  # torchvision -> Detectron2
 _FIRST_NAMES = {"conv1": "stem.conv1", "bn1": "stem.conv1.norm", "fc": "linear", **_STAGES}
@@ -193,30 +193,6 @@ def infer_architecture(tensors: Mapping[str, Tensor], layout: str = "torchvision
             f"{name} ({shape or 'missing'}): does not show the number of groups. Fix: give complete weights."
         )
     return Architecture(depths[0], groups=shape[0] // shape[1], width=shape[1])
-
-
-def infer_positions(network: Architecture, whitened: Iterable[Module]) -> str:
-    """Find the positions name that stands for exactly these norms.
-
-    Args:
-        network: the architecture.
-        whitened: the norms without running statistics.
-
-    Raises:
-        WeightsError: no positions name stands for them.
-    """
-    found = set(whitened)
-    for positions in POSITIONS:
-        if positions == "S1-B3" and not network.bottleneck:
-            continue
-        if found == set(norms_at(network, positions)):
-            return positions
-    norms = [module for module in network.modules() if module.kind == "norm"]
-    without = [module.torchvision for module in norms if module in found]
-    raise WeightsError(
-        f"norms without running statistics ({len(without)} of {len(norms)}: {summarize_names(without)}): together they "
-        f"are none of the positions {', '.join(POSITIONS[1:])}. Fix: give weights with GW at one of these positions."
-    )
 
 
 def norms_at(network: Architecture, positions: str) -> list[Module]:

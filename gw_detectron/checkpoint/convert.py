@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..errors import summarize_names
 from ..layers import RUNNING
+from ..modeling.resnet import POSITIONS
 from .architecture import (
     POOL_NORM,
     Architecture,
@@ -17,7 +18,6 @@ from .architecture import (
     build_torchvision,
     detectron2_name,
     infer_architecture,
-    infer_positions,
     norms_at,
 )
 from .provenance import Provenance, tool
@@ -205,19 +205,26 @@ def unwrap(content: Any) -> dict[str, Tensor]:
     return tensors
 
 
-def _infer_norms(network: Architecture, tensors: Mapping[str, Tensor], positions: str | None) -> tuple[str, str]:
+def _infer_norms(network: Architecture, tensors: Mapping[str, Tensor], expected: str | None) -> tuple[str, str]:
     """Infer the positions of GW and the other norm."""
     norms = [module for module in network.modules() if module.kind == "norm"]
     plain = [module for module in norms if not any(f"{module.torchvision}.{name}" in tensors for name in _STATISTICS)]
     scales = [tensors[name] for module in plain if (name := f"{module.torchvision}.weight") in tensors]
-    if plain == norms and positions != "ALL" and all(scale.dim() == 1 for scale in scales):
-        found, norm = "", "GN"
+    possible = [positions for positions in POSITIONS if network.bottleneck or positions != "S1-B3"]
+    if plain == norms and expected != "ALL" and all(scale.dim() == 1 for scale in scales):
+        found, norm = [""], "GN"
     else:
-        found, norm = infer_positions(network, plain), "BN"
-    if positions is not None and positions != found:
-        seen = f"GW at {found}" if found else f"{norm} and no GW"
-        raise WeightsError(f"positions ({positions!r}): the weights have {seen}. Fix: give {found!r} or none.")
-    return found, norm
+        found, norm = [name for name in possible if norms_at(network, name) == plain], "BN"
+    if not found:
+        names = summarize_names(module.torchvision for module in plain)
+        raise WeightsError(
+            f"norms without running statistics ({len(plain)} of {len(norms)}: {names}): together they are none of the "
+            f"positions {', '.join(possible[1:])}. Fix: give weights with GW at one of them."
+        )
+    if expected not in (None, found[0]):
+        seen = f"GW at {found[0]}" if found[0] else f"{norm} and no GW"
+        raise WeightsError(f"positions ({expected!r}): the weights have {seen}. Fix: give {found[0]!r} or none.")
+    return found[0], norm
 
 
 def _guess_pool_norm(tensors: Mapping[str, Tensor], norm: str) -> str:

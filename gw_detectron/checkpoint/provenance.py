@@ -1,6 +1,5 @@
 """Origin of converted weights, and the config keys they need."""
 
-import dataclasses
 import hashlib
 import os
 from collections.abc import Mapping
@@ -61,7 +60,7 @@ class Provenance:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Provenance":
-        """Parse the result of :meth:`to_dict`.
+        """Restore a provenance from the result of ``dataclasses.asdict``.
 
         Raises:
             WeightsError: a value is missing or unknown.
@@ -72,10 +71,6 @@ class Provenance:
             return cls(**{**values, "preprocessing": Preprocessing(**images)})
         except (KeyError, TypeError, ValueError) as error:
             raise WeightsError(f"provenance: damaged ({error}). Fix: convert the weights again.") from None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values for pickle and json."""
-        return dataclasses.asdict(self)
 
     def config(self) -> dict[str, Any]:
         """Return the config keys that the weights need; BN is frozen, as in fine-tuning."""

@@ -65,6 +65,10 @@ def detectron2_classifier(weights: Conversion, cfg: CfgNode, *, norm_eps: float 
         WeightsError: the config's network is not the weights' network.
         ValueError: a norm does not fit.
     """
+    cfg = cfg.clone()
+    cfg.defrost()
+    cfg.MODEL.BACKBONE.FREEZE_AT = 0
+    cfg.MODEL.RESNETS.OUT_FEATURES = list(STAGES)
     classes = len(weights.tensors["linear.weight"]) if weights.has_classifier else None
     with torch.device("meta"):  # the values are loaded
         backbone = build_gw_resnet_backbone(cfg, ShapeSpec(channels=len(cfg.MODEL.PIXEL_MEAN)))
@@ -103,8 +107,6 @@ def config_for(provenance: Provenance) -> CfgNode:
     cfg = get_cfg()
     add_gw_config(cfg)
     cfg.merge_from_other_cfg(CfgNode(provenance.config()))
-    cfg.MODEL.BACKBONE.FREEZE_AT = 0
-    cfg.MODEL.RESNETS.OUT_FEATURES = list(STAGES)
     return cfg
 
 

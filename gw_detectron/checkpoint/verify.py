@@ -3,10 +3,9 @@
 To name a wrong setting, each usual mistake is made on purpose and its features are compared with those under test.
 """
 
-import itertools
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -25,7 +24,6 @@ from .architecture import WeightsError
 from .convert import Conversion
 from .reference_networks import (
     LOGITS,
-    STAGES,
     config_for,
     detectron2_classifier,
     detectron2_stages,
@@ -122,15 +120,20 @@ def verify(
     facts = conversion.provenance
     reference = torchvision_classifier(conversion, torchvision_tensors(weights, source, facts)).double()
     expected = torchvision_stages(reference, torch.stack([classification_input(image) for image in images]))
+
+    def detectron2_features(cfg: CfgNode, norm_eps: float | None = None) -> dict[str, Tensor]:
+        model = detectron2_classifier(conversion, cfg, norm_eps=norm_eps).double()
+        return detectron2_stages(model, torch.stack([detection_input(image, cfg) for image in images]))
+
     right = config_for(facts)
-    name, tested = f"{facts.architecture} {facts.positions or facts.norm}", right
-    if cfg is not None:
-        name, tested = "the config", _with(cfg, {"MODEL.BACKBONE.FREEZE_AT": 0})
-    found = _detectron2_features(conversion, tested, images)
+    found = detectron2_features(right if cfg is None else cfg)
+    name = "the config" if cfg is not None else f"{facts.architecture} {facts.positions or facts.norm}"
     subject = _difference(name, found, expected)
     mistakes, distances = [], {}
-    for mistake, (changes, norm_eps) in _usual_mistakes(conversion, right).items():
-        features = _detectron2_features(conversion, _with(right, changes), images, norm_eps=norm_eps)
+    for mistake, changes, norm_eps in _usual_mistakes(conversion, right):
+        wrong = right.clone()
+        wrong.merge_from_list(list(changes))
+        features = detectron2_features(wrong, norm_eps)
         mistakes.append(_difference(mistake, features, expected))
         distances[mistake] = _difference(mistake, found, features).worst
     verdict = _verdict(subject, distances)
@@ -152,36 +155,19 @@ def _verdict(subject: Difference, distances: Mapping[str, float]) -> str:
     return f"{text}It is the signature of no mistake above; the nearest is: {nearest} ({distances[nearest]:.1e} off)."
 
 
-def _usual_mistakes(conversion: Conversion, cfg: CfgNode) -> dict[str, tuple[dict[str, object], float | None]]:
-    """Return mistake -> changes of the right config, and the eps of batch norms."""
-    bgr: dict[str, object] = {"INPUT.FORMAT": "BGR"}
-    no_std: dict[str, object] = {"MODEL.PIXEL_STD": [1.0, 1.0, 1.0]}
-    stride: dict[str, object] = {"MODEL.RESNETS.STRIDE_IN_1X1": True} if conversion.architecture.bottleneck else {}
-    defaults = {**bgr, **no_std, **stride, "MODEL.PIXEL_MEAN": list(reversed(cfg.MODEL.PIXEL_MEAN))}
-    mistakes: dict[str, tuple[dict[str, object], float | None]] = {
-        "BGR instead of RGB": (bgr, None),
-        "PIXEL_STD 1": (no_std, None),
-    }
+def _usual_mistakes(conversion: Conversion, cfg: CfgNode) -> Iterator[tuple[str, Sequence[object], float | None]]:
+    """Yield a mistake's name, the changes of the right config, and the eps of batch norms."""
+    bgr = ["INPUT.FORMAT", "BGR"]
+    no_std = ["MODEL.PIXEL_STD", [1.0, 1.0, 1.0]]
+    stride = ["MODEL.RESNETS.STRIDE_IN_1X1", True] if conversion.architecture.bottleneck else []
+    yield "BGR instead of RGB", bgr, None
+    yield "PIXEL_STD 1", no_std, None
     if stride:
-        mistakes["stride in the 1x1 convolution"] = (stride, None)
+        yield "stride in the 1x1 convolution", stride, None
     if any(name.endswith("running_var") for name in conversion.tensors):
-        mistakes["batch norm eps 0"] = ({}, 0.0)
-    return {**mistakes, "Detectron2's defaults (BGR, std 1, stride in 1x1)": (defaults, None)}
-
-
-def _with(cfg: CfgNode, changes: Mapping[str, object]) -> CfgNode:
-    cfg = cfg.clone()
-    cfg.defrost()
-    cfg.merge_from_list(list(itertools.chain.from_iterable(changes.items())))
-    return cfg
-
-
-def _detectron2_features(
-    conversion: Conversion, cfg: CfgNode, images: Sequence[Image.Image], *, norm_eps: float | None = None
-) -> dict[str, Tensor]:
-    cfg = _with(cfg, {"MODEL.RESNETS.OUT_FEATURES": list(STAGES)})
-    model = detectron2_classifier(conversion, cfg, norm_eps=norm_eps).double()
-    return detectron2_stages(model, torch.stack([detection_input(image, cfg) for image in images]))
+        yield "batch norm eps 0", [], 0.0
+    defaults = [*bgr, *no_std, *stride, "MODEL.PIXEL_MEAN", list(reversed(cfg.MODEL.PIXEL_MEAN))]
+    yield "Detectron2's defaults (BGR, std 1, stride in 1x1)", defaults, None
 
 
 def _difference(name: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Difference:

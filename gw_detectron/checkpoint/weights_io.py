@@ -6,10 +6,10 @@ import os
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.torch import save
-from torch import Tensor
 
 from ..atomic import atomic_write
 from ..errors import UserError
@@ -74,7 +74,7 @@ def convert_file(
     weights = str(target) if target.suffix == ".pkl" else f"gw://file/{target}"
     with atomic_write(config) as temporary:
         temporary.write_text(conversion.provenance.config_yaml(weights))
-        write_weights(target, conversion.tensors, conversion.provenance)
+        write_weights(target, conversion)
     return conversion
 
 
@@ -119,12 +119,10 @@ def load_weights(
         )
     except ValueError as error:
         raise WeightsFileError(f"weights ({os.fspath(path)!r}): {error}") from None
-    provenance = conversion.provenance
-    if stored is not None:  # the network is the inferred one
-        facts = {name: getattr(provenance, name) for name in ("architecture", "positions", "norm", "pool_norm")}
-        provenance = dataclasses.replace(stored, **facts)
-    else:
-        provenance = dataclasses.replace(provenance, source=os.path.basename(path), source_sha256=sha256_of(path))
+    origin: dict[str, Any] = {"source": os.path.basename(path), "source_sha256": sha256_of(path)}
+    if stored is not None:
+        origin = {name: getattr(stored, name) for name in ("tool", "source", "source_sha256", "preprocessing")}
+    provenance = dataclasses.replace(conversion.provenance, **origin)
     rows = tuple(row._replace(source=names.get(row.source, row.source)) for row in conversion.rows)
     return dataclasses.replace(conversion, rows=rows, provenance=provenance)
 
@@ -136,13 +134,12 @@ def _stored_provenance(content: Contents) -> Provenance | None:
     return Provenance.from_dict(stored) if isinstance(stored, Mapping) else None
 
 
-def write_weights(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], provenance: Provenance) -> None:
-    """Write the tensors of a Detectron2 ResNet atomically.
+def write_weights(path: str | os.PathLike[str], conversion: Conversion) -> None:
+    """Write converted weights and their provenance atomically.
 
     Args:
         path: ends in ``.pkl`` or ``.safetensors``.
-        tensors: with the names of ``backbone.bottom_up`` without that prefix.
-        provenance: stored in the file.
+        conversion: the weights.
 
     Raises:
         WeightsError: the path has another suffix.
@@ -150,18 +147,19 @@ def write_weights(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], p
     """
     path = Path(path)
     _check_suffix(path)
+    facts = dataclasses.asdict(conversion.provenance)
     with atomic_write(path) as temporary:
         if path.suffix == ".safetensors":
-            dense = {name: value.contiguous() for name, value in tensors.items()}
-            temporary.write_bytes(save(dense, {"format": "pt", _KEY: json.dumps(provenance.to_dict())}))
+            dense = {name: value.contiguous() for name, value in conversion.tensors.items()}
+            temporary.write_bytes(save(dense, {"format": "pt", _KEY: json.dumps(facts)}))
         else:
             content = {
-                "model": {name: np.ascontiguousarray(value.numpy()) for name, value in tensors.items()},
+                "model": {name: np.ascontiguousarray(value.numpy()) for name, value in conversion.tensors.items()},
                 "__author__": tool(),
                 # Detectron2 then matches tensors by the end of their names, so that one file fits detectors with and
                 # without FPN and bare backbones
                 "matching_heuristics": True,
-                "provenance": provenance.to_dict(),
+                "provenance": facts,
             }
             with open(temporary, "wb") as file:
                 pickle.dump(content, file, protocol=4)

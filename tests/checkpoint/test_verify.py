@@ -85,7 +85,7 @@ def test_source_reveals_a_wrong_conversion(converted, r18_file, images, tmp_path
     first, second = "res2.0.conv1.weight", "res2.0.conv2.weight"
     tensors = conversion.tensors
     tensors[first], tensors[second] = tensors[second], tensors[first]
-    write_weights(tmp_path / "swapped.pkl", tensors, conversion.provenance)
+    write_weights(tmp_path / "swapped.pkl", conversion)
     assert verify(tmp_path / "swapped.pkl", images).agrees  # consistent in itself
     assert not verify(tmp_path / "swapped.pkl", images, source=r18_file).agrees
 

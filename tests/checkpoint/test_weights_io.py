@@ -201,7 +201,7 @@ def test_weights_of_version_0_1_0(tmp_path, suffix, positions):
         save_file(tensors, tmp_path / "old.safetensors", {"format": "pt", "gw_detectron": json.dumps(provenance)})
     conversion = load_weights(tmp_path / f"old{suffix}")
     assert conversion.provenance == Provenance.from_dict(provenance)
-    assert conversion.provenance.to_dict() == provenance
+    assert dataclasses.asdict(conversion.provenance) == provenance
     assert conversion.tensors.keys() == tensors.keys()
     assert all(torch.equal(conversion.tensors[name], value) for name, value in tensors.items())
 
@@ -209,6 +209,6 @@ def test_weights_of_version_0_1_0(tmp_path, suffix, positions):
 def test_provenance_must_fit_the_tensors(r18_file, tmp_path):
     conversion = convert_file(r18_file, tmp_path / "a.pkl")
     wrong = dataclasses.replace(conversion.provenance, positions="S1-B2")
-    weights_io.write_weights(tmp_path / "b.pkl", conversion.tensors, wrong)
+    weights_io.write_weights(tmp_path / "b.pkl", dataclasses.replace(conversion, provenance=wrong))
     with pytest.raises(WeightsFileError, match=r"positions \('S1-B2'\): the weights have GW at S1-B1"):
         load_weights(tmp_path / "b.pkl")
