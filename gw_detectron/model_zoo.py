@@ -12,13 +12,9 @@ from torch import nn
 
 from .checkpoint import strict_backbone_load
 from .config import add_gw_config
-from .errors import UserError
+from .errors import ConfigError, MissingFileError
 
 __all__ = ["get", "get_config", "get_config_file", "list_configs"]
-
-
-class ModelZooError(UserError, ValueError):
-    """An unknown config, or weights that are not published."""
 
 
 def list_configs() -> list[str]:
@@ -38,13 +34,13 @@ def get_config_file(name: str) -> str:
         name: as in :func:`list_configs`, or a ``Base-*.yaml``.
 
     Raises:
-        ModelZooError: unknown config; the message names the nearest.
+        ConfigError: unknown config; the message names the nearest.
     """
     files = _files()
     if name not in files:
         near = ", ".join(difflib.get_close_matches(name, files, n=3, cutoff=0.5))
         fix = f"give one of the nearest: {near}." if near else "give a name of gw_detectron.model_zoo.list_configs()."
-        raise ModelZooError(f"config ({name!r}): unknown. Fix: {fix}")
+        raise ConfigError(f"config ({name!r}): unknown. Fix: {fix}")
     return str(files[name])
 
 
@@ -57,11 +53,11 @@ def get_config(name: str, trained: bool = False) -> CfgNode:
             of a trained detector.
 
     Raises:
-        ModelZooError: unknown config, or ``trained`` is True: no weights of detectors are published.
+        ConfigError: unknown config, or ``trained`` is True: no weights of detectors are published.
     """
     file = get_config_file(name)
     if trained:
-        raise ModelZooError(
+        raise ConfigError(
             f"trained (True): no weights of a trained {name} are published. Fix: train it with tools/train_net.py "
             f"--config-file {file}, or pass trained=False."
         )
@@ -84,7 +80,7 @@ def get(name: str, trained: bool = False, device: str | None = None) -> nn.Modul
         The model, in training mode.
 
     Raises:
-        ModelZooError: as in :func:`get_config`.
+        ConfigError: as in :func:`get_config`.
     """
     cfg = get_config(name, trained)
     if device is not None:
@@ -103,4 +99,6 @@ def _files() -> dict[str, Path]:
     for folder in (package / "configs", package.parent / "configs"):
         if folder.is_dir():
             return {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*.yaml"))}
-    raise FileNotFoundError(f"{str(package / 'configs')!r}: configs not found. Fix: install gw_detectron again.")
+    raise MissingFileError(
+        f"configs ({str(package / 'configs')!r}): folder not found. Fix: install gw_detectron again."
+    )

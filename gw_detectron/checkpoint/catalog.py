@@ -19,11 +19,12 @@ from detectron2.utils.file_io import PathHandler, PathManager
 from iopath.common.file_io import file_lock, get_cache_dir
 
 from ..atomic import atomic_write
+from ..errors import MissingFileError
 from .architecture import WeightsError
 from .download import DownloadFailedError, download
 from .provenance import sha256_of, tool
 from .reading import WeightsFileError
-from .weights_io import WeightsNotFoundError, convert_file
+from .weights_io import convert_file
 
 PREFIX = "gw://"
 FOLDER_VARIABLE = "GW_DETECTRON_WEIGHTS"
@@ -96,7 +97,7 @@ def local_weights(name: str) -> Path:
     if name.startswith(_FILE):
         source = Path(name.removeprefix(_FILE))
         if not source.is_file():
-            raise WeightsNotFoundError(
+            raise MissingFileError(
                 f"weights ({PREFIX + name!r}): file not found (cwd: {os.getcwd()!r}). Fix: give an existing path."
             )
         digest = sha256_of(source)
@@ -122,7 +123,7 @@ def _published_weights(record: PublishedWeights, cache: Path) -> Path:
     source = Path(folder or cache) / record.file
     origin, fetched = str(source), False
     if folder and not source.is_file():
-        raise WeightsNotFoundError(
+        raise MissingFileError(
             f"{FOLDER_VARIABLE} ({folder!r}): {record.file} not found, needed for {PREFIX}{record.name}. Fix: save "
             f"{record.url} there under that name, or unset {FOLDER_VARIABLE}."
         )

@@ -89,7 +89,8 @@ def convert(
 
     Raises:
         WeightsError: a tensor is missing, unexpected, not finite, or of wrong shape or type; the network is not the
-            expected one; or ``pool_norm`` is unknown, does not fit, or is given without ``keep_fc``.
+            expected one; or ``pool_norm`` is given without ``keep_fc``.
+        ValueError: ``pool_norm`` is unknown or does not fit.
     """
     tensors = unwrap(content)
     network = infer_architecture(tensors)
@@ -104,12 +105,15 @@ def convert(
     if pool_norm is None and keep_fc and not network.name.startswith("X-"):
         used_pool_norm = _guess_pool_norm(tensors, norm)
 
-    classes = (*getattr(tensors.get("fc.weight"), "shape", ()), 1)[0] if keep_fc else None
-    reference = build_torchvision(network, found, norm, used_pool_norm, classes).state_dict()
+    fc = tensors.get("fc.weight")
+    classes = len(fc) if fc is not None and fc.dim() else 1
+    reference = build_torchvision(
+        network, found, norm, used_pool_norm, num_classes=classes if keep_fc else None
+    ).state_dict()
     expected = {name: tuple(value.shape) for name, value in reference.items() if not name.endswith(_COUNTER)}
     # scale and shift may be (1, C, 1, 1) or (1, C) here
     affine = [*(module.torchvision for module in norms_at(network, found)), POOL_NORM.detectron2]
-    flat = {f"{norm}.{field}" for norm in affine for field in ("weight", "bias")}
+    flat = {f"{module}.{field}" for module in affine for field in ("weight", "bias")}
 
     left = dict(tensors)
     converted, rows = {}, []
@@ -132,7 +136,7 @@ def convert(
         if reason := _reason_to_drop(source, network, used_pool_norm):
             rows.append(ConversionRow(source, "", tuple(value.shape), reason))
             continue
-        whole = f"{network.name} with {found or 'no whitening'}"
+        whole = f"{network.name} with {found or 'no GW'}"
         if source.startswith(f"{POOL_NORM.torchvision}."):
             whole = f"{used_pool_norm}, the norm before the classifier (state another by pool_norm, --pool-norm)"
         problems.setdefault(f"unexpected, not part of {whole}", []).append(source)

@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 from tqdm import tqdm
 
-from ..data.images import ImageError, center_crop, classification_input, detection_input
+from ..data.images import center_crop, classification_input, detection_input
+from ..errors import DataError
 from .architecture import WeightsError
 from .convert import Conversion
 from .reference_networks import (
@@ -219,7 +220,7 @@ def measure_accuracy(
 
     Raises:
         WeightsError: the weights have no classifier.
-        ImageError: the classes of the folder do not fit the classifier.
+        DataError: the classes of the folder do not fit the classifier.
         OSError: a file cannot be read.
     """
     conversion = load_weights(weights)
@@ -260,7 +261,7 @@ def _class_numbers(names: list[str], classes: int) -> list[int]:
             return numbers
     elif len(names) == classes:
         return list(range(classes))
-    raise ImageError(
+    raise DataError(
         f"labeled images ({len(names)} classes, {names[0]} ... {names[-1]}): the classifier has {classes}. Fix: "
         f"give a folder for each class, or name folders by class number, 0 ... {classes - 1}."
     )

@@ -12,7 +12,7 @@ import numpy as np
 from safetensors.torch import save
 
 from ..atomic import atomic_write
-from ..errors import UserError
+from ..errors import MissingFileError, UserError
 from .architecture import WeightsError
 from .convert import Conversion, convert, to_torchvision, unwrap
 from .provenance import Provenance, sha256_of, tool
@@ -24,10 +24,6 @@ _KEY = "gw_detectron"  # of the provenance in the header of a safetensors file
 
 class WeightsExistError(UserError, FileExistsError):
     """A file would be overwritten."""
-
-
-class WeightsNotFoundError(UserError, FileNotFoundError):
-    """A file or folder of weights does not exist."""
 
 
 def convert_file(
@@ -62,7 +58,7 @@ def convert_file(
     config = target.with_suffix(".yaml")
     _check_suffix(target)
     if not target.parent.is_dir():
-        raise WeightsNotFoundError(f"target ({str(target)!r}): folder not found. Fix: create {str(target.parent)!r}.")
+        raise MissingFileError(f"target ({str(target)!r}): folder not found. Fix: create {str(target.parent)!r}.")
     if target.exists() and target.samefile(source):
         raise WeightsError(f"target ({str(target)!r}): is the source itself. Fix: give another name.")
     for path in (target, config):

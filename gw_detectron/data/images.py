@@ -11,21 +11,13 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms import functional as transforms
 
-from ..errors import UserError
+from ..errors import DataError, MissingFileError
 from .synthetic import SyntheticConfig, draw_scene
 
 SIDE = 224  # pixels, of the evaluation on ImageNet
 _RESIZED = 256  # the shorter side before the center crop
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of RGB values in 0 to 1
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
-
-
-class ImageError(UserError, ValueError):
-    """Images that cannot be read or used."""
-
-
-class ImageNotFoundError(UserError, FileNotFoundError):
-    """A missing image or folder of images."""
 
 
 def read_image(path: str | os.PathLike[str], pixel_format: str) -> np.ndarray:
@@ -39,17 +31,17 @@ def read_image(path: str | os.PathLike[str], pixel_format: str) -> np.ndarray:
         Pixels of 0 to 255, (H, W, 3).
 
     Raises:
-        ImageNotFoundError: the file does not exist.
-        ImageError: the file is not an image, or damaged.
+        MissingFileError: the file does not exist.
+        DataError: the file is not an image, or damaged.
     """
     if not os.path.isfile(path):
-        raise ImageNotFoundError(
+        raise MissingFileError(
             f"image ({os.fspath(path)!r}): file not found (cwd: {os.getcwd()!r}). Fix: give an existing path."
         )
     try:
         return detection_utils.read_image(os.fspath(path), format=pixel_format)
     except (OSError, SyntaxError, ValueError) as error:  # Pillow raises each of them for damaged files
-        raise ImageError(
+        raise DataError(
             f"image ({os.fspath(path)!r}): cannot be read: {error}. Fix: repair it or give another one."
         ) from error
 
@@ -62,14 +54,14 @@ def load_images(folder: str | os.PathLike[str], count: int = 8) -> list[Image.Im
         count: images to take, evenly spread over the files.
 
     Raises:
-        ImageNotFoundError: the folder does not exist.
-        ImageError: there are no images in it, or one cannot be read.
+        MissingFileError: the folder does not exist.
+        DataError: there are no images in it, or one cannot be read.
     """
     if not os.path.isdir(folder):
-        raise ImageNotFoundError(f"images ({os.fspath(folder)!r}): folder not found. Fix: give an existing folder.")
+        raise MissingFileError(f"images ({os.fspath(folder)!r}): folder not found. Fix: give an existing folder.")
     paths = sorted(path for path in Path(folder).rglob("*") if path.suffix.lower() in _SUFFIXES)
     if not paths:
-        raise ImageError(f"images ({os.fspath(folder)!r}): none found. Fix: put {', '.join(_SUFFIXES)} files there.")
+        raise DataError(f"images ({os.fspath(folder)!r}): none found. Fix: put {', '.join(_SUFFIXES)} files there.")
     chosen = paths[:: max(1, len(paths) // count)][:count]
     return [center_crop(Image.fromarray(read_image(path, "RGB"))) for path in chosen]
 
