@@ -59,6 +59,10 @@ class Conversion:
         return Architecture.parse(self.provenance.architecture)
 
     @property
+    def positions(self) -> str:
+        return self.provenance.positions
+
+    @property
     def has_classifier(self) -> bool:
         return "linear.weight" in self.tensors
 

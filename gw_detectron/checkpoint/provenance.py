@@ -72,11 +72,17 @@ class Provenance:
         except (KeyError, TypeError, ValueError) as error:
             raise WeightsError(f"provenance: damaged ({error}). Fix: convert the weights again.") from None
 
-    def config(self) -> dict[str, Any]:
-        """Return the config keys that the weights need; BN is frozen, as in fine-tuning."""
+    def config(self, weights: str = "") -> dict[str, Any]:
+        """Return the config keys that the weights need; BN is frozen, as in fine-tuning.
+
+        Args:
+            weights: the value of ``MODEL.WEIGHTS``.
+        """
         network, images = Architecture.parse(self.architecture), self.preprocessing
         return {
             "MODEL": {
+                "WEIGHTS": weights,
+                "BACKBONE": {"NAME": "build_gw_resnet_fpn_backbone"},
                 "PIXEL_MEAN": list(images.pixel_mean),
                 "PIXEL_STD": list(images.pixel_std),
                 "RESNETS": {
@@ -91,24 +97,15 @@ class Provenance:
                 },
             },
             "INPUT": {"FORMAT": images.input_format},
+            "VERSION": 2,
         }
 
     def config_yaml(self, weights: str) -> str:
-        """Return the config keys that the weights need as yaml text.
-
-        Args:
-            weights: the value of ``MODEL.WEIGHTS``.
-        """
-        config = self.config()
-        config["MODEL"] = {
-            "WEIGHTS": weights,
-            "BACKBONE": {"NAME": "build_gw_resnet_fpn_backbone"},
-            **config["MODEL"],
-        }
+        """Return :meth:`config` as yaml text, with the origin in comments."""
         return (
             f"# Written by {self.tool} for {weights}, converted from {self.source}\n# (sha256 {self.source_sha256}).\n"
             "# Every config that uses these weights needs these keys.\n"
-        ) + yaml.safe_dump({**config, "VERSION": 2}, sort_keys=False, default_flow_style=None)
+        ) + yaml.safe_dump(self.config(weights), sort_keys=False, default_flow_style=None)
 
 
 def tool() -> str:

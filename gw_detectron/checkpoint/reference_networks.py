@@ -117,8 +117,8 @@ def _load(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     reason = ""
     if expected != given:
         reason = (
-            f"{len(expected - given)} tensors are missing ({summarize_names(sorted(expected - given)) or '-'}), "
-            f"{len(given - expected)} are unexpected ({summarize_names(sorted(given - expected)) or '-'})"
+            f"{len(expected - given)} tensors missing ({summarize_names(sorted(expected - given)) or '-'}), "
+            f"{len(given - expected)} unexpected ({summarize_names(sorted(given - expected)) or '-'})"
         )
     else:
         try:
@@ -126,5 +126,5 @@ def _load(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
         except RuntimeError as error:
             reason = str(error).splitlines()[-1].strip().rstrip(".")
     if reason:
-        raise WeightsError(f"weights: not of the config's network: {reason}. Fix: give the config of the weights.")
+        raise WeightsError(f"weights: do not fit the network: {reason}. Fix: give weights and config of one network.")
     return model.eval()

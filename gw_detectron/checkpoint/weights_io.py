@@ -115,8 +115,10 @@ def load_weights(
         )
     except ValueError as error:
         raise WeightsFileError(f"weights ({os.fspath(path)!r}): {error}") from None
-    origin: dict[str, Any] = {"source": os.path.basename(path), "source_sha256": sha256_of(path)}
-    if stored is not None:
+    origin: dict[str, Any]
+    if stored is None:
+        origin = {"source": os.path.basename(path), "source_sha256": sha256_of(path)}
+    else:
         origin = {name: getattr(stored, name) for name in ("tool", "source", "source_sha256", "preprocessing")}
     provenance = dataclasses.replace(conversion.provenance, **origin)
     rows = tuple(row._replace(source=names.get(row.source, row.source)) for row in conversion.rows)

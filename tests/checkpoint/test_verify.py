@@ -99,7 +99,7 @@ def test_wrong_source_is_refused(converted, images, tmp_path):
 def test_config_of_another_network_is_refused(converted, images):
     cfg = config_for(load_weights(converted).provenance)
     cfg.MODEL.RESNETS.WHITEN_POSITIONS = "S1"
-    with pytest.raises(ValueError, match=r"not of the config's network: .* missing \(res2\.0\.conv1\.norm\.running"):
+    with pytest.raises(ValueError, match=r"do not fit the network: .* missing \(res2\.0\.conv1\.norm\.running"):
         verify(converted, images, cfg=cfg)
 
 
