@@ -44,12 +44,14 @@ class Conversion:
 
     Args:
         tensors: float32, with the names of ``backbone.bottom_up`` without that prefix.
+        source_tensors: the tensors before the conversion, with torchvision's names.
         rows: one for each source tensor.
         provenance: the network and the origin.
         pool_norm: the norm between the last average pooling and the classifier, stated or guessed; "" for none.
     """
 
     tensors: dict[str, Tensor]
+    source_tensors: dict[str, Tensor]
     rows: tuple[ConversionRow, ...]
     provenance: Provenance
     pool_norm: str = ""
@@ -149,7 +151,7 @@ def convert(
         fix = "Fix: give complete weights of one network."
         raise WeightsError("\n  ".join([f"tensors: do not fit {network.name}", *lines, fix]))
     provenance = Provenance(tool(), "", "", network.name, found, norm, pool_norm=pool_norm)
-    return Conversion(converted, tuple(rows), provenance, used_pool_norm)
+    return Conversion(converted, tensors, tuple(rows), provenance, used_pool_norm)
 
 
 def to_torchvision(tensors: Mapping[str, Tensor], *, authors_affine: bool = False) -> dict[str, Tensor]:

@@ -1,6 +1,5 @@
 """The same classifier on torchvision's ResNet and on Detectron2's, to compare their features."""
 
-import os
 from collections.abc import Mapping
 
 import torch
@@ -14,9 +13,8 @@ from ..config import add_gw_config
 from ..errors import summarize_names
 from ..modeling import add_pool_norm, build_gw_resnet_backbone
 from .architecture import POOL_NORM, WeightsError, build_torchvision
-from .convert import Conversion, to_torchvision, unwrap
-from .provenance import Provenance, sha256_of
-from .reading import read_weights_file
+from .convert import Conversion
+from .provenance import Provenance
 
 STAGES = ("stem", "res2", "res3", "res4", "res5")
 LOGITS = "logits"
@@ -87,19 +85,6 @@ def detectron2_classifier(weights: Conversion, cfg: CfgNode, *, norm_eps: float 
 def detectron2_stages(model: ResNet, images: Tensor) -> dict[str, Tensor]:
     """Run Detectron2's ResNet on normalized images (N, 3, H, W); return every stage's output."""
     return {LOGITS if name == "linear" else name: value for name, value in model(images).items()}
-
-
-def torchvision_tensors(
-    weights: str | os.PathLike[str], source: str | os.PathLike[str] | None, provenance: Provenance
-) -> dict[str, Tensor]:
-    """Read tensors with torchvision's names from the source, if given, or the weights."""
-    if source is not None and (digest := sha256_of(source)) != provenance.source_sha256:
-        raise WeightsError(
-            f"source ({os.fspath(source)!r}): SHA-256 {digest}, but {weights} was converted from {provenance.source} "
-            f"with {provenance.source_sha256}. Fix: give that file."
-        )
-    tensors = unwrap(read_weights_file(source or weights).value)
-    return to_torchvision(tensors) if "stem.conv1.weight" in tensors else tensors
 
 
 def config_for(provenance: Provenance) -> CfgNode:

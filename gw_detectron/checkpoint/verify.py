@@ -23,6 +23,7 @@ from ..data.images import center_crop, classification_input, detection_input
 from ..errors import DataError
 from .architecture import WeightsError
 from .convert import Conversion
+from .provenance import sha256_of
 from .reference_networks import (
     LOGITS,
     config_for,
@@ -30,7 +31,6 @@ from .reference_networks import (
     detectron2_stages,
     torchvision_classifier,
     torchvision_stages,
-    torchvision_tensors,
 )
 from .weights_io import load_weights
 
@@ -118,8 +118,15 @@ def verify(
         OSError: a file cannot be read.
     """
     conversion = load_weights(weights)
-    facts = conversion.provenance
-    reference = torchvision_classifier(conversion, torchvision_tensors(weights, source, facts)).double()
+    facts, tensors = conversion.provenance, conversion.source_tensors
+    if source is not None:
+        if (digest := sha256_of(source)) != facts.source_sha256:
+            raise WeightsError(
+                f"source ({os.fspath(source)!r}): SHA-256 {digest}, but {weights} was converted from {facts.source} "
+                f"with {facts.source_sha256}. Fix: give that file."
+            )
+        tensors = load_weights(source, positions=facts.positions, keep_fc=False).source_tensors
+    reference = torchvision_classifier(conversion, tensors).double()
     expected = torchvision_stages(reference, torch.stack([classification_input(image) for image in images]))
 
     def detectron2_features(cfg: CfgNode, norm_eps: float | None = None) -> dict[str, Tensor]:
@@ -230,8 +237,7 @@ def measure_accuracy(
         )
     cfg = cfg if cfg is not None else config_for(conversion.provenance)
     classes = len(conversion.tensors["linear.bias"])
-    tensors = torchvision_tensors(weights, None, conversion.provenance)
-    torchvision_model = torchvision_classifier(conversion, tensors)
+    torchvision_model = torchvision_classifier(conversion, conversion.source_tensors)
     detectron2_model = detectron2_classifier(conversion, cfg)
 
     def both_inputs(image: Image.Image) -> tuple[Tensor, Tensor]:
