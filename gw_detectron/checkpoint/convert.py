@@ -142,10 +142,10 @@ def convert(
         if reason := _reason_to_drop(source, network, used_pool_norm):
             rows.append(ConversionRow(source, "", tuple(value.shape), reason))
             continue
-        whole = f"{network.name} with {found or 'no GW'}"
+        part = f"{network.name} with {found or 'no GW'}"
         if source.startswith(f"{POOL_NORM.torchvision}."):
-            whole = f"{used_pool_norm}, the norm before the classifier (state another by pool_norm, --pool-norm)"
-        problems.setdefault(f"unexpected, not part of {whole}", []).append(source)
+            part = f"{used_pool_norm}, the norm before the classifier (state another by pool_norm, --pool-norm)"
+        problems.setdefault(f"unexpected, not part of {part}", []).append(source)
     if problems:
         lines = [f"{len(names)} {problem}: {summarize_names(names)}" for problem, names in problems.items()]
         fix = "Fix: give complete weights of one network."

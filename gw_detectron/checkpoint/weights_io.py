@@ -55,8 +55,8 @@ def convert_file(
         OSError: a file cannot be read or written.
     """
     target = Path(target)
-    config = target.with_suffix(".yaml")
     _check_suffix(target)
+    config = target.with_suffix(".yaml")
     if not target.parent.is_dir():
         raise MissingFileError(f"target ({str(target)!r}): folder not found. Fix: create {str(target.parent)!r}.")
     if target.exists() and target.samefile(source):

@@ -52,9 +52,9 @@ class _Handler(BaseHTTPRequestHandler):
             start = int(wanted.removeprefix("bytes=").partition("-")[0])
         body = data[start:]
         length = len(body)
-        if fault == "says-longer":
+        if fault == "declares-longer":
             length += 1000
-        if fault == "says-shorter":
+        if fault == "declares-shorter":
             length -= 1000
         sent = body[: len(data) // 3] if fault in ("breaks-off", "no-ranges", "stalls") else body
         headers = {"Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"} if start else {}

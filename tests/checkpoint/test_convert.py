@@ -145,10 +145,10 @@ def test_errors_name_the_tensor(r18, change, message):
 
 
 def test_all_problems_are_named_at_once(r18):
-    broken = {**_without("conv1.weight")(r18), "stranger": torch.ones(1), "bn1.bias": torch.ones(2)}
+    broken = {**_without("conv1.weight")(r18), "unknown": torch.ones(1), "bn1.bias": torch.ones(2)}
     with pytest.raises(ValueError, match="(?s)wrong shape.*missing|missing.*wrong shape") as caught:
         convert(broken)
-    assert all(name in str(caught.value) for name in ("conv1.weight", "stranger", "bn1.bias"))
+    assert all(name in str(caught.value) for name in ("conv1.weight", "unknown", "bn1.bias"))
 
 
 def test_statistics_missing_at_one_block_are_no_position(r18):
@@ -200,7 +200,7 @@ def test_to_torchvision_names_unexpected_tensors(r18):
         to_torchvision({"backbone.weight": torch.ones(1)})
 
 
-def test_torchvisions_wide_and_larger_networks_are_recognised():
+def test_torchvisions_wide_and_larger_networks_are_recognized():
     assert Architecture.parse("X-101-64x4d") == Architecture(101, 64, 4)
     assert Architecture.parse("R-152").name == "R-152"
     with pytest.raises(ValueError, match="with groups from 50 up"):

@@ -62,7 +62,7 @@ def test_stalled_transfer_times_out(server, tmp_path):
 
 def test_declared_length_above_the_sent_one(server, tmp_path):
     with pytest.raises(DownloadFailedError, match=f"received {len(DATA)} bytes|incomplete"):
-        _get(server, "says-longer", tmp_path)
+        _get(server, "declares-longer", tmp_path)
     assert not (tmp_path / "file").exists()
 
 

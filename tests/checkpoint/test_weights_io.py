@@ -45,7 +45,7 @@ def test_writes_tensors_and_provenance(r18, r18_file, tmp_path, suffix):
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"a{suffix}", "a.yaml"]
 
 
-def test_pickle_is_detectron2s_format_and_safetensors_is_plain(r18_file, tmp_path):
+def test_file_formats(r18_file, tmp_path):
     convert_file(r18_file, tmp_path / "a.pkl")
     content = pickle.loads((tmp_path / "a.pkl").read_bytes())
     assert content["matching_heuristics"] is True
@@ -57,7 +57,7 @@ def test_pickle_is_detectron2s_format_and_safetensors_is_plain(r18_file, tmp_pat
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_stock_detectron2_loads_all_of_it_with_the_yaml_beside_it(r18, r18_file, tmp_path, detector_cfg, suffix):
+def test_stock_detectron2_loads_it_with_the_written_config(r18, r18_file, tmp_path, detector_cfg, suffix):
     convert_file(r18_file, tmp_path / f"a{suffix}")
     cfg = get_cfg()
     add_gw_config(cfg)
@@ -133,6 +133,8 @@ def test_existing_files_are_overwritten_only_on_request(r18_file, tmp_path):
 def test_bad_targets(r18_file, tmp_path):
     with pytest.raises(ValueError, match="Fix: end the name in .pkl or .safetensors"):
         convert_file(r18_file, tmp_path / "a.pth")
+    with pytest.raises(ValueError, match="wrong suffix"):
+        convert_file("", "")
     with pytest.raises(FileNotFoundError, match="folder not found"):
         convert_file(r18_file, tmp_path / "none" / "a.pkl")
     with pytest.raises(FileNotFoundError):
