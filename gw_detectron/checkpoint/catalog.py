@@ -145,7 +145,8 @@ def _published_weights(record: PublishedWeights, cache: Path) -> Path:
             if fetched:
                 source.unlink()
             fix = f"Fix: try again, or save the file as {source} yourself." if fetched else "Fix: replace the file."
-            raise WeightsFileError(f"{PREFIX}{record.name}, from {origin}: {error} {fix}") from None
+            reason = str(error).partition("Fix: ")[0].rstrip()
+            raise WeightsFileError(f"{PREFIX}{record.name} ({origin!r}): {reason} {fix}") from None
     return target
 
 

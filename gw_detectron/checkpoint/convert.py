@@ -110,15 +110,21 @@ def convert(
     used_pool_norm = pool_norm or ""
     if pool_norm is None and keep_fc and not network.name.startswith("X-"):
         used_pool_norm = _guess_pool_norm(tensors, norm)
+    provenance = Provenance(tool(), "", "", network.name, found, norm, pool_norm=pool_norm)
+    converted, rows = _convert_tensors(tensors, network, provenance, used_pool_norm, keep_fc)
+    return Conversion(converted, tensors, tuple(rows), provenance, used_pool_norm)
 
+
+def _convert_tensors(
+    tensors: Mapping[str, Tensor], network: Architecture, facts: Provenance, pool_norm: str, keep_fc: bool
+) -> tuple[dict[str, Tensor], list[ConversionRow]]:
+    """Compare the tensors with those of torchvision's network; convert them if all fit."""
     fc = tensors.get("fc.weight")
     classes = len(fc) if fc is not None and fc.dim() else 1
-    reference = build_torchvision(
-        network, found, norm, used_pool_norm, num_classes=classes if keep_fc else None
-    ).state_dict()
-    expected = {name: tuple(value.shape) for name, value in reference.items() if not name.endswith(_COUNTER)}
+    model = build_torchvision(network, facts.positions, facts.norm, pool_norm, classes if keep_fc else None)
+    expected = {name: tuple(value.shape) for name, value in model.state_dict().items() if not name.endswith(_COUNTER)}
     # scale and shift may be (1, C, 1, 1) or (1, C) here
-    affine = [*(module.torchvision for module in norms_at(network, found)), POOL_NORM.detectron2]
+    affine = [*(module.torchvision for module in norms_at(network, facts.positions)), POOL_NORM.detectron2]
     flat = {f"{module}.{field}" for module in affine for field in ("weight", "bias")}
 
     left = dict(tensors)
@@ -139,19 +145,18 @@ def convert(
             converted[target] = value.detach().float().reshape(shape)
             rows.append(ConversionRow(source, target, shape, note))
     for source, value in left.items():
-        if reason := _reason_to_drop(source, network, used_pool_norm):
+        if reason := _reason_to_drop(source, network, pool_norm):
             rows.append(ConversionRow(source, "", tuple(value.shape), reason))
-            continue
-        part = f"{network.name} with {found or 'no GW'}"
-        if source.startswith(f"{POOL_NORM.torchvision}."):
-            part = f"{used_pool_norm}, the norm before the classifier (state another by pool_norm, --pool-norm)"
-        problems.setdefault(f"unexpected, not part of {part}", []).append(source)
+        else:
+            part = f"{network.name} with {facts.positions or 'no GW'}"
+            if source.startswith(f"{POOL_NORM.torchvision}."):
+                part = f"{pool_norm}, the norm before the classifier (state another by pool_norm, --pool-norm)"
+            problems.setdefault(f"unexpected, not part of {part}", []).append(source)
     if problems:
         lines = [f"{len(names)} {problem}: {summarize_names(names)}" for problem, names in problems.items()]
         fix = "Fix: give complete weights of one network."
         raise WeightsError("\n  ".join([f"tensors: do not fit {network.name}", *lines, fix]))
-    provenance = Provenance(tool(), "", "", network.name, found, norm, pool_norm=pool_norm)
-    return Conversion(converted, tensors, tuple(rows), provenance, used_pool_norm)
+    return converted, rows
 
 
 def to_torchvision(tensors: Mapping[str, Tensor], *, authors_affine: bool = False) -> dict[str, Tensor]:

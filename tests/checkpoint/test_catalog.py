@@ -116,7 +116,7 @@ def test_damaged_conversion_is_repeated(server, cache):
 @pytest.mark.parametrize(("fault", "message"), [("webpage", "web page"), ("declares-shorter", "cut off")])
 def test_files_of_a_bad_server_are_not_kept(server, cache, monkeypatch, fault, message):
     monkeypatch.setenv("GW_DETECTRON_MIRROR", server.url(fault))
-    with pytest.raises(WeightsFileError, match=f"(?s)gw://{NAME}, from http.*{message}.*try again"):
+    with pytest.raises(WeightsFileError, match=f"(?s)gw://{NAME} .'http.*{message}.*try again"):
         local_weights(NAME)
     assert [path.name for path in cache.iterdir()] == [f"{FILE}.lock"]
     monkeypatch.setenv("GW_DETECTRON_MIRROR", server.url())
