@@ -15,11 +15,11 @@ from gw_detectron.checkpoint import (
     catalog,
     convert,
     convert_file,
-    load_weights,
     local_weights,
     strict_backbone_load,
 )
 from gw_detectron.checkpoint.download import DownloadFailedError
+from gw_detectron.checkpoint.weights_io import load_weights
 
 from .server import serving
 from .synthetic import authors_state, make_network
