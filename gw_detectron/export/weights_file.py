@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.architecture import Architecture, infer_architecture
 from ..checkpoint.convert import to_torchvision
-from ..checkpoint.networks import torchvision_stages
+from ..checkpoint.reference_networks import torchvision_stages
 from ..layers import GroupWhitening2d
 from .features import Features
 from .formats import DESCRIPTION, Written
