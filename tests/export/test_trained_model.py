@@ -57,7 +57,7 @@ def test_an_fpn_that_the_weights_lack_is_not_left_random(cfg, trained, tmp_path)
         {"model": {f"backbone.bottom_up.{k}": v for k, v in model.backbone.bottom_up.state_dict().items()}}, path
     )
     with pytest.raises(
-        ValueError, match=r"lacks 24 of the tensors to export \(backbone.fpn_lateral2.weight, .*--no-fpn"
+        ValueError, match=r"24 tensors to export are missing \(backbone.fpn_lateral2.weight, .*--no-fpn"
     ):
         load_model(with_weights(cfg, path), needed="backbone.")
     alone = load_model(with_weights(cfg, path), needed="backbone.bottom_up.").backbone.bottom_up
@@ -81,7 +81,7 @@ def test_a_damaged_file_is_named(cfg, trained, tmp_path, size):
 
 
 @pytest.mark.parametrize(
-    ("weights", "message"), [("", "no weights to export: give --weights"), ("x.pth", "no file x.pth")]
+    ("weights", "message"), [("", "an export needs weights. Fix: give --weights"), ("x.pth", "no file x.pth")]
 )
 def test_no_weights(cfg, weights, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
