@@ -30,7 +30,7 @@ from detectron2.utils import comm
 from detectron2.utils.events import CommonMetricPrinter, EventWriter, JSONWriter
 from detectron2.utils.file_io import PathManager
 
-from ..analysis import WhiteningWatch
+from ..analysis import WhiteningStatsHook
 from ..checkpoint import NORMS, NoteOfNorms, PartialLoadError, strict_backbone_load
 from ..modeling.norm import norm_summary
 from ..preflight import COCO_EVALUATORS, preflight
@@ -291,7 +291,7 @@ def main(args: argparse.Namespace) -> dict | None:
     trainer = Trainer(cfg)
     log.info("norms: %s", norm_summary(trainer.checkpointer.model))
     if args.whitening_stats_period:
-        trainer.register_hooks([WhiteningWatch(args.whitening_stats_period)])
+        trainer.register_hooks([WhiteningStatsHook(args.whitening_stats_period)])
     start = _start(trainer.checkpointer, cfg, args.resume)
     with strict_backbone_load(trainer.model, start, allow_partial=args.allow_partial) as report:
         trainer.resume_or_load(resume=args.resume)

@@ -8,7 +8,7 @@ from detectron2.layers.batch_norm import NaiveSyncBatchNorm
 from detectron2.utils import comm
 from torch import nn
 
-from ..analysis.norm_shapes import NormShape, build_shapes, norm_shapes
+from ..analysis.norm_shapes import NormShape, build_meta_model, norm_shapes
 from ..layers import BatchWhitening2d, FrozenBatchWhitening2d
 from ..modeling.norm_keys import unread_keys
 from .findings import Findings
@@ -46,7 +46,7 @@ def check_model(cfg: CfgNode, findings: Findings, *, eval_only: bool, start: Sta
         )
     findings.problems += unread_keys(cfg)
     try:
-        model = build_shapes(cfg)
+        model = build_meta_model(cfg)
     except (ValueError, KeyError, AssertionError, TypeError, ImportError) as error:
         said = error.args[0] if error.args else f"{type(error).__name__} without a message"
         findings.problems.append(f"The model cannot be built: {said}")
