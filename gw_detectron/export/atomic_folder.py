@@ -10,12 +10,8 @@ from pathlib import Path
 from ..errors import UserError, summarize_names
 
 
-class FolderExistsError(UserError, FileExistsError):
-    """The output folder holds files that an export must not replace."""
-
-
-class FolderWriteError(UserError, OSError):
-    """The output folder cannot be created."""
+class OutputFolderError(UserError, FileExistsError):
+    """The output folder cannot be created, or holds files that an export must not replace."""
 
 
 @contextmanager
@@ -27,8 +23,7 @@ def atomic_folder(output: Path, files: Collection[str]) -> Iterator[Path]:
         files: the file names that an export of this kind writes.
 
     Raises:
-        FolderExistsError: ``output`` holds other files; they are left unchanged.
-        FolderWriteError: the folder cannot be created.
+        OutputFolderError: ``output`` cannot be created, or holds other files; they are left unchanged.
     """
     output = output.resolve()
     _check_replaceable(output, files)
@@ -36,7 +31,7 @@ def atomic_folder(output: Path, files: Collection[str]) -> Iterator[Path]:
         output.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
     except OSError as error:
-        raise FolderWriteError(
+        raise OutputFolderError(
             f"output ('{output}'): cannot create the folder: {error.strerror}. Fix: give another folder."
         ) from error
     try:
@@ -60,10 +55,10 @@ def _check_replaceable(output: Path, files: Collection[str]) -> None:
     if not output.exists():
         return
     if not output.is_dir():
-        raise FolderExistsError(f"output ('{output}'): is a file. Fix: give a folder.")
+        raise OutputFolderError(f"output ('{output}'): is a file. Fix: give a folder.")
     others = sorted(entry.name for entry in output.iterdir() if entry.name not in files)
     if others:
-        raise FolderExistsError(
-            f"output ('{output}'): the folder holds {summarize_names(others)}, which is not part of an earlier export "
-            f"of this kind ({', '.join(sorted(files))}). Fix: give an empty or new folder."
+        raise OutputFolderError(
+            f"output ('{output}'): the folder holds {summarize_names(others)}, which is not part of an earlier export. "
+            "Fix: give an empty or new folder."
         )

@@ -58,7 +58,7 @@ def export_backbone(
     Raises:
         ParityError: the file gives other numbers than the model.
         ExportError: an argument is out of range, or the format cannot express the backbone.
-        FolderExistsError: ``output`` holds other files.
+        OutputFolderError: ``output`` holds other files.
         MissingPackageError: a package that the format needs is not installed.
     """
     _check_arguments(file_format, layout, normalization)
@@ -86,11 +86,6 @@ def _check_arguments(file_format: str, layout: str, normalization: Normalization
             raise ExportError(f"{name} ({value!r}): unknown. Fix: use one of {', '.join(allowed)}.")
     if file_format == "safetensors":
         if normalization.inside:
-            raise ExportError(
-                "file_format ('safetensors'): weights alone cannot normalize pixels. Fix: leave out --pixels."
-            )
+            raise ExportError("file_format ('safetensors'): weights cannot normalize pixels. Fix: leave out --pixels.")
     elif layout != "detectron2":
-        raise ExportError(
-            f"layout ('{layout}'): only the format safetensors has it, not {file_format}. "
-            "Fix: use --format safetensors."
-        )
+        raise ExportError(f"layout ('{layout}'): {file_format} has no layouts. Fix: use --format safetensors.")

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ..data.images import read_image
 from ..layers import use_path
 from .atomic_folder import atomic_folder
+from .feature_extractor import Normalization
 from .formats import MissingPackageError
 from .parity import ExportError, compare
 from .report import REPORT_FILES, write_report
@@ -39,8 +40,8 @@ def export_detector(
 ) -> dict[str, Any]:
     """Trace a detector with Detectron2's ``TracingAdapter`` and check its numbers.
 
-    The folder ``output`` gets ``model.ts``, ``parity.json`` and ``README.md``, all or none. The traced function takes
-    one image of any size. Boxes are in its pixels; masks belong to the boxes and are not pasted into the image.
+    The folder ``output`` gets ``model.ts``, ``parity.json`` and ``README.md``, all or none. The trace takes one image
+    of any size. Boxes are in its pixels; masks are those of the boxes and are not pasted into the image.
 
     Args:
         model: a ``GeneralizedRCNN`` with its weights; it is copied and not changed.
@@ -58,7 +59,7 @@ def export_detector(
         MissingPackageError: the installed Detectron2 has no usable ``TracingAdapter``.
         ParityError: the trace gives other numbers than the model.
         ExportError: the installed Detectron2 cannot trace this model, or the model finds nothing in the image.
-        FolderExistsError: ``output`` holds other files.
+        OutputFolderError: ``output`` holds other files.
     """
     try:
         from detectron2.export import TracingAdapter
@@ -89,7 +90,7 @@ def export_detector(
             with use_path("reference"):  # the exported backend; another one rounds boxes of equal score differently
                 cases = [_case(names, traced(tried), adapter(tried)) for tried in _images(image)]
         facts = {
-            "channels": model.input_format,
+            "input": _normalization(model).describe("image", [3, "H", "W"]),
             "resized_in_evaluation": None if sides is None else {"shorter": sides[0], "longer_at_most": sides[1]},
             "outputs": names,
         }
@@ -109,6 +110,11 @@ def read_image_for(cfg: CfgNode, path: str | os.PathLike[str]) -> Tensor:
     sides = [cfg.INPUT.MIN_SIZE_TEST] * 2
     resize = T.ResizeShortestEdge(sides, cfg.INPUT.MAX_SIZE_TEST).get_transform(pixels)
     return torch.from_numpy(np.ascontiguousarray(resize.apply_image(pixels).transpose(2, 0, 1))).float()
+
+
+def _normalization(model: Any) -> Normalization:
+    mean, std = (tuple(values.flatten().tolist()) for values in (model.pixel_mean, model.pixel_std))
+    return Normalization(model.input_format, mean, std, inside=True)
 
 
 def _trace(adapter: nn.Module, image: Tensor, path: Path) -> Any:

@@ -31,6 +31,11 @@ class Normalization:
         """Read ``INPUT.FORMAT``, ``MODEL.PIXEL_MEAN`` and ``MODEL.PIXEL_STD``."""
         return cls(cfg.INPUT.FORMAT, tuple(cfg.MODEL.PIXEL_MEAN), tuple(cfg.MODEL.PIXEL_STD), inside)
 
+    def describe(self, name: str, shape: list, multiple_of: int = 1, smallest_side: int = 1) -> dict[str, Any]:
+        """Describe an input tensor as plain values, for metadata and reports."""
+        sizes = {"multiple_of": multiple_of, "smallest_side": smallest_side}
+        return {"name": name, "type": "float32", "shape": shape, **asdict(self), **sizes}
+
 
 class FeatureExtractor(nn.Module):
     r"""Copy of a backbone in evaluation mode, on the CPU, in float32.
@@ -93,13 +98,6 @@ class FeatureExtractor(nn.Module):
     def describe(self) -> dict[str, Any]:
         """Describe input and outputs as plain values, for metadata and reports."""
         return {
-            "input": {
-                "name": "images",
-                "type": "float32",
-                "shape": ["N", 3, "H", "W"],
-                **asdict(self.normalization),
-                "multiple_of": self.multiple,
-                "smallest_side": self.smallest_side,
-            },
+            "input": self.normalization.describe("images", ["N", 3, "H", "W"], self.multiple, self.smallest_side),
             "outputs": {name: {"channels": c, "stride": s} for name, (c, s) in self._outputs.items()},
         }

@@ -15,14 +15,14 @@ from .parity import TOLERANCE, worst_relative
 REPORT_FILES = ("parity.json", "README.md")
 
 _PACKAGES = ("detectron2", "torch", "torchvision", "onnx", "onnxscript", "onnxruntime", "safetensors")
-
 _README = Template("""\
 # $file
 
 $kind
 
-- Input: $input
-- Sizes: $sizes
+- Input: `$name`, $type, $shape, $channels: pixels of 0 to 255, $scale.
+  Mean: $pixel_mean, std: $pixel_std.
+- Height and width: at least $smallest_side, and multiples of $multiple_of.$resize
 - Outputs: $outputs
 - Largest difference from the model (reference backend): $worst of an output's largest value.
 
@@ -41,13 +41,19 @@ _KINDS = {
     "detectron2": "Weights. Need Detectron2, gw_detectron and the config of the exported model.",
     "torchvision": "Weights in torchvision's names. Need torchvision, and gw_detectron for whitening layers.",
     "timm": "Weights in timm's names, which are torchvision's. Need timm, and gw_detectron for whitening layers.",
-    "detector": "A detector as TorchScript trace (deprecated in torch). Needs torch and torchvision. Runs on the CPU.",
+    "detector": (
+        "A detector as TorchScript trace (deprecated in torch). Needs torch and torchvision. Runs on the CPU.\n"
+        "Boxes are x0, y0, x1, y1 in pixels of the image. Masks are probabilities inside the boxes."
+    ),
 }
+_RESIZE = Template("""
+  The file does not resize. Evaluation resizes images to a shorter side of $shorter and a longer side of at most
+  $longer_at_most pixels: do the same.""")
 _IMAGES = """\
-images = np.random.uniform(0, 255, (1, 3, $side, $side)).astype("float32")  # your images
+images = np.random.uniform(0, 255, (1, 3, $smallest_side, $smallest_side)).astype("float32")  # your images
 """
 _NORMALIZE = """\
-mean, std = (np.array(values, "float32").reshape(3, 1, 1) for values in [$mean, $std])
+mean, std = (np.array(values, "float32").reshape(3, 1, 1) for values in ($pixel_mean, $pixel_std))
 images = (images - mean) / std
 """
 _TORCH = """\
@@ -129,17 +135,14 @@ def write_report(
     cases: Sequence[Mapping[str, Any]],
     source: Mapping[str, str] | None,
 ) -> dict[str, Any]:
-    """Write ``parity.json`` and ``README.md``.
+    """Write ``parity.json`` and ``README.md`` beside the file ``path``, and return the content of ``parity.json``.
 
     Args:
         path: the exported file.
         file_format: its format.
-        facts: inputs, outputs and other entries of the report.
+        facts: ``input``, ``outputs`` and other entries of the report.
         cases: the results of the parity check.
         source: origin of the weights.
-
-    Returns:
-        The content of ``parity.json``.
     """
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
@@ -161,48 +164,24 @@ def write_report(
         "versions": versions,
     }
     (path.parent / "parity.json").write_text(json.dumps(report, indent=2) + "\n")
-    (path.parent / "README.md").write_text(_backbone_readme(report) if "input" in report else _detector_readme(report))
+    (path.parent / "README.md").write_text(_readme(report))
     return report
 
 
-def _backbone_readme(report: Mapping[str, Any]) -> str:
-    kind, given, maps = report.get("layout", report["format"]), report["input"], report["outputs"]
-    side, multiple = given["smallest_side"], given["multiple_of"]
-    values = {"side": side, "mean": list(given["pixel_mean"]), "std": list(given["pixel_std"]), "names": list(maps)}
+def _readme(report: Mapping[str, Any]) -> str:
+    given, names = report["input"], list(report["outputs"])
+    resize = report.get("resized_in_evaluation")
+    kind = report.get("layout", report["format"] if "norm_layers" in report else "detector")
     code = _CODE[kind].replace("$images\n", _IMAGES + _NORMALIZE * (not given["inside"]))
     if "network" in report:
-        values |= {**report["network"], "library": kind, "names": ["mean of the last map"]}
-    if kind != "detectron2":
-        code += _PRINT
-    scale = "pixels of 0 to 255, normalized inside" if given["inside"] else "(pixels of 0 to 255 - mean) / std"
-    return _readme(
-        report,
-        kind,
-        code=Template(code).substitute(values, file=report["file"]),
-        input=f"`images`, float32, (N, 3, H, W), {given['channels']},\n  "
-        f"{scale}, mean {values['mean']}, std {values['std']}.",
-        sizes=f"any N; H and W at least {side}" + (f" and multiples of {multiple}." if multiple > 1 else "."),
-        outputs=", ".join(f"`{name}` ({m['channels']} channels, stride {m['stride']})" for name, m in maps.items()),
+        names = ["mean of the last map"]
+    values = {**report, **report.get("network", {}), **given, "library": kind, "names": names}
+    return _README.substitute(
+        values,
+        kind=_KINDS[kind],
+        code=Template(code if kind == "detectron2" else code + _PRINT).substitute(values),
+        outputs=json.dumps(report["outputs"]),
+        scale="normalized by the file" if given["inside"] else "normalized as (pixels - mean) / std",
+        resize=_RESIZE.substitute(resize) if resize else "",
+        worst=f"{report['worst_relative']:.1e}",
     )
-
-
-def _detector_readme(report: Mapping[str, Any]) -> str:
-    names, resize = report["outputs"], report["resized_in_evaluation"]
-    sizes = "any; the file does not resize."
-    if resize is not None:
-        sizes += (
-            f" Evaluation resizes images to a shorter side of {resize['shorter']} pixels\n"
-            f"  and a longer side of at most {resize['longer_at_most']}: do the same."
-        )
-    return _readme(
-        report,
-        "detector",
-        code=Template(_CODE["detector"] + _PRINT).substitute(file=report["file"], names=names),
-        input=f"`image`, float32, (3, H, W), {report['channels']}, pixels of 0 to 255; normalized inside.",
-        sizes=sizes,
-        outputs=f"{', '.join(names)}.\n  Boxes are x0, y0, x1, y1 in pixels. Masks are probabilities inside the boxes.",
-    )
-
-
-def _readme(report: Mapping[str, Any], kind: str, **lines: str) -> str:
-    return _README.substitute(lines, file=report["file"], kind=_KINDS[kind], worst=f"{report['worst_relative']:.1e}")

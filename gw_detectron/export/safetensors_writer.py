@@ -51,7 +51,7 @@ def write_safetensors(extractor: FeatureExtractor, path: Path, layout: str = "de
     layers = {m.torchvision: backbone.get_submodule(m.detectron2) for m in network.modules() if m.kind == "norm"}
     norms = {name: _norm_arguments(layer) for name, layer in layers.items() if not _is_batch_norm(layer)}
     save_file(to_torchvision(tensors), path, {**metadata, "norms": json.dumps(norms)})
-    model = torchvision_resnet(network, norms)
+    model = _torchvision_resnet(network, norms)
     try:
         model.load_state_dict(load_file(path))
     except RuntimeError as error:
@@ -75,13 +75,8 @@ def write_safetensors(extractor: FeatureExtractor, path: Path, layout: str = "de
     return (run, {"layout": layout, "network": description, "norms": norms})
 
 
-def torchvision_resnet(network: Architecture, norms: Mapping[str, Mapping[str, Any]]) -> torchvision.models.ResNet:
-    """Build torchvision's ResNet or ResNeXt without classifier, in evaluation mode.
-
-    Args:
-        network: the architecture.
-        norms: torchvision's name of a norm layer -> class and arguments of the layer that replaces it.
-    """
+def _torchvision_resnet(network: Architecture, norms: Mapping[str, Mapping[str, Any]]) -> torchvision.models.ResNet:
+    """Build torchvision's ResNet or ResNeXt without classifier, with the given norm layers."""
     resnet = torchvision.models.resnet
     block = resnet.Bottleneck if network.bottleneck else resnet.BasicBlock
     model = resnet.ResNet(block, list(network.blocks), groups=network.groups, width_per_group=network.width)

@@ -235,7 +235,7 @@ def test_images_without_variance(tmp_path, tiny_backbone, normalization, run_rea
     [
         ({"file_format": "tflite"}, r"file_format \('tflite'\): unknown. Fix: use one of pt2, onnx, torchscript, safe"),
         ({"layout": "mmdet"}, r"layout \('mmdet'\): unknown. Fix: use one of detectron2, torchvision, timm"),
-        ({"layout": "timm"}, "only the format safetensors has it, not pt2"),
+        ({"layout": "timm"}, "pt2 has no layouts"),
         ({"fpn": True}, "a ResNet without FPN"),
     ],
 )
