@@ -85,13 +85,11 @@ def checked_statistics(name: str, layer: WhiteningLayer, x: Tensor, output: Tens
     Raises:
         NonFiniteLayerError: input, covariance, a parameter or output is not finite; the error names the layer.
     """
-    # parameters are checked because a ReLU would hide an output of -inf
-    for kind, value in {"input": x, **dict(layer.named_parameters()), "output": output}.items():
-        if not torch.isfinite(value).all():
-            raise NonFiniteLayerError(
-                f"whitening layer ('{name}'): its {kind} is not finite. Fix: lower SOLVER.BASE_LR or check the weights."
-            )
     try:
+        # parameters are checked because a ReLU would hide an output of -inf
+        for kind, value in {"input": x, **dict(layer.named_parameters()), "output": output}.items():
+            if not torch.isfinite(value).all():
+                raise NonFiniteCovarianceError(f"its {kind} is not finite")
         return whitening_statistics(layer, x.detach(), samples)
     except NonFiniteCovarianceError as error:
         raise NonFiniteLayerError(
