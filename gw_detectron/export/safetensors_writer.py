@@ -88,7 +88,7 @@ def _torchvision_resnet(network: Architecture, norms: Mapping[str, Mapping[str, 
 
 
 def _check_torchvision_compatible(backbone: nn.Module) -> None:
-    """Refuse what the weights do not show: the position of the stride, and dilation."""
+    """Refuse strides and dilation that torchvision does differently; the weights do not show them."""
     for name, block in backbone.named_modules():
         if isinstance(block, BottleneckBlock) and block.conv1.stride != (1, 1):
             raise ExportError(

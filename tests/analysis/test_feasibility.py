@@ -9,7 +9,7 @@ from gw_detectron.analysis.feasibility import batch_constraints, group_constrain
 
 
 def independent_equations(*blocks: tuple[int, int]) -> int:
-    """The rank of the equations "centred and white" of matrices of these sizes, at a random solution of them."""
+    """Rank of the equations "centered and white" for matrices of these sizes, at a random solution."""
     generator = torch.Generator().manual_seed(0)
 
     def equations(x: torch.Tensor) -> torch.Tensor:

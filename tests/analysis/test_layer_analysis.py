@@ -46,7 +46,7 @@ def test_the_first_layer_that_is_not_finite_is_named(cfg, monkeypatch):
     assert [row["finite"] for row in result.rows[:4]] == [True, True, True, False]
 
 
-@pytest.mark.parametrize("solver", ["standardize", "zca"])  # the second refuses the covariance itself
+@pytest.mark.parametrize("solver", ["standardize", "zca"])  # zca raises the error itself
 def test_the_layer_whose_covariance_overflows_is_named(cfg, tmp_path, solver):
     cfg.MODEL.RESNETS.WHITEN_NORM = f"GW:solver={solver}"
     cfg.MODEL.RESNETS.WHITEN_POSITIONS = "S1"
@@ -59,7 +59,7 @@ def test_the_layer_whose_covariance_overflows_is_named(cfg, tmp_path, solver):
     assert sentence.endswith("the first that is not: backbone.bottom_up.stem.conv1.norm")
 
 
-def test_weights_have_to_be_of_the_model(cfg, tmp_path):
+def test_weights_of_another_model_are_refused(cfg, tmp_path):
     weights = build_model(cfg).state_dict()
     cfg.MODEL.WEIGHTS = str(tmp_path / "some.pth")
     torch.save({"model": {"nothing.that.fits": torch.zeros(1)}}, cfg.MODEL.WEIGHTS)
@@ -88,16 +88,16 @@ def test_images_are_read_one_at_a_time(cfg, tmp_path, monkeypatch):
     (tmp_path / "c.png").write_text("no image")
     calls = []
     monkeypatch.setattr("detectron2.modeling.GeneralizedRCNN.forward", lambda self, batch: calls.append(batch))
-    with pytest.raises(ValueError, match=r"the image .*b\.png cannot be read"):
+    with pytest.raises(ValueError, match=r"b\.png"):
         analyze_layers(cfg, tmp_path, count=3, progress=False)
     assert len(calls) == 1
     (tmp_path / "b.png").unlink()
-    with pytest.raises(ValueError, match=r"the image .*c\.png cannot be read"):
+    with pytest.raises(ValueError, match=r"c\.png"):
         analyze_layers(cfg, tmp_path, count=3, progress=False)
 
 
 @pytest.mark.parametrize("wrong", [{"samples": 0}, {"samples": -1}, {"count": 0}])
-def test_numbers_that_make_no_sense(cfg, wrong):
+def test_invalid_counts(cfg, wrong):
     with pytest.raises(ValueError, match=r"{} \({}\): not positive".format(*next(iter(wrong.items())))):
         analyze_layers(cfg, progress=False, **wrong)
 

@@ -63,7 +63,7 @@ def test_every_family_gets_its_formula(small):
 @pytest.mark.parametrize(
     ("norm", "processes", "images"), [("SyncBN", 4, 8), ("BN", 4, 2), ("BW:sync=true", 4, 8), ("BW", 4, 2)]
 )
-def test_processes_in_sync_see_each_other_s_images(small, norm, processes, images):
+def test_synchronized_norms_share_the_batch(small, norm, processes, images):
     small.MODEL.FPN.NORM = norm
     row = norm_shapes(small, 64, 64, 2, processes=processes)[0]
     assert row.layer.startswith("backbone.fpn_") and row.constraints.columns == images * 16 * 16

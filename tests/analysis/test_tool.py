@@ -83,14 +83,14 @@ def test_layers(run):
         ({"examples": -1024}, r"examples \(-1024\): too small. Fix: give 0 or more"),
     ],
 )
-def test_examples_and_batches_that_make_no_sense(numbers, message):
+def test_invalid_examples_and_batches(numbers, message):
     with pytest.raises(ValueError, match=message):
         analyze_constraints(**numbers)
 
 
 @pytest.mark.parametrize("name", ["conditioning", "diversity", "layers", "swapping"])
 @pytest.mark.parametrize("seed", ["-1", "4294967296", "x"])
-def test_a_seed_that_makes_no_sense(name, seed, capsys):
+def test_an_invalid_seed(name, seed, capsys):
     with pytest.raises(SystemExit):
         analyze_whitening.get_parser().parse_args([name, "--seed", seed])
     assert f"'{seed}' is not a seed. Fix: give a whole number from 0 to 4294967295" in capsys.readouterr().err
@@ -120,7 +120,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
         check_folder(tmp_path / "new")
 
 
-def test_files_appear_whole_or_not_at_all(tmp_path):
+def test_files_are_written_atomically(tmp_path):
     class NoFigure:
         def savefig(self, path, **options):
             path.write_text("half")

@@ -20,11 +20,11 @@ def correlated(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.einsum("oc,nc...->no...", mix, x) + 2
 
 
-def numpy_numbers(rows: np.ndarray, whitened: np.ndarray, eps: float) -> dict[str, float]:
-    """From the matrix that a layer gets and the one it makes of it; the latter is W times the centred former."""
-    centred = rows - rows.mean(1, keepdims=True)
-    s = centred @ centred.T / rows.shape[1] + eps * np.eye(len(rows))
-    w = np.linalg.lstsq(centred.T, whitened.T, rcond=None)[0].T
+def numpy_statistics(rows: np.ndarray, whitened: np.ndarray, eps: float) -> dict[str, float]:
+    """Compute the statistics from a layer's input matrix and its whitened output, W times the centered input."""
+    centered = rows - rows.mean(1, keepdims=True)
+    s = centered @ centered.T / rows.shape[1] + eps * np.eye(len(rows))
+    w = np.linalg.lstsq(centered.T, whitened.T, rcond=None)[0].T
     values, vectors = np.linalg.eigh(s)
     exact = vectors / np.sqrt(values) @ vectors.T
     after = w @ s @ w.T
@@ -43,7 +43,7 @@ def check(layer, x, matrices, eps=1e-5):
     found = whitening_statistics(layer, x)
     assert all(len(found[name]) == len(matrices) for name in REDUCTIONS)
     for place, (before, after) in enumerate(matrices):
-        for name, value in numpy_numbers(before, after, eps).items():
+        for name, value in numpy_statistics(before, after, eps).items():
             assert float(found[name][place]) == pytest.approx(value, rel=1e-4), name
 
 

@@ -1,4 +1,4 @@
-"""Over two channels or examples hardly anything is left; entropy and normalisation against their definitions."""
+"""Diversity collapses over few numbers; entropy and normalization against their definitions."""
 
 import math
 
@@ -62,7 +62,7 @@ def test_the_pair_is_normalized_as_torch_does():
         assert first != second
         if method == "GN":
             assert first // 4 == second // 4
-    assert normalized_pair(x, "BN", 7, generator).shape == (56, 2)  # what is left of a batch is left out
+    assert normalized_pair(x, "BN", 7, generator).shape == (56, 2)  # an incomplete batch is dropped
 
 
 def test_invalid_sizes():

@@ -40,7 +40,7 @@ def test_hidden_layers_are_white(method):
     torch.testing.assert_close(first.T @ first / len(x), torch.eye(6), atol=2e-3, rtol=0)
 
 
-def test_a_probe_is_whitened_as_the_batch_is():
+def test_a_probe_is_whitened_by_the_batch():
     x = torch.randn(500, 6, generator=torch.Generator().manual_seed(0))
     network = WhitenedMLP([6, 6, 3], "zca", seed=0)
     torch.testing.assert_close(network.first_layer(x, x)[:10], network.first_layer(x[:10], x))
@@ -61,7 +61,7 @@ def test_training_that_diverges_ends():
     assert len(losses) == 30 and losses[-1] < losses[0]
 
 
-def test_the_loss_at_the_end_is_the_mean_of_what_there_is():
+def test_the_final_loss_is_the_mean_of_the_last_steps():
     assert _last([9.0, 1.0, 2.0, 3.0, 4.0, 5.0]) == 3
     assert _last([2.0, 4.0]) == 3
     assert _last([2.0, float("nan")]) == math.inf

@@ -154,7 +154,7 @@ def test_onnx_has_no_eigendecomposition(tmp_path, tiny_backbone, normalization):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_proof(tmp_path, tiny_backbone, normalization):
+def test_the_report(tmp_path, tiny_backbone, normalization):
     report = export_backbone(
         tiny_backbone(), tmp_path / "out", normalization, file_format="torchscript", source={"weights": "model.pth"}
     )

@@ -69,7 +69,7 @@ def test_an_image_with_nothing_in_it(exported, image):
     assert [tuple(value.shape) for value in found] == [(0, 4), (0,), (0, 1, 28, 28), (0,), (2,)]
 
 
-def test_the_proof(exported):
+def test_the_report(exported):
     folder, report = exported
     assert sorted(path.name for path in folder.iterdir()) == ["README.md", "model.ts", "parity.json"]
     assert json.loads((folder / "parity.json").read_text()) == json.loads(json.dumps(report))
@@ -97,7 +97,7 @@ def test_the_model_stays_as_it_is(exported, model, image, tmp_path):
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_an_image_that_shows_nothing_to_the_detector_is_refused(exported, cfg, image, tmp_path):
+def test_an_image_without_detections_is_refused(exported, cfg, image, tmp_path):
     cfg = cfg.clone()
     cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = 0.999
     with pytest.raises(ValueError, match="image: the detector finds nothing in it"):
@@ -141,11 +141,11 @@ def test_an_image_is_read_as_in_evaluation(cfg, tmp_path):
     assert read_image_for(cfg, tmp_path / "red.png")[:, 0, 0].tolist() == [10, 20, 250]
 
 
-def test_what_is_no_image(cfg, tmp_path):
-    with pytest.raises(FileNotFoundError, match="there is no image .*red.png"):
+def test_files_that_are_not_images(cfg, tmp_path):
+    with pytest.raises(FileNotFoundError, match="red.png"):
         read_image_for(cfg, tmp_path / "red.png")
     (tmp_path / "red.png").write_text("red")
-    with pytest.raises(ValueError, match="red.png cannot be read: "):
+    with pytest.raises(ValueError, match="red.png"):
         read_image_for(cfg, tmp_path / "red.png")
 
 

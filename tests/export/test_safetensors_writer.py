@@ -132,7 +132,7 @@ def test_detectron2_layout(tmp_path, normalization, run_readme):
         ((*R50, ("MODEL.RESNETS.STEM_OUT_CHANNELS", 32)), r"torchvision's R-50 does not take these weights"),
     ],
 )
-def test_what_torchvision_cannot_be(tmp_path, normalization, opts, message):
+def test_torchvision_refuses_other_functions(tmp_path, normalization, opts, message):
     with pytest.raises(ValueError, match=message):
         export_backbone(
             backbone_of(*opts), tmp_path / "out", normalization, file_format="safetensors", layout="torchvision"

@@ -29,7 +29,7 @@ def cfg():
 
 @pytest.fixture(scope="module")
 def trained(cfg, tmp_path_factory):
-    """A detector and the file of its weights."""
+    """A detector and its weights file."""
     torch.manual_seed(0)
     model = build_model(cfg).eval()
     folder = tmp_path_factory.mktemp("trained")
@@ -43,14 +43,14 @@ def with_weights(cfg, weights):
     return cfg
 
 
-def test_all_weights_arrive(cfg, trained):
+def test_all_weights_are_loaded(cfg, trained):
     model, path = trained
     loaded = load_model(with_weights(cfg, path))
     assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in model.state_dict().items())
     assert not loaded.training
 
 
-def test_an_fpn_that_the_weights_lack_is_not_left_random(cfg, trained, tmp_path):
+def test_weights_without_the_fpn_are_refused(cfg, trained, tmp_path):
     model, _ = trained
     path = tmp_path / "resnet.pth"
     torch.save(
@@ -64,11 +64,11 @@ def test_an_fpn_that_the_weights_lack_is_not_left_random(cfg, trained, tmp_path)
     assert torch.equal(alone.res5[1].conv2.weight, model.backbone.bottom_up.res5[1].conv2.weight)
 
 
-def test_a_resnet_that_the_weights_lack_is_an_error(cfg, trained, tmp_path):
+def test_weights_without_a_part_of_the_resnet_are_refused(cfg, trained, tmp_path):
     model, _ = trained
     state = {name: value for name, value in model.state_dict().items() if "res4.1" not in name}
     torch.save({"model": state}, tmp_path / "part.pth")
-    with pytest.raises(ValueError, match="not loaded: backbone.bottom_up.res4.1"):
+    with pytest.raises(ValueError, match="backbone.bottom_up.res4.1"):
         load_model(with_weights(cfg, tmp_path / "part.pth"))
 
 
@@ -76,12 +76,12 @@ def test_a_resnet_that_the_weights_lack_is_an_error(cfg, trained, tmp_path):
 def test_a_damaged_file_is_named(cfg, trained, tmp_path, size):
     path = tmp_path / "cut.pth"
     path.write_bytes(trained[1].read_bytes()[:size])
-    with pytest.raises(ValueError, match="cut.pth cannot be read: it is (cut off|empty)"):
+    with pytest.raises(ValueError, match="cut.pth.* (cut off|empty)"):
         load_model(with_weights(cfg, path))
 
 
 @pytest.mark.parametrize(
-    ("weights", "message"), [("", "an export needs weights. Fix: give --weights"), ("x.pth", "no file x.pth")]
+    ("weights", "message"), [("", "an export needs weights. Fix: give --weights"), ("x.pth", "x.pth")]
 )
 def test_no_weights(cfg, weights, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
@@ -90,7 +90,7 @@ def test_no_weights(cfg, weights, message):
 
 @pytest.fixture
 def run_tool(monkeypatch, capsys):
-    """Runs a tool as a script and returns its exit status, and what it wrote to stdout and stderr."""
+    """Run a tool as a script and return its exit status, stdout and stderr."""
 
     def run(name, *words):
         words = ["--config-file", CONFIG, *words, *SMALL]
@@ -124,12 +124,13 @@ def test_the_command_for_backbones(trained, tmp_path, run_tool):
     assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(found, expected.values(), strict=True))
 
 
-def test_the_command_speaks_to_people(tmp_path, run_tool):
+def test_a_user_error_has_no_traceback(tmp_path, run_tool):
     status, _, complaint = run_tool(
         "export_backbone.py", "--weights", tmp_path / "none.pth", "--output", tmp_path / "out"
     )
     assert status == 1
-    assert complaint.strip() == f"Error: there is no file {tmp_path / 'none.pth'} (looked from {os.getcwd()})"
+    assert complaint.strip().startswith("Error: ") and str(tmp_path / "none.pth") in complaint
+    assert "Traceback" not in complaint
     assert list(tmp_path.iterdir()) == []
 
 
