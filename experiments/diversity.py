@@ -183,13 +183,13 @@ def _curve(rows: Sequence[dict[str, Any]], source: str, method: str, scale: str)
 def _findings(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
     findings = {}
     # two numbers become -1 and 1, or both 0 if equal: a pair of dimensions has this many points
-    for method, numbers, points in (("GN", "channels of a group", 3), ("BN", "examples of a batch", 9)):
+    for method, numbers, points in (("GN", "channels per group", 3), ("BN", "examples per batch", 9)):
         curves = [_curve(rows, source, method, scale) for source in _SOURCES for scale in _SCALES]
         bases = [_curve(rows, source, "Base", scale)[None] for source in _SOURCES for scale in _SCALES]
         findings[f"{method}: over 2 {numbers} the diversity collapses to that of {points} points or fewer"] = [
             curve[2] < min(base, math.log(points)) for curve, base in zip(curves, bases, strict=True) if 2 in curve
         ]
-        findings[f"{method}: up to 4 {numbers}, the more, the more diverse"] = [
+        findings[f"{method}: up to 4 {numbers}, diversity grows with their number"] = [
             curve[few] < curve[more] for curve in curves for few in curve for more in curve if few < more <= 4
         ]
         findings[f"{method}: Gaussians on one scale, over 4 {numbers} or fewer, are less diverse than the base"] = [

@@ -55,11 +55,11 @@ def analyze_constraints(
     if examples % batch_size:
         raise AnalysisError(f"examples ({examples}): not a multiple of batch_size={batch_size}. Fix: give a multiple.")
     table = _table(neurons, batch_size, groups)
-    rows = [
-        _row(method, f"d={neurons}, m={batch_size}" + f", g={groups}" * (method[0] == "G"), found)
-        | {"over_examples": found.number * (examples // batch_size), "range": allowed}
-        for method, (found, allowed) in table.items()
-    ]
+    rows = []
+    for method, (found, allowed) in table.items():
+        setting = f"d={neurons}, m={batch_size}" + f", g={groups}" * (method[0] == "G")
+        number = found.number * (examples // batch_size)
+        rows.append(_row(setting, method, found, over_examples=number, range=allowed))
     layers = norm_shapes(cfg, height, width, images) if cfg is not None else []
     rows += [_layer_row(layer) for layer in layers]
     return AnalysisResult("constraints", settings, rows, _findings(table, layers), _draw(layers, settings))
@@ -75,26 +75,21 @@ def _table(d: int, m: int, g: int) -> dict[str, tuple[Constraints, str]]:
     }
 
 
-def _row(norm: str, layer: str, found: Constraints | None) -> dict[str, Any]:
-    return {
-        "layer": layer,
-        "norm": norm,
-        "constraints": found and found.number,
-        "variables": found and found.variables,
-        "ratio": found and float(f"{found.ratio:.4g}"),
-        "over_examples": None,
-        "range": None,
-        "remark": found and found.remark,
-    }
+def _row(layer: str, norm: str, found: Constraints | None, **more: Any) -> dict[str, Any]:
+    columns = ("layer", "norm", "constraints", "variables", "ratio", "over_examples", "range", "remark")
+    row = dict.fromkeys(columns) | {"layer": layer, "norm": norm}
+    if found is not None:
+        row |= {"constraints": found.number, "variables": found.variables, "remark": found.remark}
+        row["ratio"] = float(f"{found.ratio:.4g}")
+    return row | more
 
 
 def _layer_row(layer: NormShape) -> dict[str, Any]:
-    row = _row(layer.spec, layer.layer, layer.constraints)
-    if layer.constraints is None:
-        row["remark"] = "not reached: shape unknown" if layer.shape is None else "fixed statistics"
-    else:
-        row["range"] = f"{layer.constraints.columns} columns >= {min_columns(layer.constraints.rows)}"
-    return row
+    found = layer.constraints
+    if found is None:
+        reason = "not reached: shape unknown" if layer.shape is None else "fixed statistics"
+        return _row(layer.layer, layer.spec, None, remark=reason)
+    return _row(layer.layer, layer.spec, found, range=f"{found.columns} columns >= {min_columns(found.rows)}")
 
 
 def _findings(table: Mapping[str, tuple[Constraints, str]], layers: Sequence[NormShape]) -> dict[str, bool]:

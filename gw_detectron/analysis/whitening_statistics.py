@@ -44,6 +44,8 @@ def whitening_layers(model: nn.Module) -> dict[str, WhiteningLayer]:
 
 def solver_of(layer: WhiteningLayer) -> Solver:
     """Return the solver of a whitening layer with its options."""
+    if isinstance(layer.solver, Solver):
+        return layer.solver
     return Solver(layer.solver, layer.num_iters, layer.eps, layer.threshold, layer.corr)
 
 

@@ -77,7 +77,7 @@ def export_backbone(
         cases = check_parity(extractor, run)
         norms = Counter(row.spec for row in norm_rows(backbone))
         facts |= {**extractor.describe(), "norm_layers": dict(norms)}
-        return write_report(folder / file, file_format, facts, cases, source)
+        return write_report(folder / file, file_format, options.get("layout", file_format), facts, cases, source)
 
 
 def _check_arguments(file_format: str, layout: str, normalization: Normalization) -> None:

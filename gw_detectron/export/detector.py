@@ -94,7 +94,7 @@ def export_detector(
             "resized_in_evaluation": None if sides is None else {"shorter": sides[0], "longer_at_most": sides[1]},
             "outputs": names,
         }
-        return write_report(path, "torchscript", facts, cases, source)
+        return write_report(path, "torchscript", "detector", facts, cases, source)
 
 
 def read_image_for(cfg: CfgNode, path: str | os.PathLike[str]) -> Tensor:

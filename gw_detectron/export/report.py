@@ -20,9 +20,9 @@ _README = Template("""\
 
 $kind
 
-- Input: `$name`, $type, $shape, $channels: pixels of 0 to 255, $scale.
+- Input: `$name`, $type, ($dimensions), $channels: pixels of 0 to 255, $scale.
   Mean: $pixel_mean, std: $pixel_std.
-- Height and width: at least $smallest_side, and multiples of $multiple_of.$resize
+- H and W: at least $smallest_side$multiples.$resize
 - Outputs: $outputs
 - Largest difference from the model (reference backend): $worst of an output's largest value.
 
@@ -131,6 +131,7 @@ with torch.no_grad():
 def write_report(
     path: Path,
     file_format: str,
+    kind: str,
     facts: Mapping[str, Any],
     cases: Sequence[Mapping[str, Any]],
     source: Mapping[str, str] | None,
@@ -140,6 +141,7 @@ def write_report(
     Args:
         path: the exported file.
         file_format: its format.
+        kind: the kind of README: the format, the layout of weights, or ``detector``.
         facts: ``input``, ``outputs`` and other entries of the report.
         cases: the results of the parity check.
         source: origin of the weights.
@@ -164,22 +166,21 @@ def write_report(
         "versions": versions,
     }
     (path.parent / "parity.json").write_text(json.dumps(report, indent=2) + "\n")
-    (path.parent / "README.md").write_text(_readme(report))
+    (path.parent / "README.md").write_text(_readme(report, kind))
     return report
 
 
-def _readme(report: Mapping[str, Any]) -> str:
-    given, names = report["input"], list(report["outputs"])
-    resize = report.get("resized_in_evaluation")
-    kind = report.get("layout", report["format"] if "norm_layers" in report else "detector")
+def _readme(report: Mapping[str, Any], kind: str) -> str:
+    given, resize = report["input"], report.get("resized_in_evaluation")
+    names = ["mean of the last map"] if "network" in report else list(report["outputs"])
     code = _CODE[kind].replace("$images\n", _IMAGES + _NORMALIZE * (not given["inside"]))
-    if "network" in report:
-        names = ["mean of the last map"]
     values = {**report, **report.get("network", {}), **given, "library": kind, "names": names}
     return _README.substitute(
         values,
         kind=_KINDS[kind],
         code=Template(code if kind == "detectron2" else code + _PRINT).substitute(values),
+        dimensions=", ".join(map(str, given["shape"])),
+        multiples=f", multiples of {given['multiple_of']}" if given["multiple_of"] > 1 else "",
         outputs=json.dumps(report["outputs"]),
         scale="normalized by the file" if given["inside"] else "normalized as (pixels - mean) / std",
         resize=_RESIZE.substitute(resize) if resize else "",

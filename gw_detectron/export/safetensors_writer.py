@@ -130,4 +130,6 @@ def _norm_arguments(layer: nn.Module) -> dict[str, Any]:
 
 
 def _solver_of(layer: GroupWhitening2d) -> Solver:
+    if isinstance(layer.solver, Solver):
+        return layer.solver
     return Solver(layer.solver, layer.num_iters, layer.eps, layer.threshold, layer.corr)
