@@ -1,4 +1,7 @@
+import importlib.util
 import json
+import sys
+import types
 
 import pytest
 import torch
@@ -9,7 +12,7 @@ from safetensors.torch import load_file
 
 from gw_detectron.checkpoint import load_weights
 from gw_detectron.export import export_backbone
-from gw_detectron.export.features import Features
+from gw_detectron.export.feature_extractor import FeatureExtractor
 from gw_detectron.layers import GroupWhitening2d
 from gw_detectron.model_zoo import get_config, get_config_file
 
@@ -52,15 +55,15 @@ def positions(value):
         ((*X50, ("MODEL.RESNETS.NORM", "GN:groups=16"), positions("ALL")), 53),
     ],
 )
-def test_torchvision_layout(tmp_path, normalisation, opts, norms):
+def test_torchvision_layout(tmp_path, normalization, opts, norms):
     backbone = backbone_of(*opts)
     folder = tmp_path / "out"
-    report = export_backbone(backbone, folder, normalisation, file_format="safetensors", layout="torchvision")
+    report = export_backbone(backbone, folder, normalization, file_format="safetensors", layout="torchvision")
     assert len(report["cases"]) == 4
     assert len(report["norms"]) == norms
     weights = load_file(folder / "backbone.safetensors")
     assert torch.equal(weights["layer2.0.downsample.0.weight"], backbone.res3[0].shortcut.weight)
-    # the way of a user: torchvision's own constructor, and its norms replaced as the header says
+    # as a user does: torchvision's own constructor, with the norm layers that the header names
     names = {"R-18": "resnet18", "R-50": "resnet50", "X-50-32x4d": "resnext50_32x4d"}
     model = torchvision.models.get_model(names[report["network"]["name"]])
     model.fc = torch.nn.Identity()
@@ -78,68 +81,79 @@ def test_torchvision_layout(tmp_path, normalisation, opts, norms):
     assert ((found - expected).abs().max() / expected.abs().max()) < 1e-4
 
 
-def test_timm_has_the_names_of_torchvision(tmp_path, normalisation):
+def test_timm_layout(tmp_path, normalization, run_readme, monkeypatch):
+    """timm and torchvision share tensor names; the README builds timm's ResNet."""
     backbone = backbone_of()
     for layout in ("torchvision", "timm"):
-        export_backbone(backbone, tmp_path / layout, normalisation, file_format="safetensors", layout=layout)
+        export_backbone(backbone, tmp_path / layout, normalization, file_format="safetensors", layout=layout)
     weights, same = (load_file(tmp_path / layout / "backbone.safetensors") for layout in ("torchvision", "timm"))
     assert weights.keys() == same.keys()
     assert all(torch.equal(weights[name], same[name]) for name in weights)
-    assert "timm.models.resnet" in (tmp_path / "timm" / "README.md").read_text()
+
+    if importlib.util.find_spec("timm") is None:  # torchvision's ResNet with the arguments of timm's
+        resnet = torchvision.models.resnet
+
+        def build(block, layers, *, cardinality, base_width):
+            return resnet.ResNet(block, layers, groups=cardinality, width_per_group=base_width)
+
+        fake = types.SimpleNamespace(ResNet=build, BasicBlock=resnet.BasicBlock)
+        monkeypatch.setitem(sys.modules, "timm", types.ModuleType("timm"))
+        monkeypatch.setitem(sys.modules, "timm.models", types.SimpleNamespace(resnet=fake))
+    assert "(1, 512)" in run_readme(tmp_path / "timm")
 
 
-def test_the_readme_of_torchvision_layout(tmp_path, normalisation, run_readme):
-    export_backbone(backbone_of(), tmp_path / "gw", normalisation, file_format="safetensors", layout="torchvision")
+def test_the_readme_of_torchvision_layout(tmp_path, normalization, run_readme):
+    export_backbone(backbone_of(), tmp_path / "gw", normalization, file_format="safetensors", layout="torchvision")
     assert "(1, 512)" in run_readme(tmp_path / "gw")
     backbone = backbone_of(PLAIN)
-    export_backbone(backbone, tmp_path / "bn", normalisation, file_format="safetensors", layout="torchvision")
+    export_backbone(backbone, tmp_path / "bn", normalization, file_format="safetensors", layout="torchvision")
     assert "(1, 512)" in run_readme(tmp_path / "bn", forbid=("gw_detectron", "detectron2"))
 
 
-def test_detectron2_layout(tmp_path, normalisation, run_readme):
+def test_detectron2_layout(tmp_path, normalization, run_readme):
     backbone = backbone_of(fpn=True)
-    report = export_backbone(backbone, tmp_path / "fpn", normalisation, file_format="safetensors")
+    report = export_backbone(backbone, tmp_path / "fpn", normalization, file_format="safetensors")
     weights = load_file(tmp_path / "fpn" / "backbone.safetensors")
     assert weights.keys() == backbone.state_dict().keys()
     assert all(torch.equal(value, backbone.state_dict()[name]) for name, value in weights.items())
     assert report["worst_relative"] == 0
-    assert f"{len(weights)} tensors loaded" in run_readme(tmp_path / "fpn", get_config_file(DEMO))
+    assert "All keys matched" in run_readme(tmp_path / "fpn", get_config_file(DEMO))
 
-    export_backbone(backbone, tmp_path / "alone", normalisation, file_format="safetensors", fpn=False)
-    conversion = load_weights(tmp_path / "alone" / "backbone.safetensors")  # what MODEL.WEIGHTS gw://file/ does
+    export_backbone(backbone, tmp_path / "alone", normalization, file_format="safetensors", fpn=False)
+    conversion = load_weights(tmp_path / "alone" / "backbone.safetensors")  # as MODEL.WEIGHTS gw://file/ does
     assert (conversion.architecture.name, conversion.positions) == ("R-18", "S1-B2")
 
 
 @pytest.mark.parametrize(
     ("opts", "message"),
     [
-        ((*R50, ("MODEL.RESNETS.STRIDE_IN_1X1", True)), r"res3.0 has its stride in the 1x1 .*STRIDE_IN_1X1"),
-        ((*R50, NO_FPN, ("MODEL.RESNETS.RES5_DILATION", 2)), r"res5.0 is dilated .*RES5_DILATION"),
+        ((*R50, ("MODEL.RESNETS.STRIDE_IN_1X1", True)), r"STRIDE_IN_1X1 .*res3.0 has its stride in the 1x1"),
+        ((*R50, NO_FPN, ("MODEL.RESNETS.RES5_DILATION", 2)), r"RES5_DILATION .*res5.0 is dilated"),
         ((*R50, ("MODEL.RESNETS.STEM_OUT_CHANNELS", 32)), r"torchvision's R-50 does not take these weights"),
     ],
 )
-def test_what_torchvision_cannot_be(tmp_path, normalisation, opts, message):
+def test_torchvision_refuses_other_functions(tmp_path, normalization, opts, message):
     with pytest.raises(ValueError, match=message):
         export_backbone(
-            backbone_of(*opts), tmp_path / "out", normalisation, file_format="safetensors", layout="torchvision"
+            backbone_of(*opts), tmp_path / "out", normalization, file_format="safetensors", layout="torchvision"
         )
     assert list(tmp_path.iterdir()) == []
-    export_backbone(backbone_of(*opts), tmp_path / "out", normalisation, file_format="safetensors")
+    export_backbone(backbone_of(*opts), tmp_path / "out", normalization, file_format="safetensors")
 
 
-def test_fpn_and_pixels_are_refused(tmp_path, normalisation):
-    with pytest.raises(ValueError, match=r"timm's ResNet has no FPN; .*--no-fpn"):
+def test_fpn_and_pixels_are_refused(tmp_path, normalization):
+    with pytest.raises(ValueError, match=r"timm's ResNet has no FPN. .*--no-fpn"):
         export_backbone(
-            backbone_of(fpn=True), tmp_path / "out", normalisation, file_format="safetensors", layout="timm"
+            backbone_of(fpn=True), tmp_path / "out", normalization, file_format="safetensors", layout="timm"
         )
-    takes_pixels = type(normalisation)(normalisation.channels, normalisation.pixel_mean, normalisation.pixel_std, True)
-    with pytest.raises(ValueError, match="cannot normalise pixels"):
+    takes_pixels = type(normalization)(normalization.channels, normalization.pixel_mean, normalization.pixel_std, True)
+    with pytest.raises(ValueError, match="cannot normalize pixels"):
         export_backbone(backbone_of(), tmp_path / "out", takes_pixels, file_format="safetensors")
 
 
-def test_features_keep_the_order_of_their_names(normalisation):
+def test_features_keep_the_order_of_their_names(normalization):
     backbone = backbone_of(NO_FPN, ("MODEL.RESNETS.OUT_FEATURES", ["res5", "stem", "res3"]))
-    features = Features(backbone, normalisation)
+    features = FeatureExtractor(backbone, normalization)
     images = torch.randn(1, 3, 64, 64)
     with torch.no_grad():
         expected = backbone.eval()(images)

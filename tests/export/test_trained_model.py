@@ -29,7 +29,7 @@ def cfg():
 
 @pytest.fixture(scope="module")
 def trained(cfg, tmp_path_factory):
-    """A detector and the file of its weights."""
+    """A detector and its weights file."""
     torch.manual_seed(0)
     model = build_model(cfg).eval()
     folder = tmp_path_factory.mktemp("trained")
@@ -43,28 +43,28 @@ def with_weights(cfg, weights):
     return cfg
 
 
-def test_all_weights_arrive(cfg, trained):
+def test_all_weights_are_loaded(cfg, trained):
     model, path = trained
     loaded = load_model(with_weights(cfg, path))
     assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in model.state_dict().items())
     assert not loaded.training
 
 
-def test_an_fpn_that_the_weights_lack_is_not_left_random(cfg, trained, tmp_path):
+def test_weights_without_the_fpn_are_refused(cfg, trained, tmp_path):
     model, _ = trained
     path = tmp_path / "resnet.pth"
     torch.save(
         {"model": {f"backbone.bottom_up.{k}": v for k, v in model.backbone.bottom_up.state_dict().items()}}, path
     )
     with pytest.raises(
-        ValueError, match=r"lacks 24 of the tensors to export \(backbone.fpn_lateral2.weight, .*--no-fpn"
+        ValueError, match=r"24 tensors to export are missing \(backbone.fpn_lateral2.weight, .*--no-fpn"
     ):
         load_model(with_weights(cfg, path), needed="backbone.")
     alone = load_model(with_weights(cfg, path), needed="backbone.bottom_up.").backbone.bottom_up
     assert torch.equal(alone.res5[1].conv2.weight, model.backbone.bottom_up.res5[1].conv2.weight)
 
 
-def test_a_resnet_that_the_weights_lack_is_an_error(cfg, trained, tmp_path):
+def test_weights_without_a_part_of_the_resnet_are_refused(cfg, trained, tmp_path):
     model, _ = trained
     state = {name: value for name, value in model.state_dict().items() if "res4.1" not in name}
     torch.save({"model": state}, tmp_path / "part.pth")
@@ -90,7 +90,7 @@ def test_no_weights(cfg, weights, message):
 
 @pytest.fixture
 def run_tool(monkeypatch, capsys):
-    """Runs a tool as a script and returns its exit status, and what it wrote to stdout and stderr."""
+    """Run a tool as a script and return its exit status, stdout and stderr."""
 
     def run(name, *words):
         words = ["--config-file", CONFIG, *words, *SMALL]
@@ -124,12 +124,13 @@ def test_the_command_for_backbones(trained, tmp_path, run_tool):
     assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(found, expected.values(), strict=True))
 
 
-def test_the_command_speaks_to_people(tmp_path, run_tool):
+def test_a_user_error_has_no_traceback(tmp_path, run_tool):
     status, _, complaint = run_tool(
         "export_backbone.py", "--weights", tmp_path / "none.pth", "--output", tmp_path / "out"
     )
     assert status == 1
-    assert complaint.startswith(f"\nError: MODEL.WEIGHTS: file not found: '{tmp_path / 'none.pth'}' (cwd: {os.getcwd()})")
+    missing = tmp_path / "none.pth"
+    assert complaint.startswith(f"\nError: MODEL.WEIGHTS: file not found: '{missing}' (cwd: {os.getcwd()})")
     assert list(tmp_path.iterdir()) == []
 
 

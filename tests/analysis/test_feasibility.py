@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch.autograd.functional import jacobian
 
-from gw_detectron.analysis.feasibility import batch_constraints, group_constraints, least_columns, most_groups
+from gw_detectron.analysis.feasibility import batch_constraints, group_constraints, max_groups, min_columns
 
 
 def independent_equations(*blocks: tuple[int, int]) -> int:
-    """The rank of the equations "centred and white" of matrices of these sizes, at a random solution of them."""
+    """Rank of the equations "centered and white" for matrices of these sizes, at a random solution."""
     generator = torch.Generator().manual_seed(0)
 
     def equations(x: torch.Tensor) -> torch.Tensor:
@@ -39,10 +39,10 @@ def test_gn_and_gw():
     assert group_constraints(d, m, g, whiten=False).number == independent_equations(*[(1, 6)] * g * m) == 2 * g * m
     found = group_constraints(d, m, g, whiten=True)
     assert found.number == independent_equations(*[(g, 6)] * m) == m * g * (g + 3) / 2
-    assert (found.variables, found.side, found.columns) == (d * m, g, 6)
+    assert (found.variables, found.rows, found.columns) == (d * m, g, 6)
 
 
-def test_one_channel_or_group_is_standardised():
+def test_one_channel_or_group_is_standardized():
     assert batch_constraints(7, 9, 1) == batch_constraints(7, 9)
     assert group_constraints(8, 3, 1, whiten=True) == group_constraints(8, 3, 1, whiten=False)
 
@@ -50,26 +50,27 @@ def test_one_channel_or_group_is_standardised():
 @pytest.mark.parametrize("d", [1, 2, 3, 5, 8, 27, 64, 256, 1000])
 def test_ranges_are_where_constraints_outnumber_variables(d):
     least = next(m for m in range(1, 9999) if batch_constraints(d, m, d).feasible)
-    assert least_columns(d) == least == np.ceil((d + 3) / 2)
-    assert next(m for m in range(1, 9999) if batch_constraints(d, m).feasible) == least_columns(1) == 2
+    assert min_columns(d) == least == np.ceil((d + 3) / 2)
+    assert next(m for m in range(1, 9999) if batch_constraints(d, m).feasible) == min_columns(1) == 2
     possible = [g for g in range(1, d + 1) if g * (g + 3) / 2 <= d]
-    assert most_groups(d, whiten=True) == max(possible, default=0)
-    assert most_groups(d, whiten=False) == max([g for g in range(1, d + 1) if 2 * g <= d], default=0)
+    assert max_groups(d, whiten=True) == max(possible, default=0)
+    assert max_groups(d, whiten=False) == max([g for g in range(1, d + 1) if 2 * g <= d], default=0)
 
 
-def test_the_remark_says_what_is_missing():
+def test_remark():
     assert group_constraints(256, 4, 8, whiten=True).remark == ""
     near = group_constraints(192, 4, 16, whiten=True)
     assert near.feasible and not near.stable
-    assert near.remark.startswith("near-infeasible: whitening 16 rows over 12 columns needs 10")
+    assert "possible from 10 columns on and stable from 16 on" in near.remark
+    assert near.remark.startswith("near-infeasible: whitening 16 rows over 12 columns")
     impossible = group_constraints(256, 1, 32, whiten=True)
     assert not impossible.feasible and impossible.ratio == 560 / 256
     assert "infeasible" in impossible.remark and "560 constraints on 256 numbers" in impossible.remark
-    assert "standardising over 2 columns" in batch_constraints(3, 2).remark
+    assert "standardizing over 2 columns" in batch_constraints(3, 2).remark
 
 
-def test_what_cannot_be_counted():
-    with pytest.raises(ValueError, match="groups=3 does not divide 16"):
+def test_invalid_arguments():
+    with pytest.raises(ValueError, match=r"groups \(3\): does not divide 16"):
         group_constraints(16, 1, 3, whiten=True)
-    with pytest.raises(ValueError, match="m=0 has to be a positive integer"):
+    with pytest.raises(ValueError, match=r"m \(0\): not a positive integer"):
         batch_constraints(4, 0)

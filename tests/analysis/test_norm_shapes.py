@@ -1,4 +1,4 @@
-"""Shapes that reach the norms, against those in a model that computes; every kind of detector is reached."""
+"""Shapes that reach the norm layers, against those of a real forward pass, for every kind of detector."""
 
 import pytest
 import torch
@@ -6,11 +6,16 @@ from detectron2.modeling import build_model
 
 from gw_detectron.analysis.feasibility import batch_constraints, group_constraints
 from gw_detectron.analysis.norm_shapes import norm_shapes
+from gw_detectron.model_zoo import get_config
 from gw_detectron.modeling import norm_spec
 
 
 @pytest.fixture
-def small(cfg):
+def small():
+    cfg = get_config("COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_4conv1fc_1x_GW.yaml")
+    cfg.MODEL.DEVICE = "cpu"
+    cfg.MODEL.BACKBONE.FREEZE_AT = 0
+    cfg.MODEL.RESNETS.NORM = "BN"
     cfg.MODEL.RESNETS.DEPTH = 18
     cfg.MODEL.RESNETS.RES2_OUT_CHANNELS = 64
     cfg.MODEL.FPN.OUT_CHANNELS = 64
@@ -58,7 +63,7 @@ def test_every_family_gets_its_formula(small):
 @pytest.mark.parametrize(
     ("norm", "processes", "images"), [("SyncBN", 4, 8), ("BN", 4, 2), ("BW:sync=true", 4, 8), ("BW", 4, 2)]
 )
-def test_processes_in_sync_see_each_other_s_images(small, norm, processes, images):
+def test_synchronized_norms_share_the_batch(small, norm, processes, images):
     small.MODEL.FPN.NORM = norm
     row = norm_shapes(small, 64, 64, 2, processes=processes)[0]
     assert row.layer.startswith("backbone.fpn_") and row.constraints.columns == images * 16 * 16
@@ -108,5 +113,5 @@ def test_every_norm_of_every_detector_is_reached(small, change):
 
 
 def test_a_number_that_is_not_positive(small):
-    with pytest.raises(ValueError, match="images is 0"):
+    with pytest.raises(ValueError, match=r"images \(0\): not positive"):
         norm_shapes(small, 64, 64, 0)
