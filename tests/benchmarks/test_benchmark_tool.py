@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import layer_benchmark, network_benchmark
+from benchmarks import layer_benchmark, network_benchmark, timing
 from benchmarks.network_benchmark import Variant
 from benchmarks.table import read_csv, write_csv
 from gw_detectron.errors import UserError
@@ -106,6 +106,7 @@ def test_an_interrupted_run_writes_nothing(layer, tmp_path, monkeypatch, capsys)
 def test_model_flags(tool, monkeypatch, tmp_path, capsys):
     variants = {"BN": Variant("BN"), "GW-S1": Variant("BN", "GW", "S1")}
     monkeypatch.setattr(network_benchmark, "MODELS", {"R-18": variants})
+    monkeypatch.setattr(timing, "WARM_UP", 0)
     flags = ["--models", "R-18", "--batch-size", 2, "--image-size", 32, "--repeats", 1, "--output", tmp_path / "m"]
     assert tool("model", "--device", "cpu", *flags) is True
     assert "R-18" in capsys.readouterr().out

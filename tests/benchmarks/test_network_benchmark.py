@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks import network_benchmark
+from benchmarks import network_benchmark, timing
 from benchmarks.network_benchmark import (
     MODELS,
     PAPER,
@@ -49,6 +49,7 @@ def test_each_model_is_divided_by_its_first_variant(monkeypatch):
     classifiers = {"BN": Variant("BN"), "GN": Variant("GN"), "GW-S1-B2": Variant("BN", "GW", "S1-B2")}
     detectors = {norm: Variant(config=DEMO.format(norm)) for norm in ("BN", "GW")}
     monkeypatch.setattr(network_benchmark, "MODELS", {"R-18": classifiers, "small_detector": detectors})
+    monkeypatch.setattr(timing, "WARM_UP", 0)
     settings = NetworkSettings(CPU, ["R-18", "small_detector"], ["GW", "GW-S1-B2"], "fp32", SIZES, repeats=1)
     table = run_networks(settings, "the command")
     rows = {(row["model"], row["variant"]): row for row in table.rows}
