@@ -146,7 +146,7 @@ def _has_norms(part: Any) -> bool:
 def _constraints(layer: Any, shape: tuple[int, ...] | None, processes: int) -> Constraints | None:
     if shape is None or 0 in shape or isinstance(layer, (FrozenBatchNorm2d, FrozenBatchWhitening2d)):
         return None
-    whitens = getattr(layer, "solver", "standardize") != "standardize"
+    whitens = hasattr(layer, "solver") and layer.solver.name != "standardize"
     samples, channels = shape[:2]
     pixels = torch.Size(shape[2:]).numel()
     if isinstance(layer, (GroupWhitening2d, nn.GroupNorm)):

@@ -75,7 +75,7 @@ def observed(name: str, layer: WhiteningLayer, x: Tensor, output: Tensor, sample
 
 def _spectra(layer: WhiteningLayer, x: Tensor, samples: int) -> dict[str, Tensor]:
     x = x if x.dtype == torch.float64 else x.float()
-    solver = Solver(layer.solver, layer.num_iters, layer.eps, layer.threshold, layer.corr)
+    solver = layer.solver
     parts = []
     if isinstance(layer, GroupWhitening2d):
         if len(x):
@@ -86,7 +86,7 @@ def _spectra(layer: WhiteningLayer, x: Tensor, samples: int) -> dict[str, Tensor
         if columns.shape[1]:
             covariances = [_covariance(group) for group in split(columns, layer.channels_per_group)]
             parts = list(zip(covariances, _batch_matrices(layer, solver, covariances), strict=True))
-    eps = 0.0 if layer.solver == "pivoted_cholesky" else layer.eps  # which adds nothing to the diagonal
+    eps = 0.0 if layer.solver.name == "pivoted_cholesky" else layer.solver.eps  # which adds nothing to the diagonal
     found = [_numbers(covariance.double(), matrix.double(), eps, layer) for covariance, matrix in parts]
     return {name: torch.cat([numbers[name] for numbers in found] or [torch.empty(0)]) for name in REDUCTIONS}
 
@@ -138,7 +138,7 @@ def _numbers(covariance: Tensor, matrix: Tensor, eps: float, layer: WhiteningLay
         "residual_max": residual,
         "distance": torch.full_like(residual, torch.nan),
     }
-    if layer.solver in _SYMMETRIC and not layer.corr:
+    if layer.solver.name in _SYMMETRIC and not layer.solver.corr:
         exact = (vectors * eigenvalues.rsqrt()[..., None, :]) @ vectors.mT
         numbers["distance"] = (matrix - exact).norm(dim=(-2, -1)) / exact.norm(dim=(-2, -1))
     return {name: value.flatten().cpu() for name, value in numbers.items()}

@@ -87,7 +87,6 @@ class BatchWhitening2d(nn.Module):
         rotation: str = "none",
     ) -> None:
         super().__init__()
-        Solver(solver, num_iters, eps, threshold, corr)  # checks them
         if not 0 <= momentum <= 1:
             raise ValueError(f"momentum={momentum} must be a number from 0 to 1; PyTorch's value is 0.1")
         if running not in RUNNING:
@@ -96,15 +95,11 @@ class BatchWhitening2d(nn.Module):
             raise ValueError(f"rotation={rotation!r}; allowed are {list(ROTATIONS)}")
         self.num_channels = num_channels
         self.channels_per_group = effective_width(num_channels, channels_per_group)
-        self.solver = solver
-        self.num_iters = num_iters
-        self.eps = eps
+        self.solver = Solver(solver, num_iters, eps, threshold, corr)
         self.momentum = momentum
         self.running = running
         self.sync = sync
         self.affine = affine
-        self.threshold = threshold
-        self.corr = corr
         self.rotation = rotation
         self.weight = nn.Parameter(torch.ones(num_channels)) if affine else None
         self.bias = nn.Parameter(torch.zeros(num_channels)) if affine else None
@@ -136,9 +131,8 @@ class BatchWhitening2d(nn.Module):
             return transform(centred, matrices, self.weight, self.bias, like=x)
 
     def extra_repr(self) -> str:
-        solver = Solver(self.solver, self.num_iters, self.eps, self.threshold, self.corr)
         text = (
-            f"{self.num_channels}, channels={self.channels_per_group}, {solver}, running={self.running}, "
+            f"{self.num_channels}, channels={self.channels_per_group}, {self.solver}, running={self.running}, "
             f"momentum={self.momentum:g}"
         )
         if self.sync:
@@ -148,8 +142,7 @@ class BatchWhitening2d(nn.Module):
         return f"{text}, affine={self.affine}"
 
     def _whiten(self, covariances: list[Tensor]) -> list[Tensor]:
-        solver = Solver(self.solver, self.num_iters, self.eps, self.threshold, self.corr)
-        return [solver(covariance) for covariance in covariances]
+        return [self.solver(covariance) for covariance in covariances]
 
     def _running_matrices(self, dtype: torch.dtype) -> list[Tensor]:
         if self.running == "matrix":
@@ -202,9 +195,10 @@ class FrozenBatchWhitening2d(BatchWhitening2d):
             The twin if the module itself is batch whitening, else the module.
         """
         if isinstance(module, BatchWhitening2d) and not isinstance(module, cls):
-            # every argument is an attribute of the same name
-            options = {name: getattr(module, name) for name in inspect.signature(BatchWhitening2d).parameters}
-            twin = cls(**options)
+            # every other argument is an attribute of the same name
+            solver = module.solver.layer_arguments()
+            names = inspect.signature(BatchWhitening2d).parameters.keys() - solver.keys()
+            twin = cls(**solver, **{name: getattr(module, name) for name in names})
             twin.load_state_dict(module.state_dict(), assign=True)
             return twin
         for name, child in module.named_children():

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops.group_whitening import op as kernels
+from ..ops.group_whitening.op import group_whiten
 from ..ops.group_whitening.reference import effective_groups
 from ..ops.solvers import Solver
 
@@ -30,7 +30,6 @@ class GroupWhitening2d(nn.Module):
             (exact), ...
         threshold: c of the solver ``"zca_max"``.
         corr: standardise the groups, then decorrelate their correlation matrix.
-        relu: apply ReLU to y, in the same passes over memory.
 
     Shape: (N, C, *spatial) -> the same, for zero to three spatial dimensions; dtype and memory format are kept.
 
@@ -51,39 +50,28 @@ class GroupWhitening2d(nn.Module):
         *,
         threshold: float = 0.01,
         corr: bool = False,
-        relu: bool = False,
     ) -> None:
         super().__init__()
-        Solver(solver, num_iters, eps, threshold, corr)  # checks them
         self.num_channels = num_channels
         self.num_groups = effective_groups(num_channels, num_groups)
-        self.num_iters = num_iters
-        self.eps = eps
+        self.solver = Solver(solver, num_iters, eps, threshold, corr)
         self.affine = affine
-        self.solver = solver
-        self.threshold = threshold
-        self.corr = corr
-        self.relu = relu
         self.weight = nn.Parameter(torch.ones(num_channels)) if affine else None
         self.bias = nn.Parameter(torch.zeros(num_channels)) if affine else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, relu: bool = False) -> Tensor:
+        """Whiten ``x``, (N, C, *spatial).
+
+        Args:
+            x: the input.
+            relu: also apply ReLU, in the same passes over memory. The caller decides at each call, so that the ReLU
+                stays with the caller when this layer is replaced.
+        """
         if x.dim() < 2 or x.shape[1] != self.num_channels:
             raise ValueError(
                 f"GroupWhitening2d expects input of shape (N, {self.num_channels}, *spatial), got {tuple(x.shape)}"
             )
-        return kernels.group_whiten(
-            x,
-            self.num_groups,
-            self.num_iters,
-            self.eps,
-            self.solver,
-            self.weight,
-            self.bias,
-            threshold=self.threshold,
-            corr=self.corr,
-            relu=self.relu,
-        )
+        return group_whiten(x, self.num_groups, self.weight, self.bias, solver=self.solver, relu=relu)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # the authors' checkpoints hold the affine parameters as (1, C, 1, 1)
@@ -94,6 +82,4 @@ class GroupWhitening2d(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
-        solver = Solver(self.solver, self.num_iters, self.eps, self.threshold, self.corr)
-        relu = ", relu=True" if self.relu else ""
-        return f"{self.num_channels}, groups={self.num_groups}, {solver}, affine={self.affine}{relu}"
+        return f"{self.num_channels}, groups={self.num_groups}, {self.solver}, affine={self.affine}"

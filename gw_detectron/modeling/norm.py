@@ -202,11 +202,13 @@ def norm_spec(layer: nn.Module) -> str:
         ValueError: the layer is not a normalisation that a name can express.
     """
     for name, family in _FAMILIES.items():
-        if isinstance(layer, family.layer) and all(getattr(layer, key) == value for key, value in family.fixed.items()):
+        if isinstance(layer, family.layer) and all(
+            _argument(layer, key) == value for key, value in family.fixed.items()
+        ):
             shown = []
             for key, option in family.options.items():
-                value, reader = getattr(layer, option.argument), READ_BY.get(option.argument)
-                if value != option.usual and (reader is None or layer.solver == reader):
+                value, reader = _argument(layer, option.argument), READ_BY.get(option.argument)
+                if value != option.usual and (reader is None or layer.solver.name == reader):
                     shown.append(f"{key}={_text(value)}")
             return f"{name}:{','.join(shown)}"
     for name, layer_class in _DETECTRON2_LAYERS:
@@ -215,6 +217,12 @@ def norm_spec(layer: nn.Module) -> str:
     if type(layer).__name__ == "LayerNorm":  # Detectron2's own channels-first class, absent from its older versions
         return "LN"
     raise ValueError(f"{type(layer).__name__} is not a normalisation layer that a norm name can express")
+
+
+def _argument(layer: Any, name: str) -> Any:
+    """Return the value that a layer's constructor was given for an argument."""
+    options = layer.solver.layer_arguments() if hasattr(layer, "solver") else {}
+    return options[name] if name in options else getattr(layer, name)
 
 
 def in_evaluation(spec: str) -> str:

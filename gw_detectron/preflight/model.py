@@ -106,7 +106,7 @@ def _check_batch_whitening(cfg: CfgNode, model: nn.Module, shapes: dict[str, Nor
         for name, module in model.named_modules()
         if isinstance(module, BatchWhitening2d)
         and not isinstance(module, FrozenBatchWhitening2d)
-        and module.solver != "standardize"
+        and module.solver.name != "standardize"
         and 1 < _images_together(cfg, module) <= _FEW_IMAGES
     ]
     if few:

@@ -7,7 +7,7 @@ columns over which the covariance of a group is taken.
 import torch
 from torch import Tensor
 
-from ..solvers import Solver
+from ..solvers import DEFAULT_SOLVER, Solver
 from ..tensors import autocast_off, check_tensors, compute_dtype, memory_format_of
 from .channel_groups import effective_width, join, split
 from .statistics import batch_statistics
@@ -16,14 +16,10 @@ from .statistics import batch_statistics
 def batch_whiten(
     x: Tensor,
     channels_per_group: int = 64,
-    num_iters: int = 5,
-    eps: float = 1e-5,
-    solver: str = "newton",
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     *,
-    threshold: float = 0.01,
-    corr: bool = False,
+    solver: Solver = DEFAULT_SOLVER,
     sync: bool = False,
 ) -> Tensor:
     r"""Whitens the channels of every group by their covariance over batch and space.
@@ -41,14 +37,9 @@ def batch_whiten(
     Args:
         x: floating point, (N, C, *spatial) with any number of spatial dimensions, in any memory format.
         channels_per_group: k, capped at C; contiguous channels form a group, the last of which may be smaller.
-        num_iters: steps T of the ``newton`` solver.
-        eps: added to the diagonal of the covariance, in units of the input's variance. 0 leaves it out.
-            ``pivoted_cholesky`` has its own use for it.
-        solver: a name in :data:`gw_detectron.layers.SOLVERS`.
         weight: per-channel scale :math:`\gamma`, (C,).
         bias: per-channel shift :math:`\beta`, (C,).
-        threshold: c of the solver ``zca_max``.
-        corr: standardise the channels, then decorrelate their correlation matrix.
+        solver: covariance -> whitening matrix, :math:`\psi`.
         sync: take the statistics over all processes of a distributed run.
 
     Returns:
@@ -61,11 +52,10 @@ def batch_whiten(
     Source: Decorrelated Batch Normalization, Eq. 3 and Algorithm 1; On Batch Orthogonalization Layers, Eqs. 3 and 5.
     """
     check_tensors("batch whitening", x, weight, bias)
-    whitening_matrix = Solver(solver, num_iters, eps, threshold, corr)
     width = effective_width(x.shape[1], channels_per_group)
     with autocast_off(x.device.type):
         batch = batch_statistics(to_columns(x), width, sync)
-        matrices = [whitening_matrix(covariance) for covariance in batch.covariances]
+        matrices = [solver(covariance) for covariance in batch.covariances]
         return transform(batch.centred, matrices, weight, bias, like=x)
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
-from ..solvers import Solver
+from ..solvers import DEFAULT_SOLVER, Solver
 from . import (
     algorithm as closed_form,
 )
@@ -51,7 +51,6 @@ ENVIRONMENT_SWITCH = "GW_DETECTRON_KERNELS"
 FORCEABLE = ("matmul", "reference")
 _MODULES: dict[str, Any] = {"triton": triton_kernels, "matmul": matmul_kernels}
 _FORWARD, _BACKWARD = "gw_detectron::group_whiten", "gw_detectron::group_whiten_backward"
-_PUBLISHED = Solver()
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _logger = logging.getLogger("gw_detectron.layers")
 
@@ -75,32 +74,25 @@ def use_path(path: str) -> Iterator[None]:
 
 def group_whiten(
     x: Tensor,
-    num_groups: int,
-    num_iters: int = 5,
-    eps: float = 1e-5,
-    solver: str = "newton",
+    num_groups: int = 64,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     *,
-    threshold: float = 0.01,
-    corr: bool = False,
+    solver: Solver = DEFAULT_SOLVER,
     relu: bool = False,
 ) -> Tensor:
     """:func:`gw_detectron.ops.group_whitening.reference.group_whiten`, to rounding, by the path that :func:`choose_path` names."""
     functional.check_tensors("group whitening", x, weight, bias)
-    options = Solver(solver, num_iters, eps, threshold, corr)
     groups = functional.effective_groups(x.shape[1], num_groups)
-    path = choose_path(x, groups, options)
+    path = choose_path(x, groups, solver)
     if not torch.compiler.is_compiling() and _logger.isEnabledFor(logging.DEBUG):
-        _log(path, x.device.type, x.dtype, x.shape[1], groups, str(options))
+        _log(path, x.device.type, x.dtype, x.shape[1], groups, str(solver))
     if path == "reference":
-        return functional.group_whiten(
-            x, groups, num_iters, eps, solver, weight, bias, threshold=threshold, corr=corr, relu=relu
-        )
-    return torch.ops.gw_detectron.group_whiten(x, weight, bias, groups, num_iters, eps, relu, path)[0]
+        return functional.group_whiten_reference(x, groups, weight, bias, solver=solver, relu=relu)
+    return torch.ops.gw_detectron.group_whiten(x, weight, bias, groups, solver.num_iters, solver.eps, relu, path)[0]
 
 
-def choose_path(x: Tensor, groups: int, solver: Solver = _PUBLISHED) -> str:
+def choose_path(x: Tensor, groups: int, solver: Solver = DEFAULT_SOLVER) -> str:
     """The path for an input of ``groups`` groups: ``"triton"``, ``"matmul"`` or ``"reference"``.
 
     Raises:
@@ -221,7 +213,9 @@ def _gradients(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...
         inputs = [tensor for tensor, wanted in zip((x, weight, bias), needed, strict=True) if wanted]
         through = dy if y is None else torch.ops.aten.threshold_backward(dy, y.detach(), 0)
         with functional.autocast_off(x.device.type):
-            before_relu = functional.group_whiten(x, ctx.groups, ctx.num_iters, ctx.eps, "newton", weight, bias)
+            before_relu = functional.group_whiten_reference(
+                x, ctx.groups, weight, bias, solver=Solver(num_iters=ctx.num_iters, eps=ctx.eps)
+            )
             found = iter(torch.autograd.grad(before_relu, inputs, through, create_graph=True))
         gradients = tuple(next(found) if wanted else None for wanted in needed)
     else:

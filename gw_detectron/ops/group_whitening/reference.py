@@ -8,7 +8,7 @@ import math
 
 from torch import Tensor
 
-from ..solvers import Solver
+from ..solvers import DEFAULT_SOLVER, Solver
 from ..tensors import autocast_off, check_tensors, compute_dtype, memory_format_of
 
 
@@ -32,17 +32,13 @@ def effective_groups(num_channels: int, num_groups: int) -> int:
     return groups
 
 
-def group_whiten(
+def group_whiten_reference(
     x: Tensor,
     num_groups: int,
-    num_iters: int = 5,
-    eps: float = 1e-5,
-    solver: str = "newton",
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     *,
-    threshold: float = 0.01,
-    corr: bool = False,
+    solver: Solver = DEFAULT_SOLVER,
     relu: bool = False,
 ) -> Tensor:
     r"""Whitens the groups of channels of every sample by that sample's own covariance.
@@ -60,14 +56,9 @@ def group_whiten(
     Args:
         x: floating point, (N, C, *spatial) with any number of spatial dimensions, in any memory format.
         num_groups: g, capped at C; contiguous channels form a group.
-        num_iters: steps T of the ``newton`` solver.
-        eps: added to the diagonal of the covariance, in units of the input's variance. 0 leaves it out.
-            ``pivoted_cholesky`` has its own use for it.
-        solver: a name in :data:`gw_detectron.layers.SOLVERS`.
         weight: per-channel scale :math:`\gamma`, (C,).
         bias: per-channel shift :math:`\beta`, (C,).
-        threshold: c of the solver ``zca_max``.
-        corr: standardise the groups, then decorrelate their correlation matrix.
+        solver: covariance -> whitening matrix, :math:`\psi`.
         relu: return :math:`\max(y, 0)`.
 
     Returns:
@@ -81,7 +72,6 @@ def group_whiten(
     Source: Group Whitening, Eqs. 8-10, and its supplement, Algorithm 1.
     """
     check_tensors("group whitening", x, weight, bias)
-    whitening_matrix = Solver(solver, num_iters, eps, threshold, corr)
     groups = effective_groups(x.shape[1], num_groups)
     if x.numel() == 0:
         return _affine(x, weight, bias, relu).to(x.dtype)
@@ -93,7 +83,7 @@ def group_whiten(
         x_c = x_g - x_g.mean(-1, keepdim=True)
         covariance = x_c @ x_c.mT / x_c.shape[-1]
         # the solver adds eps I
-        x_hat = (whitening_matrix(covariance) @ x_c).reshape(x.shape)
+        x_hat = (solver(covariance) @ x_c).reshape(x.shape)
         y = _affine(x_hat, weight, bias, relu)
     return y.to(dtype=x.dtype, memory_format=memory_format_of(x))
 

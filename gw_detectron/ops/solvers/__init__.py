@@ -10,9 +10,10 @@ from .cholesky import cholesky_whitening, pivoted_cholesky_whitening
 from .covariance import NonFiniteCovarianceError
 from .eigen import pca_inverse_sqrt, zca_entropy_inverse_sqrt, zca_inverse_sqrt, zca_max_inverse_sqrt
 from .newton import newton_inverse_sqrt
-from .solver import READ_BY, SOLVERS, Solver, standardizing
+from .solver import DEFAULT_SOLVER, READ_BY, SOLVERS, Solver, standardizing
 
 __all__ = [
+    "DEFAULT_SOLVER",
     "READ_BY",
     "SOLVERS",
     "NonFiniteCovarianceError",

@@ -1,7 +1,9 @@
 """A solver by its name with its options, and the table of all of them."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,6 +89,11 @@ class Solver:
         correlation = correlation.tril(-1) + correlation.triu(1) + ones
         return solve(correlation, self) * inverse_std[..., None, :]
 
+    def layer_arguments(self) -> dict[str, Any]:
+        """Return the arguments with which a whitening layer makes this solver."""
+        options = dataclasses.asdict(self)
+        return {"solver": options.pop("name"), **options}
+
     def __str__(self) -> str:
         text = f"eps={self.eps:g}, solver={self.name}"
         if self.name == READ_BY["num_iters"]:
@@ -127,3 +134,6 @@ SOLVERS: dict[str, Callable[[Tensor, Solver], Tensor]] = {
     "pivoted_cholesky": lambda sigma, options: pivoted_cholesky_whitening(sigma, options.eps),
     "standardize": lambda sigma, options: standardizing(sigma),
 }
+
+#: the published setting of Group Whitening
+DEFAULT_SOLVER = Solver()
