@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from tabulate import tabulate
 
+from gw_detectron.errors import ConfigError
+
 from .table import Table
-from .validation import BenchmarkError
 
 TOLERANCE = 0.2
 #: multiple of the tolerance for a ratio of times at one size among several: about a doubling by default
@@ -73,22 +74,20 @@ def compare(table: Table, reference: Table, tolerance: float = TOLERANCE) -> Com
             a ratio of bytes by :data:`BYTES_TOLERANCE` or the tolerance, whichever is less.
 
     Raises:
-        BenchmarkError: the runs differ in benchmark, device or settings, or have no ratio in common; or the tolerance
+        ConfigError: the runs differ in benchmark, device or settings, or have no ratio in common; or the tolerance
             is negative or not finite.
     """
     if not 0 <= tolerance < math.inf:  # also refuses nan
-        raise BenchmarkError(f"--tolerance ({tolerance}): not a finite number >= 0. Fix: give 0.2 for 20 %.")
+        raise ConfigError(f"--tolerance ({tolerance}): not a finite number >= 0. Fix: give 0.2 for 20 %.")
     same = {"benchmark": (reference.kind, table.kind)}
     same |= {name: (reference.header.get(name), table.header.get(name)) for name in ("device", "settings")}
     for name, (before, now) in same.items():
         if before != now:
-            raise BenchmarkError(
-                f"--compare: {name} {before!r}, this run has {now!r}. Fix: give a table with the same."
-            )
+            raise ConfigError(f"--compare: {name} {before!r}, this run has {now!r}. Fix: give a table with the same.")
     old, new = _watched_ratios(reference), _watched_ratios(table)
     shared = [key for key in new if key in old]
     if not shared:
-        raise BenchmarkError(
+        raise ConfigError(
             f"--compare: no ratio in common: the table has {_example(old)}, this run has {_example(new)}. "
             f"Fix: measure the same {table.columns.key[0]}s, dtypes and baselines."
         )

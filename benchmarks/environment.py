@@ -10,9 +10,10 @@ from pathlib import Path
 
 import torch
 
+from gw_detectron.errors import ConfigError
 from gw_detectron.version import __version__
 
-from .validation import BenchmarkError, check_names
+from .validation import check_names
 
 _ROOT = Path(__file__).parents[1]
 _PACKAGES = ("torch", "torchvision", "triton", "detectron2")
@@ -23,13 +24,13 @@ def select_device(name: str | None) -> torch.device:
     """Return the device ``cpu`` or ``cuda``; None selects the GPU if there is one.
 
     Raises:
-        BenchmarkError: the device does not exist.
+        ConfigError: the device does not exist.
     """
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     check_names("--device", [name], ("cpu", "cuda"))
     if name == "cuda" and not torch.cuda.is_available():
-        raise BenchmarkError("--device ('cuda'): torch finds no CUDA device. Fix: use cpu.")
+        raise ConfigError("--device ('cuda'): torch finds no CUDA device. Fix: use cpu.")
     return torch.device(name)
 
 

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gw_detectron.errors import ConfigError
+
 from .environment import describe
 from .memory import MIB, peak_bytes, saved_bytes
 from .providers import GROUP_NORM_GROUPS, MODES, OPTIONAL, PRECISIONS, PROVIDERS, Case, layer_step, provider_step
 from .table import Row, Table
 from .timing import time_alternating
-from .validation import BenchmarkError, check_minimum, check_names
+from .validation import check_minimum, check_names
 
 Shape = tuple[int, int, int, int]
 
@@ -39,11 +41,11 @@ def parse_shape(text: str) -> Shape:
     """Parse ``2x64x200x336`` or ``2,64,200,336``.
 
     Raises:
-        BenchmarkError: these are not four positive integers.
+        ConfigError: these are not four positive integers.
     """
     parts = text.replace(",", "x").split("x")
     if len(parts) != 4 or not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise BenchmarkError(f"--shapes ({text!r}): not four positive integers. Fix: give N, C, H, W as 2x64x200x336.")
+        raise ConfigError(f"--shapes ({text!r}): not four positive integers. Fix: give N, C, H, W as 2x64x200x336.")
     n, c, h, w = map(int, parts)
     return n, c, h, w
 
@@ -52,7 +54,7 @@ def scale_batch(shapes: Sequence[Shape], factor: int) -> tuple[Shape, ...]:
     """Multiply the number of samples of each shape.
 
     Raises:
-        BenchmarkError: the factor is not positive.
+        ConfigError: the factor is not positive.
     """
     check_minimum("--batch-scale", factor)
     return tuple((n * factor, c, h, w) for n, c, h, w in shapes)
@@ -74,7 +76,7 @@ class LayerSettings:
         iters: T of the whitening layers.
 
     Raises:
-        BenchmarkError: a name is unknown, a number too small, a shape does not fit a provider, or nothing is measured.
+        ConfigError: a name is unknown, a number too small, a shape does not fit a provider, or nothing is measured.
     """
 
     device: torch.device
@@ -94,7 +96,7 @@ class LayerSettings:
         for name in ("repeats", "groups", "iters"):
             check_minimum(f"--{name}", getattr(self, name))
         if set(self.providers) == {"floor"} and set(self.modes) == {MEMORY}:
-            raise BenchmarkError(
+            raise ConfigError(
                 "--providers ('floor'): saves nothing, so mode memory has nothing to measure. "
                 f"Fix: add another provider, or a mode of {', '.join(MODES)}."
             )
@@ -102,7 +104,7 @@ class LayerSettings:
             for name in self.providers:
                 divisor = case.channel_divisor(name)
                 if case.channels % divisor:
-                    raise BenchmarkError(
+                    raise ConfigError(
                         f"--shapes ({case.shape_text!r}): {name} needs channels that {divisor} divides, not "
                         f"{case.channels}. Fix: give another shape, or leave out {name}."
                     )

@@ -6,13 +6,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gw_detectron.errors import ConfigError
+
 from .environment import describe
 from .memory import MIB, peak_bytes, saved_bytes
 from .networks import MINIMUM_PIXELS, Iteration, Sizes, classifier, detector
 from .providers import PRECISIONS
 from .table import Row, Table
 from .timing import time_alternating
-from .validation import BenchmarkError, check_minimum, check_names
+from .validation import check_minimum, check_names
 
 
 class Variant(NamedTuple):
@@ -73,7 +75,7 @@ class NetworkSettings:
         repeats: rounds of timed iterations.
 
     Raises:
-        BenchmarkError: a name is unknown, a model has none of the variants or a variant no model, or a number is too
+        ConfigError: a name is unknown, a model has none of the variants or a variant no model, or a number is too
             small.
     """
 
@@ -93,16 +95,14 @@ class NetworkSettings:
         for model in self.models:
             if model not in models_with(self.variants):
                 wanted = ", ".join(self.variants or ())
-                raise BenchmarkError(f"--models ({model!r}): no variant of {wanted}. Fix: leave it out. {offered}.")
+                raise ConfigError(f"--models ({model!r}): no variant of {wanted}. Fix: leave it out. {offered}.")
         for variant in self.variants or ():
             if not any(variant in MODELS[model] for model in self.models):
-                raise BenchmarkError(
-                    f"--variants ({variant!r}): no measured model has it. Fix: leave it out. {offered}."
-                )
+                raise ConfigError(f"--variants ({variant!r}): no measured model has it. Fix: leave it out. {offered}.")
         for name, number in {"repeats": self.repeats, **vars(self.sizes)}.items():
             check_minimum(name, number, MINIMUM_PIXELS.get(name, 1))
         if self.sizes.batch == 1 and self.sizes.image == MINIMUM_PIXELS["image"]:
-            raise BenchmarkError(
+            raise ConfigError(
                 f"batch (1) with image ({self.sizes.image}): the last feature map has one value per channel, which BN "
                 f"cannot train with. Fix: give batch 2 or image {self.sizes.image + 1}."
             )

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gw_detectron.atomic import atomic_write
-
-from .validation import BenchmarkError, TableNotFoundError
+from gw_detectron.errors import DataError, MissingFileError
 
 Row = Mapping[str, str | float | None]
 
@@ -103,12 +102,12 @@ def read_csv(path: str | os.PathLike[str]) -> Table:
     """Read a table written by :func:`write_csv`.
 
     Raises:
-        TableNotFoundError: the file does not exist.
-        BenchmarkError: it is not such a table, or damaged.
+        MissingFileError: the file does not exist.
+        DataError: it is not such a table, or damaged.
     """
     if not Path(path).is_file():
         fix = "Fix: give a table that tools/benchmark.py wrote."
-        raise TableNotFoundError(f"--compare ({str(path)!r}): file not found (cwd: {os.getcwd()}). {fix}")
+        raise MissingFileError(f"--compare ({str(path)!r}): file not found (cwd: {os.getcwd()}). {fix}")
     # a binary file, such as a picture, has no benchmark line either
     lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
     header = dict(line[1:].strip().split(": ", 1) for line in lines if line.startswith("#") and ": " in line)
@@ -132,8 +131,8 @@ def read_csv(path: str | os.PathLike[str]) -> Table:
     return Table(kind, header, rows)
 
 
-def _unusable(path: str | os.PathLike[str], reason: str) -> BenchmarkError:
-    return BenchmarkError(f"--compare ({str(path)!r}): no table of this benchmark: {reason}. Fix: measure it again.")
+def _unusable(path: str | os.PathLike[str], reason: str) -> DataError:
+    return DataError(f"--compare ({str(path)!r}): no table of this benchmark: {reason}. Fix: measure it again.")
 
 
 def _parse_number(cell: str) -> float | None:

@@ -5,35 +5,23 @@ import tempfile
 from collections.abc import Collection
 from pathlib import Path
 
-from gw_detectron.errors import UserError
-
-
-class BenchmarkError(UserError, ValueError):
-    """A setting or a table of the benchmark is not usable."""
-
-
-class TableNotFoundError(UserError, FileNotFoundError):
-    """The table to compare with does not exist."""
-
-
-class OutputFileError(UserError, OSError):
-    """The files of a run cannot be written."""
+from gw_detectron.errors import ConfigError, FileAccessError
 
 
 def check_names(kind: str, names: Collection[str], allowed: Collection[str]) -> None:
-    """Raise BenchmarkError unless there are names and all are allowed."""
+    """Raise ConfigError unless there are names and all are allowed."""
     fix = f"Fix: use {', '.join(allowed)}."
     if not names:
-        raise BenchmarkError(f"{kind}: none given. {fix}")
+        raise ConfigError(f"{kind}: none given. {fix}")
     for name in names:
         if name not in allowed:
-            raise BenchmarkError(f"{kind} ({name!r}): unknown. {fix}")
+            raise ConfigError(f"{kind} ({name!r}): unknown. {fix}")
 
 
 def check_minimum(name: str, value: int, minimum: int = 1) -> None:
-    """Raise BenchmarkError if a number is too small."""
+    """Raise ConfigError if a number is too small."""
     if value < minimum:
-        raise BenchmarkError(f"{name} ({value}): too small. Fix: give at least {minimum}.")
+        raise ConfigError(f"{name} ({value}): too small. Fix: give at least {minimum}.")
 
 
 def output_paths(output: Path, reference: str | os.PathLike[str] | None = None) -> tuple[Path, Path]:
@@ -44,17 +32,17 @@ def output_paths(output: Path, reference: str | os.PathLike[str] | None = None) 
         reference: an existing table that must not be overwritten.
 
     Raises:
-        BenchmarkError: ``output`` has no file name, or is the reference.
-        OutputFileError: the files cannot be written.
+        ConfigError: ``output`` has no file name, or is the reference.
+        FileAccessError: the files cannot be written.
     """
     if output.name in ("", ".."):
-        raise BenchmarkError(f"--output ({str(output)!r}): no file name. Fix: give a path as output/benchmark/layer.")
+        raise ConfigError(f"--output ({str(output)!r}): no file name. Fix: give a path as output/benchmark/layer.")
     table, plot = (output.with_name(output.name + suffix) for suffix in (".csv", ".png"))
     if reference is not None and table.exists() and table.samefile(reference):
-        raise BenchmarkError(f"--output ({str(table)!r}): is the table to compare with. Fix: give another path.")
+        raise ConfigError(f"--output ({str(table)!r}): is the table to compare with. Fix: give another path.")
     for path in (table, plot):
         if path.is_dir():
-            raise OutputFileError(f"--output ({str(path)!r}): is a folder. Fix: give another path.")
+            raise FileAccessError(f"--output ({str(path)!r}): is a folder. Fix: give another path.")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         # as long as the temporary names of atomic_write
@@ -62,5 +50,5 @@ def output_paths(output: Path, reference: str | os.PathLike[str] | None = None) 
             pass
     except OSError as error:
         reason = f"cannot be written: {error.strerror}"
-        raise OutputFileError(f"--output ({str(table)!r}): {reason}. Fix: give another path.") from None
+        raise FileAccessError(f"--output ({str(table)!r}): {reason}. Fix: give another path.") from None
     return table, plot

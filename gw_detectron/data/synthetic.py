@@ -28,7 +28,7 @@ from iopath.common.file_io import NativePathHandler, file_lock
 from PIL import Image
 from tqdm import tqdm
 
-from ..errors import UserError
+from ..errors import ConfigError, DataError, FileAccessError
 from .annotations import to_coco
 from .rendering import SHAPES, Scene
 
@@ -38,14 +38,6 @@ SPLITS: tuple[str, ...] = ("train", "val")
 _FOLDER = "gw_synthetic"
 # Increase this whenever the same parameters would give other images or annotations than before.
 _FORMAT = 1
-
-
-class SyntheticDataError(UserError, ValueError):
-    """A parameter of the synthetic data set is out of range, or the files on disk are not usable."""
-
-
-class SyntheticWriteError(UserError, OSError):
-    """The synthetic data set cannot be written; `errno` is that of the cause, if any."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +63,7 @@ class SyntheticConfig:
         jpeg_quality: 1 to 95.
 
     Raises:
-        SyntheticDataError: a parameter is out of range.
+        ConfigError: a parameter is out of range.
     """
 
     num_train: int = 800
@@ -99,7 +91,7 @@ class SyntheticConfig:
             value = getattr(self, name)
             if not low <= value <= high:  # also refuses nan
                 allowed = f"more than 0 and at most {high}" if low == above_zero else f"{low} to {high}"
-                raise SyntheticDataError(f"SyntheticConfig: {name} ({value}): out of range. Fix: give {allowed}.")
+                raise ConfigError(f"SyntheticConfig: {name} ({value}): out of range. Fix: give {allowed}.")
 
     def count(self, split: str) -> int:
         """Return the number of images in a split, "train" or "val"."""
@@ -115,7 +107,7 @@ def draw_scene(config: SyntheticConfig, split: str, index: int) -> Scene:
         index: 0 ... count - 1 in that split.
 
     Raises:
-        SyntheticDataError: fewer than `min_objects` fit into the image.
+        ConfigError: fewer than `min_objects` fit into the image.
     """
     rng = np.random.default_rng([config.seed, SPLITS.index(split), index])
     height, width = (int(side) for side in rng.integers(config.min_side, config.max_side + 1, 2))
@@ -132,7 +124,7 @@ def draw_scene(config: SyntheticConfig, split: str, index: int) -> Scene:
         size = max(8.0, fraction * min(height, width))
         placed += scene.add_object(int(rng.integers(len(SHAPES))), size)
     if placed < config.min_objects:
-        raise SyntheticDataError(
+        raise ConfigError(
             f"SyntheticConfig: min_objects ({config.min_objects}): only {placed} fit into an image of {width}x{height} "
             "pixels. Fix: use fewer or smaller objects, larger images, or a smaller min_visible."
         )
@@ -153,8 +145,8 @@ def make_synthetic(root: str | os.PathLike[str], config: SyntheticConfig | None 
         The folder `<root>/gw_synthetic`.
 
     Raises:
-        SyntheticDataError: the folder holds something else, a damaged set, or a set with other parameters.
-        SyntheticWriteError: the folder cannot be written (disk full, no permission, ...) or locked.
+        DataError: the folder holds something else, a damaged set, or a set with other parameters.
+        FileAccessError: the folder cannot be written (disk full, no permission, ...) or locked.
     """
     config = config or SyntheticConfig()
     folder = Path(root, _FOLDER)
@@ -164,7 +156,7 @@ def make_synthetic(root: str | os.PathLike[str], config: SyntheticConfig | None 
                 if not folder.exists():
                     _generate(folder, config)
         except OSError as error:
-            failure = SyntheticWriteError(
+            failure = FileAccessError(
                 f"'{folder}': cannot write the synthetic data set: {error.strerror or error}. "
                 "Fix: free disk space, get write permission, or set DETECTRON2_DATASETS to another folder."
             )
@@ -173,7 +165,7 @@ def make_synthetic(root: str | os.PathLike[str], config: SyntheticConfig | None 
         except Exception as error:
             if "LockException" not in {kind.__name__ for kind in type(error).__mro__}:  # portalocker, below iopath
                 raise
-            raise SyntheticWriteError(
+            raise FileAccessError(
                 f"'{folder}.lock': cannot lock: {error}. Another process has held the lock for an hour, or this file "
                 "system has no locks. Fix: end that process, or set DETECTRON2_DATASETS to a folder on a local disk."
             ) from error
@@ -241,20 +233,20 @@ def _check(folder: Path, split: str, config: SyntheticConfig) -> None:
         content = json.loads(path.read_bytes())
         found, images = content["info"][_FOLDER], content["images"]
     except FileNotFoundError:
-        raise SyntheticDataError(f"'{path}': file of the synthetic data set not found. {fix}") from None
+        raise DataError(f"'{path}': file of the synthetic data set not found. {fix}") from None
     except ValueError as error:
-        raise SyntheticDataError(f"'{path}': damaged, not valid JSON: {error}. {fix}") from error
+        raise DataError(f"'{path}': damaged, not valid JSON: {error}. {fix}") from error
     except (KeyError, TypeError) as error:
-        raise SyntheticDataError(f"'{path}': not of the synthetic data set, missing key: {error}. {fix}") from error
+        raise DataError(f"'{path}': not of the synthetic data set, missing key: {error}. {fix}") from error
     expected = _parameters(config)
     different = [key for key in {**expected, **found} if found.get(key) != expected.get(key)]
     if different:
         listed = ", ".join(f"{key}={found.get(key)} (now {expected.get(key)})" for key in different)
-        raise SyntheticDataError(f"'{folder}': the synthetic data set has other parameters: {listed}. {fix}")
+        raise DataError(f"'{folder}': the synthetic data set has other parameters: {listed}. {fix}")
     present = set(os.listdir(folder / split)) if (folder / split).is_dir() else set()
     missing = [image["file_name"] for image in images if image["file_name"] not in present]
     if missing:
-        raise SyntheticDataError(
+        raise DataError(
             f"'{folder / split}': {len(missing)} of {len(images)} images are missing, first {missing[0]}. {fix}"
         )
 
