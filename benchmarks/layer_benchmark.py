@@ -6,15 +6,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gw_detectron.errors import ConfigError
 
 from .environment import describe
-from .memory import MIB, peak_bytes, saved_bytes
+from .memory import memory_cells
 from .providers import GROUP_NORM_GROUPS, MODES, OPTIONAL, PRECISIONS, PROVIDERS, Case, layer_step, provider_step
 from .table import Row, Table
-from .timing import time_alternating
+from .timing import Step, time_alternating
 from .validation import check_minimum, check_names
 
 Shape = tuple[int, int, int, int]
@@ -50,16 +49,6 @@ def parse_shape(text: str) -> Shape:
     return n, c, h, w
 
 
-def scale_batch(shapes: Sequence[Shape], factor: int) -> tuple[Shape, ...]:
-    """Multiply the number of samples of each shape.
-
-    Raises:
-        ConfigError: the factor is not positive.
-    """
-    check_minimum("--batch-scale", factor)
-    return tuple((n * factor, c, h, w) for n, c, h, w in shapes)
-
-
 @dataclass(frozen=True)
 class LayerSettings:
     """Settings of the layer benchmark.
@@ -74,6 +63,7 @@ class LayerSettings:
         repeats: rounds of timed runs.
         groups: g of the whitening layers, capped at C.
         iters: T of the whitening layers.
+        batch_scale: multiplies N of every shape.
 
     Raises:
         ConfigError: a name is unknown, a number too small, a shape does not fit a provider, or nothing is measured.
@@ -88,13 +78,14 @@ class LayerSettings:
     repeats: int = 20
     groups: int = 64
     iters: int = 5
+    batch_scale: int = 1
 
     def __post_init__(self) -> None:
         check_names("--providers", self.providers, PROVIDERS)
         check_names("--dtypes", self.dtypes, PRECISIONS)
         check_names("--modes", self.modes, (*MODES, MEMORY))
-        for name in ("repeats", "groups", "iters"):
-            check_minimum(f"--{name}", getattr(self, name))
+        for name in ("repeats", "groups", "iters", "batch_scale"):
+            check_minimum(f"--{name.replace('_', '-')}", getattr(self, name))
         if set(self.providers) == {"floor"} and set(self.modes) == {MEMORY}:
             raise ConfigError(
                 "--providers ('floor'): saves nothing, so mode memory has nothing to measure. "
@@ -119,7 +110,8 @@ class LayerSettings:
         """Yield the cases in the order of measurement, memory last in each dtype."""
         for dtype in self.dtypes:
             for mode in sorted(self.modes, key=lambda mode: mode == MEMORY):
-                for shape in (*self.shapes, *(self.memory_shapes if mode == MEMORY else ())):
+                for n, c, h, w in (*self.shapes, *(self.memory_shapes if mode == MEMORY else ())):
+                    shape = (n * self.batch_scale, c, h, w)
                     yield Case(shape, dtype, mode, self.device, self.groups, self.iters)
 
     def providers_of(self, case: Case) -> list[str]:
@@ -161,18 +153,14 @@ def run_layer(settings: LayerSettings, command: str = "") -> Table:
     return Table("layer", describe(settings.device, settings.dtypes, command) | settings.header, rows)
 
 
-@dataclass(frozen=True)
-class _Skipped:
-    reason: str
-
-
-def _try(provider: str, action: Callable[[], Any]) -> Any:
+def _try(provider: str, measure: Callable[[], Any]) -> Any:
+    """Return the result, or the cell of a note if another layer than this package's own cannot run."""
     try:
-        return action()
+        return measure()
     except (RuntimeError, ValueError) as error:  # out of memory, the compiler, BatchNorm of one value per channel
         if provider.startswith("ours"):
             raise
-        return _Skipped(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:160]}")
+        return {"note": f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:160]}"}
 
 
 def _key(case: Case, provider: str) -> dict[str, Any]:
@@ -182,50 +170,33 @@ def _key(case: Case, provider: str) -> dict[str, Any]:
 def _measure_time(case: Case, settings: LayerSettings, label: str) -> list[Row]:
     x = case.input()
 
-    def first_run(provider: str) -> Any:
+    def build(provider: str) -> Step:
         step = provider_step(provider, x, case)
         step.run()
         return step
 
-    built = {name: _try(name, partial(first_run, name)) for name in settings.providers_of(case)}
-    steps = {name: step for name, step in built.items() if not isinstance(step, _Skipped)}
+    built = {name: _try(name, partial(build, name)) for name in settings.providers_of(case)}
+    steps = {name: step for name, step in built.items() if isinstance(step, Step)}
     times = time_alternating(steps, settings.repeats, case.device, label)
+    medians = {name: cells["median_ms"] for name, cells in times.items()}
     rows: list[Row] = []
-    for name, step in built.items():
-        row = _key(case, name)
-        if isinstance(step, _Skipped):
-            row["note"] = step.reason
-        else:
-            median = times[name]["median_ms"]
-            row |= times[name] | {
-                f"to_{base}": median / times[base]["median_ms"] for base in BASELINES if base in times
-            }
-        rows.append(row)
+    for name, note in built.items():
+        ratios = {f"to_{base}": medians[name] / medians[base] for base in BASELINES if {name, base} <= medians.keys()}
+        rows.append(_key(case, name) | (times[name] | ratios if name in times else note))
     return rows
 
 
 def _measure_memory(case: Case, settings: LayerSettings) -> list[Row]:
     x = case.input()
-    found = {name: _try(name, partial(_memory, name, x, case)) for name in settings.providers_of(case)}
+
+    def measure(provider: str) -> dict[str, Any]:
+        module = case.build(provider)
+        return memory_cells(lambda: case.apply(module, x), layer_step(module, x, case), module, case.device)
+
+    found = {name: _try(name, partial(measure, name)) for name in settings.providers_of(case)}
+    baseline = found.get("group_norm", {}).get("saved_mib")
     rows: list[Row] = []
-    for name, memory in found.items():
-        row = _key(case, name)
-        if isinstance(memory, _Skipped):
-            row["note"] = memory.reason
-        else:
-            saved, peak = memory
-            row |= {"saved_mib": saved / MIB, "peak_mib": None if peak is None else peak / MIB}
-            if isinstance(base := found.get("group_norm"), tuple):
-                row["saved_to_group_norm"] = saved / base[0]
-        rows.append(row)
+    for name, cells in found.items():
+        ratio = {"saved_to_group_norm": cells["saved_mib"] / baseline} if baseline and "saved_mib" in cells else {}
+        rows.append(_key(case, name) | cells | ratio)
     return rows
-
-
-def _memory(provider: str, x: Tensor, case: Case) -> tuple[int, int | None]:
-    module = case.build(provider)
-    step = layer_step(module, x, case)
-    step.run()  # allocates what only a first run allocates
-    step.prepare()
-    peak = peak_bytes(step.run, case.device)
-    step.prepare()
-    return saved_bytes(lambda: case.apply(module, x), module), peak

@@ -1,11 +1,24 @@
-"""Count the memory of a step: bytes saved for backward, and the peak on a GPU."""
+"""Count the memory of a training step: bytes saved for backward, and the peak on a GPU."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-MIB = 2**20
+from .timing import Step
+
+_MIB = 2**20
+
+
+def memory_cells(forward: Callable[[], object], step: Step, module: nn.Module, device: torch.device) -> dict[str, Any]:
+    """Return the memory columns of a row, in MiB; see :func:`saved_bytes` and :func:`peak_bytes`."""
+    step.run()  # allocates what only a first run allocates
+    step.prepare()
+    peak = peak_bytes(step.run, device)
+    step.prepare()
+    saved = saved_bytes(forward, module)
+    return {"saved_mib": saved / _MIB, "peak_mib": None if peak is None else peak / _MIB}
 
 
 def saved_bytes(forward: Callable[[], object], module: nn.Module) -> int:

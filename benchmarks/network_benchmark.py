@@ -2,29 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from gw_detectron.errors import ConfigError
 
 from .environment import describe
-from .memory import MIB, peak_bytes, saved_bytes
-from .networks import MINIMUM_PIXELS, Iteration, Sizes, classifier, detector
+from .memory import memory_cells
+from .networks import MINIMUM_PIXELS, Iteration, Sizes, Variant, classifier, detector
 from .providers import PRECISIONS
 from .table import Row, Table
 from .timing import time_alternating
 from .validation import check_minimum, check_names
-
-
-class Variant(NamedTuple):
-    """Norm names of a classifier, everywhere and at the positions; or the config of a detector."""
-
-    norm: str = ""
-    whiten_norm: str = ""
-    positions: str = ""
-    config: str = ""
-
 
 _BN = {"BN": Variant("BN")}
 _GN = {"GN": Variant("GN")}
@@ -134,8 +124,7 @@ class NetworkSettings:
         torch.manual_seed(0)
         if variant.config:
             return detector(variant.config, self.sizes, precision, self.device)
-        norms = variant.norm, variant.whiten_norm, variant.positions
-        return classifier(model, *norms, self.sizes, precision, self.device)
+        return classifier(model, variant, self.sizes, precision, self.device)
 
 
 def plan_networks(settings: NetworkSettings) -> Table:
@@ -161,20 +150,13 @@ def run_networks(settings: NetworkSettings, command: str = "") -> Table:
         built = {name: settings.build(model, variant) for name, variant in variants.items()}
         steps = {name: iteration.step for name, iteration in built.items()}
         times = time_alternating(steps, settings.repeats, settings.device, f"{settings.dtype} {model}")
-        saved = {name: saved_bytes(iteration.forward, iteration.model) for name, iteration in built.items()}
-        peaks = {name: peak_bytes(step.run, settings.device) for name, step in steps.items()}
-        baseline, paper = next(iter(built)), PAPER.get(model, {})
+        memory = {name: memory_cells(it.forward, it.step, it.model, settings.device) for name, it in built.items()}
+        first, paper = next(iter(built)), PAPER.get(model, {})
         for name, variant in variants.items():
-            peak = peaks[name]
-            rows.append(
-                settings.key(model, name, variant)
-                | times[name]
-                | {
-                    "to_bn": times[name]["median_ms"] / times[baseline]["median_ms"],
-                    "paper_to_bn": paper[name] / paper["BN"] if name in paper else None,
-                    "saved_mib": saved[name] / MIB,
-                    "saved_to_bn": saved[name] / saved[baseline],
-                    "peak_mib": None if peak is None else peak / MIB,
-                }
-            )
+            ratios = {
+                "to_bn": times[name]["median_ms"] / times[first]["median_ms"],
+                "paper_to_bn": paper[name] / paper["BN"] if name in paper else None,
+                "saved_to_bn": memory[name]["saved_mib"] / memory[first]["saved_mib"],
+            }
+            rows.append(settings.key(model, name, variant) | times[name] | memory[name] | ratios)
     return Table("model", describe(settings.device, [settings.dtype], command) | settings.header, rows)

@@ -53,6 +53,15 @@ class Sizes:
         return self.detector_image, self.detector_image * 4 // 3
 
 
+class Variant(NamedTuple):
+    """Norm names of a classifier, everywhere and at the positions; or the config of a detector."""
+
+    norm: str = ""
+    whiten_norm: str = ""
+    positions: str = ""
+    config: str = ""
+
+
 class Iteration(NamedTuple):
     """A training iteration, its model, and its forward pass for counting memory."""
 
@@ -62,21 +71,15 @@ class Iteration(NamedTuple):
 
 
 def classifier(
-    architecture: str,
-    norm: str,
-    whiten_norm: str,
-    positions: str,
-    sizes: Sizes,
-    precision: Precision,
-    device: torch.device,
+    architecture: str, variant: Variant, sizes: Sizes, precision: Precision, device: torch.device
 ) -> Iteration:
-    """Build an ImageNet training iteration of a ResNet or ResNeXt: cross entropy, SGD with momentum and weight decay.
+    """Build an ImageNet training iteration of a ResNet or ResNeXt.
+
+    The loss is cross entropy, the optimizer SGD with momentum and weight decay.
 
     Args:
         architecture: such as ``R-50`` or ``X-101-32x8d``.
-        norm: norm name at all other positions.
-        whiten_norm: norm name at ``positions``.
-        positions: the paper's names of positions; ``""`` for none.
+        variant: the norms.
         sizes: of a batch.
         precision: of the forward pass.
         device: where.
@@ -90,7 +93,7 @@ def classifier(
     options = cfg.MODEL.RESNETS
     options.DEPTH, options.NUM_GROUPS, options.WIDTH_PER_GROUP = network.depth, network.groups, network.width
     options.RES2_OUT_CHANNELS, options.STRIDE_IN_1X1 = network.res2_channels, False
-    options.NORM, options.WHITEN_NORM, options.WHITEN_POSITIONS = norm, whiten_norm, positions
+    options.NORM, options.WHITEN_NORM, options.WHITEN_POSITIONS, _ = variant
     options.OUT_FEATURES = ["res5"]
     backbone = build_gw_resnet_backbone(cfg, ShapeSpec(channels=3))
     stages = [list(stage) for stage in backbone.stages]

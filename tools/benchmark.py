@@ -73,14 +73,15 @@ def layer_settings(args: argparse.Namespace) -> LayerSettings:
         shapes, memory_shapes = tuple(map(layer_benchmark.parse_shape, args.shapes)), ()
     return LayerSettings(
         select_device(args.device),
-        layer_benchmark.scale_batch(shapes, args.batch_scale),
-        layer_benchmark.scale_batch(memory_shapes, args.batch_scale),
+        shapes,
+        memory_shapes,
         args.dtypes,
         [*args.providers, *(OPTIONAL if args.compiled else ())],
         args.modes,
         args.repeats,
         args.groups,
         args.iters,
+        args.batch_scale,
     )
 
 

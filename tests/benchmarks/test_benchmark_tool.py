@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import layer_benchmark, network_benchmark, timing
-from benchmarks.network_benchmark import Variant
+from benchmarks.networks import Variant
 from benchmarks.table import read_csv, write_csv
 from gw_detectron.errors import UserError
 
@@ -33,7 +33,7 @@ def layer(tool, tmp_path):
 @pytest.fixture
 def no_measurement(monkeypatch):
     """Fail the test if anything is measured."""
-    for name in ("time_alternating", "saved_bytes"):
+    for name in ("time_alternating", "memory_cells"):
         monkeypatch.setattr(layer_benchmark, name, lambda *args: pytest.fail("measured before all was checked"))
 
 

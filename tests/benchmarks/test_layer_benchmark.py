@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from benchmarks.layer_benchmark import SHAPES, LayerSettings, parse_shape, plan_layer, run_layer, scale_batch
+from benchmarks.layer_benchmark import SHAPES, LayerSettings, parse_shape, plan_layer, run_layer
 from benchmarks.providers import PROVIDERS
 from benchmarks.summary import geometric_means, summary
 from gw_detectron.errors import UserError
@@ -103,12 +103,10 @@ def test_a_provider_that_cannot_run_gets_the_reason(monkeypatch):
 
 def test_shapes():
     assert parse_shape("2x64x200x336") == parse_shape("2,64,200,336") == SHAPES[0]
-    assert scale_batch(SHAPES, 8)[0] == (16, 64, 200, 336)
+    assert next(LayerSettings(CPU, batch_scale=8).cases()).shape == (16, 64, 200, 336)
     for text in ("2x64x200", "2x64x200x0", "2x64x200x-1", "axbxcxd", "", "2x64x200x336x1"):
         with pytest.raises(ValueError, match=rf"^--shapes \('{text}'\): .*2x64x200x336"):
             parse_shape(text)
-    with pytest.raises(ValueError, match=r"--batch-scale \(0\)"):
-        scale_batch(SHAPES, 0)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +119,7 @@ def test_shapes():
         ({"repeats": 0}, r"--repeats \(0\)"),
         ({"groups": 0}, r"--groups \(0\)"),
         ({"iters": 0}, r"--iters \(0\)"),
+        ({"batch_scale": 0}, r"--batch-scale \(0\)"),
         ({"providers": ["floor"], "modes": ["memory"]}, "saves nothing, .* Fix: add another provider"),
         ({"shapes": [(2, 48, 5, 5)]}, r"--shapes \('2x48x5x5'\): group_norm needs .* 32 divides"),
         ({"shapes": [(2, 96, 5, 5)]}, r"--shapes \('2x96x5x5'\): ours needs .* 64 divides"),

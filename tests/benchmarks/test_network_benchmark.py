@@ -8,13 +8,12 @@ from benchmarks.network_benchmark import (
     MODELS,
     PAPER,
     NetworkSettings,
-    Variant,
     all_variants,
     models_with,
     plan_networks,
     run_networks,
 )
-from benchmarks.networks import Sizes, classifier, detector, random_batch
+from benchmarks.networks import Sizes, Variant, classifier, detector, random_batch
 from benchmarks.providers import PRECISIONS
 from gw_detectron.errors import UserError
 from gw_detectron.layers import GroupWhitening2d
@@ -27,7 +26,7 @@ DEMO = "quick_schedules/mask_rcnn_R_18_FPN_{}_demo.yaml"
 
 @pytest.mark.parametrize(("positions", "count"), [("S1", 1), ("S1-B2", 17), ("S1-B12", 33), ("ALL", 53)])
 def test_networks_have_the_papers_number_of_whitening_layers(positions, count):
-    built = classifier("R-50", "BN", "GW", positions, SIZES, PRECISIONS["fp32"], CPU)
+    built = classifier("R-50", Variant("BN", "GW", positions), SIZES, PRECISIONS["fp32"], CPU)
     found = sum(isinstance(module, GroupWhitening2d) for module in built.model.modules())
     assert found == count  # supplement, section 6.2; R-50 has 53 norms
 
@@ -96,7 +95,7 @@ def test_random_boxes_and_masks_are_inside_their_image():
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_the_weights_do_not_change(precision):
-    built = classifier("R-18", "BN", "GW", "S1-B2", SIZES, PRECISIONS[precision], CPU)
+    built = classifier("R-18", Variant("BN", "GW", "S1-B2"), SIZES, PRECISIONS[precision], CPU)
     before = [value.clone() for value in built.model.parameters()]
     for _ in range(2):
         built.step.run()
@@ -108,7 +107,7 @@ def test_the_smallest_sizes_can_be_trained():
     sizes = Sizes(batch=1, image=33, detector_batch=1, detector_image=64)
     NetworkSettings(CPU, sizes=sizes)
     for iteration in (
-        classifier("R-18", "BN", "GW", "ALL", sizes, PRECISIONS["fp32"], CPU),
+        classifier("R-18", Variant("BN", "GW", "ALL"), sizes, PRECISIONS["fp32"], CPU),
         detector(DEMO.format("GW"), sizes, PRECISIONS["fp32"], CPU),
     ):
         iteration.step.run()
