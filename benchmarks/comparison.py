@@ -83,7 +83,8 @@ def compare(table: Table, reference: Table, tolerance: float = TOLERANCE) -> Com
     same |= {name: (reference.header.get(name), table.header.get(name)) for name in ("device", "settings")}
     for name, (before, now) in same.items():
         if before != now:
-            raise ConfigError(f"--compare: {name} {before!r}, this run has {now!r}. Fix: give a table with the same.")
+            reason = f"{name} of the table is {before!r}, of this run {now!r}"
+            raise ConfigError(f"--compare: {reason}. Fix: give a table with the same {name}.")
     old, new = _watched_ratios(reference), _watched_ratios(table)
     shared = [key for key in new if key in old]
     if not shared:

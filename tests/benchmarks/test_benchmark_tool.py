@@ -67,7 +67,7 @@ def test_layer_writes_its_table_and_compares_it(layer, tmp_path, capsys):
         (["--providers", "ours"], "no ratio in common: .*, this run has none"),
         (["--compare", ""], r"--compare \(''\): file not found"),
         (["--compare", "nowhere.csv"], r"--compare \('nowhere.csv'\): file not found"),
-        (["--groups", "32"], "settings 'groups=64 .*', this run has 'groups=32"),
+        (["--groups", "32"], "settings of the table is 'groups=64 .*', of this run 'groups=32"),
         (["--output", "{tmp_path}/before"], r"before.csv'\): is the table to compare with"),
         (["--output", "."], r"--output \('.'\): no file name"),
         (["--output", "/"], r"--output \('/'\): no file name"),

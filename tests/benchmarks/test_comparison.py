@@ -107,9 +107,9 @@ def test_notes_on_differences():
 @pytest.mark.parametrize(
     ("reference", "message"),
     [
-        (table(device="cuda"), "device 'cuda', this run has 'cpu'"),
-        (table(settings="groups=32"), "settings 'groups=32', this run has 'groups=64'"),
-        (Table("model", HEADER, []), "benchmark 'model', this run has 'layer'"),
+        (table(device="cuda"), "device of the table is 'cuda', of this run 'cpu'"),
+        (table(settings="groups=32"), "settings of the table is 'groups=32', of this run 'groups=64'"),
+        (Table("model", HEADER, []), "benchmark of the table is 'model', of this run 'layer'"),
         (Table("layer", HEADER, [row("9x9x9x9", "ours")]), "no ratio in common: the table has 9x9x9x9 .* and 1"),
         (Table("layer", HEADER, [row("1x2x3x4", "figure1")]), "the table has none, this run has 1x2x3x4 fp32"),
     ],
