@@ -85,16 +85,17 @@ class NetworkSettings:
         for model in self.models:
             if model not in models_with(self.variants):
                 wanted = ", ".join(self.variants or ())
-                raise ConfigError(f"--models ({model!r}): no variant of {wanted}. Fix: leave it out. {offered}.")
+                raise ConfigError(f"--models ({model!r}): has none of {wanted}; {offered}. Fix: leave it out.")
         for variant in self.variants or ():
             if not any(variant in MODELS[model] for model in self.models):
-                raise ConfigError(f"--variants ({variant!r}): no measured model has it. Fix: leave it out. {offered}.")
+                raise ConfigError(f"--variants ({variant!r}): no measured model has it; {offered}. Fix: leave it out.")
         for name, number in {"repeats": self.repeats, **vars(self.sizes)}.items():
-            check_minimum(name, number, MINIMUM_PIXELS.get(name, 1))
-        if self.sizes.batch == 1 and self.sizes.image == MINIMUM_PIXELS["image"]:
+            check_minimum(f"--{name.replace('_', '-')}", number, MINIMUM_PIXELS.get(name, 1))
+        image_size = self.sizes.image_size
+        if self.sizes.batch_size == 1 and image_size == MINIMUM_PIXELS["image_size"]:
             raise ConfigError(
-                f"batch (1) with image ({self.sizes.image}): the last feature map has one value per channel, which BN "
-                f"cannot train with. Fix: give batch 2 or image {self.sizes.image + 1}."
+                f"--batch-size (1) with --image-size ({image_size}): the last feature map has one value per channel, "
+                f"which BN cannot train with. Fix: give --batch-size 2 or --image-size {image_size + 1}."
             )
 
     @property
@@ -112,7 +113,7 @@ class NetworkSettings:
 
     def key(self, model: str, name: str, variant: Variant) -> dict[str, Any]:
         """Return the key cells of a row."""
-        batch, sides = self.sizes.batch, (self.sizes.image, self.sizes.image)
+        batch, sides = self.sizes.batch_size, (self.sizes.image_size, self.sizes.image_size)
         if variant.config:
             batch, sides = self.sizes.detector_batch, self.sizes.detector_sides
         image = "x".join(map(str, sides))
@@ -146,10 +147,11 @@ def run_networks(settings: NetworkSettings, command: str = "") -> Table:
         which has BN (a detector: FrozenBN) everywhere, in the same rounds. ``paper_to_bn`` is the paper's ratio.
     """
     rows: list[Row] = []
-    for model, variants in settings.chosen().items():
+    for number, (model, variants) in enumerate(settings.chosen().items(), start=1):
         built = {name: settings.build(model, variant) for name, variant in variants.items()}
         steps = {name: iteration.step for name, iteration in built.items()}
-        times = time_alternating(steps, settings.repeats, settings.device, f"{settings.dtype} {model}")
+        label = f"{number}/{len(settings.models)} {settings.dtype} {model}"
+        times = time_alternating(steps, settings.repeats, settings.device, label)
         memory = {name: memory_cells(it.forward, it.step, it.model, settings.device) for name, it in built.items()}
         first, paper = next(iter(built)), PAPER.get(model, {})
         for name, variant in variants.items():

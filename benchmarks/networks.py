@@ -28,7 +28,7 @@ from .timing import Step
 
 CLASSES = 1000
 #: smallest values of :class:`Sizes`: the stride of the last feature map, 32, and of FPN's coarsest, 64
-MINIMUM_PIXELS = {"image": 32, "detector_image": 64}
+MINIMUM_PIXELS = {"image_size": 32, "detector_image": 64}
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class Sizes:
     """Batch and image sizes.
 
     Args:
-        batch: images of a classifier.
-        image: height and width of a classifier's images, in pixels.
+        batch_size: images of a classifier.
+        image_size: height and width of a classifier's images, in pixels.
         detector_batch: images of a detector.
         detector_image: shorter side of a detector's images, in pixels; the longer side is 4/3 of it.
     """
 
-    batch: int = 8
-    image: int = 224
+    batch_size: int = 8
+    image_size: int = 224
     detector_batch: int = 2
     detector_image: int = 320
 
@@ -100,8 +100,8 @@ def classifier(
     model = ResNet(backbone.stem, stages, num_classes=CLASSES).to(device).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9, weight_decay=1e-4)
     generator = torch.Generator().manual_seed(0)
-    images = torch.randn(sizes.batch, 3, sizes.image, sizes.image, generator=generator).to(device)
-    labels = torch.randint(CLASSES, (sizes.batch,), generator=generator).to(device)
+    images = torch.randn(sizes.batch_size, 3, sizes.image_size, sizes.image_size, generator=generator).to(device)
+    labels = torch.randint(CLASSES, (sizes.batch_size,), generator=generator).to(device)
 
     def forward() -> Tensor:
         with precision.context(device):

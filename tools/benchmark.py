@@ -93,8 +93,8 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     add("--models", nargs="+", metavar="NAME", help=f"of {' '.join(MODELS)}; default: all with one of the variants")
     add("--variants", nargs="+", metavar="NAME", help=variants)
     add("--dtype", default="fp32", help="fp32, bf16 or fp16 (autocast), default: %(default)s")
-    add("--batch-size", type=int, default=sizes.batch, metavar="N", help="of classifiers, default: %(default)s")
-    add("--image-size", type=int, default=sizes.image, metavar="N", help="of classifiers, default: %(default)s")
+    add("--batch-size", type=int, default=sizes.batch_size, metavar="N", help="of classifiers, default: %(default)s")
+    add("--image-size", type=int, default=sizes.image_size, metavar="N", help="of classifiers, default: %(default)s")
     add("--detector-batch", type=int, default=sizes.detector_batch, metavar="N", help="default: %(default)s")
     add("--detector-image", type=int, default=sizes.detector_image, metavar="N", help=shorter)
 

@@ -20,7 +20,7 @@ from gw_detectron.layers import GroupWhitening2d
 from gw_detectron.model_zoo import get_config, list_configs
 
 CPU = torch.device("cpu")
-SIZES = Sizes(batch=2, image=32, detector_batch=2, detector_image=64)
+SIZES = Sizes(batch_size=2, image_size=32, detector_batch=2, detector_image=64)
 DEMO = "quick_schedules/mask_rcnn_R_18_FPN_{}_demo.yaml"
 
 
@@ -104,7 +104,7 @@ def test_the_weights_do_not_change(precision):
 
 
 def test_the_smallest_sizes_can_be_trained():
-    sizes = Sizes(batch=1, image=33, detector_batch=1, detector_image=64)
+    sizes = Sizes(batch_size=1, image_size=33, detector_batch=1, detector_image=64)
     NetworkSettings(CPU, sizes=sizes)
     for iteration in (
         classifier("R-18", Variant("BN", "GW", "ALL"), sizes, PRECISIONS["fp32"], CPU),
@@ -120,13 +120,13 @@ def test_the_smallest_sizes_can_be_trained():
         ({"models": ["R-49"]}, r"--models \('R-49'\): unknown. Fix: use R-50"),
         ({"variants": ["S1"]}, r"--variants \('S1'\): unknown. Fix: use BN"),
         ({"dtype": "bf16-pure"}, r"--dtype \('bf16-pure'\): unknown. Fix: use fp32, bf16, fp16"),
-        ({"repeats": 0}, r"repeats \(0\)"),
-        ({"sizes": Sizes(batch=0)}, r"batch \(0\)"),
-        ({"sizes": Sizes(image=31)}, r"image \(31\): .* at least 32"),
-        ({"sizes": Sizes(detector_image=63)}, r"detector_image \(63\): .* at least 64"),
-        ({"sizes": Sizes(batch=1, image=32)}, r"batch \(1\) with image \(32\): .* give batch 2 or image 33"),
-        ({"models": ["R-101"], "variants": ["GW-S1"]}, "no variant of GW-S1.* R-101 has BN, GN, BW-S1-B2, GW-S1-B2"),
-        ({"models": ["R-50", "R-101"], "variants": ["GW-S1"]}, r"--models \('R-101'\): no variant of"),
+        ({"repeats": 0}, r"--repeats \(0\)"),
+        ({"sizes": Sizes(batch_size=0)}, r"--batch-size \(0\)"),
+        ({"sizes": Sizes(image_size=31)}, r"--image-size \(31\): .* at least 32"),
+        ({"sizes": Sizes(detector_image=63)}, r"--detector-image \(63\): .* at least 64"),
+        ({"sizes": Sizes(batch_size=1, image_size=32)}, r"--batch-size \(1\) with .* give .* --image-size 33"),
+        ({"models": ["R-101"], "variants": ["GW-S1"]}, "has none of GW-S1; R-101 has BN, GN, BW-S1-B2, GW-S1-B2"),
+        ({"models": ["R-50", "R-101"], "variants": ["GW-S1"]}, r"--models \('R-101'\): has none of"),
         ({"models": ["R-101"], "variants": ["BN", "GW-S1"]}, r"--variants \('GW-S1'\): no measured model has it"),
     ],
 )
