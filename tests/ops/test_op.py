@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.layer_settings import SHAPES
+from benchmarks.layer_benchmark import SHAPES
 from benchmarks.memory import saved_bytes
 from gw_detectron.layers import GroupWhitening2d, Solver
 from gw_detectron.ops import compat

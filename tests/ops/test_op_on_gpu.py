@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.layer_settings import SHAPES
+from benchmarks.layer_benchmark import SHAPES
 from benchmarks.memory import saved_bytes
 from gw_detectron.layers import group_whiten
 from gw_detectron.ops.group_whitening import triton as triton_kernels

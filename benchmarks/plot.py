@@ -1,6 +1,5 @@
-"""Tables of measurements as pictures."""
+"""Plot a table of measurements as a PNG."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,44 +11,41 @@ from gw_detectron.atomic import atomic_write
 from .providers import PROVIDERS
 from .table import Row, Table
 
-_COLOURS = {name: f"C{index}" for index, name in enumerate(PROVIDERS)}
+_COLORS = {name: f"C{index}" for index, name in enumerate(PROVIDERS)}
 
 
-def draw(table: Table, path: str | os.PathLike[str]) -> None:
-    """Draws a table as a PNG; the file appears whole, or not at all.
+def plot(table: Table, path: Path) -> None:
+    """Plot a table, atomically.
 
-    ``layer``: the time of each provider at each shape, from the 20 % to the 80 % quantile, and what it keeps for the
-    backward pass beside GroupNorm. ``model``: training iterations as multiples of the one with BN, and the paper's.
+    ``layer``: the time of each provider at each shape, from the 20 % to the 80 % quantile, and the memory saved for
+    backward as a multiple of GroupNorm's. ``model``: training iterations as multiples of BN's, with the paper's.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
-    figure = _layers(table) if table.kind == "layer" else _models(table)
-    told = [
-        f"{name} {table.header[name]}" for name in ("machine", "threads", "torch", "settings") if name in table.header
-    ]
-    figure.suptitle(", ".join(told), fontsize=10)
-    path = Path(path)
+    figure = _plot_layers(table) if table.kind == "layer" else _plot_models(table)
+    names = [name for name in ("machine", "threads", "torch", "settings") if name in table.header]
+    figure.suptitle(", ".join(f"{name} {table.header[name]}" for name in names), fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as beside:
-        figure.savefig(beside, dpi=80, format="png")
+    with atomic_write(path) as temporary:
+        figure.savefig(temporary, dpi=80, format="png")
 
 
-def _layers(table: Table) -> Figure:
+def _plot_layers(table: Table) -> Figure:
     panels: dict[tuple[str, str], list[Row]] = {}
     for row in table.rows:
         panels.setdefault((str(row["dtype"]), str(row["mode"])), []).append(row)
-    # one below the other, so that a page shows them large enough to be read
+    # stacked, so that a panel has the full width of a page
     figure = Figure(figsize=(12, 3.4 * len(panels) + 0.6), layout="constrained")
     grid = figure.subplots(len(panels), squeeze=False)
     for (key, rows), axes in zip(panels.items(), grid[:, 0], strict=True):
-        _layer_bars(axes, rows)
+        _plot_bars(axes, rows)
         axes.set_title(", ".join(key))
     figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     return figure
 
 
-def _layer_bars(axes: Axes, rows: Sequence[Row]) -> None:
+def _plot_bars(axes: Axes, rows: Sequence[Row]) -> None:
     timed = any(row.get("median_ms") for row in rows)
     value = "median_ms" if timed else "saved_to_group_norm"
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
@@ -59,19 +55,19 @@ def _layer_bars(axes: Axes, rows: Sequence[Row]) -> None:
         own = [row for row in rows if row["provider"] == provider and row.get(value)]
         places = [shapes.index(row["shape"]) + (index - (len(providers) - 1) / 2) * width for row in own]
         bars = [_number(row, value) for row in own]
-        spread = [
-            [_number(row, value) - _number(row, "q20_ms"), _number(row, "q80_ms") - _number(row, value)] for row in own
-        ]
-        errors = list(zip(*spread, strict=True)) if timed and own else None
-        axes.bar(places, bars, width, yerr=errors, label=provider, color=_COLOURS.get(provider))
+        spread = None
+        if timed and own:
+            low = [_number(row, value) - _number(row, "q20_ms") for row in own]
+            spread = [low, [_number(row, "q80_ms") - _number(row, value) for row in own]]
+        axes.bar(places, bars, width, yerr=spread, label=provider, color=_COLORS.get(provider))
     axes.set_xticks(range(len(shapes)), [str(shape) for shape in shapes], fontsize=8)
     axes.grid(axis="y", alpha=0.3)
     if timed:
         axes.set_yscale("log")
-    axes.set_ylabel("milliseconds" if timed else "kept for the backward pass, GroupNorm's = 1")
+    axes.set_ylabel("milliseconds" if timed else "saved for backward, GroupNorm = 1")
 
 
-def _models(table: Table) -> Figure:
+def _plot_models(table: Table) -> Figure:
     rows = [row for row in table.rows if row.get("to_bn")]
     figure = Figure(figsize=(11, 1.6 + 0.26 * len(rows)), layout="constrained")
     axes = figure.subplots()
@@ -83,7 +79,7 @@ def _models(table: Table) -> Figure:
     names = [f"{row['model']} {row['variant']}, {row['dtype']}, {row['batch']} of {row['image']}" for row in rows]
     axes.set_yticks(range(len(rows)), names, fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlabel("time of a training iteration, that with BN (detector: with frozen BN) = 1")
+    axes.set_xlabel("time of a training iteration, BN (detector: FrozenBN) = 1")
     axes.legend(fontsize=8)
     axes.grid(axis="x", alpha=0.3)
     return figure
