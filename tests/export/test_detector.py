@@ -147,10 +147,3 @@ def test_what_is_no_image(cfg, tmp_path):
     (tmp_path / "red.png").write_text("red")
     with pytest.raises(ValueError, match="red.png.*cannot be read: "):
         read_image_for(cfg, tmp_path / "red.png")
-
-
-@pytest.mark.parametrize("inside", ["file", "file/below"])
-def test_a_folder_that_cannot_be_made(exported, model, image, tmp_path, inside):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match=rf"{tmp_path}/{inside}'\): (cannot create|is a file)"):
-        export_detector(model, tmp_path / inside, image)
