@@ -76,8 +76,7 @@ class LossGuard:
         names = ", ".join(str(record.get("file_name", "an image without a name")) for record in self._batch)
         if found:
             return (
-                f"The first module with a non-finite output is {found[0]}, for the images {names}. "
-                f"Fix: {_STABILIZE}."
+                f"The first module with a non-finite output is {found[0]}, for the images {names}. Fix: {_STABILIZE}."
             )
         return (
             "Inputs, parameters and the outputs of all modules are finite. Unless a layer is named above, the loss "
