@@ -1,4 +1,4 @@
-"""Damaged, lying and malicious files: always a message, never arbitrary code."""
+"""Damaged, tampered and malicious files: always a message, never arbitrary code."""
 
 import json
 import os
@@ -149,7 +149,7 @@ def test_whole_models_and_torchscript_are_refused(tmp_path):
 
 
 class Huge:
-    """A tensor of 2 GiB that stands on a storage of 16 bytes."""
+    """A tensor of 2 GiB on a storage of 16 bytes."""
 
     def __reduce__(self):
         storage = torch.zeros(4)._typed_storage()
