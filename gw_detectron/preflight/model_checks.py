@@ -133,8 +133,8 @@ def _check_frozen_norms(cfg: CfgNode, model: nn.Module, findings: Findings, from
             )
         elif key != "MODEL.RESNETS.NORM":
             findings.warnings.append(
-                f"{key}: {layers}. ImageNet weights have no statistics for them; only weights of a whole detector "
-                f"have. Fix: otherwise set {key} to GN or GW."
+                f"{key}: {layers}. ImageNet weights have no statistics for them. Fix: set {key} to GN or GW, unless "
+                "MODEL.WEIGHTS are those of a whole detector."
             )
 
 

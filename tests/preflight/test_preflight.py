@@ -145,7 +145,7 @@ class TestModel:
         changes = {"MODEL__RESNETS__NORM": "FrozenBN", "MODEL__BACKBONE__FREEZE_AT": 2}
         assert check(MODEL__WEIGHTS=str(tmp_path / "w.pth"), **changes) == Findings([], [])
         found = check(MODEL__WEIGHTS=str(tmp_path / "w.pth"), MODEL__FPN__NORM="FrozenBN", **changes)
-        assert not found.problems and "MODEL.FPN.NORM to GN or GW" in found.warnings[0]
+        assert not found.problems and "set MODEL.FPN.NORM to GN or GW" in found.warnings[0]
 
     def test_batch_norm_of_one_image(self, check, tmp_path):
         problem = one(check(SOLVER__IMS_PER_BATCH=1))
