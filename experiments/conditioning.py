@@ -1,17 +1,17 @@
-r"""How well GW and GN condition the activations of a random network, over the number of groups.
+r"""Measure how GW and GN condition the activations of a random network.
 
 The general condition number is :math:`\kappa_p = \lambda_{max} / \lambda_p`, where :math:`\lambda_p` is the
-:math:`p d`-th of the d eigenvalues in descending order. "Base" is the activation as it is, "BN" the batch normalised
-one.
+:math:`p d`-th of the d eigenvalues in descending order. "Base" is the plain activation, "BN" the batch-normalized one.
 
-The paper leaves two things open, and the table holds every reading of them. Features of an MLP may be taken before the
-last ReLU (where its networks have their normalisation, section 4.2) or after it. And the covariance may be taken about
-the mean, or about zero: :math:`E[x x^T]` is what the curvature of a following linear layer is made of. The picture
-shows the reading in which all that the paper observes can be seen: before the ReLU, about zero.
+The paper leaves two choices open; the table has all four combinations. Features may be taken before the last ReLU
+(where the paper's networks normalize, section 4.2) or after it. The covariance may be taken about the mean or about
+zero: :math:`E[x x^T]` determines the curvature of a following linear layer. The figure shows the choice that agrees
+with all observations of the paper: before the ReLU, about zero.
 
 Source: Group Whitening, Figure 2; its supplement, Figure 3.
 """
 
+import argparse
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -23,17 +23,30 @@ from matplotlib.ticker import FuncFormatter, LogLocator
 from torch import Tensor
 from tqdm import tqdm
 
-from gw_detectron.analysis.feasibility import most_groups
-from gw_detectron.analysis.outcome import Outcome, findings_of
+from gw_detectron.analysis.feasibility import max_groups
+from gw_detectron.analysis.result import AnalysisError, AnalysisResult, findings_of
 from gw_detectron.layers import GroupWhitening2d
+
+from . import add_random_arguments
 
 PERCENTS = (90, 80)
 _LABELS = {"GN": "GN", "GW": "GW, exact", "GW-ItN": "GW, 5 iterations"}
 _STYLES = {"GN": "s-", "GW": "o-", "GW-ItN": "^:"}
-_SHOWN = {"features": "before ReLU", "moment": "about zero"}  # the reading in the picture
+_SHOWN = {"features": "before ReLU", "moment": "about zero"}  # the choice in the figure
 _EPS = 1e-5
-# an eigenvalue below this part of the largest one is rounding: the normalisation has left no variance there
+# smaller eigenvalues, relative to the largest, are rounding: normalization left no variance there
 _ZERO = 1e-10
+
+REDUCED = {"layers": [1, 2], "repeats": 1}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this experiment to its command."""
+    parser.add_argument("--neurons", type=int, default=256, help="d")
+    parser.add_argument("--examples", type=int, default=1024, help="m")
+    parser.add_argument("--layers", type=int, nargs="+", default=[1, 2, 3, 4], help="depths of the MLP")
+    parser.add_argument("--repeats", type=int, default=5, help="random networks; the median is shown")
+    add_random_arguments(parser, "one and two layers, 1 repeat")
 
 
 def analyze_conditioning(
@@ -44,27 +57,27 @@ def analyze_conditioning(
     repeats: int = 5,
     seed: int = 0,
     progress: bool = True,
-) -> Outcome:
-    """Redraws the conditioning of normalised activations.
+) -> AnalysisResult:
+    """Redraw the conditioning of normalized activations.
 
     Args:
         neurons: d, of every layer.
         examples: m, Gaussian inputs of the network.
         layers: depths of the network.
-        repeats: networks and inputs that are drawn anew; the median is shown.
+        repeats: number of random networks and inputs; the median is shown.
         seed: of everything random.
-        progress: show how far it is.
+        progress: show a progress bar.
 
     Returns:
-        One row for each depth, reading, method and number of groups.
+        One row per depth, choice of features and moment, method and number of groups.
 
     Raises:
-        ValueError: a size is out of its range.
+        AnalysisError: a size is out of range.
     """
     if neurons < 4 or examples <= neurons or repeats < 1 or not layers or min(layers) < 1:
-        raise ValueError(
-            f"needs 4 or more neurons, more examples than neurons, and 1 or more repeats and layers; got "
-            f"neurons={neurons}, examples={examples}, repeats={repeats}, layers={list(layers)}"
+        raise AnalysisError(
+            f"neurons={neurons}, examples={examples}, repeats={repeats}, layers={list(layers)}: out of range. "
+            "Fix: give 4 or more neurons, more examples than neurons, and 1 or more repeats and layers."
         )
     generator = torch.Generator().manual_seed(seed)
     groups = [g for g in range(1, neurons // 2 + 1) if neurons % g == 0]
@@ -73,7 +86,7 @@ def analyze_conditioning(
         for _ in range(repeats):
             for depth in layers:
                 for features, x in _activations(depth, neurons, examples, generator):
-                    for (method, g), y in _normalised(x, groups):
+                    for (method, g), y in _normalized(x, groups):
                         for moment, matrix in _moments(y):
                             key = (depth, features, moment, method, g)
                             found.setdefault(key, []).append(condition_numbers(matrix))
@@ -83,12 +96,14 @@ def analyze_conditioning(
         for key, values in found.items()
     ]
     settings = {"neurons": neurons, "examples": examples, "layers": list(layers), "repeats": repeats, "seed": seed}
-    return Outcome("conditioning", settings, rows, _findings(rows, neurons), _draw(rows, settings))
+    return AnalysisResult("conditioning", settings, rows, _findings(rows, neurons), _draw(rows, settings))
 
 
 def condition_numbers(moment: Tensor, percents: Iterable[int] = PERCENTS) -> tuple[float, ...]:
-    r""":math:`\kappa_p` of a symmetric positive semi-definite matrix (d, d), for each p in percent; infinity if
-    there is no variance in that many directions."""
+    r"""Compute :math:`\kappa_p` of a symmetric positive semi-definite matrix (d, d), for each p in percent.
+
+    It is infinite if fewer directions than that have variance.
+    """
     eigenvalues = torch.linalg.eigvalsh(moment).flip(0)
     places = [max(1, round(percent / 100 * len(eigenvalues))) - 1 for percent in percents]
     largest = float(eigenvalues[0])
@@ -97,7 +112,7 @@ def condition_numbers(moment: Tensor, percents: Iterable[int] = PERCENTS) -> tup
 
 
 def _activations(depth: int, d: int, m: int, generator: torch.Generator) -> list[tuple[str, Tensor]]:
-    """Gaussian inputs through a random MLP with torch's initialisation: its features before and after the last ReLU."""
+    """Return the features of a random MLP on Gaussian inputs, before and after the last ReLU."""
     x = torch.randn(m, d, generator=generator, dtype=torch.float64)
     for _ in range(depth):
         layer = torch.empty(d, d + 1, dtype=torch.float64).uniform_(-(d**-0.5), d**-0.5, generator=generator)
@@ -106,19 +121,19 @@ def _activations(depth: int, d: int, m: int, generator: torch.Generator) -> list
     return [("before ReLU", before), ("after ReLU", x)]
 
 
-def _normalised(x: Tensor, groups: Iterable[int]) -> Iterable[tuple[tuple[str, int | None], Tensor]]:
+def _normalized(x: Tensor, groups: Iterable[int]) -> Iterable[tuple[tuple[str, int | None], Tensor]]:
     yield ("Base", None), x
     yield ("BN", None), F.batch_norm(x, None, None, training=True, eps=_EPS)
     for g in groups:
         yield ("GN", g), F.group_norm(x, g, eps=_EPS)
-        if g <= most_groups(x.shape[1], whiten=True):
+        if g <= max_groups(x.shape[1], whiten=True):
             for method, solver in (("GW", "zca"), ("GW-ItN", "newton")):
                 yield (method, g), GroupWhitening2d(x.shape[1], g, eps=_EPS, affine=False, solver=solver)(x)
 
 
 def _moments(x: Tensor) -> Iterable[tuple[str, Tensor]]:
-    for name, centred in (("about the mean", x - x.mean(0)), ("about zero", x)):
-        yield name, centred.T @ centred / len(x)
+    for name, shifted in (("about the mean", x - x.mean(0)), ("about zero", x)):
+        yield name, shifted.T @ shifted / len(x)
 
 
 def _medians(values: list[tuple[float, ...]]) -> dict[str, float]:
@@ -131,14 +146,14 @@ def _select(rows: Sequence[dict[str, Any]], **wanted: Any) -> list[dict[str, Any
 
 
 def _findings(rows: Sequence[dict[str, Any]], neurons: int) -> dict[str, bool]:
-    """The paper's observations, on the reading in the picture; one group, where GW is GN, is left out."""
+    """Check the paper's observations on the choice in the figure, without one group, where GW is GN."""
     shown = _select(rows, **_SHOWN)
     better, growing, batch = [], [], []
     for depth in {row["layers"] for row in shown}:
         curves = {method: _select(shown, layers=depth, method=method) for method in ("BN", "GN", "GW")}
         for percent in PERCENTS:
             key = f"kappa_{percent}%"
-            # beyond the square root the covariance of a sample is singular, see Table 1 and section 4.1
+            # with more groups a sample's covariance is singular (Table 1, section 4.1)
             gw = {row["groups"]: row[key] for row in curves["GW"] if row["groups"] ** 2 <= neurons}
             gn = {row["groups"]: row[key] for row in curves["GN"]}
             better += [gw[g] < gn[g] for g in gw if g > 1]
@@ -167,16 +182,16 @@ def _draw(rows: Sequence[dict[str, Any]], settings: dict[str, Any]) -> Figure:
         axes.set_ylabel("condition number")
     figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
     figure.suptitle(
-        rf"Conditioning of normalised activations, X in $R^{{{settings['neurons']} \times {settings['examples']}}}$; "
-        "a curve ends where it becomes infinite, GW where it is infeasible"
+        rf"Conditioning of normalized activations, X in $R^{{{settings['neurons']} \times {settings['examples']}}}$; "
+        "curves end where infinite, GW where infeasible"
     )
     return figure
 
 
 def _draw_curves(axes: Axes, rows: Sequence[dict[str, Any]], key: str) -> None:
-    for method, colour, dashes in (("Base", "0.4", "--"), ("BN", "tab:purple", "-.")):
+    for method, color, dashes in (("Base", "0.4", "--"), ("BN", "tab:purple", "-.")):
         value = _select(rows, method=method)[0][key]
-        axes.axhline(value, color=colour, linestyle=dashes, linewidth=1.4, label=method)
+        axes.axhline(value, color=color, linestyle=dashes, linewidth=1.4, label=method)
     for method, label in _LABELS.items():
         points = [row for row in _select(rows, method=method) if row[key] < float("inf")]
         places, values = [row["groups"] for row in points], [row[key] for row in points]

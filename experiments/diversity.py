@@ -1,22 +1,22 @@
-r"""How diverse normalised features are, over the channels of a group (GN) and over the batch size (BN).
+r"""Measure the diversity of normalized features over group width (GN) and batch size (BN).
 
-Two dimensions of the features, divided by their largest magnitude, lie in :math:`V = [-1, 1]^2`, which is cut into
+Two dimensions of the features, divided by their largest magnitude, lie in :math:`V = [-1, 1]^2`, which is divided into
 :math:`T^2` bins. The diversity is the entropy in nats
 
 .. math:: \Gamma_{2,T}(\mathbb{D}) = -\sum_{i=1}^{T^2} p_i \log p_i
 
-with :math:`p_i` the share of examples in bin i, averaged over sampled pairs of dimensions. (Eq. 13 is printed without
-the sign; a feature of a single value has diversity 0.) Pairs are taken within a group, where GN's constraints are;
-of BN's dimensions any two will do.
+with :math:`p_i` the fraction of examples in bin i, averaged over sampled pairs of dimensions. (Eq. 13 is printed
+without the sign; a constant feature has diversity 0.) GN's pairs come from one group, because its constraints act
+within a group; BN's pairs are any two dimensions.
 
-Dividing each feature by its own largest magnitude favours bounded ones: normalised over 4 numbers a Gaussian becomes
-uniform on an interval, which it fills, while the Gaussian itself leaves most of V empty. "one scale" therefore divides
-all features, the base's brought to variance 1 like the normalised ones, by the base's largest magnitude. Both are
-drawn.
+Dividing each feature by its own largest magnitude favors bounded features: a Gaussian normalized over 4 numbers is
+uniform on an interval and fills it, while a plain Gaussian leaves most of V empty. "one scale" therefore divides all
+features (the base's scaled to variance 1) by the base's largest magnitude. Both are drawn.
 
 Source: Group Whitening, section 4.1, Eq. 13, Figures 3 and 4.
 """
 
+import argparse
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -26,14 +26,26 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
-from gw_detectron.analysis.outcome import Outcome, findings_of
+from gw_detectron.analysis.result import AnalysisError, AnalysisResult, findings_of
+
+from . import add_random_arguments
 
 SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96)
 _SOURCES = {"gaussian": "Gaussian", "mlp": "one-layer MLP"}
 _SCALES = {"own": "each divided by its own maximum", "one": "variance 1, one scale for all"}
 _HISTOGRAM_SIZES = (2, 3, 4, 8, 32)
-# as small as it can be: with more, values over two channels would be other than -1 and 1
+# tiny, so that values over two channels are -1 and 1
 _EPS = 1e-12
+
+REDUCED = {"examples": 96_000, "bins": 200}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this experiment to its command."""
+    parser.add_argument("--examples", type=int, default=1_680_000, help="N")
+    parser.add_argument("--bins", type=int, default=1000, help="T, along each of two dimensions")
+    parser.add_argument("--pairs", type=int, default=4, help="sampled pairs of dimensions")
+    add_random_arguments(parser, "96,000 examples, 200 bins")
 
 
 def analyze_diversity(
@@ -45,32 +57,34 @@ def analyze_diversity(
     histogram_examples: int = 1680,
     seed: int = 0,
     progress: bool = True,
-) -> Outcome:
-    """Redraws the histograms and the diversity of normalised features.
+) -> AnalysisResult:
+    """Redraw the histograms and the diversity of normalized features.
 
     Args:
-        examples: N; Gaussian vectors of as many neurons as the largest of ``sizes``.
+        examples: N, the number of Gaussian vectors; the largest of ``sizes`` is their dimension.
         bins: T, along each of the two dimensions.
-        sizes: channels of a group, and batch sizes; each divides the largest.
-        pairs: sampled pairs of dimensions that Gamma is averaged over.
+        sizes: channels per group, and batch sizes; each must divide the largest.
+        pairs: sampled pairs of dimensions to average over.
         histogram_examples: examples in the histograms.
         seed: of everything random.
-        progress: show how far it is.
+        progress: show a progress bar.
 
     Returns:
-        One row for each source, method and size: the diversity in both scales.
+        One row per source, method and size: the diversity in both scales.
 
     Raises:
-        ValueError: a number is out of its range, or a size does not divide the largest one.
+        AnalysisError: a number is out of range, or a size does not divide the largest one.
     """
     neurons = max(sizes, default=0)
     wrong = [size for size in sizes if size < 2 or neurons % size]
     if not sizes or wrong:
-        raise ValueError(f"sizes={list(sizes)} have to be 2 or more and to divide the largest; not so: {wrong}")
+        raise AnalysisError(
+            f"sizes={list(sizes)}: {wrong} are below 2 or do not divide the largest. Fix: give divisors."
+        )
     if bins < 2 or pairs < 1 or min(examples, histogram_examples) < neurons:
-        raise ValueError(
-            f"needs 2 or more bins, a pair, and at least {neurons} examples; got bins={bins}, pairs={pairs}, "
-            f"examples={examples}, histogram_examples={histogram_examples}"
+        raise AnalysisError(
+            f"bins={bins}, pairs={pairs}, examples={examples}, histogram_examples={histogram_examples}: out of range. "
+            f"Fix: give 2 or more bins, 1 or more pairs, and at least {neurons} examples."
         )
     rows: list[dict[str, Any]] = []
     with tqdm(total=len(_SOURCES) * (1 + 2 * len(sizes)), desc="diversity", disable=not progress) as bar:
@@ -81,7 +95,7 @@ def analyze_diversity(
             for method, size in [("Base", None), *((method, size) for method in ("GN", "BN") for size in sizes)]:
                 own, one = [], []
                 for _ in range(pairs):
-                    y = normalised_pair(x, method, size, picker)
+                    y = normalized_pair(x, method, size, picker)
                     own.append(entropy(y / _largest(y), bins))
                     one.append(entropy(y / (_deviation(y) if method == "Base" else 1) / limit, bins))
                 rows.append(
@@ -102,29 +116,29 @@ def analyze_diversity(
         "histogram_examples": histogram_examples,
         "seed": seed,
     }
-    return Outcome("diversity", settings, rows, _findings(rows), _draw(rows, settings))
+    return AnalysisResult("diversity", settings, rows, _findings(rows), _draw(rows, settings))
 
 
 def entropy(points: Tensor, bins: int) -> float:
-    """The diversity Gamma, in nats, of points (N, 2) in the square from -1 to 1, cut into ``bins`` x ``bins``."""
+    """Compute the diversity Gamma, in nats, of points (N, 2) in [-1, 1]^2 with ``bins`` x ``bins`` bins."""
     places = ((points + 1) * (bins / 2)).long().clamp(0, bins - 1)
     counts = torch.bincount(places[:, 0] * bins + places[:, 1])
     p = counts[counts > 0].double() / len(points)
     return float(-(p * p.log()).sum())
 
 
-def normalised_pair(x: Tensor, method: str, size: int | None, generator: torch.Generator) -> Tensor:
-    """Two random dimensions of normalised features.
+def normalized_pair(x: Tensor, method: str, size: int | None, generator: torch.Generator) -> Tensor:
+    """Return two random dimensions of normalized features.
 
     Args:
         x: features, (N, d).
-        method: ``Base`` leaves them as they are; ``GN`` takes ``size`` channels a group, and both dimensions from the
-            same one; ``BN`` takes ``size`` examples a batch.
-        size: None for ``Base``; N is cut to a multiple of a batch size.
+        method: ``Base`` does not normalize; ``GN`` has ``size`` channels per group and takes both dimensions from one
+            group; ``BN`` has ``size`` examples per batch.
+        size: None for ``Base``; for BN, N is cut to a multiple of it.
         generator: picks the dimensions.
 
     Returns:
-        (N, 2), each dimension of variance 1 as the method sees it.
+        (N, 2), each dimension with variance 1 over its group or batch.
     """
     count, neurons = x.shape
     width = size if method == "GN" and size else neurons
@@ -135,13 +149,13 @@ def normalised_pair(x: Tensor, method: str, size: int | None, generator: torch.G
         return (x[:, pair] - group.mean(1, keepdim=True)) / (group.var(1, unbiased=False, keepdim=True) + _EPS).sqrt()
     if method == "BN" and size:
         batches = x[: count // size * size, pair].unflatten(0, (-1, size))
-        centred = batches - batches.mean(1, keepdim=True)
-        return (centred / (batches.var(1, unbiased=False, keepdim=True) + _EPS).sqrt()).flatten(0, 1)
+        centered = batches - batches.mean(1, keepdim=True)
+        return (centered / (batches.var(1, unbiased=False, keepdim=True) + _EPS).sqrt()).flatten(0, 1)
     return x[:, pair]
 
 
 def _features(source: str, examples: int, neurons: int, seed: int) -> Tensor:
-    """Gaussian vectors (N, d), or what a random layer with torch's initialisation and a ReLU makes of them."""
+    """Draw Gaussian vectors (N, d), or pass them through a random linear layer and a ReLU."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(examples, neurons, generator=generator)
     if source == "gaussian":
@@ -168,17 +182,17 @@ def _curve(rows: Sequence[dict[str, Any]], source: str, method: str, scale: str)
 
 def _findings(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
     findings = {}
-    # two numbers become -1 and 1, or both 0 if they are equal: of a pair of dimensions that leaves so many points
-    for method, what, points in (("GN", "channels of a group", 3), ("BN", "examples of a batch", 9)):
+    # two numbers become -1 and 1, or both 0 if equal: a pair of dimensions has this many points
+    for method, numbers, points in (("GN", "channels per group", 3), ("BN", "examples per batch", 9)):
         curves = [_curve(rows, source, method, scale) for source in _SOURCES for scale in _SCALES]
         bases = [_curve(rows, source, "Base", scale)[None] for source in _SOURCES for scale in _SCALES]
-        findings[f"{method}: over 2 {what} the diversity collapses to that of {points} points or fewer"] = [
+        findings[f"{method}: over 2 {numbers} the diversity collapses to that of {points} points or fewer"] = [
             curve[2] < min(base, math.log(points)) for curve, base in zip(curves, bases, strict=True) if 2 in curve
         ]
-        findings[f"{method}: up to 4 {what}, the more, the more diverse"] = [
+        findings[f"{method}: up to 4 {numbers}, diversity grows with their number"] = [
             curve[few] < curve[more] for curve in curves for few in curve for more in curve if few < more <= 4
         ]
-        findings[f"{method}: Gaussians on one scale, over 4 {what} or fewer, are less diverse than the base"] = [
+        findings[f"{method}: Gaussians on one scale, over 4 {numbers} or fewer, are less diverse than the base"] = [
             value < bases[1] for size, value in curves[1].items() if size <= 4
         ]
     return findings_of(findings)
@@ -203,7 +217,7 @@ def _draw(rows: Sequence[dict[str, Any]], settings: dict[str, Any]) -> Figure:
             axes.grid(alpha=0.3)
         row[0].set_ylabel(r"diversity $\Gamma_{2,T}$ (nats)")
     for axes in grid[-1]:
-        axes.set_xlabel("channels of a group c (GN), examples of a batch m (BN)")
+        axes.set_xlabel("channels per group c (GN), examples per batch m (BN)")
     grid[0, 0].legend(loc="lower right")
     below.suptitle(f"Diversity of N = {settings['examples']:,} examples in {settings['bins']:,}$^2$ bins")
     return figure
@@ -216,7 +230,7 @@ def _draw_histograms(figure: Any, settings: dict[str, Any]) -> None:
     for row, (method, letter) in zip(grid, (("GN", "c"), ("BN", "m")), strict=True):
         for axes, size in zip(row, sizes, strict=True):
             generator = torch.Generator().manual_seed(settings["seed"])
-            first, second = normalised_pair(x, method, size, generator).T
+            first, second = normalized_pair(x, method, size, generator).T
             limits = (-3.2, 3.2)
             axes.hexbin(first, second, gridsize=32, extent=limits * 2, mincnt=1, cmap="viridis", linewidths=0.1)
             axes.set(xlim=limits, ylim=limits, aspect="equal", xticks=(-2, 0, 2), yticks=(-2, 0, 2))
@@ -229,5 +243,5 @@ def _draw_histograms(figure: Any, settings: dict[str, Any]) -> None:
                 margin.hist(values, bins=48, range=limits, orientation=orientation, color="tab:blue")
                 margin.axis("off")
     figure.suptitle(
-        f"Two dimensions of {settings['histogram_examples']:,} normalised Gaussian examples, with their marginals"
+        f"Two dimensions of {settings['histogram_examples']:,} normalized Gaussian examples, with their marginals"
     )

@@ -12,20 +12,29 @@ from .errors import ConfigError, MissingFileError
 
 
 def add_gw_config(cfg: CfgNode) -> None:
-    """Adds the package's keys with their defaults; a second call changes nothing.
+    """Add this package's config keys with their defaults.
 
-    Norm names are described in :mod:`gw_detectron.modeling.norm`. ``MODEL.RESNETS.NORM``, ``MODEL.FPN.NORM``,
-    ``MODEL.ROI_BOX_HEAD.NORM`` and ``MODEL.ROI_MASK_HEAD.NORM`` are Detectron2's keys and take these names as well.
+    A second call changes nothing. :mod:`gw_detectron.modeling.norm` describes norm names. Detectron2's own keys
+    ``MODEL.RESNETS.NORM``, ``MODEL.FPN.NORM``, ``MODEL.ROI_BOX_HEAD.NORM`` and ``MODEL.ROI_MASK_HEAD.NORM`` take the
+    same names.
+
+    Args:
+        cfg: Detectron2's config.
     """
     defaults = (
-        # The norm at WHITEN_POSITIONS of the backbone. "GW" is the paper's: 64 groups, 5 iterations, eps 1e-5.
+        # Norm at WHITEN_POSITIONS of the backbone: any norm name.
+        # Default "GW" = "GW:groups=64,iters=5,eps=1e-5,solver=newton", the paper's setting.
         (cfg.MODEL.RESNETS, "WHITEN_NORM", "GW"),
-        # Where WHITEN_NORM stands; every other norm of the backbone is MODEL.RESNETS.NORM.
-        # "" nowhere, "S1" stem, "S1-B1" "S1-B2" "S1-B3" "S1-B12" stem and the first / second / third / first two
-        # norms of every block, "ALL" these and the shortcuts. The paper's choice is S1-B2.
+        # Positions of WHITEN_NORM. Every other norm of the backbone is MODEL.RESNETS.NORM.
+        #   ""                            none
+        #   "S1"                          stem
+        #   "S1-B1" "S1-B2" "S1-B3"       stem and the first / second / third norm of every block
+        #   "S1-B12"                      stem and the first two norms of every block
+        #   "ALL"                         stem, every norm of every block, and shortcuts
+        # Default "S1-B2", which the paper uses for detection.
         (cfg.MODEL.RESNETS, "WHITEN_POSITIONS", "S1-B2"),
-        # One ReLU after the convolutions of the box head instead of one after each. The authors' released detection
-        # code has it so; the paper does not, hence False.
+        # Apply one ReLU after all convolutions of the box head, instead of one after each.
+        # Default False, the paper's head. The authors' released detection code corresponds to True.
         (cfg.MODEL.ROI_BOX_HEAD, "SINGLE_RELU", False),
     )
     for node, key, value in defaults:

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
-"""Exports the backbone of a detector to a file that other programs load, with the proof of its numbers beside it.
+"""Export the backbone of a detector to a file that other programs load, and check its numbers.
 
-The folder given by --output gets the file, parity.json (its differences from the model) and README.md (code that
-loads it). A later export in the same format replaces it.
+The folder --output gets the file, parity.json (differences from the model) and README.md (code that loads the file).
+An earlier export in the same format is replaced.
 """
 
 import argparse
@@ -11,14 +11,14 @@ from tabulate import tabulate
 
 from gw_detectron.config import read_config
 from gw_detectron.engine.launch import errors_reported
-from gw_detectron.export import FORMATS, LAYOUTS, Normalisation, export_backbone, load_model
+from gw_detectron.export import FORMATS, LAYOUTS, Normalization, export_backbone, load_model
 
 
 def get_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config-file", required=True, metavar="FILE", help="the yaml of the model")
-    parser.add_argument("--weights", metavar="FILE", help="its weights, default: MODEL.WEIGHTS of the config")
-    parser.add_argument("--output", required=True, metavar="DIR", help="the folder to make")
+    parser.add_argument("--config-file", required=True, metavar="FILE", help="config of the model")
+    parser.add_argument("--weights", metavar="FILE", help="weights, default: MODEL.WEIGHTS of the config")
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder to create")
     parser.add_argument(
         "--format",
         choices=FORMATS,
@@ -28,18 +28,18 @@ def get_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--fpn",
         action=argparse.BooleanOptionalAction,
-        help="with or without the FPN, default: as the config has it",
+        help="with or without FPN, default: as in the config",
     )
     parser.add_argument(
         "--pixels",
         action="store_true",
-        help="let the file take pixels of 0 to 255 and normalise them by itself, instead of normalised images",
+        help="the file takes pixels of 0 to 255 and normalizes them, instead of normalized images",
     )
     parser.add_argument(
         "--layout",
         choices=LAYOUTS,
         default="detectron2",
-        help="names of the tensors of a safetensors file, default: %(default)s; the others need --no-fpn",
+        help="tensor names of a safetensors file, default: %(default)s; the others need --no-fpn",
     )
     parser.add_argument("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config keys to change")
     return parser
@@ -52,7 +52,7 @@ def main(args: argparse.Namespace) -> None:
     report = export_backbone(
         model.backbone,
         args.output,
-        Normalisation.from_config(cfg, inside=args.pixels),
+        Normalization.from_config(cfg, inside=args.pixels),
         file_format=args.format,
         fpn=args.fpn,
         layout=args.layout,
@@ -68,7 +68,7 @@ def main(args: argparse.Namespace) -> None:
             rows, headers=["output", "channels", "stride", "largest difference", "relative"], disable_numparse=True
         )
     )
-    print(f"{args.output}/{report['file']} agrees with the model; how to load it is in {args.output}/README.md.")
+    print(f"{args.output}/{report['file']} agrees with the model; {args.output}/README.md shows how to load it.")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
-"""Exports a whole Faster or Mask R-CNN as a TorchScript trace, with the proof of its numbers beside it.
+"""Export a whole Faster or Mask R-CNN as a TorchScript trace, and check its numbers.
 
-The folder given by --output gets model.ts, parity.json (its differences from the model) and README.md (code that loads
-it). torch marks TorchScript as deprecated, but no other format holds a detector; see tools/export_backbone.py.
+The folder --output gets model.ts, parity.json (differences from the model) and README.md (code that loads the file).
+TorchScript is deprecated in torch, but no other format holds a detector; for backbones see tools/export_backbone.py.
 """
 
 import argparse
@@ -16,10 +16,10 @@ from gw_detectron.export import export_detector, load_model, read_image_for, wor
 
 def get_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config-file", required=True, metavar="FILE", help="the yaml of the model")
-    parser.add_argument("--weights", metavar="FILE", help="its weights, default: MODEL.WEIGHTS of the config")
+    parser.add_argument("--config-file", required=True, metavar="FILE", help="config of the model")
+    parser.add_argument("--weights", metavar="FILE", help="weights, default: MODEL.WEIGHTS of the config")
     parser.add_argument("--image", required=True, metavar="FILE", help="an image in which the detector finds something")
-    parser.add_argument("--output", required=True, metavar="DIR", help="the folder to make")
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder to create")
     parser.add_argument("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config keys to change")
     return parser
 
@@ -36,7 +36,7 @@ def main(args: argparse.Namespace) -> None:
         for case in report["cases"]
     ]
     print(tabulate(rows, headers=["image", "detections", "largest relative difference"], disable_numparse=True))
-    print(f"{args.output}/{report['file']} agrees with the model; how to load it is in {args.output}/README.md.")
+    print(f"{args.output}/{report['file']} agrees with the model; {args.output}/README.md shows how to load it.")
 
 
 if __name__ == "__main__":

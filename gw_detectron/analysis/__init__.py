@@ -1,13 +1,14 @@
-"""The papers' own analyses, of formulas, of random features, of small networks, and of a detector's layers."""
+"""Analyze norm layers: constraints on their output, and whitening statistics of a detector."""
 
-from .constraints import analyze_constraints
-from .layers import analyze_layers
-from .outcome import Outcome
-from .watch import WhiteningWatch
+from .constraint_analysis import analyze_constraints
+from .layer_analysis import analyze_layers
+from .result import AnalysisError, AnalysisResult
+from .whitening_stats_hook import WhiteningStatsHook
 
 __all__ = [
-    "Outcome",
-    "WhiteningWatch",
+    "AnalysisError",
+    "AnalysisResult",
+    "WhiteningStatsHook",
     "analyze_constraints",
     "analyze_layers",
 ]

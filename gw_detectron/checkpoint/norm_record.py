@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from ..modeling.norm import in_evaluation, norm_rows
+from ..modeling.norm_table import in_evaluation, norm_rows
 
 #: key of the record in a checkpoint
 NORMS = "norms"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from ..export import Normalisation, export_backbone
+from ..export import Normalization, export_backbone
 from .flags import get_parser
 from .plots import plot_curves, plot_predictions
 from .train import prepare
@@ -43,7 +43,7 @@ def run_demo(args: argparse.Namespace) -> dict:
     # without any prediction, as after a very short run, AP is NaN, which JSON does not have
     scores = {task: {"AP": None if isnan(found["AP"]) else found["AP"]} for task, found in evaluation.items()}
     backbone = folder / "backbone"
-    parity = export_backbone(trainer.model.backbone, backbone, Normalisation.from_config(cfg))
+    parity = export_backbone(trainer.model.backbone, backbone, Normalization.from_config(cfg))
     result = {**scores, "seconds": seconds, "export": {"format": "pt2", "worst_relative": parity["worst_relative"]}}
     (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n")
     plot_curves(metrics_file, folder / "curves.png")

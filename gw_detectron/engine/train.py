@@ -10,11 +10,11 @@ from detectron2.evaluation import verify_results
 from detectron2.utils import comm
 from detectron2.utils.logger import setup_logger
 
-from ..analysis import WhiteningWatch
+from ..analysis import WhiteningStatsHook
 from ..checkpoint import PartialLoadError, StartWeights, load_checkpoint, open_start_weights
 from ..config import read_config
 from ..errors import ConfigError, FileAccessError
-from ..modeling.norm import norm_summary
+from ..modeling.norm_table import norm_summary
 from ..preflight import Findings, preflight
 from .launch import in_all_processes
 from .trainer import Trainer
@@ -43,7 +43,7 @@ def main(args: argparse.Namespace) -> dict | None:
     trainer = Trainer(cfg)
     log.info("norms: %s", norm_summary(trainer.checkpointer.model))
     if args.whitening_stats_period:
-        trainer.register_hooks([WhiteningWatch(args.whitening_stats_period)])
+        trainer.register_hooks([WhiteningStatsHook(args.whitening_stats_period)])
     trainer.load_start_weights(start, allow_partial=args.allow_partial)
     del start  # its tensors would be kept during the training
     return trainer.train()

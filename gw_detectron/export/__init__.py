@@ -1,17 +1,18 @@
-"""Backbones and detectors as files that other programs load, each with a proof of its numbers."""
+"""Export backbones and detectors to files that other programs load, with a parity check."""
 
 from .backbone import FORMATS, export_backbone
 from .detector import export_detector, read_image_for
-from .features import Normalisation
-from .model import load_model
-from .parity import TOLERANCE, ParityError, worst_relative
-from .weights_file import LAYOUTS
+from .feature_extractor import Normalization
+from .parity import TOLERANCE, ExportError, ParityError, worst_relative
+from .safetensors_writer import LAYOUTS
+from .trained_model import load_model
 
 __all__ = [
     "FORMATS",
     "LAYOUTS",
     "TOLERANCE",
-    "Normalisation",
+    "ExportError",
+    "Normalization",
     "ParityError",
     "export_backbone",
     "export_detector",

@@ -1,129 +1,91 @@
-"""Export of a backbone, with or without FPN: the file, its proof, and how to load it."""
+"""Export a backbone, with or without FPN."""
 
-import functools
-import json
 import os
-import platform
 from collections import Counter
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import detectron2
-import torch
-import torchvision
 from detectron2.modeling import FPN, Backbone
 
-from ..checkpoint.provenance import sha256_of, tool
-from ..modeling.norm import norm_rows
-from .features import Features, Normalisation
-from .folder import whole_folder
-from .formats import Format, require, write_onnx, write_pt2, write_torchscript
-from .parity import TOLERANCE, check_parity, worst_relative
-from .readme import backbone_readme
-from .weights_file import LAYOUTS, write_safetensors
+from ..modeling.norm_table import norm_rows
+from .atomic_folder import atomic_folder
+from .feature_extractor import FeatureExtractor, Normalization
+from .formats import write_onnx, write_pt2, write_torchscript
+from .parity import ExportError, check_parity
+from .report import REPORT_FILES, write_report
+from .safetensors_writer import LAYOUTS, write_safetensors
 
+#: format -> file name and writer
 FORMATS = {
-    "pt2": Format("backbone.pt2", (), write_pt2),
-    "onnx": Format("backbone.onnx", ("onnx", "onnxscript", "onnxruntime"), write_onnx),
-    "torchscript": Format("backbone.ts", (), write_torchscript),
-    "safetensors": Format("backbone.safetensors", (), functools.partial(write_safetensors, layout="detectron2")),
+    "pt2": ("backbone.pt2", write_pt2),
+    "onnx": ("backbone.onnx", write_onnx),
+    "torchscript": ("backbone.ts", write_torchscript),
+    "safetensors": ("backbone.safetensors", write_safetensors),
 }
-_OTHER_PACKAGES = ("onnx", "onnxscript", "onnxruntime", "safetensors")
 
 
 def export_backbone(
     backbone: Backbone,
     output: str | os.PathLike[str],
-    normalisation: Normalisation,
+    normalization: Normalization,
     *,
     file_format: str = "pt2",
     fpn: bool | None = None,
     layout: str = "detectron2",
     source: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Writes a backbone as a function from an image tensor to a tuple of feature maps, and proves it right.
+    """Export a backbone as a function of one image tensor, and check its numbers.
 
-    The folder ``output`` appears with three files once everything has succeeded, or not at all: the exported file,
-    ``parity.json`` with what this function returns, and ``README.md``, which loads the file.
+    The function returns a tuple of feature maps. The folder ``output`` gets three files, all or none: the exported
+    file, ``parity.json`` (the return value) and ``README.md`` (code that loads the file).
 
     Args:
-        backbone: a Detectron2 backbone with its weights; it is copied and stays as it is.
-        output: the folder to make. It may exist if it is empty or holds an earlier export in the same format, which is
-            replaced.
-        normalisation: how images become the backbone's input, and whether the exported function does it.
-        file_format: ``pt2`` (torch.export), ``onnx``, ``torchscript`` (a trace; deprecated by torch) or
-            ``safetensors`` (weights only). Batch size, height and width are free in the first three.
-        fpn: False exports the ResNet below the FPN; True demands an FPN; None takes the backbone as it is.
-        layout: of ``safetensors``: ``detectron2``, or ``torchvision`` or ``timm`` for a ResNet alone.
-        source: where the weights are from, to be noted in ``parity.json``.
+        backbone: a Detectron2 backbone with its weights; it is copied and not changed.
+        output: the folder to create. It may exist if it is empty or holds an earlier export in the same format, which
+            is replaced.
+        normalization: how images become the backbone's input, and whether the exported function does it.
+        file_format: ``pt2`` (torch.export), ``onnx``, ``torchscript`` (a trace; deprecated in torch) or
+            ``safetensors`` (weights only). The first three take any batch size, height and width.
+        fpn: False exports the ResNet below the FPN; True requires an FPN; None takes the backbone as it is.
+        layout: tensor names of ``safetensors``: ``detectron2``, or ``torchvision`` or ``timm`` for a ResNet without
+            FPN.
+        source: origin of the weights, copied to ``parity.json``.
 
     Returns:
-        Input, outputs, the differences from the model at two batch sizes and two image sizes, versions, SHA-256.
+        Input, outputs, differences from the model at two batch sizes and two image sizes, versions, SHA-256.
 
     Raises:
         ParityError: the file gives other numbers than the model.
-        ValueError: an argument is out of its range, or the format cannot express the backbone.
-        FileExistsError: ``output`` holds something else.
-        ImportError: a package that the format needs is not installed.
+        ExportError: an argument is out of range, or the format cannot express the backbone.
+        OutputFolderError: ``output`` holds other files.
+        MissingPackageError: a package that the format needs is not installed.
     """
-    if file_format not in FORMATS:
-        raise ValueError(f"unknown format {file_format!r}; allowed are {', '.join(FORMATS)}")
-    chosen = FORMATS[file_format]
-    if layout not in LAYOUTS:
-        raise ValueError(f"unknown layout {layout!r}; allowed are {', '.join(LAYOUTS)}")
-    if file_format == "safetensors":
-        chosen = chosen._replace(write=functools.partial(write_safetensors, layout=layout))
-        if normalisation.inside:
-            raise ValueError("safetensors holds weights and no function, so it cannot normalise pixels by itself")
-    elif layout != "detectron2":
-        raise ValueError(f"the layout {layout} is one of weights alone, for the format safetensors, not {file_format}")
-    require(file_format, chosen.packages)
-    backbone = _with_or_without_fpn(backbone, fpn)
-    if layout != "detectron2" and isinstance(backbone, FPN):
-        raise ValueError(f"{layout}'s ResNet has no FPN; export the ResNet alone (--no-fpn)")
-
-    features = Features(backbone, normalisation)
-    with whole_folder(Path(output), (chosen.file, "parity.json", "README.md")) as folder:
-        path = folder / chosen.file
-        written = chosen.write(features, path)
-        cases = check_parity(features, written.run)
-        report = {
-            "tool": tool(),
-            "file": chosen.file,
-            "format": file_format,
-            **written.facts,
-            "sha256": sha256_of(path),
-            "bytes": path.stat().st_size,
-            "source": dict(source or {}),
-            **features.describe(),
-            "norm_layers": dict(Counter(row.spec for row in norm_rows(backbone))),
-            "tolerance": TOLERANCE,
-            "worst_relative": worst_relative(cases),
-            "cases": cases,
-            "versions": versions(),
-        }
-        (folder / "parity.json").write_text(json.dumps(report, indent=2) + "\n")
-        (folder / "README.md").write_text(backbone_readme(report))
-    return report
-
-
-def versions() -> dict[str, str]:
-    """The versions of Python and of the packages that take part in an export and are installed."""
-    found = {"python": platform.python_version()}
-    found |= {module.__name__: module.__version__ for module in (detectron2, torch, torchvision)}
-    for package in _OTHER_PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue  # some are needed by one format only
-    return found
-
-
-def _with_or_without_fpn(backbone: Backbone, fpn: bool | None) -> Backbone:
+    _check_arguments(file_format, layout, normalization)
     if fpn and not isinstance(backbone, FPN):
-        raise ValueError(f"this backbone is a {type(backbone).__name__} without FPN, but an FPN was asked for")
+        raise ExportError(f"fpn (True): the backbone is a {type(backbone).__name__} without FPN. Fix: use --no-fpn.")
     if fpn is False and isinstance(backbone, FPN):
-        return backbone.bottom_up
-    return backbone
+        backbone = backbone.bottom_up
+    if layout != "detectron2" and isinstance(backbone, FPN):
+        raise ExportError(f"layout ('{layout}'): {layout}'s ResNet has no FPN. Fix: use --no-fpn.")
+
+    file, write = FORMATS[file_format]
+    options = {"layout": layout} if file_format == "safetensors" else {}
+    extractor = FeatureExtractor(backbone, normalization)
+    with atomic_folder(Path(output), (file, *REPORT_FILES)) as folder:
+        run, facts = write(extractor, folder / file, **options)
+        cases = check_parity(extractor, run)
+        norms = Counter(row.spec for row in norm_rows(backbone))
+        facts |= {**extractor.describe(), "norm_layers": dict(norms)}
+        return write_report(folder / file, file_format, options.get("layout", file_format), facts, cases, source)
+
+
+def _check_arguments(file_format: str, layout: str, normalization: Normalization) -> None:
+    for name, value, allowed in (("file_format", file_format, FORMATS), ("layout", layout, LAYOUTS)):
+        if value not in allowed:
+            raise ExportError(f"{name} ({value!r}): unknown. Fix: use one of {', '.join(allowed)}.")
+    if file_format == "safetensors":
+        if normalization.inside:
+            raise ExportError("file_format ('safetensors'): weights cannot normalize pixels. Fix: leave out --pixels.")
+    elif layout != "detectron2":
+        raise ExportError(f"layout ('{layout}'): {file_format} has no layouts. Fix: use --format safetensors.")

@@ -1,4 +1,4 @@
-"""The proof of an export: its file and the model it was made from give the same numbers."""
+"""Parity check: an exported file and its model give the same numbers."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -7,66 +7,78 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import UserError
 from ..layers import use_path
-from .features import Features
+from .feature_extractor import FeatureExtractor
 
-#: the largest difference of a feature map, as a part of that map's largest value, that an export may have
+#: largest allowed difference of a feature map, relative to the map's largest value
 TOLERANCE = 1e-3
 
 Run = Callable[[Tensor], Sequence[Tensor]]
 
 
-class ParityError(ValueError):
+class ExportError(UserError, ValueError):
+    """The model or an argument cannot be exported."""
+
+
+class ParityError(ExportError):
     """The exported file gives other numbers than the model."""
 
 
-def check_parity(features: Features, run: Run) -> list[dict[str, Any]]:
-    r"""Compares an exported file with the model at two batch sizes and two image sizes.
+def check_parity(extractor: FeatureExtractor, run: Run) -> list[dict[str, Any]]:
+    r"""Compare an exported file with its model at two batch sizes and two image sizes.
 
     .. math:: \mathrm{relative} = \max |a - b| / \max |b|
 
-    with the file's feature map a and the model's b. None of the sizes is the one that the export was made with. The
-    model takes the path of whitening that is exported, so that the numbers are those of the export alone.
+    a is the feature map of the file, b that of the model. No size is the one used for tracing. The model runs the
+    reference backend, which is the exported one, so that the difference shows the export alone.
 
     Args:
-        features: the model.
+        extractor: the model.
         run: calls the exported file.
 
     Returns:
-        For each of the four inputs: its ``batch``, ``height`` and ``width``, and under ``levels`` for each feature map
-        its ``shape``, ``max_abs`` and ``relative``.
+        One dict per input: ``batch``, ``height``, ``width``, and ``levels``, which maps every feature map to its
+        ``shape``, ``max_abs`` and ``relative``.
 
     Raises:
         ParityError: a relative difference is above :data:`TOLERANCE`, or a shape or a name differs.
-        ValueError: the model itself gives NaN or infinity.
+        ExportError: the model itself gives NaN or infinity.
     """
-    sizes = ((features.side(0), features.side(3)), (features.side(2), features.side(0)))
+    sizes = ((extractor.side(0), extractor.side(3)), (extractor.side(2), extractor.side(0)))
     cases = []
     for batch in (1, 3):
         for height, width in sizes:
-            images = features.sample(batch, height, width, seed=1)
+            images = extractor.sample(batch, height, width, seed=1)
             with torch.no_grad(), use_path("reference"):
-                expected = dict(zip(features.names, features(images), strict=True))
+                expected = extractor(images)
                 found = run(images)
             if len(found) != len(expected):
-                raise ParityError(f"the exported file gives {len(found)} feature maps, the model {len(expected)}")
-            levels = {name: compare(name, a, b) for a, (name, b) in zip(found, expected.items(), strict=True)}
+                raise ParityError(
+                    f"exported file: has {len(found)} feature maps, the model {len(expected)}. "
+                    "Fix: export in another format."
+                )
+            maps = zip(extractor.names, found, expected, strict=True)
+            levels = {name: compare(name, a, b) for name, a, b in maps}
             cases.append({"batch": batch, "height": height, "width": width, "levels": levels})
     return cases
 
 
 def compare(name: str, found: Tensor, expected: Tensor) -> dict[str, Any]:
-    """Compares one tensor, (...) of any shape, with what the model gives.
+    """Compare one output of any shape with the model's output.
 
     Raises:
         ParityError: the relative difference is above :data:`TOLERANCE`, or the shape differs.
-        ValueError: ``expected`` holds NaN or infinity.
+        ExportError: ``expected`` holds NaN or infinity.
     """
     shape = list(expected.shape)
     if list(found.shape) != shape:
-        raise ParityError(f"{name} of the exported file has the shape {list(found.shape)}, the model's has {shape}")
+        raise ParityError(
+            f"exported file: {name} has shape {list(found.shape)}, the model's has {shape}. "
+            "Fix: export in another format."
+        )
     if not torch.isfinite(expected).all():
-        raise ValueError(f"the model's {name} holds NaN or infinity; check its weights before exporting them")
+        raise ExportError(f"model: {name} holds NaN or infinity. Fix: check the weights before you export them.")
     if expected.numel() == 0:
         return {"shape": shape, "max_abs": 0.0, "relative": 0.0}
     scale = expected.double().abs().max().item()
@@ -74,12 +86,12 @@ def compare(name: str, found: Tensor, expected: Tensor) -> dict[str, Any]:
     relative = max_abs / scale if scale else math.inf if max_abs else 0.0
     if not relative <= TOLERANCE:  # also for NaN
         raise ParityError(
-            f"{name} of the exported file differs from the model's by {relative:.1e} of its largest value, more than "
-            f"the allowed {TOLERANCE:g}; nothing was written"
+            f"exported file: {name} differs from the model's by {relative:.1e} of its largest value, allowed is "
+            f"{TOLERANCE:g}; nothing was written. Fix: export in another format."
         )
     return {"shape": shape, "max_abs": max_abs, "relative": relative}
 
 
 def worst_relative(cases: Sequence[Mapping[str, Any]]) -> float:
-    """The largest relative difference of all inputs and levels."""
+    """Return the largest relative difference over all inputs and outputs."""
     return max(level["relative"] for case in cases for level in case["levels"].values())

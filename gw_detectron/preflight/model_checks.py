@@ -9,7 +9,7 @@ from detectron2.layers.batch_norm import NaiveSyncBatchNorm
 from detectron2.utils import comm
 from torch import nn
 
-from ..analysis.norm_shapes import NormShape, build_shapes, norm_shapes
+from ..analysis.norm_shapes import NormShape, build_meta_model, norm_shapes
 from ..checkpoint import Checkpoint, StartWeights, norm_differences
 from ..errors import summarize_names
 from ..layers import BatchWhitening2d, FrozenBatchWhitening2d
@@ -46,7 +46,7 @@ def check_model(cfg: CfgNode, start: StartWeights, findings: Findings, *, eval_o
         )
     model = None
     try:
-        model = build_shapes(cfg)
+        model = build_meta_model(cfg)
     except (ValueError, KeyError, AssertionError, TypeError, ImportError) as error:
         reason = error.args[0] if error.args else f"{type(error).__name__} without a message"
         findings.problems.append(f"MODEL: the model cannot be built: {reason}")

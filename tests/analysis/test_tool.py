@@ -1,4 +1,4 @@
-"""The command line: files, what is printed, constraints of a config."""
+"""The command line: files, printed text, constraints of a config."""
 
 import csv
 import json
@@ -7,15 +7,15 @@ import analyze_whitening
 import pytest
 from PIL import Image
 
-from gw_detectron.analysis import Outcome, analyze_constraints
-from gw_detectron.analysis.outcome import check_folder
+from gw_detectron.analysis import AnalysisResult, analyze_constraints
+from gw_detectron.analysis.arguments import OutputFolderError, check_folder
 
 from ..tiny_run import CONFIG
 
 
 @pytest.fixture
 def run(tmp_path, capsys):
-    """A function that runs the tool and returns rows, notes and picture of its outcome, and what it printed."""
+    """A function that runs the tool and returns rows, notes, picture and printed text."""
 
     def call(name: str, *words: object):
         arguments = analyze_whitening.get_parser().parse_args([name, "--output", str(tmp_path), *map(str, words)])
@@ -72,29 +72,37 @@ def test_layers(run):
     opts = ["INPUT.MIN_SIZE_TEST", 64, "MODEL.FPN.OUT_CHANNELS", 32, "MODEL.RPN.POST_NMS_TOPK_TEST", 5]
     rows, notes, _, printed = run("layers", "--config-file", CONFIG, "--count", 1, *opts)
     assert len(rows) > 20 and notes["settings"]["weights"] == "random"
-
     assert f"random: {notes['settings']['loaded']}" in printed
 
 
 @pytest.mark.parametrize(
     ("numbers", "message"),
     [
-        ({"batch_size": 64, "examples": 100}, "examples=100 is not a multiple of batch_size=64"),
-        ({"batch_size": 0}, "batch_size=0 has to be 1 or more"),
-        ({"examples": -1024}, "examples=-1024 has to be 0 or more"),
+        ({"batch_size": 64, "examples": 100}, r"examples \(100\): not a multiple of batch_size=64"),
+        ({"batch_size": 0}, r"batch_size \(0\): too small. Fix: give 1 or more"),
+        ({"examples": -1024}, r"examples \(-1024\): too small. Fix: give 0 or more"),
     ],
 )
-def test_examples_and_batches_that_make_no_sense(numbers, message):
+def test_invalid_examples_and_batches(numbers, message):
     with pytest.raises(ValueError, match=message):
         analyze_constraints(**numbers)
 
 
 @pytest.mark.parametrize("name", ["conditioning", "diversity", "layers", "swapping"])
 @pytest.mark.parametrize("seed", ["-1", "4294967296", "x"])
-def test_a_seed_that_makes_no_sense(name, seed, capsys):
+def test_an_invalid_seed(name, seed, capsys):
     with pytest.raises(SystemExit):
         analyze_whitening.get_parser().parse_args([name, "--seed", seed])
-    assert f"{seed} is no seed; it has to be a whole number from 0 to 4294967295" in capsys.readouterr().err
+    assert f"'{seed}' is not a seed. Fix: give a whole number from 0 to 4294967295" in capsys.readouterr().err
+
+
+def test_without_the_folder_of_experiments(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(analyze_whitening, "ROOT", tmp_path)
+    parser = analyze_whitening.get_parser()
+    assert "conditioning, diversity, swapping are not available" in capsys.readouterr().err
+    assert parser.parse_args(["layers"]).analysis == "layers"
+    with pytest.raises(SystemExit):
+        parser.parse_args(["swapping"])
 
 
 @pytest.mark.parametrize("output", ["file", "file/below"])
@@ -102,22 +110,22 @@ def test_the_folder_is_checked_before_the_analysis(tmp_path, monkeypatch, output
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(analyze_whitening, "analyze", lambda args: pytest.fail("it was run"))
     arguments = analyze_whitening.get_parser().parse_args(["swapping", "--output", str(tmp_path / output)])
-    with pytest.raises(NotADirectoryError, match=f"{tmp_path / 'file'} is not a folder"):
+    with pytest.raises(OutputFolderError, match=f"'{tmp_path / 'file'}' is not a folder"):
         analyze_whitening.main(arguments)
 
 
 def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
-    monkeypatch.setattr("os.access", lambda path, mode: False)  # whom the tests run as may be allowed everything
-    with pytest.raises(PermissionError, match=f"{tmp_path} is write-protected"):
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everywhere
+    with pytest.raises(OSError, match=f"'{tmp_path}' is write-protected"):
         check_folder(tmp_path / "new")
 
 
-def test_files_appear_whole_or_not_at_all(tmp_path):
+def test_files_are_written_atomically(tmp_path):
     class NoFigure:
         def savefig(self, path, **options):
             path.write_text("half")
             raise OSError("the disk is full")
 
     with pytest.raises(OSError, match="disk is full"):
-        Outcome("some", {}, [], {}, NoFigure()).write(tmp_path)
+        AnalysisResult("some", {}, [], {}, NoFigure()).write(tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""The optimizer treats whitening layers as normalization layers."""
+"""The optimizer treats whitening layers as norm layers."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ class Model(nn.Module):
 
 
 def settings(optimizer, model, keys=("lr", "weight_decay", "momentum")):
-    """Return the optimizer settings of each parameter by its name."""
+    """Return the optimizer's settings for each parameter name."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     assert all(group["params"] for group in optimizer.param_groups)
     found = [(names[p], tuple(group[k] for k in keys)) for group in optimizer.param_groups for p in group["params"]]
@@ -48,7 +48,7 @@ def test_scale_and_shift_of_whitening_layers_are_treated_as_those_of_bn(norm_dec
 
 
 def test_groups_of_several_parameters_are_split(monkeypatch):
-    """Newer versions of Detectron2 put several parameters into one group."""
+    """Newer versions of Detectron2 make such groups."""
     cfg, model = get_cfg(), Model()
     everything = [p for p in model.parameters() if p.requires_grad]
     one_group = torch.optim.SGD([{"params": everything, "lr": 0.5}], lr=1.0, momentum=0.75, weight_decay=0.125)
@@ -60,8 +60,8 @@ def test_groups_of_several_parameters_are_split(monkeypatch):
     assert {values for name, values in found.items() if name not in affine} == {(0.5, 0.125, 0.75)}
 
 
-def test_groups_stay_as_they_are_where_nothing_changes():
-    """A run can then be resumed from a checkpoint of Detectron2's own trainer."""
+def test_groups_are_kept_where_nothing_changes():
+    """Then a checkpoint of Detectron2's own trainer can be resumed."""
     cfg, model = get_cfg(), Model()
     cfg.SOLVER.WEIGHT_DECAY_NORM = cfg.SOLVER.WEIGHT_DECAY
     ours, theirs = (build(cfg, model).state_dict() for build in (Trainer.build_optimizer, build_optimizer))

@@ -8,43 +8,43 @@ from experiments.conditioning import analyze_conditioning, condition_numbers
 
 
 @pytest.fixture(scope="module")
-def outcome():
+def result():
     return analyze_conditioning(layers=(1, 2), repeats=1, seed=0, progress=False)
 
 
-def curve(outcome, method, percent=90, layers=2):
+def curve(result, method, percent=90, layers=2):
     wanted = {"method": method, "layers": layers, "features": "before ReLU", "moment": "about zero"}
-    rows = [row for row in outcome.rows if wanted.items() <= row.items()]
+    rows = [row for row in result.rows if wanted.items() <= row.items()]
     return {row["groups"]: row[f"kappa_{percent}%"] for row in rows}
 
 
 @pytest.mark.parametrize("percent", [90, 80])
 @pytest.mark.parametrize("layers", [1, 2])
-def test_gw_conditions_better_than_gn_and_both_better_with_more_groups(outcome, layers, percent):
-    gn, gw, itn = (curve(outcome, method, percent, layers) for method in ("GN", "GW", "GW-ItN"))
+def test_gw_conditions_better_than_gn_and_both_better_with_more_groups(result, layers, percent):
+    gn, gw, itn = (curve(result, method, percent, layers) for method in ("GN", "GW", "GW-ItN"))
     assert gw[1] == pytest.approx(gn[1], rel=1e-3)  # one group has nothing to decorrelate
     for g in (2, 4, 8, 16):
         assert gw[g] < gn[g] and itn[g] < gn[g]
     assert gw[16] < gw[8] < gw[4] < gw[2] < gw[1] and gn[16] < gn[1]
 
 
-def test_bn_conditions_better_than_gn_and_gw_and_than_none(outcome):
-    bn, base = curve(outcome, "BN")[None], curve(outcome, "Base")[None]
+def test_bn_conditions_better_than_gn_and_gw_and_than_none(result):
+    bn, base = curve(result, "BN")[None], curve(result, "Base")[None]
     assert bn < base / 10
-    assert bn < min(value for method in ("GN", "GW") for value in curve(outcome, method).values())
+    assert bn < min(value for method in ("GN", "GW") for value in curve(result, method).values())
 
 
-def test_the_findings_and_the_table_say_the_same(outcome):
-    assert len(outcome.findings) == 3 and all(outcome.findings.values())
-    assert {(row["features"], row["moment"]) for row in outcome.rows} == {
+def test_the_findings_and_the_table_say_the_same(result):
+    assert len(result.findings) == 3 and all(result.findings.values())
+    assert {(row["features"], row["moment"]) for row in result.rows} == {
         (features, moment) for features in ("before ReLU", "after ReLU") for moment in ("about the mean", "about zero")
     }
 
 
-def test_more_groups_than_there_is_variance_for(outcome):
+def test_more_groups_than_there_is_variance_for(result):
     # each group takes one direction: of 256, 32 are gone, more than the last tenth
-    assert curve(outcome, "GN")[32] == float("inf") and curve(outcome, "GN", percent=80)[32] < float("inf")
-    assert max(curve(outcome, "GW")) == 16  # 21 are feasible
+    assert curve(result, "GN")[32] == float("inf") and curve(result, "GN", percent=80)[32] < float("inf")
+    assert max(curve(result, "GW")) == 16  # 21 are feasible
 
 
 def test_condition_numbers_by_definition():
@@ -65,20 +65,20 @@ def test_equal_seeds_give_equal_numbers():
     assert first == again != other
 
 
-def test_what_there_are_no_numbers_for_is_not_found():
+def test_statements_without_observations_are_left_out():
     sentences = analyze_conditioning(neurons=8, examples=32, layers=(1,), repeats=1, progress=False).findings
     assert not any(sentence.startswith("from two layers on") for sentence in sentences)
     assert analyze_conditioning(neurons=5, examples=32, layers=(1,), repeats=1, progress=False).findings == {}
 
 
 def test_curves_without_finite_points_draw_nothing():
-    outcome = analyze_conditioning(neurons=4, examples=32, layers=(1,), repeats=1, progress=False)
-    assert set(curve(outcome, "GN", layers=1).values()) == {float("inf")}
-    lines = {line.get_label(): line for line in outcome.figure.axes[0].get_lines()}
+    result = analyze_conditioning(neurons=4, examples=32, layers=(1,), repeats=1, progress=False)
+    assert set(curve(result, "GN", layers=1).values()) == {float("inf")}
+    lines = {line.get_label(): line for line in result.figure.axes[0].get_lines()}
     assert set(lines) == {"Base", "BN", "GN", "GW, exact", "GW, 5 iterations"}
     assert len(lines["GN"].get_xdata()) == 0
 
 
-def test_sizes_that_make_no_sense():
+def test_invalid_sizes():
     with pytest.raises(ValueError, match="examples=100"):
         analyze_conditioning(neurons=256, examples=100, progress=False)

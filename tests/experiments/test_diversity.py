@@ -1,4 +1,4 @@
-"""Over two channels or examples hardly anything is left; entropy and normalisation against their definitions."""
+"""Diversity collapses over few numbers; entropy and normalization against their definitions."""
 
 import math
 
@@ -7,21 +7,21 @@ import pytest
 import torch
 from scipy.stats import entropy as scipy_entropy
 
-from experiments.diversity import analyze_diversity, entropy, normalised_pair
+from experiments.diversity import analyze_diversity, entropy, normalized_pair
 
 SMALL = {"examples": 19200, "bins": 100, "pairs": 2, "sizes": (2, 3, 4, 8, 24), "histogram_examples": 240}
 
 
 @pytest.fixture(scope="module")
-def outcome():
+def result():
     return analyze_diversity(**SMALL, seed=0, progress=False)
 
 
 @pytest.mark.parametrize("source", ["gaussian", "mlp"])
 @pytest.mark.parametrize("scale", ["own", "one"])
 @pytest.mark.parametrize(("method", "points"), [("GN", 3), ("BN", 9)])
-def test_diversity_collapses_for_small_groups_and_batches(outcome, source, scale, method, points):
-    rows = [row for row in outcome.rows if row["source"] == source]
+def test_diversity_collapses_for_small_groups_and_batches(result, source, scale, method, points):
+    rows = [row for row in result.rows if row["source"] == source]
     found = {row["size"]: row[f"diversity_{scale}"] for row in rows if row["method"] == method}
     base = next(row[f"diversity_{scale}"] for row in rows if row["method"] == "Base")
     assert found[2] < found[3] < found[4]
@@ -30,11 +30,11 @@ def test_diversity_collapses_for_small_groups_and_batches(outcome, source, scale
         assert found[4] < found[8] == pytest.approx(base, rel=0.02)
 
 
-def test_all_findings_hold(outcome):
-    assert len(outcome.findings) == 6 and all(outcome.findings.values()), outcome.findings
+def test_all_findings_hold(result):
+    assert len(result.findings) == 6 and all(result.findings.values()), result.findings
 
 
-def test_what_there_are_no_numbers_for_is_not_found():
+def test_statements_without_observations_are_left_out():
     assert analyze_diversity(**SMALL | {"sizes": (8, 24), "examples": 480}, progress=False).findings == {}
 
 
@@ -46,7 +46,7 @@ def test_entropy_is_that_of_the_histogram():
     assert entropy(torch.tensor([[-1.0, -1.0], [1.0, 1.0]]), 50) == pytest.approx(math.log(2))
 
 
-def test_the_pair_is_normalised_as_torch_does():
+def test_the_pair_is_normalized_as_torch_does():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(60, 12, generator=generator) * 3 + 1
     batches = [torch.nn.functional.batch_norm(batch, None, None, training=True, eps=1e-9) for batch in x.split(5)]
@@ -55,18 +55,18 @@ def test_the_pair_is_normalised_as_torch_does():
         ("BN", 5, torch.cat(batches)),
         ("Base", None, x),
     ):
-        pair = normalised_pair(x, method, size, generator)
+        pair = normalized_pair(x, method, size, generator)
         distances = (whole[:, None, :] - pair[:, :, None]).abs().amax(0)
         assert (distances.amin(1) < 1e-4).all()
         first, second = distances.argmin(1)
         assert first != second
         if method == "GN":
             assert first // 4 == second // 4
-    assert normalised_pair(x, "BN", 7, generator).shape == (56, 2)  # what is left of a batch is left out
+    assert normalized_pair(x, "BN", 7, generator).shape == (56, 2)  # an incomplete batch is dropped
 
 
-def test_numbers_that_make_no_sense():
-    with pytest.raises(ValueError, match=r"not so: \[5\]"):
+def test_invalid_sizes():
+    with pytest.raises(ValueError, match=r"\[5\] are below 2 or do not divide"):
         analyze_diversity(sizes=(2, 5, 8), progress=False)
     with pytest.raises(ValueError, match="at least 96 examples"):
         analyze_diversity(examples=50, progress=False)

@@ -17,25 +17,25 @@ from detectron2.modeling.backbone.resnet import BasicStem
 from torch import Tensor
 
 from gw_detectron import resolve_norm
-from gw_detectron.export import Normalisation
+from gw_detectron.export import Normalization
 from gw_detectron.layers import use_path
 from gw_detectron.modeling import GWBasicBlock
 
-# An import of a module that the code in a README must not need fails.
+# makes the import of modules fail
 FORBID = "import sys; sys.modules.update(dict.fromkeys({names}))\n"
-SAVE = "\nimport numpy\nfor name, feature in features.items():\n    numpy.save('../' + name, feature)\n"
+SAVE = "    np.save('../' + name, output)\n"
 
 
 @pytest.fixture(autouse=True)
-def the_path_that_is_exported():
-    """The model takes it too, so that the two differ by what the export does, not by how whitening is rounded."""
+def exported_backend():
+    """Run the model on the exported backend, so that the export alone makes a difference."""
     with use_path("reference"):
         yield
 
 
 @pytest.fixture(scope="session")
-def normalisation() -> Normalisation:
-    return Normalisation("RGB", (123.675, 116.28, 103.53), (58.395, 57.12, 57.375))
+def normalization() -> Normalization:
+    return Normalization("RGB", (123.675, 116.28, 103.53), (58.395, 57.12, 57.375))
 
 
 @pytest.fixture(scope="session")
@@ -43,12 +43,14 @@ def tiny_backbone() -> Callable[..., Backbone]:
     return _tiny_backbone
 
 
-def _tiny_backbone(norm: str = "BN", whiten: str = "GW:groups=4", fpn: str | None = "GW:groups=4") -> Backbone:
-    """A ResNet of one block in each stage, whitened at S1-B2, under an FPN unless ``fpn`` is None; nothing is zero."""
+def _tiny_backbone(
+    norm: str = "BN", whiten: str = "GW:groups=4", fpn: str | None = "GW:groups=4", num_stages: int = 4
+) -> Backbone:
+    """Build a ResNet of one block per stage, whitened at S1-B2, with FPN unless ``fpn`` is None; no weight is zero."""
     generator = torch.Generator().manual_seed(0)
     stem = BasicStem(3, 8, norm=resolve_norm(whiten))
     stages, channels = [], 8
-    for index, stride in enumerate((1, 2, 2, 2)):
+    for index, stride in enumerate((1, 2, 2, 2)[:num_stages]):
         block = {"norm": resolve_norm(norm), "whiten_norm": resolve_norm(whiten), "whiten_convs": ("conv2",)}
         stages.append(
             ResNet.make_stage(
@@ -56,10 +58,12 @@ def _tiny_backbone(norm: str = "BN", whiten: str = "GW:groups=4", fpn: str | Non
             )
         )
         channels = 8 * (index + 1)
-    names = ["res2", "res3", "res4", "res5"]
+    names = ["res2", "res3", "res4", "res5"][:num_stages]
     backbone = ResNet(stem, stages, out_features=names)
     if fpn is not None:
-        backbone = FPN(backbone, names, 8, norm=resolve_norm(fpn), top_block=LastLevelMaxPool())
+        top_block = LastLevelMaxPool()
+        top_block.in_feature = f"p{num_stages + 1}"
+        backbone = FPN(backbone, names, 8, norm=resolve_norm(fpn), top_block=top_block)
     with torch.no_grad():
         for name, value in backbone.state_dict().items():
             if (value.dim() == 1 or name.endswith("running_matrix")) and value.is_floating_point():
@@ -70,19 +74,17 @@ def _tiny_backbone(norm: str = "BN", whiten: str = "GW:groups=4", fpn: str | Non
 
 @pytest.fixture(scope="session")
 def run_readme() -> Callable[..., str]:
-    """Runs the code in an exported folder's README there and returns what it prints.
+    """Run the code of an exported README in its folder and return what it prints.
 
-    It runs in a process that cannot import the modules in ``forbid``, or in this one if they are none. With ``pixels``,
-    the code that stands for an image is replaced by these numbers, and the features are saved.
+    With ``forbid``, it runs in a process that cannot import these modules. With ``pixels``, they replace the random
+    images of the code, and the outputs are saved.
     """
 
     def run(folder: Path, *words: str, forbid: tuple[str, ...] = (), pixels: Tensor | None = None) -> str:
         (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), flags=re.DOTALL)
         if pixels is not None:
             np.save(folder.parent / "pixels.npy", pixels.numpy())
-            load = "np.load('../pixels.npy')"
-            load = load if "np.random" in code else f"torch.from_numpy(__import__('numpy').{load[3:]})"
-            code, found = re.subn(r"= \S.*(?=  # your image)", f"= {load}", code)
+            code, found = re.subn(r"= \S.*(?=  # your images)", "= np.load('../pixels.npy')", code)
             assert found == 1
             code += SAVE
         if not forbid:

@@ -211,22 +211,22 @@ class TestModel:
             (
                 "MODEL.FPN.NORM",
                 {"MODEL__RESNETS__NORM": "BN", "MODEL__BACKBONE__NAME": "build_resnet_fpn_backbone"},
-                "Set MODEL.BACKBONE.NAME build_gw_resnet_fpn_backbone",
+                "set MODEL.BACKBONE.NAME build_gw_resnet_fpn_backbone",
             ),
             (
                 "MODEL.RESNETS.NORM",
                 {"MODEL__BACKBONE__NAME": "build_resnet_fpn_backbone"},
-                "Set MODEL.BACKBONE.NAME build_gw_resnet_fpn_backbone",
+                "set MODEL.BACKBONE.NAME build_gw_resnet_fpn_backbone",
             ),
             (
                 "MODEL.ROI_BOX_HEAD.NORM",
                 {"MODEL__ROI_BOX_HEAD__NAME": "FastRCNNConvFCHead", "MODEL__ROI_BOX_HEAD__NUM_CONV": 1},
-                "Set MODEL.ROI_BOX_HEAD.NAME GWFastRCNNConvFCHead",
+                "set MODEL.ROI_BOX_HEAD.NAME GWFastRCNNConvFCHead",
             ),
             (
                 "MODEL.ROI_MASK_HEAD.NORM",
                 {"MODEL__ROI_MASK_HEAD__NAME": "MaskRCNNConvUpsampleHead", "MODEL__ROI_MASK_HEAD__NUM_CONV": 1},
-                "Set MODEL.ROI_MASK_HEAD.NAME GWMaskRCNNConvUpsampleHead",
+                "set MODEL.ROI_MASK_HEAD.NAME GWMaskRCNNConvUpsampleHead",
             ),
             (
                 "MODEL.RETINANET.NORM",
@@ -237,18 +237,18 @@ class TestModel:
                     "MODEL__FPN__IN_FEATURES": ["res3", "res4", "res5"],
                     "MODEL__RETINANET__NUM_CLASSES": 2,
                 },
-                "Set MODEL.RETINANET.NORM to one of them",
+                "set MODEL.RETINANET.NORM to one of these",
             ),
             (
                 "MODEL.SEM_SEG_HEAD.NORM",
                 {"MODEL__META_ARCHITECTURE": "PanopticFPN"},
-                "Set MODEL.SEM_SEG_HEAD.NORM to one of them",
+                "set MODEL.SEM_SEG_HEAD.NORM to one of these",
             ),
         ],
     )
     def test_a_norm_name_at_a_component_of_detectron2(self, check, key, changes, instead):
         problem = one(check(**{key.replace(".", "__"): "GW:groups=8"}, **changes))
-        assert f"{key} is 'GW:groups=8'" in problem and "Detectron2's own norms only: BN, SyncBN" in problem
+        assert f"{key} ('GW:groups=8')" in problem and "takes only Detectron2's norms (BN, SyncBN" in problem
         assert instead in problem
 
 
@@ -451,9 +451,9 @@ class TestKeysOfThisPackage:
         [
             (
                 {"MODEL__RESNETS__WHITEN_POSITIONS": "ALL"},
-                ["WHITEN_POSITIONS is 'ALL'", "build_gw_resnet_fpn_backbone"],
+                ["WHITEN_POSITIONS ('ALL')", "build_gw_resnet_fpn_backbone"],
             ),
-            ({"MODEL__RESNETS__WHITEN_NORM": "GN"}, ["WHITEN_NORM is 'GN'", "build_gw_resnet_fpn_backbone"]),
+            ({"MODEL__RESNETS__WHITEN_NORM": "GN"}, ["WHITEN_NORM ('GN')", "build_gw_resnet_fpn_backbone"]),
         ],
     )
     def test_a_backbone_that_does_not_read_them(self, check, changes, words):
@@ -465,7 +465,7 @@ class TestKeysOfThisPackage:
     def test_a_head_that_does_not_read_them(self, check):
         head = {"MODEL__ROI_BOX_HEAD__NAME": "FastRCNNConvFCHead", "MODEL__ROI_BOX_HEAD__NORM": "GN"}
         problem = one(check(**head, MODEL__ROI_BOX_HEAD__SINGLE_RELU=True))
-        assert "SINGLE_RELU is True" in problem and "GWFastRCNNConvFCHead" in problem
+        assert "SINGLE_RELU (True)" in problem and "GWFastRCNNConvFCHead" in problem
 
 
 class TestData:

@@ -1,0 +1,211 @@
+"""Run a detector on images and measure how well each whitening layer whitens."""
+
+import contextlib
+import os
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from detectron2.checkpoint import DetectionCheckpointer
+from detectron2.config import CfgNode
+from detectron2.data import transforms as T
+from detectron2.data.detection_utils import convert_PIL_to_numpy
+from detectron2.modeling import build_model
+from detectron2.utils.env import seed_all_rng
+from PIL import Image
+from torch import Tensor
+from tqdm import tqdm
+
+from ..checkpoint import LoadReport, PartialLoadError, load_checkpoint, open_checkpoint
+from ..data.images import read_image
+from ..data.synthetic import SyntheticConfig, draw_scene
+from ..errors import UserError, summarize_names
+from ..modeling import norm_spec
+from ..ops.solvers import NonFiniteCovarianceError
+from .result import AnalysisError, AnalysisResult, findings_of, short_name
+from .whitening_statistics import WhiteningLayer, checked_statistics, reduce_statistics, whitening_layers
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
+# title of a panel -> statistic, marker and label of its curves
+_PANELS = {
+    "Covariance of the input, with eps": [("trace", "k_", "trace, median")],
+    "Condition number, median": [("condition_before", "s", "before"), ("condition_after", "o", "after")],
+    "Residual after whitening": [
+        ("residual", "o", r"$\|W S W^T - I\|_F / \sqrt{g}$, median"),
+        ("residual_max", "_", "the same, largest"),
+        ("distance", "^", r"$\|W - S^{-1/2}\|_F / \|S^{-1/2}\|_F$, median"),
+    ],
+}
+
+
+class ImageFolderError(UserError, FileNotFoundError):
+    """The folder of images does not exist."""
+
+
+def analyze_layers(
+    cfg: CfgNode,
+    images: str | os.PathLike[str] | None = None,
+    *,
+    count: int = 2,
+    samples: int = 8,
+    seed: int = 0,
+    allow_partial: bool = False,
+    progress: bool = True,
+) -> AnalysisResult:
+    """Run a detector in evaluation and collect the statistics of every whitening layer.
+
+    Args:
+        cfg: the config. ``MODEL.WEIGHTS`` are loaded; without them the model is random. Images are resized by
+            ``INPUT.MIN_SIZE_TEST`` and ``MAX_SIZE_TEST``.
+        images: a folder of images; None draws synthetic ones.
+        count: number of images; each is a batch of its own.
+        samples: the most samples (images or regions) of a layer to use per image.
+        seed: of random weights and synthetic images.
+        allow_partial: accept weights that lack a part of the backbone or of the whitening layers, such as those of a
+            backbone alone for a detector that whitens in its heads; the missing part is random.
+        progress: show a progress bar.
+
+    Returns:
+        One row per layer in the order of the calls, then the layers that were not called: the statistics of
+        :mod:`.whitening_statistics`.
+
+    Raises:
+        ImageFolderError: the folder does not exist.
+        AnalysisError: no whitening layers, no images, or ``count`` or ``samples`` not positive.
+        ValueError: an image cannot be read.
+        PartialLoadError: the weights lack a part of the backbone or of the whitening layers.
+        Other errors: see :func:`gw_detectron.checkpoint.load_checkpoint`.
+    """
+    for name, value in (("count", count), ("samples", samples)):
+        if value < 1:
+            raise AnalysisError(f"{name} ({value}): not positive. Fix: give 1 or more.")
+    paths = _image_files(images, count) if images is not None else []
+    names = [str(path.relative_to(str(images))) for path in paths] or [f"synthetic {index}" for index in range(count)]
+    seed_all_rng(seed)
+    cfg = cfg.clone()
+    cfg.defrost()
+    cfg.MODEL.DEVICE = "cpu"
+    model = build_model(cfg).eval()
+    layers = whitening_layers(model)
+    if not layers:
+        raise AnalysisError(
+            "model: has no whitening layers. Fix: set MODEL.RESNETS.WHITEN_NORM and MODEL.RESNETS.WHITEN_POSITIONS."
+        )
+    checkpoint = open_checkpoint(cfg.MODEL.WEIGHTS) if cfg.MODEL.WEIGHTS else None
+    report = load_checkpoint(DetectionCheckpointer(model), checkpoint, allow_partial=allow_partial)
+    if cfg.MODEL.WEIGHTS and not allow_partial:
+        _check_loaded(report, layers)
+
+    calls: dict[str, list[dict[str, Tensor]]] = {}  # in the order in which the layers are called
+    broken: set[str] = set()
+
+    def observe(name: str, layer: WhiteningLayer, args: tuple, output: Tensor | None) -> None:
+        found = calls.setdefault(name, [])
+        try:
+            if output is None:
+                broken.add(name)  # the layer raised an error
+            else:
+                found.append(checked_statistics(name, layer, args[0], output, samples))
+        except FloatingPointError:
+            broken.add(name)
+
+    resize = T.ResizeShortestEdge([cfg.INPUT.MIN_SIZE_TEST] * 2, cfg.INPUT.MAX_SIZE_TEST)
+    pictures = (read_image(p, cfg.INPUT.FORMAT) for p in paths) if paths else _draw_scenes(cfg, count, seed)
+    with contextlib.ExitStack() as stack, torch.no_grad():
+        for name, layer in layers.items():
+            hook = layer.register_forward_hook(
+                lambda layer, args, output, name=name: observe(name, layer, args, output), always_call=True
+            )
+            stack.callback(hook.remove)
+        for picture in tqdm(pictures, total=len(names), desc="layers", unit="image", disable=not progress):
+            with contextlib.suppress(NonFiniteCovarianceError):  # the hook has marked the layer as broken
+                model([_model_input(picture, resize)])
+    rows: list[dict[str, Any]] = [
+        {"layer": name, "norm": norm_spec(layers[name]), "finite": name not in broken if name in calls else None}
+        | {key: value and float(f"{value:.4g}") for key, value in reduce_statistics(calls.get(name, [])).items()}
+        for name in [*calls, *(name for name in layers if name not in calls)]
+    ]
+    settings = {
+        "weights": cfg.MODEL.WEIGHTS or "random",
+        "loaded": str(report),
+        "images": names,
+        "samples": samples,
+        "seed": seed,
+    }
+    return AnalysisResult("layers", settings, rows, _findings(rows), _draw(rows, settings))
+
+
+def _check_loaded(report: LoadReport, layers: Collection[str]) -> None:
+    missing = {name.rpartition(".")[0] for name in report.new} & set(layers)
+    if missing:
+        raise PartialLoadError(
+            f"MODEL.WEIGHTS: {report}\n  {len(missing)} of {len(layers)} whitening layers are missing: "
+            f"{summarize_names(sorted(missing))}.\n"
+            "  Fix: give weights of the whole detector, or accept random values with --allow-partial."
+        )
+
+
+def _image_files(folder: str | os.PathLike[str], count: int) -> list[Path]:
+    if not os.path.isdir(folder):
+        raise ImageFolderError(f"--images ('{folder}'): folder not found. Fix: give an existing folder.")
+    paths = sorted(path for path in Path(folder).rglob("*") if path.suffix.lower() in _SUFFIXES)[:count]
+    if not paths:
+        raise AnalysisError(
+            f"--images ('{folder}'): the folder holds no images. Fix: give a folder with {', '.join(_SUFFIXES)} files."
+        )
+    return paths
+
+
+def _draw_scenes(cfg: CfgNode, count: int, seed: int) -> Iterator[np.ndarray]:
+    config = SyntheticConfig(num_val=count, seed=seed)
+    for index in range(count):
+        scene = Image.fromarray(np.asarray(draw_scene(config, "val", index).image()))
+        yield convert_PIL_to_numpy(scene, cfg.INPUT.FORMAT)
+
+
+def _model_input(picture: np.ndarray, resize: T.Augmentation) -> dict[str, Any]:
+    resized = resize.get_transform(picture).apply_image(picture)
+    pixels = torch.as_tensor(np.ascontiguousarray(resized.transpose(2, 0, 1).astype("float32")))
+    return {"image": pixels, "height": picture.shape[0], "width": picture.shape[1]}
+
+
+def _findings(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
+    broken = [row["layer"] for row in rows if row["finite"] is False]
+    finite = [row["finite"] for row in rows if row["finite"] is not None]
+    better = [row["condition_after"] < row["condition_before"] for row in rows if row["condition_before"] is not None]
+    first = f"; the first that is not: {broken[0]}" if broken else ""
+    return findings_of(
+        {
+            f"input, covariance and output of all layers are finite{first}": finite,
+            "every layer that was reached conditions better": better,
+        }
+    )
+
+
+def _draw(rows: Sequence[dict[str, Any]], settings: dict[str, Any]) -> "Figure":
+    from matplotlib.figure import Figure
+
+    seen = [row for row in rows if row["trace"] is not None]
+    places = list(range(len(seen)))
+    figure = Figure(figsize=(max(8.0, 2.0 + 0.34 * len(seen)), 10.5), layout="constrained")
+    grid = figure.subplots(len(_PANELS), 1, sharex=True)
+    ends = ([row[key] for row in seen] for key in ("lambda_min", "lambda_max"))
+    label = "eigenvalues, smallest to largest"
+    grid[0].vlines(places, *ends, linewidth=4, color="tab:blue", alpha=0.6, label=label)
+    for axes, (title, curves) in zip(grid, _PANELS.items(), strict=True):
+        for key, marker, label in curves:
+            points = [(place, row[key]) for place, row in enumerate(seen) if row[key] is not None]
+            if points:
+                axes.plot(*zip(*points, strict=True), marker, markersize=6, label=label)
+        axes.set(title=title, yscale="log")
+        axes.grid(alpha=0.3)
+        if seen:
+            axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9)
+    grid[-1].set_xticks(places, [short_name(row["layer"]) for row in seen], rotation=90, fontsize=8)
+    figure.suptitle(f"Whitening layers, weights: {os.path.basename(settings['weights'])}")
+    return figure

@@ -1,0 +1,188 @@
+"""Report of an export: parity.json, and a README with code that loads the file."""
+
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from ..checkpoint.provenance import sha256_of, tool
+from .parity import TOLERANCE, worst_relative
+
+#: the files beside the exported one
+REPORT_FILES = ("parity.json", "README.md")
+
+_PACKAGES = ("detectron2", "torch", "torchvision", "onnx", "onnxscript", "onnxruntime", "safetensors")
+_README = Template("""\
+# $file
+
+$kind
+
+- Input: `$name`, $type, ($dimensions), $channels: pixels of 0 to 255, $scale.
+  Mean: $pixel_mean, std: $pixel_std.
+- H and W: at least $smallest_side$multiples.$resize
+- Outputs: $outputs
+- Largest difference from the model (reference backend): $worst of an output's largest value.
+
+`parity.json` holds all differences, the package versions and the SHA-256 of the file.
+
+```python
+$code```
+""")
+_KINDS = {
+    "pt2": (
+        "A torch.export program. Needs torch, in the version of `parity.json` or newer. Runs on the CPU;\n"
+        "`torch.export.passes.move_to_device_pass` moves the loaded program to another device."
+    ),
+    "onnx": "An ONNX model. Needs onnxruntime or another ONNX runtime.",
+    "torchscript": "A TorchScript trace (deprecated in torch; prefer pt2). Needs torch. Runs on the CPU.",
+    "detectron2": "Weights. Need Detectron2, gw_detectron and the config of the exported model.",
+    "torchvision": "Weights in torchvision's names. Need torchvision, and gw_detectron for whitening layers.",
+    "timm": "Weights in timm's names, which are torchvision's. Need timm, and gw_detectron for whitening layers.",
+    "detector": (
+        "A detector as TorchScript trace (deprecated in torch). Needs torch and torchvision. Runs on the CPU.\n"
+        "Boxes are x0, y0, x1, y1 in pixels of the image. Masks are probabilities inside the boxes."
+    ),
+}
+_RESIZE = Template("""
+  The file does not resize. Evaluation resizes images to a shorter side of $shorter and a longer side of at most
+  $longer_at_most pixels: do the same.""")
+_IMAGES = """\
+images = np.random.uniform(0, 255, (1, 3, $smallest_side, $smallest_side)).astype("float32")  # your images
+"""
+_NORMALIZE = """\
+mean, std = (np.array(values, "float32").reshape(3, 1, 1) for values in ($pixel_mean, $pixel_std))
+images = (images - mean) / std
+"""
+_TORCH = """\
+import numpy as np
+import torch
+
+$images
+with torch.no_grad():
+    outputs = $load(torch.from_numpy(images))
+"""
+_RESNET = """\
+import importlib
+import json
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from $library.models import resnet
+
+$images
+with safe_open("$file", "pt") as file:
+    weights = {name: file.get_tensor(name) for name in file.keys()}
+    norms = json.loads(file.metadata()["norms"])  # the norm layers that are not batch normalization
+model = resnet.ResNet(resnet.$block, $blocks, $width)
+model.fc = torch.nn.Identity()  # the file has no classifier
+for name, arguments in norms.items():
+    kind = arguments.pop("class")
+    norm = getattr(torch.nn, kind, None) or getattr(importlib.import_module("gw_detectron.layers"), kind)
+    model.set_submodule(name, norm(**arguments))
+model.load_state_dict(weights)
+with torch.no_grad():
+    outputs = [model.eval()(torch.from_numpy(images))]
+"""
+_PRINT = """\
+for name, output in zip($names, outputs):
+    print(name, tuple(output.shape))
+"""
+_CODE = {
+    "pt2": _TORCH.replace("$load", 'torch.export.load("$file").module()'),
+    "torchscript": _TORCH.replace("$load", 'torch.jit.load("$file")'),
+    "onnx": """\
+import numpy as np
+import onnxruntime
+
+$images
+session = onnxruntime.InferenceSession("$file", providers=["CPUExecutionProvider"])
+outputs = session.run($names, {"images": images})
+""",
+    "torchvision": _RESNET.replace("$width", "groups=$groups, width_per_group=$width"),
+    "timm": _RESNET.replace("$width", "cardinality=$groups, base_width=$width"),
+    "detectron2": """\
+import sys
+
+from detectron2.modeling import build_backbone
+from gw_detectron.config import read_config
+from safetensors.torch import load_file
+
+backbone = build_backbone(read_config(sys.argv[1], sys.argv[2:]))  # FILE KEY VALUE ...
+weights = load_file("$file")
+if "stem.conv1.weight" in weights:  # a ResNet without the FPN of the config
+    backbone = getattr(backbone, "bottom_up", backbone)
+print(backbone.load_state_dict(weights))
+""",
+    "detector": """\
+import torch
+import torchvision  # registers operators that the file uses
+
+image = 255 * torch.rand(3, 480, 640)  # your image
+with torch.no_grad():
+    outputs = torch.jit.load("$file")(image)
+""",
+}
+
+
+def write_report(
+    path: Path,
+    file_format: str,
+    kind: str,
+    facts: Mapping[str, Any],
+    cases: Sequence[Mapping[str, Any]],
+    source: Mapping[str, str] | None,
+) -> dict[str, Any]:
+    """Write ``parity.json`` and ``README.md`` beside the file ``path``, and return the content of ``parity.json``.
+
+    Args:
+        path: the exported file.
+        file_format: its format.
+        kind: the kind of README: the format, the layout of weights, or ``detector``.
+        facts: ``input``, ``outputs`` and other entries of the report.
+        cases: the results of the parity check.
+        source: origin of the weights.
+    """
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue  # needed by one format only
+    report = {
+        "tool": tool(),
+        "file": path.name,
+        "format": file_format,
+        "sha256": sha256_of(path),
+        "bytes": path.stat().st_size,
+        "source": dict(source or {}),
+        **facts,
+        "tolerance": TOLERANCE,
+        "worst_relative": worst_relative(cases),
+        "cases": list(cases),
+        "versions": versions,
+    }
+    (path.parent / "parity.json").write_text(json.dumps(report, indent=2) + "\n")
+    (path.parent / "README.md").write_text(_readme(report, kind))
+    return report
+
+
+def _readme(report: Mapping[str, Any], kind: str) -> str:
+    given, resize = report["input"], report.get("resized_in_evaluation")
+    names = ["mean of the last map"] if "network" in report else list(report["outputs"])
+    code = _CODE[kind].replace("$images\n", _IMAGES + _NORMALIZE * (not given["inside"]))
+    values = {**report, **report.get("network", {}), **given, "library": kind, "names": names}
+    return _README.substitute(
+        values,
+        kind=_KINDS[kind],
+        code=Template(code if kind == "detectron2" else code + _PRINT).substitute(values),
+        dimensions=", ".join(map(str, given["shape"])),
+        multiples=f", multiples of {given['multiple_of']}" if given["multiple_of"] > 1 else "",
+        outputs=json.dumps(report["outputs"]),
+        scale="normalized by the file" if given["inside"] else "normalized as (pixels - mean) / std",
+        resize=_RESIZE.substitute(resize) if resize else "",
+        worst=f"{report['worst_relative']:.1e}",
+    )

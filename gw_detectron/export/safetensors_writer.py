@@ -1,0 +1,124 @@
+"""Write weights as safetensors, in the names of Detectron2, torchvision or timm."""
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchvision
+from detectron2.layers import FrozenBatchNorm2d
+from detectron2.modeling.backbone.resnet import BottleneckBlock
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from ..checkpoint.architecture import Architecture, infer_architecture
+from ..checkpoint.convert import to_torchvision
+from ..checkpoint.reference_networks import torchvision_stages
+from ..layers import GroupWhitening2d
+from .feature_extractor import FeatureExtractor
+from .formats import DESCRIPTION, Written
+from .parity import ExportError
+
+LAYOUTS = ("detectron2", "torchvision", "timm")
+
+_NORM_CLASSES = {"GroupNorm": nn.GroupNorm, "GroupWhitening2d": GroupWhitening2d}
+
+
+def write_safetensors(extractor: FeatureExtractor, path: Path, layout: str = "detectron2") -> Written:
+    """Write the weights, with a description of input and outputs in the header.
+
+    torchvision and timm give a ResNet's tensors the same names. In these layouts the header's ``norms`` maps each norm
+    layer that replaces batch normalization to its class and arguments.
+
+    Raises:
+        ExportError: torchvision's ResNet cannot compute the same function.
+    """
+    backbone = extractor.backbone
+    tensors = {name: value.contiguous() for name, value in backbone.state_dict().items()}
+    metadata = {"format": "pt", "layout": layout, DESCRIPTION: json.dumps(extractor.describe())}
+    if layout == "detectron2":
+        save_file(tensors, path, metadata)
+        loaded = copy.deepcopy(extractor)
+        for value in loaded.backbone.state_dict().values():
+            value.zero_()  # a tensor that the file lacks must not pass the parity check
+        loaded.backbone.load_state_dict(load_file(path))
+        return (loaded, {"layout": layout})
+
+    _check_torchvision_compatible(backbone)
+    network = infer_architecture(tensors, layout="detectron2")
+    layers = {m.torchvision: backbone.get_submodule(m.detectron2) for m in network.modules() if m.kind == "norm"}
+    norms = {name: _norm_arguments(layer) for name, layer in layers.items() if not _is_batch_norm(layer)}
+    save_file(to_torchvision(tensors), path, {**metadata, "norms": json.dumps(norms)})
+    model = _torchvision_resnet(network, norms)
+    try:
+        model.load_state_dict(load_file(path))
+    except RuntimeError as error:
+        raise ExportError(
+            f"layout ('{layout}'): torchvision's {network.name} does not take these weights: {error}. "
+            "Fix: use --layout detectron2."
+        ) from error
+
+    def run(images: Tensor) -> list[Tensor]:
+        with torch.no_grad():
+            stages = torchvision_stages(model, images)
+        return [stages[name] for name in extractor.names]
+
+    description = {
+        "name": network.name,
+        "block": "Bottleneck" if network.bottleneck else "BasicBlock",
+        "blocks": list(network.blocks),
+        "groups": network.groups,
+        "width": network.width,
+    }
+    return (run, {"layout": layout, "network": description, "norms": norms})
+
+
+def _torchvision_resnet(network: Architecture, norms: Mapping[str, Mapping[str, Any]]) -> torchvision.models.ResNet:
+    """Build torchvision's ResNet or ResNeXt without classifier, with the given norm layers."""
+    resnet = torchvision.models.resnet
+    block = resnet.Bottleneck if network.bottleneck else resnet.BasicBlock
+    model = resnet.ResNet(block, list(network.blocks), groups=network.groups, width_per_group=network.width)
+    model.fc = nn.Identity()
+    for name, arguments in norms.items():
+        options = dict(arguments)
+        model.set_submodule(name, _NORM_CLASSES[options.pop("class")](**options))
+    return model.eval()
+
+
+def _check_torchvision_compatible(backbone: nn.Module) -> None:
+    """Refuse strides and dilation that torchvision does differently; the weights do not show them."""
+    for name, block in backbone.named_modules():
+        if isinstance(block, BottleneckBlock) and block.conv1.stride != (1, 1):
+            raise ExportError(
+                f"MODEL.RESNETS.STRIDE_IN_1X1 (True): {name} has its stride in the 1x1 convolution; torchvision and "
+                "timm have it in the 3x3 and would give other features. Fix: use --layout detectron2."
+            )
+        if isinstance(block, BottleneckBlock) and block.conv2.dilation != (1, 1):
+            raise ExportError(
+                f"MODEL.RESNETS.RES5_DILATION (2): {name} is dilated, which torchvision and timm do differently. "
+                "Fix: use --layout detectron2."
+            )
+
+
+def _is_batch_norm(layer: nn.Module) -> bool:
+    # Detectron2's synchronized and frozen kinds compute the same in evaluation
+    return isinstance(layer, (nn.modules.batchnorm._BatchNorm, FrozenBatchNorm2d))
+
+
+def _norm_arguments(layer: nn.Module) -> dict[str, Any]:
+    if isinstance(layer, nn.GroupNorm):
+        names = ("num_channels", "num_groups", "eps", "affine")
+        return {"class": "GroupNorm", **{name: getattr(layer, name) for name in names}}
+    if isinstance(layer, GroupWhitening2d):
+        return {
+            "class": "GroupWhitening2d",
+            "num_channels": layer.num_channels,
+            "num_groups": layer.num_groups,
+            "affine": layer.affine,
+            **layer.solver.layer_arguments(),
+        }
+    raise ExportError(
+        f"norm layer ('{type(layer).__name__}'): torchvision and timm cannot load it. Fix: use --layout detectron2."
+    )

@@ -1,0 +1,68 @@
+"""The output folder appears complete or not at all."""
+
+import os
+
+import pytest
+
+from gw_detectron.errors import UserError
+from gw_detectron.export.atomic_folder import atomic_folder
+
+
+def write(output, text="new"):
+    with atomic_folder(output, ["a.txt"]) as folder:
+        (folder / "a.txt").write_text(text)
+
+
+def entries(path):
+    return sorted(entry.name for entry in path.iterdir())
+
+
+def test_a_folder_is_created_and_replaced(tmp_path):
+    output = tmp_path / "some" / "out"
+    write(output)
+    write(output, "newer")
+    assert (output / "a.txt").read_text() == "newer"
+    assert entries(output.parent) == ["out"]
+    (tmp_path / "empty").mkdir()
+    write(tmp_path / "empty")
+    assert entries(tmp_path / "empty") == ["a.txt"]
+
+
+def test_a_failure_leaves_the_earlier_folder(tmp_path):
+    write(tmp_path / "out")
+    with pytest.raises(RuntimeError), atomic_folder(tmp_path / "out", ["a.txt"]) as folder:
+        (folder / "a.txt").write_text("half")
+        raise RuntimeError
+    assert (tmp_path / "out" / "a.txt").read_text() == "new"
+    assert entries(tmp_path) == ["out"]
+
+
+def test_a_failing_rename_restores_the_earlier_folder(tmp_path, monkeypatch):
+    write(tmp_path / "out")
+    rename = os.rename
+    monkeypatch.setattr(os, "rename", lambda a, b: rename(a, b) if a.name != "new" else rename(a / "gone", b))
+    with pytest.raises(OSError):
+        write(tmp_path / "out", "newer")
+    assert (tmp_path / "out" / "a.txt").read_text() == "new"
+    assert entries(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_other_files_are_not_touched(tmp_path, early):
+    output = tmp_path / "out"
+    output.mkdir()
+    if early:
+        (output / "thesis.tex").touch()
+    message = r"holds thesis.tex, .*Fix: give an empty or new folder"
+    with pytest.raises(FileExistsError, match=message), atomic_folder(output, ["a.txt"]) as folder:
+        (folder / "a.txt").touch()
+        (output / "thesis.tex").touch()  # another program writes there
+    assert entries(output) == ["thesis.tex"] and entries(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize(("inside", "reason"), [("file", "is a file"), ("file/below", "cannot create the folder")])
+def test_a_path_through_a_file(tmp_path, inside, reason):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=rf"{tmp_path}/{inside}'\): {reason}") as caught:
+        write(tmp_path / inside)
+    assert isinstance(caught.value, UserError)
