@@ -99,10 +99,10 @@ def test_zca_without_eps_whitens_the_directions_that_have_variance(name):
     y = gw(torch.from_numpy(array), groups, eps=0, solver="zca").reshape(2, groups, -1)
     x_g = array.reshape(2, groups, -1)
     x_c = x_g - x_g.mean(-1, keepdims=True)
-    for whitened, centred in zip(y.numpy(), x_c, strict=True):
-        covariance = centred @ centred.T / centred.shape[-1]
+    for whitened, centered in zip(y.numpy(), x_c, strict=True):
+        covariance = centered @ centered.T / centered.shape[-1]
         onto_range = covariance @ np.linalg.pinv(covariance, rcond=1e-9, hermitian=True)
-        np.testing.assert_allclose(whitened @ whitened.T / centred.shape[-1], onto_range, atol=1e-6)
+        np.testing.assert_allclose(whitened @ whitened.T / centered.shape[-1], onto_range, atol=1e-6)
 
 
 @pytest.mark.parametrize("solver", PUBLISHED)
