@@ -19,6 +19,7 @@ import pycocotools.mask as mask_util
 import pytest
 from detectron2.data import DatasetCatalog, DatasetMapper, MetadataCatalog, get_detection_dataset_dicts
 from detectron2.evaluation import COCOEvaluator
+from detectron2.utils.file_io import PathManager
 from PIL import Image
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
@@ -440,6 +441,15 @@ def test_the_loader_makes_the_set_and_the_mapper_drops_crowds(root, tmp_path):
     assert mapped["image"].shape[1:] == (with_crowd["height"], with_crowd["width"])
     assert len(mapped["instances"]) == sum(a["iscrowd"] == 0 for a in with_crowd["annotations"])
     assert (mapped["instances"].gt_masks.area() > 0).all()
+
+
+def test_other_files_are_opened_without_generating_the_data_set(tmp_path):
+    register_synthetic(tmp_path, TINY)
+    (tmp_path / "a.yaml").write_text("text")
+    with PathManager.open(str(tmp_path / "a.yaml")) as file:
+        assert file.read() == "text"
+    assert PathManager.get_local_path(str(tmp_path / "a.yaml")) == str(tmp_path / "a.yaml")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.yaml"]
 
 
 def test_registering_another_root_replaces_the_first(root, tmp_path):
