@@ -79,22 +79,26 @@ def group_whiten(
 
     .. math:: y = \gamma \, \Pi^{-1}(\psi(\Sigma) X_C) + \beta, \quad \Sigma = \tfrac{1}{M} X_C X_C^T + \epsilon I
 
-    Equal, up to rounding, to :func:`~gw_detectron.ops.group_whitening.reference.group_whiten_reference`, which defines
-    the symbols, the edge cases and the errors. This function runs it on the backend of :func:`choose_backend`.
+    See :func:`~gw_detectron.ops.group_whitening.reference.group_whiten_reference` for the symbols. The result equals
+    the reference up to rounding, on the backend of :func:`choose_backend`.
 
     Args:
-        x: floating point, (N, C, *spatial).
-        num_groups: g, capped at C.
+        x: floating point, (N, C, *spatial) with any number of spatial dimensions, in any memory format.
+        num_groups: g, capped at C; contiguous channels form a group.
         weight: per-channel scale :math:`\gamma`, (C,).
         bias: per-channel shift :math:`\beta`, (C,).
         solver: covariance -> whitening matrix, :math:`\psi`.
         relu: return :math:`\max(y, 0)`, fused into the same passes over memory.
 
     Returns:
-        y in the shape, dtype and memory format of ``x``.
+        y in the shape, dtype and memory format of ``x``. For an empty ``x`` y is empty and still depends on ``weight``
+        and ``bias``, so that a process without samples can take part in distributed training.
 
     Raises:
-        ValueError, TypeError: wrong arguments, as in the reference.
+        ValueError: wrong rank or dtype of ``x``, groups that do not divide the channels, or affine parameters of
+            another shape than (C,).
+        TypeError: ``solver`` is not a Solver.
+        NonFiniteCovarianceError: NaN or infinity in the input of a solver that uses eigendecomposition.
 
     Source: Group Whitening, Eqs. 8-10, and its supplement, Algorithms 1-2.
     """

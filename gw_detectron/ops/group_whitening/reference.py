@@ -53,23 +53,7 @@ def group_whiten_reference(
     1e19 on overflow the covariance. A sample without variance (constant, or a single column) gives ``bias``, unless
     eps is smaller than the squared rounding error of its mean; then the rounding error is whitened.
 
-    Args:
-        x: floating point, (N, C, *spatial) with any number of spatial dimensions, in any memory format.
-        num_groups: g, capped at C; contiguous channels form a group.
-        weight: per-channel scale :math:`\gamma`, (C,).
-        bias: per-channel shift :math:`\beta`, (C,).
-        solver: covariance -> whitening matrix, :math:`\psi`.
-        relu: return :math:`\max(y, 0)`.
-
-    Returns:
-        y in the shape, dtype and memory format of ``x``. For an empty ``x`` y is empty and still depends on ``weight``
-        and ``bias``, so that a process without samples can take part in distributed training.
-
-    Raises:
-        ValueError: wrong rank or dtype of ``x``, groups that do not divide the channels, or affine parameters of
-            another shape than (C,).
-        TypeError: ``solver`` is not a Solver.
-        NonFiniteCovarianceError: NaN or infinity in the input of a solver that uses eigendecomposition.
+    Args, Returns, Raises: as :func:`gw_detectron.layers.group_whiten`, which computes the same on fast backends.
 
     Source: Group Whitening, Eqs. 8-10, and its supplement, Algorithm 1.
     """
