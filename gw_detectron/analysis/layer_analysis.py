@@ -1,8 +1,9 @@
 """Run a detector on images and measure how well each whitening layer whitens."""
 
 import contextlib
+import functools
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from detectron2.data.detection_utils import convert_PIL_to_numpy
 from detectron2.modeling import build_model
 from detectron2.utils.env import seed_all_rng
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..checkpoint import LoadReport, PartialLoadError, strict_backbone_load
@@ -101,30 +102,10 @@ def analyze_layers(
     if cfg.MODEL.WEIGHTS and not allow_partial:
         _check_loaded(report, layers)
 
-    calls: dict[str, list[dict[str, Tensor]]] = {}  # in the order in which the layers are called
-    broken: set[str] = set()
-
-    def observe(name: str, layer: WhiteningLayer, args: tuple, output: Tensor | None) -> None:
-        found = calls.setdefault(name, [])
-        try:
-            if output is None:
-                broken.add(name)  # the layer raised an error
-            else:
-                found.append(checked_statistics(name, layer, args[0], output, samples))
-        except FloatingPointError:
-            broken.add(name)
-
     resize = T.ResizeShortestEdge([cfg.INPUT.MIN_SIZE_TEST] * 2, cfg.INPUT.MAX_SIZE_TEST)
     pictures = (read_image(p, cfg.INPUT.FORMAT) for p in paths) if paths else _draw_scenes(cfg, count, seed)
-    with contextlib.ExitStack() as stack, torch.no_grad():
-        for name, layer in layers.items():
-            hook = layer.register_forward_hook(
-                lambda layer, args, output, name=name: observe(name, layer, args, output), always_call=True
-            )
-            stack.callback(hook.remove)
-        for picture in tqdm(pictures, total=len(names), desc="layers", unit="image", disable=not progress):
-            with contextlib.suppress(NonFiniteCovarianceError):  # the hook has marked the layer as broken
-                model([_model_input(picture, resize)])
+    bar = tqdm(pictures, total=len(names), desc="layers", unit="image", disable=not progress)
+    calls, broken = _observe(model, (_model_input(picture, resize) for picture in bar), samples)
     rows: list[dict[str, Any]] = [
         {"layer": name, "norm": norm_spec(layers[name]), "finite": name not in broken if name in calls else None}
         | {key: value and float(f"{value:.4g}") for key, value in reduce_statistics(calls.get(name, [])).items()}
@@ -138,6 +119,33 @@ def analyze_layers(
         "seed": seed,
     }
     return AnalysisResult("layers", settings, rows, _findings(rows), _draw(rows, settings))
+
+
+def _observe(
+    model: nn.Module, inputs: Iterable[dict[str, Any]], samples: int
+) -> tuple[dict[str, list[dict[str, Tensor]]], set[str]]:
+    """Run a model and return the statistics of its whitening layers by call, and the layers that are not finite."""
+    calls: dict[str, list[dict[str, Tensor]]] = {}  # in the order in which the layers are called
+    broken: set[str] = set()
+
+    def observe(name: str, layer: WhiteningLayer, args: tuple, output: Tensor | None) -> None:
+        found = calls.setdefault(name, [])
+        try:
+            if output is None:
+                broken.add(name)  # the layer raised an error
+            else:
+                found.append(checked_statistics(name, layer, args[0], output, samples))
+        except FloatingPointError:
+            broken.add(name)
+
+    with contextlib.ExitStack() as stack, torch.no_grad():
+        for name, layer in whitening_layers(model).items():
+            handle = layer.register_forward_hook(functools.partial(observe, name), always_call=True)
+            stack.callback(handle.remove)
+        for image in inputs:
+            with contextlib.suppress(NonFiniteCovarianceError):  # the layer is in ``broken``
+                model([image])
+    return calls, broken
 
 
 def _check_loaded(report: LoadReport, layers: Collection[str]) -> None:
