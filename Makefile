@@ -10,26 +10,29 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 STAMPS := $(VENV)/stamps
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format wheel clean distclean
+.PHONY: help setup demo test test-all lint format wheel clean distclean
 
 help: ## print this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "  Variables: PYTHON=/path/to/python3.11  PYTEST_ARGS='-k solvers -x'  DEMO_ARGS='--help'"
 
 setup: $(STAMPS)/package ## create .venv: pinned dependencies, Detectron2, this package
 
-demo: setup ## train and score a small Group Whitening Mask R-CNN; the outcome is in output/demo
+demo: setup ## train and evaluate a small Group Whitening Mask R-CNN; results go to output/demo
 	$(BIN)/python tools/demo.py $(DEMO_ARGS)
 
-test: setup ## run the tests
-	$(BIN)/python -m pytest -n auto $(PYTEST_ARGS)
+test: setup ## run the fast tests, which cover every feature: run them before each commit
+	$(BIN)/python -m pytest -n auto -m "not slow" $(PYTEST_ARGS)
+
+test-all: test ## run the fast tests, then the slow ones
+	$(BIN)/python -m pytest -n auto -m slow $(PYTEST_ARGS)
 
 lint: setup ## ruff check, ruff format --check, mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: setup ## let ruff repair and format the code
+format: setup ## fix and format the code with ruff
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

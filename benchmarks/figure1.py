@@ -1,13 +1,13 @@
-"""Group whitening as the paper prints it: plain automatic differentiation, nothing saved and nothing fused."""
+"""Group Whitening as printed in the paper: plain autograd, no fused operations."""
 
 import torch
 from torch import Tensor, nn
 
 
 class Figure1Whitening(nn.Module):
-    r"""The published listing, operation for operation, as the yardstick of every faster path.
+    r"""The paper's listing, operation by operation: the baseline of every faster implementation.
 
-    Mean, centring, covariance, trace, T times :math:`P \leftarrow 1.5 P - 0.5 P^3 \Sigma_N`, whitening, affine. Like
+    Mean, centering, covariance, trace, T times :math:`P \leftarrow 1.5 P - 0.5 P^3 \Sigma_N`, whitening, affine. Like
     the listing it has no :math:`\epsilon`, multiplies by constants through ``addcmul`` with a zero matrix, and starts
     from :math:`P_0 = I` with full matrix products. A constant sample gives NaN.
 

@@ -1,4 +1,4 @@
-"""The floor under the time of group whitening: its matrix products on a CPU, its memory traffic on a GPU.
+"""A lower bound for the time of Group Whitening: its matrix products on a CPU, its memory traffic on a GPU.
 
 Shapes: N samples, g groups (the side of the covariance), M = C / g * H * W columns, T steps of Newton's iteration.
 """
@@ -8,8 +8,8 @@ from torch import Tensor
 
 from .timing import Step
 
-#: products of two (g, g) matrices in one step of the solver. Forward: P^2, P^3, P^3 S with S = Sigma_N. Backward, with
-#: the gradient D of P_k made symmetric and Q = P_{k-1}, which commutes with S: QD, Q(QD), (QD)Q, Q(Q^2 D) for dS, and
+#: (g, g) products of one solver step. Forward: P^2, P^3, P^3 S with S = Sigma_N. Backward, with D the symmetric part of
+#: the gradient of P_k, and Q = P_{k-1}, which commutes with S: QD, Q(QD), (QD)Q, Q(Q^2 D) for dS, and
 #: (DQ^2 + QDQ + Q^2 D)S for the gradient of Q
 SOLVER_PRODUCTS = {"forward": 3, "forward+backward": 3 + 5}
 #: products of depth g over all columns: Sigma = X X^T, Y = W X; backward G = dY X^T, dX = W dY + S X
@@ -19,58 +19,57 @@ PASSES = {"forward": 3, "forward+backward": 3 + 5}
 
 
 def floor_flops(samples: int, groups: int, columns: int, iters: int, mode: str) -> int:
-    r"""Floating point operations of :func:`products`, an addition and a multiplication counting as two.
+    r"""Count the floating point operations of :func:`products`; a multiply-add counts as two.
 
     .. math:: 2 N (b g^2 M + s T g^3)
 
-    with b :data:`BIG_PRODUCTS` and s :data:`SOLVER_PRODUCTS` of the mode. Sigma is counted as a full product, though a
-    layer may use its symmetry, and P_1 as three products, though it needs none: the floor can be undercut.
+    with b :data:`BIG_PRODUCTS` and s :data:`SOLVER_PRODUCTS` of the mode. A layer can be faster than the floor: it can
+    use the symmetry of Sigma, which counts as a full product, and P_1, which counts as three products, needs none.
     """
     big = BIG_PRODUCTS[mode] * groups**2 * columns
     return 2 * samples * (big + SOLVER_PRODUCTS[mode] * iters * groups**3)
 
 
 def products(x: Tensor, groups: int, iters: int, mode: str) -> Step:
-    """The bare products as a step to be timed, on dense tensors, without centring, affine or any other operation.
+    """Return a step that does only the matrix products: no centering, no affine.
 
-    Results are new tensors, as those of a layer are.
+    Results are new tensors, like the results of a layer.
 
     Args:
-        x: (N, C, H, W); its dtype is that of the big products. The solver's are in float32, or float64 like ``x``.
+        x: (N, C, H, W). Its dtype is the dtype of the big products; the solver's products are at least float32.
         groups: g, which divides C.
         iters: T.
         mode: ``forward`` or ``forward+backward``.
     """
     x_g = x.detach().reshape(x.shape[0], groups, -1)
     dy = torch.randn_like(x_g)
-    # of norm about one, so that no product overflows or becomes subnormal, which a CPU is slow at
+    # of norm about one, so that no product overflows or becomes subnormal, which is slow on a CPU
     small = torch.randn(x.shape[0], groups, groups, device=x.device) / groups**0.5
     small = small.to(torch.promote_types(x.dtype, torch.float32))
     whitening = small.to(x.dtype)
 
-    def forward() -> tuple[Tensor, Tensor]:
+    def solve(count: int) -> None:
+        for _ in range(count * iters):
+            torch.bmm(small, small)
+
+    @torch.no_grad()
+    def run() -> tuple[Tensor, ...]:
         sigma = torch.bmm(x_g, x_g.mT)
-        _solver(small, SOLVER_PRODUCTS["forward"] * iters)
-        return sigma, torch.bmm(whitening, x_g)
-
-    def forward_backward() -> tuple[Tensor, ...]:
-        y = forward()
+        solve(SOLVER_PRODUCTS["forward"])
+        y = torch.bmm(whitening, x_g)
+        if mode == "forward":
+            return sigma, y
         grad_whitening = torch.bmm(dy, x_g.mT)
-        _solver(small, (SOLVER_PRODUCTS["forward+backward"] - SOLVER_PRODUCTS["forward"]) * iters)
-        return *y, grad_whitening, torch.baddbmm(torch.bmm(whitening, dy), whitening, x_g)
+        solve(SOLVER_PRODUCTS[mode] - SOLVER_PRODUCTS["forward"])
+        return sigma, y, grad_whitening, torch.baddbmm(torch.bmm(whitening, dy), whitening, x_g)
 
-    return Step(torch.no_grad()(forward if mode == "forward" else forward_backward))
-
-
-def _solver(small: Tensor, count: int) -> None:
-    for _ in range(count):
-        torch.bmm(small, small)
+    return Step(run)
 
 
 def traffic(x: Tensor, mode: str) -> Step:
-    """A copy that moves the bytes a normalisation over each sample has to move, as a step to be timed.
+    """Return a step that moves as many bytes as a normalization of each sample must move.
 
-    A copy reads and writes every byte, so half of the :data:`PASSES` over ``x`` are copied.
+    A copy reads and writes every byte, so it copies half of the :data:`PASSES` over ``x``.
     """
     source = torch.empty(PASSES[mode] * x.numel() // 2, dtype=x.dtype, device=x.device).normal_()
     target = torch.empty_like(source)

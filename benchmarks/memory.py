@@ -1,37 +1,49 @@
-"""Memory of a step: what the forward pass keeps for the backward pass, and the peak on a GPU."""
+"""Count the memory of a training step: bytes saved for backward, and the peak on a GPU."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-MIB = 2**20
+from .timing import Step
+
+_MIB = 2**20
+
+
+def memory_cells(forward: Callable[[], object], step: Step, module: nn.Module, device: torch.device) -> dict[str, Any]:
+    """Return the memory columns of a row, in MiB; see :func:`saved_bytes` and :func:`peak_bytes`."""
+    step.run()  # allocates what only a first run allocates
+    step.prepare()
+    peak = peak_bytes(step.run, device)
+    step.prepare()
+    saved = saved_bytes(forward, module)
+    return {"saved_mib": saved / _MIB, "peak_mib": None if peak is None else peak / _MIB}
 
 
 def saved_bytes(forward: Callable[[], object], module: nn.Module) -> int:
-    """Bytes that a forward pass keeps alive for its backward pass, beside the parameters and buffers of the module.
+    """Count the bytes that a forward pass saves for backward, without parameters and buffers.
 
-    Every tensor that automatic differentiation saves is counted by its storage, once, in whole: that is what stays
-    allocated. The input counts if it is saved. Tensors kept as plain attributes of a ``torch.autograd.Function`` are
-    invisible here; no layer of this package and none of torch's used here keeps one.
+    Every saved storage counts once and in whole, since it stays allocated in whole. The input counts if it is saved.
+    Tensors kept as plain attributes of a ``torch.autograd.Function`` are not counted; no layer of this benchmark has
+    any.
 
     Args:
-        forward: runs the pass, with gradients, and returns its result.
-        module: what it runs.
+        forward: runs the pass with gradients and returns its result.
+        module: the module that it runs.
     """
-    kept = {_storage(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    saved: list[Tensor] = []  # alive until all are counted, so that no address is used twice
+    excluded = {_storage(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    saved: list[Tensor] = []  # kept alive until all are counted, so that no address is used twice
 
     def pack(tensor: Tensor) -> Tensor:
-        # without its graph: an output that the graph keeps as it is would keep the graph, and nothing would free them
-        saved.append(tensor.detach())
+        saved.append(tensor.detach())  # an output saved with its graph would be a reference cycle
         return saved[-1]
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = forward()
     sizes = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in saved}
     del result
-    return sum(size for address, size in sizes.items() if address not in kept)
+    return sum(size for address, size in sizes.items() if address not in excluded)
 
 
 def _storage(tensor: Tensor) -> int:
@@ -39,7 +51,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int | None:
-    """Bytes that a step allocates at its peak beyond what is allocated before it; None on a CPU, which counts none."""
+    """Count the bytes that a call allocates at its peak, on top of what is allocated before; None on a CPU."""
     if device.type != "cuda":
         return None
     before = torch.cuda.memory_allocated(device)

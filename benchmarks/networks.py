@@ -1,6 +1,6 @@
-"""The networks of the paper's tables of running time, each as a training iteration on made-up data.
+"""Training iterations of the networks in the paper's tables of running time, on random data.
 
-The learning rate is zero: the optimizer does its work, the weights stay, and every iteration does the same.
+The learning rate is zero: the optimizer does its work, the weights do not change, and all iterations are equal.
 """
 
 from collections.abc import Callable
@@ -27,23 +27,23 @@ from .providers import Precision
 from .timing import Step
 
 CLASSES = 1000
-#: the least pixels of :class:`Sizes`: one position of the last map, at stride 32, or of the coarsest of FPN, at 64
-LEAST_PIXELS = {"image": 32, "detector_image": 64}
+#: smallest values of :class:`Sizes`: the stride of the last feature map, 32, and of FPN's coarsest, 64
+MINIMUM_PIXELS = {"image_size": 32, "detector_image": 64}
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much one iteration works on.
+    """Batch and image sizes.
 
     Args:
-        batch: images of a classifier.
-        image: height and width of a classifier's images, in pixels.
+        batch_size: images of a classifier.
+        image_size: height and width of a classifier's images, in pixels.
         detector_batch: images of a detector.
-        detector_image: the shorter side of a detector's images, in pixels; the longer is 4/3 of it.
+        detector_image: shorter side of a detector's images, in pixels; the longer side is 4/3 of it.
     """
 
-    batch: int = 8
-    image: int = 224
+    batch_size: int = 8
+    image_size: int = 224
     detector_batch: int = 2
     detector_image: int = 320
 
@@ -53,8 +53,17 @@ class Sizes:
         return self.detector_image, self.detector_image * 4 // 3
 
 
+class Variant(NamedTuple):
+    """Norm names of a classifier, everywhere and at the positions; or the config of a detector."""
+
+    norm: str = ""
+    whiten_norm: str = ""
+    positions: str = ""
+    config: str = ""
+
+
 class Iteration(NamedTuple):
-    """A training iteration, with its model and its forward pass, which the memory is counted in."""
+    """A training iteration, its model, and its forward pass for counting memory."""
 
     step: Step
     model: nn.Module
@@ -62,26 +71,20 @@ class Iteration(NamedTuple):
 
 
 def classifier(
-    architecture: str,
-    norm: str,
-    whiten_norm: str,
-    positions: str,
-    sizes: Sizes,
-    precision: Precision,
-    device: torch.device,
+    architecture: str, variant: Variant, sizes: Sizes, precision: Precision, device: torch.device
 ) -> Iteration:
-    """ImageNet training of a ResNet or ResNeXt: cross entropy, SGD with momentum and weight decay.
+    """Build an ImageNet training iteration of a ResNet or ResNeXt.
+
+    The loss is cross entropy, the optimizer SGD with momentum and weight decay.
 
     Args:
         architecture: such as ``R-50`` or ``X-101-32x8d``.
-        norm: norm name of all norms but those at the positions.
-        whiten_norm: norm name of those at the positions.
-        positions: in the paper's names, ``""`` for nowhere.
+        variant: the norms.
         sizes: of a batch.
         precision: of the forward pass.
         device: where.
 
-    Source: Group Whitening, section 5.1.1, but for the batch of 256.
+    Source: Group Whitening, section 5.1.1, with another batch size than 256.
     """
     network = Architecture.parse(architecture)
     cfg = get_cfg()
@@ -90,15 +93,15 @@ def classifier(
     options = cfg.MODEL.RESNETS
     options.DEPTH, options.NUM_GROUPS, options.WIDTH_PER_GROUP = network.depth, network.groups, network.width
     options.RES2_OUT_CHANNELS, options.STRIDE_IN_1X1 = network.res2_channels, False
-    options.NORM, options.WHITEN_NORM, options.WHITEN_POSITIONS = norm, whiten_norm, positions
+    options.NORM, options.WHITEN_NORM, options.WHITEN_POSITIONS, _ = variant
     options.OUT_FEATURES = ["res5"]
     backbone = build_gw_resnet_backbone(cfg, ShapeSpec(channels=3))
     stages = [list(stage) for stage in backbone.stages]
     model = ResNet(backbone.stem, stages, num_classes=CLASSES).to(device).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9, weight_decay=1e-4)
     generator = torch.Generator().manual_seed(0)
-    images = torch.randn(sizes.batch, 3, sizes.image, sizes.image, generator=generator).to(device)
-    labels = torch.randint(CLASSES, (sizes.batch,), generator=generator).to(device)
+    images = torch.randn(sizes.batch_size, 3, sizes.image_size, sizes.image_size, generator=generator).to(device)
+    labels = torch.randint(CLASSES, (sizes.batch_size,), generator=generator).to(device)
 
     def forward() -> Tensor:
         with precision.context(device):
@@ -108,10 +111,10 @@ def classifier(
 
 
 def detector(config: str, sizes: Sizes, precision: Precision, device: torch.device) -> Iteration:
-    """Training of a detector with the optimizer of its config, from random weights.
+    """Build a training iteration of a detector from random weights, with the optimizer of its config.
 
-    The images have as many objects as the heads take positive regions, and their boxes are among the proposals, so
-    the heads have their full number of regions whatever a random network proposes.
+    Each image has as many objects as the heads take positive regions, and their boxes are among the proposals. The
+    heads therefore always have their full number of regions.
 
     Args:
         config: a name of :func:`gw_detectron.model_zoo.list_configs`.
@@ -124,18 +127,18 @@ def detector(config: str, sizes: Sizes, precision: Precision, device: torch.devi
     cfg.SOLVER.BASE_LR = 0.0
     model = build_model(cfg).train()
     optimizer = build_optimizer(cfg, model)
-    batch = made_up_batch(cfg, sizes)
+    batch = random_batch(cfg, sizes)
 
     def forward() -> Tensor:
-        torch.manual_seed(0)  # the same anchors and proposals are drawn for the losses
+        torch.manual_seed(0)  # sample the same anchors and proposals for the losses
         with EventStorage(), precision.context(device):
             return sum(model(batch).values())
 
     return Iteration(_training_step(forward, optimizer, precision, device), model, forward)
 
 
-def made_up_batch(cfg: CfgNode, sizes: Sizes) -> list[dict[str, Any]]:
-    """Images of noise with random boxes and their outlines as masks, as a detector in training takes them."""
+def random_batch(cfg: CfgNode, sizes: Sizes) -> list[dict[str, Any]]:
+    """Return noise images with random boxes and their outlines as masks, in Detectron2's training format."""
     rng = np.random.default_rng(0)
     height, width = sizes.detector_sides
     count = int(cfg.MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE * cfg.MODEL.ROI_HEADS.POSITIVE_FRACTION)
@@ -156,7 +159,7 @@ def made_up_batch(cfg: CfgNode, sizes: Sizes) -> list[dict[str, Any]]:
 def _training_step(
     forward: Callable[[], Tensor], optimizer: torch.optim.Optimizer, precision: Precision, device: torch.device
 ) -> Step:
-    # float16 needs its losses scaled; the scaler also keeps infinite gradients from the weights, learning rate 0 or not
+    # float16 needs scaled losses; the scaler also skips steps with infinite gradients, as 0 * inf is nan
     scaler = torch.amp.GradScaler(device.type, enabled=precision.dtype == torch.float16)
 
     def run() -> None:

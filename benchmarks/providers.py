@@ -1,5 +1,6 @@
-"""The layers that are timed side by side."""
+"""The layers that are measured side by side."""
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -10,8 +11,8 @@ from torch import Tensor, nn
 
 from gw_detectron.layers import GroupWhitening2d
 
-from . import floor
 from .figure1 import Figure1Whitening
+from .floor import products, traffic
 from .timing import Step
 
 MODES = ("forward", "forward+backward")
@@ -19,12 +20,11 @@ GROUP_NORM_GROUPS = 32
 
 
 class Precision(NamedTuple):
-    """In which numbers a layer works.
+    """The number format of a measurement.
 
     Args:
-        dtype: of its input.
-        autocast: whether it runs under autocast with parameters in float32, as in mixed precision training; else its
-            parameters have the dtype of the input.
+        dtype: of the input.
+        autocast: run under autocast with float32 parameters; else the parameters have the input's dtype.
     """
 
     dtype: torch.dtype
@@ -45,56 +45,80 @@ PRECISIONS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One input and what is done with it.
+    """One input and what is measured on it.
 
     Args:
         shape: (N, C, H, W).
-        precision: a name in :data:`PRECISIONS`.
-        mode: of :data:`MODES`. ``forward`` records no graph, as in inference.
+        dtype: a name in :data:`PRECISIONS`.
+        mode: of :data:`MODES`, or ``memory``. ``forward`` records no graph, as in inference.
         device: where.
-        groups: g, capped at C.
+        num_groups: g, capped at C.
         iters: T.
     """
 
     shape: tuple[int, int, int, int]
-    precision: str
+    dtype: str
     mode: str
     device: torch.device
-    groups: int
+    num_groups: int
     iters: int
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.mode} {self.shape_text}"
 
     @property
     def channels(self) -> int:
         return self.shape[1]
 
     @property
+    def groups(self) -> int:
+        return min(self.num_groups, self.channels)
+
+    @property
     def shape_text(self) -> str:
         return "x".join(map(str, self.shape))
 
     @property
-    def side(self) -> int:
-        """The side of the covariance matrix."""
-        return min(self.groups, self.channels)
+    def precision(self) -> Precision:
+        return PRECISIONS[self.dtype]
+
+    def channel_divisor(self, provider: str) -> int:
+        """Return the number that must divide the channels for a provider."""
+        return {"group_norm": GROUP_NORM_GROUPS, "batch_norm": 1, "conv3x3": 1}.get(provider, self.groups)
 
     def input(self) -> Tensor:
-        """A leaf with gradient, the same in every run."""
+        """Return a leaf that requires grad, the same in every run."""
         generator = torch.Generator(self.device).manual_seed(0)
         x = torch.randn(self.shape, generator=generator, device=self.device)
-        return x.to(PRECISIONS[self.precision].dtype).requires_grad_()
+        return x.to(self.precision.dtype).requires_grad_()
+
+    def build(self, provider: str) -> nn.Module:
+        """Build a provider's layer on the device, with parameters in the dtype of the precision."""
+        _, build = PROVIDERS[provider]
+        return build(self).to(self.device, None if self.precision.autocast else self.precision.dtype)
 
     def apply(self, module: nn.Module, x: Tensor) -> Tensor:
-        """The module's output, under autocast if the precision has it."""
-        with PRECISIONS[self.precision].context(self.device):
+        """Call a layer, under autocast if the precision has it."""
+        with self.precision.context(self.device):
             return module(x)
 
-    def place(self, module: nn.Module) -> nn.Module:
-        """Puts a module on the device, with parameters in the dtype of the precision."""
-        precision = PRECISIONS[self.precision]
-        return module.to(self.device) if precision.autocast else module.to(self.device, precision.dtype)
+
+def _ours(case: Case) -> nn.Module:
+    return GroupWhitening2d(case.channels, case.groups, case.iters)
+
+
+def _ours_relu(case: Case) -> nn.Module:
+    layer = _ours(case)
+    layer.forward = functools.partial(layer.forward, relu=True)  # the ReLU is fused at the call
+    return layer
+
+
+def _conv3x3(case: Case) -> nn.Module:
+    return nn.Conv2d(case.channels, case.channels, 3, padding=1, bias=False)
 
 
 def _figure1(case: Case) -> nn.Module:
-    return Figure1Whitening(case.channels, case.side, case.iters)
+    return Figure1Whitening(case.channels, case.groups, case.iters)
 
 
 def _figure1_compiled(case: Case) -> nn.Module:
@@ -102,41 +126,29 @@ def _figure1_compiled(case: Case) -> nn.Module:
     return torch.compile(_figure1(case), dynamic=False)  # type: ignore[return-value]
 
 
-#: how to build the layers
-LAYERS: dict[str, Callable[[Case], nn.Module]] = {
-    "ours": lambda case: GroupWhitening2d(case.channels, case.groups, case.iters),
-    "ours_relu": lambda case: GroupWhitening2d(case.channels, case.groups, case.iters, relu=True),
-    "relu_apart": lambda case: nn.Sequential(LAYERS["ours"](case), nn.ReLU(inplace=True)),
-    "figure1": _figure1,
-    "figure1_compiled": _figure1_compiled,
-    "group_norm": lambda case: nn.GroupNorm(GROUP_NORM_GROUPS, case.channels),
-    "batch_norm": lambda case: nn.BatchNorm2d(case.channels),
-    "conv3x3": lambda case: nn.Conv2d(case.channels, case.channels, 3, padding=1, bias=False),
+#: what is measured and how to build it; the floor is not a layer
+PROVIDERS: dict[str, tuple[str, Callable[[Case], nn.Module] | None]] = {
+    "ours": ("GroupWhitening2d", _ours),
+    "ours_relu": ("GroupWhitening2d with a fused ReLU", _ours_relu),
+    "relu_apart": ("GroupWhitening2d and nn.ReLU", lambda case: nn.Sequential(_ours(case), nn.ReLU(inplace=True))),
+    "figure1": ("the paper's listing in plain autograd", _figure1),
+    "figure1_compiled": ("the same under torch.compile", _figure1_compiled),
+    "group_norm": (f"nn.GroupNorm({GROUP_NORM_GROUPS})", lambda case: nn.GroupNorm(GROUP_NORM_GROUPS, case.channels)),
+    "batch_norm": ("nn.BatchNorm2d in training mode", lambda case: nn.BatchNorm2d(case.channels)),
+    "conv3x3": ("the 3x3 convolution before the layer, C to C", _conv3x3),
+    "floor": ("only the matrix products on a CPU, a copy of GroupNorm's bytes on a GPU", None),
 }
-#: what is timed, in words
-PROVIDERS = {
-    "ours": "GroupWhitening2d",
-    "ours_relu": "GroupWhitening2d with the ReLU behind it as a part of it",
-    "relu_apart": "the same with nn.ReLU",
-    "figure1": "the paper's listing in plain autograd",
-    "figure1_compiled": "the same under torch.compile",
-    "group_norm": f"nn.GroupNorm with {GROUP_NORM_GROUPS} groups",
-    "batch_norm": "nn.BatchNorm2d in training mode",
-    "conv3x3": "the 3x3 convolution beside the layer, C to C",
-    "floor": "the bare matrix products on a CPU, a copy of the bytes GroupNorm moves on a GPU",
-}
-#: those that are left out unless asked for
+#: measured only if asked for
 OPTIONAL = ("figure1_compiled",)
 
 
-def module_step(module: nn.Module, x: Tensor, case: Case) -> Step:
-    """A layer's pass over ``x``, its gradients dropped before each run."""
-
+def layer_step(module: nn.Module, x: Tensor, case: Case) -> Step:
+    """Return a step that runs a layer on ``x``; gradients are dropped before each run."""
     if case.mode == "forward":
         return Step(torch.no_grad()(lambda: case.apply(module, x)))
-    result = case.apply(module, x)
+    output = case.apply(module, x)
     generator = torch.Generator(case.device).manual_seed(1)
-    grad = torch.randn(result.shape, generator=generator, device=case.device).to(result.dtype)
+    grad = torch.randn(output.shape, generator=generator, device=case.device).to(output.dtype)
 
     def forward_backward() -> Tensor:
         y = case.apply(module, x)
@@ -150,8 +162,8 @@ def module_step(module: nn.Module, x: Tensor, case: Case) -> Step:
     return Step(forward_backward, drop_gradients)
 
 
-def floor_step(x: Tensor, case: Case) -> Step:
-    """The floor of the device."""
-    if case.device.type == "cuda":
-        return floor.traffic(x, case.mode)
-    return floor.products(x, case.side, case.iters, case.mode)
+def provider_step(provider: str, x: Tensor, case: Case) -> Step:
+    """Return the step of a provider in a timed case."""
+    if provider != "floor":
+        return layer_step(case.build(provider), x, case)
+    return traffic(x, case.mode) if case.device.type == "cuda" else products(x, case.groups, case.iters, case.mode)

@@ -1,4 +1,4 @@
-"""Tables of measurements as text."""
+"""Format a table of measurements as text."""
 
 from collections.abc import Sequence
 from statistics import geometric_mean
@@ -9,46 +9,39 @@ from .table import Row, Table
 
 
 def summary(table: Table) -> str:
-    """The header, the rows by dtype and mode, the geometric means of a layer's ratios, and why numbers are missing."""
+    """Format the header, the rows by dtype and mode, the geometric means of a layer's ratios, and the notes."""
     parts = ["\n".join(f"{key}: {value}" for key, value in table.header.items())]
-    in_title = ("dtype", "mode")
-    for title, rows in split(table).items():
-        parts.append(f"{title}\n{_grid(rows, [name for name in table.columns.all if name not in (*in_title, 'note')])}")
+    titles = [name for name in ("dtype", "mode") if name in table.columns.key]
+    names = [name for name in table.columns.all if name not in (*titles, "note")]
+    groups: dict[str, list[Row]] = {}
+    for row in table.rows:
+        groups.setdefault(", ".join(str(row[name]) for name in titles), []).append(row)
+    for title, rows in groups.items():
+        parts.append(f"{title}\n{_grid(rows, names)}")
         if table.kind == "layer":
             ratios = table.columns.ratios
             means = _grid(geometric_means(rows, ratios), ["provider", *ratios])
             parts.append(f"{title}, geometric means over the shapes\n{means}")
-    reasons = [
-        f"{' '.join(str(row[name]) for name in table.columns.key)}: {row['note']}" for row in table.rows if row["note"]
+    notes = [
+        " ".join(str(row[name]) for name in table.columns.key) + f": {row['note']}" for row in table.rows if row["note"]
     ]
-    if reasons:
-        parts.append("\n".join(["not measured", *reasons]))
-    return "\n\n".join(parts)
-
-
-def split(table: Table) -> dict[str, list[Row]]:
-    """The rows of each dtype, and of each mode where the table has modes, by their title."""
-    parts: dict[str, list[Row]] = {}
-    for row in table.rows:
-        title = ", ".join(str(row[name]) for name in ("dtype", "mode") if name in table.columns.key)
-        parts.setdefault(title, []).append(row)
-    return parts
+    return "\n\n".join([*parts, *(["\n".join(["not measured", *notes])] if notes else [])])
 
 
 def geometric_means(rows: Sequence[Row], ratios: Sequence[str]) -> list[Row]:
-    """The geometric means of ratios over the shapes, by provider; None where a shape has no ratio."""
+    """Compute geometric means of ratios over the shapes, by provider; None where a shape has no ratio."""
     means: list[Row] = []
     for provider in dict.fromkeys(row["provider"] for row in rows):
         mean: dict[str, str | float | None] = {"provider": provider}
         for name in ratios:
-            found = [row.get(name) for row in rows if row["provider"] == provider]
-            mean[name] = geometric_mean(float(value or 0) for value in found) if all(found) else None
+            values = [row.get(name) for row in rows if row["provider"] == provider]
+            mean[name] = geometric_mean(float(value or 0) for value in values) if all(values) else None
         means.append(mean)
     return means
 
 
 def _grid(rows: Sequence[Row], names: Sequence[str]) -> str:
-    """The rows without the columns that none of them has a value in."""
+    """Format rows without empty columns."""
     shown = [name for name in names if any(row.get(name) is not None for row in rows)]
     cells = [[_text(row.get(name)) for name in shown] for row in rows]
     align = ["left" if isinstance(rows[0].get(name), str) else "right" for name in shown]

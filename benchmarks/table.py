@@ -1,35 +1,34 @@
-"""Tables of measurements, and the CSV files they are kept in."""
+"""Tables of measurements and their CSV files."""
 
 import csv
 import io
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from gw_detectron.atomic import atomic_write
-
-from .timing import Quantiles
+from gw_detectron.errors import DataError, MissingFileError
 
 Row = Mapping[str, str | float | None]
 
 
 @dataclass(frozen=True)
 class Columns:
-    """What the rows of a kind of table hold.
+    """The columns of a kind of table.
 
     Args:
-        key: text, which together names a row.
-        numbers: numbers, some of them missing in some rows.
-        watched: those of the numbers that are ratios to hold; smaller is better.
-        ours: what the key column named first has to begin with for a row to be this package's own.
+        key: text columns, which together identify a row.
+        numbers: numeric columns; a cell can be empty.
+        watched: the numeric columns that are compared with an earlier run; smaller is better.
+        is_ours: whether a row is of this package's layers.
     """
 
     key: tuple[str, ...]
     numbers: tuple[str, ...]
     watched: tuple[str, ...]
-    ours: tuple[str, tuple[str, ...]]
+    is_ours: Callable[[Row], bool]
 
     @property
     def all(self) -> tuple[str, ...]:
@@ -38,10 +37,6 @@ class Columns:
     @property
     def ratios(self) -> tuple[str, ...]:
         return tuple(name for name in self.numbers if "to_" in name)
-
-    def is_ours(self, row: Row) -> bool:
-        column, beginnings = self.ours
-        return str(row[column]).startswith(beginnings)
 
 
 _TIMES = ("repeats", "median_ms", "q20_ms", "q80_ms")
@@ -54,20 +49,15 @@ KINDS = {
             *("saved_mib", "saved_to_group_norm", "peak_mib"),
         ),
         watched=("to_figure1", "to_floor", "saved_to_group_norm"),
-        ours=("provider", ("ours",)),
+        is_ours=lambda row: str(row["provider"]).startswith("ours"),
     ),
     "model": Columns(
         key=("model", "variant", "dtype", "batch", "image"),
         numbers=(*_TIMES, "to_bn", "paper_to_bn", "saved_mib", "saved_to_bn", "peak_mib"),
         watched=("to_bn", "saved_to_bn"),
-        ours=("variant", ("GW", "BW")),
+        is_ours=lambda row: str(row["variant"]).startswith(("GW", "BW")),
     ),
 }
-
-
-def time_cells(times: Quantiles, repeats: int) -> dict[str, float]:
-    """The cells of a row that say how long a step took."""
-    return {"repeats": repeats, "median_ms": times.median, "q20_ms": times.q20, "q80_ms": times.q80}
 
 
 @dataclass(frozen=True)
@@ -77,7 +67,7 @@ class Table:
     Args:
         kind: a name in :data:`KINDS`.
         header: machine, versions, settings and command, as text.
-        rows: with the columns of the kind. ``note`` says why numbers are missing.
+        rows: with the columns of the kind. ``note`` is the reason of missing numbers.
     """
 
     kind: str
@@ -89,11 +79,11 @@ class Table:
         return KINDS[self.kind]
 
 
-def write_csv(table: Table, path: str | os.PathLike[str]) -> None:
-    """Writes a table, its header as lines that begin with ``#``; the file appears whole, or not at all.
+def write_csv(table: Table, path: Path) -> None:
+    """Write a table atomically, its header as lines that begin with ``#``.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     text = io.StringIO()
     for key, value in {"benchmark": table.kind, **table.header}.items():
@@ -101,60 +91,54 @@ def write_csv(table: Table, path: str | os.PathLike[str]) -> None:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(table.columns.all)
     for row in table.rows:
-        writer.writerow([_cell(row.get(column)) for column in table.columns.all])
-    path = Path(path)
+        cells = [row.get(column) for column in table.columns.all]
+        writer.writerow([f"{cell:.5g}" if isinstance(cell, float) else cell for cell in cells])
     path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as beside:
-        beside.write_text(text.getvalue(), encoding="utf-8")
-
-
-def _cell(value: str | float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:.5g}" if isinstance(value, float) else str(value)
+    with atomic_write(path) as temporary:
+        temporary.write_text(text.getvalue(), encoding="utf-8")
 
 
 def read_csv(path: str | os.PathLike[str]) -> Table:
-    """Reads what :func:`write_csv` has written.
+    """Read a table written by :func:`write_csv`.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is not such a table.
+        MissingFileError: the file does not exist.
+        DataError: it is not such a table, or damaged.
     """
     if not Path(path).is_file():
-        raise FileNotFoundError(f"there is no table of measurements {str(path)!r} (looked from {os.getcwd()})")
-    # what is no text, such as a picture, has no line with the benchmark's name either
+        fix = "Fix: give a table that tools/benchmark.py wrote."
+        raise MissingFileError(f"--compare ({str(path)!r}): file not found (cwd: {os.getcwd()}). {fix}")
+    # a binary file, such as a picture, has no benchmark line either
     lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
     header = dict(line[1:].strip().split(": ", 1) for line in lines if line.startswith("#") and ": " in line)
     kind = header.pop("benchmark", "")
     if kind not in KINDS:
-        raise ValueError(
-            f"{path} is no table of this benchmark: a line '# benchmark: NAME' with one of {sorted(KINDS)} is missing"
-        )
+        raise _unusable(path, f"no line '# benchmark: NAME' with a name of {sorted(KINDS)}")
     columns = KINDS[kind]
     reader = csv.DictReader(line for line in lines if not line.startswith("#"))
-    missing = [column for column in columns.all if column not in (reader.fieldnames or ())]
-    if missing:
-        raise ValueError(f"{path} lacks the columns {', '.join(missing)}; it is of another version: measure it again")
+    fields = reader.fieldnames or ()
+    if missing := [column for column in columns.all if column not in fields]:
+        raise _unusable(path, f"columns {', '.join(missing)} are missing")
     rows = []
     for number, cells in enumerate(reader, start=1):
-        if None in cells or None in cells.values():  # what the reader puts for cells too many, and for missing ones
-            raise ValueError(
-                f"{path}: row {number} does not have the {len(reader.fieldnames or ())} cells of the columns; the file "
-                "is cut off or damaged: measure it again"
-            )
+        if None in cells or None in cells.values():  # how csv marks surplus and missing cells
+            raise _unusable(path, f"row {number} does not have {len(fields)} cells")
         try:
-            numbers = {column: _number(cells[column]) for column in columns.numbers}
+            numbers = {column: _parse_number(cells[column]) for column in columns.numbers}
         except ValueError as error:
-            raise ValueError(f"{path}: row {number} holds something that is not a number: {error}") from None
+            raise _unusable(path, f"row {number}: {error}") from None
         rows.append({**{column: cells[column] for column in (*columns.key, "note")}, **numbers})
     return Table(kind, header, rows)
 
 
-def _number(cell: str) -> float | None:
+def _unusable(path: str | os.PathLike[str], reason: str) -> DataError:
+    return DataError(f"--compare ({str(path)!r}): no table of this benchmark: {reason}. Fix: measure it again.")
+
+
+def _parse_number(cell: str) -> float | None:
     if not cell:
         return None
     number = float(cell)
-    if not 0 <= number < math.inf:  # neither is nan
-        raise ValueError(f"{cell!r} is no time, size or ratio")
+    if not 0 <= number < math.inf:  # also refuses nan
+        raise ValueError(f"{cell!r} is not a time, size or ratio")
     return number

@@ -1,32 +1,35 @@
-"""Group Whitening for Detectron2. Importing it registers backbones, heads, weights and the synthetic data set."""
+"""Group Whitening and other whitening layers for PyTorch, and a Detectron2 plugin made of them.
 
-try:
-    import detectron2  # noqa: F401
-except ModuleNotFoundError as error:
-    if error.name != "detectron2":
-        raise
-    raise ImportError(
-        "gw_detectron needs Detectron2, which is not installed here: run `python tools/install_detectron2.py` from the "
-        "gw_detectron repository, or follow https://detectron2.readthedocs.io/tutorials/install.html"
-    ) from None
+With torch alone, ``gw_detectron.layers`` and ``gw_detectron.ops`` work. With Detectron2 installed, importing this
+package also registers its backbones, heads, weights and the synthetic data set. Without it, names that need Detectron2
+raise an ImportError that says how to install it.
+"""
 
-from . import modeling as _  # noqa: F401, registers the components
-from .checkpoint import register_weights
-from .config import add_gw_config
-from .data.synthetic import register_synthetic
+import sys
+from typing import Any
+
 from .layers import BatchWhitening2d, GroupWhitening2d
-from .modeling import norm_spec, norm_table, resolve_norm
+from .requirements import FUNCTIONS, MODULES, Detectron2Guard, has_detectron2, require_detectron2
 from .version import __version__
 
-__all__ = [
-    "BatchWhitening2d",
-    "GroupWhitening2d",
-    "__version__",
-    "add_gw_config",
-    "norm_spec",
-    "norm_table",
-    "resolve_norm",
-]
+__all__ = ["BatchWhitening2d", "GroupWhitening2d", "__version__"]
 
-register_synthetic()
-register_weights()
+if has_detectron2():
+    from . import modeling as _  # noqa: F401, registers the components
+    from .checkpoint import register_weights
+    from .config import add_gw_config
+    from .data.synthetic import register_synthetic
+    from .modeling import norm_spec, norm_table, resolve_norm
+
+    __all__ += ["add_gw_config", "norm_spec", "norm_table", "resolve_norm"]
+
+    register_synthetic()
+    register_weights()
+else:
+    sys.meta_path.insert(0, Detectron2Guard())
+
+    def __getattr__(name: str) -> Any:
+        """Say what to install where a name needs Detectron2."""
+        if name in (*FUNCTIONS, *MODULES):
+            require_detectron2(f"gw_detectron.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,31 +2,102 @@
 
 import contextlib
 import os
+import re
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO, Any
+
+from .errors import FileAccessError
 
 
 @contextlib.contextmanager
-def atomic_write(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path, fix: str = "free disk space or get write permission, then try again") -> Iterator[Path]:
     """Yield a temporary path that replaces ``path`` on success.
 
-    The temporary file lies in the same folder under a name that no other writer uses; after an error it is removed.
+    The temporary file lies in the same folder. Its name is unique per writer and holds the host and the process id.
+    Its content is on the disk before the rename. After an error the temporary file is removed.
 
     Args:
         path: the file to write or replace.
+        fix: the advice in the error message.
 
     Raises:
-        OSError: the file cannot be written; the error names ``path``, which is left as it was.
+        FileAccessError: the file cannot be written; the error names ``path``, which is left as it was.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+    temporary = path.with_name(f".{path.name[:100]}.{os.uname().nodename}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
         yield temporary
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError as error:
-        if error.filename != os.fspath(temporary):
+    except Exception as error:
+        cause = _os_error(error)
+        if cause is None or isinstance(cause, FileAccessError) or cause.filename not in (None, os.fspath(temporary)):
             raise
-        raise OSError(error.errno, f"{error.strerror}, so it was not written", os.fspath(path)) from error
+        raise FileAccessError(
+            f"'{path}' was not written: {cause.strerror or cause}. Existing files are unchanged. Fix: {fix}."
+        ) from error
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+def _os_error(error: BaseException | None) -> OSError | None:
+    """Find the OSError behind an error; torch wraps a failed write in a RuntimeError."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def remove_unfinished(folder: str) -> None:
+    """Remove temporary files that killed processes of this machine left in a folder."""
+    name = re.compile(rf"\..+\.{re.escape(os.uname().nodename)}\.(\d+)\.[0-9a-f]{{8}}\.tmp")
+    for path in Path(folder).glob(".*.tmp"):
+        found = name.fullmatch(path.name)
+        if found and not _is_running(int(found[1])):
+            path.unlink(missing_ok=True)
+
+
+def _is_running(process_id: int) -> bool:
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's process
+        pass
+    return True
+
+
+class AtomicPathManager:
+    """An iopath path manager that writes local files atomically.
+
+    It is made for the attribute ``path_manager`` of fvcore's ``Checkpointer``, which opens all its files there: neither
+    a full disk nor a kill leaves half a checkpoint. Everything but writing is left to the wrapped path manager.
+
+    Args:
+        manager: the path manager to wrap.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._manager, name)
+
+    def open(self, path: str, mode: str = "r", **kwargs: Any) -> contextlib.AbstractContextManager[IO[Any]]:
+        """Open a file; use the result in a ``with`` statement.
+
+        Raises:
+            FileAccessError: at the end of the ``with`` statement, when the file could not be written.
+        """
+        if "w" in mode and "://" not in path:
+            return _open_atomic(path, mode)
+        return self._manager.open(path, mode, **kwargs)
+
+
+@contextlib.contextmanager
+def _open_atomic(path: str, mode: str) -> Iterator[IO[Any]]:
+    fix = "free disk space or get write permission, then continue with --resume"
+    with atomic_write(Path(path), fix) as temporary, open(temporary, mode) as file:
+        yield file

@@ -8,22 +8,33 @@ from pathlib import Path
 import yaml
 from detectron2.config import CfgNode, get_cfg
 
+from .errors import ConfigError, MissingFileError
+
 
 def add_gw_config(cfg: CfgNode) -> None:
-    """Adds the package's keys with their defaults; a second call changes nothing.
+    """Add this package's config keys with their defaults.
 
-    Norm names are described in :mod:`gw_detectron.modeling.norm`. ``MODEL.RESNETS.NORM``, ``MODEL.FPN.NORM``,
-    ``MODEL.ROI_BOX_HEAD.NORM`` and ``MODEL.ROI_MASK_HEAD.NORM`` are Detectron2's keys and take these names as well.
+    A second call changes nothing. :mod:`gw_detectron.modeling.norm` describes norm names. Detectron2's own keys
+    ``MODEL.RESNETS.NORM``, ``MODEL.FPN.NORM``, ``MODEL.ROI_BOX_HEAD.NORM`` and ``MODEL.ROI_MASK_HEAD.NORM`` take the
+    same names.
+
+    Args:
+        cfg: Detectron2's config.
     """
     defaults = (
-        # The norm at WHITEN_POSITIONS of the backbone. "GW" is the paper's: 64 groups, 5 iterations, eps 1e-5.
+        # Norm at WHITEN_POSITIONS of the backbone: any norm name.
+        # Default "GW" = "GW:groups=64,iters=5,eps=1e-5,solver=newton", the paper's setting.
         (cfg.MODEL.RESNETS, "WHITEN_NORM", "GW"),
-        # Where WHITEN_NORM stands; every other norm of the backbone is MODEL.RESNETS.NORM.
-        # "" nowhere, "S1" stem, "S1-B1" "S1-B2" "S1-B3" "S1-B12" stem and the first / second / third / first two
-        # norms of every block, "ALL" these and the shortcuts. The paper's choice is S1-B2.
+        # Positions of WHITEN_NORM. Every other norm of the backbone is MODEL.RESNETS.NORM.
+        #   ""                            none
+        #   "S1"                          stem
+        #   "S1-B1" "S1-B2" "S1-B3"       stem and the first / second / third norm of every block
+        #   "S1-B12"                      stem and the first two norms of every block
+        #   "ALL"                         stem, every norm of every block, and shortcuts
+        # Default "S1-B2", which the paper uses for detection.
         (cfg.MODEL.RESNETS, "WHITEN_POSITIONS", "S1-B2"),
-        # One ReLU after the convolutions of the box head instead of one after each. The authors' released detection
-        # code has it so; the paper does not, hence False.
+        # Apply one ReLU after all convolutions of the box head, instead of one after each.
+        # Default False, the paper's head. The authors' released detection code corresponds to True.
         (cfg.MODEL.ROI_BOX_HEAD, "SINGLE_RELU", False),
     )
     for node, key, value in defaults:
@@ -32,7 +43,7 @@ def add_gw_config(cfg: CfgNode) -> None:
 
 
 def read_config(config_file: str, opts: Sequence[str] = ()) -> CfgNode:
-    """Reads a yaml over the defaults of Detectron2 and this package.
+    """Read a yaml over the defaults of Detectron2 and this package.
 
     Args:
         config_file: path of the yaml.
@@ -42,33 +53,35 @@ def read_config(config_file: str, opts: Sequence[str] = ()) -> CfgNode:
         The config, not frozen.
 
     Raises:
-        FileNotFoundError: there is no such config file.
-        ValueError: a key is unknown or a value has the wrong type.
+        MissingFileError: the config file does not exist.
+        ConfigError: the file is no yaml of config keys, a key is unknown or a value has the wrong type.
     """
     cfg = get_cfg()
     add_gw_config(cfg)
     known = set(_flat_keys(cfg))
-    path = Path(config_file)
-    if not config_file or not path.is_file():
-        raise FileNotFoundError(_no_config_message(config_file))
+    if not config_file or not os.path.isfile(config_file):
+        raise MissingFileError(_missing_config_message(config_file))
     try:
-        keys = list(_flat_keys(CfgNode.load_yaml_with_base(str(path), allow_unsafe=True)))
-    except (yaml.YAMLError, AttributeError) as error:
-        raise ValueError(f"{path} is not a yaml file of config keys: {error}") from error
+        keys = list(_flat_keys(CfgNode.load_yaml_with_base(str(config_file), allow_unsafe=True)))
+    except (yaml.YAMLError, AttributeError, TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"'{config_file}': not a yaml file of config keys: {error}. Fix: correct it.") from error
     try:
-        cfg.merge_from_file(str(path))
-    except (KeyError, ValueError, AssertionError) as error:
-        raise ValueError(_bad_keys_message(str(path), keys, known, error)) from error
+        cfg.merge_from_file(str(config_file))
+    except _MERGE_ERRORS as error:
+        raise ConfigError(_bad_keys_message(f"'{config_file}'", keys, known, error)) from error
     opts = list(opts)
     if flags := [word for word in opts if word.startswith("--")]:
-        raise ValueError(f"after the flags come pairs of KEY VALUE: put {' '.join(flags)} before {opts[0]}")
+        raise ConfigError(f"Arguments: flags after KEY VALUE pairs. Fix: put {' '.join(flags)} before {opts[0]}.")
     if len(opts) % 2:
-        raise ValueError(f"after the flags come pairs of KEY VALUE, but these are {len(opts)} words: {' '.join(opts)}")
+        raise ConfigError(f"Arguments '{' '.join(opts)}': not pairs of KEY VALUE. Fix: give each key one value.")
     try:
         cfg.merge_from_list(opts)
-    except (KeyError, ValueError, AssertionError) as error:
-        raise ValueError(_bad_keys_message("the command line", opts[::2], known, error)) from error
+    except _MERGE_ERRORS as error:
+        raise ConfigError(_bad_keys_message("Arguments", opts[::2], known, error)) from error
     return cfg
+
+
+_MERGE_ERRORS = (KeyError, ValueError, AssertionError, TypeError)
 
 
 def _flat_keys(node: dict, prefix: str = "") -> Iterator[str]:
@@ -79,27 +92,29 @@ def _flat_keys(node: dict, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{key}"
 
 
-def _no_config_message(given: str) -> str:
+def _missing_config_message(given: str) -> str:
     if not given:
-        return "no config was given: --config-file configs/<folder>/<name>.yaml"
-    folder = Path(given).parent
-    names = [path.name for path in folder.glob("*.yaml")]
-    near = difflib.get_close_matches(Path(given).name, names, n=3)
-    hint = f"near it are: {', '.join(str(folder / name) for name in near)}. " if near else ""
+        return "--config-file: not given. Fix: --config-file configs/<folder>/<name>.yaml."
+    near = difflib.get_close_matches(Path(given).name, [path.name for path in Path(given).parent.glob("*.yaml")])
+    similar = f" Similar: {', '.join(str(Path(given).parent / name) for name in near)}." if near else ""
     return (
-        f"there is no config file '{given}' (looked from {os.getcwd()}). {hint}"
-        "gw_detectron.model_zoo.list_configs() names those that come with the package"
+        f"--config-file: file not found: '{given}' (cwd: {os.getcwd()}).{similar} Fix: give an existing file; "
+        "gw_detectron.model_zoo.list_configs() lists those of the package."
     )
 
 
 def _bad_keys_message(source: str, keys: Iterable[str], known: set[str], error: Exception) -> str:
     unknown = [key for key in keys if key not in known]
     if not unknown:
-        said = f"{source}: {error.args[0] if error.args else error}"
-        # the shell takes quotes away, and a tuple of one has a comma
-        return said + (""". A tuple is written as "('name',)" or "(480, 560)\"""" if "'tuple'" in said else "")
+        reason = str(error.args[0] if error.args else error).rstrip(".")
+        # the shell removes quotes, and a tuple of one element needs a comma
+        example = (
+            """ a tuple is written as "('name',)" or "(480, 560)\"""" if "'tuple'" in reason else " correct the value"
+        )
+        return f"{source}: {reason}. Fix:{example}."
     lines = []
     for key in unknown:
         near = difflib.get_close_matches(key, known, n=3)
-        lines.append(f"{source}: there is no config key {key}" + (f"; near it are {', '.join(near)}" if near else ""))
+        similar = f" Similar: {', '.join(near)}." if near else ""
+        lines.append(f"{source}: unknown config key '{key}'.{similar} Fix: correct or remove it.")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""With ``DETECTRON2_ENV_MODULE=gw_detectron.env`` stock Detectron2 scripts accept this package's yaml, unedited."""
+"""Environment module: ``DETECTRON2_ENV_MODULE=gw_detectron.env`` lets stock scripts read this package's yaml."""
 
 from detectron2.config.defaults import _C
 
@@ -6,9 +6,9 @@ from .config import add_gw_config
 
 
 def setup_environment() -> None:
-    """Adds the config keys to Detectron2's defaults; importing the package has registered the components.
+    """Add this package's config keys to Detectron2's global defaults.
 
-    Called by Detectron2 itself while it is being imported. This is the one place that touches Detectron2's global
-    defaults, and only users who set the variable reach it.
+    Detectron2 calls it during its own import if the environment variable is set. Importing this module has already
+    registered the components. Nothing else in the package changes the global defaults.
     """
     add_gw_config(_C)

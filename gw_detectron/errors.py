@@ -1,6 +1,10 @@
 """Errors that the user can fix, and how their messages list names."""
 
+import errno
 from collections.abc import Iterable
+
+_FILE_ERRORS = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
+_FILE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.ENAMETOOLONG)
 
 
 class UserError(Exception):
@@ -9,6 +13,27 @@ class UserError(Exception):
     Subclasses also derive from the built-in error of their kind, e.g. ``class ConfigError(UserError, ValueError)``.
     The message reads ``WHAT (value): why. Fix: what to do.``
     """
+
+
+class ConfigError(UserError, ValueError):
+    """A config key or a flag has an unknown name or an unusable value."""
+
+
+class DataError(UserError, ValueError):
+    """A data set, an image or its record cannot be used."""
+
+
+class MissingFileError(UserError, FileNotFoundError):
+    """A file that the user named does not exist."""
+
+
+class FileAccessError(UserError, OSError):
+    """A file or address cannot be read, fetched or written."""
+
+
+def is_user_error(error: BaseException) -> bool:
+    """Tell whether the user can fix an error: a UserError, an unusable file or a full disk."""
+    return isinstance(error, (UserError, *_FILE_ERRORS)) or getattr(error, "errno", None) in _FILE_ERRNOS
 
 
 def summarize_names(names: Iterable[str], limit: int = 4) -> str:

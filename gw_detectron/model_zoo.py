@@ -1,4 +1,4 @@
-"""The configs this package ships, and models built from them; the counterpart of ``detectron2.model_zoo``."""
+"""Configs of this package and models built from them; the counterpart of ``detectron2.model_zoo``."""
 
 import difflib
 import importlib.resources
@@ -10,61 +10,56 @@ from detectron2.config import CfgNode, get_cfg
 from detectron2.modeling import build_model
 from torch import nn
 
-from .checkpoint import strict_backbone_load
+from .checkpoint import load_checkpoint, open_checkpoint
 from .config import add_gw_config
+from .errors import ConfigError, MissingFileError
 
 __all__ = ["get", "get_config", "get_config_file", "list_configs"]
 
 
 def list_configs() -> list[str]:
-    """Lists the configs that train a detector, in the form the other functions take.
+    """List the configs that train a detector.
 
     Returns:
-        Sorted names relative to the folder ``configs``, such as ``COCO-Detection/faster_rcnn_R_50_FPN_1x_GW.yaml``.
-        The ``Base-*.yaml`` files that others build upon are left out.
+        Sorted names relative to the folder ``configs``, such as ``COCO-Detection/faster_rcnn_R_50_FPN_1x_GW.yaml``,
+        without the ``Base-*.yaml`` files.
     """
     return [name for name in _files() if not name.rpartition("/")[2].startswith("Base-")]
 
 
 def get_config_file(name: str) -> str:
-    """Finds a config that came with the package.
+    """Return the path of a config.
 
     Args:
-        name: as in :func:`list_configs`; a ``Base-*.yaml`` is found too.
-
-    Returns:
-        The path of the yaml file. Its ``_BASE_`` stands in the same tree.
+        name: as in :func:`list_configs`, or a ``Base-*.yaml``.
 
     Raises:
-        ValueError: there is no such config; the message has the nearest names.
+        ConfigError: unknown config; the message names the nearest.
     """
     files = _files()
-    if name in files:
-        return str(files[name])
-    near = difflib.get_close_matches(name, files, n=3, cutoff=0.5)
-    hint = f"The nearest are {', '.join(near)}." if near else "gw_detectron.model_zoo.list_configs() has the names."
-    raise ValueError(f"There is no config {name!r}. {hint}")
+    if name not in files:
+        near = ", ".join(difflib.get_close_matches(name, files, n=3, cutoff=0.5))
+        fix = f"give one of the nearest: {near}." if near else "give a name of gw_detectron.model_zoo.list_configs()."
+        raise ConfigError(f"config ({name!r}): unknown. Fix: {fix}")
+    return str(files[name])
 
 
 def get_config(name: str, trained: bool = False) -> CfgNode:
-    """Loads a config that came with the package.
+    """Load a config, with this package's keys.
 
     Args:
         name: as in :func:`list_configs`.
-        trained: False leaves ``MODEL.WEIGHTS`` as the yaml has it, which is the pretrained backbone or nothing. True
-            asks for the weights of a trained detector.
-
-    Returns:
-        Detectron2's config with this package's keys.
+        trained: False keeps ``MODEL.WEIGHTS`` of the yaml: a pretrained backbone or nothing. True asks for the weights
+            of a trained detector.
 
     Raises:
-        ValueError: there is no such config, or ``trained`` is True: no detector weights are published yet.
+        ConfigError: unknown config, or ``trained`` is True: no weights of detectors are published.
     """
     file = get_config_file(name)
     if trained:
-        raise ValueError(
-            f"trained=True: no weights of a trained {name} are published. Train it (tools/train_net.py --config-file "
-            f"{file}) and set MODEL.WEIGHTS to the outcome, or pass trained=False."
+        raise ConfigError(
+            f"trained (True): no weights of a trained {name} are published. Fix: train it with tools/train_net.py "
+            f"--config-file {file}, or pass trained=False."
         )
     cfg = get_cfg()
     add_gw_config(cfg)
@@ -73,20 +68,19 @@ def get_config(name: str, trained: bool = False) -> CfgNode:
 
 
 def get(name: str, trained: bool = False, device: str | None = None) -> nn.Module:
-    """Builds the model of a config and loads its ``MODEL.WEIGHTS``, if it names any.
+    """Build the model of a config and load its ``MODEL.WEIGHTS``, if any.
 
-    To build a model without its weights give :func:`get_config` to ``detectron2.modeling.build_model``.
+    To build a model without its weights, pass :func:`get_config` to ``detectron2.modeling.build_model``.
 
     Args:
-        name: as in :func:`list_configs`.
-        trained: as in :func:`get_config`.
-        device: for example ``"cpu"``; by default the config's, or the CPU where there is no CUDA device.
+        name, trained: as in :func:`get_config`.
+        device: for example ``"cpu"``; None takes the config's, or the CPU without a CUDA device.
 
     Returns:
         The model, in training mode.
 
     Raises:
-        ValueError: as in :func:`get_config`.
+        ConfigError: as in :func:`get_config`.
     """
     cfg = get_config(name, trained)
     if device is not None:
@@ -94,15 +88,17 @@ def get(name: str, trained: bool = False, device: str | None = None) -> nn.Modul
     elif not torch.cuda.is_available():
         cfg.MODEL.DEVICE = "cpu"
     model = build_model(cfg)
-    with strict_backbone_load(model, cfg.MODEL.WEIGHTS):
-        DetectionCheckpointer(model).load(cfg.MODEL.WEIGHTS)
+    if cfg.MODEL.WEIGHTS:
+        load_checkpoint(DetectionCheckpointer(model), open_checkpoint(cfg.MODEL.WEIGHTS))
     return model
 
 
 def _files() -> dict[str, Path]:
     package = Path(str(importlib.resources.files("gw_detectron")))
-    # In a wheel the configs are inside the package; in a clone, which an editable install points to, beside it.
+    # A wheel has the configs inside the package; a clone, also an editable install of it, has them beside it.
     for folder in (package / "configs", package.parent / "configs"):
         if folder.is_dir():
             return {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*.yaml"))}
-    raise FileNotFoundError(f"{package / 'configs'}: the configs of gw_detectron are missing. Install it again.")
+    raise MissingFileError(
+        f"configs ({str(package / 'configs')!r}): folder not found. Fix: install gw_detectron again."
+    )

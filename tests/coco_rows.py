@@ -1,4 +1,4 @@
-"""What the rows of the paper's COCO tables are made of, written down apart from the configs that claim them."""
+"""Expected contents of the paper's COCO rows, independent of the configs."""
 
 import pytest
 
@@ -38,7 +38,7 @@ LAYOUTS = {
 }
 LAYOUTS |= {name + "_1gpu": layout for name, layout in LAYOUTS.items() if name.startswith(SCRATCH)}
 
-# what weights were trained with: INPUT.FORMAT, MODEL.PIXEL_MEAN, MODEL.PIXEL_STD
+# preprocessing of each kind of weights: INPUT.FORMAT, MODEL.PIXEL_MEAN, MODEL.PIXEL_STD
 RGB = ("RGB", [123.675, 116.28, 103.53], [58.395, 57.12, 57.375])
 PREPROCESSING = {
     "gw://imagenet/": RGB,

@@ -1,13 +1,15 @@
-"""A script written for stock Detectron2 takes this package's yaml once the environment variable is set."""
+"""A script for stock Detectron2 reads this package's yaml if the environment variable is set."""
 
 import subprocess
 import sys
+
+import pytest
 
 from gw_detectron.data.synthetic import make_synthetic
 
 from .tiny_run import DATA, environment, words
 
-# as a user of Detectron2 writes it: nothing of this package is imported, nor named
+# a user's script for stock Detectron2: it neither imports nor names this package
 STOCK = """
 import os
 from detectron2.config import get_cfg
@@ -43,7 +45,7 @@ def run(tmp_path, **variables: str) -> subprocess.CompletedProcess:
     )
 
 
-def test_stock_script_trains_from_our_yaml(tmp_path):
+def test_a_stock_script_trains_with_our_yaml(tmp_path):
     make_synthetic(tmp_path, DATA)
     assert "gw_detectron" not in STOCK
     ended = run(tmp_path, DETECTRON2_ENV_MODULE="gw_detectron.env")
@@ -51,6 +53,7 @@ def test_stock_script_trains_from_our_yaml(tmp_path):
     assert "trained" in ended.stdout and "trained 0" not in ended.stdout
 
 
-def test_without_the_variable_the_same_script_does_not_know_the_keys(tmp_path):
+@pytest.mark.slow
+def test_without_the_variable_the_keys_are_unknown(tmp_path):
     ended = run(tmp_path)
     assert ended.returncode != 0 and "WHITEN" in ended.stderr

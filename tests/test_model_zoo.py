@@ -28,7 +28,7 @@ def test_get_config_reads_the_yaml_and_its_base():
 
 @pytest.mark.parametrize("name", [GW_R50.upper(), GW_R50.removesuffix(".yaml"), "faster_rcnn_R_50_FPN_1x_GW.yaml"])
 def test_unknown_config_names_the_nearest(name: str):
-    with pytest.raises(ValueError, match="There is no config") as error:
+    with pytest.raises(ValueError, match=r"config .*: unknown") as error:
         model_zoo.get_config_file(name)
     assert repr(name) in str(error.value)
     if name != GW_R50.upper():
@@ -36,24 +36,24 @@ def test_unknown_config_names_the_nearest(name: str):
 
 
 @pytest.mark.parametrize("name", ["../pyproject.toml", "/etc/passwd", ""])
-def test_files_outside_the_configs_are_not_served(name: str):
-    with pytest.raises(ValueError, match=r"There is no config .*list_configs\(\)"):
+def test_files_outside_the_configs_are_refused(name: str):
+    with pytest.raises(ValueError, match=r"unknown.*list_configs\(\)"):
         model_zoo.get_config(name)
 
 
 @pytest.mark.parametrize("function", [model_zoo.get_config, model_zoo.get])
 def test_trained_weights_are_not_published(function):
-    with pytest.raises(ValueError, match=r"trained=True: no weights .*tools/train_net\.py"):
+    with pytest.raises(ValueError, match=r"trained \(True\): no weights .*tools/train_net\.py"):
         function(GW_R50, trained=True)
 
 
-def test_get_builds_a_model_that_detects():
+def test_get_builds_a_detector():
     model = model_zoo.get(DEMO, device="cpu")
     assert any(isinstance(module, GroupWhitening2d) for module in model.modules())
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
     with torch.no_grad():
-        (outcome,) = model.eval()([{"image": torch.rand(3, 64, 64) * 255, "height": 64, "width": 64}])
-    assert {"pred_boxes", "scores", "pred_classes", "pred_masks"} <= set(outcome["instances"].get_fields())
+        (result,) = model.eval()([{"image": torch.rand(3, 64, 64) * 255, "height": 64, "width": 64}])
+    assert {"pred_boxes", "scores", "pred_classes", "pred_masks"} <= set(result["instances"].get_fields())
 
 
 def test_get_loads_the_weights_the_config_names(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from gw_detectron.data.synthetic import SyntheticConfig, register_synthetic
-from gw_detectron.engine.trainer import get_parser
+from gw_detectron.engine import get_parser
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "quick_schedules" / "mask_rcnn_R_18_FPN_GW_demo.yaml"

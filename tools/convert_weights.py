@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Converts ImageNet weights of a ResNet or ResNeXt to a Detectron2 backbone's, and writes the yaml for them."""
+"""Convert ImageNet weights of a ResNet or ResNeXt for a Detectron2 backbone, and write the config they need."""
 
 import argparse
 
@@ -10,28 +10,28 @@ from gw_detectron.engine.launch import errors_reported
 
 
 def get_parser() -> argparse.ArgumentParser:
-    """Returns the parser of this tool."""
+    """Return the parser of this tool."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         epilog="SRC is a file of the authors, of torchvision or of timm. Nothing is written unless every tensor fits.",
     )
-    parser.add_argument("source", metavar="SRC", help=".pth, .safetensors, or converted weights")
-    parser.add_argument("target", metavar="DST", help="ends in .pkl (for MODEL.WEIGHTS) or .safetensors")
-    parser.add_argument("--arch", help="what SRC has to be: R-50, X-101-32x8d, ...; recognised if not given")
-    parser.add_argument("--positions", help="where whitening has to stand: S1-B2, ...; recognised if not given")
+    parser.add_argument("source", metavar="SRC", help="a .pth or .safetensors file, or converted weights")
+    parser.add_argument("target", metavar="DST", help="a .pkl (for MODEL.WEIGHTS) or .safetensors file to write")
+    parser.add_argument("--arch", help="expected architecture: R-50, X-101-32x8d, ...; default: any")
+    parser.add_argument("--positions", help="expected positions of GW: S1-B2, ...; default: any")
     parser.add_argument("--keep-fc", action="store_true", help="keep the classifier, as linear.*")
     parser.add_argument(
         "--pool-norm",
-        metavar="NAME",
-        help="with --keep-fc: the norm between the last pooling and the classifier, as in 'BW:channels=32,solver=zca'; "
-        "guessed, with a warning, if not given",
+        metavar="NORM",
+        help="with --keep-fc: the norm between the last pooling and the classifier, e.g. 'BW:channels=32,solver=zca'; "
+        "default: guess it, with a warning",
     )
     parser.add_argument("--force", action="store_true", help="overwrite DST")
     return parser
 
 
 def main(args: argparse.Namespace) -> None:
-    """Converts, and prints what became of each tensor."""
+    """Convert the file and print the result for each tensor."""
     conversion = convert_file(
         args.source,
         args.target,
@@ -46,11 +46,12 @@ def main(args: argparse.Namespace) -> None:
         for row in conversion.rows
     ]
     print(tabulate(rows, headers=["source", "target", "shape", "note"]))
-    whitening = f"whitening at {conversion.positions}" if conversion.positions else "no whitening"
+    facts = conversion.provenance
+    whitening = f"GW at {facts.positions}" if facts.positions else "no GW"
     before_fc = f"; before the classifier: {conversion.pool_norm}" if conversion.pool_norm else ""
     print(
-        f"\n{args.target}: {len(conversion.tensors)} tensors of {conversion.architecture.name}, {conversion.norm}, "
-        f"{whitening}{before_fc}. The .yaml beside it has the config keys that go with them."
+        f"\n{args.target}: {len(conversion.tensors)} tensors of {facts.architecture}, {facts.norm}, {whitening}"
+        f"{before_fc}. The .yaml beside it has the config keys that they need."
     )
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Trains a small Group Whitening Mask R-CNN on synthetic images, evaluates it, and shows what it has learned."""
+"""Train a small Group Whitening Mask R-CNN on synthetic images, evaluate it and draw its predictions."""
 
 import argparse
 
@@ -14,13 +14,13 @@ def get_parser() -> argparse.ArgumentParser:
         "--config-file",
         default=get_config_file("quick_schedules/mask_rcnn_R_18_FPN_GW_demo.yaml"),
         metavar="FILE",
-        help="what to train, default: %(default)s",
+        help="config to train (default: %(default)s)",
     )
     parser.add_argument(
         "opts",
         nargs=argparse.REMAINDER,
         metavar="KEY VALUE",
-        help="config keys to change, for example SOLVER.MAX_ITER 50",
+        help="config keys to change, e.g. SOLVER.MAX_ITER 50",
     )
     return parser
 

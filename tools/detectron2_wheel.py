@@ -1,9 +1,9 @@
 """Build the wheel `detectron2 0.5+pure`: Detectron2 v0.5 without its compiled operators.
 
-The source archive holds the Python files of the official release. It is downloaded with pip and checked by its
-hash; then detectron2_patches.py is applied, which puts a stub in the place of the compiled operators.
-Faster/Mask R-CNN and RetinaNet need none of those: their RoIAlign and NMS are torchvision's. Only the standard
-library is used; install_detectron2.py is the command line.
+The source archive holds the Python files of the official release. pip downloads it, its hash is checked, the patches of
+detectron2_patches.py are applied, and a stub replaces the compiled operators. Faster/Mask R-CNN and RetinaNet do not
+need them: their RoIAlign and NMS are torchvision's. This module uses only the standard library; the command line is
+install_detectron2.py.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from detectron2_patches import PATCHES, STUB, InstallError, Patch
+from detectron2_patches import FIX_SDIST, PATCHES, SDIST, STUB, InstallError, Patch
 
-SDIST = "detectron2-cdo==0.5"
 SDIST_SHA256 = "53c9e79e9cc943e80419c588ea44b5479507a8628ed14a4e06bd093e29311b18"
 VERSION = "0.5+pure"
 
-# What the release declares, less what only its Caffe2 export needed (future, pydot) and its pin of black.
-# OpenCV stays undeclared, as in the release: several packages provide cv2 and only one may be installed.
+# The dependencies of the release, without those of its Caffe2 export (future, pydot) and without its pin of black.
+# OpenCV is not declared, as in the release: several packages provide cv2 and only one may be installed.
 DEPENDENCIES = (
     "torch>=2.4",
     "torchvision",
@@ -46,7 +45,7 @@ DEPENDENCIES = (
     "black",
 )
 
-# Changes whenever the built wheel would: an older pure build is then replaced.
+# Identifies the content of the built wheel: a pure build with another recipe is replaced.
 RECIPE = hashlib.sha256(repr((SDIST_SHA256, DEPENDENCIES, STUB, PATCHES)).encode()).hexdigest()[:12]
 
 
@@ -59,42 +58,43 @@ def last_line(text: str) -> str:
 
 
 def probe(code: str) -> subprocess.CompletedProcess[str]:
-    """Runs code in a fresh interpreter; neither the current folder nor earlier imports play a part."""
+    """Run code in a fresh interpreter that ignores the current folder."""
     environment = {**os.environ, "PYTHONSAFEPATH": "1"}
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
 
 
-def run(command: Sequence[str], what: str) -> None:
-    """Runs a command quietly. Raises: InstallError with the end of its output if it fails."""
+def run(command: Sequence[str], task: str) -> None:
+    """Run a command quietly.
+
+    Raises:
+        InstallError: it failed; the message has the end of its output.
+    """
     result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if result.returncode:
         tail = "\n".join((result.stdout + result.stderr).strip().splitlines()[-15:])
-        raise InstallError(f"{what} failed:\n{tail}")
+        raise InstallError(f"{task} failed:\n{tail}")
 
 
 def check_environment() -> None:
-    """Raises: InstallError unless torch, pip and setuptools, which download and build need, can be used."""
+    """Raise InstallError unless torch, pip and setuptools can be imported. Download and build need them."""
     needs = {
-        "torch": (
-            "import torch",
-            "Install torch and torchvision first; the archive's setup script imports torch.",
-        ),
-        "pip": ("import pip", f"Run `{sys.executable} -m ensurepip` first."),
+        "torch": ("import torch", "install torch and torchvision first; the archive's setup script imports torch."),
+        "pip": ("import pip", f"run `{sys.executable} -m ensurepip` first."),
         "setuptools 70.1 or newer": (
             "from setuptools import __version__ as v; assert [int(n) for n in v.split('.')[:2]] >= [70, 1], v",
-            f"Run `{sys.executable} -m pip install --upgrade setuptools` first.",
+            f"run `{sys.executable} -m pip install --upgrade setuptools` first.",
         ),
     }
     for name, (code, advice) in needs.items():
         result = probe(code)
         if result.returncode:
-            raise InstallError(f"{name} cannot be imported here ({last_line(result.stderr)}). {advice}")
+            raise InstallError(f"{name}: cannot be imported: {last_line(result.stderr)}. Fix: {advice}")
 
 
 def pip_commands() -> list[list[str]]:
-    """The pips to try: the installed one, then the older one that Python brings along for ensurepip.
+    """List the pips to try: the installed one, then the older one that Python bundles for ensurepip.
 
-    pip after 26.0 refuses this archive, because one of its extras names a dependency by its address.
+    pip after 26.0 refuses this archive because an extra of it has a dependency with a URL.
     """
     commands = [[sys.executable, "-m", "pip"]]
     places = [sysconfig.get_path("stdlib") + "/ensurepip/_bundled", sysconfig.get_config_var("WHEEL_PKG_DIR")]
@@ -104,27 +104,20 @@ def pip_commands() -> list[list[str]]:
 
 
 def check_hash(archive: Path, expected: str = SDIST_SHA256) -> None:
-    """Raises: InstallError unless the SHA-256 of the file is the expected one."""
+    """Raise InstallError unless the file has the expected SHA-256."""
     found = hashlib.sha256(archive.read_bytes()).hexdigest()
     if found != expected:
         raise InstallError(
-            f"{archive} has SHA-256 {found}, expected {expected}. It is damaged or another file; nothing was "
-            f"installed. Get {SDIST} again (after `pip cache purge` if pip had downloaded it)."
+            f"{archive}: SHA-256 is {found}, expected {expected}. The file is damaged or another one; nothing was "
+            f"installed. Fix: download {SDIST} again (after `pip cache purge` if pip downloaded this file)."
         )
 
 
 def download(folder: Path) -> Path:
-    """Downloads the archive from whatever registry pip is configured for. Returns: its path in folder."""
+    """Download the archive from pip's registry into a folder; return its path."""
     requirements = folder / "requirements.txt"
     requirements.write_text(f"{SDIST} --hash=sha256:{SDIST_SHA256}\n", "utf-8")
-    options = [
-        "download",
-        "--disable-pip-version-check",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-binary",
-        ":all:",
-    ]
+    options = ["download", "--disable-pip-version-check", "--no-deps", "--no-build-isolation", "--no-binary", ":all:"]
     options += ["--require-hashes", "--requirement", str(requirements), "--dest", str(folder)]
     failures = []
     for pip in pip_commands():
@@ -138,45 +131,53 @@ def download(folder: Path) -> Path:
 
 
 def download_advice(output: str) -> str:
-    """What to do about failed downloads, in one sentence, from what the pips printed."""
+    """Return the fix for failed downloads, from the output of the pips."""
     if "DO NOT MATCH THE HASHES" in output:
-        return "The registry serves another file under this name; nothing was installed. Use another registry."
+        return "The registry has another file of this name; nothing was installed. Fix: use another registry."
     if "direct URL" in output:
-        return f"This pip is too new for the archive: run `{sys.executable} -m pip install 'pip<=26.0'` first."
+        return f"This pip is too new for the archive. Fix: run `{sys.executable} -m pip install 'pip<=26.0'` first."
     return (
-        "If this machine has no network, build the wheel on one that has (`--wheel-dir DIR`), carry it over "
-        "and `pip install` it, or pass the downloaded archive with `--sdist FILE`."
+        "Fix: without a network, build the wheel on another machine (`--wheel-dir DIR`) and `pip install` it here, or "
+        "give the downloaded archive with `--sdist FILE`."
     )
 
 
 def extract(archive: Path, folder: Path) -> Path:
-    """Unpacks an archive. Returns: its one top folder. Raises: InstallError if it is unsafe or damaged."""
+    """Unpack an archive and return its only top folder.
+
+    Raises:
+        InstallError: the archive has an unsafe member, several top folders, or is damaged.
+    """
     try:
         with tarfile.open(archive) as tar:
             members = tar.getmembers()
             for member in members:
                 path = Path(member.name)
                 if path.is_absolute() or ".." in path.parts or not (member.isfile() or member.isdir()):
-                    raise InstallError(f"{archive} holds the unsafe member {member.name!r}; nothing was installed.")
+                    raise InstallError(f"{archive}: unsafe member {member.name!r}; nothing was installed. {FIX_SDIST}")
             tops = {Path(member.name).parts[0] for member in members}
             if len(tops) != 1:
-                raise InstallError(f"{archive} holds {sorted(tops)}, expected one folder; nothing was installed.")
+                raise InstallError(
+                    f"{archive}: {sorted(tops)} instead of one folder; nothing was installed. {FIX_SDIST}"
+                )
             tar.extractall(folder, members, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     except (tarfile.TarError, EOFError) as error:
-        raise InstallError(f"{archive} is not a complete tar archive ({error}); nothing was installed.") from error
+        raise InstallError(
+            f"{archive}: no complete tar archive: {error}; nothing was installed. {FIX_SDIST}"
+        ) from error
     return folder / tops.pop()
 
 
 def release_projects(root: Path) -> dict[str, str]:
-    """The projects installed as detectron2.projects.*, {package: folder}, read from the release's setup.py."""
+    """Read the projects installed as detectron2.projects.*, {package: folder}, from the release's setup.py."""
     for node in ast.parse((root / "setup.py").read_text("utf-8")).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "PROJECTS":
             return ast.literal_eval(node.value)
-    raise InstallError("The archive's setup.py names no PROJECTS: it is not the release this script knows.")
+    raise InstallError(f"setup.py: no PROJECTS in it; the source archive is another release. {FIX_SDIST}")
 
 
 def prepare_tree(root: Path, patches: Sequence[Patch] = PATCHES) -> None:
-    """Turns the unpacked release into a source tree of `detectron2 0.5+pure` that setuptools builds."""
+    """Patch the unpacked release into a source tree of `detectron2 0.5+pure` for setuptools."""
     for patch in patches:
         patch.apply(root)
     (root / "detectron2" / "_C.py").write_text(STUB.replace("@RECIPE@", RECIPE), "utf-8")
@@ -206,12 +207,10 @@ def prepare_tree(root: Path, patches: Sequence[Patch] = PATCHES) -> None:
 
 
 def build_wheel(sdist: Path | None, work: Path) -> Path:
-    """Downloads (or takes) the archive, patches it, builds the wheel in work. Returns: the wheel's path."""
+    """Download the archive unless it is given, patch it and build the wheel in `work`; return its path."""
     if sdist is None:
         say(f"Downloading {SDIST}.")
         sdist = download(work)
-    elif not sdist.is_file():
-        raise InstallError(f"--sdist {sdist}: there is no such file.")
     check_hash(sdist)
     root = extract(sdist, work / "source")
     prepare_tree(root)

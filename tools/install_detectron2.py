@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Install Detectron2 where only a package registry can be reached.
+"""Install Detectron2 on a machine that reaches only a package registry.
 
-Detectron2 is not published on the registries under its own name: upstream's way is its source repository and a
-C++ compiler. Where you have both, do that first. An importable detectron2 is left alone; otherwise this installs
+Registries do not have Detectron2 under its own name. Upstream installs it from the source repository with a C++
+compiler; where you have both, do that instead. An importable detectron2 is left alone. Otherwise this script installs
 the pure Python wheel that detectron2_wheel.py builds.
 """
 
@@ -34,7 +34,14 @@ from detectron2_wheel import (
 
 @dataclass(frozen=True)
 class Found:
-    """What this interpreter imports as detectron2; recipe is "" for anything but a pure build of ours."""
+    """The detectron2 that this interpreter imports.
+
+    Args:
+        where: its folder.
+        version: its version.
+        recipe: identifies a pure build of this script; "" for any other build.
+        error: why it cannot be imported.
+    """
 
     where: str
     version: str = ""
@@ -43,7 +50,7 @@ class Found:
 
 
 def find_detectron2() -> Found | None:
-    """Looks for detectron2. Returns: None if there is none; Found.error is set if it does not import."""
+    """Look for an installed detectron2; return None if there is none."""
     result = probe(
         "import importlib.util, sys\n"
         "spec = importlib.util.find_spec('detectron2')\n"
@@ -67,27 +74,32 @@ def site_packages() -> Path:
 
 
 def unfinished_mark() -> Path:
-    """A file that exists while pip copies the wheel into place, and later only if that was interrupted."""
+    """Return the path of a file that exists during the installation, and afterwards if it was interrupted."""
     return site_packages() / "detectron2-pure.installing"
 
 
 def remove_unfinished() -> None:
-    """Takes away what an interrupted run left in site-packages."""
+    """Remove the files of an interrupted installation from site-packages."""
     if unfinished_mark().exists():
-        say("Removing what an interrupted installation left behind.")
+        say("Removing the files of an interrupted installation.")
         for leftover in [site_packages() / "detectron2", *site_packages().glob("detectron2-*.dist-info")]:
             shutil.rmtree(leftover, ignore_errors=True)
         unfinished_mark().unlink()
 
 
 def install_wheel(wheel: Path, constraint: Path | None) -> None:
-    """Installs the wheel and its dependencies; leftovers of an interruption are removed, at the latest next time."""
+    """Install the wheel and its dependencies.
+
+    An interrupted installation is removed: at once, or by the next run if the process was killed.
+    """
     pip_install = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
-    # The dependencies alone first: if they fail, nothing of detectron2 has been touched.
-    say("Installing its dependencies.")
+    # Dependencies first: if they fail, detectron2 is unchanged.
+    say("Installing the dependencies.")
     limits = ["--constraint", str(constraint)] if constraint is not None else []
     if subprocess.run([*pip_install, "--quiet", *limits, *DEPENDENCIES], stdin=subprocess.DEVNULL).returncode:
-        raise InstallError("Installing the dependencies failed, pip's message is above; detectron2 was not installed.")
+        raise InstallError(
+            "Installing the dependencies failed; detectron2 was not installed. Fix: see pip's message above."
+        )
     unfinished_mark().touch()
     try:
         run([*pip_install, "--no-deps", "--force-reinstall", str(wheel)], "Installing detectron2")
@@ -98,29 +110,38 @@ def install_wheel(wheel: Path, constraint: Path | None) -> None:
 
 
 def save_wheel(wheel: Path, folder: Path) -> None:
-    """Puts the wheel into folder, whole or not at all."""
+    """Write the wheel into a folder, atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f"{wheel.name}.part"
     shutil.copyfile(wheel, partial)
     os.replace(partial, folder / wheel.name)
-    say(f"Wrote {folder / wheel.name}; `pip install` takes it on any machine.")
+    say(f"Wrote {folder / wheel.name}. Install it on any machine with `pip install`.")
 
 
 def install(args: argparse.Namespace) -> None:
-    """Does what the command line asks. Raises: InstallError, OSError."""
+    """Install Detectron2, or write its wheel, as the command line asks.
+
+    Raises:
+        InstallError: the user can fix it.
+        OSError: a file cannot be read or written.
+    """
+    if args.sdist is not None and not args.sdist.is_file():
+        raise InstallError(
+            f"--sdist ('{args.sdist}'): file not found (cwd: {os.getcwd()}). Fix: give an existing file."
+        )
     if args.wheel_dir is None:
         remove_unfinished()
         found = find_detectron2()
         if found is not None and not args.force:
             if found.error:
                 raise InstallError(
-                    f"{found.where} is found as detectron2 but does not import: {found.error}\n"
-                    "Repair or uninstall it, or pass --force to replace it by the pure Python build."
+                    f"detectron2 ('{found.where}'): cannot be imported: {found.error}\n"
+                    "Fix: repair or uninstall it, or give --force to replace it with the pure Python build."
                 )
             if found.recipe in ("", RECIPE):
-                say(f"detectron2 {found.version} at {found.where} works and is left alone.")
+                say(f"detectron2 {found.version} at {found.where} works and stays as it is.")
                 return
-            say(f"The pure Python build at {found.where} is of another version of this script: replacing it.")
+            say(f"Replacing the pure Python build at {found.where}, which is of another version of this script.")
     check_environment()
     with tempfile.TemporaryDirectory(prefix="detectron2-") as work:
         wheel = build_wheel(args.sdist, Path(work))
@@ -130,28 +151,29 @@ def install(args: argparse.Namespace) -> None:
         install_wheel(wheel, args.constraint)
     found = find_detectron2()
     if found is None or found.error:
-        raise InstallError(f"It is installed but does not import: {found.error if found else 'it is not found'}")
+        reason = found.error if found else "not found"
+        raise InstallError(f"detectron2: installed, but cannot be imported: {reason}. Fix: uninstall it and try again.")
     say(f"detectron2 {VERSION} is installed at {found.where}.")
 
 
 def get_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Install Detectron2 v0.5 as a pure Python wheel, if there is none.")
-    parser.add_argument("--wheel-dir", type=Path, metavar="DIR", help="only build the wheel and put it into DIR")
-    parser.add_argument("--sdist", type=Path, metavar="FILE", help="take this source archive, do not download it")
+    parser.add_argument("--wheel-dir", type=Path, metavar="DIR", help="only build the wheel and write it to DIR")
+    parser.add_argument("--sdist", type=Path, metavar="FILE", help="use this source archive instead of a download")
     parser.add_argument("--constraint", type=Path, metavar="FILE", help="pip constraints for the dependencies")
     parser.add_argument("--force", action="store_true", help="replace an installed detectron2")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns: the exit code, 0 when there is a working detectron2 (or the wheel), else 1 and a message."""
+    """Return the exit status: 0 if detectron2 works or the wheel is written, 1 after an error message."""
     try:
         install(get_parser().parse_args(argv))
     except (InstallError, OSError) as error:
         print(f"[install_detectron2] ERROR: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("[install_detectron2] Interrupted; run it again to go on.", file=sys.stderr)
+        print("[install_detectron2] Interrupted. Run it again to continue.", file=sys.stderr)
         return 130
     return 0
 

@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ..checkpoint import LoadReport, PartialLoadError, strict_backbone_load
+from ..checkpoint import LoadReport, PartialLoadError, load_checkpoint, open_checkpoint
 from ..data.images import read_image
 from ..data.synthetic import SyntheticConfig, draw_scene
 from ..errors import UserError, summarize_names
@@ -80,7 +80,7 @@ def analyze_layers(
         AnalysisError: no whitening layers, no images, or ``count`` or ``samples`` not positive.
         ValueError: an image cannot be read.
         PartialLoadError: the weights lack a part of the backbone or of the whitening layers.
-        Other errors: see :func:`gw_detectron.checkpoint.strict_backbone_load`.
+        Other errors: see :func:`gw_detectron.checkpoint.load_checkpoint`.
     """
     for name, value in (("count", count), ("samples", samples)):
         if value < 1:
@@ -97,8 +97,8 @@ def analyze_layers(
         raise AnalysisError(
             "model: has no whitening layers. Fix: set MODEL.RESNETS.WHITEN_NORM and MODEL.RESNETS.WHITEN_POSITIONS."
         )
-    with strict_backbone_load(model, cfg.MODEL.WEIGHTS, allow_partial=allow_partial) as report:
-        DetectionCheckpointer(model).load(cfg.MODEL.WEIGHTS)
+    checkpoint = open_checkpoint(cfg.MODEL.WEIGHTS) if cfg.MODEL.WEIGHTS else None
+    report = load_checkpoint(DetectionCheckpointer(model), checkpoint, allow_partial=allow_partial)
     if cfg.MODEL.WEIGHTS and not allow_partial:
         _check_loaded(report, layers)
 

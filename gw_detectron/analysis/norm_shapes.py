@@ -12,11 +12,10 @@ from detectron2.modeling import build_model
 from torch import Tensor, nn
 
 from ..layers import BatchWhitening2d, FrozenBatchWhitening2d, GroupWhitening2d
-from ..modeling.norm import norm_rows
 from ..modeling.norm_keys import misplaced_norms
+from ..modeling.norm_table import norm_rows
 from .feasibility import Constraints, batch_constraints, group_constraints
 from .result import AnalysisError
-from .whitening_statistics import solver_of
 
 
 class NormShape(NamedTuple):
@@ -138,7 +137,7 @@ def _has_norms(part: Any) -> bool:
 def _constraints(layer: Any, shape: tuple[int, ...] | None, processes: int) -> Constraints | None:
     if shape is None or 0 in shape or isinstance(layer, (FrozenBatchNorm2d, FrozenBatchWhitening2d)):
         return None
-    whitens = isinstance(layer, (GroupWhitening2d, BatchWhitening2d)) and solver_of(layer).name != "standardize"
+    whitens = isinstance(layer, (GroupWhitening2d, BatchWhitening2d)) and layer.solver.name != "standardize"
     samples, channels = shape[:2]
     pixels = torch.Size(shape[2:]).numel()
     if isinstance(layer, (GroupWhitening2d, nn.GroupNorm)):

@@ -42,13 +42,6 @@ def whitening_layers(model: nn.Module) -> dict[str, WhiteningLayer]:
     return {name: module for name, module in model.named_modules() if isinstance(module, WhiteningLayer)}
 
 
-def solver_of(layer: WhiteningLayer) -> Solver:
-    """Return the solver of a whitening layer with its options."""
-    if isinstance(layer.solver, Solver):
-        return layer.solver
-    return Solver(layer.solver, layer.num_iters, layer.eps, layer.threshold, layer.corr)
-
-
 @torch.no_grad()
 def whitening_statistics(layer: WhiteningLayer, x: Tensor, samples: int = 8) -> dict[str, Tensor]:
     """Compute the statistics of :data:`REDUCTIONS` for every matrix that a layer whitens.
@@ -67,7 +60,7 @@ def whitening_statistics(layer: WhiteningLayer, x: Tensor, samples: int = 8) -> 
     """
     with autocast_off(x.device.type):
         x = x if x.dtype == torch.float64 else x.float()
-        solver = solver_of(layer)
+        solver = layer.solver
         pairs: list[tuple[Tensor, Tensor]] = []
         if isinstance(layer, GroupWhitening2d):
             if len(x):

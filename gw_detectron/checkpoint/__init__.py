@@ -1,35 +1,41 @@
-"""ImageNet weights: reading foreign files safely, converting, fetching, loading strictly, and proving them right."""
+"""ImageNet weights: safe reading, conversion, download, strict loading and verification."""
 
-from .architecture import Architecture
+from .architecture import Architecture, WeightsError
 from .catalog import CATALOG, PublishedWeights, local_weights, register_weights
 from .convert import Conversion, convert, to_torchvision
-from .files import convert_file, load_weights
-from .load_report import LoadReport, PartialLoadError, strict_backbone_load
-from .norms import NORMS, NormMismatchError, NoteOfNorms, differing_norms
+from .load_report import LoadReport, PartialLoadError
+from .loading import Checkpoint, NormMismatchError, StartWeights, load_checkpoint, open_checkpoint, open_start_weights
+from .norm_record import NORMS, NormRecord, norm_differences
 from .provenance import Preprocessing, Provenance
 from .reading import RefusedFileError, WeightsFileError, read_weights_file
+from .weights_io import convert_file, load_weights
 
 __all__ = [
     "CATALOG",
     "NORMS",
     "Architecture",
+    "Checkpoint",
     "Conversion",
     "LoadReport",
     "NormMismatchError",
-    "NoteOfNorms",
+    "NormRecord",
     "PartialLoadError",
     "Preprocessing",
     "Provenance",
     "PublishedWeights",
     "RefusedFileError",
+    "StartWeights",
+    "WeightsError",
     "WeightsFileError",
     "convert",
     "convert_file",
-    "differing_norms",
+    "load_checkpoint",
     "load_weights",
     "local_weights",
+    "norm_differences",
+    "open_checkpoint",
+    "open_start_weights",
     "read_weights_file",
     "register_weights",
-    "strict_backbone_load",
     "to_torchvision",
 ]

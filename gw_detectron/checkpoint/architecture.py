@@ -1,46 +1,57 @@
-"""ResNets and ResNeXts as lists of modules: the one table between torchvision's names and Detectron2's.
+"""ResNet and ResNeXt architectures, and the names of their modules in torchvision and in Detectron2."""
 
-The authors' checkpoints and timm's ResNets carry torchvision's names.
-"""
-
+import functools
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
-from ..errors import summarize_names
-from ..modeling.resnet import NUM_BLOCKS_PER_STAGE, POSITIONS, whitened_convs
+from ..errors import UserError, summarize_names
+from ..layers import GroupWhitening2d
+from ..modeling import add_pool_norm, resolve_norm
+from ..modeling.resnet import NUM_BLOCKS_PER_STAGE, whitened_convs
 
-_STAGES = {"torchvision": ("layer1", "layer2", "layer3", "layer4"), "detectron2": ("res2", "res3", "res4", "res5")}
-#: a norm between the last average pooling and the classifier, under both of its names
-POOL_NORM = ("last_bn", "avgpool.norm")
-_NAME = re.compile(r"R-(?P<r>\d+)|X-(?P<x>\d+)-(?P<groups>\d+)x(?P<width>\d+)d")
+_STAGES = {"layer1": "res2", "layer2": "res3", "layer3": "res4", "layer4": "res5"}  # torchvision -> Detectron2
+_FIRST_NAMES = {"conv1": "stem.conv1", "bn1": "stem.conv1.norm", "fc": "linear", **_STAGES}
+_DEPTHS = ", ".join(map(str, sorted(NUM_BLOCKS_PER_STAGE)))
+_ALLOWED = f"unknown. Fix: write it as R-50 or, with groups, X-50-32x4d; depths are {_DEPTHS}, with groups from 50 up."
+_KINDS = {nn.Conv2d: "conv", nn.BatchNorm2d: "norm", nn.Linear: "linear"}
+
+
+class WeightsError(UserError, ValueError):
+    """Weights, or options of their conversion, that cannot be used."""
 
 
 class Module(NamedTuple):
-    """A module with weights, under both of its names.
+    """Names of one ResNet module that has weights.
 
     Args:
-        torchvision: such as ``layer1.0.bn2``.
+        torchvision: such as ``layer1.0.bn2``; the authors' checkpoints and timm have the same names.
         detectron2: such as ``res2.0.conv2.norm``.
         kind: ``conv``, ``norm`` or ``linear``.
-        shape: of its ``weight``; of the classifier only the second dimension, the number of classes being free.
-        position: of a norm, the convolution it follows: ``stem``, ``conv1``, ``conv2``, ``conv3`` or ``shortcut``.
     """
 
     torchvision: str
     detectron2: str
     kind: str
-    shape: tuple[int, ...]
-    position: str = ""
+
+    @property
+    def position(self) -> str:
+        """The convolution before a norm: ``stem``, ``conv1``, ``conv2``, ``conv3`` or ``shortcut``."""
+        return "stem" if self.detectron2.startswith("stem.") else self.detectron2.split(".")[-2]
+
+
+#: a norm between the last average pooling and the classifier
+POOL_NORM = Module("last_bn", "avgpool.norm", "norm")
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A ResNet or ResNeXt.
+    """ResNet or ResNeXt architecture.
 
     Args:
         depth: 18, 34, 50, 101 or 152.
@@ -48,7 +59,7 @@ class Architecture:
         width: channels of each group in the first stage, 64 for a ResNet.
 
     Raises:
-        ValueError: there is no such network.
+        WeightsError: there is no such network.
     """
 
     depth: int
@@ -56,24 +67,20 @@ class Architecture:
     width: int = 64
 
     def __post_init__(self) -> None:
-        if self.depth not in NUM_BLOCKS_PER_STAGE:
-            raise ValueError(f"depth {self.depth}: allowed are {sorted(NUM_BLOCKS_PER_STAGE)}")
-        if not self.bottleneck and (self.groups, self.width) != (1, 64):
-            raise ValueError(f"a ResNet-{self.depth} has no groups, so {self.groups}x{self.width}d is impossible")
+        if self.depth not in NUM_BLOCKS_PER_STAGE or not (self.bottleneck or self.name == f"R-{self.depth}"):
+            raise WeightsError(f"architecture ({self.name!r}): {_ALLOWED}")
 
     @classmethod
     def parse(cls, name: str) -> "Architecture":
-        """Reads ``R-50`` or ``X-101-32x8d``.
+        """Parse a name such as ``R-50`` or ``X-101-32x8d``.
 
         Raises:
-            ValueError: the name is not of this kind, or there is no such network.
+            WeightsError: there is no such network.
         """
-        match = _NAME.fullmatch(name)
+        match = re.fullmatch(r"R-(\d+)|X-(\d+)-(\d+)x(\d+)d", name)
         if not match:
-            raise ValueError(f"architecture {name!r}: write it as R-50 or X-101-32x8d")
-        if match["r"]:
-            return cls(int(match["r"]))
-        return cls(int(match["x"]), int(match["groups"]), int(match["width"]))
+            raise WeightsError(f"architecture ({name!r}): {_ALLOWED}")
+        return cls(*(int(number) for number in match.groups() if number))
 
     @property
     def name(self) -> str:
@@ -87,7 +94,7 @@ class Architecture:
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """The number of blocks of each stage."""
+        """The number of blocks in each stage."""
         return NUM_BLOCKS_PER_STAGE[self.depth]
 
     @property
@@ -95,105 +102,106 @@ class Architecture:
         """Output channels of the first stage."""
         return 256 if self.bottleneck else 64
 
-    def modules(self) -> Iterator[Module]:
-        """Lists all modules with weights in the order of the data."""
-        yield Module("conv1", "stem.conv1", "conv", (64, 3, 7, 7))
-        yield Module("bn1", "stem.conv1.norm", "norm", (64,), "stem")
-        inputs = 64
-        for stage, count in enumerate(self.blocks):
-            outputs = self.res2_channels * 2**stage
-            for block in range(count):
-                yield from self._block(stage, block, inputs, outputs)
-                inputs = outputs
-        yield Module("fc", "linear", "linear", (inputs,))
+    def modules(self) -> tuple[Module, ...]:
+        """List the modules that have weights, in torchvision's order."""
+        return _modules(self)
 
-    def _block(self, stage: int, block: int, inputs: int, outputs: int) -> Iterator[Module]:
-        theirs = f"{_STAGES['torchvision'][stage]}.{block}"
-        ours = f"{_STAGES['detectron2'][stage]}.{block}"
-        for number, shape in enumerate(self._conv_shapes(stage, inputs, outputs), start=1):
-            conv = f"conv{number}"
-            yield Module(f"{theirs}.{conv}", f"{ours}.{conv}", "conv", shape)
-            yield Module(f"{theirs}.bn{number}", f"{ours}.{conv}.norm", "norm", shape[:1], conv)
-        if inputs != outputs:
-            yield Module(f"{theirs}.downsample.0", f"{ours}.shortcut", "conv", (outputs, inputs, 1, 1))
-            yield Module(f"{theirs}.downsample.1", f"{ours}.shortcut.norm", "norm", (outputs,), "shortcut")
 
-    def _conv_shapes(self, stage: int, inputs: int, outputs: int) -> list[tuple[int, int, int, int]]:
-        if not self.bottleneck:
-            return [(outputs, inputs, 3, 3), (outputs, outputs, 3, 3)]
-        width = self.width * 2**stage
-        inner = self.groups * width
-        return [(inner, inputs, 1, 1), (inner, width, 3, 3), (outputs, inner, 1, 1)]
+@functools.cache
+def _modules(network: Architecture) -> tuple[Module, ...]:
+    modules = build_torchvision(network, num_classes=1).named_modules()
+    return tuple(Module(name, detectron2_name(name), _KINDS[type(m)]) for name, m in modules if type(m) in _KINDS)
+
+
+def build_torchvision(
+    network: Architecture,
+    positions: str = "",
+    norm: str = "BN",
+    pool_norm: str = "",
+    num_classes: int | None = None,
+) -> ResNet:
+    """Build torchvision's ResNet with GW at the positions, on the meta device.
+
+    Args:
+        network: the architecture.
+        positions: of GW.
+        norm: every other norm, ``BN`` or ``GN``.
+        pool_norm: the norm before the classifier, as ``avgpool.norm``; "" for none.
+        num_classes: of the classifier; None for no classifier.
+
+    Raises:
+        ValueError: a norm does not fit.
+    """
+    with torch.device("meta"):
+        model = ResNet(
+            Bottleneck if network.bottleneck else BasicBlock,
+            list(network.blocks),
+            num_classes=num_classes or 1,
+            groups=network.groups,
+            width_per_group=network.width,
+            norm_layer=functools.partial(nn.GroupNorm, 32) if norm == "GN" else nn.BatchNorm2d,
+        )
+        for module in norms_at(network, positions):
+            channels = model.get_submodule(module.torchvision).weight.numel()
+            model.set_submodule(module.torchvision, GroupWhitening2d(channels))
+        if pool_norm:
+            channels = model.fc.in_features
+            add_pool_norm(model, resolve_norm(pool_norm, where="pool_norm", channels=[channels]), channels)
+    if num_classes is None:
+        model.fc = nn.Identity()
+    return model
+
+
+def detectron2_name(name: str) -> str:
+    """Translate torchvision's name of a ResNet module or tensor to Detectron2's.
+
+    Source: Detectron2, tools/convert-torchvision-to-d2.py.
+    """
+    first, dot, rest = name.partition(".")
+    rest = re.sub(r"\bbn(\d)", r"conv\1.norm", rest)
+    rest = rest.replace("downsample.0", "shortcut").replace("downsample.1", "shortcut.norm")
+    return _FIRST_NAMES.get(first, first) + dot + rest
 
 
 def infer_architecture(tensors: Mapping[str, Tensor], layout: str = "torchvision") -> Architecture:
-    """Recognises the network from the names of its blocks and the shape of a grouped convolution.
+    """Infer the architecture from the names of blocks and a grouped convolution.
 
     Args:
         tensors: a state dict.
         layout: whose names these are, ``torchvision`` or ``detectron2``.
 
     Raises:
-        ValueError: these are not the weights of a ResNet or ResNeXt.
+        WeightsError: these are not the weights of a ResNet or ResNeXt.
     """
-    stages = _STAGES[layout]
-    blocks: Counter[str] = Counter(stage for stage, _ in {_block_of(name) for name in tensors} if stage in stages)
-    counts = tuple(blocks[stage] for stage in stages)
-    if not all(counts):
-        raise ValueError(
-            f"these are not the weights of a ResNet: {layout}'s has the stages {', '.join(stages)}, and the first "
-            f"names here are {summarize_names(tensors)}"
-        )
+    stages = list(_STAGES if layout == "torchvision" else _STAGES.values())
+    blocks = {tuple(name.split(".")[:2]) for name in tensors}
+    counts = tuple(sum(block[0] == stage for block in blocks) for stage in stages)
     bottleneck = f"{stages[0]}.0.conv3.weight" in tensors
     depths = [d for d, known in NUM_BLOCKS_PER_STAGE.items() if known == counts and (d >= 50) == bottleneck]
     if not depths:
-        raise ValueError(
-            f"no known ResNet has {counts} blocks {'with' if bottleneck else 'without'} bottlenecks; known depths are "
-            f"{sorted(NUM_BLOCKS_PER_STAGE)}"
+        raise WeightsError(
+            f"tensors ({summarize_names(tensors)}): not the weights of a known ResNet: {counts} blocks "
+            f"{'with' if bottleneck else 'without'} bottlenecks in {layout}'s {', '.join(stages)}. Fix: give weights "
+            f"of a ResNet with {_DEPTHS} layers."
         )
     if not bottleneck:
         return Architecture(depths[0])
     name = f"{stages[0]}.0.conv2.weight"
     shape = tuple(tensors[name].shape) if name in tensors else ()
     if len(shape) != 4 or 0 in shape or shape[0] % shape[1]:
-        raise ValueError(f"{name} is {'of shape ' + str(shape) if shape else 'missing'}, so the groups are unknown")
+        raise WeightsError(
+            f"{name} ({shape or 'missing'}): does not show the number of groups. Fix: give complete weights."
+        )
     return Architecture(depths[0], groups=shape[0] // shape[1], width=shape[1])
 
 
-def infer_positions(architecture: Architecture, whitened: Iterable[Module]) -> str:
-    """Names the positions that exactly these norms stand at.
-
-    Args:
-        architecture: the network.
-        whitened: the norms that are not batch normalisation.
-
-    Raises:
-        ValueError: they stand at none of the named sets of positions.
-    """
-    found = set(whitened)
-    for positions in POSITIONS:
-        if positions == "S1-B3" and not architecture.bottleneck:
-            continue
-        if found == set(norms_at(architecture, positions)):
-            return positions
-    norms = [module for module in architecture.modules() if module.kind == "norm"]
-    without = [module.torchvision for module in norms if module in found]
-    raise ValueError(
-        f"{len(without)} of {len(norms)} norms have no running statistics ({summarize_names(without)}), and together they are "
-        f"none of the positions {', '.join(POSITIONS[1:])}"
-    )
-
-
-def norms_at(architecture: Architecture, positions: str) -> list[Module]:
-    """The norms that stand at the named positions.
+def norms_at(network: Architecture, positions: str) -> list[Module]:
+    """List the norms at the named positions.
 
     Raises:
         ValueError: unknown positions, or positions that the network does not have.
     """
-    wanted = {"stem", *whitened_convs(positions, bottleneck=architecture.bottleneck)} if positions else set()
-    return [module for module in architecture.modules() if module.kind == "norm" and module.position in wanted]
-
-
-def _block_of(name: str) -> tuple[str, str]:
-    stage, _, rest = name.partition(".")
-    return stage, rest.partition(".")[0]
+    if not positions:
+        return []
+    convs = {"stem", *whitened_convs(positions, bottleneck=network.bottleneck)}
+    return [module for module in network.modules() if module.kind == "norm" and module.position in convs]

@@ -1,11 +1,10 @@
-"""The authors' ImageNet weights under ``gw://imagenet/<architecture>``, and any file under ``gw://file/<path>``.
+"""The authors' ImageNet weights as ``gw://imagenet/<architecture>``, and any file as ``gw://file/<path>``.
 
-``MODEL.WEIGHTS`` takes both. The first is downloaded once, both are converted once, into the folder ``gw_detectron`` of
-Detectron2's cache (``$FVCORE_CACHE``, else ``~/.torch/iopath_cache``). Two environment variables change where a file
-comes from:
+``MODEL.WEIGHTS`` takes both. The authors' files are downloaded once, both kinds are converted once, into the folder
+``gw_detectron`` of Detectron2's cache (``$FVCORE_CACHE``, else ``~/.torch/iopath_cache``). Environment variables:
 
-- ``GW_DETECTRON_WEIGHTS``: a folder that has the authors' files; nothing is downloaded then.
-- ``GW_DETECTRON_MIRROR``: an address below which the authors' files lie, instead of Google Drive.
+- ``GW_DETECTRON_WEIGHTS``: a folder with the authors' files; nothing is downloaded then.
+- ``GW_DETECTRON_MIRROR``: a base URL of the authors' files, instead of Google Drive.
 """
 
 import json
@@ -20,10 +19,12 @@ from detectron2.utils.file_io import PathHandler, PathManager
 from iopath.common.file_io import file_lock, get_cache_dir
 
 from ..atomic import atomic_write
+from ..errors import MissingFileError
+from .architecture import WeightsError
 from .download import DownloadFailedError, download
-from .files import convert_file
-from .provenance import TORCHVISION, Preprocessing, sha256_of, tool
+from .provenance import sha256_of, tool
 from .reading import WeightsFileError
+from .weights_io import convert_file
 
 PREFIX = "gw://"
 FOLDER_VARIABLE = "GW_DETECTRON_WEIGHTS"
@@ -33,17 +34,16 @@ _FILE = "file/"
 
 @dataclass(frozen=True)
 class PublishedWeights:
-    """A file of the authors.
+    """Weights that the authors published.
 
     Args:
         architecture: such as ``R-50``.
         drive_id: of the file on Google Drive.
-        top1: accuracy on the ImageNet validation set in percent, by the paper.
-        positions: where whitening stands.
-        preprocessing: how images have to be given.
-        licence: under which terms the weights are.
-        sha256: of the file; None, because the authors give none: then the first file seen is recorded in the cache,
-            and every later one has to be equal.
+        top1: accuracy on the ImageNet validation set in percent, from the paper.
+        positions: of GW.
+        license: of the weights.
+        sha256: of the file. None, as the authors give none: the hash of the first file is recorded in the cache, and
+            later files must have the same.
 
     Source: Group Whitening (CVPR 2021), Table 3; the files, README of the authors' repository.
     """
@@ -52,8 +52,7 @@ class PublishedWeights:
     drive_id: str
     top1: float
     positions: str = "S1-B2"
-    preprocessing: Preprocessing = TORCHVISION
-    licence: str = "not stated by the authors (their code is BSD-2-Clause), so the files are not passed on here"
+    license: str = "not stated by the authors (their code is BSD-2-Clause), so this package does not redistribute them"
     sha256: str | None = None
 
     @property
@@ -62,12 +61,12 @@ class PublishedWeights:
 
     @property
     def file(self) -> str:
-        """The name of the authors' file in the cache, in a local folder and on a mirror."""
+        """The file's name in the cache, in a local folder and on a mirror."""
         return f"{self.architecture}-GW-{self.positions}.pth"
 
     @property
     def url(self) -> str:
-        """Where the file is fetched from."""
+        """The file's download address."""
         mirror = os.environ.get(MIRROR_VARIABLE)
         return f"{mirror.rstrip('/')}/{self.file}" if mirror else f"https://drive.google.com/uc?id={self.drive_id}"
 
@@ -84,127 +83,118 @@ CATALOG: Mapping[str, PublishedWeights] = {
 
 
 def local_weights(name: str) -> Path:
-    """Gives converted weights as a file on this machine, fetching and converting them if need be.
+    """Return the path of converted weights; download and convert them if needed.
 
     Args:
         name: ``imagenet/<architecture>``, see :data:`CATALOG`, or ``file/<path>``.
 
     Raises:
-        ValueError: there are no weights of this name, or the file is damaged or not the one seen before.
-        OSError: the file is nowhere on this machine and cannot be fetched, or cannot be read.
+        WeightsError: unknown name.
+        WeightsFileError: the file is damaged, or its hash is not the recorded one.
+        OSError: the file is not on this machine and cannot be downloaded, or cannot be read.
     """
-    folder = Path(get_cache_dir()) / "gw_detectron"
+    cache = Path(get_cache_dir()) / "gw_detectron"
     if name.startswith(_FILE):
-        return _convert_local_file(Path(name.removeprefix(_FILE)), folder)
-    if name not in CATALOG:
-        raise ValueError(
-            f"{PREFIX}{name}: there are {', '.join(PREFIX + known for known in CATALOG)}, and {PREFIX}file/<path>"
-        )
-    record = CATALOG[name]
-    folder.mkdir(parents=True, exist_ok=True)
-    with file_lock(str(folder / record.file)):
-        return _published(record, folder)
-
-
-def local_path(address: str) -> str:
-    """Gives what an address stands for as a path on this machine: ``gw://`` and all others that Detectron2 reads.
-
-    Raises:
-        ValueError: see :func:`local_weights`.
-        OSError: see :func:`local_weights`.
-    """
-    return PathManager.get_local_path(address)
-
-
-def _convert_local_file(path: Path, folder: Path) -> Path:
-    target = folder / "files" / f"{sha256_of(path)[:20]}-{tool().split()[-1]}.pkl"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    note = target.with_suffix(".json")
-    with file_lock(str(target)):
-        if not target.is_file() or _read_note(note).get("converted_sha256") != sha256_of(target):
-            convert_file(path, target, overwrite=True)
-            _write_note(note, {"source": str(path), "converted_sha256": sha256_of(target)})
-    return target
-
-
-def _published(record: PublishedWeights, folder: Path) -> Path:
-    target = (folder / record.file).with_suffix(".pkl")
-    note = target.with_suffix(".json")
-    seen = _read_note(note)
-    ready = seen.get("tool") == tool() and target.is_file() and sha256_of(target) == seen.get("converted_sha256")
-    given = os.environ.get(FOLDER_VARIABLE)
-    if ready and not given:
+        source = Path(name.removeprefix(_FILE))
+        if not source.is_file():
+            raise MissingFileError(
+                f"weights ({PREFIX + name!r}): file not found (cwd: {os.getcwd()!r}). Fix: give an existing path."
+            )
+        digest = sha256_of(source)
+        target = cache / "files" / f"{digest[:20]}.pkl"
+        with file_lock(str(target)):
+            if not _is_current(target):
+                _convert(source, target, origin=str(source), digest=digest)
         return target
-    source = Path(given) / record.file if given else folder / record.file
+    if name not in CATALOG:
+        known = ", ".join(PREFIX + record for record in CATALOG)
+        raise WeightsError(f"weights ({PREFIX + name!r}): unknown name. Fix: give {known} or {PREFIX}file/<path>.")
+    record = CATALOG[name]
+    with file_lock(str(cache / record.file)):
+        return _published_weights(record, cache)
+
+
+def _published_weights(record: PublishedWeights, cache: Path) -> Path:
+    target = (cache / record.file).with_suffix(".pkl")
+    current = _is_current(target)
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if current and not folder:
+        return target
+    source = Path(folder or cache) / record.file
     origin, fetched = str(source), False
-    if given and not source.is_file():
-        raise FileNotFoundError(
-            f"{PREFIX}{record.name}: {FOLDER_VARIABLE} is {given}, but there is no {record.file} in it. Save "
-            f"{record.url} there under that name, or unset {FOLDER_VARIABLE}"
+    if folder and not source.is_file():
+        raise MissingFileError(
+            f"{FOLDER_VARIABLE} ({folder!r}): {record.file} not found, needed for {PREFIX}{record.name}. Fix: save "
+            f"{record.url} there under that name, or unset {FOLDER_VARIABLE}."
         )
     if not source.is_file():
         origin, fetched = record.url, True
-        _fetch(record, source)
-    found = sha256_of(source)
-    expected = record.sha256 or seen.get("source_sha256")
-    if expected not in (None, found):
-        recorded, trust = "", ""
-        if not record.sha256:
-            recorded = f", as {note} recorded at its first use"
-            trust = f"; if you trust it more, remove {note}"
+        _download(record, source)
+    digest = sha256_of(source)
+    recorded = _read_record(target).get("source_sha256")
+    if (record.sha256 or recorded) not in (None, digest):
+        first = "" if record.sha256 else f", recorded at first use; or, to trust the new file, remove {_record(target)}"
         raise WeightsFileError(
-            f"{source} has the SHA-256 {found}, but {PREFIX}{record.name} has {expected}{recorded}. Replace it{trust}"
+            f"{str(source)!r}: SHA-256 is {digest}. Fix: give the file of {PREFIX}{record.name} with SHA-256 "
+            f"{record.sha256 or recorded}{first}."
         )
-    if ready:
-        return target
-    try:
-        convert_file(source, target, architecture=record.architecture, positions=record.positions, overwrite=True)
-    except WeightsFileError as error:
-        if fetched:
-            source.unlink()
-        advice = "Try again, or save the file there yourself" if fetched else "Replace it"
-        raise WeightsFileError(f"{PREFIX}{record.name}, from {origin}: {error}. {advice}") from None
-    content = {
-        "source": origin,
-        "source_sha256": found,
-        "converted_sha256": sha256_of(target),
-        "tool": tool(),
-    }
-    _write_note(note, content)
+    if not current:
+        try:
+            _convert(source, target, origin, digest, architecture=record.architecture, positions=record.positions)
+        except WeightsFileError as error:
+            if fetched:
+                source.unlink()
+            fix = f"Fix: try again, or save the file as {source} yourself." if fetched else "Fix: replace the file."
+            reason = str(error).partition("Fix: ")[0].rstrip()
+            raise WeightsFileError(f"{PREFIX}{record.name} ({origin!r}): {reason} {fix}") from None
     return target
 
 
-def _fetch(record: PublishedWeights, path: Path) -> None:
-    log = logging.getLogger(__name__)
-    log.info(f"Fetching {record.url} to {path}; the licence of these weights is {record.licence}.")
+def _convert(source: Path, target: Path, origin: str, digest: str, **expected: Any) -> None:
+    convert_file(source, target, overwrite=True, **expected)
+    record = {
+        "source": origin,
+        "source_sha256": digest,
+        "converted_sha256": sha256_of(target),
+        "tool": tool(),
+    }
+    with atomic_write(_record(target)) as temporary:
+        temporary.write_text(json.dumps(record, indent=1))
+
+
+def _is_current(target: Path) -> bool:
+    """Check that converted weights are undamaged and of this version."""
+    record = _read_record(target)
+    return record.get("tool") == tool() and target.is_file() and sha256_of(target) == record.get("converted_sha256")
+
+
+def _record(target: Path) -> Path:
+    return target.with_suffix(".json")
+
+
+def _read_record(target: Path) -> dict[str, str]:
+    path = _record(target)
+    try:
+        return dict(json.loads(path.read_text())) if path.is_file() else {}
+    except (TypeError, ValueError) as error:
+        raise WeightsFileError(
+            f"{str(path)!r}: damaged record of the first file's hash ({error}). Fix: remove it to trust the next file."
+        ) from None
+
+
+def _download(record: PublishedWeights, path: Path) -> None:
+    logging.getLogger(__name__).info(f"Downloading {record.url} to {path}. License of the weights: {record.license}.")
     try:
         download(record.url, path)
     except DownloadFailedError as error:
         raise DownloadFailedError(
-            f"{PREFIX}{record.name}: {path} does not exist, and {error}. Fetch {record.url} in another way and save it "
-            f"as {path}; or set {FOLDER_VARIABLE} to a folder that has {record.file}, or {MIRROR_VARIABLE} to the "
-            "address of one"
-        ) from None
-
-
-def _write_note(path: Path, content: Mapping[str, str]) -> None:
-    with atomic_write(path) as beside:
-        beside.write_text(json.dumps(content, indent=1))
-
-
-def _read_note(path: Path) -> dict[str, str]:
-    if not path.is_file():
-        return {}
-    try:
-        return dict(json.loads(path.read_text()))
-    except ValueError as error:
-        raise WeightsFileError(
-            f"{path}, which records the weights seen first, is damaged ({error}). Remove it to trust the next file"
+            f"{PREFIX}{record.name}: not in the cache, and {error}. Fix: save {record.url} as {path}; or set "
+            f"{FOLDER_VARIABLE} to a folder with {record.file}, or {MIRROR_VARIABLE} to its base URL."
         ) from None
 
 
 class WeightsHandler(PathHandler):
-    """Lets Detectron2 read ``gw://`` addresses."""
+    """Resolve ``gw://`` addresses for Detectron2."""
 
     def _get_supported_prefixes(self) -> list[str]:
         return [PREFIX]
@@ -218,5 +208,5 @@ class WeightsHandler(PathHandler):
 
 
 def register_weights() -> None:
-    """Makes ``gw://`` known to Detectron2; a second call changes nothing."""
+    """Register ``gw://`` with Detectron2's PathManager."""
     PathManager.register_handler(WeightsHandler(), allow_override=True)

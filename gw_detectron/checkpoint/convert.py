@@ -1,29 +1,36 @@
-"""ImageNet weights in torchvision's names to a Detectron2 backbone's, with nothing lost in silence, and back."""
+"""Convert ImageNet weights between torchvision's names and Detectron2's, and check every tensor."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from detectron2.layers import get_norm
 from torch import Tensor
 
 from ..errors import summarize_names
 from ..layers import RUNNING
-from ..modeling import resolve_norm
-from .architecture import POOL_NORM, Architecture, Module, infer_architecture, infer_positions, norms_at
-from .reading import WeightsFileError
+from ..modeling.resnet import POSITIONS
+from .architecture import (
+    POOL_NORM,
+    Architecture,
+    WeightsError,
+    build_torchvision,
+    detectron2_name,
+    infer_architecture,
+    norms_at,
+)
+from .provenance import Provenance, tool
 
 _log = logging.getLogger(__name__)
 
-_BEFORE_FC = f"{POOL_NORM[0]}."
 _WRAPPERS = ("model", "state_dict")
+_COUNTER = ".num_batches_tracked"
 _STATISTICS = ("running_mean", "running_var")
 
 
-class Row(NamedTuple):
-    """What became of one tensor of the source; ``target`` is empty for one that was dropped."""
+class ConversionRow(NamedTuple):
+    """Result for one source tensor; ``target`` is empty for a dropped tensor."""
 
     source: str
     target: str
@@ -33,24 +40,29 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Conversion:
-    """Weights of a Detectron2 ResNet and what is known about them.
+    """Weights of a Detectron2 ResNet.
 
     Args:
-        tensors: float32, under the names of ``backbone.bottom_up`` without that prefix.
-        architecture: the network.
-        positions: where whitening stands, one of ``"" S1 S1-B1 S1-B2 S1-B3 S1-B12 ALL``.
-        norm: every other norm, ``BN`` or ``GN``.
-        rows: one for each tensor of the source.
-        pool_norm: the norm between the last average pooling and the classifier, which learns decorrelated features;
-            "" for none.
+        tensors: float32, with the names of ``backbone.bottom_up`` without that prefix.
+        source_tensors: the tensors before the conversion, with torchvision's names.
+        rows: one for each source tensor.
+        provenance: the network and the origin.
+        pool_norm: the norm between the last average pooling and the classifier, stated or guessed; "" for none.
     """
 
     tensors: dict[str, Tensor]
-    architecture: Architecture
-    positions: str
-    norm: str
-    rows: tuple[Row, ...]
+    source_tensors: dict[str, Tensor]
+    rows: tuple[ConversionRow, ...]
+    provenance: Provenance
     pool_norm: str = ""
+
+    @property
+    def architecture(self) -> Architecture:
+        return Architecture.parse(self.provenance.architecture)
+
+    @property
+    def positions(self) -> str:
+        return self.provenance.positions
 
     @property
     def has_classifier(self) -> bool:
@@ -65,129 +77,142 @@ def convert(
     keep_fc: bool = False,
     pool_norm: str | None = None,
 ) -> Conversion:
-    """Renames, reshapes and checks the weights of a ResNet or ResNeXt in torchvision's names.
+    """Rename, reshape and check ResNet or ResNeXt weights with torchvision's names.
 
-    The network and the positions of whitening are recognised from the tensors. A norm without running statistics is
-    whitening; if all norms are so, and their scales have one dimension as torch's own layers write them, they are
-    GroupNorm, unless ``positions`` is ``"ALL"``.
+    The architecture and the positions of GW are inferred from the tensors. A norm without running statistics is GW. If
+    no norm has statistics and all scales are one-dimensional, as in torch's own layers, the norms are GN; with
+    ``positions="ALL"`` they are GW.
 
     Args:
-        content: what a file holds: a state dict, bare or under ``model`` or ``state_dict``, with or without the prefix
-            ``module.`` of data-parallel training.
-        architecture: what it has to be, e.g. ``R-50`` or ``X-101-32x8d``; None accepts any.
-        positions: where whitening has to stand; None accepts any.
+        content: a state dict, bare or under ``model`` or ``state_dict``, with or without the prefix ``module.`` of
+            data-parallel training.
+        architecture: the expected one, e.g. ``R-50`` or ``X-101-32x8d``; None accepts any.
+        positions: the expected positions of GW; None accepts any.
         keep_fc: keep the classifier, as ``linear``, and the norm before it, as ``avgpool.norm``.
-        pool_norm: the name of that norm with its options, e.g. ``BW:channels=32,solver=zca``; "" leaves it out. None
-            takes it for the usual one that has such tensors, and warns where its options could be others. The authors'
-            ResNeXts have a norm there that takes no part in their forward pass; with None it is left out.
+        pool_norm: the spec of that norm, e.g. ``BW:channels=32,solver=zca``; "" drops the norm. None guesses the spec
+            from its tensors, with a warning where options cannot be inferred. The authors' ResNeXts have such a norm,
+            but do not use it in their forward pass: None drops it.
 
     Raises:
-        ValueError: a tensor is missing, left over, of wrong shape or type, or not finite; or the file is of another
-            network than asked for; or ``pool_norm`` is unknown, does not fit, or is given without ``keep_fc``.
+        WeightsError: a tensor is missing, unexpected, not finite, or of wrong shape or type; the network is not the
+            expected one; or ``pool_norm`` is given without ``keep_fc``.
+        ValueError: ``pool_norm`` is unknown or does not fit.
     """
     tensors = unwrap(content)
     network = infer_architecture(tensors)
     if architecture is not None and Architecture.parse(architecture) != network:
-        raise WeightsFileError(f"these are the weights of {network.name}, not of {architecture}")
-    found, norm = _recognise_norms(network, tensors, positions)
+        raise WeightsError(
+            f"architecture ({architecture!r}): the weights are of {network.name}. Fix: give {network.name} or none."
+        )
+    found, norm = _infer_norms(network, tensors, positions)
     if pool_norm and not keep_fc:
-        raise WeightsFileError(f"pool_norm={pool_norm!r} is kept with the classifier only: add keep_fc (--keep-fc)")
-    if pool_norm is None:
-        pool_norm = _guess_pool_norm(tensors, norm) if keep_fc and not network.name.startswith("X-") else ""
+        raise WeightsError(f"pool_norm ({pool_norm!r}): needs the classifier. Fix: add keep_fc=True (--keep-fc).")
+    used_pool_norm = pool_norm or ""
+    if pool_norm is None and keep_fc and not network.name.startswith("X-"):
+        used_pool_norm = _guess_pool_norm(tensors, norm)
+    provenance = Provenance(tool(), "", "", network.name, found, norm, pool_norm=pool_norm)
+    converted, rows = _convert_tensors(tensors, network, provenance, used_pool_norm, keep_fc)
+    return Conversion(converted, tensors, tuple(rows), provenance, used_pool_norm)
 
-    converted: dict[str, Tensor] = {}
-    rows = []
-    problems: dict[str, list[str]] = {}
+
+def _convert_tensors(
+    tensors: Mapping[str, Tensor], network: Architecture, facts: Provenance, pool_norm: str, keep_fc: bool
+) -> tuple[dict[str, Tensor], list[ConversionRow]]:
+    """Compare the tensors with those of torchvision's network; convert them if all fit."""
+    fc = tensors.get("fc.weight")
+    classes = len(fc) if fc is not None and fc.dim() else 1
+    model = build_torchvision(network, facts.positions, facts.norm, pool_norm, classes if keep_fc else None)
+    expected = {name: tuple(value.shape) for name, value in model.state_dict().items() if not name.endswith(_COUNTER)}
+    # scale and shift may be (1, C, 1, 1) or (1, C) here
+    affine = [*(module.torchvision for module in norms_at(network, facts.positions)), POOL_NORM.detectron2]
+    flat = {f"{module}.{field}" for module in affine for field in ("weight", "bias")}
+
     left = dict(tensors)
-    classes = _number_of_classes(tensors) if keep_fc else None
-    for expected in [*_expected(network, found, norm, classes), *_expected_before_fc(network, pool_norm)]:
-        value = left.pop(expected.source, None)
+    converted, rows = {}, []
+    problems: dict[str, list[str]] = {}
+    for name, shape in expected.items():
+        source = name.replace(POOL_NORM.detectron2, POOL_NORM.torchvision)
+        value = left.pop(source, None)
         if value is None:
-            problems.setdefault("missing", []).append(expected.source)
-            continue
-        problem, note = _check(value, expected), ""
-        if problem:
-            problems.setdefault(problem, []).append(f"{expected.source} {_describe(value)}")
-            continue
-        value = value.detach()
-        if value.dtype != torch.float32:
-            note = f"{value.dtype} -> float32".replace("torch.", "")
-            value = value.float()
-        if expected.flat and value.dim() > 1:
-            note = f"reshaped from {tuple(value.shape)}"
-            value = value.reshape(-1)
-        converted[expected.target] = value
-        rows.append(Row(expected.source, expected.target, tuple(value.shape), note))
-    counters = {f"{m.torchvision}.num_batches_tracked" for m in network.modules() if m.kind == "norm"}
-    counters.add(f"{_BEFORE_FC}num_batches_tracked")
-    for name, value in left.items():
-        reason = _reason_to_drop(name, counters, pool_norm)
-        if reason:
-            rows.append(Row(name, "", tuple(value.shape), reason))
-            continue
-        whole = f"{network.name} with {found or 'no whitening'}"
-        if name.startswith(_BEFORE_FC):
-            whole = f"{pool_norm}, the norm before the classifier (state another with pool_norm, --pool-norm)"
-        problems.setdefault(f"not part of {whole}", []).append(name)
+            problems.setdefault("missing", []).append(source)
+        elif problem := _check(name, value, shape, name in flat):
+            problems.setdefault(problem, []).append(f"{source} {tuple(value.shape)} {_dtype(value)}")
+        else:
+            note = "" if value.dtype == torch.float32 else f"{_dtype(value)} -> float32"
+            if value.shape != shape:
+                note = f"reshaped from {tuple(value.shape)}"
+            target = detectron2_name(name)
+            converted[target] = value.detach().float().reshape(shape)
+            rows.append(ConversionRow(source, target, shape, note))
+    for source, value in left.items():
+        if reason := _reason_to_drop(source, network, pool_norm):
+            rows.append(ConversionRow(source, "", tuple(value.shape), reason))
+        else:
+            part = f"{network.name} with {facts.positions or 'no GW'}"
+            if source.startswith(f"{POOL_NORM.torchvision}."):
+                part = f"{pool_norm}, the norm before the classifier (state another by pool_norm, --pool-norm)"
+            problems.setdefault(f"unexpected, not part of {part}", []).append(source)
     if problems:
         lines = [f"{len(names)} {problem}: {summarize_names(names)}" for problem, names in problems.items()]
-        raise WeightsFileError("\n  ".join([f"taken for {network.name}, but of its tensors", *lines]))
-    return Conversion(converted, network, found, norm, tuple(rows), pool_norm)
+        fix = "Fix: give complete weights of one network."
+        raise WeightsError("\n  ".join([f"tensors: do not fit {network.name}", *lines, fix]))
+    return converted, rows
 
 
 def to_torchvision(tensors: Mapping[str, Tensor], *, authors_affine: bool = False) -> dict[str, Tensor]:
-    """Gives the weights of a Detectron2 ResNet the names of torchvision and timm; the inverse of :func:`convert`.
+    """Rename Detectron2 ResNet tensors to torchvision's and timm's names; inverse of :func:`convert`.
 
     Args:
-        tensors: the state dict of a Detectron2 ResNet, i.e. of ``backbone.bottom_up`` in a detector with FPN.
-        authors_affine: give scale and shift of norms without running statistics the shape (1, C, 1, 1), as the
-            authors' layer has it, instead of (C,).
+        tensors: the state dict of a Detectron2 ResNet, e.g. of ``backbone.bottom_up`` in a detector with FPN.
+        authors_affine: reshape scale and shift of norms without running statistics from (C,) to (1, C, 1, 1), as in
+            the authors' layer.
 
     Raises:
-        ValueError: these are not the tensors of a ResNet or ResNeXt.
+        WeightsError: these are not the tensors of a ResNet or ResNeXt.
     """
     network = infer_architecture(tensors, layout="detectron2")
-    modules = {module.detectron2: module for module in network.modules()}
-    theirs, ours = POOL_NORM
-    modules[ours] = Module(theirs, ours, "norm", modules["linear"].shape)
-    renamed = {}
-    unknown = []
+    modules = {module.detectron2: module for module in (*network.modules(), POOL_NORM)}
+    renamed, unexpected = {}, []
     for name, value in tensors.items():
-        # a norm before the classifier may have parts of its own, such as a rotation
-        prefix = ours if name.startswith(f"{ours}.") else name.rpartition(".")[0]
-        suffix = name.removeprefix(f"{prefix}.")
+        # the norm before the classifier may have submodules, such as a rotation
+        before_fc = name.startswith(f"{POOL_NORM.detectron2}.")
+        prefix = POOL_NORM.detectron2 if before_fc else name.rpartition(".")[0]
         module = modules.get(prefix)
         if module is None:
-            unknown.append(name)
+            unexpected.append(name)
             continue
         if authors_affine and module.kind == "norm" and f"{prefix}.running_mean" not in tensors:
             value = value.reshape(1, -1, 1, 1)
-        renamed[f"{module.torchvision}.{suffix}"] = value
-    if unknown:
-        raise WeightsFileError(f"{network.name} has no {summarize_names(unknown)}")
+        renamed[module.torchvision + name.removeprefix(prefix)] = value
+    if unexpected:
+        raise WeightsError(f"tensors ({summarize_names(unexpected)}): not part of {network.name}. Fix: leave them out.")
     return renamed
 
 
 def unwrap(content: Any) -> dict[str, Tensor]:
-    """Finds the state dict in what a checkpoint file holds.
+    """Find the state dict in the content of a checkpoint file.
 
     Raises:
-        ValueError: there is none, or there are two.
+        WeightsError: there is none, or there are two.
     """
     while isinstance(content, Mapping):
         found = [key for key in _WRAPPERS if isinstance(content.get(key), Mapping)]
         if len(found) > 1:
-            raise WeightsFileError(f"there are weights under both {' and '.join(map(repr, found))}; keep one")
+            raise WeightsError(f"keys ({' and '.join(map(repr, found))}): both hold weights. Fix: keep one.")
         if not found:
             break
         content = content[found[0]]
-    if not isinstance(content, Mapping) or not content:
-        kind = "an empty dict" if isinstance(content, Mapping) else f"a {type(content).__name__}"
-        raise WeightsFileError(f"expected a dict of tensors, bare or under 'model' or 'state_dict', but found {kind}")
-    others = [f"{key!r} ({type(value).__name__})" for key, value in content.items() if not _is_entry(key, value)]
-    if others:
-        raise WeightsFileError(
-            f"expected a dict of tensors, bare or under 'model' or 'state_dict', but found {summarize_names(others)}"
+    wrong = f"an empty {type(content).__name__}" if isinstance(content, Mapping) else f"a {type(content).__name__}"
+    if isinstance(content, Mapping) and content:
+        others = [
+            f"{key!r} ({type(value).__name__})"
+            for key, value in content.items()
+            if not (isinstance(key, str) and isinstance(value, Tensor))
+        ]
+        wrong = summarize_names(others)
+    if wrong:
+        raise WeightsError(
+            f"content ({wrong}): not a dict of tensors. Fix: give one, bare or under 'model' or 'state_dict'."
         )
     tensors = dict(content)
     while all(name.startswith("module.") for name in tensors):
@@ -195,28 +220,32 @@ def unwrap(content: Any) -> dict[str, Tensor]:
     return tensors
 
 
-def _is_entry(key: Any, value: Any) -> bool:
-    return isinstance(key, str) and isinstance(value, Tensor)
-
-
-def _recognise_norms(network: Architecture, tensors: Mapping[str, Tensor], positions: str | None) -> tuple[str, str]:
-    """Says where whitening stands, and what the other norms are."""
+def _infer_norms(network: Architecture, tensors: Mapping[str, Tensor], expected: str | None) -> tuple[str, str]:
+    """Infer the positions of GW and the other norm."""
     norms = [module for module in network.modules() if module.kind == "norm"]
     plain = [module for module in norms if not any(f"{module.torchvision}.{name}" in tensors for name in _STATISTICS)]
     scales = [tensors[name] for module in plain if (name := f"{module.torchvision}.weight") in tensors]
-    if plain == norms and positions != "ALL" and all(scale.dim() == 1 for scale in scales):
-        found, norm = "", "GN"
+    possible = [positions for positions in POSITIONS if network.bottleneck or positions != "S1-B3"]
+    if plain == norms and expected != "ALL" and all(scale.dim() == 1 for scale in scales):
+        found, norm = [""], "GN"
     else:
-        found, norm = infer_positions(network, plain), "BN"
-    if positions is not None and positions != found:
-        seen = f"whitening at {found}" if found else f"{norm} and no whitening"
-        raise WeightsFileError(f"these weights have {seen}, not whitening at {positions!r}")
-    return found, norm
+        found, norm = [name for name in possible if norms_at(network, name) == plain], "BN"
+    if not found:
+        names = summarize_names(module.torchvision for module in plain)
+        raise WeightsError(
+            f"norms without running statistics ({len(plain)} of {len(norms)}: {names}): together they are none of the "
+            f"positions {', '.join(possible[1:])}. Fix: give weights with GW at one of them."
+        )
+    if expected not in (None, found[0]):
+        seen = f"GW at {found[0]}" if found[0] else f"{norm} and no GW"
+        raise WeightsError(f"positions ({expected!r}): the weights have {seen}. Fix: give {found[0]!r} or none.")
+    return found[0], norm
 
 
 def _guess_pool_norm(tensors: Mapping[str, Tensor], norm: str) -> str:
-    """Names the norm before the classifier by the statistics it has; options that leave no trace are the usual ones."""
-    fields = {name.removeprefix(_BEFORE_FC): value for name, value in tensors.items() if name.startswith(_BEFORE_FC)}
+    """Guess the spec of the norm before the classifier from its tensors."""
+    prefix = f"{POOL_NORM.torchvision}."
+    fields = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
     if not fields:
         return ""
     if "running_var" in fields:
@@ -227,82 +256,43 @@ def _guess_pool_norm(tensors: Mapping[str, Tensor], norm: str) -> str:
         if rows is not None and rows.dim():
             found = f"BW:channels={rows.shape[-1]},running={running}"
     _log.warning(
-        "the norm before the classifier is taken for %s with its usual options, for those it was trained with leave no "
-        "trace in the weights. If they are others, every logit is wrong: convert the source with its full name, as in "
-        "--pool-norm %s (pool_norm= in Python)",
+        "pool_norm (not given): guessed as %s, because the weights do not show its options. With other options every "
+        "logit is wrong. Fix: convert the source with the full spec, as in --pool-norm %s (pool_norm= in Python).",
         found,
         f"{found},solver=zca" if ":" in found else f"{found}:groups=32",
     )
     return found
 
 
-class _Expected(NamedTuple):
-    source: str
-    target: str
-    shape: tuple[int, ...]
-    flat: bool  # (1, C, 1, 1) or (1, C) stands for (C,)
-
-
-def _expected(network: Architecture, positions: str, norm: str, classes: int | None) -> Iterator[_Expected]:
-    whitened = set(norms_at(network, positions))
-    for module in network.modules():
-        if module.kind == "conv":
-            shapes = {"weight": module.shape}
-        elif module.kind == "norm":
-            has_statistics = norm == "BN" and module not in whitened
-            shapes = dict.fromkeys(("weight", "bias", *(_STATISTICS if has_statistics else ())), module.shape)
-        else:
-            shapes = {"weight": (classes, *module.shape), "bias": (classes,)} if classes is not None else {}
-        for field, shape in shapes.items():
-            yield _Expected(f"{module.torchvision}.{field}", f"{module.detectron2}.{field}", shape, module in whitened)
-
-
-def _expected_before_fc(network: Architecture, pool_norm: str) -> Iterator[_Expected]:
-    if not pool_norm:
-        return
-    theirs, ours = POOL_NORM
-    (channels,) = next(module.shape for module in network.modules() if module.kind == "linear")
-    with torch.device("meta"):  # shapes only
-        layer = get_norm(resolve_norm(pool_norm, where="pool_norm", channels=[channels]), channels)
-    for field, value in layer.state_dict().items():
-        if field != "num_batches_tracked":
-            shape = tuple(value.shape)
-            yield _Expected(f"{theirs}.{field}", f"{ours}.{field}", shape, field in ("weight", "bias"))
-
-
-def _check(value: Tensor, expected: _Expected) -> str:
-    """Says what is wrong with a tensor, as the end of "3 ...", or "" if nothing is."""
+def _check(name: str, value: Tensor, expected: tuple[int, ...], flat: bool) -> str:
+    """Return the problem of a tensor, as it follows a number of tensors, or ""."""
     shape = tuple(value.shape)
-    broadcast = (1, *expected.shape)
-    if shape != expected.shape and not (expected.flat and shape in (broadcast, (*broadcast, 1, 1))):
-        return f"of wrong shape where {expected.shape} belongs"
+    if shape != expected and not (flat and shape in ((1, *expected), (1, *expected, 1, 1))):
+        return f"of wrong shape, expected {expected}"
     if value.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return "of wrong type where float32 belongs (float16 and bfloat16 are widened)"
+        return "of wrong type, expected float32, float16 or bfloat16"
     if value.layout != torch.strided:
         return "not dense"
     if value.is_meta:
-        return "without numbers (saved on the device meta)"
+        return "without numbers (saved on the meta device)"
     if not torch.isfinite(value).all():
         return "with values that are NaN or infinite"
-    if expected.target.endswith(".running_var") and (value < 0).any():
+    if name.endswith(".running_var") and (value < 0).any():
         return "with a negative variance"
     return ""
 
 
-def _number_of_classes(tensors: Mapping[str, Tensor]) -> int:
-    weight = tensors.get("fc.weight")
-    return len(weight) if weight is not None and weight.dim() else 1
-
-
-def _reason_to_drop(name: str, counters: set[str], pool_norm: str) -> str:
-    if name in counters:
-        return "counts training steps, not used"
+def _reason_to_drop(name: str, network: Architecture, pool_norm: str) -> str:
+    module, _, field = name.rpartition(".")
+    norms = {module.torchvision for module in (*network.modules(), POOL_NORM) if module.kind == "norm"}
+    if f".{field}" == _COUNTER and module in norms:
+        return "step counter, not used"
     if name in ("fc.weight", "fc.bias"):
         return "classifier, not part of the backbone"
-    if name.startswith(_BEFORE_FC) and not pool_norm:
+    if name.startswith(f"{POOL_NORM.torchvision}.") and not pool_norm:
         return "norm before the classifier, not part of the backbone"
     return ""
 
 
-def _describe(value: Tensor) -> str:
-    return f"{tuple(value.shape)} {value.dtype}".replace("torch.", "")
+def _dtype(value: Tensor) -> str:
+    return str(value.dtype).removeprefix("torch.")

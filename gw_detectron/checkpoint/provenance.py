@@ -1,6 +1,5 @@
-"""What goes with converted weights: where they come from, and the images they were trained on."""
+"""Origin of converted weights, and the config keys they need."""
 
-import dataclasses
 import hashlib
 import os
 from collections.abc import Mapping
@@ -10,24 +9,18 @@ from typing import Any
 import yaml
 
 from ..version import __version__
-from .architecture import Architecture
-from .convert import Conversion
-
-_NEEDED_BY_CONFIG = (
-    "{tool} wrote this for {weights}, converted from {source}\n(sha256 {sha256}).\n"
-    "These keys have to stand in every config that uses these weights."
-)
+from .architecture import Architecture, WeightsError
 
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How images have to be given to weights, in the words of Detectron2's config.
+    """Image preprocessing that weights need, as Detectron2's config names it.
 
     Args:
-        input_format: ``RGB`` or ``BGR``, the order of the three numbers below too.
+        input_format: ``RGB`` or ``BGR``; the order of the channels below, too.
         pixel_mean: subtracted from values of 0 to 255.
         pixel_std: then divided by.
-        stride_in_1x1: whether the first 1x1 convolution of a stage has the stride, instead of the 3x3.
+        stride_in_1x1: the first 1x1 convolution of a stage has the stride, not the 3x3.
     """
 
     input_format: str
@@ -36,24 +29,24 @@ class Preprocessing:
     stride_in_1x1: bool
 
 
-# ImageNet weights of the authors, of torchvision and of timm; the released loader divides by 255, then normalises.
+# ImageNet weights of the authors, torchvision and timm: the released loader divides by 255, then normalizes.
 TORCHVISION = Preprocessing("RGB", (123.675, 116.28, 103.53), (58.395, 57.12, 57.375), False)
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where converted weights come from and what they need.
+    """Origin and network of converted weights, stored in their file.
 
     Args:
-        tool: the name and version of the program that converted them.
-        source: the name of the file they were converted from.
-        source_sha256: of that file.
+        tool: name and version of the program that converted them.
+        source: name of the file they were converted from.
+        source_sha256: SHA-256 of that file.
         architecture: such as ``R-50``.
-        positions: where whitening stands, such as ``S1-B2``.
+        positions: positions of GW, one of ``"" S1 S1-B1 S1-B2 S1-B3 S1-B12 ALL``.
         norm: every other norm, ``BN`` or ``GN``.
-        preprocessing: how images have to be given.
-        pool_norm: what the user said stands before the classifier, such as ``BW:channels=32,solver=zca``; None if
-            nothing was said.
+        preprocessing: of the images.
+        pool_norm: the norm before the classifier as the user stated it, such as ``BW:channels=32,solver=zca``; None if
+            not stated.
     """
 
     tool: str
@@ -66,41 +59,30 @@ class Provenance:
     pool_norm: str | None = None
 
     @classmethod
-    def of(cls, conversion: Conversion, source: str | os.PathLike[str]) -> "Provenance":
-        """Describes the conversion of a file."""
-        return cls(
-            tool=tool(),
-            source=os.path.basename(source),
-            source_sha256=sha256_of(source),
-            architecture=conversion.architecture.name,
-            positions=conversion.positions,
-            norm=conversion.norm,
-        )
-
-    @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Provenance":
-        """Reads what :meth:`to_dict` wrote.
+        """Restore a provenance from the result of ``dataclasses.asdict``.
 
         Raises:
-            ValueError: a value is missing or unknown.
+            WeightsError: a value is missing or unknown.
         """
         try:
             images = dict(values["preprocessing"])
-            for key in ("pixel_mean", "pixel_std"):
-                images[key] = tuple(images[key])
+            images |= {key: tuple(images[key]) for key in ("pixel_mean", "pixel_std")}
             return cls(**{**values, "preprocessing": Preprocessing(**images)})
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"the note of where the weights come from is damaged: {error}") from None
+            raise WeightsError(f"provenance: damaged ({error}). Fix: convert the weights again.") from None
 
-    def to_dict(self) -> dict[str, Any]:
-        """The same as plain values, for pickle and json."""
-        return dataclasses.asdict(self)
+    def config(self, weights: str = "") -> dict[str, Any]:
+        """Return the config keys that the weights need; BN is frozen, as in fine-tuning.
 
-    def config(self) -> dict[str, Any]:
-        """The config keys that have to go with the weights; batch norm is frozen, as fine-tuning has it."""
+        Args:
+            weights: the value of ``MODEL.WEIGHTS``.
+        """
         network, images = Architecture.parse(self.architecture), self.preprocessing
         return {
             "MODEL": {
+                "WEIGHTS": weights,
+                "BACKBONE": {"NAME": "build_gw_resnet_fpn_backbone"},
                 "PIXEL_MEAN": list(images.pixel_mean),
                 "PIXEL_STD": list(images.pixel_std),
                 "RESNETS": {
@@ -115,31 +97,23 @@ class Provenance:
                 },
             },
             "INPUT": {"FORMAT": images.input_format},
+            "VERSION": 2,
         }
 
-    def fragment(self, weights: str) -> str:
-        """The yaml text that has to go with the weights.
-
-        Args:
-            weights: the value of ``MODEL.WEIGHTS``.
-        """
-        head = _NEEDED_BY_CONFIG.format(tool=self.tool, weights=weights, source=self.source, sha256=self.source_sha256)
-        config = self.config()
-        config["MODEL"] = {
-            "WEIGHTS": weights,
-            "BACKBONE": {"NAME": "build_gw_resnet_fpn_backbone"},
-            **config["MODEL"],
-        }
-        comment = "".join(f"# {line}\n" for line in head.splitlines())
-        return comment + yaml.safe_dump({**config, "VERSION": 2}, sort_keys=False, default_flow_style=None)
+    def config_yaml(self, weights: str) -> str:
+        """Return :meth:`config` as yaml text, with the origin in comments."""
+        return (
+            f"# Written by {self.tool} for {weights}, converted from {self.source}\n# (sha256 {self.source_sha256}).\n"
+            "# Every config that uses these weights needs these keys.\n"
+        ) + yaml.safe_dump(self.config(weights), sort_keys=False, default_flow_style=None)
 
 
 def tool() -> str:
-    """The name and version of this package."""
+    """Return the name and version of this package."""
     return f"gw_detectron {__version__}"
 
 
 def sha256_of(path: str | os.PathLike[str]) -> str:
-    """The SHA-256 of a file in hexadecimal digits."""
+    """Return the SHA-256 of a file in hexadecimal digits."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

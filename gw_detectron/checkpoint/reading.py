@@ -1,4 +1,4 @@
-"""Reads weight files of any origin without running code that they may carry."""
+"""Safe reading of weight files: no code in a file is run, whatever its origin."""
 
 import argparse
 import os
@@ -7,171 +7,244 @@ import re
 import struct
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
-from .arrays import STAND_INS, with_tensors
+from ..errors import MissingFileError, UserError
 
-# how files of torch.save began before version 1.6 made them archives; the authors' files may be of either kind
-_LEGACY_TORCH = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)
+_LEGACY_TORCH = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)  # first bytes of torch.save's files before torch 1.6
 _LARGEST_HEADER = 100_000_000  # bytes, the limit of the safetensors format
 
 
-class WeightsFileError(ValueError):
-    """A weight file that is damaged or of no known kind."""
+class WeightsFileError(UserError, ValueError):
+    """A weight file is damaged or has an unsupported format."""
 
 
 class RefusedFileError(WeightsFileError):
-    """A weight file that could run code while it is read."""
+    """A weight file could run code when it is read."""
 
 
 class Contents(NamedTuple):
-    """What a weight file holds.
+    """The content of a weight file.
 
     Args:
-        value: the object in the file, mostly nested dicts; numpy arrays of a pickle are tensors here.
-        metadata: the texts in the header of a safetensors file, empty for other kinds.
+        value: the object in the file, usually nested dicts; numpy arrays are converted to tensors.
+        metadata: the header of a safetensors file, empty for other formats.
+        format: the format, which is detected from the file's first bytes.
     """
 
     value: Any
-    metadata: Mapping[str, str]
+    metadata: Mapping[str, str] = {}
+    format: Literal["torch", "pickle", "safetensors"] = "torch"
 
 
 def read_weights_file(path: str | os.PathLike[str]) -> Contents:
-    """Reads a file of ``torch.save``, a safetensors file, or a pickle of numpy arrays.
+    """Read a file of ``torch.save``, a safetensors file or a pickle of numpy arrays.
 
-    The kind is told from the content. Code in the file is never run: only tensors, arrays, numbers, texts, plain
-    containers and ``argparse.Namespace`` are made. Numbers in archives of ``torch.save`` are checked by their checksum.
+    Only tensors, numeric arrays, numbers, strings, plain containers and ``argparse.Namespace`` are created. Sizes are
+    compared with the file size before memory is allocated; archives of ``torch.save`` are verified by checksum.
 
     Raises:
-        RefusedFileError: the file names something else, which could run code.
-        WeightsFileError: the file is cut off, damaged, or of no known kind.
-        OSError: the file does not exist or cannot be opened.
+        RefusedFileError: the file names another class or function, which could run code.
+        WeightsFileError: the file is truncated, damaged, no regular file, or of an unknown format.
+        MissingFileError: the file does not exist.
+        OSError: the file cannot be opened.
     """
     path = os.fspath(path)
     if not os.path.exists(path):
-        raise FileNotFoundError(f"there is no file {path} (looked from {os.getcwd()})")
-    size = os.path.getsize(path)
-    with open(path, "rb") as file:
+        raise MissingFileError(f"'{path}': file not found (cwd: {os.getcwd()}). Fix: give an existing file.")
+    if not (os.path.isfile(path) or os.path.isdir(path)):  # opening a pipe would block
+        raise WeightsFileError(f"'{path}' cannot be read: it is not a regular file. Fix: give a file.")
+    with open(path, "rb") as file:  # raises IsADirectoryError
         begin = file.read(len(_LEGACY_TORCH))
     try:
-        if size == 0:
-            raise WeightsFileError("it is empty")
-        if begin.startswith(b"PK"):
-            _check_archive(path, size)
-            return Contents(_load_torch(path, size), {})
-        if begin == _LEGACY_TORCH:
-            return Contents(_load_torch(path, size), {})
-        if begin[:1] == b"\x80":
-            return Contents(_load_pickle(path), {})
-        if begin[8:9] == b"{" and struct.unpack("<Q", begin[:8])[0] < _LARGEST_HEADER:
-            return _load_safetensors(path)
-        if begin.lstrip()[:1] == b"<":
-            raise WeightsFileError("it is a web page, so the download went wrong")
-        raise WeightsFileError("it is no file of torch.save, no safetensors file and no pickle")
+        return _read(path, os.path.getsize(path), begin)
     except RefusedFileError as error:
-        raise RefusedFileError(f"{path} was not read: {error}. {_how_to_save_again(path)}") from None
+        raise RefusedFileError(f"'{path}' was not read: {error}. Fix: {_how_to_extract_tensors(path)}") from None
     except WeightsFileError as error:
-        raise WeightsFileError(f"{path} cannot be read: {error}") from None
-    except Exception as error:  # damage reaches the readers in every form, OSError and MemoryError among them
-        reason = " ".join(str(error).split()) or "no reason given"
+        raise WeightsFileError(f"'{path}' cannot be read: {error}. Fix: get the file again.") from None
+    except Exception as error:  # damaged files raise anything, OSError and MemoryError included
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise WeightsFileError(
-            f"{path} cannot be read: it is cut off or damaged ({type(error).__name__}: {reason[:200]})"
+            f"'{path}' cannot be read: it is cut off or damaged ({reason}). Fix: get the file again."
         ) from error
 
 
-def _how_to_save_again(path: str) -> str:
-    load = (
-        f"pickle.load(open({path!r}, 'rb'))" if path.endswith(".pkl") else f"torch.load({path!r}, weights_only=False)"
-    )
+def _read(path: str, size: int, begin: bytes) -> Contents:
+    if size == 0:
+        raise WeightsFileError("it is empty")
+    if begin.startswith(b"PK"):
+        _check_archive(path, size)
+    if begin.startswith(b"PK") or begin == _LEGACY_TORCH:
+        return Contents(_load_torch(path, size))
+    if begin[:1] == b"\x80":
+        with open(path, "rb") as file:  # latin1 decodes the strings and arrays of Python 2 in old Detectron files
+            return Contents(_arrays_to_tensors(_NumpyUnpickler(file, encoding="latin1").load()), format="pickle")
+    if begin[8:9] == b"{" and struct.unpack("<Q", begin[:8])[0] < _LARGEST_HEADER:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return Contents(tensors, file.metadata() or {}, "safetensors")
+    if begin.lstrip()[:1] == b"<":
+        raise WeightsFileError("it is a web page, so the download failed")
+    raise WeightsFileError("it is not a file of torch.save, a safetensors file or a pickle")
+
+
+def _how_to_extract_tensors(path: str) -> str:
+    load = f"torch.load({path!r}, weights_only=False)"
+    if path.endswith(".pkl"):
+        load = f"pickle.load(open({path!r}, 'rb'))"
     return (
-        "Use another source, best a safetensors file. If you trust this one, take its tensors out where it can do no "
-        f"harm, and use that file: import pickle, torch; content = {load}; torch.save({{name: value for name, value in "
-        "content['model'].items()}, 'tensors.pth')  # or 'state_dict' for 'model'"
+        "use another source, preferably a safetensors file. If you trust this file, extract its tensors in a sandbox: "
+        f"import pickle, torch; content = {load}; torch.save({{name: value for name, value in "
+        "content['model'].items()}, 'tensors.pth')  # or 'state_dict' instead of 'model'"
     )
 
 
 def _check_archive(path: str, size: int) -> None:
-    # the end of an archive is its table of contents, so one that was cut off has none
     if not zipfile.is_zipfile(path):
-        raise WeightsFileError("it is cut off: the table of contents at its end is missing")
+        raise WeightsFileError("it is cut off: the archive's directory at its end is missing")
     with zipfile.ZipFile(path) as archive:
         parts = archive.infolist()
         if any(part.filename.endswith("/constants.pkl") for part in parts):
-            raise RefusedFileError("it is a TorchScript archive, which holds code")
+            raise RefusedFileError("it is a TorchScript archive, which contains code")
         if any(part.compress_type != zipfile.ZIP_STORED for part in parts):
-            raise WeightsFileError("parts of it are compressed, which torch.save never does")
+            raise WeightsFileError("it has compressed parts, which torch.save never writes")
         if sum(part.file_size for part in parts) > size:
             raise WeightsFileError("its parts claim to be larger than the file")
         damaged = archive.testzip()
     if damaged:
-        raise WeightsFileError(f"it is damaged: the checksum of its part {damaged} is wrong")
+        raise WeightsFileError(f"it is damaged: wrong checksum of its part {damaged}")
 
 
 def _load_torch(path: str, size: int) -> Any:
-    # beyond what torch allows itself: scripts keep their flags and scores beside the weights
-    allowed: list[Any] = [argparse.Namespace, *((stand_in, name) for name, stand_in in STAND_INS.items())]
+    # training scripts save their flags and scores beside the weights
+    allowed: list[Any] = [argparse.Namespace, *((stand_in, name) for name, stand_in in _STAND_INS.items())]
     try:
         with torch.serialization.safe_globals(allowed):
-            # first without the numbers, so that sizes which cannot be true are found before memory is asked for
-            _check_sizes(torch.load(path, map_location="meta", weights_only=True), size)
-            return with_tensors(torch.load(path, map_location="cpu", weights_only=True))
+            # on the meta device no memory is allocated, so false sizes are found first
+            _walk(torch.load(path, map_location="meta", weights_only=True), lambda value: _check_size(value, size))
+            return _arrays_to_tensors(torch.load(path, map_location="cpu", weights_only=True))
     except NotImplementedError:
-        raise WeightsFileError("it holds sparse or quantised tensors; save dense ones of float32") from None
+        raise WeightsFileError("it contains sparse or quantized tensors; only dense tensors are supported") from None
     except pickle.UnpicklingError as error:
-        named = re.search(r"GLOBAL (\S+)", str(error))
-        if named:
-            raise RefusedFileError(f"it names {named[1]}, and making that could run code") from None
+        if named := re.search(r"GLOBAL (\S+)", str(error)):
+            raise RefusedFileError(f"it names {named[1]}, which could run code") from None
         raise
 
 
-def _check_sizes(content: Any, size: int) -> None:
-    for tensor in _tensors(content):
-        if tensor.layout != torch.strided:
-            raise WeightsFileError(f"it holds a tensor of layout {tensor.layout}; only dense ones are weights")
-        reach = 1 + tensor.storage_offset()
-        reach += sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-        claimed = max(tensor.untyped_storage().nbytes(), reach * tensor.element_size() if tensor.numel() else 0)
-        if claimed > size:
-            raise WeightsFileError(f"it claims a tensor of {claimed} bytes, but is itself only {size} bytes long")
+def _check_size(value: Any, size: int) -> Any:
+    if isinstance(value, Tensor):
+        if value.layout != torch.strided:
+            raise WeightsFileError(f"it contains a tensor of layout {value.layout}; only dense tensors are supported")
+        last = sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
+        reach = (value.storage_offset() + last + 1) * value.element_size() if value.numel() else 0
+        if (claimed := max(value.untyped_storage().nbytes(), reach)) > size:
+            raise WeightsFileError(f"it claims a tensor of {claimed} bytes, but the file has only {size} bytes")
+    return value
 
 
-def _tensors(content: Any) -> Iterator[Tensor]:
-    if isinstance(content, Tensor):
-        yield content
-    elif isinstance(content, Mapping):
-        for value in content.values():
-            yield from _tensors(value)
-    elif isinstance(content, (list, tuple)):
-        for value in content:
-            yield from _tensors(value)
+def _arrays_to_tensors(content: Any) -> Any:
+    return _walk(content, lambda value: value.tensor if isinstance(value, _Array) else value)
 
 
-# The C version makes room for as many objects as a number in the file says, which a damaged one sets to billions.
-class _ArrayUnpickler(pickle._Unpickler):
-    """Makes arrays of numbers and plain Python values only."""
+def _walk(content: Any, convert: Any) -> Any:
+    """Apply ``convert`` to all leaves of nested containers, in place.
+
+    Every container is visited once: a tiny file can nest one list in itself, or share it 2**40 times.
+    """
+    done: dict[int, tuple[Any, Any]] = {}  # with the originals, whose ids would be used again after their death
+
+    def visit(value: Any) -> Any:
+        if not isinstance(value, (dict, list, tuple)):
+            return convert(value)
+        if id(value) not in done:
+            done[id(value)] = value, value
+            pairs = list(value.items() if isinstance(value, dict) else enumerate(value))
+            changed = {key: new for key, item in pairs if (new := visit(item)) is not item}
+            if isinstance(value, tuple):
+                done[id(value)] = value, tuple(changed.get(key, item) for key, item in pairs)
+            else:
+                for key, new in changed.items():
+                    value[key] = new
+        return done[id(value)][1]
+
+    return visit(content)
+
+
+# Stand-ins for numpy: its own unpickling allocates and reads memory by sizes that a damaged file may set.
+
+
+class _Dtype:
+    """Stand-in for ``numpy.dtype``: numbers only."""
+
+    def __init__(self, code: str, *options: object) -> None:
+        if not isinstance(code, str) or not re.fullmatch(r"[biuf]\d\d?", code):
+            raise WeightsFileError(f"it contains an array of {code!r}, which is not a number")
+        self.dtype = np.dtype(code)
+
+    def __setstate__(self, state: tuple) -> None:
+        if state[1] in ("<", ">"):
+            self.dtype = self.dtype.newbyteorder(state[1])
+
+    def numbers(self, data: bytes | bytearray | str) -> np.ndarray:
+        """Copy numbers from their bytes, which Python 2 wrote as a string."""
+        raw = data.encode("latin1") if isinstance(data, str) else data
+        if not isinstance(raw, (bytes, bytearray)):
+            raise WeightsFileError("it contains an array of objects, which are not numbers")
+        return np.frombuffer(raw, self.dtype).astype(self.dtype.newbyteorder("="))
+
+
+class _Array:
+    """Stand-in for ``numpy.ndarray`` and the function that creates one."""
+
+    tensor: Tensor
+
+    def __init__(self, *options: object) -> None:
+        pass
+
+    def __setstate__(self, state: tuple) -> None:
+        _, shape, dtype, column_major, data = state
+        self.tensor = torch.from_numpy(dtype.numbers(data).reshape(shape, order="F" if column_major else "C").copy())
+
+
+def _scalar(dtype: _Dtype, data: bytes | str) -> Any:
+    return dtype.numbers(data).item()
+
+
+def _frombuffer(data: bytes | bytearray, dtype: _Dtype, shape: tuple, order: str) -> _Array:
+    array = _Array()
+    array.__setstate__((1, shape, dtype, order == "F", data))
+    return array
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    if encoding != "latin1":
+        raise WeightsFileError(f"it contains bytes in the encoding {encoding!r}")
+    return text.encode("latin1")
+
+
+_STAND_INS: dict[str, Any] = {
+    "_codecs.encode": _encode,  # pickle protocols below 3 write bytes as a string
+    "numpy.ndarray": _Array,
+    "numpy.dtype": _Dtype,
+}
+for _core in ("numpy.core", "numpy._core"):
+    _STAND_INS[f"{_core}.multiarray._reconstruct"] = _Array
+    _STAND_INS[f"{_core}.multiarray.scalar"] = _scalar
+    _STAND_INS[f"{_core}.numeric._frombuffer"] = _frombuffer
+
+
+class _NumpyUnpickler(pickle._Unpickler):  # the C version allocates memory for counts that a damaged file may set
+    """Create only numeric arrays and plain Python values."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
-        if f"{module}.{name}" not in STAND_INS:
-            raise RefusedFileError(f"it names {module}.{name}, and making that could run code")
-        return STAND_INS[f"{module}.{name}"]
-
-
-def _load_pickle(path: str) -> Any:
-    with open(path, "rb") as file:
-        # latin1 reads the texts and arrays of Python 2, in which the older Detectron files were written
-        return with_tensors(_ArrayUnpickler(file, encoding="latin1").load())
-
-
-def _load_safetensors(path: str) -> Contents:
-    try:
-        with safe_open(path, framework="pt") as file:
-            return Contents({name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {})  # noqa: SIM118
-    except SafetensorError as error:
-        raise WeightsFileError(f"it is cut off or damaged ({error})") from None
+        if f"{module}.{name}" not in _STAND_INS:
+            raise RefusedFileError(f"it names {module}.{name}, which could run code")
+        return _STAND_INS[f"{module}.{name}"]

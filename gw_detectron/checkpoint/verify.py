@@ -1,14 +1,13 @@
-"""Proves converted weights, or a config for them, right: the same images through torchvision's ResNet and Detectron2's.
+"""Verify weights: compare the features of torchvision's ResNet and Detectron2's on the same images.
 
-A wrong setting is recognised by its signature: each usual mistake is made on purpose, one at a time, and what it does
-to the features is put beside what the config under test does.
+To name a wrong setting, each usual mistake is made on purpose and its features are compared with those under test.
 """
 
-import itertools
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -16,36 +15,38 @@ from detectron2.config import CfgNode
 from PIL import Image
 from tabulate import tabulate
 from torch import Tensor
+from torch.utils.data import DataLoader
+from torchvision.datasets import ImageFolder
+from tqdm import tqdm
 
+from ..data.images import center_crop, classification_input, detection_input
+from ..errors import DataError
+from .architecture import WeightsError
 from .convert import Conversion
-from .files import load_weights
-from .images import classification_input, detection_input
-from .networks import (
+from .provenance import sha256_of
+from .reference_networks import (
     LOGITS,
-    STAGES,
     config_for,
     detectron2_classifier,
     detectron2_stages,
     torchvision_classifier,
     torchvision_stages,
-    torchvision_tensors,
 )
+from .weights_io import load_weights
 
-# Relative. Both networks run in float64, whose rounding stays far below it, and so even a missing eps far above it.
+# Relative. Rounding in float64 stays far below it; even a missing eps exceeds it by far.
 TOLERANCE = 1e-7
-
-Features = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far features are from those of torchvision's network.
+    """Differences between the features of a setting and of the reference.
 
     Args:
         name: of the setting.
-        max_abs: the largest absolute difference, by stage.
-        relative: that divided by the largest magnitude of torchvision's, by stage.
-        same_top1: part of the images with the same most likely class; None without a classifier.
+        max_abs: stage -> largest absolute difference.
+        relative: stage -> that, divided by the reference's largest magnitude.
+        same_top1: fraction of the images with the same most likely class; None without a classifier.
     """
 
     name: str
@@ -55,19 +56,19 @@ class Difference:
 
     @property
     def worst(self) -> float:
-        """The largest relative difference of the stages a detector uses, and of the logits."""
+        """The largest relative difference, without the stem, which detectors do not use."""
         return max(value for stage, value in self.relative.items() if stage != "stem")
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What :func:`verify` found.
+    """Result of :func:`verify`.
 
     Args:
         subject: the setting under test.
-        mistakes: the same weights with one thing wrong.
-        verdict: what the numbers say.
-        agrees: whether the setting under test is right.
+        mistakes: the same weights with one wrong setting.
+        verdict: one sentence, beginning with ``AGREES`` or ``DIFFERS``.
+        agrees: the setting under test is right.
     """
 
     subject: Difference
@@ -78,19 +79,22 @@ class Verification:
     def __str__(self) -> str:
         stages = list(self.subject.relative)
         subject = [[stage, self.subject.max_abs[stage], self.subject.relative[stage]] for stage in stages]
-        rows = [[row.name, *(row.relative[stage] for stage in stages), _percent(row)] for row in self.mistakes]
-        rows.insert(0, [self.subject.name, *self.subject.relative.values(), _percent(self.subject)])
+        rows = [
+            [row.name, *map(row.relative.get, stages), "-" if row.same_top1 is None else f"{row.same_top1:.0%}"]
+            for row in (self.subject, *self.mistakes)
+        ]
         return "\n\n".join(
             (
                 f"Detectron2's ResNet against torchvision's, {self.subject.name}:",
                 tabulate(subject, headers=["stage", "max abs", "relative"], floatfmt=".1e"),
-                "Relative difference when one thing is wrong:",
+                "Relative difference with one wrong setting:",
                 tabulate(rows, headers=["setting", *stages, "same top-1"], floatfmt=".1e"),
                 self.verdict,
             )
         )
 
 
+@torch.no_grad()
 def verify(
     weights: str | os.PathLike[str],
     images: Sequence[Image.Image],
@@ -98,115 +102,172 @@ def verify(
     cfg: CfgNode | None = None,
     source: str | os.PathLike[str] | None = None,
 ) -> Verification:
-    """Compares Detectron2's backbone with torchvision's on images, stage by stage.
+    """Compare Detectron2's backbone with torchvision's on images, in float64.
 
-    Torchvision's network gets the images by the classification preprocessing, Detectron2's by that of a detector.
+    Torchvision's network gets the images by classification preprocessing, Detectron2's by detection preprocessing.
 
     Args:
         weights: converted weights, or a file that can be converted.
         images: all of one size.
-        cfg: the config under test; None means the one that goes with the weights.
-        source: the file that the weights were converted from. Torchvision's network is then loaded with it, so that
-            the conversion itself is proved; otherwise the weights are translated back.
+        cfg: the config under test; None takes the one that fits the weights.
+        source: the file that the weights were converted from. Torchvision's network loads it, which verifies the
+            conversion; None translates the weights back.
 
     Raises:
-        ValueError: a file is unusable, or the config builds another network.
+        ValueError: a file cannot be used, or the config builds another network.
         OSError: a file cannot be read.
     """
-    conversion, provenance = load_weights(weights)
-    tensors = torchvision_tensors(weights, source, provenance)
-    expected = _torchvision_features(conversion, tensors, images)
-    right = config_for(provenance)
-    name = f"{provenance.architecture} {provenance.positions or provenance.norm}"
-    under_test = right
-    if cfg is not None:
-        name, under_test = "the config", _with(cfg, {"MODEL.BACKBONE.FREEZE_AT": 0})
-    found = _detectron2_features(conversion, under_test, images)
-    mistakes, likeness = [], {}
-    for mistake in _mistakes(conversion, right):
-        features = _detectron2_features(conversion, _with(right, mistake.changes), images, norm_eps=mistake.norm_eps)
-        mistakes.append(_difference(mistake.name, features, expected))
-        likeness[mistake.name] = _difference(mistake.name, found, features).worst
+    conversion = load_weights(weights)
+    facts, tensors = conversion.provenance, conversion.source_tensors
+    if source is not None:
+        if (digest := sha256_of(source)) != facts.source_sha256:
+            raise WeightsError(
+                f"source ({os.fspath(source)!r}): SHA-256 {digest}, but {weights} was converted from {facts.source} "
+                f"with {facts.source_sha256}. Fix: give that file."
+            )
+        tensors = load_weights(source, positions=facts.positions, keep_fc=False).source_tensors
+    reference = torchvision_classifier(conversion, tensors).double()
+    expected = torchvision_stages(reference, torch.stack([classification_input(image) for image in images]))
+
+    def detectron2_features(cfg: CfgNode, norm_eps: float | None = None) -> dict[str, Tensor]:
+        model = detectron2_classifier(conversion, cfg, norm_eps=norm_eps).double()
+        return detectron2_stages(model, torch.stack([detection_input(image, cfg) for image in images]))
+
+    right = config_for(facts)
+    found = detectron2_features(right if cfg is None else cfg)
+    name = "the config" if cfg is not None else f"{facts.architecture} {facts.positions or facts.norm}"
     subject = _difference(name, found, expected)
-    verdict = _verdict(subject, likeness)
-    if provenance.pool_norm is None and conversion.pool_norm not in ("", "BN"):
+    mistakes, distances = [], {}
+    for mistake, changes, norm_eps in _usual_mistakes(conversion, right):
+        wrong = right.clone()
+        wrong.merge_from_list(list(changes))
+        features = detectron2_features(wrong, norm_eps)
+        mistakes.append(_difference(mistake, features, expected))
+        distances[mistake] = _difference(mistake, found, features).worst
+    verdict = _verdict(subject, distances)
+    if facts.pool_norm is None and conversion.pool_norm not in ("", "BN"):
         verdict += (
-            f" The norm before the classifier is a guess in both networks, {conversion.pool_norm}, so this says "
-            "nothing about its options: convert with --pool-norm."
+            f" The norm before the classifier is a guess in both networks, {conversion.pool_norm}: its options are not "
+            "verified. To verify them, convert with --pool-norm."
         )
     return Verification(subject, tuple(mistakes), verdict, subject.worst < TOLERANCE)
 
 
-def _verdict(subject: Difference, likeness: Mapping[str, float]) -> str:
+def _verdict(subject: Difference, distances: Mapping[str, float]) -> str:
     if subject.worst < TOLERANCE:
         return f"AGREES: the largest relative difference is {subject.worst:.1e}."
-    nearest = min(likeness, key=lambda mistake: likeness[mistake])
+    nearest = min(distances, key=lambda mistake: distances[mistake])
     text = f"DIFFERS: the largest relative difference is {subject.worst:.1e}. "
-    if likeness[nearest] < TOLERANCE:
+    if distances[nearest] < TOLERANCE:
         return f"{text}This is the signature of: {nearest}."
-    return f"{text}It is the signature of no mistake above; the nearest is: {nearest} ({likeness[nearest]:.1e} off)."
+    return f"{text}It is the signature of no mistake above; the nearest is: {nearest} ({distances[nearest]:.1e} off)."
 
 
-class _Mistake(NamedTuple):
-    name: str
-    changes: Mapping[str, object]  # of the config that goes with the weights
-    norm_eps: float | None = None
-
-
-def _mistakes(conversion: Conversion, cfg: CfgNode) -> Iterator[_Mistake]:
-    blue_first: dict[str, object] = {"INPUT.FORMAT": "BGR"}
-    no_std: dict[str, object] = {"MODEL.PIXEL_STD": [1.0, 1.0, 1.0]}
-    yield _Mistake("BGR instead of RGB", blue_first)
-    yield _Mistake("PIXEL_STD 1", no_std)
-    stride: dict[str, object] = {}
-    if conversion.architecture.bottleneck:
-        stride = {"MODEL.RESNETS.STRIDE_IN_1X1": True}
-        yield _Mistake("stride in the 1x1 convolution", stride)
+def _usual_mistakes(conversion: Conversion, cfg: CfgNode) -> Iterator[tuple[str, Sequence[object], float | None]]:
+    """Yield a mistake's name, the changes of the right config, and the eps of batch norms."""
+    bgr = ["INPUT.FORMAT", "BGR"]
+    no_std = ["MODEL.PIXEL_STD", [1.0, 1.0, 1.0]]
+    stride = ["MODEL.RESNETS.STRIDE_IN_1X1", True] if conversion.architecture.bottleneck else []
+    yield "BGR instead of RGB", bgr, None
+    yield "PIXEL_STD 1", no_std, None
+    if stride:
+        yield "stride in the 1x1 convolution", stride, None
     if any(name.endswith("running_var") for name in conversion.tensors):
-        yield _Mistake("batch norm eps 0", {}, norm_eps=0.0)
-    swapped: dict[str, object] = {"MODEL.PIXEL_MEAN": list(reversed(cfg.MODEL.PIXEL_MEAN))}
-    yield _Mistake("Detectron2's defaults (BGR, std 1, stride in 1x1)", blue_first | no_std | stride | swapped)
+        yield "batch norm eps 0", [], 0.0
+    defaults = [*bgr, *no_std, *stride, "MODEL.PIXEL_MEAN", list(reversed(cfg.MODEL.PIXEL_MEAN))]
+    yield "Detectron2's defaults (BGR, std 1, stride in 1x1)", defaults, None
 
 
-def _with(cfg: CfgNode, changes: Mapping[str, object]) -> CfgNode:
-    cfg = cfg.clone()
-    cfg.defrost()
-    cfg.merge_from_list(list(itertools.chain.from_iterable(changes.items())))
-    return cfg
-
-
-@torch.no_grad()
-def _torchvision_features(
-    conversion: Conversion, tensors: Mapping[str, Tensor], images: Sequence[Image.Image]
-) -> Features:
-    model = torchvision_classifier(conversion, tensors).double()
-    return torchvision_stages(model, torch.stack([classification_input(image) for image in images]))
-
-
-@torch.no_grad()
-def _detectron2_features(
-    conversion: Conversion, cfg: CfgNode, images: Sequence[Image.Image], *, norm_eps: float | None = None
-) -> Features:
-    cfg = _with(cfg, {"MODEL.RESNETS.OUT_FEATURES": list(STAGES)})
-    model = detectron2_classifier(conversion, cfg, norm_eps=norm_eps).double()
-    return detectron2_stages(model, torch.stack([detection_input(image, cfg) for image in images]))
-
-
-def _difference(name: str, found: Features, expected: Features) -> Difference:
-    max_abs, relative = {}, {}
-    for stage, reference in expected.items():
-        if stage not in found:
-            continue  # torchvision's network has the classifier of the source, which the conversion left out
-        # another stride gives another size where the image's is odd; then nothing can be compared
-        comparable = found[stage].shape == reference.shape
-        gap = (found[stage] - reference).abs().max().item() if comparable else math.inf
+def _difference(name: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Difference:
+    max_abs, relative, same_top1 = {}, {}, None
+    for stage in (stage for stage in expected if stage in found):  # the source may have a classifier that was dropped
+        # with a wrong stride, odd sizes give another size, which cannot be compared
+        comparable = found[stage].shape == expected[stage].shape
+        gap = (found[stage] - expected[stage]).abs().max().item() if comparable else math.inf
         max_abs[stage] = gap if math.isfinite(gap) else math.inf
-        relative[stage] = max_abs[stage] / reference.abs().max().clamp_min(1e-30).item()
-    same = None
-    if LOGITS in expected and LOGITS in found:
-        same = (found[LOGITS].argmax(1) == expected[LOGITS].argmax(1)).float().mean().item()
-    return Difference(name, max_abs, relative, same)
+        relative[stage] = max_abs[stage] / expected[stage].abs().max().clamp_min(1e-30).item()
+    if LOGITS in relative:
+        same_top1 = (found[LOGITS].argmax(1) == expected[LOGITS].argmax(1)).float().mean().item()
+    return Difference(name, max_abs, relative, same_top1)
 
 
-def _percent(difference: Difference) -> str:
-    return "-" if difference.same_top1 is None else f"{difference.same_top1:.0%}"
+class Accuracy(NamedTuple):
+    """Accuracy of a network in percent."""
+
+    network: str
+    top1: float
+    top5: float
+    images: int
+
+    def __str__(self) -> str:
+        return f"{self.network}: top-1 {self.top1:.2f} %, top-5 {self.top5:.2f} % of {self.images} images"
+
+
+def is_labeled(folder: str | os.PathLike[str]) -> bool:
+    """Check whether a folder has subfolders, one for each class."""
+    return any(path.is_dir() for path in Path(folder).iterdir())
+
+
+@torch.no_grad()
+def measure_accuracy(
+    weights: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    cfg: CfgNode | None = None,
+    batch_size: int = 16,
+) -> list[Accuracy]:
+    """Measure the accuracy of torchvision's network and of Detectron2's.
+
+    Args:
+        weights: with a classifier (``--keep-fc``), converted or not.
+        folder: one subfolder for each class. Sorted names are the classes 0, 1, ..., as in ImageNet's validation set.
+            If all names are numbers, they are the classes; some may be absent.
+        cfg: the config under test; None takes the one that fits the weights.
+        batch_size: images at a time.
+
+    Raises:
+        WeightsError: the weights have no classifier.
+        DataError: the classes of the folder do not fit the classifier.
+        OSError: a file cannot be read.
+    """
+    conversion = load_weights(weights)
+    if not conversion.has_classifier:
+        raise WeightsError(
+            f"weights ({os.fspath(weights)!r}): have no classifier. Fix: convert with --keep-fc, or give the source."
+        )
+    cfg = cfg if cfg is not None else config_for(conversion.provenance)
+    classes = len(conversion.tensors["linear.bias"])
+    torchvision_model = torchvision_classifier(conversion, conversion.source_tensors)
+    detectron2_model = detectron2_classifier(conversion, cfg)
+
+    def both_inputs(image: Image.Image) -> tuple[Tensor, Tensor]:
+        crop = center_crop(image)
+        return classification_input(crop).float(), detection_input(crop, cfg).float()
+
+    data = ImageFolder(os.fspath(folder), transform=both_inputs)
+    numbers = torch.tensor(_class_numbers(data.classes, classes))
+    hits = torch.zeros(2, 2)
+    for inputs, labels in tqdm(DataLoader(data, batch_size), desc="classifying", unit="batch"):
+        outputs = (
+            torchvision_stages(torchvision_model, inputs[0]),
+            detectron2_stages(detectron2_model, inputs[1]),
+        )
+        for row, output in zip(hits, outputs, strict=True):
+            right = output[LOGITS].topk(min(5, classes)).indices == numbers[labels].view(-1, 1)
+            row += torch.stack((right[:, 0].sum(), right.any(dim=1).sum()))
+    names = ("torchvision's network, classification preprocessing", "Detectron2's network, detection preprocessing")
+    percent = (100 * hits / len(data)).tolist()
+    return [Accuracy(name, top1, top5, len(data)) for name, (top1, top5) in zip(names, percent, strict=True)]
+
+
+def _class_numbers(names: list[str], classes: int) -> list[int]:
+    if all(name.isdecimal() for name in names):
+        numbers = [int(name) for name in names]
+        if max(numbers) < classes:
+            return numbers
+    elif len(names) == classes:
+        return list(range(classes))
+    raise DataError(
+        f"labeled images ({len(names)} classes, {names[0]} ... {names[-1]}): the classifier has {classes}. Fix: "
+        f"give a folder for each class, or name folders by class number, 0 ... {classes - 1}."
+    )

@@ -1,13 +1,27 @@
-"""Images from files, with errors that name the file."""
+"""Image files and their preprocessing for classifiers and detectors."""
 
 import os
+from pathlib import Path
 
 import numpy as np
+import torch
+from detectron2.config import CfgNode
 from detectron2.data import detection_utils
+from PIL import Image
+from torch import Tensor
+from torchvision.transforms import functional as transforms
+
+from ..errors import DataError, MissingFileError
+from .synthetic import SyntheticConfig, draw_scene
+
+SIDE = 224  # pixels, of the evaluation on ImageNet
+_RESIZED = 256  # the shorter side before the center crop
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of RGB values in 0 to 1
+_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 
 
 def read_image(path: str | os.PathLike[str], pixel_format: str) -> np.ndarray:
-    """Reads an image as Detectron2 does.
+    """Read an image as Detectron2 does.
 
     Args:
         path: of the image.
@@ -17,12 +31,65 @@ def read_image(path: str | os.PathLike[str], pixel_format: str) -> np.ndarray:
         Pixels of 0 to 255, (H, W, 3).
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is no image, or damaged.
+        MissingFileError: the file does not exist.
+        DataError: the file is not an image, or damaged.
     """
     if not os.path.isfile(path):
-        raise FileNotFoundError(f"there is no image {path} (looked from {os.getcwd()})")
+        raise MissingFileError(
+            f"image ({os.fspath(path)!r}): file not found (cwd: {os.getcwd()!r}). Fix: give an existing path."
+        )
     try:
         return detection_utils.read_image(os.fspath(path), format=pixel_format)
-    except (OSError, SyntaxError, ValueError) as error:  # all of them are raised by Pillow for a damaged file
-        raise ValueError(f"the image {path} cannot be read: {error}. Repair it, or give another one") from error
+    except (OSError, SyntaxError, ValueError) as error:  # Pillow raises each of them for damaged files
+        raise DataError(
+            f"image ({os.fspath(path)!r}): cannot be read: {error}. Fix: repair it or give another one."
+        ) from error
+
+
+def load_images(folder: str | os.PathLike[str], count: int = 8) -> list[Image.Image]:
+    """Read images below a folder as 224 x 224 center crops.
+
+    Args:
+        folder: its files are sorted by path.
+        count: images to take, evenly spread over the files.
+
+    Raises:
+        MissingFileError: the folder does not exist.
+        DataError: there are no images in it, or one cannot be read.
+    """
+    if not os.path.isdir(folder):
+        raise MissingFileError(f"images ({os.fspath(folder)!r}): folder not found. Fix: give an existing folder.")
+    paths = sorted(path for path in Path(folder).rglob("*") if path.suffix.lower() in _SUFFIXES)
+    if not paths:
+        raise DataError(f"images ({os.fspath(folder)!r}): none found. Fix: put {', '.join(_SUFFIXES)} files there.")
+    chosen = paths[:: max(1, len(paths) // count)][:count]
+    return [center_crop(Image.fromarray(read_image(path, "RGB"))) for path in chosen]
+
+
+def synthetic_images(count: int = 4) -> list[Image.Image]:
+    """Draw the same images of colored, textured shapes every time."""
+    config = SyntheticConfig(num_val=count, min_side=SIDE, max_side=SIDE, crowd_fraction=0.0)
+    return [Image.fromarray(np.asarray(draw_scene(config, "val", index).image())) for index in range(count)]
+
+
+def center_crop(image: Image.Image) -> Image.Image:
+    """Resize the shorter side to 256 pixels and crop the center, 224 x 224."""
+    return transforms.center_crop(transforms.resize(image.convert("RGB"), _RESIZED), SIDE)
+
+
+def classification_input(image: Image.Image) -> Tensor:
+    """Preprocess an image for an ImageNet classifier: RGB in 0 to 1, normalized, (3, H, W) float64."""
+    return transforms.normalize(_channels_first(np.asarray(image.convert("RGB"))) / 255, _MEAN, _STD)
+
+
+def detection_input(image: Image.Image, cfg: CfgNode) -> Tensor:
+    """Preprocess an image by INPUT.FORMAT, PIXEL_MEAN and PIXEL_STD, (3, H, W) float64."""
+    mean, std = (
+        torch.tensor(values, dtype=torch.float64).view(-1, 1, 1)
+        for values in (cfg.MODEL.PIXEL_MEAN, cfg.MODEL.PIXEL_STD)
+    )
+    return (_channels_first(detection_utils.convert_PIL_to_numpy(image, cfg.INPUT.FORMAT)) - mean) / std
+
+
+def _channels_first(pixels: np.ndarray) -> Tensor:
+    return torch.from_numpy(pixels.astype(np.float64).transpose(2, 0, 1))

@@ -1,21 +1,19 @@
-"""A synthetic COCO data set for detection and instance segmentation, made from a seed on first use.
+"""A synthetic COCO data set for detection and instance segmentation, generated from a seed on first use.
 
-Six classes of textured shapes, overlapping, cut by the image border and of very different sizes, lie on
-cluttered backgrounds; the outline tells the class, the colour hints at it. Masks describe what is visible;
-some groups of small shapes are crowd regions. On disk it looks as COCO does:
+Six classes of textured shapes of very different sizes overlap each other and the image border, on cluttered
+backgrounds. The outline tells the class, the color hints at it. Masks cover the visible part of an object; some groups
+of small shapes are crowd regions. The files follow COCO:
 
-    <root>/gw_synthetic/annotations/instances_train.json   and instances_val.json; `info` says how it was made
+    <root>/gw_synthetic/annotations/instances_train.json   and instances_val.json; `info` holds the parameters
     <root>/gw_synthetic/train/000001.jpg ...               and val/...
 
-`register_synthetic` makes it known to Detectron2 as `gw_synthetic_train` and `gw_synthetic_val`.
+`register_synthetic` registers it with Detectron2 as `gw_synthetic_train` and `gw_synthetic_val`.
 """
 
-from __future__ import annotations
-
 import dataclasses
-import functools
 import io
 import json
+import math
 import os
 import shutil
 from dataclasses import dataclass
@@ -23,47 +21,49 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-import portalocker
 from detectron2.data import DatasetCatalog, MetadataCatalog
-from detectron2.data.datasets.coco import load_coco_json
+from detectron2.data.datasets import register_coco_instances
 from detectron2.utils.file_io import PathManager
-from iopath.common.file_io import PathHandler, file_lock
+from iopath.common.file_io import NativePathHandler, file_lock
 from PIL import Image
 from tqdm import tqdm
 
-from .outlines import annotate
+from ..errors import ConfigError, DataError, FileAccessError
+from .annotations import to_coco
 from .rendering import SHAPES, Scene
 
 CLASS_NAMES: tuple[str, ...] = tuple(shape.name for shape in SHAPES)
 SPLITS: tuple[str, ...] = ("train", "val")
 
 _FOLDER = "gw_synthetic"
-# Raise this whenever the same parameters would give other pictures or annotations than before.
+# Increase this whenever the same parameters would give other images or annotations than before.
 _FORMAT = 1
 
 
 @dataclass(frozen=True)
 class SyntheticConfig:
-    """What the data set is made from; equal parameters give equal files (with equal NumPy and Pillow).
+    """Parameters of the synthetic data set.
+
+    Equal parameters give equal files, with equal versions of NumPy and Pillow.
 
     Args:
         num_train: images in the training split.
         num_val: images in the validation split.
-        seed: start of all random numbers; each image has its own stream, so more images keep the others.
+        seed: random seed. Each image has its own stream: a larger split begins with the same images.
         min_side: smallest height or width of an image, in pixels.
-        max_side: largest height or width of an image, in pixels; the two are drawn independently.
+        max_side: largest height or width of an image, in pixels. The two are drawn independently.
         min_objects: fewest objects in an image.
-        max_objects: most objects in an image; a full image may get fewer, never fewer than `min_objects`.
-        min_size: smallest object, as a fraction of the image's shorter side; large sizes are more frequent.
+        max_objects: most objects in an image. A full image can get fewer, never fewer than `min_objects`.
+        min_size: smallest object, as a fraction of the image's shorter side. Large sizes are more frequent.
         max_size: largest object, as a fraction of the image's shorter side.
-        min_visible: smallest part of an object's area that stays visible, in (0, 1].
-        hue_spread: range of an object's hue about its class's own, in [0, 1] of the colour circle; at 1 the
-            colour says nothing of the class.
-        crowd_fraction: part of the images that has a crowd region, in [0, 1].
+        min_visible: smallest visible fraction of an object's area, in (0, 1].
+        hue_spread: range of an object's hue around the hue of its class, in [0, 1] of the color circle. With 1 the
+            color does not depend on the class.
+        crowd_fraction: fraction of the images with a crowd region, in [0, 1].
         jpeg_quality: 1 to 95.
 
     Raises:
-        ValueError: a parameter is outside what is allowed.
+        ConfigError: a parameter is out of range.
     """
 
     num_train: int = 800
@@ -81,24 +81,17 @@ class SyntheticConfig:
     jpeg_quality: int = 92
 
     def __post_init__(self) -> None:
-        rules = {
-            "num_train": (self.num_train >= 1, ">= 1"),
-            "num_val": (self.num_val >= 1, ">= 1"),
-            "seed": (self.seed >= 0, ">= 0"),
-            "min_side": (self.min_side >= 48, ">= 48 pixels"),
-            "max_side": (self.max_side >= self.min_side, f">= min_side={self.min_side}"),
-            "min_objects": (self.min_objects >= 1, ">= 1"),
-            "max_objects": (self.max_objects >= self.min_objects, f">= min_objects={self.min_objects}"),
-            "min_size": (0 < self.min_size <= 1, "in (0, 1]"),
-            "max_size": (self.min_size <= self.max_size <= 1, f"in [min_size={self.min_size}, 1]"),
-            "min_visible": (0 < self.min_visible <= 1, "in (0, 1]"),
-            "hue_spread": (0 <= self.hue_spread <= 1, "in [0, 1]"),
-            "crowd_fraction": (0 <= self.crowd_fraction <= 1, "in [0, 1]"),
-            "jpeg_quality": (1 <= self.jpeg_quality <= 95, "in 1 ... 95"),
-        }
-        for name, (fine, allowed) in rules.items():
-            if not fine:
-                raise ValueError(f"SyntheticConfig: {name}={getattr(self, name)} must be {allowed}.")
+        above_zero = math.ulp(0.0)
+        ranges = dict.fromkeys(("num_train", "num_val", "min_objects"), (1, math.inf))
+        ranges |= {"seed": (0, math.inf), "min_side": (48, math.inf), "jpeg_quality": (1, 95)}
+        ranges |= {"max_side": (self.min_side, math.inf), "max_objects": (self.min_objects, math.inf)}
+        fractions = {"min_size": (above_zero, 1), "max_size": (self.min_size, 1), "min_visible": (above_zero, 1)}
+        fractions |= dict.fromkeys(("hue_spread", "crowd_fraction"), (0, 1))
+        for name, (low, high) in (ranges | fractions).items():
+            value = getattr(self, name)
+            if not low <= value <= high:  # also refuses nan
+                allowed = f"more than 0 and at most {high}" if low == above_zero else f"{low} to {high}"
+                raise ConfigError(f"SyntheticConfig: {name} ({value}): out of range. Fix: give {allowed}.")
 
     def count(self, split: str) -> int:
         """Return the number of images in a split, "train" or "val"."""
@@ -106,7 +99,7 @@ class SyntheticConfig:
 
 
 def draw_scene(config: SyntheticConfig, split: str, index: int) -> Scene:
-    """Paint one image of the data set.
+    """Render one image of the data set.
 
     Args:
         config: the data set's parameters.
@@ -114,47 +107,46 @@ def draw_scene(config: SyntheticConfig, split: str, index: int) -> Scene:
         index: 0 ... count - 1 in that split.
 
     Raises:
-        ValueError: `min_objects` do not fit into the image.
+        ConfigError: fewer than `min_objects` fit into the image.
     """
     rng = np.random.default_rng([config.seed, SPLITS.index(split), index])
     height, width = (int(side) for side in rng.integers(config.min_side, config.max_side + 1, 2))
     scene = Scene(height, width, rng, config.min_visible, config.hue_spread)
     if rng.uniform() < config.crowd_fraction:
         scene.add_crowd(int(rng.integers(len(SHAPES))))
-    wanted = int(rng.integers(config.min_objects, config.max_objects + 1))
+    target = int(rng.integers(config.min_objects, config.max_objects + 1))
     placed = 0
-    for attempt in range(50 * wanted):
-        if placed == wanted or (placed >= config.min_objects and attempt >= 10 * wanted):
+    for attempt in range(50 * target):
+        if placed == target or (placed >= config.min_objects and attempt >= 10 * target):
             break
-        # sqrt makes large ones more frequent; on the logarithmic scale every size has its share.
+        # Log-uniform sizes would favor small objects; the square root makes large ones more frequent.
         fraction = config.min_size * (config.max_size / config.min_size) ** np.sqrt(rng.uniform())
         size = max(8.0, fraction * min(height, width))
         placed += scene.add_object(int(rng.integers(len(SHAPES))), size)
     if placed < config.min_objects:
-        raise ValueError(
-            f"SyntheticConfig: only {placed} of min_objects={config.min_objects} fit into an image of "
-            f"{width}x{height} pixels; ask for fewer or smaller objects, larger images, "
-            "or a smaller min_visible."
+        raise ConfigError(
+            f"SyntheticConfig: min_objects ({config.min_objects}): only {placed} fit into an image of {width}x{height} "
+            "pixels. Fix: use fewer or smaller objects, larger images, or a smaller min_visible."
         )
     return scene
 
 
 def make_synthetic(root: str | os.PathLike[str], config: SyntheticConfig | None = None) -> Path:
-    """Make the data set below a folder, or check and reuse the one that is there.
+    """Generate the data set below a folder, or check and reuse the existing one.
 
-    Processes that start at once wait for the first one. The folder appears when it is complete, not before: a
-    run that was killed leaves at most `gw_synthetic.partial`, which the next run removes.
+    Concurrent processes wait for the first one. The final folder appears only when it is complete; a killed run leaves
+    at most `gw_synthetic.partial`, which the next run removes.
 
     Args:
-        root: the folder that holds data sets, as in `DETECTRON2_DATASETS`; created if needed.
+        root: the folder of data sets, as in `DETECTRON2_DATASETS`; created if needed.
         config: parameters; None means the defaults.
 
     Returns:
         The folder `<root>/gw_synthetic`.
 
     Raises:
-        ValueError: the folder holds something else, a damaged set, or one made with other parameters.
-        OSError: it cannot be written: disk full, no permission, ...
+        DataError: the folder holds something else, a damaged set, or a set with other parameters.
+        FileAccessError: the folder cannot be written (disk full, no permission, ...) or locked.
     """
     config = config or SyntheticConfig()
     folder = Path(root, _FOLDER)
@@ -162,26 +154,28 @@ def make_synthetic(root: str | os.PathLike[str], config: SyntheticConfig | None 
         try:
             with file_lock(os.path.abspath(folder)):
                 if not folder.exists():
-                    _write(folder, config)
+                    _generate(folder, config)
         except OSError as error:
-            raise OSError(
-                error.errno,
-                f"Cannot write the synthetic data set to '{folder}' ({error.strerror or error}). "
-                "Make room or get permission there, or set DETECTRON2_DATASETS to another folder.",
-            ) from error
-        except portalocker.LockException as error:
-            raise RuntimeError(
-                f"Cannot lock '{folder}.lock' ({error}): another process has been making the synthetic "
-                "data set for an hour, or this file system has no locks. End that process, or set "
-                "DETECTRON2_DATASETS to a folder on a local disk."
+            failure = FileAccessError(
+                f"'{folder}': cannot write the synthetic data set: {error.strerror or error}. "
+                "Fix: free disk space, get write permission, or set DETECTRON2_DATASETS to another folder."
+            )
+            failure.errno = error.errno
+            raise failure from error
+        except Exception as error:
+            if "LockException" not in {kind.__name__ for kind in type(error).__mro__}:  # portalocker, below iopath
+                raise
+            raise FileAccessError(
+                f"'{folder}.lock': cannot lock: {error}. Another process has held the lock for an hour, or this file "
+                "system has no locks. Fix: end that process, or set DETECTRON2_DATASETS to a folder on a local disk."
             ) from error
     for split in SPLITS:
         _check(folder, split, config)
     return folder
 
 
-def _write(folder: Path, config: SyntheticConfig) -> None:
-    """Draw and annotate all in a folder beside the final one, then rename it; the caller holds the lock."""
+def _generate(folder: Path, config: SyntheticConfig) -> None:
+    """Generate all files in a partial folder, then rename it. The caller holds the lock."""
     partial = folder.with_name(_FOLDER + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -191,39 +185,36 @@ def _write(folder: Path, config: SyntheticConfig) -> None:
         with tqdm(total=total, desc=f"making {folder}", unit="image", mininterval=0.5) as progress:
             for split in SPLITS:
                 (partial / split).mkdir()
-                content = _empty_content(split, config)
+                images: list[dict[str, Any]] = []
+                annotations: list[dict[str, Any]] = []
                 for index in range(config.count(split)):
                     scene = draw_scene(config, split, index)
                     image_id += 1
                     name = f"{image_id:06d}.jpg"
-                    picture = io.BytesIO()
                     image = Image.fromarray(scene.image())
-                    image.save(picture, "JPEG", quality=config.jpeg_quality)
-                    # Not written by Pillow, whose errors do not say that the disk is full.
-                    (partial / split / name).write_bytes(picture.getvalue())
-                    size = {"height": image.height, "width": image.width}
-                    content["images"].append({"id": image_id, "file_name": name, **size})
-                    for layer in scene.layers:
+                    jpeg = io.BytesIO()
+                    image.save(jpeg, "JPEG", quality=config.jpeg_quality)
+                    # Pillow's own file errors do not tell that the disk is full.
+                    (partial / split / name).write_bytes(jpeg.getvalue())
+                    images.append({"id": image_id, "file_name": name, "height": image.height, "width": image.width})
+                    for obj in scene.objects:
                         annotation_id += 1
-                        content["annotations"].append(annotate(layer, image_id, annotation_id))
+                        annotations.append(to_coco(obj, image_id, annotation_id))
                     progress.update()
+                content = {
+                    "info": {"description": f"gw_detectron synthetic shapes, {split}", _FOLDER: _parameters(config)},
+                    "licenses": [],
+                    "images": images,
+                    "annotations": annotations,
+                    "categories": [{"id": i, "name": name} for i, name in enumerate(CLASS_NAMES, start=1)],
+                }
                 _json_file(partial, split).write_text(json.dumps(content, separators=(",", ":")))
         os.replace(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _empty_content(split: str, config: SyntheticConfig) -> dict[str, Any]:
-    return {
-        "info": {"description": f"gw_detectron synthetic shapes, {split}", _FOLDER: _made_with(config)},
-        "licenses": [],
-        "images": [],
-        "annotations": [],
-        "categories": [{"id": i, "name": name} for i, name in enumerate(CLASS_NAMES, start=1)],
-    }
-
-
-def _made_with(config: SyntheticConfig) -> dict[str, Any]:
+def _parameters(config: SyntheticConfig) -> dict[str, Any]:
     return {"format": _FORMAT, **dataclasses.asdict(config)}
 
 
@@ -232,35 +223,36 @@ def _json_file(folder: Path, split: str) -> Path:
 
 
 def _check(folder: Path, split: str, config: SyntheticConfig) -> None:
-    """Raise a ValueError unless a split is complete and was made with these parameters."""
+    """Raise unless a split is complete and has these parameters.
+
+    A bad set is not generated again by itself: another run may be reading its files.
+    """
     path = _json_file(folder, split)
-    # Not made again unasked: another run may be reading these files, and would not notice the exchange.
-    remedy = f"Delete '{folder}' to have it made again, or set DETECTRON2_DATASETS to another folder."
+    fix = f"Fix: delete '{folder}' to generate it again, or set DETECTRON2_DATASETS to another folder."
     try:
         content = json.loads(path.read_bytes())
-        made_with, images = content["info"][_FOLDER], content["images"]
+        found, images = content["info"][_FOLDER], content["images"]
     except FileNotFoundError:
-        raise ValueError(f"'{folder}' is not a complete synthetic data set: '{path}' is missing. {remedy}") from None
+        raise DataError(f"'{path}': file of the synthetic data set not found. {fix}") from None
     except ValueError as error:
-        raise ValueError(f"'{path}' is damaged, not valid json ({error}). {remedy}") from error
+        raise DataError(f"'{path}': damaged, not valid JSON: {error}. {fix}") from error
     except (KeyError, TypeError) as error:
-        raise ValueError(f"'{path}' lacks what the synthetic data set must have: {error}. {remedy}") from error
-    expected = _made_with(config)
-    differing = [key for key in {**expected, **made_with} if made_with.get(key) != expected.get(key)]
-    if differing:
-        listed = ", ".join(f"{key}={made_with.get(key)} (now {expected.get(key)})" for key in differing)
-        raise ValueError(f"The synthetic data set in '{folder}' was made with {listed}. {remedy}")
+        raise DataError(f"'{path}': not of the synthetic data set, missing key: {error}. {fix}") from error
+    expected = _parameters(config)
+    different = [key for key in {**expected, **found} if found.get(key) != expected.get(key)]
+    if different:
+        listed = ", ".join(f"{key}={found.get(key)} (now {expected.get(key)})" for key in different)
+        raise DataError(f"'{folder}': the synthetic data set has other parameters: {listed}. {fix}")
     present = set(os.listdir(folder / split)) if (folder / split).is_dir() else set()
     missing = [image["file_name"] for image in images if image["file_name"] not in present]
     if missing:
-        raise ValueError(
-            f"{len(missing)} of {len(images)} images are missing in '{folder / split}', "
-            f"the first is {missing[0]}. {remedy}"
+        raise DataError(
+            f"'{folder / split}': {len(missing)} of {len(images)} images are missing, first {missing[0]}. {fix}"
         )
 
 
-class _MadeOnFirstUse(PathHandler):
-    """Makes the data set when Detectron2 first opens a json file of it, in the loader or in the evaluator."""
+class _SyntheticPathHandler(NativePathHandler):
+    """Generate the data set when Detectron2 first opens one of its JSON files, in the loader or the evaluator."""
 
     def __init__(self, root: str, config: SyntheticConfig) -> None:
         super().__init__()
@@ -271,45 +263,35 @@ class _MadeOnFirstUse(PathHandler):
 
     def _get_local_path(self, path: str, force: bool = False, **kwargs: Any) -> str:
         make_synthetic(self.root, self.config)
-        return path
+        return super()._get_local_path(path, force, **kwargs)
 
-    def _open(self, path: str, mode: str = "r", buffering: int = -1, **kwargs: Any) -> IO[Any]:
-        return open(self._get_local_path(path), mode, buffering, **kwargs)
-
-    def _exists(self, path: str, **kwargs: Any) -> bool:
-        return os.path.exists(path)
-
-    def _isfile(self, path: str, **kwargs: Any) -> bool:
-        return os.path.isfile(path)
+    def _open(self, path: str, *args: Any, **kwargs: Any) -> IO[Any]:
+        make_synthetic(self.root, self.config)
+        return super()._open(path, *args, **kwargs)
 
 
 def register_synthetic(root: str | os.PathLike[str] | None = None, config: SyntheticConfig | None = None) -> None:
-    """Register `gw_synthetic_train` and `gw_synthetic_val`; the files are made when first asked for.
+    """Register `gw_synthetic_train` and `gw_synthetic_val`; the files are generated on first use.
 
-    May be called again: the last root and parameters count.
+    A second call replaces the root and the parameters of the first.
 
     Args:
-        root: folder that holds data sets; None means the variable DETECTRON2_DATASETS, else "datasets".
+        root: folder of data sets; None means the variable DETECTRON2_DATASETS, else "datasets".
         config: parameters; None means the defaults.
     """
     if root is None:
         root = os.getenv("DETECTRON2_DATASETS", "datasets")
     root = os.path.expanduser(os.fspath(root))
-    PathManager.register_handler(_MadeOnFirstUse(root, config or SyntheticConfig()), allow_override=True)
+    PathManager.register_handler(_SyntheticPathHandler(root, config or SyntheticConfig()), allow_override=True)
     for split in SPLITS:
         name = f"gw_synthetic_{split}"
         json_file = str(_json_file(Path(root, _FOLDER), split))
         image_root = os.path.join(root, _FOLDER, split)
         if MetadataCatalog.get(name).get("json_file") == json_file:
             continue
-        # Metadata refuses to change, so that of another root must go first.
+        # Metadata cannot be changed: remove the entry of another root first.
         DatasetCatalog.pop(name, None)
         MetadataCatalog.pop(name)
-        DatasetCatalog.register(name, functools.partial(load_coco_json, json_file, image_root, name))
-        MetadataCatalog.get(name).set(
-            json_file=json_file,
-            image_root=image_root,
-            evaluator_type="coco",
-            thing_classes=list(CLASS_NAMES),
-            thing_dataset_id_to_contiguous_id={i + 1: i for i in range(len(CLASS_NAMES))},
-        )
+        class_ids = {i + 1: i for i in range(len(CLASS_NAMES))}
+        metadata = {"thing_classes": list(CLASS_NAMES), "thing_dataset_id_to_contiguous_id": class_ids}
+        register_coco_instances(name, metadata, json_file, image_root)

@@ -1,6 +1,7 @@
-"""A run on one page: flags, config, preflight, model, weights, training, evaluation."""
+"""Runs: flags, trainer, launch, demo. The story of a run is :mod:`gw_detectron.engine.train`."""
 
-from .setup import get_parser, setup
-from .trainer import Trainer, checked_setup, main
+from .flags import get_parser
+from .train import main, setup
+from .trainer import Trainer
 
-__all__ = ["Trainer", "checked_setup", "get_parser", "main", "setup"]
+__all__ = ["Trainer", "get_parser", "main", "setup"]

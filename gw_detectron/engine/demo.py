@@ -1,4 +1,4 @@
-"""The demo: one short run from data to pictures."""
+"""The demo: a short run from data to pictures."""
 
 import argparse
 import json
@@ -9,35 +9,38 @@ from pathlib import Path
 from tabulate import tabulate
 
 from ..export import Normalization, export_backbone
+from .flags import get_parser
 from .plots import plot_curves, plot_predictions
-from .trainer import Trainer, checked_setup, get_parser
+from .train import prepare
+from .trainer import Trainer
 
 
 def run_demo(args: argparse.Namespace) -> dict:
-    """Trains from scratch, evaluates, and leaves the outcome in the config's ``OUTPUT_DIR``.
+    """Train from scratch, evaluate, export the backbone and draw the results.
 
-    ``result.json`` (AP of boxes and masks in percent, seconds of training and evaluation), ``curves.png``,
-    ``predictions.png``, ``model_final.pth``, ``config.yaml``, and ``backbone/``, backbone and FPN exported.
+    Writes to ``OUTPUT_DIR``: ``result.json`` (box and mask AP in percent, seconds of training and evaluation),
+    ``curves.png``, ``predictions.png``, ``model_final.pth``, ``config.yaml`` and ``backbone/`` (the exported backbone
+    with FPN).
 
     Args:
         args: ``config_file`` and ``opts`` (key, value, ...).
 
     Returns:
-        What ``result.json`` holds.
+        The content of ``result.json``.
 
     Raises:
-        The errors of :func:`gw_detectron.engine.checked_setup` and of training.
+        UserError: see :func:`gw_detectron.engine.train.prepare` and :meth:`Trainer.train`.
     """
-    cfg = checked_setup(get_parser().parse_args(["--config-file", args.config_file, *args.opts]))
+    cfg, start = prepare(get_parser().parse_args(["--config-file", args.config_file, *args.opts]))
     folder = Path(cfg.OUTPUT_DIR)
     metrics_file = folder / "metrics.json"
-    metrics_file.unlink(missing_ok=True)  # the trainer appends, and this is a new run
+    metrics_file.unlink(missing_ok=True)  # the trainer would append to an earlier run
     trainer = Trainer(cfg)
-    trainer.resume_or_load(resume=False)
-    start = time.perf_counter()
+    trainer.load_start_weights(start)
+    begin = time.perf_counter()
     evaluation = trainer.train() or {}
-    seconds = round(time.perf_counter() - start, 1)
-    # no AP without a single prediction, as of a run cut short: NaN, which json does not have
+    seconds = round(time.perf_counter() - begin, 1)
+    # without any prediction, as after a very short run, AP is NaN, which JSON does not have
     scores = {task: {"AP": None if isnan(found["AP"]) else found["AP"]} for task, found in evaluation.items()}
     backbone = folder / "backbone"
     parity = export_backbone(trainer.model.backbone, backbone, Normalization.from_config(cfg))
@@ -45,14 +48,14 @@ def run_demo(args: argparse.Namespace) -> dict:
     (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n")
     plot_curves(metrics_file, folder / "curves.png")
     plot_predictions(cfg, trainer.model, cfg.DATASETS.TEST[0], folder / "predictions.png")
-    columns = ("AP", "AP50", "AP75", "APs", "APm")  # by the COCO rules there are no large objects in small images
+    columns = ("AP", "AP50", "AP75", "APs", "APm")  # small images have no large objects
     rows = [[task, *(found[column] for column in columns)] for task, found in evaluation.items()]
     print(f"\nTrained {cfg.SOLVER.MAX_ITER} iterations and evaluated in {seconds:.0f} s.")
     print(tabulate(rows, headers=["", *columns], floatfmt=".1f"))
     print(
-        f"\nThe exported backbone {backbone / parity['file']} differs from the trained one, both in plain operations, "
-        f"by at most {parity['worst_relative']:.1e} of a feature map's largest value."
+        f"\nThe exported backbone {backbone / parity['file']} differs from the trained one by at most "
+        f"{parity['worst_relative']:.1e} of a feature map's largest value (both in plain operations)."
     )
-    print(f"Look at {folder / 'predictions.png'} and {folder / 'curves.png'};")
-    print(f"numbers are in {folder / 'result.json'}, the model is {folder / 'model_final.pth'}.")
+    print(f"Pictures: {folder / 'predictions.png'}, {folder / 'curves.png'}")
+    print(f"Numbers: {folder / 'result.json'}; model: {folder / 'model_final.pth'}")
     return result

@@ -1,14 +1,11 @@
-"""Starts the processes of a run, from Detectron2's own flags or under ``torchrun``, and words errors for people."""
+"""Launch training processes; report user errors without a traceback."""
 
 import argparse
 import contextlib
-import errno
 import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,28 +13,23 @@ from detectron2.engine import launch
 from detectron2.utils import comm
 from torch.multiprocessing.spawn import ProcessExitedException
 
-Result = TypeVar("Result")
+from ..errors import ConfigError, is_user_error
 
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-_PACKAGE = Path(__file__).parent.parent
-_FILE_ERRORS = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
-_FILE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.ENAMETOOLONG)
 
 
 def launch_from_args(main: Callable[[argparse.Namespace], object], args: argparse.Namespace) -> None:
-    """Runs ``main(args)`` in every process that the flags, or ``torchrun``, ask for.
+    """Run ``main(args)`` in every process that the flags or ``torchrun`` ask for.
 
     ``--num-gpus --num-machines --machine-rank --dist-url`` work as in Detectron2. Under ``torchrun`` the processes
-    exist already and only join: with nccl on GPUs, with gloo where there is no GPU or ``--num-gpus 0`` is given.
-
-    What the user can put right is one message on stderr and exit status 1; any other error keeps its traceback.
+    already exist and only join: with nccl on GPUs, with gloo without a GPU or with ``--num-gpus 0``.
 
     Args:
         main: a function at the top level of its module, since processes are spawned.
-        args: what :func:`gw_detectron.engine.get_parser` parses.
+        args: the flags of :func:`gw_detectron.engine.get_parser`.
 
     Raises:
-        SystemExit: with status 1, after a message.
+        SystemExit: status 1 after the message of a user error; other errors keep their traceback.
     """
     with errors_reported():
         if all(name in os.environ for name in _TORCHRUN_VARIABLES):
@@ -45,7 +37,7 @@ def launch_from_args(main: Callable[[argparse.Namespace], object], args: argpars
             try:
                 _worker(main, args)
             except BaseException:
-                if dist.get_backend() == "gloo":  # nccl would wait here for processes that wait for this one
+                if dist.get_backend() == "gloo":  # nccl would wait for processes that wait for this one
                     dist.destroy_process_group()
                 raise
             dist.destroy_process_group()
@@ -68,91 +60,73 @@ def _worker(main: Callable[[argparse.Namespace], object], args: argparse.Namespa
 
 @contextlib.contextmanager
 def errors_reported() -> Iterator[None]:
-    """Turns an error the user can put right into a message on stderr and exit status 1."""
+    """Turn a user error into a message on stderr and exit status 1."""
     try:
         yield
     except ProcessExitedException as error:
         if error.signal_name:
-            raise  # killed from outside, often for want of memory: the traceback names the signal
-        raise SystemExit(error.exit_code) from None  # the process itself has said why
+            raise  # killed from outside, often for lack of memory: the traceback names the signal
+        raise SystemExit(error.exit_code) from None  # the process has reported its error
     except Exception as error:
-        if not is_for_the_user(error):
+        if not is_user_error(error):
             raise
-        _say(error)
+        _report(error)
         raise SystemExit(1) from None
 
 
-def in_all_processes(action: Callable[[], Result]) -> Result:
-    """Does something that has to succeed in every process of a run before any of them goes on.
+@contextlib.contextmanager
+def in_all_processes() -> Iterator[None]:
+    """Context manager: its body must succeed in every process before any of them continues.
 
-    If it fails, the first process that it failed in says why, and all end; errors that all of them have are said once.
-
-    Args:
-        action: what to do; it must not wait for other processes.
+    If it fails, the first process in which it failed reports the error, and all processes end. An error that all
+    processes have is so reported once. The body must not wait for other processes.
 
     Raises:
-        SystemExit: in a run of several processes. In a run of one, the error of ``action`` itself.
+        SystemExit: in a run of several processes; a single process raises the error itself.
     """
     if comm.get_world_size() == 1:
-        return action()
+        yield
+        return
     failure = None
     try:
-        result = action()
+        yield
     except Exception as error:
         failure = error
     failed = comm.all_gather(failure is not None)
     if not any(failed):
-        return result
+        return
     if failure is not None and comm.get_rank() == failed.index(True):
-        if is_for_the_user(failure):
-            _say(failure)
+        if is_user_error(failure):
+            _report(failure)
         else:
             traceback.print_exception(failure)
-    # A launcher ends all processes when the first is gone, so none goes before the reason is out.
+    # A launcher ends all processes when the first one exits, so all wait for the report.
     comm.synchronize()
     raise SystemExit(1)
 
 
-def _say(error: Exception) -> None:
+def _report(error: Exception) -> None:
     process = "" if comm.is_main_process() else f" in process {comm.get_rank()}"
     print(f"\nError{process}: {error}", file=sys.stderr, flush=True)
 
 
-def is_for_the_user(error: BaseException) -> bool:
-    """Whether an error speaks about input, files or the machine, so that its traceback helps nobody.
-
-    These are missing or unusable files, a full disk, and the ValueErrors, OSErrors, ImportErrors and
-    FloatingPointErrors that this package raises itself; the same classes from inside a library may be a bug.
-    """
-    if isinstance(error, _FILE_ERRORS) or getattr(error, "errno", None) in _FILE_ERRNOS:
-        return True
-    if not isinstance(error, (ValueError, OSError, ImportError, FloatingPointError)):
-        return False
-    if type(error).__module__.partition(".")[0] == __name__.partition(".")[0]:
-        return True
-    frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and _PACKAGE in Path(frames[-1].filename).parents
-
-
 def _check_gpus(args: argparse.Namespace) -> None:
-    processes = args.num_gpus * args.num_machines
+    given = f"--num-gpus {args.num_gpus} --num-machines {args.num_machines}"
+    processes, available = args.num_gpus * args.num_machines, torch.cuda.device_count()
     if args.num_gpus < 0 or args.num_machines < 1:
-        raise ValueError(
-            f"--num-gpus {args.num_gpus} --num-machines {args.num_machines}: give at least 0 GPUs and 1 machine"
-        )
+        raise ConfigError(f"{given}: too few. Fix: give at least 0 GPUs and 1 machine.")
     if not 0 <= args.machine_rank < args.num_machines:
-        raise ValueError(
-            f"--machine-rank {args.machine_rank}: with --num-machines {args.num_machines} it is 0 to "
-            f"{args.num_machines - 1}, another one on each machine"
+        raise ConfigError(
+            f"--machine-rank {args.machine_rank}: out of range for --num-machines {args.num_machines}. Fix: give a "
+            f"different number from 0 to {args.num_machines - 1} on each machine."
         )
-    available = torch.cuda.device_count()
     if (args.num_gpus == 0 and args.num_machines > 1) or (processes > 1 and available == 0):
-        raise ValueError(
-            f"--num-gpus {args.num_gpus} --num-machines {args.num_machines}, but several processes without a GPU are "
-            f"started by torchrun: torchrun --nproc_per_node {max(args.num_gpus, 2)} {sys.argv[0]} --num-gpus 0 ..."
+        raise ConfigError(
+            f"{given}: several processes without a GPU need torchrun. Fix: torchrun --nproc_per_node "
+            f"{max(args.num_gpus, 2)} {sys.argv[0]} --num-gpus 0 ..."
         )
     if processes > 1 and args.num_gpus > available:
-        raise ValueError(f"--num-gpus {args.num_gpus}, but this machine has {available}; give at most {available}")
+        raise ConfigError(f"--num-gpus {args.num_gpus}: this machine has {available}. Fix: give at most {available}.")
 
 
 def _join_torchrun(*, cpu: bool) -> None:
@@ -160,9 +134,9 @@ def _join_torchrun(*, cpu: bool) -> None:
     cpu = cpu or not torch.cuda.is_available()
     if not cpu:
         if local_size > torch.cuda.device_count():
-            raise ValueError(
-                f"torchrun --nproc_per_node {local_size}, but this machine has {torch.cuda.device_count()} GPUs; give "
-                "at most as many, or --num-gpus 0 to run on the CPU"
+            raise ConfigError(
+                f"torchrun --nproc_per_node {local_size}: this machine has {torch.cuda.device_count()} GPUs. Fix: give "
+                "at most as many processes, or --num-gpus 0 to run on the CPU."
             )
         torch.cuda.set_device(local_rank)
     dist.init_process_group("gloo" if cpu else "nccl")
@@ -174,7 +148,7 @@ def _join_torchrun(*, cpu: bool) -> None:
 
 
 def _create_local_process_group(local_size: int) -> None:
-    """What Detectron2's own launcher does up to v0.6, which has no function for it: set the group of this machine."""
+    """Set the process group of this machine, as Detectron2's launcher does up to v0.6 without a function for it."""
     for first in range(0, dist.get_world_size(), local_size):
         group = dist.new_group(list(range(first, first + local_size)))
         if first <= dist.get_rank() < first + local_size:

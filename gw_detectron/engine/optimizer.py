@@ -1,4 +1,4 @@
-"""The optimizer: Detectron2's, which counts whitening layers among the normalisation layers."""
+"""Detectron2's optimizer, with the weight decay of norms for whitening layers too."""
 
 import detectron2.solver
 import torch
@@ -9,18 +9,22 @@ from ..layers import BatchWhitening2d, GroupWhitening2d
 
 
 def build_optimizer(cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
-    """Returns Detectron2's optimizer, with ``SOLVER.WEIGHT_DECAY_NORM`` for whitening layers too.
+    """Build Detectron2's optimizer with ``SOLVER.WEIGHT_DECAY_NORM`` for whitening layers.
 
-    Detectron2's own has a fixed list of normalisation layers, and gives all others ``SOLVER.WEIGHT_DECAY``.
-    ``SOLVER.WEIGHT_DECAY_BIAS`` goes before it if it is set, as for BN and GN. Rotations keep ``SOLVER.WEIGHT_DECAY``.
+    Detectron2 has a fixed list of norm layers and gives the parameters of all other layers ``SOLVER.WEIGHT_DECAY``.
+    As for BN and GN, ``SOLVER.WEIGHT_DECAY_BIAS`` takes precedence for biases if it is set. Rotations keep
+    ``SOLVER.WEIGHT_DECAY``.
 
     Args:
         cfg: Detectron2's config.
-        model: the model whose parameters are optimized.
+        model: the model to optimize.
+
+    Returns:
+        The optimizer. A parameter group is split only if its weight decay changes for some of its parameters.
     """
     optimizer = detectron2.solver.build_optimizer(cfg, model)
     decay = cfg.SOLVER.WEIGHT_DECAY_NORM
-    if decay is None:  # whichever decay each parameter has by itself
+    if decay is None:  # norms have the decay of other layers
         return optimizer
     affine = {
         parameter
@@ -30,12 +34,12 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
         if name != "bias" or cfg.SOLVER.WEIGHT_DECAY_BIAS is None
     }
     for group in list(optimizer.param_groups):
-        if group["weight_decay"] == decay:  # nothing to change, and checkpoints of Detectron2's own trainer fit
+        if group["weight_decay"] == decay:  # keep the group, so that checkpoints of Detectron2's trainer fit
             continue
-        ours = [parameter for parameter in group["params"] if parameter in affine]
-        if len(ours) == len(group["params"]):
+        whitening = [parameter for parameter in group["params"] if parameter in affine]
+        if len(whitening) == len(group["params"]):
             group["weight_decay"] = decay
-        elif ours:
+        elif whitening:
             group["params"] = [parameter for parameter in group["params"] if parameter not in affine]
-            optimizer.add_param_group({**group, "params": ours, "weight_decay": decay})
+            optimizer.add_param_group({**group, "params": whitening, "weight_decay": decay})
     return optimizer

@@ -1,4 +1,4 @@
-"""Pictures of a run: curves from its metrics, and predictions beside the ground truth."""
+"""Plots of a run: training curves, and predictions beside the ground truth."""
 
 import json
 from collections.abc import Iterable
@@ -14,19 +14,21 @@ from detectron2.utils.visualizer import Visualizer
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-# what Detectron2's detectors log, in the order of the legend
+from ..errors import DataError
+
+# metric names of Detectron2's detectors, in the order of the legend
 LOSSES = ("total_loss", "loss_cls", "loss_box_reg", "loss_mask", "loss_rpn_cls", "loss_rpn_loc", "loss_rpn_reg")
 SCORES = ("bbox/AP", "segm/AP")
 
 
 def read_metrics(metrics_file: str | Path) -> list[dict]:
-    """Reads the ``metrics.json`` of a run, one dict for each line, in the order of iterations.
+    """Read the ``metrics.json`` of a run: one dict per iteration, in order.
 
-    A line cut off by a kill is left out; of iterations that a resumed run did again, the later record counts.
+    A line cut off by a kill is skipped. If a resumed run repeated an iteration, the later record counts.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it holds no complete record.
+        FileNotFoundError: the file does not exist.
+        DataError: it contains no complete record.
     """
     by_iteration: dict[int, dict] = {}
     for line in Path(metrics_file).read_text().splitlines():
@@ -36,15 +38,15 @@ def read_metrics(metrics_file: str | Path) -> list[dict]:
             continue
         by_iteration.setdefault(record["iteration"], {}).update(record)
     if not by_iteration:
-        raise ValueError(f"{metrics_file} holds no complete record; has the run logged anything yet?")
+        raise DataError(f"'{metrics_file}': no complete record. Fix: wait until the run has logged its metrics.")
     return [by_iteration[iteration] for iteration in sorted(by_iteration)]
 
 
 def plot_curves(metrics_file: str | Path, picture: str | Path) -> None:
-    """Draws the losses and the AP of a run over its iterations.
+    """Plot the losses and the AP of a run over its iterations.
 
     Args:
-        metrics_file: the ``metrics.json`` that Detectron2's trainer writes.
+        metrics_file: the ``metrics.json`` of Detectron2's trainer.
         picture: the PNG file to write.
     """
     records = read_metrics(metrics_file)
@@ -80,15 +82,15 @@ def plot_predictions(
     num_images: int = 4,
     score_threshold: float = 0.5,
 ) -> None:
-    """Draws images of a data set, each as it is, with its ground truth, and with the model's prediction.
+    """Draw images of a data set with their ground truth and the model's predictions.
 
     Args:
-        cfg: the config the model was built from.
-        model: a detector; it is left in the mode it was in.
-        dataset_name: a registered data set; its first images are taken.
+        cfg: the config of the model.
+        model: a detector; its training mode is restored.
+        dataset_name: a registered data set, whose first images are drawn.
         picture: the PNG file to write.
-        num_images: how many, each in a row of the grid.
-        score_threshold: predictions below this score are left out.
+        num_images: rows of the grid, one image each.
+        score_threshold: lowest score of the drawn predictions.
     """
     metadata = MetadataCatalog.get(dataset_name)
     records = DatasetCatalog.get(dataset_name)[:num_images]
@@ -115,5 +117,5 @@ def plot_predictions(
 
 
 def _drawing(image: np.ndarray, metadata: Metadata) -> Visualizer:
-    # labels are drawn at a size for photographs: small images are enlarged first
+    # labels have a size for photographs, so small images are enlarged
     return Visualizer(image, metadata, scale=max(1.0, 480 / max(image.shape[:2])))

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ..checkpoint.architecture import Architecture, infer_architecture
 from ..checkpoint.convert import to_torchvision
-from ..checkpoint.networks import torchvision_stages
-from ..layers import GroupWhitening2d, Solver
+from ..checkpoint.reference_networks import torchvision_stages
+from ..layers import GroupWhitening2d
 from .feature_extractor import FeatureExtractor
 from .formats import DESCRIPTION, Written
 from .parity import ExportError
@@ -112,24 +112,13 @@ def _norm_arguments(layer: nn.Module) -> dict[str, Any]:
         names = ("num_channels", "num_groups", "eps", "affine")
         return {"class": "GroupNorm", **{name: getattr(layer, name) for name in names}}
     if isinstance(layer, GroupWhitening2d):
-        solver = _solver_of(layer)
         return {
             "class": "GroupWhitening2d",
             "num_channels": layer.num_channels,
             "num_groups": layer.num_groups,
-            "num_iters": solver.num_iters,
-            "eps": solver.eps,
             "affine": layer.affine,
-            "solver": solver.name,
-            "threshold": solver.threshold,
-            "corr": solver.corr,
+            **layer.solver.layer_arguments(),
         }
     raise ExportError(
         f"norm layer ('{type(layer).__name__}'): torchvision and timm cannot load it. Fix: use --layout detectron2."
     )
-
-
-def _solver_of(layer: GroupWhitening2d) -> Solver:
-    if isinstance(layer.solver, Solver):
-        return layer.solver
-    return Solver(layer.solver, layer.num_iters, layer.eps, layer.threshold, layer.corr)

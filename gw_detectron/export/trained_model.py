@@ -5,7 +5,7 @@ from detectron2.config import CfgNode
 from detectron2.modeling import build_model
 from torch import nn
 
-from ..checkpoint import strict_backbone_load
+from ..checkpoint import load_checkpoint, open_checkpoint
 from ..errors import summarize_names
 from .parity import ExportError
 
@@ -30,8 +30,7 @@ def load_model(cfg: CfgNode, needed: str = "") -> nn.Module:
     cfg.defrost()
     cfg.MODEL.DEVICE = "cpu"
     model = build_model(cfg).eval()
-    with strict_backbone_load(model, weights) as report:
-        DetectionCheckpointer(model).load(weights)
+    report = load_checkpoint(DetectionCheckpointer(model), open_checkpoint(weights))
     missing = [name for name in report.new if name.startswith(needed)]
     if missing:
         raise ExportError(

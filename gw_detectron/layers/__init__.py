@@ -1,27 +1,28 @@
-r"""Whitening layers in plain PyTorch; nothing here knows Detectron2.
+r"""Whitening layers for PyTorch; they need torch alone.
 
-The family is two layers times a table of solvers. :class:`GroupWhitening2d` whitens the groups of channels of a
-sample, :class:`BatchWhitening2d` the channels of a group over the batch; a solver (:data:`SOLVERS`) turns either
-covariance into a whitening matrix. Which member is which other one:
+Two layers share a table of solvers. :class:`GroupWhitening2d` (GW) whitens the channel groups of each sample.
+:class:`BatchWhitening2d` (BW) whitens the channels of each group over the batch. A solver (:data:`SOLVERS`) computes
+the whitening matrix from the covariance in both. Special cases:
 
-- BW with one channel per group is BN, with any solver; in evaluation if ``running="covariance"``.
-- GW with one group is LayerNorm over the sample, which is GN with one group, with any solver.
-- The solver ``standardize`` makes GW GN and BW BN, with any groups.
-- GW of a single sample with g = C is BW of it with k = C.
-- ``newton`` is ``zca`` up to a factor on white input: :math:`\psi(\sigma^2 I) = f I / \sigma` with
-  :math:`f = p_T(1/g) / \sqrt{g}`, p_0 = 1, p_k(s) = (3 p_{k-1} - p_{k-1}^3 s) / 2. f is 1 for g = 1, which is why the
-  first two hold for it, and 0.766 for g = 64 and T = 5.
-- ``pca`` is a rotation of ``zca``; ``zca_max`` with threshold 0 and ``zca_entropy`` of equal eigenvalues are ``zca``.
-- Uncorrelated channels are standardised by ``zca``, ``cholesky`` and these with ``corr``.
-- ``pivoted_cholesky`` is ``cholesky`` where variances descend; eps means something else to it, so that it is BN, LN or
-  GN with eps 0 only.
+- BW with one channel per group equals BN, for every solver; in evaluation mode only with ``running="covariance"``.
+- GW with one group equals LayerNorm over the sample, i.e. GN with one group, for every solver.
+- With the solver ``standardize`` GW equals GN and BW equals BN, for all group sizes.
+- For a single sample, GW with g = C equals BW with k = C.
+- ``newton`` equals ``zca`` up to a factor if the input is already white: :math:`\psi(\sigma^2 I) = f I / \sigma` with
+  :math:`f = p_T(1/g) / \sqrt{g}`, p_0 = 1, p_k(s) = (3 p_{k-1} - p_{k-1}^3 s) / 2. For g = 1 the factor is 1, hence the
+  first two identities hold for ``newton``; for g = 64 and T = 5 it is 0.766.
+- ``pca`` is a rotation of ``zca``. ``zca_max`` with threshold 0, and ``zca_entropy`` of equal eigenvalues, equal
+  ``zca``.
+- If channels are uncorrelated, ``zca`` and ``cholesky`` only standardize them, also with ``corr``.
+- ``pivoted_cholesky`` equals ``cholesky`` if the variances descend. It uses eps as a lower bound, so the identities
+  with BN, LayerNorm and GN hold for eps = 0 only.
 """
 
 from ..ops.batch_whitening.reference import batch_whiten
-from ..ops.group_whitening.op import group_whiten, use_path
+from ..ops.group_whitening.op import group_whiten, use_backend
 from ..ops.solvers import SOLVERS, Solver, newton_inverse_sqrt, zca_inverse_sqrt
 from .batch_whitening import ROTATIONS, RUNNING, BatchWhitening2d, FrozenBatchWhitening2d
-from .group_whitening import GroupWhitening2d
+from .group_whitening import GroupWhitening2d, use_path
 
 __all__ = [
     "ROTATIONS",
@@ -34,6 +35,7 @@ __all__ = [
     "batch_whiten",
     "group_whiten",
     "newton_inverse_sqrt",
+    "use_backend",
     "use_path",
     "zca_inverse_sqrt",
 ]

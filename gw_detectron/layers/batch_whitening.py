@@ -1,4 +1,4 @@
-"""Batch whitening as a module, with running statistics for evaluation, and its frozen twin."""
+"""Batch whitening as a module with running statistics, and a frozen version of it."""
 
 import inspect
 from typing import Any
@@ -9,39 +9,37 @@ from torch import Tensor, nn
 from ..ops.batch_whitening.channel_groups import effective_width, join_matrices, split, split_matrices
 from ..ops.batch_whitening.reference import to_columns, transform
 from ..ops.batch_whitening.statistics import BatchStatistics, batch_statistics
-from ..ops.group_whitening.reference import autocast_off, check_tensors
 from ..ops.solvers import Solver
+from ..ops.tensors import autocast_off, check_flag, check_number, check_tensors
 from .rotation import GroupRotation
 
-#: what is averaged over the batches of a training
+#: running averages for evaluation: of whitening matrices, or of covariances
 RUNNING = ("matrix", "covariance")
-#: what may follow the whitening
+#: rotations after the whitening
 ROTATIONS = ("none", "cayley")
 
 
 class BatchWhitening2d(nn.Module):
-    r"""Batch whitening (BW, DBN): whitens groups of channels by their covariance over batch and space.
+    r"""Batch whitening layer: whiten channel groups over batch and space (BW, DBN).
 
     .. math:: y = \gamma \, Q \, \psi(\Sigma) X_C + \beta, \quad \Sigma = \tfrac{1}{m} X_C X_C^T + \epsilon I
 
     See :func:`gw_detectron.layers.batch_whiten` for the symbols; Q is the identity or a learnable rotation.
 
-    In training the statistics are those of the batch. In evaluation they are running averages, in PyTorch's sense of
-    momentum :math:`\lambda`, of the mean and
+    Training uses the statistics of the batch. Evaluation uses running averages, with momentum :math:`\lambda` as in
+    PyTorch, of the mean and
 
-    - ``running="matrix"``: of the whitening matrix, :math:`W_E \leftarrow (1 - \lambda) W_E + \lambda \psi(\Sigma)`
-      (DBN; BW of the Group Whitening paper). At first the identity. An average of PCA matrices, or of those of
-      pivoted_cholesky, whose rows change places from batch to batch, means nothing.
-    - ``running="covariance"``: of :math:`X_C X_C^T / (m - 1)`, without eps, and evaluation takes its
-      :math:`\psi(\hat\Sigma + \epsilon I)` (``BW_Sigma``). It is divided by m - 1, as BN's running variance is. A
-      threshold acts on the average, whereas Algorithm 5 of the Batch Orthogonalization paper averages what its
-      threshold left.
+    - ``running="matrix"``: of the whitening matrix, :math:`W_E \leftarrow (1 - \lambda) W_E + \lambda \psi(\Sigma)`,
+      initially the identity (DBN; BW of the Group Whitening paper). An average of PCA or pivoted_cholesky matrices is
+      meaningless, because their rows are permuted from batch to batch.
+    - ``running="covariance"``: of :math:`X_C X_C^T / (m - 1)` without eps; evaluation whitens by
+      :math:`\psi(\hat\Sigma + \epsilon I)` (``BW_Sigma``). The divisor is m - 1, as in BN's running variance. A
+      threshold is applied to the average; Algorithm 5 of the Batch Orthogonalization paper averages after its
+      threshold.
 
-    A batch of fewer than two columns has no covariance and leaves the averages as they are; a layer that sees no more
-    than that gives ``bias``.
+    A batch of fewer than two columns has no covariance: the output is ``bias``, and the averages do not change.
 
-    Special cases: one channel per group is BN (in evaluation with ``running="covariance"``), and so is the solver
-    ``standardize`` with any group. A single sample whitened with k = C is Group Whitening with C groups.
+    Special cases: see :mod:`gw_detectron.layers`.
 
     Args:
         num_channels: C, the size of dimension 1 of the input.
@@ -51,16 +49,18 @@ class BatchWhitening2d(nn.Module):
         eps: added to the diagonal of the covariance, in units of the input's variance.
         momentum: :math:`\lambda`, the weight of a new batch in the running averages, from 0 to 1.
         running: ``"matrix"`` or ``"covariance"``.
-        sync: take the statistics over all processes of a distributed run.
+        sync: compute the statistics over all processes of a distributed run.
         affine: learn a per-channel scale and shift, both of shape (C,).
         threshold: c of the solver ``"zca_max"``.
-        corr: standardise the channels, then decorrelate their correlation matrix.
+        corr: standardize the channels, then whiten their correlation matrix.
         rotation: ``"none"``, or ``"cayley"`` for a learnable rotation of each group before scale and shift.
 
-    Shape: (N, C, *spatial) -> the same, for zero to three spatial dimensions; dtype and memory format are kept.
+    Shape:
+        Input (N, C, *spatial), with zero to three spatial dimensions. Output: the same shape, dtype and memory format.
 
     Raises:
         ValueError: an argument out of its range.
+        TypeError: an argument of the wrong type.
 
     Source: Decorrelated Batch Normalization, section 3.3 and Algorithm 1; Group Whitening, sections 2 and 5.1.1; On
         Batch Orthogonalization Layers, Table I, Eq. 4, section VI.
@@ -87,24 +87,18 @@ class BatchWhitening2d(nn.Module):
         rotation: str = "none",
     ) -> None:
         super().__init__()
-        Solver(solver, num_iters, eps, threshold, corr)  # checks them
-        if not 0 <= momentum <= 1:
-            raise ValueError(f"momentum={momentum} must be a number from 0 to 1; PyTorch's value is 0.1")
-        if running not in RUNNING:
-            raise ValueError(f"running={running!r}; allowed are {list(RUNNING)}")
-        if rotation not in ROTATIONS:
-            raise ValueError(f"rotation={rotation!r}; allowed are {list(ROTATIONS)}")
+        check_number("momentum", momentum, 0, 1, 0.1)
+        check_flag("sync", sync)
+        for name, value, allowed in (("running", running, RUNNING), ("rotation", rotation, ROTATIONS)):
+            if value not in allowed:
+                raise ValueError(f"{name} ({value!r}): unknown value. Fix: choose one of {list(allowed)}.")
         self.num_channels = num_channels
         self.channels_per_group = effective_width(num_channels, channels_per_group)
-        self.solver = solver
-        self.num_iters = num_iters
-        self.eps = eps
+        self.solver = Solver(solver, num_iters, eps, threshold, corr)
         self.momentum = momentum
         self.running = running
         self.sync = sync
         self.affine = affine
-        self.threshold = threshold
-        self.corr = corr
         self.rotation = rotation
         self.weight = nn.Parameter(torch.ones(num_channels)) if affine else None
         self.bias = nn.Parameter(torch.zeros(num_channels)) if affine else None
@@ -116,29 +110,40 @@ class BatchWhitening2d(nn.Module):
         self.register_buffer(f"running_{running}", join_matrices(identities, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        check_tensors("batch whitening", x)
+        """Whiten ``x``, and update the running averages in training mode.
+
+        Args:
+            x: floating point, (N, C, *spatial).
+
+        Returns:
+            y in the shape, dtype and memory format of ``x``.
+
+        Raises:
+            ValueError: ``x`` has another number of channels, no floating point dtype, or fewer than two dimensions.
+        """
+        check_tensors(x)
         if x.shape[1] != self.num_channels:
             raise ValueError(
-                f"{type(self).__name__} expects input of shape (N, {self.num_channels}, *spatial), got {tuple(x.shape)}"
+                f"{type(self).__name__}: expected input of shape (N, {self.num_channels}, *spatial), "
+                f"got {tuple(x.shape)}. Fix: give it as many channels as the layer has."
             )
         with autocast_off(x.device.type):
             columns = to_columns(x)
             if self.training:
                 batch = batch_statistics(columns, self.channels_per_group, self.sync)
-                centred, matrices = batch.centred, self._whiten(batch.covariances)
+                centered, matrices = batch.centered, self._whiten(batch.covariances)
                 self._update(batch, matrices)
             else:
                 mean = self.running_mean.to(columns.dtype)
-                centred = split(columns - mean[:, None], self.channels_per_group)
+                centered = split(columns - mean[:, None], self.channels_per_group)
                 matrices = self._running_matrices(columns.dtype)
             if self.rotate is not None:
                 matrices = [q.to(w.dtype) @ w for q, w in zip(self.rotate(), matrices, strict=True)]
-            return transform(centred, matrices, self.weight, self.bias, like=x)
+            return transform(centered, matrices, self.weight, self.bias, like=x)
 
     def extra_repr(self) -> str:
-        solver = Solver(self.solver, self.num_iters, self.eps, self.threshold, self.corr)
         text = (
-            f"{self.num_channels}, channels={self.channels_per_group}, {solver}, running={self.running}, "
+            f"{self.num_channels}, channels={self.channels_per_group}, {self.solver}, running={self.running}, "
             f"momentum={self.momentum:g}"
         )
         if self.sync:
@@ -148,8 +153,7 @@ class BatchWhitening2d(nn.Module):
         return f"{text}, affine={self.affine}"
 
     def _whiten(self, covariances: list[Tensor]) -> list[Tensor]:
-        solver = Solver(self.solver, self.num_iters, self.eps, self.threshold, self.corr)
-        return [solver(covariance) for covariance in covariances]
+        return [self.solver(covariance) for covariance in covariances]
 
     def _running_matrices(self, dtype: torch.dtype) -> list[Tensor]:
         if self.running == "matrix":
@@ -168,19 +172,20 @@ class BatchWhitening2d(nn.Module):
             (buffer, join_matrices(matrices, self.channels_per_group)),
         ):
             new = average.lerp(value.to(average.dtype), weight.to(average.dtype))
-            average.copy_(torch.where(weight > 0, new, average))  # 0 times infinity is no number
+            average.copy_(torch.where(weight > 0, new, average))  # 0 * inf would be NaN
 
 
 class FrozenBatchWhitening2d(BatchWhitening2d):
-    """Batch whitening whose statistics, scale, shift and rotation are fixed, as FrozenBN is to BN.
+    """Batch whitening layer with fixed statistics, scale, shift and rotation.
 
-    Scale and shift are buffers under the names they have in :class:`BatchWhitening2d`, whose checkpoints it loads.
+    It is to :class:`BatchWhitening2d` what FrozenBN is to BN. It loads the same checkpoints: scale and shift are
+    buffers of the same names.
 
     Args:
         args, kwargs: those of :class:`BatchWhitening2d`.
 
     Raises:
-        ValueError: an argument out of its range.
+        ValueError, TypeError: as :class:`BatchWhitening2d`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -191,22 +196,23 @@ class FrozenBatchWhitening2d(BatchWhitening2d):
         self.requires_grad_(False).eval()
 
     def train(self, mode: bool = True) -> "FrozenBatchWhitening2d":
-        """Stays in evaluation mode."""
+        """Keep evaluation mode."""
         return super().train(False)
 
     @classmethod
     def convert(cls, module: nn.Module) -> nn.Module:
-        """Replaces every batch whitening in a module by its frozen twin, which takes over its tensors.
+        """Replace each BatchWhitening2d in a module by a frozen layer with the same tensors.
 
         Returns:
-            The twin if the module itself is batch whitening, else the module.
+            The frozen layer if ``module`` itself is a BatchWhitening2d, else ``module``.
         """
         if isinstance(module, BatchWhitening2d) and not isinstance(module, cls):
-            # every argument is an attribute of the same name
-            options = {name: getattr(module, name) for name in inspect.signature(BatchWhitening2d).parameters}
-            twin = cls(**options)
-            twin.load_state_dict(module.state_dict(), assign=True)
-            return twin
+            # every other argument is an attribute of the same name
+            solver = module.solver.layer_arguments()
+            names = inspect.signature(BatchWhitening2d).parameters.keys() - solver.keys()
+            frozen = cls(**solver, **{name: getattr(module, name) for name in names})
+            frozen.load_state_dict(module.state_dict(), assign=True)
+            return frozen
         for name, child in module.named_children():
             module.add_module(name, cls.convert(child))
         return module

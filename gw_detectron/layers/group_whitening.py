@@ -1,23 +1,26 @@
 """Group Whitening as a module."""
 
+import warnings
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..ops.group_whitening import op as kernels
+from ..ops.group_whitening.op import group_whiten, use_backend
 from ..ops.group_whitening.reference import effective_groups
 from ..ops.solvers import Solver
 
 
 class GroupWhitening2d(nn.Module):
-    r"""Group Whitening (GW): whitens the channel groups of each sample, with no batch statistics.
+    r"""Group Whitening layer: whiten the channel groups of each sample.
 
     .. math:: y = \gamma \, \Pi^{-1}(\psi(\Sigma) X_C) + \beta, \quad \Sigma = \tfrac{1}{M} X_C X_C^T + \epsilon I
 
-    See :func:`gw_detectron.layers.group_whiten` for the symbols. Training and evaluation compute the same function.
+    See :func:`~gw_detectron.ops.group_whitening.reference.group_whiten_reference` for the symbols. There are no batch
+    statistics: training and evaluation compute the same function.
 
-    ``num_groups`` is the side g of the covariance matrix, taken over M = C / g * prod(spatial) columns. Layers that
+    ``num_groups`` is g, the side of the covariance matrix, computed over M = C / g * prod(spatial) columns. Layers that
     whiten over the batch usually count "channels per group" instead.
 
     Args:
@@ -29,16 +32,23 @@ class GroupWhitening2d(nn.Module):
         solver: a name in :data:`gw_detectron.layers.SOLVERS`: ``"newton"`` (iterative, the published choice), ``"zca"``
             (exact), ...
         threshold: c of the solver ``"zca_max"``.
-        corr: standardise the groups, then decorrelate their correlation matrix.
-        relu: apply ReLU to y, in the same passes over memory.
+        corr: standardize the groups, then whiten their correlation matrix.
 
-    Shape: (N, C, *spatial) -> the same, for zero to three spatial dimensions; dtype and memory format are kept.
+    Shape:
+        Input (N, C, *spatial), with zero to three spatial dimensions. Output: the same shape, dtype and memory format.
+
+    Attributes:
+        fuses_relu: True: ``forward`` accepts ``relu=True``. A caller that has a ReLU after its norm may test for this.
+        solver: the :class:`~gw_detectron.layers.Solver` made of the options.
 
     Raises:
         ValueError: an argument out of its range, or groups that do not divide the channels.
+        TypeError: an argument of the wrong type.
 
     Source: Group Whitening (CVPR 2021), section 3; supplement, Algorithm 1.
     """
+
+    fuses_relu = True
 
     def __init__(
         self,
@@ -51,39 +61,35 @@ class GroupWhitening2d(nn.Module):
         *,
         threshold: float = 0.01,
         corr: bool = False,
-        relu: bool = False,
     ) -> None:
         super().__init__()
-        Solver(solver, num_iters, eps, threshold, corr)  # checks them
         self.num_channels = num_channels
         self.num_groups = effective_groups(num_channels, num_groups)
-        self.num_iters = num_iters
-        self.eps = eps
+        self.solver = Solver(solver, num_iters, eps, threshold, corr)
         self.affine = affine
-        self.solver = solver
-        self.threshold = threshold
-        self.corr = corr
-        self.relu = relu
         self.weight = nn.Parameter(torch.ones(num_channels)) if affine else None
         self.bias = nn.Parameter(torch.zeros(num_channels)) if affine else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, relu: bool = False) -> Tensor:
+        """Whiten ``x``.
+
+        Args:
+            x: floating point, (N, C, *spatial).
+            relu: also apply ReLU, fused into the same passes over memory. The caller decides at each call, so the ReLU
+                stays with the caller when this layer is replaced.
+
+        Returns:
+            y, or max(y, 0), in the shape, dtype and memory format of ``x``.
+
+        Raises:
+            ValueError: ``x`` has another number of channels, no floating point dtype, or fewer than two dimensions.
+        """
         if x.dim() < 2 or x.shape[1] != self.num_channels:
             raise ValueError(
-                f"GroupWhitening2d expects input of shape (N, {self.num_channels}, *spatial), got {tuple(x.shape)}"
+                f"GroupWhitening2d: expected input of shape (N, {self.num_channels}, *spatial), got {tuple(x.shape)}. "
+                "Fix: give it as many channels as the layer has."
             )
-        return kernels.group_whiten(
-            x,
-            self.num_groups,
-            self.num_iters,
-            self.eps,
-            self.solver,
-            self.weight,
-            self.bias,
-            threshold=self.threshold,
-            corr=self.corr,
-            relu=self.relu,
-        )
+        return group_whiten(x, self.num_groups, self.weight, self.bias, solver=self.solver, relu=relu)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # the authors' checkpoints hold the affine parameters as (1, C, 1, 1)
@@ -94,6 +100,10 @@ class GroupWhitening2d(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
-        solver = Solver(self.solver, self.num_iters, self.eps, self.threshold, self.corr)
-        relu = ", relu=True" if self.relu else ""
-        return f"{self.num_channels}, groups={self.num_groups}, {solver}, affine={self.affine}{relu}"
+        return f"{self.num_channels}, groups={self.num_groups}, {self.solver}, affine={self.affine}"
+
+
+def use_path(path: str) -> AbstractContextManager[None]:
+    """Deprecated name of :func:`gw_detectron.layers.use_backend`."""
+    warnings.warn("use_path: renamed. Fix: call use_backend.", DeprecationWarning, stacklevel=2)
+    return use_backend(path)

@@ -1,4 +1,4 @@
-"""A learnable rotation of the channels of each group."""
+"""Learnable rotation of the channels of each group."""
 
 import torch
 from torch import Tensor, nn
@@ -8,19 +8,19 @@ from ..ops.batch_whitening.channel_groups import effective_width
 
 
 class GroupRotation(nn.Module):
-    r"""One orthogonal matrix for each group of channels, by the Cayley map of a skew-symmetric matrix.
+    r"""Learnable orthogonal matrices, one per group of channels.
 
-    .. math:: Q = (I + S) (I - S)^{-1}, \quad S = -S^T, \quad S = 0 \text{ at first}
+    .. math:: Q = (I + S) (I - S)^{-1}, \quad S = -S^T, \quad S = 0 \text{ initially}
 
-    Whitened channels stay whitened under a rotation, so a network may learn one. torch's orthogonal parametrisation
-    holds S: a layer with a rotation can be copied and its state dict saved, but not pickled as a whole.
+    White channels stay white under a rotation, so a network may learn one. S is held by torch's orthogonal
+    parametrization: a layer with a rotation can be copied and its state dict saved, but not pickled as a whole.
 
     Args:
         num_channels: C.
         channels_per_group: k, capped at C; the last group may be smaller.
 
     Raises:
-        ValueError: an argument is not positive.
+        ValueError: an argument is not a positive integer.
 
     Source: On Batch Orthogonalization Layers, section VI-B and appendix C.
     """
@@ -35,9 +35,9 @@ class GroupRotation(nn.Module):
         self._names = ["whole", "last"] if rest else ["whole"]
         for name, shape in zip(self._names, ((groups, width), (1, rest)), strict=False):
             self.register_parameter(name, nn.Parameter(torch.zeros(*shape, shape[1])))
-            # without trivialisation: with it a second matrix would be stored, the identity
+            # use_trivialization would store a second matrix, the identity
             orthogonal(self, name, "cayley", use_trivialization=False)
 
     def forward(self) -> list[Tensor]:
-        """Returns the rotations of all groups, (C // k, k, k) and perhaps the smaller last one."""
+        """Return the rotations of all groups: (C // k, k, k) and, if the last group is smaller, (1, r, r)."""
         return [getattr(self, name) for name in self._names]

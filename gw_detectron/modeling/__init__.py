@@ -1,10 +1,12 @@
 """Detectron2 components with group whitening; importing this package registers them."""
 
+from .conv_norm_relu import ConvNormReLU
 from .fpn import build_gw_resnet_fpn_backbone, build_gw_retinanet_resnet_fpn_backbone
-from .norm import norm_spec, norm_table, resolve_norm
-from .relu import append_relu
+from .norm import norm_spec, resolve_norm
+from .norm_table import norm_table
 from .resnet import (
     GWBasicBlock,
+    GWBasicStem,
     GWBottleneckBlock,
     GWDeformBottleneckBlock,
     add_pool_norm,
@@ -14,13 +16,14 @@ from .resnet import (
 from .roi_heads import GWFastRCNNConvFCHead, GWMaskRCNNConvUpsampleHead
 
 __all__ = [
+    "ConvNormReLU",
     "GWBasicBlock",
+    "GWBasicStem",
     "GWBottleneckBlock",
     "GWDeformBottleneckBlock",
     "GWFastRCNNConvFCHead",
     "GWMaskRCNNConvUpsampleHead",
     "add_pool_norm",
-    "append_relu",
     "build_gw_resnet_backbone",
     "build_gw_resnet_fpn_backbone",
     "build_gw_retinanet_resnet_fpn_backbone",

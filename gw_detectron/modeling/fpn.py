@@ -1,4 +1,4 @@
-"""Detectron2's FPN over the backbones of :mod:`gw_detectron.modeling.resnet`, with any norm name."""
+"""Detectron2's FPN on the backbones of :mod:`gw_detectron.modeling.resnet`, with any norm."""
 
 from detectron2.config import CfgNode
 from detectron2.layers import ShapeSpec
@@ -12,20 +12,20 @@ from .resnet import build_gw_resnet_backbone
 
 @BACKBONE_REGISTRY.register()
 def build_gw_resnet_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
-    """Builds ResNet + FPN with levels p2 to p6, as Faster and Mask R-CNN use it.
+    """Build ResNet + FPN with levels p2 to p6, for Faster and Mask R-CNN.
 
     Raises:
-        ValueError: a norm is unknown or does not fit.
+        ConfigError: a key is out of its range, or a norm is unknown or does not fit.
     """
     return _fpn(cfg, build_gw_resnet_backbone(cfg, input_shape), LastLevelMaxPool())
 
 
 @BACKBONE_REGISTRY.register()
 def build_gw_retinanet_resnet_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
-    """Builds ResNet + FPN with levels p3 to p7, as RetinaNet uses it.
+    """Build ResNet + FPN with levels p3 to p7, for RetinaNet.
 
     Raises:
-        ValueError: a norm is unknown or does not fit.
+        ConfigError: a key is out of its range, or a norm is unknown or does not fit.
     """
     bottom_up = build_gw_resnet_backbone(cfg, input_shape)
     top_block = LastLevelP6P7(bottom_up.output_shape()["res5"].channels, cfg.MODEL.FPN.OUT_CHANNELS)

@@ -1,14 +1,14 @@
-"""Where a yaml takes norm names, and which of Detectron2's components know their own norms and keys only."""
+"""Config keys that hold norm names, and checks of their use with Detectron2's own components."""
 
+import operator
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from detectron2.config import CfgNode, get_cfg
 
 from ..config import add_gw_config
 from .norm import DETECTRON2_NORMS
 
-#: every key that holds a norm name
+#: every config key that holds a norm name
 NORM_KEYS = (
     "MODEL.RESNETS.NORM",
     "MODEL.RESNETS.WHITEN_NORM",
@@ -18,86 +18,66 @@ NORM_KEYS = (
     "MODEL.RETINANET.NORM",
     "MODEL.SEM_SEG_HEAD.NORM",
 )
-
-
-class _Stock(NamedTuple):
-    norm: str  # the key of the norm
-    part: str  # the key of the component that reads it
-    name: str  # Detectron2's
-    instead: str = ""  # the component that takes any norm, if there is one
-
-
-_STOCK = (
-    _Stock("MODEL.RESNETS.NORM", "MODEL.BACKBONE.NAME", "build_resnet_backbone", "build_gw_resnet_backbone"),
-    *(
-        _Stock(norm, "MODEL.BACKBONE.NAME", name, instead)
-        for name, instead in (
-            ("build_resnet_fpn_backbone", "build_gw_resnet_fpn_backbone"),
-            ("build_retinanet_resnet_fpn_backbone", "build_gw_retinanet_resnet_fpn_backbone"),
-        )
-        for norm in ("MODEL.RESNETS.NORM", "MODEL.FPN.NORM")
-    ),
-    _Stock("MODEL.RESNETS.NORM", "MODEL.ROI_HEADS.NAME", "Res5ROIHeads"),
-    _Stock("MODEL.ROI_BOX_HEAD.NORM", "MODEL.ROI_BOX_HEAD.NAME", "FastRCNNConvFCHead", "GWFastRCNNConvFCHead"),
-    _Stock(
-        "MODEL.ROI_MASK_HEAD.NORM",
-        "MODEL.ROI_MASK_HEAD.NAME",
-        "MaskRCNNConvUpsampleHead",
-        "GWMaskRCNNConvUpsampleHead",
-    ),
-    _Stock("MODEL.RETINANET.NORM", "MODEL.META_ARCHITECTURE", "RetinaNet"),
-    _Stock("MODEL.SEM_SEG_HEAD.NORM", "MODEL.SEM_SEG_HEAD.NAME", "SemSegFPNHead"),
+_BACKBONE, _BOX, _MASK = "MODEL.BACKBONE.NAME", "MODEL.ROI_BOX_HEAD.NAME", "MODEL.ROI_MASK_HEAD.NAME"
+_IN_FPN = ("MODEL.RESNETS.NORM", "MODEL.FPN.NORM")
+#: key of a component; Detectron2's component; ours, which takes any norm; the norm keys that both read
+_COMPONENTS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
+    (_BACKBONE, "build_resnet_backbone", "build_gw_resnet_backbone", ("MODEL.RESNETS.NORM",)),
+    (_BACKBONE, "build_resnet_fpn_backbone", "build_gw_resnet_fpn_backbone", _IN_FPN),
+    (_BACKBONE, "build_retinanet_resnet_fpn_backbone", "build_gw_retinanet_resnet_fpn_backbone", _IN_FPN),
+    ("MODEL.ROI_HEADS.NAME", "Res5ROIHeads", "", ("MODEL.RESNETS.NORM",)),
+    (_BOX, "FastRCNNConvFCHead", "GWFastRCNNConvFCHead", ("MODEL.ROI_BOX_HEAD.NORM",)),
+    (_MASK, "MaskRCNNConvUpsampleHead", "GWMaskRCNNConvUpsampleHead", ("MODEL.ROI_MASK_HEAD.NORM",)),
+    ("MODEL.META_ARCHITECTURE", "RetinaNet", "", ("MODEL.RETINANET.NORM",)),
+    ("MODEL.SEM_SEG_HEAD.NAME", "SemSegFPNHead", "", ("MODEL.SEM_SEG_HEAD.NORM",)),
 )
-
-
-#: the keys that this package adds, and the key of the component that reads them
+#: keys that this package adds -> key of the component that reads them
 _OWN_KEYS = {
-    "MODEL.RESNETS.WHITEN_POSITIONS": "MODEL.BACKBONE.NAME",
-    "MODEL.RESNETS.WHITEN_NORM": "MODEL.BACKBONE.NAME",
-    "MODEL.ROI_BOX_HEAD.SINGLE_RELU": "MODEL.ROI_BOX_HEAD.NAME",
+    "MODEL.RESNETS.WHITEN_POSITIONS": _BACKBONE,
+    "MODEL.RESNETS.WHITEN_NORM": _BACKBONE,
+    "MODEL.ROI_BOX_HEAD.SINGLE_RELU": _BOX,
 }
 
 
 def misplaced_norms(cfg: CfgNode, spec: object) -> Iterator[str]:
-    """Says for each component of Detectron2 that has been given a norm name which it does not know what to do.
+    """Yield an error for each of Detectron2's components that does not know a norm name.
 
     Args:
-        cfg: of a model that cannot be built.
-        spec: what the ``KeyError`` named that came of it.
+        cfg: config of a model that cannot be built.
+        spec: the argument of the ``KeyError`` that building it raised.
     """
-    if spec in DETECTRON2_NORMS:
+    if spec == "" or spec in DETECTRON2_NORMS:
         return
-    own = ", ".join(filter(None, DETECTRON2_NORMS))
-    for place in _STOCK:
-        if _value(cfg, place.norm) == spec and _value(cfg, place.part) == place.name:
-            advice = f"Set {place.norm} to one of them"
-            if place.instead:
-                advice = f"Set {place.part} {place.instead}, which takes any norm name, or {place.norm} to one of them"
-            yield (
-                f"{place.norm} is {spec!r}, but it is read by Detectron2's {place.name} ({place.part}), which takes "
-                f"Detectron2's own norms only: {own}. {advice}."
-            )
+    own = ", ".join(DETECTRON2_NORMS)
+    for component, name, ours, norms in _COMPONENTS:
+        for norm in norms:
+            if _value(cfg, norm) == spec and _value(cfg, component) == name:
+                fix = f"set {component} {ours}" if ours else f"set {norm} to one of these"
+                yield (
+                    f"{norm} ({spec!r}): {component} is Detectron2's {name}, which takes only Detectron2's norms "
+                    f"({own}). Fix: {fix}."
+                )
 
 
 def unread_keys(cfg: CfgNode) -> Iterator[str]:
-    """Says for each key of this package that has been set, but is not read by the component of Detectron2, what to do.
+    """Yield an error for each changed key of this package that the config's components do not read.
 
     Args:
-        cfg: of any model.
+        cfg: config of any model.
     """
-    usual = get_cfg()
-    add_gw_config(usual)
-    for key, part in _OWN_KEYS.items():
-        name, value = _value(cfg, part), _value(cfg, key)
-        instead = next((place.instead for place in _STOCK if (place.part, place.name) == (part, name)), "")
-        if instead and value and value != _value(usual, key):  # an empty one asks for nothing
-            yield (
-                f"{key} is {value!r}, but {part} is Detectron2's {name}, which does not read it. Set {part} {instead}, "
-                f"or leave {key} out."
-            )
+    defaults = get_cfg()
+    add_gw_config(defaults)
+    for key, reader in _OWN_KEYS.items():
+        value = _value(cfg, key)
+        if not value or value == _value(defaults, key):  # an empty value asks for nothing
+            continue
+        for component, name, ours, _ in _COMPONENTS:
+            if ours and component == reader and name == _value(cfg, component):
+                yield (
+                    f"{key} ({value!r}): {component} is Detectron2's {name}, which does not read it. "
+                    f"Fix: set {component} {ours}."
+                )
 
 
 def _value(cfg: CfgNode, key: str) -> object:
-    for part in key.split("."):
-        cfg = cfg[part]
-    return cfg
+    return operator.attrgetter(key)(cfg)

@@ -1,9 +1,8 @@
-"""Detectron2's box and mask heads with any norm name. The layers, and so the weights, are the stock ones.
+"""Detectron2's box and mask heads with any norm.
 
-Group whitening applies the ReLU behind it.
+The layers, and so the weights, are those of the stock heads. Group Whitening and the ReLU behind it are fused.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 from detectron2.config import CfgNode, configurable
@@ -14,23 +13,44 @@ from detectron2.modeling.roi_heads import (
     FastRCNNConvFCHead,
     MaskRCNNConvUpsampleHead,
 )
+from torch import nn
 
+from .conv_norm_relu import append_fusible_relu
 from .norm import resolve_norm
-from .relu import append_relu
+
+
+class _AnyNormHead(nn.Module):
+    """Mixin for a stock head: any norm name in the config, and fused ReLUs."""
+
+    norm_key: str
+    conv_norm_relus: list[Any]  # the stock head's convolutions
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for conv in self.conv_norm_relus:
+            append_fusible_relu(conv)
+
+    @classmethod
+    def from_config(cls, cfg: CfgNode, input_shape: ShapeSpec) -> dict[str, Any]:
+        arguments = super().from_config(cfg, input_shape)  # type: ignore[misc]
+        channels = arguments["conv_dims"]
+        return arguments | {"conv_norm": resolve_norm(arguments["conv_norm"], where=cls.norm_key, channels=channels)}
 
 
 @ROI_BOX_HEAD_REGISTRY.register()
-class GWFastRCNNConvFCHead(FastRCNNConvFCHead):
-    """Box head of convolutions and fully connected layers ("2fc", "4conv1fc") with any norm.
+class GWFastRCNNConvFCHead(_AnyNormHead, FastRCNNConvFCHead):
+    """Box head of convolutions and fully connected layers with any norm.
 
     Args:
-        single_relu: keep only the ReLU after the last convolution. This is the head of the authors' released code;
-            the paper and GroupNorm's 4conv1fc have a ReLU after every convolution.
+        single_relu: keep only the ReLU after the last convolution. The authors' released code has this head. The paper
+            and GroupNorm's 4conv1fc have a ReLU after every convolution.
         args, kwargs: those of Detectron2's ``FastRCNNConvFCHead``; ``conv_norm`` may be a norm class or partial.
 
     Raises:
-        ValueError: the norm is unknown or does not fit.
+        ConfigError: the norm is unknown or does not fit.
     """
+
+    norm_key = "MODEL.ROI_BOX_HEAD.NORM"
 
     @configurable
     def __init__(self, *args: Any, single_relu: bool = False, **kwargs: Any) -> None:
@@ -38,41 +58,21 @@ class GWFastRCNNConvFCHead(FastRCNNConvFCHead):
         if single_relu:
             for conv in self.conv_norm_relus[:-1]:
                 conv.activation = None
-        _append_relus(self.conv_norm_relus)
 
     @classmethod
     def from_config(cls, cfg: CfgNode, input_shape: ShapeSpec) -> dict[str, Any]:
-        arguments = super().from_config(cfg, input_shape)
-        arguments["conv_norm"] = resolve_norm(
-            arguments["conv_norm"], where="MODEL.ROI_BOX_HEAD.NORM", channels=arguments["conv_dims"]
-        )
-        arguments["single_relu"] = cfg.MODEL.ROI_BOX_HEAD.SINGLE_RELU
-        return arguments
+        return super().from_config(cfg, input_shape) | {"single_relu": cfg.MODEL.ROI_BOX_HEAD.SINGLE_RELU}
 
 
 @ROI_MASK_HEAD_REGISTRY.register()
-class GWMaskRCNNConvUpsampleHead(MaskRCNNConvUpsampleHead):
-    """Mask head of convolutions and an upsampling layer with any norm after the convolutions.
+class GWMaskRCNNConvUpsampleHead(_AnyNormHead, MaskRCNNConvUpsampleHead):
+    """Mask head of convolutions and an upsampling layer with any norm.
+
+    Args:
+        args, kwargs: those of Detectron2's ``MaskRCNNConvUpsampleHead``; ``conv_norm`` may be a norm class or partial.
 
     Raises:
-        ValueError: the norm is unknown or does not fit.
+        ConfigError: the norm is unknown or does not fit.
     """
 
-    @configurable
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        _append_relus(self.conv_norm_relus)
-
-    @classmethod
-    def from_config(cls, cfg: CfgNode, input_shape: ShapeSpec) -> dict[str, Any]:
-        arguments = super().from_config(cfg, input_shape)
-        arguments["conv_norm"] = resolve_norm(
-            arguments["conv_norm"], where="MODEL.ROI_MASK_HEAD.NORM", channels=arguments["conv_dims"]
-        )
-        return arguments
-
-
-def _append_relus(convs: Iterable[Any]) -> None:
-    for conv in convs:
-        if conv.activation is not None:
-            append_relu(conv)
+    norm_key = "MODEL.ROI_MASK_HEAD.NORM"

@@ -1,33 +1,52 @@
-"""Products of large float32 matrices on a CPU by oneDNN.
+"""Private torch APIs, the only file that uses them.
 
-``torch.matmul`` multiplies float32 by MKL, which leaves half of the width of AVX-512 unused on processors that are not
-Intel's. The operator that ``torch.compile`` makes of linear layers takes the kernels of oneDNN, which use all of it.
+Tried on torch 2.14.1. Where a torch lacks one of these names, the function falls back as its docstring says.
+
+=======================================================  ============================================
+private name                                             used by
+=======================================================  ============================================
+``torch.compiler._is_exporting_flag``                    :func:`needs_plain_operations`
+``torch._C._are_functorch_transforms_active``            :func:`needs_plain_operations`
+``torch.autograd.forward_ad._current_level``             :func:`needs_plain_operations`
+``torch.ops.mkldnn._linear_pointwise``                   :func:`onednn_matmul`
+=======================================================  ============================================
 """
 
 import functools
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-#: where the shortest or the longest side of the matrices is below these, a call costs more than it gains
+_EXPORTING_FLAG = hasattr(torch.compiler, "_is_exporting_flag")
+_TRANSFORMS_ACTIVE = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+#: matrices whose shortest or longest side is below these are multiplied faster by torch.matmul
 _SHORTEST, _LONGEST = 32, 2048
 
 
-def suits(like: Tensor, shortest: int, longest: int) -> bool:
-    """Whether :func:`product` is faster than ``torch.matmul`` for matrices of this dtype, device and range of sides."""
-    return (
-        like.dtype == torch.float32
-        and like.device.type == "cpu"
-        and shortest >= _SHORTEST
-        and longest >= _LONGEST
-        and available()
-        and bool(torch.backends.mkldnn.enabled)
-    )
+def needs_plain_operations() -> bool:
+    """Whether torch exports, traces or transforms (``torch.func``, forward-mode AD) the calling function.
+
+    The custom operator has no rule for these; the reference consists of operations that have. Fallbacks: an unknown
+    export flag counts as ``torch.compiler.is_exporting()``, an unknown transform as none.
+    """
+    if torch.jit.is_tracing() or _is_exporting():  # type: ignore[attr-defined]
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    return _TRANSFORMS_ACTIVE() or getattr(forward_ad, "_current_level", -1) >= 0
+
+
+def _is_exporting() -> bool:
+    # the flag, since up to torch 2.10 is_exporting() is also true inside torch.compile
+    if _EXPORTING_FLAG:
+        return torch.compiler._is_exporting_flag
+    return hasattr(torch.compiler, "is_exporting") and torch.compiler.is_exporting()
 
 
 @functools.cache
-def available() -> bool:
-    """Whether this torch has the operator and this processor AVX-512."""
+def onednn_available() -> bool:
+    """Whether this torch has the oneDNN operator of :func:`onednn_matmul` and this processor has AVX-512."""
     return (
         torch.backends.mkldnn.is_available()
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
@@ -35,6 +54,22 @@ def available() -> bool:
     )
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` of two matrices, as a new tensor; of a ``b`` that is not dense, transposed or not, it is very slow."""
+def onednn_is_faster(like: Tensor, shortest: int, longest: int) -> bool:
+    """Whether :func:`onednn_matmul` beats ``torch.matmul`` for this dtype, device and range of matrix sides.
+
+    Where it is false, callers use torch.matmul. oneDNN gains where MKL leaves half of the width of AVX-512 unused: on
+    processors that are not Intel's.
+    """
+    return (
+        like.dtype == torch.float32
+        and like.device.type == "cpu"
+        and shortest >= _SHORTEST
+        and longest >= _LONGEST
+        and onednn_available()
+        and bool(torch.backends.mkldnn.enabled)
+    )
+
+
+def onednn_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Return ``a @ b`` of two matrices by oneDNN; slow unless ``b`` or its transpose is contiguous."""
     return torch.ops.mkldnn._linear_pointwise(a, b.mT, None, "none", [], "")

@@ -1,36 +1,74 @@
-"""Input checks, compute dtype, autocast and memory format, shared by all operations."""
+"""Argument checks, compute dtype, autocast and memory format, shared by all operations."""
 
 from contextlib import AbstractContextManager, nullcontext
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def check_tensors(what: str, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> None:
-    """Raises ValueError for an input or affine parameters that a whitening layer does not take."""
+def check_tensors(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> None:
+    """Raise ValueError unless x is floating point, (N, C, *spatial), and weight and bias are (C,)."""
     if x.dim() < 2:
-        raise ValueError(f"{what} takes input of shape (N, C, *spatial), got {tuple(x.shape)}")
+        raise ValueError(
+            f"x: expected shape (N, C, *spatial), got {tuple(x.shape)}. Fix: give dimensions for samples and channels."
+        )
     if not x.is_floating_point():
-        raise ValueError(f"{what} takes floating point input, got {x.dtype}")
+        raise ValueError(f"x: expected a floating point dtype, got {x.dtype}. Fix: convert it, e.g. x.float().")
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is not None and parameter.shape != x.shape[1:2]:
-            raise ValueError(f"{name} has shape {tuple(parameter.shape)}, expected ({x.shape[1]},)")
+            raise ValueError(
+                f"{name}: expected shape ({x.shape[1]},), got {tuple(parameter.shape)}. "
+                "Fix: give one value per channel of x."
+            )
+
+
+def check_integer(name: str, value: Any, least: int, example: int) -> None:
+    """Raise ValueError unless ``value`` is an int, not a bool, of at least ``least``."""
+    if type(value) is not int or value < least:
+        raise ValueError(f"{name} ({value!r}): expected an integer of at least {least}. Fix: try {name}={example}.")
+
+
+def check_number(name: str, value: Any, least: float, most: float, example: float) -> None:
+    """Raise TypeError unless ``value`` is a finite real number, ValueError unless it is in [least, most]."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(
+            f"{name} ({value!r}): expected a number, got {type(value).__name__}. Fix: try {name}={example}."
+        )
+    if not (least <= float(value) <= most and float(value) < float("inf")):
+        allowed = f"from {least} to {most}" if most < float("inf") else f"of at least {least}"
+        raise ValueError(f"{name} ({value!r}): expected a finite number {allowed}. Fix: try {name}={example}.")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raise TypeError unless ``value`` is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} ({value!r}): expected a bool. Fix: pass True or False.")
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The precision of statistics and solver: float64 for float64 input, else float32."""
+    """Return the dtype of statistics and solver: float64 for float64 input, else float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def zero_variance(dtype: torch.dtype) -> float:
+    """Return the variance up to which a covariance counts as zero.
+
+    The backward pass computes variance^(-3/2), which must not overflow.
+    """
+    return torch.finfo(dtype).tiny ** 0.5
+
+
 def autocast_off(device_type: str) -> AbstractContextManager:
-    """Keeps autocast from rounding the operands of statistics and solver."""
+    """Disable autocast, which would round the operands of statistics and solver."""
     if device_type in ("cpu", "cuda", "mps", "xpu") and torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
 
 
 def memory_format_of(x: Tensor) -> torch.memory_format:
-    """Channels last where ``x`` is, else contiguous."""
+    """Return channels_last (or channels_last_3d) if ``x`` has it, else contiguous_format."""
     for rank, memory_format in ((4, torch.channels_last), (5, torch.channels_last_3d)):
         if x.dim() == rank and not x.is_contiguous() and x.is_contiguous(memory_format=memory_format):
             return memory_format

@@ -1,46 +1,34 @@
-"""Checks before a run: what would stop it later, or let it go on and learn nothing, is said at once."""
+"""Fail early on configs that would crash later or train to nothing."""
 
 from detectron2.config import CfgNode
 
-from .data import COCO_EVALUATORS, check_data
+from ..checkpoint import StartWeights
+from .config_checks import check_device, check_schedule
+from .dataset_checks import COCO_EVALUATORS, check_datasets
 from .findings import Findings, PreflightError
-from .machine import check_machine
-from .model import check_model
-from .solver import check_solver
-from .weights import check_weights
+from .model_checks import check_model
+from .weights_checks import check_weights
 
-__all__ = ["COCO_EVALUATORS", "Findings", "PreflightError", "find_problems", "preflight"]
+__all__ = ["COCO_EVALUATORS", "Findings", "PreflightError", "preflight"]
 
 
-def preflight(cfg: CfgNode, *, eval_only: bool = False, resume: bool = False, ignore: bool = False) -> list[str]:
-    """Checks a run before it starts.
+def preflight(cfg: CfgNode, start: StartWeights, *, eval_only: bool = False, resume: bool = False) -> Findings:
+    """Check a run before it starts.
 
     Args:
         cfg: the config.
-        eval_only: nothing is going to be trained.
-        resume: the run goes on from the last checkpoint of ``OUTPUT_DIR`` if there is one.
-        ignore: turn problems into warnings.
+        start: the weights that the run starts from, see :func:`gw_detectron.checkpoint.open_start_weights`.
+        eval_only: the run evaluates only.
+        resume: the user asked to resume.
 
     Returns:
-        The warnings, to be logged.
-
-    Raises:
-        PreflightError: all problems.
+        All problems and warnings.
     """
-
-    findings = find_problems(cfg, eval_only=eval_only, resume=resume)
-    if findings.problems and not ignore:
-        raise PreflightError(findings.problems)
-    return findings.problems + findings.warnings
-
-
-def find_problems(cfg: CfgNode, *, eval_only: bool = False, resume: bool = False) -> Findings:
-    """Returns all problems and warnings of a run; see :func:`preflight` for the arguments."""
     findings = Findings()
-    check_machine(cfg, findings, eval_only=eval_only)
+    check_device(cfg, findings, eval_only=eval_only)
     if not eval_only:
-        check_solver(cfg, findings)
-    start = check_weights(cfg, findings, eval_only=eval_only, resume=resume)
-    check_model(cfg, findings, eval_only=eval_only, start=start)
-    check_data(cfg, findings, eval_only=eval_only)
+        check_schedule(cfg, findings)
+    check_weights(cfg, start, findings, eval_only=eval_only, resume=resume)
+    check_model(cfg, start, findings, eval_only=eval_only)
+    check_datasets(cfg, findings, eval_only=eval_only)
     return findings

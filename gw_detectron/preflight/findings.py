@@ -1,22 +1,29 @@
-"""What the checks before a run hand on to each other."""
+"""Problems and warnings that the preflight checks collect."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from ..errors import ConfigError
+
 
 @dataclass
 class Findings:
-    """What the checks have found so far; each entry is a sentence or two that ends in what to do."""
+    """Problems and warnings found so far; each is a message that ends with the fix."""
 
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
+    def raise_problems(self) -> None:
+        """Raise :class:`PreflightError` if there is a problem."""
+        if self.problems:
+            raise PreflightError(self.problems)
 
-class PreflightError(ValueError):
-    """A run that would fail or learn nothing.
+
+class PreflightError(ConfigError):
+    """A run would fail later or learn nothing.
 
     Args:
-        problems: one text for each problem.
+        problems: one message per problem.
     """
 
     def __init__(self, problems: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""Memory kept for the backward pass is counted in bytes that can be worked out by hand."""
+"""Bytes saved for backward, against counts by hand."""
 
 import gc
 import weakref
@@ -16,7 +16,7 @@ def saved(module: nn.Module, x: torch.Tensor) -> int:
     return saved_bytes(lambda: module(x), module)
 
 
-def test_group_norm_keeps_its_input_mean_and_deviation():
+def test_group_norm_saves_its_input_mean_and_deviation():
     x = torch.randn(N, C, H, W, requires_grad=True)
     assert saved(nn.GroupNorm(32, C), x) == 4 * (ELEMENTS + 2 * N * 32)
 
@@ -44,7 +44,7 @@ def test_parameters_and_buffers_do_not_count():
     assert saved(nn.BatchNorm2d(C).eval(), x) == 4 * ELEMENTS  # its running statistics too
 
 
-def test_nothing_is_kept_without_gradient():
+def test_nothing_is_saved_without_gradient():
     with torch.no_grad():
         assert saved(nn.GroupNorm(32, C), torch.randn(N, C, H, W)) == 0
 

@@ -1,17 +1,16 @@
-"""What is timed is what its name says: the paper's listing by its numbers, the floor by its operations."""
+"""The measured layers: the paper's listing by its numbers, the floor by its operations."""
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import MODES, PROVIDERS
 from benchmarks.figure1 import Figure1Whitening
 from benchmarks.floor import floor_flops, products, traffic
-from benchmarks.providers import LAYERS, Case
+from benchmarks.providers import MODES, PROVIDERS, Case
 
-from ..layers.cases import correlated
-from ..layers.oracle import Setting, group_whiten, group_whiten_backward
+from ..ops.cases import correlated
+from ..ops.oracle import Setting, group_whiten, group_whiten_backward
 
 CPU = torch.device("cpu")
 
@@ -44,31 +43,32 @@ def test_floor_does_the_products_it_counts(mode):
 
 
 def test_floor_flops_of_the_published_setting():
-    # 2 products of depth 64 a column and 15 small ones forward; 5 and 40 with the backward pass
+    # forward: 2 products of depth 64 per column and 15 small ones; 5 and 40 with the backward pass
     big, small = 2 * 64 * 64 * 67200, 2 * 64**3
     assert floor_flops(2, 64, 67200, 5, "forward") == 2 * (2 * big + 15 * small)
     assert floor_flops(2, 64, 67200, 5, "forward+backward") == 2 * (5 * big + 40 * small)
 
 
 @pytest.mark.parametrize(("mode", "passes"), [("forward", 3), ("forward+backward", 8)])
-def test_gpu_floor_moves_the_bytes_of_a_normalisation(mode, passes):
+def test_gpu_floor_moves_the_bytes_of_a_normalization(mode, passes):
     x = torch.randn(2, 4, 3, 5, dtype=torch.bfloat16)
     copied = traffic(x, mode).run()
     moved = 2 * copied.numel() * copied.element_size()  # every copied byte is read and written
     assert moved == passes * x.numel() * x.element_size()
 
 
-def test_every_provider_has_words_and_every_layer_runs():
-    assert list(PROVIDERS) == [*(name for name in LAYERS), "floor"]
-    case = Case((2, 64, 5, 3), "bf16-pure", "forward", CPU, groups=8, iters=2)
+def test_every_layer_runs():
+    case = Case((2, 64, 5, 3), "bf16-pure", "forward", CPU, num_groups=8, iters=2)
     x = case.input()
-    for name in LAYERS.keys() - {"figure1_compiled"}:
-        y = case.apply(case.place(LAYERS[name](case)), x)
+    outputs = {name: case.apply(case.build(name), x) for name in PROVIDERS if name not in ("figure1_compiled", "floor")}
+    for name, y in outputs.items():
         assert (y.shape, y.dtype) == (x.shape, torch.bfloat16), name
+    assert torch.equal(outputs["ours_relu"], outputs["relu_apart"]) and (outputs["ours_relu"] == 0).any()
+    assert (outputs["ours"] < 0).any()
 
 
 def test_autocast_keeps_parameters_in_float32():
-    case = Case((2, 64, 5, 3), "bf16", "forward", CPU, groups=8, iters=2)
-    conv = case.place(LAYERS["conv3x3"](case))
+    case = Case((2, 64, 5, 3), "bf16", "forward", CPU, num_groups=8, iters=2)
+    conv = case.build("conv3x3")
     assert conv.weight.dtype == torch.float32
     assert case.apply(conv, case.input()).dtype == torch.bfloat16

@@ -13,13 +13,13 @@ from .synthetic import authors_state, make_network
 
 @pytest.fixture(scope="session")
 def r18() -> dict[str, Tensor]:
-    """Weights of a ResNet-18 with whitening at S1-B1 in the authors' layout; not to be changed."""
+    """Weights of a ResNet-18 with GW at S1-B1 in the authors' layout. Do not modify."""
     return authors_state(make_network("R-18", "S1-B1"))
 
 
 @pytest.fixture(scope="session")
 def r18_file(r18: dict[str, Tensor], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same as a file of torch.save."""
+    """The same weights in a file of torch.save."""
     path = tmp_path_factory.mktemp("weights") / "r18.pth"
     torch.save({"model": r18}, path)
     return path
@@ -27,7 +27,7 @@ def r18_file(r18: dict[str, Tensor], tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture
 def detector_cfg() -> CfgNode:
-    """A small Faster R-CNN with FPN on a ResNet-18 with whitening at S1-B1."""
+    """A small Faster R-CNN with FPN on a ResNet-18 with GW at S1-B1."""
     register_weights()
     cfg = get_cfg()
     add_gw_config(cfg)

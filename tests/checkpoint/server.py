@@ -1,4 +1,4 @@
-"""A web server on this machine that serves one file, well or badly."""
+"""A local web server that serves one file, with a chosen fault."""
 
 import threading
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Server(ThreadingHTTPServer):
-    """Serves ``data`` under every name; the first folder of the path names the fault.
+    """Serve ``data`` under every name; the first folder of the path names the fault.
 
     Args:
         data: the file.
@@ -52,9 +52,9 @@ class _Handler(BaseHTTPRequestHandler):
             start = int(wanted.removeprefix("bytes=").partition("-")[0])
         body = data[start:]
         length = len(body)
-        if fault == "says-longer":
+        if fault == "declares-longer":
             length += 1000
-        if fault == "says-shorter":
+        if fault == "declares-shorter":
             length -= 1000
         sent = body[: len(data) // 3] if fault in ("breaks-off", "no-ranges", "stalls") else body
         headers = {"Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"} if start else {}
@@ -80,7 +80,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(data: bytes) -> Iterator[Server]:
-    """Runs the server for the length of a ``with`` statement."""
+    """Run the server within a ``with`` statement."""
     with Server(data) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         thread.start()

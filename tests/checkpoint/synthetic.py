@@ -1,4 +1,4 @@
-"""ImageNet weights in the authors' layout with random numbers, made on torchvision's ResNet: the tests' oracle."""
+"""Random ImageNet weights in the authors' layout, from torchvision's ResNet: the tests' reference."""
 
 import argparse
 import functools
@@ -31,7 +31,7 @@ BLOCK_NORMS: dict[str, tuple[str, ...]] = {
 
 
 def make_network(name: str, positions: str = "", *, norm: str = "BN", classes: int = 10, seed: int = 0) -> nn.Module:
-    """Torchvision's ResNet with whitening at positions, random weights and random statistics, in evaluation mode."""
+    """Build torchvision's ResNet with GW at positions and random values, in evaluation mode."""
     block, blocks, options = NETWORKS[name]
     norm_layer = nn.BatchNorm2d if norm == "BN" else functools.partial(nn.GroupNorm, 32)
     with torch.device("meta"):
@@ -70,7 +70,7 @@ def _fill(key: str, value: Tensor, generator: torch.Generator) -> None:
 
 
 def authors_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict as the authors' layer writes it: scale and shift of whitening have the shape (1, C, 1, 1)."""
+    """Return the state dict of the authors' layer: scale and shift of GW are (1, C, 1, 1)."""
     whitened = {name for name, module in model.named_modules() if isinstance(module, GroupWhitening2d)}
     return {
         key: value.detach().reshape(1, -1, 1, 1) if key.rpartition(".")[0] in whitened else value.detach()
@@ -79,7 +79,7 @@ def authors_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def training_checkpoint(state: dict[str, Tensor]) -> dict[str, Any]:
-    """What the authors' script saves: flags, optimizer, schedule and scores beside the weights of a parallel model."""
+    """Build a checkpoint of the authors' script: weights, flags, optimizer, schedule and scores."""
     return {
         "model": {f"module.{key}": value for key, value in state.items()},
         "cfg": argparse.Namespace(arch="resnet", norm="IGWItN", norm_cfg={"num_groups": 64, "T": 5}, lr=[0.1]),
@@ -92,7 +92,7 @@ def training_checkpoint(state: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def stages(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
-    """Outputs of the stages of torchvision's ResNet under Detectron2's names."""
+    """Return the stage outputs of torchvision's ResNet with Detectron2's names."""
     outputs = {}
     x = model.maxpool(model.relu(model.bn1(model.conv1(images))))
     for index in range(1, 5):

@@ -1,4 +1,4 @@
-"""``gw://`` addresses: fetched once, converted once, trusted on first use, checked ever after."""
+"""``gw://`` addresses: downloaded once, converted once, checked against the first file's hash."""
 
 import json
 
@@ -15,12 +15,15 @@ from gw_detectron.checkpoint import (
     catalog,
     convert,
     convert_file,
+    load_checkpoint,
     local_weights,
-    strict_backbone_load,
+    open_checkpoint,
 )
 from gw_detectron.checkpoint.download import DownloadFailedError
+from gw_detectron.checkpoint.weights_io import load_weights
 
 from .server import serving
+from .synthetic import authors_state, make_network
 
 NAME, FILE = "imagenet/R-18", "R-18-GW-S1-B1.pth"
 
@@ -57,19 +60,19 @@ def test_records_of_the_published_files():
     }
     for record in CATALOG.values():
         assert record.url == f"https://drive.google.com/uc?id={record.drive_id}"
-        assert (record.positions, record.preprocessing.input_format) == ("S1-B2", "RGB")
+        assert record.positions == "S1-B2"
 
 
 def test_detectron2_loads_the_address(server, r18, detector_cfg):
     model = build_model(detector_cfg)
-    with strict_backbone_load(model, "") as report:
-        DetectionCheckpointer(model).load(f"gw://{NAME}")
+    DetectionCheckpointer(model).load(f"gw://{NAME}")
+    report = load_checkpoint(DetectionCheckpointer(build_model(detector_cfg)), open_checkpoint(f"gw://{NAME}"))
     assert str(report).startswith("backbone: 82/82 tensors; FPN and heads start new")
     value = model.backbone.bottom_up.stem.conv1.weight
     assert torch.equal(value, r18["conv1.weight"])
 
 
-def test_fetched_and_converted_once(server, cache):
+def test_downloaded_and_converted_once(server, cache):
     first = PathManager.get_local_path(f"gw://{NAME}")
     written = {path: path.stat().st_mtime_ns for path in cache.iterdir() if path.suffix != ".lock"}
     assert PathManager.get_local_path(f"gw://{NAME}") == first
@@ -79,33 +82,31 @@ def test_fetched_and_converted_once(server, cache):
         assert file.read(1) == b"\x80"
 
 
-def test_first_file_is_recorded_and_another_one_refused(server, cache, tmp_path):
+def test_first_hash_is_recorded_and_others_are_refused(server, cache, tmp_path):
     local_weights(NAME)
     note = json.loads((cache / "R-18-GW-S1-B1.json").read_text())
     assert note["source"].endswith(FILE)
     (cache / FILE).unlink()
     (cache / "R-18-GW-S1-B1.pkl").unlink()
     server.data = _other_weights(tmp_path)
-    with pytest.raises(WeightsFileError, match=f"but gw://{NAME} has {note['source_sha256']}, as .*json recorded"):
+    with pytest.raises(WeightsFileError, match=f"gw://{NAME} with SHA-256 {note['source_sha256']}, recorded .*json"):
         local_weights(NAME)
     assert not (cache / "R-18-GW-S1-B1.pkl").exists()
 
 
 def _other_weights(tmp_path):
-    from .synthetic import authors_state, make_network
-
     torch.save(authors_state(make_network("R-18", "S1-B1", seed=9)), tmp_path / "other.pth")
     return (tmp_path / "other.pth").read_bytes()
 
 
-def test_a_known_hash_is_demanded_at_first_use(server, monkeypatch):
+def test_known_hash_is_checked_at_first_use(server, monkeypatch):
     record = PublishedWeights("R-18", "drive-id", 50.0, positions="S1-B1", sha256="0" * 64)
     monkeypatch.setattr(catalog, "CATALOG", {record.name: record})
-    with pytest.raises(WeightsFileError, match="has 0000.*Replace it$"):
+    with pytest.raises(WeightsFileError, match=r"SHA-256 0000\w*\.$"):
         local_weights(NAME)
 
 
-def test_a_damaged_conversion_is_made_again(server, cache):
+def test_damaged_conversion_is_repeated(server, cache):
     path = local_weights(NAME)
     good = path.read_bytes()
     path.write_bytes(good[:-1] + b"x")
@@ -113,64 +114,63 @@ def test_a_damaged_conversion_is_made_again(server, cache):
     assert len(server.requests) == 1
 
 
-@pytest.mark.parametrize(("fault", "message"), [("webpage", "web page"), ("says-shorter", "cut off")])
-def test_what_a_bad_server_gave_is_not_kept(server, cache, monkeypatch, fault, message):
+@pytest.mark.parametrize(("fault", "message"), [("webpage", "web page"), ("declares-shorter", "cut off")])
+def test_files_of_a_bad_server_are_not_kept(server, cache, monkeypatch, fault, message):
     monkeypatch.setenv("GW_DETECTRON_MIRROR", server.url(fault))
-    with pytest.raises(WeightsFileError, match=f"(?s)gw://{NAME}, from http.*{message}.*Try again"):
+    with pytest.raises(WeightsFileError, match=f"(?s)gw://{NAME} .'http.*{message}.*try again"):
         local_weights(NAME)
     assert [path.name for path in cache.iterdir()] == [f"{FILE}.lock"]
     monkeypatch.setenv("GW_DETECTRON_MIRROR", server.url())
     assert local_weights(NAME).is_file()
 
 
-def test_offline_with_an_empty_cache_names_the_file_and_its_place(cache, monkeypatch):
+def test_offline_with_an_empty_cache(cache, monkeypatch):
     monkeypatch.setenv("GW_DETECTRON_MIRROR", "http://127.0.0.1:9/weights/")
     with pytest.raises(DownloadFailedError) as caught:
         local_weights(NAME)
     message = str(caught.value)
-    assert f"Fetch http://127.0.0.1:9/weights/{FILE}" in message
-    assert f"save it as {cache / FILE}" in message
-    assert f"GW_DETECTRON_WEIGHTS to a folder that has {FILE}" in message
+    assert f"save http://127.0.0.1:9/weights/{FILE} as {cache / FILE}" in message
+    assert f"GW_DETECTRON_WEIGHTS to a folder with {FILE}" in message
 
 
-def test_a_file_put_into_the_cache_by_hand(r18_file, cache, monkeypatch):
+def test_file_saved_in_the_cache_by_hand(r18_file, cache, monkeypatch):
     monkeypatch.setattr(catalog, "download", None)
     cache.mkdir(parents=True)
     (cache / FILE).write_bytes(r18_file.read_bytes())
     assert local_weights(NAME) == cache / "R-18-GW-S1-B1.pkl"
 
 
-def test_local_folder_comes_before_everything(r18_file, cache, tmp_path, monkeypatch):
+def test_local_folder_comes_first(r18_file, cache, tmp_path, monkeypatch):
     monkeypatch.setattr(catalog, "download", None)
     monkeypatch.setenv("GW_DETECTRON_WEIGHTS", str(tmp_path / "mine"))
     with pytest.raises(
-        FileNotFoundError, match=f"there is no {FILE} in it. Save https://drive.google.com/uc.id=drive-id"
+        FileNotFoundError, match=f"{FILE} not found, needed .* save https://drive.google.com/uc.id=drive-id"
     ):
         local_weights(NAME)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / FILE).write_bytes(r18_file.read_bytes())
     assert local_weights(NAME) == local_weights(NAME) == cache / "R-18-GW-S1-B1.pkl"
     (tmp_path / "mine" / FILE).write_bytes(_other_weights(tmp_path))
-    with pytest.raises(WeightsFileError, match="if you trust it more, remove"):
+    with pytest.raises(WeightsFileError, match="to trust the new file, remove"):
         local_weights(NAME)
 
 
-def test_weights_of_another_network_under_the_name(server, monkeypatch):
+def test_weights_of_another_network(server, monkeypatch):
     record = PublishedWeights("R-18", "drive-id", 50.0, positions="S1-B2")
     monkeypatch.setattr(catalog, "CATALOG", {record.name: record})
-    with pytest.raises(WeightsFileError, match="whitening at S1-B1, not whitening at 'S1-B2'"):
+    with pytest.raises(WeightsFileError, match=r"positions \('S1-B2'\): the weights have GW at S1-B1"):
         local_weights(NAME)
 
 
-def test_damaged_record_of_the_first_use(server, cache):
+def test_damaged_record(server, cache):
     local_weights(NAME)
     (cache / "R-18-GW-S1-B1.json").write_text("{")
-    with pytest.raises(WeightsFileError, match=r"R-18-GW-S1-B1\.json, which records .* is damaged"):
+    with pytest.raises(WeightsFileError, match=r"R-18-GW-S1-B1\.json': damaged record"):
         local_weights(NAME)
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
-def test_any_file_by_its_path(r18, r18_file, tmp_path, suffix):
+def test_local_file_by_its_path(r18, r18_file, tmp_path, suffix):
     path = r18_file
     if suffix == ".safetensors":
         path = tmp_path / "mine.safetensors"
@@ -178,23 +178,19 @@ def test_any_file_by_its_path(r18, r18_file, tmp_path, suffix):
     found = PathManager.get_local_path(f"gw://file/{path}")
     assert PathManager.get_local_path(f"gw://file/{path}") == found
     assert found.endswith(".pkl")
-    assert torch.equal(catalog_tensors(found)["res2.0.conv1.weight"], convert(r18).tensors["res2.0.conv1.weight"])
-
-
-def catalog_tensors(path):
-    from gw_detectron.checkpoint import load_weights
-
-    return load_weights(path)[0].tensors
+    assert torch.equal(load_weights(found).tensors["res2.0.conv1.weight"], convert(r18).tensors["res2.0.conv1.weight"])
 
 
 def test_unknown_names():
-    with pytest.raises(ValueError, match=r"gw://imagenet/R-51: there are gw://imagenet/R-18, and gw://file/<path>"):
+    with pytest.raises(
+        ValueError, match=r"gw://imagenet/R-51'\): unknown name. Fix: give gw://imagenet/R-18 or gw://file/<path>"
+    ):
         PathManager.get_local_path("gw://imagenet/R-51")
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=r"none\.pth'\): file not found"):
         PathManager.get_local_path("gw://file/none.pth")
 
 
-def test_a_damaged_conversion_of_a_local_file_is_made_again(r18_file):
+def test_damaged_conversion_of_a_local_file_is_repeated(r18_file):
     converted = catalog.local_weights(f"file/{r18_file}")
     whole = converted.read_bytes()
     converted.write_bytes(whole[: len(whole) // 2])

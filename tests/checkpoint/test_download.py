@@ -1,6 +1,7 @@
-"""Fetching from a server that works, and from one that breaks off, stalls, redirects and lies."""
+"""Downloads from servers that work, break off, stall, redirect, or declare a wrong length."""
 
 import os
+import sys
 
 import pytest
 
@@ -28,7 +29,7 @@ def test_whole_file(server, fault, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_broken_transfer_is_gone_on_from(server, tmp_path):
+def test_broken_transfer_is_resumed(server, tmp_path):
     with pytest.raises(DownloadFailedError, match="incomplete"):
         _get(server, "breaks-off", tmp_path)
     assert not (tmp_path / "file").exists()
@@ -40,34 +41,34 @@ def test_broken_transfer_is_gone_on_from(server, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_broken_transfer_is_tried_again_at_once(server, tmp_path):
+def test_broken_transfer_is_retried(server, tmp_path):
     assert _get(server, "breaks-off", tmp_path, retries=6) == DATA
     assert len(server.requests) > 2
 
 
-def test_server_without_ranges_is_asked_for_the_whole_again(server, tmp_path):
+def test_server_without_ranges_restarts_the_download(server, tmp_path):
     with pytest.raises(DownloadFailedError):
         _get(server, "no-ranges", tmp_path)
     with pytest.raises(DownloadFailedError, match="incomplete"):
         _get(server, "no-ranges", tmp_path)
-    assert server.requests[-1] == ""  # the part that cannot be gone on from is given up
+    assert server.requests[-1] == ""  # a part that cannot be resumed is discarded
 
 
-def test_stalled_transfer_ends_by_itself(server, tmp_path):
+def test_stalled_transfer_times_out(server, tmp_path):
     with pytest.raises(DownloadFailedError, match="[Tt]imed out"):
         _get(server, "stalls", tmp_path)
     assert not (tmp_path / "file").exists()
 
 
-def test_server_that_declares_more_than_it_sends(server, tmp_path):
+def test_declared_length_above_the_sent_one(server, tmp_path):
     with pytest.raises(DownloadFailedError, match=f"received {len(DATA)} bytes|incomplete"):
-        _get(server, "says-longer", tmp_path)
+        _get(server, "declares-longer", tmp_path)
     assert not (tmp_path / "file").exists()
 
 
 @pytest.mark.parametrize(("fault", "message"), [("missing", "404"), ("loop", "redirects")])
 def test_errors_of_the_server(server, fault, message, tmp_path):
-    with pytest.raises(DownloadFailedError, match=f"was not fetched: .*{message}"):
+    with pytest.raises(DownloadFailedError, match=f"download failed: .*{message}"):
         _get(server, fault, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -75,13 +76,19 @@ def test_errors_of_the_server(server, fault, message, tmp_path):
 def test_no_server(tmp_path):
     with serving(b"") as server:
         url = server.url()
-    with pytest.raises(DownloadFailedError, match="was not fetched"):
+    with pytest.raises(DownloadFailedError, match="download failed"):
         download(url, tmp_path / "file", timeout=(1, 1), retries=0)
 
 
-def test_parts_left_by_two_downloads_at_once(server, tmp_path):
+def test_parts_of_two_parallel_downloads(server, tmp_path):
     (tmp_path / "file12345678.part").write_bytes(DATA[:100])
     (tmp_path / "fileabcdefgh.part").write_bytes(DATA[:200])
     assert _get(server, "fine", tmp_path) == DATA
     assert server.requests[-1] == "bytes=200-"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_missing_package(server, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gdown", None)
+    with pytest.raises(DownloadFailedError, match=r'run pip install "gw-detectron\[weights\]"'):
+        _get(server, "fine", tmp_path)

@@ -1,22 +1,20 @@
-"""A norm between the last average pooling and the classifier, which makes a network learn decorrelated features."""
+"""The norm between the last average pooling and the classifier, for learning decorrelated features."""
 
 import pytest
 import torch
 from torch import nn
 
-from gw_detectron.checkpoint import convert_file
-from gw_detectron.checkpoint.convert import convert, to_torchvision
-from gw_detectron.checkpoint.files import load_weights
-from gw_detectron.checkpoint.images import synthetic_images
-from gw_detectron.checkpoint.networks import config_for, detectron2_classifier, torchvision_classifier
+from gw_detectron.checkpoint import convert, convert_file, load_weights, to_torchvision
+from gw_detectron.checkpoint.reference_networks import config_for, detectron2_classifier, torchvision_classifier
 from gw_detectron.checkpoint.verify import verify
+from gw_detectron.data.images import synthetic_images
 from gw_detectron.layers import BatchWhitening2d, GroupWhitening2d
 from gw_detectron.modeling import add_pool_norm, norm_spec
 
 from .synthetic import authors_state, make_network
 
 CHANNELS = 512
-# by their statistics these could be the usual ones, or, with a rotation, have tensors that those do not have
+# their statistics look like those of the usual norms; a rotation has more tensors
 UNUSUAL = {
     "BW:channels=32,solver=zca,running=covariance": lambda: BatchWhitening2d(CHANNELS, 32, "zca", running="covariance"),
     "GW:groups=32": lambda: GroupWhitening2d(CHANNELS, 32),
@@ -31,10 +29,10 @@ NORMS = {
 
 
 def source(norm: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """A trained ResNet-18 with this norm before its classifier, and its weights as the authors' script names them."""
+    """Build a ResNet-18 with this norm before its classifier; return it and its weights with the authors' names."""
     network, layer = make_network("R-18", "S1-B1"), (NORMS | UNUSUAL)[norm]()
     torch.manual_seed(0)
-    for _ in range(3):  # of more columns than channels, and correlated
+    for _ in range(3):  # more columns than channels, correlated
         layer(torch.randn(200, CHANNELS, 1, 1) @ torch.randn(1, 1) + torch.rand(200, 1, 1, 1))
     nn.init.uniform_(layer.weight, 0.5, 1.5)
     nn.init.uniform_(layer.bias, -0.5, 0.5)
@@ -49,11 +47,12 @@ def source(norm: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_both_classifiers_have_it_and_agree_with_the_source(norm, tmp_path):
+def test_both_classifiers_agree_with_the_source(norm, tmp_path):
     network, state = source(norm)
     torch.save(state, tmp_path / "r18.pth")
     convert_file(tmp_path / "r18.pth", tmp_path / "r18.pkl", keep_fc=True)
-    conversion, provenance = load_weights(tmp_path / "r18.pkl")
+    conversion = load_weights(tmp_path / "r18.pkl")
+    provenance = conversion.provenance
     assert conversion.pool_norm == norm
 
     x = torch.randn(3, 3, 64, 64)
@@ -71,13 +70,14 @@ def test_both_classifiers_have_it_and_agree_with_the_source(norm, tmp_path):
 
 
 @pytest.mark.parametrize("norm", UNUSUAL)
-def test_a_stated_one_is_kept_with_the_weights(norm, tmp_path, caplog):
+def test_stated_norm_is_stored_with_the_weights(norm, tmp_path, caplog):
     network, state = source(norm)
     torch.save(state, tmp_path / "r18.pth")
     convert_file(tmp_path / "r18.pth", tmp_path / "r18.pkl", keep_fc=True, pool_norm=norm)
     convert_file(tmp_path / "r18.pkl", tmp_path / "again.safetensors", keep_fc=True)
     for name in ("r18.pkl", "again.safetensors"):
-        conversion, provenance = load_weights(tmp_path / name)
+        conversion = load_weights(tmp_path / name)
+        provenance = conversion.provenance
         assert conversion.pool_norm == provenance.pool_norm == norm
         x = torch.randn(3, 3, 64, 64)
         with torch.no_grad():
@@ -95,16 +95,16 @@ def test_a_stated_one_is_kept_with_the_weights(norm, tmp_path, caplog):
 
 
 @pytest.mark.parametrize("norm", [norm for norm in UNUSUAL if "rotation" not in norm])
-def test_a_guess_is_said_whenever_it_is_made(norm, tmp_path, caplog):
+def test_every_guess_is_logged(norm, tmp_path, caplog):
     torch.save(source(norm)[1], tmp_path / "r18.pth")
     guess = convert_file(tmp_path / "r18.pth", tmp_path / "r18.pkl", keep_fc=True).pool_norm
-    assert f"is taken for {guess} with its usual options" in caplog.text and f"--pool-norm {guess}" in caplog.text
+    assert f"guessed as {guess}," in caplog.text and f"--pool-norm {guess}" in caplog.text
     caplog.clear()
     found = verify(tmp_path / "r18.pkl", [image.resize((64, 64)) for image in synthetic_images(2)])
-    assert f"is taken for {guess}" in caplog.text and f"a guess in both networks, {guess}" in found.verdict
+    assert f"guessed as {guess}," in caplog.text and f"a guess in both networks, {guess}" in found.verdict
 
 
-def test_what_tells_all_is_no_guess(caplog):
+def test_batch_norm_is_no_guess(caplog):
     assert convert(source("BN")[1], keep_fc=True).pool_norm == "BN"
     assert not caplog.records
 
@@ -112,29 +112,33 @@ def test_what_tells_all_is_no_guess(caplog):
 @pytest.mark.parametrize(
     ("norm", "stated", "words"),
     [
-        ("BW:channels=32,rotation=cayley", None, "1 not part of BW:channels=32.*--pool-norm.*last_bn.rotate"),
+        (
+            "BW:channels=32,rotation=cayley",
+            None,
+            "1 unexpected, not part of BW:channels=32.*last_bn.rotate",
+        ),
         (
             "BW:channels=32,rotation=cayley",
             "BW:channels=64,rotation=cayley",
-            r"belongs: last_bn.running_matrix \(512, 32",
+            r"expected \(512, 64\): last_bn.running_matrix \(512, 32",
         ),
         ("GW", "BN", "2 missing: last_bn.running_mean"),
         ("BN", "GW", "2 not part of GW, the norm before the classifier"),
-        ("GW", "GW:groups=48", "pool_norm='GW:groups=48'.* 512 channels"),
-        ("GW", "XN", "pool_norm='XN': unknown norm"),
+        ("GW", "GW:groups=48", r"pool_norm \('GW:groups=48'\).* 512 channels"),
+        ("GW", "XN", r"pool_norm \('XN'\): unknown norm"),
     ],
 )
-def test_one_that_the_tensors_contradict(norm, stated, words):
+def test_norm_that_contradicts_the_tensors(norm, stated, words):
     with pytest.raises(ValueError, match=f"(?s){words}"):
         convert(source(norm)[1], keep_fc=True, pool_norm=stated)
 
 
-def test_it_is_stated_with_the_classifier_only():
-    with pytest.raises(ValueError, match="pool_norm='GW' is kept with the classifier only: add keep_fc"):
+def test_pool_norm_needs_the_classifier():
+    with pytest.raises(ValueError, match=r"pool_norm \('GW'\): needs the classifier. Fix: add keep_fc"):
         convert(source("GW")[1], pool_norm="GW")
 
 
-def test_the_way_back_has_the_name_of_the_source():
+def test_to_torchvision_restores_the_names():
     state = source("BN")[1]
     renamed = to_torchvision(convert(state, keep_fc=True).tensors)
     kept = {name for name in state if not name.endswith("num_batches_tracked")}
@@ -142,7 +146,7 @@ def test_the_way_back_has_the_name_of_the_source():
     assert all(torch.equal(renamed[name], state[name].reshape(renamed[name].shape)) for name in kept)
 
 
-def test_it_goes_with_the_classifier():
+def test_norm_is_dropped_with_the_classifier():
     conversion = convert(source("GW")[1])
     assert conversion.pool_norm == ""
     assert not any(name.startswith("avgpool") for name in conversion.tensors)
@@ -151,14 +155,14 @@ def test_it_goes_with_the_classifier():
     }
 
 
-def test_the_resnexts_of_the_authors_do_not_use_theirs():
+def test_unused_norm_of_the_authors_resnexts_is_dropped():
     state = authors_state(make_network("X-50-32x4d", "S1-B2"))
     state |= {"last_bn.weight": torch.ones(1, 2048), "last_bn.bias": torch.zeros(1, 2048)}
     assert convert(state, keep_fc=True).pool_norm == ""
     assert "avgpool.norm.weight" in convert(state, keep_fc=True, pool_norm="GW").tensors
 
 
-def test_a_part_of_it_is_missing():
+def test_missing_tensor_of_the_norm():
     state = source("BN")[1]
     del state["last_bn.running_mean"]
     with pytest.raises(ValueError, match="1 missing: last_bn.running_mean"):
@@ -166,7 +170,7 @@ def test_a_part_of_it_is_missing():
 
 
 @pytest.mark.parametrize("norm", ["GW:groups=16,solver=zca,eps=0", "BW:channels=32,solver=zca,eps=0"])
-def test_pooled_features_leave_it_decorrelated(norm):
+def test_norm_decorrelates_pooled_features(norm):
     """Groups of a sample under GW, channels over the batch under BW."""
     network = make_network("R-18").double()
     add_pool_norm(network, norm, CHANNELS)
@@ -177,6 +181,6 @@ def test_pooled_features_leave_it_decorrelated(norm):
     torch.testing.assert_close(covariance, torch.eye(len(rows), dtype=torch.float64), rtol=0, atol=1e-8)
 
 
-def test_a_norm_that_does_not_fit_is_named():
-    with pytest.raises(ValueError, match="the norm after the last pooling='GW:groups=48'.* 512 channels"):
+def test_norm_that_does_not_fit():
+    with pytest.raises(ValueError, match="'GW:groups=48'.* 512 channels"):
         add_pool_norm(make_network("R-18"), "GW:groups=48", CHANNELS)

@@ -79,7 +79,7 @@ def test_truncated_at_every_sixteenth(kind, r18, tmp_path):
     size = path.stat().st_size
     for part in range(15, -1, -1):
         os.truncate(path, size * part // 16)
-        with pytest.raises(WeightsFileError, match="weights cannot be read: it is (cut off|damaged|empty)"):
+        with pytest.raises(WeightsFileError, match="weights' cannot be read: it is (cut off|damaged|empty)"):
             read_weights_file(path)
 
 
@@ -180,6 +180,29 @@ def test_two_gigabytes_declared_by_a_pickle(tmp_path):
         read_weights_file(tmp_path / "a.pkl")
 
 
+@pytest.mark.parametrize("kind", ["archive", "legacy", "pickle"])
+def test_lists_nested_in_themselves_do_not_hang_the_reader(kind, tmp_path):
+    shared: list = [np.float64(0.5)]
+    for _ in range(40):
+        shared = [shared, shared]
+    loop: list = []
+    loop.append(loop)
+    content = {"shared": shared, "loop": loop, "pair": (np.ones(2), 3)}
+    if kind == "pickle":
+        (tmp_path / "a").write_bytes(pickle.dumps(content))
+    else:
+        torch.save(content, tmp_path / "a", _use_new_zipfile_serialization=kind == "archive")
+    found = read_weights_file(tmp_path / "a").value
+    assert found["loop"][0] is found["loop"]
+    assert torch.equal(found["pair"][0], torch.ones(2, dtype=torch.float64)) and found["pair"][1] == 3
+
+
+def test_a_pipe_is_refused_and_not_opened(tmp_path):
+    os.mkfifo(tmp_path / "a")
+    with pytest.raises(WeightsFileError, match="not a regular file"):
+        read_weights_file(tmp_path / "a")
+
+
 def test_archives_that_unpack_to_more_than_they_are(tmp_path):
     torch.save({"model": TENSORS}, tmp_path / "a.pth")
     with (
@@ -197,7 +220,7 @@ def test_archives_that_unpack_to_more_than_they_are(tmp_path):
     [
         (b"", "it is empty"),
         (b"\n<!DOCTYPE html><html>Sign in</html>", "web page"),
-        (b"just a text that is longer than the header", "no file of torch.save"),
+        (b"just a text that is longer than the header", "not a file of torch.save"),
         (b"PK\x03\x04", "cut off"),
         (pickle.dumps({"a": np.array([{}])}), "'O8', which is not a number"),
     ],

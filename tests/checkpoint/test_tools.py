@@ -1,4 +1,4 @@
-"""The command line: tables, exit status, and messages instead of tracebacks."""
+"""The tools convert_weights and verify_weights: tables, exit status, errors without traceback."""
 
 import importlib.util
 import shutil
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gw_detectron.data.images import synthetic_images
 from gw_detectron.engine.launch import errors_reported
 
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -26,12 +27,13 @@ def convert_tool():
 
 
 @pytest.fixture
-def verify_tool():
+def verify_tool(monkeypatch):
     tool = _tool("verify_weights")
+    monkeypatch.setattr(tool, "synthetic_images", lambda: synthetic_images(1))
     return lambda *words: tool.main(tool.get_parser().parse_args([str(word) for word in words]))
 
 
-def test_convert_prints_what_became_of_each_tensor(convert_tool, r18, r18_file, tmp_path, capsys):
+def test_convert_prints_a_row_for_each_tensor(convert_tool, r18, r18_file, tmp_path, capsys):
     convert_tool(r18_file, tmp_path / "a.pkl", "--arch", "R-18", "--positions", "S1-B1")
     printed = capsys.readouterr().out
     lines = {line.split()[0]: line for line in printed.splitlines() if line}
@@ -42,10 +44,10 @@ def test_convert_prints_what_became_of_each_tensor(convert_tool, r18, r18_file, 
         "reshaped from (1, 64, 1, 1)",
     ]
     assert "(dropped)" in lines["fc.weight"]
-    assert "82 tensors of R-18, BN, whitening at S1-B1" in printed
+    assert "82 tensors of R-18, BN, GW at S1-B1" in printed
 
 
-def test_convert_notes_the_stated_pool_norm(convert_tool, verify_tool, r18, tmp_path, capsys):
+def test_convert_stores_the_stated_pool_norm(convert_tool, verify_tool, r18, tmp_path, capsys):
     layer = {"last_bn.weight": torch.ones(512), "last_bn.bias": torch.zeros(512)}
     torch.save(r18 | layer, tmp_path / "a.pth")
     convert_tool(tmp_path / "a.pth", tmp_path / "a.pkl", "--keep-fc", "--pool-norm", "GW:groups=16,solver=zca")
@@ -57,11 +59,11 @@ def test_convert_notes_the_stated_pool_norm(convert_tool, verify_tool, r18, tmp_
     assert "--keep-fc" in capsys.readouterr().err
 
 
-def test_convert_says_what_is_wrong_and_writes_nothing(convert_tool, r18_file, tmp_path, capsys):
+def test_convert_reports_errors_and_writes_nothing(convert_tool, r18_file, tmp_path, capsys):
     with pytest.raises(SystemExit) as caught, errors_reported():
         convert_tool(r18_file, tmp_path / "a.pkl", "--arch", "R-50")
     assert caught.value.code == 1
-    assert "these are the weights of R-18, not of R-50" in capsys.readouterr().err
+    assert "architecture ('R-50'): the weights are of R-18" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -69,8 +71,6 @@ def test_verify_agrees_or_not(verify_tool, convert_tool, r18_file, tmp_path, cap
     convert_tool(r18_file, tmp_path / "a.pkl", "--keep-fc")
     folder = tmp_path / "images" / "3"
     folder.mkdir(parents=True)
-    from gw_detectron.checkpoint.images import synthetic_images
-
     synthetic_images(1)[0].save(folder / "0.png")
     assert verify_tool(tmp_path / "a.pkl", "--source", r18_file, "--images", tmp_path / "images")
     printed = capsys.readouterr().out

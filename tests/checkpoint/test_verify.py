@@ -1,16 +1,14 @@
-"""The proof: right weights agree to rounding, and each mistake is recognised."""
+"""Verification: right weights agree to rounding, each mistake is recognized."""
 
 import pytest
 import torch
-from PIL import Image
 
 from gw_detectron.checkpoint import convert_file, load_weights
-from gw_detectron.checkpoint.accuracy import is_labelled, measure_accuracy
-from gw_detectron.checkpoint.files import write_weights
-from gw_detectron.checkpoint.images import centre_crop, classification_input, load_images, synthetic_images
-from gw_detectron.checkpoint.networks import config_for
-from gw_detectron.checkpoint.verify import verify
+from gw_detectron.checkpoint.reference_networks import config_for
+from gw_detectron.checkpoint.verify import is_labeled, measure_accuracy, verify
+from gw_detectron.checkpoint.weights_io import write_weights
 from gw_detectron.config import read_config
+from gw_detectron.data.images import center_crop, classification_input, synthetic_images
 
 from .synthetic import authors_state, make_network
 
@@ -69,8 +67,8 @@ def test_stride_and_weights_without_whitening(images, tmp_path, norm):
         ({"MODEL.RESNETS.WHITEN_NORM": "GW:groups=32"}, "signature of no mistake"),
     ],
 )
-def test_a_config_under_test_shows_its_mistake(converted, images, changes, signature):
-    cfg = config_for(load_weights(converted)[1])
+def test_mistake_of_a_config_is_named(converted, images, changes, signature):
+    cfg = config_for(load_weights(converted).provenance)
     cfg.merge_from_list([word for pair in changes.items() for word in pair])
     found = verify(converted, images, cfg=cfg)
     assert not found.agrees
@@ -78,45 +76,45 @@ def test_a_config_under_test_shows_its_mistake(converted, images, changes, signa
     assert signature in found.verdict
 
 
-def test_the_yaml_beside_the_weights_is_right(converted, images):
+def test_written_config_is_right(converted, images):
     assert verify(converted, images, cfg=read_config(converted.with_suffix(".yaml"))).agrees
 
 
-def test_a_wrong_conversion_is_found_with_its_source(converted, r18_file, images, tmp_path):
-    conversion, provenance = load_weights(converted)
+def test_source_reveals_a_wrong_conversion(converted, r18_file, images, tmp_path):
+    conversion = load_weights(converted)
     first, second = "res2.0.conv1.weight", "res2.0.conv2.weight"
     tensors = conversion.tensors
     tensors[first], tensors[second] = tensors[second], tensors[first]
-    write_weights(tmp_path / "swapped.pkl", tensors, provenance)
+    write_weights(tmp_path / "swapped.pkl", conversion)
     assert verify(tmp_path / "swapped.pkl", images).agrees  # consistent in itself
     assert not verify(tmp_path / "swapped.pkl", images, source=r18_file).agrees
 
 
-def test_another_source_is_refused(converted, images, tmp_path):
+def test_wrong_source_is_refused(converted, images, tmp_path):
     torch.save(authors_state(make_network("R-18", "S1-B1", seed=5)), tmp_path / "other.pth")
     with pytest.raises(ValueError, match="was converted from r18.pth with"):
         verify(converted, images, source=tmp_path / "other.pth")
 
 
-def test_a_config_of_another_network_is_refused(converted, images):
-    cfg = config_for(load_weights(converted)[1])
+def test_config_of_another_network_is_refused(converted, images):
+    cfg = config_for(load_weights(converted).provenance)
     cfg.MODEL.RESNETS.WHITEN_POSITIONS = "S1"
-    with pytest.raises(ValueError, match=r"another network .* tensors are missing \(res2\.0\.conv1\.norm\.running"):
+    with pytest.raises(ValueError, match=r"do not fit the network: .* missing \(res2\.0\.conv1\.norm\.running"):
         verify(converted, images, cfg=cfg)
 
 
-def _labelled_folder(folder, names, images):
+def _labeled_folder(folder, names, images):
     for index, name in enumerate(names):
         (folder / name).mkdir(parents=True)
         images[index % len(images)].save(folder / name / "0.png")
     return folder
 
 
-def test_accuracy_of_labelled_images(converted, images, tmp_path):
-    weights = load_weights(converted)[0].tensors
+def test_accuracy_of_labeled_images(converted, images, tmp_path):
+    weights = load_weights(converted).tensors
     assert len(weights["linear.bias"]) == 10
-    folder = _labelled_folder(tmp_path / "all", [f"n{index:02}" for index in range(10)], images)
-    assert is_labelled(folder)
+    folder = _labeled_folder(tmp_path / "all", [f"n{index:02}" for index in range(10)], images)
+    assert is_labeled(folder) and not is_labeled(folder / "n00")
     theirs, ours = measure_accuracy(converted, folder, batch_size=4)
     assert (theirs.images, ours.images) == (10, 10)
     assert (theirs.top1, theirs.top5) == (ours.top1, ours.top5)
@@ -127,32 +125,16 @@ def test_accuracy_of_labelled_images(converted, images, tmp_path):
 def test_classes_by_number(converted, images, tmp_path):
     network = make_network("R-18", "S1-B1")
     with torch.no_grad():
-        label = network(classification_input(centre_crop(images[0])).float()[None]).argmax().item()
+        label = network(classification_input(center_crop(images[0])).float()[None]).argmax().item()
     for number, top1 in ((label, 100.0), ((label + 1) % 10, 0.0)):
-        folder = _labelled_folder(tmp_path / f"as{number}", [str(number)], images)
+        folder = _labeled_folder(tmp_path / f"as{number}", [str(number)], images)
         assert [row.top1 for row in measure_accuracy(converted, folder)] == [top1, top1]
 
 
-def test_labels_that_do_not_fit(converted, r18_file, images, tmp_path):
-    folder = _labelled_folder(tmp_path / "few", ["cat", "dog"], images)
-    with pytest.raises(ValueError, match=r"2 classes \(cat \.\.\. dog\), but the classifier has 10"):
+def test_classes_that_do_not_fit(converted, r18_file, images, tmp_path):
+    folder = _labeled_folder(tmp_path / "few", ["cat", "dog"], images)
+    with pytest.raises(ValueError, match=r"2 classes, cat \.\.\. dog\): the classifier has 10"):
         measure_accuracy(converted, folder)
     convert_file(r18_file, tmp_path / "headless.pkl")
     with pytest.raises(ValueError, match="no classifier.*--keep-fc"):
         measure_accuracy(tmp_path / "headless.pkl", folder)
-
-
-def test_images_from_a_folder(tmp_path):
-    for index in range(5):
-        Image.new("RGB", (300 + index, 400)).save(tmp_path / f"{index}.jpg")
-    images = load_images(tmp_path, 3)
-    assert [image.size for image in images] == [(224, 224)] * 3
-    assert not is_labelled(tmp_path)
-    (tmp_path / "0.jpg").write_bytes(b"no image")
-    with pytest.raises(ValueError, match=r"0\.jpg cannot be read"):
-        load_images(tmp_path, 3)
-    with pytest.raises(FileNotFoundError, match="no folder"):
-        load_images(tmp_path / "none")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="no images"):
-        load_images(tmp_path / "empty")

@@ -13,7 +13,7 @@ from torch.export.passes import move_to_device_pass
 from gw_detectron.errors import UserError
 from gw_detectron.export import TOLERANCE, ExportError, ParityError, export_backbone
 from gw_detectron.layers import GroupWhitening2d
-from gw_detectron.modeling.norm import norm_rows
+from gw_detectron.modeling.norm_table import norm_rows
 
 PACKAGES = ("gw_detectron", "detectron2", "fvcore", "torchvision")
 PYRAMID = ["p2", "p3", "p4", "p5", "p6"]

@@ -120,7 +120,7 @@ def test_detectron2_layout(tmp_path, normalization, run_readme):
     assert "All keys matched" in run_readme(tmp_path / "fpn", get_config_file(DEMO))
 
     export_backbone(backbone, tmp_path / "alone", normalization, file_format="safetensors", fpn=False)
-    conversion, _ = load_weights(tmp_path / "alone" / "backbone.safetensors")  # as MODEL.WEIGHTS gw://file/ does
+    conversion = load_weights(tmp_path / "alone" / "backbone.safetensors")  # as MODEL.WEIGHTS gw://file/ does
     assert (conversion.architecture.name, conversion.positions) == ("R-18", "S1-B2")
 
 

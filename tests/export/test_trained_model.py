@@ -68,7 +68,7 @@ def test_weights_without_a_part_of_the_resnet_are_refused(cfg, trained, tmp_path
     model, _ = trained
     state = {name: value for name, value in model.state_dict().items() if "res4.1" not in name}
     torch.save({"model": state}, tmp_path / "part.pth")
-    with pytest.raises(ValueError, match="backbone.bottom_up.res4.1"):
+    with pytest.raises(ValueError, match="Missing: backbone.bottom_up.res4.1"):
         load_model(with_weights(cfg, tmp_path / "part.pth"))
 
 
@@ -76,12 +76,12 @@ def test_weights_without_a_part_of_the_resnet_are_refused(cfg, trained, tmp_path
 def test_a_damaged_file_is_named(cfg, trained, tmp_path, size):
     path = tmp_path / "cut.pth"
     path.write_bytes(trained[1].read_bytes()[:size])
-    with pytest.raises(ValueError, match="cut.pth.* (cut off|empty)"):
+    with pytest.raises(ValueError, match="cut.pth' cannot be read: it is (cut off|empty)"):
         load_model(with_weights(cfg, path))
 
 
 @pytest.mark.parametrize(
-    ("weights", "message"), [("", "an export needs weights. Fix: give --weights"), ("x.pth", "x.pth")]
+    ("weights", "message"), [("", "no weights to export: give --weights"), ("x.pth", "file not found: 'x.pth'")]
 )
 def test_no_weights(cfg, weights, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
@@ -129,8 +129,8 @@ def test_a_user_error_has_no_traceback(tmp_path, run_tool):
         "export_backbone.py", "--weights", tmp_path / "none.pth", "--output", tmp_path / "out"
     )
     assert status == 1
-    assert complaint.strip().startswith("Error: ") and str(tmp_path / "none.pth") in complaint
-    assert "Traceback" not in complaint
+    missing = tmp_path / "none.pth"
+    assert complaint.startswith(f"\nError: MODEL.WEIGHTS: file not found: '{missing}' (cwd: {os.getcwd()})")
     assert list(tmp_path.iterdir()) == []
 
 

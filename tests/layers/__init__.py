@@ -1,1 +1,1 @@
-"""Tests of the layers: relative imports share the oracle between the files of this folder."""
+"""Tests of the modules; oracle and cases are those of tests/ops."""

@@ -1,4 +1,4 @@
-"""Every member of the family at every place of a detector: backbone, FPN, heads; training, freezing, checkpoints."""
+"""Every member of the whitening family in backbone, FPN and heads: training, freezing, checkpoints."""
 
 import pytest
 import torch
@@ -9,7 +9,8 @@ from torch import nn
 
 from gw_detectron.layers import BatchWhitening2d, FrozenBatchWhitening2d
 from gw_detectron.modeling import build_gw_resnet_backbone
-from gw_detectron.modeling.norm import norm_rows, norm_spec, resolve_norm
+from gw_detectron.modeling.norm import norm_spec, resolve_norm
+from gw_detectron.modeling.norm_table import norm_rows
 
 RGB = ShapeSpec(channels=3)
 FAMILY = [
@@ -36,7 +37,7 @@ def small(cfg):
 
 @pytest.mark.parametrize("positions", ["S1", "S1-B1", "S1-B2", "S1-B12", "ALL"])
 @pytest.mark.parametrize("spec", ["BW:channels=24", "BN:channels=8,rotation=cayley"])
-def test_it_stands_at_the_named_positions(small, spec, positions):
+def test_it_is_at_the_named_positions(small, spec, positions):
     small.MODEL.RESNETS.WHITEN_NORM, small.MODEL.RESNETS.WHITEN_POSITIONS = spec, positions
     with torch.device("meta"):
         rows = norm_rows(build_gw_resnet_backbone(small, RGB))
@@ -71,7 +72,7 @@ def test_backbone_and_fpn_train_and_evaluate(small, spec):
     first, second = backbone.eval()(x), backbone(x[:1])
     for name, feature in first.items():
         assert feature.isfinite().all()
-        # evaluation knows no batch
+        # evaluation does not depend on the batch
         torch.testing.assert_close(second[name], feature[:1], rtol=1e-3, atol=1e-3)
 
 
@@ -115,7 +116,7 @@ def test_a_trained_backbone_loads_frozen(small):
         trained(torch.randn(2, 3, 64, 64))
     small.MODEL.BACKBONE.FREEZE_AT = 5
     frozen = build_gw_resnet_backbone(small, RGB)
-    # the counters of batches have no place in Detectron2's older FrozenBN
+    # older versions of Detectron2's FrozenBN do not count batches
     result = frozen.load_state_dict(trained.state_dict(), strict=False)
     assert not [name for name in result.missing_keys + result.unexpected_keys if "num_batches" not in name]
     x = torch.randn(2, 3, 64, 64)

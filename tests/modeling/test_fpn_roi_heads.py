@@ -9,7 +9,7 @@ from torch import nn
 
 from gw_detectron.layers import GroupWhitening2d
 from gw_detectron.modeling import GWFastRCNNConvFCHead
-from gw_detectron.modeling.norm import norm_rows
+from gw_detectron.modeling.norm_table import norm_rows
 
 BOX_FEATURES = ShapeSpec(channels=256, height=7, width=7)
 
@@ -54,10 +54,8 @@ def test_box_head_relus(cfg, single_relu, relus, norm):
     cfg.MODEL.ROI_BOX_HEAD.SINGLE_RELU = single_relu
     head = build_box_head(cfg, BOX_FEATURES)
     assert len(head.conv_norm_relus) == 4
-    fused = norm == "GW"
-    found = [conv.norm.relu if fused else isinstance(conv.activation, nn.ReLU) for conv in head.conv_norm_relus]
+    found = [isinstance(conv.activation, nn.ReLU) for conv in head.conv_norm_relus]
     assert sum(found) == relus and found[-1]
-    assert not fused or all(conv.activation is None for conv in head.conv_norm_relus)
     assert all((conv.bias is None) == bool(norm) for conv in head.conv_norm_relus)
 
 
@@ -89,7 +87,7 @@ def test_mask_head_takes_any_norm(cfg):
 @pytest.mark.parametrize("head", ["BOX", "MASK"])
 def test_head_errors_name_the_key(cfg, head):
     cfg.MODEL[f"ROI_{head}_HEAD"].NORM = "GW:groups=96"
-    with pytest.raises(ValueError, match=f"MODEL.ROI_{head}_HEAD.NORM='GW:groups=96': .* 256 channels"):
+    with pytest.raises(ValueError, match=rf"MODEL.ROI_{head}_HEAD.NORM \('GW:groups=96'\): .* 256 channels"):
         build_model(cfg)
 
 

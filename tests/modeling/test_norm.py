@@ -1,18 +1,24 @@
+import contextlib
+import dataclasses
 import functools
+import re
 
 import pytest
 import torch
-from detectron2.layers import FrozenBatchNorm2d, get_norm
+from detectron2.layers import get_norm
+from detectron2.layers.batch_norm import NaiveSyncBatchNorm
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from gw_detectron.layers import SOLVERS, BatchWhitening2d, FrozenBatchWhitening2d, GroupWhitening2d
-from gw_detectron.modeling.norm import norm_rows, norm_spec, norm_table, resolve_norm
+from gw_detectron.modeling import norm
+from gw_detectron.modeling.norm import NormError, norm_spec, resolve_norm
+from gw_detectron.ops.solvers import DEFAULT_SOLVER, Solver
 
 
 @pytest.mark.parametrize("name", ["", "BN", "SyncBN", "FrozenBN", "GN", "nnSyncBN", "naiveSyncBN"])
-def test_detectron2_names_pass_untouched(name):
+def test_detectron2_names_are_returned_unchanged(name):
     assert resolve_norm(name) is name
 
 
@@ -20,24 +26,47 @@ def test_a_name_the_installed_detectron2_lacks_is_explained():
     try:
         get_norm("LN", 8)
     except KeyError:
-        with pytest.raises(ValueError, match="does not know 'LN'"):
+        with pytest.raises(NormError, match="does not know 'LN'"):
             resolve_norm("LN")
     else:
         assert resolve_norm("LN") == "LN"
         assert norm_spec(get_norm("LN", 8)) == "LN"
 
 
+def test_two_lines_register_a_norm(monkeypatch):
+    """As CONTRIBUTING.md describes."""
+
+    class RMSNorm2d(nn.Module):
+        def __init__(self, num_channels, eps=1e-5):
+            super().__init__()
+            self.num_channels, self.eps = num_channels, eps
+
+    monkeypatch.setitem(norm._NORMS, "RMS", (RMSNorm2d, norm._EPS))
+    monkeypatch.setitem(norm._LAYERS, "RMS", RMSNorm2d)
+    layer = resolve_norm("RMS:eps=0.5")(8)
+    assert isinstance(layer, RMSNorm2d) and layer.eps == 0.5
+    assert norm_spec(layer) == "RMS:eps=0.5" and norm_spec(resolve_norm("RMS")(8)) == "RMS:eps=1e-05"
+
+
+def test_every_name_of_the_installed_detectron2_is_passed_on(monkeypatch):
+    monkeypatch.setattr(norm, "get_norm", lambda name, channels: {"NewNorm": nn.Identity()}[name])
+    assert resolve_norm("NewNorm") == "NewNorm"
+    with pytest.raises(NormError, match="NewNorm takes no options"):
+        resolve_norm("NewNorm:eps=0")
+
+
 def test_gw_alone_is_the_published_setting():
     layer = get_norm(resolve_norm("GW"), 256)
     assert isinstance(layer, GroupWhitening2d)
-    assert (layer.num_groups, layer.num_iters, layer.eps, layer.solver) == (64, 5, 1e-5, "newton")
+    assert (layer.num_groups, layer.solver) == (64, DEFAULT_SOLVER)
+    assert dataclasses.astuple(layer.solver)[:3] == ("newton", 5, 1e-5)
 
 
 def test_options_reach_the_layer():
     norm = resolve_norm("GW:groups=32, iters=7, eps=0, solver=newton")
     assert isinstance(norm, functools.partial)
     layer = norm(128)
-    assert (layer.num_groups, layer.num_iters, layer.eps, layer.solver) == (32, 7, 0.0, "newton")
+    assert (layer.num_groups, layer.solver) == (32, Solver("newton", 7, 0.0))
     group_norm = resolve_norm("GN:groups=16,eps=1e-3")(128)
     assert (group_norm.num_groups, group_norm.num_channels, group_norm.eps) == (16, 128, 1e-3)
 
@@ -60,7 +89,7 @@ def test_spec_to_layer_to_spec_is_the_identity(groups, iters, eps, solver):
 def test_bw_alone_has_the_published_setting():
     layer = get_norm(resolve_norm("BW"), 256)
     assert isinstance(layer, BatchWhitening2d)
-    assert (layer.channels_per_group, layer.num_iters, layer.eps, layer.solver) == (64, 5, 1e-5, "newton")
+    assert (layer.channels_per_group, layer.solver) == (64, DEFAULT_SOLVER)
     assert (layer.running, layer.momentum, layer.sync, layer.rotation) == ("matrix", 0.1, False, "none")
     assert not isinstance(layer, FrozenBatchWhitening2d)
 
@@ -96,7 +125,7 @@ def test_no_norm_is_none_as_in_detectron2():
 
 def test_a_name_has_all_digits():
     layer = resolve_norm("GW:eps=1.23456789e-5")(64)
-    assert resolve_norm(norm_spec(layer))(64).eps == layer.eps == 1.23456789e-5
+    assert resolve_norm(norm_spec(layer))(64).solver == layer.solver == Solver(eps=1.23456789e-5)
 
 
 def test_the_threshold_of_zca_max_is_shown_where_it_is_not_the_usual_one():
@@ -115,7 +144,7 @@ def test_bn_with_a_rotation_is_named_by_what_its_solver_reads():
     assert norm_spec(layer) == norm_spec(resolve_norm(norm_spec(layer))(32)) != norm_spec(BatchWhitening2d(32))
 
 
-def test_bn_with_a_rotation_is_batch_whitening_that_standardises():
+def test_bn_with_a_rotation_is_batch_whitening_that_standardizes():
     layer = resolve_norm("BN:rotation=cayley,momentum=0.3")(32)
     spec = "BN:channels=32,eps=1e-05,momentum=0.3,rotation=cayley"
     assert norm_spec(layer) == spec
@@ -134,76 +163,80 @@ def test_the_spec_of_a_stock_layer_is_its_name(name):
     assert norm_spec(get_norm(name, 8)) == name
 
 
-def test_a_layer_that_is_no_norm_has_no_spec():
-    with pytest.raises(ValueError, match="Conv2d"):
-        norm_spec(nn.Conv2d(1, 1, 1))
+@pytest.mark.parametrize("layer", [nn.Conv2d(1, 1, 1), nn.LayerNorm(32), nn.InstanceNorm2d(8)])
+def test_a_layer_that_no_name_makes_has_no_spec(layer):
+    with pytest.raises(NormError, match=type(layer).__name__):
+        norm_spec(layer)
+
+
+def test_naive_sync_bn_with_other_statistics_has_its_own_name():
+    assert norm_spec(NaiveSyncBatchNorm(8, stats_mode="N")) == "naiveSyncBN_N"
 
 
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("gw", r"unknown norm 'gw'; allowed are \['BN'.*'GW'"),
-        ("GW:group=64", r"no option 'group'; allowed are \['corr', 'eps', 'groups'"),
-        ("GW:groups", "groups='' is not a positive integer"),
-        ("GW:groups=0", "groups='0' is not a positive integer"),
-        ("GW:groups=6.4", "groups='6.4' is not"),
-        ("GW:iters=-1", "iters='-1' is not zero or a positive integer"),
-        ("GW:eps=nan", "eps='nan' is not zero or a positive number"),
-        ("GW:solver=svd", r"solver='svd' is not one of \['cholesky', 'newton', 'pca'"),
+        ("gw", r"unknown norm 'gw'. Fix: use one of \['BN'.*'GW'"),
+        ("GW:group=64", r"no option 'group'. Fix: use \['corr', 'eps', 'groups'"),
+        ("GW:groups", "groups='' is not an integer"),
+        ("GW:groups=0", "groups.*0"),
+        ("GW:groups=6.4", "groups='6.4' is not an integer"),
+        ("GW:groups=99999999999999999999", "groups='99999999999999999999' is not an integer below"),
+        ("GW:iters=-1", "num_iters.*-1"),
+        ("GW:eps=nan", "eps.*nan"),
+        ("GW:solver=svd", r"'svd'.*\['cholesky', 'newton', 'pca'"),
         ("GW:corr=yes", "corr='yes' is not true or false"),
-        ("GW:threshold=2", "threshold='2' is not a number from 0 to 1"),
+        ("GW:solver=zca_max,threshold=2", "threshold.*2.0"),
         ("GW:channels=8", "GW has no option 'channels'"),
         ("GW:groups=8,groups=8", "given twice"),
-        ("GW:solver=zca,iters=3", "solver=zca does not read iters; remove it or write solver=newton"),
-        ("BW:threshold=0.5,solver=zca", "solver=zca does not read threshold; remove it or write solver=zca_max"),
+        ("GW:solver=zca,iters=3", "solver=zca does not read iters. Fix: remove iters, or write solver=newton"),
+        ("BW:threshold=0.5,solver=zca", "solver=zca does not read threshold. .*, or write solver=zca_max"),
         ("GW:threshold=0.5", "solver=newton does not read threshold"),
-        ("BW:channels=0", "channels='0' is not a positive integer"),
-        ("BW:running=variance", r"running='variance' is not one of \['covariance', 'matrix'\]"),
-        ("BW:momentum=-0.1", "momentum='-0.1' is not a number from 0 to 1"),
-        ("BW:rotation=givens", r"rotation='givens' is not one of \['cayley', 'none'\]"),
-        ("SyncBN:groups=8", "SyncBN takes no options"),
+        ("GW:threshold=0.01", "solver=newton does not read threshold"),
+        ("BW:channels=0", "channels_per_group.*0"),
+        ("BW:running=variance", r"'variance'.*'matrix'"),
+        ("BW:momentum=-0.1", "momentum.*-0.1"),
+        ("BW:rotation=givens", r"'givens'.*'cayley'"),
+        ("SyncBN:groups=8", "SyncBN takes no options. Fix: write 'SyncBN'"),
         ("BN:groups=8", "BN has no option 'groups'"),
-        ("BN:eps=1e-3", "BN takes options only together with rotation, one of .*; without them write 'BN'"),
-        ("GN:groups=-2", "groups='-2' is not a positive integer"),
-        (5, "a norm is given by its name, a text"),
+        ("BN:eps=1e-3", "BN takes options only with rotation=cayley"),
+        ("BN:rotation=none", "BN takes options only with rotation=cayley"),
+        ("GN:groups=-2", r"groups \(-2\)"),
+        ("GN:eps=-1", r"eps \(-1.0\)"),
+        (5, "a norm is named by a string"),
     ],
 )
 def test_a_wrong_spec_is_named_with_its_place(spec, message):
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(NormError, match=message) as caught:
         resolve_norm(spec, where="MODEL.FPN.NORM")
-    assert str(caught.value).startswith(f"MODEL.FPN.NORM={spec!r}: ")
+    assert isinstance(caught.value, ValueError)
+    assert str(caught.value).startswith(f"MODEL.FPN.NORM ({spec!r}): ")
+    assert re.search(r"\. Fix: .*\.$", str(caught.value))
+
+
+@given(
+    st.one_of(
+        st.text(),
+        st.from_regex(r"(GW|BW|FrozenBW|GN|BN)(:[a-z]{0,9}=?[-0-9a-z._]{0,12}(,|\Z)){0,4}", fullmatch=True),
+        st.builds(
+            "{}:{}={}".format,
+            st.sampled_from(["GW", "BW", "FrozenBW", "GN", "BN"]),
+            st.sampled_from(["groups", "channels", "iters", "eps", "solver", "threshold", "corr", "momentum", "sync"]),
+            st.one_of(st.text(), st.integers().map(str), st.floats().map(str)),
+        ),
+    )
+)
+def test_any_string_gives_a_norm_or_a_norm_error(spec):
+    with contextlib.suppress(NormError):
+        layer = get_norm(resolve_norm(spec, channels=[64]), 64)
+        assert layer is None or isinstance(layer, nn.Module)
 
 
 @pytest.mark.parametrize("spec", ["GW:groups=48", "GN", "GN:groups=48"])
 def test_channels_that_the_groups_do_not_divide(spec):
-    with pytest.raises(ValueError, match=rf"MODEL.FPN.NORM='{spec}': it does not fit a layer of 100 channels"):
+    with pytest.raises(NormError, match=rf"MODEL.FPN.NORM \('{spec}'\): .*100.*Fix: "):
         resolve_norm(spec, where="MODEL.FPN.NORM", channels=[100])
 
 
 def test_groups_are_capped_at_the_channels():
     assert resolve_norm("GW", channels=[32])(32).num_groups == 32
-
-
-def test_norm_table_says_which_norm_stands_where():
-    model = nn.ModuleDict(
-        {
-            "stem": GroupWhitening2d(128),
-            "block": nn.Sequential(nn.Conv2d(3, 8, 1), FrozenBatchNorm2d(8), nn.GroupNorm(4, 8)),
-        }
-    )
-    model["stem"].requires_grad_(False)
-    rows = norm_rows(model)
-    assert [(row.layer, row.channels, row.groups, row.parameters, row.frozen) for row in rows] == [
-        ("stem", 128, 64, 256, True),
-        ("block.1", 8, None, 0, True),
-        ("block.2", 8, 4, 16, False),
-    ]
-    assert [row.spec for row in rows] == [
-        "GW:groups=64,iters=5,eps=1e-05,solver=newton",
-        "FrozenBN",
-        "GN:groups=4,eps=1e-05",
-    ]
-    lines = norm_table(model).splitlines()
-    assert lines[0].split() == ["layer", "norm", "channels", "groups", "parameters", "frozen"]
-    assert lines[2].split() == ["stem", rows[0].spec, "128", "64", "256", "yes"]
-    assert lines[3].split() == ["block.1", "FrozenBN", "8", "-", "0", "yes"]

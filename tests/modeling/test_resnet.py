@@ -6,7 +6,7 @@ from torch import nn
 
 from gw_detectron.layers import GroupWhitening2d
 from gw_detectron.modeling import build_gw_resnet_backbone, norm_spec, whitened_convs
-from gw_detectron.modeling.norm import norm_rows
+from gw_detectron.modeling.norm_table import norm_rows
 from gw_detectron.modeling.resnet import GWDeformBottleneckBlock
 
 RGB = ShapeSpec(channels=3)
@@ -27,7 +27,7 @@ def whitened_layers(model):
     [(50, "", 0), (50, "S1", 1), (50, "S1-B1", 17), (50, "S1-B2", 17), (50, "S1-B3", 17), (50, "S1-B12", 33)]
     + [(50, "ALL", 53), (18, "S1", 1), (18, "S1-B1", 9), (18, "S1-B2", 9), (18, "S1-B12", 17), (18, "ALL", 20)],
 )
-def test_the_whitening_norm_stands_at_its_positions_only(cfg, depth, positions, count):
+def test_the_whitening_norm_is_at_its_positions_only(cfg, depth, positions, count):
     set_depth(cfg, depth)
     cfg.MODEL.RESNETS.WHITEN_POSITIONS = positions
     backbone = build_gw_resnet_backbone(cfg, RGB)
@@ -133,11 +133,11 @@ def test_a_deformable_block_takes_the_whitening_norm(cfg):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("WHITEN_POSITIONS", "S1-B4", r"WHITEN_POSITIONS='S1-B4'; allowed are \['', 'S1'"),
-        ("WHITEN_NORM", "GW:groups=48", "MODEL.RESNETS.WHITEN_NORM='GW:groups=48': .* 64 channels"),
-        ("NORM", "XN", "MODEL.RESNETS.NORM='XN': unknown norm"),
-        ("DEPTH", 51, r"MODEL.RESNETS.DEPTH=51; allowed are \[18, 34, 50"),
-        ("RES5_DILATION", 3, "MODEL.RESNETS.RES5_DILATION=3; allowed are 1 and 2"),
+        ("WHITEN_POSITIONS", "S1-B4", r"WHITEN_POSITIONS \('S1-B4'\): .* Fix: use one of \['', 'S1'"),
+        ("WHITEN_NORM", "GW:groups=48", r"MODEL.RESNETS.WHITEN_NORM \('GW:groups=48'\): .* 64 channels"),
+        ("NORM", "XN", r"MODEL.RESNETS.NORM \('XN'\): unknown norm"),
+        ("DEPTH", 51, r"MODEL.RESNETS.DEPTH \(51\): .* Fix: use one of \[18, 34, 50"),
+        ("RES5_DILATION", 3, r"MODEL.RESNETS.RES5_DILATION \(3\): .* Fix: use one of \[1, 2\]"),
     ],
 )
 def test_a_wrong_key_is_named(cfg, key, value, message):
@@ -149,17 +149,17 @@ def test_a_wrong_key_is_named(cfg, key, value, message):
 def test_two_convolution_blocks_have_no_third_norm(cfg):
     set_depth(cfg, 18)
     cfg.MODEL.RESNETS.WHITEN_POSITIONS = "S1-B3"
-    with pytest.raises(ValueError, match="needs bottleneck blocks"):
+    with pytest.raises(ValueError, match="have two norms, no third"):
         build_gw_resnet_backbone(cfg, RGB)
 
 
 @pytest.mark.parametrize(
     ("key", "value"), [("RES2_OUT_CHANNELS", 256), ("NUM_GROUPS", 32), ("DEFORM_ON_PER_STAGE", [False] * 3 + [True])]
 )
-def test_keys_that_do_not_go_with_resnet_18(cfg, key, value):
+def test_keys_that_resnet_18_does_not_support(cfg, key, value):
     set_depth(cfg, 18)
     cfg.MODEL.RESNETS[key] = value
-    with pytest.raises(ValueError, match=f"MODEL.RESNETS.{key}=.* does not go with ResNet-18"):
+    with pytest.raises(ValueError, match=rf"MODEL.RESNETS.{key} \(.*\): ResNet-18 does not support it"):
         build_gw_resnet_backbone(cfg, RGB)
 
 

@@ -1,9 +1,9 @@
-"""Groups of neighbouring channels of which the last may be smaller, and one matrix for each of them.
+"""Groups of contiguous channels, of which the last may be smaller.
 
-The matrices of all groups are one tensor of rows, (C, k): row i belongs to channel i and holds the k numbers of its
-group's matrix. In the last group of r < k channels only the first r of them are used.
+The matrices of all groups are stored as one tensor of rows, (C, k): row i belongs to channel i and holds the k numbers
+of its group's matrix. A smaller last group of r channels uses the first r of them.
 
-Shape shorthand: ``C`` channels, ``k`` channels per group, ``r = C mod k`` channels of a smaller last group.
+Shapes: ``C`` channels, ``k`` channels per group, ``r = C mod k`` channels of a smaller last group.
 """
 
 from collections.abc import Iterable
@@ -11,23 +11,23 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from ..tensors import check_integer
+
 
 def effective_width(num_channels: int, channels_per_group: int) -> int:
-    """The number of channels of a group, k: ``channels_per_group``, capped at the channel count.
+    """Return k, the number of channels per group: ``channels_per_group``, capped at the channel count.
 
     Raises:
         ValueError: an argument is not a positive integer.
     """
-    if num_channels < 1 or not isinstance(channels_per_group, int) or channels_per_group < 1:
-        raise ValueError(
-            f"batch whitening needs positive integers of channels and channels per group, got channels={num_channels} "
-            f"and channels_per_group={channels_per_group}"
-        )
+    check_integer("channels_per_group", channels_per_group, 1, 64)
+    if num_channels < 1:
+        raise ValueError(f"num_channels ({num_channels}): expected at least 1. Fix: give input with channels.")
     return min(channels_per_group, num_channels)
 
 
 def split(rows: Tensor, width: int) -> list[Tensor]:
-    """Divides channels into groups: (C, ...) -> views (C // k, k, ...) and, if r > 0, (1, r, ...).
+    """Split channels into groups: (C, ...) -> views (C // k, k, ...) and, if r > 0, (1, r, ...).
 
     Source: the last group may be smaller, as in the authors' "FlexGroup" layers.
     """
@@ -39,16 +39,16 @@ def split(rows: Tensor, width: int) -> list[Tensor]:
 
 
 def join(parts: Iterable[Tensor]) -> Tensor:
-    """The inverse of :func:`split`."""
+    """Invert :func:`split`."""
     rows = [part.flatten(0, 1) for part in parts]
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
 def split_matrices(rows: Tensor) -> list[Tensor]:
-    """The matrices of all groups, (C, k) -> (C // k, k, k) and, if r > 0, (1, r, r)."""
+    """Return the matrices of all groups: (C, k) -> (C // k, k, k) and, if r > 0, (1, r, r)."""
     return [part[..., : part.shape[1]] for part in split(rows, rows.shape[1])]
 
 
 def join_matrices(matrices: Iterable[Tensor], width: int) -> Tensor:
-    """The inverse of :func:`split_matrices`; what is not used is zero."""
+    """Invert :func:`split_matrices`; unused elements are zero."""
     return join(torch.nn.functional.pad(part, (0, width - part.shape[-1])) for part in matrices)

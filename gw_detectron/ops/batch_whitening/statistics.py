@@ -1,11 +1,11 @@
-r"""Mean and covariance of channels over a batch, in one process or over all processes of a distributed run.
+r"""Mean and covariance of channels over a batch, optionally over all processes of a distributed run.
 
 .. math::
     m = \sum_p m_p, \quad \mu = \tfrac{1}{m} \sum_p X_p \mathbf{1}, \quad
     \Sigma = \tfrac{1}{m} \sum_p (X_p - \mu \mathbf{1}^T) (X_p - \mu \mathbf{1}^T)^T
 
-Processes p take two sums, one after the other. A single one, of second moments about zero, would lose the digits that
-the mean takes.
+Two all-reduces: the sums for the mean, then the centered second moments. A single all-reduce of second moments about
+zero would cancel digits if the mean is large.
 """
 
 from typing import Any, NamedTuple
@@ -18,29 +18,32 @@ from .channel_groups import split
 
 
 class BatchStatistics(NamedTuple):
-    """What a batch says about its channels.
+    """Statistics of a batch.
 
     Args:
-        columns: m, their number in all processes, a scalar without gradient.
+        columns: m, the number of columns in all processes, a scalar without gradient.
         mean: (C,).
-        centred: the columns of this process minus the mean, by groups of channels: (C // k, k, m_p) and perhaps a
-            smaller last group.
-        covariances: of the groups, (C // k, k, k) and perhaps that of the last, divided by m.
+        centered: the columns of this process minus the mean, by groups of channels: (C // k, k, m_p) and, if the last
+            group is smaller, (1, r, m_p).
+        covariances: by groups, divided by m: (C // k, k, k) and, if the last group is smaller, (1, r, r).
     """
 
     columns: Tensor
     mean: Tensor
-    centred: list[Tensor]
+    centered: list[Tensor]
     covariances: list[Tensor]
 
 
 def batch_statistics(columns: Tensor, width: int, sync: bool = False) -> BatchStatistics:
-    """Takes the statistics of a batch; processes may have different numbers of columns, or none.
+    """Compute the statistics of a batch; processes may have different numbers of columns, or none.
 
     Args:
         columns: (C, m_p), float32 or float64.
         width: k, channels of a group.
-        sync: over all processes of the default group. All of them have to call, in the backward pass too.
+        sync: over all processes of the default group. Each of them must call this, and run the backward pass.
+
+    Returns:
+        The statistics, differentiable except ``columns``.
     """
     together = sync and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     count = columns.new_full((1,), columns.shape[1])
@@ -50,17 +53,17 @@ def batch_statistics(columns: Tensor, width: int, sync: bool = False) -> BatchSt
         count, total = sums[:1].detach(), sums[1:]
     divisor = count.clamp_min(1)
     mean = total / divisor
-    centred = split(columns - mean[:, None], width)
-    products = [part @ part.mT for part in centred]
+    centered = split(columns - mean[:, None], width)
+    products = [part @ part.mT for part in centered]
     if together:
         sums = _SumOverProcesses.apply(torch.cat([product.flatten() for product in products]))
         pieces = sums.split([product.numel() for product in products])
         products = [piece.view_as(product) for piece, product in zip(pieces, products, strict=True)]
-    return BatchStatistics(count[0], mean, centred, [product / divisor for product in products])
+    return BatchStatistics(count[0], mean, centered, [product / divisor for product in products])
 
 
 class _SumOverProcesses(torch.autograd.Function):
-    """The sum of a tensor over all processes; a gradient of one is summed over all likewise."""
+    """Sum a tensor over all processes; the backward pass sums the gradients."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:

@@ -1,1 +1,1 @@
-"""Group whitening: the reference, the custom operator and its backends."""
+"""Group Whitening: ``reference.py`` has the equations, ``op.py`` the custom operator, the rest its backends."""

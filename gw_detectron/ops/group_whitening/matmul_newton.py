@@ -1,4 +1,4 @@
-r"""Newton's iteration and its backward pass in few operations and little memory.
+r"""Newton's iteration and its backward pass in few matrix products.
 
 Every matrix of the iteration is a polynomial of :math:`S = \Sigma / \mathrm{tr}(\Sigma)`, so they all commute and are
 symmetric. With :math:`Q_k = P_k^2 S` a step is :math:`P_{k+1} = P_k R_k`, :math:`R_k = (3 I - Q_k) / 2`,
@@ -8,13 +8,13 @@ symmetric. With :math:`Q_k = P_k^2 S` a step is :math:`P_{k+1} = P_k R_k`, :math
     R_k R_{k+1} = \tfrac{1}{16} (36 I - 39 Q + 27 Q^2 - 9 Q^3 + Q^4) = F + \tfrac{9}{4} I, \quad
     F = Z^2 + \tfrac{27}{16} (Z - \tfrac{23}{72} Q), \quad Z = \tfrac{1}{4} Q^2 - \tfrac{9}{8} Q, \quad Q = Q_k .
 
-The identity is left out of the factor, since a product with :math:`F + c I` is a product with F that adds c times the
-other matrix. Five steps take 10 products where the textbook form takes 15; six of them are squares, whose derivative
-costs one product instead of two.
+The factor is stored without the identity: a product with :math:`F + c I` is a product with F plus c times the other
+matrix. Five steps take 10 products instead of 15. Six of the 10 are squares, whose derivative costs one product instead
+of two.
 
-The derivative of such a polynomial f at a symmetric matrix is its own adjoint, so the gradient of S is the derivative
-of f in the direction of the (symmetric) gradient of f(S). It runs beside the iteration, each matrix carrying its
-tangent: nothing but the covariance has to be kept for the backward pass.
+The derivative of a polynomial f at a symmetric matrix is self-adjoint. So the gradient of S is the derivative of f in
+the direction of the (symmetric) gradient of f(S). It is computed in forward mode, each matrix with its tangent, and
+only the covariance is saved for backward.
 """
 
 from typing import NamedTuple
@@ -22,21 +22,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..solvers.covariance import zero_variance
+from ..tensors import zero_variance
 
-#: elements of the matrices that a CPU works on at a time, so that they stay in its cache: 32 of 64 x 64
-_PORTION = 1 << 17
+#: elements of the matrices that a CPU processes at a time, so that they stay cached: 32 matrices of 64 x 64
+_ELEMENTS = 1 << 17
 
 
 class _Matrix(NamedTuple):
-    """A batch of symmetric matrices, and its derivative in the wanted direction."""
+    """A batch of symmetric matrices and, in the backward pass, its derivative in one direction."""
 
     value: Tensor
     tangent: Tensor | None
 
 
 def products(num_iters: int) -> tuple[int, int]:
-    """How many g x g products the iteration takes, and how many more its tangents take."""
+    """Return the number of g x g products of the iteration, and of the tangents in addition."""
     values = tangents = 0
     for done in range(0, num_iters, 2):
         two_steps, more, first = done + 2 <= num_iters, done + 2 < num_iters, done == 0
@@ -46,17 +46,17 @@ def products(num_iters: int) -> tuple[int, int]:
 
 
 def newton(sigma: Tensor, num_iters: int) -> Tensor:
-    """:func:`gw_detectron.layers.newton_inverse_sqrt`, (N, g, g) -> (N, g, g)."""
-    parts = [_newton(part, num_iters) for part in sigma.split(_portion(sigma))]
+    """Compute :func:`gw_detectron.layers.newton_inverse_sqrt` of (N, g, g) in fewer products."""
+    parts = [_newton(part, num_iters) for part in sigma.split(_batch_size(sigma))]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def newton_backward(sigma: Tensor, grad: Tensor, num_iters: int) -> tuple[Tensor, Tensor]:
-    """The whitening matrices again, and the symmetric gradient of the covariance, given that of the whitening matrices.
+    """Return the whitening matrices and the symmetric dL/dSigma, given ``grad`` = dL/dW.
 
     Source: equal to Group Whitening supplement, Eqs. 5-6.
     """
-    size = _portion(sigma)
+    size = _batch_size(sigma)
     parts = [_newton_backward(*part, num_iters) for part in zip(sigma.split(size), grad.split(size), strict=True)]
     if len(parts) == 1:
         return parts[0]
@@ -64,9 +64,9 @@ def newton_backward(sigma: Tensor, grad: Tensor, num_iters: int) -> tuple[Tensor
     return torch.cat(whitening), torch.cat(grad_sigma)
 
 
-def _portion(sigma: Tensor) -> int:
-    """How many samples to work on at a time."""
-    return max(1, _PORTION // sigma.shape[1:].numel()) if sigma.device.type == "cpu" else max(1, len(sigma))
+def _batch_size(sigma: Tensor) -> int:
+    """Return the number of matrices to process at a time."""
+    return max(1, _ELEMENTS // sigma.shape[1:].numel()) if sigma.device.type == "cpu" else max(1, len(sigma))
 
 
 def _newton(sigma: Tensor, num_iters: int) -> Tensor:
@@ -80,20 +80,20 @@ def _newton_backward(sigma: Tensor, grad: Tensor, num_iters: int) -> tuple[Tenso
     s, direction = sigma * inverse, (grad + grad.mT).mul_(0.5 * root)
     p, tangent = _iterate(_Matrix(s, direction), num_iters)
     assert tangent is not None  # S had one
-    # the trace divides S and, under a root, W: both give a multiple of the identity
+    # S is divided by the trace and W by its root: the gradient through either is a multiple of the identity
     of_trace = torch.linalg.vecdot(tangent.flatten(1), s.flatten(1))
     of_trace += 0.5 * torch.linalg.vecdot(direction.flatten(1), p.flatten(1))
     return p * root, _add_identity(tangent, -of_trace[:, None]).mul_(inverse)
 
 
 def _inverse_trace(sigma: Tensor) -> Tensor:
-    """1 / tr(sigma) as (N, 1, 1), and 0 where there is no variance."""
+    """Return 1 / tr(sigma), (N, 1, 1), and 0 for a sample without variance."""
     trace = sigma.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]
     return trace.masked_fill(trace <= zero_variance(sigma.dtype), torch.inf).reciprocal()
 
 
 def _iterate(s: _Matrix, num_iters: int) -> _Matrix:
-    """P after ``num_iters`` steps from S, which is left as it is."""
+    """Return P after ``num_iters`` steps; ``s`` is unchanged."""
     p, q = None, s
     for left in range(num_iters, 0, -2):
         factor, of_identity = (_two_steps if left > 1 else _one_step)(q)
@@ -111,12 +111,12 @@ def _iterate(s: _Matrix, num_iters: int) -> _Matrix:
 
 
 def _one_step(q: _Matrix) -> tuple[_Matrix, float]:
-    """R = (3 I - Q) / 2 as its part without the identity and the multiple of that."""
+    """Return R = (3 I - Q) / 2 as a matrix and the multiple of the identity to add."""
     return _scaled(q, -1 / 2), 3 / 2
 
 
 def _two_steps(q: _Matrix) -> tuple[_Matrix, float]:
-    """The factor of two steps as F and the multiple of the identity."""
+    """Return the factor of two steps as F and the multiple of the identity to add."""
     z = _square(q, 1 / 4, q, -9 / 8)
     return _square(z, 1, _add(z, q, -23 / 72), 27 / 16), 9 / 4
 
@@ -126,7 +126,7 @@ def _scaled(a: _Matrix, by: float) -> _Matrix:
 
 
 def _add(a: _Matrix, b: _Matrix, alpha: float) -> _Matrix:
-    """a + alpha b."""
+    """Return a + alpha b."""
     value = torch.add(a.value, b.value, alpha=alpha)
     if a.tangent is None or b.tangent is None:
         return _Matrix(value, None)
@@ -134,7 +134,7 @@ def _add(a: _Matrix, b: _Matrix, alpha: float) -> _Matrix:
 
 
 def _product(a: _Matrix, b: _Matrix, c: _Matrix, beta: float) -> _Matrix:
-    """a b + beta c."""
+    """Return a b + beta c."""
     value = torch.baddbmm(c.value, a.value, b.value, beta=beta)
     if a.tangent is None or b.tangent is None or c.tangent is None:
         return _Matrix(value, None)
@@ -142,7 +142,7 @@ def _product(a: _Matrix, b: _Matrix, c: _Matrix, beta: float) -> _Matrix:
 
 
 def _square(a: _Matrix, alpha: float, c: _Matrix, beta: float) -> _Matrix:
-    """alpha a^2 + beta c."""
+    """Return alpha a^2 + beta c."""
     value = torch.baddbmm(c.value, a.value, a.value, beta=beta, alpha=alpha)
     if a.tangent is None or c.tangent is None:
         return _Matrix(value, None)
@@ -151,6 +151,6 @@ def _square(a: _Matrix, alpha: float, c: _Matrix, beta: float) -> _Matrix:
 
 
 def _add_identity(matrix: Tensor, value: float | Tensor) -> Tensor:
-    """Adds a number, or one number of each matrix (N, 1), to the diagonal in place."""
+    """Add a number, or one number per matrix (N, 1), to the diagonal in place."""
     matrix.diagonal(dim1=-2, dim2=-1).add_(value)
     return matrix

@@ -1,19 +1,20 @@
-"""Group whitening by the fastest path that an input allows.
+"""The custom operator ``torch.ops.gw_detectron.group_whiten``, and the choice of its backend.
 
-=============  ==========================================================================================
-``triton``     Triton kernels: CUDA, float32 / float16 / bfloat16, up to 128 groups
-``matmul``     batched matrix products in closed form: every device, and float64
-``reference``  :func:`gw_detectron.ops.group_whitening.reference.group_whiten`, plain autograd: other solvers than ``newton``,
-               ``torch.func``, forward-mode differentiation, and every export, which then runs where this package is
-               not installed
-=============  ==========================================================================================
+=============  ============================================================================================
+backend        used for
+=============  ============================================================================================
+``triton``     CUDA, float32 / float16 / bfloat16, up to 128 groups: Triton kernels
+``matmul``     every device, and float64: batched matrix products
+``reference``  other solvers than ``newton``, ``torch.func``, forward-mode AD, and every export, which then
+               runs where this package is not installed: plain operations, no custom operator
+=============  ============================================================================================
 
-The first two are one custom operator, ``torch.ops.gw_detectron.group_whiten``, with a formula for autograd, for fake
-tensors (``torch.compile``) and for ``torch.utils.flop_counter``. Second derivatives are those of the reference.
+The operator has formulas for autograd, fake tensors (``torch.compile``) and ``torch.utils.flop_counter``. Its second
+derivatives are those of the reference.
 
-The environment variable ``GW_DETECTRON_KERNELS=reference`` forces the reference, to compare with it; ``matmul`` forces
-the matrix products where Triton would be taken. What ``torch.compile`` has compiled before keeps its path. A debug line
-of the logger ``gw_detectron.layers`` names the path.
+The environment variable ``GW_DETECTRON_KERNELS`` forces a backend: ``reference``, to compare with it, or ``matmul``
+in place of ``triton``. Code that ``torch.compile`` has compiled keeps its backend. The logger ``gw_detectron.layers``
+reports the backend at level DEBUG.
 """
 
 import contextlib
@@ -27,121 +28,116 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
-from ..solvers import Solver
-from . import (
-    algorithm as closed_form,
-)
-from . import (
-    matmul as matmul_kernels,
-)
-from . import (
-    matmul_newton,
-)
-from . import (
-    reference as functional,
-)
-from . import (
-    triton as triton_kernels,
-)
+from ..compat import needs_plain_operations
+from ..solvers import DEFAULT_SOLVER, Solver, check_solver
+from ..tensors import autocast_off, check_tensors, compute_dtype, memory_format_of
+from . import closed_form, matmul, matmul_newton, triton
+from .reference import effective_groups, group_whiten_reference
 
 ENVIRONMENT_SWITCH = "GW_DETECTRON_KERNELS"
+#: values of the environment variable
 FORCEABLE = ("matmul", "reference")
-_MODULES: dict[str, Any] = {"triton": triton_kernels, "matmul": matmul_kernels}
+_BACKENDS: dict[str, closed_form.Backend] = {"triton": triton, "matmul": matmul}
 _FORWARD, _BACKWARD = "gw_detectron::group_whiten", "gw_detectron::group_whiten_backward"
-_PUBLISHED = Solver()
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _logger = logging.getLogger("gw_detectron.layers")
 
 
-class _Chosen(threading.local):
-    path = ""
+class _Forced(threading.local):
+    backend = ""
 
 
-_chosen = _Chosen()
+_forced = _Forced()
 
 
 @contextlib.contextmanager
-def use_path(path: str) -> Iterator[None]:
-    """Makes this thread take one path, as ``GW_DETECTRON_KERNELS`` does, which it overrules."""
-    before, _chosen.path = _chosen.path, path
+def use_backend(backend: str) -> Iterator[None]:
+    """Force a backend in this thread, overriding the environment variable ``GW_DETECTRON_KERNELS``.
+
+    Args:
+        backend: ``"matmul"`` or ``"reference"``.
+    """
+    before, _forced.backend = _forced.backend, backend
     try:
         yield
     finally:
-        _chosen.path = before
+        _forced.backend = before
 
 
 def group_whiten(
     x: Tensor,
-    num_groups: int,
-    num_iters: int = 5,
-    eps: float = 1e-5,
-    solver: str = "newton",
+    num_groups: int = 64,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     *,
-    threshold: float = 0.01,
-    corr: bool = False,
+    solver: Solver = DEFAULT_SOLVER,
     relu: bool = False,
 ) -> Tensor:
-    """:func:`gw_detectron.ops.group_whitening.reference.group_whiten`, to rounding, by the path that :func:`choose_path` names."""
-    functional.check_tensors("group whitening", x, weight, bias)
-    options = Solver(solver, num_iters, eps, threshold, corr)
-    groups = functional.effective_groups(x.shape[1], num_groups)
-    path = choose_path(x, groups, options)
-    if not torch.compiler.is_compiling() and _logger.isEnabledFor(logging.DEBUG):
-        _log(path, x.device.type, x.dtype, x.shape[1], groups, str(options))
-    if path == "reference":
-        return functional.group_whiten(
-            x, groups, num_iters, eps, solver, weight, bias, threshold=threshold, corr=corr, relu=relu
-        )
-    return torch.ops.gw_detectron.group_whiten(x, weight, bias, groups, num_iters, eps, relu, path)[0]
+    r"""Whiten the channel groups of each sample by the covariance of that sample.
 
+    .. math:: y = \gamma \, \Pi^{-1}(\psi(\Sigma) X_C) + \beta, \quad \Sigma = \tfrac{1}{M} X_C X_C^T + \epsilon I
 
-def choose_path(x: Tensor, groups: int, solver: Solver = _PUBLISHED) -> str:
-    """The path for an input of ``groups`` groups: ``"triton"``, ``"matmul"`` or ``"reference"``.
+    Equal, up to rounding, to :func:`~gw_detectron.ops.group_whitening.reference.group_whiten_reference`, which defines
+    the symbols, the edge cases and the errors. This function runs it on the backend of :func:`choose_backend`.
+
+    Args:
+        x: floating point, (N, C, *spatial).
+        num_groups: g, capped at C.
+        weight: per-channel scale :math:`\gamma`, (C,).
+        bias: per-channel shift :math:`\beta`, (C,).
+        solver: covariance -> whitening matrix, :math:`\psi`.
+        relu: return :math:`\max(y, 0)`, fused into the same passes over memory.
+
+    Returns:
+        y in the shape, dtype and memory format of ``x``.
 
     Raises:
-        ValueError: the environment variable ``GW_DETECTRON_KERNELS`` is neither ``reference`` nor ``matmul``.
+        ValueError, TypeError: wrong arguments, as in the reference.
+
+    Source: Group Whitening, Eqs. 8-10, and its supplement, Algorithms 1-2.
     """
-    forced = _chosen.path or os.environ.get(ENVIRONMENT_SWITCH, "")
+    check_solver(solver)
+    check_tensors(x, weight, bias)
+    groups = effective_groups(x.shape[1], num_groups)
+    backend = choose_backend(x, groups, solver)
+    if not torch.compiler.is_compiling() and _logger.isEnabledFor(logging.DEBUG):
+        _log(backend, x.device.type, x.dtype, x.shape[1], groups, str(solver))
+    if backend == "reference":
+        return group_whiten_reference(x, groups, weight, bias, solver=solver, relu=relu)
+    return torch.ops.gw_detectron.group_whiten(x, weight, bias, groups, solver.num_iters, solver.eps, relu, backend)[0]
+
+
+def choose_backend(x: Tensor, groups: int, solver: Solver = DEFAULT_SOLVER) -> str:
+    """Return the backend for an input: ``"triton"``, ``"matmul"`` or ``"reference"``.
+
+    Raises:
+        ValueError: ``GW_DETECTRON_KERNELS`` or ``use_backend`` names something else than matmul or reference.
+    """
+    forced = _forced.backend or os.environ.get(ENVIRONMENT_SWITCH, "")
     if forced and forced not in FORCEABLE:
-        where, otherwise = ("use_path", "leave it out") if _chosen.path else (ENVIRONMENT_SWITCH, "unset the variable")
-        raise ValueError(
-            f"{where}={forced!r} is no path of group whitening that can be forced; allowed are {list(FORCEABLE)}, or "
-            f"{otherwise}"
-        )
-    if forced == "reference" or solver.name != "newton" or solver.corr or _needs_plain_operations():
+        where, otherwise = ("use_backend", "leave it out") if _forced.backend else (ENVIRONMENT_SWITCH, "unset it")
+        raise ValueError(f"{where} ({forced!r}): not a backend to force. Fix: {otherwise}, or use {list(FORCEABLE)}.")
+    if forced == "reference" or solver.name != "newton" or solver.corr or needs_plain_operations():
         return "reference"
     if forced == "matmul":
         return forced
-    if triton_kernels.supported(x, groups):
+    if triton.supported(x, groups):
         return "triton"
     return "matmul"
 
 
-def _needs_plain_operations() -> bool:
-    """Whether it is an export, ``torch.func`` or forward-mode differentiation, for which the operator has no rule."""
-    # not is_exporting(), which up to torch 2.10 is true in torch.compile too
-    if torch.jit.is_tracing() or torch.compiler._is_exporting_flag:  # type: ignore[attr-defined]
-        return True
-    if torch.compiler.is_compiling():
-        return False
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-
-
 @functools.cache
-def _log(path: str, device: str, dtype: torch.dtype, channels: int, groups: int, solver: str) -> None:
+def _log(backend: str, device: str, dtype: torch.dtype, channels: int, groups: int, solver: str) -> None:
     _logger.debug(
-        "group whitening of %d channels in %d groups (%s, %s, %s) takes the %s path",
-        *(channels, groups, dtype, device, solver, path),
+        "group whitening of %d channels in %d groups (%s, %s, %s): backend %s",
+        *(channels, groups, dtype, device, solver, backend),
     )
 
 
 def _operator(name: str) -> Callable[[_Function], _Function]:
-    """Registers a function as a custom operator, without the checks by which ``custom_op`` slows every call down."""
+    """Register a function as a custom operator; ``torch.library.custom_op`` adds slow checks to every call."""
 
     def register(function: _Function) -> _Function:
         schema = torch.library.infer_schema(function, mutates_args=())
@@ -154,83 +150,76 @@ def _operator(name: str) -> Callable[[_Function], _Function]:
 
 @_operator(_FORWARD)
 def _forward(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    groups: int,
-    num_iters: int,
-    eps: float,
-    relu: bool,
-    path: str,
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, iters: int, eps: float, relu: bool, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    with functional.autocast_off(x.device.type):
-        y, mean, sigma = closed_form.forward(_MODULES[path], x, weight, bias, groups, num_iters, eps, relu)
-    return y.contiguous(memory_format=functional.memory_format_of(x)), mean, sigma
+    return closed_form.forward(_BACKENDS[backend], x, weight, bias, groups, iters, eps, relu)
 
 
 @torch.library.register_fake(_FORWARD)
 def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = functional.compute_dtype(x)
-    y = torch.empty_like(x, memory_format=functional.memory_format_of(x))
+    dtype = compute_dtype(x)
+    y = torch.empty_like(x, memory_format=memory_format_of(x))
     return y, x.new_empty((x.shape[0], groups), dtype=dtype), x.new_empty((x.shape[0], groups, groups), dtype=dtype)
 
 
 @_operator(_BACKWARD)
 def _backward(
-    dy: Tensor,
-    y: Tensor | None,
-    x: Tensor,
-    mean: Tensor,
-    sigma: Tensor,
-    weight: Tensor | None,
-    num_iters: int,
-    path: str,
+    dy: Tensor, y: Tensor | None, x: Tensor, mu: Tensor, sigma: Tensor, weight: Tensor | None, iters: int, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    with functional.autocast_off(x.device.type):
-        dx, dweight, dbias = closed_form.backward(_MODULES[path], dy, y, x, mean, sigma, weight, num_iters)
-    return dx.contiguous(memory_format=functional.memory_format_of(x)), dweight, dbias
+    return closed_form.backward(_BACKENDS[backend], dy, y, x, mu, sigma, weight, iters)
 
 
 @torch.library.register_fake(_BACKWARD)
-def _(dy: Tensor, y: Tensor | None, x: Tensor, mean: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dx = torch.empty_like(x, memory_format=functional.memory_format_of(x))
-    return dx, mean.new_empty(x.shape[1]), mean.new_empty(x.shape[1])
+def _(dy: Tensor, y: Tensor | None, x: Tensor, mu: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dx = torch.empty_like(x, memory_format=memory_format_of(x))
+    return dx, mu.new_empty(x.shape[1]), mu.new_empty(x.shape[1])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, weight, bias, ctx.groups, ctx.num_iters, ctx.eps, relu, ctx.path = inputs
+    x, weight, bias, ctx.groups, ctx.num_iters, ctx.eps, relu, ctx.backend = inputs
     y, mean, sigma = output
     ctx.mark_non_differentiable(mean, sigma)
-    ctx.set_materialize_grads(False)  # zeros for mean and sigma, as large as the matrices of all samples
+    ctx.set_materialize_grads(False)  # else zeros for mean and sigma, as large as the matrices of all samples
     ctx.save_for_backward(x, mean, sigma, weight, y if relu else None)
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
 def _gradients(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    if dy is None:  # a gradient of zero
+    if dy is None:  # the output is not used
         return (None,) * 8
     x, mean, sigma, weight, y = ctx.saved_tensors
     needed = ctx.needs_input_grad[:3]
-    if torch.is_grad_enabled():  # create_graph: the gradient is to be differentiated again
-        bias = None  # of any value: no derivative depends on it
-        if ctx.bias_dtype is not None:
-            bias = torch.zeros(x.shape[1], dtype=ctx.bias_dtype, device=x.device, requires_grad=True)
-        # aliases, at which autograd stops: x may have been computed from weight, in a layer that is used twice, or
-        # weight from x
-        x, weight = x.view_as(x), None if weight is None else weight.view_as(weight)
-        inputs = [tensor for tensor, wanted in zip((x, weight, bias), needed, strict=True) if wanted]
-        through = dy if y is None else torch.ops.aten.threshold_backward(dy, y.detach(), 0)
-        with functional.autocast_off(x.device.type):
-            before_relu = functional.group_whiten(x, ctx.groups, ctx.num_iters, ctx.eps, "newton", weight, bias)
-            found = iter(torch.autograd.grad(before_relu, inputs, through, create_graph=True))
+    if torch.is_grad_enabled():  # create_graph=True
+        found = iter(_differentiable_gradients(ctx, dy, x, weight, y, needed))
         gradients = tuple(next(found) if wanted else None for wanted in needed)
     else:
-        results = torch.ops.gw_detectron.group_whiten_backward(dy, y, x, mean, sigma, weight, ctx.num_iters, ctx.path)
+        results = torch.ops.gw_detectron.group_whiten_backward(
+            dy, y, x, mean, sigma, weight, ctx.num_iters, ctx.backend
+        )
         dtypes = (x.dtype, None if weight is None else weight.dtype, ctx.bias_dtype)
         gradients = tuple(
             result.to(dtype) if wanted else None for result, dtype, wanted in zip(results, dtypes, needed, strict=True)
         )
     return *gradients, None, None, None, None, None
+
+
+def _differentiable_gradients(
+    ctx: Any, dy: Tensor, x: Tensor, weight: Tensor | None, y: Tensor | None, needed: tuple[bool, ...]
+) -> tuple[Tensor, ...]:
+    """Return the needed gradients of x, weight and bias by autograd through the reference."""
+    bias = None  # of any value: no derivative depends on it
+    if ctx.bias_dtype is not None:
+        bias = torch.zeros(x.shape[1], dtype=ctx.bias_dtype, device=x.device, requires_grad=True)
+    # autograd stops at these aliases: x may be a function of weight (in a layer used twice), or weight of x
+    x, weight = x.view_as(x), None if weight is None else weight.view_as(weight)
+    tensors = zip((x, weight, bias), needed, strict=True)
+    inputs = [tensor for tensor, wanted in tensors if wanted and tensor is not None]
+    masked = dy if y is None else torch.ops.aten.threshold_backward(dy, y.detach(), 0)
+    with autocast_off(x.device.type):
+        before_relu = group_whiten_reference(
+            x, ctx.groups, weight, bias, solver=Solver(num_iters=ctx.num_iters, eps=ctx.eps)
+        )
+        return torch.autograd.grad(before_relu, inputs, masked, create_graph=True)
 
 
 torch.library.register_autograd(_FORWARD, _gradients, setup_context=_setup_context)
@@ -241,19 +230,17 @@ def _product_flops(n: int, groups: int, columns: int, products: int) -> int:
 
 
 @register_flop_formula(torch.ops.gw_detectron.group_whiten)
-def _forward_flops(x: Any, weight: Any, bias: Any, groups: int, num_iters: int, *_: Any, **__: Any) -> int:
-    """Covariance, whitened output and iteration; the arguments are shapes."""
+def _forward_flops(x: Any, weight: Any, bias: Any, groups: int, iters: int, *_: Any, **__: Any) -> int:
+    """Count covariance, whitened output and iteration; the arguments are shapes."""
     n, columns = x[0], math.prod(x[1:]) // groups
-    forward, _tangent = matmul_newton.products(num_iters)
+    forward, _tangent = matmul_newton.products(iters)
     return _product_flops(n, groups, columns, 2) + _product_flops(n, groups, groups, forward)
 
 
 @register_flop_formula(torch.ops.gw_detectron.group_whiten_backward)
-def _backward_flops(
-    dy: Any, y: Any, x: Any, mean: Any, sigma: Any, weight: Any, num_iters: int, *_: Any, **__: Any
-) -> int:
-    """Gradients of whitening matrices and input (3 products), and the iteration with its tangents."""
-    n, groups = mean
+def _backward_flops(dy: Any, y: Any, x: Any, mu: Any, sigma: Any, weight: Any, iters: int, *_: Any, **__: Any) -> int:
+    """Count the gradients of whitening matrices and input (3 products), and the iteration with its tangents."""
+    n, groups = mu
     columns = math.prod(x[1:]) // groups
-    forward, tangent = matmul_newton.products(num_iters)
+    forward, tangent = matmul_newton.products(iters)
     return _product_flops(n, groups, columns, 3) + _product_flops(n, groups, groups, forward + tangent)

@@ -1,51 +1,47 @@
-"""Group whitening written beside the paper's equations: the readable oracle of the faster paths in ``kernels``.
+"""The equations of Group Whitening in plain torch: readable, differentiable, the reference of the fast backends.
 
-Shape shorthand: ``N`` samples, ``C`` channels, ``g`` groups (the side of the covariance matrix),
-``M = C / g * prod(spatial)`` the number of columns over which one sample's covariance is taken.
+Shapes: ``N`` samples, ``C`` channels, ``g`` groups (the side of the covariance matrix),
+``M = C / g * prod(spatial)`` columns per sample, over which its covariance is computed.
 """
 
 import math
 
 from torch import Tensor
 
-from ..solvers import Solver
-from ..tensors import autocast_off, check_tensors, compute_dtype, memory_format_of
+from ..solvers import DEFAULT_SOLVER, Solver, check_solver
+from ..tensors import autocast_off, check_integer, check_tensors, compute_dtype, memory_format_of
 
 
 def effective_groups(num_channels: int, num_groups: int) -> int:
-    """The number of groups a layer really has: ``num_groups``, capped at the channel count.
+    """Return the number of groups g: ``num_groups``, capped at the channel count.
 
     Raises:
-        ValueError: ``num_groups`` is not positive, or does not divide ``num_channels``.
+        ValueError: ``num_groups`` is not a positive integer, or does not divide ``num_channels``.
 
     Source: Group Whitening, section 5.1.1 ("we use the channel number if it is less than the group number").
     """
-    if num_channels < 1 or not isinstance(num_groups, int) or num_groups < 1:
-        raise ValueError(
-            f"group whitening needs positive integers of channels and groups, got channels={num_channels!r} "
-            f"and groups={num_groups!r}"
-        )
+    check_integer("num_groups", num_groups, 1, 64)
+    if num_channels < 1:
+        raise ValueError(f"num_channels ({num_channels}): expected at least 1. Fix: give input with channels.")
     groups = min(num_groups, num_channels)
     if num_channels % groups:
         allowed = [d for d in range(1, num_channels + 1) if num_channels % d == 0]
-        raise ValueError(f"groups={groups} does not divide {num_channels} channels; allowed are {allowed}")
+        raise ValueError(
+            f"num_groups ({num_groups}): does not divide {num_channels} channels. Fix: choose one of {allowed}."
+        )
     return groups
 
 
-def group_whiten(
+def group_whiten_reference(
     x: Tensor,
-    num_groups: int,
-    num_iters: int = 5,
-    eps: float = 1e-5,
-    solver: str = "newton",
+    num_groups: int = 64,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     *,
-    threshold: float = 0.01,
-    corr: bool = False,
+    solver: Solver = DEFAULT_SOLVER,
     relu: bool = False,
 ) -> Tensor:
-    r"""Whitens the groups of channels of every sample by that sample's own covariance.
+    r"""Whiten the channel groups of each sample by the covariance of that sample.
 
     .. math::
         X_G = \Pi(x; g) \in \mathbb{R}^{g \times M}, \quad
@@ -53,35 +49,32 @@ def group_whiten(
         \Sigma = \tfrac{1}{M} X_C X_C^T + \epsilon I, \quad
         \hat{x} = \Pi^{-1}(\psi(\Sigma) X_C), \quad y = \gamma \hat{x} + \beta
 
-    Statistics and solver run in float32 (float64 for float64 input), also under autocast; values from about 1e19 on
-    overflow the covariance in float32. A sample without variance (constant, or a single column) gives ``bias``, unless
-    eps is below the square of its mean's rounding, which is whitened then.
+    Statistics and solver run in float32 (float64 for float64 input), also under autocast. In float32 values from about
+    1e19 on overflow the covariance. A sample without variance (constant, or a single column) gives ``bias``, unless
+    eps is smaller than the squared rounding error of its mean; then the rounding error is whitened.
 
     Args:
         x: floating point, (N, C, *spatial) with any number of spatial dimensions, in any memory format.
         num_groups: g, capped at C; contiguous channels form a group.
-        num_iters: steps T of the ``newton`` solver.
-        eps: added to the diagonal of the covariance, in units of the input's variance. 0 leaves it out.
-            ``pivoted_cholesky`` has its own use for it.
-        solver: a name in :data:`gw_detectron.layers.SOLVERS`.
         weight: per-channel scale :math:`\gamma`, (C,).
         bias: per-channel shift :math:`\beta`, (C,).
-        threshold: c of the solver ``zca_max``.
-        corr: standardise the groups, then decorrelate their correlation matrix.
+        solver: covariance -> whitening matrix, :math:`\psi`.
         relu: return :math:`\max(y, 0)`.
 
     Returns:
-        y in the shape, dtype and memory format of ``x``. An empty ``x`` gives an empty tensor that still depends on
-        ``weight`` and ``bias``, so that a process without samples takes part in distributed training.
+        y in the shape, dtype and memory format of ``x``. For an empty ``x`` y is empty and still depends on ``weight``
+        and ``bias``, so that a process without samples can take part in distributed training.
 
     Raises:
-        ValueError: wrong rank or dtype, an option out of its range, groups that do not divide the channels, or affine
-            parameters of another shape than (C,).
+        ValueError: wrong rank or dtype of ``x``, groups that do not divide the channels, or affine parameters of
+            another shape than (C,).
+        TypeError: ``solver`` is not a Solver.
+        NonFiniteCovarianceError: NaN or infinity in the input of a solver that uses eigendecomposition.
 
     Source: Group Whitening, Eqs. 8-10, and its supplement, Algorithm 1.
     """
-    check_tensors("group whitening", x, weight, bias)
-    whitening_matrix = Solver(solver, num_iters, eps, threshold, corr)
+    check_solver(solver)
+    check_tensors(x, weight, bias)
     groups = effective_groups(x.shape[1], num_groups)
     if x.numel() == 0:
         return _affine(x, weight, bias, relu).to(x.dtype)
@@ -93,7 +86,7 @@ def group_whiten(
         x_c = x_g - x_g.mean(-1, keepdim=True)
         covariance = x_c @ x_c.mT / x_c.shape[-1]
         # the solver adds eps I
-        x_hat = (whitening_matrix(covariance) @ x_c).reshape(x.shape)
+        x_hat = (solver(covariance) @ x_c).reshape(x.shape)
         y = _affine(x_hat, weight, bias, relu)
     return y.to(dtype=x.dtype, memory_format=memory_format_of(x))
 

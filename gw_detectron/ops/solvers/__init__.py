@@ -1,27 +1,37 @@
-"""Whitening matrices of covariance matrices, each solver with a backward pass that stays finite.
+"""Solvers: covariance matrix -> whitening matrix, each with a backward pass that stays finite.
 
-Shape shorthand: ``g`` is the side of a covariance matrix, ``...`` any number of batch dimensions.
+To add one, write a function of (..., g, g) matrices in a file of this folder and add a line to ``SOLVERS`` in
+``solver.py``. An option that only this solver reads is a field of ``Solver`` and a line in ``READ_BY``.
 
-A covariance that is zero (a constant sample and no ``eps``) has no inverse square root. The solvers take the
-pseudo-inverse there, a zero matrix, so that the whitened output and its gradient are zero instead of NaN.
+Shapes: ``g`` is the side of a covariance matrix, ``...`` any number of batch dimensions.
+
+A zero covariance (a constant sample and ``eps=0``) has no inverse square root. Its whitening matrix is zero, the
+pseudo-inverse, so the whitened output and its gradient are zero instead of NaN.
 """
 
 from .cholesky import cholesky_whitening, pivoted_cholesky_whitening
-from .covariance import NonFiniteCovarianceError
-from .eigen import pca_inverse_sqrt, zca_entropy_inverse_sqrt, zca_inverse_sqrt, zca_max_inverse_sqrt
+from .eigen import (
+    NonFiniteCovarianceError,
+    pca_inverse_sqrt,
+    zca_entropy_inverse_sqrt,
+    zca_inverse_sqrt,
+    zca_max_inverse_sqrt,
+)
 from .newton import newton_inverse_sqrt
-from .solver import READ_BY, SOLVERS, Solver, standardizing
+from .solver import DEFAULT_SOLVER, READ_BY, SOLVERS, Solver, check_solver, standardizing_matrix
 
 __all__ = [
+    "DEFAULT_SOLVER",
     "READ_BY",
     "SOLVERS",
     "NonFiniteCovarianceError",
     "Solver",
+    "check_solver",
     "cholesky_whitening",
     "newton_inverse_sqrt",
     "pca_inverse_sqrt",
     "pivoted_cholesky_whitening",
-    "standardizing",
+    "standardizing_matrix",
     "zca_entropy_inverse_sqrt",
     "zca_inverse_sqrt",
     "zca_max_inverse_sqrt",

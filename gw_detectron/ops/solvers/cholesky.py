@@ -1,4 +1,4 @@
-"""Whitening matrices by factorising the covariance into triangular matrices."""
+"""Whitening matrices by Cholesky factorization of the covariance."""
 
 from typing import Any
 
@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .covariance import zero_variance
+from ..tensors import zero_variance
 
 
 def cholesky_whitening(sigma: Tensor) -> Tensor:
-    r""":math:`D^{-1/2} L^{-1}` with :math:`\Sigma = L D L^T`, L unit lower triangular (Cholesky whitening).
+    r"""Compute :math:`D^{-1/2} L^{-1}` with :math:`\Sigma = L D L^T` (Cholesky whitening).
 
-    Each channel is predicted from those before it, and the error of the prediction is scaled to variance one. A channel
-    that those before it determine, in the matrix's precision, has a row of zeros.
+    L is unit lower triangular. Each channel is predicted from the preceding channels, and the prediction error is
+    scaled to variance one. A channel that the preceding ones determine up to rounding has a row of zeros.
 
     Args:
         sigma: symmetric positive semi-definite matrices, (..., g, g).
@@ -27,17 +27,18 @@ def cholesky_whitening(sigma: Tensor) -> Tensor:
 
 
 def pivoted_cholesky_whitening(sigma: Tensor, eps: float = 0.0) -> Tensor:
-    r""":math:`D^{-1/2} L^{-1} P` with :math:`P \Sigma P^T = L D L^T`, the largest remaining variance first.
+    r"""Compute :math:`D^{-1/2} L^{-1} P` with :math:`P \Sigma P^T = L D L^T` (pivoted Cholesky).
 
-    The permutation keeps all elements of L within [-1, 1], so it stays accurate where Cholesky whitening does not.
-    Elements of D below ``eps`` are replaced by it and get no gradient; L stays as it is.
+    P chooses the channel of the largest remaining variance first. This keeps all elements of L within [-1, 1] and the
+    result accurate where Cholesky whitening is not. Elements of D below ``eps`` become ``eps`` and get no gradient; L
+    is unchanged.
 
     Args:
-        sigma: symmetric positive semi-definite matrices without anything on the diagonal, (..., g, g).
-        eps: the least element of D, in units of variance. With 0, rows without variance are zero.
+        sigma: symmetric positive semi-definite matrices without eps, (..., g, g).
+        eps: the smallest element of D, in units of variance. With 0, rows without variance are zero.
 
     Returns:
-        The whitening matrices, (..., g, g). Row k is of the channel that was chosen as the k-th.
+        The whitening matrices, (..., g, g). Row k belongs to the k-th chosen channel.
 
     Source: On Batch Orthogonalization Layers, Algorithms 3-4.
     """
@@ -47,14 +48,14 @@ def pivoted_cholesky_whitening(sigma: Tensor, eps: float = 0.0) -> Tensor:
 def _triangular(sigma: Tensor, pivot: bool, eps: float) -> Tensor:
     if sigma.requires_grad:
         return _TriangularWhitening.apply(sigma, pivot, eps)
-    return _factorise(sigma, pivot, eps)[0]
+    return _factorize(sigma, pivot, eps)[0]
 
 
-def _factorise(sigma: Tensor, pivot: bool, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns W, the ratio of the replaced to the original elements of D (0 without variance), and which are original.
+def _factorize(sigma: Tensor, pivot: bool, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return W, the ratio of replaced to original elements of D (0 without variance), and the mask of original ones.
 
-    A pivot is exact to rounding of its channel's variance. One below that is taken for zero, and so is its row if
-    ``eps`` is below it too, which would scale up mere rounding.
+    The floor of a pivot is the rounding error of its channel's variance. A smaller pivot counts as zero. Its row is
+    zero unless ``eps`` exceeds the floor; otherwise the row would be amplified rounding.
     """
     floor = sigma.shape[-1] * torch.finfo(sigma.dtype).eps * sigma.diagonal(dim1=-2, dim2=-1)
     floor = floor.clamp_min(zero_variance(sigma.dtype))
@@ -68,8 +69,8 @@ def _factorise(sigma: Tensor, pivot: bool, eps: float) -> tuple[Tensor, Tensor, 
     return scale[..., None] * rows, ratio, original
 
 
-# Both eliminate one channel after the other from [Sigma, I], in all matrices at a time. After k steps the left half is
-# the covariance of what k channels do not predict of the others, the right half says how to get that from the input.
+# Both eliminate one channel after the other from [Sigma, I], in all matrices at once. After k steps the left half is
+# the covariance of the residuals given k channels, the right half the matrix that maps the input to these residuals.
 # They return L^{-1} P, D, and the floor of each element of D.
 
 
@@ -113,7 +114,7 @@ def _beside_identity(sigma: Tensor) -> Tensor:
 class _TriangularWhitening(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sigma: Tensor, pivot: bool, eps: float) -> Tensor:
-        whitening, ratio, original = _factorise(sigma, pivot, eps)
+        whitening, ratio, original = _factorize(sigma, pivot, eps)
         ctx.save_for_backward(whitening, ratio, original)
         return whitening
 
@@ -121,7 +122,7 @@ class _TriangularWhitening(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         # dW = -Psi(W dSigma W^T) W, where Psi keeps the strictly lower triangle, its columns times the ratio, and half
-        # of the diagonal where D is original. This is the published pass in terms of W alone; its dL (Eq. 26) has the
+        # of the diagonal where D is original. This is the published backward pass in terms of W alone; Eq. 26 has the
         # factors as L (...) D^{-1}.
         w, ratio, original = ctx.saved_tensors
         inner = grad @ w.mT

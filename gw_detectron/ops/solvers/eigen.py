@@ -1,7 +1,7 @@
 r"""Whitening matrices by eigendecomposition: ZCA, its two thresholded versions, and PCA.
 
-Their matrices are functions of the eigenvalues, :math:`W = D \, r(\Lambda) D^T`, or of PCA :math:`r(\Lambda) D^T`,
-with :math:`r(\lambda) = \lambda^{-1/2}` where :math:`\lambda` can be told from zero and 0 elsewhere.
+With :math:`\Sigma = D \Lambda D^T`, ZCA is :math:`W = D \, r(\Lambda) D^T` and PCA :math:`W = r(\Lambda) D^T`, where
+:math:`r(\lambda) = \lambda^{-1/2}`, and 0 for an eigenvalue that is zero up to rounding.
 """
 
 from collections.abc import Callable
@@ -11,11 +11,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .covariance import NonFiniteCovarianceError, zero_variance
+from ..tensors import zero_variance
+
+
+class NonFiniteCovarianceError(FloatingPointError, ValueError):
+    """A covariance matrix holds NaN or infinity, so it has no eigenvalues."""
 
 
 def zca_inverse_sqrt(sigma: Tensor) -> Tensor:
-    r""":math:`\Sigma^{-1/2} = D \Lambda^{-1/2} D^T` by eigendecomposition (ZCA whitening).
+    r"""Compute :math:`\Sigma^{-1/2} = D \Lambda^{-1/2} D^T` (ZCA whitening).
 
     The backward pass uses the divided differences of :math:`\lambda^{-1/2}`,
 
@@ -24,7 +28,7 @@ def zca_inverse_sqrt(sigma: Tensor) -> Tensor:
         = \frac{-1}{\sqrt{\lambda_i} \sqrt{\lambda_j} (\sqrt{\lambda_i} + \sqrt{\lambda_j})} ,
 
     which equals the published backward pass and, unlike its :math:`1 / (\lambda_i - \lambda_j)`, is finite for equal
-    eigenvalues. Eigenvalues that cannot be told from zero in the matrix's precision are taken as zero variance.
+    eigenvalues. Eigenvalues that are zero up to rounding count as zero variance.
 
     Args:
         sigma: symmetric positive semi-definite matrices, (..., g, g).
@@ -41,25 +45,21 @@ def zca_inverse_sqrt(sigma: Tensor) -> Tensor:
 
 
 def zca_max_inverse_sqrt(sigma: Tensor, threshold: float = 0.01, eps: float = 0.0) -> Tensor:
-    r"""ZCA whitening that lifts every eigenvalue to :math:`\theta = c \, \lambda_{max}` ("ZCAM").
+    r"""Raise small eigenvalues to :math:`\theta = c \, \lambda_{max}`, then apply ZCA ("ZCAM").
 
     .. math:: W = D \, \max(\Lambda, \max(\theta, \epsilon))^{-1/2} D^T
 
-    The gradient of a lifted eigenvalue goes, times c, to the largest one; where :math:`\theta < \epsilon` it is none.
+    The gradient of a raised eigenvalue goes, times c, to the largest one. Where :math:`\theta < \epsilon` it is zero.
 
     The published backward pass bounds :math:`1 / (\lambda_i - \lambda_j)` by a number K. The divided differences here
-    (see :func:`zca_inverse_sqrt`) hold no such quotient, and are what it tends to as K grows.
+    (see :func:`zca_inverse_sqrt`) contain no such quotient; they are the limit of the published pass as K grows.
 
     Args:
         sigma: symmetric positive semi-definite matrices, (..., g, g).
-        threshold: c, the inverse of the largest condition number that is let through.
-        eps: the least eigenvalue, in units of variance.
+        threshold: c, the inverse of the largest allowed condition number.
+        eps: the smallest eigenvalue after raising, in units of variance.
 
-    Returns:
-        The whitening matrices, (..., g, g).
-
-    Raises:
-        NonFiniteCovarianceError: ``sigma`` holds NaN or infinity.
+    Returns, Raises: as :func:`zca_inverse_sqrt`.
 
     Source: On Batch Orthogonalization Layers, Algorithms 5-6, version "max"; c = 1/100 is its choice for MNIST.
     """
@@ -73,24 +73,20 @@ def zca_max_inverse_sqrt(sigma: Tensor, threshold: float = 0.01, eps: float = 0.
 
 
 def zca_entropy_inverse_sqrt(sigma: Tensor, eps: float = 0.0) -> Tensor:
-    r"""ZCA whitening that lifts the eigenvalues beyond the effective rank to the eigenvalue at it ("ZCAE").
+    r"""Raise eigenvalues beyond the effective rank, then apply ZCA ("ZCAE").
 
     .. math::
         p = \lambda / \mathbf{1}^T \lambda, \quad R = e^{-p^T \ln p}, \quad \theta = \lambda_{[R]}, \quad
         W = D \, \max(\Lambda, \max(\theta, \epsilon))^{-1/2} D^T
 
-    with eigenvalues in descending order and [R] the nearest integer. The gradient of a lifted eigenvalue goes to
-    :math:`\lambda_{[R]}`; where :math:`\theta < \epsilon` it is none. About K see :func:`zca_max_inverse_sqrt`.
+    with eigenvalues in descending order and [R] the nearest integer. The gradient of a raised eigenvalue goes to
+    :math:`\lambda_{[R]}`. Where :math:`\theta < \epsilon` it is zero. For K see :func:`zca_max_inverse_sqrt`.
 
     Args:
         sigma: symmetric positive semi-definite matrices, (..., g, g).
-        eps: the least eigenvalue, in units of variance.
+        eps: the smallest eigenvalue after raising, in units of variance.
 
-    Returns:
-        The whitening matrices, (..., g, g).
-
-    Raises:
-        NonFiniteCovarianceError: ``sigma`` holds NaN or infinity.
+    Returns, Raises: as :func:`zca_inverse_sqrt`.
 
     Source: On Batch Orthogonalization Layers, section V and Algorithms 5-6, version "entropy".
     """
@@ -108,48 +104,39 @@ def zca_entropy_inverse_sqrt(sigma: Tensor, eps: float = 0.0) -> Tensor:
 
 
 def pca_inverse_sqrt(sigma: Tensor) -> Tensor:
-    r""":math:`\Lambda^{-1/2} D^T` by eigendecomposition (PCA whitening), eigenvalues in descending order.
+    r"""Compute :math:`\Lambda^{-1/2} D^T` (PCA whitening), eigenvalues in descending order.
 
     .. warning::
-        Not for training networks. Its output axes are the principal directions, in the order of their variance: from
-        one batch to the next two of them may swap ("stochastic axis swapping"), and the layers above see their inputs
-        permuted. It is here so that this can be shown. A running average of such matrices is of as little use.
+        Not for training networks; it is here to show why. The output axes are the principal directions, ordered by
+        variance. Two of them may swap from one batch to the next ("stochastic axis swapping"), which permutes the
+        input of the next layer. A running average of such matrices is meaningless.
 
-    The first element of every eigenvector is positive. The backward pass holds :math:`1 / (\lambda_i - \lambda_j)`,
-    for PCA has no derivative at equal eigenvalues; 0 is taken for it where they cannot be told apart.
+    The first element of every eigenvector is positive. PCA has no derivative at equal eigenvalues: the backward pass
+    contains :math:`1 / (\lambda_i - \lambda_j)`, which is replaced by 0 where the two are equal up to rounding.
 
-    Args:
-        sigma: symmetric positive semi-definite matrices, (..., g, g).
-
-    Returns:
-        The whitening matrices, (..., g, g).
-
-    Raises:
-        NonFiniteCovarianceError: ``sigma`` holds NaN or infinity.
+    Args, Returns, Raises: as :func:`zca_inverse_sqrt`.
 
     Source: Decorrelated Batch Normalization, section 3.1.
     """
     return _PCAInverseSqrt.apply(sigma) if sigma.requires_grad else _pca_forward(sigma)[0]
 
 
-#: ascending eigenvalues (..., g) -> the threshold (..., 1) and its derivative by each of them (..., g)
+#: ascending eigenvalues (..., g) -> threshold (..., 1) and its derivative by each eigenvalue (..., g)
 _Rule = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def _eigh(sigma: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    if not _is_symbolic() and not torch.isfinite(sigma).all():  # eigh notices it for some sizes only
+    # eigh raises for NaN in matrices of some sizes only
+    symbolic = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
+    if not symbolic and not torch.isfinite(sigma).all():
         raise NonFiniteCovarianceError(
-            f"{name} whitening: the covariance matrix holds NaN or infinity; check the input"
+            f"solver={name}: the covariance matrix holds NaN or infinity. Fix: check the input of the layer."
         )
     return torch.linalg.eigh(sigma)
 
 
-def _is_symbolic() -> bool:
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
-
-
 def _rounding(eigenvalues: Tensor) -> Tensor:
-    """What eigenvalues are not known to, (..., 1): rounding of the largest, the last, times their number."""
+    """Return the rounding error of eigenvalues, (..., 1): g eps times the largest, which is the last."""
     return eigenvalues.shape[-1] * torch.finfo(eigenvalues.dtype).eps * eigenvalues[..., -1:].abs()
 
 
@@ -165,19 +152,19 @@ def _spectral(sigma: Tensor, name: str, rule: _Rule | None, eps: float) -> Tenso
 
 
 def _spectral_forward(sigma: Tensor, name: str, rule: _Rule | None, eps: float) -> tuple[Tensor, ...]:
-    """Returns W, D and r; under a rule also the eigenvalues, which of them it lifts, to what, and its derivative."""
+    """Return W, D, r and, with a rule, the eigenvalues, the mask of raised ones, the threshold and its slope."""
     eigenvalues, d = _eigh(sigma, name)
     if rule is None:
         r = _inv_sqrt(eigenvalues)
-        under_rule: tuple[Tensor, ...] = ()
+        rule_tensors: tuple[Tensor, ...] = ()
     else:
         theta, slope = rule(eigenvalues)
         follows = theta >= eps
         theta, slope = torch.where(follows, theta, eps), torch.where(follows, slope, 0.0)
-        lifted = eigenvalues < theta
-        r = _inv_sqrt(torch.where(lifted, theta, eigenvalues))
-        under_rule = eigenvalues, lifted, theta, slope
-    return (d * r[..., None, :]) @ d.mT, d, r, *under_rule
+        raised = eigenvalues < theta
+        r = _inv_sqrt(torch.where(raised, theta, eigenvalues))
+        rule_tensors = eigenvalues, raised, theta, slope
+    return (d * r[..., None, :]) @ d.mT, d, r, *rule_tensors
 
 
 class _SpectralInverseSqrt(torch.autograd.Function):
@@ -190,32 +177,32 @@ class _SpectralInverseSqrt(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        d, r, *under_rule = ctx.saved_tensors
+        d, r, *rule_tensors = ctx.saved_tensors
         ri, rj = r[..., :, None], r[..., None, :]
         total = ri + rj
         projected = d.mT @ (0.5 * (grad + grad.mT)) @ d
         # with r = lambda^{-1/2} the divided difference is -r_i^2 r_j^2 / (r_i + r_j); in this order nothing underflows
         difference = ri * rj / torch.where(total > 0, total, torch.ones_like(total))
         inner = -(ri * projected * rj) * difference
-        if under_rule:
-            inner = _through_threshold(inner, *under_rule)
+        if rule_tensors:
+            inner = _through_threshold(inner, *rule_tensors)
         return d @ inner @ d.mT, None, None, None
 
 
-def _through_threshold(inner: Tensor, eigenvalues: Tensor, lifted: Tensor, theta: Tensor, slope: Tensor) -> Tensor:
-    """Turns the gradient by :math:`D \\hat\\Lambda D^T`, in the basis D, into that by :math:`D \\Lambda D^T`."""
-    values = torch.where(lifted, theta, eigenvalues)
-    lifted_i, lifted_j = lifted[..., :, None], lifted[..., None, :]
-    # a rotation of D changes the lifted matrix by the gap of the lifted eigenvalues, the other by that of the others
+def _through_threshold(inner: Tensor, eigenvalues: Tensor, raised: Tensor, theta: Tensor, slope: Tensor) -> Tensor:
+    """Convert the gradient of the thresholded covariance, in the basis D, to that of the covariance."""
+    values = torch.where(raised, theta, eigenvalues)
+    raised_i, raised_j = raised[..., :, None], raised[..., None, :]
+    # a rotation of D changes either matrix in proportion to the gaps of its own eigenvalues
     gap = eigenvalues[..., :, None] - eigenvalues[..., None, :]
-    lifted_gap = values[..., :, None] - values[..., None, :]
-    ratio = torch.where(lifted_i ^ lifted_j, lifted_gap / gap, torch.where(lifted_i, 0.0, 1.0))
-    lost = torch.where(lifted, inner.diagonal(dim1=-2, dim2=-1), 0.0).sum(-1, keepdim=True)
+    raised_gap = values[..., :, None] - values[..., None, :]
+    ratio = torch.where(raised_i ^ raised_j, raised_gap / gap, torch.where(raised_i, 0.0, 1.0))
+    lost = torch.where(raised, inner.diagonal(dim1=-2, dim2=-1), 0.0).sum(-1, keepdim=True)
     return inner * ratio + torch.diag_embed(slope * lost)
 
 
 def _pca_forward(sigma: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns W, the eigenvalues, D and r, eigenvalues ascending but in W."""
+    """Return W, its rows by descending eigenvalue, and the ascending eigenvalues, D and r."""
     eigenvalues, d = _eigh(sigma, "pca")
     d = d * torch.where(d[..., :1, :] < 0, -1.0, 1.0)
     r = _inv_sqrt(eigenvalues)

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from .covariance import zero_variance
+from ..tensors import zero_variance
 
 
 def newton_inverse_sqrt(sigma: Tensor, num_iters: int = 5) -> Tensor:
-    r"""Approximates :math:`\Sigma^{-1/2}` by ``num_iters`` steps of Newton's iteration ("ItN").
+    r"""Approximate :math:`\Sigma^{-1/2}` by ``num_iters`` steps of Newton's iteration ("ItN").
 
     .. math::
         \Sigma_N = \Sigma / \mathrm{tr}(\Sigma), \quad P_0 = I, \quad
@@ -16,9 +16,9 @@ def newton_inverse_sqrt(sigma: Tensor, num_iters: int = 5) -> Tensor:
     With the published setting (5 steps, g = 64) the iteration has not converged: whitened Gaussian input has variance
     0.586, not 1. Pretrained weights depend on exactly this matrix, so more steps or an exact solver is another network.
 
-    A step is taken as :math:`P_k = P_{k-1} R_k` with :math:`R_k = \tfrac{1}{2} (3 I - Q_{k-1})`, and
-    :math:`Q_k = P_k^2 \Sigma_N = Q_{k-1} R_k^2` is updated beside it. Multiplied out anew in each step, as in Figure 1
-    of the supplement, :math:`P_{k-1}^3 \Sigma_N` lets rounding grow: without bound from about 12 steps on in float32.
+    The steps are computed as :math:`P_k = P_{k-1} R_k`, :math:`R_k = \tfrac{1}{2} (3 I - Q_{k-1})`, with the update
+    :math:`Q_k = P_k^2 \Sigma_N = Q_{k-1} R_k^2`. Figure 1 of the supplement computes :math:`P_{k-1}^3 \Sigma_N` anew in
+    each step; there rounding grows without bound from about 12 steps on in float32.
 
     Args:
         sigma: symmetric positive semi-definite matrices, (..., g, g).

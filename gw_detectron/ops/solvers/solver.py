@@ -1,17 +1,19 @@
-"""A solver by its name with its options, and the table of all of them."""
+"""``Solver``, a whitening solver with its options, and ``SOLVERS``, the registry of all of them."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..tensors import check_flag, check_integer, check_number, zero_variance
 from .cholesky import cholesky_whitening, pivoted_cholesky_whitening
-from .covariance import zero_variance
 from .eigen import pca_inverse_sqrt, zca_entropy_inverse_sqrt, zca_inverse_sqrt, zca_max_inverse_sqrt
 from .newton import newton_inverse_sqrt
 
-#: the options that one solver alone reads, by their names in :class:`Solver`
+#: option -> the only solver that reads it
 READ_BY = {"num_iters": "newton", "threshold": "zca_max"}
 #: the published c of zca_max
 _THRESHOLD = 0.01
@@ -19,9 +21,11 @@ _THRESHOLD = 0.01
 
 @dataclass(frozen=True)
 class Solver:
-    r"""A way from covariance matrices to whitening matrices.
+    r"""Compute whitening matrices from covariance matrices.
 
-    With ``corr`` the channels are standardised first and their correlation matrix is decorrelated,
+    .. math:: W = \psi(\Sigma + \epsilon I)
+
+    With ``corr`` the channels are standardized first, then their correlation matrix is whitened,
 
     .. math::
         W = \psi(D_\sigma^{-1/2} \Sigma D_\sigma^{-1/2}) \, D_\sigma^{-1/2}, \quad D_\sigma = \mathrm{diag}(\Sigma)
@@ -29,13 +33,14 @@ class Solver:
     Args:
         name: a key of :data:`SOLVERS`.
         num_iters: steps T of ``newton``.
-        eps: added to the diagonal of the covariance, in units of the input's variance; ``pivoted_cholesky`` adds
-            nothing and replaces smaller pivots by it.
+        eps: added to the diagonal of the covariance, in units of the input's variance. ``pivoted_cholesky`` adds
+            nothing and replaces smaller pivots by ``eps``.
         threshold: c of ``zca_max``.
-        corr: whiten the correlation matrix, after standardising.
+        corr: whiten the correlation matrix.
 
     Raises:
-        ValueError: an option is out of its range or belongs to another solver.
+        ValueError: an option is out of its range, or belongs to another solver.
+        TypeError: an option has the wrong type.
 
     Source: Group Whitening, Eqs. 5-7; On Batch Orthogonalization Layers, Table I, sections IV to VI-A, Eq. 12.
     """
@@ -48,22 +53,19 @@ class Solver:
 
     def __post_init__(self) -> None:
         if self.name not in SOLVERS:
-            raise ValueError(f"unknown whitening solver {self.name!r}; allowed are {sorted(SOLVERS)}")
-        if not isinstance(self.num_iters, int) or self.num_iters < 0:
-            raise ValueError(
-                f"num_iters={self.num_iters!r} must be zero or a positive integer; the published value is 5"
-            )
-        if not 0 <= self.eps < float("inf"):
-            raise ValueError(f"eps={self.eps} must be zero or a positive number; the published value is 1e-5")
-        if not 0 <= self.threshold <= 1:
-            raise ValueError(f"threshold={self.threshold} must be a number from 0 to 1; the published value is 0.01")
+            raise ValueError(f"solver ({self.name!r}): unknown solver. Fix: choose one of {sorted(SOLVERS)}.")
+        check_integer("num_iters", self.num_iters, 0, 5)
+        check_number("eps", self.eps, 0, float("inf"), 1e-5)
+        check_number("threshold", self.threshold, 0, 1, _THRESHOLD)
+        check_flag("corr", self.corr)
         if self.threshold != _THRESHOLD and self.name != READ_BY["threshold"]:
             raise ValueError(
-                f"threshold={self.threshold} belongs to the solver {READ_BY['threshold']}, not to {self.name}"
+                f"threshold ({self.threshold}): the solver {self.name!r} does not read it. "
+                f"Fix: leave it out, or pass solver={READ_BY['threshold']!r}."
             )
 
     def __call__(self, covariance: Tensor) -> Tensor:
-        """Returns whitening matrices.
+        """Return the whitening matrices of covariance matrices.
 
         Args:
             covariance: symmetric positive semi-definite matrices without eps, (..., g, g).
@@ -72,7 +74,7 @@ class Solver:
             W, (..., g, g).
 
         Raises:
-            NonFiniteCovarianceError: a solver by eigendecomposition meets NaN or infinity.
+            NonFiniteCovarianceError: NaN or infinity in the input of a solver that uses eigendecomposition.
         """
         sigma = covariance
         if self.eps and self.name != "pivoted_cholesky":
@@ -82,10 +84,15 @@ class Solver:
             return solve(sigma, self)
         inverse_std = _inverse_std(sigma)
         correlation = inverse_std[..., :, None] * sigma * inverse_std[..., None, :]
-        # a channel's correlation with itself is 1, not 1 up to rounding, by which a pivot would be chosen
+        # ones on the diagonal exactly: rounding there would decide which pivot comes first
         ones = torch.diag_embed((inverse_std > 0).to(sigma.dtype))
         correlation = correlation.tril(-1) + correlation.triu(1) + ones
         return solve(correlation, self) * inverse_std[..., None, :]
+
+    def layer_arguments(self) -> dict[str, Any]:
+        """Return the arguments with which a whitening layer makes this solver."""
+        options = dataclasses.asdict(self)
+        return {"solver": options.pop("name"), **options}
 
     def __str__(self) -> str:
         text = f"eps={self.eps:g}, solver={self.name}"
@@ -96,8 +103,17 @@ class Solver:
         return text + (", corr=true" if self.corr else "")
 
 
-def standardizing(sigma: Tensor) -> Tensor:
-    r""":math:`D_\sigma^{-1/2}`, which standardises each channel and decorrelates none: BN's and GN's own matrix.
+def check_solver(solver: Any) -> None:
+    """Raise TypeError unless ``solver`` is a Solver."""
+    if not isinstance(solver, Solver):
+        fix = f'Solver("{solver}")' if isinstance(solver, str) else "a Solver, e.g. Solver()"
+        raise TypeError(f"solver: expected Solver, got {solver!r}. Fix: pass {fix}.")
+
+
+def standardizing_matrix(sigma: Tensor) -> Tensor:
+    r"""Return :math:`D_\sigma^{-1/2}`, which standardizes channels without decorrelating them.
+
+    It makes batch whitening BN and Group Whitening GN.
 
     Args:
         sigma: symmetric positive semi-definite matrices, (..., g, g).
@@ -116,7 +132,7 @@ def _inverse_std(sigma: Tensor) -> Tensor:
     return torch.where(alive, torch.where(alive, variance, 1.0).rsqrt(), 0.0)
 
 
-#: name -> the function that whitens covariance matrices (..., g, g) by the options it needs
+#: name -> function of covariance matrices (..., g, g), which include eps, and the options
 SOLVERS: dict[str, Callable[[Tensor, Solver], Tensor]] = {
     "newton": lambda sigma, options: newton_inverse_sqrt(sigma, options.num_iters),
     "zca": lambda sigma, options: zca_inverse_sqrt(sigma),
@@ -125,5 +141,8 @@ SOLVERS: dict[str, Callable[[Tensor, Solver], Tensor]] = {
     "pca": lambda sigma, options: pca_inverse_sqrt(sigma),
     "cholesky": lambda sigma, options: cholesky_whitening(sigma),
     "pivoted_cholesky": lambda sigma, options: pivoted_cholesky_whitening(sigma, options.eps),
-    "standardize": lambda sigma, options: standardizing(sigma),
+    "standardize": lambda sigma, options: standardizing_matrix(sigma),
 }
+
+#: the published setting of Group Whitening
+DEFAULT_SOLVER = Solver()

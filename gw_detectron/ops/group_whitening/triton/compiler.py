@@ -1,4 +1,4 @@
-"""Triton, where it is installed."""
+"""Triton where it is installed, else None."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ __all__ = ["constexpr", "jit", "tl", "triton"]
 
 
 def jit(kernel: Callable) -> Any:
-    """Compiles once for all sizes and strides: what matters about them is told by VECTOR."""
+    """Compile a kernel once for all sizes and strides; VECTOR tells it their alignment."""
     if triton is None:
         return kernel
     arguments = kernel.__code__.co_varnames[: kernel.__code__.co_argcount]

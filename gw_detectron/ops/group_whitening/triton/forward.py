@@ -1,6 +1,6 @@
-"""Centre, whiten, scale and shift."""
+"""Forward pass: center, whiten, scale, shift, ReLU."""
 # mypy: disallow-untyped-defs=False
-# (the parameters of a kernel get their types at its launch)
+# (Triton infers the types of kernel parameters at the launch)
 
 from __future__ import annotations  # without triton, constexpr is only a name in the signatures
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from . import launch_args as launch
 from .compiler import constexpr, jit, tl
-from .tiles import load_matrix, load_per_channel, load_rows, of_sample, tile_columns, tile_offsets
+from .tiles import load_matrix, load_per_channel, load_rows, sample_ptr, tile_columns, tile_offsets
 
 
 @jit
@@ -18,12 +18,12 @@ def _apply(
     GROUPS: constexpr, ROWS: constexpr, CPG: constexpr, JB: constexpr, PB: constexpr, VECTOR: constexpr,
     X_J: constexpr, Y_J: constexpr, RELU: constexpr, DEPTH: constexpr, OPERAND: constexpr, PRECISION: constexpr,
 ):  # fmt: skip
-    """y = weight * (W (x - mean)) + bias, or its positive part, for one sample's chunk of columns.
+    """Compute y = weight * (W (x - mean)) + bias, with ReLU if RELU, for one sample's split of the columns.
 
-    W is held if it is one product deep; else DEPTH columns of it are read for every tile.
+    W stays in registers if DEPTH == ROWS. Otherwise each tile reads it in slices of DEPTH columns.
     """
     n, first = tl.program_id(0), tl.program_id(1) * per_split
-    x_ptr, y_ptr = of_sample(x_ptr, n, x_n, VECTOR), of_sample(y_ptr, n, y_n, VECTOR)
+    x_ptr, y_ptr = sample_ptr(x_ptr, n, x_n, VECTOR), sample_ptr(y_ptr, n, y_n, VECTOR)
     rows = tl.arange(0, ROWS)
     if DEPTH == ROWS:
         mean = load_rows(mean_ptr, n, rows, GROUPS)
@@ -31,21 +31,21 @@ def _apply(
     for tile in tl.range(first, tl.minimum(first + per_split, tiles)):
         j, p, exists = tile_columns(tile, positions, CPG, JB, PB, VECTOR, X_J)
         y = tl.zeros([ROWS, JB * PB], tl.float32)
-        for depth in tl.range(0, ROWS, DEPTH):  # one turn if the matrices are held
+        for depth in tl.range(0, ROWS, DEPTH):  # a single iteration if W is in registers
             k = depth + tl.arange(0, DEPTH)
             if DEPTH != ROWS:
                 mean = load_rows(mean_ptr, n, k, GROUPS)
                 whitening = load_matrix(whitening_ptr, n, rows, k, GROUPS).to(OPERAND)
             inside = (k < GROUPS)[:, None] & exists[None, :]
             x = tl.load(x_ptr + tile_offsets(k, j, p, x_outer, CPG, VECTOR, X_J), mask=inside, other=0.0)
-            centred = (x.to(tl.float32) - mean[:, None]).to(OPERAND)
-            y = tl.dot(whitening, centred, y, input_precision=PRECISION)
+            centered = (x.to(tl.float32) - mean[:, None]).to(OPERAND)
+            y = tl.dot(whitening, centered, y, input_precision=PRECISION)
         if weight_ptr is not None:
             y *= load_per_channel(weight_ptr, rows, j, GROUPS, CPG, JB)
         if bias_ptr is not None:
             y += load_per_channel(bias_ptr, rows, j, GROUPS, CPG, JB)
         if RELU:
-            y = tl.where(y < 0, 0.0, y)  # NaN stays
+            y = tl.where(y < 0, 0.0, y)  # keeps NaN
         inside = (rows < GROUPS)[:, None] & exists[None, :]
         tl.store(y_ptr + tile_offsets(rows, j, p, y_outer, CPG, VECTOR, Y_J), y, mask=inside)
 
@@ -53,15 +53,19 @@ def _apply(
 def apply(
     x: Tensor, mean: Tensor, whitening: Tensor, weight: Tensor | None, bias: Tensor | None, relu: bool, out: Tensor
 ) -> None:
-    """Writes ``weight * (whitening @ (x - mean)) + bias``, or its positive part, to ``out``, in one launch."""
+    """Write ``weight * (whitening @ (x - mean)) + bias``, with ReLU if ``relu``, to ``out``, in one launch."""
     groups = whitening.shape[-1]
-    depth, columns = launch.held(x, groups)
-    arguments = launch.arguments_of(groups, columns, x=x, y=out)
-    splits, per_split = launch.split(arguments["tiles"], x.shape[0], 3, x.device)
+    depth, columns = launch.matrix_tiles(x, groups)
+    tiling, (x_strides, y_strides) = launch.layouts(groups, columns, x, out)
+    splits, per_split = launch.split(tiling.tiles, x.shape[0], 3, x.device)
     launch.run(
-        _apply, (x.shape[0], splits), x, launch.warps_of(groups), stages=2, **arguments,
+        _apply, (x.shape[0], splits), like=x, warps=launch.warps_for(groups), stages=2,
+        x_ptr=x, x_n=x_strides.sample, x_outer=x_strides.outer, X_J=x_strides.j_first,
+        y_ptr=out, y_n=y_strides.sample, y_outer=y_strides.outer, Y_J=y_strides.j_first,
         mean_ptr=mean.contiguous(), whitening_ptr=whitening.contiguous(),
         weight_ptr=None if weight is None else weight.contiguous(),
         bias_ptr=None if bias is None else bias.contiguous(),
-        per_split=per_split, RELU=relu, DEPTH=depth, **launch.precision(x),
+        positions=tiling.positions, tiles=tiling.tiles, per_split=per_split,
+        GROUPS=groups, ROWS=tiling.rows, CPG=tiling.cpg, JB=tiling.jb, PB=tiling.pb, VECTOR=tiling.vector,
+        RELU=relu, DEPTH=depth, OPERAND=launch.operand_dtype(x), PRECISION=launch.input_precision(x),
     )  # fmt: skip

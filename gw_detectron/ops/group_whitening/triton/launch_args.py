@@ -1,4 +1,4 @@
-"""What a launch is told of its tensors, and how the work is cut into programs."""
+"""Memory layouts, tile sizes and the number of programs of a kernel launch."""
 
 from contextlib import nullcontext
 from math import gcd, prod
@@ -10,21 +10,21 @@ from torch import Tensor
 from .compiler import tl, triton
 from .tiles import tile_columns
 
-#: beyond, the covariance of a program does not fit its registers
+#: with more groups, the covariance of a program does not fit its registers
 MAX_GROUPS = 128
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 #: bytes of x in a tile: small enough that a multiprocessor holds several programs, so that some load while others
 #: multiply, and still 128 bytes in a row of float32 with g = 64
 TILE_BYTES = 8192
-#: elements from the first to the last of a sample; beyond, offsets in it would not fit 32 bits
+#: elements from the first to the last of a sample; with more, offsets would not fit 32 bits
 MAX_EXTENT = 2**31
-#: tiles of a program that writes a partial g x g result or reads a g x g matrix; with g = 64 one weighs two tiles
+#: least tiles per program, to pay for the partial g x g result or the g x g matrix; with g = 64 one weighs two tiles
 MIN_TILES = 4
 
 
 def supported(x: Tensor, groups: int) -> bool:
-    """Whether these kernels take ``x`` (N, C, \\*spatial) in ``groups`` groups: by device, dtype, size and groups."""
+    """Whether the kernels accept ``x``, (N, C, \\*spatial): by device, dtype, size and groups."""
     return (
         triton is not None
         and (_interpreted() or _has_tensor_cores(x.device))
@@ -35,39 +35,40 @@ def supported(x: Tensor, groups: int) -> bool:
 
 
 def _interpreted() -> bool:
-    """Whether Triton's interpreter, chosen when triton is imported, runs the kernels (on the CPU)."""
+    """Whether Triton's interpreter runs the kernels on the CPU; decided when triton is imported."""
     return triton is not None and not isinstance(tile_columns, triton.JITFunction)
 
 
 def _has_tensor_cores(device: torch.device) -> bool:
-    """For tf32 and bfloat16: NVIDIA's from Ampere on."""
+    """Whether the device multiplies tf32 and bfloat16: NVIDIA from Ampere on."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def prepare(x: Tensor) -> Tensor:
-    """A tensor as large as the input in a layout that the kernels take: mostly as it is, channels_last too."""
+    """Return ``x`` if the kernels accept its memory layout (channels_last too), else a contiguous copy."""
     return x if _strides(x) is not None and _strides(torch.empty_like(x)) is not None else x.contiguous()
 
 
-def portion(x: Tensor, groups: int) -> int:
-    """How many samples the backward pass should work on at a time: all."""
+def samples_per_pass(x: Tensor, groups: int) -> int:
+    """Return the number of samples that the backward pass processes at a time: all."""
     return x.shape[0]
 
 
-def laid_out_as(like: Tensor, y: Tensor) -> Tensor:
-    """The values of ``y`` with the strides of ``like``: mostly as it is."""
+def with_strides_of(like: Tensor, y: Tensor) -> Tensor:
+    """Return ``y``, or a copy if its strides differ from those of ``like``."""
     return y if y.stride() == like.stride() else torch.empty_like(like).copy_(y)
 
 
-class _Strides(NamedTuple):
-    """(N, C, P) with stride 1 for positions or channels."""
+class Strides(NamedTuple):
+    """Strides of an activation seen as (N, C, P), whose channels or positions have stride 1."""
 
     sample: int
     outer: int  # of positions if j_first, else of channels
-    j_first: bool
+    j_first: bool  # channels have stride 1
 
 
-def _strides(x: Tensor) -> _Strides | None:
+def _strides(x: Tensor) -> Strides | None:
+    """Return the strides of ``x``, or None for a memory layout that the kernels do not accept."""
     try:
         sample, channel, position = x.view(*x.shape[:2], prod(x.shape[2:])).stride()
     except RuntimeError:  # the spatial dimensions do not collapse to one stride
@@ -76,76 +77,106 @@ def _strides(x: Tensor) -> _Strides | None:
     if (channels - 1) * channel + (positions - 1) * position >= MAX_EXTENT:
         return None
     alone = positions == 1
-    # strides that are never taken say nothing about alignment
+    # the stride of a dimension of size 1 tells nothing about alignment
     sample, position = 0 if x.shape[0] == 1 else sample, 0 if alone else position
     if channel == 1 and position != 1:
-        return _Strides(sample, position, True)
-    return _Strides(sample, channel, False) if position == 1 or alone else None
+        return Strides(sample, position, True)
+    return Strides(sample, channel, False) if position == 1 or alone else None
 
 
-def arguments_of(groups: int, columns: int, channels_apart: bool = False, **tensors: Tensor) -> dict[str, Any]:
-    """What a launch is told of the tensors that are as large as x, and the tiles in which it works on them.
+class Tiling(NamedTuple):
+    """The tiles of g rows in which a launch processes activations; fields named as the kernels' parameters."""
 
-    The first tensor decides the shape of the tiles, of up to ``columns`` columns.
+    rows: int  # g, padded
+    cpg: int
+    positions: int
+    vector: int  # power of two that divides all strides and, unless j_first, the positions
+    jb: int
+    pb: int
+    tiles: int  # per sample, or per channel of a group if a program works on one j
+
+
+def layouts(groups: int, columns: int, *tensors: Tensor, one_j: bool = False) -> tuple[Tiling, list[Strides]]:
+    """Return tiles of at most ``columns`` columns for activations of one shape, and the strides of each.
+
+    The first tensor decides the shape of the tiles. With ``one_j`` a tile has a single j.
     """
-    arguments: dict[str, Any] = {}
-    layouts = []
-    for name, tensor in tensors.items():
-        strides = _strides(tensor)
-        if strides is None:
+    strides = []
+    for tensor in tensors:
+        found = _strides(tensor)
+        if found is None:
             raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; prepare() it first"
+                f"strides {tensor.stride()} of shape {tuple(tensor.shape)}: unsupported. Fix: prepare() it."
             )
-        layouts.append(strides)
-        arguments |= {f"{name}_ptr": tensor, f"{name}_n": strides.sample, f"{name}_outer": strides.outer}
-        arguments[f"{name.upper()}_J"] = strides.j_first
-    channels, *spatial = next(iter(tensors.values())).shape[1:]
+        strides.append(found)
+    channels, *spatial = tensors[0].shape[1:]
     cpg, positions = channels // groups, prod(spatial)
-    vector = gcd(16, *(stride for layout in layouts for stride in layout[:2]))
-    if not all(layout.j_first for layout in layouts):
+    vector = gcd(16, *(stride for each in strides for stride in each[:2]))
+    if not all(each.j_first for each in strides):
         vector = gcd(vector, positions)
-    arguments |= {"GROUPS": groups, "ROWS": padded_rows(groups), "CPG": cpg, "VECTOR": vector, "positions": positions}
-    tiled = 1 if channels_apart else cpg
+    tiled = 1 if one_j else cpg
     jb, pb = triton.next_power_of_2(tiled), triton.next_power_of_2(positions)
-    if layouts[0].j_first:  # neighbours in memory first
+    if strides[0].j_first:  # neighbors in memory first
         jb = min(jb, columns)
         pb = min(pb, columns // jb)
     else:
         pb = min(pb, columns)
         jb = min(jb, columns // pb)
-    pb = max(pb, 16 // jb)  # a product is at least 16 deep
-    if not channels_apart:
-        arguments["JB"] = jb
-    return arguments | {"PB": pb, "tiles": triton.cdiv(tiled, jb) * triton.cdiv(positions, pb)}
+    pb = max(pb, 16 // jb)  # tl.dot needs a depth of at least 16
+    tiles = triton.cdiv(tiled, jb) * triton.cdiv(positions, pb)
+    return Tiling(padded_rows(groups), cpg, positions, vector, jb, pb, tiles), strides
 
 
 def padded_rows(groups: int) -> int:
-    """Rows of a padded matrix; products have at least 16."""
+    """Return the rows of a padded matrix: a power of two of at least 16, which tl.dot needs."""
     return max(16, triton.next_power_of_2(groups))
 
 
-def columns_of(x: Tensor, groups: int, tile_bytes: int = TILE_BYTES) -> int:
-    """Columns of a tile of g rows."""
+def tile_columns_for(x: Tensor, groups: int, tile_bytes: int = TILE_BYTES) -> int:
+    """Return the columns of a tile of g rows and about ``tile_bytes`` bytes."""
     return min(256, max(32, tile_bytes // (padded_rows(groups) * x.element_size())))
 
 
+def matrix_tiles(x: Tensor, groups: int) -> tuple[int, int]:
+    """Return (depth, columns) of products with g x g matrices.
+
+    Up to 64 groups a program keeps the matrices in registers. Larger ones are read in slices of ``depth`` columns for
+    every tile, and the tiles are wider.
+    """
+    return (padded_rows(groups), tile_columns_for(x, groups)) if groups <= 64 else (16, 64)
+
+
 def split(tiles: int, others: int, programs: int, device: torch.device) -> tuple[int, int]:
-    """Cuts ``tiles`` so that with ``others`` a multiprocessor has about ``programs``: (cuts, tiles of each)."""
+    """Split ``tiles`` so that each multiprocessor gets about ``programs`` programs.
+
+    Args:
+        tiles: the tiles of a row of programs.
+        others: the number of rows of programs.
+        programs: wanted per multiprocessor.
+        device: of the launch.
+
+    Returns:
+        The number of splits, and the tiles of each.
+    """
     wanted = triton.cdiv(programs * processors(device), others)
     per_split = max(MIN_TILES, triton.cdiv(tiles, wanted))
     return triton.cdiv(tiles, per_split), per_split
 
 
 def processors(device: torch.device) -> int:
-    """The multiprocessors of a device."""
+    """Return the number of multiprocessors of a device."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def precision(x: Tensor) -> dict[str, Any]:
-    """How the products that are as long as ``x`` are taken; see the table at the head of the package."""
+def operand_dtype(x: Tensor) -> Any:
+    """Return OPERAND, the dtype of operands in products over columns; see the table in ``triton/__init__.py``."""
     # the interpreter has no bfloat16 products
-    operand = tl.bfloat16 if x.dtype == torch.bfloat16 and not _interpreted() else tl.float32
-    return {"OPERAND": operand, "PRECISION": "tf32x3" if x.dtype == torch.float32 and not _tf32_allowed() else "tf32"}
+    return tl.bfloat16 if x.dtype == torch.bfloat16 and not _interpreted() else tl.float32
+
+
+def input_precision(x: Tensor) -> str:
+    """Return PRECISION, the ``input_precision`` of products over columns."""
+    return "tf32x3" if x.dtype == torch.float32 and not _tf32_allowed() else "tf32"
 
 
 def _tf32_allowed() -> bool:
@@ -154,25 +185,17 @@ def _tf32_allowed() -> bool:
     return bool(matmul.allow_tf32) if chosen is None else chosen == "tf32"
 
 
-def run(kernel: Any, grid: tuple[int, int], like: Tensor, warps: int, stages: int, **arguments: Any) -> None:
-    """Launches a kernel on the device of ``like``."""
-    with torch.cuda.device(like.device) if like.is_cuda else nullcontext():
-        kernel[grid](**arguments, num_warps=warps, num_stages=stages)
-
-
-def empty(like: Tensor, *size: int) -> Tensor:
-    """An uninitialised float32 tensor on the device of ``like``."""
-    return torch.empty(size, dtype=torch.float32, device=like.device)
-
-
-def warps_of(groups: int) -> int:
-    """So many that an accumulator of g rows keeps to the registers."""
+def warps_for(groups: int) -> int:
+    """Return the warps needed to keep an accumulator of g rows in registers."""
     return 4 if groups <= 64 else 8
 
 
-def held(x: Tensor, groups: int) -> tuple[int, int]:
-    """(depth, columns) of products with g x g matrices.
+def empty(like: Tensor, *size: int) -> Tensor:
+    """Return an uninitialized float32 tensor on the device of ``like``."""
+    return torch.empty(size, dtype=torch.float32, device=like.device)
 
-    Matrices of up to 64 rows stay with a program. Larger ones are read in pieces for every tile, which is wider.
-    """
-    return (padded_rows(groups), columns_of(x, groups)) if groups <= 64 else (16, 64)
+
+def run(kernel: Any, grid: tuple[int, int], like: Tensor, warps: int, stages: int, **arguments: Any) -> None:
+    """Launch a kernel on the device of ``like``."""
+    with torch.cuda.device(like.device) if like.is_cuda else nullcontext():
+        kernel[grid](**arguments, num_warps=warps, num_stages=stages)

@@ -1,6 +1,6 @@
-"""Means and covariances."""
+"""Means and covariances: per split of the columns, then merged."""
 # mypy: disallow-untyped-defs=False
-# (the parameters of a kernel get their types at its launch)
+# (Triton infers the types of kernel parameters at the launch)
 
 from __future__ import annotations  # without triton, constexpr is only a name in the signatures
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from . import launch_args as launch
 from .compiler import constexpr, jit, tl, triton
-from .tiles import of_sample, store_matrix, tile_columns, tile_offsets
+from .tiles import sample_ptr, store_matrix, tile_columns, tile_offsets
 
 
 @jit
@@ -17,19 +17,19 @@ def _moments(
     GROUPS: constexpr, ROWS: constexpr, CPG: constexpr, JB: constexpr, PB: constexpr, VECTOR: constexpr,
     X_J: constexpr, PRECISION: constexpr,
 ):  # fmt: skip
-    """Count, mean (as the sum of two numbers) and centred second moments of one sample's chunk of columns."""
-    n, chunk = tl.program_id(0), tl.program_id(1)
-    first = chunk * per_split
-    x_ptr = of_sample(x_ptr, n, x_n, VECTOR)
+    """Compute count, mean (as a sum of two numbers) and centered second moments of one split of the columns."""
+    n, index = tl.program_id(0), tl.program_id(1)
+    first = index * per_split
+    x_ptr = sample_ptr(x_ptr, n, x_n, VECTOR)
     rows = tl.arange(0, ROWS)
-    # Second moments about a value near the mean do not cancel. The mean of the first tile is one, whatever the first
-    # column is; taken as a distance from that column it is exact for constant rows.
+    # Second moments about a value near the mean do not cancel. The mean of the first tile is such a value, even if the
+    # first column is an outlier. It is computed as a distance from that column, which is exact for constant rows.
     j, p, exists = tile_columns(first, positions, CPG, JB, PB, VECTOR, X_J)
-    held = (rows < GROUPS)[:, None] & exists[None, :]
-    start = tl.load(x_ptr + tile_offsets(rows, j, p, x_outer, CPG, VECTOR, X_J), mask=held, other=0.0)
+    present = (rows < GROUPS)[:, None] & exists[None, :]
+    start = tl.load(x_ptr + tile_offsets(rows, j, p, x_outer, CPG, VECTOR, X_J), mask=present, other=0.0)
     start = start.to(tl.float32)
     column = tl.sum(tl.where((tl.arange(0, JB * PB) == 0)[None, :], start, 0.0), 1)
-    distance = tl.where(held, start - column[:, None], 0.0)
+    distance = tl.where(present, start - column[:, None], 0.0)
     shift = column + tl.sum(distance, 1) / tl.sum(exists.to(tl.float32), 0)
     total = tl.zeros([ROWS, JB * PB], tl.float32)
     moment = tl.zeros([ROWS, ROWS], tl.float32)
@@ -42,15 +42,15 @@ def _moments(
         x = tl.where(inside, x.to(tl.float32) - shift[:, None], 0.0)
         count += exists.to(tl.float32)
         total += x
-        if PRECISION == "tf32x3":  # x = high + low; a symmetric result needs two products of the three
+        if PRECISION == "tf32x3":  # x = high + low; a symmetric result needs only two of the three products
             high = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
             moment = tl.dot(high, tl.trans(high), moment, input_precision="tf32")
             cross = tl.dot(high, tl.trans(x - high), cross, input_precision="tf32")
         else:
             moment = tl.dot(x, tl.trans(x), moment, input_precision=PRECISION)
     columns = tl.sum(count, 0)
-    offset = tl.sum(total, 1) / columns  # of the mean from the shift
-    part = n.to(tl.int64) * tl.num_programs(1) + chunk
+    offset = tl.sum(total, 1) / columns  # of the mean, relative to the shift
+    part = n.to(tl.int64) * tl.num_programs(1) + index
     tl.store(count_ptr + part, columns)
     tl.store(shift_ptr + part * GROUPS + rows, shift, mask=rows < GROUPS)
     tl.store(offset_ptr + part * GROUPS + rows, offset, mask=rows < GROUPS)
@@ -60,7 +60,7 @@ def _moments(
 
 @jit
 def _mean_of(shift_ptr, offset_ptr, s, splits, row, exists, GROUPS: constexpr):
-    """Means of chunks s as distances from the shift of the first chunk, which lose no digits to a large mean."""
+    """Return means of splits s relative to the shift of the first split, so that a large mean costs no digits."""
     inside = (s < splits)[:, None] & exists[None, :]
     at = s[:, None] * GROUPS + row[None, :]
     shift = tl.load(shift_ptr + at, mask=inside, other=0.0) - tl.load(shift_ptr + row, mask=exists, other=0.0)[None, :]
@@ -72,9 +72,9 @@ def _merge(
     count_ptr, shift_ptr, offset_ptr, moment_ptr, mean_ptr, covariance_ptr, splits, columns,
     GROUPS: constexpr, AT_ONCE: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
-    """Mean and covariance of one sample from those of its chunks, for BLOCK elements of the covariance.
+    """Merge the splits of one sample to its mean and covariance, for BLOCK elements of the covariance.
 
-    sum_s (moment_s + count_s (mean_s - mean) (mean_s - mean)^T) / M (Chan, Golub and LeVeque, 1979).
+    covariance = sum_s (moment_s + count_s (mean_s - mean) (mean_s - mean)^T) / M (Chan, Golub and LeVeque, 1979).
     """
     n = tl.program_id(0).to(tl.int64)
     element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -106,22 +106,26 @@ def _merge(
 
 
 def statistics(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """The mean (N, g) and the covariance without eps (N, g, g) of every sample of (N, C, *spatial)."""
+    """Return the mean (N, g) and the covariance without eps (N, g, g) of each sample of (N, C, *spatial)."""
     n = x.shape[0]
-    arguments = launch.arguments_of(groups, launch.columns_of(x, groups), x=x)
-    splits, per_split = launch.split(arguments["tiles"], n, 3, x.device)
+    tiling, (x_strides,) = launch.layouts(groups, launch.tile_columns_for(x, groups), x)
+    splits, per_split = launch.split(tiling.tiles, n, 3, x.device)
     count = launch.empty(x, n, splits)
     shift, offset = launch.empty(x, n, splits, groups), launch.empty(x, n, splits, groups)
     moment = launch.empty(x, n, splits, groups, groups)
     mean, covariance = launch.empty(x, n, groups), launch.empty(x, n, groups, groups)
-    partial = {"count_ptr": count, "shift_ptr": shift, "offset_ptr": offset, "moment_ptr": moment}
     launch.run(
-        _moments, (n, splits), x, launch.warps_of(groups), stages=3, **arguments, **partial,
-        per_split=per_split, PRECISION=launch.precision(x)["PRECISION"],
+        _moments, (n, splits), like=x, warps=launch.warps_for(groups), stages=3,
+        x_ptr=x, x_n=x_strides.sample, x_outer=x_strides.outer, X_J=x_strides.j_first,
+        count_ptr=count, shift_ptr=shift, offset_ptr=offset, moment_ptr=moment,
+        positions=tiling.positions, tiles=tiling.tiles, per_split=per_split,
+        GROUPS=groups, ROWS=tiling.rows, CPG=tiling.cpg, JB=tiling.jb, PB=tiling.pb, VECTOR=tiling.vector,
+        PRECISION=launch.input_precision(x),
     )  # fmt: skip
-    block = 128  # few enough elements that the merge of even one sample occupies many multiprocessors
+    block = 128  # so small that even the merge of one sample occupies many multiprocessors
     launch.run(
-        _merge, (n, triton.cdiv(groups * groups, block)), x, warps=4, stages=1, **partial,
+        _merge, (n, triton.cdiv(groups * groups, block)), like=x, warps=4, stages=1,
+        count_ptr=count, shift_ptr=shift, offset_ptr=offset, moment_ptr=moment,
         mean_ptr=mean, covariance_ptr=covariance, splits=splits, columns=float(x[0].numel() // groups),
         GROUPS=groups, AT_ONCE=16, BLOCK=block,
     )  # fmt: skip

@@ -1,15 +1,13 @@
 """Newton's iteration and its backward pass, one launch for all samples."""
 # mypy: disallow-untyped-defs=False
-# (the parameters of a kernel get their types at its launch)
+# (Triton infers the types of kernel parameters at the launch)
 
 from __future__ import annotations  # without triton, constexpr is only a name in the signatures
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...solvers.covariance import zero_variance
+from ...tensors import zero_variance
 from . import launch_args as launch
 from .compiler import constexpr, jit, tl
 from .tiles import load_matrix, store_matrix
@@ -17,7 +15,7 @@ from .tiles import load_matrix, store_matrix
 
 @jit
 def _padded(i, j, ROWS: constexpr, HEIGHT: constexpr, WIDTH: constexpr):
-    """Offsets of block (i, j) of a padded matrix."""
+    """Return the offsets of block (i, j) of a padded matrix."""
     return (i * HEIGHT + tl.arange(0, HEIGHT))[:, None] * ROWS + (j * WIDTH + tl.arange(0, WIDTH))[None, :]
 
 
@@ -26,7 +24,7 @@ def _times_r(
     x_ptr, q_ptr, out_ptr,
     ROWS: constexpr, BLOCK: constexpr, DEPTH: constexpr, TANGENT: constexpr, PRECISION: constexpr,
 ):  # fmt: skip
-    """X R = (3 X - X Q) / 2; if TANGENT, also its derivative, which lies TANGENT elements behind each matrix."""
+    """Compute X R = (3 X - X Q) / 2 and, if TANGENT, its derivative, stored TANGENT elements after each matrix."""
     SIDE: constexpr = ROWS // BLOCK
     for block in tl.range(SIDE * SIDE, num_stages=1):
         i, j = block // SIDE, block % SIDE
@@ -49,26 +47,27 @@ def _times_r(
 
 @jit
 def _newton(
-    sigma_ptr, grad_ptr, whitening_ptr, grad_sigma_ptr, scratch_ptr, samples, num_iters, zero,
+    sigma_ptr, grad_ptr, whitening_ptr, grad_sigma_ptr, workspace_ptr, samples, num_iters, zero,
     GROUPS: constexpr, ROWS: constexpr, BLOCK: constexpr, DEPTH: constexpr, PRECISION: constexpr,
 ):  # fmt: skip
-    """W = P_T / sqrt(tr Sigma) of every sample and, if given dL/dW, dL/dSigma.
+    """Compute W = P_T / sqrt(tr Sigma) of each sample and, if grad_ptr is given, dL/dSigma from dL/dW.
 
-    With Q = P^2 S, S = Sigma / tr Sigma, and R = (3 I - Q) / 2 the step P <- (3 P - P^3 S) / 2 is P <- P R, Q <- Q R R:
-    everything is a polynomial of S and commutes. That takes 3 (T - 1) products, and rounding does not grow in them.
+    With S = Sigma / tr Sigma, Q = P^2 S and R = (3 I - Q) / 2, the step P <- (3 P - P^3 S) / 2 is P <- P R, Q <- Q R R,
+    because all matrices are polynomials of S and commute. The iteration takes 3 (T - 1) products, and rounding does not
+    grow.
 
-    A polynomial of a symmetric matrix has a self-adjoint derivative, so dL/dS is the derivative of P_T in the direction
-    sym(dL/dW) / sqrt(tr Sigma): the same iteration on pairs of a value and its derivative, with nothing stored. The
-    dependence of S and W on the trace then adds a multiple of the identity.
+    A polynomial of a symmetric matrix has a self-adjoint derivative. So dL/dS is the derivative of P_T in the direction
+    sym(dL/dW) / sqrt(tr Sigma), computed in forward mode by the same iteration, without saved matrices. S and W also
+    depend on the trace, which adds a multiple of the identity.
 
-    Matrices pass between the products through ``scratch``, which stays in the caches: registers and shared memory hold
-    one block of a product, whatever g is and whichever the device.
+    Matrices pass between products through a workspace, which stays in the caches. Registers and shared memory hold one
+    block of a product, whatever g and the device are.
     """
     SIDE: constexpr = ROWS // BLOCK
     SIZE: constexpr = ROWS * ROWS
     TANGENT: constexpr = 0 if grad_ptr is None else 5 * SIZE
-    t_ptr = scratch_ptr + tl.program_id(0).to(tl.int64) * (5 * SIZE + TANGENT)
-    q_ptr, p_ptr = t_ptr + SIZE, t_ptr + 3 * SIZE  # two of each, one to read and one to write
+    t_ptr = workspace_ptr + tl.program_id(0).to(tl.int64) * (5 * SIZE + TANGENT)
+    q_ptr, p_ptr = t_ptr + SIZE, t_ptr + 3 * SIZE  # two buffers each: one to read, one to write
     n = tl.program_id(0).to(tl.int64)
     while n < samples:
         r = tl.arange(0, ROWS)
@@ -76,7 +75,7 @@ def _newton(
         trace = tl.sum(diagonal, 0)
         alive = trace > zero
         trace = tl.where(alive, trace, 1.0)
-        inv_sqrt = tl.where(alive, 1.0 / tl.sqrt(trace), 0.0)  # zero for a covariance that counts as zero
+        inv_sqrt = tl.where(alive, 1.0 / tl.sqrt(trace), 0.0)  # 0 for a covariance that counts as zero
         for block in tl.range(SIDE * SIDE, num_stages=1):
             i, j = block // SIDE, block % SIDE
             rows, columns = i * BLOCK + tl.arange(0, BLOCK), j * BLOCK + tl.arange(0, BLOCK)
@@ -119,31 +118,35 @@ def _newton(
                 dp = tl.load(p_ptr_last + TANGENT + _padded(i, j, ROWS, BLOCK, BLOCK))
                 dp -= tl.where(rows[:, None] == columns[None, :], along, 0.0)
                 store_matrix(grad_sigma_ptr, n, rows, columns, dp * inv_sqrt * inv_sqrt, GROUPS)
-        tl.debug_barrier()  # before the next sample takes the scratch
+        tl.debug_barrier()  # before the next sample overwrites the workspace
         n += tl.num_programs(0)
 
 
 def newton(sigma: Tensor, num_iters: int) -> Tensor:
-    """:func:`gw_detectron.layers.newton_inverse_sqrt` of (N, g, g), in one launch."""
+    """Compute :func:`gw_detectron.layers.newton_inverse_sqrt` of (N, g, g) in one launch."""
     whitening = torch.empty_like(sigma, memory_format=torch.contiguous_format)
-    _launch_newton(sigma, num_iters, 5, grad_ptr=None, whitening_ptr=whitening, grad_sigma_ptr=None)
+    _launch_newton(sigma, None, whitening, None, num_iters)
     return whitening
 
 
 def newton_backward(sigma: Tensor, grad: Tensor, num_iters: int) -> tuple[Tensor, Tensor]:
-    """The whitening matrices again, and the symmetric gradient of the covariance, given that of the matrices."""
+    """Return the whitening matrices and the symmetric dL/dSigma, given ``grad`` = dL/dW, in one launch."""
     whitening = torch.empty_like(sigma, memory_format=torch.contiguous_format)
     grad_sigma = torch.empty_like(whitening)
-    _launch_newton(sigma, num_iters, 10, grad_ptr=grad.contiguous(), whitening_ptr=whitening, grad_sigma_ptr=grad_sigma)
+    _launch_newton(sigma, grad.contiguous(), whitening, grad_sigma, num_iters)
     return whitening, grad_sigma
 
 
-def _launch_newton(sigma: Tensor, num_iters: int, matrices: int, **arguments: Any) -> None:
+def _launch_newton(
+    sigma: Tensor, grad: Tensor | None, whitening: Tensor, grad_sigma: Tensor | None, num_iters: int
+) -> None:
     n, groups = sigma.shape[:2]
     rows = launch.padded_rows(groups)
-    programs = min(n, launch.processors(sigma.device))  # the scratch of more would not stay in the caches
+    programs = min(n, launch.processors(sigma.device))  # the workspaces of more would not stay in the caches
+    workspace = launch.empty(sigma, programs, 5 if grad is None else 10, rows, rows)
     launch.run(
-        _newton, (programs, 1), sigma, warps=8, stages=1, sigma_ptr=sigma.contiguous(), **arguments,
-        scratch_ptr=launch.empty(sigma, programs, matrices, rows, rows), samples=n, num_iters=num_iters,
-        zero=zero_variance(torch.float32), GROUPS=groups, ROWS=rows, BLOCK=min(rows, 64), DEPTH=16, PRECISION="tf32x3",
+        _newton, (programs, 1), like=sigma, warps=8, stages=1,
+        sigma_ptr=sigma.contiguous(), grad_ptr=grad, whitening_ptr=whitening, grad_sigma_ptr=grad_sigma,
+        workspace_ptr=workspace, samples=n, num_iters=num_iters, zero=zero_variance(torch.float32),
+        GROUPS=groups, ROWS=rows, BLOCK=min(rows, 64), DEPTH=16, PRECISION="tf32x3",
     )  # fmt: skip

@@ -1,6 +1,6 @@
-"""Tiles of columns and small matrices: their offsets, and how kernels load and store them."""
+"""Device functions: offsets, loads and stores of activation tiles and small matrices."""
 # mypy: disallow-untyped-defs=False
-# (the parameters of a kernel get their types at its launch)
+# (Triton infers the types of kernel parameters at the launch)
 
 from __future__ import annotations  # without triton, constexpr is only a name in the signatures
 
@@ -9,11 +9,11 @@ from .compiler import constexpr, jit, tl
 
 @jit
 def tile_columns(tile, positions, CPG: constexpr, JB: constexpr, PB: constexpr, VECTOR: constexpr, J_FIRST: constexpr):
-    """j and p of every column of a tile (j is one number where JB is 1), and whether the column exists."""
-    if not J_FIRST:  # the quotient is exact; it tells the compiler that VECTOR neighbours exist together
+    """Return j and p of each column of a tile (j is a scalar if JB == 1), and whether the column exists."""
+    if not J_FIRST:  # exact; tells the compiler that VECTOR neighbors exist together
         positions = positions // VECTOR * VECTOR
     column = tl.arange(0, JB * PB)
-    if JB >= CPG:  # known to be 0, so that neighbouring channels are known to be aligned
+    if JB >= CPG:  # tells the compiler that j is 0, hence that neighboring channels are aligned
         j = tile * 0
         p = tile * PB
     else:
@@ -32,16 +32,19 @@ def tile_columns(tile, positions, CPG: constexpr, JB: constexpr, PB: constexpr, 
 
 
 @jit
-def of_sample(ptr, n, stride, VECTOR: constexpr):
-    """Where sample n of a tensor begins."""
-    return ptr + n.to(tl.int64) * (stride // VECTOR * VECTOR)  # not stride.to(): Triton makes a constant of a 1
+def sample_ptr(ptr, n, stride, VECTOR: constexpr):
+    """Return the pointer to sample n."""
+    return ptr + n.to(tl.int64) * (
+        stride // VECTOR * VECTOR
+    )  # not stride.to(): Triton turns a stride of 1 into a constant
 
 
 @jit
 def tile_offsets(rows, j, p, outer, CPG: constexpr, VECTOR: constexpr, J_FIRST: constexpr):
-    """Offsets of a tile's elements in a sample; ``outer`` is the stride of p if J_FIRST, else of channels, the other 1.
+    """Return the offsets of a tile's elements in a sample.
 
-    They have 32 bits, which takes half the registers; ``launch`` sees that they suffice.
+    ``outer`` is the stride of p if J_FIRST, else of channels; the other stride is 1. Offsets have 32 bits, which halves
+    their registers; ``launch_args.MAX_EXTENT`` ensures that they suffice.
     """
     stride = outer // VECTOR * VECTOR
     if J_FIRST:
@@ -53,7 +56,7 @@ def tile_offsets(rows, j, p, outer, CPG: constexpr, VECTOR: constexpr, J_FIRST: 
 
 @jit
 def load_per_channel(ptr, rows, j, GROUPS: constexpr, CPG: constexpr, JB: constexpr):
-    """A parameter of shape (C,) for the channels of a tile, to broadcast against it."""
+    """Load a parameter of shape (C,) for the channels of a tile, broadcastable to it."""
     if JB == 1:
         value = tl.load(ptr + rows * CPG + j, mask=rows < GROUPS, other=0.0)[:, None]
     else:
@@ -64,13 +67,13 @@ def load_per_channel(ptr, rows, j, GROUPS: constexpr, CPG: constexpr, JB: conste
 
 @jit
 def load_rows(ptr, n, rows, GROUPS: constexpr):
-    """A part of row n of an (N, g) tensor."""
+    """Load a part of row n of an (N, g) tensor."""
     return tl.load(ptr + n.to(tl.int64) * GROUPS + rows, mask=rows < GROUPS, other=0.0)
 
 
 @jit
 def load_matrix(ptr, n, rows, columns, GROUPS: constexpr):
-    """A part of matrix n of an (N, g, g) tensor."""
+    """Load a part of matrix n of an (N, g, g) tensor."""
     inside = (rows < GROUPS)[:, None] & (columns < GROUPS)[None, :]
     offsets = n.to(tl.int64) * (GROUPS * GROUPS) + rows[:, None] * GROUPS + columns[None, :]
     return tl.load(ptr + offsets, mask=inside, other=0.0)
@@ -78,6 +81,7 @@ def load_matrix(ptr, n, rows, columns, GROUPS: constexpr):
 
 @jit
 def store_matrix(ptr, n, rows, columns, value, GROUPS: constexpr):
+    """Store a part of matrix n of an (N, g, g) tensor."""
     inside = (rows < GROUPS)[:, None] & (columns < GROUPS)[None, :]
     offsets = n.to(tl.int64) * (GROUPS * GROUPS) + rows[:, None] * GROUPS + columns[None, :]
     tl.store(ptr + offsets, value, mask=inside)

@@ -1,0 +1,82 @@
+"""Describe the machine, the versions and the settings that times depend on."""
+
+import datetime
+import os
+import platform
+import subprocess
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from gw_detectron.errors import ConfigError
+from gw_detectron.version import __version__
+
+from .validation import check_names
+
+_ROOT = Path(__file__).parents[1]
+_PACKAGES = ("torch", "torchvision", "triton", "detectron2")
+_VARIABLES = ("GW_DETECTRON_KERNELS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def select_device(name: str | None) -> torch.device:
+    """Return the device ``cpu`` or ``cuda``; None selects the GPU if there is one.
+
+    Raises:
+        ConfigError: the device does not exist.
+    """
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    check_names("--device", [name], ("cpu", "cuda"))
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device ('cuda'): torch finds no CUDA device. Fix: use cpu.")
+    return torch.device(name)
+
+
+def describe(device: torch.device, dtypes: Iterable[str], command: str) -> dict[str, str]:
+    """Return the header of a table. Host and user names are not included."""
+    header = {
+        "command": command,
+        "dtypes": " ".join(dtypes),
+        "date": datetime.date.today().isoformat(),
+        "device": device.type,
+        "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+        "cores": str(os.cpu_count()),
+        "threads": str(torch.get_num_threads()),
+        "system": f"{platform.system()} {platform.machine()}",
+        "gw_detectron": __version__,
+        "commit": git_commit(_ROOT),
+        "python": platform.python_version(),
+    }
+    for package in _PACKAGES:
+        try:
+            header[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue  # triton has no build for some systems
+    if device.type == "cpu":
+        header["peak memory"] = "not measured on a CPU"
+    else:
+        header["cuda"] = str(torch.version.cuda)
+        header["tf32"] = f"matmul {torch.backends.cuda.matmul.allow_tf32}, cudnn {torch.backends.cudnn.allow_tf32}"
+    header |= {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    return {name: value for name, value in header.items() if value}
+
+
+def cpu_name() -> str:
+    """Return the name of the processor."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else ()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or "unknown")
+
+
+def git_commit(root: Path) -> str:
+    """Return the commit of a checkout, with ``-dirty`` if tracked files changed; empty if it is no checkout."""
+    if not (root / ".git").exists():  # git would find a checkout around ``root``
+        return ""
+    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):  # no git, or it refuses the files of another user
+        return ""

@@ -1,0 +1,89 @@
+"""Plot a table of measurements as a PNG."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from gw_detectron.atomic import atomic_write
+
+from .providers import PROVIDERS
+from .table import Row, Table
+
+_COLORS = {name: f"C{index}" for index, name in enumerate(PROVIDERS)}
+
+
+def plot(table: Table, path: Path) -> None:
+    """Plot a table, atomically.
+
+    ``layer``: the time of each provider at each shape, from the 20 % to the 80 % quantile, and the memory saved for
+    backward as a multiple of GroupNorm's. ``model``: training iterations as multiples of BN's, with the paper's.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    figure = _plot_layers(table) if table.kind == "layer" else _plot_models(table)
+    names = [name for name in ("machine", "threads", "torch", "settings") if name in table.header]
+    figure.suptitle(", ".join(f"{name} {table.header[name]}" for name in names), fontsize=10)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path) as temporary:
+        figure.savefig(temporary, dpi=80, format="png")
+
+
+def _plot_layers(table: Table) -> Figure:
+    panels: dict[tuple[str, str], list[Row]] = {}
+    for row in table.rows:
+        panels.setdefault((str(row["dtype"]), str(row["mode"])), []).append(row)
+    # stacked, so that a panel has the full width of a page
+    figure = Figure(figsize=(12, 3.4 * len(panels) + 0.6), layout="constrained")
+    grid = figure.subplots(len(panels), squeeze=False)
+    for (key, rows), axes in zip(panels.items(), grid[:, 0], strict=True):
+        _plot_bars(axes, rows)
+        axes.set_title(", ".join(key))
+    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    return figure
+
+
+def _plot_bars(axes: Axes, rows: Sequence[Row]) -> None:
+    timed = any(row.get("median_ms") for row in rows)
+    value = "median_ms" if timed else "saved_to_group_norm"
+    shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    providers = list(dict.fromkeys(str(row["provider"]) for row in rows))
+    width = 0.8 / len(providers)
+    for index, provider in enumerate(providers):
+        own = [row for row in rows if row["provider"] == provider and row.get(value)]
+        places = [shapes.index(row["shape"]) + (index - (len(providers) - 1) / 2) * width for row in own]
+        bars = [_number(row, value) for row in own]
+        spread = None
+        if timed and own:
+            low = [_number(row, value) - _number(row, "q20_ms") for row in own]
+            spread = [low, [_number(row, "q80_ms") - _number(row, value) for row in own]]
+        axes.bar(places, bars, width, yerr=spread, label=provider, color=_COLORS.get(provider))
+    axes.set_xticks(range(len(shapes)), [str(shape) for shape in shapes], fontsize=8)
+    axes.grid(axis="y", alpha=0.3)
+    if timed:
+        axes.set_yscale("log")
+    axes.set_ylabel("milliseconds" if timed else "saved for backward, GroupNorm = 1")
+
+
+def _plot_models(table: Table) -> Figure:
+    rows = [row for row in table.rows if row.get("to_bn")]
+    figure = Figure(figsize=(11, 1.6 + 0.26 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    axes.barh(range(len(rows)), [_number(row, "to_bn") for row in rows], label="this run")
+    published = [(_number(row, "paper_to_bn"), place) for place, row in enumerate(rows) if row.get("paper_to_bn")]
+    if published:
+        axes.plot(*zip(*published, strict=True), "k|", markersize=12, label="the paper, V100")
+    axes.axvline(1, color="k", linewidth=0.8)
+    names = [f"{row['model']} {row['variant']}, {row['dtype']}, {row['batch']} of {row['image']}" for row in rows]
+    axes.set_yticks(range(len(rows)), names, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("time of a training iteration, BN (detector: FrozenBN) = 1")
+    axes.legend(fontsize=8)
+    axes.grid(axis="x", alpha=0.3)
+    return figure
+
+
+def _number(row: Row, name: str) -> float:
+    return float(row.get(name) or 0)

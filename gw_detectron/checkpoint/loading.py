@@ -1,0 +1,235 @@
+"""Open a checkpoint once, safely, and load into a detector exactly what was read."""
+
+import copy
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import parse_qs
+
+from detectron2.checkpoint import DetectionCheckpointer
+from detectron2.config import CfgNode
+from detectron2.utils.file_io import PathManager
+from torch import Tensor
+
+from ..errors import ConfigError, FileAccessError, MissingFileError, UserError, summarize_names
+from ..modeling.norm_keys import NORM_KEYS
+from .load_report import LoadReport
+from .norm_record import norm_differences
+from .provenance import TORCHVISION, Preprocessing, Provenance
+from .reading import Contents, WeightsFileError, read_weights_file
+
+
+class NormMismatchError(UserError, ValueError):
+    """A checkpoint was trained with other norms than the model has."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint in memory.
+
+    Args:
+        address: as the user gave it: a path, ``gw://...``, ``https://...``, also with ``?matching_heuristics=True``.
+        path: the file on this machine.
+        tensors: the model's tensors by name.
+        metadata: everything else in the file, e.g. ``norms``, ``provenance``, ``__author__`` and the training state.
+        preprocessing: how images were given to the weights in training; None if the file does not tell.
+    """
+
+    address: str
+    path: str
+    tensors: dict[str, Tensor] = field(repr=False)
+    metadata: dict[str, Any] = field(repr=False)
+    preprocessing: Preprocessing | None = None
+
+
+@dataclass(frozen=True)
+class StartWeights:
+    """The checkpoint that a run starts from, or the error that opening it gave.
+
+    Args:
+        address: path or address, "" for random initial values.
+        resumed: whether it is the last checkpoint of the same run.
+        opened: the checkpoint; None for random initial values and after an error.
+        error: why it cannot be opened.
+    """
+
+    address: str = ""
+    resumed: bool = False
+    opened: Checkpoint | None = None
+    error: Exception | None = None
+
+    def checkpoint(self) -> Checkpoint | None:
+        """Return the checkpoint, None for random initial values, or raise the error of opening it."""
+        if self.error is not None:
+            raise self.error
+        return self.opened
+
+
+def open_start_weights(cfg: CfgNode, *, resume: bool = False) -> StartWeights:
+    """Open the checkpoint that a run starts from; an error is stored instead of raised.
+
+    Args:
+        cfg: Detectron2's config; ``MODEL.WEIGHTS`` is opened.
+        resume: open the last checkpoint of ``OUTPUT_DIR`` instead, if there is one.
+    """
+    tag = os.path.join(cfg.OUTPUT_DIR, "last_checkpoint")
+    address, key, resumed = cfg.MODEL.WEIGHTS, "MODEL.WEIGHTS", False
+    try:
+        if resume and PathManager.exists(tag):
+            key, resumed = tag, True
+            with PathManager.open(tag, "r", errors="replace") as file:
+                name = file.read().strip()
+            if not name:
+                raise WeightsFileError(f"{tag}: the file is empty, so it names no checkpoint.")
+            address = os.path.join(cfg.OUTPUT_DIR, name)
+        return StartWeights(address, resumed, open_checkpoint(address, key) if address else None)
+    except (UserError, OSError) as error:
+        return StartWeights(address, resumed, error=error)
+
+
+def open_checkpoint(address: str, key: str = "MODEL.WEIGHTS") -> Checkpoint:
+    """Read a checkpoint as Detectron2 does, without running code that the file may contain.
+
+    The format is detected from the content: a file of ``torch.save`` by Detectron2 or pycls, or a pickle of the model
+    zoo of Detectron2 or Detectron (Caffe2).
+
+    Args:
+        address: path or address that Detectron2's ``PathManager`` resolves, also with ``?matching_heuristics=True``.
+        key: the config key or file that the address comes from; error messages begin with it.
+
+    Raises:
+        MissingFileError: there is no such file.
+        FileAccessError: the address cannot be fetched.
+        ConfigError: the address is unknown.
+        RefusedFileError: the file could run code.
+        WeightsFileError: the file is damaged, or contains no tensors by name.
+    """
+    location, _, query = address.partition("?")
+    options = parse_qs(query, keep_blank_values=True)
+    if options not in ({}, {"matching_heuristics": ["True"]}, {"matching_heuristics": ["False"]}):
+        raise ConfigError(f"{key} ('{address}'): unknown option. Fix: leave out '?{query}'.")
+    path = _fetch(location, key)
+    try:
+        contents = read_weights_file(path)
+        tensors, metadata = _model_and_metadata(contents, path)
+        preprocessing = _recorded_preprocessing(metadata, path)
+    except WeightsFileError as error:
+        raise type(error)(f"{key}: {error}") from error
+    except OSError as error:
+        raise FileAccessError(f"{key}: cannot open '{path}': {error.strerror}. Fix: give a readable file.") from error
+    if options == {"matching_heuristics": ["True"]}:
+        metadata["matching_heuristics"] = True
+    return Checkpoint(address, path, tensors, metadata, preprocessing)
+
+
+def _recorded_preprocessing(metadata: Mapping[str, Any], path: str) -> Preprocessing | None:
+    if "provenance" in metadata:  # converted by this package
+        try:
+            return Provenance.from_dict(metadata["provenance"]).preprocessing
+        except ValueError as error:
+            raise WeightsFileError(f"'{path}': {error}") from error
+    return TORCHVISION if metadata.get("__author__") == "torchvision" else None  # converted by Detectron2's tool
+
+
+def _fetch(address: str, key: str) -> str:
+    try:
+        path = PathManager.get_local_path(address)
+    except UserError:
+        raise
+    except OSError as error:
+        raise FileAccessError(
+            f"{key}: cannot fetch '{address}': {error}. Fix: give the path of a file on this machine."
+        ) from error
+    except (ValueError, KeyError, RuntimeError) as error:  # RuntimeError: Detectron2's catalog does not have it
+        raise ConfigError(
+            f"{key}: unknown address '{address}': {error}. Fix: give the path of a file or a known address."
+        ) from error
+    if not os.path.exists(path):
+        if "://" in address:
+            raise ConfigError(
+                f"{key}: unknown scheme '{address.partition('://')[0]}://' of '{address}'. Fix: give the path of a "
+                'file, or "" to train from random values with MODEL.BACKBONE.FREEZE_AT 0.'
+            )
+        fix = "give an existing path or gw://imagenet/R-50."
+        if address.startswith("weights/"):  # in the configs
+            fix = "put your own weights there (none are published under weights/), see MODEL_ZOO.md."
+        raise MissingFileError(f"{key}: file not found: '{address}' (cwd: {os.getcwd()}). Fix: {fix}")
+    return path
+
+
+def _model_and_metadata(contents: Contents, path: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Split the content of a file by the rules of DetectionCheckpointer (Detectron2 v0.5, v0.6 and main of 2026)."""
+    content = contents.value
+    if contents.format == "safetensors":
+        raise WeightsFileError(f"'{path}' is a safetensors file, which needs conversion. Fix: give gw://file/{path}.")
+    if not isinstance(content, Mapping):
+        raise WeightsFileError(f"'{path}' contains a {type(content).__name__} instead of a dict of tensors.")
+    model, skipped = content.get("model", content), None
+    metadata = {} if model is content else {key: value for key, value in content.items() if key != "model"}
+    if contents.format == "pickle" and not ("model" in content and "__author__" in content):
+        model, skipped = content.get("blobs", content), "_momentum"
+        metadata = {"__author__": "Caffe2", "matching_heuristics": True}
+    elif "model_state" in content and model is content:
+        model, skipped = content["model_state"], "num_batches_tracked"
+        metadata = {"__author__": "pycls", "matching_heuristics": True}
+    if not isinstance(model, dict):
+        raise WeightsFileError(f"'{path}' contains a {type(model).__name__} as model instead of a dict of tensors.")
+    for name in [name for name in model if skipped and str(name).endswith(skipped)]:
+        del model[name]
+    for name, value in model.items():
+        if not (isinstance(name, str) and isinstance(value, Tensor)):
+            raise WeightsFileError(f"'{path}': {name!r} is not a tensor. Fix: save {{'model': model.state_dict()}}.")
+    return model, metadata
+
+
+def load_checkpoint(
+    checkpointer: DetectionCheckpointer,
+    checkpoint: Checkpoint | None,
+    *,
+    allow_partial: bool = False,
+    resume: bool = False,
+) -> LoadReport:
+    """Load an opened checkpoint into a detector and require the whole backbone.
+
+        report = load_checkpoint(DetectionCheckpointer(model), open_checkpoint(cfg.MODEL.WEIGHTS))
+        logger.info(report)  # backbone: 231/231 tensors; FPN and heads start new, as expected
+
+    Args:
+        checkpointer: Detectron2's checkpointer of the detector, or of a bare backbone.
+        checkpoint: None keeps the initial values.
+        allow_partial: accept missing backbone tensors, and norms that differ from those of the checkpoint.
+        resume: also load the training state, i.e. the checkpointables of the checkpointer.
+
+    Raises:
+        NormMismatchError: the checkpoint was trained with other norms; nothing is loaded.
+        PartialLoadError: a backbone tensor is missing in the checkpoint or in the model.
+    """
+    model = checkpointer.model
+    if checkpoint is None:
+        return LoadReport(model)
+    if not allow_partial and (differences := norm_differences(checkpoint.metadata, model)):
+        raise NormMismatchError(
+            f"MODEL.WEIGHTS ('{checkpoint.address}'): trained with other norms: {len(differences)} layers differ "
+            f"({summarize_names(differences)}). Fix: set the norms as in that run, by {', '.join(NORM_KEYS)}, or "
+            "accept the difference with --allow-partial (train_net.py, analyze_whitening.py)."
+        )
+    logging.getLogger(__name__).info("Loading weights from %s", checkpoint.path)
+    given: set[str] = set()
+    # FrozenBatchNorm2d adds missing statistics while it loads, so the names are taken before
+    handle = model.register_load_state_dict_pre_hook(lambda module, state_dict, *_: given.update(state_dict))
+    try:
+        # Private methods of DetectionCheckpointer and fvcore's Checkpointer: the part of load() after reading the file.
+        # Tried on Detectron2 v0.5, v0.6 and main of 2026.
+        incompatible = checkpointer._load_model({**checkpoint.metadata, "model": copy.copy(checkpoint.tensors)})
+        checkpointer._log_incompatible_keys(incompatible)
+    finally:
+        handle.remove()
+    for name, checkpointable in checkpointer.checkpointables.items() if resume else ():
+        if name in checkpoint.metadata:
+            checkpointable.load_state_dict(checkpoint.metadata[name])
+    report = LoadReport(model, given)
+    if not allow_partial:
+        report.check()
+    return report

@@ -1,0 +1,47 @@
+"""The norms of a detector, recorded in its checkpoints: tensors do not tell GN from GW, or 64 groups from 32."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from ..modeling.norm_table import in_evaluation, norm_rows
+
+#: key of the record in a checkpoint
+NORMS = "norms"
+
+
+class NormRecord:
+    """Record the norms of a model in its checkpoints, ``{layer: norm name}``.
+
+    Add it to Detectron2's ``DetectionCheckpointer`` with ``add_checkpointable(NORMS, NormRecord(model))``.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def state_dict(self) -> dict[str, str]:
+        return {row.layer: row.spec for row in norm_rows(self._model)}
+
+    def load_state_dict(self, recorded: Mapping[str, Any]) -> None:
+        """Load nothing: norms come from the config. :func:`norm_differences` compares them."""
+
+
+def norm_differences(metadata: Mapping[str, Any], model: nn.Module) -> list[str]:
+    """List the layers whose norm differs between a checkpoint and a model.
+
+    Norms that compute the same in evaluation are equal: BN may be synchronized or frozen. Layers that only one side has
+    are not listed; their tensors show them.
+
+    Args:
+        metadata: the checkpoint's content beside tensors; without a record of norms nothing differs.
+        model: the detector.
+    """
+    recorded = metadata.get(NORMS)
+    if not isinstance(recorded, Mapping):
+        return []
+    return [
+        f"{row.layer} {recorded[row.layer]} in the checkpoint, {row.spec} here"
+        for row in norm_rows(model)
+        if row.layer in recorded and in_evaluation(str(recorded[row.layer])) != in_evaluation(row.spec)
+    ]

@@ -1,0 +1,133 @@
+"""Convert objects of a synthetic scene to COCO annotations.
+
+A COCO polygon has no holes. A region with a hole (a ring, or a large object behind a small one) is cut through the
+hole, along a line between two pixel columns, into polygons without holes.
+"""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pycocotools.mask as mask_util
+
+from .rendering import Array, SceneObject
+
+# Largest distance, in pixels, between a traced contour and its simplified polygon.
+_TOLERANCE = 0.05
+# Polygons with a smaller area, in pixels, are dropped.
+_MIN_AREA = 1.0
+
+
+def to_coco(obj: SceneObject, image_id: int, annotation_id: int) -> dict[str, Any]:
+    """Build the COCO annotation of an object's visible part.
+
+    Args:
+        obj: an object of a complete `Scene`.
+        image_id: unique over both splits.
+        annotation_id: unique over both splits.
+
+    Returns:
+        The annotation. Objects have polygons, crowds have uncompressed run lengths. `area` is the area of the
+        rasterized segmentation in pixels; `bbox` is the XYWH box of the polygons, or of the crowd's mask.
+    """
+    mask = obj.mask
+    segmentation: dict[str, Any] | list[list[float]]
+    if obj.crowd:
+        segmentation = {"size": list(mask.shape), "counts": run_lengths(mask)}
+        rle = mask_util.encode(np.asfortranarray(mask, dtype=np.uint8))
+        box = mask_util.toBbox(rle).tolist()
+    else:
+        polygons = trace(obj.visible)
+        segmentation = [polygon.ravel().tolist() for polygon in polygons]
+        rle = mask_util.merge(mask_util.frPyObjects(segmentation, *mask.shape))
+        corners = np.concatenate(polygons)
+        low, high = corners.min(axis=0), corners.max(axis=0)
+        box = [round(float(value), 2) for value in (*low, *(high - low))]
+    return {
+        "id": annotation_id,
+        "image_id": image_id,
+        "category_id": obj.category + 1,
+        "iscrowd": int(obj.crowd),
+        "segmentation": segmentation,
+        "area": float(mask_util.area(rle)),
+        "bbox": box,
+    }
+
+
+def run_lengths(mask: Array) -> list[int]:
+    """Compute COCO's uncompressed RLE counts of a mask (H, W).
+
+    pycocotools returns only compressed counts. A list is readable in JSON, and COCO's own crowds have lists.
+    """
+    runs = [(value, sum(1 for _ in run)) for value, run in itertools.groupby(mask.ravel(order="F").tolist())]
+    background_first = [0] if runs[0][0] else []
+    return background_first + [length for _, length in runs]
+
+
+def trace(sdf: Array) -> list[Array]:
+    """Trace the region where a signed distance field is negative as polygons without holes.
+
+    Args:
+        sdf: (H + 2, W + 2), positive on its border.
+
+    Returns:
+        Polygons (K, 2) of (x, y) in pixels, rounded to 0.01. The image's corner is (0, 0).
+    """
+    import contourpy  # comes with matplotlib; only the generation of the data set needs it
+
+    height, width = sdf.shape
+    columns, rows = np.arange(width) - 0.5, np.arange(height) - 0.5
+    generator = contourpy.contour_generator(columns, rows, sdf, fill_type=contourpy.FillType.OuterOffset)
+    filled: Any = generator.filled(-np.inf, 0.0)
+    contours = []
+    for points, offsets in zip(*filled, strict=True):
+        contours.append(points[: offsets[1]])
+        for first, last in itertools.pairwise(offsets[1:]):
+            low, high = points[first:last, 0].min(), points[first:last, 0].max()
+            cut = np.rint((low + high) / 2)
+            if low < cut < high:
+                left = columns - cut
+                return trace(np.maximum(sdf, left)) + trace(np.maximum(sdf, -left))
+    # The remaining holes are narrower than a pixel and are ignored.
+    areas = [_area(contour) for contour in contours]
+    smallest = min(_MIN_AREA, max(areas, default=0.0))
+    kept = [contour for contour, area in zip(contours, areas, strict=True) if area >= smallest]
+    return [np.round(_simplify(contour), 2) for contour in kept]
+
+
+def _area(contour: Array) -> float:
+    """Compute the area of a closed contour (K, 2) by the shoelace formula."""
+    x, y = contour[:-1].T
+    return 0.5 * abs(float(np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1))))
+
+
+def _simplify(contour: Array) -> Array:
+    """Simplify a closed contour, starting from the vertex farthest from the first one.
+
+    cv2.approxPolyDP removes other vertices: changing to it changes the data set.
+
+    Args:
+        contour: (K, 2); the last point equals the first.
+
+    Returns:
+        (L, 2) with 3 <= L < K, without the repeated point.
+    """
+    far = int(np.argmax(np.hypot(*(contour - contour[0]).T)))
+    polygon = np.concatenate([_simplify_line(contour[: far + 1])[:-1], _simplify_line(contour[far:])[:-1]])
+    return polygon if len(polygon) >= 3 else contour[:-1]
+
+
+def _simplify_line(line: Array) -> Array:
+    """Drop points of a line (K, 2) that are within the tolerance of the result.
+
+    Source: Douglas and Peucker 1973.
+    """
+    if len(line) < 3:
+        return line
+    chord, offset = line[-1] - line[0], line[1:-1] - line[0]
+    length, cross = np.hypot(*chord), offset[:, 0] * chord[1] - offset[:, 1] * chord[0]
+    distance = np.abs(cross) / length if length > 0 else np.hypot(*offset.T)
+    split = int(np.argmax(distance)) + 1
+    if distance[split - 1] <= _TOLERANCE:
+        return line[[0, -1]]
+    return np.concatenate([_simplify_line(line[: split + 1])[:-1], _simplify_line(line[split:])])

@@ -1,0 +1,40 @@
+"""Dataset mapper whose errors name the image file."""
+
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import DataError
+
+
+class RecordError(DataError):
+    """A record of a data set cannot be used; the message names its image file."""
+
+    def __init__(self, message: str) -> None:
+        # A worker process of a DataLoader passes its traceback as the message, which ends in the original message.
+        super().__init__(message.rsplit(f"{type(self).__name__}: ", 1)[-1].strip())
+
+
+class ImageNamingMapper:
+    """Call a dataset mapper and add the image's file name to its errors.
+
+    Args:
+        mapper: Detectron2's ``DatasetMapper`` or another callable from record to training example.
+
+    Raises:
+        RecordError: the mapper raised ``OSError`` or ``ValueError``; other errors get the file name as a note.
+    """
+
+    def __init__(self, mapper: Callable[[dict], Any]) -> None:
+        self.mapper = mapper
+
+    def __call__(self, record: dict) -> Any:
+        name = record.get("file_name", "a record without file_name")
+        try:
+            return self.mapper(record)
+        except (OSError, ValueError) as error:
+            raise RecordError(
+                f"'{name}' cannot be used: {error}. Fix: repair the image or its record, or remove both."
+            ) from error
+        except Exception as error:
+            error.add_note(f"while reading {name}")
+            raise

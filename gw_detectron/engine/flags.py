@@ -1,0 +1,30 @@
+"""Command-line flags of a run."""
+
+import argparse
+
+from detectron2.engine import default_argument_parser
+
+
+def get_parser() -> argparse.ArgumentParser:
+    """Create Detectron2's parser with the flags of this package."""
+    parser = default_argument_parser()
+    parser.add_argument(
+        "--ignore-preflight",
+        action="store_true",
+        help="start although the checks before the run failed; their messages become warnings",
+    )
+    parser.add_argument(
+        "--allow-partial",
+        action="store_true",
+        help="accept MODEL.WEIGHTS that lack a part of the backbone, which then starts from random values, and weights "
+        "that were trained with other norms",
+    )
+    parser.add_argument(
+        "--whitening-stats-period",
+        type=int,
+        default=0,
+        metavar="K",
+        help="log eigenvalues, condition numbers and residuals of all whitening layers every K iterations; 0: never "
+        "(default). Metrics are written every 20 iterations, so a K below 20 costs time without showing more",
+    )
+    return parser

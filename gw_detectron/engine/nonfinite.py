@@ -1,0 +1,129 @@
+"""Diagnose a non-finite loss: name the image, parameter or module where it began."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from detectron2.layers.batch_norm import NaiveSyncBatchNorm
+from detectron2.utils.events import EventStorage
+from torch import Tensor, nn
+
+from ..errors import UserError
+
+_STABILIZE = "lower SOLVER.BASE_LR, lengthen SOLVER.WARMUP_ITERS or set SOLVER.CLIP_GRADIENTS.ENABLED True"
+
+
+class NonFiniteError(UserError, FloatingPointError):
+    """The loss became infinite or NaN; the message names the cause."""
+
+
+class LossGuard:
+    """Stop the training at a non-finite loss and diagnose it.
+
+    Each process checks its own batch, so the process with the broken image names it.
+
+    Args:
+        model: the model itself, not its ``DistributedDataParallel`` wrapper.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._batch: Sequence[dict] = ()
+        model.register_forward_pre_hook(self._remember)
+        model.register_forward_hook(self._check)
+
+    def _remember(self, module: nn.Module, args: tuple) -> None:
+        self._batch = args[0]
+
+    def _check(self, module: nn.Module, args: tuple, losses: Any) -> None:
+        if not module.training or not isinstance(losses, dict):
+            return
+        # one synchronization with the device, where the heads have just caused several
+        if not torch.isfinite(sum(losses.values(), torch.zeros(()))).all():
+            bad = ", ".join(f"{name}={float(loss):g}" for name, loss in losses.items() if not torch.isfinite(loss))
+            raise FloatingPointError(f"the loss is not finite: {bad or 'the sum of all losses overflows'}")
+
+    def explain(self, autocast: bool = False) -> str:
+        """Describe the image, parameter or module where the last batch became non-finite.
+
+        Args:
+            autocast: run the model again in mixed precision, as in training.
+        """
+        return _bad_input(self._batch) or _bad_parameter(self.model) or self._bad_module(autocast)
+
+    def _bad_module(self, autocast: bool) -> str:
+        found: list[str] = []
+        handles = [
+            module.register_forward_hook(_recorder(f"{name} ({type(module).__name__})", found))
+            for name, module in self.model.named_modules()
+            if name
+        ]
+        for module in self.model.modules():
+            if isinstance(module, (nn.SyncBatchNorm, NaiveSyncBatchNorm)) or getattr(module, "sync", False):
+                module.eval()  # in training mode it would wait for processes that do not run the model again
+        device = next(self.model.parameters()).device.type
+        # Any error ends this run, which only searches; its events must not be mixed with those of the training.
+        with (
+            contextlib.suppress(Exception),
+            torch.no_grad(),
+            EventStorage(),
+            torch.autocast(device, enabled=autocast),
+        ):
+            self.model(self._batch)
+        for handle in handles:
+            handle.remove()
+        names = ", ".join(str(record.get("file_name", "an image without a name")) for record in self._batch)
+        if found:
+            return (
+                f"The first module with a non-finite output is {found[0]}, for the images {names}. Fix: {_STABILIZE}."
+            )
+        return (
+            "Inputs, parameters and the outputs of all modules are finite. Unless a layer is named above, the loss "
+            f"itself is not. Fix: check the annotations of the images {names}."
+        )
+
+
+def _recorder(name: str, found: list[str]) -> Callable[..., None]:
+    def record(module: nn.Module, args: tuple, output: Any) -> None:
+        if not found and not _is_finite(output):
+            found.append(name)
+
+    return record
+
+
+def _is_finite(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return bool(torch.isfinite(value).all())
+    if isinstance(value, dict):
+        return all(map(_is_finite, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_finite, value))
+    if hasattr(value, "get_fields"):  # Instances
+        return _is_finite(value.get_fields())
+    return _is_finite(getattr(value, "tensor", None)) if hasattr(value, "tensor") else True  # Boxes, ImageList
+
+
+def _bad_input(batch: Sequence[dict]) -> str:
+    for record in batch:
+        name = record.get("file_name", "an image without a name")
+        pixels = ~torch.isfinite(record["image"])
+        if pixels.any():
+            return (
+                f"The image {name} has {int(pixels.sum())} values that are NaN or infinite. Fix: repair or remove it."
+            )
+        instances = record.get("instances")
+        if instances is not None and not _is_finite(instances):
+            return f"The annotations of {name} have values that are NaN or infinite. Fix: repair or remove them."
+    return ""
+
+
+def _bad_parameter(model: nn.Module) -> str:
+    # without buffers: batch norms have just averaged the NaN of this step into their running statistics
+    for name, value in model.named_parameters():
+        if not _is_finite(value):
+            return (
+                f"{name} has values that are NaN or infinite, from an earlier step or from the loaded weights. "
+                f"Fix: {_STABILIZE}, and start from an earlier checkpoint with MODEL.WEIGHTS."
+            )
+    return ""

@@ -1,0 +1,143 @@
+"""A run on one page: config, start weights, preflight, output folder, model, training or evaluation."""
+
+import argparse
+import logging
+
+from detectron2.checkpoint import DetectionCheckpointer
+from detectron2.config import CfgNode
+from detectron2.engine import default_setup
+from detectron2.evaluation import verify_results
+from detectron2.utils import comm
+from detectron2.utils.logger import setup_logger
+
+from ..analysis import WhiteningStatsHook
+from ..checkpoint import PartialLoadError, StartWeights, load_checkpoint, open_start_weights
+from ..config import read_config
+from ..errors import ConfigError, FileAccessError
+from ..modeling.norm_table import norm_summary
+from ..preflight import Findings, preflight
+from .launch import in_all_processes
+from .trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+def main(args: argparse.Namespace) -> dict | None:
+    """Train, or evaluate with ``--eval-only``, in the current process.
+
+    Args:
+        args: the flags of :func:`gw_detectron.engine.get_parser`.
+
+    Returns:
+        The results of the last evaluation, on the main process.
+
+    Raises:
+        PreflightError: the run would fail later or learn nothing.
+        PartialLoadError: the weights lack a part of the backbone, or for ``--eval-only`` of the heads.
+        NormMismatchError: the weights were trained with other norms.
+        UserError: see :func:`prepare` and :meth:`Trainer.train`.
+    """
+    cfg, start = prepare(args)
+    if args.eval_only:
+        return evaluate(cfg, start, allow_partial=args.allow_partial)
+    trainer = Trainer(cfg)
+    log.info("norms: %s", norm_summary(trainer.checkpointer.model))
+    if args.whitening_stats_period:
+        trainer.register_hooks([WhiteningStatsHook(args.whitening_stats_period)])
+    trainer.load_start_weights(start, allow_partial=args.allow_partial)
+    del start  # its tensors would be kept during the training
+    return trainer.train()
+
+
+def prepare(args: argparse.Namespace) -> tuple[CfgNode, StartWeights]:
+    """Read the config, open the start weights, check the run, and only then prepare its output folder.
+
+    A refused run leaves the output folder of an earlier run unchanged.
+
+    Raises:
+        PreflightError: the run would fail later or learn nothing.
+        UserError: a flag, the config or the weights cannot be used, or the output folder cannot be written.
+    """
+    with in_all_processes():
+        cfg = run_config(args)
+        start = open_start_weights(cfg, resume=args.resume)
+        findings = Findings()
+        if comm.is_main_process():
+            findings = preflight(cfg, start, eval_only=args.eval_only, resume=args.resume)
+        if not args.ignore_preflight:
+            findings.raise_problems()
+        start.checkpoint()  # raises the error of opening it
+    with in_all_processes():
+        prepare_output(cfg, args)
+    for warning in findings.problems + findings.warnings:
+        log.warning(warning)
+    if args.eval_only and args.whitening_stats_period:
+        log.warning("--whitening-stats-period has no effect with --eval-only: it observes the layers in training")
+    return cfg, start
+
+
+def evaluate(cfg: CfgNode, start: StartWeights, *, allow_partial: bool = False) -> dict:
+    """Build the model, load its weights and evaluate it on ``DATASETS.TEST``.
+
+    Raises:
+        PartialLoadError: the weights lack a part of the detector.
+    """
+    model = Trainer.build_model(cfg)
+    log.info("norms: %s", norm_summary(model))
+    report = load_checkpoint(DetectionCheckpointer(model), start.checkpoint(), allow_partial=allow_partial)
+    log.info(str(report))
+    if report.new and not allow_partial:
+        raise PartialLoadError(
+            f"MODEL.WEIGHTS ('{start.address}'): not a whole detector: {report}. Fix: give the weights of a trained "
+            "detector, or accept random values with --allow-partial."
+        )
+    results = Trainer.test(cfg, model)
+    if cfg.TEST.AUG.ENABLED:
+        results.update(Trainer.test_with_TTA(cfg, model))
+    if comm.is_main_process():
+        verify_results(cfg, results)
+    return results
+
+
+def run_config(args: argparse.Namespace) -> CfgNode:
+    """Read the config of a run without writing anything; ``--num-gpus 0`` sets ``MODEL.DEVICE cpu``.
+
+    Returns:
+        The frozen config.
+
+    Raises:
+        ConfigError: a flag, a key or a value is unknown or unusable.
+        MissingFileError: the config file does not exist.
+    """
+    if args.whitening_stats_period < 0:
+        raise ConfigError(
+            f"--whitening-stats-period {args.whitening_stats_period}: negative. Fix: give 1 or more iterations, or 0 "
+            "to log nothing."
+        )
+    cfg = read_config(args.config_file, args.opts or [])
+    if args.num_gpus == 0:
+        cfg.MODEL.DEVICE = "cpu"
+    cfg.freeze()
+    return cfg
+
+
+def prepare_output(cfg: CfgNode, args: argparse.Namespace) -> None:
+    """Set up logging, the seed and the output folder as Detectron2 does, and write ``config.yaml``.
+
+    Raises:
+        FileAccessError: ``OUTPUT_DIR`` cannot be written.
+    """
+    try:
+        default_setup(cfg, args)
+    except OSError as error:
+        raise FileAccessError(
+            f"OUTPUT_DIR ('{cfg.OUTPUT_DIR}'): cannot be written: {error}. Fix: give another folder."
+        ) from error
+    setup_logger(cfg.OUTPUT_DIR, distributed_rank=comm.get_rank(), name="gw_detectron")
+
+
+def setup(args: argparse.Namespace) -> CfgNode:
+    """Read the config of a run and prepare its output folder, without checks in between."""
+    cfg = run_config(args)
+    prepare_output(cfg, args)
+    return cfg

@@ -1,0 +1,149 @@
+r"""Forward and backward pass of the custom operator in closed form, composed of the steps of a backend.
+
+Only the input, its means and its covariances are saved for backward, and y if a ReLU is fused, as nn.ReLU would.
+The affine parameters are part of the products. With :math:`G_j = dY_j X_{C,j}^T` for channel j of each group, the same
+g x g matrices give the gradient of the whitening matrix, :math:`\sum_j \mathrm{diag}(\gamma_j) G_j`, and that of
+:math:`\gamma_j`, the row sums of :math:`G_j \odot W`. So y is neither saved nor recomputed for them.
+
+Source: Group Whitening supplement, Algorithms 1-2.
+"""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..tensors import autocast_off, compute_dtype, memory_format_of
+
+
+class InputGradient(NamedTuple):
+    r"""Coefficients of :math:`dX = W (\gamma \, dY) + S X_C - s`, one of each per sample."""
+
+    whitening: Tensor  # W, (N, g, g)
+    slope: Tensor  # S, 2 / M times the symmetric dL/dSigma, (N, g, g)
+    shift: Tensor  # s, (N, g)
+
+
+class Backend(Protocol):
+    """The steps of Group Whitening for samples (N, C, *spatial) in g groups of C / g channels.
+
+    ``mean`` is (N, g), ``sigma`` and ``whitening`` are (N, g, g), ``weight`` and ``bias`` (C,) or None.
+    """
+
+    def prepare(self, x: Tensor) -> Tensor:
+        """Return ``x``, or a copy in a memory layout that the other steps accept."""
+
+    def samples_per_pass(self, x: Tensor, groups: int) -> int:
+        """Return the number of samples that the backward pass processes at a time."""
+
+    def statistics(self, x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+        """Return the mean and the covariance without eps of each sample."""
+
+    def newton(self, sigma: Tensor, num_iters: int) -> Tensor:
+        """Return :func:`gw_detectron.layers.newton_inverse_sqrt` of ``sigma``."""
+
+    def newton_backward(self, sigma: Tensor, grad: Tensor, num_iters: int) -> tuple[Tensor, Tensor]:
+        """Return the whitening matrices and the symmetric dL/dSigma, given ``grad`` = dL/dW."""
+
+    def apply(
+        self,
+        x: Tensor,
+        mean: Tensor,
+        whitening: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        relu: bool,
+        out: Tensor,
+    ) -> None:
+        """Write ``weight * (whitening @ (x - mean)) + bias``, with ReLU if ``relu``, to ``out``."""
+
+    def grad_products(
+        self, x: Tensor, mean: Tensor, dy: Tensor, groups: int, y: Tensor | None, out: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Compute G_j = dY_j X_C,j^T for channel j of each group, and the sums of dY over positions.
+
+        ``y`` is the output of a fused ReLU or None. With it, dY is ``dy`` masked to zero where y <= 0, and the masked
+        gradient is stored in ``out``. Without it, ``out`` is unchanged.
+
+        Returns:
+            (C / g, N, g, g), which the next call may overwrite, and (C / g, N, g).
+        """
+
+    def apply_backward(
+        self, x: Tensor, mean: Tensor, dy: Tensor, weight: Tensor | None, terms: InputGradient, out: Tensor
+    ) -> None:
+        """Write dX (see :class:`InputGradient`) to ``out``, which may be ``dy``."""
+
+
+def forward(
+    backend: Backend,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    groups: int,
+    num_iters: int,
+    eps: float,
+    relu: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return y in the dtype and memory format of ``x``, the means (N, g) and the covariances with eps (N, g, g)."""
+    with autocast_off(x.device.type):
+        memory_format, x = memory_format_of(x), backend.prepare(x)
+        if x.numel() == 0:  # there is no column to average
+            mean = x.new_zeros((len(x), groups), dtype=compute_dtype(x))
+            return torch.empty_like(x), mean, mean.new_zeros((len(x), groups, groups))
+        mean, sigma = backend.statistics(x, groups)
+        sigma.diagonal(dim1=-2, dim2=-1).add_(eps)
+        y = torch.empty_like(x)
+        backend.apply(x, mean, backend.newton(sigma, num_iters), weight, bias, relu, out=y)
+        return y.contiguous(memory_format=memory_format), mean, sigma
+
+
+def backward(
+    backend: Backend,
+    dy: Tensor,
+    y: Tensor | None,
+    x: Tensor,
+    mean: Tensor,
+    sigma: Tensor,
+    weight: Tensor | None,
+    num_iters: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of x, in its dtype, and of weight and bias, each (C,), in the compute dtype.
+
+    ``y`` is the output of the forward pass if a ReLU was fused, else None.
+    """
+    with autocast_off(x.device.type):
+        memory_format, (n, groups) = memory_format_of(x), mean.shape
+        x, dy, y = backend.prepare(x), backend.prepare(dy), None if y is None else backend.prepare(y)
+        if x.numel() == 0:
+            return torch.empty_like(x), mean.new_zeros(x.shape[1]), mean.new_zeros(x.shape[1])
+        channels = x.shape[1] // groups
+        columns = x[0].numel() // groups
+        scale = None if weight is None else weight.to(mean.dtype).reshape(groups, channels).mT
+        dx = torch.empty_like(x)
+        dweight, dbias = mean.new_zeros((channels, groups)), mean.new_zeros((channels, groups))
+        step = backend.samples_per_pass(x, groups)
+        for start in range(0, n, step):
+            part = slice(start, start + step)
+            x_part, mean_part, dy_part, dx_part = x[part], mean[part], dy[part], dx[part]
+            y_part = None if y is None else y[part]
+            products, sums = backend.grad_products(x_part, mean_part, dy_part, groups, y_part, out=dx_part)
+            if y is not None:
+                dy_part = dx_part  # masked by the ReLU
+            dbias += sums.sum(1)
+            grad_whitening = products.sum(0) if scale is None else _scaled_sum(products, scale[:, None, :, None])
+            whitening, grad_sigma = backend.newton_backward(sigma[part], grad_whitening, num_iters)
+            dweight += products.mul_(whitening).sum((1, 3))
+            if scale is not None:
+                sums = sums * scale[:, None]
+            shift = (whitening @ (sums.sum(0) / columns)[..., None])[..., 0]
+            terms = InputGradient(whitening, grad_sigma.mul_(2 / columns), shift)
+            backend.apply_backward(x_part, mean_part, dy_part, weight, terms, out=dx_part)
+        return dx.contiguous(memory_format=memory_format), dweight.mT.flatten(), dbias.mT.flatten()
+
+
+def _scaled_sum(matrices: Tensor, scale: Tensor) -> Tensor:
+    total = matrices[0] * scale[0]
+    for matrix, factor in zip(matrices[1:], scale[1:], strict=True):
+        total.addcmul_(matrix, factor)
+    return total

@@ -1,0 +1,220 @@
+"""Loading an opened checkpoint: what was read is what is loaded, and a missing backbone tensor is an error."""
+
+import json
+import pickle
+import struct
+from collections import OrderedDict
+
+import pytest
+import torch
+from detectron2.checkpoint import DetectionCheckpointer
+from detectron2.modeling import build_model
+
+from gw_detectron.checkpoint import (
+    PartialLoadError,
+    RefusedFileError,
+    WeightsFileError,
+    convert,
+    convert_file,
+    load_checkpoint,
+    open_checkpoint,
+)
+from gw_detectron.errors import ConfigError, FileAccessError, MissingFileError
+
+from .synthetic import authors_state, make_network
+
+
+@pytest.fixture
+def model(detector_cfg):
+    return build_model(detector_cfg)
+
+
+def _load(model, content, tmp_path, *, allow_partial=False):
+    torch.save(content, tmp_path / "weights.pth")
+    checkpoint = open_checkpoint(str(tmp_path / "weights.pth"))
+    return str(load_checkpoint(DetectionCheckpointer(model), checkpoint, allow_partial=allow_partial))
+
+
+def _converted(state):
+    return {"model": convert(state).tensors, "matching_heuristics": True}
+
+
+def test_whole_backbone(model, r18, tmp_path):
+    report = _load(model, _converted(r18), tmp_path)
+    assert report == "backbone: 82/82 tensors; FPN and heads start new, as expected"
+
+
+def test_whole_detector_and_one_with_other_classes(model, tmp_path):
+    state = model.state_dict()
+    others = sum(not name.startswith("backbone.bottom_up.") for name in state)
+    expected = f"backbone: 82/82 tensors; FPN and heads: {others}/{others}"
+    assert _load(model, {"model": dict(state)}, tmp_path) == expected
+    state["roi_heads.box_predictor.cls_score.weight"] = torch.ones(3, 16)
+    report = _load(model, {"model": state}, tmp_path)
+    assert report.endswith(f"{others - 1}/{others}, new: roi_heads.box_predictor.cls_score.weight")
+
+
+def test_the_classifier_of_the_source_is_no_backbone_tensor(model, r18, tmp_path):
+    content = {"model": convert(r18, keep_fc=True).tensors, "matching_heuristics": True}
+    assert _load(model, content, tmp_path).startswith("backbone: 82/82 tensors; FPN")
+
+
+def test_a_missing_tensor_is_an_error_unless_allowed(model, r18, tmp_path):
+    content = _converted(r18)
+    del content["model"]["res3.0.conv1.norm.weight"]
+    with pytest.raises(PartialLoadError, match="81/82") as caught:
+        _load(model, content, tmp_path)
+    assert "Missing: backbone.bottom_up.res3.0.conv1.norm.weight" in str(caught.value)
+    assert "--allow-partial" in str(caught.value)
+    assert "81/82" in _load(model, content, tmp_path, allow_partial=True)
+
+
+def test_statistics_that_frozen_batch_norm_would_make_up_are_missed(model, r18, tmp_path):
+    content = _converted(r18)
+    del content["model"]["res2.0.conv2.norm.running_var"]
+    with pytest.raises(PartialLoadError, match=r"Missing: backbone\.bottom_up\.res2\.0\.conv2\.norm\.running_var"):
+        _load(model, content, tmp_path)
+
+
+def test_a_wrong_shape_that_detectron2_only_warns_about(model, r18, tmp_path):
+    content = _converted(r18)
+    weight = content["model"]["stem.conv1.norm.weight"]
+    content["model"]["stem.conv1.norm.weight"] = weight.view(1, -1, 1, 1)
+    with pytest.raises(PartialLoadError, match="Missing: backbone.bottom_up.stem.conv1.norm.weight"):
+        _load(model, content, tmp_path)
+
+
+def test_weights_with_batch_norm_where_the_model_whitens(model, tmp_path):
+    content = _converted(make_network("R-18").state_dict())
+    with pytest.raises(PartialLoadError, match=r"unexpected tensors .*\(res2\.0\.conv1\.norm\.running_mean"):
+        _load(model, content, tmp_path)
+
+
+def test_weights_with_whitening_where_the_model_has_batch_norm(detector_cfg, r18, tmp_path):
+    detector_cfg.MODEL.RESNETS.WHITEN_POSITIONS = ""
+    with pytest.raises(PartialLoadError, match="82/100"):
+        _load(build_model(detector_cfg), _converted(r18), tmp_path)
+
+
+def test_an_unconverted_file_is_told_how_to_be_converted(model, r18, tmp_path):
+    with pytest.raises(PartialLoadError, match=r"0/82.*(?s:.)*convert_weights\.py"):
+        _load(model, {"model": r18}, tmp_path)
+
+
+def test_statistics_inside_scale_and_shift_as_caffe2_has_them(detector_cfg, tmp_path):
+    detector_cfg.MODEL.RESNETS.WHITEN_POSITIONS = ""
+    tensors = convert(make_network("R-18").state_dict()).tensors
+    fused = {name: value for name, value in tensors.items() if ".running_" not in name}
+    report = _load(build_model(detector_cfg), {"model": fused, "matching_heuristics": True}, tmp_path)
+    assert report.startswith("backbone: 100/100 tensors; 20 FrozenBN without statistics: right for Caffe2")
+
+
+def test_no_weights_and_live_batch_norm(detector_cfg, r18_file, tmp_path):
+    detector_cfg.MODEL.RESNETS.NORM = "BN"
+    checkpointer = DetectionCheckpointer(build_model(detector_cfg))
+    report = load_checkpoint(checkpointer, None)
+    assert str(report) == "no weights were loaded: backbone, FPN and heads start new"
+    convert_file(r18_file, tmp_path / "a.pkl")
+    report = load_checkpoint(checkpointer, open_checkpoint(str(tmp_path / "a.pkl")))
+    assert str(report).startswith("backbone: 82/82 tensors")
+
+
+def test_backbone_without_fpn(detector_cfg, r18, tmp_path):
+    detector_cfg.MODEL.BACKBONE.NAME = "build_gw_resnet_backbone"
+    detector_cfg.MODEL.RPN.IN_FEATURES = ["res4"]
+    detector_cfg.MODEL.ROI_HEADS.IN_FEATURES = ["res4"]
+    detector_cfg.MODEL.ANCHOR_GENERATOR.SIZES = [[32]]
+    model = build_model(detector_cfg)
+    assert _load(model, _converted(r18), tmp_path).startswith("backbone: 82/82 tensors")
+
+
+@pytest.mark.parametrize("kind", ["detectron2", "module.", "matching", "caffe2", "blobs", "pycls", "flat"])
+def test_every_format_loads_as_detectron2_loads_it(detector_cfg, tmp_path, kind):
+    """The oracle is Detectron2's own checkpointer, which reads the file by itself."""
+    detector_cfg.MODEL.RESNETS.WHITEN_POSITIONS = ""
+    source = build_model(detector_cfg).state_dict()
+    body = {name.removeprefix("backbone.bottom_up."): value for name, value in source.items() if "bottom_up" in name}
+    arrays = {"conv1_w": body["stem.conv1.weight"].numpy(), "res_conv1_bn_s": body["stem.conv1.norm.weight"].numpy()}
+    path = tmp_path / ("a.pkl" if kind in ("caffe2", "blobs") else "a.pyth" if kind == "pycls" else "a.pth")
+    if kind == "caffe2":  # an ImageNet model of Detectron: a flat dict of arrays
+        path.write_bytes(pickle.dumps({**arrays, "conv1_w_momentum": arrays["conv1_w"]}, protocol=2))
+    elif kind == "blobs":
+        path.write_bytes(pickle.dumps({"blobs": arrays, "cfg": "TRAIN: {}"}, protocol=2))
+    elif kind == "module.":
+        torch.save({"model": OrderedDict((f"module.{name}", value) for name, value in source.items())}, path)
+    else:
+        content = {
+            "detectron2": {"model": source, "iteration": 3},
+            "matching": {"model": body, "matching_heuristics": True},
+            "pycls": {"model_state": body},
+            "flat": source,
+        }[kind]
+        torch.save(content, path)
+    ours, theirs = build_model(detector_cfg), build_model(detector_cfg)
+    theirs.load_state_dict(ours.state_dict())
+    DetectionCheckpointer(theirs).load(str(path))
+    load_checkpoint(DetectionCheckpointer(ours), open_checkpoint(str(path)), allow_partial=True)
+    assert all(torch.equal(value, theirs.state_dict()[name]) for name, value in ours.state_dict().items())
+    assert torch.equal(ours.backbone.bottom_up.stem.conv1.weight, body["stem.conv1.weight"])
+
+
+def test_what_was_read_is_what_is_loaded(model, r18, tmp_path):
+    path = tmp_path / "weights.pth"
+    torch.save(_converted(r18), path)
+    checkpoint = open_checkpoint(str(path))
+    path.unlink()
+    for _ in range(2):  # loading does not use it up
+        assert str(load_checkpoint(DetectionCheckpointer(model), checkpoint)).startswith("backbone: 82/82")
+    assert torch.equal(model.backbone.bottom_up.stem.conv1.weight, r18["conv1.weight"])
+
+
+def test_a_pickle_that_is_also_safetensors_is_not_unpickled(tmp_path):
+    class Harm:
+        def __reduce__(self):
+            return (tmp_path / "harm").mkdir, ()
+
+    header = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    both = struct.pack("<Q", len(header)) + header + bytes(4)
+    for content in (pickle.dumps({"model": Harm()}) + both, both + pickle.dumps({"model": Harm()})):
+        for name in ("a.pkl", "a.pth", "a.safetensors"):
+            (tmp_path / name).write_bytes(content)
+            with pytest.raises((RefusedFileError, WeightsFileError)):
+                open_checkpoint(str(tmp_path / name))
+    assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize(
+    ("address", "error", "message"),
+    [
+        ("nowhere.pth", MissingFileError, r"^MODEL.WEIGHTS: file not found: 'nowhere.pth' \(cwd: .*\). Fix: "),
+        ("nowhere://a.pth", ConfigError, "^MODEL.WEIGHTS: unknown scheme 'nowhere://'"),
+        ("catalog://nope", ConfigError, "^MODEL.WEIGHTS: unknown address 'catalog://nope'"),
+        ("http://127.0.0.1:9/b.pth", FileAccessError, "^MODEL.WEIGHTS: cannot fetch 'http://127.0.0.1:9/b.pth'"),
+        ("{path}?x.pkl", ConfigError, r"unknown option. Fix: leave out '\?x.pkl'"),
+    ],
+)
+def test_addresses_that_cannot_be_opened(tmp_path, monkeypatch, address, error, message):
+    monkeypatch.setenv("FVCORE_CACHE", str(tmp_path))
+    torch.save({"model": {}}, tmp_path / "a.pth")
+    with pytest.raises(error, match=message):
+        open_checkpoint(address.format(path=tmp_path / "a.pth"))
+
+
+@pytest.mark.parametrize("content", [[1, 2], {"model": [1]}, {"model": {"a": 1}}, {"state_dict": {"a": torch.ones(1)}}])
+def test_a_file_without_tensors_by_name(tmp_path, content):
+    torch.save(content, tmp_path / "a.pth")
+    with pytest.raises(WeightsFileError, match="^MODEL.WEIGHTS: .*a.pth' ?.*(instead of a dict|is not a tensor)"):
+        open_checkpoint(str(tmp_path / "a.pth"))
+
+
+def test_the_option_of_an_address_asks_for_matching_names(model, r18, tmp_path):
+    torch.save({"model": convert(r18).tensors}, tmp_path / "a.pth")
+    checkpoint = open_checkpoint(f"{tmp_path / 'a.pth'}?matching_heuristics=True")
+    assert str(load_checkpoint(DetectionCheckpointer(model), checkpoint)).startswith("backbone: 82/82")
+    with pytest.raises(PartialLoadError, match="0/82"):
+        load_checkpoint(DetectionCheckpointer(model), open_checkpoint(str(tmp_path / "a.pth")))
+
+
+def test_position_names_are_those_of_the_builder(r18):
+    state = authors_state(make_network("R-50", "S1-B3"))
+    assert convert(state, positions="S1-B3").positions == "S1-B3"

@@ -1,0 +1,52 @@
+"""Config files and arguments that cannot be used, and the message of each."""
+
+import pytest
+
+from gw_detectron.engine import setup
+
+from ..tiny_run import CONFIG, arguments
+
+
+def test_missing_file(tmp_path):
+    args = arguments(tmp_path)
+    args.config_file = str(CONFIG.parent / "mask_rcnn_R_18_FPN_GW_dmo.yaml")
+    with pytest.raises(FileNotFoundError, match=r"GW_dmo\.yaml.*Similar: .*GW_demo\.yaml.*list_configs"):
+        setup(args)
+    args.config_file = ""
+    with pytest.raises(FileNotFoundError, match="--config-file"):
+        setup(args)
+
+
+def test_unknown_key_in_the_file(tmp_path):
+    args = arguments(tmp_path)
+    args.config_file = str(tmp_path / "a.yaml")
+    (tmp_path / "a.yaml").write_text(f"_BASE_: {CONFIG}\nMODEL:\n  RESNETS:\n    WITHEN_NORM: GW\n")
+    with pytest.raises(
+        ValueError, match=r"a\.yaml': unknown config key 'MODEL.RESNETS.WITHEN_NORM'. Similar: .*WHITEN"
+    ):
+        setup(args)
+
+
+@pytest.mark.parametrize(
+    "text", ["MODEL: [1, 2", "- 1\n- 2\n", "SOLVER:\n  MAX_ITER: many\n", "", "3", "_BASE_: a.yaml", "1: 2"]
+)
+def test_a_file_that_is_no_config(tmp_path, text):
+    args = arguments(tmp_path)
+    args.config_file = str(tmp_path / "a.yaml")
+    (tmp_path / "a.yaml").write_text(f"VERSION: 2\n{text}" if text.startswith("SOLVER") else text)
+    with pytest.raises(ValueError, match=r"a\.yaml"):
+        setup(args)
+
+
+def test_command_line(tmp_path):
+    for opts, message in [
+        (["SOLVER.MAXITER", "3"], r"unknown config key 'SOLVER.MAXITER'. Similar: SOLVER.MAX_ITER"),
+        (["SOLVER.MAX_ITER"], r"pairs of KEY VALUE"),
+        (["SOLVER.MAX_ITER", "3", "--resume"], r"put --resume before SOLVER.MAX_ITER"),
+        (["SOLVER.MAX_ITER", "3", "--num-gpus", "2"], r"put --num-gpus before SOLVER.MAX_ITER"),
+        (["SOLVER.MAX_ITER", "many"], r"SOLVER.MAX_ITER"),
+    ]:
+        args = arguments(tmp_path)
+        args.opts = opts
+        with pytest.raises(ValueError, match=message):
+            setup(args)

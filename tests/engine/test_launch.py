@@ -1,0 +1,86 @@
+"""How many processes are started, and how their errors are reported."""
+
+import errno
+
+import pytest
+import torch
+from detectron2.utils import comm
+
+from gw_detectron.engine import get_parser
+from gw_detectron.engine.launch import errors_reported, in_all_processes, launch_from_args
+from gw_detectron.errors import ConfigError
+from gw_detectron.preflight import PreflightError
+
+
+def test_zero_and_one_gpu_run_in_this_process():
+    seen = []
+    for words in (["--num-gpus", "0"], []):
+        launch_from_args(lambda args: seen.append(args.num_gpus), get_parser().parse_args(words))
+    assert seen == [0, 1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="speaks about a machine without a GPU")
+def test_several_processes_without_a_gpu_are_torchrun_s(capsys):
+    for words in (["--num-gpus", "2"], ["--num-gpus", "0", "--num-machines", "2"]):
+        with pytest.raises(SystemExit) as ended:
+            launch_from_args(print, get_parser().parse_args(words))
+        assert ended.value.code == 1
+        assert "torchrun --nproc_per_node 2" in capsys.readouterr().err
+
+
+def test_flags_out_of_range(capsys):
+    for words, message in [
+        (["--num-gpus", "-1"], "--num-gpus -1"),
+        (["--num-machines", "2", "--machine-rank", "2"], "0 to 1"),
+    ]:
+        with pytest.raises(SystemExit):
+            launch_from_args(print, get_parser().parse_args(words))
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        PreflightError(["one thing", "another"]),
+        FileNotFoundError(errno.ENOENT, "No such file", "a.json"),
+        OSError(errno.ENOSPC, "No space left on device"),
+    ],
+)
+def test_what_a_user_can_put_right_is_one_message(capsys, error):
+    with pytest.raises(SystemExit) as ended, errors_reported():
+        raise error
+    assert ended.value.code == 1 and ended.value.__suppress_context__
+    said = capsys.readouterr().err
+    assert str(error) in said and "Traceback" not in said
+
+
+def test_what_may_be_a_bug_keeps_its_traceback():
+    for error in (TypeError("a"), RuntimeError("b"), ConnectionResetError("c")):
+        with pytest.raises(type(error)), errors_reported():
+            raise error
+    with pytest.raises(ValueError, match="stack expects"), errors_reported():
+        raise ValueError("stack expects each tensor to be equal size")
+
+
+@pytest.mark.parametrize(
+    ("rank", "failed"), [(0, [True, True]), (1, [True, True]), (1, [False, True]), (0, [False, True])]
+)
+def test_an_error_of_several_processes_is_reported_once(monkeypatch, capsys, rank, failed):
+    monkeypatch.setattr(comm, "get_world_size", lambda: 2)
+    monkeypatch.setattr(comm, "get_rank", lambda: rank)
+    monkeypatch.setattr(comm, "all_gather", lambda mine: failed if mine == failed[rank] else pytest.fail("wrong flag"))
+    monkeypatch.setattr(comm, "synchronize", lambda: None)
+    with pytest.raises(SystemExit) as ended, in_all_processes():
+        if failed[rank]:
+            raise ConfigError("KEY (1): wrong. Fix: 2.")
+    assert ended.value.code == 1
+    reported = rank == failed.index(True)
+    assert ("KEY (1): wrong" in capsys.readouterr().err) == reported
+
+
+def test_processes_that_all_succeed_continue(monkeypatch):
+    monkeypatch.setattr(comm, "get_world_size", lambda: 2)
+    monkeypatch.setattr(comm, "all_gather", lambda mine: [mine, False])
+    with in_all_processes():
+        done = True
+    assert done

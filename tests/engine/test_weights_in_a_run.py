@@ -1,0 +1,87 @@
+"""From a file of ImageNet weights, through ``gw://``, into a run: what is loaded is said, what is not is an error."""
+
+import os
+import pickle
+
+import pytest
+import torch
+import torchvision
+from safetensors.torch import save_file
+
+from gw_detectron.checkpoint import PartialLoadError, convert_file
+from gw_detectron.data.synthetic import register_synthetic
+from gw_detectron.engine import main
+from gw_detectron.preflight import PreflightError
+
+from ..tiny_run import DATA, arguments
+
+BASELINE = {"MODEL__RESNETS__WHITEN_POSITIONS": "", "SOLVER__MAX_ITER": 1, "DATASETS__TEST": "()"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def data(tmp_path_factory):
+    register_synthetic(tmp_path_factory.mktemp("datasets"), DATA)
+    yield
+    register_synthetic()
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("FVCORE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def resnet18(tmp_path_factory):
+    path = tmp_path_factory.mktemp("weights") / "resnet18.pth"
+    torch.save(torchvision.models.resnet18(weights=None).state_dict(), path)
+    return path
+
+
+def log_of(output) -> str:
+    return (output / "log.txt").read_text()
+
+
+def test_an_unconverted_file_is_converted_and_loaded_whole(tmp_path, resnet18):
+    main(arguments(tmp_path / "out", MODEL__WEIGHTS=f"gw://file/{resnet18}", **BASELINE))
+    assert "backbone: 100/100 tensors; FPN and heads start new, as expected" in log_of(tmp_path / "out")
+
+
+def test_weights_of_another_mixture_stop_the_run(tmp_path, resnet18):
+    options = {**BASELINE, "MODEL__RESNETS__WHITEN_POSITIONS": "S1-B2"}
+    weights = f"gw://file/{resnet18}"
+    with pytest.raises(PartialLoadError, match="18 unexpected tensors in the checkpoint"):
+        main(arguments(tmp_path / "out", MODEL__WEIGHTS=weights, **options))
+    main(arguments(tmp_path / "partial", "--allow-partial", MODEL__WEIGHTS=weights, **options))
+    assert "unexpected tensors in the checkpoint" in log_of(tmp_path / "partial")
+
+
+def test_the_images_noted_in_converted_weights_are_demanded(tmp_path, resnet18):
+    convert_file(resnet18, tmp_path / "r18.pkl")
+    with pytest.raises(PreflightError, match=r"INPUT.FORMAT RGB"):
+        main(arguments(tmp_path / "out", MODEL__WEIGHTS=tmp_path / "r18.pkl", INPUT__FORMAT="BGR", **BASELINE))
+
+
+def test_evaluation_with_backbone_weights_alone_is_refused(tmp_path, resnet18):
+    options = {**BASELINE, "DATASETS__TEST": "('gw_synthetic_val',)", "MODEL__WEIGHTS": f"gw://file/{resnet18}"}
+    with pytest.raises(PartialLoadError, match="not a whole detector"):
+        main(arguments(tmp_path / "out", "--eval-only", **options))
+
+
+def test_code_in_a_weight_file_is_not_run(tmp_path):
+    class Harm:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "harm"),)
+
+    (tmp_path / "harm.pkl").write_bytes(pickle.dumps({"model": Harm()}))
+    with pytest.raises(PreflightError, match="was not read: it names .*mkdir"):
+        main(arguments(tmp_path / "out", MODEL__WEIGHTS=tmp_path / "harm.pkl", **BASELINE))
+    assert not (tmp_path / "harm").exists()
+
+
+def test_safetensors_go_through_gw_file(tmp_path, resnet18):
+    path = tmp_path / "r18.safetensors"
+    save_file(torch.load(resnet18, weights_only=True), path)
+    with pytest.raises(PreflightError, match=rf"gw://file/{path}"):
+        main(arguments(tmp_path / "out", MODEL__WEIGHTS=path, **BASELINE))
+    main(arguments(tmp_path / "out", MODEL__WEIGHTS=f"gw://file/{path}", **BASELINE))
+    assert "backbone: 100/100 tensors" in log_of(tmp_path / "out")

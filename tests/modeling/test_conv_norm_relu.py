@@ -1,0 +1,261 @@
+"""A fused ReLU changes the number of passes over memory and nothing else."""
+
+import copy
+import functools
+import pickle
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from detectron2.layers import FrozenBatchNorm2d, ShapeSpec
+from detectron2.modeling import build_model
+from detectron2.modeling.backbone.resnet import BasicBlock, BasicStem, BottleneckBlock
+from detectron2.modeling.roi_heads import FastRCNNConvFCHead, MaskRCNNConvUpsampleHead
+from detectron2.utils.events import EventStorage
+from torch import fx, nn
+
+from gw_detectron.layers import BatchWhitening2d, GroupWhitening2d
+from gw_detectron.modeling import ConvNormReLU, GWFastRCNNConvFCHead, GWMaskRCNNConvUpsampleHead
+from gw_detectron.modeling.resnet import GWBasicBlock, GWBasicStem, GWBottleneckBlock, whitened_convs
+
+from ..test_configs import tiny, tiny_batch
+
+NORMS = {
+    "GW": functools.partial(GroupWhitening2d, num_groups=4),
+    "BW": functools.partial(BatchWhitening2d, channels_per_group=4),
+    "GN": functools.partial(nn.GroupNorm, 4),
+    "FrozenBN": "FrozenBN",
+}
+REGIONS = ShapeSpec(channels=8, height=7, width=7)
+HEAD = {"input_shape": REGIONS, "conv_dims": [8, 8, 8]}
+
+
+class Component(NamedTuple):
+    ours: type[nn.Module]
+    stock: type[nn.Module]
+    arguments: dict[str, Any]
+    norm: str  # the argument that takes the norm
+    relus: int  # ReLUs behind norms
+
+
+COMPONENTS = {
+    "stem": Component(GWBasicStem, BasicStem, {"in_channels": 8, "out_channels": 16}, "norm", 1),
+    "basic": Component(GWBasicBlock, BasicBlock, {"in_channels": 8, "out_channels": 16, "stride": 2}, "norm", 1),
+    "bottleneck": Component(
+        GWBottleneckBlock, BottleneckBlock, {"in_channels": 8, "out_channels": 8, "bottleneck_channels": 8}, "norm", 2
+    ),
+    "box head": Component(GWFastRCNNConvFCHead, FastRCNNConvFCHead, HEAD | {"fc_dims": [16]}, "conv_norm", 3),
+    "mask head": Component(
+        GWMaskRCNNConvUpsampleHead, MaskRCNNConvUpsampleHead, HEAD | {"num_classes": 2}, "conv_norm", 2
+    ),
+}
+
+
+@pytest.fixture
+def fused(monkeypatch) -> list[str]:
+    """Names of the modules, set by `name_norms`, that were called with ``relu=True``."""
+    calls = []
+    forward = GroupWhitening2d.forward
+
+    def record(self, x, relu=False):
+        if relu:
+            calls.append(getattr(self, "name", ""))
+        return forward(self, x, relu=relu)
+
+    monkeypatch.setattr(GroupWhitening2d, "forward", record)
+    return calls
+
+
+def name_norms(module: nn.Module) -> None:
+    for name, norm in module.named_modules():
+        norm.name = name
+
+
+def images(channels: int = 8) -> torch.Tensor:
+    return torch.randn(2, channels, 7, 7, generator=torch.Generator().manual_seed(0))
+
+
+def run(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return module.layers(x) if isinstance(module, MaskRCNNConvUpsampleHead) else module(x)
+
+
+def block(norm: object = "GW", cls: type[nn.Module] = GWBottleneckBlock) -> nn.Module:
+    torch.manual_seed(0)
+    return cls(8, 8, bottleneck_channels=8, norm=NORMS.get(norm, norm))
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_it_is_the_stock_component(component, norm, fused):
+    kind = COMPONENTS[component]
+    torch.manual_seed(0)
+    ours = kind.ours(**kind.arguments, **{kind.norm: NORMS[norm]})
+    drawn = torch.get_rng_state()
+    torch.manual_seed(0)
+    stock = kind.stock(**kind.arguments, **{kind.norm: NORMS[norm]})
+    assert torch.equal(drawn, torch.get_rng_state()), "no random number more or less"
+    assert list(ours.state_dict()) == list(stock.state_dict())
+    results = []
+    for module in (ours, stock):
+        leaf = images().requires_grad_()
+        y = run(module, leaf)
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        gradients = torch.autograd.grad(y.square().sum(), [leaf, *parameters], allow_unused=True)
+        results.append([y.detach(), *gradients])
+    assert len(fused) == (kind.relus if norm == "GW" else 0)
+    assert torch.equal(results[0][0], results[1][0])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("positions", ["S1-B1", "S1-B2", "S1-B3", "S1-B12", "ALL"])
+def test_only_norms_before_a_relu_apply_it(positions, fused):
+    """A sum follows the third norm and that of the shortcut."""
+    convs = whitened_convs(positions)
+    module = GWBottleneckBlock(8, 16, bottleneck_channels=8, norm="BN", whiten_norm=NORMS["GW"], whiten_convs=convs)
+    name_norms(module)
+    module(images())
+    assert fused == [f"{name}.norm" for name in ("conv1", "conv2") if name in convs]
+
+
+def test_losses_and_gradients_of_a_detector_are_those_without_fusion(cfg, monkeypatch, fused):
+    cfg = tiny(cfg)
+    cfg.MODEL.RESNETS.DEPTH, cfg.MODEL.RESNETS.RES2_OUT_CHANNELS = 18, 64
+    cfg.MODEL.FPN.NORM = cfg.MODEL.ROI_BOX_HEAD.NORM = cfg.MODEL.ROI_MASK_HEAD.NORM = "GW"
+    torch.manual_seed(0)
+    model = build_model(cfg).train()
+    batch = tiny_batch(80)
+    results = []
+    for fuses in (True, False):
+        monkeypatch.setattr(GroupWhitening2d, "fuses_relu", fuses)
+        torch.manual_seed(1)
+        with EventStorage():
+            losses = model(batch)
+        gradients = torch.autograd.grad(sum(losses.values()), list(model.parameters()))
+        results.append([*losses.values(), *gradients])
+        assert len(fused) == 1 + 4 + 4  # stem, box head, mask head; at S1-B2 a sum follows the norms of basic blocks
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("norm", ["GW", "BN"])
+def test_converting_and_freezing_keep_the_relu(norm):
+    expected = block(norm, BottleneckBlock).eval()
+    x = images()
+    with torch.no_grad():
+        expected = expected(x)
+        assert torch.equal(block(norm).eval()(x), expected)
+        # convert_frozen_batchnorm takes the running statistics, which are those of evaluation
+        for change in (FrozenBatchNorm2d.convert_frozen_batchnorm, lambda module: module.freeze()):
+            torch.testing.assert_close(change(block(norm)).eval()(x), expected)
+        in_sync = nn.SyncBatchNorm.convert_sync_batchnorm(block(norm)).eval()
+        assert any(isinstance(layer, nn.SyncBatchNorm) for layer in in_sync.modules()) == (norm == "BN")
+        assert [type(layer) for layer in (in_sync.conv1, in_sync.conv2)] == [ConvNormReLU, ConvNormReLU]
+        if norm == "GW":
+            assert torch.equal(in_sync(x), expected)
+        else:  # SyncBatchNorm is for GPUs: put the plain one back
+            for conv in (in_sync.conv1, in_sync.conv2, in_sync.conv3):
+                conv.norm = nn.BatchNorm2d(8).eval()
+            torch.testing.assert_close(in_sync(x), expected)
+
+
+@pytest.mark.parametrize("norm", ["GN", "BN", "FrozenBN", None])
+@pytest.mark.parametrize("component", ["bottleneck", "box head", "mask head"])
+def test_replacing_a_norm_keeps_the_relu(component, norm):
+    kind = COMPONENTS[component]
+    outputs = []
+    for cls in (kind.ours, kind.stock):
+        torch.manual_seed(0)
+        module = cls(**kind.arguments, **{kind.norm: NORMS["GW"]})
+        for conv in module.children():
+            if isinstance(getattr(conv, "norm", None), GroupWhitening2d):
+                make = {"GN": NORMS["GN"], "BN": nn.BatchNorm2d, "FrozenBN": FrozenBatchNorm2d, None: lambda _: None}
+                conv.norm = make[norm](8)
+        outputs.append(run(module, images()))
+    assert torch.equal(*outputs)
+
+
+def test_each_activation_is_applied(fused):
+    class Shifted(nn.ReLU):
+        def forward(self, x):
+            return super().forward(x - 1)
+
+    conv, x = block().conv1, images()
+    y = conv.norm(F.conv2d(x, conv.weight))
+    for activation in (nn.ReLU(), nn.ReLU(inplace=True), nn.SiLU(), nn.LeakyReLU(0.1), Shifted(), None):
+        conv.activation = activation
+        expected = activation(y.clone()) if activation else y
+        assert torch.equal(conv(x), expected)
+    assert len(fused) == 2
+    conv.norm, conv.activation = None, nn.SiLU()
+    assert torch.equal(conv(x), F.silu(F.conv2d(x, conv.weight)))
+
+
+def compiled(module: nn.Module, x: torch.Tensor) -> Any:
+    return torch.compile(module, backend="eager", fullgraph=True)
+
+
+def traced_by_fx(module: nn.Module, x: torch.Tensor) -> Any:
+    class Tracer(fx.Tracer):
+        # Detectron2's own convolution cannot be traced: it branches on the size of its input. Nor can whitening.
+        def is_leaf_module(self, layer: nn.Module, name: str) -> bool:
+            return not (isinstance(layer, ConvNormReLU) and isinstance(layer.norm, GroupWhitening2d))
+
+    graph = Tracer().trace(module)
+    assert {"conv1.norm", "conv1"} & {node.target for node in graph.nodes}
+    return fx.GraphModule(module, graph)
+
+
+COPIES = {
+    "pickle": lambda module, x: pickle.loads(pickle.dumps(module)),
+    "deepcopy": lambda module, x: copy.deepcopy(module),
+    "torch.compile": compiled,
+    "torch.fx": traced_by_fx,
+    "torch.export": lambda module, x: torch.export.export(module, (x,)).module(),
+    "torch.jit.trace": lambda module, x: torch.jit.trace(module, x),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("norm", ["GW", "FrozenBN"])
+@pytest.mark.parametrize("way", COPIES)
+def test_copies_and_graphs_compute_the_same(way, norm):
+    module, x = block(norm).eval(), images()
+    with torch.no_grad():
+        expected = block(norm, BottleneckBlock).eval()(x)
+        torch.testing.assert_close(COPIES[way](module, x)(x), expected)
+
+
+def test_fx_keeps_the_relu_when_a_norm_of_the_graph_is_replaced():
+    """The graph calls the norm with relu=True, so another norm is an error and not another function."""
+    graph = traced_by_fx(block(), images())
+    graph.conv1.norm = nn.GroupNorm(4, 8)
+    with pytest.raises(TypeError, match="relu"):
+        graph(images())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("norm", ["FrozenBN", ""])
+def test_without_group_whitening_a_backbone_can_be_scripted(norm):
+    """Like Detectron2's own."""
+    module = GWBottleneckBlock(8, 16, bottleneck_channels=8, norm=norm).eval()
+    stem = GWBasicStem(3, 8, norm=norm).eval()
+    x = torch.randn(1, 3, 32, 32)
+    assert torch.equal(torch.jit.script(module)(torch.jit.script(stem)(x)), module(stem(x)))
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("component", ["box head", "mask head"])
+def test_a_hook_sees_the_output_of_the_norm(component, norm):
+    """The stock heads' ReLU does not overwrite the norm's output; full backward hooks depend on that."""
+    kind = COMPONENTS[component]
+    module = kind.ours(**kind.arguments, **{kind.norm: NORMS[norm]})
+    seen, convs = [], []
+    for conv in module.conv_norm_relus:
+        conv.register_forward_hook(lambda _, __, output: convs.append(output))
+        conv.norm.register_forward_hook(lambda _, __, output: seen.append(output))
+        conv.norm.register_full_backward_hook(lambda *_: None)
+    run(module, images().requires_grad_()).sum().backward()
+    assert len(seen) == len(convs) == kind.relus
+    assert all((output.min() < 0) == (norm != "GW") for output in seen)
+    assert all(output.min() >= 0 for output in convs)

@@ -1,0 +1,112 @@
+"""Private torch APIs: oneDNN products, and what happens in a torch without these names."""
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+from gw_detectron.layers import GroupWhitening2d
+from gw_detectron.ops import compat
+from gw_detectron.ops.group_whitening import matmul
+from gw_detectron.ops.group_whitening.closed_form import InputGradient
+
+needs_onednn = pytest.mark.skipif(
+    not compat.onednn_available(), reason="this processor has no AVX-512, or torch no oneDNN"
+)
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def error(value: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> float:
+    expected = a.double() @ b.double()
+    return ((value - expected).norm() / expected.norm()).item()
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """Count the products by oneDNN and check each result."""
+    made = []
+
+    def counted(a, b, product=compat.onednn_matmul):
+        result = product(a, b)
+        assert error(result, a, b) < 1e-6
+        made.append(result.shape)
+        return result
+
+    monkeypatch.setattr(compat, "onednn_matmul", counted)
+    return made
+
+
+@needs_onednn
+@pytest.mark.parametrize("columns", [1, 33, 2048, 4203])
+def test_products_of_all_kinds(columns):
+    """The shapes of whitening, covariance, and the gradient of the whitening matrix (dY is a slice)."""
+    x, matrix, dy = random(64, columns), random(64, 64), random(64, 3 * columns)[:, columns : 2 * columns]
+    for a, b in ((matrix, x), (x, x.mT), (dy, x.mT), (random(64, 128), random(128, columns))):
+        assert error(compat.onednn_matmul(a, b), a, b) < 1e-6
+
+
+@needs_onednn
+def test_for_large_float32_on_a_cpu():
+    like = random(2)
+    assert compat.onednn_is_faster(like, 64, 5000)
+    assert not compat.onednn_is_faster(like, 64, 64), "too small"
+    assert not compat.onednn_is_faster(like, 16, 5000), "too flat"
+    assert not compat.onednn_is_faster(like.double(), 64, 5000)
+    assert not compat.onednn_is_faster(like.bfloat16(), 64, 5000)
+    assert not compat.onednn_is_faster(like.to("meta"), 64, 5000)
+
+
+def test_not_where_it_is_switched_off(monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    assert not compat.onednn_is_faster(random(2), 64, 5000)
+
+
+def test_not_on_another_processor(monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    compat.onednn_available.cache_clear()
+    try:
+        assert not compat.onednn_is_faster(random(2), 64, 5000)
+    finally:
+        compat.onednn_available.cache_clear()
+
+
+@needs_onednn
+def test_each_product_of_a_large_map_but_that_of_strided_channels(products):
+    """Forward sigma and y, backward G and dx, of two samples. With two channels, those of G are strided in x."""
+    for channels, count in ((64, 8), (128, 6)):
+        x = random(2, channels, 60, 70)
+        mean, sigma = matmul.statistics(x, 64)
+        out = torch.empty_like(x)
+        matmul.apply(x, mean, sigma, None, None, False, out)
+        matmul.grad_products(x, mean, x, 64, None, out)
+        matmul.apply_backward(x, mean, x, None, InputGradient(sigma, sigma, mean), out)
+        assert len(products) == count
+        products.clear()
+
+
+@needs_onednn
+def test_small_maps_go_without(products):
+    x = random(40, 64, 7, 7)
+    mean, sigma = matmul.statistics(x, 64)
+    matmul.apply(x, mean, sigma, None, None, False, torch.empty_like(x))
+    assert not products
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_an_export_is_recognized_with_and_without_the_private_flag(flag, monkeypatch):
+    if flag and not compat._EXPORTING_FLAG:
+        pytest.skip("this torch has no torch.compiler._is_exporting_flag")
+    monkeypatch.setattr(compat, "_EXPORTING_FLAG", flag)
+    program = torch.export.export(GroupWhitening2d(8, 4), (random(2, 8, 3, 3),))
+    assert not any("gw_detectron" in str(node.target) for node in program.graph.nodes)
+
+
+def test_transforms_are_recognized():
+    assert not compat.needs_plain_operations()
+    found = []
+    torch.func.vmap(lambda x: found.append(compat.needs_plain_operations()) or x)(random(2))
+    with forward_ad.dual_level():
+        found.append(compat.needs_plain_operations())
+    assert found == [True, True]

@@ -1,0 +1,171 @@
+"""Samples without variance, or with fewer columns than groups: finite values and gradients, never NaN."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from gw_detectron.layers import SOLVERS
+
+from . import oracle
+from .cases import affine_of, build, correlated, gw
+from .oracle import Setting
+
+PUBLISHED = ["newton", "zca"]
+EPS = [1e-5, 0.0]
+DTYPES = [torch.float32, torch.float64]
+
+
+def _dead(alive: slice, scale: float = 1.0) -> np.ndarray:
+    x = np.maximum(scale * correlated((2, 32, 5, 3)), 0)
+    keep = np.zeros(32, bool)
+    keep[alive] = True
+    return x * keep[:, None, None]
+
+
+def _one_bright_pixel() -> np.ndarray:
+    x = np.zeros((2, 32, 5, 3))
+    x[:, 7, 2, 1] = 100.0
+    return x
+
+
+#: name -> (groups, x); every x of CENTRED_ZERO is exactly its group means
+CENTRED_ZERO = {
+    "zero": (16, np.zeros((2, 32, 5, 3))),
+    "constant": (16, np.full((2, 32, 5, 3), 3.0)),
+    "constant per group": (16, np.repeat(np.arange(16.0), 2)[None, :, None, None] * np.ones((2, 1, 5, 3))),
+    "single pixel": (32, correlated((2, 32, 1, 1))),
+    "vector": (32, correlated((2, 32))),
+}
+DEGENERATE = CENTRED_ZERO | {
+    "half of the channels dead": (16, _dead(slice(0, 16))),
+    "one channel alive": (16, _dead(slice(5, 6))),
+    "one channel dead": (32, _dead(slice(1, None))),
+    "large with dead channels": (16, _dead(slice(0, 10), 1e3)),
+    "one bright pixel": (16, _one_bright_pixel()),
+    "two columns": (32, correlated((2, 32, 2, 1))),
+    "fewer columns than groups": (32, correlated((2, 32, 5, 3))),
+    "equal channels": (16, np.repeat(correlated((2, 1, 5, 3)), 32, axis=1)),
+    "constant up to rounding": (16, np.full((2, 32, 5, 3), 0.1) * (1 + 1e-7 * correlated((2, 32, 5, 3)))),
+    "tiny": (16, 1e-9 * correlated((2, 32, 5, 3))),
+    "very tiny": (16, 1e-14 * correlated((2, 32, 5, 3))),
+    "next to nothing": (16, 1e-25 * correlated((2, 32, 5, 3))),
+    "huge": (16, 1e12 * correlated((2, 32, 5, 3))),
+    "one sample zero": (16, np.stack([np.zeros((32, 5, 3)), correlated((1, 32, 5, 3))[0]])),
+}
+
+
+@pytest.mark.parametrize("eps", EPS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("name", DEGENERATE)
+def test_output_is_bounded_and_gradients_are_finite(name, solver, dtype, eps):
+    """No whitening matrix psi(Sigma) <= Sigma^(-1/2) makes |x_hat| larger than sqrt(M)."""
+    groups, array = DEGENERATE[name]
+    layer = build(32, Setting(groups, eps=eps, solver=solver), dtype)
+    x = torch.from_numpy(array).to(dtype).requires_grad_()
+    y = layer(x)
+    x_hat = (y - layer.bias.view(-1, *[1] * (x.dim() - 2))) / layer.weight.view(-1, *[1] * (x.dim() - 2))
+    assert y.isfinite().all()
+    assert x_hat.abs().max() <= math.sqrt(x[0].numel() / groups) * 1.01 + 1e-5
+    y.backward(torch.from_numpy(correlated(tuple(x.shape), seed=3)).to(dtype))
+    for gradient in (x.grad, layer.weight.grad, layer.bias.grad):
+        assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("eps", EPS)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("name", CENTRED_ZERO)
+def test_a_sample_without_variance_gives_the_bias(name, solver, dtype, eps):
+    groups, array = CENTRED_ZERO[name]
+    layer = build(32, Setting(groups, eps=eps, solver=solver), dtype)
+    x = torch.from_numpy(array).to(dtype)
+    assert torch.equal(layer(x), layer.bias.view(-1, *[1] * (x.dim() - 2)).expand_as(x))
+
+
+@pytest.mark.parametrize("solver", PUBLISHED)
+@pytest.mark.parametrize("name", [n for n in DEGENERATE if n not in ("tiny", "very tiny", "next to nothing")])
+def test_with_eps_degenerate_samples_still_follow_the_formula(name, solver):
+    groups, x = DEGENERATE[name]
+    setting = Setting(groups, eps=1e-3, solver=solver)
+    layer = build(32, setting)
+    expected = oracle.group_whiten(x, setting, *affine_of(layer))
+    np.testing.assert_allclose(layer(torch.from_numpy(x)).detach().numpy(), expected, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", ["half of the channels dead", "two columns", "equal channels", "one bright pixel"])
+def test_zca_without_eps_whitens_the_directions_that_have_variance(name):
+    """With eps = 0 a direction without variance has no inverse root; the rest gets variance 1."""
+    groups, array = DEGENERATE[name]
+    y = gw(torch.from_numpy(array), groups, eps=0, solver="zca").reshape(2, groups, -1)
+    x_g = array.reshape(2, groups, -1)
+    x_c = x_g - x_g.mean(-1, keepdims=True)
+    for whitened, centred in zip(y.numpy(), x_c, strict=True):
+        covariance = centred @ centred.T / centred.shape[-1]
+        onto_range = covariance @ np.linalg.pinv(covariance, rcond=1e-9, hermitian=True)
+        np.testing.assert_allclose(whitened @ whitened.T / centred.shape[-1], onto_range, atol=1e-6)
+
+
+@pytest.mark.parametrize("solver", PUBLISHED)
+@pytest.mark.parametrize("size", [(5, 3), ()], ids=str)
+def test_gradient_of_a_sample_without_variance(size, solver):
+    """X_C = 0 leaves dL/dx = W (dL/dX_G - f 1^T), where W = psi(eps I) is a multiple of I."""
+    groups, eps = 8, 1e-2
+    x = torch.full((1, 32, *size), 3.0, dtype=torch.float64, requires_grad=True)
+    grad = torch.from_numpy(correlated(tuple(x.shape), seed=4))
+    gw(x, groups, eps=eps, solver=solver).backward(grad)
+    w = eps**-0.5
+    if solver == "newton":
+        w = float(oracle.newton_scalar(1 / groups, 5)) / math.sqrt(groups * eps)
+    grad_g = grad.reshape(groups, -1)
+    expected = w * (grad_g - grad_g.mean(-1, keepdim=True))
+    torch.testing.assert_close(x.grad.reshape(groups, -1), expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("solver", sorted(set(SOLVERS) - {"pca"}))  # which has no derivative at equal eigenvalues
+@pytest.mark.parametrize("scale", [30.0, 1e3])
+def test_gradients_do_not_explode_with_equal_channels(solver, scale):
+    """Half of the eigenvalues are zero up to rounding, and eps is below that; they must count as zero."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        half, grad = torch.randn(1, 32, 16, 16, generator=generator), torch.randn(1, 64, 16, 16, generator=generator)
+        x = (scale * half).repeat_interleave(2, 1).requires_grad_()
+        gw(x, 64, solver=solver).backward(grad)
+        assert x.grad.abs().max() * scale < 100
+
+
+@pytest.mark.parametrize("solver", ["newton", "cholesky", "pivoted_cholesky"])
+def test_nan_stays_in_its_sample_without_eigendecomposition(solver):
+    x = torch.from_numpy(correlated((3, 32, 5, 3)))
+    clean = gw(x, 16, solver=solver)
+    x[1, 4, 2, 2] = math.nan
+    y = gw(x, 16, solver=solver)
+    assert torch.equal(y[[0, 2]], clean[[0, 2]])
+    assert y[1].isnan().all()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("groups", [1, 2, 16, 64])
+@pytest.mark.parametrize("solver", ["zca", "zca_max", "zca_entropy", "pca"])
+def test_eigendecomposition_refuses_values_that_are_not_finite(solver, groups, bad):
+    x = torch.from_numpy(correlated((3, 64, 5, 3)))
+    x[1, 4, 2, 2] = bad
+    with pytest.raises(ValueError, match=f"solver={solver}: .* NaN"):
+        gw(x, groups, solver=solver)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("shape", [(0, 32, 5, 3), (2, 32, 0, 3), (0, 32), (2, 32, 0), (0, 32, 2, 3, 4)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
+def test_empty_input_keeps_the_parameters_in_the_graph(shape, dtype, solver):
+    layer = build(32, Setting(16, solver=solver), torch.float32)
+    x = torch.empty(shape, dtype=dtype, requires_grad=True)
+    y = layer(x)
+    assert y.shape == shape
+    assert y.dtype == dtype
+    y.sum().backward()
+    for parameter in layer.parameters():
+        assert torch.equal(parameter.grad, torch.zeros(32))
+    assert x.grad.shape == shape

@@ -1,0 +1,217 @@
+"""GroupWhitening2d against the oracle: values, gradients, input ranks and number formats."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from . import oracle
+from .cases import GROUPS, SOLVER_ARGS, affine_of, build, correlated, grid, gw
+from .oracle import Setting
+
+#: error of rounding the output to its dtype, relative to 1 + |y|: half a unit in the last place, times two because the
+#: affine map may be applied before or after the rounding; all else is float32 at least
+STORAGE = {torch.float64: 0.0, torch.float32: 2**-23, torch.float16: 2**-10, torch.bfloat16: 2**-7}
+
+
+def tolerance(dtype: torch.dtype, setting: Setting) -> float:
+    """Return the allowed error relative to 1 + |y|, for covariances with a condition number of a few hundred.
+
+    Float64 has 1e-10 for everything. In float32 up to five Newton steps stay at a few rounding errors. From
+    then on the large eigenvalues have converged, and the part E_ij of the rounding error that does not
+    commute with Sigma_N is multiplied by 1 - (s_j / s_i + sqrt(s_j / s_i)) / 2 in every further step, up to
+    half the condition number: a property of the published iteration. ZCA multiplies the covariance's rounding
+    error by the condition number.
+    """
+    if dtype == torch.float64:
+        return 1e-10
+    if setting.solver == "zca":
+        return 5e-5 + STORAGE[dtype]
+    return (5e-6 if setting.iters <= 5 else 2e-4) + STORAGE[dtype]
+
+
+def assert_close_to_oracle(y: torch.Tensor, x: torch.Tensor, layer: torch.nn.Module, setting: Setting) -> None:
+    expected = oracle.group_whiten(x.detach().double().numpy(), setting, *affine_of(layer))
+    error = np.abs(y.detach().double().numpy() - expected) / (1 + np.abs(expected))
+    assert y.dtype == x.dtype
+    assert error.max() <= tolerance(x.dtype, setting)
+
+
+@pytest.mark.parametrize(("channels", "size", "setting"), grid(), ids=str)
+def test_forward_and_backward_equal_the_papers_algorithms(channels, size, setting):
+    layer = build(channels, setting)
+    weight, bias = affine_of(layer)
+    x, grad = correlated((2, channels, *size)), correlated((2, channels, *size), seed=1)
+    leaf = torch.from_numpy(x).requires_grad_()
+    y = layer(leaf)
+    np.testing.assert_allclose(y.detach().numpy(), oracle.group_whiten(x, setting, weight, bias), rtol=0, atol=1e-10)
+
+    y.backward(torch.from_numpy(grad))
+    expected = oracle.group_whiten_backward(x, grad, setting, weight)
+    for name, tensor, reference in zip(
+        ("x", "weight", "bias"), (leaf, layer.weight, layer.bias), expected, strict=True
+    ):
+        scale = np.abs(reference).max()
+        np.testing.assert_allclose(tensor.grad.numpy() / scale, reference / scale, rtol=0, atol=1e-10, err_msg=name)
+
+
+@pytest.mark.parametrize("args", SOLVER_ARGS, ids=str)
+@pytest.mark.parametrize("groups", GROUPS)
+def test_gradcheck_of_input_and_affine(groups, args):
+    """eps = 0.1 because M = 6 < g makes the covariance singular, and gradcheck's step is finite."""
+    channels = max(groups, 8)
+    setting = Setting(groups, eps=0.1, **args)
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(2 if groups < 32 else 1, channels, 3, 2, dtype=torch.float64, generator=rng)
+    weight, bias = torch.randn(2, channels, dtype=torch.float64, generator=rng)
+
+    def whiten(x, weight, bias):
+        return gw(x, groups, weight, bias, num_iters=setting.iters, eps=setting.eps, solver=setting.solver)
+
+    inputs = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    assert torch.autograd.gradcheck(whiten, inputs, fast_mode=groups > 8)
+
+
+@pytest.mark.parametrize("solver", ["newton", "zca"])
+@pytest.mark.parametrize(("channels", "groups"), [(8, 64), (24, 24), (48, 64), (13, 13)])
+def test_groups_are_capped_at_the_channel_count(channels, groups, solver):
+    layer = build(channels, Setting(groups, solver=solver))
+    assert layer.num_groups == channels
+    x = correlated((2, channels, 9, 11))
+    expected = oracle.group_whiten(x, Setting(channels, solver=solver), *affine_of(layer))
+    np.testing.assert_allclose(layer(torch.from_numpy(x)).detach().numpy(), expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("solver", ["newton", "zca"])
+@pytest.mark.parametrize("size", [(), (31,), (1,), (5, 7), (1, 9), (3, 5, 2)], ids=str)
+def test_every_input_rank(size, solver):
+    setting = Setting(8, eps=1e-3, solver=solver)
+    layer = build(80, setting)
+    x = correlated((3, 80, *size))
+    y = layer(torch.from_numpy(x))
+    assert y.shape == x.shape
+    np.testing.assert_allclose(y.detach().numpy(), oracle.group_whiten(x, setting, *affine_of(layer)), atol=1e-10)
+
+
+@pytest.mark.parametrize("solver", ["newton", "zca"])
+def test_the_module_without_affine_is_the_function_without_affine(solver):
+    x = torch.from_numpy(correlated((2, 32, 5, 7)))
+    layer = build(32, Setting(16, solver=solver), affine=False)
+    assert layer.weight is None
+    assert layer.bias is None
+    assert not list(layer.parameters())
+    assert torch.equal(layer(x), gw(x, 16, solver=solver))
+
+
+@pytest.mark.parametrize("solver", ["newton", "zca"])
+@pytest.mark.parametrize("iters", [0, 1, 5])
+@pytest.mark.parametrize("eps", [0.0, 1e-5, 0.3])
+def test_one_group_is_group_norm_with_one_group(eps, iters, solver):
+    """For g = 1 the covariance is one number, Sigma = var + eps, and both solvers reduce to GroupNorm
+    exactly.
+
+    Newton: tr(Sigma) = Sigma, so Sigma_N = 1 whatever the input is, and P_0 = 1 is the fixed point of the
+    iteration: P_k = (3 * 1 - 1^3 * 1) / 2 = 1 for every k. Hence W = P_T / sqrt(tr(Sigma)) = 1 / sqrt(var +
+    eps), for every T (T = 0 included): eps cancels in Sigma_N and acts through the trace only. ZCA: W =
+    Sigma^(-1/2), the same number. With the biased variance over M = C * prod(spatial) this is GroupNorm(1, C,
+    eps), which adds eps at the same place.
+    """
+    x = torch.from_numpy(correlated((3, 24, 5, 7)))
+    weight, bias = torch.randn(2, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    y = gw(x, 1, weight, bias, num_iters=iters, eps=eps, solver=solver)
+    torch.testing.assert_close(y, F.group_norm(x, 1, weight, bias, eps), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("groups", "variance"), [(16, 0.9657), (32, 0.8235), (64, 0.586)])
+def test_five_steps_leave_the_variance_that_pretrained_weights_expect(groups, variance):
+    """Independent Gaussian input has Sigma_N = I / g; T = 5 steps stop at p_5(1/g)^2 / g < 1."""
+    x = torch.randn(1, 64, 150, 160, generator=torch.Generator().manual_seed(0))
+    measured = gw(x, groups).var().item()
+    assert measured == pytest.approx(variance, abs=0.01)
+    assert measured == pytest.approx(float(oracle.newton_scalar(1 / groups, 5) ** 2 / groups), abs=0.01)
+
+
+@pytest.mark.parametrize("dtype", STORAGE, ids=str)
+@pytest.mark.parametrize("args", SOLVER_ARGS, ids=str)
+@pytest.mark.parametrize(("channels", "groups"), [(64, 64), (256, 64), (96, 16), (2048, 32)])
+def test_every_number_format(channels, groups, args, dtype):
+    setting = Setting(groups, **args)
+    layer = build(channels, setting, dtype)
+    x = torch.from_numpy(correlated((2, channels, 15, 13) if channels < 2048 else (1, channels, 5, 3))).to(dtype)
+    assert_close_to_oracle(layer(x), x, layer, setting)
+
+
+@pytest.mark.parametrize("args", SOLVER_ARGS, ids=str)
+def test_float32_gradient(args):
+    setting = Setting(64, **args)
+    layer = build(128, setting, torch.float32)
+    x, grad = (torch.from_numpy(correlated((2, 128, 11, 9), seed)).float() for seed in (0, 1))
+    leaf = x.requires_grad_()
+    layer(leaf).backward(grad)
+    expected, *_ = oracle.group_whiten_backward(x.detach().numpy(), grad.numpy(), setting, affine_of(layer)[0])
+    assert np.abs(leaf.grad.numpy() - expected).max() <= 1e-4 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("solver", ["newton", "zca"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_autocast_does_not_overflow_at_stem_size(dtype, solver):
+    """x x^T sums 67200 squares of about 400: 2.7e7, where float16 ends at 65504."""
+    setting = Setting(64, solver=solver)
+    layer = build(64, setting, torch.float32)
+    x = (20 * torch.randn(1, 64, 200, 336, generator=torch.Generator().manual_seed(0))).to(dtype).requires_grad_()
+    with torch.autocast("cpu", dtype=dtype):
+        y = layer(x)
+    assert_close_to_oracle(y, x, layer, setting)
+    y.backward(torch.ones_like(y))
+    assert x.grad.dtype == dtype
+    assert x.grad.isfinite().all()
+    assert layer.weight.grad.isfinite().all()
+    assert layer.bias.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("solver", ["newton", "zca"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_autocast_leaves_wide_inputs_alone(dtype, solver):
+    layer = build(64, Setting(32, solver=solver), dtype)
+    x = torch.from_numpy(correlated((2, 64, 9, 7))).to(dtype)
+    plain = layer(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = layer(x)
+        assert torch.is_autocast_enabled("cpu")
+    assert cast.dtype == dtype
+    assert torch.equal(cast, plain)
+
+
+def test_half_values_near_the_end_of_the_range():
+    x = torch.from_numpy(correlated((2, 64, 13, 9))).sign().mul(60000).half()
+    x[:, :, :4] /= 3
+    layer = build(64, Setting(32), torch.float16)
+    assert_close_to_oracle(layer(x), x, layer, Setting(32))
+
+
+@pytest.mark.parametrize("solver", ["newton", "zca"])
+@pytest.mark.parametrize("channels", [16, 64])
+@pytest.mark.parametrize(
+    ("size", "memory_format"),
+    [((5, 7), torch.channels_last), ((3, 4, 5), torch.channels_last_3d), ((5, 7), torch.contiguous_format)],
+    ids=str,
+)
+def test_memory_format_is_kept(size, memory_format, channels, solver):
+    x = torch.from_numpy(correlated((2, channels, *size)))
+    grad = torch.from_numpy(correlated((2, channels, *size), seed=1))
+    results = []
+    for fmt in (torch.contiguous_format, memory_format):
+        layer = build(channels, Setting(16, eps=1e-3, solver=solver))
+        leaf = x.clone(memory_format=fmt).requires_grad_()
+        y = layer(leaf)
+        assert y.is_contiguous(memory_format=fmt)
+        y.backward(grad.to(memory_format=fmt))
+        results.append((y, leaf.grad, layer.weight.grad, layer.bias.grad))
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-12)
+
+
+def test_strided_input():
+    whole = torch.from_numpy(correlated((4, 32, 9, 10)))
+    layer = build(16, Setting(8))
+    view = whole[::2, ::2, 1:, ::3].transpose(2, 3)
+    torch.testing.assert_close(layer(view), layer(view.contiguous()), rtol=0, atol=1e-12)

@@ -1,0 +1,107 @@
+"""Identities between layers and solvers, as listed in gw_detectron/layers/__init__.py."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gw_detectron.layers import SOLVERS, BatchWhitening2d, Solver
+
+from .cases import bw, correlated, gw
+from .oracle import newton_scalar
+from .test_solver_family import random_spd
+
+
+def features(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.from_numpy(correlated(shape, seed))
+
+
+def close(value: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-10) -> None:
+    torch.testing.assert_close(value, expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("corr", [False, True])
+@pytest.mark.parametrize("solver", sorted(SOLVERS))
+def test_batch_whitening_of_single_channels_is_bn(solver, corr):
+    x = features(4, 6, 5, 3)
+    # pivoted_cholesky replaces by eps instead of adding it
+    eps = 0.0 if solver == "pivoted_cholesky" else 0.01
+    expected = F.batch_norm(x, None, None, training=True, eps=eps or 1e-30)  # torch refuses 0
+    close(bw(x, 1, eps=eps, solver=solver, corr=corr), expected)
+
+
+@pytest.mark.parametrize(("width", "solver"), [(1, "newton"), (1, "zca"), (4, "standardize")])
+def test_batch_whitening_with_a_running_covariance_is_bn_in_evaluation_too(width, solver):
+    whitening = BatchWhitening2d(6, width, solver, eps=0.01, momentum=0.3, running="covariance").double()
+    norm = nn.BatchNorm2d(6, 0.01, 0.3).double()
+    for seed in range(3):
+        x = features(4, 6, 5, 3, seed=seed)
+        close(whitening(x), norm(x))
+    close(whitening.eval()(x), norm.eval()(x))
+
+
+@pytest.mark.parametrize("corr", [False, True])
+@pytest.mark.parametrize("solver", sorted(SOLVERS))
+def test_group_whitening_of_one_group_is_layer_norm_over_the_sample_and_gn_with_one_group(solver, corr):
+    x = features(4, 6, 5, 3)
+    eps = 0.0 if solver == "pivoted_cholesky" else 0.01
+    y = gw(x, 1, eps=eps, solver=solver, corr=corr)
+    close(y, F.layer_norm(x, x.shape[1:], eps=eps))
+    close(y, F.group_norm(x, 1, eps=eps))
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3, 6])
+def test_standardising_is_gn_over_the_sample_and_bn_over_the_batch(groups):
+    x = features(4, 6, 5, 3)
+    close(gw(x, groups, eps=0.01, solver="standardize"), F.group_norm(x, groups, eps=0.01))
+    expected = F.batch_norm(x, None, None, training=True, eps=0.01)
+    close(bw(x, groups, eps=0.01, solver="standardize"), expected)
+
+
+@pytest.mark.parametrize("corr", [False, True])
+@pytest.mark.parametrize("solver", sorted(SOLVERS))
+def test_a_single_sample_is_the_same_to_both_layers_when_every_channel_is_a_group(solver, corr):
+    x = features(1, 6, 9, 5)
+    close(gw(x, 6, solver=solver, corr=corr), bw(x, 6, solver=solver, corr=corr))
+
+
+@pytest.mark.parametrize(("groups", "iters"), [(1, 0), (1, 5), (4, 3), (64, 5), (64, 9)])
+def test_the_factor_of_newton_on_a_white_covariance(groups, iters):
+    """psi(s^2 I) = f I / s with f = p_T(1/g) / sqrt(g), 1 for g = 1 and 0.766 for g = 64 after 5 steps."""
+    w = Solver("newton", iters, 0.0)(4.0 * torch.eye(groups, dtype=torch.float64))
+    factor = float(newton_scalar(1 / groups, iters)) / groups**0.5
+    close(w, factor * torch.eye(groups, dtype=torch.float64) / 2, 1e-14)
+    assert (factor == 1.0) == (groups == 1)
+    if (groups, iters) == (64, 5):
+        assert factor == pytest.approx(0.7658, abs=5e-5)
+
+
+@pytest.mark.parametrize("solver", ["zca", "zca_max", "cholesky", "standardize"])
+def test_uncorrelated_channels_are_only_scaled(solver):
+    sigma = torch.diag(torch.tensor([1.0, 2.0, 3.0, 0.5], dtype=torch.float64))
+    for corr in (False, True):
+        close(Solver(solver, eps=0.0, corr=corr)(sigma), sigma.diagonal().rsqrt().diag(), 1e-14)
+
+
+def test_pca_is_a_rotation_of_zca():
+    sigma = torch.from_numpy(random_spd(6))
+    rotation = Solver("pca", eps=0.0)(sigma) @ torch.linalg.inv(Solver("zca", eps=0.0)(sigma))
+    close(rotation @ rotation.mT, torch.eye(6, dtype=torch.float64))
+    close(rotation @ sigma @ rotation.mT, torch.linalg.eigvalsh(sigma).flip(0).diag())
+
+
+def test_thresholds_that_lift_nothing_are_zca():
+    sigma = torch.from_numpy(random_spd(6))
+    expected = Solver("zca")(sigma)
+    close(Solver("zca_max", threshold=0.0)(sigma), expected)
+    close(Solver("zca_max", threshold=1e-4)(sigma), expected)
+    white = 2 * torch.eye(6, dtype=torch.float64)
+    close(Solver("zca_entropy")(white), Solver("zca")(white))
+
+
+def test_pivoting_is_cholesky_where_the_order_is_right_already():
+    factor = torch.from_numpy(np.tril(random_spd(5), -1) / 20 + np.diag([5.0, 4, 3, 2, 1]))
+    sigma = factor @ factor.mT
+    close(Solver("pivoted_cholesky", eps=0.0)(sigma), Solver("cholesky", eps=0.0)(sigma))
+    close(Solver("cholesky", eps=0.0)(sigma), torch.linalg.inv(factor))

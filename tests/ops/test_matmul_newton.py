@@ -1,0 +1,76 @@
+"""The iteration in fewer products: P_T and gradient equal those of the published steps."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gw_detectron.layers import newton_inverse_sqrt
+from gw_detectron.ops.group_whitening.matmul_newton import newton, newton_backward, products
+
+
+def covariances(n: int, g: int, columns: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    x = torch.randn(n, g, columns, generator=torch.Generator().manual_seed(g), dtype=dtype)
+    return x @ x.mT / columns
+
+
+@pytest.mark.parametrize("num_iters", range(9))
+@pytest.mark.parametrize(("n", "g", "columns"), [(1, 1, 5), (3, 7, 20), (35, 16, 10), (2, 64, 300)])
+def test_same_iterate_and_gradient_as_the_published_steps(num_iters, n, g, columns):
+    """35 matrices of 16 x 16 are singular, because they have 10 columns."""
+    sigma = covariances(n, g, columns).requires_grad_()
+    grad = torch.randn(sigma.shape, dtype=sigma.dtype, generator=torch.Generator().manual_seed(1))
+    expected = newton_inverse_sqrt(sigma, num_iters)
+    (expected_grad,) = torch.autograd.grad(expected, sigma, grad)
+    tolerance = {"rtol": 0, "atol": 1e-12 * expected.abs().max().item()}
+    assert torch.allclose(newton(sigma.detach(), num_iters), expected, **tolerance)
+    whitening, grad_sigma = newton_backward(sigma.detach(), grad, num_iters)
+    assert torch.allclose(whitening, expected, **tolerance)
+    symmetric = 0.5 * (expected_grad + expected_grad.mT)
+    assert torch.allclose(grad_sigma, symmetric, rtol=0, atol=1e-9 * symmetric.abs().max().item())
+
+
+@pytest.mark.parametrize("num_iters", [1, 5, 12])
+def test_rounding_is_that_of_the_published_steps(num_iters):
+    """In float32 the error is at most twice that of the textbook form."""
+    sigma = covariances(8, 64, 2000)
+    exact = newton_inverse_sqrt(sigma, num_iters)
+    textbook = (newton_inverse_sqrt(sigma.float(), num_iters) - exact).norm()
+    assert (newton(sigma.float(), num_iters) - exact).norm() <= 2 * textbook + 1e-7 * exact.norm()
+
+
+class Products(TorchDispatchMode):
+    """Count batched products of (g, g) matrices; torch's own counter misses in-place ones."""
+
+    def __init__(self, g: int) -> None:
+        super().__init__()
+        self.shape, self.count = (g, g), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if "bmm" in func.__name__ and result.shape[1:] == self.shape:
+            self.count += 1
+        return result
+
+
+@pytest.mark.parametrize("num_iters", range(9))
+def test_products_are_counted_as_they_are_run(num_iters):
+    sigma = covariances(2, 8, 30)
+    values, tangents = products(num_iters)
+    with Products(8) as counted:
+        newton(sigma, num_iters)
+    assert counted.count == values
+    with Products(8) as counted:
+        newton_backward(sigma, torch.randn_like(sigma), num_iters)
+    assert counted.count == values + tangents
+
+
+def test_five_steps_take_ten_products():
+    assert products(5) == (10, 14)
+
+
+def test_without_variance_the_whitening_matrix_is_zero():
+    sigma = torch.zeros(2, 4, 4)
+    sigma[1] = torch.eye(4)
+    whitening, grad = newton_backward(sigma, torch.ones_like(sigma), 5)
+    assert whitening[0].abs().max() == 0 and grad[0].abs().max() == 0
+    assert torch.allclose(whitening[1], newton_inverse_sqrt(sigma, 5)[1], atol=1e-6) and grad[1].isfinite().all()

@@ -1,0 +1,245 @@
+"""All solvers against their oracles: matrices, gradients, thresholds, options, degenerate covariances."""
+
+import numpy as np
+import pytest
+import torch
+
+from gw_detectron.layers import SOLVERS, Solver
+from gw_detectron.ops.solvers import (
+    pivoted_cholesky_whitening,
+    zca_entropy_inverse_sqrt,
+    zca_inverse_sqrt,
+    zca_max_inverse_sqrt,
+)
+
+from . import solver_oracle as oracle
+from .cases import correlated, gw
+from .test_solvers import assert_relatively_close, spectrum, symmetrized_gradient
+
+#: solvers that turn a covariance into the identity if no threshold is active
+EXACT = ["zca", "zca_max", "zca_entropy", "pca", "cholesky", "pivoted_cholesky"]
+
+
+def random_spd(size: int, seed: int = 0) -> np.ndarray:
+    """Return a covariance of unequal variances and a condition number of about 30."""
+    factor = np.random.default_rng(seed).normal(size=(size, 20 * size))
+    scale = np.random.default_rng(seed + 1).uniform(0.5, 2.0, size)
+    return scale[:, None] * (factor @ factor.T) * scale / factor.shape[1]
+
+
+@pytest.mark.parametrize("corr", [False, True])
+@pytest.mark.parametrize("eps", [0.0, 1e-2])
+@pytest.mark.parametrize("size", [1, 2, 7, 33])
+@pytest.mark.parametrize("solver", sorted(SOLVERS))
+def test_it_equals_its_oracle(solver, size, eps, corr):
+    covariance = random_spd(size)
+    expected = oracle.whitening(solver, covariance, eps=eps, corr=corr)
+    found = Solver(solver, 5, eps, corr=corr)(torch.from_numpy(covariance))
+    assert_relatively_close(found.numpy(), expected, 1e-10)
+
+
+@pytest.mark.parametrize("corr", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 16, 64])
+@pytest.mark.parametrize("solver", EXACT)
+def test_random_covariances_become_the_identity(solver, size, corr):
+    # the entropy's threshold is inactive only where all eigenvalues are equal
+    covariance = 2.5 * np.eye(size) if solver == "zca_entropy" else random_spd(size)
+    w = Solver(solver, eps=0.0, corr=corr)(torch.from_numpy(covariance)).numpy()
+    np.testing.assert_allclose(w @ covariance @ w.T, np.eye(size), rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("corr", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("solver", sorted(SOLVERS))
+def test_gradcheck_through_the_options(solver, size, corr):
+    whitening_matrix = Solver(solver, 3, 0.05, corr=corr)
+    factor = torch.randn(2, size, size + 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert torch.autograd.gradcheck(lambda a: whitening_matrix(a @ a.mT), (factor.requires_grad_(),))
+
+
+#: the thresholds below raise a third or more of these eigenvalues; none is near a threshold
+SPREAD = [5.0, 3.0, 0.8, 0.012, 0.004, 0.001]
+THRESHOLDED = {
+    "max, theta = c lambda_1": (lambda s: zca_max_inverse_sqrt(s, 0.1, 0.0), "max", 0.1, 0.0),
+    "max, eps below theta": (lambda s: zca_max_inverse_sqrt(s, 0.1, 0.05), "max", 0.1, 0.05),
+    "max, eps above theta": (lambda s: zca_max_inverse_sqrt(s, 0.001, 0.05), "max", 0.001, 0.05),
+    "entropy": (lambda s: zca_entropy_inverse_sqrt(s, 0.0), "entropy", 0.0, 0.0),
+    "entropy, eps above theta": (lambda s: zca_entropy_inverse_sqrt(s, 1.5), "entropy", 0.0, 1.5),
+    "nothing raised": (lambda s: zca_max_inverse_sqrt(s, 1e-5, 0.0), "max", 1e-5, 0.0),
+}
+
+
+@pytest.mark.parametrize("case", THRESHOLDED)
+def test_thresholded_gradient_is_algorithm_6(case):
+    solve, version, c, eps = THRESHOLDED[case]
+    sigma = spectrum(SPREAD)
+    grad = np.random.default_rng(1).normal(size=sigma.shape)
+    expected = oracle.thresholded_backward(grad, sigma, version, c, eps)
+    assert_relatively_close(symmetrized_gradient(solve, sigma, grad), expected, 1e-9)
+
+
+@pytest.mark.parametrize("case", THRESHOLDED)
+def test_gradcheck_with_raised_eigenvalues(case):
+    solve, base = THRESHOLDED[case][0], torch.from_numpy(spectrum(SPREAD))
+
+    def whitening_matrix(change):
+        return solve(base + change + change.mT)
+
+    change = torch.zeros(6, 6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(whitening_matrix, (change,), eps=1e-8, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("solve", "expected"),
+    [
+        # with W = sum_i r_i d_i d_i^T and r = theta^(-1/2) for the two raised: d(tr W)/d lambda
+        (lambda s: zca_max_inverse_sqrt(s, 0.1, 0.0), [-0.5 * 4**-1.5 - 2 * 0.1 * 0.5 * 0.4**-1.5, -0.5, 0.0, 0.0]),
+        (lambda s: zca_max_inverse_sqrt(s, 0.1, 0.5), [-0.5 * 4**-1.5, -0.5, 0.0, 0.0]),
+        (lambda s: zca_entropy_inverse_sqrt(s, 0.0), [-0.5 * 4**-1.5, -0.5 - 2 * 0.5, 0.0, 0.0]),
+    ],
+    ids=["to lambda_1", "to none", "to lambda_r"],
+)
+def test_where_the_gradient_of_a_raised_eigenvalue_goes(solve, expected):
+    """Eigenvalues 4, 1, 0.01, 0.001: effective rank 1.68, rounded to 2."""
+    sigma = torch.diag(torch.tensor([4.0, 1.0, 0.01, 0.001], dtype=torch.float64)).requires_grad_()
+    solve(sigma).diagonal().sum().backward()
+    np.testing.assert_allclose(sigma.grad.diagonal().numpy(), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize(("eigenvalues", "rank"), [([1.0] * 5, 5), ([1.0, 1e-9, 1e-9], 1), ([4, 1, 0.01, 0.001], 2)])
+def test_the_entropy_s_threshold_is_the_eigenvalue_at_the_effective_rank(eigenvalues, rank):
+    w = zca_entropy_inverse_sqrt(torch.from_numpy(spectrum(eigenvalues)))
+    expected = np.maximum(eigenvalues, eigenvalues[rank - 1]) ** -0.5
+    np.testing.assert_allclose(np.sort(np.linalg.eigvalsh(w.numpy())), np.sort(expected), rtol=1e-9)
+
+
+def test_pivots_below_eps_become_eps_without_a_gradient():
+    """Channels of variance 4, 1, 1e-3, uncorrelated; eps is 0.01."""
+    sigma = torch.diag(torch.tensor([1.0, 1e-3, 4.0], dtype=torch.float64)).requires_grad_()
+    w = pivoted_cholesky_whitening(sigma, 0.01)
+    expected = torch.tensor([[0, 0, 0.5], [1, 0, 0], [0, 10, 0]], dtype=torch.float64)
+    torch.testing.assert_close(w, expected)
+    w.sum().backward()
+    np.testing.assert_allclose(sigma.grad.diagonal(), [-0.5, 0.0, -0.5 * 4**-1.5], atol=1e-12)
+
+
+def test_gradcheck_of_replaced_pivots():
+    base = torch.from_numpy(spectrum(SPREAD))
+    replaced = (torch.from_numpy(oracle.pivoted_cholesky(base.numpy(), 0.0)).square().sum(1) > 1 / 0.02).sum()
+    assert 0 < replaced < 6
+
+    def whitening_matrix(change):
+        return pivoted_cholesky_whitening(base + change + change.mT, 0.02)
+
+    change = torch.zeros(6, 6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(whitening_matrix, (change,), eps=1e-8, atol=1e-4)
+
+
+def test_pivoting_chooses_the_largest_remaining_variance():
+    """Channel 2 has variance 9; given it, channel 0 has 4 - 36/9 = 0 left and channel 1 all of its 1."""
+    sigma = torch.tensor([[4.0, 0.0, 6.0], [0.0, 1.0, 0.0], [6.0, 0.0, 9.0]], dtype=torch.float64)
+    w = pivoted_cholesky_whitening(sigma)
+    torch.testing.assert_close(w, torch.tensor([[0, 0, 1 / 3], [0, 1, 0], [0, 0, 0]], dtype=torch.float64))
+
+
+def test_pivots_do_not_depend_on_rounding_under_corr():
+    """All variances of a correlation matrix are 1, so the first channel comes first."""
+    for seed in range(20):
+        covariance = torch.from_numpy(random_spd(8, seed))
+        w = Solver("pivoted_cholesky", eps=0.0, corr=True)(covariance)
+        assert w[0].nonzero().tolist() == [[0]]
+
+
+def test_pca_has_descending_variances_and_a_fixed_sign():
+    w = Solver("pca", eps=0.0)(torch.from_numpy(random_spd(9))).numpy()
+    assert (np.diff(1 / np.linalg.norm(w, axis=1)) < 0).all()
+    assert (w[:, 0] > 0).all()
+
+
+def test_pca_swaps_its_axes_where_zca_does_not():
+    """Two batches that hardly differ, except in the direction of the larger variance."""
+    first, second = (torch.diag(torch.tensor(v, dtype=torch.float64)) for v in ([1.01, 1.0], [1.0, 1.01]))
+    pca, zca = Solver("pca", eps=0.0), Solver("zca", eps=0.0)
+    assert (pca(first) - pca(second)).abs().max() > 0.9
+    assert (zca(first) - zca(second)).abs().max() < 0.01
+
+
+def test_corr_ignores_the_channels_scales_up_to_its_last_factor():
+    covariance, scale = random_spd(6), np.geomspace(1e-3, 1e3, 6)
+    rescaled = torch.from_numpy(scale[:, None] * covariance * scale)
+    for solver in sorted(SOLVERS):
+        whitening_matrix = Solver(solver, eps=0.0, corr=True)
+        expected = whitening_matrix(torch.from_numpy(covariance)).numpy() / scale
+        assert_relatively_close(whitening_matrix(rescaled).numpy() * scale, expected * scale, 1e-9)
+
+
+@pytest.mark.parametrize("solver", sorted(SOLVERS))
+@pytest.mark.parametrize("corr", [False, True])
+def test_group_whitening_takes_every_solver(solver, corr):
+    x = correlated((2, 12, 5, 7))
+    expected = oracle.group_whiten(x, 4, solver, eps=1e-3, corr=corr)
+    y = gw(torch.from_numpy(x), 4, eps=1e-3, solver=solver, corr=corr)
+    np.testing.assert_allclose(y.numpy(), expected, rtol=0, atol=1e-10)
+
+
+DEGENERATE = {
+    "rank 0": np.zeros((6, 6)),
+    "rank 1": np.ones((6, 6)),
+    "rank 1, unequal": np.outer(np.arange(6.0), np.arange(6.0)),
+    "duplicate channels": np.kron(random_spd(3), np.ones((2, 2))),
+    "m < d": np.cov(np.random.default_rng(0).normal(size=(6, 3))),
+    "one channel": np.diag([0.0, 0, 0, 1, 0, 0]),
+    "equal": np.eye(6),
+    "next to nothing": spectrum([0.0, 0.0, 1e-30, 1e-12, 1.0, 2.0]),
+}
+
+
+@pytest.mark.parametrize("corr", [False, True])
+@pytest.mark.parametrize("eps", [0.0, 1e-5])
+@pytest.mark.parametrize("scale", [1e-24, 1e-12, 1.0, 1e12, 1e24])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("solver", sorted(SOLVERS))
+def test_degenerate_covariances_give_finite_matrices_and_gradients(solver, dtype, scale, eps, corr):
+    """No direction is scaled to more than variance one, and nothing is NaN or infinite."""
+    sigma = torch.from_numpy(scale * np.stack(list(DEGENERATE.values()))).to(dtype).requires_grad_()
+    w = Solver(solver, eps=eps, corr=corr)(sigma)
+    assert w.isfinite().all()
+    variance = (w @ sigma @ w.mT).diagonal(dim1=-2, dim2=-1)
+    assert variance.max() < 1.05
+    w.backward(torch.from_numpy(np.random.default_rng(2).normal(size=tuple(w.shape))).to(dtype))
+    assert sigma.grad.isfinite().all()
+
+
+def test_large_and_small_variances_keep_their_gradient_in_float32():
+    """The gradient goes with variance^(-3/2), near the end of float32's range."""
+    for scale in (1e-16, 1e20):
+        sigma = spectrum([1.0, 2.0, 3.0, 5.0]) * scale
+        grad = np.random.default_rng(1).normal(size=sigma.shape) * scale**0.5
+        expected = symmetrized_gradient(zca_inverse_sqrt, sigma, grad)
+        found = symmetrized_gradient(zca_inverse_sqrt, sigma.astype(np.float32), grad.astype(np.float32))
+        assert_relatively_close(found, expected, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": "svd"}, r"solver \('svd'\): unknown solver. Fix: choose one of \['cholesky', 'newton', 'pca'"),
+        ({"num_iters": -1}, r"num_iters \(-1\): expected an integer of at least 0. Fix: try num_iters=5"),
+        ({"num_iters": True}, r"num_iters \(True\): expected an integer"),
+        ({"eps": float("inf")}, r"eps \(inf\): expected a finite number of at least 0"),
+        ({"eps": float("nan")}, r"eps \(nan\): expected a finite number of at least 0"),
+        ({"eps": "1e-5"}, r"eps \('1e-5'\): expected a number, got str"),
+        ({"name": "zca_max", "threshold": 1.5}, r"threshold \(1.5\): expected a finite number from 0 to 1"),
+        ({"name": "zca", "threshold": 0.1}, r"threshold \(0.1\): the solver 'zca' does not read it\. .*'zca_max'"),
+        ({"corr": "yes"}, r"corr \('yes'\): expected a bool"),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_refused_by_value(options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        Solver(**options)
+
+
+def test_a_solver_says_its_options_in_the_words_of_norm_names():
+    assert str(Solver()) == "iters=5, eps=1e-05, solver=newton"
+    assert str(Solver("zca_max", 3, 0.0, 0.2, True)) == "eps=0, solver=zca_max, threshold=0.2, corr=true"

@@ -1,0 +1,158 @@
+"""Newton and ZCA against the papers' equations, and batches of matrices for all solvers."""
+
+import numpy as np
+import pytest
+import torch
+
+from gw_detectron.ops.solvers import SOLVERS, Solver, newton_inverse_sqrt, zca_inverse_sqrt
+
+from . import oracle
+
+
+def spectrum(eigenvalues, seed: int = 0) -> np.ndarray:
+    """Return a symmetric matrix with these eigenvalues in a random basis."""
+    q = np.linalg.qr(np.random.default_rng(seed).normal(size=(len(eigenvalues),) * 2))[0]
+    matrix = (q * np.asarray(eigenvalues)) @ q.T
+    return 0.5 * (matrix + matrix.T)
+
+
+#: distinct eigenvalues are safe for the published backward of ZCA, which divides by their differences
+DISTINCT = {
+    "1x1": [0.7],
+    "two": [0.3, 2.0],
+    "spread": np.geomspace(1e-4, 1e2, 9),
+    "small": np.linspace(1e-8, 1e-6, 7),
+    "large": np.linspace(1e6, 1e8, 7),
+    "odd size": np.linspace(0.5, 3.0, 33),
+}
+REPEATED = {
+    "identity": [1.0] * 6,
+    "two pairs": [0.5, 0.5, 2.0, 2.0, 3.0],
+    "almost equal": [1.0, 1.0 + 1e-15, 1.0 + 1e-9, 2.0],
+    "eps and signal": [1e-5] * 5 + [1.0, 2.0],
+}
+ITERS = [0, 1, 3, 5, 7]
+
+
+def symmetrized_gradient(solver, sigma: np.ndarray, grad_w: np.ndarray) -> np.ndarray:
+    """Return the symmetric part of dL/dSigma, which alone is defined for symmetric matrices."""
+    leaf = torch.from_numpy(sigma).requires_grad_()
+    solver(leaf).backward(torch.from_numpy(grad_w))
+    gradient = leaf.grad.numpy()
+    return 0.5 * (gradient + gradient.T)
+
+
+def assert_relatively_close(value: np.ndarray, reference: np.ndarray, tol: float) -> None:
+    scale = np.abs(reference).max()
+    np.testing.assert_allclose(value / scale, reference / scale, rtol=0, atol=tol)
+
+
+@pytest.mark.parametrize("iters", ITERS)
+@pytest.mark.parametrize("name", DISTINCT | REPEATED)
+def test_newton_equals_the_equations(name, iters):
+    sigma = spectrum((DISTINCT | REPEATED)[name])
+    grad = np.random.default_rng(1).normal(size=sigma.shape)
+    assert_relatively_close(
+        newton_inverse_sqrt(torch.from_numpy(sigma), iters).numpy(), oracle.newton(sigma, iters), 1e-10
+    )
+    expected = oracle.newton_backward(grad, sigma, iters)
+    measured = symmetrized_gradient(lambda s: newton_inverse_sqrt(s, iters), sigma, grad)
+    assert_relatively_close(measured, 0.5 * (expected + expected.T), 1e-10)
+
+
+@pytest.mark.parametrize("iters", [12, 15, 30])
+def test_newton_stays_stable_beyond_convergence(iters):
+    """Large eigenvalues converge long before small ones; rounding must not grow in between."""
+    sigma = spectrum(np.geomspace(1e-4, 1.0, 64))
+    eigenvalues, q = np.linalg.eigh(sigma)
+    trace = eigenvalues.sum()
+    expected = (q * oracle.newton_scalar(eigenvalues / trace, iters)) @ q.T / np.sqrt(trace)
+    w = newton_inverse_sqrt(torch.from_numpy(sigma).float(), iters)
+    assert_relatively_close(w.double().numpy(), expected, 1e-4)
+
+
+@pytest.mark.parametrize("name", DISTINCT)
+def test_zca_equals_the_equations(name):
+    sigma = spectrum(DISTINCT[name])
+    grad = np.random.default_rng(1).normal(size=sigma.shape)
+    assert_relatively_close(zca_inverse_sqrt(torch.from_numpy(sigma)).numpy(), oracle.zca(sigma), 1e-10)
+    expected = oracle.zca_backward(grad, sigma)
+    assert_relatively_close(symmetrized_gradient(zca_inverse_sqrt, sigma, grad), 0.5 * (expected + expected.T), 1e-9)
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_zca_gradient_at_repeated_eigenvalues(name):
+    """The published backward divides by eigenvalue gaps; this oracle solves a Lyapunov equation."""
+    sigma = spectrum(REPEATED[name])
+    grad = np.random.default_rng(1).normal(size=sigma.shape)
+    expected = oracle.lyapunov_backward(grad, sigma)
+    assert_relatively_close(symmetrized_gradient(zca_inverse_sqrt, sigma, grad), expected, 1e-9)
+
+
+def test_zca_gradient_at_the_identity_by_hand():
+    """Near I, (I + d)^(-1/2) = I - d / 2, so dL/dSigma = -dL/dW / 2 for a symmetric dL/dW."""
+    grad = spectrum([1.0, 2.0, 3.0, 4.0])
+    np.testing.assert_allclose(symmetrized_gradient(zca_inverse_sqrt, np.eye(4), grad), -grad / 2, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_zca_gradient_at_repeated_eigenvalues_in_float32(name):
+    """Next to 2, an eigenvalue of 1e-5 has an error of about 1 %; the gradient grows with its power -3/2."""
+    sigma = spectrum(REPEATED[name]).astype(np.float32)
+    grad = np.random.default_rng(1).normal(size=sigma.shape).astype(np.float32)
+    expected = oracle.lyapunov_backward(grad.astype(np.float64), sigma.astype(np.float64))
+    tol = 0.1 if name == "eps and signal" else 1e-4
+    assert_relatively_close(symmetrized_gradient(zca_inverse_sqrt, sigma, grad), expected, tol)
+
+
+@pytest.mark.parametrize("solver", sorted(SOLVERS))
+@pytest.mark.parametrize("batch", [(), (3,), (2, 3), (0,)], ids=str)
+def test_batch_dimensions(batch, solver):
+    singles = [torch.from_numpy(spectrum([0.1, 1.0, 2.0], seed)) for seed in range(6)]
+    count = int(np.prod(batch))
+    stacked = torch.stack(singles)[:count].reshape(*batch, 3, 3)
+    whitening = Solver(solver, 5, 0.0)(stacked)
+    assert whitening.shape == stacked.shape
+    for single, matrix in zip(singles[:count], whitening.reshape(-1, 3, 3), strict=True):
+        torch.testing.assert_close(matrix, Solver(solver, 5, 0.0)(single), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("solver", sorted(SOLVERS))
+def test_one_bad_matrix_does_not_touch_the_others(solver):
+    """A zero covariance in the batch leaves values and gradients of its neighbors as they are."""
+    good = torch.from_numpy(spectrum([0.1, 1.0, 2.0]))
+    grad = torch.from_numpy(np.random.default_rng(1).normal(size=(3, 3)))
+    alone = good.clone().requires_grad_()
+    Solver(solver, 5, 0.0)(alone).backward(grad)
+    both = torch.stack([torch.zeros_like(good), good]).requires_grad_()
+    whitening = Solver(solver, 5, 0.0)(both)
+    whitening.backward(torch.stack([grad, grad]))
+    assert whitening.isfinite().all()
+    assert both.grad.isfinite().all()
+    torch.testing.assert_close(whitening[1], Solver(solver, 5, 0.0)(good), rtol=0, atol=1e-13)
+    torch.testing.assert_close(both.grad[1], alone.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_zca_inverts_the_square_root(dtype):
+    sigma = torch.from_numpy(spectrum(np.geomspace(0.01, 10, 64))).to(dtype)
+    w = zca_inverse_sqrt(sigma)
+    tol = 5e-4 if dtype == torch.float32 else 1e-11
+    torch.testing.assert_close(w @ sigma @ w, torch.eye(64, dtype=dtype), rtol=0, atol=tol)
+    torch.testing.assert_close(w, w.mT, rtol=0, atol=tol)
+    assert (torch.linalg.eigvalsh(w) > 0).all()
+
+
+@pytest.mark.parametrize("iters", ITERS)
+def test_newton_acts_on_each_eigenvalue_alone(iters):
+    eigenvalues = np.geomspace(1e-3, 1.0, 12)
+    w = newton_inverse_sqrt(torch.diag(torch.from_numpy(eigenvalues)), iters).numpy()
+    trace = eigenvalues.sum()
+    np.testing.assert_allclose(
+        w, np.diag(oracle.newton_scalar(eigenvalues / trace, iters) / np.sqrt(trace)), atol=1e-12
+    )
+
+
+def test_zero_newton_steps_only_scale():
+    sigma = torch.from_numpy(spectrum([1.0, 3.0, 12.0]))
+    torch.testing.assert_close(newton_inverse_sqrt(sigma, 0), torch.eye(3, dtype=sigma.dtype) / 4, rtol=0, atol=1e-14)

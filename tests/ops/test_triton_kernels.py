@@ -1,0 +1,534 @@
+"""The Triton kernels against float64.
+
+Triton chooses its interpreter when it is imported, so the checks run in subprocesses: they are functions named
+``check_*``, which the tests at the end collect. By hand:
+
+    TRITON_INTERPRET=1 pytest -o python_functions='check_*' tests/ops/test_triton_kernels.py
+
+On a machine with a GPU the same command without the variable runs the compiled kernels. The last tests compile the
+kernels without a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from gw_detectron.layers import newton_inverse_sqrt
+from gw_detectron.ops.group_whitening import closed_form
+from gw_detectron.ops.group_whitening import triton as triton_kernels
+from gw_detectron.ops.group_whitening.closed_form import InputGradient
+from gw_detectron.ops.group_whitening.triton import launch_args as launch
+from gw_detectron.ops.group_whitening.triton.compiler import triton
+
+from . import oracle
+from .cases import correlated
+from .conftest import ON_EVERY_BACKEND
+from .oracle import Setting
+
+TESTS = Path(__file__).parents[1]
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+
+#: largest error as a fraction of the largest value. float16 and bfloat16 round operands and result (the interpreter
+#: truncates bfloat16 instead); float32 has the rounding of sums of some hundred terms.
+TOLERANCE = {FP32: 3e-6, FP16: 2e-3, BF16: 2e-2}
+
+#: (shape, groups): one and many groups, padded rows, one and several channels in a group, odd sizes, a single column,
+#: tiles that span channels, no to three spatial dimensions, matrices of several blocks
+SHAPES = [
+    ((2, 32, 13, 31), 16),
+    ((2, 48, 5, 7), 16),
+    ((2, 10, 9), 1),
+    ((3, 6, 2, 3, 4), 3),
+    ((2, 64, 1, 1), 64),
+    ((2, 40), 8),
+    ((2, 64, 6, 11), 64),
+    ((1, 192, 3, 3), 96),
+]
+CHANNELS_LAST = [((2, 32, 13, 31), 16), ((2, 48, 5, 7), 16), ((2, 64, 6, 11), 64), ((2, 24, 3, 5), 8)]
+DTYPES = [FP32, FP16, BF16]
+
+
+@pytest.fixture(autouse=True)
+def small_splits(monkeypatch, request):
+    """Give programs few tiles, and launch few programs, so that small inputs are split and programs loop."""
+    if request.function.__name__.startswith("check_"):
+        monkeypatch.setattr(launch, "MIN_TILES", 1)
+        monkeypatch.setattr(launch, "processors", lambda device: 1)
+
+
+class Sample:
+    """Arguments of the kernels, and the expected values in float64."""
+
+    def __init__(self, shape, groups, dtype=FP32, channels_last=False, affine=True, relu=False, seed=0):
+        self.groups, self.dtype = groups, dtype
+        channels = shape[1]
+        rng = np.random.default_rng(seed)
+        memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        x, dy = (torch.from_numpy(correlated(shape, seed + i)) for i in (1, 2))
+        self.x, self.dy = (t.to(DEVICE, dtype).contiguous(memory_format=memory_format) for t in (x, dy))
+        self.weight = self._vector(rng, channels) if affine else None
+        self.bias = self._vector(rng, channels) if affine else None
+        n = shape[0]
+        self.y = (self.x - self.x.float().mean()).relu().to(dtype) if relu else None
+        masked_dy = self.dy if self.y is None else self.dy * (self.y > 0)
+        self.x_g, self.dy_g = (t.double().cpu().reshape(n, groups, channels // groups, -1) for t in (self.x, masked_dy))
+        self.mean = self.x_g.mean((2, 3))
+        self.x_c = self.x_g - self.mean[..., None, None]
+        matrices = rng.normal(size=(2, n, groups, groups))
+        self.whitening = torch.from_numpy(matrices[0])
+        self.slope = torch.from_numpy(matrices[1] + matrices[1].swapaxes(-1, -2))
+        self.shift = torch.from_numpy(rng.normal(size=(n, groups)))
+        self.terms = InputGradient(*self.given(self.whitening, self.slope, self.shift))
+
+    @staticmethod
+    def _vector(rng, channels):
+        return torch.from_numpy(rng.uniform(0.5, 1.5, channels)).to(DEVICE, FP32)
+
+    def per_channel(self, vector, default):
+        vector = torch.full((self.x.shape[1],), default) if vector is None else vector.cpu()
+        return vector.double().reshape(self.groups, -1, 1)
+
+    def given(self, *tensors):
+        return (t.to(DEVICE, FP32) for t in tensors)
+
+
+def relative_error(actual, expected):
+    actual, expected = actual.double().cpu().reshape(expected.shape), expected.double()
+    return (actual - expected).abs().max() / expected.abs().max().clamp_min(1e-300)
+
+
+def cases():
+    rows = [(shape, groups, FP32, False) for shape, groups in SHAPES]
+    rows += [(shape, groups, FP32, True) for shape, groups in CHANNELS_LAST]
+    rows += [(*SHAPES[i], dtype, False) for dtype in (FP16, BF16) for i in (0, 1)]
+    rows += [(*CHANNELS_LAST[1], dtype, True) for dtype in (FP16, BF16)]
+    return pytest.mark.parametrize(("shape", "groups", "dtype", "channels_last"), rows, ids=str)
+
+
+# ---------------------------------------------------------------------------------------- statistics
+
+
+@cases()
+def check_statistics(shape, groups, dtype, channels_last):
+    sample = Sample(shape, groups, dtype, channels_last)
+    mean, covariance = triton_kernels.statistics(sample.x, groups)
+    x_c = sample.x_c.flatten(2)
+    assert mean.dtype == covariance.dtype == FP32
+    # float16 and bfloat16 values are exact; compiled, the products of centred values have tf32 operands
+    tolerance = 1e-3 if dtype != FP32 and not INTERPRETED else TOLERANCE[FP32]
+    assert relative_error(mean, sample.mean) < TOLERANCE[FP32]
+    assert relative_error(covariance, x_c @ x_c.mT / x_c.shape[-1]) < tolerance
+
+
+@pytest.mark.parametrize("processors", [1, 3, 132])
+def check_statistics_of_any_number_of_splits(processors, monkeypatch):
+    monkeypatch.setattr(launch, "processors", lambda device: processors)
+    sample = Sample((2, 48, 23, 29), 16)
+    mean, covariance = triton_kernels.statistics(sample.x, 16)
+    again = triton_kernels.statistics(sample.x, 16)
+    assert torch.equal(mean, again[0]) and torch.equal(covariance, again[1])
+    x_c = sample.x_c.flatten(2)
+    assert relative_error(covariance, x_c @ x_c.mT / x_c.shape[-1]) < TOLERANCE[FP32]
+
+
+@pytest.mark.parametrize("outlier", [False, True], ids=["", "first pixel zero"])
+def check_statistics_with_a_large_mean(outlier):
+    """A mean of 1e4 deviations; a first column far from it must not spoil the sums (x is exact here)."""
+    x = Sample((2, 32, 23, 31), 16).x + 1e4
+    if outlier:
+        x[:, :, 0, 0] = 0
+    x_g = x.double().cpu().reshape(2, 16, -1)
+    x_c = x_g - x_g.mean(-1, keepdim=True)
+    mean, covariance = triton_kernels.statistics(x, 16)
+    assert relative_error(mean, x_g.mean(-1)) < 1e-7
+    assert relative_error(covariance, x_c @ x_c.mT / x_c.shape[-1]) < TOLERANCE[FP32]
+
+
+def check_statistics_of_constant_rows():
+    value = torch.linspace(-3, 7, 16, device=DEVICE)  # not exact in any sum
+    x = value.repeat_interleave(3)[None, :, None, None].expand(2, 48, 13, 17).contiguous()
+    mean, covariance = triton_kernels.statistics(x, 16)
+    assert torch.equal(mean, value.expand(2, 16))
+    assert not covariance.any()
+
+
+# ---------------------------------------------------------------------------------------- Newton's iteration
+
+
+def covariances(n, g, seed=0):
+    """With eigenvalues over three orders of magnitude."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(n, g, 3 * g)) * np.exp(1.5 * rng.normal(size=(n, g, 1)))
+    return torch.from_numpy(x @ x.swapaxes(-1, -2) / (3 * g) + 1e-5 * np.eye(g))
+
+
+@pytest.mark.parametrize(("g", "num_iters"), [(3, 0), (3, 1), (32, 2), (1, 5), (32, 5), (64, 5), (100, 3), (16, 8)])
+def check_newton_and_its_gradient(g, num_iters):
+    """Three samples for one program. The expected gradient is that of autograd through the textbook iteration."""
+    n = 3 if g < 64 else 1
+    sigma = covariances(n, g).requires_grad_()
+    grad = torch.from_numpy(np.random.default_rng(1).normal(size=(n, g, g))) + 3 * torch.eye(g)
+    expected = newton_inverse_sqrt(sigma, num_iters)
+    (expected_grad,) = torch.autograd.grad(expected, sigma, grad)
+    sigma, grad = sigma.detach().to(DEVICE, FP32), grad.to(DEVICE, FP32)
+    whitening, grad_sigma = triton_kernels.newton_backward(sigma, grad, num_iters)
+    assert torch.equal(whitening, triton_kernels.newton(sigma, num_iters)) or not INTERPRETED
+    for actual in (whitening, triton_kernels.newton(sigma, num_iters)):
+        assert relative_error(actual, expected.detach()) < TOLERANCE[FP32]
+    assert relative_error(grad_sigma, (expected_grad + expected_grad.mT) / 2) < TOLERANCE[FP32]
+
+
+def check_newton_of_nothing_and_of_nan():
+    """No variance gives zero and a zero gradient; NaN stays in its sample."""
+    sigma = torch.stack([torch.zeros(16, 16), 1e-25 * torch.eye(16), torch.eye(16), torch.eye(16)])
+    sigma[2, 3, 5] = torch.nan
+    sigma[2, 4, 4] = torch.nan
+    sigma = sigma.to(DEVICE)
+    whitening, grad_sigma = triton_kernels.newton_backward(sigma, torch.ones_like(sigma), 5)
+    for result in (whitening, grad_sigma):
+        assert not result[:2].any()
+        assert result[2].isnan().all()
+        assert result[3].isfinite().all() and result[3].any()
+
+
+@pytest.mark.parametrize("scale", [1e-18, 1e-6, 1e18])
+def check_newton_of_any_magnitude(scale):
+    sigma = covariances(2, 16) * scale
+    expected = newton_inverse_sqrt(sigma, 5)
+    (sigma,) = (t.to(DEVICE, FP32) for t in (sigma,))
+    whitening, grad_sigma = triton_kernels.newton_backward(sigma, torch.ones_like(sigma), 5)
+    assert relative_error(whitening, expected) < TOLERANCE[FP32]
+    assert grad_sigma.isfinite().all()
+
+
+# ---------------------------------------------------------------------------------------- centre, whiten, affine
+
+
+@cases()
+@pytest.mark.parametrize(("affine", "relu"), [(True, False), (False, False), (True, True)])
+def check_apply(shape, groups, dtype, channels_last, affine, relu):
+    sample = Sample(shape, groups, dtype, channels_last, affine)
+    y = torch.empty_like(sample.x)
+    mean, whitening = sample.given(sample.mean, sample.whitening)
+    triton_kernels.apply(sample.x, mean, whitening, sample.weight, sample.bias, relu, out=y)
+    expected = torch.einsum("nrk,nkjp->nrjp", sample.whitening, sample.x_c)
+    expected = expected * sample.per_channel(sample.weight, 1.0) + sample.per_channel(sample.bias, 0.0)
+    assert relative_error(y, expected.relu() if relu else expected) < TOLERANCE[dtype]
+
+
+@cases()
+@pytest.mark.parametrize("relu", [False, True], ids=["", "relu"])
+def check_grad_products(shape, groups, dtype, channels_last, relu):
+    sample = Sample(shape, groups, dtype, channels_last, relu=relu)
+    (mean,) = sample.given(sample.mean)
+    through = torch.full_like(sample.x, 7)
+    products, sums = triton_kernels.grad_products(sample.x, mean, sample.dy, groups, sample.y, out=through)
+    again = triton_kernels.grad_products(sample.x, mean, sample.dy, groups, sample.y, out=through.clone())
+    assert torch.equal(through, torch.where(sample.y > 0, sample.dy, 0) if relu else torch.full_like(through, 7))
+    assert torch.equal(products, again[0]) and torch.equal(sums, again[1])
+    assert products.shape == (shape[1] // groups, shape[0], groups, groups)
+    # relative to the lengths of the factors: a single column may be its own mean
+    expected = torch.einsum("nrjp,nkjp->jnrk", sample.dy_g, sample.x_c)
+    error = (products.double().cpu() - expected).abs().max()
+    assert error < TOLERANCE[dtype] * sample.dy_g.norm() * sample.x_g.norm()
+    assert relative_error(sums, sample.dy_g.sum(-1).permute(2, 0, 1)) < TOLERANCE[FP32]
+
+
+@cases()
+@pytest.mark.parametrize(("affine", "in_place"), [(True, False), (False, False), (True, True)])
+def check_apply_backward(shape, groups, dtype, channels_last, affine, in_place):
+    sample = Sample(shape, groups, dtype, channels_last, affine)
+    dx = sample.dy.clone() if in_place else torch.empty_like(sample.x)
+    dy = dx if in_place else sample.dy
+    (mean,) = sample.given(sample.mean)
+    triton_kernels.apply_backward(sample.x, mean, dy, sample.weight, sample.terms, out=dx)
+    scaled = sample.dy_g * sample.per_channel(sample.weight, 1.0)
+    expected = torch.einsum("nrk,nkjp->nrjp", sample.whitening, scaled)
+    expected = expected + torch.einsum("nrk,nkjp->nrjp", sample.slope, sample.x_c) - sample.shift[..., None, None]
+    assert relative_error(dx, expected) < TOLERANCE[dtype]
+
+
+def check_mixed_memory_formats():
+    """A gradient often comes in another memory format than the input."""
+    sample = Sample((2, 48, 5, 7), 16, channels_last=True, relu=True)
+    (mean,) = sample.given(sample.mean)
+    results = []
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        dy = sample.dy.contiguous(memory_format=memory_format)
+        dx, through = torch.empty_like(sample.x), torch.empty_like(sample.x)
+        triton_kernels.apply_backward(sample.x, mean, dy, sample.weight, sample.terms, out=dx)
+        y = sample.y.contiguous(memory_format=memory_format)
+        results.append((dx, *triton_kernels.grad_products(sample.x, mean, dy, 16, y, out=through), through))
+    for one, other in zip(*results, strict=True):
+        assert relative_error(one, other.cpu()) < TOLERANCE[FP32]
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(("shape", "groups"), [((2, 12, 5, 7), 6), ((1, 96, 3, 3), 96)], ids=str)
+def check_nothing_beside_the_tensors_is_read_or_written(shape, groups, channels_last):
+    """The tensors lie in the middle of larger ones that hold NaN."""
+    sample = Sample(shape, groups)
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+
+    def inside(values=None):
+        n, c, h, w = shape
+        frame = torch.full((n + 2, c + 16, h, w), torch.nan, device=DEVICE).contiguous(memory_format=memory_format)
+        part = frame[1:-1, 8:-8]
+        if values is not None:
+            part.copy_(values)
+        return frame, part
+
+    (_, x), (_, dy) = inside(sample.x), inside(sample.dy)
+    (y_frame, y), (dx_frame, dx), (through_frame, through) = inside(), inside(), inside()
+    mean, covariance = triton_kernels.statistics(x, groups)
+    triton_kernels.apply(x, mean, sample.terms.whitening, sample.weight, sample.bias, True, out=y)
+    triton_kernels.apply_backward(x, mean, dy, sample.weight, sample.terms, out=dx)
+    for result in (covariance, y, dx, *triton_kernels.grad_products(x, mean, dy, groups, y, through)):
+        assert result.isfinite().all()
+    for frame, part in ((y_frame, y), (dx_frame, dx), (through_frame, through)):
+        assert frame.isfinite().sum() == part.numel()
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
+def check_half_precision_does_not_overflow(dtype):
+    """Centred values and W times the weight beyond 65504, the largest float16, with results within it."""
+    x = torch.full((1, 16, 4, 8), -6e4, device=DEVICE, dtype=dtype)
+    x[..., :2] = 6e4
+    y = torch.empty_like(x)
+    mean = torch.full((1, 16), -3e4, device=DEVICE)
+    triton_kernels.apply(x, mean, 1e-4 * torch.eye(16, device=DEVICE)[None], None, None, False, out=y)
+    assert y.float().amax().item() == pytest.approx(9, rel=1e-2)
+    triton_kernels.apply(x / 6e8, mean * 0, 1e5 * torch.eye(16, device=DEVICE)[None], None, None, False, out=y)
+    assert y.float().amax().item() == pytest.approx(10, rel=2e-2)
+
+
+def check_a_tensor_that_does_not_collapse_is_refused():
+    x = torch.zeros(2, 8, 6, 6, device=DEVICE)[..., ::2]
+    assert triton_kernels.prepare(x).is_contiguous()
+    with pytest.raises(ValueError, match="prepare"):
+        triton_kernels.statistics(x, 4)
+
+
+def check_more_than_32_bits_reach_is_refused(monkeypatch):
+    x = torch.zeros(2, 8, 6, 6, device=DEVICE)
+    monkeypatch.setattr(launch, "MAX_EXTENT", 8 * 6 * 6 + 1)
+    wide = torch.zeros(2, 16, 6, 6, device=DEVICE)[:, ::2]
+    assert triton_kernels.supported(x, 4) and triton_kernels.prepare(x) is x
+    assert triton_kernels.prepare(wide).is_contiguous()
+    monkeypatch.setattr(launch, "MAX_EXTENT", 8 * 6 * 6)
+    assert not triton_kernels.supported(x, 4)
+
+
+@pytest.mark.parametrize("relu", [False, True], ids=["", "relu"])
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(("shape", "groups"), [((2, 32, 9, 7), 16), ((2, 64, 5, 13), 64)], ids=str)
+def check_the_whole_layer_follows_the_papers(shape, groups, channels_last, relu):
+    """Algorithms 1 and 2 of the supplement, in numpy."""
+    sample = Sample(shape, groups, channels_last=channels_last)
+    setting = Setting(groups)
+    backend, x, weight = triton_kernels, sample.x, sample.weight
+    y, mean, sigma = closed_form.forward(backend, x, weight, sample.bias, groups, setting.iters, setting.eps, relu)
+    of_relu = y if relu else None
+    results = (y, *closed_form.backward(backend, sample.dy, of_relu, x, mean, sigma, weight, setting.iters))
+    x, dy, weight, bias = (t.double().cpu().numpy() for t in (x, sample.dy, weight, sample.bias))
+    y = oracle.group_whiten(x, setting, weight, bias)
+    if relu:
+        y, dy = np.maximum(y, 0), np.where(y > 0, dy, 0)
+    expected = (y, *oracle.group_whiten_backward(x, dy, setting, weight))
+    for actual, wanted in zip(results, expected, strict=True):
+        assert relative_error(actual, torch.from_numpy(wanted)) < 2e-5
+
+
+# ---------------------------------------------------------------------------------------- tests of a plain run
+
+
+def run_checks(keyword, **environment):
+    run(["-o", "python_functions=check_*", "-k", keyword, __file__], **environment)
+
+
+def run(arguments, **environment):
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *arguments],
+        capture_output=True,
+        text=True,
+        env=inherited | environment,
+        cwd=TESTS.parent,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert re.search(r"\d+ passed", done.stdout), done.stdout
+
+
+needs_triton = pytest.mark.skipif(triton is None, reason="Triton 3.3 or newer is not installed")
+#: a few seconds of checks: every kernel, both memory formats, a fused ReLU
+SAMPLE = "newton_of_nothing or constant_rows or mixed_memory_formats or (whole_layer and 9 and relu)"
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "keyword",
+    [SAMPLE, pytest.param("newton", marks=pytest.mark.slow), pytest.param("not newton", marks=pytest.mark.slow)],
+)
+def test_the_kernels_in_the_interpreter(keyword):
+    run_checks(keyword, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("module", sorted(ON_EVERY_BACKEND))
+def test_the_layers_tests_in_the_interpreter(module):
+    """Run the tests of operation and layer there, which take these kernels for all dtypes but float64."""
+    too_slow_there = "stem_size"
+    (file,) = TESTS.glob(f"*/{module}.py")
+    run(["-k", f"not float64 and not {too_slow_there}", str(file)], TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+
+
+@needs_triton
+@pytest.mark.slow
+def test_the_layer_compiles_in_one_graph_in_the_interpreter():
+    file = TESTS / "ops" / "test_op.py"
+    run(["-k", "compiles_in_one_graph", str(file)], TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_the_kernels_on_the_device():
+    run_checks("check", TRITON_INTERPRET="0")
+
+
+def test_without_triton_nothing_is_supported():
+    program = (
+        "import sys; sys.modules['triton'] = sys.modules['detectron2'] = None\n"
+        "import torch; from gw_detectron.ops.group_whitening import triton as triton_kernels\n"
+        "assert not triton_kernels.supported(torch.zeros(1, 8, 2, 2), 8)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=TESTS.parent)
+
+
+def test_a_processor_is_supported_by_the_interpreter_alone():
+    assert not triton_kernels.supported(torch.zeros(1, 8, 2, 2), 8)
+
+
+class Compiled(NamedTuple):
+    kernel: str
+    registers: int
+    stack: int  # bytes that did not fit the registers
+    shared: int  # bytes
+
+
+@pytest.fixture
+def compile_for(monkeypatch, tmp_path):
+    """Compile what ``launch_args.run`` would launch for an input, for a compute capability, without a GPU."""
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" if triton else Path()
+    for tool in ("ptxas", "cuobjdump"):
+        if not (tools / tool).exists():
+            pytest.skip(f"there is no {tool} in the installed Triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(launch, "processors", lambda device: 132)
+
+    def compile_for(capability, x, groups, relu, only=""):
+        compiled = []
+
+        def compile_instead(kernel, grid, like, warps, stages, **arguments):
+            from triton.backends.compiler import GPUTarget
+            from triton.compiler import ASTSource
+
+            if only not in kernel.fn.__name__:
+                return
+            signature, constants, attributes = {}, {}, {}
+            for i, parameter in enumerate(kernel.params):
+                value = arguments.pop(parameter.name)
+                signature[parameter.name] = "i32"
+                if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+                    signature[parameter.name], constants[parameter.name] = "constexpr", value
+                elif isinstance(value, torch.Tensor):
+                    signature[parameter.name] = {FP32: "*fp32", FP16: "*fp16", BF16: "*bf16"}[value.dtype]
+                    attributes[(i,)] = [["tt.divisibility", 16]]
+                elif isinstance(value, float):
+                    signature[parameter.name] = "fp32"
+            assert not arguments
+            source = ASTSource(kernel, signature, constants, attributes)
+            options = {"num_warps": warps, "num_stages": stages}
+            binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+            cubin = tmp_path / f"{len(compiled)}.cubin"
+            cubin.write_bytes(binary.asm["cubin"])
+            command = [str(tools / "cuobjdump"), "--dump-resource-usage", str(cubin)]
+            usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
+            compiled.append(Compiled(kernel.fn.__name__, registers, stack, binary.metadata.shared))
+
+        monkeypatch.setattr(launch, "run", compile_instead)
+        n, channels = x.shape[:2]
+        vector, mean = torch.empty(channels, device="meta"), torch.empty((n, groups), device="meta")
+        matrix = torch.empty((n, groups, groups), device="meta")
+        triton_kernels.statistics(x, groups)
+        triton_kernels.apply(x, mean, matrix, vector, vector, relu, out=x)
+        triton_kernels.grad_products(x, mean, x, groups, x if relu else None, x)
+        triton_kernels.apply_backward(x, mean, x, vector, InputGradient(matrix, matrix, mean), out=x)
+        triton_kernels.newton(matrix, 5)
+        triton_kernels.newton_backward(matrix, matrix, 5)
+        return compiled
+
+    return compile_for
+
+
+KERNELS = ["_moments", "_merge", "_apply", "_products", "_apply_backward", "_newton", "_newton"]
+
+
+def test_a_kernel_compiles_without_a_gpu(compile_for):
+    """The small sample of the tests below."""
+    x = torch.empty((16, 256, 50, 84), device="meta").to(memory_format=torch.channels_last)
+    (found,) = compile_for(90, x, 64, True, only="_moments")
+    assert found.registers > 16 and found.stack == 0 and found.shared <= 227 * 1024
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("relu", [False, True], ids=["", "relu"])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "groups", "memory_format"),
+    [
+        ((16, 64, 200, 336), 64, torch.contiguous_format),
+        ((16, 128, 200, 336), 128, torch.contiguous_format),
+        ((16, 256, 7, 7), 64, torch.contiguous_format),
+        ((16, 256, 50, 84), 64, torch.channels_last),
+    ],
+    ids=str,
+)
+def test_the_commonest_kernels_keep_to_the_registers(compile_for, shape, groups, memory_format, dtype, relu):
+    """For sm_90."""
+    x = torch.empty(shape, dtype=dtype, device="meta").to(memory_format=memory_format)
+    compiled = compile_for(90, x, groups, relu)
+    assert [each.kernel for each in compiled] == KERNELS
+    for each in compiled:
+        assert each.registers > 16, f"{each.kernel} was optimised away"
+        assert each.stack == 0, f"{each.kernel} spills {each.stack} bytes"
+
+
+@pytest.mark.slow
+def test_numbers_that_are_one_are_no_tensors(compile_for):
+    """Triton turns strides, tiles and positions of 1 into constants."""
+    x = torch.empty((64, 16), device="meta").t()
+    assert x.stride(0) == 1 and triton_kernels.prepare(x) is x
+    assert compile_for(90, x, 64, True) and compile_for(90, x[:1], 64, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("capability", "shared"), [(80, 163), (86, 99), (90, 227), (120, 99)])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_shared_memory_suffices_on_every_device(compile_for, memory_format, capability, shared):
+    """In float32 with several channels in a group, which takes most. Limits in KiB: the CUDA programming guide."""
+    x = torch.empty((16, 256, 7, 7), device="meta").to(memory_format=memory_format)
+    for each in compile_for(capability, x, 64, relu=True):
+        assert each.shared <= shared * 1024, f"{each.kernel} takes {each.shared} bytes"

@@ -1,0 +1,555 @@
+"""Every check before a run: its message, its fix, and that a sound run passes."""
+
+import json
+import os
+import pickle
+import zipfile
+
+import pytest
+import torch
+from detectron2.config import CfgNode, get_cfg
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.data.datasets import register_coco_instances
+from detectron2.modeling import ResNet, build_model
+from detectron2.utils.file_io import PathManager
+from PIL import Image
+
+from gw_detectron import add_gw_config
+from gw_detectron.checkpoint import StartWeights, open_start_weights
+from gw_detectron.preflight import Findings, PreflightError, preflight
+
+from ..tiny_run import CONFIG, OPTS
+
+RGB = {
+    "INPUT.FORMAT": "RGB",
+    "MODEL.PIXEL_MEAN": [123.675, 116.28, 103.53],
+    "MODEL.PIXEL_STD": [58.395, 57.12, 57.375],
+}
+
+
+def square(number: int, image: int, category: int) -> dict:
+    return {
+        "id": number,
+        "image_id": image,
+        "category_id": category,
+        "bbox": [2, 2, 10, 10],
+        "area": 100,
+        "iscrowd": 0,
+        "segmentation": [[2, 2, 12, 2, 12, 12, 2, 12]],
+    }
+
+
+@pytest.fixture
+def content() -> dict:
+    size = {"height": 20, "width": 30}
+    return {
+        "images": [{"id": 1, "file_name": "a.jpg", **size}, {"id": 2, "file_name": "sub/b.jpg", **size}],
+        "annotations": [square(1, 1, 5), square(2, 2, 9)],
+        "categories": [{"id": 9, "name": "dog"}, {"id": 5, "name": "cat"}],
+    }
+
+
+@pytest.fixture
+def coco(tmp_path, content):
+    """A function that registers ``content`` as the data set tiny_coco and returns the json's path."""
+    path = tmp_path / "data" / "tiny.json"
+    images = tmp_path / "data" / "images"
+    (images / "sub").mkdir(parents=True)
+    for image in content["images"]:
+        Image.new("RGB", (image["width"], image["height"])).save(images / image["file_name"])
+
+    def register(text: str | None = None):
+        path.write_text(json.dumps(content) if text is None else text)
+        register_coco_instances("tiny_coco", {}, str(path), str(images))
+        return path
+
+    yield register
+    for catalog in (DatasetCatalog, MetadataCatalog):
+        catalog.pop("tiny_coco", None)
+
+
+def config(tmp_path, **changes) -> CfgNode:
+    cfg = get_cfg()
+    add_gw_config(cfg)
+    cfg.merge_from_file(str(CONFIG))
+    plain = {
+        **OPTS,
+        "INPUT.MIN_SIZE_TRAIN": "(128,)",  # in smaller images the last layers have too few pixels
+        "MODEL.ROI_HEADS.NUM_CLASSES": 2,
+        "DATASETS.TRAIN": ("tiny_coco",),
+        "DATASETS.TEST": ("tiny_coco",),
+        "OUTPUT_DIR": str(tmp_path / "output"),
+        **{key.replace("__", "."): value for key, value in changes.items()},
+    }
+    cfg.merge_from_list([word for pair in plain.items() for word in pair])
+    return cfg
+
+
+@pytest.fixture
+def check(tmp_path, coco):
+    """A function that checks a sound run with some keys changed."""
+
+    def run(eval_only: bool = False, resume: bool = False, **changes) -> Findings:
+        if "tiny_coco" not in DatasetCatalog:
+            coco()
+        cfg = config(tmp_path, **changes)
+        return preflight(cfg, open_start_weights(cfg, resume=resume), eval_only=eval_only, resume=resume)
+
+    return run
+
+
+def one(found: Findings) -> str:
+    assert len(found.problems) == 1, found.problems
+    return found.problems[0]
+
+
+def test_a_sound_run_passes(check):
+    assert check() == Findings([], [])
+
+
+def test_all_problems_are_raised_together(tmp_path, coco):
+    coco()
+    cfg = config(tmp_path, MODEL__BACKBONE__FREEZE_AT=2, MODEL__ROI_HEADS__NUM_CLASSES=7)
+    with pytest.raises(PreflightError, match="(?s)has 2 problems.*FREEZE_AT.*NUM_CLASSES") as raised:
+        preflight(cfg, StartWeights()).raise_problems()
+    assert len(raised.value.problems) == 2
+    preflight(config(tmp_path), StartWeights()).raise_problems()
+
+
+class TestModel:
+    @pytest.mark.parametrize(
+        ("key", "layer"),
+        [
+            ("MODEL__RESNETS__NORM", "backbone.bottom_up."),
+            ("MODEL__FPN__NORM", "backbone.fpn_"),
+            ("MODEL__ROI_BOX_HEAD__NORM", "roi_heads.box_head."),
+            ("MODEL__ROI_MASK_HEAD__NORM", "roi_heads.mask_head."),
+        ],
+    )
+    def test_frozen_bn_from_scratch(self, check, key, layer):
+        problem = one(check(**{key: "FrozenBN"}))
+        assert "FrozenBN" in problem and layer in problem
+        assert f"set {key.replace('__', '.')} to BN, GN or GW" in problem
+
+    @pytest.mark.parametrize("norm", ["FrozenBN", "FrozenBW:channels=16"])
+    def test_frozen_norms_at_the_whitened_positions(self, check, norm):
+        problem = one(check(MODEL__RESNETS__WHITEN_NORM=norm))
+        assert "9 layers are FrozenBN or FrozenBW" in problem and "stem.conv1.norm" in problem
+
+    def test_frozen_layers_from_scratch(self, check):
+        problem = one(check(MODEL__BACKBONE__FREEZE_AT=2))
+        assert "MODEL.BACKBONE.FREEZE_AT (2)" in problem and "FREEZE_AT 0" in problem
+
+    def test_both_are_fine_with_weights(self, check, tmp_path):
+        torch.save({"model": {}}, tmp_path / "w.pth")
+        changes = {"MODEL__RESNETS__NORM": "FrozenBN", "MODEL__BACKBONE__FREEZE_AT": 2}
+        assert check(MODEL__WEIGHTS=str(tmp_path / "w.pth"), **changes) == Findings([], [])
+        found = check(MODEL__WEIGHTS=str(tmp_path / "w.pth"), MODEL__FPN__NORM="FrozenBN", **changes)
+        assert not found.problems and "MODEL.FPN.NORM to GN or GW" in found.warnings[0]
+
+    def test_batch_norm_of_one_image(self, check, tmp_path):
+        problem = one(check(SOLVER__IMS_PER_BATCH=1))
+        assert "a batch of one image" in problem and "backbone.bottom_up.res2.0.conv1.norm" in problem
+        assert "SOLVER.IMS_PER_BATCH 2 or more" in problem
+        assert not check(SOLVER__IMS_PER_BATCH=1, MODEL__RESNETS__NORM="GW").problems
+        torch.save({"model": {}}, tmp_path / "w.pth")
+        evaluated = {"eval_only": True, "MODEL__WEIGHTS": str(tmp_path / "w.pth")}
+        assert not check(SOLVER__IMS_PER_BATCH=1, **evaluated).problems
+
+    def test_layers_with_too_few_numbers_to_whiten(self, check):
+        found = check(INPUT__MIN_SIZE_TRAIN="(64,)")
+        assert not found.problems and len(found.warnings) == 1
+        # 2 x 2 pixels of 32 channels in 16 groups are 8 columns
+        assert "backbone.fpn_lateral5.norm" in found.warnings[0] and "16 rows over 8 columns" in found.warnings[0]
+        assert "fewer groups, or larger images" in found.warnings[0]
+        assert check(INPUT__MIN_SIZE_TRAIN="(64,)", eval_only=True, MODEL__WEIGHTS="none").warnings == []
+
+    def test_too_few_numbers_for_batch_whitening(self, check):
+        # 2 images of 2 x 2 pixels are 8 columns
+        changes = {"INPUT__MIN_SIZE_TRAIN": "(64,)", "MODEL__FPN__NORM": "BW:channels=16"}
+        warning = next(text for text in check(**changes).warnings if "too few values" in text)
+        assert "Fix: use a smaller channels= of BW, fewer groups, or larger images." in warning  # res5 has GW
+        found = check(**changes, MODEL__RESNETS__WHITEN_NORM="BN").warnings
+        warning = next(text for text in found if "too few values" in text)
+        assert "Fix: use a smaller channels= of BW, or larger images." in warning
+
+    def test_no_size_of_images(self, check):
+        assert "INPUT.MIN_SIZE_TRAIN (empty)" in one(check(INPUT__MIN_SIZE_TRAIN="()"))
+
+    def test_batch_whitening_of_two_images(self, check):
+        images = {"INPUT__MIN_SIZE_TRAIN": "(160,)"}
+        found = check(MODEL__RESNETS__WHITEN_NORM="BW", **images)
+        assert not found.problems and len(found.warnings) == 1
+        words = ["a batch of 2 images", "res5", "(d + 3) / 2 = 33.5", "m = 50 for the smallest images", "2080 numbers"]
+        assert all(word in found.warnings[0] for word in words), found.warnings[0]
+        assert check(MODEL__RESNETS__WHITEN_NORM="BW", SOLVER__IMS_PER_BATCH=16, **images).warnings == []
+        assert check(MODEL__RESNETS__WHITEN_NORM="BW:solver=standardize").warnings == []
+
+    def test_a_model_whose_shapes_cannot_be_followed(self, check, monkeypatch):
+        monkeypatch.setattr(ResNet, "forward", lambda self, x: x.mean().item())
+        found = check()
+        assert not found.problems and len(found.warnings) == 1
+        assert "Not checked" in found.warnings[0] and "RuntimeError" in found.warnings[0]
+
+    @pytest.mark.parametrize(
+        ("changes", "words"),
+        [
+            ({"MODEL__FPN__NORM": "GW:groups=7"}, ["MODEL.FPN.NORM", "32", "7"]),
+            ({"MODEL__RESNETS__NORM": "XN"}, ["MODEL.RESNETS.NORM", "XN", "GW"]),
+            ({"MODEL__RESNETS__WHITEN_POSITIONS": "S1-B3"}, ["S1-B3"]),
+            ({"MODEL__BACKBONE__NAME": "build_no_such_backbone"}, ["build_no_such_backbone"]),
+            ({"MODEL__RESNETS__DEPTH": 19}, ["19", "18"]),
+        ],
+    )
+    def test_a_model_that_cannot_be_built(self, check, changes, words):
+        problem = one(check(**changes))
+        assert "cannot be built" in problem and all(word in problem for word in words)
+
+    @pytest.mark.parametrize(
+        ("key", "changes", "instead"),
+        [
+            (
+                "MODEL.FPN.NORM",
+                {"MODEL__RESNETS__NORM": "BN", "MODEL__BACKBONE__NAME": "build_resnet_fpn_backbone"},
+                "set MODEL.BACKBONE.NAME build_gw_resnet_fpn_backbone",
+            ),
+            (
+                "MODEL.RESNETS.NORM",
+                {"MODEL__BACKBONE__NAME": "build_resnet_fpn_backbone"},
+                "set MODEL.BACKBONE.NAME build_gw_resnet_fpn_backbone",
+            ),
+            (
+                "MODEL.ROI_BOX_HEAD.NORM",
+                {"MODEL__ROI_BOX_HEAD__NAME": "FastRCNNConvFCHead", "MODEL__ROI_BOX_HEAD__NUM_CONV": 1},
+                "set MODEL.ROI_BOX_HEAD.NAME GWFastRCNNConvFCHead",
+            ),
+            (
+                "MODEL.ROI_MASK_HEAD.NORM",
+                {"MODEL__ROI_MASK_HEAD__NAME": "MaskRCNNConvUpsampleHead", "MODEL__ROI_MASK_HEAD__NUM_CONV": 1},
+                "set MODEL.ROI_MASK_HEAD.NAME GWMaskRCNNConvUpsampleHead",
+            ),
+            (
+                "MODEL.RETINANET.NORM",
+                {
+                    "MODEL__META_ARCHITECTURE": "RetinaNet",
+                    "MODEL__BACKBONE__NAME": "build_gw_retinanet_resnet_fpn_backbone",
+                    "MODEL__RESNETS__OUT_FEATURES": ["res3", "res4", "res5"],
+                    "MODEL__FPN__IN_FEATURES": ["res3", "res4", "res5"],
+                    "MODEL__RETINANET__NUM_CLASSES": 2,
+                },
+                "set MODEL.RETINANET.NORM to one of these",
+            ),
+            (
+                "MODEL.SEM_SEG_HEAD.NORM",
+                {"MODEL__META_ARCHITECTURE": "PanopticFPN"},
+                "set MODEL.SEM_SEG_HEAD.NORM to one of these",
+            ),
+        ],
+    )
+    def test_a_norm_name_at_a_component_of_detectron2(self, check, key, changes, instead):
+        problem = one(check(**{key.replace(".", "__"): "GW:groups=8"}, **changes))
+        assert f"{key} ('GW:groups=8')" in problem and "takes only Detectron2's norms (BN, SyncBN" in problem
+        assert instead in problem
+
+
+class TestMachine:
+    def test_mixed_precision_on_the_cpu(self, check):
+        assert "SOLVER.AMP.ENABLED False" in one(check(SOLVER__AMP__ENABLED=True))
+
+    def test_an_unknown_device(self, check):
+        assert "MODEL.DEVICE ('gpu'): unknown device" in one(check(MODEL__DEVICE="gpu"))
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="speaks about a machine without a GPU")
+    def test_no_gpu(self, check):
+        assert "set MODEL.DEVICE cpu, or give --num-gpus 0" in one(check(MODEL__DEVICE="cuda"))
+
+
+class TestSolver:
+    def test_an_empty_batch(self, check):
+        assert "SOLVER.IMS_PER_BATCH (0): empty batch. Fix: set it to the images per step" in one(
+            check(SOLVER__IMS_PER_BATCH=0)
+        )
+
+    @pytest.mark.parametrize("changes", [{"SOLVER__STEPS": (3,)}, {"SOLVER__STEPS": (2, 1)}])
+    def test_a_schedule_that_cannot_be(self, check, changes):
+        problem = one(check(**changes))
+        assert "SOLVER.STEPS" in problem and "SOLVER.MAX_ITER (3)" in problem
+
+    def test_an_unknown_schedule(self, check):
+        assert "Cosmic" in one(check(SOLVER__LR_SCHEDULER_NAME="Cosmic"))
+
+
+class TestWeights:
+    def test_an_unknown_scheme(self, check):
+        problem = one(check(MODEL__WEIGHTS="nowhere://imagenet/R-50"))
+        assert "unknown scheme 'nowhere://'" in problem and "path of a file" in problem
+
+    def test_a_missing_file(self, check):
+        assert "MODEL.WEIGHTS: file not found: 'my/R-50.pkl'" in (problem := one(check(MODEL__WEIGHTS="my/R-50.pkl")))
+        assert "give an existing path" in problem
+        assert "none are published" in one(check(MODEL__WEIGHTS="weights/R-50-GW-S1.pkl"))
+
+    def test_nothing_to_evaluate(self, check, tmp_path):
+        assert "or --resume" in one(check(eval_only=True))
+        assert f"there is no checkpoint in '{tmp_path / 'output'}'" in one(check(eval_only=True, resume=True))
+
+    def test_a_file_that_torch_cannot_read(self, check, tmp_path):
+        path = tmp_path / "w.pth"
+        path.write_text("<html>Not found</html>")
+        assert "cannot be read" in one(check(MODEL__WEIGHTS=str(path)))
+        path.write_bytes(b"")
+        assert "is empty" in one(check(MODEL__WEIGHTS=str(path)))
+        torch.save([1, 2], path)
+        assert "contains a list instead of a dict" in one(check(MODEL__WEIGHTS=str(path)))
+
+    def test_a_damaged_and_a_truncated_file(self, check, tmp_path):
+        path = tmp_path / "w.pth"
+        torch.save({"model": {"a": torch.zeros(10_000)}}, path)
+        whole = bytearray(path.read_bytes())
+        assert zipfile.is_zipfile(path) and not check(MODEL__WEIGHTS=str(path)).problems
+        path.write_bytes(whole[: len(whole) // 2])
+        assert "is cut off" in one(check(MODEL__WEIGHTS=str(path)))
+        whole[len(whole) // 2] ^= 1
+        path.write_bytes(whole)
+        assert "checksum" in one(check(MODEL__WEIGHTS=str(path)))
+
+    def test_images_that_the_weights_were_not_trained_on(self, check, tmp_path):
+        path = tmp_path / "r.pkl"
+        path.write_bytes(pickle.dumps({"model": {}, "__author__": "torchvision", "matching_heuristics": True}))
+        bgr = {
+            "INPUT__FORMAT": "BGR",
+            "MODEL__PIXEL_MEAN": [103.53, 116.28, 123.675],
+            "MODEL__PIXEL_STD": [1.0, 1.0, 1.0],
+        }
+        problem = one(check(MODEL__WEIGHTS=str(path), **bgr))
+        assert "INPUT.FORMAT RGB" in problem
+        for key in ("MODEL.PIXEL_MEAN", "MODEL.PIXEL_STD"):
+            assert f'{key} "{RGB[key]}"' in problem
+        assert not check(MODEL__WEIGHTS=str(path)).problems
+        deep = {"MODEL__RESNETS__DEPTH": 50, "MODEL__RESNETS__RES2_OUT_CHANNELS": 256}
+        assert not check(MODEL__WEIGHTS=str(path), **deep).problems
+        problem = one(check(MODEL__WEIGHTS=str(path), MODEL__RESNETS__STRIDE_IN_1X1=True, **deep))
+        assert "STRIDE_IN_1X1 False" in problem
+
+    def test_gw_addresses_mean_rgb_images(self, check, monkeypatch, tmp_path):
+        monkeypatch.setenv("GW_DETECTRON_WEIGHTS", str(tmp_path))  # nothing is to be downloaded here
+        text = " ".join(check(MODEL__WEIGHTS="gw://imagenet/R-50-GW", INPUT__FORMAT="BGR").problems)
+        assert "set INPUT.FORMAT RGB." in text
+
+    @pytest.mark.parametrize(
+        ("name", "wanted"),
+        [
+            ("torchvision/R-50", ["RGB", "123.675, 116.28, 103.53", "58.395, 57.12, 57.375", "STRIDE_IN_1X1 False"]),
+            ("MSRA/R-50", ["BGR", "103.53, 116.28, 123.675", "1.0, 1.0, 1.0"]),
+            ("FAIR/R-50-GN", ["BGR", "103.53, 116.28, 123.675", "1.0, 1.0, 1.0", "STRIDE_IN_1X1 False"]),
+            ("FAIR/X-101-32x8d", ["BGR", "103.53, 116.28, 123.675", "57.375, 57.12, 58.395", "STRIDE_IN_1X1 False"]),
+        ],
+    )
+    def test_detectron2_s_zoo(self, check, monkeypatch, tmp_path, name, wanted):
+        torch.save({"model": {}}, tmp_path / "fetched.pth")
+        address, fetch = f"detectron2://ImageNetPretrained/{name}.pkl", PathManager.get_local_path
+        monkeypatch.setattr(
+            PathManager,
+            "get_local_path",
+            lambda path: str(tmp_path / "fetched.pth") if path == address else fetch(path),
+        )
+        changes = {
+            "INPUT__FORMAT": "RGB" if "BGR" in wanted else "BGR",
+            "MODEL__PIXEL_MEAN": [0.0, 0.0, 0.0],
+            "MODEL__PIXEL_STD": [2.0, 2.0, 2.0],
+            "MODEL__RESNETS__STRIDE_IN_1X1": True,
+            "MODEL__RESNETS__DEPTH": 50,
+            "MODEL__RESNETS__RES2_OUT_CHANNELS": 256,
+        }
+        problem = one(check(MODEL__WEIGHTS=address, **changes))
+        assert all(word in problem for word in wanted)
+        assert ("STRIDE_IN_1X1" in problem) == ("STRIDE_IN_1X1 False" in wanted)
+
+    def test_evaluation_without_weights(self, check):
+        assert "--eval-only: no weights" in one(check(eval_only=True))
+
+
+class TestResume:
+    def checkpoint(self, tmp_path, name: str, age: int) -> str:
+        folder = tmp_path / "output"
+        folder.mkdir(exist_ok=True)
+        torch.save({"model": {"a": torch.zeros(1000)}}, folder / name)
+        os.utime(folder / name, (10_000 - age, 10_000 - age))
+        return str(folder / name)
+
+    def test_a_truncated_checkpoint(self, check, tmp_path):
+        for age, name in enumerate(["model_0000005.pth", "model_0000003.pth", "model_0000001.pth"]):
+            path = self.checkpoint(tmp_path, name, age)
+            if age < 2:
+                os.truncate(path, 1000)
+                os.utime(path, (10_000 - age, 10_000 - age))
+        (tmp_path / "output" / "last_checkpoint").write_text("model_0000005.pth")
+        problem = one(check(resume=True))
+        assert "model_0000005.pth" in problem and "is cut off" in problem
+        assert "Fix: write model_0000001.pth" in problem
+        os.remove(tmp_path / "output" / "model_0000001.pth")
+        assert "/last_checkpoint to start anew" in one(check(resume=True))
+
+    def test_names_that_lead_nowhere(self, check, tmp_path):
+        self.checkpoint(tmp_path, "model_0000001.pth", 0)
+        assert "last_checkpoint" in one(check(resume=True)) and "model_0000001.pth" in one(check(resume=True))
+        tag = tmp_path / "output" / "last_checkpoint"
+        tag.write_text("")
+        assert "the file is empty" in one(check(resume=True))
+        tag.write_bytes(bytes(range(128, 256)))
+        assert "file not found" in one(check(resume=True))
+        tag.write_text("model_0000009.pth")
+        assert "model_0000009.pth" in one(check(resume=True)) and "file not found" in one(check(resume=True))
+
+    def test_a_whole_checkpoint_counts_as_weights(self, check, tmp_path):
+        self.detector(tmp_path, MODEL__BACKBONE__FREEZE_AT=2)
+        assert check(resume=True, MODEL__BACKBONE__FREEZE_AT=2) == Findings([], [])
+        assert "continue it with --resume" in check().warnings[0]
+
+    def detector(self, tmp_path, **changes) -> None:
+        """Writes the last checkpoint of a run of :func:`config`."""
+        path = self.checkpoint(tmp_path, "model_0000001.pth", 0)
+        torch.save({"model": build_model(config(tmp_path, **changes)).state_dict(), "iteration": 1}, path)
+        (tmp_path / "output" / "last_checkpoint").write_text("model_0000001.pth")
+
+    @pytest.mark.parametrize("eval_only", [False, True])
+    @pytest.mark.parametrize(
+        ("before", "now", "words"),
+        [
+            (
+                "BW:channels=16",
+                "BW:channels=8",
+                ["fpn_lateral2.norm.running_matrix (32, 16) in the checkpoint, (32, 8)"],
+            ),
+            ("BW:channels=16", "GW:groups=8", ["16 tensors only in the checkpoint (backbone.fpn_lateral2.norm."]),
+            (
+                "BW:channels=16",
+                "BW:channels=16,rotation=cayley",
+                ["8 tensors only in the detector", "fpn_lateral2.norm.rotate"],
+            ),
+        ],
+    )
+    def test_another_norm_than_that_of_the_checkpoint(self, check, tmp_path, before, now, words, eval_only):
+        self.detector(tmp_path, MODEL__FPN__NORM=before)
+        problem = one(check(resume=True, eval_only=eval_only, MODEL__FPN__NORM=now))
+        keys = ["MODEL.RESNETS.WHITEN_NORM", "MODEL.FPN.NORM", "MODEL.ROI_BOX_HEAD.NORM"]
+        assert all(word in problem for word in [*words, *keys, "model_0000001.pth"]), problem
+
+    def test_weights_to_start_from_may_be_of_another_detector(self, check, tmp_path):
+        self.detector(tmp_path, MODEL__FPN__NORM="BW:channels=16")
+        weights = str(tmp_path / "output" / "model_0000001.pth")
+        assert not check(MODEL__WEIGHTS=weights, MODEL__FPN__NORM="BW:channels=8").problems
+
+    def test_nothing_to_resume_is_said(self, check):
+        found = check(resume=True)
+        assert not found.problems and "starts from its beginning" in found.warnings[0]
+
+
+class TestKeysOfThisPackage:
+    @pytest.mark.parametrize(
+        ("changes", "words"),
+        [
+            (
+                {"MODEL__RESNETS__WHITEN_POSITIONS": "ALL"},
+                ["WHITEN_POSITIONS ('ALL')", "build_gw_resnet_fpn_backbone"],
+            ),
+            ({"MODEL__RESNETS__WHITEN_NORM": "GN"}, ["WHITEN_NORM ('GN')", "build_gw_resnet_fpn_backbone"]),
+        ],
+    )
+    def test_a_backbone_that_does_not_read_them(self, check, changes, words):
+        stock = {"MODEL__BACKBONE__NAME": "build_resnet_fpn_backbone", "MODEL__FPN__NORM": ""}
+        problem = one(check(**stock, **changes))
+        assert all(word in problem for word in words), problem
+        assert not check(**stock, MODEL__RESNETS__WHITEN_POSITIONS="").problems
+
+    def test_a_head_that_does_not_read_them(self, check):
+        head = {"MODEL__ROI_BOX_HEAD__NAME": "FastRCNNConvFCHead", "MODEL__ROI_BOX_HEAD__NORM": "GN"}
+        problem = one(check(**head, MODEL__ROI_BOX_HEAD__SINGLE_RELU=True))
+        assert "SINGLE_RELU (True)" in problem and "GWFastRCNNConvFCHead" in problem
+
+
+class TestData:
+    def test_number_of_classes(self, check):
+        problem = one(check(MODEL__ROI_HEADS__NUM_CLASSES=80))
+        assert "NUM_CLASSES (80)" in problem and "has 2 classes. Fix: set MODEL.ROI_HEADS.NUM_CLASSES 2" in problem
+
+    def test_an_unknown_image_format(self, check):
+        assert "INPUT.FORMAT ('XYZ'): unknown. Fix: set it to one of RGB" in one(check(INPUT__FORMAT="XYZ"))
+
+    def test_an_unknown_data_set(self, check):
+        problem = one(check(DATASETS__TRAIN=("coco_2017_trian",)))
+        assert "DATASETS ('coco_2017_trian'): unknown data set" in problem and "coco_2017_train" in problem
+        assert "DATASETS.TRAIN (empty)" in one(check(DATASETS__TRAIN=()))
+
+    def test_a_missing_folder(self, check, coco, tmp_path, monkeypatch):
+        coco().unlink()
+        monkeypatch.setenv("DETECTRON2_DATASETS", "/where/data/is")
+        text = " ".join(check().problems)
+        assert "tiny.json" in text and "DETECTRON2_DATASETS" in text and "/where/data/is" in text
+        os.rename(tmp_path / "data", tmp_path / "moved")
+        assert f"'{tmp_path / 'data'}' does not exist, so" in " ".join(check().problems)
+
+    def test_missing_images(self, check, coco, tmp_path):
+        coco()
+        os.remove(tmp_path / "data" / "images" / "sub" / "b.jpg")
+        problem = check().problems[0]
+        assert "1 of 2 images are missing" in problem and "sub/b.jpg" in problem
+
+    @pytest.mark.parametrize(
+        ("damage", "words"),
+        [
+            (lambda c: c.pop("images"), "no list 'images'"),
+            (lambda c: c.pop("categories"), "no list 'categories'"),
+            (lambda c: c["images"][1].pop("height"), r"images\[1\] \(id 2\) has no field 'height'"),
+            (lambda c: c["images"][0].pop("id"), r"images\[0\] has no field 'id'"),
+            (lambda c: c["categories"][0].pop("name"), r"categories\[0\] \(id 9\) has no field 'name'"),
+            (lambda c: c["annotations"][1].pop("bbox"), r"annotations\[1\] \(id 2\) has no field 'bbox'"),
+            (lambda c: c["annotations"][1].pop("segmentation"), "has no field 'segmentation'"),
+            (lambda c: c["annotations"][1].update(bbox=[1, 2, 3]), "annotation 2: bbox .*four numbers"),
+            (lambda c: c["annotations"][1].update(bbox=[1, 2, 3, float("nan")]), "annotation 2: bbox"),
+            (lambda c: c["annotations"][0].update(image_id=77), "annotation 1: image_id 77"),
+            (lambda c: c["annotations"][0].update(category_id=1), "annotation 1: category_id 1"),
+            (lambda c: c["annotations"].clear(), "list 'annotations' is empty"),
+            (lambda c: c["images"].insert(0, 3), r"images\[0\] is a int"),
+            (lambda c: c["images"][0].update(width="120"), "image 1: width '120' is not a positive integer"),
+            (lambda c: c["annotations"][1].update(id=1), "annotations: duplicate id 1"),
+            (lambda c: [a.update(segmentation=[[1, 2, 3]]) for a in c["annotations"]], "nothing to learn from"),
+            (lambda c: [a.update(iscrowd=1) for a in c["annotations"]], "nothing to learn from"),
+        ],
+    )
+    def test_a_json_that_lacks_something(self, check, coco, content, damage, words):
+        damage(content)
+        path = coco()
+        with pytest.raises(PreflightError, match=f"'{path}': .*{words}"):
+            raise PreflightError(check().problems)
+
+    def test_evaluation_needs_more_fields_than_training(self, check, coco, content):
+        content["annotations"][0].pop("area")
+        coco()
+        assert "annotations[0] (id 1) has no field 'area'" in one(check())
+
+    def test_test_images_may_have_no_annotations(self, check, coco, content, tmp_path):
+        del content["annotations"]
+        coco()
+        torch.save({"model": {}}, tmp_path / "w.pth")
+        assert check(eval_only=True, MODEL__WEIGHTS=str(tmp_path / "w.pth")) == Findings([], [])
+
+    def test_text_that_is_no_json(self, check, coco):
+        coco('{"images": [')
+        assert all("tiny.json': invalid JSON" in problem and "line 1" in problem for problem in check().problems)
+
+    def test_a_data_set_without_json(self, check):
+        DatasetCatalog.register("from_python", list)
+        MetadataCatalog.get("from_python").set(thing_classes=["a", "b", "c"], evaluator_type="coco")
+        try:
+            problem = one(check(DATASETS__TRAIN=("from_python",)))
+            assert "from_python has 3 classes" in problem
+        finally:
+            DatasetCatalog.remove("from_python")
+            MetadataCatalog.remove("from_python")
+
+    def test_a_data_set_that_is_not_evaluated_by_the_coco_rules(self, check, coco):
+        coco()
+        metadata = MetadataCatalog.pop("tiny_coco")
+        MetadataCatalog.get("tiny_coco").set(**{**metadata.as_dict(), "evaluator_type": "lvis"})
+        assert "evaluator_type 'lvis'" in one(check())
