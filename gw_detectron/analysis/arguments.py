@@ -4,15 +4,11 @@ import argparse
 import os
 from pathlib import Path
 
-from ..errors import UserError
-
-
-class OutputFolderError(UserError, OSError):
-    """The output folder cannot be written."""
+from ..errors import FileAccessError
 
 
 def check_folder(folder: str | Path) -> None:
-    """Raise OutputFolderError unless files can be written to a folder, which need not exist yet."""
+    """Raise FileAccessError unless files can be written to a folder, which need not exist yet."""
     path = Path(folder).absolute()
     existing = next(place for place in (path, *path.parents) if os.path.lexists(place))
     if not existing.is_dir():
@@ -21,7 +17,7 @@ def check_folder(folder: str | Path) -> None:
         reason = "is write-protected"
     else:
         return
-    raise OutputFolderError(f"--output ('{folder}'): '{existing}' {reason}. Fix: give another folder.")
+    raise FileAccessError(f"--output ('{folder}'): '{existing}' {reason}. Fix: give another folder.")
 
 
 def parse_seed(text: str) -> int:

@@ -1,27 +1,26 @@
 """Run a detector on images and measure how well each whitening layer whitens."""
 
 import contextlib
+import functools
 import os
-from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode
-from detectron2.data import transforms as T
 from detectron2.data.detection_utils import convert_PIL_to_numpy
 from detectron2.modeling import build_model
 from detectron2.utils.env import seed_all_rng
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from ..checkpoint import LoadReport, PartialLoadError, load_checkpoint, open_checkpoint
-from ..data.images import read_image
+from ..data.images import evaluation_input, image_files, read_image
 from ..data.synthetic import SyntheticConfig, draw_scene
-from ..errors import UserError, summarize_names
+from ..errors import summarize_names
 from ..modeling import norm_spec
 from ..ops.solvers import NonFiniteCovarianceError
 from .result import AnalysisError, AnalysisResult, findings_of, short_name
@@ -30,7 +29,6 @@ from .whitening_statistics import WhiteningLayer, checked_statistics, reduce_sta
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 # title of a panel -> statistic, marker and label of its curves
 _PANELS = {
     "Covariance of the input, with eps": [("trace", "k_", "trace, median")],
@@ -41,10 +39,6 @@ _PANELS = {
         ("distance", "^", r"$\|W - S^{-1/2}\|_F / \|S^{-1/2}\|_F$, median"),
     ],
 }
-
-
-class ImageFolderError(UserError, FileNotFoundError):
-    """The folder of images does not exist."""
 
 
 def analyze_layers(
@@ -75,16 +69,16 @@ def analyze_layers(
         :mod:`.whitening_statistics`.
 
     Raises:
-        ImageFolderError: the folder does not exist.
-        AnalysisError: no whitening layers, no images, or ``count`` or ``samples`` not positive.
-        ValueError: an image cannot be read.
+        MissingFileError: the folder does not exist.
+        DataError: the folder holds no images, or one cannot be read.
+        AnalysisError: no whitening layers, or ``count`` or ``samples`` not positive.
         PartialLoadError: the weights lack a part of the backbone or of the whitening layers.
         Other errors: see :func:`gw_detectron.checkpoint.load_checkpoint`.
     """
     for name, value in (("count", count), ("samples", samples)):
         if value < 1:
             raise AnalysisError(f"{name} ({value}): not positive. Fix: give 1 or more.")
-    paths = _image_files(images, count) if images is not None else []
+    paths = image_files(images)[:count] if images is not None else []
     names = [str(path.relative_to(str(images))) for path in paths] or [f"synthetic {index}" for index in range(count)]
     seed_all_rng(seed)
     cfg = cfg.clone()
@@ -101,30 +95,9 @@ def analyze_layers(
     if cfg.MODEL.WEIGHTS and not allow_partial:
         _check_loaded(report, layers)
 
-    calls: dict[str, list[dict[str, Tensor]]] = {}  # in the order in which the layers are called
-    broken: set[str] = set()
-
-    def observe(name: str, layer: WhiteningLayer, args: tuple, output: Tensor | None) -> None:
-        found = calls.setdefault(name, [])
-        try:
-            if output is None:
-                broken.add(name)  # the layer raised an error
-            else:
-                found.append(checked_statistics(name, layer, args[0], output, samples))
-        except FloatingPointError:
-            broken.add(name)
-
-    resize = T.ResizeShortestEdge([cfg.INPUT.MIN_SIZE_TEST] * 2, cfg.INPUT.MAX_SIZE_TEST)
     pictures = (read_image(p, cfg.INPUT.FORMAT) for p in paths) if paths else _draw_scenes(cfg, count, seed)
-    with contextlib.ExitStack() as stack, torch.no_grad():
-        for name, layer in layers.items():
-            hook = layer.register_forward_hook(
-                lambda layer, args, output, name=name: observe(name, layer, args, output), always_call=True
-            )
-            stack.callback(hook.remove)
-        for picture in tqdm(pictures, total=len(names), desc="layers", unit="image", disable=not progress):
-            with contextlib.suppress(NonFiniteCovarianceError):  # the hook has marked the layer as broken
-                model([_model_input(picture, resize)])
+    bar = tqdm(pictures, total=len(names), desc="layers", unit="image", disable=not progress)
+    calls, broken = _observe(model, ({"image": evaluation_input(picture, cfg)} for picture in bar), samples)
     rows: list[dict[str, Any]] = [
         {"layer": name, "norm": norm_spec(layers[name]), "finite": name not in broken if name in calls else None}
         | {key: value and float(f"{value:.4g}") for key, value in reduce_statistics(calls.get(name, [])).items()}
@@ -140,6 +113,33 @@ def analyze_layers(
     return AnalysisResult("layers", settings, rows, _findings(rows), _draw(rows, settings))
 
 
+def _observe(
+    model: nn.Module, inputs: Iterable[dict[str, Any]], samples: int
+) -> tuple[dict[str, list[dict[str, Tensor]]], set[str]]:
+    """Run a model and return the statistics of its whitening layers by call, and the layers that are not finite."""
+    calls: dict[str, list[dict[str, Tensor]]] = {}  # in the order in which the layers are called
+    broken: set[str] = set()
+
+    def observe(name: str, layer: WhiteningLayer, args: tuple, output: Tensor | None) -> None:
+        found = calls.setdefault(name, [])
+        try:
+            if output is None:
+                broken.add(name)  # the layer raised an error
+            else:
+                found.append(checked_statistics(name, layer, args[0], output, samples))
+        except FloatingPointError:
+            broken.add(name)
+
+    with contextlib.ExitStack() as stack, torch.no_grad():
+        for name, layer in whitening_layers(model).items():
+            handle = layer.register_forward_hook(functools.partial(observe, name), always_call=True)
+            stack.callback(handle.remove)
+        for image in inputs:
+            with contextlib.suppress(NonFiniteCovarianceError):  # the layer is in ``broken``
+                model([image])
+    return calls, broken
+
+
 def _check_loaded(report: LoadReport, layers: Collection[str]) -> None:
     missing = {name.rpartition(".")[0] for name in report.new} & set(layers)
     if missing:
@@ -150,28 +150,11 @@ def _check_loaded(report: LoadReport, layers: Collection[str]) -> None:
         )
 
 
-def _image_files(folder: str | os.PathLike[str], count: int) -> list[Path]:
-    if not os.path.isdir(folder):
-        raise ImageFolderError(f"--images ('{folder}'): folder not found. Fix: give an existing folder.")
-    paths = sorted(path for path in Path(folder).rglob("*") if path.suffix.lower() in _SUFFIXES)[:count]
-    if not paths:
-        raise AnalysisError(
-            f"--images ('{folder}'): the folder holds no images. Fix: give a folder with {', '.join(_SUFFIXES)} files."
-        )
-    return paths
-
-
 def _draw_scenes(cfg: CfgNode, count: int, seed: int) -> Iterator[np.ndarray]:
     config = SyntheticConfig(num_val=count, seed=seed)
     for index in range(count):
         scene = Image.fromarray(np.asarray(draw_scene(config, "val", index).image()))
         yield convert_PIL_to_numpy(scene, cfg.INPUT.FORMAT)
-
-
-def _model_input(picture: np.ndarray, resize: T.Augmentation) -> dict[str, Any]:
-    resized = resize.get_transform(picture).apply_image(picture)
-    pixels = torch.as_tensor(np.ascontiguousarray(resized.transpose(2, 0, 1).astype("float32")))
-    return {"image": pixels, "height": picture.shape[0], "width": picture.shape[1]}
 
 
 def _findings(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:

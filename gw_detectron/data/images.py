@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from detectron2.config import CfgNode
 from detectron2.data import detection_utils
+from detectron2.data import transforms as transforms_d2
 from PIL import Image
 from torch import Tensor
 from torchvision.transforms import functional as transforms
@@ -46,6 +47,28 @@ def read_image(path: str | os.PathLike[str], pixel_format: str) -> np.ndarray:
         ) from error
 
 
+def image_files(folder: str | os.PathLike[str]) -> list[Path]:
+    """Return the image files below a folder, sorted by path.
+
+    Raises:
+        MissingFileError: the folder does not exist.
+        DataError: there are no images in it.
+    """
+    if not os.path.isdir(folder):
+        raise MissingFileError(f"images ({os.fspath(folder)!r}): folder not found. Fix: give an existing folder.")
+    paths = sorted(path for path in Path(folder).rglob("*") if path.suffix.lower() in _SUFFIXES)
+    if not paths:
+        raise DataError(f"images ({os.fspath(folder)!r}): none found. Fix: put {', '.join(_SUFFIXES)} files there.")
+    return paths
+
+
+def evaluation_input(pixels: np.ndarray, cfg: CfgNode) -> Tensor:
+    """Resize pixels (H, W, 3) by INPUT.MIN_SIZE_TEST and MAX_SIZE_TEST, (3, H', W') float32."""
+    resize = transforms_d2.ResizeShortestEdge([cfg.INPUT.MIN_SIZE_TEST] * 2, cfg.INPUT.MAX_SIZE_TEST)
+    resized = resize.get_transform(pixels).apply_image(pixels)
+    return torch.from_numpy(np.ascontiguousarray(resized.transpose(2, 0, 1))).float()
+
+
 def load_images(folder: str | os.PathLike[str], count: int = 8) -> list[Image.Image]:
     """Read images below a folder as 224 x 224 center crops.
 
@@ -57,11 +80,7 @@ def load_images(folder: str | os.PathLike[str], count: int = 8) -> list[Image.Im
         MissingFileError: the folder does not exist.
         DataError: there are no images in it, or one cannot be read.
     """
-    if not os.path.isdir(folder):
-        raise MissingFileError(f"images ({os.fspath(folder)!r}): folder not found. Fix: give an existing folder.")
-    paths = sorted(path for path in Path(folder).rglob("*") if path.suffix.lower() in _SUFFIXES)
-    if not paths:
-        raise DataError(f"images ({os.fspath(folder)!r}): none found. Fix: put {', '.join(_SUFFIXES)} files there.")
+    paths = image_files(folder)
     chosen = paths[:: max(1, len(paths) // count)][:count]
     return [center_crop(Image.fromarray(read_image(path, "RGB"))) for path in chosen]
 

@@ -10,17 +10,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from detectron2.config import CfgNode
-from detectron2.data import transforms as T
 from detectron2.modeling import GeneralizedRCNN
 from detectron2.structures import Instances
 from torch import Tensor, nn
 
-from ..data.images import read_image
-from ..layers import use_path
+from ..data.images import evaluation_input, read_image
+from ..layers import use_backend
 from .atomic_folder import atomic_folder
 from .feature_extractor import Normalization
 from .formats import MissingPackageError
@@ -87,7 +85,7 @@ def export_detector(
             warnings.simplefilter("ignore")  # deprecation, and branches of a trace; the parity check takes both sides
             traced = _trace(adapter, image, path)
             names = [*adapter.outputs_schema.keys, "image_size"]
-            with use_path("reference"):  # the exported backend; another one rounds boxes of equal score differently
+            with use_backend("reference"):  # the exported backend; another one rounds boxes of equal score differently
                 cases = [_case(names, traced(tried), adapter(tried)) for tried in _images(image)]
         facts = {
             "input": _normalization(model).describe("image", [3, "H", "W"]),
@@ -104,12 +102,9 @@ def read_image_for(cfg: CfgNode, path: str | os.PathLike[str]) -> Tensor:
         Pixels of 0 to 255, (3, H, W), resized by ``INPUT.MIN_SIZE_TEST`` and ``MAX_SIZE_TEST``.
 
     Raises:
-        FileNotFoundError, ValueError: the image cannot be read.
+        MissingFileError, DataError: the image cannot be read.
     """
-    pixels = read_image(path, cfg.INPUT.FORMAT)
-    sides = [cfg.INPUT.MIN_SIZE_TEST] * 2
-    resize = T.ResizeShortestEdge(sides, cfg.INPUT.MAX_SIZE_TEST).get_transform(pixels)
-    return torch.from_numpy(np.ascontiguousarray(resize.apply_image(pixels).transpose(2, 0, 1))).float()
+    return evaluation_input(read_image(path, cfg.INPUT.FORMAT), cfg)
 
 
 def _normalization(model: Any) -> Normalization:

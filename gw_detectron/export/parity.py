@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from ..layers import use_path
+from ..layers import use_backend
 from .feature_extractor import FeatureExtractor
 
 #: largest allowed difference of a feature map, relative to the map's largest value
@@ -50,7 +50,7 @@ def check_parity(extractor: FeatureExtractor, run: Run) -> list[dict[str, Any]]:
     for batch in (1, 3):
         for height, width in sizes:
             images = extractor.sample(batch, height, width, seed=1)
-            with torch.no_grad(), use_path("reference"):
+            with torch.no_grad(), use_backend("reference"):
                 expected = extractor(images)
                 found = run(images)
             if len(found) != len(expected):

@@ -110,7 +110,7 @@ def test_a_model_without_whitening(cfg):
 
 
 def test_a_folder_without_images(cfg, tmp_path):
-    with pytest.raises(ValueError, match="holds no images"):
+    with pytest.raises(ValueError, match="none found"):
         analyze_layers(cfg, tmp_path, progress=False)
     with pytest.raises(FileNotFoundError, match="nowhere"):
         analyze_layers(cfg, tmp_path / "nowhere", progress=False)

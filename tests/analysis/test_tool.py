@@ -8,7 +8,8 @@ import pytest
 from PIL import Image
 
 from gw_detectron.analysis import AnalysisResult, analyze_constraints
-from gw_detectron.analysis.arguments import OutputFolderError, check_folder
+from gw_detectron.analysis.arguments import check_folder
+from gw_detectron.errors import FileAccessError
 
 from ..tiny_run import CONFIG
 
@@ -110,7 +111,7 @@ def test_the_folder_is_checked_before_the_analysis(tmp_path, monkeypatch, output
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(analyze_whitening, "analyze", lambda args: pytest.fail("it was run"))
     arguments = analyze_whitening.get_parser().parse_args(["swapping", "--output", str(tmp_path / output)])
-    with pytest.raises(OutputFolderError, match=f"'{tmp_path / 'file'}' is not a folder"):
+    with pytest.raises(FileAccessError, match=f"'{tmp_path / 'file'}' is not a folder"):
         analyze_whitening.main(arguments)
 
 

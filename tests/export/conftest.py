@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gw_detectron import resolve_norm
 from gw_detectron.export import Normalization
-from gw_detectron.layers import use_path
+from gw_detectron.layers import use_backend
 from gw_detectron.modeling import GWBasicBlock
 
 # makes the import of modules fail
@@ -29,7 +29,7 @@ SAVE = "    np.save('../' + name, output)\n"
 @pytest.fixture(autouse=True)
 def exported_backend():
     """Run the model on the exported backend, so that the export alone makes a difference."""
-    with use_path("reference"):
+    with use_backend("reference"):
         yield
 
 
