@@ -81,7 +81,7 @@ def test_a_damaged_file_is_named(cfg, trained, tmp_path, size):
 
 
 @pytest.mark.parametrize(
-    ("weights", "message"), [("", "no weights to export: give --weights"), ("x.pth", "file not found: 'x.pth'")]
+    ("weights", "message"), [("", "an export needs weights. Fix: give --weights"), ("x.pth", "file not found: 'x.pth'")]
 )
 def test_no_weights(cfg, weights, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
