@@ -1,4 +1,4 @@
-"""Group Whitening and other whitening layers for PyTorch, and a Detectron2 plugin made of them.
+"""Whitening layers for PyTorch, and a Detectron2 plugin made of them.
 
 With torch alone, ``gw_detectron.layers`` and ``gw_detectron.ops`` work. With Detectron2 installed, importing this
 package also registers its backbones, heads, weights and the synthetic data set. Without it, names that need Detectron2

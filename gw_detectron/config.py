@@ -61,6 +61,7 @@ def read_config(config_file: str, opts: Sequence[str] = ()) -> CfgNode:
     known = set(_flat_keys(cfg))
     if not config_file or not os.path.isfile(config_file):
         raise MissingFileError(_missing_config_message(config_file))
+    _check_bases(str(config_file))
     try:
         keys = list(_flat_keys(CfgNode.load_yaml_with_base(str(config_file), allow_unsafe=True)))
     except (yaml.YAMLError, AttributeError, TypeError, ValueError, RecursionError) as error:
@@ -79,6 +80,21 @@ def read_config(config_file: str, opts: Sequence[str] = ()) -> CfgNode:
     except _MERGE_ERRORS as error:
         raise ConfigError(_bad_keys_message("Arguments", opts[::2], known, error)) from error
     return cfg
+
+
+def _check_bases(config_file: str) -> None:
+    """Raise ConfigError if a config is its own base, which Detectron2 would read until the stack overflows."""
+    path, seen = config_file, set[str]()
+    while os.path.isfile(path):
+        if os.path.realpath(path) in seen:
+            raise ConfigError(f"'{path}': is its own _BASE_. Fix: name another base.")
+        seen.add(os.path.realpath(path))
+        try:
+            with open(path) as file:
+                base = yaml.load(file, yaml.BaseLoader)["_BASE_"]
+            path = os.path.join(os.path.dirname(path), os.path.expanduser(base))
+        except (KeyError, TypeError, ValueError, yaml.YAMLError):  # no base, or a file that Detectron2 refuses
+            return
 
 
 _MERGE_ERRORS = (KeyError, ValueError, AssertionError, TypeError)

@@ -51,7 +51,7 @@ def require_detectron2(name: str) -> None:
 
 
 class Detectron2Guard(importlib.abc.MetaPathFinder):
-    """Import hook: require Detectron2 before a module of this package that needs it is imported."""
+    """Import hook that requires Detectron2 for modules of this package."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> None:
         package, _, module = fullname.partition(".")

@@ -13,7 +13,7 @@ PACKAGE = ROOT / "gw_detectron"
 # A room may import the rooms of the rows above its own.
 ROOMS = (
     {"errors", "version"},
-    {"atomic"},
+    {"atomic", "requirements"},
     {"ops"},
     {"layers"},
     {"config"},

@@ -53,7 +53,7 @@ def test_everything_else_is_left_to_the_path_manager(tmp_path):
     assert writer.exists(str(tmp_path / "a")) and writer.ls(str(tmp_path)) == ["a"]
 
 
-def test_errors_of_reading_in_between_are_not_taken_for_a_failed_write(tmp_path):
+def test_a_read_error_in_the_body_is_not_reported_as_a_failed_write(tmp_path):
     with pytest.raises(FileNotFoundError, match="source") as raised, atomic_write(tmp_path / "a"):
         (tmp_path / "source").read_bytes()
     assert not isinstance(raised.value, FileAccessError)

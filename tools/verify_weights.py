@@ -4,8 +4,6 @@
 import argparse
 import sys
 
-from detectron2.utils.file_io import PathManager
-
 from gw_detectron.checkpoint.verify import is_labeled, measure_accuracy, verify
 from gw_detectron.config import read_config
 from gw_detectron.data.images import load_images, synthetic_images
@@ -28,13 +26,12 @@ def get_parser() -> argparse.ArgumentParser:
 
 def main(args: argparse.Namespace) -> bool:
     """Print the comparison and return whether the networks agree."""
-    weights = PathManager.get_local_path(args.weights)
     cfg = read_config(args.config_file) if args.config_file else None
     images = load_images(args.images) if args.images else synthetic_images()
-    result = verify(weights, images, cfg=cfg, source=args.source)
+    result = verify(args.weights, images, cfg=cfg, source=args.source)
     print(result)
     if args.images and is_labeled(args.images):
-        print("", *measure_accuracy(weights, args.images, cfg=cfg), sep="\n")
+        print("", *measure_accuracy(args.weights, args.images, cfg=cfg), sep="\n")
     return result.agrees
 
 

@@ -166,11 +166,11 @@ def _walk(content: Any, convert: Any) -> Any:
             done[id(value)] = value, value
             pairs = list(value.items() if isinstance(value, dict) else enumerate(value))
             changed = {key: new for key, item in pairs if (new := visit(item)) is not item}
-            if isinstance(value, tuple):
-                done[id(value)] = value, tuple(changed.get(key, item) for key, item in pairs)
-            else:
+            if isinstance(value, (dict, list)):
                 for key, new in changed.items():
                     value[key] = new
+            elif changed:
+                done[id(value)] = value, tuple(changed.get(key, item) for key, item in pairs)
         return done[id(value)][1]
 
     return visit(content)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from detectron2.config import CfgNode
+from detectron2.utils.file_io import PathManager
 from PIL import Image
 from tabulate import tabulate
 from torch import Tensor
@@ -107,7 +108,7 @@ def verify(
     Torchvision's network gets the images by classification preprocessing, Detectron2's by detection preprocessing.
 
     Args:
-        weights: converted weights, or a file that can be converted.
+        weights: path or address of converted weights, or of a file that can be converted.
         images: all of one size.
         cfg: the config under test; None takes the one that fits the weights.
         source: the file that the weights were converted from. Torchvision's network loads it, which verifies the
@@ -117,7 +118,7 @@ def verify(
         ValueError: a file cannot be used, or the config builds another network.
         OSError: a file cannot be read.
     """
-    conversion = load_weights(weights)
+    conversion = load_weights(PathManager.get_local_path(str(weights)))
     facts, tensors = conversion.provenance, conversion.source_tensors
     if source is not None:
         if (digest := sha256_of(source)) != facts.source_sha256:
@@ -219,7 +220,7 @@ def measure_accuracy(
     """Measure the accuracy of torchvision's network and of Detectron2's.
 
     Args:
-        weights: with a classifier (``--keep-fc``), converted or not.
+        weights: path or address; with a classifier (``--keep-fc``), converted or not.
         folder: one subfolder for each class. Sorted names are the classes 0, 1, ..., as in ImageNet's validation set.
             If all names are numbers, they are the classes; some may be absent.
         cfg: the config under test; None takes the one that fits the weights.
@@ -230,7 +231,7 @@ def measure_accuracy(
         DataError: the classes of the folder do not fit the classifier.
         OSError: a file cannot be read.
     """
-    conversion = load_weights(weights)
+    conversion = load_weights(PathManager.get_local_path(str(weights)))
     if not conversion.has_classifier:
         raise WeightsError(
             f"weights ({os.fspath(weights)!r}): have no classifier. Fix: convert with --keep-fc, or give the source."

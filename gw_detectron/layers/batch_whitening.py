@@ -1,4 +1,4 @@
-"""Batch whitening as a module with running statistics, and a frozen version of it."""
+"""Batch whitening as a module with running statistics, and a frozen one."""
 
 import inspect
 from typing import Any
@@ -201,7 +201,9 @@ class FrozenBatchWhitening2d(BatchWhitening2d):
 
     @classmethod
     def convert(cls, module: nn.Module) -> nn.Module:
-        """Replace each BatchWhitening2d in a module by a frozen layer with the same tensors.
+        """Replace each BatchWhitening2d in a module by a frozen layer.
+
+        The frozen layer has the same tensors.
 
         Returns:
             The frozen layer if ``module`` itself is a BatchWhitening2d, else ``module``.

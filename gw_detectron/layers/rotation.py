@@ -39,5 +39,5 @@ class GroupRotation(nn.Module):
             orthogonal(self, name, "cayley", use_trivialization=False)
 
     def forward(self) -> list[Tensor]:
-        """Return the rotations of all groups: (C // k, k, k) and, if the last group is smaller, (1, r, r)."""
+        """Return the rotations: (C // k, k, k), perhaps (1, r, r)."""
         return [getattr(self, name) for name in self._names]

@@ -1,4 +1,4 @@
-"""Whitening operations as functions: torch (and, where installed, Triton) alone, no modules, no Detectron2.
+"""Whitening operations as functions of torch (and, where installed, Triton).
 
 - ``group_whitening/reference.py``: the equations of Group Whitening; ``op.py``: the custom operator and its backends.
 - ``batch_whitening/reference.py``: the equations of batch whitening.

@@ -46,7 +46,7 @@ def _is_exporting() -> bool:
 
 @functools.cache
 def onednn_available() -> bool:
-    """Whether this torch has the oneDNN operator of :func:`onednn_matmul` and this processor has AVX-512."""
+    """Whether torch has the operator and the processor AVX-512."""
     return (
         torch.backends.mkldnn.is_available()
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
@@ -55,7 +55,7 @@ def onednn_available() -> bool:
 
 
 def onednn_is_faster(like: Tensor, shortest: int, longest: int) -> bool:
-    """Whether :func:`onednn_matmul` beats ``torch.matmul`` for this dtype, device and range of matrix sides.
+    """Whether oneDNN beats ``torch.matmul`` for this dtype, device and matrix sides.
 
     Where it is false, callers use torch.matmul. oneDNN gains where MKL leaves half of the width of AVX-512 unused: on
     processors that are not Intel's.
@@ -71,5 +71,5 @@ def onednn_is_faster(like: Tensor, shortest: int, longest: int) -> bool:
 
 
 def onednn_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Return ``a @ b`` of two matrices by oneDNN; slow unless ``b`` or its transpose is contiguous."""
+    """Multiply two matrices by oneDNN; ``b`` or its transpose should be contiguous."""
     return torch.ops.mkldnn._linear_pointwise(a, b.mT, None, "none", [], "")

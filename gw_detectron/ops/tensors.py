@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def check_tensors(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> None:
-    """Raise ValueError unless x is floating point, (N, C, *spatial), and weight and bias are (C,)."""
+    """Refuse x unless floating point, (N, C, *spatial); weight and bias unless (C,)."""
     if x.dim() < 2:
         raise ValueError(
             f"x: expected shape (N, C, *spatial), got {tuple(x.shape)}. Fix: give dimensions for samples and channels."
@@ -25,13 +25,13 @@ def check_tensors(x: Tensor, weight: Tensor | None = None, bias: Tensor | None =
 
 
 def check_integer(name: str, value: Any, least: int, example: int) -> None:
-    """Raise ValueError unless ``value`` is an int, not a bool, of at least ``least``."""
+    """Raise ValueError unless ``value`` is an int (no bool) >= ``least``."""
     if type(value) is not int or value < least:
         raise ValueError(f"{name} ({value!r}): expected an integer of at least {least}. Fix: try {name}={example}.")
 
 
 def check_number(name: str, value: Any, least: float, most: float, example: float) -> None:
-    """Raise TypeError unless ``value`` is a finite real number, ValueError unless it is in [least, most]."""
+    """Raise TypeError unless ``value`` is a number, ValueError unless within bounds."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(
             f"{name} ({value!r}): expected a number, got {type(value).__name__}. Fix: try {name}={example}."
@@ -48,7 +48,7 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of statistics and solver: float64 for float64 input, else float32."""
+    """Return the compute dtype: float64 for float64 input, else float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 

@@ -81,18 +81,19 @@ def _check_dataset(name: str, findings: Findings, *, for_training: bool, masks: 
         path = PathManager.get_local_path(json_file)  # generates or downloads it if a handler does so
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
-        _check_coco(content, for_training=for_training, masks=masks)
     except FileNotFoundError:
         findings.problems.append(f"Data set '{name}': {_missing(json_file)}")
-        return None
-    except DataError as error:
-        findings.problems.append(f"{where}: {error}. Fix: correct the file.")
         return None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         findings.problems.append(f"{where}: invalid JSON: {error}. Fix: get the file again.")
         return None
     except (OSError, ValueError) as error:
         findings.problems.append(f"{where}: cannot be read: {error}. Fix: put the annotation file there.")
+        return None
+    try:
+        _check_coco(content, for_training=for_training, masks=masks)
+    except DataError as error:
+        findings.problems.append(f"{where}: {error}. Fix: correct the file.")
         return None
     image_root = metadata.get("image_root")
     if image_root is not None and (missing := _missing_images(image_root, content["images"])):
@@ -176,8 +177,8 @@ def _check_fields(kind: str, records: Iterable[Any], fields: Iterable[str]) -> N
 def _check_annotations(content: dict, *, for_training: bool, masks: bool) -> None:
     annotations = content["annotations"]
     if for_training and not any(_is_trainable(annotation, masks) for annotation in annotations):
-        mask = " and has a mask (an RLE, or polygons of at least three points)" if masks else ""
-        raise DataError(f"no annotation is not a crowd{mask}, so there is nothing to learn from")
+        mask = " or lack a mask (an RLE, or polygons of at least three points)" if masks else ""
+        raise DataError(f"all annotations are crowds{mask}, so there is nothing to learn from")
     known = {
         "image_id": {image["id"] for image in content["images"]},
         "category_id": {category["id"] for category in content["categories"]},

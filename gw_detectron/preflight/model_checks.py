@@ -44,45 +44,46 @@ def check_model(cfg: CfgNode, start: StartWeights, findings: Findings, *, eval_o
             f"MODEL.BACKBONE.FREEZE_AT ({freeze_at}): without MODEL.WEIGHTS the frozen layers keep random values. "
             "Fix: set MODEL.BACKBONE.FREEZE_AT 0, or give MODEL.WEIGHTS."
         )
-    model = None
-    try:
-        model = build_meta_model(cfg)
-    except (ValueError, KeyError, AssertionError, TypeError, ImportError) as error:
-        reason = error.args[0] if error.args else f"{type(error).__name__} without a message"
-        findings.problems.append(f"MODEL: the model cannot be built: {reason}")
-    findings.problems += unread_keys(cfg)
-    if model is None:
-        return
-    shapes = {} if eval_only else _trace_shapes(cfg, model, findings)
-    if start.resumed and start.opened:
+    model, shapes = _build_and_trace(cfg, findings, trace=not eval_only)
+    if model is not None and start.resumed and start.opened:
         _check_resumed(start.opened, model, findings)
-    if not eval_only:
+    if model is not None and not eval_only:
         _check_frozen_norms(cfg, model, findings, from_scratch)
         _check_batch_norms(cfg, model, findings)
         _check_feasibility(shapes.values(), findings)
         _check_batch_whitening(cfg, model, shapes, findings)
 
 
-def _trace_shapes(cfg: CfgNode, model: nn.Module, findings: Findings) -> dict[str, NormShape]:
-    """Trace the shapes at all norms for the smallest square images; its norms compute nothing afterwards."""
-    if not cfg.INPUT.MIN_SIZE_TRAIN:
+def _build_and_trace(cfg: CfgNode, findings: Findings, trace: bool) -> tuple[nn.Module | None, dict[str, NormShape]]:
+    """Build the model on the meta device; with ``trace`` find the shapes at its norms for the smallest square images.
+
+    Returns:
+        The model, whose norms compute nothing after tracing, or None if it cannot be built; the shapes by layer name.
+    """
+    try:
+        model = build_meta_model(cfg)
+    except (ValueError, KeyError, AssertionError, TypeError, ImportError) as error:
+        reason = error.args[0] if error.args else f"{type(error).__name__} without a message"
+        findings.problems += [f"MODEL: the model cannot be built: {reason}", *unread_keys(cfg)]
+        return None, {}
+    findings.problems += unread_keys(cfg)
+    if trace and not cfg.INPUT.MIN_SIZE_TRAIN:
         findings.problems.append(
             "INPUT.MIN_SIZE_TRAIN (empty): training images have no size. Fix: set it to the lengths of the shorter "
             'side in pixels, e.g. "(800,)".'
         )
-        return {}
-    side = min(cfg.INPUT.MIN_SIZE_TRAIN)
-    processes = comm.get_world_size()
+    if not trace or not cfg.INPUT.MIN_SIZE_TRAIN:
+        return model, {}
+    side, processes = min(cfg.INPUT.MIN_SIZE_TRAIN), comm.get_world_size()
     images = max(1, cfg.SOLVER.IMS_PER_BATCH // processes)
     try:
-        rows = norm_shapes(cfg, side, side, images, processes=processes, model=model)
+        return model, {row.layer: row for row in norm_shapes(cfg, side, side, images, processes=processes, model=model)}
     except Exception as error:  # custom components may raise anything
         findings.warnings.append(
             "Not checked: whether the norms have enough values to normalize. The shapes of this model cannot be traced "
             f"on the meta device: {type(error).__name__}: {error}"
         )
-        return {}
-    return {row.layer: row for row in rows}
+        return model, {}
 
 
 def _check_resumed(checkpoint: Checkpoint, model: nn.Module, findings: Findings) -> None:
@@ -133,8 +134,8 @@ def _check_frozen_norms(cfg: CfgNode, model: nn.Module, findings: Findings, from
             )
         elif key != "MODEL.RESNETS.NORM":
             findings.warnings.append(
-                f"{key}: {layers}. ImageNet weights have no statistics for them; only weights of a whole detector "
-                f"have. Fix: otherwise set {key} to GN or GW."
+                f"{key}: {layers}. ImageNet weights have no statistics for them. Fix: set {key} to GN or GW, unless "
+                "MODEL.WEIGHTS are those of a whole detector."
             )
 
 

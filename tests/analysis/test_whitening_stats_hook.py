@@ -8,7 +8,7 @@ from detectron2.utils.events import EventStorage
 
 from gw_detectron.analysis import WhiteningStatsHook
 from gw_detectron.analysis.whitening_statistics import REDUCTIONS, reduce_statistics, whitening_statistics
-from gw_detectron.layers import BatchWhitening2d, GroupWhitening2d
+from gw_detectron.layers import BatchWhitening2d, GroupWhitening2d, Solver
 
 from .test_whitening_statistics import correlated
 
@@ -25,7 +25,7 @@ class Model(torch.nn.Module):
 
 @pytest.fixture
 def step():
-    """A function that runs one training step and returns the logged scalars."""
+    """A function that makes one step of a training and returns the scalars it has left."""
     model = Model()
     hook = WhiteningStatsHook(period=2)
     hook.trainer = type("Trainer", (), {"model": model, "iter": 0})()
@@ -69,7 +69,7 @@ def test_only_the_models_own_step_is_looked_at(step):
 
 
 def test_the_layer_whose_covariance_overflows_is_named(step):
-    step.model.first = GroupWhitening2d(8, num_groups=4, solver="standardize")
+    step.model.first.solver = Solver("standardize")
     with pytest.raises(FloatingPointError, match=r"whitening layer \('first'\): the covariance of its input"):
         step(0, correlated(2, 8, 5) * 1e20)
     assert not step.model.first._forward_hooks and not step.model._forward_hooks

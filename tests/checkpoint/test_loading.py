@@ -1,4 +1,4 @@
-"""Loading an opened checkpoint: what was read is what is loaded, and a missing backbone tensor is an error."""
+"""Load an opened checkpoint: exactly what was read is loaded, and a missing backbone tensor is an error."""
 
 import json
 import pickle
@@ -69,7 +69,7 @@ def test_a_missing_tensor_is_an_error_unless_allowed(model, r18, tmp_path):
     assert "81/82" in _load(model, content, tmp_path, allow_partial=True)
 
 
-def test_statistics_that_frozen_batch_norm_would_make_up_are_missed(model, r18, tmp_path):
+def test_statistics_that_frozen_batch_norm_fills_in_are_missing(model, r18, tmp_path):
     content = _converted(r18)
     del content["model"]["res2.0.conv2.norm.running_var"]
     with pytest.raises(PartialLoadError, match=r"Missing: backbone\.bottom_up\.res2\.0\.conv2\.norm\.running_var"):
@@ -96,7 +96,7 @@ def test_weights_with_whitening_where_the_model_has_batch_norm(detector_cfg, r18
         _load(build_model(detector_cfg), _converted(r18), tmp_path)
 
 
-def test_an_unconverted_file_is_told_how_to_be_converted(model, r18, tmp_path):
+def test_the_error_of_an_unconverted_file_tells_how_to_convert_it(model, r18, tmp_path):
     with pytest.raises(PartialLoadError, match=r"0/82.*(?s:.)*convert_weights\.py"):
         _load(model, {"model": r18}, tmp_path)
 

@@ -123,7 +123,7 @@ def test_batch_norm_is_no_guess(caplog):
             r"expected \(512, 64\): last_bn.running_matrix \(512, 32",
         ),
         ("GW", "BN", "2 missing: last_bn.running_mean"),
-        ("BN", "GW", "2 not part of GW, the norm before the classifier"),
+        ("BN", "GW", "2 unexpected, not part of GW, the norm before the classifier"),
         ("GW", "GW:groups=48", r"pool_norm \('GW:groups=48'\).* 512 channels"),
         ("GW", "XN", r"pool_norm \('XN'\): unknown norm"),
     ],

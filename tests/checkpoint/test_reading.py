@@ -1,4 +1,4 @@
-"""Damaged, lying and malicious files: always a message, never arbitrary code."""
+"""Damaged, tampered and malicious files: always a message, never arbitrary code."""
 
 import json
 import os
@@ -149,7 +149,7 @@ def test_whole_models_and_torchscript_are_refused(tmp_path):
 
 
 class Huge:
-    """A tensor of 2 GiB that stands on a storage of 16 bytes."""
+    """A tensor of 2 GiB on a storage of 16 bytes."""
 
     def __reduce__(self):
         storage = torch.zeros(4)._typed_storage()
@@ -187,7 +187,7 @@ def test_lists_nested_in_themselves_do_not_hang_the_reader(kind, tmp_path):
         shared = [shared, shared]
     loop: list = []
     loop.append(loop)
-    content = {"shared": shared, "loop": loop, "pair": (np.ones(2), 3)}
+    content = {"shared": shared, "loop": loop, "pair": (np.ones(2), 3), "same": (1, (2,))}
     if kind == "pickle":
         (tmp_path / "a").write_bytes(pickle.dumps(content))
     else:
@@ -195,6 +195,7 @@ def test_lists_nested_in_themselves_do_not_hang_the_reader(kind, tmp_path):
     found = read_weights_file(tmp_path / "a").value
     assert found["loop"][0] is found["loop"]
     assert torch.equal(found["pair"][0], torch.ones(2, dtype=torch.float64)) and found["pair"][1] == 3
+    assert found["same"] == (1, (2,))
 
 
 def test_a_pipe_is_refused_and_not_opened(tmp_path):

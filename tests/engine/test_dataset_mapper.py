@@ -10,7 +10,7 @@ def wrong_size(record):
     raise ValueError("height 3 instead of 4")
 
 
-def test_a_worker_process_says_no_more_than_the_message():
+def test_an_error_in_a_worker_process_has_the_message_alone():
     def read(records):
         return [ImageNamingMapper(wrong_size)(record) for record in records]
 
@@ -20,7 +20,7 @@ def test_a_worker_process_says_no_more_than_the_message():
     assert str(raised.value).startswith("'a.jpg' cannot be used: height 3 instead of 4")
 
 
-def test_errors_of_the_user_s_own_mapper_are_named_and_keep_their_class():
+def test_errors_of_a_custom_mapper_name_the_file_and_keep_their_class():
     def bug(record):
         return record["annotations"]
 

@@ -20,7 +20,7 @@ def test_zero_and_one_gpu_run_in_this_process():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="speaks about a machine without a GPU")
-def test_several_processes_without_a_gpu_are_torchrun_s(capsys):
+def test_several_processes_without_a_gpu_need_torchrun(capsys):
     for words in (["--num-gpus", "2"], ["--num-gpus", "0", "--num-machines", "2"]):
         with pytest.raises(SystemExit) as ended:
             launch_from_args(print, get_parser().parse_args(words))
@@ -46,7 +46,7 @@ def test_flags_out_of_range(capsys):
         OSError(errno.ENOSPC, "No space left on device"),
     ],
 )
-def test_what_a_user_can_put_right_is_one_message(capsys, error):
+def test_a_user_error_is_one_message(capsys, error):
     with pytest.raises(SystemExit) as ended, errors_reported():
         raise error
     assert ended.value.code == 1 and ended.value.__suppress_context__
@@ -54,7 +54,7 @@ def test_what_a_user_can_put_right_is_one_message(capsys, error):
     assert str(error) in said and "Traceback" not in said
 
 
-def test_what_may_be_a_bug_keeps_its_traceback():
+def test_other_errors_keep_their_traceback():
     for error in (TypeError("a"), RuntimeError("b"), ConnectionResetError("c")):
         with pytest.raises(type(error)), errors_reported():
             raise error

@@ -10,7 +10,7 @@ from gw_detectron.layers import BatchWhitening2d
 @pytest.mark.parametrize(
     "norm", [torch.nn.SyncBatchNorm(4), BatchWhitening2d(4, sync=True)], ids=lambda n: type(n).__name__
 )
-def test_looking_for_a_cause_waits_for_no_other_process(norm):
+def test_the_diagnosis_waits_for_no_other_process(norm):
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()

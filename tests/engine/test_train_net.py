@@ -162,7 +162,7 @@ def test_two_processes_under_torchrun_on_the_cpu(data, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_error_of_all_processes_is_said_once(data, tmp_path):
+def test_an_error_of_all_processes_is_reported_once(data, tmp_path):
 
     ended = run(data, TRAIN_NET, *words(tmp_path, SOLVER__IMS_PER_BATCH=3), launcher=TWO_PROCESSES)
 

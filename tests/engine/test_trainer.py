@@ -95,7 +95,7 @@ def test_a_period_that_is_negative_leaves_no_folder(tmp_path):
     assert not output.exists()
 
 
-def test_evaluations_between_the_steps_are_not_looked_at(tmp_path, monkeypatch):
+def test_evaluations_between_steps_are_not_observed(tmp_path, monkeypatch):
     looked_at = []
     checked = whitening_stats_hook.checked_statistics
     record = lambda *call: looked_at.append(call[0]) or checked(*call)  # noqa: E731
@@ -261,7 +261,7 @@ class TestNonFinite:
         with pytest.raises(NonFiniteError, match=r"first module .* is backbone\.bottom_up\.res4\.0\.conv1[. ]"):
             trainer.train()
 
-    def test_the_whitening_layer_is_named_by_its_watch(self, tmp_path):
+    def test_the_hook_names_the_whitening_layer(self, tmp_path):
         trainer = trainer_for(tmp_path)
         trainer.register_hooks([WhiteningStatsHook(1)])
         with torch.no_grad():
@@ -345,7 +345,7 @@ def test_problems_that_are_ignored_become_warnings_but_unreadable_weights_stop_t
         main(arguments(tmp_path, "--ignore-preflight", MODEL__WEIGHTS="x.pth"))
 
 
-def test_what_a_killed_run_left_unfinished_is_removed(copy, tmp_path):
+def test_unfinished_files_of_a_killed_run_are_removed(copy, tmp_path):
     killed = subprocess.Popen([sys.executable, "-c", ""])
     killed.wait()
     (tmp_path / f".model_0000001.pth.{os.uname().nodename}.{killed.pid}.01234567.tmp").write_bytes(b"half")
@@ -353,7 +353,7 @@ def test_what_a_killed_run_left_unfinished_is_removed(copy, tmp_path):
     assert not list(tmp_path.glob(".*.tmp"))
 
 
-def test_an_output_folder_that_cannot_be_one_is_named(tmp_path):
+def test_an_output_folder_that_is_a_file_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match=r"OUTPUT_DIR \('.*file'\): cannot be written: .*give another folder"):
         main(arguments(tmp_path / "file"))

@@ -1,4 +1,4 @@
-"""From a file of ImageNet weights, through ``gw://``, into a run: what is loaded is said, what is not is an error."""
+"""ImageNet weights in a run, also through ``gw://``: loaded tensors are reported, missing ones are an error."""
 
 import os
 import pickle
@@ -46,7 +46,7 @@ def test_an_unconverted_file_is_converted_and_loaded_whole(tmp_path, resnet18):
     assert "backbone: 100/100 tensors; FPN and heads start new, as expected" in log_of(tmp_path / "out")
 
 
-def test_weights_of_another_mixture_stop_the_run(tmp_path, resnet18):
+def test_weights_with_other_norm_positions_stop_the_run(tmp_path, resnet18):
     options = {**BASELINE, "MODEL__RESNETS__WHITEN_POSITIONS": "S1-B2"}
     weights = f"gw://file/{resnet18}"
     with pytest.raises(PartialLoadError, match="18 unexpected tensors in the checkpoint"):
@@ -55,7 +55,7 @@ def test_weights_of_another_mixture_stop_the_run(tmp_path, resnet18):
     assert "unexpected tensors in the checkpoint" in log_of(tmp_path / "partial")
 
 
-def test_the_images_noted_in_converted_weights_are_demanded(tmp_path, resnet18):
+def test_converted_weights_require_their_preprocessing(tmp_path, resnet18):
     convert_file(resnet18, tmp_path / "r18.pkl")
     with pytest.raises(PreflightError, match=r"INPUT.FORMAT RGB"):
         main(arguments(tmp_path / "out", MODEL__WEIGHTS=tmp_path / "r18.pkl", INPUT__FORMAT="BGR", **BASELINE))

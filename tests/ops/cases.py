@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 from hypothesis import settings
+from torch import nn
 
 from gw_detectron.layers import GroupWhitening2d, Solver, batch_whiten, group_whiten
+from gw_detectron.ops.group_whitening.reference import group_whiten_reference
 
 from .oracle import Setting
 
@@ -60,3 +62,33 @@ def build(channels: int, setting: Setting, dtype: torch.dtype = torch.float64, a
 def affine_of(layer: GroupWhitening2d) -> tuple[np.ndarray, np.ndarray]:
     """Return (weight, bias) as float64 arrays for the oracle."""
     return layer.weight.detach().double().numpy(), layer.bias.detach().double().numpy()
+
+
+def layer(channels: int, groups: int = 64, **options) -> GroupWhitening2d:
+    """Build a layer with random affine parameters."""
+    made = GroupWhitening2d(channels, groups, **options)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        made.weight.uniform_(0.5, 1.5, generator=generator)
+        made.bias.normal_(generator=generator)
+    return made
+
+
+def gradients(module: nn.Module, x: torch.Tensor, dy: torch.Tensor, **options) -> list[torch.Tensor]:
+    """Return y and the gradients of x, weight and bias."""
+    x = x.clone().requires_grad_()
+    y = module(x, **options)
+    return [y.detach(), *torch.autograd.grad(y, (x, module.weight, module.bias), dy.to(y.dtype))]
+
+
+def reference(module: GroupWhitening2d, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
+    """Compute the same in float64 by the reference."""
+    x = x.double().requires_grad_()
+    weight, bias = (p.detach().double().requires_grad_() for p in (module.weight, module.bias))
+    y = group_whiten_reference(x, module.num_groups, weight, bias, solver=module.solver)
+    return [y.detach(), *torch.autograd.grad(y, (x, weight, bias), dy.double())]
+
+
+def error(value: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the relative error in the Frobenius norm."""
+    return ((value.double() - expected).norm() / expected.norm()).item()

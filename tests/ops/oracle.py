@@ -15,7 +15,7 @@ import numpy as np
 
 
 def divide(x: np.ndarray, g: int) -> np.ndarray:
-    """Group division Pi (Eq. 8): one sample (C, *spatial) -> X_G (g, M), groups of neighbouring channels."""
+    """Group division Pi (Eq. 8): one sample (C, *spatial) -> X_G (g, M), groups of neighboring channels."""
     channels = x.shape[0]
     if channels % g:
         raise ValueError(f"{channels} channels cannot be divided into {g} groups")

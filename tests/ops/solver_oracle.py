@@ -48,7 +48,7 @@ def zca_entropy(sigma: np.ndarray, eps: float) -> np.ndarray:
 
 
 def effective_rank(lam: np.ndarray) -> int:
-    """The nearest integer to exp of the entropy of the normalised eigenvalues."""
+    """The nearest integer to exp of the entropy of the normalized eigenvalues."""
     p = [value / sum(lam) for value in lam]
     return round(np.exp(-sum(x * np.log(x) for x in p if x > 0)))
 

@@ -47,10 +47,8 @@ def test_scale_and_shift_are_of_the_channels():
 
 
 @pytest.mark.parametrize("corr", [False, True])
-@pytest.mark.parametrize("solver", EXACT)
+@pytest.mark.parametrize("solver", sorted({*EXACT} - {"zca_entropy"}))  # which raises eigenvalues unless all are equal
 def test_output_is_white_in_every_group(solver, corr):
-    if solver == "zca_entropy":
-        pytest.skip("its threshold lifts an eigenvalue of any covariance whose eigenvalues differ")
     y = bw(tensor(8, 10, 9, 7), 4, eps=0.0, solver=solver, corr=corr).movedim(1, 0).flatten(1)
     covariance = y @ y.mT / y.shape[1]
     for first in (0, 4, 8):
@@ -113,11 +111,8 @@ def test_memory_format_is_kept(size, memory_format, channels):
 
 @pytest.mark.parametrize("solver", sorted(SOLVERS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize(
-    "name", ["constant", "one column", "fewer columns than channels", "equal channels", "tiny", "huge", "dead channels"]
-)
-def test_degenerate_batches_give_finite_values_and_gradients(name, dtype, solver):
-    x = {
+def test_degenerate_batches_give_finite_values_and_gradients(dtype, solver):
+    inputs = {
         "constant": torch.full((3, 6, 2, 2), 7.0),
         "one column": tensor(1, 6, 1, 1),
         "fewer columns than channels": tensor(2, 6, 2, 1),
@@ -125,16 +120,17 @@ def test_degenerate_batches_give_finite_values_and_gradients(name, dtype, solver
         "tiny": 1e-12 * tensor(3, 6, 5, 3),
         "huge": 1e12 * tensor(3, 6, 5, 3),
         "dead channels": tensor(3, 6, 5, 3) * torch.tensor([1.0, 0, 0, 1, 0, 1])[:, None, None],
-    }[name]
-    x = x.to(dtype).clone().requires_grad_()
-    y = bw(x, 6, solver=solver)
-    assert y.isfinite().all()
-    columns = x.numel() // 6
-    assert y.abs().max() <= 1.01 * columns**0.5 + 1e-5, "a whitened value is at most sqrt(m)"
-    if name in ("constant", "one column"):
-        assert not y.any()
-    y.backward(tensor(*x.shape, seed=1).to(dtype))
-    assert x.grad.isfinite().all()
+    }
+    for name, x in inputs.items():
+        x = x.to(dtype).clone().requires_grad_()
+        y = bw(x, 6, solver=solver)
+        assert y.isfinite().all(), name
+        columns = x.numel() // 6
+        assert y.abs().max() <= 1.01 * columns**0.5 + 1e-5, f"{name}: a whitened value is at most sqrt(m)"
+        if name in ("constant", "one column"):
+            assert not y.any()
+        y.backward(tensor(*x.shape, seed=1).to(dtype))
+        assert x.grad.isfinite().all(), name
 
 
 @pytest.mark.parametrize("shape", [(0, 6, 5, 3), (2, 6, 0, 3), (0, 6)], ids=str)

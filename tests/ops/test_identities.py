@@ -52,7 +52,7 @@ def test_group_whitening_of_one_group_is_layer_norm_over_the_sample_and_gn_with_
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 6])
-def test_standardising_is_gn_over_the_sample_and_bn_over_the_batch(groups):
+def test_standardizing_is_gn_over_the_sample_and_bn_over_the_batch(groups):
     x = features(4, 6, 5, 3)
     close(gw(x, groups, eps=0.01, solver="standardize"), F.group_norm(x, groups, eps=0.01))
     expected = F.batch_norm(x, None, None, training=True, eps=0.01)

@@ -1,4 +1,4 @@
-"""The custom operator on a CUDA device: the proofs of ``test_op``, and those that need a GPU."""
+"""The custom operator on a CUDA device: the proofs of ``test_op`` and ``test_matmul``, and those that need a GPU."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from gw_detectron.layers import group_whiten
 from gw_detectron.ops.group_whitening import triton as triton_kernels
 from gw_detectron.ops.group_whitening.op import choose_backend
 
-from .test_op import error, gradients, layer, reference
+from .cases import error, gradients, layer, reference
 
 DEVICE = "cuda"
 pytestmark = [

@@ -125,7 +125,7 @@ def check_statistics(shape, groups, dtype, channels_last):
     mean, covariance = triton_kernels.statistics(sample.x, groups)
     x_c = sample.x_c.flatten(2)
     assert mean.dtype == covariance.dtype == FP32
-    # float16 and bfloat16 values are exact; compiled, the products of centred values have tf32 operands
+    # float16 and bfloat16 values are exact; compiled, the products of centered values have tf32 operands
     tolerance = 1e-3 if dtype != FP32 and not INTERPRETED else TOLERANCE[FP32]
     assert relative_error(mean, sample.mean) < TOLERANCE[FP32]
     assert relative_error(covariance, x_c @ x_c.mT / x_c.shape[-1]) < tolerance
@@ -212,7 +212,7 @@ def check_newton_of_any_magnitude(scale):
     assert grad_sigma.isfinite().all()
 
 
-# ---------------------------------------------------------------------------------------- centre, whiten, affine
+# ---------------------------------------------------------------------------------------- center, whiten, affine
 
 
 @cases()
@@ -512,7 +512,7 @@ def test_the_commonest_kernels_keep_to_the_registers(compile_for, shape, groups,
     compiled = compile_for(90, x, groups, relu)
     assert [each.kernel for each in compiled] == KERNELS
     for each in compiled:
-        assert each.registers > 16, f"{each.kernel} was optimised away"
+        assert each.registers > 16, f"{each.kernel} was optimized away"
         assert each.stack == 0, f"{each.kernel} spills {each.stack} bytes"
 
 

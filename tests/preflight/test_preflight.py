@@ -51,7 +51,7 @@ def content() -> dict:
 
 @pytest.fixture
 def coco(tmp_path, content):
-    """A function that registers ``content`` as the data set tiny_coco and returns the json's path."""
+    """Return a function that registers ``content`` as the data set tiny_coco and returns the JSON path."""
     path = tmp_path / "data" / "tiny.json"
     images = tmp_path / "data" / "images"
     (images / "sub").mkdir(parents=True)
@@ -87,7 +87,7 @@ def config(tmp_path, **changes) -> CfgNode:
 
 @pytest.fixture
 def check(tmp_path, coco):
-    """A function that checks a sound run with some keys changed."""
+    """Return a function that checks a sound run with some keys changed."""
 
     def run(eval_only: bool = False, resume: bool = False, **changes) -> Findings:
         if "tiny_coco" not in DatasetCatalog:
@@ -145,7 +145,7 @@ class TestModel:
         changes = {"MODEL__RESNETS__NORM": "FrozenBN", "MODEL__BACKBONE__FREEZE_AT": 2}
         assert check(MODEL__WEIGHTS=str(tmp_path / "w.pth"), **changes) == Findings([], [])
         found = check(MODEL__WEIGHTS=str(tmp_path / "w.pth"), MODEL__FPN__NORM="FrozenBN", **changes)
-        assert not found.problems and "MODEL.FPN.NORM to GN or GW" in found.warnings[0]
+        assert not found.problems and "set MODEL.FPN.NORM to GN or GW" in found.warnings[0]
 
     def test_batch_norm_of_one_image(self, check, tmp_path):
         problem = one(check(SOLVER__IMS_PER_BATCH=1))
@@ -156,7 +156,7 @@ class TestModel:
         evaluated = {"eval_only": True, "MODEL__WEIGHTS": str(tmp_path / "w.pth")}
         assert not check(SOLVER__IMS_PER_BATCH=1, **evaluated).problems
 
-    def test_layers_with_too_few_numbers_to_whiten(self, check):
+    def test_layers_with_too_few_values_to_whiten(self, check):
         found = check(INPUT__MIN_SIZE_TRAIN="(64,)")
         assert not found.problems and len(found.warnings) == 1
         # 2 x 2 pixels of 32 channels in 16 groups are 8 columns
@@ -164,7 +164,7 @@ class TestModel:
         assert "fewer groups, or larger images" in found.warnings[0]
         assert check(INPUT__MIN_SIZE_TRAIN="(64,)", eval_only=True, MODEL__WEIGHTS="none").warnings == []
 
-    def test_too_few_numbers_for_batch_whitening(self, check):
+    def test_too_few_values_for_batch_whitening(self, check):
         # 2 images of 2 x 2 pixels are 8 columns
         changes = {"INPUT__MIN_SIZE_TRAIN": "(64,)", "MODEL__FPN__NORM": "BW:channels=16"}
         warning = next(text for text in check(**changes).warnings if "too few values" in text)
@@ -185,7 +185,7 @@ class TestModel:
         assert check(MODEL__RESNETS__WHITEN_NORM="BW", SOLVER__IMS_PER_BATCH=16, **images).warnings == []
         assert check(MODEL__RESNETS__WHITEN_NORM="BW:solver=standardize").warnings == []
 
-    def test_a_model_whose_shapes_cannot_be_followed(self, check, monkeypatch):
+    def test_a_model_whose_shapes_cannot_be_traced(self, check, monkeypatch):
         monkeypatch.setattr(ResNet, "forward", lambda self, x: x.mean().item())
         found = check()
         assert not found.problems and len(found.warnings) == 1
@@ -271,7 +271,7 @@ class TestSolver:
         )
 
     @pytest.mark.parametrize("changes", [{"SOLVER__STEPS": (3,)}, {"SOLVER__STEPS": (2, 1)}])
-    def test_a_schedule_that_cannot_be(self, check, changes):
+    def test_an_impossible_schedule(self, check, changes):
         problem = one(check(**changes))
         assert "SOLVER.STEPS" in problem and "SOLVER.MAX_ITER (3)" in problem
 
@@ -313,7 +313,7 @@ class TestWeights:
         path.write_bytes(whole)
         assert "checksum" in one(check(MODEL__WEIGHTS=str(path)))
 
-    def test_images_that_the_weights_were_not_trained_on(self, check, tmp_path):
+    def test_preprocessing_that_differs_from_that_of_the_weights(self, check, tmp_path):
         path = tmp_path / "r.pkl"
         path.write_bytes(pickle.dumps({"model": {}, "__author__": "torchvision", "matching_heuristics": True}))
         bgr = {
@@ -331,7 +331,7 @@ class TestWeights:
         problem = one(check(MODEL__WEIGHTS=str(path), MODEL__RESNETS__STRIDE_IN_1X1=True, **deep))
         assert "STRIDE_IN_1X1 False" in problem
 
-    def test_gw_addresses_mean_rgb_images(self, check, monkeypatch, tmp_path):
+    def test_gw_addresses_require_rgb_images(self, check, monkeypatch, tmp_path):
         monkeypatch.setenv("GW_DETECTRON_WEIGHTS", str(tmp_path))  # nothing is to be downloaded here
         text = " ".join(check(MODEL__WEIGHTS="gw://imagenet/R-50-GW", INPUT__FORMAT="BGR").problems)
         assert "set INPUT.FORMAT RGB." in text
@@ -345,7 +345,7 @@ class TestWeights:
             ("FAIR/X-101-32x8d", ["BGR", "103.53, 116.28, 123.675", "57.375, 57.12, 58.395", "STRIDE_IN_1X1 False"]),
         ],
     )
-    def test_detectron2_s_zoo(self, check, monkeypatch, tmp_path, name, wanted):
+    def test_preprocessing_of_detectron2_s_zoo(self, check, monkeypatch, tmp_path, name, wanted):
         torch.save({"model": {}}, tmp_path / "fetched.pth")
         address, fetch = f"detectron2://ImageNetPretrained/{name}.pkl", PathManager.get_local_path
         monkeypatch.setattr(
@@ -390,7 +390,7 @@ class TestResume:
         os.remove(tmp_path / "output" / "model_0000001.pth")
         assert "/last_checkpoint to start anew" in one(check(resume=True))
 
-    def test_names_that_lead_nowhere(self, check, tmp_path):
+    def test_a_last_checkpoint_that_does_not_exist(self, check, tmp_path):
         self.checkpoint(tmp_path, "model_0000001.pth", 0)
         assert "last_checkpoint" in one(check(resume=True)) and "model_0000001.pth" in one(check(resume=True))
         tag = tmp_path / "output" / "last_checkpoint"
@@ -407,7 +407,7 @@ class TestResume:
         assert "continue it with --resume" in check().warnings[0]
 
     def detector(self, tmp_path, **changes) -> None:
-        """Writes the last checkpoint of a run of :func:`config`."""
+        """Write the last checkpoint of a run of :func:`config`."""
         path = self.checkpoint(tmp_path, "model_0000001.pth", 0)
         torch.save({"model": build_model(config(tmp_path, **changes)).state_dict(), "iteration": 1}, path)
         (tmp_path / "output" / "last_checkpoint").write_text("model_0000001.pth")
@@ -440,7 +440,7 @@ class TestResume:
         weights = str(tmp_path / "output" / "model_0000001.pth")
         assert not check(MODEL__WEIGHTS=weights, MODEL__FPN__NORM="BW:channels=8").problems
 
-    def test_nothing_to_resume_is_said(self, check):
+    def test_nothing_to_resume_is_a_warning(self, check):
         found = check(resume=True)
         assert not found.problems and "starts from its beginning" in found.warnings[0]
 

@@ -1,1 +1,1 @@
-"""Batch whitening over groups of channels: ``reference.py`` has the equations and runs on every device."""
+"""Batch whitening: the equations in ``reference.py`` run on every device."""

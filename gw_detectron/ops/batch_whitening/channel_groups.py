@@ -15,7 +15,7 @@ from ..tensors import check_integer
 
 
 def effective_width(num_channels: int, channels_per_group: int) -> int:
-    """Return k, the number of channels per group: ``channels_per_group``, capped at the channel count.
+    """Return the channels per group k, capped at the channel count.
 
     Raises:
         ValueError: an argument is not a positive integer.
@@ -27,7 +27,9 @@ def effective_width(num_channels: int, channels_per_group: int) -> int:
 
 
 def split(rows: Tensor, width: int) -> list[Tensor]:
-    """Split channels into groups: (C, ...) -> views (C // k, k, ...) and, if r > 0, (1, r, ...).
+    """Split channels into groups, as views.
+
+    (C, ...) -> (C // k, k, ...) and, if r > 0, (1, r, ...).
 
     Source: the last group may be smaller, as in the authors' "FlexGroup" layers.
     """
@@ -45,7 +47,7 @@ def join(parts: Iterable[Tensor]) -> Tensor:
 
 
 def split_matrices(rows: Tensor) -> list[Tensor]:
-    """Return the matrices of all groups: (C, k) -> (C // k, k, k) and, if r > 0, (1, r, r)."""
+    """Return the matrices of all groups: (C // k, k, k), perhaps (1, r, r)."""
     return [part[..., : part.shape[1]] for part in split(rows, rows.shape[1])]
 
 

@@ -1,4 +1,4 @@
-"""The equations of batch whitening in plain torch, and the steps that the layer shares.
+"""The equations of batch whitening in plain torch.
 
 Shapes: ``N`` samples, ``C`` channels, ``k`` channels per group, ``m = N * prod(spatial)`` columns, over which the
 covariance of each group is computed.
@@ -22,7 +22,7 @@ def batch_whiten(
     solver: Solver = DEFAULT_SOLVER,
     sync: bool = False,
 ) -> Tensor:
-    r"""Whiten the channels of each group by their covariance over batch and space.
+    r"""Whiten channel groups by their covariance over batch and space.
 
     .. math::
         \mu = \tfrac{1}{m} X \mathbf{1}, \quad X_C = X - \mu \mathbf{1}^T, \quad
@@ -64,21 +64,21 @@ def batch_whiten(
 
 
 def to_columns(x: Tensor) -> Tensor:
-    """Reshape (N, C, *spatial) to (C, m) in the compute dtype, without a copy of float32 channels_last input."""
+    """Reshape (N, C, *spatial) to (C, m) in the compute dtype."""
     return x.to(compute_dtype(x)).movedim(1, 0).flatten(1)
 
 
 def transform(
     centered: list[Tensor], matrices: list[Tensor], weight: Tensor | None, bias: Tensor | None, *, like: Tensor
 ) -> Tensor:
-    r"""Return :math:`\gamma A X_C + \beta` in the shape, dtype and memory format of ``like``.
+    r"""Return :math:`\gamma A X_C + \beta` in the layout of ``like``.
 
     Args:
         centered: X_C by groups, (C // k, k, m) and, if the last group is smaller, (1, r, m).
         matrices: A by groups, (C // k, k, k) and, if the last group is smaller, (1, r, r).
         weight: :math:`\gamma`, (C,).
         bias: :math:`\beta`, (C,).
-        like: the input, (N, C, *spatial).
+        like: the input, (N, C, *spatial), which gives shape, dtype and memory format.
     """
     dtype, width = matrices[0].dtype, matrices[0].shape[-1]
     if weight is not None:  # fold the scale into the small matrices: one pass less over the columns

@@ -1,4 +1,4 @@
-r"""Mean and covariance of channels over a batch, optionally over all processes of a distributed run.
+r"""Mean and covariance of channels over a batch, or over all processes.
 
 .. math::
     m = \sum_p m_p, \quad \mu = \tfrac{1}{m} \sum_p X_p \mathbf{1}, \quad
@@ -35,10 +35,10 @@ class BatchStatistics(NamedTuple):
 
 
 def batch_statistics(columns: Tensor, width: int, sync: bool = False) -> BatchStatistics:
-    """Compute the statistics of a batch; processes may have different numbers of columns, or none.
+    """Compute the statistics of a batch.
 
     Args:
-        columns: (C, m_p), float32 or float64.
+        columns: (C, m_p), float32 or float64. Processes may have different m_p, also 0.
         width: k, channels of a group.
         sync: over all processes of the default group. Each of them must call this, and run the backward pass.
 

@@ -1,1 +1,1 @@
-"""Group Whitening: ``reference.py`` has the equations, ``op.py`` the custom operator, the rest its backends."""
+"""Group Whitening: equations in ``reference.py``, custom operator in ``op.py``."""

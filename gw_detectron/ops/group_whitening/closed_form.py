@@ -1,4 +1,4 @@
-r"""Forward and backward pass of the custom operator in closed form, composed of the steps of a backend.
+r"""Forward and backward pass in closed form, composed of backend steps.
 
 Only the input, its means and its covariances are saved for backward, and y if a ReLU is fused, as nn.ReLU would.
 The affine parameters are part of the products. With :math:`G_j = dY_j X_{C,j}^T` for channel j of each group, the same
@@ -17,7 +17,10 @@ from ..tensors import autocast_off, compute_dtype, memory_format_of
 
 
 class InputGradient(NamedTuple):
-    r"""Coefficients of :math:`dX = W (\gamma \, dY) + S X_C - s`, one of each per sample."""
+    r"""Coefficients of the input gradient, one of each per sample.
+
+    .. math:: dX = W (\gamma \, dY) + S X_C - s
+    """
 
     whitening: Tensor  # W, (N, g, g)
     slope: Tensor  # S, 2 / M times the symmetric dL/dSigma, (N, g, g)
@@ -25,16 +28,17 @@ class InputGradient(NamedTuple):
 
 
 class Backend(Protocol):
-    """The steps of Group Whitening for samples (N, C, *spatial) in g groups of C / g channels.
+    """The steps that a backend implements.
 
-    ``mean`` is (N, g), ``sigma`` and ``whitening`` are (N, g, g), ``weight`` and ``bias`` (C,) or None.
+    Shapes: ``x`` (N, C, *spatial), in g groups of C / g channels; ``mean`` (N, g); ``sigma`` and ``whitening``
+    (N, g, g); ``weight`` and ``bias`` (C,) or None.
     """
 
     def prepare(self, x: Tensor) -> Tensor:
-        """Return ``x``, or a copy in a memory layout that the other steps accept."""
+        """Return ``x``, or a copy in a memory layout that other steps accept."""
 
     def samples_per_pass(self, x: Tensor, groups: int) -> int:
-        """Return the number of samples that the backward pass processes at a time."""
+        """Return the number of samples per pass of the backward loop."""
 
     def statistics(self, x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
         """Return the mean and the covariance without eps of each sample."""
@@ -55,13 +59,14 @@ class Backend(Protocol):
         relu: bool,
         out: Tensor,
     ) -> None:
-        """Write ``weight * (whitening @ (x - mean)) + bias``, with ReLU if ``relu``, to ``out``."""
+        """Write y to ``out``: weight * (W (x - mean)) + bias, then perhaps ReLU."""
 
     def grad_products(
         self, x: Tensor, mean: Tensor, dy: Tensor, groups: int, y: Tensor | None, out: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Compute G_j = dY_j X_C,j^T for channel j of each group, and the sums of dY over positions.
+        """Return the products of gradient and input, and the gradient sums.
 
+        G_j = dY_j X_C,j^T for channel j of each group, and the sums of dY over positions.
         ``y`` is the output of a fused ReLU or None. With it, dY is ``dy`` masked to zero where y <= 0, and the masked
         gradient is stored in ``out``. Without it, ``out`` is unchanged.
 
@@ -85,7 +90,7 @@ def forward(
     eps: float,
     relu: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y in the dtype and memory format of ``x``, the means (N, g) and the covariances with eps (N, g, g)."""
+    """Return y, the means (N, g) and the covariances with eps (N, g, g)."""
     with autocast_off(x.device.type):
         memory_format, x = memory_format_of(x), backend.prepare(x)
         if x.numel() == 0:  # there is no column to average
@@ -108,9 +113,10 @@ def backward(
     weight: Tensor | None,
     num_iters: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x, in its dtype, and of weight and bias, each (C,), in the compute dtype.
+    """Return the gradients of x, weight and bias.
 
-    ``y`` is the output of the forward pass if a ReLU was fused, else None.
+    Those of weight and bias are (C,), in the compute dtype. ``y`` is the output of the forward pass if a ReLU was
+    fused, else None.
     """
     with autocast_off(x.device.type):
         memory_format, (n, groups) = memory_format_of(x), mean.shape

@@ -1,4 +1,4 @@
-"""The backend of batched matrix products, for every device; see ``closed_form.Backend`` for its steps.
+"""The matmul backend: batched matrix products, for every device.
 
 A sample (C, *spatial) is seen as (g, C / g, P) with P positions. On the CPU it is processed in blocks that fit the
 last-level cache, and intermediate results live in reused buffers, because the textbook form spends most of its time on
@@ -25,13 +25,13 @@ _BLOCK = 5 << 18
 
 
 class _Workspace(threading.local):
-    """Buffers that a thread reuses: fresh memory costs a CPU more than a pass of arithmetic over it."""
+    """Buffers that a thread reuses; fresh memory costs more than arithmetic."""
 
     def __init__(self) -> None:
         self.buffers: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def buffer(self, name: str, shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor:
-        """Return an uninitialized tensor like ``like``; the next call with this name invalidates it."""
+        """Return uninitialized memory, valid until the next call with this name."""
         if like.device.type != "cpu":  # other devices have a caching allocator
             return torch.empty(shape, dtype=like.dtype, device=like.device)
         size = math.prod(shape)
@@ -51,17 +51,17 @@ class _Block(NamedTuple):
     positions: slice
 
     def of(self, x: Tensor) -> Tensor:
-        """Return this block of an (N, g, C / g, P) tensor; its last two dimensions flatten to a view."""
+        """Index (N, g, C/g, P); the last two dimensions flatten to a view."""
         return x[self.samples, :, self.channels, self.positions]
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
-    """Reshape (N, C, *spatial) to (N, g, C / g, P), a view of contiguous input."""
+    """View contiguous (N, C, *spatial) as (N, g, C/g, P)."""
     return x.reshape(x.shape[0], groups, x.shape[1] // groups, math.prod(x.shape[2:]))
 
 
 def _blocks(x: Tensor) -> Iterator[_Block]:
-    """Split (N, g, C / g, P) into blocks whose channels and positions form one range of columns."""
+    """Split (N, g, C/g, P) into blocks of contiguous columns."""
     n, groups, channels, positions = x.shape
     size = _BLOCK if x.device.type == "cpu" else x.numel()
     together = min(n, torch.get_num_threads())  # bmm multiplies that many samples in parallel
@@ -75,7 +75,7 @@ def _blocks(x: Tensor) -> Iterator[_Block]:
 
 
 def _even(length: int, at_most: int) -> Iterator[slice]:
-    """Split a range into the fewest slices of at most ``at_most``, of nearly equal length."""
+    """Split a range into few slices of nearly equal, limited length."""
     if length:
         step = -(-length // -(-length // at_most))
         yield from (slice(start, min(start + step, length)) for start in range(0, length, step))
@@ -87,20 +87,20 @@ def prepare(x: Tensor) -> Tensor:
 
 
 def samples_per_pass(x: Tensor, groups: int) -> int:
-    """Return the number of samples whose g x g matrices stay in the cache of a CPU."""
+    """Return the number of samples whose matrices a CPU can cache."""
     if x.device.type != "cpu":
         return x.shape[0]
     return max(8, _BLOCK // max(x[0].numel(), groups * x.shape[1]))
 
 
 def _by_onednn(a: Tensor, b: Tensor) -> bool:
-    """Whether oneDNN multiplies two batches of matrices faster: large ones, those of ``b`` contiguous."""
+    """Whether oneDNN multiplies two batches of matrices faster."""
     sides = (*a.shape[1:], b.shape[2])
     return compat.onednn_is_faster(a, min(sides), max(sides)) and (b[0].is_contiguous() or b[0].mT.is_contiguous())
 
 
 def _products(a: Tensor, b: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield ``a @ b`` of two batches of matrices in parts, each valid until the next."""
+    """Yield parts of the batched ``a @ b``, valid until the next part."""
     if _by_onednn(a, b):
         for i, matrices in enumerate(zip(a, b, strict=True)):
             yield slice(i, i + 1), compat.onednn_matmul(*matrices)[None]
@@ -109,7 +109,7 @@ def _products(a: Tensor, b: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, beta: int = 1) -> None:
-    """Compute ``total = beta * total + a @ b`` for batches of matrices; with beta=0, total may be uninitialized."""
+    """Compute ``total = beta * total + a @ b``; beta=0 ignores the old value."""
     if not _by_onednn(a, b):
         total.baddbmm_(a, b, beta=beta)
         return
@@ -118,7 +118,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, beta: int = 1) -> None:
 
 
 def statistics(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Return the mean (N, g) and the covariance without eps (N, g, g) of each sample of (N, C, *spatial)."""
+    """Implement ``Backend.statistics``, one cached block at a time."""
     x = _grouped(x, groups)
     mean = x.new_zeros((x.shape[0], groups), dtype=compute_dtype(x))
     # by symmetry a quarter of the matrix need not be computed; oneDNN computes all of it in the same time
@@ -152,7 +152,7 @@ def _centered(part: Tensor, mean: Tensor) -> Tensor:
 def apply(
     x: Tensor, mean: Tensor, whitening: Tensor, weight: Tensor | None, bias: Tensor | None, relu: bool, out: Tensor
 ) -> None:
-    """Write ``weight * (whitening @ (x - mean)) + bias``, with ReLU if ``relu``, to ``out``."""
+    """Implement ``Backend.apply``."""
     groups = whitening.shape[-1]
     x, y = _grouped(x, groups), _grouped(out, groups)
     scale, shift = _per_channel(weight, mean), _per_channel(bias, mean)
@@ -174,10 +174,7 @@ def _per_channel(parameter: Tensor | None, mean: Tensor) -> Tensor | None:
 def grad_products(
     x: Tensor, mean: Tensor, dy: Tensor, groups: int, y: Tensor | None, out: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``dy_j @ (x_j - mean)^T`` for channel j of each group, and the sums of ``dy`` over positions.
-
-    If ``y`` is given, ``dy`` is masked to zero where y <= 0, and stored in ``out``.
-    """
+    """Implement ``Backend.grad_products``."""
     x, dy, masked = _grouped(x, groups), _grouped(dy, groups), _grouped(out, groups)
     y = None if y is None else _grouped(y, groups)
     n, _, channels, _ = x.shape
@@ -201,7 +198,7 @@ def grad_products(
 def apply_backward(
     x: Tensor, mean: Tensor, dy: Tensor, weight: Tensor | None, terms: InputGradient, out: Tensor
 ) -> None:
-    """Write ``whitening @ (weight * dy) + slope @ (x - mean) - shift`` to ``out``, which may be ``dy``."""
+    """Implement ``Backend.apply_backward``, both products as one."""
     groups = mean.shape[1]
     x, dy, dx = _grouped(x, groups), _grouped(dy, groups), _grouped(out, groups)
     scale = _per_channel(weight, mean)

@@ -29,14 +29,14 @@ _ELEMENTS = 1 << 17
 
 
 class _Matrix(NamedTuple):
-    """A batch of symmetric matrices and, in the backward pass, its derivative in one direction."""
+    """A batch of symmetric matrices and, for backward, its derivative."""
 
     value: Tensor
     tangent: Tensor | None
 
 
 def products(num_iters: int) -> tuple[int, int]:
-    """Return the number of g x g products of the iteration, and of the tangents in addition."""
+    """Return the number of products of the iteration, and of its tangents."""
     values = tangents = 0
     for done in range(0, num_iters, 2):
         two_steps, more, first = done + 2 <= num_iters, done + 2 < num_iters, done == 0
@@ -87,7 +87,7 @@ def _newton_backward(sigma: Tensor, grad: Tensor, num_iters: int) -> tuple[Tenso
 
 
 def _inverse_trace(sigma: Tensor) -> Tensor:
-    """Return 1 / tr(sigma), (N, 1, 1), and 0 for a sample without variance."""
+    """Return 1 / tr(sigma), (N, 1, 1); 0 without variance."""
     trace = sigma.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]
     return trace.masked_fill(trace <= zero_variance(sigma.dtype), torch.inf).reciprocal()
 
@@ -111,12 +111,12 @@ def _iterate(s: _Matrix, num_iters: int) -> _Matrix:
 
 
 def _one_step(q: _Matrix) -> tuple[_Matrix, float]:
-    """Return R = (3 I - Q) / 2 as a matrix and the multiple of the identity to add."""
+    """Return (M, c) with M + c I = R, the factor of one step."""
     return _scaled(q, -1 / 2), 3 / 2
 
 
 def _two_steps(q: _Matrix) -> tuple[_Matrix, float]:
-    """Return the factor of two steps as F and the multiple of the identity to add."""
+    """Return (F, c) with F + c I the factor of two steps."""
     z = _square(q, 1 / 4, q, -9 / 8)
     return _square(z, 1, _add(z, q, -23 / 72), 27 / 16), 9 / 4
 
@@ -151,6 +151,6 @@ def _square(a: _Matrix, alpha: float, c: _Matrix, beta: float) -> _Matrix:
 
 
 def _add_identity(matrix: Tensor, value: float | Tensor) -> Tensor:
-    """Add a number, or one number per matrix (N, 1), to the diagonal in place."""
+    """Add a number, or one per matrix (N, 1), to the diagonal."""
     matrix.diagonal(dim1=-2, dim2=-1).add_(value)
     return matrix

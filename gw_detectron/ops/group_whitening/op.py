@@ -75,7 +75,7 @@ def group_whiten(
     solver: Solver = DEFAULT_SOLVER,
     relu: bool = False,
 ) -> Tensor:
-    r"""Whiten the channel groups of each sample by the covariance of that sample.
+    r"""Whiten the channel groups of each sample by its own covariance.
 
     .. math:: y = \gamma \, \Pi^{-1}(\psi(\Sigma) X_C) + \beta, \quad \Sigma = \tfrac{1}{M} X_C X_C^T + \epsilon I
 
@@ -137,7 +137,7 @@ def _log(backend: str, device: str, dtype: torch.dtype, channels: int, groups: i
 
 
 def _operator(name: str) -> Callable[[_Function], _Function]:
-    """Register a function as a custom operator; ``torch.library.custom_op`` adds slow checks to every call."""
+    """Register a custom operator without the slow per-call checks of ``custom_op``."""
 
     def register(function: _Function) -> _Function:
         schema = torch.library.infer_schema(function, mutates_args=())
@@ -206,7 +206,7 @@ def _gradients(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...
 def _differentiable_gradients(
     ctx: Any, dy: Tensor, x: Tensor, weight: Tensor | None, y: Tensor | None, needed: tuple[bool, ...]
 ) -> tuple[Tensor, ...]:
-    """Return the needed gradients of x, weight and bias by autograd through the reference."""
+    """Return the needed gradients by autograd through the reference."""
     bias = None  # of any value: no derivative depends on it
     if ctx.bias_dtype is not None:
         bias = torch.zeros(x.shape[1], dtype=ctx.bias_dtype, device=x.device, requires_grad=True)
@@ -239,7 +239,7 @@ def _forward_flops(x: Any, weight: Any, bias: Any, groups: int, iters: int, *_: 
 
 @register_flop_formula(torch.ops.gw_detectron.group_whiten_backward)
 def _backward_flops(dy: Any, y: Any, x: Any, mu: Any, sigma: Any, weight: Any, iters: int, *_: Any, **__: Any) -> int:
-    """Count the gradients of whitening matrices and input (3 products), and the iteration with its tangents."""
+    """Count three products over columns, and the iteration with its tangents."""
     n, groups = mu
     columns = math.prod(x[1:]) // groups
     forward, tangent = matmul_newton.products(iters)

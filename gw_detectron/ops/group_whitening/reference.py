@@ -1,4 +1,4 @@
-"""The equations of Group Whitening in plain torch: readable, differentiable, the reference of the fast backends.
+"""The equations of Group Whitening in plain torch, reference of the backends.
 
 Shapes: ``N`` samples, ``C`` channels, ``g`` groups (the side of the covariance matrix),
 ``M = C / g * prod(spatial)`` columns per sample, over which its covariance is computed.
@@ -41,7 +41,7 @@ def group_whiten_reference(
     solver: Solver = DEFAULT_SOLVER,
     relu: bool = False,
 ) -> Tensor:
-    r"""Whiten the channel groups of each sample by the covariance of that sample.
+    r"""Whiten the channel groups of each sample by its own covariance.
 
     .. math::
         X_G = \Pi(x; g) \in \mathbb{R}^{g \times M}, \quad

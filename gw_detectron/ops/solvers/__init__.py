@@ -1,4 +1,4 @@
-"""Solvers: covariance matrix -> whitening matrix, each with a backward pass that stays finite.
+"""Solvers: covariance matrix -> whitening matrix, with finite gradients.
 
 To add one, write a function of (..., g, g) matrices in a file of this folder and add a line to ``SOLVERS`` in
 ``solver.py``. An option that only this solver reads is a field of ``Solver`` and a line in ``READ_BY``.

@@ -10,7 +10,9 @@ from ..tensors import zero_variance
 
 
 def cholesky_whitening(sigma: Tensor) -> Tensor:
-    r"""Compute :math:`D^{-1/2} L^{-1}` with :math:`\Sigma = L D L^T` (Cholesky whitening).
+    r"""Whiten by Cholesky factorization.
+
+    .. math:: W = D^{-1/2} L^{-1}, \quad \Sigma = L D L^T
 
     L is unit lower triangular. Each channel is predicted from the preceding channels, and the prediction error is
     scaled to variance one. A channel that the preceding ones determine up to rounding has a row of zeros.
@@ -27,7 +29,9 @@ def cholesky_whitening(sigma: Tensor) -> Tensor:
 
 
 def pivoted_cholesky_whitening(sigma: Tensor, eps: float = 0.0) -> Tensor:
-    r"""Compute :math:`D^{-1/2} L^{-1} P` with :math:`P \Sigma P^T = L D L^T` (pivoted Cholesky).
+    r"""Whiten by pivoted Cholesky factorization.
+
+    .. math:: W = D^{-1/2} L^{-1} P, \quad P \Sigma P^T = L D L^T
 
     P chooses the channel of the largest remaining variance first. This keeps all elements of L within [-1, 1] and the
     result accurate where Cholesky whitening is not. Elements of D below ``eps`` become ``eps`` and get no gradient; L
@@ -52,10 +56,11 @@ def _triangular(sigma: Tensor, pivot: bool, eps: float) -> Tensor:
 
 
 def _factorize(sigma: Tensor, pivot: bool, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return W, the ratio of replaced to original elements of D (0 without variance), and the mask of original ones.
+    """Return W, the ratio of D to the pivots, and the mask of kept pivots.
 
-    The floor of a pivot is the rounding error of its channel's variance. A smaller pivot counts as zero. Its row is
-    zero unless ``eps`` exceeds the floor; otherwise the row would be amplified rounding.
+    A pivot without variance has the ratio 0. The floor of a pivot is the rounding error of its channel's variance. A
+    smaller pivot counts as zero. Its row is zero unless ``eps`` exceeds the floor; otherwise the row would be amplified
+    rounding.
     """
     floor = sigma.shape[-1] * torch.finfo(sigma.dtype).eps * sigma.diagonal(dim1=-2, dim2=-1)
     floor = floor.clamp_min(zero_variance(sigma.dtype))

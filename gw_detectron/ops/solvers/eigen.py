@@ -45,9 +45,9 @@ def zca_inverse_sqrt(sigma: Tensor) -> Tensor:
 
 
 def zca_max_inverse_sqrt(sigma: Tensor, threshold: float = 0.01, eps: float = 0.0) -> Tensor:
-    r"""Raise small eigenvalues to :math:`\theta = c \, \lambda_{max}`, then apply ZCA ("ZCAM").
+    r"""Raise small eigenvalues to a fraction of the largest, then whiten (ZCAM).
 
-    .. math:: W = D \, \max(\Lambda, \max(\theta, \epsilon))^{-1/2} D^T
+    .. math:: W = D \, \max(\Lambda, \max(\theta, \epsilon))^{-1/2} D^T, \quad \theta = c \, \lambda_{max}
 
     The gradient of a raised eigenvalue goes, times c, to the largest one. Where :math:`\theta < \epsilon` it is zero.
 
@@ -73,7 +73,7 @@ def zca_max_inverse_sqrt(sigma: Tensor, threshold: float = 0.01, eps: float = 0.
 
 
 def zca_entropy_inverse_sqrt(sigma: Tensor, eps: float = 0.0) -> Tensor:
-    r"""Raise eigenvalues beyond the effective rank, then apply ZCA ("ZCAE").
+    r"""Raise eigenvalues beyond the effective rank, then whiten (ZCAE).
 
     .. math::
         p = \lambda / \mathbf{1}^T \lambda, \quad R = e^{-p^T \ln p}, \quad \theta = \lambda_{[R]}, \quad
@@ -136,7 +136,7 @@ def _eigh(sigma: Tensor, name: str) -> tuple[Tensor, Tensor]:
 
 
 def _rounding(eigenvalues: Tensor) -> Tensor:
-    """Return the rounding error of eigenvalues, (..., 1): g eps times the largest, which is the last."""
+    """Return the rounding error of ascending eigenvalues, (..., 1)."""
     return eigenvalues.shape[-1] * torch.finfo(eigenvalues.dtype).eps * eigenvalues[..., -1:].abs()
 
 
@@ -152,7 +152,7 @@ def _spectral(sigma: Tensor, name: str, rule: _Rule | None, eps: float) -> Tenso
 
 
 def _spectral_forward(sigma: Tensor, name: str, rule: _Rule | None, eps: float) -> tuple[Tensor, ...]:
-    """Return W, D, r and, with a rule, the eigenvalues, the mask of raised ones, the threshold and its slope."""
+    """Return W, D, r and, with a rule, eigenvalues, raised mask, threshold, slope."""
     eigenvalues, d = _eigh(sigma, name)
     if rule is None:
         r = _inv_sqrt(eigenvalues)
@@ -190,7 +190,7 @@ class _SpectralInverseSqrt(torch.autograd.Function):
 
 
 def _through_threshold(inner: Tensor, eigenvalues: Tensor, raised: Tensor, theta: Tensor, slope: Tensor) -> Tensor:
-    """Convert the gradient of the thresholded covariance, in the basis D, to that of the covariance."""
+    """Backpropagate through the threshold; gradients are in the basis D."""
     values = torch.where(raised, theta, eigenvalues)
     raised_i, raised_j = raised[..., :, None], raised[..., None, :]
     # a rotation of D changes either matrix in proportion to the gaps of its own eigenvalues
@@ -202,7 +202,7 @@ def _through_threshold(inner: Tensor, eigenvalues: Tensor, raised: Tensor, theta
 
 
 def _pca_forward(sigma: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return W, its rows by descending eigenvalue, and the ascending eigenvalues, D and r."""
+    """Return W, ascending eigenvalues, D and r; rows of W descend."""
     eigenvalues, d = _eigh(sigma, "pca")
     d = d * torch.where(d[..., :1, :] < 0, -1.0, 1.0)
     r = _inv_sqrt(eigenvalues)

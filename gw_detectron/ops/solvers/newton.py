@@ -1,4 +1,4 @@
-"""Newton's iteration for the inverse square root ("ItN"), the published solver of Group Whitening."""
+"""Newton's iteration ("ItN"), the published solver of Group Whitening."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""``Solver``, a whitening solver with its options, and ``SOLVERS``, the registry of all of them."""
+"""``Solver``, a solver with its options, and the registry ``SOLVERS``."""
 
 import dataclasses
 from collections.abc import Callable

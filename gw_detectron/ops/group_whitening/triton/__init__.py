@@ -1,4 +1,4 @@
-"""The backend of Triton kernels: as few passes over activation-sized tensors as GroupNorm.
+"""The triton backend: no more passes over activations than GroupNorm.
 
 Shapes: ``N`` samples, ``C`` channels, ``g`` groups (the side of the covariance matrix), ``cpg = C / g``, ``P``
 positions (the product of the spatial sizes), ``M = cpg * P``. Row r of a sample's matrix holds the channels

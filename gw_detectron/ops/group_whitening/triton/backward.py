@@ -1,4 +1,4 @@
-"""Backward pass: products of gradient and input, then the gradient of the input."""
+"""Backward pass: products of gradient and input, then input gradient."""
 # mypy: disallow-untyped-defs=False
 # (Triton infers the types of kernel parameters at the launch)
 
@@ -19,9 +19,10 @@ def _products(
     GROUPS: constexpr, ROWS: constexpr, CPG: constexpr, PB: constexpr, VECTOR: constexpr,
     X_J: constexpr, DY_J: constexpr, MASKED_J: constexpr, OPERAND: constexpr, PRECISION: constexpr,
 ):  # fmt: skip
-    """Compute dY_j (X_j - mean)^T and the row sums of dY_j for one j and one split of a sample's positions.
+    """Compute products and sums for one j and one split of positions.
 
-    If y_ptr is given, dY is zeroed where y <= 0, and the masked gradient is stored.
+    The product is dY_j (X_j - mean)^T, the sums are those of the rows of dY_j. If y_ptr is given, dY is zeroed where
+    y <= 0, and the masked gradient is stored.
     """
     j, n, first = tl.program_id(0) // samples, tl.program_id(0) % samples, tl.program_id(1) * per_split
     if CPG == 1:  # tells the compiler that j is 0, as in tile_columns
@@ -59,7 +60,10 @@ def _apply_backward(
     X_J: constexpr, DY_J: constexpr, DX_J: constexpr, IN_PLACE: constexpr,
     DEPTH: constexpr, OPERAND: constexpr, PRECISION: constexpr,
 ):  # fmt: skip
-    """Compute dx = W (weight * dy) + S (x - mean) - shift for a split of the columns; DEPTH as in _apply."""
+    """Compute dx for one split of the columns; DEPTH as in _apply.
+
+    dx = W (weight * dy) + S (x - mean) - shift.
+    """
     n, first = tl.program_id(0), tl.program_id(1) * per_split
     x_ptr, dy_ptr = sample_ptr(x_ptr, n, x_n, VECTOR), sample_ptr(dy_ptr, n, dy_n, VECTOR)
     dx_ptr = sample_ptr(dx_ptr, n, dx_n, VECTOR)
@@ -97,10 +101,7 @@ def _apply_backward(
 def grad_products(
     x: Tensor, mean: Tensor, dy: Tensor, groups: int, y: Tensor | None, out: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``dy_j @ (x_j - mean)^T`` for channel j of each group, and the sums of ``dy``, in one launch.
-
-    If ``y`` is given, ``dy`` is masked to zero where y <= 0, and stored in ``out``.
-    """
+    """Implement ``Backend.grad_products`` in one launch."""
     # a tile of y takes registers too, so the tiles are smaller
     columns = launch.tile_columns_for(x, groups, launch.TILE_BYTES if y is None else launch.TILE_BYTES // 2)
     tiling, (x_strides, dy_strides, out_strides) = launch.layouts(groups, columns, x, dy, out, one_j=True)
@@ -124,7 +125,7 @@ def grad_products(
 def apply_backward(
     x: Tensor, mean: Tensor, dy: Tensor, weight: Tensor | None, terms: InputGradient, out: Tensor
 ) -> None:
-    """Write ``whitening @ (weight * dy) + slope @ (x - mean) - shift`` to ``out`` (or ``dy``), in one launch."""
+    """Implement ``Backend.apply_backward`` in one launch."""
     groups = mean.shape[1]
     depth, columns = launch.matrix_tiles(x, groups)
     tiling, (x_strides, dy_strides, dx_strides) = launch.layouts(groups, columns, x, dy, out)

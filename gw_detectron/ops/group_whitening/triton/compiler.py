@@ -17,7 +17,7 @@ __all__ = ["constexpr", "jit", "tl", "triton"]
 
 
 def jit(kernel: Callable) -> Any:
-    """Compile a kernel once for all sizes and strides; VECTOR tells it their alignment."""
+    """Compile a kernel once for all sizes; VECTOR tells their alignment."""
     if triton is None:
         return kernel
     arguments = kernel.__code__.co_varnames[: kernel.__code__.co_argcount]

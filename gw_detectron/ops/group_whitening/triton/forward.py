@@ -18,9 +18,10 @@ def _apply(
     GROUPS: constexpr, ROWS: constexpr, CPG: constexpr, JB: constexpr, PB: constexpr, VECTOR: constexpr,
     X_J: constexpr, Y_J: constexpr, RELU: constexpr, DEPTH: constexpr, OPERAND: constexpr, PRECISION: constexpr,
 ):  # fmt: skip
-    """Compute y = weight * (W (x - mean)) + bias, with ReLU if RELU, for one sample's split of the columns.
+    """Compute y for one split of a sample's columns.
 
-    W stays in registers if DEPTH == ROWS. Otherwise each tile reads it in slices of DEPTH columns.
+    y = weight * (W (x - mean)) + bias, with ReLU if RELU. W stays in registers if DEPTH == ROWS. Otherwise each tile
+    reads it in slices of DEPTH columns.
     """
     n, first = tl.program_id(0), tl.program_id(1) * per_split
     x_ptr, y_ptr = sample_ptr(x_ptr, n, x_n, VECTOR), sample_ptr(y_ptr, n, y_n, VECTOR)
@@ -53,7 +54,7 @@ def _apply(
 def apply(
     x: Tensor, mean: Tensor, whitening: Tensor, weight: Tensor | None, bias: Tensor | None, relu: bool, out: Tensor
 ) -> None:
-    """Write ``weight * (whitening @ (x - mean)) + bias``, with ReLU if ``relu``, to ``out``, in one launch."""
+    """Implement ``Backend.apply`` in one launch."""
     groups = whitening.shape[-1]
     depth, columns = launch.matrix_tiles(x, groups)
     tiling, (x_strides, y_strides) = launch.layouts(groups, columns, x, out)

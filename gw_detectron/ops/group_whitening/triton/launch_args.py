@@ -1,4 +1,4 @@
-"""Memory layouts, tile sizes and the number of programs of a kernel launch."""
+"""Strides, tile sizes and the number of programs of a launch."""
 
 from contextlib import nullcontext
 from math import gcd, prod
@@ -24,7 +24,7 @@ MIN_TILES = 4
 
 
 def supported(x: Tensor, groups: int) -> bool:
-    """Whether the kernels accept ``x``, (N, C, \\*spatial): by device, dtype, size and groups."""
+    """Whether the kernels accept the device, dtype, size and groups."""
     return (
         triton is not None
         and (_interpreted() or _has_tensor_cores(x.device))
@@ -35,7 +35,7 @@ def supported(x: Tensor, groups: int) -> bool:
 
 
 def _interpreted() -> bool:
-    """Whether Triton's interpreter runs the kernels on the CPU; decided when triton is imported."""
+    """Whether Triton was imported with its interpreter, which runs on CPU."""
     return triton is not None and not isinstance(tile_columns, triton.JITFunction)
 
 
@@ -45,22 +45,22 @@ def _has_tensor_cores(device: torch.device) -> bool:
 
 
 def prepare(x: Tensor) -> Tensor:
-    """Return ``x`` if the kernels accept its memory layout (channels_last too), else a contiguous copy."""
+    """Return ``x`` if its strides are accepted (channels_last too), else a copy."""
     return x if _strides(x) is not None and _strides(torch.empty_like(x)) is not None else x.contiguous()
 
 
 def samples_per_pass(x: Tensor, groups: int) -> int:
-    """Return the number of samples that the backward pass processes at a time: all."""
+    """Return the number of all samples."""
     return x.shape[0]
 
 
 def with_strides_of(like: Tensor, y: Tensor) -> Tensor:
-    """Return ``y``, or a copy if its strides differ from those of ``like``."""
+    """Return ``y``, or a copy with the strides of ``like``."""
     return y if y.stride() == like.stride() else torch.empty_like(like).copy_(y)
 
 
 class Strides(NamedTuple):
-    """Strides of an activation seen as (N, C, P), whose channels or positions have stride 1."""
+    """Strides of an activation (N, C, P); one of C, P has stride 1."""
 
     sample: int
     outer: int  # of positions if j_first, else of channels
@@ -68,7 +68,7 @@ class Strides(NamedTuple):
 
 
 def _strides(x: Tensor) -> Strides | None:
-    """Return the strides of ``x``, or None for a memory layout that the kernels do not accept."""
+    """Return the strides of ``x``, or None if they are not accepted."""
     try:
         sample, channel, position = x.view(*x.shape[:2], prod(x.shape[2:])).stride()
     except RuntimeError:  # the spatial dimensions do not collapse to one stride
@@ -85,7 +85,7 @@ def _strides(x: Tensor) -> Strides | None:
 
 
 class Tiling(NamedTuple):
-    """The tiles of g rows in which a launch processes activations; fields named as the kernels' parameters."""
+    """Tiles of activations; fields named as the kernels' parameters."""
 
     rows: int  # g, padded
     cpg: int
@@ -97,9 +97,10 @@ class Tiling(NamedTuple):
 
 
 def layouts(groups: int, columns: int, *tensors: Tensor, one_j: bool = False) -> tuple[Tiling, list[Strides]]:
-    """Return tiles of at most ``columns`` columns for activations of one shape, and the strides of each.
+    """Return the tiling of activations of one shape, and their strides.
 
-    The first tensor decides the shape of the tiles. With ``one_j`` a tile has a single j.
+    Tiles have at most ``columns`` columns. The first tensor decides the shape of the tiles. With ``one_j`` a tile has a
+    single j.
     """
     strides = []
     for tensor in tensors:
@@ -128,12 +129,12 @@ def layouts(groups: int, columns: int, *tensors: Tensor, one_j: bool = False) ->
 
 
 def padded_rows(groups: int) -> int:
-    """Return the rows of a padded matrix: a power of two of at least 16, which tl.dot needs."""
+    """Return the rows of a padded matrix; tl.dot needs at least 16."""
     return max(16, triton.next_power_of_2(groups))
 
 
 def tile_columns_for(x: Tensor, groups: int, tile_bytes: int = TILE_BYTES) -> int:
-    """Return the columns of a tile of g rows and about ``tile_bytes`` bytes."""
+    """Return the columns of a tile of about ``tile_bytes`` bytes."""
     return min(256, max(32, tile_bytes // (padded_rows(groups) * x.element_size())))
 
 
@@ -169,7 +170,7 @@ def processors(device: torch.device) -> int:
 
 
 def operand_dtype(x: Tensor) -> Any:
-    """Return OPERAND, the dtype of operands in products over columns; see the table in ``triton/__init__.py``."""
+    """Return OPERAND, the dtype of operands (table in ``triton/__init__.py``)."""
     # the interpreter has no bfloat16 products
     return tl.bfloat16 if x.dtype == torch.bfloat16 and not _interpreted() else tl.float32
 
@@ -186,7 +187,7 @@ def _tf32_allowed() -> bool:
 
 
 def warps_for(groups: int) -> int:
-    """Return the warps needed to keep an accumulator of g rows in registers."""
+    """Return the warps that keep an accumulator of g rows in registers."""
     return 4 if groups <= 64 else 8
 
 

@@ -17,7 +17,10 @@ def _moments(
     GROUPS: constexpr, ROWS: constexpr, CPG: constexpr, JB: constexpr, PB: constexpr, VECTOR: constexpr,
     X_J: constexpr, PRECISION: constexpr,
 ):  # fmt: skip
-    """Compute count, mean (as a sum of two numbers) and centered second moments of one split of the columns."""
+    """Compute count, mean and centered second moments of one split.
+
+    The mean is the sum of shift and offset.
+    """
     n, index = tl.program_id(0), tl.program_id(1)
     first = index * per_split
     x_ptr = sample_ptr(x_ptr, n, x_n, VECTOR)
@@ -60,7 +63,7 @@ def _moments(
 
 @jit
 def _mean_of(shift_ptr, offset_ptr, s, splits, row, exists, GROUPS: constexpr):
-    """Return means of splits s relative to the shift of the first split, so that a large mean costs no digits."""
+    """Return means relative to the shift of the first split."""
     inside = (s < splits)[:, None] & exists[None, :]
     at = s[:, None] * GROUPS + row[None, :]
     shift = tl.load(shift_ptr + at, mask=inside, other=0.0) - tl.load(shift_ptr + row, mask=exists, other=0.0)[None, :]
@@ -72,7 +75,7 @@ def _merge(
     count_ptr, shift_ptr, offset_ptr, moment_ptr, mean_ptr, covariance_ptr, splits, columns,
     GROUPS: constexpr, AT_ONCE: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
-    """Merge the splits of one sample to its mean and covariance, for BLOCK elements of the covariance.
+    """Merge the splits of a sample, for BLOCK elements of the covariance.
 
     covariance = sum_s (moment_s + count_s (mean_s - mean) (mean_s - mean)^T) / M (Chan, Golub and LeVeque, 1979).
     """
@@ -106,7 +109,7 @@ def _merge(
 
 
 def statistics(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Return the mean (N, g) and the covariance without eps (N, g, g) of each sample of (N, C, *spatial)."""
+    """Implement ``Backend.statistics`` in two launches."""
     n = x.shape[0]
     tiling, (x_strides,) = launch.layouts(groups, launch.tile_columns_for(x, groups), x)
     splits, per_split = launch.split(tiling.tiles, n, 3, x.device)

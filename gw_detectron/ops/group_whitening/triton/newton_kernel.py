@@ -24,7 +24,10 @@ def _times_r(
     x_ptr, q_ptr, out_ptr,
     ROWS: constexpr, BLOCK: constexpr, DEPTH: constexpr, TANGENT: constexpr, PRECISION: constexpr,
 ):  # fmt: skip
-    """Compute X R = (3 X - X Q) / 2 and, if TANGENT, its derivative, stored TANGENT elements after each matrix."""
+    """Compute X R = (3 X - X Q) / 2 and, if TANGENT, its derivative.
+
+    The derivative of a matrix is stored TANGENT elements after it.
+    """
     SIDE: constexpr = ROWS // BLOCK
     for block in tl.range(SIDE * SIDE, num_stages=1):
         i, j = block // SIDE, block % SIDE
@@ -50,11 +53,11 @@ def _newton(
     sigma_ptr, grad_ptr, whitening_ptr, grad_sigma_ptr, workspace_ptr, samples, num_iters, zero,
     GROUPS: constexpr, ROWS: constexpr, BLOCK: constexpr, DEPTH: constexpr, PRECISION: constexpr,
 ):  # fmt: skip
-    """Compute W = P_T / sqrt(tr Sigma) of each sample and, if grad_ptr is given, dL/dSigma from dL/dW.
+    """Compute the whitening matrices and, if grad_ptr is given, dL/dSigma.
 
-    With S = Sigma / tr Sigma, Q = P^2 S and R = (3 I - Q) / 2, the step P <- (3 P - P^3 S) / 2 is P <- P R, Q <- Q R R,
-    because all matrices are polynomials of S and commute. The iteration takes 3 (T - 1) products, and rounding does not
-    grow.
+    W = P_T / sqrt(tr Sigma). With S = Sigma / tr Sigma, Q = P^2 S and R = (3 I - Q) / 2, a step is P <- P R and
+    Q <- Q R R, because all matrices are polynomials of S and commute. The iteration takes 3 (T - 1) products, and
+    rounding does not grow.
 
     A polynomial of a symmetric matrix has a self-adjoint derivative. So dL/dS is the derivative of P_T in the direction
     sym(dL/dW) / sqrt(tr Sigma), computed in forward mode by the same iteration, without saved matrices. S and W also
@@ -123,14 +126,14 @@ def _newton(
 
 
 def newton(sigma: Tensor, num_iters: int) -> Tensor:
-    """Compute :func:`gw_detectron.layers.newton_inverse_sqrt` of (N, g, g) in one launch."""
+    """Implement ``Backend.newton`` in one launch."""
     whitening = torch.empty_like(sigma, memory_format=torch.contiguous_format)
     _launch_newton(sigma, None, whitening, None, num_iters)
     return whitening
 
 
 def newton_backward(sigma: Tensor, grad: Tensor, num_iters: int) -> tuple[Tensor, Tensor]:
-    """Return the whitening matrices and the symmetric dL/dSigma, given ``grad`` = dL/dW, in one launch."""
+    """Implement ``Backend.newton_backward`` in one launch."""
     whitening = torch.empty_like(sigma, memory_format=torch.contiguous_format)
     grad_sigma = torch.empty_like(whitening)
     _launch_newton(sigma, grad.contiguous(), whitening, grad_sigma, num_iters)

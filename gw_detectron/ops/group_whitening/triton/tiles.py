@@ -9,7 +9,7 @@ from .compiler import constexpr, jit, tl
 
 @jit
 def tile_columns(tile, positions, CPG: constexpr, JB: constexpr, PB: constexpr, VECTOR: constexpr, J_FIRST: constexpr):
-    """Return j and p of each column of a tile (j is a scalar if JB == 1), and whether the column exists."""
+    """Return j (scalar if JB == 1), p and a mask of a tile's columns."""
     if not J_FIRST:  # exact; tells the compiler that VECTOR neighbors exist together
         positions = positions // VECTOR * VECTOR
     column = tl.arange(0, JB * PB)
@@ -56,7 +56,7 @@ def tile_offsets(rows, j, p, outer, CPG: constexpr, VECTOR: constexpr, J_FIRST: 
 
 @jit
 def load_per_channel(ptr, rows, j, GROUPS: constexpr, CPG: constexpr, JB: constexpr):
-    """Load a parameter of shape (C,) for the channels of a tile, broadcastable to it."""
+    """Load a (C,) parameter for a tile, broadcastable to it."""
     if JB == 1:
         value = tl.load(ptr + rows * CPG + j, mask=rows < GROUPS, other=0.0)[:, None]
     else:

@@ -1,0 +1,175 @@
+"""The matmul backend: accuracy, blocks, half precision, threads, memory saved for backward."""
+
+import threading
+
+import pytest
+import torch
+from benchmarks.layer_settings import SHAPES
+from torch import nn
+
+from benchmarks.memory import saved_bytes
+from gw_detectron.ops import compat
+from gw_detectron.ops.group_whitening import matmul
+
+from .cases import error, gradients, layer, reference
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_float32_is_within_2e_5_of_float64(shape):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, generator=generator) * 2 + 1
+    dy = torch.randn(shape, generator=generator)
+    made = layer(shape[1])
+    for value, expected in zip(gradients(made, x, dy), reference(made, x, dy), strict=True):
+        assert error(value, expected) < 2e-5
+
+
+def test_float32_without_onednn(monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    x, dy = torch.randn(2, 3, 128, 50, 84, generator=torch.Generator().manual_seed(0))
+    made = layer(128)
+    for value, expected in zip(gradients(made, x, dy), reference(made, x, dy), strict=True):
+        assert error(value, expected) < 2e-5
+
+
+@pytest.mark.parametrize("size", [(40, 50), (160, 200)], ids=["one block", "several blocks"])
+def test_a_mean_of_ten_thousand_deviations_costs_three_digits(size):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 64, *size, generator=generator) + 1e4 * torch.randn(1, 64, 1, 1, generator=generator).sign()
+    dy = torch.randn(x.shape, generator=generator)
+    made = layer(64)
+    for value, expected in zip(gradients(made, x, dy), reference(made, x, dy), strict=True):
+        assert error(value, expected) < 1e-3
+
+
+#: y and dx are rounded to the dtype (half a unit in the last place, about eps / 4 in the mean square); the sums are not
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 4e-3), (torch.float16, 5e-4)])
+@pytest.mark.parametrize("shape", [(2, 128, 20, 24), (40, 256, 7, 7)], ids=str)
+def test_half_precision_input_costs_no_more_than_its_own_rounding(shape, dtype, tolerance):
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn(shape, generator=generator) * 2 + 1).to(dtype)
+    dy = torch.randn(shape, generator=generator).to(dtype)
+    made = layer(shape[1])
+    for i, (value, expected) in enumerate(zip(gradients(made, x, dy), reference(made, x, dy), strict=True)):
+        assert value.dtype == (dtype if i < 2 else torch.float32)
+        assert error(value, expected) < (tolerance if i < 2 else 2e-5)
+
+
+def test_parameters_in_half_precision_are_converted_before_they_multiply():
+    made = layer(64).half()
+    with torch.no_grad():
+        made.weight.fill_(2)
+    generator = torch.Generator().manual_seed(0)
+    x, sign = torch.randn(2, 2, 64, 9, 9, generator=generator).half()
+    dy = sign.sign() * 4e4  # which times the weight is beyond float16, unlike its gradient
+    for value, expected in zip(gradients(made, 8 * x, dy)[:2], reference(made, 8 * x, dy)[:2], strict=True):
+        assert error(value, expected) < 1e-3
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 4e-3), (torch.float16, 5e-4)])
+def test_autocast_on_large_maps_loses_what_half_precision_loses(dtype, tolerance):
+    """A sum over 200 x 336 positions leaves float16's range: the statistics must be computed in float32."""
+    conv, made = nn.Conv2d(3, 64, 3, padding=1), layer(64)
+    generator = torch.Generator().manual_seed(0)
+    image, dy = torch.randn(1, 3, 200, 336, generator=generator) * 20, torch.randn(1, 64, 200, 336, generator=generator)
+    with torch.autocast("cpu", dtype):
+        x = conv(image)
+        x.retain_grad()
+        y = made(x)
+    assert x.dtype == y.dtype == dtype
+    (y.float() * dy).sum().backward()
+    found = [y.detach(), x.grad, made.weight.grad, made.bias.grad]
+    for value, expected in zip(found, reference(made, x.detach(), dy.to(dtype)), strict=True):
+        assert error(value, expected) < tolerance
+    assert conv.weight.grad.isfinite().all()
+
+
+def test_gradient_scaler_keeps_gradients_that_float16_would_lose():
+    """Gradients of 1e-8 are zero in float16, whose smallest number is 6e-8; the scaler's factor preserves them."""
+    made = layer(64)
+    generator = torch.Generator().manual_seed(0)
+    x, dy = torch.randn(2, 2, 64, 9, 9, generator=generator).half()
+    dy, tiny = dy.float(), 1e-8
+    optimizer = torch.optim.SGD(made.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1 / tiny)
+    with torch.autocast("cpu", torch.float16):
+        loss = (made(x) * (dy * tiny)).sum()
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    for value, expected in zip((made.weight.grad, made.bias.grad), reference(made, x, dy.half())[2:], strict=True):
+        assert error(value / tiny, expected) < 1e-3
+
+
+@pytest.mark.parametrize("block", [1, 100, 1000, 10**7])
+@pytest.mark.parametrize("shape", [(5, 24, 6, 7), (2, 8, 31), (37, 16, 3, 3), (1, 32, 5)], ids=str)
+def test_however_the_input_is_cut_into_blocks(shape, block, monkeypatch):
+    monkeypatch.setattr(matmul, "_BLOCK", block)
+    generator = torch.Generator().manual_seed(0)
+    x, dy = torch.randn(2, *shape, generator=generator, dtype=torch.float64)
+    made = layer(shape[1], 8).double()
+    for value, expected in zip(gradients(made, x, dy), reference(made, x, dy), strict=True):
+        assert error(value, expected) < 1e-12
+
+
+@pytest.mark.skipif(not compat.onednn_available(), reason="this processor has no AVX-512, or torch no oneDNN")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("block", [100, 1000, 10**7])
+def test_however_onednn_multiplies_blocks(block, dtype, monkeypatch):
+    """The limits are lowered: by default oneDNN does not multiply matrices as small as these."""
+    monkeypatch.setattr(matmul, "_BLOCK", block)
+    monkeypatch.setattr(compat, "_SHORTEST", 1)
+    monkeypatch.setattr(compat, "_LONGEST", 1)
+    for shape in ((5, 24, 6, 7), (2, 8, 31), (37, 16, 3, 3), (1, 32, 5)):
+        x, dy = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+        made = layer(shape[1], 8)
+        for value, expected in zip(gradients(made, x, dy), reference(made, x, dy), strict=True):
+            assert error(value, expected) < (2e-5 if value.dtype == torch.float32 else 4e-3)
+
+
+def test_an_expanded_gradient_and_a_sliced_input():
+    x = torch.randn(4, 40, 6, 7, dtype=torch.float64)[::2, 3:35, :, 1:]
+    made = layer(32, 8).double()
+    dy = torch.ones((), dtype=torch.float64).expand(x.shape)
+    for value, expected in zip(gradients(made, x, dy), reference(made, x, dy), strict=True):
+        assert error(value, expected) < 1e-12
+
+
+def test_same_bits_twice():
+    x, dy = torch.randn(2, 3, 128, 30, 41)
+    made = layer(128)
+    for first, second in zip(gradients(made, x, dy), gradients(made, x, dy), strict=True):
+        assert torch.equal(first, second)
+
+
+def test_threads_do_not_share_buffers():
+    inputs = [torch.randn(2, 64, 20, 20 + i) for i in range(4)]
+    made = layer(64)
+    expected = [made(x).detach() for x in inputs]
+    wrong = []
+
+    def work(i: int) -> None:
+        for _ in range(10):
+            if not torch.equal(made(inputs[i]), expected[i]):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("shape", "limit"), [((2, 64, 100, 168), 1.1), ((2, 512, 25, 42), 1.1), ((512, 256, 7, 7), 1.6)], ids=str
+)
+def test_little_more_is_kept_for_backward_than_by_group_norm(shape, limit):
+    x = torch.randn(shape, requires_grad=True)
+    ours, group_norm = layer(shape[1]), nn.GroupNorm(32, shape[1])
+    assert 0 < saved_bytes(lambda: ours(x), ours) <= limit * saved_bytes(lambda: group_norm(x), group_norm)
+
+
+def test_a_relu_keeps_what_it_would_keep_by_itself():
+    x = torch.randn(2, 64, 100, 168, requires_grad=True)
+    fused, apart = layer(64), nn.Sequential(layer(64), nn.ReLU(inplace=True))
+    assert saved_bytes(lambda: fused(x, relu=True), fused) == saved_bytes(lambda: apart(x), apart)
