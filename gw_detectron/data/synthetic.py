@@ -24,7 +24,7 @@ import numpy as np
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.datasets import register_coco_instances
 from detectron2.utils.file_io import PathManager
-from iopath.common.file_io import NativePathHandler, file_lock
+from iopath.common.file_io import PathHandler, file_lock
 from PIL import Image
 from tqdm import tqdm
 
@@ -251,8 +251,10 @@ def _check(folder: Path, split: str, config: SyntheticConfig) -> None:
         )
 
 
-class _SyntheticPathHandler(NativePathHandler):
+class _SyntheticPathHandler(PathHandler):
     """Generate the data set when Detectron2 first opens one of its JSON files, in the loader or the evaluator."""
+
+    # not a NativePathHandler: iopath would let it open every local file of the process
 
     def __init__(self, root: str, config: SyntheticConfig) -> None:
         super().__init__()
@@ -263,11 +265,16 @@ class _SyntheticPathHandler(NativePathHandler):
 
     def _get_local_path(self, path: str, force: bool = False, **kwargs: Any) -> str:
         make_synthetic(self.root, self.config)
-        return super()._get_local_path(path, force, **kwargs)
+        return path
 
-    def _open(self, path: str, *args: Any, **kwargs: Any) -> IO[Any]:
-        make_synthetic(self.root, self.config)
-        return super()._open(path, *args, **kwargs)
+    def _open(self, path: str, mode: str = "r", buffering: int = -1, **kwargs: Any) -> IO[Any]:
+        return open(self._get_local_path(path), mode, buffering, **kwargs)
+
+    def _exists(self, path: str, **kwargs: Any) -> bool:
+        return os.path.exists(path)
+
+    def _isfile(self, path: str, **kwargs: Any) -> bool:
+        return os.path.isfile(path)
 
 
 def register_synthetic(root: str | os.PathLike[str] | None = None, config: SyntheticConfig | None = None) -> None:

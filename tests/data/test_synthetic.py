@@ -19,6 +19,7 @@ import pycocotools.mask as mask_util
 import pytest
 from detectron2.data import DatasetCatalog, DatasetMapper, MetadataCatalog, get_detection_dataset_dicts
 from detectron2.evaluation import COCOEvaluator
+from detectron2.utils.file_io import PathManager
 from PIL import Image
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
@@ -424,6 +425,14 @@ def test_the_evaluator_makes_the_set(tmp_path):
     register_synthetic(tmp_path, TINY)
     evaluator = COCOEvaluator("gw_synthetic_val", tasks=("bbox", "segm"), distributed=False)
     assert len(evaluator._coco_api.imgs) == TINY.num_val
+
+
+def test_other_files_do_not_make_the_set(tmp_path):
+    register_synthetic(tmp_path / "data", TINY)
+    (tmp_path / "other.yaml").write_text("A: 1")
+    with PathManager.open(str(tmp_path / "other.yaml")) as file:
+        assert file.read() == "A: 1"
+    assert not (tmp_path / "data").exists()
 
 
 def test_the_loader_makes_the_set_and_the_mapper_drops_crowds(root, tmp_path):
