@@ -25,7 +25,7 @@ class Model(torch.nn.Module):
 
 @pytest.fixture
 def step():
-    """A function that runs one training step and returns the logged scalars."""
+    """A function that makes one step of a training and returns the scalars it has left."""
     model = Model()
     hook = WhiteningStatsHook(period=2)
     hook.trainer = type("Trainer", (), {"model": model, "iter": 0})()
