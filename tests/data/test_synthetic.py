@@ -427,14 +427,6 @@ def test_the_evaluator_makes_the_set(tmp_path):
     assert len(evaluator._coco_api.imgs) == TINY.num_val
 
 
-def test_other_files_do_not_make_the_set(tmp_path):
-    register_synthetic(tmp_path / "data", TINY)
-    (tmp_path / "other.yaml").write_text("A: 1")
-    with PathManager.open(str(tmp_path / "other.yaml")) as file:
-        assert file.read() == "A: 1"
-    assert not (tmp_path / "data").exists()
-
-
 def test_the_loader_makes_the_set_and_the_mapper_drops_crowds(root, tmp_path):
     register_synthetic(tmp_path, TINY)
     assert len(DatasetCatalog.get("gw_synthetic_val")) == TINY.num_val
