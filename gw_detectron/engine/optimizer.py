@@ -34,7 +34,7 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
         if name != "bias" or cfg.SOLVER.WEIGHT_DECAY_BIAS is None
     }
     for group in list(optimizer.param_groups):
-        if group["weight_decay"] == decay:  # keep the group, so that checkpoints of Detectron2's trainer fit
+        if group["weight_decay"] == decay:  # checkpoints of Detectron2's trainer fit unchanged groups
             continue
         whitening = [parameter for parameter in group["params"] if parameter in affine]
         if len(whitening) == len(group["params"]):
