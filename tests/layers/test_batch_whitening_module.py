@@ -50,8 +50,8 @@ def test_evaluation_uses_the_averages_of_the_batches(solver, running):
 
     for average, first in zip(averages, (0, 3, 6), strict=True):
         w = average if running == "matrix" else oracle.whitening(solver, average, 3, 1e-2)
-        centred = x.numpy()[:, first : first + 3] - mean[first : first + 3, None, None]
-        np.testing.assert_allclose(y[:, first : first + 3], np.einsum("ij,njhw->nihw", w, centred), rtol=0, atol=1e-10)
+        centered = x.numpy()[:, first : first + 3] - mean[first : first + 3, None, None]
+        np.testing.assert_allclose(y[:, first : first + 3], np.einsum("ij,njhw->nihw", w, centered), rtol=0, atol=1e-10)
     assert torch.equal(layer(x), layer(x)), "evaluation leaves the averages alone"
 
 
@@ -117,7 +117,7 @@ def test_copies_are_equal_and_apart(options):
     before = layer.running_mean.clone()
     assert torch.equal(twin(x), copy.deepcopy(layer)(x))
     assert torch.equal(layer.running_mean, before)
-    if "rotation" not in options:  # torch's parametrisations cannot be pickled
+    if "rotation" not in options:  # torch's parametrizations cannot be pickled
         assert torch.equal(pickle.loads(pickle.dumps(layer)).eval()(x), layer.eval()(x))
 
 

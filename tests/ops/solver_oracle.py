@@ -1,6 +1,6 @@
 """Every solver's whitening matrix in float64 numpy and scipy, one matrix at a time, from the papers' equations alone.
 
-No algorithm is the package's: singular values instead of eigenvalues, LAPACK's own pivoted factorisation, and the
+No algorithm is the package's: singular values instead of eigenvalues, LAPACK's own pivoted factorization, and the
 published backward pass of the thresholded versions with its quotients of eigenvalue gaps.
 """
 
@@ -73,13 +73,13 @@ def cholesky(sigma: np.ndarray) -> np.ndarray:
 
 
 def pivoted_cholesky(sigma: np.ndarray, eps: float) -> np.ndarray:
-    """Algorithm 3 on LAPACK's Cholesky factorisation with complete pivoting: d < eps becomes eps, L stays."""
+    """Algorithm 3 on LAPACK's Cholesky factorization with complete pivoting: d < eps becomes eps, L stays."""
     factor, pivots, rank, _ = scipy.linalg.lapack.dpstrf(sigma, lower=1)
     size = len(sigma)
     p = np.eye(size)[pivots - 1]
     factor = np.tril(factor)
     unit, d = np.eye(size), np.zeros(size)
-    for k in range(rank):  # what is behind the rank was not factorised
+    for k in range(rank):  # what is behind the rank was not factorized
         d[k] = factor[k, k] ** 2
         unit[:, k] = factor[:, k] / factor[k, k]
     d[d < eps] = eps

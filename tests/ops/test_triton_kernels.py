@@ -302,7 +302,7 @@ def check_nothing_beside_the_tensors_is_read_or_written(shape, groups, channels_
 
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
 def check_half_precision_does_not_overflow(dtype):
-    """Centred values and W times the weight beyond 65504, the largest float16, with results within it."""
+    """Centered values and W times the weight beyond 65504, the largest float16, with results within it."""
     x = torch.full((1, 16, 4, 8), -6e4, device=DEVICE, dtype=dtype)
     x[..., :2] = 6e4
     y = torch.empty_like(x)
