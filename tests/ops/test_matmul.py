@@ -4,9 +4,9 @@ import threading
 
 import pytest
 import torch
-from benchmarks.layer_settings import SHAPES
 from torch import nn
 
+from benchmarks.layer_benchmark import SHAPES
 from benchmarks.memory import saved_bytes
 from gw_detectron.ops import compat
 from gw_detectron.ops.group_whitening import matmul
