@@ -25,7 +25,7 @@ from torch import nn
 
 from ..errors import ConfigError
 from ..layers import BatchWhitening2d, FrozenBatchWhitening2d, GroupWhitening2d
-from ..ops.solvers import READ_BY
+from ..ops.solvers import OPTION_SOLVER
 
 Norm = str | Callable[[int], nn.Module]
 
@@ -143,7 +143,7 @@ def _parse(spec: object) -> Norm:
         arguments[argument] = _convert(key, text, kind)
     solver = arguments.get("solver", "newton")
     for key, (argument, _) in options.items():
-        reader = READ_BY.get(argument, solver)
+        reader = OPTION_SOLVER.get(argument, solver)
         if argument in arguments and reader != solver:
             raise ValueError(f"solver={solver} does not read {key}. Fix: remove {key}, or write solver={reader}.")
     norm = functools.partial(factory, **arguments)
@@ -195,7 +195,7 @@ def find_norm_spec(layer: nn.Module) -> str | None:
     shown = [
         f"{key}={_text(values[argument])}"
         for key, (argument, _) in _NORMS[name][1].items()
-        if values[argument] != _IMPLIED.get(key) and READ_BY.get(argument) in (None, values.get("solver"))
+        if values[argument] != _IMPLIED.get(key) and OPTION_SOLVER.get(argument) in (None, values.get("solver"))
     ]
     return f"{name}:{','.join(shown)}"
 
