@@ -20,7 +20,7 @@ class ConfigError(UserError, ValueError):
 
 
 class DataError(UserError, ValueError):
-    """A data set, an image or its record cannot be used."""
+    """A dataset, an image or its record cannot be used."""
 
 
 class MissingFileError(UserError, FileNotFoundError):

@@ -73,7 +73,7 @@ def trace(sdf: Array) -> list[Array]:
     Returns:
         Polygons (K, 2) of (x, y) in pixels, rounded to 0.01. The image's corner is (0, 0).
     """
-    import contourpy  # comes with matplotlib; only the generation of the data set needs it
+    import contourpy  # comes with matplotlib; only the generation of the dataset needs it
 
     height, width = sdf.shape
     columns, rows = np.arange(width) - 0.5, np.arange(height) - 0.5
@@ -104,7 +104,7 @@ def _area(contour: Array) -> float:
 def _simplify(contour: Array) -> Array:
     """Simplify a closed contour, starting from the vertex farthest from the first one.
 
-    cv2.approxPolyDP removes other vertices: changing to it changes the data set.
+    cv2.approxPolyDP removes other vertices: changing to it changes the dataset.
 
     Args:
         contour: (K, 2); the last point equals the first.

@@ -48,7 +48,7 @@ def _ring(x: Array, y: Array) -> Array:
 
 
 class Shape(NamedTuple):
-    """One class of the data set: its name, the SDF of its unit shape, and the area of the unit shape."""
+    """One class of the dataset: its name, the SDF of its unit shape, and the area of the unit shape."""
 
     name: str
     sdf: Callable[[Array, Array], Array]
