@@ -36,7 +36,7 @@ def atomic_write(path: Path, fix: str = "free disk space or get write permission
         if cause is None or isinstance(cause, FileAccessError) or cause.filename not in (None, os.fspath(temporary)):
             raise
         raise FileAccessError(
-            f"'{path}' was not written: {cause.strerror or cause}. Existing files are unchanged. Fix: {fix}."
+            f"'{path}': was not written: {cause.strerror or cause}. Existing files are unchanged. Fix: {fix}."
         ) from error
     finally:
         with contextlib.suppress(OSError):
