@@ -1,8 +1,8 @@
-"""A synthetic COCO dataset for detection and instance segmentation, generated from a seed on first use.
+"""Synthetic COCO dataset, generated from a seed on first use.
 
-Six classes of textured shapes of very different sizes overlap each other and the image border, on cluttered
-backgrounds. The outline tells the class, the color hints at it. Masks cover the visible part of an object; some groups
-of small shapes are crowd regions. The files follow COCO:
+It is for detection and instance segmentation. Six classes of textured shapes of very different sizes overlap each other
+and the image border, on cluttered backgrounds. The outline tells the class, the color hints at it. Masks cover the
+visible part of an object; some groups of small shapes are crowd regions. The files follow COCO:
 
     <root>/gw_synthetic/annotations/instances_train.json   and instances_val.json; `info` holds the parameters
     <root>/gw_synthetic/train/000001.jpg ...               and val/...
@@ -132,10 +132,10 @@ def draw_scene(config: SyntheticConfig, split: str, index: int) -> Scene:
 
 
 def make_synthetic(root: str | os.PathLike[str], config: SyntheticConfig | None = None) -> Path:
-    """Generate the dataset below a folder, or check and reuse the existing one.
+    """Generate the dataset below a folder, or reuse the existing one.
 
-    Concurrent processes wait for the first one. The final folder appears only when it is complete; a killed run leaves
-    at most `gw_synthetic.partial`, which the next run removes.
+    An existing one is checked. Concurrent processes wait for the first one. The final folder appears only when it is
+    complete; a killed run leaves at most `gw_synthetic.partial`, which the next run removes.
 
     Args:
         root: the folder of datasets, as in `DETECTRON2_DATASETS`; created if needed.
@@ -252,9 +252,10 @@ def _check(folder: Path, split: str, config: SyntheticConfig) -> None:
 
 
 class _SyntheticPathHandler(PathHandler):
-    """Generate the dataset when Detectron2 first opens one of its JSON files, in the loader or the evaluator.
+    """Generate the dataset when one of its JSON files is opened.
 
-    Not a ``NativePathHandler``: iopath would then use it for all local files.
+    Detectron2 opens it in the loader or the evaluator. Not a ``NativePathHandler``: iopath would then use it for all
+    local files.
     """
 
     def __init__(self, root: str, config: SyntheticConfig) -> None:
