@@ -1,7 +1,7 @@
 """Whitening layers for PyTorch, and a Detectron2 plugin made of them.
 
 With torch alone, ``gw_detectron.layers`` and ``gw_detectron.ops`` work. With Detectron2 installed, importing this
-package also registers its backbones, heads, weights and the synthetic data set. Without it, names that need Detectron2
+package also registers its backbones, heads, weights and the synthetic dataset. Without it, names that need Detectron2
 raise an ImportError that says how to install it.
 """
 

@@ -36,7 +36,7 @@ def atomic_write(path: Path, fix: str = "free disk space or get write permission
         if cause is None or isinstance(cause, FileAccessError) or cause.filename not in (None, os.fspath(temporary)):
             raise
         raise FileAccessError(
-            f"'{path}' was not written: {cause.strerror or cause}. Existing files are unchanged. Fix: {fix}."
+            f"'{path}': was not written: {cause.strerror or cause}. Existing files are unchanged. Fix: {fix}."
         ) from error
     finally:
         with contextlib.suppress(OSError):
@@ -44,14 +44,20 @@ def atomic_write(path: Path, fix: str = "free disk space or get write permission
 
 
 def _os_error(error: BaseException | None) -> OSError | None:
-    """Find the OSError behind an error; torch wraps a failed write in a RuntimeError."""
+    """Find the OSError behind an error.
+
+    torch wraps a failed write in a RuntimeError.
+    """
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error
 
 
 def remove_unfinished(folder: str) -> None:
-    """Remove temporary files that killed processes of this machine left in a folder."""
+    """Remove temporary files that killed processes left in a folder.
+
+    Those of other machines stay: their processes may be running.
+    """
     name = re.compile(rf"\..+\.{re.escape(os.uname().nodename)}\.(\d+)\.[0-9a-f]{{8}}\.tmp")
     for path in Path(folder).glob(".*.tmp"):
         found = name.fullmatch(path.name)

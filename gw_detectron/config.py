@@ -1,4 +1,4 @@
-"""The config keys this package adds to Detectron2's, and reading a yaml with them."""
+"""Config keys of this package, and reading a yaml with them."""
 
 import difflib
 import os
@@ -83,7 +83,10 @@ def read_config(config_file: str, opts: Sequence[str] = ()) -> CfgNode:
 
 
 def _check_bases(config_file: str) -> None:
-    """Raise ConfigError if a config is its own base, which Detectron2 would read until the stack overflows."""
+    """Raise ConfigError if a config is its own base.
+
+    Detectron2 would read it until the stack overflows.
+    """
     path, seen = config_file, set[str]()
     while os.path.isfile(path):
         if os.path.realpath(path) in seen:

@@ -8,19 +8,19 @@ _FILE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.ENAM
 
 
 class UserError(Exception):
-    """Base class of errors that the user can fix: reported as one message, without a traceback.
+    """Base class of errors that the user can fix.
 
-    Subclasses also derive from the built-in error of their kind, e.g. ``class ConfigError(UserError, ValueError)``.
-    The message reads ``WHAT (value): why. Fix: what to do.``
+    They are reported as one message, without a traceback. Subclasses also derive from the built-in error of their kind,
+    e.g. ``class ConfigError(UserError, ValueError)``. The message reads ``WHAT (value): why. Fix: what to do.``
     """
 
 
 class ConfigError(UserError, ValueError):
-    """A config key or a flag has an unknown name or an unusable value."""
+    """A config key or flag is unknown, or its value unusable."""
 
 
 class DataError(UserError, ValueError):
-    """A data set, an image or its record cannot be used."""
+    """A dataset, an image or its record cannot be used."""
 
 
 class MissingFileError(UserError, FileNotFoundError):
@@ -32,7 +32,10 @@ class FileAccessError(UserError, OSError):
 
 
 def is_user_error(error: BaseException) -> bool:
-    """Tell whether the user can fix an error: a UserError, an unusable file or a full disk."""
+    """Tell whether the user can fix an error.
+
+    Such errors are UserErrors, unusable files and a full disk.
+    """
     return isinstance(error, (UserError, *_FILE_ERRORS)) or getattr(error, "errno", None) in _FILE_ERRNOS
 
 

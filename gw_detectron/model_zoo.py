@@ -1,4 +1,4 @@
-"""Configs of this package and models built from them; the counterpart of ``detectron2.model_zoo``."""
+"""Configs and models of this package, as in ``detectron2.model_zoo``."""
 
 import difflib
 import importlib.resources

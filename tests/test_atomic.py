@@ -32,7 +32,7 @@ def test_a_kill_in_the_middle_leaves_the_old_file(tmp_path):
 
 def test_a_folder_that_is_gone_is_named(tmp_path):
     with (
-        pytest.raises(FileAccessError, match="gone/model.pth' was not written"),
+        pytest.raises(FileAccessError, match="gone/model.pth': was not written"),
         AtomicPathManager(PathManager).open(str(tmp_path / "gone" / "model.pth"), "wb"),
     ):
         pass

@@ -1,4 +1,4 @@
-"""A run small enough for a test. As a script it starts another one on the small data set: tiny_run.py SCRIPT ARGS."""
+"""A run small enough for a test. As a script it starts another one on the small dataset: tiny_run.py SCRIPT ARGS."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""Analyze norm layers: constraints on their output, and whitening statistics of a detector."""
+"""Analyze norm layers: constraints on outputs, and whitening statistics."""
 
 from .constraint_analysis import analyze_constraints
 from .layer_analysis import analyze_layers

@@ -8,7 +8,10 @@ from ..errors import FileAccessError
 
 
 def check_folder(folder: str | Path) -> None:
-    """Raise FileAccessError unless files can be written to a folder, which need not exist yet."""
+    """Raise FileAccessError unless files can be written to a folder.
+
+    The folder need not exist yet.
+    """
     path = Path(folder).absolute()
     existing = next(place for place in (path, *path.parents) if os.path.lexists(place))
     if not existing.is_dir():

@@ -1,4 +1,6 @@
-"""Compare the constraints of norms: Table 1 of the paper, and every norm layer of a config.
+"""Compare how strongly norms constrain their output.
+
+The methods of the paper's Table 1 are compared, and the norm layers of a config.
 
 Source: Group Whitening, section 4 and Table 1.
 """
@@ -30,7 +32,9 @@ def analyze_constraints(
     width: int = 1333,
     images: int = 2,
 ) -> AnalysisResult:
-    """Count constraints by the paper's formulas, and for the norm layers of a detector in training.
+    """Count the constraints of norms by the paper's formulas.
+
+    With ``cfg`` also those of every norm layer of a detector in training.
 
     Args:
         cfg: the detector; None leaves it out.
@@ -47,13 +51,21 @@ def analyze_constraints(
     Raises:
         AnalysisError: a number is out of range, or the batch size does not divide the examples.
     """
-    settings = {key: value for key, value in locals().items() if key != "cfg"}
     for name, value, least in (("batch_size", batch_size, 1), ("examples", examples, 0)):
         if value < least:
             raise AnalysisError(f"{name} ({value}): too small. Fix: give {least} or more.")
-    settings["examples"] = examples = examples or batch_size
+    examples = examples or batch_size
     if examples % batch_size:
         raise AnalysisError(f"examples ({examples}): not a multiple of batch_size={batch_size}. Fix: give a multiple.")
+    settings = {
+        "neurons": neurons,
+        "batch_size": batch_size,
+        "groups": groups,
+        "examples": examples,
+        "height": height,
+        "width": width,
+        "images": images,
+    }
     table = _table(neurons, batch_size, groups)
     rows = []
     for method, (found, allowed) in table.items():
@@ -66,7 +78,7 @@ def analyze_constraints(
 
 
 def _table(d: int, m: int, g: int) -> dict[str, tuple[Constraints, str]]:
-    """Map each method to its constraints and the feasible range of m or g."""
+    """Map each method to its constraints and feasible range."""
     return {
         "BN": (batch_constraints(d, m), f"m >= {min_columns(1)}"),
         "BW": (batch_constraints(d, m, d), f"m >= {min_columns(d)}"),

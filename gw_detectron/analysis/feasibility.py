@@ -42,7 +42,10 @@ class Constraints(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        r""":math:`\zeta / \chi`, the used part of the output's freedom; above 1 no such output exists."""
+        r"""Constraints per variable, :math:`\zeta / \chi`.
+
+        Above 1 no such output exists.
+        """
         return self.number / self.variables
 
     @property
@@ -52,7 +55,10 @@ class Constraints(NamedTuple):
 
     @property
     def stable(self) -> bool:
-        """Whether there are enough columns in practice: as many as rows (section 4.1), and at least 4."""
+        """Whether there are enough columns in practice.
+
+        Enough are as many as rows (section 4.1), and at least 4.
+        """
         return self.feasible and self.columns >= max(self.rows, _FEW_COLUMNS)
 
     @property
@@ -69,7 +75,9 @@ class Constraints(NamedTuple):
 
 
 def batch_constraints(d: int, m: int, width: int = 1) -> Constraints:
-    r"""Count the constraints of normalization over a batch: BN (``width`` 1), BW (``width`` d) or BW in groups.
+    r"""Count the constraints of normalization over a batch.
+
+    This is BN for ``width`` 1, BW for ``width`` d, else BW in groups.
 
     .. math:: \zeta(\phi_{BN}; X) = 2 d, \qquad \zeta(\phi_{BW}; X) = d (d + 3) / 2
 
@@ -90,7 +98,9 @@ def batch_constraints(d: int, m: int, width: int = 1) -> Constraints:
 
 
 def group_constraints(d: int, m: int, groups: int, whiten: bool) -> Constraints:
-    r"""Count the constraints of normalization over the groups of a sample: GN, or GW if ``whiten``.
+    r"""Count the constraints of normalization over groups of a sample.
+
+    This is GW if ``whiten``, else GN.
 
     .. math:: \zeta(\phi_{GN}; X) = 2 g m, \qquad \zeta(\phi_{GW}; X) = m g (g + 3) / 2
 
@@ -113,7 +123,9 @@ def group_constraints(d: int, m: int, groups: int, whiten: bool) -> Constraints:
 
 
 def min_columns(rows: int) -> int:
-    """Return the fewest columns over which ``rows`` rows can be whitened, the ceiling of (rows + 3) / 2.
+    """Return the fewest columns over which rows can be whitened.
+
+    This is the ceiling of (rows + 3) / 2.
 
     Source: Group Whitening, Table 1, the range of m for BN and BW.
     """
@@ -121,7 +133,9 @@ def min_columns(rows: int) -> int:
 
 
 def max_groups(d: int, whiten: bool) -> int:
-    r"""Return the most groups for d neurons: :math:`d / 2` for GN, :math:`(\sqrt{8 d + 9} - 3) / 2` for GW.
+    r"""Return the most groups for d neurons.
+
+    This is :math:`d / 2` for GN and :math:`(\sqrt{8 d + 9} - 3) / 2` for GW, rounded down.
 
     Source: Group Whitening, Table 1.
     """

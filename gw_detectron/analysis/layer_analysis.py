@@ -1,4 +1,4 @@
-"""Run a detector on images and measure how well each whitening layer whitens."""
+"""Measure how well each layer of a detector whitens its input."""
 
 import contextlib
 import functools
@@ -51,7 +51,7 @@ def analyze_layers(
     allow_partial: bool = False,
     progress: bool = True,
 ) -> AnalysisResult:
-    """Run a detector in evaluation and collect the statistics of every whitening layer.
+    """Measure every whitening layer of a detector in evaluation.
 
     Args:
         cfg: the config. ``MODEL.WEIGHTS`` are loaded; without them the model is random. Images are resized by
@@ -116,7 +116,11 @@ def analyze_layers(
 def _observe(
     model: nn.Module, inputs: Iterable[dict[str, Any]], samples: int
 ) -> tuple[dict[str, list[dict[str, Tensor]]], set[str]]:
-    """Run a model and return the statistics of its whitening layers by call, and the layers that are not finite."""
+    """Run a model and collect the statistics of its whitening layers.
+
+    Returns:
+        Layer name -> the statistics of its calls, and the names of the layers that are not finite.
+    """
     calls: dict[str, list[dict[str, Tensor]]] = {}  # in the order in which the layers are called
     broken: set[str] = set()
 

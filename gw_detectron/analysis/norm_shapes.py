@@ -1,4 +1,4 @@
-"""Trace the input shape of every norm layer of a detector on the meta device."""
+"""Trace the input shape of every norm layer without computing values."""
 
 import functools
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ class NormShape(NamedTuple):
 
 
 def build_meta_model(cfg: CfgNode) -> nn.Module:
-    """Build the detector of a config on the meta device, without memory for weights.
+    """Build a detector on the meta device, without memory for weights.
 
     Raises:
         AnalysisError: a component of Detectron2 that takes only Detectron2's norms has been given another.
@@ -57,7 +57,7 @@ def build_meta_model(cfg: CfgNode) -> nn.Module:
 def norm_shapes(
     cfg: CfgNode, height: int, width: int, images: int, *, processes: int = 1, model: Any = None
 ) -> list[NormShape]:
-    """Trace the shapes of a training batch to every norm layer of a detector.
+    """Trace the input shape of every norm layer in training.
 
     Heads on regions get ``ROI_HEADS.BATCH_SIZE_PER_IMAGE`` regions per image; mask and keypoint heads get the fraction
     of them that can be foreground.
@@ -103,7 +103,7 @@ def _record(shapes: dict[str, tuple[int, ...]], name: str, x: Tensor, **_: Any) 
 
 
 def _heads(model: Any, features: dict[str, Tensor], images: int, cfg: CfgNode) -> Iterator[tuple[Any, tuple]]:
-    """Yield the modules behind the backbone that hold norm layers, with their arguments."""
+    """Yield the heads that hold norm layers, with their inputs."""
     dense: Any = getattr(model, "head", None)
     if _has_norms(dense):
         yield dense, ([features[name] for name in model.head_in_features],)

@@ -66,7 +66,10 @@ class AnalysisResult:
 
 
 def findings_of(observations: Mapping[str, Sequence[bool]]) -> dict[str, bool]:
-    """Map each statement to whether all its observations hold; leave out statements without observations."""
+    """Map each statement to whether all its observations hold.
+
+    Statements without observations are left out.
+    """
     return {statement: all(found) for statement, found in observations.items() if found}
 
 

@@ -1,4 +1,4 @@
-"""ResNet and ResNeXt architectures, and the names of their modules in torchvision and in Detectron2."""
+"""ResNet architectures, and their module names in torchvision and Detectron2."""
 
 import functools
 import re
@@ -18,7 +18,7 @@ from ..modeling.resnet import NUM_BLOCKS_PER_STAGE, whitened_convs
 _STAGES = {"layer1": "res2", "layer2": "res3", "layer3": "res4", "layer4": "res5"}  # torchvision -> Detectron2
 _FIRST_NAMES = {"conv1": "stem.conv1", "bn1": "stem.conv1.norm", "fc": "linear", **_STAGES}
 _DEPTHS = ", ".join(map(str, sorted(NUM_BLOCKS_PER_STAGE)))
-_ALLOWED = f"unknown. Fix: write it as R-50 or, with groups, X-50-32x4d; depths are {_DEPTHS}, with groups from 50 up."
+_ALLOWED = f"unknown. Fix: give a ResNet such as R-50 ({_DEPTHS}), or a ResNeXt such as X-50-32x4d (50, 101, 152)."
 _KINDS = {nn.Conv2d: "conv", nn.BatchNorm2d: "norm", nn.Linear: "linear"}
 
 

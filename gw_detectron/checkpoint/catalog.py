@@ -61,7 +61,7 @@ class PublishedWeights:
 
     @property
     def file(self) -> str:
-        """The file's name in the cache, in a local folder and on a mirror."""
+        """File name in the cache, in a local folder, on a mirror."""
         return f"{self.architecture}-GW-{self.positions}.pth"
 
     @property
@@ -72,8 +72,8 @@ class PublishedWeights:
 
 
 CATALOG: Mapping[str, PublishedWeights] = {
-    record.name: record
-    for record in (
+    weights.name: weights
+    for weights in (
         PublishedWeights("R-50", "1bNeTDhfu5jg8aBatOCSQAe_WzTouUfHA", 77.72),
         PublishedWeights("R-101", "1BnuzZzpaQ6rgBHho5mOQhBWBh1Lh-trK", 78.71),
         PublishedWeights("X-50-32x4d", "1pJSIbjeHpELJ5zlWOF6ekRGjykRYf6tO", 78.43),
@@ -107,46 +107,48 @@ def local_weights(name: str) -> Path:
                 _convert(source, target, origin=str(source), digest=digest)
         return target
     if name not in CATALOG:
-        known = ", ".join(PREFIX + record for record in CATALOG)
+        known = ", ".join(PREFIX + known_name for known_name in CATALOG)
         raise WeightsError(f"weights ({PREFIX + name!r}): unknown name. Fix: give {known} or {PREFIX}file/<path>.")
-    record = CATALOG[name]
-    with file_lock(str(cache / record.file)):
-        return _published_weights(record, cache)
+    weights = CATALOG[name]
+    with file_lock(str(cache / weights.file)):
+        return _published_weights(weights, cache)
 
 
-def _published_weights(record: PublishedWeights, cache: Path) -> Path:
-    target = (cache / record.file).with_suffix(".pkl")
+def _published_weights(weights: PublishedWeights, cache: Path) -> Path:
+    target = (cache / weights.file).with_suffix(".pkl")
     current = _is_current(target)
     folder = os.environ.get(FOLDER_VARIABLE)
     if current and not folder:
         return target
-    source = Path(folder or cache) / record.file
+    source = Path(folder or cache) / weights.file
     origin, fetched = str(source), False
     if folder and not source.is_file():
         raise MissingFileError(
-            f"{FOLDER_VARIABLE} ({folder!r}): {record.file} not found, needed for {PREFIX}{record.name}. Fix: save "
-            f"{record.url} there under that name, or unset {FOLDER_VARIABLE}."
+            f"{FOLDER_VARIABLE} ({folder!r}): {weights.file} not found, needed for {PREFIX}{weights.name}. Fix: save "
+            f"{weights.url} there under that name, or unset {FOLDER_VARIABLE}."
         )
     if not source.is_file():
-        origin, fetched = record.url, True
-        _download(record, source)
+        origin, fetched = weights.url, True
+        _download(weights, source)
     digest = sha256_of(source)
     recorded = _read_record(target).get("source_sha256")
-    if (record.sha256 or recorded) not in (None, digest):
-        first = "" if record.sha256 else f", recorded at first use; or, to trust the new file, remove {_record(target)}"
+    if (weights.sha256 or recorded) not in (None, digest):
+        first = (
+            "" if weights.sha256 else f", recorded at first use; or, to trust the new file, remove {_record(target)}"
+        )
         raise WeightsFileError(
-            f"{str(source)!r}: SHA-256 is {digest}. Fix: give the file of {PREFIX}{record.name} with SHA-256 "
-            f"{record.sha256 or recorded}{first}."
+            f"{str(source)!r}: SHA-256 is {digest}. Fix: give the file of {PREFIX}{weights.name} with SHA-256 "
+            f"{weights.sha256 or recorded}{first}."
         )
     if not current:
         try:
-            _convert(source, target, origin, digest, architecture=record.architecture, positions=record.positions)
+            _convert(source, target, origin, digest, architecture=weights.architecture, positions=weights.positions)
         except WeightsFileError as error:
             if fetched:
                 source.unlink()
             fix = f"Fix: try again, or save the file as {source} yourself." if fetched else "Fix: replace the file."
             reason = str(error).partition("Fix: ")[0].rstrip()
-            raise WeightsFileError(f"{PREFIX}{record.name} ({origin!r}): {reason} {fix}") from None
+            raise WeightsFileError(f"{PREFIX}{weights.name} ({origin!r}): {reason} {fix}") from None
     return target
 
 
@@ -182,14 +184,14 @@ def _read_record(target: Path) -> dict[str, str]:
         ) from None
 
 
-def _download(record: PublishedWeights, path: Path) -> None:
-    logging.getLogger(__name__).info(f"Downloading {record.url} to {path}. License of the weights: {record.license}.")
+def _download(weights: PublishedWeights, path: Path) -> None:
+    logging.getLogger(__name__).info(f"Downloading {weights.url} to {path}. License of the weights: {weights.license}.")
     try:
-        download(record.url, path)
+        download(weights.url, path)
     except DownloadFailedError as error:
         raise DownloadFailedError(
-            f"{PREFIX}{record.name}: not in the cache, and {error}. Fix: save {record.url} as {path}; or set "
-            f"{FOLDER_VARIABLE} to a folder with {record.file}, or {MIRROR_VARIABLE} to its base URL."
+            f"{PREFIX}{weights.name}: not in the cache, and {str(error).rstrip('.')}; or save {weights.url} as "
+            f"{path}; or set {FOLDER_VARIABLE} to a folder with {weights.file}, or {MIRROR_VARIABLE} to its base URL."
         ) from None
 
 

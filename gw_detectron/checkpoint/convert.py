@@ -116,15 +116,15 @@ def convert(
 
 
 def _convert_tensors(
-    tensors: Mapping[str, Tensor], network: Architecture, facts: Provenance, pool_norm: str, keep_fc: bool
+    tensors: Mapping[str, Tensor], network: Architecture, provenance: Provenance, pool_norm: str, keep_fc: bool
 ) -> tuple[dict[str, Tensor], list[ConversionRow]]:
-    """Compare the tensors with those of torchvision's network; convert them if all fit."""
+    """Convert the tensors if all fit torchvision's network."""
     fc = tensors.get("fc.weight")
     classes = len(fc) if fc is not None and fc.dim() else 1
-    model = build_torchvision(network, facts.positions, facts.norm, pool_norm, classes if keep_fc else None)
+    model = build_torchvision(network, provenance.positions, provenance.norm, pool_norm, classes if keep_fc else None)
     expected = {name: tuple(value.shape) for name, value in model.state_dict().items() if not name.endswith(_COUNTER)}
     # scale and shift may be (1, C, 1, 1) or (1, C) here
-    affine = [*(module.torchvision for module in norms_at(network, facts.positions)), POOL_NORM.detectron2]
+    affine = [*(module.torchvision for module in norms_at(network, provenance.positions)), POOL_NORM.detectron2]
     flat = {f"{module}.{field}" for module in affine for field in ("weight", "bias")}
 
     left = dict(tensors)
@@ -148,7 +148,7 @@ def _convert_tensors(
         if reason := _reason_to_drop(source, network, pool_norm):
             rows.append(ConversionRow(source, "", tuple(value.shape), reason))
         else:
-            part = f"{network.name} with {facts.positions or 'no GW'}"
+            part = f"{network.name} with {provenance.positions or 'no GW'}"
             if source.startswith(f"{POOL_NORM.torchvision}."):
                 part = f"{pool_norm}, the norm before the classifier (state another by pool_norm, --pool-norm)"
             problems.setdefault(f"unexpected, not part of {part}", []).append(source)
@@ -265,7 +265,10 @@ def _guess_pool_norm(tensors: Mapping[str, Tensor], norm: str) -> str:
 
 
 def _check(name: str, value: Tensor, expected: tuple[int, ...], flat: bool) -> str:
-    """Return the problem of a tensor, as it follows a number of tensors, or ""."""
+    """Return the problem of a tensor, or "".
+
+    The text follows a number of tensors: "2 of wrong shape".
+    """
     shape = tuple(value.shape)
     if shape != expected and not (flat and shape in ((1, *expected), (1, *expected, 1, 1))):
         return f"of wrong shape, expected {expected}"

@@ -1,4 +1,4 @@
-"""Download a file, also from Google Drive: with progress, resumable, complete or absent."""
+"""Download a file, also from Google Drive; resume after a failure."""
 
 import os
 from pathlib import Path
@@ -39,7 +39,7 @@ def download(
         import gdown
         from requests import RequestException
     except ImportError as error:
-        raise _failed(url, f'{error}; run pip install "gw-detectron[weights]"') from error
+        raise _failed(url, error, fix='run pip install "gw-detectron[weights]".') from error
 
     path = Path(path)
     for part in _parts(path)[1:]:
@@ -62,6 +62,6 @@ def _parts(path: Path) -> list[Path]:
     return sorted(path.parent.glob(f"{path.name}{'?' * 8}.part"), key=lambda part: part.stat().st_size, reverse=True)
 
 
-def _failed(url: str, error: object) -> DownloadFailedError:
+def _failed(url: str, error: object, fix: str = "try again; the download resumes.") -> DownloadFailedError:
     reason = str(error).partition(".\nThe received bytes")[0]  # the rest is about gdown's own command line
-    return DownloadFailedError(f"{url!r}: download failed: {' '.join(reason.split())}")
+    return DownloadFailedError(f"{url!r}: download failed: {' '.join(reason.split()).rstrip('.')}. Fix: {fix}")

@@ -18,7 +18,7 @@ class PartialLoadError(UserError, ValueError):
 
 
 class LoadReport:
-    """The tensors of a detector that a checkpoint has loaded, and those it has not.
+    """Report of the loaded and the missing tensors of a detector.
 
     ``str(report)`` is one line: ``backbone: 231/231 tensors; FPN and heads start new, as expected``.
 
@@ -84,7 +84,7 @@ class LoadReport:
         """Raise :class:`PartialLoadError` unless the whole backbone was loaded."""
         if not self._loaded or not (self.missing or self.unexpected):
             return
-        lines = [f"MODEL.WEIGHTS do not fit the model: {self}"]
+        lines = [f"MODEL.WEIGHTS: does not fit the model: {self}"]
         if self.missing:
             lines.append(f"Missing: {summarize_names(self.missing)}.")
         if any(map(_TORCHVISION_NAME.fullmatch, self._given)):

@@ -1,4 +1,4 @@
-"""Open a checkpoint once, safely, and load into a detector exactly what was read."""
+"""Open a checkpoint once, safely, and load it into a detector."""
 
 import copy
 import logging
@@ -19,6 +19,8 @@ from .load_report import LoadReport
 from .norm_record import norm_differences
 from .provenance import TORCHVISION, Preprocessing, Provenance
 from .reading import Contents, WeightsFileError, read_weights_file
+
+_SAVE_MODEL = "Fix: save {'model': model.state_dict()}."
 
 
 class NormMismatchError(UserError, ValueError):
@@ -46,7 +48,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class StartWeights:
-    """The checkpoint that a run starts from, or the error that opening it gave.
+    """Checkpoint that a run starts from, or its error.
 
     Args:
         address: path or address, "" for random initial values.
@@ -61,14 +63,20 @@ class StartWeights:
     error: Exception | None = None
 
     def checkpoint(self) -> Checkpoint | None:
-        """Return the checkpoint, None for random initial values, or raise the error of opening it."""
+        """Return the checkpoint, or None for random initial values.
+
+        Raises:
+            The error of opening the checkpoint, if there was one.
+        """
         if self.error is not None:
             raise self.error
         return self.opened
 
 
 def open_start_weights(cfg: CfgNode, *, resume: bool = False) -> StartWeights:
-    """Open the checkpoint that a run starts from; an error is stored instead of raised.
+    """Open the checkpoint that a run starts from.
+
+    An error is stored in the result instead of raised.
 
     Args:
         cfg: Detectron2's config; ``MODEL.WEIGHTS`` is opened.
@@ -82,7 +90,7 @@ def open_start_weights(cfg: CfgNode, *, resume: bool = False) -> StartWeights:
             with PathManager.open(tag, "r", errors="replace") as file:
                 name = file.read().strip()
             if not name:
-                raise WeightsFileError(f"{tag}: the file is empty, so it names no checkpoint.")
+                raise WeightsFileError(f"{tag}: empty file. Fix: write the checkpoint's file name into it.")
             address = os.path.join(cfg.OUTPUT_DIR, name)
         return StartWeights(address, resumed, open_checkpoint(address, key) if address else None)
     except (UserError, OSError) as error:
@@ -90,7 +98,7 @@ def open_start_weights(cfg: CfgNode, *, resume: bool = False) -> StartWeights:
 
 
 def open_checkpoint(address: str, key: str = "MODEL.WEIGHTS") -> Checkpoint:
-    """Read a checkpoint as Detectron2 does, without running code that the file may contain.
+    """Read a checkpoint as Detectron2 does, without running its code.
 
     The format is detected from the content: a file of ``torch.save`` by Detectron2 or pycls, or a pickle of the model
     zoo of Detectron2 or Detectron (Caffe2).
@@ -160,12 +168,17 @@ def _fetch(address: str, key: str) -> str:
 
 
 def _model_and_metadata(contents: Contents, path: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Split the content of a file by the rules of DetectionCheckpointer (Detectron2 v0.5, v0.6 and main of 2026)."""
+    """Split the content of a file as Detectron2's DetectionCheckpointer does.
+
+    The rules are the same in Detectron2 v0.5, v0.6 and main of 2026.
+    """
     content = contents.value
     if contents.format == "safetensors":
-        raise WeightsFileError(f"'{path}' is a safetensors file, which needs conversion. Fix: give gw://file/{path}.")
+        raise WeightsFileError(f"'{path}': is a safetensors file, which needs conversion. Fix: give gw://file/{path}.")
     if not isinstance(content, Mapping):
-        raise WeightsFileError(f"'{path}' contains a {type(content).__name__} instead of a dict of tensors.")
+        raise WeightsFileError(
+            f"'{path}': contains a {type(content).__name__} instead of a dict of tensors. {_SAVE_MODEL}"
+        )
     model, skipped = content.get("model", content), None
     metadata = {} if model is content else {key: value for key, value in content.items() if key != "model"}
     if contents.format == "pickle" and not ("model" in content and "__author__" in content):
@@ -175,12 +188,14 @@ def _model_and_metadata(contents: Contents, path: str) -> tuple[dict[str, Tensor
         model, skipped = content["model_state"], "num_batches_tracked"
         metadata = {"__author__": "pycls", "matching_heuristics": True}
     if not isinstance(model, dict):
-        raise WeightsFileError(f"'{path}' contains a {type(model).__name__} as model instead of a dict of tensors.")
+        raise WeightsFileError(
+            f"'{path}': contains a {type(model).__name__} as model instead of a dict of tensors. {_SAVE_MODEL}"
+        )
     for name in [name for name in model if skipped and str(name).endswith(skipped)]:
         del model[name]
     for name, value in model.items():
         if not (isinstance(name, str) and isinstance(value, Tensor)):
-            raise WeightsFileError(f"'{path}': {name!r} is not a tensor. Fix: save {{'model': model.state_dict()}}.")
+            raise WeightsFileError(f"'{path}': {name!r} is not a tensor. {_SAVE_MODEL}")
     return model, metadata
 
 
@@ -221,7 +236,7 @@ def load_checkpoint(
     handle = model.register_load_state_dict_pre_hook(lambda module, state_dict, *_: given.update(state_dict))
     try:
         # Private methods of DetectionCheckpointer and fvcore's Checkpointer: the part of load() after reading the file.
-        # Tried on Detectron2 v0.5, v0.6 and main of 2026.
+        # Run with Detectron2 v0.5; the same code in v0.6 and main of 2026 was compared.
         incompatible = checkpointer._load_model({**checkpoint.metadata, "model": copy.copy(checkpoint.tensors)})
         checkpointer._log_incompatible_keys(incompatible)
     finally:

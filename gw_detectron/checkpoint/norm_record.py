@@ -1,11 +1,14 @@
-"""The norms of a detector, recorded in its checkpoints: tensors do not tell GN from GW, or 64 groups from 32."""
+"""Record the norms of a detector in its checkpoints.
+
+The tensors alone do not tell GN from GW, or 64 groups from 32.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
-from ..modeling.norm_table import in_evaluation, norm_rows
+from ..modeling.norm_table import evaluation_spec, norm_rows
 
 #: key of the record in a checkpoint
 NORMS = "norms"
@@ -43,5 +46,5 @@ def norm_differences(metadata: Mapping[str, Any], model: nn.Module) -> list[str]
     return [
         f"{row.layer} {recorded[row.layer]} in the checkpoint, {row.spec} here"
         for row in norm_rows(model)
-        if row.layer in recorded and in_evaluation(str(recorded[row.layer])) != in_evaluation(row.spec)
+        if row.layer in recorded and evaluation_spec(str(recorded[row.layer])) != evaluation_spec(row.spec)
     ]

@@ -1,4 +1,4 @@
-"""Safe reading of weight files: no code in a file is run, whatever its origin."""
+"""Read weight files without running code that they contain."""
 
 import argparse
 import os
@@ -18,6 +18,9 @@ from torch import Tensor
 from ..errors import MissingFileError, UserError
 
 _LEGACY_TORCH = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)  # first bytes of torch.save's files before torch 1.6
+_GET_AGAIN = "Fix: get the file again."
+_SAVE_DENSE = "Fix: save dense tensors with torch.save."
+_SAVE_NUMBERS = "Fix: save arrays of numbers only."
 _LARGEST_HEADER = 100_000_000  # bytes, the limit of the safetensors format
 
 
@@ -44,7 +47,9 @@ class Contents(NamedTuple):
 
 
 def read_weights_file(path: str | os.PathLike[str]) -> Contents:
-    """Read a file of ``torch.save``, a safetensors file or a pickle of numpy arrays.
+    """Read a weight file without running code that it contains.
+
+    Formats: ``torch.save``, safetensors, and a pickle of numpy arrays.
 
     Only tensors, numeric arrays, numbers, strings, plain containers and ``argparse.Namespace`` are created. Sizes are
     compared with the file size before memory is allocated; archives of ``torch.save`` are verified by checksum.
@@ -59,25 +64,25 @@ def read_weights_file(path: str | os.PathLike[str]) -> Contents:
     if not os.path.exists(path):
         raise MissingFileError(f"'{path}': file not found (cwd: {os.getcwd()}). Fix: give an existing file.")
     if not (os.path.isfile(path) or os.path.isdir(path)):  # opening a pipe would block
-        raise WeightsFileError(f"'{path}' cannot be read: it is not a regular file. Fix: give a file.")
+        raise WeightsFileError(f"'{path}': cannot be read: it is not a regular file. Fix: give a file.")
     with open(path, "rb") as file:  # raises IsADirectoryError
         begin = file.read(len(_LEGACY_TORCH))
     try:
         return _read(path, os.path.getsize(path), begin)
     except RefusedFileError as error:
-        raise RefusedFileError(f"'{path}' was not read: {error}. Fix: {_how_to_extract_tensors(path)}") from None
+        raise RefusedFileError(f"'{path}': was not read: {error}. Fix: {_how_to_extract_tensors(path)}") from None
     except WeightsFileError as error:
-        raise WeightsFileError(f"'{path}' cannot be read: {error}. Fix: get the file again.") from None
+        raise WeightsFileError(f"'{path}': cannot be read: {error}") from None
     except Exception as error:  # damaged files raise anything, OSError and MemoryError included
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise WeightsFileError(
-            f"'{path}' cannot be read: it is cut off or damaged ({reason}). Fix: get the file again."
+            f"'{path}': cannot be read: it is cut off or damaged ({reason}). {_GET_AGAIN}"
         ) from error
 
 
 def _read(path: str, size: int, begin: bytes) -> Contents:
     if size == 0:
-        raise WeightsFileError("it is empty")
+        raise WeightsFileError(f"it is empty. {_GET_AGAIN}")
     if begin.startswith(b"PK"):
         _check_archive(path, size)
     if begin.startswith(b"PK") or begin == _LEGACY_TORCH:
@@ -90,8 +95,10 @@ def _read(path: str, size: int, begin: bytes) -> Contents:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             return Contents(tensors, file.metadata() or {}, "safetensors")
     if begin.lstrip()[:1] == b"<":
-        raise WeightsFileError("it is a web page, so the download failed")
-    raise WeightsFileError("it is not a file of torch.save, a safetensors file or a pickle")
+        raise WeightsFileError("it is a web page, so the download failed. Fix: download the file again.")
+    raise WeightsFileError(
+        "it is not a file of torch.save, a safetensors file or a pickle. Fix: save the tensors with torch.save."
+    )
 
 
 def _how_to_extract_tensors(path: str) -> str:
@@ -107,18 +114,20 @@ def _how_to_extract_tensors(path: str) -> str:
 
 def _check_archive(path: str, size: int) -> None:
     if not zipfile.is_zipfile(path):
-        raise WeightsFileError("it is cut off: the archive's directory at its end is missing")
+        raise WeightsFileError(f"it is cut off: the archive's directory at its end is missing. {_GET_AGAIN}")
     with zipfile.ZipFile(path) as archive:
         parts = archive.infolist()
         if any(part.filename.endswith("/constants.pkl") for part in parts):
             raise RefusedFileError("it is a TorchScript archive, which contains code")
         if any(part.compress_type != zipfile.ZIP_STORED for part in parts):
-            raise WeightsFileError("it has compressed parts, which torch.save never writes")
+            raise WeightsFileError(
+                "it has compressed parts, which torch.save never writes. Fix: save the tensors with torch.save."
+            )
         if sum(part.file_size for part in parts) > size:
-            raise WeightsFileError("its parts claim to be larger than the file")
+            raise WeightsFileError(f"its parts claim to be larger than the file. {_GET_AGAIN}")
         damaged = archive.testzip()
     if damaged:
-        raise WeightsFileError(f"it is damaged: wrong checksum of its part {damaged}")
+        raise WeightsFileError(f"it is damaged: wrong checksum of its part {damaged}. {_GET_AGAIN}")
 
 
 def _load_torch(path: str, size: int) -> Any:
@@ -130,7 +139,7 @@ def _load_torch(path: str, size: int) -> Any:
             _walk(torch.load(path, map_location="meta", weights_only=True), lambda value: _check_size(value, size))
             return _arrays_to_tensors(torch.load(path, map_location="cpu", weights_only=True))
     except NotImplementedError:
-        raise WeightsFileError("it contains sparse or quantized tensors; only dense tensors are supported") from None
+        raise WeightsFileError(f"it contains sparse or quantized tensors. {_SAVE_DENSE}") from None
     except pickle.UnpicklingError as error:
         if named := re.search(r"GLOBAL (\S+)", str(error)):
             raise RefusedFileError(f"it names {named[1]}, which could run code") from None
@@ -140,11 +149,13 @@ def _load_torch(path: str, size: int) -> Any:
 def _check_size(value: Any, size: int) -> Any:
     if isinstance(value, Tensor):
         if value.layout != torch.strided:
-            raise WeightsFileError(f"it contains a tensor of layout {value.layout}; only dense tensors are supported")
+            raise WeightsFileError(f"it contains a tensor of layout {value.layout}. {_SAVE_DENSE}")
         last = sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
         reach = (value.storage_offset() + last + 1) * value.element_size() if value.numel() else 0
         if (claimed := max(value.untyped_storage().nbytes(), reach)) > size:
-            raise WeightsFileError(f"it claims a tensor of {claimed} bytes, but the file has only {size} bytes")
+            raise WeightsFileError(
+                f"it claims a tensor of {claimed} bytes, but the file has only {size} bytes. {_GET_AGAIN}"
+            )
     return value
 
 
@@ -184,7 +195,7 @@ class _Dtype:
 
     def __init__(self, code: str, *options: object) -> None:
         if not isinstance(code, str) or not re.fullmatch(r"[biuf]\d\d?", code):
-            raise WeightsFileError(f"it contains an array of {code!r}, which is not a number")
+            raise WeightsFileError(f"it contains an array of {code!r}, which is not a number. {_SAVE_NUMBERS}")
         self.dtype = np.dtype(code)
 
     def __setstate__(self, state: tuple) -> None:
@@ -195,7 +206,7 @@ class _Dtype:
         """Copy numbers from their bytes, which Python 2 wrote as a string."""
         raw = data.encode("latin1") if isinstance(data, str) else data
         if not isinstance(raw, (bytes, bytearray)):
-            raise WeightsFileError("it contains an array of objects, which are not numbers")
+            raise WeightsFileError(f"it contains an array of objects, which are not numbers. {_SAVE_NUMBERS}")
         return np.frombuffer(raw, self.dtype).astype(self.dtype.newbyteorder("="))
 
 
@@ -224,7 +235,7 @@ def _frombuffer(data: bytes | bytearray, dtype: _Dtype, shape: tuple, order: str
 
 def _encode(text: str, encoding: str) -> bytes:
     if encoding != "latin1":
-        raise WeightsFileError(f"it contains bytes in the encoding {encoding!r}")
+        raise WeightsFileError(f"it contains bytes in the encoding {encoding!r}. Fix: save it again with Python 3.")
     return text.encode("latin1")
 
 

@@ -1,4 +1,4 @@
-"""The same classifier on torchvision's ResNet and on Detectron2's, to compare their features."""
+"""Build the same classifier with torchvision and with Detectron2."""
 
 from collections.abc import Mapping
 
@@ -31,8 +31,8 @@ def torchvision_classifier(weights: Conversion, tensors: Mapping[str, Tensor]) -
         WeightsError: the tensors are of another network.
     """
     classes = len(tensors["fc.weight"]) if "fc.weight" in tensors else None
-    facts = weights.provenance
-    model = build_torchvision(weights.architecture, facts.positions, facts.norm, weights.pool_norm, classes)
+    provenance = weights.provenance
+    model = build_torchvision(weights.architecture, provenance.positions, provenance.norm, weights.pool_norm, classes)
     source, target = (f"{name}." for name in POOL_NORM[:2])
     known = {name.replace(source, target): value for name, value in tensors.items()}
     if not weights.pool_norm:  # the authors' ResNeXts have one that they do not use
@@ -41,7 +41,12 @@ def torchvision_classifier(weights: Conversion, tensors: Mapping[str, Tensor]) -
 
 
 def torchvision_stages(model: TorchvisionResNet, images: Tensor) -> dict[str, Tensor]:
-    """Run torchvision's ResNet on normalized images (N, 3, H, W); return every stage's output."""
+    """Run torchvision's ResNet; return the output of every stage.
+
+    Args:
+        model: the network.
+        images: normalized, (N, 3, H, W).
+    """
     x = model.maxpool(model.relu(model.bn1(model.conv1(images))))
     outputs = {"stem": x}
     for stage, layer in zip(STAGES[1:], (model.layer1, model.layer2, model.layer3, model.layer4), strict=True):
@@ -83,7 +88,12 @@ def detectron2_classifier(weights: Conversion, cfg: CfgNode, *, norm_eps: float 
 
 
 def detectron2_stages(model: ResNet, images: Tensor) -> dict[str, Tensor]:
-    """Run Detectron2's ResNet on normalized images (N, 3, H, W); return every stage's output."""
+    """Run Detectron2's ResNet; return the output of every stage.
+
+    Args:
+        model: the network.
+        images: normalized, (N, 3, H, W).
+    """
     return {LOGITS if name == "linear" else name: value for name, value in model(images).items()}
 
 

@@ -1,4 +1,4 @@
-"""Verify weights: compare the features of torchvision's ResNet and Detectron2's on the same images.
+"""Compare the features of torchvision's ResNet and Detectron2's.
 
 To name a wrong setting, each usual mistake is made on purpose and its features are compared with those under test.
 """
@@ -119,14 +119,14 @@ def verify(
         OSError: a file cannot be read.
     """
     conversion = load_weights(PathManager.get_local_path(str(weights)))
-    facts, tensors = conversion.provenance, conversion.source_tensors
+    provenance, tensors = conversion.provenance, conversion.source_tensors
     if source is not None:
-        if (digest := sha256_of(source)) != facts.source_sha256:
+        if (digest := sha256_of(source)) != provenance.source_sha256:
             raise WeightsError(
-                f"source ({os.fspath(source)!r}): SHA-256 {digest}, but {weights} was converted from {facts.source} "
-                f"with {facts.source_sha256}. Fix: give that file."
+                f"source ({os.fspath(source)!r}): SHA-256 {digest}, but {weights} was converted from "
+                f"{provenance.source} with {provenance.source_sha256}. Fix: give that file."
             )
-        tensors = load_weights(source, positions=facts.positions, keep_fc=False).source_tensors
+        tensors = load_weights(source, positions=provenance.positions, keep_fc=False).source_tensors
     reference = torchvision_classifier(conversion, tensors).double()
     expected = torchvision_stages(reference, torch.stack([classification_input(image) for image in images]))
 
@@ -134,9 +134,9 @@ def verify(
         model = detectron2_classifier(conversion, cfg, norm_eps=norm_eps).double()
         return detectron2_stages(model, torch.stack([detection_input(image, cfg) for image in images]))
 
-    right = config_for(facts)
+    right = config_for(provenance)
     found = detectron2_features(right if cfg is None else cfg)
-    name = "the config" if cfg is not None else f"{facts.architecture} {facts.positions or facts.norm}"
+    name = "the config" if cfg is not None else f"{provenance.architecture} {provenance.positions or provenance.norm}"
     subject = _difference(name, found, expected)
     mistakes, distances = [], {}
     for mistake, changes, norm_eps in _usual_mistakes(conversion, right):
@@ -146,7 +146,7 @@ def verify(
         mistakes.append(_difference(mistake, features, expected))
         distances[mistake] = _difference(mistake, found, features).worst
     verdict = _verdict(subject, distances)
-    if facts.pool_norm is None and conversion.pool_norm not in ("", "BN"):
+    if provenance.pool_norm is None and conversion.pool_norm not in ("", "BN"):
         verdict += (
             f" The norm before the classifier is a guess in both networks, {conversion.pool_norm}: its options are not "
             "verified. To verify them, convert with --pool-norm."
@@ -165,7 +165,10 @@ def _verdict(subject: Difference, distances: Mapping[str, float]) -> str:
 
 
 def _usual_mistakes(conversion: Conversion, cfg: CfgNode) -> Iterator[tuple[str, Sequence[object], float | None]]:
-    """Yield a mistake's name, the changes of the right config, and the eps of batch norms."""
+    """Yield the usual mistakes in a config.
+
+    A mistake is its name, the changes of the right config, and the eps of batch norms.
+    """
     bgr = ["INPUT.FORMAT", "BGR"]
     no_std = ["MODEL.PIXEL_STD", [1.0, 1.0, 1.0]]
     stride = ["MODEL.RESNETS.STRIDE_IN_1X1", True] if conversion.architecture.bottleneck else []

@@ -1,4 +1,7 @@
-"""Converted weights on disk: Detectron2's .pkl or .safetensors, with provenance, and a yaml beside them."""
+"""Read and write converted weights with their provenance.
+
+The file is Detectron2's .pkl or .safetensors; a yaml beside it holds the config keys.
+"""
 
 import dataclasses
 import json
@@ -145,11 +148,11 @@ def write_weights(path: str | os.PathLike[str], conversion: Conversion) -> None:
     """
     path = Path(path)
     _check_suffix(path)
-    facts = dataclasses.asdict(conversion.provenance)
+    provenance = dataclasses.asdict(conversion.provenance)
     with atomic_write(path) as temporary:
         if path.suffix == ".safetensors":
             dense = {name: value.contiguous() for name, value in conversion.tensors.items()}
-            temporary.write_bytes(save(dense, {"format": "pt", _KEY: json.dumps(facts)}))
+            temporary.write_bytes(save(dense, {"format": "pt", _KEY: json.dumps(provenance)}))
         else:
             content = {
                 "model": {name: np.ascontiguousarray(value.numpy()) for name, value in conversion.tensors.items()},
@@ -157,7 +160,7 @@ def write_weights(path: str | os.PathLike[str], conversion: Conversion) -> None:
                 # Detectron2 then matches tensors by the end of their names, so that one file fits detectors with and
                 # without FPN and bare backbones
                 "matching_heuristics": True,
-                "provenance": facts,
+                "provenance": provenance,
             }
             with open(temporary, "wb") as file:
                 pickle.dump(content, file, protocol=4)

@@ -1,4 +1,4 @@
-"""Data sets that come with the package."""
+"""Datasets that come with the package."""
 
 from .synthetic import SyntheticConfig, make_synthetic, register_synthetic
 

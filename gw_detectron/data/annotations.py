@@ -65,7 +65,9 @@ def run_lengths(mask: Array) -> list[int]:
 
 
 def trace(sdf: Array) -> list[Array]:
-    """Trace the region where a signed distance field is negative as polygons without holes.
+    """Trace the region of a signed distance field as polygons.
+
+    The region is where the field is negative. The polygons have no holes.
 
     Args:
         sdf: (H + 2, W + 2), positive on its border.
@@ -73,7 +75,7 @@ def trace(sdf: Array) -> list[Array]:
     Returns:
         Polygons (K, 2) of (x, y) in pixels, rounded to 0.01. The image's corner is (0, 0).
     """
-    import contourpy  # comes with matplotlib; only the generation of the data set needs it
+    import contourpy  # comes with matplotlib; only the generation of the dataset needs it
 
     height, width = sdf.shape
     columns, rows = np.arange(width) - 0.5, np.arange(height) - 0.5
@@ -96,15 +98,19 @@ def trace(sdf: Array) -> list[Array]:
 
 
 def _area(contour: Array) -> float:
-    """Compute the area of a closed contour (K, 2) by the shoelace formula."""
+    """Return the area of a closed contour (K, 2).
+
+    Source: the shoelace formula.
+    """
     x, y = contour[:-1].T
     return 0.5 * abs(float(np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1))))
 
 
 def _simplify(contour: Array) -> Array:
-    """Simplify a closed contour, starting from the vertex farthest from the first one.
+    """Simplify a closed contour.
 
-    cv2.approxPolyDP removes other vertices: changing to it changes the data set.
+    It is cut at its first vertex and the vertex farthest from it.
+    cv2.approxPolyDP removes other vertices: changing to it changes the dataset.
 
     Args:
         contour: (K, 2); the last point equals the first.
@@ -118,7 +124,9 @@ def _simplify(contour: Array) -> Array:
 
 
 def _simplify_line(line: Array) -> Array:
-    """Drop points of a line (K, 2) that are within the tolerance of the result.
+    """Simplify a line (K, 2).
+
+    Points within the tolerance of the result are dropped.
 
     Source: Douglas and Peucker 1973.
     """

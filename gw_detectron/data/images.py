@@ -63,7 +63,15 @@ def image_files(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def evaluation_input(pixels: np.ndarray, cfg: CfgNode) -> Tensor:
-    """Resize pixels (H, W, 3) by INPUT.MIN_SIZE_TEST and MAX_SIZE_TEST, (3, H', W') float32."""
+    """Resize pixels by INPUT.MIN_SIZE_TEST and MAX_SIZE_TEST.
+
+    Args:
+        pixels: (H, W, 3).
+        cfg: the config.
+
+    Returns:
+        (3, H', W') float32.
+    """
     resize = transforms_d2.ResizeShortestEdge([cfg.INPUT.MIN_SIZE_TEST] * 2, cfg.INPUT.MAX_SIZE_TEST)
     resized = resize.get_transform(pixels).apply_image(pixels)
     return torch.from_numpy(np.ascontiguousarray(resized.transpose(2, 0, 1))).float()
@@ -92,12 +100,19 @@ def synthetic_images(count: int = 4) -> list[Image.Image]:
 
 
 def center_crop(image: Image.Image) -> Image.Image:
-    """Resize the shorter side to 256 pixels and crop the center, 224 x 224."""
+    """Resize the shorter side to 256 pixels and crop the center.
+
+    The crop has 224 x 224 pixels.
+    """
     return transforms.center_crop(transforms.resize(image.convert("RGB"), _RESIZED), SIDE)
 
 
 def classification_input(image: Image.Image) -> Tensor:
-    """Preprocess an image for an ImageNet classifier: RGB in 0 to 1, normalized, (3, H, W) float64."""
+    """Preprocess an image for an ImageNet classifier.
+
+    Returns:
+        Normalized RGB, (3, H, W) float64.
+    """
     return transforms.normalize(_channels_first(np.asarray(image.convert("RGB"))) / 255, _MEAN, _STD)
 
 

@@ -1,4 +1,4 @@
-"""Render one synthetic scene: textured shapes on a cluttered background, and the visible region of each shape.
+"""Render a synthetic scene of textured shapes on a cluttered background.
 
 Regions are signed distance fields (SDF): negative inside, positive outside, about the distance to the edge in pixels.
 Fields are sampled at pixel centers on a grid one pixel wider than the image on every side, (H + 2, W + 2), so that a
@@ -48,7 +48,13 @@ def _ring(x: Array, y: Array) -> Array:
 
 
 class Shape(NamedTuple):
-    """One class of the data set: its name, the SDF of its unit shape, and the area of the unit shape."""
+    """One class of the dataset.
+
+    Args:
+        name: of the class.
+        sdf: signed distance field of its unit shape.
+        area: of the unit shape.
+    """
 
     name: str
     sdf: Callable[[Array, Array], Array]
@@ -94,7 +100,9 @@ class SceneObject:
 
 
 class Scene:
-    """A canvas with shapes painted back to front; `objects` are to be annotated.
+    """Canvas on which shapes are painted back to front.
+
+    `objects` are to be annotated.
 
     Args:
         height: H.
@@ -118,7 +126,7 @@ class Scene:
         self._canvas = self._paint_background()
 
     def image(self) -> Array:
-        """Return the image with a little sensor noise, (H, W, 3) uint8 RGB."""
+        """Return the image with sensor noise, (H, W, 3) uint8 RGB."""
         inner = self._canvas[1:-1, 1:-1]
         noisy = inner + self.rng.normal(0.0, self.rng.uniform(1.0, 5.0), inner.shape)
         return np.clip(np.rint(noisy), 0, 255).astype(np.uint8)
@@ -141,7 +149,10 @@ class Scene:
         return True
 
     def add_crowd(self, category: int) -> bool:
-        """Try to add a cluster of many small shapes of one class, annotated as one crowd region."""
+        """Try to add a crowd: many small shapes of one class.
+
+        They are annotated as one region.
+        """
         radius = max(3.0, self.short * self.rng.uniform(0.03, 0.045))
         spread = radius * self.rng.uniform(3.5, 5.0)
         middle = self.rng.uniform(0.2, 0.8, 2) * self._size
@@ -159,7 +170,11 @@ class Scene:
         return True
 
     def _transform(self, category: int, radius: float, center: Array) -> tuple[Array, tuple[Array, Array], float]:
-        """Rotate and stretch a shape at random; return its SDF, its local (x, y) in pixels, and its area."""
+        """Rotate and stretch a shape at random.
+
+        Returns:
+            Its SDF, its local (x, y) in pixels, and its area.
+        """
         shape = SHAPES[category]
         angle = self.rng.uniform(0, 2 * np.pi)
         stretch_x, stretch_y = self.rng.uniform(0.87, 1.13, 2)
@@ -170,7 +185,10 @@ class Scene:
         return sdf, (local_x, local_y), shape.area * radius**2 * stretch_x * stretch_y
 
     def _add(self, new: SceneObject) -> bool:
-        """Put an object on top unless it, or one below it, would be hidden too much."""
+        """Put an object on top unless it hides too much.
+
+        It may also be hidden too much itself, by the image border.
+        """
         objects = [*self.objects, new]
         visible = [np.maximum(obj.visible, -new.region) for obj in self.objects]
         visible.append(np.maximum(new.region, self._frame))
@@ -183,7 +201,10 @@ class Scene:
         return True
 
     def _paint(self, sdf: Array, colors: Array, opacity: float = 1.0) -> None:
-        """Blend colors (3,) or (H + 2, W + 2, 3) into a region, with an anti-aliased edge."""
+        """Blend colors into a region with an anti-aliased edge.
+
+        ``colors`` are (3,) or (H + 2, W + 2, 3).
+        """
         coverage = (opacity * np.clip(0.5 - sdf, 0.0, 1.0))[..., None]
         self._canvas += coverage * (colors - self._canvas)
 
@@ -222,7 +243,10 @@ class Scene:
         self._paint(distance - thickness, color, opacity=self.rng.uniform(0.5, 1.0))
 
     def _texture(self, category: int, x: Array, y: Array, radius: float) -> Array:
-        """Return a random two-color texture in an object's local coordinates, (H + 2, W + 2, 3)."""
+        """Return a random two-color texture, (H + 2, W + 2, 3).
+
+        ``x`` and ``y`` are the object's local coordinates.
+        """
         hue = self._hue(category)
         first = self._color(hue, (0.7, 1.0), (0.7, 1.0))
         second = self._color(hue + self.rng.uniform(-0.06, 0.06), (0.5, 0.9), (0.45, 0.8))
@@ -250,11 +274,17 @@ class Scene:
         return self._color(self.rng.uniform(), (0.0, 0.3), (0.2, 0.85))
 
     def _color(self, hue: float, saturation: tuple[float, float], value: tuple[float, float]) -> Array:
-        """Return an RGB color (3,) in 0 ... 255; saturation and value are drawn from ranges."""
+        """Return an RGB color (3,) in 0 ... 255.
+
+        Saturation and value are drawn from ranges.
+        """
         return 255 * np.array(colorsys.hsv_to_rgb(hue % 1, self.rng.uniform(*saturation), self.rng.uniform(*value)))
 
     def _noise(self, cells: int) -> Array:
-        """Return smooth noise in [0, 1], (H + 2, W + 2), with about `cells` bumps along each side."""
+        """Return smooth noise in [0, 1], (H + 2, W + 2).
+
+        It has about `cells` bumps along each side.
+        """
         coarse = Image.fromarray(self.rng.uniform(0, 1, (cells + 1, cells + 1)).astype(np.float32))
         size = (self._x.shape[1], self._x.shape[0])
         smooth = np.asarray(coarse.resize(size, Image.Resampling.BICUBIC), dtype=np.float64)

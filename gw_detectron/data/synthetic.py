@@ -1,8 +1,8 @@
-"""A synthetic COCO data set for detection and instance segmentation, generated from a seed on first use.
+"""Synthetic COCO dataset, generated from a seed on first use.
 
-Six classes of textured shapes of very different sizes overlap each other and the image border, on cluttered
-backgrounds. The outline tells the class, the color hints at it. Masks cover the visible part of an object; some groups
-of small shapes are crowd regions. The files follow COCO:
+It is for detection and instance segmentation. Six classes of textured shapes of very different sizes overlap each other
+and the image border, on cluttered backgrounds. The outline tells the class, the color hints at it. Masks cover the
+visible part of an object; some groups of small shapes are crowd regions. The files follow COCO:
 
     <root>/gw_synthetic/annotations/instances_train.json   and instances_val.json; `info` holds the parameters
     <root>/gw_synthetic/train/000001.jpg ...               and val/...
@@ -42,7 +42,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class SyntheticConfig:
-    """Parameters of the synthetic data set.
+    """Parameters of the synthetic dataset.
 
     Equal parameters give equal files, with equal versions of NumPy and Pillow.
 
@@ -99,10 +99,10 @@ class SyntheticConfig:
 
 
 def draw_scene(config: SyntheticConfig, split: str, index: int) -> Scene:
-    """Render one image of the data set.
+    """Render one image of the dataset.
 
     Args:
-        config: the data set's parameters.
+        config: the dataset's parameters.
         split: "train" or "val".
         index: 0 ... count - 1 in that split.
 
@@ -132,13 +132,13 @@ def draw_scene(config: SyntheticConfig, split: str, index: int) -> Scene:
 
 
 def make_synthetic(root: str | os.PathLike[str], config: SyntheticConfig | None = None) -> Path:
-    """Generate the data set below a folder, or check and reuse the existing one.
+    """Generate the dataset below a folder, or reuse the existing one.
 
-    Concurrent processes wait for the first one. The final folder appears only when it is complete; a killed run leaves
-    at most `gw_synthetic.partial`, which the next run removes.
+    An existing one is checked. Concurrent processes wait for the first one. The final folder appears only when it is
+    complete; a killed run leaves at most `gw_synthetic.partial`, which the next run removes.
 
     Args:
-        root: the folder of data sets, as in `DETECTRON2_DATASETS`; created if needed.
+        root: the folder of datasets, as in `DETECTRON2_DATASETS`; created if needed.
         config: parameters; None means the defaults.
 
     Returns:
@@ -157,7 +157,7 @@ def make_synthetic(root: str | os.PathLike[str], config: SyntheticConfig | None 
                     _generate(folder, config)
         except OSError as error:
             failure = FileAccessError(
-                f"'{folder}': cannot write the synthetic data set: {error.strerror or error}. "
+                f"'{folder}': cannot write the synthetic dataset: {error.strerror or error}. "
                 "Fix: free disk space, get write permission, or set DETECTRON2_DATASETS to another folder."
             )
             failure.errno = error.errno
@@ -233,16 +233,16 @@ def _check(folder: Path, split: str, config: SyntheticConfig) -> None:
         content = json.loads(path.read_bytes())
         found, images = content["info"][_FOLDER], content["images"]
     except FileNotFoundError:
-        raise DataError(f"'{path}': file of the synthetic data set not found. {fix}") from None
+        raise DataError(f"'{path}': file of the synthetic dataset not found. {fix}") from None
     except ValueError as error:
         raise DataError(f"'{path}': damaged, not valid JSON: {error}. {fix}") from error
     except (KeyError, TypeError) as error:
-        raise DataError(f"'{path}': not of the synthetic data set, missing key: {error}. {fix}") from error
+        raise DataError(f"'{path}': not of the synthetic dataset, missing key: {error}. {fix}") from error
     expected = _parameters(config)
     different = [key for key in {**expected, **found} if found.get(key) != expected.get(key)]
     if different:
         listed = ", ".join(f"{key}={found.get(key)} (now {expected.get(key)})" for key in different)
-        raise DataError(f"'{folder}': the synthetic data set has other parameters: {listed}. {fix}")
+        raise DataError(f"'{folder}': the synthetic dataset has other parameters: {listed}. {fix}")
     present = set(os.listdir(folder / split)) if (folder / split).is_dir() else set()
     missing = [image["file_name"] for image in images if image["file_name"] not in present]
     if missing:
@@ -252,9 +252,10 @@ def _check(folder: Path, split: str, config: SyntheticConfig) -> None:
 
 
 class _SyntheticPathHandler(PathHandler):
-    """Generate the data set when Detectron2 first opens one of its JSON files, in the loader or the evaluator.
+    """Generate the dataset when one of its JSON files is opened.
 
-    Not a ``NativePathHandler``: iopath would then use it for all local files.
+    Detectron2 opens it in the loader or the evaluator. Not a ``NativePathHandler``: iopath would then use it for all
+    local files.
     """
 
     def __init__(self, root: str, config: SyntheticConfig) -> None:
@@ -284,7 +285,7 @@ def register_synthetic(root: str | os.PathLike[str] | None = None, config: Synth
     A second call replaces the root and the parameters of the first.
 
     Args:
-        root: folder of data sets; None means the variable DETECTRON2_DATASETS, else "datasets".
+        root: folder of datasets; None means the variable DETECTRON2_DATASETS, else "datasets".
         config: parameters; None means the defaults.
     """
     if root is None:

@@ -7,7 +7,10 @@ from ..errors import DataError
 
 
 class RecordError(DataError):
-    """A record of a data set cannot be used; the message names its image file."""
+    """A record of a dataset cannot be used.
+
+    The message names the image file.
+    """
 
     def __init__(self, message: str) -> None:
         # A worker process of a DataLoader passes its traceback as the message, which ends in the original message.
@@ -15,7 +18,7 @@ class RecordError(DataError):
 
 
 class ImageNamingMapper:
-    """Call a dataset mapper and add the image's file name to its errors.
+    """Dataset mapper that adds the image's file name to errors.
 
     Args:
         mapper: Detectron2's ``DatasetMapper`` or another callable from record to training example.
@@ -33,7 +36,7 @@ class ImageNamingMapper:
             return self.mapper(record)
         except (OSError, ValueError) as error:
             raise RecordError(
-                f"'{name}' cannot be used: {error}. Fix: repair the image or its record, or remove both."
+                f"'{name}': cannot be used: {error}. Fix: repair the image or its record, or remove both."
             ) from error
         except Exception as error:
             error.add_note(f"while reading {name}")

@@ -60,7 +60,7 @@ def _worker(main: Callable[[argparse.Namespace], object], args: argparse.Namespa
 
 @contextlib.contextmanager
 def errors_reported() -> Iterator[None]:
-    """Turn a user error into a message on stderr and exit status 1."""
+    """Report a user error on stderr and exit with status 1."""
     try:
         yield
     except ProcessExitedException as error:
@@ -76,10 +76,10 @@ def errors_reported() -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_all_processes() -> Iterator[None]:
-    """Context manager: its body must succeed in every process before any of them continues.
+    """Require that the body succeeds in all processes.
 
-    If it fails, the first process in which it failed reports the error, and all processes end. An error that all
-    processes have is so reported once. The body must not wait for other processes.
+    No process continues before that. If the body fails, the first process in which it failed reports the error, and all
+    processes end. So an error in all processes is reported once. The body must not wait for other processes.
 
     Raises:
         SystemExit: in a run of several processes; a single process raises the error itself.
@@ -122,7 +122,7 @@ def _check_gpus(args: argparse.Namespace) -> None:
         )
     if (args.num_gpus == 0 and args.num_machines > 1) or (processes > 1 and available == 0):
         raise ConfigError(
-            f"{given}: several processes without a GPU need torchrun. Fix: torchrun --nproc_per_node "
+            f"{given}: several processes without a GPU need torchrun. Fix: run torchrun --nproc_per_node "
             f"{max(args.num_gpus, 2)} {sys.argv[0]} --num-gpus 0 ..."
         )
     if processes > 1 and args.num_gpus > available:
@@ -148,7 +148,10 @@ def _join_torchrun(*, cpu: bool) -> None:
 
 
 def _create_local_process_group(local_size: int) -> None:
-    """Set the process group of this machine, as Detectron2's launcher does up to v0.6 without a function for it."""
+    """Create the process group of this machine.
+
+    Up to v0.6 Detectron2's launcher does so itself and has no function for it.
+    """
     for first in range(0, dist.get_world_size(), local_size):
         group = dist.new_group(list(range(first, first + local_size)))
         if first <= dist.get_rank() < first + local_size:

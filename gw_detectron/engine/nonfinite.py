@@ -1,4 +1,4 @@
-"""Diagnose a non-finite loss: name the image, parameter or module where it began."""
+"""Find the image, parameter or module behind a non-finite loss."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -73,7 +73,7 @@ class LossGuard:
             self.model(self._batch)
         for handle in handles:
             handle.remove()
-        names = ", ".join(str(record.get("file_name", "an image without a name")) for record in self._batch)
+        names = ", ".join(str(example.get("file_name", "an image without a name")) for example in self._batch)
         if found:
             return (
                 f"The first module with a non-finite output is {found[0]}, for the images {names}. Fix: {_STABILIZE}."
@@ -85,11 +85,11 @@ class LossGuard:
 
 
 def _recorder(name: str, found: list[str]) -> Callable[..., None]:
-    def record(module: nn.Module, args: tuple, output: Any) -> None:
+    def check_output(module: nn.Module, args: tuple, output: Any) -> None:
         if not found and not _is_finite(output):
             found.append(name)
 
-    return record
+    return check_output
 
 
 def _is_finite(value: Any) -> bool:
@@ -105,14 +105,14 @@ def _is_finite(value: Any) -> bool:
 
 
 def _bad_input(batch: Sequence[dict]) -> str:
-    for record in batch:
-        name = record.get("file_name", "an image without a name")
-        pixels = ~torch.isfinite(record["image"])
+    for example in batch:
+        name = example.get("file_name", "an image without a name")
+        pixels = ~torch.isfinite(example["image"])
         if pixels.any():
             return (
                 f"The image {name} has {int(pixels.sum())} values that are NaN or infinite. Fix: repair or remove it."
             )
-        instances = record.get("instances")
+        instances = example.get("instances")
         if instances is not None and not _is_finite(instances):
             return f"The annotations of {name} have values that are NaN or infinite. Fix: repair or remove them."
     return ""

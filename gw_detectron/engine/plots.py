@@ -82,12 +82,12 @@ def plot_predictions(
     num_images: int = 4,
     score_threshold: float = 0.5,
 ) -> None:
-    """Draw images of a data set with their ground truth and the model's predictions.
+    """Draw ground truth and predictions on images of a dataset.
 
     Args:
         cfg: the config of the model.
         model: a detector; its training mode is restored.
-        dataset_name: a registered data set, whose first images are drawn.
+        dataset_name: a registered dataset, whose first images are drawn.
         picture: the PNG file to write.
         num_images: rows of the grid, one image each.
         score_threshold: lowest score of the drawn predictions.

@@ -1,4 +1,7 @@
-"""A run on one page: config, start weights, preflight, output folder, model, training or evaluation."""
+"""Run training or evaluation from command-line arguments.
+
+Steps: config, start weights, preflight, output folder, model, training or evaluation.
+"""
 
 import argparse
 import logging
@@ -50,9 +53,9 @@ def main(args: argparse.Namespace) -> dict | None:
 
 
 def prepare(args: argparse.Namespace) -> tuple[CfgNode, StartWeights]:
-    """Read the config, open the start weights, check the run, and only then prepare its output folder.
+    """Read the config, open the weights, check the run, prepare its output.
 
-    A refused run leaves the output folder of an earlier run unchanged.
+    The output folder comes last: a refused run leaves the folder of an earlier run unchanged.
 
     Raises:
         PreflightError: the run would fail later or learn nothing.
@@ -100,7 +103,9 @@ def evaluate(cfg: CfgNode, start: StartWeights, *, allow_partial: bool = False) 
 
 
 def run_config(args: argparse.Namespace) -> CfgNode:
-    """Read the config of a run without writing anything; ``--num-gpus 0`` sets ``MODEL.DEVICE cpu``.
+    """Read the config of a run without writing anything.
+
+    ``--num-gpus 0`` sets ``MODEL.DEVICE cpu``.
 
     Returns:
         The frozen config.
@@ -122,7 +127,9 @@ def run_config(args: argparse.Namespace) -> CfgNode:
 
 
 def prepare_output(cfg: CfgNode, args: argparse.Namespace) -> None:
-    """Set up logging, the seed and the output folder as Detectron2 does, and write ``config.yaml``.
+    """Set up logging, the seed and the output folder.
+
+    As in Detectron2, ``config.yaml`` is written to the folder.
 
     Raises:
         FileAccessError: ``OUTPUT_DIR`` cannot be written.
@@ -137,7 +144,7 @@ def prepare_output(cfg: CfgNode, args: argparse.Namespace) -> None:
 
 
 def setup(args: argparse.Namespace) -> CfgNode:
-    """Read the config of a run and prepare its output folder, without checks in between."""
+    """Read the config and prepare the output folder, without checks."""
     cfg = run_config(args)
     prepare_output(cfg, args)
     return cfg

@@ -78,15 +78,16 @@ class Trainer(DefaultTrainer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super(DefaultTrainer, self).load_state_dict(state_dict)
         if "_trainer" not in state_dict:
-            log.warning("the checkpoint contains no optimizer state: its momentum starts from zero")
+            log.warning("the checkpoint contains no optimizer state: the momentum starts from zero")
             return
         try:
             self._trainer.load_state_dict(state_dict["_trainer"])
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"--resume: the optimizer of the checkpoint does not fit this config: {error}. It was written with "
-                "another weight decay, learning rate of biases or frozen layers (SOLVER, MODEL.BACKBONE.FREEZE_AT) or "
-                "by other software. Fix: leave out --resume and set MODEL.WEIGHTS to it, to use its weights alone."
+                f"--resume: the optimizer state of the checkpoint does not fit this config: {error}. Weight decay, "
+                "learning rate of biases or frozen layers (SOLVER, MODEL.BACKBONE.FREEZE_AT) differ, or other software "
+                "wrote the checkpoint. Fix: leave out --resume and set MODEL.WEIGHTS to the checkpoint, to load its "
+                "weights only."
             ) from error
 
     def resume_or_load(self, resume: bool = True, *, allow_partial: bool = False) -> LoadReport:
@@ -101,7 +102,7 @@ class Trainer(DefaultTrainer):
         return self.load_start_weights(open_start_weights(self.cfg, resume=resume), allow_partial=allow_partial)
 
     def load_start_weights(self, start: StartWeights, *, allow_partial: bool = False) -> LoadReport:
-        """Load opened weights, with the training state if they are those of a resumed run.
+        """Load opened weights; for a resumed run also its training state.
 
         Raises:
             PartialLoadError, NormMismatchError, UserError: see :func:`gw_detectron.checkpoint.load_checkpoint`.
@@ -113,7 +114,7 @@ class Trainer(DefaultTrainer):
             if not isinstance(finished, int) or finished < 0:
                 raise ConfigError(
                     f"--resume ('{start.address}'): no training state in the checkpoint (iteration {finished!r}). Fix: "
-                    "leave out --resume and set MODEL.WEIGHTS to it, to use its weights alone."
+                    "leave out --resume and set MODEL.WEIGHTS to the checkpoint, to load its weights only."
                 )
             self.start_iter = finished + 1
         report = load_checkpoint(self.checkpointer, checkpoint, allow_partial=allow_partial, resume=start.resumed)
@@ -134,21 +135,21 @@ class Trainer(DefaultTrainer):
 
     @classmethod
     def build_evaluator(cls, cfg: CfgNode, dataset_name: str, output_folder: str | None = None) -> COCOEvaluator:
-        """Build the COCO evaluator of a data set.
+        """Build the COCO evaluator of a dataset.
 
         Args:
             cfg: the config, whose ``MASK_ON`` and ``KEYPOINT_ON`` select the tasks.
-            dataset_name: a registered data set.
+            dataset_name: a registered dataset.
             output_folder: folder of the predictions; ``inference`` in ``OUTPUT_DIR`` if None.
 
         Raises:
-            ConfigError: the data set is not evaluated by the COCO rules.
+            ConfigError: the dataset is not evaluated by the COCO rules.
         """
         kind = MetadataCatalog.get(dataset_name).get("evaluator_type")
         if kind not in COCO_EVALUATORS:
             raise ConfigError(
                 f"DATASETS.TEST ('{dataset_name}'): evaluator_type {kind!r} is not one of {list(COCO_EVALUATORS)}. "
-                "Fix: set it in the MetadataCatalog if the data set has COCO annotations, or override build_evaluator."
+                "Fix: set it in the MetadataCatalog if the dataset has COCO annotations, or override build_evaluator."
             )
         tasks = ["bbox"]
         if cfg.MODEL.MASK_ON:
@@ -197,7 +198,10 @@ class Trainer(DefaultTrainer):
             raise NonFiniteError(f"iteration {self.iter}: {error}\n{cause}") from error
 
     def train(self) -> dict | None:
-        """Train to ``SOLVER.MAX_ITER`` and return the results of the last evaluation, if there was one.
+        """Train to ``SOLVER.MAX_ITER``.
+
+        Returns:
+            The results of the last evaluation; None without one.
 
         Raises:
             NonFiniteError: the loss became infinite or NaN.

@@ -1,4 +1,4 @@
-"""Export backbones and detectors to files that other programs load, with a parity check."""
+"""Export backbones and detectors, and check the exported numbers."""
 
 from .backbone import FORMATS, export_backbone
 from .detector import export_detector, read_image_for

@@ -11,7 +11,10 @@ from ..errors import UserError, summarize_names
 
 
 class OutputFolderError(UserError, FileExistsError):
-    """The output folder cannot be created, or holds files that an export must not replace."""
+    """The output folder cannot be created or replaced.
+
+    An export replaces only a folder that holds nothing but files of an export.
+    """
 
 
 @contextmanager

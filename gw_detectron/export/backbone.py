@@ -35,10 +35,11 @@ def export_backbone(
     layout: str = "detectron2",
     source: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Export a backbone as a function of one image tensor, and check its numbers.
+    """Export a backbone and check the numbers of the exported file.
 
-    The function returns a tuple of feature maps. The folder ``output`` gets three files, all or none: the exported
-    file, ``parity.json`` (the return value) and ``README.md`` (code that loads the file).
+    The exported function takes one image tensor and returns a tuple of feature maps. The folder ``output`` gets three
+    files, all or none: the exported file, ``parity.json`` (the return value) and ``README.md`` (code that loads the
+    file).
 
     Args:
         backbone: a Detectron2 backbone with its weights; it is copied and not changed.
@@ -73,11 +74,11 @@ def export_backbone(
     options = {"layout": layout} if file_format == "safetensors" else {}
     extractor = FeatureExtractor(backbone, normalization)
     with atomic_folder(Path(output), (file, *REPORT_FILES)) as folder:
-        run, facts = write(extractor, folder / file, **options)
+        run, entries = write(extractor, folder / file, **options)
         cases = check_parity(extractor, run)
         norms = Counter(row.spec for row in norm_rows(backbone))
-        facts |= {**extractor.describe(), "norm_layers": dict(norms)}
-        return write_report(folder / file, file_format, options.get("layout", file_format), facts, cases, source)
+        entries |= {**extractor.describe(), "norm_layers": dict(norms)}
+        return write_report(folder / file, file_format, options.get("layout", file_format), entries, cases, source)
 
 
 def _check_arguments(file_format: str, layout: str, normalization: Normalization) -> None:

@@ -87,12 +87,12 @@ def export_detector(
             names = [*adapter.outputs_schema.keys, "image_size"]
             with use_backend("reference"):  # the exported backend; another one rounds boxes of equal score differently
                 cases = [_case(names, traced(tried), adapter(tried)) for tried in _images(image)]
-        facts = {
+        entries = {
             "input": _normalization(model).describe("image", [3, "H", "W"]),
             "resized_in_evaluation": None if sides is None else {"shorter": sides[0], "longer_at_most": sides[1]},
             "outputs": names,
         }
-        return write_report(path, "torchscript", "detector", facts, cases, source)
+        return write_report(path, "torchscript", "detector", entries, cases, source)
 
 
 def read_image_for(cfg: CfgNode, path: str | os.PathLike[str]) -> Tensor:
@@ -129,7 +129,7 @@ def _detect(model: GeneralizedRCNN, image: Tensor) -> Instances:
 
 
 def _images(image: Tensor) -> list[Tensor]:
-    """Return the image, a smaller one of other proportions, and a black one."""
+    """Return the image, a smaller distorted one, and a black one."""
     smaller = F.interpolate(image[None], scale_factor=(0.6, 0.8), mode="bilinear", recompute_scale_factor=True)[0]
     return [image, smaller, torch.zeros_like(image)]
 

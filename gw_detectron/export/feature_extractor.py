@@ -1,4 +1,4 @@
-"""Wrap a backbone as a function from one image tensor to a tuple of feature maps."""
+"""Wrap a backbone as a function from images to feature maps."""
 
 import copy
 from dataclasses import asdict, dataclass
@@ -79,19 +79,23 @@ class FeatureExtractor(nn.Module):
 
     @property
     def smallest_side(self) -> int:
-        """Smallest height and width at which every feature map is larger than 1x1.
+        """Smallest height and width that can be exported.
 
+        Every feature map is larger than 1x1 there.
         torch.export specializes dimensions of size one, so its programs start at this size.
         """
         largest_stride = max(stride for _, stride in self._outputs.values())
         return (largest_stride // self.multiple + 1) * self.multiple
 
     def side(self, steps: int) -> int:
-        """Return a height or width for tests: the smallest side plus ``steps`` times 32 or a larger multiple."""
+        """Return a height or width for tests.
+
+        It is the smallest side plus ``steps`` times :attr:`multiple`, or times 32 if that is more.
+        """
         return self.smallest_side + steps * max(32, self.multiple)
 
     def sample(self, batch: int, height: int, width: int, seed: int = 0) -> Tensor:
-        """Draw random images in the range that :meth:`forward` takes, (N, 3, H, W)."""
+        """Draw random input images, (N, 3, H, W)."""
         pixels = 255 * torch.rand(batch, 3, height, width, generator=torch.Generator().manual_seed(seed))
         return pixels if self.normalization.inside else (pixels - self.pixel_mean) / self.pixel_std
 

@@ -26,7 +26,9 @@ class ParityError(ExportError):
 
 
 def check_parity(extractor: FeatureExtractor, run: Run) -> list[dict[str, Any]]:
-    r"""Compare an exported file with its model at two batch sizes and two image sizes.
+    r"""Compare the feature maps of an exported file and its model.
+
+    Two batch sizes and two image sizes are compared.
 
     .. math:: \mathrm{relative} = \max |a - b| / \max |b|
 

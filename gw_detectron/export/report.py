@@ -1,4 +1,4 @@
-"""Report of an export: parity.json, and a README with code that loads the file."""
+"""Write an export's report: parity.json, and a README with loading code."""
 
 import json
 import platform
@@ -132,19 +132,22 @@ def write_report(
     path: Path,
     file_format: str,
     kind: str,
-    facts: Mapping[str, Any],
+    entries: Mapping[str, Any],
     cases: Sequence[Mapping[str, Any]],
     source: Mapping[str, str] | None,
 ) -> dict[str, Any]:
-    """Write ``parity.json`` and ``README.md`` beside the file ``path``, and return the content of ``parity.json``.
+    """Write ``parity.json`` and ``README.md`` beside an exported file.
 
     Args:
         path: the exported file.
         file_format: its format.
         kind: the kind of README: the format, the layout of weights, or ``detector``.
-        facts: ``input``, ``outputs`` and other entries of the report.
+        entries: ``input``, ``outputs`` and other entries of the report.
         cases: the results of the parity check.
         source: origin of the weights.
+
+    Returns:
+        The content of ``parity.json``.
     """
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
@@ -159,7 +162,7 @@ def write_report(
         "sha256": sha256_of(path),
         "bytes": path.stat().st_size,
         "source": dict(source or {}),
-        **facts,
+        **entries,
         "tolerance": TOLERANCE,
         "worst_relative": worst_relative(cases),
         "cases": list(cases),

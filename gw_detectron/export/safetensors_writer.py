@@ -27,7 +27,7 @@ _NORM_CLASSES = {"GroupNorm": nn.GroupNorm, "GroupWhitening2d": GroupWhitening2d
 
 
 def write_safetensors(extractor: FeatureExtractor, path: Path, layout: str = "detectron2") -> Written:
-    """Write the weights, with a description of input and outputs in the header.
+    """Write the weights and describe input and outputs in the header.
 
     torchvision and timm give a ResNet's tensors the same names. In these layouts the header's ``norms`` maps each norm
     layer that replaces batch normalization to its class and arguments.
@@ -88,7 +88,10 @@ def _torchvision_resnet(network: Architecture, norms: Mapping[str, Mapping[str, 
 
 
 def _check_torchvision_compatible(backbone: nn.Module) -> None:
-    """Refuse strides and dilation that torchvision does differently; the weights do not show them."""
+    """Refuse strides and dilation that torchvision does differently.
+
+    The weights do not show them.
+    """
     for name, block in backbone.named_modules():
         if isinstance(block, BottleneckBlock) and block.conv1.stride != (1, 1):
             raise ExportError(

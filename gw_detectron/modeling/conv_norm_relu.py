@@ -19,20 +19,18 @@ class ConvNormReLU(Conv2d):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        if not is_scripting():
-            # A subclass of nn.ReLU may compute another function.
-            fusible = type(self.activation) is nn.ReLU and getattr(self.norm, "fuses_relu", False)
-            if not fusible:
-                return super().forward(x)
-        x = F.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
-        if not is_scripting():
+        if is_scripting():  # TorchScript cannot compile super()
+            x = F.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+            if self.norm is not None:
+                x = self.norm(x)
+            if self.activation is not None:
+                x = self.activation(x)
+            return x
+        # a subclass of nn.ReLU may compute another function
+        if type(self.activation) is nn.ReLU and getattr(self.norm, "fuses_relu", False):
+            x = F.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
             return self.norm(x, relu=True)
-        # Only TorchScript gets here. It cannot compile super().
-        if self.norm is not None:
-            x = self.norm(x)
-        if self.activation is not None:
-            x = self.activation(x)
-        return x
+        return super().forward(x)
 
 
 def append_fusible_relu(conv: Conv2d) -> None:

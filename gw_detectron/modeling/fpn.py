@@ -12,7 +12,7 @@ from .resnet import build_gw_resnet_backbone
 
 @BACKBONE_REGISTRY.register()
 def build_gw_resnet_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
-    """Build ResNet + FPN with levels p2 to p6, for Faster and Mask R-CNN.
+    """Build ResNet + FPN for Faster and Mask R-CNN, levels p2-p6.
 
     Raises:
         ConfigError: a key is out of its range, or a norm is unknown or does not fit.
@@ -22,7 +22,7 @@ def build_gw_resnet_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
 
 @BACKBONE_REGISTRY.register()
 def build_gw_retinanet_resnet_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
-    """Build ResNet + FPN with levels p3 to p7, for RetinaNet.
+    """Build ResNet + FPN for RetinaNet, levels p3-p7.
 
     Raises:
         ConfigError: a key is out of its range, or a norm is unknown or does not fit.

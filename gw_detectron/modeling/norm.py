@@ -25,7 +25,7 @@ from torch import nn
 
 from ..errors import ConfigError
 from ..layers import BatchWhitening2d, FrozenBatchWhitening2d, GroupWhitening2d
-from ..ops.solvers import READ_BY
+from ..ops.solvers import OPTION_SOLVER
 
 Norm = str | Callable[[int], nn.Module]
 
@@ -34,7 +34,7 @@ DETECTRON2_NORMS = ("BN", "SyncBN", "FrozenBN", "GN", "LN", "nnSyncBN", "naiveSy
 
 
 class NormError(ConfigError):
-    """A norm name is unknown or does not fit, or a layer has no norm name."""
+    """A norm name cannot be used, or a layer has none."""
 
 
 def _group_norm(num_channels: int, num_groups: int = 32, eps: float = 1e-5) -> nn.GroupNorm:
@@ -45,7 +45,10 @@ def _group_norm(num_channels: int, num_groups: int = 32, eps: float = 1e-5) -> n
 
 
 def _rotated_batch_norm(num_channels: int, rotation: str = "none", **arguments: Any) -> BatchWhitening2d:
-    """Make BN with a rotation: batch whitening that standardizes, with BN's running variance."""
+    """Make BN with a rotation.
+
+    It is batch whitening that standardizes, with BN's running variance.
+    """
     if rotation != "cayley":
         raise ValueError("BN takes options only with rotation=cayley. Fix: add rotation=cayley, or write 'BN'.")
     return BatchWhitening2d(num_channels, **_ROTATED_BN, **arguments)
@@ -56,16 +59,21 @@ _Options = dict[str, tuple[str, type]]  # option -> argument of the factory and 
 _GROUPS: _Options = {"groups": ("num_groups", int)}
 _CHANNELS: _Options = {"channels": ("channels_per_group", int)}
 _EPS: _Options = {"eps": ("eps", float)}
-_SOLVER: _Options = {"iters": ("num_iters", int), **_EPS, "solver": ("solver", str)}
-_SOLVER |= {"threshold": ("threshold", float), "corr": ("corr", bool)}
-_MOMENTUM: _Options = {"momentum": ("momentum", float), "sync": ("sync", bool), "rotation": ("rotation", str)}
-_BW = _CHANNELS | _SOLVER | {"running": ("running", str)} | _MOMENTUM
+_SOLVER: _Options = {
+    "iters": ("num_iters", int),
+    **_EPS,
+    "solver": ("solver", str),
+    "threshold": ("threshold", float),
+    "corr": ("corr", bool),
+}
+_BATCH_OPTIONS: _Options = {"momentum": ("momentum", float), "sync": ("sync", bool), "rotation": ("rotation", str)}
+_BW = _CHANNELS | _SOLVER | {"running": ("running", str)} | _BATCH_OPTIONS
 _NORMS: dict[str, tuple[Callable[..., nn.Module], _Options]] = {
     "GN": (_group_norm, _GROUPS | _EPS),
     "GW": (GroupWhitening2d, _GROUPS | _SOLVER),
     "BW": (BatchWhitening2d, _BW),
     "FrozenBW": (FrozenBatchWhitening2d, _BW),
-    "BN": (_rotated_batch_norm, _CHANNELS | _EPS | _MOMENTUM),
+    "BN": (_rotated_batch_norm, _CHANNELS | _EPS | _BATCH_OPTIONS),
 }
 _TYPES = {int: "an integer below 2^31", float: "a number", bool: "true or false"}
 #: options that a printed name shows only if they differ from these values
@@ -109,7 +117,7 @@ def resolve_norm(spec: str | None, *, where: str = "norm", channels: Iterable[in
 
 
 def _build(norm: Norm, channels: int) -> None:
-    """Build a layer without storage, for the checks in its constructor."""
+    """Build a layer on the meta device to run its checks."""
     try:
         with torch.device("meta"):
             get_norm(norm, channels)
@@ -129,8 +137,8 @@ def _parse(spec: object) -> Norm:
         if colon and _detectron2_knows(name):
             raise ValueError(f"{name} takes no options. Fix: write {name!r}.")
         names = sorted({*filter(_detectron2_knows, DETECTRON2_NORMS), *_NORMS})
-        why = "the installed Detectron2 does not know" if name in DETECTRON2_NORMS else "unknown norm"
-        raise ValueError(f"{why} {name!r}. Fix: use one of {names}, or '' for no norm.")
+        why = "unknown to the installed Detectron2" if name in DETECTRON2_NORMS else "unknown norm"
+        raise ValueError(f"{why}. Fix: use one of {names}, or '' for no norm.")
     factory, options = _NORMS[name]
     arguments: dict[str, Any] = {}
     for item in option_text.split(",") if option_text else []:
@@ -143,7 +151,7 @@ def _parse(spec: object) -> Norm:
         arguments[argument] = _convert(key, text, kind)
     solver = arguments.get("solver", "newton")
     for key, (argument, _) in options.items():
-        reader = READ_BY.get(argument, solver)
+        reader = OPTION_SOLVER.get(argument, solver)
         if argument in arguments and reader != solver:
             raise ValueError(f"solver={solver} does not read {key}. Fix: remove {key}, or write solver={reader}.")
     norm = functools.partial(factory, **arguments)
@@ -170,7 +178,9 @@ def _detectron2_knows(name: str) -> bool:
 
 
 def norm_spec(layer: nn.Module) -> str:
-    """Return the full norm name of a layer; ``resolve_norm`` of it makes an equal layer.
+    """Return the full norm name of a layer.
+
+    ``resolve_norm`` of the name makes an equal layer.
 
     Raises:
         NormError: no norm name makes this layer.
@@ -182,7 +192,7 @@ def norm_spec(layer: nn.Module) -> str:
 
 
 def find_norm_spec(layer: nn.Module) -> str | None:
-    """Return the full norm name of a layer, or None if no norm name makes it."""
+    """Return the full norm name of a layer, or None."""
     name = next((name for name, layer_class in _LAYERS.items() if isinstance(layer, layer_class)), None)
     if name == "naiveSyncBN" and getattr(layer, "_stats_mode", "") == "N":
         return "naiveSyncBN_N"
@@ -195,7 +205,7 @@ def find_norm_spec(layer: nn.Module) -> str | None:
     shown = [
         f"{key}={_text(values[argument])}"
         for key, (argument, _) in _NORMS[name][1].items()
-        if values[argument] != _IMPLIED.get(key) and READ_BY.get(argument) in (None, values.get("solver"))
+        if values[argument] != _IMPLIED.get(key) and OPTION_SOLVER.get(argument) in (None, values.get("solver"))
     ]
     return f"{name}:{','.join(shown)}"
 

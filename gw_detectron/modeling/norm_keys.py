@@ -1,4 +1,4 @@
-"""Config keys that hold norm names, and checks of their use with Detectron2's own components."""
+"""Config keys that hold norm names, and the components that read them."""
 
 import operator
 from collections.abc import Iterator
@@ -40,7 +40,9 @@ _OWN_KEYS = {
 
 
 def misplaced_norms(cfg: CfgNode, spec: object) -> Iterator[str]:
-    """Yield an error for each of Detectron2's components that does not know a norm name.
+    """Yield an error for each component that cannot use a norm name.
+
+    These are Detectron2's own components, which take only Detectron2's norms.
 
     Args:
         cfg: config of a model that cannot be built.
@@ -60,7 +62,9 @@ def misplaced_norms(cfg: CfgNode, spec: object) -> Iterator[str]:
 
 
 def unread_keys(cfg: CfgNode) -> Iterator[str]:
-    """Yield an error for each changed key of this package that the config's components do not read.
+    """Yield an error for each key that no component reads.
+
+    The keys are those of this package with another value than the default.
 
     Args:
         cfg: config of any model.

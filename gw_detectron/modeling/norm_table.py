@@ -21,7 +21,7 @@ class NormRow(NamedTuple):
 
 
 def norm_rows(model: nn.Module) -> list[NormRow]:
-    """List every normalization layer of a model, in the order of its modules."""
+    """List every normalization layer of a model in module order."""
     rows = []
     for name, module in model.named_modules():
         spec = find_norm_spec(module)
@@ -47,8 +47,8 @@ def norm_table(model: nn.Module) -> str:
     return tabulate(rows, headers=["layer", "norm", "channels", "groups", "parameters", "frozen"], missingval="-")
 
 
-def in_evaluation(spec: str) -> str:
-    """Reduce a full norm name to the part that matters in evaluation.
+def evaluation_spec(spec: str) -> str:
+    """Reduce a norm name to the options that matter in evaluation.
 
     Frozen, synchronized and plain batch statistics compute the same there.
     """

@@ -1,4 +1,4 @@
-"""ResNet and ResNeXt backbones with one norm at chosen positions and another elsewhere.
+"""ResNet and ResNeXt backbones with another norm at chosen positions.
 
 Positions have the paper's names (Group Whitening, section 5.1.1): ``S1`` is the stem; ``B1``, ``B2`` and ``B3`` are the
 first, second and third norm of every block; ``B12`` is the first two.
@@ -59,7 +59,10 @@ def whitened_convs(positions: str, *, bottleneck: bool = True) -> tuple[str, ...
 
 
 class _Component(CNNBlockBase):
-    """Mixin for a stock stem or block: fused ReLUs, and ``freeze()`` also freezes batch whitening."""
+    """Mixin for a stock stem or block: fused ReLUs.
+
+    ``freeze()`` also freezes batch whitening.
+    """
 
     relu_convs: tuple[str, ...] = ()  # convolutions with a ReLU behind their norm
 
@@ -117,7 +120,9 @@ class GWBasicBlock(_WhitenedBlock, BasicBlock):
 
 
 class GWBottleneckBlock(_WhitenedBlock, BottleneckBlock):
-    """Block of ResNeXt and of ResNet-50 and deeper, with another norm at chosen convolutions.
+    """Bottleneck block with another norm at chosen convolutions.
+
+    ResNeXt and ResNets from 50 layers up consist of it.
 
     Args: those of Detectron2's ``BottleneckBlock``, ``whiten_norm`` and ``whiten_convs``.
     """

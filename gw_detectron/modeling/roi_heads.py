@@ -20,7 +20,7 @@ from .norm import resolve_norm
 
 
 class _AnyNormHead(nn.Module):
-    """Mixin for a stock head: any norm name in the config, and fused ReLUs."""
+    """Mixin for a stock head: any norm name, and fused ReLUs."""
 
     norm_key: str
     conv_norm_relus: list[Any]  # the stock head's convolutions

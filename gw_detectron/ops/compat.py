@@ -1,6 +1,6 @@
 """Private torch APIs, the only file that uses them.
 
-Tried on torch 2.14.1. Where a torch lacks one of these names, the function falls back as its docstring says.
+Tested with torch 2.14.1. If torch lacks one of these names, the function falls back as its docstring says.
 
 =======================================================  ============================================
 private name                                             used by

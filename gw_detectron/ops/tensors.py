@@ -9,7 +9,11 @@ from torch import Tensor
 
 
 def check_tensors(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> None:
-    """Refuse x unless floating point, (N, C, *spatial); weight and bias unless (C,)."""
+    """Validate x, weight and bias.
+
+    Raises:
+        ValueError: ``x`` is not floating point of shape (N, C, *spatial), or a parameter is not (C,).
+    """
     if x.dim() < 2:
         raise ValueError(
             f"x: expected shape (N, C, *spatial), got {tuple(x.shape)}. Fix: give dimensions for samples and channels."
@@ -52,7 +56,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def zero_variance(dtype: torch.dtype) -> float:
+def zero_variance_threshold(dtype: torch.dtype) -> float:
     """Return the variance up to which a covariance counts as zero.
 
     The backward pass computes variance^(-3/2), which must not overflow.

@@ -1,4 +1,4 @@
-"""Check the device, the batch size and the learning rate schedule of a run."""
+"""Check device, batch size and learning rate schedule of a run."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Check that the data sets of a run exist, are complete and fit the model."""
+"""Check that the datasets of a run are complete and fit."""
 
 import difflib
 import json
@@ -16,21 +16,21 @@ from detectron2.utils.file_io import PathManager
 from ..errors import DataError
 from .findings import Findings
 
-#: values of a data set's metadata ``evaluator_type`` that are evaluated by the COCO rules
+#: values of a dataset's metadata ``evaluator_type`` that are evaluated by the COCO rules
 COCO_EVALUATORS = ("coco", "coco_panoptic_seg")
 _FORMATS = ("RGB", "BGR", "L", "YUV-BT.601")  # Detectron2's image formats
 _NUM_CLASSES = {"RetinaNet": "RETINANET", "GeneralizedRCNN": "ROI_HEADS"}
 
 
 def check_datasets(cfg: CfgNode, findings: Findings, *, eval_only: bool) -> None:
-    """Check the data sets of training (unless ``eval_only``) and evaluation."""
+    """Check the datasets of training (unless ``eval_only``) and evaluation."""
     if cfg.INPUT.FORMAT not in _FORMATS:
         findings.problems.append(
             f"INPUT.FORMAT ('{cfg.INPUT.FORMAT}'): unknown. Fix: set it to one of {', '.join(_FORMATS)}."
         )
     needed = "DATASETS.TEST" if eval_only else "DATASETS.TRAIN"
     if not (cfg.DATASETS.TEST if eval_only else cfg.DATASETS.TRAIN):
-        findings.problems.append(f"{needed} (empty): no data set. Fix: name at least one.")
+        findings.problems.append(f"{needed} (empty): no dataset. Fix: name at least one.")
     classes: dict[str, Sequence[str] | None] = {}
     for name in () if eval_only else cfg.DATASETS.TRAIN:
         classes[name] = _check_dataset(name, findings, for_training=True, masks=cfg.MODEL.MASK_ON)
@@ -41,7 +41,7 @@ def check_datasets(cfg: CfgNode, findings: Findings, *, eval_only: bool) -> None
         for name, found in classes.items():
             if found is not None and len(found) != wanted:
                 findings.problems.append(
-                    f"{key} ({wanted}): data set {name} has {len(found)} classes. Fix: set {key} {len(found)}."
+                    f"{key} ({wanted}): dataset {name} has {len(found)} classes. Fix: set {key} {len(found)}."
                 )
     for name in cfg.DATASETS.TEST:
         kind = MetadataCatalog.get(name).get("evaluator_type")
@@ -53,12 +53,12 @@ def check_datasets(cfg: CfgNode, findings: Findings, *, eval_only: bool) -> None
 
 
 def _check_dataset(name: str, findings: Findings, *, for_training: bool, masks: bool) -> Sequence[str] | None:
-    """Check the files of a data set.
+    """Check the files of a dataset.
 
     Args:
         name: the name in Detectron2's ``DatasetCatalog``.
         findings: problems are added; each names file, field and record.
-        for_training: a data set for evaluation needs more fields, but may lack annotations.
+        for_training: a dataset for evaluation needs more fields, but may lack annotations.
         masks: annotations need a segmentation.
 
     Returns:
@@ -68,7 +68,7 @@ def _check_dataset(name: str, findings: Findings, *, for_training: bool, masks: 
         near = difflib.get_close_matches(name, list(DatasetCatalog), n=3)
         similar = f" Similar: {', '.join(near)}." if near else ""
         findings.problems.append(
-            f"DATASETS ('{name}'): unknown data set.{similar} Fix: correct the name, or register it first "
+            f"DATASETS ('{name}'): unknown dataset.{similar} Fix: correct the name, or register it first "
             "(detectron2.data.datasets.register_coco_instances)."
         )
         return None
@@ -76,13 +76,13 @@ def _check_dataset(name: str, findings: Findings, *, for_training: bool, masks: 
     json_file = metadata.get("json_file")
     if json_file is None:  # registered as a Python function
         return metadata.get("thing_classes")
-    where = f"Data set '{name}': '{json_file}'"
+    where = f"Dataset '{name}': '{json_file}'"
     try:
         path = PathManager.get_local_path(json_file)  # generates or downloads it if a handler does so
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
     except FileNotFoundError:
-        findings.problems.append(f"Data set '{name}': {_missing(json_file)}")
+        findings.problems.append(f"Dataset '{name}': {_missing(json_file)}")
         return None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         findings.problems.append(f"{where}: invalid JSON: {error}. Fix: get the file again.")
@@ -97,7 +97,7 @@ def _check_dataset(name: str, findings: Findings, *, for_training: bool, masks: 
         return None
     image_root = metadata.get("image_root")
     if image_root is not None and (missing := _missing_images(image_root, content["images"])):
-        findings.problems.append(f"Data set '{name}': {missing}")
+        findings.problems.append(f"Dataset '{name}': {missing}")
     return [category["name"] for category in sorted(content["categories"], key=lambda category: category["id"])]
 
 
@@ -109,9 +109,9 @@ def _missing(path: str) -> str:
     reason = f"'{gone}' does not exist" + ("." if str(gone) == str(path) else f", so '{path}' is missing.")
     variable = os.environ.get("DETECTRON2_DATASETS")
     if Path(path).is_absolute() and not variable:
-        return f"{reason} Fix: put it there, or register the data set with another path."
+        return f"{reason} Fix: put it there, or register the dataset with another path."
     now = f"'{variable}'" if variable else "not set, which means 'datasets'"
-    return f"{reason} Fix: set the environment variable DETECTRON2_DATASETS to the folder of the data sets (now {now})."
+    return f"{reason} Fix: set the environment variable DETECTRON2_DATASETS to the folder of the datasets (now {now})."
 
 
 def _missing_images(image_root: str, images: Sequence[dict]) -> str:
@@ -138,7 +138,11 @@ def _missing_images(image_root: str, images: Sequence[dict]) -> str:
 
 
 def _check_coco(content: Any, *, for_training: bool, masks: bool) -> None:
-    """Check the fields that Detectron2 and pycocotools read; raise DataError for the first wrong one."""
+    """Check the fields that Detectron2 and pycocotools read.
+
+    Raises:
+        DataError: the first wrong field.
+    """
     if not isinstance(content, dict):
         raise DataError(f"{type(content).__name__} instead of an object with images, annotations and categories")
     fields = {"categories": ["id", "name"], "images": ["id", "file_name", "height", "width"]}
@@ -193,7 +197,10 @@ def _check_annotations(content: dict, *, for_training: bool, masks: bool) -> Non
 
 
 def _is_trainable(annotation: dict, masks: bool) -> bool:
-    """Tell whether Detectron2 trains on an annotation; it skips crowds and objects without a valid mask."""
+    """Tell whether Detectron2 trains on an annotation.
+
+    It skips crowds and, with ``masks``, objects without a valid mask.
+    """
     if annotation.get("iscrowd", 0):
         return False
     mask = annotation.get("segmentation")

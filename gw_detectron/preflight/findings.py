@@ -8,7 +8,10 @@ from ..errors import ConfigError
 
 @dataclass
 class Findings:
-    """Problems and warnings found so far; each is a message that ends with the fix."""
+    """Problems and warnings found so far.
+
+    Each is a message that ends with the fix.
+    """
 
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Check that the model can be built and that its normalization can work in this run."""
+"""Check that the model can be built and its norms can work."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -55,7 +55,9 @@ def check_model(cfg: CfgNode, start: StartWeights, findings: Findings, *, eval_o
 
 
 def _build_and_trace(cfg: CfgNode, findings: Findings, trace: bool) -> tuple[nn.Module | None, dict[str, NormShape]]:
-    """Build the model on the meta device; with ``trace`` find the shapes at its norms for the smallest square images.
+    """Build the model on the meta device and perhaps trace its norms.
+
+    With ``trace`` the input shapes of the norms are found for the smallest square images.
 
     Returns:
         The model, whose norms compute nothing after tracing, or None if it cannot be built; the shapes by layer name.
@@ -63,7 +65,9 @@ def _build_and_trace(cfg: CfgNode, findings: Findings, trace: bool) -> tuple[nn.
     try:
         model = build_meta_model(cfg)
     except (ValueError, KeyError, AssertionError, TypeError, ImportError) as error:
-        reason = error.args[0] if error.args else f"{type(error).__name__} without a message"
+        reason = str(error.args[0]) if error.args else f"{type(error).__name__} without a message"
+        if "Fix: " not in reason:
+            reason = f"{reason.rstrip(' .!')}. Fix: correct the MODEL keys of the config."
         findings.problems += [f"MODEL: the model cannot be built: {reason}", *unread_keys(cfg)]
         return None, {}
     findings.problems += unread_keys(cfg)
@@ -80,14 +84,14 @@ def _build_and_trace(cfg: CfgNode, findings: Findings, trace: bool) -> tuple[nn.
         return model, {row.layer: row for row in norm_shapes(cfg, side, side, images, processes=processes, model=model)}
     except Exception as error:  # custom components may raise anything
         findings.warnings.append(
-            "Not checked: whether the norms have enough values to normalize. The shapes of this model cannot be traced "
-            f"on the meta device: {type(error).__name__}: {error}"
+            "MODEL: not checked whether the norms have enough values: the shapes cannot be traced on the meta device: "
+            f"{type(error).__name__}: {error}. Fix: let custom components accept meta tensors, or check it yourself."
         )
         return model, {}
 
 
 def _check_resumed(checkpoint: Checkpoint, model: nn.Module, findings: Findings) -> None:
-    """Check that the checkpoint of a resumed run belongs to the same detector.
+    """Check that a resumed checkpoint belongs to the same detector.
 
     Args:
         checkpoint: the checkpoint to continue from.

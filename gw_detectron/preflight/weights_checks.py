@@ -1,4 +1,4 @@
-"""Check the weights that a run starts from, and that they get the images they were trained on."""
+"""Check the start weights of a run and their image format."""
 
 import os
 import re
@@ -23,7 +23,9 @@ _PREPROCESSING = {
 
 
 def check_weights(cfg: CfgNode, start: StartWeights, findings: Findings, *, eval_only: bool, resume: bool) -> None:
-    """Check that the start weights can be read and fit ``INPUT.FORMAT``, ``PIXEL_MEAN`` and ``PIXEL_STD``.
+    """Check that the start weights can be read and fit the config.
+
+    ``INPUT.FORMAT``, ``PIXEL_MEAN`` and ``PIXEL_STD`` must be those of their training.
 
     Args:
         cfg: the config.

@@ -157,8 +157,8 @@ def test_statistics_missing_at_one_block_are_no_position(r18):
     ("options", "message"),
     [
         ({"architecture": "R-50"}, r"architecture \('R-50'\): the weights are of R-18"),
-        ({"architecture": "resnet18"}, "write it as R-50"),
-        ({"architecture": "R-26"}, "depths are 18, 34, 50"),
+        ({"architecture": "resnet18"}, "give a ResNet such as R-50"),
+        ({"architecture": "R-26"}, r"R-50 \(18, 34, 50"),
         ({"positions": "S1-B2"}, r"positions \('S1-B2'\): the weights have GW at S1-B1"),
         ({"positions": "B1"}, r"positions \('B1'\): the weights have GW at S1-B1"),
     ],
@@ -199,5 +199,5 @@ def test_to_torchvision_names_unexpected_tensors(r18):
 def test_torchvisions_wide_and_larger_networks_are_recognized():
     assert Architecture.parse("X-101-64x4d") == Architecture(101, 64, 4)
     assert Architecture.parse("R-152").name == "R-152"
-    with pytest.raises(ValueError, match="with groups from 50 up"):
+    with pytest.raises(ValueError, match="X-50-32x4d .50, 101, 152."):
         Architecture.parse("X-18-32x4d")

@@ -68,7 +68,7 @@ def test_declared_length_above_the_sent_one(server, tmp_path):
 
 @pytest.mark.parametrize(("fault", "message"), [("missing", "404"), ("loop", "redirects")])
 def test_errors_of_the_server(server, fault, message, tmp_path):
-    with pytest.raises(DownloadFailedError, match=f"download failed: .*{message}"):
+    with pytest.raises(DownloadFailedError, match=f"download failed: .*{message}.*Fix: try again"):
         _get(server, fault, tmp_path)
     assert list(tmp_path.iterdir()) == []
 

@@ -79,7 +79,7 @@ def test_truncated_at_every_sixteenth(kind, r18, tmp_path):
     size = path.stat().st_size
     for part in range(15, -1, -1):
         os.truncate(path, size * part // 16)
-        with pytest.raises(WeightsFileError, match="weights' cannot be read: it is (cut off|damaged|empty)"):
+        with pytest.raises(WeightsFileError, match="weights': cannot be read: it is (cut off|damaged|empty)"):
             read_weights_file(path)
 
 
@@ -223,12 +223,19 @@ def test_archives_that_unpack_to_more_than_they_are(tmp_path):
         (b"\n<!DOCTYPE html><html>Sign in</html>", "web page"),
         (b"just a text that is longer than the header", "not a file of torch.save"),
         (b"PK\x03\x04", "cut off"),
-        (pickle.dumps({"a": np.array([{}])}), "'O8', which is not a number"),
+        (pickle.dumps({"a": np.array([{}])}), "'O8', which is not a number. Fix: save arrays of numbers"),
     ],
 )
 def test_other_files(data, message, tmp_path):
     (tmp_path / "a.pth").write_bytes(data)
-    with pytest.raises(WeightsFileError, match=message):
+    with pytest.raises(WeightsFileError, match=message) as raised:
+        read_weights_file(tmp_path / "a.pth")
+    assert str(raised.value).count("Fix: ") == 1
+
+
+def test_sparse_tensors(tmp_path):
+    torch.save({"model": {"a": torch.eye(2).to_sparse()}}, tmp_path / "a.pth")
+    with pytest.raises(WeightsFileError, match="it contains .*sparse.* Fix: save dense tensors with torch.save.$"):
         read_weights_file(tmp_path / "a.pth")
 
 

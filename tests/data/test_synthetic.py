@@ -1,4 +1,4 @@
-"""Synthetic data set: rendering, annotations, files, registration with Detectron2."""
+"""Synthetic dataset: rendering, annotations, files, registration with Detectron2."""
 
 import colorsys
 import contextlib

@@ -187,7 +187,7 @@ def test_a_checkpoint_without_optimizer_is_resumed_with_a_warning(tmp_path, capl
         trainer_for(tmp_path).resume_or_load(resume=True)
     finally:
         logging.getLogger("gw_detectron").removeHandler(caplog.handler)
-    assert "its momentum starts from zero" in caplog.text
+    assert "the momentum starts from zero" in caplog.text
 
 
 def test_a_data_set_that_is_not_coco_is_refused(tmp_path):
@@ -295,7 +295,7 @@ def test_a_disk_full_during_a_checkpoint_leaves_the_earlier_one(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
     try:
         for name in ("model_0000001", "model_0000003"):
-            with pytest.raises(FileAccessError, match=f"{name}.pth' was not written: .*--resume"):
+            with pytest.raises(FileAccessError, match=f"{name}.pth': was not written: .*--resume"):
                 trainer.checkpointer.save(name)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -313,7 +313,7 @@ def test_a_damaged_image_is_named(tmp_path, data):
             path.write_bytes(path.read_bytes()[:200])
         trainer = trainer_for(tmp_path)
         with pytest.raises(
-            RecordError, match=rf"^'{data}/train/0000..\.jpg' cannot be used: .*repair the image"
+            RecordError, match=rf"^'{data}/train/0000..\.jpg': cannot be used: .*repair the image"
         ) as raised:
             trainer.train()
         assert "Traceback" not in str(raised.value)

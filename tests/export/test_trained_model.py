@@ -76,7 +76,7 @@ def test_weights_without_a_part_of_the_resnet_are_refused(cfg, trained, tmp_path
 def test_a_damaged_file_is_named(cfg, trained, tmp_path, size):
     path = tmp_path / "cut.pth"
     path.write_bytes(trained[1].read_bytes()[:size])
-    with pytest.raises(ValueError, match="cut.pth' cannot be read: it is (cut off|empty)"):
+    with pytest.raises(ValueError, match="cut.pth': cannot be read: it is (cut off|empty)"):
         load_model(with_weights(cfg, path))
 
 

@@ -26,7 +26,7 @@ def test_a_name_the_installed_detectron2_lacks_is_explained():
     try:
         get_norm("LN", 8)
     except KeyError:
-        with pytest.raises(NormError, match="does not know 'LN'"):
+        with pytest.raises(NormError, match=r"\('LN'\): unknown to the installed Detectron2"):
             resolve_norm("LN")
     else:
         assert resolve_norm("LN") == "LN"
@@ -176,7 +176,7 @@ def test_naive_sync_bn_with_other_statistics_has_its_own_name():
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("gw", r"unknown norm 'gw'. Fix: use one of \['BN'.*'GW'"),
+        ("gw", r"\('gw'\): unknown norm. Fix: use one of \['BN'.*'GW'"),
         ("GW:group=64", r"no option 'group'. Fix: use \['corr', 'eps', 'groups'"),
         ("GW:groups", "groups='' is not an integer"),
         ("GW:groups=0", "groups.*0"),

@@ -2,7 +2,7 @@ from detectron2.layers import FrozenBatchNorm2d
 from torch import nn
 
 from gw_detectron.layers import GroupWhitening2d
-from gw_detectron.modeling.norm_table import in_evaluation, norm_rows, norm_summary, norm_table
+from gw_detectron.modeling.norm_table import evaluation_spec, norm_rows, norm_summary, norm_table
 
 
 def test_the_table_lists_every_norm():
@@ -33,7 +33,7 @@ def test_the_table_lists_every_norm():
 
 
 def test_frozen_and_synchronized_statistics_are_equal_in_evaluation():
-    assert {in_evaluation(name) for name in ("BN", "SyncBN", "FrozenBN", "nnSyncBN", "naiveSyncBN_N")} == {"BN:"}
+    assert {evaluation_spec(name) for name in ("BN", "SyncBN", "FrozenBN", "nnSyncBN", "naiveSyncBN_N")} == {"BN:"}
     full = "channels=8,eps=1e-05,solver=zca,running=matrix"
-    assert in_evaluation(f"BW:{full},momentum=0.1,sync=true") == in_evaluation(f"FrozenBW:{full},momentum=0.3")
-    assert in_evaluation("GW:groups=8") != in_evaluation("GW:groups=4")
+    assert evaluation_spec(f"BW:{full},momentum=0.1,sync=true") == evaluation_spec(f"FrozenBW:{full},momentum=0.3")
+    assert evaluation_spec("GW:groups=8") != evaluation_spec("GW:groups=4")

@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gw_detectron.layers import newton_inverse_sqrt
-from gw_detectron.ops.group_whitening.matmul_newton import newton, newton_backward, products
+from gw_detectron.ops.group_whitening.matmul_newton import count_products, newton, newton_backward
 
 
 def covariances(n: int, g: int, columns: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -55,7 +55,7 @@ class Products(TorchDispatchMode):
 @pytest.mark.parametrize("num_iters", range(9))
 def test_products_are_counted_as_they_are_run(num_iters):
     sigma = covariances(2, 8, 30)
-    values, tangents = products(num_iters)
+    values, tangents = count_products(num_iters)
     with Products(8) as counted:
         newton(sigma, num_iters)
     assert counted.count == values
@@ -65,7 +65,7 @@ def test_products_are_counted_as_they_are_run(num_iters):
 
 
 def test_five_steps_take_ten_products():
-    assert products(5) == (10, 14)
+    assert count_products(5) == (10, 14)
 
 
 def test_without_variance_the_whitening_matrix_is_zero():

@@ -97,9 +97,7 @@ def test_a_choice_in_the_program_overrules_the_environment(monkeypatch):
 @pytest.mark.parametrize("value", ["fast", "triton"])
 def test_a_backend_that_cannot_be_forced_is_an_error(value, monkeypatch):
     monkeypatch.setenv(ENVIRONMENT_SWITCH, value)
-    with pytest.raises(
-        ValueError, match=f"{ENVIRONMENT_SWITCH} .'{value}'.: not a backend to force. Fix: unset it, or use"
-    ):
+    with pytest.raises(ValueError, match=f"{ENVIRONMENT_SWITCH} .'{value}'.: cannot be forced. Fix: unset it, or use"):
         layer(64)(torch.randn(2, 64, 5, 5))
 
 

@@ -51,7 +51,7 @@ def content() -> dict:
 
 @pytest.fixture
 def coco(tmp_path, content):
-    """Return a function that registers ``content`` as the data set tiny_coco and returns the JSON path."""
+    """Return a function that registers ``content`` as the dataset tiny_coco and returns the JSON path."""
     path = tmp_path / "data" / "tiny.json"
     images = tmp_path / "data" / "images"
     (images / "sub").mkdir(parents=True)
@@ -189,7 +189,7 @@ class TestModel:
         monkeypatch.setattr(ResNet, "forward", lambda self, x: x.mean().item())
         found = check()
         assert not found.problems and len(found.warnings) == 1
-        assert "Not checked" in found.warnings[0] and "RuntimeError" in found.warnings[0]
+        assert "not checked" in found.warnings[0] and "RuntimeError" in found.warnings[0]
 
     @pytest.mark.parametrize(
         ("changes", "words"),
@@ -395,7 +395,7 @@ class TestResume:
         assert "last_checkpoint" in one(check(resume=True)) and "model_0000001.pth" in one(check(resume=True))
         tag = tmp_path / "output" / "last_checkpoint"
         tag.write_text("")
-        assert "the file is empty" in one(check(resume=True))
+        assert "empty file" in one(check(resume=True))
         tag.write_bytes(bytes(range(128, 256)))
         assert "file not found" in one(check(resume=True))
         tag.write_text("model_0000009.pth")
@@ -478,7 +478,7 @@ class TestData:
 
     def test_an_unknown_data_set(self, check):
         problem = one(check(DATASETS__TRAIN=("coco_2017_trian",)))
-        assert "DATASETS ('coco_2017_trian'): unknown data set" in problem and "coco_2017_train" in problem
+        assert "DATASETS ('coco_2017_trian'): unknown dataset" in problem and "coco_2017_train" in problem
         assert "DATASETS.TRAIN (empty)" in one(check(DATASETS__TRAIN=()))
 
     def test_a_missing_folder(self, check, coco, tmp_path, monkeypatch):

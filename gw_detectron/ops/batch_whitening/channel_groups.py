@@ -47,7 +47,10 @@ def join(parts: Iterable[Tensor]) -> Tensor:
 
 
 def split_matrices(rows: Tensor) -> list[Tensor]:
-    """Return the matrices of all groups: (C // k, k, k), perhaps (1, r, r)."""
+    """Return the matrices of all groups.
+
+    (C, k) -> (C // k, k, k) and, if r > 0, (1, r, r).
+    """
     return [part[..., : part.shape[1]] for part in split(rows, rows.shape[1])]
 
 

@@ -45,17 +45,17 @@ def batch_statistics(columns: Tensor, width: int, sync: bool = False) -> BatchSt
     Returns:
         The statistics, differentiable except ``columns``.
     """
-    together = sync and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    synchronized = sync and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     count = columns.new_full((1,), columns.shape[1])
     total = columns.sum(1)
-    if together:
+    if synchronized:
         sums = _SumOverProcesses.apply(torch.cat((count, total)))
         count, total = sums[:1].detach(), sums[1:]
     divisor = count.clamp_min(1)
     mean = total / divisor
     centered = split(columns - mean[:, None], width)
     products = [part @ part.mT for part in centered]
-    if together:
+    if synchronized:
         sums = _SumOverProcesses.apply(torch.cat([product.flatten() for product in products]))
         pieces = sums.split([product.numel() for product in products])
         products = [piece.view_as(product) for piece, product in zip(pieces, products, strict=True)]

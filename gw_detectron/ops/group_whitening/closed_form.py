@@ -35,7 +35,7 @@ class Backend(Protocol):
     """
 
     def prepare(self, x: Tensor) -> Tensor:
-        """Return ``x``, or a copy in a memory layout that other steps accept."""
+        """Return ``x``, copied if its memory layout is not accepted."""
 
     def samples_per_pass(self, x: Tensor, groups: int) -> int:
         """Return the number of samples per pass of the backward loop."""
@@ -59,7 +59,10 @@ class Backend(Protocol):
         relu: bool,
         out: Tensor,
     ) -> None:
-        """Write y to ``out``: weight * (W (x - mean)) + bias, then perhaps ReLU."""
+        """Write y to ``out``.
+
+        y = weight * (W (x - mean)) + bias, then ReLU if ``relu``.
+        """
 
     def grad_products(
         self, x: Tensor, mean: Tensor, dy: Tensor, groups: int, y: Tensor | None, out: Tensor
@@ -90,7 +93,11 @@ def forward(
     eps: float,
     relu: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y, the means (N, g) and the covariances with eps (N, g, g)."""
+    """Compute the output and the statistics saved for backward.
+
+    Returns:
+        y, the means (N, g) and the covariances with eps (N, g, g).
+    """
     with autocast_off(x.device.type):
         memory_format, x = memory_format_of(x), backend.prepare(x)
         if x.numel() == 0:  # there is no column to average

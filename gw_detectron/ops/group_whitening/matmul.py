@@ -51,7 +51,10 @@ class _Block(NamedTuple):
     positions: slice
 
     def of(self, x: Tensor) -> Tensor:
-        """Index (N, g, C/g, P); the last two dimensions flatten to a view."""
+        """Return this block of ``x``, (N, g, C/g, P).
+
+        The last two dimensions of the block flatten to a view.
+        """
         return x[self.samples, :, self.channels, self.positions]
 
 
@@ -64,20 +67,20 @@ def _blocks(x: Tensor) -> Iterator[_Block]:
     """Split (N, g, C/g, P) into blocks of contiguous columns."""
     n, groups, channels, positions = x.shape
     size = _BLOCK if x.device.type == "cpu" else x.numel()
-    together = min(n, torch.get_num_threads())  # bmm multiplies that many samples in parallel
-    step_p = min(positions, max(1, size // (together * groups)))
-    step_c = min(channels, max(1, size // (together * groups * positions)))
-    step_n = min(n, max(together, size // (groups * channels * positions)))
-    for samples in _even(n, step_n):
-        for of_group in _even(channels, step_c):
-            for of_channel in _even(positions, step_p):
-                yield _Block(samples, of_group, of_channel)
+    parallel = min(n, torch.get_num_threads())  # bmm multiplies this many samples at the same time
+    step_p = min(positions, max(1, size // (parallel * groups)))
+    step_c = min(channels, max(1, size // (parallel * groups * positions)))
+    step_n = min(n, max(parallel, size // (groups * channels * positions)))
+    for samples in _even_slices(n, step_n):
+        for group_channels in _even_slices(channels, step_c):
+            for positions_slice in _even_slices(positions, step_p):
+                yield _Block(samples, group_channels, positions_slice)
 
 
-def _even(length: int, at_most: int) -> Iterator[slice]:
+def _even_slices(length: int, max_size: int) -> Iterator[slice]:
     """Split a range into few slices of nearly equal, limited length."""
     if length:
-        step = -(-length // -(-length // at_most))
+        step = -(-length // -(-length // max_size))
         yield from (slice(start, min(start + step, length)) for start in range(0, length, step))
 
 
@@ -93,15 +96,18 @@ def samples_per_pass(x: Tensor, groups: int) -> int:
     return max(8, _BLOCK // max(x[0].numel(), groups * x.shape[1]))
 
 
-def _by_onednn(a: Tensor, b: Tensor) -> bool:
+def _use_onednn(a: Tensor, b: Tensor) -> bool:
     """Whether oneDNN multiplies two batches of matrices faster."""
     sides = (*a.shape[1:], b.shape[2])
     return compat.onednn_is_faster(a, min(sides), max(sides)) and (b[0].is_contiguous() or b[0].mT.is_contiguous())
 
 
 def _products(a: Tensor, b: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield parts of the batched ``a @ b``, valid until the next part."""
-    if _by_onednn(a, b):
+    """Yield the batched ``a @ b`` in parts.
+
+    Each part is valid until the next one.
+    """
+    if _use_onednn(a, b):
         for i, matrices in enumerate(zip(a, b, strict=True)):
             yield slice(i, i + 1), compat.onednn_matmul(*matrices)[None]
     else:
@@ -109,8 +115,11 @@ def _products(a: Tensor, b: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, beta: int = 1) -> None:
-    """Compute ``total = beta * total + a @ b``; beta=0 ignores the old value."""
-    if not _by_onednn(a, b):
+    """Add a batched matrix product in place.
+
+    ``total = beta * total + a @ b``; beta=0 ignores the old value.
+    """
+    if not _use_onednn(a, b):
         total.baddbmm_(a, b, beta=beta)
         return
     for samples, product in _products(a, b):
@@ -129,14 +138,14 @@ def statistics(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
         # second moments about the block's own mean while the block is cached, then a rank-1 update for the means:
         # Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances" (1979)
         part = block.of(x)
-        of_block = part.flatten(2).mean(2, dtype=mean.dtype)
-        centered = _centered(part, of_block).flatten(2)
+        block_mean = part.flatten(2).mean(2, dtype=mean.dtype)
+        centered = _centered(part, block_mean).flatten(2)
         before, new = block.channels.start * x.shape[3] + block.positions.start, centered.shape[2]
-        apart = of_block.sub_(mean[block.samples])
-        mean[block.samples].add_(apart, alpha=new / (before + new))
+        mean_difference = block_mean.sub_(mean[block.samples])
+        mean[block.samples].add_(mean_difference, alpha=new / (before + new))
         columns = [centered]
         if before:
-            columns.append(apart.mul_((before * new / (before + new)) ** 0.5)[..., None])
+            columns.append(mean_difference.mul_((before * new / (before + new)) ** 0.5)[..., None])
         for matrices in columns:
             _add_product(corner[block.samples], matrices[:, half:], matrices[:, half:].mT)
             if half:
@@ -157,14 +166,14 @@ def apply(
     x, y = _grouped(x, groups), _grouped(out, groups)
     scale, shift = _per_channel(weight, mean), _per_channel(bias, mean)
     for block in _blocks(x):
-        centered, of_y = _centered(block.of(x), mean[block.samples]), block.of(y)
+        centered, y_block = _centered(block.of(x), mean[block.samples]), block.of(y)
         for samples, product in _products(whitening[block.samples], centered.flatten(2)):
-            result = product.view_as(of_y[samples])
+            result = product.view_as(y_block[samples])
             if scale is not None:
                 result.mul_(scale[:, block.channels])
-            torch.add(result, 0 if shift is None else shift[:, block.channels], out=of_y[samples])
+            torch.add(result, 0 if shift is None else shift[:, block.channels], out=y_block[samples])
         if relu:
-            of_y.relu_()
+            y_block.relu_()
 
 
 def _per_channel(parameter: Tensor | None, mean: Tensor) -> Tensor | None:
@@ -190,8 +199,8 @@ def grad_products(
         # (C / g, N, g, P) and (C / g, N, g, g): one batch per channel or, if there are fewer samples, per sample
         batches = [grad.permute(2, 0, 1, 3), centered.permute(2, 0, 1, 3), products[block.channels, block.samples]]
         along = int(centered.shape[2] > len(centered))
-        for of_grad, of_centered, total in zip(*(batch.unbind(along) for batch in batches), strict=True):
-            _add_product(total, of_grad, of_centered.mT, beta=int(block.positions.start > 0))
+        for grad_block, centered_block, total in zip(*(batch.unbind(along) for batch in batches), strict=True):
+            _add_product(total, grad_block, centered_block.mT, beta=int(block.positions.start > 0))
     return products, sums
 
 
@@ -208,6 +217,6 @@ def apply_backward(
         pair = _workspace.buffer("pair", (len(part), 2, *part.shape[1:]), mean)
         torch.mul(block.of(dy), 1 if scale is None else scale[:, block.channels], out=pair[:, 0])
         torch.sub(part, mean[block.samples, :, None, None], out=pair[:, 1])
-        of_dx, of_shift = block.of(dx), terms.shift[block.samples, :, None, None]
+        dx_block, shift_block = block.of(dx), terms.shift[block.samples, :, None, None]
         for samples, product in _products(matrices[block.samples], pair.flatten(1, 2).flatten(2)):
-            torch.sub(product.view_as(of_dx[samples]), of_shift[samples], out=of_dx[samples])
+            torch.sub(product.view_as(dx_block[samples]), shift_block[samples], out=dx_block[samples])

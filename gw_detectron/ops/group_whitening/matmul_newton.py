@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..tensors import zero_variance
+from ..tensors import zero_variance_threshold
 
 #: elements of the matrices that a CPU processes at a time, so that they stay cached: 32 matrices of 64 x 64
 _ELEMENTS = 1 << 17
@@ -35,7 +35,7 @@ class _Matrix(NamedTuple):
     tangent: Tensor | None
 
 
-def products(num_iters: int) -> tuple[int, int]:
+def count_products(num_iters: int) -> tuple[int, int]:
     """Return the number of products of the iteration, and of its tangents."""
     values = tangents = 0
     for done in range(0, num_iters, 2):
@@ -81,29 +81,29 @@ def _newton_backward(sigma: Tensor, grad: Tensor, num_iters: int) -> tuple[Tenso
     p, tangent = _iterate(_Matrix(s, direction), num_iters)
     assert tangent is not None  # S had one
     # S is divided by the trace and W by its root: the gradient through either is a multiple of the identity
-    of_trace = torch.linalg.vecdot(tangent.flatten(1), s.flatten(1))
-    of_trace += 0.5 * torch.linalg.vecdot(direction.flatten(1), p.flatten(1))
-    return p * root, _add_identity(tangent, -of_trace[:, None]).mul_(inverse)
+    trace_gradient = torch.linalg.vecdot(tangent.flatten(1), s.flatten(1))
+    trace_gradient += 0.5 * torch.linalg.vecdot(direction.flatten(1), p.flatten(1))
+    return p * root, _add_identity(tangent, -trace_gradient[:, None]).mul_(inverse)
 
 
 def _inverse_trace(sigma: Tensor) -> Tensor:
     """Return 1 / tr(sigma), (N, 1, 1); 0 without variance."""
     trace = sigma.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]
-    return trace.masked_fill(trace <= zero_variance(sigma.dtype), torch.inf).reciprocal()
+    return trace.masked_fill(trace <= zero_variance_threshold(sigma.dtype), torch.inf).reciprocal()
 
 
 def _iterate(s: _Matrix, num_iters: int) -> _Matrix:
     """Return P after ``num_iters`` steps; ``s`` is unchanged."""
     p, q = None, s
-    for left in range(num_iters, 0, -2):
-        factor, of_identity = (_two_steps if left > 1 else _one_step)(q)
-        if left > 2:
-            q = _product(q, _square(factor, 1, factor, 2 * of_identity), q, of_identity**2)
+    for remaining in range(num_iters, 0, -2):
+        factor, identity_factor = (_two_steps if remaining > 1 else _one_step)(q)
+        if remaining > 2:
+            q = _product(q, _square(factor, 1, factor, 2 * identity_factor), q, identity_factor**2)
         if p is None:
-            _add_identity(factor.value, of_identity)
+            _add_identity(factor.value, identity_factor)
             p = factor
         else:
-            p = _product(p, factor, p, of_identity)
+            p = _product(p, factor, p, identity_factor)
     if p is None:
         p = _scaled(s, 0)
         _add_identity(p.value, 1)
@@ -111,12 +111,12 @@ def _iterate(s: _Matrix, num_iters: int) -> _Matrix:
 
 
 def _one_step(q: _Matrix) -> tuple[_Matrix, float]:
-    """Return (M, c) with M + c I = R, the factor of one step."""
+    """Return (M, c), where M + c I is the factor R."""
     return _scaled(q, -1 / 2), 3 / 2
 
 
 def _two_steps(q: _Matrix) -> tuple[_Matrix, float]:
-    """Return (F, c) with F + c I the factor of two steps."""
+    """Return (F, c), where F + c I covers two steps."""
     z = _square(q, 1 / 4, q, -9 / 8)
     return _square(z, 1, _add(z, q, -23 / 72), 27 / 16), 9 / 4
 

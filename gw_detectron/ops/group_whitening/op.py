@@ -122,7 +122,7 @@ def choose_backend(x: Tensor, groups: int, solver: Solver = DEFAULT_SOLVER) -> s
     forced = _forced.backend or os.environ.get(ENVIRONMENT_SWITCH, "")
     if forced and forced not in FORCEABLE:
         where, otherwise = ("use_backend", "leave it out") if _forced.backend else (ENVIRONMENT_SWITCH, "unset it")
-        raise ValueError(f"{where} ({forced!r}): not a backend to force. Fix: {otherwise}, or use {list(FORCEABLE)}.")
+        raise ValueError(f"{where} ({forced!r}): cannot be forced. Fix: {otherwise}, or use {list(FORCEABLE)}.")
     if forced == "reference" or solver.name != "newton" or solver.corr or needs_plain_operations():
         return "reference"
     if forced == "matmul":
@@ -168,15 +168,22 @@ def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, *_: An
 
 @_operator(_BACKWARD)
 def _backward(
-    dy: Tensor, y: Tensor | None, x: Tensor, mu: Tensor, sigma: Tensor, weight: Tensor | None, iters: int, backend: str
+    dy: Tensor,
+    y: Tensor | None,
+    x: Tensor,
+    mean: Tensor,
+    sigma: Tensor,
+    weight: Tensor | None,
+    iters: int,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return closed_form.backward(_BACKENDS[backend], dy, y, x, mu, sigma, weight, iters)
+    return closed_form.backward(_BACKENDS[backend], dy, y, x, mean, sigma, weight, iters)
 
 
 @torch.library.register_fake(_BACKWARD)
-def _(dy: Tensor, y: Tensor | None, x: Tensor, mu: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(dy: Tensor, y: Tensor | None, x: Tensor, mean: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     dx = torch.empty_like(x, memory_format=memory_format_of(x))
-    return dx, mu.new_empty(x.shape[1]), mu.new_empty(x.shape[1])
+    return dx, mean.new_empty(x.shape[1]), mean.new_empty(x.shape[1])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -211,7 +218,7 @@ def _differentiable_gradients(
     ctx: Any, dy: Tensor, x: Tensor, weight: Tensor | None, y: Tensor | None, needed: tuple[bool, ...]
 ) -> tuple[Tensor, ...]:
     """Return the needed gradients by autograd through the reference."""
-    bias = None  # of any value: no derivative depends on it
+    bias = None  # any value: derivatives do not depend on the bias
     if ctx.bias_dtype is not None:
         bias = torch.zeros(x.shape[1], dtype=ctx.bias_dtype, device=x.device, requires_grad=True)
     # autograd stops at these aliases: x may be a function of weight (in a layer used twice), or weight of x
@@ -237,14 +244,14 @@ def _product_flops(n: int, groups: int, columns: int, products: int) -> int:
 def _forward_flops(x: Any, weight: Any, bias: Any, groups: int, iters: int, *_: Any, **__: Any) -> int:
     """Count covariance, whitened output and iteration; the arguments are shapes."""
     n, columns = x[0], math.prod(x[1:]) // groups
-    forward, _tangent = matmul_newton.products(iters)
+    forward, _tangent = matmul_newton.count_products(iters)
     return _product_flops(n, groups, columns, 2) + _product_flops(n, groups, groups, forward)
 
 
 @register_flop_formula(torch.ops.gw_detectron.group_whiten_backward)
-def _backward_flops(dy: Any, y: Any, x: Any, mu: Any, sigma: Any, weight: Any, iters: int, *_: Any, **__: Any) -> int:
+def _backward_flops(dy: Any, y: Any, x: Any, mean: Any, sigma: Any, weight: Any, iters: int, *_: Any, **__: Any) -> int:
     """Count three products over columns, and the iteration with its tangents."""
-    n, groups = mu
+    n, groups = mean
     columns = math.prod(x[1:]) // groups
-    forward, tangent = matmul_newton.products(iters)
+    forward, tangent = matmul_newton.count_products(iters)
     return _product_flops(n, groups, columns, 3) + _product_flops(n, groups, groups, forward + tangent)

@@ -1,7 +1,7 @@
 """Solvers: covariance matrix -> whitening matrix, with finite gradients.
 
 To add one, write a function of (..., g, g) matrices in a file of this folder and add a line to ``SOLVERS`` in
-``solver.py``. An option that only this solver reads is a field of ``Solver`` and a line in ``READ_BY``.
+``solver.py``. An option that only this solver reads is a field of ``Solver`` and a line in ``OPTION_SOLVER``.
 
 Shapes: ``g`` is the side of a covariance matrix, ``...`` any number of batch dimensions.
 
@@ -18,11 +18,11 @@ from .eigen import (
     zca_max_inverse_sqrt,
 )
 from .newton import newton_inverse_sqrt
-from .solver import DEFAULT_SOLVER, READ_BY, SOLVERS, Solver, check_solver, standardizing_matrix
+from .solver import DEFAULT_SOLVER, OPTION_SOLVER, SOLVERS, Solver, check_solver, standardizing_matrix
 
 __all__ = [
     "DEFAULT_SOLVER",
-    "READ_BY",
+    "OPTION_SOLVER",
     "SOLVERS",
     "NonFiniteCovarianceError",
     "Solver",

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..tensors import zero_variance
+from ..tensors import zero_variance_threshold
 
 
 def cholesky_whitening(sigma: Tensor) -> Tensor:
@@ -56,14 +56,14 @@ def _triangular(sigma: Tensor, pivot: bool, eps: float) -> Tensor:
 
 
 def _factorize(sigma: Tensor, pivot: bool, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return W, the ratio of D to the pivots, and the mask of kept pivots.
+    """Factorize the covariance; return W, ratio and mask of the pivots.
 
-    A pivot without variance has the ratio 0. The floor of a pivot is the rounding error of its channel's variance. A
-    smaller pivot counts as zero. Its row is zero unless ``eps`` exceeds the floor; otherwise the row would be amplified
-    rounding.
+    The ratio is that of D to the pivots; it is 0 for a pivot without variance. The mask is true for kept pivots. The
+    floor of a pivot is the rounding error of its channel's variance. A smaller pivot counts as zero. Its row is zero
+    unless ``eps`` exceeds the floor; otherwise the row would be amplified rounding.
     """
     floor = sigma.shape[-1] * torch.finfo(sigma.dtype).eps * sigma.diagonal(dim1=-2, dim2=-1)
-    floor = floor.clamp_min(zero_variance(sigma.dtype))
+    floor = floor.clamp_min(zero_variance_threshold(sigma.dtype))
     rows, d, floor = (_eliminate_largest if pivot else _eliminate_in_order)(sigma, floor)
     alive = d > floor
     original = alive & (d >= eps)

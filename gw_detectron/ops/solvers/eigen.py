@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..tensors import zero_variance
+from ..tensors import zero_variance_threshold
 
 
 class NonFiniteCovarianceError(FloatingPointError, ValueError):
@@ -141,7 +141,7 @@ def _rounding(eigenvalues: Tensor) -> Tensor:
 
 
 def _inv_sqrt(values: Tensor) -> Tensor:
-    alive = values > _rounding(values).clamp_min(zero_variance(values.dtype))
+    alive = values > _rounding(values).clamp_min(zero_variance_threshold(values.dtype))
     return torch.where(alive, torch.where(alive, values, torch.ones_like(values)).rsqrt(), 0.0)
 
 
@@ -152,7 +152,10 @@ def _spectral(sigma: Tensor, name: str, rule: _Rule | None, eps: float) -> Tenso
 
 
 def _spectral_forward(sigma: Tensor, name: str, rule: _Rule | None, eps: float) -> tuple[Tensor, ...]:
-    """Return W, D, r and, with a rule, eigenvalues, raised mask, threshold, slope."""
+    """Return W, D, r and, with a rule, its tensors.
+
+    The tensors of a rule: eigenvalues, mask of raised ones, threshold and slope.
+    """
     eigenvalues, d = _eigh(sigma, name)
     if rule is None:
         r = _inv_sqrt(eigenvalues)

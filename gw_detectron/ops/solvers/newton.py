@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..tensors import zero_variance
+from ..tensors import zero_variance_threshold
 
 
 def newton_inverse_sqrt(sigma: Tensor, num_iters: int = 5) -> Tensor:
@@ -30,7 +30,7 @@ def newton_inverse_sqrt(sigma: Tensor, num_iters: int = 5) -> Tensor:
     Source: Group Whitening, Eqs. 6-7; Higham, "Stable iterations for the matrix square root" (1997).
     """
     trace = sigma.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-    alive = trace > zero_variance(sigma.dtype)
+    alive = trace > zero_variance_threshold(sigma.dtype)
     safe_trace = torch.where(alive, trace, torch.ones_like(trace))
     sigma_n = sigma / safe_trace
     identity = torch.eye(sigma.shape[-1], dtype=sigma.dtype, device=sigma.device).expand_as(sigma)

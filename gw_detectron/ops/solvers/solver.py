@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..tensors import check_flag, check_integer, check_number, zero_variance
+from ..tensors import check_flag, check_integer, check_number, zero_variance_threshold
 from .cholesky import cholesky_whitening, pivoted_cholesky_whitening
 from .eigen import pca_inverse_sqrt, zca_entropy_inverse_sqrt, zca_inverse_sqrt, zca_max_inverse_sqrt
 from .newton import newton_inverse_sqrt
 
 #: option -> the only solver that reads it
-READ_BY = {"num_iters": "newton", "threshold": "zca_max"}
+OPTION_SOLVER = {"num_iters": "newton", "threshold": "zca_max"}
 #: the published c of zca_max
 _THRESHOLD = 0.01
 
@@ -58,10 +58,10 @@ class Solver:
         check_number("eps", self.eps, 0, float("inf"), 1e-5)
         check_number("threshold", self.threshold, 0, 1, _THRESHOLD)
         check_flag("corr", self.corr)
-        if self.threshold != _THRESHOLD and self.name != READ_BY["threshold"]:
+        if self.threshold != _THRESHOLD and self.name != OPTION_SOLVER["threshold"]:
             raise ValueError(
                 f"threshold ({self.threshold}): the solver {self.name!r} does not read it. "
-                f"Fix: leave it out, or pass solver={READ_BY['threshold']!r}."
+                f"Fix: leave it out, or pass solver={OPTION_SOLVER['threshold']!r}."
             )
 
     def __call__(self, covariance: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class Solver:
 
     def __str__(self) -> str:
         text = f"eps={self.eps:g}, solver={self.name}"
-        if self.name == READ_BY["num_iters"]:
+        if self.name == OPTION_SOLVER["num_iters"]:
             text = f"iters={self.num_iters}, {text}"
         if self.threshold != _THRESHOLD:
             text += f", threshold={self.threshold:g}"
@@ -128,7 +128,7 @@ def standardizing_matrix(sigma: Tensor) -> Tensor:
 
 def _inverse_std(sigma: Tensor) -> Tensor:
     variance = sigma.diagonal(dim1=-2, dim2=-1)
-    alive = variance > zero_variance(sigma.dtype)
+    alive = variance > zero_variance_threshold(sigma.dtype)
     return torch.where(alive, torch.where(alive, variance, 1.0).rsqrt(), 0.0)
 
 

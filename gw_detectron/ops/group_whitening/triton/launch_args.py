@@ -14,12 +14,12 @@ from .tiles import tile_columns
 MAX_GROUPS = 128
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-#: bytes of x in a tile: small enough that a multiprocessor holds several programs, so that some load while others
-#: multiply, and still 128 bytes in a row of float32 with g = 64
+#: bytes of x in a tile. A multiprocessor holds several programs of this size: some load while others multiply. A row of
+#: float32 with g = 64 still has 128 bytes.
 TILE_BYTES = 8192
-#: elements from the first to the last of a sample; with more, offsets would not fit 32 bits
+#: limit of the distance between two elements of a sample; kernels compute offsets in 32 bits
 MAX_EXTENT = 2**31
-#: least tiles per program, to pay for the partial g x g result or the g x g matrix; with g = 64 one weighs two tiles
+#: fewest tiles per program. Each program also reads or writes a g x g matrix, at g = 64 as many bytes as two tiles.
 MIN_TILES = 4
 
 
@@ -60,7 +60,7 @@ def with_strides_of(like: Tensor, y: Tensor) -> Tensor:
 
 
 class Strides(NamedTuple):
-    """Strides of an activation (N, C, P); one of C, P has stride 1."""
+    """Strides of an activation (N, C, P); C or P has stride 1."""
 
     sample: int
     outer: int  # of positions if j_first, else of channels
@@ -107,7 +107,7 @@ def layouts(groups: int, columns: int, *tensors: Tensor, one_j: bool = False) ->
         found = _strides(tensor)
         if found is None:
             raise ValueError(
-                f"strides {tensor.stride()} of shape {tuple(tensor.shape)}: unsupported. Fix: prepare() it."
+                f"strides {tensor.stride()} of shape {tuple(tensor.shape)}: unsupported. Fix: call prepare(x) first."
             )
         strides.append(found)
     channels, *spatial = tensors[0].shape[1:]

@@ -7,7 +7,7 @@ from __future__ import annotations  # without triton, constexpr is only a name i
 import torch
 from torch import Tensor
 
-from ...tensors import zero_variance
+from ...tensors import zero_variance_threshold
 from . import launch_args as launch
 from .compiler import constexpr, jit, tl
 from .tiles import load_matrix, store_matrix
@@ -24,7 +24,7 @@ def _times_r(
     x_ptr, q_ptr, out_ptr,
     ROWS: constexpr, BLOCK: constexpr, DEPTH: constexpr, TANGENT: constexpr, PRECISION: constexpr,
 ):  # fmt: skip
-    """Compute X R = (3 X - X Q) / 2 and, if TANGENT, its derivative.
+    """Compute X R and, if TANGENT, its derivative; X R = (3 X - X Q) / 2.
 
     The derivative of a matrix is stored TANGENT elements after it.
     """
@@ -150,6 +150,6 @@ def _launch_newton(
     launch.run(
         _newton, (programs, 1), like=sigma, warps=8, stages=1,
         sigma_ptr=sigma.contiguous(), grad_ptr=grad, whitening_ptr=whitening, grad_sigma_ptr=grad_sigma,
-        workspace_ptr=workspace, samples=n, num_iters=num_iters, zero=zero_variance(torch.float32),
+        workspace_ptr=workspace, samples=n, num_iters=num_iters, zero=zero_variance_threshold(torch.float32),
         GROUPS=groups, ROWS=rows, BLOCK=min(rows, 64), DEPTH=16, PRECISION="tf32x3",
     )  # fmt: skip

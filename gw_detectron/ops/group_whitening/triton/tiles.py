@@ -9,7 +9,10 @@ from .compiler import constexpr, jit, tl
 
 @jit
 def tile_columns(tile, positions, CPG: constexpr, JB: constexpr, PB: constexpr, VECTOR: constexpr, J_FIRST: constexpr):
-    """Return j (scalar if JB == 1), p and a mask of a tile's columns."""
+    """Return j, p and the mask of a tile's columns.
+
+    j is a scalar if JB == 1.
+    """
     if not J_FIRST:  # exact; tells the compiler that VECTOR neighbors exist together
         positions = positions // VECTOR * VECTOR
     column = tl.arange(0, JB * PB)
