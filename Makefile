@@ -41,7 +41,7 @@ wheel: setup ## build the wheel into dist/
 	$(PIP) wheel --no-deps --no-build-isolation --wheel-dir dist .
 	rm -rf build
 
-clean: ## remove build products and caches; .venv, data sets and output stay
+clean: ## remove build products and caches; .venv, datasets and output stay
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find gw_detectron tools tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
