@@ -2,7 +2,7 @@
 
 import argparse
 
-from gw_detectron.analysis.arguments import parse_seed
+from gw_detectron.cli import parse_seed
 
 
 def add_random_arguments(parser: argparse.ArgumentParser, reduced: str) -> None:

@@ -11,6 +11,7 @@ FUNCTIONS = ("add_gw_config", "norm_spec", "norm_table", "resolve_norm")
 MODULES = (
     "analysis",
     "checkpoint",
+    "cli",
     "config",
     "data",
     "engine",

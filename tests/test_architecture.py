@@ -16,7 +16,7 @@ ROOMS = (
     {"atomic", "requirements"},
     {"ops"},
     {"layers"},
-    {"config"},
+    {"config", "cli"},
     {"modeling", "data", "env"},
     {"checkpoint"},
     {"model_zoo"},

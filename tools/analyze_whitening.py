@@ -12,9 +12,8 @@ from pathlib import Path
 from tabulate import tabulate
 
 from gw_detectron.analysis import AnalysisResult, analyze_constraints, analyze_layers
-from gw_detectron.analysis.arguments import check_folder, parse_seed
+from gw_detectron.cli import check_folder, errors_reported, parse_seed
 from gw_detectron.config import read_config
-from gw_detectron.engine.launch import errors_reported
 from gw_detectron.model_zoo import get_config_file
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -23,7 +23,7 @@ from benchmarks.providers import MODES, OPTIONAL, PRECISIONS, PROVIDERS
 from benchmarks.summary import summary
 from benchmarks.table import read_csv, write_csv
 from benchmarks.validation import output_paths
-from gw_detectron.engine.launch import errors_reported
+from gw_detectron.cli import errors_reported
 
 
 def get_parser() -> argparse.ArgumentParser:

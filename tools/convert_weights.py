@@ -6,7 +6,7 @@ import argparse
 from tabulate import tabulate
 
 from gw_detectron.checkpoint import convert_file
-from gw_detectron.engine.launch import errors_reported
+from gw_detectron.cli import errors_reported
 
 
 def get_parser() -> argparse.ArgumentParser:

@@ -3,8 +3,8 @@
 
 import argparse
 
+from gw_detectron.cli import errors_reported
 from gw_detectron.engine.demo import run_demo
-from gw_detectron.engine.launch import errors_reported
 from gw_detectron.model_zoo import get_config_file
 
 

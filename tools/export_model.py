@@ -9,8 +9,8 @@ import argparse
 
 from tabulate import tabulate
 
+from gw_detectron.cli import errors_reported
 from gw_detectron.config import read_config
-from gw_detectron.engine.launch import errors_reported
 from gw_detectron.export import export_detector, load_model, read_image_for, worst_relative
 
 

@@ -5,9 +5,9 @@ import argparse
 import sys
 
 from gw_detectron.checkpoint.verify import is_labeled, measure_accuracy, verify
+from gw_detectron.cli import errors_reported
 from gw_detectron.config import read_config
 from gw_detectron.data.images import load_images, synthetic_images
-from gw_detectron.engine.launch import errors_reported
 
 
 def get_parser() -> argparse.ArgumentParser:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..atomic import atomic_write
+from ..cli import check_folder
 from ..errors import UserError
-from .arguments import check_folder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

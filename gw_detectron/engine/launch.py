@@ -1,4 +1,4 @@
-"""Launch training processes; report user errors without a traceback."""
+"""Launch training processes with Detectron2's flags or torchrun."""
 
 import argparse
 import contextlib
@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from detectron2.engine import launch
 from detectron2.utils import comm
-from torch.multiprocessing.spawn import ProcessExitedException
 
+from ..cli import errors_reported, report_error
 from ..errors import ConfigError, is_user_error
 
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -59,22 +59,6 @@ def _worker(main: Callable[[argparse.Namespace], object], args: argparse.Namespa
 
 
 @contextlib.contextmanager
-def errors_reported() -> Iterator[None]:
-    """Report a user error on stderr and exit with status 1."""
-    try:
-        yield
-    except ProcessExitedException as error:
-        if error.signal_name:
-            raise  # killed from outside, often for lack of memory: the traceback names the signal
-        raise SystemExit(error.exit_code) from None  # the process has reported its error
-    except Exception as error:
-        if not is_user_error(error):
-            raise
-        _report(error)
-        raise SystemExit(1) from None
-
-
-@contextlib.contextmanager
 def in_all_processes() -> Iterator[None]:
     """Require that the body succeeds in all processes.
 
@@ -97,17 +81,12 @@ def in_all_processes() -> Iterator[None]:
         return
     if failure is not None and comm.get_rank() == failed.index(True):
         if is_user_error(failure):
-            _report(failure)
+            report_error(failure)
         else:
             traceback.print_exception(failure)
     # A launcher ends all processes when the first one exits, so all wait for the report.
     comm.synchronize()
     raise SystemExit(1)
-
-
-def _report(error: Exception) -> None:
-    process = "" if comm.is_main_process() else f" in process {comm.get_rank()}"
-    print(f"\nError{process}: {error}", file=sys.stderr, flush=True)
 
 
 def _check_gpus(args: argparse.Namespace) -> None:

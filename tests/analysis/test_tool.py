@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from gw_detectron.analysis import AnalysisResult, analyze_constraints
-from gw_detectron.analysis.arguments import check_folder
+from gw_detectron.cli import check_folder
 from gw_detectron.errors import FileAccessError
 
 from ..tiny_run import CONFIG

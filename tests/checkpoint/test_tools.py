@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from gw_detectron.cli import errors_reported
 from gw_detectron.data.images import synthetic_images
-from gw_detectron.engine.launch import errors_reported
 
 TOOLS = Path(__file__).parents[2] / "tools"
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from detectron2.utils import comm
 
+from gw_detectron.cli import errors_reported
 from gw_detectron.engine import get_parser
-from gw_detectron.engine.launch import errors_reported, in_all_processes, launch_from_args
+from gw_detectron.engine.launch import in_all_processes, launch_from_args
 from gw_detectron.errors import ConfigError
 from gw_detectron.preflight import PreflightError
 
