@@ -64,7 +64,7 @@ def read_config(config_file: str, opts: Sequence[str] = ()) -> CfgNode:
     _check_bases(str(config_file))
     try:
         keys = list(_flat_keys(CfgNode.load_yaml_with_base(str(config_file), allow_unsafe=True)))
-    except (yaml.YAMLError, AttributeError, TypeError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, AssertionError, AttributeError, OSError, TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"'{config_file}': not a yaml file of config keys: {error}. Fix: correct it.") from error
     try:
         cfg.merge_from_file(str(config_file))
@@ -96,7 +96,13 @@ def _check_bases(config_file: str) -> None:
             with open(path) as file:
                 base = yaml.load(file, yaml.BaseLoader)["_BASE_"]
             path = os.path.join(os.path.dirname(path), os.path.expanduser(base))
-        except (KeyError, TypeError, ValueError, yaml.YAMLError):  # no base, or a file that Detectron2 refuses
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            RecursionError,
+            yaml.YAMLError,
+        ):  # no base, or a file that Detectron2 refuses
             return
 
 

@@ -83,7 +83,7 @@ def open_start_weights(cfg: CfgNode, *, resume: bool = False) -> StartWeights:
         resume: open the last checkpoint of ``OUTPUT_DIR`` instead, if there is one.
     """
     tag = os.path.join(cfg.OUTPUT_DIR, "last_checkpoint")
-    address, key, resumed = cfg.MODEL.WEIGHTS, "MODEL.WEIGHTS", False
+    address, key, resumed = cfg.MODEL.WEIGHTS or "", "MODEL.WEIGHTS", False
     try:
         if resume and PathManager.exists(tag):
             key, resumed = tag, True

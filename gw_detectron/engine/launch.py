@@ -109,7 +109,10 @@ def _check_gpus(args: argparse.Namespace) -> None:
 
 
 def _join_torchrun(*, cpu: bool) -> None:
-    local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    given = {name: os.environ[name] for name in _TORCHRUN_VARIABLES}
+    if not all(value.isdecimal() for value in given.values()):
+        raise ConfigError(f"torchrun's variables ({given}): not whole numbers. Fix: use torchrun, or unset them.")
+    local_rank, local_size = int(given["LOCAL_RANK"]), int(given["LOCAL_WORLD_SIZE"])
     cpu = cpu or not torch.cuda.is_available()
     if not cpu:
         if local_size > torch.cuda.device_count():

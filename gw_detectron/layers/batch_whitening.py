@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..ops.batch_whitening.channel_groups import effective_width, join_matrices, split, split_matrices
 from ..ops.batch_whitening.reference import to_columns, transform
 from ..ops.batch_whitening.statistics import BatchStatistics, batch_statistics
-from ..ops.solvers import Solver
+from ..ops.solvers import Solver, check_pickled_solver
 from ..ops.tensors import autocast_off, check_flag, check_number, check_tensors
 from .rotation import GroupRotation
 
@@ -108,6 +108,10 @@ class BatchWhitening2d(nn.Module):
         identities = [torch.eye(group.shape[1]).expand(*group.shape, -1) for group in groups]
         self.register_buffer("running_mean", torch.zeros(num_channels))
         self.register_buffer(f"running_{running}", join_matrices(identities, width))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        check_pickled_solver(type(self).__name__, state)
+        super().__setstate__(state)
 
     def forward(self, x: Tensor) -> Tensor:
         """Whiten ``x``, and update the running averages in training mode.

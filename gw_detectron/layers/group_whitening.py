@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..ops.group_whitening.op import group_whiten, use_backend
 from ..ops.group_whitening.reference import effective_groups
-from ..ops.solvers import Solver
+from ..ops.solvers import Solver, check_pickled_solver
 
 
 class GroupWhitening2d(nn.Module):
@@ -39,6 +39,7 @@ class GroupWhitening2d(nn.Module):
 
     Attributes:
         fuses_relu: True: ``forward`` accepts ``relu=True``. A caller that has a ReLU after its norm may test for this.
+            A subclass with its own ``forward`` sets it itself.
         solver: the :class:`~gw_detectron.layers.Solver` made of the options.
 
     Raises:
@@ -49,6 +50,11 @@ class GroupWhitening2d(nn.Module):
     """
 
     fuses_relu = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "forward" in vars(cls) and "fuses_relu" not in vars(cls):
+            cls.fuses_relu = False  # its forward may not take relu, or change what comes out
 
     def __init__(
         self,
@@ -90,6 +96,10 @@ class GroupWhitening2d(nn.Module):
                 "Fix: give it as many channels as the layer has."
             )
         return group_whiten(x, self.num_groups, self.weight, self.bias, solver=self.solver, relu=relu)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        check_pickled_solver(type(self).__name__, state)
+        super().__setstate__(state)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # the authors' checkpoints hold the affine parameters as (1, C, 1, 1)

@@ -18,6 +18,7 @@ from gw_detectron.checkpoint import (
     convert_file,
     load_checkpoint,
     open_checkpoint,
+    open_start_weights,
 )
 from gw_detectron.errors import ConfigError, FileAccessError, MissingFileError
 
@@ -117,6 +118,13 @@ def test_no_weights_and_live_batch_norm(detector_cfg, r18_file, tmp_path):
     convert_file(r18_file, tmp_path / "a.pkl")
     report = load_checkpoint(checkpointer, open_checkpoint(str(tmp_path / "a.pkl")))
     assert str(report).startswith("backbone: 82/82 tensors")
+
+
+@pytest.mark.parametrize("weights", ["", None])
+def test_no_weights_are_random_initial_values(detector_cfg, weights):
+    detector_cfg.MODEL.WEIGHTS = weights
+    start = open_start_weights(detector_cfg)
+    assert (start.address, start.checkpoint()) == ("", None)
 
 
 def test_backbone_without_fpn(detector_cfg, r18, tmp_path):

@@ -28,7 +28,18 @@ def test_unknown_key_in_the_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["MODEL: [1, 2", "- 1\n- 2\n", "SOLVER:\n  MAX_ITER: many\n", "", "3", "_BASE_: a.yaml", "1: 2"]
+    "text",
+    [
+        "MODEL: [1, 2",
+        "- 1\n- 2\n",
+        "SOLVER:\n  MAX_ITER: many\n",
+        "",
+        "3",
+        "_BASE_: a.yaml",
+        "_BASE_: none.yaml",
+        "1: 2",
+        "a: " + 2000 * "[",
+    ],
 )
 def test_a_file_that_is_no_config(tmp_path, text):
     args = arguments(tmp_path)

@@ -10,6 +10,7 @@ from gw_detectron.cli import errors_reported
 from gw_detectron.engine import get_parser
 from gw_detectron.engine.launch import in_all_processes, launch_from_args
 from gw_detectron.errors import ConfigError
+from gw_detectron.ops.solvers import NonFiniteCovarianceError
 from gw_detectron.preflight import PreflightError
 
 
@@ -29,6 +30,14 @@ def test_several_processes_without_a_gpu_need_torchrun(capsys):
         assert "torchrun --nproc_per_node 2" in capsys.readouterr().err
 
 
+def test_torchrun_variables_that_are_no_numbers(monkeypatch, capsys):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "x")
+    with pytest.raises(SystemExit):
+        launch_from_args(print, get_parser().parse_args([]))
+    assert "not whole numbers. Fix: use torchrun" in capsys.readouterr().err
+
+
 def test_flags_out_of_range(capsys):
     for words, message in [
         (["--num-gpus", "-1"], "--num-gpus -1"),
@@ -45,6 +54,7 @@ def test_flags_out_of_range(capsys):
         PreflightError(["one thing", "another"]),
         FileNotFoundError(errno.ENOENT, "No such file", "a.json"),
         OSError(errno.ENOSPC, "No space left on device"),
+        NonFiniteCovarianceError("the covariance holds NaN"),
     ],
 )
 def test_a_user_error_is_one_message(capsys, error):

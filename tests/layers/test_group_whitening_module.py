@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gw_detectron.layers import GroupWhitening2d, Solver, group_whiten, use_path
+from gw_detectron.layers import BatchWhitening2d, GroupWhitening2d, Solver, group_whiten, use_path
 
 from ..ops.cases import build, correlated
 from ..ops.oracle import Setting
@@ -238,3 +238,11 @@ def test_distributed_training_goes_on_after_an_empty_batch(tmp_path):
             assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("layer_class", [GroupWhitening2d, BatchWhitening2d])
+def test_a_layer_pickled_by_version_0_1_0_is_refused(layer_class):
+    layer = layer_class(8)
+    state = {**layer.__getstate__(), "solver": "newton", "num_iters": 5}
+    with pytest.raises(ValueError, match=r"pickled by version 0\.1\.0.*state_dict"):
+        layer_class.__new__(layer_class).__setstate__(state)

@@ -259,3 +259,19 @@ def test_a_hook_sees_the_output_of_the_norm(component, norm):
     assert len(seen) == len(convs) == kind.relus
     assert all((output.min() < 0) == (norm != "GW") for output in seen)
     assert all(output.min() >= 0 for output in convs)
+
+
+@pytest.mark.parametrize("fuses", [False, True])
+def test_a_subclass_with_its_own_forward_is_fused_only_if_it_says_so(fuses):
+    class Shifted(GroupWhitening2d):
+        def forward(self, x, relu=False):
+            assert relu is fuses
+            return super().forward(x) - 1
+
+    class Fusing(Shifted):
+        fuses_relu = True
+
+    norm = (Fusing if fuses else Shifted)(8, 4)
+    conv = ConvNormReLU(3, 8, 3, norm=norm, activation=nn.ReLU())
+    y = conv(torch.randn(2, 3, 6, 6))
+    assert bool(y.min() < 0) is fuses  # a fused norm's output is final

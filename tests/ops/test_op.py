@@ -10,6 +10,7 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
+from gw_detectron.errors import ConfigError
 from gw_detectron.layers import Solver
 from gw_detectron.ops.group_whitening import op
 from gw_detectron.ops.group_whitening.op import ENVIRONMENT_SWITCH, choose_backend, use_backend
@@ -97,7 +98,7 @@ def test_a_choice_in_the_program_overrules_the_environment(monkeypatch):
 @pytest.mark.parametrize("value", ["fast", "triton"])
 def test_a_backend_that_cannot_be_forced_is_an_error(value, monkeypatch):
     monkeypatch.setenv(ENVIRONMENT_SWITCH, value)
-    with pytest.raises(ValueError, match=f"{ENVIRONMENT_SWITCH} .'{value}'.: cannot be forced. Fix: unset it, or use"):
+    with pytest.raises(ConfigError, match=f"{ENVIRONMENT_SWITCH} .'{value}'.: cannot be forced. Fix: unset it, or use"):
         layer(64)(torch.randn(2, 64, 5, 5))
 
 

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ...errors import ConfigError
 from ..compat import needs_plain_operations
 from ..solvers import DEFAULT_SOLVER, Solver, check_solver
 from ..tensors import autocast_off, check_tensors, compute_dtype, memory_format_of
@@ -117,12 +118,12 @@ def choose_backend(x: Tensor, groups: int, solver: Solver = DEFAULT_SOLVER) -> s
     """Return the backend for an input: ``"triton"``, ``"matmul"`` or ``"reference"``.
 
     Raises:
-        ValueError: ``GW_DETECTRON_KERNELS`` or ``use_backend`` names something else than matmul or reference.
+        ConfigError: ``GW_DETECTRON_KERNELS`` or ``use_backend`` names something else than matmul or reference.
     """
     forced = _forced.backend or os.environ.get(ENVIRONMENT_SWITCH, "")
     if forced and forced not in FORCEABLE:
         where, otherwise = ("use_backend", "leave it out") if _forced.backend else (ENVIRONMENT_SWITCH, "unset it")
-        raise ValueError(f"{where} ({forced!r}): cannot be forced. Fix: {otherwise}, or use {list(FORCEABLE)}.")
+        raise ConfigError(f"{where} ({forced!r}): cannot be forced. Fix: {otherwise}, or use {list(FORCEABLE)}.")
     if forced == "reference" or solver.name != "newton" or solver.corr or needs_plain_operations():
         return "reference"
     if forced == "matmul":

@@ -18,7 +18,15 @@ from .eigen import (
     zca_max_inverse_sqrt,
 )
 from .newton import newton_inverse_sqrt
-from .solver import DEFAULT_SOLVER, OPTION_SOLVER, SOLVERS, Solver, check_solver, standardizing_matrix
+from .solver import (
+    DEFAULT_SOLVER,
+    OPTION_SOLVER,
+    SOLVERS,
+    Solver,
+    check_pickled_solver,
+    check_solver,
+    standardizing_matrix,
+)
 
 __all__ = [
     "DEFAULT_SOLVER",
@@ -26,6 +34,7 @@ __all__ = [
     "SOLVERS",
     "NonFiniteCovarianceError",
     "Solver",
+    "check_pickled_solver",
     "check_solver",
     "cholesky_whitening",
     "newton_inverse_sqrt",

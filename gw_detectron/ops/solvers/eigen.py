@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ...errors import UserError
 from ..tensors import zero_variance_threshold
 
 
-class NonFiniteCovarianceError(FloatingPointError, ValueError):
+class NonFiniteCovarianceError(UserError, FloatingPointError, ValueError):
     """A covariance matrix holds NaN or infinity, so it has no eigenvalues."""
 
 
