@@ -96,14 +96,8 @@ def _check_bases(config_file: str) -> None:
             with open(path) as file:
                 base = yaml.load(file, yaml.BaseLoader)["_BASE_"]
             path = os.path.join(os.path.dirname(path), os.path.expanduser(base))
-        except (
-            KeyError,
-            TypeError,
-            ValueError,
-            RecursionError,
-            yaml.YAMLError,
-        ):  # no base, or a file that Detectron2 refuses
-            return
+        except (KeyError, TypeError, ValueError, RecursionError, yaml.YAMLError):
+            return  # no base, or a file that Detectron2 refuses
 
 
 _MERGE_ERRORS = (KeyError, ValueError, AssertionError, TypeError)

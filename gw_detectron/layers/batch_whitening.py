@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from ..ops.batch_whitening.channel_groups import effective_width, join_matrices, split, split_matrices
 from ..ops.batch_whitening.reference import to_columns, transform
 from ..ops.batch_whitening.statistics import BatchStatistics, batch_statistics
-from ..ops.solvers import Solver, check_pickled_solver
+from ..ops.solvers import Solver
 from ..ops.tensors import autocast_off, check_flag, check_number, check_tensors
 from .rotation import GroupRotation
+from .unpickling import check_pickled_solver
 
 #: running averages for evaluation: of whitening matrices, or of covariances
 RUNNING = ("matrix", "covariance")

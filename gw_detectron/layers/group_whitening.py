@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from ..ops.group_whitening.op import group_whiten, use_backend
 from ..ops.group_whitening.reference import effective_groups
-from ..ops.solvers import Solver, check_pickled_solver
+from ..ops.solvers import Solver
+from .unpickling import check_pickled_solver
 
 
 class GroupWhitening2d(nn.Module):

@@ -23,7 +23,6 @@ from .solver import (
     OPTION_SOLVER,
     SOLVERS,
     Solver,
-    check_pickled_solver,
     check_solver,
     standardizing_matrix,
 )
@@ -34,7 +33,6 @@ __all__ = [
     "SOLVERS",
     "NonFiniteCovarianceError",
     "Solver",
-    "check_pickled_solver",
     "check_solver",
     "cholesky_whitening",
     "newton_inverse_sqrt",

@@ -1,7 +1,7 @@
 """``Solver``, a solver with its options, and the registry ``SOLVERS``."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,18 +101,6 @@ class Solver:
         if self.threshold != _THRESHOLD:
             text += f", threshold={self.threshold:g}"
         return text + (", corr=true" if self.corr else "")
-
-
-def check_pickled_solver(layer: str, state: Mapping[str, Any]) -> None:
-    """Refuse the pickled state of a layer of version 0.1.0.
-
-    There the ReLU behind a norm was part of the norm, so that the whole model would compute another function.
-    """
-    if not isinstance(state.get("solver"), Solver):
-        raise ValueError(
-            f"{layer} (pickled by version 0.1.0): whole models of that version cannot be loaded. Fix: save the "
-            "state_dict with 0.1.0, build the model anew and load it."
-        )
 
 
 def check_solver(solver: Any) -> None:
