@@ -61,10 +61,7 @@ def software_versions() -> dict[str, str]:
     versions = {
         "gw_detectron": __version__,
         "commit": _commit(Path(__file__).parents[2]),
-        "detectron2": str(detectron2.__version__),
-        "torch": str(torch.__version__),  # a subclass of str
-        "torchvision": str(torchvision.__version__),
-        "numpy": np.__version__,
+        **{module.__name__: str(module.__version__) for module in (detectron2, torch, torchvision, np)},
         "python": platform.python_version(),
         "platform": platform.platform(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
