@@ -64,6 +64,20 @@ def zero_variance_threshold(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).tiny ** 0.5
 
 
+def rounding_floor(largest: Tensor, size: int, least: float | Tensor = 0.0) -> Tensor:
+    """Return the value up to which an eigenvalue or pivot counts as zero.
+
+    Args:
+        largest: the largest value of each matrix, or the variance of each channel.
+        size: g, the side of the matrices.
+        least: a known lower bound. At or above the unit roundoff of ``largest`` it survives the sum with it in this
+            dtype. Then the matrix is regular and only :func:`zero_variance_threshold` counts.
+    """
+    rounding = torch.finfo(largest.dtype).eps
+    lost = least < 0.5 * rounding * largest
+    return torch.where(lost, size * rounding * largest, 0.0).clamp_min(zero_variance_threshold(largest.dtype))
+
+
 def autocast_off(device_type: str) -> AbstractContextManager:
     """Disable autocast, which would round the operands of statistics and solver."""
     if device_type in ("cpu", "cuda", "mps", "xpu") and torch.is_autocast_enabled(device_type):
