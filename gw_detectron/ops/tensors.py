@@ -28,10 +28,11 @@ def check_tensors(x: Tensor, weight: Tensor | None = None, bias: Tensor | None =
             )
 
 
-def check_integer(name: str, value: Any, least: int, example: int) -> None:
-    """Raise ValueError unless ``value`` is an int (no bool) >= ``least``."""
-    if type(value) is not int or value < least:
-        raise ValueError(f"{name} ({value!r}): expected an integer of at least {least}. Fix: try {name}={example}.")
+def check_integer(name: str, value: Any, least: int, example: int, most: int = 2**31 - 1) -> None:
+    """Raise ValueError unless ``value`` is an int (no bool) within bounds."""
+    if type(value) is not int or not least <= value <= most:
+        allowed = f"of at least {least}" + (f" and at most {most}" if type(value) is int and value > most else "")
+        raise ValueError(f"{name} ({value!r}): expected an integer {allowed}. Fix: try {name}={example}.")
 
 
 def check_number(name: str, value: Any, least: float, most: float, example: float) -> None:

@@ -52,9 +52,9 @@ class Solver:
     corr: bool = False
 
     def __post_init__(self) -> None:
-        if self.name not in SOLVERS:
+        if not isinstance(self.name, str) or self.name not in SOLVERS:
             raise ValueError(f"solver ({self.name!r}): unknown solver. Fix: choose one of {sorted(SOLVERS)}.")
-        check_integer("num_iters", self.num_iters, 0, 5)
+        check_integer("num_iters", self.num_iters, 0, 5, most=1000)
         check_number("eps", self.eps, 0, float("inf"), 1e-5)
         check_number("threshold", self.threshold, 0, 1, _THRESHOLD)
         check_flag("corr", self.corr)
