@@ -5,6 +5,10 @@ The folder --output gets the file, parity.json (differences from the model) and 
 An earlier export in the same format is replaced.
 """
 
+import gw_detectron.needs_detectron2  # noqa: F401
+
+# isort: split
+
 import argparse
 
 from tabulate import tabulate

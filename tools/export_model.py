@@ -5,6 +5,10 @@ The folder --output gets model.ts, parity.json (differences from the model) and 
 TorchScript is deprecated in torch, but no other format holds a detector; for backbones see tools/export_backbone.py.
 """
 
+import gw_detectron.needs_detectron2  # noqa: F401
+
+# isort: split
+
 import argparse
 
 from tabulate import tabulate

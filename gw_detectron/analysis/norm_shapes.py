@@ -168,7 +168,7 @@ def _solver_flops(layer: Any, shape: tuple[int, ...] | None) -> float:
     whitens = layer.solver.name != "standardize" and not isinstance(layer, FrozenBatchWhitening2d)
     samples, channels = shape[:2]
     per_sample = isinstance(layer, GroupWhitening2d)
-    side = layer.num_groups if per_sample else layer.channels_per_group
+    side: Any = layer.num_groups if per_sample else layer.channels_per_group
     matrices = samples if per_sample else channels / side
     products = sum(count_products(layer.solver.num_iters if layer.solver.name == "newton" else 5))
     return 2.0 * whitens * matrices * side**3 * products
