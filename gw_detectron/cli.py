@@ -40,6 +40,8 @@ def check_folder(folder: str | Path) -> None:
 
     The folder need not exist yet.
     """
+    if not str(folder):
+        raise FileAccessError("--output (''): no folder is named. Fix: give a folder.")
     path = Path(folder).absolute()
     existing = next(place for place in (path, *path.parents) if os.path.lexists(place))
     if not existing.is_dir():

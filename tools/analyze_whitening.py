@@ -4,6 +4,10 @@
 Each analysis writes a figure (.png), a table (.csv) and its settings and findings (.json) to the folder --output.
 """
 
+import gw_detectron.needs_detectron2  # noqa: F401
+
+# isort: split
+
 import argparse
 import importlib
 import sys

@@ -6,6 +6,10 @@ and written to --output with .csv and .png at the end; an interrupted run writes
 compared with an earlier table; the exit status is 1 if they are worse by more than --tolerance.
 """
 
+import gw_detectron.needs_detectron2  # noqa: F401
+
+# isort: split
+
 import argparse
 import shlex
 import sys

@@ -1,6 +1,10 @@
 #!/usr/bin/env python
 """Convert ImageNet weights of a ResNet or ResNeXt for a Detectron2 backbone, and write the config they need."""
 
+import gw_detectron.needs_detectron2  # noqa: F401
+
+# isort: split
+
 import argparse
 
 from tabulate import tabulate

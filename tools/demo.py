@@ -1,6 +1,10 @@
 #!/usr/bin/env python
 """Train a small Group Whitening Mask R-CNN on synthetic images, evaluate it and draw its predictions."""
 
+import gw_detectron.needs_detectron2  # noqa: F401
+
+# isort: split
+
 import argparse
 
 from gw_detectron.cli import errors_reported

@@ -5,11 +5,15 @@ The folder --output gets the file, parity.json (differences from the model) and 
 An earlier export in the same format is replaced.
 """
 
+import gw_detectron.needs_detectron2  # noqa: F401
+
+# isort: split
+
 import argparse
 
 from tabulate import tabulate
 
-from gw_detectron.cli import errors_reported
+from gw_detectron.cli import check_folder, errors_reported
 from gw_detectron.config import read_config
 from gw_detectron.export import FORMATS, LAYOUTS, Normalization, export_backbone, load_model
 
@@ -47,6 +51,7 @@ def get_parser() -> argparse.ArgumentParser:
 
 def main(args: argparse.Namespace) -> None:
     opts = [*args.opts, *(["MODEL.WEIGHTS", args.weights] if args.weights else [])]
+    check_folder(args.output)  # before minutes of work
     cfg = read_config(args.config_file, opts)
     model = load_model(cfg, needed="backbone." if args.fpn is not False else "backbone.bottom_up.")
     report = export_backbone(

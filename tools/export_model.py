@@ -5,11 +5,15 @@ The folder --output gets model.ts, parity.json (differences from the model) and 
 TorchScript is deprecated in torch, but no other format holds a detector; for backbones see tools/export_backbone.py.
 """
 
+import gw_detectron.needs_detectron2  # noqa: F401
+
+# isort: split
+
 import argparse
 
 from tabulate import tabulate
 
-from gw_detectron.cli import errors_reported
+from gw_detectron.cli import check_folder, errors_reported
 from gw_detectron.config import read_config
 from gw_detectron.export import export_detector, load_model, read_image_for, worst_relative
 
@@ -26,6 +30,7 @@ def get_parser() -> argparse.ArgumentParser:
 
 def main(args: argparse.Namespace) -> None:
     opts = [*args.opts, *(["MODEL.WEIGHTS", args.weights] if args.weights else [])]
+    check_folder(args.output)  # before minutes of work
     cfg = read_config(args.config_file, opts)
     model = load_model(cfg)
     source = {"config": args.config_file, "weights": cfg.MODEL.WEIGHTS}

@@ -1,6 +1,10 @@
 #!/usr/bin/env python
 """Verify weights: compare the features of torchvision's ResNet and Detectron2's, and name a wrong setting."""
 
+import gw_detectron.needs_detectron2  # noqa: F401
+
+# isort: split
+
 import argparse
 import sys
 

@@ -46,7 +46,8 @@ def analyze_constraints(
         images: images per GPU.
 
     Returns:
-        One row each for BN, BW, GN and GW, then one for each norm layer of the detector.
+        One row each for BN, BW, GN and GW, then one for each norm layer of the detector; ``solver_gflops`` is an
+        estimate of its solver's operations in a training step.
 
     Raises:
         AnalysisError: a number is out of range, or the batch size does not divide the examples.
@@ -88,7 +89,17 @@ def _table(d: int, m: int, g: int) -> dict[str, tuple[Constraints, str]]:
 
 
 def _row(layer: str, norm: str, found: Constraints | None, **more: Any) -> dict[str, Any]:
-    columns = ("layer", "norm", "constraints", "variables", "ratio", "over_examples", "range", "remark")
+    columns = (
+        "layer",
+        "norm",
+        "constraints",
+        "variables",
+        "ratio",
+        "over_examples",
+        "range",
+        "solver_gflops",
+        "remark",
+    )
     row = dict.fromkeys(columns) | {"layer": layer, "norm": norm}
     if found is not None:
         row |= {"constraints": found.number, "variables": found.variables, "remark": found.remark}
@@ -101,7 +112,9 @@ def _layer_row(layer: NormShape) -> dict[str, Any]:
     if found is None:
         reason = "not reached: shape unknown" if layer.shape is None else "fixed statistics"
         return _row(layer.layer, layer.spec, None, remark=reason)
-    return _row(layer.layer, layer.spec, found, range=f"{found.columns} columns >= {min_columns(found.rows)}")
+    gflops = float(f"{layer.solver_flops / 1e9:.3g}")
+    allowed = f"{found.columns} columns >= {min_columns(found.rows)}"
+    return _row(layer.layer, layer.spec, found, range=allowed, solver_gflops=gflops)
 
 
 def _findings(table: Mapping[str, tuple[Constraints, str]], layers: Sequence[NormShape]) -> dict[str, bool]:

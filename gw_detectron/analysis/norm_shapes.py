@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..layers import BatchWhitening2d, FrozenBatchWhitening2d, GroupWhitening2d
 from ..modeling.norm_keys import misplaced_norms
 from ..modeling.norm_table import norm_rows
+from ..ops.group_whitening.matmul_newton import count_products
 from .feasibility import Constraints, batch_constraints, group_constraints
 from .result import AnalysisError
 
@@ -26,12 +27,14 @@ class NormShape(NamedTuple):
         spec: its norm name.
         shape: (N, C, *spatial) of its smallest input in one process; None if no input reached it.
         constraints: constraints on its output; None if no input reached it or its statistics are fixed.
+        solver_flops: operations of its solver in a training step; 0 where it whitens nothing.
     """
 
     layer: str
     spec: str
     shape: tuple[int, ...] | None
     constraints: Constraints | None
+    solver_flops: float = 0.0
 
 
 def build_meta_model(cfg: CfgNode) -> nn.Module:
@@ -91,7 +94,13 @@ def norm_shapes(
         for part, arguments in _heads(model, features, images, cfg):
             part(*arguments)
     return [
-        NormShape(row.layer, row.spec, shape, _constraints(model.get_submodule(row.layer), shape, processes))
+        NormShape(
+            row.layer,
+            row.spec,
+            shape,
+            _constraints(model.get_submodule(row.layer), shape, processes),
+            _solver_flops(model.get_submodule(row.layer), shape),
+        )
         for row, shape in ((row, shapes.get(row.layer)) for row in rows)
     ]
 
@@ -147,3 +156,19 @@ def _constraints(layer: Any, shape: tuple[int, ...] | None, processes: int) -> C
         columns = samples * pixels * (processes if synchronized else 1)
         return batch_constraints(channels, columns, layer.channels_per_group if whitens else 1)
     return group_constraints(channels, samples * pixels, 1, whiten=False)  # LN: one group per pixel
+
+
+def _solver_flops(layer: Any, shape: tuple[int, ...] | None) -> float:
+    """Estimate 2 n g^3 operations per matrix product of forward and backward pass, for n matrices of side g.
+
+    The products are those of Newton's iteration; other solvers are as costly as 5 of its steps, or more.
+    """
+    if shape is None or not isinstance(layer, (GroupWhitening2d, BatchWhitening2d)):
+        return 0.0
+    whitens = layer.solver.name != "standardize" and not isinstance(layer, FrozenBatchWhitening2d)
+    samples, channels = shape[:2]
+    per_sample = isinstance(layer, GroupWhitening2d)
+    side: Any = layer.num_groups if per_sample else layer.channels_per_group
+    matrices = samples if per_sample else channels / side
+    products = sum(count_products(layer.solver.num_iters if layer.solver.name == "newton" else 5))
+    return 2.0 * whitens * matrices * side**3 * products

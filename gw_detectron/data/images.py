@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms import functional as transforms
 
-from ..errors import DataError, MissingFileError
+from ..errors import ConfigError, DataError, MissingFileError
 from .synthetic import SyntheticConfig, draw_scene
 
 SIDE = 224  # pixels, of the evaluation on ImageNet
@@ -71,7 +71,13 @@ def evaluation_input(pixels: np.ndarray, cfg: CfgNode) -> Tensor:
 
     Returns:
         (3, H', W') float32.
+
+    Raises:
+        ConfigError: a size is negative, or MAX_SIZE_TEST is 0.
     """
+    for key, least in (("MIN_SIZE_TEST", 0), ("MAX_SIZE_TEST", 1)):
+        if cfg.INPUT[key] < least:
+            raise ConfigError(f"INPUT.{key} ({cfg.INPUT[key]}): expected at least {least}. Fix: give pixels, e.g. 800.")
     resize = transforms_d2.ResizeShortestEdge([cfg.INPUT.MIN_SIZE_TEST] * 2, cfg.INPUT.MAX_SIZE_TEST)
     resized = resize.get_transform(pixels).apply_image(pixels)
     return torch.from_numpy(np.ascontiguousarray(resized.transpose(2, 0, 1))).float()

@@ -1,13 +1,16 @@
 """Atomic folder: an export appears complete or not at all."""
 
 import os
+import re
 import shutil
-import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..errors import UserError, summarize_names
+from safetensors import SafetensorError
+
+from ..atomic import remove_unfinished, temporary_path
+from ..errors import FileAccessError, UserError, summarize_names
 
 
 class OutputFolderError(UserError, FileExistsError):
@@ -18,8 +21,10 @@ class OutputFolderError(UserError, FileExistsError):
 
 
 @contextmanager
-def atomic_folder(output: Path, files: Collection[str]) -> Iterator[Path]:
+def atomic_folder(output: str | os.PathLike[str], files: Collection[str]) -> Iterator[Path]:
     """Yield an empty folder that replaces ``output`` on success.
+
+    Folders that killed exports to the same place left are removed.
 
     Args:
         output: the folder to create. It may exist if it is empty or holds only an earlier export of the same kind.
@@ -27,12 +32,19 @@ def atomic_folder(output: Path, files: Collection[str]) -> Iterator[Path]:
 
     Raises:
         OutputFolderError: ``output`` cannot be created, or holds other files; they are left unchanged.
+        FileAccessError: the files cannot be written, e.g. on a full disk; ``output`` is left unchanged.
     """
-    output = output.resolve()
-    _check_replaceable(output, files)
+    if not os.fspath(output):
+        raise OutputFolderError("output (''): no folder is named. Fix: give a folder.")
+    output = Path(output).resolve()
     try:
+        check_replaceable(output, files)
         output.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
+        remove_unfinished(output.parent, output.name)
+        work = temporary_path(output)
+        work.mkdir()
+    except UserError:
+        raise
     except OSError as error:
         raise OutputFolderError(
             f"output ('{output}'): cannot create the folder: {error.strerror}. Fix: give another folder."
@@ -41,7 +53,7 @@ def atomic_folder(output: Path, files: Collection[str]) -> Iterator[Path]:
         new, old = work / "new", work / "old"
         new.mkdir()
         yield new
-        _check_replaceable(output, files)  # another program may have written there in the meantime
+        check_replaceable(output, files)  # another program may have written there in the meantime
         if output.exists():
             os.rename(output, old)
         try:
@@ -50,11 +62,29 @@ def atomic_folder(output: Path, files: Collection[str]) -> Iterator[Path]:
             if old.exists():
                 os.rename(old, output)
             raise
+    except Exception as error:
+        reason = _write_error(error)
+        if reason is None:
+            raise
+        raise FileAccessError(
+            f"output ('{output}'): was not written: {reason}. Existing files are unchanged. Fix: free disk space, or "
+            "give another folder."
+        ) from error
     finally:
-        shutil.rmtree(work)
+        shutil.rmtree(work, ignore_errors=True)
 
 
-def _check_replaceable(output: Path, files: Collection[str]) -> None:
+def _write_error(error: Exception) -> str | None:
+    """Return the reason of a failed write, or None for another error."""
+    if isinstance(error, OSError) and not isinstance(error, UserError):
+        return error.strerror or str(error)
+    # safetensors writes with an error of its own
+    number = re.search(r"\(os error (\d+)\)", str(error)) if isinstance(error, SafetensorError) else None
+    return os.strerror(int(number[1])) if number else None
+
+
+def check_replaceable(output: Path, files: Collection[str]) -> None:
+    """Raise OutputFolderError unless ``output`` is absent, empty or holds only ``files``."""
     if not output.exists():
         return
     if not output.is_dir():

@@ -3,7 +3,6 @@
 import os
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from detectron2.modeling import FPN, Backbone
@@ -73,7 +72,7 @@ def export_backbone(
     file, write = FORMATS[file_format]
     options = {"layout": layout} if file_format == "safetensors" else {}
     extractor = FeatureExtractor(backbone, normalization)
-    with atomic_folder(Path(output), (file, *REPORT_FILES)) as folder:
+    with atomic_folder(output, (file, *REPORT_FILES)) as folder:
         run, entries = write(extractor, folder / file, **options)
         cases = check_parity(extractor, run)
         norms = Counter(row.spec for row in norm_rows(backbone))

@@ -21,7 +21,7 @@ from ..data.images import evaluation_input, read_image
 from ..layers import use_backend
 from .atomic_folder import atomic_folder
 from .feature_extractor import Normalization
-from .formats import MissingPackageError
+from .formats import MissingPackageError, save_trace
 from .parity import ExportError, compare
 from .report import REPORT_FILES, write_report
 
@@ -78,7 +78,7 @@ def export_detector(
             "image: the detector finds nothing in it, so the trace would lack the layers that run on boxes. "
             "Fix: give another image or a lower MODEL.ROI_HEADS.SCORE_THRESH_TEST."
         )
-    with atomic_folder(Path(output), (_FILE, *REPORT_FILES)) as folder:
+    with atomic_folder(output, (_FILE, *REPORT_FILES)) as folder:
         path = folder / _FILE
         adapter = TracingAdapter(model, image, _detect).eval()
         with warnings.catch_warnings():
@@ -114,7 +114,7 @@ def _normalization(model: Any) -> Normalization:
 
 def _trace(adapter: nn.Module, image: Tensor, path: Path) -> Any:
     try:
-        torch.jit.save(torch.jit.trace(adapter, (image,), check_trace=False), path)
+        save_trace(torch.jit.trace(adapter, (image,), check_trace=False), path)
     except RuntimeError as error:  # such as the scaled gradient of cascade heads, up to Detectron2 0.6
         reason = str(error).strip().partition("\n")[0]
         raise ExportError(

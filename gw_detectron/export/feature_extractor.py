@@ -1,6 +1,7 @@
 """Wrap a backbone as a function from images to feature maps."""
 
 import copy
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -8,6 +9,8 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.modeling import Backbone
 from torch import Tensor, nn
+
+from ..errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -19,12 +22,24 @@ class Normalization:
         pixel_mean: one mean per channel, for pixels of 0 to 255.
         pixel_std: one divisor per channel.
         inside: True if the exported function normalizes pixels itself; False if it takes normalized images.
+
+    Raises:
+        ConfigError: the values are not those of a color image.
     """
 
     channels: str
     pixel_mean: tuple[float, ...]
     pixel_std: tuple[float, ...]
     inside: bool = False
+
+    def __post_init__(self) -> None:
+        if self.channels not in ("RGB", "BGR"):
+            raise ConfigError(f"INPUT.FORMAT ({self.channels!r}): cannot be exported. Fix: use RGB or BGR.")
+        for key, values in (("MODEL.PIXEL_MEAN", self.pixel_mean), ("MODEL.PIXEL_STD", self.pixel_std)):
+            if len(values) != 3 or not all(map(math.isfinite, values)) or (key.endswith("STD") and 0 in values):
+                raise ConfigError(
+                    f"{key} ({values}): expected three finite numbers, not 0 for a std. Fix: use those of the training."
+                )
 
     @classmethod
     def from_config(cls, cfg: CfgNode, *, inside: bool = False) -> "Normalization":

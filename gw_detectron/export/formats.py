@@ -1,6 +1,7 @@
 """Write a backbone as a program: torch.export, ONNX or TorchScript."""
 
 import importlib.util
+import io
 import json
 import logging
 import warnings
@@ -33,7 +34,9 @@ class MissingPackageError(UserError, ImportError):
 
 def write_pt2(extractor: FeatureExtractor, path: Path) -> Written:
     """Write a torch.export program."""
-    torch.export.save(_export_program(extractor), path, extra_files={DESCRIPTION: json.dumps(extractor.describe())})
+    file = io.BytesIO()  # writing to a full disk, torch would end the whole process
+    torch.export.save(_export_program(extractor), file, extra_files={DESCRIPTION: json.dumps(extractor.describe())})
+    path.write_bytes(file.getbuffer())
     return (torch.export.load(path).module(), {})
 
 
@@ -43,8 +46,15 @@ def write_torchscript(extractor: FeatureExtractor, path: Path) -> Written:
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # the deprecation is logged above; the parity check finds wrong traces
         traced = torch.jit.trace(extractor, _sample(extractor), check_trace=False)
-        torch.jit.save(traced, path, _extra_files={DESCRIPTION: json.dumps(extractor.describe())})
+        save_trace(traced, path, {DESCRIPTION: json.dumps(extractor.describe())})
         return (torch.jit.load(path), {"deprecated": "TorchScript is deprecated in torch"})
+
+
+def save_trace(traced: Any, path: Path, extra_files: dict[str, str] | None = None) -> None:
+    """Save a trace; a full disk is an OSError, where torch would end the whole process."""
+    file = io.BytesIO()
+    torch.jit.save(traced, file, _extra_files=extra_files)
+    path.write_bytes(file.getbuffer())
 
 
 def write_onnx(extractor: FeatureExtractor, path: Path) -> Written:

@@ -10,7 +10,7 @@ from ..ops.batch_whitening.channel_groups import effective_width, join_matrices,
 from ..ops.batch_whitening.reference import to_columns, transform
 from ..ops.batch_whitening.statistics import BatchStatistics, batch_statistics
 from ..ops.solvers import Solver
-from ..ops.tensors import autocast_off, check_flag, check_number, check_tensors
+from ..ops.tensors import autocast_off, check_flag, check_integer, check_number, check_tensors
 from .rotation import GroupRotation
 from .unpickling import check_pickled_solver
 
@@ -89,7 +89,9 @@ class BatchWhitening2d(nn.Module):
     ) -> None:
         super().__init__()
         check_number("momentum", momentum, 0, 1, 0.1)
+        check_integer("num_channels", num_channels, 1, 64)
         check_flag("sync", sync)
+        check_flag("affine", affine)
         for name, value, allowed in (("running", running, RUNNING), ("rotation", rotation, ROTATIONS)):
             if value not in allowed:
                 raise ValueError(f"{name} ({value!r}): unknown value. Fix: choose one of {list(allowed)}.")

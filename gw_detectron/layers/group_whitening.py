@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..ops.group_whitening.op import group_whiten, use_backend
 from ..ops.group_whitening.reference import effective_groups
 from ..ops.solvers import Solver
+from ..ops.tensors import check_flag, check_integer
 from .unpickling import check_pickled_solver
 
 
@@ -70,6 +71,8 @@ class GroupWhitening2d(nn.Module):
         corr: bool = False,
     ) -> None:
         super().__init__()
+        check_integer("num_channels", num_channels, 1, 64)
+        check_flag("affine", affine)
         self.num_channels = num_channels
         self.num_groups = effective_groups(num_channels, num_groups)
         self.solver = Solver(solver, num_iters, eps, threshold, corr)

@@ -26,8 +26,9 @@ class ConvNormReLU(Conv2d):
             if self.activation is not None:
                 x = self.activation(x)
             return x
-        # a subclass of nn.ReLU may compute another function
-        if type(self.activation) is nn.ReLU and getattr(self.norm, "fuses_relu", False):
+        # a subclass of nn.ReLU may compute another function, a forward of the instance may not take relu
+        fuses = getattr(self.norm, "fuses_relu", False) and "forward" not in self.norm.__dict__
+        if fuses and type(self.activation) is nn.ReLU:
             x = F.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
             return self.norm(x, relu=True)
         return super().forward(x)

@@ -28,10 +28,11 @@ def check_tensors(x: Tensor, weight: Tensor | None = None, bias: Tensor | None =
             )
 
 
-def check_integer(name: str, value: Any, least: int, example: int) -> None:
-    """Raise ValueError unless ``value`` is an int (no bool) >= ``least``."""
-    if type(value) is not int or value < least:
-        raise ValueError(f"{name} ({value!r}): expected an integer of at least {least}. Fix: try {name}={example}.")
+def check_integer(name: str, value: Any, least: int, example: int, most: int = 2**31 - 1) -> None:
+    """Raise ValueError unless ``value`` is an int (no bool) within bounds."""
+    if type(value) is not int or not least <= value <= most:
+        allowed = f"of at least {least}" + (f" and at most {most}" if type(value) is int and value > most else "")
+        raise ValueError(f"{name} ({value!r}): expected an integer {allowed}. Fix: try {name}={example}.")
 
 
 def check_number(name: str, value: Any, least: float, most: float, example: float) -> None:
@@ -62,6 +63,20 @@ def zero_variance_threshold(dtype: torch.dtype) -> float:
     The backward pass computes variance^(-3/2), which must not overflow.
     """
     return torch.finfo(dtype).tiny ** 0.5
+
+
+def rounding_floor(largest: Tensor, size: int, least: float | Tensor = 0.0) -> Tensor:
+    """Return the value up to which an eigenvalue or pivot counts as zero.
+
+    Args:
+        largest: the largest value of each matrix, or the variance of each channel.
+        size: g, the side of the matrices.
+        least: a known lower bound. At or above the unit roundoff of ``largest`` it survives the sum with it in this
+            dtype. Then the matrix is regular and only :func:`zero_variance_threshold` counts.
+    """
+    rounding = torch.finfo(largest.dtype).eps
+    lost = least < 0.5 * rounding * largest
+    return torch.where(lost, size * rounding * largest, 0.0).clamp_min(zero_variance_threshold(largest.dtype))
 
 
 def autocast_off(device_type: str) -> AbstractContextManager:

@@ -25,6 +25,8 @@ _NORM_KEYS = {
 _FROZEN = (FrozenBatchNorm2d, FrozenBatchWhitening2d)
 # Source: Group Whitening, Figure 1, and its supplement, Figure 5: small batches
 _FEW_IMAGES = 4
+# two seconds or more on two CPU cores, 10 ms on a GPU; the published settings stay below a fifth of it
+_EXPENSIVE = 1e11
 _REMEDIES = {"GW": "fewer groups", "GN": "fewer groups", "BW": "a smaller channels= of BW"}
 
 
@@ -51,6 +53,7 @@ def check_model(cfg: CfgNode, start: StartWeights, findings: Findings, *, eval_o
         _check_frozen_norms(cfg, model, findings, from_scratch)
         _check_batch_norms(cfg, model, findings)
         _check_feasibility(shapes.values(), findings)
+        _check_solver_cost(shapes.values(), findings)
         _check_batch_whitening(cfg, model, shapes, findings)
 
 
@@ -199,4 +202,15 @@ def _check_feasibility(rows: Iterable[NormShape], findings: Findings) -> None:
             f"INPUT.MIN_SIZE_TRAIN: {len(impossible)} layers have too few values to normalize in square images of the "
             f"smallest size. The first is {first.layer} ({first.spec}), {constraints.remark}. Fix: use "
             f"{', '.join([*remedies, 'or larger images']) if remedies else 'larger images'}."
+        )
+
+
+def _check_solver_cost(rows: Iterable[NormShape], findings: Findings) -> None:
+    expensive = [row for row in rows if row.solver_flops >= _EXPENSIVE]
+    if expensive:
+        worst = max(expensive, key=lambda row: row.solver_flops)
+        findings.warnings.append(
+            f"{worst.layer} ({worst.spec}): its solver needs about {worst.solver_flops:.1e} operations per training "
+            f"step for an input of {worst.shape}, and {len(expensive)} layers need {_EXPENSIVE:.0e} or more. The cost "
+            "grows with the third power of groups= (GW) or channels= (BW). Fix: use 64, the published number."
         )

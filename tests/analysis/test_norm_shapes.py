@@ -55,7 +55,10 @@ def test_every_family_gets_its_formula(small):
     assert rows["backbone.fpn_lateral5.norm"].constraints == group_constraints(64 * 6, 2, 32, whiten=False)
     box = rows["roi_heads.box_head.conv1.norm"]
     assert box.shape == (16, 64, 7, 7) and box.constraints == group_constraints(64 * 49, 16, 16, whiten=True)
+    assert box.solver_flops == 2 * 16 * 16**3 * 24  # products of five steps: 10 forward, 14 of the tangents
+    assert rows["backbone.fpn_lateral5.norm"].solver_flops == 0
     mask = rows["roi_heads.mask_head.mask_fcn1.norm"]
+    assert mask.solver_flops == 2 * (256 / 24) * 24**3 * 24
     assert mask.shape[0] == 4  # a quarter of the regions
     assert mask.constraints == batch_constraints(256, mask.shape[0] * 14 * 14, 24)
 

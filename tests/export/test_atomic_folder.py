@@ -1,10 +1,14 @@
 """The output folder appears complete or not at all."""
 
+import errno
 import os
+import subprocess
 
 import pytest
+from safetensors import SafetensorError
 
-from gw_detectron.errors import UserError
+from gw_detectron.atomic import temporary_path
+from gw_detectron.errors import FileAccessError, UserError
 from gw_detectron.export.atomic_folder import atomic_folder
 
 
@@ -66,3 +70,42 @@ def test_a_path_through_a_file(tmp_path, inside, reason):
     with pytest.raises(OSError, match=rf"{tmp_path}/{inside}'\): {reason}") as caught:
         write(tmp_path / inside)
     assert isinstance(caught.value, UserError)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("", "no folder is named"), ("x" * 300, "cannot create the folder: File")]
+)
+def test_names_that_cannot_be_folders(tmp_path, monkeypatch, name, reason):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OSError, match=reason) as caught:
+        write(name)
+    assert isinstance(caught.value, UserError)
+    assert entries(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("I/O error: No space (os error 28)")]
+)
+def test_a_failed_write_names_the_folder(tmp_path, error):
+    write(tmp_path / "out")
+    message = rf"'{tmp_path}/out'\): was not written: No space left on device\. .*Fix: free disk space"
+    with pytest.raises(FileAccessError, match=message), atomic_folder(tmp_path / "out", ["a.txt"]):
+        raise error
+    assert (tmp_path / "out" / "a.txt").read_text() == "new"
+    assert entries(tmp_path) == ["out"]
+
+
+def test_the_next_export_removes_what_a_killed_one_left(tmp_path, monkeypatch):
+    """Leftovers of running processes and of other exports stay."""
+    ended = subprocess.Popen(["true"])
+    ended.wait(timeout=60)
+    kept = ["out"]
+    for process, name in ((ended.pid, "out"), (os.getppid(), "out"), (ended.pid, "other")):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "getpid", lambda process=process: process)
+            left = temporary_path(tmp_path / name)
+        (left / "new").mkdir(parents=True)
+        if (process, name) != (ended.pid, "out"):
+            kept.append(left.name)
+    write(tmp_path / "out")
+    assert entries(tmp_path) == sorted(kept)

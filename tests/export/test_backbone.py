@@ -1,6 +1,8 @@
 import dataclasses
 import hashlib
 import json
+import math
+import resource
 import sys
 
 import numpy as np
@@ -10,8 +12,8 @@ import torch
 from torch import nn
 from torch.export.passes import move_to_device_pass
 
-from gw_detectron.errors import UserError
-from gw_detectron.export import TOLERANCE, ExportError, ParityError, export_backbone
+from gw_detectron.errors import FileAccessError, UserError
+from gw_detectron.export import TOLERANCE, ExportError, Normalization, ParityError, export_backbone
 from gw_detectron.layers import GroupWhitening2d
 from gw_detectron.modeling.norm_table import norm_rows
 
@@ -210,6 +212,36 @@ def test_weights_that_are_nan_are_not_exported(tmp_path, tiny_backbone, normaliz
     with pytest.raises(ExportError, match="p4 holds NaN or infinity"):
         export_backbone(backbone, tmp_path / "out", normalization, file_format="torchscript")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("file_format", ["torchscript", "safetensors", pytest.param("pt2", marks=pytest.mark.slow)])
+def test_a_full_disk_leaves_the_earlier_export(tmp_path, tiny_backbone, normalization, file_format):
+    """The size limit of files fails a write as a full disk does, at which torch may abort the process."""
+    backbone = tiny_backbone(fpn=None, num_stages=1)
+    earlier = export_backbone(backbone, tmp_path / "out", normalization, file_format=file_format)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(FileAccessError, match=r"out'\): was not written: File too large.* Fix: free disk space"):
+            export_backbone(backbone, tmp_path / "out", normalization, file_format=file_format)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert json.loads((tmp_path / "out" / "parity.json").read_text()) == json.loads(json.dumps(earlier))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (("L", (0.0,), (1.0,)), r"INPUT.FORMAT \('L'\)"),
+        (("RGB", (0.0,), (1.0,)), r"MODEL.PIXEL_MEAN \(\(0.0,\)\): expected three finite numbers"),
+        (("RGB", (0.0, 0.0, math.nan), (1.0, 1.0, 1.0)), "MODEL.PIXEL_MEAN"),
+        (("BGR", (0.0, 0.0, 0.0), (1.0, 0.0, 1.0)), "MODEL.PIXEL_STD .*not 0 for a std. Fix: "),
+    ],
+)
+def test_a_normalization_that_gives_no_numbers_is_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        Normalization(*values)
 
 
 def test_the_model_stays_as_it_is(tmp_path, tiny_backbone, normalization):

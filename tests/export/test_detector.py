@@ -147,3 +147,12 @@ def test_what_is_no_image(cfg, tmp_path):
     (tmp_path / "red.png").write_text("red")
     with pytest.raises(ValueError, match="red.png.*cannot be read: "):
         read_image_for(cfg, tmp_path / "red.png")
+
+
+@pytest.mark.parametrize("key", ["INPUT.MIN_SIZE_TEST", "INPUT.MAX_SIZE_TEST"])
+def test_a_negative_size_is_refused(cfg, tmp_path, key):
+    Image.fromarray(np.zeros((40, 80, 3), np.uint8)).save(tmp_path / "black.png")
+    cfg = cfg.clone()
+    cfg.merge_from_list([key, -5])
+    with pytest.raises(ValueError, match=rf"^{key} \(-5\): expected at least \d. Fix: "):
+        read_image_for(cfg, tmp_path / "black.png")

@@ -247,6 +247,8 @@ def test_compiled_module_trains():
     ("arguments", "message"),
     [
         ({"num_channels": 0}, r"num_channels \(0\)"),
+        ({"num_channels": "8"}, r"num_channels \('8'\): expected an integer"),
+        ({"affine": None}, r"affine \(None\): expected a bool"),
         ({"channels_per_group": -1}, r"channels_per_group \(-1\)"),
         ({"momentum": 1.5}, r"momentum \(1.5\): expected a finite number from 0 to 1"),
         ({"momentum": "0.1"}, r"momentum \('0.1'\): expected a number"),

@@ -46,6 +46,11 @@ def features(*shape: int) -> torch.Tensor:
         ({"num_channels": 64, "num_groups": True}, ["num_groups", "True"]),
         ({"num_channels": 64, "eps": "1e-5"}, ["eps", "'1e-5'"]),
         ({"num_channels": 64, "corr": "yes"}, ["corr", "'yes'"]),
+        ({"num_channels": 64.0}, ["num_channels", "64.0"]),
+        ({"num_channels": "64"}, ["num_channels", "'64'"]),
+        ({"num_channels": 64, "num_iters": 10**9}, ["num_iters", "1000000000", "at most 1000"]),
+        ({"num_channels": 64, "solver": ["zca"]}, ["solver", "zca"]),
+        ({"num_channels": 64, "affine": 1}, ["affine", "1"]),
     ],
     ids=str,
 )

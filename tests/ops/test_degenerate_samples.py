@@ -10,7 +10,7 @@ import torch
 from gw_detectron.layers import SOLVERS
 
 from . import oracle
-from .cases import affine_of, build, correlated, gw
+from .cases import affine_of, build, correlated, error, gw
 from .oracle import Setting
 
 PUBLISHED = ["newton", "zca"]
@@ -131,6 +131,59 @@ def test_gradients_do_not_explode_with_equal_channels(solver, scale):
         x = (scale * half).repeat_interleave(2, 1).requires_grad_()
         gw(x, 64, solver=solver).backward(grad)
         assert x.grad.abs().max() * scale < 100
+
+
+def ill_conditioned(largest: float) -> torch.Tensor:
+    """Return (2, 64, 16, 16) whose covariance has eigenvalues from ``largest`` to 1e-6 of it."""
+    noise = np.random.default_rng(0).normal(size=(2, 64, 256))
+    u, _, v = np.linalg.svd(noise - noise.mean(-1, keepdims=True), full_matrices=False)
+    std = np.geomspace(largest, 1e-6 * largest, 64) ** 0.5
+    return torch.from_numpy(16 * (u * std) @ v).unflatten(2, (16, 16))
+
+
+def nearly_equal(largest: float) -> torch.Tensor:
+    """Return (2, 64, 16, 16) in which pairs of channels differ by 4e-6 of their variance, ``largest``."""
+    noise = torch.randn(2, 2, 32, 16, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return largest**0.5 * torch.cat((noise[0], noise[0] + 2e-3 * noise[1]), 1)
+
+
+def gram(y: torch.Tensor) -> torch.Tensor:
+    """Return y^T y, which does not depend on the axes that a solver chooses."""
+    return y.flatten(2).mT @ y.flatten(2)
+
+
+@pytest.mark.parametrize(
+    ("make", "solver", "largest"),
+    [
+        *itertools.product([ill_conditioned], sorted(SOLVERS), [1.0, 10.0, 100.0]),
+        (nearly_equal, "zca", 1.0),
+        (nearly_equal, "cholesky", 1.0),
+        (nearly_equal, "cholesky", 10.0),
+    ],
+)
+def test_eps_regularizes_float32_before_directions_are_cut(make, solver, largest):
+    """Up to a sixth of the eigenvalues are below g 2^-23 lambda_max; eps = 1e-5 makes the sum regular."""
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        x = make(largest).to(dtype).requires_grad_()
+        y = gw(x, 64, eps=1e-5, solver=solver)
+        y.backward(torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype))
+        found.append((gram(y) if solver in ("pca", "pivoted_cholesky") else y, x.grad))
+    (expected, expected_grad), (y, grad) = found
+    assert error(y, expected) < 0.05
+    assert grad.isfinite().all()
+    if solver != "pca":  # which has no derivative at eigenvalues that are equal up to rounding
+        assert error(grad, expected_grad) < 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("solver", ["zca", "cholesky"])
+def test_eps_regularizes_half_precision_input(solver, dtype):
+    x = ill_conditioned(10.0).to(dtype)
+    expected = gw(x.double(), 64, eps=1e-5, solver=solver)
+    y = gw(x, 64, eps=1e-5, solver=solver)
+    assert y.dtype == dtype
+    assert error(y, expected) < 0.03
 
 
 @pytest.mark.parametrize("solver", ["newton", "cholesky", "pivoted_cholesky"])

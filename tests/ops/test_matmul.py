@@ -1,6 +1,11 @@
 """The matmul backend: accuracy, blocks, half precision, threads, memory saved for backward."""
 
+import contextlib
+import itertools
+import signal
+import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -158,6 +163,79 @@ def test_threads_do_not_share_buffers():
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def both_passes(seed: int) -> list[torch.Tensor]:
+    """Run the two operators without autograd, which a pass inside of a pass cannot use."""
+    x, dy = torch.randn(2, 2, 64, 9, 9, generator=torch.Generator().manual_seed(seed)).unbind()
+    weight, bias = torch.linspace(0.5, 1.5, 64), torch.linspace(-1, 1, 64)
+    y, *statistics = torch.ops.gw_detectron.group_whiten(x, weight, bias, 64, 5, 1e-5, True, "matmul")
+    found = torch.ops.gw_detectron.group_whiten_backward(dy, y, x, *statistics, weight, 5, "matmul")
+    return [y, *statistics, *found]
+
+
+@contextlib.contextmanager
+def profiled(function):
+    """Call a function at every call and return of Python and C functions inside of a pass."""
+
+    inside = False
+
+    def profile(frame, event, argument):
+        nonlocal inside
+        if "group_whitening" in frame.f_code.co_filename and not inside:
+            inside = True
+            function()
+            inside = False
+
+    sys.setprofile(profile)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def test_a_pass_inside_a_pass_changes_nothing():
+    expected, calls = both_passes(0), []
+    with profiled(lambda: calls.append(both_passes(1))):
+        found = both_passes(0)
+    assert len(calls) > 100
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    expected = both_passes(1)
+    assert all(torch.equal(a, b) for call in calls for a, b in zip(call, expected, strict=True))
+
+
+def test_a_signal_handler_may_run_the_layer():
+    expected, calls = both_passes(0), []
+
+    def interrupt(*_) -> None:
+        calls.append(both_passes(1))
+        signal.setitimer(signal.ITIMER_REAL, 0.003)
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.003)
+    try:
+        end = time.monotonic() + 30
+        while len(calls) < 50 and time.monotonic() < end:
+            assert all(torch.equal(a, b) for a, b in zip(both_passes(0), expected, strict=True))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert len(calls) >= 50
+
+
+@pytest.mark.parametrize("after", range(1, 100, 9))
+def test_an_exception_inside_a_pass_changes_no_later_one(after):
+    expected, events = both_passes(0), itertools.count()
+
+    def fail() -> None:
+        if next(events) == after:
+            both_passes(1)
+            raise ArithmeticError
+
+    with pytest.raises(ArithmeticError), profiled(fail):
+        both_passes(0)
+    both_passes(1)
+    assert all(torch.equal(a, b) for a, b in zip(both_passes(0), expected, strict=True))
 
 
 @pytest.mark.parametrize(

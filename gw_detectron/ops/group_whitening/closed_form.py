@@ -8,6 +8,7 @@ g x g matrices give the gradient of the whitening matrix, :math:`\sum_j \mathrm{
 Source: Group Whitening supplement, Algorithms 1-2.
 """
 
+from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 import torch
@@ -33,6 +34,9 @@ class Backend(Protocol):
     Shapes: ``x`` (N, C, *spatial), in g groups of C / g channels; ``mean`` (N, g); ``sigma`` and ``whitening``
     (N, g, g); ``weight`` and ``bias`` (C,) or None.
     """
+
+    def reserve_buffers(self) -> AbstractContextManager[None]:
+        """Reserve memory for one forward or backward pass."""
 
     def prepare(self, x: Tensor) -> Tensor:
         """Return ``x``, copied if its memory layout is not accepted."""
@@ -98,7 +102,7 @@ def forward(
     Returns:
         y, the means (N, g) and the covariances with eps (N, g, g).
     """
-    with autocast_off(x.device.type):
+    with autocast_off(x.device.type), backend.reserve_buffers():
         memory_format, x = memory_format_of(x), backend.prepare(x)
         if x.numel() == 0:  # there is no column to average
             mean = x.new_zeros((len(x), groups), dtype=compute_dtype(x))
@@ -125,7 +129,7 @@ def backward(
     Those of weight and bias are (C,), in the compute dtype. ``y`` is the output of the forward pass if a ReLU was
     fused, else None.
     """
-    with autocast_off(x.device.type):
+    with autocast_off(x.device.type), backend.reserve_buffers():
         memory_format, (n, groups) = memory_format_of(x), mean.shape
         x, dy, y = backend.prepare(x), backend.prepare(dy), None if y is None else backend.prepare(y)
         if x.numel() == 0:

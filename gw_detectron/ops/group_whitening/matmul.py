@@ -6,6 +6,7 @@ fresh memory, not on arithmetic. Operations are few: after a pass over a large m
 cached, and each costs at least ten microseconds.
 """
 
+import contextlib
 import math
 import threading
 from collections.abc import Iterator
@@ -28,21 +29,40 @@ class _Workspace(threading.local):
     """Buffers that a thread reuses; fresh memory costs more than arithmetic."""
 
     def __init__(self) -> None:
-        self.buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+        self.reserved: _Buffers = {}
+        self.idle: list[_Buffers] = []
 
     def buffer(self, name: str, shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor:
         """Return uninitialized memory, valid until the next call with this name."""
         if like.device.type != "cpu":  # other devices have a caching allocator
             return torch.empty(shape, dtype=like.dtype, device=like.device)
-        size = math.prod(shape)
+        size, buffers = math.prod(shape), self.reserved
         key = (name, like.dtype)
-        if key not in self.buffers or self.buffers[key].numel() < size:
+        if key not in buffers or buffers[key].numel() < size:
             with torch.inference_mode(False):  # an inference tensor could not be used in training later
-                self.buffers[key] = torch.empty(size, dtype=like.dtype)
-        return self.buffers[key][:size].view(shape)
+                buffers[key] = torch.empty(size, dtype=like.dtype)
+        return buffers[key][:size].view(shape)
 
 
+_Buffers = dict[tuple[str, torch.dtype], Tensor]
 _workspace = _Workspace()
+
+
+@contextlib.contextmanager
+def reserve_buffers() -> Iterator[None]:
+    """Reserve this thread's buffers for one pass.
+
+    A signal handler, profiler or hook may run another pass inside of it, in the same thread. That pass finds no idle
+    buffers and makes its own.
+    """
+    outer = _workspace.reserved
+    _workspace.reserved = buffers = _workspace.idle.pop() if _workspace.idle else {}
+    try:
+        yield
+    finally:
+        _workspace.reserved = outer
+        if not _workspace.idle:
+            _workspace.idle.append(buffers)
 
 
 class _Block(NamedTuple):

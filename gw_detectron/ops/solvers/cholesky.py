@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..tensors import zero_variance_threshold
+from ..tensors import rounding_floor
 
 
-def cholesky_whitening(sigma: Tensor) -> Tensor:
+def cholesky_whitening(sigma: Tensor, *, least: float | Tensor = 0.0) -> Tensor:
     r"""Whiten by Cholesky factorization.
 
     .. math:: W = D^{-1/2} L^{-1}, \quad \Sigma = L D L^T
@@ -19,13 +19,15 @@ def cholesky_whitening(sigma: Tensor) -> Tensor:
 
     Args:
         sigma: symmetric positive semi-definite matrices, (..., g, g).
+        least: lower bound of the elements of D, a number or (..., 1); the eps that ``sigma`` includes. Computed
+            elements below it are raised to it, see :mod:`.eigen`.
 
     Returns:
         The whitening matrices, lower triangular, (..., g, g).
 
     Source: On Batch Orthogonalization Layers, Algorithms 1-2. Its :math:`\epsilon I` is part of ``sigma``.
     """
-    return _triangular(sigma, False, 0.0)
+    return _triangular(sigma, False, 0.0, least)
 
 
 def pivoted_cholesky_whitening(sigma: Tensor, eps: float = 0.0) -> Tensor:
@@ -46,29 +48,34 @@ def pivoted_cholesky_whitening(sigma: Tensor, eps: float = 0.0) -> Tensor:
 
     Source: On Batch Orthogonalization Layers, Algorithms 3-4.
     """
-    return _triangular(sigma, True, eps)
+    return _triangular(sigma, True, eps, 0.0)
 
 
-def _triangular(sigma: Tensor, pivot: bool, eps: float) -> Tensor:
+def _triangular(sigma: Tensor, pivot: bool, eps: float, least: float | Tensor) -> Tensor:
     if sigma.requires_grad:
-        return _TriangularWhitening.apply(sigma, pivot, eps)
-    return _factorize(sigma, pivot, eps)[0]
+        return _TriangularWhitening.apply(sigma, pivot, eps, least)
+    return _factorize(sigma, pivot, eps, least)[0]
 
 
-def _factorize(sigma: Tensor, pivot: bool, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _factorize(sigma: Tensor, pivot: bool, eps: float, least: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Factorize the covariance; return W, ratio and mask of the pivots.
 
     The ratio is that of D to the pivots; it is 0 for a pivot without variance. The mask is true for kept pivots. The
-    floor of a pivot is the rounding error of its channel's variance. A smaller pivot counts as zero. Its row is zero
-    unless ``eps`` exceeds the floor; otherwise the row would be amplified rounding.
+    floor of a pivot is the rounding error of its channel's variance, unless ``eps`` or ``least`` survives it. A smaller
+    pivot counts as zero. Its row is zero unless ``eps`` reaches the floor; otherwise the row would be amplified
+    rounding.
     """
-    floor = sigma.shape[-1] * torch.finfo(sigma.dtype).eps * sigma.diagonal(dim1=-2, dim2=-1)
-    floor = floor.clamp_min(zero_variance_threshold(sigma.dtype))
-    rows, d, floor = (_eliminate_largest if pivot else _eliminate_in_order)(sigma, floor)
+    variance, size = sigma.diagonal(dim1=-2, dim2=-1), sigma.shape[-1]
+    if pivot:  # eps is not part of sigma: below it only rounding is left to eliminate
+        rounding, largest = rounding_floor(variance, size), variance.amax(-1, keepdim=True)
+        lost = rounding.minimum(rounding_floor(largest, size, eps))
+        rows, d, floor = _eliminate_largest(sigma, rounding.clamp_max(eps).maximum(lost))
+    else:
+        rows, d, floor = _eliminate_in_order(sigma, rounding_floor(variance, size, least), least)
     alive = d > floor
     original = alive & (d >= eps)
     replaced = torch.where(original, d, eps)
-    scaled = original | (replaced > floor)
+    scaled = original | (replaced >= floor)
     scale = torch.where(scaled, torch.where(scaled, replaced, 1.0).rsqrt(), 0.0)
     ratio = torch.where(alive, replaced / torch.where(alive, d, 1.0), 0.0)
     return scale[..., None] * rows, ratio, original
@@ -79,15 +86,15 @@ def _factorize(sigma: Tensor, pivot: bool, eps: float) -> tuple[Tensor, Tensor, 
 # They return L^{-1} P, D, and the floor of each element of D.
 
 
-def _eliminate_in_order(sigma: Tensor, floor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _eliminate_in_order(sigma: Tensor, floor: Tensor, least: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
     size = sigma.shape[-1]
     left = _beside_identity(sigma)
     for k in range(size):
         row = left[..., k : k + 1, :]
-        d = row[..., 0, k : k + 1]
+        d = row[..., 0, k : k + 1].clamp_min(least)
         factors = torch.where(d > floor[..., k : k + 1], left[..., k + 1 :, k] / d, 0.0)
         left[..., k + 1 :, k:].addcmul_(factors[..., None], row[..., k:], value=-1)
-    return left[..., size:], left.diagonal(dim1=-2, dim2=-1), floor
+    return left[..., size:], left.diagonal(dim1=-2, dim2=-1).clamp_min(least), floor
 
 
 def _eliminate_largest(sigma: Tensor, floor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,14 +125,14 @@ def _beside_identity(sigma: Tensor) -> Tensor:
 
 class _TriangularWhitening(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, sigma: Tensor, pivot: bool, eps: float) -> Tensor:
-        whitening, ratio, original = _factorize(sigma, pivot, eps)
+    def forward(ctx: Any, sigma: Tensor, pivot: bool, eps: float, least: float | Tensor) -> Tensor:
+        whitening, ratio, original = _factorize(sigma, pivot, eps, least)
         ctx.save_for_backward(whitening, ratio, original)
         return whitening
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         # dW = -Psi(W dSigma W^T) W, where Psi keeps the strictly lower triangle, its columns times the ratio, and half
         # of the diagonal where D is original. This is the published backward pass in terms of W alone; Eq. 26 has the
         # factors as L (...) D^{-1}.
@@ -133,4 +140,4 @@ class _TriangularWhitening(torch.autograd.Function):
         inner = grad @ w.mT
         psi = inner.tril(-1) * ratio[..., None, :]
         psi = psi + torch.diag_embed(torch.where(original, 0.5 * inner.diagonal(dim1=-2, dim2=-1), 0.0))
-        return w.mT @ (-0.5 * (psi + psi.mT)) @ w, None, None
+        return w.mT @ (-0.5 * (psi + psi.mT)) @ w, None, None, None

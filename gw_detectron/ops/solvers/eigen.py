@@ -2,6 +2,10 @@ r"""Whitening matrices by eigendecomposition: ZCA, its two thresholded versions,
 
 With :math:`\Sigma = D \Lambda D^T`, ZCA is :math:`W = D \, r(\Lambda) D^T` and PCA :math:`W = r(\Lambda) D^T`, where
 :math:`r(\lambda) = \lambda^{-1/2}`, and 0 for an eigenvalue that is zero up to rounding.
+
+All functions take ``least``, a lower bound of the eigenvalues: the eps that sigma includes. Rounding moves eigenvalues
+by about :math:`u \lambda_{max}`, where u is the unit roundoff. With ``least`` at or above that, the matrix is regular:
+smaller computed eigenvalues are raised to ``least``, and none counts as zero. Below that, eps is lost to rounding.
 """
 
 from collections.abc import Callable
@@ -12,14 +16,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...errors import UserError
-from ..tensors import zero_variance_threshold
+from ..tensors import rounding_floor
 
 
 class NonFiniteCovarianceError(UserError, FloatingPointError, ValueError):
     """A covariance matrix holds NaN or infinity, so it has no eigenvalues."""
 
 
-def zca_inverse_sqrt(sigma: Tensor) -> Tensor:
+def zca_inverse_sqrt(sigma: Tensor, *, least: float | Tensor = 0.0) -> Tensor:
     r"""Compute :math:`\Sigma^{-1/2} = D \Lambda^{-1/2} D^T` (ZCA whitening).
 
     The backward pass uses the divided differences of :math:`\lambda^{-1/2}`,
@@ -33,6 +37,7 @@ def zca_inverse_sqrt(sigma: Tensor) -> Tensor:
 
     Args:
         sigma: symmetric positive semi-definite matrices, (..., g, g).
+        least: lower bound of the eigenvalues, a number or (..., 1); the eps that ``sigma`` includes.
 
     Returns:
         The whitening matrices, (..., g, g).
@@ -42,10 +47,12 @@ def zca_inverse_sqrt(sigma: Tensor) -> Tensor:
 
     Source: Group Whitening supplement, Eqs. 1-3; Decorrelated Batch Normalization, Eqs. 4-6.
     """
-    return _spectral(sigma, "zca", None, 0.0)
+    return _spectral(sigma, "zca", None, 0.0, least)
 
 
-def zca_max_inverse_sqrt(sigma: Tensor, threshold: float = 0.01, eps: float = 0.0) -> Tensor:
+def zca_max_inverse_sqrt(
+    sigma: Tensor, threshold: float = 0.01, eps: float = 0.0, *, least: float | Tensor = 0.0
+) -> Tensor:
     r"""Raise small eigenvalues to a fraction of the largest, then whiten (ZCAM).
 
     .. math:: W = D \, \max(\Lambda, \max(\theta, \epsilon))^{-1/2} D^T, \quad \theta = c \, \lambda_{max}
@@ -59,6 +66,7 @@ def zca_max_inverse_sqrt(sigma: Tensor, threshold: float = 0.01, eps: float = 0.
         sigma: symmetric positive semi-definite matrices, (..., g, g).
         threshold: c, the inverse of the largest allowed condition number.
         eps: the smallest eigenvalue after raising, in units of variance.
+        least: as in :func:`zca_inverse_sqrt`.
 
     Returns, Raises: as :func:`zca_inverse_sqrt`.
 
@@ -70,10 +78,10 @@ def zca_max_inverse_sqrt(sigma: Tensor, threshold: float = 0.01, eps: float = 0.
         slope = torch.zeros_like(eigenvalues).scatter(-1, largest, threshold)
         return threshold * eigenvalues[..., -1:], slope
 
-    return _spectral(sigma, "zca_max", rule, eps)
+    return _spectral(sigma, "zca_max", rule, eps, least)
 
 
-def zca_entropy_inverse_sqrt(sigma: Tensor, eps: float = 0.0) -> Tensor:
+def zca_entropy_inverse_sqrt(sigma: Tensor, eps: float = 0.0, *, least: float | Tensor = 0.0) -> Tensor:
     r"""Raise eigenvalues beyond the effective rank, then whiten (ZCAE).
 
     .. math::
@@ -86,6 +94,7 @@ def zca_entropy_inverse_sqrt(sigma: Tensor, eps: float = 0.0) -> Tensor:
     Args:
         sigma: symmetric positive semi-definite matrices, (..., g, g).
         eps: the smallest eigenvalue after raising, in units of variance.
+        least: as in :func:`zca_inverse_sqrt`.
 
     Returns, Raises: as :func:`zca_inverse_sqrt`.
 
@@ -101,10 +110,10 @@ def zca_entropy_inverse_sqrt(sigma: Tensor, eps: float = 0.0) -> Tensor:
         slope = torch.zeros_like(eigenvalues).scatter(-1, place, 1.0)
         return eigenvalues.gather(-1, place), slope
 
-    return _spectral(sigma, "zca_entropy", rule, eps)
+    return _spectral(sigma, "zca_entropy", rule, eps, least)
 
 
-def pca_inverse_sqrt(sigma: Tensor) -> Tensor:
+def pca_inverse_sqrt(sigma: Tensor, *, least: float | Tensor = 0.0) -> Tensor:
     r"""Compute :math:`\Lambda^{-1/2} D^T` (PCA whitening), eigenvalues in descending order.
 
     .. warning::
@@ -119,68 +128,67 @@ def pca_inverse_sqrt(sigma: Tensor) -> Tensor:
 
     Source: Decorrelated Batch Normalization, section 3.1.
     """
-    return _PCAInverseSqrt.apply(sigma) if sigma.requires_grad else _pca_forward(sigma)[0]
+    return _PCAInverseSqrt.apply(sigma, least) if sigma.requires_grad else _pca_forward(sigma, least)[0]
 
 
 #: ascending eigenvalues (..., g) -> threshold (..., 1) and its derivative by each eigenvalue (..., g)
 _Rule = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
-def _eigh(sigma: Tensor, name: str) -> tuple[Tensor, Tensor]:
+def _eigh(sigma: Tensor, name: str, least: float | Tensor) -> tuple[Tensor, Tensor]:
     # eigh raises for NaN in matrices of some sizes only
     symbolic = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
     if not symbolic and not torch.isfinite(sigma).all():
         raise NonFiniteCovarianceError(
             f"solver={name}: the covariance matrix holds NaN or infinity. Fix: check the input of the layer."
         )
-    return torch.linalg.eigh(sigma)
+    eigenvalues, d = torch.linalg.eigh(sigma)
+    return eigenvalues.clamp_min(least), d
 
 
-def _rounding(eigenvalues: Tensor) -> Tensor:
-    """Return the rounding error of ascending eigenvalues, (..., 1)."""
-    return eigenvalues.shape[-1] * torch.finfo(eigenvalues.dtype).eps * eigenvalues[..., -1:].abs()
-
-
-def _inv_sqrt(values: Tensor) -> Tensor:
-    alive = values > _rounding(values).clamp_min(zero_variance_threshold(values.dtype))
+def _inv_sqrt(values: Tensor, least: float | Tensor) -> Tensor:
+    """Return the inverse square roots of ascending eigenvalues; 0 for those that are zero up to rounding."""
+    alive = values > rounding_floor(values[..., -1:], values.shape[-1], least)
     return torch.where(alive, torch.where(alive, values, torch.ones_like(values)).rsqrt(), 0.0)
 
 
-def _spectral(sigma: Tensor, name: str, rule: _Rule | None, eps: float) -> Tensor:
+def _spectral(sigma: Tensor, name: str, rule: _Rule | None, eps: float, least: float | Tensor) -> Tensor:
     if sigma.requires_grad:
-        return _SpectralInverseSqrt.apply(sigma, name, rule, eps)
-    return _spectral_forward(sigma, name, rule, eps)[0]
+        return _SpectralInverseSqrt.apply(sigma, name, rule, eps, least)
+    return _spectral_forward(sigma, name, rule, eps, least)[0]
 
 
-def _spectral_forward(sigma: Tensor, name: str, rule: _Rule | None, eps: float) -> tuple[Tensor, ...]:
+def _spectral_forward(
+    sigma: Tensor, name: str, rule: _Rule | None, eps: float, least: float | Tensor
+) -> tuple[Tensor, ...]:
     """Return W, D, r and, with a rule, its tensors.
 
     The tensors of a rule: eigenvalues, mask of raised ones, threshold and slope.
     """
-    eigenvalues, d = _eigh(sigma, name)
+    eigenvalues, d = _eigh(sigma, name, least)
     if rule is None:
-        r = _inv_sqrt(eigenvalues)
+        r = _inv_sqrt(eigenvalues, least)
         rule_tensors: tuple[Tensor, ...] = ()
     else:
         theta, slope = rule(eigenvalues)
         follows = theta >= eps
         theta, slope = torch.where(follows, theta, eps), torch.where(follows, slope, 0.0)
         raised = eigenvalues < theta
-        r = _inv_sqrt(torch.where(raised, theta, eigenvalues))
+        r = _inv_sqrt(torch.where(raised, theta, eigenvalues), least)
         rule_tensors = eigenvalues, raised, theta, slope
     return (d * r[..., None, :]) @ d.mT, d, r, *rule_tensors
 
 
 class _SpectralInverseSqrt(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, sigma: Tensor, name: str, rule: _Rule | None, eps: float) -> Tensor:
-        whitening, *saved = _spectral_forward(sigma, name, rule, eps)
+    def forward(ctx: Any, sigma: Tensor, name: str, rule: _Rule | None, eps: float, least: float | Tensor) -> Tensor:
+        whitening, *saved = _spectral_forward(sigma, name, rule, eps, least)
         ctx.save_for_backward(*saved)
         return whitening
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         d, r, *rule_tensors = ctx.saved_tensors
         ri, rj = r[..., :, None], r[..., None, :]
         total = ri + rj
@@ -190,7 +198,7 @@ class _SpectralInverseSqrt(torch.autograd.Function):
         inner = -(ri * projected * rj) * difference
         if rule_tensors:
             inner = _through_threshold(inner, *rule_tensors)
-        return d @ inner @ d.mT, None, None, None
+        return d @ inner @ d.mT, None, None, None, None
 
 
 def _through_threshold(inner: Tensor, eigenvalues: Tensor, raised: Tensor, theta: Tensor, slope: Tensor) -> Tensor:
@@ -205,30 +213,30 @@ def _through_threshold(inner: Tensor, eigenvalues: Tensor, raised: Tensor, theta
     return inner * ratio + torch.diag_embed(slope * lost)
 
 
-def _pca_forward(sigma: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _pca_forward(sigma: Tensor, least: float | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return W, ascending eigenvalues, D and r; rows of W descend."""
-    eigenvalues, d = _eigh(sigma, "pca")
+    eigenvalues, d = _eigh(sigma, "pca", least)
     d = d * torch.where(d[..., :1, :] < 0, -1.0, 1.0)
-    r = _inv_sqrt(eigenvalues)
+    r = _inv_sqrt(eigenvalues, least)
     return (d * r[..., None, :]).mT.flip(-2), eigenvalues, d, r
 
 
 class _PCAInverseSqrt(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, sigma: Tensor) -> Tensor:
-        whitening, *saved = _pca_forward(sigma)
+    def forward(ctx: Any, sigma: Tensor, least: float | Tensor) -> Tensor:
+        whitening, *saved = _pca_forward(sigma, least)
         ctx.save_for_backward(*saved)
         return whitening
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         eigenvalues, d, r = ctx.saved_tensors
         # of dL = sum_ij h_ij (dr_i delta_ij + r_i (D^T dD)_ji) with (D^T dD)_ji = (D^T dSigma D)_ji / (l_i - l_j)
         h = grad.flip(-2) @ d
         scaled = r[..., :, None] * h
         gap = eigenvalues[..., :, None] - eigenvalues[..., None, :]
-        apart = gap.abs() > _rounding(eigenvalues)[..., None]
+        apart = gap.abs() > rounding_floor(eigenvalues[..., -1:], eigenvalues.shape[-1])[..., None]
         inner = 0.5 * torch.where(apart, (scaled - scaled.mT) / gap, 0.0)
         inner = inner - torch.diag_embed(0.5 * r.pow(3) * h.diagonal(dim1=-2, dim2=-1))
-        return d @ inner @ d.mT
+        return d @ inner @ d.mT, None

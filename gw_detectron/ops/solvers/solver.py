@@ -52,9 +52,9 @@ class Solver:
     corr: bool = False
 
     def __post_init__(self) -> None:
-        if self.name not in SOLVERS:
+        if not isinstance(self.name, str) or self.name not in SOLVERS:
             raise ValueError(f"solver ({self.name!r}): unknown solver. Fix: choose one of {sorted(SOLVERS)}.")
-        check_integer("num_iters", self.num_iters, 0, 5)
+        check_integer("num_iters", self.num_iters, 0, 5, most=1000)
         check_number("eps", self.eps, 0, float("inf"), 1e-5)
         check_number("threshold", self.threshold, 0, 1, _THRESHOLD)
         check_flag("corr", self.corr)
@@ -81,13 +81,14 @@ class Solver:
             sigma = sigma + self.eps * torch.eye(sigma.shape[-1], dtype=sigma.dtype, device=sigma.device)
         solve = SOLVERS[self.name]
         if not self.corr:
-            return solve(sigma, self)
+            return solve(sigma, self, self.eps)
         inverse_std = _inverse_std(sigma)
         correlation = inverse_std[..., :, None] * sigma * inverse_std[..., None, :]
         # ones on the diagonal exactly: rounding there would decide which pivot comes first
         ones = torch.diag_embed((inverse_std > 0).to(sigma.dtype))
         correlation = correlation.tril(-1) + correlation.triu(1) + ones
-        return solve(correlation, self) * inverse_std[..., None, :]
+        least = self.eps * inverse_std.detach().square().amin(-1, keepdim=True)
+        return solve(correlation, self, least) * inverse_std[..., None, :]
 
     def layer_arguments(self) -> dict[str, Any]:
         """Return the arguments with which a whitening layer makes this solver."""
@@ -132,16 +133,17 @@ def _inverse_std(sigma: Tensor) -> Tensor:
     return torch.where(alive, torch.where(alive, variance, 1.0).rsqrt(), 0.0)
 
 
-#: name -> function of covariance matrices (..., g, g), which include eps, and the options
-SOLVERS: dict[str, Callable[[Tensor, Solver], Tensor]] = {
-    "newton": lambda sigma, options: newton_inverse_sqrt(sigma, options.num_iters),
-    "zca": lambda sigma, options: zca_inverse_sqrt(sigma),
-    "zca_max": lambda sigma, options: zca_max_inverse_sqrt(sigma, options.threshold, options.eps),
-    "zca_entropy": lambda sigma, options: zca_entropy_inverse_sqrt(sigma, options.eps),
-    "pca": lambda sigma, options: pca_inverse_sqrt(sigma),
-    "cholesky": lambda sigma, options: cholesky_whitening(sigma),
-    "pivoted_cholesky": lambda sigma, options: pivoted_cholesky_whitening(sigma, options.eps),
-    "standardize": lambda sigma, options: standardizing_matrix(sigma),
+#: name -> function of covariance matrices (..., g, g), which include eps, the options, and the least eigenvalue that
+#: this eps leaves, a number or (..., 1)
+SOLVERS: dict[str, Callable[[Tensor, Solver, float | Tensor], Tensor]] = {
+    "newton": lambda sigma, options, least: newton_inverse_sqrt(sigma, options.num_iters),
+    "zca": lambda sigma, options, least: zca_inverse_sqrt(sigma, least=least),
+    "zca_max": lambda sigma, options, least: zca_max_inverse_sqrt(sigma, options.threshold, options.eps, least=least),
+    "zca_entropy": lambda sigma, options, least: zca_entropy_inverse_sqrt(sigma, options.eps, least=least),
+    "pca": lambda sigma, options, least: pca_inverse_sqrt(sigma, least=least),
+    "cholesky": lambda sigma, options, least: cholesky_whitening(sigma, least=least),
+    "pivoted_cholesky": lambda sigma, options, least: pivoted_cholesky_whitening(sigma, options.eps),
+    "standardize": lambda sigma, options, least: standardizing_matrix(sigma),
 }
 
 #: the published setting of Group Whitening

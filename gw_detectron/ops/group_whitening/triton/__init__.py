@@ -19,6 +19,8 @@ bfloat16      bfloat16   values are centered in float32, then rounded; the covar
 ============  =========  ===========================================================================================
 """
 
+from contextlib import nullcontext
+
 from .backward import apply_backward as apply_backward
 from .backward import grad_products as grad_products
 from .forward import apply as apply
@@ -28,3 +30,8 @@ from .launch_args import supported as supported
 from .moments import statistics as statistics
 from .newton_kernel import newton as newton
 from .newton_kernel import newton_backward as newton_backward
+
+
+def reserve_buffers() -> nullcontext[None]:
+    """Reserve nothing: torch's CUDA allocator gives each tensor its own memory."""
+    return nullcontext()
