@@ -5,20 +5,18 @@ import hashlib
 import json
 import os
 import pickle
-import re
 import stat
 import struct
 import zipfile
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import IO, Any, Literal, NamedTuple
 
-import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor
 
 from ..errors import MissingFileError
+from .numpy_unpickler import STAND_INS, NumpyArray, NumpyUnpickler, is_allowed
 from .pickle_check import DEEPEST, SAVE_AGAIN, RefusedFileError, WeightsFileError, check_pickle
 
 __all__ = ["Contents", "RefusedFileError", "WeightsFileError", "read_weights_file"]
@@ -27,7 +25,6 @@ _LEGACY_TORCH = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)  # first bytes 
 _LEGACY_PICKLES = 5  # of such a file: magic number, version, system, content, names of the storages
 _GET_AGAIN = "Fix: get the file again."
 _SAVE_DENSE = "Fix: save dense tensors with torch.save."
-_SAVE_NUMBERS = "Fix: save arrays of numbers only."
 _LARGEST_HEADER = 2**23  # bytes of a safetensors header or an archive directory: about 80,000 tensors
 _NAMES = {"torch": "file of torch.save", "pickle": "pickle", "safetensors": "safetensors file"}
 # Names that state a format, as Detectron2 reads them. Others (.bin, .ckpt, .tar, none) are used for several formats.
@@ -117,10 +114,10 @@ def _read(file: IO[bytes], size: int) -> Contents:
             check_pickle(file, size, _is_allowed_by_torch)
         return Contents(_load_torch(file, size))
     if begin[:1] == b"\x80":
-        check_pickle(file, size, _is_allowed)
+        check_pickle(file, size, is_allowed)
         file.seek(0)
         # latin1 decodes the strings and arrays of Python 2 in old Detectron files
-        return Contents(_arrays_to_tensors(_NumpyUnpickler(file, encoding="latin1").load()), format="pickle")
+        return Contents(_arrays_to_tensors(NumpyUnpickler(file, encoding="latin1").load()), format="pickle")
     if begin[8:9] == b"{":
         end = 8 + struct.unpack("<Q", begin[:8])[0]
         if end > _LARGEST_HEADER:
@@ -187,7 +184,7 @@ def _check_archive_end(file: IO[bytes], size: int) -> None:
 
 def _load_torch(file: IO[bytes], size: int) -> Any:
     # training scripts save their flags and scores beside the weights
-    allowed: list[Any] = [argparse.Namespace, *((stand_in, name) for name, stand_in in _STAND_INS.items())]
+    allowed: list[Any] = [argparse.Namespace, *((stand_in, name) for name, stand_in in STAND_INS.items())]
     # TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD has no effect on an explicit weights_only
     options: dict[str, Any] = {"weights_only": True, "mmap": False}
     try:
@@ -201,6 +198,24 @@ def _load_torch(file: IO[bytes], size: int) -> Any:
         raise WeightsFileError(f"it contains sparse or quantized tensors. {_SAVE_DENSE}") from None
 
 
+_TORCH_NAMES = {
+    "argparse.Namespace",
+    "collections.Counter",
+    "builtins.complex",
+    "builtins.set",
+    "__builtin__.complex",
+    "__builtin__.set",
+    "torch.Size",
+    "torch.Tensor",
+    "torch.device",
+    "torch.nn.parameter.Parameter",
+    "torch.serialization._get_layout",
+    "torch._tensor._rebuild_from_type_v2",
+    *(f"torch._utils._rebuild_{name}" for name in ("tensor", "tensor_v2", "tensor_v3", "sparse_tensor", "qtensor")),
+    *(f"torch._utils._rebuild_{name}" for name in ("parameter", "parameter_with_state")),
+}
+
+
 def _is_allowed_by_torch(path: str) -> bool:
     """Tell whether a file of torch.save may name a class or function.
 
@@ -208,7 +223,7 @@ def _is_allowed_by_torch(path: str) -> bool:
     """
     module, _, name = path.rpartition(".")
     return (
-        _is_allowed(path)
+        is_allowed(path)
         or path in _TORCH_NAMES
         or (module in ("torch", "torch.storage") and name.endswith("Storage"))
         or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
@@ -229,7 +244,7 @@ def _check_size(value: Any, size: int) -> Any:
 
 
 def _arrays_to_tensors(content: Any) -> Any:
-    return _walk(content, lambda value: value.tensor if isinstance(value, _Array) else value)
+    return _walk(content, lambda value: value.tensor if isinstance(value, NumpyArray) else value)
 
 
 def _walk(content: Any, convert: Any) -> Any:
@@ -256,98 +271,3 @@ def _walk(content: Any, convert: Any) -> Any:
         return done[id(value)][1]
 
     return visit(content)
-
-
-# Stand-ins for numpy: its own unpickling allocates and reads memory by sizes that a damaged file may set.
-
-
-class _Dtype:
-    """Stand-in for ``numpy.dtype``: numbers only."""
-
-    def __init__(self, code: str, *options: object) -> None:
-        if not isinstance(code, str) or not re.fullmatch(r"[biuf]\d\d?", code):
-            raise WeightsFileError(f"it contains an array of {code!r}, which is not a number. {_SAVE_NUMBERS}")
-        self.dtype = np.dtype(code)
-
-    def __setstate__(self, state: tuple) -> None:
-        if state[1] in ("<", ">"):
-            self.dtype = self.dtype.newbyteorder(state[1])
-
-    def numbers(self, data: bytes | bytearray | str) -> np.ndarray:
-        """Copy numbers from their bytes, which Python 2 wrote as a string."""
-        raw = data.encode("latin1") if isinstance(data, str) else data
-        if not isinstance(raw, (bytes, bytearray)):
-            raise WeightsFileError(f"it contains an array of objects, which are not numbers. {_SAVE_NUMBERS}")
-        return np.frombuffer(raw, self.dtype).astype(self.dtype.newbyteorder("="))
-
-
-class _Array:
-    """Stand-in for ``numpy.ndarray`` and the function that creates one."""
-
-    tensor: Tensor
-
-    def __init__(self, *options: object) -> None:
-        pass
-
-    def __setstate__(self, state: tuple) -> None:
-        _, shape, dtype, column_major, data = state
-        self.tensor = torch.from_numpy(dtype.numbers(data).reshape(shape, order="F" if column_major else "C").copy())
-
-
-def _scalar(dtype: _Dtype, data: bytes | str) -> Any:
-    return dtype.numbers(data).item()
-
-
-def _frombuffer(data: bytes | bytearray, dtype: _Dtype, shape: tuple, order: str) -> _Array:
-    array = _Array()
-    array.__setstate__((1, shape, dtype, order == "F", data))
-    return array
-
-
-def _encode(text: str, encoding: str) -> bytes:
-    if encoding != "latin1":
-        raise WeightsFileError(f"it contains bytes in the encoding {encoding!r}. Fix: save it again with Python 3.")
-    return text.encode("latin1")
-
-
-_STAND_INS: dict[str, Any] = {
-    "_codecs.encode": _encode,  # pickle protocols below 3 write bytes as a string
-    "numpy.ndarray": _Array,
-    "numpy.dtype": _Dtype,
-}
-for _core in ("numpy.core", "numpy._core"):
-    _STAND_INS[f"{_core}.multiarray._reconstruct"] = _Array
-    _STAND_INS[f"{_core}.multiarray.scalar"] = _scalar
-    _STAND_INS[f"{_core}.numeric._frombuffer"] = _frombuffer
-
-
-_TORCH_NAMES = {
-    "argparse.Namespace",
-    "collections.Counter",
-    "builtins.complex",
-    "builtins.set",
-    "__builtin__.complex",
-    "__builtin__.set",
-    "torch.Size",
-    "torch.Tensor",
-    "torch.device",
-    "torch.nn.parameter.Parameter",
-    "torch.serialization._get_layout",
-    "torch._tensor._rebuild_from_type_v2",
-    *(f"torch._utils._rebuild_{name}" for name in ("tensor", "tensor_v2", "tensor_v3", "sparse_tensor", "qtensor")),
-    *(f"torch._utils._rebuild_{name}" for name in ("parameter", "parameter_with_state")),
-}
-
-
-def _is_allowed(path: str) -> bool:
-    return path in _STAND_INS or path == "collections.OrderedDict"
-
-
-class _NumpyUnpickler(pickle._Unpickler):  # the C version allocates memory for counts that a damaged file may set
-    """Create only numeric arrays and plain Python values."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        path = f"{module}.{name}"
-        if not _is_allowed(path):  # as check_pickle has done before
-            raise RefusedFileError(f"it names {path}, which could run code")
-        return _STAND_INS.get(path, OrderedDict)
