@@ -2,14 +2,21 @@
 
 With torch alone, ``gw_detectron.layers`` and ``gw_detectron.ops`` work. With Detectron2 installed, importing this
 package also registers its backbones, heads, weights and the synthetic dataset. Without it, names that need Detectron2
-raise an ImportError that says how to install it.
+raise an ImportError or AttributeError that says how to install it.
 """
 
 import sys
 from typing import Any
 
 from .layers import BatchWhitening2d, GroupWhitening2d
-from .requirements import FUNCTIONS, MODULES, Detectron2Guard, has_detectron2, require_detectron2
+from .requirements import (
+    FUNCTIONS,
+    MODULES,
+    Detectron2Guard,
+    MissingDetectron2NameError,
+    has_detectron2,
+    require_detectron2,
+)
 from .version import __version__
 
 __all__ = ["BatchWhitening2d", "GroupWhitening2d", "__version__"]
@@ -31,5 +38,5 @@ else:
     def __getattr__(name: str) -> Any:
         """Say what to install where a name needs Detectron2."""
         if name in (*FUNCTIONS, *MODULES):
-            require_detectron2(f"gw_detectron.{name}")
+            require_detectron2(f"gw_detectron.{name}", MissingDetectron2NameError)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

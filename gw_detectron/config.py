@@ -4,11 +4,20 @@ import difflib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 from detectron2.config import CfgNode, get_cfg
+from detectron2.utils.file_io import PathManager
 
 from .errors import ConfigError, MissingFileError
+
+_LONGEST_FILE = 2**18  # characters; a dumped config has 10,000, and PyYAML reads 100,000 in a second
+_MOST_NODES = 100_000  # values of a file, those of an alias each time; Detectron2 copies them
+_DEEPEST = 50  # nesting of a file; Python's recursion ends near 1000
+_MOST_FILES = 100  # a config and its bases
+_MERGE_ERRORS = (LookupError, ValueError, AssertionError, TypeError, AttributeError, RecursionError, MemoryError)
+_YAML_ERRORS = (*_MERGE_ERRORS, ArithmeticError, OSError, yaml.YAMLError)  # PyYAML's for values such as "!!int ''"
 
 
 def add_gw_config(cfg: CfgNode) -> None:
@@ -54,21 +63,18 @@ def read_config(config_file: str, opts: Sequence[str] = ()) -> CfgNode:
 
     Raises:
         MissingFileError: the config file does not exist.
-        ConfigError: the file is no yaml of config keys, a key is unknown or a value has the wrong type.
+        ConfigError: the file is no yaml of config keys, holds Python objects or far too many values, a key is unknown
+            or repeated, or a value has the wrong type. The same holds for the files under ``_BASE_``.
     """
     cfg = get_cfg()
     add_gw_config(cfg)
     known = set(_flat_keys(cfg))
     if not config_file or not os.path.isfile(config_file):
         raise MissingFileError(_missing_config_message(config_file))
-    _check_bases(str(config_file))
+    keys = _check_yaml(str(config_file), cfg.VERSION, [])
     try:
-        keys = list(_flat_keys(CfgNode.load_yaml_with_base(str(config_file), allow_unsafe=True)))
-    except (yaml.YAMLError, AssertionError, AttributeError, OSError, TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"'{config_file}': not a yaml file of config keys: {error}. Fix: correct it.") from error
-    try:
-        cfg.merge_from_file(str(config_file))
-    except _MERGE_ERRORS as error:
+        cfg.merge_from_file(str(config_file), allow_unsafe=False)
+    except _YAML_ERRORS as error:
         raise ConfigError(_bad_keys_message(f"'{config_file}'", keys, known, error)) from error
     opts = list(opts)
     if flags := [word for word in opts if word.startswith("--")]:
@@ -82,25 +88,106 @@ def read_config(config_file: str, opts: Sequence[str] = ()) -> CfgNode:
     return cfg
 
 
-def _check_bases(config_file: str) -> None:
-    """Raise ConfigError if a config is its own base.
+def _check_yaml(path: str, latest_version: int, files: list[str], above: tuple[str, ...] = ()) -> list[str]:
+    """Return the keys of a config and its bases, unless a file is unsafe.
 
-    Detectron2 would read it until the stack overflows.
+    Detectron2 loads yaml with Python's objects by default, resolves aliases into copies, and follows ``_BASE_`` until
+    the stack overflows.
+
+    Args:
+        path: the config file, or the address of a base.
+        latest_version: of Detectron2's configs.
+        files: the files that were read; this one is added.
+        above: the files whose base this one is.
     """
-    path, seen = config_file, set[str]()
-    while os.path.isfile(path):
-        if os.path.realpath(path) in seen:
-            raise ConfigError(f"'{path}': is its own _BASE_. Fix: name another base.")
-        seen.add(os.path.realpath(path))
-        try:
-            with open(path) as file:
-                base = yaml.load(file, yaml.BaseLoader)["_BASE_"]
-            path = os.path.join(os.path.dirname(path), os.path.expanduser(base))
-        except (KeyError, TypeError, ValueError, RecursionError, yaml.YAMLError):
-            return  # no base, or a file that Detectron2 refuses
+    local = not path.startswith(("http://", "https://"))
+    name = os.path.realpath(path) if local else path
+    files.append(name)
+    if name in above:
+        raise ConfigError(f"'{path}': is its own _BASE_. Fix: name another base.")
+    if len(files) > _MOST_FILES:
+        raise ConfigError(f"'{path}': more than {_MOST_FILES} files by _BASE_. Fix: use fewer bases.")
+    if local and not os.path.isfile(path):  # opening a pipe would block
+        raise ConfigError(f"'{above[-1] if above else path}': _BASE_ not found: '{path}'. Fix: give an existing file.")
+    try:
+        with PathManager.open(path, "r") as file:
+            text = file.read(_LONGEST_FILE + 1)
+        if len(text) > _LONGEST_FILE:
+            raise ValueError(f"longer than {_LONGEST_FILE} characters")
+        loader = _ConfigLoader(text, path)
+        tree = loader.get_single_data()
+        if not isinstance(tree, dict):
+            raise TypeError("empty" if tree is None else f"a {type(tree).__name__} instead of keys and values")
+        version = tree.get("VERSION", latest_version)
+        if type(version) is not int or not 1 <= version <= latest_version:
+            raise ValueError(f"VERSION is {version!r}, not a number from 1 to {latest_version}")
+        bases = tree.pop("_BASE_", [])
+        bases = bases if isinstance(bases, list) else [bases]
+        if not all(isinstance(base, str) for base in bases):
+            raise TypeError(f"_BASE_ is {bases!r}, not a file name")
+    except ConfigError:
+        raise
+    except _YAML_ERRORS as error:
+        raise ConfigError(f"'{path}': not a yaml file of config keys: {error}. Fix: correct it.") from error
+    keys = list(_flat_keys(tree))
+    for base in map(os.path.expanduser, bases):
+        if not base.startswith(("/", "http://", "https://")):
+            base = os.path.join(os.path.dirname(path), base)
+        keys += _check_yaml(base, latest_version, files, (*above, name))
+    return keys
 
 
-_MERGE_ERRORS = (KeyError, ValueError, AssertionError, TypeError)
+class _ConfigLoader(yaml.SafeLoader):
+    """Load plain values; refuse Python's objects, repeated keys and aliases that multiply.
+
+    Args:
+        text: the file's content.
+        name: the file, for messages.
+    """
+
+    def __init__(self, text: str, name: str) -> None:
+        super().__init__(text)
+        self.name = name
+        self._depth = self._count = 0
+        self._sizes: dict[yaml.Node, int] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        is_alias, before, mark = self.check_event(yaml.AliasEvent), self._count, self.peek_event().start_mark
+        self._depth += 1
+        if self._depth > _DEEPEST:
+            raise _yaml_error(mark, f"nested deeper than {_DEEPEST}", "make it flatter")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if is_alias and node not in self._sizes:
+            raise _yaml_error(mark, "an alias inside its own value", "write the value out")
+        self._count += self._sizes[node] if is_alias else 1
+        if self._count > _MOST_NODES:
+            raise _yaml_error(mark, f"more than {_MOST_NODES} values", "use fewer aliases (*name)")
+        if not is_alias:
+            self._sizes[node] = self._count - before
+        return node
+
+    def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict:
+        seen = set()
+        for key, _ in node.value:
+            if key.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
+                raise _yaml_error(key.start_mark, f"the key {key.value!r:.99} is not a name", "correct or quote it")
+            if key.value in seen:
+                raise _yaml_error(key.start_mark, f"the key {key.value!r:.99} is repeated", "remove one")
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+    def _refuse(self, node: yaml.Node) -> None:
+        tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+        why = "could run code" if "python" in tag else "is unknown"
+        raise _yaml_error(node.start_mark, f"the tag {tag} {why}", "write the value plainly, without a tag")
+
+
+_ConfigLoader.add_constructor(None, _ConfigLoader._refuse)
+
+
+def _yaml_error(mark: yaml.Mark, why: str, fix: str) -> ConfigError:
+    return ConfigError(f"'{mark.name}', line {mark.line + 1}: {why}. Fix: {fix}.")
 
 
 def _flat_keys(node: dict, prefix: str = "") -> Iterator[str]:
@@ -131,8 +218,8 @@ def _bad_keys_message(source: str, keys: Iterable[str], known: set[str], error: 
             """ a tuple is written as "('name',)" or "(480, 560)\"""" if "'tuple'" in reason else " correct the value"
         )
         return f"{source}: {reason}. Fix:{example}."
-    lines = []
-    for key in unknown:
+    lines = [f"{source}: {len(unknown)} unknown config keys."] if len(unknown) > 5 else []
+    for key in unknown[:5]:
         near = difflib.get_close_matches(key, known, n=3)
         similar = f" Similar: {', '.join(near)}." if near else ""
         lines.append(f"{source}: unknown config key '{key}'.{similar} Fix: correct or remove it.")

@@ -10,5 +10,9 @@ def setup_environment() -> None:
 
     Detectron2 calls it during its own import if the environment variable is set. Importing this module has already
     registered the components. Nothing else in the package changes the global defaults.
+
+    The variable does not make stock scripts safe: their own ``cfg.merge_from_file(file)`` runs the code of
+    ``!!python/...`` tags, and their checkpointer unpickles ``.pkl`` files. Only this package's tools and
+    :func:`gw_detectron.config.read_config` refuse both. In such a script, pass ``allow_unsafe=False``.
     """
     add_gw_config(_C)

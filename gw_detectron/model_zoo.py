@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
-from detectron2.config import CfgNode, get_cfg
+from detectron2.config import CfgNode
 from detectron2.modeling import build_model
 from torch import nn
 
 from .checkpoint import load_checkpoint, open_checkpoint
-from .config import add_gw_config
+from .config import read_config
 from .errors import ConfigError, MissingFileError
 
 __all__ = ["get", "get_config", "get_config_file", "list_configs"]
@@ -61,10 +61,7 @@ def get_config(name: str, trained: bool = False) -> CfgNode:
             f"trained (True): no weights of a trained {name} are published. Fix: train it with tools/train_net.py "
             f"--config-file {file}, or pass trained=False."
         )
-    cfg = get_cfg()
-    add_gw_config(cfg)
-    cfg.merge_from_file(file)
-    return cfg
+    return read_config(file)
 
 
 def get(name: str, trained: bool = False, device: str | None = None) -> nn.Module:

@@ -24,7 +24,11 @@ MODULES = (
 
 
 class MissingDetectron2Error(UserError, ImportError):
-    """A part of the package that needs Detectron2 is used without it."""
+    """A part of the package that needs Detectron2 is imported without it."""
+
+
+class MissingDetectron2NameError(UserError, AttributeError):
+    """A name of the package that needs Detectron2 is used without it."""
 
 
 def has_detectron2() -> bool:
@@ -38,23 +42,27 @@ def has_detectron2() -> bool:
     return True
 
 
-def require_detectron2(name: str) -> None:
-    """Raise MissingDetectron2Error unless Detectron2 is installed.
+def require_detectron2(name: str, error: type[UserError] = MissingDetectron2Error) -> None:
+    """Raise an error unless Detectron2 is installed.
 
     Args:
         name: the module or attribute that needs it.
+        error: the error's type.
     """
     if not has_detectron2():
-        raise MissingDetectron2Error(
+        raise error(
             f"{name}: needs Detectron2, which is not installed. Fix: run `python tools/install_detectron2.py` from the "
             "gw_detectron repository, or follow https://detectron2.readthedocs.io/tutorials/install.html"
         )
 
 
 class Detectron2Guard(importlib.abc.MetaPathFinder):
-    """Import hook that requires Detectron2 for modules of this package."""
+    """Import hook that requires Detectron2 for modules of this package.
+
+    Python also asks it for names of ``from gw_detectron import name`` that the package does not have.
+    """
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> None:
         package, _, module = fullname.partition(".")
-        if package == __package__ and module.partition(".")[0] in MODULES:
+        if package == __package__ and module.partition(".")[0] in (*FUNCTIONS, *MODULES):
             require_detectron2(fullname)

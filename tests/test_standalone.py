@@ -72,13 +72,15 @@ assert torch.equal(group_whiten(x, 8, relu=True), GroupWhitening2d(16, 8)(x, rel
 assert torch.equal(batch_whiten(x, 8, solver=Solver("zca")), BatchWhitening2d(16, 8, "zca")(x))
 
 import gw_detectron
-assert not hasattr(gw_detectron, "no_such_name")
+for name in ("no_such_name", "norm_spec", "model_zoo"):
+    assert not hasattr(gw_detectron, name) and getattr(gw_detectron, name, 3) == 3
 statements = ("from gw_detectron import add_gw_config", "gw_detectron.norm_table", "import gw_detectron.modeling",
               "from gw_detectron import model_zoo", "import gw_detectron.engine.trainer", "gw_detectron.engine")
 for statement in statements:
     try:
         exec(statement)
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:
+        assert isinstance(error, ImportError) == ("import" in statement)
         assert isinstance(error, gw_detectron.errors.UserError) and error.__context__ is None
         print(error)
 assert {"detectron2", "torchvision"} <= hidden

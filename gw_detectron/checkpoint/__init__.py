@@ -4,7 +4,15 @@ from .architecture import Architecture, WeightsError
 from .catalog import CATALOG, PublishedWeights, local_weights, register_weights
 from .convert import Conversion, convert, to_torchvision
 from .load_report import LoadReport, PartialLoadError
-from .loading import Checkpoint, NormMismatchError, StartWeights, load_checkpoint, open_checkpoint, open_start_weights
+from .loading import (
+    Checkpoint,
+    NonFiniteWeightsError,
+    NormMismatchError,
+    StartWeights,
+    load_checkpoint,
+    open_checkpoint,
+    open_start_weights,
+)
 from .norm_record import NORMS, NormRecord, norm_differences
 from .provenance import Preprocessing, Provenance
 from .reading import RefusedFileError, WeightsFileError, read_weights_file
@@ -17,6 +25,7 @@ __all__ = [
     "Checkpoint",
     "Conversion",
     "LoadReport",
+    "NonFiniteWeightsError",
     "NormMismatchError",
     "NormRecord",
     "PartialLoadError",

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..errors import ConfigError, FileAccessError, MissingFileError, UserError, summarize_names
 from ..modeling.norm_keys import NORM_KEYS
 from .load_report import LoadReport
-from .norm_record import norm_differences
+from .norm_record import check_norm_record, norm_differences
 from .provenance import TORCHVISION, Preprocessing, Provenance
 from .reading import Contents, WeightsFileError, read_weights_file
 
@@ -25,6 +25,10 @@ _SAVE_MODEL = "Fix: save {'model': model.state_dict()}."
 
 class NormMismatchError(UserError, ValueError):
     """A checkpoint was trained with other norms than the model has."""
+
+
+class NonFiniteWeightsError(UserError, ValueError):
+    """A checkpoint contains NaN or infinite weights."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class Checkpoint:
         tensors: the model's tensors by name.
         metadata: everything else in the file, e.g. ``norms``, ``provenance``, ``__author__`` and the training state.
         preprocessing: how images were given to the weights in training; None if the file does not tell.
+        sha256: the SHA-256 of the file that was read.
     """
 
     address: str
@@ -44,6 +49,7 @@ class Checkpoint:
     tensors: dict[str, Tensor] = field(repr=False)
     metadata: dict[str, Any] = field(repr=False)
     preprocessing: Preprocessing | None = None
+    sha256: str = ""
 
 
 @dataclass(frozen=True)
@@ -122,22 +128,25 @@ def open_checkpoint(address: str, key: str = "MODEL.WEIGHTS") -> Checkpoint:
     try:
         contents = read_weights_file(path)
         tensors, metadata = _model_and_metadata(contents, path)
-        preprocessing = _recorded_preprocessing(metadata, path)
+        check_norm_record(metadata)
+        preprocessing = _recorded_preprocessing(metadata)
     except WeightsFileError as error:
         raise type(error)(f"{key}: {error}") from error
+    except ValueError as error:  # of the metadata
+        raise WeightsFileError(f"{key}: '{path}': {error}") from error
     except OSError as error:
         raise FileAccessError(f"{key}: cannot open '{path}': {error.strerror}. Fix: give a readable file.") from error
     if options == {"matching_heuristics": ["True"]}:
         metadata["matching_heuristics"] = True
-    return Checkpoint(address, path, tensors, metadata, preprocessing)
+    return Checkpoint(address, path, tensors, metadata, preprocessing, contents.sha256)
 
 
-def _recorded_preprocessing(metadata: Mapping[str, Any], path: str) -> Preprocessing | None:
+def _recorded_preprocessing(metadata: Mapping[str, Any]) -> Preprocessing | None:
     if "provenance" in metadata:  # converted by this package
-        try:
-            return Provenance.from_dict(metadata["provenance"]).preprocessing
-        except ValueError as error:
-            raise WeightsFileError(f"'{path}': {error}") from error
+        images = Provenance.from_dict(metadata["provenance"]).preprocessing
+        if not all(isinstance(number, (int, float)) for number in (*images.pixel_mean, *images.pixel_std)):
+            raise ValueError("provenance: a pixel mean or std that is not a number. Fix: convert the weights again.")
+        return images
     return TORCHVISION if metadata.get("__author__") == "torchvision" else None  # converted by Detectron2's tool
 
 
@@ -218,12 +227,20 @@ def load_checkpoint(
         resume: also load the training state, i.e. the checkpointables of the checkpointer.
 
     Raises:
+        NonFiniteWeightsError: a tensor has NaN or infinite values, which ``allow_partial`` does not accept; nothing
+            is loaded.
         NormMismatchError: the checkpoint was trained with other norms; nothing is loaded.
         PartialLoadError: a backbone tensor is missing in the checkpoint or in the model.
     """
     model = checkpointer.model
     if checkpoint is None:
         return LoadReport(model)
+    # in float32, as in the model: larger values of float64 become infinite
+    if bad := [name for name, value in checkpoint.tensors.items() if not _is_finite(value)]:
+        raise NonFiniteWeightsError(
+            f"MODEL.WEIGHTS ('{checkpoint.address}'): NaN or infinite values in {len(bad)} tensors "
+            f"({summarize_names(bad)}). Fix: give an earlier checkpoint of that run, or other weights."
+        )
     if not allow_partial and (differences := norm_differences(checkpoint.metadata, model)):
         raise NormMismatchError(
             f"MODEL.WEIGHTS ('{checkpoint.address}'): trained with other norms: {len(differences)} layers differ "
@@ -248,3 +265,7 @@ def load_checkpoint(
     if not allow_partial:
         report.check()
     return report
+
+
+def _is_finite(value: Tensor) -> bool:
+    return not value.is_floating_point() or bool(value.float().isfinite().all())

@@ -30,6 +30,13 @@ class NormRecord:
         """Load nothing: norms come from the config. :func:`norm_differences` compares them."""
 
 
+def check_norm_record(metadata: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the recorded norms, if any, are names by layer."""
+    recorded = metadata.get(NORMS, {})
+    if not (isinstance(recorded, Mapping) and all(isinstance(word, str) for pair in recorded.items() for word in pair)):
+        raise ValueError(f"{NORMS}: a {type(recorded).__name__} that is not norm names by layer. Fix: remove the key.")
+
+
 def norm_differences(metadata: Mapping[str, Any], model: nn.Module) -> list[str]:
     """List the layers whose norm differs between a checkpoint and a model.
 
@@ -40,11 +47,9 @@ def norm_differences(metadata: Mapping[str, Any], model: nn.Module) -> list[str]
         metadata: the checkpoint's content beside tensors; without a record of norms nothing differs.
         model: the detector.
     """
-    recorded = metadata.get(NORMS)
-    if not isinstance(recorded, Mapping):
-        return []
+    recorded = metadata.get(NORMS, {})
     return [
         f"{row.layer} {recorded[row.layer]} in the checkpoint, {row.spec} here"
         for row in norm_rows(model)
-        if row.layer in recorded and evaluation_spec(str(recorded[row.layer])) != evaluation_spec(row.spec)
+        if row.layer in recorded and evaluation_spec(recorded[row.layer]) != evaluation_spec(row.spec)
     ]

@@ -1,35 +1,34 @@
 """Read weight files without running code that they contain."""
 
 import argparse
+import hashlib
+import json
 import os
 import pickle
-import re
+import stat
 import struct
 import zipfile
-from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import IO, Any, Literal, NamedTuple
 
-import numpy as np
+import safetensors.torch
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from ..errors import MissingFileError, UserError
+from ..errors import MissingFileError
+from .numpy_unpickler import STAND_INS, NumpyArray, NumpyUnpickler, is_allowed
+from .pickle_check import DEEPEST, SAVE_AGAIN, RefusedFileError, WeightsFileError, check_pickle
+
+__all__ = ["Contents", "RefusedFileError", "WeightsFileError", "read_weights_file"]
 
 _LEGACY_TORCH = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)  # first bytes of torch.save's files before torch 1.6
+_LEGACY_PICKLES = 5  # of such a file: magic number, version, system, content, names of the storages
 _GET_AGAIN = "Fix: get the file again."
 _SAVE_DENSE = "Fix: save dense tensors with torch.save."
-_SAVE_NUMBERS = "Fix: save arrays of numbers only."
-_LARGEST_HEADER = 100_000_000  # bytes, the limit of the safetensors format
-
-
-class WeightsFileError(UserError, ValueError):
-    """A weight file is damaged or has an unsupported format."""
-
-
-class RefusedFileError(WeightsFileError):
-    """A weight file could run code when it is read."""
+_LARGEST_HEADER = 2**23  # bytes of a safetensors header or an archive directory: about 80,000 tensors
+_NAMES = {"torch": "file of torch.save", "pickle": "pickle", "safetensors": "safetensors file"}
+# Names that state a format, as Detectron2 reads them. Others (.bin, .ckpt, .tar, none) are used for several formats.
+_SUFFIXES = {".pth": "torch", ".pt": "torch", ".pyth": "torch", ".pkl": "pickle", ".safetensors": "safetensors"}
 
 
 class Contents(NamedTuple):
@@ -39,61 +38,93 @@ class Contents(NamedTuple):
         value: the object in the file, usually nested dicts; numpy arrays are converted to tensors.
         metadata: the header of a safetensors file, empty for other formats.
         format: the format, which is detected from the file's first bytes.
+        sha256: the SHA-256 of the bytes that were read.
     """
 
     value: Any
     metadata: Mapping[str, str] = {}
     format: Literal["torch", "pickle", "safetensors"] = "torch"
+    sha256: str = ""
 
 
 def read_weights_file(path: str | os.PathLike[str]) -> Contents:
     """Read a weight file without running code that it contains.
 
-    Formats: ``torch.save``, safetensors, and a pickle of numpy arrays.
+    Formats: ``torch.save``, safetensors, and a pickle of numpy arrays. The content decides; a name that ends in
+    ``.pth``, ``.pt``, ``.pyth``, ``.pkl`` or ``.safetensors`` must agree.
 
     Only tensors, numeric arrays, numbers, strings, plain containers and ``argparse.Namespace`` are created. Sizes are
-    compared with the file size before memory is allocated; archives of ``torch.save`` are verified by checksum.
+    compared with the file size before memory is allocated; archives of ``torch.save`` are verified by checksum. The
+    file is opened once: what was checked is what is read.
 
     Raises:
         RefusedFileError: the file names another class or function, which could run code.
-        WeightsFileError: the file is truncated, damaged, no regular file, or of an unknown format.
+        WeightsFileError: the file is truncated, damaged, no regular file, of an unknown format, exceeds a limit of
+            :mod:`.pickle_check`, has the name of another format, or changes while it is read.
         MissingFileError: the file does not exist.
         OSError: the file cannot be opened.
     """
     path = os.fspath(path)
     if not os.path.exists(path):
         raise MissingFileError(f"'{path}': file not found (cwd: {os.getcwd()}). Fix: give an existing file.")
-    if not (os.path.isfile(path) or os.path.isdir(path)):  # opening a pipe would block
-        raise WeightsFileError(f"'{path}': cannot be read: it is not a regular file. Fix: give a file.")
-    with open(path, "rb") as file:  # raises IsADirectoryError
-        begin = file.read(len(_LEGACY_TORCH))
-    try:
-        return _read(path, os.path.getsize(path), begin)
-    except RefusedFileError as error:
-        raise RefusedFileError(f"'{path}': was not read: {error}. Fix: {_how_to_extract_tensors(path)}") from None
-    except WeightsFileError as error:
-        raise WeightsFileError(f"'{path}': cannot be read: {error}") from None
-    except Exception as error:  # damaged files raise anything, OSError and MemoryError included
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    # a pipe would block without O_NONBLOCK; open raises IsADirectoryError
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
+        before = os.fstat(file.fileno())
+        if not stat.S_ISREG(before.st_mode):
+            raise WeightsFileError(f"'{path}': cannot be read: it is not a regular file. Fix: give a file.")
+        try:
+            contents = _read(file, before.st_size)
+            _check_name(path, contents.format)
+            file.seek(0)
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            after = os.fstat(file.fileno())
+            if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+                raise WeightsFileError("it changed while it was read. Fix: try again when it is complete.")
+            return contents._replace(sha256=digest)
+        except RefusedFileError as error:
+            raise RefusedFileError(f"'{path}': was not read: {error}. Fix: {_how_to_extract_tensors(path)}") from None
+        except WeightsFileError as error:
+            raise WeightsFileError(f"'{path}': cannot be read: {error}") from None
+        except Exception as error:  # damaged files raise anything, OSError and MemoryError included
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            raise WeightsFileError(
+                f"'{path}': cannot be read: it is cut off or damaged ({reason}). {_GET_AGAIN}"
+            ) from error
+
+
+def _check_name(path: str, found: str) -> None:
+    suffix = os.path.splitext(path)[1].lower()
+    if _SUFFIXES.get(suffix, found) != found:
+        right = next(name for name, kind in _SUFFIXES.items() if kind == found)
         raise WeightsFileError(
-            f"'{path}': cannot be read: it is cut off or damaged ({reason}). {_GET_AGAIN}"
-        ) from error
+            f"its name ends in {suffix}, but it is a {_NAMES[found]}. Fix: rename it to end in {right}."
+        )
 
 
-def _read(path: str, size: int, begin: bytes) -> Contents:
+def _read(file: IO[bytes], size: int) -> Contents:
     if size == 0:
         raise WeightsFileError(f"it is empty. {_GET_AGAIN}")
+    begin = file.read(len(_LEGACY_TORCH))
+    file.seek(0)
     if begin.startswith(b"PK"):
-        _check_archive(path, size)
-    if begin.startswith(b"PK") or begin == _LEGACY_TORCH:
-        return Contents(_load_torch(path, size))
+        _check_archive(file, size)
+        return Contents(_load_torch(file, size))
+    if begin == _LEGACY_TORCH:
+        for _ in range(_LEGACY_PICKLES):
+            check_pickle(file, size, _is_allowed_by_torch)
+        return Contents(_load_torch(file, size))
     if begin[:1] == b"\x80":
-        with open(path, "rb") as file:  # latin1 decodes the strings and arrays of Python 2 in old Detectron files
-            return Contents(_arrays_to_tensors(_NumpyUnpickler(file, encoding="latin1").load()), format="pickle")
-    if begin[8:9] == b"{" and struct.unpack("<Q", begin[:8])[0] < _LARGEST_HEADER:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return Contents(tensors, file.metadata() or {}, "safetensors")
+        check_pickle(file, size, is_allowed)
+        file.seek(0)
+        # latin1 decodes the strings and arrays of Python 2 in old Detectron files
+        return Contents(_arrays_to_tensors(NumpyUnpickler(file, encoding="latin1").load()), format="pickle")
+    if begin[8:9] == b"{":
+        end = 8 + struct.unpack("<Q", begin[:8])[0]
+        if end > _LARGEST_HEADER:
+            raise WeightsFileError(f"its header claims {end - 8} bytes, more than {_LARGEST_HEADER}. {_GET_AGAIN}")
+        data = file.read()
+        tensors = safetensors.torch.load(data)  # which checks the header
+        return Contents(tensors, json.loads(data[8:end]).get("__metadata__") or {}, "safetensors")
     if begin.lstrip()[:1] == b"<":
         raise WeightsFileError("it is a web page, so the download failed. Fix: download the file again.")
     raise WeightsFileError(
@@ -112,12 +143,11 @@ def _how_to_extract_tensors(path: str) -> str:
     )
 
 
-def _check_archive(path: str, size: int) -> None:
-    if not zipfile.is_zipfile(path):
-        raise WeightsFileError(f"it is cut off: the archive's directory at its end is missing. {_GET_AGAIN}")
-    with zipfile.ZipFile(path) as archive:
+def _check_archive(file: IO[bytes], size: int) -> None:
+    _check_archive_end(file, size)
+    with zipfile.ZipFile(file) as archive:
         parts = archive.infolist()
-        if any(part.filename.endswith("/constants.pkl") for part in parts):
+        if any(part.filename.lower().endswith("/constants.pkl") for part in parts):
             raise RefusedFileError("it is a TorchScript archive, which contains code")
         if any(part.compress_type != zipfile.ZIP_STORED for part in parts):
             raise WeightsFileError(
@@ -125,25 +155,79 @@ def _check_archive(path: str, size: int) -> None:
             )
         if sum(part.file_size for part in parts) > size:
             raise WeightsFileError(f"its parts claim to be larger than the file. {_GET_AGAIN}")
-        damaged = archive.testzip()
-    if damaged:
-        raise WeightsFileError(f"it is damaged: wrong checksum of its part {damaged}. {_GET_AGAIN}")
+        if damaged := archive.testzip():
+            raise WeightsFileError(f"it is damaged: wrong checksum of its part {damaged}. {_GET_AGAIN}")
+        for part in parts:
+            if part.filename.lower().endswith("data.pkl"):  # torch finds it whatever its case
+                with archive.open(part) as content:
+                    check_pickle(content, size, _is_allowed_by_torch)
 
 
-def _load_torch(path: str, size: int) -> Any:
+def _check_archive_end(file: IO[bytes], size: int) -> None:
+    """Require that torch and zipfile find the same directory, and that it is small.
+
+    Both would search for other directories in a longer file.
+    """
+    file.seek(max(0, size - 98))
+    records = file.read()
+    mark, *_, length, start, comment = struct.unpack("<4s4H2LH", records[-22:].ljust(22))
+    end = size - 22
+    if records[-42:-38] == b"PK\6\7":  # of 64 bit: the record and its locator stand before the end
+        end = size - 98
+        length, start = struct.unpack("<4sQ2H2L4Q", records[:56])[-2:]
+        mark = mark if records[:4] == b"PK\6\6" and struct.unpack("<8xQ4x", records[56:76])[0] == end else b""
+    if mark != b"PK\5\6" or comment or start + length != end:
+        raise WeightsFileError(f"it is cut off: the archive's directory at its end is missing. {_GET_AGAIN}")
+    if length > _LARGEST_HEADER:
+        raise WeightsFileError(f"its directory has {length} bytes, more than {_LARGEST_HEADER}. {_GET_AGAIN}")
+
+
+def _load_torch(file: IO[bytes], size: int) -> Any:
     # training scripts save their flags and scores beside the weights
-    allowed: list[Any] = [argparse.Namespace, *((stand_in, name) for name, stand_in in _STAND_INS.items())]
+    allowed: list[Any] = [argparse.Namespace, *((stand_in, name) for name, stand_in in STAND_INS.items())]
+    # TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD has no effect on an explicit weights_only
+    options: dict[str, Any] = {"weights_only": True, "mmap": False}
     try:
         with torch.serialization.safe_globals(allowed):
+            file.seek(0)
             # on the meta device no memory is allocated, so false sizes are found first
-            _walk(torch.load(path, map_location="meta", weights_only=True), lambda value: _check_size(value, size))
-            return _arrays_to_tensors(torch.load(path, map_location="cpu", weights_only=True))
+            _walk(torch.load(file, map_location="meta", **options), lambda value: _check_size(value, size))
+            file.seek(0)
+            return _arrays_to_tensors(torch.load(file, map_location="cpu", **options))
     except NotImplementedError:
         raise WeightsFileError(f"it contains sparse or quantized tensors. {_SAVE_DENSE}") from None
-    except pickle.UnpicklingError as error:
-        if named := re.search(r"GLOBAL (\S+)", str(error)):
-            raise RefusedFileError(f"it names {named[1]}, which could run code") from None
-        raise
+
+
+_TORCH_NAMES = {
+    "argparse.Namespace",
+    "collections.Counter",
+    "builtins.complex",
+    "builtins.set",
+    "__builtin__.complex",
+    "__builtin__.set",
+    "torch.Size",
+    "torch.Tensor",
+    "torch.device",
+    "torch.nn.parameter.Parameter",
+    "torch.serialization._get_layout",
+    "torch._tensor._rebuild_from_type_v2",
+    *(f"torch._utils._rebuild_{name}" for name in ("tensor", "tensor_v2", "tensor_v3", "sparse_tensor", "qtensor")),
+    *(f"torch._utils._rebuild_{name}" for name in ("parameter", "parameter_with_state")),
+}
+
+
+def _is_allowed_by_torch(path: str) -> bool:
+    """Tell whether a file of torch.save may name a class or function.
+
+    torch's own list also has functions that allocate any size, such as ``bytearray``.
+    """
+    module, _, name = path.rpartition(".")
+    return (
+        is_allowed(path)
+        or path in _TORCH_NAMES
+        or (module in ("torch", "torch.storage") and name.endswith("Storage"))
+        or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
+    )
 
 
 def _check_size(value: Any, size: int) -> Any:
@@ -160,7 +244,7 @@ def _check_size(value: Any, size: int) -> Any:
 
 
 def _arrays_to_tensors(content: Any) -> Any:
-    return _walk(content, lambda value: value.tensor if isinstance(value, _Array) else value)
+    return _walk(content, lambda value: value.tensor if isinstance(value, NumpyArray) else value)
 
 
 def _walk(content: Any, convert: Any) -> Any:
@@ -170,13 +254,15 @@ def _walk(content: Any, convert: Any) -> Any:
     """
     done: dict[int, tuple[Any, Any]] = {}  # with the originals, whose ids would be used again after their death
 
-    def visit(value: Any) -> Any:
+    def visit(value: Any, depth: int = 0) -> Any:
+        if depth > DEEPEST:
+            raise WeightsFileError(f"it nests containers deeper than {DEEPEST}. {SAVE_AGAIN}")
         if not isinstance(value, (dict, list, tuple)):
             return convert(value)
         if id(value) not in done:
             done[id(value)] = value, value
             pairs = list(value.items() if isinstance(value, dict) else enumerate(value))
-            changed = {key: new for key, item in pairs if (new := visit(item)) is not item}
+            changed = {key: new for key, item in pairs if (new := visit(item, depth + 1)) is not item}
             if isinstance(value, (dict, list)):
                 for key, new in changed.items():
                     value[key] = new
@@ -185,77 +271,3 @@ def _walk(content: Any, convert: Any) -> Any:
         return done[id(value)][1]
 
     return visit(content)
-
-
-# Stand-ins for numpy: its own unpickling allocates and reads memory by sizes that a damaged file may set.
-
-
-class _Dtype:
-    """Stand-in for ``numpy.dtype``: numbers only."""
-
-    def __init__(self, code: str, *options: object) -> None:
-        if not isinstance(code, str) or not re.fullmatch(r"[biuf]\d\d?", code):
-            raise WeightsFileError(f"it contains an array of {code!r}, which is not a number. {_SAVE_NUMBERS}")
-        self.dtype = np.dtype(code)
-
-    def __setstate__(self, state: tuple) -> None:
-        if state[1] in ("<", ">"):
-            self.dtype = self.dtype.newbyteorder(state[1])
-
-    def numbers(self, data: bytes | bytearray | str) -> np.ndarray:
-        """Copy numbers from their bytes, which Python 2 wrote as a string."""
-        raw = data.encode("latin1") if isinstance(data, str) else data
-        if not isinstance(raw, (bytes, bytearray)):
-            raise WeightsFileError(f"it contains an array of objects, which are not numbers. {_SAVE_NUMBERS}")
-        return np.frombuffer(raw, self.dtype).astype(self.dtype.newbyteorder("="))
-
-
-class _Array:
-    """Stand-in for ``numpy.ndarray`` and the function that creates one."""
-
-    tensor: Tensor
-
-    def __init__(self, *options: object) -> None:
-        pass
-
-    def __setstate__(self, state: tuple) -> None:
-        _, shape, dtype, column_major, data = state
-        self.tensor = torch.from_numpy(dtype.numbers(data).reshape(shape, order="F" if column_major else "C").copy())
-
-
-def _scalar(dtype: _Dtype, data: bytes | str) -> Any:
-    return dtype.numbers(data).item()
-
-
-def _frombuffer(data: bytes | bytearray, dtype: _Dtype, shape: tuple, order: str) -> _Array:
-    array = _Array()
-    array.__setstate__((1, shape, dtype, order == "F", data))
-    return array
-
-
-def _encode(text: str, encoding: str) -> bytes:
-    if encoding != "latin1":
-        raise WeightsFileError(f"it contains bytes in the encoding {encoding!r}. Fix: save it again with Python 3.")
-    return text.encode("latin1")
-
-
-_STAND_INS: dict[str, Any] = {
-    "_codecs.encode": _encode,  # pickle protocols below 3 write bytes as a string
-    "numpy.ndarray": _Array,
-    "numpy.dtype": _Dtype,
-}
-for _core in ("numpy.core", "numpy._core"):
-    _STAND_INS[f"{_core}.multiarray._reconstruct"] = _Array
-    _STAND_INS[f"{_core}.multiarray.scalar"] = _scalar
-    _STAND_INS[f"{_core}.numeric._frombuffer"] = _frombuffer
-
-
-class _NumpyUnpickler(pickle._Unpickler):  # the C version allocates memory for counts that a damaged file may set
-    """Create only numeric arrays and plain Python values."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
-        if f"{module}.{name}" not in _STAND_INS:
-            raise RefusedFileError(f"it names {module}.{name}, which could run code")
-        return _STAND_INS[f"{module}.{name}"]

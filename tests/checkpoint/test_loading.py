@@ -11,6 +11,8 @@ from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.modeling import build_model
 
 from gw_detectron.checkpoint import (
+    NonFiniteWeightsError,
+    NormMismatchError,
     PartialLoadError,
     RefusedFileError,
     WeightsFileError,
@@ -164,6 +166,68 @@ def test_every_format_loads_as_detectron2_loads_it(detector_cfg, tmp_path, kind)
     load_checkpoint(DetectionCheckpointer(ours), open_checkpoint(str(path)), allow_partial=True)
     assert all(torch.equal(value, theirs.state_dict()[name]) for name, value in ours.state_dict().items())
     assert torch.equal(ours.backbone.bottom_up.stem.conv1.weight, body["stem.conv1.weight"])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 1e300])
+def test_weights_that_are_not_finite_are_refused(model, r18, tmp_path, bad):
+    content = _converted(r18)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for name in ("res2.0.conv1.weight", "stem.conv1.norm.bias"):
+        content["model"][name] = content["model"][name].double()
+        content["model"][name].view(-1)[3] = bad
+    for allow_partial in (False, True):
+        with pytest.raises(
+            NonFiniteWeightsError, match=r"infinite values in 2 tensors \((stem|res2).*\). Fix: give an"
+        ):
+            _load(model, content, tmp_path, allow_partial=allow_partial)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())  # nothing was loaded
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("norms", [1, 2], "norms: a list that is not norm names by layer"),
+        ("norms", {"a": 1}, "norms: a dict that is not"),
+        ("norms", {1: "GW"}, "norms: a dict that is not"),
+        ("norms", None, "norms: a NoneType"),
+        ("provenance", 5, "provenance: damaged"),
+        ("provenance", "text", "provenance: damaged"),
+        ("provenance", {}, "provenance: damaged"),
+        ("provenance", {"preprocessing": 3}, "provenance: damaged"),
+        ("provenance", {"preprocessing": {"pixel_mean": 1, "pixel_std": 2}}, "provenance: damaged"),
+    ],
+)
+def test_metadata_of_a_wrong_type(tmp_path, key, value, message):
+    torch.save({"model": {"a": torch.ones(1)}, key: value}, tmp_path / "a.pth")
+    with pytest.raises(WeightsFileError, match=f"^MODEL.WEIGHTS: '.*a.pth': {message}"):
+        open_checkpoint(str(tmp_path / "a.pth"))
+
+
+def test_recorded_pixel_means_are_numbers(r18_file, tmp_path):
+    convert_file(r18_file, tmp_path / "a.pkl")
+    content = pickle.loads((tmp_path / "a.pkl").read_bytes())
+    content["provenance"]["preprocessing"]["pixel_mean"] = "abc"
+    (tmp_path / "a.pkl").write_bytes(pickle.dumps(content))
+    with pytest.raises(WeightsFileError, match="provenance: a pixel mean or std that is not a number"):
+        open_checkpoint(str(tmp_path / "a.pkl"))
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"norms": {"backbone.bottom_up.stem.conv1.norm": "such a norm"}},
+        {"matching_heuristics": "x", "__author__": [3], "iteration": "x", "trainer": 3},
+        {"iteration": -7, "optimizer": None, (1, 2): {}, 3: []},
+    ],
+)
+def test_odd_metadata_gives_a_message_or_is_ignored(model, tmp_path, metadata):
+    torch.save({"model": model.state_dict(), **metadata}, tmp_path / "a.pth")
+    checkpoint = open_checkpoint(str(tmp_path / "a.pth"))
+    if "norms" in metadata:
+        with pytest.raises(NormMismatchError, match="such a norm in the checkpoint"):
+            load_checkpoint(DetectionCheckpointer(model), checkpoint)
+    else:
+        load_checkpoint(DetectionCheckpointer(model), checkpoint)
 
 
 def test_what_was_read_is_what_is_loaded(model, r18, tmp_path):

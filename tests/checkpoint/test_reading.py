@@ -1,10 +1,13 @@
 """Damaged, tampered and malicious files: always a message, never arbitrary code."""
 
+import hashlib
 import json
 import os
 import pickle
+import resource
 import shutil
 import struct
+import time
 import zipfile
 from collections import OrderedDict
 
@@ -15,7 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from gw_detectron.checkpoint import RefusedFileError, WeightsFileError, convert, read_weights_file
+from gw_detectron.checkpoint import (
+    RefusedFileError,
+    WeightsFileError,
+    convert,
+    pickle_check,
+    read_weights_file,
+    reading,
+)
 
 from .synthetic import training_checkpoint
 
@@ -169,7 +179,7 @@ def test_two_gigabytes_declared_by_safetensors(tmp_path):
     (tmp_path / "a").write_bytes(struct.pack("<Q", len(header)) + header + bytes(64))
     with pytest.raises(WeightsFileError, match="cut off or damaged"):
         read_weights_file(tmp_path / "a")
-    (tmp_path / "b").write_bytes(struct.pack("<Q", 90_000_000) + b"{" + bytes(64))
+    (tmp_path / "b").write_bytes(struct.pack("<Q", 8_000_000) + b"{" + bytes(64))
     with pytest.raises(WeightsFileError, match="cut off or damaged"):
         read_weights_file(tmp_path / "b")
 
@@ -198,10 +208,155 @@ def test_lists_nested_in_themselves_do_not_hang_the_reader(kind, tmp_path):
     assert found["same"] == (1, (2,))
 
 
-def test_a_pipe_is_refused_and_not_opened(tmp_path):
+def test_a_pipe_is_refused_and_does_not_block(tmp_path):
     os.mkfifo(tmp_path / "a")
     with pytest.raises(WeightsFileError, match="not a regular file"):
         read_weights_file(tmp_path / "a")
+    with pytest.raises(WeightsFileError, match="not a regular file"):
+        read_weights_file("/dev/zero")
+
+
+def write_pickle(kind, operations, folder):
+    """Write the operations of a pickle by themselves, or as the content of a file of torch.save."""
+    if kind == "pickle":
+        path, data = folder / "a.pkl", operations
+    elif kind == "legacy":
+        torch.save({"model": {}}, folder / "a.pth", _use_new_zipfile_serialization=False)
+        good = pickle.dumps({"model": {}}, protocol=2)
+        path, data = folder / "a.pth", (folder / "a.pth").read_bytes().replace(good, operations)
+        assert operations in data
+    else:
+        path = folder / "a.pth"
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("a/data.pkl", operations)
+            archive.writestr("a/version", "3")
+        return path
+    path.write_bytes(data)
+    return path
+
+
+START, LONG = b"\x80\x02", b"X" + struct.pack("<I", 10**6) + 10**6 * b"a" + b"q\x01"
+#: operations of a small pickle that would take minutes, gigabytes or the stack
+BOMBS = {
+    # a list in a list, 100,000 times
+    "deep lists": (START + 10**5 * b"]" + (10**5 - 1) * b"a" + b".", "nests containers deeper than 100"),
+    # Python's hash of such a key overflows the stack
+    "deep key": (START + b"})" + 10**6 * b"\x85" + b"Ks.", "nests tuples deeper than 100"),
+    # t = (t, t), 40 times: its hash visits 2**40 tuples
+    "shared key": (
+        START
+        + b"}K\x01"
+        + b"".join(bytes([ord("q"), i, ord("0"), *b"h", i, *b"h", i, 0x86]) for i in range(40))
+        + b"K\x01s.",
+        "references stand for far more than its",
+    ),
+    "many objects": (START + b"](" + 10**6 * b"}" + b"e.", "more than 300000 operations"),
+    # 3,000 copies of a million letters
+    "copies": (
+        START + b"](" + LONG + 3000 * b"c_codecs\nencode\nh\x01X\x06\x00\x00\x00latin1\x86R" + b"e.",
+        "references stand for far more than its",
+    ),
+    "bytearray": (START + b"cbuiltins\nbytearray\nJ\x00\x00\x00\x7f\x85R.", "names builtins.bytearray"),
+    "tensor of any size": (START + b"ctorch\nTensor\nJ\x00\x00\x00\x7f\x85R.", "without values|names torch.Tensor"),
+    "storage": (START + b"ctorch\nFloatTensor\nJ\x00\x00\x00\x7f\x85R.", "names torch.FloatTensor"),
+    "nothing on the stack": (START + b"(R.", "damaged"),
+    "unknown reference": (START + b"h\x07.", "damaged"),
+    "long string": (START + b"X\xff\xff\xff\x7fabc.", "damaged"),
+}
+
+
+@pytest.mark.parametrize("kind", ["archive", "legacy", "pickle"])
+@pytest.mark.parametrize(("operations", "message"), BOMBS.values(), ids=BOMBS)
+def test_small_files_do_not_take_minutes_or_gigabytes(kind, operations, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(pickle_check, "MOST_OPERATIONS", 300_000)  # a third, for a fast test
+    path = write_pickle(kind, operations, tmp_path)
+    begin, memory = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(WeightsFileError, match=message):
+        read_weights_file(path)
+    assert time.process_time() - begin < 30
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 500_000  # KiB
+
+
+def test_headers_and_directories_that_are_too_large(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.pth", "w") as archive:
+        for index in range(300):
+            archive.writestr(f"a/data/{index:030000}", "")
+    (tmp_path / "b.safetensors").write_bytes(struct.pack("<Q", 2**24) + b"{" + bytes(2**10))
+    for name in ("a.pth", "b.safetensors"):
+        with pytest.raises(WeightsFileError, match="bytes, more than 8388608"):
+            read_weights_file(tmp_path / name)
+
+
+@pytest.mark.parametrize("change", ["comment", "appended", "second directory"])
+def test_archives_with_a_second_directory_are_refused(change, tmp_path):
+    """zipfile and torch would choose different ones."""
+    path = write("archive", TENSORS, tmp_path / "a.pth")
+    data = path.read_bytes()
+    if change == "comment":
+        data = data[:-2] + b"\x03\x00abc"
+    elif change == "appended":
+        data += b"abc"
+    else:
+        data += data
+    path.write_bytes(data)
+    with pytest.raises(WeightsFileError, match="archive's directory at its end is missing"):
+        read_weights_file(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "bad"),
+    [
+        ("archive", "a.pth A.PTH a.pt a.pyth a.bin a.pth.tar a.ckpt a", "a.pkl a.safetensors A.PKL"),
+        ("legacy", "a.pth a.pt a.pyth a.bin a.pth.tar a", "a.pkl a.safetensors"),
+        ("pickle", "a.pkl A.PKL a.bin a.pickle a", "a.pth a.pt a.pyth a.safetensors"),
+        ("safetensors", "a.safetensors A.SafeTensors a", "a.pkl a.pth a.pt a.pyth"),
+    ],
+)
+def test_a_name_that_states_another_format_is_refused(kind, good, bad, tmp_path):
+    for name in good.split():
+        assert read_weights_file(write(kind, TENSORS, tmp_path / name)).value
+    for name in bad.split():
+        with pytest.raises(
+            WeightsFileError, match=r"its name ends in \.\w+, but it is a .* Fix: rename it to end in \."
+        ):
+            read_weights_file(write(kind, TENSORS, tmp_path / name))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_file_is_opened_once(kind, tmp_path, monkeypatch):
+    """The file is replaced as soon as it is open: all steps read the first one."""
+    path = write(kind, TENSORS, tmp_path / "a")
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    open_file, opened = os.open, []
+
+    def open_and_replace(name, *args, **options):
+        opened.append(name)
+        descriptor = open_file(name, *args, **options)
+        (tmp_path / "b").write_bytes(pickle.dumps(Evil(tmp_path / "pwned")))
+        os.replace(tmp_path / "b", path)
+        return descriptor
+
+    monkeypatch.setattr(os, "open", open_and_replace)
+    contents = read_weights_file(path)
+    monkeypatch.undo()
+    found = contents.value if kind == "safetensors" else contents.value["model"]
+    assert torch.equal(found["a.weight"], TENSORS["a.weight"])
+    assert contents.sha256 == digest and opened == [str(path)]
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
+    path = write("pickle", TENSORS, tmp_path / "a.pkl")
+    check = reading.check_pickle
+
+    def check_and_append(*args):
+        check(*args)
+        with open(path, "ab") as file:
+            file.write(b"more")
+
+    monkeypatch.setattr(reading, "check_pickle", check_and_append)
+    with pytest.raises(WeightsFileError, match="it changed while it was read. Fix: try again when it is complete"):
+        read_weights_file(path)
 
 
 def test_archives_that_unpack_to_more_than_they_are(tmp_path):

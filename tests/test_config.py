@@ -1,0 +1,149 @@
+"""Yaml files: read without running code, and refused with the file, the line and a fix."""
+
+import os
+import time
+
+import pytest
+
+from gw_detectron.config import read_config
+from gw_detectron.errors import ConfigError, UserError
+
+from .tiny_run import CONFIG
+
+MERGE = "a: &a\n  b: 1\nMODEL:\n  <<: *a\n"
+LAUGHS = "a0: &a0 [x]\n" + "".join(f"a{i + 1}: &a{i + 1} [{', '.join(9 * [f'*a{i}'])}]\n" for i in range(30))
+TREES = "a0: &a0 {x: 1}\n" + "".join(f"a{i + 1}: &a{i + 1} {{x: *a{i}, y: *a{i}}}\n" for i in range(40))
+
+
+def write(folder, **files):
+    for name, text in files.items():
+        path = folder / f"{name}.yaml"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return str(folder / f"{next(iter(files))}.yaml")
+
+
+def run_tag(marker):
+    return f"VERSION: 2\nMODEL:\n  WEIGHTS: !!python/object/apply:os.mkdir ['{marker}']\n"
+
+
+@pytest.mark.parametrize("base", ["{name}", "{folder}/{name}", "~/{name}", "{upper}", "[{name}]"])
+@pytest.mark.parametrize("levels", [0, 1, 3])
+def test_python_tags_are_refused_and_not_run(tmp_path, monkeypatch, base, levels):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    files = {}
+    for level in range(levels):
+        below = f"{tmp_path.name}{level + 1}.yaml"
+        upper = f"../{tmp_path.name}/{below}"
+        files[f"{tmp_path.name}{level}"] = f"_BASE_: {base.format(name=below, folder=tmp_path, upper=upper)}\n"
+    files[f"{tmp_path.name}{levels}"] = run_tag(tmp_path / "harm")
+    path = write(tmp_path, **files)
+    with pytest.raises(ConfigError, match=rf"{levels}\.yaml', line 3: the tag !!python.*:os\.mkdir could run"):
+        read_config(path)
+    assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: !!python/name:os.system", "!!python/name:os.system could run code"),
+        ("a: !!python/tuple [1]", "could run code. Fix: write the value plainly"),
+        ("a: !mine 3", "the tag !mine is unknown"),
+        ("a: !!timestamp abc", "not a yaml"),
+        ("a: !!int ''", "not a yaml"),
+        ("a: !!float x", "not a yaml"),
+        ("a: !!bool x", "not a yaml"),
+        ("SEED: 2026-01-01", "SEED"),
+        ("SEED: !!binary aGFsbG8=", "SEED"),
+        ("SEED: !!set {1, 2}", "line 1: the key '1' is not a name"),
+        ("", "empty"),
+        ("# only a comment", "empty"),
+        ("3", "a int instead of keys"),
+        ("- SEED", "a list instead of keys"),
+        ("SEED: 1\n---\nSEED: 2", "a single document"),
+        (b"SEED: \xff\xfe", "utf-8"),
+        ("SEED: \x00", "special characters"),
+        ("1: 2", "line 1: the key '1' is not a name"),
+        ("null: 2", "the key 'null' is not a name"),
+        ("? [1, 2]\n: 3", "is not a name"),
+        ("MODEL:\n  on: 1", "line 2: the key 'on' is not a name. Fix: correct or quote it"),
+        ("SEED: 1\nVIS_PERIOD: 3\nSEED: 2", "line 3: the key 'SEED' is repeated"),
+        ("VERSION: abc", "VERSION is 'abc', not a number from 1 to 2"),
+        ("VERSION: 0", "VERSION is 0"),
+        ("VERSION: true", "VERSION is True"),
+        ("VERSION: 3", "VERSION is 3"),
+        ("VERSION: null", "VERSION is None"),
+        ("SEED: " + 5000 * "1", "SEED|4300"),
+        ("a: " + 2000 * "[", "nested deeper than 50"),
+        ("a: " + 2000 * "{a: ", "nested deeper than 50"),
+        ("- " * 2000, "nested deeper than 50"),
+        ("a: &a [*a]", "an alias inside its own value"),
+        ("a: &a {b: *a}", "an alias inside its own value"),
+        (LAUGHS, "more than 100000 values. Fix: use fewer aliases"),
+        (TREES, "more than 100000 values"),
+        ("SEED: 1\n" * 60_000, "longer than"),
+        (MERGE, r"unknown config key 'a\.b'"),
+        ("MODEL: 3", "MODEL"),
+        ("MODEL:\n  WEIGHTS:\n    a: 1", r"MODEL\.WEIGHTS"),
+        ("_BASE_: none.yaml", "_BASE_ not found: '.*none.yaml'"),
+        ("_BASE_: 3", r"_BASE_ is \[3\], not a file name"),
+        ("_BASE_: {a: 1}", "not a file name"),
+        ("_BASE_: a.yaml", "is its own _BASE_"),
+        ("_BASE_: [a.yaml, a.yaml]", "is its own _BASE_"),
+        ("_BASE_: /dev/zero", "_BASE_ not found"),
+        ("_BASE_: .", "_BASE_ not found"),
+        ("_BASE_: http://127.0.0.1:9/a.yaml", "http://127.0.0.1:9/a.yaml': not a yaml"),
+        ("".join(f"KEY{i}: 1\n" for i in range(9)), "9 unknown config keys"),
+    ],
+)
+def test_a_file_that_is_no_config(tmp_path, monkeypatch, text, message):
+    monkeypatch.setenv("FVCORE_CACHE", str(tmp_path / "cache"))
+    begin = time.perf_counter()
+    with pytest.raises(ConfigError, match=message):
+        read_config(write(tmp_path, a=text))
+    assert time.perf_counter() - begin < 20  # none hangs
+
+
+def test_bases_that_multiply_and_a_pipe(tmp_path):
+    path = write(tmp_path, **{f"a{i}": f"_BASE_: [a{i + 1}.yaml, a{i + 1}.yaml]" for i in range(40)}, a40="SEED: 1")
+    with pytest.raises(ConfigError, match="more than 100 files by _BASE_"):
+        read_config(path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="_BASE_ not found"):
+        read_config(write(tmp_path, a="_BASE_: pipe"))
+    with pytest.raises(FileNotFoundError):
+        read_config(str(tmp_path / "pipe"))
+
+
+def test_good_files_are_read_as_before(tmp_path):
+    text = f"_BASE_: {CONFIG}\nMODEL:\n  PIXEL_MEAN: &mean [1.0, 2.0, 3.0]\n  PIXEL_STD: *mean\n  MASK_ON: off\n"
+    cfg = read_config(write(tmp_path, a="_BASE_: b.yaml\nSEED: 3\n", b=text), ["SEED", "4"])
+    assert (cfg.MODEL.PIXEL_STD, cfg.MODEL.MASK_ON, cfg.SEED) == ([1.0, 2.0, 3.0], False, 4)
+    assert cfg.MODEL.RESNETS.DEPTH == 18  # from the package's config
+    cfg = read_config(write(tmp_path, old="MODEL:\n  WEIGHT: a.pth\nVERSION: 1\n"))  # Detectron2 upgrades it
+    assert (cfg.MODEL.WEIGHTS, cfg.VERSION) == ("a.pth", 2)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "__import__('os').mkdir('{marker}')",
+        "!!python/object/apply:os.mkdir ['{marker}']",
+        "[__import__('os').mkdir('{marker}')]",
+    ],
+)
+def test_values_of_the_command_line_are_not_run(tmp_path, value):
+    value = value.format(marker=tmp_path / "harm")
+    assert value == read_config(str(CONFIG), ["MODEL.WEIGHTS", value]).MODEL.WEIGHTS
+    assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize("value", [50_000 * "(", 50_000 * "-" + "1", 200_000 * "[", "9" * 5000, "\0"])
+def test_long_and_nested_values_of_the_command_line(value):
+    with pytest.raises(UserError):
+        read_config(str(CONFIG), ["SEED", value])
+
+
+@pytest.mark.parametrize("key", ["", ".", "MODEL", "MODEL.", "MODEL.DEVICE.c", "DATASETS.TRAIN.0", "_BASE_", "MODEL.X"])
+def test_keys_of_the_command_line_that_do_not_exist(key):
+    with pytest.raises(ConfigError, match=r"^Arguments: "):
+        read_config(str(CONFIG), [key, "1"])

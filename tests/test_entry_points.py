@@ -1,0 +1,145 @@
+"""Every tool and address refuses a weight file or yaml that holds code, and does not run the code."""
+
+import contextlib
+import io
+import json
+import os
+import pickle
+import runpy
+import struct
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from gw_detectron.checkpoint import WeightsFileError, open_checkpoint, read_weights_file
+from gw_detectron.data.synthetic import register_synthetic
+from gw_detectron.errors import UserError
+
+from .tiny_run import CONFIG, DATA, OPTS, ROOT
+
+WORDS = [str(word) for pair in OPTS.items() for word in pair]
+#: tool and its arguments: {config}, {weights}, {folder} are replaced
+WEIGHTS_TOOLS = {
+    "train": "train_net.py --config-file {config} MODEL.WEIGHTS {weights} OUTPUT_DIR {folder}/out",
+    "evaluate": "train_net.py --config-file {config} --eval-only MODEL.WEIGHTS {weights} OUTPUT_DIR {folder}/out",
+    "unchecked": "train_net.py --config-file {config} --ignore-preflight MODEL.WEIGHTS {weights} OUTPUT_DIR {folder}/o",
+    "resume": "train_net.py --config-file {config} --resume OUTPUT_DIR {folder}",
+    "demo": "demo.py --config-file {config} MODEL.WEIGHTS {weights} OUTPUT_DIR {folder}/out",
+    "export backbone": "export_backbone.py --config-file {config} --weights {weights} --output {folder}/out",
+    "export model": "export_model.py --config-file {config} --weights {weights} --image no.png --output {folder}/out",
+    "analyze": "analyze_whitening.py layers --config-file {config} --weights {weights} --output {folder}/out",
+    "convert": "convert_weights.py {weights} {folder}/converted.pkl",
+    "verify": "verify_weights.py {weights}",
+}
+CONFIG_TOOLS = {
+    **{name: line for name, line in WEIGHTS_TOOLS.items() if "{config}" in line},
+    "verify": "verify_weights.py weights.pkl --config-file {config}",
+    "constraints": "analyze_whitening.py constraints --config-file {config} --output {folder}/out",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def data(tmp_path_factory):
+    register_synthetic(tmp_path_factory.mktemp("datasets"), DATA)
+    yield
+    register_synthetic()
+
+
+def run_tool(line, monkeypatch, **values):
+    """Run a tool in this process; return its exit status and error output."""
+    tool, *words = (word.format(**values) for word in line.split())
+    opts = WORDS if tool in ("train_net.py", "demo.py", "export_backbone.py", "export_model.py") else []
+    monkeypatch.setattr(sys, "argv", [tool, *words, *opts])
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors), pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "tools" / tool), run_name="__main__")
+    return ended.value.code, errors.getvalue()
+
+
+class Harm:
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+def write_harm(kind, folder):
+    """Write a malicious weight file, and name it as the last checkpoint of the folder."""
+    content = {"model": {"conv1.weight": np.ones(1)}, "trainer": Harm(folder / "harm"), "iteration": 3}
+    path = folder / ("harm.pkl" if "pickle" in kind else "harm.pth")
+    if kind in ("archive", "legacy"):
+        torch.save(content, path, _use_new_zipfile_serialization=kind == "archive")
+    else:
+        data = pickle.dumps(content)
+        if kind == "safetensors and pickle":
+            header = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+            data = struct.pack("<Q", len(header)) + header + bytes(4) + data
+        path.write_bytes(data)
+    (folder / "last_checkpoint").write_text(path.name)
+    return path
+
+
+KINDS = ["archive", "legacy", "pickle", "safetensors and pickle"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("line", WEIGHTS_TOOLS.values(), ids=WEIGHTS_TOOLS)
+def test_code_in_weights_is_not_run(line, kind, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    weights = write_harm(kind, tmp_path)
+    status, errors = run_tool(line, monkeypatch, weights=weights, config=CONFIG, folder=tmp_path)
+    assert status == 1 and str(weights) in errors and "Traceback" not in errors, errors
+    assert "cannot be read" in errors if "safetensors" in kind else "mkdir" in errors
+    assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize("base", [False, True])
+@pytest.mark.parametrize("line", CONFIG_TOOLS.values(), ids=CONFIG_TOOLS)
+def test_code_in_yaml_is_not_run(line, base, tmp_path, monkeypatch):
+    config = tmp_path / "harm.yaml"
+    config.write_text(f"VERSION: 2\nMODEL:\n  DEVICE: !!python/object/apply:os.mkdir ['{tmp_path / 'harm'}']\n")
+    if base:
+        (tmp_path / "a.yaml").write_text("_BASE_: harm.yaml\n")
+    given = tmp_path / "a.yaml" if base else config
+    status, errors = run_tool(line, monkeypatch, weights="no.pth", config=given, folder=tmp_path)
+    assert status == 1 and f"'{config}', line 3: the tag !!python/object/apply:os.mkdir could run code" in errors
+    assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "gw://file/{path}",
+        "gw://imagenet/R-50",
+        "{path}?matching_heuristics=True",
+        "detectron2://x/harm.pkl",
+        "https://dl.fbaipublicfiles.com/detectron2/x/harm.pkl",
+        "catalog://ImageNetPretrained/MSRA/R-50",
+    ],
+)
+def test_code_behind_an_address_is_not_run(address, tmp_path, monkeypatch):
+    path = write_harm("pickle", tmp_path)
+    monkeypatch.setenv("FVCORE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("GW_DETECTRON_WEIGHTS", str(tmp_path))
+    # as if the files had been downloaded
+    for cached in ("detectron2/x/harm.pkl", "detectron/ImageNetPretrained/MSRA/R-50.pkl"):
+        (tmp_path / "cache" / cached).parent.mkdir(parents=True)
+        (tmp_path / "cache" / cached).write_bytes(path.read_bytes())
+    torch.save({"model": Harm(tmp_path / "harm")}, tmp_path / "R-50-GW-S1-B2.pth")
+    with pytest.raises(UserError, match="names (posix|nt).mkdir, which could run code"):
+        open_checkpoint(address.format(path=path))
+    assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize("variable", ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_WEIGHTS_ONLY_LOAD"])
+def test_variables_of_torch_change_nothing(variable, tmp_path, monkeypatch):
+    monkeypatch.setenv(variable, "1")  # torch.load reads it at each call
+    torch.save({"model": {"a": torch.ones(3)}}, tmp_path / "good.pth")
+    assert read_weights_file(tmp_path / "good.pth").value["model"]["a"].sum() == 3
+    for kind in KINDS:
+        with pytest.raises(WeightsFileError):
+            read_weights_file(write_harm(kind, tmp_path))
+    assert not (tmp_path / "harm").exists()
