@@ -5,7 +5,8 @@ from .catalog import CATALOG, PublishedWeights, local_weights, register_weights
 from .convert import Conversion, convert, to_torchvision
 from .load_report import LoadReport, PartialLoadError
 from .loading import Checkpoint, NormMismatchError, StartWeights, load_checkpoint, open_checkpoint, open_start_weights
-from .norm_record import NORMS, NormRecord, norm_differences
+from .norm_inference import NORMS, UnknownNormError
+from .norm_record import NormRecord, norm_differences
 from .provenance import Preprocessing, Provenance
 from .reading import RefusedFileError, WeightsFileError, read_weights_file
 from .weights_io import convert_file, load_weights
@@ -25,6 +26,7 @@ __all__ = [
     "PublishedWeights",
     "RefusedFileError",
     "StartWeights",
+    "UnknownNormError",
     "WeightsError",
     "WeightsFileError",
     "convert",

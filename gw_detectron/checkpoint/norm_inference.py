@@ -20,13 +20,14 @@ from ..modeling import norm_spec, resolve_norm
 from ..modeling.norm_table import evaluation_spec
 from ..modeling.resnet import POSITIONS
 from .architecture import POOL_NORM, Architecture, Module, Norms, WeightsError, norms_at
-from .norm_record import NORMS
 from .provenance import TORCHVISION, Preprocessing, Provenance
 from .reading import Contents
 
 _log = logging.getLogger(__name__)
 
-#: keys in the header of a safetensors file: the provenance, and the description of an exported network
+#: key of the norm names in a checkpoint and in the header of a safetensors file
+NORMS = "norms"
+#: further keys in that header: the provenance, and the description of an exported network
 PROVENANCE, DESCRIPTION = "gw_detectron", "gw_detectron.json"
 #: the norm layers of an export in torchvision's names; batch normalization is not listed there
 NORM_CLASSES: Mapping[str, type[nn.Module]] = {"GroupNorm": nn.GroupNorm, "GroupWhitening2d": GroupWhitening2d}
@@ -174,6 +175,8 @@ def infer_norms(
     signs = {layer: _sign(tensors, layer) for layer in network.norm_layers()}
     unproven = [layer for layer, sign in signs.items() if sign != "BN"]
     found = notes.by_layer(network, tensors)
+    if stated is not None:
+        full_name(stated, max(layer.channels for layer in signs))  # raises for an unknown name
     if found is None:
         if unproven and stated is None:
             raise UnknownNormError(
@@ -337,7 +340,7 @@ def _check_statement(network: Architecture, norms: Norms, stated: str) -> None:
         raise WeightsError(f"norm ({stated!r}): the weights have {norms}. Fix: give {used!r} or none.")
 
 
-def norm_key(spec: str, channels: int, with_eps: bool) -> list[str]:
+def norm_key(spec: str, channels: int, with_eps: bool = False) -> list[str]:
     """Return the options of a norm that must be equal in two names of the same norm."""
     name, _, options = evaluation_name(spec, channels).partition(":")
     return [name, *(option for option in options.split(",") if with_eps or not option.startswith("eps="))]

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ..checkpoint.architecture import Architecture, infer_architecture
 from ..checkpoint.convert import to_torchvision
-from ..checkpoint.norm_inference import DESCRIPTION, NORM_CLASSES
-from ..checkpoint.norm_record import NORMS, NormRecord
+from ..checkpoint.norm_inference import DESCRIPTION, NORM_CLASSES, NORMS
+from ..checkpoint.norm_record import NormRecord
 from ..checkpoint.reference_networks import torchvision_stages
 from ..layers import GroupWhitening2d
 from .feature_extractor import FeatureExtractor

@@ -43,7 +43,7 @@ def test_right_weights_agree_and_mistakes_do_not(converted, r18_file, images):
 @pytest.mark.parametrize("norm", ["BN", "GN"])
 def test_stride_and_weights_without_whitening(images, tmp_path, norm):
     torch.save(make_network("R-50", norm=norm).state_dict(), tmp_path / "r50.pth")
-    found = verify(tmp_path / "r50.pth", images)
+    found = verify(tmp_path / "r50.pth", images, norm=norm)
     assert found.agrees
     strides = {row.name: row.relative for row in found.mistakes}["stride in the 1x1 convolution"]
     assert strides["res2"] < 1e-10 < 1e-2 < strides["res3"]
@@ -72,7 +72,7 @@ def test_mistake_of_a_config_is_named(converted, images, changes, signature):
     cfg.merge_from_list([word for pair in changes.items() for word in pair])
     found = verify(converted, images, cfg=cfg)
     assert not found.agrees
-    assert found.verdict.startswith("DIFFERS")
+    assert found.verdict.startswith("DISAGREES")
     assert signature in found.verdict
 
 

@@ -35,7 +35,7 @@ def test_writes_tensors_and_provenance(r18, r18_file, tmp_path, suffix):
     convert_file(r18_file, tmp_path / f"a{suffix}")
     conversion = load_weights(tmp_path / f"a{suffix}")
     provenance = conversion.provenance
-    expected = convert(r18).tensors
+    expected = convert(r18, norm="GW").tensors
     assert conversion.tensors.keys() == expected.keys()
     assert all(torch.equal(conversion.tensors[name], value) for name, value in expected.items())
     assert provenance.source == "r18.pth"
@@ -72,7 +72,7 @@ def test_stock_detectron2_loads_it_with_the_written_config(r18, r18_file, tmp_pa
     report = load_checkpoint(DetectionCheckpointer(build_model(cfg)), open_checkpoint(cfg.MODEL.WEIGHTS))
     assert str(report) == "backbone: 82/82 tensors; FPN and heads start new, as expected"
     state = model.backbone.bottom_up.state_dict()
-    assert all(torch.equal(state[name], value) for name, value in convert(r18).tensors.items())
+    assert all(torch.equal(state[name], value) for name, value in convert(r18, norm="GW").tensors.items())
 
 
 def test_keeps_the_classifier_on_request(r18, r18_file, tmp_path):
@@ -92,7 +92,7 @@ def test_converted_weights_can_be_written_in_the_other_format(r18_file, tmp_path
 
 def test_safetensors_of_torchvision_or_timm(r18, tmp_path):
     save_file({name: value.contiguous() for name, value in r18.items()}, tmp_path / "timm.safetensors")
-    assert convert_file(tmp_path / "timm.safetensors", tmp_path / "a.pkl").positions == "S1-B1"
+    assert convert_file(tmp_path / "timm.safetensors", tmp_path / "a.pkl", norm="GW").positions == "S1-B1"
 
 
 def _broken(r18, tmp_path):
@@ -105,7 +105,7 @@ def test_invalid_weights_write_nothing(r18, tmp_path, suffix):
     source = _broken(r18, tmp_path)
     (tmp_path / f"a{suffix}").write_text("precious")
     with pytest.raises(WeightsFileError, match="(?s)broken.pth'\\): .*NaN or infinite: conv1.weight"):
-        convert_file(source, tmp_path / f"a{suffix}", overwrite=True)
+        convert_file(source, tmp_path / f"a{suffix}", norm="GW", overwrite=True)
     assert (tmp_path / f"a{suffix}").read_text() == "precious"
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"a{suffix}", "broken.pth"]
 
@@ -174,11 +174,11 @@ def test_two_writers_of_one_file(tmp_path):
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 @pytest.mark.parametrize("positions", ["S1-B1", "ALL"])
-def test_weights_of_version_0_1_0(tmp_path, suffix, positions):
+def test_weights_of_version_0_1_0(tmp_path, suffix, positions, caplog):
     source = make_network("R-18", positions)
     tensors = {
         name: value.flatten() if value.dim() < 4 else value
-        for name, value in convert(authors_state(source), keep_fc=True).tensors.items()
+        for name, value in convert(authors_state(source), norm="GW", keep_fc=True).tensors.items()
         if not name.startswith("linear")
     }
     provenance = {
@@ -203,8 +203,13 @@ def test_weights_of_version_0_1_0(tmp_path, suffix, positions):
     else:
         save_file(tensors, tmp_path / "old.safetensors", {"format": "pt", "gw_detectron": json.dumps(provenance)})
     conversion = load_weights(tmp_path / f"old{suffix}")
+    assert "assumed by version 0.1.0" in caplog.text
     assert conversion.provenance == Provenance.from_dict(provenance)
-    assert dataclasses.asdict(conversion.provenance) == provenance
+    assert dataclasses.asdict(conversion.provenance) == {**provenance, "whiten_norm": None}
+    assert conversion.provenance.config()["MODEL"]["RESNETS"]["WHITEN_NORM"] == "GW"
+    caplog.clear()
+    stated = load_weights(tmp_path / f"old{suffix}", norm="GW").provenance
+    assert stated.whiten_norm.startswith("GW:groups=64,") and not caplog.records
     assert conversion.tensors.keys() == tensors.keys()
     assert all(torch.equal(conversion.tensors[name], value) for name, value in tensors.items())
 
@@ -213,5 +218,7 @@ def test_provenance_must_fit_the_tensors(r18_file, tmp_path):
     conversion = convert_file(r18_file, tmp_path / "a.pkl")
     wrong = dataclasses.replace(conversion.provenance, positions="S1-B2")
     weights_io.write_weights(tmp_path / "b.pkl", dataclasses.replace(conversion, provenance=wrong))
-    with pytest.raises(WeightsFileError, match=r"positions \('S1-B2'\): the weights have GW at S1-B1"):
+    with pytest.raises(
+        WeightsFileError, match=r"layer1.0.bn1 \('BN' by the file's notes\): the tensors are those of GN or GW"
+    ):
         load_weights(tmp_path / "b.pkl")
