@@ -191,13 +191,13 @@ def to_torchvision(tensors: Mapping[str, Tensor], *, authors_affine: bool = Fals
     modules = {module.detectron2: module for module in (*network.modules(), POOL_NORM)}
     renamed, unexpected = {}, []
     for name, value in tensors.items():
-        # the norm before the classifier may have submodules, such as a rotation
-        before_fc = name.startswith(f"{POOL_NORM.detectron2}.")
-        prefix = POOL_NORM.detectron2 if before_fc else name.rpartition(".")[0]
-        module = modules.get(prefix)
-        if module is None:
+        prefix = name.rpartition(".")[0]
+        while prefix and prefix not in modules:  # a norm may have submodules, such as a rotation
+            prefix = prefix.rpartition(".")[0]
+        if not prefix:
             unexpected.append(name)
             continue
+        module = modules[prefix]
         if authors_affine and module.kind == "norm" and f"{prefix}.running_mean" not in tensors:
             value = value.reshape(1, -1, 1, 1)
         renamed[module.torchvision + name.removeprefix(prefix)] = value

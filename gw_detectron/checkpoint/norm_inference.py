@@ -279,10 +279,12 @@ def _possible_signs(spec: str, layer: Module) -> tuple[str, ...]:
 def full_name(spec: str, channels: int) -> str:
     """Return the norm name with all options of a layer of so many channels, which may cap its groups.
 
+    Frozen norms get the name of the norm itself.
+
     Raises:
         ValueError: the norm name is wrong, or names no norm.
     """
-    norm = resolve_norm(spec, where="norm", channels=[channels])
+    norm = resolve_norm(spec.removeprefix("Frozen"), where="norm", channels=[channels])
     if not norm:
         raise WeightsError("norm (''): names no norm. Fix: give a norm name such as GW.")
     with torch.device("meta"):
@@ -324,7 +326,7 @@ def _widest(found: Mapping[Module, str]) -> str:
     layer = max(found, key=lambda layer: layer.channels)
     if evaluation_name(found[layer], layer.channels) == _BN:
         return "BN"
-    spec = full_name(found[layer], layer.channels).removeprefix("Frozen")
+    spec = full_name(found[layer], layer.channels)
     return "GN" if spec == full_name("GN", layer.channels) else spec
 
 

@@ -17,8 +17,6 @@ from gw_detectron.layers import GroupWhitening2d
 
 from .synthetic import authors_state, make_network, stages
 
-GROUP_NORM = {"GN(16)": lambda c: nn.GroupNorm(16, c), "GN(1)": lambda c: nn.GroupNorm(1, c)}
-
 
 @pytest.fixture(scope="module")
 def mixed():
@@ -114,7 +112,7 @@ def test_unusable_flags(r18, flags, message):
         ("BW", r"bn1 \('BW' as stated\)"),
         ("", "names no norm"),
         ("XX", r"norm \('XX'\): unknown norm"),
-        ("GW:groups=48", "does not divide 64 channels"),
+        ("GW:groups=48", "does not divide 512 channels"),
     ],
 )
 def test_statement_that_contradicts_the_tensors(r18, norm, message):

@@ -90,3 +90,24 @@ def test_verify_refuses_a_malicious_file(verify_tool, tmp_path, capsys):
     with pytest.raises(SystemExit), errors_reported():
         verify_tool(tmp_path / "a.pth")
     assert "could run code" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("weights", "images", "message"),
+    [
+        ("http://127.0.0.1:9/r18.pth", None, "cannot fetch"),
+        ("no.pth", None, "file not found"),
+        (".", None, "cannot be read"),
+        (None, "images", "Fix: put images into each class folder"),
+    ],
+)
+def test_verify_reports_unusable_paths(verify_tool, r18_file, tmp_path, monkeypatch, capsys, weights, images, message):
+    monkeypatch.setenv("FVCORE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    for name in ("images/0", "images/1"):
+        (tmp_path / name).mkdir(parents=True)
+    synthetic_images(1)[0].save(tmp_path / "images" / "0" / "0.png")
+    options = ("--images", images) if images else ()
+    with pytest.raises(SystemExit) as caught, errors_reported():
+        verify_tool(weights or r18_file, *options)
+    assert caught.value.code == 1 and message in capsys.readouterr().err

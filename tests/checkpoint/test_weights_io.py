@@ -2,8 +2,11 @@
 
 import dataclasses
 import json
+import os
 import pickle
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -26,6 +29,7 @@ from gw_detectron.checkpoint import (
 )
 from gw_detectron.checkpoint.provenance import TORCHVISION, Provenance, sha256_of
 from gw_detectron.checkpoint.weights_io import SUFFIXES
+from gw_detectron.errors import UserError
 
 from .synthetic import authors_state, make_network
 
@@ -222,3 +226,51 @@ def test_provenance_must_fit_the_tensors(r18_file, tmp_path):
         WeightsFileError, match=r"layer1.0.bn1 \('BN' by the file's notes\): the tensors are those of GN or GW"
     ):
         load_weights(tmp_path / "b.pkl")
+
+
+def test_detectron2_names_do_not_show_the_preprocessing(tmp_path):
+    tensors = convert(make_network("R-18").state_dict()).tensors
+    torch.save({"model": tensors}, tmp_path / "a.pth")
+    with pytest.raises(WeightsFileError, match="preprocessing .not recorded.*--preprocessing.* detectron2-msra"):
+        load_weights(tmp_path / "a.pth")
+    with pytest.raises(WeightsFileError, match=r"preprocessing \('BGR'\): unknown"):
+        load_weights(tmp_path / "a.pth", preprocessing="BGR")
+    convert_file(tmp_path / "a.pth", tmp_path / "a.pkl", preprocessing="detectron2-msra")
+    config = load_weights(tmp_path / "a.pkl").provenance.config()
+    assert config["INPUT"]["FORMAT"] == "BGR" and config["MODEL"]["PIXEL_STD"] == [1.0, 1.0, 1.0]
+    with pytest.raises(WeightsFileError, match=r"preprocessing \('torchvision'\): the file records .*BGR"):
+        load_weights(tmp_path / "a.pkl", preprocessing="torchvision")
+    (tmp_path / "zoo.pkl").write_bytes(
+        pickle.dumps({"model": {k: v.numpy() for k, v in tensors.items()}, "__author__": "torchvision"})
+    )
+    assert load_weights(tmp_path / "zoo.pkl").provenance.preprocessing == TORCHVISION
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "message"),
+    [
+        ("", "a.pkl", "file not found"),
+        ("r18.pth", "", "wrong suffix"),
+        ("r18.pth", "r18.pth/a.pkl", "folder not found"),
+        (".", "a.pkl", r"weights \('.'\): cannot be read: Is a directory. Fix: "),
+        ("r18.pth", "folder.pkl", "exists"),
+        ("broken.safetensors", "a.pkl", "notes of the file: damaged.*Fix: "),
+    ],
+)
+def test_paths_that_cannot_be_used(r18, r18_file, tmp_path, monkeypatch, source, target, message):
+    shutil.copy(r18_file, tmp_path)
+    (tmp_path / "folder.pkl").mkdir()
+    tensors = {name: value.contiguous() for name, value in r18.items()}
+    save_file(tensors, tmp_path / "broken.safetensors", {"gw_detectron": "{"})
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=message):
+        convert_file(source, target)
+
+
+def test_files_of_killed_conversions_are_removed(r18_file, tmp_path):
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait(timeout=60)
+    left = tmp_path / f".a.pkl.{os.uname().nodename}.{dead.pid}.00000000.tmp"
+    left.write_text("half")
+    convert_file(r18_file, tmp_path / "a.pkl")
+    assert not left.exists()
