@@ -94,7 +94,7 @@ def read_notes(contents: Contents) -> Notes:
             norms = {name: _recorded(norm) for name, norm in norms.items()}
     except WeightsError:
         raise
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+    except (ArithmeticError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise WeightsError(f"notes of the file: damaged ({error!r}). Fix: write the file again.") from None
     provenance: Any = header.get(PROVENANCE, values.get("provenance"))
     if provenance is not None or PROVENANCE in contents.metadata:

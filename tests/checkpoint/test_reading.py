@@ -294,4 +294,4 @@ def test_any_single_change_to_good_weights_gives_a_message(r18, data):
     if broken[name] is None:
         del broken[name]
     with pytest.raises(ValueError, match=name.rpartition(".")[0].rpartition(".")[0] or name):
-        convert(broken)
+        convert(broken, norm="GW")
