@@ -50,7 +50,9 @@ def source(norm: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return network.eval(), state
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(
+    "norm", [norm if norm in ("BN", BW) else pytest.param(norm, marks=pytest.mark.slow) for norm in NORMS]
+)
 def test_both_classifiers_agree_with_the_source(norm, tmp_path):
     network, state = source(norm)
     torch.save(state, tmp_path / "r18.pth")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gw_detectron.checkpoint import UnknownNormError, convert, convert_file, load_weights
-from gw_detectron.checkpoint.provenance import PREPROCESSING, sha256_of
+from gw_detectron.checkpoint.provenance import sha256_of
 from gw_detectron.checkpoint.reference_networks import config_for
 from gw_detectron.checkpoint.verify import is_labeled, measure_accuracy, verify
 from gw_detectron.checkpoint.weights_io import write_weights
@@ -166,7 +166,14 @@ def test_claim_against_the_flags_of_the_source(images, r18, tmp_path):
     assert not verify(tmp_path / "b.pkl", images, source=tmp_path / "flags.pth").agrees
 
 
-@pytest.mark.parametrize("preprocessing", [name for name in PREPROCESSING if name != "torchvision"])
+@pytest.mark.parametrize(
+    "preprocessing",
+    [
+        "detectron2-msra",
+        pytest.param("detectron2-fair", marks=pytest.mark.slow),
+        pytest.param("detectron2-fair-resnext", marks=pytest.mark.slow),
+    ],
+)
 def test_other_preprocessing_than_torchvisions(images, tmp_path, preprocessing):
     converted = convert(make_network("R-50").state_dict())
     torch.save({"model": converted.tensors}, tmp_path / "a.pth")
