@@ -31,6 +31,9 @@ LAYOUTS = {
     X101 + "FrozenBN": (33, (F, F, F, F, F), "", "", ""),
     X101 + "GN": (33, (G, G, G, G, G), G, G, G),
     X101 + "GW": (33, (W, F, W, F, F), W, W, W),
+    X101 + "FrozenBN_released": (33, (F, F, F, F, F), "", "", ""),
+    X101 + "GN_released": (33, (G, G, G, G, G), G, G, G),
+    X101 + "GW_released": (33, (W, F, W, F, F), W, W, W),
     SCRATCH + "faster_rcnn_R_50_FPN_1x_BN": (16, (B, B, B, B, B), "", "", ""),
     SCRATCH + "faster_rcnn_R_50_FPN_1x_BN_GW": (16, (W, B, W, B, B), "", "", ""),
     SCRATCH + "faster_rcnn_R_50_FPN_1x_GN": (16, (G, G, G, G, G), "", "", ""),
@@ -45,6 +48,7 @@ PREPROCESSING = {
     "weights/": RGB,
     "detectron2://ImageNetPretrained/torchvision/": RGB,
     "catalog://ImageNetPretrained/FAIR/R-50-GN": ("BGR", [103.53, 116.28, 123.675], [1.0, 1.0, 1.0]),
+    "catalog://ImageNetPretrained/FAIR/X-101-32x8d": ("BGR", [103.53, 116.28, 123.675], [1.0, 1.0, 1.0]),
     "detectron2://ImageNetPretrained/FAIR/X-101-32x8d.pkl": ("BGR", RGB[1][::-1], RGB[2][::-1]),
     "": RGB,  # from scratch
 }

@@ -10,6 +10,7 @@ import argparse
 from tabulate import tabulate
 
 from gw_detectron.checkpoint import convert_file
+from gw_detectron.checkpoint.provenance import PREPROCESSING
 from gw_detectron.cli import errors_reported
 
 
@@ -22,13 +23,24 @@ def get_parser() -> argparse.ArgumentParser:
     parser.add_argument("source", metavar="SRC", help="a .pth or .safetensors file, or converted weights")
     parser.add_argument("target", metavar="DST", help="a .pkl (for MODEL.WEIGHTS) or .safetensors file to write")
     parser.add_argument("--arch", help="expected architecture: R-50, X-101-32x8d, ...; default: any")
-    parser.add_argument("--positions", help="expected positions of GW: S1-B2, ...; default: any")
+    parser.add_argument("--positions", help="expected positions of the whitening norm: S1-B2, ...; default: any")
+    parser.add_argument(
+        "--norm",
+        metavar="NORM",
+        help="the norm of the layers without BN's statistics, e.g. GW, GW:groups=32 or GN; needed if SRC does not "
+        "record it",
+    )
     parser.add_argument("--keep-fc", action="store_true", help="keep the classifier, as linear.*")
     parser.add_argument(
         "--pool-norm",
         metavar="NORM",
         help="with --keep-fc: the norm between the last pooling and the classifier, e.g. 'BW:channels=32,solver=zca'; "
-        "default: guess it, with a warning",
+        "needed if SRC does not record it and it is not BN",
+    )
+    parser.add_argument(
+        "--preprocessing",
+        choices=PREPROCESSING,
+        help="the images of the training; needed if SRC has Detectron2's names and does not record it",
     )
     parser.add_argument("--force", action="store_true", help="overwrite DST")
     return parser
@@ -41,8 +53,10 @@ def main(args: argparse.Namespace) -> None:
         args.target,
         architecture=args.arch,
         positions=args.positions,
+        norm=args.norm,
         keep_fc=args.keep_fc,
         pool_norm=args.pool_norm,
+        preprocessing=args.preprocessing,
         overwrite=args.force,
     )
     rows = [
@@ -51,10 +65,9 @@ def main(args: argparse.Namespace) -> None:
     ]
     print(tabulate(rows, headers=["source", "target", "shape", "note"]))
     facts = conversion.provenance
-    whitening = f"GW at {facts.positions}" if facts.positions else "no GW"
     before_fc = f"; before the classifier: {conversion.pool_norm}" if conversion.pool_norm else ""
     print(
-        f"\n{args.target}: {len(conversion.tensors)} tensors of {facts.architecture}, {facts.norm}, {whitening}"
+        f"\n{args.target}: {len(conversion.tensors)} tensors of {facts.architecture}, {facts.norms}"
         f"{before_fc}. The .yaml beside it has the config keys that they need."
     )
 

@@ -25,6 +25,12 @@ def get_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--source", metavar="FILE", help="the file WEIGHTS was converted from, to verify the conversion"
     )
+    parser.add_argument(
+        "--norm",
+        metavar="NORM",
+        help="the norm of the source's layers without BN's statistics, e.g. GW or GN; needed if the source does not "
+        "record it",
+    )
     return parser
 
 
@@ -32,10 +38,10 @@ def main(args: argparse.Namespace) -> bool:
     """Print the comparison and return whether the networks agree."""
     cfg = read_config(args.config_file) if args.config_file else None
     images = load_images(args.images) if args.images else synthetic_images()
-    result = verify(args.weights, images, cfg=cfg, source=args.source)
+    result = verify(args.weights, images, cfg=cfg, source=args.source, norm=args.norm)
     print(result)
     if args.images and is_labeled(args.images):
-        print("", *measure_accuracy(args.weights, args.images, cfg=cfg), sep="\n")
+        print("", *measure_accuracy(args.weights, args.images, cfg=cfg, norm=args.norm), sep="\n")
     return result.agrees
 
 

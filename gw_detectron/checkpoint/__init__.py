@@ -13,7 +13,8 @@ from .loading import (
     open_checkpoint,
     open_start_weights,
 )
-from .norm_record import NORMS, NormRecord, norm_differences
+from .norm_inference import NORMS, UnknownNormError
+from .norm_record import NormRecord, norm_differences
 from .provenance import Preprocessing, Provenance
 from .reading import RefusedFileError, WeightsFileError, read_weights_file
 from .weights_io import convert_file, load_weights
@@ -34,6 +35,7 @@ __all__ = [
     "PublishedWeights",
     "RefusedFileError",
     "StartWeights",
+    "UnknownNormError",
     "WeightsError",
     "WeightsFileError",
     "convert",

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from detectron2.layers import get_norm
 from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from ..errors import UserError, summarize_names
-from ..layers import GroupWhitening2d
 from ..modeling import add_pool_norm, resolve_norm
 from ..modeling.resnet import NUM_BLOCKS_PER_STAGE, whitened_convs
 
@@ -33,11 +33,13 @@ class Module(NamedTuple):
         torchvision: such as ``layer1.0.bn2``; the authors' checkpoints and timm have the same names.
         detectron2: such as ``res2.0.conv2.norm``.
         kind: ``conv``, ``norm`` or ``linear``.
+        channels: channels of its output.
     """
 
     torchvision: str
     detectron2: str
     kind: str
+    channels: int = 0
 
     @property
     def position(self) -> str:
@@ -106,26 +108,56 @@ class Architecture:
         """List the modules that have weights, in torchvision's order."""
         return _modules(self)
 
+    def norm_layers(self) -> list[Module]:
+        """List the norm layers in torchvision's order."""
+        return [module for module in self.modules() if module.kind == "norm"]
+
 
 @functools.cache
 def _modules(network: Architecture) -> tuple[Module, ...]:
-    modules = build_torchvision(network, num_classes=1).named_modules()
-    return tuple(Module(name, detectron2_name(name), _KINDS[type(m)]) for name, m in modules if type(m) in _KINDS)
+    modules = build_torchvision(network, Norms(), num_classes=1).named_modules()
+    return tuple(
+        Module(name, detectron2_name(name), _KINDS[type(layer)], len(layer.weight))
+        for name, layer in modules
+        if type(layer) in _KINDS
+    )
+
+
+class Norms(NamedTuple):
+    """Norm names of a network.
+
+    Args:
+        norm: the norm of all layers that are not at ``positions``.
+        whiten_norm: the norm at ``positions``.
+        positions: one of ``"" S1 S1-B1 S1-B2 S1-B3 S1-B12 ALL``.
+    """
+
+    norm: str = "BN"
+    whiten_norm: str = ""
+    positions: str = ""
+
+    def __str__(self) -> str:
+        whitened = f"{self.whiten_norm} at {self.positions}"
+        return whitened if self.positions == "ALL" else f"{self.norm}, {whitened if self.positions else 'no GW'}"
+
+    def by_layer(self, network: Architecture) -> dict[Module, str]:
+        """Return the norm name of each norm layer.
+
+        Raises:
+            ValueError: unknown positions, or positions that the network does not have.
+        """
+        whitened = norms_at(network, self.positions)
+        return {layer: self.whiten_norm if layer in whitened else self.norm for layer in network.norm_layers()}
 
 
 def build_torchvision(
-    network: Architecture,
-    positions: str = "",
-    norm: str = "BN",
-    pool_norm: str = "",
-    num_classes: int | None = None,
+    network: Architecture, norms: Norms, pool_norm: str = "", num_classes: int | None = None
 ) -> ResNet:
-    """Build torchvision's ResNet with GW at the positions, on the meta device.
+    """Build torchvision's ResNet with the norms, on the meta device.
 
     Args:
         network: the architecture.
-        positions: of GW.
-        norm: every other norm, ``BN`` or ``GN``.
+        norms: the norm names.
         pool_norm: the norm before the classifier, as ``avgpool.norm``; "" for none.
         num_classes: of the classifier; None for no classifier.
 
@@ -139,11 +171,11 @@ def build_torchvision(
             num_classes=num_classes or 1,
             groups=network.groups,
             width_per_group=network.width,
-            norm_layer=functools.partial(nn.GroupNorm, 32) if norm == "GN" else nn.BatchNorm2d,
         )
-        for module in norms_at(network, positions):
-            channels = model.get_submodule(module.torchvision).weight.numel()
-            model.set_submodule(module.torchvision, GroupWhitening2d(channels))
+        if norms != Norms():  # torchvision's own
+            for layer, spec in norms.by_layer(network).items():
+                norm = resolve_norm(spec, where=layer.torchvision, channels=[layer.channels])
+                model.set_submodule(layer.torchvision, get_norm(norm, layer.channels))
         if pool_norm:
             channels = model.fc.in_features
             add_pool_norm(model, resolve_norm(pool_norm, where="pool_norm", channels=[channels]), channels)

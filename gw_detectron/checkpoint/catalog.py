@@ -41,6 +41,7 @@ class PublishedWeights:
         drive_id: of the file on Google Drive.
         top1: accuracy on the ImageNet validation set in percent, from the paper.
         positions: of GW.
+        norm: the norm at these positions. The released layer adds no eps.
         license: of the weights.
         sha256: of the file. None, as the authors give none: the hash of the first file is recorded in the cache, and
             later files must have the same.
@@ -52,6 +53,7 @@ class PublishedWeights:
     drive_id: str
     top1: float
     positions: str = "S1-B2"
+    norm: str = "GW:groups=64,iters=5,eps=0"
     license: str = "not stated by the authors (their code is BSD-2-Clause), so this package does not redistribute them"
     sha256: str | None = None
 
@@ -142,7 +144,8 @@ def _published_weights(weights: PublishedWeights, cache: Path) -> Path:
         )
     if not current:
         try:
-            _convert(source, target, origin, digest, architecture=weights.architecture, positions=weights.positions)
+            expected = {name: getattr(weights, name) for name in ("architecture", "positions", "norm")}
+            _convert(source, target, origin, digest, **expected)
         except WeightsFileError as error:
             if fetched:
                 source.unlink()

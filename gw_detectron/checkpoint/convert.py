@@ -9,24 +9,23 @@ import torch
 from torch import Tensor
 
 from ..errors import summarize_names
-from ..layers import RUNNING
-from ..modeling.resnet import POSITIONS
 from .architecture import (
     POOL_NORM,
     Architecture,
+    Norms,
     WeightsError,
     build_torchvision,
     detectron2_name,
     infer_architecture,
-    norms_at,
 )
+from .norm_inference import Notes, infer_norms, infer_pool_norm, read_notes
 from .provenance import Provenance, tool
+from .reading import Contents
 
 _log = logging.getLogger(__name__)
 
 _WRAPPERS = ("model", "state_dict")
 _COUNTER = ".num_batches_tracked"
-_STATISTICS = ("running_mean", "running_var")
 
 
 class ConversionRow(NamedTuple):
@@ -47,7 +46,7 @@ class Conversion:
         source_tensors: the tensors before the conversion, with torchvision's names.
         rows: one for each source tensor.
         provenance: the network and the origin.
-        pool_norm: the norm between the last average pooling and the classifier, stated or guessed; "" for none.
+        pool_norm: the norm between the last average pooling and the classifier; "" for none.
     """
 
     tensors: dict[str, Tensor]
@@ -74,58 +73,76 @@ def convert(
     *,
     architecture: str | None = None,
     positions: str | None = None,
+    norm: str | None = None,
     keep_fc: bool = False,
     pool_norm: str | None = None,
+    notes: Notes | None = None,
 ) -> Conversion:
     """Rename, reshape and check ResNet or ResNeXt weights with torchvision's names.
 
-    The architecture and the positions of GW are inferred from the tensors. A norm without running statistics is GW. If
-    no norm has statistics and all scales are one-dimensional, as in torch's own layers, the norms are GN; with
-    ``positions="ALL"`` they are GW.
+    The architecture and the layers with batch normalization are inferred from the tensors. All other norms must be
+    recorded in the content, or stated.
 
     Args:
         content: a state dict, bare or under ``model`` or ``state_dict``, with or without the prefix ``module.`` of
             data-parallel training.
         architecture: the expected one, e.g. ``R-50`` or ``X-101-32x8d``; None accepts any.
-        positions: the expected positions of GW; None accepts any.
+        positions: the expected positions of the norm without BN's statistics; None accepts any.
+        norm: the norm name of all layers without BN's statistics, e.g. ``GW:groups=32``; None if recorded.
         keep_fc: keep the classifier, as ``linear``, and the norm before it, as ``avgpool.norm``.
-        pool_norm: the spec of that norm, e.g. ``BW:channels=32,solver=zca``; "" drops the norm. None guesses the spec
-            from its tensors, with a warning where options cannot be inferred. The authors' ResNeXts have such a norm,
-            but do not use it in their forward pass: None drops it.
+        pool_norm: the norm name of that norm, e.g. ``BW:channels=32,solver=zca``; "" drops the norm; None if recorded
+            or BN. The authors' ResNeXts have such a norm, but do not use it in their forward pass: None drops it.
+        notes: what the file records; None reads it from the content.
 
     Raises:
+        UnknownNormError: a norm is neither recorded nor proven nor stated.
         WeightsError: a tensor is missing, unexpected, not finite, or of wrong shape or type; the network is not the
-            expected one; or ``pool_norm`` is given without ``keep_fc``.
-        ValueError: ``pool_norm`` is unknown or does not fit.
+            expected one; norms contradict each other; or ``pool_norm`` is given without ``keep_fc``.
+        ValueError: a norm name is unknown or does not fit.
     """
+    notes = read_notes(Contents(content)) if notes is None else notes
     tensors = unwrap(content)
     network = infer_architecture(tensors)
     if architecture is not None and Architecture.parse(architecture) != network:
         raise WeightsError(
             f"architecture ({architecture!r}): the weights are of {network.name}. Fix: give {network.name} or none."
         )
-    found, norm = _infer_norms(network, tensors, positions)
+    norms = infer_norms(network, tensors, notes, norm, positions)
     if pool_norm and not keep_fc:
         raise WeightsError(f"pool_norm ({pool_norm!r}): needs the classifier. Fix: add keep_fc=True (--keep-fc).")
-    used_pool_norm = pool_norm or ""
-    if pool_norm is None and keep_fc and not network.name.startswith("X-"):
-        used_pool_norm = _guess_pool_norm(tensors, norm)
-    provenance = Provenance(tool(), "", "", network.name, found, norm, pool_norm=pool_norm)
-    converted, rows = _convert_tensors(tensors, network, provenance, used_pool_norm, keep_fc)
+    used_pool_norm = infer_pool_norm(network, tensors, notes, pool_norm) if keep_fc else ""
+    old = notes.provenance is not None and notes.provenance.whiten_norm is None
+    if old and norm is None and norms != Norms():
+        _log.warning(
+            "norms (%s): assumed by version 0.1.0, which converted these weights; with other options every feature is "
+            "wrong. Fix: convert the source again, and state its norm by --norm.",
+            norms,
+        )
+    provenance = Provenance(
+        tool(),
+        "",
+        "",
+        network.name,
+        norms.positions,
+        norms.norm,
+        pool_norm=used_pool_norm if keep_fc else None,
+        whiten_norm=None if old and norm is None else norms.whiten_norm,
+    )
+    converted, rows = _convert_tensors(tensors, network, norms, used_pool_norm, keep_fc)
     return Conversion(converted, tensors, tuple(rows), provenance, used_pool_norm)
 
 
 def _convert_tensors(
-    tensors: Mapping[str, Tensor], network: Architecture, provenance: Provenance, pool_norm: str, keep_fc: bool
+    tensors: Mapping[str, Tensor], network: Architecture, norms: Norms, pool_norm: str, keep_fc: bool
 ) -> tuple[dict[str, Tensor], list[ConversionRow]]:
     """Convert the tensors if all fit torchvision's network."""
     fc = tensors.get("fc.weight")
     classes = len(fc) if fc is not None and fc.dim() else 1
-    model = build_torchvision(network, provenance.positions, provenance.norm, pool_norm, classes if keep_fc else None)
+    model = build_torchvision(network, norms, pool_norm, classes if keep_fc else None)
     expected = {name: tuple(value.shape) for name, value in model.state_dict().items() if not name.endswith(_COUNTER)}
-    # scale and shift may be (1, C, 1, 1) or (1, C) here
-    affine = [*(module.torchvision for module in norms_at(network, provenance.positions)), POOL_NORM.detectron2]
-    flat = {f"{module}.{field}" for module in affine for field in ("weight", "bias")}
+    # the authors' scale and shift are (1, C, 1, 1), or (1, C) before the classifier
+    affine = [layer.torchvision for layer, spec in norms.by_layer(network).items() if spec.startswith("GW")]
+    flat = {f"{layer}.{field}" for layer in (*affine, POOL_NORM.detectron2) for field in ("weight", "bias")}
 
     left = dict(tensors)
     converted, rows = {}, []
@@ -148,7 +165,7 @@ def _convert_tensors(
         if reason := _reason_to_drop(source, network, pool_norm):
             rows.append(ConversionRow(source, "", tuple(value.shape), reason))
         else:
-            part = f"{network.name} with {provenance.positions or 'no GW'}"
+            part = f"{network.name} with {norms}"
             if source.startswith(f"{POOL_NORM.torchvision}."):
                 part = f"{pool_norm}, the norm before the classifier (state another by pool_norm, --pool-norm)"
             problems.setdefault(f"unexpected, not part of {part}", []).append(source)
@@ -174,13 +191,13 @@ def to_torchvision(tensors: Mapping[str, Tensor], *, authors_affine: bool = Fals
     modules = {module.detectron2: module for module in (*network.modules(), POOL_NORM)}
     renamed, unexpected = {}, []
     for name, value in tensors.items():
-        # the norm before the classifier may have submodules, such as a rotation
-        before_fc = name.startswith(f"{POOL_NORM.detectron2}.")
-        prefix = POOL_NORM.detectron2 if before_fc else name.rpartition(".")[0]
-        module = modules.get(prefix)
-        if module is None:
+        prefix = name.rpartition(".")[0]
+        while prefix and prefix not in modules:  # a norm may have submodules, such as a rotation
+            prefix = prefix.rpartition(".")[0]
+        if not prefix:
             unexpected.append(name)
             continue
+        module = modules[prefix]
         if authors_affine and module.kind == "norm" and f"{prefix}.running_mean" not in tensors:
             value = value.reshape(1, -1, 1, 1)
         renamed[module.torchvision + name.removeprefix(prefix)] = value
@@ -218,50 +235,6 @@ def unwrap(content: Any) -> dict[str, Tensor]:
     while all(name.startswith("module.") for name in tensors):
         tensors = {name.removeprefix("module."): value for name, value in tensors.items()}
     return tensors
-
-
-def _infer_norms(network: Architecture, tensors: Mapping[str, Tensor], expected: str | None) -> tuple[str, str]:
-    """Infer the positions of GW and the other norm."""
-    norms = [module for module in network.modules() if module.kind == "norm"]
-    plain = [module for module in norms if not any(f"{module.torchvision}.{name}" in tensors for name in _STATISTICS)]
-    scales = [tensors[name] for module in plain if (name := f"{module.torchvision}.weight") in tensors]
-    possible = [positions for positions in POSITIONS if network.bottleneck or positions != "S1-B3"]
-    if plain == norms and expected != "ALL" and all(scale.dim() == 1 for scale in scales):
-        found, norm = [""], "GN"
-    else:
-        found, norm = [name for name in possible if norms_at(network, name) == plain], "BN"
-    if not found:
-        names = summarize_names(module.torchvision for module in plain)
-        raise WeightsError(
-            f"norms without running statistics ({len(plain)} of {len(norms)}: {names}): together they are none of the "
-            f"positions {', '.join(possible[1:])}. Fix: give weights with GW at one of them."
-        )
-    if expected not in (None, found[0]):
-        seen = f"GW at {found[0]}" if found[0] else f"{norm} and no GW"
-        raise WeightsError(f"positions ({expected!r}): the weights have {seen}. Fix: give {found[0]!r} or none.")
-    return found[0], norm
-
-
-def _guess_pool_norm(tensors: Mapping[str, Tensor], norm: str) -> str:
-    """Guess the spec of the norm before the classifier from its tensors."""
-    prefix = f"{POOL_NORM.torchvision}."
-    fields = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-    if not fields:
-        return ""
-    if "running_var" in fields:
-        return "BN"
-    found = norm if norm == "GN" else "GW"
-    for running in RUNNING:
-        rows = fields.get(f"running_{running}")
-        if rows is not None and rows.dim():
-            found = f"BW:channels={rows.shape[-1]},running={running}"
-    _log.warning(
-        "pool_norm (not given): guessed as %s, because the weights do not show its options. With other options every "
-        "logit is wrong. Fix: convert the source with the full spec, as in --pool-norm %s (pool_norm= in Python).",
-        found,
-        f"{found},solver=zca" if ":" in found else f"{found}:groups=32",
-    )
-    return found
 
 
 def _check(name: str, value: Tensor, expected: tuple[int, ...], flat: bool) -> str:

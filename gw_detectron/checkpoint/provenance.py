@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from ..version import __version__
-from .architecture import Architecture, WeightsError
+from .architecture import Architecture, Norms, WeightsError
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,15 @@ class Preprocessing:
 
 # ImageNet weights of the authors, torchvision and timm: the released loader divides by 255, then normalizes.
 TORCHVISION = Preprocessing("RGB", (123.675, 116.28, 103.53), (58.395, 57.12, 57.375), False)
+_BGR_MEAN = (103.53, 116.28, 123.675)
+#: preprocessing of ImageNet weights by their origin
+PREPROCESSING = {
+    "torchvision": TORCHVISION,
+    "detectron2-msra": Preprocessing("BGR", _BGR_MEAN, (1.0, 1.0, 1.0), True),
+    "detectron2-fair": Preprocessing("BGR", _BGR_MEAN, (1.0, 1.0, 1.0), False),
+    # FAIR's ResNeXts under detectron2://; the copies under catalog:// were trained with a standard deviation of 1
+    "detectron2-fair-resnext": Preprocessing("BGR", _BGR_MEAN, (57.375, 57.12, 58.395), False),
+}
 
 
 @dataclass(frozen=True)
@@ -42,11 +51,12 @@ class Provenance:
         source: name of the file they were converted from.
         source_sha256: SHA-256 of that file.
         architecture: such as ``R-50``.
-        positions: positions of GW, one of ``"" S1 S1-B1 S1-B2 S1-B3 S1-B12 ALL``.
-        norm: every other norm, ``BN`` or ``GN``.
+        positions: positions of ``whiten_norm``, one of ``"" S1 S1-B1 S1-B2 S1-B3 S1-B12 ALL``.
+        norm: the norm of all other layers, such as ``BN`` or ``GN:groups=16,eps=1e-05``.
         preprocessing: of the images.
-        pool_norm: the norm before the classifier as the user stated it, such as ``BW:channels=32,solver=zca``; None if
-            not stated.
+        pool_norm: the norm before the classifier, such as ``BW:channels=32,solver=zca``; None if unknown, "" for none.
+        whiten_norm: the norm at ``positions``, with all options; None in weights that version 0.1.0 converted, which
+            assumed ``GW``.
     """
 
     tool: str
@@ -57,6 +67,12 @@ class Provenance:
     norm: str
     preprocessing: Preprocessing = TORCHVISION
     pool_norm: str | None = None
+    whiten_norm: str | None = None
+
+    @property
+    def norms(self) -> Norms:
+        """The norms of the network."""
+        return Norms(self.norm, ("GW" if self.whiten_norm is None else self.whiten_norm), self.positions)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Provenance":
@@ -68,6 +84,8 @@ class Provenance:
         try:
             images = dict(values["preprocessing"])
             images |= {key: tuple(images[key]) for key in ("pixel_mean", "pixel_std")}
+            if wrong := [key for key, value in values.items() if key != "preprocessing" and not _is_text(value)]:
+                raise TypeError(f"{', '.join(wrong)}: no text")
             return cls(**{**values, "preprocessing": Preprocessing(**images)})
         except (KeyError, TypeError, ValueError) as error:
             raise WeightsError(f"provenance: damaged ({error}). Fix: convert the weights again.") from None
@@ -92,7 +110,7 @@ class Provenance:
                     "RES2_OUT_CHANNELS": network.res2_channels,
                     "STRIDE_IN_1X1": images.stride_in_1x1,
                     "NORM": "FrozenBN" if self.norm == "BN" else self.norm,
-                    "WHITEN_NORM": "GW",
+                    "WHITEN_NORM": {"": "GW", "BN": "FrozenBN"}.get(self.norms.whiten_norm, self.norms.whiten_norm),
                     "WHITEN_POSITIONS": self.positions,
                 },
             },
@@ -106,6 +124,10 @@ class Provenance:
             f"# Written by {self.tool} for {weights}, converted from {self.source}\n# (sha256 {self.source_sha256}).\n"
             "# Every config that uses these weights needs these keys.\n"
         ) + yaml.safe_dump(self.config(weights), sort_keys=False, default_flow_style=None)
+
+
+def _is_text(value: Any) -> bool:
+    return value is None or isinstance(value, str)
 
 
 def tool() -> str:

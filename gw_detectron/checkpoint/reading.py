@@ -106,6 +106,8 @@ def _read(file: IO[bytes], size: int) -> Contents:
         raise WeightsFileError(f"it is empty. {_GET_AGAIN}")
     begin = file.read(len(_LEGACY_TORCH))
     file.seek(0)
+    if begin[4:9] == b"\0\0\0\0{":  # first: the length of the header may look like the first bytes of another format
+        return _load_safetensors(file, begin)
     if begin.startswith(b"PK"):
         _check_archive(file, size)
         return Contents(_load_torch(file, size))
@@ -118,18 +120,20 @@ def _read(file: IO[bytes], size: int) -> Contents:
         file.seek(0)
         # latin1 decodes the strings and arrays of Python 2 in old Detectron files
         return Contents(_arrays_to_tensors(NumpyUnpickler(file, encoding="latin1").load()), format="pickle")
-    if begin[8:9] == b"{":
-        end = 8 + struct.unpack("<Q", begin[:8])[0]
-        if end > _LARGEST_HEADER:
-            raise WeightsFileError(f"its header claims {end - 8} bytes, more than {_LARGEST_HEADER}. {_GET_AGAIN}")
-        data = file.read()
-        tensors = safetensors.torch.load(data)  # which checks the header
-        return Contents(tensors, json.loads(data[8:end]).get("__metadata__") or {}, "safetensors")
     if begin.lstrip()[:1] == b"<":
         raise WeightsFileError("it is a web page, so the download failed. Fix: download the file again.")
     raise WeightsFileError(
         "it is not a file of torch.save, a safetensors file or a pickle. Fix: save the tensors with torch.save."
     )
+
+
+def _load_safetensors(file: IO[bytes], begin: bytes) -> Contents:
+    end = 8 + struct.unpack("<Q", begin[:8])[0]
+    if end > _LARGEST_HEADER:
+        raise WeightsFileError(f"its header claims {end - 8} bytes, more than {_LARGEST_HEADER}. {_GET_AGAIN}")
+    data = file.read()
+    tensors = safetensors.torch.load(data)  # which checks the header
+    return Contents(tensors, json.loads(data[8:end]).get("__metadata__") or {}, "safetensors")
 
 
 def _how_to_extract_tensors(path: str) -> str:

@@ -7,6 +7,7 @@ from detectron2.config import CfgNode, get_cfg
 from detectron2.layers import ShapeSpec
 from detectron2.modeling import ResNet
 from torch import Tensor, nn
+from torchvision.models.resnet import Bottleneck
 from torchvision.models.resnet import ResNet as TorchvisionResNet
 
 from ..config import add_gw_config
@@ -21,18 +22,21 @@ LOGITS = "logits"
 
 
 def torchvision_classifier(weights: Conversion, tensors: Mapping[str, Tensor]) -> TorchvisionResNet:
-    """Build torchvision's ResNet with GW at its positions, in evaluation mode.
+    """Build torchvision's ResNet with the weights' norms, in evaluation mode.
 
     Args:
-        weights: of which the network is built.
+        weights: their architecture, norms and strides are built.
         tensors: the values, with torchvision's names; scale and shift of GW may be (1, C, 1, 1).
 
     Raises:
         WeightsError: the tensors are of another network.
     """
     classes = len(tensors["fc.weight"]) if "fc.weight" in tensors else None
-    provenance = weights.provenance
-    model = build_torchvision(weights.architecture, provenance.positions, provenance.norm, weights.pool_norm, classes)
+    model = build_torchvision(weights.architecture, weights.provenance.norms, weights.pool_norm, classes)
+    if weights.provenance.preprocessing.stride_in_1x1:
+        for block in model.modules():
+            if isinstance(block, Bottleneck):
+                block.conv1.stride, block.conv2.stride = block.conv2.stride, block.conv1.stride
     source, target = (f"{name}." for name in POOL_NORM[:2])
     known = {name.replace(source, target): value for name, value in tensors.items()}
     if not weights.pool_norm:  # the authors' ResNeXts have one that they do not use

@@ -6,13 +6,13 @@ To name a wrong setting, each usual mistake is made on purpose and its features 
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from detectron2.config import CfgNode
-from detectron2.utils.file_io import PathManager
 from PIL import Image
 from tabulate import tabulate
 from torch import Tensor
@@ -23,8 +23,9 @@ from tqdm import tqdm
 from ..data.images import center_crop, classification_input, detection_input
 from ..errors import DataError
 from .architecture import WeightsError
-from .convert import Conversion
-from .provenance import sha256_of
+from .convert import Conversion, convert
+from .loading import _fetch as local_path
+from .provenance import PREPROCESSING, TORCHVISION, Preprocessing, sha256_of
 from .reference_networks import (
     LOGITS,
     config_for,
@@ -33,7 +34,7 @@ from .reference_networks import (
     torchvision_classifier,
     torchvision_stages,
 )
-from .weights_io import load_weights
+from .weights_io import UnknownNormFileError, load_weights
 
 # Relative. Rounding in float64 stays far below it; even a missing eps exceeds it by far.
 TOLERANCE = 1e-7
@@ -68,7 +69,7 @@ class Verification:
     Args:
         subject: the setting under test.
         mistakes: the same weights with one wrong setting.
-        verdict: one sentence, beginning with ``AGREES`` or ``DIFFERS``.
+        verdict: one sentence, beginning with ``AGREES`` or ``DISAGREES``.
         agrees: the setting under test is right.
     """
 
@@ -102,10 +103,13 @@ def verify(
     *,
     cfg: CfgNode | None = None,
     source: str | os.PathLike[str] | None = None,
+    norm: str | None = None,
 ) -> Verification:
     """Compare Detectron2's backbone with torchvision's on images, in float64.
 
     Torchvision's network gets the images by classification preprocessing, Detectron2's by detection preprocessing.
+    Torchvision's network has the norms that the source records or that ``norm`` states; Detectron2's has those of the
+    converted weights or of the config.
 
     Args:
         weights: path or address of converted weights, or of a file that can be converted.
@@ -113,22 +117,29 @@ def verify(
         cfg: the config under test; None takes the one that fits the weights.
         source: the file that the weights were converted from. Torchvision's network loads it, which verifies the
             conversion; None translates the weights back.
+        norm: the norm name of the source's layers without BN's statistics, if the source does not record it.
 
     Raises:
         ValueError: a file cannot be used, or the config builds another network.
         OSError: a file cannot be read.
     """
-    conversion = load_weights(PathManager.get_local_path(str(weights)))
-    provenance, tensors = conversion.provenance, conversion.source_tensors
+    conversion = _load(weights, norm)
+    provenance, claimed = conversion.provenance, conversion
     if source is not None:
         if (digest := sha256_of(source)) != provenance.source_sha256:
             raise WeightsError(
                 f"source ({os.fspath(source)!r}): SHA-256 {digest}, but {weights} was converted from "
                 f"{provenance.source} with {provenance.source_sha256}. Fix: give that file."
             )
-        tensors = load_weights(source, positions=provenance.positions, keep_fc=False).source_tensors
-    reference = torchvision_classifier(conversion, tensors).double()
-    expected = torchvision_stages(reference, torch.stack([classification_input(image) for image in images]))
+        preset = next((name for name, images in PREPROCESSING.items() if images == provenance.preprocessing), None)
+        claimed = load_weights(source, norm=norm, keep_fc=False, preprocessing=preset)
+    elif norm is not None:
+        claimed = convert(conversion.source_tensors, norm=norm)
+    facts = replace(claimed.provenance, preprocessing=provenance.preprocessing)
+    claimed = replace(claimed, provenance=facts, pool_norm=conversion.pool_norm)
+    reference = torchvision_classifier(claimed, claimed.source_tensors).double()
+    inputs = [_classification_input(image, provenance.preprocessing) for image in images]
+    expected = torchvision_stages(reference, torch.stack(inputs))
 
     def detectron2_features(cfg: CfgNode, norm_eps: float | None = None) -> dict[str, Tensor]:
         model = detectron2_classifier(conversion, cfg, norm_eps=norm_eps).double()
@@ -136,7 +147,7 @@ def verify(
 
     right = config_for(provenance)
     found = detectron2_features(right if cfg is None else cfg)
-    name = "the config" if cfg is not None else f"{provenance.architecture} {provenance.positions or provenance.norm}"
+    name = "the config" if cfg is not None else f"{provenance.architecture} {provenance.norms}"
     subject = _difference(name, found, expected)
     mistakes, distances = [], {}
     for mistake, changes, norm_eps in _usual_mistakes(conversion, right):
@@ -145,20 +156,33 @@ def verify(
         features = detectron2_features(wrong, norm_eps)
         mistakes.append(_difference(mistake, features, expected))
         distances[mistake] = _difference(mistake, found, features).worst
-    verdict = _verdict(subject, distances)
-    if provenance.pool_norm is None and conversion.pool_norm not in ("", "BN"):
-        verdict += (
-            f" The norm before the classifier is a guess in both networks, {conversion.pool_norm}: its options are not "
-            "verified. To verify them, convert with --pool-norm."
-        )
-    return Verification(subject, tuple(mistakes), verdict, subject.worst < TOLERANCE)
+    return Verification(subject, tuple(mistakes), _verdict(subject, distances), subject.worst < TOLERANCE)
+
+
+def _load(weights: str | os.PathLike[str], norm: str | None) -> Conversion:
+    """Load converted weights, or a source whose norm is stated."""
+    path = local_path(os.fspath(weights), "weights")
+    try:
+        return load_weights(path)
+    except UnknownNormFileError:
+        if norm is None:
+            raise
+        return load_weights(path, norm=norm)
+
+
+def _classification_input(image: Image.Image, preprocessing: Preprocessing) -> Tensor:
+    """Preprocess an image as in the training of the weights, without Detectron2."""
+    if preprocessing == TORCHVISION:
+        return classification_input(image)
+    pixels = np.asarray(image.convert("RGB"), np.float64)[..., :: 1 if preprocessing.input_format == "RGB" else -1]
+    return torch.from_numpy(((pixels - preprocessing.pixel_mean) / preprocessing.pixel_std).transpose(2, 0, 1).copy())
 
 
 def _verdict(subject: Difference, distances: Mapping[str, float]) -> str:
     if subject.worst < TOLERANCE:
         return f"AGREES: the largest relative difference is {subject.worst:.1e}."
     nearest = min(distances, key=lambda mistake: distances[mistake])
-    text = f"DIFFERS: the largest relative difference is {subject.worst:.1e}. "
+    text = f"DISAGREES: the largest relative difference is {subject.worst:.1e}. "
     if distances[nearest] < TOLERANCE:
         return f"{text}This is the signature of: {nearest}."
     return f"{text}It is the signature of no mistake above; the nearest is: {nearest} ({distances[nearest]:.1e} off)."
@@ -169,17 +193,21 @@ def _usual_mistakes(conversion: Conversion, cfg: CfgNode) -> Iterator[tuple[str,
 
     A mistake is its name, the changes of the right config, and the eps of batch norms.
     """
-    bgr = ["INPUT.FORMAT", "BGR"]
+    right = cfg.INPUT.FORMAT
+    wrong, in_1x1 = "RGB" if right == "BGR" else "BGR", cfg.MODEL.RESNETS.STRIDE_IN_1X1
+    yield f"{wrong} instead of {right}", ["INPUT.FORMAT", wrong], None
     no_std = ["MODEL.PIXEL_STD", [1.0, 1.0, 1.0]]
+    if conversion.provenance.preprocessing.pixel_std != (1.0, 1.0, 1.0):
+        yield "PIXEL_STD 1", no_std, None
     stride = ["MODEL.RESNETS.STRIDE_IN_1X1", True] if conversion.architecture.bottleneck else []
-    yield "BGR instead of RGB", bgr, None
-    yield "PIXEL_STD 1", no_std, None
     if stride:
-        yield "stride in the 1x1 convolution", stride, None
+        side = "3x3" if in_1x1 else "1x1"
+        yield f"stride in the {side} convolution", [stride[0], not in_1x1], None
     if any(name.endswith("running_var") for name in conversion.tensors):
         yield "batch norm eps 0", [], 0.0
-    defaults = [*bgr, *no_std, *stride, "MODEL.PIXEL_MEAN", list(reversed(cfg.MODEL.PIXEL_MEAN))]
-    yield "Detectron2's defaults (BGR, std 1, stride in 1x1)", defaults, None
+    defaults = ["INPUT.FORMAT", "BGR", *no_std, *stride, "MODEL.PIXEL_MEAN", [103.53, 116.28, 123.675]]
+    if conversion.provenance.preprocessing != PREPROCESSING["detectron2-msra"]:
+        yield "Detectron2's defaults (BGR, std 1, stride in 1x1)", defaults, None
 
 
 def _difference(name: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Difference:
@@ -219,6 +247,7 @@ def measure_accuracy(
     *,
     cfg: CfgNode | None = None,
     batch_size: int = 16,
+    norm: str | None = None,
 ) -> list[Accuracy]:
     """Measure the accuracy of torchvision's network and of Detectron2's.
 
@@ -228,13 +257,14 @@ def measure_accuracy(
             If all names are numbers, they are the classes; some may be absent.
         cfg: the config under test; None takes the one that fits the weights.
         batch_size: images at a time.
+        norm: see :func:`verify`.
 
     Raises:
         WeightsError: the weights have no classifier.
         DataError: the classes of the folder do not fit the classifier.
         OSError: a file cannot be read.
     """
-    conversion = load_weights(PathManager.get_local_path(str(weights)))
+    conversion = _load(weights, norm)
     if not conversion.has_classifier:
         raise WeightsError(
             f"weights ({os.fspath(weights)!r}): have no classifier. Fix: convert with --keep-fc, or give the source."
@@ -246,9 +276,13 @@ def measure_accuracy(
 
     def both_inputs(image: Image.Image) -> tuple[Tensor, Tensor]:
         crop = center_crop(image)
-        return classification_input(crop).float(), detection_input(crop, cfg).float()
+        reference = _classification_input(crop, conversion.provenance.preprocessing)
+        return reference.float(), detection_input(crop, cfg).float()
 
-    data = ImageFolder(os.fspath(folder), transform=both_inputs)
+    try:
+        data = ImageFolder(os.fspath(folder), transform=both_inputs)
+    except FileNotFoundError as error:  # of a class
+        raise DataError(f"images ({os.fspath(folder)!r}): {error}. Fix: put images into each class folder.") from None
     numbers = torch.tensor(_class_numbers(data.classes, classes))
     hits = torch.zeros(2, 2)
     for inputs, labels in tqdm(DataLoader(data, batch_size), desc="classifying", unit="batch"):

@@ -14,19 +14,23 @@ from typing import Any
 import numpy as np
 from safetensors.torch import save
 
-from ..atomic import atomic_write
-from ..errors import MissingFileError, UserError
+from ..atomic import atomic_write, remove_unfinished
+from ..errors import FileAccessError, MissingFileError, UserError
 from .architecture import WeightsError
 from .convert import Conversion, convert, to_torchvision, unwrap
-from .provenance import Provenance, sha256_of, tool
-from .reading import Contents, WeightsFileError, read_weights_file
+from .norm_inference import PROVENANCE, Notes, UnknownNormError, read_notes
+from .provenance import PREPROCESSING, TORCHVISION, Preprocessing, sha256_of, tool
+from .reading import WeightsFileError, read_weights_file
 
 SUFFIXES = (".pkl", ".safetensors")
-_KEY = "gw_detectron"  # of the provenance in the header of a safetensors file
 
 
 class WeightsExistError(UserError, FileExistsError):
     """A file would be overwritten."""
+
+
+class UnknownNormFileError(WeightsFileError, UnknownNormError):
+    """A file's norms are not proven, so the user must state them."""
 
 
 def convert_file(
@@ -35,8 +39,10 @@ def convert_file(
     *,
     architecture: str | None = None,
     positions: str | None = None,
+    norm: str | None = None,
     keep_fc: bool = False,
     pool_norm: str | None = None,
+    preprocessing: str | None = None,
     overwrite: bool = False,
 ) -> Conversion:
     """Convert a file of ImageNet weights; write weights and their config yaml.
@@ -48,7 +54,9 @@ def convert_file(
             in the other format.
         target: ends in ``.pkl``, for ``MODEL.WEIGHTS``, or in ``.safetensors``, for ``MODEL.WEIGHTS`` as
             ``gw://file/<path>``.
-        architecture, positions, keep_fc, pool_norm: see :func:`.convert.convert`.
+        architecture, positions, norm, keep_fc, pool_norm: see :func:`.convert.convert`.
+        preprocessing: a name in :data:`.provenance.PREPROCESSING`; None if recorded, or if the source has torchvision's
+            names, which imply torchvision's preprocessing.
         overwrite: replace existing files.
 
     Raises:
@@ -62,13 +70,20 @@ def convert_file(
     config = target.with_suffix(".yaml")
     if not target.parent.is_dir():
         raise MissingFileError(f"target ({str(target)!r}): folder not found. Fix: create {str(target.parent)!r}.")
-    if target.exists() and target.samefile(source):
+    if target.exists() and os.path.exists(source) and target.samefile(source):
         raise WeightsError(f"target ({str(target)!r}): is the source itself. Fix: give another name.")
     for path in (target, config):
         if path.exists() and not overwrite:
             raise WeightsExistError(f"target ({str(path)!r}): exists. Fix: give another name or --force.")
+    remove_unfinished(os.fspath(target.parent))
     conversion = load_weights(
-        source, architecture=architecture, positions=positions, keep_fc=keep_fc, pool_norm=pool_norm
+        source,
+        architecture=architecture,
+        positions=positions,
+        norm=norm,
+        keep_fc=keep_fc,
+        pool_norm=pool_norm,
+        preprocessing=preprocessing,
     )
     weights = str(target) if target.suffix == ".pkl" else f"gw://file/{target}"
     with atomic_write(config) as temporary:
@@ -82,16 +97,18 @@ def load_weights(
     *,
     architecture: str | None = None,
     positions: str | None = None,
+    norm: str | None = None,
     keep_fc: bool | None = None,
     pool_norm: str | None = None,
+    preprocessing: str | None = None,
 ) -> Conversion:
     """Read and check ImageNet weights, converted or not.
 
     Args:
         path: a source or target of :func:`convert_file`.
-        architecture, positions, pool_norm: see :func:`.convert.convert`. None takes the positions and the norm stored
-            in converted weights.
+        architecture, positions, norm, pool_norm: see :func:`.convert.convert`.
         keep_fc: keep the classifier; None keeps it if there is one.
+        preprocessing: see :func:`convert_file`.
 
     Returns:
         The weights. The provenance of converted weights names the file they were converted from.
@@ -100,8 +117,16 @@ def load_weights(
         WeightsFileError: the file is damaged, could run code, or is not as expected.
         OSError: the file cannot be read.
     """
-    content = read_weights_file(path)
     try:
+        content = read_weights_file(path)
+    except UserError:
+        raise
+    except OSError as error:
+        raise FileAccessError(
+            f"weights ({os.fspath(path)!r}): cannot be read: {error.strerror or error}. Fix: give a readable file."
+        ) from error
+    try:
+        notes = read_notes(content)
         tensors = unwrap(content.value)
         names: Mapping[str, str] = {}
         if "stem.conv1.weight" in tensors:
@@ -109,30 +134,40 @@ def load_weights(
             names = dict(zip(tensors, converted, strict=True))
         if keep_fc is None:
             keep_fc = "fc.weight" in tensors
-        stored = _stored_provenance(content)
-        if stored is not None:
-            positions = stored.positions if positions is None else positions
-            pool_norm = stored.pool_norm if pool_norm is None and keep_fc else pool_norm
+        images = _preprocessing(notes, preprocessing, detectron2_names=bool(names))
         conversion = convert(
-            tensors, architecture=architecture, positions=positions, keep_fc=keep_fc, pool_norm=pool_norm
+            tensors,
+            architecture=architecture,
+            positions=positions,
+            norm=norm,
+            keep_fc=keep_fc,
+            pool_norm=pool_norm,
+            notes=notes,
         )
     except ValueError as error:
-        raise WeightsFileError(f"weights ({os.fspath(path)!r}): {error}") from None
-    origin: dict[str, Any]
-    if stored is None:
-        origin = {"source": os.path.basename(path), "source_sha256": sha256_of(path)}
-    else:
-        origin = {name: getattr(stored, name) for name in ("tool", "source", "source_sha256", "preprocessing")}
-    provenance = dataclasses.replace(conversion.provenance, **origin)
+        kind = UnknownNormFileError if isinstance(error, UnknownNormError) else WeightsFileError
+        raise kind(f"weights ({os.fspath(path)!r}): {error}") from None
+    origin: dict[str, Any] = {"source": os.path.basename(path), "source_sha256": sha256_of(path)}
+    if notes.provenance is not None:
+        origin = {name: getattr(notes.provenance, name) for name in ("tool", "source", "source_sha256")}
+    provenance = dataclasses.replace(conversion.provenance, **origin, preprocessing=images)
     rows = tuple(row._replace(source=names.get(row.source, row.source)) for row in conversion.rows)
     return dataclasses.replace(conversion, rows=rows, provenance=provenance)
 
 
-def _stored_provenance(content: Contents) -> Provenance | None:
-    if _KEY in content.metadata:
-        return Provenance.from_dict(json.loads(content.metadata[_KEY]))
-    stored = content.value.get("provenance") if isinstance(content.value, Mapping) else None
-    return Provenance.from_dict(stored) if isinstance(stored, Mapping) else None
+def _preprocessing(notes: Notes, stated: str | None, *, detectron2_names: bool) -> Preprocessing:
+    """Return the recorded or stated preprocessing; torchvision's names imply torchvision's."""
+    known = ", ".join(PREPROCESSING)
+    if stated is not None and stated not in PREPROCESSING:
+        raise WeightsError(f"preprocessing ({stated!r}): unknown. Fix: give one of {known}.")
+    if notes.preprocessing is None and stated is None and detectron2_names:
+        raise WeightsError(
+            "preprocessing (not recorded): the names are Detectron2's, whose weights need RGB or BGR images, with or "
+            f"without division by std. Fix: state --preprocessing (in Python, preprocessing=) as one of {known}."
+        )
+    if notes.preprocessing is not None and stated is not None and notes.preprocessing != PREPROCESSING[stated]:
+        raise WeightsError(f"preprocessing ({stated!r}): the file records {notes.preprocessing}. Fix: leave it out.")
+    return notes.preprocessing or (PREPROCESSING[stated] if stated else TORCHVISION)
 
 
 def write_weights(path: str | os.PathLike[str], conversion: Conversion) -> None:
@@ -152,7 +187,7 @@ def write_weights(path: str | os.PathLike[str], conversion: Conversion) -> None:
     with atomic_write(path) as temporary:
         if path.suffix == ".safetensors":
             dense = {name: value.contiguous() for name, value in conversion.tensors.items()}
-            temporary.write_bytes(save(dense, {"format": "pt", _KEY: json.dumps(provenance)}))
+            temporary.write_bytes(save(dense, {"format": "pt", PROVENANCE: json.dumps(provenance)}))
         else:
             content = {
                 "model": {name: np.ascontiguousarray(value.numpy()) for name, value in conversion.tensors.items()},

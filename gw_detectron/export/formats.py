@@ -11,12 +11,10 @@ from typing import Any
 import torch
 from torch.export import Dim, ExportedProgram
 
+from ..checkpoint.norm_inference import DESCRIPTION
 from ..errors import UserError, summarize_names
 from .feature_extractor import FeatureExtractor
 from .parity import ExportError, Run
-
-#: metadata key of the description inside a file; parity.json beside the file holds the same and more
-DESCRIPTION = "gw_detectron.json"
 
 # ONNX can multiply matrices, but has no operator that factorizes or inverts one.
 _NOT_IN_ONNX = {"eig", "eigh", "eigvals", "eigvalsh", "svd", "svdvals", "qr", "cholesky", "ldl", "lu", "inv", "solve"}

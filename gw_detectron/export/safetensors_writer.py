@@ -15,22 +15,22 @@ from torch import Tensor, nn
 
 from ..checkpoint.architecture import Architecture, infer_architecture
 from ..checkpoint.convert import to_torchvision
+from ..checkpoint.norm_inference import DESCRIPTION, NORM_CLASSES, NORMS
+from ..checkpoint.norm_record import NormRecord
 from ..checkpoint.reference_networks import torchvision_stages
 from ..layers import GroupWhitening2d
 from .feature_extractor import FeatureExtractor
-from .formats import DESCRIPTION, Written
+from .formats import Written
 from .parity import ExportError
 
 LAYOUTS = ("detectron2", "torchvision", "timm")
-
-_NORM_CLASSES = {"GroupNorm": nn.GroupNorm, "GroupWhitening2d": GroupWhitening2d}
 
 
 def write_safetensors(extractor: FeatureExtractor, path: Path, layout: str = "detectron2") -> Written:
     """Write the weights and describe input and outputs in the header.
 
-    torchvision and timm give a ResNet's tensors the same names. In these layouts the header's ``norms`` maps each norm
-    layer that replaces batch normalization to its class and arguments.
+    The header's ``norms`` maps each norm layer to its norm name. torchvision and timm give a ResNet's tensors the same
+    names. In these layouts ``norms`` maps each norm layer that replaces batch normalization to its class and arguments.
 
     Raises:
         ExportError: torchvision's ResNet cannot compute the same function.
@@ -39,6 +39,9 @@ def write_safetensors(extractor: FeatureExtractor, path: Path, layout: str = "de
     tensors = {name: value.contiguous() for name, value in backbone.state_dict().items()}
     metadata = {"format": "pt", "layout": layout, DESCRIPTION: json.dumps(extractor.describe())}
     if layout == "detectron2":
+        metadata[NORMS] = json.dumps(NormRecord(backbone).state_dict())
+        blocks = [module for module in backbone.modules() if isinstance(module, BottleneckBlock)]
+        metadata["stride_in_1x1"] = json.dumps(any(block.conv1.stride != (1, 1) for block in blocks))
         save_file(tensors, path, metadata)
         loaded = copy.deepcopy(extractor)
         for value in loaded.backbone.state_dict().values():
@@ -50,7 +53,7 @@ def write_safetensors(extractor: FeatureExtractor, path: Path, layout: str = "de
     network = infer_architecture(tensors, layout="detectron2")
     layers = {m.torchvision: backbone.get_submodule(m.detectron2) for m in network.modules() if m.kind == "norm"}
     norms = {name: _norm_arguments(layer) for name, layer in layers.items() if not _is_batch_norm(layer)}
-    save_file(to_torchvision(tensors), path, {**metadata, "norms": json.dumps(norms)})
+    save_file(to_torchvision(tensors), path, {**metadata, NORMS: json.dumps(norms)})
     model = _torchvision_resnet(network, norms)
     try:
         model.load_state_dict(load_file(path))
@@ -83,7 +86,7 @@ def _torchvision_resnet(network: Architecture, norms: Mapping[str, Mapping[str, 
     model.fc = nn.Identity()
     for name, arguments in norms.items():
         options = dict(arguments)
-        model.set_submodule(name, _NORM_CLASSES[options.pop("class")](**options))
+        model.set_submodule(name, NORM_CLASSES[options.pop("class")](**options))
     return model.eval()
 
 

@@ -22,7 +22,8 @@ class GroupRotation(nn.Module):
     Raises:
         ValueError: an argument is not a positive integer.
 
-    Source: On Batch Orthogonalization Layers, section VI-B and appendix C.
+    Source: On Batch Orthogonalization Layers, section VI-B and appendix C. Its Eq. 51 misplaces a bracket: the
+        derivative, which torch computes here, is (I + W^T) dW (I - S)^{-T}.
     """
 
     whole: Tensor

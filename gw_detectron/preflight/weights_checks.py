@@ -7,18 +7,17 @@ from collections.abc import Sequence
 from detectron2.config import CfgNode
 
 from ..checkpoint import StartWeights, open_checkpoint
-from ..checkpoint.provenance import TORCHVISION, Preprocessing
+from ..checkpoint.provenance import PREPROCESSING, Preprocessing
 from ..errors import UserError
 from .findings import Findings
 
 # part of an address -> preprocessing of these weights, by Detectron2's model zoo and this package
 _PREPROCESSING = {
-    r"^gw://": TORCHVISION,
-    r"/ImageNetPretrained/torchvision/": TORCHVISION,
-    r"/ImageNetPretrained/MSRA/": Preprocessing("BGR", (103.53, 116.28, 123.675), (1.0, 1.0, 1.0), True),
-    r"/ImageNetPretrained/FAIR/R-": Preprocessing("BGR", (103.53, 116.28, 123.675), (1.0, 1.0, 1.0), False),
-    # the copies under catalog:// were trained with a standard deviation of 1
-    r"^detectron2://.*/FAIR/X-": Preprocessing("BGR", (103.53, 116.28, 123.675), (57.375, 57.12, 58.395), False),
+    r"^gw://": PREPROCESSING["torchvision"],
+    r"/ImageNetPretrained/torchvision/": PREPROCESSING["torchvision"],
+    r"/ImageNetPretrained/MSRA/": PREPROCESSING["detectron2-msra"],
+    r"/ImageNetPretrained/FAIR/R-": PREPROCESSING["detectron2-fair"],
+    r"^detectron2://.*/FAIR/X-": PREPROCESSING["detectron2-fair-resnext"],
 }
 
 

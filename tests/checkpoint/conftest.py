@@ -8,7 +8,7 @@ from torch import Tensor
 from gw_detectron import add_gw_config
 from gw_detectron.checkpoint import register_weights
 
-from .synthetic import authors_state, make_network
+from .synthetic import authors_state, make_network, training_checkpoint
 
 
 @pytest.fixture(scope="session")
@@ -19,9 +19,9 @@ def r18() -> dict[str, Tensor]:
 
 @pytest.fixture(scope="session")
 def r18_file(r18: dict[str, Tensor], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same weights in a file of torch.save."""
+    """The same weights in a checkpoint of the authors' script, which records their norm."""
     path = tmp_path_factory.mktemp("weights") / "r18.pth"
-    torch.save({"model": r18}, path)
+    torch.save({"model": r18, "cfg": training_checkpoint(r18)["cfg"]}, path)
     return path
 
 

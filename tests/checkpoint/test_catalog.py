@@ -158,7 +158,7 @@ def test_local_folder_comes_first(r18_file, cache, tmp_path, monkeypatch):
 def test_weights_of_another_network(server, monkeypatch):
     record = PublishedWeights("R-18", "drive-id", 50.0, positions="S1-B2")
     monkeypatch.setattr(catalog, "CATALOG", {record.name: record})
-    with pytest.raises(WeightsFileError, match=r"positions \('S1-B2'\): the weights have GW at S1-B1"):
+    with pytest.raises(WeightsFileError, match=r"positions \('S1-B2'\): the weights have BN, GW.* at S1-B1"):
         local_weights(NAME)
 
 
@@ -178,7 +178,9 @@ def test_local_file_by_its_path(r18, r18_file, tmp_path, suffix):
     found = PathManager.get_local_path(f"gw://file/{path}")
     assert PathManager.get_local_path(f"gw://file/{path}") == found
     assert found.endswith(".pkl")
-    assert torch.equal(load_weights(found).tensors["res2.0.conv1.weight"], convert(r18).tensors["res2.0.conv1.weight"])
+    assert torch.equal(
+        load_weights(found).tensors["res2.0.conv1.weight"], convert(r18, norm="GW").tensors["res2.0.conv1.weight"]
+    )
 
 
 def test_unknown_names():

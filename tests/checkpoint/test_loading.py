@@ -38,8 +38,8 @@ def _load(model, content, tmp_path, *, allow_partial=False):
     return str(load_checkpoint(DetectionCheckpointer(model), checkpoint, allow_partial=allow_partial))
 
 
-def _converted(state):
-    return {"model": convert(state).tensors, "matching_heuristics": True}
+def _converted(state, norm="GW"):
+    return {"model": convert(state, norm=norm).tensors, "matching_heuristics": True}
 
 
 def test_whole_backbone(model, r18, tmp_path):
@@ -58,7 +58,7 @@ def test_whole_detector_and_one_with_other_classes(model, tmp_path):
 
 
 def test_the_classifier_of_the_source_is_no_backbone_tensor(model, r18, tmp_path):
-    content = {"model": convert(r18, keep_fc=True).tensors, "matching_heuristics": True}
+    content = {"model": convert(r18, norm="GW", keep_fc=True).tensors, "matching_heuristics": True}
     assert _load(model, content, tmp_path).startswith("backbone: 82/82 tensors; FPN")
 
 
@@ -88,7 +88,7 @@ def test_a_wrong_shape_that_detectron2_only_warns_about(model, r18, tmp_path):
 
 
 def test_weights_with_batch_norm_where_the_model_whitens(model, tmp_path):
-    content = _converted(make_network("R-18").state_dict())
+    content = _converted(make_network("R-18").state_dict(), norm=None)
     with pytest.raises(PartialLoadError, match=r"unexpected tensors .*\(res2\.0\.conv1\.norm\.running_mean"):
         _load(model, content, tmp_path)
 
@@ -280,7 +280,7 @@ def test_a_file_without_tensors_by_name(tmp_path, content):
 
 
 def test_the_option_of_an_address_asks_for_matching_names(model, r18, tmp_path):
-    torch.save({"model": convert(r18).tensors}, tmp_path / "a.pth")
+    torch.save({"model": convert(r18, norm="GW").tensors}, tmp_path / "a.pth")
     checkpoint = open_checkpoint(f"{tmp_path / 'a.pth'}?matching_heuristics=True")
     assert str(load_checkpoint(DetectionCheckpointer(model), checkpoint)).startswith("backbone: 82/82")
     with pytest.raises(PartialLoadError, match="0/82"):
@@ -289,4 +289,4 @@ def test_the_option_of_an_address_asks_for_matching_names(model, r18, tmp_path):
 
 def test_position_names_are_those_of_the_builder(r18):
     state = authors_state(make_network("R-50", "S1-B3"))
-    assert convert(state, positions="S1-B3").positions == "S1-B3"
+    assert convert(state, norm="GW", positions="S1-B3").positions == "S1-B3"

@@ -1,19 +1,23 @@
 """The norm between the last average pooling and the classifier, for learning decorrelated features."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
 
-from gw_detectron.checkpoint import convert, convert_file, load_weights, to_torchvision
+from gw_detectron.checkpoint import UnknownNormError, convert, convert_file, load_weights, to_torchvision
 from gw_detectron.checkpoint.reference_networks import config_for, detectron2_classifier, torchvision_classifier
 from gw_detectron.checkpoint.verify import verify
+from gw_detectron.checkpoint.weights_io import write_weights
 from gw_detectron.data.images import synthetic_images
 from gw_detectron.layers import BatchWhitening2d, GroupWhitening2d
 from gw_detectron.modeling import add_pool_norm, norm_spec
 
-from .synthetic import authors_state, make_network
+from .synthetic import authors_state, make_network, training_checkpoint
 
 CHANNELS = 512
+BW = "BW:channels=32,running=matrix"
 # their statistics look like those of the usual norms; a rotation has more tensors
 UNUSUAL = {
     "BW:channels=32,solver=zca,running=covariance": lambda: BatchWhitening2d(CHANNELS, 32, "zca", running="covariance"),
@@ -46,11 +50,14 @@ def source(norm: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return network.eval(), state
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(
+    "norm", [norm if norm in ("BN", BW) else pytest.param(norm, marks=pytest.mark.slow) for norm in NORMS]
+)
 def test_both_classifiers_agree_with_the_source(norm, tmp_path):
     network, state = source(norm)
     torch.save(state, tmp_path / "r18.pth")
-    convert_file(tmp_path / "r18.pth", tmp_path / "r18.pkl", keep_fc=True)
+    stated = None if norm == "BN" else norm
+    convert_file(tmp_path / "r18.pth", tmp_path / "r18.pkl", norm="GW", keep_fc=True, pool_norm=stated)
     conversion = load_weights(tmp_path / "r18.pkl")
     provenance = conversion.provenance
     assert conversion.pool_norm == norm
@@ -63,9 +70,8 @@ def test_both_classifiers_agree_with_the_source(norm, tmp_path):
         torch.testing.assert_close(ours(x)["linear"], expected, rtol=1e-4, atol=1e-4)
     assert norm_spec(ours.avgpool.norm).startswith(norm.partition(":")[0])
 
-    found = verify(
-        tmp_path / "r18.pkl", [image.resize((64, 64)) for image in synthetic_images(2)], source=tmp_path / "r18.pth"
-    )
+    images = [image.resize((64, 64)) for image in synthetic_images(2)]
+    found = verify(tmp_path / "r18.pkl", images, source=tmp_path / "r18.pth", norm="GW")
     assert found.agrees and found.subject.relative["logits"] < 1e-7
 
 
@@ -73,7 +79,7 @@ def test_both_classifiers_agree_with_the_source(norm, tmp_path):
 def test_stated_norm_is_stored_with_the_weights(norm, tmp_path, caplog):
     network, state = source(norm)
     torch.save(state, tmp_path / "r18.pth")
-    convert_file(tmp_path / "r18.pth", tmp_path / "r18.pkl", keep_fc=True, pool_norm=norm)
+    convert_file(tmp_path / "r18.pth", tmp_path / "r18.pkl", norm="GW", keep_fc=True, pool_norm=norm)
     convert_file(tmp_path / "r18.pkl", tmp_path / "again.safetensors", keep_fc=True)
     for name in ("r18.pkl", "again.safetensors"):
         conversion = load_weights(tmp_path / name)
@@ -88,25 +94,31 @@ def test_stated_norm_is_stored_with_the_weights(norm, tmp_path, caplog):
                 found = model(x)
                 logits = found["linear"] if isinstance(found, dict) else found
                 torch.testing.assert_close(logits, network(x), rtol=1e-4, atol=1e-4)
-    images = [image.resize((64, 64)) for image in synthetic_images(2)]
-    found = verify(tmp_path / "r18.pkl", images, source=tmp_path / "r18.pth")
-    assert found.agrees and "guess" not in found.verdict
     assert not caplog.records
 
 
-@pytest.mark.parametrize("norm", [norm for norm in UNUSUAL if "rotation" not in norm])
-def test_every_guess_is_logged(norm, tmp_path, caplog):
+@pytest.mark.parametrize("norm", [norm for norm in NORMS | UNUSUAL if norm != "BN"])
+def test_unproven_norm_is_refused(norm):
+    with pytest.raises(UnknownNormError, match=r"pool_norm \(last_bn\): .*do not show|GN or GW.*--pool-norm"):
+        convert(source(norm)[1], norm="GW", keep_fc=True)
+
+
+def test_flags_of_the_authors_script_record_the_norm():
+    state = training_checkpoint(source("GW")[1])
+    assert convert(state, keep_fc=True).pool_norm == "GW:groups=64,iters=5,eps=0"
+    assert convert(source("BN")[1], norm="GW", keep_fc=True).pool_norm == "BN"
+
+
+@pytest.mark.parametrize(("norm", "assumed"), [("GW:groups=32", "GW"), ("BN", "BN"), (BW, BW)])
+def test_version_0_1_0_assumed_the_norm(norm, assumed, tmp_path, caplog):
     torch.save(source(norm)[1], tmp_path / "r18.pth")
-    guess = convert_file(tmp_path / "r18.pth", tmp_path / "r18.pkl", keep_fc=True).pool_norm
-    assert f"guessed as {guess}," in caplog.text and f"--pool-norm {guess}" in caplog.text
+    written = convert_file(tmp_path / "r18.pth", tmp_path / "a.pkl", norm="GW", keep_fc=True, pool_norm=norm)
+    old = dataclasses.replace(written.provenance, whiten_norm=None, pool_norm=None)
+    write_weights(tmp_path / "old.pkl", dataclasses.replace(written, provenance=old))
     caplog.clear()
-    found = verify(tmp_path / "r18.pkl", [image.resize((64, 64)) for image in synthetic_images(2)])
-    assert f"guessed as {guess}," in caplog.text and f"a guess in both networks, {guess}" in found.verdict
-
-
-def test_batch_norm_is_no_guess(caplog):
-    assert convert(source("BN")[1], keep_fc=True).pool_norm == "BN"
-    assert not caplog.records
+    assert load_weights(tmp_path / "old.pkl").pool_norm == assumed
+    assert (f"pool_norm ({assumed}): assumed" in caplog.text) == (norm != "BN")
+    assert load_weights(tmp_path / "old.pkl", pool_norm=norm).pool_norm == norm
 
 
 @pytest.mark.parametrize(
@@ -114,7 +126,7 @@ def test_batch_norm_is_no_guess(caplog):
     [
         (
             "BW:channels=32,rotation=cayley",
-            None,
+            "BW:channels=32",
             "1 unexpected, not part of BW:channels=32.*last_bn.rotate",
         ),
         (
@@ -130,24 +142,24 @@ def test_batch_norm_is_no_guess(caplog):
 )
 def test_norm_that_contradicts_the_tensors(norm, stated, words):
     with pytest.raises(ValueError, match=f"(?s){words}"):
-        convert(source(norm)[1], keep_fc=True, pool_norm=stated)
+        convert(source(norm)[1], norm="GW", keep_fc=True, pool_norm=stated)
 
 
 def test_pool_norm_needs_the_classifier():
     with pytest.raises(ValueError, match=r"pool_norm \('GW'\): needs the classifier. Fix: add keep_fc"):
-        convert(source("GW")[1], pool_norm="GW")
+        convert(source("GW")[1], norm="GW", pool_norm="GW")
 
 
 def test_to_torchvision_restores_the_names():
     state = source("BN")[1]
-    renamed = to_torchvision(convert(state, keep_fc=True).tensors)
+    renamed = to_torchvision(convert(state, norm="GW", keep_fc=True).tensors)
     kept = {name for name in state if not name.endswith("num_batches_tracked")}
     assert renamed.keys() == kept
     assert all(torch.equal(renamed[name], state[name].reshape(renamed[name].shape)) for name in kept)
 
 
 def test_norm_is_dropped_with_the_classifier():
-    conversion = convert(source("GW")[1])
+    conversion = convert(source("GW")[1], norm="GW")
     assert conversion.pool_norm == ""
     assert not any(name.startswith("avgpool") for name in conversion.tensors)
     assert {row.note for row in conversion.rows if row.source.startswith("last_bn")} == {
@@ -158,15 +170,15 @@ def test_norm_is_dropped_with_the_classifier():
 def test_unused_norm_of_the_authors_resnexts_is_dropped():
     state = authors_state(make_network("X-50-32x4d", "S1-B2"))
     state |= {"last_bn.weight": torch.ones(1, 2048), "last_bn.bias": torch.zeros(1, 2048)}
-    assert convert(state, keep_fc=True).pool_norm == ""
-    assert "avgpool.norm.weight" in convert(state, keep_fc=True, pool_norm="GW").tensors
+    assert convert(state, norm="GW", keep_fc=True).pool_norm == ""
+    assert "avgpool.norm.weight" in convert(state, norm="GW", keep_fc=True, pool_norm="GW").tensors
 
 
 def test_missing_tensor_of_the_norm():
     state = source("BN")[1]
     del state["last_bn.running_mean"]
     with pytest.raises(ValueError, match="1 missing: last_bn.running_mean"):
-        convert(state, keep_fc=True)
+        convert(state, norm="GW", keep_fc=True)
 
 
 @pytest.mark.parametrize("norm", ["GW:groups=16,solver=zca,eps=0", "BW:channels=32,solver=zca,eps=0"])

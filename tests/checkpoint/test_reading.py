@@ -174,6 +174,15 @@ def test_two_gigabytes_declared_by_torch_save(new_format, tmp_path):
         read_weights_file(tmp_path / "a.pth")
 
 
+@pytest.mark.parametrize("length", [0x80, 0x0280, 0x4B50])
+def test_a_safetensors_header_may_begin_like_another_format(tmp_path, length):
+    # The first bytes are the length of the header: 0x80 begins a pickle and 0x4B50 a zip archive.
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode().ljust(length)
+    path = tmp_path / "w.safetensors"
+    path.write_bytes(struct.pack("<Q", length) + header + struct.pack("<f", 2.5))
+    assert read_weights_file(path).value["w"].tolist() == [2.5]
+
+
 def test_two_gigabytes_declared_by_safetensors(tmp_path):
     header = json.dumps({"a": {"dtype": "F32", "shape": [2**29], "data_offsets": [0, 2**31]}}).encode()
     (tmp_path / "a").write_bytes(struct.pack("<Q", len(header)) + header + bytes(64))
@@ -449,4 +458,4 @@ def test_any_single_change_to_good_weights_gives_a_message(r18, data):
     if broken[name] is None:
         del broken[name]
     with pytest.raises(ValueError, match=name.rpartition(".")[0].rpartition(".")[0] or name):
-        convert(broken)
+        convert(broken, norm="GW")

@@ -44,18 +44,19 @@ def test_convert_prints_a_row_for_each_tensor(convert_tool, r18, r18_file, tmp_p
         "reshaped from (1, 64, 1, 1)",
     ]
     assert "(dropped)" in lines["fc.weight"]
-    assert "82 tensors of R-18, BN, GW at S1-B1" in printed
+    assert "82 tensors of R-18, BN, GW:groups=64,iters=5,eps=0,solver=newton at S1-B1" in printed
 
 
 def test_convert_stores_the_stated_pool_norm(convert_tool, verify_tool, r18, tmp_path, capsys):
     layer = {"last_bn.weight": torch.ones(512), "last_bn.bias": torch.zeros(512)}
     torch.save(r18 | layer, tmp_path / "a.pth")
-    convert_tool(tmp_path / "a.pth", tmp_path / "a.pkl", "--keep-fc", "--pool-norm", "GW:groups=16,solver=zca")
+    norms = ("--norm", "GW", "--pool-norm", "GW:groups=16,solver=zca")
+    convert_tool(tmp_path / "a.pth", tmp_path / "a.pkl", "--keep-fc", *norms)
     assert "before the classifier: GW:groups=16,solver=zca" in capsys.readouterr().out
     assert verify_tool(tmp_path / "a.pkl")
-    assert "guess" not in capsys.readouterr().out
+    capsys.readouterr()
     with pytest.raises(SystemExit), errors_reported():
-        convert_tool(tmp_path / "a.pth", tmp_path / "b.pkl", "--pool-norm", "GW")
+        convert_tool(tmp_path / "a.pth", tmp_path / "b.pkl", *norms)
     assert "--keep-fc" in capsys.readouterr().err
 
 
@@ -89,3 +90,24 @@ def test_verify_refuses_a_malicious_file(verify_tool, tmp_path, capsys):
     with pytest.raises(SystemExit), errors_reported():
         verify_tool(tmp_path / "a.pth")
     assert "could run code" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("weights", "images", "message"),
+    [
+        ("http://127.0.0.1:9/r18.pth", None, "cannot fetch"),
+        ("no.pth", None, "file not found"),
+        (".", None, "cannot be read"),
+        (None, "images", "Fix: put images into each class folder"),
+    ],
+)
+def test_verify_reports_unusable_paths(verify_tool, r18_file, tmp_path, monkeypatch, capsys, weights, images, message):
+    monkeypatch.setenv("FVCORE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    for name in ("images/0", "images/1"):
+        (tmp_path / name).mkdir(parents=True)
+    synthetic_images(1)[0].save(tmp_path / "images" / "0" / "0.png")
+    options = ("--images", images) if images else ()
+    with pytest.raises(SystemExit) as caught, errors_reported():
+        verify_tool(weights or r18_file, *options)
+    assert caught.value.code == 1 and message in capsys.readouterr().err

@@ -1,9 +1,13 @@
 """Verification: right weights agree to rounding, each mistake is recognized."""
 
+import argparse
+import dataclasses
+
 import pytest
 import torch
 
-from gw_detectron.checkpoint import convert_file, load_weights
+from gw_detectron.checkpoint import UnknownNormError, convert, convert_file, load_weights
+from gw_detectron.checkpoint.provenance import sha256_of
 from gw_detectron.checkpoint.reference_networks import config_for
 from gw_detectron.checkpoint.verify import is_labeled, measure_accuracy, verify
 from gw_detectron.checkpoint.weights_io import write_weights
@@ -43,7 +47,7 @@ def test_right_weights_agree_and_mistakes_do_not(converted, r18_file, images):
 @pytest.mark.parametrize("norm", ["BN", "GN"])
 def test_stride_and_weights_without_whitening(images, tmp_path, norm):
     torch.save(make_network("R-50", norm=norm).state_dict(), tmp_path / "r50.pth")
-    found = verify(tmp_path / "r50.pth", images)
+    found = verify(tmp_path / "r50.pth", images, norm=norm)
     assert found.agrees
     strides = {row.name: row.relative for row in found.mistakes}["stride in the 1x1 convolution"]
     assert strides["res2"] < 1e-10 < 1e-2 < strides["res3"]
@@ -72,7 +76,7 @@ def test_mistake_of_a_config_is_named(converted, images, changes, signature):
     cfg.merge_from_list([word for pair in changes.items() for word in pair])
     found = verify(converted, images, cfg=cfg)
     assert not found.agrees
-    assert found.verdict.startswith("DIFFERS")
+    assert found.verdict.startswith("DISAGREES")
     assert signature in found.verdict
 
 
@@ -138,3 +142,42 @@ def test_classes_that_do_not_fit(converted, r18_file, images, tmp_path):
     convert_file(r18_file, tmp_path / "headless.pkl")
     with pytest.raises(ValueError, match="no classifier.*--keep-fc"):
         measure_accuracy(tmp_path / "headless.pkl", folder)
+
+
+def test_wrong_claim_disagrees(images, tmp_path):
+    """The tensors of GN and GW look alike, so only the source's norm reveals a wrong claim."""
+    torch.save(make_network("R-18", norm="GN").state_dict(), tmp_path / "gn.pth")
+    convert_file(tmp_path / "gn.pth", tmp_path / "gw.pkl", norm="GW")
+    with pytest.raises(UnknownNormError, match="GN or GW alike.*--norm GN"):
+        verify(tmp_path / "gw.pkl", images, source=tmp_path / "gn.pth")
+    for source in (tmp_path / "gn.pth", None):
+        found = verify(tmp_path / "gw.pkl", images, source=source, norm="GN")
+        assert not found.agrees and found.verdict.startswith("DISAGREES")
+    assert verify(tmp_path / "gw.pkl", images, source=tmp_path / "gn.pth", norm="GW").agrees
+
+
+def test_claim_against_the_flags_of_the_source(images, r18, tmp_path):
+    torch.save({"model": r18}, tmp_path / "bare.pth")
+    written = convert_file(tmp_path / "bare.pth", tmp_path / "a.pkl", norm="GW:groups=16")
+    cfg = argparse.Namespace(norm="IGWItN", norm_cfg={"num_groups": 64})
+    torch.save({"model": r18, "cfg": cfg}, tmp_path / "flags.pth")
+    facts = dataclasses.replace(written.provenance, source_sha256=sha256_of(tmp_path / "flags.pth"))
+    write_weights(tmp_path / "b.pkl", dataclasses.replace(written, provenance=facts))
+    assert not verify(tmp_path / "b.pkl", images, source=tmp_path / "flags.pth").agrees
+
+
+@pytest.mark.parametrize(
+    "preprocessing",
+    [
+        "detectron2-msra",
+        pytest.param("detectron2-fair", marks=pytest.mark.slow),
+        pytest.param("detectron2-fair-resnext", marks=pytest.mark.slow),
+    ],
+)
+def test_other_preprocessing_than_torchvisions(images, tmp_path, preprocessing):
+    converted = convert(make_network("R-50").state_dict())
+    torch.save({"model": converted.tensors}, tmp_path / "a.pth")
+    convert_file(tmp_path / "a.pth", tmp_path / "a.pkl", preprocessing=preprocessing)
+    found = verify(tmp_path / "a.pkl", images[:1], source=tmp_path / "a.pth")
+    assert found.agrees
+    assert all(row.worst > 1e-6 for row in found.mistakes), str(found)

@@ -2,8 +2,11 @@
 
 import dataclasses
 import json
+import os
 import pickle
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -26,6 +29,7 @@ from gw_detectron.checkpoint import (
 )
 from gw_detectron.checkpoint.provenance import TORCHVISION, Provenance, sha256_of
 from gw_detectron.checkpoint.weights_io import SUFFIXES
+from gw_detectron.errors import UserError
 
 from .synthetic import authors_state, make_network
 
@@ -35,7 +39,7 @@ def test_writes_tensors_and_provenance(r18, r18_file, tmp_path, suffix):
     convert_file(r18_file, tmp_path / f"a{suffix}")
     conversion = load_weights(tmp_path / f"a{suffix}")
     provenance = conversion.provenance
-    expected = convert(r18).tensors
+    expected = convert(r18, norm="GW").tensors
     assert conversion.tensors.keys() == expected.keys()
     assert all(torch.equal(conversion.tensors[name], value) for name, value in expected.items())
     assert provenance.source == "r18.pth"
@@ -72,7 +76,7 @@ def test_stock_detectron2_loads_it_with_the_written_config(r18, r18_file, tmp_pa
     report = load_checkpoint(DetectionCheckpointer(build_model(cfg)), open_checkpoint(cfg.MODEL.WEIGHTS))
     assert str(report) == "backbone: 82/82 tensors; FPN and heads start new, as expected"
     state = model.backbone.bottom_up.state_dict()
-    assert all(torch.equal(state[name], value) for name, value in convert(r18).tensors.items())
+    assert all(torch.equal(state[name], value) for name, value in convert(r18, norm="GW").tensors.items())
 
 
 def test_keeps_the_classifier_on_request(r18, r18_file, tmp_path):
@@ -92,7 +96,7 @@ def test_converted_weights_can_be_written_in_the_other_format(r18_file, tmp_path
 
 def test_safetensors_of_torchvision_or_timm(r18, tmp_path):
     save_file({name: value.contiguous() for name, value in r18.items()}, tmp_path / "timm.safetensors")
-    assert convert_file(tmp_path / "timm.safetensors", tmp_path / "a.pkl").positions == "S1-B1"
+    assert convert_file(tmp_path / "timm.safetensors", tmp_path / "a.pkl", norm="GW").positions == "S1-B1"
 
 
 def _broken(r18, tmp_path):
@@ -105,7 +109,7 @@ def test_invalid_weights_write_nothing(r18, tmp_path, suffix):
     source = _broken(r18, tmp_path)
     (tmp_path / f"a{suffix}").write_text("precious")
     with pytest.raises(WeightsFileError, match="(?s)broken.pth'\\): .*NaN or infinite: conv1.weight"):
-        convert_file(source, tmp_path / f"a{suffix}", overwrite=True)
+        convert_file(source, tmp_path / f"a{suffix}", norm="GW", overwrite=True)
     assert (tmp_path / f"a{suffix}").read_text() == "precious"
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"a{suffix}", "broken.pth"]
 
@@ -174,11 +178,11 @@ def test_two_writers_of_one_file(tmp_path):
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 @pytest.mark.parametrize("positions", ["S1-B1", "ALL"])
-def test_weights_of_version_0_1_0(tmp_path, suffix, positions):
+def test_weights_of_version_0_1_0(tmp_path, suffix, positions, caplog):
     source = make_network("R-18", positions)
     tensors = {
         name: value.flatten() if value.dim() < 4 else value
-        for name, value in convert(authors_state(source), keep_fc=True).tensors.items()
+        for name, value in convert(authors_state(source), norm="GW", keep_fc=True).tensors.items()
         if not name.startswith("linear")
     }
     provenance = {
@@ -203,8 +207,13 @@ def test_weights_of_version_0_1_0(tmp_path, suffix, positions):
     else:
         save_file(tensors, tmp_path / "old.safetensors", {"format": "pt", "gw_detectron": json.dumps(provenance)})
     conversion = load_weights(tmp_path / f"old{suffix}")
+    assert "assumed by version 0.1.0" in caplog.text
     assert conversion.provenance == Provenance.from_dict(provenance)
-    assert dataclasses.asdict(conversion.provenance) == provenance
+    assert dataclasses.asdict(conversion.provenance) == {**provenance, "whiten_norm": None}
+    assert conversion.provenance.config()["MODEL"]["RESNETS"]["WHITEN_NORM"] == "GW"
+    caplog.clear()
+    stated = load_weights(tmp_path / f"old{suffix}", norm="GW").provenance
+    assert stated.whiten_norm.startswith("GW:groups=64,") and not caplog.records
     assert conversion.tensors.keys() == tensors.keys()
     assert all(torch.equal(conversion.tensors[name], value) for name, value in tensors.items())
 
@@ -213,5 +222,55 @@ def test_provenance_must_fit_the_tensors(r18_file, tmp_path):
     conversion = convert_file(r18_file, tmp_path / "a.pkl")
     wrong = dataclasses.replace(conversion.provenance, positions="S1-B2")
     weights_io.write_weights(tmp_path / "b.pkl", dataclasses.replace(conversion, provenance=wrong))
-    with pytest.raises(WeightsFileError, match=r"positions \('S1-B2'\): the weights have GW at S1-B1"):
+    with pytest.raises(
+        WeightsFileError, match=r"layer1.0.bn1 \('BN' by the file's notes\): the tensors are those of GN or GW"
+    ):
         load_weights(tmp_path / "b.pkl")
+
+
+def test_detectron2_names_do_not_show_the_preprocessing(tmp_path):
+    tensors = convert(make_network("R-18").state_dict()).tensors
+    torch.save({"model": tensors}, tmp_path / "a.pth")
+    with pytest.raises(WeightsFileError, match="preprocessing .not recorded.*--preprocessing.* detectron2-msra"):
+        load_weights(tmp_path / "a.pth")
+    with pytest.raises(WeightsFileError, match=r"preprocessing \('BGR'\): unknown"):
+        load_weights(tmp_path / "a.pth", preprocessing="BGR")
+    convert_file(tmp_path / "a.pth", tmp_path / "a.pkl", preprocessing="detectron2-msra")
+    config = load_weights(tmp_path / "a.pkl").provenance.config()
+    assert config["INPUT"]["FORMAT"] == "BGR" and config["MODEL"]["PIXEL_STD"] == [1.0, 1.0, 1.0]
+    with pytest.raises(WeightsFileError, match=r"preprocessing \('torchvision'\): the file records .*BGR"):
+        load_weights(tmp_path / "a.pkl", preprocessing="torchvision")
+    (tmp_path / "zoo.pkl").write_bytes(
+        pickle.dumps({"model": {k: v.numpy() for k, v in tensors.items()}, "__author__": "torchvision"})
+    )
+    assert load_weights(tmp_path / "zoo.pkl").provenance.preprocessing == TORCHVISION
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "message"),
+    [
+        ("", "a.pkl", "file not found"),
+        ("r18.pth", "", "wrong suffix"),
+        ("r18.pth", "r18.pth/a.pkl", "folder not found"),
+        (".", "a.pkl", r"weights \('.'\): cannot be read: Is a directory. Fix: "),
+        ("r18.pth", "folder.pkl", "exists"),
+        ("broken.safetensors", "a.pkl", "notes of the file: damaged.*Fix: "),
+    ],
+)
+def test_paths_that_cannot_be_used(r18, r18_file, tmp_path, monkeypatch, source, target, message):
+    shutil.copy(r18_file, tmp_path)
+    (tmp_path / "folder.pkl").mkdir()
+    tensors = {name: value.contiguous() for name, value in r18.items()}
+    save_file(tensors, tmp_path / "broken.safetensors", {"gw_detectron": "{"})
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=message):
+        convert_file(source, target)
+
+
+def test_files_of_killed_conversions_are_removed(r18_file, tmp_path):
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait(timeout=60)
+    left = tmp_path / f".a.pkl.{os.uname().nodename}.{dead.pid}.00000000.tmp"
+    left.write_text("half")
+    convert_file(r18_file, tmp_path / "a.pkl")
+    assert not left.exists()

@@ -10,11 +10,18 @@ from detectron2.modeling import build_backbone
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from gw_detectron.checkpoint import load_weights
+from gw_detectron.checkpoint import Preprocessing, convert, load_weights, to_torchvision
+from gw_detectron.checkpoint.norm_inference import evaluation_name, read_notes
+from gw_detectron.checkpoint.reading import Contents
+from gw_detectron.checkpoint.reference_networks import config_for
+from gw_detectron.errors import ConfigError
 from gw_detectron.export import export_backbone
-from gw_detectron.export.feature_extractor import FeatureExtractor
+from gw_detectron.export.feature_extractor import FeatureExtractor, Normalization
+from gw_detectron.export.parity import ExportError
+from gw_detectron.export.safetensors_writer import write_safetensors
 from gw_detectron.layers import GroupWhitening2d
 from gw_detectron.model_zoo import get_config, get_config_file
+from gw_detectron.modeling.norm_table import norm_rows
 
 DEMO = "quick_schedules/mask_rcnn_R_18_FPN_GW_demo.yaml"
 
@@ -33,6 +40,7 @@ def backbone_of(*opts, fpn=False):
     return backbone if fpn else getattr(backbone, "bottom_up", backbone)
 
 
+PIXELS = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 R50 = (("MODEL.RESNETS.DEPTH", 50), ("MODEL.RESNETS.RES2_OUT_CHANNELS", 256))
 X50 = (*R50, ("MODEL.RESNETS.NUM_GROUPS", 32), ("MODEL.RESNETS.WIDTH_PER_GROUP", 4))
 FROZEN = ("MODEL.RESNETS.NORM", "FrozenBN")
@@ -159,3 +167,75 @@ def test_features_keep_the_order_of_their_names(normalization):
         expected = backbone.eval()(images)
         for name, found in zip(features.names, features(images), strict=True):
             assert torch.equal(found, expected[name])
+
+
+ROUND_TRIPS = [
+    ("BN", "GW", "S1-B2"),
+    ("FrozenBN", "GW:groups=32", "S1"),
+    ("FrozenBN", "GW:iters=3,eps=1e-3", "ALL"),
+    ("FrozenBN", "GW:groups=128,solver=zca", "S1-B1"),
+    ("GN", "GW", ""),
+    ("GN:groups=64", "GW", "S1-B2"),
+    ("GN:groups=1", "GN:groups=16", "S1"),
+    ("FrozenBN", "BW:channels=32,solver=zca", "S1-B2"),
+    ("SyncBN", "BW:running=covariance,corr=true", "ALL"),
+    ("BN", "BN:rotation=cayley", "S1"),
+    ("LN", "GW", "S1-B2"),
+]
+
+
+@pytest.mark.parametrize("layout", ["detectron2", "timm"])
+@pytest.mark.parametrize(("norm", "whitening", "where"), ROUND_TRIPS)
+def test_norms_come_back_or_are_refused(tmp_path, normalization, layout, norm, whitening, where):
+    opts = (("MODEL.RESNETS.NORM", norm), ("MODEL.RESNETS.WHITEN_NORM", whitening), positions(where))
+    try:
+        backbone = backbone_of(*opts, ("MODEL.BACKBONE.FREEZE_AT", 2))
+    except ConfigError:
+        assert norm == "LN"
+        pytest.skip("this Detectron2 has no LN")
+    path = tmp_path / "a.safetensors"
+    try:
+        write_safetensors(FeatureExtractor(backbone, normalization), path, layout)
+    except ExportError:
+        assert layout != "detectron2"  # torchvision's names have GN and GW only
+        assert whitening.startswith("B") or norm == "LN"
+        return
+    provenance = load_weights(path).provenance
+    assert provenance.preprocessing == Preprocessing("RGB", *(tuple(v) for v in PIXELS), False)
+    cfg = config_for(provenance)
+    cfg.MODEL.BACKBONE.update({"NAME": "build_gw_resnet_backbone", "FREEZE_AT": 0})
+    cfg.MODEL.RESNETS.OUT_FEATURES = ["res5"]
+    restored = build_backbone(cfg)
+    expected, found = (
+        {row.layer: evaluation_name(row.spec, row.channels) for row in norm_rows(model)}
+        for model in (backbone, restored)
+    )
+    assert found == expected
+    with pytest.raises(ValueError, match="the weights have"):
+        load_weights(path, norm="GN:groups=2")
+
+
+@pytest.mark.parametrize("layout", ["detectron2", "torchvision"])
+def test_preprocessing_comes_back(tmp_path, layout):
+    images = Normalization("BGR", (1.0, 2.0, 3.0), (1.0, 1.0, 1.0))
+    backbone = backbone_of(*R50, ("MODEL.RESNETS.STRIDE_IN_1X1", layout == "detectron2"))
+    write_safetensors(FeatureExtractor(backbone, images), tmp_path / "a.safetensors", layout)
+    facts = load_weights(tmp_path / "a.safetensors").provenance
+    assert facts.preprocessing == Preprocessing("BGR", (1.0, 2.0, 3.0), (1.0, 1.0, 1.0), layout == "detectron2")
+
+
+def test_dilated_network_does_not_come_back(tmp_path, normalization):
+    backbone = backbone_of(*R50, NO_FPN, ("MODEL.RESNETS.RES5_DILATION", 2), ("MODEL.RESNETS.STRIDE_IN_1X1", False))
+    write_safetensors(FeatureExtractor(backbone, normalization), tmp_path / "a.safetensors")
+    with pytest.raises(ValueError, match=r"res5 .stride 16.: the network is dilated"):
+        load_weights(tmp_path / "a.safetensors")
+
+
+@pytest.mark.parametrize(
+    "norms", ["{", *(json.dumps({"stem.conv1.norm": norm}) for norm in (3, "GW", {"class": "Conv2d"}))]
+)
+def test_damaged_norms_are_refused(norms):
+    tensors = to_torchvision(backbone_of().state_dict())
+    contents = Contents(tensors, {"layout": "detectron2", "norms": norms}, "safetensors")
+    with pytest.raises(ValueError, match="(notes of the file: damaged|the file lists none).*Fix: "):
+        convert(tensors, notes=read_notes(contents))
