@@ -4,19 +4,23 @@ import contextlib
 import os
 import re
 import secrets
+import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from .errors import FileAccessError
 
+_IMPORTED = time.time()
+
 
 @contextlib.contextmanager
 def atomic_write(path: Path, fix: str = "free disk space or get write permission, then try again") -> Iterator[Path]:
     """Yield a temporary path that replaces ``path`` on success.
 
-    The temporary file lies in the same folder. Its name is unique per writer and holds the host and the process id.
-    Its content is on the disk before the rename. After an error the temporary file is removed.
+    Its content is on the disk before the rename. After an error the temporary file is removed; after a kill,
+    :func:`remove_unfinished` does it.
 
     Args:
         path: the file to write or replace.
@@ -25,7 +29,7 @@ def atomic_write(path: Path, fix: str = "free disk space or get write permission
     Raises:
         FileAccessError: the file cannot be written; the error names ``path``, which is left as it was.
     """
-    temporary = path.with_name(f".{path.name[:100]}.{os.uname().nodename}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    temporary = temporary_path(path)
     try:
         yield temporary
         with open(temporary, "rb+") as file:
@@ -53,19 +57,39 @@ def _os_error(error: BaseException | None) -> OSError | None:
     return error
 
 
-def remove_unfinished(folder: str) -> None:
-    """Remove temporary files that killed processes left in a folder.
+def temporary_path(path: Path) -> Path:
+    """Return a hidden name beside a file or folder.
 
-    Those of other machines stay: their processes may be running.
+    The name is unique per writer and holds the host and the process id, for :func:`remove_unfinished`.
     """
-    name = re.compile(rf"\..+\.{re.escape(os.uname().nodename)}\.(\d+)\.[0-9a-f]{{8}}\.tmp")
+    return path.with_name(f".{path.name[:100]}.{os.uname().nodename}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+
+
+def remove_unfinished(folder: str | os.PathLike[str], name: str | None = None) -> None:
+    """Remove temporary files and folders that killed processes left in a folder.
+
+    Those of running processes and of other machines stay.
+
+    Args:
+        folder: the folder that holds the temporary files.
+        name: remove only those of the file or folder of this name; None: all.
+    """
+    start = ".+" if name is None else re.escape(name[:100])
+    temporary = re.compile(rf"\.{start}\.{re.escape(os.uname().nodename)}\.(\d+)\.[0-9a-f]{{8}}\.tmp")
     for path in Path(folder).glob(".*.tmp"):
-        found = name.fullmatch(path.name)
-        if found and not _is_running(int(found[1])):
-            path.unlink(missing_ok=True)
+        found = temporary.fullmatch(path.name)
+        if found and not _is_being_written(path, int(found[1])):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
 
-def _is_running(process_id: int) -> bool:
+def _is_being_written(path: Path, process_id: int) -> bool:
+    if process_id == os.getpid():
+        # In a restarted container a run often gets the host name and the process id of the killed one.
+        with contextlib.suppress(OSError):
+            return path.stat().st_mtime > _IMPORTED - 1
     try:
         os.kill(process_id, 0)
     except ProcessLookupError:
