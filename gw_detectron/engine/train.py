@@ -20,11 +20,13 @@ from ..errors import ConfigError, FileAccessError
 from ..modeling.norm_table import norm_summary
 from ..preflight import Findings, preflight
 from .launch import in_all_processes
+from .output_lock import lock_output, output_unlocked_at_end
 from .trainer import Trainer
 
 log = logging.getLogger(__name__)
 
 
+@output_unlocked_at_end()
 def main(args: argparse.Namespace) -> dict | None:
     """Train, or evaluate with ``--eval-only``, in the current process.
 
@@ -133,8 +135,11 @@ def prepare_output(cfg: CfgNode, args: argparse.Namespace) -> None:
 
     Raises:
         FileAccessError: ``OUTPUT_DIR`` cannot be written.
+        OutputInUseError: another training writes there.
     """
     try:
+        if comm.is_main_process() and not args.eval_only:
+            lock_output(cfg.OUTPUT_DIR)
         default_setup(cfg, args)
     except OSError as error:
         raise FileAccessError(
