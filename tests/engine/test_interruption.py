@@ -1,0 +1,143 @@
+"""SIGTERM and Ctrl-C: the step is finished, a checkpoint is written, the status tells the signal."""
+
+import signal
+import time
+
+import pytest
+
+from gw_detectron.checkpoint import read_weights_file
+from gw_detectron.cli import Interrupted, errors_reported
+from gw_detectron.data.synthetic import make_synthetic, register_synthetic
+from gw_detectron.engine import Trainer, main
+
+from ..reliability.forked_run import CHECKPOINT, EVALUATION, STEP, child, report_phases
+from ..tiny_run import DATA, arguments
+
+LONG = {"SOLVER__MAX_ITER": 500, "SOLVER__STEPS": "()", "SOLVER__CHECKPOINT_PERIOD": 500}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def data(tmp_path_factory):
+    root = tmp_path_factory.mktemp("datasets")
+    make_synthetic(root, DATA)
+    register_synthetic(root, DATA)
+    yield
+    register_synthetic()
+
+
+def training(folder, *flags, **overrides):
+    """A function for a child that trains and reports its phases."""
+
+    def work(report):
+        report_phases(report)
+        main(arguments(folder, *flags, **{**LONG, **overrides}))
+
+    return work
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_finishes_the_step_and_writes_a_checkpoint(tmp_path, number, status):
+    output = tmp_path / "run"
+    with child(training(output, DATASETS__TEST="()"), tmp_path / "log") as run:
+        assert run.wait_for(STEP, 3)
+        run.send(number)
+        assert run.wait() == status, run.output()
+    steps = sum(phase == STEP for _, phase in run.changes)
+    name = f"model_{steps - 1:07d}.pth"
+    assert (output / "last_checkpoint").read_text() == name
+    checkpoint = read_weights_file(output / name).value
+    assert checkpoint["iteration"] == checkpoint["trainer"]["iteration"] == steps - 1
+    assert "Traceback" not in run.output()
+    last = run.output().strip().splitlines()[-1]
+    assert last.startswith(f"Stopped by {number.name}. Iteration {steps - 1} is finished; checkpoint")
+    assert last.endswith("Continue with --resume.") and last in (output / "log.txt").read_text()
+    with child(training(output, "--resume", DATASETS__TEST="()"), tmp_path / "log") as resumed:
+        assert resumed.wait_for(STEP, 1)
+    assert f"Starting training from iteration {steps}" in resumed.output()
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_ctrl_c_ends_at_once_and_a_second_sigterm_does_not(tmp_path, second):
+    def work(report):
+        report_phases(report)
+        step = Trainer.run_step
+
+        def slow_step(trainer):
+            step(trainer)
+            time.sleep(3)
+
+        Trainer.run_step = slow_step
+        main(arguments(tmp_path / "run", **{**LONG, "DATASETS__TEST": "()"}))
+
+    with child(work, tmp_path / "log") as run:
+        assert run.wait_for(STEP)
+        run.send(signal.SIGINT)
+        run.send(signal.SIGINT)  # within a second: torchrun repeats a Ctrl-C
+        time.sleep(1.2)
+        run.send(second)
+        assert run.wait() == 130, run.output()
+    written = (tmp_path / "run" / "last_checkpoint").exists()
+    assert written == (second == signal.SIGTERM)
+    assert "Traceback" not in run.output() and not list((tmp_path / "run").glob(".*.tmp"))
+
+
+def test_a_signal_in_an_evaluation_ends_it_and_keeps_the_finished_step(tmp_path):
+    output = tmp_path / "run"
+    with child(training(output, TEST__EVAL_PERIOD=3), tmp_path / "log") as run:
+        assert run.wait_for(EVALUATION)
+        run.send(signal.SIGTERM)
+        assert run.wait() == 143, run.output()
+    assert (output / "last_checkpoint").read_text() == "model_0000002.pth"
+    assert [phase for _, phase in run.changes].count(CHECKPOINT) == 2  # the checkpoint and its name
+    assert "Traceback" not in run.output() and "Evaluation results" not in run.output()
+
+
+def test_a_stop_in_the_last_step_skips_the_evaluation(tmp_path):
+    with child(training(tmp_path / "run", SOLVER__MAX_ITER=2), tmp_path / "log") as run:
+        assert run.wait_for(STEP, 2)
+        run.send(signal.SIGTERM)
+        assert run.wait() == 143, run.output()
+    assert (tmp_path / "run" / "last_checkpoint").read_text() == "model_final.pth"
+    assert EVALUATION not in [phase for _, phase in run.changes]
+
+
+def test_workers_survive_the_ctrl_c_of_a_terminal_and_end_with_the_run(tmp_path):
+    with child(training(tmp_path / "run", DATASETS__TEST="()", DATALOADER__NUM_WORKERS=2), tmp_path / "log") as run:
+        assert run.wait_for(STEP, 3)
+        run.send_to_all(signal.SIGINT)
+        assert run.wait() == 130, run.output()
+        assert not run.processes(), "a worker outlived the run"
+    assert (tmp_path / "run" / "last_checkpoint").exists() and "Traceback" not in run.output()
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_in_the_generation_of_data_leaves_nothing_half_made(tmp_path, number, status):
+    def work(report):
+        report("generation")
+        make_synthetic(tmp_path, DATA.__class__(num_train=3000))
+
+    with child(work, tmp_path / "log") as run:
+        assert run.wait_for("generation")
+        time.sleep(0.3)
+        run.send(number)
+        assert run.wait() == status, run.output()
+    assert "Traceback" not in run.output() and f"Stopped by {number.name}." in run.output()
+    assert not list(tmp_path.glob("gw_synthetic*/*")), "a half-made dataset"
+
+
+def test_handlers_are_restored(tmp_path):
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    main(arguments(tmp_path, SOLVER__MAX_ITER=1, SOLVER__STEPS="()", DATASETS__TEST="()"))
+    with pytest.raises(KeyError), errors_reported():
+        assert signal.getsignal(signal.SIGTERM) != before[0]
+        raise KeyError
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+def test_ctrl_c_outside_a_training_is_one_line(capsys):
+    with pytest.raises(SystemExit) as ended, errors_reported():
+        raise KeyboardInterrupt
+    assert ended.value.code == 130 and capsys.readouterr().err.strip() == "Stopped by SIGINT."
+    with pytest.raises(Interrupted) as ended, errors_reported():
+        signal.raise_signal(signal.SIGTERM)
+    assert ended.value.code == 143 and capsys.readouterr().err.strip() == "Stopped by SIGTERM."
