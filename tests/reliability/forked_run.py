@@ -134,7 +134,8 @@ def _run(work: Callable[[Callable[[str], None]], Any], writing: int, reading: in
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for standard in (1, 2):
             os.dup2(file, standard)
-        sys.stdout, sys.stderr = (open(standard, "w", buffering=1, closefd=False) for standard in (1, 2))
+        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
         for name in ("detectron2", "fvcore", "gw_detectron"):  # the loggers of earlier runs of the parent
             logging.getLogger(name).handlers.clear()
         setup_logger.cache_clear()
