@@ -37,11 +37,13 @@ def resource_errors_explained(cfg: CfgNode, guard: LossGuard | None = None) -> I
     """
     try:
         yield
-    except (RuntimeError, MemoryError, OSError) as error:
+    except (RuntimeError, MemoryError, OSError, EOFError) as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
         last = Path(cfg.OUTPUT_DIR, "last_checkpoint")
         resume = f"; continue with --resume from '{last.with_name(last.read_text())}'" if last.is_file() else ""
-        if _WORKER_FAILURE.search(str(error)):
+        # A worker that dies while it hands over a batch leaves a broken socket without a file name.
+        socket = isinstance(error, (ConnectionError, EOFError, FileNotFoundError)) and cfg.DATALOADER.NUM_WORKERS > 0
+        if (socket and getattr(error, "filename", None) is None) or _WORKER_FAILURE.search(str(error)):
             raise DataWorkerError(
                 f"DATALOADER.NUM_WORKERS ({cfg.DATALOADER.NUM_WORKERS}): a data-loading worker failed: {reason}. The "
                 "machine's memory or its shared memory (/dev/shm) may be full. Fix: lower DATALOADER.NUM_WORKERS (0 "

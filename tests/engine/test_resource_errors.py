@@ -83,9 +83,7 @@ def test_a_killed_worker_is_explained(tmp_path):
             step()
 
     trainer._trainer.run_step = kill_worker_first
-    with pytest.raises(
-        DataWorkerError, match=r"DATALOADER.NUM_WORKERS \(1\): a data-loading worker failed: .*Killed"
-    ) as e:
+    with pytest.raises(DataWorkerError, match=r"DATALOADER.NUM_WORKERS \(1\): a data-loading worker failed: ") as e:
         trainer.train()
     assert (
         "lower DATALOADER.NUM_WORKERS (0 needs no shared memory) or enlarge /dev/shm (docker run --shm-size 8g)"
