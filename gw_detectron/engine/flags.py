@@ -8,6 +8,10 @@ from detectron2.engine import default_argument_parser
 def get_parser() -> argparse.ArgumentParser:
     """Create Detectron2's parser with the flags of this package."""
     parser = default_argument_parser()
+    parser.epilog = (
+        f"{parser.epilog or ''}\n--eval-only writes log.txt and config.yaml to OUTPUT_DIR/inference: those of the training "
+        "remain.\n"
+    )
     parser.add_argument(
         "--ignore-preflight",
         action="store_true",
@@ -26,5 +30,11 @@ def get_parser() -> argparse.ArgumentParser:
         metavar="K",
         help="log eigenvalues, condition numbers and residuals of all whitening layers every K iterations; 0: never "
         "(default). Metrics are written every 20 iterations, so a K below 20 costs time without showing more",
+    )
+    parser.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="use only operations of torch that compute the same bits each time on the same machine; slower. Equal runs "
+        "also need an equal SEED. Without SEED a random one is used, which tools/describe_checkpoint.py prints",
     )
     return parser

@@ -5,12 +5,14 @@ Steps: config, start weights, preflight, output folder, model, training or evalu
 
 import argparse
 import logging
+import os
 
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode
 from detectron2.engine import default_setup
 from detectron2.evaluation import verify_results
 from detectron2.utils import comm
+from detectron2.utils.file_io import PathManager
 from detectron2.utils.logger import setup_logger
 
 from ..analysis import WhiteningStatsHook
@@ -21,6 +23,7 @@ from ..modeling.norm_table import norm_summary
 from ..preflight import Findings, preflight
 from .launch import in_all_processes
 from .output_lock import lock_output, output_unlocked_at_end
+from .seeding import use_deterministic_algorithms
 from .trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -50,6 +53,7 @@ def main(args: argparse.Namespace) -> dict | None:
     if args.whitening_stats_period:
         trainer.register_hooks([WhiteningStatsHook(args.whitening_stats_period)])
     trainer.load_start_weights(start, allow_partial=args.allow_partial)
+    log.info("seed: %d", trainer.record.seed)
     del start  # its tensors would be kept during the training
     return trainer.train()
 
@@ -131,21 +135,31 @@ def run_config(args: argparse.Namespace) -> CfgNode:
 def prepare_output(cfg: CfgNode, args: argparse.Namespace) -> None:
     """Set up logging, the seed and the output folder.
 
-    As in Detectron2, ``config.yaml`` is written to the folder.
+    As in Detectron2, ``config.yaml`` and ``log.txt`` are written to ``OUTPUT_DIR``. For ``--eval-only`` they are
+    written to its subfolder ``inference``, so the files of the training remain.
 
     Raises:
-        FileAccessError: ``OUTPUT_DIR`` cannot be written.
+        FileAccessError: the folder cannot be written.
         OutputInUseError: another training writes there.
     """
+    local = cfg.clone()
+    if args.eval_only:
+        local.defrost()
+        local.OUTPUT_DIR = os.path.join(cfg.OUTPUT_DIR, "inference")
     try:
         if comm.is_main_process() and not args.eval_only:
             lock_output(cfg.OUTPUT_DIR)
-        default_setup(cfg, args)
+        default_setup(local, args)
+        if args.eval_only and comm.is_main_process():
+            with PathManager.open(os.path.join(local.OUTPUT_DIR, "config.yaml"), "w") as file:
+                file.write(cfg.dump())
     except OSError as error:
         raise FileAccessError(
             f"OUTPUT_DIR ('{cfg.OUTPUT_DIR}'): cannot be written: {error}. Fix: give another folder."
         ) from error
-    setup_logger(cfg.OUTPUT_DIR, distributed_rank=comm.get_rank(), name="gw_detectron")
+    setup_logger(local.OUTPUT_DIR, distributed_rank=comm.get_rank(), name="gw_detectron")
+    if args.deterministic:
+        use_deterministic_algorithms()
 
 
 def setup(args: argparse.Namespace) -> CfgNode:

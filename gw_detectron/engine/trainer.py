@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode
-from detectron2.data import DatasetMapper, MetadataCatalog, build_detection_test_loader, build_detection_train_loader
+from detectron2.data import DatasetMapper, MetadataCatalog, build_detection_test_loader
 from detectron2.engine import AMPTrainer, DefaultTrainer, SimpleTrainer, create_ddp_model, hooks
 from detectron2.evaluation import COCOEvaluator
 from detectron2.modeling import GeneralizedRCNNWithTTA
@@ -20,6 +20,7 @@ from detectron2.utils.file_io import PathManager
 
 from ..atomic import AtomicPathManager, remove_unfinished
 from ..checkpoint import NORMS, LoadReport, NormRecord, StartWeights, load_checkpoint, open_start_weights
+from ..checkpoint.run_record import RECORD, RunRecord
 from ..errors import ConfigError, is_user_error
 from ..preflight import COCO_EVALUATORS
 from .dataset_mapper import ImageNamingMapper
@@ -27,6 +28,8 @@ from .interruption import InterruptionHook
 from .nonfinite import LossGuard, NonFiniteError
 from .optimizer import build_optimizer
 from .resource_errors import resource_errors_explained
+from .seeding import INITIAL_WEIGHTS, STEP, seed_generators
+from .training_data import TrainingData, build_training_data
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +40,10 @@ class Trainer(DefaultTrainer):
     Data errors name the image, a non-finite loss is diagnosed, checkpoints are written atomically and read safely, and
     several processes also work on the CPU.
 
+    All random numbers follow from the seed of the run, which is ``SEED``, or random if that is negative. Checkpoints
+    store the seed and the position in the data: a resumed run equals an uninterrupted one. Not restored are the data of
+    an overridden :meth:`build_train_loader` and of PreciseBN.
+
     Args:
         cfg: Detectron2's config with this package's keys.
 
@@ -45,12 +52,21 @@ class Trainer(DefaultTrainer):
     """
 
     def __init__(self, cfg: CfgNode) -> None:
+        record = cfg.dump()
+        self._draws_seed = cfg.SEED < 0
+        if self._draws_seed:
+            cfg = cfg.clone()
+            cfg.defrost()
+            cfg.SEED = int(comm.shared_random_seed())
+        seed_generators(cfg.SEED, INITIAL_WEIGHTS, comm.get_rank())
         if comm.get_world_size() > 1 and cfg.MODEL.DEVICE == "cpu":
             self._init_for_cpu_processes(cfg)
         else:
             super().__init__(cfg)
         self.checkpointer.path_manager = AtomicPathManager(PathManager)
         self.checkpointer.add_checkpointable(NORMS, NormRecord(self.checkpointer.model))
+        self.record = RunRecord(record, cfg.SEED)
+        self.checkpointer.add_checkpointable(RECORD, self.record)
         self._loss_guard = LossGuard(self.checkpointer.model)
 
     def _init_for_cpu_processes(self, cfg: CfgNode) -> None:
@@ -75,22 +91,49 @@ class Trainer(DefaultTrainer):
         # write it under this name.
         state = super(DefaultTrainer, self).state_dict()
         state["_trainer"] = self._trainer.state_dict()
+        state["seed"] = self.record.seed
+        if isinstance(self.data_loader, TrainingData):
+            state["data"] = self.data_loader.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super(DefaultTrainer, self).load_state_dict(state_dict)
-        if "_trainer" not in state_dict:
-            log.warning("the checkpoint contains no optimizer state: the momentum starts from zero")
-            return
+        """Restore iteration, hooks, optimizer, loss scaling, seed and the position in the data."""
         try:
-            self._trainer.load_state_dict(state_dict["_trainer"])
-        except (ValueError, KeyError, TypeError) as error:
+            super(DefaultTrainer, self).load_state_dict(state_dict)
+            if "_trainer" in state_dict:
+                self._trainer.load_state_dict(state_dict["_trainer"])
+            else:
+                log.warning("--resume: no optimizer state in the checkpoint: the momentum starts from zero")
+            self._load_randomness(state_dict)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            writer = "" if "seed" in state_dict else " It was perhaps written by Detectron2's own trainer."
             raise ConfigError(
-                f"--resume: the optimizer state of the checkpoint does not fit this config: {error}. Weight decay, "
-                "learning rate of biases or frozen layers (SOLVER, MODEL.BACKBONE.FREEZE_AT) differ, or other software "
-                "wrote the checkpoint. Fix: leave out --resume and set MODEL.WEIGHTS to the checkpoint, to load its "
-                "weights only."
+                f"--resume: the training state of the checkpoint does not fit this config: {error}.{writer} Weight "
+                "decay, learning rate of biases, frozen layers or mixed precision (SOLVER, MODEL.BACKBONE.FREEZE_AT) "
+                "differ, or other software wrote it. Fix: leave out --resume and set MODEL.WEIGHTS to the checkpoint, "
+                "to load its weights only."
             ) from error
+
+    def _load_randomness(self, state: dict[str, Any]) -> None:
+        seed = state.get("seed")
+        if seed is None:
+            log.warning("--resume: no seed in the checkpoint: other random numbers than in an uninterrupted run")
+        elif self._draws_seed:
+            self.record.seed = _count("seed", seed)
+        elif seed != self.cfg.SEED:
+            log.warning("--resume: SEED %s differs from %s of the checkpoint: other random numbers", self.cfg.SEED, seed)
+        if self.cfg.TEST.PRECISE_BN.ENABLED:
+            log.warning("--resume: PreciseBN starts from the beginning of its data")
+        if not isinstance(self.data_loader, TrainingData):
+            log.warning("--resume: the training data start from their beginning: build_train_loader stores no position")
+            return
+        self.data_loader.seed = self.record.seed
+        data = state.get("data")
+        if data is None:
+            log.warning("--resume: no position in the data in the checkpoint: it is computed from the iteration")
+            data = {"batches": state["iteration"] + 1}
+        _count("batches", data["batches"])
+        self.data_loader.load_state_dict(data)
 
     def resume_or_load(self, resume: bool = True, *, allow_partial: bool = False) -> LoadReport:
         """Load ``MODEL.WEIGHTS``, or the last checkpoint of ``OUTPUT_DIR``.
@@ -112,13 +155,15 @@ class Trainer(DefaultTrainer):
         checkpoint = start.checkpoint()
         if start.resumed and checkpoint:
             state = checkpoint.metadata.get("trainer")
-            finished = state.get("iteration") if isinstance(state, dict) else None
-            if not isinstance(finished, int) or finished < 0:
+            try:
+                self.start_iter = 1 + _count("iteration", state.get("iteration") if isinstance(state, dict) else None)
+            except ValueError as error:
                 raise ConfigError(
-                    f"--resume ('{start.address}'): no training state in the checkpoint (iteration {finished!r}). Fix: "
-                    "leave out --resume and set MODEL.WEIGHTS to the checkpoint, to load its weights only."
-                )
-            self.start_iter = finished + 1
+                    f"--resume ('{start.address}'): no training state in the checkpoint ({error}). Fix: leave out "
+                    "--resume and set MODEL.WEIGHTS to the checkpoint, to load its weights only."
+                ) from None
+        elif checkpoint and comm.is_main_process():
+            self.record.set_start_weights(checkpoint)
         report = load_checkpoint(self.checkpointer, checkpoint, allow_partial=allow_partial, resume=start.resumed)
         log.info(str(report))
         return report
@@ -129,7 +174,7 @@ class Trainer(DefaultTrainer):
 
     @classmethod
     def build_train_loader(cls, cfg: CfgNode) -> Any:
-        return build_detection_train_loader(cfg, mapper=ImageNamingMapper(DatasetMapper(cfg, True)))
+        return build_training_data(cfg, ImageNamingMapper(DatasetMapper(cfg, True)))
 
     @classmethod
     def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> Any:
@@ -202,6 +247,10 @@ class Trainer(DefaultTrainer):
             ]
         return super().build_writers()
 
+    def before_step(self) -> None:
+        seed_generators(self.record.seed, STEP, comm.get_rank(), self.iter)
+        super().before_step()
+
     def run_step(self) -> None:
         try:
             with resource_errors_explained(self.cfg, self._loss_guard):
@@ -233,6 +282,13 @@ class Trainer(DefaultTrainer):
         finally:
             loop_log.removeFilter(_remove_traceback_of_user_errors)
         return getattr(self, "_last_eval_results", None)
+
+
+def _count(name: str, value: Any) -> int:
+    """Return a number of a checkpoint; raise ValueError unless it counts something."""
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53:
+        return value
+    raise ValueError(f"{name} {value!r}")
 
 
 def _remove_traceback_of_user_errors(record: logging.LogRecord) -> bool:

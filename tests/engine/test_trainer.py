@@ -76,7 +76,26 @@ def test_training_evaluates_boxes_and_masks_and_eval_only_repeats_it(tmp_path):
     evaluated = main(arguments(tmp_path, "--eval-only", "--resume", "--whitening-stats-period", "1"))
     assert evaluated["bbox"]["AP"] == pytest.approx(trained["bbox"]["AP"])
     assert evaluated["segm"]["AP"] == pytest.approx(trained["segm"]["AP"])
-    assert "--whitening-stats-period has no effect with --eval-only" in (tmp_path / "log.txt").read_text()
+    assert "--whitening-stats-period has no effect with --eval-only" in (tmp_path / "inference/log.txt").read_text()
+
+
+def test_eval_only_leaves_the_record_of_the_training(copy, tmp_path):
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    main(arguments(tmp_path, "--eval-only", "--resume", MODEL__ROI_HEADS__SCORE_THRESH_TEST=0.5))
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+    config = yaml.safe_load((tmp_path / "inference" / "config.yaml").read_text())
+    assert config["MODEL"]["ROI_HEADS"]["SCORE_THRESH_TEST"] == 0.5 and config["OUTPUT_DIR"] == str(tmp_path)
+    assert "Evaluation results" in (tmp_path / "inference" / "log.txt").read_text()
+
+
+def test_deterministic(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    try:
+        main(arguments(tmp_path, "--deterministic", DATASETS__TEST="()", CUDNN_BENCHMARK=True))
+        assert torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.benchmark
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"]
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_whitening_layers_are_logged_every_period(tmp_path):
@@ -159,7 +178,17 @@ def test_a_checkpoint_with_another_optimizer_is_explained(tmp_path):
         trainer_for(tmp_path).resume_or_load(resume=True)
 
 
-@pytest.mark.parametrize("state", ["text", {"iteration": "x"}, {"iteration": -7}, {}, None])
+def test_a_checkpoint_of_detectron2s_own_trainer_is_recognized(tmp_path):
+    trainer = trainer_for(tmp_path)
+    state = {"iteration": 3, "_trainer": trainer._trainer.state_dict()}  # as Detectron2's later versions write it
+    state["_trainer"]["optimizer"]["param_groups"].pop()
+    with pytest.raises(ValueError, match="perhaps written by Detectron2's own trainer"):
+        trainer.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "state", ["text", *({"iteration": bad} for bad in ("x", -7, True, 2**53, 1.0)), {}, None], ids=str
+)
 def test_a_checkpoint_with_a_damaged_training_state_is_refused(copy, tmp_path, state):
     content = torch.load(tmp_path / "model_final.pth", weights_only=True)
     torch.save({**content, "trainer": state}, tmp_path / "model_final.pth")

@@ -1,0 +1,83 @@
+"""Record of the run that wrote a checkpoint: software, config, seed, start weights."""
+
+import functools
+import platform
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import detectron2
+import numpy as np
+import torch
+import torchvision
+
+from ..version import __version__
+from .loading import Checkpoint
+from .provenance import sha256_of
+
+#: key of the record in a checkpoint
+RECORD = "record"
+
+
+class RunRecord:
+    """Record of a run for its checkpoints, in strings, numbers, lists and dicts.
+
+    Add it to Detectron2's ``DetectionCheckpointer`` with ``add_checkpointable(RECORD, RunRecord(cfg.dump(), seed))``.
+
+    Args:
+        config: the config as yaml.
+        seed: the seed of the run.
+    """
+
+    def __init__(self, config: str, seed: int) -> None:
+        self.config = config
+        self.seed = seed
+        self._start_weights: dict[str, Any] = {}
+
+    def set_start_weights(self, checkpoint: Checkpoint) -> None:
+        """Record address, SHA-256 and origin of the weights that the run starts from."""
+        self._start_weights = {"address": checkpoint.address, "sha256": sha256_of(checkpoint.path)}
+        if "provenance" in checkpoint.metadata:  # converted by this package
+            self._start_weights["provenance"] = checkpoint.metadata["provenance"]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "versions": software_versions(),
+            "config": self.config,
+            "seed": self.seed,
+            "start_weights": self._start_weights,
+        }
+
+    def load_state_dict(self, recorded: Mapping[str, Any]) -> None:
+        """Keep the start weights of a resumed run; its software and config may have changed."""
+        if isinstance(recorded, Mapping) and isinstance(recorded.get("start_weights"), dict):
+            self._start_weights = recorded["start_weights"]
+
+
+@functools.cache
+def software_versions() -> dict[str, str]:
+    """Return the versions that results depend on, and the commit of a checkout of this package."""
+    versions = {
+        "gw_detectron": __version__,
+        "commit": _commit(Path(__file__).parents[2]),
+        "detectron2": str(detectron2.__version__),
+        "torch": str(torch.__version__),  # a subclass of str
+        "torchvision": str(torchvision.__version__),
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
+    }
+    return {name: version for name, version in versions.items() if version}
+
+
+def _commit(root: Path) -> str:
+    """Return the git commit of a checkout, with ``-dirty`` after local changes; "" for an installed package."""
+    if not (root / ".git").exists():  # git would answer for a repository around site-packages
+        return ""
+    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

@@ -1,0 +1,153 @@
+"""Training data whose position a checkpoint can store."""
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from detectron2.config import CfgNode
+from detectron2.data import DatasetFromList, build_detection_train_loader
+
+# _train_loader_from_config is private: read on Detectron2 v0.5, v0.6 and main of 2026.
+from detectron2.data.build import _train_loader_from_config, trivial_batch_collator
+from detectron2.utils import comm
+from torch import Generator
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from ..errors import ConfigError, DataError
+from .seeding import IMAGE, SAMPLER, seeded_generators
+
+log = logging.getLogger(__name__)
+_ATTEMPTS = 100  # images to try in place of one that the mapper rejects
+
+
+def build_training_data(cfg: CfgNode, mapper: Callable[[dict], Any]) -> Any:
+    """Build the training data of a config.
+
+    Args:
+        cfg: Detectron2's config; a negative ``SEED`` is replaced by a random one.
+        mapper: callable from a record of the dataset to a training example, or to None to try another record.
+
+    Returns:
+        :class:`TrainingData`; Detectron2's own loader, whose position cannot be stored, for datasets that are not lists
+        of records, and for grouping by aspect ratio without ``width`` and ``height``.
+
+    Raises:
+        ConfigError: the processes cannot share a batch evenly.
+    """
+    options = _train_loader_from_config(cfg, mapper=mapper)
+    records, grouped = options["dataset"], options["aspect_ratio_grouping"]
+    if isinstance(records, list) and all("width" in r and "height" in r for r in records if grouped):
+        return TrainingData(cfg, records, mapper)
+    return build_detection_train_loader(**options)
+
+
+class TrainingData:
+    """Infinite batches of training examples, as Detectron2's loader yields them.
+
+    An example depends on the seed and its position in the stream of samples, not on workers or on earlier examples. A
+    restored iterator yields the batches of an uninterrupted one for any number of workers. Skipped images are not read.
+
+    Args:
+        cfg: Detectron2's config.
+        records: the dataset.
+        mapper: as for :func:`build_training_data`.
+    """
+
+    def __init__(self, cfg: CfgNode, records: list[dict], mapper: Callable[[dict], Any]) -> None:
+        self.seed = cfg.SEED if cfg.SEED >= 0 else int(comm.shared_random_seed())
+        self.batches = 0  # batches that the training has consumed, not those prefetched by workers
+        self._cfg, self._mapper = cfg, mapper
+        self._moved = False
+        grouping, processes = cfg.DATALOADER.ASPECT_RATIO_GROUPING, comm.get_world_size()
+        self._order = {
+            "images": len(records),
+            "images_per_batch": cfg.SOLVER.IMS_PER_BATCH,
+            "processes": processes,
+            "sampler": cfg.DATALOADER.SAMPLER_TRAIN,
+            "aspect_ratio_grouping": grouping,
+        }
+        self._batch_size, rest = divmod(cfg.SOLVER.IMS_PER_BATCH, processes)
+        if self._batch_size < 1 or rest:
+            raise ConfigError(
+                f"SOLVER.IMS_PER_BATCH ({cfg.SOLVER.IMS_PER_BATCH}): {processes} processes cannot share it evenly. "
+                f"Fix: give a multiple of {processes}."
+            )
+        wide = [grouping and record["width"] > record["height"] for record in records]
+        self._group = np.array(wide, dtype=np.int8)
+        self._records = DatasetFromList(records, copy=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": self.batches, "order": self._order}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after the batches of a checkpoint.
+
+        With other images per batch, continue after the same number of images.
+        """
+        stored = {**self._order, **state.get("order", {})}
+        self.batches = state["batches"] * stored["images_per_batch"] // self._order["images_per_batch"]
+        self._moved = True
+        changes = [f"{key} {old} -> {self._order.get(key)}" for key, old in stored.items() if self._order.get(key) != old]
+        if changes:
+            log.warning(
+                "--resume: the order of the images differs from that of an uninterrupted run: %s", ", ".join(changes)
+            )
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        # A generator: Detectron2 v0.5 calls iter() before the checkpoint is loaded.
+        while True:
+            self._moved = False
+            for batch in self._loader():
+                self.batches += 1
+                yield batch
+                if self._moved:
+                    break
+
+    def _loader(self) -> DataLoader:
+        return DataLoader(
+            _ExampleDataset(self._records, self._mapper, self.seed),
+            batch_sampler=itertools.islice(self._batches(), self.batches, None),
+            num_workers=self._cfg.DATALOADER.NUM_WORKERS,
+            collate_fn=trivial_batch_collator,
+            generator=Generator(),  # else it draws from the global one, at a restart only
+        )
+
+    def _batches(self) -> Iterator[list[tuple[int, int]]]:
+        """Batch pairs of position and index, grouped by aspect ratio as in Detectron2."""
+        groups: tuple[list, list] = ([], [])
+        positions = itertools.count(comm.get_rank(), comm.get_world_size())
+        for pair in zip(positions, self._sampler(), strict=False):
+            group = groups[self._group[pair[1]]]
+            group.append(pair)
+            if len(group) == self._batch_size:
+                yield group[:]
+                group.clear()
+
+    def _sampler(self) -> Sampler:
+        cfg = self._cfg.clone()
+        cfg.defrost()
+        cfg.SEED = self.seed  # later versions of Detectron2 give it to most samplers
+        with seeded_generators(self.seed, SAMPLER):  # all other samplers draw their seed from NumPy's generator
+            return _train_loader_from_config(cfg, mapper=self._mapper, dataset=self._records)["sampler"]
+
+
+class _ExampleDataset(Dataset):
+    """Training examples by position in the stream and index of the record."""
+
+    def __init__(self, records: DatasetFromList, mapper: Callable[[dict], Any], seed: int) -> None:
+        self._records, self._mapper, self._seed = records, mapper, seed
+
+    def __getitem__(self, place: tuple[int, int]) -> Any:
+        position, index = place
+        with seeded_generators(self._seed, IMAGE, position):
+            for _ in range(_ATTEMPTS):
+                example = self._mapper(self._records[index])
+                if example is not None:
+                    return example
+                index = int(np.random.randint(len(self._records)))
+        raise DataError(
+            f"DATASETS.TRAIN: the mapper returned None for {_ATTEMPTS} records in a row. Fix: correct the mapper or "
+            "remove the records it cannot use."
+        )

@@ -1,0 +1,116 @@
+"""The record of a run in its checkpoints, and the description of checkpoints and weight files."""
+
+import hashlib
+import json
+import re
+import runpy
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
+
+from gw_detectron.checkpoint import read_weights_file, run_record
+from gw_detectron.checkpoint.describe import describe_checkpoint, format_description
+from gw_detectron.checkpoint.run_record import RunRecord, software_versions
+from gw_detectron.data.synthetic import register_synthetic
+from gw_detectron.engine import Trainer, setup
+
+from ..tiny_run import DATA, ROOT, arguments
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The output folder of a run that starts from a checkpoint and is resumed once."""
+    folder = tmp_path_factory.mktemp("run")
+    register_synthetic(folder / "data", DATA)
+    for name, weights, resume in (("a", "", False), ("b", folder / "a" / "model.pth", False), ("b", "", True)):
+        cfg = setup(arguments(folder / name, MODEL__WEIGHTS=weights))
+        trainer = Trainer(cfg)
+        trainer.resume_or_load(resume=resume)
+        trainer.iter = 5
+        trainer.checkpointer.save("model", iteration=5)
+    register_synthetic()
+    return folder
+
+
+def test_a_checkpoint_has_the_record_of_its_run(run):
+    found = describe_checkpoint(run / "b" / "model.pth")
+    record = found["record"]
+    assert found["iteration"] == 5 and found["optimizer_state"] and record["seed"] == 7
+    assert {"gw_detectron", "detectron2", "torch", "torchvision", "numpy", "python", "platform"} <= {*record["versions"]}
+    assert record["versions"]["torch"] == torch.__version__
+    assert yaml.safe_load(record["config"])["SOLVER"]["IMS_PER_BATCH"] == 2
+    weights = run / "a" / "model.pth"  # kept by the resumed run
+    digest = hashlib.sha256(weights.read_bytes()).hexdigest()
+    assert record["start_weights"] == {"address": str(weights), "sha256": digest}
+    assert found["norms"]["GW:groups=16,iters=5,eps=1e-05,solver=newton"] == 10
+    assert found["tensors"]["model"]["bytes"] > 4e7 and found["tensors"]["model"]["non_finite"] == []
+    assert torch.load(weights, weights_only=True)["record"]["start_weights"] == {}
+
+
+def test_text_and_json(run, capsys, monkeypatch):
+    path = str(run / "b" / "model.pth")
+    text = format_description(describe_checkpoint(path))
+    for words in (r"iteration +5", r"seed +7", r"start_weights: sha256 +\w{64}", "10 GW:groups=16", "config:\nCUDNN"):
+        assert re.search(words, text), words
+    monkeypatch.setattr(sys, "argv", ["describe_checkpoint.py", path, "--json"])
+    runpy.run_path(str(ROOT / "tools" / "describe_checkpoint.py"), run_name="__main__")
+    assert json.loads(capsys.readouterr().out) == describe_checkpoint(path)
+
+
+def test_other_files(tmp_path):
+    tensors = {"a": torch.zeros(2, 3), "b": torch.tensor([1.0, float("nan")])}
+    save_file(tensors, tmp_path / "a.safetensors", metadata={"format": "pt"})
+    torch.save(tensors, tmp_path / "bare.pth")
+    shared = [torch.ones(2)]
+    for _ in range(60):
+        shared = [shared, shared]
+    torch.save({"state_dict": tensors, "optimizer": {"m": torch.ones(1)}, "x": shared, 3: 4}, tmp_path / "foreign.pth")
+    torch.save(torch.ones(3), tmp_path / "tensor.pth")
+
+    for name in ("a.safetensors", "bare.pth"):
+        found = describe_checkpoint(tmp_path / name)
+        assert found["tensors"] == {"": {"tensors": 2, "values": 8, "bytes": 32, "non_finite": ["b"]}}
+        assert found["record"] is found["norms"] is found["iteration"] is None and not found["optimizer_state"]
+        assert "NaN or infinite: b" in format_description(found)
+    found = describe_checkpoint(tmp_path / "foreign.pth")
+    assert found["optimizer_state"] and found["tensors"]["x"]["tensors"] == 1
+    assert found["tensors"]["state_dict"]["non_finite"] == ["state_dict.b"]
+    assert describe_checkpoint(tmp_path / "tensor.pth")["tensors"][""]["values"] == 3
+
+
+@pytest.mark.parametrize("bad", ["x", 3, [1], {"start_weights": 7}])
+def test_a_damaged_record_is_no_obstacle(tmp_path, bad):
+    torch.save({"model": {"a": torch.zeros(1)}, "record": bad, "norms": bad, "iteration": bad}, tmp_path / "a.pth")
+    assert format_description(describe_checkpoint(tmp_path / "a.pth"))
+    record = RunRecord("SEED: 1\n", 1)
+    record.load_state_dict(bad)
+    assert record.state_dict()["start_weights"] == {}
+
+
+def test_the_commit_is_that_of_the_package_only(tmp_path):
+    def git(*words):
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", *identity, *words], cwd=tmp_path, check=True, capture_output=True, timeout=60)
+
+    git("init", "-q")
+    (tmp_path / "file").write_text("a")
+    git("add", "file")
+    git("commit", "-qm", "one")
+    (tmp_path / "venv").mkdir()
+    assert len(run_record._commit(tmp_path)) == 40
+    assert run_record._commit(tmp_path / "venv") == ""
+    (tmp_path / "file").write_text("b")
+    assert run_record._commit(tmp_path).endswith("-dirty")
+    assert all(type(value) is str for value in software_versions().values())
+
+
+def test_converted_weights_show_their_provenance(tmp_path):
+    content = {"model": {"a": torch.zeros(1)}, "provenance": {"tool": "gw_detectron 1", "source_sha256": "0" * 64}}
+    torch.save(content, tmp_path / "a.pth")
+    assert describe_checkpoint(tmp_path / "a.pth")["provenance"]["source_sha256"] == "0" * 64
+    assert "provenance: tool" in format_description(describe_checkpoint(tmp_path / "a.pth"))
+    assert read_weights_file(tmp_path / "a.pth").value["provenance"]["tool"] == "gw_detectron 1"

@@ -1,0 +1,241 @@
+"""A killed and resumed run equals an uninterrupted one bit for bit."""
+
+import copy
+import json
+import logging
+import multiprocessing
+import os
+import re
+import signal
+
+import pytest
+import torch
+from detectron2.engine import AMPTrainer
+
+from gw_detectron.checkpoint import read_weights_file
+from gw_detectron.data.synthetic import register_synthetic
+from gw_detectron.engine import Trainer, main, setup, train
+
+from ..tiny_run import DATA, arguments
+
+LIMIT = 150  # seconds after which a run that hangs is ended
+SCHEDULE = {
+    "SOLVER__MAX_ITER": 12,
+    "SOLVER__STEPS": "(8,)",
+    "SOLVER__CHECKPOINT_PERIOD": 5,  # does not divide MAX_ITER
+    "DATASETS__TEST": "()",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def data(tmp_path_factory):
+    register_synthetic(tmp_path_factory.mktemp("datasets"), DATA)
+    yield
+    register_synthetic()
+
+
+def run(output, *flags, kill_after=None, **overrides):
+    """Run main() in a forked process; return its exit code."""
+
+    def child():
+        os.setsid()
+        torch.set_num_threads(1)
+
+        class Recorded(Trainer):
+            def after_step(self):
+                super().after_step()
+                losses = {name: value.latest() for name, value in self.storage.histories().items() if "loss" in name}
+                with open(output / "losses.txt", "a") as file:
+                    file.write(json.dumps([self.iter, {name: float(loss).hex() for name, loss in losses.items()}]) + "\n")
+                if self.iter == kill_after:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        train.Trainer = Recorded
+        main(arguments(output, *flags, **{**SCHEDULE, **overrides}))
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(LIMIT)
+    try:
+        assert process.exitcode is not None, "it hangs"
+    finally:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)  # data-loader workers, too
+        except ProcessLookupError:
+            pass
+    return process.exitcode
+
+
+def state(output):
+    """Model and training state of the last checkpoint, and the losses of every iteration."""
+    content = torch.load(output / "model_final.pth", weights_only=True)
+    lines = [json.loads(line) for line in (output / "losses.txt").read_text().splitlines()]
+    return content["model"], content["trainer"], dict(lines)
+
+
+def flatten(value, name=""):
+    if isinstance(value, (dict, list, tuple)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from flatten(item, f"{name}.{key}")
+    else:
+        yield name, value
+
+
+def assert_equal_runs(first, second):
+    one, other = (dict(flatten(state(folder))) for folder in (first, second))
+    assert one.keys() == other.keys()
+    different = [
+        name
+        for name, value in one.items()
+        if not (torch.equal(value, other[name]) if isinstance(value, torch.Tensor) else value == other[name])
+    ]
+    assert not different, different
+
+
+CASES = {
+    "plain": ({"SOLVER__MAX_ITER": 6, "SOLVER__STEPS": "(5,)", "SOLVER__CHECKPOINT_PERIOD": 4}, [4]),
+    "evaluation": ({"DATASETS__TEST": "('gw_synthetic_val',)", "TEST__EVAL_PERIOD": 3}, [7]),
+    "two workers, killed twice": ({"DATALOADER__NUM_WORKERS": 2}, [6, 11]),
+    "batch whitening": ({"MODEL__FPN__NORM": "BW:channels=8", "MODEL__ROI_MASK_HEAD__NORM": "BW:channels=8"}, [5]),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "plain" else pytest.mark.slow, id=name) for name in CASES]
+)
+def test_a_killed_run_ends_with_the_bits_of_an_uninterrupted_one(tmp_path, name):
+    overrides, kills = CASES[name]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    flags = ["--whitening-stats-period", "2"] if name == "evaluation" else []
+    assert run(whole, *flags, **overrides) == 0
+    for kill in kills:
+        assert run(parts, "--resume", *flags, kill_after=kill, **overrides) == -signal.SIGKILL
+    assert run(parts, "--resume", *flags, **overrides) == 0
+    assert_equal_runs(whole, parts)
+
+
+@pytest.mark.slow
+def test_without_a_seed_the_drawn_one_is_restored_and_repeats_the_run(tmp_path):
+    parts, whole = tmp_path / "parts", tmp_path / "whole"
+    assert run(parts, SEED=-1, kill_after=7) == -signal.SIGKILL
+    assert run(parts, "--resume", SEED=-1) == 0
+    content = torch.load(parts / "model_final.pth", weights_only=True)
+    assert run(whole, SEED=content["record"]["seed"], DATALOADER__NUM_WORKERS=1) == 0
+    assert_equal_runs(whole, parts)
+
+
+@pytest.mark.slow
+def test_the_same_seed_gives_the_same_bits_and_another_seed_other_bits(tmp_path):
+    assert run(tmp_path / "first", SOLVER__MAX_ITER=20) == 0
+    assert run(tmp_path / "second", "--deterministic", SOLVER__MAX_ITER=20) == 0
+    assert run(tmp_path / "other", SOLVER__MAX_ITER=1, SOLVER__STEPS="()", SEED=8) == 0
+    assert_equal_runs(tmp_path / "first", tmp_path / "second")
+    assert state(tmp_path / "first")[2][0] != state(tmp_path / "other")[2][0]
+
+
+@pytest.fixture
+def trainer_for(tmp_path):
+    def build(**overrides):
+        return Trainer(setup(arguments(tmp_path, **{**SCHEDULE, "SOLVER__MAX_ITER": 2, "SOLVER__STEPS": "()", **overrides})))
+
+    return build
+
+
+def save_after(trainer, batches):
+    iterator = iter(trainer.data_loader)
+    for _ in range(batches):
+        next(iterator)
+    trainer.iter = batches - 1
+    trainer.checkpointer.save("model_0000001", iteration=trainer.iter)
+
+
+def edit(path, change):
+    content = read_weights_file(path).value
+    change(content)
+    torch.save(content, path)
+
+
+def test_loss_scaling_of_mixed_precision_is_restored(trainer_for):
+    def with_scaler(**options):
+        trainer = trainer_for()
+        loop = trainer._trainer
+        scaler = torch.amp.GradScaler("cpu", **options)
+        trainer._trainer = AMPTrainer(loop.model, loop.data_loader, loop.optimizer, grad_scaler=scaler)
+        return trainer
+
+    first = with_scaler(init_scale=4096.0, growth_interval=7)
+    first.checkpointer.save("model_0000001", iteration=0)
+    second = with_scaler()
+    second.resume_or_load(resume=True)
+    assert second._trainer.grad_scaler.state_dict() == first._trainer.grad_scaler.state_dict()
+    assert second._trainer.grad_scaler.get_scale() == 4096
+
+
+def warnings_of_resuming(trainer, caplog):
+    """Resume; return the warnings. Detectron2's set-up stops the package's logger from propagating."""
+    logger = logging.getLogger("gw_detectron")
+    logger.addHandler(caplog.handler)
+    try:
+        trainer.resume_or_load(resume=True)
+    finally:
+        logger.removeHandler(caplog.handler)
+    return " | ".join(record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+
+
+def test_an_older_checkpoint_is_resumed_at_its_iteration(trainer_for, tmp_path, caplog):
+    save_after(trainer_for(), 5)
+    edit(tmp_path / "model_0000001.pth", lambda content: (content["trainer"].pop("seed"), content["trainer"].pop("data")))
+    trainer = trainer_for()
+    warnings = warnings_of_resuming(trainer, caplog)
+    assert "no seed in the checkpoint" in warnings and "computed from the iteration" in warnings
+    assert trainer.data_loader.batches == 5
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message", "batches"),
+    [
+        ({}, "", 6),
+        ({"SOLVER__IMS_PER_BATCH": 4}, "order of the images differs .*: images_per_batch 2 -> 4", 3),
+        ({"SEED": 8}, "SEED 8 differs from 7 of the checkpoint", 6),
+        ({"TEST__PRECISE_BN__ENABLED": True}, "PreciseBN starts from the beginning", 6),
+    ],
+)
+def test_what_differs_from_the_checkpoint_is_a_warning(trainer_for, caplog, overrides, message, batches):
+    save_after(trainer_for(), 6)
+    trainer = trainer_for(**overrides)
+    warnings = warnings_of_resuming(trainer, caplog)
+    assert re.search(message, warnings) if message else not warnings
+    assert trainer.data_loader.batches == batches
+
+
+def test_an_overridden_loader_works_and_says_that_it_has_no_position(tmp_path, caplog):
+    class WithGenerator(Trainer):
+        @classmethod
+        def build_train_loader(cls, cfg):
+            yield from super().build_train_loader(cfg)
+
+    args = arguments(tmp_path, **{**SCHEDULE, "SOLVER__MAX_ITER": 1, "SOLVER__STEPS": "()"})
+    WithGenerator(setup(args)).train()
+    assert "its position" not in caplog.text
+    assert "build_train_loader stores no position" in warnings_of_resuming(WithGenerator(setup(args)), caplog)
+
+
+def test_damaged_training_state_is_explained(trainer_for):
+    trainer = trainer_for(SEED=-1)
+    changes = [
+        lambda state: state.update(seed=True),
+        lambda state: state.update(seed="x"),
+        lambda state: state.update(data=[1]),
+        lambda state: state.update(data={}),
+        lambda state: state["data"].update(batches=-1),
+        lambda state: state["data"].update(batches="7"),
+        lambda state: state["data"].update(order=7),
+        lambda state: state["data"]["order"].update(images_per_batch="many"),
+        lambda state: state.update(hooks=[1]),
+        lambda state: state.update(_trainer="x"),
+    ]
+    for change in changes:
+        damaged = copy.deepcopy(trainer.state_dict())
+        change(damaged)
+        with pytest.raises(ValueError, match="^--resume: the training state .* does not fit .* Fix: leave out"):
+            trainer.load_state_dict(damaged)

@@ -1,0 +1,145 @@
+"""Batches of the training data: Detectron2's order, any number of workers, any position."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from detectron2.config import get_cfg
+from detectron2.data import DatasetCatalog, build_detection_train_loader
+from detectron2.utils import comm
+
+from gw_detectron.engine.seeding import SAMPLER, seed_generators, seeded_generators
+from gw_detectron.engine.training_data import TrainingData, build_training_data
+from gw_detectron.errors import ConfigError, DataError
+
+SIZES = [(60, 40), (40, 60), (50, 50), (70, 30), (30, 70), (80, 20), (20, 80)]
+
+
+@pytest.fixture
+def cfg():
+    annotation = {"category_id": 0, "iscrowd": 0}
+    records = [
+        {"image_id": i, "width": w, "height": h, "annotations": [dict(annotation, category_id=i % 2)]}
+        for i, (w, h) in enumerate(SIZES)
+    ]
+    DatasetCatalog.register("tiny_records", lambda: records)
+    cfg = get_cfg()
+    cfg.DATASETS.TRAIN = ("tiny_records",)
+    cfg.SOLVER.IMS_PER_BATCH = 2
+    cfg.DATALOADER.NUM_WORKERS = 0
+    cfg.SEED = 5
+    yield cfg
+    DatasetCatalog.remove("tiny_records")
+
+
+def draw(record):
+    """A mapper that uses all three generators."""
+    return {**record, "drawn": (random.random(), float(np.random.rand()), float(torch.rand(())))}
+
+
+def take(data, number):
+    return [[(e["image_id"], e.get("drawn")) for e in batch] for batch, _ in zip(data, range(number), strict=False)]
+
+
+@pytest.mark.parametrize("grouping", [True, False])
+@pytest.mark.parametrize("sampler", ["TrainingSampler", "RepeatFactorTrainingSampler"])
+def test_the_order_is_detectron2s(cfg, grouping, sampler):
+    cfg.DATALOADER.ASPECT_RATIO_GROUPING = grouping
+    cfg.DATALOADER.SAMPLER_TRAIN = sampler
+    cfg.DATALOADER.REPEAT_THRESHOLD = 0.9
+    with seeded_generators(cfg.SEED, SAMPLER):
+        expected = build_detection_train_loader(cfg, mapper=dict)
+    ours = take(build_training_data(cfg, dict), 20)
+    assert ours == take(expected, 20)
+    if grouping:
+        assert all(len({SIZES[i][0] > SIZES[i][1] for i, _ in batch}) == 1 for batch in ours)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_restored_position_yields_the_same_examples_for_any_number_of_workers(cfg, workers):
+    whole = take(build_training_data(cfg, draw), 20)
+    cfg.DATALOADER.NUM_WORKERS = workers
+    first = build_training_data(cfg, draw)
+    assert take(first, 7) == whole[:7]
+    assert len({example for batch in whole for example in batch}) == 40  # no example is drawn twice
+    mapped = []
+    second = build_training_data(cfg, lambda record: mapped.append(record) or draw(record))
+    iterator = iter(second)  # before the position is known, as Detectron2 v0.5 does
+    second.load_state_dict({**first.state_dict(), "batches": 7})
+    assert take(iterator, 13) == whole[7:]
+    if not workers:
+        assert len(mapped) <= 2 * 14  # skipped examples are not mapped
+    second.load_state_dict({"batches": 3})
+    assert take(iterator, 4) == whole[3:7]
+
+
+def test_only_consumed_batches_are_counted(cfg):
+    cfg.DATALOADER.NUM_WORKERS = 2
+    data = build_training_data(cfg, draw)
+    iterator = iter(data)
+    assert data.state_dict()["batches"] == 0
+    next(iterator)
+    assert data.state_dict()["batches"] == 1
+
+
+def test_the_global_generators_are_left_alone(cfg):
+    def numbers(data=None):
+        seed_generators(3, 0)
+        if data is not None:
+            take(data, 3)
+        return random.random(), np.random.rand(), torch.rand(()).item()
+
+    for workers in (0, 1):
+        cfg.DATALOADER.NUM_WORKERS = workers
+        assert numbers(build_training_data(cfg, draw)) == numbers()
+
+
+def test_seeds_and_places_have_numbers_of_their_own():
+    places = [(0, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1), (1, 0), (1, 1), (1, 2**40), (2**31, 0), (2**63, 1, 0)]
+    drawn = set()
+    for place in places:
+        seed_generators(*place)
+        drawn.add((random.random(), np.random.rand(), torch.rand(()).item()))
+    assert all(len({numbers[i] for numbers in drawn}) == len(places) for i in range(3))
+
+
+def test_processes_share_the_stream(cfg, monkeypatch):
+    def share(rank, size):
+        monkeypatch.setattr(comm, "get_rank", lambda: rank)
+        monkeypatch.setattr(comm, "get_world_size", lambda: size)
+        return take(build_training_data(cfg, draw), 8)
+
+    monkeypatch.setattr(comm, "shared_random_seed", lambda: np.random.randint(2**31))
+    cfg.DATALOADER.ASPECT_RATIO_GROUPING = False
+    cfg.SOLVER.IMS_PER_BATCH = 4
+    one, two, alone = share(0, 2), share(1, 2), share(0, 1)
+    for a, b, both in zip(one, two, alone, strict=True):
+        assert sorted(a + b) == sorted(both)
+    cfg.SOLVER.IMS_PER_BATCH = 3
+    with pytest.raises(ConfigError, match=r"SOLVER.IMS_PER_BATCH \(3\): 2 processes cannot share it evenly"):
+        share(0, 2)
+
+
+def test_a_rejected_record_is_replaced_by_another_one(cfg):
+    def choosy(record):
+        return draw(record) if record["image_id"] > 2 else None
+
+    chosen = take(build_training_data(cfg, choosy), 10)
+    assert all(image > 2 for batch in chosen for image, _ in batch)
+    assert chosen == take(build_training_data(cfg, choosy), 10)
+    with pytest.raises(DataError, match="the mapper returned None for 100 records in a row"):
+        take(build_training_data(cfg, lambda record: None), 1)
+
+
+def test_records_without_sizes_are_left_to_detectron2(cfg):
+    records = [dict(record) for record in DatasetCatalog.get("tiny_records")]
+    del records[1]["width"]
+    DatasetCatalog.register("no_sizes", lambda: records)
+    cfg.DATASETS.TRAIN = ("no_sizes",)
+    try:
+        assert not isinstance(build_training_data(cfg, dict), TrainingData)
+        cfg.DATALOADER.ASPECT_RATIO_GROUPING = False
+        assert len(take(build_training_data(cfg, dict), 5)) == 5
+    finally:
+        DatasetCatalog.remove("no_sizes")
