@@ -46,7 +46,9 @@ def run(output, *flags, kill_after=None, **overrides):
                 super().after_step()
                 losses = {name: value.latest() for name, value in self.storage.histories().items() if "loss" in name}
                 with open(output / "losses.txt", "a") as file:
-                    file.write(json.dumps([self.iter, {name: float(loss).hex() for name, loss in losses.items()}]) + "\n")
+                    file.write(
+                        json.dumps([self.iter, {name: float(loss).hex() for name, loss in losses.items()}]) + "\n"
+                    )
                 if self.iter == kill_after:
                     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -136,7 +138,9 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_other_bits(tmp_path)
 @pytest.fixture
 def trainer_for(tmp_path):
     def build(**overrides):
-        return Trainer(setup(arguments(tmp_path, **{**SCHEDULE, "SOLVER__MAX_ITER": 2, "SOLVER__STEPS": "()", **overrides})))
+        return Trainer(
+            setup(arguments(tmp_path, **{**SCHEDULE, "SOLVER__MAX_ITER": 2, "SOLVER__STEPS": "()", **overrides}))
+        )
 
     return build
 
@@ -184,7 +188,9 @@ def warnings_of_resuming(trainer, caplog):
 
 def test_an_older_checkpoint_is_resumed_at_its_iteration(trainer_for, tmp_path, caplog):
     save_after(trainer_for(), 5)
-    edit(tmp_path / "model_0000001.pth", lambda content: (content["trainer"].pop("seed"), content["trainer"].pop("data")))
+    edit(
+        tmp_path / "model_0000001.pth", lambda content: (content["trainer"].pop("seed"), content["trainer"].pop("data"))
+    )
     trainer = trainer_for()
     warnings = warnings_of_resuming(trainer, caplog)
     assert "no seed in the checkpoint" in warnings and "computed from the iteration" in warnings

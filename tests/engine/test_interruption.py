@@ -42,7 +42,7 @@ def test_a_signal_finishes_the_step_and_writes_a_checkpoint(tmp_path, number, st
         assert run.wait_for(STEP, 3)
         run.send(number)
         assert run.wait() == status, run.output()
-    steps = sum(phase == STEP for _, phase in run.changes)
+    steps = sum(change.phase == STEP for change in run.changes)
     name = f"model_{steps - 1:07d}.pth"
     assert (output / "last_checkpoint").read_text() == name
     checkpoint = read_weights_file(output / name).value
@@ -88,7 +88,7 @@ def test_a_signal_in_an_evaluation_ends_it_and_keeps_the_finished_step(tmp_path)
         run.send(signal.SIGTERM)
         assert run.wait() == 143, run.output()
     assert (output / "last_checkpoint").read_text() == "model_0000002.pth"
-    assert [phase for _, phase in run.changes].count(CHECKPOINT) == 2  # the checkpoint and its name
+    assert [change.phase for change in run.changes].count(CHECKPOINT) == 2  # the checkpoint and its name
     assert "Traceback" not in run.output() and "Evaluation results" not in run.output()
 
 
@@ -98,7 +98,7 @@ def test_a_stop_in_the_last_step_skips_the_evaluation(tmp_path):
         run.send(signal.SIGTERM)
         assert run.wait() == 143, run.output()
     assert (tmp_path / "run" / "last_checkpoint").read_text() == "model_final.pth"
-    assert EVALUATION not in [phase for _, phase in run.changes]
+    assert EVALUATION not in [change.phase for change in run.changes]
 
 
 def test_workers_survive_the_ctrl_c_of_a_terminal_and_end_with_the_run(tmp_path):

@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from detectron2.utils.logger import setup_logger
@@ -24,6 +24,14 @@ from gw_detectron.engine import Trainer
 
 LIMIT = 120.0  # seconds after which a child that hangs is killed
 STEP, CHECKPOINT, EVALUATION, OTHER = "step", "checkpoint write", "evaluation", "other"
+
+
+class Change(NamedTuple):
+    """The begin of a phase: seconds of the clock, seconds of CPU time of the child, the phase."""
+
+    at: float
+    cpu: float
+    phase: str
 
 
 class Child:
@@ -37,7 +45,7 @@ class Child:
     def __init__(self, work: Callable[[Callable[[str], None]], Any], log: Path) -> None:
         self.log = log
         self.phase = ""
-        self.changes: list[tuple[float, str]] = []
+        self.changes: list[Change] = []
         self.status: int | None = None
         self._deadline = time.monotonic() + LIMIT
         self._pipe, writing = os.pipe()
@@ -61,8 +69,8 @@ class Child:
             if not byte:
                 return False
             received += byte
-        at, _, self.phase = received.decode().strip().partition(" ")
-        self.changes.append((float(at), self.phase))
+        at, cpu, self.phase = received.decode().strip().split(" ", 2)
+        self.changes.append(Change(float(at), float(cpu), self.phase))
         self._deadline = time.monotonic() + LIMIT
         return True
 
@@ -70,7 +78,7 @@ class Child:
         """Wait until the child enters a phase for the n-th time; False if it ends before."""
         seen = len(self.changes)
         while self.read(1.0):
-            times -= sum(name == phase for _, name in self.changes[seen:])
+            times -= sum(change.phase == phase for change in self.changes[seen:])
             seen = len(self.changes)
             if times <= 0:
                 return True
@@ -144,7 +152,7 @@ def _run(work: Callable[[Callable[[str], None]], Any], writing: int, reading: in
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
         def report(phase: str) -> None:
-            os.write(writing, f"{time.monotonic():.6f} {phase}\n".encode())
+            os.write(writing, f"{time.monotonic():.6f} {time.process_time():.6f} {phase}\n".encode())
 
         with errors_reported():
             work(report)

@@ -203,7 +203,7 @@ class Attempt:
         left = [path.name for path in self.folder.iterdir() if path.name.startswith(".") or "part" in path.suffix]
         if left:
             raise LostError(f"the next attempt leaves unfinished files: {left}")
-        return run.changes[1][0] - run.changes[0][0]
+        return run.changes[1].at - run.changes[0].at
 
     def _reported(self, report: Callable[[str], None]) -> None:
         report("begin")
@@ -285,16 +285,16 @@ def kill_runs(folder: Path, kills: int, seed: int, *, iterations: int = 60, exac
     training = Training(folder, iterations, exact)
     with serving(random.Random(0).randbytes(60_000_000)) as server:
         attempts = make_attempts(folder, server)
-        while sum(count["killed"] for count in counts.values()) < kills and len(losses) < 10:
+        while sum(count["survived"] for count in counts.values()) < kills and len(losses) < 10:
             kind = min((*TRAINING, *OTHERS), key=lambda kind: (counts[kind].total(), moments.random()))
             try:
                 hit = training.kill(kind, moments) if kind in TRAINING else kind if attempts[kind].kill(moments) else ""
-                counts[hit or kind]["killed" if hit else "finished before the kill"] += 1
+                counts[hit or kind]["survived" if hit else "finished before the kill"] += 1
             except LostError as error:
                 counts[kind]["lost"] += 1
                 losses.append(f"{kind}: {error}")
                 print(losses[-1], flush=True)
-            print(f"\r{sum(count['killed'] for count in counts.values())} of {kills}", end="", flush=True)
+            print(f"\r{sum(count['survived'] for count in counts.values())} of {kills}", end="", flush=True)
     print()
     try:
         training.finish()
@@ -302,7 +302,7 @@ def kill_runs(folder: Path, kills: int, seed: int, *, iterations: int = 60, exac
         losses.append(f"the last training: {error}")
         print(losses[-1], flush=True)
     return {
-        "kills": sum(count["killed"] for count in counts.values()),
+        "kills": sum(count["survived"] for count in counts.values()),
         "seed": seed,
         "exact": exact,
         "minutes": round((time.monotonic() - begin) / 60, 1),
@@ -324,7 +324,7 @@ def main() -> None:
     args.output.mkdir(parents=True)
     result = kill_runs(args.output, args.kills, args.seed, exact=args.exact)
     (args.output / "kills.json").write_text(json.dumps(result, indent=1) + "\n")
-    columns = ("killed", "finished before the kill", "lost")
+    columns = ("survived", "finished before the kill", "lost")
     rows = [[kind, *(count.get(column, 0) for column in columns)] for kind, count in result["kinds"].items()]
     table = tabulate(rows, headers=["kind", *columns])
     (args.output / "kills.txt").write_text(table + "\n")
