@@ -45,7 +45,7 @@ def errors_reported() -> Iterator[None]:
         ended = error if isinstance(error, Interrupted) else Interrupted(signal.SIGINT)
         if _rank() == 0:
             print(f"\n{ended.message}", file=sys.stderr, flush=True)
-        raise ended from None
+        raise SystemExit(ended.code) from None  # without the message, which is printed once
     except Exception as error:
         if is_user_error(error):
             report_error(error)

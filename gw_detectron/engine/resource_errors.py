@@ -37,6 +37,8 @@ def resource_errors_explained(cfg: CfgNode, guard: LossGuard | None = None) -> I
     """
     try:
         yield
+    except UserError:
+        raise
     except (RuntimeError, MemoryError, OSError, EOFError) as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
         last = Path(cfg.OUTPUT_DIR, "last_checkpoint")

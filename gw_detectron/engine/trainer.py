@@ -278,7 +278,9 @@ class Trainer(DefaultTrainer):
         loop_log = logging.getLogger("detectron2.engine.train_loop")
         loop_log.addFilter(_remove_traceback_of_user_errors)
         try:
-            super().train()
+            # again, since torch reports a killed worker by an error between any two lines
+            with resource_errors_explained(self.cfg, self._loss_guard):
+                super().train()
         finally:
             loop_log.removeFilter(_remove_traceback_of_user_errors)
         return getattr(self, "_last_eval_results", None)

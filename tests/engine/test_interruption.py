@@ -1,17 +1,23 @@
 """SIGTERM and Ctrl-C: the step is finished, a checkpoint is written, the status tells the signal."""
 
+import contextlib
+import os
+import re
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from gw_detectron.checkpoint import read_weights_file
-from gw_detectron.cli import Interrupted, errors_reported
+from gw_detectron.cli import errors_reported
 from gw_detectron.data.synthetic import make_synthetic, register_synthetic
 from gw_detectron.engine import Trainer, main
 
 from ..reliability.forked_run import CHECKPOINT, EVALUATION, STEP, child, report_phases
-from ..tiny_run import DATA, arguments
+from ..tiny_run import DATA, ROOT, arguments, environment, words
 
 LONG = {"SOLVER__MAX_ITER": 500, "SOLVER__STEPS": "()", "SOLVER__CHECKPOINT_PERIOD": 500}
 
@@ -21,7 +27,7 @@ def data(tmp_path_factory):
     root = tmp_path_factory.mktemp("datasets")
     make_synthetic(root, DATA)
     register_synthetic(root, DATA)
-    yield
+    yield root
     register_synthetic()
 
 
@@ -135,9 +141,59 @@ def test_handlers_are_restored(tmp_path):
 
 
 def test_ctrl_c_outside_a_training_is_one_line(capsys):
-    with pytest.raises(SystemExit) as ended, errors_reported():
+    with pytest.raises(SystemExit) as ended, errors_reported(), errors_reported():
         raise KeyboardInterrupt
     assert ended.value.code == 130 and capsys.readouterr().err.strip() == "Stopped by SIGINT."
-    with pytest.raises(Interrupted) as ended, errors_reported():
+    with pytest.raises(SystemExit) as ended, errors_reported():
         signal.raise_signal(signal.SIGTERM)
     assert ended.value.code == 143 and capsys.readouterr().err.strip() == "Stopped by SIGTERM."
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["launcher", "terminal", "one process"])
+def test_two_processes_stop_after_the_same_step(data, tmp_path, target):
+    output = tmp_path / "run"
+    launcher = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone")
+    schedule = {**LONG, "SOLVER__CHECKPOINT_PERIOD": 4, "DATASETS__TEST": "()", "SOLVER__IMS_PER_BATCH": 4}
+    command = [str(ROOT / "tests" / "tiny_run.py"), str(ROOT / "tools" / "train_net.py"), *words(output, **schedule)]
+    with (tmp_path / "log").open("w+") as log:
+        run = subprocess.Popen(
+            [sys.executable, *launcher, *command],
+            env=environment(data),
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        try:
+            deadline = time.monotonic() + 120
+            while not (output / "last_checkpoint").exists():
+                assert run.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[-3000:]
+                time.sleep(0.05)
+            if target == "launcher":
+                run.send_signal(signal.SIGTERM)
+            elif target == "terminal":
+                os.killpg(run.pid, signal.SIGINT)
+            else:
+                os.kill(_rank_1(run.pid), signal.SIGTERM)
+            run.wait(60)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(run.pid, signal.SIGKILL)
+            run.wait()
+    said = (tmp_path / "log").read_text()
+    name = "SIGINT" if target == "terminal" else "SIGTERM"
+    (finished,) = re.findall(rf"\nStopped by {name}. Iteration (\d+) is finished; checkpoint '.*'. Continue with", said)
+    assert read_weights_file(output / (output / "last_checkpoint").read_text()).value["iteration"] == int(finished)
+    assert run.returncode != 0
+    ours = said.partition("torch/distributed/run.py")[0]  # torchrun shows its own traceback
+    assert "gw_detectron/engine" not in ours.partition("Stopped by")[2], said[-3000:]
+
+
+def _rank_1(launcher: int) -> int:
+    """Find the process of rank 1 among the children of torchrun."""
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            parent = int((path.parent / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == launcher and b"\0RANK=1\0" in path.read_bytes():
+                return int(path.parent.name)
+    raise AssertionError("rank 1 is not running")

@@ -89,7 +89,6 @@ def test_a_killed_worker_is_explained(tmp_path):
         "lower DATALOADER.NUM_WORKERS (0 needs no shared memory) or enlarge /dev/shm (docker run --shm-size 8g)"
         in str(e.value)
     )
-    assert "Traceback" not in (tmp_path / "log.txt").read_text()
 
 
 def test_other_errors_pass(tmp_path):

@@ -1,8 +1,8 @@
 """Train for long, with restarts, and watch the memory, open files, threads and step time: soak.py --minutes 60.
 
 The tiny training of the tests is stopped by SIGTERM and resumed at equal intervals. Every few seconds its resident
-memory, open files, threads and the mean CPU time of its steps go to samples.csv; soak.png shows them. Each quantity has to
-be flat between two restarts: exit status 1 otherwise, or after a failed restart.
+memory, open files, threads and the mean CPU time of its steps go to samples.csv; soak.png shows them. Each quantity has
+to be flat between two restarts: exit status 1 otherwise, or after a failed restart.
 """
 
 import argparse
