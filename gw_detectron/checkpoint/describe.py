@@ -1,12 +1,13 @@
 """Describe a checkpoint: its run, norms and tensors."""
 
 import os
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from tabulate import tabulate
+import yaml
 from torch import Tensor
 
 from .norm_record import NORMS
@@ -18,35 +19,36 @@ def describe_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Describe any file that :func:`read_weights_file` reads.
 
     Returns:
-        Strings, numbers, lists and dicts: ``file``, ``format``, ``iteration``, ``record``, ``provenance``, ``norms``
-        (number of layers by norm name), ``tensors`` (by entry of the file: number, values, bytes and the names of
-        non-finite tensors) and ``optimizer_state``. What the file does not contain is None.
+        Strings, numbers, lists and dicts: ``file``, ``format``, ``iteration``, ``record`` (of the run), ``provenance``
+        (of converted weights), ``header`` (of a safetensors file), ``norms`` (number of layers by norm name),
+        ``optimizer_state`` (whether there is one) and ``tensors`` (by entry of the file: number, values, bytes, names
+        of non-finite tensors). What the file does not contain is left out.
 
     Raises:
         UserError: the file cannot be read, see :func:`read_weights_file`.
     """
     contents = read_weights_file(path)
-    content = contents.value if isinstance(contents.value, Mapping) else {"": contents.value}
+    content = contents.value if isinstance(contents.value, Mapping) else {"tensor": contents.value}
     norms, trainer = content.get(NORMS), content.get("trainer")
-    sections: dict[str, list[tuple[str, Tensor]]] = {}
-    for key, value in content.items():
-        # bare tensors are one section
-        sections.setdefault("" if isinstance(value, Tensor) else str(key), []).extend(_tensors(value, str(key), set()))
-    plain = {key: content.get(key) for key in (RECORD, "provenance")}
-    return {
+    entries: dict[str, dict[str, Tensor]] = {}
+    for key, value in content.items():  # tensors that are not in a dict form one entry
+        name = "tensors" if isinstance(value, Tensor) else str(key)
+        entries.setdefault(name, {}).update(_tensors(value, str(key), set()))
+    description = {
         "file": os.fspath(path),
         "format": contents.format,
         "iteration": content.get("iteration", trainer.get("iteration") if isinstance(trainer, Mapping) else None),
-        **{key: value if isinstance(value, Mapping) else None for key, value in plain.items()},
+        **{key: _plain(content.get(key), set()) for key in (RECORD, "provenance")},
         "header": dict(contents.metadata) or None,
         "norms": dict(Counter(map(str, norms.values())).most_common()) if isinstance(norms, Mapping) else None,
-        "tensors": {key: _summary(tensors) for key, tensors in sections.items() if tensors},
-        "optimizer_state": any(key != "model" and "optimizer" in name for key in sections for name, _ in sections[key]),
+        "optimizer_state": any("optimizer" in name for key in {*entries} - {"model"} for name in entries[key]),
+        "tensors": {key: _summary(tensors) for key, tensors in entries.items() if tensors},
     }
+    return {key: _plain(value, set()) for key, value in description.items() if value is not None}
 
 
 def _tensors(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
-    """List the tensors in nested containers; each container once, for a file may share one 2**40 times."""
+    """List the tensors in nested containers; each container once, for a small file can repeat one 2**40 times."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, (Mapping, list, tuple)) and id(value) not in seen:
@@ -55,34 +57,31 @@ def _tensors(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Tenso
             yield from _tensors(item, f"{name}.{key}", seen)
 
 
-def _summary(tensors: list[tuple[str, Tensor]]) -> dict[str, Any]:
+def _plain(value: Any, seen: set[int]) -> Any:
+    """Copy nested containers, each once, with strings for values that JSON does not have."""
+    if isinstance(value, (Mapping, list, tuple)):
+        if id(value) in seen:
+            return "(as above)"
+        seen.add(id(value))
+        if isinstance(value, Mapping):
+            return {str(key): _plain(item, seen) for key, item in value.items()}
+        return [_plain(item, seen) for item in value]
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+def _summary(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return {
-        "tensors": len(tensors),
-        "values": sum(tensor.numel() for _, tensor in tensors),
-        "bytes": sum(tensor.numel() * tensor.element_size() for _, tensor in tensors),
-        "non_finite": [name for name, tensor in tensors if not torch.isfinite(tensor).all()],
+        "number": len(tensors),
+        "values": sum(tensor.numel() for tensor in tensors.values()),
+        "bytes": sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
+        "non_finite": [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()],
     }
 
 
 def format_description(description: Mapping[str, Any]) -> str:
-    """Format the result of :func:`describe_checkpoint` as text; the config comes last."""
-    record = dict(description[RECORD] or {})
-    config = record.pop("config", None)
-    plain = {**{key: description[key] for key in ("file", "format", "iteration", "optimizer_state")}, **record}
-    rows = list(_rows({**plain, "provenance": description["provenance"], "header": description["header"]}))
-    rows += [["norm", f"{count} {norm}"] for norm, count in (description["norms"] or {}).items()]
-    for key, part in description["tensors"].items():
-        size = f"{part['tensors']} tensors, {part['values']} values, {part['bytes'] / 2**20:.1f} MiB"
-        rows.append([f"tensors: {key or 'all'}", size])
-        if bad := part["non_finite"]:
-            rows.append(["", f"NaN or infinite: {', '.join(bad[:4])}{f' and {len(bad) - 4} more' if bad[4:] else ''}"])
-    text = tabulate(rows, tablefmt="plain", disable_numparse=True)
-    return f"{text}\n\nconfig:\n{config}" if config else text
-
-
-def _rows(value: Mapping[str, Any], prefix: str = "") -> Iterator[list[str]]:
-    for key, item in value.items():
-        if isinstance(item, Mapping):
-            yield from _rows(item, f"{prefix}{key}: ")
-        elif item is not None:
-            yield [f"{prefix}{key}", str(item)]
+    """Format the result of :func:`describe_checkpoint` as yaml; the config comes last."""
+    record, config = description.get(RECORD), ""
+    if isinstance(record, dict) and "config" in record:
+        config = "config:\n" + textwrap.indent(str(record["config"]), "  ")
+        record = {key: value for key, value in record.items() if key != "config"}
+    return yaml.safe_dump({**description, **({RECORD: record} if record else {})}, sort_keys=False) + config

@@ -1,6 +1,8 @@
 """Record of the run that wrote a checkpoint: software, config, seed, start weights."""
 
+import difflib
 import functools
+import logging
 import platform
 import subprocess
 from collections.abc import Mapping
@@ -15,6 +17,8 @@ import torchvision
 from ..version import __version__
 from .loading import Checkpoint
 from .provenance import sha256_of
+
+log = logging.getLogger(__name__)
 
 #: key of the record in a checkpoint
 RECORD = "record"
@@ -50,9 +54,18 @@ class RunRecord:
         }
 
     def load_state_dict(self, recorded: Mapping[str, Any]) -> None:
-        """Keep the start weights of a resumed run; its software and config may have changed."""
-        if isinstance(recorded, Mapping) and isinstance(recorded.get("start_weights"), dict):
+        """Keep the start weights of a resumed run, and warn if its config has changed."""
+        recorded = recorded if isinstance(recorded, Mapping) else {}
+        if isinstance(recorded.get("start_weights"), dict):
             self._start_weights = recorded["start_weights"]
+        before = recorded.get("config")
+        if isinstance(before, str) and before != self.config:
+            lines = list(difflib.unified_diff(before.splitlines(), self.config.splitlines(), n=0, lineterm=""))
+            log.warning(
+                "--resume: the config differs from that of the checkpoint (-). Learning rate, momentum and weight "
+                "decay remain those of the checkpoint:\n%s",
+                "\n".join(line for line in lines[2:] if not line.startswith("@@")),
+            )
 
 
 @functools.cache
@@ -61,10 +74,7 @@ def software_versions() -> dict[str, str]:
     versions = {
         "gw_detectron": __version__,
         "commit": _commit(Path(__file__).parents[2]),
-        "detectron2": str(detectron2.__version__),
-        "torch": str(torch.__version__),  # a subclass of str
-        "torchvision": str(torchvision.__version__),
-        "numpy": np.__version__,
+        **{module.__name__: str(module.__version__) for module in (detectron2, torch, torchvision, np)},
         "python": platform.python_version(),
         "platform": platform.platform(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",

@@ -9,8 +9,8 @@ def get_parser() -> argparse.ArgumentParser:
     """Create Detectron2's parser with the flags of this package."""
     parser = default_argument_parser()
     parser.epilog = (
-        f"{parser.epilog or ''}\n--eval-only writes log.txt and config.yaml to OUTPUT_DIR/inference: those of the training "
-        "remain.\n"
+        f"{parser.epilog or ''}\n--eval-only writes log.txt and config.yaml to OUTPUT_DIR/inference: those of the "
+        "training remain.\n"
     )
     parser.add_argument(
         "--ignore-preflight",
@@ -34,7 +34,7 @@ def get_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--deterministic",
         action="store_true",
-        help="use only operations of torch that compute the same bits each time on the same machine; slower. Equal runs "
-        "also need an equal SEED. Without SEED a random one is used, which tools/describe_checkpoint.py prints",
+        help="use only operations of torch that compute the same bits each time on the same machine; slower. Equal "
+        "runs also need an equal SEED. Without SEED a random one is used, which tools/describe_checkpoint.py prints",
     )
     return parser

@@ -33,14 +33,14 @@ def seeded_generators(seed: int, *place: int) -> Iterator[None]:
         seed: seed of the run.
         place: as for :func:`seed_generators`.
     """
-    python_state, numpy_state = random.getstate(), np.random.get_state()
+    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(_seed_cpu_generators(seed, *place))
         try:
             yield
         finally:
             random.setstate(python_state)
-            np.random.set_state(numpy_state)
+            np.random.set_state(numpy_state)  # noqa: NPY002
 
 
 def _seed_cpu_generators(seed: int, *place: int) -> int:
@@ -48,7 +48,7 @@ def _seed_cpu_generators(seed: int, *place: int) -> int:
     # a hash: sums such as seed + iteration would repeat the numbers of the next seed
     words = np.random.SeedSequence(seed, spawn_key=place).generate_state(8)
     random.seed(words[:2].tobytes())
-    np.random.seed(words[2:6])
+    np.random.seed(words[2:6])  # noqa: NPY002  Detectron2 augments images by the global generator
     return int(words[6]) << 32 | int(words[7])
 
 

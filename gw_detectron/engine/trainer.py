@@ -121,7 +121,7 @@ class Trainer(DefaultTrainer):
         elif self._draws_seed:
             self.record.seed = _count("seed", seed)
         elif seed != self.cfg.SEED:
-            log.warning("--resume: SEED %s differs from %s of the checkpoint: other random numbers", self.cfg.SEED, seed)
+            log.warning("--resume: SEED %s is not the checkpoint's %s: other random numbers", self.cfg.SEED, seed)
         if self.cfg.TEST.PRECISE_BN.ENABLED:
             log.warning("--resume: PreciseBN starts from the beginning of its data")
         if not isinstance(self.data_loader, TrainingData):

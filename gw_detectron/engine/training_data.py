@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -89,7 +90,7 @@ class TrainingData:
         stored = {**self._order, **state.get("order", {})}
         self.batches = state["batches"] * stored["images_per_batch"] // self._order["images_per_batch"]
         self._moved = True
-        changes = [f"{key} {old} -> {self._order.get(key)}" for key, old in stored.items() if self._order.get(key) != old]
+        changes = [f"{key} {stored[key]} -> {new}" for key, new in self._order.items() if stored[key] != new]
         if changes:
             log.warning(
                 "--resume: the order of the images differs from that of an uninterrupted run: %s", ", ".join(changes)
@@ -146,7 +147,7 @@ class _ExampleDataset(Dataset):
                 example = self._mapper(self._records[index])
                 if example is not None:
                     return example
-                index = int(np.random.randint(len(self._records)))
+                index = random.randrange(len(self._records))
         raise DataError(
             f"DATASETS.TRAIN: the mapper returned None for {_ATTEMPTS} records in a row. Fix: correct the mapper or "
             "remove the records it cannot use."

@@ -33,9 +33,14 @@ def cfg():
     DatasetCatalog.remove("tiny_records")
 
 
+def numbers():
+    """The next number of each global generator."""
+    return random.random(), np.random.rand(), torch.rand(()).item()  # noqa: NPY002
+
+
 def draw(record):
     """A mapper that uses all three generators."""
-    return {**record, "drawn": (random.random(), float(np.random.rand()), float(torch.rand(())))}
+    return {**record, "drawn": numbers()}
 
 
 def take(data, number):
@@ -84,15 +89,14 @@ def test_only_consumed_batches_are_counted(cfg):
 
 
 def test_the_global_generators_are_left_alone(cfg):
-    def numbers(data=None):
-        seed_generators(3, 0)
-        if data is not None:
-            take(data, 3)
-        return random.random(), np.random.rand(), torch.rand(()).item()
-
+    seed_generators(3, 0)
+    expected = numbers()
     for workers in (0, 1):
         cfg.DATALOADER.NUM_WORKERS = workers
-        assert numbers(build_training_data(cfg, draw)) == numbers()
+        data = build_training_data(cfg, draw)
+        seed_generators(3, 0)
+        take(data, 3)
+        assert numbers() == expected
 
 
 def test_seeds_and_places_have_numbers_of_their_own():
@@ -100,8 +104,8 @@ def test_seeds_and_places_have_numbers_of_their_own():
     drawn = set()
     for place in places:
         seed_generators(*place)
-        drawn.add((random.random(), np.random.rand(), torch.rand(()).item()))
-    assert all(len({numbers[i] for numbers in drawn}) == len(places) for i in range(3))
+        drawn.add(numbers())
+    assert all(len({values[i] for values in drawn}) == len(places) for i in range(3))
 
 
 def test_processes_share_the_stream(cfg, monkeypatch):
@@ -110,7 +114,7 @@ def test_processes_share_the_stream(cfg, monkeypatch):
         monkeypatch.setattr(comm, "get_world_size", lambda: size)
         return take(build_training_data(cfg, draw), 8)
 
-    monkeypatch.setattr(comm, "shared_random_seed", lambda: np.random.randint(2**31))
+    monkeypatch.setattr(comm, "shared_random_seed", lambda: np.random.randint(2**31))  # noqa: NPY002
     cfg.DATALOADER.ASPECT_RATIO_GROUPING = False
     cfg.SOLVER.IMS_PER_BATCH = 4
     one, two, alone = share(0, 2), share(1, 2), share(0, 1)
