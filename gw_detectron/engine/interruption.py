@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import os
 import signal
 import time
 from types import FrameType
@@ -104,8 +103,8 @@ class InterruptionHook(HookBase):
         if (finished + 1) % self.period and finished + 1 < self.trainer.max_iter:
             checkpointer.save(f"model_{finished:07d}", iteration=finished)
         if comm.is_main_process():
-            name = os.path.relpath(checkpointer.get_checkpoint_file())
-            self._stop.message = (
-                f"{self._stop.message} Iteration {finished} is finished; checkpoint '{name}'. Continue with --resume."
+            self._stop.message += (
+                f" Iteration {finished} is finished; checkpoint '{checkpointer.get_checkpoint_file()}'. Continue with "
+                "--resume."
             )
             log.warning(self._stop.message)
