@@ -62,6 +62,7 @@ def test_a_signal_finishes_the_step_and_writes_a_checkpoint(tmp_path, number, st
     assert f"Starting training from iteration {steps}" in resumed.output()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_ctrl_c_ends_at_once_and_a_second_sigterm_does_not(tmp_path, second):
     def work(report):
