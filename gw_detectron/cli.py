@@ -1,38 +1,108 @@
-"""Shared parts of the command lines: report user errors, check arguments."""
+"""Shared parts of the command lines: report user errors and signals, check arguments."""
 
 import argparse
 import contextlib
 import os
+import signal
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 
-from detectron2.utils import comm
+import torch
+from torch import distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from .errors import FileAccessError, is_user_error
 
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "Cannot allocate memory", "ALLOC_FAILED")
+
+
+class Interrupted(SystemExit):
+    """SIGTERM or Ctrl-C ended the program, with status 128 + the signal's number."""
+
+    def __init__(self, number: int, message: str = "") -> None:
+        super().__init__(128 + number)
+        self.message = message or f"Stopped by {signal.Signals(number).name}."
+
 
 @contextlib.contextmanager
 def errors_reported() -> Iterator[None]:
-    """Report a user error on stderr and exit with status 1."""
+    """Report a user error, a signal or a lack of memory on stderr, without a traceback.
+
+    Raises:
+        SystemExit: status 1 after an error; 143 after SIGTERM, 130 after Ctrl-C.
+    """
     try:
-        yield
+        with signals_handled(_interrupt, signal.SIGTERM):
+            yield
     except ProcessExitedException as error:
         if error.signal_name:
             raise  # killed from outside, often for lack of memory: the traceback names the signal
         raise SystemExit(error.exit_code) from None  # the process has reported its error
+    except (Interrupted, KeyboardInterrupt) as error:
+        ended = error if isinstance(error, Interrupted) else Interrupted(signal.SIGINT)
+        if _rank() == 0:
+            print(f"\n{ended.message}", file=sys.stderr, flush=True)
+        raise SystemExit(ended.code) from None  # without the message, which is printed once
     except Exception as error:
-        if not is_user_error(error):
+        if is_user_error(error):
+            report_error(error)
+        elif is_out_of_memory(error):
+            reason = str(error).strip().partition("\n")[0].rstrip(".") or "MemoryError"
+            report_error(f"out of memory: {reason}. Fix: free memory, or use a smaller model, batch or image.")
+        else:
             raise
-        report_error(error)
         raise SystemExit(1) from None
 
 
-def report_error(error: Exception) -> None:
+@contextlib.contextmanager
+def signals_handled(handler: Callable[[int, FrameType | None], None], *numbers: int) -> Iterator[None]:
+    """Handle signals in the body, then restore the earlier handlers.
+
+    Only the main thread of this process handles them, and no signal that is ignored (``nohup``). Forked processes, such
+    as data-loading workers, end at SIGTERM as usual and leave Ctrl-C to this process.
+    """
+    process = os.getpid()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == process:
+            handler(number, frame)
+        elif number != signal.SIGINT:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    earlier = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in numbers:
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                earlier[number] = signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number, previous in earlier.items():
+            signal.signal(number, previous)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise Interrupted(number)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an error is a lack of memory, of the GPU or of the machine."""
+    found = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    return found or (isinstance(error, (RuntimeError, OSError)) and any(text in str(error) for text in _OUT_OF_MEMORY))
+
+
+def report_error(error: Exception | str) -> None:
     """Print an error to stderr, with the number of the process unless it is the main one."""
-    process = "" if comm.is_main_process() else f" in process {comm.get_rank()}"
+    process = f" in process {_rank()}" if _rank() else ""
     print(f"\nError{process}: {error}", file=sys.stderr, flush=True)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def check_folder(folder: str | Path) -> None:

@@ -10,11 +10,13 @@ from tabulate import tabulate
 
 from ..export import Normalization, export_backbone
 from .flags import get_parser
+from .output_lock import output_unlocked_at_end
 from .plots import plot_curves, plot_predictions
 from .train import prepare
 from .trainer import Trainer
 
 
+@output_unlocked_at_end()
 def run_demo(args: argparse.Namespace) -> dict:
     """Train from scratch, evaluate, export the backbone and draw the results.
 

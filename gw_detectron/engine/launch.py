@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import multiprocessing
 import os
 import sys
 import traceback
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from detectron2.engine import launch
 from detectron2.utils import comm
 
-from ..cli import errors_reported, report_error
+from ..cli import Interrupted, errors_reported, report_error
 from ..errors import ConfigError, is_user_error
 
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -43,14 +44,18 @@ def launch_from_args(main: Callable[[argparse.Namespace], object], args: argpars
             dist.destroy_process_group()
             return
         _check_gpus(args)
-        launch(
-            _worker,
-            args.num_gpus,
-            num_machines=args.num_machines,
-            machine_rank=args.machine_rank,
-            dist_url=args.dist_url,
-            args=(main, args),
-        )
+        try:
+            launch(
+                _worker,
+                args.num_gpus,
+                num_machines=args.num_machines,
+                machine_rank=args.machine_rank,
+                dist_url=args.dist_url,
+                args=(main, args),
+            )
+        except (Interrupted, KeyboardInterrupt):
+            _stop_children()
+            raise
 
 
 def _worker(main: Callable[[argparse.Namespace], object], args: argparse.Namespace) -> None:
@@ -87,6 +92,15 @@ def in_all_processes() -> Iterator[None]:
     # A launcher ends all processes when the first one exits, so all wait for the report.
     comm.synchronize()
     raise SystemExit(1)
+
+
+def _stop_children() -> None:
+    """Let the processes that this one has started write their checkpoint and end."""
+    children = multiprocessing.active_children()
+    for child in children:
+        child.terminate()
+    for child in children:
+        child.join()
 
 
 def _check_gpus(args: argparse.Namespace) -> None:

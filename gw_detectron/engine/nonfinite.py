@@ -44,6 +44,10 @@ class LossGuard:
             bad = ", ".join(f"{name}={float(loss):g}" for name, loss in losses.items() if not torch.isfinite(loss))
             raise FloatingPointError(f"the loss is not finite: {bad or 'the sum of all losses overflows'}")
 
+    def image_sizes(self) -> str:
+        """List height x width of the last batch."""
+        return ", ".join("x".join(map(str, example["image"].shape[1:])) for example in self._batch)
+
     def explain(self, autocast: bool = False) -> str:
         """Describe the image, parameter or module where the last batch became non-finite.
 

@@ -22,12 +22,14 @@ from ..errors import ConfigError, FileAccessError
 from ..modeling.norm_table import norm_summary
 from ..preflight import Findings, preflight
 from .launch import in_all_processes
+from .output_lock import lock_output, output_unlocked_at_end
 from .seeding import use_deterministic_algorithms
 from .trainer import Trainer
 
 log = logging.getLogger(__name__)
 
 
+@output_unlocked_at_end()
 def main(args: argparse.Namespace) -> dict | None:
     """Train, or evaluate with ``--eval-only``, in the current process.
 
@@ -138,12 +140,15 @@ def prepare_output(cfg: CfgNode, args: argparse.Namespace) -> None:
 
     Raises:
         FileAccessError: the folder cannot be written.
+        OutputInUseError: another training writes there.
     """
     local = cfg.clone()
     if args.eval_only:
         local.defrost()
         local.OUTPUT_DIR = os.path.join(cfg.OUTPUT_DIR, "inference")
     try:
+        if comm.is_main_process() and not args.eval_only:
+            lock_output(cfg.OUTPUT_DIR)
         default_setup(local, args)
         if args.eval_only and comm.is_main_process():
             with PathManager.open(os.path.join(local.OUTPUT_DIR, "config.yaml"), "w") as file:

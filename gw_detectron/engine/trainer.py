@@ -24,8 +24,10 @@ from ..checkpoint.run_record import RECORD, RunRecord
 from ..errors import ConfigError, is_user_error
 from ..preflight import COCO_EVALUATORS
 from .dataset_mapper import ImageNamingMapper
+from .interruption import InterruptionHook
 from .nonfinite import LossGuard, NonFiniteError
 from .optimizer import build_optimizer
+from .resource_errors import resource_errors_explained
 from .seeding import INITIAL_WEIGHTS, STEP, seed_generators
 from .training_data import TrainingData, build_training_data
 
@@ -218,8 +220,18 @@ class Trainer(DefaultTrainer):
         results = cls.test(cfg, GeneralizedRCNNWithTTA(cfg, model), evaluators)
         return OrderedDict((f"{key}_TTA", value) for key, value in results.items())
 
+    @classmethod
+    def test(cls, cfg: CfgNode, model: torch.nn.Module, evaluators: Any = None) -> OrderedDict:
+        """Evaluate on ``DATASETS.TEST``; see Detectron2's ``DefaultTrainer.test``."""
+        with resource_errors_explained(cfg):
+            return super().test(cfg, model, evaluators)
+
     def build_hooks(self) -> list[Any]:
         built = super().build_hooks()
+        self._interruption = InterruptionHook(self.cfg.SOLVER.CHECKPOINT_PERIOD)
+        # behind the scheduler and the checkpoints, before the evaluation
+        place = next((i for i, hook in enumerate(built) if isinstance(hook, hooks.EvalHook)), len(built))
+        built.insert(place, self._interruption)
         if self.cfg.TEST.AUG.ENABLED:
             # before the writers, which close after the training
             place = next((i for i, hook in enumerate(built) if isinstance(hook, hooks.PeriodicWriter)), len(built))
@@ -241,10 +253,14 @@ class Trainer(DefaultTrainer):
 
     def run_step(self) -> None:
         try:
-            super().run_step()
+            with resource_errors_explained(self.cfg, self._loss_guard):
+                super().run_step()
         except (FloatingPointError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
             cause = self._loss_guard.explain(autocast=isinstance(self._trainer, AMPTrainer))
             raise NonFiniteError(f"iteration {self.iter}: {error}\n{cause}") from error
+        except RuntimeError as error:
+            self._interruption.stopped_by(error)
+            raise
 
     def train(self) -> dict | None:
         """Train to ``SOLVER.MAX_ITER``.
@@ -262,7 +278,9 @@ class Trainer(DefaultTrainer):
         loop_log = logging.getLogger("detectron2.engine.train_loop")
         loop_log.addFilter(_remove_traceback_of_user_errors)
         try:
-            super().train()
+            # again, since torch reports a killed worker by an error between any two lines
+            with resource_errors_explained(self.cfg, self._loss_guard):
+                super().train()
         finally:
             loop_log.removeFilter(_remove_traceback_of_user_errors)
         return getattr(self, "_last_eval_results", None)

@@ -1,17 +1,22 @@
 """How many processes are started, and how their errors are reported."""
 
 import errno
+import signal
+import time
+from pathlib import Path
 
 import pytest
 import torch
 from detectron2.utils import comm
 
-from gw_detectron.cli import errors_reported
+from gw_detectron.cli import Interrupted, errors_reported
 from gw_detectron.engine import get_parser
 from gw_detectron.engine.launch import in_all_processes, launch_from_args
 from gw_detectron.errors import ConfigError
 from gw_detectron.ops.solvers import NonFiniteCovarianceError
 from gw_detectron.preflight import PreflightError
+
+from ..reliability.forked_run import child
 
 
 def test_zero_and_one_gpu_run_in_this_process():
@@ -95,3 +100,28 @@ def test_processes_that_all_succeed_continue(monkeypatch):
     with in_all_processes():
         done = True
     assert done
+
+
+def wait_for_signal(index, folder):
+    """A process of Detectron2's launcher."""
+    with errors_reported():
+        try:
+            Path(folder, f"started {index}").touch()
+            time.sleep(60)
+        except Interrupted:
+            Path(folder, f"stopped {index}").touch()
+            raise
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_launcher_stops_its_processes_first(tmp_path, monkeypatch):
+    spawn = torch.multiprocessing.spawn
+    launch = lambda *args, **kwargs: spawn(wait_for_signal, (str(tmp_path),), nprocs=2)  # noqa: E731
+    monkeypatch.setattr("gw_detectron.engine.launch.launch", launch)
+    with child(lambda report: launch_from_args(print, get_parser().parse_args([])), tmp_path / "log") as run:
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.glob("started *"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        run.send(signal.SIGTERM)
+        assert run.wait() == 143, run.output()
+    assert len(list(tmp_path.glob("stopped *"))) == 2 and "Traceback" not in run.output()

@@ -1,0 +1,110 @@
+"""Stop a training at SIGTERM or Ctrl-C: finish the step and write a checkpoint."""
+
+import contextlib
+import logging
+import signal
+import time
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from detectron2.engine import HookBase
+from detectron2.utils import comm
+
+from ..cli import Interrupted, signals_handled
+
+log = logging.getLogger(__name__)
+
+_REPEAT_SECONDS = 1.0  # torchrun sends a Ctrl-C of the terminal to its processes a second time
+
+
+class InterruptionHook(HookBase):
+    """Write a checkpoint and stop at SIGTERM or Ctrl-C.
+
+    A signal during a step waits for the end of the step, which is the same step in all processes. A signal between
+    steps, as in an evaluation, stops at once. A second Ctrl-C during a step stops at once, without a checkpoint.
+
+    Place it behind the hooks whose state is in a checkpoint, and before the evaluation.
+
+    Args:
+        period: iterations between two regular checkpoints.
+    """
+
+    def __init__(self, period: int) -> None:
+        self.period = period
+        self._stop: Interrupted | None = None
+        self._number = 0
+        self._received_at = 0.0
+        self._in_step = False
+        self._finished = -1
+        self._handlers = contextlib.ExitStack()
+        self._group: Any = None
+
+    def before_train(self) -> None:
+        if comm.get_world_size() > 1:
+            self._group = dist.new_group(backend="gloo")  # a group on the CPU: no wait for the GPU in each step
+        self._handlers.enter_context(signals_handled(self._receive, signal.SIGTERM, signal.SIGINT))
+
+    def before_step(self) -> None:
+        self._in_step = True
+
+    def after_step(self) -> None:
+        self._finished = self.trainer.iter
+        number = self._number
+        if self._group:
+            received = torch.tensor(number)
+            dist.all_reduce(received, dist.ReduceOp.MAX, self._group)
+            number = int(received)
+        elif not number:
+            self._in_step = False
+            number = self._number  # of a signal that came between these lines
+        if number:
+            self._stop = Interrupted(number)
+            self._save()
+            comm.synchronize()  # a launcher ends all processes when the first one exits
+            raise self._stop
+        self._in_step = False
+
+    def after_train(self) -> None:
+        self._handlers.close()
+        if self._stop is None:
+            return
+        # Detectron2 evaluates after the last step, also when the run was stopped there.
+        self.trainer.max_iter = max(self.trainer.max_iter, self.trainer.iter + 2)
+        if self._finished == self.trainer.iter:
+            self._save()
+
+    def stopped_by(self, error: Exception) -> None:
+        """Raise Interrupted instead of an error that followed a signal.
+
+        Such an error often comes from another process that the signal has ended.
+        """
+        if self._number:
+            raise Interrupted(self._number) from error
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        repeated = bool(self._number)
+        now = time.monotonic()
+        if repeated and (number != signal.SIGINT or now - self._received_at < _REPEAT_SECONDS):
+            return
+        self._number, self._received_at = number, now
+        if repeated or not self._in_step:
+            self._stop = Interrupted(number, "Stopped by a second Ctrl-C, without a checkpoint." if repeated else "")
+            raise self._stop
+        log.warning("%s: stopping after this step", signal.Signals(number).name)
+
+    def _save(self) -> None:
+        """Write a checkpoint of the finished step unless the run has just done so."""
+        if self._stop is None or self._finished < 0:
+            return
+        finished, self._finished = self._finished, -1
+        checkpointer = self.trainer.checkpointer
+        if (finished + 1) % self.period and finished + 1 < self.trainer.max_iter:
+            checkpointer.save(f"model_{finished:07d}", iteration=finished)
+        if comm.is_main_process():
+            self._stop.message += (
+                f" Iteration {finished} is finished; checkpoint '{checkpointer.get_checkpoint_file()}'. Continue with "
+                "--resume."
+            )
+            log.warning(self._stop.message)

@@ -1,0 +1,67 @@
+"""Explain a lack of memory and killed data-loading workers."""
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from detectron2.config import CfgNode
+
+from ..cli import is_out_of_memory
+from ..errors import UserError
+from .nonfinite import LossGuard
+
+# messages of torch
+_WORKER_FAILURE = re.compile(r"DataLoader worker \(pid|shared memory object|</torch_\d|insufficient shared memory")
+
+
+class RunMemoryError(UserError, MemoryError):
+    """A step or an evaluation ran out of memory."""
+
+
+class DataWorkerError(UserError, RuntimeError):
+    """A data-loading worker was killed, or had no shared memory."""
+
+
+@contextlib.contextmanager
+def resource_errors_explained(cfg: CfgNode, guard: LossGuard | None = None) -> Iterator[None]:
+    """Name the images and the config keys behind a lack of memory in the body.
+
+    Args:
+        cfg: the config of the run.
+        guard: knows the images of a training step; None for an evaluation.
+
+    Raises:
+        RunMemoryError: the GPU or the machine is out of memory.
+        DataWorkerError: a data-loading worker was killed, or had no shared memory.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except (RuntimeError, MemoryError, OSError, EOFError) as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+        last = Path(cfg.OUTPUT_DIR, "last_checkpoint")
+        resume = f"; continue with --resume from '{last.with_name(last.read_text())}'" if last.is_file() else ""
+        # A worker that dies while it hands over a batch leaves a broken socket without a file name.
+        socket = isinstance(error, (ConnectionError, EOFError, FileNotFoundError)) and cfg.DATALOADER.NUM_WORKERS > 0
+        if (socket and getattr(error, "filename", None) is None) or _WORKER_FAILURE.search(str(error)):
+            raise DataWorkerError(
+                f"DATALOADER.NUM_WORKERS ({cfg.DATALOADER.NUM_WORKERS}): a data-loading worker failed: {reason}. The "
+                "machine's memory or its shared memory (/dev/shm) may be full. Fix: lower DATALOADER.NUM_WORKERS (0 "
+                f"needs no shared memory) or enlarge /dev/shm (docker run --shm-size 8g){resume}."
+            ) from error
+        if not is_out_of_memory(error):
+            raise
+        if guard is None:
+            key, images = "INPUT.MIN_SIZE_TEST", "an evaluation"
+            others = f"INPUT.MAX_SIZE_TEST ({cfg.INPUT.MAX_SIZE_TEST})"
+        else:
+            key, images = "SOLVER.IMS_PER_BATCH", f"a step with images of {guard.image_sizes()} pixels"
+            others = (
+                f"INPUT.MIN_SIZE_TRAIN ({cfg.INPUT.MIN_SIZE_TRAIN}), INPUT.MAX_SIZE_TRAIN ({cfg.INPUT.MAX_SIZE_TRAIN})"
+            )
+        value = cfg.SOLVER.IMS_PER_BATCH if guard else cfg.INPUT.MIN_SIZE_TEST
+        raise RunMemoryError(
+            f"{key} ({value}): out of memory in {images}: {reason}. Fix: lower {key}, {others}{resume}."
+        ) from error

@@ -1,0 +1,200 @@
+"""SIGTERM and Ctrl-C: the step is finished, a checkpoint is written, the status tells the signal."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gw_detectron.checkpoint import read_weights_file
+from gw_detectron.cli import errors_reported
+from gw_detectron.data.synthetic import make_synthetic, register_synthetic
+from gw_detectron.engine import Trainer, main
+
+from ..reliability.forked_run import CHECKPOINT, EVALUATION, STEP, child, report_phases
+from ..tiny_run import DATA, ROOT, arguments, environment, words
+
+LONG = {"SOLVER__MAX_ITER": 500, "SOLVER__STEPS": "()", "SOLVER__CHECKPOINT_PERIOD": 500}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def data(tmp_path_factory):
+    root = tmp_path_factory.mktemp("datasets")
+    make_synthetic(root, DATA)
+    register_synthetic(root, DATA)
+    yield root
+    register_synthetic()
+
+
+def training(folder, *flags, **overrides):
+    """A function for a child that trains and reports its phases."""
+
+    def work(report):
+        report_phases(report)
+        main(arguments(folder, *flags, **{**LONG, **overrides}))
+
+    return work
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_finishes_the_step_and_writes_a_checkpoint(tmp_path, number, status):
+    output = tmp_path / "run"
+    with child(training(output, DATASETS__TEST="()"), tmp_path / "log") as run:
+        assert run.wait_for(STEP, 3)
+        run.send(number)
+        assert run.wait() == status, run.output()
+    steps = sum(change.phase == STEP for change in run.changes)
+    name = f"model_{steps - 1:07d}.pth"
+    assert (output / "last_checkpoint").read_text() == name
+    checkpoint = read_weights_file(output / name).value
+    assert checkpoint["iteration"] == checkpoint["trainer"]["iteration"] == steps - 1
+    assert "Traceback" not in run.output()
+    last = run.output().strip().splitlines()[-1]
+    assert last.startswith(f"Stopped by {number.name}. Iteration {steps - 1} is finished; checkpoint")
+    assert last.endswith("Continue with --resume.") and last in (output / "log.txt").read_text()
+    with child(training(output, "--resume", DATASETS__TEST="()"), tmp_path / "log") as resumed:
+        assert resumed.wait_for(STEP, 1)
+    assert f"Starting training from iteration {steps}" in resumed.output()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_ctrl_c_ends_at_once_and_a_second_sigterm_does_not(tmp_path, second):
+    def work(report):
+        report_phases(report)
+        step = Trainer.run_step
+
+        def slow_step(trainer):
+            step(trainer)
+            time.sleep(3)
+
+        Trainer.run_step = slow_step
+        main(arguments(tmp_path / "run", **{**LONG, "DATASETS__TEST": "()"}))
+
+    with child(work, tmp_path / "log") as run:
+        assert run.wait_for(STEP)
+        run.send(signal.SIGINT)
+        run.send(signal.SIGINT)  # within a second: torchrun repeats a Ctrl-C
+        time.sleep(1.2)
+        run.send(second)
+        assert run.wait() == 130, run.output()
+    written = (tmp_path / "run" / "last_checkpoint").exists()
+    assert written == (second == signal.SIGTERM)
+    assert "Traceback" not in run.output() and not list((tmp_path / "run").glob(".*.tmp"))
+
+
+def test_a_signal_in_an_evaluation_ends_it_and_keeps_the_finished_step(tmp_path):
+    output = tmp_path / "run"
+    with child(training(output, TEST__EVAL_PERIOD=3), tmp_path / "log") as run:
+        assert run.wait_for(EVALUATION)
+        run.send(signal.SIGTERM)
+        assert run.wait() == 143, run.output()
+    assert (output / "last_checkpoint").read_text() == "model_0000002.pth"
+    assert [change.phase for change in run.changes].count(CHECKPOINT) == 2  # the checkpoint and its name
+    assert "Traceback" not in run.output() and "Evaluation results" not in run.output()
+
+
+def test_a_stop_in_the_last_step_skips_the_evaluation(tmp_path):
+    with child(training(tmp_path / "run", SOLVER__MAX_ITER=2), tmp_path / "log") as run:
+        assert run.wait_for(STEP, 2)
+        run.send(signal.SIGTERM)
+        assert run.wait() == 143, run.output()
+    assert (tmp_path / "run" / "last_checkpoint").read_text() == "model_final.pth"
+    assert EVALUATION not in [change.phase for change in run.changes]
+
+
+def test_workers_survive_the_ctrl_c_of_a_terminal_and_end_with_the_run(tmp_path):
+    with child(training(tmp_path / "run", DATASETS__TEST="()", DATALOADER__NUM_WORKERS=2), tmp_path / "log") as run:
+        assert run.wait_for(STEP, 3)
+        run.send_to_all(signal.SIGINT)
+        assert run.wait() == 130, run.output()
+        assert not run.processes(), "a worker outlived the run"
+    assert (tmp_path / "run" / "last_checkpoint").exists() and "Traceback" not in run.output()
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_in_the_generation_of_data_leaves_nothing_half_made(tmp_path, number, status):
+    def work(report):
+        report("generation")
+        make_synthetic(tmp_path, DATA.__class__(num_train=3000))
+
+    with child(work, tmp_path / "log") as run:
+        assert run.wait_for("generation")
+        time.sleep(0.3)
+        run.send(number)
+        assert run.wait() == status, run.output()
+    assert "Traceback" not in run.output() and f"Stopped by {number.name}." in run.output()
+    assert not list(tmp_path.glob("gw_synthetic*/*")), "a half-made dataset"
+
+
+def test_handlers_are_restored(tmp_path):
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    main(arguments(tmp_path, SOLVER__MAX_ITER=1, SOLVER__STEPS="()", DATASETS__TEST="()"))
+    with pytest.raises(KeyError), errors_reported():
+        assert signal.getsignal(signal.SIGTERM) != before[0]
+        raise KeyError
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+def test_ctrl_c_outside_a_training_is_one_line(capsys):
+    with pytest.raises(SystemExit) as ended, errors_reported(), errors_reported():
+        raise KeyboardInterrupt
+    assert ended.value.code == 130 and capsys.readouterr().err.strip() == "Stopped by SIGINT."
+    with pytest.raises(SystemExit) as ended, errors_reported():
+        signal.raise_signal(signal.SIGTERM)
+    assert ended.value.code == 143 and capsys.readouterr().err.strip() == "Stopped by SIGTERM."
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["launcher", "terminal", "one process"])
+def test_two_processes_stop_after_the_same_step(data, tmp_path, target):
+    output = tmp_path / "run"
+    launcher = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone")
+    schedule = {**LONG, "SOLVER__CHECKPOINT_PERIOD": 4, "DATASETS__TEST": "()", "SOLVER__IMS_PER_BATCH": 4}
+    command = [str(ROOT / "tests" / "tiny_run.py"), str(ROOT / "tools" / "train_net.py"), *words(output, **schedule)]
+    with (tmp_path / "log").open("w+") as log:
+        run = subprocess.Popen(
+            [sys.executable, *launcher, *command],
+            env=environment(data),
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        try:
+            deadline = time.monotonic() + 120
+            while not (output / "last_checkpoint").exists():
+                assert run.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[-3000:]
+                time.sleep(0.05)
+            if target == "launcher":
+                run.send_signal(signal.SIGTERM)
+            elif target == "terminal":
+                os.killpg(run.pid, signal.SIGINT)
+            else:
+                os.kill(_rank_1(run.pid), signal.SIGTERM)
+            run.wait(60)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(run.pid, signal.SIGKILL)
+            run.wait()
+    said = (tmp_path / "log").read_text()
+    name = "SIGINT" if target == "terminal" else "SIGTERM"
+    (finished,) = re.findall(rf"\nStopped by {name}. Iteration (\d+) is finished; checkpoint '.*'. Continue with", said)
+    assert read_weights_file(output / (output / "last_checkpoint").read_text()).value["iteration"] == int(finished)
+    assert run.returncode != 0
+    ours = said.partition("torch/distributed/run.py")[0]  # torchrun shows its own traceback
+    assert "gw_detectron/engine" not in ours.partition("Stopped by")[2], said[-3000:]
+
+
+def _rank_1(launcher: int) -> int:
+    """Find the process of rank 1 among the children of torchrun."""
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            parent = int((path.parent / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == launcher and b"\0RANK=1\0" in path.read_bytes():
+                return int(path.parent.name)
+    raise AssertionError("rank 1 is not running")

@@ -1,0 +1,183 @@
+"""Train for long, with restarts, and watch the memory, open files, threads and step time: soak.py --minutes 60.
+
+The tiny training of the tests is stopped by SIGTERM and resumed at equal intervals. Every few seconds its resident
+memory, open files, threads and the mean CPU time of its steps go to samples.csv; soak.png shows them. Each quantity has
+to be flat between two restarts: exit status 1 otherwise, or after a failed restart.
+"""
+
+import argparse
+import csv
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+
+from gw_detectron.data.synthetic import make_synthetic, register_synthetic
+from gw_detectron.engine import main as run_main
+from tests.reliability.forked_run import STEP, Child, child, report_phases
+from tests.tiny_run import DATA, arguments
+
+QUANTITIES = {"memory": "MB", "files": "open files", "threads": "threads", "step": "CPU ms per step"}
+# Largest growth between two restarts, extrapolated from the fitted line to one hour.
+# Memory: the allocator keeps what large images once needed, so it grows in steps towards a bound; a leak of one image
+# of this dataset (20 kB) per step would be 300 MB per hour.
+# Files and threads: none may be left open; half of one is the error of a fit to whole numbers.
+# Step time: CPU time, which other programs of the machine change less than the clock's; it still varies by as much.
+LIMITS = {"memory": 0.20, "files": 0.5, "threads": 0.5, "step": 0.30}
+RELATIVE = ("memory", "step")  # the others are absolute
+_WARM_UP = 0.25  # part of a piece that is left out: imports, caches and the first evaluation
+
+
+def sample(run: Child, seconds: float) -> dict[str, float]:
+    """Measure a running child after some seconds; empty if it ended before or made no step."""
+    end = time.monotonic() + seconds
+    known = len(run.changes)
+    while time.monotonic() < end and run.read(min(1.0, end - time.monotonic())):
+        pass
+    if time.monotonic() < end:
+        return {}
+    changes = run.changes[known:]
+    steps = [after.cpu - before.cpu for before, after in pairwise(changes) if before.phase == STEP]
+    status = Path(f"/proc/{run.pid}/status").read_text()
+    fields = dict(line.split(":", 1) for line in status.splitlines())
+    if not steps:
+        return {}
+    return {
+        "memory": int(fields["VmRSS"].split()[0]) / 1024,
+        "files": len(os.listdir(f"/proc/{run.pid}/fd")),
+        "threads": int(fields["Threads"]),
+        "step": 1000 * fmean(steps),
+    }
+
+
+def soak(folder: Path, minutes: float, restarts: int, interval: float, *, workers: int = 0) -> list[dict[str, float]]:
+    """Train with restarts; return the samples, each with its piece and its minute.
+
+    Raises:
+        RuntimeError: a run failed, or did not continue where it was stopped.
+    """
+    root, output = folder / "datasets", folder / "run"
+    make_synthetic(root, DATA)
+    register_synthetic(root, DATA)
+    torch.set_num_threads(1)
+    schedule = {"SOLVER__MAX_ITER": 10_000_000, "SOLVER__STEPS": "()", "SOLVER__CHECKPOINT_PERIOD": 200}
+    args = arguments(
+        output, "--resume", **schedule, TEST__EVAL_PERIOD=100, DATALOADER__NUM_WORKERS=workers, SOLVER__BASE_LR=0.001
+    )
+
+    def work(report: Callable[[str], None]) -> None:
+        report_phases(report)
+        run_main(args)
+
+    samples: list[dict[str, float]] = []
+    begin = time.monotonic()
+    expected = 0
+    with open(folder / "samples.csv", "w", newline="") as file:
+        table = csv.DictWriter(file, ["minute", "piece", *QUANTITIES])
+        table.writeheader()
+        for piece in range(restarts + 1):
+            (folder / "log.txt").unlink(missing_ok=True)
+            with child(work, folder / "log.txt") as run:
+                if not run.wait_for(STEP) or f"Starting training from iteration {expected}\n" not in run.output():
+                    raise RuntimeError(f"did not start at iteration {expected}:\n{run.output()[-3000:]}")
+                while time.monotonic() - begin < 60 * minutes * (piece + 1) / (restarts + 1):
+                    found = sample(run, interval)
+                    if found:
+                        samples.append({"minute": (time.monotonic() - begin) / 60, "piece": piece, **found})
+                        table.writerow({name: round(value, 3) for name, value in samples[-1].items()})
+                        file.flush()
+                    elif run.status is not None or not Path(f"/proc/{run.pid}").exists():
+                        raise RuntimeError(f"ended by itself:\n{run.output()[-3000:]}")
+                run.send(signal.SIGTERM)
+                if run.wait() != 143:
+                    raise RuntimeError(f"SIGTERM: status {run.status}:\n{run.output()[-3000:]}")
+                expected = int((output / "last_checkpoint").read_text()[len("model_") : -len(".pth")]) + 1
+            for older in output.glob("model_*.pth"):
+                if older.name != (output / "last_checkpoint").read_text():
+                    older.unlink()
+            print(f"piece {piece + 1} of {restarts + 1}: {expected} iterations", flush=True)
+    return samples
+
+
+def growth(samples: list[dict[str, float]]) -> dict[str, float]:
+    """Return the growth of each quantity per hour: the median over the pieces of the slope of a fitted line.
+
+    One piece that shares the machine with another program does not decide.
+    """
+    found: dict[str, float] = {}
+    for name in QUANTITIES:
+        slopes = []
+        for piece in sorted({row["piece"] for row in samples}):
+            rows = [row for row in samples if row["piece"] == piece]
+            rows = rows[int(len(rows) * _WARM_UP) :]
+            if len(rows) < 3:
+                continue
+            hours, values = np.array([row["minute"] for row in rows]) / 60, np.array([row[name] for row in rows])
+            scale = values.mean() if name in RELATIVE else 1.0
+            slopes.append(float(np.polyfit(hours, values, 1)[0] / scale))
+        found[name] = float(np.median(slopes)) if slopes else float("nan")
+    return found
+
+
+def plot(samples: list[dict[str, float]], picture: Path) -> None:
+    """Draw the samples over the minutes, with the restarts as vertical lines."""
+    figure = Figure(figsize=(9, 9), layout="constrained")
+    for axes, (name, unit) in zip(figure.subplots(len(QUANTITIES), 1, sharex=True), QUANTITIES.items(), strict=True):
+        for piece in sorted({row["piece"] for row in samples}):
+            rows = [row for row in samples if row["piece"] == piece]
+            axes.plot([row["minute"] for row in rows], [row[name] for row in rows], color="tab:blue")
+            if piece:
+                axes.axvline(rows[0]["minute"], color="gray", linewidth=0.7, linestyle="--")
+        axes.set(ylabel=unit, ylim=(0, None))
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_title("A training with restarts (dashed)")
+    figure.axes[-1].set_xlabel("minutes")
+    figure.savefig(picture, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--restarts", type=int, default=10)
+    parser.add_argument("--interval", type=float, default=10, help="seconds between samples (%(default)s)")
+    parser.add_argument("--workers", type=int, default=0, help="DATALOADER.NUM_WORKERS (%(default)s)")
+    parser.add_argument("--output", type=Path, default=Path("output/soak"), help="folder to create (%(default)s)")
+    args = parser.parse_args()
+    shutil.rmtree(args.output, ignore_errors=True)
+    args.output.mkdir(parents=True)
+    samples = soak(args.output, args.minutes, args.restarts, args.interval, workers=args.workers)
+    plot(samples, args.output / "soak.png")
+    found = growth(samples)
+    flat = {name: bool(abs(found[name]) <= LIMITS[name] or found[name] < 0) for name in QUANTITIES}
+    result = {
+        "minutes": args.minutes,
+        "restarts": args.restarts,
+        "samples": len(samples),
+        "growth": found,
+        "flat": flat,
+    }
+    (args.output / "soak.json").write_text(json.dumps(result, indent=1) + "\n")
+    for name, unit in QUANTITIES.items():
+        values = [row[name] for row in samples]
+        rate = f"{100 * found[name]:+.1f} %" if name in RELATIVE else f"{found[name]:+.2f}"
+        print(
+            f"{name:8} {min(values):8.1f} to {max(values):8.1f} {unit:12} {rate} per hour: "
+            f"{'flat' if flat[name] else 'GROWS'}"
+        )
+    raise SystemExit(not all(flat.values()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Whole runs on a full or read-only disk, and on annotations without area."""
+
+import json
+import math
+import subprocess
+
+import pytest
+
+from gw_detectron.checkpoint import read_weights_file
+from gw_detectron.data.synthetic import make_synthetic, register_synthetic
+from gw_detectron.engine import main
+
+from ..tiny_run import DATA, arguments
+from .forked_run import STEP, child, report_phases
+
+
+@pytest.fixture
+def data(tmp_path):
+    root = tmp_path / "datasets"
+    make_synthetic(root, DATA)
+    register_synthetic(root, DATA)
+    yield root / "gw_synthetic"
+    register_synthetic()
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """Mount a small disk; return its folder and a function that mounts it again with other options."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def mount(options: str) -> None:
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True, text=True, timeout=20
+        )
+        if done.returncode:
+            pytest.skip(f"needs to mount a tmpfs: {done.stderr.strip()}")
+
+    try:
+        mount("size=150m")
+    except FileNotFoundError:
+        pytest.skip("needs mount")
+    yield folder, mount
+    subprocess.run(["umount", "-l", str(folder)], check=True, timeout=20)
+
+
+def train(tmp_path, output, *flags, **overrides):
+    """Train in a child; return its exit status and output."""
+
+    def work(report):
+        report_phases(report)
+        main(arguments(output, *flags, DATASETS__TEST="()", **overrides))
+
+    (tmp_path / "log").unlink(missing_ok=True)
+    with child(work, tmp_path / "log") as run:
+        return run.wait(), run.output(), sum(change.phase == STEP for change in run.changes)
+
+
+@pytest.mark.slow
+def test_a_run_on_a_full_disk_ends_with_a_sentence_and_resumes_with_more_space(data, disk, tmp_path):
+    folder, mount = disk
+    schedule = {"SOLVER__MAX_ITER": 6, "SOLVER__STEPS": "()", "SOLVER__CHECKPOINT_PERIOD": 1}
+    status, said, steps = train(tmp_path, folder / "run", **schedule)
+    assert status == 1 and 1 < steps < 6, said
+    failed = folder / "run" / f"model_{steps - 1:07d}.pth"
+    assert (
+        f"Error: '{failed}': was not written: No space left on device. Existing files are unchanged. Fix: free" in said
+    )
+    assert "Traceback" not in said
+    last = (folder / "run" / "last_checkpoint").read_text()
+    assert last == f"model_{steps - 2:07d}.pth"
+    assert read_weights_file(folder / "run" / last).value["iteration"] == steps - 2
+    assert not list((folder / "run").glob(".*.tmp"))
+    mount("remount,size=1g")
+    status, said, _ = train(tmp_path, folder / "run", "--resume", **schedule)
+    assert status == 0 and f"Starting training from iteration {steps - 1}" in said
+
+
+def test_a_read_only_disk_is_named(data, disk, tmp_path):
+    folder, mount = disk
+    mount("remount,ro")
+    status, said, steps = train(tmp_path, folder / "run")
+    assert (status, steps) == (1, 0)
+    assert f"Error: OUTPUT_DIR ('{folder}/run'): cannot be written: " in said and "Read-only file system" in said
+    assert "Traceback" not in said
+
+
+def test_boxes_without_area_among_others_do_not_stop_a_run(data, tmp_path):
+    path = data / "annotations" / "instances_train.json"
+    original = json.loads(path.read_text())
+    content = json.loads(path.read_text())
+    first = {}
+    for annotation in content["annotations"]:
+        first.setdefault(annotation["image_id"], annotation)
+    for annotation in content["annotations"]:
+        if annotation is not first[annotation["image_id"]] or annotation["image_id"] % 2:
+            annotation["bbox"][2 + annotation["id"] % 2] = 0
+    assert content != original
+    path.write_text(json.dumps(content))
+    status, said, steps = train(tmp_path, tmp_path / "run")
+    assert (status, steps) == (0, 3), said[-3000:]
+    losses = [json.loads(line)["total_loss"] for line in (tmp_path / "run" / "metrics.json").read_text().splitlines()]
+    assert losses and all(map(math.isfinite, losses))
