@@ -3,6 +3,7 @@
 import argparse
 
 from detectron2.engine import default_argument_parser
+from detectron2.engine.launch import DEFAULT_TIMEOUT
 
 
 def get_parser() -> argparse.ArgumentParser:
@@ -26,5 +27,13 @@ def get_parser() -> argparse.ArgumentParser:
         metavar="K",
         help="log eigenvalues, condition numbers and residuals of all whitening layers every K iterations; 0: never "
         "(default). Metrics are written every 20 iterations, so a K below 20 costs time without showing more",
+    )
+    parser.add_argument(
+        "--dist-timeout",
+        type=int,
+        default=int(DEFAULT_TIMEOUT.total_seconds()),
+        metavar="SECONDS",
+        help="end the run if a process waits longer than this for another one, which died, hangs or never joined "
+        "(default: %(default)s). Raise it if the evaluation on the main process takes longer",
     )
     return parser
