@@ -20,7 +20,7 @@ from ..errors import ConfigError, FileAccessError
 from ..modeling.norm_table import norm_summary
 from ..preflight import Findings, preflight
 from .launch import in_all_processes
-from .trainer import Trainer
+from .trainer import Trainer, check_same_start
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +94,8 @@ def evaluate(cfg: CfgNode, start: StartWeights, *, allow_partial: bool = False) 
             f"MODEL.WEIGHTS ('{start.address}'): not a whole detector: {report}. Fix: give the weights of a trained "
             "detector, or accept random values with --allow-partial."
         )
+    if not report.new:
+        check_same_start(model, start)
     results = Trainer.test(cfg, model)
     if cfg.TEST.AUG.ENABLED:
         results.update(Trainer.test_with_TTA(cfg, model))

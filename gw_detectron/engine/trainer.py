@@ -1,5 +1,6 @@
 """Detectron2's DefaultTrainer with COCO evaluation, atomic checkpoints and diagnosed failures."""
 
+import hashlib
 import importlib.util
 import logging
 import os
@@ -23,6 +24,7 @@ from ..checkpoint import NORMS, LoadReport, NormRecord, StartWeights, load_check
 from ..errors import ConfigError, is_user_error
 from ..preflight import COCO_EVALUATORS
 from .dataset_mapper import ImageNamingMapper
+from .launch import in_all_processes
 from .nonfinite import LossGuard, NonFiniteError
 from .optimizer import build_optimizer
 
@@ -119,6 +121,7 @@ class Trainer(DefaultTrainer):
             self.start_iter = finished + 1
         report = load_checkpoint(self.checkpointer, checkpoint, allow_partial=allow_partial, resume=start.resumed)
         log.info(str(report))
+        check_same_start(self.checkpointer.model, start, self.start_iter)
         return report
 
     @classmethod
@@ -217,6 +220,29 @@ class Trainer(DefaultTrainer):
         finally:
             loop_log.removeFilter(_remove_traceback_of_user_errors)
         return getattr(self, "_last_eval_results", None)
+
+
+def check_same_start(model: torch.nn.Module, start: StartWeights, iteration: int = 0) -> None:
+    """Require that all processes start with the same weights.
+
+    Machines without a shared disk may read different files, and each process loads its own.
+
+    Raises:
+        SystemExit: the weights or the first iteration differ; the main process reports a ConfigError.
+    """
+    if comm.get_world_size() == 1:
+        return
+    digest = hashlib.sha256()
+    for value in model.state_dict().values():
+        digest.update(value.cpu().contiguous().flatten().view(torch.uint8).numpy())
+    starts = comm.all_gather((iteration, digest.hexdigest()))
+    with in_all_processes():
+        if len(set(starts)) > 1:
+            raise ConfigError(
+                f"{'--resume' if start.resumed else 'MODEL.WEIGHTS'} ('{start.address}'): the processes start with "
+                f"different weights, in the iterations {[first for first, _ in starts]}. Fix: give all machines the "
+                "same OUTPUT_DIR and MODEL.WEIGHTS, or copy those of the first machine to the others."
+            )
 
 
 def _remove_traceback_of_user_errors(record: logging.LogRecord) -> bool:

@@ -239,6 +239,13 @@ def train_with_empty_batches(args: argparse.Namespace) -> None:
     train(args, regions)
 
 
+def train_on_own_disks(args: argparse.Namespace) -> None:
+    """Train; process 1 has another ``OUTPUT_DIR``, as on a machine without a shared disk."""
+    if comm.get_rank() == 1:
+        args.opts[args.opts.index("OUTPUT_DIR") + 1] += "_of_another_machine"
+    main(args)
+
+
 def fail(kind: str) -> Callable[[argparse.Namespace], None]:
     """Return a training whose process 1 fails in iteration 2."""
 
@@ -264,7 +271,7 @@ def fail(kind: str) -> Callable[[argparse.Namespace], None]:
     return case
 
 
-CASES = {case.__name__: case for case in (compare_gradients, train, train_with_empty_batches)}
+CASES = {case.__name__: case for case in (compare_gradients, train, train_with_empty_batches, train_on_own_disks)}
 CASES |= {kind: fail(kind) for kind in ("user_error", "bug", "killed", "hang")}
 
 if __name__ == "__main__":

@@ -14,9 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from detectron2.utils import comm
 
+from gw_detectron.checkpoint import StartWeights
 from gw_detectron.data.synthetic import make_synthetic, register_synthetic
 from gw_detectron.engine import get_parser, launch, main
+from gw_detectron.engine.train import run_config
+from gw_detectron.engine.trainer import check_same_start
+from gw_detectron.preflight.findings import Findings
+from gw_detectron.preflight.model_checks import check_model
 
 from ..tiny_run import DATA, ROOT, arguments, environment, words
 
@@ -25,7 +31,7 @@ pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_avai
 CASES = str(ROOT / "tests" / "engine" / "distributed_cases.py")
 LIMIT = 280  # seconds for a whole run on a busy machine
 END = 60  # seconds within which all processes end after one of them has failed
-WHOLE_BATCHES = {"SOLVER__IMS_PER_BATCH": 4}
+TWO_IMAGES_EACH = {processes: {"SOLVER__IMS_PER_BATCH": 2 * processes} for processes in (2, 4)}
 
 
 class Launched:
@@ -83,7 +89,7 @@ def one_machine(processes: int) -> tuple[str, ...]:
 def run(data: Path, output: Path, processes: int, case: str, *flags: str, **overrides: object) -> list[dict]:
     """Run a case that has to succeed; return what its processes noted."""
     output.mkdir(exist_ok=True)
-    command = words(output, *flags, **WHOLE_BATCHES | overrides)
+    command = words(output, *flags, **TWO_IMAGES_EACH[processes] | overrides)
     with Launched(data, output / "stderr.txt", one_machine(processes), case, command) as launched:
         assert launched.wait() == 0, launched.stderr()[-5000:]
     noted = output / "processes.pt"
@@ -123,7 +129,8 @@ def test_a_run_is_resumed_with_another_number_of_processes(data, two_processes, 
     assert len({each["parameters"] for each in noted}) == 1
     assert noted[0]["parameters"] != two_processes[1][0]["parameters"]
     assert "Starting training from iteration 3" in (output / "log.txt.rank3").read_text()
-    assert [json.loads(line)["iteration"] for line in (output / "metrics.json").read_text().splitlines()][-1] == 4
+    lines = map(json.loads, (output / "metrics.json").read_text().splitlines())
+    assert [line["iteration"] for line in lines if "total_loss" in line] == [2, 4]
     assert [each["saved"] for each in noted[1:]] == [0, 0, 0]
 
     # four processes evaluate three images, so the last one has none
@@ -139,6 +146,31 @@ def test_a_run_is_resumed_with_another_number_of_processes(data, two_processes, 
         for folder in (output, tmp_path / "one")
     ]
     assert predictions[0] == predictions[1] != []
+
+
+@pytest.mark.slow
+def test_resuming_is_refused_where_a_machine_lacks_the_checkpoint(data, two_processes, tmp_path):
+    output = tmp_path / "output"
+    shutil.copytree(two_processes[0], output)
+    command = words(output, "--resume", **TWO_IMAGES_EACH[2], SOLVER__MAX_ITER=5)
+    with Launched(data, tmp_path / "stderr.txt", one_machine(2), "train_on_own_disks", command) as launched:
+        assert launched.wait() != 0
+    reason = "the processes start with different weights, in the iterations [3, 0]. Fix: give all machines the same"
+    assert launched.stderr().count(reason) == 1, launched.stderr()
+    assert (output / "last_checkpoint").read_text() == "model_final.pth"
+
+
+def test_processes_with_other_weights_are_refused(monkeypatch, capsys):
+    model = torch.nn.Linear(2, 2)
+    monkeypatch.setattr(comm, "get_world_size", lambda: 2)
+    monkeypatch.setattr(comm, "all_gather", lambda value: [value, value])
+    monkeypatch.setattr(comm, "synchronize", lambda: None)
+    check_same_start(model, StartWeights("a.pth"), 3)
+    other = lambda value: [value, value if isinstance(value, bool) else (value[0], "other")]  # noqa: E731
+    monkeypatch.setattr(comm, "all_gather", other)
+    with pytest.raises(SystemExit):
+        check_same_start(model, StartWeights("a.pth"), 3)
+    assert "MODEL.WEIGHTS ('a.pth'): the processes start with different weights" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -210,7 +242,7 @@ REASONS = {
 def test_all_processes_end_if_one_fails(data, tmp_path, kind):
     failed = tmp_path / "stderr.failed"
     flags = ["--dist-timeout", "8"] if kind in ("hang", "never_joins") else []
-    command = words(tmp_path / "output", *flags, **WHOLE_BATCHES, SOLVER__MAX_ITER=9, DATASETS__TEST="()")
+    command = words(tmp_path / "output", *flags, **TWO_IMAGES_EACH[2], SOLVER__MAX_ITER=9, DATASETS__TEST="()")
     with Launched(data, tmp_path / "stderr.txt", one_machine(2), kind, command) as launched:
         status, ended = launched.wait(), time.time()
     assert status != 0
@@ -255,7 +287,7 @@ def machines(rendezvous: str, processes: int) -> list[tuple[str, ...]]:
 @pytest.mark.parametrize(("rendezvous", "processes"), [("static", 2), ("c10d", 1)])
 def test_two_machines_train_the_same_parameters(data, tmp_path, rendezvous, processes):
     folders = [tmp_path / "first", tmp_path / "second"]
-    commands = [words(folder, **WHOLE_BATCHES, DATASETS__TEST="()") for folder in folders]
+    commands = [words(folder, **TWO_IMAGES_EACH[2 * processes], DATASETS__TEST="()") for folder in folders]
     first, second = machines(rendezvous, processes)
     with (
         Launched(data, tmp_path / "first.txt", first, "train", commands[0]) as one,
@@ -275,7 +307,7 @@ def test_two_machines_train_the_same_parameters(data, tmp_path, rendezvous, proc
 def test_a_machine_that_is_lost_ends_the_run_on_the_other(data, tmp_path):
     first, second = machines("static", 1)
     commands = [
-        words(tmp_path / str(rank), **WHOLE_BATCHES, SOLVER__MAX_ITER=9000, SOLVER__CHECKPOINT_PERIOD=9000)
+        words(tmp_path / str(rank), **TWO_IMAGES_EACH[2], SOLVER__MAX_ITER=9000, SOLVER__CHECKPOINT_PERIOD=9000)
         for rank in (0, 1)
     ]
     with (
@@ -295,13 +327,24 @@ def test_a_machine_that_is_lost_ends_the_run_on_the_other(data, tmp_path):
 
 @pytest.mark.slow
 def test_an_error_of_all_processes_is_reported_once(data, tmp_path):
-    command = words(tmp_path / "output", SOLVER__IMS_PER_BATCH=3, MODEL__FPN__NORM="XX")
+    command = words(tmp_path / "output", SOLVER__IMS_PER_BATCH=3, MODEL__FPN__NORM="SyncBN")
     with Launched(data, tmp_path / "stderr.txt", one_machine(2), "train", command) as launched:
         assert launched.wait() != 0
     stderr = launched.stderr()
     assert stderr.count("SOLVER.IMS_PER_BATCH (3): 2 processes cannot share it") == 1
-    assert stderr.count("MODEL.FPN.NORM ('XX')") == 1
+    assert stderr.count("MODEL.DEVICE ('cpu'): 8 layers are torch's SyncBN (first: backbone.fpn_lateral2.norm)") == 1
     assert not (tmp_path / "output").exists()
+
+
+def test_torchs_syncbn_is_refused_on_the_cpu(monkeypatch):
+    cfg = run_config(arguments(Path("unused"), **TWO_IMAGES_EACH[2], MODEL__FPN__NORM="SyncBN", DATASETS__TEST="()"))
+    findings = []
+    for processes in (1, 2):
+        monkeypatch.setattr(comm, "get_world_size", lambda processes=processes: processes)
+        found = Findings()
+        check_model(cfg, StartWeights(), found, eval_only=False)
+        findings.append([problem for problem in found.problems if "torch's SyncBN" in problem])
+    assert findings[0] == [] and "Fix: set the norm to naiveSyncBN" in findings[1][0]
 
 
 def test_detectron2s_flags_reach_its_launcher(monkeypatch):
