@@ -65,6 +65,12 @@ def relative(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return max(differences, default=0.0)
 
 
+def relative_norm(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Return the Euclidean norm of the difference of all tensors, relative to that of the expected ones."""
+    squares = [(found[name] - value).square().sum() for name, value in expected.items()]
+    return float((sum(squares) / sum(value.square().sum() for value in expected.values())) ** 0.5)
+
+
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
 
@@ -110,8 +116,10 @@ def linear_loss_of_backbone(name: str, dtype: torch.dtype, share: list[int]) -> 
     assert len(set(comm.all_gather(digest(own)))) == 1, "DistributedDataParallel makes the gradients equal"
     if rank:
         return {}
+    own = {name: processes * value for name, value in own.items()}
     return {
-        "gradients": relative({name: processes * value for name, value in own.items()}, gradients(reference)),
+        "gradients": relative(own, gradients(reference)),
+        "all gradients": relative_norm(own, gradients(reference)),
         "statistics": relative(averages(start), averages(reference)),
     }
 

@@ -201,7 +201,8 @@ def differences(request, data, tmp_path_factory) -> dict:
 class TestGradients:
     """Relative to the largest value of each tensor; processes have different numbers of images, one of four has none.
 
-    Rounding: the sum over images is taken in another order. float64 leaves 1e-13; BW solves a matrix with it.
+    Rounding: the sum over images is taken in another order, which changes 1e-13 in float64. In float32 it may move an
+    activation over the kink of its ReLU; then the gradient of that channel changes, so all gradients are compared.
     """
 
     @pytest.mark.parametrize("norm", ["GW", "GN", "FrozenBN", "BW:sync=true", "naiveSyncBN"])
@@ -209,7 +210,7 @@ class TestGradients:
         found = differences[norm]
         assert found["float64"]["gradients"] < 1e-11
         if norm != "naiveSyncBN":  # it subtracts the squared mean, and averages variances without Bessel's correction
-            assert found["float32"]["gradients"] < 2e-4
+            assert found["float32"]["all gradients"] < 2e-2
             assert found["float64"]["statistics"] < 1e-11
 
     @pytest.mark.gpu
