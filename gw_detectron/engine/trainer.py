@@ -9,6 +9,7 @@ from collections import OrderedDict
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode
 from detectron2.data import DatasetMapper, MetadataCatalog, build_detection_test_loader, build_detection_train_loader
@@ -166,6 +167,14 @@ class Trainer(DefaultTrainer):
             use_fast_impl=fast_coco_evaluation_is_built(),
             kpt_oks_sigmas=cfg.TEST.KEYPOINT_OKS_SIGMAS,
         )
+
+    @classmethod
+    def test(cls, cfg: CfgNode, model: torch.nn.Module, evaluators: Any = None) -> OrderedDict:
+        """Evaluate; all processes use the running statistics of the main one, which checkpoints contain."""
+        if comm.get_world_size() > 1:
+            for buffer in model.buffers():
+                dist.broadcast(buffer, 0)
+        return super().test(cfg, model, evaluators)
 
     @classmethod
     def test_with_TTA(cls, cfg: CfgNode, model: torch.nn.Module) -> OrderedDict:

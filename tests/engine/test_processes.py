@@ -105,7 +105,7 @@ def two_processes(data, tmp_path_factory) -> tuple[Path, list[dict]]:
 def test_two_processes_train_the_same_parameters(two_processes):
     noted = two_processes[1]
     assert noted[0]["parameters"] == noted[1]["parameters"]
-    assert noted[0]["state"] != noted[1]["state"], "each process has its own running statistics of BN"
+    assert noted[0]["state"] == noted[1]["state"], "the evaluation has shared the running statistics of BN"
     assert [each["without gradient"] for each in noted] == [[], []]
     assert [each["local"] for each in noted] == [(0, 2), (1, 2)]
 
@@ -133,7 +133,7 @@ def test_a_run_is_resumed_with_another_number_of_processes(data, two_processes, 
     assert [line["iteration"] for line in lines if "total_loss" in line] == [2, 4]
     assert [each["saved"] for each in noted[1:]] == [0, 0, 0]
 
-    # four processes evaluate three images, so the last one has none
+    # Four processes evaluate three images, so the last one has none. All use what the checkpoint contains.
     register_synthetic(data, DATA)
     try:
         again = main(arguments(tmp_path / "one", "--eval-only", MODEL__WEIGHTS=output / "model_final.pth"))
