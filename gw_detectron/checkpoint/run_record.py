@@ -16,7 +16,6 @@ import torchvision
 
 from ..version import __version__
 from .loading import Checkpoint
-from .provenance import sha256_of
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +40,7 @@ class RunRecord:
 
     def set_start_weights(self, checkpoint: Checkpoint) -> None:
         """Record address, SHA-256 and origin of the weights that the run starts from."""
-        self._start_weights = {"address": checkpoint.address, "sha256": sha256_of(checkpoint.path)}
+        self._start_weights = {"address": checkpoint.address, "sha256": checkpoint.sha256}
         if "provenance" in checkpoint.metadata:  # converted by this package
             self._start_weights["provenance"] = checkpoint.metadata["provenance"]
 

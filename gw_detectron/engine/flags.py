@@ -3,6 +3,7 @@
 import argparse
 
 from detectron2.engine import default_argument_parser
+from detectron2.engine.launch import DEFAULT_TIMEOUT
 
 
 def get_parser() -> argparse.ArgumentParser:
@@ -36,5 +37,13 @@ def get_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="use only operations of torch that compute the same bits each time on the same machine; slower. Equal "
         "runs also need an equal SEED. Without SEED a random one is used, which tools/describe_checkpoint.py prints",
+    )
+    parser.add_argument(
+        "--dist-timeout",
+        type=int,
+        default=int(DEFAULT_TIMEOUT.total_seconds()),
+        metavar="SECONDS",
+        help="end the run if a process waits longer than this for another one, which died, hangs or never joined "
+        "(default: %(default)s). Raise it if the evaluation on the main process takes longer",
     )
     return parser

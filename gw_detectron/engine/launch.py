@@ -4,9 +4,11 @@ import argparse
 import contextlib
 import multiprocessing
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -14,16 +16,24 @@ from detectron2.engine import launch
 from detectron2.utils import comm
 
 from ..cli import Interrupted, errors_reported, report_error
-from ..errors import ConfigError, is_user_error
+from ..errors import ConfigError, UserError, is_user_error
 
+_LONGEST_TIMEOUT = 7 * 24 * 3600
+# gloo raises a RuntimeError; its other messages are bugs, e.g. processes that call different operations
+_GLOO_CONNECTION_LOST = re.compile(r"gloo.*(closed by peer|reset by peer|broken pipe|timed out)", re.IGNORECASE)
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+class LostProcessError(UserError, ConnectionError):
+    """Another process of the run ended or does not answer."""
 
 
 def launch_from_args(main: Callable[[argparse.Namespace], object], args: argparse.Namespace) -> None:
     """Run ``main(args)`` in every process that the flags or ``torchrun`` ask for.
 
-    ``--num-gpus --num-machines --machine-rank --dist-url`` work as in Detectron2. Under ``torchrun`` the processes
-    already exist and only join: with nccl on GPUs, with gloo without a GPU or with ``--num-gpus 0``.
+    ``--num-gpus --num-machines --machine-rank --dist-url`` work as in Detectron2. A process waits for another one for
+    ``--dist-timeout`` seconds at most. Under ``torchrun`` the processes already exist and only join: with nccl on GPUs,
+    with gloo without a GPU or with ``--num-gpus 0``.
 
     Args:
         main: a function at the top level of its module, since processes are spawned.
@@ -33,8 +43,10 @@ def launch_from_args(main: Callable[[argparse.Namespace], object], args: argpars
         SystemExit: status 1 after the message of a user error; other errors keep their traceback.
     """
     with errors_reported():
+        timeout = _timeout(args)
         if all(name in os.environ for name in _TORCHRUN_VARIABLES):
-            _join_torchrun(cpu=args.num_gpus == 0)
+            with _lost_processes_reported(timeout):
+                _join_torchrun(cpu=args.num_gpus == 0, timeout=timeout)
             try:
                 _worker(main, args)
             except BaseException:
@@ -52,6 +64,7 @@ def launch_from_args(main: Callable[[argparse.Namespace], object], args: argpars
                 machine_rank=args.machine_rank,
                 dist_url=args.dist_url,
                 args=(main, args),
+                timeout=timeout,
             )
         except (Interrupted, KeyboardInterrupt):
             _stop_children()
@@ -59,8 +72,31 @@ def launch_from_args(main: Callable[[argparse.Namespace], object], args: argpars
 
 
 def _worker(main: Callable[[argparse.Namespace], object], args: argparse.Namespace) -> None:
-    with errors_reported():
+    with errors_reported(), _lost_processes_reported(_timeout(args)):
         main(args)
+
+
+def _timeout(args: argparse.Namespace) -> timedelta:
+    if not 1 <= args.dist_timeout <= _LONGEST_TIMEOUT:
+        raise ConfigError(
+            f"--dist-timeout {args.dist_timeout}: out of range. Fix: give 1 to {_LONGEST_TIMEOUT} seconds."
+        )
+    return timedelta(seconds=args.dist_timeout)
+
+
+@contextlib.contextmanager
+def _lost_processes_reported(timeout: timedelta) -> Iterator[None]:
+    """Raise LostProcessError where the communication failed because of another process."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and not _GLOO_CONNECTION_LOST.search(str(error)):
+            raise
+        raise LostProcessError(
+            f"process group: another process ended, or did not answer for {timeout.total_seconds():.0f} s: "
+            f"{str(error).splitlines()[0]} Fix: see the error of that process; if it was only slow, raise "
+            "--dist-timeout."
+        ) from error
 
 
 @contextlib.contextmanager
@@ -122,7 +158,7 @@ def _check_gpus(args: argparse.Namespace) -> None:
         raise ConfigError(f"--num-gpus {args.num_gpus}: this machine has {available}. Fix: give at most {available}.")
 
 
-def _join_torchrun(*, cpu: bool) -> None:
+def _join_torchrun(*, cpu: bool, timeout: timedelta) -> None:
     given = {name: os.environ[name] for name in _TORCHRUN_VARIABLES}
     if not all(value.isdecimal() for value in given.values()):
         raise ConfigError(f"torchrun's variables ({given}): not whole numbers. Fix: use torchrun, or unset them.")
@@ -135,7 +171,7 @@ def _join_torchrun(*, cpu: bool) -> None:
                 "at most as many processes, or --num-gpus 0 to run on the CPU."
             )
         torch.cuda.set_device(local_rank)
-    dist.init_process_group("gloo" if cpu else "nccl")
+    dist.init_process_group("gloo" if cpu else "nccl", timeout=timeout)
     if hasattr(comm, "create_local_process_group"):
         comm.create_local_process_group(local_size)
     else:

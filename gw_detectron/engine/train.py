@@ -24,7 +24,7 @@ from ..preflight import Findings, preflight
 from .launch import in_all_processes
 from .output_lock import lock_output, output_unlocked_at_end
 from .seeding import use_deterministic_algorithms
-from .trainer import Trainer
+from .trainer import Trainer, check_same_start
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +100,8 @@ def evaluate(cfg: CfgNode, start: StartWeights, *, allow_partial: bool = False) 
             f"MODEL.WEIGHTS ('{start.address}'): not a whole detector: {report}. Fix: give the weights of a trained "
             "detector, or accept random values with --allow-partial."
         )
+    if not report.new:
+        check_same_start(model, start)
     results = Trainer.test(cfg, model)
     if cfg.TEST.AUG.ENABLED:
         results.update(Trainer.test_with_TTA(cfg, model))

@@ -1,5 +1,6 @@
 """Detectron2's DefaultTrainer with COCO evaluation, atomic checkpoints and diagnosed failures."""
 
+import hashlib
 import importlib.util
 import logging
 import os
@@ -8,6 +9,7 @@ from collections import OrderedDict
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode
 from detectron2.data import DatasetMapper, MetadataCatalog, build_detection_test_loader
@@ -25,6 +27,7 @@ from ..errors import ConfigError, is_user_error
 from ..preflight import COCO_EVALUATORS
 from .dataset_mapper import ImageNamingMapper
 from .interruption import InterruptionHook
+from .launch import in_all_processes
 from .nonfinite import LossGuard, NonFiniteError
 from .optimizer import build_optimizer
 from .resource_errors import resource_errors_explained
@@ -166,6 +169,7 @@ class Trainer(DefaultTrainer):
             self.record.set_start_weights(checkpoint)
         report = load_checkpoint(self.checkpointer, checkpoint, allow_partial=allow_partial, resume=start.resumed)
         log.info(str(report))
+        check_same_start(self.checkpointer.model, start, self.start_iter)
         return report
 
     @classmethod
@@ -222,7 +226,13 @@ class Trainer(DefaultTrainer):
 
     @classmethod
     def test(cls, cfg: CfgNode, model: torch.nn.Module, evaluators: Any = None) -> OrderedDict:
-        """Evaluate on ``DATASETS.TEST``; see Detectron2's ``DefaultTrainer.test``."""
+        """Evaluate on ``DATASETS.TEST``; see Detectron2's ``DefaultTrainer.test``.
+
+        All processes use the running statistics of the main one, which checkpoints contain.
+        """
+        if comm.get_world_size() > 1:
+            for buffer in model.buffers():
+                dist.broadcast(buffer, 0)
         with resource_errors_explained(cfg):
             return super().test(cfg, model, evaluators)
 
@@ -291,6 +301,29 @@ def _count(name: str, value: Any) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53:
         return value
     raise ValueError(f"{name} {value!r}")
+
+
+def check_same_start(model: torch.nn.Module, start: StartWeights, iteration: int = 0) -> None:
+    """Require that all processes start with the same weights.
+
+    Machines without a shared disk may read different files, and each process loads its own.
+
+    Raises:
+        SystemExit: the weights or the first iteration differ; the main process reports a ConfigError.
+    """
+    if comm.get_world_size() == 1:
+        return
+    digest = hashlib.sha256()
+    for value in model.state_dict().values():
+        digest.update(value.cpu().contiguous().flatten().view(torch.uint8).numpy())
+    starts = comm.all_gather((iteration, digest.hexdigest()))
+    with in_all_processes():
+        if len(set(starts)) > 1:
+            raise ConfigError(
+                f"{'--resume' if start.resumed else 'MODEL.WEIGHTS'} ('{start.address}'): the processes start with "
+                f"different weights, in the iterations {[first for first, _ in starts]}. Fix: give all machines the "
+                "same OUTPUT_DIR and MODEL.WEIGHTS, or copy those of the first machine to the others."
+            )
 
 
 def _remove_traceback_of_user_errors(record: logging.LogRecord) -> bool:

@@ -160,6 +160,12 @@ def _check_batch_norms(cfg: CfgNode, model: nn.Module, findings: Findings) -> No
             f"image (first: {single[0]}), whose statistics are too noisy to train with. Fix: set SOLVER.IMS_PER_BATCH "
             f"{2 * comm.get_world_size()} or more, the norm to SyncBN on several GPUs, or to GW or GN."
         )
+    of_torch = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
+    if of_torch and cfg.MODEL.DEVICE == "cpu" and comm.get_world_size() > 1:
+        findings.problems.append(
+            f"MODEL.DEVICE ('cpu'): {len(of_torch)} layers are torch's SyncBN (first: {of_torch[0]}), which in several "
+            "processes needs GPUs. Fix: set the norm to naiveSyncBN, BW:sync=true, GN or GW."
+        )
 
 
 def _check_batch_whitening(cfg: CfgNode, model: nn.Module, shapes: dict[str, NormShape], findings: Findings) -> None:

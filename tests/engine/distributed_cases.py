@@ -1,0 +1,292 @@
+"""Cases of test_processes.py: each process of a launcher runs ``distributed_cases.py CASE [FLAGS]``."""
+
+import argparse
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from detectron2.config import CfgNode
+from detectron2.engine import create_ddp_model
+from detectron2.modeling import build_backbone, build_model
+from detectron2.structures import BitMasks, Boxes, Instances
+from detectron2.utils import comm
+from detectron2.utils.events import EventStorage
+from torch import Tensor, nn
+
+from gw_detectron.data.synthetic import register_synthetic
+from gw_detectron.engine import Trainer, get_parser, main
+from gw_detectron.engine.launch import launch_from_args
+from gw_detectron.engine.train import run_config
+from gw_detectron.errors import ConfigError
+from tests.tiny_run import DATA, words
+
+#: name -> norm of the processes, norm of the one process with the joint batch
+NORMS = {
+    "GW": ("GW:groups=16", "GW:groups=16"),
+    "GN": ("GN:groups=16", "GN:groups=16"),
+    "FrozenBN": ("FrozenBN", "FrozenBN"),
+    "BW:sync=true": ("BW:channels=16,sync=true", "BW:channels=16"),
+    "naiveSyncBN": ("naiveSyncBN", "BN"),
+    "SyncBN": ("SyncBN", "BN"),
+    "nnSyncBN": ("nnSyncBN", "BN"),
+    "BN": ("BN", "BN"),
+}
+#: number of processes -> images of each process
+SHARES = {2: {"equal": [2, 2], "unequal": [3, 1]}, 4: {"equal": [1, 1, 1, 1], "unequal": [2, 1, 1, 0]}}
+SIDE = 64
+
+
+def device_of(norm: str) -> str:
+    return "cuda" if norm in ("SyncBN", "nnSyncBN") else "cpu"
+
+
+def norm_config(norm: str, **overrides: object) -> CfgNode:
+    """Return a config whose backbone, FPN and heads have one norm."""
+    keys = ("RESNETS__NORM", "RESNETS__WHITEN_NORM", "FPN__NORM", "ROI_BOX_HEAD__NORM", "ROI_MASK_HEAD__NORM")
+    overrides |= {f"MODEL__{key}": norm for key in keys}
+    return run_config(get_parser().parse_args(words(Path("unused"), MODEL__DEVICE=device_of(norm), **overrides)))
+
+
+def relative(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Return the largest difference of a tensor, relative to its largest value."""
+    assert found.keys() == expected.keys()
+    scale = max((float(value.abs().max()) for value in expected.values()), default=1.0)
+    differences = [
+        float((found[name] - value).abs().max() / value.abs().max().clamp_min(1e-6 * scale))
+        for name, value in expected.items()
+    ]
+    return max(differences, default=0.0)
+
+
+def relative_norm(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Return the Euclidean norm of the difference of all tensors, relative to that of the expected ones."""
+    squares = [(found[name] - value).square().sum() for name, value in expected.items()]
+    return float((sum(squares) / sum(value.square().sum() for value in expected.values())) ** 0.5)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def averages(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value for name, value in model.named_buffers() if "running" in name}
+
+
+def digest(tensors: dict[str, Tensor]) -> str:
+    """Return the SHA-256 of named tensors."""
+    sha = hashlib.sha256()
+    for name, value in tensors.items():
+        sha.update(name.encode() + value.detach().cpu().contiguous().numpy().tobytes())
+    return sha.hexdigest()
+
+
+def linear_loss_of_backbone(name: str, dtype: torch.dtype, share: list[int]) -> dict[str, float]:
+    """Compare the gradients of backbone and FPN with those of one process that has all images.
+
+    The loss is linear in the features and a sum over images. DistributedDataParallel averages over processes, so its
+    gradients times their number are those of the joint batch.
+
+    Returns:
+        The relative differences, on the main process.
+    """
+    rng = torch.Generator().manual_seed(0)
+    device, rank, processes = device_of(name), comm.get_rank(), comm.get_world_size()
+    images = torch.randn(4, 3, SIDE, SIDE, generator=rng).to(device, dtype)
+    weights = [torch.randn(4, 32, SIDE >> k, SIDE >> k, generator=rng).to(images) for k in range(2, 7)]
+    torch.manual_seed(0)
+    start, reference = (build_backbone(norm_config(norm)).to(device, dtype).train() for norm in NORMS[name])
+    reference.load_state_dict(start.state_dict())
+
+    def step(model: nn.Module, mine: slice) -> None:
+        features = model(images[mine])
+        sum((y * weight[mine]).sum() for y, weight in zip(features.values(), weights, strict=True)).backward()
+
+    if rank == 0:
+        step(reference, slice(None))
+    parallel = create_ddp_model(start, broadcast_buffers=False, device_ids=None)
+    step(parallel, slice(sum(share[:rank]), sum(share[: rank + 1])))
+    own = gradients(start)
+    assert len(set(comm.all_gather(digest(own)))) == 1, "DistributedDataParallel makes the gradients equal"
+    if rank:
+        return {}
+    own = {name: processes * value for name, value in own.items()}
+    return {
+        "gradients": relative(own, gradients(reference)),
+        "all gradients": relative_norm(own, gradients(reference)),
+        "statistics": relative(averages(start), averages(reference)),
+    }
+
+
+def record(index: int) -> dict:
+    """Return an input of the detector with index + 1 objects."""
+    rng = torch.Generator().manual_seed(index)
+    corners = torch.rand(index + 1, 2, generator=rng) * 32
+    instances = Instances((SIDE, SIDE))
+    instances.gt_boxes = Boxes(torch.cat((corners, corners + 16 + torch.rand(index + 1, 2, generator=rng) * 16), 1))
+    instances.gt_classes = torch.randint(6, (index + 1,), generator=rng)
+    instances.gt_masks = BitMasks(torch.rand(index + 1, SIDE, SIDE, generator=rng) > 0.5)
+    return {"image": torch.randint(256, (3, SIDE, SIDE), generator=rng, dtype=torch.uint8), "instances": instances}
+
+
+def losses_of_detector() -> dict[str, float]:
+    """Compare the gradients of the whole detector with those of one process that has all images.
+
+    Detectron2 divides RPN losses by the number of images, box losses by the number of RoIs, the mask loss by the number
+    of foreground RoIs, each in its own process.
+    """
+    processes, rank = comm.get_world_size(), comm.get_rank()
+    # all anchors and RoIs are sampled, so the random choice is the same everywhere
+    sampled = {f"MODEL__{part}__BATCH_SIZE_PER_IMAGE": 100_000 for part in ("RPN", "ROI_HEADS")}
+    cfg = norm_config("GW:groups=16", **sampled)
+    torch.manual_seed(0)
+    state = build_model(cfg).state_dict()
+
+    def step(batch: list[dict], weigh: Callable[[dict], dict] = lambda sizes: {}, wrap: bool = True):
+        model = build_model(cfg).train()
+        model.load_state_dict(state)
+        sizes = {"image": len(batch), "box": 0, "mask": 0}
+        for kind, head in (("box", model.roi_heads.box_head), ("mask", model.roi_heads.mask_head)):
+            head.register_forward_pre_hook(lambda _, args, kind=kind: sizes.update({kind: len(args[0])}))
+        parallel = create_ddp_model(model, broadcast_buffers=False, device_ids=None) if wrap else model
+        with EventStorage():
+            losses = parallel(batch)
+        factors = weigh(sizes)
+        sum(value * factors.get(name, 1.0) for name, value in losses.items()).backward()
+        return gradients(model), sizes
+
+    def joint_weights(sizes: dict) -> dict:
+        """Return the weights that turn the mean over processes into the joint loss."""
+        total = {kind: sum(each[kind] for each in comm.all_gather(sizes)) for kind in sizes}
+        share = {kind: processes * sizes[kind] / total[kind] for kind in sizes}
+        of_loss = {"loss_rpn_cls": "image", "loss_rpn_loc": "image", "loss_mask": "mask"}
+        return {name: share[of_loss.get(name, "box")] for name in (*of_loss, "loss_cls", "loss_box_reg")}
+
+    batch = [record(index) for index in range(processes + 1)]
+    mine = batch[:2] if rank == 0 else batch[rank + 1 : rank + 2]
+    joint, _ = step(batch, wrap=False)
+    plain, sizes = step(mine)
+    weighted, _ = step(mine, joint_weights)
+    alike, _ = step(batch[:1])
+    single, _ = step(batch[:1] * processes, wrap=False)
+    assert len({str(each) for each in comm.all_gather(sizes)}) > 1, "the counts have to differ"
+    return {
+        "same counts": relative(alike, single),
+        "weighted": relative(weighted, joint),
+        "plain": relative(plain, joint),
+    }
+
+
+def compare_gradients(args: argparse.Namespace) -> None:
+    """Write the differences from one process to ``gradients.pt`` in ``OUTPUT_DIR``."""
+    found: dict[str, Any] = {}
+    shares = SHARES[comm.get_world_size()]
+    for name in NORMS:
+        if device_of(name) == "cpu" or torch.cuda.is_available():
+            # Detectron2's layer gives all processes the same weight
+            share = shares["equal" if name == "naiveSyncBN" else "unequal"]
+            found[name] = {
+                "float64": linear_loss_of_backbone(name, torch.float64, share),
+                "float32": linear_loss_of_backbone(name, torch.float32, shares["equal"]),
+            }
+    found["detector"] = losses_of_detector()
+    if comm.is_main_process():
+        torch.save(found, Path(run_config(args).OUTPUT_DIR) / "gradients.pt")
+
+
+def train(args: argparse.Namespace, regions: Sequence[int] = ()) -> None:
+    """Train as tools/train_net.py; write what each process has at the end to ``processes.pt`` in ``OUTPUT_DIR``."""
+    noted: dict[str, Any] = {"saved": 0}
+    run, save = Trainer.train, torch.save
+
+    def run_and_note(trainer: Trainer) -> dict | None:
+        results = run(trainer)
+        model = trainer.checkpointer.model
+        noted["results"], noted["state"] = json.loads(json.dumps(results)), digest(model.state_dict())
+        noted["parameters"] = digest(dict(model.named_parameters()))
+        noted["without gradient"] = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+        noted["regions"] = sum(regions)
+        return results
+
+    def save_and_count(*words: Any, **options: Any) -> None:
+        noted["saved"] += 1
+        save(*words, **options)
+
+    Trainer.train, torch.save = run_and_note, save_and_count
+    main(args)
+    noted["local"] = (comm.get_local_rank(), comm.get_local_size())
+    processes = comm.all_gather(noted)
+    if comm.get_local_rank() == 0:  # so each machine has a file
+        save(processes, Path(run_config(args).OUTPUT_DIR) / "processes.pt")
+
+
+def train_with_empty_batches(args: argparse.Namespace) -> None:
+    """Train; the last process has no objects, and proposals only where there are objects."""
+    load = Trainer.build_train_loader.__func__
+
+    def without_objects(batch: list[dict]) -> list[dict]:
+        return [{**record, "instances": record["instances"][:0]} for record in batch]
+
+    regions = []
+    build = Trainer.build_model.__func__
+
+    def build_and_count(cls: type[Trainer], cfg: CfgNode) -> nn.Module:
+        model = build(cls, cfg)
+        model.roi_heads.box_head.register_forward_pre_hook(lambda head, args: regions.append(len(args[0])))
+        return model
+
+    Trainer.build_model = classmethod(build_and_count)
+    if comm.get_rank() == comm.get_world_size() - 1:
+        Trainer.build_train_loader = classmethod(lambda cls, cfg: map(without_objects, load(cls, cfg)))
+    train(args, regions)
+
+
+def train_on_own_disks(args: argparse.Namespace) -> None:
+    """Train; process 1 has another ``OUTPUT_DIR``, as on a machine without a shared disk."""
+    if comm.get_rank() == 1:
+        args.opts[args.opts.index("OUTPUT_DIR") + 1] += "_of_another_machine"
+    main(args)
+
+
+def fail(kind: str) -> Callable[[argparse.Namespace], None]:
+    """Return a training whose process 1 fails in iteration 2."""
+
+    def case(args: argparse.Namespace) -> None:
+        run_step = Trainer.run_step
+
+        def fail_in_iteration_2(trainer: Trainer) -> None:
+            if trainer.iter == 2:
+                Path(os.environ["FAILED_FILE"]).touch()
+                if kind == "user_error":
+                    raise ConfigError("KEY (1): wrong. Fix: give 2.")
+                if kind == "bug":
+                    raise TypeError("a bug")
+                if kind == "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(3600)
+            run_step(trainer)
+
+        if comm.get_rank() == 1:
+            Trainer.run_step = fail_in_iteration_2
+        main(args)
+
+    return case
+
+
+CASES = {case.__name__: case for case in (compare_gradients, train, train_with_empty_batches, train_on_own_disks)}
+CASES |= {kind: fail(kind) for kind in ("user_error", "bug", "killed", "hang")}
+
+if __name__ == "__main__":
+    case = sys.argv.pop(1)
+    if case == "never_joins":
+        Path(os.environ["FAILED_FILE"]).touch()
+        time.sleep(3600 if os.environ["RANK"] == "1" else 0)
+        case = "train"
+    register_synthetic(config=DATA)
+    launch_from_args(CASES[case], get_parser().parse_args())
