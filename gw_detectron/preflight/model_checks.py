@@ -9,10 +9,11 @@ from detectron2.layers.batch_norm import NaiveSyncBatchNorm
 from detectron2.utils import comm
 from torch import nn
 
-from ..analysis.norm_shapes import NormShape, build_meta_model, norm_shapes
+from ..analysis.norm_shapes import NormShape, norm_shapes
 from ..checkpoint import Checkpoint, StartWeights, norm_differences
-from ..errors import summarize_names
+from ..errors import ConfigError, summarize_names
 from ..layers import BatchWhitening2d, FrozenBatchWhitening2d
+from ..modeling.build import build_checked_model
 from ..modeling.norm_keys import NORM_KEYS, unread_keys
 from .findings import Findings
 
@@ -63,12 +64,9 @@ def _build_and_trace(cfg: CfgNode, findings: Findings, trace: bool) -> tuple[nn.
         The model, whose norms compute nothing after tracing, or None if it cannot be built; the shapes by layer name.
     """
     try:
-        model = build_meta_model(cfg)
-    except (ValueError, KeyError, AssertionError, TypeError, ImportError) as error:
-        reason = str(error.args[0]) if error.args else f"{type(error).__name__} without a message"
-        if "Fix: " not in reason:
-            reason = f"{reason.rstrip(' .!')}. Fix: correct the MODEL keys of the config."
-        findings.problems += [f"MODEL: the model cannot be built: {reason}", *unread_keys(cfg)]
+        model = build_checked_model(cfg, "meta")
+    except ConfigError as error:
+        findings.problems += [str(error), *unread_keys(cfg)]
         return None, {}
     findings.problems += unread_keys(cfg)
     if trace and not cfg.INPUT.MIN_SIZE_TRAIN:
