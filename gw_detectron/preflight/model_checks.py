@@ -29,7 +29,7 @@ _FEW_IMAGES = 4
 _REMEDIES = {"GW": "fewer groups", "GN": "fewer groups", "BW": "a smaller channels= of BW"}
 
 
-def check_model(cfg: CfgNode, start: StartWeights, findings: Findings, *, eval_only: bool) -> None:
+def check_model(cfg: CfgNode, start: StartWeights, findings: Findings, *, eval_only: bool) -> nn.Module | None:
     """Check the components, norms and frozen layers of the model.
 
     Args:
@@ -37,6 +37,9 @@ def check_model(cfg: CfgNode, start: StartWeights, findings: Findings, *, eval_o
         start: the weights that the run starts from.
         findings: problems and warnings are added.
         eval_only: the run evaluates only.
+
+    Returns:
+        The model on the meta device, whose norms compute nothing; None if it cannot be built.
     """
     from_scratch = not start.address
     freeze_at = cfg.MODEL.BACKBONE.FREEZE_AT
@@ -53,6 +56,7 @@ def check_model(cfg: CfgNode, start: StartWeights, findings: Findings, *, eval_o
         _check_batch_norms(cfg, model, findings)
         _check_feasibility(shapes.values(), findings)
         _check_batch_whitening(cfg, model, shapes, findings)
+    return model
 
 
 def _build_and_trace(cfg: CfgNode, findings: Findings, trace: bool) -> tuple[nn.Module | None, dict[str, NormShape]]:
@@ -69,12 +73,7 @@ def _build_and_trace(cfg: CfgNode, findings: Findings, trace: bool) -> tuple[nn.
         findings.problems += [str(error), *unread_keys(cfg)]
         return None, {}
     findings.problems += unread_keys(cfg)
-    if trace and not cfg.INPUT.MIN_SIZE_TRAIN:
-        findings.problems.append(
-            "INPUT.MIN_SIZE_TRAIN (empty): training images have no size. Fix: set it to the lengths of the shorter "
-            'side in pixels, e.g. "(800,)".'
-        )
-    if not trace or not cfg.INPUT.MIN_SIZE_TRAIN:
+    if not trace or not min(cfg.INPUT.MIN_SIZE_TRAIN):  # images keep their unknown size
         return model, {}
     side, processes = min(cfg.INPUT.MIN_SIZE_TRAIN), comm.get_world_size()
     images = max(1, cfg.SOLVER.IMS_PER_BATCH // processes)
