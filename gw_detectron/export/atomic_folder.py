@@ -29,7 +29,7 @@ def atomic_folder(output: Path, files: Collection[str]) -> Iterator[Path]:
         OutputFolderError: ``output`` cannot be created, or holds other files; they are left unchanged.
     """
     output = output.resolve()
-    _check_replaceable(output, files)
+    check_replaceable(output, files)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
@@ -41,7 +41,7 @@ def atomic_folder(output: Path, files: Collection[str]) -> Iterator[Path]:
         new, old = work / "new", work / "old"
         new.mkdir()
         yield new
-        _check_replaceable(output, files)  # another program may have written there in the meantime
+        check_replaceable(output, files)  # another program may have written there in the meantime
         if output.exists():
             os.rename(output, old)
         try:
@@ -54,7 +54,8 @@ def atomic_folder(output: Path, files: Collection[str]) -> Iterator[Path]:
         shutil.rmtree(work)
 
 
-def _check_replaceable(output: Path, files: Collection[str]) -> None:
+def check_replaceable(output: Path, files: Collection[str]) -> None:
+    """Raise OutputFolderError unless ``output`` is absent, empty or holds only ``files``."""
     if not output.exists():
         return
     if not output.is_dir():

@@ -78,12 +78,10 @@ def _check_fields(kind: str, records: Sequence[Any], fields: Iterable[str]) -> N
             if key not in record:
                 name = f" (id {_short(record['id'])})" if "id" in record else ""
                 raise DataError(f"{kind}[{index}]{name} has no field '{key}'")
-    wanted: type = int
-    if kind == "images" and isinstance(records[0]["id"], str):
-        wanted = str
+    wanted = str if kind == "images" and isinstance(records[0]["id"], str) else int
     for index, record in enumerate(records):
-        identifier: Any = record["id"]
-        if type(identifier) is not wanted or (wanted is int and abs(int(identifier)) >= _LARGEST_ID):
+        identifier = record["id"]
+        if type(identifier) is not wanted or (isinstance(identifier, int) and abs(identifier) >= _LARGEST_ID):
             raise DataError(f"{kind}[{index}]: id {_short(identifier)} is not of type {wanted.__name__}, below 2^53")
     identifier, count = Counter(record["id"] for record in records).most_common(1)[0] if records else (0, 0)
     if count > 1:
