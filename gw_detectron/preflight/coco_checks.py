@@ -142,7 +142,7 @@ def _problems(annotation: dict[str, Any], images: dict, categories: set, use: Us
     if keypoints := annotation.get("keypoints"):
         count = 3 * use.keypoints or (len(keypoints) if isinstance(keypoints, list) else 0)
         if not _are_numbers(keypoints, count) or count % 3:
-            yield f"keypoints {_short(keypoints)} are not {count or 'triples of'} numbers (x, y, visibility)"
+            yield f"keypoints {_short(keypoints)} are not {3 * use.keypoints or 'triples of'} numbers (x, y, visibility)"
     mask, crowd = annotation.get("segmentation"), annotation.get("iscrowd", 0)
     if isinstance(mask, dict):
         image, pixels = images[annotation["image_id"]], _pixels(mask.get("counts"))
