@@ -140,9 +140,9 @@ def _problems(annotation: dict[str, Any], images: dict, categories: set, use: Us
         if annotation.get(key, 0) not in ((0, 1) if key == "iscrowd" else (0,)):
             yield f"{key} {_short(annotation[key])} is not {'0 or 1' if key == 'iscrowd' else '0'}"
     if keypoints := annotation.get("keypoints"):
-        count = 3 * use.keypoints or (len(keypoints) if isinstance(keypoints, list) else 0)
-        if not _are_numbers(keypoints, count) or count % 3:
-            yield f"keypoints {_short(keypoints)} are not {3 * use.keypoints or 'triples of'} numbers (x, y, visibility)"
+        wanted = 3 * use.keypoints
+        if not _are_numbers(keypoints, wanted or None) or len(keypoints) % 3:
+            yield f"keypoints {_short(keypoints)} are not {wanted or 'triples of'} numbers (x, y, visibility)"
     mask, crowd = annotation.get("segmentation"), annotation.get("iscrowd", 0)
     if isinstance(mask, dict):
         image, pixels = images[annotation["image_id"]], _pixels(mask.get("counts"))

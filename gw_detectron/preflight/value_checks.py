@@ -209,6 +209,8 @@ def _contradictions(cfg: CfgNode) -> Iterator[str]:
                 f"MODEL.{key} ({model[key]!r}): INPUT.FORMAT {images.FORMAT} has {channels} channels. Fix: give "
                 f"{channels} numbers."
             )
+    if 0 in model.RPN.CONV_DIMS:
+        yield f"MODEL.RPN.CONV_DIMS ({model.RPN.CONV_DIMS!r}): no channels. Fix: give 1 or more, or -1 for the input's."
     for key in ("RPN", "ROI_BOX_HEAD", "RETINANET"):
         if len(model[key].BBOX_REG_WEIGHTS) != 4:
             yield f"MODEL.{key}.BBOX_REG_WEIGHTS ({model[key].BBOX_REG_WEIGHTS!r}): not four numbers. Fix: give four."

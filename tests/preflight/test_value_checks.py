@@ -48,6 +48,7 @@ WRONG = {
     "MODEL.PIXEL_MEAN": [[1.0, 2.0], [NAN, 0.0, 0.0], ["a", "b", "c"]],
     "MODEL.BACKBONE.FREEZE_AT": [-1, 9],
     "MODEL.RPN.BBOX_REG_LOSS_TYPE": ["l2"],
+    "MODEL.RPN.CONV_DIMS": [[0], [-2]],
     "MODEL.RPN.POSITIVE_FRACTION": [-0.5, 1.5],
     "MODEL.RPN.NMS_THRESH": [2.0],
     "MODEL.RPN.PRE_NMS_TOPK_TRAIN": [0, -1],
