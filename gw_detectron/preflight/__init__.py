@@ -45,7 +45,8 @@ def preflight(
     model = None
     if not any(problem.startswith(("MODEL.", "INPUT.", "SOLVER.IMS_PER_BATCH")) for problem in wrong):
         model = check_model(cfg, start, findings, eval_only=eval_only)
-    check_datasets(cfg, findings, eval_only=eval_only)
+    if not any(problem.startswith("DATASETS.") for problem in wrong):
+        check_datasets(cfg, findings, eval_only=eval_only)
     if not findings.problems:
         start.fetch()
     if start.unfetched:

@@ -50,6 +50,9 @@ def dataset(coco):  # noqa: F811
 
 
 @given(changes=CHANGES, eval_only=st.booleans())
+@example(changes={"DATASETS.TRAIN": [0]}, eval_only=False)
+@example(changes={"DATASETS.TEST": [[]]}, eval_only=True)
+@example(changes={"MODEL.RPN.CONV_DIMS": [0]}, eval_only=False)
 @fuzz(45)
 def test_preflight_answers_for_any_config(dataset, tmp_path, changes, eval_only):
     cfg = config(tmp_path)

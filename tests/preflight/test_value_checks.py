@@ -7,6 +7,7 @@ from detectron2.config import get_cfg
 
 from gw_detectron import add_gw_config, model_zoo
 from gw_detectron.config import read_config
+from gw_detectron.preflight import value_checks
 from gw_detectron.preflight.findings import Findings
 from gw_detectron.preflight.value_checks import check_values
 
@@ -128,6 +129,18 @@ def test_size_of_crops(kind, size, fits):
     cfg.INPUT.CROP.ENABLED, cfg.INPUT.CROP.TYPE, cfg.INPUT.CROP.SIZE = True, kind, size
     check_values(cfg, findings, eval_only=False)
     assert fits == (not findings.problems)
+
+
+def test_cropped_polygons_need_shapely(check, monkeypatch):
+    monkeypatch.setattr(value_checks.importlib.util, "find_spec", lambda name: None)
+    assert "needs the package shapely" in one(check(INPUT__CROP__ENABLED=True))
+    assert not check(INPUT__CROP__ENABLED=True, INPUT__MASK_FORMAT="bitmask").problems
+
+
+@pytest.mark.parametrize("key", ["TRAIN", "TEST"])
+@pytest.mark.parametrize("names", [(0,), ([],), (None,)])
+def test_datasets_that_are_no_names(check, key, names):
+    assert one(check(**{f"DATASETS__{key}": names})).startswith(f"DATASETS.{key} ({names!r}): not a list")
 
 
 def test_proposal_files_are_read_without_running_them(tmp_path):
