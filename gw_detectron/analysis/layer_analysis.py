@@ -11,7 +11,6 @@ import torch
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode
 from detectron2.data.detection_utils import convert_PIL_to_numpy
-from detectron2.modeling import build_model
 from detectron2.utils.env import seed_all_rng
 from PIL import Image
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from ..checkpoint import LoadReport, PartialLoadError, load_checkpoint, open_che
 from ..data.images import evaluation_input, image_files, read_image
 from ..data.synthetic import SyntheticConfig, draw_scene
 from ..errors import summarize_names
-from ..modeling import norm_spec
+from ..modeling import build_checked_model, norm_spec
 from ..ops.solvers import NonFiniteCovarianceError
 from .result import AnalysisError, AnalysisResult, findings_of, short_name
 from .whitening_statistics import WhiteningLayer, checked_statistics, reduce_statistics, whitening_layers
@@ -84,7 +83,7 @@ def analyze_layers(
     cfg = cfg.clone()
     cfg.defrost()
     cfg.MODEL.DEVICE = "cpu"
-    model = build_model(cfg).eval()
+    model = build_checked_model(cfg).eval()
     layers = whitening_layers(model)
     if not layers:
         raise AnalysisError(

@@ -8,11 +8,10 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.layers import FrozenBatchNorm2d
 from detectron2.layers.batch_norm import NaiveSyncBatchNorm
-from detectron2.modeling import build_model
 from torch import Tensor, nn
 
 from ..layers import BatchWhitening2d, FrozenBatchWhitening2d, GroupWhitening2d
-from ..modeling.norm_keys import misplaced_norms
+from ..modeling.build import build_checked_model
 from ..modeling.norm_table import norm_rows
 from ..ops.group_whitening.matmul_newton import count_products
 from .feasibility import Constraints, batch_constraints, group_constraints
@@ -37,26 +36,6 @@ class NormShape(NamedTuple):
     solver_flops: float = 0.0
 
 
-def build_meta_model(cfg: CfgNode) -> nn.Module:
-    """Build a detector on the meta device, without memory for weights.
-
-    Raises:
-        AnalysisError: a component of Detectron2 that takes only Detectron2's norms has been given another.
-        Other errors: as raised by Detectron2 for unknown components and sizes that do not fit.
-    """
-    cfg = cfg.clone()
-    cfg.defrost()
-    cfg.MODEL.DEVICE = "meta"
-    try:
-        with torch.device("meta"):
-            return build_model(cfg)
-    except KeyError as error:
-        misplaced = " ".join(misplaced_norms(cfg, error.args[0] if error.args else None))
-        if misplaced:
-            raise AnalysisError(misplaced) from error
-        raise
-
-
 def norm_shapes(
     cfg: CfgNode, height: int, width: int, images: int, *, processes: int = 1, model: Any = None
 ) -> list[NormShape]:
@@ -70,18 +49,19 @@ def norm_shapes(
         height, width: of the images in pixels; rounded up to the backbone's size divisibility.
         images: images per process.
         processes: number of processes that synchronized batch norms share the batch with.
-        model: the config's model from :func:`build_meta_model`; it cannot be used afterwards.
+        model: the config's model on the meta device; it cannot be used afterwards.
 
     Returns:
         The layers in the order of the model's modules.
 
     Raises:
         AnalysisError: a number is not positive.
+        ConfigError: the model cannot be built.
     """
     for name, value in (("height", height), ("width", width), ("images", images), ("processes", processes)):
         if value < 1:
             raise AnalysisError(f"{name} ({value}): not positive. Fix: give 1 or more.")
-    model = model or build_meta_model(cfg)
+    model = model or build_checked_model(cfg, "meta")
     shapes: dict[str, tuple[int, ...]] = {}
     rows = norm_rows(model)
     for row in rows:

@@ -10,7 +10,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from .norm_record import NORMS
+from .norm_inference import NORMS
 from .reading import read_weights_file
 from .run_record import RECORD
 

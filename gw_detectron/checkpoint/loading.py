@@ -1,9 +1,10 @@
 """Open a checkpoint once, safely, and load it into a detector."""
 
 import copy
+import functools
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qs
@@ -20,6 +21,7 @@ from .norm_record import check_norm_record, norm_differences
 from .provenance import TORCHVISION, Preprocessing, Provenance
 from .reading import Contents, WeightsFileError, read_weights_file
 
+_ON_THIS_MACHINE = ("file://", "gw://file/")
 _SAVE_MODEL = "Fix: save {'model': model.state_dict()}."
 
 
@@ -52,21 +54,34 @@ class Checkpoint:
     sha256: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass
 class StartWeights:
     """Checkpoint that a run starts from, or its error.
+
+    Remote weights are fetched by the first call of :meth:`fetch` or :meth:`checkpoint`.
 
     Args:
         address: path or address, "" for random initial values.
         resumed: whether it is the last checkpoint of the same run.
         opened: the checkpoint; None for random initial values and after an error.
         error: why it cannot be opened.
+        unfetched: opens remote weights; None once they are open.
     """
 
     address: str = ""
     resumed: bool = False
     opened: Checkpoint | None = None
     error: Exception | None = None
+    unfetched: Callable[[], Checkpoint] | None = field(default=None, repr=False)
+
+    def fetch(self) -> None:
+        """Fetch and open remote weights; an error is stored."""
+        if self.unfetched is not None:
+            try:
+                self.opened = self.unfetched()
+            except (UserError, OSError) as error:
+                self.error = error
+            self.unfetched = None
 
     def checkpoint(self) -> Checkpoint | None:
         """Return the checkpoint, or None for random initial values.
@@ -74,6 +89,7 @@ class StartWeights:
         Raises:
             The error of opening the checkpoint, if there was one.
         """
+        self.fetch()
         if self.error is not None:
             raise self.error
         return self.opened
@@ -82,7 +98,7 @@ class StartWeights:
 def open_start_weights(cfg: CfgNode, *, resume: bool = False) -> StartWeights:
     """Open the checkpoint that a run starts from.
 
-    An error is stored in the result instead of raised.
+    An error is stored in the result instead of raised. Nothing is fetched from the network yet.
 
     Args:
         cfg: Detectron2's config; ``MODEL.WEIGHTS`` is opened.
@@ -98,6 +114,8 @@ def open_start_weights(cfg: CfgNode, *, resume: bool = False) -> StartWeights:
             if not name:
                 raise WeightsFileError(f"{tag}: empty file. Fix: write the checkpoint's file name into it.")
             address = os.path.join(cfg.OUTPUT_DIR, name)
+        if "://" in address and not address.startswith(_ON_THIS_MACHINE):
+            return StartWeights(address, resumed, unfetched=functools.partial(open_checkpoint, address, key))
         return StartWeights(address, resumed, open_checkpoint(address, key) if address else None)
     except (UserError, OSError) as error:
         return StartWeights(address, resumed, error=error)

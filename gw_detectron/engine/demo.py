@@ -6,13 +6,18 @@ import time
 from math import isnan
 from pathlib import Path
 
+from detectron2.config import CfgNode
 from tabulate import tabulate
 
+from ..errors import ConfigError
 from ..export import Normalization, export_backbone
+from ..export.atomic_folder import check_replaceable
+from ..export.backbone import FORMATS
+from ..export.report import REPORT_FILES
 from .flags import get_parser
 from .output_lock import output_unlocked_at_end
 from .plots import plot_curves, plot_predictions
-from .train import prepare
+from .train import prepare, run_config
 from .trainer import Trainer
 
 
@@ -33,7 +38,9 @@ def run_demo(args: argparse.Namespace) -> dict:
     Raises:
         UserError: see :func:`gw_detectron.engine.train.prepare` and :meth:`Trainer.train`.
     """
-    cfg, start = prepare(get_parser().parse_args(["--config-file", args.config_file, *args.opts]))
+    flags = get_parser().parse_args(["--config-file", args.config_file, *args.opts])
+    _check_results_can_be_written(run_config(flags))
+    cfg, start = prepare(flags)
     folder = Path(cfg.OUTPUT_DIR)
     metrics_file = folder / "metrics.json"
     metrics_file.unlink(missing_ok=True)  # the trainer would append to an earlier run
@@ -61,3 +68,12 @@ def run_demo(args: argparse.Namespace) -> dict:
     print(f"Pictures: {folder / 'predictions.png'}, {folder / 'curves.png'}")
     print(f"Numbers: {folder / 'result.json'}; model: {folder / 'model_final.pth'}")
     return result
+
+
+def _check_results_can_be_written(cfg: CfgNode) -> None:
+    """Raise before the training what would stop the export or the pictures after it."""
+    if len(cfg.DATASETS.TEST) != 1:  # several have results of their own, which no table here shows
+        raise ConfigError(
+            f"DATASETS.TEST ({list(cfg.DATASETS.TEST)}): the demo evaluates one dataset. Fix: name exactly one."
+        )
+    check_replaceable(Path(cfg.OUTPUT_DIR, "backbone"), (FORMATS["pt2"][0], *REPORT_FILES))

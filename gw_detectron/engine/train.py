@@ -72,10 +72,13 @@ def prepare(args: argparse.Namespace) -> tuple[CfgNode, StartWeights]:
         start = open_start_weights(cfg, resume=args.resume)
         findings = Findings()
         if comm.is_main_process():
-            findings = preflight(cfg, start, eval_only=args.eval_only, resume=args.resume)
+            findings = preflight(
+                cfg, start, eval_only=args.eval_only, resume=args.resume, allow_partial=args.allow_partial
+            )
         if not args.ignore_preflight:
             findings.raise_problems()
-        start.checkpoint()  # raises the error of opening it
+    with in_all_processes():
+        start.checkpoint()  # fetches remote weights, raises the error of opening it
     with in_all_processes():
         prepare_output(cfg, args)
     for warning in findings.problems + findings.warnings:

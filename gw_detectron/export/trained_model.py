@@ -2,11 +2,11 @@
 
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode
-from detectron2.modeling import build_model
 from torch import nn
 
 from ..checkpoint import load_checkpoint, open_checkpoint
 from ..errors import summarize_names
+from ..modeling import build_checked_model
 from .parity import ExportError
 
 
@@ -20,16 +20,14 @@ def load_model(cfg: CfgNode, needed: str = "") -> nn.Module:
 
     Raises:
         FileNotFoundError: the weights do not exist.
+        ConfigError: Detectron2 cannot build the detector.
         ExportError: no weights are given, or they lack a needed tensor.
         ValueError: the file is damaged or could run code, or lacks a part of the ResNet.
     """
     weights = cfg.MODEL.WEIGHTS
     if not weights:
         raise ExportError("MODEL.WEIGHTS (''): an export needs weights. Fix: give --weights FILE.")
-    cfg = cfg.clone()
-    cfg.defrost()
-    cfg.MODEL.DEVICE = "cpu"
-    model = build_model(cfg).eval()
+    model = build_checked_model(cfg, "cpu").eval()
     report = load_checkpoint(DetectionCheckpointer(model), open_checkpoint(weights))
     missing = [name for name in report.new if name.startswith(needed)]
     if missing:

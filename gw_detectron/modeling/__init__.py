@@ -1,5 +1,6 @@
 """Detectron2 components with group whitening; importing this package registers them."""
 
+from .build import build_checked_model
 from .conv_norm_relu import ConvNormReLU
 from .fpn import build_gw_resnet_fpn_backbone, build_gw_retinanet_resnet_fpn_backbone
 from .norm import norm_spec, resolve_norm
@@ -24,6 +25,7 @@ __all__ = [
     "GWFastRCNNConvFCHead",
     "GWMaskRCNNConvUpsampleHead",
     "add_pool_norm",
+    "build_checked_model",
     "build_gw_resnet_backbone",
     "build_gw_resnet_fpn_backbone",
     "build_gw_retinanet_resnet_fpn_backbone",

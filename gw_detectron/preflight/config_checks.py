@@ -36,12 +36,7 @@ def check_device(cfg: CfgNode, findings: Findings, *, eval_only: bool) -> None:
 def check_schedule(cfg: CfgNode, findings: Findings) -> None:
     """Check the batch size and the learning rate schedule."""
     images, processes = cfg.SOLVER.IMS_PER_BATCH, comm.get_world_size()
-    if images < 1:
-        findings.problems.append(
-            f"SOLVER.IMS_PER_BATCH ({images}): empty batch. Fix: set it to the images per step of all processes "
-            f"together, {processes} or a multiple."
-        )
-    elif images % processes:
+    if images % processes:
         findings.problems.append(
             f"SOLVER.IMS_PER_BATCH ({images}): {processes} processes cannot share it equally. Fix: set it to a "
             f"multiple of {processes}, e.g. {-(-images // processes) * processes}, and scale SOLVER.BASE_LR with it."

@@ -2,40 +2,34 @@
 
 import difflib
 import json
-import math
 import os
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.utils.file_io import PathManager
 
-from ..errors import DataError
+from ..errors import DataError, summarize_names
+from .coco_checks import Use, check_coco
 from .findings import Findings
 
 #: values of a dataset's metadata ``evaluator_type`` that are evaluated by the COCO rules
 COCO_EVALUATORS = ("coco", "coco_panoptic_seg")
-_FORMATS = ("RGB", "BGR", "L", "YUV-BT.601")  # Detectron2's image formats
 _NUM_CLASSES = {"RetinaNet": "RETINANET", "GeneralizedRCNN": "ROI_HEADS"}
 
 
 def check_datasets(cfg: CfgNode, findings: Findings, *, eval_only: bool) -> None:
     """Check the datasets of training (unless ``eval_only``) and evaluation."""
-    if cfg.INPUT.FORMAT not in _FORMATS:
-        findings.problems.append(
-            f"INPUT.FORMAT ('{cfg.INPUT.FORMAT}'): unknown. Fix: set it to one of {', '.join(_FORMATS)}."
-        )
     needed = "DATASETS.TEST" if eval_only else "DATASETS.TRAIN"
     if not (cfg.DATASETS.TEST if eval_only else cfg.DATASETS.TRAIN):
         findings.problems.append(f"{needed} (empty): no dataset. Fix: name at least one.")
     classes: dict[str, Sequence[str] | None] = {}
     for name in () if eval_only else cfg.DATASETS.TRAIN:
-        classes[name] = _check_dataset(name, findings, for_training=True, masks=cfg.MODEL.MASK_ON)
+        classes[name] = _check_dataset(name, findings, Use.in_training(cfg))
     for name in cfg.DATASETS.TEST:
-        classes[name] = _check_dataset(name, findings, for_training=False, masks=cfg.MODEL.MASK_ON)
+        tested = _check_dataset(name, findings, Use.in_evaluation(cfg))
+        classes[name] = classes.get(name) or tested
     if node := _NUM_CLASSES.get(cfg.MODEL.META_ARCHITECTURE):
         key, wanted = f"MODEL.{node}.NUM_CLASSES", cfg.MODEL[node].NUM_CLASSES
         for name, found in classes.items():
@@ -43,6 +37,12 @@ def check_datasets(cfg: CfgNode, findings: Findings, *, eval_only: bool) -> None
                 findings.problems.append(
                     f"{key} ({wanted}): dataset {name} has {len(found)} classes. Fix: set {key} {len(found)}."
                 )
+    trained = {} if eval_only else {tuple(classes[name] or ()): name for name in cfg.DATASETS.TRAIN}
+    if len(trained) > 1:
+        first, other = list(trained.values())[:2]
+        findings.problems.append(
+            f"DATASETS.TRAIN: {first} and {other} have different classes. Fix: give all the same categories."
+        )
     for name in cfg.DATASETS.TEST:
         kind = MetadataCatalog.get(name).get("evaluator_type")
         if classes[name] is not None and kind not in COCO_EVALUATORS:
@@ -52,14 +52,13 @@ def check_datasets(cfg: CfgNode, findings: Findings, *, eval_only: bool) -> None
             )
 
 
-def _check_dataset(name: str, findings: Findings, *, for_training: bool, masks: bool) -> Sequence[str] | None:
+def _check_dataset(name: str, findings: Findings, use: Use) -> Sequence[str] | None:
     """Check the files of a dataset.
 
     Args:
         name: the name in Detectron2's ``DatasetCatalog``.
-        findings: problems are added; each names file, field and record.
-        for_training: a dataset for evaluation needs more fields, but may lack annotations.
-        masks: annotations need a segmentation.
+        findings: problems and warnings are added; each names file, field and record.
+        use: what the run needs of the dataset.
 
     Returns:
         The class names in the order of their ids, or None if they are unknown.
@@ -84,21 +83,33 @@ def _check_dataset(name: str, findings: Findings, *, for_training: bool, masks: 
     except FileNotFoundError:
         findings.problems.append(f"Dataset '{name}': {_missing(json_file)}")
         return None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        findings.problems.append(f"{where}: invalid JSON: {error}. Fix: get the file again.")
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        findings.problems.append(f"{where}: invalid JSON: {error}. Fix: give a JSON file in UTF-8, not compressed.")
         return None
-    except (OSError, ValueError) as error:
-        findings.problems.append(f"{where}: cannot be read: {error}. Fix: put the annotation file there.")
+    except (OSError, ValueError) as error:  # ValueError: e.g. a number of thousands of digits
+        findings.problems.append(f"{where}: cannot be read: {error}. Fix: put a correct annotation file there.")
         return None
     try:
-        _check_coco(content, for_training=for_training, masks=masks)
+        warnings = check_coco(content, use)
     except DataError as error:
         findings.problems.append(f"{where}: {error}. Fix: correct the file.")
         return None
+    findings.warnings += [f"{where}: {warning}" for warning in warnings]
+    names = [category["name"] for category in sorted(content["categories"], key=lambda category: category["id"])]
+    if (registered := metadata.get("thing_classes")) is not None and list(registered) != names:
+        findings.problems.append(
+            f"{where}: its categories differ from thing_classes of the MetadataCatalog, {summarize_names(registered)}. "
+            "Fix: register the file under another name, or do not set thing_classes."
+        )
+    if use.keypoints and use.training and not ({"keypoint_names", "keypoint_flip_map"} <= metadata.as_dict().keys()):
+        findings.problems.append(
+            f"MODEL.KEYPOINT_ON (True): dataset {name} has no names of keypoints. Fix: set keypoint_names and "
+            f'keypoint_flip_map of MetadataCatalog.get("{name}"), or set MODEL.KEYPOINT_ON False.'
+        )
     image_root = metadata.get("image_root")
     if image_root is not None and (missing := _missing_images(image_root, content["images"])):
         findings.problems.append(f"Dataset '{name}': {missing}")
-    return [category["name"] for category in sorted(content["categories"], key=lambda category: category["id"])]
+    return names
 
 
 def _missing(path: str) -> str:
@@ -135,79 +146,3 @@ def _missing_images(image_root: str, images: Sequence[dict]) -> str:
         f"{len(missing)} of {len(images)} images are missing, e.g. '{min(missing)}'. Fix: download them, or remove "
         "them from the JSON file."
     )
-
-
-def _check_coco(content: Any, *, for_training: bool, masks: bool) -> None:
-    """Check the fields that Detectron2 and pycocotools read.
-
-    Raises:
-        DataError: the first wrong field.
-    """
-    if not isinstance(content, dict):
-        raise DataError(f"{type(content).__name__} instead of an object with images, annotations and categories")
-    fields = {"categories": ["id", "name"], "images": ["id", "file_name", "height", "width"]}
-    if for_training or "annotations" in content:  # the official test images have no annotations
-        fields["annotations"] = ["id", "image_id", "category_id", "bbox"]
-        fields["annotations"] += ["segmentation"] if masks else []
-        fields["annotations"] += [] if for_training else ["area", "iscrowd"]
-    for key in fields:
-        if not isinstance(content.get(key), list):
-            raise DataError(f"no list '{key}'")
-        if not content[key] and (for_training or key != "annotations"):
-            raise DataError(f"the list '{key}' is empty")
-    for key, names in fields.items():
-        _check_fields(key, content[key], names)
-        twice = [id for id, count in Counter(record["id"] for record in content[key]).items() if count > 1]
-        if twice:
-            raise DataError(f"{key}: duplicate id {twice[0]!r}")
-    for image in content["images"]:
-        for key in ("height", "width"):
-            if not isinstance(image[key], int) or image[key] < 1:
-                raise DataError(f"image {image['id']}: {key} {image[key]!r} is not a positive integer")
-    if "annotations" in fields:
-        _check_annotations(content, for_training=for_training, masks=masks)
-
-
-def _check_fields(kind: str, records: Iterable[Any], fields: Iterable[str]) -> None:
-    for index, record in enumerate(records):
-        if not isinstance(record, dict):
-            raise DataError(f"{kind}[{index}] is a {type(record).__name__}, not an object")
-        for key in fields:
-            if key not in record:
-                name = f" (id {record['id']})" if "id" in record else ""
-                raise DataError(f"{kind}[{index}]{name} has no field '{key}'")
-
-
-def _check_annotations(content: dict, *, for_training: bool, masks: bool) -> None:
-    annotations = content["annotations"]
-    if for_training and not any(_is_trainable(annotation, masks) for annotation in annotations):
-        mask = " or lack a mask (an RLE, or polygons of at least three points)" if masks else ""
-        raise DataError(f"all annotations are crowds{mask}, so there is nothing to learn from")
-    known = {
-        "image_id": {image["id"] for image in content["images"]},
-        "category_id": {category["id"] for category in content["categories"]},
-    }
-    for annotation in annotations:
-        box = annotation["bbox"]
-        if not (isinstance(box, list) and len(box) == 4 and all(_is_number(value) for value in box)):
-            raise DataError(f"annotation {annotation['id']}: bbox {box} is not four numbers (x, y, width, height)")
-        for key, ids in known.items():
-            if annotation[key] not in ids:
-                raise DataError(f"annotation {annotation['id']}: {key} {annotation[key]} does not exist in the file")
-
-
-def _is_trainable(annotation: dict, masks: bool) -> bool:
-    """Tell whether Detectron2 trains on an annotation.
-
-    It skips crowds and, with ``masks``, objects without a valid mask.
-    """
-    if annotation.get("iscrowd", 0):
-        return False
-    mask = annotation.get("segmentation")
-    polygons = mask if isinstance(mask, list) else []
-    valid = any(isinstance(polygon, list) and len(polygon) >= 6 and len(polygon) % 2 == 0 for polygon in polygons)
-    return not masks or valid or isinstance(mask, dict)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)

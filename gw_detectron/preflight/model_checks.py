@@ -9,10 +9,11 @@ from detectron2.layers.batch_norm import NaiveSyncBatchNorm
 from detectron2.utils import comm
 from torch import nn
 
-from ..analysis.norm_shapes import NormShape, build_meta_model, norm_shapes
+from ..analysis.norm_shapes import NormShape, norm_shapes
 from ..checkpoint import Checkpoint, StartWeights, norm_differences
-from ..errors import summarize_names
+from ..errors import ConfigError, summarize_names
 from ..layers import BatchWhitening2d, FrozenBatchWhitening2d
+from ..modeling.build import build_checked_model
 from ..modeling.norm_keys import NORM_KEYS, unread_keys
 from .findings import Findings
 
@@ -30,7 +31,7 @@ _EXPENSIVE = 1e11
 _REMEDIES = {"GW": "fewer groups", "GN": "fewer groups", "BW": "a smaller channels= of BW"}
 
 
-def check_model(cfg: CfgNode, start: StartWeights, findings: Findings, *, eval_only: bool) -> None:
+def check_model(cfg: CfgNode, start: StartWeights, findings: Findings, *, eval_only: bool) -> nn.Module | None:
     """Check the components, norms and frozen layers of the model.
 
     Args:
@@ -38,6 +39,9 @@ def check_model(cfg: CfgNode, start: StartWeights, findings: Findings, *, eval_o
         start: the weights that the run starts from.
         findings: problems and warnings are added.
         eval_only: the run evaluates only.
+
+    Returns:
+        The model on the meta device, whose norms compute nothing; None if it cannot be built.
     """
     from_scratch = not start.address
     freeze_at = cfg.MODEL.BACKBONE.FREEZE_AT
@@ -55,6 +59,7 @@ def check_model(cfg: CfgNode, start: StartWeights, findings: Findings, *, eval_o
         _check_feasibility(shapes.values(), findings)
         _check_solver_cost(shapes.values(), findings)
         _check_batch_whitening(cfg, model, shapes, findings)
+    return model
 
 
 def _build_and_trace(cfg: CfgNode, findings: Findings, trace: bool) -> tuple[nn.Module | None, dict[str, NormShape]]:
@@ -66,20 +71,12 @@ def _build_and_trace(cfg: CfgNode, findings: Findings, trace: bool) -> tuple[nn.
         The model, whose norms compute nothing after tracing, or None if it cannot be built; the shapes by layer name.
     """
     try:
-        model = build_meta_model(cfg)
-    except (ValueError, KeyError, AssertionError, TypeError, ImportError) as error:
-        reason = str(error.args[0]) if error.args else f"{type(error).__name__} without a message"
-        if "Fix: " not in reason:
-            reason = f"{reason.rstrip(' .!')}. Fix: correct the MODEL keys of the config."
-        findings.problems += [f"MODEL: the model cannot be built: {reason}", *unread_keys(cfg)]
+        model = build_checked_model(cfg, "meta")
+    except ConfigError as error:
+        findings.problems += [str(error), *unread_keys(cfg)]
         return None, {}
     findings.problems += unread_keys(cfg)
-    if trace and not cfg.INPUT.MIN_SIZE_TRAIN:
-        findings.problems.append(
-            "INPUT.MIN_SIZE_TRAIN (empty): training images have no size. Fix: set it to the lengths of the shorter "
-            'side in pixels, e.g. "(800,)".'
-        )
-    if not trace or not cfg.INPUT.MIN_SIZE_TRAIN:
+    if not trace or not min(cfg.INPUT.MIN_SIZE_TRAIN):  # images keep their unknown size
         return model, {}
     side, processes = min(cfg.INPUT.MIN_SIZE_TRAIN), comm.get_world_size()
     images = max(1, cfg.SOLVER.IMS_PER_BATCH // processes)

@@ -5,10 +5,12 @@ import re
 from collections.abc import Sequence
 
 from detectron2.config import CfgNode
+from torch import nn
 
-from ..checkpoint import StartWeights, open_checkpoint
+from ..checkpoint import Checkpoint, StartWeights, open_checkpoint
 from ..checkpoint.provenance import PREPROCESSING, Preprocessing
-from ..errors import UserError
+from ..errors import UserError, summarize_names
+from ..layers import GroupWhitening2d
 from .findings import Findings
 
 # part of an address -> preprocessing of these weights, by Detectron2's model zoo and this package
@@ -22,13 +24,13 @@ _PREPROCESSING = {
 
 
 def check_weights(cfg: CfgNode, start: StartWeights, findings: Findings, *, eval_only: bool, resume: bool) -> None:
-    """Check that the start weights can be read and fit the config.
+    """Check everything about the start weights that needs no network.
 
     ``INPUT.FORMAT``, ``PIXEL_MEAN`` and ``PIXEL_STD`` must be those of their training.
 
     Args:
         cfg: the config.
-        start: the opened weights, or the error of opening them.
+        start: the start weights, perhaps not fetched.
         findings: problems and warnings are added.
         eval_only: the run evaluates only.
         resume: the user asked to resume.
@@ -52,19 +54,100 @@ def check_weights(cfg: CfgNode, start: StartWeights, findings: Findings, *, eval
             f"OUTPUT_DIR ('{folder}'): contains checkpoints of an earlier run, which this run overwrites. Fix: "
             "continue it with --resume, or keep both with another OUTPUT_DIR."
         )
-    if start.error:
-        findings.problems.append(str(start.error))
-    elif not start.address and eval_only:
+    if not start.address and eval_only:
         fix = "--resume for the last checkpoint of OUTPUT_DIR"
         if resume:
             fix = f"OUTPUT_DIR to the folder of a run; there is no checkpoint in '{folder}'"
         findings.problems.append(
             f"--eval-only: no weights to evaluate. Fix: set MODEL.WEIGHTS to a checkpoint, or {fix}."
         )
-    recorded = start.opened and start.opened.preprocessing
-    expected = [images for pattern, images in _PREPROCESSING.items() if re.search(pattern, start.address)]
-    for images in [recorded] if recorded else expected:
-        _check_preprocessing(cfg, images, findings)
+    if start.unfetched:
+        for images in _expected_preprocessing(start.address):
+            _check_preprocessing(cfg, images, findings)
+
+
+def check_fetched(
+    cfg: CfgNode, start: StartWeights, model: nn.Module | None, findings: Findings, *, allow_partial: bool
+) -> None:
+    """Check the content of the start weights.
+
+    Args:
+        cfg: the config.
+        start: the opened weights, or the error of opening them.
+        model: the detector of the config; only names are used. None skips the comparison with it.
+        findings: problems and warnings are added.
+        allow_partial: the user accepts weights that do not fit.
+    """
+    if start.resumed:
+        return
+    if start.error:
+        findings.problems.append(str(start.error))
+    if start.opened:
+        recorded = start.opened.preprocessing
+        for images in [recorded] if recorded else _expected_preprocessing(start.address):
+            _check_preprocessing(cfg, images, findings)
+    if start.opened and model is not None and "norms" not in start.opened.metadata:  # else loading compares the norms
+        _check_kind_of_norms(cfg, start.opened, model, findings, allow_partial)
+
+
+def _expected_preprocessing(address: str) -> list[Preprocessing]:
+    return [images for pattern, images in _PREPROCESSING.items() if re.search(pattern, address)]
+
+
+def _check_kind_of_norms(
+    cfg: CfgNode, weights: Checkpoint, model: nn.Module, findings: Findings, allow_partial: bool
+) -> None:
+    """Check that layers which normalize each sample do not get the scale and shift of BN, or the reverse.
+
+    Caffe2's files have BN's statistics multiplied into its scale, so all their tensors would fit.
+    """
+    names, backbone = set(weights.tensors), getattr(model, "backbone", model)
+    places = {_place(name) for name in names if name.endswith(".running_mean")} - {""}
+    caffe2 = {kind: any(name.endswith(f"_{kind.lower()}_s") for name in names) for kind in ("BN", "GN")}
+    wrong: dict[str, list[str]] = {"BN": [], "GN": []}
+    for name, layer in backbone.named_modules():
+        if not (place := _place(f"{name}.")):
+            continue
+        if isinstance(layer, (GroupWhitening2d, nn.GroupNorm)) and (place in places or caffe2["BN"]):
+            wrong["BN"].append(f"backbone.{name}")
+        elif hasattr(layer, "running_mean") and caffe2["GN"]:
+            wrong["GN"].append(f"backbone.{name}")
+    resnets, frozen = cfg.MODEL.RESNETS, _frozen(model)
+    for kind, layers in wrong.items():
+        if not layers:
+            continue
+        found = f"running_mean at {len(places)} layers" if places else "by the names in a Caffe2 file"
+        message = (
+            f"MODEL.WEIGHTS ('{weights.address}'): these are {kind} weights ({found}), but {len(layers)} layers have "
+            f"another norm ({summarize_names(layers, 2)}): MODEL.RESNETS.NORM is '{resnets.NORM}', WHITEN_NORM "
+            f"'{resnets.WHITEN_NORM}', WHITEN_POSITIONS '{resnets.WHITEN_POSITIONS}'. Fix: set MODEL.RESNETS.NORM "
+            f'{"FrozenBN" if kind == "BN" else "GN"} and MODEL.RESNETS.WHITEN_POSITIONS "", or give weights of these '
+            "norms, e.g. gw://imagenet/R-50."
+        )
+        (findings.warnings if allow_partial else findings.problems).append(message)
+        if allow_partial and (untrained := [name for name in layers if f"{name}.weight" in frozen]):
+            findings.problems.append(_frozen_message(cfg, untrained, f"get the scale and shift of {kind}"))
+    given = {_place(name) for name in names} - {""}
+    missing = [name for name in frozen if given and _place(name) not in given | {""}]
+    if allow_partial and missing:
+        findings.problems.append(_frozen_message(cfg, missing, "are not in the weights and keep random values"))
+
+
+def _place(name: str) -> str:
+    """Return the part of a ResNet's tensor or layer name that does not depend on the detector around it."""
+    found = re.search(r"(?:^|\.)((?:stem\.conv1|res[2-5]\.\d+\.\w+)(?:\.norm)?)\.", name)
+    return found[1] if found else ""
+
+
+def _frozen(model: nn.Module) -> list[str]:
+    return [name for name, tensor in model.named_parameters() if not tensor.requires_grad]
+
+
+def _frozen_message(cfg: CfgNode, names: Sequence[str], why: str) -> str:
+    return (
+        f"MODEL.BACKBONE.FREEZE_AT ({cfg.MODEL.BACKBONE.FREEZE_AT}): {len(names)} frozen parts {why} "
+        f"({summarize_names(names)}). Fix: set MODEL.BACKBONE.FREEZE_AT 0, or give weights that have them."
+    )
 
 
 def _other_checkpoint(folder: str, last: str) -> str:

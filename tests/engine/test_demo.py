@@ -8,6 +8,8 @@ import pytest
 from gw_detectron.data.synthetic import register_synthetic
 from gw_detectron.engine.demo import run_demo
 from gw_detectron.engine.plots import read_metrics
+from gw_detectron.errors import ConfigError
+from gw_detectron.export.atomic_folder import OutputFolderError
 
 from ..tiny_run import CONFIG, DATA, OPTS
 
@@ -27,6 +29,22 @@ def test_the_demo_leaves_its_results(tmp_path, capsys):
     for name in ("curves.png", "predictions.png", "model_final.pth", "config.yaml", "backbone/parity.json"):
         assert (output / name).stat().st_size > 100
     assert "Trained 1 iterations and evaluated" in capsys.readouterr().out
+
+
+def test_results_that_cannot_be_written_stop_the_demo_before_the_training(tmp_path):
+    def run(**changes):
+        opts = {**OPTS, "OUTPUT_DIR": tmp_path, **changes}
+        words = [str(word) for pair in opts.items() for word in pair]
+        run_demo(argparse.Namespace(config_file=str(CONFIG), opts=words))
+
+    for names in ("()", "('gw_synthetic_val', 'gw_synthetic_train')"):
+        with pytest.raises(ConfigError, match="the demo evaluates one dataset"):
+            run(**{"DATASETS.TEST": names})
+    (tmp_path / "backbone").mkdir()
+    (tmp_path / "backbone" / "thesis.tex").touch()
+    with pytest.raises(OutputFolderError, match=r"thesis\.tex"):
+        run()
+    assert [path.name for path in tmp_path.iterdir()] == ["backbone"]
 
 
 def test_metrics_of_a_killed_and_resumed_run_are_in_order(tmp_path):

@@ -1,106 +1,25 @@
 """Every check before a run: its message, its fix, and that a sound run passes."""
 
-import json
 import os
 import pickle
 import zipfile
 
 import pytest
 import torch
-from detectron2.config import CfgNode, get_cfg
 from detectron2.data import DatasetCatalog, MetadataCatalog
-from detectron2.data.datasets import register_coco_instances
 from detectron2.modeling import ResNet, build_model
 from detectron2.utils.file_io import PathManager
-from PIL import Image
 
-from gw_detectron import add_gw_config
-from gw_detectron.checkpoint import StartWeights, open_start_weights
+from gw_detectron.checkpoint import StartWeights
 from gw_detectron.preflight import Findings, PreflightError, preflight
 
-from ..tiny_run import CONFIG, OPTS
+from .sound_run import config, one
 
 RGB = {
     "INPUT.FORMAT": "RGB",
     "MODEL.PIXEL_MEAN": [123.675, 116.28, 103.53],
     "MODEL.PIXEL_STD": [58.395, 57.12, 57.375],
 }
-
-
-def square(number: int, image: int, category: int) -> dict:
-    return {
-        "id": number,
-        "image_id": image,
-        "category_id": category,
-        "bbox": [2, 2, 10, 10],
-        "area": 100,
-        "iscrowd": 0,
-        "segmentation": [[2, 2, 12, 2, 12, 12, 2, 12]],
-    }
-
-
-@pytest.fixture
-def content() -> dict:
-    size = {"height": 20, "width": 30}
-    return {
-        "images": [{"id": 1, "file_name": "a.jpg", **size}, {"id": 2, "file_name": "sub/b.jpg", **size}],
-        "annotations": [square(1, 1, 5), square(2, 2, 9)],
-        "categories": [{"id": 9, "name": "dog"}, {"id": 5, "name": "cat"}],
-    }
-
-
-@pytest.fixture
-def coco(tmp_path, content):
-    """Return a function that registers ``content`` as the dataset tiny_coco and returns the JSON path."""
-    path = tmp_path / "data" / "tiny.json"
-    images = tmp_path / "data" / "images"
-    (images / "sub").mkdir(parents=True)
-    for image in content["images"]:
-        Image.new("RGB", (image["width"], image["height"])).save(images / image["file_name"])
-
-    def register(text: str | None = None):
-        path.write_text(json.dumps(content) if text is None else text)
-        register_coco_instances("tiny_coco", {}, str(path), str(images))
-        return path
-
-    yield register
-    for catalog in (DatasetCatalog, MetadataCatalog):
-        catalog.pop("tiny_coco", None)
-
-
-def config(tmp_path, **changes) -> CfgNode:
-    cfg = get_cfg()
-    add_gw_config(cfg)
-    cfg.merge_from_file(str(CONFIG))
-    plain = {
-        **OPTS,
-        "INPUT.MIN_SIZE_TRAIN": "(128,)",  # in smaller images the last layers have too few pixels
-        "MODEL.ROI_HEADS.NUM_CLASSES": 2,
-        "DATASETS.TRAIN": ("tiny_coco",),
-        "DATASETS.TEST": ("tiny_coco",),
-        "OUTPUT_DIR": str(tmp_path / "output"),
-        **{key.replace("__", "."): value for key, value in changes.items()},
-    }
-    cfg.merge_from_list([word for pair in plain.items() for word in pair])
-    return cfg
-
-
-@pytest.fixture
-def check(tmp_path, coco):
-    """Return a function that checks a sound run with some keys changed."""
-
-    def run(eval_only: bool = False, resume: bool = False, **changes) -> Findings:
-        if "tiny_coco" not in DatasetCatalog:
-            coco()
-        cfg = config(tmp_path, **changes)
-        return preflight(cfg, open_start_weights(cfg, resume=resume), eval_only=eval_only, resume=resume)
-
-    return run
-
-
-def one(found: Findings) -> str:
-    assert len(found.problems) == 1, found.problems
-    return found.problems[0]
 
 
 def test_a_sound_run_passes(check):
@@ -266,9 +185,7 @@ class TestMachine:
 
 class TestSolver:
     def test_an_empty_batch(self, check):
-        assert "SOLVER.IMS_PER_BATCH (0): empty batch. Fix: set it to the images per step" in one(
-            check(SOLVER__IMS_PER_BATCH=0)
-        )
+        assert "SOLVER.IMS_PER_BATCH (0): not in the interval [1, inf). Fix: " in one(check(SOLVER__IMS_PER_BATCH=0))
 
     @pytest.mark.parametrize("changes", [{"SOLVER__STEPS": (3,)}, {"SOLVER__STEPS": (2, 1)}])
     def test_an_impossible_schedule(self, check, changes):

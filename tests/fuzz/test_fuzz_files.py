@@ -1,0 +1,237 @@
+"""Damaged weight files, other networks' tensors and malformed annotations: refused, or used rightly."""
+
+import copy
+import functools
+import io
+import json
+import math
+import pickle
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from detectron2.checkpoint import DetectionCheckpointer
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.data.dataset_mapper import DatasetMapper
+from detectron2.data.datasets import load_coco_json
+from detectron2.modeling import build_model
+from hypothesis import example, given
+from hypothesis import strategies as st
+from PIL import Image
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+from safetensors.torch import save as save_safetensors
+
+from gw_detectron.checkpoint import convert, load_checkpoint, open_checkpoint
+from gw_detectron.checkpoint.reading import Contents, WeightsFileError, read_weights_file
+from gw_detectron.errors import DataError, UserError
+from gw_detectron.preflight.coco_checks import Use, check_coco
+
+from ..checkpoint.synthetic import make_network
+from ..preflight.sound_run import coco_content, config
+from .examples import fuzz
+
+TENSORS = {"a.weight": torch.arange(12.0).reshape(3, 4), "b": torch.ones(2, dtype=torch.int64)}
+
+
+def torch_bytes(legacy: bool) -> bytes:
+    stream = io.BytesIO()
+    torch.save({"model": TENSORS, "iteration": 3}, stream, _use_new_zipfile_serialization=not legacy)
+    return stream.getvalue()
+
+
+FILES = {
+    "new.pth": torch_bytes(legacy=False),
+    "old.pth": torch_bytes(legacy=True),
+    "a.pkl": pickle.dumps({"model": {name: tensor.numpy() for name, tensor in TENSORS.items()}, "__author__": "x"}),
+    "a.safetensors": save_safetensors(TENSORS, {"norm": "GW"}),
+}
+EDITS = st.lists(
+    st.tuples(st.sampled_from(["flip", "cut", "insert", "repeat"]), st.floats(0, 1), st.binary(min_size=1, max_size=4)),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(name=st.sampled_from(sorted(FILES)), edits=EDITS)
+@fuzz(60)
+def test_a_damaged_weight_file(tmp_path, name, edits):
+    content = bytearray(FILES[name])
+    for kind, where, data in edits:
+        place = int(where * len(content))
+        if kind == "flip":
+            content[place : place + len(data)] = data
+        elif kind == "cut":
+            del content[place:]
+        elif kind == "insert":
+            content[place:place] = data
+        else:
+            content[place:place] = content[place : place + 200]
+    path = tmp_path / name
+    path.write_bytes(content)
+    try:
+        assert isinstance(read_weights_file(path), Contents)
+    except WeightsFileError as error:
+        assert str(path) in str(error)
+
+
+@functools.cache
+def network_state() -> dict[str, torch.Tensor]:
+    return make_network("R-18").state_dict()
+
+
+VALUES = st.one_of(
+    st.none(),
+    st.integers(-1, 3),
+    st.text(max_size=3),
+    st.lists(st.integers(0, 3), max_size=3).map(lambda shape: torch.ones(shape)),
+    st.sampled_from(
+        [torch.full((64,), math.nan), torch.ones(64, dtype=torch.int64), np.ones(3), {}, torch.ones(1, 64)]
+    ),
+)
+CHANGES = st.lists(
+    st.tuples(st.sampled_from(["drop", "rename", "replace", "keep"]), st.integers(0, 300), st.text(max_size=6), VALUES),
+    min_size=1,
+    max_size=4,
+)
+
+
+def changed(state: dict[str, Any], changes: list[tuple]) -> dict[str, Any]:
+    state = dict(state)
+    for kind, index, text, value in changes:
+        name = sorted(state)[index % len(state)]
+        if kind == "drop":
+            del state[name]
+        elif kind == "rename":
+            state[text] = state.pop(name)
+        elif kind == "replace":
+            state[name] = value
+    return state
+
+
+@given(changes=CHANGES)
+@fuzz(12)
+def test_a_changed_state_dict_is_converted_or_refused(changes):
+    state = changed(network_state(), changes)
+    try:
+        tensors = convert(state).tensors
+    except UserError as error:
+        assert "Fix: " in str(error)
+        return
+    assert all(isinstance(tensor, torch.Tensor) for tensor in tensors.values())
+
+
+@functools.cache
+def detector() -> torch.nn.Module:
+    return build_model(config(Path("unused")))
+
+
+@given(changes=CHANGES)
+@fuzz(10)
+def test_a_changed_state_dict_is_loaded_or_refused(tmp_path, changes):
+    model = detector()
+    state = model.state_dict()
+    path = tmp_path / "w.pth"
+    torch.save({"model": changed(state, changes)}, path)
+    try:
+        report = load_checkpoint(DetectionCheckpointer(model), open_checkpoint(str(path)))
+    except UserError as error:
+        assert "Fix: " in str(error)
+        return
+    assert not report.missing
+
+
+JSON = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-2, 40),
+        st.floats(),
+        st.sampled_from([10**400, 2**53, "1", "a.jpg", "\0", "", 1e308]),
+        st.text(max_size=3),
+    ),
+    lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.sampled_from(["id", "size", "counts"]), inner),
+    max_leaves=8,
+)
+
+
+def nodes(value: Any) -> list[tuple[Any, Any]]:
+    """List every place in nested containers as (container, key)."""
+    keys = value.keys() if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    return [place for key in list(keys) for place in [(value, key), *nodes(value[key])]]
+
+
+@pytest.fixture(scope="module")
+def image_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("images")
+    (folder / "sub").mkdir()
+    for image in coco_content()["images"]:
+        Image.new("RGB", (image["width"], image["height"])).save(folder / image["file_name"])
+    return folder
+
+
+@given(
+    changes=st.lists(st.tuples(st.integers(0, 500), st.sampled_from(["set", "drop", "repeat"]), JSON), max_size=3),
+    training=st.booleans(),
+    masks=st.booleans(),
+)
+@example(changes=[], training=True, masks=True)
+@fuzz(60)
+def test_accepted_annotations_work(image_folder, tmp_path, changes, training, masks):
+    content = copy.deepcopy(coco_content())
+    for index, kind, value in changes:
+        places = nodes(content)
+        if not places:
+            break
+        container, key = places[index % len(places)]
+        if kind == "set":
+            container[key] = copy.deepcopy(value)
+        elif kind == "drop":
+            del container[key]
+        elif isinstance(container, list):
+            container.insert(key, copy.deepcopy(container[key]))
+    try:
+        content = json.loads(json.dumps(content))
+        warnings = check_coco(content, Use(training, masks, run_lengths=not training))
+    except (DataError, ValueError) as error:
+        assert isinstance(error, DataError) or "digits" in str(error), error
+        return
+    assert all("Fix: " in warning for warning in warnings)
+    path = tmp_path / "annotations.json"
+    path.write_text(json.dumps(content))
+    try:
+        _use(path, image_folder, training, masks)
+    finally:
+        for catalog in (DatasetCatalog, MetadataCatalog):
+            catalog.pop("fuzzed", None)
+
+
+def _use(path: Path, images: Path, training: bool, masks: bool) -> None:
+    """Do what a run does with a dataset."""
+    with redirect_stdout(io.StringIO()):
+        records = load_coco_json(str(path), str(images), "fuzzed")
+        if training:
+            cfg = config(path.parent)
+            cfg.merge_from_list(["MODEL.MASK_ON", masks, "INPUT.MIN_SIZE_TRAIN", (20,)])
+            mapper = DatasetMapper(cfg, True)
+            kept = 0
+            for record in records:
+                try:
+                    kept += len(mapper(record)["instances"])
+                except (OSError, ValueError):  # other images than annotated, which the mapper reports with their names
+                    kept = 1
+            assert kept, "nothing to learn from"
+            return
+        truth = COCO(str(path))
+        if not truth.anns:
+            return
+        first = next(iter(truth.anns.values()))
+        detections = truth.loadRes([{**first, "score": 0.5}])
+        for kind in ["bbox", "segm"] if masks else ["bbox"]:
+            evaluation = COCOeval(truth, detections, kind)
+            evaluation.evaluate()
+            evaluation.accumulate()
+            evaluation.summarize()

@@ -1,0 +1,50 @@
+"""A sound run of two images, whose config and annotations the tests change."""
+
+import json
+
+import pytest
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.data.datasets import register_coco_instances
+from PIL import Image
+
+from gw_detectron.checkpoint import open_start_weights
+from gw_detectron.preflight import Findings, preflight
+
+from .sound_run import coco_content, config
+
+
+@pytest.fixture
+def content() -> dict:
+    return coco_content()
+
+
+@pytest.fixture
+def coco(tmp_path, content):
+    """Return a function that registers ``content`` as the dataset tiny_coco and returns the JSON path."""
+    path = tmp_path / "data" / "tiny.json"
+    images = tmp_path / "data" / "images"
+    (images / "sub").mkdir(parents=True)
+    for image in content["images"]:
+        Image.new("RGB", (image["width"], image["height"])).save(images / image["file_name"])
+
+    def register(text: str | None = None):
+        path.write_text(json.dumps(content) if text is None else text)
+        register_coco_instances("tiny_coco", {}, str(path), str(images))
+        return path
+
+    yield register
+    for catalog in (DatasetCatalog, MetadataCatalog):
+        catalog.pop("tiny_coco", None)
+
+
+@pytest.fixture
+def check(tmp_path, coco):
+    """Return a function that checks a sound run with some keys changed."""
+
+    def run(eval_only: bool = False, resume: bool = False, **changes) -> Findings:
+        if "tiny_coco" not in DatasetCatalog:
+            coco()
+        cfg = config(tmp_path, **changes)
+        return preflight(cfg, open_start_weights(cfg, resume=resume), eval_only=eval_only, resume=resume)
+
+    return run
