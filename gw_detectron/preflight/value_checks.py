@@ -31,7 +31,8 @@ _INTERVALS = (
     (r"SOLVER\..*|TEST\.EVAL_PERIOD|VIS_PERIOD|DATALOADER\.REPEAT_THRESHOLD", "[0, inf)"),
     (r"DATALOADER\.NUM_WORKERS", "[0, 1024]"),
     (r"INPUT\.MIN_SIZE_.*", "[0, 65535]"),  # 0: images keep their size
-    (r"INPUT\.MAX_SIZE_.*|TEST\.AUG\.M.._SIZES?", "[1, 65535]"),
+    (r"INPUT\.MAX_SIZE_.*", "[1, 65535]"),
+    (r"TEST\.AUG\.M.._SIZES?", "[8, 65535]"),  # Detectron2 cannot flip an image of one pixel
     (r"TEST\.(DETECTIONS_PER_IMAGE|PRECISE_BN\.NUM_ITER)|.*(TOPK_.*|BATCH_SIZE_PER_IMAGE)", "[1, inf)"),
     (r"MODEL\.BACKBONE\.FREEZE_AT", "[0, 5]"),
     (r"MODEL\.RESNETS\.RES5_DILATION", "[1, 2]"),
