@@ -14,6 +14,7 @@ PACKAGE = ROOT / "gw_detectron"
 ROOMS = (
     {"errors", "version"},
     {"atomic", "requirements"},
+    {"needs_detectron2"},
     {"ops"},
     {"layers"},
     {"config", "cli"},

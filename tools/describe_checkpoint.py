@@ -1,6 +1,10 @@
 #!/usr/bin/env python
 """Describe a checkpoint: iteration, versions, config, seed, start weights, norms and tensors."""
 
+import gw_detectron.needs_detectron2  # noqa: F401
+
+# isort: split
+
 import argparse
 import json
 
