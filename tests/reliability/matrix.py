@@ -25,7 +25,7 @@ BUILD = ROOT / "build" / "matrix"
 
 # Options of `uv pip install` beside the requirements of pyproject.toml and Detectron2 v0.5.
 COMBINATIONS = {
-    "lowest": ["--resolution", "lowest-direct", "torch=={lowest}.*", "numpy==1.26.4", "pillow==10.0.*"],
+    "lowest": ["--resolution", "lowest-direct", "numpy==1.26.4", "pillow==10.0.*"],
     "lowest for export": ["--resolution", "lowest-direct", "--extra", "export", "numpy>=2", "pillow>=13"],
     "NumPy 1": ["numpy==1.26.4", "pillow==10.*"],
     "newest": [],
@@ -52,9 +52,8 @@ def build_environment(name: str) -> Path:
     """Create a virtual environment with one combination; return its interpreter."""
     uv = [str(Path(sys.executable).with_name("uv"))]
     wheels = BUILD / "wheel"
-    if not list(wheels.glob("*.whl")):
-        installer = [sys.executable, str(ROOT / "tools" / "install_detectron2.py"), "--wheel-dir", str(wheels)]
-        subprocess.run(installer, check=True)
+    installer = [sys.executable, str(ROOT / "tools" / "install_detectron2.py"), "--wheel-dir", str(wheels)]
+    subprocess.run(installer, check=True)
     folder = BUILD / name.replace(" ", "-")
     python = folder / "bin" / "python"
     subprocess.run([*uv, "venv", "--quiet", "--clear", "--python", sys.executable, str(folder)], check=True)
@@ -64,9 +63,9 @@ def build_environment(name: str) -> Path:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     # of the extra export without its torch, for the tests that the lowest torch passes
     requirements += [line for line in project["optional-dependencies"]["export"] if not line.startswith("torch")]
-    (lowest,) = (line.removeprefix("torch>=") for line in project["dependencies"] if line.startswith("torch"))
-    pins = [option.format(lowest=lowest) for option in COMBINATIONS[name]]
-    subprocess.run([*uv, "pip", "install", "--quiet", "--python", str(python), *requirements, *pins], check=True)
+    subprocess.run(
+        [*uv, "pip", "install", "--quiet", "--python", str(python), *requirements, *COMBINATIONS[name]], check=True
+    )
     return python
 
 
