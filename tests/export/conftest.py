@@ -92,11 +92,11 @@ def run_readme() -> Callable[..., str]:
             with (
                 contextlib.chdir(folder),
                 contextlib.redirect_stdout(printed),
-                mock.patch.object(sys, "argv", ["code.py", *words]),
+                mock.patch.object(sys, "argv", ["readme.py", *words]),
             ):
                 exec(code, {})
             return printed.getvalue()
-        path = folder.parent / "code.py"
+        path = folder.parent / "readme.py"  # no name of the standard library
         path.write_text(FORBID.format(names=list(forbid)) + code)
         command = [sys.executable, "-W", "ignore", str(path)]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)

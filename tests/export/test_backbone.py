@@ -17,6 +17,9 @@ from gw_detectron.export import TOLERANCE, ExportError, Normalization, ParityErr
 from gw_detectron.layers import GroupWhitening2d
 from gw_detectron.modeling.norm_table import norm_rows
 
+needs_export = pytest.mark.skipif(
+    torch.__version__ < torch.torch_version.TorchVersion("2.13"), reason="torch.export excludes image sizes before 2.13"
+)
 PACKAGES = ("gw_detectron", "detectron2", "fvcore", "torchvision")
 PYRAMID = ["p2", "p3", "p4", "p5", "p6"]
 # norms of the ResNet, at its whitening positions, and of the FPN
@@ -74,6 +77,7 @@ def test_torchscript(tmp_path, tiny_backbone, normalization, norm, whiten, fpn):
     }
 
 
+@needs_export
 def test_pt2(tmp_path, tiny_backbone, normalization, run_readme):
     backbone, folder = tiny_backbone("FrozenBN", "GW:groups=4", "GN:groups=4", num_stages=2), tmp_path / "out"
     export_backbone(backbone, folder, normalization, file_format="pt2")
@@ -92,6 +96,7 @@ def test_pt2(tmp_path, tiny_backbone, normalization, run_readme):
     check_readme(run_readme, folder, backbone, PYRAMID[:3], PACKAGES)
 
 
+@needs_export
 @pytest.mark.slow
 def test_pt2_holds_an_eigendecomposition(tmp_path, tiny_backbone, normalization):
     backbone = tiny_backbone("BN", "GW:groups=4,solver=zca", None)
@@ -102,6 +107,7 @@ def test_pt2_holds_an_eigendecomposition(tmp_path, tiny_backbone, normalization)
         assert relative(loaded(images), features_of(backbone, images)) < 1e-5
 
 
+@needs_export
 @pytest.mark.slow
 def test_onnx_holds_batch_whitening_and_cholesky(tmp_path, tiny_backbone, normalization):
     """Running matrices are constants, and elimination is arithmetic."""
@@ -128,6 +134,7 @@ def test_a_resnet_without_its_fpn(tmp_path, tiny_backbone, normalization):
     assert relative(loaded(images), features_of(backbone.bottom_up, images)) < 1e-5
 
 
+@needs_export
 def test_onnx(tmp_path, tiny_backbone, normalization, run_readme):
     backbone, folder = tiny_backbone("GN:groups=2", "GW:groups=4", "BN", num_stages=2), tmp_path / "out"
     names = PYRAMID[:3]
@@ -148,6 +155,7 @@ def test_onnx(tmp_path, tiny_backbone, normalization, run_readme):
     assert relative(saved(folder, names), features_of(backbone, normalized(pixels))) < 1e-4
 
 
+@needs_export
 def test_onnx_has_no_eigendecomposition(tmp_path, tiny_backbone, normalization):
     backbone = tiny_backbone("BN", "GW:groups=4,solver=zca", None)
     with pytest.raises(

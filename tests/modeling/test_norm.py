@@ -234,7 +234,7 @@ def test_any_string_gives_a_norm_or_a_norm_error(spec):
 
 @pytest.mark.parametrize("spec", ["GW:groups=48", "GN", "GN:groups=48"])
 def test_channels_that_the_groups_do_not_divide(spec):
-    with pytest.raises(NormError, match=rf"MODEL.FPN.NORM \('{spec}'\): .*100.*Fix: "):
+    with pytest.raises(NormError, match=rf"MODEL.FPN.NORM \('{spec}'\): .*Fix: .*100"):
         resolve_norm(spec, where="MODEL.FPN.NORM", channels=[100])
 
 
