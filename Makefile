@@ -30,11 +30,12 @@ test: setup ## run the fast tests, which cover every feature: run them before ea
 test-all: test ## run the fast tests, then the slow ones
 	$(BIN)/python -m pytest -n auto -m slow $(PYTEST_ARGS)
 
-fuzz: setup ## run the long property tests on random input
-	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest tests/fuzz $(PYTEST_ARGS)
+fuzz: setup ## run over 10 000 property tests; counts go to output/fuzz_counts.json
+	@mkdir -p output
+	HYPOTHESIS_PROFILE=long FUZZ_COUNTS=output/fuzz_counts.json $(BIN)/python -m pytest tests/fuzz $(PYTEST_ARGS)
 
-faults: setup ## kill runs at random moments and check what is left
-	$(BIN)/python tests/reliability/kill_runs.py
+faults: setup ## kill runs 100 times at random moments; counts go to output/kills
+	$(BIN)/python tests/reliability/kill_runs.py --exact
 
 soak: setup ## train for an hour with ten resumes; record memory, open files and step time
 	$(BIN)/python tests/reliability/soak.py
