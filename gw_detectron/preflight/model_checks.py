@@ -5,7 +5,6 @@ from typing import Any
 
 from detectron2.config import CfgNode
 from detectron2.layers import FrozenBatchNorm2d
-from detectron2.layers.batch_norm import NaiveSyncBatchNorm
 from detectron2.utils import comm
 from torch import nn
 
@@ -15,6 +14,7 @@ from ..errors import ConfigError, summarize_names
 from ..layers import BatchWhitening2d, FrozenBatchWhitening2d
 from ..modeling.build import build_checked_model
 from ..modeling.norm_keys import NORM_KEYS, unread_keys
+from ..modeling.norm_table import is_synchronized
 from .findings import Findings
 
 _NORM_KEYS = {
@@ -178,7 +178,7 @@ def _check_batch_whitening(cfg: CfgNode, model: nn.Module, shapes: dict[str, Nor
         columns = {name: row.constraints.columns for name, row in shapes.items() if row.constraints}
         name, worst = max(few, key=lambda item: (item[1].channels_per_group, -columns.get(item[0], 0)))
         d, images = worst.channels_per_group, _images_per_statistic(cfg, worst)
-        smallest = f" (m = {columns[name]} for the smallest images; nearby positions are correlated)"
+        smallest = f" (m = {columns.get(name)} for the smallest images; nearby positions are correlated)"
         findings.warnings.append(
             f"{len(few)} layers whiten over a batch of {images} images (e.g. {name}). Whitening d = {d} channels over "
             f"m columns, images times positions{smallest if name in columns else ''}, has no solution unless m exceeds "
@@ -191,8 +191,7 @@ def _check_batch_whitening(cfg: CfgNode, model: nn.Module, shapes: dict[str, Nor
 def _images_per_statistic(cfg: CfgNode, layer: nn.Module) -> int:
     """Count the images over which a batch normalization layer computes its statistics."""
     processes = comm.get_world_size()
-    synchronized = isinstance(layer, (nn.SyncBatchNorm, NaiveSyncBatchNorm)) or getattr(layer, "sync", False)
-    return cfg.SOLVER.IMS_PER_BATCH // processes * (processes if synchronized else 1)
+    return cfg.SOLVER.IMS_PER_BATCH // processes * (processes if is_synchronized(layer) else 1)
 
 
 def _check_feasibility(rows: Iterable[NormShape], findings: Findings) -> None:
