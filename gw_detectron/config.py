@@ -1,6 +1,7 @@
 """Config keys of this package, and reading a yaml with them."""
 
 import difflib
+import operator
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -51,6 +52,27 @@ def add_gw_config(cfg: CfgNode) -> None:
             node[key] = value
 
 
+def default_config() -> CfgNode:
+    """Return the defaults of Detectron2 and this package."""
+    cfg = get_cfg()
+    add_gw_config(cfg)
+    return cfg
+
+
+def flat_keys(node: dict, prefix: str = "") -> Iterator[str]:
+    """Yield the keys of a config's values, as in SOLVER.BASE_LR."""
+    for key, value in node.items():
+        if isinstance(value, dict):
+            yield from flat_keys(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def get_value(cfg: CfgNode, key: str) -> Any:
+    """Return the value of a key such as SOLVER.BASE_LR."""
+    return operator.attrgetter(key)(cfg)
+
+
 def read_config(config_file: str, opts: Sequence[str] = ()) -> CfgNode:
     """Read a yaml over the defaults of Detectron2 and this package.
 
@@ -66,9 +88,8 @@ def read_config(config_file: str, opts: Sequence[str] = ()) -> CfgNode:
         ConfigError: the file is no yaml of config keys, holds Python objects or far too many values, a key is unknown
             or repeated, or a value has the wrong type. The same holds for the files under ``_BASE_``.
     """
-    cfg = get_cfg()
-    add_gw_config(cfg)
-    known = set(_flat_keys(cfg))
+    cfg = default_config()
+    known = set(flat_keys(cfg))
     if not config_file or not os.path.isfile(config_file):
         raise MissingFileError(_missing_config_message(config_file))
     keys = _check_yaml(str(config_file), cfg.VERSION, [])
@@ -129,7 +150,7 @@ def _check_yaml(path: str, latest_version: int, files: list[str], above: tuple[s
         raise
     except _YAML_ERRORS as error:
         raise ConfigError(f"'{path}': not a yaml file of config keys: {error}. Fix: correct it.") from error
-    keys = list(_flat_keys(tree))
+    keys = list(flat_keys(tree))
     for base in map(os.path.expanduser, bases):
         if not base.startswith(("/", "http://", "https://")):
             base = os.path.join(os.path.dirname(path), base)
@@ -188,14 +209,6 @@ _ConfigLoader.add_constructor(None, _ConfigLoader._refuse)
 
 def _yaml_error(mark: yaml.Mark, why: str, fix: str) -> ConfigError:
     return ConfigError(f"'{mark.name}', line {mark.line + 1}: {why}. Fix: {fix}.")
-
-
-def _flat_keys(node: dict, prefix: str = "") -> Iterator[str]:
-    for key, value in node.items():
-        if isinstance(value, dict):
-            yield from _flat_keys(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"
 
 
 def _missing_config_message(given: str) -> str:
