@@ -11,7 +11,7 @@ import yaml
 from detectron2.config import CfgNode, get_cfg
 from detectron2.utils.file_io import PathManager
 
-from .errors import ConfigError, MissingFileError
+from .errors import ConfigError, MissingFileError, similar_names
 
 _LONGEST_FILE = 2**18  # characters; a dumped config has 10,000, and PyYAML reads 100,000 in a second
 _MOST_NODES = 100_000  # values of a file, those of an alias each time; Detectron2 copies them
@@ -233,7 +233,5 @@ def _bad_keys_message(source: str, keys: Iterable[str], known: set[str], error: 
         return f"{source}: {reason}. Fix:{example}."
     lines = [f"{source}: {len(unknown)} unknown config keys."] if len(unknown) > 5 else []
     for key in unknown[:5]:
-        near = difflib.get_close_matches(key, known, n=3)
-        similar = f" Similar: {', '.join(near)}." if near else ""
-        lines.append(f"{source}: unknown config key '{key}'.{similar} Fix: correct or remove it.")
+        lines.append(f"{source}: unknown config key '{key}'.{similar_names(key, known)} Fix: correct or remove it.")
     return "\n".join(lines)

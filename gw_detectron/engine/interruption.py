@@ -1,4 +1,4 @@
-"""Stop a training at SIGTERM or Ctrl-C: finish the step and write a checkpoint."""
+"""Stop a training at SIGTERM or Ctrl-C with a checkpoint."""
 
 import contextlib
 import logging
@@ -25,7 +25,7 @@ class InterruptionHook(HookBase):
     A signal during a step waits for the end of the step, which is the same step in all processes. A signal between
     steps, as in an evaluation, stops at once. A second Ctrl-C during a step stops at once, without a checkpoint.
 
-    Place it behind the hooks whose state is in a checkpoint, and before the evaluation.
+    Place it after the hooks whose state is in a checkpoint, and before the evaluation.
 
     Args:
         period: iterations between two regular checkpoints.
@@ -95,7 +95,7 @@ class InterruptionHook(HookBase):
         log.warning("%s: stopping after this step", signal.Signals(number).name)
 
     def _save(self, stop: Interrupted) -> None:
-        """Write a checkpoint of the finished step unless the run has just done so."""
+        """Write a checkpoint of the finished step unless there is one."""
         finished, self._finished = self._finished, -1
         checkpointer = self.trainer.checkpointer
         if (finished + 1) % self.period and finished + 1 < self.trainer.max_iter:

@@ -84,7 +84,7 @@ _ITEMS = (
 
 
 def check_values(cfg: CfgNode, findings: Findings, *, eval_only: bool) -> bool:
-    """Check type and range of every value; a key of a part that the run does not use is checked too.
+    """Check type and range of every value, also of parts that the run does not use.
 
     Args:
         cfg: the config.
@@ -116,7 +116,7 @@ def _wrong_types(cfg: CfgNode, defaults: CfgNode) -> Iterator[str]:
 
 
 def _same_type(value: Any, default: Any) -> bool:
-    """Tell whether a value has the type of the default; lists are compared by their innermost elements."""
+    """Compare the types of a value and a default, of lists by their elements."""
     if default is None:
         return value is None or isinstance(value, (int, float, str))
     if isinstance(default, (list, tuple)):
@@ -171,7 +171,7 @@ def _inside(value: float, interval: str) -> bool:
 
 
 def _contradictions(cfg: CfgNode) -> Iterator[str]:
-    """Yield the problems that depend on several keys or on the form of a list."""
+    """Yield problems that depend on several keys or on a list's form."""
     solver, images, model = cfg.SOLVER, cfg.INPUT, cfg.MODEL
     largest_seed = 2**32 - comm.get_world_size()  # NumPy's limit; every process adds its number
     if int(cfg.SEED) > largest_seed:
@@ -234,7 +234,10 @@ def _contradictions(cfg: CfgNode) -> Iterator[str]:
 
 
 def _wrong_proposals(cfg: CfgNode) -> Iterator[str]:
-    """Yield a problem per unusable proposal file: Detectron2 would run code that it contains."""
+    """Yield a problem per unusable proposal file.
+
+    Detectron2 would run code that it contains.
+    """
     for part in ("TRAIN", "TEST"):
         files, datasets = cfg.DATASETS[f"PROPOSAL_FILES_{part}"], cfg.DATASETS[part]
         if len(files) != len(datasets):
