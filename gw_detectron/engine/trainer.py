@@ -273,6 +273,7 @@ class Trainer(DefaultTrainer):
         Raises:
             NonFiniteError: the loss became infinite or NaN.
             FileAccessError: a checkpoint could not be written.
+            RunMemoryError, DataWorkerError: see :func:`.resource_errors.resource_errors_explained`.
             RecordError: an image or its record cannot be used.
         """
         if comm.is_main_process():

@@ -136,9 +136,9 @@ def _problems(annotation: dict[str, Any], images: dict, categories: set, use: Us
         yield f"bbox {_short(annotation['bbox'])} is not four numbers (x, y, width, height)"
     if not use.training and not _are_numbers([annotation["area"]], 1):
         yield f"area {_short(annotation['area'])} is not a number"
-    for key in ("iscrowd", "ignore"):
-        if annotation.get(key, 0) not in ((0, 1) if key == "iscrowd" else (0,)):
-            yield f"{key} {_short(annotation[key])} is not {'0 or 1' if key == 'iscrowd' else '0'}"
+    for key, allowed in (("iscrowd", (0, 1)), ("ignore", (0,))):
+        if annotation.get(key, 0) not in allowed:
+            yield f"{key} {_short(annotation[key])} is not {' or '.join(map(str, allowed))}"
     if keypoints := annotation.get("keypoints"):
         wanted = 3 * use.keypoints
         if not _are_numbers(keypoints, wanted or None) or len(keypoints) % 3:

@@ -17,7 +17,8 @@ from ..modeling.norm_keys import NORM_KEYS, unread_keys
 from ..modeling.norm_table import is_synchronized
 from .findings import Findings
 
-_NORM_KEYS = {
+# part of a layer name -> key of its norm
+_KEYS_BY_LAYER = {
     ".fpn_": "MODEL.FPN.NORM",
     "backbone.": "MODEL.RESNETS.NORM",
     ".box_head": "MODEL.ROI_BOX_HEAD.NORM",
@@ -51,9 +52,11 @@ def check_model(cfg: CfgNode, start: StartWeights, findings: Findings, *, eval_o
             "Fix: set MODEL.BACKBONE.FREEZE_AT 0, or give MODEL.WEIGHTS."
         )
     model, shapes = _build_and_trace(cfg, findings, trace=not eval_only)
-    if model is not None and start.resumed and start.opened:
+    if model is None:
+        return None
+    if start.resumed and start.opened:
         _check_resumed(start.opened, model, findings)
-    if model is not None and not eval_only:
+    if not eval_only:
         _check_frozen_norms(cfg, model, findings, from_scratch)
         _check_batch_norms(cfg, model, findings)
         _check_feasibility(shapes.values(), findings)
@@ -124,7 +127,7 @@ def _check_frozen_norms(cfg: CfgNode, model: nn.Module, findings: Findings, from
     frozen: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         if isinstance(module, _FROZEN):
-            key = next((key for part, key in _NORM_KEYS.items() if part in name), "its NORM")
+            key = next((key for part, key in _KEYS_BY_LAYER.items() if part in name), "its NORM")
             frozen.setdefault(key, []).append(name)
     resnets = cfg.MODEL.RESNETS
     if not any(str(norm).startswith("Frozen") for norm in (resnets.NORM, resnets.get("WHITEN_NORM"))):
