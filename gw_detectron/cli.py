@@ -1,4 +1,4 @@
-"""Shared parts of the command lines: report user errors and signals, check arguments."""
+"""Report errors and signals of command lines; check their arguments."""
 
 import argparse
 import contextlib
@@ -14,13 +14,13 @@ import torch
 from torch import distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException
 
-from .errors import FileAccessError, is_user_error
+from .errors import FileAccessError, first_line, is_user_error
 
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "Cannot allocate memory", "ALLOC_FAILED")
 
 
 class Interrupted(SystemExit):
-    """SIGTERM or Ctrl-C ended the program, with status 128 + the signal's number."""
+    """SIGTERM or Ctrl-C ended the program; the status is 128 + its number."""
 
     def __init__(self, number: int, message: str = "") -> None:
         super().__init__(128 + number)
@@ -29,7 +29,7 @@ class Interrupted(SystemExit):
 
 @contextlib.contextmanager
 def errors_reported() -> Iterator[None]:
-    """Report a user error, a signal or a lack of memory on stderr, without a traceback.
+    """Report user errors, signals and a lack of memory without a traceback.
 
     Raises:
         SystemExit: status 1 after an error; 143 after SIGTERM, 130 after Ctrl-C.
@@ -50,8 +50,9 @@ def errors_reported() -> Iterator[None]:
         if is_user_error(error):
             report_error(error)
         elif is_out_of_memory(error):
-            reason = str(error).strip().partition("\n")[0].rstrip(".") or "MemoryError"
-            report_error(f"out of memory: {reason}. Fix: free memory, or use a smaller model, batch or image.")
+            report_error(
+                f"out of memory: {first_line(error)}. Fix: free memory, or use a smaller model, batch or image."
+            )
         else:
             raise
         raise SystemExit(1) from None
@@ -90,13 +91,13 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an error is a lack of memory, of the GPU or of the machine."""
+    """Tell whether the GPU or the machine is out of memory."""
     found = isinstance(error, (MemoryError, torch.OutOfMemoryError))
     return found or (isinstance(error, (RuntimeError, OSError)) and any(text in str(error) for text in _OUT_OF_MEMORY))
 
 
 def report_error(error: Exception | str) -> None:
-    """Print an error to stderr, with the number of the process unless it is the main one."""
+    """Print an error to stderr, with the process number unless it is 0."""
     process = f" in process {_rank()}" if _rank() else ""
     print(f"\nError{process}: {error}", file=sys.stderr, flush=True)
 

@@ -1,6 +1,7 @@
 """Config keys of this package, and reading a yaml with them."""
 
 import difflib
+import operator
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ import yaml
 from detectron2.config import CfgNode, get_cfg
 from detectron2.utils.file_io import PathManager
 
-from .errors import ConfigError, MissingFileError
+from .errors import ConfigError, MissingFileError, similar_names
 
 _LONGEST_FILE = 2**18  # characters; a dumped config has 10,000, and PyYAML reads 100,000 in a second
 _MOST_NODES = 100_000  # values of a file, those of an alias each time; Detectron2 copies them
@@ -51,6 +52,27 @@ def add_gw_config(cfg: CfgNode) -> None:
             node[key] = value
 
 
+def default_config() -> CfgNode:
+    """Return the defaults of Detectron2 and this package."""
+    cfg = get_cfg()
+    add_gw_config(cfg)
+    return cfg
+
+
+def flat_keys(node: dict, prefix: str = "") -> Iterator[str]:
+    """Yield the keys of a config's values, as in SOLVER.BASE_LR."""
+    for key, value in node.items():
+        if isinstance(value, dict):
+            yield from flat_keys(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def get_value(cfg: CfgNode, key: str) -> Any:
+    """Return the value of a key such as SOLVER.BASE_LR."""
+    return operator.attrgetter(key)(cfg)
+
+
 def read_config(config_file: str, opts: Sequence[str] = ()) -> CfgNode:
     """Read a yaml over the defaults of Detectron2 and this package.
 
@@ -66,9 +88,8 @@ def read_config(config_file: str, opts: Sequence[str] = ()) -> CfgNode:
         ConfigError: the file is no yaml of config keys, holds Python objects or far too many values, a key is unknown
             or repeated, or a value has the wrong type. The same holds for the files under ``_BASE_``.
     """
-    cfg = get_cfg()
-    add_gw_config(cfg)
-    known = set(_flat_keys(cfg))
+    cfg = default_config()
+    known = set(flat_keys(cfg))
     if not config_file or not os.path.isfile(config_file):
         raise MissingFileError(_missing_config_message(config_file))
     keys = _check_yaml(str(config_file), cfg.VERSION, [])
@@ -129,7 +150,7 @@ def _check_yaml(path: str, latest_version: int, files: list[str], above: tuple[s
         raise
     except _YAML_ERRORS as error:
         raise ConfigError(f"'{path}': not a yaml file of config keys: {error}. Fix: correct it.") from error
-    keys = list(_flat_keys(tree))
+    keys = list(flat_keys(tree))
     for base in map(os.path.expanduser, bases):
         if not base.startswith(("/", "http://", "https://")):
             base = os.path.join(os.path.dirname(path), base)
@@ -190,14 +211,6 @@ def _yaml_error(mark: yaml.Mark, why: str, fix: str) -> ConfigError:
     return ConfigError(f"'{mark.name}', line {mark.line + 1}: {why}. Fix: {fix}.")
 
 
-def _flat_keys(node: dict, prefix: str = "") -> Iterator[str]:
-    for key, value in node.items():
-        if isinstance(value, dict):
-            yield from _flat_keys(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"
-
-
 def _missing_config_message(given: str) -> str:
     if not given:
         return "--config-file: not given. Fix: --config-file configs/<folder>/<name>.yaml."
@@ -220,7 +233,5 @@ def _bad_keys_message(source: str, keys: Iterable[str], known: set[str], error: 
         return f"{source}: {reason}. Fix:{example}."
     lines = [f"{source}: {len(unknown)} unknown config keys."] if len(unknown) > 5 else []
     for key in unknown[:5]:
-        near = difflib.get_close_matches(key, known, n=3)
-        similar = f" Similar: {', '.join(near)}." if near else ""
-        lines.append(f"{source}: unknown config key '{key}'.{similar} Fix: correct or remove it.")
+        lines.append(f"{source}: unknown config key '{key}'.{similar_names(key, known)} Fix: correct or remove it.")
     return "\n".join(lines)

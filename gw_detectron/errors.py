@@ -1,5 +1,6 @@
 """Errors that the user can fix, and how their messages list names."""
 
+import difflib
 import errno
 from collections.abc import Iterable
 
@@ -37,6 +38,17 @@ def is_user_error(error: BaseException) -> bool:
     Such errors are UserErrors, unusable files and a full disk.
     """
     return isinstance(error, (UserError, *_FILE_ERRORS)) or getattr(error, "errno", None) in _FILE_ERRNOS
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error, or its type if it has no text."""
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+
+
+def similar_names(name: str, known: Iterable[str]) -> str:
+    """Return " Similar: a, b." for the known names nearest to a name, or ""."""
+    near = difflib.get_close_matches(name, list(known), n=3)
+    return f" Similar: {', '.join(near)}." if near else ""
 
 
 def summarize_names(names: Iterable[str], limit: int = 4) -> str:

@@ -1,7 +1,18 @@
 import os
 
+import pytest
+
 # Several test processes share the machine's cores; threads that wait for each other would only slow all of them.
 # Set before torch is imported, and inherited by the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # cuBLAS gives the same bits twice only with a workspace of a fixed size; torch reads this once.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+@pytest.fixture(scope="module")
+def small_dataset(tmp_path_factory):
+    """Register the small dataset for the tests of a module; return the folder of the datasets."""
+    from .tiny_run import dataset  # imports torch
+
+    with dataset(tmp_path_factory.mktemp("datasets")) as root:
+        yield root

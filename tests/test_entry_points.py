@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from gw_detectron.checkpoint import WeightsFileError, open_checkpoint, read_weights_file
-from gw_detectron.data.synthetic import register_synthetic
 from gw_detectron.errors import UserError
 
-from .tiny_run import CONFIG, DATA, OPTS, ROOT
+from .tiny_run import CONFIG, OPTS, ROOT
 
 WORDS = [str(word) for pair in OPTS.items() for word in pair]
 #: tool and its arguments: {config}, {weights}, {folder} are replaced
@@ -39,12 +38,7 @@ CONFIG_TOOLS = {
     "constraints": "analyze_whitening.py constraints --config-file {config} --output {folder}/out",
 }
 
-
-@pytest.fixture(scope="module", autouse=True)
-def data(tmp_path_factory):
-    register_synthetic(tmp_path_factory.mktemp("datasets"), DATA)
-    yield
-    register_synthetic()
+pytestmark = pytest.mark.usefixtures("small_dataset")
 
 
 def run_tool(line, monkeypatch, **values):

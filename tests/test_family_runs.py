@@ -9,13 +9,12 @@ import torch
 from detectron2.checkpoint import DetectionCheckpointer
 
 from gw_detectron.checkpoint import load_checkpoint, open_checkpoint
-from gw_detectron.data.synthetic import register_synthetic
 from gw_detectron.engine import Trainer, setup
 from gw_detectron.layers import BatchWhitening2d
 from gw_detectron.modeling import norm_spec, resolve_norm
 from gw_detectron.modeling.norm_table import norm_rows
 
-from .tiny_run import DATA, OPTS, ROOT, arguments
+from .tiny_run import OPTS, ROOT, arguments
 
 CONFIG = ROOT / "configs" / "quick_schedules" / "faster_rcnn_R_18_FPN_family_synthetic.yaml"
 DOCUMENT = (ROOT / "docs" / "whitening_family.md").read_text()
@@ -26,12 +25,7 @@ FAST = "BW_Sigma"
 #: the sizes of other tests, the schedule of the yaml
 SMALL = {key: value for key, value in OPTS.items() if not key.startswith("SOLVER.")} | {"SOLVER.IMS_PER_BATCH": 4}
 
-
-@pytest.fixture(scope="module", autouse=True)
-def data(tmp_path_factory) -> Iterator[None]:
-    register_synthetic(tmp_path_factory.mktemp("datasets"), DATA)
-    yield
-    register_synthetic()
+pytestmark = pytest.mark.usefixtures("small_dataset")
 
 
 @pytest.fixture(autouse=True)

@@ -1,12 +1,14 @@
 """A run small enough for a test. As a script it starts another one on the small dataset: tiny_run.py SCRIPT ARGS."""
 
 import argparse
+import contextlib
 import os
 import runpy
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-from gw_detectron.data.synthetic import SyntheticConfig, register_synthetic
+from gw_detectron.data.synthetic import SyntheticConfig, make_synthetic, register_synthetic
 from gw_detectron.engine import get_parser
 
 ROOT = Path(__file__).parents[1]
@@ -38,6 +40,17 @@ OPTS = {
     "TEST.EVAL_PERIOD": 0,
     "SEED": 7,
 }
+
+
+@contextlib.contextmanager
+def dataset(root: Path) -> Iterator[Path]:
+    """Generate and register the small dataset; register the default one at the end."""
+    make_synthetic(root, DATA)
+    register_synthetic(root, DATA)
+    try:
+        yield root
+    finally:
+        register_synthetic()
 
 
 def words(output: Path, *flags: str, **overrides: object) -> list[str]:

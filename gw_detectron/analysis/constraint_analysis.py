@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+_COLUMNS = ("layer", "norm", "constraints", "variables", "ratio", "over_examples", "range", "solver_gflops", "remark")
 _COLORS = {"GW": "tab:orange", "BW": "tab:purple", "GN": "tab:blue", "LN": "tab:cyan"}
 
 
@@ -89,18 +90,7 @@ def _table(d: int, m: int, g: int) -> dict[str, tuple[Constraints, str]]:
 
 
 def _row(layer: str, norm: str, found: Constraints | None, **more: Any) -> dict[str, Any]:
-    columns = (
-        "layer",
-        "norm",
-        "constraints",
-        "variables",
-        "ratio",
-        "over_examples",
-        "range",
-        "solver_gflops",
-        "remark",
-    )
-    row = dict.fromkeys(columns) | {"layer": layer, "norm": norm}
+    row = dict.fromkeys(_COLUMNS) | {"layer": layer, "norm": norm}
     if found is not None:
         row |= {"constraints": found.number, "variables": found.variables, "remark": found.remark}
         row["ratio"] = float(f"{found.ratio:.4g}")

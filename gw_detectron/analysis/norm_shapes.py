@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from detectron2.config import CfgNode
 from detectron2.layers import FrozenBatchNorm2d
-from detectron2.layers.batch_norm import NaiveSyncBatchNorm
 from torch import Tensor, nn
 
 from ..layers import BatchWhitening2d, FrozenBatchWhitening2d, GroupWhitening2d
 from ..modeling.build import build_checked_model
-from ..modeling.norm_table import norm_rows
+from ..modeling.norm_table import NormRow, is_synchronized, norm_rows
 from ..ops.group_whitening.matmul_newton import count_products
 from .feasibility import Constraints, batch_constraints, group_constraints
 from .result import AnalysisError
@@ -73,16 +72,12 @@ def norm_shapes(
         features = model.backbone(torch.empty(images, len(cfg.MODEL.PIXEL_MEAN), *sides))
         for part, arguments in _heads(model, features, images, cfg):
             part(*arguments)
-    return [
-        NormShape(
-            row.layer,
-            row.spec,
-            shape,
-            _constraints(model.get_submodule(row.layer), shape, processes),
-            _solver_flops(model.get_submodule(row.layer), shape),
-        )
-        for row, shape in ((row, shapes.get(row.layer)) for row in rows)
-    ]
+    return [_norm_shape(row, model.get_submodule(row.layer), shapes.get(row.layer), processes) for row in rows]
+
+
+def _norm_shape(row: NormRow, layer: nn.Module, shape: tuple[int, ...] | None, processes: int) -> NormShape:
+    found = _constraints(layer, shape, processes)
+    return NormShape(row.layer, row.spec, shape, found, _solver_flops(layer, found) if found and _whitens(layer) else 0)
 
 
 def _record(shapes: dict[str, tuple[int, ...]], name: str, x: Tensor, **_: Any) -> Tensor:
@@ -126,29 +121,25 @@ def _has_norms(part: Any) -> bool:
 def _constraints(layer: Any, shape: tuple[int, ...] | None, processes: int) -> Constraints | None:
     if shape is None or 0 in shape or isinstance(layer, (FrozenBatchNorm2d, FrozenBatchWhitening2d)):
         return None
-    whitens = isinstance(layer, (GroupWhitening2d, BatchWhitening2d)) and layer.solver.name != "standardize"
     samples, channels = shape[:2]
     pixels = torch.Size(shape[2:]).numel()
     if isinstance(layer, (GroupWhitening2d, nn.GroupNorm)):
-        return group_constraints(channels * pixels, samples, layer.num_groups, whitens)
+        return group_constraints(channels * pixels, samples, layer.num_groups, _whitens(layer))
     if getattr(layer, "running_mean", None) is not None:  # every layer that normalizes over the batch has one
-        synchronized = isinstance(layer, (nn.SyncBatchNorm, NaiveSyncBatchNorm)) or getattr(layer, "sync", False)
-        columns = samples * pixels * (processes if synchronized else 1)
-        return batch_constraints(channels, columns, layer.channels_per_group if whitens else 1)
+        columns = samples * pixels * (processes if is_synchronized(layer) else 1)
+        return batch_constraints(channels, columns, layer.channels_per_group if _whitens(layer) else 1)
     return group_constraints(channels, samples * pixels, 1, whiten=False)  # LN: one group per pixel
 
 
-def _solver_flops(layer: Any, shape: tuple[int, ...] | None) -> float:
-    """Estimate 2 n g^3 operations per matrix product of forward and backward pass, for n matrices of side g.
+def _whitens(layer: Any) -> bool:
+    return isinstance(layer, (GroupWhitening2d, BatchWhitening2d)) and layer.solver.name != "standardize"
+
+
+def _solver_flops(layer: Any, found: Constraints) -> float:
+    """Estimate 2 n k^3 operations per matrix product of forward and backward pass, for n matrices of k rows.
 
     The products are those of Newton's iteration; other solvers are as costly as 5 of its steps, or more.
     """
-    if shape is None or not isinstance(layer, (GroupWhitening2d, BatchWhitening2d)):
-        return 0.0
-    whitens = layer.solver.name != "standardize" and not isinstance(layer, FrozenBatchWhitening2d)
-    samples, channels = shape[:2]
-    per_sample = isinstance(layer, GroupWhitening2d)
-    side: Any = layer.num_groups if per_sample else layer.channels_per_group
-    matrices = samples if per_sample else channels / side
+    matrices = found.variables / (found.rows * found.columns)
     products = sum(count_products(layer.solver.num_iters if layer.solver.name == "newton" else 5))
-    return 2.0 * whitens * matrices * side**3 * products
+    return 2.0 * matrices * found.rows**3 * products

@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 
 import torch
-from detectron2.config import CfgNode, get_cfg
+from detectron2.config import CfgNode
 from detectron2.layers import ShapeSpec
 from detectron2.modeling import ResNet
 from torch import Tensor, nn
 from torchvision.models.resnet import Bottleneck
 from torchvision.models.resnet import ResNet as TorchvisionResNet
 
-from ..config import add_gw_config
+from ..config import default_config
 from ..errors import summarize_names
 from ..modeling import add_pool_norm, build_gw_resnet_backbone
 from .architecture import POOL_NORM, WeightsError, build_torchvision
@@ -103,8 +103,7 @@ def detectron2_stages(model: ResNet, images: Tensor) -> dict[str, Tensor]:
 
 def config_for(provenance: Provenance) -> CfgNode:
     """Build the config of a backbone that fits the weights."""
-    cfg = get_cfg()
-    add_gw_config(cfg)
+    cfg = default_config()
     cfg.merge_from_other_cfg(CfgNode(provenance.config()))
     return cfg
 

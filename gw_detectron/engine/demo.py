@@ -71,7 +71,7 @@ def run_demo(args: argparse.Namespace) -> dict:
 
 
 def _check_results_can_be_written(cfg: CfgNode) -> None:
-    """Raise before the training what would stop the export or the pictures after it."""
+    """Refuse configs and folders that would stop the export or the pictures."""
     if len(cfg.DATASETS.TEST) != 1:  # several have results of their own, which no table here shows
         raise ConfigError(
             f"DATASETS.TEST ({list(cfg.DATASETS.TEST)}): the demo evaluates one dataset. Fix: name exactly one."

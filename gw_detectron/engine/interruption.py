@@ -1,4 +1,4 @@
-"""Stop a training at SIGTERM or Ctrl-C: finish the step and write a checkpoint."""
+"""Stop a training at SIGTERM or Ctrl-C with a checkpoint."""
 
 import contextlib
 import logging
@@ -25,7 +25,7 @@ class InterruptionHook(HookBase):
     A signal during a step waits for the end of the step, which is the same step in all processes. A signal between
     steps, as in an evaluation, stops at once. A second Ctrl-C during a step stops at once, without a checkpoint.
 
-    Place it behind the hooks whose state is in a checkpoint, and before the evaluation.
+    Place it after the hooks whose state is in a checkpoint, and before the evaluation.
 
     Args:
         period: iterations between two regular checkpoints.
@@ -61,7 +61,7 @@ class InterruptionHook(HookBase):
             number = self._number  # of a signal that came between these lines
         if number:
             self._stop = Interrupted(number)
-            self._save()
+            self._save(self._stop)
             comm.synchronize()  # a launcher ends all processes when the first one exits
             raise self._stop
         self._in_step = False
@@ -73,7 +73,7 @@ class InterruptionHook(HookBase):
         # Detectron2 evaluates after the last step, also when the run was stopped there.
         self.trainer.max_iter = max(self.trainer.max_iter, self.trainer.iter + 2)
         if self._finished == self.trainer.iter:
-            self._save()
+            self._save(self._stop)
 
     def stopped_by(self, error: Exception) -> None:
         """Raise Interrupted instead of an error that followed a signal.
@@ -94,17 +94,15 @@ class InterruptionHook(HookBase):
             raise self._stop
         log.warning("%s: stopping after this step", signal.Signals(number).name)
 
-    def _save(self) -> None:
-        """Write a checkpoint of the finished step unless the run has just done so."""
-        if self._stop is None or self._finished < 0:
-            return
+    def _save(self, stop: Interrupted) -> None:
+        """Write a checkpoint of the finished step unless there is one."""
         finished, self._finished = self._finished, -1
         checkpointer = self.trainer.checkpointer
         if (finished + 1) % self.period and finished + 1 < self.trainer.max_iter:
             checkpointer.save(f"model_{finished:07d}", iteration=finished)
         if comm.is_main_process():
-            self._stop.message += (
+            stop.message += (
                 f" Iteration {finished} is finished; checkpoint '{checkpointer.get_checkpoint_file()}'. Continue with "
                 "--resume."
             )
-            log.warning(self._stop.message)
+            log.warning(stop.message)

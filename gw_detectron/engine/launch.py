@@ -16,7 +16,7 @@ from detectron2.engine import launch
 from detectron2.utils import comm
 
 from ..cli import Interrupted, errors_reported, report_error
-from ..errors import ConfigError, UserError, is_user_error
+from ..errors import ConfigError, UserError, first_line, is_user_error
 
 _LONGEST_TIMEOUT = 7 * 24 * 3600
 # gloo raises a RuntimeError; its other messages are bugs, e.g. processes that call different operations
@@ -94,7 +94,7 @@ def _lost_processes_reported(timeout: timedelta) -> Iterator[None]:
             raise
         raise LostProcessError(
             f"process group: another process ended, or did not answer for {timeout.total_seconds():.0f} s: "
-            f"{str(error).splitlines()[0]} Fix: see the error of that process; if it was only slow, raise "
+            f"{first_line(error)}. Fix: see the error of that process; if it was only slow, raise "
             "--dist-timeout."
         ) from error
 
@@ -131,7 +131,7 @@ def in_all_processes() -> Iterator[None]:
 
 
 def _stop_children() -> None:
-    """Let the processes that this one has started write their checkpoint and end."""
+    """Send SIGTERM to the launched processes and wait for their end."""
     children = multiprocessing.active_children()
     for child in children:
         child.terminate()

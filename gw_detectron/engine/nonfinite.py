@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from detectron2.layers.batch_norm import NaiveSyncBatchNorm
 from detectron2.utils.events import EventStorage
 from torch import Tensor, nn
 
 from ..errors import UserError
+from ..modeling.norm_table import is_synchronized
 
 _STABILIZE = "lower SOLVER.BASE_LR, lengthen SOLVER.WARMUP_ITERS or set SOLVER.CLIP_GRADIENTS.ENABLED True"
 
@@ -64,7 +64,7 @@ class LossGuard:
             if name
         ]
         for module in self.model.modules():
-            if isinstance(module, (nn.SyncBatchNorm, NaiveSyncBatchNorm)) or getattr(module, "sync", False):
+            if is_synchronized(module):
                 module.eval()  # in training mode it would wait for processes that do not run the model again
         device = next(self.model.parameters()).device.type
         # Any error ends this run, which only searches; its events must not be mixed with those of the training.

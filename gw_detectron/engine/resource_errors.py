@@ -8,7 +8,8 @@ from pathlib import Path
 from detectron2.config import CfgNode
 
 from ..cli import is_out_of_memory
-from ..errors import UserError
+from ..config import get_value
+from ..errors import UserError, first_line
 from .nonfinite import LossGuard
 
 # messages of torch
@@ -25,7 +26,7 @@ class DataWorkerError(UserError, RuntimeError):
 
 @contextlib.contextmanager
 def resource_errors_explained(cfg: CfgNode, guard: LossGuard | None = None) -> Iterator[None]:
-    """Name the images and the config keys behind a lack of memory in the body.
+    """Explain a lack of memory by images and config keys.
 
     Args:
         cfg: the config of the run.
@@ -40,7 +41,7 @@ def resource_errors_explained(cfg: CfgNode, guard: LossGuard | None = None) -> I
     except UserError:
         raise
     except (RuntimeError, MemoryError, OSError, EOFError) as error:
-        reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+        reason = first_line(error)
         last = Path(cfg.OUTPUT_DIR, "last_checkpoint")
         resume = f"; continue with --resume from '{last.with_name(last.read_text())}'" if last.is_file() else ""
         # A worker that dies while it hands over a batch leaves a broken socket without a file name.
@@ -54,14 +55,11 @@ def resource_errors_explained(cfg: CfgNode, guard: LossGuard | None = None) -> I
         if not is_out_of_memory(error):
             raise
         if guard is None:
-            key, images = "INPUT.MIN_SIZE_TEST", "an evaluation"
-            others = f"INPUT.MAX_SIZE_TEST ({cfg.INPUT.MAX_SIZE_TEST})"
+            work, keys = "an evaluation", ["INPUT.MIN_SIZE_TEST", "INPUT.MAX_SIZE_TEST"]
         else:
-            key, images = "SOLVER.IMS_PER_BATCH", f"a step with images of {guard.image_sizes()} pixels"
-            others = (
-                f"INPUT.MIN_SIZE_TRAIN ({cfg.INPUT.MIN_SIZE_TRAIN}), INPUT.MAX_SIZE_TRAIN ({cfg.INPUT.MAX_SIZE_TRAIN})"
-            )
-        value = cfg.SOLVER.IMS_PER_BATCH if guard else cfg.INPUT.MIN_SIZE_TEST
+            work = f"a step with images of {guard.image_sizes()} pixels"
+            keys = ["SOLVER.IMS_PER_BATCH", "INPUT.MIN_SIZE_TRAIN", "INPUT.MAX_SIZE_TRAIN"]
+        first, *others = (f"{key} ({get_value(cfg, key)})" for key in keys)
         raise RunMemoryError(
-            f"{key} ({value}): out of memory in {images}: {reason}. Fix: lower {key}, {others}{resume}."
+            f"{first}: out of memory in {work}: {reason}. Fix: lower {', '.join([keys[0], *others])}{resume}."
         ) from error

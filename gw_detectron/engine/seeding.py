@@ -1,4 +1,4 @@
-"""Random numbers as functions of the run's seed and the place of their use.
+"""Seed random numbers by the run's seed and the place of their use.
 
 No generator state is carried from step to step, so evaluations, hooks, workers and restarts cannot shift it.
 """
@@ -16,7 +16,7 @@ INITIAL_WEIGHTS, STEP, SAMPLER, IMAGE = range(4)
 
 
 def seed_generators(seed: int, *place: int) -> None:
-    """Seed the global generators of Python, NumPy and torch, on the CPU and GPUs.
+    """Seed the global generators of Python, NumPy and torch on all devices.
 
     Args:
         seed: seed of the run.

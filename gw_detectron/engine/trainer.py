@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode
-from detectron2.data import DatasetMapper, MetadataCatalog, build_detection_test_loader
+from detectron2.data import DatasetMapper, build_detection_test_loader
 from detectron2.engine import AMPTrainer, DefaultTrainer, SimpleTrainer, create_ddp_model, hooks
 from detectron2.evaluation import COCOEvaluator
 from detectron2.modeling import GeneralizedRCNNWithTTA
@@ -24,7 +24,7 @@ from ..atomic import AtomicPathManager, remove_unfinished
 from ..checkpoint import NORMS, LoadReport, NormRecord, StartWeights, load_checkpoint, open_start_weights
 from ..checkpoint.run_record import RECORD, RunRecord
 from ..errors import ConfigError, is_user_error
-from ..preflight import COCO_EVALUATORS
+from ..preflight import wrong_evaluator
 from .dataset_mapper import ImageNamingMapper
 from .interruption import InterruptionHook
 from .launch import in_all_processes
@@ -100,7 +100,7 @@ class Trainer(DefaultTrainer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore iteration, hooks, optimizer, loss scaling, seed and the position in the data."""
+        """Restore the training state, the seed and the position in the data."""
         try:
             super(DefaultTrainer, self).load_state_dict(state_dict)
             if "_trainer" in state_dict:
@@ -196,20 +196,12 @@ class Trainer(DefaultTrainer):
         Raises:
             ConfigError: the dataset is not evaluated by the COCO rules.
         """
-        kind = MetadataCatalog.get(dataset_name).get("evaluator_type")
-        if kind not in COCO_EVALUATORS:
-            raise ConfigError(
-                f"DATASETS.TEST ('{dataset_name}'): evaluator_type {kind!r} is not one of {list(COCO_EVALUATORS)}. "
-                "Fix: set it in the MetadataCatalog if the dataset has COCO annotations, or override build_evaluator."
-            )
-        tasks = ["bbox"]
-        if cfg.MODEL.MASK_ON:
-            tasks.append("segm")
-        if cfg.MODEL.KEYPOINT_ON:
-            tasks.append("keypoints")
+        if problem := wrong_evaluator(dataset_name):
+            raise ConfigError(problem)
+        tasks = {"bbox": True, "segm": cfg.MODEL.MASK_ON, "keypoints": cfg.MODEL.KEYPOINT_ON}
         return COCOEvaluator(
             dataset_name,
-            tasks=tuple(tasks),
+            tasks=tuple(task for task, wanted in tasks.items() if wanted),
             output_dir=output_folder or os.path.join(cfg.OUTPUT_DIR, "inference"),
             use_fast_impl=fast_coco_evaluation_is_built(),
             kpt_oks_sigmas=cfg.TEST.KEYPOINT_OKS_SIGMAS,
@@ -239,7 +231,7 @@ class Trainer(DefaultTrainer):
     def build_hooks(self) -> list[Any]:
         built = super().build_hooks()
         self._interruption = InterruptionHook(self.cfg.SOLVER.CHECKPOINT_PERIOD)
-        # behind the scheduler and the checkpoints, before the evaluation
+        # after the scheduler and the checkpoints, before the evaluation
         place = next((i for i, hook in enumerate(built) if isinstance(hook, hooks.EvalHook)), len(built))
         built.insert(place, self._interruption)
         if self.cfg.TEST.AUG.ENABLED:
@@ -281,6 +273,7 @@ class Trainer(DefaultTrainer):
         Raises:
             NonFiniteError: the loss became infinite or NaN.
             FileAccessError: a checkpoint could not be written.
+            RunMemoryError, DataWorkerError: see :func:`.resource_errors.resource_errors_explained`.
             RecordError: an image or its record cannot be used.
         """
         if comm.is_main_process():

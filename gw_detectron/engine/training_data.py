@@ -116,7 +116,7 @@ class TrainingData:
         )
 
     def _batches(self) -> Iterator[list[tuple[int, int]]]:
-        """Batch pairs of position and index, grouped by aspect ratio as in Detectron2."""
+        """Batch pairs of position and index by aspect ratio, as Detectron2 does."""
         groups: tuple[list, list] = ([], [])
         positions = itertools.count(comm.get_rank(), comm.get_world_size())
         for pair in zip(positions, self._sampler(), strict=False):

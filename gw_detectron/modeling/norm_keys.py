@@ -1,11 +1,10 @@
 """Config keys that hold norm names, and the components that read them."""
 
-import operator
 from collections.abc import Iterator
 
-from detectron2.config import CfgNode, get_cfg
+from detectron2.config import CfgNode
 
-from ..config import add_gw_config
+from ..config import default_config, get_value
 from .norm import DETECTRON2_NORMS
 
 #: every config key that holds a norm name
@@ -53,7 +52,7 @@ def misplaced_norms(cfg: CfgNode, spec: object) -> Iterator[str]:
     own = ", ".join(DETECTRON2_NORMS)
     for component, name, ours, norms in _COMPONENTS:
         for norm in norms:
-            if _value(cfg, norm) == spec and _value(cfg, component) == name:
+            if get_value(cfg, norm) == spec and get_value(cfg, component) == name:
                 fix = f"set {component} {ours}" if ours else f"set {norm} to one of these"
                 yield (
                     f"{norm} ({spec!r}): {component} is Detectron2's {name}, which takes only Detectron2's norms "
@@ -69,19 +68,14 @@ def unread_keys(cfg: CfgNode) -> Iterator[str]:
     Args:
         cfg: config of any model.
     """
-    defaults = get_cfg()
-    add_gw_config(defaults)
+    defaults = default_config()
     for key, reader in _OWN_KEYS.items():
-        value = _value(cfg, key)
-        if not value or value == _value(defaults, key):  # an empty value asks for nothing
+        value = get_value(cfg, key)
+        if not value or value == get_value(defaults, key):  # an empty value asks for nothing
             continue
         for component, name, ours, _ in _COMPONENTS:
-            if ours and component == reader and name == _value(cfg, component):
+            if ours and component == reader and name == get_value(cfg, component):
                 yield (
                     f"{key} ({value!r}): {component} is Detectron2's {name}, which does not read it. "
                     f"Fix: set {component} {ours}."
                 )
-
-
-def _value(cfg: CfgNode, key: str) -> object:
-    return operator.attrgetter(key)(cfg)

@@ -3,6 +3,7 @@
 from collections import Counter
 from typing import NamedTuple
 
+from detectron2.layers.batch_norm import NaiveSyncBatchNorm
 from tabulate import tabulate
 from torch import nn
 
@@ -33,6 +34,11 @@ def norm_rows(model: nn.Module) -> list[NormRow]:
             frozen = not any(parameter.requires_grad for parameter in parameters)
             rows.append(NormRow(name, spec, int(channels), getattr(module, "num_groups", None), size, frozen))
     return rows
+
+
+def is_synchronized(layer: nn.Module) -> bool:
+    """Tell whether a layer computes its batch statistics over all processes."""
+    return isinstance(layer, (nn.SyncBatchNorm, NaiveSyncBatchNorm)) or getattr(layer, "sync", False)
 
 
 def norm_summary(model: nn.Module) -> str:

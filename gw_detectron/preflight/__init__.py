@@ -6,13 +6,13 @@ from detectron2.utils import comm
 
 from ..checkpoint import StartWeights
 from .config_checks import check_device, check_schedule
-from .dataset_checks import COCO_EVALUATORS, check_datasets
+from .dataset_checks import check_datasets, wrong_evaluator
 from .findings import Findings, PreflightError
 from .model_checks import check_model
 from .value_checks import check_values
 from .weights_checks import check_fetched, check_weights
 
-__all__ = ["COCO_EVALUATORS", "Findings", "PreflightError", "preflight"]
+__all__ = ["Findings", "PreflightError", "preflight", "wrong_evaluator"]
 
 
 def preflight(

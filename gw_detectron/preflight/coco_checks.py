@@ -14,7 +14,7 @@ _LARGEST_SIDE = 65535  # of an image in pixels
 
 
 class Use(NamedTuple):
-    """What a run needs of a dataset.
+    """Requirements of a run on a dataset.
 
     Args:
         training: a dataset for evaluation needs more fields, but may lack annotations.
@@ -127,7 +127,7 @@ def _check_annotations(content: dict[str, Any], use: Use) -> list[str]:
 
 
 def _problems(annotation: dict[str, Any], images: dict, categories: set, use: Use) -> Iterator[str]:
-    """Yield what makes Detectron2 or pycocotools fail or compute wrong values."""
+    """Yield errors at which Detectron2 or pycocotools fail or miscompute."""
     for key, known in (("image_id", images), ("category_id", categories)):
         value = annotation[key]
         if type(value) not in (int, str) or value not in known:
@@ -136,9 +136,9 @@ def _problems(annotation: dict[str, Any], images: dict, categories: set, use: Us
         yield f"bbox {_short(annotation['bbox'])} is not four numbers (x, y, width, height)"
     if not use.training and not _are_numbers([annotation["area"]], 1):
         yield f"area {_short(annotation['area'])} is not a number"
-    for key in ("iscrowd", "ignore"):
-        if annotation.get(key, 0) not in ((0, 1) if key == "iscrowd" else (0,)):
-            yield f"{key} {_short(annotation[key])} is not {'0 or 1' if key == 'iscrowd' else '0'}"
+    for key, allowed in (("iscrowd", (0, 1)), ("ignore", (0,))):
+        if annotation.get(key, 0) not in allowed:
+            yield f"{key} {_short(annotation[key])} is not {' or '.join(map(str, allowed))}"
     if keypoints := annotation.get("keypoints"):
         wanted = 3 * use.keypoints
         if not _are_numbers(keypoints, wanted or None) or len(keypoints) % 3:
@@ -181,7 +181,7 @@ def _is_polygon(points: Sequence[float]) -> bool:
 
 
 def _are_numbers(values: Any, count: int | None = None, kind: type = float) -> bool:
-    """Tell whether a value is a list of ``count`` finite numbers that float32 can hold."""
+    """Tell whether a value is a list of ``count`` numbers below 1e9."""
     return (
         isinstance(values, list)
         and (count is None or len(values) == count)
@@ -190,7 +190,7 @@ def _are_numbers(values: Any, count: int | None = None, kind: type = float) -> b
 
 
 def _pixels(counts: Any) -> float:
-    """Add up the run lengths of an RLE; NaN if it is malformed.
+    """Sum the run lengths of an RLE; NaN if it is malformed.
 
     pycocotools decodes a sum that is too small to random pixels.
     Source: rleFrString in maskApi.c of pycocotools.

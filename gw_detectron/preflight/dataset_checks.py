@@ -1,6 +1,5 @@
 """Check that the datasets of a run are complete and fit."""
 
-import difflib
 import json
 import os
 from collections.abc import Sequence
@@ -10,12 +9,12 @@ from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.utils.file_io import PathManager
 
-from ..errors import DataError, summarize_names
+from ..errors import DataError, similar_names, summarize_names
 from .coco_checks import Use, check_coco
 from .findings import Findings
 
 #: values of a dataset's metadata ``evaluator_type`` that are evaluated by the COCO rules
-COCO_EVALUATORS = ("coco", "coco_panoptic_seg")
+_COCO_EVALUATORS = ("coco", "coco_panoptic_seg")
 _NUM_CLASSES = {"RetinaNet": "RETINANET", "GeneralizedRCNN": "ROI_HEADS"}
 
 
@@ -44,12 +43,19 @@ def check_datasets(cfg: CfgNode, findings: Findings, *, eval_only: bool) -> None
             f"DATASETS.TRAIN: {first} and {other} have different classes. Fix: give all the same categories."
         )
     for name in cfg.DATASETS.TEST:
-        kind = MetadataCatalog.get(name).get("evaluator_type")
-        if classes[name] is not None and kind not in COCO_EVALUATORS:
-            findings.problems.append(
-                f"DATASETS.TEST ('{name}'): evaluator_type {kind!r} is not one of {list(COCO_EVALUATORS)}. Fix: if it "
-                f'has COCO annotations, set MetadataCatalog.get("{name}").evaluator_type = "coco".'
-            )
+        if classes[name] is not None and (problem := wrong_evaluator(name)):
+            findings.problems.append(problem)
+
+
+def wrong_evaluator(name: str) -> str:
+    """Describe why COCO rules cannot evaluate a dataset, or return ""."""
+    kind = MetadataCatalog.get(name).get("evaluator_type")
+    if kind in _COCO_EVALUATORS:
+        return ""
+    return (
+        f"DATASETS.TEST ('{name}'): evaluator_type {kind!r} is not one of {list(_COCO_EVALUATORS)}. Fix: if it has "
+        f'COCO annotations, set MetadataCatalog.get("{name}").evaluator_type = "coco", else override build_evaluator.'
+    )
 
 
 def _check_dataset(name: str, findings: Findings, use: Use) -> Sequence[str] | None:
@@ -58,17 +64,15 @@ def _check_dataset(name: str, findings: Findings, use: Use) -> Sequence[str] | N
     Args:
         name: the name in Detectron2's ``DatasetCatalog``.
         findings: problems and warnings are added; each names file, field and record.
-        use: what the run needs of the dataset.
+        use: requirements of the run.
 
     Returns:
         The class names in the order of their ids, or None if they are unknown.
     """
     if name not in DatasetCatalog:
-        near = difflib.get_close_matches(name, list(DatasetCatalog), n=3)
-        similar = f" Similar: {', '.join(near)}." if near else ""
         findings.problems.append(
-            f"DATASETS ('{name}'): unknown dataset.{similar} Fix: correct the name, or register it first "
-            "(detectron2.data.datasets.register_coco_instances)."
+            f"DATASETS ('{name}'): unknown dataset.{similar_names(name, DatasetCatalog)} Fix: correct the name, or "
+            "register it first (detectron2.data.datasets.register_coco_instances)."
         )
         return None
     metadata = MetadataCatalog.get(name)
@@ -80,19 +84,18 @@ def _check_dataset(name: str, findings: Findings, use: Use) -> Sequence[str] | N
         path = PathManager.get_local_path(json_file)  # generates or downloads it if a handler does so
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
-    except FileNotFoundError:
-        findings.problems.append(f"Dataset '{name}': {_missing(json_file)}")
-        return None
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        findings.problems.append(f"{where}: invalid JSON: {error}. Fix: give a JSON file in UTF-8, not compressed.")
-        return None
-    except (OSError, ValueError) as error:  # ValueError: e.g. a number of thousands of digits
-        findings.problems.append(f"{where}: cannot be read: {error}. Fix: put a correct annotation file there.")
-        return None
-    try:
         warnings = check_coco(content, use)
+        problem = ""
+    except FileNotFoundError:
+        problem = f"Dataset '{name}': {_missing(json_file)}"
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        problem = f"{where}: invalid JSON: {error}. Fix: give a JSON file in UTF-8, not compressed."
     except DataError as error:
-        findings.problems.append(f"{where}: {error}. Fix: correct the file.")
+        problem = f"{where}: {error}. Fix: correct the file."
+    except (OSError, ValueError) as error:  # ValueError: e.g. a number of thousands of digits
+        problem = f"{where}: cannot be read: {error}. Fix: put a correct annotation file there."
+    if problem:
+        findings.problems.append(problem)
         return None
     findings.warnings += [f"{where}: {warning}" for warning in warnings]
     names = [category["name"] for category in sorted(content["categories"], key=lambda category: category["id"])]

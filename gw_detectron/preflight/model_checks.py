@@ -5,7 +5,6 @@ from typing import Any
 
 from detectron2.config import CfgNode
 from detectron2.layers import FrozenBatchNorm2d
-from detectron2.layers.batch_norm import NaiveSyncBatchNorm
 from detectron2.utils import comm
 from torch import nn
 
@@ -15,9 +14,11 @@ from ..errors import ConfigError, summarize_names
 from ..layers import BatchWhitening2d, FrozenBatchWhitening2d
 from ..modeling.build import build_checked_model
 from ..modeling.norm_keys import NORM_KEYS, unread_keys
+from ..modeling.norm_table import is_synchronized
 from .findings import Findings
 
-_NORM_KEYS = {
+# part of a layer name -> key of its norm
+_KEYS_BY_LAYER = {
     ".fpn_": "MODEL.FPN.NORM",
     "backbone.": "MODEL.RESNETS.NORM",
     ".box_head": "MODEL.ROI_BOX_HEAD.NORM",
@@ -51,9 +52,11 @@ def check_model(cfg: CfgNode, start: StartWeights, findings: Findings, *, eval_o
             "Fix: set MODEL.BACKBONE.FREEZE_AT 0, or give MODEL.WEIGHTS."
         )
     model, shapes = _build_and_trace(cfg, findings, trace=not eval_only)
-    if model is not None and start.resumed and start.opened:
+    if model is None:
+        return None
+    if start.resumed and start.opened:
         _check_resumed(start.opened, model, findings)
-    if model is not None and not eval_only:
+    if not eval_only:
         _check_frozen_norms(cfg, model, findings, from_scratch)
         _check_batch_norms(cfg, model, findings)
         _check_feasibility(shapes.values(), findings)
@@ -124,7 +127,7 @@ def _check_frozen_norms(cfg: CfgNode, model: nn.Module, findings: Findings, from
     frozen: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         if isinstance(module, _FROZEN):
-            key = next((key for part, key in _NORM_KEYS.items() if part in name), "its NORM")
+            key = next((key for part, key in _KEYS_BY_LAYER.items() if part in name), "its NORM")
             frozen.setdefault(key, []).append(name)
     resnets = cfg.MODEL.RESNETS
     if not any(str(norm).startswith("Frozen") for norm in (resnets.NORM, resnets.get("WHITEN_NORM"))):
@@ -178,7 +181,7 @@ def _check_batch_whitening(cfg: CfgNode, model: nn.Module, shapes: dict[str, Nor
         columns = {name: row.constraints.columns for name, row in shapes.items() if row.constraints}
         name, worst = max(few, key=lambda item: (item[1].channels_per_group, -columns.get(item[0], 0)))
         d, images = worst.channels_per_group, _images_per_statistic(cfg, worst)
-        smallest = f" (m = {columns[name]} for the smallest images; nearby positions are correlated)"
+        smallest = f" (m = {columns.get(name)} for the smallest images; nearby positions are correlated)"
         findings.warnings.append(
             f"{len(few)} layers whiten over a batch of {images} images (e.g. {name}). Whitening d = {d} channels over "
             f"m columns, images times positions{smallest if name in columns else ''}, has no solution unless m exceeds "
@@ -191,8 +194,7 @@ def _check_batch_whitening(cfg: CfgNode, model: nn.Module, shapes: dict[str, Nor
 def _images_per_statistic(cfg: CfgNode, layer: nn.Module) -> int:
     """Count the images over which a batch normalization layer computes its statistics."""
     processes = comm.get_world_size()
-    synchronized = isinstance(layer, (nn.SyncBatchNorm, NaiveSyncBatchNorm)) or getattr(layer, "sync", False)
-    return cfg.SOLVER.IMS_PER_BATCH // processes * (processes if synchronized else 1)
+    return cfg.SOLVER.IMS_PER_BATCH // processes * (processes if is_synchronized(layer) else 1)
 
 
 def _check_feasibility(rows: Iterable[NormShape], findings: Findings) -> None:

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import detectron2.data.build
-from detectron2.config import CfgNode, get_cfg
+from detectron2.config import CfgNode
 from detectron2.modeling import box_regression
 from detectron2.utils import comm
 
 from ..checkpoint.reading import read_weights_file
-from ..config import add_gw_config
+from ..config import default_config, flat_keys, get_value
 from ..errors import UserError
 from ..modeling.norm_keys import NORM_KEYS
 from .findings import Findings
@@ -84,7 +84,7 @@ _ITEMS = (
 
 
 def check_values(cfg: CfgNode, findings: Findings, *, eval_only: bool) -> bool:
-    """Check type and range of every value; a key of a part that the run does not use is checked too.
+    """Check type and range of every value, also of parts that the run does not use.
 
     Args:
         cfg: the config.
@@ -94,8 +94,7 @@ def check_values(cfg: CfgNode, findings: Findings, *, eval_only: bool) -> bool:
     Returns:
         False if a value has the wrong type, so that other checks cannot read the config.
     """
-    defaults = get_cfg()
-    add_gw_config(defaults)
+    defaults = default_config()
     if wrong_types := list(_wrong_types(cfg, defaults)):
         findings.problems += wrong_types
         return False
@@ -105,31 +104,34 @@ def check_values(cfg: CfgNode, findings: Findings, *, eval_only: bool) -> bool:
 
 
 def _wrong_types(cfg: CfgNode, defaults: CfgNode) -> Iterator[str]:
-    values = dict(_flat(cfg))
-    for key, default in _flat(defaults):
-        if key not in values:
+    for key in flat_keys(defaults):
+        default = get_value(defaults, key)
+        try:
+            value = get_value(cfg, key)
+        except AttributeError:
             yield f"{key}: missing. Fix: start from detectron2.config.get_cfg() and gw_detectron.add_gw_config."
-        elif not (_same_type(value := values[key], default) or (value is None and key in _OPTIONAL)):
+            continue
+        if not (_same_type(value, default) or (value is None and key in _OPTIONAL)):
             yield f"{key} ({value!r}): wrong type. Fix: set it to a value of the type of its default, {default!r}."
 
 
 def _same_type(value: Any, default: Any) -> bool:
-    """Tell whether a value has the type of the default; lists are compared by their innermost elements."""
+    """Compare the types of a value and a default, of lists by their elements."""
     if default is None:
         return value is None or isinstance(value, (int, float, str))
     if isinstance(default, (list, tuple)):
         leaf = next(_leaves(default), None)
         return isinstance(value, (list, tuple)) and (leaf is None or all(_alike(item, leaf) for item in _leaves(value)))
-    if isinstance(default, int) and not isinstance(default, bool):
-        return isinstance(value, int) and not isinstance(value, bool)
     if isinstance(default, float) and isinstance(value, dict):
         return all(_alike(item, default) for item in value.values())  # loss weights by name
-    return _alike(value, default)
+    return _alike(value, default) and not (type(default) is int and isinstance(value, float))
 
 
 def _alike(value: Any, example: Any) -> bool:
-    if isinstance(example, (bool, str)):
-        return isinstance(value, type(example))
+    return isinstance(value, type(example)) if isinstance(example, (bool, str)) else _is_number(value)
+
+
+def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -145,28 +147,20 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 def _outside_of_ranges(cfg: CfgNode, defaults: CfgNode) -> Iterator[str]:
     for key, example in _NOT_EMPTY.items():
-        if not list(_leaves(_get(cfg, key))):
+        if not list(_leaves(get_value(cfg, key))):
             yield f"{key} (empty): needs at least one value. Fix: set it to e.g. {example}."
-    for key, default in _flat(defaults):
-        value = _get(cfg, key)
+    for key in flat_keys(defaults):
+        value, default = get_value(cfg, key), get_value(defaults, key)
         interval = next((interval for pattern, interval in _INTERVALS if re.fullmatch(pattern, key)), "")
-        numbers = [item for item in _leaves(value) if isinstance(item, (int, float)) and not isinstance(item, bool)]
+        numbers = list(filter(_is_number, _leaves(value)))
         if interval and not all(_inside(number, interval) for number in numbers):
             text = f"not in the interval {interval}"
             yield f"{key} ({value!r}): {text}. Fix: give a value in it; the default is {default!r}."
         elif key != "SEED" and any(isinstance(number, int) and abs(number) > _LARGEST for number in numbers):
             yield f"{key} ({value!r}): too large. Fix: give at most {_LARGEST}; the default is {default!r}."
     for key, choices in _CHOICES.items():
-        if (value := _get(cfg, key)) not in choices:
+        if (value := get_value(cfg, key)) not in choices:
             yield f"{key} ('{value}'): unknown. Fix: set it to one of {', '.join(choices)}."
-
-
-def _flat(node: CfgNode, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in node.items():
-        if isinstance(value, CfgNode):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _inside(value: float, interval: str) -> bool:
@@ -177,7 +171,7 @@ def _inside(value: float, interval: str) -> bool:
 
 
 def _contradictions(cfg: CfgNode) -> Iterator[str]:
-    """Yield the problems that depend on several keys or on the form of a list."""
+    """Yield problems that depend on several keys or on a list's form."""
     solver, images, model = cfg.SOLVER, cfg.INPUT, cfg.MODEL
     largest_seed = 2**32 - comm.get_world_size()  # NumPy's limit; every process adds its number
     if int(cfg.SEED) > largest_seed:
@@ -191,8 +185,8 @@ def _contradictions(cfg: CfgNode) -> Iterator[str]:
             "Fix: set it to the number of processes that the batch was chosen for, or to 0."
         )
     for key, kind, example in _ITEMS:
-        if not all(isinstance(item, kind) and not isinstance(item, bool) for item in _get(cfg, key)):
-            yield f'{key} ({_get(cfg, key)!r}): not a list of {kind.__name__}. Fix: set it to e.g. "{example}".'
+        if not all(isinstance(item, kind) and not isinstance(item, bool) for item in get_value(cfg, key)):
+            yield f'{key} ({get_value(cfg, key)!r}): not a list of {kind.__name__}. Fix: set it to e.g. "{example}".'
     if images.MIN_SIZE_TRAIN_SAMPLING == "range" and len(images.MIN_SIZE_TRAIN) != 2:
         yield (
             f"INPUT.MIN_SIZE_TRAIN ({images.MIN_SIZE_TRAIN!r}): INPUT.MIN_SIZE_TRAIN_SAMPLING range needs a smallest "
@@ -240,7 +234,10 @@ def _contradictions(cfg: CfgNode) -> Iterator[str]:
 
 
 def _wrong_proposals(cfg: CfgNode) -> Iterator[str]:
-    """Yield a problem per unusable proposal file: Detectron2 would run code that it contains."""
+    """Yield a problem per unusable proposal file.
+
+    Detectron2 would run code that it contains.
+    """
     for part in ("TRAIN", "TEST"):
         files, datasets = cfg.DATASETS[f"PROPOSAL_FILES_{part}"], cfg.DATASETS[part]
         if len(files) != len(datasets):
@@ -253,7 +250,3 @@ def _wrong_proposals(cfg: CfgNode) -> Iterator[str]:
                 read_weights_file(path)
             except (UserError, OSError) as error:
                 yield f"DATASETS.PROPOSAL_FILES_{part}: {error}"
-
-
-def _get(cfg: CfgNode, key: str) -> Any:
-    return operator.attrgetter(key)(cfg)

@@ -97,7 +97,7 @@ def _expected_preprocessing(address: str) -> list[Preprocessing]:
 def _check_kind_of_norms(
     cfg: CfgNode, weights: Checkpoint, model: nn.Module, findings: Findings, allow_partial: bool
 ) -> None:
-    """Check that layers which normalize each sample do not get the scale and shift of BN, or the reverse.
+    """Refuse scale and shift of BN for GN and GW, and the reverse.
 
     Caffe2's files have BN's statistics multiplied into its scale, so all their tensors would fit.
     """
@@ -112,7 +112,8 @@ def _check_kind_of_norms(
             wrong["BN"].append(f"backbone.{name}")
         elif hasattr(layer, "running_mean") and caffe2["GN"]:
             wrong["GN"].append(f"backbone.{name}")
-    resnets, frozen = cfg.MODEL.RESNETS, _frozen(model)
+    resnets = cfg.MODEL.RESNETS
+    frozen = [name for name, tensor in model.named_parameters() if not tensor.requires_grad]
     for kind, layers in wrong.items():
         if not layers:
             continue
@@ -127,20 +128,16 @@ def _check_kind_of_norms(
         (findings.warnings if allow_partial else findings.problems).append(message)
         if allow_partial and (untrained := [name for name in layers if f"{name}.weight" in frozen]):
             findings.problems.append(_frozen_message(cfg, untrained, f"get the scale and shift of {kind}"))
-    given = {_place(name) for name in names} - {""}
-    missing = [name for name in frozen if given and _place(name) not in given | {""}]
-    if allow_partial and missing:
+    given = {_place(name) for name in names} | {""}
+    missing = [name for name in frozen if _place(name) not in given]
+    if allow_partial and missing and len(given) > 1:
         findings.problems.append(_frozen_message(cfg, missing, "are not in the weights and keep random values"))
 
 
 def _place(name: str) -> str:
-    """Return the part of a ResNet's tensor or layer name that does not depend on the detector around it."""
+    """Return the part of a name that all detectors with a ResNet share."""
     found = re.search(r"(?:^|\.)((?:stem\.conv1|res[2-5]\.\d+\.\w+)(?:\.norm)?)\.", name)
     return found[1] if found else ""
-
-
-def _frozen(model: nn.Module) -> list[str]:
-    return [name for name, tensor in model.named_parameters() if not tensor.requires_grad]
 
 
 def _frozen_message(cfg: CfgNode, names: Sequence[str], why: str) -> str:

@@ -1,10 +1,8 @@
 """A killed and resumed run equals an uninterrupted one bit for bit."""
 
-import contextlib
 import copy
 import json
 import logging
-import multiprocessing
 import os
 import re
 import signal
@@ -14,12 +12,11 @@ import torch
 from detectron2.engine import AMPTrainer
 
 from gw_detectron.checkpoint import read_weights_file
-from gw_detectron.data.synthetic import register_synthetic
 from gw_detectron.engine import Trainer, main, setup, train
 
-from ..tiny_run import DATA, arguments
+from ..reliability.forked_run import child, report_phases
+from ..tiny_run import arguments
 
-LIMIT = 150  # seconds after which a run that hangs is ended
 SCHEDULE = {
     "SOLVER__MAX_ITER": 12,
     "SOLVER__STEPS": "(8,)",
@@ -27,20 +24,14 @@ SCHEDULE = {
     "DATASETS__TEST": "()",
 }
 
-
-@pytest.fixture(scope="module", autouse=True)
-def data(tmp_path_factory):
-    register_synthetic(tmp_path_factory.mktemp("datasets"), DATA)
-    yield
-    register_synthetic()
+pytestmark = pytest.mark.usefixtures("small_dataset")
 
 
 def run(output, *flags, kill_after=None, **overrides):
     """Run main() in a forked process; return its exit code."""
 
-    def child():
-        os.setsid()
-        torch.set_num_threads(1)
+    def work(report):
+        report_phases(report)
 
         class Recorded(Trainer):
             def after_step(self):
@@ -56,15 +47,8 @@ def run(output, *flags, kill_after=None, **overrides):
         train.Trainer = Recorded
         main(arguments(output, *flags, **{**SCHEDULE, **overrides}))
 
-    process = multiprocessing.get_context("fork").Process(target=child)
-    process.start()
-    process.join(LIMIT)
-    try:
-        assert process.exitcode is not None, "it hangs"
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # data-loader workers, too
-    return process.exitcode
+    with child(work, output.with_suffix(".log")) as process:
+        return process.wait()
 
 
 def state(output):

@@ -13,42 +13,29 @@ import pytest
 
 from gw_detectron.checkpoint import read_weights_file
 from gw_detectron.cli import errors_reported
-from gw_detectron.data.synthetic import make_synthetic, register_synthetic
+from gw_detectron.data.synthetic import make_synthetic
 from gw_detectron.engine import Trainer, main
 
-from ..reliability.forked_run import CHECKPOINT, EVALUATION, STEP, child, report_phases
+from ..reliability.forked_run import CHECKPOINT, EVALUATION, STEP, child, report_phases, training
 from ..tiny_run import DATA, ROOT, arguments, environment, words
 
 LONG = {"SOLVER__MAX_ITER": 500, "SOLVER__STEPS": "()", "SOLVER__CHECKPOINT_PERIOD": 500}
 
-
-@pytest.fixture(scope="module", autouse=True)
-def data(tmp_path_factory):
-    root = tmp_path_factory.mktemp("datasets")
-    make_synthetic(root, DATA)
-    register_synthetic(root, DATA)
-    yield root
-    register_synthetic()
+pytestmark = pytest.mark.usefixtures("small_dataset")
 
 
-def training(folder, *flags, **overrides):
-    """A function for a child that trains and reports its phases."""
-
-    def work(report):
-        report_phases(report)
-        main(arguments(folder, *flags, **{**LONG, **overrides}))
-
-    return work
+def train_long(folder, *flags, **overrides):
+    return training(arguments(folder, *flags, **{**LONG, **overrides}))
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_finishes_the_step_and_writes_a_checkpoint(tmp_path, number, status):
     output = tmp_path / "run"
-    with child(training(output, DATASETS__TEST="()"), tmp_path / "log") as run:
+    with child(train_long(output, DATASETS__TEST="()"), tmp_path / "log") as run:
         assert run.wait_for(STEP, 3)
         run.send(number)
         assert run.wait() == status, run.output()
-    steps = sum(change.phase == STEP for change in run.changes)
+    steps = run.count(STEP)
     name = f"model_{steps - 1:07d}.pth"
     assert (output / "last_checkpoint").read_text() == name
     checkpoint = read_weights_file(output / name).value
@@ -57,7 +44,7 @@ def test_a_signal_finishes_the_step_and_writes_a_checkpoint(tmp_path, number, st
     last = run.output().strip().splitlines()[-1]
     assert last.startswith(f"Stopped by {number.name}. Iteration {steps - 1} is finished; checkpoint")
     assert last.endswith("Continue with --resume.") and last in (output / "log.txt").read_text()
-    with child(training(output, "--resume", DATASETS__TEST="()"), tmp_path / "log") as resumed:
+    with child(train_long(output, "--resume", DATASETS__TEST="()"), tmp_path / "log") as resumed:
         assert resumed.wait_for(STEP, 1)
     assert f"Starting training from iteration {steps}" in resumed.output()
 
@@ -90,7 +77,7 @@ def test_a_second_ctrl_c_ends_at_once_and_a_second_sigterm_does_not(tmp_path, se
 
 def test_a_signal_in_an_evaluation_ends_it_and_keeps_the_finished_step(tmp_path):
     output = tmp_path / "run"
-    with child(training(output, TEST__EVAL_PERIOD=3), tmp_path / "log") as run:
+    with child(train_long(output, TEST__EVAL_PERIOD=3), tmp_path / "log") as run:
         assert run.wait_for(EVALUATION)
         run.send(signal.SIGTERM)
         assert run.wait() == 143, run.output()
@@ -100,7 +87,7 @@ def test_a_signal_in_an_evaluation_ends_it_and_keeps_the_finished_step(tmp_path)
 
 
 def test_a_stop_in_the_last_step_skips_the_evaluation(tmp_path):
-    with child(training(tmp_path / "run", SOLVER__MAX_ITER=2), tmp_path / "log") as run:
+    with child(train_long(tmp_path / "run", SOLVER__MAX_ITER=2), tmp_path / "log") as run:
         assert run.wait_for(STEP, 2)
         run.send(signal.SIGTERM)
         assert run.wait() == 143, run.output()
@@ -109,7 +96,7 @@ def test_a_stop_in_the_last_step_skips_the_evaluation(tmp_path):
 
 
 def test_workers_survive_the_ctrl_c_of_a_terminal_and_end_with_the_run(tmp_path):
-    with child(training(tmp_path / "run", DATASETS__TEST="()", DATALOADER__NUM_WORKERS=2), tmp_path / "log") as run:
+    with child(train_long(tmp_path / "run", DATASETS__TEST="()", DATALOADER__NUM_WORKERS=2), tmp_path / "log") as run:
         assert run.wait_for(STEP, 3)
         run.send_to_all(signal.SIGINT)
         assert run.wait() == 130, run.output()
@@ -152,7 +139,7 @@ def test_ctrl_c_outside_a_training_is_one_line(capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["launcher", "terminal", "one process"])
-def test_two_processes_stop_after_the_same_step(data, tmp_path, target):
+def test_two_processes_stop_after_the_same_step(small_dataset, tmp_path, target):
     output = tmp_path / "run"
     launcher = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone")
     schedule = {**LONG, "SOLVER__CHECKPOINT_PERIOD": 4, "DATASETS__TEST": "()", "SOLVER__IMS_PER_BATCH": 4}
@@ -160,7 +147,7 @@ def test_two_processes_stop_after_the_same_step(data, tmp_path, target):
     with (tmp_path / "log").open("w+") as log:
         run = subprocess.Popen(
             [sys.executable, *launcher, *command],
-            env=environment(data),
+            env=environment(small_dataset),
             stdout=log,
             stderr=log,
             start_new_session=True,

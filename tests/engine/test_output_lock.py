@@ -7,12 +7,11 @@ import signal
 
 import pytest
 
-from gw_detectron.data.synthetic import make_synthetic, register_synthetic
 from gw_detectron.engine import main
 from gw_detectron.engine.output_lock import OutputInUseError, lock_output, output_unlocked_at_end
 
-from ..reliability.forked_run import STEP, child, report_phases
-from ..tiny_run import DATA, arguments
+from ..reliability.forked_run import STEP, child, training
+from ..tiny_run import arguments
 
 
 def hold(folder):
@@ -26,36 +25,26 @@ def hold(folder):
     return work
 
 
-def test_a_second_training_is_refused_before_it_writes_anything(tmp_path):
-    root, output = tmp_path / "data", tmp_path / "run"
-    make_synthetic(root, DATA)
-    register_synthetic(root, DATA)
-
-    def work(report):
-        report_phases(report)
-        main(arguments(output, SOLVER__MAX_ITER=500, SOLVER__STEPS="()"))
-
-    try:
-        with child(work, tmp_path / "log") as first:
-            assert first.wait_for(STEP)
-            before = {path.name for path in output.iterdir()}
-            config = (output / "config.yaml").read_bytes()
-            message = rf"OUTPUT_DIR \('.*run'\): another training writes there \(host .*, process {first.pid}, since 20"
-            with pytest.raises(OutputInUseError, match=message) as refused:
-                main(arguments(output, SOLVER__BASE_LR=0.0123))
-            assert "Fix: give another folder, or wait" in str(refused.value)
-            assert {path.name for path in output.iterdir()} >= before
-            assert (output / "config.yaml").read_bytes() == config
-            assert "0.0123" not in (output / "log.txt").read_text()
-            first.send(signal.SIGKILL)
-            first.wait()
-        for _ in range(2):  # a killed run holds no lock, and a finished one neither
-            main(arguments(output, SOLVER__MAX_ITER=1, SOLVER__STEPS="()", DATASETS__TEST="()"))
-        with child(hold(output), tmp_path / "log") as other:
-            assert other.wait_for("locked")
-            assert main(arguments(output, "--eval-only", "--resume"))  # may run beside a training
-    finally:
-        register_synthetic()
+def test_a_second_training_is_refused_before_it_writes_anything(tmp_path, small_dataset):
+    output = tmp_path / "run"
+    with child(training(arguments(output, SOLVER__MAX_ITER=500, SOLVER__STEPS="()")), tmp_path / "log") as first:
+        assert first.wait_for(STEP)
+        before = {path.name for path in output.iterdir()}
+        config = (output / "config.yaml").read_bytes()
+        message = rf"OUTPUT_DIR \('.*run'\): another training writes there \(host .*, process {first.pid}, since 20"
+        with pytest.raises(OutputInUseError, match=message) as refused:
+            main(arguments(output, SOLVER__BASE_LR=0.0123))
+        assert "Fix: give another folder, or wait" in str(refused.value)
+        assert {path.name for path in output.iterdir()} >= before
+        assert (output / "config.yaml").read_bytes() == config
+        assert "0.0123" not in (output / "log.txt").read_text()
+        first.send(signal.SIGKILL)
+        first.wait()
+    for _ in range(2):  # a killed run holds no lock, and a finished one neither
+        main(arguments(output, SOLVER__MAX_ITER=1, SOLVER__STEPS="()", DATASETS__TEST="()"))
+    with child(hold(output), tmp_path / "log") as other:
+        assert other.wait_for("locked")
+        assert main(arguments(output, "--eval-only", "--resume"))  # may run beside a training
 
 
 def test_the_lock_ends_with_its_process_although_a_fork_of_it_lives(tmp_path):

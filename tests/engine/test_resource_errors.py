@@ -8,22 +8,14 @@ import pytest
 import torch
 
 from gw_detectron.cli import errors_reported
-from gw_detectron.data.synthetic import make_synthetic, register_synthetic
 from gw_detectron.engine import Trainer, setup
 from gw_detectron.engine.resource_errors import DataWorkerError, RunMemoryError
 
-from ..tiny_run import DATA, arguments
+from ..tiny_run import arguments
 
 CPU = "[enforce fail at alloc_cpu.cpp:135] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 9."
 
-
-@pytest.fixture(scope="module", autouse=True)
-def data(tmp_path_factory):
-    root = tmp_path_factory.mktemp("datasets")
-    make_synthetic(root, DATA)
-    register_synthetic(root, DATA)
-    yield
-    register_synthetic()
+pytestmark = pytest.mark.usefixtures("small_dataset")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from detectron2.data import MetadataCatalog
 from gw_detectron.analysis import WhiteningStatsHook, whitening_stats_hook
 from gw_detectron.analysis.whitening_statistics import REDUCTIONS
 from gw_detectron.checkpoint import NormMismatchError, loading, read_weights_file
-from gw_detectron.data.synthetic import register_synthetic
 from gw_detectron.engine import Trainer, main, setup
 from gw_detectron.engine.dataset_mapper import RecordError
 from gw_detectron.engine.nonfinite import NonFiniteError
@@ -28,19 +27,13 @@ from gw_detectron.engine.trainer import fast_coco_evaluation_is_built
 from gw_detectron.errors import FileAccessError, MissingFileError, UserError
 from gw_detectron.preflight import PreflightError
 
-from ..tiny_run import DATA, arguments
+from ..tiny_run import arguments
 
-
-@pytest.fixture(scope="module", autouse=True)
-def data(tmp_path_factory):
-    root = tmp_path_factory.mktemp("datasets")
-    register_synthetic(root, DATA)
-    yield root / "gw_synthetic"
-    register_synthetic()
+pytestmark = pytest.mark.usefixtures("small_dataset")
 
 
 @pytest.fixture(scope="module")
-def finished(data, tmp_path_factory):
+def finished(small_dataset, tmp_path_factory):
     """The output folder of a finished run without evaluation; not to be changed."""
     folder = tmp_path_factory.mktemp("finished")
     main(arguments(folder, DATASETS__TEST="()"))
@@ -334,7 +327,8 @@ def test_a_disk_full_during_a_checkpoint_leaves_the_earlier_one(tmp_path):
     trainer.checkpointer.load(str(tmp_path / "model_0000001.pth"))
 
 
-def test_a_damaged_image_is_named(tmp_path, data):
+def test_a_damaged_image_is_named(tmp_path, small_dataset):
+    data = small_dataset / "gw_synthetic"
     victims = sorted((data / "train").iterdir())
     kept = [path.read_bytes() for path in victims]
     try:

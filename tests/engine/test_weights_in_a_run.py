@@ -9,20 +9,14 @@ import torchvision
 from safetensors.torch import save_file
 
 from gw_detectron.checkpoint import PartialLoadError, convert_file
-from gw_detectron.data.synthetic import register_synthetic
 from gw_detectron.engine import main
 from gw_detectron.preflight import PreflightError
 
-from ..tiny_run import DATA, arguments
+from ..tiny_run import arguments
 
 BASELINE = {"MODEL__RESNETS__WHITEN_POSITIONS": "", "SOLVER__MAX_ITER": 1, "DATASETS__TEST": "()"}
 
-
-@pytest.fixture(scope="module", autouse=True)
-def data(tmp_path_factory):
-    register_synthetic(tmp_path_factory.mktemp("datasets"), DATA)
-    yield
-    register_synthetic()
+pytestmark = pytest.mark.usefixtures("small_dataset")
 
 
 @pytest.fixture(autouse=True)

@@ -103,6 +103,8 @@ class TestModel:
         assert all(word in found.warnings[0] for word in words), found.warnings[0]
         assert check(MODEL__RESNETS__WHITEN_NORM="BW", SOLVER__IMS_PER_BATCH=16, **images).warnings == []
         assert check(MODEL__RESNETS__WHITEN_NORM="BW:solver=standardize").warnings == []
+        found = check(MODEL__RESNETS__WHITEN_NORM="BW", **{**images, "INPUT__MIN_SIZE_TRAIN": "(0,)"})
+        assert "m columns, images times positions, has no solution" in found.warnings[0]  # m is unknown
 
     def test_a_model_whose_shapes_cannot_be_traced(self, check, monkeypatch):
         monkeypatch.setattr(ResNet, "forward", lambda self, x: x.mean().item())

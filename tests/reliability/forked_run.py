@@ -1,8 +1,9 @@
-"""Run a function in a forked child process that reports its phases and can be killed at any moment.
+"""Run a function in a forked child process that reports its phases.
 
 A fresh interpreter needs seconds to import torch and Detectron2; a fork of a process that has imported them does not.
 """
 
+import argparse
 import contextlib
 import logging
 import os
@@ -21,13 +22,21 @@ from detectron2.utils.logger import setup_logger
 from gw_detectron import atomic
 from gw_detectron.cli import errors_reported
 from gw_detectron.engine import Trainer
+from gw_detectron.engine import main as run_main
 
 LIMIT = 120.0  # seconds after which a child that hangs is killed
 STEP, CHECKPOINT, EVALUATION, OTHER = "step", "checkpoint write", "evaluation", "other"
 
 
+Work = Callable[[Callable[[str], None]], Any]  # the argument reports a phase to the parent
+
+
+class RunError(Exception):
+    """A run or its files are not as expected."""
+
+
 class Change(NamedTuple):
-    """The begin of a phase: seconds of the clock, seconds of CPU time of the child, the phase."""
+    """The begin of a phase: clock and CPU seconds of the child."""
 
     at: float
     cpu: float
@@ -38,11 +47,11 @@ class Child:
     """A forked process in its own session.
 
     Args:
-        work: what the child does; it gets a function that reports the name of a phase to the parent.
+        work: function to run in the child.
         log: file of its stdout and stderr.
     """
 
-    def __init__(self, work: Callable[[Callable[[str], None]], Any], log: Path) -> None:
+    def __init__(self, work: Work, log: Path) -> None:
         self.log = log
         self.phase = ""
         self.changes: list[Change] = []
@@ -57,7 +66,7 @@ class Child:
         os.close(writing)
 
     def read(self, seconds: float) -> bool:
-        """Read the next phase if it comes within some seconds; return False after the child's end."""
+        """Wait some seconds for the next phase; False after the child's end."""
         if not select.select([self._pipe], [], [], max(seconds, 0))[0]:
             if time.monotonic() > self._deadline:
                 self.kill()
@@ -74,15 +83,17 @@ class Child:
         self._deadline = time.monotonic() + LIMIT
         return True
 
+    def count(self, phase: str) -> int:
+        """Count how often the child has entered a phase."""
+        return sum(change.phase == phase for change in self.changes)
+
     def wait_for(self, phase: str, times: int = 1) -> bool:
-        """Wait until the child enters a phase for the n-th time; False if it ends before."""
-        seen = len(self.changes)
-        while self.read(1.0):
-            times -= sum(change.phase == phase for change in self.changes[seen:])
-            seen = len(self.changes)
-            if times <= 0:
-                return True
-        return False
+        """Wait for the n-th begin of a phase; False if the child ends."""
+        wanted = self.count(phase) + times
+        while self.count(phase) < wanted:
+            if not self.read(1.0):
+                return False
+        return True
 
     def send(self, number: int) -> None:
         os.kill(self.pid, number)
@@ -92,7 +103,7 @@ class Child:
         os.killpg(self.pid, number)
 
     def processes(self) -> list[int]:
-        """List the processes of the session that are running, but not the child itself."""
+        """List the running processes of the session without the child itself."""
         found = []
         for path in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):
@@ -111,7 +122,7 @@ class Child:
             self.wait()
 
     def wait(self) -> int:
-        """Wait for the end and return the status; minus the number of a signal that killed it."""
+        """Wait for the end; return the status, negative after a fatal signal."""
         while self.status is None and self.read(1.0):
             pass
         if self.status is None:
@@ -122,9 +133,19 @@ class Child:
     def output(self) -> str:
         return self.log.read_text(errors="replace")
 
+    def expect_start(self, iteration: int) -> None:
+        """Raise RunError unless the training starts at an iteration."""
+        if not self.wait_for(STEP) or f"Starting training from iteration {iteration}\n" not in self.output():
+            raise RunError(f"did not start at iteration {iteration}:\n{self.output()[-3000:]}")
+
+    def expect_status(self, *statuses: int) -> None:
+        """Wait for the end; raise RunError unless it has one of the statuses."""
+        if self.wait() not in statuses:
+            raise RunError(f"ended with status {self.status}:\n{self.output()[-3000:]}")
+
 
 @contextlib.contextmanager
-def child(work: Callable[[Callable[[str], None]], Any], log: Path) -> Iterator[Child]:
+def child(work: Work, log: Path) -> Iterator[Child]:
     """Start a child and kill it at the end of the ``with`` statement."""
     process = Child(work, log)
     try:
@@ -133,7 +154,7 @@ def child(work: Callable[[Callable[[str], None]], Any], log: Path) -> Iterator[C
         process.kill()
 
 
-def _run(work: Callable[[Callable[[str], None]], Any], writing: int, reading: int, log: Path) -> None:
+def _run(work: Work, writing: int, reading: int, log: Path) -> None:
     """Do the work in the child; never return."""
     status = 1
     try:
@@ -148,7 +169,7 @@ def _run(work: Callable[[Callable[[str], None]], Any], writing: int, reading: in
             logging.getLogger(name).handlers.clear()
         setup_logger.cache_clear()
         torch.set_num_threads(1)  # a pool of threads does not survive a fork
-        for number in (signal.SIGINT, signal.SIGTERM):  # as in a fresh interpreter, whatever pytest has set
+        for number in (signal.SIGINT, signal.SIGTERM):  # as in a fresh interpreter, not as pytest has set them
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
         def report(phase: str) -> None:
@@ -167,28 +188,39 @@ def _run(work: Callable[[Callable[[str], None]], Any], writing: int, reading: in
         os._exit(status)
 
 
+def training(args: argparse.Namespace) -> Work:
+    """Return work that trains and reports its phases."""
+
+    def work(report: Callable[[str], None]) -> None:
+        report_phases(report)
+        run_main(args)
+
+    return work
+
+
 def report_phases(report: Callable[[str], None]) -> None:
-    """Let trainings of this process report their steps, checkpoint writes and evaluations."""
-    step, test, write = Trainer.run_step, Trainer.test.__func__, atomic._open_atomic
+    """Report steps, checkpoint writes and evaluations of this process."""
+    write = atomic._open_atomic
 
-    def run_step(self: Trainer) -> None:
-        report(STEP)
-        step(self)
+    @contextlib.contextmanager
+    def during(phase: str) -> Iterator[None]:
+        report(phase)
+        yield
         report(OTHER)
-
-    def run_test(cls: type[Trainer], *args: Any, **kwargs: Any) -> Any:
-        report(EVALUATION)
-        result = test(cls, *args, **kwargs)
-        report(OTHER)
-        return result
 
     @contextlib.contextmanager
     def open_atomic(path: str, mode: str) -> Iterator[Any]:
-        report(CHECKPOINT)
-        with write(path, mode) as file:
+        with during(CHECKPOINT), write(path, mode) as file:
             yield file
-        report(OTHER)
 
-    Trainer.run_step = run_step
-    Trainer.test = classmethod(run_test)
+    Trainer.run_step = during(STEP)(Trainer.run_step)
+    Trainer.test = classmethod(during(EVALUATION)(Trainer.test.__func__))
     atomic._open_atomic = open_atomic
+
+
+def remove_older_checkpoints(output: Path) -> None:
+    """Keep only the checkpoint that last_checkpoint names."""
+    newest = (output / "last_checkpoint").read_text()
+    for path in output.glob("model_*.pth"):
+        if path.name != newest:
+            path.unlink()

@@ -1,21 +1,21 @@
-"""Kill runs by SIGKILL at random moments and check that nothing is lost: kill_runs.py --kills 100 --output DIR.
+"""Kill runs at random moments and check for losses: kill_runs.py --kills 100.
 
 Each kill hits one kind of work: a training step, a checkpoint write, an evaluation, the generation of the synthetic
-data, a download, an export or a conversion. After a training was killed, last_checkpoint has to name a complete file,
-and the resumed run has to continue there and to remove unfinished files. The other kinds leave a whole result or none,
-and the next attempt has to succeed and to remove what was left. The moments come from a seed. Exit status: 1 if
-anything was lost.
+data, a download, an export or a conversion. After a training was killed, last_checkpoint must name a complete file, and
+the resumed run must continue there and remove unfinished files. Its final state must equal that of an uninterrupted
+training, bit for bit. The other kinds leave a whole result or none, and the next attempt must succeed and remove
+unfinished files. The moments come from a seed. Exit status: 1 if anything was lost.
 """
 
 import argparse
-import hashlib
+import contextlib
 import json
 import random
 import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,14 +27,23 @@ from tabulate import tabulate
 
 from gw_detectron.checkpoint import convert_file, read_weights_file
 from gw_detectron.checkpoint.download import download
+from gw_detectron.checkpoint.provenance import sha256_of
 from gw_detectron.config import read_config
-from gw_detectron.data.synthetic import SyntheticConfig, make_synthetic, register_synthetic
-from gw_detectron.engine import main as run_main
+from gw_detectron.data.synthetic import SyntheticConfig, make_synthetic
 from gw_detectron.export import Normalization, export_backbone
 from tests.checkpoint.server import Server, serving
 from tests.checkpoint.synthetic import authors_state, make_network, training_checkpoint
-from tests.reliability.forked_run import CHECKPOINT, EVALUATION, STEP, Child, child, report_phases
-from tests.tiny_run import CONFIG, DATA, OPTS, arguments
+from tests.reliability.forked_run import (
+    CHECKPOINT,
+    EVALUATION,
+    STEP,
+    Child,
+    RunError,
+    child,
+    remove_older_checkpoints,
+    training,
+)
+from tests.tiny_run import CONFIG, OPTS, arguments, dataset
 
 TRAINING = (STEP, CHECKPOINT, EVALUATION)
 OTHERS = ("generation", "download", "export", "conversion")
@@ -42,115 +51,83 @@ BETWEEN = "between steps"  # a training that had left the phase before it was hi
 _LONGEST = {STEP: 0.2, CHECKPOINT: 0.15, EVALUATION: 0.5}  # seconds of a phase, to choose a moment in it
 
 
-class LostError(Exception):
-    """A kill lost or damaged something."""
-
-
 @dataclass
 class Training:
-    """A training that is killed and resumed until it is finished.
+    """A training to kill and resume until its end, again and again.
 
     Args:
-        folder: its output folder.
+        folder: of the output folder and the log.
         iterations: its length.
-        exact: the final state has to equal that of an uninterrupted training, bit for bit.
     """
 
     folder: Path
     iterations: int
-    exact: bool = False
-    _runs: int = 0
     _last: int = -1  # iteration of the newest checkpoint
-    _expected: dict | None = None
+    _expected: dict | None = None  # final state of the first training
 
     def kill(self, kind: str, moments: random.Random) -> str:
-        """Start or resume the training and kill it; return the phase that was hit, or "" if it finished before."""
-        output = self.folder / f"training_{self._runs}"
-        with child(self._work(output), self.folder / "log.txt") as run:
-            self._check_start(run, output)
+        """Start or resume, then kill; return the phase hit, "" if finished."""
+        with self._started() as run:
             if run.wait_for(kind, moments.randint(1, 3)):
                 time.sleep(moments.uniform(0, _LONGEST[kind]))
             run.kill()
-        self._check(output, finished=run.status == 0)
+        run.expect_status(0, -9)
+        self._check(finished=run.status == 0)
         if run.status == 0:
-            self._runs, self._last = self._runs + 1, -1
-            shutil.rmtree(output)
             return ""
-        if run.status != -9:
-            raise LostError(f"ended with status {run.status}:\n{run.output()[-3000:]}")
         return run.phase if run.phase in TRAINING else BETWEEN
 
     def finish(self) -> None:
-        """Let the training come to its end."""
-        output = self.folder / f"training_{self._runs}"
-        with child(self._work(output), self.folder / "log.txt") as run:
-            self._check_start(run, output)
-            if run.wait():
-                raise LostError(f"resumed, it ended with status {run.status}:\n{run.output()[-3000:]}")
-        self._check(output, finished=True)
+        """Start or resume the training and wait for its end."""
+        with self._started() as run:
+            run.expect_status(0)
+        self._check(finished=True)
 
-    def _work(self, output: Path) -> Callable[[Callable[[str], None]], None]:
+    @contextlib.contextmanager
+    def _started(self) -> Iterator[Child]:
+        output, log = self.folder / "training", self.folder / "log.txt"
         schedule = {"SOLVER__MAX_ITER": self.iterations, "SOLVER__STEPS": f"({self.iterations // 2},)"}
         args = arguments(output, "--resume", **schedule, SOLVER__CHECKPOINT_PERIOD=2, TEST__EVAL_PERIOD=5)
+        log.unlink(missing_ok=True)
+        with child(training(args), log) as run:
+            if self._last + 1 < self.iterations:  # else only the last evaluation is left to do
+                run.expect_start(self._last + 1)
+                left = [path.name for path in output.glob(".*.tmp") if f".{run.pid}." not in path.name]
+                if left:
+                    raise RunError(f"unfinished files stay: {left}")
+            yield run
 
-        def work(report: Callable[[str], None]) -> None:
-            report_phases(report)
-            run_main(args)
-
-        self.folder.joinpath("log.txt").unlink(missing_ok=True)
-        return work
-
-    def _check_start(self, run: Child, output: Path) -> None:
-        if self._last + 1 == self.iterations:
-            return  # only the last evaluation is left to do
-        if not run.wait_for(STEP):
-            raise LostError(f"did not start:\n{run.output()[-3000:]}")
-        if f"Starting training from iteration {self._last + 1}\n" not in run.output():
-            raise LostError(f"did not continue at iteration {self._last + 1}:\n{run.output()[-3000:]}")
-        left = [path.name for path in output.glob(".*.tmp") if f".{run.pid}." not in path.name]
-        if left:
-            raise LostError(f"unfinished files stay: {left}")
-
-    def _check(self, output: Path, *, finished: bool) -> None:
+    def _check(self, *, finished: bool) -> None:
+        output = self.folder / "training"
         tag = output / "last_checkpoint"
         if not tag.exists():
             if self._last >= 0 or finished:
-                raise LostError("last_checkpoint is gone")
+                raise RunError("last_checkpoint is gone")
             return
         newest = output / tag.read_text()
         checkpoint = read_weights_file(newest).value  # verifies the checksums
         iteration = checkpoint["iteration"]
         if iteration < self._last or checkpoint["trainer"]["iteration"] != iteration:
-            raise LostError(f"{newest.name} has iteration {iteration} after {self._last}")
+            raise RunError(f"{newest.name} has iteration {iteration} after {self._last}")
         if any(not value.isfinite().all() for value in checkpoint["model"].values()):
-            raise LostError(f"{newest.name} has values that are not finite")
+            raise RunError(f"{newest.name} has values that are not finite")
         self._last = iteration
-        for older in output.glob("model_*.pth"):
-            if older != newest:
-                older.unlink()
-        if finished and (newest.name, iteration) != ("model_final.pth", self.iterations - 1):
-            raise LostError(f"finished with {newest.name} of iteration {iteration}")
-        if finished and self.exact:
+        remove_older_checkpoints(output)
+        if finished:
+            if (newest.name, iteration) != ("model_final.pth", self.iterations - 1):
+                raise RunError(f"finished with {newest.name} of iteration {iteration}")
             self._compare(checkpoint)
+            self._last = -1
+            shutil.rmtree(output)
 
     def _compare(self, checkpoint: dict) -> None:
-        if self._expected is None:
-            uninterrupted = Training(self.folder / "uninterrupted", self.iterations)
-            uninterrupted.folder.mkdir()
-            uninterrupted.finish()
-            self._expected = _tensors(read_weights_file(uninterrupted.folder / "training_0" / "model_final.pth").value)
-        found = _tensors(checkpoint)
-        different = [name for name, value in self._expected.items() if not torch.equal(found[name], value)]
-        if different:
-            raise LostError(f"{len(different)} of {len(found)} tensors differ from the uninterrupted training")
-
-
-def _tensors(value: object, name: str = "") -> dict[str, torch.Tensor]:
-    """Flatten the model and the momenta of a checkpoint."""
-    if isinstance(value, torch.Tensor):
-        return {name: value}
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
-    return {key: tensor for part, inner in items for key, tensor in _tensors(inner, f"{name}.{part}").items()}
+        momenta = checkpoint["trainer"]["_trainer"]["optimizer"]["state"]
+        found = {"model": checkpoint["model"], "momenta": momenta}
+        self._expected = self._expected or found
+        try:
+            torch.testing.assert_close(found, self._expected, rtol=0, atol=0)
+        except AssertionError as error:
+            raise RunError(f"the final state is not that of the uninterrupted training: {error}") from error
 
 
 @dataclass
@@ -161,7 +138,7 @@ class Attempt:
         folder: of the result alone.
         log: file of the output.
         work: makes the result.
-        result: describes the result, or returns None without one; raises LostError if it is not whole.
+        result: describes the result, or returns None without one; raises RunError if it is not whole.
     """
 
     folder: Path
@@ -172,7 +149,11 @@ class Attempt:
     _expected: object = None
 
     def kill(self, moments: random.Random) -> bool:
-        """Kill an attempt, then let the next one finish; tell whether the first was killed before its end."""
+        """Kill an attempt, then finish the next one.
+
+        Returns:
+            Whether the first attempt was killed before its end.
+        """
         if self._expected is None:
             self._finish()
             self._seconds = self._finish()
@@ -183,26 +164,24 @@ class Attempt:
             run.wait_for("begin")
             time.sleep(moments.uniform(0, self._seconds))
             run.kill()
-        if run.status not in (0, -9):
-            raise LostError(f"ended with status {run.status}:\n{run.output()[-3000:]}")
+        run.expect_status(0, -9)
         if self.result(self.folder) not in (None, self._expected):
-            raise LostError("the result differs from that of an uninterrupted attempt")
+            raise RunError("the result differs from that of an uninterrupted attempt")
         self._finish()
         return run.status == -9
 
     def _finish(self) -> float:
-        """Let an attempt finish and check it; return its seconds."""
+        """Finish an attempt and check it; return its seconds."""
         self.folder.mkdir(exist_ok=True)
         with child(self._reported, self.log) as run:
-            if run.wait():
-                raise LostError(f"the next attempt ended with status {run.status}:\n{run.output()[-3000:]}")
+            run.expect_status(0)
         found = self.result(self.folder)
         if found is None or self._expected not in (None, found):
-            raise LostError("the next attempt has no result, or another one than an uninterrupted attempt")
+            raise RunError("the next attempt has no result, or another one than an uninterrupted attempt")
         self._expected = found
         left = [path.name for path in self.folder.iterdir() if path.name.startswith(".") or "part" in path.suffix]
         if left:
-            raise LostError(f"the next attempt leaves unfinished files: {left}")
+            raise RunError(f"the next attempt leaves unfinished files: {left}")
         return run.changes[1].at - run.changes[0].at
 
     def _reported(self, report: Callable[[str], None]) -> None:
@@ -216,7 +195,7 @@ def _hashes(folder: Path) -> dict[str, str] | None:
     if not folder.exists():
         return None
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return {str(path.relative_to(folder)): sha256_of(path) for path in files}
 
 
 def _exported(folder: Path) -> object:
@@ -226,16 +205,13 @@ def _exported(folder: Path) -> object:
     hashes = _hashes(target)
     parity = json.loads((target / "parity.json").read_text())
     if hashes[parity["file"]] != parity["sha256"] or set(hashes) != {parity["file"], "parity.json", "README.md"}:
-        raise LostError(f"a damaged export: {sorted(hashes)}")
+        raise RunError(f"a damaged export: {sorted(hashes)}")
     return hashes[parity["file"]]
 
 
 def _converted(folder: Path) -> object:
     target = folder / "converted.pkl"
-    if not target.exists():
-        return None
-    read_weights_file(target)
-    return hashlib.sha256(target.read_bytes()).hexdigest()
+    return read_weights_file(target).sha256 if target.exists() else None
 
 
 def make_attempts(folder: Path, server: Server) -> dict[str, Attempt]:
@@ -272,39 +248,36 @@ def make_attempts(folder: Path, server: Server) -> dict[str, Attempt]:
     return {kind: Attempt(places[kind], folder / f"{kind}.log", *work[kind]) for kind in OTHERS}
 
 
-def kill_runs(folder: Path, kills: int, seed: int, *, iterations: int = 60, exact: bool = False) -> dict:
+def kill_runs(folder: Path, kills: int, seed: int, *, iterations: int = 60) -> dict:
     """Kill runs in an empty folder; return the counts per kind and the losses."""
     moments = random.Random(seed)
     begin = time.monotonic()
-    root = folder / "datasets"
-    make_synthetic(root, DATA)
-    register_synthetic(root, DATA)
     torch.set_num_threads(1)
     counts: dict[str, Counter[str]] = {kind: Counter() for kind in (*TRAINING, BETWEEN, *OTHERS)}
     losses = []
-    training = Training(folder, iterations, exact)
-    with serving(random.Random(0).randbytes(60_000_000)) as server:
+    run = Training(folder, iterations)
+    with dataset(folder / "datasets"), serving(random.Random(0).randbytes(60_000_000)) as server:
+        run.finish()  # without a kill: the state that the others have to reach
         attempts = make_attempts(folder, server)
         while sum(count["survived"] for count in counts.values()) < kills and len(losses) < 10:
             kind = min((*TRAINING, *OTHERS), key=lambda kind: (counts[kind].total(), moments.random()))
             try:
-                hit = training.kill(kind, moments) if kind in TRAINING else kind if attempts[kind].kill(moments) else ""
+                hit = run.kill(kind, moments) if kind in TRAINING else kind if attempts[kind].kill(moments) else ""
                 counts[hit or kind]["survived" if hit else "finished before the kill"] += 1
-            except LostError as error:
+            except RunError as error:
                 counts[kind]["lost"] += 1
                 losses.append(f"{kind}: {error}")
                 print(losses[-1], flush=True)
             print(f"\r{sum(count['survived'] for count in counts.values())} of {kills}", end="", flush=True)
-    print()
-    try:
-        training.finish()
-    except LostError as error:
-        losses.append(f"the last training: {error}")
-        print(losses[-1], flush=True)
+        print()
+        try:
+            run.finish()
+        except RunError as error:
+            losses.append(f"the last training: {error}")
+            print(losses[-1], flush=True)
     return {
         "kills": sum(count["survived"] for count in counts.values()),
         "seed": seed,
-        "exact": exact,
         "minutes": round((time.monotonic() - begin) / 60, 1),
         "kinds": {kind: dict(count) for kind, count in counts.items()},
         "losses": losses,
@@ -316,13 +289,10 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("output/kills"), help="folder to create (%(default)s)")
-    parser.add_argument(
-        "--exact", action="store_true", help="the final state has to equal that of an uninterrupted training"
-    )
     args = parser.parse_args()
     shutil.rmtree(args.output, ignore_errors=True)
     args.output.mkdir(parents=True)
-    result = kill_runs(args.output, args.kills, args.seed, exact=args.exact)
+    result = kill_runs(args.output, args.kills, args.seed)
     (args.output / "kills.json").write_text(json.dumps(result, indent=1) + "\n")
     columns = ("survived", "finished before the kill", "lost")
     rows = [[kind, *(count.get(column, 0) for column in columns)] for kind, count in result["kinds"].items()]

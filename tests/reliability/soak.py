@@ -1,4 +1,4 @@
-"""Train for long, with restarts, and watch the memory, open files, threads and step time: soak.py --minutes 60.
+"""Watch memory, open files, threads and step time: soak.py --minutes 60.
 
 The tiny training of the tests is stopped by SIGTERM and resumed at equal intervals. Every few seconds its resident
 memory, open files, threads and the mean CPU time of its steps go to samples.csv; soak.png shows them. Each quantity has
@@ -13,7 +13,6 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -24,10 +23,8 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from gw_detectron.data.synthetic import make_synthetic, register_synthetic
-from gw_detectron.engine import main as run_main
-from tests.reliability.forked_run import STEP, Child, child, report_phases
-from tests.tiny_run import DATA, arguments
+from tests.reliability.forked_run import STEP, Child, RunError, child, remove_older_checkpoints, training
+from tests.tiny_run import arguments, dataset
 
 QUANTITIES = {"memory": "MB", "files": "open files", "threads": "threads", "step": "CPU ms per step"}
 # Largest growth between two restarts, extrapolated from the fitted line to one hour.
@@ -41,19 +38,19 @@ _WARM_UP = 0.25  # part of a piece that is left out: imports, caches and the fir
 
 
 def sample(run: Child, seconds: float) -> dict[str, float]:
-    """Measure a running child after some seconds; empty if it ended before or made no step."""
+    """Measure a running child for some seconds.
+
+    The result is empty if the child ended or made no step.
+    """
     end = time.monotonic() + seconds
     known = len(run.changes)
-    while time.monotonic() < end and run.read(min(1.0, end - time.monotonic())):
-        pass
-    if time.monotonic() < end:
-        return {}
-    changes = run.changes[known:]
-    steps = [after.cpu - before.cpu for before, after in pairwise(changes) if before.phase == STEP]
-    status = Path(f"/proc/{run.pid}/status").read_text()
-    fields = dict(line.split(":", 1) for line in status.splitlines())
+    while (left := end - time.monotonic()) > 0:
+        if not run.read(min(1.0, left)):
+            return {}
+    steps = [after.cpu - before.cpu for before, after in pairwise(run.changes[known:]) if before.phase == STEP]
     if not steps:
         return {}
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{run.pid}/status").read_text().splitlines())
     return {
         "memory": int(fields["VmRSS"].split()[0]) / 1024,
         "files": len(os.listdir(f"/proc/{run.pid}/fd")),
@@ -63,35 +60,27 @@ def sample(run: Child, seconds: float) -> dict[str, float]:
 
 
 def soak(folder: Path, minutes: float, restarts: int, interval: float, *, workers: int = 0) -> list[dict[str, float]]:
-    """Train with restarts; return the samples, each with its piece and its minute.
+    """Train with restarts; return samples with piece and minute.
 
     Raises:
-        RuntimeError: a run failed, or did not continue where it was stopped.
+        RunError: a run failed, or did not continue where it was stopped.
     """
-    root, output = folder / "datasets", folder / "run"
-    make_synthetic(root, DATA)
-    register_synthetic(root, DATA)
+    output = folder / "run"
     torch.set_num_threads(1)
     schedule = {"SOLVER__MAX_ITER": 10_000_000, "SOLVER__STEPS": "()", "SOLVER__CHECKPOINT_PERIOD": 200}
     args = arguments(
         output, "--resume", **schedule, TEST__EVAL_PERIOD=100, DATALOADER__NUM_WORKERS=workers, SOLVER__BASE_LR=0.001
     )
-
-    def work(report: Callable[[str], None]) -> None:
-        report_phases(report)
-        run_main(args)
-
     samples: list[dict[str, float]] = []
     begin = time.monotonic()
     expected = 0
-    with open(folder / "samples.csv", "w", newline="") as file:
+    with dataset(folder / "datasets"), open(folder / "samples.csv", "w", newline="") as file:
         table = csv.DictWriter(file, ["minute", "piece", *QUANTITIES])
         table.writeheader()
         for piece in range(restarts + 1):
             (folder / "log.txt").unlink(missing_ok=True)
-            with child(work, folder / "log.txt") as run:
-                if not run.wait_for(STEP) or f"Starting training from iteration {expected}\n" not in run.output():
-                    raise RuntimeError(f"did not start at iteration {expected}:\n{run.output()[-3000:]}")
+            with child(training(args), folder / "log.txt") as run:
+                run.expect_start(expected)
                 while time.monotonic() - begin < 60 * minutes * (piece + 1) / (restarts + 1):
                     found = sample(run, interval)
                     if found:
@@ -99,22 +88,20 @@ def soak(folder: Path, minutes: float, restarts: int, interval: float, *, worker
                         table.writerow({name: round(value, 3) for name, value in samples[-1].items()})
                         file.flush()
                     elif run.status is not None or not Path(f"/proc/{run.pid}").exists():
-                        raise RuntimeError(f"ended by itself:\n{run.output()[-3000:]}")
+                        raise RunError(f"ended by itself:\n{run.output()[-3000:]}")
                 run.send(signal.SIGTERM)
-                if run.wait() != 143:
-                    raise RuntimeError(f"SIGTERM: status {run.status}:\n{run.output()[-3000:]}")
+                run.expect_status(143)
                 expected = int((output / "last_checkpoint").read_text()[len("model_") : -len(".pth")]) + 1
-            for older in output.glob("model_*.pth"):
-                if older.name != (output / "last_checkpoint").read_text():
-                    older.unlink()
+            remove_older_checkpoints(output)
             print(f"piece {piece + 1} of {restarts + 1}: {expected} iterations", flush=True)
     return samples
 
 
 def growth(samples: list[dict[str, float]]) -> dict[str, float]:
-    """Return the growth of each quantity per hour: the median over the pieces of the slope of a fitted line.
+    """Return the growth of each quantity per hour.
 
-    One piece that shares the machine with another program does not decide.
+    This is the median over the pieces of the slope of a fitted line. One piece that shares the machine with another
+    program does not decide.
     """
     found: dict[str, float] = {}
     for name in QUANTITIES:

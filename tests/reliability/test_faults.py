@@ -1,4 +1,4 @@
-"""Whole runs on a full or read-only disk, and on annotations without area."""
+"""Runs on a full or read-only disk, and on boxes without area."""
 
 import json
 import math
@@ -7,25 +7,14 @@ import subprocess
 import pytest
 
 from gw_detectron.checkpoint import read_weights_file
-from gw_detectron.data.synthetic import make_synthetic, register_synthetic
-from gw_detectron.engine import main
 
-from ..tiny_run import DATA, arguments
-from .forked_run import STEP, child, report_phases
-
-
-@pytest.fixture
-def data(tmp_path):
-    root = tmp_path / "datasets"
-    make_synthetic(root, DATA)
-    register_synthetic(root, DATA)
-    yield root / "gw_synthetic"
-    register_synthetic()
+from ..tiny_run import arguments, dataset
+from .forked_run import STEP, child, training
 
 
 @pytest.fixture
 def disk(tmp_path):
-    """Mount a small disk; return its folder and a function that mounts it again with other options."""
+    """Mount a small disk; return its folder and a function to remount it."""
     folder = tmp_path / "disk"
     folder.mkdir()
 
@@ -45,19 +34,14 @@ def disk(tmp_path):
 
 
 def train(tmp_path, output, *flags, **overrides):
-    """Train in a child; return its exit status and output."""
-
-    def work(report):
-        report_phases(report)
-        main(arguments(output, *flags, DATASETS__TEST="()", **overrides))
-
+    """Train in a child; return its exit status, output and number of steps."""
     (tmp_path / "log").unlink(missing_ok=True)
-    with child(work, tmp_path / "log") as run:
-        return run.wait(), run.output(), sum(change.phase == STEP for change in run.changes)
+    with child(training(arguments(output, *flags, DATASETS__TEST="()", **overrides)), tmp_path / "log") as run:
+        return run.wait(), run.output(), run.count(STEP)
 
 
 @pytest.mark.slow
-def test_a_run_on_a_full_disk_ends_with_a_sentence_and_resumes_with_more_space(data, disk, tmp_path):
+def test_a_run_on_a_full_disk_ends_with_a_sentence_and_resumes_with_more_space(small_dataset, disk, tmp_path):
     folder, mount = disk
     schedule = {"SOLVER__MAX_ITER": 6, "SOLVER__STEPS": "()", "SOLVER__CHECKPOINT_PERIOD": 1}
     status, said, steps = train(tmp_path, folder / "run", **schedule)
@@ -76,7 +60,7 @@ def test_a_run_on_a_full_disk_ends_with_a_sentence_and_resumes_with_more_space(d
     assert status == 0 and f"Starting training from iteration {steps - 1}" in said
 
 
-def test_a_read_only_disk_is_named(data, disk, tmp_path):
+def test_a_read_only_disk_is_named(small_dataset, disk, tmp_path):
     folder, mount = disk
     mount("remount,ro")
     status, said, steps = train(tmp_path, folder / "run")
@@ -85,19 +69,19 @@ def test_a_read_only_disk_is_named(data, disk, tmp_path):
     assert "Traceback" not in said
 
 
-def test_boxes_without_area_among_others_do_not_stop_a_run(data, tmp_path):
-    path = data / "annotations" / "instances_train.json"
-    original = json.loads(path.read_text())
-    content = json.loads(path.read_text())
-    first = {}
-    for annotation in content["annotations"]:
-        first.setdefault(annotation["image_id"], annotation)
-    for annotation in content["annotations"]:
-        if annotation is not first[annotation["image_id"]] or annotation["image_id"] % 2:
-            annotation["bbox"][2 + annotation["id"] % 2] = 0
-    assert content != original
-    path.write_text(json.dumps(content))
-    status, said, steps = train(tmp_path, tmp_path / "run")
+def test_boxes_without_area_among_others_do_not_stop_a_run(tmp_path):
+    path = tmp_path / "datasets" / "gw_synthetic" / "annotations" / "instances_train.json"
+    with dataset(tmp_path / "datasets"):
+        content = json.loads(path.read_text())
+        first = {}
+        for annotation in content["annotations"]:
+            first.setdefault(annotation["image_id"], annotation)
+        for annotation in content["annotations"]:
+            if annotation is not first[annotation["image_id"]] or annotation["image_id"] % 2:
+                annotation["bbox"][2 + annotation["id"] % 2] = 0
+        assert any(0 in annotation["bbox"][2:] for annotation in content["annotations"])
+        path.write_text(json.dumps(content))
+        status, said, steps = train(tmp_path, tmp_path / "run")
     assert (status, steps) == (0, 3), said[-3000:]
     losses = [json.loads(line)["total_loss"] for line in (tmp_path / "run" / "metrics.json").read_text().splitlines()]
     assert losses and all(map(math.isfinite, losses))

@@ -2,15 +2,10 @@
 
 import pytest
 
-from gw_detectron.data.synthetic import register_synthetic
-
 from .kill_runs import kill_runs
 
 
 @pytest.mark.slow
 def test_kills_lose_nothing(tmp_path):
-    try:
-        result = kill_runs(tmp_path, 8, seed=3, iterations=20)
-    finally:
-        register_synthetic()
+    result = kill_runs(tmp_path, 8, seed=3, iterations=20)
     assert result["kills"] >= 8 and result["losses"] == []

@@ -30,7 +30,7 @@ class _Workspace(threading.local):
 
     def __init__(self) -> None:
         self.reserved: _Buffers = {}
-        self.idle: list[_Buffers] = []
+        self.idle: _Buffers = {}
 
     def buffer(self, name: str, shape: tuple[int, ...] | torch.Size, like: Tensor) -> Tensor:
         """Return uninitialized memory, valid until the next call with this name."""
@@ -56,13 +56,11 @@ def reserve_buffers() -> Iterator[None]:
     buffers and makes its own.
     """
     outer = _workspace.reserved
-    _workspace.reserved = buffers = _workspace.idle.pop() if _workspace.idle else {}
+    _workspace.idle, _workspace.reserved = {}, _workspace.idle
     try:
         yield
     finally:
-        _workspace.reserved = outer
-        if not _workspace.idle:
-            _workspace.idle.append(buffers)
+        _workspace.idle, _workspace.reserved = _workspace.reserved, outer
 
 
 class _Block(NamedTuple):
