@@ -133,7 +133,7 @@ def open_checkpoint(address: str, key: str = "MODEL.WEIGHTS") -> Checkpoint:
 
     Raises:
         MissingFileError: there is no such file.
-        FileAccessError: the address cannot be fetched.
+        FileAccessError: the address cannot be fetched, or the file cannot be opened.
         ConfigError: the address is unknown.
         RefusedFileError: the file could run code.
         WeightsFileError: the file is damaged, or contains no tensors by name.
@@ -148,12 +148,10 @@ def open_checkpoint(address: str, key: str = "MODEL.WEIGHTS") -> Checkpoint:
         tensors, metadata = _model_and_metadata(contents, path)
         check_norm_record(metadata)
         preprocessing = _recorded_preprocessing(metadata)
-    except WeightsFileError as error:
+    except (WeightsFileError, FileAccessError) as error:
         raise type(error)(f"{key}: {error}") from error
     except ValueError as error:  # of the metadata
         raise WeightsFileError(f"{key}: '{path}': {error}") from error
-    except OSError as error:
-        raise FileAccessError(f"{key}: cannot open '{path}': {error.strerror}. Fix: give a readable file.") from error
     if options == {"matching_heuristics": ["True"]}:
         metadata["matching_heuristics"] = True
     return Checkpoint(address, path, tensors, metadata, preprocessing, contents.sha256)

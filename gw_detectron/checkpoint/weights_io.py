@@ -15,11 +15,11 @@ import numpy as np
 from safetensors.torch import save
 
 from ..atomic import atomic_write, remove_unfinished
-from ..errors import FileAccessError, MissingFileError, UserError
+from ..errors import MissingFileError, UserError
 from .architecture import WeightsError
 from .convert import Conversion, convert, to_torchvision, unwrap
 from .norm_inference import PROVENANCE, Notes, UnknownNormError, read_notes
-from .provenance import PREPROCESSING, TORCHVISION, Preprocessing, sha256_of, tool
+from .provenance import PREPROCESSING, TORCHVISION, Preprocessing, tool
 from .reading import WeightsFileError, read_weights_file
 
 SUFFIXES = (".pkl", ".safetensors")
@@ -117,14 +117,7 @@ def load_weights(
         WeightsFileError: the file is damaged, could run code, or is not as expected.
         OSError: the file cannot be read.
     """
-    try:
-        content = read_weights_file(path)
-    except UserError:
-        raise
-    except OSError as error:
-        raise FileAccessError(
-            f"weights ({os.fspath(path)!r}): cannot be read: {error.strerror or error}. Fix: give a readable file."
-        ) from error
+    content = read_weights_file(path)
     try:
         notes = read_notes(content)
         tensors = unwrap(content.value)
@@ -147,7 +140,7 @@ def load_weights(
     except ValueError as error:
         kind = UnknownNormFileError if isinstance(error, UnknownNormError) else WeightsFileError
         raise kind(f"weights ({os.fspath(path)!r}): {error}") from None
-    origin: dict[str, Any] = {"source": os.path.basename(path), "source_sha256": sha256_of(path)}
+    origin: dict[str, Any] = {"source": os.path.basename(path), "source_sha256": content.sha256}
     if notes.provenance is not None:
         origin = {name: getattr(notes.provenance, name) for name in ("tool", "source", "source_sha256")}
     provenance = dataclasses.replace(conversion.provenance, **origin, preprocessing=images)

@@ -252,7 +252,7 @@ def test_detectron2_names_do_not_show_the_preprocessing(tmp_path):
         ("", "a.pkl", "file not found"),
         ("r18.pth", "", "wrong suffix"),
         ("r18.pth", "r18.pth/a.pkl", "folder not found"),
-        (".", "a.pkl", r"weights \('.'\): cannot be read: Is a directory. Fix: "),
+        (".", "a.pkl", r"'.': cannot be read: Is a directory. Fix: "),
         ("r18.pth", "folder.pkl", "exists"),
         ("broken.safetensors", "a.pkl", "notes of the file: damaged.*Fix: "),
     ],
