@@ -159,10 +159,7 @@ def open_checkpoint(address: str, key: str = "MODEL.WEIGHTS") -> Checkpoint:
 
 def _recorded_preprocessing(metadata: Mapping[str, Any]) -> Preprocessing | None:
     if "provenance" in metadata:  # converted by this package
-        images = Provenance.from_dict(metadata["provenance"]).preprocessing
-        if not all(isinstance(number, (int, float)) for number in (*images.pixel_mean, *images.pixel_std)):
-            raise ValueError("provenance: a pixel mean or std that is not a number. Fix: convert the weights again.")
-        return images
+        return Provenance.from_dict(metadata["provenance"]).preprocessing
     return TORCHVISION if metadata.get("__author__") == "torchvision" else None  # converted by Detectron2's tool
 
 
