@@ -135,8 +135,8 @@ def verify(
         claimed = load_weights(source, norm=norm, keep_fc=False, preprocessing=preset)
     elif norm is not None:
         claimed = convert(conversion.source_tensors, norm=norm)
-    facts = replace(claimed.provenance, preprocessing=provenance.preprocessing)
-    claimed = replace(claimed, provenance=facts, pool_norm=conversion.pool_norm)
+    facts = replace(claimed.provenance, preprocessing=provenance.preprocessing, pool_norm=provenance.pool_norm)
+    claimed = replace(claimed, provenance=facts)
     reference = torchvision_classifier(claimed, claimed.source_tensors).double()
     inputs = [_classification_input(image, provenance.preprocessing) for image in images]
     expected = torchvision_stages(reference, torch.stack(inputs))

@@ -289,4 +289,4 @@ def test_the_option_of_an_address_asks_for_matching_names(model, r18, tmp_path):
 
 def test_position_names_are_those_of_the_builder(r18):
     state = authors_state(make_network("R-50", "S1-B3"))
-    assert convert(state, norm="GW", positions="S1-B3").positions == "S1-B3"
+    assert convert(state, norm="GW", positions="S1-B3").provenance.positions == "S1-B3"

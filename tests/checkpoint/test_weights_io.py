@@ -96,7 +96,7 @@ def test_converted_weights_can_be_written_in_the_other_format(r18_file, tmp_path
 
 def test_safetensors_of_torchvision_or_timm(r18, tmp_path):
     save_file({name: value.contiguous() for name, value in r18.items()}, tmp_path / "timm.safetensors")
-    assert convert_file(tmp_path / "timm.safetensors", tmp_path / "a.pkl", norm="GW").positions == "S1-B1"
+    assert convert_file(tmp_path / "timm.safetensors", tmp_path / "a.pkl", norm="GW").provenance.positions == "S1-B1"
 
 
 def _broken(r18, tmp_path):
