@@ -108,9 +108,14 @@ def _recorded(norm: Any) -> str:
     """Return the norm name of a recorded layer: a norm name, or a class with its arguments."""
     if isinstance(norm, str):
         return norm
-    arguments = dict(norm)
+    return norm_spec(build_norm(norm))
+
+
+def build_norm(description: Mapping[str, Any]) -> nn.Module:
+    """Build a norm layer on the meta device from its ``class`` in :data:`NORM_CLASSES` and its arguments."""
+    arguments = dict(description)
     with torch.device("meta"):
-        return norm_spec(NORM_CLASSES[arguments.pop("class")](**arguments))
+        return NORM_CLASSES[arguments.pop("class")](**arguments)
 
 
 def _exported_preprocessing(
