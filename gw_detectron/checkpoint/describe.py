@@ -38,7 +38,7 @@ def describe_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         "file": os.fspath(path),
         "format": contents.format,
         "iteration": content.get("iteration", trainer.get("iteration") if isinstance(trainer, Mapping) else None),
-        **{key: _plain(content.get(key), set()) for key in (RECORD, "provenance")},
+        **{key: content.get(key) for key in (RECORD, "provenance")},
         "header": dict(contents.metadata) or None,
         "norms": dict(Counter(map(str, norms.values())).most_common()) if isinstance(norms, Mapping) else None,
         "optimizer_state": any("optimizer" in name for key in {*entries} - {"model"} for name in entries[key]),

@@ -142,7 +142,7 @@ def open_checkpoint(address: str, key: str = "MODEL.WEIGHTS") -> Checkpoint:
     options = parse_qs(query, keep_blank_values=True)
     if options not in ({}, {"matching_heuristics": ["True"]}, {"matching_heuristics": ["False"]}):
         raise ConfigError(f"{key} ('{address}'): unknown option. Fix: leave out '?{query}'.")
-    path = _fetch(location, key)
+    path = local_path(location, key)
     try:
         contents = read_weights_file(path)
         tensors, metadata = _model_and_metadata(contents, path)
@@ -163,7 +163,11 @@ def _recorded_preprocessing(metadata: Mapping[str, Any]) -> Preprocessing | None
     return TORCHVISION if metadata.get("__author__") == "torchvision" else None  # converted by Detectron2's tool
 
 
-def _fetch(address: str, key: str) -> str:
+def local_path(address: str, key: str) -> str:
+    """Resolve an address to a file on this machine; fetch the file if needed.
+
+    Arguments and errors are those of :func:`open_checkpoint`.
+    """
     try:
         path = PathManager.get_local_path(address)
     except UserError:

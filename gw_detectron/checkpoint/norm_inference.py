@@ -305,7 +305,7 @@ def _at_positions(network: Architecture, found: Mapping[Module, str]) -> Norms:
     """Express norms of layers as positions."""
     if len(set(found.values())) == 1 or _one_norm(found):
         spec = _widest(found)
-        return Norms(spec) if not _whitens(spec) else Norms("BN", spec, "ALL")
+        return Norms("BN", spec, "ALL") if spec.startswith(("GW", "BW")) else Norms(spec)
     possible = [positions for positions in POSITIONS[1:-1] if network.bottleneck or positions != "S1-B3"]
     for positions in possible:
         whitened = norms_at(network, positions)
@@ -333,10 +333,6 @@ def _widest(found: Mapping[Module, str]) -> str:
         return "BN"
     spec = full_name(found[layer], layer.channels)
     return "GN" if spec == full_name("GN", layer.channels) else spec
-
-
-def _whitens(spec: str) -> bool:
-    return spec.startswith(("GW", "BW"))
 
 
 def _check_statement(network: Architecture, norms: Norms, stated: str) -> None:

@@ -24,7 +24,7 @@ from ..data.images import center_crop, classification_input, detection_input
 from ..errors import DataError
 from .architecture import WeightsError
 from .convert import Conversion, convert
-from .loading import _fetch as local_path
+from .loading import local_path
 from .provenance import PREPROCESSING, TORCHVISION, Preprocessing, sha256_of
 from .reference_networks import (
     LOGITS,
