@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 import yaml
 from torch import Tensor
 
+from .loading import is_finite
 from .norm_inference import NORMS
 from .reading import read_weights_file
 from .run_record import RECORD
@@ -74,7 +74,7 @@ def _summary(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         "number": len(tensors),
         "values": sum(tensor.numel() for tensor in tensors.values()),
         "bytes": sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
-        "non_finite": [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()],
+        "non_finite": [name for name, tensor in tensors.items() if not is_finite(tensor)],
     }
 
 

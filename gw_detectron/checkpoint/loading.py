@@ -253,7 +253,7 @@ def load_checkpoint(
     if checkpoint is None:
         return LoadReport(model)
     # in float32, as in the model: larger values of float64 become infinite
-    if bad := [name for name, value in checkpoint.tensors.items() if not _is_finite(value)]:
+    if bad := [name for name, value in checkpoint.tensors.items() if not is_finite(value)]:
         raise NonFiniteWeightsError(
             f"MODEL.WEIGHTS ('{checkpoint.address}'): NaN or infinite values in {len(bad)} tensors "
             f"({summarize_names(bad)}). Fix: give an earlier checkpoint of that run, or other weights."
@@ -284,5 +284,6 @@ def load_checkpoint(
     return report
 
 
-def _is_finite(value: Tensor) -> bool:
-    return not value.is_floating_point() or bool(value.float().isfinite().all())
+def is_finite(value: Tensor) -> bool:
+    """Tell whether a tensor of any type has only finite values in float32."""
+    return bool((value.float() if value.is_floating_point() else value).isfinite().all())

@@ -88,7 +88,7 @@ class Provenance:
             if wrong := [key for key, value in texts.items() if not isinstance(value, str | None)]:
                 raise TypeError(f"{', '.join(wrong)}: no text")
             return cls(**texts, preprocessing=Preprocessing(**images))
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, OverflowError, TypeError, ValueError) as error:
             raise WeightsError(f"provenance: damaged ({error}). Fix: convert the weights again.") from None
 
     def config(self, weights: str = "") -> dict[str, Any]:
