@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode
-from detectron2.modeling import build_model
 from torch import nn
 
 from .checkpoint import load_checkpoint, open_checkpoint
 from .config import read_config
 from .errors import ConfigError, MissingFileError
+from .modeling import build_checked_model
 
 __all__ = ["get", "get_config", "get_config_file", "list_configs"]
 
@@ -77,14 +77,12 @@ def get(name: str, trained: bool = False, device: str | None = None) -> nn.Modul
         The model, in training mode.
 
     Raises:
-        ConfigError: as in :func:`get_config`.
+        ConfigError: as in :func:`get_config`, or Detectron2 cannot build the model.
     """
     cfg = get_config(name, trained)
-    if device is not None:
-        cfg.MODEL.DEVICE = device
-    elif not torch.cuda.is_available():
-        cfg.MODEL.DEVICE = "cpu"
-    model = build_model(cfg)
+    if device is None and not torch.cuda.is_available():
+        device = "cpu"
+    model = build_checked_model(cfg, device)
     if cfg.MODEL.WEIGHTS:
         load_checkpoint(DetectionCheckpointer(model), open_checkpoint(cfg.MODEL.WEIGHTS))
     return model

@@ -118,9 +118,8 @@ def local_weights(name: str) -> Path:
 
 def _published_weights(weights: PublishedWeights, cache: Path) -> Path:
     target = (cache / weights.file).with_suffix(".pkl")
-    current = _is_current(target)
     folder = os.environ.get(FOLDER_VARIABLE)
-    if current and not folder:
+    if not folder and _is_current(target):
         return target
     source = Path(folder or cache) / weights.file
     origin, fetched = str(source), False
@@ -142,7 +141,7 @@ def _published_weights(weights: PublishedWeights, cache: Path) -> Path:
             f"{str(source)!r}: SHA-256 is {digest}. Fix: give the file of {PREFIX}{weights.name} with SHA-256 "
             f"{weights.sha256 or recorded}{first}."
         )
-    if not current:
+    if not _is_current(target):
         try:
             expected = {name: getattr(weights, name) for name in ("architecture", "positions", "norm")}
             _convert(source, target, origin, digest, **expected)

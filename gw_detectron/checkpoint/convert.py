@@ -46,22 +46,21 @@ class Conversion:
         source_tensors: the tensors before the conversion, with torchvision's names.
         rows: one for each source tensor.
         provenance: the network and the origin.
-        pool_norm: the norm between the last average pooling and the classifier; "" for none.
     """
 
     tensors: dict[str, Tensor]
     source_tensors: dict[str, Tensor]
     rows: tuple[ConversionRow, ...]
     provenance: Provenance
-    pool_norm: str = ""
 
     @property
     def architecture(self) -> Architecture:
         return Architecture.parse(self.provenance.architecture)
 
     @property
-    def positions(self) -> str:
-        return self.provenance.positions
+    def pool_norm(self) -> str:
+        """The norm between the last average pooling and the classifier; "" for none."""
+        return self.provenance.pool_norm or ""
 
     @property
     def has_classifier(self) -> bool:
@@ -111,8 +110,8 @@ def convert(
     if pool_norm and not keep_fc:
         raise WeightsError(f"pool_norm ({pool_norm!r}): needs the classifier. Fix: add keep_fc=True (--keep-fc).")
     used_pool_norm = infer_pool_norm(network, tensors, notes, pool_norm) if keep_fc else ""
-    old = notes.provenance is not None and notes.provenance.whiten_norm is None
-    if old and norm is None and norms != Norms():
+    assumed = norm is None and notes.provenance is not None and notes.provenance.whiten_norm is None
+    if assumed and norms != Norms():
         _log.warning(
             "norms (%s): assumed by version 0.1.0, which converted these weights; with other options every feature is "
             "wrong. Fix: convert the source again, and state its norm by --norm.",
@@ -126,10 +125,10 @@ def convert(
         norms.positions,
         norms.norm,
         pool_norm=used_pool_norm if keep_fc else None,
-        whiten_norm=None if old and norm is None else norms.whiten_norm,
+        whiten_norm=None if assumed else norms.whiten_norm,
     )
     converted, rows = _convert_tensors(tensors, network, norms, used_pool_norm, keep_fc)
-    return Conversion(converted, tensors, tuple(rows), provenance, used_pool_norm)
+    return Conversion(converted, tensors, tuple(rows), provenance)
 
 
 def _convert_tensors(

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 import yaml
 from torch import Tensor
 
+from .loading import is_finite
 from .norm_inference import NORMS
 from .reading import read_weights_file
 from .run_record import RECORD
@@ -38,7 +38,7 @@ def describe_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         "file": os.fspath(path),
         "format": contents.format,
         "iteration": content.get("iteration", trainer.get("iteration") if isinstance(trainer, Mapping) else None),
-        **{key: _plain(content.get(key), set()) for key in (RECORD, "provenance")},
+        **{key: content.get(key) for key in (RECORD, "provenance")},
         "header": dict(contents.metadata) or None,
         "norms": dict(Counter(map(str, norms.values())).most_common()) if isinstance(norms, Mapping) else None,
         "optimizer_state": any("optimizer" in name for key in {*entries} - {"model"} for name in entries[key]),
@@ -74,7 +74,7 @@ def _summary(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         "number": len(tensors),
         "values": sum(tensor.numel() for tensor in tensors.values()),
         "bytes": sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
-        "non_finite": [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()],
+        "non_finite": [name for name, tensor in tensors.items() if not is_finite(tensor)],
     }
 
 

@@ -5,9 +5,6 @@ from pathlib import Path
 
 from ..errors import UserError
 
-_CONNECT_SECONDS, _STALL_SECONDS = 20.0, 60.0
-_RETRIES = 4
-
 
 class DownloadFailedError(UserError, OSError):
     """A download failed; the next attempt resumes it."""
@@ -17,8 +14,8 @@ def download(
     url: str,
     path: str | os.PathLike[str],
     *,
-    timeout: tuple[float, float] = (_CONNECT_SECONDS, _STALL_SECONDS),
-    retries: int = _RETRIES,
+    timeout: tuple[float, float] = (20.0, 60.0),
+    retries: int = 4,
 ) -> None:
     """Download a file; resume an earlier attempt.
 

@@ -133,7 +133,7 @@ def open_checkpoint(address: str, key: str = "MODEL.WEIGHTS") -> Checkpoint:
 
     Raises:
         MissingFileError: there is no such file.
-        FileAccessError: the address cannot be fetched.
+        FileAccessError: the address cannot be fetched, or the file cannot be opened.
         ConfigError: the address is unknown.
         RefusedFileError: the file could run code.
         WeightsFileError: the file is damaged, or contains no tensors by name.
@@ -142,18 +142,16 @@ def open_checkpoint(address: str, key: str = "MODEL.WEIGHTS") -> Checkpoint:
     options = parse_qs(query, keep_blank_values=True)
     if options not in ({}, {"matching_heuristics": ["True"]}, {"matching_heuristics": ["False"]}):
         raise ConfigError(f"{key} ('{address}'): unknown option. Fix: leave out '?{query}'.")
-    path = _fetch(location, key)
+    path = local_path(location, key)
     try:
         contents = read_weights_file(path)
         tensors, metadata = _model_and_metadata(contents, path)
         check_norm_record(metadata)
         preprocessing = _recorded_preprocessing(metadata)
-    except WeightsFileError as error:
+    except (WeightsFileError, FileAccessError) as error:
         raise type(error)(f"{key}: {error}") from error
     except ValueError as error:  # of the metadata
         raise WeightsFileError(f"{key}: '{path}': {error}") from error
-    except OSError as error:
-        raise FileAccessError(f"{key}: cannot open '{path}': {error.strerror}. Fix: give a readable file.") from error
     if options == {"matching_heuristics": ["True"]}:
         metadata["matching_heuristics"] = True
     return Checkpoint(address, path, tensors, metadata, preprocessing, contents.sha256)
@@ -161,14 +159,15 @@ def open_checkpoint(address: str, key: str = "MODEL.WEIGHTS") -> Checkpoint:
 
 def _recorded_preprocessing(metadata: Mapping[str, Any]) -> Preprocessing | None:
     if "provenance" in metadata:  # converted by this package
-        images = Provenance.from_dict(metadata["provenance"]).preprocessing
-        if not all(isinstance(number, (int, float)) for number in (*images.pixel_mean, *images.pixel_std)):
-            raise ValueError("provenance: a pixel mean or std that is not a number. Fix: convert the weights again.")
-        return images
+        return Provenance.from_dict(metadata["provenance"]).preprocessing
     return TORCHVISION if metadata.get("__author__") == "torchvision" else None  # converted by Detectron2's tool
 
 
-def _fetch(address: str, key: str) -> str:
+def local_path(address: str, key: str) -> str:
+    """Resolve an address to a file on this machine; fetch the file if needed.
+
+    Arguments and errors are those of :func:`open_checkpoint`.
+    """
     try:
         path = PathManager.get_local_path(address)
     except UserError:
@@ -254,7 +253,7 @@ def load_checkpoint(
     if checkpoint is None:
         return LoadReport(model)
     # in float32, as in the model: larger values of float64 become infinite
-    if bad := [name for name, value in checkpoint.tensors.items() if not _is_finite(value)]:
+    if bad := [name for name, value in checkpoint.tensors.items() if not is_finite(value)]:
         raise NonFiniteWeightsError(
             f"MODEL.WEIGHTS ('{checkpoint.address}'): NaN or infinite values in {len(bad)} tensors "
             f"({summarize_names(bad)}). Fix: give an earlier checkpoint of that run, or other weights."
@@ -285,5 +284,6 @@ def load_checkpoint(
     return report
 
 
-def _is_finite(value: Tensor) -> bool:
-    return not value.is_floating_point() or bool(value.float().isfinite().all())
+def is_finite(value: Tensor) -> bool:
+    """Tell whether a tensor of any type has only finite values in float32."""
+    return bool((value.float() if value.is_floating_point() else value).isfinite().all())

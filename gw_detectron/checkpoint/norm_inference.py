@@ -108,9 +108,14 @@ def _recorded(norm: Any) -> str:
     """Return the norm name of a recorded layer: a norm name, or a class with its arguments."""
     if isinstance(norm, str):
         return norm
-    arguments = dict(norm)
+    return norm_spec(build_norm(norm))
+
+
+def build_norm(description: Mapping[str, Any]) -> nn.Module:
+    """Build a norm layer on the meta device from its ``class`` in :data:`NORM_CLASSES` and its arguments."""
+    arguments = dict(description)
     with torch.device("meta"):
-        return norm_spec(NORM_CLASSES[arguments.pop("class")](**arguments))
+        return NORM_CLASSES[arguments.pop("class")](**arguments)
 
 
 def _exported_preprocessing(
@@ -300,7 +305,7 @@ def _at_positions(network: Architecture, found: Mapping[Module, str]) -> Norms:
     """Express norms of layers as positions."""
     if len(set(found.values())) == 1 or _one_norm(found):
         spec = _widest(found)
-        return Norms(spec) if not _whitens(spec) else Norms("BN", spec, "ALL")
+        return Norms("BN", spec, "ALL") if spec.startswith(("GW", "BW")) else Norms(spec)
     possible = [positions for positions in POSITIONS[1:-1] if network.bottleneck or positions != "S1-B3"]
     for positions in possible:
         whitened = norms_at(network, positions)
@@ -328,10 +333,6 @@ def _widest(found: Mapping[Module, str]) -> str:
         return "BN"
     spec = full_name(found[layer], layer.channels)
     return "GN" if spec == full_name("GN", layer.channels) else spec
-
-
-def _whitens(spec: str) -> bool:
-    return spec.startswith(("GW", "BW"))
 
 
 def _check_statement(network: Architecture, norms: Norms, stated: str) -> None:

@@ -83,11 +83,12 @@ class Provenance:
         """
         try:
             images = dict(values["preprocessing"])
-            images |= {key: tuple(images[key]) for key in ("pixel_mean", "pixel_std")}
-            if wrong := [key for key, value in values.items() if key != "preprocessing" and not _is_text(value)]:
+            images |= {key: tuple(map(float, images[key])) for key in ("pixel_mean", "pixel_std")}
+            texts = {key: value for key, value in values.items() if key != "preprocessing"}
+            if wrong := [key for key, value in texts.items() if not isinstance(value, str | None)]:
                 raise TypeError(f"{', '.join(wrong)}: no text")
-            return cls(**{**values, "preprocessing": Preprocessing(**images)})
-        except (KeyError, TypeError, ValueError) as error:
+            return cls(**texts, preprocessing=Preprocessing(**images))
+        except (KeyError, OverflowError, TypeError, ValueError) as error:
             raise WeightsError(f"provenance: damaged ({error}). Fix: convert the weights again.") from None
 
     def config(self, weights: str = "") -> dict[str, Any]:
@@ -124,10 +125,6 @@ class Provenance:
             f"# Written by {self.tool} for {weights}, converted from {self.source}\n# (sha256 {self.source_sha256}).\n"
             "# Every config that uses these weights needs these keys.\n"
         ) + yaml.safe_dump(self.config(weights), sort_keys=False, default_flow_style=None)
-
-
-def _is_text(value: Any) -> bool:
-    return value is None or isinstance(value, str)
 
 
 def tool() -> str:

@@ -9,13 +9,14 @@ import stat
 import struct
 import zipfile
 from collections.abc import Mapping
+from io import BufferedReader
 from typing import IO, Any, Literal, NamedTuple
 
 import safetensors.torch
 import torch
 from torch import Tensor
 
-from ..errors import MissingFileError
+from ..errors import FileAccessError, MissingFileError
 from .numpy_unpickler import STAND_INS, NumpyArray, NumpyUnpickler, is_allowed
 from .pickle_check import DEEPEST, SAVE_AGAIN, RefusedFileError, WeightsFileError, check_pickle
 
@@ -55,41 +56,48 @@ def read_weights_file(path: str | os.PathLike[str]) -> Contents:
 
     Only tensors, numeric arrays, numbers, strings, plain containers and ``argparse.Namespace`` are created. Sizes are
     compared with the file size before memory is allocated; archives of ``torch.save`` are verified by checksum. The
-    file is opened once: what was checked is what is read.
+    file is opened once, so the checked bytes are those that are read.
 
     Raises:
         RefusedFileError: the file names another class or function, which could run code.
         WeightsFileError: the file is truncated, damaged, no regular file, of an unknown format, exceeds a limit of
             :mod:`.pickle_check`, has the name of another format, or changes while it is read.
         MissingFileError: the file does not exist.
-        OSError: the file cannot be opened.
+        FileAccessError: the file cannot be opened.
     """
     path = os.fspath(path)
     if not os.path.exists(path):
         raise MissingFileError(f"'{path}': file not found (cwd: {os.getcwd()}). Fix: give an existing file.")
-    # a pipe would block without O_NONBLOCK; open raises IsADirectoryError
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
-        before = os.fstat(file.fileno())
-        if not stat.S_ISREG(before.st_mode):
-            raise WeightsFileError(f"'{path}': cannot be read: it is not a regular file. Fix: give a file.")
-        try:
-            contents = _read(file, before.st_size)
-            _check_name(path, contents.format)
-            file.seek(0)
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            after = os.fstat(file.fileno())
-            if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-                raise WeightsFileError("it changed while it was read. Fix: try again when it is complete.")
-            return contents._replace(sha256=digest)
-        except RefusedFileError as error:
-            raise RefusedFileError(f"'{path}': was not read: {error}. Fix: {_how_to_extract_tensors(path)}") from None
-        except WeightsFileError as error:
-            raise WeightsFileError(f"'{path}': cannot be read: {error}") from None
-        except Exception as error:  # damaged files raise anything, OSError and MemoryError included
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            raise WeightsFileError(
-                f"'{path}': cannot be read: it is cut off or damaged ({reason}). {_GET_AGAIN}"
-            ) from error
+    try:
+        # a pipe would block without O_NONBLOCK
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
+            return _read_unchanged(file, path)
+    except RefusedFileError as error:
+        raise RefusedFileError(f"'{path}': was not read: {error}. Fix: {_how_to_extract_tensors(path)}") from None
+    except WeightsFileError as error:
+        raise WeightsFileError(f"'{path}': cannot be read: {error}") from None
+    except OSError as error:
+        raise FileAccessError(f"'{path}': cannot be read: {error.strerror}. Fix: give a readable file.") from error
+
+
+def _read_unchanged(file: BufferedReader, path: str) -> Contents:
+    before = os.fstat(file.fileno())
+    if not stat.S_ISREG(before.st_mode):
+        raise WeightsFileError("it is not a regular file. Fix: give a file.")
+    try:
+        contents = _read(file, before.st_size)
+    except WeightsFileError:
+        raise
+    except Exception as error:  # damaged files raise anything, OSError and MemoryError included
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise WeightsFileError(f"it is cut off or damaged ({reason}). {_GET_AGAIN}") from error
+    _check_name(path, contents.format)
+    file.seek(0)
+    digest = hashlib.file_digest(file, "sha256").hexdigest()
+    after = os.fstat(file.fileno())
+    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        raise WeightsFileError("it changed while it was read. Fix: try again when it is complete.")
+    return contents._replace(sha256=digest)
 
 
 def _check_name(path: str, found: str) -> None:
@@ -256,7 +264,7 @@ def _walk(content: Any, convert: Any) -> Any:
 
     Every container is visited once: a tiny file can nest one list in itself, or share it 2**40 times.
     """
-    done: dict[int, tuple[Any, Any]] = {}  # with the originals, whose ids would be used again after their death
+    done: dict[int, tuple[Any, Any]] = {}  # with the originals: Python reuses the ids of deleted objects
 
     def visit(value: Any, depth: int = 0) -> Any:
         if depth > DEEPEST:

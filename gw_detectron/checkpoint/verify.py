@@ -24,7 +24,7 @@ from ..data.images import center_crop, classification_input, detection_input
 from ..errors import DataError
 from .architecture import WeightsError
 from .convert import Conversion, convert
-from .loading import _fetch as local_path
+from .loading import local_path
 from .provenance import PREPROCESSING, TORCHVISION, Preprocessing, sha256_of
 from .reference_networks import (
     LOGITS,
@@ -135,8 +135,8 @@ def verify(
         claimed = load_weights(source, norm=norm, keep_fc=False, preprocessing=preset)
     elif norm is not None:
         claimed = convert(conversion.source_tensors, norm=norm)
-    facts = replace(claimed.provenance, preprocessing=provenance.preprocessing)
-    claimed = replace(claimed, provenance=facts, pool_norm=conversion.pool_norm)
+    facts = replace(claimed.provenance, preprocessing=provenance.preprocessing, pool_norm=provenance.pool_norm)
+    claimed = replace(claimed, provenance=facts)
     reference = torchvision_classifier(claimed, claimed.source_tensors).double()
     inputs = [_classification_input(image, provenance.preprocessing) for image in images]
     expected = torchvision_stages(reference, torch.stack(inputs))

@@ -15,11 +15,11 @@ import numpy as np
 from safetensors.torch import save
 
 from ..atomic import atomic_write, remove_unfinished
-from ..errors import FileAccessError, MissingFileError, UserError
+from ..errors import MissingFileError, UserError
 from .architecture import WeightsError
 from .convert import Conversion, convert, to_torchvision, unwrap
 from .norm_inference import PROVENANCE, Notes, UnknownNormError, read_notes
-from .provenance import PREPROCESSING, TORCHVISION, Preprocessing, sha256_of, tool
+from .provenance import PREPROCESSING, TORCHVISION, Preprocessing, tool
 from .reading import WeightsFileError, read_weights_file
 
 SUFFIXES = (".pkl", ".safetensors")
@@ -37,13 +37,9 @@ def convert_file(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
-    architecture: str | None = None,
-    positions: str | None = None,
-    norm: str | None = None,
     keep_fc: bool = False,
-    pool_norm: str | None = None,
-    preprocessing: str | None = None,
     overwrite: bool = False,
+    **options: Any,
 ) -> Conversion:
     """Convert a file of ImageNet weights; write weights and their config yaml.
 
@@ -54,10 +50,9 @@ def convert_file(
             in the other format.
         target: ends in ``.pkl``, for ``MODEL.WEIGHTS``, or in ``.safetensors``, for ``MODEL.WEIGHTS`` as
             ``gw://file/<path>``.
-        architecture, positions, norm, keep_fc, pool_norm: see :func:`.convert.convert`.
-        preprocessing: a name in :data:`.provenance.PREPROCESSING`; None if recorded, or if the source has torchvision's
-            names, which imply torchvision's preprocessing.
+        keep_fc: keep the classifier.
         overwrite: replace existing files.
+        options: ``architecture``, ``positions``, ``norm``, ``pool_norm`` and ``preprocessing`` of :func:`load_weights`.
 
     Raises:
         WeightsError: the target has a wrong name.
@@ -66,7 +61,8 @@ def convert_file(
         OSError: a file cannot be read or written.
     """
     target = Path(target)
-    _check_suffix(target)
+    if target.suffix not in SUFFIXES:
+        raise WeightsError(f"target ({str(target)!r}): wrong suffix. Fix: end the name in {' or '.join(SUFFIXES)}.")
     config = target.with_suffix(".yaml")
     if not target.parent.is_dir():
         raise MissingFileError(f"target ({str(target)!r}): folder not found. Fix: create {str(target.parent)!r}.")
@@ -75,16 +71,8 @@ def convert_file(
     for path in (target, config):
         if path.exists() and not overwrite:
             raise WeightsExistError(f"target ({str(path)!r}): exists. Fix: give another name or --force.")
-    remove_unfinished(os.fspath(target.parent))
-    conversion = load_weights(
-        source,
-        architecture=architecture,
-        positions=positions,
-        norm=norm,
-        keep_fc=keep_fc,
-        pool_norm=pool_norm,
-        preprocessing=preprocessing,
-    )
+    remove_unfinished(target.parent)
+    conversion = load_weights(source, keep_fc=keep_fc, **options)
     weights = str(target) if target.suffix == ".pkl" else f"gw://file/{target}"
     with atomic_write(config) as temporary:
         temporary.write_text(conversion.provenance.config_yaml(weights))
@@ -108,7 +96,8 @@ def load_weights(
         path: a source or target of :func:`convert_file`.
         architecture, positions, norm, pool_norm: see :func:`.convert.convert`.
         keep_fc: keep the classifier; None keeps it if there is one.
-        preprocessing: see :func:`convert_file`.
+        preprocessing: a name in :data:`.provenance.PREPROCESSING`; None if recorded, or if the source has torchvision's
+            names, which imply torchvision's preprocessing.
 
     Returns:
         The weights. The provenance of converted weights names the file they were converted from.
@@ -117,14 +106,7 @@ def load_weights(
         WeightsFileError: the file is damaged, could run code, or is not as expected.
         OSError: the file cannot be read.
     """
-    try:
-        content = read_weights_file(path)
-    except UserError:
-        raise
-    except OSError as error:
-        raise FileAccessError(
-            f"weights ({os.fspath(path)!r}): cannot be read: {error.strerror or error}. Fix: give a readable file."
-        ) from error
+    content = read_weights_file(path)
     try:
         notes = read_notes(content)
         tensors = unwrap(content.value)
@@ -147,7 +129,7 @@ def load_weights(
     except ValueError as error:
         kind = UnknownNormFileError if isinstance(error, UnknownNormError) else WeightsFileError
         raise kind(f"weights ({os.fspath(path)!r}): {error}") from None
-    origin: dict[str, Any] = {"source": os.path.basename(path), "source_sha256": sha256_of(path)}
+    origin: dict[str, Any] = {"source": os.path.basename(path), "source_sha256": content.sha256}
     if notes.provenance is not None:
         origin = {name: getattr(notes.provenance, name) for name in ("tool", "source", "source_sha256")}
     provenance = dataclasses.replace(conversion.provenance, **origin, preprocessing=images)
@@ -178,11 +160,9 @@ def write_weights(path: str | os.PathLike[str], conversion: Conversion) -> None:
         conversion: the weights.
 
     Raises:
-        WeightsError: the path has another suffix.
         OSError: the file cannot be written.
     """
     path = Path(path)
-    _check_suffix(path)
     provenance = dataclasses.asdict(conversion.provenance)
     with atomic_write(path) as temporary:
         if path.suffix == ".safetensors":
@@ -199,8 +179,3 @@ def write_weights(path: str | os.PathLike[str], conversion: Conversion) -> None:
             }
             with open(temporary, "wb") as file:
                 pickle.dump(content, file, protocol=4)
-
-
-def _check_suffix(path: Path) -> None:
-    if path.suffix not in SUFFIXES:
-        raise WeightsError(f"target ({str(path)!r}): wrong suffix. Fix: end the name in {' or '.join(SUFFIXES)}.")

@@ -1,13 +1,10 @@
 """Atomic folder: an export appears complete or not at all."""
 
 import os
-import re
 import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-from safetensors import SafetensorError
 
 from ..atomic import remove_unfinished, temporary_path
 from ..errors import FileAccessError, UserError, summarize_names
@@ -62,25 +59,15 @@ def atomic_folder(output: str | os.PathLike[str], files: Collection[str]) -> Ite
             if old.exists():
                 os.rename(old, output)
             raise
-    except Exception as error:
-        reason = _write_error(error)
-        if reason is None:
-            raise
+    except UserError:
+        raise
+    except OSError as error:
         raise FileAccessError(
-            f"output ('{output}'): was not written: {reason}. Existing files are unchanged. Fix: free disk space, or "
-            "give another folder."
+            f"output ('{output}'): was not written: {error.strerror or error}. Existing files are unchanged. Fix: free "
+            "disk space, or give another folder."
         ) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
-
-
-def _write_error(error: Exception) -> str | None:
-    """Return the reason of a failed write, or None for another error."""
-    if isinstance(error, OSError) and not isinstance(error, UserError):
-        return error.strerror or str(error)
-    # safetensors writes with an error of its own
-    number = re.search(r"\(os error (\d+)\)", str(error)) if isinstance(error, SafetensorError) else None
-    return os.strerror(int(number[1])) if number else None
 
 
 def check_replaceable(output: Path, files: Collection[str]) -> None:

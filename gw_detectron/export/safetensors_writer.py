@@ -2,20 +2,18 @@
 
 import copy
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torchvision
 from detectron2.layers import FrozenBatchNorm2d
 from detectron2.modeling.backbone.resnet import BottleneckBlock
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from ..checkpoint.architecture import Architecture, infer_architecture
+from ..checkpoint.architecture import Norms, build_torchvision, infer_architecture
 from ..checkpoint.convert import to_torchvision
-from ..checkpoint.norm_inference import DESCRIPTION, NORM_CLASSES, NORMS
+from ..checkpoint.norm_inference import DESCRIPTION, NORM_CLASSES, NORMS, build_norm
 from ..checkpoint.norm_record import NormRecord
 from ..checkpoint.reference_networks import torchvision_stages
 from ..layers import GroupWhitening2d
@@ -42,7 +40,7 @@ def write_safetensors(extractor: FeatureExtractor, path: Path, layout: str = "de
         metadata[NORMS] = json.dumps(NormRecord(backbone).state_dict())
         blocks = [module for module in backbone.modules() if isinstance(module, BottleneckBlock)]
         metadata["stride_in_1x1"] = json.dumps(any(block.conv1.stride != (1, 1) for block in blocks))
-        save_file(tensors, path, metadata)
+        path.write_bytes(save(tensors, metadata))
         loaded = copy.deepcopy(extractor)
         for value in loaded.backbone.state_dict().values():
             value.zero_()  # a tensor that the file lacks must not pass the parity check
@@ -53,10 +51,12 @@ def write_safetensors(extractor: FeatureExtractor, path: Path, layout: str = "de
     network = infer_architecture(tensors, layout="detectron2")
     layers = {m.torchvision: backbone.get_submodule(m.detectron2) for m in network.modules() if m.kind == "norm"}
     norms = {name: _norm_arguments(layer) for name, layer in layers.items() if not _is_batch_norm(layer)}
-    save_file(to_torchvision(tensors), path, {**metadata, NORMS: json.dumps(norms)})
-    model = _torchvision_resnet(network, norms)
+    path.write_bytes(save(to_torchvision(tensors), {**metadata, NORMS: json.dumps(norms)}))
+    model = build_torchvision(network, Norms()).eval()
+    for name, arguments in norms.items():
+        model.set_submodule(name, build_norm(arguments))
     try:
-        model.load_state_dict(load_file(path))
+        model.load_state_dict(load_file(path), assign=True)
     except RuntimeError as error:
         raise ExportError(
             f"layout ('{layout}'): torchvision's {network.name} does not take these weights: {error}. "
@@ -76,18 +76,6 @@ def write_safetensors(extractor: FeatureExtractor, path: Path, layout: str = "de
         "width": network.width,
     }
     return (run, {"layout": layout, "network": description, "norms": norms})
-
-
-def _torchvision_resnet(network: Architecture, norms: Mapping[str, Mapping[str, Any]]) -> torchvision.models.ResNet:
-    """Build torchvision's ResNet or ResNeXt without classifier, with the given norm layers."""
-    resnet = torchvision.models.resnet
-    block = resnet.Bottleneck if network.bottleneck else resnet.BasicBlock
-    model = resnet.ResNet(block, list(network.blocks), groups=network.groups, width_per_group=network.width)
-    model.fc = nn.Identity()
-    for name, arguments in norms.items():
-        options = dict(arguments)
-        model.set_submodule(name, NORM_CLASSES[options.pop("class")](**options))
-    return model.eval()
 
 
 def _check_torchvision_compatible(backbone: nn.Module) -> None:
@@ -114,17 +102,11 @@ def _is_batch_norm(layer: nn.Module) -> bool:
 
 
 def _norm_arguments(layer: nn.Module) -> dict[str, Any]:
-    if isinstance(layer, nn.GroupNorm):
-        names = ("num_channels", "num_groups", "eps", "affine")
-        return {"class": "GroupNorm", **{name: getattr(layer, name) for name in names}}
-    if isinstance(layer, GroupWhitening2d):
-        return {
-            "class": "GroupWhitening2d",
-            "num_channels": layer.num_channels,
-            "num_groups": layer.num_groups,
-            "affine": layer.affine,
-            **layer.solver.layer_arguments(),
-        }
+    for name, kind in NORM_CLASSES.items():
+        if isinstance(layer, kind):
+            arguments = {field: getattr(layer, field) for field in ("num_channels", "num_groups", "affine")}
+            options = layer.solver.layer_arguments() if isinstance(layer, GroupWhitening2d) else {"eps": layer.eps}
+            return {"class": name, **arguments, **options}
     raise ExportError(
         f"norm layer ('{type(layer).__name__}'): torchvision and timm cannot load it. Fix: use --layout detectron2."
     )

@@ -203,12 +203,15 @@ def test_metadata_of_a_wrong_type(tmp_path, key, value, message):
         open_checkpoint(str(tmp_path / "a.pth"))
 
 
-def test_recorded_pixel_means_are_numbers(r18_file, tmp_path):
+@pytest.mark.parametrize(
+    ("mean", "reason"), [("abc", "could not convert string to float: 'a'"), ([10**400], "int too large")]
+)
+def test_recorded_pixel_means_are_numbers(r18_file, tmp_path, mean, reason):
     convert_file(r18_file, tmp_path / "a.pkl")
     content = pickle.loads((tmp_path / "a.pkl").read_bytes())
-    content["provenance"]["preprocessing"]["pixel_mean"] = "abc"
+    content["provenance"]["preprocessing"]["pixel_mean"] = mean
     (tmp_path / "a.pkl").write_bytes(pickle.dumps(content))
-    with pytest.raises(WeightsFileError, match="provenance: a pixel mean or std that is not a number"):
+    with pytest.raises(WeightsFileError, match=rf"provenance: damaged \({reason}"):
         open_checkpoint(str(tmp_path / "a.pkl"))
 
 
@@ -289,4 +292,4 @@ def test_the_option_of_an_address_asks_for_matching_names(model, r18, tmp_path):
 
 def test_position_names_are_those_of_the_builder(r18):
     state = authors_state(make_network("R-50", "S1-B3"))
-    assert convert(state, norm="GW", positions="S1-B3").positions == "S1-B3"
+    assert convert(state, norm="GW", positions="S1-B3").provenance.positions == "S1-B3"

@@ -77,6 +77,7 @@ def test_both_classifiers_agree_with_the_source(norm, tmp_path):
 
 @pytest.mark.parametrize("norm", UNUSUAL)
 def test_stated_norm_is_stored_with_the_weights(norm, tmp_path, caplog):
+    caplog.set_level("WARNING", "gw_detectron")  # trainings of other tests leave DEBUG
     network, state = source(norm)
     torch.save(state, tmp_path / "r18.pth")
     convert_file(tmp_path / "r18.pth", tmp_path / "r18.pkl", norm="GW", keep_fc=True, pool_norm=norm)

@@ -26,6 +26,7 @@ from gw_detectron.checkpoint import (
     read_weights_file,
     reading,
 )
+from gw_detectron.errors import FileAccessError
 
 from .synthetic import training_checkpoint
 
@@ -406,7 +407,7 @@ def test_sparse_tensors(tmp_path):
 def test_missing_file_and_folder(tmp_path):
     with pytest.raises(FileNotFoundError):
         read_weights_file(tmp_path / "none.pth")
-    with pytest.raises(IsADirectoryError):
+    with pytest.raises(FileAccessError, match="cannot be read: Is a directory"):
         read_weights_file(tmp_path)
 
 

@@ -96,7 +96,7 @@ def test_converted_weights_can_be_written_in_the_other_format(r18_file, tmp_path
 
 def test_safetensors_of_torchvision_or_timm(r18, tmp_path):
     save_file({name: value.contiguous() for name, value in r18.items()}, tmp_path / "timm.safetensors")
-    assert convert_file(tmp_path / "timm.safetensors", tmp_path / "a.pkl", norm="GW").positions == "S1-B1"
+    assert convert_file(tmp_path / "timm.safetensors", tmp_path / "a.pkl", norm="GW").provenance.positions == "S1-B1"
 
 
 def _broken(r18, tmp_path):
@@ -252,7 +252,7 @@ def test_detectron2_names_do_not_show_the_preprocessing(tmp_path):
         ("", "a.pkl", "file not found"),
         ("r18.pth", "", "wrong suffix"),
         ("r18.pth", "r18.pth/a.pkl", "folder not found"),
-        (".", "a.pkl", r"weights \('.'\): cannot be read: Is a directory. Fix: "),
+        (".", "a.pkl", r"'.': cannot be read: Is a directory. Fix: "),
         ("r18.pth", "folder.pkl", "exists"),
         ("broken.safetensors", "a.pkl", "notes of the file: damaged.*Fix: "),
     ],

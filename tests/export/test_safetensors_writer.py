@@ -129,7 +129,7 @@ def test_detectron2_layout(tmp_path, normalization, run_readme):
 
     export_backbone(backbone, tmp_path / "alone", normalization, file_format="safetensors", fpn=False)
     conversion = load_weights(tmp_path / "alone" / "backbone.safetensors")  # as MODEL.WEIGHTS gw://file/ does
-    assert (conversion.architecture.name, conversion.positions) == ("R-18", "S1-B2")
+    assert (conversion.architecture.name, conversion.provenance.positions) == ("R-18", "S1-B2")
 
 
 @pytest.mark.parametrize(
