@@ -35,9 +35,11 @@ fuzz: setup ## run over 10 000 property tests; counts go to output/fuzz_counts.j
 	HYPOTHESIS_PROFILE=long FUZZ_COUNTS=output/fuzz_counts.json $(BIN)/python -m pytest tests/fuzz $(PYTEST_ARGS)
 
 faults: setup ## kill runs 100 times at random moments; counts go to output/kills
+	rm -rf output/kills
 	$(BIN)/python tests/reliability/kill_runs.py
 
 soak: setup ## train for an hour with ten resumes; record memory, open files and step time
+	rm -rf output/soak
 	$(BIN)/python tests/reliability/soak.py
 
 matrix: setup ## run the tests on several versions of torch, NumPy and Pillow; write docs/reliability.md

@@ -85,8 +85,8 @@ def read_config(config_file: str, opts: Sequence[str] = ()) -> CfgNode:
 
     Raises:
         MissingFileError: the config file does not exist.
-        ConfigError: the file is no yaml of config keys, holds Python objects or far too many values, a key is unknown
-            or repeated, or a value has the wrong type. The same holds for the files under ``_BASE_``.
+        ConfigError: the file or a ``_BASE_`` is no yaml of config keys, or holds Python objects or far too many values; a
+            key is unknown or repeated, or a value has the wrong type; or ``MODEL.LOAD_PROPOSALS`` is set.
     """
     cfg = default_config()
     known = set(flat_keys(cfg))
@@ -106,6 +106,11 @@ def read_config(config_file: str, opts: Sequence[str] = ()) -> CfgNode:
         cfg.merge_from_list(opts)
     except _MERGE_ERRORS as error:
         raise ConfigError(_bad_keys_message("Arguments", opts[::2], known, error)) from error
+    if cfg.MODEL.LOAD_PROPOSALS:
+        raise ConfigError(
+            f"MODEL.LOAD_PROPOSALS ({cfg.MODEL.LOAD_PROPOSALS}): Detectron2 reads proposal files by pickle, which runs "
+            "code that they contain. Fix: set it to False and use a proposal generator such as RPN."
+        )
     return cfg
 
 

@@ -137,6 +137,12 @@ def test_values_of_the_command_line_are_not_run(tmp_path, value):
     assert not (tmp_path / "harm").exists()
 
 
+def test_proposal_files_are_refused():
+    # Detectron2 unpickles them.
+    with pytest.raises(ConfigError, match=r"^MODEL.LOAD_PROPOSALS \(True\)"):
+        read_config(str(CONFIG), ["MODEL.LOAD_PROPOSALS", "True"])
+
+
 @pytest.mark.parametrize("value", [50_000 * "(", 50_000 * "-" + "1", 200_000 * "[", "9" * 5000, "\0"])
 def test_long_and_nested_values_of_the_command_line(value):
     with pytest.raises(UserError):

@@ -67,13 +67,13 @@ class InterruptionHook(HookBase):
         self._in_step = False
 
     def after_train(self) -> None:
-        self._handlers.close()
-        if self._stop is None:
-            return
-        # Detectron2 evaluates after the last step, also when the run was stopped there.
-        self.trainer.max_iter = max(self.trainer.max_iter, self.trainer.iter + 2)
-        if self._finished == self.trainer.iter:
-            self._save(self._stop)
+        with self._handlers:  # until the checkpoint is written: launchers repeat their signals
+            if self._stop is None:
+                return
+            # Detectron2 evaluates after the last step, also when the run was stopped there.
+            self.trainer.max_iter = max(self.trainer.max_iter, self.trainer.iter + 2)
+            if self._finished == self.trainer.iter:
+                self._save(self._stop)
 
     def stopped_by(self, error: Exception) -> None:
         """Raise Interrupted instead of an error that followed a signal.

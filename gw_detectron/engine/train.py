@@ -133,6 +133,11 @@ def run_config(args: argparse.Namespace) -> CfgNode:
     cfg = read_config(args.config_file, args.opts or [])
     if args.num_gpus == 0:
         cfg.MODEL.DEVICE = "cpu"
+    if "?" in cfg.OUTPUT_DIR:
+        raise ConfigError(
+            f"OUTPUT_DIR ('{cfg.OUTPUT_DIR}'): contains '?', which begins options in the address of a checkpoint. Fix: "
+            "give another folder."
+        )
     cfg.freeze()
     return cfg
 

@@ -12,9 +12,7 @@ from detectron2.config import CfgNode
 from detectron2.modeling import box_regression
 from detectron2.utils import comm
 
-from ..checkpoint.reading import read_weights_file
 from ..config import default_config, flat_keys, get_value
-from ..errors import UserError
 from ..modeling.norm_keys import NORM_KEYS
 from .findings import Findings
 
@@ -229,24 +227,3 @@ def _contradictions(cfg: CfgNode) -> Iterator[str]:
             f"TEST.KEYPOINT_OKS_SIGMAS ({len(sigmas)} values): MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS is {points}. Fix: "
             "give one sigma per keypoint."
         )
-    if model.LOAD_PROPOSALS:
-        yield from _wrong_proposals(cfg)
-
-
-def _wrong_proposals(cfg: CfgNode) -> Iterator[str]:
-    """Yield a problem per unusable proposal file.
-
-    Detectron2 would run code that it contains.
-    """
-    for part in ("TRAIN", "TEST"):
-        files, datasets = cfg.DATASETS[f"PROPOSAL_FILES_{part}"], cfg.DATASETS[part]
-        if len(files) != len(datasets):
-            yield (
-                f"DATASETS.PROPOSAL_FILES_{part} ({len(files)} files): MODEL.LOAD_PROPOSALS needs one per dataset of "
-                f"DATASETS.{part} ({len(datasets)}). Fix: name the files, or set MODEL.LOAD_PROPOSALS False."
-            )
-        for path in files:
-            try:
-                read_weights_file(path)
-            except (UserError, OSError) as error:
-                yield f"DATASETS.PROPOSAL_FILES_{part}: {error}"

@@ -56,6 +56,7 @@ def test_command_line(tmp_path):
         (["SOLVER.MAX_ITER", "3", "--resume"], r"put --resume before SOLVER.MAX_ITER"),
         (["SOLVER.MAX_ITER", "3", "--num-gpus", "2"], r"put --num-gpus before SOLVER.MAX_ITER"),
         (["SOLVER.MAX_ITER", "many"], r"SOLVER.MAX_ITER"),
+        (["OUTPUT_DIR", "runs/a?b"], r"OUTPUT_DIR \('runs/a\?b'\): contains"),
     ]:
         args = arguments(tmp_path)
         args.opts = opts

@@ -75,11 +75,15 @@ def test_a_second_ctrl_c_ends_at_once_and_a_second_sigterm_does_not(tmp_path, se
     assert "Traceback" not in run.output() and not list((tmp_path / "run").glob(".*.tmp"))
 
 
-def test_a_signal_in_an_evaluation_ends_it_and_keeps_the_finished_step(tmp_path):
+@pytest.mark.parametrize("repeated", [False, True])
+def test_a_signal_in_an_evaluation_ends_it_and_keeps_the_finished_step(tmp_path, repeated):
     output = tmp_path / "run"
     with child(train_long(output, TEST__EVAL_PERIOD=3), tmp_path / "log") as run:
         assert run.wait_for(EVALUATION)
         run.send(signal.SIGTERM)
+        if repeated:  # a launcher repeats its signal
+            assert run.wait_for(CHECKPOINT)
+            run.send(signal.SIGTERM)
         assert run.wait() == 143, run.output()
     assert (output / "last_checkpoint").read_text() == "model_0000002.pth"
     assert [change.phase for change in run.changes].count(CHECKPOINT) == 2  # the checkpoint and its name

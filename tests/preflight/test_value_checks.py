@@ -1,7 +1,5 @@
 """Config values that cannot work are found before the run, each with its key."""
 
-import pickle
-
 import pytest
 from detectron2.config import get_cfg
 
@@ -59,7 +57,6 @@ WRONG = {
     "MODEL.ROI_BOX_HEAD.POOLER_RESOLUTION": [0],
     "MODEL.ANCHOR_GENERATOR.SIZES": [[], [[]], [[-32]]],
     "MODEL.RESNETS.OUT_FEATURES": [[], [3]],
-    "MODEL.LOAD_PROPOSALS": [True],
     "VIS_PERIOD": [-1],
 }
 
@@ -142,22 +139,6 @@ def test_cropped_polygons_need_shapely(check, monkeypatch):
 @pytest.mark.parametrize("names", [(0,), ([],), (None,)])
 def test_datasets_that_are_no_names(check, key, names):
     assert one(check(**{f"DATASETS__{key}": names})).startswith(f"DATASETS.{key} ({names!r}): not a list")
-
-
-def test_proposal_files_are_read_without_running_them(tmp_path):
-    path, marker = tmp_path / "p.pkl", tmp_path / "ran"
-
-    class Harmful:
-        def __reduce__(self):
-            return marker.touch, ()
-
-    path.write_bytes(pickle.dumps({"ids": Harmful()}))
-    cfg, findings = get_cfg(), Findings()
-    add_gw_config(cfg)
-    cfg.MODEL.LOAD_PROPOSALS = True
-    cfg.DATASETS.TRAIN, cfg.DATASETS.PROPOSAL_FILES_TRAIN = ("a",), (str(path),)
-    check_values(cfg, findings, eval_only=False)
-    assert "was not read" in one(findings) and not marker.exists()
 
 
 def test_values_scaled_to_the_number_of_processes(check):

@@ -290,7 +290,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("output/kills"), help="folder to create (%(default)s)")
     args = parser.parse_args()
-    shutil.rmtree(args.output, ignore_errors=True)
+    if args.output.exists():
+        parser.error(f"--output {args.output}: exists. Fix: remove it, or give another folder.")
     args.output.mkdir(parents=True)
     result = kill_runs(args.output, args.kills, args.seed)
     (args.output / "kills.json").write_text(json.dumps(result, indent=1) + "\n")

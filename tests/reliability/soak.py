@@ -9,7 +9,6 @@ import argparse
 import csv
 import json
 import os
-import shutil
 import signal
 import sys
 import time
@@ -142,7 +141,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=0, help="DATALOADER.NUM_WORKERS (%(default)s)")
     parser.add_argument("--output", type=Path, default=Path("output/soak"), help="folder to create (%(default)s)")
     args = parser.parse_args()
-    shutil.rmtree(args.output, ignore_errors=True)
+    if args.output.exists():
+        parser.error(f"--output {args.output}: exists. Fix: remove it, or give another folder.")
     args.output.mkdir(parents=True)
     samples = soak(args.output, args.minutes, args.restarts, args.interval, workers=args.workers)
     plot(samples, args.output / "soak.png")
