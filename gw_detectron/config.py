@@ -85,8 +85,8 @@ def read_config(config_file: str, opts: Sequence[str] = ()) -> CfgNode:
 
     Raises:
         MissingFileError: the config file does not exist.
-        ConfigError: the file or a ``_BASE_`` is no yaml of config keys, or holds Python objects or far too many values; a
-            key is unknown or repeated, or a value has the wrong type; or ``MODEL.LOAD_PROPOSALS`` is set.
+        ConfigError: the file or a ``_BASE_`` is no yaml of config keys, or holds Python objects or far too many values;
+            a key is unknown or repeated, or a value has the wrong type; or ``MODEL.LOAD_PROPOSALS`` is set.
     """
     cfg = default_config()
     known = set(flat_keys(cfg))
