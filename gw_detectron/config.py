@@ -59,13 +59,18 @@ def default_config() -> CfgNode:
     return cfg
 
 
-def flat_keys(node: dict, prefix: str = "") -> Iterator[str]:
-    """Yield the keys of a config's values, as in SOLVER.BASE_LR."""
+def flat_items(node: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the keys of a config, as in SOLVER.BASE_LR, and their values."""
     for key, value in node.items():
         if isinstance(value, dict):
-            yield from flat_keys(value, f"{prefix}{key}.")
+            yield from flat_items(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}"
+            yield f"{prefix}{key}", value
+
+
+def flat_keys(node: dict) -> Iterator[str]:
+    """Yield the keys of a config's values, as in SOLVER.BASE_LR."""
+    return (key for key, _ in flat_items(node))
 
 
 def get_value(cfg: CfgNode, key: str) -> Any:
@@ -137,13 +142,7 @@ def _check_yaml(path: str, latest_version: int, files: list[str], above: tuple[s
         raise ConfigError(f"'{above[-1] if above else path}': _BASE_ not found: '{path}'. Fix: give an existing file.")
     try:
         with PathManager.open(path, "r") as file:
-            text = file.read(_LONGEST_FILE + 1)
-        if len(text) > _LONGEST_FILE:
-            raise ValueError(f"longer than {_LONGEST_FILE} characters")
-        loader = _ConfigLoader(text, path)
-        tree = loader.get_single_data()
-        if not isinstance(tree, dict):
-            raise TypeError("empty" if tree is None else f"a {type(tree).__name__} instead of keys and values")
+            tree = parse_config(file.read(_LONGEST_FILE + 1), path)
         version = tree.get("VERSION", latest_version)
         if type(version) is not int or not 1 <= version <= latest_version:
             raise ValueError(f"VERSION is {version!r}, not a number from 1 to {latest_version}")
@@ -154,13 +153,40 @@ def _check_yaml(path: str, latest_version: int, files: list[str], above: tuple[s
     except ConfigError:
         raise
     except _YAML_ERRORS as error:
-        raise ConfigError(f"'{path}': not a yaml file of config keys: {error}. Fix: correct it.") from error
+        raise _not_a_config(path, error) from error
     keys = list(flat_keys(tree))
     for base in map(os.path.expanduser, bases):
         if not base.startswith(("/", "http://", "https://")):
             base = os.path.join(os.path.dirname(path), base)
         keys += _check_yaml(base, latest_version, files, (*above, name))
     return keys
+
+
+def parse_config(text: str, name: str) -> dict[str, Any]:
+    """Parse the yaml of a config without its bases.
+
+    Args:
+        text: the yaml.
+        name: the file, for messages.
+
+    Raises:
+        ConfigError: see :func:`read_config`; keys and types are not checked.
+    """
+    try:
+        if len(text) > _LONGEST_FILE:
+            raise ValueError(f"longer than {_LONGEST_FILE} characters")
+        tree = _ConfigLoader(text, name).get_single_data()
+        if not isinstance(tree, dict):
+            raise TypeError("empty" if tree is None else f"a {type(tree).__name__} instead of keys and values")
+    except ConfigError:
+        raise
+    except _YAML_ERRORS as error:
+        raise _not_a_config(name, error) from error
+    return tree
+
+
+def _not_a_config(name: str, error: Exception) -> ConfigError:
+    return ConfigError(f"'{name}': not a yaml file of config keys: {error}. Fix: correct it.")
 
 
 class _ConfigLoader(yaml.SafeLoader):

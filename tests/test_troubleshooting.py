@@ -30,7 +30,7 @@ COMPLETED = {
     "norm": ("modeling/norm.py", "Fix:"),
     "numpy_unpickler": ("checkpoint/reading.py", "was not read: {error}. Fix:"),
     "pickle_check": ("checkpoint/reading.py", "was not read: {error}. Fix:"),
-    "provenance": ("checkpoint/provenance.py", "damaged ({error}). Fix: convert the weights again."),
+    "provenance": ("checkpoint/provenance.py", "damaged ({reason}). Fix: convert the weights again."),
     "reading": ("checkpoint/reading.py", "was not read: {error}. Fix:"),
     "trainer": ("engine/nonfinite.py", "Fix:"),
     "weights_io": ("checkpoint/convert.py", "Fix:"),  # repeats an error with the name of the file

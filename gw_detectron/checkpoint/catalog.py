@@ -155,7 +155,7 @@ def _published_weights(weights: PublishedWeights, cache: Path) -> Path:
 
 
 def _convert(source: Path, target: Path, origin: str, digest: str, **expected: Any) -> None:
-    convert_file(source, target, overwrite=True, **expected)
+    convert_file(source, target, overwrite=True, sha256=digest, **expected)
     record = {
         "source": origin,
         "source_sha256": digest,

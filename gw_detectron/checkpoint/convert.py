@@ -1,6 +1,5 @@
 """Convert ImageNet weights between torchvision's names and Detectron2's, and check every tensor."""
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,8 +20,6 @@ from .architecture import (
 from .norm_inference import Notes, infer_norms, infer_pool_norm, read_notes
 from .provenance import Provenance, tool
 from .reading import Contents
-
-_log = logging.getLogger(__name__)
 
 _WRAPPERS = ("model", "state_dict")
 _COUNTER = ".num_batches_tracked"
@@ -106,17 +103,15 @@ def convert(
         raise WeightsError(
             f"architecture ({architecture!r}): the weights are of {network.name}. Fix: give {network.name} or none."
         )
+    if notes.provenance is not None:
+        notes.provenance.check_architecture(network)
     norms = infer_norms(network, tensors, notes, norm, positions)
     if pool_norm and not keep_fc:
         raise WeightsError(f"pool_norm ({pool_norm!r}): needs the classifier. Fix: add keep_fc=True (--keep-fc).")
     used_pool_norm = infer_pool_norm(network, tensors, notes, pool_norm) if keep_fc else ""
     assumed = norm is None and notes.provenance is not None and notes.provenance.whiten_norm is None
-    if assumed and norms != Norms():
-        _log.warning(
-            "norms (%s): assumed by version 0.1.0, which converted these weights; with other options every feature is "
-            "wrong. Fix: convert the source again, and state its norm by --norm.",
-            norms,
-        )
+    if norm is None and notes.provenance is not None:
+        notes.provenance.warn_of_assumed_norms()
     provenance = Provenance(
         tool(),
         "",

@@ -46,11 +46,10 @@ class LoadReport:
         statistics = {f"{name}.{field}" for name in frozen for field in _STATISTICS}
         scales = {f"{name}.weight" for name in frozen}
         self._fused_layers = len(frozen) if scales <= self._given and not statistics & self._given else 0
-        if self._fused_layers:
-            self._given |= statistics
+        fused = statistics if self._fused_layers else set()
         self._backbone = [name for name in names if name.startswith(prefix)]
         self._others = [name for name in names if not name.startswith(prefix)]
-        self.missing = [name for name in self._backbone if name not in self._given]
+        self.missing = [name for name in self._backbone if name not in self._given | fused]
         self.new = [name for name in self._others if name not in self._given]
         self.unexpected = sorted(
             name
@@ -61,15 +60,14 @@ class LoadReport:
     def __str__(self) -> str:
         if not self._loaded:
             return "no weights were loaded: backbone, FPN and heads start new"
-        total = len(self._backbone)
-        parts = [f"backbone: {total - len(self.missing)}/{total} tensors"]
+        parts = [f"backbone: {len(self._given.intersection(self._backbone))}/{len(self._backbone)} tensors"]
         if self.unexpected:
             names = summarize_names(self.unexpected)
             parts.append(f"{len(self.unexpected)} unexpected tensors in the checkpoint ({names})")
         if self._fused_layers:
             parts.append(
                 f"{self._fused_layers} FrozenBN without statistics: right for Caffe2 weights, whose scale and shift "
-                "contain them; wrong for GroupNorm weights"
+                "contain them; wrong for GN and GW weights"
             )
         if self.new and len(self.new) == len(self._others):
             parts.append("FPN and heads start new, as expected")

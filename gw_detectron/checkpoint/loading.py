@@ -146,7 +146,7 @@ def open_checkpoint(address: str, key: str = "MODEL.WEIGHTS") -> Checkpoint:
     try:
         contents = read_weights_file(path)
         tensors, metadata = _model_and_metadata(contents, path)
-        check_norm_record(metadata)
+        check_norm_record(tensors, metadata)
         preprocessing = _recorded_preprocessing(metadata)
     except (WeightsFileError, FileAccessError) as error:
         raise type(error)(f"{key}: {error}") from error
@@ -258,13 +258,18 @@ def load_checkpoint(
             f"MODEL.WEIGHTS ('{checkpoint.address}'): NaN or infinite values in {len(bad)} tensors "
             f"({summarize_names(bad)}). Fix: give an earlier checkpoint of that run, or other weights."
         )
-    if not allow_partial and (differences := norm_differences(checkpoint.metadata, model)):
-        raise NormMismatchError(
+    log = logging.getLogger(__name__)
+    if differences := norm_differences(checkpoint.metadata, model):
+        message = (
             f"MODEL.WEIGHTS ('{checkpoint.address}'): trained with other norms: {len(differences)} layers differ "
-            f"({summarize_names(differences)}). Fix: set the norms as in that run, by {', '.join(NORM_KEYS)}, or "
-            "accept the difference with --allow-partial (train_net.py, analyze_whitening.py)."
+            f"({summarize_names(differences)}). Fix: set the norms as in that run, by {', '.join(NORM_KEYS)}"
         )
-    logging.getLogger(__name__).info("Loading weights from %s", checkpoint.path)
+        if not allow_partial:
+            raise NormMismatchError(
+                f"{message}, or accept the difference with --allow-partial (train_net.py, analyze_whitening.py)."
+            )
+        log.warning("%s.", message)
+    log.info("Loading weights from %s", checkpoint.path)
     given: set[str] = set()
     # FrozenBatchNorm2d adds missing statistics while it loads, so the names are taken before
     handle = model.register_load_state_dict_pre_hook(lambda module, state_dict, *_: given.update(state_dict))

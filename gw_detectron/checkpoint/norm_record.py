@@ -3,17 +3,19 @@
 The tensors alone do not tell GN from GW, or 64 groups from 32.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..modeling.norm_table import evaluation_spec, norm_rows
-from .architecture import Architecture
+from .architecture import Architecture, infer_architecture
 from .norm_inference import NORMS, norm_key
 from .provenance import Provenance
 
-_BATCH_NORM = ["BN", ""]
+# before the names that all detectors with a ResNet share
+_PREFIX = re.compile(r"^.*?\b(?=stem\.|res[2-5]\.\d)")
 
 
 class NormRecord:
@@ -32,11 +34,15 @@ class NormRecord:
         """Load nothing: norms come from the config. :func:`norm_differences` compares them."""
 
 
-def check_norm_record(metadata: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the recorded norms, if any, are names by layer."""
+def check_norm_record(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
+    """Raise ValueError unless recorded norms are names by layer, and a provenance fits the tensors."""
     recorded = metadata.get(NORMS, {})
     if not (isinstance(recorded, Mapping) and all(isinstance(word, str) for pair in recorded.items() for word in pair)):
         raise ValueError(f"{NORMS}: a {type(recorded).__name__} that is not norm names by layer. Fix: remove the key.")
+    if "provenance" in metadata:
+        provenance = Provenance.from_dict(metadata["provenance"])
+        names = {_PREFIX.sub("", name): value for name, value in tensors.items()}
+        provenance.check_architecture(infer_architecture(names, layout="detectron2"))
 
 
 def norm_differences(metadata: Mapping[str, Any], model: nn.Module) -> list[str]:
@@ -61,16 +67,14 @@ def norm_differences(metadata: Mapping[str, Any], model: nn.Module) -> list[str]
 
 
 def _backbone_differences(provenance: Provenance, model: nn.Module) -> list[str]:
-    """Compare norms that look alike in the tensors: GN, and whitening with any options."""
-    if provenance.whiten_norm is None:  # version 0.1.0 assumed GW
-        return []
-    rows = {row.layer.removeprefix("backbone.").removeprefix("bottom_up."): row for row in norm_rows(model)}
+    """Compare the norms of a ResNet, also where the tensors look alike; warn of assumed ones."""
+    provenance.warn_of_assumed_norms()
+    rows = {_PREFIX.sub("", row.layer): row for row in norm_rows(model)}
     differences = []
     for layer, spec in provenance.norms.by_layer(Architecture.parse(provenance.architecture)).items():
         row = rows.get(layer.detectron2)
-        if row is None or row.channels != layer.channels:
+        if row is None or row.channels != layer.channels:  # the tensors show it
             continue
-        recorded, here = norm_key(spec, row.channels), norm_key(row.spec, row.channels)
-        if recorded != here and _BATCH_NORM not in (recorded, here):
+        if norm_key(spec, row.channels) != norm_key(row.spec, row.channels):
             differences.append(f"{row.layer} {spec} in the weights, {row.spec} here")
     return differences

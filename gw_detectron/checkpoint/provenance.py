@@ -1,6 +1,7 @@
 """Origin of converted weights, and the config keys they need."""
 
 import hashlib
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,8 +9,11 @@ from typing import Any
 
 import yaml
 
+from ..modeling import resolve_norm
 from ..version import __version__
 from .architecture import Architecture, Norms, WeightsError
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -79,17 +83,44 @@ class Provenance:
         """Restore a provenance from the result of ``dataclasses.asdict``.
 
         Raises:
-            WeightsError: a value is missing or unknown.
+            WeightsError: a value is missing, of a wrong type or unknown.
         """
+        optional = ("pool_norm", "whiten_norm")
         try:
+            if not isinstance(values, Mapping):
+                raise TypeError(f"a {type(values).__name__}")
             images = dict(values["preprocessing"])
             images |= {key: tuple(map(float, images[key])) for key in ("pixel_mean", "pixel_std")}
             texts = {key: value for key, value in values.items() if key != "preprocessing"}
-            if wrong := [key for key, value in texts.items() if not isinstance(value, str | None)]:
-                raise TypeError(f"{', '.join(wrong)}: no text")
-            return cls(**texts, preprocessing=Preprocessing(**images))
+            required = {key: value for key, value in texts.items() if value is not None or key not in optional}
+            required["input_format"] = images["input_format"]
+            if wrong := [key for key, value in required.items() if not isinstance(value, str)]:
+                raise TypeError(f"{', '.join(map(str, wrong))}: no text")
+            provenance = cls(**texts, preprocessing=Preprocessing(**images))
+            layers = provenance.norms.by_layer(Architecture.parse(provenance.architecture))
+            for spec in {provenance.norm, *layers.values()}:
+                resolve_norm(spec, channels=[layer.channels for layer, own in layers.items() if own == spec])
+            return provenance
         except (KeyError, OverflowError, TypeError, ValueError) as error:
-            raise WeightsError(f"provenance: damaged ({error}). Fix: convert the weights again.") from None
+            reason = str(error).partition(" Fix: ")[0].rstrip(".")
+            raise WeightsError(f"provenance: damaged ({reason}). Fix: convert the weights again.") from None
+
+    def check_architecture(self, found: Architecture) -> None:
+        """Raise WeightsError unless the tensors have the recorded architecture."""
+        if Architecture.parse(self.architecture) != found:
+            raise WeightsError(
+                f"provenance (architecture {self.architecture!r}): the tensors are of {found.name}. Fix: convert the "
+                "weights again."
+            )
+
+    def warn_of_assumed_norms(self) -> None:
+        """Log a warning if version 0.1.0 assumed the norms instead of recording them."""
+        if self.whiten_norm is None and (self.positions or self.norm != "BN"):
+            _log.warning(
+                "norms (%s): assumed by version 0.1.0, which converted these weights; with other options every feature "
+                "is wrong. Fix: convert the source again, and state its norm by --norm.",
+                self.norms,
+            )
 
     def config(self, weights: str = "") -> dict[str, Any]:
         """Return the config keys that the weights need; BN is frozen, as in fine-tuning.

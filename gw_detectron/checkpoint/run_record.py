@@ -1,6 +1,5 @@
 """Record of the run that wrote a checkpoint: software, config, seed, start weights."""
 
-import difflib
 import functools
 import logging
 import platform
@@ -14,6 +13,8 @@ import numpy as np
 import torch
 import torchvision
 
+from ..config import flat_items, parse_config
+from ..errors import ConfigError
 from ..version import __version__
 from .loading import Checkpoint
 
@@ -57,14 +58,36 @@ class RunRecord:
         recorded = recorded if isinstance(recorded, Mapping) else {}
         if isinstance(recorded.get("start_weights"), dict):
             self._start_weights = recorded["start_weights"]
-        before = recorded.get("config")
-        if isinstance(before, str) and before != self.config:
-            lines = list(difflib.unified_diff(before.splitlines(), self.config.splitlines(), n=0, lineterm=""))
+        if differences := config_differences(recorded, self.config):
             log.warning(
-                "--resume: the config differs from that of the checkpoint (-). Learning rate, momentum and weight "
-                "decay remain those of the checkpoint:\n%s",
-                "\n".join(line for line in lines[2:] if not line.startswith("@@")),
+                "--resume: the config differs from that of the checkpoint. Learning rate, momentum and weight decay "
+                "remain those of the checkpoint:\n%s",
+                "\n".join(differences.values()),
             )
+
+
+def config_differences(record: Any, config: str) -> dict[str, str]:
+    """Describe the values of a config that differ from those in the record of a run.
+
+    Args:
+        record: under :data:`RECORD` in a checkpoint; one without a config differs in nothing.
+        config: the config as yaml.
+
+    Returns:
+        A description for each key; one under ``config`` if the configs cannot be compared.
+    """
+    before = record.get("config") if isinstance(record, Mapping) else None
+    if not isinstance(before, str) or before == config:
+        return {}
+    try:
+        old, new = (dict(flat_items(parse_config(text, RECORD))) for text in (before, config))
+    except ConfigError as error:
+        return {"config": f"config: not compared: {str(error).partition(' Fix: ')[0]}"}
+    return {
+        key: f"{key} {old.get(key)!r:.99} in the checkpoint, {value!r:.99} here"
+        for key, value in new.items()
+        if old.get(key) != value
+    }
 
 
 @functools.cache

@@ -132,7 +132,7 @@ def verify(
                 f"{provenance.source} with {provenance.source_sha256}. Fix: give that file."
             )
         preset = next((name for name, images in PREPROCESSING.items() if images == provenance.preprocessing), None)
-        claimed = load_weights(source, norm=norm, keep_fc=False, preprocessing=preset)
+        claimed = load_weights(source, norm=norm, keep_fc=False, preprocessing=preset, sha256=digest)
     elif norm is not None:
         claimed = convert(conversion.source_tensors, norm=norm)
     facts = replace(claimed.provenance, preprocessing=provenance.preprocessing, pool_norm=provenance.pool_norm)
@@ -216,8 +216,9 @@ def _difference(name: str, found: Mapping[str, Tensor], expected: Mapping[str, T
         # with a wrong stride, odd sizes give another size, which cannot be compared
         comparable = found[stage].shape == expected[stage].shape
         gap = (found[stage] - expected[stage]).abs().max().item() if comparable else math.inf
-        max_abs[stage] = gap if math.isfinite(gap) else math.inf
-        relative[stage] = max_abs[stage] / expected[stage].abs().max().clamp_min(1e-30).item()
+        finite = math.isfinite(gap)  # NaN and infinite features agree with nothing
+        max_abs[stage] = gap if finite else math.inf
+        relative[stage] = gap / expected[stage].abs().max().clamp_min(1e-30).item() if finite else math.inf
     if LOGITS in relative:
         same_top1 = (found[LOGITS].argmax(1) == expected[LOGITS].argmax(1)).float().mean().item()
     return Difference(name, max_abs, relative, same_top1)

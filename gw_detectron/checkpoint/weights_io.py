@@ -52,7 +52,8 @@ def convert_file(
             ``gw://file/<path>``.
         keep_fc: keep the classifier.
         overwrite: replace existing files.
-        options: ``architecture``, ``positions``, ``norm``, ``pool_norm`` and ``preprocessing`` of :func:`load_weights`.
+        options: ``architecture``, ``positions``, ``norm``, ``pool_norm``, ``preprocessing`` and ``sha256`` of
+            :func:`load_weights`.
 
     Raises:
         WeightsError: the target has a wrong name.
@@ -89,6 +90,7 @@ def load_weights(
     keep_fc: bool | None = None,
     pool_norm: str | None = None,
     preprocessing: str | None = None,
+    sha256: str | None = None,
 ) -> Conversion:
     """Read and check ImageNet weights, converted or not.
 
@@ -98,6 +100,7 @@ def load_weights(
         keep_fc: keep the classifier; None keeps it if there is one.
         preprocessing: a name in :data:`.provenance.PREPROCESSING`; None if recorded, or if the source has torchvision's
             names, which imply torchvision's preprocessing.
+        sha256: the expected SHA-256 of the file; None accepts any.
 
     Returns:
         The weights. The provenance of converted weights names the file they were converted from.
@@ -107,6 +110,11 @@ def load_weights(
         OSError: the file cannot be read.
     """
     content = read_weights_file(path)
+    if sha256 not in (None, content.sha256):
+        raise WeightsFileError(
+            f"weights ({os.fspath(path)!r}): SHA-256 is {content.sha256} instead of {sha256}: the file was replaced. "
+            "Fix: try again."
+        )
     try:
         notes = read_notes(content)
         tensors = unwrap(content.value)

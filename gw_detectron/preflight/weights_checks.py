@@ -9,6 +9,7 @@ from torch import nn
 
 from ..checkpoint import Checkpoint, StartWeights, open_checkpoint
 from ..checkpoint.provenance import PREPROCESSING, Preprocessing
+from ..checkpoint.run_record import RECORD, config_differences
 from ..errors import UserError, summarize_names
 from ..layers import GroupWhitening2d
 from .findings import Findings
@@ -21,6 +22,9 @@ _PREPROCESSING = {
     r"/ImageNetPretrained/FAIR/R-": PREPROCESSING["detectron2-fair"],
     r"^detectron2://.*/FAIR/X-": PREPROCESSING["detectron2-fair-resnext"],
 }
+_PREPROCESSING_KEYS = ("INPUT.FORMAT", "MODEL.PIXEL_MEAN", "MODEL.PIXEL_STD", "MODEL.RESNETS.STRIDE_IN_1X1")
+# MODEL keys that change no result of trained weights
+_HARMLESS_KEYS = ("MODEL.WEIGHTS", "MODEL.DEVICE", "MODEL.BACKBONE.FREEZE_AT")
 
 
 def check_weights(cfg: CfgNode, start: StartWeights, findings: Findings, *, eval_only: bool, resume: bool) -> None:
@@ -78,6 +82,8 @@ def check_fetched(
         findings: problems and warnings are added.
         allow_partial: the user accepts weights that do not fit.
     """
+    if start.opened:
+        _check_recorded_config(cfg, start, start.opened, findings)
     if start.resumed:
         return
     if start.error:
@@ -88,6 +94,26 @@ def check_fetched(
             _check_preprocessing(cfg, images, findings)
     if start.opened and model is not None and "norms" not in start.opened.metadata:  # else loading compares the norms
         _check_kind_of_norms(cfg, start.opened, model, findings, allow_partial)
+
+
+def _check_recorded_config(cfg: CfgNode, start: StartWeights, checkpoint: Checkpoint, findings: Findings) -> None:
+    """Compare the config with that of the run that wrote a checkpoint, which its tensors do not show."""
+    differences = config_differences(checkpoint.metadata.get(RECORD), cfg.dump())
+    if cfg.MODEL.RESNETS.DEPTH < 50:  # without 1x1 convolutions in its blocks
+        differences.pop("MODEL.RESNETS.STRIDE_IN_1X1", None)
+    what = f"{'--resume' if start.resumed else 'MODEL.WEIGHTS'} ('{start.address}')"
+    if images := [differences.pop(key) for key in _PREPROCESSING_KEYS if key in differences]:
+        findings.problems.append(
+            f"{what}: trained on images of another format than this config gives: {', '.join(images)}. Fix: set these "
+            "keys as in the checkpoint."
+        )
+    changed = [key for key in differences if key.startswith(("MODEL.", "config")) and key not in _HARMLESS_KEYS]
+    if changed:
+        findings.warnings.append(
+            f"{what}: trained with other values of MODEL keys: "
+            f"{summarize_names((differences[key] for key in changed), 20)}. Fix: set them as in the checkpoint, unless "
+            "the change is intended."
+        )
 
 
 def _expected_preprocessing(address: str) -> list[Preprocessing]:

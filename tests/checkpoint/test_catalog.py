@@ -197,3 +197,20 @@ def test_damaged_conversion_of_a_local_file_is_repeated(r18_file):
     whole = converted.read_bytes()
     converted.write_bytes(whole[: len(whole) // 2])
     assert catalog.local_weights(f"file/{r18_file}").read_bytes() == whole
+
+
+def test_a_file_replaced_after_hashing_does_not_enter_the_cache(r18_file, tmp_path, monkeypatch):
+    path = tmp_path / "mine.pth"
+    path.write_bytes(r18_file.read_bytes())
+    convert_now = catalog.convert_file
+
+    def replace_and_convert(source, *args, **kwargs):
+        source.write_bytes(_other_weights(tmp_path))
+        return convert_now(source, *args, **kwargs)
+
+    monkeypatch.setattr(catalog, "convert_file", replace_and_convert)
+    with pytest.raises(WeightsFileError, match="the file was replaced. Fix: try again"):
+        local_weights(f"file/{path}")
+    monkeypatch.setattr(catalog, "convert_file", convert_now)
+    converted = load_weights(local_weights(f"file/{r18_file}"))
+    assert torch.equal(converted.tensors["stem.conv1.weight"], load_weights(r18_file).tensors["stem.conv1.weight"])

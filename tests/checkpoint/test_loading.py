@@ -109,7 +109,58 @@ def test_statistics_inside_scale_and_shift_as_caffe2_has_them(detector_cfg, tmp_
     tensors = convert(make_network("R-18").state_dict()).tensors
     fused = {name: value for name, value in tensors.items() if ".running_" not in name}
     report = _load(build_model(detector_cfg), {"model": fused, "matching_heuristics": True}, tmp_path)
-    assert report.startswith("backbone: 100/100 tensors; 20 FrozenBN without statistics: right for Caffe2")
+    assert report.startswith("backbone: 60/100 tensors; 20 FrozenBN without statistics: right for Caffe2")
+
+
+def _without_norm_options(path, **changes):
+    """Rewrite converted weights as version 0.1.0 did, which recorded no norm at the positions."""
+    content = pickle.loads(path.read_bytes())
+    content["provenance"] |= {"whiten_norm": None, **changes}
+    path.write_bytes(pickle.dumps(content))
+    return open_checkpoint(str(path))
+
+
+@pytest.mark.parametrize(("kind", "positions"), [("GN", ""), ("GW", "ALL")])
+def test_weights_without_batch_norm_where_the_model_has_it(detector_cfg, tmp_path, caplog, kind, positions):
+    """FrozenBN would fill in the statistics."""
+    state = make_network("R-18", positions, norm="GN" if kind == "GN" else "BN").state_dict()
+    torch.save(state, tmp_path / "a.pth")
+    convert_file(tmp_path / "a.pth", tmp_path / "a.pkl", norm=kind)
+    checkpoint = open_checkpoint(str(tmp_path / "a.pkl"))
+    detector_cfg.MODEL.RESNETS.WHITEN_POSITIONS = ""
+    model = build_model(detector_cfg)
+    with pytest.raises(NormMismatchError, match=rf"20 layers differ \(.*stem.conv1.norm {kind}.*, FrozenBN here"):
+        load_checkpoint(DetectionCheckpointer(model), checkpoint)
+    report = load_checkpoint(DetectionCheckpointer(model), checkpoint, allow_partial=True)
+    assert "trained with other norms: 20 layers differ" in caplog.text
+    assert str(report).startswith("backbone: 60/100 tensors")
+
+
+def test_weights_whose_norm_version_0_1_0_assumed(detector_cfg, r18_file, tmp_path, caplog):
+    convert_file(r18_file, tmp_path / "a.pkl")
+    checkpoint = _without_norm_options(tmp_path / "a.pkl")
+    load_checkpoint(DetectionCheckpointer(build_model(detector_cfg)), checkpoint)
+    assert "norms (BN, GW at S1-B1): assumed by version 0.1.0" in caplog.text
+    detector_cfg.MODEL.RESNETS.WHITEN_NORM = "GN"
+    with pytest.raises(NormMismatchError, match="stem.conv1.norm GW in the weights, GN"):
+        load_checkpoint(DetectionCheckpointer(build_model(detector_cfg)), checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architecture": "R-50"}, r"provenance \(architecture 'R-50'\): the tensors are of R-18"),
+        ({"architecture": "R-" + 5000 * "9"}, "damaged"),
+        ({"architecture": None}, r"damaged \(architecture: no text"),
+        ({"positions": None}, r"damaged \(positions: no text"),
+        ({"positions": "S1-B3"}, "damaged .*WHITEN_POSITIONS"),
+        ({"norm": "QN"}, "damaged .*'QN'"),
+    ],
+)
+def test_a_provenance_that_does_not_fit_the_tensors(r18_file, tmp_path, changes, message):
+    convert_file(r18_file, tmp_path / "a.pkl")
+    with pytest.raises(WeightsFileError, match=message):
+        _without_norm_options(tmp_path / "a.pkl", **changes)
 
 
 def test_no_weights_and_live_batch_norm(detector_cfg, r18_file, tmp_path):
@@ -193,6 +244,7 @@ def test_weights_that_are_not_finite_are_refused(model, r18, tmp_path, bad):
         ("provenance", 5, "provenance: damaged"),
         ("provenance", "text", "provenance: damaged"),
         ("provenance", {}, "provenance: damaged"),
+        ("provenance", torch.ones(2), "provenance: damaged"),
         ("provenance", {"preprocessing": 3}, "provenance: damaged"),
         ("provenance", {"preprocessing": {"pixel_mean": 1, "pixel_std": 2}}, "provenance: damaged"),
     ],

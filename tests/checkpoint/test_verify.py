@@ -94,6 +94,17 @@ def test_source_reveals_a_wrong_conversion(converted, r18_file, images, tmp_path
     assert not verify(tmp_path / "swapped.pkl", images, source=r18_file).agrees
 
 
+def test_features_that_are_not_finite_disagree(images, tmp_path):
+    state = make_network("R-18").state_dict()
+    for name in [name for name in state if name.startswith(("layer3", "layer4")) and name.endswith("running_var")]:
+        state[name].zero_()
+        state[name.replace("running_var", "weight")].fill_(3e38)
+    torch.save(state, tmp_path / "a.pth")
+    convert_file(tmp_path / "a.pth", tmp_path / "a.pkl")
+    found = verify(tmp_path / "a.pkl", images, source=tmp_path / "a.pth")
+    assert not found.agrees and found.verdict.startswith("DISAGREES: the largest relative difference is inf.")
+
+
 def test_wrong_source_is_refused(converted, images, tmp_path):
     torch.save(authors_state(make_network("R-18", "S1-B1", seed=5)), tmp_path / "other.pth")
     with pytest.raises(ValueError, match="was converted from r18.pth with"):

@@ -59,6 +59,52 @@ def test_frozen_layers_that_were_never_trained(check, tmp_path, coco, prefix):
     assert "res2.1.conv1.weight" in problems[1]
 
 
+@pytest.fixture
+def check_own(tmp_path, coco):
+    """Return a function that starts from a checkpoint of a run with other values of some keys."""
+    coco()
+
+    def run(config_text: str = "", eval_only: bool = False, resume: bool = False, **changes: object):
+        before = config(tmp_path)
+        content = {"model": build_model(before).state_dict(), "record": {"config": config_text or before.dump()}}
+        path = tmp_path / "output" / "model_final.pth"
+        path.parent.mkdir()
+        torch.save(content, path)
+        (path.parent / "last_checkpoint").write_text(path.name if resume else "")
+        cfg = config(tmp_path, MODEL__WEIGHTS=str(path), **changes)
+        return preflight(cfg, open_start_weights(cfg, resume=resume), eval_only=eval_only, resume=resume)
+
+    return run
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("INPUT.FORMAT", "BGR"), ("MODEL.PIXEL_MEAN", [0.0, 0.0, 0.0]), ("MODEL.PIXEL_STD", [1.0, 1.0, 1.0])],
+)
+def test_own_checkpoint_under_other_preprocessing(check_own, key, value, resume):
+    problem = one(check_own(eval_only=True, resume=resume, **{key.replace(".", "__"): value}))
+    assert f"images of another format than this config gives: {key} " in problem and f", {value!r} here" in problem
+
+
+def test_own_checkpoint_under_keys_that_change_no_tensor(check_own):
+    found = check_own(
+        MODEL__ROI_BOX_HEAD__SINGLE_RELU=True, MODEL__RPN__NMS_THRESH=0.5, MODEL__RESNETS__STRIDE_IN_1X1=True
+    )
+    assert not found.problems
+    (warning,) = [text for text in found.warnings if "other values of MODEL keys" in text]
+    assert (
+        "keys: MODEL.ROI_BOX_HEAD.SINGLE_RELU False in the checkpoint, True here, MODEL.RPN.NMS_THRESH 0.7" in warning
+    )
+
+
+@pytest.mark.parametrize(("text", "warnings"), [("", 0), ("a: &a [*a]", 1), ("a: !!python/name:os.system", 1)])
+def test_own_checkpoint_with_the_same_or_no_readable_config(check_own, text, warnings):
+    found = check_own(text)
+    assert not found.problems
+    assert sum("config: not compared" in warning for warning in found.warnings) == warnings
+
+
 def test_fitting_weights_have_no_problem(check_weights, tmp_path):
     same = {"MODEL__RESNETS__NORM": "FrozenBN", "MODEL__BACKBONE__FREEZE_AT": 2}
     assert not check_weights(bn_weights(tmp_path, "S1-B2"), allow_partial=True, **same).problems
