@@ -9,9 +9,8 @@ from typing import Any
 import yaml
 from torch import Tensor
 
-from .loading import is_finite
 from .norm_inference import NORMS
-from .reading import read_weights_file
+from .reading import is_finite, read_weights_file
 from .run_record import RECORD
 
 

@@ -321,6 +321,25 @@ def _rebuild(content: Any) -> Any:
     return copy(content)
 
 
+def weight_problem(name: str, value: Tensor) -> str:
+    """Return why a tensor cannot be a weight, or "".
+
+    The text follows a number of tensors: "2 with a negative variance".
+    """
+    if not value.is_floating_point():
+        return "of wrong type, expected floating-point numbers"
+    if not is_finite(value):
+        return "with values that are NaN or infinite"
+    if name.endswith(".running_var") and (value.float() < 0).any():
+        return "with a negative variance"
+    return ""
+
+
+def is_finite(value: Tensor) -> bool:
+    """Tell whether a tensor of any type has only finite values in float32."""
+    return bool((value.float() if value.is_floating_point() else value).isfinite().all())
+
+
 def _module_versions(metadata: Any) -> dict[str, Any]:
     """Return the attribute of a state dict by which modules recognize their older versions."""
     entries = dict.items(metadata) if isinstance(metadata, dict) else ()
