@@ -1,5 +1,6 @@
 """Describe a checkpoint: its run, norms and tensors."""
 
+import math
 import os
 import textwrap
 from collections import Counter
@@ -65,6 +66,8 @@ def _plain(value: Any, seen: set[int]) -> Any:
         if isinstance(value, Mapping):
             return {str(key): _plain(item, seen) for key, item in value.items()}
         return [_plain(item, seen) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
 
@@ -81,6 +84,11 @@ def format_description(description: Mapping[str, Any]) -> str:
     """Format the result of :func:`describe_checkpoint` as yaml; the config comes last."""
     record, config = description.get(RECORD), ""
     if isinstance(record, dict) and "config" in record:
-        config = "config:\n" + textwrap.indent(str(record["config"]), "  ")
+        config = "config:\n" + textwrap.indent(_printable(str(record["config"])), "  ")
         record = {key: value for key, value in record.items() if key != "config"}
     return yaml.safe_dump({**description, **({RECORD: record} if record else {})}, sort_keys=False) + config
+
+
+def _printable(text: str) -> str:
+    """Escape all characters that a terminal may not print, such as its control sequences."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)

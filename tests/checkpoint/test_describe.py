@@ -6,6 +6,7 @@ import re
 import runpy
 import subprocess
 import sys
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -85,6 +86,15 @@ def test_other_files(tmp_path):
     assert found["optimizer_state"] and found["tensors"]["x"]["number"] == 1
     assert found["tensors"]["state_dict"]["non_finite"] == ["state_dict.b"]
     assert describe_checkpoint(tmp_path / "tensor.pth")["tensors"]["tensors"]["values"] == 3
+
+
+def test_text_and_json_of_odd_values(tmp_path):
+    record = {"config": "A: ä\n\x1b[31m\ud800\u202e", "\x1b": "\ud800", "loss": [float("nan"), -float("inf")]}
+    torch.save({"model": OrderedDict(a=torch.zeros(1)), "record": record}, tmp_path / "a.pth")
+    description = describe_checkpoint(tmp_path / "a.pth")
+    text = format_description(description).encode().decode()
+    assert text.endswith("config:\n  A: ä\n  \\x1b[31m\\ud800\\u202e") and "\x1b" not in text
+    assert json.loads(json.dumps(description, allow_nan=False))["record"]["loss"] == ["nan", "-inf"]
 
 
 @pytest.mark.parametrize("bad", ["x", 3, [1], {"start_weights": 7}])
