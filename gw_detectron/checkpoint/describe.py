@@ -2,7 +2,6 @@
 
 import math
 import os
-import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import yaml
 from torch import Tensor
 
+from ..errors import printable
 from .norm_inference import NORMS
 from .reading import is_finite, read_weights_file
 from .run_record import RECORD
@@ -84,11 +84,6 @@ def format_description(description: Mapping[str, Any]) -> str:
     """Format the result of :func:`describe_checkpoint` as yaml; the config comes last."""
     record, config = description.get(RECORD), ""
     if isinstance(record, dict) and "config" in record:
-        config = "config:\n" + textwrap.indent(_printable(str(record["config"])), "  ")
+        config = "config:\n" + "\n".join(f"  {printable(line)}" for line in str(record["config"]).splitlines())
         record = {key: value for key, value in record.items() if key != "config"}
     return yaml.safe_dump({**description, **({RECORD: record} if record else {})}, sort_keys=False) + config
-
-
-def _printable(text: str) -> str:
-    """Escape all characters that a terminal may not print, such as its control sequences."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)

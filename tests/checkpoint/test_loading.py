@@ -199,6 +199,12 @@ def test_values_and_types_that_conversion_refuses(model, r18, tmp_path, name, ch
         _load(model, content, tmp_path, allow_partial=True)
 
 
+def test_names_in_messages_are_printable(model, tmp_path):
+    with pytest.raises(InvalidWeightsError, match=r"infinite \(a\\nError\\x1b\[2J\)") as raised:
+        _load(model, {"model": {"a\nError\x1b[2J": torch.tensor(float("nan"))}}, tmp_path)
+    assert str(raised.value).isprintable()
+
+
 def test_step_counters_and_half_precision_are_weights(model, r18, tmp_path):
     content = _converted(r18)
     content["model"] = {name: value.half() for name, value in content["model"].items()}
