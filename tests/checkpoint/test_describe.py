@@ -6,6 +6,7 @@ import re
 import runpy
 import subprocess
 import sys
+from argparse import Namespace
 from collections import OrderedDict
 
 import pytest
@@ -72,7 +73,8 @@ def test_other_files(tmp_path):
     for _ in range(60):
         shared = [shared, shared]
     torch.save(
-        {"state_dict": tensors, "optimizer": {"m": torch.ones(1)}, "x": shared, "record": {"a": shared}, 3: 4},
+        {"state_dict": tensors, "optimizer": {"m": torch.ones(1)}, "x": shared, "record": {"a": shared}, 3: 4}
+        | {"provenance": Namespace(a=shared), "norms": {"a": shared, "b": "GW"}},
         tmp_path / "foreign.pth",
     )
     torch.save(torch.ones(3).to(torch.float8_e4m3fn), tmp_path / "tensor.pth")  # torch.isfinite does not take it
@@ -83,6 +85,7 @@ def test_other_files(tmp_path):
         assert not {"record", "norms", "iteration"} & found.keys() and not found["optimizer_state"]
         assert "non_finite:\n    - b\n" in format_description(found)
     found = describe_checkpoint(tmp_path / "foreign.pth")
+    assert found["norms"] == {"GW": 1} and found["provenance"].keys() == {"a"}
     assert found["optimizer_state"] and found["tensors"]["x"]["number"] == 1
     assert found["tensors"]["state_dict"]["non_finite"] == ["state_dict.b"]
     assert describe_checkpoint(tmp_path / "tensor.pth")["tensors"]["tensors"]["values"] == 3
