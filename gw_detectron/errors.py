@@ -51,8 +51,13 @@ def similar_names(name: str, known: Iterable[str]) -> str:
     return f" Similar: {', '.join(near)}." if near else ""
 
 
+def printable(text: str) -> str:
+    """Escape control characters, which could change the terminal, and other characters without a glyph."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def summarize_names(names: Iterable[str], limit: int = 4) -> str:
     """Join the first ``limit`` names by commas and count the rest."""
-    names = list(names)
+    names = list(map(printable, names))
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more

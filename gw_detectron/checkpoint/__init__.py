@@ -6,7 +6,7 @@ from .convert import Conversion, convert, to_torchvision
 from .load_report import LoadReport, PartialLoadError
 from .loading import (
     Checkpoint,
-    NonFiniteWeightsError,
+    InvalidWeightsError,
     NormMismatchError,
     StartWeights,
     load_checkpoint,
@@ -25,8 +25,8 @@ __all__ = [
     "Architecture",
     "Checkpoint",
     "Conversion",
+    "InvalidWeightsError",
     "LoadReport",
-    "NonFiniteWeightsError",
     "NormMismatchError",
     "NormRecord",
     "PartialLoadError",

@@ -19,7 +19,7 @@ from .architecture import (
 )
 from .norm_inference import Notes, infer_norms, infer_pool_norm, read_notes
 from .provenance import Provenance, tool
-from .reading import Contents
+from .reading import Contents, weight_problem
 
 _WRAPPERS = ("model", "state_dict")
 _COUNTER = ".num_batches_tracked"
@@ -245,11 +245,7 @@ def _check(name: str, value: Tensor, expected: tuple[int, ...], flat: bool) -> s
         return "not dense"
     if value.is_meta:
         return "without numbers (saved on the meta device)"
-    if not torch.isfinite(value).all():
-        return "with values that are NaN or infinite"
-    if name.endswith(".running_var") and (value < 0).any():
-        return "with a negative variance"
-    return ""
+    return weight_problem(name, value)
 
 
 def _reason_to_drop(name: str, network: Architecture, pool_norm: str) -> str:

@@ -1,7 +1,8 @@
 """Describe a checkpoint: its run, norms and tensors."""
 
+import argparse
+import math
 import os
-import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 import yaml
 from torch import Tensor
 
-from .loading import is_finite
+from ..errors import printable
 from .norm_inference import NORMS
-from .reading import read_weights_file
+from .reading import is_finite, read_weights_file
 from .run_record import RECORD
 
 
@@ -30,6 +31,7 @@ def describe_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     contents = read_weights_file(path)
     content = contents.value if isinstance(contents.value, Mapping) else {"tensor": contents.value}
     norms, trainer = content.get(NORMS), content.get("trainer")
+    names = [name for name in norms.values() if isinstance(name, str)] if isinstance(norms, Mapping) else []
     entries: dict[str, dict[str, Tensor]] = {}
     for key, value in content.items():  # tensors that are not in a dict form one entry
         name = "tensors" if isinstance(value, Tensor) else str(key)
@@ -40,7 +42,7 @@ def describe_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         "iteration": content.get("iteration", trainer.get("iteration") if isinstance(trainer, Mapping) else None),
         **{key: content.get(key) for key in (RECORD, "provenance")},
         "header": dict(contents.metadata) or None,
-        "norms": dict(Counter(map(str, norms.values())).most_common()) if isinstance(norms, Mapping) else None,
+        "norms": dict(Counter(names).most_common()) or None,
         "optimizer_state": any("optimizer" in name for key in {*entries} - {"model"} for name in entries[key]),
         "tensors": {key: _summary(tensors) for key, tensors in entries.items() if tensors},
     }
@@ -59,6 +61,7 @@ def _tensors(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Tenso
 
 def _plain(value: Any, seen: set[int]) -> Any:
     """Copy nested containers, each once, with strings for values that JSON does not have."""
+    value = vars(value) if isinstance(value, argparse.Namespace) else value
     if isinstance(value, (Mapping, list, tuple)):
         if id(value) in seen:
             return "(as above)"
@@ -66,6 +69,8 @@ def _plain(value: Any, seen: set[int]) -> Any:
         if isinstance(value, Mapping):
             return {str(key): _plain(item, seen) for key, item in value.items()}
         return [_plain(item, seen) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
 
@@ -82,6 +87,6 @@ def format_description(description: Mapping[str, Any]) -> str:
     """Format the result of :func:`describe_checkpoint` as yaml; the config comes last."""
     record, config = description.get(RECORD), ""
     if isinstance(record, dict) and "config" in record:
-        config = "config:\n" + textwrap.indent(str(record["config"]), "  ")
+        config = "config:\n" + "\n".join(f"  {printable(line)}" for line in str(record["config"]).splitlines())
         record = {key: value for key, value in record.items() if key != "config"}
     return yaml.safe_dump({**description, **({RECORD: record} if record else {})}, sort_keys=False) + config

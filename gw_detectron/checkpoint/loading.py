@@ -12,16 +12,17 @@ from urllib.parse import parse_qs
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode
 from detectron2.utils.file_io import PathManager
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import ConfigError, FileAccessError, MissingFileError, UserError, summarize_names
 from ..modeling.norm_keys import NORM_KEYS
 from .load_report import LoadReport
 from .norm_record import check_norm_record, norm_differences
 from .provenance import TORCHVISION, Preprocessing, Provenance
-from .reading import Contents, WeightsFileError, read_weights_file
+from .reading import Contents, WeightsFileError, read_weights_file, weight_problem
 
 _ON_THIS_MACHINE = ("file://", "gw://file/")
+_LONGEST_NAME = 4096  # of a file, in characters
 _SAVE_MODEL = "Fix: save {'model': model.state_dict()}."
 
 
@@ -29,8 +30,8 @@ class NormMismatchError(UserError, ValueError):
     """A checkpoint was trained with other norms than the model has."""
 
 
-class NonFiniteWeightsError(UserError, ValueError):
-    """A checkpoint contains NaN or infinite weights."""
+class InvalidWeightsError(UserError, ValueError):
+    """A checkpoint contains weights with values or types that no model can use."""
 
 
 @dataclass(frozen=True)
@@ -109,10 +110,13 @@ def open_start_weights(cfg: CfgNode, *, resume: bool = False) -> StartWeights:
     try:
         if resume and PathManager.exists(tag):
             key, resumed = tag, True
+            if not PathManager.isfile(tag):  # to open a pipe would block
+                raise WeightsFileError(f"{tag}: not a regular file. Fix: write the checkpoint's file name into a file.")
             with PathManager.open(tag, "r", errors="replace") as file:
-                name = file.read().strip()
-            if not name:
-                raise WeightsFileError(f"{tag}: empty file. Fix: write the checkpoint's file name into it.")
+                name = file.read(_LONGEST_NAME + 1).strip()
+            if not 0 < len(name) <= _LONGEST_NAME:
+                wrong = "longer than a file name" if name else "empty file"
+                raise WeightsFileError(f"{tag}: {wrong}. Fix: write the checkpoint's file name into it.")
             address = os.path.join(cfg.OUTPUT_DIR, name)
         if "://" in address and not address.startswith(_ON_THIS_MACHINE):
             return StartWeights(address, resumed, unfetched=functools.partial(open_checkpoint, address, key))
@@ -222,6 +226,10 @@ def _model_and_metadata(contents: Contents, path: str) -> tuple[dict[str, Tensor
     for name, value in model.items():
         if not (isinstance(name, str) and isinstance(value, Tensor)):
             raise WeightsFileError(f"'{path}': {name!r} is not a tensor. {_SAVE_MODEL}")
+    if not isinstance(heuristics := metadata.get("matching_heuristics", False), bool):
+        raise WeightsFileError(
+            f"'{path}': matching_heuristics is a {type(heuristics).__name__}. Fix: set it to True or False."
+        )
     return model, metadata
 
 
@@ -244,8 +252,8 @@ def load_checkpoint(
         resume: also load the training state, i.e. the checkpointables of the checkpointer.
 
     Raises:
-        NonFiniteWeightsError: a tensor has NaN or infinite values, which ``allow_partial`` does not accept; nothing
-            is loaded.
+        InvalidWeightsError: a tensor has NaN or infinite values, a negative variance, or no floating-point numbers
+            where the model has them; ``allow_partial`` does not accept this. Nothing is loaded.
         NormMismatchError: the checkpoint was trained with other norms; nothing is loaded.
         PartialLoadError: a backbone tensor is missing in the checkpoint or in the model.
     """
@@ -253,11 +261,8 @@ def load_checkpoint(
     if checkpoint is None:
         return LoadReport(model)
     # in float32, as in the model: larger values of float64 become infinite
-    if bad := [name for name, value in checkpoint.tensors.items() if not is_finite(value)]:
-        raise NonFiniteWeightsError(
-            f"MODEL.WEIGHTS ('{checkpoint.address}'): NaN or infinite values in {len(bad)} tensors "
-            f"({summarize_names(bad)}). Fix: give an earlier checkpoint of that run, or other weights."
-        )
+    floating = {name: value for name, value in checkpoint.tensors.items() if value.is_floating_point()}
+    _check_weights(floating, checkpoint.address)
     log = logging.getLogger(__name__)
     if differences := norm_differences(checkpoint.metadata, model):
         message = (
@@ -271,8 +276,15 @@ def load_checkpoint(
         log.warning("%s.", message)
     log.info("Loading weights from %s", checkpoint.path)
     given: set[str] = set()
+    weights = {name for name, value in model.state_dict().items() if value.is_floating_point()}
+
+    def take_names(module: nn.Module, state_dict: Mapping[str, Tensor], *_: Any) -> None:
+        given.update(state_dict)
+        others = {name: value for name, value in state_dict.items() if not value.is_floating_point()}
+        _check_weights({name: value for name, value in others.items() if name in weights}, checkpoint.address)
+
     # FrozenBatchNorm2d adds missing statistics while it loads, so the names are taken before
-    handle = model.register_load_state_dict_pre_hook(lambda module, state_dict, *_: given.update(state_dict))
+    handle = model.register_load_state_dict_pre_hook(take_names)
     try:
         # Private methods of DetectionCheckpointer and fvcore's Checkpointer: the part of load() after reading the file.
         # Run with Detectron2 v0.5; the same code in v0.6 and main of 2026 was compared.
@@ -289,6 +301,14 @@ def load_checkpoint(
     return report
 
 
-def is_finite(value: Tensor) -> bool:
-    """Tell whether a tensor of any type has only finite values in float32."""
-    return bool((value.float() if value.is_floating_point() else value).isfinite().all())
+def _check_weights(tensors: Mapping[str, Tensor], address: str) -> None:
+    problems: dict[str, list[str]] = {}
+    for name, value in tensors.items():
+        if problem := weight_problem(name, value):
+            problems.setdefault(problem, []).append(name)
+    if problems:
+        lines = [f"{len(names)} tensors {problem} ({summarize_names(names)})" for problem, names in problems.items()]
+        raise InvalidWeightsError(
+            f"MODEL.WEIGHTS ('{address}'): {'; '.join(lines)}. Fix: give an earlier checkpoint of that run, or other "
+            "weights."
+        )

@@ -145,6 +145,8 @@ def _authors_norm(cfg: Any) -> str:
     name, options = (getattr(cfg, key, None) for key in ("norm", "norm_cfg"))
     if not (isinstance(cfg, argparse.Namespace) and isinstance(name, str) and isinstance(options, Mapping)):
         return ""
+    if not all(isinstance(value, str | float | int | None) for value in options.values()):  # their text may be endless
+        return ""
     groups, eps = options.get("num_groups", 32), options.get("eps", 1e-5)
     specs = {
         "BN": "BN",

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .pickle_check import RefusedFileError, WeightsFileError
+from .pickle_check import SAVE_AGAIN, RefusedFileError, WeightsFileError
 
 _SAVE_NUMBERS = "Fix: save arrays of numbers only."
 
@@ -90,3 +90,6 @@ class NumpyUnpickler(pickle._Unpickler):  # the C version allocates memory for c
         if not is_allowed(path):  # as check_pickle has done before
             raise RefusedFileError(f"it names {path}, which could run code")
         return STAND_INS.get(path, OrderedDict)
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise WeightsFileError(f"it refers to objects outside of the file. {SAVE_AGAIN}")

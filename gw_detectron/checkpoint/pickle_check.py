@@ -18,6 +18,8 @@ MOST_OPERATIONS = 1_000_000
 MOST_REPEATED = 16
 _ALWAYS_REPEATED = 2**20  # also in tiny files
 
+_LONGEST_INTEGER = 2048  # bits; json and yaml do not write those of more than 4300 digits
+
 _PUT = ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE")
 _GET = ("GET", "BINGET", "LONG_BINGET", "DUP")
 _CHANGE = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD")
@@ -44,6 +46,11 @@ class _Item:
     size: int = 1
     depth: int = 0
     name: object = None
+
+
+def most_repeated(size: int) -> int:
+    """Return how much a file of ``size`` bytes may stand for."""
+    return MOST_REPEATED * size + _ALWAYS_REPEATED
 
 
 def check_pickle(file: IO[bytes], size: int, is_allowed: Callable[[str], bool]) -> None:
@@ -79,7 +86,7 @@ def check_pickle(file: IO[bytes], size: int, is_allowed: Callable[[str], bool]) 
         if name in _GET:
             stack.append(stack[-1] if name == "DUP" else memo[value])
             repeated += stack[-1].size
-            if repeated > MOST_REPEATED * size + _ALWAYS_REPEATED:
+            if repeated > most_repeated(size):
                 raise WeightsFileError(f"its references stand for far more than its {size} bytes. {SAVE_AGAIN}")
             continue
         if name == "POP" and marks and marks[-1] == len(stack):
@@ -91,6 +98,8 @@ def check_pickle(file: IO[bytes], size: int, is_allowed: Callable[[str], bool]) 
         if start < (marks[-1] if marks else 0):
             raise IndexError(f"stack underflow at {name}")
         taken, stack[start:] = stack[start:], []
+        if name == "BUILD" and taken[0].name is not None:
+            raise RefusedFileError(f"it changes {taken[0].name}, which could run code")
         if name in _CHANGE:
             taken[0].size += len(taken) - 1
             stack.append(taken[0])
@@ -103,11 +112,15 @@ def check_pickle(file: IO[bytes], size: int, is_allowed: Callable[[str], bool]) 
                 if not is_allowed(path):
                     raise RefusedFileError(f"it names {path}, which could run code")
                 item.name = path
+            elif name in ("EXT1", "EXT2", "EXT4"):
+                raise RefusedFileError(f"it names a class by its registered number {value}, which could run code")
+            elif isinstance(value, int) and value.bit_length() > _LONGEST_INTEGER:
+                raise WeightsFileError(f"it contains an integer of more than {_LONGEST_INTEGER} bits. {SAVE_AGAIN}")
             elif isinstance(value, (str, bytes, bytearray)):
                 item.size += len(value)
                 item.name = value
             if item.depth > DEEPEST:
                 raise WeightsFileError(f"it nests tuples deeper than {DEEPEST}. {SAVE_AGAIN}")
-            if name in ("REDUCE", "NEWOBJ", "NEWOBJ_EX") and taken[0].name == "torch.Tensor":
+            if name in ("REDUCE", "NEWOBJ", "NEWOBJ_EX") and str(taken[0].name).endswith((".Tensor", "Storage")):
                 raise WeightsFileError(f"it creates a tensor without values. {SAVE_AGAIN}")
             stack.append(item)

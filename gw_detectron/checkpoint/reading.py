@@ -8,6 +8,7 @@ import pickle
 import stat
 import struct
 import zipfile
+from collections import OrderedDict
 from collections.abc import Mapping
 from io import BufferedReader
 from typing import IO, Any, Literal, NamedTuple
@@ -15,10 +16,11 @@ from typing import IO, Any, Literal, NamedTuple
 import safetensors.torch
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode  # in torch 1.13 to 2.14
 
 from ..errors import FileAccessError, MissingFileError
 from .numpy_unpickler import STAND_INS, NumpyArray, NumpyUnpickler, is_allowed
-from .pickle_check import DEEPEST, SAVE_AGAIN, RefusedFileError, WeightsFileError, check_pickle
+from .pickle_check import DEEPEST, SAVE_AGAIN, RefusedFileError, WeightsFileError, check_pickle, most_repeated
 
 __all__ = ["Contents", "RefusedFileError", "WeightsFileError", "read_weights_file"]
 
@@ -54,9 +56,10 @@ def read_weights_file(path: str | os.PathLike[str]) -> Contents:
     Formats: ``torch.save``, safetensors, and a pickle of numpy arrays. The content decides; a name that ends in
     ``.pth``, ``.pt``, ``.pyth``, ``.pkl`` or ``.safetensors`` must agree.
 
-    Only tensors, numeric arrays, numbers, strings, plain containers and ``argparse.Namespace`` are created. Sizes are
-    compared with the file size before memory is allocated; archives of ``torch.save`` are verified by checksum. The
-    file is opened once, so the checked bytes are those that are read.
+    Only tensors, numeric arrays, numbers, strings, plain containers and ``argparse.Namespace`` are returned. Tensors
+    and containers have no attributes from the file, except the module versions of a state dict. Sizes are compared with
+    the file size before memory is allocated; archives of ``torch.save`` are verified by checksum. The file is opened
+    once, so the checked bytes are those that are read.
 
     Raises:
         RefusedFileError: the file names another class or function, which could run code.
@@ -88,6 +91,9 @@ def _read_unchanged(file: BufferedReader, path: str) -> Contents:
         contents = _read(file, before.st_size)
     except WeightsFileError:
         raise
+    except pickle.UnpicklingError as error:  # check_pickle has read the whole pickle, so it is not damaged
+        reason = " ".join(str(error.__context__ or error).split())[:200]  # torch wraps it into its advice
+        raise WeightsFileError(f"it contains more than tensors and plain values ({reason}). {SAVE_AGAIN}") from error
     except Exception as error:  # damaged files raise anything, OSError and MemoryError included
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise WeightsFileError(f"it is cut off or damaged ({reason}). {_GET_AGAIN}") from error
@@ -127,7 +133,7 @@ def _read(file: IO[bytes], size: int) -> Contents:
         check_pickle(file, size, is_allowed)
         file.seek(0)
         # latin1 decodes the strings and arrays of Python 2 in old Detectron files
-        return Contents(_arrays_to_tensors(NumpyUnpickler(file, encoding="latin1").load()), format="pickle")
+        return Contents(_rebuild(NumpyUnpickler(file, encoding="latin1").load()), format="pickle")
     if begin.lstrip()[:1] == b"<":
         raise WeightsFileError("it is a web page, so the download failed. Fix: download the file again.")
     raise WeightsFileError(
@@ -202,10 +208,10 @@ def _load_torch(file: IO[bytes], size: int) -> Any:
     try:
         with torch.serialization.safe_globals(allowed):
             file.seek(0)
-            # on the meta device no memory is allocated, so false sizes are found first
-            _walk(torch.load(file, map_location="meta", **options), lambda value: _check_size(value, size))
+            with _SizeCheck(size):  # on the meta device no memory is allocated, so false sizes are found first
+                torch.load(file, map_location="meta", **options)
             file.seek(0)
-            return _arrays_to_tensors(torch.load(file, map_location="cpu", **options))
+            return _rebuild(torch.load(file, map_location="cpu", **options))
     except NotImplementedError:
         raise WeightsFileError(f"it contains sparse or quantized tensors. {_SAVE_DENSE}") from None
 
@@ -242,44 +248,104 @@ def _is_allowed_by_torch(path: str) -> bool:
     )
 
 
-def _check_size(value: Any, size: int) -> Any:
-    if isinstance(value, Tensor):
+class _SizeCheck(TorchDispatchMode):
+    """Compare every tensor that is created with the file size.
+
+    The content does not show all of them: a pickle can drop a tensor, or use it as an attribute or a key.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self._size = size
+        self._left = most_repeated(size)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self._check(Tensor.detach(result))  # without attributes, which could replace methods
+        return result
+
+    def _check(self, value: Tensor) -> None:
         if value.layout != torch.strided:
             raise WeightsFileError(f"it contains a tensor of layout {value.layout}. {_SAVE_DENSE}")
         last = sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
         reach = (value.storage_offset() + last + 1) * value.element_size() if value.numel() else 0
-        if (claimed := max(value.untyped_storage().nbytes(), reach)) > size:
+        if (claimed := max(value.untyped_storage().nbytes(), reach)) > self._size:
             raise WeightsFileError(
-                f"it claims a tensor of {claimed} bytes, but the file has only {size} bytes. {_GET_AGAIN}"
+                f"it is damaged: it claims a tensor of {claimed} bytes, but the file has only {self._size} bytes. "
+                f"{_GET_AGAIN}"
             )
-    return value
+        self._left -= value.numel() * value.element_size()  # more than the storage has, if a stride is 0
+        if self._left < 0:
+            raise WeightsFileError(
+                f"its tensors repeat their values to far more than its {self._size} bytes. "
+                "Fix: save contiguous tensors, by tensor.contiguous()."
+            )
 
 
-def _arrays_to_tensors(content: Any) -> Any:
-    return _walk(content, lambda value: value.tensor if isinstance(value, NumpyArray) else value)
+def _rebuild(content: Any) -> Any:
+    """Copy nested containers without the attributes that a pickle may set, and arrays to tensors.
 
-
-def _walk(content: Any, convert: Any) -> Any:
-    """Apply ``convert`` to all leaves of nested containers, in place.
-
-    Every container is visited once: a tiny file can nest one list in itself, or share it 2**40 times.
+    An attribute can replace a method: a tensor of NaN would call itself finite. Every container is copied once: a tiny
+    file can nest one list in itself, or share it 2**40 times.
     """
     done: dict[int, tuple[Any, Any]] = {}  # with the originals: Python reuses the ids of deleted objects
 
-    def visit(value: Any, depth: int = 0) -> Any:
+    def copy(value: Any, depth: int = 0) -> Any:
         if depth > DEEPEST:
             raise WeightsFileError(f"it nests containers deeper than {DEEPEST}. {SAVE_AGAIN}")
-        if not isinstance(value, (dict, list, tuple)):
-            return convert(value)
-        if id(value) not in done:
-            done[id(value)] = value, value
-            pairs = list(value.items() if isinstance(value, dict) else enumerate(value))
-            changed = {key: new for key, item in pairs if (new := visit(item, depth + 1)) is not item}
-            if isinstance(value, (dict, list)):
-                for key, new in changed.items():
-                    value[key] = new
-            elif changed:
-                done[id(value)] = value, tuple(changed.get(key, item) for key, item in pairs)
-        return done[id(value)][1]
+        if isinstance(value, NumpyArray):
+            return value.tensor
+        if isinstance(value, Tensor):
+            return Tensor.detach(value)
+        if id(value) in done:
+            return done[id(value)][1]
+        new: Any = value
+        if isinstance(value, (tuple, set, frozenset)):
+            new = [copy(item, depth + 1) for item in value]
+            new = tuple(new) if isinstance(value, tuple) else type(value)(new)  # a torch.Size becomes a tuple
+        elif isinstance(value, (dict, list, argparse.Namespace)):
+            new = type(value)()
+        done[id(value)] = value, new  # before the items of mutable containers, which may contain themselves
+        if isinstance(value, list):
+            new.extend(copy(item, depth + 1) for item in value)
+        elif isinstance(value, dict):
+            for key, item in dict.items(value):
+                new[copy(key, depth + 1)] = copy(item, depth + 1)
+            if isinstance(value, OrderedDict):
+                vars(new).update(_module_versions(vars(value).get("_metadata")))
+        elif isinstance(value, argparse.Namespace):
+            vars(new).update(copy(vars(value), depth + 1))
+        return new
 
-    return visit(content)
+    return copy(content)
+
+
+def weight_problem(name: str, value: Tensor) -> str:
+    """Return why a tensor cannot be a weight, or "".
+
+    The text follows a number of tensors: "2 with a negative variance".
+    """
+    if not value.is_floating_point():
+        return "of wrong type, expected floating-point numbers"
+    if not is_finite(value):
+        return "with values that are NaN or infinite"
+    if name.endswith(".running_var") and (value.float() < 0).any():
+        return "with a negative variance"
+    return ""
+
+
+def is_finite(value: Tensor) -> bool:
+    """Tell whether a tensor of any type has only finite values in float32."""
+    return bool((value.float() if value.is_floating_point() else value).isfinite().all())
+
+
+def _module_versions(metadata: Any) -> dict[str, Any]:
+    """Return the attribute of a state dict by which modules recognize their older versions."""
+    entries = dict.items(metadata) if isinstance(metadata, dict) else ()
+    versions = {
+        name: {"version": entry["version"]}
+        for name, entry in entries
+        if type(name) is str and type(entry) is dict and type(entry.get("version")) is int
+    }
+    return {"_metadata": versions} if versions else {}

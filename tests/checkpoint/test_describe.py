@@ -6,6 +6,8 @@ import re
 import runpy
 import subprocess
 import sys
+from argparse import Namespace
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -71,7 +73,8 @@ def test_other_files(tmp_path):
     for _ in range(60):
         shared = [shared, shared]
     torch.save(
-        {"state_dict": tensors, "optimizer": {"m": torch.ones(1)}, "x": shared, "record": {"a": shared}, 3: 4},
+        {"state_dict": tensors, "optimizer": {"m": torch.ones(1)}, "x": shared, "record": {"a": shared}, 3: 4}
+        | {"provenance": Namespace(a=shared), "norms": {"a": shared, "b": "GW"}},
         tmp_path / "foreign.pth",
     )
     torch.save(torch.ones(3).to(torch.float8_e4m3fn), tmp_path / "tensor.pth")  # torch.isfinite does not take it
@@ -82,9 +85,19 @@ def test_other_files(tmp_path):
         assert not {"record", "norms", "iteration"} & found.keys() and not found["optimizer_state"]
         assert "non_finite:\n    - b\n" in format_description(found)
     found = describe_checkpoint(tmp_path / "foreign.pth")
+    assert found["norms"] == {"GW": 1} and found["provenance"].keys() == {"a"}
     assert found["optimizer_state"] and found["tensors"]["x"]["number"] == 1
     assert found["tensors"]["state_dict"]["non_finite"] == ["state_dict.b"]
     assert describe_checkpoint(tmp_path / "tensor.pth")["tensors"]["tensors"]["values"] == 3
+
+
+def test_text_and_json_of_odd_values(tmp_path):
+    record = {"config": "A: ä\n\x1b[31m\ud800\u202e", "\x1b": "\ud800", "loss": [float("nan"), -float("inf")]}
+    torch.save({"model": OrderedDict(a=torch.zeros(1)), "record": record}, tmp_path / "a.pth")
+    description = describe_checkpoint(tmp_path / "a.pth")
+    text = format_description(description).encode().decode()
+    assert text.endswith("config:\n  A: ä\n  \\x1b[31m\\ud800\\u202e") and "\x1b" not in text
+    assert json.loads(json.dumps(description, allow_nan=False))["record"]["loss"] == ["nan", "-inf"]
 
 
 @pytest.mark.parametrize("bad", ["x", 3, [1], {"start_weights": 7}])

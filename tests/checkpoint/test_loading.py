@@ -1,7 +1,9 @@
 """Load an opened checkpoint: exactly what was read is loaded, and a missing backbone tensor is an error."""
 
 import json
+import os
 import pickle
+import re
 import struct
 from collections import OrderedDict
 
@@ -11,7 +13,7 @@ from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.modeling import build_model
 
 from gw_detectron.checkpoint import (
-    NonFiniteWeightsError,
+    InvalidWeightsError,
     NormMismatchError,
     PartialLoadError,
     RefusedFileError,
@@ -227,11 +229,47 @@ def test_weights_that_are_not_finite_are_refused(model, r18, tmp_path, bad):
         content["model"][name] = content["model"][name].double()
         content["model"][name].view(-1)[3] = bad
     for allow_partial in (False, True):
-        with pytest.raises(
-            NonFiniteWeightsError, match=r"infinite values in 2 tensors \((stem|res2).*\). Fix: give an"
-        ):
+        with pytest.raises(InvalidWeightsError, match=r"2 tensors with .* infinite \((stem|res2).*\). Fix: give an"):
             _load(model, content, tmp_path, allow_partial=allow_partial)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())  # nothing was loaded
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "problem"),
+    [
+        ("res2.0.conv2.norm.running_var", lambda value: -value, "with a negative variance"),
+        ("res2.0.conv1.weight", lambda value: value > 0, "of wrong type"),
+        ("res2.0.conv1.weight", lambda value: value.to(torch.int8), "of wrong type"),
+        ("res2.0.conv1.weight", lambda value: value.cfloat() * float("nan"), "of wrong type"),
+    ],
+)
+def test_values_and_types_that_conversion_refuses(model, r18, tmp_path, name, change, problem):
+    content = _converted(r18)
+    content["model"][name] = change(content["model"][name])
+    with pytest.raises(InvalidWeightsError, match=rf"1 tensors {problem}.* \(.*{name}\). Fix: give an"):
+        _load(model, content, tmp_path, allow_partial=True)
+
+
+def test_names_in_messages_are_printable(model, tmp_path):
+    with pytest.raises(InvalidWeightsError, match=r"infinite \(a\\nError\\x1b\[2J\)") as raised:
+        _load(model, {"model": {"a\nError\x1b[2J": torch.tensor(float("nan"))}}, tmp_path)
+    assert str(raised.value).isprintable()
+
+
+def test_step_counters_and_half_precision_are_weights(model, r18, tmp_path):
+    content = _converted(r18)
+    content["model"] = {name: value.half() for name, value in content["model"].items()}
+    content["model"]["res2.0.conv2.norm.num_batches_tracked"] = torch.tensor(3)
+    assert _load(model, content, tmp_path).startswith("backbone: 82/82 tensors")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "long"])
+def test_last_checkpoint_is_a_small_regular_file(detector_cfg, tmp_path, kind):
+    tag = tmp_path / "last_checkpoint"
+    {"pipe": lambda: os.mkfifo(tag), "folder": tag.mkdir, "long": lambda: tag.write_text(10**5 * "a")}[kind]()
+    detector_cfg.OUTPUT_DIR = str(tmp_path)
+    error = open_start_weights(detector_cfg, resume=True).error
+    assert re.search("last_checkpoint: (not a regular file|longer than a file name). Fix: write the", str(error))
 
 
 @pytest.mark.parametrize(
@@ -241,6 +279,8 @@ def test_weights_that_are_not_finite_are_refused(model, r18, tmp_path, bad):
         ("norms", {"a": 1}, "norms: a dict that is not"),
         ("norms", {1: "GW"}, "norms: a dict that is not"),
         ("norms", None, "norms: a NoneType"),
+        ("matching_heuristics", "False", "matching_heuristics is a str"),
+        ("matching_heuristics", torch.zeros(2), "matching_heuristics is a Tensor"),
         ("provenance", 5, "provenance: damaged"),
         ("provenance", "text", "provenance: damaged"),
         ("provenance", {}, "provenance: damaged"),
@@ -271,7 +311,7 @@ def test_recorded_pixel_means_are_numbers(r18_file, tmp_path, mean, reason):
     "metadata",
     [
         {"norms": {"backbone.bottom_up.stem.conv1.norm": "such a norm"}},
-        {"matching_heuristics": "x", "__author__": [3], "iteration": "x", "trainer": 3},
+        {"__author__": [3], "iteration": "x", "trainer": 3},
         {"iteration": -7, "optimizer": None, (1, 2): {}, 3: []},
     ],
 )

@@ -22,6 +22,7 @@ from gw_detectron.checkpoint import (
     RefusedFileError,
     WeightsFileError,
     convert,
+    numpy_unpickler,
     pickle_check,
     read_weights_file,
     reading,
@@ -169,10 +170,48 @@ class Huge:
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 @pytest.mark.parametrize("new_format", [True, False])
-def test_two_gigabytes_declared_by_torch_save(new_format, tmp_path):
-    torch.save({"model": {"conv1.weight": Huge()}}, tmp_path / "a.pth", _use_new_zipfile_serialization=new_format)
+@pytest.mark.parametrize("place", ["value", "set", "attribute"])
+def test_two_gigabytes_declared_by_torch_save(new_format, place, tmp_path):
+    content = {"value": {"model": Huge()}, "set": {Huge()}, "attribute": Attributes({"items": Huge()})}[place]
+    torch.save(content, tmp_path / "a.pth", _use_new_zipfile_serialization=new_format)
     with pytest.raises(WeightsFileError, match="claims a tensor of 2147483648 bytes|wrong byte size"):
         read_weights_file(tmp_path / "a.pth")
+
+
+class Attributes:
+    """An OrderedDict whose pickle sets attributes."""
+
+    def __init__(self, attributes, content=()):
+        self.attributes, self.content = attributes, content
+
+    def __reduce__(self):
+        return OrderedDict, (), self.attributes, None, iter(self.content)
+
+
+@pytest.mark.parametrize("new_format", [True, False])
+def test_attributes_of_instances_are_not_read(new_format, tmp_path):
+    """They can replace methods, and so hide a NaN from every check."""
+    tensor, parameter = torch.tensor([float("nan")]), torch.nn.Parameter(torch.ones(1))
+    tensor.is_floating_point = parameter.numel = OrderedDict
+    versions = {"a": {"version": 2}, "b": {"version": None}, "c": 3}
+    model = Attributes({"items": OrderedDict, "_metadata": versions}, [("w", tensor), ("p", parameter)])
+    content = {"model": model, "set": {parameter}, (tensor,): 1}
+    torch.save(content, tmp_path / "a.pth", _use_new_zipfile_serialization=new_format)
+    found = read_weights_file(tmp_path / "a.pth").value
+    assert vars(found["model"]) == {"_metadata": {"a": {"version": 2}}}
+    tensors = [*found["model"].values(), *found["set"], *next(key for key in found if key not in ("model", "set"))]
+    assert len(tensors) == 4
+    assert all(type(value) is torch.Tensor and not vars(value) and not value.requires_grad for value in tensors)
+
+
+@pytest.mark.parametrize("new_format", [True, False])
+def test_tensors_that_repeat_their_values(new_format, tmp_path):
+    path = tmp_path / "a.pth"
+    torch.save({"a": torch.ones(1).expand(10**5)}, path, _use_new_zipfile_serialization=new_format)
+    assert read_weights_file(path).value["a"].sum() == 10**5
+    torch.save({"a": torch.ones(1).expand(10**11)}, path, _use_new_zipfile_serialization=new_format)
+    with pytest.raises(WeightsFileError, match="repeat their values to far more than its .* bytes. Fix: save contig"):
+        read_weights_file(path)
 
 
 @pytest.mark.parametrize("length", [0x80, 0x0280, 0x4B50])
@@ -285,6 +324,26 @@ def test_small_files_do_not_take_minutes_or_gigabytes(kind, operations, message,
         read_weights_file(path)
     assert time.process_time() - begin < 30
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 500_000  # KiB
+
+
+UNREAD = {
+    "function's attribute": (
+        START + b"c_codecs\nencode\n}X\x0c\x00\x00\x00__defaults__X\x06\x00\x00\x00latin1\x85sb.",
+        "changes _codecs.encode, which could run code",
+    ),
+    "registered class": (START + b"\x82\x01.", "names a class by its registered number 1"),
+    "persistent id": (START + b"X\x01\x00\x00\x00aQ.", "outside of the file|more than tensors.*persistent_load"),
+    "long integer": (START + b"\x8b" + struct.pack("<i", 300) + 300 * b"\x01" + b".", "more than 2048 bits"),
+}
+
+
+@pytest.mark.parametrize("kind", ["archive", "legacy", "pickle"])
+@pytest.mark.parametrize(("operations", "message"), UNREAD.values(), ids=UNREAD)
+def test_undamaged_files_with_unread_content(kind, operations, message, tmp_path):
+    with pytest.raises(WeightsFileError, match=message) as raised:
+        read_weights_file(write_pickle(kind, operations, tmp_path))
+    assert "or damaged" not in str(raised.value) and str(raised.value).count("Fix: ") == 1
+    assert numpy_unpickler._encode.__defaults__ is None
 
 
 def test_headers_and_directories_that_are_too_large(tmp_path):
