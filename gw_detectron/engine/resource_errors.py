@@ -43,7 +43,9 @@ def resource_errors_explained(cfg: CfgNode, guard: LossGuard | None = None) -> I
     except (RuntimeError, MemoryError, OSError, EOFError) as error:
         reason = first_line(error)
         last = Path(cfg.OUTPUT_DIR, "last_checkpoint")
-        resume = f"; continue with --resume from '{last.with_name(last.read_text())}'" if last.is_file() else ""
+        resume = ""
+        if last.is_file():
+            resume = f"; continue with --resume from '{last.with_name(last.read_text(errors='replace'))}'"
         # A worker that dies while it hands over a batch leaves a broken socket without a file name.
         socket = isinstance(error, (ConnectionError, EOFError, FileNotFoundError)) and cfg.DATALOADER.NUM_WORKERS > 0
         if (socket and getattr(error, "filename", None) is None) or _WORKER_FAILURE.search(str(error)):
