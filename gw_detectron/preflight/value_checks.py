@@ -116,7 +116,7 @@ def _wrong_types(cfg: CfgNode, defaults: CfgNode) -> Iterator[str]:
 def _same_type(value: Any, default: Any) -> bool:
     """Compare the types of a value and a default, of lists by their elements."""
     if default is None:
-        return value is None or isinstance(value, (int, float, str))
+        return value is None or _alike(value, 1.0)  # SOLVER.WEIGHT_DECAY_BIAS of later versions of Detectron2
     if isinstance(default, (list, tuple)):
         leaf = next(_leaves(default), None)
         return isinstance(value, (list, tuple)) and (leaf is None or all(_alike(item, leaf) for item in _leaves(value)))
