@@ -11,7 +11,6 @@ FUNCTIONS = ("add_gw_config", "norm_spec", "norm_table", "resolve_norm")
 MODULES = (
     "analysis",
     "checkpoint",
-    "cli",
     "config",
     "data",
     "engine",

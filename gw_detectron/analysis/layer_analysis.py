@@ -80,10 +80,7 @@ def analyze_layers(
     paths = image_files(images)[:count] if images is not None else []
     names = [str(path.relative_to(str(images))) for path in paths] or [f"synthetic {index}" for index in range(count)]
     seed_all_rng(seed)
-    cfg = cfg.clone()
-    cfg.defrost()
-    cfg.MODEL.DEVICE = "cpu"
-    model = build_checked_model(cfg).eval()
+    model = build_checked_model(cfg, "cpu").eval()
     layers = whitening_layers(model)
     if not layers:
         raise AnalysisError(
