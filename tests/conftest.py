@@ -2,11 +2,19 @@ import os
 
 import pytest
 
+from .loggers import reset_loggers
+
 # Several test processes share the machine's cores; threads that wait for each other would only slow all of them.
 # Set before torch is imported, and inherited by the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # cuBLAS gives the same bits twice only with a workspace of a fixed size; torch reads this once.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+@pytest.fixture(autouse=True)
+def loggers_reset():
+    yield
+    reset_loggers()
 
 
 @pytest.fixture(scope="module")

@@ -83,6 +83,5 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog,
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(fcntl, "lockf", refuse)
-    monkeypatch.setattr("logging.Logger.propagate", True, raising=False)
     lock_output(str(tmp_path))
     assert "its file system has no locks" in caplog.text and "start one training only" in caplog.text

@@ -5,7 +5,6 @@ A fresh interpreter needs seconds to import torch and Detectron2; a fork of a pr
 
 import argparse
 import contextlib
-import logging
 import os
 import select
 import signal
@@ -17,12 +16,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from detectron2.utils.logger import setup_logger
 
 from gw_detectron import atomic
 from gw_detectron.cli import errors_reported
 from gw_detectron.engine import Trainer
 from gw_detectron.engine import main as run_main
+
+from ..loggers import reset_loggers
 
 LIMIT = 120.0  # seconds after which a child that hangs is killed
 STEP, CHECKPOINT, EVALUATION, OTHER = "step", "checkpoint write", "evaluation", "other"
@@ -165,9 +165,7 @@ def _run(work: Work, writing: int, reading: int, log: Path) -> None:
             os.dup2(file, standard)
         sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
         sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-        for name in ("detectron2", "fvcore", "gw_detectron"):  # the loggers of earlier runs of the parent
-            logging.getLogger(name).handlers.clear()
-        setup_logger.cache_clear()
+        reset_loggers()  # those of earlier runs of the parent
         torch.set_num_threads(1)  # a pool of threads does not survive a fork
         for number in (signal.SIGINT, signal.SIGTERM):  # as in a fresh interpreter, not as pytest has set them
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
