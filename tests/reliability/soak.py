@@ -1,8 +1,9 @@
 """Watch memory, open files, threads and step time: soak.py --minutes 60.
 
 The tiny training of the tests is stopped by SIGTERM and resumed at equal intervals. Every few seconds its resident
-memory, open files, threads and the mean CPU time of its steps go to samples.csv; soak.png shows them. Each quantity has
-to be flat between two restarts: exit status 1 otherwise, or after a failed restart.
+memory, open files, threads and the mean CPU time of its steps go to samples.csv; soak.png shows them. The step time is
+divided by the time of a fixed convolution at the same moment: other programs slow down both. No quantity may
+grow between two restarts: exit status 1 otherwise, or after a failed restart.
 """
 
 import argparse
@@ -25,14 +26,14 @@ from matplotlib.figure import Figure
 from tests.reliability.forked_run import STEP, Child, RunError, child, remove_older_checkpoints, training
 from tests.tiny_run import arguments, dataset
 
-QUANTITIES = {"memory": "MB", "files": "open files", "threads": "threads", "step": "CPU ms per step"}
-# Largest growth between two restarts, extrapolated from the fitted line to one hour.
-# Memory: the allocator keeps what large images once needed, so it grows in steps towards a bound; a leak of one image
-# of this dataset (20 kB) per step would be 300 MB per hour.
+QUANTITIES = {"memory": "MB", "files": "open files", "threads": "threads", "step": "convolutions per step"}
+# Largest growth between two restarts, extrapolated from the fitted line to one hour, beside twice its standard error.
+# Memory: the allocator keeps what large images once needed, so it grows in steps towards a bound, and Detectron2 keeps
+# every logged value; a leak of one image of this dataset (20 kB) per step would be 300 MB per hour.
 # Files and threads: none may be left open; half of one is the error of a fit to whole numbers.
-# Step time: CPU time, which other programs of the machine change less than the clock's; it still varies by as much.
 LIMITS = {"memory": 0.20, "files": 0.5, "threads": 0.5, "step": 0.30}
 RELATIVE = ("memory", "step")  # the others are absolute
+_IMAGE, _KERNEL = torch.randn(1, 64, 64, 64), torch.randn(64, 64, 3, 3, requires_grad=True)
 _WARM_UP = 0.25  # part of a piece that is left out: imports, caches and the first evaluation
 
 
@@ -49,13 +50,21 @@ def sample(run: Child, seconds: float) -> dict[str, float]:
     steps = [after.cpu - before.cpu for before, after in pairwise(run.changes[known:]) if before.phase == STEP]
     if not steps:
         return {}
+    convolution = min(_time_convolution() for _ in range(3))
     fields = dict(line.split(":", 1) for line in Path(f"/proc/{run.pid}/status").read_text().splitlines())
     return {
         "memory": int(fields["VmRSS"].split()[0]) / 1024,
         "files": len(os.listdir(f"/proc/{run.pid}/fd")),
         "threads": int(fields["Threads"]),
-        "step": 1000 * fmean(steps),
+        "step": fmean(steps) / convolution,
     }
+
+
+def _time_convolution() -> float:
+    """Return the CPU time of a convolution of this process, forward and backward, in seconds."""
+    begin = time.process_time()
+    torch.nn.functional.conv2d(_IMAGE, _KERNEL, padding=1).sum().backward()
+    return time.process_time() - begin
 
 
 def soak(folder: Path, minutes: float, restarts: int, interval: float, *, workers: int = 0) -> list[dict[str, float]]:
@@ -96,13 +105,12 @@ def soak(folder: Path, minutes: float, restarts: int, interval: float, *, worker
     return samples
 
 
-def growth(samples: list[dict[str, float]]) -> dict[str, float]:
-    """Return the growth of each quantity per hour.
+def growth(samples: list[dict[str, float]]) -> dict[str, tuple[float, float]]:
+    """Return the growth of each quantity per hour and its standard error.
 
-    This is the median over the pieces of the slope of a fitted line. One piece that shares the machine with another
-    program does not decide.
+    These are the mean over the pieces of the slope of a fitted line, and its error from their scatter.
     """
-    found: dict[str, float] = {}
+    found = {}
     for name in QUANTITIES:
         slopes = []
         for piece in sorted({row["piece"] for row in samples}):
@@ -113,7 +121,8 @@ def growth(samples: list[dict[str, float]]) -> dict[str, float]:
             hours, values = np.array([row["minute"] for row in rows]) / 60, np.array([row[name] for row in rows])
             scale = values.mean() if name in RELATIVE else 1.0
             slopes.append(float(np.polyfit(hours, values, 1)[0] / scale))
-        found[name] = float(np.median(slopes)) if slopes else float("nan")
+        error = float(np.std(slopes, ddof=1) / len(slopes) ** 0.5) if len(slopes) > 1 else 0.0
+        found[name] = (float(np.mean(slopes)) if slopes else float("nan"), error)
     return found
 
 
@@ -147,7 +156,7 @@ def main() -> None:
     samples = soak(args.output, args.minutes, args.restarts, args.interval, workers=args.workers)
     plot(samples, args.output / "soak.png")
     found = growth(samples)
-    flat = {name: bool(abs(found[name]) <= LIMITS[name] or found[name] < 0) for name in QUANTITIES}
+    flat = {name: found[name][0] <= LIMITS[name] + 2 * found[name][1] for name in QUANTITIES}
     result = {
         "minutes": args.minutes,
         "restarts": args.restarts,
@@ -158,9 +167,10 @@ def main() -> None:
     (args.output / "soak.json").write_text(json.dumps(result, indent=1) + "\n")
     for name, unit in QUANTITIES.items():
         values = [row[name] for row in samples]
-        rate = f"{100 * found[name]:+.1f} %" if name in RELATIVE else f"{found[name]:+.2f}"
+        rate, error = found[name]
+        text = f"{100 * rate:+.1f} % +- {100 * error:.1f} %" if name in RELATIVE else f"{rate:+.2f} +- {error:.2f}"
         print(
-            f"{name:8} {min(values):8.1f} to {max(values):8.1f} {unit:12} {rate} per hour: "
+            f"{name:8} {min(values):8.1f} to {max(values):8.1f} {unit:12} {text} per hour: "
             f"{'flat' if flat[name] else 'GROWS'}"
         )
     raise SystemExit(not all(flat.values()))
