@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torchvision.models import resnet18
+from torchvision.models.convnext import LayerNorm2d
 from torchvision.models.resnet import Bottleneck, ResNet
 
 from gw_detectron.checkpoint import UnknownNormError, convert, convert_file, load_checkpoint, load_weights
@@ -15,7 +16,7 @@ from gw_detectron.checkpoint.norm_inference import full_name
 from gw_detectron.checkpoint.reference_networks import config_for, detectron2_classifier
 from gw_detectron.layers import GroupWhitening2d
 
-from .synthetic import authors_state, make_network, stages
+from .synthetic import BLOCK_NORMS, authors_state, make_network, stages
 
 SHARED: list = []  # 2**40 empty lists
 for _ in range(40):
@@ -47,12 +48,28 @@ def test_group_norm_at_whitening_positions_is_not_whitening(mixed):
     assert all(torch.allclose(found[stage], value, rtol=1e-4, atol=1e-4) for stage, value in expected.items())
 
 
+@pytest.mark.parametrize("position", ["S1-B1", "S1-B2", "S1-B3"])
+@pytest.mark.parametrize(
+    "norm_layer", [functools.partial(nn.GroupNorm, 32), functools.partial(nn.InstanceNorm2d, affine=True)]
+)
+def test_norms_without_statistics_at_one_position_must_be_stated(norm_layer, position):
+    model = ResNet(Bottleneck, [3, 4, 6, 3])
+    model.bn1 = norm_layer(64)
+    for module in model.modules():
+        if isinstance(module, Bottleneck):
+            (name,) = BLOCK_NORMS[position]
+            setattr(module, name, norm_layer(getattr(module, name).num_features))
+    with pytest.raises(UnknownNormError, match="17 of 53: bn1, .*GN or GW alike"):
+        convert(model.state_dict())
+
+
 @pytest.mark.parametrize(
     "norm_layer",
     [
         lambda channels: nn.GroupNorm(16, channels),
         lambda channels: nn.GroupNorm(1, channels),
         functools.partial(nn.InstanceNorm2d, affine=True),
+        LayerNorm2d,
     ],
 )
 def test_norms_without_statistics_everywhere_must_be_stated(norm_layer):
@@ -81,6 +98,11 @@ def test_flags_of_the_authors_script(r18, flags, expected):
     assert convert(content, norm=expected).provenance == provenance
     with pytest.raises(ValueError, match=r"norm \('GW:groups=8'\): the weights have"):
         convert(content, norm="GW:groups=8")
+
+
+def test_authors_whitening_without_flags_must_be_stated(r18):
+    with pytest.raises(UnknownNormError, match="state it"):
+        convert(r18)
 
 
 def test_group_norm_by_the_authors_script():

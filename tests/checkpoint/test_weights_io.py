@@ -249,6 +249,7 @@ def test_detectron2_names_do_not_show_the_preprocessing(tmp_path):
 @pytest.mark.parametrize(
     ("source", "target", "message"),
     [
+        ("", "", "wrong suffix"),
         ("", "a.pkl", "file not found"),
         ("r18.pth", "", "wrong suffix"),
         ("r18.pth", "r18.pth/a.pkl", "folder not found"),
