@@ -2,11 +2,9 @@
 
 import contextlib
 import io
-import json
 import os
 import pickle
 import runpy
-import struct
 import sys
 
 import numpy as np
@@ -16,6 +14,7 @@ import torch
 from gw_detectron.checkpoint import WeightsFileError, open_checkpoint, read_weights_file
 from gw_detectron.errors import UserError
 
+from .checkpoint.polyglot import safetensors_and_pickle
 from .tiny_run import CONFIG, OPTS, ROOT
 
 WORDS = [str(word) for pair in OPTS.items() for word in pair]
@@ -67,11 +66,7 @@ def write_harm(kind, folder):
     if kind in ("archive", "legacy"):
         torch.save(content, path, _use_new_zipfile_serialization=kind == "archive")
     else:
-        data = pickle.dumps(content)
-        if kind == "safetensors and pickle":
-            header = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
-            data = struct.pack("<Q", len(header)) + header + bytes(4) + data
-        path.write_bytes(data)
+        path.write_bytes(pickle.dumps(content) if kind == "pickle" else safetensors_and_pickle(content))
     (folder / "last_checkpoint").write_text(path.name)
     return path
 

@@ -1,10 +1,8 @@
 """Load an opened checkpoint: exactly what was read is loaded, and a missing backbone tensor is an error."""
 
-import json
 import os
 import pickle
 import re
-import struct
 from collections import OrderedDict
 
 import pytest
@@ -16,16 +14,17 @@ from gw_detectron.checkpoint import (
     InvalidWeightsError,
     NormMismatchError,
     PartialLoadError,
-    RefusedFileError,
     WeightsFileError,
     convert,
     convert_file,
     load_checkpoint,
     open_checkpoint,
     open_start_weights,
+    read_weights_file,
 )
 from gw_detectron.errors import ConfigError, FileAccessError, MissingFileError
 
+from .polyglot import safetensors_and_pickle
 from .synthetic import authors_state, make_network
 
 
@@ -335,19 +334,25 @@ def test_what_was_read_is_what_is_loaded(model, r18, tmp_path):
     assert torch.equal(model.backbone.bottom_up.stem.conv1.weight, r18["conv1.weight"])
 
 
-def test_a_pickle_that_is_also_safetensors_is_not_unpickled(tmp_path):
+@pytest.mark.parametrize("forced", [False, True])
+def test_a_pickle_that_is_also_safetensors_is_not_unpickled(tmp_path, monkeypatch, forced):
     class Harm:
         def __reduce__(self):
             return (tmp_path / "harm").mkdir, ()
 
-    header = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
-    both = struct.pack("<Q", len(header)) + header + bytes(4)
-    for content in (pickle.dumps({"model": Harm()}) + both, both + pickle.dumps({"model": Harm()})):
-        for name in ("a.pkl", "a.pth", "a.safetensors"):
-            (tmp_path / name).write_bytes(content)
-            with pytest.raises((RefusedFileError, WeightsFileError)):
-                open_checkpoint(str(tmp_path / name))
+    if forced:
+        monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    both = safetensors_and_pickle({"model": Harm()})
+    for name in ("a.pkl", "a.pth", "a.pt"):
+        (tmp_path / name).write_bytes(both)
+        with pytest.raises(WeightsFileError, match="it is a safetensors file"):
+            open_checkpoint(str(tmp_path / name))
+    for name in ("a", "a.safetensors"):
+        (tmp_path / name).write_bytes(both)
+        assert read_weights_file(tmp_path / name).value.keys() == {"a"}
     assert not (tmp_path / "harm").exists()
+    pickle.loads(both)
+    assert (tmp_path / "harm").exists()
 
 
 @pytest.mark.parametrize(
