@@ -160,6 +160,7 @@ class Trainer(DefaultTrainer):
             state = checkpoint.metadata.get("trainer")
             try:
                 self.start_iter = 1 + _count("iteration", state.get("iteration") if isinstance(state, dict) else None)
+                _count("iteration", checkpoint.metadata.get("iteration", 0))  # Detectron2 writes it a second time
             except ValueError as error:
                 raise ConfigError(
                     f"--resume ('{start.address}'): no training state in the checkpoint ({error}). Fix: leave out "

@@ -19,7 +19,7 @@ from detectron2.data import MetadataCatalog
 
 from gw_detectron.analysis import WhiteningStatsHook, whitening_stats_hook
 from gw_detectron.analysis.whitening_statistics import REDUCTIONS
-from gw_detectron.checkpoint import NormMismatchError, loading, read_weights_file
+from gw_detectron.checkpoint import InvalidWeightsError, NormMismatchError, loading, read_weights_file
 from gw_detectron.engine import Trainer, main, setup
 from gw_detectron.engine.dataset_mapper import RecordError
 from gw_detectron.engine.nonfinite import NonFiniteError
@@ -187,6 +187,22 @@ def test_a_checkpoint_with_a_damaged_training_state_is_refused(copy, tmp_path, s
     torch.save({**content, "trainer": state}, tmp_path / "model_final.pth")
     with pytest.raises(UserError, match="--resume .*model_final.pth'\\): no training state"):
         trainer_for(tmp_path, DATASETS__TEST="()").resume_or_load(resume=True)
+
+
+@pytest.mark.parametrize("iteration", ["x", -7, None], ids=str)
+def test_a_checkpoint_with_a_damaged_iteration_is_refused(copy, tmp_path, iteration):
+    content = torch.load(tmp_path / "model_final.pth", weights_only=True)
+    torch.save({**content, "iteration": iteration}, tmp_path / "model_final.pth")
+    with pytest.raises(UserError, match="--resume .*model_final.pth'\\): no training state .*iteration"):
+        main(arguments(tmp_path, "--resume", DATASETS__TEST="()", SOLVER__MAX_ITER=4))
+
+
+def test_evaluation_of_weights_with_nan_is_refused(copy, tmp_path):
+    content = torch.load(tmp_path / "model_final.pth", weights_only=True)
+    content["model"]["roi_heads.box_predictor.cls_score.weight"][0, 0] = torch.nan
+    torch.save(content, tmp_path / "nan.pth")
+    with pytest.raises(InvalidWeightsError, match=r"1 tensors with .* infinite \(roi_heads.box_predictor.cls_score"):
+        main(arguments(tmp_path / "out", "--eval-only", MODEL__WEIGHTS=tmp_path / "nan.pth"))
 
 
 def test_a_checkpoint_is_read_once(copy, tmp_path, monkeypatch):
