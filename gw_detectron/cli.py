@@ -27,6 +27,16 @@ class Interrupted(SystemExit):
         self.message = message or f"Stopped by {signal.Signals(number).name}."
 
 
+def parse_files(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse a command line with positional files; refuse ``--`` as one.
+
+    Up to Python 3.12 argparse turns a file of this name into an empty list.
+    """
+    if sys.argv.count("--") > 1:
+        parser.error("--: given twice. Fix: write a file of this name as ./--")
+    return parser.parse_args()
+
+
 @contextlib.contextmanager
 def errors_reported() -> Iterator[None]:
     """Report user errors, signals and a lack of memory without a traceback.

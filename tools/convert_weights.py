@@ -11,7 +11,7 @@ from tabulate import tabulate
 
 from gw_detectron.checkpoint import convert_file
 from gw_detectron.checkpoint.provenance import PREPROCESSING
-from gw_detectron.cli import errors_reported
+from gw_detectron.cli import errors_reported, parse_files
 
 
 def get_parser() -> argparse.ArgumentParser:
@@ -74,4 +74,4 @@ def main(args: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     with errors_reported():
-        main(get_parser().parse_args())
+        main(parse_files(get_parser()))

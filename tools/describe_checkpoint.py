@@ -9,7 +9,7 @@ import argparse
 import json
 
 from gw_detectron.checkpoint.describe import describe_checkpoint, format_description
-from gw_detectron.cli import errors_reported
+from gw_detectron.cli import errors_reported, parse_files
 
 
 def get_parser() -> argparse.ArgumentParser:
@@ -28,4 +28,4 @@ def main(args: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     with errors_reported():
-        main(get_parser().parse_args())
+        main(parse_files(get_parser()))

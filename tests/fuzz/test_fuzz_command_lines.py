@@ -18,6 +18,7 @@ TOOLS = {
     "demo": ("--config-file", ["DATASETS.TEST", "()"]),
     "convert_weights": ("--arch --positions --keep-fc --pool-norm --force", []),
     "verify_weights": ("--config-file --images --source", []),
+    "describe_checkpoint": ("--help", []),
     "export_backbone": ("--config-file --weights --output --format --layout --no-fpn", ["MODEL.WEIGHTS", "none.pth"]),
     "export_model": ("--config-file --weights --output --image", ["MODEL.WEIGHTS", "none.pth"]),
     "analyze_whitening": ("layers constraints --config-file --output --samples --count", ["--no-such-flag"]),
@@ -50,3 +51,11 @@ def test_a_tool_ends_without_a_traceback(tool, tmp_path, monkeypatch, data):
     assert "Traceback" not in text
     if ended.value.code == 1:
         assert "Fix: " in text, text
+
+
+@pytest.mark.parametrize("tool", ["convert_weights", "verify_weights", "describe_checkpoint"])
+def test_a_file_named_like_the_end_of_the_flags_is_refused(tool, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [tool, "--", "--"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "tools" / f"{tool}.py"), run_name="__main__")
+    assert ended.value.code == 2 and "Fix: write a file of this name as ./--" in capsys.readouterr().err

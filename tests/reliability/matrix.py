@@ -24,9 +24,18 @@ PAGE = ROOT / "docs" / "reliability.md"
 BUILD = ROOT / "build" / "matrix"
 
 # Options of `uv pip install` beside the requirements of pyproject.toml and Detectron2 v0.5.
+# The releases of opencv before 4.10 were built for NumPy 1.
 COMBINATIONS = {
     "lowest": ["--resolution", "lowest-direct", "numpy==1.26.4", "pillow==10.0.*"],
-    "lowest for export": ["--resolution", "lowest-direct", "--extra", "export", "numpy>=2", "pillow>=13"],
+    "lowest for export": [
+        "--resolution",
+        "lowest-direct",
+        "--extra",
+        "export",
+        "numpy>=2",
+        "pillow>=13",
+        "opencv-python-headless>=4.10",
+    ],
     "NumPy 1": ["numpy==1.26.4", "pillow==10.*"],
     "newest": [],
 }
