@@ -24,7 +24,7 @@ PAGE = ROOT / "docs" / "reliability.md"
 BUILD = ROOT / "build" / "matrix"
 
 # Options of `uv pip install` beside the requirements of pyproject.toml and Detectron2 v0.5.
-# The releases of opencv before 4.10 were built for NumPy 1.
+# The releases of opencv before 4.10.0.84 were built for NumPy 1.
 COMBINATIONS = {
     "lowest": ["--resolution", "lowest-direct", "numpy==1.26.4", "pillow==10.0.*"],
     "lowest for export": [
@@ -34,7 +34,7 @@ COMBINATIONS = {
         "export",
         "numpy>=2",
         "pillow>=13",
-        "opencv-python-headless>=4.10",
+        "opencv-python-headless>=4.10.0.84",
     ],
     "NumPy 1": ["numpy==1.26.4", "pillow==10.*"],
     "newest": [],
