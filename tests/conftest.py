@@ -1,6 +1,7 @@
 import os
 
 import pytest
+from hypothesis import settings
 
 from .loggers import reset_loggers
 
@@ -9,6 +10,10 @@ from .loggers import reset_loggers
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # cuBLAS gives the same bits twice only with a workspace of a fixed size; torch reads this once.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+# no limit for the time of an example: a machine can be busy
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 @pytest.fixture(autouse=True)
