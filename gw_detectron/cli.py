@@ -27,10 +27,10 @@ class Interrupted(SystemExit):
         self.message = message or f"Stopped by {signal.Signals(number).name}."
 
 
-def parse_files(parser: argparse.ArgumentParser) -> argparse.Namespace:
+def parse_file_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Parse a command line with positional files; refuse ``--`` as one.
 
-    Up to Python 3.12 argparse turns a file of this name into an empty list.
+    Python 3.11's argparse turns a second ``--`` into an empty list.
     """
     if sys.argv.count("--") > 1:
         parser.error("--: given twice. Fix: write a file of this name as ./--")

@@ -11,7 +11,7 @@ from tabulate import tabulate
 
 from gw_detectron.checkpoint import convert_file
 from gw_detectron.checkpoint.provenance import PREPROCESSING
-from gw_detectron.cli import errors_reported, parse_files
+from gw_detectron.cli import errors_reported, parse_file_arguments
 
 
 def get_parser() -> argparse.ArgumentParser:
@@ -74,4 +74,4 @@ def main(args: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     with errors_reported():
-        main(parse_files(get_parser()))
+        main(parse_file_arguments(get_parser()))

@@ -9,7 +9,7 @@ import argparse
 import json
 
 from gw_detectron.checkpoint.describe import describe_checkpoint, format_description
-from gw_detectron.cli import errors_reported, parse_files
+from gw_detectron.cli import errors_reported, parse_file_arguments
 
 
 def get_parser() -> argparse.ArgumentParser:
@@ -28,4 +28,4 @@ def main(args: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     with errors_reported():
-        main(parse_files(get_parser()))
+        main(parse_file_arguments(get_parser()))

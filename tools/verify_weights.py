@@ -9,7 +9,7 @@ import argparse
 import sys
 
 from gw_detectron.checkpoint.verify import is_labeled, measure_accuracy, verify
-from gw_detectron.cli import errors_reported, parse_files
+from gw_detectron.cli import errors_reported, parse_file_arguments
 from gw_detectron.config import read_config
 from gw_detectron.data.images import load_images, synthetic_images
 
@@ -47,4 +47,4 @@ def main(args: argparse.Namespace) -> bool:
 
 if __name__ == "__main__":
     with errors_reported():
-        sys.exit(0 if main(parse_files(get_parser())) else 1)
+        sys.exit(0 if main(parse_file_arguments(get_parser())) else 1)
