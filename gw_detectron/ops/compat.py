@@ -13,6 +13,8 @@ private name                                             used by
 """
 
 import functools
+import platform
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -46,19 +48,26 @@ def _is_exporting() -> bool:
 
 @functools.cache
 def onednn_available() -> bool:
-    """Whether torch has the operator and the processor AVX-512."""
+    """Whether torch has the operator, and the processor is not Intel's and has AVX-512."""
     return (
         torch.backends.mkldnn.is_available()
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and "GenuineIntel" not in _processor()
     )
+
+
+def _processor() -> str:
+    """Return what the system tells about the processor."""
+    linux = Path("/proc/cpuinfo")
+    return linux.read_text() if linux.is_file() else platform.processor()
 
 
 def onednn_is_faster(like: Tensor, shortest: int, longest: int) -> bool:
     """Whether oneDNN beats ``torch.matmul`` for this dtype, device and matrix sides.
 
-    Where it is false, callers use torch.matmul. oneDNN gains where MKL leaves half of the width of AVX-512 unused: on
-    processors that are not Intel's.
+    Where it is false, callers use torch.matmul, which calls MKL. MKL uses the whole width of AVX-512 on Intel's
+    processors, half of it on others.
     """
     return (
         like.dtype == torch.float32
@@ -70,6 +79,8 @@ def onednn_is_faster(like: Tensor, shortest: int, longest: int) -> bool:
     )
 
 
-def onednn_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply two matrices by oneDNN; ``b`` or its transpose should be contiguous."""
+def onednn_matmul(a: Tensor, b: Tensor, plus: Tensor | None = None) -> Tensor:
+    """Return ``a @ b``, or ``a @ b + plus``, by oneDNN; ``b`` or its transpose should be contiguous."""
+    if plus is not None:
+        return torch.ops.mkldnn._linear_pointwise.binary(a, plus, b.mT, None, "add")
     return torch.ops.mkldnn._linear_pointwise(a, b.mT, None, "none", [], "")

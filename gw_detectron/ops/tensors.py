@@ -88,7 +88,8 @@ def autocast_off(device_type: str) -> AbstractContextManager:
 
 def memory_format_of(x: Tensor) -> torch.memory_format:
     """Return channels_last (or channels_last_3d) if ``x`` has it, else contiguous_format."""
-    for rank, memory_format in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-        if x.dim() == rank and not x.is_contiguous() and x.is_contiguous(memory_format=memory_format):
-            return memory_format
+    if not x.is_contiguous():
+        for rank, memory_format in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+            if x.dim() == rank and x.is_contiguous(memory_format=memory_format):
+                return memory_format
     return torch.contiguous_format

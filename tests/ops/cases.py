@@ -81,11 +81,11 @@ def gradients(module: nn.Module, x: torch.Tensor, dy: torch.Tensor, **options) -
     return [y.detach(), *torch.autograd.grad(y, (x, module.weight, module.bias), dy.to(y.dtype))]
 
 
-def reference(module: GroupWhitening2d, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
+def reference(module: GroupWhitening2d, x: torch.Tensor, dy: torch.Tensor, *, relu: bool = False) -> list[torch.Tensor]:
     """Compute the same in float64 by the reference."""
     x = x.double().requires_grad_()
     weight, bias = (p.detach().double().requires_grad_() for p in (module.weight, module.bias))
-    y = group_whiten_reference(x, module.num_groups, weight, bias, solver=module.solver)
+    y = group_whiten_reference(x, module.num_groups, weight, bias, solver=module.solver, relu=relu)
     return [y.detach(), *torch.autograd.grad(y, (x, weight, bias), dy.double())]
 
 

@@ -1,4 +1,4 @@
-"""The matmul backend: accuracy, blocks, half precision, threads, memory saved for backward."""
+"""The matmul backend: accuracy, passes, half precision, threads, memory saved for backward."""
 
 import contextlib
 import itertools
@@ -37,7 +37,7 @@ def test_float32_without_onednn(monkeypatch):
         assert error(value, expected) < 2e-5
 
 
-@pytest.mark.parametrize("size", [(40, 50), (160, 200)], ids=["one block", "several blocks"])
+@pytest.mark.parametrize("size", [(40, 50), (160, 200)], ids=["1 MB", "16 MB"])
 def test_a_mean_of_ten_thousand_deviations_costs_three_digits(size):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 64, *size, generator=generator) + 1e4 * torch.randn(1, 64, 1, 1, generator=generator).sign()
@@ -45,6 +45,35 @@ def test_a_mean_of_ten_thousand_deviations_costs_three_digits(size):
     made = layer(64)
     for value, expected in zip(gradients(made, x, dy), reference(made, x, dy), strict=True):
         assert error(value, expected) < 1e-3
+
+
+@pytest.mark.parametrize("deviations", [0, 0.5, 1.9, 2.1, 3, 100])
+def test_means_on_both_sides_of_the_switch(deviations):
+    """Means of up to two deviations stay in the products."""
+    generator = torch.Generator().manual_seed(0)
+    x, dy = torch.randn(2, 4, 64, 30, 40, generator=generator)
+    x += deviations * torch.randn(64, 1, 1, generator=generator).sign()
+    large = matmul.large_means(*moments(x)) is not None
+    assert large == (deviations > 2)
+    made = layer(64)
+    for value, expected in zip(gradients(made, x, dy), reference(made, x, dy), strict=True):
+        assert error(value, expected) < 5e-6
+
+
+def test_only_samples_with_large_means_are_centered():
+    x = torch.randn(3, 64, 30, 40, generator=torch.Generator().manual_seed(0))
+    x[1] += 1e4
+    means = matmul.large_means(*moments(x))
+    assert means is not None and means[[0, 2]].eq(0).all() and means[1].sub(1e4).abs().max() < 1
+    made, dy = layer(64), torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+    found, expected = gradients(made, x, dy), reference(made, x, dy)
+    for value, right in zip(found[:2], expected[:2], strict=True):
+        assert error(value[[0, 2]], right[[0, 2]]) < 2e-6 and error(value[1], right[1]) < 1e-3
+
+
+def moments(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    mean, sigma = matmul.statistics(x, 64)
+    return mean, sigma.diagonal(dim1=1, dim2=2)
 
 
 #: y and dx are rounded to the dtype (half a unit in the last place, about eps / 4 in the mean square); the sums are not
@@ -105,10 +134,13 @@ def test_gradient_scaler_keeps_gradients_that_float16_would_lose():
         assert error(value / tiny, expected) < 1e-3
 
 
-@pytest.mark.parametrize("block", [1, 100, 1000, 10**7])
-@pytest.mark.parametrize("shape", [(5, 24, 6, 7), (2, 8, 31), (37, 16, 3, 3), (1, 32, 5)], ids=str)
-def test_however_the_input_is_cut_into_blocks(shape, block, monkeypatch):
-    monkeypatch.setattr(matmul, "_BLOCK", block)
+SMALL = ((5, 24, 6, 7), (2, 8, 31), (37, 16, 3, 3), (1, 32, 5))
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 100])
+@pytest.mark.parametrize("shape", SMALL, ids=str)
+def test_however_many_samples_a_pass_has(shape, samples, monkeypatch):
+    monkeypatch.setattr(matmul, "samples_per_pass", lambda x, groups: samples)
     generator = torch.Generator().manual_seed(0)
     x, dy = torch.randn(2, *shape, generator=generator, dtype=torch.float64)
     made = layer(shape[1], 8).double()
@@ -116,18 +148,19 @@ def test_however_the_input_is_cut_into_blocks(shape, block, monkeypatch):
         assert error(value, expected) < 1e-12
 
 
-@pytest.mark.skipif(not compat.onednn_available(), reason="this processor has no AVX-512, or torch no oneDNN")
+@pytest.mark.skipif(not compat.onednn_available(), reason="oneDNN is not used on this processor")
+@pytest.mark.parametrize("relu", [False, True], ids=["", "relu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("block", [100, 1000, 10**7])
-def test_however_onednn_multiplies_blocks(block, dtype, monkeypatch):
+@pytest.mark.parametrize("kept", [1, 1000, 10**7])
+def test_whatever_onednn_multiplies(kept, dtype, relu, monkeypatch):
     """The limits are lowered: by default oneDNN does not multiply matrices as small as these."""
-    monkeypatch.setattr(matmul, "_BLOCK", block)
+    monkeypatch.setattr(matmul, "_LARGEST_KEPT", kept)
     monkeypatch.setattr(compat, "_SHORTEST", 1)
     monkeypatch.setattr(compat, "_LONGEST", 1)
-    for shape in ((5, 24, 6, 7), (2, 8, 31), (37, 16, 3, 3), (1, 32, 5)):
+    for shape in SMALL:
         x, dy = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)).to(dtype)
         made = layer(shape[1], 8)
-        for value, expected in zip(gradients(made, x, dy), reference(made, x, dy), strict=True):
+        for value, expected in zip(gradients(made, x, dy, relu=relu), reference(made, x, dy, relu=relu), strict=True):
             assert error(value, expected) < (2e-5 if value.dtype == torch.float32 else 4e-3)
 
 

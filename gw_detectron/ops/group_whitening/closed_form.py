@@ -8,8 +8,9 @@ g x g matrices give the gradient of the whitening matrix, :math:`\sum_j \mathrm{
 Source: Group Whitening supplement, Algorithms 1-2.
 """
 
-from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable
+from itertools import repeat
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -35,9 +36,6 @@ class Backend(Protocol):
     (N, g, g); ``weight`` and ``bias`` (C,) or None.
     """
 
-    def reserve_buffers(self) -> AbstractContextManager[None]:
-        """Reserve memory for one forward or backward pass."""
-
     def prepare(self, x: Tensor) -> Tensor:
         """Return ``x``, copied if its memory layout is not accepted."""
 
@@ -46,6 +44,12 @@ class Backend(Protocol):
 
     def statistics(self, x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
         """Return the mean and the covariance without eps of each sample."""
+
+    def large_means(self, mean: Tensor, variances: Tensor) -> Tensor | None:
+        """Return the means that must be subtracted from x before the products, which would cancel digits.
+
+        ``variances`` is (N, g). The means are zero in samples where none must. None: in no sample.
+        """
 
     def newton(self, sigma: Tensor, num_iters: int) -> Tensor:
         """Return :func:`gw_detectron.layers.newton_inverse_sqrt` of ``sigma``."""
@@ -102,15 +106,22 @@ def forward(
     Returns:
         y, the means (N, g) and the covariances with eps (N, g, g).
     """
-    with autocast_off(x.device.type), backend.reserve_buffers():
+    with autocast_off(x.device.type):
         memory_format, x = memory_format_of(x), backend.prepare(x)
         if x.numel() == 0:  # there is no column to average
             mean = x.new_zeros((len(x), groups), dtype=compute_dtype(x))
             return torch.empty_like(x), mean, mean.new_zeros((len(x), groups, groups))
-        mean, sigma = backend.statistics(x, groups)
-        sigma.diagonal(dim1=-2, dim2=-1).add_(eps)
-        y = torch.empty_like(x)
-        backend.apply(x, mean, backend.newton(sigma, num_iters), weight, bias, relu, out=y)
+        y, saved = torch.empty_like(x), []
+        for x_part, y_part in _passes(backend, groups, x, y):
+            mean, sigma = backend.statistics(x_part, groups)
+            large = backend.large_means(mean, sigma.diagonal(dim1=1, dim2=2).add_(eps))
+            if large is not None:
+                x_part = _subtract(x_part, large)
+                mean, sigma = backend.statistics(x_part, groups)
+                sigma.diagonal(dim1=1, dim2=2).add_(eps)
+            backend.apply(x_part, mean, backend.newton(sigma, num_iters), weight, bias, relu, out=y_part)
+            saved.append((mean if large is None else large + mean, sigma))
+        mean, sigma = saved[0] if len(saved) == 1 else map(torch.cat, zip(*saved, strict=True))
         return y.contiguous(memory_format=memory_format), mean, sigma
 
 
@@ -129,27 +140,28 @@ def backward(
     Those of weight and bias are (C,), in the compute dtype. ``y`` is the output of the forward pass if a ReLU was
     fused, else None.
     """
-    with autocast_off(x.device.type), backend.reserve_buffers():
-        memory_format, (n, groups) = memory_format_of(x), mean.shape
+    with autocast_off(x.device.type):
+        memory_format, groups = memory_format_of(x), mean.shape[1]
         x, dy, y = backend.prepare(x), backend.prepare(dy), None if y is None else backend.prepare(y)
         if x.numel() == 0:
             return torch.empty_like(x), mean.new_zeros(x.shape[1]), mean.new_zeros(x.shape[1])
         channels = x.shape[1] // groups
-        columns = x[0].numel() // groups
+        columns = x.numel() // (len(x) * groups)
         scale = None if weight is None else weight.to(mean.dtype).reshape(groups, channels).mT
         dx = torch.empty_like(x)
         dweight, dbias = mean.new_zeros((channels, groups)), mean.new_zeros((channels, groups))
-        step = backend.samples_per_pass(x, groups)
-        for start in range(0, n, step):
-            part = slice(start, start + step)
-            x_part, mean_part, dy_part, dx_part = x[part], mean[part], dy[part], dx[part]
-            y_part = None if y is None else y[part]
+        for x_part, y_part, dy_part, dx_part, mean_part, sigma_part in _passes(
+            backend, groups, x, y, dy, dx, mean, sigma
+        ):
+            large = backend.large_means(mean_part, sigma_part.diagonal(dim1=1, dim2=2))
+            if large is not None:
+                x_part, mean_part = _subtract(x_part, large), mean_part - large
             products, sums = backend.grad_products(x_part, mean_part, dy_part, groups, y_part, out=dx_part)
             if y is not None:
                 dy_part = dx_part  # masked by the ReLU
             dbias += sums.sum(1)
             grad_whitening = products.sum(0) if scale is None else _scaled_sum(products, scale[:, None, :, None])
-            whitening, grad_sigma = backend.newton_backward(sigma[part], grad_whitening, num_iters)
+            whitening, grad_sigma = backend.newton_backward(sigma_part, grad_whitening, num_iters)
             dweight += products.mul_(whitening).sum((1, 3))
             if scale is not None:
                 sums = sums * scale[:, None]
@@ -157,6 +169,19 @@ def backward(
             terms = InputGradient(whitening, grad_sigma.mul_(2 / columns), shift)
             backend.apply_backward(x_part, mean_part, dy_part, weight, terms, out=dx_part)
         return dx.contiguous(memory_format=memory_format), dweight.mT.flatten(), dbias.mT.flatten()
+
+
+def _passes(backend: Backend, groups: int, x: Tensor, *others: Tensor | None) -> Iterable[tuple[Any, ...]]:
+    """Split tensors into the samples of each pass."""
+    step = backend.samples_per_pass(x, groups)
+    if step >= len(x):
+        return [(x, *others)]
+    return zip(*(repeat(None) if tensor is None else tensor.split(step) for tensor in (x, *others)), strict=False)
+
+
+def _subtract(x: Tensor, mean: Tensor) -> Tensor:
+    grouped = x.reshape(len(x), mean.shape[1], -1)
+    return (grouped - mean[:, :, None]).view_as(x)
 
 
 def _scaled_sum(matrices: Tensor, scale: Tensor) -> Tensor:

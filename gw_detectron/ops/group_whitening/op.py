@@ -33,8 +33,9 @@ from torch.utils.flop_counter import register_flop_formula
 from ...errors import ConfigError
 from ..compat import needs_plain_operations
 from ..solvers import DEFAULT_SOLVER, Solver, check_solver
+from ..solvers.newton import count_products
 from ..tensors import autocast_off, check_tensors, compute_dtype, memory_format_of
-from . import closed_form, matmul, matmul_newton, triton
+from . import closed_form, matmul, triton
 from .reference import effective_groups, group_whiten_reference
 
 ENVIRONMENT_SWITCH = "GW_DETECTRON_KERNELS"
@@ -245,7 +246,7 @@ def _product_flops(n: int, groups: int, columns: int, products: int) -> int:
 def _forward_flops(x: Any, weight: Any, bias: Any, groups: int, iters: int, *_: Any, **__: Any) -> int:
     """Count covariance, whitened output and iteration; the arguments are shapes."""
     n, columns = x[0], math.prod(x[1:]) // groups
-    forward, _tangent = matmul_newton.count_products(iters)
+    forward, _tangent = count_products(iters)
     return _product_flops(n, groups, columns, 2) + _product_flops(n, groups, groups, forward)
 
 
@@ -254,5 +255,5 @@ def _backward_flops(dy: Any, y: Any, x: Any, mean: Any, sigma: Any, weight: Any,
     """Count three products over columns, and the iteration with its tangents."""
     n, groups = mean
     columns = math.prod(x[1:]) // groups
-    forward, tangent = matmul_newton.count_products(iters)
+    forward, tangent = count_products(iters)
     return _product_flops(n, groups, columns, 3) + _product_flops(n, groups, groups, forward + tangent)

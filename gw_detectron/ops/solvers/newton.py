@@ -1,9 +1,36 @@
-"""Newton's iteration ("ItN"), the published solver of Group Whitening."""
+r"""Newton's iteration ("ItN"), the published solver of Group Whitening, in few matrix products.
+
+Every matrix of the iteration is a polynomial of :math:`S = \Sigma / \mathrm{tr}(\Sigma)`, so they all commute and are
+symmetric. With :math:`Q_k = P_k^2 S` a step is :math:`P_{k+1} = P_k R_k`, :math:`R_k = (3 I - Q_k) / 2`,
+:math:`Q_{k+1} = Q_k R_k^2`, and two steps are one factor that costs two products instead of six:
+
+.. math::
+    R_k R_{k+1} = \tfrac{1}{16} (36 I - 39 Q + 27 Q^2 - 9 Q^3 + Q^4) = F + \tfrac{9}{4} I, \quad
+    F = Z^2 + \tfrac{27}{16} (Z - \tfrac{23}{72} Q), \quad Z = \tfrac{1}{4} Q^2 - \tfrac{9}{8} Q, \quad Q = Q_k .
+
+The factor is stored without the identity: a product with :math:`F + c I` is a product with F plus c times the other
+matrix. Five steps take 10 products instead of 15. Six of the 10 are squares, whose derivative costs one product instead
+of two.
+
+The derivative of a polynomial f at a symmetric matrix is self-adjoint. So the gradient of S is the derivative of f in
+the direction of the (symmetric) gradient of f(S). It is computed in forward mode, each matrix with its tangent, and
+only the covariance is saved for backward.
+"""
+
+import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..tensors import zero_variance_threshold
+
+
+class _Matrix(NamedTuple):
+    """A batch of symmetric matrices and, for backward, its derivative."""
+
+    value: Tensor
+    tangent: Tensor | None
 
 
 def newton_inverse_sqrt(sigma: Tensor, num_iters: int = 5) -> Tensor:
@@ -16,9 +43,8 @@ def newton_inverse_sqrt(sigma: Tensor, num_iters: int = 5) -> Tensor:
     With the published setting (5 steps, g = 64) the iteration has not converged: whitened Gaussian input has variance
     0.586, not 1. Pretrained weights depend on exactly this matrix, so more steps or an exact solver is another network.
 
-    The steps are computed as :math:`P_k = P_{k-1} R_k`, :math:`R_k = \tfrac{1}{2} (3 I - Q_{k-1})`, with the update
-    :math:`Q_k = P_k^2 \Sigma_N = Q_{k-1} R_k^2`. Figure 1 of the supplement computes :math:`P_{k-1}^3 \Sigma_N` anew in
-    each step; there rounding grows without bound from about 12 steps on in float32.
+    Figure 1 of the supplement computes :math:`P_{k-1}^3 \Sigma_N` anew in each step; there rounding grows without bound
+    from about 12 steps on in float32. Here :math:`Q_k = P_k^2 \Sigma_N` is updated by factors.
 
     Args:
         sigma: symmetric positive semi-definite matrices, (..., g, g).
@@ -29,15 +55,104 @@ def newton_inverse_sqrt(sigma: Tensor, num_iters: int = 5) -> Tensor:
 
     Source: Group Whitening, Eqs. 6-7; Higham, "Stable iterations for the matrix square root" (1997).
     """
+    inverse, root = _inverse_trace(sigma)
+    matrices = (sigma * inverse).reshape(math.prod(sigma.shape[:-2]), *sigma.shape[-2:])  # not -1: it may be empty
+    return _iterate(_Matrix(matrices, None), num_iters).value.reshape(sigma.shape) * root
+
+
+def newton_backward(sigma: Tensor, grad: Tensor, num_iters: int) -> tuple[Tensor, Tensor]:
+    """Return the whitening matrices of (N, g, g) and the symmetric dL/dSigma, given ``grad`` = dL/dW.
+
+    Source: equal to Group Whitening supplement, Eqs. 5-6.
+    """
+    inverse, root = _inverse_trace(sigma)
+    s, direction = sigma * inverse, (grad + grad.mT).mul_(0.5 * root)
+    p, tangent = _iterate(_Matrix(s, direction), num_iters)
+    assert tangent is not None  # S had one
+    # S is divided by the trace and W by its root: the gradient through either is a multiple of the identity
+    trace_gradient = torch.linalg.vecdot(tangent.flatten(1), s.flatten(1))
+    trace_gradient += 0.5 * torch.linalg.vecdot(direction.flatten(1), p.flatten(1))
+    tangent.diagonal(dim1=-2, dim2=-1).sub_(trace_gradient[:, None])
+    return p * root, tangent.mul_(inverse)
+
+
+def count_products(num_iters: int) -> tuple[int, int]:
+    """Return the number of products of the iteration, and of its tangents."""
+    values = tangents = 0
+    for done in range(0, num_iters, 2):
+        two_steps, more, first = done + 2 <= num_iters, done + 2 < num_iters, done == 0
+        values += 2 * two_steps + 2 * more + (not first)
+        tangents += 2 * two_steps + 3 * more + 2 * (not first)
+    return values, tangents
+
+
+def _inverse_trace(sigma: Tensor) -> tuple[Tensor, Tensor]:
+    """Return 1 / tr(sigma) and its square root, (..., 1, 1); 0 without variance."""
     trace = sigma.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-    alive = trace > zero_variance_threshold(sigma.dtype)
-    safe_trace = torch.where(alive, trace, torch.ones_like(trace))
-    sigma_n = sigma / safe_trace
-    identity = torch.eye(sigma.shape[-1], dtype=sigma.dtype, device=sigma.device).expand_as(sigma)
-    p, q = identity, sigma_n
-    for step in range(num_iters):
-        r = 1.5 * identity - 0.5 * q
-        p = p @ r if step else r
-        if step + 1 < num_iters:
-            q = q @ r @ r
-    return p * torch.where(alive, safe_trace.rsqrt(), torch.zeros_like(trace))
+    # the reciprocal root of infinity is 0, and so is its derivative
+    root = trace.masked_fill(trace <= zero_variance_threshold(sigma.dtype), torch.inf).rsqrt()
+    return root * root, root
+
+
+def _iterate(s: _Matrix, num_iters: int) -> _Matrix:
+    """Return P after ``num_iters`` steps."""
+    p, q = None, s
+    for remaining in range(num_iters, 0, -2):
+        factor, identity_factor = (_two_steps if remaining > 1 else _one_step)(q)
+        if remaining > 2:
+            q = _product(q, _square(factor, 1, factor, 2 * identity_factor), q, identity_factor**2)
+        p = _add_identity(factor, identity_factor) if p is None else _product(p, factor, p, identity_factor)
+    return _add_identity(_scaled(s, 0), 1) if p is None else p
+
+
+def _one_step(q: _Matrix) -> tuple[_Matrix, float]:
+    """Return (M, c), where M + c I is the factor R."""
+    return _scaled(q, -1 / 2), 3 / 2
+
+
+def _two_steps(q: _Matrix) -> tuple[_Matrix, float]:
+    """Return (F, c), where F + c I covers two steps."""
+    z = _square(q, 1 / 4, q, -9 / 8)
+    return _square(z, 1, _add(z, q, -23 / 72), 27 / 16), 9 / 4
+
+
+def _add_identity(a: _Matrix, factor: float) -> _Matrix:
+    """Return a + factor I."""
+    identity = torch.eye(a.value.shape[-1], dtype=a.value.dtype, device=a.value.device)
+    return _Matrix(torch.add(a.value, identity, alpha=factor), a.tangent)
+
+
+def _scaled(a: _Matrix, by: float) -> _Matrix:
+    return _Matrix(a.value * by, None if a.tangent is None else a.tangent * by)
+
+
+def _add(a: _Matrix, b: _Matrix, alpha: float) -> _Matrix:
+    """Return a + alpha b."""
+    value = torch.add(a.value, b.value, alpha=alpha)
+    if a.tangent is None or b.tangent is None:
+        return _Matrix(value, None)
+    return _Matrix(value, torch.add(a.tangent, b.tangent, alpha=alpha))
+
+
+def _product(a: _Matrix, b: _Matrix, c: _Matrix, beta: float) -> _Matrix:
+    """Return a b + beta c."""
+    value = _multiply_add(c.value, a.value, b.value, beta, 1)
+    if a.tangent is None or b.tangent is None or c.tangent is None:
+        return _Matrix(value, None)
+    return _Matrix(value, torch.baddbmm(c.tangent, a.value, b.tangent, beta=beta).baddbmm_(a.tangent, b.value))
+
+
+def _square(a: _Matrix, alpha: float, c: _Matrix, beta: float) -> _Matrix:
+    """Return alpha a^2 + beta c."""
+    value = _multiply_add(c.value, a.value, a.value, beta, alpha)
+    if a.tangent is None or c.tangent is None:
+        return _Matrix(value, None)
+    half = torch.baddbmm(c.tangent, a.value, a.tangent, beta=beta / 2, alpha=alpha)
+    return _Matrix(value, half + half.mT)
+
+
+def _multiply_add(c: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
+    """Return beta c + alpha a b."""
+    if torch.jit.is_tracing():  # type: ignore[attr-defined]
+        return beta * c + alpha * (a @ b)  # fvcore does not count baddbmm
+    return torch.baddbmm(c, a, b, beta=beta, alpha=alpha)
