@@ -41,7 +41,7 @@ def describe(device: torch.device, dtypes: Iterable[str], command: str) -> dict[
         "dtypes": " ".join(dtypes),
         "date": datetime.date.today().isoformat(),
         "device": device.type,
-        "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+        "machine": machine_name(device),
         "cores": str(os.cpu_count()),
         "threads": str(torch.get_num_threads()),
         "system": f"{platform.system()} {platform.machine()}",
@@ -61,6 +61,11 @@ def describe(device: torch.device, dtypes: Iterable[str], command: str) -> dict[
         header["tf32"] = f"matmul {torch.backends.cuda.matmul.allow_tf32}, cudnn {torch.backends.cudnn.allow_tf32}"
     header |= {name: os.environ[name] for name in _VARIABLES if name in os.environ}
     return {name: value for name, value in header.items() if value}
+
+
+def machine_name(device: torch.device) -> str:
+    """Return the name of the processor or GPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
 def cpu_name() -> str:

@@ -10,6 +10,7 @@ import torch
 from gw_detectron.errors import ConfigError
 
 from .environment import describe
+from .load import busy_processes
 from .memory import memory_cells
 from .providers import GROUP_NORM_GROUPS, MODES, OPTIONAL, PRECISIONS, PROVIDERS, Case, layer_step, provider_step
 from .table import Row, Table
@@ -64,6 +65,7 @@ class LayerSettings:
         groups: g of the whitening layers, capped at C.
         iters: T of the whitening layers.
         batch_scale: multiplies N of every shape.
+        loaded: measure times a second time beside as many busy processes as torch has threads.
 
     Raises:
         ConfigError: a name is unknown, a number too small, a shape does not fit a provider, or nothing is measured.
@@ -79,6 +81,7 @@ class LayerSettings:
     groups: int = 64
     iters: int = 5
     batch_scale: int = 1
+    loaded: bool = False
 
     def __post_init__(self) -> None:
         check_names("--providers", self.providers, PROVIDERS)
@@ -178,6 +181,13 @@ def _measure_time(case: Case, settings: LayerSettings, label: str) -> list[Row]:
     built = {name: _try(name, partial(build, name)) for name in settings.providers_of(case)}
     steps = {name: step for name, step in built.items() if isinstance(step, Step)}
     times = time_alternating(steps, settings.repeats, case.device, label)
+    if settings.loaded:
+        with busy_processes(torch.get_num_threads()):
+            loaded = time_alternating(steps, settings.repeats, case.device, f"{label}, loaded")
+        for name, cells in loaded.items():
+            times[name]["loaded_ms"] = cells["median_ms"]
+            if "figure1" in loaded:
+                times[name]["loaded_to_figure1"] = cells["median_ms"] / loaded["figure1"]["median_ms"]
     medians = {name: cells["median_ms"] for name, cells in times.items()}
     rows: list[Row] = []
     for name, note in built.items():

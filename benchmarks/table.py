@@ -46,6 +46,7 @@ KINDS = {
         numbers=(
             *_TIMES,
             *("to_figure1", "to_group_norm", "to_batch_norm", "to_floor", "to_relu_apart"),
+            *("loaded_ms", "loaded_to_figure1"),
             *("saved_mib", "saved_to_group_norm", "peak_mib"),
         ),
         watched=("to_figure1", "to_floor", "saved_to_group_norm"),
@@ -129,6 +130,25 @@ def read_csv(path: str | os.PathLike[str]) -> Table:
             raise _unusable(path, f"row {number}: {error}") from None
         rows.append({**{column: cells[column] for column in (*columns.key, "note")}, **numbers})
     return Table(kind, header, rows)
+
+
+def find_csv(folder: Path, kind: str, machine: str) -> Path:
+    """Return the table of a folder that was measured on a machine of this name.
+
+    Raises:
+        MissingFileError: there is none.
+    """
+    machines = {}
+    for path in sorted(folder.glob("*.csv")):
+        table = read_csv(path)
+        if table.kind == kind:
+            machines[path.name] = table.header.get("machine", "")
+            if machines[path.name] == machine:
+                return path
+    raise MissingFileError(
+        f"--compare ({str(folder)!r}): no table of {kind!r} for {machine!r}, only for {machines}. "
+        "Fix: measure one with --output FILE, or give the table of another machine."
+    )
 
 
 def _unusable(path: str | os.PathLike[str], reason: str) -> DataError:

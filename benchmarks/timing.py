@@ -1,7 +1,6 @@
 """Time several steps side by side on a machine whose speed drifts."""
 
 import gc
-import random
 from collections.abc import Callable, Mapping
 from time import perf_counter
 from typing import NamedTuple
@@ -26,10 +25,10 @@ class Step(NamedTuple):
 def time_alternating(
     steps: Mapping[str, Step], repeats: int, device: torch.device, label: str = ""
 ) -> dict[str, dict[str, float]]:
-    """Time steps in rounds of random order.
+    """Time steps in alternating rounds.
 
-    Each round runs every step once. A drift of the machine affects all steps alike, and no step always follows the
-    same one, which would leave it a warm cache. The order is the same in every run of the benchmark.
+    Each round runs every step once. A drift of the machine affects all steps alike, and each step follows every other
+    equally often (see :func:`balanced_orders`), since some leave a warm cache to the next and others do not.
     On a GPU the time is the one between two CUDA events, after the cache is flushed. The host can run ahead, as in
     training.
 
@@ -45,8 +44,8 @@ def time_alternating(
         The cells of a table by name: repeats, and the 20 %, 50 % and 80 % quantiles in milliseconds.
     """
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device) if device.type == "cuda" else None
-    shuffled = random.Random(0)
-    order = [name for _ in range(repeats) for name in shuffled.sample(list(steps), len(steps))]
+    names, orders = list(steps), balanced_orders(len(steps))
+    order = [names[i] for round_number in range(repeats) for i in orders[round_number % len(orders)]]
     elapsed: dict[str, list[Callable[[], float]]] = {name: [] for name in steps}
     total = (WARM_UP + repeats) * len(steps)
     collecting = gc.isenabled()
@@ -73,6 +72,16 @@ def time_alternating(
         q20, median, q80 = np.quantile([time() for time in times], (0.2, 0.5, 0.8)).tolist()
         cells[name] = {"repeats": repeats, "median_ms": median, "q20_ms": q20, "q80_ms": q80}
     return cells
+
+
+def balanced_orders(n: int) -> list[list[int]]:
+    """Return orders of n steps in which each follows every other equally often.
+
+    Source: Williams, "Experimental designs balanced for the estimation of residual effects of treatments" (1949).
+    """
+    first = [(i + 1) // 2 if i % 2 else -i // 2 for i in range(n)]  # 0, 1, -1, 2, -2, ...
+    orders = [[(i + shift) % n for i in first] for shift in range(max(n, 1))]
+    return orders + [order[::-1] for order in orders] if n % 2 else orders
 
 
 def _time_cpu(step: Step) -> Callable[[], float]:

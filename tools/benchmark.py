@@ -18,14 +18,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # benchmarks/ is not part of the package
 from benchmarks import layer_benchmark, network_benchmark
 from benchmarks.comparison import TOLERANCE, compare
-from benchmarks.environment import select_device
+from benchmarks.environment import machine_name, select_device
 from benchmarks.layer_benchmark import MEMORY, LayerSettings
 from benchmarks.network_benchmark import MODELS, NetworkSettings
 from benchmarks.networks import Sizes
 from benchmarks.plot import plot
 from benchmarks.providers import MODES, OPTIONAL, PRECISIONS, PROVIDERS
 from benchmarks.summary import summary
-from benchmarks.table import read_csv, write_csv
+from benchmarks.table import find_csv, read_csv, write_csv
 from benchmarks.validation import output_paths
 from gw_detectron.cli import errors_reported
 
@@ -50,7 +50,8 @@ def get_parser() -> argparse.ArgumentParser:
         add("--device", metavar="cpu|cuda", help="default: cuda if there is one")
         add("--repeats", type=int, default=20, metavar="N", help="timed rounds, default: %(default)s")
         add("--output", type=Path, default=default, metavar="FILE", help="without suffix, default: %(default)s")
-        add("--compare", metavar="CSV", help="an earlier table of the same benchmark and device")
+        compare_help = "an earlier table, or a folder that has one of this machine; default: %(const)s"
+        add("--compare", type=Path, nargs="?", const=Path("docs", "benchmark"), metavar="CSV", help=compare_help)
         tolerance_help = "accepted growth of a ratio, as a fraction; default: %(default)s"
         add("--tolerance", type=float, default=TOLERANCE, metavar="FRACTION", help=tolerance_help)
     return parser
@@ -66,6 +67,7 @@ def _add_layer_flags(parser: argparse.ArgumentParser) -> None:
     add("--batch-scale", type=int, default=1, metavar="K", help="multiply the samples of each shape by K")
     add("--dtypes", nargs="+", default=["fp32"], metavar="DTYPE", help=dtypes)
     add("--modes", nargs="+", default=[*MODES, MEMORY], metavar="MODE", help="default: %(default)s")
+    add("--loaded", action="store_true", help="measure times again beside as many busy processes as torch has threads")
     add("--groups", type=int, default=64, metavar="g", help="of whitening, default: %(default)s")
     add("--iters", type=int, default=5, metavar="T", help="of whitening, default: %(default)s")
 
@@ -86,6 +88,7 @@ def layer_settings(args: argparse.Namespace) -> LayerSettings:
         args.groups,
         args.iters,
         args.batch_scale,
+        args.loaded,
     )
 
 
@@ -113,6 +116,8 @@ def model_settings(args: argparse.Namespace) -> NetworkSettings:
 def main(args: argparse.Namespace, command: str = "") -> bool:
     """Measure, print and write the table; return False if it is worse than the one to compare with."""
     settings = args.settings(args)
+    if args.compare is not None and args.compare.is_dir():
+        args.compare = find_csv(args.compare, args.kind, machine_name(settings.device))
     reference = None if args.compare is None else read_csv(args.compare)
     if reference is not None:  # fail before the measurement, not after
         compare(args.plan(settings), reference, args.tolerance)

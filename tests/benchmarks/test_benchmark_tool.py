@@ -65,7 +65,7 @@ def test_layer_writes_its_table_and_compares_it(layer, tmp_path, capsys):
         (["--shapes", "2x64x5x3"], "no ratio in common: the table has 1x64x5x3 fp32 memory ours"),
         (["--modes", "forward"], "no ratio in common"),
         (["--providers", "ours"], "no ratio in common: .*, this run has none"),
-        (["--compare", ""], r"--compare \(''\): file not found"),
+        (["--compare", "."], r"--compare \('.'\): no table of 'layer' for '.+', only for {}"),
         (["--compare", "nowhere.csv"], r"--compare \('nowhere.csv'\): file not found"),
         (["--groups", "32"], "settings of the table is 'groups=64 .*', of this run 'groups=32"),
         (["--output", "{tmp_path}/before"], r"before.csv'\): is the table to compare with"),

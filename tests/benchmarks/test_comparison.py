@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.comparison import compare
 from benchmarks.plot import plot
-from benchmarks.table import Table, read_csv, write_csv
+from benchmarks.table import Table, find_csv, read_csv, write_csv
 from gw_detectron.errors import UserError
 
 HEADER = {
@@ -144,11 +144,21 @@ def test_unusable_files_are_refused(tmp_path):
     refused(text.replace("1.5", "fast"), "row 1: could not convert string to float: 'fast'")
     for ratio in ("nan", "inf", "-1"):  # no run would be worse than these, or every run
         refused(text.replace("1.2", ratio), f"row 1: '{ratio}' is not a time, size or ratio")
-    refused("\n".join(lines)[: -len(lines[-1]) - 10], "row 3 does not have 17 cells")  # cut off
-    refused("\n".join([*lines, lines[-2] + ",1"]), "row 5 does not have 17 cells")
+    refused("\n".join(lines)[: -len(lines[-1]) - 10], "row 3 does not have 19 cells")  # cut off
+    refused("\n".join([*lines, lines[-2] + ",1"]), "row 5 does not have 19 cells")
     plot(table(), path)
     with pytest.raises(ValueError, match="no line '# benchmark: NAME'"):
         read_csv(path)
+
+
+def test_a_folder_gives_the_table_of_the_machine(tmp_path):
+    for name, machine in (("a", "one"), ("b", "two")):
+        write_csv(table(machine=machine), tmp_path / f"{name}.csv")
+    write_csv(model_table(), tmp_path / "c.csv")
+    assert find_csv(tmp_path, "layer", "two") == tmp_path / "b.csv"
+    assert find_csv(tmp_path, "model", HEADER["machine"]) == tmp_path / "c.csv"
+    with pytest.raises(FileNotFoundError, match=r"no table of 'layer' for 'three', only for {'a.csv': 'one', 'b.csv'"):
+        find_csv(tmp_path, "layer", "three")
 
 
 @pytest.mark.parametrize("measured", [table(), model_table()], ids=["layer", "model"])

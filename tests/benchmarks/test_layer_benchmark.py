@@ -1,6 +1,8 @@
 """Layer benchmark at tiny sizes: rows, ratios, refused settings."""
 
 import itertools
+import os
+import subprocess
 
 import pytest
 import torch
@@ -39,6 +41,17 @@ def test_ratios_of_times(table):
         for base in ("figure1", "group_norm", "batch_norm", "floor", "relu_apart"):
             other = medians[row["shape"], row["dtype"], row["mode"], base]
             assert row[f"to_{base}"] == pytest.approx(row["median_ms"] / other)
+
+
+def test_times_beside_busy_processes(table):
+    assert all("loaded_ms" not in row for row in table.rows)
+    settings = LayerSettings(CPU, SMALL[:1], (), providers=["ours", "figure1"], repeats=2, groups=16, loaded=True)
+    rows = {(row["mode"], row["provider"]): row for row in run_layer(settings).rows}
+    for mode in ("forward", "forward+backward"):
+        own, figure1 = rows[mode, "ours"], rows[mode, "figure1"]
+        assert own["loaded_to_figure1"] == pytest.approx(own["loaded_ms"] / figure1["loaded_ms"])
+    children = subprocess.run(["ps", "-o", "args=", "--ppid", str(os.getpid())], capture_output=True, text=True).stdout
+    assert "while True" not in children, "the busy processes end with the measurement"
 
 
 def test_memory(table):
