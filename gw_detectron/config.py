@@ -32,6 +32,9 @@ def add_gw_config(cfg: CfgNode) -> None:
         cfg: Detectron2's config.
     """
     defaults = (
+        # Compile the backbone, with FPN, by torch.compile. On the CPU that needs a C++ compiler.
+        # Default False. The paper has no compiler.
+        (cfg.MODEL, "COMPILE", False),
         # Norm at WHITEN_POSITIONS of the backbone: any norm name.
         # Default "GW" = "GW:groups=64,iters=5,eps=1e-5,solver=newton", the paper's setting.
         (cfg.MODEL.RESNETS, "WHITEN_NORM", "GW"),

@@ -2,8 +2,9 @@
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from contextlib import ExitStack
 
+import torch
 from detectron2.engine import HookBase
 from detectron2.utils.events import get_event_storage
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ class WhiteningStatsHook(HookBase):
             raise AnalysisError(f"--whitening-stats-period ({period}): not positive. Fix: give 1 iteration or more.")
         self.period = period
         self.samples = samples
-        self._handles: list[Any] = []
+        self._observing = ExitStack()
 
     def before_train(self) -> None:
         if not whitening_layers(self.trainer.model):
@@ -47,27 +48,26 @@ class WhiteningStatsHook(HookBase):
         model = self.trainer.model
         model = model.module if isinstance(model, DistributedDataParallel) else model
         calls: dict[str, list[dict[str, Tensor]]] = {}
+        self._observing.enter_context(torch.compiler.set_stance("force_eager"))  # compiled modules call no new hooks
         for name, layer in whitening_layers(model).items():
-            self._handles.append(layer.register_forward_hook(self._observer(name, model, calls)))
-        self._handles.append(model.register_forward_hook(lambda model, *_: self._finish(model, calls)))
+            self._observing.callback(layer.register_forward_hook(self._observer(name, model, calls)).remove)
+        self._observing.callback(model.register_forward_hook(lambda model, *_: self._finish(model, calls)).remove)
 
     def after_step(self) -> None:
-        self._stop()  # needed if this step did not run the model
+        self._observing.close()  # needed if this step did not run the model
+
+    def after_train(self) -> None:
+        self._observing.close()  # needed if the last step failed
 
     def _finish(self, model: nn.Module, calls: dict[str, list[dict[str, Tensor]]]) -> None:
         if not model.training:
             return
-        self._stop()  # other hooks may run the model again before this hook's after_step
+        self._observing.close()  # other hooks may run the model again before this hook's after_step
         storage = get_event_storage()
         for layer, observed in calls.items():
             for name, value in reduce_statistics(observed).items():
                 if value is not None:
                     storage.put_scalar(f"whitening/{layer}/{name}", value, smoothing_hint=False)
-
-    def _stop(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
 
     def _observer(self, name: str, model: nn.Module, calls: dict[str, list[dict[str, Tensor]]]) -> Callable[..., None]:
         def observe(layer: WhiteningLayer, args: tuple, output: Tensor) -> None:
@@ -76,7 +76,7 @@ class WhiteningStatsHook(HookBase):
             try:
                 calls.setdefault(name, []).append(checked_statistics(name, layer, args[0], output, self.samples))
             except FloatingPointError:
-                self._stop()  # the search for the cause runs the model again
+                self._observing.close()  # the search for the cause runs the model again
                 raise
 
         return observe

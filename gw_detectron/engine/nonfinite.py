@@ -41,7 +41,7 @@ class LossGuard:
             return
         # one synchronization with the device, where the heads have just caused several
         if not torch.isfinite(sum(losses.values(), torch.zeros(()))).all():
-            bad = ", ".join(f"{name}={float(loss):g}" for name, loss in losses.items() if not torch.isfinite(loss))
+            bad = ", ".join(f"{name}={loss.item():g}" for name, loss in losses.items() if not torch.isfinite(loss))
             raise FloatingPointError(f"the loss is not finite: {bad or 'the sum of all losses overflows'}")
 
     def image_sizes(self) -> str:
@@ -71,6 +71,7 @@ class LossGuard:
         with (
             contextlib.suppress(Exception),
             torch.no_grad(),
+            torch.compiler.set_stance("force_eager"),  # compiled modules do not call new hooks
             EventStorage(),
             torch.autocast(device, enabled=autocast),
         ):

@@ -174,6 +174,14 @@ class Trainer(DefaultTrainer):
         return report
 
     @classmethod
+    def build_model(cls, cfg: CfgNode) -> torch.nn.Module:
+        """Build the model; compile its backbone if ``MODEL.COMPILE``."""
+        model = super().build_model(cfg)
+        if cfg.MODEL.COMPILE:
+            model.backbone.compile()
+        return model
+
+    @classmethod
     def build_optimizer(cls, cfg: CfgNode, model: torch.nn.Module) -> torch.optim.Optimizer:
         return build_optimizer(cfg, model)
 

@@ -5,7 +5,7 @@ from detectron2.engine import DefaultTrainer
 from detectron2.utils import comm
 
 from ..checkpoint import StartWeights
-from .config_checks import check_device, check_schedule
+from .config_checks import check_compiler, check_device, check_schedule
 from .dataset_checks import check_datasets, wrong_evaluator
 from .findings import Findings, PreflightError
 from .model_checks import check_model
@@ -39,6 +39,7 @@ def preflight(
     if not (wrong or eval_only):
         cfg = DefaultTrainer.auto_scale_workers(cfg, comm.get_world_size())  # as the trainer does
     check_device(cfg, findings, eval_only=eval_only)
+    check_compiler(cfg, findings)
     if not eval_only and not any(problem.startswith("SOLVER.") for problem in wrong):
         check_schedule(cfg, findings)
     check_weights(cfg, start, findings, eval_only=eval_only, resume=resume)

@@ -1,5 +1,8 @@
 """Check device, batch size and learning rate schedule of a run."""
 
+import os
+import shutil
+
 import torch
 import torch.distributed as dist
 from detectron2.config import CfgNode
@@ -30,6 +33,16 @@ def check_device(cfg: CfgNode, findings: Findings, *, eval_only: bool) -> None:
     if cfg.SOLVER.AMP.ENABLED and (device == "cpu" or not has_gpu) and not eval_only:
         findings.problems.append(
             "SOLVER.AMP.ENABLED (True): mixed precision needs a GPU. Fix: set SOLVER.AMP.ENABLED False."
+        )
+
+
+def check_compiler(cfg: CfgNode, findings: Findings) -> None:
+    """Check that ``MODEL.COMPILE`` finds a compiler of the host's code."""
+    compilers = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++", "cl"]
+    if cfg.MODEL.COMPILE and not any(map(shutil.which, compilers)):
+        findings.problems.append(
+            f"MODEL.COMPILE (True): torch.compile finds no C++ compiler (of {', '.join(compilers)}). "
+            "Fix: install g++, or set MODEL.COMPILE False."
         )
 
 

@@ -24,7 +24,7 @@ _PREPROCESSING = {
 }
 _PREPROCESSING_KEYS = ("INPUT.FORMAT", "MODEL.PIXEL_MEAN", "MODEL.PIXEL_STD", "MODEL.RESNETS.STRIDE_IN_1X1")
 # MODEL keys that change no result of trained weights
-_HARMLESS_KEYS = ("MODEL.WEIGHTS", "MODEL.DEVICE", "MODEL.BACKBONE.FREEZE_AT")
+_HARMLESS_KEYS = ("MODEL.WEIGHTS", "MODEL.DEVICE", "MODEL.COMPILE", "MODEL.BACKBONE.FREEZE_AT")
 
 
 def check_weights(cfg: CfgNode, start: StartWeights, findings: Findings, *, eval_only: bool, resume: bool) -> None:

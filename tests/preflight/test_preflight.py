@@ -472,3 +472,10 @@ class TestData:
         metadata = MetadataCatalog.pop("tiny_coco")
         MetadataCatalog.get("tiny_coco").set(**{**metadata.as_dict(), "evaluator_type": "lvis"})
         assert "evaluator_type 'lvis'" in one(check())
+
+
+def test_a_missing_compiler_is_reported_before_the_run(check, monkeypatch):
+    assert not check(MODEL__COMPILE=True).problems
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert "MODEL.COMPILE (True)" in one(check(MODEL__COMPILE=True))
+    assert not check().problems

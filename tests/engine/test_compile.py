@@ -1,0 +1,69 @@
+"""``MODEL.COMPILE``: one graph, the losses of eager mode, and hooks that still see every module."""
+
+import pytest
+import torch
+
+from gw_detectron.analysis import WhiteningStatsHook
+from gw_detectron.engine import Trainer
+from gw_detectron.engine.nonfinite import LossGuard
+from gw_detectron.engine.train import setup
+from gw_detectron.model_zoo import get_config
+
+from ..tiny_run import arguments
+
+
+@pytest.mark.parametrize("train", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_4conv1fc_1x_GW.yaml",
+        "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_4conv1fc_1x_FrozenBN.yaml",
+    ],
+)
+def test_backbone_and_fpn_are_one_graph(name, train):
+    cfg = get_config(name)
+    cfg.MODEL.DEVICE, cfg.MODEL.COMPILE = "cpu", True
+    backbone = Trainer.build_model(cfg).backbone.train(train)
+    found = torch._dynamo.explain(backbone.forward)(torch.randn(1, 3, 64, 96))
+    assert (found.graph_count, found.graph_break_count) == (1, 0), found.break_reasons
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_dataset")
+def test_a_compiled_training_has_the_losses_of_eager_mode(tmp_path):
+    """The statistics of the whitening layers are still observed in every second iteration."""
+    losses = {}
+    for compiled in (False, True):
+        options = {"MODEL__COMPILE": compiled, "SOLVER__MAX_ITER": 4, "DATASETS__TEST": "()"}
+        trainer = Trainer(setup(arguments(tmp_path / str(compiled), **options)))
+        trainer.register_hooks([WhiteningStatsHook(2)])
+        trainer.train()
+        histories = trainer.storage.histories()
+        losses[compiled] = [value for value, _ in histories["total_loss"].values()]
+        observed = histories["whitening/backbone.bottom_up.stem.conv1.norm/condition_before"].values()
+        assert [iteration for _, iteration in observed] == [0, 2]
+    assert losses[True] == pytest.approx(losses[False], rel=1e-3)
+
+
+class Broken(torch.nn.Module):
+    def forward(self, x):
+        return x / 0
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+        self.backbone = torch.nn.Sequential(torch.nn.Identity(), Broken())
+
+    def forward(self, batch):
+        return {"loss": self.weight * self.backbone(batch[0]["image"]).sum()}
+
+
+def test_the_diagnosis_finds_a_module_inside_a_compiled_one():
+    model = Model()
+    model.backbone.compile(backend="eager")
+    guard, batch = LossGuard(model), [{"image": torch.ones(3, 8, 8), "file_name": "a.jpg"}]
+    with pytest.raises(FloatingPointError, match="loss=inf"):
+        model(batch)
+    assert "backbone.1 (Broken)" in guard.explain()
