@@ -1,7 +1,8 @@
-"""Benchmark of training iterations: whole networks as multiples of the network with BatchNorm."""
+"""Benchmark of whole networks, in training and inference, as multiples of the network with BatchNorm."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from gw_detectron.errors import ConfigError
 
 from .environment import describe
 from .memory import memory_cells
-from .networks import MINIMUM_PIXELS, Iteration, Sizes, Variant, classifier, detector
+from .networks import MINIMUM_PIXELS, Iteration, Sizes, Variant, backbone, classifier, detector
 from .providers import PRECISIONS
 from .table import Row, Table
 from .timing import time_alternating
@@ -25,13 +26,23 @@ _GW = {
 }
 _OTHERS = _BN | _GN | _BW | {"GW-S1-B2": _GW["GW-S1-B2"]}
 _MASK_RCNN = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_4conv1fc_1x_{}.yaml"
+_DETECTORS = {norm: Variant(config=_MASK_RCNN.format(norm)) for norm in ("FrozenBN", "GN", "GW")}
+_COMPILED = {f"{norm}-compiled": _DETECTORS[norm]._replace(runtime="compiled") for norm in ("FrozenBN", "GW")}
+_ONNX = {f"{norm}-ONNX": _DETECTORS[norm]._replace(runtime="onnx") for norm in ("FrozenBN", "GW")}
 #: the variants of every model; the others are divided by the first
 MODELS: dict[str, dict[str, Variant]] = {
     "R-50": _BN | _GN | _BW | _GW,
     "R-101": _OTHERS,
     "X-50-32x4d": _OTHERS,
     "X-101-32x8d": _OTHERS,
-    "mask_rcnn_R-50": {norm: Variant(config=_MASK_RCNN.format(norm)) for norm in ("FrozenBN", "GN", "GW")},
+    "mask_rcnn_R-50": _DETECTORS | _COMPILED,
+    "R-50-inference": _BN | _GN | {"GW-S1-B2": _GW["GW-S1-B2"]},
+    "R-50-FPN-inference": _DETECTORS | _COMPILED | _ONNX,
+}
+#: what runs of the others is a training iteration
+_INFERENCE: dict[str, Callable[..., Iteration]] = {
+    "R-50-inference": partial(classifier, "R-50", training=False),
+    "R-50-FPN-inference": backbone,
 }
 #: milliseconds of the paper, on V100 GPUs; BW is its BW_Sigma. Source: supplement, section 6.2, Tables 2 and 3
 PAPER: dict[str, dict[str, int]] = {
@@ -120,23 +131,24 @@ class NetworkSettings:
         return {"model": model, "variant": name, "dtype": self.dtype, "batch": str(batch), "image": image, "note": ""}
 
     def build(self, model: str, variant: Variant) -> Iteration:
-        """Build the training iteration of a variant."""
-        precision = PRECISIONS[self.dtype]
+        """Build the iteration of a variant."""
         torch.manual_seed(0)
-        if variant.config:
-            return detector(variant.config, self.sizes, precision, self.device)
-        return classifier(model, variant, self.sizes, precision, self.device)
+        build = _INFERENCE.get(model) or (detector if variant.config else partial(classifier, model))
+        return build(variant, self.sizes, PRECISIONS[self.dtype], self.device)
 
 
 def plan_networks(settings: NetworkSettings) -> Table:
     """Return the table that :func:`run_networks` will measure, with 1 for every ratio."""
     chosen = settings.chosen().items()
     keys = [settings.key(model, *named) for model, variants in chosen for named in variants.items()]
-    return Table("model", settings.header, [key | {"to_bn": 1.0, "saved_to_bn": 1.0} for key in keys])
+    saved = [{} if key["model"] in _INFERENCE else {"saved_to_bn": 1.0} for key in keys]
+    return Table(
+        "model", settings.header, [key | {"to_bn": 1.0} | ratio for key, ratio in zip(keys, saved, strict=True)]
+    )
 
 
 def run_networks(settings: NetworkSettings, command: str = "") -> Table:
-    """Measure training iterations of each model's variants side by side.
+    """Measure iterations of each model's variants side by side.
 
     Args:
         settings: what is measured.
@@ -152,13 +164,17 @@ def run_networks(settings: NetworkSettings, command: str = "") -> Table:
         steps = {name: iteration.step for name, iteration in built.items()}
         label = f"{number}/{len(settings.models)} {settings.dtype} {model}"
         times = time_alternating(steps, settings.repeats, settings.device, label)
-        memory = {name: memory_cells(it.forward, it.step, it.model, settings.device) for name, it in built.items()}
+        memory = {
+            name: {} if it.forward is None else memory_cells(it.forward, it.step, it.model, settings.device)
+            for name, it in built.items()
+        }
         first, paper = next(iter(built)), PAPER.get(model, {})
         for name, variant in variants.items():
             ratios = {
                 "to_bn": times[name]["median_ms"] / times[first]["median_ms"],
                 "paper_to_bn": paper[name] / paper["BN"] if name in paper else None,
-                "saved_to_bn": memory[name]["saved_mib"] / memory[first]["saved_mib"],
             }
+            if memory[name]:
+                ratios["saved_to_bn"] = memory[name]["saved_mib"] / memory[first]["saved_mib"]
             rows.append(settings.key(model, name, variant) | times[name] | memory[name] | ratios)
     return Table("model", describe(settings.device, [settings.dtype], command) | settings.header, rows)

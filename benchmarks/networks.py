@@ -1,10 +1,12 @@
-"""Training iterations of the networks in the paper's tables of running time, on random data.
+"""Iterations of the networks in the paper's tables of running time, in training and inference, on random data.
 
 The learning rate is zero: the optimizer does its work, the weights do not change, and all iterations are equal.
 """
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from detectron2.config import CfgNode, get_cfg
 from detectron2.layers import ShapeSpec
-from detectron2.modeling import ResNet, build_model
+from detectron2.modeling import ResNet
 from detectron2.solver import build_optimizer
 from detectron2.structures import Boxes, Instances, PolygonMasks
 from detectron2.utils.events import EventStorage
@@ -20,6 +22,8 @@ from torch import Tensor, nn
 
 from gw_detectron.checkpoint.architecture import Architecture
 from gw_detectron.config import add_gw_config
+from gw_detectron.engine import Trainer
+from gw_detectron.export import FORMATS, Normalization, export_backbone
 from gw_detectron.model_zoo import get_config
 from gw_detectron.modeling import build_gw_resnet_backbone
 
@@ -54,28 +58,35 @@ class Sizes:
 
 
 class Variant(NamedTuple):
-    """Norm names of a classifier, everywhere and at the positions; or the config of a detector."""
+    """Norm names of a classifier, everywhere and at the positions; or the config of a detector, and what runs it."""
 
     norm: str = ""
     whiten_norm: str = ""
     positions: str = ""
     config: str = ""
+    runtime: str = ""  # "", "compiled" or "onnx"
 
 
 class Iteration(NamedTuple):
-    """A training iteration, its model, and its forward pass for counting memory."""
+    """An iteration and its model. In training also the forward pass, for counting memory."""
 
     step: Step
     model: nn.Module
-    forward: Callable[[], Tensor]
+    forward: Callable[[], Tensor] | None = None
 
 
 def classifier(
-    architecture: str, variant: Variant, sizes: Sizes, precision: Precision, device: torch.device
+    architecture: str,
+    variant: Variant,
+    sizes: Sizes,
+    precision: Precision,
+    device: torch.device,
+    *,
+    training: bool = True,
 ) -> Iteration:
-    """Build an ImageNet training iteration of a ResNet or ResNeXt.
+    """Build an ImageNet iteration of a ResNet or ResNeXt.
 
-    The loss is cross entropy, the optimizer SGD with momentum and weight decay.
+    In training the loss is cross entropy, the optimizer SGD with momentum and weight decay.
 
     Args:
         architecture: such as ``R-50`` or ``X-101-32x8d``.
@@ -83,6 +94,7 @@ def classifier(
         sizes: of a batch.
         precision: of the forward pass.
         device: where.
+        training: False for the forward pass in evaluation mode.
 
     Source: Group Whitening, section 5.1.1, with another batch size than 256.
     """
@@ -93,14 +105,16 @@ def classifier(
     options = cfg.MODEL.RESNETS
     options.DEPTH, options.NUM_GROUPS, options.WIDTH_PER_GROUP = network.depth, network.groups, network.width
     options.RES2_OUT_CHANNELS, options.STRIDE_IN_1X1 = network.res2_channels, False
-    options.NORM, options.WHITEN_NORM, options.WHITEN_POSITIONS, _ = variant
+    options.NORM, options.WHITEN_NORM, options.WHITEN_POSITIONS = variant.norm, variant.whiten_norm, variant.positions
     options.OUT_FEATURES = ["res5"]
     backbone = build_gw_resnet_backbone(cfg, ShapeSpec(channels=3))
     stages = [list(stage) for stage in backbone.stages]
-    model = ResNet(backbone.stem, stages, num_classes=CLASSES).to(device).train()
+    model = ResNet(backbone.stem, stages, num_classes=CLASSES).to(device).train(training)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9, weight_decay=1e-4)
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(sizes.batch_size, 3, sizes.image_size, sizes.image_size, generator=generator).to(device)
+    if not training:
+        return _inference(model, images, precision)
     labels = torch.randint(CLASSES, (sizes.batch_size,), generator=generator).to(device)
 
     def forward() -> Tensor:
@@ -110,22 +124,21 @@ def classifier(
     return Iteration(_training_step(forward, optimizer, precision, device), model, forward)
 
 
-def detector(config: str, sizes: Sizes, precision: Precision, device: torch.device) -> Iteration:
+def detector(variant: Variant, sizes: Sizes, precision: Precision, device: torch.device) -> Iteration:
     """Build a training iteration of a detector from random weights, with the optimizer of its config.
 
     Each image has as many objects as the heads take positive regions, and their boxes are among the proposals. The
     heads therefore always have their full number of regions.
 
     Args:
-        config: a name of :func:`gw_detectron.model_zoo.list_configs`.
+        variant: its config, a name of :func:`gw_detectron.model_zoo.list_configs`, and its runtime.
         sizes: of a batch.
         precision: of the forward pass.
         device: where.
     """
-    cfg = get_config(config)
-    cfg.MODEL.DEVICE = str(device)
+    cfg = _config(variant, device)
     cfg.SOLVER.BASE_LR = 0.0
-    model = build_model(cfg).train()
+    model = Trainer.build_model(cfg).train()
     optimizer = build_optimizer(cfg, model)
     batch = random_batch(cfg, sizes)
 
@@ -135,6 +148,47 @@ def detector(config: str, sizes: Sizes, precision: Precision, device: torch.devi
             return sum(model(batch).values())
 
     return Iteration(_training_step(forward, optimizer, precision, device), model, forward)
+
+
+def backbone(variant: Variant, sizes: Sizes, precision: Precision, device: torch.device) -> Iteration:
+    """Build the forward pass of a detector's backbone and FPN in evaluation mode.
+
+    Args:
+        variant: the config of the detector, and the runtime.
+        sizes: of a batch.
+        precision: of the forward pass; ONNX Runtime uses float32.
+        device: where; ONNX Runtime uses the CPU.
+    """
+    cfg = _config(variant, device)
+    model = Trainer.build_model(cfg).backbone.eval()
+    stride = model.size_divisibility
+    height, width = (-(-side // stride) * stride for side in sizes.detector_sides)
+    images = torch.randn(sizes.detector_batch, 3, height, width, generator=torch.Generator().manual_seed(0))
+    if variant.runtime != "onnx":
+        return _inference(model, images.to(device), precision)
+    with tempfile.TemporaryDirectory() as folder:
+        export_backbone(model, folder, Normalization.from_config(cfg), file_format="onnx")
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        session = onnxruntime.InferenceSession(Path(folder, FORMATS["onnx"][0]).read_bytes(), options)
+    return Iteration(Step(lambda: session.run(None, {"images": images.numpy()})), model)
+
+
+def _config(variant: Variant, device: torch.device) -> CfgNode:
+    cfg = get_config(variant.config)
+    cfg.MODEL.DEVICE, cfg.MODEL.COMPILE = str(device), variant.runtime == "compiled"
+    return cfg
+
+
+def _inference(model: nn.Module, images: Tensor, precision: Precision) -> Iteration:
+    @torch.no_grad()
+    def run() -> Any:
+        with precision.context(images.device):
+            return model(images)
+
+    return Iteration(Step(run), model)
 
 
 def random_batch(cfg: CfgNode, sizes: Sizes) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from benchmarks.network_benchmark import (
     plan_networks,
     run_networks,
 )
-from benchmarks.networks import Sizes, Variant, classifier, detector, random_batch
+from benchmarks.networks import Sizes, Variant, backbone, classifier, detector, random_batch
 from benchmarks.providers import PRECISIONS
 from gw_detectron.errors import UserError
 from gw_detectron.layers import GroupWhitening2d
@@ -37,9 +37,9 @@ def test_models_variants_and_the_papers_ratios():
     assert ratios["BW-S1-B2"] == "31.3%" and ratios["GW-ALL"] == "90.0%"
     assert all(set(times) <= set(MODELS[model]) for model, times in PAPER.items())
     configs = [variant.config for variants in MODELS.values() for variant in variants.values() if variant.config]
-    assert len(configs) == 3 and set(configs) <= set(list_configs())
+    assert set(configs) <= set(list_configs())
     assert models_with(["GW-ALL"]) == ["R-50"]
-    assert models_with(["GW-ALL", "FrozenBN"]) == ["R-50", "mask_rcnn_R-50"]
+    assert models_with(["GW-ALL", "FrozenBN"]) == ["R-50", "mask_rcnn_R-50", "R-50-FPN-inference"]
     assert models_with(None) == list(MODELS)
     assert {"BN", "GN", "BW-S1-B2", "GW-S1-B2", "GW-ALL", "FrozenBN", "GW"} <= set(all_variants())
 
@@ -67,8 +67,29 @@ def test_each_model_is_divided_by_its_first_variant(monkeypatch):
         assert all((name in planned) == (name in measured) for name in plan.columns.watched)
 
 
+def test_inference_by_torch_and_by_onnx_runtime(monkeypatch):
+    variants = {
+        "torch": Variant(config=DEMO.format("GW")),
+        "ONNX": Variant(config=DEMO.format("GW"), runtime="onnx"),
+    }
+    monkeypatch.setattr(network_benchmark, "MODELS", {"small": variants})
+    monkeypatch.setattr(network_benchmark, "_INFERENCE", {"small": backbone})
+    settings = NetworkSettings(CPU, ["small"], None, "fp32", SIZES, repeats=1)
+    rows = run_networks(settings).rows
+    assert [row["variant"] for row in rows] == ["torch", "ONNX"]
+    assert all(row["to_bn"] > 0 and "saved_mib" not in row for row in rows)
+    by_torch = [settings.build("small", variant).step.run() for variant in variants.values()]
+    for expected, found in zip(by_torch[0].values(), by_torch[1], strict=True):
+        assert torch.allclose(expected, torch.from_numpy(found), atol=1e-4)
+
+
+def test_inference_of_a_classifier_has_no_graph():
+    logits = classifier("R-18", Variant("BN"), SIZES, PRECISIONS["fp32"], CPU, training=False).step.run()["linear"]
+    assert logits.shape == (2, 1000) and not logits.requires_grad
+
+
 def test_all_iterations_of_a_detector_are_equal():
-    built = detector(DEMO.format("GW"), SIZES, PRECISIONS["fp32"], CPU)
+    built = detector(Variant(config=DEMO.format("GW")), SIZES, PRECISIONS["fp32"], CPU)
     regions = []
     built.model.roi_heads.mask_head.register_forward_pre_hook(lambda module, args: regions.append(len(args[0])))
     before = {name: value.clone() for name, value in built.model.named_parameters()}
@@ -108,7 +129,7 @@ def test_the_smallest_sizes_can_be_trained():
     NetworkSettings(CPU, sizes=sizes)
     for iteration in (
         classifier("R-18", Variant("BN", "GW", "ALL"), sizes, PRECISIONS["fp32"], CPU),
-        detector(DEMO.format("GW"), sizes, PRECISIONS["fp32"], CPU),
+        detector(Variant(config=DEMO.format("GW")), sizes, PRECISIONS["fp32"], CPU),
     ):
         iteration.step.run()
         assert iteration.forward().isfinite()
