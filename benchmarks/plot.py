@@ -79,7 +79,7 @@ def _plot_models(table: Table) -> Figure:
     names = [f"{row['model']} {row['variant']}, {row['dtype']}, {row['batch']} of {row['image']}" for row in rows]
     axes.set_yticks(range(len(rows)), names, fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlabel("time of a training iteration, BN (detector: FrozenBN) = 1")
+    axes.set_xlabel("time of an iteration, BN (detector: FrozenBN) = 1")
     axes.legend(fontsize=8)
     axes.grid(axis="x", alpha=0.3)
     return figure
