@@ -9,7 +9,7 @@ from gw_detectron.engine.nonfinite import LossGuard
 from gw_detectron.engine.train import setup
 from gw_detectron.model_zoo import get_config
 
-from ..tiny_run import arguments
+from .tiny_run import arguments
 
 
 @pytest.mark.parametrize("train", [True, False], ids=["training", "inference"])
