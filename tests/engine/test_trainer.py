@@ -163,7 +163,8 @@ def test_resume_restores_the_optimizer(tmp_path):
 
 
 def test_a_checkpoint_with_another_optimizer_is_explained(tmp_path):
-    trainer_for(tmp_path).checkpointer.save("model_0000001")
+    first = trainer_for(tmp_path)  # the checkpointer holds it by a weak reference
+    first.checkpointer.save("model_0000001")
     content = torch.load(tmp_path / "model_0000001.pth", weights_only=True)
     content["trainer"]["_trainer"]["optimizer"]["param_groups"].pop()
     torch.save(content, tmp_path / "model_0000001.pth")
