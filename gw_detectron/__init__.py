@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from .layers import BatchWhitening2d, GroupWhitening2d
+from .norms import convert_norms, norm_spec, norm_table, resolve_norm
 from .requirements import (
     FUNCTIONS,
     MODULES,
@@ -19,16 +20,23 @@ from .requirements import (
 )
 from .version import __version__
 
-__all__ = ["BatchWhitening2d", "GroupWhitening2d", "__version__"]
+__all__ = [
+    "BatchWhitening2d",
+    "GroupWhitening2d",
+    "__version__",
+    "convert_norms",
+    "norm_spec",
+    "norm_table",
+    "resolve_norm",
+]
 
 if has_detectron2():
     from . import modeling as _  # noqa: F401, registers the components
     from .checkpoint import register_weights
     from .config import add_gw_config
     from .data.synthetic import register_synthetic
-    from .modeling import norm_spec, norm_table, resolve_norm
 
-    __all__ += ["add_gw_config", "norm_spec", "norm_table", "resolve_norm"]
+    __all__ += ["add_gw_config"]
 
     register_synthetic()
     register_weights()

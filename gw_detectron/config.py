@@ -24,7 +24,7 @@ _YAML_ERRORS = (*_MERGE_ERRORS, ArithmeticError, OSError, yaml.YAMLError)  # PyY
 def add_gw_config(cfg: CfgNode) -> None:
     """Add this package's config keys with their defaults.
 
-    A second call changes nothing. :mod:`gw_detectron.modeling.norm` describes norm names. Detectron2's own keys
+    A second call changes nothing. :mod:`gw_detectron.norms.names` describes norm names. Detectron2's own keys
     ``MODEL.RESNETS.NORM``, ``MODEL.FPN.NORM``, ``MODEL.ROI_BOX_HEAD.NORM`` and ``MODEL.ROI_MASK_HEAD.NORM`` take the
     same names.
 

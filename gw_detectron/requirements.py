@@ -7,7 +7,7 @@ from typing import Any
 from .errors import UserError
 
 #: names of ``gw_detectron`` that need Detectron2: functions, then modules
-FUNCTIONS = ("add_gw_config", "norm_spec", "norm_table", "resolve_norm")
+FUNCTIONS = ("add_gw_config",)
 MODULES = (
     "analysis",
     "checkpoint",

@@ -17,6 +17,7 @@ ROOMS = (
     {"needs_detectron2"},
     {"ops"},
     {"layers"},
+    {"norms"},
     {"config", "cli"},
     {"modeling", "data", "env"},
     {"checkpoint"},

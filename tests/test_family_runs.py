@@ -11,8 +11,8 @@ from detectron2.checkpoint import DetectionCheckpointer
 from gw_detectron.checkpoint import load_checkpoint, open_checkpoint
 from gw_detectron.engine import Trainer, setup
 from gw_detectron.layers import BatchWhitening2d
-from gw_detectron.modeling import norm_spec, resolve_norm
-from gw_detectron.modeling.norm_table import norm_rows
+from gw_detectron.norms import norm_spec, resolve_norm
+from gw_detectron.norms.norm_table import norm_rows
 
 from .tiny_run import OPTS, ROOT, arguments
 

@@ -71,10 +71,20 @@ assert torch.equal(group_whiten(x, 8), GroupWhitening2d(16, 8)(x))
 assert torch.equal(group_whiten(x, 8, relu=True), GroupWhitening2d(16, 8)(x, relu=True))
 assert torch.equal(batch_whiten(x, 8, solver=Solver("zca")), BatchWhitening2d(16, 8, "zca")(x))
 
+from gw_detectron import convert_norms, norm_spec, resolve_norm
+model = torch.nn.Sequential(torch.nn.Conv2d(3, 16, 3), torch.nn.BatchNorm2d(16), torch.nn.BatchNorm2d(16))
+assert "2 of 2 norm layers converted" in str(convert_norms(model, {"1": "GW:groups=8", "2": "GN:groups=4"}))
+assert model(torch.randn(2, 3, 9, 7)).isfinite().all()
+assert norm_spec(model[1]) == "GW:groups=8,iters=5,eps=1e-05,solver=newton" and resolve_norm("BN") == "BN"
+try:
+    resolve_norm("FrozenBN")
+except ValueError as error:
+    assert "Fix: use one of ['BN', 'BW', 'FrozenBW', 'GN', 'GW', 'SyncBN']" in str(error), error
+
 import gw_detectron
-for name in ("no_such_name", "norm_spec", "model_zoo"):
+for name in ("no_such_name", "add_gw_config", "model_zoo"):
     assert not hasattr(gw_detectron, name) and getattr(gw_detectron, name, 3) == 3
-statements = ("from gw_detectron import add_gw_config", "gw_detectron.norm_table", "import gw_detectron.modeling",
+statements = ("from gw_detectron import add_gw_config", "gw_detectron.add_gw_config", "import gw_detectron.modeling",
               "from gw_detectron import model_zoo", "import gw_detectron.engine.trainer", "gw_detectron.engine")
 for statement in statements:
     try:
@@ -87,7 +97,7 @@ assert {"detectron2", "torchvision"} <= hidden
 """
     done = run(TORCH_ALONE + code)
     assert done.returncode == 0, done.stderr
-    names = ("add_gw_config", "norm_table", "modeling", "model_zoo", "engine", "engine")
+    names = ("add_gw_config", "add_gw_config", "modeling", "model_zoo", "engine", "engine")
     lines = done.stdout.splitlines()
     assert len(lines) == len(names)
     for name, line in zip(names, lines, strict=True):
@@ -106,6 +116,6 @@ def test_an_error_inside_detectron2_is_raised(tmp_path):
 
 
 def test_every_module_is_either_standalone_or_asks_for_detectron2():
-    standalone = {"atomic", "cli", "errors", "layers", "needs_detectron2", "ops", "requirements", "version"}
+    standalone = {"atomic", "cli", "errors", "layers", "needs_detectron2", "norms", "ops", "requirements", "version"}
     modules = {module.name for module in pkgutil.iter_modules(gw_detectron.__path__)}
     assert modules == standalone | set(MODULES)

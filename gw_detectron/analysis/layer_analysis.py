@@ -20,7 +20,8 @@ from ..checkpoint import LoadReport, PartialLoadError, load_checkpoint, open_che
 from ..data.images import evaluation_input, image_files, read_image
 from ..data.synthetic import SyntheticConfig, draw_scene
 from ..errors import summarize_names
-from ..modeling import build_checked_model, norm_spec
+from ..modeling import build_checked_model
+from ..norms import norm_spec
 from ..ops.solvers import NonFiniteCovarianceError
 from .result import AnalysisError, AnalysisResult, findings_of, short_name
 from .whitening_statistics import WhiteningLayer, checked_statistics, reduce_statistics, whitening_layers

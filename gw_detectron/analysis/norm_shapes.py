@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..layers import BatchWhitening2d, FrozenBatchWhitening2d, GroupWhitening2d
 from ..modeling.build import build_checked_model
-from ..modeling.norm_table import NormRow, is_synchronized, norm_rows
+from ..norms.norm_table import NormRow, is_synchronized, norm_rows
 from ..ops.solvers.newton import count_products
 from .feasibility import Constraints, batch_constraints, group_constraints
 from .result import AnalysisError

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from ..errors import UserError, summarize_names
-from ..modeling import add_pool_norm, resolve_norm
-from ..modeling.resnet import NUM_BLOCKS_PER_STAGE, whitened_convs
+from ..modeling import add_pool_norm
+from ..modeling.resnet import NUM_BLOCKS_PER_STAGE
+from ..norms import resolve_norm, whitened_convs
 
 _STAGES = {"layer1": "res2", "layer2": "res3", "layer3": "res4", "layer4": "res5"}  # torchvision -> Detectron2
 _FIRST_NAMES = {"conv1": "stem.conv1", "bn1": "stem.conv1.norm", "fc": "linear", **_STAGES}

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from ..errors import summarize_names
 from ..layers import RUNNING, GroupWhitening2d
-from ..modeling import norm_spec, resolve_norm
-from ..modeling.norm_table import evaluation_spec
-from ..modeling.resnet import POSITIONS
+from ..norms import POSITIONS, norm_spec, resolve_norm
+from ..norms.norm_table import evaluation_spec
 from .architecture import POOL_NORM, Architecture, Module, Norms, WeightsError, norms_at
 from .provenance import TORCHVISION, Preprocessing, Provenance
 from .reading import Contents

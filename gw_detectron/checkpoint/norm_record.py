@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..modeling.norm_table import evaluation_spec, norm_rows
+from ..norms.norm_table import evaluation_spec, norm_rows
 from .architecture import Architecture, infer_architecture
 from .norm_inference import NORMS, norm_key
 from .provenance import Provenance

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from ..modeling import resolve_norm
+from ..norms import resolve_norm
 from ..version import __version__
 from .architecture import Architecture, Norms, WeightsError
 

@@ -19,7 +19,7 @@ from ..analysis import WhiteningStatsHook
 from ..checkpoint import PartialLoadError, StartWeights, load_checkpoint, open_start_weights
 from ..config import read_config
 from ..errors import ConfigError, FileAccessError
-from ..modeling.norm_table import norm_summary
+from ..norms.norm_table import norm_summary
 from ..preflight import Findings, preflight
 from .launch import in_all_processes
 from .output_lock import lock_output, output_unlocked_at_end

@@ -7,7 +7,7 @@ from typing import Any
 
 from detectron2.modeling import FPN, Backbone
 
-from ..modeling.norm_table import norm_rows
+from ..norms.norm_table import norm_rows
 from .atomic_folder import atomic_folder
 from .feature_extractor import FeatureExtractor, Normalization
 from .formats import write_onnx, write_pt2, write_torchscript

@@ -1,10 +1,9 @@
 """Detectron2 components with group whitening; importing this package registers them."""
 
+from ..norms import norm_spec, norm_table, resolve_norm, whitened_convs
 from .build import build_checked_model
 from .conv_norm_relu import ConvNormReLU
 from .fpn import build_gw_resnet_fpn_backbone, build_gw_retinanet_resnet_fpn_backbone
-from .norm import norm_spec, resolve_norm
-from .norm_table import norm_table
 from .resnet import (
     GWBasicBlock,
     GWBasicStem,
@@ -12,7 +11,6 @@ from .resnet import (
     GWDeformBottleneckBlock,
     add_pool_norm,
     build_gw_resnet_backbone,
-    whitened_convs,
 )
 from .roi_heads import GWFastRCNNConvFCHead, GWMaskRCNNConvUpsampleHead
 

@@ -6,7 +6,7 @@ from detectron2.modeling import BACKBONE_REGISTRY, FPN
 from detectron2.modeling.backbone.fpn import LastLevelMaxPool, LastLevelP6P7
 from torch import nn
 
-from .norm import resolve_norm
+from ..norms.names import resolve_norm
 from .resnet import build_gw_resnet_backbone
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from detectron2.config import CfgNode
 
 from ..config import default_config, get_value
-from .norm import DETECTRON2_NORMS
+from ..norms.names import DETECTRON2_NORMS
 
 #: every config key that holds a norm name
 NORM_KEYS = (

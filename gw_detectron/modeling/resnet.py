@@ -1,8 +1,4 @@
-"""ResNet and ResNeXt backbones with another norm at chosen positions.
-
-Positions have the paper's names (Group Whitening, section 5.1.1): ``S1`` is the stem; ``B1``, ``B2`` and ``B3`` are the
-first, second and third norm of every block; ``B12`` is the first two.
-"""
+"""ResNet and ResNeXt backbones with another norm at chosen positions, see :mod:`gw_detectron.norms.positions`."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -17,8 +13,8 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 from ..layers import FrozenBatchWhitening2d
+from ..norms import Norm, resolve_norm, whitened_convs
 from .conv_norm_relu import append_fusible_relu
-from .norm import Norm, resolve_norm
 
 NUM_BLOCKS_PER_STAGE = {
     18: (2, 2, 2, 2),
@@ -27,35 +23,6 @@ NUM_BLOCKS_PER_STAGE = {
     101: (3, 4, 23, 3),
     152: (3, 8, 36, 3),
 }
-
-_CONVS_BY_POSITION: dict[str, tuple[str, ...]] = {
-    "": (),
-    "S1": (),
-    "S1-B1": ("conv1",),
-    "S1-B2": ("conv2",),
-    "S1-B3": ("conv3",),
-    "S1-B12": ("conv1", "conv2"),
-    "ALL": ("conv1", "conv2", "conv3", "shortcut"),
-}
-POSITIONS = tuple(_CONVS_BY_POSITION)
-
-
-def whitened_convs(positions: str, *, bottleneck: bool = True) -> tuple[str, ...]:
-    """Return the convolutions of a residual block that get the whitening norm.
-
-    Args:
-        positions: one of ``"" S1 S1-B1 S1-B2 S1-B3 S1-B12 ALL``.
-        bottleneck: False for the two-convolution blocks of ResNet-18 and -34, which have no third norm.
-
-    Raises:
-        ConfigError: unknown positions, or ``S1-B3`` for a block of two convolutions.
-    """
-    key = f"MODEL.RESNETS.WHITEN_POSITIONS ({positions!r})"
-    if positions not in _CONVS_BY_POSITION:
-        raise ConfigError(f"{key}: unknown positions. Fix: use one of {list(POSITIONS)}.")
-    if positions == "S1-B3" and not bottleneck:
-        raise ConfigError(f"{key}: blocks of ResNet-18 and -34 have two norms, no third. Fix: use e.g. 'S1-B2'.")
-    return tuple(conv for conv in _CONVS_BY_POSITION[positions] if bottleneck or conv != "conv3")
 
 
 class _Component(CNNBlockBase):
@@ -158,7 +125,7 @@ def build_gw_resnet_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> ResNet:
     options = cfg.MODEL.RESNETS
     _check_options(options)
     bottleneck = options.DEPTH >= 50
-    convs = whitened_convs(options.WHITEN_POSITIONS, bottleneck=bottleneck)
+    convs = whitened_convs(options.WHITEN_POSITIONS, bottleneck=bottleneck, where="MODEL.RESNETS.WHITEN_POSITIONS")
     stem_channels = options.STEM_OUT_CHANNELS
     out_channels = [options.RES2_OUT_CHANNELS * 2**stage for stage in range(4)]
     bottleneck_channels = [options.NUM_GROUPS * options.WIDTH_PER_GROUP * 2**stage for stage in range(4)]

@@ -15,8 +15,8 @@ from detectron2.modeling.roi_heads import (
 )
 from torch import nn
 
+from ..norms.names import resolve_norm
 from .conv_norm_relu import append_fusible_relu
-from .norm import resolve_norm
 
 
 class _AnyNormHead(nn.Module):

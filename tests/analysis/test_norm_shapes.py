@@ -7,7 +7,7 @@ from detectron2.modeling import build_model
 from gw_detectron.analysis.feasibility import batch_constraints, group_constraints
 from gw_detectron.analysis.norm_shapes import norm_shapes
 from gw_detectron.model_zoo import get_config
-from gw_detectron.modeling import norm_spec
+from gw_detectron.norms import norm_spec
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ from gw_detectron.checkpoint.verify import verify
 from gw_detectron.checkpoint.weights_io import write_weights
 from gw_detectron.data.images import synthetic_images
 from gw_detectron.layers import BatchWhitening2d, GroupWhitening2d
-from gw_detectron.modeling import add_pool_norm, norm_spec
+from gw_detectron.modeling import add_pool_norm
+from gw_detectron.norms import norm_spec
 
 from .synthetic import authors_state, make_network, training_checkpoint
 

@@ -18,7 +18,8 @@ from torch import fx, nn
 from gw_detectron import norm_spec, resolve_norm
 from gw_detectron.layers import BatchWhitening2d, GroupWhitening2d
 from gw_detectron.modeling import ConvNormReLU, GWFastRCNNConvFCHead, GWMaskRCNNConvUpsampleHead
-from gw_detectron.modeling.resnet import GWBasicBlock, GWBasicStem, GWBottleneckBlock, whitened_convs
+from gw_detectron.modeling.resnet import GWBasicBlock, GWBasicStem, GWBottleneckBlock
+from gw_detectron.norms import whitened_convs
 
 from ..test_configs import tiny, tiny_batch
 

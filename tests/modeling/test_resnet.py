@@ -5,9 +5,10 @@ from detectron2.modeling import BACKBONE_REGISTRY
 from torch import nn
 
 from gw_detectron.layers import GroupWhitening2d
-from gw_detectron.modeling import build_gw_resnet_backbone, norm_spec, whitened_convs
-from gw_detectron.modeling.norm_table import norm_rows
+from gw_detectron.modeling import build_gw_resnet_backbone, whitened_convs
 from gw_detectron.modeling.resnet import GWDeformBottleneckBlock
+from gw_detectron.norms import norm_spec
+from gw_detectron.norms.norm_table import norm_rows
 
 RGB = ShapeSpec(channels=3)
 

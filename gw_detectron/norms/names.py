@@ -1,7 +1,7 @@
 """Parse and print norm names: ``NAME`` or ``NAME:key=value,key=value``.
 
 - ``"" BN SyncBN FrozenBN GN LN nnSyncBN naiveSyncBN`` and any other name that Detectron2's ``get_norm`` knows are
-  passed on to it.
+  passed on to it. Without Detectron2, ``"" BN SyncBN GN`` are torch's layers, and ``FrozenBN`` is torchvision's.
 - ``GN:groups=16,eps=1e-5`` is GroupNorm with another number of groups.
 - ``GW`` is ``GW:groups=64,iters=5,eps=1e-5,solver=newton``, Group Whitening with the published setting.
 - ``BW`` is ``BW:channels=64,iters=5,eps=1e-5,solver=newton,running=matrix,momentum=0.1,sync=false,rotation=none``,
@@ -17,17 +17,14 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import detectron2.layers.batch_norm
 import torch
-from detectron2.layers import FrozenBatchNorm2d, get_norm
-from detectron2.layers.batch_norm import NaiveSyncBatchNorm
 from torch import nn
 
 from ..errors import ConfigError
 from ..layers import BatchWhitening2d, FrozenBatchWhitening2d, GroupWhitening2d
 from ..ops.solvers import OPTION_SOLVER
-
-Norm = str | Callable[[int], nn.Module]
+from ..requirements import has_detectron2
+from .installed import CLASSES, Norm, get_norm
 
 #: Detectron2's norm names; older versions lack some of them
 DETECTRON2_NORMS = ("BN", "SyncBN", "FrozenBN", "GN", "LN", "nnSyncBN", "naiveSyncBN", "naiveSyncBN_N")
@@ -84,12 +81,7 @@ _LAYERS: dict[str, Any] = {
     "BW": BatchWhitening2d,
     "GW": GroupWhitening2d,
     "GN": nn.GroupNorm,
-    "naiveSyncBN": NaiveSyncBatchNorm,
-    "SyncBN": nn.SyncBatchNorm,
-    "BN": nn.BatchNorm2d,
-    "FrozenBN": FrozenBatchNorm2d,
-    # Detectron2's own channels-first class, absent from v0.5; torch's LayerNorm is another layer
-    "LN": getattr(detectron2.layers.batch_norm, "LayerNorm", ()),
+    **CLASSES,
 }
 
 
@@ -137,7 +129,9 @@ def _parse(spec: object) -> Norm:
         if colon and _detectron2_knows(name):
             raise ValueError(f"{name} takes no options. Fix: write {name!r}.")
         names = sorted({*filter(_detectron2_knows, DETECTRON2_NORMS), *_NORMS})
-        why = "unknown to the installed Detectron2" if name in DETECTRON2_NORMS else "unknown norm"
+        why = "unknown norm"
+        if name in DETECTRON2_NORMS:
+            why = "unknown to the installed Detectron2" if has_detectron2() else "needs Detectron2"
         raise ValueError(f"{why}. Fix: use one of {names}, or '' for no norm.")
     factory, options = _NORMS[name]
     arguments: dict[str, Any] = {}

@@ -3,11 +3,10 @@
 from collections import Counter
 from typing import NamedTuple
 
-from detectron2.layers.batch_norm import NaiveSyncBatchNorm
-from tabulate import tabulate
 from torch import nn
 
-from .norm import find_norm_spec
+from .installed import CLASSES
+from .names import find_norm_spec
 
 
 class NormRow(NamedTuple):
@@ -38,7 +37,8 @@ def norm_rows(model: nn.Module) -> list[NormRow]:
 
 def is_synchronized(layer: nn.Module) -> bool:
     """Tell whether a layer computes its batch statistics over all processes."""
-    return isinstance(layer, (nn.SyncBatchNorm, NaiveSyncBatchNorm)) or getattr(layer, "sync", False)
+    classes = (nn.SyncBatchNorm, CLASSES.get("naiveSyncBN", ()))
+    return isinstance(layer, classes) or getattr(layer, "sync", False)
 
 
 def norm_summary(model: nn.Module) -> str:
@@ -49,6 +49,8 @@ def norm_summary(model: nn.Module) -> str:
 
 def norm_table(model: nn.Module) -> str:
     """Format every normalization layer of a model as a text table."""
+    from tabulate import tabulate
+
     rows = [(*row[:-1], "yes" if row.frozen else "no") for row in norm_rows(model)]
     return tabulate(rows, headers=["layer", "norm", "channels", "groups", "parameters", "frozen"], missingval="-")
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gw_detectron.layers import SOLVERS, BatchWhitening2d, FrozenBatchWhitening2d, GroupWhitening2d
-from gw_detectron.modeling import norm
-from gw_detectron.modeling.norm import NormError, norm_spec, resolve_norm
+from gw_detectron.norms import names as norm
+from gw_detectron.norms.names import NormError, norm_spec, resolve_norm
 from gw_detectron.ops.solvers import DEFAULT_SOLVER, Solver
 
 

@@ -1,0 +1,22 @@
+"""Norms by name, for any model: parse, print, list, convert. Works with torch alone."""
+
+from .conversion import ConversionError, ConversionReport, convert_norms
+from .installed import Norm
+from .names import NormError, norm_spec, resolve_norm
+from .norm_table import norm_rows, norm_summary, norm_table
+from .positions import POSITIONS, whitened_convs
+
+__all__ = [
+    "POSITIONS",
+    "ConversionError",
+    "ConversionReport",
+    "Norm",
+    "NormError",
+    "convert_norms",
+    "norm_rows",
+    "norm_spec",
+    "norm_summary",
+    "norm_table",
+    "resolve_norm",
+    "whitened_convs",
+]

@@ -1,0 +1,98 @@
+"""Set scale and shift of norm layers so that their outputs have given means and variances."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Moments(NamedTuple):
+    """Mean and standard deviation of each channel of a layer's output, (C,) in float64."""
+
+    mean: Tensor
+    deviation: Tensor
+
+
+def moments(model: nn.Module, inputs: Iterable[Any], layers: Mapping[str, nn.Module]) -> dict[str, Moments]:
+    """Measure the outputs of layers in evaluation mode, before an activation inside of the layer.
+
+    Args:
+        model: the model that has the layers.
+        inputs: its inputs, one per call.
+        layers: the layers by name.
+
+    Returns:
+        The moments by name, in the order of the first calls. Layers that were not called are missing.
+    """
+    sums: dict[str, list[Tensor]] = {}
+
+    def add(name: str, output: Tensor) -> None:
+        columns = output.transpose(0, 1).flatten(1).double()
+        now = [torch.tensor(float(columns.shape[1])), columns.sum(1), columns.square().sum(1)]
+        sums[name] = [a + b for a, b in zip(sums[name], now, strict=True)] if name in sums else now
+
+    with _outputs(layers, add), _evaluation(model):
+        for value in inputs:
+            model(value)
+    found = {}
+    for name, (count, total, squares) in sums.items():
+        mean = total / count
+        found[name] = Moments(mean, (squares / count - mean.square()).clamp_min(0).sqrt())
+    return found
+
+
+def outputs(model: nn.Module, inputs: Iterable[Any], layer: nn.Module) -> list[Tensor]:
+    """Return the outputs of a layer in evaluation mode, one for each call."""
+    found: list[Tensor] = []
+    with _outputs({"": layer}, lambda _, output: found.append(output.clone())), _evaluation(model):
+        for value in inputs:
+            model(value)
+    return found
+
+
+def match_moments(
+    model: nn.Module, inputs: Sequence[Any], layers: Mapping[str, nn.Module], wanted: Mapping[str, Moments]
+) -> None:
+    """Set scale and shift of layers, in the order of ``wanted``, so that their outputs have its moments.
+
+    A layer changes the inputs of the later ones, so each costs a pass over the inputs. Signs of the scale stay.
+    """
+    for name, target in wanted.items():
+        weight, bias = getattr(layers[name], "weight", None), getattr(layers[name], "bias", None)
+        if weight is None or bias is None:
+            continue
+        sign = torch.where(weight.detach() < 0, -1.0, 1.0)
+        with torch.no_grad():
+            weight.fill_(1)
+            bias.fill_(0)
+        now = moments(model, inputs, {name: layers[name]})[name]
+        with torch.no_grad():
+            weight.copy_(sign * target.deviation / now.deviation.clamp_min(torch.finfo(torch.float32).tiny))
+            bias.copy_(target.mean - weight.double() * now.mean)
+
+
+@contextmanager
+def _outputs(layers: Mapping[str, nn.Module], use: Any) -> Iterator[None]:
+    with ExitStack() as stack:
+        for name, layer in layers.items():
+            activation = getattr(layer, "act", None)
+            if isinstance(activation, nn.Module):
+                hook = activation.register_forward_pre_hook(lambda _, args, name=name: use(name, args[0]))
+            else:
+                hook = layer.register_forward_hook(lambda _, __, output, name=name: use(name, output))
+            stack.callback(hook.remove)
+        yield
+
+
+@contextmanager
+def _evaluation(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training

@@ -1,0 +1,215 @@
+"""``convert_norms`` on models of torch, torchvision and Detectron2, against models built with the norm."""
+
+import copy
+import functools
+import io
+import warnings
+
+import pytest
+import torch
+import torchvision
+from detectron2.layers import FrozenBatchNorm2d
+from detectron2.modeling import build_model
+from torch import nn
+
+from gw_detectron import convert_norms
+from gw_detectron.layers import BatchWhitening2d, GroupWhitening2d
+from gw_detectron.model_zoo import get_config
+from gw_detectron.norms import ConversionError, NormError, norm_rows
+from gw_detectron.norms.calibrate import moments
+
+GW8 = "GW:groups=8,iters=5,eps=1e-05,solver=newton"
+
+
+def small(norm=nn.BatchNorm2d) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 16, 3), norm(16), nn.ReLU(), nn.Conv2d(16, 16, 3), norm(16))
+
+
+def trained(model: nn.Module) -> nn.Module:
+    """Give norms random parameters and statistics."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for row in norm_rows(model):
+            layer = model.get_submodule(row.layer)
+            for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+                if tensor.is_floating_point():
+                    tensor.copy_(torch.rand(tensor.shape, generator=generator) + (0.5 if "var" in name else 0.1))
+    return model
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+@pytest.mark.parametrize("how", ["patterns", "class", "positions"])
+def test_a_torchvision_network_equals_the_one_built_with_the_norm(name, how):
+    """All norms; their parameters are 1 and 0."""
+    torch.manual_seed(0)
+    model = getattr(torchvision.models, name)()
+    built = getattr(torchvision.models, name)(norm_layer=functools.partial(GroupWhitening2d, num_groups=8))
+    plan = {
+        "patterns": {"*": "GW:groups=8"},
+        "class": {nn.BatchNorm2d: "GW:groups=8"},
+        "positions": {"ALL": "GW:groups=8"},
+    }
+    report = convert_norms(model, plan[how])
+    assert {row.after for row in report.layers} == {GW8} and {row.before for row in report.layers} == {"BN"}
+    assert list(model.state_dict()) == list(built.state_dict())
+    built.load_state_dict(model.state_dict())
+    x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(model(x), built(x))
+
+
+@pytest.mark.parametrize(("positions", "count"), [("S1", 1), ("S1-B1", 17), ("S1-B2", 17), ("S1-B12", 33), ("ALL", 53)])
+def test_positions_are_those_of_the_configs(positions, count):
+    cfg = get_config("COCO-Detection/faster_rcnn_R_50_FPN_4conv1fc_1x_GW.yaml")
+    cfg.MODEL.DEVICE, cfg.MODEL.RESNETS.NORM = "cpu", "BN"
+    cfg.MODEL.BACKBONE.FREEZE_AT = 0
+    cfg.MODEL.RESNETS.WHITEN_POSITIONS = positions
+    built = build_model(cfg)
+    cfg.MODEL.RESNETS.WHITEN_POSITIONS = ""
+    model = build_model(cfg)
+    report = convert_norms(model, positions)
+    assert sum(row.after != row.before for row in report.layers) == count
+    assert norm_rows(model) == norm_rows(built)
+    assert list(model.state_dict()) == list(built.state_dict())
+
+
+def test_torchvisions_detector_has_the_positions_too():
+    model = torchvision.models.detection.fasterrcnn_resnet50_fpn(weights=None, weights_backbone=None)
+    report = convert_norms(model, {"S1-B2": "GW:groups=32", "*": "GN"})
+    after = [row.after.partition(":")[0] for row in report.layers]
+    assert after.count("GW") == 17 and after.count("GN") == 53 - 17
+    model.train()
+    target = {"boxes": torch.tensor([[8.0, 8.0, 40.0, 40.0]]), "labels": torch.tensor([1])}
+    losses = model([torch.rand(3, 64, 64)], [target])
+    assert all(loss.isfinite() for loss in losses.values())
+
+
+def test_what_a_layer_keeps():
+    model = trained(small()).double().eval()
+    model[1].weight.requires_grad_(False)
+    model[1].bias.requires_grad_(False)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.warns(UserWarning, match=r"2 layers \(1, ...\) were trained with batch statistics"):
+        convert_norms(model, {"*": "GW:groups=8"})
+    for name in ("1.weight", "1.bias", "4.weight", "4.bias"):
+        assert torch.equal(model.state_dict()[name], before[name])
+    assert not model[1].weight.requires_grad and not model[1].training and model[1].weight.dtype == torch.float64
+    assert model[4].weight.requires_grad
+
+
+@pytest.mark.parametrize("norm", ["SyncBN", "FrozenBN", "BN"])
+def test_running_statistics_stay_where_both_have_them(norm):
+    model = trained(small(FrozenBatchNorm2d if norm == "BN" else nn.BatchNorm2d)).eval()
+    x = torch.randn(2, 3, 12, 12)
+    expected = model(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        convert_norms(model, {"*": norm})
+    if norm != "SyncBN":  # torch's needs a GPU
+        assert torch.allclose(model(x), expected, atol=1e-6)
+    assert torch.equal(model[1].running_var, model.state_dict()["1.running_var"])
+    assert model[1].running_var.ne(1).all()
+    assert model[4].weight.requires_grad == (norm == "SyncBN")
+
+
+def test_a_shared_layer_stays_shared():
+    model = small()
+    model[4] = model[1]
+    convert_norms(model, {"1": "GN:groups=4"})
+    assert model[4] is model[1] and isinstance(model[1], nn.GroupNorm)
+
+
+def test_no_norm_and_no_affine():
+    model = small(functools.partial(nn.BatchNorm2d, affine=False))
+    convert_norms(model, {"1": "", "4": "BW:channels=8"})
+    assert isinstance(model[1], nn.Identity)
+    assert isinstance(model[4], BatchWhitening2d) and model[4].weight is None
+    assert model(torch.randn(2, 3, 12, 12)).isfinite().all()
+
+
+class BatchNormAct2d(nn.BatchNorm2d):
+    """As timm's."""
+
+    def __init__(self, channels):
+        super().__init__(channels)
+        self.drop, self.act = nn.Identity(), nn.SiLU()
+
+    def forward(self, x):
+        return self.act(self.drop(super().forward(x)))
+
+
+def test_an_activation_inside_a_norm_stays():
+    model = small(BatchNormAct2d)
+    names = [name for name in model.state_dict() if "running" not in name and "num_batches" not in name]
+    convert_norms(model, {"*": "GW:groups=8"})
+    assert list(model.state_dict()) == names
+    x = torch.randn(2, 16, 5, 5)
+    plain = GroupWhitening2d(16, 8)
+    assert torch.equal(model[1](x), nn.functional.silu(plain(x)))
+    for copied in (copy.deepcopy(model), _pickled(model)):
+        assert torch.equal(copied[1](x), model[1](x)) and isinstance(copied[1], GroupWhitening2d)
+    convert_norms(model, {"*": "GN:groups=4"})
+    assert torch.equal(model[1](x), nn.functional.silu(nn.GroupNorm(4, 16)(x)))
+
+
+def _pickled(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def test_calibration_gives_the_old_moments():
+    model = trained(small())
+    inputs = [torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    expected = moments(model, inputs, {"1": model[1], "4": model[4]})
+    report = convert_norms(model, {"*": "GW:groups=8"}, calibrate=iter(inputs))
+    found = moments(model, inputs, {"1": model[1], "4": model[4]})
+    for name, (mean, deviation) in expected.items():
+        assert torch.allclose(found[name].mean, mean, atol=1e-5)
+        assert torch.allclose(found[name].deviation, deviation, rtol=1e-4)
+    before, after = report.unlike
+    assert after < before and f"{after:.2f} instead of {before:.2f}" in str(report)
+    assert model.training
+
+
+def broken() -> nn.Module:
+    model = small()
+    model[4] = nn.Sequential(model[4], nn.Linear(1, 1))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "message"),
+    [
+        (small, {"nowhere.*": "GW"}, r"plan \('nowhere.\*'\): fits none of 2 norm layers. Fix: .*\['1', '4'\]"),
+        (small, {nn.GroupNorm: "GW"}, "fits none of 2 norm layers"),
+        (small, "S1-B2", "no norms named as in a ResNet"),
+        (torchvision.models.resnet18, "S1-B3", "blocks of ResNet-18 and -34 have two norms"),
+        (small, "S2", "fits none of 2 norm layers"),
+        (small, {"1": "BW", "4": "GX"}, r"convert_norms, 4 \('GX'\): unknown norm"),
+        (small, {"1": "BW", "4": "GN:groups=5"}, r"convert_norms, 4 \('GN:groups=5'\): .*divide"),
+        (small, {"1": "GW", "4": "BN"}, r"4 \('BN'\): has this norm already"),
+        (lambda: nn.Sequential(nn.LayerNorm(8)), {"0": "GW"}, "its channels are the last dimension"),
+        (lambda: nn.BatchNorm2d(8), {"*": "GW"}, "the model is a norm layer itself"),
+        (lambda: torch.jit.script(small()), {"*": "GW"}, r"is scripted. Fix: convert the model before"),
+        (lambda: nn.DataParallel(small()), {"*": "GW"}, "shares its parameters"),
+        (lambda: nn.Sequential(torch.ao.nn.quantized.ReLU6(), nn.BatchNorm2d(8)), {"*": "GW"}, "is quantized"),
+    ],
+)
+def test_bad_input_changes_nothing(model, plan, message):
+    made = model()
+    before = [type(module) for module in made.modules()]
+    with pytest.raises((ConversionError, NormError, ValueError), match=message):
+        convert_norms(made, plan)
+    assert [type(module) for module in made.modules()] == before
+
+
+def test_a_failed_calibration_changes_nothing():
+    model = broken()
+    before = list(model.modules())
+    with pytest.raises(RuntimeError):
+        convert_norms(model, {"*": "GN:groups=4"}, calibrate=[torch.randn(1, 3, 12, 12)])
+    with pytest.raises(ConversionError, match="no inputs"):
+        convert_norms(model, {"*": "GN:groups=4"}, calibrate=[])
+    assert list(model.modules()) == before
