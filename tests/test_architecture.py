@@ -18,7 +18,7 @@ ROOMS = (
     {"ops"},
     {"layers"},
     {"norms"},
-    {"config", "cli"},
+    {"config", "cli", "timm_models"},
     {"modeling", "data", "env"},
     {"checkpoint"},
     {"model_zoo"},

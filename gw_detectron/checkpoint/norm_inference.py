@@ -49,7 +49,8 @@ class Notes(NamedTuple):
         provenance: of converted weights.
         norms: norm name of each layer, by torchvision's or Detectron2's names.
         others: norm name of layers that ``norms`` does not list; "" if all must be listed.
-        whitening: norm name of the layers without batch statistics, from the flags of the authors' training script.
+        whitening: norm name of the layers without batch statistics, from the flags of the authors' training script or
+            of timm's.
         preprocessing: of the images.
     """
 
@@ -100,7 +101,8 @@ def read_notes(contents: Contents) -> Notes:
         restored = Provenance.from_dict(provenance)
         return Notes(restored, preprocessing=restored.preprocessing)
     others = "BN" if layout in ("torchvision", "timm") else ""
-    return Notes(None, norms, others, _authors_norm(values.get("cfg")), preprocessing)
+    whitening = _authors_norm(values.get("cfg")) or _timm_norm(values.get("args"))
+    return Notes(None, norms, others, whitening, preprocessing)
 
 
 def _recorded(norm: Any) -> str:
@@ -159,6 +161,15 @@ def _authors_norm(cfg: Any) -> str:
             "does. Fix: train with num_groups."
         )
     return specs.get(name, "")
+
+
+def _timm_norm(args: Any) -> str:
+    """Return the norm name of a model of :mod:`gw_detectron.timm_models`, from the flags of timm's training script."""
+    name, options = (getattr(args, key, None) for key in ("model", "model_kwargs"))
+    if not (isinstance(args, argparse.Namespace) and isinstance(name, str) and name.startswith("gw_res")):
+        return ""
+    norm = options.get("norm", "GW") if isinstance(options, Mapping) else "GW"
+    return norm if isinstance(norm, str) else ""
 
 
 def infer_norms(

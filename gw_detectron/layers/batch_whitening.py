@@ -55,6 +55,7 @@ class BatchWhitening2d(nn.Module):
         threshold: c of the solver ``"zca_max"``.
         corr: standardize the channels, then whiten their correlation matrix.
         rotation: ``"none"``, or ``"cayley"`` for a learnable rotation of each group before scale and shift.
+        device, dtype: of parameters and buffers, as in torch's own layers.
 
     Shape:
         Input (N, C, *spatial), with zero to three spatial dimensions. Output: the same shape, dtype and memory format.
@@ -86,6 +87,8 @@ class BatchWhitening2d(nn.Module):
         threshold: float = 0.01,
         corr: bool = False,
         rotation: str = "none",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         check_number("momentum", momentum, 0, 1, 0.1)
@@ -103,13 +106,14 @@ class BatchWhitening2d(nn.Module):
         self.sync = sync
         self.affine = affine
         self.rotation = rotation
-        self.weight = nn.Parameter(torch.ones(num_channels)) if affine else None
-        self.bias = nn.Parameter(torch.zeros(num_channels)) if affine else None
+        zeros = torch.zeros(num_channels, device=device, dtype=dtype)
+        self.weight = nn.Parameter(torch.ones_like(zeros)) if affine else None
+        self.bias = nn.Parameter(zeros.clone()) if affine else None
         width = self.channels_per_group
-        self.rotate = GroupRotation(num_channels, width) if rotation == "cayley" else None
-        groups = split(torch.zeros(num_channels), width)
-        identities = [torch.eye(group.shape[1]).expand(*group.shape, -1) for group in groups]
-        self.register_buffer("running_mean", torch.zeros(num_channels))
+        self.rotate = GroupRotation(num_channels, width).to(zeros) if rotation == "cayley" else None
+        groups = split(zeros, width)
+        identities = [torch.eye(group.shape[1]).to(zeros).expand(*group.shape, -1) for group in groups]
+        self.register_buffer("running_mean", zeros)
         self.register_buffer(f"running_{running}", join_matrices(identities, width))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -218,7 +222,7 @@ class FrozenBatchWhitening2d(BatchWhitening2d):
         if isinstance(module, BatchWhitening2d) and not isinstance(module, cls):
             # every other argument is an attribute of the same name
             solver = module.solver.layer_arguments()
-            names = inspect.signature(BatchWhitening2d).parameters.keys() - solver.keys()
+            names = inspect.signature(BatchWhitening2d).parameters.keys() - {*solver, "device", "dtype"}
             frozen = cls(**solver, **{name: getattr(module, name) for name in names})
             frozen.load_state_dict(module.state_dict(), assign=True)
             return frozen

@@ -35,6 +35,7 @@ class GroupWhitening2d(nn.Module):
             (exact), ...
         threshold: c of the solver ``"zca_max"``.
         corr: standardize the groups, then whiten their correlation matrix.
+        device, dtype: of scale and shift, as in torch's own layers.
 
     Shape:
         Input (N, C, *spatial), with zero to three spatial dimensions. Output: the same shape, dtype and memory format.
@@ -69,6 +70,8 @@ class GroupWhitening2d(nn.Module):
         *,
         threshold: float = 0.01,
         corr: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         check_integer("num_channels", num_channels, 1, 64)
@@ -77,8 +80,8 @@ class GroupWhitening2d(nn.Module):
         self.num_groups = effective_groups(num_channels, num_groups)
         self.solver = Solver(solver, num_iters, eps, threshold, corr)
         self.affine = affine
-        self.weight = nn.Parameter(torch.ones(num_channels)) if affine else None
-        self.bias = nn.Parameter(torch.zeros(num_channels)) if affine else None
+        self.weight = nn.Parameter(torch.ones(num_channels, device=device, dtype=dtype)) if affine else None
+        self.bias = nn.Parameter(torch.zeros(num_channels, device=device, dtype=dtype)) if affine else None
 
     def forward(self, x: Tensor, relu: bool = False) -> Tensor:
         """Whiten ``x``.

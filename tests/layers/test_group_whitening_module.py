@@ -1,6 +1,7 @@
 """GroupWhitening2d as a module: errors, checkpoints, copies, tracing, export, compilation, DDP."""
 
 import copy
+import functools
 import io
 import math
 import pickle
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gw_detectron.layers import BatchWhitening2d, GroupWhitening2d, Solver, group_whiten, use_path
+from gw_detectron.layers import BatchWhitening2d, FrozenBatchWhitening2d, GroupWhitening2d, Solver, group_whiten, use_path
 
 from ..ops.cases import build, correlated
 from ..ops.oracle import Setting
@@ -116,6 +117,17 @@ def test_its_relu_is_the_same_as_one_behind_it(solver, shape, memory_format, dty
     assert torch.equal(fused[0], apart[0])
     for one, other in zip(fused, apart, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    "layer", [GroupWhitening2d, functools.partial(BatchWhitening2d, channels_per_group=16, rotation="cayley")]
+)
+def test_it_is_made_on_a_device_with_a_dtype(layer, device):
+    made = layer(24, device=device, dtype=torch.float64)
+    frozen = FrozenBatchWhitening2d.convert(made)
+    for tensor in (*made.parameters(), *made.buffers(), *frozen.parameters(), *frozen.buffers()):
+        assert (tensor.device.type, tensor.dtype) == (device, torch.float64)
 
 
 def test_it_says_that_it_fuses_a_relu():

@@ -6,16 +6,18 @@ import io
 import warnings
 
 import pytest
+import timm
 import torch
 import torchvision
 from detectron2.layers import FrozenBatchNorm2d
 from detectron2.modeling import build_model
 from torch import nn
+from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 
 from gw_detectron import convert_norms
 from gw_detectron.layers import BatchWhitening2d, GroupWhitening2d
 from gw_detectron.model_zoo import get_config
-from gw_detectron.norms import ConversionError, NormError, norm_rows
+from gw_detectron.norms import ConversionError, NormError, norm_rows, resolve_norm
 from gw_detectron.norms.calibrate import moments
 
 GW8 = "GW:groups=8,iters=5,eps=1e-05,solver=newton"
@@ -73,15 +75,41 @@ def test_positions_are_those_of_the_configs(positions, count):
     assert list(model.state_dict()) == list(built.state_dict())
 
 
-def test_torchvisions_detector_has_the_positions_too():
-    model = torchvision.models.detection.fasterrcnn_resnet50_fpn(weights=None, weights_backbone=None)
+@pytest.mark.parametrize("name", ["fasterrcnn_resnet50_fpn", "maskrcnn_resnet50_fpn", "retinanet_resnet50_fpn"])
+def test_torchvisions_detectors_train_with_two_norms(name):
+    model = getattr(torchvision.models.detection, name)(weights=None, weights_backbone=None)
     report = convert_norms(model, {"S1-B2": "GW:groups=32", "*": "GN"})
     after = [row.after.partition(":")[0] for row in report.layers]
     assert after.count("GW") == 17 and after.count("GN") == 53 - 17
-    model.train()
     target = {"boxes": torch.tensor([[8.0, 8.0, 40.0, 40.0]]), "labels": torch.tensor([1])}
-    losses = model([torch.rand(3, 64, 64)], [target])
+    target["masks"] = torch.ones(1, 64, 64, dtype=torch.uint8)
+    losses = model.train()([torch.rand(3, 64, 64)], [target])
     assert all(loss.isfinite() for loss in losses.values())
+    sum(losses.values()).backward()
+    assert model.backbone.body.layer4[2].bn2.weight.grad.any()
+    assert "boxes" in model.eval()([torch.rand(3, 64, 64)])[0]
+
+
+def test_torchvisions_detection_backbone_takes_a_norm_name():
+    build = functools.partial(resnet_fpn_backbone, backbone_name="resnet18", weights=None, trainable_layers=5)
+    built = build(norm_layer=resolve_norm("GW:groups=8"))
+    model = build(norm_layer=nn.BatchNorm2d)
+    convert_norms(model, {"*": "GW:groups=8"})
+    built.load_state_dict(model.state_dict())
+    x = torch.randn(1, 3, 64, 64)
+    assert torch.equal(model(x)["pool"], built(x)["pool"])
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnext50_32x4d", "seresnet50", "densenet121"])
+def test_a_timm_network_equals_the_one_built_with_the_norm(name):
+    norm = "GN" if name == "densenet121" else "GW:groups=8"  # a layer with its activation takes timm's norms only
+    built = timm.create_model(name, norm_layer="groupnorm" if norm == "GN" else resolve_norm(norm), num_classes=3)
+    model = timm.create_model(name, num_classes=3)
+    convert_norms(model, {"*": norm})
+    assert model.state_dict().keys() == built.state_dict().keys()
+    built.load_state_dict(model.state_dict())
+    x = torch.randn(2, 3, 64, 64)
+    assert torch.equal(model(x), built(x))
 
 
 def test_what_a_layer_keeps():

@@ -1,0 +1,130 @@
+"""timm models with whitening: names, positions, weights in both directions, timm's scripts."""
+
+import argparse
+import subprocess
+import sys
+
+import pytest
+import timm
+import torch
+from detectron2.checkpoint import DetectionCheckpointer
+from detectron2.modeling import build_backbone
+from safetensors.torch import save_file
+from timm.utils import CheckpointSaver
+from torch import nn
+
+from gw_detectron import norm_table, timm_models  # noqa: F401, the import registers the models
+from gw_detectron.checkpoint.convert import to_torchvision
+from gw_detectron.checkpoint.weights_io import UnknownNormFileError, convert_file
+from gw_detectron.config import read_config
+from gw_detectron.errors import UserError
+from gw_detectron.layers import GroupWhitening2d
+
+
+def whitened(model: nn.Module) -> int:
+    return sum(isinstance(module, GroupWhitening2d) for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("gw_resnet18.s1_b2", 9),
+        ("gw_resnet50", 17),
+        ("gw_resnet50.s1", 1),
+        ("gw_resnet50.s1_b12", 33),
+        ("gw_resnet50.all", 53),
+        ("gw_resnext50_32x4d.s1_b3", 17),
+    ],
+)
+def test_the_tag_names_the_positions(name, count):
+    model = timm.create_model(name, num_classes=3)
+    assert whitened(model) == count
+    assert model.pretrained_cfg["architecture"] == name.partition(".")[0]
+    assert model(torch.randn(1, 3, 64, 64)).shape == (1, 3)
+
+
+def test_every_position_is_listed():
+    names = timm.list_models("gw_*", include_tags=True)
+    assert "gw_resnet50.s1_b3" in names and "gw_resnet18.s1_b3" not in names
+    assert len(names) == 4 * 6 + 2 * 5
+
+
+def test_features_another_norm_and_other_positions():
+    model = timm.create_model("gw_resnet18", positions="S1", norm="GW:groups=16", features_only=True)
+    assert [len(level[0]) for level in model(torch.randn(1, 3, 64, 64))] == [64, 64, 128, 256, 512]
+    assert whitened(model) == 1 and model.bn1.num_groups == 16
+
+
+def test_unknown_names():
+    with pytest.raises(RuntimeError, match="s1_b3"):
+        timm.create_model("gw_resnet18.s1_b3")
+    with pytest.raises(UserError, match="unknown norm"):
+        timm.create_model("gw_resnet18", norm="GX")
+    with pytest.raises(UserError, match="S9.*fits none"):
+        timm.create_model("gw_resnet18", positions="S9")
+
+
+def saved(folder, model: nn.Module, flags: dict):
+    """Write a checkpoint as timm's training script does."""
+    args = argparse.Namespace(**flags)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    CheckpointSaver(model, optimizer, args, checkpoint_dir=str(folder), recovery_dir=str(folder)).save_checkpoint(0, 1)
+    return folder / "last.pth.tar"
+
+
+def test_weights_go_to_detectron2_and_back(tmp_path):
+    """A timm checkpoint names its norms; the backbones compute the same features."""
+    model = timm.create_model("gw_resnet18.s1_b2", norm="GW:groups=16", num_classes=3).eval()
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if "bn" in name and tensor.is_floating_point():
+                tensor.copy_(torch.rand(tensor.shape) + 0.5)
+    path = saved(tmp_path, model, {"model": "gw_resnet18.s1_b2", "model_kwargs": {"norm": "GW:groups=16"}})
+    convert_file(path, tmp_path / "weights.pkl")
+    cfg = read_config(str(tmp_path / "weights.yaml"), ["MODEL.RESNETS.OUT_FEATURES", "['res5']"])
+    cfg.MODEL.BACKBONE.NAME = "build_gw_resnet_backbone"
+    backbone = build_backbone(cfg).eval()
+    DetectionCheckpointer(backbone).load(cfg.MODEL.WEIGHTS)
+    x = torch.randn(1, 3, 64, 64)
+    assert torch.allclose(backbone(x)["res5"], model.forward_features(x), atol=1e-4)
+
+    file = tmp_path / "timm.safetensors"
+    save_file(to_torchvision(backbone.state_dict()), file)
+    overlay = {"file": str(file)}
+    back = timm.create_model(
+        "gw_resnet18", norm="GW:groups=16", num_classes=0, pretrained=True, pretrained_cfg_overlay=overlay
+    ).eval()
+    assert torch.allclose(back.forward_features(x), model.forward_features(x), atol=1e-4)
+
+
+@pytest.mark.parametrize("flags", [{"model": "resnet18"}, {"model": 3, "model_kwargs": 5}, {}], ids=str)
+def test_a_checkpoint_of_another_model_names_no_norm(tmp_path, flags):
+    path = saved(tmp_path, timm.create_model("gw_resnet18", num_classes=3), {"model": "", **flags})
+    with pytest.raises(UnknownNormFileError, match="Fix: state it"):
+        convert_file(path, tmp_path / "weights.pkl")
+
+
+def test_a_script_of_timm_finds_the_models(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import sys, timm\nprint(timm.is_model('gw_resnet50'), __name__, sys.argv[1:])\n")
+    command = [sys.executable, "-m", "gw_detectron.timm_models"]
+    done = subprocess.run([*command, str(script), "--lr", "1"], capture_output=True, text=True, check=True)
+    assert done.stdout == "True __main__ ['--lr', '1']\n"
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "no script. Fix: python -m" in done.stderr
+
+
+NO_TIMM = """
+import sys
+class Missing:
+    def find_spec(self, name, path, target=None):
+        if name == "timm":
+            raise ModuleNotFoundError(name=name)
+sys.meta_path.insert(0, Missing())
+import gw_detectron.timm_models
+"""
+
+
+def test_without_timm():
+    done = subprocess.run([sys.executable, "-c", NO_TIMM], capture_output=True, text=True, check=False)
+    assert "MissingTimmError: gw_detectron.timm_models: timm is not installed. Fix: pip install timm" in done.stderr
