@@ -1,8 +1,13 @@
 """Environment module: ``DETECTRON2_ENV_MODULE=gw_detectron.env`` lets stock scripts read this package's yaml."""
 
+import sys
+from collections.abc import Callable
+from types import TracebackType
+
 from detectron2.config.defaults import _C
 
 from .config import add_gw_config
+from .norms import NormError, resolve_norm
 
 
 def setup_environment() -> None:
@@ -16,3 +21,30 @@ def setup_environment() -> None:
     :func:`gw_detectron.config.read_config` refuse both. In such a script, pass ``allow_unsafe=False``.
     """
     add_gw_config(_C)
+    sys.excepthook = _explaining(sys.excepthook)
+
+
+_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
+
+
+def _explaining(hook: _Hook) -> _Hook:
+    """Add a sentence to the ``KeyError: 'GW'`` of a stock component that cannot use the norm."""
+
+    def explain(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        last = traceback
+        while last is not None and last.tb_next is not None:
+            last = last.tb_next
+        if kind is KeyError and last is not None and last.tb_frame.f_code.co_name == "get_norm":
+            try:
+                resolve_norm(error.args[0])
+            except NormError as unknown:
+                error.add_note(str(unknown))
+            else:
+                error.add_note(
+                    f"norm ({error.args[0]!r}): a component of Detectron2 takes only Detectron2's norms. Fix: use the "
+                    "component of gw_detectron.modeling, e.g. GWFastRCNNConvFCHead, or pass "
+                    f"gw_detectron.resolve_norm({error.args[0]!r})."
+                )
+        hook(kind, error, traceback)
+
+    return explain

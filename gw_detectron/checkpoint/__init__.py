@@ -2,6 +2,7 @@
 
 from .architecture import Architecture, WeightsError
 from .catalog import CATALOG, PublishedWeights, local_weights, register_weights
+from .checkpointer import GWDetectionCheckpointer
 from .convert import Conversion, convert, to_torchvision
 from .load_report import LoadReport, PartialLoadError
 from .loading import (
@@ -25,6 +26,7 @@ __all__ = [
     "Architecture",
     "Checkpoint",
     "Conversion",
+    "GWDetectionCheckpointer",
     "InvalidWeightsError",
     "LoadReport",
     "NormMismatchError",

@@ -1,11 +1,16 @@
 """Detectron2's optimizer, with the weight decay of norms for whitening layers too."""
 
+from typing import Any
+
 import detectron2.solver
 import torch
 from detectron2.config import CfgNode
+from detectron2.solver.build import get_default_optimizer_params as detectron2_optimizer_params
 from torch import nn
 
 from ..layers import BatchWhitening2d, GroupWhitening2d
+
+_Groups = list[dict[str, Any]]
 
 
 def build_optimizer(cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
@@ -23,23 +28,54 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
         The optimizer. A parameter group is split only if its weight decay changes for some of its parameters.
     """
     optimizer = detectron2.solver.build_optimizer(cfg, model)
-    decay = cfg.SOLVER.WEIGHT_DECAY_NORM
+    options = cfg.SOLVER
+    optimizer.param_groups = _set_norm_decay(
+        optimizer.param_groups, model, options.WEIGHT_DECAY_NORM, options.WEIGHT_DECAY_BIAS
+    )
+    return optimizer
+
+
+def get_default_optimizer_params(
+    model: nn.Module,
+    *args: Any,
+    weight_decay_norm: float | None = None,
+    weight_decay_bias: float | None = None,
+    **kwargs: Any,
+) -> _Groups:
+    """Return Detectron2's parameter groups with ``weight_decay_norm`` for whitening layers.
+
+    It takes the place of Detectron2's function of the same name in a LazyConfig; see :func:`build_optimizer`.
+
+    Args:
+        model: the model to optimize.
+        args, kwargs: further arguments of Detectron2's function.
+        weight_decay_norm: weight decay of norms; None is that of other layers.
+        weight_decay_bias: weight decay of biases, also in norms; None is that of their layers.
+    """
+    groups = detectron2_optimizer_params(
+        model, *args, weight_decay_norm=weight_decay_norm, weight_decay_bias=weight_decay_bias, **kwargs
+    )
+    return _set_norm_decay(groups, model, weight_decay_norm, weight_decay_bias)
+
+
+def _set_norm_decay(groups: _Groups, model: nn.Module, decay: float | None, bias_decay: float | None) -> _Groups:
     if decay is None:  # norms have the decay of other layers
-        return optimizer
+        return groups
     affine = {
         parameter
         for layer in model.modules()
         if isinstance(layer, (BatchWhitening2d, GroupWhitening2d))
         for name, parameter in layer.named_parameters(recurse=False)
-        if name != "bias" or cfg.SOLVER.WEIGHT_DECAY_BIAS is None
+        if name != "bias" or bias_decay is None
     }
-    for group in list(optimizer.param_groups):
-        if group["weight_decay"] == decay:  # checkpoints of Detectron2's trainer fit unchanged groups
-            continue
+    old, new = [], []
+    for group in groups:
         whitening = [parameter for parameter in group["params"] if parameter in affine]
-        if len(whitening) == len(group["params"]):
-            group["weight_decay"] = decay
-        elif whitening:
-            group["params"] = [parameter for parameter in group["params"] if parameter not in affine]
-            optimizer.add_param_group({**group, "params": whitening, "weight_decay": decay})
-    return optimizer
+        if not whitening or group.get("weight_decay") == decay:  # checkpoints of Detectron2's trainer fit such groups
+            old.append(group)
+        elif len(whitening) == len(group["params"]):
+            old.append({**group, "weight_decay": decay})
+        else:
+            old.append({**group, "params": [parameter for parameter in group["params"] if parameter not in affine]})
+            new.append({**group, "params": whitening, "weight_decay": decay})
+    return old + new

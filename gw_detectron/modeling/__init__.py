@@ -3,7 +3,7 @@
 from ..norms import norm_spec, norm_table, resolve_norm, whitened_convs
 from .build import build_checked_model
 from .conv_norm_relu import ConvNormReLU
-from .fpn import build_gw_resnet_fpn_backbone, build_gw_retinanet_resnet_fpn_backbone
+from .fpn import GWFPN, build_gw_resnet_fpn_backbone, build_gw_retinanet_resnet_fpn_backbone
 from .resnet import (
     GWBasicBlock,
     GWBasicStem,
@@ -11,6 +11,7 @@ from .resnet import (
     GWDeformBottleneckBlock,
     add_pool_norm,
     build_gw_resnet_backbone,
+    gw_resnet,
 )
 from .roi_heads import GWFastRCNNConvFCHead, GWMaskRCNNConvUpsampleHead
 
@@ -20,6 +21,7 @@ __all__ = [
     "GWBasicStem",
     "GWBottleneckBlock",
     "GWDeformBottleneckBlock",
+    "GWFPN",
     "GWFastRCNNConvFCHead",
     "GWMaskRCNNConvUpsampleHead",
     "add_pool_norm",
@@ -27,6 +29,7 @@ __all__ = [
     "build_gw_resnet_backbone",
     "build_gw_resnet_fpn_backbone",
     "build_gw_retinanet_resnet_fpn_backbone",
+    "gw_resnet",
     "norm_spec",
     "norm_table",
     "resolve_norm",

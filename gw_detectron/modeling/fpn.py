@@ -1,13 +1,42 @@
-"""Detectron2's FPN on the backbones of :mod:`gw_detectron.modeling.resnet`, with any norm."""
+"""Detectron2's FPN with any norm, on the backbones of :mod:`gw_detectron.modeling.resnet`."""
+
+from typing import Any
 
 from detectron2.config import CfgNode
 from detectron2.layers import ShapeSpec
-from detectron2.modeling import BACKBONE_REGISTRY, FPN
+from detectron2.modeling import BACKBONE_REGISTRY, FPN, Backbone
 from detectron2.modeling.backbone.fpn import LastLevelMaxPool, LastLevelP6P7
 from torch import nn
 
-from ..norms.names import resolve_norm
+from ..norms.names import Norm, resolve_norm
 from .resnet import build_gw_resnet_backbone
+
+
+class GWFPN(FPN):
+    """FPN with any norm.
+
+    Args:
+        bottom_up, in_features, out_channels: those of Detectron2's ``FPN``.
+        norm: a norm name, or an argument of Detectron2's ``get_norm``.
+        where: names ``norm`` in error messages.
+        kwargs: further arguments of Detectron2's ``FPN``.
+
+    Raises:
+        NormError: the norm is unknown or does not fit.
+    """
+
+    def __init__(
+        self,
+        bottom_up: Backbone,
+        in_features: list[str],
+        out_channels: int,
+        norm: Norm = "",
+        *,
+        where: str = "GWFPN, norm",
+        **kwargs: Any,
+    ) -> None:
+        norm = resolve_norm(norm, where=where, channels=[out_channels])
+        super().__init__(bottom_up, in_features, out_channels, norm, **kwargs)
 
 
 @BACKBONE_REGISTRY.register()
@@ -34,11 +63,12 @@ def build_gw_retinanet_resnet_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec)
 
 def _fpn(cfg: CfgNode, bottom_up: nn.Module, top_block: nn.Module) -> FPN:
     options = cfg.MODEL.FPN
-    return FPN(
-        bottom_up=bottom_up,
-        in_features=options.IN_FEATURES,
-        out_channels=options.OUT_CHANNELS,
-        norm=resolve_norm(options.NORM, where="MODEL.FPN.NORM", channels=[options.OUT_CHANNELS]),
+    return GWFPN(
+        bottom_up,
+        options.IN_FEATURES,
+        options.OUT_CHANNELS,
+        options.NORM,
         top_block=top_block,
         fuse_type=options.FUSE_TYPE,
+        where="MODEL.FPN.NORM",
     )

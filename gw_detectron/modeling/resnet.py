@@ -1,7 +1,8 @@
 """ResNet and ResNeXt backbones with another norm at chosen positions, see :mod:`gw_detectron.norms.positions`."""
 
+import inspect
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from detectron2.modeling import BACKBONE_REGISTRY, ResNet
 from detectron2.modeling.backbone.resnet import BasicBlock, BasicStem, BottleneckBlock, DeformBottleneckBlock
 from torch import Tensor, nn
 
+from ..config import get_value
 from ..errors import ConfigError
 from ..layers import FrozenBatchWhitening2d
 from ..norms import Norm, resolve_norm, whitened_convs
@@ -26,15 +28,15 @@ NUM_BLOCKS_PER_STAGE = {
 
 
 class _Component(CNNBlockBase):
-    """Mixin for a stock stem or block: fused ReLUs.
+    """Mixin for a stock stem or block: any norm name, and fused ReLUs.
 
     ``freeze()`` also freezes batch whitening.
     """
 
     relu_convs: tuple[str, ...] = ()  # convolutions with a ReLU behind their norm
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, *args: Any, norm: Norm = "BN", **kwargs: Any) -> None:
+        super().__init__(*args, norm=resolve_norm(norm, where=f"{type(self).__name__}, norm"), **kwargs)
         for name in self.relu_convs:
             append_fusible_relu(getattr(self, name))
 
@@ -44,13 +46,21 @@ class _Component(CNNBlockBase):
 
 
 class GWBasicStem(_Component, BasicStem):
-    """Stem of ResNet, in which Group Whitening and the ReLU are fused.
+    """Stem of ResNet with any norm; Group Whitening and the ReLU are fused.
 
     Args:
-        args, kwargs: those of Detectron2's ``BasicStem``.
+        in_channels: channels of the image.
+        out_channels: channels of the output.
+        norm: a norm name or an argument of Detectron2's ``get_norm``.
+
+    Raises:
+        NormError: the norm is unknown or does not fit.
     """
 
     relu_convs = ("conv1",)
+
+    def __init__(self, in_channels: int = 3, out_channels: int = 64, norm: Norm = "BN") -> None:
+        super().__init__(in_channels=in_channels, out_channels=out_channels, norm=norm)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.max_pool2d(self.conv1(x), kernel_size=3, stride=2, padding=1)
@@ -60,13 +70,17 @@ class _WhitenedBlock(_Component):
     """Mixin for a stock block: another norm at chosen convolutions as well.
 
     Args:
-        args, kwargs: those of the stock block.
-        whiten_norm: an argument of Detectron2's ``get_norm``.
+        args, kwargs: those of the stock block; ``norm`` may be any norm name.
+        whiten_norm: a norm name or an argument of Detectron2's ``get_norm``.
         whiten_convs: names of the convolutions that get ``whiten_norm``.
+
+    Raises:
+        NormError: a norm is unknown or does not fit.
     """
 
     def __init__(self, *args: Any, whiten_norm: Norm = "", whiten_convs: Sequence[str] = (), **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        whiten_norm = resolve_norm(whiten_norm, where=f"{type(self).__name__}, whiten_norm")
         # Set the norms here, not in the built network: the constructor of ResNet freezes its blocks.
         for name in whiten_convs:
             conv = getattr(self, name)
@@ -112,6 +126,120 @@ class GWDeformBottleneckBlock(_WhitenedBlock, DeformBottleneckBlock):
     """
 
 
+def gw_resnet(
+    depth: int = 50,
+    positions: str = "S1-B2",
+    norm: Norm = "FrozenBN",
+    whiten_norm: Norm = "GW",
+    *,
+    in_channels: int = 3,
+    stem_out_channels: int = 64,
+    res2_out_channels: int | None = None,
+    num_groups: int = 1,
+    width_per_group: int = 64,
+    stride_in_1x1: bool = False,
+    res5_dilation: int = 1,
+    deform_on_per_stage: Sequence[bool] = (False,) * 4,
+    deform_modulated: bool = False,
+    deform_num_groups: int = 1,
+    out_features: Sequence[str] = ("res2", "res3", "res4", "res5"),
+    freeze_at: int = 2,
+    where: Callable[[str], str] = "gw_resnet, {}".format,
+) -> ResNet:
+    """Build a ResNet or ResNeXt with another norm at the paper's positions.
+
+    Args:
+        depth: 18, 34, 50, 101 or 152.
+        positions: see :func:`gw_detectron.norms.whitened_convs`.
+        norm: norm name, or an argument of Detectron2's ``get_norm``, at all other positions.
+        whiten_norm: the same for ``positions``.
+        in_channels: channels of the image.
+        stem_out_channels: channels of the stem's output.
+        res2_out_channels: channels of the first stage's output, 64 for the depths 18 and 34 and else 256 by default;
+            each later stage has twice as many.
+        num_groups: groups of the 3x3 convolutions: 1 in a ResNet, 32 in a ResNeXt.
+        width_per_group: channels of each of these groups in the first stage.
+        stride_in_1x1: downsample in the first 1x1 convolution, as Detectron2's MSRA weights do. The weights of the
+            authors, torchvision and timm downsample in the 3x3 convolution.
+        res5_dilation: 2 keeps the resolution of res4.
+        deform_on_per_stage: deformable 3x3 convolutions in res2 to res5.
+        deform_modulated: the second version of deformable convolution.
+        deform_num_groups: its groups of offsets.
+        out_features: names of the returned feature maps.
+        freeze_at: freeze the first stages, the stem being 1; 0 freezes none.
+        where: names an argument in error messages.
+
+    Returns:
+        Detectron2's ``ResNet``.
+
+    Raises:
+        ConfigError: an argument is out of its range, or a norm does not fit.
+
+    Source: Group Whitening, section 5.1.
+    """
+    _check_value(where("depth"), depth, sorted(NUM_BLOCKS_PER_STAGE))
+    bottleneck = depth >= 50
+    if res2_out_channels is None:
+        res2_out_channels = 256 if bottleneck else 64
+    _check_value(where("res5_dilation"), res5_dilation, [1, 2])
+    if not bottleneck:
+        by = f" by ResNet-{depth}"
+        _check_value(where("res2_out_channels"), res2_out_channels, [64], by)
+        _check_value(where("num_groups"), num_groups, [1], by)
+        _check_value(where("res5_dilation"), res5_dilation, [1], by)
+        _check_value(where("deform_on_per_stage"), list(deform_on_per_stage), [[False] * 4], by)
+    convs = whitened_convs(positions, bottleneck=bottleneck, where=where("positions"))
+    out_channels = [res2_out_channels * 2**stage for stage in range(4)]
+    bottleneck_channels = [num_groups * width_per_group * 2**stage for stage in range(4)]
+    channels = [stem_out_channels, *out_channels, *(bottleneck_channels if bottleneck else [])]
+    norm = resolve_norm(norm, where=where("norm"), channels=channels)
+    if positions:
+        whiten_channels = channels if convs else [stem_out_channels]
+        whiten_norm = resolve_norm(whiten_norm, where=where("whiten_norm"), channels=whiten_channels)
+
+    stem = GWBasicStem(in_channels, stem_out_channels, whiten_norm if positions else norm)
+    stages = []
+    for index, num_blocks in enumerate(NUM_BLOCKS_PER_STAGE[depth]):
+        dilation = res5_dilation if index == 3 else 1
+        first_stride = 1 if index == 0 or dilation == 2 else 2
+        arguments: dict[str, Any] = {
+            "stride_per_block": [first_stride] + [1] * (num_blocks - 1),
+            "in_channels": out_channels[index - 1] if index else stem_out_channels,
+            "out_channels": out_channels[index],
+            "norm": norm,
+            "whiten_norm": whiten_norm if convs else "",
+            "whiten_convs": convs,
+        }
+        block_class: type[nn.Module] = GWBasicBlock
+        if bottleneck:
+            block_class = GWBottleneckBlock
+            arguments |= {
+                "bottleneck_channels": bottleneck_channels[index],
+                "stride_in_1x1": stride_in_1x1,
+                "dilation": dilation,
+                "num_groups": num_groups,
+            }
+            if deform_on_per_stage[index]:
+                block_class = GWDeformBottleneckBlock
+                arguments |= {"deform_modulated": deform_modulated, "deform_num_groups": deform_num_groups}
+        stages.append(ResNet.make_stage(block_class, num_blocks, **arguments))
+    return ResNet(stem, stages, out_features=list(out_features), freeze_at=freeze_at)
+
+
+def _check_value(name: str, value: Any, allowed: list[Any], by: str = "") -> None:
+    if value not in allowed:
+        fix = f"use one of {allowed}" if len(allowed) > 1 else f"set it to {allowed[0]}"
+        raise ConfigError(f"{name} ({value!r}): not supported{by}. Fix: {fix}.")
+
+
+#: arguments of gw_resnet that the config has under another name than ``MODEL.RESNETS.<argument>``
+_KEYS = {"positions": "MODEL.RESNETS.WHITEN_POSITIONS", "freeze_at": "MODEL.BACKBONE.FREEZE_AT"}
+
+
+def _key(argument: str) -> str:
+    return _KEYS.get(argument, f"MODEL.RESNETS.{argument.upper()}")
+
+
 @BACKBONE_REGISTRY.register()
 def build_gw_resnet_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> ResNet:
     """Build a ResNet or ResNeXt with ``WHITEN_NORM`` at ``WHITEN_POSITIONS``.
@@ -122,50 +250,9 @@ def build_gw_resnet_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> ResNet:
     Raises:
         ConfigError: a key of ``MODEL.RESNETS`` is out of its range, or a norm does not fit.
     """
-    options = cfg.MODEL.RESNETS
-    _check_options(options)
-    bottleneck = options.DEPTH >= 50
-    convs = whitened_convs(options.WHITEN_POSITIONS, bottleneck=bottleneck, where="MODEL.RESNETS.WHITEN_POSITIONS")
-    stem_channels = options.STEM_OUT_CHANNELS
-    out_channels = [options.RES2_OUT_CHANNELS * 2**stage for stage in range(4)]
-    bottleneck_channels = [options.NUM_GROUPS * options.WIDTH_PER_GROUP * 2**stage for stage in range(4)]
-    channels = [stem_channels, *out_channels, *(bottleneck_channels if bottleneck else [])]
-    norm = resolve_norm(options.NORM, where="MODEL.RESNETS.NORM", channels=channels)
-    whiten_norm: Norm = norm
-    if options.WHITEN_POSITIONS:
-        whiten_channels = channels if convs else [stem_channels]
-        whiten_norm = resolve_norm(options.WHITEN_NORM, where="MODEL.RESNETS.WHITEN_NORM", channels=whiten_channels)
-
-    stem = GWBasicStem(in_channels=input_shape.channels, out_channels=stem_channels, norm=whiten_norm)
-    stages = []
-    for index, num_blocks in enumerate(NUM_BLOCKS_PER_STAGE[options.DEPTH]):
-        dilation = options.RES5_DILATION if index == 3 else 1
-        first_stride = 1 if index == 0 or dilation == 2 else 2
-        arguments: dict[str, Any] = {
-            "stride_per_block": [first_stride] + [1] * (num_blocks - 1),
-            "in_channels": out_channels[index - 1] if index else stem_channels,
-            "out_channels": out_channels[index],
-            "norm": norm,
-            "whiten_norm": whiten_norm,
-            "whiten_convs": convs,
-        }
-        block_class: type[nn.Module] = GWBasicBlock
-        if bottleneck:
-            block_class = GWBottleneckBlock
-            arguments |= {
-                "bottleneck_channels": bottleneck_channels[index],
-                "stride_in_1x1": options.STRIDE_IN_1X1,
-                "dilation": dilation,
-                "num_groups": options.NUM_GROUPS,
-            }
-            if options.DEFORM_ON_PER_STAGE[index]:
-                block_class = GWDeformBottleneckBlock
-                arguments |= {
-                    "deform_modulated": options.DEFORM_MODULATED,
-                    "deform_num_groups": options.DEFORM_NUM_GROUPS,
-                }
-        stages.append(ResNet.make_stage(block_class, num_blocks, **arguments))
-    return ResNet(stem, stages, out_features=options.OUT_FEATURES, freeze_at=cfg.MODEL.BACKBONE.FREEZE_AT)
+    arguments = set(inspect.signature(gw_resnet).parameters) - {"in_channels", "where"}
+    values = {argument: get_value(cfg, _key(argument)) for argument in arguments}
+    return gw_resnet(**values, in_channels=input_shape.channels, where=_key)
 
 
 def add_pool_norm(classifier: nn.Module, norm: Norm, channels: int) -> None:
@@ -182,22 +269,6 @@ def add_pool_norm(classifier: nn.Module, norm: Norm, channels: int) -> None:
 
     Source: Group Whitening, section 5.1.1; supplement, section 6.1.
     """
-    if isinstance(norm, str):
-        norm = resolve_norm(norm, where="add_pool_norm", channels=[channels])
+    norm = resolve_norm(norm, where="add_pool_norm", channels=[channels])
     layers = {"pool": classifier.avgpool, "norm": get_norm(norm, channels)}
     classifier.avgpool = nn.Sequential(OrderedDict(layers))
-
-
-def _check_options(options: CfgNode) -> None:
-    allowed: dict[str, list[Any]] = {"DEPTH": sorted(NUM_BLOCKS_PER_STAGE), "RES5_DILATION": [1, 2]}
-    for key, values in allowed.items():
-        if options[key] not in values:
-            raise ConfigError(f"MODEL.RESNETS.{key} ({options[key]!r}): not supported. Fix: use one of {values}.")
-    if options.DEPTH < 50:
-        required = {"RES2_OUT_CHANNELS": 64, "NUM_GROUPS": 1, "RES5_DILATION": 1, "DEFORM_ON_PER_STAGE": [False] * 4}
-        for key, value in required.items():
-            if options[key] != value:
-                raise ConfigError(
-                    f"MODEL.RESNETS.{key} ({options[key]!r}): ResNet-{options.DEPTH} does not support it. "
-                    f"Fix: set it to {value}."
-                )

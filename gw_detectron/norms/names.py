@@ -85,11 +85,12 @@ _LAYERS: dict[str, Any] = {
 }
 
 
-def resolve_norm(spec: str | None, *, where: str = "norm", channels: Iterable[int] = ()) -> Norm:
+def resolve_norm(spec: Norm | None, *, where: str = "norm", channels: Iterable[int] = ()) -> Norm:
     """Turn a norm name into an argument of Detectron2's ``get_norm``.
 
     Args:
-        spec: the norm name, see the head of this module. None is no norm, as in Detectron2.
+        spec: the norm name, see the head of this module. None is no norm, as in Detectron2. A function or class that
+            takes the channel count is returned as it is.
         where: the place that an error message names, e.g. ``"MODEL.FPN.NORM"``.
         channels: channel counts that the norm must fit.
 
@@ -120,6 +121,8 @@ def _build(norm: Norm, channels: int) -> None:
 
 
 def _parse(spec: object) -> Norm:
+    if callable(spec):
+        return spec
     if not isinstance(spec, str):
         raise ValueError("a norm is named by a string. Fix: give a string such as 'GW'.")
     name, colon, option_text = spec.partition(":")

@@ -160,7 +160,7 @@ def test_two_convolution_blocks_have_no_third_norm(cfg):
 def test_keys_that_resnet_18_does_not_support(cfg, key, value):
     set_depth(cfg, 18)
     cfg.MODEL.RESNETS[key] = value
-    with pytest.raises(ValueError, match=rf"MODEL.RESNETS.{key} \(.*\): ResNet-18 does not support it"):
+    with pytest.raises(ValueError, match=rf"MODEL.RESNETS.{key} \(.*\): not supported by ResNet-18"):
         build_gw_resnet_backbone(cfg, RGB)
 
 

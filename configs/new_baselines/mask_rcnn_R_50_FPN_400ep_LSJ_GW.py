@@ -1,0 +1,6 @@
+# Detectron2's new_baselines/mask_rcnn_R_50_FPN_400ep_LSJ.py with Group Whitening in place of synchronized BN.
+from .mask_rcnn_R_50_FPN_100ep_LSJ_GW import dataloader, lr_multiplier, model, optimizer, train  # noqa: F401
+
+train.max_iter *= 4  # 100 -> 400 epochs
+lr_multiplier.scheduler.milestones = [milestone * 4 for milestone in lr_multiplier.scheduler.milestones]
+lr_multiplier.scheduler.num_updates = train.max_iter

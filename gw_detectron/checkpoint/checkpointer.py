@@ -1,0 +1,55 @@
+"""A checkpointer for training scripts without this package's Trainer."""
+
+import logging
+from typing import Any
+
+from detectron2.checkpoint import DetectionCheckpointer
+from torch import nn
+
+from .loading import load_checkpoint, open_checkpoint
+from .norm_inference import NORMS
+from .norm_record import NormRecord
+
+
+class GWDetectionCheckpointer(DetectionCheckpointer):
+    """Detectron2's checkpointer, with a record of norms and checked loading.
+
+    Use it in place of ``DetectionCheckpointer`` in a script such as ``lazyconfig_train_net.py``. Checkpoints record the
+    norm names of the model. Loading logs a line such as ``backbone: 231/231 tensors; FPN and heads start new``.
+
+    Args:
+        model: the detector, or its DistributedDataParallel.
+        save_dir: folder of the checkpoints.
+        allow_partial: accept missing backbone tensors, and other norms than those of the checkpoint.
+        kwargs: further arguments of Detectron2's checkpointer, such as ``trainer``.
+    """
+
+    def __init__(self, model: nn.Module, save_dir: str = "", *, allow_partial: bool = False, **kwargs: Any) -> None:
+        super().__init__(model, save_dir, **kwargs)
+        self.allow_partial = allow_partial
+        self.add_checkpointable(NORMS, NormRecord(self.model))
+
+    def load(self, path: str, checkpointables: list[str] | None = None) -> dict[str, Any]:
+        """Load a checkpoint without running its code.
+
+        Args:
+            path: a file or address; "" loads nothing.
+            checkpointables: names of the training states to load; None loads all.
+
+        Returns:
+            What else the checkpoint contains.
+
+        Raises:
+            UserError: see :func:`gw_detectron.checkpoint.open_checkpoint` and
+                :func:`gw_detectron.checkpoint.load_checkpoint`.
+        """
+        if not path:
+            return super().load(path)
+        checkpoint = open_checkpoint(path, "checkpoint")
+        report = load_checkpoint(self, checkpoint, allow_partial=self.allow_partial)
+        logging.getLogger(__name__).info("%s", report)
+        rest = dict(checkpoint.metadata)
+        for name in self.checkpointables if checkpointables is None else checkpointables:
+            if name in rest:
+                self.checkpointables[name].load_state_dict(rest.pop(name))
+        return rest
