@@ -49,6 +49,10 @@ def add_gw_config(cfg: CfgNode) -> None:
         # Apply one ReLU after all convolutions of the box head, instead of one after each.
         # Default False, the paper's head. The authors' released detection code corresponds to True.
         (cfg.MODEL.ROI_BOX_HEAD, "SINGLE_RELU", False),
+        # Batches of IMS_PER_BATCH images per iteration. An iteration is one optimizer step with their mean gradient, so
+        # BASE_LR is the learning rate for ACCUMULATE * IMS_PER_BATCH images. docs/training.md compares it to one batch.
+        # Default 1, as in Detectron2. The paper has no such setting.
+        (cfg.SOLVER, "ACCUMULATE", 1),
     )
     for node, key, value in defaults:
         if key not in node:

@@ -25,6 +25,7 @@ from ..checkpoint import NORMS, LoadReport, NormRecord, StartWeights, load_check
 from ..checkpoint.run_record import RECORD, RunRecord
 from ..errors import ConfigError, is_user_error
 from ..preflight import wrong_evaluator
+from .accumulation import accumulated_step
 from .dataset_mapper import ImageNamingMapper
 from .interruption import InterruptionHook
 from .launch import in_all_processes
@@ -41,7 +42,7 @@ class Trainer(DefaultTrainer):
     """Detectron2's default trainer with COCO evaluation of boxes and masks.
 
     Data errors name the image, a non-finite loss is diagnosed, checkpoints are written atomically and read safely, and
-    several processes also work on the CPU.
+    several processes also work on the CPU. An iteration is one optimizer step with ``SOLVER.ACCUMULATE`` batches.
 
     All random numbers follow from the seed of the run, which is ``SEED``, or random if that is negative. Checkpoints
     store the seed and the position in the data: a resumed run equals an uninterrupted one. Not restored are the data of
@@ -265,13 +266,20 @@ class Trainer(DefaultTrainer):
     def run_step(self) -> None:
         try:
             with resource_errors_explained(self.cfg, self._loss_guard):
-                super().run_step()
+                self._run_step()
         except (FloatingPointError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
             cause = self._loss_guard.explain(autocast=isinstance(self._trainer, AMPTrainer))
             raise NonFiniteError(f"iteration {self.iter}: {error}\n{cause}") from error
         except RuntimeError as error:
             self._interruption.stopped_by(error)
             raise
+
+    def _run_step(self) -> None:
+        if self.cfg.SOLVER.ACCUMULATE == 1:
+            super().run_step()
+        else:
+            self._trainer.iter = self.iter  # the metrics of later versions of Detectron2 read it
+            accumulated_step(self._trainer, self.cfg.SOLVER.ACCUMULATE)
 
     def train(self) -> dict | None:
         """Train to ``SOLVER.MAX_ITER``.

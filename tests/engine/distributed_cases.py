@@ -13,15 +13,18 @@ from typing import Any
 
 import torch
 from detectron2.config import CfgNode
-from detectron2.engine import create_ddp_model
+from detectron2.engine import SimpleTrainer, create_ddp_model
 from detectron2.modeling import build_backbone, build_model
 from detectron2.structures import BitMasks, Boxes, Instances
 from detectron2.utils import comm
 from detectron2.utils.events import EventStorage
 from torch import Tensor, nn
+from torch.distributed import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from gw_detectron.data.synthetic import register_synthetic
 from gw_detectron.engine import Trainer, get_parser, main
+from gw_detectron.engine.accumulation import accumulated_step
 from gw_detectron.engine.launch import launch_from_args
 from gw_detectron.engine.train import run_config
 from gw_detectron.errors import ConfigError
@@ -200,6 +203,48 @@ def compare_gradients(args: argparse.Namespace) -> None:
         torch.save(found, Path(run_config(args).OUTPUT_DIR) / "gradients.pt")
 
 
+class MeanSquare(nn.Module):
+    """The mean square of the features of a backbone, a mean over images."""
+
+    def __init__(self, backbone: nn.Module) -> None:
+        super().__init__()
+        self.backbone = backbone
+
+    def forward(self, images: Tensor) -> Tensor:
+        return sum(feature.square().mean() for feature in self.backbone(images).values())
+
+
+def accumulate_gradients(args: argparse.Namespace) -> None:
+    """Accumulate two images in each process; write the difference from the joint batch and what was exchanged."""
+    rank, processes = comm.get_rank(), comm.get_world_size()
+    images = torch.randn(2 * processes, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    torch.manual_seed(0)
+    model = MeanSquare(build_backbone(norm_config("GW:groups=16")).double().train())
+    parallel = create_ddp_model(model, broadcast_buffers=False, device_ids=None)
+    exchanged = []
+
+    def count_and_reduce(state: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        exchanged.append(bucket.buffer().numel())
+        return allreduce_hook(state, bucket)
+
+    parallel.register_comm_hook(None, count_and_reduce)
+    trainer = SimpleTrainer(
+        parallel, images[2 * rank : 2 * rank + 2].split(1), torch.optim.SGD(model.parameters(), lr=0.0)
+    )
+    with EventStorage():
+        accumulated_step(trainer, 2)
+    found = gradients(model)
+    model.zero_grad()
+    model(images).backward()
+    noted = {
+        "difference": relative(found, gradients(model)),
+        "exchanged": sum(exchanged),
+        "parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+    }
+    if comm.is_main_process():
+        torch.save(noted, Path(run_config(args).OUTPUT_DIR) / "accumulated.pt")
+
+
 def train(args: argparse.Namespace, regions: Sequence[int] = ()) -> None:
     """Train as tools/train_net.py; write what each process has at the end to ``processes.pt`` in ``OUTPUT_DIR``."""
     noted: dict[str, Any] = {"saved": 0}
@@ -279,7 +324,10 @@ def fail(kind: str) -> Callable[[argparse.Namespace], None]:
     return case
 
 
-CASES = {case.__name__: case for case in (compare_gradients, train, train_with_empty_batches, train_on_own_disks)}
+CASES = {
+    case.__name__: case
+    for case in (compare_gradients, accumulate_gradients, train, train_with_empty_batches, train_on_own_disks)
+}
 CASES |= {kind: fail(kind) for kind in ("user_error", "bug", "killed", "hang")}
 
 if __name__ == "__main__":

@@ -229,6 +229,22 @@ class TestGradients:
         assert found["plain"] > 1e-2, "divisors are numbers of regions per process"
 
 
+def test_accumulated_gradients_are_exchanged_once_and_equal_those_of_the_joint_batch(data, tmp_path):
+    run(data, tmp_path, 2, "accumulate_gradients")
+    found = torch.load(tmp_path / "accumulated.pt", weights_only=True)
+    assert found["difference"] < 1e-11
+    assert found["exchanged"] == found["parameters"] > 1e6
+
+
+@pytest.mark.slow
+def test_two_processes_that_accumulate_train_the_same_parameters(data, tmp_path):
+    schedule = {"SOLVER__ACCUMULATE": 2, "SOLVER__MAX_ITER": 2, "SOLVER__STEPS": "()", "DATASETS__TEST": "()"}
+    noted = run(data, tmp_path, 2, "train", **schedule)
+    assert noted[0]["parameters"] == noted[1]["parameters"]
+    state = torch.load(tmp_path / "model_final.pth", weights_only=True)["trainer"]
+    assert state["iteration"] == 1 and state["data"]["batches"] == 4
+
+
 REASONS = {
     "user_error": ["Error in process 1: KEY (1): wrong. Fix: give 2."],
     "bug": ["TypeError: a bug"],

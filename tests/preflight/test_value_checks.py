@@ -27,6 +27,7 @@ WRONG = {
     "SOLVER.CHECKPOINT_PERIOD": [0, -5],
     "SOLVER.MAX_ITER": [0, -1, 10**30],
     "SOLVER.IMS_PER_BATCH": [0, -2],
+    "SOLVER.ACCUMULATE": [0, -2, 1.5, True],
     "SOLVER.STEPS": [("a",), (1.5,)],
     "SOLVER.CLIP_GRADIENTS.CLIP_TYPE": ["full"],
     "SOLVER.CLIP_GRADIENTS.CLIP_VALUE": [0.0, -1.0, NAN],

@@ -1,0 +1,308 @@
+"""k batches in one optimizer step: the gradient of the joint batch, mixed precision, clipping, resuming."""
+
+import copy
+import json
+import logging
+import math
+import signal
+import time
+
+import pytest
+import torch
+from detectron2.config import get_cfg
+from detectron2.engine import AMPTrainer, SimpleTrainer
+from detectron2.modeling import build_model
+from detectron2.solver.build import maybe_add_gradient_clipping
+from detectron2.structures import Boxes, Instances
+from detectron2.utils.events import EventStorage
+
+from gw_detectron.cli import Interrupted
+from gw_detectron.engine import Trainer, setup
+from gw_detectron.engine.accumulation import accumulated_step
+from gw_detectron.engine.nonfinite import NonFiniteError
+from gw_detectron.errors import ConfigError
+
+from ..tiny_run import arguments
+from .distributed_cases import gradients, norm_config, record, relative, relative_norm
+
+IMAGES = [record(index) for index in range(4)]
+BOXES = torch.cat([image["instances"].gt_boxes.tensor for image in IMAGES])
+
+
+def detector(norm: str, *, masks: bool) -> torch.nn.Module:
+    """Build a detector in float64 that samples the same regions in every batch.
+
+    All anchors are sampled, and all images have the same proposals: NMS would compare boxes in float32.
+    """
+    sampled = {f"MODEL__{part}__BATCH_SIZE_PER_IMAGE": 100_000 for part in ("RPN", "ROI_HEADS")}
+    torch.manual_seed(0)
+    model = build_model(
+        norm_config(norm, **sampled, MODEL__ROI_HEADS__PROPOSAL_APPEND_GT=False, MODEL__MASK_ON=masks)
+    ).double()
+    model.proposal_generator.predict_proposals = lambda anchors, logits, deltas, sizes: [
+        Instances(size, proposal_boxes=Boxes(BOXES.clone()), objectness_logits=BOXES[:, 0]) for size in sizes
+    ]
+    return model
+
+
+def step(model: torch.nn.Module, batches: list) -> tuple[dict, dict]:
+    """Return the gradients and the logged losses of one step."""
+    trainer = SimpleTrainer(model, batches, torch.optim.SGD(model.parameters(), lr=0.0))
+    with EventStorage() as storage:
+        accumulated_step(trainer, len(batches))
+        logged = {name: value.latest() for name, value in storage.histories().items() if "loss" in name}
+    return gradients(model), logged
+
+
+def split(batches: int) -> list:
+    size = len(IMAGES) // batches
+    return [IMAGES[index : index + size] for index in range(0, len(IMAGES), size)]
+
+
+@pytest.mark.parametrize("norm", ["GW:groups=16", "GN:groups=16", "FrozenBN"])
+def test_equals_the_joint_batch_for_norms_of_single_images(norm):
+    model = detector(norm, masks=False)
+    joint, losses = step(model, [IMAGES])
+    for batches in (2, 4):
+        found, logged = step(model, split(batches))
+        assert relative(found, joint) < 1e-11
+        assert logged == pytest.approx(losses, rel=1e-6)  # some losses are float32
+    assert losses["total_loss"] == pytest.approx(sum(losses.values()) / 2)
+
+
+def test_differs_from_the_joint_batch_for_bn():
+    model = detector("BN", masks=False)
+    assert relative_norm(step(model, split(2))[0], step(model, [IMAGES])[0]) > 0.1
+
+
+def test_is_the_mean_over_the_batches_where_losses_are_divided_by_counts_of_the_batch():
+    """The mask loss is divided by the number of foreground regions, which differs between these batches."""
+    model = detector("GW:groups=16", masks=True)
+    joint = step(model, [IMAGES])[0]
+    found = step(model, split(4))[0]
+    each = []
+    for image in IMAGES:
+        model.zero_grad()
+        with EventStorage():
+            sum(model([image]).values()).backward()
+        each.append(gradients(model))
+    assert relative(found, {name: sum(part[name] for part in each) / 4 for name in found}) < 1e-11
+    differing = [name for name in found if relative({name: found[name]}, {name: joint[name]}) > 1e-9]
+    assert "roi_heads.mask_head.predictor.weight" in differing
+    assert not [name for name in differing if "box" in name or "rpn" in name]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        SimpleTrainer,
+        pytest.param(
+            AMPTrainer,
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="Detectron2's mixed precision needs a GPU"),
+            ],
+        ),
+    ],
+)
+def test_one_batch_is_the_step_of_detectron2(kind):
+    torch.manual_seed(0)
+    states = []
+    start = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    device = "cuda" if kind is AMPTrainer else "cpu"
+    batches = torch.randn(3, 4, 8, device=device)
+    for run_step in (kind.run_step, lambda trainer: accumulated_step(trainer, 1)):
+        model = Losses(copy.deepcopy(start).to(device))
+        trainer = kind(model, batches, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        with EventStorage() as storage:
+            for _ in batches:
+                run_step(trainer)
+        logged = {name: value.values() for name, value in storage.histories().items() if "loss" in name}
+        states.append((logged, model.state_dict()))
+    (logged, expected), (also_logged, found) = states
+    assert logged == also_logged and len(logged) == 3
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+
+
+class Losses(torch.nn.Module):
+    """Two losses of a network; notes the autocast type of each call."""
+
+    def __init__(self, network: torch.nn.Module) -> None:
+        super().__init__()
+        self.network = network
+        self.types: list = []
+
+    def forward(self, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        device = batch.device.type
+        self.types.append(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None)
+        y = self.network(batch).float()
+        return {"loss_a": y.mean(), "loss_b": y.square().mean()}
+
+
+class Product(torch.nn.Module):
+    """The loss w * x, whose gradient is the batch x; a tensor, as Detectron2 accepts it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+
+    def forward(self, batch: float) -> torch.Tensor:
+        return self.weight * batch
+
+
+def product_after(batches: list[float], per_step: int, trainer_of=SimpleTrainer, **options) -> tuple[float, dict]:
+    """Return the weight of a Product after SGD with learning rate 1, and the trainer's state."""
+    model = Product()
+    cfg = get_cfg()
+    cfg.SOLVER.CLIP_GRADIENTS.update(ENABLED="clip" in options, CLIP_TYPE="norm", CLIP_VALUE=options.pop("clip", 1.0))
+    optimizer = maybe_add_gradient_clipping(cfg, torch.optim.SGD(model.parameters(), lr=1.0))
+    trainer = trainer_of(model, batches, optimizer, **options)
+    with EventStorage():
+        for _ in range(len(batches) // per_step):
+            accumulated_step(trainer, per_step)
+    return model.weight.item(), trainer.state_dict()
+
+
+def test_the_mean_gradient_is_clipped_not_that_of_a_batch():
+    assert product_after([10.0, -9.5], 2)[0] == product_after([10.0, -9.5], 2, clip=1.0)[0] == -0.25
+    assert product_after([10.0, -2.0], 2, clip=1.0)[0] == pytest.approx(-1.0)
+
+
+def scaler(**options) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", **options)
+
+
+def test_mixed_precision_unscales_and_updates_once_per_step():
+    options = {"grad_scaler": scaler(init_scale=8.0, growth_interval=1)}
+    weight, state = product_after([1.0, 3.0, 5.0, 7.0], 2, AMPTrainer, **options)
+    assert weight == -(2.0 + 6.0)
+    assert state["grad_scaler"]["scale"] == 32.0, "it doubles after each of two steps"
+    clipped = product_after([10.0, -2.0], 2, AMPTrainer, grad_scaler=scaler(init_scale=1024.0), clip=3.0)[0]
+    assert clipped == pytest.approx(-3.0), "the true gradient 4 is clipped, not the scaled one"
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_batch_whose_scaled_gradient_overflows_skips_the_step(place):
+    batches = [1.0, 1.0, 3.0, 3.0]
+    batches[place] = 3e38
+    weight, state = product_after(batches, 2, AMPTrainer, grad_scaler=scaler(init_scale=8.0))
+    assert weight == -3.0 and state["grad_scaler"]["scale"] == 4.0
+
+
+def test_every_batch_runs_in_the_precision_of_the_trainer():
+    model = Losses(torch.nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = AMPTrainer(model, torch.randn(4, 4, 8), optimizer, grad_scaler=scaler())
+    default = getattr(trainer, "precision", torch.bfloat16)  # the type of autocast on the CPU
+    with EventStorage():
+        accumulated_step(trainer, 2)
+        trainer.precision = torch.float16  # an argument in later versions of Detectron2
+        accumulated_step(trainer, 2)
+        accumulated_step(SimpleTrainer(model, torch.randn(2, 4, 8), optimizer), 2)
+    assert model.types == [default] * 2 + [torch.float16] * 2 + [None] * 2
+
+
+def test_metrics_are_the_mean_loss_and_the_whole_time_for_data():
+    def slow_batches():
+        for batch in (torch.zeros(4, 8), torch.ones(4, 8)):
+            time.sleep(0.05)
+            yield batch
+
+    model = Losses(torch.nn.Linear(8, 1))
+    with torch.no_grad():
+        zeros, ones = model(torch.zeros(4, 8)), model(torch.ones(4, 8))
+    expected = {name: float(zeros[name] + ones[name]) / 2 for name in zeros}
+    trainer = SimpleTrainer(model, slow_batches(), torch.optim.SGD(model.parameters(), lr=0.1))
+    with EventStorage() as storage:
+        accumulated_step(trainer, 2)
+        found = {name: value.values() for name, value in storage.histories().items()}
+    assert all(len(values) == 1 for values in found.values()), "written once per step"
+    found = {name: values[0][0] for name, values in found.items()}
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    assert found["total_loss"] == pytest.approx(found["loss_a"] + found["loss_b"])
+    assert 0.1 <= found["data_time"] < 5
+
+
+@pytest.mark.parametrize("batches", [0, -1])
+def test_a_number_that_is_not_positive_is_refused(batches):
+    with pytest.raises(ConfigError, match=rf"SOLVER.ACCUMULATE \({batches}\): not positive. Fix: "):
+        product_after([1.0], 1) and accumulated_step(None, batches)
+
+
+SCHEDULE = {
+    "SOLVER__ACCUMULATE": 2,
+    "SOLVER__MAX_ITER": 4,
+    "SOLVER__STEPS": "(3,)",
+    "SOLVER__CHECKPOINT_PERIOD": 2,
+    "DATASETS__TEST": "()",
+}
+
+
+@pytest.mark.usefixtures("small_dataset")
+class TestTrainer:
+    def trainer(self, folder, kind=Trainer, **overrides) -> Trainer:
+        return kind(setup(arguments(folder, **SCHEDULE | overrides)))
+
+    def test_an_iteration_is_a_step_and_resuming_is_exact(self, tmp_path):
+        whole = self.trainer(tmp_path, SOLVER__CLIP_GRADIENTS__ENABLED=False)  # hooks are called twice with clipping
+        rates = []
+        whole.optimizer.register_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
+        whole.train()
+        assert whole.data_loader.batches == 8
+        assert rates == pytest.approx([0.005 / 1000, 0.005, 0.005, 0.0005])
+        lines = [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()]
+        assert [line["iteration"] for line in lines if "total_loss" in line] == [3]
+
+        (tmp_path / "last_checkpoint").write_text("model_0000001.pth")
+        resumed = self.trainer(tmp_path, SOLVER__CLIP_GRADIENTS__ENABLED=False)
+        resumed.resume_or_load(resume=True)
+        assert resumed.start_iter == 2 and resumed.data_loader.batches == 4
+        resumed.train()
+        expected, found = whole.model.state_dict(), resumed.model.state_dict()
+        assert all(torch.equal(value, found[name]) for name, value in expected.items())
+
+    def test_another_number_continues_after_the_same_images_with_a_warning(self, tmp_path, caplog):
+        trainer = self.trainer(tmp_path, SOLVER__MAX_ITER=1, SOLVER__STEPS="()")
+        trainer.train()
+        resumed = self.trainer(tmp_path, SOLVER__ACCUMULATE=4, SOLVER__IMS_PER_BATCH=1)
+        logger = logging.getLogger("gw_detectron")
+        logger.addHandler(caplog.handler)
+        try:
+            resumed.load_state_dict(trainer.state_dict())
+            resumed.record.load_state_dict(trainer.record.state_dict())
+        finally:
+            logger.removeHandler(caplog.handler)
+        assert resumed.data_loader.batches == 4, "of one image"
+        assert "SOLVER.ACCUMULATE 2 in the checkpoint, 4 here" in caplog.text
+
+    def test_the_reference_number_of_processes_scales_the_batches_not_their_number(self, tmp_path):
+        reference = {"SOLVER__REFERENCE_WORLD_SIZE": 2, "SOLVER__IMS_PER_BATCH": 4, "SOLVER__MAX_ITER": 1}
+        trainer = self.trainer(tmp_path, **reference, SOLVER__STEPS="()")
+        sizes = []
+        trainer.model.register_forward_pre_hook(lambda model, args: sizes.append(len(args[0])))
+        trainer.train()
+        assert sizes == [2, 2, 2, 2], "two iterations on one process are one on two"
+
+    def test_a_signal_waits_for_the_last_batch(self, tmp_path):
+        trainer = self.trainer(tmp_path)
+        trainer.model.register_forward_pre_hook(lambda *_: signal.raise_signal(signal.SIGTERM))
+        with pytest.raises(Interrupted) as stopped:
+            trainer.train()
+        assert "Iteration 0 is finished; checkpoint" in stopped.value.message
+        content = torch.load(tmp_path / "model_0000000.pth", weights_only=True)
+        assert content["trainer"]["data"]["batches"] == 2
+
+    def test_a_non_finite_loss_names_the_image_of_its_batch(self, tmp_path):
+        class WithNan(Trainer):
+            @classmethod
+            def build_train_loader(cls, cfg):
+                for count, batch in enumerate(super().build_train_loader(cfg)):
+                    for index, example in enumerate(batch):
+                        example["file_name"] = f"batch_{count}_image_{index}.jpg"
+                    if count == 3:
+                        batch[1]["image"] = batch[1]["image"].float()
+                        batch[1]["image"][0, 3, 5] = math.nan
+                    yield batch
+
+        with pytest.raises(NonFiniteError, match=r"iteration 1: .*\n.*batch_3_image_1.jpg has 1 values that are NaN"):
+            self.trainer(tmp_path, WithNan).train()
