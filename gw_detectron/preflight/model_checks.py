@@ -147,18 +147,24 @@ def _check_frozen_norms(cfg: CfgNode, model: nn.Module, findings: Findings, from
 
 
 def _check_batch_norms(cfg: CfgNode, model: nn.Module, findings: Findings) -> None:
-    single = [
-        name
+    images = {
+        name: _images_per_statistic(cfg, module)
         for name, module in model.named_modules()
         if not isinstance(module, _FROZEN)
         and getattr(module, "running_mean", None) is not None  # a layer that normalizes over the batch
-        and _images_per_statistic(cfg, module) == 1
-    ]
-    if single:
+    }
+    if single := [name for name, count in images.items() if count == 1]:
         findings.problems.append(
             f"SOLVER.IMS_PER_BATCH ({cfg.SOLVER.IMS_PER_BATCH}): {len(single)} layers normalize over a batch of one "
             f"image (first: {single[0]}), whose statistics are too noisy to train with. Fix: set SOLVER.IMS_PER_BATCH "
             f"{2 * comm.get_world_size()} or more, the norm to SyncBN on several GPUs, or to GW or GN."
+        )
+    if images and (batches := cfg.SOLVER.ACCUMULATE) > 1:
+        name, count = next(iter(images.items()))
+        findings.warnings.append(
+            f"SOLVER.ACCUMULATE ({batches}): {len(images)} layers normalize over each batch alone (first: {name}, over "
+            f"{count} images), not over the {batches} batches of an iteration. Fix: use GW, GN or FrozenBN, or raise "
+            "SOLVER.IMS_PER_BATCH instead."
         )
     of_torch = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
     if of_torch and cfg.MODEL.DEVICE == "cpu" and comm.get_world_size() > 1:
@@ -216,6 +222,6 @@ def _check_solver_cost(rows: Iterable[NormShape], findings: Findings) -> None:
         worst = max(expensive, key=lambda row: row.solver_flops)
         findings.warnings.append(
             f"{worst.layer} ({worst.spec}): its solver needs about {worst.solver_flops:.1e} operations per training "
-            f"step for an input of {worst.shape}, and {len(expensive)} layers need {_EXPENSIVE:.0e} or more. The cost "
+            f"batch for an input of {worst.shape}, and {len(expensive)} layers need {_EXPENSIVE:.0e} or more. The cost "
             "grows with the third power of groups= (GW) or channels= (BW). Fix: use 64, the published number."
         )

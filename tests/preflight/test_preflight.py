@@ -75,6 +75,14 @@ class TestModel:
         evaluated = {"eval_only": True, "MODEL__WEIGHTS": str(tmp_path / "w.pth")}
         assert not check(SOLVER__IMS_PER_BATCH=1, **evaluated).problems
 
+    def test_batch_norm_of_accumulated_batches(self, check):
+        found = check(SOLVER__ACCUMULATE=8)
+        assert not found.problems and len(found.warnings) == 1
+        assert "SOLVER.ACCUMULATE (8): " in found.warnings[0] and "over 2 images" in found.warnings[0]
+        assert "(first: backbone.bottom_up.res2.0.conv1.norm," in found.warnings[0]
+        assert check(SOLVER__ACCUMULATE=8, MODEL__RESNETS__NORM="GW") == Findings([], [])
+        one(check(SOLVER__ACCUMULATE=8, SOLVER__IMS_PER_BATCH=1))  # statistics of one image remain those of one
+
     def test_layers_with_too_few_values_to_whiten(self, check):
         found = check(INPUT__MIN_SIZE_TRAIN="(64,)")
         assert not found.problems and len(found.warnings) == 1
