@@ -57,11 +57,12 @@ def resource_errors_explained(cfg: CfgNode, guard: LossGuard | None = None) -> I
         if not is_out_of_memory(error):
             raise
         if guard is None:
-            work, keys = "an evaluation", ["INPUT.MIN_SIZE_TEST", "INPUT.MAX_SIZE_TEST"]
+            work, keys, hint = "an evaluation", ["INPUT.MIN_SIZE_TEST", "INPUT.MAX_SIZE_TEST"], ""
         else:
             work = f"a step with images of {guard.image_sizes()} pixels"
             keys = ["SOLVER.IMS_PER_BATCH", "INPUT.MIN_SIZE_TRAIN", "INPUT.MAX_SIZE_TRAIN"]
+            hint = f"; raise SOLVER.ACCUMULATE ({cfg.SOLVER.ACCUMULATE}) as much as the batch shrinks"
         first, *others = (f"{key} ({get_value(cfg, key)})" for key in keys)
         raise RunMemoryError(
-            f"{first}: out of memory in {work}: {reason}. Fix: lower {', '.join([keys[0], *others])}{resume}."
+            f"{first}: out of memory in {work}: {reason}. Fix: lower {', '.join([keys[0], *others])}{hint}{resume}."
         ) from error

@@ -45,6 +45,7 @@ def test_a_step_without_memory_names_images_keys_and_checkpoint(tmp_path, capsys
     reported = capsys.readouterr().err
     assert "SOLVER.IMS_PER_BATCH (2): out of memory in a step with images of 64x" in reported
     assert "Fix: lower SOLVER.IMS_PER_BATCH, INPUT.MIN_SIZE_TRAIN ((64,)), INPUT.MAX_SIZE_TRAIN" in reported
+    assert "; raise SOLVER.ACCUMULATE (1) as much as the batch shrinks; continue with --resume" in reported
     assert f"continue with --resume from '{tmp_path}/model_0000001.pth'." in reported
     assert "Traceback" not in (tmp_path / "log.txt").read_text()
 
