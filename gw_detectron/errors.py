@@ -32,6 +32,10 @@ class FileAccessError(UserError, OSError):
     """A file or address cannot be read, fetched or written."""
 
 
+class MissingPackageError(UserError, ImportError):
+    """An optional package is not installed."""
+
+
 def is_user_error(error: BaseException) -> bool:
     """Tell whether the user can fix an error.
 

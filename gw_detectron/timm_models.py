@@ -15,13 +15,8 @@ from typing import Any
 
 from torch import nn
 
-from .errors import UserError
+from .errors import MissingPackageError
 from .norms import POSITIONS, convert_norms
-
-
-class MissingTimmError(UserError, ImportError):
-    """timm is not installed."""
-
 
 try:
     from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -30,7 +25,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "timm":
         raise
-    raise MissingTimmError("gw_detectron.timm_models: timm is not installed. Fix: pip install timm") from None
+    raise MissingPackageError("gw_detectron.timm_models: timm is not installed. Fix: pip install timm") from None
 
 _TAGS = {positions.lower().replace("-", "_"): positions for positions in POSITIONS if positions}
 _NETWORKS: dict[str, dict[str, Any]] = {

@@ -127,4 +127,4 @@ import gw_detectron.timm_models
 
 def test_without_timm():
     done = subprocess.run([sys.executable, "-c", NO_TIMM], capture_output=True, text=True, check=False)
-    assert "MissingTimmError: gw_detectron.timm_models: timm is not installed. Fix: pip install timm" in done.stderr
+    assert "MissingPackageError: gw_detectron.timm_models: timm is not installed. Fix: pip install timm" in done.stderr

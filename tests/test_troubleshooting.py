@@ -27,7 +27,7 @@ COMPLETED = {
     "load_report": ("checkpoint/load_report.py", "Fix:"),
     "loading": ("checkpoint/reading.py", "Fix:"),  # repeats an error with the name of the key
     "nonfinite": ("engine/nonfinite.py", "Fix:"),
-    "norm": ("norms/names.py", "Fix:"),
+    "names": ("norms/names.py", "Fix:"),
     "numpy_unpickler": ("checkpoint/reading.py", "was not read: {error}. Fix:"),
     "pickle_check": ("checkpoint/reading.py", "was not read: {error}. Fix:"),
     "provenance": ("checkpoint/provenance.py", "damaged ({reason}). Fix: convert the weights again."),

@@ -18,10 +18,11 @@ from detectron2.structures import Instances
 from torch import Tensor, nn
 
 from ..data.images import evaluation_input, read_image
+from ..errors import MissingPackageError
 from ..layers import use_backend
 from .atomic_folder import atomic_folder
 from .feature_extractor import Normalization
-from .formats import MissingPackageError, save_trace
+from .formats import save_trace
 from .parity import ExportError, compare
 from .report import REPORT_FILES, write_report
 

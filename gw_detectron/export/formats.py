@@ -12,7 +12,7 @@ import torch
 from torch.export import Dim, ExportedProgram
 
 from ..checkpoint.norm_inference import DESCRIPTION
-from ..errors import UserError, summarize_names
+from ..errors import MissingPackageError, summarize_names
 from .feature_extractor import FeatureExtractor
 from .parity import ExportError, Run
 
@@ -24,10 +24,6 @@ logger = logging.getLogger(__name__)
 
 #: a function that calls the written file, read back from disk; and more entries of the report
 Written = tuple[Run, dict[str, Any]]
-
-
-class MissingPackageError(UserError, ImportError):
-    """A package that an export needs is not installed."""
 
 
 def write_pt2(extractor: FeatureExtractor, path: Path) -> Written:

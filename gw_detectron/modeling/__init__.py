@@ -16,12 +16,12 @@ from .resnet import (
 from .roi_heads import GWFastRCNNConvFCHead, GWMaskRCNNConvUpsampleHead
 
 __all__ = [
+    "GWFPN",
     "ConvNormReLU",
     "GWBasicBlock",
     "GWBasicStem",
     "GWBottleneckBlock",
     "GWDeformBottleneckBlock",
-    "GWFPN",
     "GWFastRCNNConvFCHead",
     "GWMaskRCNNConvUpsampleHead",
     "add_pool_norm",

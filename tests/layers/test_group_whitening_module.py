@@ -15,7 +15,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gw_detectron.layers import BatchWhitening2d, FrozenBatchWhitening2d, GroupWhitening2d, Solver, group_whiten, use_path
+from gw_detectron.layers import (
+    BatchWhitening2d,
+    FrozenBatchWhitening2d,
+    GroupWhitening2d,
+    Solver,
+    group_whiten,
+    use_path,
+)
 
 from ..ops.cases import build, correlated
 from ..ops.oracle import Setting
