@@ -8,7 +8,7 @@ from detectron2.modeling import BACKBONE_REGISTRY, FPN, Backbone
 from detectron2.modeling.backbone.fpn import LastLevelMaxPool, LastLevelP6P7
 from torch import nn
 
-from ..norms.names import Norm, resolve_norm
+from ..norms import Norm, resolve_norm
 from .resnet import build_gw_resnet_backbone
 
 
