@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
-from detectron2.config import CfgNode
+from detectron2.config import CfgNode, LazyConfig, instantiate
+from omegaconf import DictConfig
 from torch import nn
 
 from .checkpoint import load_checkpoint, open_checkpoint
@@ -22,16 +23,16 @@ def list_configs() -> list[str]:
 
     Returns:
         Sorted names relative to the folder ``configs``, such as ``COCO-Detection/faster_rcnn_R_50_FPN_1x_GW.yaml``,
-        without the ``Base-*.yaml`` files.
+        without the ``Base-*.yaml`` files and the parts of LazyConfigs in ``common``.
     """
-    return [name for name in _files() if not name.rpartition("/")[2].startswith("Base-")]
+    return [name for name in _files() if not name.startswith("common/") and "/Base-" not in f"/{name}"]
 
 
 def get_config_file(name: str) -> str:
     """Return the path of a config.
 
     Args:
-        name: as in :func:`list_configs`, or a ``Base-*.yaml``.
+        name: as in :func:`list_configs`, a ``Base-*.yaml`` or a part in ``common``.
 
     Raises:
         ConfigError: unknown config; the message names the nearest.
@@ -44,8 +45,8 @@ def get_config_file(name: str) -> str:
     return str(files[name])
 
 
-def get_config(name: str, trained: bool = False) -> CfgNode:
-    """Load a config, with this package's keys.
+def get_config(name: str, trained: bool = False) -> CfgNode | DictConfig:
+    """Load a config: a ``.yaml`` with this package's keys, or a LazyConfig from a ``.py``.
 
     Args:
         name: as in :func:`list_configs`.
@@ -61,13 +62,14 @@ def get_config(name: str, trained: bool = False) -> CfgNode:
             f"trained (True): no weights of a trained {name} are published. Fix: train it with tools/train_net.py "
             f"--config-file {file}, or pass trained=False."
         )
-    return read_config(file)
+    return LazyConfig.load(file) if name.endswith(".py") else read_config(file)
 
 
 def get(name: str, trained: bool = False, device: str | None = None) -> nn.Module:
-    """Build the model of a config and load its ``MODEL.WEIGHTS``, if any.
+    """Build the model of a config and load its weights, if any.
 
-    To build a model without its weights, pass :func:`get_config` to ``detectron2.modeling.build_model``.
+    These are ``MODEL.WEIGHTS``, or ``train.init_checkpoint`` of a LazyConfig. To build a model without its weights, pass
+    :func:`get_config` to ``detectron2.modeling.build_model``.
 
     Args:
         name, trained: as in :func:`get_config`.
@@ -82,9 +84,12 @@ def get(name: str, trained: bool = False, device: str | None = None) -> nn.Modul
     cfg = get_config(name, trained)
     if device is None and not torch.cuda.is_available():
         device = "cpu"
-    model = build_checked_model(cfg, device)
-    if cfg.MODEL.WEIGHTS:
-        load_checkpoint(DetectionCheckpointer(model), open_checkpoint(cfg.MODEL.WEIGHTS))
+    if isinstance(cfg, CfgNode):
+        model, weights = build_checked_model(cfg, device), cfg.MODEL.WEIGHTS
+    else:
+        model, weights = instantiate(cfg.model).to(device or cfg.train.device), cfg.train.init_checkpoint
+    if weights:
+        load_checkpoint(DetectionCheckpointer(model), open_checkpoint(weights))
     return model
 
 
@@ -93,7 +98,8 @@ def _files() -> dict[str, Path]:
     # A wheel has the configs inside the package; a clone, also an editable install of it, has them beside it.
     for folder in (package / "configs", package.parent / "configs"):
         if folder.is_dir():
-            return {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*.yaml"))}
+            files = sorted(path for path in folder.rglob("*") if path.suffix in (".yaml", ".py"))
+            return {path.relative_to(folder).as_posix(): path for path in files}
     raise MissingFileError(
         f"configs ({str(package / 'configs')!r}): folder not found. Fix: install gw_detectron again."
     )

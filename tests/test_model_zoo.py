@@ -11,10 +11,11 @@ DEMO = "quick_schedules/mask_rcnn_R_18_FPN_GW_demo.yaml"
 GW_R50 = "COCO-Detection/faster_rcnn_R_50_FPN_1x_GW.yaml"
 
 
-def test_list_configs_names_every_yaml_that_is_no_base():
+def test_list_configs_names_every_config_that_trains():
     root = Path(__file__).resolve().parent.parent / "configs"
-    every = {path.relative_to(root).as_posix() for path in root.rglob("*.yaml")}
-    assert set(model_zoo.list_configs()) == {name for name in every if not Path(name).name.startswith("Base-")}
+    every = {path.relative_to(root).as_posix() for path in root.rglob("*.*") if path.suffix in (".yaml", ".py")}
+    parts = {name for name in every if Path(name).name.startswith("Base-") or name.startswith("common/")}
+    assert set(model_zoo.list_configs()) == every - parts
     assert model_zoo.list_configs() == sorted(model_zoo.list_configs())
     assert {DEMO, GW_R50} <= set(model_zoo.list_configs())
 
@@ -45,6 +46,13 @@ def test_files_outside_the_configs_are_refused(name: str):
 def test_trained_weights_are_not_published(function):
     with pytest.raises(ValueError, match=r"trained \(True\): no weights .*tools/train_net\.py"):
         function(GW_R50, trained=True)
+
+
+def test_get_builds_a_lazy_config(monkeypatch):
+    name = "new_baselines/mask_rcnn_R_50_FPN_100ep_LSJ_GW.py"
+    assert model_zoo.get_config(name).train.max_iter == 184375
+    model = model_zoo.get(name, device="cpu")
+    assert any(isinstance(module, GroupWhitening2d) for module in model.modules())
 
 
 def test_get_builds_a_detector():

@@ -64,7 +64,7 @@ def test_wheel_holds_all_code_and_all_configs(wheel: Path):
     with zipfile.ZipFile(wheel) as archive:
         files = {name for name in archive.namelist() if ".dist-info/" not in name}
     code = {path.relative_to(ROOT).as_posix() for path in (ROOT / "gw_detectron").rglob("*.py")}
-    configs = {f"gw_detectron/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "configs").rglob("*.yaml")}
+    configs = {f"gw_detectron/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "configs").rglob("*.*")}
     assert configs
     assert files == code | configs | {"gw_detectron/py.typed"}
 

@@ -1,0 +1,123 @@
+"""Configs that repeat one of Detectron2's with other norms, and LazyConfigs: what differs, and nothing else."""
+
+from pathlib import Path
+from typing import Any
+
+import detectron2.model_zoo
+import pytest
+import torch
+from detectron2.config import LazyConfig, instantiate
+from detectron2.modeling import build_model
+from omegaconf import OmegaConf
+from torch import nn
+
+import gw_detectron.model_zoo
+from gw_detectron.engine.optimizer import build_optimizer
+from gw_detectron.layers import GroupWhitening2d
+from gw_detectron.norms import norm_rows
+
+from .test_configs import flat, load
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+LAZY = sorted(str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.py"))
+TABLE_4 = "COCO-Detection/faster_rcnn_R_50_FPN_4conv1fc_1x_GW"
+
+_NORMS = {
+    "MODEL.BACKBONE.NAME",
+    "MODEL.RESNETS.NORM",
+    "MODEL.RESNETS.WHITEN_POSITIONS",
+    "MODEL.FPN.NORM",
+    "MODEL.ROI_BOX_HEAD.NAME",
+    "MODEL.ROI_BOX_HEAD.NORM",
+    "MODEL.ROI_MASK_HEAD.NAME",
+    "MODEL.ROI_MASK_HEAD.NORM",
+    "TEST.PRECISE_BN.ENABLED",
+}
+_WEIGHTS = {"MODEL.WEIGHTS", "MODEL.PIXEL_MEAN", "MODEL.PIXEL_STD", "INPUT.FORMAT"}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "allowed"),
+    [
+        ("mask_rcnn_R_50_FPN_3x_GW", "mask_rcnn_R_50_FPN_3x_gn", _NORMS | _WEIGHTS),
+        ("mask_rcnn_R_50_FPN_3x_BN_GW", "mask_rcnn_R_50_FPN_3x_gn", _NORMS | _WEIGHTS),
+        ("scratch_mask_rcnn_R_50_FPN_3x_GW", "scratch_mask_rcnn_R_50_FPN_3x_gn", _NORMS),
+        ("scratch_mask_rcnn_R_50_FPN_3x_BN_GW", "scratch_mask_rcnn_R_50_FPN_3x_gn", _NORMS),
+    ],
+)
+def test_the_3x_rows_differ_from_detectron2s_in_norms_and_their_weights(ours, theirs, allowed):
+    expected = flat(detectron2.model_zoo.get_config(f"Misc/{theirs}.yaml"))
+    found = flat(load(f"Misc/{ours}"))
+    assert {key for key, value in expected.items() if plain(found[key]) != plain(value)} <= allowed
+
+
+def plain(value: Any) -> Any:
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_a_lazy_config_is_saved_and_reloaded_intact(name, tmp_path):
+    cfg = gw_detectron.model_zoo.get_config(name)
+    LazyConfig.save(cfg, str(tmp_path / "config.yaml"))
+    again = LazyConfig.load(str(tmp_path / "config.yaml"))
+    with torch.device("meta"):
+        models = [instantiate(config.model) for config in (cfg, again)]
+    rows = [norm_rows(model) for model in models]
+    assert rows[0] == rows[1] and any("GW" in row.spec for row in rows[0])
+    assert str(models[0]) == str(models[1])
+    if "lr_multiplier" in cfg:
+        assert again.lr_multiplier.scheduler.num_updates == again.train.max_iter
+        assert instantiate(again.lr_multiplier)(0) == instantiate(cfg.lr_multiplier)(0)
+
+
+@pytest.mark.parametrize("epochs", [50, 100, 200, 400])
+def test_the_lsj_twins_differ_from_detectron2s_in_norms(epochs):
+    name = f"new_baselines/mask_rcnn_R_50_FPN_{epochs}ep_LSJ"
+    theirs, ours = detectron2.model_zoo.get_config(f"{name}.py"), gw_detectron.model_zoo.get_config(f"{name}_GW.py")
+    for part in ("dataloader", "lr_multiplier", "train"):
+        assert str(OmegaConf.to_container(ours[part])) == str(OmegaConf.to_container(theirs[part]))
+    with torch.device("meta"):
+        models = [instantiate(config.model) for config in (theirs, ours)]
+    weights = [
+        {name: value.shape for name, value in model.state_dict().items() if ".norm." not in name} for model in models
+    ]
+    assert weights[0] == weights[1]
+    assert not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in models[1].modules())
+    assert sum(isinstance(module, GroupWhitening2d) for module in models[1].modules()) == 53 + 8 + 4 + 4
+
+
+def test_the_lazy_row_of_table_4_is_that_of_the_yaml():
+    cfg, lazy = load(TABLE_4), gw_detectron.model_zoo.get_config(f"{TABLE_4}.py")
+    cfg.MODEL.DEVICE = "cpu"
+    models = [build_model(cfg), instantiate(lazy.model)]
+    assert norm_rows(models[0]) == norm_rows(models[1])
+    models[1].load_state_dict(models[0].state_dict())
+    images = [{"image": torch.randint(0, 255, (3, 96, 128), dtype=torch.uint8), "height": 96, "width": 128}]
+    with torch.no_grad():
+        (one,), (other,) = (model.eval()(images) for model in models)
+    assert torch.equal(one["instances"].pred_boxes.tensor, other["instances"].pred_boxes.tensor)
+    for part in ("proposal_generator", "roi_heads"):
+        assert settings(getattr(models[0], part)) == settings(getattr(models[1], part))
+
+    lazy.optimizer.params.model = models[1]
+    groups = [decays(build_optimizer(cfg, models[0]), models[0]), decays(instantiate(lazy.optimizer), models[1])]
+    assert groups[0] == groups[1]
+    schedule = instantiate(lazy.lr_multiplier)
+    for iteration, factor in ((0, 1 / 3), (500, 1), (59999, 1), (60000, 0.1), (80000, 0.01)):
+        assert schedule(iteration / 90000) == pytest.approx(factor)
+
+
+def settings(module: nn.Module, prefix: str = "") -> dict[str, Any]:
+    """Return the numbers, strings and tuples of a module and its parts."""
+    found = {}
+    for name, value in vars(module).items():
+        if isinstance(value, (bool, int, float, str, tuple, list)) and not name.startswith("_"):
+            found[prefix + name] = value
+    for name, child in module.named_children():
+        found |= settings(child, f"{prefix}{name}.")
+    return found
+
+
+def decays(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, tuple[float, float]]:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {names[p]: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]}
