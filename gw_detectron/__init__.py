@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from .layers import BatchWhitening2d, GroupWhitening2d
-from .norms import convert_norms, norm_spec, norm_table, resolve_norm
+from .norms import convert_convs, convert_norms, norm_spec, norm_table, resolve_norm
 from .requirements import (
     FUNCTIONS,
     MODULES,
@@ -24,6 +24,7 @@ __all__ = [
     "BatchWhitening2d",
     "GroupWhitening2d",
     "__version__",
+    "convert_convs",
     "convert_norms",
     "norm_spec",
     "norm_table",

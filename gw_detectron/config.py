@@ -31,13 +31,14 @@ def add_gw_config(cfg: CfgNode) -> None:
     Args:
         cfg: Detectron2's config.
     """
+    model = cfg.MODEL
     defaults = (
         # Compile the backbone, with FPN, by torch.compile. On the CPU that needs a C++ compiler.
         # Default False. The paper has no compiler.
-        (cfg.MODEL, "COMPILE", False),
+        (model, "COMPILE", False),
         # Norm at WHITEN_POSITIONS of the backbone: any norm name.
         # Default "GW" = "GW:groups=64,iters=5,eps=1e-5,solver=newton", the paper's setting.
-        (cfg.MODEL.RESNETS, "WHITEN_NORM", "GW"),
+        (model.RESNETS, "WHITEN_NORM", "GW"),
         # Positions of WHITEN_NORM. Every other norm of the backbone is MODEL.RESNETS.NORM.
         #   ""                            none
         #   "S1"                          stem
@@ -45,14 +46,17 @@ def add_gw_config(cfg: CfgNode) -> None:
         #   "S1-B12"                      stem and the first two norms of every block
         #   "ALL"                         stem, every norm of every block, and shortcuts
         # Default "S1-B2", which the paper uses for detection.
-        (cfg.MODEL.RESNETS, "WHITEN_POSITIONS", "S1-B2"),
+        (model.RESNETS, "WHITEN_POSITIONS", "S1-B2"),
         # Apply one ReLU after all convolutions of the box head, instead of one after each.
         # Default False, the paper's head. The authors' released detection code corresponds to True.
-        (cfg.MODEL.ROI_BOX_HEAD, "SINGLE_RELU", False),
+        (model.ROI_BOX_HEAD, "SINGLE_RELU", False),
         # Batches of IMS_PER_BATCH images per iteration. An iteration is one optimizer step with their mean gradient, so
         # BASE_LR is the learning rate for ACCUMULATE * IMS_PER_BATCH images. docs/training.md compares it to one batch.
         # Default 1, as in Detectron2. The paper has no such setting.
         (cfg.SOLVER, "ACCUMULATE", 1),
+        # Convolutions before a norm: "" plain, "WS" with Weight Standardization (arXiv 1903.10520).
+        # Default "". The paper has no Weight Standardization.
+        *((node, "CONV", "") for node in (model.RESNETS, model.FPN, model.ROI_BOX_HEAD, model.ROI_MASK_HEAD)),
     )
     for node, key, value in defaults:
         if key not in node:

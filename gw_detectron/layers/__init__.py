@@ -1,4 +1,4 @@
-r"""Whitening layers for PyTorch; they need torch alone.
+r"""Whitening layers and their rivals for PyTorch; they need torch alone.
 
 Two layers share a table of solvers. :class:`GroupWhitening2d` (GW) whitens the channel groups of each sample.
 :class:`BatchWhitening2d` (BW) whitens the channels of each group over the batch. A solver (:data:`SOLVERS`) computes
@@ -23,6 +23,7 @@ from ..ops.group_whitening.op import group_whiten, use_backend
 from ..ops.solvers import SOLVERS, Solver, newton_inverse_sqrt, zca_inverse_sqrt
 from .batch_whitening import ROTATIONS, RUNNING, BatchWhitening2d, FrozenBatchWhitening2d
 from .group_whitening import GroupWhitening2d, use_path
+from .weight_standardization import standardize_weight, standardize_weights
 
 __all__ = [
     "ROTATIONS",
@@ -35,6 +36,8 @@ __all__ = [
     "batch_whiten",
     "group_whiten",
     "newton_inverse_sqrt",
+    "standardize_weight",
+    "standardize_weights",
     "use_backend",
     "use_path",
     "zca_inverse_sqrt",

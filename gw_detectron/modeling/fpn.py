@@ -1,5 +1,6 @@
 """Detectron2's FPN with any norm, on the backbones of :mod:`gw_detectron.modeling.resnet`."""
 
+from collections.abc import Callable
 from typing import Any
 
 from detectron2.config import CfgNode
@@ -8,7 +9,7 @@ from detectron2.modeling import BACKBONE_REGISTRY, FPN, Backbone
 from detectron2.modeling.backbone.fpn import LastLevelMaxPool, LastLevelP6P7
 from torch import nn
 
-from ..norms import Norm, resolve_norm
+from ..norms import Norm, convert_convs, resolve_norm
 from .resnet import build_gw_resnet_backbone
 
 
@@ -18,7 +19,8 @@ class GWFPN(FPN):
     Args:
         bottom_up, in_features, out_channels: those of Detectron2's ``FPN``.
         norm: a norm name, or an argument of Detectron2's ``get_norm``.
-        where: names ``norm`` in error messages.
+        conv: "WS" standardizes the weights of its convolutions, see :func:`gw_detectron.convert_convs`.
+        where: names an argument in error messages.
         kwargs: further arguments of Detectron2's ``FPN``.
 
     Raises:
@@ -32,11 +34,13 @@ class GWFPN(FPN):
         out_channels: int,
         norm: Norm = "",
         *,
-        where: str = "GWFPN, norm",
+        conv: str = "",
+        where: Callable[[str], str] = "GWFPN, {}".format,
         **kwargs: Any,
     ) -> None:
-        norm = resolve_norm(norm, where=where, channels=[out_channels])
+        norm = resolve_norm(norm, where=where("norm"), channels=[out_channels])
         super().__init__(bottom_up, in_features, out_channels, norm, **kwargs)
+        convert_convs(self, conv, "fpn_*", where=where("conv"))
 
 
 @BACKBONE_REGISTRY.register()
@@ -68,7 +72,8 @@ def _fpn(cfg: CfgNode, bottom_up: nn.Module, top_block: nn.Module) -> FPN:
         options.IN_FEATURES,
         options.OUT_CHANNELS,
         options.NORM,
+        conv=options.CONV,
+        where=lambda argument: f"MODEL.FPN.{argument.upper()}",
         top_block=top_block,
         fuse_type=options.FUSE_TYPE,
-        where="MODEL.FPN.NORM",
     )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..config import get_value
 from ..errors import ConfigError
 from ..layers import FrozenBatchWhitening2d
-from ..norms import Norm, resolve_norm, whitened_convs
+from ..norms import Norm, convert_convs, resolve_norm, whitened_convs
 from .conv_norm_relu import append_fusible_relu
 
 NUM_BLOCKS_PER_STAGE = {
@@ -144,6 +144,7 @@ def gw_resnet(
     deform_num_groups: int = 1,
     out_features: Sequence[str] = ("res2", "res3", "res4", "res5"),
     freeze_at: int = 2,
+    conv: str = "",
     where: Callable[[str], str] = "gw_resnet, {}".format,
 ) -> ResNet:
     """Build a ResNet or ResNeXt with another norm at the paper's positions.
@@ -167,6 +168,7 @@ def gw_resnet(
         deform_num_groups: its groups of offsets.
         out_features: names of the returned feature maps.
         freeze_at: freeze the first stages, the stem being 1; 0 freezes none.
+        conv: "WS" standardizes the weights of all convolutions, see :func:`gw_detectron.convert_convs`.
         where: names an argument in error messages.
 
     Returns:
@@ -223,7 +225,9 @@ def gw_resnet(
                 block_class = GWDeformBottleneckBlock
                 arguments |= {"deform_modulated": deform_modulated, "deform_num_groups": deform_num_groups}
         stages.append(ResNet.make_stage(block_class, num_blocks, **arguments))
-    return ResNet(stem, stages, out_features=list(out_features), freeze_at=freeze_at)
+    resnet = ResNet(stem, stages, out_features=list(out_features), freeze_at=freeze_at)
+    convert_convs(resnet, conv, where=where("conv"))
+    return resnet
 
 
 def _check_value(name: str, value: Any, allowed: list[Any], by: str = "") -> None:

@@ -15,26 +15,29 @@ from detectron2.modeling.roi_heads import (
 )
 from torch import nn
 
-from ..norms.names import resolve_norm
+from ..config import get_value
+from ..norms import convert_convs, resolve_norm
 from .conv_norm_relu import append_fusible_relu
 
 
 class _AnyNormHead(nn.Module):
-    """Mixin for a stock head: any norm name, and fused ReLUs."""
+    """Mixin for a stock head: any norm name, fused ReLUs, and Weight Standardization (``conv="WS"``)."""
 
     norm_key: str
     conv_norm_relus: list[Any]  # the stock head's convolutions
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    @configurable
+    def __init__(self, *args: Any, conv: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        for conv in self.conv_norm_relus:
-            append_fusible_relu(conv)
+        for layer in self.conv_norm_relus:
+            append_fusible_relu(layer)
+        convert_convs(self, conv, where=self.norm_key.replace("NORM", "CONV"))
 
     @classmethod
     def from_config(cls, cfg: CfgNode, input_shape: ShapeSpec) -> dict[str, Any]:
         arguments = super().from_config(cfg, input_shape)  # type: ignore[misc]
-        channels = arguments["conv_dims"]
-        return arguments | {"conv_norm": resolve_norm(arguments["conv_norm"], where=cls.norm_key, channels=channels)}
+        norm = resolve_norm(arguments["conv_norm"], where=cls.norm_key, channels=arguments["conv_dims"])
+        return arguments | {"conv_norm": norm, "conv": get_value(cfg, cls.norm_key.replace("NORM", "CONV"))}
 
 
 @ROI_BOX_HEAD_REGISTRY.register()

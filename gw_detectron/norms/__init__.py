@@ -1,6 +1,7 @@
 """Norms by name, for any model: parse, print, list, convert. Works with torch alone."""
 
 from .conversion import ConversionError, ConversionReport, convert_norms
+from .convs import convert_convs
 from .installed import Norm
 from .names import NormError, norm_spec, resolve_norm
 from .norm_table import norm_rows, norm_summary, norm_table
@@ -12,6 +13,7 @@ __all__ = [
     "ConversionReport",
     "Norm",
     "NormError",
+    "convert_convs",
     "convert_norms",
     "norm_rows",
     "norm_spec",

@@ -1,7 +1,6 @@
 """Replace the norm layers of a built model, in place."""
 
 import fnmatch
-import functools
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UserError
+from ..layers.class_change import ClassChange, change_class
 from .calibrate import match_moments, moments, outputs
 from .installed import get_norm
 from .names import find_norm_spec, resolve_norm
@@ -173,7 +173,7 @@ def _replacement(name: str, old: nn.Module, spec: str) -> nn.Module:
     return _with_activation(new, old)
 
 
-class _Activated(nn.Module):
+class Activated(ClassChange):
     """Mixin for a norm layer that contains its activation, as timm's ``BatchNormAct2d``."""
 
     fuses_relu = False
@@ -183,24 +183,11 @@ class _Activated(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.act(self.drop(super().forward(x)))
 
-    def __reduce__(self) -> tuple[Any, ...]:  # pickle finds no class that is made at run time
-        return _rebuild, (type(self).__mro__[2],), self.__dict__
-
-
-@functools.cache
-def _activated(norm: Any) -> type[nn.Module]:
-    return type(f"{norm.__name__}Act", (_Activated, norm), {"fuses_relu": False})
-
-
-def _rebuild(norm: Any) -> nn.Module:
-    cls = _activated(norm)
-    return cls.__new__(cls)
-
 
 def _with_activation(new: nn.Module, old: nn.Module) -> nn.Module:
     activation = getattr(old, "act", None)
     if isinstance(activation, nn.Module):
-        new.__class__ = _activated(type(new))  # type: ignore[arg-type]
+        change_class(new, Activated)
         new.drop, new.act = getattr(old, "drop", nn.Identity()), activation
     return new
 

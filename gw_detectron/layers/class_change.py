@@ -1,0 +1,32 @@
+"""Change what a built module does by changing its class, as ``torch.nn.utils.parametrize`` does."""
+
+import functools
+from typing import Any
+
+from torch import nn
+
+
+class ClassChange(nn.Module):
+    """Base of mixins for built modules.
+
+    The module keeps its parameters, hooks and mode, and no random number is drawn. The changed class is made at run
+    time, where pickle does not find it.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _empty, type(self).__bases__, self.__dict__
+
+
+def change_class(module: nn.Module, mixin: type[ClassChange]) -> None:
+    """Put a mixin before the class of a module, in place."""
+    module.__class__ = _changed(mixin, type(module))
+
+
+@functools.cache
+def _changed(mixin: type[ClassChange], base: type[nn.Module]) -> type[nn.Module]:
+    return type(f"{mixin.__name__}{base.__name__}", (mixin, base), {})
+
+
+def _empty(mixin: type[ClassChange], base: type[nn.Module]) -> nn.Module:
+    cls = _changed(mixin, base)
+    return cls.__new__(cls)

@@ -1,0 +1,94 @@
+"""Weight Standardization of the convolutions of a built model."""
+
+import copy
+import fnmatch
+
+import torch
+from torch import Tensor, nn
+
+from .class_change import ClassChange, change_class
+
+EPS = 1e-5
+
+
+def standardize_weight(weight: Tensor) -> Tensor:
+    r"""Standardize each filter of a convolution.
+
+    .. math:: \hat W_i = \frac{W_i - \mu_i}{\sigma_i + \epsilon}, \quad
+        \sigma_i^2 = \tfrac{1}{I - 1} \sum_j (W_{ij} - \mu_i)^2, \quad \epsilon = 10^{-5}
+
+    This is the authors' code for detection and classification, which pretrained weights depend on: the deviation has
+    the divisor I - 1, and epsilon is added to it. The paper's Eq. 5 has I and adds nothing; timm's ``StdConv2d`` has I
+    and adds 1e-6 to the variance.
+
+    Args:
+        weight: (C, ...), one filter of I values per output channel.
+
+    Returns:
+        The standardized weight, in the shape of ``weight``.
+
+    Source: Micro-Batch Training with Batch-Channel Normalization and Weight Standardization (arXiv 1903.10520).
+    """
+    deviation, mean = torch.std_mean(weight, list(range(1, weight.dim())), keepdim=True)
+    return (weight - mean) / (deviation + EPS)
+
+
+class WeightStandardized(ClassChange):
+    """Mixin for a convolution: its weight is standardized at each access.
+
+    Parameters and state dict contain the weight itself. ``torch.jit.script`` gets a plain convolution with the
+    standardized weight, and puts it into the scripted model too: script a copy. Tracing and ``torch.export`` do not.
+    """
+
+    @property
+    def weight(self) -> Tensor:
+        """The standardized weight."""
+        return standardize_weight(self._parameters["weight"])  # type: ignore[arg-type]
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        plain = copy.copy(self)
+        plain.__class__ = type(self).__bases__[1]
+        plain._parameters = {**self._parameters, "weight": nn.Parameter(self.weight.detach())}
+        return plain
+
+
+def standardize_weights(model: nn.Module, pattern: str = "*") -> list[str]:
+    """Standardize the weights of a model's convolutions, in place.
+
+    Names of parameters, their values, norms, activations and frozen state stay. Only convolutions before a norm should
+    be standardized: a Detectron2 convolution whose ``norm`` is None is left as it is. Transposed ones are too.
+
+    Args:
+        model: any model.
+        pattern: a glob of the convolutions' module names.
+
+    Returns:
+        The names of the standardized convolutions.
+
+    Raises:
+        ValueError: no convolution fits, or a filter has one value only. The model is unchanged.
+
+    Source: arXiv 1903.10520; https://github.com/joe-siyuan-qiao/WeightStandardization.
+    """
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if fnmatch.fnmatchcase(name, pattern) and _is_convolution_before_norm(module)
+    }
+    if not found:
+        raise ValueError("no convolution before a norm. Fix: set a norm, or leave the weights as they are.")
+    for name, module in found.items():
+        if module._parameters["weight"][0].numel() < 2:  # type: ignore[index]
+            raise ValueError(f"{name}: a filter of one value has no deviation. Fix: leave this convolution out.")
+    for module in found.values():
+        if not isinstance(module, WeightStandardized):
+            change_class(module, WeightStandardized)
+    return list(found)
+
+
+def _is_convolution_before_norm(module: nn.Module) -> bool:
+    """Tell whether a module is a convolution, and if it is Detectron2's, has a norm."""
+    if hasattr(module, "norm"):  # Detectron2's, some of which are not torch's
+        weight = module._parameters.get("weight")
+        return module.norm is not None and weight is not None and weight.dim() == 4
+    return isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
