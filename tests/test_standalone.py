@@ -79,7 +79,8 @@ assert norm_spec(model[1]) == "GW:groups=8,iters=5,eps=1e-05,solver=newton" and 
 try:
     resolve_norm("FrozenBN")
 except ValueError as error:
-    assert "Fix: use one of ['BN', 'BW', 'FrozenBW', 'GN', 'GW', 'SyncBN']" in str(error), error
+    known = ["BN", "BRN", "BW", "EvoNormS0", "FRN", "FrozenBW", "GN", "GW", "SyncBN"]
+    assert f"Fix: use one of {known}" in str(error), error
 
 import gw_detectron
 for name in ("no_such_name", "add_gw_config", "model_zoo"):

@@ -128,6 +128,8 @@ def _constraints(layer: Any, shape: tuple[int, ...] | None, processes: int) -> C
     if getattr(layer, "running_mean", None) is not None:  # every layer that normalizes over the batch has one
         columns = samples * pixels * (processes if is_synchronized(layer) else 1)
         return batch_constraints(channels, columns, layer.channels_per_group if _whitens(layer) else 1)
+    if getattr(layer, "fuses_relu", False):  # FRN and EvoNorm prescribe no mean
+        return None
     return group_constraints(channels, samples * pixels, 1, whiten=False)  # LN: one group per pixel
 
 

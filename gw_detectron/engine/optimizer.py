@@ -1,4 +1,4 @@
-"""Detectron2's optimizer, with the weight decay of norms for whitening layers too."""
+"""Detectron2's optimizer, with the weight decay of norms for every norm of this package."""
 
 from typing import Any
 
@@ -8,13 +8,13 @@ from detectron2.config import CfgNode
 from detectron2.solver.build import get_default_optimizer_params as detectron2_optimizer_params
 from torch import nn
 
-from ..layers import BatchWhitening2d, GroupWhitening2d
+from ..norms.names import find_norm_spec
 
 _Groups = list[dict[str, Any]]
 
 
 def build_optimizer(cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
-    """Build Detectron2's optimizer with ``SOLVER.WEIGHT_DECAY_NORM`` for whitening layers.
+    """Build Detectron2's optimizer with ``SOLVER.WEIGHT_DECAY_NORM`` for every norm.
 
     Detectron2 has a fixed list of norm layers and gives the parameters of all other layers ``SOLVER.WEIGHT_DECAY``.
     As for BN and GN, ``SOLVER.WEIGHT_DECAY_BIAS`` takes precedence for biases if it is set. Rotations keep
@@ -42,7 +42,7 @@ def get_default_optimizer_params(
     weight_decay_bias: float | None = None,
     **kwargs: Any,
 ) -> _Groups:
-    """Return Detectron2's parameter groups with ``weight_decay_norm`` for whitening layers.
+    """Return Detectron2's parameter groups with ``weight_decay_norm`` for every norm.
 
     It takes the place of Detectron2's function of the same name in a LazyConfig; see :func:`build_optimizer`.
 
@@ -64,18 +64,18 @@ def _set_norm_decay(groups: _Groups, model: nn.Module, decay: float | None, bias
     affine = {
         parameter
         for layer in model.modules()
-        if isinstance(layer, (BatchWhitening2d, GroupWhitening2d))
+        if find_norm_spec(layer) is not None
         for name, parameter in layer.named_parameters(recurse=False)
         if name != "bias" or bias_decay is None
     }
     old, new = [], []
     for group in groups:
-        whitening = [parameter for parameter in group["params"] if parameter in affine]
-        if not whitening or group.get("weight_decay") == decay:  # checkpoints of Detectron2's trainer fit such groups
+        norms = [parameter for parameter in group["params"] if parameter in affine]
+        if not norms or group.get("weight_decay") == decay:  # checkpoints of Detectron2's trainer fit such groups
             old.append(group)
-        elif len(whitening) == len(group["params"]):
+        elif len(norms) == len(group["params"]):
             old.append({**group, "weight_decay": decay})
         else:
             old.append({**group, "params": [parameter for parameter in group["params"] if parameter not in affine]})
-            new.append({**group, "params": whitening, "weight_decay": decay})
+            new.append({**group, "params": norms, "weight_decay": decay})
     return old + new

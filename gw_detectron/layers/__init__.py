@@ -21,6 +21,7 @@ the whitening matrix from the covariance in both. Special cases:
 from ..ops.batch_whitening.reference import batch_whiten
 from ..ops.group_whitening.op import group_whiten, use_backend
 from ..ops.solvers import SOLVERS, Solver, newton_inverse_sqrt, zca_inverse_sqrt
+from .batch_renorm import BatchRenorm2d
 from .batch_whitening import ROTATIONS, RUNNING, BatchWhitening2d, FrozenBatchWhitening2d
 from .group_whitening import GroupWhitening2d, use_path
 from .weight_standardization import standardize_weight, standardize_weights
@@ -29,6 +30,7 @@ __all__ = [
     "ROTATIONS",
     "RUNNING",
     "SOLVERS",
+    "BatchRenorm2d",
     "BatchWhitening2d",
     "FrozenBatchWhitening2d",
     "GroupWhitening2d",

@@ -17,16 +17,17 @@ class ClassChange(nn.Module):
         return _empty, type(self).__bases__, self.__dict__
 
 
-def change_class(module: nn.Module, mixin: type[ClassChange]) -> None:
-    """Put a mixin before the class of a module, in place."""
-    module.__class__ = _changed(mixin, type(module))
+def change_class(module: nn.Module, mixin: Any) -> None:
+    """Put a mixin, a :class:`ClassChange`, before the class of a module, in place."""
+    base: Any = type(module)
+    module.__class__ = _changed(mixin, base)
 
 
 @functools.cache
-def _changed(mixin: type[ClassChange], base: type[nn.Module]) -> type[nn.Module]:
+def _changed(mixin: Any, base: Any) -> type[nn.Module]:
     return type(f"{mixin.__name__}{base.__name__}", (mixin, base), {})
 
 
-def _empty(mixin: type[ClassChange], base: type[nn.Module]) -> nn.Module:
+def _empty(mixin: Any, base: Any) -> nn.Module:
     cls = _changed(mixin, base)
     return cls.__new__(cls)

@@ -18,8 +18,8 @@ def standardize_weight(weight: Tensor) -> Tensor:
         \sigma_i^2 = \tfrac{1}{I - 1} \sum_j (W_{ij} - \mu_i)^2, \quad \epsilon = 10^{-5}
 
     This is the authors' code for detection and classification, which pretrained weights depend on: the deviation has
-    the divisor I - 1, and epsilon is added to it. The paper's Eq. 5 has I and adds nothing; timm's ``StdConv2d`` has I
-    and adds 1e-6 to the variance.
+    the divisor I - 1, and epsilon is added to it. The paper has the divisor I; timm's ``StdConv2d`` has it too, and adds
+    1e-6 to the variance.
 
     Args:
         weight: (C, ...), one filter of I values per output channel.
@@ -78,7 +78,7 @@ def standardize_weights(model: nn.Module, pattern: str = "*") -> list[str]:
     if not found:
         raise ValueError("no convolution before a norm. Fix: set a norm, or leave the weights as they are.")
     for name, module in found.items():
-        if module._parameters["weight"][0].numel() < 2:  # type: ignore[index]
+        if module._parameters["weight"][0].numel() < 2:
             raise ValueError(f"{name}: a filter of one value has no deviation. Fix: leave this convolution out.")
     for module in found.values():
         if not isinstance(module, WeightStandardized):

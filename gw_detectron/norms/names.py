@@ -8,6 +8,8 @@
   batch whitening. ``BW:running=covariance`` is the papers' BW_Sigma. ``BW:solver=zca`` is DBN, whose released code has
   16 channels and eps 1e-3 by default. ``FrozenBW`` is batch whitening with fixed statistics.
 - ``BN:rotation=cayley`` is BN with a learnable rotation of every 64 channels (``channels=64``) before scale and shift.
+- ``BRN`` is ``BRN:momentum=0.01,rmax=3,dmax=5,warmup=5000,rmax_at=40000,dmax_at=25000``, Batch Renormalization.
+- ``FRN`` is ``FRN:eps=1e-6`` and ``EvoNormS0`` is ``EvoNormS0:groups=32,eps=1e-5``. They need timm.
 
 ``solver`` is a name in :data:`gw_detectron.layers.SOLVERS`. ``corr=true`` standardizes, then decorrelates.
 ``threshold`` belongs to the solver ``zca_max``, ``iters`` to ``newton``; with another solver they are errors.
@@ -21,7 +23,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
-from ..layers import BatchWhitening2d, FrozenBatchWhitening2d, GroupWhitening2d
+from ..layers import BatchRenorm2d, BatchWhitening2d, FrozenBatchWhitening2d, GroupWhitening2d
 from ..ops.solvers import OPTION_SOLVER
 from ..requirements import has_detectron2
 from .installed import CLASSES, Norm, get_norm
@@ -51,6 +53,12 @@ def _rotated_batch_norm(num_channels: int, rotation: str = "none", **arguments: 
     return BatchWhitening2d(num_channels, **_ROTATED_BN, **arguments)
 
 
+def _timm_norm(num_channels: int, norm_name: str, **arguments: Any) -> nn.Module:
+    from . import timm_norms  # here, as it imports all models of timm
+
+    return timm_norms.LAYERS[norm_name](num_channels, **arguments)
+
+
 _ROTATED_BN: dict[str, Any] = {"solver": "standardize", "running": "covariance", "rotation": "cayley"}
 _Options = dict[str, tuple[str, type]]  # option -> argument of the factory and its type
 _GROUPS: _Options = {"groups": ("num_groups", int)}
@@ -65,12 +73,18 @@ _SOLVER: _Options = {
 }
 _BATCH_OPTIONS: _Options = {"momentum": ("momentum", float), "sync": ("sync", bool), "rotation": ("rotation", str)}
 _BW = _CHANNELS | _SOLVER | {"running": ("running", str)} | _BATCH_OPTIONS
+_BRN: _Options = {"momentum": ("momentum", float), "rmax": ("rmax", float), "dmax": ("dmax", float)} | {
+    key: (key, int) for key in ("warmup", "rmax_at", "dmax_at")
+}
 _NORMS: dict[str, tuple[Callable[..., nn.Module], _Options]] = {
     "GN": (_group_norm, _GROUPS | _EPS),
     "GW": (GroupWhitening2d, _GROUPS | _SOLVER),
     "BW": (BatchWhitening2d, _BW),
     "FrozenBW": (FrozenBatchWhitening2d, _BW),
     "BN": (_rotated_batch_norm, _CHANNELS | _EPS | _BATCH_OPTIONS),
+    "BRN": (BatchRenorm2d, _BRN),
+    "FRN": (functools.partial(_timm_norm, norm_name="FRN"), _EPS),
+    "EvoNormS0": (functools.partial(_timm_norm, norm_name="EvoNormS0"), _GROUPS | _EPS),
 }
 _TYPES = {int: "an integer below 2^31", float: "a number", bool: "true or false"}
 #: options that a printed name shows only if they differ from these values
@@ -81,6 +95,7 @@ _LAYERS: dict[str, Any] = {
     "BW": BatchWhitening2d,
     "GW": GroupWhitening2d,
     "GN": nn.GroupNorm,
+    "BRN": BatchRenorm2d,
     **CLASSES,
 }
 
@@ -190,7 +205,8 @@ def norm_spec(layer: nn.Module) -> str:
 
 def find_norm_spec(layer: nn.Module) -> str | None:
     """Return the full norm name of a layer, or None."""
-    name = next((name for name, layer_class in _LAYERS.items() if isinstance(layer, layer_class)), None)
+    known = (name for name, layer_class in _LAYERS.items() if isinstance(layer, layer_class))
+    name = getattr(type(layer), "norm_name", None) or next(known, None)
     if name == "naiveSyncBN" and getattr(layer, "_stats_mode", "") == "N":
         return "naiveSyncBN_N"
     if name == "BN" or name not in _NORMS:  # Detectron2's own

@@ -61,5 +61,7 @@ def evaluation_spec(spec: str) -> str:
     Frozen, synchronized and plain batch statistics compute the same there.
     """
     name, _, options = spec.removeprefix("Frozen").partition(":")
+    if name == "BRN":  # BN in evaluation; its options belong to training
+        return "BN:"
     kept = [option for option in options.split(",") if not option.startswith(("momentum=", "sync="))]
     return ":".join(["BN" if "BN" in name else name, ",".join(kept)])

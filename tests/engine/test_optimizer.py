@@ -1,4 +1,4 @@
-"""The optimizer treats whitening layers as norm layers."""
+"""The optimizer treats every norm of the package as Detectron2's norms."""
 
 import pytest
 import torch
@@ -6,8 +6,9 @@ from detectron2.config import get_cfg
 from detectron2.solver import build_optimizer
 from torch import nn
 
+from gw_detectron import resolve_norm
 from gw_detectron.engine import Trainer
-from gw_detectron.layers import BatchWhitening2d, GroupWhitening2d
+from gw_detectron.layers import BatchRenorm2d, BatchWhitening2d, GroupWhitening2d
 
 
 class Model(nn.Module):
@@ -17,6 +18,7 @@ class Model(nn.Module):
         self.bn = nn.BatchNorm2d(8)
         self.gw = GroupWhitening2d(8)
         self.bw = BatchWhitening2d(8, rotation="cayley")
+        self.brn = BatchRenorm2d(8)
         self.frozen = GroupWhitening2d(8).requires_grad_(False)
 
 
@@ -40,9 +42,11 @@ def test_scale_and_shift_of_whitening_layers_are_treated_as_those_of_bn(norm_dec
     optimizer = Trainer.build_optimizer(cfg, model)
     found = settings(optimizer, model)
     rotation = next(name for name in found if name.count(".") > 1)
-    assert set(found) == {f"{m}.{p}" for m in ("conv", "bn", "gw", "bw") for p in ("weight", "bias")} | {rotation}
+    assert set(found) == {f"{m}.{p}" for m in ("conv", "bn", "gw", "bw", "brn") for p in ("weight", "bias")} | {
+        rotation
+    }
     for name in ("weight", "bias"):
-        assert found[f"gw.{name}"] == found[f"bw.{name}"] == found[f"bn.{name}"]
+        assert found[f"gw.{name}"] == found[f"bw.{name}"] == found[f"brn.{name}"] == found[f"bn.{name}"]
     assert found["bn.weight"][1] == (0.125 if norm_decay is None else norm_decay)
     assert found["conv.weight"][1] == found[rotation][1] == 0.125
 
@@ -55,7 +59,7 @@ def test_groups_of_several_parameters_are_split(monkeypatch):
     monkeypatch.setattr("detectron2.solver.build_optimizer", lambda cfg, model: one_group)
     cfg.SOLVER.WEIGHT_DECAY_NORM, cfg.SOLVER.WEIGHT_DECAY_BIAS = 0.25, None
     found = settings(Trainer.build_optimizer(cfg, model), model)
-    affine = {"gw.weight", "gw.bias", "bw.weight", "bw.bias"}
+    affine = {f"{norm}.{name}" for norm in ("bn", "gw", "bw", "brn") for name in ("weight", "bias")}
     assert {name for name, values in found.items() if values == (0.5, 0.25, 0.75)} == affine
     assert {values for name, values in found.items() if name not in affine} == {(0.5, 0.125, 0.75)}
 
@@ -66,3 +70,11 @@ def test_groups_are_kept_where_nothing_changes():
     cfg.SOLVER.WEIGHT_DECAY_NORM = cfg.SOLVER.WEIGHT_DECAY
     ours, theirs = (build(cfg, model).state_dict() for build in (Trainer.build_optimizer, build_optimizer))
     assert ours == theirs
+
+
+def test_norms_of_timm_too():
+    pytest.importorskip("timm")
+    cfg, model = get_cfg(), nn.Sequential(nn.Conv2d(8, 8, 1), resolve_norm("FRN")(8))
+    cfg.SOLVER.WEIGHT_DECAY_NORM, cfg.SOLVER.WEIGHT_DECAY_BIAS = 0.25, None
+    found = settings(Trainer.build_optimizer(cfg, model), model, ("weight_decay",))
+    assert {name for name, values in found.items() if values == (0.25,)} == {"1.weight", "1.bias", "1.tau"}

@@ -1,0 +1,104 @@
+"""Batch Renormalization as a module."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..ops.tensors import check_integer, check_number
+
+
+class BatchRenorm2d(nn.BatchNorm2d):
+    r"""Batch Renormalization layer: BN whose training output approaches its evaluation output.
+
+    .. math:: y = \gamma \Big( \frac{x - \mu_B}{\sigma_B} r + d \Big) + \beta, \quad
+        r = \mathrm{clip}_{[1/r_{max}, r_{max}]} \frac{\sigma_B}{\sigma}, \quad
+        d = \mathrm{clip}_{[-d_{max}, d_{max}]} \frac{\mu_B - \mu}{\sigma}
+
+    :math:`\mu_B, \sigma_B` are those of the batch; :math:`\mu, \sigma` are the running ones before this batch.
+    Gradients do not pass through r and d. Evaluation is BN.
+
+    r_max and d_max start at 1 and 0, which is BN, stay there for ``warmup`` batches, and grow linearly to ``rmax`` at
+    batch ``rmax_at`` and to ``dmax`` at batch ``dmax_at``. Batches are counted by ``num_batches_tracked``, which
+    checkpoints contain.
+
+    Parameters, buffers and running statistics are BN's: the variance is averaged, where the paper averages
+    :math:`\sigma`. ``freeze()`` of Detectron2 makes FrozenBN of the layer.
+
+    Args:
+        num_features: C, the size of dimension 1 of the input.
+        momentum: weight of a new batch in the running averages. The paper has 0.01.
+        rmax: largest r, at least 1.
+        dmax: largest absolute d.
+        warmup: batches with BN alone.
+        rmax_at: batch at which r_max has grown to ``rmax``, more than ``warmup``.
+        dmax_at: batch at which d_max has grown to ``dmax``, more than ``warmup``.
+
+    Shape:
+        Input (N, C, H, W). Output: the same.
+
+    Raises:
+        ValueError: an argument out of its range.
+        TypeError: an argument of the wrong type.
+
+    Source: Batch Renormalization (arXiv 1702.03275), Algorithm 1; the schedule of its experiments.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+    momentum: float
+
+    def __init__(
+        self,
+        num_features: int,
+        momentum: float = 0.01,
+        rmax: float = 3.0,
+        dmax: float = 5.0,
+        warmup: int = 5000,
+        rmax_at: int = 40000,
+        dmax_at: int = 25000,
+    ) -> None:
+        check_integer("num_features", num_features, 1, 64)
+        check_number("momentum", momentum, 0, 1, 0.01)
+        check_number("rmax", rmax, 1, float("inf"), 3)
+        check_number("dmax", dmax, 0, float("inf"), 5)
+        check_integer("warmup", warmup, 0, 5000)
+        check_integer("rmax_at", rmax_at, warmup + 1, warmup + 35000)
+        check_integer("dmax_at", dmax_at, warmup + 1, warmup + 20000)
+        super().__init__(num_features, momentum=momentum)
+        self.rmax, self.dmax = rmax, dmax
+        self.warmup, self.rmax_at, self.dmax_at = warmup, rmax_at, dmax_at
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize ``x``, and update the running statistics in training mode."""
+        if not self.training:
+            return super().forward(x)
+        self._check_input_dim(x)
+        r, d = self._corrections(x)
+        self.num_batches_tracked.add_(1)
+        # BN's kernels, and their gradient, with gamma r and gamma d + beta for scale and shift
+        weight, bias = self.weight * r, torch.addcmul(self.bias, self.weight, d)
+        return F.batch_norm(x, self.running_mean, self.running_var, weight, bias, True, self.momentum, self.eps)
+
+    @torch.no_grad()
+    def _corrections(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return r and d, each (C,)."""
+        variance, mean = torch.var_mean(x.to(self.running_var.dtype), (0, 2, 3), correction=0)
+        deviation = (self.running_var + self.eps).sqrt()
+        largest_r = 1 + (self.rmax - 1) * self._progress(self.rmax_at)
+        largest_d = self.dmax * self._progress(self.dmax_at)
+        r = (variance + self.eps).sqrt() / deviation
+        d = (mean - self.running_mean) / deviation
+        return r.clamp(1 / largest_r, largest_r), d.clamp(-largest_d, largest_d)
+
+    def _progress(self, end: int) -> Tensor:
+        """Return 0 up to ``warmup`` and 1 from ``end`` on; a tensor, as reading the counter waits for the GPU."""
+        return ((self.num_batches_tracked - self.warmup) / (end - self.warmup)).clamp(0, 1)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.num_features}, momentum={self.momentum:g}, rmax={self.rmax:g}, dmax={self.dmax:g}, "
+            f"warmup={self.warmup}, rmax_at={self.rmax_at}, dmax_at={self.dmax_at}"
+        )

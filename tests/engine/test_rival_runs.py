@@ -1,0 +1,34 @@
+"""GW's rivals in the whole detector: they train, are saved, loaded and evaluated."""
+
+import pytest
+import torch
+
+from gw_detectron.engine import main
+from gw_detectron.norms.norm_table import evaluation_spec
+
+from ..tiny_run import arguments
+
+BRN = "BRN:warmup=0,rmax_at=1,dmax_at=1"
+
+
+@pytest.mark.usefixtures("small_dataset")
+@pytest.mark.parametrize("norm", [BRN, "FRN", "EvoNormS0:groups=8"])
+def test_a_rival_everywhere(norm, tmp_path):
+    if not norm.startswith("BRN"):
+        pytest.importorskip("timm")
+    keys = ("RESNETS__NORM", "RESNETS__WHITEN_NORM", "FPN__NORM", "ROI_BOX_HEAD__NORM", "ROI_MASK_HEAD__NORM")
+    results = main(arguments(tmp_path, **{f"MODEL__{key}": norm for key in keys}))
+    assert {"bbox", "segm"} <= results.keys()
+    checkpoint = torch.load(tmp_path / "model_final.pth", weights_only=True)
+    assert {spec.partition(":")[0] for spec in checkpoint["norms"].values()} == {norm.partition(":")[0]}
+    assert all(value.isfinite().all() for value in checkpoint["model"].values())
+    weights = {"MODEL__WEIGHTS": tmp_path / "model_final.pth"}
+    again = main(arguments(tmp_path / "eval", "--eval-only", **{f"MODEL__{key}": norm for key in keys}, **weights))
+    assert again["bbox"].keys() == results["bbox"].keys()
+    for task, values in results.items():
+        assert again[task] == pytest.approx(values, nan_ok=True)
+
+
+def test_brn_and_bn_are_the_same_norm_in_evaluation():
+    assert evaluation_spec("BRN:momentum=0.01,rmax=3,dmax=5") == evaluation_spec("BN") == evaluation_spec("SyncBN")
+    assert evaluation_spec("FRN:eps=1e-06") != evaluation_spec("FRN:eps=1e-05")
