@@ -1,4 +1,4 @@
-"""The authors' ImageNet weights as ``gw://imagenet/<architecture>``, and any file as ``gw://file/<path>``.
+"""The authors' ImageNet weights as ``gw://imagenet/<name>``, and any file as ``gw://file/<path>``.
 
 ``MODEL.WEIGHTS`` takes both. The authors' files are downloaded once, both kinds are converted once, into the folder
 ``gw_detectron`` of Detectron2's cache (``$FVCORE_CACHE``, else ``~/.torch/iopath_cache``). Environment variables:
@@ -30,6 +30,7 @@ PREFIX = "gw://"
 FOLDER_VARIABLE = "GW_DETECTRON_WEIGHTS"
 MIRROR_VARIABLE = "GW_DETECTRON_MIRROR"
 _FILE = "file/"
+_GN64 = "GN:groups=64"
 
 
 @dataclass(frozen=True)
@@ -39,32 +40,35 @@ class PublishedWeights:
     Args:
         architecture: such as ``R-50``.
         drive_id: of the file on Google Drive.
-        top1: accuracy on the ImageNet validation set in percent, from the paper.
-        positions: of GW.
-        norm: the norm at these positions. The released layer adds no eps.
+        top1: accuracy on the ImageNet validation set in percent, from the paper; None if no source has it.
+        positions: of the norm.
+        norm: the norm at these positions. The released layer of GW adds no eps.
+        label: of the norm, in file names and in the names of weights other than GW's.
         license: of the weights.
         sha256: of the file. None, as the authors give none: the hash of the first file is recorded in the cache, and
             later files must have the same.
 
-    Source: Group Whitening (CVPR 2021), Table 3; the files, README of the authors' repository.
+    Source: Group Whitening (CVPR 2021), Table 3; the files, README of the authors' repository. XBNBlock (CVPR 2022):
+        readme and ``experiments/ResNet50_XBNBlock_P2.sh`` of https://github.com/huangleiBuaa/XBNBlock.
     """
 
     architecture: str
     drive_id: str
-    top1: float
+    top1: float | None
     positions: str = "S1-B2"
     norm: str = "GW:groups=64,iters=5,eps=0"
+    label: str = "GW"
     license: str = "not stated by the authors (their code is BSD-2-Clause), so this package does not redistribute them"
     sha256: str | None = None
 
     @property
     def name(self) -> str:
-        return f"imagenet/{self.architecture}"
+        return f"imagenet/{self.architecture}" + (f"-{self.label}" if self.label != "GW" else "")
 
     @property
     def file(self) -> str:
         """File name in the cache, in a local folder, on a mirror."""
-        return f"{self.architecture}-GW-{self.positions}.pth"
+        return f"{self.architecture}-{self.label}-{self.positions}.pth"
 
     @property
     def url(self) -> str:
@@ -80,6 +84,9 @@ CATALOG: Mapping[str, PublishedWeights] = {
         PublishedWeights("R-101", "1BnuzZzpaQ6rgBHho5mOQhBWBh1Lh-trK", 78.71),
         PublishedWeights("X-50-32x4d", "1pJSIbjeHpELJ5zlWOF6ekRGjykRYf6tO", 78.43),
         PublishedWeights("X-101-32x8d", "1lVAvTSCnHs-Ij5gt7ubQvLmZzUQdKUNt", 80.43),
+        # GN in place of GW: XBNBlock, trained as GW was ("standard") and with the authors' "advanced" recipe
+        PublishedWeights("R-50", "1xqGsCDD4Y_rv6PjTtACAs8D918fjUT55", None, norm=_GN64, label="GN64"),
+        PublishedWeights("R-50", "1pHRhjc67M5wki5fWy44SG5lj06q71gat", None, norm=_GN64, label="GN64-advanced"),
     )
 }
 
@@ -88,7 +95,7 @@ def local_weights(name: str) -> Path:
     """Return the path of converted weights; download and convert them if needed.
 
     Args:
-        name: ``imagenet/<architecture>``, see :data:`CATALOG`, or ``file/<path>``.
+        name: ``imagenet/<name>``, see :data:`CATALOG`, or ``file/<path>``.
 
     Raises:
         WeightsError: unknown name.

@@ -1,6 +1,6 @@
-"""Record the norms of a detector in its checkpoints.
+"""Record the norms and the Weight Standardization of a detector in its checkpoints.
 
-The tensors alone do not tell GN from GW, or 64 groups from 32.
+The tensors alone do not tell GN from GW, 64 groups from 32, or raw weights from those that are standardized.
 """
 
 import re
@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..norms.convs import CONVS, conv_names
 from ..norms.norm_table import evaluation_spec, norm_rows
 from .architecture import Architecture, infer_architecture
 from .norm_inference import NORMS, norm_key
@@ -19,7 +20,7 @@ _PREFIX = re.compile(r"^.*?\b(?=stem\.|res[2-5]\.\d)")
 
 
 class NormRecord:
-    """Record the norms of a model in its checkpoints, ``{layer: norm name}``.
+    """Record the norms of a model in its checkpoints, ``{layer: norm name}``, and ``{convolution: "WS"}``.
 
     Add it to Detectron2's ``DetectionCheckpointer`` with ``add_checkpointable(NORMS, NormRecord(model))``.
     """
@@ -28,7 +29,7 @@ class NormRecord:
         self._model = model
 
     def state_dict(self) -> dict[str, str]:
-        return {row.layer: row.spec for row in norm_rows(self._model)}
+        return {row.layer: row.spec for row in norm_rows(self._model)} | conv_names(self._model)
 
     def load_state_dict(self, recorded: Mapping[str, Any]) -> None:
         """Load nothing: norms come from the config. :func:`norm_differences` compares them."""
@@ -46,7 +47,7 @@ def check_norm_record(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]
 
 
 def norm_differences(metadata: Mapping[str, Any], model: nn.Module) -> list[str]:
-    """List the layers whose norm differs between a checkpoint and a model.
+    """List the layers whose norm or Weight Standardization differs between a checkpoint and a model.
 
     Norms that compute the same in evaluation are equal: BN may be synchronized or frozen. Layers that only one side has
     are not listed; their tensors show them. Converted weights record the norms of their backbone; their eps may be
@@ -56,14 +57,18 @@ def norm_differences(metadata: Mapping[str, Any], model: nn.Module) -> list[str]
         metadata: the checkpoint's content beside tensors; without a record of norms nothing differs.
         model: the detector.
     """
-    if NORMS not in metadata and "provenance" in metadata:
-        return _backbone_differences(Provenance.from_dict(metadata["provenance"]), model)
-    recorded = metadata.get(NORMS, {})
-    return [
+    if NORMS not in metadata:
+        provenance = metadata.get("provenance")
+        return _backbone_differences(Provenance.from_dict(provenance), model) if provenance else []
+    recorded = metadata[NORMS]
+    norms = [
         f"{row.layer} {recorded[row.layer]} in the checkpoint, {row.spec} here"
         for row in norm_rows(model)
         if row.layer in recorded and evaluation_spec(recorded[row.layer]) != evaluation_spec(row.spec)
     ]
+    before, here = {name for name, spec in recorded.items() if spec in CONVS}, conv_names(model).keys()
+    convs = [f"{name} WS {'in the checkpoint' if name in before else 'here'} only" for name in sorted(before ^ here)]
+    return norms + convs
 
 
 def _backbone_differences(provenance: Provenance, model: nn.Module) -> list[str]:

@@ -17,6 +17,7 @@ from ..checkpoint.norm_inference import DESCRIPTION, NORM_CLASSES, NORMS, build_
 from ..checkpoint.norm_record import NormRecord
 from ..checkpoint.reference_networks import torchvision_stages
 from ..layers import GroupWhitening2d
+from ..norms.convs import conv_names
 from .feature_extractor import FeatureExtractor
 from .formats import Written
 from .parity import ExportError
@@ -79,10 +80,14 @@ def write_safetensors(extractor: FeatureExtractor, path: Path, layout: str = "de
 
 
 def _check_torchvision_compatible(backbone: nn.Module) -> None:
-    """Refuse strides and dilation that torchvision does differently.
+    """Refuse convolutions, strides and dilation that torchvision does differently.
 
     The weights do not show them.
     """
+    if conv_names(backbone):
+        raise ExportError(
+            "MODEL.RESNETS.CONV ('WS'): torchvision and timm do not standardize weights. Fix: use --layout detectron2."
+        )
     for name, block in backbone.named_modules():
         if isinstance(block, BottleneckBlock) and block.conv1.stride != (1, 1):
             raise ExportError(

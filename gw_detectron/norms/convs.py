@@ -3,7 +3,7 @@
 from torch import nn
 
 from ..errors import ConfigError
-from ..layers import standardize_weights
+from ..layers.weight_standardization import WeightStandardized, standardize_weights
 
 CONVS = ("", "WS")
 
@@ -30,3 +30,8 @@ def convert_convs(model: nn.Module, conv: str, pattern: str = "*", *, where: str
         return standardize_weights(model, pattern) if conv else []
     except ValueError as error:
         raise ConfigError(f"{where} ({conv!r}): {error}") from error
+
+
+def conv_names(model: nn.Module) -> dict[str, str]:
+    """Return the names (``"WS"``) of the convolutions of a model that are not plain, by module name."""
+    return {name: "WS" for name, module in model.named_modules() if isinstance(module, WeightStandardized)}

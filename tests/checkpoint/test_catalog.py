@@ -20,10 +20,11 @@ from gw_detectron.checkpoint import (
     open_checkpoint,
 )
 from gw_detectron.checkpoint.download import DownloadFailedError
+from gw_detectron.checkpoint.norm_inference import norm_key
 from gw_detectron.checkpoint.weights_io import load_weights
 
 from .server import serving
-from .synthetic import authors_state, make_network
+from .synthetic import authors_state, make_network, training_checkpoint
 
 NAME, FILE = "imagenet/R-18", "R-18-GW-S1-B1.pth"
 
@@ -57,7 +58,10 @@ def test_records_of_the_published_files():
         "imagenet/R-101": ("1BnuzZzpaQ6rgBHho5mOQhBWBh1Lh-trK", 78.71),
         "imagenet/X-50-32x4d": ("1pJSIbjeHpELJ5zlWOF6ekRGjykRYf6tO", 78.43),
         "imagenet/X-101-32x8d": ("1lVAvTSCnHs-Ij5gt7ubQvLmZzUQdKUNt", 80.43),
+        "imagenet/R-50-GN64": ("1xqGsCDD4Y_rv6PjTtACAs8D918fjUT55", None),
+        "imagenet/R-50-GN64-advanced": ("1pHRhjc67M5wki5fWy44SG5lj06q71gat", None),
     }
+    assert len({record.file for record in CATALOG.values()}) == len(CATALOG)
     for record in CATALOG.values():
         assert record.url == f"https://drive.google.com/uc?id={record.drive_id}"
         assert record.positions == "S1-B2"
@@ -160,6 +164,21 @@ def test_weights_of_another_network(server, monkeypatch):
     monkeypatch.setattr(catalog, "CATALOG", {record.name: record})
     with pytest.raises(WeightsFileError, match=r"positions \('S1-B2'\): the weights have BN, GW.* at S1-B1"):
         local_weights(NAME)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_the_mixture_with_gn_is_converted_as_gn(recorded, tmp_path, monkeypatch):
+    """Its tensors are those of GW with a scale of (C,); checkpoints of the authors' script record the norm."""
+    record = next(record for record in CATALOG.values() if record.label == "GN64")
+    state = make_network("R-50", record.positions).state_dict()
+    checkpoint = training_checkpoint(state)
+    checkpoint["cfg"].norm, checkpoint["cfg"].norm_cfg = "GN", {"num_groups": 64}
+    torch.save(checkpoint if recorded else state, tmp_path / record.file)
+    monkeypatch.setattr(catalog, "CATALOG", {record.name: record})
+    monkeypatch.setenv("GW_DETECTRON_WEIGHTS", str(tmp_path))
+    norms = load_weights(local_weights(record.name)).provenance.norms
+    assert (norms.norm, norms.positions) == ("BN", "S1-B2")
+    assert norm_key(norms.whiten_norm, 64) == norm_key("GN:groups=64", 64)
 
 
 def test_damaged_record(server, cache):

@@ -1,0 +1,154 @@
+"""Weight Standardization: the authors' formula, on any convolution, in every way that a model is used."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from detectron2.layers import Conv2d, FrozenBatchNorm2d
+from torch import nn
+
+from gw_detectron.layers import GroupWhitening2d, standardize_weight, standardize_weights
+from gw_detectron.modeling import ConvNormReLU
+
+
+def oracle(weight: torch.Tensor) -> torch.Tensor:
+    """One filter after the other in numpy: divisor I - 1, eps outside of the root."""
+    filters = [f - f.mean() for f in weight.detach().double().numpy().reshape(len(weight), -1)]
+    scaled = [f / (np.sqrt((f * f).sum() / (f.size - 1)) + 1e-5) for f in filters]
+    return torch.from_numpy(np.stack(scaled)).reshape(weight.shape)
+
+
+def conv(cls: type[nn.Conv2d] = nn.Conv2d, norm: nn.Module | None = None, **options) -> nn.Module:
+    torch.manual_seed(0)
+    arguments = {} if cls is nn.Conv2d else {"norm": norm or nn.GroupNorm(2, 8), "activation": nn.ReLU()}
+    return cls(4, 8, 3, **arguments, **options)
+
+
+def images() -> torch.Tensor:
+    return torch.randn(2, 4, 7, 6, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 3, 3), (5, 7, 1, 1), (2, 1, 3, 3), (4, 6, 3)])
+def test_formula(shape):
+    weight = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 1e-3 + 1
+    torch.testing.assert_close(standardize_weight(weight), oracle(weight), rtol=1e-10, atol=1e-10)
+
+
+def test_gradient():
+    weight = torch.randn(3, 2, 3, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(standardize_weight, weight)
+
+
+def test_a_constant_filter_is_zero_and_its_gradient_finite():
+    weight = torch.ones(2, 3, 3, 3, requires_grad=True)
+    result = standardize_weight(weight)
+    assert not result.any()
+    result.square().sum().backward()
+    assert weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("cls", [nn.Conv2d, Conv2d, ConvNormReLU])
+@pytest.mark.parametrize("options", [{}, {"stride": 2, "padding": 1}, {"groups": 2, "bias": False}], ids=str)
+def test_a_convolution_keeps_all_but_its_weight(cls, options):
+    layer = conv(cls, **options)
+    state = copy.deepcopy(layer.state_dict())
+    plain = copy.deepcopy(layer)
+    plain.weight = nn.Parameter(oracle(layer.weight).float())
+    assert standardize_weights(layer) == [""]
+    torch.testing.assert_close(layer(images()), plain(images()))
+    assert list(layer.state_dict()) == list(state) == list(plain.state_dict())
+    assert all(torch.equal(layer.state_dict()[key], value) for key, value in state.items())
+    assert isinstance(layer, cls) and [name for name, _ in layer.named_parameters()] == [
+        name for name, _ in plain.named_parameters()
+    ]
+
+
+def test_group_whitening_still_fuses_the_relu():
+    layer = conv(ConvNormReLU, GroupWhitening2d(8, 4))
+    expected = F.relu(layer.norm(F.conv2d(images(), oracle(layer.weight).float(), layer.bias)))
+    standardize_weights(layer)
+    calls = []
+    layer.norm.register_forward_pre_hook(lambda _, args, kwargs: calls.append(kwargs), with_kwargs=True)
+    torch.testing.assert_close(layer(images()), expected)
+    assert calls == [{"relu": True}]
+
+
+def test_training_moves_the_weight_itself():
+    layer = conv()
+    standardize_weights(layer)
+    weight = next(layer.parameters())
+    before = weight.detach().clone()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    layer(images()).square().sum().backward()
+    # the output does not depend on the filters' means, and hardly on their scale
+    assert weight.grad.mean((1, 2, 3)).abs().max() < 1e-5 * weight.grad.abs().max()
+    optimizer.step()
+    assert not torch.equal(weight, before)
+    torch.testing.assert_close(layer.weight, oracle(weight).float())
+
+
+def test_which_convolutions():
+    model = nn.ModuleDict(
+        {
+            "torch": nn.Conv2d(4, 8, 3),
+            "normed": Conv2d(4, 8, 3, norm=nn.GroupNorm(2, 8)),
+            "bare": Conv2d(4, 8, 3),
+            "up": nn.ConvTranspose2d(4, 8, 3),
+            "line": nn.Conv1d(4, 8, 3),
+            "linear": nn.Linear(4, 8),
+        }
+    )
+    assert standardize_weights(copy.deepcopy(model)) == ["torch", "normed", "line"]
+    assert standardize_weights(model, "n*") == ["normed"]
+    once = type(model["normed"])
+    standardize_weights(model)
+    assert type(model["normed"]) is once, "a second time changes nothing"
+    with pytest.raises(ValueError, match="no convolution before a norm"):
+        standardize_weights(nn.ModuleDict({"bare": Conv2d(4, 8, 3)}))
+
+
+def test_filters_of_one_value_are_refused_and_the_model_is_unchanged():
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Conv2d(8, 8, 1, groups=8))
+    with pytest.raises(ValueError, match=r"1: a filter of one value"):
+        standardize_weights(model)
+    assert type(model[0]) is nn.Conv2d
+
+
+def test_state_dicts_and_parameters_can_be_assigned():
+    layer, other = conv(), conv().double()
+    standardize_weights(layer)
+    layer.load_state_dict(other.state_dict(), assign=True)
+    assert layer.weight.dtype == torch.float64
+    layer.weight = nn.Parameter(torch.randn(8, 4, 3, 3))
+    torch.testing.assert_close(layer.weight, oracle(dict(layer.named_parameters())["weight"]).float())
+    with pytest.raises(TypeError):
+        layer.weight = torch.zeros(8, 4, 3, 3)
+
+
+def scripted(module: nn.Module, x: torch.Tensor) -> torch.jit.ScriptModule:
+    return torch.jit.script(copy.deepcopy(module))
+
+
+WAYS = {
+    "pickle": lambda module, x: pickle.loads(pickle.dumps(module)),
+    "deepcopy": lambda module, x: copy.deepcopy(module),
+    "compile": lambda module, x: torch.compile(module, backend="eager", fullgraph=True),
+    "export": lambda module, x: torch.export.export(module, (x,)).module(),
+    "trace": lambda module, x: torch.jit.trace(module, x),
+    "script": scripted,
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", WAYS)
+def test_copies_and_programs_compute_the_same(way):
+    model = nn.Sequential(conv(ConvNormReLU, FrozenBatchNorm2d(8)), nn.ReLU()).eval()
+    standardize_weights(model)
+    with torch.no_grad():
+        expected = model(images())
+        assert not torch.allclose(expected, F.relu(F.conv2d(images(), model.state_dict()["0.weight"])))
+        torch.testing.assert_close(WAYS[way](model, images())(images()), expected)
+    assert "WeightStandardized" in type(model[0]).__name__

@@ -1,0 +1,183 @@
+"""``CONV: "WS"`` in backbone, FPN and heads, in a run and in exports."""
+
+import copy
+import functools
+import re
+from collections import Counter
+
+import pytest
+import torch
+from detectron2.layers import DeformConv, ShapeSpec
+from detectron2.modeling import build_model
+from detectron2.utils.events import EventStorage
+from torch import nn
+
+from gw_detectron import convert_convs
+from gw_detectron.checkpoint import norm_differences
+from gw_detectron.checkpoint.norm_inference import NORMS
+from gw_detectron.checkpoint.norm_record import NormRecord
+from gw_detectron.engine import main
+from gw_detectron.errors import ConfigError
+from gw_detectron.export import FORMATS, Normalization, export_backbone
+from gw_detectron.export.parity import ExportError
+from gw_detectron.layers.weight_standardization import standardize_weight, standardize_weights
+from gw_detectron.model_zoo import get_config
+from gw_detectron.modeling.norm_keys import unread_keys
+from gw_detectron.modeling.resnet import GWDeformBottleneckBlock
+from gw_detectron.modeling.roi_heads import GWFastRCNNConvFCHead, GWMaskRCNNConvUpsampleHead
+from gw_detectron.norms.convs import conv_names
+from gw_detectron.preflight import PreflightError
+
+from ..export.conftest import _tiny_backbone
+from ..test_configs import tiny, tiny_batch
+from ..tiny_run import arguments
+
+PARTS = {
+    "RESNETS": r"stem|res\d",
+    "FPN": r"fpn_",
+    "ROI_BOX_HEAD": r"box_head",
+    "ROI_MASK_HEAD": r"mask_head",
+}
+
+
+def parts(model: nn.Module) -> Counter:
+    return Counter(key for name in conv_names(model) for key, part in PARTS.items() if re.search(part, name))
+
+
+@functools.cache
+def detector(*keys: str) -> nn.Module:
+    """A detector on ResNet-18 with GN everywhere, and WS in the parts of these keys."""
+    cfg = get_config("COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_4conv1fc_1x_GN.yaml")
+    cfg.MODEL.RESNETS.DEPTH, cfg.MODEL.RESNETS.RES2_OUT_CHANNELS = 18, 64
+    for key in keys:
+        cfg.MODEL[key].CONV = "WS"
+    torch.manual_seed(0)
+    return build_model(tiny(cfg))
+
+
+COUNTS = {"RESNETS": 20, "FPN": 8, "ROI_BOX_HEAD": 4, "ROI_MASK_HEAD": 4}
+
+
+@pytest.mark.parametrize("key", PARTS)
+def test_each_key_standardizes_the_convolutions_before_a_norm_of_its_part(key):
+    model, plain = detector(key), detector()
+    assert parts(model) == {key: COUNTS[key]} and not conv_names(plain)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert all(torch.equal(value, plain.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("config", "counts"),
+    [
+        ("GN_WS", {"RESNETS": 53, "FPN": 8, "ROI_BOX_HEAD": 4}),
+        ("GW_WS", {"RESNETS": 53, "FPN": 8, "ROI_BOX_HEAD": 4}),
+        ("GN64_S1-B2", {}),
+    ],
+)
+def test_configs(config, counts):
+    cfg = get_config(f"Misc/faster_rcnn_R_50_FPN_4conv1fc_1x_{config}.yaml")
+    cfg.MODEL.DEVICE = "meta"
+    with torch.device("meta"):
+        model = build_model(cfg)
+    assert parts(model) == counts
+    groups = Counter(m.num_groups for m in model.modules() if isinstance(m, nn.GroupNorm))
+    assert groups == {"GN_WS": {32: 65}, "GW_WS": {}, "GN64_S1-B2": {64: 17, 32: 12}}[config]
+
+
+def test_losses_are_those_of_a_detector_with_standardized_weights():
+    model, plain = detector(*PARTS), copy.deepcopy(detector())
+    for name in conv_names(model):
+        conv = plain.get_submodule(name)
+        conv.weight = nn.Parameter(standardize_weight(conv.weight.detach()))
+    results = []
+    for each in (model, plain):
+        torch.manual_seed(1)
+        with EventStorage(), torch.no_grad():
+            results.append(each.train()(tiny_batch(80)))
+    assert len(results[0]) == 5
+    torch.testing.assert_close(*results)
+
+
+def test_frozen_stages_stay_standardized_and_frozen(cfg):
+    cfg.MODEL.RESNETS.CONV, cfg.MODEL.RESNETS.NORM, cfg.MODEL.BACKBONE.FREEZE_AT = "WS", "GN", 2
+    cfg.MODEL.RESNETS.DEPTH, cfg.MODEL.RESNETS.RES2_OUT_CHANNELS = 18, 64
+    resnet = build_model(cfg).backbone.bottom_up
+    for name in ("stem", "res2", "res3"):
+        part = getattr(resnet, name)
+        assert conv_names(part) and any(p.requires_grad for p in part.parameters()) == (name == "res3")
+        assert all(part.get_submodule(conv).weight.requires_grad == (name == "res3") for conv in conv_names(part))
+
+
+@pytest.mark.parametrize(("cls", "extra"), [(GWFastRCNNConvFCHead, {"fc_dims": [8]}), (GWMaskRCNNConvUpsampleHead, {})])
+def test_heads_take_it_in_python(cls, extra):
+    if cls is GWMaskRCNNConvUpsampleHead:
+        extra = {"num_classes": 2}
+    arguments = {"conv_dims": [8, 8], "conv_norm": functools.partial(nn.GroupNorm, 2), **extra}
+    head = cls(ShapeSpec(channels=8, height=4, width=4), conv="WS", **arguments)
+    standardized = conv_names(head)
+    assert len(standardized) == (2 if extra.get("fc_dims") else 1)  # the mask head's last is the deconvolution
+
+
+def test_offsets_of_deformable_blocks_stay_plain():
+    block = GWDeformBottleneckBlock(8, 16, bottleneck_channels=8, norm="BN")
+    assert isinstance(block.conv2, DeformConv)
+    assert standardize_weights(block) == ["shortcut", "conv1", "conv2", "conv3"]
+    weight = block.state_dict()["conv2.weight"]
+    torch.testing.assert_close(block.conv2.weight, standardize_weight(weight))
+
+
+def test_wrong_values():
+    with pytest.raises(ConfigError, match=r"MODEL.FPN.CONV \('ws'\): unknown convolution.*'WS'"):
+        convert_convs(nn.Conv2d(2, 2, 3), "ws", where="MODEL.FPN.CONV")
+
+
+def test_without_a_norm_it_is_refused(cfg):
+    cfg.MODEL.FPN.CONV = "WS"
+    with pytest.raises(ConfigError, match=r"MODEL.FPN.CONV \('WS'\): no convolution before a norm"):
+        build_model(cfg)
+
+
+def test_a_component_of_detectron2_does_not_read_it(cfg):
+    cfg.MODEL.BACKBONE.NAME, cfg.MODEL.ROI_MASK_HEAD.NAME = "build_resnet_fpn_backbone", "MaskRCNNConvUpsampleHead"
+    cfg.MODEL.RESNETS.CONV = cfg.MODEL.FPN.CONV = cfg.MODEL.ROI_MASK_HEAD.CONV = "WS"
+    keys = [problem.partition(" ")[0] for problem in unread_keys(cfg)]
+    assert keys == ["MODEL.RESNETS.CONV", "MODEL.FPN.CONV", "MODEL.ROI_MASK_HEAD.CONV"]
+
+
+def test_checkpoints_record_it():
+    """Raw weights and those that are standardized look alike."""
+    recorded = {NORMS: NormRecord(detector("FPN")).state_dict()}
+    assert not norm_differences(recorded, detector("FPN"))
+    assert not norm_differences({}, detector("FPN")), "a checkpoint without a record"
+    differences = norm_differences(recorded, detector())
+    assert len(differences) == 8 and differences[0].endswith("fpn_lateral2 WS in the checkpoint only")
+    differences = norm_differences(recorded, detector("FPN", "ROI_BOX_HEAD"))
+    assert len(differences) == 4 and differences[0].endswith("box_head.conv1 WS here only")
+
+
+@pytest.mark.usefixtures("small_dataset")
+def test_a_run_and_its_continuation(tmp_path):
+    options = {f"MODEL__{part}__CONV": "WS" for part in PARTS} | {"SOLVER__MAX_ITER": 2, "SOLVER__STEPS": "(1,)"}
+    main(arguments(tmp_path, DATASETS__TEST="()", **options))
+    options["SOLVER__MAX_ITER"] = 3
+    results = main(arguments(tmp_path, "--resume", **options))
+    assert {"bbox", "segm"} <= results.keys()
+    with pytest.raises(PreflightError, match=r"norms differ \(.*fpn_lateral2 WS in the checkpoint only"):
+        main(arguments(tmp_path, "--resume", **options | {"MODEL__FPN__CONV": '""', "SOLVER__MAX_ITER": 4}))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("file_format", FORMATS)
+def test_exports_compute_the_same(file_format, tmp_path):
+    backbone = _tiny_backbone().eval()
+    before = backbone(torch.ones(1, 3, 64, 64))["p2"]
+    standardize_weights(backbone)
+    assert not torch.allclose(before, backbone(torch.ones(1, 3, 64, 64))["p2"])
+    normalization = Normalization("RGB", (123.675, 116.28, 103.53), (58.395, 57.12, 57.375))
+    report = export_backbone(backbone, tmp_path / "out", normalization, file_format=file_format)  # checks the numbers
+    assert report
+    if file_format == "safetensors":
+        with pytest.raises(ExportError, match=r"MODEL.RESNETS.CONV \('WS'\)"):
+            export_backbone(
+                backbone, tmp_path / "tv", normalization, file_format="safetensors", fpn=False, layout="torchvision"
+            )
