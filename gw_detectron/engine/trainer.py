@@ -31,6 +31,7 @@ from .interruption import InterruptionHook
 from .launch import in_all_processes
 from .nonfinite import LossGuard, NonFiniteError
 from .optimizer import build_optimizer
+from .precise_bn import PreciseStatistics
 from .resource_errors import resource_errors_explained
 from .seeding import INITIAL_WEIGHTS, STEP, seed_generators
 from .training_data import TrainingData, build_training_data
@@ -239,7 +240,16 @@ class Trainer(DefaultTrainer):
             return super().test(cfg, model, evaluators)
 
     def build_hooks(self) -> list[Any]:
-        built = super().build_hooks()
+        built = self._stock_hooks()
+        if self.cfg.TEST.PRECISE_BN.ENABLED:
+            options = self.cfg.clone()
+            options.defrost()
+            options.DATALOADER.NUM_WORKERS = 0  # as in Detectron2, for the memory of a second loader
+            batches, count = self.build_train_loader(options), options.TEST.PRECISE_BN.NUM_ITER
+            precise = PreciseStatistics(options.TEST.EVAL_PERIOD, self.model, batches, count)
+            # before the checkpoints and the evaluation, which use the statistics
+            place = next(i for i, hook in enumerate(built) if isinstance(hook, hooks.LRScheduler))
+            built.insert(place + 1, precise)
         self._interruption = InterruptionHook(self.cfg.SOLVER.CHECKPOINT_PERIOD)
         # after the scheduler and the checkpoints, before the evaluation
         place = next((i for i, hook in enumerate(built) if isinstance(hook, hooks.EvalHook)), len(built))
@@ -249,6 +259,17 @@ class Trainer(DefaultTrainer):
             place = next((i for i, hook in enumerate(built) if isinstance(hook, hooks.PeriodicWriter)), len(built))
             built.insert(place, hooks.EvalHook(0, lambda: self.test_with_TTA(self.cfg, self.model)))
         return built
+
+    def _stock_hooks(self) -> list[Any]:
+        """Build Detectron2's hooks without PreciseBN, which knows BN alone and would read the dataset again."""
+        cfg = self.cfg
+        self.cfg = cfg.clone()
+        self.cfg.defrost()
+        self.cfg.TEST.PRECISE_BN.ENABLED = False
+        try:
+            return [hook for hook in super().build_hooks() if hook is not None]
+        finally:
+            self.cfg = cfg
 
     def build_writers(self) -> list[EventWriter]:
         if importlib.util.find_spec("tensorboard") is None:  # Detectron2 would stop without it

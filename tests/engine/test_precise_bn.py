@@ -1,0 +1,111 @@
+"""PreciseBN: BN as fvcore does it, batch whitening as the average over the batches."""
+
+import copy
+
+import pytest
+import torch
+from detectron2.engine import hooks
+from fvcore.nn.precise_bn import update_bn_stats
+from torch import nn
+
+from gw_detectron.engine import Trainer, setup
+from gw_detectron.engine.precise_bn import PreciseStatistics, update_statistics
+from gw_detectron.layers import BatchWhitening2d, FrozenBatchWhitening2d
+
+from ..tiny_run import arguments
+
+
+def batches(count: int = 5) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2 + i, 8, 6, 5, generator=generator) * (1 + i) + i for i in range(count)]
+
+
+def model(*norms: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for norm in norms for layer in (nn.Conv2d(8, 8, 1), norm))).train()
+
+
+def buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in module.named_buffers() if "num_batches" not in name}
+
+
+def test_bn_is_fvcores():
+    made = model(nn.BatchNorm2d(8), nn.BatchNorm2d(8))
+    expected = copy.deepcopy(made)
+    update_bn_stats(expected, iter(batches()), 4)
+    update_statistics(made, iter(batches()), 4)
+    assert buffers(made).keys() == buffers(expected).keys()
+    assert all(torch.equal(value, buffers(expected)[name]) for name, value in buffers(made).items())
+    assert made[1].momentum == 0.1
+
+
+@pytest.mark.parametrize("with_bn", [False, True])
+@pytest.mark.parametrize("running", ["matrix", "covariance"])
+def test_batch_whitening_averages_over_the_batches(running, with_bn):
+    """The oracle has momentum 1: after a batch its buffers are those of the batch."""
+    norm = BatchWhitening2d(8, 4, running=running, momentum=0.3)
+    made = model(norm, nn.BatchNorm2d(8)) if with_bn else model(norm)
+    single = copy.deepcopy(made[:2])
+    single[1].momentum = 1.0
+    seen = []
+    for batch in batches()[:4]:
+        single(batch)
+        seen.append(buffers(single))
+    update_statistics(made, iter(batches()), 4)
+    assert {"1.running_mean", f"1.running_{running}"} == seen[0].keys()
+    for name in seen[0]:
+        mean = torch.stack([values[name] for values in seen]).mean(0)
+        torch.testing.assert_close(buffers(made)[name], mean, rtol=1e-4, atol=1e-5)
+    assert norm.momentum == 0.3
+
+
+@pytest.mark.parametrize("norm", [FrozenBatchWhitening2d(8, 4), BatchWhitening2d(8, 4).eval()])
+def test_frozen_layers_keep_their_statistics(norm):
+    made = model()
+    made.append(norm)
+    before, training = buffers(made), norm.training
+    update_statistics(made, iter(batches()), 2)
+    assert norm.training is training is False
+    assert all(torch.equal(value, buffers(made)[name]) for name, value in before.items())
+
+
+def test_the_momentum_returns_after_an_error():
+    made = model(BatchWhitening2d(8, 4))
+    with pytest.raises(RuntimeError):
+        update_statistics(made, iter([*batches(1), torch.zeros(1, 3, 2, 2)]), 2)
+    assert made[1].momentum == 0.1
+
+
+@pytest.mark.parametrize(("period", "iterations"), [(0, [5]), (2, [2, 4, 5]), (5, [5])])
+def test_when_the_hook_runs(period, iterations):
+    class Loop:
+        max_iter = 5
+
+    ran = []
+    hook = PreciseStatistics(period, nn.Identity(), batches(), 1)
+    hook.trainer = Loop()
+    hook.before_train()
+    for Loop.iter in range(5):
+        made = model(BatchWhitening2d(8, 4))
+        hook._model, before = made, buffers(made)
+        hook.after_step()
+        if not torch.equal(before["1.running_mean"], made[1].running_mean):
+            ran.append(Loop.iter + 1)
+    assert ran == iterations
+
+
+@pytest.mark.parametrize(("norm", "whiten"), [("BN", "BN"), ("GN", "BW:channels=8"), ("GN", "GN")])
+def test_the_trainer_recomputes_statistics_before_the_last_checkpoint(norm, whiten, small_dataset, tmp_path):
+    options = {"MODEL__RESNETS__NORM": norm, "MODEL__RESNETS__WHITEN_NORM": whiten, "DATASETS__TEST": "()"}
+    options |= {"TEST__PRECISE_BN__ENABLED": True, "TEST__PRECISE_BN__NUM_ITER": 2, "SOLVER__MAX_ITER": 1}
+    trainer = Trainer(setup(arguments(tmp_path, **options)))
+    kinds = [type(hook) for hook in trainer._hooks]
+    assert hooks.PreciseBN not in kinds and trainer.cfg.TEST.PRECISE_BN.ENABLED
+    assert kinds.index(PreciseStatistics) < kinds.index(hooks.PeriodicCheckpointer)
+    momenta = [m.momentum for m in trainer.model.modules() if hasattr(m, "momentum")]
+    trainer.train()
+    assert momenta == [m.momentum for m in trainer.model.modules() if hasattr(m, "momentum")]
+    means = {name: value for name, value in buffers(trainer.model).items() if name.endswith("running_mean")}
+    saved = torch.load(tmp_path / "model_final.pth", weights_only=True)["model"]
+    assert bool(means) == (norm == "BN" or whiten != "GN")
+    assert all(torch.equal(saved[name], value) for name, value in means.items())
