@@ -24,6 +24,11 @@ _GW = {
     f"GW-{positions}": Variant("BN", "GW", positions)
     for positions in ("S1", "S1-B1", "S1-B2", "S1-B3", "S1-B12", "ALL")
 }
+_RIVALS = {
+    "GN+WS": Variant("GN", conv="WS"),
+    "GW-S1-B2+WS": _GW["GW-S1-B2"]._replace(conv="WS"),
+    **{norm: Variant(norm) for norm in ("BRN", "FRN", "EvoNormS0")},
+}
 _OTHERS = _BN | _GN | _BW | {"GW-S1-B2": _GW["GW-S1-B2"]}
 _MASK_RCNN = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_4conv1fc_1x_{}.yaml"
 _DETECTORS = {norm: Variant(config=_MASK_RCNN.format(norm)) for norm in ("FrozenBN", "GN", "GW")}
@@ -31,7 +36,7 @@ _COMPILED = {f"{norm}-compiled": _DETECTORS[norm]._replace(runtime="compiled") f
 _ONNX = {f"{norm}-ONNX": _DETECTORS[norm]._replace(runtime="onnx") for norm in ("FrozenBN", "GW")}
 #: the variants of every model; the others are divided by the first
 MODELS: dict[str, dict[str, Variant]] = {
-    "R-50": _BN | _GN | _BW | _GW,
+    "R-50": _BN | _GN | _BW | _GW | _RIVALS,
     "R-101": _OTHERS,
     "X-50-32x4d": _OTHERS,
     "X-101-32x8d": _OTHERS,

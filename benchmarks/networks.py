@@ -58,11 +58,12 @@ class Sizes:
 
 
 class Variant(NamedTuple):
-    """Norm names of a classifier, everywhere and at the positions; or the config of a detector, and what runs it."""
+    """Norms and convolutions of a classifier by name; or the config of a detector, and what runs it."""
 
     norm: str = ""
     whiten_norm: str = ""
     positions: str = ""
+    conv: str = ""
     config: str = ""
     runtime: str = ""  # "", "compiled" or "onnx"
 
@@ -106,7 +107,7 @@ def classifier(
     options.DEPTH, options.NUM_GROUPS, options.WIDTH_PER_GROUP = network.depth, network.groups, network.width
     options.RES2_OUT_CHANNELS, options.STRIDE_IN_1X1 = network.res2_channels, False
     options.NORM, options.WHITEN_NORM, options.WHITEN_POSITIONS = variant.norm, variant.whiten_norm, variant.positions
-    options.OUT_FEATURES = ["res5"]
+    options.CONV, options.OUT_FEATURES = variant.conv, ["res5"]
     backbone = build_gw_resnet_backbone(cfg, ShapeSpec(channels=3))
     stages = [list(stage) for stage in backbone.stages]
     model = ResNet(backbone.stem, stages, num_classes=CLASSES).to(device).train(training)
