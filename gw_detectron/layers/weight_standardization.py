@@ -18,8 +18,8 @@ def standardize_weight(weight: Tensor) -> Tensor:
         \sigma_i^2 = \tfrac{1}{I - 1} \sum_j (W_{ij} - \mu_i)^2, \quad \epsilon = 10^{-5}
 
     This is the authors' code for detection and classification, which pretrained weights depend on: the deviation has
-    the divisor I - 1, and epsilon is added to it. The paper has the divisor I; timm's ``StdConv2d`` has it too, and adds
-    1e-6 to the variance.
+    the divisor I - 1, and epsilon is added to it. The paper has the divisor I, as timm's ``StdConv2d``, which adds 1e-6
+    to the variance.
 
     Args:
         weight: (C, ...), one filter of I values per output channel.
