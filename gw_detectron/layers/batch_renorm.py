@@ -73,7 +73,7 @@ class BatchRenorm2d(nn.BatchNorm2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize ``x``, and update the running statistics in training mode."""
-        if not self.training:
+        if not self.training or x.numel() == 0:  # an empty batch has no statistics
             return super().forward(x)
         self._check_input_dim(x)
         r, d = self._corrections(x)

@@ -150,6 +150,14 @@ def test_wrong_arguments_are_refused_by_value(arguments, message):
         BatchRenorm2d(**{"num_features": 8, **arguments})
 
 
+def test_an_empty_batch_changes_nothing_and_has_finite_gradients():
+    made = layer(**OPEN)
+    before = (made.running_mean.clone(), made.running_var.clone())
+    made(batch()[:0].requires_grad_()).sum().backward()
+    assert torch.equal(made.running_mean, before[0]) and torch.equal(made.running_var, before[1])
+    assert not made.weight.grad.any() and not made.bias.grad.any()
+
+
 def test_wrong_input_is_refused():
     with pytest.raises(ValueError, match="4D"):
         BatchRenorm2d(5)(torch.zeros(3, 5))
