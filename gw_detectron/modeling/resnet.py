@@ -17,6 +17,7 @@ from ..errors import ConfigError
 from ..layers import FrozenBatchWhitening2d
 from ..norms import Norm, convert_convs, resolve_norm, whitened_convs
 from .conv_norm_relu import append_fusible_relu
+from .deform_conv import use_torchvision_operator
 
 NUM_BLOCKS_PER_STAGE = {
     18: (2, 2, 2, 2),
@@ -122,8 +123,13 @@ def _add_shortcut(out: Tensor, shortcut: Tensor) -> Tensor:
 class GWDeformBottleneckBlock(_WhitenedBlock, DeformBottleneckBlock):
     """Bottleneck block with a deformable convolution and another norm at chosen convolutions.
 
-    Its ReLUs are not fused. Args: those of Detectron2's ``DeformBottleneckBlock``, ``whiten_norm``, ``whiten_convs``.
+    It trains on the CPU as well. Its ReLUs are not fused. Args: those of Detectron2's ``DeformBottleneckBlock``,
+    ``whiten_norm``, ``whiten_convs``.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        use_torchvision_operator(self.conv2)
 
 
 def gw_resnet(
