@@ -25,8 +25,8 @@ def add_gw_config(cfg: CfgNode) -> None:
     """Add this package's config keys with their defaults.
 
     A second call changes nothing. :mod:`gw_detectron.norms.names` describes norm names. Detectron2's own keys
-    ``MODEL.RESNETS.NORM``, ``MODEL.FPN.NORM``, ``MODEL.ROI_BOX_HEAD.NORM`` and ``MODEL.ROI_MASK_HEAD.NORM`` take the
-    same names.
+    ``MODEL.RESNETS.NORM``, ``MODEL.FPN.NORM``, ``MODEL.ROI_BOX_HEAD.NORM``, ``MODEL.ROI_MASK_HEAD.NORM``,
+    ``MODEL.RETINANET.NORM`` and ``MODEL.SEM_SEG_HEAD.NORM`` take the same names.
 
     Args:
         cfg: Detectron2's config.

@@ -91,6 +91,9 @@ def _heads(model: Any, features: dict[str, Tensor], images: int, cfg: CfgNode) -
     dense: Any = getattr(model, "head", None)
     if _has_norms(dense):
         yield dense, ([features[name] for name in model.head_in_features],)
+    semantic: Any = getattr(model, "sem_seg_head", None)
+    if _has_norms(semantic):
+        yield semantic.layers, (features,)
     rpn: Any = getattr(model, "proposal_generator", None)
     if _has_norms(rpn):
         yield rpn.rpn_head, ([features[name] for name in rpn.in_features],)

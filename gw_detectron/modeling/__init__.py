@@ -3,6 +3,7 @@
 from ..norms import norm_spec, norm_table, resolve_norm, whitened_convs
 from .build import build_checked_model
 from .conv_norm_relu import ConvNormReLU
+from .dense_heads import HAS_FCOS, GWRetinaNet, GWRetinaNetHead, GWSemSegFPNHead
 from .fpn import GWFPN, build_gw_resnet_fpn_backbone, build_gw_retinanet_resnet_fpn_backbone
 from .resnet import (
     GWBasicBlock,
@@ -13,7 +14,7 @@ from .resnet import (
     build_gw_resnet_backbone,
     gw_resnet,
 )
-from .roi_heads import GWFastRCNNConvFCHead, GWMaskRCNNConvUpsampleHead
+from .roi_heads import GWFastRCNNConvFCHead, GWMaskRCNNConvUpsampleHead, GWRes5ROIHeads
 
 __all__ = [
     "GWFPN",
@@ -24,6 +25,10 @@ __all__ = [
     "GWDeformBottleneckBlock",
     "GWFastRCNNConvFCHead",
     "GWMaskRCNNConvUpsampleHead",
+    "GWRes5ROIHeads",
+    "GWRetinaNet",
+    "GWRetinaNetHead",
+    "GWSemSegFPNHead",
     "add_pool_norm",
     "build_checked_model",
     "build_gw_resnet_backbone",
@@ -35,3 +40,8 @@ __all__ = [
     "resolve_norm",
     "whitened_convs",
 ]
+
+if HAS_FCOS:
+    from .dense_heads import GWFCOSHead
+
+    __all__ += ["GWFCOSHead"]

@@ -9,8 +9,8 @@ from torch.jit import is_scripting  # type: ignore[attr-defined]
 class ConvNormReLU(Conv2d):
     """Convolution, norm and ReLU, the last two fused if the norm can.
 
-    The convolution keeps its ``norm`` and its ``activation``. Each call decides: if the activation is ``nn.ReLU`` and
-    the norm has ``fuses_relu = True`` (:class:`gw_detectron.layers.GroupWhitening2d`), it calls
+    The convolution keeps its ``norm`` and its ``activation``. Each call decides: if the activation is ``nn.ReLU`` or
+    ``F.relu`` and the norm has ``fuses_relu = True`` (:class:`gw_detectron.layers.GroupWhitening2d`), it calls
     ``norm(x, relu=True)``, which saves passes over memory. Otherwise it is Detectron2's ``Conv2d``. So the network's
     function survives when either of them is replaced, frozen or converted.
 
@@ -28,7 +28,7 @@ class ConvNormReLU(Conv2d):
             return x
         # a subclass of nn.ReLU may compute another function, a forward of the instance may not take relu
         fuses = getattr(self.norm, "fuses_relu", False) and "forward" not in self.norm.__dict__
-        if fuses and type(self.activation) is nn.ReLU:
+        if fuses and (type(self.activation) is nn.ReLU or self.activation is F.relu):
             x = F.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
             return self.norm(x, relu=True)
         return super().forward(x)

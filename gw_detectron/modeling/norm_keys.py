@@ -17,19 +17,26 @@ NORM_KEYS = (
     "MODEL.RETINANET.NORM",
     "MODEL.SEM_SEG_HEAD.NORM",
 )
-_BACKBONE, _BOX, _MASK = "MODEL.BACKBONE.NAME", "MODEL.ROI_BOX_HEAD.NAME", "MODEL.ROI_MASK_HEAD.NAME"
-_IN_FPN = ("MODEL.RESNETS.NORM", "MODEL.FPN.NORM")
+_BACKBONE, _ROI_HEADS, _SEMANTIC = "MODEL.BACKBONE.NAME", "MODEL.ROI_HEADS.NAME", "MODEL.SEM_SEG_HEAD.NAME"
+_BOX, _MASK = "MODEL.ROI_BOX_HEAD.NAME", "MODEL.ROI_MASK_HEAD.NAME"
+_IN_RESNET = ("MODEL.RESNETS.NORM",)
+_IN_FPN = (*_IN_RESNET, "MODEL.FPN.NORM")
 #: key of a component; Detectron2's component; ours, which takes any norm; the norm keys that both read
 _COMPONENTS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
-    (_BACKBONE, "build_resnet_backbone", "build_gw_resnet_backbone", ("MODEL.RESNETS.NORM",)),
+    (_BACKBONE, "build_resnet_backbone", "build_gw_resnet_backbone", _IN_RESNET),
     (_BACKBONE, "build_resnet_fpn_backbone", "build_gw_resnet_fpn_backbone", _IN_FPN),
     (_BACKBONE, "build_retinanet_resnet_fpn_backbone", "build_gw_retinanet_resnet_fpn_backbone", _IN_FPN),
-    ("MODEL.ROI_HEADS.NAME", "Res5ROIHeads", "", ("MODEL.RESNETS.NORM",)),
+    (_ROI_HEADS, "Res5ROIHeads", "GWRes5ROIHeads", _IN_RESNET),
     (_BOX, "FastRCNNConvFCHead", "GWFastRCNNConvFCHead", ("MODEL.ROI_BOX_HEAD.NORM",)),
     (_MASK, "MaskRCNNConvUpsampleHead", "GWMaskRCNNConvUpsampleHead", ("MODEL.ROI_MASK_HEAD.NORM",)),
-    ("MODEL.META_ARCHITECTURE", "RetinaNet", "", ("MODEL.RETINANET.NORM",)),
-    ("MODEL.SEM_SEG_HEAD.NAME", "SemSegFPNHead", "", ("MODEL.SEM_SEG_HEAD.NORM",)),
+    ("MODEL.META_ARCHITECTURE", "RetinaNet", "GWRetinaNet", ("MODEL.RETINANET.NORM",)),
+    (_SEMANTIC, "SemSegFPNHead", "GWSemSegFPNHead", ("MODEL.SEM_SEG_HEAD.NORM",)),
 )
+#: key of a component that not every architecture has -> Detectron2's architectures with it
+_ARCHITECTURES = {
+    _ROI_HEADS: ("GeneralizedRCNN", "PanopticFPN"),
+    _SEMANTIC: ("PanopticFPN", "SemanticSegmentor"),
+}
 #: keys that this package adds -> key of the component that reads them
 _OWN_KEYS = {
     "MODEL.RESNETS.WHITEN_POSITIONS": _BACKBONE,
@@ -54,32 +61,46 @@ def misplaced_norms(cfg: CfgNode, spec: object) -> Iterator[str]:
     if spec == "" or spec in DETECTRON2_NORMS:
         return
     own = ", ".join(DETECTRON2_NORMS)
-    for component, name, ours, norms in _COMPONENTS:
+    for component, name, ours, norms in _stock_components(cfg):
         for norm in norms:
-            if get_value(cfg, norm) == spec and get_value(cfg, component) == name:
-                fix = f"set {component} {ours}" if ours else f"set {norm} to one of these"
+            if get_value(cfg, norm) == spec:
                 yield (
                     f"{norm} ({spec!r}): {component} is Detectron2's {name}, which takes only Detectron2's norms "
-                    f"({own}). Fix: {fix}."
+                    f"({own}). Fix: set {component} {ours}."
                 )
 
 
 def unread_keys(cfg: CfgNode) -> Iterator[str]:
     """Yield an error for each key that no component reads.
 
-    The keys are those of this package with another value than the default.
+    The keys are those of this package with another value than the default, and ``WHITEN_POSITIONS`` of a ResNet whose
+    res5 is in Detectron2's head.
 
     Args:
         cfg: config of any model.
     """
     defaults = default_config()
-    for key, reader in _OWN_KEYS.items():
+    stock = list(_stock_components(cfg))
+    readers = {key: reader for key, reader in _OWN_KEYS.items() if get_value(cfg, key) != get_value(defaults, key)}
+    whitens = get_value(cfg, _BACKBONE) in [ours for key, _, ours, _ in _COMPONENTS if key == _BACKBONE]
+    if whitens and cfg.MODEL.RESNETS.WHITEN_POSITIONS != "S1":
+        readers["MODEL.RESNETS.WHITEN_POSITIONS"] = _ROI_HEADS
+    for key, reader in readers.items():
         value = get_value(cfg, key)
-        if not value or value == get_value(defaults, key):  # an empty value asks for nothing
+        if not value:  # an empty value asks for nothing
             continue
-        for component, name, ours, _ in _COMPONENTS:
-            if ours and component == reader and name == get_value(cfg, component):
+        for component, name, ours, _ in stock:
+            if component == reader:
                 yield (
                     f"{key} ({value!r}): {component} is Detectron2's {name}, which does not read it. "
                     f"Fix: set {component} {ours}."
                 )
+
+
+def _stock_components(cfg: CfgNode) -> Iterator[tuple[str, str, str, tuple[str, ...]]]:
+    """Yield those of Detectron2's components that a config asks for."""
+    architecture = cfg.MODEL.META_ARCHITECTURE
+    for row in _COMPONENTS:
+        component, name = row[:2]
+        if name == get_value(cfg, component) and architecture in _ARCHITECTURES.get(component, [architecture]):
+            yield row

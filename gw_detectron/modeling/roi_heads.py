@@ -1,56 +1,53 @@
-"""Detectron2's box and mask heads with any norm.
+"""Detectron2's heads on regions with any norm."""
 
-The layers, and so the weights, are those of the stock heads. Group Whitening and the ReLU behind it are fused.
-"""
-
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from detectron2.config import CfgNode, configurable
-from detectron2.layers import ShapeSpec
+from detectron2.layers import Conv2d, ShapeSpec
 from detectron2.modeling.roi_heads import (
     ROI_BOX_HEAD_REGISTRY,
+    ROI_HEADS_REGISTRY,
     ROI_MASK_HEAD_REGISTRY,
     FastRCNNConvFCHead,
     MaskRCNNConvUpsampleHead,
+    Res5ROIHeads,
 )
 from torch import nn
 
 from ..config import get_value
-from ..norms import convert_convs, resolve_norm
-from .conv_norm_relu import append_fusible_relu
+from ..errors import ConfigError
+from ..norms import convert_convs
+from .any_norm_head import AnyNormHead
+from .resnet import build_gw_resnet_backbone
 
 
-class _AnyNormHead(nn.Module):
-    """Mixin for a stock head: any norm name, fused ReLUs, and Weight Standardization (``conv="WS"``)."""
+class _RegionHead(AnyNormHead):
+    """Mixin for a stock head on regions: any norm, and Weight Standardization (``conv="WS"``)."""
 
-    norm_key: str
-    conv_norm_relus: list[Any]  # the stock head's convolutions
+    conv_norm_relus: list[Conv2d]  # the stock head's convolutions
 
     @configurable
     def __init__(self, *args: Any, conv: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        for layer in self.conv_norm_relus:
-            append_fusible_relu(layer)
         convert_convs(self, conv, where=self.norm_key.replace("NORM", "CONV"))
 
     @classmethod
-    def from_config(cls, cfg: CfgNode, input_shape: ShapeSpec) -> dict[str, Any]:
-        arguments = super().from_config(cfg, input_shape)  # type: ignore[misc]
-        norm = resolve_norm(arguments["conv_norm"], where=cls.norm_key, channels=arguments["conv_dims"])
-        return arguments | {"conv_norm": norm, "conv": get_value(cfg, cls.norm_key.replace("NORM", "CONV"))}
+    def from_config(cls, cfg: CfgNode, *args: Any) -> dict[str, Any]:
+        return super().from_config(cfg, *args) | {"conv": get_value(cfg, cls.norm_key.replace("NORM", "CONV"))}
+
+    def relu_convs(self) -> Iterable[Conv2d]:
+        return self.conv_norm_relus
 
 
 @ROI_BOX_HEAD_REGISTRY.register()
-class GWFastRCNNConvFCHead(_AnyNormHead, FastRCNNConvFCHead):
+class GWFastRCNNConvFCHead(_RegionHead, FastRCNNConvFCHead):
     """Box head of convolutions and fully connected layers with any norm.
 
     Args:
         single_relu: keep only the ReLU after the last convolution. The authors' released code has this head. The paper
             and GroupNorm's 4conv1fc have a ReLU after every convolution.
-        args, kwargs: those of Detectron2's ``FastRCNNConvFCHead``; ``conv_norm`` may be a norm class or partial.
-
-    Raises:
-        ConfigError: the norm is unknown or does not fit.
+        args, kwargs: those of Detectron2's ``FastRCNNConvFCHead``, see :class:`.AnyNormHead` for ``conv_norm``.
     """
 
     norm_key = "MODEL.ROI_BOX_HEAD.NORM"
@@ -68,14 +65,45 @@ class GWFastRCNNConvFCHead(_AnyNormHead, FastRCNNConvFCHead):
 
 
 @ROI_MASK_HEAD_REGISTRY.register()
-class GWMaskRCNNConvUpsampleHead(_AnyNormHead, MaskRCNNConvUpsampleHead):
+class GWMaskRCNNConvUpsampleHead(_RegionHead, MaskRCNNConvUpsampleHead):
     """Mask head of convolutions and an upsampling layer with any norm.
 
     Args:
-        args, kwargs: those of Detectron2's ``MaskRCNNConvUpsampleHead``; ``conv_norm`` may be a norm class or partial.
-
-    Raises:
-        ConfigError: the norm is unknown or does not fit.
+        args, kwargs: those of Detectron2's ``MaskRCNNConvUpsampleHead``, see :class:`.AnyNormHead` for ``conv_norm``.
     """
 
     norm_key = "MODEL.ROI_MASK_HEAD.NORM"
+
+    @staticmethod
+    def norm_channels(conv_dims: Sequence[int]) -> Iterable[int]:
+        return conv_dims[:-1]  # the last one is of the upsampling layer
+
+
+@ROI_HEADS_REGISTRY.register()
+class GWRes5ROIHeads(Res5ROIHeads):
+    """Heads of a C4 detector whose res5 has the norms of the backbone.
+
+    The last stage of the ResNet stands behind the region pooling. It has ``MODEL.RESNETS.WHITEN_NORM`` at
+    ``WHITEN_POSITIONS``, as the stages before it, so that it takes the weights of a whole ResNet.
+
+    Args:
+        args, kwargs: those of Detectron2's ``Res5ROIHeads``.
+
+    Raises:
+        ConfigError: a key of ``MODEL.RESNETS`` is out of its range, or a norm does not fit.
+    """
+
+    @classmethod
+    def _build_res5_block(cls, cfg: CfgNode) -> tuple[nn.Sequential, int]:
+        # Private, but Detectron2 v0.5, v0.6 and main of 2026 call it as this class method.
+        if cfg.MODEL.RESNETS.DEFORM_ON_PER_STAGE[-1]:
+            raise ConfigError(
+                f"MODEL.RESNETS.DEFORM_ON_PER_STAGE ({cfg.MODEL.RESNETS.DEFORM_ON_PER_STAGE}): res5 behind region "
+                "pooling cannot be deformable. Fix: set its last value to False."
+            )
+        # the last stage of a whole ResNet, so that one place decides norms, blocks and strides
+        whole = cfg.clone()
+        whole.defrost()
+        whole.MODEL.RESNETS.OUT_FEATURES, whole.MODEL.BACKBONE.FREEZE_AT = ["res5"], 0
+        resnet = build_gw_resnet_backbone(whole, ShapeSpec(channels=len(cfg.MODEL.PIXEL_MEAN)))
+        return resnet.res5, resnet.output_shape()["res5"].channels

@@ -23,6 +23,9 @@ _KEYS_BY_LAYER = {
     "backbone.": "MODEL.RESNETS.NORM",
     ".box_head": "MODEL.ROI_BOX_HEAD.NORM",
     ".mask_head": "MODEL.ROI_MASK_HEAD.NORM",
+    ".res5": "MODEL.RESNETS.NORM",
+    "sem_seg_head.": "MODEL.SEM_SEG_HEAD.NORM",
+    "_subnet.": "MODEL.RETINANET.NORM",
 }
 _FROZEN = (FrozenBatchNorm2d, FrozenBatchWhitening2d)
 # Source: Group Whitening, Figure 1, and its supplement, Figure 5: small batches

@@ -104,13 +104,23 @@ def backbone_to_res4(cfg):
     cfg.MODEL.ANCHOR_GENERATOR.SIZES = [[32, 64]]
 
 
-@pytest.mark.parametrize("change", [retinanet, cascade, backbone_to_res4])
+def panoptic(cfg):
+    cfg.MODEL.META_ARCHITECTURE = "PanopticFPN"
+    cfg.MODEL.SEM_SEG_HEAD.NAME = "GWSemSegFPNHead"
+    cfg.MODEL.SEM_SEG_HEAD.NORM = "GW:groups=16"
+
+
+@pytest.mark.parametrize("change", [retinanet, cascade, backbone_to_res4, panoptic])
 def test_every_norm_of_every_detector_is_reached(small, change):
     change(small)
     rows = norm_shapes(small, 128, 128, 2)
     assert rows and [row.layer for row in rows if row.shape is None] == []
     if change is retinanet:  # a head for all levels, whose norms are one for all, or one for each
         assert min(row.shape for row in rows if row.layer.startswith("head.")) == (2, 64, 1, 1)
+    if change is panoptic:  # each level from its stride to that of p2
+        shapes = {row.layer: row.shape for row in rows}
+        assert shapes["sem_seg_head.p2.0.norm"] == shapes["sem_seg_head.p4.2.norm"][:2] + (32, 32)
+        assert shapes["sem_seg_head.p4.2.norm"] == (2, 128, 16, 16)
     if change is backbone_to_res4:
         assert {row.shape[0] for row in rows if row.layer.startswith("roi_heads.res5")} == {16}
 

@@ -1,0 +1,205 @@
+"""Every head of ours against Detectron2's with the same weights, and norm names in their constructors."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from detectron2.layers import ShapeSpec
+from detectron2.modeling import RetinaNet, build_model
+from detectron2.modeling.meta_arch.retinanet import RetinaNetHead
+from detectron2.modeling.meta_arch.semantic_seg import SemSegFPNHead
+from detectron2.modeling.roi_heads import FastRCNNConvFCHead, MaskRCNNConvUpsampleHead
+from torch import nn
+
+from gw_detectron.errors import UserError
+from gw_detectron.layers import GroupWhitening2d
+from gw_detectron.modeling import (
+    GWFastRCNNConvFCHead,
+    GWMaskRCNNConvUpsampleHead,
+    GWRetinaNet,
+    GWRetinaNetHead,
+    GWSemSegFPNHead,
+)
+from gw_detectron.modeling.dense_heads import HAS_FCOS
+from gw_detectron.norms.norm_table import norm_rows
+
+REGION = ShapeSpec(channels=16, height=7, width=7)
+LEVELS = {f"p{level}": ShapeSpec(channels=16, stride=2**level) for level in (2, 3, 4)}
+FEATURES = {name: torch.randn(2, 16, 64 // shape.stride, 64 // shape.stride) for name, shape in LEVELS.items()}
+#: ours, the stock head, its arguments, the argument of the norm, its input, and the method that computes
+HEADS: dict[str, tuple[type[nn.Module], type[nn.Module], dict[str, Any], str, Any, str]] = {
+    "box": (
+        GWFastRCNNConvFCHead,
+        FastRCNNConvFCHead,
+        {"input_shape": REGION, "conv_dims": [16, 16], "fc_dims": [8]},
+        "conv_norm",
+        torch.randn(2, 16, 7, 7),
+        "forward",
+    ),
+    "mask": (
+        GWMaskRCNNConvUpsampleHead,
+        MaskRCNNConvUpsampleHead,
+        {"input_shape": REGION, "conv_dims": [16, 16, 10], "num_classes": 3},  # no norm has 10 channels
+        "conv_norm",
+        torch.randn(2, 16, 7, 7),
+        "layers",
+    ),
+    "retinanet": (
+        GWRetinaNetHead,
+        RetinaNetHead,
+        {"input_shape": [*LEVELS.values()], "conv_dims": [16, 16], "num_classes": 3, "num_anchors": 2},
+        "norm",
+        list(FEATURES.values()),
+        "forward",
+    ),
+    "semantic": (
+        GWSemSegFPNHead,
+        SemSegFPNHead,
+        {"input_shape": LEVELS, "conv_dims": 16, "num_classes": 3, "common_stride": 4},
+        "norm",
+        FEATURES,
+        "layers",
+    ),
+}
+
+
+def outputs(head: nn.Module, method: str, features: Any) -> list[torch.Tensor]:
+    found = getattr(head, method)(features)
+    return [found] if torch.is_tensor(found) else [*found[0], *found[1]]
+
+
+@pytest.mark.parametrize("norm", ["", "GN:groups=8", "GW:groups=4"])
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_is_the_stock_head_with_that_norm(kind, norm):
+    ours, stock, arguments, key, features, method = HEADS[kind]
+
+    def layer(channels):  # Detectron2 v0.6 tries one channel first
+        if norm.startswith("GW"):
+            return GroupWhitening2d(channels, num_groups=4)
+        return nn.GroupNorm(min(8, channels), channels)
+
+    head, reference = ours(**arguments, **{key: norm}), stock(**arguments, **{key: layer if norm else ""})
+    assert isinstance(head, stock)
+    head.load_state_dict(reference.state_dict())  # raises unless all names are the same
+    for found, expected in zip(outputs(head, method, features), outputs(reference, method, features), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert len(norm_rows(head)) == (0 if not norm else {"box": 2, "mask": 2, "retinanet": 4, "semantic": 4}[kind])
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_wrong_norm_names_the_argument_and_the_class(kind):
+    ours, _, arguments, key, _, _ = HEADS[kind]
+    for norm, words in (("GX", "unknown norm"), ("GW:groups=5", "5"), ("GN:groups=0", "groups")):
+        with pytest.raises(ValueError, match=rf"{ours.__name__}: {key} \('{norm}'\): .*{words}.*Fix: ") as caught:
+            ours(**arguments, **{key: norm})
+        assert isinstance(caught.value, UserError)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_class_and_none_are_taken_as_they_are(kind):
+    ours, _, arguments, key, features, method = HEADS[kind]
+    head = ours(**arguments, **{key: GroupWhitening2d})
+    assert {row.groups for row in norm_rows(head)} == {16}
+    assert norm_rows(ours(**arguments, **{key: None})) == norm_rows(ours(**arguments)) == []
+    outputs(head, method, features)[0].sum().backward()
+
+
+def test_the_semantic_head_fuses_its_relus():
+    ours, _, arguments, key, features, method = HEADS["semantic"]
+    head = ours(**arguments, **{key: "GW:groups=4"})
+    calls = []
+    for layer in head.modules():
+        if isinstance(layer, GroupWhitening2d):
+            layer.register_forward_pre_hook(lambda _, __, kwargs: calls.append(kwargs), with_kwargs=True)
+    outputs(head, method, features)
+    assert calls == [{"relu": True}] * 4
+    assert all(conv.activation is F.relu for conv in head.relu_convs())
+
+
+@pytest.fixture
+def retinanet(cfg):
+    cfg.MODEL.META_ARCHITECTURE = "GWRetinaNet"
+    cfg.MODEL.BACKBONE.NAME = "build_gw_retinanet_resnet_fpn_backbone"
+    cfg.MODEL.RESNETS.DEPTH, cfg.MODEL.RESNETS.RES2_OUT_CHANNELS = 18, 64
+    cfg.MODEL.RESNETS.OUT_FEATURES = cfg.MODEL.FPN.IN_FEATURES = ["res3", "res4", "res5"]
+    cfg.MODEL.FPN.OUT_CHANNELS = 64
+    return cfg
+
+
+def test_retinanet_is_the_stock_one_with_the_norm_in_its_head(retinanet):
+    retinanet.MODEL.RETINANET.NORM = "GN"
+    ours = build_model(retinanet).eval()
+    retinanet.MODEL.META_ARCHITECTURE = "RetinaNet"
+    try:
+        stock = build_model(retinanet).eval()
+    except ValueError as error:
+        pytest.skip(f"this Detectron2 tries GN with one channel: {error}")
+    ours.load_state_dict(stock.state_dict())
+    assert isinstance(ours, RetinaNet) and isinstance(ours, GWRetinaNet)
+    image = [{"image": torch.rand(3, 64, 64) * 255}]
+    found, expected = (model(image)[0]["instances"] for model in (ours, stock))
+    assert torch.equal(found.pred_boxes.tensor, expected.pred_boxes.tensor)
+    assert torch.equal(found.scores, expected.scores)
+
+
+@pytest.mark.parametrize("norm", ["GN:groups=48", "GW:groups=24"])  # neither fits 32 channels, nor GN one channel
+def test_retinanets_norm_need_not_fit_other_channels_than_its_own(norm):
+    _, _, arguments, _, _, _ = HEADS["retinanet"]
+    head = GWRetinaNetHead(**{**arguments, "conv_dims": [48]}, norm=norm)
+    assert [row.spec.partition(",")[0] for row in norm_rows(head)] == [norm] * 2
+
+
+@pytest.mark.parametrize("norm", ["BN", "FrozenBN", "GW"])
+def test_retinanets_subnets_keep_their_order(norm):
+    _, _, arguments, _, features, _ = HEADS["retinanet"]
+    head = GWRetinaNetHead(**arguments, norm=norm)
+    assert [type(layer) for layer in head.cls_subnet][::3] == [nn.Conv2d] * 2
+    assert [type(layer) for layer in head.cls_subnet][2::3] == [nn.ReLU] * 2
+    head.eval()(features)
+
+
+def test_retinanet_errors_name_the_key(retinanet):
+    retinanet.MODEL.RETINANET.NORM = "GW:groups=20"
+    with pytest.raises(ValueError, match=r"MODEL.RETINANET.NORM \('GW:groups=20'\): .* 64 channels"):
+        build_model(retinanet)
+    assert retinanet.MODEL.RETINANET.NORM == "GW:groups=20"
+
+
+def test_semantic_head_errors_name_the_key(cfg):
+    cfg.MODEL.META_ARCHITECTURE = "PanopticFPN"
+    cfg.MODEL.SEM_SEG_HEAD.NAME, cfg.MODEL.SEM_SEG_HEAD.NORM = "GWSemSegFPNHead", "GW:groups=96"
+    with pytest.raises(ValueError, match=r"MODEL.SEM_SEG_HEAD.NORM \('GW:groups=96'\): .* 128 channels"):
+        build_model(cfg)
+
+
+@pytest.mark.skipif(not HAS_FCOS, reason="this Detectron2 has no FCOS")
+@pytest.mark.parametrize("norm", ["GW:groups=4", "GN:groups=8"])
+def test_fcos_trains_and_evaluates(retinanet, norm):
+    from detectron2.modeling import build_backbone
+    from detectron2.modeling.meta_arch.fcos import FCOS
+    from detectron2.utils.events import EventStorage
+
+    from gw_detectron.modeling import GWFCOSHead
+
+    from ..test_configs import tiny_batch
+
+    backbone = build_backbone(retinanet)
+    shapes = [*backbone.output_shape().values()]
+    head = GWFCOSHead(input_shape=shapes, num_classes=6, conv_dims=[64, 64], norm=norm)
+    model = FCOS(
+        backbone=backbone,
+        head=head,
+        head_in_features=[*backbone.output_shape()],
+        num_classes=6,
+        pixel_mean=retinanet.MODEL.PIXEL_MEAN,
+        pixel_std=retinanet.MODEL.PIXEL_STD,
+    )
+    assert len(norm_rows(head)) == 4
+    with EventStorage():
+        losses = model.train()(tiny_batch(6))
+    sum(losses.values()).backward()
+    assert [name for name, value in head.named_parameters() if not value.grad.isfinite().all()] == []
+    with torch.no_grad():
+        (result,) = model.eval()([{"image": torch.rand(3, 64, 64) * 255, "height": 64, "width": 64}])
+    assert result["instances"].has("pred_boxes")
