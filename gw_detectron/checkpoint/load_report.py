@@ -11,6 +11,7 @@ from ..errors import UserError, summarize_names
 _BACKBONE_NAME = re.compile(r"(backbone\.(bottom_up\.)?)?(stem\.conv1|res[2-5]\.\d+)\.")
 _TORCHVISION_NAME = re.compile(r"(module\.)?layer1\.0\.conv1\.weight")
 _STATISTICS = ("running_mean", "running_var")
+_OFFSETS = ".conv2_offset."  # of a deformable convolution, which a classifier does not have; zero at first
 
 
 class PartialLoadError(UserError, ValueError):
@@ -28,16 +29,23 @@ class LoadReport:
             known; None if no checkpoint was loaded.
 
     Attributes:
-        missing: backbone tensors that were not loaded.
+        missing: backbone tensors that were not loaded; res5 of a C4 detector's head counts as backbone.
         unexpected: backbone tensors of the checkpoint that the model does not have.
-        new: tensors outside the backbone that were not loaded, e.g. of FPN and heads.
+        new: other tensors that were not loaded, e.g. of FPN and heads, and the offsets of deformable convolutions.
     """
 
     def __init__(self, model: nn.Module, given: Collection[str] | None = None) -> None:
         backbone = getattr(model, "backbone", model)
         bottom_up = getattr(backbone, "bottom_up", backbone)
-        prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is bottom_up)
-        frozen = [f"{prefix}{name}" for name, part in bottom_up.named_modules() if isinstance(part, FrozenBatchNorm2d)]
+        res5 = getattr(getattr(model, "roi_heads", None), "res5", None)  # C4 detectors have the last stage in the head
+        parts = [(name, part) for name, part in model.named_modules() if part in (bottom_up, res5)]
+        prefixes = tuple(f"{name}." if name else "" for name, _ in parts)
+        frozen = [
+            name
+            for prefix, part in parts
+            for name, layer in part.named_modules(prefix=prefix)
+            if isinstance(layer, FrozenBatchNorm2d)
+        ]
         names = [name for name in model.state_dict() if not name.endswith(".num_batches_tracked")]
         self._loaded = given is not None
         self._given = set(given or ())
@@ -47,8 +55,8 @@ class LoadReport:
         scales = {f"{name}.weight" for name in frozen}
         self._fused_layers = len(frozen) if scales <= self._given and not statistics & self._given else 0
         fused = statistics if self._fused_layers else set()
-        self._backbone = [name for name in names if name.startswith(prefix)]
-        self._others = [name for name in names if not name.startswith(prefix)]
+        self._backbone = [name for name in names if name.startswith(prefixes) and _OFFSETS not in name]
+        self._others = [name for name in names if not name.startswith(prefixes) or _OFFSETS in name]
         self.missing = [name for name in self._backbone if name not in self._given | fused]
         self.new = [name for name in self._others if name not in self._given]
         self.unexpected = sorted(
