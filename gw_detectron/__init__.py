@@ -35,7 +35,7 @@ if has_detectron2():
     from . import modeling as _  # noqa: F401, registers the components
     from .checkpoint import register_weights
     from .config import add_gw_config
-    from .data.synthetic import register_synthetic
+    from .data import register_synthetic
 
     __all__ += ["add_gw_config"]
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from gw_detectron.data.synthetic import SyntheticConfig, make_synthetic, register_synthetic
+from gw_detectron.data import SyntheticConfig, make_synthetic, register_synthetic
 from gw_detectron.engine import get_parser
 
 ROOT = Path(__file__).parents[1]

@@ -16,6 +16,8 @@ from .rendering import Array, SceneObject
 _TOLERANCE = 0.05
 # Polygons with a smaller area, in pixels, are dropped.
 _MIN_AREA = 1.0
+#: keypoints of an object: the extreme points of its visible part
+KEYPOINTS = ("top", "left", "bottom", "right")
 
 
 def to_coco(obj: SceneObject, image_id: int, annotation_id: int) -> dict[str, Any]:
@@ -28,9 +30,11 @@ def to_coco(obj: SceneObject, image_id: int, annotation_id: int) -> dict[str, An
 
     Returns:
         The annotation. Objects have polygons, crowds have uncompressed run lengths. `area` is the area of the
-        rasterized segmentation in pixels; `bbox` is the XYWH box of the polygons, or of the crowd's mask.
+        rasterized segmentation in pixels; `bbox` is the XYWH box of the polygons, or of the crowd's mask. `keypoints`
+        are `KEYPOINTS`; crowds have none, as in COCO.
     """
     mask = obj.mask
+    keypoints = [0.0] * 3 * len(KEYPOINTS)
     segmentation: dict[str, Any] | list[list[float]]
     if obj.crowd:
         segmentation = {"size": list(mask.shape), "counts": run_lengths(mask)}
@@ -42,6 +46,7 @@ def to_coco(obj: SceneObject, image_id: int, annotation_id: int) -> dict[str, An
         rle = mask_util.merge(mask_util.frPyObjects(segmentation, *mask.shape))
         corners = np.concatenate(polygons)
         low, high = corners.min(axis=0), corners.max(axis=0)
+        keypoints = _extreme_points(corners)
         box = [round(float(value), 2) for value in (*low, *(high - low))]
     return {
         "id": annotation_id,
@@ -51,7 +56,22 @@ def to_coco(obj: SceneObject, image_id: int, annotation_id: int) -> dict[str, An
         "segmentation": segmentation,
         "area": float(mask_util.area(rle)),
         "bbox": box,
+        "keypoints": keypoints,
+        "num_keypoints": 0 if obj.crowd else len(KEYPOINTS),
     }
+
+
+def _extreme_points(corners: Array) -> list[float]:
+    """Return `KEYPOINTS` of polygon corners (K, 2) as x, y, visibility.
+
+    The center of COCO's first pixel is 0 for keypoints, and 0.5 for polygons.
+    """
+    x, y = corners.T
+    return [
+        value
+        for index in (y.argmin(), x.argmin(), y.argmax(), x.argmax())
+        for value in (*np.round(corners[index] - 0.5, 2).tolist(), 2)
+    ]
 
 
 def run_lengths(mask: Array) -> list[int]:

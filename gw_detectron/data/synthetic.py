@@ -1,43 +1,45 @@
 """Synthetic COCO dataset, generated from a seed on first use.
 
-It is for detection and instance segmentation. Six classes of textured shapes of very different sizes overlap each other
-and the image border, on cluttered backgrounds. The outline tells the class, the color hints at it. Masks cover the
-visible part of an object; some groups of small shapes are crowd regions. The files follow COCO:
+It is for detection, for instance and panoptic segmentation, and for keypoints. Six classes of textured shapes of very
+different sizes overlap each other and the image border, on cluttered backgrounds. The outline tells the class, the
+color hints at it. Masks cover the visible part of an object, whose extreme points are its keypoints; some groups of
+small shapes are crowd regions. The files follow COCO, here those of one split:
 
-    <root>/gw_synthetic/annotations/instances_train.json   and instances_val.json; `info` holds the parameters
-    <root>/gw_synthetic/train/000001.jpg ...               and val/...
-
-`register_synthetic` registers it with Detectron2 as `gw_synthetic_train` and `gw_synthetic_val`.
+    <root>/gw_synthetic/annotations/instances_train.json   with keypoints; `info` holds the parameters
+    <root>/gw_synthetic/annotations/panoptic_train.json
+    <root>/gw_synthetic/train/000001.jpg ...
+    <root>/gw_synthetic/panoptic_train/000001.png ...          segment ids
+    <root>/gw_synthetic/panoptic_stuff_train/000001.png ...    0 for things, 1 for the background
 """
 
 import dataclasses
 import io
+import itertools
 import json
 import math
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
-from detectron2.data import DatasetCatalog, MetadataCatalog
-from detectron2.data.datasets import register_coco_instances
-from detectron2.utils.file_io import PathManager
-from iopath.common.file_io import PathHandler, file_lock
+from iopath.common.file_io import file_lock
 from PIL import Image
 from tqdm import tqdm
 
 from ..errors import ConfigError, DataError, FileAccessError
 from .annotations import to_coco
-from .rendering import SHAPES, Scene
+from .panoptic import BACKGROUND_ID, SEMANTIC_CLASSES, to_panoptic
+from .rendering import SHAPES, Array, Scene
 
 CLASS_NAMES: tuple[str, ...] = tuple(shape.name for shape in SHAPES)
 SPLITS: tuple[str, ...] = ("train", "val")
 
-_FOLDER = "gw_synthetic"
+FOLDER = "gw_synthetic"
 # Increase this whenever the same parameters would give other images or annotations than before.
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ def make_synthetic(root: str | os.PathLike[str], config: SyntheticConfig | None 
         FileAccessError: the folder cannot be written (disk full, no permission, ...) or locked.
     """
     config = config or SyntheticConfig()
-    folder = Path(root, _FOLDER)
+    folder = Path(root, FOLDER)
     if not folder.exists():
         try:
             with file_lock(os.path.abspath(folder)):
@@ -176,50 +178,80 @@ def make_synthetic(root: str | os.PathLike[str], config: SyntheticConfig | None 
 
 def _generate(folder: Path, config: SyntheticConfig) -> None:
     """Generate all files in a partial folder, then rename it. The caller holds the lock."""
-    partial = folder.with_name(_FOLDER + ".partial")
+    partial = folder.with_name(FOLDER + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         (partial / "annotations").mkdir(parents=True)
-        image_id = annotation_id = 0
+        ids = itertools.count(1), itertools.count(1)
         total = config.num_train + config.num_val
         with tqdm(total=total, desc=f"making {folder}", unit="image", mininterval=0.5) as progress:
             for split in SPLITS:
-                (partial / split).mkdir()
-                images: list[dict[str, Any]] = []
-                annotations: list[dict[str, Any]] = []
-                for index in range(config.count(split)):
-                    scene = draw_scene(config, split, index)
-                    image_id += 1
-                    name = f"{image_id:06d}.jpg"
-                    image = Image.fromarray(scene.image())
-                    jpeg = io.BytesIO()
-                    image.save(jpeg, "JPEG", quality=config.jpeg_quality)
-                    # Pillow's own file errors do not tell that the disk is full.
-                    (partial / split / name).write_bytes(jpeg.getvalue())
-                    images.append({"id": image_id, "file_name": name, "height": image.height, "width": image.width})
-                    for obj in scene.objects:
-                        annotation_id += 1
-                        annotations.append(to_coco(obj, image_id, annotation_id))
-                    progress.update()
-                content = {
-                    "info": {"description": f"gw_detectron synthetic shapes, {split}", _FOLDER: _parameters(config)},
-                    "licenses": [],
-                    "images": images,
-                    "annotations": annotations,
-                    "categories": [{"id": i, "name": name} for i, name in enumerate(CLASS_NAMES, start=1)],
-                }
-                _json_file(partial, split).write_text(json.dumps(content, separators=(",", ":")))
+                _generate_split(partial, split, config, *ids, progress)
         os.replace(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _generate_split(
+    folder: Path,
+    split: str,
+    config: SyntheticConfig,
+    image_ids: Iterator[int],
+    annotation_ids: Iterator[int],
+    progress: tqdm,
+) -> None:
+    folders = image_folders(folder, split)
+    for path, _ in folders:
+        path.mkdir()
+    images, objects, panoptic = [], [], []
+    for index in range(config.count(split)):
+        scene = draw_scene(config, split, index)
+        pixels, labels = scene.image(), to_panoptic(scene.objects)
+        image_id = next(image_ids)
+        name = f"{image_id:06d}"
+        for (path, ending), array in zip(folders, (pixels, labels.image, labels.semantic), strict=True):
+            _write_image(path / f"{name}.{ending}", array, config.jpeg_quality)
+        height, width = pixels.shape[:2]
+        images.append({"id": image_id, "file_name": f"{name}.jpg", "height": height, "width": width})
+        objects += [to_coco(obj, image_id, next(annotation_ids)) for obj in scene.objects]
+        panoptic.append({"image_id": image_id, "file_name": f"{name}.png", "segments_info": labels.segments})
+        progress.update()
+    things = [{"id": i, "name": name} for i, name in enumerate(CLASS_NAMES, start=1)]
+    stuff = {"id": BACKGROUND_ID, "name": SEMANTIC_CLASSES[1], "isthing": 0}
+    both = [*({**thing, "isthing": 1} for thing in things), stuff]
+    for task, annotations, categories in (("instances", objects, things), ("panoptic", panoptic, both)):
+        content = {
+            "info": {"description": f"gw_detectron synthetic shapes, {split}", FOLDER: _parameters(config)},
+            "licenses": [],
+            "images": images,
+            "annotations": annotations,
+            "categories": categories,
+        }
+        json_file(folder, split, task).write_text(json.dumps(content, separators=(",", ":")))
 
 
 def _parameters(config: SyntheticConfig) -> dict[str, Any]:
     return {"format": _FORMAT, **dataclasses.asdict(config)}
 
 
-def _json_file(folder: Path, split: str) -> Path:
-    return folder / "annotations" / f"instances_{split}.json"
+def json_file(folder: Path, split: str, task: str = "instances") -> Path:
+    """Return the annotation file of a split."""
+    return folder / "annotations" / f"{task}_{split}.json"
+
+
+def image_folders(folder: Path, split: str) -> list[tuple[Path, str]]:
+    """Return the folders of images, segment ids and semantic masks of a split, and the endings of their files."""
+    return [
+        (folder / split, "jpg"),
+        (folder / f"panoptic_{split}", "png"),
+        (folder / f"panoptic_stuff_{split}", "png"),
+    ]
+
+
+def _write_image(path: Path, pixels: Array, jpeg_quality: int) -> None:
+    content = io.BytesIO()
+    Image.fromarray(pixels).save(content, {".jpg": "JPEG", ".png": "PNG"}[path.suffix], quality=jpeg_quality)
+    path.write_bytes(content.getvalue())  # Pillow's own file errors do not tell that the disk is full
 
 
 def _check(folder: Path, split: str, config: SyntheticConfig) -> None:
@@ -227,11 +259,11 @@ def _check(folder: Path, split: str, config: SyntheticConfig) -> None:
 
     A bad set is not generated again by itself: another run may be reading its files.
     """
-    path = _json_file(folder, split)
+    path = json_file(folder, split)
     fix = f"Fix: delete '{folder}' to generate it again, or set DETECTRON2_DATASETS to another folder."
     try:
         content = json.loads(path.read_bytes())
-        found, images = content["info"][_FOLDER], content["images"]
+        found, images = content["info"][FOLDER], content["images"]
     except FileNotFoundError:
         raise DataError(f"'{path}': file of the synthetic dataset not found. {fix}") from None
     except ValueError as error:
@@ -243,64 +275,10 @@ def _check(folder: Path, split: str, config: SyntheticConfig) -> None:
     if different:
         listed = ", ".join(f"{key}={found.get(key)} (now {expected.get(key)})" for key in different)
         raise DataError(f"'{folder}': the synthetic dataset has other parameters: {listed}. {fix}")
-    present = set(os.listdir(folder / split)) if (folder / split).is_dir() else set()
-    missing = [image["file_name"] for image in images if image["file_name"] not in present]
-    if missing:
-        raise DataError(
-            f"'{folder / split}': {len(missing)} of {len(images)} images are missing, first {missing[0]}. {fix}"
-        )
-
-
-class _SyntheticPathHandler(PathHandler):
-    """Generate the dataset when one of its JSON files is opened.
-
-    Detectron2 opens it in the loader or the evaluator. Not a ``NativePathHandler``: iopath would then use it for all
-    local files.
-    """
-
-    def __init__(self, root: str, config: SyntheticConfig) -> None:
-        super().__init__()
-        self.root, self.config = root, config
-
-    def _get_supported_prefixes(self) -> list[str]:
-        return [str(_json_file(Path(self.root, _FOLDER), split)) for split in SPLITS]
-
-    def _get_local_path(self, path: str, force: bool = False, **kwargs: Any) -> str:
-        make_synthetic(self.root, self.config)
-        return path
-
-    def _open(self, path: str, mode: str = "r", buffering: int = -1, **kwargs: Any) -> IO[Any]:
-        return open(self._get_local_path(path), mode, buffering, **kwargs)
-
-    def _exists(self, path: str, **kwargs: Any) -> bool:
-        return os.path.exists(path)
-
-    def _isfile(self, path: str, **kwargs: Any) -> bool:
-        return os.path.isfile(path)
-
-
-def register_synthetic(root: str | os.PathLike[str] | None = None, config: SyntheticConfig | None = None) -> None:
-    """Register `gw_synthetic_train` and `gw_synthetic_val`; the files are generated on first use.
-
-    A second call replaces the root and the parameters of the first.
-
-    Args:
-        root: folder of datasets; None means the variable DETECTRON2_DATASETS, else "datasets".
-        config: parameters; None means the defaults.
-    """
-    if root is None:
-        root = os.getenv("DETECTRON2_DATASETS", "datasets")
-    root = os.path.expanduser(os.fspath(root))
-    PathManager.register_handler(_SyntheticPathHandler(root, config or SyntheticConfig()), allow_override=True)
-    for split in SPLITS:
-        name = f"gw_synthetic_{split}"
-        json_file = str(_json_file(Path(root, _FOLDER), split))
-        image_root = os.path.join(root, _FOLDER, split)
-        if MetadataCatalog.get(name).get("json_file") == json_file:
-            continue
-        # Metadata cannot be changed: remove the entry of another root first.
-        DatasetCatalog.pop(name, None)
-        MetadataCatalog.pop(name)
-        class_ids = {i + 1: i for i in range(len(CLASS_NAMES))}
-        metadata = {"thing_classes": list(CLASS_NAMES), "thing_dataset_id_to_contiguous_id": class_ids}
-        register_coco_instances(name, metadata, json_file, image_root)
+    for images_at, ending in image_folders(folder, split):
+        present = set(os.listdir(images_at)) if images_at.is_dir() else set()
+        names = [f"{Path(image['file_name']).stem}.{ending}" for image in images]
+        if missing := [name for name in names if name not in present]:
+            raise DataError(
+                f"'{images_at}': {len(missing)} of {len(names)} images are missing, first {missing[0]}. {fix}"
+            )

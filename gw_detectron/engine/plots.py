@@ -103,6 +103,10 @@ def plot_predictions(
         image = read_image(record["file_name"], format="RGB")
         with inference_context(model), torch.no_grad():
             instances = model([mapper(record)])[0]["instances"].to("cpu")
+        if not instances.has("pred_keypoints"):  # draw what the model learns
+            objects = record.get("annotations", [])
+            objects = [{key: obj[key] for key in obj if key != "keypoints"} for obj in objects]
+            record = {**record, "annotations": objects}
         panels = {
             f"image {record['image_id']}": image,
             "ground truth": _drawing(image, metadata).draw_dataset_dict(record).get_image(),

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from gw_detectron.checkpoint import read_weights_file, run_record
 from gw_detectron.checkpoint.describe import describe_checkpoint, format_description
 from gw_detectron.checkpoint.run_record import RunRecord, software_versions
-from gw_detectron.data.synthetic import register_synthetic
+from gw_detectron.data import register_synthetic
 from gw_detectron.engine import Trainer, setup
 
 from ..tiny_run import DATA, ROOT, arguments

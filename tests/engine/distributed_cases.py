@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from gw_detectron.data.synthetic import register_synthetic
+from gw_detectron.data import register_synthetic
 from gw_detectron.engine import Trainer, get_parser, main
 from gw_detectron.engine.accumulation import accumulated_step
 from gw_detectron.engine.launch import launch_from_args

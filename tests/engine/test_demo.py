@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from gw_detectron.data.synthetic import register_synthetic
+from gw_detectron.data import register_synthetic
 from gw_detectron.engine.demo import run_demo
 from gw_detectron.engine.plots import read_metrics
 from gw_detectron.errors import ConfigError

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from detectron2.utils import comm
 
 from gw_detectron.checkpoint import StartWeights
-from gw_detectron.data.synthetic import make_synthetic, register_synthetic
+from gw_detectron.data import make_synthetic, register_synthetic
 from gw_detectron.engine import get_parser, launch, main
 from gw_detectron.engine.train import run_config
 from gw_detectron.engine.trainer import check_same_start

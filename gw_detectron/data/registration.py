@@ -1,0 +1,78 @@
+"""Register the synthetic dataset with Detectron2."""
+
+import os
+from pathlib import Path
+from typing import IO, Any
+
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.data.datasets import register_coco_instances, register_coco_panoptic_separated
+from detectron2.utils.file_io import PathManager
+from iopath.common.file_io import PathHandler
+
+from .annotations import KEYPOINTS
+from .panoptic import BACKGROUND_ID, SEMANTIC_CLASSES
+from .synthetic import CLASS_NAMES, FOLDER, SPLITS, SyntheticConfig, image_folders, json_file, make_synthetic
+
+
+class _SyntheticPathHandler(PathHandler):
+    """Generate the dataset when one of its JSON files is opened.
+
+    Detectron2 opens it in the loader or the evaluator. Not a ``NativePathHandler``: iopath would then use it for all
+    local files.
+    """
+
+    def __init__(self, root: str, config: SyntheticConfig) -> None:
+        super().__init__()
+        self.root, self.config = root, config
+
+    def _get_supported_prefixes(self) -> list[str]:
+        return [str(json_file(Path(self.root, FOLDER), split)) for split in SPLITS]
+
+    def _get_local_path(self, path: str, force: bool = False, **kwargs: Any) -> str:
+        make_synthetic(self.root, self.config)
+        return path
+
+    def _open(self, path: str, mode: str = "r", buffering: int = -1, **kwargs: Any) -> IO[Any]:
+        return open(self._get_local_path(path), mode, buffering, **kwargs)
+
+    def _exists(self, path: str, **kwargs: Any) -> bool:
+        return os.path.exists(path)
+
+    def _isfile(self, path: str, **kwargs: Any) -> bool:
+        return os.path.isfile(path)
+
+
+def register_synthetic(root: str | os.PathLike[str] | None = None, config: SyntheticConfig | None = None) -> None:
+    """Register `gw_synthetic_train` and `gw_synthetic_val`; the files are generated on first use.
+
+    `gw_synthetic_train_panoptic_separated` and `gw_synthetic_val_panoptic_separated` are the same images with panoptic
+    and semantic ground truth, registered as Detectron2 registers COCO's for Panoptic FPN.
+
+    A second call replaces the root and the parameters of the first.
+
+    Args:
+        root: folder of datasets; None means the variable DETECTRON2_DATASETS, else "datasets".
+        config: parameters; None means the defaults.
+    """
+    if root is None:
+        root = os.getenv("DETECTRON2_DATASETS", "datasets")
+    root = os.path.expanduser(os.fspath(root))
+    PathManager.register_handler(_SyntheticPathHandler(root, config or SyntheticConfig()), allow_override=True)
+    class_ids = {i + 1: i for i in range(len(CLASS_NAMES))}
+    things = {"thing_classes": list(CLASS_NAMES), "thing_dataset_id_to_contiguous_id": class_ids}
+    stuff = {"stuff_classes": list(SEMANTIC_CLASSES), "stuff_dataset_id_to_contiguous_id": {0: 0, BACKGROUND_ID: 1}}
+    keypoints = {"keypoint_names": list(KEYPOINTS), "keypoint_flip_map": [("left", "right")]}
+    for split in SPLITS:
+        name, folder = f"{FOLDER}_{split}", Path(root, FOLDER)
+        instances, panoptic = (str(json_file(folder, split, task)) for task in ("instances", "panoptic"))
+        images, segments, semantic = (str(path) for path, _ in image_folders(folder, split))
+        if MetadataCatalog.get(name).get("json_file") == instances:
+            continue
+        # Metadata cannot be changed: remove the entries of another root first.
+        for variant in ("", "_panoptic_separated", "_panoptic_stuffonly"):
+            DatasetCatalog.pop(name + variant, None)
+            MetadataCatalog.pop(name + variant, None)
+        register_coco_instances(name, things | keypoints, instances, images)
+        register_coco_panoptic_separated(
+            f"{name}_panoptic", things | stuff, images, segments, panoptic, semantic, instances
+        )
