@@ -14,7 +14,7 @@ from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode
 from detectron2.data import DatasetMapper, build_detection_test_loader
 from detectron2.engine import AMPTrainer, DefaultTrainer, SimpleTrainer, create_ddp_model, hooks
-from detectron2.evaluation import COCOEvaluator
+from detectron2.evaluation import DatasetEvaluator
 from detectron2.modeling import GeneralizedRCNNWithTTA
 from detectron2.utils import comm
 from detectron2.utils.events import CommonMetricPrinter, EventWriter, JSONWriter
@@ -24,9 +24,9 @@ from ..atomic import AtomicPathManager, remove_unfinished
 from ..checkpoint import NORMS, LoadReport, NormRecord, StartWeights, load_checkpoint, open_start_weights
 from ..checkpoint.run_record import RECORD, RunRecord
 from ..errors import ConfigError, is_user_error
-from ..preflight import wrong_evaluator
 from .accumulation import accumulated_step
 from .dataset_mapper import ImageNamingMapper
+from .evaluators import build_evaluator
 from .interruption import InterruptionHook
 from .launch import in_all_processes
 from .nonfinite import LossGuard, NonFiniteError
@@ -196,27 +196,9 @@ class Trainer(DefaultTrainer):
         return build_detection_test_loader(cfg, dataset_name, mapper=ImageNamingMapper(DatasetMapper(cfg, False)))
 
     @classmethod
-    def build_evaluator(cls, cfg: CfgNode, dataset_name: str, output_folder: str | None = None) -> COCOEvaluator:
-        """Build the COCO evaluator of a dataset.
-
-        Args:
-            cfg: the config, whose ``MASK_ON`` and ``KEYPOINT_ON`` select the tasks.
-            dataset_name: a registered dataset.
-            output_folder: folder of the predictions; ``inference`` in ``OUTPUT_DIR`` if None.
-
-        Raises:
-            ConfigError: the dataset is not evaluated by the COCO rules.
-        """
-        if problem := wrong_evaluator(dataset_name):
-            raise ConfigError(problem)
-        tasks = {"bbox": True, "segm": cfg.MODEL.MASK_ON, "keypoints": cfg.MODEL.KEYPOINT_ON}
-        return COCOEvaluator(
-            dataset_name,
-            tasks=tuple(task for task, wanted in tasks.items() if wanted),
-            output_dir=output_folder or os.path.join(cfg.OUTPUT_DIR, "inference"),
-            use_fast_impl=fast_coco_evaluation_is_built(),
-            kpt_oks_sigmas=cfg.TEST.KEYPOINT_OKS_SIGMAS,
-        )
+    def build_evaluator(cls, cfg: CfgNode, dataset_name: str, output_folder: str | None = None) -> DatasetEvaluator:
+        """Build the evaluators of a dataset, see :func:`.evaluators.build_evaluator`."""
+        return build_evaluator(cfg, dataset_name, output_folder)
 
     @classmethod
     def test_with_TTA(cls, cfg: CfgNode, model: torch.nn.Module) -> OrderedDict:
@@ -364,13 +346,3 @@ def _remove_traceback_of_user_errors(record: logging.LogRecord) -> bool:
         record.exc_info = None
         record.msg = f"{record.msg} {error}"
     return True
-
-
-def fast_coco_evaluation_is_built() -> bool:
-    """Tell whether the installed Detectron2 has its compiled COCO evaluation."""
-    try:
-        from detectron2 import _C
-
-        return hasattr(_C, "COCOevalEvaluateImages")
-    except ImportError:  # not compiled, or a pure Python build, which raises at the attribute
-        return False

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from detectron2.config import CfgNode
@@ -15,7 +15,19 @@ from .findings import Findings
 
 #: values of a dataset's metadata ``evaluator_type`` that are evaluated by the COCO rules
 _COCO_EVALUATORS = ("coco", "coco_panoptic_seg")
-_NUM_CLASSES = {"RetinaNet": "RETINANET", "GeneralizedRCNN": "ROI_HEADS"}
+#: architecture -> the ``evaluator_type`` that its predictions need, if they are not boxes alone
+_EVALUATORS = {
+    "PanopticFPN": ("coco_panoptic_seg",),
+    "SemanticSegmentor": ("coco_panoptic_seg", "sem_seg"),
+}
+#: architecture -> node of MODEL that counts the classes, and their names in a dataset's metadata
+_NUM_CLASSES = {
+    "RetinaNet": {"RETINANET": "thing_classes"},
+    "GWRetinaNet": {"RETINANET": "thing_classes"},
+    "GeneralizedRCNN": {"ROI_HEADS": "thing_classes"},
+    "PanopticFPN": {"ROI_HEADS": "thing_classes", "SEM_SEG_HEAD": "stuff_classes"},
+    "SemanticSegmentor": {"SEM_SEG_HEAD": "stuff_classes"},
+}
 
 
 def check_datasets(cfg: CfgNode, findings: Findings, *, eval_only: bool) -> None:
@@ -29,13 +41,7 @@ def check_datasets(cfg: CfgNode, findings: Findings, *, eval_only: bool) -> None
     for name in cfg.DATASETS.TEST:
         tested = _check_dataset(name, findings, Use.in_evaluation(cfg))
         classes[name] = classes.get(name) or tested
-    if node := _NUM_CLASSES.get(cfg.MODEL.META_ARCHITECTURE):
-        key, wanted = f"MODEL.{node}.NUM_CLASSES", cfg.MODEL[node].NUM_CLASSES
-        for name, found in classes.items():
-            if found is not None and len(found) != wanted:
-                findings.problems.append(
-                    f"{key} ({wanted}): dataset {name} has {len(found)} classes. Fix: set {key} {len(found)}."
-                )
+    findings.problems += _wrong_classes(cfg, classes)
     trained = {} if eval_only else {tuple(classes[name] or ()): name for name in cfg.DATASETS.TRAIN}
     if len(trained) > 1:
         first, other = list(trained.values())[:2]
@@ -43,19 +49,48 @@ def check_datasets(cfg: CfgNode, findings: Findings, *, eval_only: bool) -> None
             f"DATASETS.TRAIN: {first} and {other} have different classes. Fix: give all the same categories."
         )
     for name in cfg.DATASETS.TEST:
-        if classes[name] is not None and (problem := wrong_evaluator(name)):
+        if classes[name] is not None and (problem := wrong_evaluator(cfg, name)):
             findings.problems.append(problem)
 
 
-def wrong_evaluator(name: str) -> str:
-    """Describe why COCO rules cannot evaluate a dataset, or return ""."""
-    kind = MetadataCatalog.get(name).get("evaluator_type")
-    if kind in _COCO_EVALUATORS:
+def wrong_evaluator(cfg: CfgNode, name: str) -> str:
+    """Describe why a model's predictions cannot be evaluated on a dataset, or return ""."""
+    architecture, kind = cfg.MODEL.META_ARCHITECTURE, MetadataCatalog.get(name).get("evaluator_type")
+    allowed = _EVALUATORS.get(architecture, _COCO_EVALUATORS)
+    if kind in allowed:
         return ""
+    fix = "give a panoptic dataset, e.g. coco_2017_val_panoptic_separated"
+    if allowed is _COCO_EVALUATORS:
+        fix = f'if it has COCO annotations, set MetadataCatalog.get("{name}").evaluator_type = "coco"'
     return (
-        f"DATASETS.TEST ('{name}'): evaluator_type {kind!r} is not one of {list(_COCO_EVALUATORS)}. Fix: if it has "
-        f'COCO annotations, set MetadataCatalog.get("{name}").evaluator_type = "coco", else override build_evaluator.'
+        f"DATASETS.TEST ('{name}'): evaluator_type {kind!r} is not one of {list(allowed)}. Fix: {fix}, else override "
+        "build_evaluator."
     )
+
+
+def _wrong_classes(cfg: CfgNode, datasets: Mapping[str, Sequence[str] | None]) -> Iterator[str]:
+    """Yield an error for each dataset that lacks the classes of the config's heads.
+
+    Args:
+        cfg: the config.
+        datasets: the classes of objects by dataset; None where they are unknown.
+    """
+    architecture = cfg.MODEL.META_ARCHITECTURE
+    for node, field in _NUM_CLASSES.get(architecture, {}).items():
+        key, wanted = f"MODEL.{node}.NUM_CLASSES", cfg.MODEL[node].NUM_CLASSES
+        for name, objects in datasets.items():
+            metadata = MetadataCatalog.get(name)
+            semantic, folder = field == "stuff_classes", metadata.get("sem_seg_root")
+            found = metadata.get(field) if semantic else objects
+            if objects is not None and semantic and found is None:
+                yield (
+                    f"MODEL.META_ARCHITECTURE ('{architecture}'): dataset {name} has no semantic masks. Fix: give a "
+                    "panoptic dataset, e.g. coco_2017_train_panoptic_separated."
+                )
+            elif found is not None and len(found) != wanted:
+                yield f"{key} ({wanted}): dataset {name} has {len(found)} classes. Fix: set {key} {len(found)}."
+            elif semantic and folder and not os.path.isdir(folder):
+                yield f"Dataset '{name}': {_missing(folder)}"
 
 
 def _check_dataset(name: str, findings: Findings, use: Use) -> Sequence[str] | None:

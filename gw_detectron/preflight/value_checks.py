@@ -59,6 +59,8 @@ _CHOICES = {
     "SOLVER.WARMUP_METHOD": ("linear", "constant"),
     **{f"MODEL.{part}.BBOX_REG_LOSS_TYPE": _LOSSES for part in ("RPN", "ROI_BOX_HEAD", "RETINANET")},
 }
+# architectures that Detectron2's GeneralizedRCNNWithTTA refuses, or of which it leaves out predictions
+_WITHOUT_AUGMENTATION = ("RetinaNet", "GWRetinaNet", "PanopticFPN", "SemanticSegmentor")
 # list keys -> example of a value; they must not be empty
 _NOT_EMPTY = {
     "INPUT.MIN_SIZE_TRAIN": "(800,)",
@@ -221,6 +223,11 @@ def _contradictions(cfg: CfgNode) -> Iterator[str]:
                 f"TEST.EXPECTED_RESULTS ({row!r}): not task, metric, value, tolerance. Fix: give lists such as "
                 "['bbox', 'AP', 38.5, 0.2]."
             )
+    if cfg.TEST.AUG.ENABLED and (model.KEYPOINT_ON or model.META_ARCHITECTURE in _WITHOUT_AUGMENTATION):
+        yield (
+            "TEST.AUG.ENABLED (True): Detectron2 has no test-time augmentation for keypoints (MODEL.KEYPOINT_ON) or "
+            f"{', '.join(_WITHOUT_AUGMENTATION)}. Fix: set it to False."
+        )
     sigmas, points = cfg.TEST.KEYPOINT_OKS_SIGMAS, model.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS
     if model.KEYPOINT_ON and len(sigmas) != points and (sigmas or points != 17):
         yield (

@@ -9,13 +9,10 @@ import resource
 import shutil
 import subprocess
 import sys
-import types
 
-import detectron2
 import pytest
 import torch
 import yaml
-from detectron2.data import MetadataCatalog
 
 from gw_detectron.analysis import WhiteningStatsHook, whitening_stats_hook
 from gw_detectron.analysis.whitening_statistics import REDUCTIONS
@@ -23,7 +20,6 @@ from gw_detectron.checkpoint import InvalidWeightsError, NormMismatchError, load
 from gw_detectron.engine import Trainer, main, setup
 from gw_detectron.engine.dataset_mapper import RecordError
 from gw_detectron.engine.nonfinite import NonFiniteError
-from gw_detectron.engine.trainer import fast_coco_evaluation_is_built
 from gw_detectron.errors import FileAccessError, MissingFileError, UserError
 from gw_detectron.preflight import PreflightError
 
@@ -227,28 +223,6 @@ def test_a_checkpoint_without_optimizer_is_resumed_with_a_warning(tmp_path, capl
     finally:
         logging.getLogger("gw_detectron").removeHandler(caplog.handler)
     assert "the momentum starts from zero" in caplog.text
-
-
-def test_a_data_set_that_is_not_coco_is_refused(tmp_path):
-    cfg = setup(arguments(tmp_path))
-    MetadataCatalog.get("not_coco").set(evaluator_type="pascal_voc")
-    with pytest.raises(ValueError, match="'not_coco'.*evaluator_type 'pascal_voc'.*'coco'"):
-        Trainer.build_evaluator(cfg, "not_coco")
-
-
-@pytest.mark.parametrize("built", [True, False])
-def test_fast_evaluation_is_used_only_where_it_is_compiled(monkeypatch, built):
-    def refuse(name):
-        raise ImportError(name)
-
-    extension = types.ModuleType("detectron2._C")
-    if built:
-        extension.COCOevalEvaluateImages = print
-    else:
-        extension.__getattr__ = refuse
-    monkeypatch.setitem(sys.modules, "detectron2._C", extension)
-    monkeypatch.setattr(detectron2, "_C", extension, raising=False)
-    assert fast_coco_evaluation_is_built() is built
 
 
 def test_amp_needs_a_gpu(tmp_path):
