@@ -14,20 +14,21 @@ from detectron2.engine import DefaultTrainer
 from detectron2.layers import FrozenBatchNorm2d
 from detectron2.modeling import build_model
 from detectron2.solver import build_lr_scheduler, build_optimizer
-from detectron2.structures import Boxes, Instances, PolygonMasks
+from detectron2.structures import Boxes, Instances, Keypoints, PolygonMasks
 from detectron2.utils.events import EventStorage
 from torch import nn
 
 from gw_detectron import GroupWhitening2d, add_gw_config
 from gw_detectron.layers import Solver
 
+from .architectures import ARCHITECTURES, gw_places, skip_without_operators
 from .coco_rows import LAYOUTS, PREPROCESSING, R50, RECIPE, SCRATCH, SEG, X101, B, F, G, W
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
 ALL = sorted(str(path.relative_to(CONFIGS).with_suffix("")) for path in CONFIGS.rglob("*.yaml"))
 RUNNABLE = [name for name in ALL if not Path(name).name.startswith("Base-")]
-COCO = [name for name in RUNNABLE if name.startswith("COCO-")]
+COCO = [name for name in RUNNABLE if name.startswith("COCO-") and name not in ARCHITECTURES]
 FROM_SCRATCH = [name for name in COCO if name.startswith("COCO-FromScratch/")]
 
 
@@ -41,6 +42,7 @@ def load(name: str) -> CfgNode:
 @functools.cache
 def skeleton(name: str) -> nn.Module:
     """Build the whole model without storage, to look at its structure."""
+    skip_without_operators(name)
     cfg = load(name)
     cfg.MODEL.DEVICE = "meta"
     with torch.device("meta"):
@@ -88,7 +90,7 @@ def test_has_a_header_and_no_key_twice(name):
     assert yaml.load(text, Loader=NoDuplicates)
 
 
-@pytest.mark.parametrize("name", COCO)
+@pytest.mark.parametrize("name", [*COCO, *ARCHITECTURES])
 def test_repeats_nothing_of_its_base(name):
     path = CONFIGS / f"{name}.yaml"
     own = yaml.safe_load(path.read_text())
@@ -110,7 +112,7 @@ def tiny(cfg: CfgNode) -> CfgNode:
     return cfg
 
 
-def tiny_batch(num_classes: int) -> list[dict]:
+def tiny_batch(num_classes: int, semantic_classes: int = 2) -> list[dict]:
     batch = []
     for offset in (0.0, 7.0):
         corners = torch.tensor([[4.0, 4.0, 30.0, 40.0], [10.0, 20.0, 50.0, 56.0]]) + offset
@@ -119,7 +121,10 @@ def tiny_batch(num_classes: int) -> list[dict]:
         objects.gt_classes = torch.tensor([0, num_classes - 1])
         triangles = [[[x0, y0, x1, y0, x1, y1]] for x0, y0, x1, y1 in corners.tolist()]
         objects.gt_masks = PolygonMasks(triangles)
-        batch.append({"image": torch.randint(0, 256, (3, 64, 64)), "instances": objects})
+        middles = (corners[:, :2] + corners[:, 2:]) / 2
+        objects.gt_keypoints = Keypoints(nn.functional.pad(middles, (0, 1), value=2.0)[:, None].repeat(1, 17, 1))
+        semantic = torch.randint(0, semantic_classes, (64, 64))
+        batch.append({"image": torch.randint(0, 256, (3, 64, 64)), "instances": objects, "sem_seg": semantic})
     return batch
 
 
@@ -132,8 +137,8 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-#: 101 layers, and configs whose norms, head and schedule are also in a smaller config
-SLOW = re.compile(r"_101_|X_50|_1gpu|S1|scratch_.*_(BN|GN)$|1x_(GN|FrozenBN)")
+#: 101 layers, and configs whose norms, head and schedule are also in a smaller config or run
+SLOW = re.compile(r"_101_|X_50|_1gpu|S1|scratch_.*_(BN|GN)$|1x_(GN|FrozenBN)|" + "|".join(ARCHITECTURES))
 
 
 @pytest.mark.parametrize(
@@ -141,14 +146,16 @@ SLOW = re.compile(r"_101_|X_50|_1gpu|S1|scratch_.*_(BN|GN)$|1x_(GN|FrozenBN)")
 )
 @pytest.mark.usefixtures("one_thread")
 def test_trains_a_step_in_which_every_parameter_gets_a_gradient(name):
+    skip_without_operators(name)
     cfg = tiny(load(name))
     torch.manual_seed(0)
     model = build_model(cfg).train()
     optimizer = build_optimizer(cfg, model)
-    node = cfg.MODEL.RETINANET if cfg.MODEL.META_ARCHITECTURE == "RetinaNet" else cfg.MODEL.ROI_HEADS
+    node = cfg.MODEL.RETINANET if cfg.MODEL.META_ARCHITECTURE.endswith("RetinaNet") else cfg.MODEL.ROI_HEADS
     with EventStorage():
-        losses = model(tiny_batch(node.NUM_CLASSES))
+        losses = model(tiny_batch(node.NUM_CLASSES, cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES))
     assert ("loss_mask" in losses) == cfg.MODEL.MASK_ON
+    assert ("loss_keypoint" in losses) == cfg.MODEL.KEYPOINT_ON
     sum(losses.values()).backward()
 
     trainable = {key: value for key, value in model.named_parameters() if value.requires_grad}
@@ -161,6 +168,7 @@ def test_trains_a_step_in_which_every_parameter_gets_a_gradient(name):
 
 def test_every_coco_config_has_an_expected_layout():
     assert set(COCO) == set(LAYOUTS)
+    assert set(ARCHITECTURES) <= set(RUNNABLE)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -179,7 +187,16 @@ def test_norms_are_at_the_positions_of_the_table_row(name):
     assert found == expected
 
 
-@pytest.mark.parametrize("name", COCO)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_an_architecture_has_gw_at_its_places(name):
+    found = gw_places(skeleton(name))
+    assert found == ARCHITECTURES[name]
+    others = [module for module in skeleton(name).modules() if isinstance(module, nn.BatchNorm2d | nn.GroupNorm)]
+    assert others == []
+    assert "Paper: no result for this architecture." in header(name)
+
+
+@pytest.mark.parametrize("name", [*COCO, *ARCHITECTURES])
 def test_norms_have_the_papers_settings_and_the_released_ones_no_eps(name):
     eps = 0.0 if name.endswith("_released") else 1e-5
     for module in skeleton(name).modules():
@@ -230,7 +247,7 @@ def test_recipe_is_that_of_maskrcnn_benchmark(name):
         scheduler.step()
 
 
-@pytest.mark.parametrize("name", COCO)
+@pytest.mark.parametrize("name", [*COCO, *ARCHITECTURES])
 def test_weights_and_preprocessing_belong_together(name):
     cfg = load(name)
     expected = next(value for prefix, value in PREPROCESSING.items() if cfg.MODEL.WEIGHTS.startswith(prefix))

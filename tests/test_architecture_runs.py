@@ -1,0 +1,55 @@
+"""Every architecture of Detectron2 trains and evaluates with GW and with GN, through its shipped config."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from gw_detectron.engine import Trainer, main
+from gw_detectron.engine.train import prepare
+from gw_detectron.norms.norm_table import norm_rows
+
+from .architectures import ARCHITECTURES, gw_places, skip_without_operators, small_arguments
+
+#: what the evaluation of each reports
+TASKS = {
+    "keypoint": {"bbox", "keypoints"},
+    "panoptic": {"bbox", "segm", "sem_seg"},
+    "mask": {"bbox", "segm"},
+    "semantic": {"sem_seg"},
+}
+pytestmark = pytest.mark.usefixtures("small_dataset")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("norm", ["GW", "GN"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_it_trains_evaluates_and_comes_back(name, norm, tmp_path):
+    skip_without_operators(name)
+    args = small_arguments(name, norm, tmp_path)
+    trainer = Trainer(prepare(args)[0])
+    rows = norm_rows(trainer.model)
+    if norm == "GW":
+        assert gw_places(trainer.model) == ARCHITECTURES[name]
+    else:
+        assert {row.spec for row in rows} == {"GN:groups=8,eps=1e-05"}
+    results = trainer.train()
+
+    losses = [value for value, _ in trainer.storage.history("total_loss").values()]
+    assert len(losses) == 3 and torch.tensor(losses).isfinite().all()
+    assert [name for name, value in trainer.model.named_parameters() if not value.grad.any()] == []
+    expected = next((tasks for kind, tasks in TASKS.items() if kind in name), {"bbox"})
+    assert set(results) - {"panoptic_seg"} == expected
+
+    args.eval_only = True
+    args.opts += ["MODEL.WEIGHTS", str(tmp_path / "model_final.pth")]
+    again = main(args)
+    assert json.dumps(again) == json.dumps(results)  # which also compares NaN
