@@ -68,8 +68,8 @@ def get_config(name: str, trained: bool = False) -> CfgNode | DictConfig:
 def get(name: str, trained: bool = False, device: str | None = None) -> nn.Module:
     """Build the model of a config and load its weights, if any.
 
-    These are ``MODEL.WEIGHTS``, or ``train.init_checkpoint`` of a LazyConfig. To build a model without its weights, pass
-    :func:`get_config` to ``detectron2.modeling.build_model``.
+    These are ``MODEL.WEIGHTS``, or ``train.init_checkpoint`` of a LazyConfig. To build a model without its weights,
+    pass :func:`get_config` to ``detectron2.modeling.build_model``.
 
     Args:
         name, trained: as in :func:`get_config`.

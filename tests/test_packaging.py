@@ -193,7 +193,7 @@ for layer in GroupWhitening2d(16, 8), BatchWhitening2d(16, 8):
     assert layer.weight.grad.isfinite().all()
 print("layers work")
 import gw_detectron
-gw_detectron.resolve_norm
+gw_detectron.add_gw_config
 """
     result = run(bare_python, code, tmp_path, PYTHONPATH=str(libraries))
     lines = result.stderr.strip().splitlines()

@@ -154,7 +154,7 @@ def test_weights_whose_norm_version_0_1_0_assumed(detector_cfg, r18_file, tmp_pa
         ({"architecture": "R-" + 5000 * "9"}, "damaged"),
         ({"architecture": None}, r"damaged \(architecture: no text"),
         ({"positions": None}, r"damaged \(positions: no text"),
-        ({"positions": "S1-B3"}, "damaged .*WHITEN_POSITIONS"),
+        ({"positions": "S1-B3"}, "damaged .*S1-B3"),
         ({"norm": "QN"}, "damaged .*'QN'"),
     ],
 )

@@ -106,7 +106,7 @@ def test_an_image_without_detections_is_refused(exported, cfg, image, tmp_path):
 
 
 def test_other_models_are_refused(exported, model, image, tmp_path):
-    with pytest.raises(ValueError, match=r"model \('FPN'\): only a GeneralizedRCNN .*Fix: export its backbone"):
+    with pytest.raises(ValueError, match=r"model \('GWFPN'\): only a GeneralizedRCNN .*Fix: export its backbone"):
         export_detector(model.backbone, tmp_path / "out", image)
 
 
