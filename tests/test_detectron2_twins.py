@@ -1,5 +1,6 @@
 """Configs that repeat one of Detectron2's with other norms, and LazyConfigs: what differs, and nothing else."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -7,16 +8,19 @@ import detectron2.model_zoo
 import pytest
 import torch
 from detectron2.config import LazyConfig, instantiate
+from detectron2.engine import SimpleTrainer, hooks
 from detectron2.modeling import build_model
 from omegaconf import OmegaConf
 from torch import nn
 
 import gw_detectron.model_zoo
+from gw_detectron.checkpoint import GWDetectionCheckpointer
 from gw_detectron.engine.optimizer import build_optimizer
 from gw_detectron.layers import GroupWhitening2d
 from gw_detectron.norms import norm_rows
 
 from .test_configs import flat, load
+from .tiny_run import dataset
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 LAZY = sorted(str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.py"))
@@ -106,6 +110,32 @@ def test_the_lazy_row_of_table_4_is_that_of_the_yaml():
     schedule = instantiate(lazy.lr_multiplier)
     for iteration, factor in ((0, 1 / 3), (500, 1), (59999, 1), (60000, 0.1), (80000, 0.01)):
         assert schedule(iteration / 90000) == pytest.approx(factor)
+
+
+@pytest.mark.slow
+def test_a_lazy_config_trains_and_is_resumed_with_its_norms(tmp_path):
+    """The steps of Detectron2's lazyconfig_train_net.py."""
+    lazy = gw_detectron.model_zoo.get_config(f"{TABLE_4}.py")
+    lazy.model.backbone.bottom_up.depth, lazy.model.backbone.bottom_up.freeze_at = 18, 0
+    lazy.model.proposal_generator.post_nms_topk = [20, 10]
+    lazy.model.roi_heads.batch_size_per_image = 8
+    data = lazy.dataloader.train
+    data.dataset.names, data.total_batch_size, data.num_workers = "gw_synthetic_train", 2, 0
+    data.mapper.augmentations[0].short_edge_length = [64]
+    losses = []
+    with dataset(tmp_path / "data"):
+        for resume in (False, True):
+            model = instantiate(lazy.model).train()
+            lazy.optimizer.params.model = model
+            trainer = SimpleTrainer(model, instantiate(data), instantiate(lazy.optimizer))
+            checkpointer = GWDetectionCheckpointer(model, str(tmp_path), trainer=trainer)
+            checkpointer.resume_or_load("", resume=resume)
+            assert trainer.iter == int(resume)
+            trainer.register_hooks([hooks.PeriodicCheckpointer(checkpointer, 10)])
+            trainer.train(trainer.iter + resume, 2 + 2 * resume)
+            losses.append(trainer.storage.latest()["total_loss"][0])
+    assert all(map(math.isfinite, losses))
+    assert "GW" in str(torch.load(tmp_path / "model_final.pth", weights_only=True)["norms"])
 
 
 def settings(module: nn.Module, prefix: str = "") -> dict[str, Any]:
