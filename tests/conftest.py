@@ -22,6 +22,17 @@ def loggers_reset():
     reset_loggers()
 
 
+@pytest.fixture
+def one_thread():
+    """Use one thread: the tensors of small images are too small for more."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def small_dataset(tmp_path_factory):
     """Register the small dataset for the tests of a module; return the folder of the datasets."""

@@ -1,7 +1,6 @@
 """Every architecture of Detectron2 trains and evaluates with GW and with GN, through its shipped config."""
 
 import json
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -19,15 +18,7 @@ TASKS = {
     "mask": {"bbox", "segm"},
     "semantic": {"sem_seg"},
 }
-pytestmark = pytest.mark.usefixtures("small_dataset")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("small_dataset", "one_thread")
 
 
 @pytest.mark.parametrize("norm", ["GW", "GN"])

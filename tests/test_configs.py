@@ -128,15 +128,6 @@ def tiny_batch(num_classes: int, semantic_classes: int = 2) -> list[dict]:
     return batch
 
 
-@pytest.fixture
-def one_thread():
-    """Use one thread: tensors of 64-pixel images are too small for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 #: 101 layers, and configs whose norms, head and schedule are also in a smaller config or run
 SLOW = re.compile(r"_101_|X_50|_1gpu|S1|scratch_.*_(BN|GN)$|1x_(GN|FrozenBN)|" + "|".join(ARCHITECTURES))
 

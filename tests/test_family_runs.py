@@ -1,7 +1,6 @@
 """Every member of the whitening family trains a small detector, and a checkpoint restores it."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,15 +24,7 @@ FAST = "BW_Sigma"
 #: the sizes of other tests, the schedule of the yaml
 SMALL = {key: value for key, value in OPTS.items() if not key.startswith("SOLVER.")} | {"SOLVER.IMS_PER_BATCH": 4}
 
-pytestmark = pytest.mark.usefixtures("small_dataset")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("small_dataset", "one_thread")
 
 
 def trainer_for(norm: str, output: Path) -> Trainer:

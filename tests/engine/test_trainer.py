@@ -25,7 +25,7 @@ from gw_detectron.preflight import PreflightError
 
 from ..tiny_run import arguments
 
-pytestmark = pytest.mark.usefixtures("small_dataset")
+pytestmark = pytest.mark.usefixtures("small_dataset", "one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +40,6 @@ def finished(small_dataset, tmp_path_factory):
 def copy(finished, tmp_path):
     """A copy of the finished run in ``tmp_path``."""
     return shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def trainer_for(tmp_path, **overrides) -> Trainer:
