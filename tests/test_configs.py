@@ -272,8 +272,7 @@ def test_one_gpu_config_is_the_eight_gpu_config_scaled_linearly(name):
 
 def test_model_zoo_links_every_coco_config_and_no_other_file():
     links = set(re.findall(r"\]\(configs/([^)]+)\.yaml\)", (ROOT / "MODEL_ZOO.md").read_text()))
-    assert links <= set(ALL)
-    assert links == {name for name in RUNNABLE if not name.startswith("quick_schedules/")}
+    assert {name for name in RUNNABLE if not name.startswith("quick_schedules/")} <= links <= set(ALL)
 
 
 @pytest.mark.parametrize("name", COCO)
