@@ -267,11 +267,13 @@ def load_checkpoint(
     if differences := norm_differences(checkpoint.metadata, model):
         message = (
             f"MODEL.WEIGHTS ('{checkpoint.address}'): trained with other norms: {len(differences)} layers differ "
-            f"({summarize_names(differences)}). Fix: set the norms as in that run, by {', '.join(NORM_KEYS)}"
+            f"({summarize_names(differences)}). Fix: set norms and convolutions as in that run, by "
+            f"{', '.join(NORM_KEYS)} and the CONV keys beside them"
         )
         if not allow_partial:
             raise NormMismatchError(
-                f"{message}, or accept the difference with --allow-partial (train_net.py, analyze_whitening.py)."
+                f"{message}, or accept the difference with --allow-partial (train_net.py, analyze_whitening.py), in "
+                "Python allow_partial=True."
             )
         log.warning("%s.", message)
     log.info("Loading weights from %s", checkpoint.path)

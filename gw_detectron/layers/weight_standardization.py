@@ -76,7 +76,9 @@ def standardize_weights(model: nn.Module, pattern: str = "*") -> list[str]:
         if fnmatch.fnmatchcase(name, pattern) and _is_convolution_before_norm(module)
     }
     if not found:
-        raise ValueError("no convolution before a norm. Fix: set a norm, or leave the weights as they are.")
+        raise ValueError(
+            f"no convolution before a norm fits {pattern!r}. Fix: set a norm, or leave the weights as they are."
+        )
     for name, module in found.items():
         if module._parameters["weight"][0].numel() < 2:
             raise ValueError(f"{name}: a filter of one value has no deviation. Fix: leave this convolution out.")
@@ -88,7 +90,9 @@ def standardize_weights(model: nn.Module, pattern: str = "*") -> list[str]:
 
 def _is_convolution_before_norm(module: nn.Module) -> bool:
     """Tell whether a module is a convolution, and if it is Detectron2's, has a norm."""
+    weight = module._parameters.get("weight")
+    if weight is None:  # not a convolution, or its weight is computed, as by torch.nn.utils.weight_norm
+        return False
     if hasattr(module, "norm"):  # Detectron2's, some of which are not torch's
-        weight = module._parameters.get("weight")
-        return module.norm is not None and weight is not None and weight.dim() == 4
+        return module.norm is not None and weight.dim() == 4
     return isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))

@@ -50,5 +50,5 @@ class AnyNormHead(nn.Module):
         norm = arguments.get(cls.norm_argument)
         if callable(norm):
             return arguments
-        channels = cls.norm_channels(arguments["conv_dims"])
+        channels = cls.norm_channels(arguments["conv_dims"]) if arguments.get("conv_dims") else ()
         return arguments | {cls.norm_argument: resolve_norm(norm, where=where, channels=channels)}

@@ -7,6 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+_CONSTANT = 1e-4  # of a deviation, which is about 1 with a scale of 1
+
+
+class CalibrationError(ValueError):
+    """The inputs cannot calibrate a layer."""
+
 
 class Moments(NamedTuple):
     """Mean and standard deviation of each channel of a layer's output, (C,) in float64."""
@@ -43,13 +49,15 @@ def moments(model: nn.Module, inputs: Iterable[Any], layers: Mapping[str, nn.Mod
     return found
 
 
-def outputs(model: nn.Module, inputs: Iterable[Any], layer: nn.Module) -> list[Tensor]:
-    """Return the outputs of a layer in evaluation mode, one for each call."""
-    found: list[Tensor] = []
-    with _outputs({"": layer}, lambda _, output: found.append(output.clone())), _evaluation(model):
-        for value in inputs:
-            model(value)
-    return found
+def relative_difference(found: Mapping[str, Moments], wanted: Mapping[str, Moments]) -> float:
+    """Return the relative difference of means and deviations over all layers of ``wanted``."""
+    difference = sum(
+        float((one - other).square().sum())
+        for name, moments in wanted.items()
+        for one, other in zip(found[name], moments, strict=True)
+    )
+    size = sum(float(values.square().sum()) for moments in wanted.values() for values in moments)
+    return (difference / size) ** 0.5 if size else 0.0
 
 
 def match_moments(
@@ -58,6 +66,9 @@ def match_moments(
     """Set scale and shift of layers, in the order of ``wanted``, so that their outputs have its moments.
 
     A layer changes the inputs of the later ones, so each costs a pass over the inputs. Signs of the scale stay.
+
+    Raises:
+        CalibrationError: an output is not finite, or constant in every channel.
     """
     for name, target in wanted.items():
         weight, bias = getattr(layers[name], "weight", None), getattr(layers[name], "bias", None)
@@ -68,8 +79,13 @@ def match_moments(
             weight.fill_(1)
             bias.fill_(0)
         now = moments(model, inputs, {name: layers[name]})[name]
+        if not all(bool(values.isfinite().all()) for values in (*now, *target)):
+            raise CalibrationError(f"{name}: outputs are not finite. Fix: give other inputs.")
+        varies = now.deviation > _CONSTANT
+        if not varies.any():
+            raise CalibrationError(f"{name}: outputs are constant on these inputs. Fix: give images that vary.")
         with torch.no_grad():
-            weight.copy_(sign * target.deviation / now.deviation.clamp_min(torch.finfo(torch.float32).tiny))
+            weight.copy_(sign * torch.where(varies, target.deviation / now.deviation, 1))
             bias.copy_(target.mean - weight.double() * now.mean)
 
 

@@ -8,18 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..errors import UserError
-from ..layers.class_change import ClassChange, change_class
-from .calibrate import match_moments, moments, outputs
-from .installed import get_norm
-from .names import find_norm_spec, resolve_norm
+from .calibrate import CalibrationError, match_moments, moments, relative_difference
 from .positions import POSITIONS, norms_at
+from .replacement import ConversionError, channels_of, describe, replacement
 
-Plan = str | Mapping[str | type[nn.Module], str]
-
-
-class ConversionError(UserError, ValueError):
-    """A model cannot be converted. It is unchanged."""
+Plan = str | Mapping[str | type[nn.Module], str | None]
 
 
 class Conversion(NamedTuple):
@@ -35,8 +28,8 @@ class ConversionReport(NamedTuple):
 
     Args:
         layers: in module order; a layer that is used under several names is listed under its first.
-        unlike: relative difference between the last converted layer's outputs and the old layer's, before and after
-            calibration; None without.
+        unlike: relative difference between means and deviations of the layers' outputs and those of the old layers,
+            before and after calibration; None without.
     """
 
     layers: tuple[Conversion, ...]
@@ -48,45 +41,47 @@ class ConversionReport(NamedTuple):
         lines.append(f"{len(changed)} of {len(self.layers)} norm layers converted")
         if self.unlike:
             before, after = self.unlike
-            lines.append(f"calibration: the outputs of the last one differ by {after:.2f} instead of {before:.2f}")
+            lines.append(f"calibration: means and deviations differ by {after:.2f} instead of {before:.2f}")
         return "\n".join(lines)
 
 
 def convert_norms(model: nn.Module, plan: Plan, *, calibrate: Iterable[Any] | None = None) -> ConversionReport:
     """Replace norm layers of a model by the norms of a plan, in place.
 
-    Scale and shift, frozen state, device, dtype and mode are kept, and running statistics where both layers have them.
-    A layer that contains its activation (timm's ``BatchNormAct2d``) keeps it.
+    Scale and shift, frozen parameters, device, dtype and mode are kept; running statistics, eps and momentum where one
+    of Detectron2's BN layers replaces another. FrozenBN has no parameters: its successor is trainable. A layer that
+    contains its activation (timm's ``BatchNormAct2d``) keeps it. Hooks of a layer are lost.
 
     Weights that were trained with BN do not fit a norm of each sample: the model needs training afterwards.
 
     Args:
         model: any model that is not scripted, quantized or wrapped for several processes.
         plan: norm names (see :mod:`gw_detectron.norms.names`) by glob patterns of module names, by layer classes, or by
-            one of the paper's positions in a ResNet. The first key that fits a layer counts. ``"S1-B2"`` alone is
-            ``{"S1-B2": "GW"}``.
-        calibrate: inputs of the model. Scale and shift of each new layer are set so that mean and variance of its
-            output on them are the old layer's.
+            one of the paper's positions in a ResNet. The first key of the plan that fits a layer counts. None keeps a
+            layer. ``"S1-B2"`` alone is ``{"S1-B2": "GW"}``.
+        calibrate: inputs of the model, each called as ``model(value)``. Scale and shift of each new layer are set so
+            that mean and variance of its output on them are the old layer's. Each layer costs a pass over them.
 
     Returns:
         What became of each norm layer.
 
     Raises:
-        ConversionError: a key fits no norm layer, a layer has this norm already, or the model cannot be changed.
+        ConversionError: a key fits no norm layer, all layers have their norms already, the model cannot be changed, or
+            the inputs cannot calibrate it.
         NormError, ConfigError: a norm is unknown or does not fit a layer, or positions are unknown.
     """
     _check_model(model)
-    layers = {name: module for name, module in model.named_modules() if _channels(module)}
-    before = {name: _describe(layer) for name, layer in layers.items()}
-    new = {name: _replacement(name, layers[name], spec) for name, spec in _specs(layers, plan).items()}
+    layers = {name: module for name, module in model.named_modules() if channels_of(module)}
+    before = {name: describe(layer) for name, layer in layers.items()}
+    new = _replacements(layers, _specs(model, layers, plan))
     old = {name: layers[name] for name in new}
     unlike = None
     if calibrate is None:
         _swap(model, old, new)
         _warn_of_statistics(old, new)
     else:
-        unlike = _swap_calibrated(model, old, new, list(calibrate))
-    rows = [Conversion(name, spec, _describe(new[name]) if name in new else spec) for name, spec in before.items()]
+        unlike = _swap_calibrated(model, old, new, _inputs(calibrate))
+    rows = [Conversion(name, spec, describe(new[name]) if name in new else spec) for name, spec in before.items()]
     return ConversionReport(tuple(rows), unlike)
 
 
@@ -103,93 +98,63 @@ def _check_model(model: nn.Module) -> None:
             raise ConversionError(f"{where}: is quantized. Fix: convert the model before its quantization.")
         if any(cls.__name__ in _WRAPPERS for cls in classes):
             raise ConversionError(f"{where}: shares its parameters with other processes. Fix: convert the model first.")
-    if _channels(model):
+    if channels_of(model):
         raise ConversionError("convert_norms: the model is a norm layer itself. Fix: build the other norm.")
 
 
-def _channels(layer: nn.Module) -> int:
-    """Return C of a norm layer, 0 of any other module."""
-    if "Norm" not in type(layer).__name__ and find_norm_spec(layer) is None:
-        return 0
-    for name in ("num_features", "num_channels", "normalized_shape"):
-        value = getattr(layer, name, None)
-        if isinstance(value, (tuple, torch.Size)) and len(value) == 1:
-            value = value[0]
-        if isinstance(value, int):
-            return value
-    return 0
-
-
-def _describe(layer: nn.Module) -> str:
-    return find_norm_spec(layer) or type(layer).__name__
-
-
-def _specs(layers: Mapping[str, nn.Module], plan: Plan) -> dict[str, str]:
-    """Return the norm name of each layer to convert."""
-    found: dict[str, str] = {}
+def _specs(model: nn.Module, layers: Mapping[str, nn.Module], plan: Plan) -> dict[str, str | None]:
+    """Return the norm name of each layer that the plan names."""
+    if not isinstance(plan, (str, Mapping)):
+        fix = 'give a position such as "S1-B2" or a dict such as {"*": "GW"}'
+        raise ConversionError(f"convert_norms, plan ({plan!r}): not a plan. Fix: {fix}.")
+    names = {id(layer): name for name, layer in layers.items()}
+    aliases = {name: names[id(m)] for name, m in model.named_modules(remove_duplicate=False) if id(m) in names}
+    found: dict[str, str | None] = {}
     for key, spec in ({plan: "GW"} if isinstance(plan, str) else plan).items():
         if isinstance(key, type):
-            names = [name for name, layer in layers.items() if isinstance(layer, key)]
+            fitting = [name for name, layer in layers.items() if isinstance(layer, key)]
+        elif not isinstance(key, str):
+            raise ConversionError(f"convert_norms, plan ({key!r}): not a key. Fix: give a string or a layer class.")
         elif key in POSITIONS:
-            names = norms_at(key, layers, where="convert_norms")
+            fitting = norms_at(key, layers, where="convert_norms")
         else:
-            names = fnmatch.filter(layers, key)
-        if not names:
+            fitting = [aliases[name] for name in fnmatch.filter(aliases, key)]
+        if not fitting:
             raise ConversionError(
                 f"convert_norms, plan ({key!r}): fits none of {len(layers)} norm layers. Fix: use a layer class, one "
                 f"of {list(POSITIONS[1:])} or a glob pattern of names such as {list(layers)[:3]}."
             )
-        for name in names:
+        if all(name in found for name in fitting):
+            raise ConversionError(
+                f"convert_norms, plan ({key!r}): earlier keys fit all of its layers. Fix: put it before them."
+            )
+        for name in fitting:
             found.setdefault(name, spec)
     return found
 
 
-def _replacement(name: str, old: nn.Module, spec: str) -> nn.Module:
-    """Build the new layer with the old one's parameters."""
-    where, channels = f"convert_norms, {name}", _channels(old)
-    if type(old) is nn.LayerNorm:
-        fix = "Fix: leave it out of the plan."
-        raise ConversionError(f"{where} ('LayerNorm'): its channels are the last dimension. {fix}")
-    new = get_norm(resolve_norm(spec, where=where, channels=[channels]), channels)
-    if new is None:
-        new = nn.Identity()
-    if _describe(new) == find_norm_spec(old):
-        raise ConversionError(f"{where} ({_describe(old)!r}): has this norm already. Fix: leave it out of the plan.")
-    weight = getattr(old, "weight", None)
-    for parameter in ("weight", "bias"):
-        if getattr(old, parameter, None) is None and isinstance(getattr(new, parameter, None), nn.Parameter):
-            setattr(new, parameter, None)
-    with torch.no_grad():
-        for tensor in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
-            before, after = getattr(old, tensor, None), getattr(new, tensor, None)
-            if before is not None and after is not None:
-                after.copy_(before.reshape(-1) if tensor in ("weight", "bias") else before)
-    some = next((t for t in (*old.parameters(), *old.buffers()) if t.is_floating_point()), None)
-    if some is not None:
-        new.to(some.device, some.dtype)
-    if weight is not None and not weight.requires_grad:
-        new.requires_grad_(False)
-    new.train(old.training)
-    return _with_activation(new, old)
-
-
-class Activated(ClassChange):
-    """Mixin for a norm layer that contains its activation, as timm's ``BatchNormAct2d``."""
-
-    fuses_relu = False
-    drop: nn.Module
-    act: nn.Module
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.drop(super().forward(x)))
-
-
-def _with_activation(new: nn.Module, old: nn.Module) -> nn.Module:
-    activation = getattr(old, "act", None)
-    if isinstance(activation, nn.Module):
-        change_class(new, Activated)
-        new.drop, new.act = getattr(old, "drop", nn.Identity()), activation
+def _replacements(layers: Mapping[str, nn.Module], specs: Mapping[str, str | None]) -> dict[str, nn.Module]:
+    """Build the new layers; those that equal the old ones are left out."""
+    wanted = {name: spec for name, spec in specs.items() if spec is not None}
+    built = {name: replacement(name, layers[name], spec) for name, spec in wanted.items()}
+    new = {name: layer for name, layer in built.items() if describe(layer) != describe(layers[name])}
+    if built and not new:
+        name = next(iter(built))
+        raise ConversionError(
+            f"convert_norms, {name} ({describe(layers[name])!r}): has this norm already, as all layers of the plan. "
+            "Fix: give another norm."
+        )
     return new
+
+
+def _inputs(calibrate: Any) -> list[Any]:
+    if isinstance(calibrate, (str, Tensor)) or not isinstance(calibrate, Iterable):
+        kind = type(calibrate).__name__
+        raise ConversionError(f"calibrate ({kind}): not a list of inputs. Fix: give a list, e.g. [images].")
+    inputs = list(calibrate)
+    if not inputs:
+        raise ConversionError("calibrate ([]): no inputs. Fix: give some inputs of the model.")
+    return inputs
 
 
 def _swap(model: nn.Module, old: Mapping[str, nn.Module], new: Mapping[str, nn.Module]) -> None:
@@ -204,29 +169,19 @@ def _swap_calibrated(
     model: nn.Module, old: Mapping[str, nn.Module], new: Mapping[str, nn.Module], inputs: Sequence[Any]
 ) -> tuple[float, float]:
     """Replace layers and set their scale and shift; the model is unchanged after an error."""
-    if not inputs:
-        raise ConversionError("calibrate ([]): no inputs. Fix: give some inputs of the model.")
     wanted = moments(model, inputs, old)
     if not wanted:
         raise ConversionError("calibrate: the model calls none of the layers. Fix: give other inputs.")
-    last = [*wanted][-1]
-    expected = outputs(model, inputs, old[last])
     _swap(model, old, new)
     try:
-        before = _difference(outputs(model, inputs, new[last]), expected)
+        before = relative_difference(moments(model, inputs, new), wanted)
         match_moments(model, inputs, new, wanted)
-        return before, _difference(outputs(model, inputs, new[last]), expected)
-    except BaseException:
+        return before, relative_difference(moments(model, inputs, new), wanted)
+    except BaseException as error:
         _swap(model, new, old)
+        if isinstance(error, CalibrationError):
+            raise ConversionError(f"calibrate: {error}") from None
         raise
-
-
-def _difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """Return the relative difference in the Frobenius norm; infinity if the calls differ."""
-    if [value.shape for value in found] != [value.shape for value in expected]:
-        return float("inf")
-    squares = sum(float((a - b).double().square().sum()) for a, b in zip(found, expected, strict=True))
-    return (squares / sum(float(b.double().square().sum()) for b in expected)) ** 0.5
 
 
 def _warn_of_statistics(old: Mapping[str, nn.Module], new: Mapping[str, nn.Module]) -> None:

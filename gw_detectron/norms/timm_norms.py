@@ -31,7 +31,7 @@ class _WithActivation(nn.Module):
 
     def __init__(self, num_channels: int, eps: float, **arguments: int) -> None:
         check_integer("num_channels", num_channels, 1, 64)
-        check_number("eps", eps, 0, float("inf"), eps)
+        check_number("eps", eps, 0, float("inf"), 1e-5)
         super().__init__(num_channels, eps=eps, **arguments)
         self.num_channels = num_channels
 

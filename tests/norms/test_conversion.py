@@ -137,7 +137,7 @@ def test_running_statistics_stay_where_both_have_them(norm):
         assert torch.allclose(model(x), expected, atol=1e-6)
     assert torch.equal(model[1].running_var, model.state_dict()["1.running_var"])
     assert model[1].running_var.ne(1).all()
-    assert model[4].weight.requires_grad == (norm == "SyncBN")
+    assert model[4].weight.requires_grad == (norm != "FrozenBN")
 
 
 def test_a_shared_layer_stays_shared():
@@ -201,6 +201,73 @@ def test_calibration_gives_the_old_moments():
     assert model.training
 
 
+@pytest.mark.parametrize("constant", [torch.nan, 0.0])
+def test_inputs_that_cannot_calibrate_change_nothing(constant):
+    model = trained(small())
+    before = list(model.modules())
+    with pytest.raises(ConversionError, match=r"calibrate: 1: outputs are (not finite|constant)"):
+        convert_norms(model, {"*": "GW:groups=8"}, calibrate=[torch.full((2, 3, 12, 12), constant)])
+    for inputs in (5, torch.zeros(1, 3, 12, 12)):
+        with pytest.raises(ConversionError, match="not a list of inputs"):
+            convert_norms(model, {"*": "GW:groups=8"}, calibrate=inputs)
+    assert list(model.modules()) == before
+
+
+def test_a_scale_of_zero_is_calibrated():
+    """As timm initializes the last norm of a block."""
+    model = trained(small())
+    nn.init.zeros_(model[4].weight)
+    convert_norms(model, {"*": "GW:groups=8"}, calibrate=[torch.randn(2, 3, 12, 12)])
+    assert not model[4].weight.any()
+
+
+def test_only_norms_are_converted():
+    model = timm.create_model("convnext_atto", num_classes=5)  # its head is called a norm too
+    convert_norms(model, {"*": "GN:groups=8"})
+    assert model(torch.randn(1, 3, 64, 64)).shape == (1, 5)
+
+
+def test_torchvisions_frozen_norms_are_converted():
+    model = resnet_fpn_backbone(backbone_name="resnet18", weights=None)
+    report = convert_norms(model, "S1-B2")
+    assert sum(row.after.startswith("GW") for row in report.layers) == 9
+    assert model.body.layer4[0].bn2.weight.requires_grad
+    assert model(torch.randn(1, 3, 64, 64))["pool"].isfinite().all()
+
+
+@pytest.mark.parametrize("norm", ["FrozenBN", "SyncBN"])
+def test_eps_and_momentum_stay_with_the_statistics(norm):
+    model = trained(small(functools.partial(nn.BatchNorm2d, eps=0.1, momentum=0.02))).eval()
+    x = torch.randn(2, 3, 12, 12)
+    expected = model(x)
+    convert_norms(model, {"*": norm})
+    assert model[1].eps == 0.1 and getattr(model[1], "momentum", 0.02) == 0.02
+    if norm == "FrozenBN":
+        assert torch.allclose(model(x), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("norm", ["BRN", "FRN", "EvoNormS0:groups=8"])
+def test_layers_that_need_scale_and_shift_get_constant_ones(norm):
+    model = small(functools.partial(nn.BatchNorm2d, affine=False))
+    convert_norms(model, {"*": norm})
+    assert model(torch.randn(2, 3, 12, 12)).isfinite().all() and not model[1].weight.requires_grad
+
+
+def test_none_keeps_a_layer_and_a_second_name_is_found():
+    model = small()
+    model.alias = model[4]
+    report = convert_norms(model, {"1": None, "alias": "GN:groups=4"})
+    assert isinstance(model[1], nn.BatchNorm2d) and model.alias is model[4] and isinstance(model[4], nn.GroupNorm)
+    assert [row.before == row.after for row in report.layers] == [True, False]
+
+
+def test_each_parameter_stays_frozen_or_not():
+    model = small()
+    model[1].bias.requires_grad_(False)
+    convert_norms(model, {"*": "GW:groups=8"})
+    assert model[1].weight.requires_grad and not model[1].bias.requires_grad
+
+
 def broken() -> nn.Module:
     model = small()
     model[4] = nn.Sequential(model[4], nn.Linear(1, 1))
@@ -217,7 +284,13 @@ def broken() -> nn.Module:
         (small, "S2", "fits none of 2 norm layers"),
         (small, {"1": "BW", "4": "GX"}, r"convert_norms, 4 \('GX'\): unknown norm"),
         (small, {"1": "BW", "4": "GN:groups=5"}, r"convert_norms, 4 \('GN:groups=5'\): .*divide"),
-        (small, {"1": "GW", "4": "BN"}, r"4 \('BN'\): has this norm already"),
+        (small, {"1": "BN", "4": "BN"}, r"1 \('BN'\): has this norm already"),
+        (small, {"*": "GN", "4": "GW"}, r"plan \('4'\): earlier keys fit all of its layers. Fix: put it before"),
+        (small, None, r"plan \(None\): not a plan"),
+        (small, {3: "GW"}, r"plan \(3\): not a key"),
+        (lambda: nn.Sequential(nn.RMSNorm(8)), {"0": "GW"}, "its channels are the last dimension"),
+        (lambda: timm.create_model("vit_tiny_patch16_224", img_size=64), {"*": "GN"}, "the last dimension"),
+        (lambda: nn.Sequential(nn.BatchNorm1d(8)), {"0": "FRN"}, r"FRN normalizes \(N, C, H, W\) only"),
         (lambda: nn.Sequential(nn.LayerNorm(8)), {"0": "GW"}, "its channels are the last dimension"),
         (lambda: nn.BatchNorm2d(8), {"*": "GW"}, "the model is a norm layer itself"),
         (lambda: torch.jit.script(small()), {"*": "GW"}, r"is scripted. Fix: convert the model before"),
