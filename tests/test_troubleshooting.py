@@ -23,7 +23,6 @@ COMPLETED = {
     "catalog": ("checkpoint/download.py", "Fix: "),
     "coco_checks": ("preflight/dataset_checks.py", "Fix: correct the file."),
     "config": ("config.py", "Fix: correct it."),
-    "conversion": ("norms/calibrate.py", "Fix:"),
     "convs": ("layers/weight_standardization.py", "Fix:"),
     "findings": ("preflight/findings.py", "problems: one message per problem"),  # each has its own fix
     "load_report": ("checkpoint/load_report.py", "Fix:"),

@@ -7,11 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .replacement import ConversionError
+
 _CONSTANT = 1e-4  # of a deviation, which is about 1 with a scale of 1
-
-
-class CalibrationError(ValueError):
-    """The inputs cannot calibrate a layer."""
 
 
 class Moments(NamedTuple):
@@ -53,10 +51,10 @@ def relative_difference(found: Mapping[str, Moments], wanted: Mapping[str, Momen
     """Return the relative difference of means and deviations over all layers of ``wanted``."""
     difference = sum(
         float((one - other).square().sum())
-        for name, moments in wanted.items()
-        for one, other in zip(found[name], moments, strict=True)
+        for name, target in wanted.items()
+        for one, other in zip(found[name], target, strict=True)
     )
-    size = sum(float(values.square().sum()) for moments in wanted.values() for values in moments)
+    size = sum(float(values.square().sum()) for target in wanted.values() for values in target)
     return (difference / size) ** 0.5 if size else 0.0
 
 
@@ -68,7 +66,7 @@ def match_moments(
     A layer changes the inputs of the later ones, so each costs a pass over the inputs. Signs of the scale stay.
 
     Raises:
-        CalibrationError: an output is not finite, or constant in every channel.
+        ConversionError: an output is not finite, or constant in every channel.
     """
     for name, target in wanted.items():
         weight, bias = getattr(layers[name], "weight", None), getattr(layers[name], "bias", None)
@@ -80,10 +78,12 @@ def match_moments(
             bias.fill_(0)
         now = moments(model, inputs, {name: layers[name]})[name]
         if not all(bool(values.isfinite().all()) for values in (*now, *target)):
-            raise CalibrationError(f"{name}: outputs are not finite. Fix: give other inputs.")
+            raise ConversionError(f"calibrate, {name}: outputs are not finite. Fix: give other inputs.")
         varies = now.deviation > _CONSTANT
         if not varies.any():
-            raise CalibrationError(f"{name}: outputs are constant on these inputs. Fix: give images that vary.")
+            raise ConversionError(
+                f"calibrate, {name}: outputs are constant on these inputs. Fix: give images that vary."
+            )
         with torch.no_grad():
             weight.copy_(sign * torch.where(varies, target.deviation / now.deviation, 1))
             bias.copy_(target.mean - weight.double() * now.mean)

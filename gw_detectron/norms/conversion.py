@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .calibrate import CalibrationError, match_moments, moments, relative_difference
+from .calibrate import match_moments, moments, relative_difference
 from .positions import POSITIONS, norms_at
 from .replacement import ConversionError, channels_of, describe, replacement
 
@@ -28,19 +28,19 @@ class ConversionReport(NamedTuple):
 
     Args:
         layers: in module order; a layer that is used under several names is listed under its first.
-        unlike: relative difference between means and deviations of the layers' outputs and those of the old layers,
+        difference: relative difference between means and deviations of the layers' outputs and those of the old layers,
             before and after calibration; None without.
     """
 
     layers: tuple[Conversion, ...]
-    unlike: tuple[float, float] | None = None
+    difference: tuple[float, float] | None = None
 
     def __str__(self) -> str:
         changed = [row for row in self.layers if row.after != row.before]
         lines = [f"{row.layer}: {row.before} -> {row.after}" for row in changed]
         lines.append(f"{len(changed)} of {len(self.layers)} norm layers converted")
-        if self.unlike:
-            before, after = self.unlike
+        if self.difference:
+            before, after = self.difference
             lines.append(f"calibration: means and deviations differ by {after:.2f} instead of {before:.2f}")
         return "\n".join(lines)
 
@@ -75,14 +75,14 @@ def convert_norms(model: nn.Module, plan: Plan, *, calibrate: Iterable[Any] | No
     before = {name: describe(layer) for name, layer in layers.items()}
     new = _replacements(layers, _specs(model, layers, plan))
     old = {name: layers[name] for name in new}
-    unlike = None
+    difference = None
     if calibrate is None:
         _swap(model, old, new)
         _warn_of_statistics(old, new)
     else:
-        unlike = _swap_calibrated(model, old, new, _inputs(calibrate))
+        difference = _swap_calibrated(model, old, new, _inputs(calibrate))
     rows = [Conversion(name, spec, describe(new[name]) if name in new else spec) for name, spec in before.items()]
-    return ConversionReport(tuple(rows), unlike)
+    return ConversionReport(tuple(rows), difference)
 
 
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
@@ -177,10 +177,8 @@ def _swap_calibrated(
         before = relative_difference(moments(model, inputs, new), wanted)
         match_moments(model, inputs, new, wanted)
         return before, relative_difference(moments(model, inputs, new), wanted)
-    except BaseException as error:
+    except BaseException:
         _swap(model, new, old)
-        if isinstance(error, CalibrationError):
-            raise ConversionError(f"calibrate: {error}") from None
         raise
 
 

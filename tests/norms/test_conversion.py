@@ -196,7 +196,7 @@ def test_calibration_gives_the_old_moments():
     for name, (mean, deviation) in expected.items():
         assert torch.allclose(found[name].mean, mean, atol=1e-5)
         assert torch.allclose(found[name].deviation, deviation, rtol=1e-4)
-    before, after = report.unlike
+    before, after = report.difference
     assert after < before and f"{after:.2f} instead of {before:.2f}" in str(report)
     assert model.training
 
@@ -205,7 +205,7 @@ def test_calibration_gives_the_old_moments():
 def test_inputs_that_cannot_calibrate_change_nothing(constant):
     model = trained(small())
     before = list(model.modules())
-    with pytest.raises(ConversionError, match=r"calibrate: 1: outputs are (not finite|constant)"):
+    with pytest.raises(ConversionError, match=r"calibrate, 1: outputs are (not finite|constant)"):
         convert_norms(model, {"*": "GW:groups=8"}, calibrate=[torch.full((2, 3, 12, 12), constant)])
     for inputs in (5, torch.zeros(1, 3, 12, 12)):
         with pytest.raises(ConversionError, match="not a list of inputs"):
