@@ -46,10 +46,7 @@ class GWDetectionCheckpointer(DetectionCheckpointer):
         if not path:
             return super().load(path)
         checkpoint = open_checkpoint(path, "checkpoint")
-        report = load_checkpoint(self, checkpoint, allow_partial=self.allow_partial)
+        names = [*self.checkpointables] if checkpointables is None else checkpointables
+        report = load_checkpoint(self, checkpoint, allow_partial=self.allow_partial, checkpointables=names)
         logging.getLogger(__name__).info("%s", report)
-        rest = dict(checkpoint.metadata)
-        for name in self.checkpointables if checkpointables is None else checkpointables:
-            if name in rest:
-                self.checkpointables[name].load_state_dict(rest.pop(name))
-        return rest
+        return {name: value for name, value in checkpoint.metadata.items() if name not in names}

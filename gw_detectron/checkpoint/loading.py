@@ -4,7 +4,7 @@ import copy
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qs
@@ -238,7 +238,7 @@ def load_checkpoint(
     checkpoint: Checkpoint | None,
     *,
     allow_partial: bool = False,
-    resume: bool = False,
+    checkpointables: Iterable[str] = (),
 ) -> LoadReport:
     """Load an opened checkpoint into a detector and require the whole backbone.
 
@@ -249,7 +249,7 @@ def load_checkpoint(
         checkpointer: Detectron2's checkpointer of the detector, or of a bare backbone.
         checkpoint: None keeps the initial values.
         allow_partial: accept missing backbone tensors, and norms that differ from those of the checkpoint.
-        resume: also load the training state, i.e. the checkpointables of the checkpointer.
+        checkpointables: names of the checkpointer's checkpointables, i.e. of training states, to load too.
 
     Raises:
         InvalidWeightsError: a tensor has NaN or infinite values, a negative variance, or no floating-point numbers
@@ -294,9 +294,9 @@ def load_checkpoint(
         checkpointer._log_incompatible_keys(incompatible)
     finally:
         handle.remove()
-    for name, checkpointable in checkpointer.checkpointables.items() if resume else ():
+    for name in checkpointables:
         if name in checkpoint.metadata:
-            checkpointable.load_state_dict(checkpoint.metadata[name])
+            checkpointer.checkpointables[name].load_state_dict(checkpoint.metadata[name])
     report = LoadReport(model, given)
     if not allow_partial:
         report.check()

@@ -170,7 +170,8 @@ class Trainer(DefaultTrainer):
                 ) from None
         elif checkpoint and comm.is_main_process():
             self.record.set_start_weights(checkpoint)
-        report = load_checkpoint(self.checkpointer, checkpoint, allow_partial=allow_partial, resume=start.resumed)
+        states = self.checkpointer.checkpointables if start.resumed else ()
+        report = load_checkpoint(self.checkpointer, checkpoint, allow_partial=allow_partial, checkpointables=states)
         log.info(str(report))
         check_same_start(self.checkpointer.model, start, self.start_iter)
         return report
