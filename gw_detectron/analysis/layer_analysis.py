@@ -18,7 +18,8 @@ from tqdm import tqdm
 
 from ..checkpoint import LoadReport, PartialLoadError, load_checkpoint, open_checkpoint
 from ..data.images import evaluation_input, image_files, read_image
-from ..data.synthetic import SyntheticConfig, draw_scene
+from ..data.synthetic import draw_scene
+from ..data.synthetic_config import SyntheticConfig
 from ..errors import summarize_names
 from ..modeling import build_checked_model
 from ..norms import norm_spec

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pycocotools.mask as mask_util
 
-from .rendering import Array, SceneObject
+from .rendering import SceneObject
+from .shapes import Array
 
 # Largest distance, in pixels, between a traced contour and its simplified polygon.
 _TOLERANCE = 0.05
@@ -25,8 +26,8 @@ def to_coco(obj: SceneObject, image_id: int, annotation_id: int) -> dict[str, An
 
     Args:
         obj: an object of a complete `Scene`.
-        image_id: unique over both splits.
-        annotation_id: unique over both splits.
+        image_id: unique over all splits.
+        annotation_id: unique over all splits.
 
     Returns:
         The annotation. Objects have polygons, crowds have uncompressed run lengths. `area` is the area of the

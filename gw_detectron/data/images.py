@@ -13,7 +13,8 @@ from torch import Tensor
 from torchvision.transforms import functional as transforms
 
 from ..errors import ConfigError, DataError, MissingFileError
-from .synthetic import SyntheticConfig, draw_scene
+from .synthetic import draw_scene
+from .synthetic_config import SyntheticConfig
 
 SIDE = 224  # pixels, of the evaluation on ImageNet
 _RESIZED = 256  # the shorter side before the center crop

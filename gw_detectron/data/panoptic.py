@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pycocotools.mask as mask_util
 
-from .rendering import SHAPES, Array, SceneObject
+from .rendering import SceneObject
+from .shapes import Array
 
-BACKGROUND_ID = len(SHAPES) + 1  # category of the background; objects have 1 ... len(SHAPES)
 SEMANTIC_CLASSES = ("things", "background")  # by their value in a semantic mask
 
 
@@ -29,18 +29,19 @@ class PanopticLabels(NamedTuple):
     segments: list[dict[str, Any]]
 
 
-def to_panoptic(objects: Sequence[SceneObject]) -> PanopticLabels:
+def to_panoptic(objects: Sequence[SceneObject], background_id: int) -> PanopticLabels:
     """Label every pixel of a complete `Scene` with one segment.
 
     Args:
         objects: of the scene; at least one. Their masks do not overlap.
+        background_id: category of the background; objects have 1 ... background_id - 1.
     """
     masks = [obj.mask for obj in objects]
     background = ~np.any(masks, axis=0)
     segments = [_segment(i, obj.category + 1, obj.mask, obj.crowd) for i, obj in enumerate(objects, start=1)]
     if background.any():
         masks.append(background)
-        segments.append(_segment(len(masks), BACKGROUND_ID, background))
+        segments.append(_segment(len(masks), background_id, background))
     ids = np.zeros(background.shape, dtype=int)
     for mask, segment in zip(masks, segments, strict=True):
         ids[mask] = segment["id"]

@@ -9,70 +9,13 @@ Shapes: H and W are the image height and width in pixels.
 """
 
 import colorsys
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import ClassVar
 
 import numpy as np
 from PIL import Image
 
-Array: TypeAlias = np.ndarray
-
-_STAR_OUTER, _STAR_INNER = 1.25, 0.56
-_TRIANGLE_INRADIUS = 0.66
-_SQUARE_HALF = 0.88
-_CROSS_LONG, _CROSS_SHORT = 1.08, 0.38
-_RING_OUTER, _RING_INNER = 1.05, 0.5
-
-
-def _star(x: Array, y: Array) -> Array:
-    # By symmetry one edge is enough: fold the plane into the wedge between a tip and the notch beside it.
-    wedge = np.pi / 5
-    angle = np.abs(np.mod(np.arctan2(y, x) + wedge, 2 * wedge) - wedge)
-    radius = np.hypot(x, y)
-    edge_x = _STAR_INNER * np.cos(wedge) - _STAR_OUTER
-    edge_y = _STAR_INNER * np.sin(wedge)
-    length = np.hypot(edge_x, edge_y)
-    along_x, along_y = radius * np.cos(angle) - _STAR_OUTER, radius * np.sin(angle)
-    return (along_x * edge_y - along_y * edge_x) / length
-
-
-def _cross(x: Array, y: Array) -> Array:
-    x, y = np.abs(x), np.abs(y)
-    return np.maximum(np.minimum(x, y) - _CROSS_SHORT, np.maximum(x, y) - _CROSS_LONG)
-
-
-def _ring(x: Array, y: Array) -> Array:
-    radius = np.hypot(x, y)
-    return np.maximum(radius - _RING_OUTER, _RING_INNER - radius)
-
-
-class Shape(NamedTuple):
-    """One class of the dataset.
-
-    Args:
-        name: of the class.
-        sdf: signed distance field of its unit shape.
-        area: of the unit shape.
-    """
-
-    name: str
-    sdf: Callable[[Array, Array], Array]
-    area: float
-
-
-SHAPES: tuple[Shape, ...] = (
-    Shape("disk", lambda x, y: np.hypot(x, y) - 1.0, np.pi),
-    Shape("square", lambda x, y: np.maximum(np.abs(x), np.abs(y)) - _SQUARE_HALF, 4 * _SQUARE_HALF**2),
-    Shape(
-        "triangle",
-        lambda x, y: np.maximum(y, np.abs(x) * np.sqrt(0.75) - 0.5 * y) - _TRIANGLE_INRADIUS,
-        3 * np.sqrt(3) * _TRIANGLE_INRADIUS**2,
-    ),
-    Shape("star", _star, 5 * _STAR_OUTER * _STAR_INNER * np.sin(np.pi / 5)),
-    Shape("cross", _cross, 8 * _CROSS_LONG * _CROSS_SHORT - 4 * _CROSS_SHORT**2),
-    Shape("ring", _ring, np.pi * (_RING_OUTER**2 - _RING_INNER**2)),
-)
+from .shapes import SHAPES, Array, Shape
 
 
 @dataclass
@@ -80,7 +23,7 @@ class SceneObject:
     """One annotated object, or a crowd region.
 
     Args:
-        category: index into `SHAPES`.
+        category: index into `Scene.shapes`.
         region: SDF, (H + 2, W + 2), of the whole object.
         area: area of the whole object in pixels, including the part outside the image.
         crowd: True for a group of small shapes annotated as one region.
@@ -112,6 +55,8 @@ class Scene:
         hue_spread: range of an object's hue around the hue of its class, in [0, 1] of the color circle.
     """
 
+    shapes: ClassVar[tuple[Shape, ...]] = SHAPES
+
     def __init__(
         self, height: int, width: int, rng: np.random.Generator, min_visible: float, hue_spread: float
     ) -> None:
@@ -127,7 +72,7 @@ class Scene:
 
     def image(self) -> Array:
         """Return the image with sensor noise, (H, W, 3) uint8 RGB."""
-        inner = self._canvas[1:-1, 1:-1]
+        inner = self._exposed()[1:-1, 1:-1]
         noisy = inner + self.rng.normal(0.0, self.rng.uniform(1.0, 5.0), inner.shape)
         return np.clip(np.rint(noisy), 0, 255).astype(np.uint8)
 
@@ -135,7 +80,7 @@ class Scene:
         """Try to add one shape at a random place.
 
         Args:
-            category: index into `SHAPES`.
+            category: index into `shapes`.
             size: approximate side of the object's box, in pixels.
 
         Returns:
@@ -169,13 +114,17 @@ class Scene:
             self._paint(member, self._color(self._hue(category), (0.6, 1.0), (0.55, 1.0)))
         return True
 
+    def _exposed(self) -> Array:
+        """Return the canvas as a camera sees it."""
+        return self._canvas
+
     def _transform(self, category: int, radius: float, center: Array) -> tuple[Array, tuple[Array, Array], float]:
         """Rotate and stretch a shape at random.
 
         Returns:
             Its SDF, its local (x, y) in pixels, and its area.
         """
-        shape = SHAPES[category]
+        shape = self.shapes[category]
         angle = self.rng.uniform(0, 2 * np.pi)
         stretch_x, stretch_y = self.rng.uniform(0.87, 1.13, 2)
         dx, dy = self._x - center[0], self._y - center[1]
@@ -189,16 +138,23 @@ class Scene:
 
         It may also be hidden too much itself, by the image border.
         """
-        objects = [*self.objects, new]
-        visible = [np.maximum(obj.visible, -new.region) for obj in self.objects]
-        visible.append(np.maximum(new.region, self._frame))
-        for obj, sdf in zip(objects, visible, strict=True):
-            if (sdf < 0).sum() < self.min_visible * obj.area:
-                return False
-        for obj, sdf in zip(objects, visible, strict=True):
-            obj.visible = sdf
-        self.objects = objects
+        new.visible = np.maximum(new.region, self._frame)
+        if self._is_hidden(new, new.visible) or not self._cover(new.region):
+            return False
+        self.objects.append(new)
         return True
+
+    def _cover(self, region: Array) -> bool:
+        """Hide a region of all objects unless one of them would be hidden too much."""
+        visible = [np.maximum(obj.visible, -region) for obj in self.objects]
+        if any(map(self._is_hidden, self.objects, visible)):
+            return False
+        for obj, sdf in zip(self.objects, visible, strict=True):
+            obj.visible = sdf
+        return True
+
+    def _is_hidden(self, obj: SceneObject, visible: Array) -> bool:
+        return bool((visible < 0).sum() < self.min_visible * obj.area)
 
     def _paint(self, sdf: Array, colors: Array, opacity: float = 1.0) -> None:
         """Blend colors into a region with an anti-aliased edge.
@@ -213,7 +169,7 @@ class Scene:
         first, second = (self._muted_color() for _ in range(2))
         angle = self.rng.uniform(0, 2 * np.pi)
         ramp = np.cos(angle) * self._x + np.sin(angle) * self._y
-        self._canvas = _blend((ramp - ramp.min()) / np.ptp(ramp), first, second)
+        self._canvas = blend((ramp - ramp.min()) / np.ptp(ramp), first, second)
         clouds = self._noise(int(self.rng.integers(3, 12))) - 0.5
         self._canvas += clouds[..., None] * (self.rng.uniform(-60, 60) + self.rng.uniform(-15, 15, 3))
         grain = self._noise(self.short // 3) - 0.5
@@ -265,10 +221,10 @@ class Scene:
                 mix = 0.5 + 0.5 * x / radius
             case _:
                 mix = np.hypot(x, y) / radius
-        return _blend(np.clip(mix, 0, 1), first, second)
+        return blend(np.clip(mix, 0, 1), first, second)
 
     def _hue(self, category: int) -> float:
-        return category / len(SHAPES) + self.hue_spread * self.rng.uniform(-0.5, 0.5)
+        return category / len(self.shapes) + self.hue_spread * self.rng.uniform(-0.5, 0.5)
 
     def _muted_color(self) -> Array:
         return self._color(self.rng.uniform(), (0.0, 0.3), (0.2, 0.85))
@@ -291,5 +247,6 @@ class Scene:
         return np.clip(smooth, 0, 1)
 
 
-def _blend(mix: Array, first: Array, second: Array) -> Array:
+def blend(mix: Array, first: Array, second: Array) -> Array:
+    """Mix two colors; ``mix`` (H, W) in [0, 1] is the share of the second."""
     return first + mix[..., None] * (second - first)

@@ -1,9 +1,10 @@
-"""Synthetic COCO dataset, generated from a seed on first use.
+"""Synthetic COCO datasets, generated from a seed on first use.
 
-It is for detection, for instance and panoptic segmentation, and for keypoints. Six classes of textured shapes of very
-different sizes overlap each other and the image border, on cluttered backgrounds. The outline tells the class, the
-color hints at it. Masks cover the visible part of an object, whose extreme points are its keypoints; some groups of
-small shapes are crowd regions. The files follow COCO, here those of one split:
+They are for detection, for instance and panoptic segmentation, and for keypoints. Textured shapes of very different
+sizes overlap each other and the image border, on cluttered backgrounds. In `gw_synthetic` the outline tells the class
+and the color hints at it; `gw_synthetic_hard` is described in :mod:`.hard_scene`. Masks cover the visible part of an
+object, whose extreme points are its keypoints; in `gw_synthetic` some groups of small shapes are crowd regions. The
+files follow COCO, here those of one split:
 
     <root>/gw_synthetic/annotations/instances_train.json   with keypoints; `info` holds the parameters
     <root>/gw_synthetic/annotations/panoptic_train.json
@@ -16,11 +17,9 @@ import dataclasses
 import io
 import itertools
 import json
-import math
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,73 +30,13 @@ from tqdm import tqdm
 
 from ..errors import ConfigError, DataError, FileAccessError
 from .annotations import to_coco
-from .panoptic import BACKGROUND_ID, SEMANTIC_CLASSES, to_panoptic
-from .rendering import SHAPES, Array, Scene
+from .panoptic import SEMANTIC_CLASSES, to_panoptic
+from .rendering import Scene
+from .shapes import Array
+from .synthetic_config import SyntheticConfig
 
-CLASS_NAMES: tuple[str, ...] = tuple(shape.name for shape in SHAPES)
-SPLITS: tuple[str, ...] = ("train", "val")
-
-FOLDER = "gw_synthetic"
 # Increase this whenever the same parameters would give other images or annotations than before.
 _FORMAT = 2
-
-
-@dataclass(frozen=True)
-class SyntheticConfig:
-    """Parameters of the synthetic dataset.
-
-    Equal parameters give equal files, with equal versions of NumPy and Pillow.
-
-    Args:
-        num_train: images in the training split.
-        num_val: images in the validation split.
-        seed: random seed. Each image has its own stream: a larger split begins with the same images.
-        min_side: smallest height or width of an image, in pixels.
-        max_side: largest height or width of an image, in pixels. The two are drawn independently.
-        min_objects: fewest objects in an image.
-        max_objects: most objects in an image. A full image can get fewer, never fewer than `min_objects`.
-        min_size: smallest object, as a fraction of the image's shorter side. Large sizes are more frequent.
-        max_size: largest object, as a fraction of the image's shorter side.
-        min_visible: smallest visible fraction of an object's area, in (0, 1].
-        hue_spread: range of an object's hue around the hue of its class, in [0, 1] of the color circle. With 1 the
-            color does not depend on the class.
-        crowd_fraction: fraction of the images with a crowd region, in [0, 1].
-        jpeg_quality: 1 to 95.
-
-    Raises:
-        ConfigError: a parameter is out of range.
-    """
-
-    num_train: int = 800
-    num_val: int = 100
-    seed: int = 0
-    min_side: int = 112
-    max_side: int = 176
-    min_objects: int = 1
-    max_objects: int = 5
-    min_size: float = 0.15
-    max_size: float = 0.85
-    min_visible: float = 0.65
-    hue_spread: float = 0.2
-    crowd_fraction: float = 0.08
-    jpeg_quality: int = 92
-
-    def __post_init__(self) -> None:
-        above_zero = math.ulp(0.0)
-        ranges = dict.fromkeys(("num_train", "num_val", "min_objects"), (1, math.inf))
-        ranges |= {"seed": (0, math.inf), "min_side": (48, math.inf), "jpeg_quality": (1, 95)}
-        ranges |= {"max_side": (self.min_side, math.inf), "max_objects": (self.min_objects, math.inf)}
-        fractions = {"min_size": (above_zero, 1), "max_size": (self.min_size, 1), "min_visible": (above_zero, 1)}
-        fractions |= dict.fromkeys(("hue_spread", "crowd_fraction"), (0, 1))
-        for name, (low, high) in (ranges | fractions).items():
-            value = getattr(self, name)
-            if not low <= value <= high:  # also refuses nan
-                allowed = f"more than 0 and at most {high}" if low == above_zero else f"{low} to {high}"
-                raise ConfigError(f"SyntheticConfig: {name} ({value}): out of range. Fix: give {allowed}.")
-
-    def count(self, split: str) -> int:
-        """Return the number of images in a split, "train" or "val"."""
-        return {"train": self.num_train, "val": self.num_val}[split]
 
 
 def draw_scene(config: SyntheticConfig, split: str, index: int) -> Scene:
@@ -105,30 +44,29 @@ def draw_scene(config: SyntheticConfig, split: str, index: int) -> Scene:
 
     Args:
         config: the dataset's parameters.
-        split: "train" or "val".
+        split: one of `config.splits`.
         index: 0 ... count - 1 in that split.
 
     Raises:
         ConfigError: fewer than `min_objects` fit into the image.
     """
-    rng = np.random.default_rng([config.seed, SPLITS.index(split), index])
+    rng = np.random.default_rng([config.seed, config.splits.index(split), index])
     height, width = (int(side) for side in rng.integers(config.min_side, config.max_side + 1, 2))
-    scene = Scene(height, width, rng, config.min_visible, config.hue_spread)
+    scene = config.scene(height, width, rng, config.min_visible, config.hue_spread)
     if rng.uniform() < config.crowd_fraction:
-        scene.add_crowd(int(rng.integers(len(SHAPES))))
+        scene.add_crowd(int(rng.integers(len(config.class_names))))
     target = int(rng.integers(config.min_objects, config.max_objects + 1))
     placed = 0
     for attempt in range(50 * target):
         if placed == target or (placed >= config.min_objects and attempt >= 10 * target):
             break
-        # Log-uniform sizes would favor small objects; the square root makes large ones more frequent.
-        fraction = config.min_size * (config.max_size / config.min_size) ** np.sqrt(rng.uniform())
+        fraction = config.min_size * (config.max_size / config.min_size) ** (rng.uniform() ** config.size_exponent)
         size = max(8.0, fraction * min(height, width))
-        placed += scene.add_object(int(rng.integers(len(SHAPES))), size)
+        placed += scene.add_object(int(rng.integers(len(config.class_names))), size)
     if placed < config.min_objects:
         raise ConfigError(
-            f"SyntheticConfig: min_objects ({config.min_objects}): only {placed} fit into an image of {width}x{height} "
-            "pixels. Fix: use fewer or smaller objects, larger images, or a smaller min_visible."
+            f"{type(config).__name__}: min_objects ({config.min_objects}): only {placed} fit into an image of "
+            f"{width}x{height} pixels. Fix: use fewer or smaller objects, larger images, or a smaller min_visible."
         )
     return scene
 
@@ -137,21 +75,21 @@ def make_synthetic(root: str | os.PathLike[str], config: SyntheticConfig | None 
     """Generate the dataset below a folder, or reuse the existing one.
 
     An existing one is checked. Concurrent processes wait for the first one. The final folder appears only when it is
-    complete; a killed run leaves at most `gw_synthetic.partial`, which the next run removes.
+    complete; a killed run leaves at most `<folder>.partial`, which the next run removes.
 
     Args:
         root: the folder of datasets, as in `DETECTRON2_DATASETS`; created if needed.
-        config: parameters; None means the defaults.
+        config: parameters; None means `SyntheticConfig()`.
 
     Returns:
-        The folder `<root>/gw_synthetic`.
+        The folder `<root>/gw_synthetic`, or that of the other dataset.
 
     Raises:
         DataError: the folder holds something else, a damaged set, or a set with other parameters.
         FileAccessError: the folder cannot be written (disk full, no permission, ...) or locked.
     """
     config = config or SyntheticConfig()
-    folder = Path(root, FOLDER)
+    folder = Path(root, config.folder)
     if not folder.exists():
         try:
             with file_lock(os.path.abspath(folder)):
@@ -171,21 +109,21 @@ def make_synthetic(root: str | os.PathLike[str], config: SyntheticConfig | None 
                 f"'{folder}.lock': cannot lock: {error}. Another process has held the lock for an hour, or this file "
                 "system has no locks. Fix: end that process, or set DETECTRON2_DATASETS to a folder on a local disk."
             ) from error
-    for split in SPLITS:
+    for split in config.splits:
         _check(folder, split, config)
     return folder
 
 
 def _generate(folder: Path, config: SyntheticConfig) -> None:
     """Generate all files in a partial folder, then rename it. The caller holds the lock."""
-    partial = folder.with_name(FOLDER + ".partial")
+    partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         (partial / "annotations").mkdir(parents=True)
         ids = itertools.count(1), itertools.count(1)
-        total = config.num_train + config.num_val
+        total = sum(map(config.count, config.splits))
         with tqdm(total=total, desc=f"making {folder}", unit="image", mininterval=0.5) as progress:
-            for split in SPLITS:
+            for split in config.splits:
                 _generate_split(partial, split, config, *ids, progress)
         os.replace(partial, folder)
     finally:
@@ -203,10 +141,11 @@ def _generate_split(
     folders = image_folders(folder, split)
     for path, _ in folders:
         path.mkdir()
+    background_id = len(config.class_names) + 1
     images, objects, panoptic = [], [], []
     for index in range(config.count(split)):
         scene = draw_scene(config, split, index)
-        pixels, labels = scene.image(), to_panoptic(scene.objects)
+        pixels, labels = scene.image(), to_panoptic(scene.objects, background_id)
         image_id = next(image_ids)
         name = f"{image_id:06d}"
         for (path, ending), array in zip(folders, (pixels, labels.image, labels.semantic), strict=True):
@@ -216,12 +155,12 @@ def _generate_split(
         objects += [to_coco(obj, image_id, next(annotation_ids)) for obj in scene.objects]
         panoptic.append({"image_id": image_id, "file_name": f"{name}.png", "segments_info": labels.segments})
         progress.update()
-    things = [{"id": i, "name": name} for i, name in enumerate(CLASS_NAMES, start=1)]
-    stuff = {"id": BACKGROUND_ID, "name": SEMANTIC_CLASSES[1], "isthing": 0}
+    things = [{"id": i, "name": name} for i, name in enumerate(config.class_names, start=1)]
+    stuff = {"id": background_id, "name": SEMANTIC_CLASSES[1], "isthing": 0}
     both = [*({**thing, "isthing": 1} for thing in things), stuff]
     for task, annotations, categories in (("instances", objects, things), ("panoptic", panoptic, both)):
         content = {
-            "info": {"description": f"gw_detectron synthetic shapes, {split}", FOLDER: _parameters(config)},
+            "info": {"description": f"gw_detectron synthetic shapes, {split}", config.folder: _parameters(config)},
             "licenses": [],
             "images": images,
             "annotations": annotations,
@@ -263,7 +202,7 @@ def _check(folder: Path, split: str, config: SyntheticConfig) -> None:
     fix = f"Fix: delete '{folder}' to generate it again, or set DETECTRON2_DATASETS to another folder."
     try:
         content = json.loads(path.read_bytes())
-        found, images = content["info"][FOLDER], content["images"]
+        found, images = content["info"][config.folder], content["images"]
     except FileNotFoundError:
         raise DataError(f"'{path}': file of the synthetic dataset not found. {fix}") from None
     except ValueError as error:

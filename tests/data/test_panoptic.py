@@ -18,9 +18,10 @@ from pycocotools.cocoeval import COCOeval
 
 from gw_detectron.data import SyntheticConfig, make_synthetic, register_synthetic
 from gw_detectron.data.annotations import KEYPOINTS, to_coco
-from gw_detectron.data.panoptic import BACKGROUND_ID, to_panoptic
+from gw_detectron.data.panoptic import to_panoptic
 from gw_detectron.data.synthetic import draw_scene
 
+BACKGROUND_ID = 7  # after six classes
 TINY = SyntheticConfig(num_train=12, num_val=8, min_side=64, max_side=90, max_objects=4, crowd_fraction=0.4)
 SEPARATED = "gw_synthetic_val_panoptic_separated"
 
@@ -119,7 +120,7 @@ def test_every_pixel_belongs_to_the_segment_of_its_mask(root):
 
 def test_ids_above_255_use_the_other_channels():
     (obj,) = draw_scene(SyntheticConfig(max_objects=1, crowd_fraction=0.0), "train", 0).objects
-    labels = to_panoptic([obj] * 300)  # the last one owns what all share
+    labels = to_panoptic([obj] * 300, BACKGROUND_ID)  # the last one owns what all share
     assert [segment["id"] for segment in labels.segments] == list(range(1, 302))
     assert (labels.image[obj.mask] == [300 - 256, 1, 0]).all()
     assert (labels.image[~obj.mask] == [301 - 256, 1, 0]).all()
@@ -128,7 +129,7 @@ def test_ids_above_255_use_the_other_channels():
 def test_an_image_without_background_has_no_segment_for_it():
     (obj,) = draw_scene(SyntheticConfig(max_objects=1, crowd_fraction=0.0), "train", 0).objects
     obj.visible = np.full_like(obj.visible, -1.0)
-    labels = to_panoptic([obj])
+    labels = to_panoptic([obj], BACKGROUND_ID)
     assert [segment["category_id"] for segment in labels.segments] == [obj.category + 1]
     assert not labels.semantic.any()
 

@@ -27,8 +27,9 @@ from scipy import ndimage
 
 from gw_detectron.data import SyntheticConfig, make_synthetic, register_synthetic, synthetic
 from gw_detectron.data.annotations import run_lengths, to_coco, trace
-from gw_detectron.data.rendering import SHAPES, Scene
-from gw_detectron.data.synthetic import CLASS_NAMES, SPLITS, draw_scene
+from gw_detectron.data.rendering import Scene
+from gw_detectron.data.shapes import SHAPES
+from gw_detectron.data.synthetic import draw_scene
 from gw_detectron.errors import UserError
 
 TINY = SyntheticConfig(
@@ -101,7 +102,7 @@ def test_visible_masks_follow_the_painting_order():
             assert obj.mask.sum() >= TINY.min_visible * obj.area - obj.mask.shape[0]
 
 
-def test_objects_are_drawn_where_their_masks_are(monkeypatch):
+def test_objects_are_drawn_where_their_masks_are():
     """A scene differs from its bare background where an object is annotated, and nowhere else."""
     config = dataclasses.replace(TINY, crowd_fraction=0.0)
 
@@ -110,11 +111,13 @@ def test_objects_are_drawn_where_their_masks_are(monkeypatch):
             if not self.objects:
                 super()._paint(outline, colors, opacity)
 
+    class BackgroundConfig(SyntheticConfig):
+        scene = BackgroundOnly
+
+    bare_config = BackgroundConfig(**dataclasses.asdict(config))
     for index in range(10):
         scene = draw_scene(config, "val", index)
-        monkeypatch.setattr(synthetic, "Scene", BackgroundOnly)
-        bare = draw_scene(config, "val", index)
-        monkeypatch.undo()
+        bare = draw_scene(bare_config, "val", index)
         differs = np.abs(scene._canvas - bare._canvas).max(axis=2)[1:-1, 1:-1] > 1e-6
         # Edges are anti-aliased, and tips thinner than a pixel reach beyond the mask.
         nine = np.ones((3, 3))
@@ -215,7 +218,7 @@ def test_another_seed_gives_other_images_and_more_images_keep_the_first_ones():
 
 
 def test_the_content_is_complete_and_varied(root):
-    contents = {split: read(root, split) for split in SPLITS}
+    contents = {split: read(root, split) for split in TINY.splits}
     images = [image for content in contents.values() for image in content["images"]]
     annotations = [a for content in contents.values() for a in content["annotations"]]
     assert len({image["id"] for image in images}) == len(images) == TINY.num_train + TINY.num_val
@@ -227,8 +230,8 @@ def test_the_content_is_complete_and_varied(root):
         objects = [a for a in content["annotations"] if not a["iscrowd"]]
         crowds = [a for a in content["annotations"] if a["iscrowd"]]
         assert crowds and all(isinstance(a["segmentation"]["counts"], list) for a in crowds)
-        assert {a["category_id"] for a in objects} == set(range(1, len(CLASS_NAMES) + 1))
-        assert [category["name"] for category in content["categories"]] == list(CLASS_NAMES)
+        assert {a["category_id"] for a in objects} == set(range(1, len(TINY.class_names) + 1))
+        assert [category["name"] for category in content["categories"]] == list(TINY.class_names)
         per_image = [sum(a["image_id"] == image["id"] for a in objects) for image in content["images"]]
         assert min(per_image) >= TINY.min_objects and max(per_image) <= TINY.max_objects
         longest = [max(a["bbox"][2:]) for a in objects]
@@ -415,7 +418,7 @@ def test_registered_below_the_folder_of_the_environment_variable(tmp_path, monke
     assert metadata.json_file == str(tmp_path / "gw_synthetic" / "annotations" / "instances_val.json")
     assert metadata.image_root == str(tmp_path / "gw_synthetic" / "val")
     assert metadata.evaluator_type == "coco"
-    assert metadata.thing_classes == list(CLASS_NAMES)
+    assert metadata.thing_classes == list(TINY.class_names)
     assert not os.listdir(tmp_path), "registering must not make files"
     register_synthetic()
     assert MetadataCatalog.get("gw_synthetic_val") is metadata
@@ -433,7 +436,7 @@ def test_the_loader_makes_the_set_and_the_mapper_drops_crowds(root, tmp_path):
     assert all_files(tmp_path) == all_files(root)
     records = get_detection_dataset_dicts(["gw_synthetic_train"], filter_empty=True)
     assert len(records) == TINY.num_train
-    assert {a["category_id"] for record in records for a in record["annotations"]} == set(range(len(CLASS_NAMES)))
+    assert {a["category_id"] for record in records for a in record["annotations"]} == set(range(len(TINY.class_names)))
     with_crowd = next(r for r in records if any(a["iscrowd"] for a in r["annotations"]))
     masks = {"use_instance_mask": True, "instance_mask_format": "polygon"}
     mapper = DatasetMapper(is_train=True, augmentations=[], image_format="RGB", **masks)

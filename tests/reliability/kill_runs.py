@@ -29,7 +29,7 @@ from gw_detectron.checkpoint import convert_file, read_weights_file
 from gw_detectron.checkpoint.download import download
 from gw_detectron.checkpoint.provenance import sha256_of
 from gw_detectron.config import read_config
-from gw_detectron.data.synthetic import SyntheticConfig, make_synthetic
+from gw_detectron.data import SyntheticConfig, make_synthetic
 from gw_detectron.export import Normalization, export_backbone
 from tests.checkpoint.server import Server, serving
 from tests.checkpoint.synthetic import authors_state, make_network, training_checkpoint

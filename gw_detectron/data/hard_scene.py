@@ -1,0 +1,102 @@
+"""Render scenes whose classes differ by shape and texture together.
+
+Every shape is drawn with every texture. Some of the pairs are classes; the others are look-alikes, which are part of
+the background. So neither the outline nor the texture alone tells the class, and the color tells nothing.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import ClassVar
+
+import numpy as np
+from PIL import Image, ImageFilter
+
+from .rendering import Scene, blend
+from .shapes import SHAPES, Array, Shape
+
+
+def _dots(x: Array, y: Array) -> Array:
+    return 0.5 + 6 * (0.32 - np.hypot(x - np.rint(x), y - np.rint(y)))
+
+
+#: share of the second color at (x, y), in periods of the texture; below 0 is 0, above 1 is 1
+TEXTURES: dict[str, Callable[[Array, Array], Array]] = {
+    "plain": lambda x, y: np.zeros_like(x),
+    "striped": lambda x, y: 0.5 + 3 * np.sin(2 * np.pi * x),
+    "checkered": lambda x, y: 0.5 + 4 * np.sin(np.pi * x) * np.sin(np.pi * y),
+    "dotted": _dots,
+}
+_CLASSES = (
+    *(("striped", "disk"), ("dotted", "disk"), ("striped", "square"), ("checkered", "square"), ("dotted", "triangle")),
+    *(("checkered", "triangle"), ("striped", "star"), ("plain", "star"), ("plain", "cross"), ("dotted", "ring")),
+)
+_SHAPES = {shape.name: shape for shape in SHAPES}
+# the classes first
+_KINDS = _CLASSES + tuple(kind for kind in itertools.product(TEXTURES, _SHAPES) if kind not in _CLASSES)
+
+_MOST_LOOK_ALIKES = 4
+_BAR_PROBABILITY = 0.2  # after each object
+_SHADOW_PROBABILITY = 0.5
+_SMALLEST_PERIOD = 5.5  # pixels
+
+
+class HardScene(Scene):
+    """Scene with look-alikes, bars in front of objects, uneven light, haze and blur.
+
+    ``shapes`` are the classes and then the look-alikes.
+    """
+
+    shapes: ClassVar[tuple[Shape, ...]] = tuple(
+        _SHAPES[shape]._replace(name=f"{texture} {shape}") for texture, shape in _KINDS
+    )
+    num_classes: ClassVar[int] = len(_CLASSES)
+
+    def add_object(self, category: int, size: float) -> bool:
+        added = super().add_object(category, size)
+        if added and self.rng.uniform() < _BAR_PROBABILITY:
+            self._add_bar()
+        return added
+
+    def _paint_background(self) -> Array:
+        super()._paint_background()
+        for _ in range(self.rng.integers(_MOST_LOOK_ALIKES + 1)):
+            category = int(self.rng.integers(self.num_classes, len(self.shapes)))
+            radius = self.short * self.rng.uniform(0.05, 0.25)
+            region, local, _ = self._transform(category, radius, self.rng.uniform(0, 1, 2) * self._size)
+            self._paint(region, self._texture(category, *local, radius))
+        return self._canvas
+
+    def _add_bar(self) -> None:
+        """Try to put a bar across the last object."""
+        rows, columns = np.nonzero(self.objects[-1].mask)
+        start = int(self.rng.integers(len(rows)))
+        angle, length = self.rng.uniform(0, 2 * np.pi), self.short * self.rng.uniform(0.2, 0.8)
+        half_width = max(1.0, self.short * self.rng.uniform(0.005, 0.03))
+        dx, dy = self._x - columns[start] - 0.5, self._y - rows[start] - 0.5
+        along = np.abs(np.cos(angle) * dx + np.sin(angle) * dy) - length
+        across = np.abs(np.cos(angle) * dy - np.sin(angle) * dx) - half_width
+        region = np.maximum(along, across)
+        if self._cover(region):
+            self._paint(region, self._muted_color())
+
+    def _texture(self, category: int, x: Array, y: Array, radius: float) -> Array:
+        colors = (
+            self._color(self._hue(category), (0.0, 0.6), (0.8, 1.0)),
+            self._color(self._hue(category), (0.0, 0.9), (0.05, 0.3)),
+        )
+        bright, dark = colors if self.rng.uniform() < 0.5 else colors[::-1]
+        period = max(_SMALLEST_PERIOD, radius * self.rng.uniform(0.35, 0.6))
+        mix = TEXTURES[_KINDS[category][0]](x / period, y / period)
+        return blend(np.clip(mix, 0, 1), bright, dark)
+
+    def _exposed(self) -> Array:
+        """Return the canvas under uneven colored light, with a shadow, haze and blur."""
+        light = self.rng.uniform(0.5, 1.15) * (1 + self.rng.uniform(0, 1.0) * (self._noise(2) - 0.5))
+        if self.rng.uniform() < _SHADOW_PROBABILITY:
+            edge = self.short * (self._noise(3) - self.rng.uniform(0.3, 0.7)) / 2
+            light *= 1 - self.rng.uniform(0.2, 0.6) * np.clip(0.5 + edge / self.rng.uniform(1, 6), 0, 1)
+        lit = self._canvas * light[..., None] * self.rng.uniform(0.85, 1.15, 3)
+        hazy = blend(np.full_like(light, self.rng.uniform(0, 0.35)), lit, np.array(self.rng.uniform(60, 200)))
+        image = Image.fromarray(np.clip(np.rint(hazy), 0, 255).astype(np.uint8))
+        blurred = image.filter(ImageFilter.GaussianBlur(self.rng.uniform(0, 0.8)))
+        return np.asarray(blurred, dtype=np.float64)
