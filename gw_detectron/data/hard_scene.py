@@ -27,15 +27,15 @@ TEXTURES: dict[str, Callable[[Array, Array], Array]] = {
     "dotted": _dots,
 }
 _CLASSES = (
-    *(("striped", "disk"), ("dotted", "disk"), ("striped", "square"), ("checkered", "square"), ("dotted", "triangle")),
-    *(("checkered", "triangle"), ("striped", "star"), ("plain", "star"), ("plain", "cross"), ("dotted", "ring")),
+    *(("striped", "disk"), ("dotted", "disk"), ("striped", "square"), ("checkered", "square")),
+    *(("dotted", "triangle"), ("checkered", "triangle"), ("plain", "star"), ("plain", "cross")),
 )
 _SHAPES = {shape.name: shape for shape in SHAPES}
 # the classes first
 _KINDS = _CLASSES + tuple(kind for kind in itertools.product(TEXTURES, _SHAPES) if kind not in _CLASSES)
 
-_MOST_LOOK_ALIKES = 4
-_BAR_PROBABILITY = 0.2  # after each object
+_MOST_LOOK_ALIKES = 2
+_BAR_PROBABILITY = 0.15  # after each object
 _SHADOW_PROBABILITY = 0.5
 _SMALLEST_PERIOD = 5.5  # pixels
 
@@ -91,12 +91,12 @@ class HardScene(Scene):
 
     def _exposed(self) -> Array:
         """Return the canvas under uneven colored light, with a shadow, haze and blur."""
-        light = self.rng.uniform(0.5, 1.15) * (1 + self.rng.uniform(0, 1.0) * (self._noise(2) - 0.5))
+        light = self.rng.uniform(0.65, 1.15) * (1 + self.rng.uniform(0, 1.0) * (self._noise(2) - 0.5))
         if self.rng.uniform() < _SHADOW_PROBABILITY:
             edge = self.short * (self._noise(3) - self.rng.uniform(0.3, 0.7)) / 2
-            light *= 1 - self.rng.uniform(0.2, 0.6) * np.clip(0.5 + edge / self.rng.uniform(1, 6), 0, 1)
+            light *= 1 - self.rng.uniform(0.2, 0.5) * np.clip(0.5 + edge / self.rng.uniform(1, 6), 0, 1)
         lit = self._canvas * light[..., None] * self.rng.uniform(0.85, 1.15, 3)
-        hazy = blend(np.full_like(light, self.rng.uniform(0, 0.35)), lit, np.array(self.rng.uniform(60, 200)))
+        hazy = blend(np.full_like(light, self.rng.uniform(0, 0.2)), lit, np.array(self.rng.uniform(60, 200)))
         image = Image.fromarray(np.clip(np.rint(hazy), 0, 255).astype(np.uint8))
         blurred = image.filter(ImageFilter.GaussianBlur(self.rng.uniform(0, 0.8)))
         return np.asarray(blurred, dtype=np.float64)

@@ -68,7 +68,7 @@ def boxes(config, count):
 def test_neither_shape_nor_texture_alone_tells_the_class():
     kinds = [tuple(shape.name.split()) for shape in HardScene.shapes]
     classes = kinds[: HardScene.num_classes]
-    assert len(set(kinds)) == len(kinds) == 24 and len(classes) == 10
+    assert len(set(kinds)) == len(kinds) == 24 and len(classes) == 8
     for texture, shape in classes:
         other_texture = [kind for kind in kinds if kind[1] == shape and kind[0] != texture]
         other_shape = [kind for kind in kinds if kind[0] == texture and kind[1] != shape]
@@ -77,7 +77,7 @@ def test_neither_shape_nor_texture_alone_tells_the_class():
 
 
 def test_the_hue_does_not_tell_the_class():
-    found = {0: [], 4: [], 9: []}
+    found = {0: [], 4: [], 7: []}
     for seed in range(200):
         drawn = scene(seed, side=32)
         for category, hues in found.items():
@@ -106,8 +106,8 @@ def test_look_alikes_are_drawn_but_are_no_objects():
             drawn.append(category)
             return super()._transform(category, *args)
 
-    for seed in range(60):
-        assert not Noted(96, 96, np.random.default_rng(seed), 0.4, 1.0).objects
+    for seed in range(200):
+        assert not Noted(48, 48, np.random.default_rng(seed), 0.4, 1.0).objects
     assert set(drawn) == set(range(HardScene.num_classes, len(HardScene.shapes)))
 
 
@@ -160,6 +160,7 @@ def test_splits_share_no_image_and_no_layout(root):
     assert len(set(placed)) == len(placed)  # not even a single object is in the same place twice
 
 
+@pytest.mark.slow
 def test_another_process_makes_the_same_bytes(tmp_path):
     here, there = tmp_path / "here", tmp_path / "there"
     make_synthetic(here, HardSyntheticConfig(num_train=4, num_val=2, num_tune=2))
@@ -197,7 +198,7 @@ def test_both_datasets_are_registered_and_made_on_first_use(tmp_path, monkeypatc
     assert metadata.thing_classes == list(TINY.class_names)
     assert metadata.json_file == str(tmp_path / FOLDER / "annotations" / "instances_tune.json")
     background = MetadataCatalog.get(f"{FOLDER}_val_panoptic_separated").stuff_dataset_id_to_contiguous_id
-    assert background == {0: 0, 11: 1}
+    assert background == {0: 0, 9: 1}
 
 
 def test_the_two_datasets_do_not_take_each_others_place(root):
