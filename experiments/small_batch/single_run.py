@@ -1,0 +1,83 @@
+"""Train and evaluate one row of the study in this process.
+
+The last checkpoint of an interrupted run is continued. Checkpoints of a finished run are removed: those of the whole
+study would need tens of gigabytes.
+"""
+
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.environment import machine_name
+from gw_detectron.checkpoint.run_record import software_versions
+from gw_detectron.cli import errors_reported
+from gw_detectron.engine import get_parser, main
+from gw_detectron.engine.nonfinite import NonFiniteError
+from gw_detectron.errors import first_line
+
+from .plan import Row
+from .results_file import append_result
+
+CONFIG = Path(__file__).parents[2] / "configs" / "quick_schedules" / "faster_rcnn_R_18_FPN_small_batch.yaml"
+_METRICS = ("AP", "AP50", "AP75")
+
+
+def run_row(row: Row, folder: Path, results: Path, options: Sequence[str] = ()) -> None:
+    """Run a row and append its result.
+
+    A run whose loss becomes infinite or NaN has AP 0.
+
+    Args:
+        row: the row; its learning rate is decided.
+        folder: OUTPUT_DIR of the run.
+        results: the file of results.
+        options: more config keys, as KEY VALUE KEY VALUE.
+    """
+    keys = [str(word) for pair in row.config_keys().items() for word in pair]
+    # the checks refuse BN with one image, and FrozenBN without weights; the study measures both
+    refused = row.batch == 1 or row.norm == "FrozenBN"
+    flags = ["--resume", *(["--ignore-preflight"] if refused else [])]
+    words = ["--config-file", str(CONFIG), *flags, *keys, "OUTPUT_DIR", str(folder), *options]
+    start, diverged, evaluated = time.perf_counter(), "", None
+    try:
+        evaluated = main(get_parser().parse_args(words))
+    except NonFiniteError as error:
+        diverged = first_line(error)
+    result = {
+        **{split: scores(evaluated, f"gw_synthetic_hard_{split}") for split in ("tune", "val")},
+        "diverged": diverged,
+        "seconds": round(time.perf_counter() - start, 1),
+        "seconds_per_iteration": _seconds_per_iteration(folder / "metrics.json"),
+        "options": list(options),
+        "machine": machine_name(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+        "threads": torch.get_num_threads(),
+        "versions": software_versions(),
+    }
+    append_result(results, row, result)
+    for checkpoint in (*folder.glob("*.pth"), folder / "last_checkpoint"):
+        checkpoint.unlink(missing_ok=True)
+
+
+def scores(evaluated: Mapping[str, Any] | None, dataset: str) -> dict[str, float]:
+    """Return the box AP of a dataset in percent; 0 without any detection."""
+    boxes = evaluated[dataset]["bbox"] if evaluated else {}
+    found = {name: float(boxes.get(name, 0.0)) for name in _METRICS}
+    return {name: 0.0 if math.isnan(value) else round(value, 3) for name, value in found.items()}
+
+
+def _seconds_per_iteration(path: Path) -> float | None:
+    lines = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
+    times = [line["time"] for line in lines if "time" in line]
+    return round(statistics.median(times), 4) if times else None
+
+
+if __name__ == "__main__":
+    with errors_reported():
+        run_row(Row(**json.loads(sys.argv[1])), Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])

@@ -1,0 +1,315 @@
+"""Small-batch study: its plan, its results, and runs side by side."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import run_study
+import torch
+from detectron2.layers import FrozenBatchNorm2d
+from detectron2.modeling import build_model
+from torch import nn
+
+from experiments.small_batch.plan import BATCHES, DECIDING, NORMS, RATES, Row, planned_rows
+from experiments.small_batch.results_file import append_result, read_results
+from experiments.small_batch.side_by_side import estimate_hours, open_rows, run_rows
+from experiments.small_batch.single_run import CONFIG, run_row, scores
+from gw_detectron import GroupWhitening2d
+from gw_detectron.config import read_config
+from gw_detectron.data import HardSyntheticConfig, make_synthetic, register_synthetic
+from gw_detectron.errors import ConfigError, DataError
+from gw_detectron.layers.weight_standardization import WeightStandardized
+
+ROW = Row("GN", 2, 0.01, 0, 1200)
+
+
+def config(row):
+    return read_config(str(CONFIG), [str(word) for pair in row.config_keys().items() for word in pair])
+
+
+def result(ap, **more):
+    return {"tune": {"AP": ap}, "val": {"AP": ap / 2}, "seconds": 60.0, "diverged": "", **more}
+
+
+def grid_results(norm, batch, aps):
+    rows = [row for row in planned_rows({}) if (row.norm, row.batch, row.seed) == (norm, batch, 0)]
+    return dict(zip(rows, aps, strict=True))
+
+
+# --- plan -----------------------------------------------------------------------------------------------
+
+
+def test_the_plan_without_results():
+    rows = list(planned_rows({}))
+    assert len(rows) == len(set(rows)) == len(NORMS) * len(BATCHES) * len(RATES) + (5 * 5 + 4 * 3) + 9 * 3
+    assert [row.norm for row in rows[:50:10]] == list(DECIDING)
+    assert {row.batch * row.iterations for row in rows} == {2400}
+    assert all((row.lr is None) == (row.seed > 0) for row in rows)
+    assert len({row.name for row in rows}) == len(rows)
+
+
+def test_rates_are_proportional_to_the_batch():
+    for batch in BATCHES:
+        rates = [row.lr for row in planned_rows({}) if (row.norm, row.batch, row.seed) == ("GN", batch, 0)]
+        assert rates == [rate * batch / 2 for rate in (0.0025, 0.005, 0.01, 0.02, 0.04)]
+
+
+def test_the_best_rate_of_the_grid_is_scored():
+    done = grid_results("GN", 2, [10, 20, 30, 30, 5])
+    scored = [row for row in planned_rows(done) if (row.norm, row.batch) == ("GN", 2) and row.seed]
+    assert [(row.lr, row.seed) for row in scored] == [(0.01, seed) for seed in range(1, 6)]
+    others = [row for row in planned_rows(done) if (row.norm, row.batch) != ("GN", 2) and row.seed]
+    assert {row.lr for row in others} == {None}
+
+
+def test_a_scored_run_does_not_change_the_chosen_rate():
+    done = grid_results("GN", 2, [10, 20, 30, 25, 5])
+    done |= {dataclasses.replace(ROW, seed=1): 0.0, dataclasses.replace(ROW, seed=1, lr=0.02): 99.0}
+    assert {row.lr for row in planned_rows(done) if (row.norm, row.batch) == ("GN", 2) and row.seed} == {0.01}
+
+
+@pytest.mark.parametrize(
+    ("aps", "extended", "limit"), [([30, 20, 10, 5, 1], 0.00125, 0.000625), ([1, 5, 10, 20, 30], 0.08, 0.16)]
+)
+def test_a_grid_grows_until_the_best_rate_is_inside(aps, extended, limit):
+    done = grid_results("BN", 2, aps)
+
+    def rows():
+        return [row for row in planned_rows(done) if (row.norm, row.batch) == ("BN", 2)]
+
+    (new,) = [row for row in rows() if row.seed == 0 and row not in done]
+    assert new.lr == extended
+    assert {row.lr for row in rows() if row.seed} == {None}
+    inside = {**done, new: 25}
+    assert {row.lr for row in planned_rows(inside) if (row.norm, row.batch) == ("BN", 2) and row.seed} == {
+        0.0025 if aps[0] == 30 else 0.04
+    }
+    done[new] = 40
+    (last,) = [row for row in rows() if row.seed == 0 and row not in done]
+    assert last.lr == limit
+    done[last] = 50
+    assert {row.lr for row in rows() if row.seed} == {limit}  # no further
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_every_row_builds_the_norm_of_its_name(norm):
+    cfg = config(dataclasses.replace(ROW, norm=norm))
+    assert cfg.SOLVER.STEPS == (900, 1080) and cfg.SOLVER.IMS_PER_BATCH == 2 and cfg.SEED == 0
+    assert (norm == "BN_PreciseBN") == cfg.TEST.PRECISE_BN.ENABLED
+    cfg.MODEL.DEVICE = "meta"
+    with torch.device("meta"):
+        model = build_model(cfg)
+    kinds = (nn.BatchNorm2d, nn.GroupNorm, GroupWhitening2d, FrozenBatchNorm2d, WeightStandardized)
+    found = {kind.__name__: sum(isinstance(layer, kind) for layer in model.modules()) for kind in kinds}
+    # R-18: a stem, 8 blocks of two convolutions, and 3 shortcuts; S1-B2 are the stem and 8 others
+    expected = {
+        "BN": {"BatchNorm2d": 20},
+        "BN_PreciseBN": {"BatchNorm2d": 20},
+        "FrozenBN": {"FrozenBatchNorm2d": 20},
+        "GN": {"GroupNorm": 20},
+        "GW": {"GroupWhitening2d": 20},
+        "BN+GW": {"BatchNorm2d": 11, "GroupWhitening2d": 9},
+        "BN+GN": {"BatchNorm2d": 11, "GroupNorm": 9},
+        "GN+WS": {"GroupNorm": 20, "WeightStandardized": 20},
+        "GW+WS": {"GroupWhitening2d": 20, "WeightStandardized": 20},
+    }[norm]
+    assert {name: count for name, count in found.items() if count} == expected
+    groups = {layer.num_groups for layer in model.modules() if isinstance(layer, nn.GroupNorm)}
+    assert groups == ({64} if norm == "BN+GN" else {32} if "GN" in norm else set())
+
+
+def test_rows_of_one_seed_start_from_the_same_weights():
+    """The comparison of norms is paired by the seed."""
+
+    def weights(norm, seed):
+        torch.manual_seed(seed)
+        model = build_model(config(dataclasses.replace(ROW, norm=norm)))
+        return {name: value for name, value in model.state_dict().items() if ".norm." not in name}
+
+    first, second, other = weights("BN", 1), weights("GW", 1), weights("GW", 2)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    assert not torch.equal(
+        second["backbone.bottom_up.stem.conv1.weight"], other["backbone.bottom_up.stem.conv1.weight"]
+    )
+
+
+# --- results --------------------------------------------------------------------------------------------
+
+
+def test_results_are_read_as_written(tmp_path):
+    path = tmp_path / "data" / "results.jsonl"
+    assert read_results(path) == {}
+    append_result(path, ROW, result(20.0))
+    append_result(path, dataclasses.replace(ROW, norm="BN+GW", lr=0.0025 * 1 / 2), result(30.0))
+    read = read_results(path)
+    assert [row.name for row in read] == ["GN_b2_lr0.01_s0_i1200", "BN+GW_b2_lr0.00125_s0_i1200"]
+    assert read[ROW]["tune"]["AP"] == 20.0 and len(path.read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("line", ['{"norm": "GN"', "3", '{"norm": "GN", "batch": 2}', "[]"])
+def test_a_damaged_line_is_named(tmp_path, line):
+    path = tmp_path / "results.jsonl"
+    append_result(path, ROW, result(20.0))
+    with open(path, "a") as file:
+        file.write(line + "\n")
+    with pytest.raises(DataError, match=r"results.jsonl', line 2: not the result of a run: .* Fix: delete the line"):
+        read_results(path)
+
+
+def test_scores_without_detections_or_training_are_zero():
+    nan = {"d": {"bbox": dict.fromkeys(("AP", "AP50", "AP75"), float("nan"))}}
+    zero = {"AP": 0.0, "AP50": 0.0, "AP75": 0.0}
+    assert scores(nan, "d") == scores({"d": {"bbox": {}}}, "d") == scores(None, "d") == zero
+    assert scores({"d": {"bbox": {"AP": 1.23456, "AP50": 2, "AP75": 3, "APs": 4}}}, "d")["AP"] == 1.235
+
+
+def test_the_estimate_is_proportional_to_images_and_jobs():
+    rows = open_rows({})
+    assert estimate_hours(rows, {}, 2) is None
+    done = {ROW: result(20.0, seconds=360.0)}
+    assert estimate_hours(rows, done, 2) == pytest.approx(len(rows) * 360 / 3600 / 2)
+
+
+# --- runs side by side ----------------------------------------------------------------------------------
+
+CHILD = """
+import json, sys, time
+from pathlib import Path
+name, line, results, seconds, status = sys.argv[1:]
+Path(results).with_name(f"started {name}").touch()
+time.sleep(float(seconds))
+if status == "0":
+    with open(results, "a") as file:
+        file.write(line + "\\n")
+sys.exit(int(status))
+"""
+
+
+def starter(path, seconds=0.0, status=lambda row: 0, ap=lambda row: 20 - 1000 * abs(row.lr - 0.01)):
+    """Start processes that write the result of a row without training."""
+
+    def start(row):
+        line = json.dumps({**dataclasses.asdict(row), **result(ap(row))})
+        words = [row.name, line, str(path), str(seconds), str(status(row))]
+        return subprocess.Popen([sys.executable, "-S", "-c", CHILD, *words])
+
+    return start
+
+
+def test_grid_then_scored_runs_and_nothing_twice(tmp_path):
+    path, reports = tmp_path / "results.jsonl", []
+    assert run_rows(path, starter(path), 2, ["GN_b2_*"], reports.append) == []
+    rows = list(read_results(path))
+    assert len(path.read_text().splitlines()) == len(rows) == 10
+    assert {row.lr for row in rows if row.seed == 0} == set(RATES)
+    assert {(row.lr, row.seed) for row in rows if row.seed} == {(0.01, seed) for seed in range(1, 6)}
+    assert any("done GN_b2_lr0.01_s5_i1200: AP 10.0, tune 20.0, 60 s" in line for line in reports)
+    assert reports[-1].startswith("10 finished, 0 left")
+    assert run_rows(path, None, 2, ["GN_b2_*"], reports.append) == []  # starts nothing
+
+
+def test_a_failed_run_is_reported_left_open_and_blocks_only_its_own_grid(tmp_path):
+    path, reports = tmp_path / "results.jsonl", []
+    only = ["GN_b1_*", "GW_b1_*"]
+    bad = "GN_b1_lr0.01_s0_i2400"
+    failed = run_rows(path, starter(path, status=lambda row: int(row.name == bad)), 2, only, reports.append)
+    assert [row.name for row in failed] == [bad]
+    assert f"FAILED {bad}: exit status 1, see process.txt in its folder" in reports
+    done = read_results(path)
+    assert {row.seed for row in done if row.norm == "GN"} == {0}
+    assert {row.seed for row in done if row.norm == "GW"} == {0, 1}
+    assert run_rows(path, starter(path), 2, only, reports.append) == []
+    assert {row.seed for row in read_results(path) if row.norm == "GN"} == {0, 1}
+
+
+def test_no_more_runs_than_jobs_at_a_time_and_all_end_with_the_runner(tmp_path):
+    path, running = tmp_path / "results.jsonl", []
+    start = starter(path, seconds=60)
+
+    def noted(row):
+        running.append(start(row))
+        if len(running) == 3:
+            raise AssertionError("a third run started")
+        if len(running) == 2:
+            signal.raise_signal(signal.SIGINT)
+        return running[-1]
+
+    with pytest.raises(KeyboardInterrupt):
+        run_rows(path, noted, 2, [], lambda line: None)
+    running[0].wait(timeout=10)
+    running[1].kill()  # the signal came before the runner knew it
+    running[1].wait(timeout=10)
+    assert len(running) == 2 and running[0].returncode == -signal.SIGTERM
+
+
+# --- the tool -------------------------------------------------------------------------------------------
+
+
+def arguments(tmp_path, *words):
+    places = ["--results", str(tmp_path / "r.jsonl"), "--output", str(tmp_path / "out")]
+    return run_study.get_parser().parse_args([*words, *places])
+
+
+def test_a_dry_run_lists_what_is_left_and_writes_nothing(tmp_path, capsys):
+    assert run_study.main(arguments(tmp_path, "--dry-run", "--only", "GN_b2_*"))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 11 and lines[0] == "GN_b2_lr0.0025_s0_i1200" and lines[9] == "GN_b2_lrchosen_s5_i1200"
+    assert lines[-1] == "10 runs left, time unknown before the first result"
+    assert not os.listdir(tmp_path)
+    append_result(tmp_path / "r.jsonl", ROW, result(20.0, seconds=720.0))
+    assert run_study.main(arguments(tmp_path, "--dry-run", "--only", "GN_b2_*"))
+    assert capsys.readouterr().out.splitlines()[-1] == "9 runs left, 0.9 h"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--jobs", "0"], r"--jobs \(0\): too few. Fix: give 1 or more"),
+        (["--only", "GM_*"], r"--only \(GM_\*\): no run has such a name. Fix: see the names with --dry-run"),
+    ],
+)
+def test_wrong_flags_are_refused(tmp_path, words, message):
+    with pytest.raises(ConfigError, match=message):
+        run_study.main(arguments(tmp_path, *words))
+
+
+# --- a real run -----------------------------------------------------------------------------------------
+
+SHORT = ("INPUT.MIN_SIZE_TEST", "64", "INPUT.MIN_SIZE_TRAIN", "(64,)", "MODEL.RPN.PRE_NMS_TOPK_TEST", "30")
+
+
+@pytest.fixture(scope="module")
+def hard_dataset(tmp_path_factory):
+    root, data = tmp_path_factory.mktemp("datasets"), HardSyntheticConfig(num_train=6, num_val=2, num_tune=3)
+    make_synthetic(root, data)
+    register_synthetic(root, data)
+    yield
+    register_synthetic()
+
+
+@pytest.mark.usefixtures("hard_dataset", "one_thread")
+def test_a_run_is_scored_on_both_splits_and_its_checkpoints_are_removed(tmp_path):
+    row = dataclasses.replace(ROW, norm="BN+GW", batch=1, iterations=10)
+    start = time.perf_counter()
+    run_row(row, tmp_path / "run", tmp_path / "r.jsonl", SHORT)
+    (found,) = read_results(tmp_path / "r.jsonl").values()
+    assert set(found["tune"]) == set(found["val"]) == {"AP", "AP50", "AP75"}
+    assert 0 < found["seconds"] <= time.perf_counter() - start + 1
+    assert found["diverged"] == "" and found["threads"] == 1 and found["options"] == list(SHORT)
+    assert found["versions"]["torch"] == torch.__version__ and found["machine"]
+    assert not list((tmp_path / "run").glob("*.pth")) and (tmp_path / "run" / "metrics.json").exists()
+
+
+@pytest.mark.usefixtures("hard_dataset", "one_thread")
+def test_a_diverged_run_has_ap_zero_and_says_why(tmp_path):
+    row = dataclasses.replace(ROW, norm="FrozenBN", iterations=10, lr=1e30)
+    run_row(row, tmp_path / "run", tmp_path / "r.jsonl", SHORT)
+    found = read_results(tmp_path / "r.jsonl")[row]
+    assert found["tune"]["AP"] == found["val"]["AP"] == 0.0
+    assert "iteration" in found["diverged"]
