@@ -34,9 +34,9 @@ _SHAPES = {shape.name: shape for shape in SHAPES}
 # the classes first
 _KINDS = _CLASSES + tuple(kind for kind in itertools.product(TEXTURES, _SHAPES) if kind not in _CLASSES)
 
-_MOST_LOOK_ALIKES = 2
-_BAR_PROBABILITY = 0.15  # after each object
-_SHADOW_PROBABILITY = 0.5
+_MOST_LOOK_ALIKES = 1
+_BAR_PROBABILITY = 0.1  # after each object
+_SHADOW_PROBABILITY = 0.3
 _SMALLEST_PERIOD = 5.5  # pixels
 
 

@@ -94,10 +94,10 @@ class HardSyntheticConfig(SyntheticConfig):
     min_side: int = 192
     max_side: int = 192
     min_objects: int = 2
-    max_objects: int = 8
+    max_objects: int = 6
     min_size: float = 1 / 12  # 16 of 192 pixels
     max_size: float = 1.0
-    min_visible: float = 0.4
+    min_visible: float = 0.65
     hue_spread: float = 1.0
     crowd_fraction: float = 0.0
     num_tune: int = 500
