@@ -1,10 +1,11 @@
 """Plan of the small-batch study: which runs, in which order.
 
-For each norm and batch size, a grid of learning rates is trained with one seed. The best rate on the split "tune" is
-then trained with other seeds, which are scored on the split "val".
+For each norm and batch size, a grid of learning rates is trained with one seed and evaluated on the split "tune". The
+best rate is then trained with other seeds, which are evaluated on the split "val". A variation of a norm is trained at
+the rate of that norm.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 NORMS: dict[str, dict[str, object]] = {
@@ -18,11 +19,24 @@ NORMS: dict[str, dict[str, object]] = {
     "GN+WS": {"MODEL.RESNETS.NORM": "GN", "MODEL.RESNETS.CONV": "WS"},
     "GW+WS": {"MODEL.RESNETS.NORM": "GW", "MODEL.RESNETS.CONV": "WS"},
 }
-DECIDING = ("BN", "GN", "GW", "BN+GW", "BN+GN")
-BATCHES = (2, 1, 4, 8)  # the deciding size first
-TRAINING_IMAGES = 2400  # of every run
-RATES = (0.0025, 0.005, 0.01, 0.02, 0.04)  # at 2 images; proportional to the batch size
-LOWEST_RATE, HIGHEST_RATE = RATES[0] / 4, RATES[-1] * 4
+#: variation -> the norm whose rate it takes, and its keys
+VARIATIONS: dict[str, tuple[str, dict[str, object]]] = {
+    "BN+GW_S1": ("BN+GW", {"MODEL.RESNETS.WHITEN_POSITIONS": "S1"}),
+    "BN+GW_S1-B1": ("BN+GW", {"MODEL.RESNETS.WHITEN_POSITIONS": "S1-B1"}),
+    "BN+GW_S1-B12": ("BN+GW", {"MODEL.RESNETS.WHITEN_POSITIONS": "S1-B12"}),
+    "GW_g8": ("GW", {"MODEL.RESNETS.NORM": "GW:groups=8"}),
+    "GW_g16": ("GW", {"MODEL.RESNETS.NORM": "GW:groups=16"}),
+    "GW_g32": ("GW", {"MODEL.RESNETS.NORM": "GW:groups=32"}),
+    "GW_T3": ("GW", {"MODEL.RESNETS.NORM": "GW:iters=3"}),
+    "GW_T7": ("GW", {"MODEL.RESNETS.NORM": "GW:iters=7"}),
+    "GW_zca": ("GW", {"MODEL.RESNETS.NORM": "GW:solver=zca"}),
+}
+DECIDING = ("BN+GW", "BN+GN", "BN", "GN", "GW")
+DECIDING_BATCH = 2
+OTHER_BATCHES = (1, 4, 8)
+TRAINING_IMAGES = 4000  # of every run
+RATES = (0.0025, 0.005, 0.01, 0.02, 0.04)
+MOST_EXTENSIONS = 2  # of a grid at each side
 GRID_SEED = 0
 
 
@@ -31,7 +45,7 @@ class Row:
     """One run of the study.
 
     Args:
-        norm: a key of `NORMS`.
+        norm: a key of `NORMS` or `VARIATIONS`.
         batch: images per iteration.
         lr: SOLVER.BASE_LR; None while the grid that decides it is incomplete.
         seed: SEED.
@@ -49,10 +63,16 @@ class Row:
         rate = "chosen" if self.lr is None else self.lr
         return f"{self.norm}_b{self.batch}_lr{rate}_s{self.seed}_i{self.iterations}"
 
+    @property
+    def split(self) -> str:
+        """The split that it is evaluated on."""
+        return "tune" if self.seed == GRID_SEED else "val"
+
     def config_keys(self) -> dict[str, object]:
         """Return the keys to change in the study's config."""
         return {
-            **NORMS[self.norm],
+            **(NORMS[self.norm] if self.norm in NORMS else VARIATIONS[self.norm][1]),
+            "DATASETS.TEST": (f"gw_synthetic_hard_{self.split}",),
             "SOLVER.IMS_PER_BATCH": self.batch,
             "SOLVER.BASE_LR": self.lr,
             "SOLVER.MAX_ITER": self.iterations,
@@ -63,44 +83,50 @@ class Row:
         }
 
 
-def planned_rows(tune_ap: Mapping[Row, float]) -> Iterator[Row]:
+def planned_rows(ap: Mapping[Row, float]) -> Iterator[Row]:
     """Yield the rows of the study in their order.
 
     Args:
-        tune_ap: AP of finished rows on the split "tune". It extends the grids and decides the rates of scored rows.
+        ap: AP of finished rows. That of grids extends them and decides the rates of the other rows.
     """
-    for batch in BATCHES:
-        for norm in NORMS:
-            grid = _grid(norm, batch, tune_ap)
-            yield from grid
-            best = max(grid, key=tune_ap.__getitem__).lr if all(row in tune_ap for row in grid) else None
-            for seed in scored_seeds(norm, batch):
-                yield _row(norm, batch, best, seed)
+    chosen: dict[str, float | None] = {}  # at the deciding batch
+    for norm in (*DECIDING, *(norm for norm in NORMS if norm not in DECIDING)):
+        grid = _grid(norm, DECIDING_BATCH, RATES if norm in DECIDING else RATES[1:-1], ap)
+        yield from grid
+        chosen[norm] = _best(grid, ap)
+        for seed in range(1, 6 if norm in DECIDING else 4):
+            yield _row(norm, DECIDING_BATCH, chosen[norm], seed)
+    for batch in OTHER_BATCHES:
+        for norm, rate in chosen.items():
+            best = None
+            if rate is not None:
+                rate *= batch / DECIDING_BATCH
+                grid = _grid(norm, batch, (rate / 2, rate, rate * 2), ap)
+                yield from grid
+                best = _best(grid, ap)
+            yield _row(norm, batch, best, 1)
+    for variation, (norm, _) in VARIATIONS.items():
+        for seed in range(1, 4):
+            yield _row(variation, DECIDING_BATCH, chosen[norm], seed)
 
 
-def scored_seeds(norm: str, batch: int) -> range:
-    """Return the seeds that are scored at the chosen rate."""
-    if batch != BATCHES[0]:
-        return range(1, 2)
-    return range(1, 6) if norm in DECIDING else range(1, 4)
-
-
-def _grid(norm: str, batch: int, tune_ap: Mapping[Row, float]) -> list[Row]:
+def _grid(norm: str, batch: int, rates: Sequence[float], ap: Mapping[Row, float]) -> list[Row]:
     """Return the rows of a grid, with neighbors of a best rate at its edge."""
-
-    def row(rate: float) -> Row:
-        return _row(norm, batch, rate * batch / 2, GRID_SEED)
-
-    rates = list(RATES)
-    while all(row(rate) in tune_ap for rate in rates):
-        best = max(rates, key=lambda rate: tune_ap[row(rate)])  # of equal ones the lowest
-        if best == rates[0] and best > LOWEST_RATE:
-            rates.insert(0, best / 2)
-        elif best == rates[-1] and best < HIGHEST_RATE:
-            rates.append(best * 2)
+    grid = [_row(norm, batch, rate, GRID_SEED) for rate in rates]
+    lowest, highest = rates[0] / 2**MOST_EXTENSIONS, rates[-1] * 2**MOST_EXTENSIONS
+    while (best := _best(grid, ap)) is not None:
+        if best == grid[0].lr and best > lowest:
+            grid.insert(0, _row(norm, batch, best / 2, GRID_SEED))
+        elif best == grid[-1].lr and best < highest:
+            grid.append(_row(norm, batch, best * 2, GRID_SEED))
         else:
             break
-    return [row(rate) for rate in rates]
+    return grid
+
+
+def _best(grid: Sequence[Row], ap: Mapping[Row, float]) -> float | None:
+    """Return the rate of the highest AP, of equal ones the lowest; None while a row is missing."""
+    return max(grid, key=ap.__getitem__).lr if all(row in ap for row in grid) else None
 
 
 def _row(norm: str, batch: int, lr: float | None, seed: int) -> Row:

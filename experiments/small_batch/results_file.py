@@ -37,7 +37,7 @@ def read_results(path: Path) -> dict[Row, dict[str, Any]]:
         try:
             result = json.loads(line)
             row = Row(**{name: result[name] for name in _FIELDS})
-            float(result["tune"]["AP"]), float(result["val"]["AP"]), float(result["seconds"])
+            float(result["AP"]), float(result["seconds"])
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"'{path}', line {number}: not the result of a run: {error!r}. Fix: delete the line to run it again."

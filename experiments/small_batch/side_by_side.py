@@ -25,7 +25,7 @@ def open_rows(results: Mapping[Row, Mapping[str, Any]], only: Sequence[str] = ()
         results: of finished rows.
         only: shell patterns of row names, such as ``GW_b2_*``; empty means all rows.
     """
-    rows = planned_rows({row: result["tune"]["AP"] for row, result in results.items()})
+    rows = planned_rows({row: result["AP"] for row, result in results.items()})
     patterns = only or ("*",)
     return [row for row in rows if row not in results and any(fnmatch.fnmatchcase(row.name, p) for p in patterns)]
 
@@ -106,5 +106,5 @@ def _progress(row: Row, results: Mapping[Row, Mapping[str, Any]], status: int) -
     if row not in results:
         return f"FAILED {row.name}: exit status {status}, see process.txt in its folder"
     result = results[row]
-    aps = f"AP {result['val']['AP']:.1f}, tune {result['tune']['AP']:.1f}"
-    return f"done {row.name}: {result['diverged'] or aps}, {result['seconds']:.0f} s"
+    end = result["diverged"] or f"AP {result['AP']:.1f} on {row.split}"
+    return f"done {row.name}: {end}, {result['seconds']:.0f} s"

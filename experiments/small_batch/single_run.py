@@ -4,6 +4,7 @@ The last checkpoint of an interrupted run is continued. Checkpoints of a finishe
 study would need tens of gigabytes.
 """
 
+import itertools
 import json
 import math
 import statistics
@@ -14,19 +15,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from detectron2.checkpoint import DetectionCheckpointer
+from detectron2.data import build_detection_train_loader
+from detectron2.modeling import build_model
+from detectron2.utils.env import seed_all_rng
 
 from benchmarks.environment import machine_name
 from gw_detectron.checkpoint.run_record import software_versions
 from gw_detectron.cli import errors_reported
+from gw_detectron.config import read_config
 from gw_detectron.engine import get_parser, main
 from gw_detectron.engine.nonfinite import NonFiniteError
 from gw_detectron.errors import first_line
 
+from .features import feature_statistics
 from .plan import Row
 from .results_file import append_result
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quick_schedules" / "faster_rcnn_R_18_FPN_small_batch.yaml"
 _METRICS = ("AP", "AP50", "AP75")
+_LOSSES = 24  # points of a curve
+_FEATURE_IMAGES = 64
 
 
 def run_row(row: Row, folder: Path, results: Path, options: Sequence[str] = ()) -> None:
@@ -50,11 +59,16 @@ def run_row(row: Row, folder: Path, results: Path, options: Sequence[str] = ()) 
         evaluated = main(get_parser().parse_args(words))
     except NonFiniteError as error:
         diverged = first_line(error)
+    lines = [json.loads(line) for line in _lines(folder / "metrics.json")]
+    times = [line["time"] for line in lines if "time" in line]
+    losses = [(line["iteration"], round(line["total_loss"], 4)) for line in lines if "total_loss" in line]
     result = {
-        **{split: scores(evaluated, f"gw_synthetic_hard_{split}") for split in ("tune", "val")},
+        **scores(evaluated),
         "diverged": diverged,
         "seconds": round(time.perf_counter() - start, 1),
-        "seconds_per_iteration": _seconds_per_iteration(folder / "metrics.json"),
+        "seconds_per_iteration": round(statistics.median(times), 4) if times else None,
+        "losses": losses[:: max(1, len(losses) // _LOSSES)],
+        "features": {} if diverged or row.split == "tune" else _features(folder, row.batch),
         "options": list(options),
         "machine": machine_name(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
         "threads": torch.get_num_threads(),
@@ -65,17 +79,25 @@ def run_row(row: Row, folder: Path, results: Path, options: Sequence[str] = ()) 
         checkpoint.unlink(missing_ok=True)
 
 
-def scores(evaluated: Mapping[str, Any] | None, dataset: str) -> dict[str, float]:
-    """Return the box AP of a dataset in percent; 0 without any detection."""
-    boxes = evaluated[dataset]["bbox"] if evaluated else {}
+def scores(evaluated: Mapping[str, Any] | None) -> dict[str, float]:
+    """Return the box AP of an evaluation in percent; 0 without any detection."""
+    boxes = (evaluated or {}).get("bbox", {})
     found = {name: float(boxes.get(name, 0.0)) for name in _METRICS}
     return {name: 0.0 if math.isnan(value) else round(value, 3) for name, value in found.items()}
 
 
-def _seconds_per_iteration(path: Path) -> float | None:
-    lines = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
-    times = [line["time"] for line in lines if "time" in line]
-    return round(statistics.median(times), 4) if times else None
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def _features(folder: Path, batch: int) -> dict[str, dict[str, float]]:
+    """Measure the final model on the same training images for every row."""
+    cfg = read_config(str(folder / "config.yaml"))
+    model = build_model(cfg)
+    DetectionCheckpointer(model).load(str(folder / "model_final.pth"))
+    seed_all_rng(0)
+    batches = itertools.islice(build_detection_train_loader(cfg), _FEATURE_IMAGES // batch)
+    return feature_statistics(model, batches)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from detectron2.layers import FrozenBatchNorm2d
 from detectron2.modeling import build_model
 from torch import nn
 
-from experiments.small_batch.plan import BATCHES, DECIDING, NORMS, RATES, Row, planned_rows
+from experiments.small_batch.plan import DECIDING, NORMS, OTHER_BATCHES, RATES, VARIATIONS, Row, planned_rows
 from experiments.small_batch.results_file import append_result, read_results
 from experiments.small_batch.side_by_side import estimate_hours, open_rows, run_rows
 from experiments.small_batch.single_run import CONFIG, run_row, scores
@@ -24,8 +25,9 @@ from gw_detectron.config import read_config
 from gw_detectron.data import HardSyntheticConfig, make_synthetic, register_synthetic
 from gw_detectron.errors import ConfigError, DataError
 from gw_detectron.layers.weight_standardization import WeightStandardized
+from gw_detectron.norms import norm_spec
 
-ROW = Row("GN", 2, 0.01, 0, 1200)
+ROW = Row("GN", 2, 0.01, 0, 2000)
 
 
 def config(row):
@@ -33,7 +35,7 @@ def config(row):
 
 
 def result(ap, **more):
-    return {"tune": {"AP": ap}, "val": {"AP": ap / 2}, "seconds": 60.0, "diverged": "", **more}
+    return {"AP": ap, "seconds": 60.0, "diverged": "", **more}
 
 
 def grid_results(norm, batch, aps):
@@ -44,27 +46,46 @@ def grid_results(norm, batch, aps):
 # --- plan -----------------------------------------------------------------------------------------------
 
 
+def all_grids():
+    """Return results with the best rate in the middle of all grids."""
+    done = {}
+    for _ in range(2):  # the grids at batch 2, then those that start from their rates
+        grids = [row for row in planned_rows(done) if row.seed == 0]
+        done = {row: -abs(math.log(row.lr / row.batch / 0.005)) for row in grids}
+    return done
+
+
 def test_the_plan_without_results():
     rows = list(planned_rows({}))
-    assert len(rows) == len(set(rows)) == len(NORMS) * len(BATCHES) * len(RATES) + (5 * 5 + 4 * 3) + 9 * 3
+    assert {(row.batch, row.seed > 0) for row in rows if row.lr} == {(2, False)}
     assert [row.norm for row in rows[:50:10]] == list(DECIDING)
-    assert {row.batch * row.iterations for row in rows} == {2400}
-    assert all((row.lr is None) == (row.seed > 0) for row in rows)
-    assert len({row.name for row in rows}) == len(rows)
 
 
-def test_rates_are_proportional_to_the_batch():
-    for batch in BATCHES:
-        rates = [row.lr for row in planned_rows({}) if (row.norm, row.batch, row.seed) == ("GN", batch, 0)]
-        assert rates == [rate * batch / 2 for rate in (0.0025, 0.005, 0.01, 0.02, 0.04)]
+def test_the_whole_plan():
+    rows = list(planned_rows(all_grids()))
+    main, others, variations = 5 * (5 + 5) + 4 * (3 + 3), 9 * 3 * (3 + 1), 9 * 3
+    assert len(rows) == len(set(rows)) == len({row.name for row in rows}) == main + others + variations
+    assert {row.norm for row in rows} == {*NORMS, *VARIATIONS} and set(DECIDING) < set(NORMS)
+    assert {row.batch * row.iterations for row in rows} == {4000}
+    assert {row.config_keys()["DATASETS.TEST"] for row in rows if row.seed == 0} == {("gw_synthetic_hard_tune",)}
+    assert {row.config_keys()["DATASETS.TEST"] for row in rows if row.seed} == {("gw_synthetic_hard_val",)}
+    rates = {(row.batch, row.lr) for row in rows if row.seed}
+    assert rates == {(batch, 0.005 * batch) for batch in (2, *OTHER_BATCHES)}
+
+
+def test_other_batches_start_from_the_rate_at_two_images():
+    done = all_grids()
+    for batch in OTHER_BATCHES:
+        rates = [row.lr for row in done if (row.norm, row.batch) == ("GN", batch)]
+        assert rates == [0.0025 * batch, 0.005 * batch, 0.01 * batch]
 
 
 def test_the_best_rate_of_the_grid_is_scored():
-    done = grid_results("GN", 2, [10, 20, 30, 30, 5])
-    scored = [row for row in planned_rows(done) if (row.norm, row.batch) == ("GN", 2) and row.seed]
+    done = grid_results("GW", 2, [10, 20, 30, 30, 5])
+    scored = [row for row in planned_rows(done) if row.norm == "GW" and row.batch == 2 and row.seed]
     assert [(row.lr, row.seed) for row in scored] == [(0.01, seed) for seed in range(1, 6)]
-    others = [row for row in planned_rows(done) if (row.norm, row.batch) != ("GN", 2) and row.seed]
-    assert {row.lr for row in others} == {None}
+    others = {row.norm for row in planned_rows(done) if row.batch == 2 and row.seed and row.lr}
+    assert others == {"GW", *(variation for variation, (norm, _) in VARIATIONS.items() if norm == "GW")}
 
 
 def test_a_scored_run_does_not_change_the_chosen_rate():
@@ -96,10 +117,10 @@ def test_a_grid_grows_until_the_best_rate_is_inside(aps, extended, limit):
     assert {row.lr for row in rows() if row.seed} == {limit}  # no further
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", [*NORMS, *VARIATIONS])
 def test_every_row_builds_the_norm_of_its_name(norm):
     cfg = config(dataclasses.replace(ROW, norm=norm))
-    assert cfg.SOLVER.STEPS == (900, 1080) and cfg.SOLVER.IMS_PER_BATCH == 2 and cfg.SEED == 0
+    assert cfg.SOLVER.STEPS == (1500, 1800) and cfg.SOLVER.IMS_PER_BATCH == 2 and cfg.SEED == 0
     assert (norm == "BN_PreciseBN") == cfg.TEST.PRECISE_BN.ENABLED
     cfg.MODEL.DEVICE = "meta"
     with torch.device("meta"):
@@ -117,10 +138,24 @@ def test_every_row_builds_the_norm_of_its_name(norm):
         "BN+GN": {"BatchNorm2d": 11, "GroupNorm": 9},
         "GN+WS": {"GroupNorm": 20, "WeightStandardized": 20},
         "GW+WS": {"GroupWhitening2d": 20, "WeightStandardized": 20},
-    }[norm]
+        "BN+GW_S1": {"BatchNorm2d": 19, "GroupWhitening2d": 1},
+        "BN+GW_S1-B1": {"BatchNorm2d": 11, "GroupWhitening2d": 9},
+        "BN+GW_S1-B12": {"BatchNorm2d": 3, "GroupWhitening2d": 17},
+    }.get(norm, {"GroupWhitening2d": 20})
     assert {name: count for name, count in found.items() if count} == expected
     groups = {layer.num_groups for layer in model.modules() if isinstance(layer, nn.GroupNorm)}
     assert groups == ({64} if norm == "BN+GN" else {32} if "GN" in norm else set())
+    (options,) = {norm_spec(layer) for layer in model.modules() if isinstance(layer, GroupWhitening2d)} or {""}
+    g, steps, solver = {
+        "GW_g8": (8, 5, "newton"),
+        "GW_g16": (16, 5, "newton"),
+        "GW_g32": (32, 5, "newton"),
+        "GW_T3": (64, 3, "newton"),
+        "GW_T7": (64, 7, "newton"),
+        "GW_zca": (64, None, "zca"),
+    }.get(norm, (64, 5, "newton"))
+    steps = f"iters={steps}," if steps else ""
+    assert options == (f"GW:groups={g},{steps}eps=1e-05,solver={solver}" if "GW" in norm else "")
 
 
 def test_rows_of_one_seed_start_from_the_same_weights():
@@ -148,8 +183,8 @@ def test_results_are_read_as_written(tmp_path):
     append_result(path, ROW, result(20.0))
     append_result(path, dataclasses.replace(ROW, norm="BN+GW", lr=0.0025 * 1 / 2), result(30.0))
     read = read_results(path)
-    assert [row.name for row in read] == ["GN_b2_lr0.01_s0_i1200", "BN+GW_b2_lr0.00125_s0_i1200"]
-    assert read[ROW]["tune"]["AP"] == 20.0 and len(path.read_text().splitlines()) == 2
+    assert [row.name for row in read] == ["GN_b2_lr0.01_s0_i2000", "BN+GW_b2_lr0.00125_s0_i2000"]
+    assert read[ROW]["AP"] == 20.0 and len(path.read_text().splitlines()) == 2
 
 
 @pytest.mark.parametrize("line", ['{"norm": "GN"', "3", '{"norm": "GN", "batch": 2}', "[]"])
@@ -163,10 +198,10 @@ def test_a_damaged_line_is_named(tmp_path, line):
 
 
 def test_scores_without_detections_or_training_are_zero():
-    nan = {"d": {"bbox": dict.fromkeys(("AP", "AP50", "AP75"), float("nan"))}}
+    nan = {"bbox": dict.fromkeys(("AP", "AP50", "AP75"), float("nan"))}
     zero = {"AP": 0.0, "AP50": 0.0, "AP75": 0.0}
-    assert scores(nan, "d") == scores({"d": {"bbox": {}}}, "d") == scores(None, "d") == zero
-    assert scores({"d": {"bbox": {"AP": 1.23456, "AP50": 2, "AP75": 3, "APs": 4}}}, "d")["AP"] == 1.235
+    assert scores(nan) == scores({"bbox": {}}) == scores(None) == zero
+    assert scores({"bbox": {"AP": 1.23456, "AP50": 2, "AP75": 3, "APs": 4}})["AP"] == 1.235
 
 
 def test_the_estimate_is_proportional_to_images_and_jobs():
@@ -209,23 +244,23 @@ def test_grid_then_scored_runs_and_nothing_twice(tmp_path):
     assert len(path.read_text().splitlines()) == len(rows) == 10
     assert {row.lr for row in rows if row.seed == 0} == set(RATES)
     assert {(row.lr, row.seed) for row in rows if row.seed} == {(0.01, seed) for seed in range(1, 6)}
-    assert any("done GN_b2_lr0.01_s5_i1200: AP 10.0, tune 20.0, 60 s" in line for line in reports)
+    assert any("done GN_b2_lr0.01_s5_i2000: AP 20.0 on val, 60 s" in line for line in reports)
     assert reports[-1].startswith("10 finished, 0 left")
     assert run_rows(path, None, 2, ["GN_b2_*"], reports.append) == []  # starts nothing
 
 
 def test_a_failed_run_is_reported_left_open_and_blocks_only_its_own_grid(tmp_path):
     path, reports = tmp_path / "results.jsonl", []
-    only = ["GN_b1_*", "GW_b1_*"]
-    bad = "GN_b1_lr0.01_s0_i2400"
+    only = ["GN_b2_*", "GW_b2_*"]
+    bad = "GN_b2_lr0.01_s0_i2000"
     failed = run_rows(path, starter(path, status=lambda row: int(row.name == bad)), 2, only, reports.append)
     assert [row.name for row in failed] == [bad]
     assert f"FAILED {bad}: exit status 1, see process.txt in its folder" in reports
     done = read_results(path)
     assert {row.seed for row in done if row.norm == "GN"} == {0}
-    assert {row.seed for row in done if row.norm == "GW"} == {0, 1}
+    assert {row.seed for row in done if row.norm == "GW"} == set(range(6))
     assert run_rows(path, starter(path), 2, only, reports.append) == []
-    assert {row.seed for row in read_results(path) if row.norm == "GN"} == {0, 1}
+    assert {row.seed for row in read_results(path) if row.norm == "GN"} == set(range(6))
 
 
 def test_no_more_runs_than_jobs_at_a_time_and_all_end_with_the_runner(tmp_path):
@@ -259,7 +294,7 @@ def arguments(tmp_path, *words):
 def test_a_dry_run_lists_what_is_left_and_writes_nothing(tmp_path, capsys):
     assert run_study.main(arguments(tmp_path, "--dry-run", "--only", "GN_b2_*"))
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 11 and lines[0] == "GN_b2_lr0.0025_s0_i1200" and lines[9] == "GN_b2_lrchosen_s5_i1200"
+    assert len(lines) == 11 and lines[0] == "GN_b2_lr0.0025_s0_i2000" and lines[9] == "GN_b2_lrchosen_s5_i2000"
     assert lines[-1] == "10 runs left, time unknown before the first result"
     assert not os.listdir(tmp_path)
     append_result(tmp_path / "r.jsonl", ROW, result(20.0, seconds=720.0))
@@ -294,12 +329,20 @@ def hard_dataset(tmp_path_factory):
 
 
 @pytest.mark.usefixtures("hard_dataset", "one_thread")
-def test_a_run_is_scored_on_both_splits_and_its_checkpoints_are_removed(tmp_path):
-    row = dataclasses.replace(ROW, norm="BN+GW", batch=1, iterations=10)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_run_is_evaluated_and_its_checkpoints_are_removed(tmp_path, seed):
+    row = dataclasses.replace(ROW, norm="BN+GW", batch=1, iterations=10, seed=seed)
     start = time.perf_counter()
     run_row(row, tmp_path / "run", tmp_path / "r.jsonl", SHORT)
     (found,) = read_results(tmp_path / "r.jsonl").values()
-    assert set(found["tune"]) == set(found["val"]) == {"AP", "AP50", "AP75"}
+    assert {"AP", "AP50", "AP75"} < set(found)
+    assert (tmp_path / "run" / "inference").exists()
+    if seed:
+        convs, norms = (found["features"][name] for name in ("kappa", "gap"))
+        assert len(convs) == 20 and len(norms) == 11 and all(gap > 0 for gap in norms.values())
+    else:
+        assert found["features"] == {}
+    assert [iteration for iteration, _ in found["losses"]] == [9]
     assert 0 < found["seconds"] <= time.perf_counter() - start + 1
     assert found["diverged"] == "" and found["threads"] == 1 and found["options"] == list(SHORT)
     assert found["versions"]["torch"] == torch.__version__ and found["machine"]
@@ -311,5 +354,5 @@ def test_a_diverged_run_has_ap_zero_and_says_why(tmp_path):
     row = dataclasses.replace(ROW, norm="FrozenBN", iterations=10, lr=1e30)
     run_row(row, tmp_path / "run", tmp_path / "r.jsonl", SHORT)
     found = read_results(tmp_path / "r.jsonl")[row]
-    assert found["tune"]["AP"] == found["val"]["AP"] == 0.0
+    assert found["AP"] == 0.0 and found["features"] == {}
     assert "iteration" in found["diverged"]
