@@ -1,0 +1,48 @@
+"""Write the tables and figures of the small-batch study into its page."""
+
+from pathlib import Path
+
+from gw_detectron.atomic import atomic_write
+from gw_detectron.errors import DataError
+
+from . import figures, tables
+from .tables import Results
+
+PAGE = "small_batch_results.md"
+_TABLES = {
+    "hypotheses": tables.hypotheses,
+    "norms": tables.main_table,
+    "rates": tables.grid_table,
+    "batches": tables.batch_table,
+    "variations": tables.variation_table,
+}
+_FIGURES = {
+    "small_batch_ap.png": figures.ap_figure,
+    "small_batch_features.png": figures.mechanism_figure,
+    "small_batch_losses.png": figures.loss_figure,
+}
+
+
+def write_summary(results: Results, folder: Path) -> list[Path]:
+    """Replace the tables between the marks of the page, and write the figures beside it.
+
+    Returns:
+        The files.
+
+    Raises:
+        DataError: the page lacks the marks of a table.
+    """
+    page = folder / PAGE
+    text = page.read_text()
+    for name, table in _TABLES.items():
+        begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
+        if text.count(begin) != 1 or text.count(end) != 1:
+            raise DataError(f"'{page}': table '{name}' lacks its marks, or has two. Fix: restore the page from git.")
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}\n{table(results)}\n\n{end}{rest.partition(end)[2]}"
+    with atomic_write(page) as temporary:
+        temporary.write_text(text)
+    for name, draw in _FIGURES.items():
+        with atomic_write(folder / name) as temporary:
+            draw(results).savefig(temporary, format="png", dpi=110)
+    return [page, *(folder / name for name in _FIGURES)]

@@ -1,0 +1,179 @@
+"""Small-batch study: its tests, tables and figures."""
+
+import math
+import random
+
+import pytest
+import summarize_study
+from PIL import Image
+from scipy import stats
+
+from experiments.small_batch import comparison, tables
+from experiments.small_batch.comparison import HYPOTHESES, Difference, holm, paired_difference, verdict
+from experiments.small_batch.plan import DECIDING, NORMS, VARIATIONS, planned_rows
+from experiments.small_batch.results_file import append_result, read_results
+from experiments.small_batch.summary import PAGE, write_summary
+from gw_detectron.errors import DataError, MissingFileError
+
+PAGE_TEXT = "before\n" + "".join(
+    f"<!-- {name}: begin -->\nstale {name}\n<!-- {name}: end -->\nafter {name}\n"
+    for name in ("hypotheses", "norms", "rates", "batches", "variations")
+)
+AP = {"BN": 20.0, "GN": 24.0, "GW": 28.0, "BN+GW": 27.0, "BN+GN": 26.5}
+
+
+def results_of_the_whole_plan():
+    """Return results in which every norm is best at 0.005 per image, with little noise."""
+    rng, done = random.Random(0), {}
+    for _ in range(3):  # grids at batch 2, the rows of their rates, the scored rows of the other grids
+        for row in list(planned_rows({row: result["AP"] for row, result in done.items()})):
+            if row.lr is not None and row not in done:
+                ap = AP.get(row.norm, 21.0) - 2 * abs(math.log2(row.lr / row.batch / 0.005)) + rng.gauss(0, 0.1)
+                features = {"kappa": {"stem.conv1": 10.0, "res2.0.conv1": None}, "gap": {"stem.conv1": 0.1}}
+                done[row] = {
+                    "AP": ap,
+                    "seconds": 400.0,
+                    "seconds_per_iteration": 0.3 if "GW" in row.norm else 0.2,
+                    "losses": [(0, 3.0), (100, 2.0)],
+                    "features": features if row.seed else {},
+                    "diverged": "",
+                }
+    return done
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return results_of_the_whole_plan()
+
+
+# --- statistics -----------------------------------------------------------------------------------------
+
+
+def test_a_paired_difference_is_that_of_scipy():
+    first, second = {1: 30.0, 2: 32.0, 3: 31.5, 9: 0.0}, {3: 30.0, 2: 31.0, 1: 28.0, 8: 99.0}
+    found = paired_difference(first, second)
+    test = stats.ttest_rel([30.0, 32.0, 31.5], [28.0, 31.0, 30.0])
+    assert found.mean == pytest.approx(1.5) and found.p == pytest.approx(test.pvalue)
+    half = stats.t.ppf(0.975, 2) * 0.5 / math.sqrt(3)  # the differences 2, 1, 1.5 deviate by 0.5
+    assert (found.low, found.high) == pytest.approx((1.5 - half, 1.5 + half))
+
+
+def test_a_difference_needs_two_common_seeds_and_may_be_constant():
+    assert paired_difference({1: 3.0}, {1: 2.0}) is paired_difference({1: 3.0, 2: 1.0}, {3: 2.0}) is None
+    assert paired_difference({1: 3.0, 2: 4.0}, {1: 3.0, 2: 4.0}) == Difference(0.0, 0.0, 0.0, 1.0)
+    assert paired_difference({1: 3.0, 2: 4.0}, {1: 2.0, 2: 3.0}) == Difference(1.0, 1.0, 1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "corrected"),
+    [
+        ([0.01, 0.04, 0.03, 0.005], [0.03, 0.06, 0.06, 0.02]),  # the example of many textbooks
+        ([0.5, 0.6], [1.0, 1.0]),
+        ([0.02], [0.02]),
+    ],
+)
+def test_holm(values, corrected):
+    assert holm(values) == pytest.approx(corrected)
+
+
+@pytest.mark.parametrize(
+    ("mean", "low", "high", "p", "expected"),
+    [
+        (2.0, 1.5, 2.5, 0.01, "holds"),
+        (1.0, 0.5, 1.5, 0.049, "holds"),
+        (1.0, 0.5, 1.5, 0.05, "open"),
+        (0.9, 0.5, 1.3, 0.01, "open"),  # surely better, perhaps by less than 1 AP
+        (0.5, 0.2, 0.8, 0.01, "no"),  # surely better, surely by less than 1 AP
+        (0.0, -3.0, 3.0, 1.0, "open"),
+        (-1.0, -4.0, 2.0, 0.04, "no"),
+        (-0.2, -0.9, 0.5, 0.5, "no"),
+    ],
+)
+def test_verdicts_are_those_of_the_plan(mean, low, high, p, expected):
+    assert verdict(Difference(mean, low, high, p), p) == expected
+
+
+# --- tables ---------------------------------------------------------------------------------------------
+
+
+def cells(table):
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    return lines[0], {line[0]: line[1:] for line in lines[2:]}
+
+
+def test_the_table_of_hypotheses(whole):
+    _, lines = cells(tables.hypotheses(whole))
+    assert list(lines) == list(HYPOTHESES) == ["H1", "H2", "H3", "H4"]
+    assert lines["H1"][0] == "GW - BN" and float(lines["H1"][1]) == pytest.approx(8, abs=0.3)
+    assert [line[-1] for line in lines.values()] == ["holds", "holds", "no", "holds"]  # 0.5 AP is too little
+
+
+def test_hypotheses_wait_for_all_runs(whole):
+    part = {row: result for row, result in whole.items() if row.norm != "BN+GN" or row.seed == 0}
+    assert tables.hypotheses(part) == "The scored runs of the hypotheses are not finished."
+    assert "not run" in tables.main_table(part)
+
+
+def test_the_table_of_norms(whole):
+    header, lines = cells(tables.main_table(whole))
+    assert list(lines) == list(NORMS)
+    gw = dict(zip(header[1:], lines["GW"], strict=True))
+    assert gw["learning rate"] == "0.01" and gw["seeds"] == "5" and gw["time"] == "1.50"
+    assert gw["AP"].startswith("28.") or gw["AP"].startswith("27.9")
+    assert gw["rates within 2 AP of the best"] in ("0.01", "0.005, 0.01", "0.01, 0.02", "0.005, 0.01, 0.02")
+    assert lines["BN"][3] == "" and lines["GW"][3].startswith(("+8.", "+7.9"))
+
+
+def test_tables_of_rates_batches_and_variations(whole):
+    header, lines = cells(tables.grid_table(whole))
+    assert header == ["norm", "0.0025", "0.005", "0.01", "0.02", "0.04"]
+    assert all(all(line) == (norm in DECIDING) for norm, line in lines.items())
+    header, lines = cells(tables.batch_table(whole))
+    assert header == ["norm", "batch 1", "batch 2", "batch 4", "batch 8"]
+    assert "±" in lines["GN"][1] and "±" not in lines["GN"][0]
+    names = [line.split("|")[1].strip() for line in tables.variation_table(whole).splitlines() if "±" in line]
+    assert names == ["BN+GW", *list(VARIATIONS)[:3], "GW", *list(VARIATIONS)[3:]]
+
+
+def test_a_diverged_run_counts_as_zero(whole):
+    row = next(row for row in whole if (row.norm, row.batch, row.seed) == ("BN", 2, 1))
+    diverged = {**whole[row], "AP": 0.0, "diverged": "loss is NaN", "seconds_per_iteration": None, "features": {}}
+    with_zero = {**whole, row: diverged}
+    assert comparison.paired_difference(tables.scored(with_zero, "GN"), tables.scored(with_zero, "BN")).mean > 7
+
+
+# --- the page -------------------------------------------------------------------------------------------
+
+
+def test_the_page_and_its_figures(whole, tmp_path):
+    results = tmp_path / "results.jsonl"
+    for row, result in whole.items():
+        append_result(results, row, result)
+    assert read_results(results).keys() == whole.keys()
+    (tmp_path / PAGE).write_text(PAGE_TEXT)
+    args = summarize_study.get_parser().parse_args(["--results", str(results), "--output", str(tmp_path)])
+    summarize_study.main(args)
+    first = (tmp_path / PAGE).read_text()
+    assert "stale" not in first and tables.main_table(whole) in first and first.count("\nafter ") == 5
+    for name in ("ap", "features", "losses"):
+        with Image.open(tmp_path / f"small_batch_{name}.png") as image:
+            assert len(set(image.convert("L").getdata())) > 50
+    summarize_study.main(args)
+    assert (tmp_path / PAGE).read_text() == first
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_a_study_that_has_begun_has_a_page_too(whole, tmp_path, rows):
+    (tmp_path / PAGE).write_text(PAGE_TEXT)
+    some = dict(list(whole.items())[:rows])
+    assert all(path.exists() for path in write_summary(some, tmp_path))
+
+
+def test_a_page_without_marks_and_no_results_are_refused(whole, tmp_path):
+    (tmp_path / PAGE).write_text(PAGE_TEXT.replace("<!-- rates: end -->", ""))
+    with pytest.raises(DataError, match="table 'rates' lacks its marks"):
+        write_summary(whole, tmp_path)
+    assert "stale" in (tmp_path / PAGE).read_text()
+    args = summarize_study.get_parser().parse_args(["--results", str(tmp_path / "none.jsonl")])
+    with pytest.raises(MissingFileError, match="no results. Fix: run tools/run_study.py"):
+        summarize_study.main(args)

@@ -1,0 +1,40 @@
+#!/usr/bin/env python
+"""Write the tables and figures of the small-batch study (docs/small_batch_study.md) from its results."""
+
+import gw_detectron.needs_detectron2  # noqa: F401
+
+# isort: split
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # experiments/ is not part of the package
+from experiments.small_batch.results_file import read_results
+from experiments.small_batch.summary import write_summary
+from gw_detectron.cli import check_folder, errors_reported
+from gw_detectron.errors import MissingFileError
+
+
+def get_parser() -> argparse.ArgumentParser:
+    """Build the parser of this tool."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("--results", type=Path, default=Path("docs", "data", "small_batch.jsonl"), help="default: %(default)s")
+    add("--output", type=Path, default=Path("docs"), help="folder of the page and its figures, default: %(default)s")
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    """Write the summary and print its files."""
+    results = read_results(args.results)
+    if not results:
+        raise MissingFileError(f"--results ('{args.results}'): no results. Fix: run tools/run_study.py first.")
+    check_folder(args.output)
+    for path in write_summary(results, args.output):
+        print(path)
+
+
+if __name__ == "__main__":
+    with errors_reported():
+        main(get_parser().parse_args())
