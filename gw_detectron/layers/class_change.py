@@ -23,6 +23,11 @@ def change_class(module: nn.Module, mixin: Any) -> None:
     module.__class__ = _changed(mixin, base)
 
 
+def original_class(module: nn.Module) -> Any:
+    """Return the class that a module had before its last change."""
+    return type(module).__bases__[1]
+
+
 @functools.cache
 def _changed(mixin: Any, base: Any) -> type[nn.Module]:
     return type(f"{mixin.__name__}{base.__name__}", (mixin, base), {})

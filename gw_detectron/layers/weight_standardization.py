@@ -6,7 +6,7 @@ import fnmatch
 import torch
 from torch import Tensor, nn
 
-from .class_change import ClassChange, change_class
+from .class_change import ClassChange, change_class, original_class
 
 EPS = 1e-5
 
@@ -47,7 +47,7 @@ class WeightStandardized(ClassChange):
 
     def __prepare_scriptable__(self) -> nn.Module:
         plain = copy.copy(self)
-        plain.__class__ = type(self).__bases__[1]
+        plain.__class__ = original_class(self)
         plain._parameters = {**self._parameters, "weight": nn.Parameter(self.weight.detach())}
         return plain
 
