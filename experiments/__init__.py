@@ -1,4 +1,4 @@
-"""Figures of the whitening papers, redrawn on random features and small networks."""
+"""Figures of the whitening papers, redrawn on small networks, and experiments with detectors."""
 
 import argparse
 
@@ -6,6 +6,11 @@ from gw_detectron.cli import parse_seed
 
 
 def add_random_arguments(parser: argparse.ArgumentParser, reduced: str) -> None:
-    """Add ``--seed`` and ``--reduced``, which all experiments have."""
+    """Add ``--seed`` and ``--reduced``."""
     parser.add_argument("--seed", type=parse_seed, default=0, help="of everything random")
+    add_reduced(parser, reduced)
+
+
+def add_reduced(parser: argparse.ArgumentParser, reduced: str) -> None:
+    """Add ``--reduced``, which all experiments have."""
     parser.add_argument("--reduced", action="store_true", help=f"seconds instead of minutes: {reduced}")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Redraw figures of the whitening papers, and measure the whitening layers of a model.
+"""Redraw figures of the whitening papers, and measure a model and its whitening layers.
 
 Each analysis writes a figure (.png), a table (.csv) and its settings and findings (.json) to the folder --output.
 """
@@ -30,6 +30,8 @@ EXPERIMENTS = {
     "conditioning": "condition numbers of features normalized by GN, GW and BN, over the number of groups",
     "diversity": "histograms and diversity of features normalized by GN and BN over few channels or examples",
     "swapping": "training behind PCA and ZCA whitening, and the axes that swap behind PCA",
+    "padding": "features and AP of a trained detector on single images and on padded batches",
+    "tiling": "features and AP of a trained detector on whole images and on their tiles",
 }
 
 

@@ -100,7 +100,7 @@ def test_an_invalid_seed(name, seed, capsys):
 def test_without_the_folder_of_experiments(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(analyze_whitening, "ROOT", tmp_path)
     parser = analyze_whitening.get_parser()
-    assert "conditioning, diversity, swapping are not available" in capsys.readouterr().err
+    assert "conditioning, diversity, swapping, padding, tiling are not available" in capsys.readouterr().err
     assert parser.parse_args(["layers"]).analysis == "layers"
     with pytest.raises(SystemExit):
         parser.parse_args(["swapping"])
