@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # experiments/ is not part of the package
 from experiments.small_batch.results_file import read_results
-from experiments.small_batch.summary import write_summary
+from experiments.small_batch.results_page import write_summary
 from gw_detectron.cli import check_folder, errors_reported
 from gw_detectron.errors import MissingFileError
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from .comparison import HYPOTHESES, holm, paired_difference, verdict
+from .paired_test import HYPOTHESES, holm, paired_difference, verdict
 from .plan import DECIDING_BATCH, NORMS, OTHER_BATCHES, VARIATIONS, Row
 
 Results = Mapping[Row, Mapping[str, Any]]

@@ -8,11 +8,11 @@ import summarize_study
 from PIL import Image
 from scipy import stats
 
-from experiments.small_batch import comparison, tables
-from experiments.small_batch.comparison import HYPOTHESES, Difference, holm, paired_difference, verdict
+from experiments.small_batch import tables
+from experiments.small_batch.paired_test import HYPOTHESES, Difference, holm, paired_difference, verdict
 from experiments.small_batch.plan import DECIDING, NORMS, VARIATIONS, planned_rows
 from experiments.small_batch.results_file import append_result, read_results
-from experiments.small_batch.summary import PAGE, write_summary
+from experiments.small_batch.results_page import PAGE, write_summary
 from gw_detectron.errors import DataError, MissingFileError
 
 PAGE_TEXT = "before\n" + "".join(
@@ -139,7 +139,7 @@ def test_a_diverged_run_counts_as_zero(whole):
     row = next(row for row in whole if (row.norm, row.batch, row.seed) == ("BN", 2, 1))
     diverged = {**whole[row], "AP": 0.0, "diverged": "loss is NaN", "seconds_per_iteration": None, "features": {}}
     with_zero = {**whole, row: diverged}
-    assert comparison.paired_difference(tables.scored(with_zero, "GN"), tables.scored(with_zero, "BN")).mean > 7
+    assert paired_difference(tables.scored(with_zero, "GN"), tables.scored(with_zero, "BN")).mean > 7
 
 
 # --- the page -------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def test_the_page_and_its_figures(whole, tmp_path):
     assert "stale" not in first and tables.main_table(whole) in first and first.count("\nafter ") == 5
     for name in ("ap", "features", "losses"):
         with Image.open(tmp_path / f"small_batch_{name}.png") as image:
-            assert len(set(image.convert("L").getdata())) > 50
+            assert len(image.convert("L").getcolors()) > 50
     summarize_study.main(args)
     assert (tmp_path / PAGE).read_text() == first
 
