@@ -85,10 +85,9 @@ def _features(model: Any, group: Sequence[Tensor]) -> Iterator[dict[str, Tensor]
     images = model.preprocess_image([{"image": image} for image in group])
     maps = model.backbone(images.tensor)
     for index, (height, width) in enumerate(images.image_sizes):
-        strides = {name: images.tensor.shape[2] // values.shape[2] for name, values in maps.items()}
         yield {
-            name: maps[name][index, :, : -(-height // stride), : -(-width // stride)]
-            for name, stride in strides.items()
+            name: maps[name][index, :, : -(-height // shape.stride), : -(-width // shape.stride)]
+            for name, shape in model.backbone.output_shape().items()
         }
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from detectron2.structures import Boxes, Instances
 
-from experiments import tiling
+from experiments import padding, tiling
 from experiments.padding import analyze_padding
 from experiments.tiling import analyze_tiling
 from experiments.trained_detector import Example, box_ap, load_detector
@@ -99,6 +99,14 @@ def test_padding_does_not_change_the_features_of_fixed_norms_far_from_it(detecto
         analyze_padding(**detectors[norm], batches=[4], progress=False).rows[0]["p2"] for norm in ("FrozenBN", "GW")
     )
     assert frozen < 0.5 * whitened
+
+
+def test_features_of_an_image_have_its_own_size_in_every_batch(detectors):
+    model, _ = load_detector(**detectors["GW"], images=1, progress=False)
+    group = [torch.rand(3, 64, 64), torch.rand(3, 150, 64)]  # the batch has levels of 5 and 3 rows below each other
+    shapes = [{name: values.shape for name, values in features.items()} for features in padding._features(model, group)]
+    alone = [{name: values.shape for name, values in next(padding._features(model, [x])).items()} for x in group]
+    assert shapes == alone and shapes[0]["p6"] == (32, 1, 1)
 
 
 # --- tiles ----------------------------------------------------------------------------------------------
