@@ -106,7 +106,7 @@ def _draw(rows: Sequence[dict[str, Any]]) -> Figure:
     features.plot(batches, [row["padding"] for row in rows], "k--", label="share of padding")
     ap.plot(batches, [row["AP"] for row in rows], "o-")
     features.set(title="Difference of features from those of single images", xlabel="images per batch", ylim=(0, None))
-    ap.set(title="Box AP", xlabel="images per batch", ylim=(0, None))
+    ap.set(title="Box AP", xlabel="images per batch", ylim=(0, 100))
     features.legend(fontsize=8)
     for axes in (features, ap):
         axes.set_xticks(batches)

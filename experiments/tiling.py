@@ -69,11 +69,11 @@ def analyze_tiling(
             raise AnalysisError(f"tiles ({n}): no image has {step} pixels per side. Fix: give fewer tiles.")
         bar = tqdm(fitting, desc=f"{n} x {n} tiles", unit="image", disable=not progress)
         rows += _compare(model, n, bar)
-    drift = [row for row in rows if row["statistics"] != "whole"]
-    pairs = zip(drift[::2], drift[1::2], strict=True)
     levels = [name for name in rows[0] if name not in ("tiles", "images", "statistics", "AP")]
-    statement = "features of tiles with joint statistics are closer to those of the whole image, in every level"
-    findings = findings_of({statement: [joint[name] < own[name] for own, joint in pairs for name in levels]})
+    pairs = zip(rows[1::3], rows[2::3], strict=True)
+    findings = findings_of(
+        {"joint statistics raise the AP in tiles": [joint["AP"] > own["AP"] for own, joint in pairs]}
+    )
     settings = {"config": config_file, "weights": weights, "images": len(examples)}
     return AnalysisResult("tiling", settings, rows, findings, _draw(rows, levels))
 
@@ -155,11 +155,12 @@ def _draw(rows: Sequence[dict[str, Any]], levels: Sequence[str]) -> Figure:
     figure = Figure(figsize=(9.5, 3.6), layout="constrained")
     features, ap = figure.subplots(1, 2)
     numbers = sorted({row["tiles"] for row in rows})
-    for way, style in (("whole", "k--"), ("own", "s-"), ("joint", "o-")):
+    for way, style in (("whole", "k:"), ("own", "s--"), ("joint", "o-")):
         chosen = [row for n in numbers for row in rows if (row["tiles"], row["statistics"]) == (n, way)]
         ap.plot(numbers, [row["AP"] for row in chosen], style, label=way)
-        for name in levels if way != "whole" else []:
-            features.plot(numbers, [row[name] for row in chosen], style, label=f"{name}, {way}", markersize=4)
+        for color, name in enumerate(levels if way != "whole" else []):
+            values = [row[name] for row in chosen]
+            features.plot(numbers, values, style, color=f"C{color}", label=f"{name}, {way}", markersize=4)
     features.set(title="Difference of features from those of the whole image", xlabel="tiles per side", ylim=(0, None))
     ap.set(title="Box AP in tiles", xlabel="tiles per side", ylim=(0, None))
     for axes in (features, ap):
