@@ -9,6 +9,7 @@ private name                                             used by
 ``torch._C._are_functorch_transforms_active``            :func:`needs_plain_operations`
 ``torch.autograd.forward_ad._current_level``             :func:`needs_plain_operations`
 ``torch.ops.mkldnn._linear_pointwise``                   :func:`onednn_matmul`
+``torch._assert_async``                                  :func:`assert_all`
 =======================================================  ============================================
 """
 
@@ -84,3 +85,12 @@ def onednn_matmul(a: Tensor, b: Tensor, plus: Tensor | None = None) -> Tensor:
     if plus is not None:
         return torch.ops.mkldnn._linear_pointwise.binary(a, plus, b.mT, None, "add")
     return torch.ops.mkldnn._linear_pointwise(a, b.mT, None, "none", [], "")
+
+
+def assert_all(condition: Tensor, message: str) -> None:
+    """Raise a RuntimeError unless all values are true, also inside an exported program.
+
+    ONNX and TorchScript have no assertions: their files go on. Fallback: exported programs have no assertion either.
+    """
+    if hasattr(torch, "_assert_async"):
+        torch._assert_async(condition.all(), message)
