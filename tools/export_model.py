@@ -1,8 +1,9 @@
 #!/usr/bin/env python
-"""Export a whole Faster or Mask R-CNN as a TorchScript trace, and check its numbers.
+"""Export a whole Faster R-CNN, Mask R-CNN or RetinaNet with FPN, and compare its detections with the model's.
 
-The folder --output gets model.ts, parity.json (differences from the model) and README.md (code that loads the file).
-TorchScript is deprecated in torch, but no other format holds a detector; for backbones see tools/export_backbone.py.
+The folder --output gets the file, parity.json (differences from the model) and README.md (code that loads the file).
+The file takes images of any size and needs neither Detectron2 nor this package. Other detectors are refused; for their
+backbones see tools/export_backbone.py.
 """
 
 import gw_detectron.needs_detectron2  # noqa: F401
@@ -15,15 +16,21 @@ from tabulate import tabulate
 
 from gw_detectron.cli import check_folder, errors_reported
 from gw_detectron.config import read_config
-from gw_detectron.export import export_detector, load_model, read_image_for, worst_relative
+from gw_detectron.export import DETECTOR_FORMATS, EvaluationImages, export_detector, load_model, read_image_for
 
 
 def get_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config-file", required=True, metavar="FILE", help="config of the model")
     parser.add_argument("--weights", metavar="FILE", help="weights, default: MODEL.WEIGHTS of the config")
-    parser.add_argument("--image", required=True, metavar="FILE", help="an image in which the detector finds something")
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to create")
+    parser.add_argument("--format", choices=DETECTOR_FORMATS, default="pt2", help="default: %(default)s")
+    parser.add_argument(
+        "--detections", type=int, metavar="K", help="rows of an image, default: TEST.DETECTIONS_PER_IMAGE"
+    )
+    parser.add_argument("--image", metavar="FILE", help="image to compare on, best with many objects; default: drawn")
+    parser.add_argument("--dataset", metavar="NAME", help="compare the AP on this registered dataset")
+    parser.add_argument("--images", type=int, default=100, metavar="N", help="of the dataset, default: %(default)s")
     parser.add_argument("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config keys to change")
     return parser
 
@@ -33,14 +40,27 @@ def main(args: argparse.Namespace) -> None:
     check_folder(args.output)  # before minutes of work
     cfg = read_config(args.config_file, opts)
     model = load_model(cfg)
-    source = {"config": args.config_file, "weights": cfg.MODEL.WEIGHTS}
-    sides = (cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST)
-    report = export_detector(model, args.output, read_image_for(cfg, args.image), sides=sides, source=source)
+    report = export_detector(
+        model,
+        args.output,
+        file_format=args.format,
+        detections=args.detections,
+        image=read_image_for(cfg, args.image) if args.image else None,
+        evaluation=EvaluationImages.load(cfg, args.dataset, args.images) if args.dataset else None,
+        sides=(cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST),
+        source={"config": args.config_file, "weights": cfg.MODEL.WEIGHTS},
+    )
     rows = [
-        [f"{case['width']} x {case['height']}", case["detections"], f"{worst_relative([case]):.1e}"]
-        for case in report["cases"]
+        [name, f"{report['worst'][name]:.1e}", allowed]
+        for name, allowed in report["tolerance"].items()
+        if name in report["worst"]
     ]
-    print(tabulate(rows, headers=["image", "detections", "largest relative difference"], disable_numparse=True))
+    print(tabulate(rows, headers=["output", "largest difference", "allowed"], disable_numparse=True))
+    print(f"{report['detections_compared']} detections compared, {report['unmatched']} without counterpart.")
+    if accuracy := report.get("accuracy"):
+        rows = [[task, accuracy["model"][task], accuracy["exported"][task]] for task in accuracy["model"]]
+        print(f"AP on {accuracy['images']} images of {accuracy['dataset']}:")
+        print(tabulate(rows, headers=["task", "model", "exported"], floatfmt=".4f"))
     print(f"{args.output}/{report['file']} agrees with the model; {args.output}/README.md shows how to load it.")
 
 

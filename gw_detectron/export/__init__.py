@@ -1,16 +1,19 @@
 """Export backbones and detectors, and check the exported numbers."""
 
 from .backbone import FORMATS, export_backbone
-from .detector import export_detector, read_image_for
+from .detection import EvaluationImages
+from .detector import DETECTOR_FORMATS, export_detector, read_image_for
 from .feature_extractor import Normalization
 from .parity import TOLERANCE, ExportError, ParityError, worst_relative
 from .safetensors_writer import LAYOUTS
 from .trained_model import load_model
 
 __all__ = [
+    "DETECTOR_FORMATS",
     "FORMATS",
     "LAYOUTS",
     "TOLERANCE",
+    "EvaluationImages",
     "ExportError",
     "Normalization",
     "ParityError",

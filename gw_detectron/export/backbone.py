@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from detectron2.modeling import FPN, Backbone
@@ -10,13 +10,13 @@ from detectron2.modeling import FPN, Backbone
 from ..norms.norm_table import norm_rows
 from .atomic_folder import atomic_folder
 from .feature_extractor import FeatureExtractor, Normalization
-from .formats import write_onnx, write_pt2, write_torchscript
-from .parity import ExportError, check_parity
+from .formats import Written, write_onnx, write_pt2, write_torchscript
+from .parity import TOLERANCE, ExportError, check_parity, worst_relative
 from .report import REPORT_FILES, write_report
 from .safetensors_writer import LAYOUTS, write_safetensors
 
 #: format -> file name and writer
-FORMATS = {
+FORMATS: dict[str, tuple[str, Callable[..., Written]]] = {
     "pt2": ("backbone.pt2", write_pt2),
     "onnx": ("backbone.onnx", write_onnx),
     "torchscript": ("backbone.ts", write_torchscript),
@@ -77,7 +77,8 @@ def export_backbone(
         cases = check_parity(extractor, run)
         norms = Counter(row.spec for row in norm_rows(backbone))
         entries |= {**extractor.describe(), "norm_layers": dict(norms)}
-        return write_report(folder / file, file_format, options.get("layout", file_format), entries, cases, source)
+        entries |= {"tolerance": TOLERANCE, "worst_relative": worst_relative(cases), "cases": cases}
+        return write_report(folder / file, file_format, options.get("layout", file_format), entries, source)
 
 
 def _check_arguments(file_format: str, layout: str, normalization: Normalization) -> None:

@@ -1,99 +1,98 @@
-"""Export a whole Faster or Mask R-CNN as a TorchScript trace.
+"""Export a whole detector and check what it finds."""
 
-The numbers of proposals and detections depend on the image, which torch.export and the ONNX exporter refuse.
-"""
-
-import copy
 import os
-import warnings
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from detectron2.config import CfgNode
 from detectron2.modeling import GeneralizedRCNN
-from detectron2.structures import Instances
 from torch import Tensor, nn
 
-from ..data.images import evaluation_input, read_image
-from ..errors import MissingPackageError
-from ..layers import use_backend
+from ..data.images import evaluation_input, read_image, synthetic_images
 from .atomic_folder import atomic_folder
-from .feature_extractor import Normalization
-from .formats import save_trace
-from .parity import ExportError, compare
+from .detection import (
+    DetectorProgram,
+    EvaluationImages,
+    RCNNProgram,
+    RetinaNetProgram,
+    check_detections,
+    check_supported,
+    compare_accuracy,
+)
+from .formats import write_onnx, write_pt2, write_torchscript
+from .parity import ExportError
 from .report import REPORT_FILES, write_report
 
-_FILE = "model.ts"
+#: format -> file name and writer
+DETECTOR_FORMATS = {
+    "pt2": ("model.pt2", write_pt2),
+    "onnx": ("model.onnx", write_onnx),
+    "torchscript": ("model.ts", write_torchscript),
+}
 
 
 def export_detector(
     model: nn.Module,
     output: str | os.PathLike[str],
-    image: Tensor,
     *,
+    file_format: str = "pt2",
+    detections: int | None = None,
+    image: Tensor | None = None,
+    evaluation: EvaluationImages | None = None,
     sides: tuple[int, int] | None = None,
     source: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Trace a detector with Detectron2's ``TracingAdapter`` and check its numbers.
+    """Export a Faster R-CNN, Mask R-CNN or RetinaNet with FPN, and compare its detections with the model's.
 
-    The folder ``output`` gets ``model.ts``, ``parity.json`` and ``README.md``, all or none. The trace takes one image
-    of any size. Boxes are in its pixels; masks are those of the boxes and are not pasted into the image.
+    The exported function is that of :class:`.DetectorProgram`: any number of images of any size, padded to one tensor.
+    It needs neither Detectron2 nor this package. The folder ``output`` gets the file, ``parity.json`` (the return
+    value) and ``README.md`` (code that loads the file), all or none.
 
     Args:
-        model: a ``GeneralizedRCNN`` with its weights; it is copied and not changed.
-        output: the folder to create. It may exist if it is empty or holds an earlier export of a detector.
-        image: pixels of 0 to 255 in the model's channel order, (3, H, W). The detector must find something in it;
-            otherwise the trace would lack the layers that run on boxes.
-        sides: shorter and longest side to which evaluation resizes images, for ``parity.json`` and ``README.md``. The
-            exported file does not resize.
+        model: the detector with its weights; it is copied and not changed.
+        output: the folder to create. It may exist if it is empty or holds an earlier export in the same format.
+        file_format: ``pt2`` (torch.export), ``onnx`` or ``torchscript`` (a trace; deprecated in torch).
+        detections: rows of an image, by default ``TEST.DETECTIONS_PER_IMAGE`` of the model.
+        image: pixels of 0 to 255 in the model's channel order, (3, H, W), best with many objects, for the comparison.
+            A drawn scene by default.
+        evaluation: annotated images, of which the AP of model and file is computed.
+        sides: shorter and longest side to which evaluation resizes images, for ``README.md``. The file does not resize.
         source: origin of the weights, copied to ``parity.json``.
 
-    Returns:
-        Names of the outputs and differences from the model for this image, a smaller one and a black one.
+    Raises:
+        ExportError: an argument is out of range, or a part of the detector cannot be exported.
+        ParityError: the file finds something else than the model.
+        OutputFolderError: ``output`` holds other files.
+        MissingPackageError: a package that the format needs is not installed.
+    """
+    if file_format not in DETECTOR_FORMATS:
+        raise ExportError(f"file_format ({file_format!r}): unknown. Fix: use one of {', '.join(DETECTOR_FORMATS)}.")
+    program = detector_program(model, detections)
+    image = _scene(program.model.input_format) if image is None else image.detach().cpu().float()
+    if image.dim() != 3 or image.shape[0] != 3:
+        raise ExportError(f"image ({tuple(image.shape)}): expected the shape (3, H, W). Fix: give one color image.")
+    file, write = DETECTOR_FORMATS[file_format]
+    with atomic_folder(output, (file, *REPORT_FILES)) as folder:
+        run, entries = write(program, folder / file)
+        entries |= program.describe()
+        entries["resized_in_evaluation"] = None if sides is None else {"shorter": sides[0], "longer_at_most": sides[1]}
+        entries |= check_detections(program, run, image)
+        if evaluation is not None:
+            entries["accuracy"] = compare_accuracy(program, run, evaluation)
+        return write_report(folder / file, file_format, file_format, entries, source)
+
+
+def detector_program(model: nn.Module, detections: int | None = None) -> DetectorProgram:
+    """Return a detector as a function of tensors.
 
     Raises:
-        MissingPackageError: the installed Detectron2 has no usable ``TracingAdapter``.
-        ParityError: the trace gives other numbers than the model.
-        ExportError: the installed Detectron2 cannot trace this model, or the model finds nothing in the image.
-        OutputFolderError: ``output`` holds other files.
+        ExportError: a part of the detector cannot be exported, or the number of detections is below 1.
     """
-    try:
-        from detectron2.export import TracingAdapter
-    except ImportError as error:
-        raise MissingPackageError(
-            f"detectron2.export: cannot be imported: {error}. Releases 0.5 and 0.6 import Caffe2, which PyTorch no "
-            "longer has. Fix: use Detectron2's main branch, or the 0.5 that tools/install_detectron2.py installs."
-        ) from error
-    if not isinstance(model, GeneralizedRCNN):
-        raise ExportError(
-            f"model ('{type(model).__name__}'): only a GeneralizedRCNN can be exported as a whole. "
-            "Fix: export its backbone with tools/export_backbone.py."
-        )
-    model = copy.deepcopy(model).cpu().eval().requires_grad_(False)
-    image = image.detach().cpu().float()
-    if not len(_detect(model, image)):
-        raise ExportError(
-            "image: the detector finds nothing in it, so the trace would lack the layers that run on boxes. "
-            "Fix: give another image or a lower MODEL.ROI_HEADS.SCORE_THRESH_TEST."
-        )
-    with atomic_folder(output, (_FILE, *REPORT_FILES)) as folder:
-        path = folder / _FILE
-        adapter = TracingAdapter(model, image, _detect).eval()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # deprecation, and branches of a trace; the parity check takes both sides
-            traced = _trace(adapter, image, path)
-            names = [*adapter.outputs_schema.keys, "image_size"]
-            with use_backend("reference"):  # the exported backend; another one rounds boxes of equal score differently
-                cases = [_case(names, traced(tried), adapter(tried)) for tried in _images(image)]
-        entries = {
-            "input": _normalization(model).describe("image", [3, "H", "W"]),
-            "resized_in_evaluation": None if sides is None else {"shorter": sides[0], "longer_at_most": sides[1]},
-            "outputs": names,
-        }
-        return write_report(path, "torchscript", "detector", entries, cases, source)
+    check_supported(model)
+    program = RCNNProgram if isinstance(model, GeneralizedRCNN) else RetinaNetProgram
+    return program(model, detections)
 
 
 def read_image_for(cfg: CfgNode, path: str | os.PathLike[str]) -> Tensor:
@@ -108,34 +107,6 @@ def read_image_for(cfg: CfgNode, path: str | os.PathLike[str]) -> Tensor:
     return evaluation_input(read_image(path, cfg.INPUT.FORMAT), cfg)
 
 
-def _normalization(model: Any) -> Normalization:
-    mean, std = (tuple(values.flatten().tolist()) for values in (model.pixel_mean, model.pixel_std))
-    return Normalization(model.input_format, mean, std, inside=True)
-
-
-def _trace(adapter: nn.Module, image: Tensor, path: Path) -> Any:
-    try:
-        save_trace(torch.jit.trace(adapter, (image,), check_trace=False), path)
-    except RuntimeError as error:  # such as the scaled gradient of cascade heads, up to Detectron2 0.6
-        reason = str(error).strip().partition("\n")[0]
-        raise ExportError(
-            f"model: the installed Detectron2 cannot trace this detector: {reason}. "
-            "Fix: export its backbone with tools/export_backbone.py."
-        ) from error
-    return torch.jit.load(path)
-
-
-def _detect(model: GeneralizedRCNN, image: Tensor) -> Instances:
-    return model.inference([{"image": image}], do_postprocess=False)[0]
-
-
-def _images(image: Tensor) -> list[Tensor]:
-    """Return the image, a smaller distorted one, and a black one."""
-    smaller = F.interpolate(image[None], scale_factor=(0.6, 0.8), mode="bilinear", recompute_scale_factor=True)[0]
-    return [image, smaller, torch.zeros_like(image)]
-
-
-def _case(names: Sequence[str], found: Sequence[Tensor], expected: Sequence[Tensor]) -> dict[str, Any]:
-    levels = {name: compare(name, a, b) for name, a, b in zip(names, found, expected, strict=True)}
-    height, width = expected[-1].tolist()
-    return {"height": height, "width": width, "detections": len(expected[0]), "levels": levels}
+def _scene(channels: str) -> Tensor:
+    image = torch.from_numpy(np.array(synthetic_images(1)[0])).permute(2, 0, 1).float()
+    return image.flip(0) if channels == "BGR" else image

@@ -9,6 +9,7 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.modeling import Backbone
 from torch import Tensor, nn
+from torch.export import Dim
 
 from ..errors import ConfigError
 
@@ -113,6 +114,16 @@ class FeatureExtractor(nn.Module):
         """Draw random input images, (N, 3, H, W)."""
         pixels = 255 * torch.rand(batch, 3, height, width, generator=torch.Generator().manual_seed(seed))
         return pixels if self.normalization.inside else (pixels - self.pixel_mean) / self.pixel_std
+
+    def sample_inputs(self) -> dict[str, Tensor]:
+        """Draw the input for the export."""
+        return {"images": self.sample(2, self.side(1), self.side(2))}
+
+    def dynamic_shapes(self) -> dict[str, Any]:
+        """Return the free dimensions of the input, for torch.export."""
+        # dimensions as multiples tell torch.export that the levels of an FPN fit each other
+        height, width = (Dim(name, min=self.smallest_side // self.multiple) for name in ("height", "width"))
+        return {"images": {0: Dim("batch", min=1), 2: self.multiple * height, 3: self.multiple * width}}
 
     def describe(self) -> dict[str, Any]:
         """Describe input and outputs as plain values, for metadata and reports."""

@@ -14,7 +14,7 @@ from .feature_extractor import FeatureExtractor
 #: largest allowed difference of a feature map, relative to the map's largest value
 TOLERANCE = 1e-3
 
-Run = Callable[[Tensor], Sequence[Tensor]]
+Run = Callable[..., Sequence[Tensor]]
 
 
 class ExportError(UserError, ValueError):

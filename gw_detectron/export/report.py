@@ -2,14 +2,13 @@
 
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from string import Template
 from typing import Any
 
 from ..checkpoint.provenance import sha256_of, tool
-from .parity import TOLERANCE, worst_relative
 
 #: the files beside the exported one
 REPORT_FILES = ("parity.json", "README.md")
@@ -23,8 +22,7 @@ $kind
 - Input: `$name`, $type, ($dimensions), $channels: pixels of 0 to 255, $scale.
   Mean: $pixel_mean, std: $pixel_std.
 - H and W: at least $smallest_side$multiples.$resize
-- Outputs: $outputs
-- Largest difference from the model (reference backend): $worst of an output's largest value.
+$details
 
 `parity.json` holds all differences, the package versions and the SHA-256 of the file.
 
@@ -41,14 +39,23 @@ _KINDS = {
     "detectron2": "Weights. Need Detectron2, gw_detectron and the config of the exported model.",
     "torchvision": "Weights in torchvision's names. Need torchvision, and gw_detectron for whitening layers.",
     "timm": "Weights in timm's names, which are torchvision's. Need timm, and gw_detectron for whitening layers.",
-    "detector": (
-        "A detector as TorchScript trace (deprecated in torch). Needs torch and torchvision. Runs on the CPU.\n"
-        "Boxes are x0, y0, x1, y1 in pixels of the image. Masks are probabilities inside the boxes."
-    ),
 }
-_RESIZE = Template("""
+_FEATURES = """\
+- Outputs: $outputs
+- Largest difference from the model (reference backend): $worst of an output's largest value."""
+_DETECTIONS = """\
+- Input: `sizes`, int64, (N, 2): height and width of each image inside the padded tensor. The file replaces the padding.
+- Outputs: $detections rows for each image, detections first, by descending score; the other rows are zeros, class -1.
+  - `boxes`: x0, y0, x1, y1 in pixels of the image, (N, $detections, 4)
+  - `scores`: above $score_threshold, (N, $detections)
+  - `classes`: 0 is the first class of the training data, int64, (N, $detections)$masks
+  - `count`: detections of each image, int64, (N)$refusal
+- Largest differences from the model (reference backend): $worst."""
+_MASKS = """
+  - `masks`: probabilities inside the box, not pasted into the image, (N, $detections, S, S)"""
+_RESIZE = """
   The file does not resize. Evaluation resizes images to a shorter side of $shorter and a longer side of at most
-  $longer_at_most pixels: do the same.""")
+  $longer_at_most pixels: do the same."""
 _IMAGES = """\
 images = np.random.uniform(0, 255, (1, 3, $smallest_side, $smallest_side)).astype("float32")  # your images
 """
@@ -56,13 +63,17 @@ _NORMALIZE = """\
 mean, std = (np.array(values, "float32").reshape(3, 1, 1) for values in ($pixel_mean, $pixel_std))
 images = (images - mean) / std
 """
+_SIZES = """\
+sizes = np.array([images.shape[2:]])  # height and width of each image without padding
+"""
+_TORCHVISION = "import torchvision  # registers operators that the file uses\n"
 _TORCH = """\
 import numpy as np
 import torch
-
+$imports
 $images
 with torch.no_grad():
-    outputs = $load(torch.from_numpy(images))
+    outputs = $load($tensors)
 """
 _RESNET = """\
 import importlib
@@ -100,7 +111,7 @@ import onnxruntime
 
 $images
 session = onnxruntime.InferenceSession("$file", providers=["CPUExecutionProvider"])
-outputs = session.run($names, {"images": images})
+outputs = session.run($names, $feed)
 """,
     "torchvision": _RESNET.replace("$width", "groups=$groups, width_per_group=$width"),
     "timm": _RESNET.replace("$width", "cardinality=$groups, base_width=$width"),
@@ -117,33 +128,19 @@ if "stem.conv1.weight" in weights:  # a ResNet without the FPN of the config
     backbone = getattr(backbone, "bottom_up", backbone)
 print(backbone.load_state_dict(weights))
 """,
-    "detector": """\
-import torch
-import torchvision  # registers operators that the file uses
-
-image = 255 * torch.rand(3, 480, 640)  # your image
-with torch.no_grad():
-    outputs = torch.jit.load("$file")(image)
-""",
 }
 
 
 def write_report(
-    path: Path,
-    file_format: str,
-    kind: str,
-    entries: Mapping[str, Any],
-    cases: Sequence[Mapping[str, Any]],
-    source: Mapping[str, str] | None,
+    path: Path, file_format: str, kind: str, entries: Mapping[str, Any], source: Mapping[str, str] | None
 ) -> dict[str, Any]:
     """Write ``parity.json`` and ``README.md`` beside an exported file.
 
     Args:
         path: the exported file.
         file_format: its format.
-        kind: the kind of README: the format, the layout of weights, or ``detector``.
-        entries: ``input``, ``outputs`` and other entries of the report.
-        cases: the results of the parity check.
+        kind: the kind of README: the format, or the layout of weights.
+        entries: ``input``, ``outputs``, the results of the parity check and other entries of the report.
         source: origin of the weights.
 
     Returns:
@@ -163,9 +160,6 @@ def write_report(
         "bytes": path.stat().st_size,
         "source": dict(source or {}),
         **entries,
-        "tolerance": TOLERANCE,
-        "worst_relative": worst_relative(cases),
-        "cases": list(cases),
         "versions": versions,
     }
     (path.parent / "parity.json").write_text(json.dumps(report, indent=2) + "\n")
@@ -174,18 +168,42 @@ def write_report(
 
 
 def _readme(report: Mapping[str, Any], kind: str) -> str:
-    given, resize = report["input"], report.get("resized_in_evaluation")
+    given, resize, detector = report["input"], report.get("resized_in_evaluation"), "detections" in report
     names = ["mean of the last map"] if "network" in report else list(report["outputs"])
-    code = _CODE[kind].replace("$images\n", _IMAGES + _NORMALIZE * (not given["inside"]))
-    values = {**report, **report.get("network", {}), **given, "library": kind, "names": names}
+    inputs = ["images", "sizes"] if detector else ["images"]
+    values = {
+        **report,
+        **report.get("network", {}),
+        **given,
+        "library": kind,
+        "names": names,
+        "outputs": json.dumps(report["outputs"]),
+        "refusal": "" if report["format"] == "pt2" else "; -1 for an image whose size is not inside the tensor",
+        "masks": _MASKS if "masks" in names else "",
+        "worst": _largest(report),
+        "imports": _TORCHVISION if detector else "",
+        "tensors": ", ".join(f"torch.from_numpy({name})" for name in inputs),
+        "feed": "{" + ", ".join(f'"{name}": {name}' for name in inputs) + "}",
+    }
+    prepared = _IMAGES + _NORMALIZE * (not given["inside"]) + _SIZES * detector
+    code = _CODE[kind].replace("$images\n", prepared) + _PRINT * (kind != "detectron2")
     return _README.substitute(
         values,
         kind=_KINDS[kind],
-        code=Template(code if kind == "detectron2" else code + _PRINT).substitute(values),
+        code=_fill(code, values),
         dimensions=", ".join(map(str, given["shape"])),
         multiples=f", multiples of {given['multiple_of']}" if given["multiple_of"] > 1 else "",
-        outputs=json.dumps(report["outputs"]),
         scale="normalized by the file" if given["inside"] else "normalized as (pixels - mean) / std",
-        resize=_RESIZE.substitute(resize) if resize else "",
-        worst=f"{report['worst_relative']:.1e}",
+        resize=_fill(_RESIZE, resize) if resize else "",
+        details=_fill(_DETECTIONS if detector else _FEATURES, values | {"masks": _fill(values["masks"], values)}),
     )
+
+
+def _fill(text: str, values: Mapping[str, Any]) -> str:
+    return Template(text).substitute(values)
+
+
+def _largest(report: Mapping[str, Any]) -> str:
+    if "worst" not in report:
+        return f"{report['worst_relative']:.1e}"
+    return ", ".join(f"{name} {value:.1e}{' px' * (name == 'boxes')}" for name, value in report["worst"].items())

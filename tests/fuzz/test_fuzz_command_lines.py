@@ -20,7 +20,10 @@ TOOLS = {
     "verify_weights": ("--config-file --images --source", []),
     "describe_checkpoint": ("--help", []),
     "export_backbone": ("--config-file --weights --output --format --layout --no-fpn", ["MODEL.WEIGHTS", "none.pth"]),
-    "export_model": ("--config-file --weights --output --image", ["MODEL.WEIGHTS", "none.pth"]),
+    "export_model": (
+        "--config-file --output --format --detections --image --dataset",
+        ["MODEL.WEIGHTS", "none.pth"],
+    ),
     "analyze_whitening": ("layers constraints --config-file --output --samples --count", ["--no-such-flag"]),
     "benchmark": ("layer network --output --shapes --groups --repeats --compare", ["--no-such-flag"]),
 }

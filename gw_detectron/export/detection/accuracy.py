@@ -1,0 +1,75 @@
+"""Average precision of a model and of its exported file, side by side."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from detectron2.config import CfgNode
+from detectron2.data import DatasetCatalog, build_detection_test_loader
+from detectron2.evaluation import COCOEvaluator
+from detectron2.modeling.postprocessing import detector_postprocess
+from detectron2.structures import Instances
+from torch import Tensor
+
+from ...errors import ConfigError, similar_names
+from ..parity import Run
+from .matching import expected_detections, found_detections
+from .program import DetectorProgram
+
+
+@dataclass(frozen=True)
+class EvaluationImages:
+    """Annotated images of a registered dataset, as evaluation reads them.
+
+    Args:
+        dataset: its registered name.
+        inputs: Detectron2's inputs of a model.
+    """
+
+    dataset: str
+    inputs: list[dict[str, Any]]
+
+    @classmethod
+    def load(cls, cfg: CfgNode, dataset: str, count: int) -> "EvaluationImages":
+        """Read the first images of a dataset.
+
+        Raises:
+            ConfigError: the dataset is not registered, or the count is below 1.
+        """
+        if dataset not in DatasetCatalog.list():
+            similar = similar_names(dataset, DatasetCatalog.list())
+            raise ConfigError(f"dataset ({dataset!r}): not registered.{similar} Fix: give a registered dataset.")
+        if count < 1:
+            raise ConfigError(f"images ({count}): expected at least 1. Fix: give a number of images, e.g. 100.")
+        loader = build_detection_test_loader(cfg, dataset)
+        return cls(dataset, [item for batch in islice(loader, count) for item in batch])
+
+
+def compare_accuracy(program: DetectorProgram, run: Run, images: EvaluationImages) -> dict[str, Any]:
+    """Compute the AP of a model and of its exported file on the same images, one image at a time.
+
+    Returns:
+        ``dataset``, ``images``, and for ``model`` and ``exported``: task -> AP in percent.
+    """
+    tasks = ("bbox", "segm") if "masks" in program.names else ("bbox",)
+
+    def ap(detect: Callable[[list[Tensor]], list[Instances]]) -> dict[str, float]:
+        evaluator = COCOEvaluator(images.dataset, tasks=tasks, distributed=False, use_fast_impl=False)
+        evaluator.reset()
+        for item in images.inputs:
+            result = detect([item["image"].float()])[0]
+            evaluator.process([item], [{"instances": detector_postprocess(result, item["height"], item["width"])}])
+        found = evaluator.evaluate(img_ids=_ids(images.inputs))
+        return {task: values["AP"] for task, values in found.items()}
+
+    return {
+        "dataset": images.dataset,
+        "images": len(images.inputs),
+        "model": ap(lambda batch: expected_detections(program, batch)),
+        "exported": ap(lambda batch: found_detections(program, run, batch)),
+    }
+
+
+def _ids(inputs: Iterable[dict[str, Any]]) -> list[Any]:
+    return [item["image_id"] for item in inputs]

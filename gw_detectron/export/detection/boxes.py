@@ -1,0 +1,100 @@
+"""Boxes as plain tensors of fixed shapes: anchors, clipping, suppression and selection.
+
+N: images, M: boxes of an image, K: selected boxes. A score of -inf marks a row without a box.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from detectron2.modeling.anchor_generator import DefaultAnchorGenerator
+from torch import Tensor
+from torchvision.ops import nms
+
+NO_BOX = -math.inf
+
+
+def grid_anchors(generator: DefaultAnchorGenerator, features: Sequence[Tensor]) -> list[Tensor]:
+    """Place the anchors of a generator on feature maps.
+
+    Args:
+        generator: its anchors around (0, 0), strides and offset are used.
+        features: one map per level, (N, C, H, W).
+
+    Returns:
+        One tensor per level, (H * W * A, 4).
+    """
+    anchors = []
+    for feature, stride, cell in zip(features, generator.strides, generator.cell_anchors, strict=True):
+        y, x = ((torch.arange(side, device=cell.device) + generator.offset) * stride for side in feature.shape[-2:])
+        y, x = y[:, None].expand(-1, feature.shape[-1]), x.expand(feature.shape[-2], -1)
+        anchors.append((torch.stack((x, y, x, y), 2)[:, :, None] + cell).reshape(-1, 4))
+    return anchors
+
+
+def per_anchor(prediction: Tensor, values: int) -> Tensor:
+    """Reorder a dense prediction, (N, A * values, H, W) -> (N, H * W * A, values)."""
+    return prediction.unflatten(1, (-1, values)).permute(0, 3, 4, 1, 2).flatten(1, 3)
+
+
+def clip(boxes: Tensor, sizes: Tensor) -> Tensor:
+    """Clip boxes, (N, M, 4), to images of heights and widths ``sizes``, (N, 2)."""
+    limits = sizes.flip(1).repeat(1, 2)[:, None].to(boxes.dtype)
+    return torch.minimum(boxes.clamp(min=0), limits)
+
+
+def take(values: Tensor, index: Tensor) -> Tensor:
+    """Take rows of every image: (N, M, D) and (N, K) -> (N, K, D)."""
+    return values.gather(1, index[:, :, None].expand(-1, -1, values.shape[2]))
+
+
+def top(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Select the highest scores of every image.
+
+    Args:
+        scores: (N, M).
+        count: K; where M is smaller, rows of score -inf are appended.
+
+    Returns:
+        Scores in descending order and their indices below M, both (N, K).
+    """
+    selected, index = F.pad(scores, (0, count), value=NO_BOX).topk(count)
+    return selected, index.clamp(max=scores.shape[1] - 1)
+
+
+def suppress(boxes: Tensor, scores: Tensor, groups: Tensor, num_groups: int, threshold: float) -> Tensor:
+    r"""Suppress overlapping boxes of the same image and group.
+
+    A box goes if its IoU with a kept box of higher score is above the threshold. One call of NMS does all images and
+    groups: each pair has a cell of its own on a grid. A grid of :math:`\sqrt{G}` columns keeps coordinates small, as
+    float32 would round those of a row of G cells to 0.008 px (80 classes of 1333 px); here it is 0.001 px.
+
+    Args:
+        boxes: finite, (N, M, 4).
+        scores: (N, M), -inf for rows without a box.
+        groups: class or feature level, 0 to G - 1, (N, M) or (M).
+        num_groups: G.
+        threshold: of the IoU.
+
+    Returns:
+        The scores, with -inf for suppressed boxes, (N, M).
+    """
+    columns = math.ceil(math.sqrt(num_groups))
+    images = torch.arange(boxes.shape[0], device=boxes.device)[:, None]
+    x, y = torch.broadcast_tensors(groups % columns, images * columns + groups // columns)
+    cell = boxes.max() - boxes.min() + 1
+    apart = (boxes + cell * torch.stack((x, y, x, y), 2)).flatten(0, 1)
+    # torch.export takes the number of kept boxes to be at least two: row 0 is a box of score -inf, taken twice
+    flat = F.pad(scores.flatten(), (1, 0), value=NO_BOX)
+    candidates = rows_with_dummies(scores > NO_BOX)
+    kept = candidates[nms(F.pad(apart, (0, 0, 1, 0))[candidates], flat[candidates], threshold)]
+    return torch.full_like(flat, NO_BOX).index_put((kept,), flat[kept])[1:].view_as(scores)
+
+
+def rows_with_dummies(mask: Tensor) -> Tensor:
+    """Return 0, 0 and the indices of the true values, counted from 1.
+
+    A program for any number of rows cannot tell whether there are none; with row 0, a dummy, there always are some.
+    """
+    return F.pad(F.pad(mask.flatten(), (1, 0), value=True).nonzero()[:, 0], (1, 0))

@@ -1,0 +1,121 @@
+"""Base of the detectors as functions of tensors."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.export import Dim
+
+from ...ops.compat import assert_all
+from ..feature_extractor import Normalization
+from ..parity import ExportError
+from .boxes import NO_BOX, take, top
+
+
+class DetectorProgram(nn.Module):
+    """Copy of a detector as a function of tensors, in evaluation mode, on the CPU, in float32.
+
+    The modules of the model compute features, logits and deltas. What lies between them, which Detectron2 does with
+    lists of varying length, is written here for rows of fixed number.
+
+    Args:
+        model: a detector that :func:`.check_supported` accepts; it is copied and not changed.
+        detections: K, the rows of an image; None for the default.
+        default: the model's number of detections.
+        score_threshold: score above which a box is a detection; a buffer, so that a loaded pt2 program can change it.
+
+    Raises:
+        ExportError: the number of detections is below 1, or a weight is NaN or infinite.
+
+    Shape: images (N, 3, H, W), pixels of 0 to 255, and sizes (N, 2) int64, heights and widths of the images inside ->
+    boxes (N, K, 4), scores (N, K), classes (N, K), masks (N, K, S, S) of a Mask R-CNN, and count (N). Detections come
+    first, by descending score; the other rows are zeros of class -1. An impossible size is an error; where the format
+    has none (ONNX, TorchScript), its image has count -1.
+    """
+
+    score_threshold: Tensor
+
+    def __init__(self, model: nn.Module, detections: int | None, default: int, score_threshold: float) -> None:
+        super().__init__()
+        detections = default if detections is None else detections
+        if detections < 1:
+            raise ExportError(
+                f"detections ({detections}): expected at least 1. Fix: give the rows of an image, e.g. 100."
+            )
+        for name, value in model.state_dict().items():
+            if not value.isfinite().all():
+                raise ExportError(f"model: {name} holds NaN or infinity. Fix: give the weights of a sound training.")
+        self.model: Any = copy.deepcopy(model).cpu().float().eval().requires_grad_(False)
+        self.detections = detections
+        self.default_score_threshold = score_threshold
+        self.register_buffer("score_threshold", torch.tensor(score_threshold))
+
+    def forward(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, ...]:
+        height, width = images.shape[-2:]
+        possible = (sizes > 0).all(1) & (sizes[:, 0] <= height) & (sizes[:, 1] <= width)
+        assert_all(
+            possible, "sizes: not positive, or outside of images. Fix: give heights and widths inside the tensor."
+        )
+        sizes = torch.where(possible[:, None], sizes, 0)  # nothing is found in 0 x 0 pixels
+        rows = torch.arange(height)[:, None] < sizes[:, 0, None, None]
+        columns = torch.arange(width) < sizes[:, 1, None, None]
+        normalized = (images - self.model.pixel_mean) / self.model.pixel_std
+        images = torch.where((rows & columns)[:, None], normalized, 0)
+        *detections, count = self.detect(self.model.backbone(self._pad(images)), sizes)
+        return *detections, torch.where(possible, count, -1)
+
+    def detect(self, features: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, ...]:
+        """Compute the outputs from feature maps."""
+        raise NotImplementedError
+
+    def select(self, boxes: Tensor, scores: Tensor, classes: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Select K detections of each image from M rows; drop empty boxes, as Detectron2 does at the end."""
+        scores, index = top(scores, self.detections)
+        boxes = take(boxes, index)
+        scores = torch.where((boxes[:, :, 2:] > boxes[:, :, :2]).all(2), scores, NO_BOX)
+        scores, order = top(scores, self.detections)
+        found = scores > NO_BOX
+        boxes = torch.where(found[:, :, None], take(boxes, order), 0)
+        classes = torch.where(found, classes.gather(1, index.gather(1, order)), -1)
+        return boxes, torch.where(found, scores, 0), classes, found.sum(1)
+
+    def _pad(self, images: Tensor) -> Tensor:
+        multiple = max(1, self.model.backbone.size_divisibility)
+        height, width = ((side + multiple - 1) // multiple * multiple - side for side in images.shape[-2:])
+        return F.pad(images, (0, width, 0, height))
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the outputs."""
+        masks = ["masks"] if getattr(getattr(self.model, "roi_heads", None), "mask_on", False) else []
+        return ["boxes", "scores", "classes", *masks, "count"]
+
+    @property
+    def smallest_side(self) -> int:
+        """Smallest height and width; every feature map is larger than 1 x 1 there."""
+        return max(shape.stride for shape in self.model.backbone.output_shape().values()) + 1
+
+    def sample_inputs(self) -> dict[str, Tensor]:
+        """Draw inputs for the export."""
+        side = self.smallest_side
+        images = 255 * torch.rand(2, 3, side + 95, side + 31, generator=torch.Generator().manual_seed(0))
+        return {"images": images, "sizes": torch.tensor([[side + 95, side], [side, side + 31]])}
+
+    def dynamic_shapes(self) -> dict[str, Any]:
+        """Return the free dimensions of the inputs, for torch.export."""
+        batch, side = Dim.DYNAMIC(min=1), Dim.DYNAMIC(min=self.smallest_side)
+        return {"images": {0: batch, 2: side, 3: side}, "sizes": {0: batch}}
+
+    def describe(self) -> dict[str, Any]:
+        """Describe inputs and outputs as plain values, for metadata and reports."""
+        mean, std = (tuple(values.flatten().tolist()) for values in (self.model.pixel_mean, self.model.pixel_std))
+        normalization = Normalization(self.model.input_format, mean, std, inside=True)
+        return {
+            "input": normalization.describe("images", ["N", 3, "H", "W"], 1, self.smallest_side),
+            "outputs": self.names,
+            "detections": self.detections,
+            "score_threshold": self.default_score_threshold,
+        }

@@ -1,0 +1,38 @@
+"""RetinaNet as a function of tensors."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .boxes import NO_BOX, clip, grid_anchors, per_anchor, suppress, take, top
+from .program import DetectorProgram
+
+
+class RetinaNetProgram(DetectorProgram):
+    """RetinaNet; see :class:`.DetectorProgram`."""
+
+    def __init__(self, model: Any, detections: int | None = None) -> None:
+        super().__init__(model, detections, model.max_detections_per_image, model.test_score_thresh)
+        self.model.max_detections_per_image = self.detections  # of the model to compare with
+
+    def detect(self, features: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, ...]:
+        model = self.model
+        maps = [features[name] for name in model.head_in_features]
+        all_boxes, all_scores, all_classes = [], [], []
+        for logits, deltas, anchors in zip(*model.head(maps), grid_anchors(model.anchor_generator, maps), strict=True):
+            scores = per_anchor(logits, model.num_classes).flatten(1).sigmoid()
+            scores = torch.where(scores > self.score_threshold, scores, NO_BOX)
+            scores, index = top(scores, model.test_topk_candidates)
+            anchor = index // model.num_classes
+            deltas = take(per_anchor(deltas, 4), anchor)
+            boxes = model.box2box_transform.apply_deltas(deltas.flatten(0, 1), anchors[anchor].flatten(0, 1))
+            all_boxes.append(boxes.view_as(deltas))
+            all_scores.append(scores)
+            all_classes.append(index % model.num_classes)
+        boxes, scores, classes = (torch.cat(values, 1) for values in (all_boxes, all_scores, all_classes))
+        finite = boxes.isfinite().all(2)
+        boxes, scores = torch.where(finite[:, :, None], boxes, 0), torch.where(finite, scores, NO_BOX)
+        scores = suppress(boxes, scores, classes, model.num_classes, model.test_nms_thresh)
+        return self.select(clip(boxes, sizes), scores, classes)
