@@ -197,7 +197,7 @@ def parse_config(text: str, name: str) -> dict[str, Any]:
 
 
 def _not_a_config(name: str, error: Exception) -> ConfigError:
-    return ConfigError(f"'{name}': not a yaml file of config keys: {error}. Fix: correct it.")
+    return ConfigError(f"'{name}': not a yaml file of keys and values: {error}. Fix: correct it.")
 
 
 class _ConfigLoader(yaml.SafeLoader):

@@ -1,7 +1,26 @@
-"""Datasets that come with the package."""
+"""Datasets: synthetic ones that come with the package, and a user's own in COCO format."""
 
+from .coco_datasets import CocoDataset, CocoDatasets, needs_registration, register_datasets, registered_datasets
+from .coco_split import read_json
+from .datasets_yaml import RECORD, check_fraction, existing_path, read_datasets, record_datasets
 from .registration import register_synthetic
 from .synthetic import make_synthetic
 from .synthetic_config import HardSyntheticConfig, SyntheticConfig
 
-__all__ = ["HardSyntheticConfig", "SyntheticConfig", "make_synthetic", "register_synthetic"]
+__all__ = [
+    "RECORD",
+    "CocoDataset",
+    "CocoDatasets",
+    "HardSyntheticConfig",
+    "SyntheticConfig",
+    "check_fraction",
+    "existing_path",
+    "make_synthetic",
+    "needs_registration",
+    "read_datasets",
+    "read_json",
+    "record_datasets",
+    "register_datasets",
+    "register_synthetic",
+    "registered_datasets",
+]

@@ -1,0 +1,121 @@
+"""Register a user's datasets in COCO format."""
+
+import contextlib
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.data.datasets import register_coco_instances
+from detectron2.utils.file_io import PathManager
+
+from ..errors import ConfigError, DataError
+from .coco_split import SplitPathHandler, read_json
+
+
+@dataclass(frozen=True)
+class CocoDataset:
+    """A dataset in COCO format.
+
+    Args:
+        json: the annotation file.
+        images: the folder to which ``file_name`` in the annotation file is relative.
+        val_fraction: share of the images that become a dataset of their own, for validation; 0: none.
+        keypoint_names: names of the keypoints, as in Detectron2's metadata.
+        keypoint_flip_map: pairs of keypoints that a horizontal flip exchanges.
+    """
+
+    json: str
+    images: str
+    val_fraction: float = 0.0
+    keypoint_names: list[str] = field(default_factory=list)
+    keypoint_flip_map: list[list[str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class CocoDatasets:
+    """The datasets of a run by name, for training and evaluation."""
+
+    train: dict[str, CocoDataset] = field(default_factory=dict)
+    val: dict[str, CocoDataset] = field(default_factory=dict)
+
+    def class_count(self) -> int | None:
+        """Return the number of categories in the first file that lists them.
+
+        None if no file does: the checks before a run name its fault.
+        """
+        for dataset in (*self.train.values(), *self.val.values()):
+            with contextlib.suppress(OSError, DataError, LookupError, TypeError):
+                return len(read_json(dataset.json)["categories"])
+        return None
+
+
+_registered: dict[str, CocoDataset] = {}
+
+
+def registered_datasets(train: Iterable[str], val: Iterable[str]) -> CocoDatasets:
+    """Return those of the named datasets that :func:`register_datasets` has registered."""
+    return CocoDatasets(*({name: _registered[name] for name in names if name in _registered} for names in (train, val)))
+
+
+def needs_registration(names: Iterable[str]) -> bool:
+    """Tell whether a dataset is unknown, or known by :func:`register_datasets` only."""
+    return any(name not in DatasetCatalog or name in _registered for name in names)
+
+
+def register_datasets(datasets: CocoDatasets, folder: str) -> CocoDatasets:
+    """Register datasets with Detectron2.
+
+    One with ``val_fraction`` becomes two: NAME, and for validation NAME with ``_val`` in place of ``_train``. Their
+    files in ``folder``/datasets are written when they are first used. A second call replaces datasets of its names.
+
+    Args:
+        datasets: the datasets, whose files may be wrong: the checks before a run read them.
+        folder: the run folder.
+
+    Returns:
+        The datasets that were registered, without ``val_fraction``.
+
+    Raises:
+        ConfigError: a name belongs to another dataset.
+    """
+    found = CocoDatasets()
+    for role, name, dataset, split_of in _plain(datasets, folder):
+        known = {**found.train, **found.val}
+        if name in known and (split_of or known[name] != dataset):
+            raise ConfigError(f"dataset ('{name}'): names two datasets of this run. Fix: rename one of them.")
+        _register(name, dataset, {"split_of": split_of} if split_of else {})
+        getattr(found, role)[name] = dataset
+    return found
+
+
+def _plain(datasets: CocoDatasets, folder: str) -> Iterator[tuple[str, str, CocoDataset, str]]:
+    """Yield role, name and dataset, and the file that was split or ""."""
+    for name, dataset in datasets.train.items():
+        if not dataset.val_fraction:
+            yield "train", name, dataset, ""
+            continue
+        for role, part in (("train", name), ("val", f"{name.removesuffix('_train')}_val")):
+            path = os.path.join(os.path.abspath(folder), "datasets", f"{part}.json")
+            handler = SplitPathHandler(path, dataset.json, dataset.val_fraction, role)
+            PathManager.register_handler(handler, allow_override=True)
+            yield role, part, replace(dataset, json=path, val_fraction=0.0), dataset.json
+    for name, dataset in datasets.val.items():
+        yield "val", name, dataset, ""
+
+
+def _register(name: str, dataset: CocoDataset, metadata: dict[str, Any]) -> None:
+    if not re.fullmatch(r"[\w.-]+", name):
+        raise ConfigError(f"dataset ('{name}'): not a name. Fix: use letters, digits, '_', '-' and '.' only.")
+    if name in DatasetCatalog and name not in _registered:
+        raise ConfigError(f"dataset ('{name}'): belongs to another dataset already. Fix: choose another name.")
+    if dataset.keypoint_names:
+        flips = [tuple(pair) for pair in dataset.keypoint_flip_map]
+        metadata = {**metadata, "keypoint_names": dataset.keypoint_names, "keypoint_flip_map": flips}
+    # Metadata cannot be changed: remove an earlier registration first.
+    DatasetCatalog.pop(name, None)
+    MetadataCatalog.pop(name, None)
+    register_coco_instances(name, metadata, dataset.json, dataset.images)
+    _registered[name] = dataset

@@ -1,0 +1,127 @@
+"""Read datasets.yaml, and write it as the record of a run."""
+
+import os
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+from detectron2.utils.file_io import PathManager
+
+from ..atomic import atomic_write
+from ..config import parse_config
+from ..errors import ConfigError, MissingFileError, similar_names
+from .coco_datasets import CocoDataset, CocoDatasets
+
+RECORD = "datasets.yaml"  # in a run folder, beside config.yaml
+_PATHS = {"json": os.path.isfile, "images": os.path.isdir}
+
+
+def record_datasets(datasets: CocoDatasets, folder: str) -> None:
+    """Write ``datasets.yaml`` and the parts of splits to a run folder.
+
+    Paths of these parts are relative to the folder, so that it can be moved.
+    """
+    for dataset in (*datasets.train.values(), *datasets.val.values()):
+        PathManager.get_local_path(dataset.json)
+    top = os.path.abspath(folder)
+    tree: dict[str, Any] = {}
+    for role, named in vars(datasets).items():
+        for name, dataset in named.items():
+            given = {key: value for key, value in asdict(dataset).items() if value}
+            if Path(dataset.json).is_relative_to(top):
+                given["json"] = os.path.relpath(dataset.json, top)
+            tree.setdefault(role, {})[name] = given
+    with atomic_write(Path(folder, RECORD)) as temporary:
+        temporary.write_text(yaml.safe_dump(tree, sort_keys=False))
+
+
+def read_datasets(path: str) -> CocoDatasets:
+    """Read datasets from a yaml; relative paths start at its folder.
+
+    ``train`` and ``val`` map names of datasets to the fields of :class:`CocoDataset`. A dataset for evaluation has no
+    ``val_fraction``.
+
+    Raises:
+        MissingFileError: the yaml, or a file or folder that it names, does not exist.
+        ConfigError: the yaml has an unknown key or a value of the wrong type.
+    """
+    with open(existing_path(path, "--datasets", os.path.isfile), encoding="utf-8", errors="replace") as file:
+        tree = parse_config(file.read(), path)
+    found = CocoDatasets()
+    _check_keys(tree, ("train", "val"), path, "")
+    for role, named in tree.items():
+        if not isinstance(named, dict) or not named:
+            raise ConfigError(
+                f"'{path}', {role}: not a mapping of names. Fix: write NAME: and its json and images below."
+            )
+        for name, given in named.items():
+            getattr(found, role)[name] = _read_dataset(given, path, f"{role}.{name}")
+    for name, dataset in found.val.items():
+        if dataset.val_fraction:
+            raise ConfigError(f"'{path}', val.{name}: has val_fraction. Fix: move the dataset to train.")
+    return found
+
+
+def _read_dataset(given: Any, path: str, key: str) -> CocoDataset:
+    if not isinstance(given, dict):
+        raise ConfigError(f"'{path}', {key}: not a mapping. Fix: write json: FILE and images: FOLDER below it.")
+    _check_keys(given, [each.name for each in fields(CocoDataset)], path, f"{key}.")
+    for name in _PATHS:
+        if not isinstance(given.get(name), str):
+            raise ConfigError(f"'{path}', {key}.{name} ({given.get(name)!r}): not a path. Fix: give one.")
+    names, pairs = given.get("keypoint_names", []), given.get("keypoint_flip_map", [])
+    if not (_are(names, str) and _are(pairs, list) and all(_is_pair(pair, names) for pair in pairs)):
+        raise ConfigError(
+            f"'{path}', {key}: keypoint_names is not a list of names, or keypoint_flip_map not one of pairs of them. "
+            "Fix: write them as [nose, left_eye, right_eye] and [[left_eye, right_eye]]."
+        )
+    if "val_fraction" in given:
+        check_fraction(given["val_fraction"], f"'{path}', {key}.val_fraction")
+    paths = {
+        name: existing_path(given[name], f"'{path}', {key}.{name}", exists, os.path.dirname(path))
+        for name, exists in _PATHS.items()
+    }
+    return CocoDataset(**{**given, **paths})
+
+
+def _are(values: Any, kind: type) -> bool:
+    return isinstance(values, list) and all(isinstance(value, kind) for value in values)
+
+
+def _is_pair(values: list, names: list[str]) -> bool:
+    return len(values) == 2 and _are(values, str) and set(values) <= set(names)
+
+
+def _check_keys(given: Iterable[str], known: Collection[str], path: str, prefix: str) -> None:
+    for key in given:
+        if key not in known:
+            raise ConfigError(
+                f"'{path}': unknown key '{prefix}{key}'.{similar_names(key, known)} Fix: use {', '.join(known)}."
+            )
+
+
+def check_fraction(value: Any, name: str) -> None:
+    """Raise ConfigError unless a value is a number between 0 and 1."""
+    if type(value) is not float or not 0 < value < 1:
+        raise ConfigError(f"{name} ({value!r}): not between 0 and 1. Fix: give e.g. 0.1 for a tenth of the images.")
+
+
+def existing_path(path: str, name: str, exists: Callable[[str], bool], folder: str = "") -> str:
+    """Return the absolute path of a local file or folder.
+
+    Args:
+        path: absolute, or relative to ``folder``.
+        name: the flag or key, for the message.
+        exists: ``os.path.isfile`` or ``os.path.isdir``.
+        folder: the folder of relative paths; "" is the current one.
+
+    Raises:
+        MissingFileError: there is no such file or folder.
+    """
+    found = os.path.abspath(os.path.join(folder, os.path.expanduser(path)))
+    if not exists(found):
+        kind = "file" if exists is os.path.isfile else "folder"
+        raise MissingFileError(f"{name} ('{path}'): no {kind} '{found}'. Fix: give an existing {kind}.")
+    return found

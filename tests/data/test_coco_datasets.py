@@ -1,0 +1,174 @@
+"""Datasets of a user: read from a yaml, registered with Detectron2, recorded in a run folder."""
+
+import os
+import shutil
+
+import pytest
+import yaml
+from detectron2.data import DatasetCatalog, MetadataCatalog
+
+from gw_detectron.data import (
+    CocoDataset,
+    CocoDatasets,
+    read_datasets,
+    record_datasets,
+    register_datasets,
+    registered_datasets,
+)
+from gw_detectron.errors import ConfigError, MissingFileError
+
+from ..photos import CLASSES, photo_names, write_photos
+
+
+@pytest.fixture(autouse=True)
+def unregistered():
+    before = set(DatasetCatalog)
+    yield
+    for name in set(DatasetCatalog) - before:
+        DatasetCatalog.pop(name)
+        MetadataCatalog.pop(name)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_photos(tmp_path, photo_names(12))
+    return tmp_path
+
+
+@pytest.fixture
+def write(folder):
+    def write(tree):
+        path = folder / "datasets.yaml"
+        path.write_text(tree if isinstance(tree, str) else yaml.safe_dump(tree))
+        return str(path)
+
+    return write
+
+
+FILES = {"json": "annotations.json", "images": "photos"}
+
+
+def test_what_detectron2_reads(write, folder):
+    points = {"keypoint_names": ["left", "right", "top"], "keypoint_flip_map": [["left", "right"]]}
+    found = read_datasets(write({"train": {"table": FILES | points}}))
+    assert found.train["table"].json == str(folder / "annotations.json")
+    register_datasets(found, str(folder / "run"))
+    records = DatasetCatalog.get("table")
+    assert len(records) == 12 and os.path.isfile(records[0]["file_name"])
+    metadata = MetadataCatalog.get("table")
+    assert metadata.thing_classes == CLASSES
+    assert metadata.thing_dataset_id_to_contiguous_id == {2: 0, 7: 1, 40: 2}
+    assert metadata.keypoint_names == ["left", "right", "top"] and metadata.keypoint_flip_map == [("left", "right")]
+    assert metadata.evaluator_type == "coco"
+    assert found.class_count() == 3
+
+
+def test_a_split_has_two_names_and_one_record(write, folder):
+    given = read_datasets(write({"train": {"table_train": FILES | {"val_fraction": 0.25}}}))
+    run = folder / "run"
+    run.mkdir()
+    found = register_datasets(given, str(run))
+    assert list(found.train) == ["table_train"] and list(found.val) == ["table_val"]
+    assert list(run.iterdir()) == []
+    record_datasets(registered_datasets(["table_train"], ["table_val", "coco_2017_val"]), str(run))
+    first = [len(DatasetCatalog.get(name)) for name in ("table_train", "table_val")]
+    assert sum(first) == 12 and min(first) > 0
+
+    # the run folder alone is enough, elsewhere and when the source has changed
+    write_photos(folder, photo_names(12, first=50))
+    moved = shutil.move(run, folder / "moved")
+    again = read_datasets(str(moved / "datasets.yaml"))
+    assert again.val["table_val"].json == str(moved / "datasets" / "table_val.json")
+    register_datasets(again, "unused")
+    assert [len(DatasetCatalog.get(name)) for name in ("table_train", "table_val")] == first
+    assert not os.path.exists("unused")
+
+
+def test_a_record_is_what_was_registered(folder):
+    dataset = CocoDataset(str(folder / "annotations.json"), str(folder / "photos"), 0.0, ["a", "b"], [["a", "b"]])
+    given = CocoDatasets({"table": dataset}, {"table": dataset, "other": CocoDataset(dataset.json, dataset.images)})
+    run = folder / "run"
+    run.mkdir()
+    record_datasets(register_datasets(given, str(run)), str(run))
+    assert read_datasets(str(run / "datasets.yaml")) == given
+
+
+def test_a_second_registration_replaces_the_first(folder):
+    other = folder / "other"
+    write_photos(other, photo_names(2))
+    for root, count in ((folder, 12), (other, 2)):
+        register_datasets(CocoDatasets({"table": CocoDataset(f"{root}/annotations.json", f"{root}/photos")}), "")
+        assert len(DatasetCatalog.get("table")) == count
+
+
+@pytest.mark.parametrize(
+    ("train", "val", "words"),
+    [
+        (["coco_2017_train"], [], "'coco_2017_train'.: belongs to another dataset already"),
+        (["a/b"], [], "'a/b'.: not a name"),
+        ([""], [], "''.: not a name"),
+        (["table_train/"], [], "not a name"),
+        (["split:table", "split:table_train"], [], "'table_val'.: names two datasets"),
+        (["split:table_train"], ["table_val"], "'table_val'.: names two datasets"),
+    ],
+)
+def test_names_that_cannot_be_registered(folder, train, val, words):
+    def named(names):
+        files = (str(folder / "annotations.json"), str(folder / "photos"))
+        return {name.removeprefix("split:"): CocoDataset(*files, 0.5 * name.startswith("split:")) for name in names}
+
+    with pytest.raises(ConfigError, match=words):
+        register_datasets(CocoDatasets(named(train), named(val)), str(folder))
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        ("", "not a yaml file of keys and values: empty"),
+        ("train: [", "not a yaml file"),
+        ("train: {a: 1}\ntrain: {b: 1}", "the key 'train' is repeated"),
+        ("train: !!python/name:os.system", "could run code"),
+        ({"trian": {}}, "unknown key 'trian'. Similar: train. Fix: use train, val"),
+        ({"train": {}}, "train: not a mapping of names"),
+        ({"train": ["a"]}, "train: not a mapping of names"),
+        ({"train": {"a": "annotations.json"}}, "train.a: not a mapping"),
+        ({"train": {"a": FILES | {"image": "x"}}}, "unknown key 'train.a.image'. Similar: images"),
+        ({"train": {"a": {"json": "annotations.json"}}}, r"train.a.images \(None\): not a path"),
+        ({"val": {"a": FILES | {"json": ["x"]}}}, r"val.a.json \(\['x'\]\): not a path"),
+        ({"val": {"a": FILES | {"val_fraction": 0.5}}}, "val.a: has val_fraction. Fix: move the dataset to train"),
+        *(
+            ({"train": {"a": FILES | {"val_fraction": value}}}, "train.a.val_fraction .*not between 0 and 1")
+            for value in (0, 1, 1.5, -0.1, True, "0.1", float("nan"))
+        ),
+        *(
+            (
+                {"train": {"a": FILES | {"keypoint_names": points, "keypoint_flip_map": flips}}},
+                "train.a: keypoint_names",
+            )
+            for points, flips in (("ab", []), ([1], []), (["a"], [["a", "b"]]), (["a"], [["a"]]), (["a"], [[[], "a"]]))
+        ),
+    ],
+)
+def test_a_yaml_that_cannot_be_used(write, tree, words):
+    with pytest.raises(ConfigError, match=words) as raised:
+        read_datasets(write(tree))
+    assert "datasets.yaml'" in str(raised.value) and "Fix: " in str(raised.value)
+
+
+@pytest.mark.parametrize("key", ["json", "images"])
+@pytest.mark.parametrize("path", ["no", "annotations.json/x"])
+def test_a_path_that_does_not_exist(write, folder, key, path):
+    with pytest.raises(
+        MissingFileError, match=rf"datasets.yaml', val.a.{key} \('{path}'\): no (file|folder) '{folder}"
+    ):
+        read_datasets(write({"val": {"a": FILES | {key: path}}}))
+    with pytest.raises(MissingFileError, match=r"--datasets \('none.yaml'\): no file"):
+        read_datasets("none.yaml")
+
+
+@pytest.mark.parametrize("text", ["", "[", "[]", "{}", '{"categories": 3}'])
+def test_the_class_count_of_a_broken_file_is_left_to_the_checks(folder, text):
+    (folder / "broken.json").write_text(text)
+    broken, sound = (CocoDataset(str(folder / f"{name}.json"), "") for name in ("broken", "annotations"))
+    assert CocoDatasets({"a": broken}).class_count() is None
+    assert CocoDatasets({"a": broken}, {"b": sound}).class_count() == 3
