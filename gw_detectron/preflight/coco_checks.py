@@ -61,6 +61,8 @@ def check_coco(content: Any, use: Use) -> list[str]:
             raise DataError(f"no list '{key}'")
         if not content[key] and (use.training or key != "annotations"):
             raise DataError(f"the list '{key}' is empty")
+        if "segmentation" in names and content[key] and not any(map(_has_mask, content[key])):
+            raise DataError("no annotation has a segmentation. Fix: set MODEL.MASK_ON False, or add masks to the file.")
         _check_fields(key, content[key], names)
     for category in content["categories"]:
         if not isinstance(category["name"], str):
@@ -68,6 +70,10 @@ def check_coco(content: Any, use: Use) -> list[str]:
     for image in content["images"]:
         _check_image(image)
     return _check_annotations(content, use) if "annotations" in fields else []
+
+
+def _has_mask(annotation: Any) -> bool:
+    return isinstance(annotation, dict) and bool(annotation.get("segmentation"))
 
 
 def _check_fields(kind: str, records: Sequence[Any], fields: Iterable[str]) -> None:
@@ -105,6 +111,8 @@ def _check_annotations(content: dict[str, Any], use: Use) -> list[str]:
     for annotation in content["annotations"]:
         for problem in _problems(annotation, images, categories, use):
             raise DataError(f"annotation {annotation['id']}: {problem}")
+    _check_box_format(content["annotations"], images)
+    for annotation in content["annotations"]:
         if annotation.get("iscrowd", 0):
             continue
         reason = _reason_to_drop(annotation, images[annotation["image_id"]])
@@ -124,6 +132,23 @@ def _check_annotations(content: dict[str, Any], use: Use) -> list[str]:
     if not use.training and any(annotation["id"] == 0 for annotation in content["annotations"]):
         warnings.append("annotation 0: pycocotools counts its match as a miss. Fix: number the annotations from 1.")
     return warnings
+
+
+def _check_box_format(annotations: Sequence[dict[str, Any]], images: dict) -> None:
+    """Raise DataError if most boxes look like two corners.
+
+    Such boxes leave their image as x, y, width, height, but fit into it as x1, y1, x2, y2.
+    """
+    corners = 0
+    for annotation in annotations:
+        (x, y, a, b), image = annotation["bbox"], images[annotation["image_id"]]
+        leaves = x + a > image["width"] + 1 or y + b > image["height"] + 1  # one pixel: rounding
+        corners += leaves and x < a <= image["width"] + 1 and y < b <= image["height"] + 1
+    if 2 * corners > len(annotations):
+        raise DataError(
+            f"{corners} of {len(annotations)} boxes leave their image: bbox looks like x1 y1 x2 y2. Fix: write it as "
+            "x, y, width, height."
+        )
 
 
 def _problems(annotation: dict[str, Any], images: dict, categories: set, use: Use) -> Iterator[str]:

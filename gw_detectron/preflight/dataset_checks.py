@@ -1,15 +1,17 @@
 """Check that the datasets of a run are complete and fit."""
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.utils.file_io import PathManager
 
+from ..data import read_json
 from ..errors import DataError, similar_names, summarize_names
+from ..modeling.class_counts import CLASS_COUNTS
 from .coco_checks import Use, check_coco
 from .findings import Findings
 
@@ -20,14 +22,18 @@ _EVALUATORS = {
     "PanopticFPN": ("coco_panoptic_seg",),
     "SemanticSegmentor": ("coco_panoptic_seg", "sem_seg"),
 }
-#: architecture -> node of MODEL that counts the classes, and their names in a dataset's metadata
-_NUM_CLASSES = {
-    "RetinaNet": {"RETINANET": "thing_classes"},
-    "GWRetinaNet": {"RETINANET": "thing_classes"},
-    "GeneralizedRCNN": {"ROI_HEADS": "thing_classes"},
-    "PanopticFPN": {"ROI_HEADS": "thing_classes", "SEM_SEG_HEAD": "stuff_classes"},
-    "SemanticSegmentor": {"SEM_SEG_HEAD": "stuff_classes"},
-}
+
+
+class _Dataset(NamedTuple):
+    """Classes and images of a dataset; none if it cannot be read.
+
+    Args:
+        classes: names of the objects' classes in the order of their ids, or None if they are unknown.
+        images: paths of the images.
+    """
+
+    classes: Sequence[str] | None = None
+    images: Sequence[str] = ()
 
 
 def check_datasets(cfg: CfgNode, findings: Findings, *, eval_only: bool) -> None:
@@ -35,22 +41,49 @@ def check_datasets(cfg: CfgNode, findings: Findings, *, eval_only: bool) -> None
     needed = "DATASETS.TEST" if eval_only else "DATASETS.TRAIN"
     if not (cfg.DATASETS.TEST if eval_only else cfg.DATASETS.TRAIN):
         findings.problems.append(f"{needed} (empty): no dataset. Fix: name at least one.")
-    classes: dict[str, Sequence[str] | None] = {}
-    for name in () if eval_only else cfg.DATASETS.TRAIN:
-        classes[name] = _check_dataset(name, findings, Use.in_training(cfg))
-    for name in cfg.DATASETS.TEST:
-        tested = _check_dataset(name, findings, Use.in_evaluation(cfg))
-        classes[name] = classes.get(name) or tested
+    trained = {n: _check_dataset(n, findings, Use.in_training(cfg)) for n in cfg.DATASETS.TRAIN if not eval_only}
+    tested = {n: _check_dataset(n, findings, Use.in_evaluation(cfg)) for n in cfg.DATASETS.TEST}
+    classes = {name: found.classes for name, found in {**tested, **trained}.items()}
     findings.problems += _wrong_classes(cfg, classes)
-    trained = {} if eval_only else {tuple(classes[name] or ()): name for name in cfg.DATASETS.TRAIN}
-    if len(trained) > 1:
-        first, other = list(trained.values())[:2]
-        findings.problems.append(
-            f"DATASETS.TRAIN: {first} and {other} have different classes. Fix: give all the same categories."
-        )
+    if not eval_only:
+        findings.problems += _different_classes(trained, tested)
+        findings.warnings += _common_images(trained, tested)
+        images = sum(len(found.images) for found in trained.values())
+        if all(found.images for found in trained.values()) and images < cfg.SOLVER.IMS_PER_BATCH:
+            findings.warnings.append(
+                f"SOLVER.IMS_PER_BATCH ({cfg.SOLVER.IMS_PER_BATCH}): a batch repeats images, because DATASETS.TRAIN "
+                f"has {images}. Fix: set it to {images} or lower, and SOLVER.BASE_LR lower by the same factor."
+            )
     for name in cfg.DATASETS.TEST:
         if classes[name] is not None and (problem := wrong_evaluator(cfg, name)):
             findings.problems.append(problem)
+
+
+def _different_classes(trained: Mapping[str, _Dataset], tested: Mapping[str, _Dataset]) -> Iterator[str]:
+    """Yield an error for each dataset whose classes differ from the first.
+
+    Another number of classes in evaluation is left to :func:`_wrong_classes`.
+    """
+    datasets = (*trained.items(), *tested.items())
+    known = [(name, list(found.classes)) for name, found in datasets if found.classes]
+    first, wanted = known[0] if known else ("", [])
+    for name, found in known:
+        if found != wanted and (name in trained or len(found) == len(wanted)):
+            yield (
+                f"DATASETS: {first} and {name} have different classes: {summarize_names(wanted)}; "
+                f"{summarize_names(found)}. Fix: give both the same categories with the same ids."
+            )
+
+
+def _common_images(trained: Mapping[str, _Dataset], tested: Mapping[str, _Dataset]) -> Iterator[str]:
+    """Yield a warning where training and evaluation share images."""
+    for name, found in trained.items():
+        for other in tested.keys() - trained.keys():
+            if common := sorted({*found.images} & {*tested[other].images}):
+                yield (
+                    f"DATASETS.TEST ('{other}'): {len(common)} of its images are also in {name}: "
+                    f"{summarize_names(common, 3)}. AP would be too high. Fix: remove them from one of the two."
+                )
 
 
 def wrong_evaluator(cfg: CfgNode, name: str) -> str:
@@ -76,7 +109,7 @@ def _wrong_classes(cfg: CfgNode, datasets: Mapping[str, Sequence[str] | None]) -
         datasets: the classes of objects by dataset; None where they are unknown.
     """
     architecture = cfg.MODEL.META_ARCHITECTURE
-    for node, field in _NUM_CLASSES.get(architecture, {}).items():
+    for node, field in CLASS_COUNTS.get(architecture, {}).items():
         key, wanted = f"MODEL.{node}.NUM_CLASSES", cfg.MODEL[node].NUM_CLASSES
         for name, objects in datasets.items():
             metadata = MetadataCatalog.get(name)
@@ -93,45 +126,39 @@ def _wrong_classes(cfg: CfgNode, datasets: Mapping[str, Sequence[str] | None]) -
                 yield f"Dataset '{name}': {_missing(folder)}"
 
 
-def _check_dataset(name: str, findings: Findings, use: Use) -> Sequence[str] | None:
+def _check_dataset(name: str, findings: Findings, use: Use) -> _Dataset:
     """Check the files of a dataset.
 
     Args:
         name: the name in Detectron2's ``DatasetCatalog``.
         findings: problems and warnings are added; each names file, field and record.
         use: requirements of the run.
-
-    Returns:
-        The class names in the order of their ids, or None if they are unknown.
     """
     if name not in DatasetCatalog:
         findings.problems.append(
             f"DATASETS ('{name}'): unknown dataset.{similar_names(name, DatasetCatalog)} Fix: correct the name, or "
-            "register it first (detectron2.data.datasets.register_coco_instances)."
+            "register the dataset: give --train-json, --train-images, --val-json and --val-images, or --datasets FILE "
+            "(docs/your_data.md); in Python, call detectron2.data.datasets.register_coco_instances."
         )
-        return None
+        return _Dataset()
     metadata = MetadataCatalog.get(name)
     json_file = metadata.get("json_file")
     if json_file is None:  # registered as a Python function
-        return metadata.get("thing_classes")
-    where = f"Dataset '{name}': '{json_file}'"
+        return _Dataset(metadata.get("thing_classes"))
+    where = f"Dataset '{name}': '{metadata.get('split_of', json_file)}'"
     try:
-        path = PathManager.get_local_path(json_file)  # generates or downloads it if a handler does so
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
+        content = read_json(json_file)  # generates or downloads it if a handler does so
         warnings = check_coco(content, use)
         problem = ""
     except FileNotFoundError:
         problem = f"Dataset '{name}': {_missing(json_file)}"
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        problem = f"{where}: invalid JSON: {error}. Fix: give a JSON file in UTF-8, not compressed."
     except DataError as error:
-        problem = f"{where}: {error}. Fix: correct the file."
-    except (OSError, ValueError) as error:  # ValueError: e.g. a number of thousands of digits
+        problem = f"{where}: {error}" + ("" if "Fix: " in str(error) else ". Fix: correct the file.")
+    except (OSError, ValueError) as error:  # ValueError: of a handler of addresses
         problem = f"{where}: cannot be read: {error}. Fix: put a correct annotation file there."
     if problem:
         findings.problems.append(problem)
-        return None
+        return _Dataset()
     findings.warnings += [f"{where}: {warning}" for warning in warnings]
     names = [category["name"] for category in sorted(content["categories"], key=lambda category: category["id"])]
     if (registered := metadata.get("thing_classes")) is not None and list(registered) != names:
@@ -147,7 +174,7 @@ def _check_dataset(name: str, findings: Findings, use: Use) -> Sequence[str] | N
     image_root = metadata.get("image_root")
     if image_root is not None and (missing := _missing_images(image_root, content["images"])):
         findings.problems.append(f"Dataset '{name}': {missing}")
-    return names
+    return _Dataset(names, [os.path.join(image_root or "", image["file_name"]) for image in content["images"]])
 
 
 def _missing(path: str) -> str:
@@ -180,7 +207,8 @@ def _missing_images(image_root: str, images: Sequence[dict]) -> str:
     ]
     if not missing:
         return ""
+    names = summarize_names((f"'{path}'" for path in sorted(missing)), 3)
     return (
-        f"{len(missing)} of {len(images)} images are missing, e.g. '{min(missing)}'. Fix: download them, or remove "
-        "them from the JSON file."
+        f"{len(missing)} of {len(images)} images are missing: {names}. Fix: put them there, remove them from the JSON "
+        "file, or give the folder that file_name is relative to."
     )

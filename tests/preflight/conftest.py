@@ -38,6 +38,18 @@ def coco(tmp_path, content):
 
 
 @pytest.fixture
+def other_coco(coco):
+    """Register the first image of ``content`` as the dataset other_coco, too; return the JSON path."""
+    path = coco().with_name("other.json")
+    content = coco_content()
+    path.write_text(json.dumps({**content, "images": content["images"][:1], "annotations": content["annotations"][:1]}))
+    register_coco_instances("other_coco", {}, str(path), str(path.parent / "images"))
+    yield path
+    for catalog in (DatasetCatalog, MetadataCatalog):
+        catalog.pop("other_coco")
+
+
+@pytest.fixture
 def check(tmp_path, coco):
     """Return a function that checks a sound run with some keys changed."""
 

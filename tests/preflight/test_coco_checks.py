@@ -139,6 +139,27 @@ def test_boxes_that_cannot_be_learned(reason, box):
         check_coco(content, TRAIN)
 
 
+@pytest.mark.parametrize("use", [TRAIN, TEST])
+def test_boxes_of_two_corners(use):
+    content = coco_content()
+    boxes = [[15, 2, 25, 12], [2, 12, 12, 19.5], [1, 1, 5, 5]]  # the last one fits either way
+    content["annotations"] = [{**content["annotations"][0], "id": n, "bbox": box} for n, box in enumerate(boxes, 1)]
+    with pytest.raises(DataError, match="2 of 3 boxes leave their image: bbox looks like x1 y1 x2 y2. Fix: "):
+        check_coco(content, use)
+    content["annotations"][0]["bbox"] = [15, 2, 10, 10]
+    assert check_coco(content, use) == []
+
+
+def test_boxes_that_leave_the_image_are_not_corners():
+    content = coco_content()
+    for annotation in content["annotations"]:
+        annotation["bbox"] = [15, 12, 16, 8]  # one pixel too wide: rounding
+    assert check_coco(content, TRAIN) == []
+    for annotation in content["annotations"]:
+        annotation["bbox"] = [20, 2, 15, 10]  # cut off at the border; x2 would be left of x1
+    assert check_coco(content, TRAIN) == []
+
+
 def test_objects_that_detectron2_drops_are_counted(tmp_path):
     content = coco_content()
     content["annotations"][0]["segmentation"] = [[1, 2, 3, 4]]

@@ -1,5 +1,6 @@
 """Every check before a run: its message, its fix, and that a sound run passes."""
 
+import json
 import os
 import pickle
 import zipfile
@@ -109,7 +110,8 @@ class TestModel:
         assert not found.problems and len(found.warnings) == 1
         words = ["a batch of 2 images", "res5", "(d + 3) / 2 = 33.5", "m = 50 for the smallest images", "2080 numbers"]
         assert all(word in found.warnings[0] for word in words), found.warnings[0]
-        assert check(MODEL__RESNETS__WHITEN_NORM="BW", SOLVER__IMS_PER_BATCH=16, **images).warnings == []
+        (few_images,) = check(MODEL__RESNETS__WHITEN_NORM="BW", SOLVER__IMS_PER_BATCH=16, **images).warnings
+        assert "a batch repeats images" in few_images
         assert check(MODEL__RESNETS__WHITEN_NORM="BW:solver=standardize").warnings == []
         found = check(MODEL__RESNETS__WHITEN_NORM="BW", **{**images, "INPUT__MIN_SIZE_TRAIN": "(0,)"})
         assert "m columns, images times positions, has no solution" in found.warnings[0]  # m is unknown
@@ -407,6 +409,7 @@ class TestData:
     def test_an_unknown_data_set(self, check):
         problem = one(check(DATASETS__TRAIN=("coco_2017_trian",)))
         assert "DATASETS ('coco_2017_trian'): unknown dataset" in problem and "coco_2017_train" in problem
+        assert all(words in problem for words in ("--train-json", "--datasets FILE", "docs/your_data.md"))
         assert "DATASETS.TRAIN (empty)" in one(check(DATASETS__TRAIN=()))
 
     def test_a_missing_folder(self, check, coco, tmp_path, monkeypatch):
@@ -422,6 +425,37 @@ class TestData:
         os.remove(tmp_path / "data" / "images" / "sub" / "b.jpg")
         problem = check().problems[0]
         assert "1 of 2 images are missing" in problem and "sub/b.jpg" in problem
+
+    def test_the_first_missing_images_are_named(self, check, coco, content):
+        content["images"] += [{**content["images"][0], "id": 9 + n, "file_name": f"c/{n}.jpg"} for n in range(4)]
+        coco()
+        problem = check().problems[0]
+        assert "4 of 6 images are missing" in problem and "c/2.jpg' and 1 more" in problem and "c/3.jpg" not in problem
+
+    def test_no_masks(self, check, coco, content):
+        for annotation in content["annotations"]:
+            annotation["segmentation"] = []
+        coco()
+        assert all("has a segmentation. Fix: set MODEL.MASK_ON False" in each for each in check().problems)
+        assert check(MODEL__MASK_ON=False).problems == []
+
+    def test_more_images_per_batch_than_images(self, check):
+        (warning,) = check(SOLVER__IMS_PER_BATCH=4).warnings
+        assert "SOLVER.IMS_PER_BATCH (4): a batch repeats images" in warning and "Fix: set it to 2" in warning
+        assert check(SOLVER__IMS_PER_BATCH=2).warnings == []
+
+    def test_images_of_training_in_the_evaluation(self, check, other_coco):
+        (warning,) = check(DATASETS__TEST=("other_coco",)).warnings
+        assert "DATASETS.TEST ('other_coco'): 1 of its images are also in tiny_coco: " in warning
+        assert "images/a.jpg. AP" in warning
+
+    def test_the_same_number_of_other_classes(self, check, other_coco):
+        content = json.loads(other_coco.read_text())
+        content["categories"] = [{"id": 5, "name": "dog"}, {"id": 9, "name": "cat"}]
+        other_coco.write_text(json.dumps(content))
+        for sets in ({"TRAIN": ("tiny_coco", "other_coco")}, {"TEST": ("other_coco",)}):
+            problem = one(check(**{f"DATASETS__{key}": names for key, names in sets.items()}))
+            assert "tiny_coco and other_coco have different classes: cat, dog; dog, cat. Fix: " in problem
 
     @pytest.mark.parametrize(
         ("damage", "words"),
