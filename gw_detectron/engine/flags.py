@@ -46,4 +46,22 @@ def get_parser() -> argparse.ArgumentParser:
         help="end the run if a process waits longer than this for another one, which died, hangs or never joined "
         "(default: %(default)s). Raise it if the evaluation on the main process takes longer",
     )
+    own = parser.add_argument_group(
+        "your own data", "datasets in COCO format; they set DATASETS and NUM_CLASSES, see docs/your_data.md"
+    )
+    own.add_argument("--train-json", metavar="FILE", help="annotations to train on")
+    own.add_argument("--train-images", metavar="DIR", help="the folder that file_name in --train-json is relative to")
+    own.add_argument("--val-json", metavar="FILE", help="annotations to evaluate on")
+    own.add_argument("--val-images", metavar="DIR", help="the folder that file_name in --val-json is relative to")
+    own.add_argument(
+        "--val-fraction",
+        type=float,
+        metavar="F",
+        help="without --val-json: evaluate on about this share of the images of --train-json, and train on the others. "
+        "The hash of its file name decides about an image, so it stays on its side when images are added",
+    )
+    own.add_argument(
+        "--dataset", metavar="NAME", help="the datasets are named NAME_train and NAME_val (default: custom)"
+    )
+    own.add_argument("--datasets", metavar="FILE", help="a yaml with any number of datasets, in place of these flags")
     return parser

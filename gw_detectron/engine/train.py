@@ -17,12 +17,15 @@ from detectron2.utils.logger import setup_logger
 
 from ..analysis import WhiteningStatsHook
 from ..checkpoint import PartialLoadError, StartWeights, load_checkpoint, open_start_weights
-from ..config import read_config
+from ..config import get_value, read_config
+from ..data import record_datasets, registered_datasets
 from ..errors import ConfigError, FileAccessError
+from ..modeling.class_counts import object_count_keys
 from ..norms.norm_table import norm_summary
 from ..preflight import Findings, preflight
 from .launch import in_all_processes
 from .output_lock import lock_output, output_unlocked_at_end
+from .run_datasets import use_datasets
 from .seeding import use_deterministic_algorithms
 from .trainer import Trainer, check_same_start
 
@@ -116,7 +119,7 @@ def evaluate(cfg: CfgNode, start: StartWeights, *, allow_partial: bool = False) 
 def run_config(args: argparse.Namespace) -> CfgNode:
     """Read the config of a run without writing anything.
 
-    ``--num-gpus 0`` sets ``MODEL.DEVICE cpu``.
+    ``--num-gpus 0`` sets ``MODEL.DEVICE cpu``. Datasets of the user are registered, see :func:`use_datasets`.
 
     Returns:
         The frozen config.
@@ -138,24 +141,33 @@ def run_config(args: argparse.Namespace) -> CfgNode:
             f"OUTPUT_DIR ('{cfg.OUTPUT_DIR}'): contains '?', which begins options in the address of a checkpoint. Fix: "
             "give another folder."
         )
+    use_datasets(cfg, args, run_folder(cfg, args))
     cfg.freeze()
     return cfg
+
+
+def run_folder(cfg: CfgNode, args: argparse.Namespace) -> str:
+    """Return the folder that the run writes to.
+
+    It is ``OUTPUT_DIR``; for ``--eval-only`` its subfolder ``inference``, so the files of the training remain.
+    """
+    return os.path.join(cfg.OUTPUT_DIR, "inference") if args.eval_only else cfg.OUTPUT_DIR
 
 
 def prepare_output(cfg: CfgNode, args: argparse.Namespace) -> None:
     """Set up logging, the seed and the output folder.
 
-    As in Detectron2, ``config.yaml`` and ``log.txt`` are written to ``OUTPUT_DIR``. For ``--eval-only`` they are
-    written to its subfolder ``inference``, so the files of the training remain.
+    As in Detectron2, ``config.yaml`` and ``log.txt`` are written there, and ``datasets.yaml`` with the user's datasets.
 
     Raises:
         FileAccessError: the folder cannot be written.
         OutputInUseError: another training writes there.
     """
     local = cfg.clone()
-    if args.eval_only:
-        local.defrost()
-        local.OUTPUT_DIR = os.path.join(cfg.OUTPUT_DIR, "inference")
+    local.defrost()
+    local.OUTPUT_DIR = run_folder(cfg, args)
+    local.freeze()
+    datasets = registered_datasets(cfg.DATASETS.TRAIN, cfg.DATASETS.TEST)
     try:
         if comm.is_main_process() and not args.eval_only:
             lock_output(cfg.OUTPUT_DIR)
@@ -163,11 +175,16 @@ def prepare_output(cfg: CfgNode, args: argparse.Namespace) -> None:
         if args.eval_only and comm.is_main_process():
             with PathManager.open(os.path.join(local.OUTPUT_DIR, "config.yaml"), "w") as file:
                 file.write(cfg.dump())
+        if comm.is_main_process() and any(vars(datasets).values()):
+            record_datasets(datasets, local.OUTPUT_DIR)
     except OSError as error:
         raise FileAccessError(
             f"OUTPUT_DIR ('{cfg.OUTPUT_DIR}'): cannot be written: {error}. Fix: give another folder."
         ) from error
     setup_logger(local.OUTPUT_DIR, distributed_rank=comm.get_rank(), name="gw_detectron")
+    for name, dataset in {**datasets.train, **datasets.val}.items():
+        counts = ", ".join(f"{key} {get_value(cfg, key)}" for key in object_count_keys(cfg))
+        log.info("dataset %s: '%s', images in '%s'; %s", name, dataset.json, dataset.images, counts)
     if args.deterministic:
         use_deterministic_algorithms()
 

@@ -14,7 +14,11 @@ from .examples import fuzz
 
 # tool -> flags, and words that stop it before minutes of work whatever else is given
 TOOLS = {
-    "train_net": ("--config-file --num-gpus --resume --eval-only --allow-partial", ["SOLVER.MAX_ITER", "0"]),
+    "train_net": (
+        "--config-file --num-gpus --resume --eval-only --allow-partial --train-json --train-images --val-json "
+        "--val-images --val-fraction --dataset --datasets",
+        ["SOLVER.MAX_ITER", "0"],
+    ),
     "demo": ("--config-file", ["DATASETS.TEST", "()"]),
     "convert_weights": ("--arch --positions --keep-fc --pool-norm --force", []),
     "verify_weights": ("--config-file --images --source", []),

@@ -1,0 +1,90 @@
+"""Find the datasets of a run: flags, yaml or earlier record."""
+
+import argparse
+import os
+from pathlib import Path
+
+from detectron2.config import CfgNode
+
+from ..data import (
+    RECORD,
+    CocoDataset,
+    CocoDatasets,
+    check_fraction,
+    existing_path,
+    needs_registration,
+    read_datasets,
+    register_datasets,
+)
+from ..errors import ConfigError
+from ..modeling.class_counts import object_count_keys
+
+_FLAGS = ("train_json", "train_images", "val_json", "val_images", "val_fraction", "dataset")
+
+
+def use_datasets(cfg: CfgNode, args: argparse.Namespace, folder: str) -> None:
+    """Register the datasets of the flags, and set ``DATASETS`` and the class count.
+
+    Keys that the command line sets keep their values; the checks before a run compare them to the datasets. Without
+    flags, names that are unknown are registered from the ``datasets.yaml`` beside the config file.
+
+    Args:
+        cfg: the config, not frozen.
+        args: the flags of :func:`gw_detectron.engine.get_parser`.
+        folder: the run folder, for the files of datasets that are split.
+
+    Raises:
+        ConfigError: the flags or the yaml cannot be used.
+        MissingFileError: a file or folder does not exist.
+    """
+    given = datasets_from_flags(args)
+    if given is None:
+        record = Path(args.config_file).with_name(RECORD)
+        if needs_registration((*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST)) and record.is_file():
+            register_datasets(read_datasets(str(record)), folder)
+        return
+    named = register_datasets(given, folder)
+    values: dict[str, object] = {"DATASETS.TEST": tuple(named.val)}
+    if named.train:
+        values["DATASETS.TRAIN"] = tuple(named.train)
+    if classes := given.class_count():
+        values |= dict.fromkeys(object_count_keys(cfg), classes)
+    explicit = (args.opts or [])[::2]
+    cfg.merge_from_list([word for key, value in values.items() if key not in explicit for word in (key, value)])
+
+
+def datasets_from_flags(args: argparse.Namespace) -> CocoDatasets | None:
+    """Return the datasets that the flags name, or None without such flags."""
+    given = [f"--{name.replace('_', '-')}" for name in _FLAGS if getattr(args, name) is not None]
+    if args.datasets is not None:
+        if given:
+            raise ConfigError(f"--datasets: given together with {', '.join(given)}. Fix: give one of the two.")
+        return read_datasets(args.datasets)
+    if not given:
+        return None
+    if args.train_json is None and (args.val_json is None or args.val_fraction is not None):
+        raise ConfigError(f"{given[0]}: needs --train-json. Fix: give --train-json and --train-images.")
+    if args.train_json is not None and (args.val_json is None) == (args.val_fraction is None):
+        raise ConfigError(
+            "--train-json: needs --val-json or --val-fraction. Fix: give one of the two, e.g. --val-fraction 0.1 to "
+            "evaluate on a tenth of the images."
+        )
+    if args.val_fraction is None:
+        return CocoDatasets(_dataset(args, "train"), _dataset(args, "val"))
+    check_fraction(args.val_fraction, "--val-fraction")
+    return CocoDatasets(_dataset(args, "train", args.val_fraction))
+
+
+def _dataset(args: argparse.Namespace, side: str, val_fraction: float = 0.0) -> dict[str, CocoDataset]:
+    json, images = getattr(args, f"{side}_json"), getattr(args, f"{side}_images")
+    if (json is None) != (images is None):
+        missing = "json" if json is None else "images"
+        raise ConfigError(f"--{side}-{missing}: not given. Fix: give --{side}-json and --{side}-images together.")
+    if json is None:
+        return {}
+    dataset = CocoDataset(
+        existing_path(json, f"--{side}-json", os.path.isfile),
+        existing_path(images, f"--{side}-images", os.path.isdir),
+        val_fraction,
+    )
+    return {f"{'custom' if args.dataset is None else args.dataset}_{side}": dataset}

@@ -1,0 +1,187 @@
+"""A run on a user's own data: flags, yaml, the record in the run folder, and what a refused run says."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from detectron2.data import DatasetCatalog, MetadataCatalog
+
+from gw_detectron.engine import main
+from gw_detectron.engine.train import prepare, run_config
+from gw_detectron.errors import ConfigError, MissingFileError
+from gw_detectron.preflight import PreflightError
+
+from ..photos import photo_names, write_photos
+from ..tiny_run import ROOT, arguments, environment, words
+
+
+def forget():
+    """Leave Detectron2's own datasets, as in a new process."""
+    for name in set(DatasetCatalog) - BUILT_IN:
+        DatasetCatalog.pop(name)
+        MetadataCatalog.pop(name)
+
+
+BUILT_IN = set(DatasetCatalog)
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    yield
+    forget()
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    write_photos(folder, photo_names(12))
+    write_photos(folder, photo_names(4, first=30), "val.json")
+    return folder
+
+
+@pytest.fixture
+def train_flags(photos) -> list[str]:
+    return ["--train-json", f"{photos}/annotations.json", "--train-images", f"{photos}/photos"]
+
+
+@pytest.fixture
+def val_flags(photos) -> list[str]:
+    return ["--val-json", f"{photos}/val.json", "--val-images", f"{photos}/photos"]
+
+
+@pytest.fixture
+def split_flags(train_flags) -> list[str]:
+    return [*train_flags, "--val-fraction", "0.3"]
+
+
+def test_the_flags_set_datasets_and_class_count(tmp_path, train_flags, val_flags):
+    cfg = run_config(arguments(tmp_path, *train_flags, *val_flags))
+    assert (cfg.DATASETS.TRAIN, cfg.DATASETS.TEST) == (("custom_train",), ("custom_val",))
+    assert cfg.MODEL.ROI_HEADS.NUM_CLASSES == 3 and cfg.MODEL.RETINANET.NUM_CLASSES == 80
+    assert len(DatasetCatalog.get("custom_train")) == 12 and len(DatasetCatalog.get("custom_val")) == 4
+    cfg = run_config(
+        arguments(tmp_path, *train_flags, *val_flags, "--dataset", "table", MODEL__META_ARCHITECTURE="RetinaNet")
+    )
+    assert (cfg.DATASETS.TRAIN, cfg.DATASETS.TEST) == (("table_train",), ("table_val",))
+    assert cfg.MODEL.ROI_HEADS.NUM_CLASSES == 6 and cfg.MODEL.RETINANET.NUM_CLASSES == 3
+
+
+def test_only_an_evaluation(tmp_path, val_flags):
+    cfg = run_config(arguments(tmp_path, "--eval-only", *val_flags))
+    assert cfg.DATASETS.TEST == ("custom_val",) and cfg.DATASETS.TRAIN == ("gw_synthetic_train",)
+    assert cfg.MODEL.ROI_HEADS.NUM_CLASSES == 3
+
+
+def test_keys_of_the_command_line_stay(tmp_path, split_flags):
+    changes = {"DATASETS__TEST": "('custom_train',)", "MODEL__ROI_HEADS__NUM_CLASSES": 5}
+    args = arguments(tmp_path / "run", *split_flags, **changes)
+    assert run_config(args).DATASETS.TEST == ("custom_train",)
+    with pytest.raises(PreflightError, match=r"MODEL.ROI_HEADS.NUM_CLASSES \(5\): dataset custom_train has 3 classes"):
+        prepare(args)
+    assert not (tmp_path / "run").exists()
+
+
+def test_flags_and_yaml_are_the_same(tmp_path, photos, train_flags, val_flags):
+    from_flags = run_config(arguments(tmp_path, *train_flags, *val_flags, "--dataset", "table"))
+    (photos / "table.yaml").write_text(
+        "train:\n  table_train: {json: annotations.json, images: photos}\n"
+        "val:\n  table_val: {json: val.json, images: photos}\n"
+    )
+    assert run_config(arguments(tmp_path, "--datasets", str(photos / "table.yaml"))) == from_flags
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--dataset a", "--dataset: needs --train-json"),
+        ("--val-fraction 0.1", "--val-fraction: needs --train-json"),
+        ("--val-images {0}", "--val-images: needs --train-json"),
+        ("--val-json {1} --val-images {0} --val-fraction 0.1", "--val-json: needs --train-json"),
+        ("--val-json {1}", "--val-images: not given"),
+        ("--train-json {1} --val-fraction 0.1", "--train-images: not given"),
+        ("--val-json {1} --val-images {0} --train-images {0}", "--train-json: not given"),
+        ("--train-json {1} --train-images {0}", "--train-json: needs --val-json or --val-fraction"),
+        ("--train-json {1} --train-images {0} --val-fraction 1", r"--val-fraction \(1.0\): not between 0 and 1"),
+        ("--train-json {1} --train-images {0} --val-fraction nan", r"--val-fraction \(nan\)"),
+        (
+            "--train-json {1} --train-images {0} --val-fraction 0.1 --val-json {1} --val-images {0}",
+            "--train-json: needs --val-json or --val-fraction",
+        ),
+        (
+            "--train-json {1} --train-images {0} --val-fraction 0.1 --dataset a/b",
+            r"dataset \('a/b_train'\): not a name",
+        ),
+        (
+            "--train-json {1} --train-images {0} --val-fraction 0.1 --dataset coco_2017",
+            "'coco_2017_train'.: belongs to",
+        ),
+        ("--datasets d.yaml --dataset a --val-fraction 0.1", "given together with --val-fraction, --dataset"),
+    ],
+)
+def test_flags_that_do_not_fit(tmp_path, photos, flags, words):
+    with pytest.raises(ConfigError, match=words) as raised:
+        run_config(arguments(tmp_path, *flags.format(photos / "photos", photos / "val.json").split()))
+    assert "Fix: " in str(raised.value)
+
+
+def test_paths_that_do_not_exist(tmp_path, photos, val_flags):
+    for flag, path in (("--val-json", "no.json"), ("--val-json", str(photos)), ("--val-images", f"{photos}/val.json")):
+        with pytest.raises(MissingFileError, match=rf"{flag} \('{path}'\): no (file|folder) '.*Fix: give an existing"):
+            run_config(arguments(tmp_path, *val_flags, flag, path))
+
+
+def test_a_refused_run_names_the_source_and_writes_nothing(tmp_path, split_flags, photos):
+    content = json.loads((photos / "annotations.json").read_text())
+    for annotation in content["annotations"]:
+        annotation["bbox"][2:] = annotation["segmentation"][0][4:6]
+    (tmp_path / "corners.json").write_text(json.dumps(content))
+    with pytest.raises(PreflightError, match=rf"'{tmp_path}/corners.json': .* bbox looks like x1 y1 x2 y2"):
+        prepare(arguments(tmp_path / "run", *split_flags, "--train-json", f"{tmp_path}/corners.json"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_unknown_names_without_a_record(tmp_path):
+    with pytest.raises(PreflightError, match=r"\('custom_train'\): unknown dataset. Fix: .*--train-json.*your_data.md"):
+        prepare(arguments(tmp_path, DATASETS__TRAIN="('custom_train',)", DATASETS__TEST="()"))
+
+
+def test_a_run_folder_is_enough_to_evaluate(tmp_path, split_flags, one_thread):
+    trained = main(arguments(tmp_path, *split_flags, "--dataset", "table"))
+    predictions = tmp_path / "inference" / "coco_instances_results.json"
+    first = predictions.read_text()
+    predictions.unlink()
+    parts = {name: json.loads((tmp_path / "datasets" / f"table_{name}.json").read_text()) for name in ("train", "val")}
+    assert sum(len(part["images"]) for part in parts.values()) == 12
+    assert {box["image_id"] for box in json.loads(first)} <= {image["id"] for image in parts["val"]["images"]}
+    log = (tmp_path / "log.txt").read_text()
+    assert "dataset table_train: " in log and "MODEL.ROI_HEADS.NUM_CLASSES 3" in log
+
+    forget()
+    args = arguments(tmp_path, "--eval-only")
+    args.config_file, args.opts = f"{tmp_path}/config.yaml", ["MODEL.WEIGHTS", f"{tmp_path}/model_final.pth"]
+    assert main(args).keys() == trained.keys() == {"bbox", "segm"}
+    assert json.loads(predictions.read_text()) == json.loads(first) != []
+    assert not (tmp_path / "inference" / "datasets").exists()
+
+    forget()  # the folder of the evaluation is one too
+    args.config_file = f"{tmp_path}/inference/config.yaml"
+    assert run_config(args).DATASETS.TEST == ("table_val",)
+    assert len(DatasetCatalog.get("table_val")) == len(parts["val"]["images"])
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_split(tmp_path, split_flags):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
+    command += [
+        str(ROOT / "tools" / "train_net.py"),
+        *words(tmp_path, "--num-gpus", "0", *split_flags, SOLVER__IMS_PER_BATCH=4),
+    ]
+    ended = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=280)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    parts = [json.loads(path.read_text()) for path in sorted((tmp_path / "datasets").iterdir())]
+    assert sum(len(part["images"]) for part in parts) == 12
+    assert "Evaluation results for bbox" in ended.stdout and (tmp_path / "datasets.yaml").exists()
+    assert not [name for name in os.listdir(tmp_path / "datasets") if name.endswith(".tmp")]
