@@ -22,7 +22,6 @@ _NOT_IN_ONNX = {"eig", "eigh", "eigvals", "eigvalsh", "svd", "svdvals", "qr", "c
 logger = logging.getLogger(__name__)
 
 #: a function that calls the written file, read back from disk; and more entries of the report
-#: a function that calls the written file, read back from disk; and more entries of the report
 Written = tuple[Run, dict[str, Any]]
 
 
