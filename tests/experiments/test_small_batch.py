@@ -272,13 +272,13 @@ def test_no_more_runs_than_jobs_at_a_time_and_all_end_with_the_runner(tmp_path):
         if len(running) == 3:
             raise AssertionError("a third run started")
         if len(running) == 2:
-            signal.raise_signal(signal.SIGINT)
+            raise KeyboardInterrupt
         return running[-1]
 
     with pytest.raises(KeyboardInterrupt):
         run_rows(path, noted, 2, [], lambda line: None)
     running[0].wait(timeout=10)
-    running[1].kill()  # the signal came before the runner knew it
+    running[1].kill()  # the interrupt came before the runner knew it
     running[1].wait(timeout=10)
     assert len(running) == 2 and running[0].returncode == -signal.SIGTERM
 

@@ -28,7 +28,7 @@ from gw_detectron.modeling.roi_heads import GWFastRCNNConvFCHead, GWMaskRCNNConv
 from gw_detectron.norms.convs import conv_names
 from gw_detectron.preflight import PreflightError
 
-from ..export.conftest import _tiny_backbone
+from ..export.tiny_networks import tiny_backbone
 from ..test_configs import tiny, tiny_batch
 from ..tiny_run import arguments
 
@@ -169,7 +169,7 @@ def test_a_run_and_its_continuation(tmp_path):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("file_format", FORMATS)
 def test_exports_compute_the_same(file_format, tmp_path):
-    backbone = _tiny_backbone().eval()
+    backbone = tiny_backbone().eval()
     before = backbone(torch.ones(1, 3, 64, 64))["p2"]
     standardize_weights(backbone)
     assert not torch.allclose(before, backbone(torch.ones(1, 3, 64, 64))["p2"])
