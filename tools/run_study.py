@@ -2,7 +2,7 @@
 """Run the small-batch study (docs/small_batch_study.md), or continue it.
 
 Each run is a process with one thread. A finished run is one line of --results and is never run again; an interrupted
-one continues from its checkpoint.
+one continues from its checkpoint. Runs at other batch sizes are known when the learning rates at 2 images are chosen.
 """
 
 import gw_detectron.needs_detectron2  # noqa: F401
@@ -27,7 +27,7 @@ def get_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--jobs", type=int, default=2, metavar="N", help="runs side by side, default: %(default)s")
     add("--only", nargs="+", default=[], metavar="PATTERN", help="names of runs, such as 'GW_b2_*'; default: all")
-    add("--dry-run", action="store_true", help="list the runs that are left and their estimated time")
+    add("--dry-run", action="store_true", help="list the known runs that are left, and their time")
     add("--results", type=Path, default=Path("docs", "data", "small_batch.jsonl"), help="default: %(default)s")
     add("--output", type=Path, default=Path("output", "small_batch"), help="folder of logs, default: %(default)s")
     add("--device", default="cpu", metavar="cpu|cuda", help="default: %(default)s")

@@ -1,7 +1,6 @@
 """Figures of the small-batch study."""
 
 import statistics
-from collections.abc import Iterable
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -36,7 +35,7 @@ def ap_figure(results: Results) -> Figure:
     rates.set(title="2 images, over the learning rate", xlabel="SOLVER.BASE_LR")
     batches.set(title="over the images per batch", xlabel="SOLVER.IMS_PER_BATCH")
     for axes in (rates, batches):
-        _log_axis(axes, axes.get_lines())
+        _log_axis(axes)
     for axes in (bars, rates, batches):
         axes.set_ylim(bottom=0)
         _finish(axes)
@@ -87,8 +86,8 @@ def _draw_layers(axes: Axes, results: Results, norm: str, batch: int, kind: str,
         )
 
 
-def _log_axis(axes: Axes, lines: Iterable) -> None:
-    places = sorted({float(x) for line in lines for x in line.get_xdata()})
+def _log_axis(axes: Axes) -> None:
+    places = sorted({float(x) for line in axes.get_lines() for x in line.get_xdata()})
     axes.set_xscale("log", base=2)
     axes.set_xticks(places)
     axes.xaxis.set_major_formatter(ScalarFormatter())

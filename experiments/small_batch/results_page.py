@@ -9,12 +9,13 @@ from . import figures, tables
 from .tables import Results
 
 PAGE = "small_batch_results.md"
+# name of the marks -> heading of a new page, table
 _TABLES = {
-    "hypotheses": tables.hypotheses,
-    "norms": tables.main_table,
-    "rates": tables.grid_table,
-    "batches": tables.batch_table,
-    "variations": tables.variation_table,
+    "hypotheses": ("Hypotheses", tables.hypotheses),
+    "norms": ("Norms at 2 images", tables.main_table),
+    "rates": ("Learning rates", tables.grid_table),
+    "batches": ("Batch sizes", tables.batch_table),
+    "variations": ("Positions, groups, steps, solver", tables.variation_table),
 }
 _FIGURES = {
     "small_batch_ap.png": figures.ap_figure,
@@ -26,16 +27,19 @@ _FIGURES = {
 def write_summary(results: Results, folder: Path) -> list[Path]:
     """Replace the tables between the marks of the page, and write the figures beside it.
 
+    A page that does not exist is begun.
+
     Returns:
         The files.
 
     Raises:
         DataError: the page lacks the marks of a table.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     page = folder / PAGE
-    text = page.read_text()
-    for name, table in _TABLES.items():
-        begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
+    text = page.read_text() if page.exists() else _new_page()
+    for name, (_, table) in _TABLES.items():
+        begin, end = _marks(name)
         if text.count(begin) != 1 or text.count(end) != 1:
             raise DataError(f"'{page}': table '{name}' lacks its marks, or has two. Fix: restore the page from git.")
         before, _, rest = text.partition(begin)
@@ -46,3 +50,12 @@ def write_summary(results: Results, folder: Path) -> list[Path]:
         with atomic_write(folder / name) as temporary:
             draw(results).savefig(temporary, format="png", dpi=110)
     return [page, *(folder / name for name in _FIGURES)]
+
+
+def _marks(name: str) -> tuple[str, str]:
+    return f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
+
+
+def _new_page() -> str:
+    sections = (f"## {title}\n\n{''.join(_marks(name))}\n" for name, (title, _) in _TABLES.items())
+    return "\n".join(("# Small-batch study: results\n", *sections))

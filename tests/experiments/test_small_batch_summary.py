@@ -164,9 +164,13 @@ def test_the_page_and_its_figures(whole, tmp_path):
 
 @pytest.mark.parametrize("rows", [1, 40])
 def test_a_study_that_has_begun_has_a_page_too(whole, tmp_path, rows):
-    (tmp_path / PAGE).write_text(PAGE_TEXT)
-    some = dict(list(whole.items())[:rows])
-    assert all(path.exists() for path in write_summary(some, tmp_path))
+    some, folder = dict(list(whole.items())[:rows]), tmp_path / "new"
+    assert all(path.exists() for path in write_summary(some, folder))
+    text = (folder / PAGE).read_text()
+    assert text.startswith("# Small-batch study") and text.count("\n## ") == 5 and tables.main_table(some) in text
+    write_summary(whole, folder)
+    later = (folder / PAGE).read_text()
+    assert later.count("\n## ") == 5 and tables.main_table(whole) in later and tables.main_table(some) not in later
 
 
 def test_a_page_without_marks_and_no_results_are_refused(whole, tmp_path):
