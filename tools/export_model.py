@@ -16,7 +16,14 @@ from tabulate import tabulate
 
 from gw_detectron.cli import check_folder, errors_reported
 from gw_detectron.config import read_config
-from gw_detectron.export import DETECTOR_FORMATS, EvaluationImages, export_detector, load_model, read_image_for
+from gw_detectron.export import (
+    DETECTOR_FORMATS,
+    EvaluationImages,
+    dataset_class_names,
+    export_detector,
+    load_model,
+    read_image_for,
+)
 
 
 def get_parser() -> argparse.ArgumentParser:
@@ -27,6 +34,20 @@ def get_parser() -> argparse.ArgumentParser:
     parser.add_argument("--format", choices=DETECTOR_FORMATS, default="pt2", help="default: %(default)s")
     parser.add_argument(
         "--detections", type=int, metavar="K", help="rows of an image, default: TEST.DETECTIONS_PER_IMAGE"
+    )
+    parser.add_argument(
+        "--one-image",
+        action="store_true",
+        help="take one image in its original size and resize it inside, as evaluation",
+    )
+    parser.add_argument(
+        "--paste-masks", action="store_true", help="with --one-image: binary masks as large as the image"
+    )
+    parser.add_argument(
+        "--class-names",
+        metavar="A,B,...",
+        type=lambda words: [word.strip() for word in words.split(",")],
+        help="written into the file; default: those of the test dataset in the config",
     )
     parser.add_argument("--image", metavar="FILE", help="image to compare on, best with many objects; default: drawn")
     parser.add_argument("--dataset", metavar="NAME", help="compare the AP on this registered dataset")
@@ -45,9 +66,12 @@ def main(args: argparse.Namespace) -> None:
         args.output,
         file_format=args.format,
         detections=args.detections,
-        image=read_image_for(cfg, args.image) if args.image else None,
+        image=read_image_for(cfg, args.image, resize=not args.one_image) if args.image else None,
         evaluation=EvaluationImages.load(cfg, args.dataset, args.images) if args.dataset else None,
         sides=(cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST),
+        one_image=args.one_image,
+        paste_masks=args.paste_masks,
+        class_names=args.class_names or dataset_class_names(cfg),
         source={"config": args.config_file, "weights": cfg.MODEL.WEIGHTS},
     )
     rows = [

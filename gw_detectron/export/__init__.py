@@ -2,7 +2,7 @@
 
 from .backbone import FORMATS, export_backbone
 from .detection import EvaluationImages
-from .detector import DETECTOR_FORMATS, export_detector, read_image_for
+from .detector import DETECTOR_FORMATS, dataset_class_names, export_detector, read_image_for
 from .feature_extractor import Normalization
 from .parity import TOLERANCE, ExportError, ParityError, worst_relative
 from .safetensors_writer import LAYOUTS
@@ -17,6 +17,7 @@ __all__ = [
     "ExportError",
     "Normalization",
     "ParityError",
+    "dataset_class_names",
     "export_backbone",
     "export_detector",
     "load_model",

@@ -1,12 +1,13 @@
 """Export a whole detector and check what it finds."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from detectron2.config import CfgNode
+from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.modeling import GeneralizedRCNN
 from torch import Tensor, nn
 
@@ -15,6 +16,7 @@ from .atomic_folder import atomic_folder
 from .detection import (
     DetectorProgram,
     EvaluationImages,
+    OneImageProgram,
     RCNNProgram,
     RetinaNetProgram,
     check_detections,
@@ -42,13 +44,17 @@ def export_detector(
     image: Tensor | None = None,
     evaluation: EvaluationImages | None = None,
     sides: tuple[int, int] | None = None,
+    one_image: bool = False,
+    paste_masks: bool = False,
+    class_names: Sequence[str] | None = None,
     source: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Export a Faster R-CNN, Mask R-CNN or RetinaNet with FPN, and compare its detections with the model's.
 
-    The exported function is that of :class:`.DetectorProgram`: any number of images of any size, padded to one tensor.
-    It needs neither Detectron2 nor this package. The folder ``output`` gets the file, ``parity.json`` (the return
-    value) and ``README.md`` (code that loads the file), all or none.
+    The exported function is that of :class:`.DetectorProgram`: any number of images of any size, padded to one tensor;
+    or that of :class:`.OneImageProgram`: one image of any size, which it resizes as evaluation does. It needs neither
+    Detectron2 nor this package. The folder ``output`` gets the file, ``parity.json`` (the return value) and
+    ``README.md`` (code that loads the file), all or none.
 
     Args:
         model: the detector with its weights; it is copied and not changed.
@@ -58,7 +64,11 @@ def export_detector(
         image: pixels of 0 to 255 in the model's channel order, (3, H, W), best with many objects, for the comparison.
             A drawn scene by default.
         evaluation: annotated images, of which the AP of model and file is computed.
-        sides: shorter and longest side to which evaluation resizes images, for ``README.md``. The file does not resize.
+        sides: shorter and longest side to which evaluation resizes images. With ``one_image``, the file does it; else
+            ``README.md`` names them.
+        one_image: whether the file takes one image in its original size; not for ``torchscript``.
+        paste_masks: whether masks are binary and as large as the image; with ``one_image`` alone.
+        class_names: names of the classes, written into the file.
         source: origin of the weights, copied to ``parity.json``.
 
     Raises:
@@ -69,42 +79,72 @@ def export_detector(
     """
     if file_format not in DETECTOR_FORMATS:
         raise ExportError(f"file_format ({file_format!r}): unknown. Fix: use one of {', '.join(DETECTOR_FORMATS)}.")
-    program = detector_program(model, detections)
-    image = _scene(program.model.input_format) if image is None else image.detach().cpu().float()
+    _check_one_image(file_format, one_image, paste_masks, sides)
+    detector = detector_program(model, detections, class_names)
+    program = OneImageProgram(detector, sides, paste_masks) if one_image and sides else detector
+    image = _scene(detector.model.input_format) if image is None else image.detach().cpu().float()
     if image.dim() != 3 or image.shape[0] != 3:
         raise ExportError(f"image ({tuple(image.shape)}): expected the shape (3, H, W). Fix: give one color image.")
     file, write = DETECTOR_FORMATS[file_format]
     with atomic_folder(output, (file, *REPORT_FILES)) as folder:
         run, entries = write(program, folder / file)
         entries |= program.describe()
-        entries["resized_in_evaluation"] = None if sides is None else {"shorter": sides[0], "longer_at_most": sides[1]}
+        if sides is not None:
+            entries["resized_in_evaluation"] = {"shorter": sides[0], "longer_at_most": sides[1]}
         entries |= check_detections(program, run, image)
         if evaluation is not None:
-            entries["accuracy"] = compare_accuracy(program, run, evaluation)
+            entries["accuracy"] = compare_accuracy(detector, program, run, evaluation)
         return write_report(folder / file, file_format, file_format, entries, source)
 
 
-def detector_program(model: nn.Module, detections: int | None = None) -> DetectorProgram:
+def detector_program(
+    model: nn.Module, detections: int | None = None, class_names: Sequence[str] | None = None
+) -> DetectorProgram:
     """Return a detector as a function of tensors.
 
     Raises:
-        ExportError: a part of the detector cannot be exported, or the number of detections is below 1.
+        ExportError: a part of the detector cannot be exported, the number of detections is below 1, or that of names
+            is not the number of classes.
     """
     check_supported(model)
     program = RCNNProgram if isinstance(model, GeneralizedRCNN) else RetinaNetProgram
-    return program(model, detections)
+    return program(model, detections, class_names)
 
 
-def read_image_for(cfg: CfgNode, path: str | os.PathLike[str]) -> Tensor:
+def dataset_class_names(cfg: CfgNode) -> list[str] | None:
+    """Return the class names of the config's test dataset, or of its training dataset; None if it has none."""
+    for dataset in (*cfg.DATASETS.TEST, *cfg.DATASETS.TRAIN):
+        names = MetadataCatalog.get(dataset).get("thing_classes") if dataset in DatasetCatalog.list() else None
+        if names:
+            return list(names)
+    return None
+
+
+def _check_one_image(file_format: str, one_image: bool, paste_masks: bool, sides: tuple[int, int] | None) -> None:
+    if paste_masks and not one_image:
+        raise ExportError("paste_masks (True): images of a batch differ in size. Fix: use one_image, or leave it out.")
+    if one_image and file_format == "torchscript":
+        raise ExportError("one_image (True): a TorchScript trace has one size to resize to. Fix: use pt2 or onnx.")
+    if one_image and sides is None:
+        raise ExportError("sides (None): one_image resizes inside the file. Fix: give pixels, e.g. (800, 1333).")
+
+
+def read_image_for(cfg: CfgNode, path: str | os.PathLike[str], *, resize: bool = True) -> Tensor:
     """Read an image as Detectron2 gives it to the model in evaluation.
 
+    Args:
+        cfg: the config.
+        path: of the image.
+        resize: whether to resize it by ``INPUT.MIN_SIZE_TEST`` and ``MAX_SIZE_TEST``.
+
     Returns:
-        Pixels of 0 to 255, (3, H, W), resized by ``INPUT.MIN_SIZE_TEST`` and ``MAX_SIZE_TEST``.
+        Pixels of 0 to 255, (3, H, W).
 
     Raises:
         MissingFileError, DataError: the image cannot be read.
     """
-    return evaluation_input(read_image(path, cfg.INPUT.FORMAT), cfg)
+    pixels = read_image(path, cfg.INPUT.FORMAT)
+    return evaluation_input(pixels, cfg) if resize else torch.from_numpy(pixels.copy()).permute(2, 0, 1).float()
 
 
 def _scene(channels: str) -> Tensor:

@@ -93,9 +93,11 @@ def write_onnx(program: Program, path: Path) -> Written:
             cause = cause.__cause__
         raise ExportError(f"format ('onnx'): ONNX cannot express this model: {cause}. Fix: use pt2.") from error
     assert onnx is not None  # torch returns a program if dynamo=True
+    description = program.describe()
     shape: Any = onnx.model.graph.inputs[0].shape
-    onnx.rename_axes({shape[0]: "N", shape[2]: "H", shape[3]: "W"})
-    onnx.model.metadata_props[DESCRIPTION] = json.dumps(program.describe())
+    axes = zip(shape, description["input"]["shape"], strict=True)
+    onnx.rename_axes({axis: name for axis, name in axes if isinstance(name, str)})
+    onnx.model.metadata_props[DESCRIPTION] = json.dumps(description)
     onnx.save(path, external_data=False)
 
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])

@@ -44,20 +44,32 @@ _FEATURES = """\
 - Outputs: $outputs
 - Largest difference from the model (reference backend): $worst of an output's largest value."""
 _DETECTIONS = """\
-- Input: `sizes`, int64, (N, 2): height and width of each image inside the padded tensor. The file replaces the padding.
-- Outputs: $detections rows for each image, detections first, by descending score; the other rows are zeros, class -1.
-  - `boxes`: x0, y0, x1, y1 in pixels of the image, (N, $detections, 4)
-  - `scores`: above $score_threshold, (N, $detections)
-  - `classes`: 0 is the first class of the training data, int64, (N, $detections)$masks
-  - `count`: detections of each image, int64, (N)$refusal
+$sizes- Outputs: $detections rows for each image, detections first, by descending score; the other rows are zeros of
+  class -1.
+  - `boxes`: x0, y0, x1, y1 in pixels of the image, (${batch}$detections, 4)
+  - `scores`: above $score_threshold, (${batch}$detections)
+  - `classes`: 0 is the first class of the training data, int64, (${batch}$detections)$masks
+  - `count`: detections of each image, int64, ($n)$refusal
 - Largest differences from the model (reference backend): $worst."""
+_REFUSAL = "; -1 for an image whose size is not inside the tensor"
+_SIZES_INPUT = """\
+- Input: `sizes`, int64, (N, 2): height and width of each image inside the padded tensor. The file replaces the padding.
+"""
 _MASKS = """
-  - `masks`: probabilities inside the box, not pasted into the image, (N, $detections, S, S)"""
+  - `masks`: probabilities inside the box, not pasted into the image, (${batch}$detections, S, S)"""
+_PASTED = """
+  - `masks`: bool, pasted into the image, for the detections alone, (`count`, H, W)"""
+_RESIZED = """
+  The file resizes as evaluation does: to a shorter side of $shorter and a longer one of at most $longer_at_most pixels.
+  `examples/onnx_detect.py` of gw_detectron draws the detections of an ONNX file."""
 _RESIZE = """
   The file does not resize. Evaluation resizes images to a shorter side of $shorter and a longer side of at most
   $longer_at_most pixels: do the same."""
 _IMAGES = """\
 images = np.random.uniform(0, 255, (1, 3, $smallest_side, $smallest_side)).astype("float32")  # your images
+"""
+_ONE_IMAGE = """\
+image = np.random.randint(0, 256, (3, 480, 640)).astype("float32")  # your image
 """
 _NORMALIZE = """\
 mean, std = (np.array(values, "float32").reshape(3, 1, 1) for values in ($pixel_mean, $pixel_std))
@@ -169,8 +181,9 @@ def write_report(
 
 def _readme(report: Mapping[str, Any], kind: str) -> str:
     given, resize, detector = report["input"], report.get("resized_in_evaluation"), "detections" in report
+    batch, pasted = given["name"] == "images", report.get("masks_pasted")
     names = ["mean of the last map"] if "network" in report else list(report["outputs"])
-    inputs = ["images", "sizes"] if detector else ["images"]
+    inputs = [given["name"], *["sizes"] * (detector and batch)]
     values = {
         **report,
         **report.get("network", {}),
@@ -178,14 +191,17 @@ def _readme(report: Mapping[str, Any], kind: str) -> str:
         "library": kind,
         "names": names,
         "outputs": json.dumps(report["outputs"]),
-        "refusal": "" if report["format"] == "pt2" else "; -1 for an image whose size is not inside the tensor",
-        "masks": _MASKS if "masks" in names else "",
+        "refusal": _REFUSAL * (batch and report["format"] != "pt2"),
+        "masks": _PASTED if pasted else _MASKS if "masks" in names else "",
+        "sizes": _SIZES_INPUT * batch,
+        "batch": "N, " * batch,
+        "n": "N" * batch,
         "worst": _largest(report),
         "imports": _TORCHVISION if detector else "",
         "tensors": ", ".join(f"torch.from_numpy({name})" for name in inputs),
         "feed": "{" + ", ".join(f'"{name}": {name}' for name in inputs) + "}",
     }
-    prepared = _IMAGES + _NORMALIZE * (not given["inside"]) + _SIZES * detector
+    prepared = _IMAGES + _NORMALIZE * (not given["inside"]) + _SIZES * detector if batch else _ONE_IMAGE
     code = _CODE[kind].replace("$images\n", prepared) + _PRINT * (kind != "detectron2")
     return _README.substitute(
         values,
@@ -194,7 +210,7 @@ def _readme(report: Mapping[str, Any], kind: str) -> str:
         dimensions=", ".join(map(str, given["shape"])),
         multiples=f", multiples of {given['multiple_of']}" if given["multiple_of"] > 1 else "",
         scale="normalized by the file" if given["inside"] else "normalized as (pixels - mean) / std",
-        resize=_fill(_RESIZE, resize) if resize else "",
+        resize=_fill(_RESIZE if batch else _RESIZED, resize) if resize else "",
         details=_fill(_DETECTIONS if detector else _FEATURES, values | {"masks": _fill(values["masks"], values)}),
     )
 

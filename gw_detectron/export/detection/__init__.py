@@ -2,6 +2,7 @@
 
 from .accuracy import EvaluationImages, compare_accuracy
 from .matching import check_detections
+from .one_image import OneImageProgram
 from .program import DetectorProgram
 from .rcnn import RCNNProgram
 from .retinanet import RetinaNetProgram
@@ -10,6 +11,7 @@ from .supported import check_supported
 __all__ = [
     "DetectorProgram",
     "EvaluationImages",
+    "OneImageProgram",
     "RCNNProgram",
     "RetinaNetProgram",
     "check_detections",

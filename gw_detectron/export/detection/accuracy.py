@@ -5,16 +5,16 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import torch
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, build_detection_test_loader
 from detectron2.evaluation import COCOEvaluator
 from detectron2.modeling.postprocessing import detector_postprocess
 from detectron2.structures import Instances
-from torch import Tensor
 
 from ...errors import ConfigError, similar_names
 from ..parity import Run
-from .matching import expected_detections, found_detections
+from .one_image import OneImageProgram
 from .program import DetectorProgram
 
 
@@ -46,28 +46,38 @@ class EvaluationImages:
         return cls(dataset, [item for batch in islice(loader, count) for item in batch])
 
 
-def compare_accuracy(program: DetectorProgram, run: Run, images: EvaluationImages) -> dict[str, Any]:
+def compare_accuracy(
+    detector: DetectorProgram, program: DetectorProgram | OneImageProgram, run: Run, images: EvaluationImages
+) -> dict[str, Any]:
     """Compute the AP of a model and of its exported file on the same images, one image at a time.
+
+    Args:
+        detector: the model, which takes images as evaluation resizes them.
+        program: the exported program.
+        run: calls the exported file.
+        images: the images.
 
     Returns:
         ``dataset``, ``images``, and for ``model`` and ``exported``: task -> AP in percent.
     """
-    tasks = ("bbox", "segm") if "masks" in program.names else ("bbox",)
+    tasks = ("bbox", "segm") if "masks" in detector.names else ("bbox",)
 
-    def ap(detect: Callable[[list[Tensor]], list[Instances]]) -> dict[str, float]:
+    def ap(detect: Callable[[dict[str, Any]], list[Instances]]) -> dict[str, float]:
         evaluator = COCOEvaluator(images.dataset, tasks=tasks, distributed=False, use_fast_impl=False)
         evaluator.reset()
         for item in images.inputs:
-            result = detect([item["image"].float()])[0]
-            evaluator.process([item], [{"instances": detector_postprocess(result, item["height"], item["width"])}])
+            (result,) = detect(item)
+            if not (result.has("pred_masks") and result.pred_masks.dtype == torch.bool):  # else the file has done it
+                result = detector_postprocess(result, item["height"], item["width"])
+            evaluator.process([item], [{"instances": result}])
         found = evaluator.evaluate(img_ids=_ids(images.inputs))
         return {task: values["AP"] for task, values in found.items()}
 
     return {
         "dataset": images.dataset,
         "images": len(images.inputs),
-        "model": ap(lambda batch: expected_detections(program, batch)),
-        "exported": ap(lambda batch: found_detections(program, run, batch)),
+        "model": ap(lambda item: detector.expected([detector.evaluation_image(item)])),
+        "exported": ap(lambda item: program.found(run, [program.evaluation_image(item)])),
     }
 
 

@@ -1,32 +1,30 @@
 """Parity check of detectors: the exported file finds what the model finds."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from detectron2.modeling import GeneralizedRCNN
-from detectron2.structures import Boxes, Instances
+from detectron2.structures import Instances
 from torch import Tensor
 from torchvision.ops import box_iou
 
-from ...layers import use_backend
 from ..parity import ExportError, ParityError, Run
+from .one_image import OneImageProgram
 from .program import DetectorProgram
 
-#: largest allowed differences: of a coordinate in pixels, a score and a mask's probability
+#: largest allowed differences: of a coordinate in pixels, a score, and a mask's probability or share of pixels
 TOLERANCES = {"boxes": 0.05, "scores": 1e-3, "masks": 0.01}
 #: allowed share of detections without counterpart: NMS may decide near ties differently after a rounding
 UNMATCHED = 0.02
 _SAME = 0.9  # IoU above which two boxes of a class are the same detection
 
 
-def check_detections(program: DetectorProgram, run: Run, image: Tensor) -> dict[str, Any]:
+def check_detections(program: DetectorProgram | OneImageProgram, run: Run, image: Tensor) -> dict[str, Any]:
     """Compare the detections of an exported file with those of Detectron2's own inference.
 
     Detections are matched by class and IoU, as two of nearly equal score may change places. The cases are the image at
-    three sizes; the surroundings of its best detection; a padded batch of two sizes; and a black image, if the model
-    finds nothing in it. The model runs the reference backend, which is the exported one.
+    three sizes; the surroundings of its best detection; a padded batch of two sizes, if the program takes one; and a
+    black image, if the model finds nothing in it. The model runs the reference backend, which is the exported one.
 
     Args:
         program: the model.
@@ -43,14 +41,16 @@ def check_detections(program: DetectorProgram, run: Run, image: Tensor) -> dict[
     """
     smaller, larger = (_resize(image, scale, program.smallest_side) for scale in ((0.6, 0.8), (1.3, 1.1)))
     image = _resize(image, (1.0, 1.0), program.smallest_side)
-    batches = [[image], [smaller], [larger], [_surroundings(program, image)], [image, smaller]]
+    batches = [[image], [smaller], [larger], [_surroundings(program, image)]]
+    if program.takes_batches:
+        batches.append([image, smaller])
     black = torch.zeros_like(image)
-    if not len(expected_detections(program, [black])[0]):  # else boxes of equal score are in no order
+    if not len(program.expected([black])[0]):  # else boxes of equal score are in no order
         batches.append([black])
     cases, compared = [], []
     for images in batches:
-        expected = expected_detections(program, images)
-        found = found_detections(program, run, images)
+        expected = program.expected(images)
+        found = program.found(run, images)
         differences = [_compare(a, b) for a, b in zip(found, expected, strict=True)]
         compared += differences
         sizes = [list(tensor.shape[1:]) for tensor in images]
@@ -84,38 +84,6 @@ def check_detections(program: DetectorProgram, run: Run, image: Tensor) -> dict[
     }
 
 
-def found_detections(program: DetectorProgram, run: Run, images: Sequence[Tensor]) -> list[Instances]:
-    """Call an exported file as its user does: images padded to one tensor, and their sizes."""
-    sizes = torch.tensor([image.shape[1:] for image in images])
-    height, width = sizes.amax(0).tolist()
-    # white padding: the file has to replace it
-    pads = [(0, width - image.shape[2], 0, height - image.shape[1]) for image in images]
-    batch = torch.stack([F.pad(image, pad, value=255.0) for image, pad in zip(images, pads, strict=True)])
-    with torch.no_grad():
-        outputs = dict(zip(program.names, run(batch, sizes), strict=True))
-    results = []
-    for index, count in enumerate(outputs["count"].tolist()):
-        result = Instances(tuple(sizes[index].tolist()))
-        result.pred_boxes = Boxes(outputs["boxes"][index, :count])
-        result.scores = outputs["scores"][index, :count]
-        result.pred_classes = outputs["classes"][index, :count]
-        if "masks" in outputs:
-            result.pred_masks = outputs["masks"][index, :count, None]
-        results.append(result)
-    return results
-
-
-def expected_detections(program: DetectorProgram, images: Sequence[Tensor]) -> list[Instances]:
-    """Detect with Detectron2's own inference."""
-    model, inputs = program.model, [{"image": image} for image in images]
-    with torch.no_grad(), use_backend("reference"):
-        if isinstance(model, GeneralizedRCNN):
-            results = model.inference(inputs, do_postprocess=False)
-            # Detectron2's last step drops empty boxes; it is left out, as it would paste the masks
-            return [result[result.pred_boxes.nonempty()] for result in results]
-        return [result["instances"] for result in model(inputs)]
-
-
 def _compare(found: Instances, expected: Instances) -> dict[str, Any]:
     """Match detections one to one; return the largest differences and the number of those left over."""
     same_class = found.pred_classes[:, None] == expected.pred_classes
@@ -132,7 +100,7 @@ def _compare(found: Instances, expected: Instances) -> dict[str, Any]:
         "scores": _largest(found_pairs.scores - expected_pairs.scores),
     }
     if expected.has("pred_masks"):
-        result["masks"] = _largest(found_pairs.pred_masks - expected_pairs.pred_masks)
+        result["masks"] = _mask_difference(found_pairs.pred_masks, expected_pairs.pred_masks)
     return {**result, "detections": len(expected), "unmatched": len(found) + len(expected) - 2 * len(pairs)}
 
 
@@ -140,14 +108,21 @@ def _largest(difference: Tensor) -> float:
     return difference.abs().max().item() if difference.numel() else 0.0
 
 
+def _mask_difference(found: Tensor, expected: Tensor) -> float:
+    """Return the largest difference of a probability; of pasted masks, the share of their pixels that differ."""
+    if expected.dtype != torch.bool:
+        return _largest(found - expected)
+    return ((found ^ expected).sum() / (found | expected).sum().clamp(min=1)).item()
+
+
 def _resize(image: Tensor, scale: tuple[float, float], smallest: int) -> Tensor:
     sides = [max(smallest, int(side * factor)) for side, factor in zip(image.shape[1:], scale, strict=True)]
     return F.interpolate(image[None], sides, mode="bilinear", antialias=True)[0]
 
 
-def _surroundings(program: DetectorProgram, image: Tensor) -> Tensor:
+def _surroundings(program: DetectorProgram | OneImageProgram, image: Tensor) -> Tensor:
     """Cut out the best detection, with a margin of half its size, where few others are."""
-    boxes = expected_detections(program, [image])[0].pred_boxes.tensor
+    boxes = program.expected([image])[0].pred_boxes.tensor
     if not len(boxes):
         return image
     box = boxes[0]

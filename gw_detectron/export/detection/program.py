@@ -1,17 +1,20 @@
 """Base of the detectors as functions of tensors."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from detectron2.modeling import GeneralizedRCNN
+from detectron2.structures import Boxes, Instances
 from torch import Tensor, nn
 from torch.export import Dim
 
+from ...layers import use_backend
 from ...ops.compat import assert_all
 from ..feature_extractor import Normalization
-from ..parity import ExportError
+from ..parity import ExportError, Run
 from .boxes import NO_BOX, take, top
 
 
@@ -24,11 +27,14 @@ class DetectorProgram(nn.Module):
     Args:
         model: a detector that :func:`.check_supported` accepts; it is copied and not changed.
         detections: K, the rows of an image; None for the default.
+        class_names: for the description of the file; None if unknown.
+        num_classes: the model's number of classes.
         default: the model's number of detections.
         score_threshold: score above which a box is a detection; a buffer, so that a loaded pt2 program can change it.
 
     Raises:
-        ExportError: the number of detections is below 1, or a weight is NaN or infinite.
+        ExportError: the number of detections is below 1, that of names not that of classes, or a weight is NaN or
+            infinite.
 
     Shape: images (N, 3, H, W), pixels of 0 to 255, and sizes (N, 2) int64, heights and widths of the images inside ->
     boxes (N, K, 4), scores (N, K), classes (N, K), masks (N, K, S, S) of a Mask R-CNN, and count (N). Detections come
@@ -37,19 +43,33 @@ class DetectorProgram(nn.Module):
     """
 
     score_threshold: Tensor
+    takes_batches = True
 
-    def __init__(self, model: nn.Module, detections: int | None, default: int, score_threshold: float) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        detections: int | None,
+        class_names: Sequence[str] | None,
+        num_classes: int,
+        default: int,
+        score_threshold: float,
+    ) -> None:
         super().__init__()
         detections = default if detections is None else detections
         if detections < 1:
             raise ExportError(
                 f"detections ({detections}): expected at least 1. Fix: give the rows of an image, e.g. 100."
             )
+        if class_names is not None and len(class_names) != num_classes:
+            raise ExportError(
+                f"class_names ({len(class_names)} names): the model has {num_classes} classes. Fix: give one name each."
+            )
         for name, value in model.state_dict().items():
             if not value.isfinite().all():
                 raise ExportError(f"model: {name} holds NaN or infinity. Fix: give the weights of a sound training.")
         self.model: Any = copy.deepcopy(model).cpu().float().eval().requires_grad_(False)
         self.detections = detections
+        self.class_names = class_names
         self.default_score_threshold = score_threshold
         self.register_buffer("score_threshold", torch.tensor(score_threshold))
 
@@ -62,9 +82,8 @@ class DetectorProgram(nn.Module):
         sizes = torch.where(possible[:, None], sizes, 0)  # nothing is found in 0 x 0 pixels
         rows = torch.arange(height)[:, None] < sizes[:, 0, None, None]
         columns = torch.arange(width) < sizes[:, 1, None, None]
-        normalized = (images - self.model.pixel_mean) / self.model.pixel_std
-        images = torch.where((rows & columns)[:, None], normalized, 0)
-        *detections, count = self.detect(self.model.backbone(self._pad(images)), sizes)
+        images = torch.where((rows & columns)[:, None], self.normalize(images), 0)
+        *detections, count = self.detect(self.model.backbone(self.pad(images)), sizes)
         return *detections, torch.where(possible, count, -1)
 
     def detect(self, features: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, ...]:
@@ -82,10 +101,52 @@ class DetectorProgram(nn.Module):
         classes = torch.where(found, classes.gather(1, index.gather(1, order)), -1)
         return boxes, torch.where(found, scores, 0), classes, found.sum(1)
 
-    def _pad(self, images: Tensor) -> Tensor:
+    def normalize(self, pixels: Tensor) -> Tensor:
+        """Normalize pixels of 0 to 255."""
+        return (pixels - self.model.pixel_mean) / self.model.pixel_std
+
+    def pad(self, images: Tensor) -> Tensor:
+        """Pad normalized images to sides that the backbone takes."""
         multiple = max(1, self.model.backbone.size_divisibility)
         height, width = ((side + multiple - 1) // multiple * multiple - side for side in images.shape[-2:])
         return F.pad(images, (0, width, 0, height))
+
+    def expected(self, images: Sequence[Tensor]) -> list[Instances]:
+        """Detect in images, (3, H, W), with Detectron2's own inference, on the exported backend."""
+        inputs = [{"image": image} for image in images]
+        with torch.no_grad(), use_backend("reference"):
+            if isinstance(self.model, GeneralizedRCNN):
+                results = self.model.inference(inputs, do_postprocess=False)
+                # Detectron2's last step drops empty boxes; it is left out, as it would paste the masks
+                return [result[result.pred_boxes.nonempty()] for result in results]
+            return [result["instances"] for result in self.model(inputs)]
+
+    def found(self, run: Run, images: Sequence[Tensor]) -> list[Instances]:
+        """Call an exported file as its user does: images padded to one tensor, and their sizes."""
+        sizes = torch.tensor([image.shape[1:] for image in images])
+        height, width = sizes.amax(0).tolist()
+        # white padding: the file has to replace it
+        pads = [(0, width - image.shape[2], 0, height - image.shape[1]) for image in images]
+        batch = torch.stack([F.pad(image, pad, value=255.0) for image, pad in zip(images, pads, strict=True)])
+        with torch.no_grad():
+            rows = zip(*run(batch, sizes), strict=True)
+        return [self.instances(image.shape[1:], row) for image, row in zip(images, rows, strict=True)]
+
+    def instances(self, size: Sequence[int], outputs: Sequence[Tensor]) -> Instances:
+        """Wrap the outputs for one image."""
+        fields = dict(zip(self.names, outputs, strict=True))
+        count = int(fields["count"])
+        result = Instances(tuple(size))
+        result.pred_boxes = Boxes(fields["boxes"][:count])
+        result.scores, result.pred_classes = fields["scores"][:count], fields["classes"][:count]
+        if "masks" in fields:
+            masks = fields["masks"][:count]
+            result.pred_masks = masks if masks.dtype == torch.bool else masks[:, None]  # as Detectron2 shapes them
+        return result
+
+    def evaluation_image(self, item: Mapping[str, Any]) -> Tensor:
+        """Return the image of an input of Detectron2's, which its data loader has resized."""
+        return item["image"].float()
 
     @property
     def names(self) -> list[str]:
@@ -118,4 +179,5 @@ class DetectorProgram(nn.Module):
             "outputs": self.names,
             "detections": self.detections,
             "score_threshold": self.default_score_threshold,
+            "class_names": self.class_names,
         }

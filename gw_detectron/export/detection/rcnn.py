@@ -1,6 +1,6 @@
 """Faster and Mask R-CNN as a function of tensors."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,16 @@ from .proposals import propose
 class RCNNProgram(DetectorProgram):
     """Faster or Mask R-CNN with an FPN; see :class:`.DetectorProgram`."""
 
-    def __init__(self, model: Any, detections: int | None = None) -> None:
+    def __init__(self, model: Any, detections: int | None = None, class_names: Sequence[str] | None = None) -> None:
         predictor = model.roi_heads.box_predictor
-        super().__init__(model, detections, predictor.test_topk_per_image, predictor.test_score_thresh)
+        super().__init__(
+            model,
+            detections,
+            class_names,
+            predictor.num_classes,
+            predictor.test_topk_per_image,
+            predictor.test_score_thresh,
+        )
         self.model.roi_heads.box_predictor.test_topk_per_image = self.detections  # of the model to compare with
 
     def detect(self, features: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, ...]:

@@ -1,6 +1,6 @@
 """RetinaNet as a function of tensors."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,10 @@ from .program import DetectorProgram
 class RetinaNetProgram(DetectorProgram):
     """RetinaNet; see :class:`.DetectorProgram`."""
 
-    def __init__(self, model: Any, detections: int | None = None) -> None:
-        super().__init__(model, detections, model.max_detections_per_image, model.test_score_thresh)
+    def __init__(self, model: Any, detections: int | None = None, class_names: Sequence[str] | None = None) -> None:
+        super().__init__(
+            model, detections, class_names, model.num_classes, model.max_detections_per_image, model.test_score_thresh
+        )
         self.model.max_detections_per_image = self.detections  # of the model to compare with
 
     def detect(self, features: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, ...]:

@@ -1,0 +1,97 @@
+"""Detect objects with an ONNX file of tools/export_model.py --one-image; needs numpy, Pillow and onnxruntime alone.
+
+    python onnx_detect.py model.onnx photo.jpg --output detections.png --json detections.json
+
+The picture shows boxes, class names and pasted masks. The json file is a list of COCO results: bbox is x, y, width,
+height in pixels of the photo; category_id is the class index of the file, from 0.
+"""
+
+import argparse
+import json
+import sys
+
+import numpy as np
+import onnxruntime
+from PIL import Image, ImageDraw, ImageOps
+
+COLORS = ("#e6194b", "#3cb44b", "#4363d8", "#f58231", "#911eb4", "#008080", "#9a6324", "#800000")
+
+
+def load(path: str) -> tuple[onnxruntime.InferenceSession, dict]:
+    """Load a model and its description."""
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    description = json.loads(session.get_modelmeta().custom_metadata_map.get("gw_detectron.json", "{}"))
+    if [each.name for each in session.get_inputs()] != ["image"] or "detections" not in description:
+        raise ValueError("not a detector for one image. Fix: export with --format onnx --one-image")
+    return session, description
+
+
+def read(path: str) -> Image.Image:
+    """Read an image upright, as Detectron2 does."""
+    with Image.open(path) as image:
+        return ImageOps.exif_transpose(image).convert("RGB")
+
+
+def detect(session: onnxruntime.InferenceSession, description: dict, image: Image.Image) -> dict[str, np.ndarray]:
+    """Return the arrays of the detections found; outputs have rows for more."""
+    pixels = np.asarray(image, np.float32)
+    if description["input"]["channels"] == "BGR":
+        pixels = pixels[:, :, ::-1]
+    outputs = session.run(description["outputs"], {"image": np.ascontiguousarray(pixels.transpose(2, 0, 1))})
+    *named, (_, count) = zip(description["outputs"], outputs, strict=True)
+    return {name: values[:count] for name, values in named}
+
+
+def coco_results(found: dict[str, np.ndarray], names: list[str] | None) -> list[dict]:
+    """Return the detections as COCO results, with class names if the file has them."""
+    results = []
+    for box, score, kind in zip(*(found[name].tolist() for name in ("boxes", "scores", "classes")), strict=True):
+        x0, y0, x1, y1 = box
+        result = {"bbox": [x0, y0, x1 - x0, y1 - y0], "score": score, "category_id": kind}
+        results.append(result | ({"category_name": names[kind]} if names else {}))
+    return results
+
+
+def draw(image: Image.Image, results: list[dict], masks: np.ndarray | None) -> Image.Image:
+    """Draw masks, boxes and labels; the best detection is drawn last."""
+    picture = image.copy()
+    for index in reversed(range(len(results))):
+        result, color = results[index], COLORS[results[index]["category_id"] % len(COLORS)]
+        if masks is not None:
+            picture.paste(Image.new("RGB", picture.size, color), mask=Image.fromarray(masks[index] * np.uint8(110)))
+        x, y, width, height = result["bbox"]
+        pen = ImageDraw.Draw(picture)
+        pen.rectangle((x, y, x + width, y + height), outline=color, width=2)
+        label = f"{result.get('category_name', result['category_id'])} {result['score']:.2f}"
+        pen.rectangle(pen.textbbox((x + 2, y), label), fill=color)
+        pen.text((x + 2, y), label, fill="white")
+    return picture
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="ONNX file")
+    parser.add_argument("image", help="photo")
+    parser.add_argument("--output", default="detections.png", help="picture to write, default: %(default)s")
+    parser.add_argument("--json", default="detections.json", help="json file to write, default: %(default)s")
+    parser.add_argument("--threshold", type=float, default=0.5, help="lowest score, default: %(default)s")
+    args = parser.parse_args()
+    try:
+        session, description = load(args.model)
+    except Exception as error:  # onnxruntime has an exception of its own for every kind of damage
+        sys.exit(f"Error: {args.model}: {' '.join(str(error).split())}")
+    try:
+        image = read(args.image)
+    except (OSError, SyntaxError, ValueError) as error:  # Pillow raises each of them for damaged files
+        sys.exit(f"Error: {args.image}: cannot be read: {error}")
+    found = detect(session, description, image)
+    found = {name: values[found["scores"] >= args.threshold] for name, values in found.items()}
+    results = coco_results(found, description["class_names"])
+    draw(image, results, found["masks"] if description["masks_pasted"] else None).save(args.output)
+    with open(args.json, "w") as file:
+        json.dump(results, file, indent=1)
+    print(f"{len(results)} detections: {args.output}, {args.json}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""A detector as a function of one image of any size, resized inside as evaluation does."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from detectron2.modeling.postprocessing import detector_postprocess
+from detectron2.structures import Instances
+from torch import Tensor, nn
+from torch.export import Dim
+
+from ...data.images import read_image
+from ..parity import ExportError, Run
+from .boxes import clip, rows_with_dummies
+from .program import DetectorProgram
+
+MASK_THRESHOLD = 0.5  # of detector_postprocess
+_LEAST = 2  # sides that torch.export can leave free; it makes a constant of 1
+_ROUND = 0.5 + 2**-12  # runtimes compute exact halves, which are frequent, as slightly more or less
+
+
+class OneImageProgram(nn.Module):
+    """Resize one image by the rule of evaluation, detect, and scale the detections back.
+
+    Args:
+        detector: the detector for padded batches.
+        sides: ``INPUT.MIN_SIZE_TEST`` and ``MAX_SIZE_TEST``.
+        paste_masks: whether masks are binary and as large as the image.
+
+    Raises:
+        ExportError: a side is below 1, or the detector has no masks to paste.
+
+    Shape: pixels of 0 to 255, (3, H, W) -> boxes (K, 4) in pixels of this image, scores (K), classes (K), masks
+    (K, S, S), or pasted (count, H, W) bool, of a Mask R-CNN, and count ().
+    """
+
+    takes_batches = False
+
+    def __init__(self, detector: DetectorProgram, sides: tuple[int, int], paste_masks: bool = False) -> None:
+        super().__init__()
+        if min(sides) < 1:
+            raise ExportError(f"sides ({sides}): expected at least 1. Fix: give pixels, e.g. (800, 1333).")
+        if paste_masks and "masks" not in detector.names:
+            raise ExportError("paste_masks (True): the detector has no masks. Fix: leave it out.")
+        self.detector = detector
+        self.sides = sides
+        self.paste_masks = paste_masks
+
+    def forward(self, image: Tensor) -> tuple[Tensor, ...]:
+        pixels = self.resize(image)[None]
+        size, resized = (_size(each) for each in (image, pixels))
+        # of a long, narrow image, the shorter side may become too small for the backbone
+        height, width = (torch.sym_max(self.detector.smallest_side - side, 0) for side in pixels.shape[2:])
+        padding: Any = (0, width, 0, height)
+        images = self.detector.pad(F.pad(self.detector.normalize(pixels), padding))
+        boxes, scores, classes, *masks, count = self.detector.detect(self.detector.model.backbone(images), resized)
+        boxes = clip(boxes * (size / resized).flip(1).repeat(1, 2)[:, None], size)
+        outputs = [each[0] for each in (boxes, scores, classes, *masks, count)]
+        if self.paste_masks:
+            outputs[3] = _paste_found(outputs[3], outputs[0], outputs[2] >= 0, image)
+        return tuple(outputs)
+
+    def resize(self, image: Tensor) -> Tensor:
+        """Resize pixels, (3, H, W), as PIL does: columns, then rows, each rounded to whole numbers."""
+        height, width = resized_sides(image.shape[1], image.shape[2], *self.sides)
+        image = image[None].round()
+        for sides in ((image.shape[2], width), (height, width)):
+            image = F.interpolate(image, sides, mode="bilinear", antialias=True)
+            image = (image + _ROUND).floor().clamp(0, 255)
+        return image[0]
+
+    def expected(self, images: Sequence[Tensor]) -> list[Instances]:
+        """Detect in images, (3, H, W), with Detectron2's own inference and postprocessing."""
+        results = []
+        for image in images:
+            (result,) = self.detector.expected([self.resize(image)])
+            if result.has("pred_masks") and not self.paste_masks:
+                result.masks = result.pred_masks  # a name that Detectron2 does not paste
+                result.remove("pred_masks")
+            result = detector_postprocess(result, *image.shape[1:])
+            if result.has("masks"):
+                result.pred_masks = result.masks
+            results.append(result)
+        return results
+
+    def found(self, run: Run, images: Sequence[Tensor]) -> list[Instances]:
+        """Call an exported file as its user does."""
+        with torch.no_grad():
+            return [self.detector.instances(image.shape[1:], run(image)) for image in images]
+
+    def evaluation_image(self, item: Mapping[str, Any]) -> Tensor:
+        """Return the image of an input of Detectron2's in its original size."""
+        pixels = read_image(item["file_name"], self.detector.model.input_format)
+        return torch.from_numpy(pixels.copy()).permute(2, 0, 1).float()
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the outputs."""
+        return self.detector.names
+
+    @property
+    def smallest_side(self) -> int:
+        """Smallest height and width."""
+        return _LEAST
+
+    def sample_inputs(self) -> dict[str, Tensor]:
+        """Draw the input for the export."""
+        return {"image": 255 * torch.rand(3, 97, 131, generator=torch.Generator().manual_seed(0))}
+
+    def dynamic_shapes(self) -> dict[str, Any]:
+        """Return the free dimensions of the input, for torch.export."""
+        side = Dim.DYNAMIC(min=self.smallest_side)
+        return {"image": {1: side, 2: side}}
+
+    def describe(self) -> dict[str, Any]:
+        """Describe input and outputs as plain values, for metadata and reports."""
+        entries = self.detector.describe()
+        shape = {"name": "image", "shape": [3, "H", "W"], "smallest_side": self.smallest_side}
+        return {
+            **entries,
+            "input": entries["input"] | shape,
+            "masks_pasted": self.paste_masks,
+        }
+
+
+def resized_sides(height: int, width: int, shorter: int, longest: int) -> Any:
+    r"""Return the sides that evaluation resizes an image to.
+
+    .. math:: H' = \lfloor sH + 1/2 \rfloor,
+        \quad s = \min(\mathrm{shorter} / \min(H, W), \mathrm{longest} / \max(H, W))
+
+    In whole numbers, as runtimes round floats differently. Detectron2's floats round some ties of 1/2 down.
+
+    Source: Detectron2's ``ResizeShortestEdge``.
+    """
+    low, high = torch.sym_min(height, width), torch.sym_max(height, width)
+
+    def resized(side: int) -> Any:
+        scaled = torch.sym_min((2 * side * shorter + low) // (2 * low), (2 * side * longest + high) // (2 * high))
+        return torch.sym_max(scaled, _LEAST)
+
+    return resized(height), resized(width)
+
+
+def paste(masks: Tensor, boxes: Tensor, height: int, width: int) -> Tensor:
+    r"""Paste masks into an image.
+
+    Bilinear interpolation inside a box is a product of two small matrices with the mask:
+
+    .. math:: A = Y M X^\top \ge 1/2, \quad Y_{ij} = \max(0, 1 - |v_i - j|),
+        \quad v_i = S (i + 1/2 - y_0) / (y_1 - y_0) - 1/2
+
+    Args:
+        masks: probabilities inside the boxes, (M, S, S).
+        boxes: (M, 4).
+        height, width: of the image.
+
+    Returns:
+        bool, (M, H, W).
+
+    Source: Detectron2's ``paste_masks_in_image``, which samples a grid of all pixels.
+    """
+    side = masks.shape[-1]
+
+    def weights(pixels: int, low: Tensor, high: Tensor) -> Tensor:
+        centers = (torch.arange(pixels, device=boxes.device) + 0.5 - low[:, None]) / (high - low)[:, None]
+        cells = torch.arange(side, device=boxes.device)
+        return (1 - (centers[:, :, None] * side - 0.5 - cells).abs()).clamp(min=0)
+
+    rows, columns = weights(height, boxes[:, 1], boxes[:, 3]), weights(width, boxes[:, 0], boxes[:, 2])
+    return rows @ masks @ columns.mT >= MASK_THRESHOLD
+
+
+def _paste_found(masks: Tensor, boxes: Tensor, found: Tensor, image: Tensor) -> Tensor:
+    rows = rows_with_dummies(found)
+    masks, boxes = F.pad(masks, (0, 0, 0, 0, 1, 0))[rows], F.pad(boxes, (0, 0, 1, 0))[rows]
+    return paste(masks, boxes, image.shape[1], image.shape[2])[2:]
+
+
+def _size(image: Tensor) -> Tensor:
+    """Return height and width as a tensor, (1, 2)."""
+    return torch.stack([torch.scalar_tensor(side, dtype=torch.int64) for side in image.shape[-2:]])[None]
