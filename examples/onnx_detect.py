@@ -22,7 +22,7 @@ def load(path: str) -> tuple[onnxruntime.InferenceSession, dict]:
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     description = json.loads(session.get_modelmeta().custom_metadata_map.get("gw_detectron.json", "{}"))
     if [each.name for each in session.get_inputs()] != ["image"] or "detections" not in description:
-        raise ValueError("not a detector for one image. Fix: export with --format onnx --one-image")
+        raise ValueError("not a detector for one image. Fix: export with --format onnx --one-image.")
     return session, description
 
 
@@ -83,13 +83,16 @@ def main() -> None:
     try:
         image = read(args.image)
     except (OSError, SyntaxError, ValueError) as error:  # Pillow raises each of them for damaged files
-        sys.exit(f"Error: {args.image}: cannot be read: {error}")
+        sys.exit(f"Error: {args.image}: cannot be read: {error}. Fix: give a photo.")
     found = detect(session, description, image)
     found = {name: values[found["scores"] >= args.threshold] for name, values in found.items()}
     results = coco_results(found, description["class_names"])
-    draw(image, results, found["masks"] if description["masks_pasted"] else None).save(args.output)
-    with open(args.json, "w") as file:
-        json.dump(results, file, indent=1)
+    try:
+        draw(image, results, found["masks"] if description["masks_pasted"] else None).save(args.output)
+        with open(args.json, "w") as file:
+            json.dump(results, file, indent=1)
+    except (OSError, ValueError) as error:
+        sys.exit(f"Error: cannot be written: {error}. Fix: change --output or --json.")
     print(f"{len(results)} detections: {args.output}, {args.json}")
 
 

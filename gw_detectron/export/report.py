@@ -48,10 +48,11 @@ $sizes- Outputs: $detections rows for each image, detections first, by descendin
   class -1.
   - `boxes`: x0, y0, x1, y1 in pixels of the image, (${batch}$detections, 4)
   - `scores`: above $score_threshold, (${batch}$detections)
-  - `classes`: 0 is the first class of the training data, int64, (${batch}$detections)$masks
+  - `classes`: 0 is the first of $classes, int64, (${batch}$detections)$masks
   - `count`: detections of each image, int64, ($n)$refusal
 - Largest differences from the model (reference backend): $worst."""
 _REFUSAL = "; -1 for an image whose size is not inside the tensor"
+_CLASS_NAMES = "`class_names` in `parity.json` and in the file's metadata `gw_detectron.json`"
 _SIZES_INPUT = """\
 - Input: `sizes`, int64, (N, 2): height and width of each image inside the padded tensor. The file replaces the padding.
 """
@@ -194,6 +195,7 @@ def _readme(report: Mapping[str, Any], kind: str) -> str:
         "refusal": _REFUSAL * (batch and report["format"] != "pt2"),
         "masks": _PASTED if pasted else _MASKS if "masks" in names else "",
         "sizes": _SIZES_INPUT * batch,
+        "classes": _CLASS_NAMES if report.get("class_names") else "the training data's classes",
         "batch": "N, " * batch,
         "n": "N" * batch,
         "worst": _largest(report),

@@ -1,0 +1,187 @@
+"""A detector that takes one image of any size: resizing, detection and masks are those of Detectron2."""
+
+import json
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from detectron2.data.transforms import ResizeShortestEdge
+from detectron2.layers import paste_masks_in_image
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from gw_detectron.errors import UserError
+from gw_detectron.export import EvaluationImages, ExportError, dataset_class_names, export_detector
+from gw_detectron.export.detection import OneImageProgram, check_detections
+from gw_detectron.export.detection.one_image import paste, resized_sides
+from gw_detectron.export.detector import detector_program
+from gw_detectron.export.formats import write_onnx, write_pt2
+
+from .test_detector import needs_export
+from .tiny_networks import build_detector, detector_config, noise
+
+SIDES = (128, 256)
+SIZES = [(97, 150), (200, 140), (30, 300), (128, 128), (3, 800)]
+FORMATS = {"pt2": write_pt2, "onnx": write_onnx}
+
+
+def in_detectron2(model, program, image):
+    """Detectron2's whole inference on the resized pixels: boxes scaled back, masks pasted."""
+    inputs = {"image": program.resize(image), "height": image.shape[1], "width": image.shape[2]}
+    with torch.no_grad():
+        return model([inputs])[0]["instances"]
+
+
+def check(outputs, expected):
+    boxes, scores, classes, *masks, count = outputs
+    assert count == len(expected)
+    assert torch.allclose(boxes[:count], expected.pred_boxes.tensor, atol=1e-2, rtol=0)
+    assert torch.allclose(scores[:count], expected.scores, atol=1e-4, rtol=0)
+    assert torch.equal(classes[:count], expected.pred_classes)
+    assert not boxes[count:].any() and (classes[count:] == -1).all()
+    if masks:
+        assert masks[0].dtype == torch.bool and masks[0].shape == expected.pred_masks.shape
+        assert (masks[0] ^ expected.pred_masks).sum() <= 1e-4 * masks[0].sum()
+
+
+@given(st.integers(2, 4000), st.integers(2, 4000), st.integers(2, 900), st.integers(2, 1400))
+def test_the_sides_of_evaluation(height, width, shorter, longest):
+    found = resized_sides(height, width, shorter, longest)
+    resize = ResizeShortestEdge([shorter, shorter], longest).get_transform(np.broadcast_to(0, (height, width, 3)))
+    scale = min(Fraction(shorter, min(height, width)), Fraction(longest, max(height, width)))
+    for side, ours, theirs in zip((height, width), found, (resize.new_h, resize.new_w), strict=True):
+        tie = (scale * side).denominator == 2  # their floats may fall below it
+        assert ours - max(2, theirs) in ((0, 1) if tie else (0,))
+
+
+@pytest.mark.parametrize(
+    ("size", "sides", "differing"),
+    [
+        ((100, 150), (200, 300), 0),
+        ((145, 169), (128, 1333), 5e-3),
+        ((480, 640), (128, 1333), 1e-2),
+        ((224, 224), (128, 1333), 2e-2),
+        ((90, 400), (800, 512), 2e-2),
+    ],
+)
+def test_pixels_are_resized_as_by_pillow(size, sides, differing):
+    pixels = np.random.default_rng(0).integers(0, 256, (*size, 3), np.uint8)
+    program = OneImageProgram(detector_program(build_detector("retinanet")), sides)
+    found = program.resize(torch.from_numpy(pixels).permute(2, 0, 1).float()).permute(1, 2, 0).numpy()
+    height, width = found.shape[:2]
+    assert (height, width) == resized_sides(*size, *sides)
+    difference = np.abs(found - np.asarray(Image.fromarray(pixels).resize((width, height), Image.BILINEAR)))
+    assert difference.max() <= 1 and (difference > 0).mean() <= differing
+
+
+def test_pasted_masks():
+    generator = torch.Generator().manual_seed(0)
+    masks = torch.rand(40, 28, 28, generator=generator)
+    corners = torch.rand(40, 2, 2, generator=generator).sort(1).values * torch.tensor([90.0, 61.0])
+    boxes = torch.cat((corners.flatten(1), torch.tensor([[3.2, 4.1, 3.6, 60.0], [0.0, 0.0, 90.0, 61.0]])))
+    masks = torch.cat((masks, masks[:2]))
+    found = paste(masks, boxes, 61, 90)
+    assert found.dtype == torch.bool and found.any(dim=(1, 2)).sum() > 30
+    assert torch.equal(found, paste_masks_in_image(masks, boxes, (61, 90)))
+    assert paste(masks[:0], boxes[:0], 61, 90).shape == (0, 61, 90)
+
+
+@pytest.mark.parametrize("kind", ["mask", "retinanet"])
+@pytest.mark.parametrize("size", SIZES[:4])
+def test_the_program_of_one_image(kind, size):
+    model, (image,) = build_detector(kind), noise(size)
+    program = OneImageProgram(detector_program(model), SIDES, paste_masks=kind == "mask")
+    outputs = program(image)
+    assert outputs[-1] > 1
+    check(outputs, in_detectron2(model, program, image))
+
+
+def test_masks_inside_their_boxes():
+    model, (image,) = build_detector("mask"), noise((97, 150))
+    program = OneImageProgram(detector_program(model), SIDES)
+    boxes, _, _, masks, count = program(image)
+    assert masks.shape == (12, 28, 28)
+    assert check_detections(program, program, image)["worst"]["masks"] < 1e-4
+    pasted = paste_masks_in_image(masks[:count], boxes[:count], (97, 150))
+    assert (pasted ^ in_detectron2(model, program, image).pred_masks).sum() <= 1e-4 * pasted.sum()
+
+
+def test_a_narrow_image_is_padded_to_what_the_backbone_takes():
+    program = OneImageProgram(detector_program(build_detector("mask")), SIDES, paste_masks=True)
+    boxes, _, _, masks, count = program(noise((3, 800))[0])
+    assert masks.shape == (count, 3, 800) and count > 0
+    assert (boxes >= 0).all() and (boxes <= torch.tensor([800, 3, 800, 3])).all()
+
+
+def test_nothing_is_found():
+    model = build_detector("mask")
+    model.roi_heads.box_predictor.test_score_thresh = 1.0
+    outputs = OneImageProgram(detector_program(model), SIDES, paste_masks=True)(noise((97, 150))[0])
+    assert outputs[-1] == 0 and outputs[3].shape == (0, 97, 150)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "message"),
+    [
+        ("mask", {"paste_masks": True}, r"paste_masks \(True\): images of a batch differ .*Fix: use one_image"),
+        ("mask", {"one_image": True}, r"sides \(None\): one_image resizes inside"),
+        ("mask", {"one_image": True, "sides": (0, 1333)}, r"sides \(\(0, 1333\)\): expected at least 1"),
+        ("mask", {"one_image": True, "sides": SIDES, "file_format": "torchscript"}, r"one_image \(True\): a TorchScr"),
+        ("retinanet", {"one_image": True, "sides": SIDES, "paste_masks": True}, r"paste_masks \(True\): .* no masks"),
+        ("mask", {"class_names": ["disk"]}, r"class_names \(1 names\): the model has 6 classes"),
+    ],
+)
+def test_arguments_that_do_not_fit(tmp_path, kind, arguments, message):
+    with pytest.raises(ExportError, match=message) as caught:
+        export_detector(build_detector(kind), tmp_path / "out", **arguments)
+    assert isinstance(caught.value, UserError)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_names_of_the_classes(small_dataset):
+    cfg = detector_config("mask")
+    names = dataset_class_names(cfg)
+    assert len(names) == len(set(names)) == cfg.MODEL.ROI_HEADS.NUM_CLASSES
+    assert detector_program(build_detector("mask"), class_names=names).describe()["class_names"] == names
+    cfg.DATASETS.TEST = cfg.DATASETS.TRAIN = ("unregistered",)
+    assert dataset_class_names(cfg) is None
+
+
+@needs_export
+@pytest.mark.slow
+@pytest.mark.parametrize("file_format", FORMATS)
+def test_a_file_of_any_image_size(tmp_path, file_format):
+    model = build_detector("mask")
+    program = OneImageProgram(detector_program(model), SIDES, paste_masks=True)
+    run, _ = FORMATS[file_format](program, tmp_path / "file")
+    for size in SIZES:
+        image = noise(size)[0].round()
+        with torch.no_grad():
+            outputs = run(image)
+            assert outputs[-1] == program(image)[-1] and outputs[3].shape == (outputs[-1], *size)
+    assert check_detections(program, run, noise((97, 150))[0])["unmatched"] == 0
+
+
+@needs_export
+@pytest.mark.slow
+@pytest.mark.parametrize("file_format", FORMATS)
+def test_the_export_of_one_image(tmp_path, small_dataset, run_readme, file_format):
+    cfg, folder = detector_config("retinanet"), tmp_path / "out"
+    report = export_detector(
+        build_detector("retinanet"),
+        folder,
+        file_format=file_format,
+        evaluation=EvaluationImages.load(cfg, "gw_synthetic_val", 3),
+        sides=SIDES,
+        one_image=True,
+        class_names=["a", "b", "c", "d", "e", "f"],
+    )
+    assert report == json.loads((folder / "parity.json").read_text())
+    assert report["input"]["name"] == "image" and report["input"]["shape"] == [3, "H", "W"]
+    assert report["class_names"][5] == "f" and len(report["cases"]) >= 4
+    assert report["accuracy"]["exported"] == pytest.approx(report["accuracy"]["model"], abs=0.05, nan_ok=True)
+    torch_too = ("torch", "torchvision") if file_format == "onnx" else ()
+    printed = run_readme(folder, forbid=("gw_detectron", "detectron2", *torch_too))
+    assert "boxes (12, 4)" in printed and "count ()" in printed
