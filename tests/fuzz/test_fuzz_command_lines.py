@@ -25,7 +25,7 @@ TOOLS = {
     "describe_checkpoint": ("--help", []),
     "export_backbone": ("--config-file --weights --output --format --layout --no-fpn", ["MODEL.WEIGHTS", "none.pth"]),
     "export_model": (
-        "--config-file --output --format --detections --image --dataset",
+        "--config-file --output --format --detections --one-image --paste-masks --class-names --image --dataset",
         ["MODEL.WEIGHTS", "none.pth"],
     ),
     "analyze_whitening": ("layers constraints --config-file --output --samples --count", ["--no-such-flag"]),

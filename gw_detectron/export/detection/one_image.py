@@ -48,14 +48,11 @@ class OneImageProgram(nn.Module):
         self.paste_masks = paste_masks
 
     def forward(self, image: Tensor) -> tuple[Tensor, ...]:
+        size = _size(image)
         pixels = self.resize(image)[None]
-        size, resized = (_size(each) for each in (image, pixels))
-        # of a long, narrow image, the shorter side may become too small for the backbone
-        height, width = (torch.sym_max(self.detector.smallest_side - side, 0) for side in pixels.shape[2:])
-        padding: Any = (0, width, 0, height)
-        images = self.detector.pad(F.pad(self.detector.normalize(pixels), padding))
-        boxes, scores, classes, *masks, count = self.detector.detect(self.detector.model.backbone(images), resized)
-        boxes = clip(boxes * (size / resized).flip(1).repeat(1, 2)[:, None], size)
+        resized = resized_sides(size, *self.sides)
+        boxes, scores, classes, *masks, count = self.detector.detect(self._features(pixels, resized), resized[None])
+        boxes = clip(boxes * (size / resized).flip(0).repeat(2), size[None])
         outputs = [each[0] for each in (boxes, scores, classes, *masks, count)]
         if self.paste_masks:
             outputs[3] = _paste_found(outputs[3], outputs[0], outputs[2] >= 0, image)
@@ -63,12 +60,20 @@ class OneImageProgram(nn.Module):
 
     def resize(self, image: Tensor) -> Tensor:
         """Resize pixels, (3, H, W), as PIL does: columns, then rows, each rounded to whole numbers."""
-        height, width = resized_sides(image.shape[1], image.shape[2], *self.sides)
+        height, width = _sides(resized_sides(_size(image), *self.sides), _LEAST)
         image = image[None].round()
         for sides in ((image.shape[2], width), (height, width)):
             image = F.interpolate(image, sides, mode="bilinear", antialias=True)
             image = (image + _ROUND).floor().clamp(0, 255)
         return image[0]
+
+    def _features(self, pixels: Tensor, size: Tensor) -> Mapping[str, Tensor]:
+        """Compute feature maps; of a long, narrow image, the shorter side may be too small without padding."""
+        backbone, smallest = self.detector.model.backbone, self.detector.smallest_side
+        multiple = max(1, backbone.size_divisibility)
+        height, width = _sides((size.clamp(min=smallest) + multiple - 1) // multiple, -(-smallest // multiple))
+        padding = (0, width * multiple - pixels.shape[3], 0, height * multiple - pixels.shape[2])
+        return backbone(F.pad(self.detector.normalize(pixels), padding))
 
     def expected(self, images: Sequence[Tensor]) -> list[Instances]:
         """Detect in images, (3, H, W), with Detectron2's own inference and postprocessing."""
@@ -124,23 +129,27 @@ class OneImageProgram(nn.Module):
         }
 
 
-def resized_sides(height: int, width: int, shorter: int, longest: int) -> Any:
-    r"""Return the sides that evaluation resizes an image to.
+def resized_sides(size: Tensor, shorter: int, longest: int) -> Tensor:
+    r"""Return height and width that evaluation resizes an image to.
 
     .. math:: H' = \lfloor sH + 1/2 \rfloor,
         \quad s = \min(\mathrm{shorter} / \min(H, W), \mathrm{longest} / \max(H, W))
 
     In whole numbers, as runtimes round floats differently. Detectron2's floats round some ties of 1/2 down.
 
+    Args:
+        size: height and width of the image, int64, (2).
+        shorter: the wanted shorter side.
+        longest: limit of the longer side.
+
+    Returns:
+        int64, (2).
+
     Source: Detectron2's ``ResizeShortestEdge``.
     """
-    low, high = torch.sym_min(height, width), torch.sym_max(height, width)
-
-    def resized(side: int) -> Any:
-        scaled = torch.sym_min((2 * side * shorter + low) // (2 * low), (2 * side * longest + high) // (2 * high))
-        return torch.sym_max(scaled, _LEAST)
-
-    return resized(height), resized(width)
+    low, high = size.min(), size.max()
+    resized = torch.minimum((2 * size * shorter + low) // (2 * low), (2 * size * longest + high) // (2 * high))
+    return resized.clamp(min=_LEAST)
 
 
 def paste(masks: Tensor, boxes: Tensor, height: int, width: int) -> Tensor:
@@ -179,5 +188,16 @@ def _paste_found(masks: Tensor, boxes: Tensor, found: Tensor, image: Tensor) -> 
 
 
 def _size(image: Tensor) -> Tensor:
-    """Return height and width as a tensor, (1, 2)."""
-    return torch.stack([torch.scalar_tensor(side, dtype=torch.int64) for side in image.shape[-2:]])[None]
+    """Return height and width as a tensor, (2)."""
+    return torch.stack([torch.scalar_tensor(side, dtype=torch.int64) for side in image.shape[1:]])
+
+
+def _sides(size: Tensor, least: int) -> list[int]:
+    """Return the values of a size as numbers that torch.export keeps free.
+
+    As expressions of height and width, they would be part of every shape behind: a pt2 file would load in minutes.
+    """
+    sides: list[Any] = size.tolist()
+    for side in sides:
+        torch._check(side >= least)
+    return sides
