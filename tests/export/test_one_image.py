@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from gw_detectron.errors import UserError
-from gw_detectron.export import EvaluationImages, ExportError, dataset_class_names, export_detector
+from gw_detectron.export import EvaluationImages, ExportError, dataset_class_names, export_detector, read_image_for
 from gw_detectron.export.detection import OneImageProgram, check_detections
 from gw_detectron.export.detection.one_image import paste, resized_sides
 from gw_detectron.export.detector import detector_program
@@ -140,6 +140,13 @@ def test_arguments_that_do_not_fit(tmp_path, kind, arguments, message):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_image_is_read_in_its_original_size(tmp_path):
+    cfg, pixels = detector_config("mask"), np.random.default_rng(0).integers(0, 256, (40, 30, 3), np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "image.png")
+    found = read_image_for(cfg, tmp_path / "image.png", resize=False)
+    assert found.dtype == torch.float32 and np.array_equal(found.permute(1, 2, 0).numpy(), pixels)
+
+
 def test_the_names_of_the_classes(small_dataset):
     cfg = detector_config("mask")
     names = dataset_class_names(cfg)
@@ -150,8 +157,7 @@ def test_the_names_of_the_classes(small_dataset):
 
 
 @needs_export
-@pytest.mark.slow
-@pytest.mark.parametrize("file_format", FORMATS)
+@pytest.mark.parametrize("file_format", ["pt2", pytest.param("onnx", marks=pytest.mark.slow)])
 def test_a_file_of_any_image_size(tmp_path, file_format):
     model = build_detector("mask")
     program = OneImageProgram(detector_program(model), SIDES, paste_masks=True)
