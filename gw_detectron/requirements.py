@@ -18,6 +18,7 @@ MODULES = (
     "export",
     "model_zoo",
     "modeling",
+    "pictures",
     "preflight",
 )
 

@@ -19,7 +19,7 @@ ROOMS = (
     {"layers"},
     {"norms"},
     {"config", "cli", "timm_models"},
-    {"modeling", "data", "env"},
+    {"modeling", "data", "pictures", "env"},
     {"checkpoint"},
     {"model_zoo"},
     {"analysis", "export"},

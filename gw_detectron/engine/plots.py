@@ -4,17 +4,16 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
 import torch
 from detectron2.config import CfgNode
-from detectron2.data import DatasetCatalog, DatasetMapper, Metadata, MetadataCatalog
+from detectron2.data import DatasetCatalog, DatasetMapper, MetadataCatalog
 from detectron2.data.detection_utils import read_image
 from detectron2.evaluation import inference_context
-from detectron2.utils.visualizer import Visualizer
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..errors import DataError
+from ..pictures import draw_predictions, draw_record
 
 # metric names of Detectron2's detectors, in the order of the legend
 LOSSES = ("total_loss", "loss_cls", "loss_box_reg", "loss_mask", "loss_rpn_cls", "loss_rpn_loc", "loss_rpn_reg")
@@ -103,23 +102,14 @@ def plot_predictions(
         image = read_image(record["file_name"], format="RGB")
         with inference_context(model), torch.no_grad():
             instances = model([mapper(record)])[0]["instances"].to("cpu")
-        if not instances.has("pred_keypoints"):  # draw what the model learns
-            objects = record.get("annotations", [])
-            objects = [{key: obj[key] for key in obj if key != "keypoints"} for obj in objects]
-            record = {**record, "annotations": objects}
         panels = {
             f"image {record['image_id']}": image,
-            "ground truth": _drawing(image, metadata).draw_dataset_dict(record).get_image(),
-            f"prediction, score > {score_threshold:g}": _drawing(image, metadata)
-            .draw_instance_predictions(instances[instances.scores > score_threshold])
-            .get_image(),
+            "ground truth": draw_record(image, metadata, record, keypoints=instances.has("pred_keypoints")),
+            f"prediction, score > {score_threshold:g}": draw_predictions(
+                image, metadata, instances[instances.scores > score_threshold]
+            ),
         }
         for axes, (title, panel) in zip(row, panels.items(), strict=True):
             axes.imshow(panel)
             axes.set_title(title, fontsize=9)
     figure.savefig(picture, dpi=80)
-
-
-def _drawing(image: np.ndarray, metadata: Metadata) -> Visualizer:
-    # labels have a size for photographs, so small images are enlarged
-    return Visualizer(image, metadata, scale=max(1.0, 480 / max(image.shape[:2])))

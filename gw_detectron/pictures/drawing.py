@@ -1,0 +1,95 @@
+"""Draw objects on an image: predictions and ground truth in the same colors."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from detectron2.data import Metadata
+from detectron2.structures import BoxMode, Instances
+from detectron2.utils.colormap import colormap
+from detectron2.utils.visualizer import Visualizer
+
+LABEL_SIDE = 480  # labels have a size for photographs: smaller images are enlarged to this longer side
+
+
+def class_colors(metadata: Metadata) -> np.ndarray:
+    """Return the color of each class.
+
+    Args:
+        metadata: of a dataset. Its ``thing_colors`` are taken, or else the 70 colors of Detectron2's color map in turn.
+
+    Returns:
+        (classes, 3) RGB, each from 0 to 1.
+    """
+    given = metadata.get("thing_colors", None)
+    if given is not None:
+        return np.asarray(given) / 255
+    colors = np.array(list(dict.fromkeys(map(tuple, colormap(rgb=True, maximum=1)))))  # it has some of them twice
+    return colors[np.arange(len(metadata.get("thing_classes", colors))) % len(colors)]
+
+
+def draw_objects(
+    image: np.ndarray,
+    metadata: Metadata,
+    classes: Sequence[int],
+    boxes: np.ndarray,
+    *,
+    scores: Sequence[float] | None = None,
+    masks: Sequence[Any] | np.ndarray | None = None,
+    keypoints: np.ndarray | None = None,
+) -> np.ndarray:
+    """Draw boxes, class names, scores, masks and keypoints on an image.
+
+    Args:
+        image: (H, W, 3) RGB, 0 to 255.
+        metadata: of the dataset, for names and colors.
+        classes: index of each object's class.
+        boxes: (N, 4) x0, y0, x1, y1 in pixels.
+        scores: of each object, 0 to 1.
+        masks: of each object: (H, W) bool, polygons or RLE.
+        keypoints: (N, K, 3) x, y, visibility.
+
+    Returns:
+        (H', W', 3) uint8 RGB. The longer side is at least 480.
+    """
+    names = metadata.get("thing_classes", None)
+    labels = [names[index] if names is not None else str(index) for index in classes]
+    if scores is not None:
+        labels = [f"{label} {score:.0%}" for label, score in zip(labels, scores, strict=True)]
+    drawing = Visualizer(image, metadata, scale=max(1.0, LABEL_SIDE / max(image.shape[:2])))
+    return drawing.overlay_instances(
+        boxes=boxes,
+        labels=labels,
+        masks=masks,
+        keypoints=keypoints,
+        assigned_colors=list(class_colors(metadata)[list(classes)]),
+    ).get_image()
+
+
+def draw_predictions(image: np.ndarray, metadata: Metadata, instances: Instances) -> np.ndarray:
+    """Draw the ``Instances`` that a detector returns, on the CPU."""
+    return draw_objects(
+        image,
+        metadata,
+        instances.pred_classes.tolist(),
+        instances.pred_boxes.tensor.numpy(),
+        scores=instances.scores.tolist(),
+        masks=instances.pred_masks.numpy() if instances.has("pred_masks") else None,
+        keypoints=instances.pred_keypoints.numpy() if instances.has("pred_keypoints") else None,
+    )
+
+
+def draw_record(image: np.ndarray, metadata: Metadata, record: dict, *, keypoints: bool = False) -> np.ndarray:
+    """Draw the annotations of a record in Detectron2's dataset format, with keypoints on request."""
+    objects = record.get("annotations", [])
+    boxes = [BoxMode.convert(entry["bbox"], entry["bbox_mode"], BoxMode.XYXY_ABS) for entry in objects]
+    points = [entry.get("keypoints") for entry in objects] if keypoints else [None]
+    masks = [entry.get("segmentation") for entry in objects]
+    return draw_objects(
+        image,
+        metadata,
+        [entry["category_id"] for entry in objects],
+        np.asarray(boxes, dtype=float).reshape(-1, 4),
+        masks=masks if all(masks) else None,
+        keypoints=None if None in points else np.asarray(points, dtype=float).reshape(len(objects), -1, 3),
+    )

@@ -1,0 +1,75 @@
+"""Drawings: one color for a class, whoever is drawn."""
+
+import numpy as np
+import pytest
+import torch
+from detectron2.data import Metadata
+from detectron2.structures import Boxes, BoxMode, Instances
+
+from gw_detectron.pictures import class_colors, draw_objects, draw_predictions, draw_record
+
+CLASSES = Metadata(thing_classes=["cat", "dog", "cow"])
+GRAY = np.full((480, 640, 3), 128, np.uint8)
+BOX = [100.0, 150.0, 300.0, 350.0]
+
+
+def square():
+    mask = np.zeros(GRAY.shape[:2], bool)
+    mask[150:350, 100:300] = True
+    return mask
+
+
+def test_classes_have_different_colors():
+    colors = class_colors(Metadata(thing_classes=[str(index) for index in range(70)]))
+    assert len({tuple(color) for color in colors}) == 70
+
+
+def test_more_classes_than_colors_repeat_them():
+    colors = class_colors(Metadata(thing_classes=[str(index) for index in range(100)]))
+    assert colors.shape == (100, 3) and np.array_equal(colors[70], colors[0])
+
+
+def test_colors_of_the_dataset_are_used():
+    metadata = Metadata(thing_classes=["cat", "dog"], thing_colors=[(255, 0, 0), (0, 0, 51)])
+    assert np.allclose(class_colors(metadata), [[1, 0, 0], [0, 0, 0.2]])
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_a_mask_has_the_color_of_its_class(index):
+    picture = draw_objects(GRAY, CLASSES, [index], np.array([BOX]), masks=[square()])
+    drawn = picture[300, 150] / 255  # half the color, half the image
+    assert np.allclose(drawn, (class_colors(CLASSES)[index] + 128 / 255) / 2, atol=0.02)
+    assert np.array_equal(picture[450, 600], [128, 128, 128])
+
+
+def test_prediction_and_ground_truth_are_drawn_alike():
+    instances = Instances(GRAY.shape[:2])
+    instances.pred_boxes = Boxes(torch.tensor([BOX]))
+    instances.pred_classes = torch.tensor([1])
+    instances.scores = torch.tensor([0.9])
+    instances.pred_masks = torch.from_numpy(square())[None]
+    polygon = [[100, 150, 300, 150, 300, 350, 100, 350]]
+    record = {"annotations": [{"bbox": BOX, "bbox_mode": BoxMode.XYXY_ABS, "category_id": 1, "segmentation": polygon}]}
+    predicted, annotated = draw_predictions(GRAY, CLASSES, instances), draw_record(GRAY, CLASSES, record)
+    assert np.abs(predicted[300:340, 110:290].astype(int) - annotated[300:340, 110:290]).max() <= 3
+    assert not np.array_equal(predicted, annotated)  # the score
+
+
+def test_an_image_without_objects_stays():
+    instances = Instances(GRAY.shape[:2])
+    instances.pred_boxes, instances.pred_classes = Boxes(torch.zeros(0, 4)), torch.zeros(0, dtype=torch.int64)
+    instances.scores, instances.pred_masks = torch.zeros(0), torch.zeros(0, *GRAY.shape[:2], dtype=torch.bool)
+    assert np.array_equal(draw_predictions(GRAY, CLASSES, instances), GRAY)
+    assert np.array_equal(draw_record(GRAY, CLASSES, {}), GRAY)
+
+
+def test_small_images_are_enlarged():
+    assert draw_record(GRAY[:64, :128], CLASSES, {}).shape == (240, 480, 3)
+
+
+def test_keypoints_are_drawn_on_request_only():
+    points = [120.0, 200.0, 2, 250.0, 300.0, 2]
+    record = {"annotations": [{"bbox": BOX, "bbox_mode": BoxMode.XYXY_ABS, "category_id": 0, "keypoints": points}]}
+    without, with_points = (draw_record(GRAY, CLASSES, record, keypoints=wanted) for wanted in (False, True))
+    assert np.array_equal(without[250, 180], [128, 128, 128])
+    assert not np.array_equal(without[195:205, 115:125], with_points[195:205, 115:125])
