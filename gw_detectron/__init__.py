@@ -17,6 +17,7 @@ from .requirements import (
     MissingDetectron2NameError,
     has_detectron2,
     require_detectron2,
+    scripting_warnings_ignored,
 )
 from .version import __version__
 
@@ -32,7 +33,8 @@ __all__ = [
 ]
 
 if has_detectron2():
-    from . import modeling as _  # noqa: F401, registers the components
+    with scripting_warnings_ignored():
+        from . import modeling as _  # noqa: F401, registers the components
     from .checkpoint import register_weights
     from .config import add_gw_config
     from .data import register_synthetic

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -27,14 +27,30 @@ class Interrupted(SystemExit):
         self.message = message or f"Stopped by {signal.Signals(number).name}."
 
 
-def parse_file_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parse a command line with positional files; refuse ``--`` as one.
+def new_parser(description: str | None, *examples: str, note: str = "") -> argparse.ArgumentParser:
+    """Create the parser of a command.
 
-    Python 3.11's argparse turns a second ``--`` into an empty list.
+    Args:
+        description: the text above its flags.
+        *examples: words after the command's name; the help ends with them.
+        note: the text below its flags.
     """
-    if sys.argv.count("--") > 1:
+    lines = "\n".join(f"  %(prog)s {example}" for example in examples)
+    return argparse.ArgumentParser(
+        description=description,
+        epilog=f"{note}\n\nexamples:\n{lines}" if note else f"examples:\n{lines}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def parse_arguments(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+    """Parse the words of a command line; refuse a second ``--``.
+
+    Python 3.11's argparse turns it into an empty list where a file is expected.
+    """
+    if words.count("--") > 1:
         parser.error("--: given twice. Fix: write a file of this name as ./--")
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
 @contextlib.contextmanager
@@ -132,6 +148,14 @@ def check_folder(folder: str | Path) -> None:
     else:
         return
     raise FileAccessError(f"--output ('{folder}'): '{existing}' {reason}. Fix: give another folder.")
+
+
+def print_page(text: str) -> None:
+    """Print a long text; end quietly if its reader has closed the pipe, as ``head`` does."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it again at its end
 
 
 def parse_seed(text: str) -> int:

@@ -12,6 +12,7 @@ from detectron2.config import CfgNode, get_cfg
 from detectron2.utils.file_io import PathManager
 
 from .errors import ConfigError, MissingFileError, similar_names
+from .shipped_configs import find_config_file
 
 _LONGEST_FILE = 2**18  # characters; a dumped config has 10,000, and PyYAML reads 100,000 in a second
 _MOST_NODES = 100_000  # values of a file, those of an alias each time; Detectron2 copies them
@@ -93,7 +94,7 @@ def read_config(config_file: str, opts: Sequence[str] = ()) -> CfgNode:
     """Read a yaml over the defaults of Detectron2 and this package.
 
     Args:
-        config_file: path of the yaml.
+        config_file: path of the yaml, or a name of :func:`gw_detectron.model_zoo.list_configs`.
         opts: keys to change, as key, value, key, value, ...
 
     Returns:
@@ -106,6 +107,7 @@ def read_config(config_file: str, opts: Sequence[str] = ()) -> CfgNode:
     """
     cfg = default_config()
     known = set(flat_keys(cfg))
+    config_file = find_config_file(config_file)
     if not config_file or not os.path.isfile(config_file):
         raise MissingFileError(_missing_config_message(config_file))
     keys = _check_yaml(str(config_file), cfg.VERSION, [])
@@ -260,7 +262,7 @@ def _missing_config_message(given: str) -> str:
     similar = f" Similar: {', '.join(str(Path(given).parent / name) for name in near)}." if near else ""
     return (
         f"--config-file: file not found: '{given}' (cwd: {os.getcwd()}).{similar} Fix: give an existing file; "
-        "gw_detectron.model_zoo.list_configs() lists those of the package."
+        "`gw-detectron configs` lists those of the package."
     )
 
 

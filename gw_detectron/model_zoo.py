@@ -1,8 +1,6 @@
 """Configs and models of this package, as in ``detectron2.model_zoo``."""
 
 import difflib
-import importlib.resources
-from pathlib import Path
 
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
@@ -12,8 +10,9 @@ from torch import nn
 
 from .checkpoint import load_checkpoint, open_checkpoint
 from .config import read_config
-from .errors import ConfigError, MissingFileError
+from .errors import ConfigError
 from .modeling import build_checked_model
+from .shipped_configs import shipped_configs
 
 __all__ = ["get", "get_config", "get_config_file", "list_configs"]
 
@@ -25,7 +24,7 @@ def list_configs() -> list[str]:
         Sorted names relative to the folder ``configs``, such as ``COCO-Detection/faster_rcnn_R_50_FPN_1x_GW.yaml``,
         without the ``Base-*.yaml`` files and the parts of LazyConfigs in ``common``.
     """
-    return [name for name in _files() if not name.startswith("common/") and "/Base-" not in f"/{name}"]
+    return [name for name in shipped_configs() if not name.startswith("common/") and "/Base-" not in f"/{name}"]
 
 
 def get_config_file(name: str) -> str:
@@ -37,7 +36,7 @@ def get_config_file(name: str) -> str:
     Raises:
         ConfigError: unknown config; the message names the nearest.
     """
-    files = _files()
+    files = shipped_configs()
     if name not in files:
         near = ", ".join(difflib.get_close_matches(name, files, n=3, cutoff=0.5))
         fix = f"give one of the nearest: {near}." if near else "give a name of gw_detectron.model_zoo.list_configs()."
@@ -91,15 +90,3 @@ def get(name: str, trained: bool = False, device: str | None = None) -> nn.Modul
     if weights:
         load_checkpoint(DetectionCheckpointer(model), open_checkpoint(weights))
     return model
-
-
-def _files() -> dict[str, Path]:
-    package = Path(str(importlib.resources.files("gw_detectron")))
-    # A wheel has the configs inside the package; a clone, also an editable install of it, has them beside it.
-    for folder in (package / "configs", package.parent / "configs"):
-        if folder.is_dir():
-            files = sorted(path for path in folder.rglob("*") if path.suffix in (".yaml", ".py"))
-            return {path.relative_to(folder).as_posix(): path for path in files}
-    raise MissingFileError(
-        f"configs ({str(package / 'configs')!r}): folder not found. Fix: install gw_detectron again."
-    )

@@ -1,7 +1,9 @@
 """Detect Detectron2, and say how to install it where it is missing."""
 
+import contextlib
 import importlib.abc
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .errors import UserError
@@ -40,6 +42,24 @@ def has_detectron2() -> bool:
             raise
         return False
     return True
+
+
+def has_compiled_operators() -> bool:
+    """Whether Detectron2 has its compiled operators, among them its COCO evaluation."""
+    try:
+        from detectron2 import _C
+
+        return hasattr(_C, "COCOevalEvaluateImages")
+    except ImportError:  # not compiled, or a pure Python build, which raises at the attribute
+        return False
+
+
+@contextlib.contextmanager
+def scripting_warnings_ignored() -> Iterator[None]:
+    """Hide that ``torch.jit.script`` is deprecated: fvcore and Detectron2 v0.5 call it at import."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"`torch\.jit\.script` is deprecated", FutureWarning)
+        yield
 
 
 def require_detectron2(name: str, error: type[UserError] = MissingDetectron2Error) -> None:

@@ -13,21 +13,24 @@ PACKAGE = ROOT / "gw_detectron"
 # A room may import the rooms of the rows above its own.
 ROOMS = (
     {"errors", "version"},
-    {"atomic", "requirements"},
+    {"atomic", "requirements", "shipped_configs"},
     {"needs_detectron2"},
     {"ops"},
     {"layers"},
     {"norms"},
-    {"config", "cli", "timm_models"},
+    {"config", "cli", "installation", "timm_models"},
     {"modeling", "data", "pictures", "env"},
     {"checkpoint"},
     {"model_zoo"},
     {"analysis", "export"},
     {"preflight"},
     {"engine"},
+    {"benchmarks"},
+    {"commands"},
+    {"__main__"},
 )
 LEVELS = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
-# the same name for the same thing: reference implementations, and a tool beside the code that it calls
+# the same name for the same thing: reference implementations, and a command beside the code that it calls
 SHARED_NAMES = {"__init__", "__main__", "reference", "group_whitening", "batch_whitening", "demo"}
 
 
@@ -81,7 +84,9 @@ def test_tools_parse_call_and_print(path):
 
 def test_a_file_name_has_one_meaning():
     places = defaultdict(list)
-    for path in files(PACKAGE, ROOT / "benchmarks", ROOT / "experiments", ROOT / "tools"):
+    commands = {path.stem for path in files(PACKAGE / "commands")}
+    tools = [path for path in files(ROOT / "tools") if path.stem not in commands]  # each runs the command of its name
+    for path in [*files(PACKAGE, ROOT / "experiments"), *tools]:
         places[path.stem].append(str(path.relative_to(ROOT)))
     folders = {path.name for path in PACKAGE.rglob("*") if path.is_dir()}
     repeated = {name: found for name, found in places.items() if len(found) > 1 and name not in SHARED_NAMES}

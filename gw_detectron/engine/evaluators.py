@@ -15,6 +15,7 @@ from detectron2.evaluation import (
 
 from ..errors import ConfigError
 from ..preflight import wrong_evaluator
+from ..requirements import has_compiled_operators
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ def build_evaluator(cfg: CfgNode, dataset_name: str, output_folder: str | None =
         dataset_name,
         tasks=tuple(task for task, wanted in tasks.items() if wanted),
         output_dir=folder,
-        use_fast_impl=fast_coco_evaluation_is_built(),
+        use_fast_impl=has_compiled_operators(),
         kpt_oks_sigmas=cfg.TEST.KEYPOINT_OKS_SIGMAS,
     )
     if architecture != "PanopticFPN":
@@ -55,13 +56,3 @@ def build_evaluator(cfg: CfgNode, dataset_name: str, output_folder: str | None =
             "Fix: pip install git+https://github.com/cocodataset/panopticapi.git"
         )
     return DatasetEvaluators(evaluators)
-
-
-def fast_coco_evaluation_is_built() -> bool:
-    """Tell whether the installed Detectron2 has its compiled COCO evaluation."""
-    try:
-        from detectron2 import _C
-
-        return hasattr(_C, "COCOevalEvaluateImages")
-    except ImportError:  # not compiled, or a pure Python build, which raises at the attribute
-        return False

@@ -3,7 +3,7 @@
 from .conversion import ConversionReport, convert_norms
 from .convs import convert_convs
 from .installed import Norm
-from .names import NormError, norm_spec, resolve_norm
+from .names import NormError, norm_options, norm_spec, resolve_norm
 from .norm_table import norm_rows, norm_summary, norm_table
 from .positions import POSITIONS, whitened_convs
 from .replacement import ConversionError
@@ -16,6 +16,7 @@ __all__ = [
     "NormError",
     "convert_convs",
     "convert_norms",
+    "norm_options",
     "norm_rows",
     "norm_spec",
     "norm_summary",

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ..requirements import has_detectron2
+from ..requirements import has_detectron2, scripting_warnings_ignored
 
 Norm = str | Callable[[int], nn.Module]
 
@@ -27,8 +27,9 @@ with contextlib.suppress(ImportError, RuntimeError):  # torchvision is missing, 
 CLASSES: dict[str, Any] = {"SyncBN": nn.SyncBatchNorm, "BN": nn.BatchNorm2d, "FrozenBN": tuple(_frozen)}
 
 if has_detectron2():
-    import detectron2.layers
-    import detectron2.layers.batch_norm as batch_norm
+    with scripting_warnings_ignored():
+        import detectron2.layers
+        import detectron2.layers.batch_norm as batch_norm
 
     # Detectron2's own channels-first LayerNorm is absent from v0.5; torch's LayerNorm is another layer
     CLASSES = {

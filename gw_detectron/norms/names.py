@@ -100,6 +100,12 @@ _LAYERS: dict[str, Any] = {
 }
 
 
+def norm_options() -> dict[str, list[str]]:
+    """Return the norm names that exist here, sorted, and the options of each."""
+    names = sorted({*filter(_detectron2_knows, DETECTRON2_NORMS), *_NORMS})
+    return {name: [*_NORMS[name][1]] if name in _NORMS else [] for name in names}
+
+
 def resolve_norm(spec: Norm | None, *, where: str = "norm", channels: Iterable[int] = ()) -> Norm:
     """Turn a norm name into an argument of Detectron2's ``get_norm``.
 
@@ -146,11 +152,10 @@ def _parse(spec: object) -> Norm:
     if name not in _NORMS:
         if colon and _detectron2_knows(name):
             raise ValueError(f"{name} takes no options. Fix: write {name!r}.")
-        names = sorted({*filter(_detectron2_knows, DETECTRON2_NORMS), *_NORMS})
         why = "unknown norm"
         if name in DETECTRON2_NORMS:
             why = "unknown to the installed Detectron2" if has_detectron2() else "needs Detectron2"
-        raise ValueError(f"{why}. Fix: use one of {names}, or '' for no norm.")
+        raise ValueError(f"{why}. Fix: use one of {[*norm_options()]}, or '' for no norm.")
     factory, options = _NORMS[name]
     arguments: dict[str, Any] = {}
     for item in option_text.split(",") if option_text else []:

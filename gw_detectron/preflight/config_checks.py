@@ -1,8 +1,5 @@
 """Check device, batch size and learning rate schedule of a run."""
 
-import os
-import shutil
-
 import torch
 import torch.distributed as dist
 from detectron2.config import CfgNode
@@ -10,6 +7,7 @@ from detectron2.solver import build_lr_scheduler
 from detectron2.utils import comm
 from torch import nn
 
+from ..installation import compiler_names, find_compiler
 from .findings import Findings
 
 
@@ -38,10 +36,9 @@ def check_device(cfg: CfgNode, findings: Findings, *, eval_only: bool) -> None:
 
 def check_compiler(cfg: CfgNode, findings: Findings) -> None:
     """Check that ``MODEL.COMPILE`` finds a compiler of the host's code."""
-    compilers = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++", "cl"]
-    if cfg.MODEL.COMPILE and not any(map(shutil.which, compilers)):
+    if cfg.MODEL.COMPILE and find_compiler() is None:
         findings.problems.append(
-            f"MODEL.COMPILE (True): torch.compile finds no C++ compiler (of {', '.join(compilers)}). "
+            f"MODEL.COMPILE (True): torch.compile finds no C++ compiler (of {', '.join(compiler_names())}). "
             "Fix: install g++, or set MODEL.COMPILE False."
         )
 

@@ -3,12 +3,12 @@
 import csv
 import json
 
-import analyze_whitening
 import pytest
 from PIL import Image
 
 from gw_detectron.analysis import AnalysisResult, analyze_constraints
 from gw_detectron.cli import check_folder
+from gw_detectron.commands import analyze_whitening
 from gw_detectron.errors import FileAccessError
 
 from ..tiny_run import CONFIG

@@ -2,7 +2,7 @@
 
 import subprocess
 
-from benchmarks.environment import git_commit
+from gw_detectron.benchmarks.environment import git_commit
 
 
 def git(folder, *words):

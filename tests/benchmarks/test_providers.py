@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.figure1 import Figure1Whitening
-from benchmarks.floor import floor_flops, products, traffic
-from benchmarks.providers import MODES, PROVIDERS, Case
+from gw_detectron.benchmarks.figure1 import Figure1Whitening
+from gw_detectron.benchmarks.floor import floor_flops, products, traffic
+from gw_detectron.benchmarks.providers import MODES, PROVIDERS, Case
 
 from ..ops.cases import correlated
 from ..ops.oracle import Setting, group_whiten, group_whiten_backward

@@ -1,36 +1,24 @@
 """The tools convert_weights and verify_weights: tables, exit status, errors without traceback."""
 
-import importlib.util
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 
 from gw_detectron.cli import errors_reported
+from gw_detectron.commands import convert_weights, verify_weights
 from gw_detectron.data.images import synthetic_images
-
-TOOLS = Path(__file__).parents[2] / "tools"
-
-
-def _tool(name):
-    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
 def convert_tool():
-    tool = _tool("convert_weights")
-    return lambda *words: tool.main(tool.get_parser().parse_args([str(word) for word in words]))
+    return lambda *words: convert_weights.main(convert_weights.get_parser().parse_args([str(word) for word in words]))
 
 
 @pytest.fixture
 def verify_tool(monkeypatch):
-    tool = _tool("verify_weights")
-    monkeypatch.setattr(tool, "synthetic_images", lambda: synthetic_images(1))
-    return lambda *words: tool.main(tool.get_parser().parse_args([str(word) for word in words]))
+    monkeypatch.setattr(verify_weights, "synthetic_images", lambda: synthetic_images(1))
+    return lambda *words: verify_weights.main(verify_weights.get_parser().parse_args([str(word) for word in words]))
 
 
 def test_convert_prints_a_row_for_each_tensor(convert_tool, r18, r18_file, tmp_path, capsys):

@@ -10,7 +10,7 @@ from detectron2.data import MetadataCatalog
 from detectron2.evaluation import COCOEvaluator, COCOPanopticEvaluator, DatasetEvaluators, SemSegEvaluator
 
 from gw_detectron.engine import Trainer, setup
-from gw_detectron.engine.evaluators import fast_coco_evaluation_is_built
+from gw_detectron.requirements import has_compiled_operators
 
 from ..tiny_run import arguments
 
@@ -72,4 +72,4 @@ def test_fast_evaluation_is_used_only_where_it_is_compiled(monkeypatch, built):
         extension.__getattr__ = refuse
     monkeypatch.setitem(sys.modules, "detectron2._C", extension)
     monkeypatch.setattr(detectron2, "_C", extension, raising=False)
-    assert fast_coco_evaluation_is_built() is built
+    assert has_compiled_operators() is built

@@ -22,7 +22,7 @@ TOOLS = {
     "demo": ("--config-file", ["DATASETS.TEST", "()"]),
     "convert_weights": ("--arch --positions --keep-fc --pool-norm --force", []),
     "verify_weights": ("--config-file --images --source", []),
-    "describe_checkpoint": ("--help", []),
+    "describe_checkpoint": ("--json", []),
     "export_backbone": ("--config-file --weights --output --format --layout --no-fpn", ["MODEL.WEIGHTS", "none.pth"]),
     "export_model": (
         "--config-file --output --format --detections --one-image --paste-masks --class-names --image --dataset",

@@ -20,13 +20,12 @@ from detectron2.structures import Boxes, Instances, PolygonMasks
 from detectron2.utils.events import EventStorage
 from torch import Tensor, nn
 
-from gw_detectron.checkpoint.architecture import Architecture
-from gw_detectron.config import add_gw_config
-from gw_detectron.engine import Trainer
-from gw_detectron.export import FORMATS, Normalization, export_backbone
-from gw_detectron.model_zoo import get_config
-from gw_detectron.modeling import build_gw_resnet_backbone
-
+from ..checkpoint.architecture import Architecture
+from ..config import add_gw_config
+from ..engine import Trainer
+from ..export import FORMATS, Normalization, export_backbone
+from ..model_zoo import get_config
+from ..modeling import build_gw_resnet_backbone
 from .providers import Precision
 from .timing import Step
 
@@ -161,7 +160,8 @@ def backbone(variant: Variant, sizes: Sizes, precision: Precision, device: torch
         device: where; ONNX Runtime uses the CPU.
     """
     cfg = _config(variant, device)
-    model = Trainer.build_model(cfg).backbone.eval()
+    model: Any = Trainer.build_model(cfg).backbone
+    model.eval()
     stride = model.size_divisibility
     height, width = (-(-side // stride) * stride for side in sizes.detector_sides)
     images = torch.randn(sizes.detector_batch, 3, height, width, generator=torch.Generator().manual_seed(0))

@@ -6,8 +6,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from gw_detectron.atomic import atomic_write
-
+from ..atomic import atomic_write
 from .providers import PROVIDERS
 from .table import Row, Table
 

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gw_detectron.layers import GroupWhitening2d
-
+from ..layers import GroupWhitening2d
 from .figure1 import Figure1Whitening
 from .floor import products, traffic
 from .timing import Step
@@ -95,6 +94,7 @@ class Case:
     def build(self, provider: str) -> nn.Module:
         """Build a provider's layer on the device, with parameters in the dtype of the precision."""
         _, build = PROVIDERS[provider]
+        assert build is not None, provider  # the floor has no layer
         return build(self).to(self.device, None if self.precision.autocast else self.precision.dtype)
 
     def apply(self, module: nn.Module, x: Tensor) -> Tensor:

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import torch
 
-from gw_detectron.errors import ConfigError
-from gw_detectron.version import __version__
-
+from ..errors import ConfigError
+from ..version import __version__
 from .validation import check_names
 
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 _PACKAGES = ("torch", "torchvision", "triton", "detectron2")
 _VARIABLES = ("GW_DETECTRON_KERNELS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 

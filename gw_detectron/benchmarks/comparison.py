@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from tabulate import tabulate
 
-from gw_detectron.errors import ConfigError
-
+from ..errors import ConfigError
 from .table import Table
 
 TOLERANCE = 0.2
@@ -79,7 +78,7 @@ def compare(table: Table, reference: Table, tolerance: float = TOLERANCE) -> Com
     """
     if not 0 <= tolerance < math.inf:  # also refuses nan
         raise ConfigError(f"--tolerance ({tolerance}): not a finite number >= 0. Fix: give 0.2 for 20 %.")
-    same = {"benchmark": (reference.kind, table.kind)}
+    same: dict[str, tuple[str | None, str | None]] = {"benchmark": (reference.kind, table.kind)}
     same |= {name: (reference.header.get(name), table.header.get(name)) for name in ("device", "settings")}
     for name, (before, now) in same.items():
         if before != now:
@@ -109,8 +108,8 @@ def compare(table: Table, reference: Table, tolerance: float = TOLERANCE) -> Com
         rows.append(Change(key, old[key], new[key], min(BYTES_TOLERANCE, tolerance) if _is_bytes(key) else allowed))
     for rest, keys in sizes.items():
         if len(keys) > 1 and not _is_bytes(rest):
-            before, now = (geometric_mean(run[key] for key in keys) for run in (old, new))
-            means.append(Change((f"mean of {len(keys)}", *rest), before, now, tolerance))
+            mean_before, mean_now = (geometric_mean(run[key] for key in keys) for run in (old, new))
+            means.append(Change((f"mean of {len(keys)}", *rest), mean_before, mean_now, tolerance))
     return Comparison([*rows, *means], (*table.columns.key, "ratio"), notes)
 
 

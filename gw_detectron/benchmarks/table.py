@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gw_detectron.atomic import atomic_write
-from gw_detectron.errors import DataError, MissingFileError
+from ..atomic import atomic_write
+from ..errors import DataError, MissingFileError
 
 Row = Mapping[str, str | float | None]
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from gw_detectron.errors import ConfigError
-
+from ..errors import ConfigError
 from .environment import describe
 from .load import busy_processes
 from .memory import memory_cells

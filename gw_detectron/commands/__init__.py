@@ -1,0 +1,85 @@
+"""The ``gw-detectron`` command. The scripts in tools/ run the same commands.
+
+Each module of this folder is a command: ``get_parser()`` returns its flags, and ``main(args)`` calls the package and
+prints. The exit status is 0, 1 after an error or if ``main`` returns False, and 2 after unusable flags.
+"""
+
+import importlib
+import sys
+from typing import NamedTuple
+
+from ..cli import errors_reported, parse_arguments
+from ..version import __version__
+
+
+class Command(NamedTuple):
+    """A command: its module, its line in the help, and flags that its name stands for."""
+
+    module: str
+    summary: str
+    flags: tuple[str, ...] = ()
+    needs_detectron2: bool = True
+
+
+COMMANDS = {
+    "demo": Command("demo", "train, evaluate and draw a small detector on synthetic images"),
+    "train": Command("train_net", "train a detector from a config"),
+    "eval": Command("train_net", "evaluate a trained detector", ("--eval-only",)),
+    "export": Command("export_model", "write a whole detector as pt2, ONNX or TorchScript"),
+    "export-backbone": Command("export_backbone", "write a backbone as pt2, ONNX, TorchScript or safetensors"),
+    "convert": Command("convert_weights", "convert ImageNet weights for a Detectron2 backbone"),
+    "verify": Command("verify_weights", "compare weights in two implementations of the network"),
+    "describe": Command("describe_checkpoint", "show what a checkpoint or weight file records"),
+    "benchmark": Command("benchmark", "measure time and memory of layers and networks"),
+    "analyze": Command("analyze_whitening", "measure whitening layers, count constraints, redraw the papers' figures"),
+    "configs": Command("list_configs", "list, search and print the configs"),
+    "norms": Command("list_norms", "list the norm names, or the norms of a model"),
+    "doctor": Command("doctor", "check this installation and say what works", needs_detectron2=False),
+}
+
+
+def main() -> None:
+    """Run ``gw-detectron COMMAND ...``."""
+    name, *words = sys.argv[1:] or ["--help"]
+    if name in ("-h", "--help"):
+        print(_overview())
+    elif name == "--version":
+        print(f"gw-detectron {__version__}")
+    elif name in COMMANDS:
+        sys.argv = [f"gw-detectron {name}", *words]  # argparse and messages name the command
+        run(name)
+    else:
+        print(f"{_overview()}\n\nError: command ({name!r}): unknown. Fix: give one of these.", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def run(name: str) -> None:
+    """Run a command with the flags of the command line.
+
+    Raises:
+        SystemExit: with the exit status, unless it is 0.
+    """
+    command = COMMANDS[name]
+    if command.needs_detectron2:
+        importlib.import_module("gw_detectron.needs_detectron2")
+    module = importlib.import_module(f".{command.module}", __package__)
+    with errors_reported():
+        args = parse_arguments(module.get_parser(), [*command.flags, *sys.argv[1:]])
+        if module.main(args) is False:
+            raise SystemExit(1)
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: gw-detectron COMMAND [--help] ...",
+            "",
+            "Group Whitening for Detectron2. Each command explains its flags with --help.",
+            "",
+            *lines,
+            "",
+            "gw-detectron --version prints the version.",
+        ]
+    )

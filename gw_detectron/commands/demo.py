@@ -1,0 +1,29 @@
+"""Train a small Group Whitening Mask R-CNN on synthetic images, evaluate it and draw its predictions."""
+
+import argparse
+
+from ..cli import new_parser
+from ..engine.demo import run_demo
+from ..model_zoo import get_config_file
+
+
+def get_parser() -> argparse.ArgumentParser:
+    parser = new_parser(__doc__, "", "SOLVER.MAX_ITER 50 OUTPUT_DIR output/short_demo")
+    parser.add_argument(
+        "--config-file",
+        default=get_config_file("quick_schedules/mask_rcnn_R_18_FPN_GW_demo.yaml"),
+        metavar="FILE",
+        help="config to train (default: %(default)s)",
+    )
+    parser.add_argument(
+        "opts",
+        nargs=argparse.REMAINDER,
+        metavar="KEY VALUE",
+        help="config keys to change, e.g. SOLVER.MAX_ITER 50",
+    )
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    """Run the demo."""
+    run_demo(args)

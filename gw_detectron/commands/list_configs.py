@@ -1,0 +1,57 @@
+"""List, search and print the configs of this package.
+
+`list` prints the names that contain all words, in any case. `show` prints a config with all its keys: the names are
+those of `list`, or files. --config-file of every command takes both, too.
+"""
+
+import argparse
+import json
+
+from detectron2.config import LazyConfig
+
+from ..cli import new_parser, print_page
+from ..config import read_config
+from ..errors import ConfigError, first_line
+from ..model_zoo import get_config_file, list_configs
+from ..shipped_configs import find_config_file
+
+
+def get_parser() -> argparse.ArgumentParser:
+    """Return the parser of this command."""
+    parser = new_parser(
+        __doc__, "list mask_rcnn R_50 GW", "show COCO-Detection/faster_rcnn_R_50_FPN_1x_GW.yaml SOLVER.BASE_LR 0.01"
+    )
+    actions = parser.add_subparsers(dest="action", metavar="list|show")
+    search = actions.add_parser("list", help="list the names that contain all words (default)")
+    search.add_argument("words", nargs="*", metavar="WORD", help="a part of the name; default: all configs")
+    search.add_argument("--json", action="store_true", help="print name and file of each config as JSON")
+    show = actions.add_parser("show", help="print a config with all keys")
+    show.add_argument("name", metavar="NAME", help="a name of `list`, or a file")
+    show.add_argument("--json", action="store_true", help="print JSON instead of yaml")
+    show.add_argument("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config keys to change")
+    parser.set_defaults(action="list", words=[], json=False)
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    """List or print configs."""
+    if args.action == "show":
+        print_page(_resolved(args.name, args.opts, args.json))
+        return
+    names = [name for name in list_configs() if all(word.lower() in name.lower() for word in args.words)]
+    if not names:
+        raise ConfigError(f"words ({' '.join(args.words)}): no config has them all in its name. Fix: give fewer words.")
+    print_page(json.dumps({name: get_config_file(name) for name in names}, indent=2) if args.json else "\n".join(names))
+
+
+def _resolved(name: str, opts: list[str], as_json: bool) -> str:
+    file = find_config_file(name)
+    if file.endswith(".py"):
+        if as_json:
+            raise ConfigError(f"--json: '{name}' is a LazyConfig, which is Python. Fix: leave --json out.")
+        try:
+            return LazyConfig.to_py(LazyConfig.apply_overrides(LazyConfig.load(file), opts))
+        except Exception as error:  # any of Hydra's, OmegaConf's or the file's own
+            raise ConfigError(f"'{name}' {' '.join(opts)}: {first_line(error)}. Fix: see the file '{file}'.") from error
+    cfg = read_config(file, opts)
+    return json.dumps(cfg, indent=2) if as_json else cfg.dump().rstrip()

@@ -1,0 +1,50 @@
+"""Verify weights: compare the features of torchvision's ResNet and Detectron2's, and name a wrong setting."""
+
+import argparse
+import dataclasses
+import json
+
+from ..checkpoint.verify import is_labeled, measure_accuracy, verify
+from ..cli import new_parser
+from ..config import read_config
+from ..data.images import load_images, synthetic_images
+
+
+def get_parser() -> argparse.ArgumentParser:
+    """Return the parser of this tool."""
+    parser = new_parser(
+        __doc__,
+        "R-50-GW.pkl --source resnet50_gw.pth --norm GW",
+        "gw://imagenet/R-50 --images imagenet/val",
+        note="The exit status is 1 if the networks differ.",
+    )
+    parser.add_argument("weights", metavar="WEIGHTS", help="converted weights, an original file, or a gw:// address")
+    parser.add_argument(
+        "--images", metavar="DIR", help="images to compare on; with a subfolder for each class, also measure accuracy"
+    )
+    parser.add_argument("--config-file", metavar="YAML", help="config to verify; default: the one that fits WEIGHTS")
+    parser.add_argument(
+        "--source", metavar="FILE", help="the file WEIGHTS was converted from, to verify the conversion"
+    )
+    parser.add_argument(
+        "--norm",
+        metavar="NORM",
+        help="the norm of the source's layers without BN's statistics, e.g. GW or GN; needed if the source does not "
+        "record it",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    return parser
+
+
+def main(args: argparse.Namespace) -> bool:
+    """Print the comparison and return whether the networks agree."""
+    cfg = read_config(args.config_file) if args.config_file else None
+    images = load_images(args.images) if args.images else synthetic_images()
+    result = verify(args.weights, images, cfg=cfg, source=args.source, norm=args.norm)
+    labeled = args.images and is_labeled(args.images)
+    accuracy = measure_accuracy(args.weights, args.images, cfg=cfg, norm=args.norm) if labeled else []
+    if args.json:
+        print(json.dumps(dataclasses.asdict(result) | {"accuracy": [row._asdict() for row in accuracy]}, indent=2))
+    else:
+        print(result, *(["", *accuracy] if accuracy else []), sep="\n")
+    return result.agrees

@@ -1,0 +1,158 @@
+"""What this installation has, and which parts of the package work with it."""
+
+import copy
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from .layers import GroupWhitening2d
+from .ops.group_whitening.op import use_backend
+from .ops.group_whitening.triton.compiler import triton
+from .requirements import MissingDetectron2Error, has_compiled_operators, has_detectron2, require_detectron2
+from .version import __version__
+
+_PACKAGES = ("torch", "torchvision", "triton", "detectron2", "fvcore", "pycocotools", "numpy", "Pillow", "safetensors")
+_CPU_TOLERANCE, _GPU_TOLERANCE = 1e-4, 1e-2  # a GPU may multiply in tf32; values are about 1
+_TRITON_CAPABILITY = (8, 0)  # Ampere
+
+
+class Check(NamedTuple):
+    """A part of the package: whether it works here, with what, or how to get it.
+
+    Attributes:
+        part: what a user does with it.
+        works: whether that is possible.
+        note: the reason or the fix.
+        broken: it is installed and fails, or computes wrong numbers.
+    """
+
+    part: str
+    works: bool
+    note: str
+    broken: bool = False
+
+
+def describe_installation() -> dict[str, str]:
+    """Return versions, machine and folders by name."""
+    facts = {
+        "gw_detectron": f"{__version__} in {Path(__file__).parent}",
+        "python": f"{platform.python_version()} in {sys.executable}",
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "processor": f"{os.cpu_count()} cores, {torch.get_num_threads()} threads of torch, "
+        f"{torch.backends.cpu.get_cpu_capability()}",
+        "gpus": ", ".join(map(torch.cuda.get_device_name, range(torch.cuda.device_count()))) or "none",
+    }
+    for package in _PACKAGES:
+        try:
+            facts[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            facts[package] = "not installed"
+    facts["DETECTRON2_DATASETS"] = os.path.abspath(os.environ.get("DETECTRON2_DATASETS", "datasets"))
+    if has_detectron2():
+        from iopath.common.file_io import get_cache_dir
+
+        facts["cached weights"] = str(Path(get_cache_dir(), "gw_detectron"))
+    return facts
+
+
+def compiler_names() -> list[str]:
+    """Return the C++ compilers that torch.compile looks for, in this order."""
+    return [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++", "cl"]
+
+
+def find_compiler() -> str | None:
+    """Return the path of the C++ compiler of torch.compile, or None."""
+    return next(filter(None, map(shutil.which, compiler_names())), None)
+
+
+def check_installation() -> list[Check]:
+    """Try the parts of the package. Nothing is downloaded and no file is written."""
+    return [
+        _layers("cpu", _CPU_TOLERANCE),
+        *([_layers("cuda", _GPU_TOLERANCE)] if torch.cuda.is_available() else []),
+        _triton(),
+        _detectron2(),
+        _compiled_operators(),
+        _compiler(),
+        _packages("export to ONNX", "export", "onnx", "onnxscript", "onnxruntime"),
+        _packages("download of gw:// weights", "weights", "gdown", "requests"),
+        _packages("TensorBoard curves", "tools", "tensorboard"),
+        _packages("video", "tools", "cv2"),
+        _packages("norms FRN and EvoNormS0", "timm", "timm"),
+        _coco(),
+    ]
+
+
+def _layers(device: str, tolerance: float) -> Check:
+    """Compare the layer's backend with the reference, forward and backward."""
+    part = f"whitening layers ({device})"
+    x = torch.randn(2, 64, 24, 20, generator=torch.Generator().manual_seed(0)).to(device)
+    layer = GroupWhitening2d(64, num_groups=16).to(device)
+    try:
+        found = _output_and_gradient(layer, x)
+        with use_backend("reference"):
+            expected = _output_and_gradient(copy.deepcopy(layer), x)
+    except Exception as error:  # a compiler, driver or library that does not fit can raise anything
+        return Check(part, False, f"{type(error).__name__}: {error}", broken=True)
+    worst = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
+    works = worst <= tolerance
+    return Check(part, works, f"differ from the reference by {worst:.0e}, allowed {tolerance:.0e}", broken=not works)
+
+
+def _output_and_gradient(layer: GroupWhitening2d, x: torch.Tensor) -> list[torch.Tensor]:
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    (y * torch.linspace(-1, 1, y.shape[-1], device=y.device)).sum().backward()
+    return [y.detach(), x.grad] if x.grad is not None else [y.detach()]
+
+
+def _triton() -> Check:
+    part = "Triton kernels"
+    if not torch.cuda.is_available():
+        return Check(part, False, "torch finds no NVIDIA GPU; the CPU backend is used")
+    capability = torch.cuda.get_device_capability()
+    if triton is None:
+        return Check(part, False, "need triton 3.3 or newer. Fix: pip install -U triton; until then matmul is used")
+    works = capability >= _TRITON_CAPABILITY
+    note = f"compute capability {capability[0]}.{capability[1]}"
+    return Check(part, works, note if works else f"{note}: older than 8.0 (Ampere); matmul is used")
+
+
+def _detectron2() -> Check:
+    try:
+        require_detectron2("backbones, heads, training, conversion")
+    except MissingDetectron2Error as error:
+        return Check("Detectron2 components", False, str(error))
+    return Check("Detectron2 components", True, "registered")
+
+
+def _compiled_operators() -> Check:
+    works = has_compiled_operators()
+    missing = "Detectron2 has no compiled operators; Faster/Mask R-CNN and RetinaNet need none"
+    note = "Detectron2 has its compiled operators" if works else missing
+    return Check("rotated boxes, fast COCO evaluation", works, note)
+
+
+def _compiler() -> Check:
+    found = find_compiler()
+    note = found or f"no C++ compiler (of {', '.join(compiler_names())})"
+    return Check("MODEL.COMPILE on the CPU", found is not None, note)
+
+
+def _packages(part: str, extra: str, *modules: str) -> Check:
+    missing = [module for module in modules if importlib.util.find_spec(module) is None]
+    fix = f"{', '.join(missing)} not installed. Fix: pip install '.[{extra}]' in the clone"
+    return Check(part, not missing, fix if missing else ", ".join(modules))
+
+
+def _coco() -> Check:
+    folder = Path(os.environ.get("DETECTRON2_DATASETS", "datasets"), "coco", "annotations")
+    works = (folder / "instances_val2017.json").is_file()
+    return Check("COCO dataset", works, str(folder) if works else f"not in {folder}. Fix: set DETECTRON2_DATASETS")

@@ -1,0 +1,34 @@
+"""The config files that this package brings."""
+
+import importlib.resources
+import os
+from pathlib import Path
+
+from .errors import MissingFileError
+
+
+def shipped_configs() -> dict[str, Path]:
+    """Return the paths of all config files by their sorted names relative to the folder ``configs``.
+
+    Raises:
+        MissingFileError: the installation has no configs.
+    """
+    package = Path(str(importlib.resources.files("gw_detectron")))
+    # A wheel has the configs inside the package; a clone, also an editable install of it, has them beside it.
+    for folder in (package / "configs", package.parent / "configs"):
+        if folder.is_dir():
+            files = sorted(path for path in folder.rglob("*") if path.suffix in (".yaml", ".py"))
+            return {path.relative_to(folder).as_posix(): path for path in files}
+    raise MissingFileError(
+        f"configs ({str(package / 'configs')!r}): folder not found. Fix: install gw_detectron again."
+    )
+
+
+def find_config_file(name: str) -> str:
+    """Return the path of a shipped config if no file has this path, else the path itself.
+
+    ``configs/`` before a name may be left out or written.
+    """
+    if os.path.exists(name):
+        return name
+    return str(shipped_configs().get(name.removeprefix("configs/"), name))
