@@ -12,6 +12,7 @@ from .errors import UserError
 FUNCTIONS = ("add_gw_config",)
 MODULES = (
     "analysis",
+    "benchmarks",
     "checkpoint",
     "config",
     "data",
@@ -22,6 +23,7 @@ MODULES = (
     "modeling",
     "pictures",
     "preflight",
+    "progress",
 )
 
 

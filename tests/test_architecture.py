@@ -13,7 +13,7 @@ PACKAGE = ROOT / "gw_detectron"
 # A room may import the rooms of the rows above its own.
 ROOMS = (
     {"errors", "version"},
-    {"atomic", "requirements", "shipped_configs"},
+    {"atomic", "progress", "requirements", "shipped_configs"},
     {"needs_detectron2"},
     {"ops"},
     {"layers"},

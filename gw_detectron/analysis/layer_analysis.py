@@ -14,7 +14,6 @@ from detectron2.data.detection_utils import convert_PIL_to_numpy
 from detectron2.utils.env import seed_all_rng
 from PIL import Image
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from ..checkpoint import LoadReport, PartialLoadError, load_checkpoint, open_checkpoint
 from ..data.images import evaluation_input, image_files, read_image
@@ -24,6 +23,7 @@ from ..errors import summarize_names
 from ..modeling import build_checked_model
 from ..norms import norm_spec
 from ..ops.solvers import NonFiniteCovarianceError
+from ..progress import progress_bar
 from .result import AnalysisError, AnalysisResult, findings_of, short_name
 from .whitening_statistics import WhiteningLayer, checked_statistics, reduce_statistics, whitening_layers
 
@@ -94,7 +94,7 @@ def analyze_layers(
         _check_loaded(report, layers)
 
     pictures = (read_image(p, cfg.INPUT.FORMAT) for p in paths) if paths else _draw_scenes(cfg, count, seed)
-    bar = tqdm(pictures, total=len(names), desc="layers", unit="image", disable=not progress)
+    bar = progress_bar(pictures, desc="layers", unit="image", show=progress, total=len(names))
     calls, broken = _observe(model, ({"image": evaluation_input(picture, cfg)} for picture in bar), samples)
     rows: list[dict[str, Any]] = [
         {"layer": name, "norm": norm_spec(layers[name]), "finite": name not in broken if name in calls else None}

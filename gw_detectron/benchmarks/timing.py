@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
+
+from ..progress import progress_bar
 
 #: untimed calls before the first timed one: libraries choose algorithms, kernels are compiled
 WARM_UP = 3
@@ -49,7 +50,7 @@ def time_alternating(
     elapsed: dict[str, list[Callable[[], float]]] = {name: [] for name in steps}
     total = (WARM_UP + repeats) * len(steps)
     collecting = gc.isenabled()
-    with tqdm(desc=label, total=total, unit="run", mininterval=0.5, leave=False) as bar:
+    with progress_bar(desc=label, unit="run", total=total, leave=False) as bar:
         for step in steps.values():
             for _ in range(WARM_UP):
                 step.prepare()

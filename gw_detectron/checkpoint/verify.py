@@ -18,10 +18,10 @@ from tabulate import tabulate
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
-from tqdm import tqdm
 
 from ..data.images import center_crop, classification_input, detection_input
 from ..errors import DataError
+from ..progress import progress_bar
 from .architecture import WeightsError
 from .convert import Conversion, convert
 from .loading import local_path
@@ -286,7 +286,7 @@ def measure_accuracy(
         raise DataError(f"images ({os.fspath(folder)!r}): {error}. Fix: put images into each class folder.") from None
     numbers = torch.tensor(_class_numbers(data.classes, classes))
     hits = torch.zeros(2, 2)
-    for inputs, labels in tqdm(DataLoader(data, batch_size), desc="classifying", unit="batch"):
+    for inputs, labels in progress_bar(DataLoader(data, batch_size), desc="classifying", unit="batch"):
         outputs = (
             torchvision_stages(torchvision_model, inputs[0]),
             detectron2_stages(detectron2_model, inputs[1]),

@@ -29,6 +29,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from ..errors import ConfigError, DataError, FileAccessError
+from ..progress import progress_bar
 from .annotations import to_coco
 from .panoptic import SEMANTIC_CLASSES, to_panoptic
 from .rendering import Scene
@@ -122,7 +123,7 @@ def _generate(folder: Path, config: SyntheticConfig) -> None:
         (partial / "annotations").mkdir(parents=True)
         ids = itertools.count(1), itertools.count(1)
         total = sum(map(config.count, config.splits))
-        with tqdm(total=total, desc=f"making {folder}", unit="image", mininterval=0.5) as progress:
+        with progress_bar(desc=f"making {folder}", unit="image", total=total) as progress:
             for split in config.splits:
                 _generate_split(partial, split, config, *ids, progress)
         os.replace(partial, folder)

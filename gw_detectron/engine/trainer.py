@@ -17,7 +17,7 @@ from detectron2.engine import AMPTrainer, DefaultTrainer, SimpleTrainer, create_
 from detectron2.evaluation import DatasetEvaluator
 from detectron2.modeling import GeneralizedRCNNWithTTA
 from detectron2.utils import comm
-from detectron2.utils.events import CommonMetricPrinter, EventWriter, JSONWriter
+from detectron2.utils.events import EventWriter, JSONWriter, TensorboardXWriter
 from detectron2.utils.file_io import PathManager
 
 from ..atomic import AtomicPathManager, remove_unfinished
@@ -29,6 +29,7 @@ from .dataset_mapper import ImageNamingMapper
 from .evaluators import build_evaluator
 from .interruption import InterruptionHook
 from .launch import in_all_processes
+from .metric_printer import MetricPrinter
 from .nonfinite import LossGuard, NonFiniteError
 from .optimizer import build_optimizer
 from .precise_bn import PreciseStatistics
@@ -255,13 +256,15 @@ class Trainer(DefaultTrainer):
             self.cfg = cfg
 
     def build_writers(self) -> list[EventWriter]:
-        if importlib.util.find_spec("tensorboard") is None:  # Detectron2 would stop without it
+        solver = self.cfg.SOLVER
+        writers = [
+            MetricPrinter(self.max_iter, solver.IMS_PER_BATCH * solver.ACCUMULATE),
+            JSONWriter(os.path.join(self.cfg.OUTPUT_DIR, "metrics.json")),
+        ]
+        if importlib.util.find_spec("tensorboard") is None:
             log.warning("tensorboard is not installed: metrics are written to metrics.json only")
-            return [
-                CommonMetricPrinter(self.max_iter),
-                JSONWriter(os.path.join(self.cfg.OUTPUT_DIR, "metrics.json")),
-            ]
-        return super().build_writers()
+            return writers
+        return [*writers, TensorboardXWriter(self.cfg.OUTPUT_DIR)]
 
     def before_step(self) -> None:
         seed_generators(self.record.seed, STEP, comm.get_rank(), self.iter)

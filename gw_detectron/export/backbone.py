@@ -8,6 +8,7 @@ from typing import Any
 from detectron2.modeling import FPN, Backbone
 
 from ..norms.norm_table import norm_rows
+from ..progress import steps
 from .atomic_folder import atomic_folder
 from .feature_extractor import FeatureExtractor, Normalization
 from .formats import Written, write_onnx, write_pt2, write_torchscript
@@ -72,8 +73,10 @@ def export_backbone(
     file, write = FORMATS[file_format]
     options = {"layout": layout} if file_format == "safetensors" else {}
     extractor = FeatureExtractor(backbone, normalization)
-    with atomic_folder(output, (file, *REPORT_FILES)) as folder:
+    with steps(2) as begin, atomic_folder(output, (file, *REPORT_FILES)) as folder:
+        begin(f"writing {file}")
         run, entries = write(extractor, folder / file, **options)
+        begin("comparing feature maps with the model's")
         cases = check_parity(extractor, run)
         norms = Counter(row.spec for row in norm_rows(backbone))
         entries |= {**extractor.describe(), "norm_layers": dict(norms)}

@@ -12,6 +12,7 @@ from detectron2.modeling import GeneralizedRCNN
 from torch import Tensor, nn
 
 from ..data.images import evaluation_input, read_image, synthetic_images
+from ..progress import steps
 from .atomic_folder import atomic_folder
 from .detection import (
     DetectorProgram,
@@ -86,13 +87,16 @@ def export_detector(
     if image.dim() != 3 or image.shape[0] != 3:
         raise ExportError(f"image ({tuple(image.shape)}): expected the shape (3, H, W). Fix: give one color image.")
     file, write = DETECTOR_FORMATS[file_format]
-    with atomic_folder(output, (file, *REPORT_FILES)) as folder:
+    with steps(3 if evaluation else 2) as begin, atomic_folder(output, (file, *REPORT_FILES)) as folder:
+        begin(f"writing {file}")
         run, entries = write(program, folder / file)
         entries |= program.describe()
         if sides is not None:
             entries["resized_in_evaluation"] = {"shorter": sides[0], "longer_at_most": sides[1]}
+        begin("comparing detections with the model's")
         entries |= check_detections(program, run, image)
         if evaluation is not None:
+            begin(f"computing AP on {len(evaluation.inputs)} images, twice")
             entries["accuracy"] = compare_accuracy(detector, program, run, evaluation)
         return write_report(folder / file, file_format, file_format, entries, source)
 
