@@ -1,11 +1,14 @@
 """Whole detectors as programs find what Detectron2's own inference finds."""
 
 import contextlib
+import copy
+import io
 import json
 
 import numpy as np
 import onnx
 import onnxruntime
+import openvino
 import pytest
 import torch
 from PIL import Image
@@ -134,6 +137,24 @@ class Exported:
         self.call = lambda images, sizes: loaded(images, sizes)
         self.threshold = loaded.state_dict()["score_threshold"]
 
+    def in_openvino(self):
+        """Return the same ONNX file, run by OpenVINO."""
+        twin = copy.copy(self)
+        twin.load_onnx = twin.load_openvino
+        twin.load_onnx(str(self.path))
+        return twin
+
+    def load_openvino(self, file):
+        core = openvino.Core()
+        precision = {"INFERENCE_PRECISION_HINT": "f32"}  # else bf16 where the processor has it
+        model = core.compile_model(
+            core.read_model(io.BytesIO(file) if isinstance(file, bytes) else file), "CPU", precision
+        )
+        self.call = lambda images, sizes: [
+            torch.from_numpy(model({"images": images.numpy(), "sizes": sizes.numpy()})[name].copy())
+            for name in NAMES[self.kind]
+        ]
+
     def load_onnx(self, file):
         session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
         self.call = lambda images, sizes: [
@@ -169,7 +190,10 @@ def exported(tmp_path_factory):
 
     def export(kind, file_format):
         if (kind, file_format) not in files:
-            files[kind, file_format] = Exported(kind, file_format, tmp_path_factory.mktemp("detector") / "out")
+            if file_format == "openvino":
+                files[kind, file_format] = export(kind, "onnx").in_openvino()
+            else:
+                files[kind, file_format] = Exported(kind, file_format, tmp_path_factory.mktemp("detector") / "out")
         return files[kind, file_format]
 
     return export
@@ -180,9 +204,11 @@ def exported(tmp_path_factory):
         pytest.param(("mask", "torchscript"), id="mask-torchscript"),
         pytest.param(("mask", "pt2"), id="mask-pt2", marks=needs_export),
         pytest.param(("mask", "onnx"), id="mask-onnx", marks=needs_export),
+        pytest.param(("mask", "openvino"), id="mask-openvino", marks=needs_export),
         pytest.param(("retinanet", "torchscript"), id="retinanet-torchscript"),
         pytest.param(("retinanet", "pt2"), id="retinanet-pt2", marks=[needs_export, pytest.mark.slow]),
         pytest.param(("retinanet", "onnx"), id="retinanet-onnx", marks=[needs_export, pytest.mark.slow]),
+        pytest.param(("retinanet", "openvino"), id="retinanet-openvino", marks=[needs_export, pytest.mark.slow]),
     ],
     scope="session",
 )
