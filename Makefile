@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 STAMPS := $(VENV)/stamps
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all fuzz faults soak matrix lint format lock wheel clean distclean
+.PHONY: help setup demo test test-all fuzz faults soak matrix lint format docs lock wheel clean distclean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,6 +54,10 @@ format: setup ## fix and format the code with ruff
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: setup ## build the documentation into site/; broken links and anchors are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo 'Wrote site/index.html'
+
 # uv keeps the versions of requirements.txt that still fit, and lists the hashes of all files of each release, for all
 # systems. It reads the registry from UV_DEFAULT_INDEX, not from pip's configuration. The last version of pip that
 # accepts Detectron2's source archive is 26.0.
@@ -68,7 +72,7 @@ wheel: setup ## build the wheel into dist/
 	rm -rf build
 
 clean: ## remove build products and caches; .venv, datasets and output stay
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find gw_detectron tools tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## the same and .venv

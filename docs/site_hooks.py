@@ -1,0 +1,59 @@
+"""Hooks of the documentation site: pages from outside of docs/, formulas, and roles in docstrings."""
+
+import html
+import json
+import re
+from pathlib import Path
+
+import griffe
+from latex2mathml.converter import convert
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("README.md", "MODEL_ZOO.md", "CONTRIBUTING.md", "CHANGELOG.md")
+LINKED = ("configs/**/*.*", "experiments/small_batch/*.py", "gw_detectron/data/hard_scene.py", "CITATION.cff")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add pages and linked files of the repository, the notebook as a page, and a page for each API module."""
+    for pattern in (*PAGES, *LINKED):
+        for path in sorted(ROOT.glob(pattern)):
+            name = path.relative_to(ROOT).as_posix()
+            files.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
+    files.append(File.generated(config, "quickstart.md", content=_notebook_page(ROOT / "docs" / "quickstart.ipynb")))
+    for module in re.findall(r"api/([\w.]+)\.md", json.dumps(config.nav)):
+        files.append(File.generated(config, f"api/{module}.md", content=f"# {module}\n\n::: {module}\n"))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
+    """Let links of the repository's root and of docs/ point into the site, where both are one folder."""
+    return re.sub(r"\]\(docs/" if page.file.src_uri in PAGES else r"\]\(\.\./", "](", markdown)
+
+
+def on_page_content(content: str, **_: object) -> str:
+    """Write formulas as MathML, which browsers draw without scripts."""
+    content = re.sub(r"\\\((.+?)\\\)", lambda found: convert(html.unescape(found[1])), content, flags=re.DOTALL)
+    return re.sub(
+        r"\\\[(.+?)\\\]", lambda found: convert(html.unescape(found[1]), display="block"), content, flags=re.DOTALL
+    )
+
+
+def _notebook_page(path: Path) -> str:
+    parts = []
+    for cell in json.loads(path.read_text())["cells"]:
+        source = "".join(cell["source"])
+        parts.append(f"```python\n{source}\n```" if cell["cell_type"] == "code" else source)
+    return "\n\n".join([*parts, f"[Download this notebook]({path.name})"])
+
+
+class PlainRoles(griffe.Extension):
+    """Write Sphinx roles of docstrings as Markdown: formulas in dollars, names as code."""
+
+    def on_object(self, *, obj: griffe.Object, **_: object) -> None:
+        if obj.docstring:
+            text = re.sub(r"\.\. math::\s*((?:.+\n)*.+)", r"$$\n\1\n$$\n", obj.docstring.value)
+            text = re.sub(r":math:`([^`]+)`", r"$\1$", text)
+            obj.docstring.value = re.sub(r":\w+:`[~.]*([^`]+)`", r"`\1`", text)
