@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -17,16 +16,12 @@ from gw_detectron.engine import get_parser
 from gw_detectron.engine.train import run_config
 from gw_detectron.preflight.coco_checks import Use, check_coco
 
+from .documentation.pages import blocks, commands, read
 from .photos import photo_names, write_photos
 from .tiny_run import OPTS, ROOT, environment
 
-PAGE = (ROOT / "docs" / "your_data.md").read_text()
-COMMANDS = [
-    shlex.split(line)
-    for block in re.findall(r"```bash\n(.*?)```", PAGE, flags=re.DOTALL)
-    for line in block.replace("\\\n", " ").splitlines()
-]
-SMALL, ON_GPU, TWO_FILES, RESUME, EVALUATE, OTHER_PHOTOS, TRAINING_PHOTOS = COMMANDS
+PAGE = read("docs/your_data.md")
+SMALL, ON_GPU, TWO_FILES, RESUME, EVALUATE, OTHER_PHOTOS, TRAINING_PHOTOS = commands("docs/your_data.md")
 
 
 @pytest.fixture
@@ -72,13 +67,13 @@ def test_the_configs_of_the_table_start_as_it_says(user):
 
 
 def test_the_example_of_a_json_is_sound():
-    (example,) = re.findall(r"```json\n(.*?)```", PAGE, flags=re.DOTALL)
+    (example,) = blocks("docs/your_data.md", "json")
     for training in (True, False):
         assert check_coco(json.loads(example), Use(training, masks=True)) == []
 
 
 def test_the_example_of_a_yaml(user):
-    (example,) = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
+    (example,) = blocks("docs/your_data.md", "yaml")
     (user / "mydata" / "datasets.yaml").write_text(example)
     write_photos(user / "mydata" / "garden", photo_names(5))
     (user / "mydata" / "garden" / "annotations.json").rename(user / "mydata" / "garden.json")

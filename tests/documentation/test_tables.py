@@ -1,0 +1,84 @@
+"""Tables of the reference pages are complete, and the numbers of the README are those of the files."""
+
+import csv
+import re
+
+import yaml
+from detectron2.config import get_cfg
+
+from gw_detectron.config import default_config, flat_items
+from gw_detectron.norms.names import _NORMS, DETECTRON2_NORMS
+
+from .pages import ROOT, read
+
+
+def rows(page):
+    """Return the cells of every row of a page's tables."""
+    return [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in read(page).splitlines() if line.startswith("|")
+    ]
+
+
+def test_every_config_key_has_its_default_and_meaning():
+    theirs = dict(flat_items(get_cfg()))
+    ours = {key: value for key, value in flat_items(default_config()) if key not in theirs}
+    listed = [row for row in rows("docs/config_keys.md") if "." in row[0]]
+    assert {key.strip("`"): yaml.safe_load(default.strip("`")) for key, default, _ in listed} == ours
+    assert len(listed) == len(ours) and all(meaning for _, _, meaning in listed)
+
+
+def test_every_environment_variable_of_the_package_is_listed():
+    code = "\n".join(path.read_text() for path in (ROOT / "gw_detectron").rglob("*.py"))
+    listed = {name for row in rows("docs/config_keys.md") for name in re.findall(r"`([A-Z0-9_]+)`", row[0])}
+    assert set(re.findall(r"\bGW_DETECTRON_[A-Z]+\b", code)) <= listed
+
+
+def test_every_norm_name_is_listed_with_its_options():
+    options = {}
+    for first, *rest in rows("docs/norm_names.md"):
+        for name in re.findall(r"\w+", re.sub(r":[\w=]+", "", first)):
+            options.setdefault(name, set(re.findall(r"`(\w+)=", rest[-1])))
+    assert set(_NORMS) | set(DETECTRON2_NORMS) - {"naiveSyncBN_N"} <= set(options)
+    of_gw = options["GW"] - {"groups"}  # the row of BW refers to them
+    for name, (_, known) in _NORMS.items():
+        assert options[name] | (of_gw if "BW" in name else set()) | {"rotation"} >= set(known), name
+
+
+def benchmark(name):
+    lines = (ROOT / "docs" / "benchmark" / name).read_text().splitlines()
+    return list(csv.DictReader(line for line in lines if not line.startswith("#")))
+
+
+def test_the_costs_in_the_readme_are_those_of_the_benchmarks():
+    layer = [row for row in benchmark("layer_amd_epyc.csv") if row["provider"] == "ours"]
+    times = [float(row["to_figure1"]) for row in layer if row["mode"] == "forward+backward"]
+    saved = {row["shape"]: float(row["saved_to_group_norm"]) for row in layer if row["mode"] == "memory"}
+    maps = [ratio for shape, ratio in saved.items() if not shape.endswith("7x7")]
+    (regions,) = {f"{ratio:.2f}" for shape, ratio in saved.items() if shape.endswith("7x7")}
+    networks = {(row["model"], row["variant"]): row for row in benchmark("model_amd_epyc.csv")}
+    r50, mask_rcnn = networks["R-50", "GW-S1-B2"], networks["mask_rcnn_R-50", "GW"]
+    text = " ".join(read("README.md").split())
+    for phrase in (
+        f"GW takes {min(times):.2f} to {max(times):.2f} of the time of the paper's listing",
+        f"saves {min(maps):.2f} to {max(maps):.2f} times as much memory as GroupNorm on feature maps",
+        f"({regions} on 7 x 7 regions)",
+        f"with GW at S1-B2 takes {float(r50['to_bn']):.2f} times as long as with BN",
+        f"({float(r50['paper_to_bn']):.2f} in the paper, on a GPU)",
+        f"Mask R-CNN R-50 with GW {float(mask_rcnn['to_bn']):.2f} times as long as with FrozenBN",
+    ):
+        assert phrase in text
+
+
+def test_the_gains_in_the_readme_are_those_of_the_model_zoo():
+    aps = {row[0]: [cell for cell in row if re.fullmatch(r"\d+\.\d+", cell)] for row in rows("MODEL_ZOO.md")}
+
+    def ap(config):
+        (found,) = (numbers for link, numbers in aps.items() if link.endswith(f"/faster_rcnn_R_50_FPN_{config}.yaml)"))
+        return float(found[0])
+
+    gains = [ap(f"{head}1x_GW") - ap(f"{head}1x_FrozenBN") for head in ("", "4conv1fc_")]
+    assert f"+{min(gains):.1f} to +{max(gains):.1f} box AP" in read("README.md")
+
+
+def test_the_readme_is_short():
+    assert len(read("README.md").splitlines()) < 150
