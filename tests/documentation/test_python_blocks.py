@@ -9,11 +9,12 @@ from detectron2.modeling import build_model
 
 from gw_detectron.config import read_config
 from gw_detectron.engine import main
-from gw_detectron.export import export_detector, load_model
+from gw_detectron.export import export_detector
 from gw_detectron.layers import GroupWhitening2d
 from gw_detectron.modeling import GWFPN, HAS_FCOS
 
 from ..export.test_detector import needs_export
+from ..export.tiny_networks import build_detector
 from ..photos import photo_names, write_photos
 from ..tiny_run import arguments
 from .pages import PAGES, ROOT, blocks
@@ -37,7 +38,7 @@ weights = timm.create_model("gw_resnet50.s1_b2", num_classes=0).state_dict()
 safetensors.torch.save_file(weights, "backbone.safetensors")
 """,
 }
-#: blocks that need a trained detector or its export in the current folder: see the slow test
+#: blocks that need a trained detector or its export in the current folder: see the slow tests
 NEED_A_RUN = {("docs/your_model.md", 1), ("docs/export.md", 0)}
 #: blocks that are not run, with the reason
 NOT_RUN = {
@@ -65,7 +66,6 @@ def test_every_exception_is_needed():
     assert NEED_A_RUN | NOT_RUN.keys() | GIVEN.keys() <= set(ALL)
 
 
-@needs_export
 @pytest.mark.slow
 def test_python_that_needs_a_trained_detector_runs(small_dataset, tmp_path, monkeypatch, capsys, one_thread):
     monkeypatch.chdir(tmp_path)
@@ -73,8 +73,13 @@ def test_python_that_needs_a_trained_detector_runs(small_dataset, tmp_path, monk
     capsys.readouterr()
     run_block("docs/your_model.md", 1)
     assert "norm layers converted" in (printed := capsys.readouterr().out) and "'bbox'" in printed
-    cfg = read_config("output/demo_BN/config.yaml", ["MODEL.WEIGHTS", "output/demo_BN/model_final.pth"])
-    export_detector(load_model(cfg), "exported", sides=(64, 128), one_image=True, paste_masks=True)
+
+
+@needs_export
+@pytest.mark.slow
+def test_python_that_needs_an_exported_detector_runs(tmp_path, monkeypatch, one_thread):
+    monkeypatch.chdir(tmp_path)
+    export_detector(build_detector("mask"), "exported", sides=(128, 256), one_image=True, paste_masks=True)
     write_photos(tmp_path, photo_names(1))
     os.rename(tmp_path / "photos" / photo_names(1)[0], "photo.jpg")
     run_block("docs/export.md", 0)
