@@ -4,7 +4,6 @@
 """
 
 import argparse
-import importlib
 import re
 import runpy
 import sys
@@ -12,6 +11,7 @@ import tomllib
 
 import pytest
 
+import gw_detectron.commands
 from gw_detectron.config import read_config
 
 from .pages import PAGES, ROOT, commands, inline_commands, read
@@ -21,12 +21,13 @@ UNCHECKED = {
     ("git", "clone"): "the address is the reader's",
     ("cd",): "follows git clone",
     (".venv/bin/pre-commit", "install"): "pre-commit's own command",
+    ("python", "-m", "gw_detectron"): "the module behind gw-detectron; see commands/test_commands.py",
     ("pip", "--require-hashes"): "flags that the Makefile uses",
     ("torchrun", "--nproc_per_node=2", "-m", "gw_detectron.timm_models"): "timm's train.py; see test_timm_models.py",
     ("torchrun", "--master-port"): "a flag of torchrun alone",
 }
 #: paths that the reader has, not the repository
-READERS = ("output/", "mydata/", "my.yaml", "CONFIG")
+READERS = ("output/", "mydata/", "my.yaml", "CONFIG", "FILE")
 ALL = [(page, words) for page in PAGES for words in commands(page) + inline_commands(page)]
 
 
@@ -35,32 +36,30 @@ class Parsed(Exception):
 
 
 @pytest.fixture
-def parse_script(monkeypatch):
-    """Return a function that runs a script until it has parsed its words."""
+def parse(monkeypatch):
+    """Return a function that runs a script, or `gw-detectron`, until it has parsed its words."""
     real = argparse.ArgumentParser.parse_args
 
     def stop(parser, *given):
         raise Parsed(real(parser, *given))
 
-    def run(script, *words):
+    def run(program, *words):
         monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
-        monkeypatch.setattr(sys, "argv", [script, *words])
+        monkeypatch.setattr(sys, "argv", [program, *words])
         with pytest.raises(Parsed) as parsed:
-            runpy.run_path(str(ROOT / script), run_name="__main__")
+            if program == "gw-detectron":
+                gw_detectron.commands.main()
+            else:
+                runpy.run_path(str(ROOT / program), run_name="__main__")
         return parsed.value.args[0]
 
     return run
 
 
-def parse_command(name, *words):
-    """Parse the words of a `gw-detectron` command."""
-    assert name in importlib.import_module("gw_detectron.commands").COMMANDS
-    return importlib.import_module(f"gw_detectron.commands.{name}").get_parser().parse_args(words)
-
-
 def check_config(args, tmp_path):
     """Check the config file and the keys of a command."""
-    config, opts = getattr(args, "config_file", None) or "", getattr(args, "opts", None) or []
+    config = getattr(args, "config_file", None) or (args.name if getattr(args, "action", "") == "show" else "")
+    opts = getattr(args, "opts", None) or []
     if config.startswith(READERS) or (opts and not config):
         config = str(tmp_path / "empty.yaml")
         (tmp_path / "empty.yaml").write_text("VERSION: 2\n")
@@ -88,7 +87,7 @@ def check_files(*words):
 
 
 @pytest.mark.parametrize(("page", "words"), ALL, ids=[f"{page}: {' '.join(words)[:60]}" for page, words in ALL])
-def test_a_command_is_valid(page, words, parse_script, tmp_path, monkeypatch):
+def test_a_command_is_valid(page, words, parse, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     if any(tuple(words[: len(first)]) == first for first in UNCHECKED):
         return
@@ -99,10 +98,10 @@ def test_a_command_is_valid(page, words, parse_script, tmp_path, monkeypatch):
             check_pip(*rest)
         case ["pytest" | "bash", *rest] | ["python", "-m", "pytest", *rest]:
             check_files(*rest)
-        case ["gw-detectron", *rest]:
-            check_config(parse_command(*rest), tmp_path)
-        case ["python", script, *rest] | ["torchrun", "--nproc_per_node", _, script, *rest]:
-            check_config(parse_script(script, *rest), tmp_path)
+        case ["gw-detectron" as program, *rest] | ["python", program, *rest]:
+            check_config(parse(program, *rest), tmp_path)
+        case ["torchrun", "--nproc_per_node", _, program, *rest]:
+            check_config(parse(program, *rest), tmp_path)
         case _:
             pytest.fail("nothing checks this command: add a case, or an entry of UNCHECKED with the reason")
 
@@ -113,11 +112,12 @@ def test_every_exception_is_needed():
 
 
 @pytest.mark.parametrize(
-    "script", ["tools/train_net.py --no-such-flag", "tools/export_model.py --config-file x", "tools/benchmark.py no"]
+    "line",
+    ["tools/train_net.py --no-such-flag", "tools/export_model.py --config-file x", "gw-detectron no-such-command"],
 )
-def test_a_wrong_command_is_noticed(script, parse_script):
+def test_a_wrong_command_is_noticed(line, parse):
     with pytest.raises(SystemExit, match="2"):
-        parse_script(*script.split())
+        parse(*line.split())
     with pytest.raises(AssertionError):
         check_make("no-such-target")
     with pytest.raises(AssertionError):

@@ -6,8 +6,9 @@ import re
 import yaml
 from detectron2.config import get_cfg
 
+from gw_detectron.commands import COMMANDS
 from gw_detectron.config import default_config, flat_items
-from gw_detectron.norms.names import _NORMS, DETECTRON2_NORMS
+from gw_detectron.norms import norm_options
 
 from .pages import ROOT, read
 
@@ -34,14 +35,25 @@ def test_every_environment_variable_of_the_package_is_listed():
 
 
 def test_every_norm_name_is_listed_with_its_options():
-    options = {}
+    listed = {}
     for first, *rest in rows("docs/norm_names.md"):
-        for name in re.findall(r"\w+", re.sub(r":[\w=]+", "", first)):
-            options.setdefault(name, set(re.findall(r"`(\w+)=", rest[-1])))
-    assert set(_NORMS) | set(DETECTRON2_NORMS) - {"naiveSyncBN_N"} <= set(options)
-    of_gw = options["GW"] - {"groups"}  # the row of BW refers to them
-    for name, (_, known) in _NORMS.items():
-        assert options[name] | (of_gw if "BW" in name else set()) | {"rotation"} >= set(known), name
+        for name in re.findall(r"\w+", first.replace(":rotation=cayley", "")):
+            listed.setdefault(name, set(re.findall(r"`(\w+)=", rest[-1])))
+    listed["BN"].add("rotation")  # in its name
+    for name in ("BW", "FrozenBW"):  # their row refers to that of GW
+        listed[name] |= listed["GW"] - {"groups"}
+    for name, options in norm_options().items():
+        assert listed[name] == set(options), name
+
+
+def test_every_command_is_listed_with_its_script():
+    listed = {first.strip("`"): rest[0].strip("`") for first, *rest in rows("docs/commands.md")[2:]}
+    assert listed.keys() == COMMANDS.keys()
+    for name, script in listed.items():
+        flags = COMMANDS[name].flags
+        file = ROOT / "tools" / f"{COMMANDS[name].module}.py"
+        assert script == (" ".join([file.name, *flags]) if file.exists() else "")
+        assert not script or flags or f'run("{name}")' in file.read_text()
 
 
 def benchmark(name):
