@@ -54,9 +54,9 @@ format: setup ## fix and format the code with ruff
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Not --quiet: it would hide the warnings from `strict` in mkdocs.yml.
 docs: setup ## build the documentation into site/; broken links and anchors are errors
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
-	@echo 'Wrote site/index.html'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 # uv keeps the versions of requirements.txt that still fit, and lists the hashes of all files of each release, for all
 # systems. It reads the registry from UV_DEFAULT_INDEX, not from pip's configuration. The last version of pip that
