@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from ..export import Normalization, export_backbone
 from ..export.atomic_folder import check_replaceable
 from ..export.backbone import FORMATS
-from ..export.report import REPORT_FILES
+from ..export.parity_files import REPORT_FILES
 from .flags import get_parser
 from .output_lock import output_unlocked_at_end
 from .plots import plot_curves, plot_predictions

@@ -13,7 +13,7 @@ from .atomic_folder import atomic_folder
 from .feature_extractor import FeatureExtractor, Normalization
 from .formats import Written, write_onnx, write_pt2, write_torchscript
 from .parity import TOLERANCE, ExportError, check_parity, worst_relative
-from .report import REPORT_FILES, write_report
+from .parity_files import REPORT_FILES, write_report
 from .safetensors_writer import LAYOUTS, write_safetensors
 
 #: format -> file name and writer

@@ -26,7 +26,7 @@ from .detection import (
 )
 from .formats import write_onnx, write_pt2, write_torchscript
 from .parity import ExportError
-from .report import REPORT_FILES, write_report
+from .parity_files import REPORT_FILES, write_report
 
 #: format -> file name and writer
 DETECTOR_FORMATS = {

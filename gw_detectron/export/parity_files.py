@@ -1,4 +1,4 @@
-"""Write an export's report: parity.json, and a README with loading code."""
+"""Write the files beside an export: parity.json, and a README with loading code."""
 
 import json
 import platform
