@@ -35,6 +35,7 @@ def draw_objects(
     boxes: np.ndarray,
     *,
     scores: Sequence[float] | None = None,
+    notes: Sequence[str] | None = None,
     masks: Sequence[Any] | np.ndarray | None = None,
     keypoints: np.ndarray | None = None,
 ) -> np.ndarray:
@@ -46,6 +47,7 @@ def draw_objects(
         classes: index of each object's class.
         boxes: (N, 4) x0, y0, x1, y1 in pixels.
         scores: of each object, 0 to 1.
+        notes: text of each object, after its score.
         masks: of each object: (H, W) bool, polygons or RLE.
         keypoints: (N, K, 3) x, y, visibility.
 
@@ -56,6 +58,8 @@ def draw_objects(
     labels = [names[index] if names is not None else str(index) for index in classes]
     if scores is not None:
         labels = [f"{label} {score:.0%}" for label, score in zip(labels, scores, strict=True)]
+    if notes is not None:
+        labels = [f"{label} {note}" for label, note in zip(labels, notes, strict=True)]
     drawing = Visualizer(image, metadata, scale=max(1.0, LABEL_SIDE / max(image.shape[:2])))
     return drawing.overlay_instances(
         boxes=boxes,

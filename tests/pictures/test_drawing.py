@@ -73,3 +73,11 @@ def test_keypoints_are_drawn_on_request_only():
     without, with_points = (draw_record(GRAY, CLASSES, record, keypoints=wanted) for wanted in (False, True))
     assert np.array_equal(without[250, 180], [128, 128, 128])
     assert not np.array_equal(without[195:205, 115:125], with_points[195:205, 115:125])
+
+
+def test_a_note_is_drawn_beside_its_object_only():
+    plain, noted = (
+        draw_objects(GRAY, CLASSES, [1], np.array([BOX]), scores=[0.9], notes=notes) for notes in (None, ["duplicate"])
+    )
+    rows, columns = np.nonzero((plain != noted).any(-1))
+    assert len(rows) > 50 and rows.max() - rows.min() < 40 and 90 < columns.min() < columns.max() < 250
