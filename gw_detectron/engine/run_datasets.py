@@ -39,9 +39,7 @@ def use_datasets(cfg: CfgNode, args: argparse.Namespace, folder: str) -> None:
     """
     given = datasets_from_flags(args)
     if given is None:
-        record = Path(args.config_file).with_name(RECORD)
-        if needs_registration((*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST)) and record.is_file():
-            register_datasets(read_datasets(str(record)), folder)
+        use_recorded_datasets(cfg, args.config_file, folder)
         return
     named = register_datasets(given, folder)
     values: dict[str, object] = {"DATASETS.TEST": tuple(named.val)}
@@ -51,6 +49,18 @@ def use_datasets(cfg: CfgNode, args: argparse.Namespace, folder: str) -> None:
         values |= dict.fromkeys(object_count_keys(cfg), classes)
     explicit = (args.opts or [])[::2]
     cfg.merge_from_list([word for key, value in values.items() if key not in explicit for word in (key, value)])
+
+
+def use_recorded_datasets(cfg: CfgNode, config_file: str | os.PathLike[str], folder: str) -> None:
+    """Register datasets that are unknown from the ``datasets.yaml`` beside a config file.
+
+    Raises:
+        ConfigError: the yaml cannot be used.
+        MissingFileError: a file or folder that it names does not exist.
+    """
+    record = Path(config_file).with_name(RECORD)
+    if needs_registration((*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST)) and record.is_file():
+        register_datasets(read_datasets(str(record)), folder)
 
 
 def datasets_from_flags(args: argparse.Namespace) -> CocoDatasets | None:
