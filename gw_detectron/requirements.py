@@ -16,6 +16,7 @@ MODULES = (
     "checkpoint",
     "config",
     "data",
+    "demo",
     "engine",
     "env",
     "export",
@@ -24,6 +25,7 @@ MODULES = (
     "pictures",
     "preflight",
     "progress",
+    "report",
 )
 
 

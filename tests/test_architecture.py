@@ -25,13 +25,14 @@ ROOMS = (
     {"analysis", "export"},
     {"preflight"},
     {"engine"},
-    {"benchmarks"},
+    {"benchmarks", "report"},
+    {"demo"},
     {"commands"},
     {"__main__"},
 )
 LEVELS = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 # the same name for the same thing: reference implementations, and a command beside the code that it calls
-SHARED_NAMES = {"__init__", "__main__", "reference", "group_whitening", "batch_whitening", "demo"}
+SHARED_NAMES = {"__init__", "__main__", "reference", "group_whitening", "batch_whitening", "demo", "report"}
 
 
 def imports(path: Path) -> set[str]:

@@ -1,0 +1,265 @@
+"""Find what a run has left in its folder."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from detectron2.checkpoint import DetectionCheckpointer
+from detectron2.config import CfgNode
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.utils.file_io import PathManager
+from pycocotools.coco import COCO
+from torch import nn
+
+from ..checkpoint import Checkpoint, load_checkpoint, open_checkpoint
+from ..config import read_config
+from ..engine.run_datasets import use_recorded_datasets
+from ..errors import ConfigError, DataError, MissingFileError, UserError, is_user_error, summarize_names
+from ..modeling import build_checked_model
+from .detections import Detections, ImageMatches
+
+_RESULTS = "coco_instances_results.json"
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """What a report shows.
+
+    Args:
+        images: number of images with predictions, and of those with errors.
+        iou: lowest IoU of a match, for confusion and errors.
+        score: lowest score of a detection, for confusion, errors and pictures.
+        errors: draw missed objects and wrong boxes too.
+        layers: norm layers to show; none takes up to three.
+    """
+
+    images: int = 4
+    iou: float = 0.5
+    score: float = 0.5
+    errors: bool = False
+    layers: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if self.images < 1:
+            raise ConfigError(f"--images ({self.images}): not positive. Fix: give 1 or more.")
+        for name, value in (("--iou", self.iou), ("--score", self.score)):
+            if not 0 <= value <= 1:
+                raise ConfigError(f"{name} ({value}): not between 0 and 1. Fix: give e.g. 0.5.")
+
+
+class MissingInputError(UserError, LookupError):
+    """A run folder lacks what a part of the report needs.
+
+    Args:
+        reason: what is missing.
+        command: a command line that makes it.
+    """
+
+    def __init__(self, reason: str, command: str = "") -> None:
+        super().__init__(f"{reason} Fix: run `{command}`." if command else reason)
+        self.reason, self.command = reason, command
+
+
+class RunFolder:
+    """The folder of a training, or of an evaluation by ``--eval-only``.
+
+    The later of the two decides which config, weights and dataset belong to the predictions.
+
+    Args:
+        folder: ``OUTPUT_DIR`` of the run.
+        options: what its report shows.
+
+    Raises:
+        MissingFileError: the folder or its ``config.yaml`` does not exist.
+        ConfigError: the config cannot be read.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], options: ReportOptions = ReportOptions()) -> None:
+        self.folder, self.options = Path(folder), options
+        configs = [path for path in self._places("config.yaml") if path.is_file()]
+        if not configs:
+            raise MissingFileError(
+                f"RUN_FOLDER ('{folder}'): no config.yaml. Fix: give the OUTPUT_DIR of a run of train_net.py."
+            )
+        self.config_file = max(configs, key=lambda path: path.stat().st_mtime)
+        self.cfg: CfgNode = read_config(str(self.config_file))
+
+    def _places(self, name: str) -> list[Path]:
+        return [Path(self.folder, *parts, name) for parts in ((), ("inference",), ("inference", "inference"))]
+
+    def _command(self, *flags: str, **options: str) -> str:
+        opts = {"OUTPUT_DIR": str(self.folder), **options}
+        return shlex.join(
+            ["python", "tools/train_net.py", *flags, "--config-file", str(self.config_file), *sum(opts.items(), ())]
+        )
+
+    @property
+    def metrics(self) -> list[dict]:
+        """The records of ``metrics.json``.
+
+        Raises:
+            MissingInputError: there are none.
+        """
+        with needed(self._command()):
+            if not (path := self.folder / "metrics.json").is_file():
+                raise MissingFileError(f"'{path}': not found.")
+            return read_metrics(path)
+
+    @property
+    def training_time(self) -> str | None:
+        """The duration of the training in ``log.txt``."""
+        log = self.folder / "log.txt"
+        text = log.read_text(errors="replace") if log.is_file() else ""
+        found = re.findall(r"Total training time: (.+) \(", text)
+        return found[-1] if found else None
+
+    @property
+    def weights(self) -> str:
+        """The path of the last checkpoint, or the ``MODEL.WEIGHTS`` of an evaluation."""
+        if self.config_file.parent.name == "inference":
+            return self.cfg.MODEL.WEIGHTS
+        tag = self.folder / "last_checkpoint"
+        return str(self.folder / (tag.read_text().strip() if tag.is_file() else "model_final.pth"))
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        """The opened weights.
+
+        Raises:
+            MissingInputError: they cannot be read.
+        """
+        with needed(self._command()):
+            return open_checkpoint(self.weights)
+
+    @cached_property
+    def plain_model(self) -> nn.Module:
+        """The model on the meta device, without weights.
+
+        Raises:
+            MissingInputError: it cannot be built.
+        """
+        with needed():
+            return build_checked_model(self.cfg, "meta")
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The trained model on the CPU, in evaluation mode.
+
+        Raises:
+            MissingInputError: it cannot be built, or has no weights.
+        """
+        checkpoint = self.checkpoint
+        with needed():
+            model = build_checked_model(self.cfg, "cpu").eval()
+            report = load_checkpoint(DetectionCheckpointer(model), checkpoint)
+            if report.new:
+                raise DataError(
+                    f"MODEL.WEIGHTS ('{self.weights}'): lack {summarize_names(report.new)}. Fix: finish the training."
+                )
+        return model
+
+    @property
+    def dataset(self) -> str:
+        """The registered dataset of the predictions; "" for none.
+
+        Each dataset's evaluation replaces the predictions of the one before.
+        """
+        return self.cfg.DATASETS.TEST[-1] if self.cfg.DATASETS.TEST else ""
+
+    @cached_property
+    def records(self) -> list[dict]:
+        """The images of the dataset, as Detectron2 describes them.
+
+        Raises:
+            MissingInputError: it is not registered, or its files do not exist.
+        """
+        with needed():
+            use_recorded_datasets(self.cfg, self.config_file, str(self.folder))
+            if self.dataset not in DatasetCatalog.list():
+                raise DataError(f"DATASETS.TEST ('{self.dataset}'): not registered. Fix: register it in Python first.")
+            return DatasetCatalog.get(self.dataset)
+
+    @cached_property
+    def detections(self) -> Detections:
+        """The predictions of the last evaluation, with their ground truth.
+
+        Raises:
+            MissingInputError: there are none, or they are of another dataset.
+        """
+        found = [path for path in self._places(_RESULTS) if path.is_file()]
+        command = self._command("--eval-only", **{"MODEL.WEIGHTS": self.weights})
+        with needed(command):
+            if not found:
+                raise MissingFileError(f"'{self._places(_RESULTS)[1]}': not found.")
+            path = max(found, key=lambda each: each.stat().st_mtime)
+            try:
+                results = json.loads(path.read_text())
+            except json.JSONDecodeError as error:
+                raise DataError(f"'{path}': not complete: {error}.") from error
+        records, metadata = self.records, MetadataCatalog.get(self.dataset)
+        with needed(command), contextlib.redirect_stdout(io.StringIO()):
+            truth = COCO(PathManager.get_local_path(metadata.json_file))
+            if not truth.anns:
+                raise DataError(f"'{metadata.json_file}': no annotations.")
+            if unknown := {each["image_id"] for each in results} - truth.imgs.keys():
+                raise DataError(
+                    f"'{path}': has images that '{self.dataset}' lacks ({summarize_names(map(str, unknown))})."
+                )
+        model = self.cfg.MODEL
+        fields = {
+            "bbox": ("bbox", True),
+            "segm": ("segmentation", model.MASK_ON),
+            "keypoints": ("keypoints", model.KEYPOINT_ON),
+        }
+        tasks = [task for task, (key, wanted) in fields.items() if wanted and all(key in each for each in results)]
+        sigmas = self.cfg.TEST.KEYPOINT_OKS_SIGMAS
+        return Detections(metadata, {each["image_id"]: each for each in records}, truth, results, tasks, sigmas)
+
+    @cached_property
+    def matches(self) -> list[ImageMatches]:
+        """The detections of every image, matched to its objects.
+
+        Raises:
+            MissingInputError: see :attr:`detections`.
+        """
+        return self.detections.match(self.options.iou, self.options.score)
+
+
+def read_metrics(metrics_file: str | Path) -> list[dict]:
+    """Read the ``metrics.json`` of a run: one dict per iteration, in order.
+
+    A line cut off by a kill is skipped. If a resumed run repeated an iteration, the later record counts.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        DataError: it contains no complete record.
+    """
+    by_iteration: dict[int, dict] = {}
+    for line in Path(metrics_file).read_text().splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        by_iteration.setdefault(record["iteration"], {}).update(record)
+    if not by_iteration:
+        raise DataError(f"'{metrics_file}': no complete record. Fix: wait until the run has logged its metrics.")
+    return [by_iteration[iteration] for iteration in sorted(by_iteration)]
+
+
+@contextlib.contextmanager
+def needed(command: str = "") -> Iterator[None]:
+    """Turn an error that the user can fix into a MissingInputError."""
+    try:
+        yield
+    except Exception as error:
+        if not is_user_error(error):
+            raise
+        reason = str(error).partition(" Fix: ")[0] if command else str(error)
+        raise MissingInputError(reason, command) from error

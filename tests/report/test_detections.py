@@ -1,0 +1,115 @@
+"""Scores against Detectron2's evaluation and by hand; matches of a hand-made image."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from detectron2.data import Metadata
+from detectron2.evaluation import COCOEvaluator
+from detectron2.structures import Boxes, Instances
+from pycocotools.coco import COCO
+
+from gw_detectron.report import RunFolder
+from gw_detectron.report.confusion import confusion_table
+from gw_detectron.report.detections import Detections
+from gw_detectron.report.precision_recall import ap_section, precision, precision_recall_section
+
+from .fake_run import write_run
+
+CAT, DOG = 5, 9
+
+
+def detections(truth, found):
+    """Boxes (image, class, box, crowd) and (image, class, box, score) as Detections."""
+    coco = COCO()
+    coco.dataset = {
+        "images": [{"id": 1, "width": 200, "height": 100}, {"id": 2, "width": 200, "height": 100}],
+        "categories": [{"id": CAT, "name": "cat"}, {"id": DOG, "name": "dog"}],
+        "annotations": [
+            {"id": i, "image_id": image, "category_id": key, "bbox": box, "area": box[2] * box[3], "iscrowd": crowd}
+            for i, (image, key, box, crowd) in enumerate(truth, 1)
+        ],
+    }
+    coco.createIndex()
+    results = [{"image_id": image, "category_id": key, "bbox": box, "score": score} for image, key, box, score in found]
+    return Detections(Metadata(thing_classes=["cat", "dog"]), {}, coco, results, ["bbox"])
+
+
+TRUTH = [
+    (1, CAT, [0, 0, 20, 20], 0),
+    (1, DOG, [40, 0, 20, 20], 0),
+    (1, CAT, [80, 0, 20, 20], 0),
+    (1, CAT, [0, 50, 60, 40], 1),
+    (2, DOG, [100, 50, 20, 20], 0),
+]
+FOUND = [
+    (1, CAT, [0, 0, 20, 19], 0.9),  # correct
+    (1, CAT, [0, 1, 20, 20], 0.8),  # its duplicate
+    (1, CAT, [41, 0, 20, 20], 0.7),  # a dog
+    (1, CAT, [90, 0, 20, 20], 0.65),  # IoU 1/3
+    (1, DOG, [150, 70, 20, 20], 0.6),  # background
+    (1, CAT, [10, 60, 20, 20], 0.95),  # in the crowd
+    (1, DOG, [40, 0, 20, 20], 0.3),  # below the score
+]
+
+
+def test_a_hand_made_image_is_matched():
+    image, other = detections(TRUTH, FOUND).match(0.5, 0.5)
+    assert [each["score"] for each in image.found] == [0.9, 0.8, 0.7, 0.65, 0.6]
+    assert image.kinds == ["correct", "duplicate", "wrong class", "poor box", "background"]
+    assert [each["id"] for each in image.missed] == [3] and image.errors == 5
+    assert [each and each["id"] for each in image.taken] == [1, None, 2, None, None]
+    assert (other.image_id, other.found, [each["id"] for each in other.missed]) == (2, [], [5])
+
+
+def test_the_confusion_table_of_a_hand_made_image():
+    found = detections(TRUTH, FOUND)
+    table = confusion_table(found.match(0.5, 0.5), found.category_ids)
+    assert table.tolist() == [[1, 0, 1], [1, 0, 1], [2, 1, 0]]  # cat, dog, background x cat, dog, missed
+
+
+def test_the_threshold_decides_between_a_poor_box_and_a_match():
+    (image, _) = detections(TRUTH, FOUND).match(0.3, 0.65)
+    assert image.kinds == ["correct", "duplicate", "wrong class", "correct"]
+
+
+def test_precision_and_ap_by_hand():
+    truth = [(1, CAT, [0, 0, 20, 20], 0), (1, CAT, [50, 0, 20, 20], 0)]
+    found = [(1, CAT, [0, 0, 20, 20], 0.9), (1, CAT, [150, 0, 20, 20], 0.8), (1, CAT, [50, 0, 20, 20], 0.7)]
+    curve = precision(detections(truth, found).scores["bbox"], 0.5)
+    assert np.allclose(curve[:, 0], [1] * 51 + [2 / 3] * 50)  # recall 0 to 0.5, then to 1
+    assert np.isnan(curve[:, 1]).all()  # no dogs
+
+
+def test_no_detection_misses_everything_and_has_an_ap_of_zero():
+    found = detections(TRUTH, [])
+    assert found.scores["bbox"].stats[0] == 0
+    assert [len(image.missed) for image in found.match(0.5, 0.5)] == [3, 1]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return RunFolder(write_run(tmp_path_factory.mktemp("run")))
+
+
+def test_scores_are_those_of_detectron2(run):
+    evaluator = COCOEvaluator(run.records and run.dataset, tasks=("bbox",), distributed=False, use_fast_impl=False)
+    evaluator.reset()
+    results = json.loads((run.folder / "inference" / "coco_instances_results.json").read_text())
+    for record in run.records:
+        own = [each for each in results if each["image_id"] == record["image_id"]]
+        boxes = torch.tensor([each["bbox"] for each in own])
+        instances = Instances((record["height"], record["width"]))
+        instances.pred_boxes = Boxes(torch.cat([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], 1))
+        instances.scores = torch.tensor([each["score"] for each in own])
+        instances.pred_classes = torch.tensor([each["category_id"] - 10 for each in own])
+        evaluator.process([record], [{"instances": instances}])
+    expected = evaluator.evaluate()["bbox"]
+    rows = ap_section(run).numbers
+    assert [row["box AP"] for row in rows] == pytest.approx([expected[f"AP-{row['class']}"] for row in rows])
+    assert 10 < expected["AP"] < 90
+    assert np.mean([row["box AP"] for row in rows]) == pytest.approx(expected["AP"])
+    assert np.mean([row["box AP50"] for row in rows]) == pytest.approx(expected["AP50"])
+    curves = precision_recall_section(run).numbers["bbox"]["precision"]
+    assert 100 * np.mean(curves["AP75"]) == pytest.approx(expected["AP75"], abs=0.01)

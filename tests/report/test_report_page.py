@@ -1,0 +1,161 @@
+"""The page stands alone and is well-formed; the command prints and replaces reports."""
+
+import base64
+import io
+import json
+from html.parser import HTMLParser
+
+import pytest
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from gw_detectron.commands.report import get_parser, main
+from gw_detectron.export.atomic_folder import OutputFolderError
+from gw_detectron.report import write_report
+
+from ..tiny_run import ROOT
+from .fake_run import write_run
+
+VOID = {"meta", "img", "br"}
+RETINANET = ROOT / "configs" / "quick_schedules" / "retinanet_R_18_FPN_GW_instant.yaml"
+
+
+class Page(HTMLParser):
+    """Checks that tags are closed in order, and collects text, links and images."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.images, self.ids, self.links, self.text = [], [], set(), [], ""
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        values = dict(attrs)
+        assert tag not in ("script", "link", "iframe", "object", "base")
+        if tag == "img":
+            self.images.append(values["src"])
+        self.links += [values[key] for key in ("href", "srcset", "data") if key in values]
+        self.ids |= {values["id"]} if "id" in values else set()
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def check_page(folder):
+    text = (folder / "report.html").read_text()
+    assert "url(" not in text and "@import" not in text
+    page = Page(text)
+    assert all(link.startswith("#") and link[1:] in page.ids for link in page.links)
+    for source in page.images:
+        head, _, data = source.partition(",")
+        assert head in ("data:image/png;base64", "data:image/jpeg;base64")
+        assert min(Image.open(io.BytesIO(base64.b64decode(data, validate=True))).convert("RGB").size) > 20
+    numbers = json.loads((folder / "report.json").read_text())
+    assert len(page.images) == len(numbers["pictures"]) > 3
+    assert {path.name for path in folder.iterdir()} == {"report.html", "report.json", *numbers["pictures"]}
+    return page, numbers
+
+
+def report(*words):
+    main(get_parser().parse_args([str(word) for word in words]))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"classes": 3, "weights": True, "config": RETINANET},
+        {"classes": 1, "MODEL__MASK_ON": True},  # masks are on, but not in the predictions
+        {"classes": 80},
+    ],
+    ids=["retinanet", "one class", "80 classes"],
+)
+def test_the_page_is_well_formed_and_stands_alone(tmp_path, options):
+    folder = write_run(tmp_path / "run", **options)
+    report(folder, "--errors", "--images", 2)
+    page, numbers = check_page(folder / "report")
+    assert "<b>" in page.text  # the name of a class
+    parts = {"summary", "curves", "ap_per_class", "precision_and_recall", "confusion", "predictions", "errors"}
+    assert parts | {"norm_layers", "config"} <= page.ids == numbers.keys() - {"missing", "pictures"}
+    assert ("features" in page.ids) == options.get("weights", False)
+    assert len(numbers["ap_per_class"]) == options["classes"]
+    counts = numbers["confusion"]["counts"]
+    objects = sum(row["objects"] for row in numbers["ap_per_class"])
+    assert sum(map(sum, counts[:-1])) == objects
+
+
+def test_missing_parts_are_named_on_the_page_and_printed(tmp_path, capsys):
+    folder = write_run(tmp_path / "run", predict=False)
+    (folder / "metrics.json").unlink()
+    report(folder)
+    page, numbers = check_missing(folder)
+    printed = capsys.readouterr().out
+    assert [entry["parts"] for entry in numbers["missing"]] == [
+        ["curves"],
+        ["AP per class", "precision and recall", "confusion", "predictions"],
+        ["features"],
+    ]
+    for entry in numbers["missing"]:
+        assert all(text in page.text and text in printed for text in (entry["reason"], entry["command"]))
+
+
+def test_an_image_that_is_gone_costs_its_sections_alone(tmp_path):
+    folder = write_run(tmp_path / "run", weights=True)
+    (folder / "photos" / "1.jpg").unlink()
+    report(folder)
+    _, numbers = check_missing(folder)
+    assert sorted(part for entry in numbers["missing"] for part in entry["parts"]) == ["features", "predictions"]
+    assert all("1.jpg" in entry["reason"] for entry in numbers["missing"]) and "confusion" in numbers
+
+
+def check_missing(folder):
+    return Page((folder / "report" / "report.html").read_text()), json.loads(
+        (folder / "report" / "report.json").read_text()
+    )
+
+
+def test_a_report_without_detections(tmp_path):
+    folder = write_run(tmp_path / "run")
+    (folder / "inference" / "coco_instances_results.json").write_text("[]")
+    report(folder, "--errors")
+    _, numbers = check_page(folder / "report")
+    assert numbers["summary"]["scores"]["bbox"]["AP"] == 0
+    assert numbers["confusion"]["kinds"]["missed"] == 18 and len(numbers["errors"]) == 4
+
+
+def test_json_and_tensorboard(tmp_path, capsys):
+    folder = write_run(tmp_path / "run")
+    report(folder, "--json", "--tensorboard")
+    numbers = json.loads(capsys.readouterr().out)
+    assert numbers == json.loads((folder / "report" / "report.json").read_text())
+    (events,) = folder.glob("events.out.tfevents.*")
+    tags = EventAccumulator(str(events)).Reload().Tags()["images"]
+    assert len(tags) == len(numbers["pictures"]) and "report/precision_and_recall/pr_bbox_mean" in tags
+
+
+def test_a_report_replaces_an_earlier_one_but_no_other_file(tmp_path):
+    folder = write_run(tmp_path / "run")
+    write_report(folder, output=tmp_path / "out")
+    earlier = set((tmp_path / "out").iterdir())
+    (folder / "metrics.json").unlink()
+    write_report(folder, output=tmp_path / "out")
+    assert {path.name for path in earlier - set((tmp_path / "out").iterdir())} == {
+        "curve_losses.png",
+        "curve_learning_rate.png",
+        "curve_evaluation.png",
+    }
+    (tmp_path / "out" / "thesis.png").touch()
+    with pytest.raises(OutputFolderError, match=r"thesis\.png"):
+        write_report(folder, output=tmp_path / "out")
+    assert (tmp_path / "out" / "report.html").exists()
+
+
+def test_the_help_ends_with_two_examples():
+    parser = get_parser()
+    parser.prog = "gw-detectron report"
+    assert parser.format_help().rstrip().rpartition("examples:")[2].count("gw-detectron report ") == 2

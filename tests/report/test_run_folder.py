@@ -1,0 +1,126 @@
+"""What is found in a run folder, and how a missing part is named."""
+
+import json
+import os
+import shlex
+import shutil
+
+import pytest
+
+from gw_detectron.errors import ConfigError, MissingFileError
+from gw_detectron.report import MissingInputError, ReportOptions, RunFolder
+from gw_detectron.report.overview import summary_section
+from gw_detectron.report.run_folder import read_metrics
+
+from .fake_run import IMAGES, OBJECTS, write_run
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_run(tmp_path / "run")
+
+
+def results_file(folder):
+    return folder / "inference" / "coco_instances_results.json"
+
+
+def test_metrics_of_a_killed_and_resumed_run_are_in_order(tmp_path):
+    path = tmp_path / "metrics.json"
+    lines = [{"iteration": 1, "loss": 3.0}, {"iteration": 3, "loss": 2.0}, {"iteration": 3, "loss": 1.0, "lr": 0.1}]
+    path.write_text("\n".join(map(json.dumps, lines)) + '\n{"iteration": 4, "lo')
+    assert read_metrics(path) == [lines[0], lines[2]]
+    path.write_text('{"iteration"')
+    with pytest.raises(ValueError, match="no complete record"):
+        read_metrics(path)
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path):
+    with pytest.raises(MissingFileError, match=r"no config\.yaml"):
+        RunFolder(tmp_path)
+
+
+def test_predictions_and_ground_truth_are_found(folder):
+    run = RunFolder(folder)
+    assert len(run.records) == IMAGES and len(run.detections.truth.anns) == IMAGES * OBJECTS
+    assert run.detections.tasks == ["bbox"] and len(run.detections.results) == 12
+    assert run.weights == str(folder / "model_final.pth") and run.training_time == "0:00:20"
+
+
+def test_a_later_evaluation_decides_about_config_weights_and_predictions(folder):
+    evaluated = folder / "inference" / "config.yaml"
+    text = (folder / "config.yaml").read_text().replace("WEIGHTS: ''", "WEIGHTS: best.pth")
+    evaluated.write_text(text)
+    shutil.copy(folder / "datasets.yaml", folder / "inference")
+    (folder / "inference" / "datasets.yaml").write_text(
+        (folder / "datasets.yaml").read_text().replace("json: ", "json: ../").replace("images: ", "images: ../")
+    )
+    os.utime(evaluated, (9e9, 9e9))
+    again = folder / "inference" / "inference" / "coco_instances_results.json"
+    again.parent.mkdir()
+    again.write_text("[]")
+    os.utime(again, (9e9, 9e9))
+    for place in (folder, folder / "inference"):
+        run = RunFolder(place)
+        assert run.config_file == evaluated and run.weights == "best.pth" and run.detections.results == []
+
+
+def break_results(folder):
+    results_file(folder).write_text('[{"image_id"')
+
+
+def change_images(folder):
+    results = json.loads(results_file(folder).read_text())
+    results_file(folder).write_text(json.dumps([{**each, "image_id": 99} for each in results]))
+
+
+def remove_annotations(folder):
+    path = folder / "annotations.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "annotations": []}))
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (lambda folder: results_file(folder).unlink(), "not found"),
+        (break_results, "not complete"),
+        (change_images, "lacks (99)"),
+        (remove_annotations, "no annotations"),
+    ],
+)
+def test_missing_or_unusable_predictions_are_named_with_a_command(folder, change, reason):
+    change(folder)
+    with pytest.raises(MissingInputError) as caught:
+        _ = RunFolder(folder).detections
+    assert reason in caught.value.reason
+    assert caught.value.command.startswith("python tools/train_net.py --eval-only --config-file")
+    assert str(folder / "model_final.pth") in caught.value.command and str(caught.value).count("Fix:") == 1
+
+
+def test_a_dataset_that_is_gone_is_named(folder):
+    shutil.rmtree(folder / "photos")
+    with pytest.raises(MissingInputError, match="no folder"):
+        _ = RunFolder(folder).detections
+
+
+def test_a_command_can_be_pasted(tmp_path):
+    folder = write_run(tmp_path / "my run", predict=False)
+    with pytest.raises(MissingInputError) as caught:
+        _ = RunFolder(folder).detections
+    words = shlex.split(caught.value.command)
+    flags = ["--eval-only", "--config-file", str(folder / "config.yaml")]
+    opts = ["OUTPUT_DIR", str(folder), "MODEL.WEIGHTS", str(folder / "model_final.pth")]
+    assert words == ["python", "tools/train_net.py", *flags, *opts]
+
+
+def test_without_predictions_the_summary_has_the_logged_ap(folder):
+    assert summary_section(RunFolder(folder)).numbers["scores"]["bbox"]["AP"] > 13
+    results_file(folder).unlink()
+    numbers = summary_section(RunFolder(folder)).numbers
+    assert numbers["scores"] == {"bbox": {**dict.fromkeys(("AP50", "AP75", "APs", "APm", "APl")), "AP": 12.5}}
+    assert numbers["iterations"] == 40 and numbers["images_per_second"] == 4  # 2 images in 0.5 s
+
+
+@pytest.mark.parametrize("wrong", [{"images": 0}, {"iou": 1.5}, {"score": -0.1}, {"score": float("nan")}])
+def test_options_out_of_range_are_refused(wrong):
+    with pytest.raises(ConfigError, match=f"--{next(iter(wrong))}"):
+        ReportOptions(**wrong)
