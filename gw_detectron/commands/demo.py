@@ -3,7 +3,7 @@
 import argparse
 
 from ..cli import new_parser
-from ..engine.demo import run_demo
+from ..demo import run_demo
 from ..model_zoo import get_config_file
 
 

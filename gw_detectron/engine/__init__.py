@@ -1,4 +1,4 @@
-"""Runs: flags, trainer, launch, demo. The story of a run is :mod:`gw_detectron.engine.train`."""
+"""Runs: flags, trainer, launch. The story of a run is :mod:`gw_detectron.engine.train`."""
 
 from .flags import get_parser
 from .train import main, setup

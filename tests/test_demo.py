@@ -1,4 +1,4 @@
-"""The demo leaves its numbers, pictures, model and exported backbone; plots cope with cut-off metrics."""
+"""The demo leaves its numbers, report, model and exported backbone."""
 
 import argparse
 import json
@@ -6,12 +6,11 @@ import json
 import pytest
 
 from gw_detectron.data import register_synthetic
-from gw_detectron.engine.demo import run_demo
-from gw_detectron.engine.plots import read_metrics
+from gw_detectron.demo import run_demo
 from gw_detectron.errors import ConfigError
 from gw_detectron.export.atomic_folder import OutputFolderError
 
-from ..tiny_run import CONFIG, DATA, OPTS
+from .tiny_run import CONFIG, DATA, OPTS
 
 
 @pytest.mark.slow
@@ -26,8 +25,15 @@ def test_the_demo_leaves_its_results(tmp_path, capsys):
         register_synthetic()
     assert json.loads((output / "result.json").read_text()) == result
     assert result["export"]["worst_relative"] < 1e-4 and set(result) == {"bbox", "segm", "seconds", "export"}
-    for name in ("curves.png", "predictions.png", "model_final.pth", "config.yaml", "backbone/parity.json"):
+    for name in (
+        "report/report.html",
+        "report/curve_losses.png",
+        "model_final.pth",
+        "config.yaml",
+        "backbone/parity.json",
+    ):
         assert (output / name).stat().st_size > 100
+    assert json.loads((output / "report" / "report.json").read_text())["missing"] == []
     assert "Trained 1 iterations and evaluated" in capsys.readouterr().out
 
 
@@ -45,13 +51,3 @@ def test_results_that_cannot_be_written_stop_the_demo_before_the_training(tmp_pa
     with pytest.raises(OutputFolderError, match=r"thesis\.tex"):
         run()
     assert [path.name for path in tmp_path.iterdir()] == ["backbone"]
-
-
-def test_metrics_of_a_killed_and_resumed_run_are_in_order(tmp_path):
-    path = tmp_path / "metrics.json"
-    lines = [{"iteration": 1, "loss": 3.0}, {"iteration": 3, "loss": 2.0}, {"iteration": 3, "loss": 1.0, "lr": 0.1}]
-    path.write_text("\n".join(map(json.dumps, lines)) + '\n{"iteration": 4, "lo')
-    assert read_metrics(path) == [lines[0], lines[2]]
-    path.write_text('{"iteration"')
-    with pytest.raises(ValueError, match="no complete record"):
-        read_metrics(path)

@@ -9,16 +9,16 @@ from pathlib import Path
 from detectron2.config import CfgNode
 from tabulate import tabulate
 
-from ..errors import ConfigError
-from ..export import Normalization, export_backbone
-from ..export.atomic_folder import check_replaceable
-from ..export.backbone import FORMATS
-from ..export.parity_files import REPORT_FILES
-from .flags import get_parser
-from .output_lock import output_unlocked_at_end
-from .plots import plot_curves, plot_predictions
-from .train import prepare, run_config
-from .trainer import Trainer
+from .engine.flags import get_parser
+from .engine.output_lock import output_unlocked_at_end
+from .engine.train import prepare, run_config
+from .engine.trainer import Trainer
+from .errors import ConfigError
+from .export import Normalization, export_backbone
+from .export.atomic_folder import check_replaceable
+from .export.backbone import FORMATS
+from .export.parity_files import REPORT_FILES
+from .report import PAGE, ReportOptions, write_report
 
 
 @output_unlocked_at_end()
@@ -26,7 +26,7 @@ def run_demo(args: argparse.Namespace) -> dict:
     """Train from scratch, evaluate, export the backbone and draw the results.
 
     Writes to ``OUTPUT_DIR``: ``result.json`` (box and mask AP in percent, seconds of training and evaluation),
-    ``curves.png``, ``predictions.png``, ``model_final.pth``, ``config.yaml`` and ``backbone/`` (the exported backbone
+    ``report/`` (:func:`.write_report`), ``model_final.pth``, ``config.yaml`` and ``backbone/`` (the exported backbone
     with FPN).
 
     Args:
@@ -55,8 +55,7 @@ def run_demo(args: argparse.Namespace) -> dict:
     parity = export_backbone(trainer.model.backbone, backbone, Normalization.from_config(cfg))
     result = {**scores, "seconds": seconds, "export": {"format": "pt2", "worst_relative": parity["worst_relative"]}}
     (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n")
-    plot_curves(metrics_file, folder / "curves.png")
-    plot_predictions(cfg, trainer.model, cfg.DATASETS.TEST[0], folder / "predictions.png")
+    write_report(folder, ReportOptions(errors=True))
     columns = ("AP", "AP50", "AP75", "APs", "APm")  # small images have no large objects
     rows = [[task, *(found[column] for column in columns)] for task, found in evaluation.items()]
     print(f"\nTrained {cfg.SOLVER.MAX_ITER} iterations and evaluated in {seconds:.0f} s.")
@@ -65,7 +64,7 @@ def run_demo(args: argparse.Namespace) -> dict:
         f"\nThe exported backbone {backbone / parity['file']} differs from the trained one by at most "
         f"{parity['worst_relative']:.1e} of a feature map's largest value (both in plain operations)."
     )
-    print(f"Pictures: {folder / 'predictions.png'}, {folder / 'curves.png'}")
+    print(f"Report, with curves and pictures: {folder / 'report' / PAGE}")
     print(f"Numbers: {folder / 'result.json'}; model: {folder / 'model_final.pth'}")
     return result
 
