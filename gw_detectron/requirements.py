@@ -14,6 +14,7 @@ MODULES = (
     "analysis",
     "benchmarks",
     "checkpoint",
+    "commands",
     "config",
     "data",
     "demo",
