@@ -7,7 +7,6 @@ from html.parser import HTMLParser
 
 import pytest
 from PIL import Image
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gw_detectron.commands.report import get_parser, main
 from gw_detectron.export.atomic_folder import OutputFolderError
@@ -129,12 +128,13 @@ def test_a_report_without_detections(tmp_path):
 
 
 def test_json_and_tensorboard(tmp_path, capsys):
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     folder = write_run(tmp_path / "run")
     report(folder, "--json", "--tensorboard")
     numbers = json.loads(capsys.readouterr().out)
     assert numbers == json.loads((folder / "report" / "report.json").read_text())
     (events,) = folder.glob("events.out.tfevents.*")
-    tags = EventAccumulator(str(events)).Reload().Tags()["images"]
+    tags = reader.EventAccumulator(str(events)).Reload().Tags()["images"]
     assert len(tags) == len(numbers["pictures"]) and "report/precision_and_recall/pr_bbox_mean" in tags
 
 
