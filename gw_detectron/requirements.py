@@ -14,7 +14,6 @@ MODULES = (
     "analysis",
     "benchmarks",
     "checkpoint",
-    "commands",
     "config",
     "data",
     "demo",
