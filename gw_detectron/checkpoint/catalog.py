@@ -1,10 +1,11 @@
-"""The authors' ImageNet weights as ``gw://imagenet/<name>``, and any file as ``gw://file/<path>``.
+"""The authors' ImageNet weights as ``gw://imagenet/<name>``, files as ``gw://file/<path>`` and ``gw://hf/<repo>``.
 
-``MODEL.WEIGHTS`` takes both. The authors' files are downloaded once, both kinds are converted once, into the folder
+``MODEL.WEIGHTS`` takes all three. Remote files are downloaded once, all kinds are converted once, into the folder
 ``gw_detectron`` of Detectron2's cache (``$FVCORE_CACHE``, else ``~/.torch/iopath_cache``). Environment variables:
 
-- ``GW_DETECTRON_WEIGHTS``: a folder with the authors' files; nothing is downloaded then.
+- ``GW_DETECTRON_WEIGHTS``: a folder with the authors' files; they are not downloaded then.
 - ``GW_DETECTRON_MIRROR``: a base URL of the authors' files, instead of Google Drive.
+- ``HF_ENDPOINT``, ``HF_TOKEN``, ``HF_HUB_OFFLINE``: of the Hugging Face hub, see :mod:`.hub`.
 """
 
 import json
@@ -22,6 +23,7 @@ from ..atomic import atomic_write
 from ..errors import MissingFileError
 from .architecture import WeightsError
 from .download import DownloadFailedError, download
+from .hub import fetch_from_hub
 from .provenance import sha256_of, tool
 from .reading import WeightsFileError
 from .weights_io import convert_file
@@ -29,7 +31,7 @@ from .weights_io import convert_file
 PREFIX = "gw://"
 FOLDER_VARIABLE = "GW_DETECTRON_WEIGHTS"
 MIRROR_VARIABLE = "GW_DETECTRON_MIRROR"
-_FILE = "file/"
+_FILE, _HUB = "file/", "hf/"
 _GN64 = "GN:groups=64"
 
 
@@ -95,7 +97,7 @@ def local_weights(name: str) -> Path:
     """Return the path of converted weights; download and convert them if needed.
 
     Args:
-        name: ``imagenet/<name>``, see :data:`CATALOG`, or ``file/<path>``.
+        name: ``imagenet/<name>``, see :data:`CATALOG`; ``file/<path>``; or ``hf/<repo>``, see :func:`.fetch_from_hub`.
 
     Raises:
         WeightsError: unknown name.
@@ -109,18 +111,27 @@ def local_weights(name: str) -> Path:
             raise MissingFileError(
                 f"weights ({PREFIX + name!r}): file not found (cwd: {os.getcwd()!r}). Fix: give an existing path."
             )
-        digest = sha256_of(source)
-        target = cache / "files" / f"{digest[:20]}.pkl"
-        with file_lock(str(target)):
-            if not _is_current(target):
-                _convert(source, target, origin=str(source), digest=digest)
-        return target
+        return _converted_file(source, cache)
+    if name.startswith(_HUB):
+        return _converted_file(fetch_from_hub(PREFIX + name, cache / "hub"), cache)
     if name not in CATALOG:
         known = ", ".join(PREFIX + known_name for known_name in CATALOG)
-        raise WeightsError(f"weights ({PREFIX + name!r}): unknown name. Fix: give {known} or {PREFIX}file/<path>.")
+        raise WeightsError(
+            f"weights ({PREFIX + name!r}): unknown name. Fix: give {known}, {PREFIX}file/<path> or "
+            f"{PREFIX}hf/<owner>/<repo>."
+        )
     weights = CATALOG[name]
     with file_lock(str(cache / weights.file)):
         return _published_weights(weights, cache)
+
+
+def _converted_file(source: Path, cache: Path) -> Path:
+    digest = sha256_of(source)
+    target = cache / "files" / f"{digest[:20]}.pkl"
+    with file_lock(str(target)):
+        if not _is_current(target):
+            _convert(source, target, origin=str(source), digest=digest)
+    return target
 
 
 def _published_weights(weights: PublishedWeights, cache: Path) -> Path:

@@ -16,7 +16,7 @@ from .findings import Findings
 
 # part of an address -> preprocessing of these weights, by Detectron2's model zoo and this package
 _PREPROCESSING = {
-    r"^gw://": PREPROCESSING["torchvision"],
+    r"^gw://imagenet/": PREPROCESSING["torchvision"],
     r"/ImageNetPretrained/torchvision/": PREPROCESSING["torchvision"],
     r"/ImageNetPretrained/MSRA/": PREPROCESSING["detectron2-msra"],
     r"/ImageNetPretrained/FAIR/R-": PREPROCESSING["detectron2-fair"],

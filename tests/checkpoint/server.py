@@ -1,13 +1,18 @@
 """A local web server that serves one file, with a chosen fault."""
 
+import hashlib
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+_STATUSES = {"missing": 404, "private": 401, "gated": 403}
+
 
 class Server(ThreadingHTTPServer):
     """Serve ``data`` under every name; the first folder of the path names the fault.
+
+    The headers are also those of the Hugging Face hub.
 
     Args:
         data: the file.
@@ -20,6 +25,7 @@ class Server(ThreadingHTTPServer):
         self.data = data
         self.etag = '"1"'
         self.requests: list[str] = []  # the Range headers, "" for none
+        self.tokens: list[tuple[str, str]] = []  # the Host and Authorization headers
         self.released = threading.Event()
 
     def url(self, fault: str = "fine") -> str:
@@ -33,16 +39,26 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *args: object) -> None:
         pass
 
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
     def do_GET(self) -> None:
         fault = self.path.strip("/").partition("/")[0]
         wanted = self.headers.get("Range", "")
-        self.server.requests.append(wanted)
+        if self.command == "GET":
+            self.server.requests.append(wanted)
+        self.server.tokens.append((self.headers["Host"].partition(":")[0], self.headers.get("Authorization", "")))
         data, start = self.server.data, 0
         if fault in ("redirect", "loop"):
             self._answer(302, b"", Location=self.path.replace("redirect", "fine"))
             return
-        if fault == "missing":
-            self._answer(404, b"")
+        if fault == "other-host":
+            there = f"http://localhost:{self.server.server_port}{self.path.replace('other-host', 'fine')}"
+            linked = {"X-Linked-ETag": self.server.etag, "X-Linked-Size": str(len(data))}
+            self._answer(302, b"", Location=there, **linked)
+            return
+        if fault in _STATUSES:
+            self._answer(_STATUSES[fault], b"")
             return
         if fault == "webpage":
             self._answer(200, b"<html>Please sign in</html>")
@@ -57,6 +73,8 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "declares-shorter":
             length -= 1000
         sent = body[: len(data) // 3] if fault in ("breaks-off", "no-ranges", "stalls") else body
+        if fault == "truncated" and self.command == "GET":
+            length = len(sent := body[: len(data) // 3])
         headers = {"Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"} if start else {}
         self._answer(206 if start else 200, sent, length, **headers)
         if fault == "stalls":
@@ -67,11 +85,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Length", str(len(body) if length is None else length))
         self.send_header("ETag", self.server.etag)
+        self.send_header("X-Repo-Commit", hashlib.sha1(self.server.etag.encode()).hexdigest())
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
         try:
-            self.wfile.write(body)
+            self.wfile.write(body if self.command == "GET" else b"")
         except OSError:
             self.close_connection = True  # the client has enough
         if length not in (None, len(body)):

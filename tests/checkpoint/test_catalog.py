@@ -204,7 +204,7 @@ def test_local_file_by_its_path(r18, r18_file, tmp_path, suffix):
 
 def test_unknown_names():
     with pytest.raises(
-        ValueError, match=r"gw://imagenet/R-51'\): unknown name. Fix: give gw://imagenet/R-18 or gw://file/<path>"
+        ValueError, match=r"gw://imagenet/R-51'\): unknown name. Fix: give gw://imagenet/R-18, gw://file/<path> or"
     ):
         PathManager.get_local_path("gw://imagenet/R-51")
     with pytest.raises(FileNotFoundError, match=r"none\.pth'\): file not found"):
