@@ -11,7 +11,15 @@ from tabulate import tabulate
 
 from ..cli import check_folder, new_parser
 from ..config import read_config
-from ..export import FORMATS, LAYOUTS, Normalization, export_backbone, load_model
+from ..export import (
+    FORMATS,
+    LAYOUTS,
+    Normalization,
+    add_card_flags,
+    export_backbone,
+    load_model,
+    requested_card,
+)
 
 
 def get_parser() -> argparse.ArgumentParser:
@@ -45,6 +53,7 @@ def get_parser() -> argparse.ArgumentParser:
         default="detectron2",
         help="tensor names of a safetensors file, default: %(default)s; the others need --no-fpn",
     )
+    add_card_flags(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config keys to change")
     return parser
@@ -63,6 +72,7 @@ def main(args: argparse.Namespace) -> None:
         fpn=args.fpn,
         layout=args.layout,
         source={"config": args.config_file, "weights": cfg.MODEL.WEIGHTS},
+        card=requested_card(args, cfg),
     )
     if args.json:
         print(json.dumps(report, indent=2))

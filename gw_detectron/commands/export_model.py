@@ -15,10 +15,12 @@ from ..config import read_config
 from ..export import (
     DETECTOR_FORMATS,
     EvaluationImages,
+    add_card_flags,
     dataset_class_names,
     export_detector,
     load_model,
     read_image_for,
+    requested_card,
 )
 
 
@@ -52,6 +54,7 @@ def get_parser() -> argparse.ArgumentParser:
     parser.add_argument("--image", metavar="FILE", help="image to compare on, best with many objects; default: drawn")
     parser.add_argument("--dataset", metavar="NAME", help="compare the AP on this registered dataset")
     parser.add_argument("--images", type=int, default=100, metavar="N", help="of the dataset, default: %(default)s")
+    add_card_flags(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config keys to change")
     return parser
@@ -74,6 +77,7 @@ def main(args: argparse.Namespace) -> None:
         paste_masks=args.paste_masks,
         class_names=args.class_names or dataset_class_names(cfg),
         source={"config": args.config_file, "weights": cfg.MODEL.WEIGHTS},
+        card=requested_card(args, cfg),
     )
     if args.json:
         print(json.dumps(report, indent=2))

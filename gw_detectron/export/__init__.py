@@ -4,6 +4,7 @@ from .backbone import FORMATS, export_backbone
 from .detection import EvaluationImages
 from .detector import DETECTOR_FORMATS, dataset_class_names, export_detector, read_image_for
 from .feature_extractor import Normalization
+from .model_card import add_card_flags, card_facts, requested_card
 from .parity import TOLERANCE, ExportError, ParityError, worst_relative
 from .safetensors_writer import LAYOUTS
 from .trained_model import load_model
@@ -17,10 +18,13 @@ __all__ = [
     "ExportError",
     "Normalization",
     "ParityError",
+    "add_card_flags",
+    "card_facts",
     "dataset_class_names",
     "export_backbone",
     "export_detector",
     "load_model",
     "read_image_for",
+    "requested_card",
     "worst_relative",
 ]

@@ -1,13 +1,12 @@
 """Export a backbone, with or without FPN."""
 
 import os
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from detectron2.modeling import FPN, Backbone
 
-from ..norms.norm_table import norm_rows
+from ..norms.norm_table import norm_counts
 from ..progress import steps
 from .atomic_folder import atomic_folder
 from .feature_extractor import FeatureExtractor, Normalization
@@ -34,6 +33,7 @@ def export_backbone(
     fpn: bool | None = None,
     layout: str = "detectron2",
     source: Mapping[str, str] | None = None,
+    card: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Export a backbone and check the numbers of the exported file.
 
@@ -52,6 +52,7 @@ def export_backbone(
         layout: tensor names of ``safetensors``: ``detectron2``, or ``torchvision`` or ``timm`` for a ResNet without
             FPN.
         source: origin of the weights, copied to ``parity.json``.
+        card: the result of :func:`.card_facts`: ``README.md`` becomes a model card.
 
     Returns:
         Input, outputs, differences from the model at two batch sizes and two image sizes, versions, SHA-256.
@@ -78,10 +79,9 @@ def export_backbone(
         run, entries = write(extractor, folder / file, **options)
         begin("comparing feature maps with the model's")
         cases = check_parity(extractor, run)
-        norms = Counter(row.spec for row in norm_rows(backbone))
-        entries |= {**extractor.describe(), "norm_layers": dict(norms)}
+        entries |= {**extractor.describe(), "norm_layers": norm_counts(backbone)}
         entries |= {"tolerance": TOLERANCE, "worst_relative": worst_relative(cases), "cases": cases}
-        return write_report(folder / file, file_format, options.get("layout", file_format), entries, source)
+        return write_report(folder / file, file_format, options.get("layout", file_format), entries, source, card)
 
 
 def _check_arguments(file_format: str, layout: str, normalization: Normalization) -> None:

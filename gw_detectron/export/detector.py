@@ -12,6 +12,7 @@ from detectron2.modeling import GeneralizedRCNN
 from torch import Tensor, nn
 
 from ..data.images import evaluation_input, read_image, synthetic_images
+from ..norms.norm_table import norm_counts
 from ..progress import steps
 from .atomic_folder import atomic_folder
 from .detection import (
@@ -49,6 +50,7 @@ def export_detector(
     paste_masks: bool = False,
     class_names: Sequence[str] | None = None,
     source: Mapping[str, str] | None = None,
+    card: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Export a Faster R-CNN, Mask R-CNN or RetinaNet with FPN, and compare its detections with the model's.
 
@@ -71,6 +73,7 @@ def export_detector(
         paste_masks: whether masks are binary and as large as the image; with ``one_image`` alone.
         class_names: names of the classes, written into the file.
         source: origin of the weights, copied to ``parity.json``.
+        card: the result of :func:`.card_facts`: ``README.md`` becomes a model card.
 
     Raises:
         ExportError: an argument is out of range, or a part of the detector cannot be exported.
@@ -90,7 +93,7 @@ def export_detector(
     with steps(3 if evaluation else 2) as begin, atomic_folder(output, (file, *REPORT_FILES)) as folder:
         begin(f"writing {file}")
         run, entries = write(program, folder / file)
-        entries |= program.describe()
+        entries |= {**program.describe(), "norm_layers": norm_counts(model)}
         if sides is not None:
             entries["resized_in_evaluation"] = {"shorter": sides[0], "longer_at_most": sides[1]}
         begin("comparing detections with the model's")
@@ -98,7 +101,7 @@ def export_detector(
         if evaluation is not None:
             begin(f"computing AP on {len(evaluation.inputs)} images, twice")
             entries["accuracy"] = compare_accuracy(detector, program, run, evaluation)
-        return write_report(folder / file, file_format, file_format, entries, source)
+        return write_report(folder / file, file_format, file_format, entries, source, card)
 
 
 def detector_program(

@@ -9,6 +9,7 @@ from string import Template
 from typing import Any
 
 from ..checkpoint.provenance import sha256_of, tool
+from .model_card import card_text
 
 #: the files beside the exported one
 REPORT_FILES = ("parity.json", "README.md")
@@ -145,7 +146,12 @@ print(backbone.load_state_dict(weights))
 
 
 def write_report(
-    path: Path, file_format: str, kind: str, entries: Mapping[str, Any], source: Mapping[str, str] | None
+    path: Path,
+    file_format: str,
+    kind: str,
+    entries: Mapping[str, Any],
+    source: Mapping[str, str] | None,
+    card: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """Write ``parity.json`` and ``README.md`` beside an exported file.
 
@@ -155,6 +161,7 @@ def write_report(
         kind: the kind of README: the format, or the layout of weights.
         entries: ``input``, ``outputs``, the results of the parity check and other entries of the report.
         source: origin of the weights.
+        card: the result of :func:`.card_facts`, to make ``README.md`` a model card.
 
     Returns:
         The content of ``parity.json``.
@@ -174,9 +181,11 @@ def write_report(
         "source": dict(source or {}),
         **entries,
         "versions": versions,
+        **({"card": dict(card)} if card else {}),
     }
+    readme = _readme(report, kind)
     (path.parent / "parity.json").write_text(json.dumps(report, indent=2) + "\n")
-    (path.parent / "README.md").write_text(_readme(report, kind))
+    (path.parent / "README.md").write_text(card_text(report, kind, readme) if card else readme)
     return report
 
 

@@ -41,10 +41,14 @@ def is_synchronized(layer: nn.Module) -> bool:
     return isinstance(layer, classes) or getattr(layer, "sync", False)
 
 
+def norm_counts(model: nn.Module) -> dict[str, int]:
+    """Count the layers of each norm, the most frequent first."""
+    return dict(Counter(row.spec for row in norm_rows(model)).most_common())
+
+
 def norm_summary(model: nn.Module) -> str:
     """Count the layers of each norm, in one line."""
-    counts = Counter(row.spec for row in norm_rows(model))
-    return ", ".join(f"{count} {spec}" for spec, count in counts.most_common()) or "none"
+    return ", ".join(f"{count} {spec}" for spec, count in norm_counts(model).items()) or "none"
 
 
 def norm_table(model: nn.Module) -> str:
