@@ -1,4 +1,4 @@
-"""Record of the run that wrote a checkpoint: software, config, seed, start weights."""
+"""Record of the run that wrote a checkpoint: software, config, processes, seed, start weights."""
 
 import functools
 import logging
@@ -12,6 +12,7 @@ import detectron2
 import numpy as np
 import torch
 import torchvision
+from detectron2.utils import comm
 
 from ..config import flat_items, parse_config
 from ..errors import ConfigError
@@ -38,6 +39,7 @@ class RunRecord:
         self.config = config
         self.seed = seed
         self._start_weights: dict[str, Any] = {}
+        self._earlier_parts: list[dict[str, Any]] = []
 
     def set_start_weights(self, checkpoint: Checkpoint) -> None:
         """Record address, SHA-256 and origin of the weights that the run starts from."""
@@ -47,17 +49,26 @@ class RunRecord:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "versions": software_versions(),
-            "config": self.config,
+            **self._part(),
             "seed": self.seed,
             "start_weights": self._start_weights,
+            "earlier_parts": self._earlier_parts,
         }
 
+    def _part(self) -> dict[str, Any]:
+        """Describe how this part of the run is trained; a resumed run has several."""
+        return {"versions": software_versions(), "config": self.config, "processes": comm.get_world_size()}
+
     def load_state_dict(self, recorded: Mapping[str, Any]) -> None:
-        """Keep the start weights of a resumed run, and warn if its config has changed."""
+        """Keep start weights and parts of a resumed run, and warn if its config has changed."""
         recorded = recorded if isinstance(recorded, Mapping) else {}
         if isinstance(recorded.get("start_weights"), dict):
             self._start_weights = recorded["start_weights"]
+        if isinstance(recorded.get("earlier_parts"), list):
+            self._earlier_parts = recorded["earlier_parts"]
+        part = {key: recorded[key] for key in self._part() if key in recorded}
+        if part and part != self._part():
+            self._earlier_parts = [*self._earlier_parts, part]
         if differences := config_differences(recorded, self.config):
             log.warning(
                 "--resume: the config differs from that of the checkpoint. Learning rate, momentum and weight decay "

@@ -132,3 +132,21 @@ def test_converted_weights_show_their_provenance(tmp_path):
     assert describe_checkpoint(tmp_path / "a.pth")["provenance"]["source_sha256"] == "0" * 64
     assert "provenance:\n  tool" in format_description(describe_checkpoint(tmp_path / "a.pth"))
     assert read_weights_file(tmp_path / "a.pth").value["provenance"]["tool"] == "gw_detectron 1"
+
+
+def test_a_resumed_run_keeps_how_its_earlier_parts_were_trained(monkeypatch):
+    first = RunRecord("SEED: 1\n", 1)
+    same, changed = RunRecord("SEED: 1\n", 1), RunRecord("SEED: 2\n", 2)
+    same.load_state_dict(first.state_dict())
+    assert same.state_dict() == first.state_dict() and first.state_dict()["earlier_parts"] == []
+    changed.load_state_dict(first.state_dict())
+    last = RunRecord("SEED: 2\n", 2)
+    monkeypatch.setattr(run_record.comm, "get_world_size", lambda: 2)
+    last.load_state_dict(changed.state_dict())
+    parts = [*last.state_dict()["earlier_parts"], last.state_dict()]
+    assert [(part["config"], part["processes"]) for part in parts] == [
+        ("SEED: 1\n", 1),
+        ("SEED: 2\n", 1),
+        ("SEED: 2\n", 2),
+    ]
+    assert all(part["versions"]["torch"] == torch.__version__ for part in parts)
