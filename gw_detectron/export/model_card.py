@@ -92,6 +92,8 @@ def _training(record: Mapping[str, Any], iteration: Any) -> dict[str, Any]:
         "datasets": list(config["DATASETS"]["TRAIN"]),
         "iterations": iteration + 1 if isinstance(iteration, int) else None,
         "schedule": {key: config["SOLVER"][key] for key in _SCHEDULE},
+        "processes": record.get("processes"),
+        "parts": 1 + len(record.get("earlier_parts") or ()),
         "seed": record.get("seed"),
         "versions": dict(record.get("versions") or {}),
         "start_weights": {key: start[key] for key in ("address", "sha256") if key in start},
@@ -158,7 +160,12 @@ def _training_rows(facts: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]
         f"{schedule['IMS_PER_BATCH']} images, learning rate {schedule['BASE_LR']}, "
         f"`{schedule['LR_SCHEDULER_NAME']}`{steps}",
     )
-    yield "Start", f"`{start['address']}`, SHA-256 {start['sha256']}" if start else "random initial values"
+    yield "Processes", str(training["processes"] or "unknown")
+    if training["parts"] > 1:
+        yield "Parts", f"{training['parts']}, with other configs, software or processes; this table is of the last one"
+    address = start.get("address", "")
+    origin = address if "://" in address else Path(address).name  # without the folders of this machine
+    yield "Start", f"`{origin}`, SHA-256 {start['sha256']}" if start else "random initial values"
     yield "License of the start weights", training["start_weights_license"]
     yield "Seed", str(training["seed"])
     yield "Software", ", ".join(f"{name} {version}" for name, version in training["versions"].items())
@@ -172,7 +179,9 @@ def _front_matter(report: Mapping[str, Any], kind: str) -> dict[str, Any]:
         {
             "task": {"type": task},
             "dataset": {"name": report["accuracy"]["dataset"], "type": report["accuracy"]["dataset"]},
-            "metrics": [{"type": "AP", "name": name, "value": round(value, 3)}],
+            "metrics": [
+                {"type": "AP", "name": f"{name} on {report['accuracy']['images']} images", "value": round(value, 3)}
+            ],
         }
         for task, name, _, value in _accuracy(report)
     ]
@@ -200,9 +209,11 @@ def _accuracy(report: Mapping[str, Any]) -> Iterator[tuple[str, str, float, floa
 
 def _results(report: Mapping[str, Any]) -> str:
     rows = [f"| {name} | {model:.2f} | {exported:.2f} |" for _, name, model, exported in _accuracy(report)]
-    if not rows:
+    if "accuracy" not in report:
         return "AP: not measured."
     images = f"{report['accuracy']['images']} images of `{report['accuracy']['dataset']}`"
+    if not rows:
+        return f"Nothing was found in {images}."
     return "\n".join([f"COCO AP on {images}, in percent:\n", "| | model | this file |", "| --- | --- | --- |", *rows])
 
 

@@ -69,13 +69,14 @@ def test_the_card_of_a_measured_detector(trained, tmp_path, run_readme):
     found = {(result.task_type, result.metric_name): result.metric_value for result in data.eval_results}
     exported = report["accuracy"]["exported"]
     assert found == {
-        ("object-detection", "box AP"): pytest.approx(exported["bbox"], abs=1e-3),
-        ("image-segmentation", "mask AP"): pytest.approx(exported["segm"], abs=1e-3),
+        ("object-detection", "box AP on 2 images"): pytest.approx(exported["bbox"], abs=1e-3),
+        ("image-segmentation", "mask AP on 2 images"): pytest.approx(exported["segm"], abs=1e-3),
     }
     assert {result.dataset_name for result in data.eval_results} == {"gw_synthetic_val"}
     assert sections(card) == ["Model", "Training", "Results", "model.ts", "Limits"]
     assert "| Network | Mask R-CNN, ResNet-18 |" in card and r"| Classes | a\|b, c, d, e, f, g |" in card
     assert "| Schedule | 4 of 4 iterations of 4 images, learning rate 0.05, `WarmupMultiStepLR` at 2, 3 |" in card
+    assert "| Processes | 1 |" in card and "| Parts |" not in card
     assert "| Seed | 7 |" in card and f"torch {torch.__version__}" in card and "random initial values" in card
     assert "2 images of `gw_synthetic_val`" in card and "at most 12 detections" in card
     assert "boxes" in run_readme(out)  # the code that loads the file
@@ -116,7 +117,7 @@ def test_an_ap_of_nothing_found_is_not_a_result(trained):
     accuracy = {"dataset": "d", "images": 1, "model": {"bbox": float("nan")}, "exported": {"bbox": float("nan")}}
     report = {**NO_REPORT, "detections": 3, "accuracy": accuracy, "card": card_facts(trained, "shapes")}
     text = card_text(report, "onnx", "# usage\n")
-    assert "model-index" not in text and "AP: not measured" in text
+    assert "model-index" not in text and "Nothing was found in 1 images of `d`." in text
 
 
 def test_origin_and_license_of_published_weights(trained, tmp_path, monkeypatch):
@@ -140,6 +141,14 @@ def opened(cfg):
     start = argparse.Namespace(address="gw://imagenet/R-101", sha256="0" * 64, metadata={})
     record.set_start_weights(start)
     return argparse.Namespace(metadata={RECORD: record.state_dict()})
+
+
+def test_a_run_of_several_parts_says_so(trained):
+    facts = card_facts(trained, "shapes")
+    facts["training"] |= {"parts": 2, "start_weights": {"address": "/home/me/R-50.pkl", "sha256": "0" * 64}}
+    text = card_text({**NO_REPORT, "card": facts}, "onnx", "# usage\n")
+    assert "| Parts | 2, with other configs, software or processes; this table is of the last one |" in text
+    assert "| Start | `R-50.pkl`, SHA-256 000" in text and "/home/me" not in text
 
 
 def parse(*words):
