@@ -62,10 +62,10 @@ def fetch_from_hub(address: str, cache: Path) -> Path:
     endpoint = os.environ.get("HF_ENDPOINT") or None
     try:
         path = hf_hub_download(found["repo"], file, revision=found["revision"], cache_dir=cache, endpoint=endpoint)
-    except ValueError as error:  # the client's check of the name
-        raise WeightsError(f"weights ({address!r}): {first_line(error)}. Fix: give another name.") from None
     except (OSError, errors.HTTPError) as error:  # of httpx or requests, by the client's version
         raise _not_fetched(address, error) from error
+    except ValueError as error:  # the client's check of the name
+        raise WeightsError(f"weights ({address!r}): {first_line(error)}. Fix: give another name.") from None
     _check_hash(address, Path(path))
     return Path(path)
 
