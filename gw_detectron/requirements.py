@@ -1,12 +1,13 @@
-"""Detect Detectron2, and say how to install it where it is missing."""
+"""Detect Detectron2 and optional packages, and say how to install a missing one."""
 
 import contextlib
 import importlib.abc
+import importlib.util
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .errors import UserError
+from .errors import MissingPackageError, UserError
 
 #: names of ``gw_detectron`` that need Detectron2: functions, then modules
 FUNCTIONS = ("add_gw_config",)
@@ -27,6 +28,7 @@ MODULES = (
     "progress",
     "report",
 )
+_PIP_NAMES = {"cv2": "opencv-python-headless"}
 
 
 class MissingDetectron2Error(UserError, ImportError):
@@ -78,6 +80,18 @@ def require_detectron2(name: str, error: type[UserError] = MissingDetectron2Erro
             f"{name}: needs Detectron2, which is not installed. Fix: run `python tools/install_detectron2.py` from the "
             "gw_detectron repository, or follow https://detectron2.readthedocs.io/tutorials/install.html"
         )
+
+
+def require_packages(what: str, *names: str) -> None:
+    """Raise MissingPackageError unless optional packages are installed.
+
+    Args:
+        what: needs them; begins the message.
+        names: as they are imported.
+    """
+    missing = [_PIP_NAMES.get(name, name) for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingPackageError(f"{what}: not installed: {', '.join(missing)}. Fix: pip install {' '.join(missing)}")
 
 
 class Detectron2Guard(importlib.abc.MetaPathFinder):

@@ -1,6 +1,5 @@
 """Write a backbone or a detector as a program: torch.export, ONNX or TorchScript."""
 
-import importlib.util
 import io
 import json
 import logging
@@ -13,7 +12,9 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from ..checkpoint.norm_inference import DESCRIPTION
-from ..errors import MissingPackageError, summarize_names
+from ..errors import summarize_names
+from ..requirements import require_packages
+from .exported_file import open_onnx, open_pt2, open_torchscript
 from .parity import ExportError, Run
 
 # ONNX can multiply matrices, but has no operator that factorizes or inverts one.
@@ -49,7 +50,7 @@ def write_pt2(program: Program, path: Path) -> Written:
     file = io.BytesIO()  # writing to a full disk, torch would end the whole process
     torch.export.save(_export_program(program), file, extra_files={DESCRIPTION: json.dumps(program.describe())})
     path.write_bytes(file.getbuffer())
-    return (torch.export.load(path).module(), {})
+    return (open_pt2(path).run, {})
 
 
 def write_torchscript(program: Program, path: Path) -> Written:
@@ -61,7 +62,7 @@ def write_torchscript(program: Program, path: Path) -> Written:
         file = io.BytesIO()  # writing to a full disk, torch would end the whole process
         torch.jit.save(traced, file, _extra_files={DESCRIPTION: json.dumps(program.describe())})
         path.write_bytes(file.getbuffer())
-        return (torch.jit.load(path), {"deprecated": "TorchScript is deprecated in torch"})
+        return (open_torchscript(path).run, {"deprecated": "TorchScript is deprecated in torch"})
 
 
 def write_onnx(program: Program, path: Path) -> Written:
@@ -71,13 +72,7 @@ def write_onnx(program: Program, path: Path) -> Written:
         ExportError: ONNX cannot express a layer.
         MissingPackageError: a package of ONNX is not installed.
     """
-    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise MissingPackageError(
-            f"format ('onnx'): not installed: {', '.join(missing)}. Fix: pip install {' '.join(missing)}"
-        )
-    import onnxruntime
-
+    require_packages("format ('onnx')", "onnx", "onnxscript", "onnxruntime")
     exported = _export_program(program)
     _check_onnx_operators(exported)
     inputs = list(program.sample_inputs())
@@ -99,14 +94,7 @@ def write_onnx(program: Program, path: Path) -> Written:
     onnx.rename_axes({axis: name for axis, name in axes if isinstance(name, str)})
     onnx.model.metadata_props[DESCRIPTION] = json.dumps(description)
     onnx.save(path, external_data=False)
-
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-
-    def run(*tensors: Tensor) -> list[Tensor]:
-        feed = {name: tensor.numpy() for name, tensor in zip(inputs, tensors, strict=True)}
-        return [torch.from_numpy(output) for output in session.run(program.names, feed)]
-
-    return (run, {"opset": onnx.model.opset_imports[""]})
+    return (open_onnx(path).run, {"opset": onnx.model.opset_imports[""]})
 
 
 def _export_program(program: Any) -> ExportedProgram:

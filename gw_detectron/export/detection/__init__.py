@@ -3,6 +3,7 @@
 from .accuracy import EvaluationImages, compare_accuracy
 from .matching import check_detections
 from .one_image import OneImageProgram
+from .outputs import postprocess, to_instances
 from .program import DetectorProgram
 from .rcnn import RCNNProgram
 from .retinanet import RetinaNetProgram
@@ -17,4 +18,6 @@ __all__ = [
     "check_detections",
     "check_supported",
     "compare_accuracy",
+    "postprocess",
+    "to_instances",
 ]

@@ -5,16 +5,15 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-import torch
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, build_detection_test_loader
 from detectron2.evaluation import COCOEvaluator
-from detectron2.modeling.postprocessing import detector_postprocess
 from detectron2.structures import Instances
 
 from ...errors import ConfigError, similar_names
 from ..parity import Run
 from .one_image import OneImageProgram
+from .outputs import postprocess
 from .program import DetectorProgram
 
 
@@ -67,9 +66,7 @@ def compare_accuracy(
         evaluator.reset()
         for item in images.inputs:
             (result,) = detect(item)
-            if not (result.has("pred_masks") and result.pred_masks.dtype == torch.bool):  # else the file has done it
-                result = detector_postprocess(result, item["height"], item["width"])
-            evaluator.process([item], [{"instances": result}])
+            evaluator.process([item], [{"instances": postprocess(result, item["height"], item["width"])}])
         found = evaluator.evaluate(img_ids=_ids(images.inputs))
         return {task: values["AP"] for task, values in found.items()}
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from detectron2.modeling import GeneralizedRCNN
-from detectron2.structures import Boxes, Instances
+from detectron2.structures import Instances
 from torch import Tensor, nn
 from torch.export import Dim
 
@@ -16,6 +16,7 @@ from ...ops.compat import assert_all
 from ..feature_extractor import Normalization
 from ..parity import ExportError, Run
 from .boxes import NO_BOX, take, top
+from .outputs import to_instances
 
 
 class DetectorProgram(nn.Module):
@@ -134,15 +135,7 @@ class DetectorProgram(nn.Module):
 
     def instances(self, size: Sequence[int], outputs: Sequence[Tensor]) -> Instances:
         """Wrap the outputs for one image."""
-        fields = dict(zip(self.names, outputs, strict=True))
-        count = int(fields["count"])
-        result = Instances(tuple(size))
-        result.pred_boxes = Boxes(fields["boxes"][:count])
-        result.scores, result.pred_classes = fields["scores"][:count], fields["classes"][:count]
-        if "masks" in fields:
-            masks = fields["masks"][:count]
-            result.pred_masks = masks if masks.dtype == torch.bool else masks[:, None]  # as Detectron2 shapes them
-        return result
+        return to_instances(size, dict(zip(self.names, outputs, strict=True)))
 
     def evaluation_image(self, item: Mapping[str, Any]) -> Tensor:
         """Return the image of an input of Detectron2's, which its data loader has resized."""
