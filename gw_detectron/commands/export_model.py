@@ -75,7 +75,7 @@ def main(args: argparse.Namespace) -> None:
         sides=(cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST),
         one_image=args.one_image,
         paste_masks=args.paste_masks,
-        class_names=args.class_names or dataset_class_names(cfg),
+        class_names=args.class_names or dataset_class_names(cfg, args.config_file),
         source={"config": args.config_file, "weights": cfg.MODEL.WEIGHTS},
         card=requested_card(args, cfg),
     )

@@ -37,14 +37,18 @@ def record_datasets(datasets: CocoDatasets, folder: str) -> None:
         temporary.write_text(yaml.safe_dump(tree, sort_keys=False))
 
 
-def read_datasets(path: str) -> CocoDatasets:
+def read_datasets(path: str, *, must_exist: bool = True) -> CocoDatasets:
     """Read datasets from a yaml; relative paths start at its folder.
 
     ``train`` and ``val`` map names of datasets to the fields of :class:`CocoDataset`. A dataset for evaluation has no
     ``val_fraction``.
 
+    Args:
+        path: the yaml.
+        must_exist: whether the files and folders that it names have to exist.
+
     Raises:
-        MissingFileError: the yaml, or a file or folder that it names, does not exist.
+        MissingFileError: the yaml, or a file or folder that has to exist, does not.
         ConfigError: the yaml has an unknown key or a value of the wrong type.
     """
     with open(existing_path(path, "--datasets", os.path.isfile), encoding="utf-8", errors="replace") as file:
@@ -57,14 +61,14 @@ def read_datasets(path: str) -> CocoDatasets:
                 f"'{path}', {role}: not a mapping of names. Fix: write NAME: and its json and images below."
             )
         for name, given in named.items():
-            getattr(found, role)[name] = _read_dataset(given, path, f"{role}.{name}")
+            getattr(found, role)[name] = _read_dataset(given, path, f"{role}.{name}", must_exist)
     for name, dataset in found.val.items():
         if dataset.val_fraction:
             raise ConfigError(f"'{path}', val.{name}: has val_fraction. Fix: move the dataset to train.")
     return found
 
 
-def _read_dataset(given: Any, path: str, key: str) -> CocoDataset:
+def _read_dataset(given: Any, path: str, key: str, must_exist: bool) -> CocoDataset:
     if not isinstance(given, dict):
         raise ConfigError(f"'{path}', {key}: not a mapping. Fix: write json: FILE and images: FOLDER below it.")
     _check_keys(given, [each.name for each in fields(CocoDataset)], path, f"{key}.")
@@ -80,7 +84,9 @@ def _read_dataset(given: Any, path: str, key: str) -> CocoDataset:
     if "val_fraction" in given:
         check_fraction(given["val_fraction"], f"'{path}', {key}.val_fraction")
     paths = {
-        name: existing_path(given[name], f"'{path}', {key}.{name}", exists, os.path.dirname(path))
+        name: existing_path(
+            given[name], f"'{path}', {key}.{name}", exists if must_exist else bool, os.path.dirname(path)
+        )
         for name, exists in _PATHS.items()
     }
     return CocoDataset(**{**given, **paths})

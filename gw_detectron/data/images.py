@@ -19,7 +19,7 @@ from .synthetic_config import SyntheticConfig
 SIDE = 224  # pixels, of the evaluation on ImageNet
 _RESIZED = 256  # the shorter side before the center crop
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of RGB values in 0 to 1
-_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 
 
 def read_image(path: str | os.PathLike[str], pixel_format: str) -> np.ndarray:
@@ -42,7 +42,7 @@ def read_image(path: str | os.PathLike[str], pixel_format: str) -> np.ndarray:
         )
     try:
         return detection_utils.read_image(os.fspath(path), format=pixel_format)
-    except (OSError, SyntaxError, ValueError) as error:  # Pillow raises each of them for damaged files
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # Pillow's, of damaged files
         raise DataError(
             f"image ({os.fspath(path)!r}): cannot be read: {error}. Fix: repair it or give another one."
         ) from error
@@ -57,9 +57,10 @@ def image_files(folder: str | os.PathLike[str]) -> list[Path]:
     """
     if not os.path.isdir(folder):
         raise MissingFileError(f"images ({os.fspath(folder)!r}): folder not found. Fix: give an existing folder.")
-    paths = sorted(path for path in Path(folder).rglob("*") if path.suffix.lower() in _SUFFIXES)
+    paths = sorted(path for path in Path(folder).rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
     if not paths:
-        raise DataError(f"images ({os.fspath(folder)!r}): none found. Fix: put {', '.join(_SUFFIXES)} files there.")
+        suffixes = ", ".join(IMAGE_SUFFIXES)
+        raise DataError(f"images ({os.fspath(folder)!r}): none found. Fix: put {suffixes} files there.")
     return paths
 
 
@@ -79,9 +80,24 @@ def evaluation_input(pixels: np.ndarray, cfg: CfgNode) -> Tensor:
     for key, least in (("MIN_SIZE_TEST", 0), ("MAX_SIZE_TEST", 1)):
         if cfg.INPUT[key] < least:
             raise ConfigError(f"INPUT.{key} ({cfg.INPUT[key]}): expected at least {least}. Fix: give pixels, e.g. 800.")
-    resize = transforms_d2.ResizeShortestEdge([cfg.INPUT.MIN_SIZE_TEST] * 2, cfg.INPUT.MAX_SIZE_TEST)
-    resized = resize.get_transform(pixels).apply_image(pixels)
-    return torch.from_numpy(np.ascontiguousarray(resized.transpose(2, 0, 1))).float()
+    return resize_shortest_edge(pixels, cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST)
+
+
+def resize_shortest_edge(pixels: np.ndarray, shorter: int, longest: int) -> Tensor:
+    """Resize pixels, (H, W, 3), to a shorter side and at most a longest one.
+
+    Returns:
+        (3, H', W') float32.
+
+    Source: the rule of Detectron2's ``DefaultPredictor``.
+    """
+    resize = transforms_d2.ResizeShortestEdge([shorter, shorter], longest)
+    return channels_first(resize.get_transform(pixels).apply_image(pixels))
+
+
+def channels_first(pixels: np.ndarray, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return pixels, (H, W, 3), as (3, H, W)."""
+    return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1))).to(dtype)
 
 
 def load_images(folder: str | os.PathLike[str], count: int = 8) -> list[Image.Image]:
@@ -120,7 +136,7 @@ def classification_input(image: Image.Image) -> Tensor:
     Returns:
         Normalized RGB, (3, H, W) float64.
     """
-    return transforms.normalize(_channels_first(np.asarray(image.convert("RGB"))) / 255, _MEAN, _STD)
+    return transforms.normalize(channels_first(np.asarray(image.convert("RGB")), torch.float64) / 255, _MEAN, _STD)
 
 
 def detection_input(image: Image.Image, cfg: CfgNode) -> Tensor:
@@ -129,8 +145,5 @@ def detection_input(image: Image.Image, cfg: CfgNode) -> Tensor:
         torch.tensor(values, dtype=torch.float64).view(-1, 1, 1)
         for values in (cfg.MODEL.PIXEL_MEAN, cfg.MODEL.PIXEL_STD)
     )
-    return (_channels_first(detection_utils.convert_PIL_to_numpy(image, cfg.INPUT.FORMAT)) - mean) / std
-
-
-def _channels_first(pixels: np.ndarray) -> Tensor:
-    return torch.from_numpy(pixels.astype(np.float64).transpose(2, 0, 1))
+    pixels = detection_utils.convert_PIL_to_numpy(image, cfg.INPUT.FORMAT)
+    return (channels_first(pixels, torch.float64) - mean) / std

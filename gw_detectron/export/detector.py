@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 from detectron2.config import CfgNode
-from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.modeling import GeneralizedRCNN
 from torch import Tensor, nn
 
-from ..data.images import evaluation_input, read_image, synthetic_images
+from ..data.class_metadata import class_metadata
+from ..data.images import channels_first, evaluation_input, read_image, synthetic_images
 from ..norms.norm_table import norm_counts
 from ..progress import steps
 from .atomic_folder import atomic_folder
@@ -118,13 +118,10 @@ def detector_program(
     return program(model, detections, class_names)
 
 
-def dataset_class_names(cfg: CfgNode) -> list[str] | None:
-    """Return the class names of the config's test dataset, or of its training dataset; None if it has none."""
-    for dataset in (*cfg.DATASETS.TEST, *cfg.DATASETS.TRAIN):
-        names = MetadataCatalog.get(dataset).get("thing_classes") if dataset in DatasetCatalog.list() else None
-        if names:
-            return list(names)
-    return None
+def dataset_class_names(cfg: CfgNode, config_file: str | None = None) -> list[str] | None:
+    """Return the class names of the config's datasets; None if they are unknown, see :func:`class_metadata`."""
+    names = class_metadata(cfg, config_file).get("thing_classes", None)
+    return None if names is None else list(names)
 
 
 def _check_one_image(file_format: str, one_image: bool, paste_masks: bool, sides: tuple[int, int] | None) -> None:
@@ -151,7 +148,7 @@ def read_image_for(cfg: CfgNode, path: str | os.PathLike[str], *, resize: bool =
         MissingFileError, DataError: the image cannot be read.
     """
     pixels = read_image(path, cfg.INPUT.FORMAT)
-    return evaluation_input(pixels, cfg) if resize else torch.from_numpy(pixels.copy()).permute(2, 0, 1).float()
+    return evaluation_input(pixels, cfg) if resize else channels_first(pixels)
 
 
 def _scene(channels: str) -> Tensor:

@@ -10,7 +10,7 @@ from detectron2.structures import Instances
 from torch import Tensor, nn
 from torch.export import Dim
 
-from ...data.images import read_image
+from ...data.images import channels_first, read_image
 from ..parity import ExportError, Run
 from .boxes import clip, rows_with_dummies
 from .program import DetectorProgram
@@ -96,8 +96,7 @@ class OneImageProgram(nn.Module):
 
     def evaluation_image(self, item: Mapping[str, Any]) -> Tensor:
         """Return the image of an input of Detectron2's in its original size."""
-        pixels = read_image(item["file_name"], self.detector.model.input_format)
-        return torch.from_numpy(pixels.copy()).permute(2, 0, 1).float()
+        return channels_first(read_image(item["file_name"], self.detector.model.input_format))
 
     @property
     def names(self) -> list[str]:
