@@ -1,4 +1,4 @@
-"""Atomic folder: an export appears complete or not at all."""
+"""Atomic folder: a result appears complete or not at all."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ from ..errors import FileAccessError, UserError, summarize_names
 class OutputFolderError(UserError, FileExistsError):
     """The output folder cannot be created or replaced.
 
-    An export replaces only a folder that holds nothing but files of an export.
+    Only a folder that holds nothing but files of an earlier result is replaced.
     """
 
 
@@ -21,11 +21,11 @@ class OutputFolderError(UserError, FileExistsError):
 def atomic_folder(output: str | os.PathLike[str], files: Collection[str]) -> Iterator[Path]:
     """Yield an empty folder that replaces ``output`` on success.
 
-    Folders that killed exports to the same place left are removed.
+    Folders that killed runs to the same place left are removed.
 
     Args:
-        output: the folder to create. It may exist if it is empty or holds only an earlier export of the same kind.
-        files: the file names that an export of this kind writes.
+        output: the folder to create. It may exist if it is empty or holds only an earlier result of the same kind.
+        files: the names of files and folders that a result of this kind has.
 
     Raises:
         OutputFolderError: ``output`` cannot be created, or holds other files; they are left unchanged.
@@ -79,6 +79,6 @@ def check_replaceable(output: Path, files: Collection[str]) -> None:
     others = sorted(entry.name for entry in output.iterdir() if entry.name not in files)
     if others:
         raise OutputFolderError(
-            f"output ('{output}'): the folder holds {summarize_names(others)}, which is not part of an earlier export. "
+            f"output ('{output}'): the folder holds {summarize_names(others)}, which is not part of an earlier result. "
             "Fix: give an empty or new folder."
         )

@@ -1,38 +1,40 @@
-"""Load the trained model of a config for export."""
+"""Load the trained model of a config."""
 
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode
 from torch import nn
 
-from ..checkpoint import load_checkpoint, open_checkpoint
-from ..errors import summarize_names
+from ..checkpoint import PartialLoadError, load_checkpoint, open_start_weights
+from ..errors import ConfigError, summarize_names
 from ..modeling import build_checked_model
-from .parity import ExportError
 
 
-def load_model(cfg: CfgNode, needed: str = "") -> nn.Module:
-    """Build the detector of a config on the CPU and load ``MODEL.WEIGHTS``.
+def load_model(cfg: CfgNode, needed: str = "", *, device: str = "cpu", resume: bool = False) -> nn.Module:
+    """Build the detector of a config in evaluation mode and load ``MODEL.WEIGHTS``.
 
     Args:
         cfg: the config; it is not changed.
         needed: name prefix of the tensors that the weights must hold: ``"backbone."`` for the FPN, ``""`` for all.
             The ResNet's tensors are always needed.
+        device: replaces ``MODEL.DEVICE``.
+        resume: load the last checkpoint of ``OUTPUT_DIR`` instead, if there is one.
 
     Raises:
         FileNotFoundError: the weights do not exist.
-        ConfigError: Detectron2 cannot build the detector.
-        ExportError: no weights are given, or they lack a needed tensor.
-        ValueError: the file is damaged or could run code, or lacks a part of the ResNet.
+        ConfigError: no weights are given, or Detectron2 cannot build the detector.
+        PartialLoadError: the weights lack a needed tensor.
+        ValueError: the file is damaged or could run code.
     """
-    weights = cfg.MODEL.WEIGHTS
-    if not weights:
-        raise ExportError("MODEL.WEIGHTS (''): an export needs weights. Fix: give --weights FILE.")
-    model = build_checked_model(cfg, "cpu").eval()
-    report = load_checkpoint(DetectionCheckpointer(model), open_checkpoint(weights))
+    start = open_start_weights(cfg, resume=resume)
+    checkpoint = start.checkpoint()
+    if checkpoint is None:
+        raise ConfigError("MODEL.WEIGHTS (''): no weights are given. Fix: give those of a trained detector.")
+    model = build_checked_model(cfg, device).eval()
+    report = load_checkpoint(DetectionCheckpointer(model), checkpoint)
     missing = [name for name in report.new if name.startswith(needed)]
     if missing:
-        raise ExportError(
-            f"MODEL.WEIGHTS ('{weights}'): {len(missing)} tensors to export are missing ({summarize_names(missing)}). "
-            "Fix: give the weights of a trained detector, or export the ResNet alone (--no-fpn)."
+        raise PartialLoadError(
+            f"MODEL.WEIGHTS ('{start.address}'): {len(missing)} tensors are missing ({summarize_names(missing)}). Fix: "
+            "give the weights of a trained detector; a ResNet alone can be exported with --no-fpn."
         )
     return model

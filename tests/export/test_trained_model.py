@@ -56,9 +56,7 @@ def test_weights_without_the_fpn_are_refused(cfg, trained, tmp_path):
     torch.save(
         {"model": {f"backbone.bottom_up.{k}": v for k, v in model.backbone.bottom_up.state_dict().items()}}, path
     )
-    with pytest.raises(
-        ValueError, match=r"24 tensors to export are missing \(backbone.fpn_lateral2.weight, .*--no-fpn"
-    ):
+    with pytest.raises(ValueError, match=r"24 tensors are missing \(backbone.fpn_lateral2.weight, .*--no-fpn"):
         load_model(with_weights(cfg, path), needed="backbone.")
     alone = load_model(with_weights(cfg, path), needed="backbone.bottom_up.").backbone.bottom_up
     assert torch.equal(alone.res5[1].conv2.weight, model.backbone.bottom_up.res5[1].conv2.weight)
@@ -81,7 +79,7 @@ def test_a_damaged_file_is_named(cfg, trained, tmp_path, size):
 
 
 @pytest.mark.parametrize(
-    ("weights", "message"), [("", "an export needs weights. Fix: give --weights"), ("x.pth", "file not found: 'x.pth'")]
+    ("weights", "message"), [("", "no weights are given. Fix: give those of"), ("x.pth", "file not found: 'x.pth'")]
 )
 def test_no_weights(cfg, weights, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
