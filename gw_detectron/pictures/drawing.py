@@ -60,13 +60,14 @@ def draw_objects(
         labels = [f"{label} {score:.0%}" for label, score in zip(labels, scores, strict=True)]
     if notes is not None:
         labels = [f"{label} {note}" for label, note in zip(labels, notes, strict=True)]
+    colors = class_colors(metadata)
     drawing = Visualizer(image, metadata, scale=max(1.0, LABEL_SIDE / max(image.shape[:2])))
     return drawing.overlay_instances(
         boxes=boxes,
         labels=labels,
         masks=masks,
         keypoints=keypoints,
-        assigned_colors=list(class_colors(metadata)[list(classes)]),
+        assigned_colors=list(colors[np.asarray(classes, dtype=int) % len(colors)]),
     ).get_image()
 
 
