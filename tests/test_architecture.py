@@ -23,7 +23,7 @@ ROOMS = (
     {"checkpoint"},
     {"model_zoo"},
     {"analysis", "export"},
-    {"preflight"},
+    {"preflight", "prediction"},
     {"engine"},
     {"benchmarks", "report"},
     {"demo"},

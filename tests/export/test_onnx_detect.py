@@ -41,9 +41,10 @@ def write_model(path, channels="RGB", pasted=True, names=("cat", "dog"), input_n
     graph = helper.make_graph(nodes, "detector", [image], outputs)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
     description = {
-        "input": {"channels": channels},
+        "input": {"name": input_name, "channels": channels, "smallest_side": 2},
         "outputs": list(kinds),
         "detections": 3,
+        "score_threshold": 0.05,
         "class_names": names,
         "masks_pasted": pasted,
     }

@@ -1,0 +1,78 @@
+"""Predict on images, folders and videos with a trained or an exported detector.
+
+The folder --output gets predictions.json (COCO results), images.json (their images and categories) and pictures/ with
+the objects drawn. MODEL is a run folder (OUTPUT_DIR of a training), a checkpoint, or an exported file or its folder.
+"""
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict
+
+from ..cli import check_folder
+from ..prediction import check_output, find_sources, open_predictor, write_predictions
+
+_EXAMPLES = """\
+examples:
+  %(prog)s output/mydata photos --output predictions
+  %(prog)s exported/model.onnx 'photos/**/*.jpg' clip.mp4 --output predictions --score-threshold 0.7
+
+The exit status is 1 if a file cannot be read; the others are predicted.
+"""
+
+
+def get_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", metavar="MODEL", help="run folder, checkpoint, or exported file or its folder")
+    parser.add_argument(
+        "inputs", metavar="INPUT", nargs="+", help="image, folder of images, pattern in quotes, or video (with OpenCV)"
+    )
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder to create; earlier predictions there go")
+    parser.add_argument("--config-file", metavar="FILE", help="config of a checkpoint; default: config.yaml beside it")
+    parser.add_argument(
+        "--score-threshold", type=float, default=0.5, metavar="S", help="keep scores above it, default: %(default)s"
+    )
+    parser.add_argument("--no-pictures", action="store_true", help="write the json files alone")
+    parser.add_argument("--device", metavar="D", help="cpu or cuda; default: a GPU, if there is one")
+    parser.add_argument(
+        "--class-names",
+        metavar="A,B,...",
+        type=lambda words: [word.strip() for word in words.split(",")],
+        help="of a checkpoint; default: those of the datasets in its config",
+    )
+    parser.add_argument("--json", action="store_true", help="print the summary as json")
+    parser.add_argument(
+        "--opts", nargs=argparse.REMAINDER, default=[], metavar="KEY VALUE", help="config keys to change; comes last"
+    )
+    return parser
+
+
+def main(args: argparse.Namespace) -> bool:
+    """Return whether all inputs could be read."""
+    check_folder(args.output)
+    sources = find_sources(args.inputs)
+    check_output(args.output, sources)  # before seconds of loading
+    replaced = os.path.isdir(args.output) and os.listdir(args.output)
+    predictor = open_predictor(
+        args.model,
+        config_file=args.config_file,
+        opts=args.opts,
+        score_threshold=args.score_threshold,
+        device=args.device,
+        class_names=args.class_names,
+    )
+    summary = write_predictions(predictor, sources, args.output, pictures=not args.no_pictures)
+    for name, reason in summary.failed.items():
+        print(f"{name}: {reason}", file=sys.stderr)
+    if args.json:
+        print(json.dumps(asdict(summary)))
+        return not summary.failed
+    print(
+        f"{summary.images} images, {summary.detections} detections with a score above {args.score_threshold:g}, "
+        f"{summary.images / summary.seconds:.1f} images per second."
+    )
+    print(f"Predictions{' (earlier ones are replaced)' if replaced else ''}: {args.output}")
+    return not summary.failed

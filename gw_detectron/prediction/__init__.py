@@ -1,0 +1,16 @@
+"""Predictions of a trained or exported detector on images and videos."""
+
+from .image_sources import ImageSource, find_sources
+from .opening import open_predictor
+from .predictors import Predictor
+from .results_folder import PredictionSummary, check_output, write_predictions
+
+__all__ = [
+    "ImageSource",
+    "PredictionSummary",
+    "Predictor",
+    "check_output",
+    "find_sources",
+    "open_predictor",
+    "write_predictions",
+]

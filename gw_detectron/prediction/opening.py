@@ -1,0 +1,152 @@
+"""Open the predictor of a run folder, a checkpoint or an exported file."""
+
+import json
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from detectron2.config import CfgNode
+from detectron2.data import Metadata
+
+from ..config import get_value, read_config
+from ..data.class_metadata import class_metadata
+from ..errors import ConfigError, DataError, MissingFileError
+from ..export.exported_file import OPENERS, open_exported
+from ..export.trained_model import load_model
+from ..modeling.class_counts import object_count_keys
+from .predictors import ExportedPredictor, Predictor, TrainedPredictor
+
+log = logging.getLogger(__name__)
+
+_REPORT = "parity.json"  # in the folder of an export
+
+
+def open_predictor(
+    model: str,
+    *,
+    config_file: str | None = None,
+    opts: Sequence[str] = (),
+    score_threshold: float = 0.5,
+    device: str | None = None,
+    class_names: Sequence[str] | None = None,
+) -> Predictor:
+    """Open the predictor of a run folder, a checkpoint or an exported file.
+
+    Args:
+        model: an ``OUTPUT_DIR``, whose last checkpoint is loaded; a checkpoint; or an exported detector or its folder.
+        config_file: config of a checkpoint; default: the ``config.yaml`` beside it.
+        opts: config keys to change, as key, value, ...
+        score_threshold: scores above it are predicted.
+        device: ``cpu`` or ``cuda``; default: a GPU, if there is one. Exported files run on the CPU.
+        class_names: default: those of the datasets in the config. An exported file has its own.
+
+    Raises:
+        ConfigError: an argument or a config key cannot be used.
+        MissingFileError: the model or its config does not exist.
+        UserError: the weights or the exported file cannot be used.
+    """
+    if not 0 <= score_threshold <= 1:
+        raise ConfigError(f"score threshold ({score_threshold:g}): not between 0 and 1. Fix: give e.g. 0.5.")
+    if "://" not in model and not os.path.exists(model):
+        raise MissingFileError(
+            f"MODEL ('{model}'): not found (cwd: {os.getcwd()}). Fix: give a run folder, a checkpoint or an exported "
+            "file."
+        )
+    report = _export_report(Path(model))
+    if "file" in report:
+        model = os.path.join(model, report["file"])
+    if Path(model).suffix not in OPENERS:
+        return _open_trained(model, config_file, opts, score_threshold, _device(device), class_names)
+    if config_file is not None or opts or class_names or device not in (None, "cpu"):
+        raise ConfigError(
+            f"MODEL ('{model}'): an exported file has its own classes, no config, and runs on the CPU. Fix: leave "
+            "out config, keys, device and class names."
+        )
+    return _open_exported(Path(model), score_threshold)
+
+
+def _open_exported(path: Path, score_threshold: float) -> Predictor:
+    file = open_exported(path)
+    about = file.description
+    if "detections" not in about:
+        raise ConfigError(f"MODEL ('{path}'): not a detector. Fix: give a file of tools/export_model.py.")
+    if score_threshold < about["score_threshold"]:
+        raise ConfigError(
+            f"score threshold ({score_threshold:g}): the file drops scores up to {about['score_threshold']:g}. Fix: "
+            "give at least this, or export with a lower SCORE_THRESH_TEST."
+        )
+    sides = None
+    if about["input"]["name"] == "images":
+        resized = _export_report(path.parent).get("resized_in_evaluation")
+        if resized is None:
+            raise ConfigError(
+                f"MODEL ('{path}'): the file does not resize, and no {_REPORT} beside it tells the size. Fix: export "
+                "with --one-image."
+            )
+        sides = (resized["shorter"], resized["longer_at_most"])
+    names = about["class_names"]
+    metadata = Metadata(thing_classes=names) if names else Metadata()
+    return ExportedPredictor(file, metadata, score_threshold, sides)
+
+
+def _export_report(folder: Path) -> dict[str, Any]:
+    """Read the report in the folder of an export; {} without one."""
+    path = folder / _REPORT
+    try:
+        return json.loads(path.read_text()) if path.is_file() else {}
+    except ValueError as error:
+        raise DataError(f"'{path}': damaged: {error}. Fix: export the model again.") from error
+
+
+def _open_trained(
+    model: str,
+    config_file: str | None,
+    opts: Sequence[str],
+    score_threshold: float,
+    device: str,
+    class_names: Sequence[str] | None,
+) -> Predictor:
+    if "MODEL.WEIGHTS" in opts:
+        raise ConfigError("MODEL.WEIGHTS: given beside MODEL. Fix: name the weights as MODEL.")
+    is_folder = os.path.isdir(model)
+    config_file = config_file or os.path.join(model if is_folder else os.path.dirname(model), "config.yaml")
+    if not os.path.isfile(config_file):
+        raise MissingFileError(
+            f"MODEL ('{model}'): its config is not found: '{config_file}'. Fix: give --config-file, or a run folder."
+        )
+    cfg = read_config(config_file, opts)
+    cfg.MODEL.WEIGHTS = model
+    if is_folder:
+        cfg.MODEL.WEIGHTS, cfg.OUTPUT_DIR = os.path.join(model, "model_final.pth"), model
+    cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = cfg.MODEL.RETINANET.SCORE_THRESH_TEST = score_threshold
+    metadata = _metadata(cfg, config_file, class_names)
+    return TrainedPredictor(load_model(cfg, device=device, resume=is_folder), cfg, metadata, score_threshold)
+
+
+def _metadata(cfg: CfgNode, config_file: str, class_names: Sequence[str] | None) -> Metadata:
+    metadata = Metadata(thing_classes=list(class_names)) if class_names else class_metadata(cfg, config_file)
+    names = metadata.get("thing_classes", None)
+    if names is None:
+        log.warning("class names: unknown, as the dataset of the config is. Fix: give --class-names.")
+        return metadata
+    for key in object_count_keys(cfg):
+        if get_value(cfg, key) != len(names):
+            raise ConfigError(
+                f"class names ({len(names)}): {key} is {get_value(cfg, key)}. Fix: give one name each by --class-names."
+            )
+    return metadata
+
+
+def _device(name: str | None) -> str:
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device ('{name}'): unknown. Fix: give cpu or cuda.") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device ('{name}'): this machine has {torch.cuda.device_count()} GPUs. Fix: give cpu.")
+    return name

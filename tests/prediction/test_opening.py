@@ -1,0 +1,189 @@
+"""Predictors of run folders, checkpoints and exported files: the numbers are Detectron2's."""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from detectron2.config import get_cfg
+from detectron2.engine import DefaultPredictor
+
+from gw_detectron.config import read_config
+from gw_detectron.errors import ConfigError, DataError, MissingFileError, UserError
+from gw_detectron.export import load_model
+from gw_detectron.export.detection import OneImageProgram
+from gw_detectron.export.detector import detector_program
+from gw_detectron.export.exported_file import ExportedFile, open_exported
+from gw_detectron.prediction import open_predictor
+from gw_detectron.prediction.predictors import ExportedPredictor, TrainedPredictor
+
+from ..export.test_onnx_detect import write_model
+from .conftest import SIDES
+
+NAMES = ["fork", "cup", "plate"]
+
+
+def check_same(found, expected, tolerance=0.0):
+    assert len(found) == len(expected) > 3
+    assert torch.equal(found.pred_classes, expected.pred_classes)
+    assert torch.allclose(found.pred_boxes.tensor, expected.pred_boxes.tensor, atol=100 * tolerance, rtol=0)
+    assert torch.allclose(found.scores, expected.scores, atol=tolerance, rtol=0)
+    assert found.pred_masks.shape == expected.pred_masks.shape
+    assert (found.pred_masks ^ expected.pred_masks).float().mean() <= tolerance
+
+
+def detectron2_finds(run_folder, image, threshold, **changes):
+    """What DefaultPredictor finds in an RGB image; it takes BGR."""
+    cfg = read_config(str(run_folder / "config.yaml"))
+    cfg.MODEL.WEIGHTS = str(run_folder / "model_final.pth")
+    cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = threshold
+    cfg.merge_from_list([word for key, value in changes.items() for word in (key.replace("__", "."), value)])
+    return DefaultPredictor(cfg)(image[:, :, ::-1])["instances"]
+
+
+@pytest.mark.parametrize("channels", ["RGB", "BGR"])
+def test_a_run_folder_predicts_as_detectron2(run_folder, channels):
+    image = np.random.default_rng(1).integers(0, 256, (50, 201, 3), np.uint8)
+    predictor = open_predictor(str(run_folder), score_threshold=0.1, device="cpu", opts=["INPUT.FORMAT", channels])
+    check_same(predictor(image), detectron2_finds(run_folder, image, 0.1, INPUT__FORMAT=channels))
+    assert predictor.metadata.thing_classes == NAMES
+    assert predictor.metadata.thing_dataset_id_to_contiguous_id == {2: 0, 7: 1, 40: 2}
+
+
+def test_the_last_checkpoint_of_a_moved_run_is_taken(run_folder, tmp_path, photo):
+    moved = tmp_path / "moved"
+    shutil.copytree(run_folder, moved)
+    content = torch.load(moved / "model_final.pth", weights_only=False)
+    content["model"]["roi_heads.box_predictor.cls_score.weight"] *= 0.5
+    torch.save(content, moved / "model_0000009.pth")
+    by_file = open_predictor(str(moved / "model_0000009.pth"), score_threshold=0.1)(photo)
+    first = open_predictor(str(moved), score_threshold=0.1)(photo)
+    assert not torch.equal(first.scores, by_file.scores)
+    (moved / "last_checkpoint").write_text("model_0000009.pth")
+    check_same(open_predictor(str(moved), score_threshold=0.1)(photo), by_file)
+    (moved / "last_checkpoint").unlink()
+    check_same(open_predictor(str(moved), score_threshold=0.1)(photo), first)
+
+
+def test_a_checkpoint_with_a_config_elsewhere(run_folder, tmp_path):
+    weights = tmp_path / "weights.pth"
+    weights.symlink_to(run_folder / "model_final.pth")
+    with pytest.raises(MissingFileError, match=r"its config is not found: '.*config\.yaml'\. Fix: give --config-file"):
+        open_predictor(str(weights))
+    config = tmp_path / "elsewhere.yaml"
+    shutil.copy(run_folder / "config.yaml", config)
+    named = open_predictor(str(weights), config_file=str(config), class_names=["a", "b", "c"])
+    assert named.metadata.thing_classes == ["a", "b", "c"]
+
+
+def test_unknown_class_names(run_folder, tmp_path, caplog):
+    for name in ("config.yaml", "model_final.pth"):
+        (tmp_path / name).symlink_to(run_folder / name)
+    predictor = open_predictor(str(tmp_path))
+    assert predictor.metadata.get("thing_classes", None) is None
+    assert "class names: unknown" in caplog.text
+
+
+@pytest.fixture(scope="module")
+def model(run_folder):
+    cfg = read_config(str(run_folder / "config.yaml"), ["MODEL.ROI_HEADS.SCORE_THRESH_TEST", "0.1"])
+    cfg.MODEL.WEIGHTS = str(run_folder / "model_final.pth")
+    return load_model(cfg)
+
+
+@pytest.mark.parametrize("paste_masks", [False, True])
+def test_a_file_for_one_image_agrees_with_the_checkpoint(run_folder, model, photo, paste_masks):
+    program = OneImageProgram(detector_program(model), SIDES, paste_masks)
+    predictor = ExportedPredictor(ExportedFile(program, program.describe()), None, 0.1)
+    check_same(predictor(photo), open_predictor(str(run_folder), score_threshold=0.1)(photo), 1e-3)
+
+
+def test_a_file_for_batches_agrees_with_the_checkpoint(run_folder, model, photo):
+    program = detector_program(model)
+    predictor = ExportedPredictor(ExportedFile(program, program.describe()), None, 0.1, SIDES)
+    for image in (photo, photo[:60]):  # the second one is resized
+        check_same(predictor(image), open_predictor(str(run_folder), score_threshold=0.1)(image), 1e-3)
+    with pytest.raises(DataError, match=r"image \(160 x 1 pixels\): the file needs sides of"):
+        predictor(np.zeros((2, 400, 3), np.uint8))
+
+
+@pytest.mark.parametrize("channels", ["RGB", "BGR"])
+@pytest.mark.parametrize("folder", [False, True])
+def test_an_onnx_file(tmp_path, channels, folder):
+    pixels = np.full((30, 40, 3), 10, np.uint8)
+    pixels[:, :20, 0] = 200  # red
+    write_model(tmp_path / "model.onnx", channels)
+    (tmp_path / "parity.json").write_text('{"file": "model.onnx"}')
+    predictor = open_predictor(str(tmp_path if folder else tmp_path / "model.onnx"), score_threshold=0.2)
+    found = predictor(pixels)
+    assert predictor.metadata.thing_classes == ["cat", "dog"]
+    assert found.pred_boxes.tensor.tolist() == [[2, 3, 12, 13], [20, 5, 39, 29]]
+    assert found.pred_classes.tolist() == [1, 0]
+    assert found.pred_masks[0, :, :20].all() == (channels == "RGB")  # it shows where its first channel is bright
+
+
+@pytest.mark.parametrize(("threshold", "count"), [(0.05, 2), (0.25, 1), (0.9, 0), (1.0, 0)])
+def test_the_threshold_is_exclusive(tmp_path, photo, threshold, count):
+    write_model(tmp_path / "model.onnx")
+    assert len(open_predictor(str(tmp_path / "model.onnx"), score_threshold=threshold)(photo)) == count
+
+
+@pytest.mark.parametrize("name", ["model.pt2", "model.ts", "model.onnx"])
+def test_damaged_exported_files(tmp_path, name):
+    (tmp_path / name).write_bytes(b"no model")
+    with pytest.raises(UserError, match=f"{name}': cannot be read: .*Fix: export the model again"):
+        open_exported(tmp_path / name)
+
+
+def test_exported_files_that_do_not_fit(tmp_path):
+    write_model(tmp_path / "batch.onnx", input_name="images")
+    with pytest.raises(ConfigError, match=r"does not resize, and no parity\.json"):
+        open_predictor(str(tmp_path / "batch.onnx"))
+    write_model(tmp_path / "model.onnx")
+    with pytest.raises(ConfigError, match=r"score threshold \(0\.01\): the file drops scores up to 0\.05"):
+        open_predictor(str(tmp_path / "model.onnx"), score_threshold=0.01)
+    for options in ({"config_file": "x.yaml"}, {"opts": ["SEED", "1"]}, {"device": "cuda"}, {"class_names": ["a"]}):
+        with pytest.raises(ConfigError, match="an exported file has its own classes, no config"):
+            open_predictor(str(tmp_path / "model.onnx"), **options)
+    (tmp_path / "parity.json").write_text('{"file": ')
+    with pytest.raises(DataError, match=r"parity\.json': damaged: "):
+        open_predictor(str(tmp_path))
+
+
+@pytest.mark.parametrize("threshold", [-0.1, 1.1, float("nan")])
+def test_a_threshold_out_of_range(run_folder, threshold):
+    with pytest.raises(ConfigError, match=r"score threshold \(.*\): not between 0 and 1"):
+        open_predictor(str(run_folder), score_threshold=threshold)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"opts": ["MODEL.WEIGHTS", "x.pth"]}, r"MODEL\.WEIGHTS: given beside MODEL"),
+        ({"opts": ["MODEL.WEIGHT", "x.pth"]}, "unknown config key 'MODEL.WEIGHT'"),
+        ({"class_names": ["fork"]}, r"class names \(1\): MODEL\.ROI_HEADS\.NUM_CLASSES is 3"),
+        ({"device": "gpu"}, r"device \('gpu'\): unknown"),
+        ({"device": "cuda:99"}, r"device \('cuda:99'\): this machine has \d+ GPUs"),
+    ],
+)
+def test_options_that_do_not_fit(run_folder, options, message):
+    with pytest.raises(ConfigError, match=message):
+        open_predictor(str(run_folder), **options)
+
+
+def test_a_missing_model(tmp_path):
+    with pytest.raises(MissingFileError, match=r"MODEL \('.*none'\): not found .*Fix: give a run folder"):
+        open_predictor(str(tmp_path / "none"))
+    with pytest.raises(MissingFileError, match="its config is not found"):
+        open_predictor(str(tmp_path))
+
+
+def test_a_model_without_boxes(photo):
+    class Segmentor:
+        def __call__(self, inputs):
+            return [{"sem_seg": torch.zeros(54, 96, 131)}]
+
+    cfg = get_cfg()
+    cfg.MODEL.META_ARCHITECTURE = "SemanticSegmentor"
+    with pytest.raises(ConfigError, match=r"\('SemanticSegmentor'\): predicts no boxes but sem_seg"):
+        TrainedPredictor(Segmentor(), cfg, None, 0.5)(photo)

@@ -1,0 +1,156 @@
+"""The folder of predictions: COCO results that pycocotools reads, pictures and videos, all or nothing."""
+
+import contextlib
+import io
+import json
+import re
+import sys
+
+import numpy as np
+import pycocotools.mask as mask_util
+import pytest
+from detectron2.data import Metadata
+from PIL import Image
+from pycocotools.coco import COCO
+
+from gw_detectron.errors import ConfigError, DataError, MissingPackageError
+from gw_detectron.export.atomic_folder import OutputFolderError
+from gw_detectron.prediction import check_output, find_sources, write_predictions
+
+from ..tiny_run import ROOT
+
+
+@pytest.fixture
+def predict(predictor, tmp_path):
+    """Predict on paths and return the summary and the content of predictions.json."""
+
+    def predict(*paths, **options):
+        output = tmp_path / "out"
+        summary = write_predictions(predictor, find_sources(map(str, paths)), output, **options)
+        return summary, json.loads((output / "predictions.json").read_text())
+
+    return predict
+
+
+def test_results_and_pictures(tmp_path, photos, predict):
+    summary, results = predict(photos)
+    assert (summary.images, summary.detections, summary.failed) == (2, 2, {})
+    first, second = results
+    counts = first.pop("segmentation")
+    mask = np.zeros((96, 131), bool)
+    mask[:12, :10] = True
+    assert np.array_equal(mask_util.decode(counts).astype(bool), mask)
+    assert list(first.items()) == list(
+        {
+            "image_id": 1,
+            "file_name": "b.png",
+            "category_id": 7,
+            "category_name": "cup",
+            "score": 0.75,
+            "bbox": [0, 0, 10, 12],
+        }.items()
+    )
+    assert (second["image_id"], second["file_name"]) == (2, "sub/a.jpg")
+    for name in ("b.png", "sub/a.jpg"):
+        with Image.open(tmp_path / "out" / "pictures" / name) as picture:
+            assert picture.format == ("PNG" if name == "b.png" else "JPEG") and picture.size == (480, 351)
+
+
+def test_pycocotools_reads_the_results(tmp_path, photos, predictor, predict):
+    predictor.score_threshold = 0.2
+    predict(photos, pictures=False)
+    assert not (tmp_path / "out" / "pictures").exists()
+    with contextlib.redirect_stdout(io.StringIO()):
+        images = COCO(str(tmp_path / "out" / "images.json"))
+        results = images.loadRes(str(tmp_path / "out" / "predictions.json"))
+    assert [each["file_name"] for each in images.loadImgs([1, 2])] == ["b.png", "sub/a.jpg"]
+    assert images.loadCats([2, 7]) == [{"id": 2, "name": "fork"}, {"id": 7, "name": "cup"}]
+    assert sorted(each["category_id"] for each in results.loadAnns(results.getAnnIds(2))) == [2, 7]
+
+
+def test_images_without_objects_are_listed(tmp_path, photos, predictor, predict):
+    predictor.score_threshold = 1
+    summary, results = predict(photos)
+    assert (summary.images, summary.detections, results) == (2, 0, [])
+    assert len(json.loads((tmp_path / "out" / "images.json").read_text())["images"]) == 2
+    assert (tmp_path / "out" / "pictures" / "b.png").is_file()
+
+
+def test_the_page_shows_this_format(photos, predict):
+    page = (ROOT / "docs" / "prediction.md").read_text()
+    (block,) = re.findall(r"```json\n(.*?)```", page, flags=re.DOTALL)
+    assert json.loads(block) == predict(photos / "b.png")[1]
+
+
+def test_unknown_class_names_are_numbers(tmp_path, photos, predictor, predict):
+    predictor.metadata = Metadata()
+    _, results = predict(photos)
+    assert (results[0]["category_id"], results[0]["category_name"]) == (1, "1")
+    assert json.loads((tmp_path / "out" / "images.json").read_text())["categories"] == [{"id": 1, "name": "1"}]
+
+
+def test_other_suffixes_become_png(tmp_path, photo, predict):
+    Image.fromarray(photo).save(tmp_path / "scan.tif")
+    predict(tmp_path / "scan.tif")
+    assert [path.name for path in (tmp_path / "out" / "pictures").iterdir()] == ["scan.tif.png"]
+
+
+def test_a_video(tmp_path, video, photos, predict):
+    cv2 = pytest.importorskip("cv2")
+    summary, results = predict(photos / "b.png", video)
+    assert summary.images == 6
+    assert [each.get("frame") for each in results] == [None, 0, 1, 2, 3, 4]
+    assert results[5]["image_id"] == 6 and results[5]["file_name"] == "clip.avi"
+    drawn = cv2.VideoCapture(str(tmp_path / "out" / "pictures" / "clip.avi.mp4"))
+    assert drawn.get(cv2.CAP_PROP_FRAME_COUNT) == 5 and drawn.get(cv2.CAP_PROP_FPS) == 8
+    _, frame = drawn.read()
+    assert frame.shape == (360, 480, 3)
+    box = (slice(20, 70), slice(15, 60))  # inside the square, on a black frame
+    assert frame[box].max() > 60 and frame[200:].max() < 40
+
+
+def test_broken_files_are_named_and_the_others_predicted(tmp_path, photos, predict):
+    (photos / "a.jpg").write_bytes(b"no image")
+    (photos / "c.png").touch()
+    summary, results = predict(photos)
+    assert list(summary.failed) == ["a.jpg", "c.png"] and "cannot be read" in summary.failed["a.jpg"]
+    assert summary.images == 2 and {each["image_id"] for each in results} == {1, 2}
+    for path in (photos / "b.png", photos / "sub" / "a.jpg"):
+        path.unlink()
+    with pytest.raises(DataError, match=r"inputs \(2\): none can be read: .*a\.jpg"):
+        predict(photos)
+    assert len(json.loads((tmp_path / "out" / "predictions.json").read_text())) == 2  # the earlier ones
+
+
+def test_earlier_predictions_are_replaced_and_other_folders_are_not(tmp_path, photos, predict):
+    predict(photos)
+    predict(photos / "b.png")
+    assert [path.name for path in (tmp_path / "out" / "pictures").iterdir()] == ["b.png"]
+    with pytest.raises(ConfigError, match=r"would replace the input '.*pictures/b.png'"):
+        predict(tmp_path / "out" / "pictures" / "b.png")
+    (tmp_path / "out" / "thesis.tex").touch()
+    with pytest.raises(OutputFolderError, match=r"thesis\.tex"):
+        predict(photos)
+    own = tmp_path / "own"
+    (own / "pictures").mkdir(parents=True)
+    with pytest.raises(OutputFolderError, match=r"holds 'pictures' without predictions\.json"):
+        check_output(own, [])
+
+
+def test_a_killed_prediction_writes_nothing(tmp_path, photos, predictor):
+    def interrupt(image):
+        raise KeyboardInterrupt
+
+    interrupt.metadata = predictor.metadata
+    with pytest.raises(KeyboardInterrupt):
+        write_predictions(interrupt, find_sources([str(photos)]), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["photos"]
+
+
+def test_without_opencv_there_are_json_files_but_no_pictures_or_videos(monkeypatch, photos, video, predict):
+    monkeypatch.setitem(sys.modules, "cv2", None)
+    with pytest.raises(MissingPackageError, match="pictures: not installed: .*Fix: pip install opencv-python-headless"):
+        predict(photos)
+    with pytest.raises(MissingPackageError, match=r"video \('.*clip.avi'\): not installed"):
+        predict(video, pictures=False)
+    assert predict(photos, pictures=False)[0].images == 2
