@@ -81,3 +81,8 @@ def test_a_note_is_drawn_beside_its_object_only():
     )
     rows, columns = np.nonzero((plain != noted).any(-1))
     assert len(rows) > 50 and rows.max() - rows.min() < 40 and 90 < columns.min() < columns.max() < 250
+
+
+def test_any_number_of_classes_without_names_is_drawn():
+    first, repeated = (draw_objects(GRAY, Metadata(), [index], np.array([BOX]), masks=[square()]) for index in (5, 75))
+    assert np.array_equal(first[300:340, 110:290], repeated[300:340, 110:290])
