@@ -21,11 +21,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator
 from torch import Tensor
-from tqdm import tqdm
 
 from gw_detectron.analysis.feasibility import max_groups
 from gw_detectron.analysis.result import AnalysisError, AnalysisResult, findings_of
 from gw_detectron.layers import GroupWhitening2d
+from gw_detectron.progress import progress_bar
 
 from . import add_random_arguments
 
@@ -82,7 +82,7 @@ def analyze_conditioning(
     generator = torch.Generator().manual_seed(seed)
     groups = [g for g in range(1, neurons // 2 + 1) if neurons % g == 0]
     found: dict[tuple, list[tuple[float, ...]]] = {}
-    with tqdm(total=repeats * len(layers) * 2, desc="conditioning", disable=not progress) as bar:
+    with progress_bar(total=repeats * len(layers) * 2, desc="conditioning", unit="layer", show=progress) as bar:
         for _ in range(repeats):
             for depth in layers:
                 for features, x in _activations(depth, neurons, examples, generator):

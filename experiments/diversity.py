@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
-from tqdm import tqdm
 
 from gw_detectron.analysis.result import AnalysisError, AnalysisResult, findings_of
+from gw_detectron.progress import progress_bar
 
 from . import add_random_arguments
 
@@ -87,7 +87,7 @@ def analyze_diversity(
             f"Fix: give 2 or more bins, 1 or more pairs, and at least {neurons} examples."
         )
     rows: list[dict[str, Any]] = []
-    with tqdm(total=len(_SOURCES) * (1 + 2 * len(sizes)), desc="diversity", disable=not progress) as bar:
+    with progress_bar(total=len(_SOURCES) * (1 + 2 * len(sizes)), desc="diversity", unit="run", show=progress) as bar:
         for source in _SOURCES:
             x = _features(source, examples, neurons, seed)
             limit = (_largest(x) / _deviation(x)).max()

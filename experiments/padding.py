@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from gw_detectron.analysis.result import AnalysisError, AnalysisResult, findings_of
+from gw_detectron.progress import progress_bar
 
 from . import add_reduced, trained_detector
 from .trained_detector import box_ap, detect, load_detector
@@ -54,7 +54,7 @@ def analyze_padding(
     model, examples = load_detector(config_file, weights, images, progress)
     tensors = [example.image for example in examples]
     rows: list[dict[str, Any]] = []
-    for batch in tqdm(batches, desc="batches", disable=not progress):
+    for batch in progress_bar(batches, desc="batches", unit="size", show=progress):
         shares, differences, detections = [], [], []
         for start in range(0, len(tensors), batch):
             group = tensors[start : start + batch]

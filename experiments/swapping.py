@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from gw_detectron.analysis.result import AnalysisError, AnalysisResult
 from gw_detectron.ops.solvers import Solver
+from gw_detectron.progress import progress_bar
 
 from . import add_random_arguments
 
@@ -86,7 +86,7 @@ def analyze_swapping(
         )
     x, y = _clouds(examples, neurons, seed)
     rows: list[dict[str, Any]] = []
-    with tqdm(total=len(depths) * len(METHODS) * len(RATES), desc="swapping", disable=not progress) as bar:
+    with progress_bar(total=len(depths) * len(METHODS) * len(RATES), desc="swapping", unit="run", show=progress) as bar:
         for depth in depths:
             for method in METHODS:
                 runs = []

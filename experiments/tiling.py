@@ -21,10 +21,10 @@ import torch
 from detectron2.structures import Boxes, Instances
 from matplotlib.figure import Figure
 from torch import Tensor
-from tqdm import tqdm
 
 from gw_detectron.analysis.result import AnalysisError, AnalysisResult, findings_of
 from gw_detectron.layers import joint_statistics
+from gw_detectron.progress import progress_bar
 
 from . import add_reduced, trained_detector
 from .trained_detector import Example, box_ap, detect, load_detector
@@ -67,7 +67,7 @@ def analyze_tiling(
         fitting = [_cut(example, step) for example in examples if min(example.image.shape[1:]) >= step]
         if not fitting:
             raise AnalysisError(f"tiles ({n}): no image has {step} pixels per side. Fix: give fewer tiles.")
-        bar = tqdm(fitting, desc=f"{n} x {n} tiles", unit="image", disable=not progress)
+        bar = progress_bar(fitting, desc=f"{n} x {n} tiles", unit="image", show=progress)
         rows += _compare(model, n, bar)
     levels = [name for name in rows[0] if name not in ("tiles", "images", "statistics", "AP")]
     pairs = zip(rows[1::3], rows[2::3], strict=True)

@@ -13,12 +13,12 @@ from detectron2.structures import BoxMode, Instances
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from gw_detectron.analysis.result import AnalysisError
 from gw_detectron.config import read_config
 from gw_detectron.data.images import evaluation_input, read_image
 from gw_detectron.export import load_model
+from gw_detectron.progress import progress_bar
 
 
 class Example(NamedTuple):
@@ -67,7 +67,7 @@ def load_detector(
     model = load_model(cfg)
     records = get_detection_dataset_dicts(cfg.DATASETS.TEST[0], filter_empty=False)[: images or None]
     examples = []
-    for record in tqdm(records, desc="images", unit="image", disable=not progress):
+    for record in progress_bar(records, desc="images", unit="image", show=progress):
         pixels = read_image(record["file_name"], cfg.INPUT.FORMAT)
         image = evaluation_input(pixels, cfg)
         scale = [image.shape[2] / pixels.shape[1], image.shape[1] / pixels.shape[0]] * 2

@@ -16,19 +16,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # experiments/ is not part of the package
 from experiments.reproduction.zoo_rows import collect_rows, run_table, select_rows, state_of, write_zoo
-from gw_detectron.cli import check_folder, errors_reported
+from gw_detectron.cli import check_folder, errors_reported, new_parser
 from gw_detectron.errors import ConfigError
-
-_EXAMPLES = """examples:
-  %(prog)s --table 4 --gpus 8
-  %(prog)s --table 4 --rows '*_4conv1fc_*' --write --log-url https://example.org/logs
-"""
 
 
 def get_parser() -> argparse.ArgumentParser:
     """Build the parser of this tool."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = new_parser(
+        __doc__,
+        "--table 4 --gpus 8",
+        "--table 4 --rows '*_4conv1fc_*' --write --log-url https://example.org/logs",
     )
     add = parser.add_argument
     add("--table", required=True, metavar="NAME", help='the paper\'s number, or a part of a heading; "" for all tables')

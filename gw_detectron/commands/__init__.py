@@ -25,6 +25,8 @@ COMMANDS = {
     "demo": Command("demo", "train, evaluate and draw a small detector on synthetic images"),
     "train": Command("train_net", "train a detector from a config"),
     "eval": Command("train_net", "evaluate a trained detector", ("--eval-only",)),
+    "predict": Command("predict", "find objects on images, folders and videos"),
+    "report": Command("report", "write a page about a run: scores, curves, errors, features"),
     "export": Command("export_model", "write a whole detector as pt2, ONNX or TorchScript"),
     "export-backbone": Command("export_backbone", "write a backbone as pt2, ONNX, TorchScript or safetensors"),
     "convert": Command("convert_weights", "convert ImageNet weights for a Detectron2 backbone"),

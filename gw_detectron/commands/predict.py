@@ -10,21 +10,17 @@ import os
 import sys
 from dataclasses import asdict
 
-from ..cli import check_folder
+from ..cli import check_folder, new_parser
 from ..prediction import check_output, find_sources, open_predictor, write_predictions
-
-_EXAMPLES = """\
-examples:
-  %(prog)s output/mydata photos --output predictions
-  %(prog)s exported/model.onnx 'photos/**/*.jpg' clip.mp4 --output predictions --score-threshold 0.7
-
-The exit status is 1 if a file cannot be read; the others are predicted.
-"""
 
 
 def get_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    """Return the parser of this command."""
+    parser = new_parser(
+        __doc__,
+        "output/mydata photos --output predictions",
+        "exported/model.onnx 'photos/**/*.jpg' clip.mp4 --output predictions --score-threshold 0.7",
+        note="The exit status is 1 if a file cannot be read; the others are predicted.",
     )
     parser.add_argument("model", metavar="MODEL", help="run folder, checkpoint, or exported file or its folder")
     parser.add_argument(

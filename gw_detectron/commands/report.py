@@ -4,20 +4,17 @@ import argparse
 import json
 from pathlib import Path
 
+from ..cli import new_parser
 from ..report import PAGE, ReportOptions, write_report
-
-_EXAMPLES = """\
-examples:
-  %(prog)s output/demo
-  %(prog)s output/mydata --errors --images 8 --layers backbone.bottom_up.stem.conv1.norm
-"""
 
 
 def get_parser() -> argparse.ArgumentParser:
     """Return the parser of this command."""
     defaults = ReportOptions()
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = new_parser(
+        __doc__,
+        "output/demo",
+        "output/mydata --errors --images 8 --layers backbone.bottom_up.stem.conv1.norm",
     )
     parser.add_argument("run_folder", metavar="RUN_FOLDER", help="OUTPUT_DIR of a training or an evaluation")
     parser.add_argument("--output", metavar="DIR", help="folder of the report (default: RUN_FOLDER/report)")

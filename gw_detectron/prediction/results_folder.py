@@ -13,11 +13,11 @@ import numpy as np
 from detectron2.data import Metadata
 from detectron2.evaluation.coco_evaluation import instances_to_coco_json
 from PIL import Image
-from tqdm import tqdm
 
 from ..data.images import IMAGE_SUFFIXES
 from ..errors import ConfigError, DataError, MissingFileError
 from ..export.atomic_folder import OutputFolderError, atomic_folder, check_replaceable
+from ..progress import progress_bar
 from ..requirements import require_packages
 from .image_sources import ImageSource
 from .predictors import Predictor
@@ -108,7 +108,7 @@ def write_predictions(
     results: list[dict[str, Any]] = []
     with (
         atomic_folder(output, (RESULTS, IMAGES, PICTURES)) as folder,
-        tqdm(total=sum(source.count() for source in sources), unit="image", disable=None) as progress,
+        progress_bar(desc="predicting", unit="image", total=sum(source.count() for source in sources)) as progress,
     ):
         for source in sources:
             try:

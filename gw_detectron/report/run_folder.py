@@ -86,7 +86,7 @@ class RunFolder:
         configs = [path for path in self._places("config.yaml") if path.is_file()]
         if not configs:
             raise MissingFileError(
-                f"RUN_FOLDER ('{folder}'): no config.yaml. Fix: give the OUTPUT_DIR of a run of train_net.py."
+                f"RUN_FOLDER ('{folder}'): no config.yaml. Fix: give the OUTPUT_DIR of a run of gw-detectron train."
             )
         self.config_file = max(configs, key=lambda path: path.stat().st_mtime)
         self.cfg: CfgNode = read_config(str(self.config_file))
@@ -97,7 +97,7 @@ class RunFolder:
     def _command(self, *flags: str, **options: str) -> str:
         opts = {"OUTPUT_DIR": str(self.folder), **options}
         return shlex.join(
-            ["python", "tools/train_net.py", *flags, "--config-file", str(self.config_file), *sum(opts.items(), ())]
+            ["gw-detectron", "train", *flags, "--config-file", str(self.config_file), *sum(opts.items(), ())]
         )
 
     @property

@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from ..errors import MissingPackageError
 from ..export.atomic_folder import atomic_folder
+from ..progress import progress_bar
 from .confusion import confusion_section
 from .example_images import errors_section, predictions_section
 from .layer_views import layers_section
@@ -30,7 +29,6 @@ def write_report(
     *,
     output: str | os.PathLike[str] | None = None,
     tensorboard: bool = False,
-    progress: bool | None = None,
 ) -> dict[str, Any]:
     """Write ``report.html``, its pictures and ``report.json``.
 
@@ -39,7 +37,6 @@ def write_report(
         options: what the report shows.
         output: the folder to write; ``report`` in the run folder if None. An earlier report there is replaced.
         tensorboard: also add the pictures to the run's event files.
-        progress: show a progress bar; None: on a terminal.
 
     Returns:
         The content of ``report.json``. ``missing`` lists parts whose input the run folder lacks.
@@ -55,7 +52,7 @@ def write_report(
     options = options or ReportOptions()
     run = RunFolder(folder, options)
     output = run.folder / "report" if output is None else Path(output)
-    sections, missing = _build(run, options.errors, progress)
+    sections, missing = _build(run, options.errors)
     pictures = {picture.file: picture for section in sections for picture in section.all_pictures()}
     numbers = {**{section.key: section.numbers for section in sections}, "missing": missing, "pictures": [*pictures]}
     numbers = json.loads(json.dumps(numbers), parse_constant=lambda _: None)  # JSON has no NaN
@@ -70,7 +67,7 @@ def write_report(
     return numbers
 
 
-def _build(run: RunFolder, errors: bool, progress: bool | None) -> tuple[list[Section], list[dict[str, Any]]]:
+def _build(run: RunFolder, errors: bool) -> tuple[list[Section], list[dict[str, Any]]]:
     parts: dict[str, Callable[[RunFolder], Section]] = {
         "summary": summary_section,
         "curves": curves_section,
@@ -85,8 +82,7 @@ def _build(run: RunFolder, errors: bool, progress: bool | None) -> tuple[list[Se
     }
     sections: list[Section] = []
     missing: dict[str, dict[str, Any]] = {}
-    hidden = None if progress is None else not progress
-    for name, part in tqdm(parts.items(), desc="report", unit="part", disable=hidden):
+    for name, part in progress_bar(parts.items(), desc="report", unit="part"):
         try:
             sections.append(part(run))
         except MissingInputError as error:

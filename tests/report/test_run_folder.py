@@ -92,7 +92,7 @@ def test_missing_or_unusable_predictions_are_named_with_a_command(folder, change
     with pytest.raises(MissingInputError) as caught:
         _ = RunFolder(folder).detections
     assert reason in caught.value.reason
-    assert caught.value.command.startswith("python tools/train_net.py --eval-only --config-file")
+    assert caught.value.command.startswith("gw-detectron train --eval-only --config-file")
     assert str(folder / "model_final.pth") in caught.value.command and str(caught.value).count("Fix:") == 1
 
 
@@ -109,7 +109,7 @@ def test_a_command_can_be_pasted(tmp_path):
     words = shlex.split(caught.value.command)
     flags = ["--eval-only", "--config-file", str(folder / "config.yaml")]
     opts = ["OUTPUT_DIR", str(folder), "MODEL.WEIGHTS", str(folder / "model_final.pth")]
-    assert words == ["python", "tools/train_net.py", *flags, *opts]
+    assert words == ["gw-detectron", "train", *flags, *opts]
 
 
 def test_without_predictions_the_summary_has_the_logged_ap(folder):
