@@ -18,11 +18,12 @@ def plot(table: Table, path: Path) -> None:
 
     ``layer``: the time of each provider at each shape, from the 20 % to the 80 % quantile, and the memory saved for
     backward as a multiple of GroupNorm's. ``model``: training iterations as multiples of BN's, with the paper's.
+    ``detector``: predictions as multiples of the first detector's.
 
     Raises:
         OSError: the file cannot be written.
     """
-    figure = _plot_layers(table) if table.kind == "layer" else _plot_models(table)
+    figure = {"layer": _plot_layers, "model": _plot_models, "detector": _plot_detectors}[table.kind](table)
     names = [name for name in ("machine", "threads", "torch", "settings") if name in table.header]
     figure.suptitle(", ".join(f"{name} {table.header[name]}" for name in names), fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,6 +81,17 @@ def _plot_models(table: Table) -> Figure:
     axes.invert_yaxis()
     axes.set_xlabel("time of an iteration, BN (detector: FrozenBN) = 1")
     axes.legend(fontsize=8)
+    axes.grid(axis="x", alpha=0.3)
+    return figure
+
+
+def _plot_detectors(table: Table) -> Figure:
+    figure = Figure(figsize=(11, 1.6 + 0.26 * len(table.rows)), layout="constrained")
+    axes = figure.subplots()
+    axes.barh(range(len(table.rows)), [_number(row, "to_first") for row in table.rows])
+    axes.set_yticks(range(len(table.rows)), [str(row["detector"]) for row in table.rows], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"time of a prediction, {table.rows[0]['detector']} = 1")
     axes.grid(axis="x", alpha=0.3)
     return figure
 

@@ -58,6 +58,12 @@ KINDS = {
         watched=("to_bn", "saved_to_bn"),
         is_ours=lambda row: str(row["variant"]).startswith(("GW", "BW")),
     ),
+    "detector": Columns(
+        key=("detector", "image"),
+        numbers=(*_TIMES, "to_first"),
+        watched=("to_first",),
+        is_ours=lambda row: True,
+    ),
 }
 
 

@@ -1,6 +1,7 @@
 """Measure time and memory of Group Whitening and its alternatives side by side.
 
-`layer` measures one layer at the sizes of a detector, `model` measures whole training iterations. The table is printed
+`layer` measures one layer at the sizes of a detector, `model` measures whole training iterations, and `detector` the
+predictions of a trained detector and of its exported files. The table is printed
 and written to --output with .csv and .png at the end; an interrupted run writes nothing. With --compare the ratios are
 compared with an earlier table; the exit status is 1 if they are worse by more than --tolerance.
 """
@@ -10,8 +11,9 @@ import shlex
 import sys
 from pathlib import Path
 
-from ..benchmarks import layer_benchmark, network_benchmark
+from ..benchmarks import detector_benchmark, layer_benchmark, network_benchmark
 from ..benchmarks.comparison import TOLERANCE, compare
+from ..benchmarks.detector_benchmark import DetectorSettings
 from ..benchmarks.environment import machine_name, select_device
 from ..benchmarks.layer_benchmark import MEMORY, LayerSettings
 from ..benchmarks.network_benchmark import MODELS, NetworkSettings
@@ -27,8 +29,8 @@ from ..cli import new_parser
 def get_parser() -> argparse.ArgumentParser:
     """Build the parser of this tool."""
     raw = argparse.RawDescriptionHelpFormatter
-    parser = new_parser(__doc__, "layer --device cpu --loaded", "model --variants BN GW --compare docs/benchmark")
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="layer|model")
+    parser = new_parser(__doc__, "layer --device cpu --loaded", "detector output/demo exported/model.onnx")
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="layer|model|detector")
     layer = kinds.add_parser("layer", formatter_class=raw, description="Measure one layer and its alternatives.")
     layer.epilog = "providers:\n" + "\n".join(f"  {name:18}{text}" for name, (text, _) in PROVIDERS.items())
     layer.set_defaults(settings=layer_settings, plan=layer_benchmark.plan_layer, run=layer_benchmark.run_layer)
@@ -38,7 +40,15 @@ def get_parser() -> argparse.ArgumentParser:
         settings=model_settings, plan=network_benchmark.plan_networks, run=network_benchmark.run_networks
     )
     _add_model_flags(model)
-    for sub, kind in ((layer, "layer"), (model, "model")):
+    detector = kinds.add_parser("detector", description="Measure predictions, as multiples of the first detector's.")
+    detector.set_defaults(
+        settings=lambda args: DetectorSettings(select_device(args.device), args.detectors, args.image, args.repeats),
+        plan=detector_benchmark.plan_detectors,
+        run=detector_benchmark.run_detectors,
+    )
+    detector.add_argument("detectors", nargs="+", metavar="MODEL", help="run folder, checkpoint or exported file")
+    detector.add_argument("--image", default="", metavar="FILE", help="default: a drawn scene")
+    for sub, kind in ((layer, "layer"), (model, "model"), (detector, "detector")):
         default = Path("output", "benchmark", kind)
         add = sub.add_argument
         add("--device", metavar="cpu|cuda", help="default: cuda if there is one")
