@@ -35,6 +35,7 @@ COMPLETED = {
     "provenance": ("checkpoint/provenance.py", "damaged ({reason}). Fix: convert the weights again."),
     "reading": ("checkpoint/reading.py", "was not read: {error}. Fix:"),
     "run_folder": ("report/run_folder.py", "Fix: run `{command}`."),
+    "table": ("benchmarks/table.py", "Fix: measure it again."),
     "trainer": ("engine/nonfinite.py", "Fix:"),
     "weights_io": ("checkpoint/convert.py", "Fix:"),  # repeats an error with the name of the file
     "whitening_statistics": ("analysis/layer_analysis.py", "Fix:"),

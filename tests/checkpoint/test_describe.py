@@ -140,9 +140,9 @@ def test_a_resumed_run_keeps_how_its_earlier_parts_were_trained(monkeypatch):
     same.load_state_dict(first.state_dict())
     assert same.state_dict() == first.state_dict() and first.state_dict()["earlier_parts"] == []
     changed.load_state_dict(first.state_dict())
-    last = RunRecord("SEED: 2\n", 2)
+    saved, last = changed.state_dict(), RunRecord("SEED: 2\n", 2)
     monkeypatch.setattr(run_record.comm, "get_world_size", lambda: 2)
-    last.load_state_dict(changed.state_dict())
+    last.load_state_dict(saved)
     parts = [*last.state_dict()["earlier_parts"], last.state_dict()]
     assert [(part["config"], part["processes"]) for part in parts] == [
         ("SEED: 1\n", 1),

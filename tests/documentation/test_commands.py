@@ -21,6 +21,7 @@ UNCHECKED = {
     ("git", "clone"): "the address is the reader's",
     ("cd",): "follows git clone",
     (".venv/bin/pre-commit", "install"): "pre-commit's own command",
+    ("hf", "upload"): "the command of huggingface_hub",
     ("python", "-m", "gw_detectron"): "the module behind gw-detectron; see commands/test_commands.py",
     ("pip", "--require-hashes"): "flags that the Makefile uses",
     ("torchrun", "--nproc_per_node=2", "-m", "gw_detectron.timm_models"): "timm's train.py; see test_timm_models.py",

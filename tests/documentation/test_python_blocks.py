@@ -12,6 +12,7 @@ from gw_detectron.engine import main
 from gw_detectron.export import export_detector
 from gw_detectron.layers import GroupWhitening2d
 from gw_detectron.modeling import GWFPN, HAS_FCOS
+from gw_detectron.prediction import find_sources, open_predictor, write_predictions
 
 from ..export.test_detector import needs_export
 from ..export.tiny_networks import build_detector
@@ -39,7 +40,10 @@ safetensors.torch.save_file(weights, "backbone.safetensors")
 """,
 }
 #: blocks that need a trained detector or its export in the current folder: see the slow tests
-NEED_A_RUN = {("docs/your_model.md", 1), ("docs/export.md", 0)}
+NEED_A_RUN = {
+    *(("docs/your_model.md", 1), ("docs/export.md", 0), ("docs/report.md", 0)),
+    *((page, place) for page in ("docs/prediction.md", "docs/deployment.md") for place in (0, 1)),
+}
 #: blocks that are not run, with the reason
 NOT_RUN = {
     ("docs/your_model.md", 4): "needs the authors' weights; checkpoint/test_checkpointer.py does it with others",
@@ -73,6 +77,15 @@ def test_python_that_needs_a_trained_detector_runs(small_dataset, tmp_path, monk
     capsys.readouterr()
     run_block("docs/your_model.md", 1)
     assert "norm layers converted" in (printed := capsys.readouterr().out) and "'bbox'" in printed
+    for folder in ("output/demo", "output/mydata"):
+        os.symlink("demo_BN", folder)
+    run_block("docs/report.md", 0)
+    assert Path("output/demo/report/report.html").is_file()
+    write_photos(tmp_path, photo_names(1))
+    os.rename(Path("photos", photo_names(1)[0]), "photos/IMG_0001.jpg")
+    write_predictions(open_predictor("output/mydata", score_threshold=0), find_sources(["photos"]), "predictions")
+    for place in (0, 1):
+        run_block("docs/prediction.md", place)
 
 
 @needs_export
@@ -83,6 +96,12 @@ def test_python_that_needs_an_exported_detector_runs(tmp_path, monkeypatch, one_
     write_photos(tmp_path, photo_names(1))
     os.rename(tmp_path / "photos" / photo_names(1)[0], "photo.jpg")
     run_block("docs/export.md", 0)
+    os.rename("exported", "pt2")
+    export_detector(
+        build_detector("mask"), "exported", file_format="onnx", sides=(128, 256), one_image=True, paste_masks=True
+    )
+    for place in (0, 1):
+        run_block("docs/deployment.md", place)
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/norm_names.md"])
