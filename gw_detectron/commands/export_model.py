@@ -7,11 +7,13 @@ backbones see gw-detectron export-backbone.
 
 import argparse
 import json
+import os
 
 from tabulate import tabulate
 
 from ..cli import check_folder, new_parser
 from ..config import read_config
+from ..engine.run_datasets import use_recorded_datasets
 from ..export import (
     DETECTOR_FORMATS,
     EvaluationImages,
@@ -64,6 +66,8 @@ def main(args: argparse.Namespace) -> None:
     opts = [*args.opts, *(["MODEL.WEIGHTS", args.weights] if args.weights else [])]
     check_folder(args.output)  # before minutes of work
     cfg = read_config(args.config_file, opts)
+    if args.dataset:
+        use_recorded_datasets(cfg, args.config_file, os.path.dirname(args.config_file))
     model = load_model(cfg)
     report = export_detector(
         model,

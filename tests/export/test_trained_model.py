@@ -145,6 +145,22 @@ def test_the_command_for_detectors(trained, tmp_path, run_tool):
     assert json.loads((folder / "parity.json").read_text())["detections"] == 7
 
 
+def test_ap_on_the_datasets_of_a_run_folder(cfg, trained, tmp_path, run_tool, small_dataset):
+    data = small_dataset / "gw_synthetic"
+    entry = {"json": str(data / "annotations" / "instances_val.json"), "images": str(data / "val")}
+    (tmp_path / "datasets.yaml").write_text(json.dumps({"val": {"export_test_val": entry}}))
+    own = cfg.clone()
+    own.DATASETS.TEST = ("export_test_val",)
+    (tmp_path / "config.yaml").write_text(own.dump())
+    status, printed, complaint = run_tool(
+        *("export_model.py", "--config-file", tmp_path / "config.yaml", "--weights", trained[1]),
+        *("--output", tmp_path / "out", "--format", "torchscript"),
+        *("--dataset", "export_test_val", "--images", "2"),
+    )
+    assert status == 0, complaint
+    assert "AP on 2 images of export_test_val" in printed
+
+
 def test_code_in_a_weight_file_is_not_run(tmp_path):
     class Harm:
         def __reduce__(self):
