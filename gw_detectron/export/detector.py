@@ -100,7 +100,9 @@ def export_detector(
         entries |= check_detections(program, run, image)
         if evaluation is not None:
             begin(f"computing AP on {len(evaluation.inputs)} images, twice")
-            entries["accuracy"] = compare_accuracy(detector, program, run, evaluation)
+            # torch.export knows no smaller sides; the other formats need no more padding than the model
+            smallest = detector.smallest_side if file_format == "pt2" and not one_image else 1
+            entries["accuracy"] = compare_accuracy(detector, program, run, evaluation, smallest)
         return write_report(folder / file, file_format, file_format, entries, source, card)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..data.images import channels_first, evaluation_input, resize_shortest_edge
 from ..errors import ConfigError, DataError
-from ..export.detection import postprocess, to_instances
+from ..export.detection import pad_batch, postprocess, to_instances
 from ..export.exported_file import ExportedFile
 
 
@@ -80,14 +80,13 @@ class ExportedPredictor:
         expected = self.file.description["input"]
         pixels = convert_PIL_to_numpy(Image.fromarray(image), expected["channels"])
         tensor = resize_shortest_edge(pixels, *self.sides) if self.sides else channels_first(pixels)
-        size = tensor.shape[1:]
-        if min(size) < expected["smallest_side"]:
+        size, smallest = tensor.shape[1:], expected["smallest_side"]
+        if not self.sides and min(size) < smallest:
             raise DataError(
-                f"image ({size[1]} x {size[0]} pixels): the file needs sides of {expected['smallest_side']}. Fix: give "
-                "a larger image."
+                f"image ({size[1]} x {size[0]} pixels): the file needs sides of {smallest}. Fix: give a larger image."
             )
         with torch.no_grad():
-            outputs = self.file.run(tensor[None], torch.tensor([size])) if self.sides else self.file.run(tensor)
+            outputs = self.file.run(*(pad_batch([tensor], smallest) if self.sides else [tensor]))
         named = dict(zip(self.file.description["outputs"], outputs, strict=True))
         if self.sides:
             named = {name: values[0] for name, values in named.items()}

@@ -23,7 +23,7 @@ from gw_detectron.export import (
     export_detector,
     read_image_for,
 )
-from gw_detectron.export.detection import check_detections
+from gw_detectron.export.detection import accuracy, check_detections
 from gw_detectron.export.detector import detector_program
 from gw_detectron.layers import use_backend
 
@@ -344,6 +344,26 @@ def test_the_ap_of_model_and_file(tmp_path, small_dataset):
     assert (accuracy["dataset"], accuracy["images"]) == ("gw_synthetic_val", 2)
     assert list(accuracy["model"]) == ["bbox", "segm"]
     assert accuracy["exported"] == pytest.approx(accuracy["model"], abs=1e-6)
+
+
+def test_another_ap_is_an_error(tmp_path, small_dataset, monkeypatch):
+    results = iter([{"bbox": {"AP": 30.0}}, {"bbox": {"AP": 30.2}}])
+    monkeypatch.setattr(accuracy.COCOEvaluator, "evaluate", lambda *args, **kwargs: next(results))
+    evaluation = EvaluationImages.load(detector_config("retinanet"), "gw_synthetic_val", 1)
+    with pytest.raises(ExportError, match=r"bbox AP 30.20 on 1 images of gw_synthetic_val, the model's is 30.00"):
+        export_detector(build_detector("retinanet"), tmp_path / "out", file_format="torchscript", evaluation=evaluation)
+    assert not (tmp_path / "out").exists()
+
+
+@needs_export
+@pytest.mark.slow
+def test_images_below_the_smallest_side_are_padded_for_pt2(tmp_path, small_dataset):
+    evaluation = EvaluationImages.load(detector_config("retinanet"), "gw_synthetic_val", 2)  # below 129 pixels
+    assert min(evaluation.inputs[0]["image"].shape[1:]) < 129
+    model = build_detector("retinanet")
+    model.test_score_thresh = 0.4  # nearly nothing is found: AP stays the same
+    report = export_detector(model, tmp_path / "out", evaluation=evaluation)
+    assert report["accuracy"]["images"] == 2
 
 
 @needs_export

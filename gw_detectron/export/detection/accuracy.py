@@ -1,20 +1,26 @@
 """Average precision of a model and of its exported file, side by side."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import numpy as np
+import torch.nn.functional as F
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, build_detection_test_loader
 from detectron2.evaluation import COCOEvaluator
 from detectron2.structures import Instances
+from torch import Tensor
 
 from ...errors import ConfigError, similar_names
-from ..parity import Run
+from ..parity import ParityError, Run
 from .one_image import OneImageProgram
 from .outputs import postprocess
 from .program import DetectorProgram
+
+#: largest allowed difference of an AP in percent; resizing inside the file costs up to 0.03
+TOLERANCE = 0.1
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,11 @@ class EvaluationImages:
 
 
 def compare_accuracy(
-    detector: DetectorProgram, program: DetectorProgram | OneImageProgram, run: Run, images: EvaluationImages
+    detector: DetectorProgram,
+    program: DetectorProgram | OneImageProgram,
+    run: Run,
+    images: EvaluationImages,
+    smallest_side: int = 1,
 ) -> dict[str, Any]:
     """Compute the AP of a model and of its exported file on the same images, one image at a time.
 
@@ -55,9 +65,13 @@ def compare_accuracy(
         program: the exported program.
         run: calls the exported file.
         images: the images.
+        smallest_side: images are padded to it for the file.
 
     Returns:
         ``dataset``, ``images``, and for ``model`` and ``exported``: task -> AP in percent.
+
+    Raises:
+        ParityError: an AP differs by more than :data:`TOLERANCE`.
     """
     tasks = ("bbox", "segm") if "masks" in detector.names else ("bbox",)
 
@@ -70,12 +84,19 @@ def compare_accuracy(
         found = evaluator.evaluate(img_ids=_ids(images.inputs))
         return {task: values["AP"] for task, values in found.items()}
 
-    return {
-        "dataset": images.dataset,
-        "images": len(images.inputs),
-        "model": ap(lambda item: detector.expected([detector.evaluation_image(item)])),
-        "exported": ap(lambda item: program.found(run, [program.evaluation_image(item)])),
-    }
+    def padded_run(pixels: Tensor, *sizes: Tensor) -> Sequence[Tensor]:
+        height, width = (max(0, smallest_side - side) for side in pixels.shape[-2:])
+        return run(F.pad(pixels, (0, width, 0, height)), *sizes)
+
+    expected = ap(lambda item: detector.expected([detector.evaluation_image(item)]))
+    found = ap(lambda item: program.found(padded_run, [program.evaluation_image(item)]))
+    for task, value in expected.items():
+        if abs(np.nan_to_num(found[task]) - np.nan_to_num(value)) > TOLERANCE:  # NaN without any detection
+            raise ParityError(
+                f"exported file: {task} AP {found[task]:.2f} on {len(images.inputs)} images of {images.dataset}, the "
+                f"model's is {value:.2f}. Fix: export for larger images (INPUT.MIN_SIZE_TEST) or in another format."
+            )
+    return {"dataset": images.dataset, "images": len(images.inputs), "model": expected, "exported": found}
 
 
 def _ids(inputs: Iterable[dict[str, Any]]) -> list[Any]:

@@ -15,6 +15,7 @@ from ...layers import use_backend
 from ...ops.compat import assert_all
 from ..feature_extractor import Normalization
 from ..parity import ExportError, Run
+from .batches import pad_batch
 from .boxes import NO_BOX, take, top
 from .outputs import to_instances
 
@@ -124,13 +125,8 @@ class DetectorProgram(nn.Module):
 
     def found(self, run: Run, images: Sequence[Tensor]) -> list[Instances]:
         """Call an exported file as its user does: images padded to one tensor, and their sizes."""
-        sizes = torch.tensor([image.shape[1:] for image in images])
-        height, width = sizes.amax(0).tolist()
-        # white padding: the file has to replace it
-        pads = [(0, width - image.shape[2], 0, height - image.shape[1]) for image in images]
-        batch = torch.stack([F.pad(image, pad, value=255.0) for image, pad in zip(images, pads, strict=True)])
         with torch.no_grad():
-            rows = zip(*run(batch, sizes), strict=True)
+            rows = zip(*run(*pad_batch(images)), strict=True)
         return [self.instances(image.shape[1:], row) for image, row in zip(images, rows, strict=True)]
 
     def instances(self, size: Sequence[int], outputs: Sequence[Tensor]) -> Instances:
