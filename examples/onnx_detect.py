@@ -1,9 +1,9 @@
-"""Detect objects with an ONNX file of tools/export_model.py --one-image; needs numpy, Pillow and onnxruntime alone.
+"""Detect objects with an ONNX file of `gw-detectron export --one-image`; needs numpy, Pillow and onnxruntime alone.
 
     python onnx_detect.py model.onnx photo.jpg --output detections.png --json detections.json
 
 The picture shows boxes, class names and pasted masks. The json file is a list of COCO results: bbox is x, y, width,
-height in pixels of the photo; category_id is the class index of the file, from 0.
+height in pixels of the photo; category_id is that of the training data, or the class index from 0 if it is unknown.
 """
 
 import argparse
@@ -42,12 +42,13 @@ def detect(session: onnxruntime.InferenceSession, description: dict, image: Imag
     return {name: values[:count] for name, values in named}
 
 
-def coco_results(found: dict[str, np.ndarray], names: list[str] | None) -> list[dict]:
-    """Return the detections as COCO results, with class names if the file has them."""
+def coco_results(found: dict[str, np.ndarray], description: dict) -> list[dict]:
+    """Return the detections as COCO results, with the ids and names of classes that the file has."""
+    names, ids = description["class_names"], description.get("category_ids")
     results = []
     for box, score, kind in zip(*(found[name].tolist() for name in ("boxes", "scores", "classes")), strict=True):
         x0, y0, x1, y1 = box
-        result = {"bbox": [x0, y0, x1 - x0, y1 - y0], "score": score, "category_id": kind}
+        result = {"bbox": [x0, y0, x1 - x0, y1 - y0], "score": score, "category_id": ids[kind] if ids else kind}
         results.append(result | ({"category_name": names[kind]} if names else {}))
     return results
 
@@ -86,7 +87,7 @@ def main() -> None:
         sys.exit(f"Error: {args.image}: cannot be read: {error}. Fix: give a photo.")
     found = detect(session, description, image)
     found = {name: values[found["scores"] >= args.threshold] for name, values in found.items()}
-    results = coco_results(found, description["class_names"])
+    results = coco_results(found, description)
     try:
         draw(image, results, found["masks"] if description["masks_pasted"] else None).save(args.output)
         with open(args.json, "w") as file:

@@ -4,7 +4,7 @@ import argparse
 import json
 
 from ..checkpoint.describe import describe_checkpoint, format_description
-from ..cli import new_parser
+from ..cli import new_parser, print_page
 
 
 def get_parser() -> argparse.ArgumentParser:
@@ -18,4 +18,4 @@ def get_parser() -> argparse.ArgumentParser:
 def main(args: argparse.Namespace) -> None:
     """Print the description of a file."""
     description = describe_checkpoint(args.file)
-    print(json.dumps(description, indent=2, default=str) if args.json else format_description(description))
+    print_page(json.dumps(description, indent=2, default=str) if args.json else format_description(description))

@@ -18,6 +18,7 @@ from ..export import (
     DETECTOR_FORMATS,
     EvaluationImages,
     add_card_flags,
+    dataset_category_ids,
     dataset_class_names,
     export_detector,
     load_model,
@@ -80,6 +81,7 @@ def main(args: argparse.Namespace) -> None:
         one_image=args.one_image,
         paste_masks=args.paste_masks,
         class_names=args.class_names or dataset_class_names(cfg, args.config_file),
+        category_ids=None if args.class_names else dataset_category_ids(cfg, args.config_file),
         source={"config": args.config_file, "weights": cfg.MODEL.WEIGHTS},
         card=requested_card(args, cfg),
     )

@@ -7,7 +7,7 @@ from detectron2.config import CfgNode
 from detectron2.data import Metadata, MetadataCatalog
 
 from ..errors import DataError
-from .coco_datasets import needs_registration
+from .coco_datasets import CocoDatasets, needs_registration
 from .coco_split import read_json
 from .datasets_yaml import RECORD, read_datasets
 
@@ -31,14 +31,26 @@ def class_metadata(cfg: CfgNode, config_file: str | None = None) -> Metadata:
     for name in (*cfg.DATASETS.TEST, *cfg.DATASETS.TRAIN):
         if not needs_registration([name]) and MetadataCatalog.get(name).get("thing_classes", None):
             return MetadataCatalog.get(name)
-    record = Path(config_file).with_name(RECORD) if config_file else None
-    if record is not None and record.is_file():
-        recorded = read_datasets(str(record), must_exist=False)
-        for dataset in (*recorded.val.values(), *recorded.train.values()):
-            # an unusable file is skipped, as the names are not needed to predict
-            with contextlib.suppress(OSError, DataError, LookupError, TypeError):
-                return _from_categories(read_json(dataset.json)["categories"])
-    return Metadata()
+    return (recorded_classes(config_file) if config_file else None) or Metadata()
+
+
+def recorded_classes(config_file: str) -> Metadata | None:
+    """Return the classes of the ``datasets.yaml`` beside a config file; None without a usable one.
+
+    Raises:
+        ConfigError: the ``datasets.yaml`` has an unknown key or a value of the wrong type.
+    """
+    record = Path(config_file).with_name(RECORD)
+    return classes_of(read_datasets(str(record), must_exist=False)) if record.is_file() else None
+
+
+def classes_of(datasets: CocoDatasets) -> Metadata | None:
+    """Return the classes of the first file that lists them; None if no file does."""
+    for dataset in (*datasets.val.values(), *datasets.train.values()):
+        # an unusable file is skipped: the checks before a run name its fault, and a prediction does not need it
+        with contextlib.suppress(OSError, DataError, LookupError, TypeError):
+            return _from_categories(read_json(dataset.json)["categories"])
+    return None
 
 
 def _from_categories(categories: list[dict]) -> Metadata:

@@ -16,7 +16,8 @@ from ..data import (
     read_datasets,
     register_datasets,
 )
-from ..errors import ConfigError
+from ..data.class_metadata import classes_of, recorded_classes
+from ..errors import ConfigError, summarize_names
 from ..modeling.class_counts import object_count_keys
 
 _FLAGS = ("train_json", "train_images", "val_json", "val_images", "val_fraction", "dataset")
@@ -34,13 +35,16 @@ def use_datasets(cfg: CfgNode, args: argparse.Namespace, folder: str) -> None:
         folder: the run folder, for the files of datasets that are split.
 
     Raises:
-        ConfigError: the flags or the yaml cannot be used.
+        ConfigError: the flags or the yaml cannot be used, or an evaluation has other classes than the run of the
+            config file.
         MissingFileError: a file or folder does not exist.
     """
     given = datasets_from_flags(args)
     if given is None:
         use_recorded_datasets(cfg, args.config_file, folder)
         return
+    if args.eval_only:
+        _check_same_classes(given, args.config_file)
     named = register_datasets(given, folder)
     values: dict[str, object] = {"DATASETS.TEST": tuple(named.val)}
     if named.train:
@@ -49,6 +53,21 @@ def use_datasets(cfg: CfgNode, args: argparse.Namespace, folder: str) -> None:
         values |= dict.fromkeys(object_count_keys(cfg), classes)
     explicit = (args.opts or [])[::2]
     cfg.merge_from_list([word for key, value in values.items() if key not in explicit for word in (key, value)])
+
+
+def _check_same_classes(given: CocoDatasets, config_file: str) -> None:
+    """Compare classes with those of the run; a detector numbers them by category id.
+
+    Raises:
+        ConfigError: names or their order differ.
+    """
+    trained, here = recorded_classes(config_file), classes_of(given)
+    if trained and here and trained.thing_classes != here.thing_classes:
+        raise ConfigError(
+            f"dataset: its classes by category id are {summarize_names(here.thing_classes, 9)}; the run of "
+            f"'{config_file}' was trained on {summarize_names(trained.thing_classes, 9)}. Fix: give the categories the "
+            "names and the order of ids of the training file."
+        )
 
 
 def use_recorded_datasets(cfg: CfgNode, config_file: str | os.PathLike[str], folder: str) -> None:

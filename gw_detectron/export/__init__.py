@@ -2,7 +2,7 @@
 
 from .backbone import FORMATS, export_backbone
 from .detection import EvaluationImages
-from .detector import DETECTOR_FORMATS, dataset_class_names, export_detector, read_image_for
+from .detector import DETECTOR_FORMATS, dataset_category_ids, dataset_class_names, export_detector, read_image_for
 from .feature_extractor import Normalization
 from .model_card import add_card_flags, card_facts, requested_card
 from .parity import TOLERANCE, ExportError, ParityError, worst_relative
@@ -20,6 +20,7 @@ __all__ = [
     "ParityError",
     "add_card_flags",
     "card_facts",
+    "dataset_category_ids",
     "dataset_class_names",
     "export_backbone",
     "export_detector",

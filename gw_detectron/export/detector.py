@@ -49,6 +49,7 @@ def export_detector(
     one_image: bool = False,
     paste_masks: bool = False,
     class_names: Sequence[str] | None = None,
+    category_ids: Sequence[int] | None = None,
     source: Mapping[str, str] | None = None,
     card: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -72,6 +73,7 @@ def export_detector(
         one_image: whether the file takes one image in its original size; not for ``torchscript``.
         paste_masks: whether masks are binary and as large as the image; with ``one_image`` alone.
         class_names: names of the classes, written into the file.
+        category_ids: ids of the classes in annotation files, written into the file.
         source: origin of the weights, copied to ``parity.json``.
         card: the result of :func:`.card_facts`: ``README.md`` becomes a model card.
 
@@ -84,7 +86,7 @@ def export_detector(
     if file_format not in DETECTOR_FORMATS:
         raise ExportError(f"file_format ({file_format!r}): unknown. Fix: use one of {', '.join(DETECTOR_FORMATS)}.")
     _check_one_image(file_format, one_image, paste_masks, sides)
-    detector = detector_program(model, detections, class_names)
+    detector = detector_program(model, detections, class_names, category_ids)
     program = OneImageProgram(detector, sides, paste_masks) if one_image and sides else detector
     image = _scene(detector.model.input_format) if image is None else image.detach().cpu().float()
     if image.dim() != 3 or image.shape[0] != 3:
@@ -107,23 +109,36 @@ def export_detector(
 
 
 def detector_program(
-    model: nn.Module, detections: int | None = None, class_names: Sequence[str] | None = None
+    model: nn.Module,
+    detections: int | None = None,
+    class_names: Sequence[str] | None = None,
+    category_ids: Sequence[int] | None = None,
 ) -> DetectorProgram:
     """Return a detector as a function of tensors.
 
     Raises:
         ExportError: a part of the detector cannot be exported, the number of detections is below 1, or that of names
-            is not the number of classes.
+            is not the number of classes or of ids.
     """
     check_supported(model)
-    program = RCNNProgram if isinstance(model, GeneralizedRCNN) else RetinaNetProgram
-    return program(model, detections, class_names)
+    names = len(class_names or ())
+    if category_ids is not None and len(category_ids) != names:
+        raise ExportError(f"category_ids ({len(category_ids)}): there are {names} class names. Fix: give one id each.")
+    program = (RCNNProgram if isinstance(model, GeneralizedRCNN) else RetinaNetProgram)(model, detections, class_names)
+    program.category_ids = category_ids
+    return program
 
 
 def dataset_class_names(cfg: CfgNode, config_file: str | None = None) -> list[str] | None:
     """Return the class names of the config's datasets; None if they are unknown, see :func:`class_metadata`."""
     names = class_metadata(cfg, config_file).get("thing_classes", None)
     return None if names is None else list(names)
+
+
+def dataset_category_ids(cfg: CfgNode, config_file: str | None = None) -> list[int] | None:
+    """Return the ids of these classes in the annotation files; None if they are unknown."""
+    indices = class_metadata(cfg, config_file).get("thing_dataset_id_to_contiguous_id", None)
+    return None if indices is None else sorted(indices, key=lambda number: indices[number])
 
 
 def _check_one_image(file_format: str, one_image: bool, paste_masks: bool, sides: tuple[int, int] | None) -> None:

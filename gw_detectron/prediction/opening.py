@@ -87,8 +87,11 @@ def _open_exported(path: Path, score_threshold: float) -> Predictor:
                 "with --one-image."
             )
         sides = (resized["shorter"], resized["longer_at_most"])
-    names = about["class_names"]
-    metadata = Metadata(thing_classes=names) if names else Metadata()
+    metadata = Metadata()
+    if names := about["class_names"]:
+        metadata.thing_classes = names
+    if ids := about.get("category_ids"):
+        metadata.thing_dataset_id_to_contiguous_id = {number: index for index, number in enumerate(ids)}
     return ExportedPredictor(file, metadata, score_threshold, sides)
 
 

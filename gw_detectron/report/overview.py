@@ -44,7 +44,7 @@ def _norms(run: RunFolder) -> dict[str, Any]:
 def _speed(run: RunFolder) -> dict[str, Any]:
     records, solver = run.metrics, run.cfg.SOLVER
     times = [record["time"] for record in records if "time" in record]
-    found: dict[str, Any] = {"iterations": records[-1]["iteration"]}
+    found: dict[str, Any] = {"iterations": min(records[-1]["iteration"] + 1, solver.MAX_ITER)}
     if run.training_time:
         found["training_time"] = run.training_time
     if times:

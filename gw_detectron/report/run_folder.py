@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 
@@ -114,11 +115,12 @@ class RunFolder:
 
     @property
     def training_time(self) -> str | None:
-        """The duration of the training in ``log.txt``."""
+        """The duration of the training in ``log.txt``, of all finished parts of a resumed run."""
         log = self.folder / "log.txt"
         text = log.read_text(errors="replace") if log.is_file() else ""
-        found = re.findall(r"Total training time: (.+) \(", text)
-        return found[-1] if found else None
+        found = re.findall(r"Total training time: (?:(\d+) days?, )?(\d+):(\d+):(\d+) \(", text)
+        parts = [timedelta(*(int(part or 0) for part in (days, s, 0, 0, m, h))) for days, h, m, s in found]
+        return str(sum(parts, timedelta())) if parts else None
 
     @property
     def weights(self) -> str:

@@ -75,6 +75,25 @@ def test_only_an_evaluation(tmp_path, val_flags):
     assert cfg.MODEL.ROI_HEADS.NUM_CLASSES == 3
 
 
+@pytest.mark.parametrize("change", ["order", "name"])
+def test_an_evaluation_on_other_classes_is_refused(tmp_path, photos, val_flags, change):
+    cfg = run_config(arguments(tmp_path, "--eval-only", *val_flags))
+    (tmp_path / "config.yaml").write_text(cfg.dump())
+    record = {"val": {"custom_val": {"json": f"{photos}/val.json", "images": f"{photos}/photos"}}}
+    (tmp_path / "datasets.yaml").write_text(json.dumps(record))
+    content = json.loads((photos / "val.json").read_text())
+    first, second, *_ = sorted(content["categories"], key=lambda each: each["id"])
+    if change == "order":
+        first["name"], second["name"] = second["name"], first["name"]
+    else:
+        first["name"] = "something else"
+    (tmp_path / "other.json").write_text(json.dumps(content))
+    flags = ["--eval-only", "--val-images", f"{photos}/photos", "--config-file", str(tmp_path / "config.yaml")]
+    with pytest.raises(ConfigError, match=r"its classes by category id are .* was trained on .* Fix: give the categ"):
+        run_config(arguments(tmp_path, "--val-json", str(tmp_path / "other.json"), *flags))
+    run_config(arguments(tmp_path, "--val-json", f"{photos}/val.json", *flags))  # the same classes
+
+
 def test_keys_of_the_command_line_stay(tmp_path, split_flags):
     changes = {"DATASETS__TEST": "('custom_train',)", "MODEL__ROI_HEADS__NUM_CLASSES": 5}
     args = arguments(tmp_path / "run", *split_flags, **changes)

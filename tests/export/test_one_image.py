@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from gw_detectron.errors import UserError
-from gw_detectron.export import EvaluationImages, ExportError, dataset_class_names, export_detector, read_image_for
+from gw_detectron.export import (
+    EvaluationImages,
+    ExportError,
+    dataset_category_ids,
+    dataset_class_names,
+    export_detector,
+    read_image_for,
+)
 from gw_detectron.export.detection import OneImageProgram, check_detections
 from gw_detectron.export.detection.one_image import paste, resized_sides
 from gw_detectron.export.detector import detector_program
@@ -152,8 +159,14 @@ def test_the_names_of_the_classes(small_dataset):
     names = dataset_class_names(cfg)
     assert len(names) == len(set(names)) == cfg.MODEL.ROI_HEADS.NUM_CLASSES
     assert detector_program(build_detector("mask"), class_names=names).describe()["class_names"] == names
+    ids = dataset_category_ids(cfg)
+    assert ids == list(range(1, len(names) + 1))
+    program = detector_program(build_detector("mask"), class_names=names, category_ids=ids)
+    assert program.describe()["category_ids"] == ids
+    with pytest.raises(ExportError, match=r"category_ids \(2\): there are 6 class names"):
+        detector_program(build_detector("mask"), class_names=names, category_ids=[1, 2])
     cfg.DATASETS.TEST = cfg.DATASETS.TRAIN = ("unregistered",)
-    assert dataset_class_names(cfg) is None
+    assert dataset_class_names(cfg) is None and dataset_category_ids(cfg) is None
 
 
 @needs_export

@@ -19,7 +19,7 @@ BOXES = np.array([[2, 3, 12, 13], [20, 5, 39, 29], [0, 0, 0, 0]], np.float32)
 SCORES, CLASSES = np.array([0.9, 0.25, 0], np.float32), np.array([1, 0, -1])
 
 
-def write_model(path, channels="RGB", pasted=True, names=("cat", "dog"), input_name="image"):
+def write_model(path, channels="RGB", pasted=True, names=("cat", "dog"), input_name="image", ids=None):
     """Write a model of two constant detections; their masks are where the first and second channel exceed 100."""
     constants = {"boxes": BOXES, "scores": SCORES, "classes": CLASSES, "count": np.array(2)}
     constants |= {"limit": np.array(100, np.float32), "zero": np.array([0]), "two": np.array([2])}
@@ -46,6 +46,7 @@ def write_model(path, channels="RGB", pasted=True, names=("cat", "dog"), input_n
         "detections": 3,
         "score_threshold": 0.05,
         "class_names": names,
+        "category_ids": ids,
         "masks_pasted": pasted,
     }
     helper.set_model_props(model, {"gw_detectron.json": json.dumps(description)})
@@ -69,6 +70,14 @@ def run(tmp_path):
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
 
     return run
+
+
+def test_category_ids_are_those_of_the_file(tmp_path, run, photo):
+    write_model(tmp_path / "model.onnx", ids=[5, 90])
+    done = run("model.onnx", "photo.png", "--threshold", "0.2")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "detections.json").read_text())
+    assert [(each["category_id"], each["category_name"]) for each in found] == [(90, "dog"), (5, "cat")]
 
 
 @pytest.mark.parametrize("channels", ["RGB", "BGR"])

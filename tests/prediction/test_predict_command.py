@@ -8,7 +8,7 @@ import pytest
 from gw_detectron.commands.predict import get_parser, main
 from gw_detectron.config import read_config
 from gw_detectron.errors import UserError
-from gw_detectron.export import dataset_class_names, export_detector, load_model
+from gw_detectron.export import dataset_category_ids, dataset_class_names, export_detector, load_model
 
 from .conftest import SIDES
 
@@ -94,6 +94,7 @@ def test_exported_files_agree_with_the_checkpoint(tmp_path, run_folder, photos, 
         one_image=one_image,
         paste_masks=one_image,
         class_names=dataset_class_names(cfg, config),
+        category_ids=dataset_category_ids(cfg, config),
     )
     words = (photos, "--score-threshold", "0.1", "--no-pictures", "--output")
     assert predict(run_folder, *words, tmp_path / "a")
@@ -101,6 +102,6 @@ def test_exported_files_agree_with_the_checkpoint(tmp_path, run_folder, photos, 
     expected, found = results(tmp_path / "a"), results(tmp_path / "b")
     assert len(found) == len(expected) > 6
     for a, b in zip(found, expected, strict=True):
-        assert (a["file_name"], a["category_name"]) == (b["file_name"], b["category_name"])
+        assert all(a[key] == b[key] for key in ("file_name", "category_id", "category_name"))
         assert a["score"] == pytest.approx(b["score"], abs=1e-3)
         assert a["bbox"] == pytest.approx(b["bbox"], abs=0.1)

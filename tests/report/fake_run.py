@@ -46,6 +46,7 @@ def write_run(
         "MODEL.RETINANET.NUM_CLASSES": classes,
         **{key.replace("__", "."): value for key, value in options.items()},
     }
+    opts["SOLVER.MAX_ITER"] = 40
     cfg = read_config(str(config), [str(word) for pair in opts.items() for word in pair])
     (folder / "config.yaml").write_text(cfg.dump())
     records = [

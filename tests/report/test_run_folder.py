@@ -46,6 +46,12 @@ def test_predictions_and_ground_truth_are_found(folder):
     assert run.weights == str(folder / "model_final.pth") and run.training_time == "0:00:20"
 
 
+def test_the_times_of_a_resumed_run_are_added(folder):
+    log = folder / "log.txt"
+    log.write_text(log.read_text() + log.read_text().replace("0:00:20", "1 day, 2:59:50"))
+    assert RunFolder(folder).training_time == "1 day, 3:00:10"
+
+
 def test_a_later_evaluation_decides_about_config_weights_and_predictions(folder):
     evaluated = folder / "inference" / "config.yaml"
     text = (folder / "config.yaml").read_text().replace("WEIGHTS: ''", "WEIGHTS: best.pth")

@@ -46,6 +46,8 @@ class DetectorProgram(nn.Module):
 
     score_threshold: Tensor
     takes_batches = True
+    #: id of each class in annotation files, for the description; None if unknown
+    category_ids: Sequence[int] | None = None
 
     def __init__(
         self,
@@ -169,4 +171,5 @@ class DetectorProgram(nn.Module):
             "detections": self.detections,
             "score_threshold": self.default_score_threshold,
             "class_names": self.class_names,
+            "category_ids": self.category_ids,
         }
