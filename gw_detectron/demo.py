@@ -40,7 +40,7 @@ def run_demo(args: argparse.Namespace) -> dict:
     """
     flags = get_parser().parse_args(["--config-file", args.config_file, *args.opts])
     _check_results_can_be_written(run_config(flags))
-    cfg, start = prepare(flags)
+    cfg, start, _ = prepare(flags)
     folder = Path(cfg.OUTPUT_DIR)
     metrics_file = folder / "metrics.json"
     metrics_file.unlink(missing_ok=True)  # the trainer would append to an earlier run

@@ -38,8 +38,9 @@ def get_config_file(name: str) -> str:
     """
     files = shipped_configs()
     if name not in files:
-        near = ", ".join(difflib.get_close_matches(name, files, n=3, cutoff=0.5))
-        fix = f"give one of the nearest: {near}." if near else "give a name of gw_detectron.model_zoo.list_configs()."
+        alike = difflib.get_close_matches(name, files, n=3, cutoff=0.5)
+        near = ", ".join(alike or [file for file in files if name and name.lower() in file.lower()][:3])
+        fix = f"give one of the nearest: {near}." if near else "see `gw-detectron configs`."
         raise ConfigError(f"config ({name!r}): unknown. Fix: {fix}")
     return str(files[name])
 

@@ -6,6 +6,7 @@ those of `list`, or files. --config-file of every command takes both, too.
 
 import argparse
 import json
+import os
 
 from detectron2.config import LazyConfig
 
@@ -46,6 +47,8 @@ def main(args: argparse.Namespace) -> None:
 
 def _resolved(name: str, opts: list[str], as_json: bool) -> str:
     file = find_config_file(name)
+    if not os.path.exists(file):
+        get_config_file(name)  # raises an error that names the nearest
     if file.endswith(".py"):
         if as_json:
             raise ConfigError(f"--json: '{name}' is a LazyConfig, which is Python. Fix: leave --json out.")

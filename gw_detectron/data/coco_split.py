@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import logging
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -11,6 +12,8 @@ from iopath.common.file_io import PathHandler
 
 from ..atomic import atomic_write
 from ..errors import DataError
+
+log = logging.getLogger(__name__)
 
 
 class CocoParts(NamedTuple):
@@ -85,13 +88,17 @@ class SplitPathHandler(PathHandler):
     def _get_local_path(self, path: str, force: bool = False, **kwargs: Any) -> str:
         if not self._written:
             try:
-                text = self._text()
+                content = read_json(self._source)
+                part = self._split(content)
             except DataError as error:
                 raise DataError(f"'{self._source}': {error}") from error
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(Path(path)) as temporary:
-                temporary.write_text(text)
+                temporary.write_text(json.dumps(part))
             self._written = True
+            if part is not content:
+                images = f"{len(part['images'])} of {len(content['images'])} images"
+                log.info("'%s': %s of '%s', %d objects", path, images, self._source, len(part["annotations"]))
         return path
 
     def _open(self, path: str, mode: str = "r", buffering: int = -1, **kwargs: Any) -> IO[Any]:
@@ -100,8 +107,10 @@ class SplitPathHandler(PathHandler):
         return io.BytesIO(self._text().encode()) if "b" in mode else io.StringIO(self._text())
 
     def _text(self) -> str:
-        content = read_json(self._source)
-        return json.dumps(getattr(split_coco(content, self._val_fraction), self._part))
+        return json.dumps(self._split(read_json(self._source)))
+
+    def _split(self, content: Any) -> Any:
+        return getattr(split_coco(content, self._val_fraction), self._part)
 
 
 def read_json(path: str) -> Any:

@@ -5,14 +5,30 @@ import argparse
 from detectron2.engine import default_argument_parser
 from detectron2.engine.launch import DEFAULT_TIMEOUT
 
+_EPILOG = """\
+--eval-only writes log.txt and config.yaml to OUTPUT_DIR/inference: those of the training remain.
+
+examples:
+  8 GPUs, on COCO:
+  %(prog)s --num-gpus 8 --config-file COCO-Detection/faster_rcnn_R_50_FPN_1x_GW.yaml
+
+  your own data, on the CPU:
+  %(prog)s --num-gpus 0 --config-file quick_schedules/mask_rcnn_R_18_FPN_GW_demo.yaml \\
+      --train-json data.json --train-images photos --val-fraction 0.2 OUTPUT_DIR output/mine SOLVER.BASE_LR 0.01
+
+  go on after an interruption; evaluate:
+  %(prog)s --num-gpus 0 --resume --config-file output/mine/config.yaml
+  %(prog)s --num-gpus 0 --eval-only --config-file output/mine/config.yaml MODEL.WEIGHTS output/mine/model_final.pth
+
+  two machines (on the second one --machine-rank 1):
+  %(prog)s --num-gpus 8 --num-machines 2 --machine-rank 0 --dist-url tcp://HOST:PORT --config-file CONFIG
+"""
+
 
 def get_parser() -> argparse.ArgumentParser:
     """Create Detectron2's parser with the flags of this package."""
     parser = default_argument_parser()
-    parser.epilog = (
-        f"{parser.epilog or ''}\n--eval-only writes log.txt and config.yaml to OUTPUT_DIR/inference: those of the "
-        "training remain.\n"
-    )
+    parser.epilog = _EPILOG
     parser.add_argument(
         "--ignore-preflight",
         action="store_true",

@@ -48,9 +48,11 @@ def main(args: argparse.Namespace) -> dict | None:
         NormMismatchError: the weights were trained with other norms.
         UserError: see :func:`prepare` and :meth:`Trainer.train`.
     """
-    cfg, start = prepare(args)
+    cfg, start, warnings = prepare(args)
     if args.eval_only:
-        return evaluate(cfg, start, allow_partial=args.allow_partial)
+        results = evaluate(cfg, start, allow_partial=args.allow_partial)
+        _log_scores(cfg, results)
+        return results
     trainer = Trainer(cfg)
     log.info("norms: %s", norm_summary(trainer.checkpointer.model))
     if args.whitening_stats_period:
@@ -58,13 +60,34 @@ def main(args: argparse.Namespace) -> dict | None:
     trainer.load_start_weights(start, allow_partial=args.allow_partial)
     log.info("seed: %d", trainer.record.seed)
     del start  # its tensors would be kept during the training
-    return trainer.train()
+    if trainer.start_iter >= trainer.max_iter:
+        warnings.append(
+            f"SOLVER.MAX_ITER ({trainer.max_iter}): the run has finished its iterations and is only evaluated. Fix: "
+            "raise it, and SOLVER.STEPS, to train longer."
+        )
+    for warning in warnings:  # again, below the model and the data, where they are seen
+        log.warning(warning)
+    trained = trainer.train()
+    _log_scores(cfg, trained)
+    return trained
 
 
-def prepare(args: argparse.Namespace) -> tuple[CfgNode, StartWeights]:
+def _log_scores(cfg: CfgNode, results: dict | None) -> None:
+    """End the log with the AP of each task, and what to do next."""
+    names, results = cfg.DATASETS.TEST, results or {}
+    for name, scores in ({names[0]: results} if len(names) == 1 else results).items():
+        found = [f"{task} AP {value['AP']:.1f}" for task, value in scores.items() if "AP" in value]
+        if found:
+            log.info("%s on %s. Next: gw-detectron report %s", ", ".join(found), name, cfg.OUTPUT_DIR)
+
+
+def prepare(args: argparse.Namespace) -> tuple[CfgNode, StartWeights, list[str]]:
     """Read the config, open the weights, check the run, prepare its output.
 
     The output folder comes last: a refused run leaves the folder of an earlier run unchanged.
+
+    Returns:
+        The config, the weights and the warnings, which are logged.
 
     Raises:
         PreflightError: the run would fail later or learn nothing.
@@ -84,11 +107,12 @@ def prepare(args: argparse.Namespace) -> tuple[CfgNode, StartWeights]:
         start.checkpoint()  # fetches remote weights, raises the error of opening it
     with in_all_processes():
         prepare_output(cfg, args)
-    for warning in findings.problems + findings.warnings:
+    warnings = findings.problems + findings.warnings
+    for warning in warnings:
         log.warning(warning)
     if args.eval_only and args.whitening_stats_period:
         log.warning("--whitening-stats-period has no effect with --eval-only: it observes the layers in training")
-    return cfg, start
+    return cfg, start, warnings
 
 
 def evaluate(cfg: CfgNode, start: StartWeights, *, allow_partial: bool = False) -> dict:

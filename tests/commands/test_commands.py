@@ -61,7 +61,7 @@ def test_the_version_is_that_of_the_package(gw):
 def test_every_example_in_the_help_is_accepted(name, monkeypatch):
     parser = get_parser(name, monkeypatch)
     prompt = f"gw-detectron {name}"
-    lines = [line.strip().removeprefix("$ ") for line in parser.format_help().splitlines()]
+    lines = [line.strip().removeprefix("$ ") for line in parser.format_help().replace("\\\n", "").splitlines()]
     examples = [line for line in lines if line.startswith((f"{prompt} ", prompt)) and "usage" not in line]
     assert len(examples) >= 2
     for example in examples:
@@ -121,7 +121,8 @@ def test_a_lazy_config_is_shown_as_python(gw):
 
 def test_an_unknown_config_is_refused(gw):
     status, _, errors = gw("configs", "show", "no/such.yaml")
-    assert status == 1 and "file not found: 'no/such.yaml'" in errors
+    assert status == 1 and "config ('no/such.yaml'): unknown. Fix: " in errors
+    assert "quick_schedules/mask_rcnn_R_18_FPN_GW_demo.yaml" in gw("configs", "show", "R_18_FPN_GW_demo")[2]
 
 
 def test_a_file_of_the_user_comes_before_a_shipped_config(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -160,6 +161,16 @@ def test_a_refused_run_names_the_source_and_writes_nothing(tmp_path, split_flags
     with pytest.raises(PreflightError, match=rf"'{tmp_path}/corners.json': .* bbox looks like x1 y1 x2 y2"):
         prepare(arguments(tmp_path / "run", *split_flags, "--train-json", f"{tmp_path}/corners.json"))
     assert not (tmp_path / "run").exists()
+
+
+def test_the_end_of_the_log_says_what_to_read(tmp_path, split_flags, one_thread):
+    flags = [*split_flags, "--num-gpus", "0"]
+    for resume in ([], ["--resume"]):
+        main(arguments(tmp_path, *flags, *resume, MODEL__MASK_ON=False))
+    text = (tmp_path / "log.txt").read_text()
+    assert re.search(r"custom_val.json': \d+ of 12 images of '.*annotations.json', \d+ objects", text)
+    assert re.search(rf"bbox AP (nan|[\d.]+) on custom_val. Next: gw-detectron report {tmp_path}", text)
+    assert text.count("the run has finished its iterations and is only evaluated. Fix: raise it") == 1
 
 
 def test_unknown_names_without_a_record(tmp_path):

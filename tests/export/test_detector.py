@@ -372,7 +372,7 @@ def test_images_below_the_smallest_side_are_padded_for_pt2(tmp_path, small_datas
 def test_the_demo_after_a_few_iterations(tmp_path, small_dataset, file_format):
     words = "SOLVER.MAX_ITER 20 SOLVER.STEPS (15,) SOLVER.WARMUP_ITERS 5 TEST.EVAL_PERIOD 0 DATALOADER.NUM_WORKERS 0"
     line = ["--config-file", str(CONFIG), "OUTPUT_DIR", str(tmp_path / "run"), *words.split()]
-    cfg, start = prepare(get_parser().parse_args(line))
+    cfg, start, _ = prepare(get_parser().parse_args(line))
     trainer = Trainer(cfg)
     trainer.load_start_weights(start)
     trainer.train()
