@@ -11,6 +11,7 @@ from ..errors import DataError, summarize_names
 
 _LARGEST_ID = 2**53  # pycocotools keeps ids in float64
 _LARGEST_SIDE = 65535  # of an image in pixels
+_SINGULAR = {"categories": "category", "images": "image", "annotations": "annotation"}
 
 
 class Use(NamedTuple):
@@ -80,10 +81,13 @@ def _check_fields(kind: str, records: Sequence[Any], fields: Iterable[str]) -> N
     for index, record in enumerate(records):
         if not isinstance(record, dict):
             raise DataError(f"{kind}[{index}] is a {type(record).__name__}, not an object")
-        for key in fields:
-            if key not in record:
-                name = f" (id {_short(record['id'])})" if "id" in record else ""
-                raise DataError(f"{kind}[{index}]{name} has no field '{key}'")
+    for key in fields:
+        if lacking := [(index, record) for index, record in enumerate(records) if key not in record]:
+            index, record = lacking[0]
+            # the index of a split file's part would mislead
+            name = f"{_SINGULAR[kind]} {_short(record['id'])}" if "id" in record else f"{kind}[{index}]"
+            others = f", and {len(lacking) - 1} more of {len(records)}" if len(lacking) > 1 else ""
+            raise DataError(f"{name} has no field '{key}'{others}")
     wanted = str if kind == "images" and isinstance(records[0]["id"], str) else int
     for index, record in enumerate(records):
         identifier = record["id"]

@@ -1,6 +1,7 @@
 """Check that the datasets of a run are complete and fit."""
 
 import os
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -200,15 +201,28 @@ def _missing_images(image_root: str, images: Sequence[dict]) -> str:
     for image in images:
         folder, base = os.path.split(os.path.join(root, image["file_name"]))
         by_folder.setdefault(folder, set()).add(base)
-    missing = [
-        os.path.join(folder, base)
-        for folder, wanted in by_folder.items()
-        for base in wanted.difference(os.listdir(folder) if os.path.isdir(folder) else ())
-    ]
+    missing, other_form = [], 0
+    for folder, wanted in by_folder.items():
+        present = set(os.listdir(folder) if os.path.isdir(folder) else ())
+        gone = wanted - present
+        missing += [os.path.join(folder, base) for base in gone]
+        if gone:
+            forms = {unicodedata.normalize("NFC", base) for base in present}
+            other_form += sum(unicodedata.normalize("NFC", base) in forms for base in gone)
     if not missing:
         return ""
     names = summarize_names((f"'{path}'" for path in sorted(missing)), 3)
-    return (
-        f"{len(missing)} of {len(images)} images are missing: {names}. Fix: put them there, remove them from the JSON "
-        "file, or give the folder that file_name is relative to."
-    )
+    fix = "put them there, remove them from the JSON file, or give the folder that file_name is relative to"
+    if other_form:
+        fix = f"{other_form} exist with their umlauts or accents in another Unicode form (NFC, NFD): rename the files"
+    elif len(missing) == len(images) and (elsewhere := _folder_of(images, root)):
+        fix = f"'{elsewhere}' has them: give it instead"
+    return f"{len(missing)} of {len(images)} images are missing: {names}. Fix: {fix}."
+
+
+def _folder_of(images: Sequence[dict], root: str) -> str | None:
+    """Find the images in the folder above, or in a folder beside or below their supposed one."""
+    above = os.path.dirname(os.path.abspath(root))
+    near = [above, *(entry.path for top in (above, root) for entry in os.scandir(top) if entry.is_dir())]
+    names = [image["file_name"] for image in images[:20]]
+    return next((folder for folder in near if all(os.path.isfile(os.path.join(folder, name)) for name in names)), None)

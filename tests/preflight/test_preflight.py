@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import unicodedata
 import zipfile
 
 import pytest
@@ -426,6 +427,26 @@ class TestData:
         problem = check().problems[0]
         assert "1 of 2 images are missing" in problem and "sub/b.jpg" in problem
 
+    @pytest.mark.parametrize("place", ["below", "beside", "above"])
+    def test_the_folder_that_has_the_images_is_named(self, check, coco, tmp_path, place):
+        coco()
+        root = tmp_path / "data" / "images"
+        moved = {"below": root / "photos", "beside": tmp_path / "data" / "photos", "above": tmp_path / "data"}[place]
+        for path in list(root.rglob("*.jpg")):
+            target = moved / path.relative_to(root)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            path.rename(target)
+        assert "2 of 2 images are missing" in (problem := check().problems[0])
+        assert problem.endswith(f"Fix: '{moved}' has them: give it instead.")
+
+    def test_another_unicode_form_of_a_name_is_explained(self, check, coco, content, tmp_path):
+        folder = tmp_path / "data" / "images"
+        content["images"][0]["file_name"] = unicodedata.normalize("NFC", "Größe.jpg")
+        coco()
+        (folder / unicodedata.normalize("NFC", "Größe.jpg")).unlink(missing_ok=True)
+        (folder / unicodedata.normalize("NFD", "Größe.jpg")).write_bytes(b"")
+        assert "1 exist with their umlauts or accents in another Unicode form" in check().problems[0]
+
     def test_the_first_missing_images_are_named(self, check, coco, content):
         content["images"] += [{**content["images"][0], "id": 9 + n, "file_name": f"c/{n}.jpg"} for n in range(4)]
         coco()
@@ -462,10 +483,10 @@ class TestData:
         [
             (lambda c: c.pop("images"), "no list 'images'"),
             (lambda c: c.pop("categories"), "no list 'categories'"),
-            (lambda c: c["images"][1].pop("height"), r"images\[1\] \(id 2\) has no field 'height'"),
+            (lambda c: c["images"][1].pop("height"), r"image 2 has no field 'height'"),
             (lambda c: c["images"][0].pop("id"), r"images\[0\] has no field 'id'"),
-            (lambda c: c["categories"][0].pop("name"), r"categories\[0\] \(id 9\) has no field 'name'"),
-            (lambda c: c["annotations"][1].pop("bbox"), r"annotations\[1\] \(id 2\) has no field 'bbox'"),
+            (lambda c: c["categories"][0].pop("name"), r"category 9 has no field 'name'"),
+            (lambda c: c["annotations"][1].pop("bbox"), r"annotation 2 has no field 'bbox'"),
             (lambda c: c["annotations"][1].pop("segmentation"), "has no field 'segmentation'"),
             (lambda c: c["annotations"][1].update(bbox=[1, 2, 3]), "annotation 2: bbox .*four numbers"),
             (lambda c: c["annotations"][1].update(bbox=[1, 2, 3, float("nan")]), "annotation 2: bbox"),
@@ -488,7 +509,13 @@ class TestData:
     def test_evaluation_needs_more_fields_than_training(self, check, coco, content):
         content["annotations"][0].pop("area")
         coco()
-        assert "annotations[0] (id 1) has no field 'area'" in one(check())
+        assert "annotation 1 has no field 'area'." in one(check())
+
+    def test_records_that_lack_the_same_field_are_counted(self, check, coco, content):
+        for annotation in content["annotations"]:
+            annotation.pop("area", None)
+        coco()
+        assert f"has no field 'area', and 1 more of {len(content['annotations'])}" in one(check())
 
     def test_test_images_may_have_no_annotations(self, check, coco, content, tmp_path):
         del content["annotations"]
