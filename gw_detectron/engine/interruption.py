@@ -2,6 +2,8 @@
 
 import contextlib
 import logging
+import os
+import shlex
 import signal
 import time
 from types import FrameType
@@ -103,6 +105,6 @@ class InterruptionHook(HookBase):
         if comm.is_main_process():
             stop.message += (
                 f" Iteration {finished} is finished; checkpoint '{checkpointer.get_checkpoint_file()}'. Continue with "
-                "--resume."
+                f"--resume --config-file {shlex.quote(os.path.join(checkpointer.save_dir, 'config.yaml'))}"
             )
             log.warning(stop.message)

@@ -1,5 +1,6 @@
 """Check that the model can be built and its norms can work."""
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -119,10 +120,12 @@ def _check_resumed(checkpoint: Checkpoint, model: nn.Module, findings: Findings)
     if norms := norm_differences(checkpoint.metadata, model):
         found.append(f"{len(norms)} norms differ ({summarize_names(norms)})")
     if found:
+        config = os.path.join(os.path.dirname(checkpoint.path), "config.yaml")
         findings.problems.append(
-            f"--resume ('{checkpoint.path}'): a checkpoint of another detector: {'; '.join(found)}. Fix: set all MODEL "
-            f"keys as in that run; the keys of norms are {', '.join(NORM_KEYS)}. To start another run from these "
-            "weights, leave out --resume and set MODEL.WEIGHTS and another OUTPUT_DIR."
+            f"--resume ('{checkpoint.path}'): a checkpoint of another detector: {'; '.join(found)}. Fix: continue with "
+            f"--config-file {config}, or set all MODEL keys as in that run (the keys of norms are "
+            f"{', '.join(NORM_KEYS)}). To start another run from these weights, leave out --resume and set "
+            "MODEL.WEIGHTS and another OUTPUT_DIR."
         )
 
 

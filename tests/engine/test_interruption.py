@@ -43,7 +43,10 @@ def test_a_signal_finishes_the_step_and_writes_a_checkpoint(tmp_path, number, st
     assert "Traceback" not in run.output()
     last = run.output().strip().splitlines()[-1]
     assert last.startswith(f"Stopped by {number.name}. Iteration {steps - 1} is finished; checkpoint")
-    assert last.endswith("Continue with --resume.") and last in (output / "log.txt").read_text()
+    assert (
+        last.endswith(f"Continue with --resume --config-file {output}/config.yaml")
+        and last in (output / "log.txt").read_text()
+    )
     with child(train_long(output, "--resume", DATASETS__TEST="()"), tmp_path / "log") as resumed:
         assert resumed.wait_for(STEP, 1)
     assert f"Starting training from iteration {steps}" in resumed.output()
