@@ -8,6 +8,7 @@ height in pixels of the photo; category_id is that of the training data, or the 
 
 import argparse
 import json
+import os
 import sys
 
 import numpy as np
@@ -77,6 +78,8 @@ def main() -> None:
     parser.add_argument("--json", default="detections.json", help="json file to write, default: %(default)s")
     parser.add_argument("--threshold", type=float, default=0.5, help="lowest score, default: %(default)s")
     args = parser.parse_args()
+    if os.path.isdir(args.model):
+        sys.exit(f"Error: {args.model}: a folder. Fix: give the file in it, {os.path.join(args.model, 'model.onnx')}.")
     try:
         session, description = load(args.model)
     except Exception as error:  # onnxruntime has an exception of its own for every kind of damage

@@ -2,9 +2,11 @@
 
 import argparse
 import json
+import os
 
 from ..checkpoint.describe import describe_checkpoint, format_description
 from ..cli import new_parser, print_page
+from ..errors import MissingFileError
 
 
 def get_parser() -> argparse.ArgumentParser:
@@ -17,5 +19,7 @@ def get_parser() -> argparse.ArgumentParser:
 
 def main(args: argparse.Namespace) -> None:
     """Print the description of a file."""
+    if os.path.isdir(args.file):
+        raise MissingFileError(f"FILE ('{args.file}'): a folder. Fix: give a checkpoint in it, e.g. model_final.pth.")
     description = describe_checkpoint(args.file)
     print_page(json.dumps(description, indent=2, default=str) if args.json else format_description(description))

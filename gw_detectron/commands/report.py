@@ -53,4 +53,7 @@ def main(args: argparse.Namespace) -> None:
         print(f"Missing: {', '.join(entry['parts'])}: {entry['reason']}")
         if entry["command"]:
             print(f"  Make it: {entry['command']}")
+    for task, scores in numbers["summary"]["scores"].items():
+        if scores["AP"] is not None:
+            print(f"{task} AP {scores['AP']:.1f}")
     print(f"Report: {Path(args.output or Path(args.run_folder, 'report')) / PAGE}")

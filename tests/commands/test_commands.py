@@ -191,6 +191,11 @@ def test_doctor_reports_a_layer_that_fails(gw, monkeypatch):
     assert status == 1 and "RuntimeError: no kernel image is available" in printed
 
 
+def test_a_folder_is_no_checkpoint(gw, tmp_path):
+    status, _, errors = gw("describe", str(tmp_path))
+    assert status == 1 and "a folder. Fix: give a checkpoint in it, e.g. model_final.pth." in errors
+
+
 def test_the_end_of_a_pipe_is_quiet():
     command = f"{sys.executable} -m gw_detectron configs show {CONFIG} | head -1"
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True)

@@ -80,6 +80,11 @@ def test_category_ids_are_those_of_the_file(tmp_path, run, photo):
     assert [(each["category_id"], each["category_name"]) for each in found] == [(90, "dog"), (5, "cat")]
 
 
+def test_a_folder_is_no_model(tmp_path, run, photo):
+    done = run(".", "photo.png")
+    assert done.returncode == 1 and "a folder. Fix: give the file in it" in done.stderr
+
+
 @pytest.mark.parametrize("channels", ["RGB", "BGR"])
 def test_a_picture_and_coco_results(tmp_path, run, photo, channels):
     write_model(tmp_path / "model.onnx", channels)
