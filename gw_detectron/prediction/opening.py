@@ -17,6 +17,7 @@ from ..errors import ConfigError, DataError, MissingFileError
 from ..export.exported_file import OPENERS, open_exported
 from ..export.trained_model import load_model
 from ..modeling.class_counts import object_count_keys
+from ..shipped_configs import find_config_file
 from .predictors import ExportedPredictor, Predictor, TrainedPredictor
 
 log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ def _open_exported(path: Path, score_threshold: float) -> Predictor:
     file = open_exported(path)
     about = file.description
     if "detections" not in about:
-        raise ConfigError(f"MODEL ('{path}'): not a detector. Fix: give a file of tools/export_model.py.")
+        raise ConfigError(f"MODEL ('{path}'): not a detector. Fix: give a file of gw-detectron export.")
     if score_threshold < about["score_threshold"]:
         raise ConfigError(
             f"score threshold ({score_threshold:g}): the file drops scores up to {about['score_threshold']:g}. Fix: "
@@ -115,7 +116,8 @@ def _open_trained(
     if "MODEL.WEIGHTS" in opts:
         raise ConfigError("MODEL.WEIGHTS: given beside MODEL. Fix: name the weights as MODEL.")
     is_folder = os.path.isdir(model)
-    config_file = config_file or os.path.join(model if is_folder else os.path.dirname(model), "config.yaml")
+    beside = os.path.join(model if is_folder else os.path.dirname(model), "config.yaml")
+    config_file = find_config_file(config_file or beside)
     if not os.path.isfile(config_file):
         raise MissingFileError(
             f"MODEL ('{model}'): its config is not found: '{config_file}'. Fix: give --config-file, or a run folder."

@@ -25,8 +25,7 @@ def curves_section(run: RunFolder) -> Section:
         for name, (label, wanted, marker) in panels.items()
     ]
     last = {name: value for record in records for name, value in record.items() if _is_loss(name)}
-    numbers = {"iterations": records[-1]["iteration"], "last_losses": last}
-    return Section("Curves", numbers, pictures=[pictures])
+    return Section("Curves", {"last_losses": last}, pictures=[pictures])
 
 
 def _is_loss(name: str) -> bool:

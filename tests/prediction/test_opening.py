@@ -70,6 +70,8 @@ def test_a_checkpoint_with_a_config_elsewhere(run_folder, tmp_path):
     weights.symlink_to(run_folder / "model_final.pth")
     with pytest.raises(MissingFileError, match=r"its config is not found: '.*config\.yaml'\. Fix: give --config-file"):
         open_predictor(str(weights))
+    with pytest.raises(UserError, match="does not fit the model"):
+        open_predictor(str(weights), config_file="COCO-Detection/faster_rcnn_R_50_FPN_1x_GW.yaml")  # of the package
     config = tmp_path / "elsewhere.yaml"
     shutil.copy(run_folder / "config.yaml", config)
     named = open_predictor(str(weights), config_file=str(config), class_names=["a", "b", "c"])
