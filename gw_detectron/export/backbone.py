@@ -76,10 +76,10 @@ def export_backbone(
     extractor = FeatureExtractor(backbone, normalization)
     with steps(2) as begin, atomic_folder(output, (file, *REPORT_FILES)) as folder:
         begin(f"writing {file}")
-        run, entries = write(extractor, folder / file, **options)
+        written, entries = write(extractor, folder / file, **options)
         begin("comparing feature maps with the model's")
-        cases = check_parity(extractor, run)
-        entries |= {**extractor.describe(), "norm_layers": norm_counts(backbone)}
+        cases = check_parity(extractor, written.run)
+        entries |= {**written.description, "norm_layers": norm_counts(backbone)}
         entries |= {"tolerance": TOLERANCE, "worst_relative": worst_relative(cases), "cases": cases}
         return write_report(folder / file, file_format, options.get("layout", file_format), entries, source, card)
 

@@ -94,17 +94,15 @@ def export_detector(
     file, write = DETECTOR_FORMATS[file_format]
     with steps(3 if evaluation else 2) as begin, atomic_folder(output, (file, *REPORT_FILES)) as folder:
         begin(f"writing {file}")
-        run, entries = write(program, folder / file)
-        entries |= {**program.describe(), "norm_layers": norm_counts(model)}
+        written, entries = write(program, folder / file)
+        entries |= {**written.description, "norm_layers": norm_counts(model)}
         if sides is not None:
             entries["resized_in_evaluation"] = {"shorter": sides[0], "longer_at_most": sides[1]}
         begin("comparing detections with the model's")
-        entries |= check_detections(program, run, image)
+        entries |= check_detections(program, written, image)
         if evaluation is not None:
             begin(f"computing AP on {len(evaluation.inputs)} images, twice")
-            # torch.export knows no smaller sides; the other formats need no more padding than the model
-            smallest = detector.smallest_side if file_format == "pt2" and not one_image else 1
-            entries["accuracy"] = compare_accuracy(detector, program, run, evaluation, smallest)
+            entries["accuracy"] = compare_accuracy(detector, program, written, evaluation)
         return write_report(folder / file, file_format, file_format, entries, source, card)
 
 

@@ -14,16 +14,16 @@ from torch.export import ExportedProgram
 from ..checkpoint.norm_inference import DESCRIPTION
 from ..errors import summarize_names
 from ..requirements import require_packages
-from .exported_file import open_onnx, open_pt2, open_torchscript
-from .parity import ExportError, Run
+from .exported_file import ExportedFile, open_onnx, open_pt2, open_torchscript
+from .parity import ExportError
 
 # ONNX can multiply matrices, but has no operator that factorizes or inverts one.
 _NOT_IN_ONNX = {"eig", "eigh", "eigvals", "eigvalsh", "svd", "svdvals", "qr", "cholesky", "ldl", "lu", "inv", "solve"}
 
 logger = logging.getLogger(__name__)
 
-#: a function that calls the written file, read back from disk; and more entries of the report
-Written = tuple[Run, dict[str, Any]]
+#: the written file, read back from disk; and more entries of the report
+Written = tuple[ExportedFile, dict[str, Any]]
 
 
 class Program(Protocol):
@@ -50,7 +50,7 @@ def write_pt2(program: Program, path: Path) -> Written:
     file = io.BytesIO()  # writing to a full disk, torch would end the whole process
     torch.export.save(_export_program(program), file, extra_files={DESCRIPTION: json.dumps(program.describe())})
     path.write_bytes(file.getbuffer())
-    return (open_pt2(path).run, {})
+    return (open_pt2(path), {})
 
 
 def write_torchscript(program: Program, path: Path) -> Written:
@@ -60,9 +60,9 @@ def write_torchscript(program: Program, path: Path) -> Written:
         warnings.simplefilter("ignore")  # the deprecation is logged above; the parity check finds wrong traces
         traced: Any = torch.jit.trace(program, tuple(program.sample_inputs().values()), check_trace=False)
         file = io.BytesIO()  # writing to a full disk, torch would end the whole process
-        torch.jit.save(traced, file, _extra_files={DESCRIPTION: json.dumps(program.describe())})
+        torch.jit.save(traced, file, _extra_files={DESCRIPTION: json.dumps(_describe_operations(program))})
         path.write_bytes(file.getbuffer())
-        return (open_torchscript(path).run, {"deprecated": "TorchScript is deprecated in torch"})
+        return (open_torchscript(path), {"deprecated": "TorchScript is deprecated in torch"})
 
 
 def write_onnx(program: Program, path: Path) -> Written:
@@ -88,13 +88,20 @@ def write_onnx(program: Program, path: Path) -> Written:
             cause = cause.__cause__
         raise ExportError(f"format ('onnx'): ONNX cannot express this model: {cause}. Fix: use pt2.") from error
     assert onnx is not None  # torch returns a program if dynamo=True
-    description = program.describe()
+    description = _describe_operations(program)
     shape: Any = onnx.model.graph.inputs[0].shape
     axes = zip(shape, description["input"]["shape"], strict=True)
     onnx.rename_axes({axis: name for axis, name in axes if isinstance(name, str)})
     onnx.model.metadata_props[DESCRIPTION] = json.dumps(description)
     onnx.save(path, external_data=False)
-    return (open_onnx(path).run, {"opset": onnx.model.opset_imports[""]})
+    return (open_onnx(path), {"opset": onnx.model.opset_imports[""]})
+
+
+def _describe_operations(program: Program) -> dict[str, Any]:
+    """Describe a graph of operations alone: unlike torch.export's, it has no guards that refuse small images."""
+    description = program.describe()
+    given = description["input"]
+    return {**description, "input": {**given, "smallest_side": given["multiple_of"]}}
 
 
 def _export_program(program: Any) -> ExportedProgram:

@@ -68,11 +68,12 @@ _RESIZE = """
   The file does not resize. Evaluation resizes images to a shorter side of $shorter and a longer side of at most
   $longer_at_most pixels: do the same."""
 _IMAGES = """\
-images = np.random.uniform(0, 255, (1, 3, $smallest_side, $smallest_side)).astype("float32")  # your images
+images = np.random.uniform(0, 255, (1, 3, $side, $side)).astype("float32")  # your images
 """
 _ONE_IMAGE = """\
 image = np.random.randint(0, 256, (3, 480, 640)).astype("float32")  # your image
 """
+_SIDE = 224  # of the image in the code, if the file takes it
 _NORMALIZE = """\
 mean, std = (np.array(values, "float32").reshape(3, 1, 1) for values in ($pixel_mean, $pixel_std))
 images = (images - mean) / std
@@ -199,6 +200,7 @@ def _readme(report: Mapping[str, Any], kind: str) -> str:
         **report.get("network", {}),
         **given,
         "library": kind,
+        "side": -(-max(_SIDE, given["smallest_side"]) // given["multiple_of"]) * given["multiple_of"],
         "names": names,
         "outputs": json.dumps(report["outputs"]),
         "refusal": _REFUSAL * (batch and report["format"] != "pt2"),

@@ -18,6 +18,7 @@ from ..checkpoint.norm_record import NormRecord
 from ..checkpoint.reference_networks import torchvision_stages
 from ..layers import GroupWhitening2d
 from ..norms.convs import conv_names
+from .exported_file import ExportedFile
 from .feature_extractor import FeatureExtractor
 from .formats import Written
 from .parity import ExportError
@@ -36,7 +37,8 @@ def write_safetensors(extractor: FeatureExtractor, path: Path, layout: str = "de
     """
     backbone = extractor.backbone
     tensors = {name: value.contiguous() for name, value in backbone.state_dict().items()}
-    metadata = {"format": "pt", "layout": layout, DESCRIPTION: json.dumps(extractor.describe())}
+    description = extractor.describe()
+    metadata = {"format": "pt", "layout": layout, DESCRIPTION: json.dumps(description)}
     if layout == "detectron2":
         metadata[NORMS] = json.dumps(NormRecord(backbone).state_dict())
         blocks = [module for module in backbone.modules() if isinstance(module, BottleneckBlock)]
@@ -46,7 +48,7 @@ def write_safetensors(extractor: FeatureExtractor, path: Path, layout: str = "de
         for value in loaded.backbone.state_dict().values():
             value.zero_()  # a tensor that the file lacks must not pass the parity check
         loaded.backbone.load_state_dict(load_file(path))
-        return (loaded, {"layout": layout})
+        return (ExportedFile(loaded, description), {"layout": layout})
 
     _check_torchvision_compatible(backbone)
     network = infer_architecture(tensors, layout="detectron2")
@@ -69,14 +71,14 @@ def write_safetensors(extractor: FeatureExtractor, path: Path, layout: str = "de
             stages = torchvision_stages(model, images)
         return [stages[name] for name in extractor.names]
 
-    description = {
+    built = {
         "name": network.name,
         "block": "Bottleneck" if network.bottleneck else "BasicBlock",
         "blocks": list(network.blocks),
         "groups": network.groups,
         "width": network.width,
     }
-    return (run, {"layout": layout, "network": description, "norms": norms})
+    return (ExportedFile(run, description), {"layout": layout, "network": built, "norms": norms})
 
 
 def _check_torchvision_compatible(backbone: nn.Module) -> None:

@@ -7,6 +7,7 @@ from torch import nn
 from gw_detectron.export import DETECTOR_FORMATS, ExportError, ParityError, export_detector
 from gw_detectron.export.detection import check_detections
 from gw_detectron.export.detector import detector_program
+from gw_detectron.export.exported_file import ExportedFile
 
 from .tiny_networks import build_detector, noise
 
@@ -34,8 +35,11 @@ def shifted_if_large(boxes):
 def test_a_difference_stops_the_export(tmp_path, monkeypatch, change, message):
     def write(program, path):
         path.write_text("wrong")
-        names = program.names
-        return lambda *inputs: list(change(dict(zip(names, program(*inputs), strict=True))).values()), {}
+
+        def run(*inputs):
+            return list(change(dict(zip(program.names, program(*inputs), strict=True))).values())
+
+        return ExportedFile(run, program.describe()), {}
 
     monkeypatch.setitem(DETECTOR_FORMATS, "pt2", ("model.pt2", write))
     with pytest.raises(ParityError, match=message):
@@ -53,7 +57,10 @@ def test_detections_that_change_places_are_the_same():
             count
         ]
 
-    assert check_detections(program, reversed_rows, noise((140, 160))[0])["unmatched"] == 0
+    assert (
+        check_detections(program, ExportedFile(reversed_rows, program.describe()), noise((140, 160))[0])["unmatched"]
+        == 0
+    )
 
 
 def test_weights_that_are_nan_are_not_exported(tmp_path):

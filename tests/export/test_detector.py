@@ -25,6 +25,7 @@ from gw_detectron.export import (
 )
 from gw_detectron.export.detection import accuracy, check_detections
 from gw_detectron.export.detector import detector_program
+from gw_detectron.export.exported_file import ExportedFile, open_exported
 from gw_detectron.layers import use_backend
 
 from ..tiny_run import CONFIG
@@ -109,7 +110,7 @@ def test_the_number_of_rows(detections):
     program, images = detector_program(model, detections), noise((129, 160))
     outputs = run_program(program, images)
     assert outputs["masks"].shape == (1, detections, 28, 28)
-    assert check_detections(program, program, images[0])["unmatched"] == 0
+    assert check_detections(program, ExportedFile(program, program.describe()), images[0])["unmatched"] == 0
     model.roi_heads.box_predictor.test_topk_per_image = detections
     check(outputs, model, images)
 
@@ -266,13 +267,16 @@ def test_inputs_that_do_not_fit_are_errors(exported, kind, shape, dtype, sizes):
 
 
 def test_sides_below_the_smallest(file):
-    images = noise((16, 160))
-    assert file.report["input"]["smallest_side"] == 17
+    images, smallest = noise((16, 160)), file.report["input"]["smallest_side"]
+    assert open_exported(file.path).description["input"]["smallest_side"] == smallest
     if file.path.suffix == ".pt2":
+        assert smallest == 17
         with pytest.raises(AssertionError, match="Guard failed"):
             file(*padded(images))
-    else:  # the graph of operations knows no smallest side
-        check(file(*padded(images)), file.model, images)
+    else:  # a graph of operations has no guards
+        assert smallest == 1
+        for images in (noise((16, 160)), noise((1, 33)), noise((1, 1))):
+            check(file(*padded(images)), file.model, images)
 
 
 def test_the_report(file):

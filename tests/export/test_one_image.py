@@ -24,6 +24,7 @@ from gw_detectron.export import (
 from gw_detectron.export.detection import OneImageProgram, check_detections
 from gw_detectron.export.detection.one_image import paste, resized_sides
 from gw_detectron.export.detector import detector_program
+from gw_detectron.export.exported_file import ExportedFile
 from gw_detectron.export.formats import write_onnx, write_pt2
 
 from .test_detector import needs_export
@@ -110,7 +111,7 @@ def test_masks_inside_their_boxes():
     program = OneImageProgram(detector_program(model), SIDES)
     boxes, _, _, masks, count = program(image)
     assert masks.shape == (12, 28, 28)
-    assert check_detections(program, program, image)["worst"]["masks"] < 1e-4
+    assert check_detections(program, ExportedFile(program, program.describe()), image)["worst"]["masks"] < 1e-4
     pasted = paste_masks_in_image(masks[:count], boxes[:count], (97, 150))
     assert (pasted ^ in_detectron2(model, program, image).pred_masks).sum() <= 1e-4 * pasted.sum()
 
@@ -174,13 +175,13 @@ def test_the_names_of_the_classes(small_dataset):
 def test_a_file_of_any_image_size(tmp_path, file_format):
     model = build_detector("mask")
     program = OneImageProgram(detector_program(model), SIDES, paste_masks=True)
-    run, _ = FORMATS[file_format](program, tmp_path / "file")
+    file, _ = FORMATS[file_format](program, tmp_path / "file")
     for size in SIZES:
         image = noise(size)[0].round()
         with torch.no_grad():
-            outputs = run(image)
+            outputs = file.run(image)
             assert outputs[-1] == program(image)[-1] and outputs[3].shape == (outputs[-1], *size)
-    assert check_detections(program, run, noise((97, 150))[0])["unmatched"] == 0
+    assert check_detections(program, file, noise((97, 150))[0])["unmatched"] == 0
 
 
 @needs_export

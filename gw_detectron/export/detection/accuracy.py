@@ -1,20 +1,19 @@
 """Average precision of a model and of its exported file, side by side."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import numpy as np
-import torch.nn.functional as F
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, build_detection_test_loader
 from detectron2.evaluation import COCOEvaluator
 from detectron2.structures import Instances
-from torch import Tensor
 
 from ...errors import ConfigError, similar_names
-from ..parity import ParityError, Run
+from ..exported_file import ExportedFile
+from ..parity import ParityError
 from .one_image import OneImageProgram
 from .outputs import postprocess
 from .program import DetectorProgram
@@ -54,18 +53,16 @@ class EvaluationImages:
 def compare_accuracy(
     detector: DetectorProgram,
     program: DetectorProgram | OneImageProgram,
-    run: Run,
+    file: ExportedFile,
     images: EvaluationImages,
-    smallest_side: int = 1,
 ) -> dict[str, Any]:
     """Compute the AP of a model and of its exported file on the same images, one image at a time.
 
     Args:
         detector: the model, which takes images as evaluation resizes them.
         program: the exported program.
-        run: calls the exported file.
+        file: the exported file.
         images: the images.
-        smallest_side: images are padded to it for the file.
 
     Returns:
         ``dataset``, ``images``, and for ``model`` and ``exported``: task -> AP in percent.
@@ -84,12 +81,8 @@ def compare_accuracy(
         found = evaluator.evaluate(img_ids=_ids(images.inputs))
         return {task: values["AP"] for task, values in found.items()}
 
-    def padded_run(pixels: Tensor, *sizes: Tensor) -> Sequence[Tensor]:
-        height, width = (max(0, smallest_side - side) for side in pixels.shape[-2:])
-        return run(F.pad(pixels, (0, width, 0, height)), *sizes)
-
     expected = ap(lambda item: detector.expected([detector.evaluation_image(item)]))
-    found = ap(lambda item: program.found(padded_run, [program.evaluation_image(item)]))
+    found = ap(lambda item: program.found(file, [program.evaluation_image(item)]))
     for task, value in expected.items():
         if abs(np.nan_to_num(found[task]) - np.nan_to_num(value)) > TOLERANCE:  # NaN without any detection
             raise ParityError(

@@ -8,7 +8,8 @@ from detectron2.structures import Instances
 from torch import Tensor
 from torchvision.ops import box_iou
 
-from ..parity import ExportError, ParityError, Run
+from ..exported_file import ExportedFile
+from ..parity import ExportError, ParityError
 from .one_image import OneImageProgram
 from .program import DetectorProgram
 
@@ -19,7 +20,7 @@ UNMATCHED = 0.02
 _SAME = 0.9  # IoU above which two boxes of a class are the same detection
 
 
-def check_detections(program: DetectorProgram | OneImageProgram, run: Run, image: Tensor) -> dict[str, Any]:
+def check_detections(program: DetectorProgram | OneImageProgram, file: ExportedFile, image: Tensor) -> dict[str, Any]:
     """Compare the detections of an exported file with those of Detectron2's own inference.
 
     Detections are matched by class and IoU, as two of nearly equal score may change places. The cases are the image at
@@ -28,7 +29,7 @@ def check_detections(program: DetectorProgram | OneImageProgram, run: Run, image
 
     Args:
         program: the model.
-        run: calls the exported file.
+        file: the exported file.
         image: pixels in the model's channel order, (3, H, W).
 
     Returns:
@@ -50,7 +51,7 @@ def check_detections(program: DetectorProgram | OneImageProgram, run: Run, image
     cases, compared = [], []
     for images in batches:
         expected = program.expected(images)
-        found = program.found(run, images)
+        found = program.found(file, images)
         differences = [_compare(a, b) for a, b in zip(found, expected, strict=True)]
         compared += differences
         sizes = [list(tensor.shape[1:]) for tensor in images]

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from ...data.images import channels_first, read_image
-from ..parity import ExportError, Run
+from ..exported_file import ExportedFile
+from ..parity import ExportError
 from .boxes import clip, rows_with_dummies
 from .program import DetectorProgram
 
@@ -89,10 +90,10 @@ class OneImageProgram(nn.Module):
             results.append(result)
         return results
 
-    def found(self, run: Run, images: Sequence[Tensor]) -> list[Instances]:
+    def found(self, file: ExportedFile, images: Sequence[Tensor]) -> list[Instances]:
         """Call an exported file as its user does."""
         with torch.no_grad():
-            return [self.detector.instances(image.shape[1:], run(image)) for image in images]
+            return [self.detector.instances(image.shape[1:], file.run(image)) for image in images]
 
     def evaluation_image(self, item: Mapping[str, Any]) -> Tensor:
         """Return the image of an input of Detectron2's in its original size."""
@@ -105,7 +106,7 @@ class OneImageProgram(nn.Module):
 
     @property
     def smallest_side(self) -> int:
-        """Smallest height and width."""
+        """Smallest height and width of a torch.export program."""
         return _LEAST
 
     def sample_inputs(self) -> dict[str, Tensor]:

@@ -13,8 +13,9 @@ from torch.export import Dim
 
 from ...layers import use_backend
 from ...ops.compat import assert_all
+from ..exported_file import ExportedFile
 from ..feature_extractor import Normalization
-from ..parity import ExportError, Run
+from ..parity import ExportError
 from .batches import pad_batch
 from .boxes import NO_BOX, take, top
 from .outputs import to_instances
@@ -125,10 +126,10 @@ class DetectorProgram(nn.Module):
                 return [result[result.pred_boxes.nonempty()] for result in results]
             return [result["instances"] for result in self.model(inputs)]
 
-    def found(self, run: Run, images: Sequence[Tensor]) -> list[Instances]:
+    def found(self, file: ExportedFile, images: Sequence[Tensor]) -> list[Instances]:
         """Call an exported file as its user does: images padded to one tensor, and their sizes."""
         with torch.no_grad():
-            rows = zip(*run(*pad_batch(images)), strict=True)
+            rows = zip(*file.run(*pad_batch(images, file.description["input"]["smallest_side"])), strict=True)
         return [self.instances(image.shape[1:], row) for image, row in zip(images, rows, strict=True)]
 
     def instances(self, size: Sequence[int], outputs: Sequence[Tensor]) -> Instances:
@@ -147,7 +148,7 @@ class DetectorProgram(nn.Module):
 
     @property
     def smallest_side(self) -> int:
-        """Smallest height and width; every feature map is larger than 1 x 1 there."""
+        """Smallest height and width of a torch.export program; every feature map is larger than 1 x 1 there."""
         return max(shape.stride for shape in self.model.backbone.output_shape().values()) + 1
 
     def sample_inputs(self) -> dict[str, Tensor]:
