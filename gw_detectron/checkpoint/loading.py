@@ -23,6 +23,7 @@ from .reading import Contents, WeightsFileError, read_weights_file, weight_probl
 
 _ON_THIS_MACHINE = ("file://", "gw://file/")
 _LONGEST_NAME = 4096  # of a file, in characters
+_TAG = "last_checkpoint"  # of Detectron2: the file that names the newest checkpoint
 _SAVE_MODEL = "Fix: save {'model': model.state_dict()}."
 
 
@@ -96,6 +97,27 @@ class StartWeights:
         return self.opened
 
 
+def last_checkpoint(folder: str) -> str:
+    """Return the path of the checkpoint that ``last_checkpoint`` in a run folder names.
+
+    Without this file it is ``model_final.pth``, as a run without a stop ends with it.
+
+    Raises:
+        WeightsFileError: the file does not hold the name of a file.
+    """
+    tag = os.path.join(folder, _TAG)
+    if not PathManager.exists(tag):
+        return os.path.join(folder, "model_final.pth")
+    if not PathManager.isfile(tag):  # to open a pipe would block
+        raise WeightsFileError(f"{tag}: not a regular file. Fix: write the checkpoint's file name into a file.")
+    with PathManager.open(tag, "r", errors="replace") as file:
+        name = file.read(_LONGEST_NAME + 1).strip()
+    if not 0 < len(name) <= _LONGEST_NAME:
+        wrong = "longer than a file name" if name else "empty file"
+        raise WeightsFileError(f"{tag}: {wrong}. Fix: write the checkpoint's file name into it.")
+    return os.path.join(folder, name)
+
+
 def open_start_weights(cfg: CfgNode, *, resume: bool = False) -> StartWeights:
     """Open the checkpoint that a run starts from.
 
@@ -105,19 +127,11 @@ def open_start_weights(cfg: CfgNode, *, resume: bool = False) -> StartWeights:
         cfg: Detectron2's config; ``MODEL.WEIGHTS`` is opened.
         resume: open the last checkpoint of ``OUTPUT_DIR`` instead, if there is one.
     """
-    tag = os.path.join(cfg.OUTPUT_DIR, "last_checkpoint")
     address, key, resumed = cfg.MODEL.WEIGHTS or "", "MODEL.WEIGHTS", False
     try:
-        if resume and PathManager.exists(tag):
+        if resume and PathManager.exists(tag := os.path.join(cfg.OUTPUT_DIR, _TAG)):
             key, resumed = tag, True
-            if not PathManager.isfile(tag):  # to open a pipe would block
-                raise WeightsFileError(f"{tag}: not a regular file. Fix: write the checkpoint's file name into a file.")
-            with PathManager.open(tag, "r", errors="replace") as file:
-                name = file.read(_LONGEST_NAME + 1).strip()
-            if not 0 < len(name) <= _LONGEST_NAME:
-                wrong = "longer than a file name" if name else "empty file"
-                raise WeightsFileError(f"{tag}: {wrong}. Fix: write the checkpoint's file name into it.")
-            address = os.path.join(cfg.OUTPUT_DIR, name)
+            address = last_checkpoint(cfg.OUTPUT_DIR)
         if "://" in address and not address.startswith(_ON_THIS_MACHINE):
             return StartWeights(address, resumed, unfetched=functools.partial(open_checkpoint, address, key))
         return StartWeights(address, resumed, open_checkpoint(address, key) if address else None)

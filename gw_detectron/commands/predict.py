@@ -11,7 +11,7 @@ import sys
 from dataclasses import asdict
 
 from ..cli import check_folder, new_parser
-from ..prediction import check_output, find_sources, open_predictor, write_predictions
+from ..prediction import check_output, detector_file, find_sources, open_predictor, write_predictions
 
 
 def get_parser() -> argparse.ArgumentParser:
@@ -52,8 +52,9 @@ def main(args: argparse.Namespace) -> bool:
     sources = find_sources(args.inputs)
     check_output(args.output, sources)  # before seconds of loading
     replaced = os.path.isdir(args.output) and os.listdir(args.output)
+    detector = detector_file(args.model)
     predictor = open_predictor(
-        args.model,
+        detector,
         config_file=args.config_file,
         opts=args.opts,
         score_threshold=args.score_threshold,
@@ -64,11 +65,12 @@ def main(args: argparse.Namespace) -> bool:
     for name, reason in summary.failed.items():
         print(f"{name}: {reason}", file=sys.stderr)
     if args.json:
-        print(json.dumps(asdict(summary)))
+        print(json.dumps({"detector": detector, **asdict(summary)}))
         return not summary.failed
     print(
         f"{summary.images} images, {summary.detections} detections with a score above {args.score_threshold:g}, "
         f"{summary.images / summary.seconds:.1f} images per second."
     )
+    print(f"Detector: {detector}")
     print(f"Predictions{' (earlier ones are replaced)' if replaced else ''}: {args.output}")
     return not summary.failed

@@ -9,7 +9,7 @@ from ..errors import ConfigError, summarize_names
 from ..modeling import build_checked_model
 
 
-def load_model(cfg: CfgNode, needed: str = "", *, device: str = "cpu", resume: bool = False) -> nn.Module:
+def load_model(cfg: CfgNode, needed: str = "", *, device: str = "cpu") -> nn.Module:
     """Build the detector of a config in evaluation mode and load ``MODEL.WEIGHTS``.
 
     Args:
@@ -17,7 +17,6 @@ def load_model(cfg: CfgNode, needed: str = "", *, device: str = "cpu", resume: b
         needed: name prefix of the tensors that the weights must hold: ``"backbone."`` for the FPN, ``""`` for all.
             The ResNet's tensors are always needed.
         device: replaces ``MODEL.DEVICE``.
-        resume: load the last checkpoint of ``OUTPUT_DIR`` instead, if there is one.
 
     Raises:
         FileNotFoundError: the weights do not exist.
@@ -25,7 +24,7 @@ def load_model(cfg: CfgNode, needed: str = "", *, device: str = "cpu", resume: b
         PartialLoadError: the weights lack a needed tensor.
         ValueError: the file is damaged or could run code.
     """
-    start = open_start_weights(cfg, resume=resume)
+    start = open_start_weights(cfg)
     checkpoint = start.checkpoint()
     if checkpoint is None:
         raise ConfigError("MODEL.WEIGHTS (''): no weights are given. Fix: give those of a trained detector.")

@@ -1,7 +1,7 @@
 """Predictions of a trained or exported detector on images and videos."""
 
 from .image_sources import ImageSource, find_sources
-from .opening import open_predictor
+from .opening import detector_file, open_predictor
 from .predictors import Predictor
 from .results_folder import PredictionSummary, check_output, write_predictions
 
@@ -10,6 +10,7 @@ __all__ = [
     "PredictionSummary",
     "Predictor",
     "check_output",
+    "detector_file",
     "find_sources",
     "open_predictor",
     "write_predictions",

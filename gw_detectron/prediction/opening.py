@@ -11,6 +11,7 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.data import Metadata
 
+from ..checkpoint import last_checkpoint
 from ..config import get_value, read_config
 from ..data.class_metadata import class_metadata
 from ..errors import ConfigError, DataError, MissingFileError
@@ -50,15 +51,8 @@ def open_predictor(
         UserError: the weights or the exported file cannot be used.
     """
     if not 0 <= score_threshold <= 1:
-        raise ConfigError(f"score threshold ({score_threshold:g}): not between 0 and 1. Fix: give e.g. 0.5.")
-    if "://" not in model and not os.path.exists(model):
-        raise MissingFileError(
-            f"MODEL ('{model}'): not found (cwd: {os.getcwd()}). Fix: give a run folder, a checkpoint or an exported "
-            "file."
-        )
-    report = _export_report(Path(model))
-    if "file" in report:
-        model = os.path.join(model, report["file"])
+        raise ConfigError(f"score_threshold ({score_threshold:g}): not between 0 and 1. Fix: give e.g. 0.5.")
+    model = detector_file(model)
     if Path(model).suffix not in OPENERS:
         return _open_trained(model, config_file, opts, score_threshold, _device(device), class_names)
     if config_file is not None or opts or class_names or device not in (None, "cpu"):
@@ -69,6 +63,26 @@ def open_predictor(
     return _open_exported(Path(model), score_threshold)
 
 
+def detector_file(model: str) -> str:
+    """Return the file of a detector: of a run folder the last checkpoint, of an export the exported file.
+
+    Raises:
+        MissingFileError: the model does not exist.
+        UserError: the folder does not tell its file.
+    """
+    if "://" in model:
+        return model
+    if not os.path.exists(model):
+        raise MissingFileError(
+            f"MODEL ('{model}'): not found (cwd: {os.getcwd()}). Fix: give a run folder, a checkpoint or an exported "
+            "file."
+        )
+    if not os.path.isdir(model):
+        return model
+    exported = _export_report(Path(model)).get("file")
+    return os.path.join(model, exported) if exported else last_checkpoint(model)
+
+
 def _open_exported(path: Path, score_threshold: float) -> Predictor:
     file = open_exported(path)
     about = file.description
@@ -76,7 +90,7 @@ def _open_exported(path: Path, score_threshold: float) -> Predictor:
         raise ConfigError(f"MODEL ('{path}'): not a detector. Fix: give a file of gw-detectron export.")
     if score_threshold < about["score_threshold"]:
         raise ConfigError(
-            f"score threshold ({score_threshold:g}): the file drops scores up to {about['score_threshold']:g}. Fix: "
+            f"score_threshold ({score_threshold:g}): the file drops scores up to {about['score_threshold']:g}. Fix: "
             "give at least this, or export with a lower SCORE_THRESH_TEST."
         )
     sides = None
@@ -115,20 +129,16 @@ def _open_trained(
 ) -> Predictor:
     if "MODEL.WEIGHTS" in opts:
         raise ConfigError("MODEL.WEIGHTS: given beside MODEL. Fix: name the weights as MODEL.")
-    is_folder = os.path.isdir(model)
-    beside = os.path.join(model if is_folder else os.path.dirname(model), "config.yaml")
-    config_file = find_config_file(config_file or beside)
+    config_file = find_config_file(config_file or os.path.join(os.path.dirname(model), "config.yaml"))
     if not os.path.isfile(config_file):
         raise MissingFileError(
             f"MODEL ('{model}'): its config is not found: '{config_file}'. Fix: give --config-file, or a run folder."
         )
     cfg = read_config(config_file, opts)
     cfg.MODEL.WEIGHTS = model
-    if is_folder:
-        cfg.MODEL.WEIGHTS, cfg.OUTPUT_DIR = os.path.join(model, "model_final.pth"), model
     cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = cfg.MODEL.RETINANET.SCORE_THRESH_TEST = score_threshold
     metadata = _metadata(cfg, config_file, class_names)
-    return TrainedPredictor(load_model(cfg, device=device, resume=is_folder), cfg, metadata, score_threshold)
+    return TrainedPredictor(load_model(cfg, device=device), cfg, metadata, score_threshold)
 
 
 def _metadata(cfg: CfgNode, config_file: str, class_names: Sequence[str] | None) -> Metadata:

@@ -19,7 +19,7 @@ from detectron2.utils.file_io import PathManager
 from pycocotools.coco import COCO
 from torch import nn
 
-from ..checkpoint import Checkpoint, load_checkpoint, open_checkpoint
+from ..checkpoint import Checkpoint, last_checkpoint, load_checkpoint, open_checkpoint
 from ..config import read_config
 from ..engine.run_datasets import use_recorded_datasets
 from ..errors import ConfigError, DataError, MissingFileError, UserError, is_user_error, summarize_names
@@ -124,11 +124,15 @@ class RunFolder:
 
     @property
     def weights(self) -> str:
-        """The path of the last checkpoint, or the ``MODEL.WEIGHTS`` of an evaluation."""
+        """The path of the last checkpoint, or the ``MODEL.WEIGHTS`` of an evaluation.
+
+        Raises:
+            MissingInputError: the folder does not tell it.
+        """
         if self.config_file.parent.name == "inference":
             return self.cfg.MODEL.WEIGHTS
-        tag = self.folder / "last_checkpoint"
-        return str(self.folder / (tag.read_text().strip() if tag.is_file() else "model_final.pth"))
+        with needed():
+            return last_checkpoint(str(self.folder))
 
     @cached_property
     def checkpoint(self) -> Checkpoint:

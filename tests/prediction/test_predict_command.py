@@ -27,11 +27,12 @@ def test_a_run_folder(tmp_path, run_folder, photos, capsys):
     printed = capsys.readouterr().out
     count = len(results(output))
     assert count > 6 and f"2 images, {count} detections with a score above 0.1, " in printed
-    assert printed.endswith(f"Predictions: {output}\n")
+    assert printed.endswith(f"Detector: {run_folder / 'model_final.pth'}\nPredictions: {output}\n")
     assert {each["category_name"] for each in results(output)} <= {"fork", "cup", "plate"}
     assert (output / "pictures" / "sub" / "a.jpg").is_file()
     assert predict(run_folder, photos / "b.png", "--output", output, "--json", "--no-pictures")
     summary = json.loads(capsys.readouterr().out)
+    assert summary["detector"] == str(run_folder / "model_final.pth")
     assert summary["images"] == 1 and summary["output"] == str(output) and summary["failed"] == {}
     assert not (output / "pictures").exists()
 
