@@ -10,8 +10,9 @@ from .sections import Picture, Section, Table
 
 
 def predictions_section(run: RunFolder) -> Section:
-    """Draw ground truth and detections of images that are spread over the dataset."""
-    images, count = run.matches, run.options.images
+    """Draw ground truth and detections of images with objects, which are spread over the dataset."""
+    images = [image for image in run.matches if image.found or image.missed] or run.matches
+    count = run.options.images
     chosen = images[:: max(1, len(images) // count)][:count]
     pictures = [
         [

@@ -21,7 +21,7 @@ _METRICS = {
 def summary_section(run: RunFolder) -> Section:
     """Summarize a run as far as its files tell; other sections say what is missing."""
     numbers: dict[str, Any] = {"folder": str(run.folder)}
-    for part in (_norms, _speed, _origin):
+    for part in (_data, _norms, _speed, _origin):
         try:
             numbers |= part(run)
         except MissingInputError:
@@ -33,8 +33,13 @@ def summary_section(run: RunFolder) -> Section:
     tables = [Table(["", ""], [(name.replace("_", " "), _text(value)) for name, value in numbers.items()])]
     if scores:
         rows = [[TASKS[task], *(found.get(name) for name in _METRICS["bbox"])] for task, found in scores.items()]
-        tables.insert(0, Table(["percent", *_METRICS["bbox"]], rows))
+        where = f"percent on {run.dataset}" if run.dataset else "percent"
+        tables.insert(0, Table([where, *_METRICS["bbox"]], rows))
     return Section("Summary", {**numbers, "scores": scores}, cards=cards, tables=tables)
+
+
+def _data(run: RunFolder) -> dict[str, Any]:
+    return {"dataset": run.dataset, "images": len(run.records)}
 
 
 def _norms(run: RunFolder) -> dict[str, Any]:

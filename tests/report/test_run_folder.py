@@ -1,5 +1,6 @@
 """What is found in a run folder, and how a missing part is named."""
 
+import dataclasses
 import json
 import os
 import shlex
@@ -9,6 +10,7 @@ import pytest
 
 from gw_detectron.errors import ConfigError, MissingFileError
 from gw_detectron.report import MissingInputError, ReportOptions, RunFolder
+from gw_detectron.report.example_images import predictions_section
 from gw_detectron.report.overview import summary_section
 from gw_detectron.report.run_folder import read_metrics
 
@@ -124,6 +126,22 @@ def test_without_predictions_the_summary_has_the_logged_ap(folder):
     numbers = summary_section(RunFolder(folder)).numbers
     assert numbers["scores"] == {"bbox": {**dict.fromkeys(("AP50", "AP75", "APs", "APm", "APl")), "AP": 12.5}}
     assert numbers["iterations"] == 40 and numbers["images_per_second"] == 4  # 2 images in 0.5 s
+    assert numbers["dataset"] == RunFolder(folder).dataset and numbers["images"] == len(RunFolder(folder).records)
+
+
+def test_a_damaged_tag_costs_the_weights_alone(folder):
+    (folder / "last_checkpoint").write_text("")
+    numbers = summary_section(RunFolder(folder)).numbers
+    assert "weights" not in numbers and numbers["iterations"] == 40
+
+
+def test_pictures_show_images_with_objects(folder):
+    run = RunFolder(folder, ReportOptions(images=2))
+    first, *others = run.matches
+    run.matches = [dataclasses.replace(first, found=[], kinds=[], taken=[], missed=[]), *others]
+    assert first.image_id not in predictions_section(run).numbers
+    run.matches = [dataclasses.replace(each, found=[], kinds=[], taken=[], missed=[]) for each in run.matches]
+    assert len(predictions_section(run).numbers) == 2  # there is nothing else to show
 
 
 @pytest.mark.parametrize("wrong", [{"images": 0}, {"iou": 1.5}, {"score": -0.1}, {"score": float("nan")}])
