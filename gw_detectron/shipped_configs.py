@@ -1,7 +1,9 @@
 """The config files that this package brings."""
 
 import importlib.resources
+import itertools
 import os
+import re
 from pathlib import Path
 
 from .errors import MissingFileError
@@ -22,6 +24,13 @@ def shipped_configs() -> dict[str, Path]:
     raise MissingFileError(
         f"configs ({str(package / 'configs')!r}): folder not found. Fix: install gw_detectron again."
     )
+
+
+def config_summary(path: Path) -> str:
+    """Return the first sentence of the comment at the head of a config file."""
+    lines = itertools.takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
+    comment = " ".join(line.lstrip("# ") for line in lines)
+    return re.split(r"(?<=\.) ", comment, maxsplit=1)[0]
 
 
 def find_config_file(name: str) -> str:

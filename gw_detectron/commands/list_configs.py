@@ -1,12 +1,13 @@
 """List, search and print the configs of this package.
 
-`list` prints the names that contain all words, in any case. `show` prints a config with all its keys: the names are
-those of `list`, or files. --config-file of every command takes both, too.
+`list` prints the configs whose name and description contain all words, in any case. `show` prints a config with all
+its keys: the names are those of `list`, or files. --config-file of every command takes both, too.
 """
 
 import argparse
 import json
 import os
+from pathlib import Path
 
 from detectron2.config import LazyConfig
 
@@ -14,7 +15,7 @@ from ..cli import new_parser, print_page
 from ..config import read_config
 from ..errors import ConfigError, first_line
 from ..model_zoo import get_config_file, list_configs
-from ..shipped_configs import find_config_file
+from ..shipped_configs import config_summary, find_config_file
 
 
 def get_parser() -> argparse.ArgumentParser:
@@ -23,9 +24,9 @@ def get_parser() -> argparse.ArgumentParser:
         __doc__, "list mask_rcnn R_50 GW", "show COCO-Detection/faster_rcnn_R_50_FPN_1x_GW.yaml SOLVER.BASE_LR 0.01"
     )
     actions = parser.add_subparsers(dest="action", metavar="list|show")
-    search = actions.add_parser("list", help="list the names that contain all words (default)")
-    search.add_argument("words", nargs="*", metavar="WORD", help="a part of the name; default: all configs")
-    search.add_argument("--json", action="store_true", help="print name and file of each config as JSON")
+    search = actions.add_parser("list", help="list the configs that contain all words (default)")
+    search.add_argument("words", nargs="*", metavar="WORD", help="a part of name or description; default: all configs")
+    search.add_argument("--json", action="store_true", help="print description and file by name as JSON")
     show = actions.add_parser("show", help="print a config with all keys")
     show.add_argument("name", metavar="NAME", help="a name of `list`, or a file")
     show.add_argument("--json", action="store_true", help="print JSON instead of yaml")
@@ -39,10 +40,16 @@ def main(args: argparse.Namespace) -> None:
     if args.action == "show":
         print_page(_resolved(args.name, args.opts, args.json))
         return
-    names = [name for name in list_configs() if all(word.lower() in name.lower() for word in args.words)]
-    if not names:
-        raise ConfigError(f"words ({' '.join(args.words)}): no config has them all in its name. Fix: give fewer words.")
-    print_page(json.dumps({name: get_config_file(name) for name in names}, indent=2) if args.json else "\n".join(names))
+    files = {name: Path(get_config_file(name)) for name in list_configs()}
+    configs = {name: {"description": config_summary(file), "file": str(file)} for name, file in files.items()}
+    for word in args.words:
+        configs = {name: row for name, row in configs.items() if word.lower() in f"{name} {row['description']}".lower()}
+    if not configs:
+        raise ConfigError(f"words ({' '.join(args.words)}): no config has them all. Fix: give fewer words.")
+    if args.json:
+        print_page(json.dumps(configs, indent=2))
+    else:
+        print_page("\n".join(f"{name}\n    {row['description']}" for name, row in configs.items()))
 
 
 def _resolved(name: str, opts: list[str], as_json: bool) -> str:

@@ -91,10 +91,14 @@ def test_the_module_is_the_command():
 
 
 def test_configs_are_listed_and_searched(gw):
-    assert gw("configs")[1].split() == list_configs()
-    found = gw("configs", "list", "GW", "r_101")[1].split()
+    assert [line for line in gw("configs")[1].splitlines() if line[0] != " "] == list_configs()
+    found = gw("configs", "list", "GW", "r_101")[1].splitlines()[::2]
     assert found and all("GW" in name and "R_101" in name for name in found)
-    assert json.loads(gw("configs", "list", "--json", "R_101_FPN_1x_GW")[1])[CONFIG.replace("50", "101")]
+    assert "instant.yaml\n    A few iterations of" in gw("configs", "list", "on a cpu", "instant")[1]
+    row = json.loads(gw("configs", "list", "--json", "R_101_FPN_1x_GW")[1])[CONFIG.replace("50", "101")]
+    assert row["description"].startswith("Faster R-CNN, R-101") and row["file"] == get_config_file(
+        CONFIG.replace("50", "101")
+    )
     status, _, errors = gw("configs", "list", "no-such-model")
     assert status == 1 and "Fix: give fewer words" in errors
 
