@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+from detectron2.data.detection_utils import SizeMismatchError
+
 from ..errors import DataError
 
 
@@ -34,9 +36,16 @@ class ImageNamingMapper:
         name = record.get("file_name", "a record without file_name")
         try:
             return self.mapper(record)
-        except (OSError, ValueError) as error:
+        except SizeMismatchError as error:
+            sizes = str(error).partition(", ")[2].partition(". ")[0]  # got (w, h), expect (w, h)
             raise RecordError(
-                f"'{name}': cannot be used: {error}. Fix: repair the image or its record, or remove both."
+                f"'{name}': width and height are not those of its record: {sizes}. Fix: correct the JSON file; the "
+                "size of a photo with an EXIF orientation is that of the upright photo."
+            ) from error
+        except (OSError, ValueError) as error:
+            reason = str(error).replace(f" '{name}'", "")  # Pillow names the file, too
+            raise RecordError(
+                f"'{name}': cannot be used: {reason}. Fix: repair the image or its record, or remove both."
             ) from error
         except Exception as error:
             error.add_note(f"while reading {name}")

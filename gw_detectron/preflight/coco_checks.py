@@ -157,10 +157,10 @@ def _check_box_format(annotations: Sequence[dict[str, Any]], images: dict) -> No
 
 def _problems(annotation: dict[str, Any], images: dict, categories: set, use: Use) -> Iterator[str]:
     """Yield errors at which Detectron2 or pycocotools fail or miscompute."""
-    for key, known in (("image_id", images), ("category_id", categories)):
+    for key, known, kind in (("image_id", images, "images"), ("category_id", categories, "categories")):
         value = annotation[key]
         if type(value) not in (int, str) or value not in known:
-            yield f"{key} {_short(value)} does not exist in the file"
+            yield f"{key} {_short(value)} is not the id of one of the {kind}: {summarize_names(map(str, known), 9)}"
     if not _are_numbers(annotation["bbox"], 4):
         yield f"bbox {_short(annotation['bbox'])} is not four numbers (x, y, width, height)"
     if not use.training and not _are_numbers([annotation["area"]], 1):

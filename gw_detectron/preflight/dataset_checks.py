@@ -146,7 +146,8 @@ def _check_dataset(name: str, findings: Findings, use: Use) -> _Dataset:
     json_file = metadata.get("json_file")
     if json_file is None:  # registered as a Python function
         return _Dataset(metadata.get("thing_classes"))
-    where = f"Dataset '{name}': '{metadata.get('split_of', json_file)}'"
+    split_of = metadata.get("split_of")  # both parts of a split file have its problems
+    where = f"Dataset '{split_of}'" if split_of else f"Dataset '{name}': '{json_file}'"
     try:
         content = read_json(json_file)  # generates or downloads it if a handler does so
         warnings = check_coco(content, use)
@@ -158,7 +159,7 @@ def _check_dataset(name: str, findings: Findings, use: Use) -> _Dataset:
     except (OSError, ValueError) as error:  # ValueError: of a handler of addresses
         problem = f"{where}: cannot be read: {error}. Fix: put a correct annotation file there."
     if problem:
-        findings.problems.append(problem)
+        findings.problems += [problem] if problem not in findings.problems else []
         return _Dataset()
     findings.warnings += [f"{where}: {warning}" for warning in warnings]
     names = [category["name"] for category in sorted(content["categories"], key=lambda category: category["id"])]

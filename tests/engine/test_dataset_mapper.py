@@ -1,7 +1,10 @@
 """Errors of reading data name the image."""
 
+import numpy as np
 import pytest
 import torch
+from detectron2.data.detection_utils import check_image_size
+from PIL import Image
 
 from gw_detectron.engine.dataset_mapper import ImageNamingMapper, RecordError
 
@@ -18,6 +21,27 @@ def test_an_error_in_a_worker_process_has_the_message_alone():
     with pytest.raises(RecordError) as raised:
         next(iter(loader))
     assert str(raised.value).startswith("'a.jpg': cannot be used: height 3 instead of 4")
+
+
+def test_a_photo_of_another_size_than_its_record():
+    def read(record):
+        check_image_size(record, np.zeros((300, 200, 3), np.uint8))
+
+    record = {"file_name": "photos/a.jpg", "width": 300, "height": 200}
+    with pytest.raises(RecordError) as raised:
+        ImageNamingMapper(read)(record)
+    assert str(raised.value).startswith(
+        "'photos/a.jpg': width and height are not those of its record: got (200, 300), expect (300, 200). Fix: correct"
+    )
+    assert "EXIF" in str(raised.value)
+
+
+def test_a_damaged_photo_is_named_once(tmp_path):
+    name = str(tmp_path / "a.jpg")
+    (tmp_path / "a.jpg").write_text("no photo")
+    with pytest.raises(RecordError, match=r"cannot be used: cannot identify image file\. Fix: repair") as raised:
+        ImageNamingMapper(lambda record: Image.open(record["file_name"]))({"file_name": name})
+    assert str(raised.value).count(name) == 1
 
 
 def test_errors_of_a_custom_mapper_name_the_file_and_keep_their_class():
