@@ -50,8 +50,9 @@ def first_line(error: BaseException) -> str:
 
 
 def similar_names(name: str, known: Iterable[str]) -> str:
-    """Return " Similar: a, b." for the known names nearest to a name, or ""."""
-    near = difflib.get_close_matches(name, list(known), n=3)
+    """Return " Similar: a, b." for the known names nearest to a name in any case, or ""."""
+    names = {each.lower(): each for each in known}
+    near = [names[each] for each in difflib.get_close_matches(name.lower(), names, n=3)]
     return f" Similar: {', '.join(near)}." if near else ""
 
 

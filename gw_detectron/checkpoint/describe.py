@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import printable
 from .norm_inference import NORMS
 from .reading import is_finite, read_weights_file
-from .run_record import RECORD
+from .run_record import RECORD, config_differences
 
 
 def describe_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -83,10 +83,22 @@ def _summary(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     }
 
 
+def _changed(value: Any, record: Mapping[str, Any]) -> Any:
+    """Replace the config of each earlier part of a run by the keys that have changed since."""
+    if not isinstance(value, list):
+        return value
+    return [
+        {**part, "config": {"changed later": [*config_differences(part, str(record["config"]))]}}
+        if isinstance(part, dict) and "config" in part
+        else part
+        for part in value
+    ]
+
+
 def format_description(description: Mapping[str, Any]) -> str:
     """Format the result of :func:`describe_checkpoint` as yaml; the config comes last."""
     record, config = description.get(RECORD), ""
     if isinstance(record, dict) and "config" in record:
         config = "config:\n" + "\n".join(f"  {printable(line)}" for line in str(record["config"]).splitlines())
-        record = {key: value for key, value in record.items() if key != "config"}
+        record = {key: _changed(value, record) for key, value in record.items() if key != "config"}
     return yaml.safe_dump({**description, **({RECORD: record} if record else {})}, sort_keys=False) + config

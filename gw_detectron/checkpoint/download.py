@@ -1,6 +1,7 @@
 """Download a file, also from Google Drive; resume after a failure."""
 
 import os
+import re
 from pathlib import Path
 
 from ..errors import UserError
@@ -61,4 +62,5 @@ def _parts(path: Path) -> list[Path]:
 
 def _failed(url: str, error: object, fix: str = "try again; the download resumes.") -> DownloadFailedError:
     reason = str(error).partition(".\nThe received bytes")[0]  # the rest is about gdown's own command line
-    return DownloadFailedError(f"{url!r}: download failed: {' '.join(reason.split()).rstrip('.')}. Fix: {fix}")
+    reason = re.sub(r"""^.*port=\d+\): (.*?)["')]*$""", r"\1", " ".join(reason.split()))  # urllib3's innermost cause
+    return DownloadFailedError(f"{url!r}: download failed: {reason.rstrip('.')}. Fix: {fix}")

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ConfigError
+from ..errors import ConfigError, similar_names
 from ..layers import BatchRenorm2d, BatchWhitening2d, FrozenBatchWhitening2d, GroupWhitening2d
 from ..ops.solvers import OPTION_SOLVER
 from ..requirements import has_detectron2
@@ -155,7 +155,8 @@ def _parse(spec: object) -> Norm:
         why = "unknown norm"
         if name in DETECTRON2_NORMS:
             why = "unknown to the installed Detectron2" if has_detectron2() else "needs Detectron2"
-        raise ValueError(f"{why}. Fix: use one of {[*norm_options()]}, or '' for no norm.")
+        similar = similar_names(name, norm_options())
+        raise ValueError(f"{why}.{similar} Fix: use one of {[*norm_options()]}, or '' for no norm.")
     factory, options = _NORMS[name]
     arguments: dict[str, Any] = {}
     for item in option_text.split(",") if option_text else []:

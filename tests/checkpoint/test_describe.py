@@ -100,6 +100,15 @@ def test_text_and_json_of_odd_values(tmp_path):
     assert json.loads(json.dumps(description, allow_nan=False))["record"]["loss"] == ["nan", "-inf"]
 
 
+def test_earlier_parts_of_a_run_name_the_keys_that_changed():
+    earlier = [{"processes": 1, "config": "SEED: 1\nVERSION: 2\n"}, "damaged"]
+    description = {"file": "a.pth", "record": {"config": "SEED: 3\nVERSION: 2\n", "earlier_parts": earlier}}
+    text = format_description(description)
+    parts = "  - processes: 1\n    config:\n      changed later:\n      - SEED\n  - damaged\n"
+    assert f"  earlier_parts:\n{parts}" in text
+    assert text.endswith("config:\n  SEED: 3\n  VERSION: 2")
+
+
 @pytest.mark.parametrize("bad", ["x", 3, [1], {"start_weights": 7}])
 def test_a_damaged_record_is_no_obstacle(tmp_path, bad):
     torch.save({"model": {"a": torch.zeros(1)}, "record": bad, "norms": bad, "iteration": bad}, tmp_path / "a.pth")

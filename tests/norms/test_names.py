@@ -176,7 +176,7 @@ def test_naive_sync_bn_with_other_statistics_has_its_own_name():
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("gw", r"\('gw'\): unknown norm. Fix: use one of \['BN'.*'GW'"),
+        ("gw", r"\('gw'\): unknown norm. Similar: GW. Fix: use one of \['BN'.*'GW'"),
         ("GW:group=64", r"no option 'group'. Fix: use \['corr', 'eps', 'groups'"),
         ("GW:groups", "groups='' is not an integer"),
         ("GW:groups=0", "groups.*0"),
