@@ -55,7 +55,7 @@ def describe(device: torch.device, dtypes: Iterable[str], command: str) -> dict[
             continue  # triton has no build for some systems
     if device.type == "cpu":
         header["peak memory"] = "not measured on a CPU"
-    else:
+    if device.type == "cuda":
         header["cuda"] = str(torch.version.cuda)
         header["tf32"] = f"matmul {torch.backends.cuda.matmul.allow_tf32}, cudnn {torch.backends.cudnn.allow_tf32}"
     header |= {name: os.environ[name] for name in _VARIABLES if name in os.environ}

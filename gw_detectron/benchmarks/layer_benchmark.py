@@ -12,7 +12,7 @@ from .environment import describe
 from .load import busy_processes
 from .memory import memory_cells
 from .providers import GROUP_NORM_GROUPS, MODES, OPTIONAL, PRECISIONS, PROVIDERS, Case, layer_step, provider_step
-from .table import Row, Table
+from .table import Row, Table, note_of
 from .timing import Step, time_alternating
 from .validation import check_minimum, check_names
 
@@ -162,7 +162,7 @@ def _try(provider: str, measure: Callable[[], Any]) -> Any:
     except (RuntimeError, ValueError) as error:  # out of memory, the compiler, BatchNorm of one value per channel
         if provider.startswith("ours"):
             raise
-        return {"note": f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:160]}"}
+        return {"note": note_of(error)}
 
 
 def _key(case: Case, provider: str) -> dict[str, Any]:

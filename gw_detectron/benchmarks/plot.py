@@ -18,12 +18,14 @@ def plot(table: Table, path: Path) -> None:
 
     ``layer``: the time of each provider at each shape, from the 20 % to the 80 % quantile, and the memory saved for
     backward as a multiple of GroupNorm's. ``model``: training iterations as multiples of BN's, with the paper's.
-    ``detector``: predictions as multiples of the first detector's.
+    ``detector``: predictions as multiples of the first detector's. ``kernels``: launches as multiples of a copy of as
+    many bytes, or these bytes if nothing was timed.
 
     Raises:
         OSError: the file cannot be written.
     """
-    figure = {"layer": _plot_layers, "model": _plot_models, "detector": _plot_detectors}[table.kind](table)
+    plots = {"layer": _plot_layers, "model": _plot_models, "detector": _plot_detectors, "kernels": _plot_kernels}
+    figure = plots[table.kind](table)
     names = [name for name in ("machine", "threads", "torch", "settings") if name in table.header]
     figure.suptitle(", ".join(f"{name} {table.header[name]}" for name in names), fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -86,12 +88,24 @@ def _plot_models(table: Table) -> Figure:
 
 
 def _plot_detectors(table: Table) -> Figure:
-    figure = Figure(figsize=(11, 1.6 + 0.26 * len(table.rows)), layout="constrained")
+    names = [str(row["detector"]) for row in table.rows]
+    return _plot_rows(table.rows, names, "to_first", f"time of a prediction, {names[0]} = 1")
+
+
+def _plot_kernels(table: Table) -> Figure:
+    names = [" ".join(str(row[name]) for name in table.columns.key) for row in table.rows]
+    if any(row.get("to_copy") for row in table.rows):
+        return _plot_rows(table.rows, names, "to_copy", "time of a launch, a copy of as many bytes = 1")
+    return _plot_rows(table.rows, names, "mib", "MiB read and written by a launch")
+
+
+def _plot_rows(rows: Sequence[Row], names: Sequence[str], value: str, label: str) -> Figure:
+    figure = Figure(figsize=(11, 1.6 + 0.26 * len(rows)), layout="constrained")
     axes = figure.subplots()
-    axes.barh(range(len(table.rows)), [_number(row, "to_first") for row in table.rows])
-    axes.set_yticks(range(len(table.rows)), [str(row["detector"]) for row in table.rows], fontsize=8)
+    axes.barh(range(len(rows)), [_number(row, value) for row in rows])
+    axes.set_yticks(range(len(rows)), names, fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlabel(f"time of a prediction, {table.rows[0]['detector']} = 1")
+    axes.set_xlabel(label)
     axes.grid(axis="x", alpha=0.3)
     return figure
 

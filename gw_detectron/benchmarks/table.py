@@ -58,6 +58,12 @@ KINDS = {
         watched=("to_bn", "saved_to_bn"),
         is_ours=lambda row: str(row["variant"]).startswith(("GW", "BW")),
     ),
+    "kernels": Columns(
+        key=("shape", "dtype", "kernel", "setting"),
+        numbers=("programs", "warps", "stages", "registers", "stack", "shared_kib", "mib", *_TIMES, "to_copy"),
+        watched=("to_copy",),
+        is_ours=lambda row: True,
+    ),
     "detector": Columns(
         key=("detector", "image"),
         numbers=(*_TIMES, "to_first"),
@@ -84,6 +90,11 @@ class Table:
     @property
     def columns(self) -> Columns:
         return KINDS[self.kind]
+
+
+def note_of(error: Exception) -> str:
+    """Return the note of a row that could not be measured."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:160]}"
 
 
 def write_csv(table: Table, path: Path) -> None:

@@ -1,9 +1,10 @@
 """Measure time and memory of Group Whitening and its alternatives side by side.
 
-`layer` measures one layer at the sizes of a detector, `model` measures whole training iterations, and `detector` the
-predictions of a trained detector and of its exported files. The table is printed
-and written to --output with .csv and .png at the end; an interrupted run writes nothing. With --compare the ratios are
-compared with an earlier table; the exit status is 1 if they are worse by more than --tolerance.
+`layer` measures one layer at the sizes of a detector, `model` measures whole training iterations, `detector` the
+predictions of a trained detector and of its exported files, and `kernels` each Triton kernel of a layer on a GPU. The
+table is printed and written to --output with .csv and .png at the end; an interrupted run writes nothing. With
+--compare the ratios are compared with an earlier table; the exit status is 1 if they are worse by more than
+--tolerance.
 """
 
 import argparse
@@ -11,10 +12,13 @@ import shlex
 import sys
 from pathlib import Path
 
-from ..benchmarks import detector_benchmark, layer_benchmark, network_benchmark
+import torch
+
+from ..benchmarks import detector_benchmark, kernel_benchmark, layer_benchmark, network_benchmark
 from ..benchmarks.comparison import TOLERANCE, compare
 from ..benchmarks.detector_benchmark import DetectorSettings
 from ..benchmarks.environment import machine_name, select_device
+from ..benchmarks.kernel_benchmark import KernelSettings
 from ..benchmarks.layer_benchmark import MEMORY, LayerSettings
 from ..benchmarks.network_benchmark import MODELS, NetworkSettings
 from ..benchmarks.networks import Sizes
@@ -30,7 +34,7 @@ def get_parser() -> argparse.ArgumentParser:
     """Build the parser of this tool."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = new_parser(__doc__, "layer --device cpu --loaded", "detector output/demo exported/model.onnx")
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="layer|model|detector")
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="layer|model|detector|kernels")
     layer = kinds.add_parser("layer", formatter_class=raw, description="Measure one layer and its alternatives.")
     layer.epilog = "providers:\n" + "\n".join(f"  {name:18}{text}" for name, (text, _) in PROVIDERS.items())
     layer.set_defaults(settings=layer_settings, plan=layer_benchmark.plan_layer, run=layer_benchmark.run_layer)
@@ -48,7 +52,10 @@ def get_parser() -> argparse.ArgumentParser:
     )
     detector.add_argument("detectors", nargs="+", metavar="MODEL", help="run folder, checkpoint or exported file")
     detector.add_argument("--image", default="", metavar="FILE", help="default: a drawn scene")
-    for sub, kind in ((layer, "layer"), (model, "model"), (detector, "detector")):
+    kernels = kinds.add_parser("kernels", description="Measure each Triton kernel beside a copy of as many bytes.")
+    kernels.set_defaults(settings=kernel_settings, plan=kernel_benchmark.plan_kernels, run=kernel_benchmark.run_kernels)
+    _add_kernel_flags(kernels)
+    for sub, kind in ((layer, "layer"), (model, "model"), (detector, "detector"), (kernels, "kernels")):
         default = Path("output", "benchmark", kind)
         add = sub.add_argument
         add("--device", metavar="cpu|cuda", help="default: cuda if there is one")
@@ -74,6 +81,28 @@ def _add_layer_flags(parser: argparse.ArgumentParser) -> None:
     add("--loaded", action="store_true", help="measure times again beside as many busy processes as torch has threads")
     add("--groups", type=int, default=64, metavar="g", help="of whitening, default: %(default)s")
     add("--iters", type=int, default=5, metavar="T", help="of whitening, default: %(default)s")
+
+
+def _add_kernel_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    sweep_help = "also measure other tile sizes, warps and stages, one number at a time"
+    add("--shapes", nargs="+", metavar="NxCxHxW", help="default: feature maps of a detector, see docs/performance.md")
+    add("--dtypes", nargs="+", default=["fp32", "bf16"], metavar="DTYPE", help="default: fp32 bf16")
+    add("--groups", type=int, default=64, metavar="g", help="default: %(default)s")
+    add("--iters", type=int, default=5, metavar="T", help="default: %(default)s")
+    add("--sweep", action="store_true", help=sweep_help)
+    add("--compile-only", type=int, metavar="CAPABILITY", help="for a GPU that is not there, e.g. 90; nothing is timed")
+
+
+def kernel_settings(args: argparse.Namespace) -> KernelSettings:
+    """Convert the flags of ``kernels``."""
+    device = torch.device("meta") if args.compile_only is not None else select_device(args.device)
+    capability = args.compile_only
+    if capability is None:
+        major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+        capability = 10 * major + minor
+    shapes = tuple(map(layer_benchmark.parse_shape, args.shapes)) if args.shapes else kernel_benchmark.SHAPES
+    return KernelSettings(device, capability, shapes, args.dtypes, args.repeats, args.groups, args.iters, args.sweep)
 
 
 def layer_settings(args: argparse.Namespace) -> LayerSettings:

@@ -16,12 +16,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
+from gw_detectron.benchmarks.compiled_kernels import compile_launch, compiler_tool, layer_launches
+from gw_detectron.errors import MissingPackageError
 from gw_detectron.layers import newton_inverse_sqrt
 from gw_detectron.ops.group_whitening import closed_form
 from gw_detectron.ops.group_whitening import triton as triton_kernels
@@ -63,7 +64,7 @@ DTYPES = [FP32, FP16, BF16]
 def small_splits(monkeypatch, request):
     """Give programs few tiles, and launch few programs, so that small inputs are split and programs loop."""
     if request.function.__name__.startswith("check_"):
-        monkeypatch.setattr(launch, "MIN_TILES", 1)
+        monkeypatch.setattr(launch, "_tuning", launch.Tuning(min_tiles=1))
         monkeypatch.setattr(launch, "processors", lambda device: 1)
 
 
@@ -420,76 +421,29 @@ def test_a_processor_is_supported_by_the_interpreter_alone():
     assert not triton_kernels.supported(torch.zeros(1, 8, 2, 2), 8)
 
 
-class Compiled(NamedTuple):
-    kernel: str
-    registers: int
-    stack: int  # bytes that did not fit the registers
-    shared: int  # bytes
-
-
 @pytest.fixture
 def compile_for(monkeypatch, tmp_path):
-    """Compile what ``launch_args.run`` would launch for an input, for a compute capability, without a GPU."""
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" if triton else Path()
-    for tool in ("ptxas", "cuobjdump"):
-        if not (tools / tool).exists():
-            pytest.skip(f"there is no {tool} in the installed Triton")
+    """Compile what a layer would launch for an input, for a compute capability, without a GPU."""
+    try:
+        compiler_tool("ptxas"), compiler_tool("cuobjdump")
+    except MissingPackageError as error:
+        pytest.skip(str(error))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(launch, "processors", lambda device: 132)
 
     def compile_for(capability, x, groups, relu, only=""):
-        compiled = []
-
-        def compile_instead(kernel, grid, like, warps, stages, **arguments):
-            from triton.backends.compiler import GPUTarget
-            from triton.compiler import ASTSource
-
-            if only not in kernel.fn.__name__:
-                return
-            signature, constants, attributes = {}, {}, {}
-            for i, parameter in enumerate(kernel.params):
-                value = arguments.pop(parameter.name)
-                signature[parameter.name] = "i32"
-                if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
-                    signature[parameter.name], constants[parameter.name] = "constexpr", value
-                elif isinstance(value, torch.Tensor):
-                    signature[parameter.name] = {FP32: "*fp32", FP16: "*fp16", BF16: "*bf16"}[value.dtype]
-                    attributes[(i,)] = [["tt.divisibility", 16]]
-                elif isinstance(value, float):
-                    signature[parameter.name] = "fp32"
-            assert not arguments
-            source = ASTSource(kernel, signature, constants, attributes)
-            options = {"num_warps": warps, "num_stages": stages}
-            binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-            cubin = tmp_path / f"{len(compiled)}.cubin"
-            cubin.write_bytes(binary.asm["cubin"])
-            command = [str(tools / "cuobjdump"), "--dump-resource-usage", str(cubin)]
-            usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-            registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
-            compiled.append(Compiled(kernel.fn.__name__, registers, stack, binary.metadata.shared))
-
-        monkeypatch.setattr(launch, "run", compile_instead)
-        n, channels = x.shape[:2]
-        vector, mean = torch.empty(channels, device="meta"), torch.empty((n, groups), device="meta")
-        matrix = torch.empty((n, groups, groups), device="meta")
-        triton_kernels.statistics(x, groups)
-        triton_kernels.apply(x, mean, matrix, vector, vector, relu, out=x)
-        triton_kernels.grad_products(x, mean, x, groups, x if relu else None, x)
-        triton_kernels.apply_backward(x, mean, x, vector, InputGradient(matrix, matrix, mean), out=x)
-        triton_kernels.newton(matrix, 5)
-        triton_kernels.newton_backward(matrix, matrix, 5)
-        return compiled
+        launches = [each for each in layer_launches(x, groups, relu=relu) if only in each.kernel.fn.__name__]
+        return [compile_launch(each, capability) for each in launches]
 
     return compile_for
 
 
-KERNELS = ["_moments", "_merge", "_apply", "_products", "_apply_backward", "_newton", "_newton"]
+KERNELS = ["moments", "merge", "newton", "apply", "products", "newton", "apply_backward"]
 
 
 def test_a_kernel_compiles_without_a_gpu(compile_for):
     """The small sample of the tests below."""
     x = torch.empty((16, 256, 50, 84), device="meta").to(memory_format=torch.channels_last)
-    (found,) = compile_for(90, x, 64, True, only="_moments")
+    (found,) = compile_for(90, x, 64, True, only="moments")
     assert found.registers > 16 and found.stack == 0 and found.shared <= 227 * 1024
 
 

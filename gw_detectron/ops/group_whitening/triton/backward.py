@@ -102,8 +102,7 @@ def grad_products(
     x: Tensor, mean: Tensor, dy: Tensor, groups: int, y: Tensor | None, out: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Implement ``Backend.grad_products`` in one launch."""
-    # a tile of y takes registers too, so the tiles are smaller
-    columns = launch.tile_columns_for(x, groups, launch.TILE_BYTES if y is None else launch.TILE_BYTES // 2)
+    columns = launch.tile_columns_for(x, groups, 1 if y is None else 2)  # a tile of y takes registers, too
     tiling, (x_strides, dy_strides, out_strides) = launch.layouts(groups, columns, x, dy, out, one_j=True)
     n, cpg = x.shape[0], tiling.cpg
     splits, per_split = launch.split(tiling.tiles, n * cpg, 2, x.device)

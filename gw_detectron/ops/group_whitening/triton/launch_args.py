@@ -1,6 +1,7 @@
-"""Strides, tile sizes and the number of programs of a launch."""
+"""Launches: strides, tile sizes, number of programs."""
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from math import gcd, prod
 from typing import Any, NamedTuple
 
@@ -14,13 +15,65 @@ from .tiles import tile_columns
 MAX_GROUPS = 128
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-#: bytes of x in a tile. A multiprocessor holds several programs of this size: some load while others multiply. A row of
-#: float32 with g = 64 still has 128 bytes.
-TILE_BYTES = 8192
 #: limit of the distance between two elements of a sample; kernels compute offsets in 32 bits
 MAX_EXTENT = 2**31
-#: fewest tiles per program. Each program also reads or writes a g x g matrix, at g = 64 as many bytes as two tiles.
-MIN_TILES = 4
+#: multiprocessors of a device that is not there (meta tensors): those of an H100
+_META_PROCESSORS = 132
+
+
+class Tuning(NamedTuple):
+    """Numbers that change the speed of launches, and their results by rounding alone.
+
+    Args:
+        tile_bytes: of x in a tile. A multiprocessor holds several programs of this size: some load while others
+            multiply. A row of float32 with g = 64 still has 128 bytes.
+        min_tiles: fewest tiles per program. Each program also reads or writes a g x g matrix, at g = 64 as many bytes
+            as two tiles.
+    """
+
+    tile_bytes: int = 8192
+    min_tiles: int = 4
+
+
+class Launch(NamedTuple):
+    """A launch of a kernel on the device of ``like``."""
+
+    kernel: Any
+    grid: tuple[int, int]
+    like: Tensor
+    warps: int
+    stages: int
+    arguments: dict[str, Any]
+
+    def run(self) -> None:
+        with torch.cuda.device(self.like.device) if self.like.is_cuda else nullcontext():
+            self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages)
+
+
+_tuning = Tuning()
+_recorded: list[Launch] | None = None
+
+
+@contextmanager
+def tuned(tuning: Tuning) -> Iterator[None]:
+    """Launch with other numbers, to measure them."""
+    global _tuning
+    before, _tuning = _tuning, tuning
+    try:
+        yield
+    finally:
+        _tuning = before
+
+
+@contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """Collect the launches. Those of meta tensors are only collected, for a device of 132 multiprocessors."""
+    global _recorded
+    before, _recorded = _recorded, []
+    try:
+        yield _recorded
+    finally:
+        _recorded = before
 
 
 def supported(x: Tensor, groups: int) -> bool:
@@ -133,9 +186,9 @@ def padded_rows(groups: int) -> int:
     return max(16, triton.next_power_of_2(groups))
 
 
-def tile_columns_for(x: Tensor, groups: int, tile_bytes: int = TILE_BYTES) -> int:
-    """Return the columns of a tile of about ``tile_bytes`` bytes."""
-    return min(256, max(32, tile_bytes // (padded_rows(groups) * x.element_size())))
+def tile_columns_for(x: Tensor, groups: int, tensors: int = 1) -> int:
+    """Return the columns of a tile of about ``tile_bytes / tensors`` bytes."""
+    return min(256, max(32, _tuning.tile_bytes // tensors // (padded_rows(groups) * x.element_size())))
 
 
 def matrix_tiles(x: Tensor, groups: int) -> tuple[int, int]:
@@ -160,13 +213,15 @@ def split(tiles: int, others: int, programs: int, device: torch.device) -> tuple
         The number of splits, and the tiles of each.
     """
     wanted = triton.cdiv(programs * processors(device), others)
-    per_split = max(MIN_TILES, triton.cdiv(tiles, wanted))
+    per_split = max(_tuning.min_tiles, triton.cdiv(tiles, wanted))
     return triton.cdiv(tiles, per_split), per_split
 
 
 def processors(device: torch.device) -> int:
     """Return the number of multiprocessors of a device."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return _META_PROCESSORS if device.type == "meta" else 1
 
 
 def operand_dtype(x: Tensor) -> Any:
@@ -198,5 +253,8 @@ def empty(like: Tensor, *size: int) -> Tensor:
 
 def run(kernel: Any, grid: tuple[int, int], like: Tensor, warps: int, stages: int, **arguments: Any) -> None:
     """Launch a kernel on the device of ``like``."""
-    with torch.cuda.device(like.device) if like.is_cuda else nullcontext():
-        kernel[grid](**arguments, num_warps=warps, num_stages=stages)
+    launch = Launch(kernel, grid, like, warps, stages, arguments)
+    if _recorded is not None:
+        _recorded.append(launch)
+    if not like.is_meta:
+        launch.run()
