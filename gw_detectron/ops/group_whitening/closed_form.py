@@ -9,6 +9,7 @@ Source: Group Whitening supplement, Algorithms 1-2.
 """
 
 from collections.abc import Iterable
+from functools import reduce
 from itertools import repeat
 from typing import Any, NamedTuple, Protocol
 
@@ -149,7 +150,7 @@ def backward(
         columns = x.numel() // (len(x) * groups)
         scale = None if weight is None else weight.to(mean.dtype).reshape(groups, channels).mT
         dx = torch.empty_like(x)
-        dweight, dbias = mean.new_zeros((channels, groups)), mean.new_zeros((channels, groups))
+        dweights, dbiases = [], []
         for x_part, y_part, dy_part, dx_part, mean_part, sigma_part in _passes(
             backend, groups, x, y, dy, dx, mean, sigma
         ):
@@ -159,15 +160,16 @@ def backward(
             products, sums = backend.grad_products(x_part, mean_part, dy_part, groups, y_part, out=dx_part)
             if y is not None:
                 dy_part = dx_part  # masked by the ReLU
-            dbias += sums.sum(1)
+            dbiases.append(sums.sum(1))
             grad_whitening = products.sum(0) if scale is None else _scaled_sum(products, scale[:, None, :, None])
             whitening, grad_sigma = backend.newton_backward(sigma_part, grad_whitening, num_iters)
-            dweight += products.mul_(whitening).sum((1, 3))
+            dweights.append(products.mul_(whitening).sum((1, 3)))
             if scale is not None:
                 sums = sums * scale[:, None]
             shift = (whitening @ (sums.sum(0) / columns)[..., None])[..., 0]
             terms = InputGradient(whitening, grad_sigma.mul_(2 / columns), shift)
             backend.apply_backward(x_part, mean_part, dy_part, weight, terms, out=dx_part)
+        dweight, dbias = (reduce(torch.add, parts) for parts in (dweights, dbiases))
         return dx.contiguous(memory_format=memory_format), dweight.mT.flatten(), dbias.mT.flatten()
 
 
