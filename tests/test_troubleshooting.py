@@ -22,7 +22,7 @@ INTERNAL = {"AttributeError", "SystemExit", "Interrupted"}
 COMPLETED = {
     "catalog": ("checkpoint/download.py", "Fix: "),
     "coco_checks": ("preflight/dataset_checks.py", "Fix: correct the file."),
-    "coco_split": ("data/coco_split.py", "not compressed."),  # repeats an error with the name of the file
+    "derived_json": ("data/derived_json.py", "not compressed."),  # repeats an error with the name of the file
     "config": ("config.py", "Fix: correct it."),
     "convs": ("layers/weight_standardization.py", "Fix:"),
     "findings": ("preflight/findings.py", "problems: one message per problem"),  # each has its own fix

@@ -8,8 +8,8 @@ from detectron2.data import Metadata, MetadataCatalog
 
 from ..errors import DataError
 from .coco_datasets import CocoDatasets, needs_registration
-from .coco_split import read_json
 from .datasets_yaml import RECORD, read_datasets
+from .derived_json import read_json
 
 
 def class_metadata(cfg: CfgNode, config_file: str | None = None) -> Metadata:

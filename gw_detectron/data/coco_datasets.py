@@ -1,9 +1,10 @@
 """Register a user's datasets in COCO format."""
 
 import contextlib
+import functools
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +13,9 @@ from detectron2.data.datasets import register_coco_instances
 from detectron2.utils.file_io import PathManager
 
 from ..errors import ConfigError, DataError
-from .coco_split import SplitPathHandler, read_json
+from .coco_completion import complete_coco
+from .coco_split import split_coco
+from .derived_json import DerivedJsonHandler, read_json
 
 
 @dataclass(frozen=True)
@@ -68,8 +71,9 @@ def needs_registration(names: Iterable[str]) -> bool:
 def register_datasets(datasets: CocoDatasets, folder: str) -> CocoDatasets:
     """Register datasets with Detectron2.
 
-    One with ``val_fraction`` becomes two: NAME, and for validation NAME with ``_val`` in place of ``_train``. Their
-    files in ``folder``/datasets are written when they are first used. A second call replaces datasets of its names.
+    One with ``val_fraction`` becomes two: NAME, and for validation NAME with ``_val`` in place of ``_train``. A file
+    that lacks fields of annotations is completed, see :func:`complete_coco`. Such files are in ``folder``/datasets and
+    are written when they are first used. A second call replaces datasets of its names.
 
     Args:
         datasets: the datasets, whose files may be wrong: the checks before a run read them.
@@ -82,28 +86,49 @@ def register_datasets(datasets: CocoDatasets, folder: str) -> CocoDatasets:
         ConfigError: a name belongs to another dataset.
     """
     found = CocoDatasets()
-    for role, name, dataset, split_of in _plain(datasets, folder):
+    for role, name, dataset, metadata in _plain(datasets, folder):
         known = {**found.train, **found.val}
-        if name in known and (split_of or known[name] != dataset):
+        if name in known and ("part" in metadata or known[name] != dataset):
             raise ConfigError(f"dataset ('{name}'): names two datasets of this run. Fix: rename one of them.")
-        _register(name, dataset, {"split_of": split_of} if split_of else {})
+        _register(name, dataset, metadata)
         getattr(found, role)[name] = dataset
     return found
 
 
-def _plain(datasets: CocoDatasets, folder: str) -> Iterator[tuple[str, str, CocoDataset, str]]:
-    """Yield role, name and dataset, and the file that was split or ""."""
-    for name, dataset in datasets.train.items():
-        if not dataset.val_fraction:
-            yield "train", name, dataset, ""
-            continue
-        for role, part in (("train", name), ("val", f"{name.removesuffix('_train')}_val")):
-            path = os.path.join(os.path.abspath(folder), "datasets", f"{part}.json")
-            handler = SplitPathHandler(path, dataset.json, dataset.val_fraction, role)
-            PathManager.register_handler(handler, allow_override=True)
-            yield role, part, replace(dataset, json=path, val_fraction=0.0), dataset.json
-    for name, dataset in datasets.val.items():
-        yield "val", name, dataset, ""
+def _plain(datasets: CocoDatasets, folder: str) -> Iterator[tuple[str, str, CocoDataset, dict[str, Any]]]:
+    """Yield role, name, dataset and metadata.
+
+    The metadata of a file that is derived from the user's has its path, what was added to it, and which part it is.
+    """
+    for role, named in (("train", datasets.train), ("val", datasets.val)):
+        for name, dataset in named.items():
+            added = ""
+            with contextlib.suppress(OSError, DataError):  # the checks before a run name its fault
+                added = complete_coco(read_json(dataset.json))[1]
+            metadata = {"source": dataset.json, "added": added}
+            if dataset.val_fraction:
+                for part, each in (("train", name), ("val", f"{name.removesuffix('_train')}_val")):
+                    derive = functools.partial(_part, val_fraction=dataset.val_fraction, part=part)
+                    yield part, each, _derived(each, dataset, folder, derive), {**metadata, "part": part}
+            elif added:
+                yield role, name, _derived(name, dataset, folder, _completed), metadata
+            else:
+                yield role, name, dataset, {}
+
+
+def _derived(name: str, dataset: CocoDataset, folder: str, derive: Callable[[Any], Any]) -> CocoDataset:
+    """Replace the file of a dataset by one in the run folder that is derived from it."""
+    path = os.path.join(os.path.abspath(folder), "datasets", f"{name}.json")
+    PathManager.register_handler(DerivedJsonHandler(path, dataset.json, derive), allow_override=True)
+    return replace(dataset, json=path, val_fraction=0.0)
+
+
+def _completed(content: Any) -> Any:
+    return complete_coco(content)[0]
+
+
+def _part(content: Any, val_fraction: float, part: str) -> Any:
+    return getattr(split_coco(_completed(content), val_fraction), part)
 
 
 def _register(name: str, dataset: CocoDataset, metadata: dict[str, Any]) -> None:

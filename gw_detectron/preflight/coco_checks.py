@@ -81,13 +81,13 @@ def _check_fields(kind: str, records: Sequence[Any], fields: Iterable[str]) -> N
     for index, record in enumerate(records):
         if not isinstance(record, dict):
             raise DataError(f"{kind}[{index}] is a {type(record).__name__}, not an object")
-    for key in fields:
-        if lacking := [(index, record) for index, record in enumerate(records) if key not in record]:
-            index, record = lacking[0]
-            # the index of a split file's part would mislead
-            name = f"{_SINGULAR[kind]} {_short(record['id'])}" if "id" in record else f"{kind}[{index}]"
-            others = f", and {len(lacking) - 1} more of {len(records)}" if len(lacking) > 1 else ""
-            raise DataError(f"{name} has no field '{key}'{others}")
+    if lacking := [(index, record) for index, record in enumerate(records) if not set(fields) <= record.keys()]:
+        index, record = lacking[0]
+        # the index of a split file's part would mislead
+        name = f"{_SINGULAR[kind]} {_short(record['id'])}" if "id" in record else f"{kind}[{index}]"
+        others = f", and {len(lacking) - 1} more of {len(records)}" if len(lacking) > 1 else ""
+        missing = " and no ".join(f"field '{key}'" for key in fields if key not in record)
+        raise DataError(f"{name} has no {missing}{others}")
     wanted = str if kind == "images" and isinstance(records[0]["id"], str) else int
     for index, record in enumerate(records):
         identifier = record["id"]
@@ -160,7 +160,7 @@ def _problems(annotation: dict[str, Any], images: dict, categories: set, use: Us
     for key, known, kind in (("image_id", images, "images"), ("category_id", categories, "categories")):
         value = annotation[key]
         if type(value) not in (int, str) or value not in known:
-            yield f"{key} {_short(value)} is not the id of one of the {kind}: {summarize_names(map(str, known), 9)}"
+            yield f"{key} {_short(value)} is not the id of one of the {kind}: {summarize_names(map(repr, known), 9)}"
     if not _are_numbers(annotation["bbox"], 4):
         yield f"bbox {_short(annotation['bbox'])} is not four numbers (x, y, width, height)"
     if not use.training and not _are_numbers([annotation["area"]], 1):

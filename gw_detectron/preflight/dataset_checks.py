@@ -25,6 +25,9 @@ _EVALUATORS = {
 }
 
 
+_PARTS = {"train": "training", "val": "validation"}  # of a split file
+
+
 class _Dataset(NamedTuple):
     """Classes and images of a dataset; none if it cannot be read.
 
@@ -146,8 +149,8 @@ def _check_dataset(name: str, findings: Findings, use: Use) -> _Dataset:
     json_file = metadata.get("json_file")
     if json_file is None:  # registered as a Python function
         return _Dataset(metadata.get("thing_classes"))
-    split_of = metadata.get("split_of")  # both parts of a split file have its problems
-    where = f"Dataset '{split_of}'" if split_of else f"Dataset '{name}': '{json_file}'"
+    source, part = metadata.get("source", json_file), metadata.get("part", "")
+    where = f"Dataset '{name}': '{source}'" + (f" ({_PARTS[part]} part)" if part else "")
     try:
         content = read_json(json_file)  # generates or downloads it if a handler does so
         warnings = check_coco(content, use)
@@ -159,8 +162,13 @@ def _check_dataset(name: str, findings: Findings, use: Use) -> _Dataset:
     except (OSError, ValueError) as error:  # ValueError: of a handler of addresses
         problem = f"{where}: cannot be read: {error}. Fix: put a correct annotation file there."
     if problem:
-        findings.problems += [problem] if problem not in findings.problems else []
+        # both parts of a split file have its problems
+        found = (each for each in findings.problems if source in each)
+        if not (part and any(each.endswith(problem.removeprefix(where)) for each in found)):
+            findings.problems.append(problem)
         return _Dataset()
+    if (added := metadata.get("added")) and part != "val":
+        findings.warnings.append(f"'{source}': {added}. Fix: write them into the file, or ignore this.")
     findings.warnings += [f"{where}: {warning}" for warning in warnings]
     names = [category["name"] for category in sorted(content["categories"], key=lambda category: category["id"])]
     if (registered := metadata.get("thing_classes")) is not None and list(registered) != names:

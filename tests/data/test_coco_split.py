@@ -7,7 +7,8 @@ import json
 import pytest
 from detectron2.utils.file_io import PathManager
 
-from gw_detectron.data.coco_split import SplitPathHandler, split_coco
+from gw_detectron.data.coco_split import split_coco
+from gw_detectron.data.derived_json import DerivedJsonHandler
 from gw_detectron.errors import DataError
 
 NAMES = [f"2023/{number}.jpg" for number in range(2000)]
@@ -97,7 +98,9 @@ def test_an_annotation_of_no_image_is_kept():
 def test_a_part_is_written_when_it_is_used_as_a_file(tmp_path):
     source, part = tmp_path / "all.json", tmp_path / "run" / "datasets" / "val.json"
     source.write_text(json.dumps(content(NAMES)))
-    PathManager.register_handler(SplitPathHandler(str(part), str(source), 0.1, "val"), allow_override=True)
+    PathManager.register_handler(
+        DerivedJsonHandler(str(part), str(source), lambda content: split_coco(content, 0.1).val), allow_override=True
+    )
     expected = split_coco(content(NAMES), 0.1).val
     for mode in ("r", "rb"):
         with PathManager.open(str(part), mode) as file:
@@ -118,7 +121,9 @@ def test_a_part_is_written_when_it_is_used_as_a_file(tmp_path):
 def test_the_source_of_a_part_is_named(tmp_path, text, words):
     source, part = tmp_path / "all.json", tmp_path / "run" / "train.json"
     source.write_bytes(text)
-    PathManager.register_handler(SplitPathHandler(str(part), str(source), 0.1, "train"), allow_override=True)
+    PathManager.register_handler(
+        DerivedJsonHandler(str(part), str(source), lambda content: split_coco(content, 0.1).train), allow_override=True
+    )
     with pytest.raises(DataError, match=f"'{source}': {words}.*Fix: "):
         PathManager.get_local_path(str(part))
     assert not part.parent.exists()
