@@ -38,12 +38,10 @@ def run_demo(args: argparse.Namespace) -> dict:
     Raises:
         UserError: see :func:`gw_detectron.engine.train.prepare` and :meth:`Trainer.train`.
     """
-    flags = get_parser().parse_args(["--config-file", args.config_file, *args.opts])
+    flags = get_parser().parse_args(["--overwrite", "--config-file", args.config_file, *args.opts])
     _check_results_can_be_written(run_config(flags))
     cfg, start, _ = prepare(flags)
     folder = Path(cfg.OUTPUT_DIR)
-    metrics_file = folder / "metrics.json"
-    metrics_file.unlink(missing_ok=True)  # the trainer would append to an earlier run
     trainer = Trainer(cfg)
     trainer.load_start_weights(start)
     begin = time.perf_counter()

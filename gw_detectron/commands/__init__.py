@@ -24,7 +24,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "demo": Command("demo", "train, evaluate and draw a small detector on synthetic images"),
     "train": Command("train_net", "train a detector from a config"),
-    "eval": Command("train_net", "evaluate a trained detector", ("--eval-only",)),
+    "eval": Command("evaluate", "evaluate a trained detector", ("--eval-only",)),
     "predict": Command("predict", "find objects on images, folders and videos"),
     "report": Command("report", "write a page about a run: scores, curves, errors, features"),
     "export": Command("export_model", "write a whole detector as pt2, ONNX or TorchScript"),

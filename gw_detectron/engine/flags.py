@@ -5,9 +5,8 @@ import argparse
 from detectron2.engine import default_argument_parser
 from detectron2.engine.launch import DEFAULT_TIMEOUT
 
-_EPILOG = """\
---eval-only writes log.txt and config.yaml to OUTPUT_DIR/inference: those of the training remain.
-
+_NOTE = "--eval-only writes log.txt and config.yaml to OUTPUT_DIR/inference: those of the training remain.\n\n"
+_EXAMPLES = """\
 examples:
   8 GPUs, on COCO:
   %(prog)s --num-gpus 8 --config-file COCO-Detection/faster_rcnn_R_50_FPN_1x_GW.yaml
@@ -25,14 +24,32 @@ examples:
 """
 
 
-def get_parser() -> argparse.ArgumentParser:
-    """Create Detectron2's parser with the flags of this package."""
+_EVALUATION_EXAMPLES = """\
+examples:
+  on the dataset of the training:
+  %(prog)s --num-gpus 0 --config-file output/mine/config.yaml MODEL.WEIGHTS output/mine/model_final.pth
+
+  on other photos with the same classes:
+  %(prog)s --num-gpus 0 --config-file output/mine/config.yaml --val-json more.json --val-images more \\
+      --dataset more MODEL.WEIGHTS output/mine/model_final.pth
+"""
+
+
+def get_parser(*, evaluation: bool = False) -> argparse.ArgumentParser:
+    """Create Detectron2's parser with the flags of this package.
+
+    Args:
+        evaluation: show examples of evaluations.
+    """
     parser = default_argument_parser()
-    parser.epilog = _EPILOG
+    parser.epilog = _NOTE + (_EVALUATION_EXAMPLES if evaluation else _EXAMPLES)
     parser.add_argument(
         "--ignore-preflight",
         action="store_true",
         help="start although the checks before the run failed; their messages become warnings",
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace an earlier run in OUTPUT_DIR: its files are removed first"
     )
     parser.add_argument(
         "--allow-partial",

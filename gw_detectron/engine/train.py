@@ -23,6 +23,7 @@ from ..errors import ConfigError, FileAccessError
 from ..modeling.class_counts import object_count_keys
 from ..norms.norm_table import norm_summary
 from ..preflight import Findings, preflight
+from .earlier_run import remove_earlier_run
 from .launch import in_all_processes
 from .output_lock import lock_output, output_unlocked_at_end
 from .run_datasets import use_datasets
@@ -99,7 +100,12 @@ def prepare(args: argparse.Namespace) -> tuple[CfgNode, StartWeights, list[str]]
         findings = Findings()
         if comm.is_main_process():
             findings = preflight(
-                cfg, start, eval_only=args.eval_only, resume=args.resume, allow_partial=args.allow_partial
+                cfg,
+                start,
+                eval_only=args.eval_only,
+                resume=args.resume,
+                overwrite=args.overwrite,
+                allow_partial=args.allow_partial,
             )
         if not args.ignore_preflight:
             findings.raise_problems()
@@ -195,6 +201,8 @@ def prepare_output(cfg: CfgNode, args: argparse.Namespace) -> None:
     try:
         if comm.is_main_process() and not args.eval_only:
             lock_output(cfg.OUTPUT_DIR)
+            if not args.resume:
+                remove_earlier_run(cfg.OUTPUT_DIR, everything=args.overwrite, keep=cfg.MODEL.WEIGHTS)
         default_setup(local, args)
         if args.eval_only and comm.is_main_process():
             with PathManager.open(os.path.join(local.OUTPUT_DIR, "config.yaml"), "w") as file:

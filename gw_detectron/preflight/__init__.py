@@ -16,7 +16,13 @@ __all__ = ["Findings", "PreflightError", "preflight", "wrong_evaluator"]
 
 
 def preflight(
-    cfg: CfgNode, start: StartWeights, *, eval_only: bool = False, resume: bool = False, allow_partial: bool = False
+    cfg: CfgNode,
+    start: StartWeights,
+    *,
+    eval_only: bool = False,
+    resume: bool = False,
+    overwrite: bool = False,
+    allow_partial: bool = False,
 ) -> Findings:
     """Check a run before it starts.
 
@@ -27,6 +33,7 @@ def preflight(
         start: the weights that the run starts from, see :func:`gw_detectron.checkpoint.open_start_weights`.
         eval_only: the run evaluates only.
         resume: the user asked to resume.
+        overwrite: the user asked to replace an earlier run.
         allow_partial: the user accepts weights that do not fit.
 
     Returns:
@@ -42,7 +49,7 @@ def preflight(
     check_compiler(cfg, findings)
     if not eval_only and not any(problem.startswith("SOLVER.") for problem in wrong):
         check_schedule(cfg, findings)
-    check_weights(cfg, start, findings, eval_only=eval_only, resume=resume)
+    check_weights(cfg, start, findings, eval_only=eval_only, resume=resume, overwrite=overwrite)
     model = None
     if not any(problem.startswith(("MODEL.", "INPUT.", "SOLVER.IMS_PER_BATCH")) for problem in wrong):
         model = check_model(cfg, start, findings, eval_only=eval_only)

@@ -27,7 +27,9 @@ _PREPROCESSING_KEYS = ("INPUT.FORMAT", "MODEL.PIXEL_MEAN", "MODEL.PIXEL_STD", "M
 _HARMLESS_KEYS = ("MODEL.WEIGHTS", "MODEL.DEVICE", "MODEL.COMPILE", "MODEL.BACKBONE.FREEZE_AT")
 
 
-def check_weights(cfg: CfgNode, start: StartWeights, findings: Findings, *, eval_only: bool, resume: bool) -> None:
+def check_weights(
+    cfg: CfgNode, start: StartWeights, findings: Findings, *, eval_only: bool, resume: bool, overwrite: bool = False
+) -> None:
     """Check everything about the start weights that needs no network.
 
     ``INPUT.FORMAT``, ``PIXEL_MEAN`` and ``PIXEL_STD`` must be those of their training.
@@ -38,6 +40,7 @@ def check_weights(cfg: CfgNode, start: StartWeights, findings: Findings, *, eval
         findings: problems and warnings are added.
         eval_only: the run evaluates only.
         resume: the user asked to resume.
+        overwrite: the user asked to replace an earlier run.
     """
     if start.resumed:
         if start.error:
@@ -53,10 +56,10 @@ def check_weights(cfg: CfgNode, start: StartWeights, findings: Findings, *, eval
         )
     elif resume and not eval_only:
         findings.warnings.append(f"--resume: no checkpoint in '{folder}'. The run starts from its beginning.")
-    elif os.path.isfile(tag) and not eval_only:
-        findings.warnings.append(
-            f"OUTPUT_DIR ('{folder}'): contains checkpoints of an earlier run, which this run overwrites. Fix: "
-            "continue it with --resume, or keep both with another OUTPUT_DIR."
+    elif os.path.isfile(tag) and not (eval_only or overwrite):
+        findings.problems.append(
+            f"OUTPUT_DIR ('{folder}'): contains checkpoints of an earlier run. Fix: continue it with --resume, keep "
+            "both with another OUTPUT_DIR, or replace it with --overwrite."
         )
     if not start.address and eval_only:
         fix = "--resume for the last checkpoint of OUTPUT_DIR"

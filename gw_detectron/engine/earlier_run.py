@@ -1,0 +1,32 @@
+"""Remove an earlier run from an output folder."""
+
+import os
+import shutil
+from pathlib import Path
+
+METRICS = "metrics.json"  # to which a trainer appends
+_FILES = ("model_*.pth", "last_checkpoint", METRICS, "log.txt", "events.out.tfevents.*", "config.yaml", "datasets.yaml")
+_FOLDERS = ("datasets", "inference", "report")
+
+
+def remove_earlier_run(folder: str, *, everything: bool, keep: str = "") -> None:
+    """Remove the metrics of an earlier run, to which a new one would append, or all files that a run writes.
+
+    Args:
+        folder: the output folder, which need not exist; nothing is removed from a remote one.
+        everything: False removes the metrics alone.
+        keep: the start weights, which may be a checkpoint of the earlier run.
+
+    Raises:
+        OSError: a file cannot be removed.
+    """
+    if "://" in folder:
+        return
+    place = Path(folder)
+    for pattern in _FILES if everything else (METRICS,):
+        for path in place.glob(pattern):
+            if not (keep and os.path.exists(keep) and path.samefile(keep)):
+                path.unlink()
+    for name in _FOLDERS if everything else ():
+        if (place / name).is_dir():
+            shutil.rmtree(place / name)

@@ -1,0 +1,51 @@
+"""A run in the folder of an earlier one: refused, or in its place."""
+
+import json
+
+import pytest
+
+from gw_detectron.engine.earlier_run import remove_earlier_run
+from gw_detectron.engine.train import main, prepare
+from gw_detectron.preflight import PreflightError
+
+from ..tiny_run import arguments
+
+
+@pytest.fixture
+def earlier(tmp_path):
+    """A folder with the files of a run, and files of the user."""
+    names = ("model_final.pth", "model_0000009.pth", "metrics.json", "log.txt", "events.out.tfevents.1", "config.yaml")
+    for name in (*names, "inference/coco_instances_results.json", "report/report.html", "notes.txt", "weights.pth"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("earlier")
+    (tmp_path / "last_checkpoint").write_text("model_final.pth")
+    return tmp_path
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_files_of_a_run_are_removed_and_no_others(earlier):
+    remove_earlier_run(str(earlier), everything=True, keep=str(earlier / "model_0000009.pth"))
+    assert names(earlier) == ["model_0000009.pth", "notes.txt", "weights.pth"]
+
+
+def test_metrics_alone(earlier):
+    before = names(earlier)
+    remove_earlier_run(str(earlier), everything=False)
+    assert set(before) - set(names(earlier)) == {"metrics.json"}
+    remove_earlier_run(str(earlier / "none"), everything=True)
+    remove_earlier_run("s3://bucket/run", everything=True)
+
+
+def test_a_finished_run_is_replaced_only_on_request(tmp_path, one_thread, small_dataset):
+    words = {"SOLVER__MAX_ITER": 2, "SOLVER__STEPS": "()", "DATASETS__TEST": "()", "MODEL__MASK_ON": False}
+    main(arguments(tmp_path, "--num-gpus", "0", **words))
+    checkpoint = (tmp_path / "model_final.pth").read_bytes()
+    with pytest.raises(PreflightError, match=r"contains checkpoints of an earlier run. Fix: .*--overwrite"):
+        prepare(arguments(tmp_path, "--num-gpus", "0", **words))
+    assert (tmp_path / "model_final.pth").read_bytes() == checkpoint
+    main(arguments(tmp_path, "--num-gpus", "0", "--overwrite", **words | {"SOLVER__MAX_ITER": 1}))
+    records = [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()]
+    assert {record["iteration"] for record in records} <= {0, 1}
