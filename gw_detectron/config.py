@@ -12,7 +12,7 @@ from detectron2.config import CfgNode, get_cfg
 from detectron2.utils.file_io import PathManager
 
 from .errors import ConfigError, MissingFileError, similar_names
-from .shipped_configs import find_config_file
+from .shipped_configs import find_config_file, shipped_configs
 
 _LONGEST_FILE = 2**18  # characters; a dumped config has 10,000, and PyYAML reads 100,000 in a second
 _MOST_NODES = 100_000  # values of a file, those of an alias each time; Detectron2 copies them
@@ -116,6 +116,8 @@ def read_config(config_file: str, opts: Sequence[str] = ()) -> CfgNode:
     except _YAML_ERRORS as error:
         raise ConfigError(_bad_keys_message(f"'{config_file}'", keys, known, error)) from error
     opts = list(opts)
+    if joined := [word for word in opts if "=" in word and word.partition("=")[0] in known]:
+        raise ConfigError(f"Arguments '{joined[0]}': '=' in a key. Fix: write {' '.join(joined[0].split('=', 1))}.")
     if flags := [word for word in opts if word.startswith("--")]:
         raise ConfigError(f"Arguments: flags after KEY VALUE pairs. Fix: put {' '.join(flags)} before {opts[0]}.")
     if len(opts) % 2:
@@ -152,7 +154,10 @@ def _check_yaml(path: str, latest_version: int, files: list[str], above: tuple[s
     if len(files) > _MOST_FILES:
         raise ConfigError(f"'{path}': more than {_MOST_FILES} files by _BASE_. Fix: use fewer bases.")
     if local and not os.path.isfile(path):  # opening a pipe would block
-        raise ConfigError(f"'{above[-1] if above else path}': _BASE_ not found: '{path}'. Fix: give an existing file.")
+        raise ConfigError(
+            f"'{above[-1] if above else path}': _BASE_ not found: '{path}' (absolute: "
+            f"'{os.path.abspath(path)}'). Fix: give an existing file; relative paths start at the folder of the config."
+        )
     try:
         with PathManager.open(path, "r") as file:
             tree = parse_config(file.read(_LONGEST_FILE + 1), path)
@@ -257,12 +262,14 @@ def _yaml_error(mark: yaml.Mark, why: str, fix: str) -> ConfigError:
 
 def _missing_config_message(given: str) -> str:
     if not given:
-        return "--config-file: not given. Fix: --config-file configs/<folder>/<name>.yaml."
-    near = difflib.get_close_matches(Path(given).name, [path.name for path in Path(given).parent.glob("*.yaml")])
-    similar = f" Similar: {', '.join(str(Path(given).parent / name) for name in near)}." if near else ""
+        return "--config-file: not given. Fix: give a file, or a name of `gw-detectron configs`."
+    beside = {path.name: str(path) for path in Path(given).parent.glob("*.yaml")}
+    known = {name.rpartition("/")[2]: name for name in shipped_configs()} | beside
+    near = [known[name] for name in difflib.get_close_matches(Path(given).name, known)]
+    similar = f" Similar: {', '.join(near)}." if near else ""
     return (
-        f"--config-file: file not found: '{given}' (cwd: {os.getcwd()}).{similar} Fix: give an existing file; "
-        "`gw-detectron configs` lists those of the package."
+        f"--config-file: file not found: '{given}' (cwd: {os.getcwd()}).{similar} Fix: give an existing file, or a "
+        "name of `gw-detectron configs`."
     )
 
 

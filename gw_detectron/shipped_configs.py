@@ -36,8 +36,15 @@ def config_summary(path: Path) -> str:
 def find_config_file(name: str) -> str:
     """Return the path of a shipped config if no file has this path, else the path itself.
 
-    ``configs/`` before a name may be left out or written.
+    ``configs/`` before a name may be left out or written, and the folder of a name that only one config has.
     """
-    if os.path.exists(name):
+    if os.path.exists(name) or not name:
         return name
-    return str(shipped_configs().get(name.removeprefix("configs/"), name))
+    files = shipped_configs()
+    wanted = name.removeprefix("configs/")
+    found = (
+        [wanted]
+        if wanted in files
+        else [each for each in files if each.rpartition("/")[2] in (wanted, f"{wanted}.yaml")]
+    )
+    return str(files[found[0]]) if len(found) == 1 else name
