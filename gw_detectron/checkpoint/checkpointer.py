@@ -4,6 +4,7 @@ import logging
 from typing import Any
 
 from detectron2.checkpoint import DetectionCheckpointer
+from detectron2.utils.file_io import PathManager
 from torch import nn
 
 from .loading import load_checkpoint, open_checkpoint
@@ -28,6 +29,12 @@ class GWDetectionCheckpointer(DetectionCheckpointer):
         super().__init__(model, save_dir, **kwargs)
         self.allow_partial = allow_partial
         self.add_checkpointable(NORMS, NormRecord(self.model))
+
+    def save(self, name: str, **kwargs: Any) -> None:
+        """Write a checkpoint to the folder, which is created if needed."""
+        if self.save_dir and self.save_to_disk:
+            PathManager.mkdirs(self.save_dir)
+        super().save(name, **kwargs)
 
     def load(self, path: str, checkpointables: list[str] | None = None) -> dict[str, Any]:
         """Load a checkpoint without running its code.

@@ -95,10 +95,13 @@ def _changed(value: Any, record: Mapping[str, Any]) -> Any:
     ]
 
 
-def format_description(description: Mapping[str, Any]) -> str:
-    """Format the result of :func:`describe_checkpoint` as yaml; the config comes last."""
+def format_description(description: Mapping[str, Any], *, with_config: bool = True) -> str:
+    """Format the result of :func:`describe_checkpoint` as yaml; the config of the run comes last."""
     record, config = description.get(RECORD), ""
     if isinstance(record, dict) and "config" in record:
-        config = "config:\n" + "\n".join(f"  {printable(line)}" for line in str(record["config"]).splitlines())
+        lines = str(record["config"]).splitlines()
+        config = f"config: {len(lines)} lines, printed with --config"
+        if with_config:
+            config = "config:\n" + "\n".join(f"  {printable(line)}" for line in lines)
         record = {key: _changed(value, record) for key, value in record.items() if key != "config"}
     return yaml.safe_dump({**description, **({RECORD: record} if record else {})}, sort_keys=False) + config

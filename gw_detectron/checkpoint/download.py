@@ -62,5 +62,5 @@ def _parts(path: Path) -> list[Path]:
 
 def _failed(url: str, error: object, fix: str = "try again; the download resumes.") -> DownloadFailedError:
     reason = str(error).partition(".\nThe received bytes")[0]  # the rest is about gdown's own command line
-    reason = re.sub(r"""^.*port=\d+\): (.*?)["')]*$""", r"\1", " ".join(reason.split()))  # urllib3's innermost cause
+    reason = re.sub(r'^.*port=\d+\): (.*?)(?:"\)\))?$', r"\1", " ".join(reason.split()))  # urllib3's innermost cause
     return DownloadFailedError(f"{url!r}: download failed: {reason.rstrip('.')}. Fix: {fix}")

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, FileAccessError, MissingFileError, UserError, summarize_names
 from ..modeling.norm_keys import NORM_KEYS
+from ..norms.norm_table import norm_rows
 from .load_report import LoadReport
+from .norm_inference import NORMS
 from .norm_record import check_norm_record, norm_differences
 from .provenance import TORCHVISION, Preprocessing, Provenance
 from .reading import Contents, WeightsFileError, read_weights_file, weight_problem
@@ -290,6 +292,16 @@ def load_checkpoint(
                 "Python allow_partial=True."
             )
         log.warning("%s.", message)
+    if (
+        NORMS not in checkpoint.metadata
+        and "iteration" in checkpoint.metadata
+        and any(row.groups for row in norm_rows(model))
+    ):
+        log.warning(
+            "MODEL.WEIGHTS ('%s'): records no norms, as it is not of this package's trainer. GN, GW and other "
+            "numbers of groups have the same tensors: set the norms as in that run.",
+            checkpoint.address,
+        )
     log.info("Loading weights from %s", checkpoint.path)
     given: set[str] = set()
     weights = {name for name, value in model.state_dict().items() if value.is_floating_point()}

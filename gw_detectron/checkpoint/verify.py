@@ -156,7 +156,10 @@ def verify(
         features = detectron2_features(wrong, norm_eps)
         mistakes.append(_difference(mistake, features, expected))
         distances[mistake] = _difference(mistake, found, features).worst
-    return Verification(subject, tuple(mistakes), _verdict(subject, distances), subject.worst < TOLERANCE)
+    verdict, recorded, stated = _verdict(subject, distances), provenance.norms, facts.norms
+    if subject.worst >= TOLERANCE and str(stated) != str(recorded):
+        verdict += f" The weights record {recorded}, --norm says {stated}. Fix: leave --norm out, or give that norm."
+    return Verification(subject, tuple(mistakes), verdict, subject.worst < TOLERANCE)
 
 
 def _load(weights: str | os.PathLike[str], norm: str | None) -> Conversion:

@@ -3,17 +3,20 @@
 import argparse
 import json
 import os
+from pathlib import Path
 
 from ..checkpoint.describe import describe_checkpoint, format_description
 from ..cli import new_parser, print_page
-from ..errors import MissingFileError
+from ..errors import ConfigError, MissingFileError
+from ..export.exported_file import OPENERS
 
 
 def get_parser() -> argparse.ArgumentParser:
     """Return the parser of this tool."""
     parser = new_parser(__doc__, "output/model_final.pth", "R-50-GW.pkl --json")
     parser.add_argument("file", metavar="FILE", help="checkpoint or weight file of any format that is read")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--config", action="store_true", help="also print the config of the run")
+    parser.add_argument("--json", action="store_true", help="print JSON, with the config")
     return parser
 
 
@@ -21,5 +24,10 @@ def main(args: argparse.Namespace) -> None:
     """Print the description of a file."""
     if os.path.isdir(args.file):
         raise MissingFileError(f"FILE ('{args.file}'): a folder. Fix: give a checkpoint in it, e.g. model_final.pth.")
+    if Path(args.file).suffix in OPENERS:
+        raise ConfigError(f"FILE ('{args.file}'): an exported program. Fix: read the parity.json beside it.")
     description = describe_checkpoint(args.file)
-    print_page(json.dumps(description, indent=2, default=str) if args.json else format_description(description))
+    if args.json:
+        print_page(json.dumps(description, indent=2, default=str))
+    else:
+        print_page(format_description(description, with_config=args.config))

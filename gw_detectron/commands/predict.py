@@ -68,7 +68,7 @@ def main(args: argparse.Namespace) -> bool:
         print(json.dumps({"detector": detector, **asdict(summary)}))
         return not summary.failed
     print(
-        f"{summary.images} images, {summary.detections} detections with a score above {args.score_threshold:g}, "
+        f"{summary.images} images, {summary.detections} objects with a score above {args.score_threshold:g}, "
         f"{summary.images / summary.seconds:.1f} images per second."
     )
     print(f"Detector: {detector}")

@@ -163,6 +163,10 @@ class Detections:
         ]
         return ImageMatches(image_id, found, kinds, taken, missed)
 
+    def file_name(self, image_id: Any) -> str:
+        """Return the name of an image in the annotation file."""
+        return self.truth.imgs[image_id]["file_name"]
+
     def objects(self, image_id: Any) -> list[dict[str, Any]]:
         """Return the annotations of an image."""
         return self.truth.imgToAnns[image_id]

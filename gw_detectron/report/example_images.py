@@ -1,7 +1,6 @@
 """Images of a dataset with ground truth and detections side by side."""
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from .detections import ImageMatches
@@ -41,9 +40,10 @@ def errors_section(run: RunFolder) -> Section:
                 _picture(run, f"error_{number}_wrong", image, [each for each, _ in wrong], boxes, kinds),
             ]
         )
-        numbers.append({"image": image.image_id, "missed": len(image.missed), "wrong": len(wrong)})
+        file = run.detections.file_name(image.image_id)
+        numbers.append({"image": image.image_id, "file": file, "missed": len(image.missed), "wrong": len(wrong)})
     text = "Missed objects only, and wrong boxes only, of the images with the most of them."
-    table = Table(["image", "missed", "wrong"], [list(row.values()) for row in numbers])
+    table = Table(["image", "missed", "wrong"], [list(row.values())[1:] for row in numbers])
     return Section("Errors", numbers, text, pictures=pictures, tables=[table])
 
 
@@ -55,7 +55,6 @@ def _picture(
     caption: str,
     notes: list[str] | None = None,
 ) -> Picture:
-    file = Path(run.detections.records[image.image_id]["file_name"]).name
     with needed():
         pixels = run.detections.draw(image.image_id, objects, notes)
-    return Picture.from_photo(name, pixels, f"{file}: {caption}")
+    return Picture.from_photo(name, pixels, f"{run.detections.file_name(image.image_id)}: {caption}")

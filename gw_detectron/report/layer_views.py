@@ -1,6 +1,7 @@
 """Feature maps and channel correlations before and after a norm layer."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -85,8 +86,8 @@ def layers_section(run: RunFolder) -> Section:
             [Picture.from_figure(f"correlation_{name}", _plot_correlations(before, after), f"{title}: correlations")],
         ]
     text = (
-        f"Image {record['image_id']}, weights '{run.weights}'. Output before scale and shift. The rows of GW and GN "
-        "are their groups, those of other norms the channels of the first group."
+        f"{Path(record['file_name']).name}, weights '{run.weights}'. Output before scale and shift. The rows of GW and "
+        "GN are their groups, those of other norms the channels of the first group."
     )
     if skipped:
         text += f" Not reached by this image: {', '.join(skipped)}."

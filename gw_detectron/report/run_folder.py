@@ -188,6 +188,8 @@ class RunFolder:
         """
         with needed():
             use_recorded_datasets(self.cfg, self.config_file, str(self.folder))
+            if not self.dataset:
+                raise DataError("DATASETS.TEST (empty): no dataset to judge the run on.")
             if self.dataset not in DatasetCatalog.list():
                 raise DataError(f"DATASETS.TEST ('{self.dataset}'): not registered. Fix: register it in Python first.")
             return DatasetCatalog.get(self.dataset)
@@ -200,7 +202,8 @@ class RunFolder:
             MissingInputError: there are none, or they are of another dataset.
         """
         found = [path for path in self._places(_RESULTS) if path.is_file()]
-        command = self._command("--eval-only", **{"MODEL.WEIGHTS": self.weights})
+        data = [] if self.dataset else ["--val-json", "FILE", "--val-images", "DIR"]
+        command = self._command("--eval-only", *data, **{"MODEL.WEIGHTS": self.weights})
         with needed(command):
             if not found:
                 raise MissingFileError(f"'{self._places(_RESULTS)[1]}': not found.")

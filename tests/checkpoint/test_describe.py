@@ -100,6 +100,11 @@ def test_text_and_json_of_odd_values(tmp_path):
     assert json.loads(json.dumps(description, allow_nan=False))["record"]["loss"] == ["nan", "-inf"]
 
 
+def test_the_config_of_the_run_can_be_left_out():
+    text = format_description({"file": "a.pth", "record": {"config": "A: 1\nB: 2"}}, with_config=False)
+    assert text.endswith("config: 2 lines, printed with --config")
+
+
 def test_earlier_parts_of_a_run_name_the_keys_that_changed():
     earlier = [{"processes": 1, "config": "SEED: 1\nVERSION: 2\n"}, "damaged"]
     description = {"file": "a.pth", "record": {"config": "SEED: 3\nVERSION: 2\n", "earlier_parts": earlier}}

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from gw_detectron.checkpoint.download import DownloadFailedError, download
+from gw_detectron.checkpoint.download import DownloadFailedError, _failed, download
 
 from .server import serving
 
@@ -76,8 +76,19 @@ def test_errors_of_the_server(server, fault, message, tmp_path):
 def test_no_server(tmp_path):
     with serving(b"") as server:
         url = server.url()
-    with pytest.raises(DownloadFailedError, match="download failed"):
+    with pytest.raises(DownloadFailedError, match=r"download failed: [^(]*Connection refused\. Fix: try again"):
         download(url, tmp_path / "file", timeout=(1, 1), retries=0)
+
+
+def test_the_innermost_cause_is_told():
+    nested = (
+        "HTTPSConnectionPool(host='a.b', port=443): Max retries exceeded with url: /x (Caused by NameResolutionError("
+    )
+    cause = (
+        "\"HTTPSConnection(host='a.b', port=443): Failed to resolve 'a.b' ([Errno -2] Name or service not known)\"))"
+    )
+    message = str(_failed("https://a.b/x", f"Download failed: {nested}{cause}"))
+    assert "download failed: Failed to resolve 'a.b' ([Errno -2] Name or service not known). Fix: " in message
 
 
 def test_parts_of_two_parallel_downloads(server, tmp_path):

@@ -11,6 +11,7 @@ from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.modeling import build_model
 
 from gw_detectron.checkpoint import (
+    GWDetectionCheckpointer,
     InvalidWeightsError,
     NormMismatchError,
     PartialLoadError,
@@ -23,6 +24,7 @@ from gw_detectron.checkpoint import (
     read_weights_file,
 )
 from gw_detectron.errors import ConfigError, FileAccessError, MissingFileError
+from gw_detectron.norms import norm_rows
 
 from .polyglot import safetensors_and_pickle
 from .synthetic import authors_state, make_network
@@ -322,6 +324,17 @@ def test_odd_metadata_gives_a_message_or_is_ignored(model, tmp_path, metadata):
             load_checkpoint(DetectionCheckpointer(model), checkpoint)
     else:
         load_checkpoint(DetectionCheckpointer(model), checkpoint)
+
+
+def test_a_checkpoint_of_another_trainer_has_no_record_of_norms(model, tmp_path, caplog):
+    torch.save({"model": model.state_dict(), "iteration": 9}, tmp_path / "other.pth")
+    load_checkpoint(DetectionCheckpointer(model), open_checkpoint(str(tmp_path / "other.pth")))
+    groups = any(row.groups for row in norm_rows(model))
+    assert ("records no norms" in caplog.text) is groups
+    caplog.clear()
+    GWDetectionCheckpointer(model, str(tmp_path / "new" / "folder")).save("own", iteration=9)
+    load_checkpoint(DetectionCheckpointer(model), open_checkpoint(str(tmp_path / "new" / "folder" / "own.pth")))
+    assert "records no norms" not in caplog.text
 
 
 def test_what_was_read_is_what_is_loaded(model, r18, tmp_path):

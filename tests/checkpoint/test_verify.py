@@ -164,6 +164,7 @@ def test_wrong_claim_disagrees(images, tmp_path):
     for source in (tmp_path / "gn.pth", None):
         found = verify(tmp_path / "gw.pkl", images, source=source, norm="GN")
         assert not found.agrees and found.verdict.startswith("DISAGREES")
+        assert "--norm says GN" in found.verdict and found.verdict.endswith("Fix: leave --norm out, or give that norm.")
     assert verify(tmp_path / "gw.pkl", images, source=tmp_path / "gn.pth", norm="GW").agrees
 
 

@@ -104,6 +104,17 @@ def test_missing_or_unusable_predictions_are_named_with_a_command(folder, change
     assert str(folder / "model_final.pth") in caught.value.command and str(caught.value).count("Fix:") == 1
 
 
+def test_a_run_without_a_dataset_is_told_to_name_one(folder):
+    results_file(folder).unlink()
+    run = RunFolder(folder)
+    run.cfg.DATASETS.TEST = ()
+    with pytest.raises(MissingInputError) as caught:
+        _ = run.detections
+    assert "--val-json FILE --val-images DIR" in caught.value.command
+    with pytest.raises(MissingInputError, match=r"DATASETS.TEST \(empty\): no dataset to judge the run on"):
+        _ = run.records
+
+
 def test_a_dataset_that_is_gone_is_named(folder):
     shutil.rmtree(folder / "photos")
     with pytest.raises(MissingInputError, match="no folder"):
