@@ -65,8 +65,9 @@ def draw(image: Image.Image, results: list[dict], masks: np.ndarray | None) -> I
         pen = ImageDraw.Draw(picture)
         pen.rectangle((x, y, x + width, y + height), outline=color, width=2)
         label = f"{result.get('category_name', result['category_id'])} {result['score']:.2f}"
-        pen.rectangle(pen.textbbox((x + 2, y), label), fill=color)
-        pen.text((x + 2, y), label, fill="white")
+        place = (max(0, min(x + 2, picture.width - pen.textlength(label))), y)
+        pen.rectangle(pen.textbbox(place, label), fill=color)
+        pen.text(place, label, fill="white")
     return picture
 
 

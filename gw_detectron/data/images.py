@@ -8,7 +8,7 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.data import detection_utils
 from detectron2.data import transforms as transforms_d2
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torchvision.transforms import functional as transforms
 
@@ -43,8 +43,9 @@ def read_image(path: str | os.PathLike[str], pixel_format: str) -> np.ndarray:
     try:
         return detection_utils.read_image(os.fspath(path), format=pixel_format)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # Pillow's, of damaged files
+        reason = "not an image" if isinstance(error, UnidentifiedImageError) else error
         raise DataError(
-            f"image ({os.fspath(path)!r}): cannot be read: {error}. Fix: repair it or give another one."
+            f"image ({os.fspath(path)!r}): cannot be read: {reason}. Fix: repair it or give another one."
         ) from error
 
 

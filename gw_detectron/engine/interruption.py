@@ -94,7 +94,8 @@ class InterruptionHook(HookBase):
         if repeated or not self._in_step:
             self._stop = Interrupted(number, "Stopped by a second Ctrl-C, without a checkpoint." if repeated else "")
             raise self._stop
-        log.warning("%s: stopping after this step", signal.Signals(number).name)
+        again = "; a second Ctrl-C stops at once, without a checkpoint" if number == signal.SIGINT else ""
+        log.warning("%s: stopping after this step%s", signal.Signals(number).name, again)
 
     def _save(self, stop: Interrupted) -> None:
         """Write a checkpoint of the finished step unless there is one."""

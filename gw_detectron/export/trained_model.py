@@ -27,7 +27,9 @@ def load_model(cfg: CfgNode, needed: str = "", *, device: str = "cpu") -> nn.Mod
     start = open_start_weights(cfg)
     checkpoint = start.checkpoint()
     if checkpoint is None:
-        raise ConfigError("MODEL.WEIGHTS (''): no weights are given. Fix: give those of a trained detector.")
+        raise ConfigError(
+            "MODEL.WEIGHTS (''): no weights are given. Fix: give those of a trained detector, by --weights or this key."
+        )
     model = build_checked_model(cfg, device).eval()
     report = load_checkpoint(DetectionCheckpointer(model), checkpoint)
     missing = [name for name in report.new if name.startswith(needed)]

@@ -124,8 +124,11 @@ def write_predictions(
             except (DataError, MissingFileError) as error:
                 summary.failed[source.name] = str(error)
         if not images:
-            reason = next(iter(summary.failed.values()))
-            raise DataError(f"inputs ({len(sources)}): none can be read: {reason} Fix: give images or videos.")
+            name, reason = next(iter(summary.failed.items()))
+            reason = reason.partition(" Fix: ")[0].removesuffix(".")
+            raise DataError(
+                f"inputs ({len(sources)}): none can be read; '{name}': {reason}. Fix: give images or videos."
+            )
         _write_json(folder, predictor.metadata, images, results)
     summary.images, summary.detections = len(images), len(results)
     summary.seconds = round(time.perf_counter() - begin, 3)

@@ -26,7 +26,7 @@ def test_a_run_folder(tmp_path, run_folder, photos, capsys):
     assert predict(run_folder, photos, "--output", output, "--score-threshold", "0.1", "--device", "cpu")
     printed = capsys.readouterr().out
     count = len(results(output))
-    assert count > 6 and f"2 images, {count} detections with a score above 0.1, " in printed
+    assert count > 6 and f"2 images, {count} objects with a score above 0.1, " in printed
     assert printed.endswith(f"Detector: {run_folder / 'model_final.pth'}\nPredictions: {output}\n")
     assert {each["category_name"] for each in results(output)} <= {"fork", "cup", "plate"}
     assert (output / "pictures" / "sub" / "a.jpg").is_file()

@@ -117,7 +117,9 @@ def test_broken_files_are_named_and_the_others_predicted(tmp_path, photos, predi
     assert summary.images == 2 and {each["image_id"] for each in results} == {1, 2}
     for path in (photos / "b.png", photos / "sub" / "a.jpg"):
         path.unlink()
-    with pytest.raises(DataError, match=r"inputs \(2\): none can be read: .*a\.jpg"):
+    with pytest.raises(
+        DataError, match=r"inputs \(2\): none can be read; 'a\.jpg': .*: not an image\. Fix: give images or videos\.$"
+    ):
         predict(photos)
     assert len(json.loads((tmp_path / "out" / "predictions.json").read_text())) == 2  # the earlier ones
 
