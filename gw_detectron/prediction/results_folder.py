@@ -124,10 +124,10 @@ def write_predictions(
             except (DataError, MissingFileError) as error:
                 summary.failed[source.name] = str(error)
         if not images:
-            name, reason = next(iter(summary.failed.items()))
+            first, reason = next(iter(summary.failed.items()))
             reason = reason.partition(" Fix: ")[0].removesuffix(".")
             raise DataError(
-                f"inputs ({len(sources)}): none can be read; '{name}': {reason}. Fix: give images or videos."
+                f"inputs ({len(sources)}): none can be read; '{first}': {reason}. Fix: give images or videos."
             )
         _write_json(folder, predictor.metadata, images, results)
     summary.images, summary.detections = len(images), len(results)
