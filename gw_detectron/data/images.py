@@ -8,7 +8,7 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.data import detection_utils
 from detectron2.data import transforms as transforms_d2
-from PIL import Image, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 from torch import Tensor
 from torchvision.transforms import functional as transforms
 
@@ -47,6 +47,16 @@ def read_image(path: str | os.PathLike[str], pixel_format: str) -> np.ndarray:
         raise DataError(
             f"image ({os.fspath(path)!r}): cannot be read: {reason}. Fix: repair it or give another one."
         ) from error
+
+
+def upright_size(path: str | os.PathLike[str]) -> tuple[int, int] | None:
+    """Read width and height of an image, turned upright by its EXIF entry, from its header; None if it has none."""
+    try:
+        with Image.open(path) as image:
+            turned = image.getexif().get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)
+            return (image.height, image.width) if turned else image.size
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):  # Pillow's, of damaged files
+        return None
 
 
 def image_files(folder: str | os.PathLike[str]) -> list[Path]:

@@ -11,6 +11,7 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.utils.file_io import PathManager
 
 from ..data import read_json
+from ..data.images import upright_size
 from ..errors import DataError, similar_names, summarize_names
 from ..modeling.class_counts import CLASS_COUNTS
 from .coco_checks import Use, check_coco
@@ -25,6 +26,7 @@ _EVALUATORS = {
 }
 
 
+_MOST_HEADERS = 1000  # a few seconds on a network disk
 _PARTS = {"train": "training", "val": "validation"}  # of a split file
 
 
@@ -182,8 +184,11 @@ def _check_dataset(name: str, findings: Findings, use: Use) -> _Dataset:
             f'keypoint_flip_map of MetadataCatalog.get("{name}"), or set MODEL.KEYPOINT_ON False.'
         )
     image_root = metadata.get("image_root")
-    if image_root is not None and (missing := _missing_images(image_root, content["images"])):
-        findings.problems.append(f"Dataset '{name}': {missing}")
+    if image_root is not None:
+        if missing := _missing_images(image_root, content["images"]):
+            findings.problems.append(f"Dataset '{name}': {missing}")
+        else:
+            findings.problems += [f"{where}: {wrong}" for wrong in _wrong_images(image_root, content["images"])]
     return _Dataset(names, [os.path.join(image_root or "", image["file_name"]) for image in content["images"]])
 
 
@@ -227,6 +232,30 @@ def _missing_images(image_root: str, images: Sequence[dict]) -> str:
     elif len(missing) == len(images) and (elsewhere := _folder_of(images, root)):
         fix = f"'{elsewhere}' has them: give it instead"
     return f"{len(missing)} of {len(images)} images are missing: {names}. Fix: {fix}."
+
+
+def _wrong_images(image_root: str, images: Sequence[dict]) -> Iterator[str]:
+    """Describe images that are damaged or of another size than their record, by the headers of some of them."""
+    if "://" in image_root:  # a header would cost a download
+        return
+    checked = images[:: -(-len(images) // _MOST_HEADERS)]
+    damaged, others = [], []
+    for image in checked:
+        size, wanted = upright_size(os.path.join(image_root, image["file_name"])), (image["width"], image["height"])
+        if size is None:
+            damaged.append(f"'{image['file_name']}'")
+        elif size != wanted:
+            others.append(f"'{image['file_name']}' {size[0]} x {size[1]} in place of {wanted[0]} x {wanted[1]}")
+    if damaged:
+        yield (
+            f"{len(damaged)} of {len(checked)} checked images cannot be read: {summarize_names(damaged, 3)}. Fix: "
+            "repair them or remove them from the file."
+        )
+    if others:
+        yield (
+            f"{len(others)} of {len(checked)} checked images have another width x height: {summarize_names(others, 3)}"
+            ". Fix: correct the file; the size of a photo with an EXIF orientation is that of the upright photo."
+        )
 
 
 def _folder_of(images: Sequence[dict], root: str) -> str | None:

@@ -11,6 +11,7 @@ import torch
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.modeling import ResNet, build_model
 from detectron2.utils.file_io import PathManager
+from PIL import ExifTags, Image
 
 from gw_detectron.checkpoint import StartWeights
 from gw_detectron.preflight import Findings, PreflightError, preflight
@@ -447,6 +448,23 @@ class TestData:
         (folder / unicodedata.normalize("NFC", "Größe.jpg")).unlink(missing_ok=True)
         (folder / unicodedata.normalize("NFD", "Größe.jpg")).write_bytes(b"")
         assert "1 exist with their umlauts or accents in another Unicode form" in check().problems[0]
+
+    @pytest.mark.parametrize(("turned", "wanted"), [(1, (40, 30)), (6, (30, 40)), (3, (40, 30))])
+    def test_images_of_another_size(self, check, coco, content, tmp_path, turned, wanted):
+        record = content["images"][0]
+        record |= {"file_name": "turned.jpg", "width": 31, "height": 41}
+        exif = Image.Exif()
+        exif[ExifTags.Base.Orientation] = turned
+        Image.new("RGB", (40, 30)).save(tmp_path / "data" / "images" / "turned.jpg", exif=exif)
+        coco()
+        message = f"1 of 2 checked images have another width x height: 'turned.jpg' {wanted[0]} x {wanted[1]} in place"
+        assert any(f"{message} of 31 x 41. Fix: correct" in problem for problem in check().problems)
+
+    def test_images_without_a_header(self, check, coco, content, tmp_path):
+        (tmp_path / "data" / "images" / content["images"][0]["file_name"]).write_text("no image")
+        coco()
+        name = content["images"][0]["file_name"]
+        assert any(f"1 of 2 checked images cannot be read: '{name}'. Fix: repair" in each for each in check().problems)
 
     def test_the_first_missing_images_are_named(self, check, coco, content):
         content["images"] += [{**content["images"][0], "id": 9 + n, "file_name": f"c/{n}.jpg"} for n in range(4)]
