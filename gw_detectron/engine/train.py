@@ -7,6 +7,7 @@ import argparse
 import logging
 import os
 
+import torch
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode
 from detectron2.engine import default_setup
@@ -107,6 +108,11 @@ def prepare(args: argparse.Namespace) -> tuple[CfgNode, StartWeights, list[str]]
                 overwrite=args.overwrite,
                 allow_partial=args.allow_partial,
             )
+            if args.num_gpus and cfg.MODEL.DEVICE == "cpu" and torch.cuda.is_available():
+                findings.warnings.append(
+                    "MODEL.DEVICE ('cpu'): the run does not use the GPU of this machine. Fix: add MODEL.DEVICE cuda, "
+                    "or give --num-gpus 0."
+                )
         if not args.ignore_preflight:
             findings.raise_problems()
     with in_all_processes():

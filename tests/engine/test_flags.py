@@ -1,8 +1,10 @@
 """Config files and arguments that cannot be used, and the message of each."""
 
 import pytest
+import torch
 
 from gw_detectron.engine import setup
+from gw_detectron.engine.train import prepare
 
 from ..tiny_run import CONFIG, arguments
 
@@ -62,3 +64,12 @@ def test_command_line(tmp_path):
         args.opts = opts
         with pytest.raises(ValueError, match=message):
             setup(args)
+
+
+@pytest.mark.parametrize(("gpus", "warned"), [("0", False), ("1", True)])
+def test_a_gpu_that_is_not_used_is_a_warning(tmp_path, small_dataset, monkeypatch, gpus, warned):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    warnings = prepare(arguments(tmp_path, "--num-gpus", gpus, MODEL__DEVICE="cpu"))[2]
+    assert (
+        any("does not use the GPU of this machine. Fix: add MODEL.DEVICE cuda" in each for each in warnings) is warned
+    )
