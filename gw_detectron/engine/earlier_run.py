@@ -5,12 +5,13 @@ import shutil
 from pathlib import Path
 
 METRICS = "metrics.json"  # to which a trainer appends
-_FILES = ("model_*.pth", "last_checkpoint", METRICS, "log.txt", "events.out.tfevents.*", "config.yaml", "datasets.yaml")
-_FOLDERS = ("datasets", "inference", "report")
+# config.yaml, datasets.yaml and datasets/ stay: the new run may read them, and writes its own
+_FILES = ("model_*.pth", "last_checkpoint", METRICS, "log.txt", "events.out.tfevents.*")
+_FOLDERS = ("inference", "report")
 
 
 def remove_earlier_run(folder: str, *, everything: bool, keep: str = "") -> None:
-    """Remove the metrics of an earlier run, to which a new one would append, or all files that a run writes.
+    """Remove the metrics of an earlier run, to which a new one would append, or also its checkpoints, log and results.
 
     Args:
         folder: the output folder, which need not exist; nothing is removed from a remote one.

@@ -49,7 +49,9 @@ def get_parser(*, evaluation: bool = False) -> argparse.ArgumentParser:
         help="start although the checks before the run failed; their messages become warnings",
     )
     parser.add_argument(
-        "--overwrite", action="store_true", help="replace an earlier run in OUTPUT_DIR: its files are removed first"
+        "--overwrite",
+        action="store_true",
+        help="replace an earlier run in OUTPUT_DIR: its checkpoints, log and results are removed first",
     )
     parser.add_argument(
         "--allow-partial",

@@ -28,7 +28,7 @@ def names(folder):
 
 def test_the_files_of_a_run_are_removed_and_no_others(earlier):
     remove_earlier_run(str(earlier), everything=True, keep=str(earlier / "model_0000009.pth"))
-    assert names(earlier) == ["model_0000009.pth", "notes.txt", "weights.pth"]
+    assert names(earlier) == ["config.yaml", "model_0000009.pth", "notes.txt", "weights.pth"]
 
 
 def test_metrics_alone(earlier):
@@ -46,6 +46,8 @@ def test_a_finished_run_is_replaced_only_on_request(tmp_path, one_thread, small_
     with pytest.raises(PreflightError, match=r"contains checkpoints of an earlier run. Fix: .*--overwrite"):
         prepare(arguments(tmp_path, "--num-gpus", "0", **words))
     assert (tmp_path / "model_final.pth").read_bytes() == checkpoint
-    main(arguments(tmp_path, "--num-gpus", "0", "--overwrite", **words | {"SOLVER__MAX_ITER": 1}))
+    again = arguments(tmp_path, "--num-gpus", "0", "--overwrite", **words | {"SOLVER__MAX_ITER": 1})
+    again.config_file = str(tmp_path / "config.yaml")  # of the run that is replaced
+    main(again)
     records = [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()]
     assert {record["iteration"] for record in records} <= {0, 1}
