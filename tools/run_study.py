@@ -11,14 +11,20 @@ import gw_detectron.needs_detectron2  # noqa: F401
 
 import argparse
 import functools
+import shlex
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # experiments/ is not part of the package
+from experiments.small_batch.iteration_time import measure_times
 from experiments.small_batch.results_file import read_results
 from experiments.small_batch.side_by_side import estimate_hours, open_rows, run_rows, start_row
+from gw_detectron.benchmarks.environment import select_device
+from gw_detectron.benchmarks.table import write_csv
 from gw_detectron.cli import check_folder, errors_reported
 from gw_detectron.errors import ConfigError
+
+_TIMED_ROUNDS = 20
 
 
 def get_parser() -> argparse.ArgumentParser:
@@ -27,6 +33,7 @@ def get_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--jobs", type=int, default=2, metavar="N", help="runs side by side, default: %(default)s")
     add("--only", nargs="+", default=[], metavar="PATTERN", help="names of runs, such as 'GW_b2_*'; default: all")
+    add("--time", type=Path, metavar="CSV", help="time a training iteration of every norm, write a table, and exit")
     add("--dry-run", action="store_true", help="list the known runs that are left, and their time")
     add("--results", type=Path, default=Path("docs", "data", "small_batch.jsonl"), help="default: %(default)s")
     add("--output", type=Path, default=Path("output", "small_batch"), help="folder of logs, default: %(default)s")
@@ -46,6 +53,10 @@ def main(args: argparse.Namespace) -> bool:
         hours = estimate_hours(rows, results, args.jobs)
         print("\n".join(row.name for row in rows))
         print(f"{len(rows)} runs left, {'time unknown before the first result' if hours is None else f'{hours:.1f} h'}")
+        return True
+    if args.time:
+        table = measure_times(select_device(args.device), _TIMED_ROUNDS, f"python {shlex.join(sys.argv)}")
+        write_csv(table, args.time)
         return True
     check_folder(args.output)
     start = functools.partial(

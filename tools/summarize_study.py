@@ -12,6 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # experiments/ is not part of the package
 from experiments.small_batch.results_file import read_results
 from experiments.small_batch.results_page import write_summary
+from gw_detectron.benchmarks.table import read_csv
 from gw_detectron.cli import check_folder, errors_reported
 from gw_detectron.errors import MissingFileError
 
@@ -21,6 +22,8 @@ def get_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--results", type=Path, default=Path("docs", "data", "small_batch.jsonl"), help="default: %(default)s")
+    times = Path("docs", "data", "small_batch_times.csv")
+    add("--times", type=Path, default=times, help="of run_study.py --time, default: %(default)s")
     add("--output", type=Path, default=Path("docs"), help="folder of the page and its figures, default: %(default)s")
     return parser
 
@@ -31,7 +34,9 @@ def main(args: argparse.Namespace) -> None:
     if not results:
         raise MissingFileError(f"--results ('{args.results}'): no results. Fix: run tools/run_study.py first.")
     check_folder(args.output)
-    for path in write_summary(results, args.output):
+    table = read_csv(args.times, "--times")
+    times = {str(row["variant"]): float(row["median_ms"] or 0) for row in table.rows}
+    for path in write_summary(results, times, args.output):
         print(path)
 
 

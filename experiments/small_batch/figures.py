@@ -14,9 +14,9 @@ _SHOWN = tuple(_COLORS)
 
 
 def ap_figure(results: Results) -> Figure:
-    """AP of the five deciding norms at their own learning rates, over learning rates, and over batch sizes."""
-    figure = Figure(figsize=(12.5, 3.9), layout="constrained")
-    bars, rates, batches = figure.subplots(1, 3)
+    """AP of the five deciding norms at their own learning rates, and over learning rates."""
+    figure = Figure(figsize=(9.6, 3.9), layout="constrained")
+    bars, rates = figure.subplots(1, 2)
     for place, norm in enumerate(_SHOWN):
         values = list(scored(results, norm).values())
         if values:
@@ -24,21 +24,31 @@ def ap_figure(results: Results) -> Figure:
             bars.plot([place] * len(values), values, "o", color=_COLORS[norm], markersize=5)
         curve = grid(results, norm)
         rates.plot(list(curve), list(curve.values()), "o-", color=_COLORS[norm], label=norm, markersize=4)
+    bars.set_xticks(range(len(_SHOWN)), _SHOWN)
+    bars.set(title="Each norm at its best learning rate, 5 seeds", ylabel="box AP, 2 images per batch")
+    rates.set(title="Over the learning rate, 1 seed", xlabel="SOLVER.BASE_LR")
+    _log_axis(rates)
+    for axes in (bars, rates):
+        axes.set_ylim(bottom=0)
+        _finish(axes)
+    return figure
+
+
+def batch_figure(results: Results) -> Figure:
+    """AP of the five deciding norms over batch sizes, each at its own learning rate."""
+    figure = Figure(figsize=(5.4, 3.9), layout="constrained")
+    axes = figure.subplots()
+    for norm in _SHOWN:
         sizes = {
             batch: statistics.mean(found.values())
             for batch in sorted((DECIDING_BATCH, *OTHER_BATCHES))
             if (found := scored(results, norm, batch))
         }
-        batches.plot(list(sizes), list(sizes.values()), "o-", color=_COLORS[norm], markersize=4)
-    bars.set_xticks(range(len(_SHOWN)), _SHOWN)
-    bars.set(title="2 images, each norm at its best learning rate", ylabel="box AP")
-    rates.set(title="2 images, over the learning rate", xlabel="SOLVER.BASE_LR")
-    batches.set(title="over the images per batch", xlabel="SOLVER.IMS_PER_BATCH")
-    for axes in (rates, batches):
-        _log_axis(axes)
-    for axes in (bars, rates, batches):
-        axes.set_ylim(bottom=0)
-        _finish(axes)
+        axes.plot(list(sizes), list(sizes.values()), "o-", color=_COLORS[norm], label=norm, markersize=4)
+    axes.set(title="Over the images per batch", xlabel="SOLVER.IMS_PER_BATCH", ylabel="box AP")
+    _log_axis(axes)
+    axes.set_ylim(bottom=0)
+    _finish(axes)
     return figure
 
 

@@ -82,6 +82,10 @@ class Row:
             "SEED": self.seed,
         }
 
+    def config_words(self) -> list[str]:
+        """Return :meth:`config_keys` as KEY VALUE KEY VALUE."""
+        return [str(word) for pair in self.config_keys().items() for word in pair]
+
 
 def planned_rows(ap: Mapping[Row, float]) -> Iterator[Row]:
     """Yield the rows of the study in their order.
@@ -96,6 +100,9 @@ def planned_rows(ap: Mapping[Row, float]) -> Iterator[Row]:
         chosen[norm] = _best(grid, ap)
         for seed in range(1, 6 if norm in DECIDING else 4):
             yield _row(norm, DECIDING_BATCH, chosen[norm], seed)
+    for variation, (norm, _) in VARIATIONS.items():
+        for seed in range(1, 4):
+            yield _row(variation, DECIDING_BATCH, chosen[norm], seed)
     for batch in OTHER_BATCHES:
         for norm, rate in chosen.items():
             best = None
@@ -105,9 +112,6 @@ def planned_rows(ap: Mapping[Row, float]) -> Iterator[Row]:
                 yield from grid
                 best = _best(grid, ap)
             yield _row(norm, batch, best, 1)
-    for variation, (norm, _) in VARIATIONS.items():
-        for seed in range(1, 4):
-            yield _row(variation, DECIDING_BATCH, chosen[norm], seed)
 
 
 def _grid(norm: str, batch: int, rates: Sequence[float], ap: Mapping[Row, float]) -> list[Row]:

@@ -6,28 +6,34 @@ from gw_detectron.atomic import atomic_write
 from gw_detectron.errors import DataError
 
 from . import figures, tables
-from .tables import Results
+from .tables import Results, Times
 
 PAGE = "small_batch_results.md"
-# name of the marks -> heading of a new page, table
-_TABLES = {
-    "hypotheses": ("Hypotheses", tables.hypotheses),
-    "norms": ("Norms at 2 images", tables.main_table),
-    "rates": ("Learning rates", tables.grid_table),
-    "batches": ("Batch sizes", tables.batch_table),
-    "variations": ("Positions, groups, steps, solver", tables.variation_table),
+# name of the marks -> heading of a new page
+_HEADINGS = {
+    "hypotheses": "Hypotheses",
+    "norms": "Norms at 2 images",
+    "rates": "Learning rates",
+    "batches": "Batch sizes",
+    "variations": "Positions, groups, steps, solver",
 }
 _FIGURES = {
     "small_batch_ap.png": figures.ap_figure,
+    "small_batch_batches.png": figures.batch_figure,
     "small_batch_features.png": figures.mechanism_figure,
     "small_batch_losses.png": figures.loss_figure,
 }
 
 
-def write_summary(results: Results, folder: Path) -> list[Path]:
+def write_summary(results: Results, times: Times, folder: Path) -> list[Path]:
     """Replace the tables between the marks of the page, and write the figures beside it.
 
     A page that does not exist is begun.
+
+    Args:
+        results: of finished runs.
+        times: of training iterations, by norm.
+        folder: of the page.
 
     Returns:
         The files.
@@ -38,12 +44,19 @@ def write_summary(results: Results, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / PAGE
     text = page.read_text() if page.exists() else _new_page()
-    for name, (_, table) in _TABLES.items():
+    contents = {
+        "hypotheses": tables.hypotheses(results),
+        "norms": tables.main_table(results, times),
+        "rates": tables.grid_table(results),
+        "batches": tables.batch_table(results),
+        "variations": tables.variation_table(results, times),
+    }
+    for name, content in contents.items():
         begin, end = _marks(name)
         if text.count(begin) != 1 or text.count(end) != 1:
             raise DataError(f"'{page}': table '{name}' lacks its marks, or has two. Fix: restore the page from git.")
         before, _, rest = text.partition(begin)
-        text = f"{before}{begin}\n{table(results)}\n\n{end}{rest.partition(end)[2]}"
+        text = f"{before}{begin}\n{content}\n\n{end}{rest.partition(end)[2]}"
     with atomic_write(page) as temporary:
         temporary.write_text(text)
     for name, draw in _FIGURES.items():
@@ -57,5 +70,5 @@ def _marks(name: str) -> tuple[str, str]:
 
 
 def _new_page() -> str:
-    sections = (f"## {title}\n\n{''.join(_marks(name))}\n" for name, (title, _) in _TABLES.items())
+    sections = (f"## {title}\n\n{''.join(_marks(name))}\n" for name, title in _HEADINGS.items())
     return "\n".join(("# Small-batch study: results\n", *sections))

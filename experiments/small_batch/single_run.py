@@ -49,11 +49,10 @@ def run_row(row: Row, folder: Path, results: Path, options: Sequence[str] = ()) 
         results: the file of results.
         options: more config keys, as KEY VALUE KEY VALUE.
     """
-    keys = [str(word) for pair in row.config_keys().items() for word in pair]
     # the checks refuse BN with one image, and FrozenBN without weights; the study measures both
     refused = row.batch == 1 or row.norm == "FrozenBN"
     flags = ["--resume", *(["--ignore-preflight"] if refused else [])]
-    words = ["--config-file", str(CONFIG), *flags, *keys, "OUTPUT_DIR", str(folder), *options]
+    words = ["--config-file", str(CONFIG), *flags, *row.config_words(), "OUTPUT_DIR", str(folder), *options]
     start, diverged, evaluated = time.perf_counter(), "", None
     try:
         evaluated = main(get_parser().parse_args(words))

@@ -1,7 +1,7 @@
 """Tables of the small-batch study, in Markdown."""
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tabulate import tabulate
@@ -10,6 +10,7 @@ from .paired_test import HYPOTHESES, holm, paired_difference, verdict
 from .plan import DECIDING_BATCH, NORMS, OTHER_BATCHES, VARIATIONS, Row
 
 Results = Mapping[Row, Mapping[str, Any]]
+Times = Mapping[str, float]  # of a training iteration, by norm
 #: AP below the best, within which a learning rate counts as one that a norm bears
 TOLERANCE = 2.0
 
@@ -55,24 +56,26 @@ def hypotheses(results: Results) -> str:
     return _table(lines, ("", "comparison", "AP difference", "95 % interval", "p", "p, corrected", "verdict"))
 
 
-def main_table(results: Results) -> str:
+def main_table(results: Results, times: Times) -> str:
     """Return AP and time of every norm at the deciding batch size."""
-    return _norm_table(results, NORMS, "BN")
+    return _norm_table(results, times, NORMS, "BN")
 
 
-def variation_table(results: Results) -> str:
+def variation_table(results: Results, times: Times) -> str:
     """Return AP and time of the variations, beside the norms that they vary."""
     return "\n\n".join(
-        _norm_table(results, [norm, *(name for name, (base, _) in VARIATIONS.items() if base == norm)], norm)
+        _norm_table(results, times, [norm, *(name for name, (base, _) in VARIATIONS.items() if base == norm)], norm)
         for norm in dict.fromkeys(base for base, _ in VARIATIONS.values())
     )
 
 
-def _norm_table(results: Results, norms: Iterable[str], reference: str) -> str:
-    base, base_seconds = scored(results, reference), _seconds(results, reference)
+def _norm_table(results: Results, times: Times, norms: Sequence[str], reference: str) -> str:
+    """Return a table of the norms that have a scored run."""
+    base = scored(results, reference)
     lines = []
     for norm in norms:
-        values, seconds = scored(results, norm), _seconds(results, norm)
+        if not (values := scored(results, norm)):
+            continue
         difference = paired_difference(values, base) if norm != reference else None
         lines.append(
             (
@@ -81,17 +84,21 @@ def _norm_table(results: Results, norms: Iterable[str], reference: str) -> str:
                 _mean(values.values()),
                 len(values),
                 f"{difference.mean:+.1f} {_interval(difference.low, difference.high)}" if difference else "",
-                f"{seconds / base_seconds:.2f}" if seconds and base_seconds else "",
+                f"{times[norm] / times['BN']:.2f}" if norm in times else "",
                 _bearable(grid(results, norm)),
             )
         )
     difference_title = f"difference to {reference}, 95 % interval"
     rates_title = f"rates within {TOLERANCE:g} AP of the best"
-    return _table(lines, ("norm", "learning rate", "AP", "seeds", difference_title, "time", rates_title))
+    table = _table(lines, ("norm", "learning rate", "AP", "seeds", difference_title, "time", rates_title))
+    missing = [norm for norm in norms if not scored(results, norm)]
+    return f"{table}\n\nNot finished: {', '.join(missing)}." if missing else table
 
 
 def batch_table(results: Results) -> str:
     """Return AP of every norm at every batch size."""
+    if not any(scored(results, norm, batch) for norm in NORMS for batch in OTHER_BATCHES):
+        return "No run at another batch size is finished."
     batches = sorted((DECIDING_BATCH, *OTHER_BATCHES))
     lines = [(norm, *(_mean(scored(results, norm, batch).values()) for batch in batches)) for norm in NORMS]
     return _table(lines, ("norm", *(f"batch {batch}" for batch in batches)))
@@ -99,7 +106,7 @@ def batch_table(results: Results) -> str:
 
 def grid_table(results: Results) -> str:
     """Return AP on "tune" over the learning rates at the deciding batch size."""
-    grids = {norm: grid(results, norm) for norm in NORMS}
+    grids = {norm: curve for norm in NORMS if (curve := grid(results, norm))}
     rates = sorted({rate for values in grids.values() for rate in values})
     lines = [
         (norm, *(f"{values[rate]:.1f}" if rate in values else "" for rate in rates)) for norm, values in grids.items()
@@ -110,16 +117,6 @@ def grid_table(results: Results) -> str:
 def _rate(results: Results, norm: str) -> str:
     rates = {row.lr for row in _rows(results, norm, DECIDING_BATCH, "val")}
     return ", ".join(f"{rate:g}" for rate in rates)
-
-
-def _seconds(results: Results, norm: str) -> float | None:
-    """Return the median seconds per iteration of all runs at the deciding batch size."""
-    times = [
-        result["seconds_per_iteration"]
-        for row, result in results.items()
-        if (row.norm, row.batch) == (norm, DECIDING_BATCH) and result["seconds_per_iteration"]
-    ]
-    return statistics.median(times) if times else None
 
 
 def _bearable(values: Mapping[float, float]) -> str:

@@ -125,10 +125,7 @@ def classifier(
 
 
 def detector(variant: Variant, sizes: Sizes, precision: Precision, device: torch.device) -> Iteration:
-    """Build a training iteration of a detector from random weights, with the optimizer of its config.
-
-    Each image has as many objects as the heads take positive regions, and their boxes are among the proposals. The
-    heads therefore always have their full number of regions.
+    """Build a training iteration of a detector, see :func:`detector_training`.
 
     Args:
         variant: its config, a name of :func:`gw_detectron.model_zoo.list_configs`, and its runtime.
@@ -136,8 +133,21 @@ def detector(variant: Variant, sizes: Sizes, precision: Precision, device: torch
         precision: of the forward pass.
         device: where.
     """
-    cfg = _config(variant, device)
-    cfg.SOLVER.BASE_LR = 0.0
+    return detector_training(_config(variant, device), sizes, precision)
+
+
+def detector_training(cfg: CfgNode, sizes: Sizes, precision: Precision) -> Iteration:
+    """Build a training iteration of a detector from random weights, with the optimizer of its config.
+
+    Each image has as many objects as the heads take positive regions, and their boxes are among the proposals. The
+    heads therefore always have their full number of regions.
+
+    Args:
+        cfg: the detector and its device. Its learning rate becomes 0.
+        sizes: of a batch.
+        precision: of the forward pass.
+    """
+    cfg.SOLVER.BASE_LR, device = 0.0, torch.device(cfg.MODEL.DEVICE)
     model = Trainer.build_model(cfg).train()
     optimizer = build_optimizer(cfg, model)
     batch = random_batch(cfg, sizes)

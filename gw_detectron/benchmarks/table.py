@@ -116,8 +116,12 @@ def write_csv(table: Table, path: Path) -> None:
         temporary.write_text(text.getvalue(), encoding="utf-8")
 
 
-def read_csv(path: str | os.PathLike[str]) -> Table:
+def read_csv(path: str | os.PathLike[str], argument: str = "--compare") -> Table:
     """Read a table written by :func:`write_csv`.
+
+    Args:
+        path: the file.
+        argument: for messages.
 
     Raises:
         MissingFileError: the file does not exist.
@@ -125,26 +129,26 @@ def read_csv(path: str | os.PathLike[str]) -> Table:
     """
     if not Path(path).is_file():
         fix = "Fix: give a table that tools/benchmark.py wrote."
-        raise MissingFileError(f"--compare ({str(path)!r}): file not found (cwd: {os.getcwd()}). {fix}")
+        raise MissingFileError(f"{argument} ({str(path)!r}): file not found (cwd: {os.getcwd()}). {fix}")
     # a binary file, such as a picture, has no benchmark line either
     lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
     header = dict(line[1:].strip().split(": ", 1) for line in lines if line.startswith("#") and ": " in line)
     kind = header.pop("benchmark", "")
     if kind not in KINDS:
-        raise _unusable(path, f"no line '# benchmark: NAME' with a name of {sorted(KINDS)}")
+        raise _unusable(argument, path, f"no line '# benchmark: NAME' with a name of {sorted(KINDS)}")
     columns = KINDS[kind]
     reader = csv.DictReader(line for line in lines if not line.startswith("#"))
     fields = reader.fieldnames or ()
     if missing := [column for column in columns.all if column not in fields]:
-        raise _unusable(path, f"columns {', '.join(missing)} are missing")
+        raise _unusable(argument, path, f"columns {', '.join(missing)} are missing")
     rows = []
     for number, cells in enumerate(reader, start=1):
         if None in cells or None in cells.values():  # how csv marks surplus and missing cells
-            raise _unusable(path, f"row {number} does not have {len(fields)} cells")
+            raise _unusable(argument, path, f"row {number} does not have {len(fields)} cells")
         try:
             numbers = {column: _parse_number(cells[column]) for column in columns.numbers}
         except ValueError as error:
-            raise _unusable(path, f"row {number}: {error}") from None
+            raise _unusable(argument, path, f"row {number}: {error}") from None
         rows.append({**{column: cells[column] for column in (*columns.key, "note")}, **numbers})
     return Table(kind, header, rows)
 
@@ -168,8 +172,8 @@ def find_csv(folder: Path, kind: str, machine: str) -> Path:
     )
 
 
-def _unusable(path: str | os.PathLike[str], reason: str) -> DataError:
-    return DataError(f"--compare ({str(path)!r}): no table of this benchmark: {reason}. Fix: measure it again.")
+def _unusable(argument: str, path: str | os.PathLike[str], reason: str) -> DataError:
+    return DataError(f"{argument} ({str(path)!r}): no table of this benchmark: {reason}. Fix: measure it again.")
 
 
 def _parse_number(cell: str) -> float | None:

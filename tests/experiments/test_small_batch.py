@@ -16,11 +16,13 @@ from detectron2.layers import FrozenBatchNorm2d
 from detectron2.modeling import build_model
 from torch import nn
 
+from experiments.small_batch import iteration_time
 from experiments.small_batch.plan import DECIDING, NORMS, OTHER_BATCHES, RATES, VARIATIONS, Row, planned_rows
 from experiments.small_batch.results_file import append_result, read_results
 from experiments.small_batch.side_by_side import estimate_hours, open_rows, run_rows
 from experiments.small_batch.single_run import CONFIG, run_row, scores
 from gw_detectron import GroupWhitening2d
+from gw_detectron.benchmarks.table import read_csv
 from gw_detectron.config import read_config
 from gw_detectron.data import HardSyntheticConfig, make_synthetic, register_synthetic
 from gw_detectron.errors import ConfigError, DataError
@@ -31,7 +33,7 @@ ROW = Row("GN", 2, 0.01, 0, 2000)
 
 
 def config(row):
-    return read_config(str(CONFIG), [str(word) for pair in row.config_keys().items() for word in pair])
+    return read_config(str(CONFIG), row.config_words())
 
 
 def result(ap, **more):
@@ -67,6 +69,7 @@ def test_the_whole_plan():
     assert len(rows) == len(set(rows)) == len({row.name for row in rows}) == main + others + variations
     assert {row.norm for row in rows} == {*NORMS, *VARIATIONS} and set(DECIDING) < set(NORMS)
     assert {row.batch * row.iterations for row in rows} == {4000}
+    assert {row.batch for row in rows[: main + variations]} == {2}  # the plan: these come first
     assert {row.config_keys()["DATASETS.TEST"] for row in rows if row.seed == 0} == {("gw_synthetic_hard_tune",)}
     assert {row.config_keys()["DATASETS.TEST"] for row in rows if row.seed} == {("gw_synthetic_hard_val",)}
     rates = {(row.batch, row.lr) for row in rows if row.seed}
@@ -312,6 +315,17 @@ def test_a_dry_run_lists_what_is_left_and_writes_nothing(tmp_path, capsys):
 def test_wrong_flags_are_refused(tmp_path, words, message):
     with pytest.raises(ConfigError, match=message):
         run_study.main(arguments(tmp_path, *words))
+
+
+def test_times_of_training_iterations(tmp_path, monkeypatch):
+    monkeypatch.setattr(iteration_time, "NORMS", {norm: NORMS[norm] for norm in ("BN", "GN+WS")})
+    monkeypatch.setattr(iteration_time, "VARIATIONS", {"GW_T3": VARIATIONS["GW_T3"]})
+    monkeypatch.setattr(run_study, "_TIMED_ROUNDS", 1)
+    assert run_study.main(arguments(tmp_path, "--time", str(tmp_path / "times.csv")))
+    table = read_csv(tmp_path / "times.csv")
+    assert [row["variant"] for row in table.rows] == ["BN", "GN+WS", "GW_T3"]
+    assert table.rows[0]["to_bn"] == 1 and all(row["median_ms"] > 0 for row in table.rows)
+    assert {row["image"] for row in table.rows} == {"192x256"} and table.header["command"].startswith("python ")
 
 
 # --- a real run -----------------------------------------------------------------------------------------

@@ -13,12 +13,14 @@ from experiments.small_batch.paired_test import HYPOTHESES, Difference, holm, pa
 from experiments.small_batch.plan import DECIDING, NORMS, VARIATIONS, planned_rows
 from experiments.small_batch.results_file import append_result, read_results
 from experiments.small_batch.results_page import PAGE, write_summary
+from gw_detectron.benchmarks.table import Table, write_csv
 from gw_detectron.errors import DataError, MissingFileError
 
 PAGE_TEXT = "before\n" + "".join(
     f"<!-- {name}: begin -->\nstale {name}\n<!-- {name}: end -->\nafter {name}\n"
     for name in ("hypotheses", "norms", "rates", "batches", "variations")
 )
+TIMES = {norm: 0.3 if "GW" in norm else 0.2 for norm in (*NORMS, *VARIATIONS)}
 AP = {"BN": 20.0, "GN": 24.0, "GW": 28.0, "BN+GW": 27.0, "BN+GN": 26.5}
 
 
@@ -33,7 +35,6 @@ def results_of_the_whole_plan():
                 done[row] = {
                     "AP": ap,
                     "seconds": 400.0,
-                    "seconds_per_iteration": 0.3 if "GW" in row.norm else 0.2,
                     "losses": [(0, 3.0), (100, 2.0)],
                     "features": features if row.seed else {},
                     "diverged": "",
@@ -111,11 +112,11 @@ def test_the_table_of_hypotheses(whole):
 def test_hypotheses_wait_for_all_runs(whole):
     part = {row: result for row, result in whole.items() if row.norm != "BN+GN" or row.seed == 0}
     assert tables.hypotheses(part) == "The scored runs of the hypotheses are not finished."
-    assert "not run" in tables.main_table(part)
+    assert tables.main_table(part, TIMES).endswith("Not finished: BN+GN.")
 
 
 def test_the_table_of_norms(whole):
-    header, lines = cells(tables.main_table(whole))
+    header, lines = cells(tables.main_table(whole, TIMES))
     assert list(lines) == list(NORMS)
     gw = dict(zip(header[1:], lines["GW"], strict=True))
     assert gw["learning rate"] == "0.01" and gw["seeds"] == "5" and gw["time"] == "1.50"
@@ -131,13 +132,13 @@ def test_tables_of_rates_batches_and_variations(whole):
     header, lines = cells(tables.batch_table(whole))
     assert header == ["norm", "batch 1", "batch 2", "batch 4", "batch 8"]
     assert "±" in lines["GN"][1] and "±" not in lines["GN"][0]
-    names = [line.split("|")[1].strip() for line in tables.variation_table(whole).splitlines() if "±" in line]
+    names = [line.split("|")[1].strip() for line in tables.variation_table(whole, TIMES).splitlines() if "±" in line]
     assert names == ["BN+GW", *list(VARIATIONS)[:3], "GW", *list(VARIATIONS)[3:]]
 
 
 def test_a_diverged_run_counts_as_zero(whole):
     row = next(row for row in whole if (row.norm, row.batch, row.seed) == ("BN", 2, 1))
-    diverged = {**whole[row], "AP": 0.0, "diverged": "loss is NaN", "seconds_per_iteration": None, "features": {}}
+    diverged = {**whole[row], "AP": 0.0, "diverged": "loss is NaN", "features": {}}
     with_zero = {**whole, row: diverged}
     assert paired_difference(tables.scored(with_zero, "GN"), tables.scored(with_zero, "BN")).mean > 7
 
@@ -151,11 +152,14 @@ def test_the_page_and_its_figures(whole, tmp_path):
         append_result(results, row, result)
     assert read_results(results).keys() == whole.keys()
     (tmp_path / PAGE).write_text(PAGE_TEXT)
-    args = summarize_study.get_parser().parse_args(["--results", str(results), "--output", str(tmp_path)])
+    times = tmp_path / "times.csv"
+    write_csv(Table("model", {}, [{"variant": norm, "median_ms": time} for norm, time in TIMES.items()]), times)
+    words = ["--results", str(results), "--times", str(times), "--output", str(tmp_path)]
+    args = summarize_study.get_parser().parse_args(words)
     summarize_study.main(args)
     first = (tmp_path / PAGE).read_text()
-    assert "stale" not in first and tables.main_table(whole) in first and first.count("\nafter ") == 5
-    for name in ("ap", "features", "losses"):
+    assert "stale" not in first and tables.main_table(whole, TIMES) in first and first.count("\nafter ") == 5
+    for name in ("ap", "batches", "features", "losses"):
         with Image.open(tmp_path / f"small_batch_{name}.png") as image:
             assert len(image.convert("L").getcolors()) > 50
     summarize_study.main(args)
@@ -165,19 +169,29 @@ def test_the_page_and_its_figures(whole, tmp_path):
 @pytest.mark.parametrize("rows", [1, 40])
 def test_a_study_that_has_begun_has_a_page_too(whole, tmp_path, rows):
     some, folder = dict(list(whole.items())[:rows]), tmp_path / "new"
-    assert all(path.exists() for path in write_summary(some, folder))
+    assert all(path.exists() for path in write_summary(some, TIMES, folder))
     text = (folder / PAGE).read_text()
-    assert text.startswith("# Small-batch study") and text.count("\n## ") == 5 and tables.main_table(some) in text
-    write_summary(whole, folder)
+    assert (
+        text.startswith("# Small-batch study") and text.count("\n## ") == 5 and tables.main_table(some, TIMES) in text
+    )
+    write_summary(whole, TIMES, folder)
     later = (folder / PAGE).read_text()
-    assert later.count("\n## ") == 5 and tables.main_table(whole) in later and tables.main_table(some) not in later
+    assert (
+        later.count("\n## ") == 5
+        and tables.main_table(whole, TIMES) in later
+        and tables.main_table(some, TIMES) not in later
+    )
 
 
 def test_a_page_without_marks_and_no_results_are_refused(whole, tmp_path):
     (tmp_path / PAGE).write_text(PAGE_TEXT.replace("<!-- rates: end -->", ""))
     with pytest.raises(DataError, match="table 'rates' lacks its marks"):
-        write_summary(whole, tmp_path)
+        write_summary(whole, TIMES, tmp_path)
     assert "stale" in (tmp_path / PAGE).read_text()
     args = summarize_study.get_parser().parse_args(["--results", str(tmp_path / "none.jsonl")])
     with pytest.raises(MissingFileError, match="no results. Fix: run tools/run_study.py"):
         summarize_study.main(args)
+    append_result(tmp_path / "one.jsonl", *next(iter(whole.items())))
+    words = ["--results", str(tmp_path / "one.jsonl"), "--times", str(tmp_path / "no.csv"), "--output", str(tmp_path)]
+    with pytest.raises(MissingFileError, match=r"--times \(.*no.csv'\): file not found"):
+        summarize_study.main(summarize_study.get_parser().parse_args(words))
