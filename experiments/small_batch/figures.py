@@ -1,10 +1,11 @@
 """Figures of the small-batch study."""
 
 import statistics
+from collections.abc import Iterable
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter, ScalarFormatter
+from matplotlib.ticker import NullFormatter
 
 from .plan import DECIDING_BATCH, OTHER_BATCHES
 from .tables import Results, grid, scored
@@ -75,11 +76,22 @@ def loss_figure(results: Results) -> Figure:
     for norm in _SHOWN:
         for row, result in results.items():
             if (row.norm, row.batch, row.seed) == (norm, DECIDING_BATCH, 1):
-                points = zip(*result["losses"], strict=True)
-                axes.plot(*points, color=_COLORS[norm], label=f"{norm}, {row.lr:g}")
+                axes.plot(
+                    *zip(*_continued(result["losses"]), strict=True), color=_COLORS[norm], label=f"{norm}, {row.lr:g}"
+                )
     axes.set(xlabel="iteration", ylabel="loss", title="Training loss, 2 images, seed 1")
     _finish(axes)
     return figure
+
+
+def _continued(losses: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Drop what a run that continued from a checkpoint had done after it."""
+    kept: list[tuple[int, float]] = []
+    for iteration, loss in losses:
+        while kept and kept[-1][0] >= iteration:
+            kept.pop()
+        kept.append((iteration, loss))
+    return kept
 
 
 def _draw_layers(axes: Axes, results: Results, norm: str, batch: int, kind: str, style: dict[str, str]) -> None:
@@ -99,8 +111,7 @@ def _draw_layers(axes: Axes, results: Results, norm: str, batch: int, kind: str,
 def _log_axis(axes: Axes) -> None:
     places = sorted({float(x) for line in axes.get_lines() for x in line.get_xdata()})
     axes.set_xscale("log", base=2)
-    axes.set_xticks(places)
-    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.set_xticks(places, [f"{place:g}" for place in places])
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.tick_params(axis="x", labelsize=8)
 

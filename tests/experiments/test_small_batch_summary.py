@@ -8,7 +8,7 @@ import summarize_study
 from PIL import Image
 from scipy import stats
 
-from experiments.small_batch import tables
+from experiments.small_batch import figures, tables
 from experiments.small_batch.paired_test import HYPOTHESES, Difference, holm, paired_difference, verdict
 from experiments.small_batch.plan import DECIDING, NORMS, VARIATIONS, planned_rows
 from experiments.small_batch.results_file import append_result, read_results
@@ -35,7 +35,7 @@ def results_of_the_whole_plan():
                 done[row] = {
                     "AP": ap,
                     "seconds": 400.0,
-                    "losses": [(0, 3.0), (100, 2.0)],
+                    "losses": [(0, 3.0), (100, 2.0), (150, 1.9), (110, 1.8), (200, 1.5)],
                     "features": features if row.seed else {},
                     "diverged": "",
                 }
@@ -141,6 +141,12 @@ def test_a_diverged_run_counts_as_zero(whole):
     diverged = {**whole[row], "AP": 0.0, "diverged": "loss is NaN", "features": {}}
     with_zero = {**whole, row: diverged}
     assert paired_difference(tables.scored(with_zero, "GN"), tables.scored(with_zero, "BN")).mean > 7
+
+
+def test_the_losses_of_a_continued_run_do_not_go_back(whole):
+    (axes,) = figures.loss_figure(whole).axes
+    assert len(axes.get_lines()) == len(DECIDING)
+    assert all(list(line.get_xdata()) == [0, 100, 110, 200] for line in axes.get_lines())
 
 
 # --- the page -------------------------------------------------------------------------------------------
