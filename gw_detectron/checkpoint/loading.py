@@ -141,7 +141,7 @@ def open_start_weights(cfg: CfgNode, *, resume: bool = False) -> StartWeights:
         return StartWeights(address, resumed, error=error)
 
 
-def open_checkpoint(address: str, key: str = "MODEL.WEIGHTS") -> Checkpoint:
+def open_checkpoint(address: str | os.PathLike[str], key: str = "MODEL.WEIGHTS") -> Checkpoint:
     """Read a checkpoint as Detectron2 does, without running its code.
 
     The format is detected from the content: a file of ``torch.save`` by Detectron2 or pycls, or a pickle of the model
@@ -158,6 +158,7 @@ def open_checkpoint(address: str, key: str = "MODEL.WEIGHTS") -> Checkpoint:
         RefusedFileError: the file could run code.
         WeightsFileError: the file is damaged, or contains no tensors by name.
     """
+    address = os.fspath(address)
     location, _, query = address.partition("?")
     options = parse_qs(query, keep_blank_values=True)
     if options not in ({}, {"matching_heuristics": ["True"]}, {"matching_heuristics": ["False"]}):
@@ -271,7 +272,7 @@ def load_checkpoint(
         InvalidWeightsError: a tensor has NaN or infinite values, a negative variance, or no floating-point numbers
             where the model has them; ``allow_partial`` does not accept this. Nothing is loaded.
         NormMismatchError: the checkpoint was trained with other norms; nothing is loaded.
-        PartialLoadError: a backbone tensor is missing in the checkpoint or in the model.
+        PartialLoadError: a backbone tensor is missing in the checkpoint or in the model; nothing is loaded.
     """
     model = checkpointer.model
     if checkpoint is None:
@@ -310,6 +311,8 @@ def load_checkpoint(
         given.update(state_dict)
         others = {name: value for name, value in state_dict.items() if not value.is_floating_point()}
         _check_weights({name: value for name, value in others.items() if name in weights}, checkpoint.address)
+        if not allow_partial:
+            LoadReport(module, given).check()
 
     # FrozenBatchNorm2d adds missing statistics while it loads, so the names are taken before
     handle = model.register_load_state_dict_pre_hook(take_names)
@@ -323,10 +326,7 @@ def load_checkpoint(
     for name in checkpointables:
         if name in checkpoint.metadata:
             checkpointer.checkpointables[name].load_state_dict(checkpoint.metadata[name])
-    report = LoadReport(model, given)
-    if not allow_partial:
-        report.check()
-    return report
+    return LoadReport(model, given)
 
 
 def _check_weights(tensors: Mapping[str, Tensor], address: str) -> None:

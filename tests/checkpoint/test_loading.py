@@ -68,8 +68,10 @@ def test_the_classifier_of_the_source_is_no_backbone_tensor(model, r18, tmp_path
 def test_a_missing_tensor_is_an_error_unless_allowed(model, r18, tmp_path):
     content = _converted(r18)
     del content["model"]["res3.0.conv1.norm.weight"]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(PartialLoadError, match="81/82") as caught:
         _load(model, content, tmp_path)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert "Missing: backbone.bottom_up.res3.0.conv1.norm.weight" in str(caught.value)
     assert "--allow-partial" in str(caught.value)
     assert "81/82" in _load(model, content, tmp_path, allow_partial=True)
@@ -395,6 +397,7 @@ def test_a_file_without_tensors_by_name(tmp_path, content):
 def test_the_option_of_an_address_asks_for_matching_names(model, r18, tmp_path):
     torch.save({"model": convert(r18, norm="GW").tensors}, tmp_path / "a.pth")
     checkpoint = open_checkpoint(f"{tmp_path / 'a.pth'}?matching_heuristics=True")
+    assert open_checkpoint(tmp_path / "a.pth").address == str(tmp_path / "a.pth")
     assert str(load_checkpoint(DetectionCheckpointer(model), checkpoint)).startswith("backbone: 82/82")
     with pytest.raises(PartialLoadError, match="0/82"):
         load_checkpoint(DetectionCheckpointer(model), open_checkpoint(str(tmp_path / "a.pth")))
