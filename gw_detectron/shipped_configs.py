@@ -33,11 +33,12 @@ def config_summary(path: Path) -> str:
     return re.split(r"(?<=\.) ", comment, maxsplit=1)[0]
 
 
-def find_config_file(name: str) -> str:
+def find_config_file(name: str | os.PathLike[str]) -> str:
     """Return the path of a shipped config if no file has this path, else the path itself.
 
     ``configs/`` before a name may be left out or written, and the folder of a name that only one config has.
     """
+    name = os.fspath(name)
     if os.path.exists(name) or not name:
         return name
     files = shipped_configs()

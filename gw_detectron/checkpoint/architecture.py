@@ -20,6 +20,7 @@ _STAGES = {"layer1": "res2", "layer2": "res3", "layer3": "res4", "layer4": "res5
 _FIRST_NAMES = {"conv1": "stem.conv1", "bn1": "stem.conv1.norm", "fc": "linear", **_STAGES}
 _DEPTHS = ", ".join(map(str, sorted(NUM_BLOCKS_PER_STAGE)))
 _ALLOWED = f"unknown. Fix: give a ResNet such as R-50 ({_DEPTHS}), or a ResNeXt such as X-50-32x4d (50, 101, 152)."
+_FIRST_BLOCK = re.compile(r"(?P<prefix>(?:.*\.)?)(?:(?P<torchvision>layer1)|(?P<detectron2>res2))\.0\.")
 _KINDS = {nn.Conv2d: "conv", nn.BatchNorm2d: "norm", nn.Linear: "linear"}
 
 
@@ -147,7 +148,7 @@ class Norms(NamedTuple):
         Raises:
             ValueError: unknown positions, or positions that the network does not have.
         """
-        whitened = norms_at(network, self.positions)
+        whitened = norm_modules_at(network, self.positions)
         return {layer: self.whiten_norm if layer in whitened else self.norm for layer in network.norm_layers()}
 
 
@@ -214,8 +215,8 @@ def infer_architecture(tensors: Mapping[str, Tensor], layout: str = "torchvision
     if not depths:
         raise WeightsError(
             f"tensors ({summarize_names(tensors)}): not the weights of a known ResNet: {counts} blocks "
-            f"{'with' if bottleneck else 'without'} bottlenecks in {layout}'s {', '.join(stages)}. Fix: give weights "
-            f"of a ResNet with {_DEPTHS} layers."
+            f"{'with' if bottleneck else 'without'} bottlenecks in {layout}'s {', '.join(stages)}. Fix: "
+            f"{_other_names(tensors, layout) or f'give weights of a ResNet with {_DEPTHS} layers'}."
         )
     if not bottleneck:
         return Architecture(depths[0])
@@ -228,7 +229,21 @@ def infer_architecture(tensors: Mapping[str, Tensor], layout: str = "torchvision
     return Architecture(depths[0], groups=shape[0] // shape[1], width=shape[1])
 
 
-def norms_at(network: Architecture, positions: str) -> list[Module]:
+def _other_names(tensors: Mapping[str, Tensor], layout: str) -> str:
+    """Return what to do with names that have a prefix or are of the other layout, "" with any others."""
+    found = next((match for name in tensors if (match := _FIRST_BLOCK.match(name))), None)
+    if found is None:
+        return ""
+    prefix, own = found["prefix"], "torchvision" if found["torchvision"] else "detectron2"
+    steps = [f"remove the prefix {prefix!r} of the names, and leave out other tensors"] if prefix else []
+    if own != layout and layout == "torchvision":
+        steps.append("these are Detectron2's names: they need no conversion, or translate them by to_torchvision")
+    elif own != layout:
+        steps.append("these are torchvision's names: convert them first")
+    return "; ".join(steps)
+
+
+def norm_modules_at(network: Architecture, positions: str) -> list[Module]:
     """List the norms at the named positions.
 
     Raises:

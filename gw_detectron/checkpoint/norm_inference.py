@@ -18,7 +18,7 @@ from ..errors import summarize_names
 from ..layers import RUNNING, GroupWhitening2d
 from ..norms import POSITIONS, norm_spec, resolve_norm
 from ..norms.norm_table import evaluation_spec
-from .architecture import POOL_NORM, Architecture, Module, Norms, WeightsError, norms_at
+from .architecture import POOL_NORM, Architecture, Module, Norms, WeightsError, norm_modules_at
 from .provenance import TORCHVISION, Preprocessing, Provenance
 from .reading import Contents
 
@@ -320,7 +320,7 @@ def _at_positions(network: Architecture, found: Mapping[Module, str]) -> Norms:
         return Norms("BN", spec, "ALL") if spec.startswith(("GW", "BW")) else Norms(spec)
     possible = [positions for positions in POSITIONS[1:-1] if network.bottleneck or positions != "S1-B3"]
     for positions in possible:
-        whitened = norms_at(network, positions)
+        whitened = norm_modules_at(network, positions)
         inside = {layer: spec for layer, spec in found.items() if layer in whitened}
         outside = {layer: spec for layer, spec in found.items() if layer not in whitened}
         if outside and _one_norm(inside) and _one_norm(outside):

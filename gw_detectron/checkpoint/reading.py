@@ -156,8 +156,8 @@ def _how_to_extract_tensors(path: str) -> str:
         load = f"pickle.load(open({path!r}, 'rb'))"
     return (
         "use another source, preferably a safetensors file. If you trust this file, extract its tensors in a sandbox: "
-        f"import pickle, torch; content = {load}; torch.save({{name: value for name, value in "
-        "content['model'].items()}, 'tensors.pth')  # or 'state_dict' instead of 'model'"
+        f"import pickle, torch; content = {load}; tensors = content.state_dict() if hasattr(content, 'state_dict') "
+        "else content['model']; torch.save(dict(tensors), 'tensors.pth')  # or content['state_dict']"
     )
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gw_detectron.checkpoint import Architecture, convert, to_torchvision
+from gw_detectron.checkpoint import Architecture, WeightsError, convert, to_torchvision
 from gw_detectron.checkpoint.reference_networks import config_for, detectron2_classifier
 
 from .synthetic import authors_state, make_network, stages, training_checkpoint
@@ -196,3 +196,26 @@ def test_torchvisions_wide_and_larger_networks_are_recognized():
     assert Architecture.parse("R-152").name == "R-152"
     with pytest.raises(ValueError, match="X-50-32x4d .50, 101, 152."):
         Architecture.parse("X-18-32x4d")
+
+
+@pytest.mark.parametrize(
+    ("prefix", "layout", "hint"),
+    [
+        (
+            "backbone.bottom_up.",
+            "detectron2",
+            r"remove the prefix 'backbone.bottom_up.' of the names.*Detectron2's names",
+        ),
+        ("", "detectron2", "these are Detectron2's names"),
+        ("model.", "torchvision", r"remove the prefix 'model.' of the names"),
+    ],
+)
+def test_names_that_need_another_step(prefix, layout, hint):
+    tensors = make_network("R-18").state_dict()
+    if layout == "detectron2":
+        tensors = convert(tensors).tensors
+    with pytest.raises(WeightsError, match=f"not the weights of a known ResNet: .* Fix: .*{hint}"):
+        convert({f"{prefix}{name}": value for name, value in tensors.items()})
+    if layout == "torchvision":
+        with pytest.raises(WeightsError, match="Fix: .*these are torchvision's names: convert them first"):
+            to_torchvision(tensors)
