@@ -26,6 +26,7 @@ NUM_BLOCKS_PER_STAGE = {
     101: (3, 4, 23, 3),
     152: (3, 8, 36, 3),
 }
+_FEATURES = ("stem", "res2", "res3", "res4", "res5")
 
 
 class _Component(CNNBlockBase):
@@ -186,6 +187,10 @@ def gw_resnet(
     Source: Group Whitening, section 5.1.
     """
     _check_value(where("depth"), depth, sorted(NUM_BLOCKS_PER_STAGE))
+    _check_items(where("out_features"), out_features, _FEATURES)
+    _check_items(where("deform_on_per_stage"), deform_on_per_stage, (False, True), count=4)
+    if not isinstance(freeze_at, int):
+        raise ConfigError(f"{where('freeze_at')} ({freeze_at!r}): not an integer. Fix: give 0 to 5.")
     bottleneck = depth >= 50
     if res2_out_channels is None:
         res2_out_channels = 256 if bottleneck else 64
@@ -242,6 +247,14 @@ def _check_value(name: str, value: Any, allowed: list[Any], by: str = "") -> Non
         raise ConfigError(f"{name} ({value!r}): not supported{by}. Fix: {fix}.")
 
 
+def _check_items(name: str, values: Any, allowed: tuple[Any, ...], count: int | None = None) -> None:
+    """Require a list or tuple of allowed items, ``count`` of them or at least one."""
+    fits = isinstance(values, (list, tuple)) and len(values) in ((count,) if count else range(1, len(allowed) + 1))
+    if not fits or not all(value in allowed for value in values):
+        fix = f"give a list of {count or 'some'} of {list(allowed)}"
+        raise ConfigError(f"{name} ({values!r}): not supported. Fix: {fix}.")
+
+
 #: arguments of gw_resnet that the config has under another name than ``MODEL.RESNETS.<argument>``
 _KEYS = {"positions": "MODEL.RESNETS.WHITEN_POSITIONS", "freeze_at": "MODEL.BACKBONE.FREEZE_AT"}
 
@@ -275,10 +288,13 @@ def add_pool_norm(classifier: nn.Module, norm: Norm, channels: int) -> None:
         channels: channels of the last feature map.
 
     Raises:
-        ConfigError: the norm is unknown or does not fit.
+        ConfigError: the norm is unknown or does not fit, or the network has no ``avgpool``.
 
     Source: Group Whitening, section 5.1.1; supplement, section 6.1.
     """
+    if not isinstance(getattr(classifier, "avgpool", None), nn.Module):
+        kind = type(classifier).__name__
+        raise ConfigError(f"add_pool_norm ({kind}): has no avgpool. Fix: give a classifier, a ResNet with num_classes.")
     norm = resolve_norm(norm, where="add_pool_norm", channels=[channels])
     layers = {"pool": classifier.avgpool, "norm": get_norm(norm, channels)}
     classifier.avgpool = nn.Sequential(OrderedDict(layers))

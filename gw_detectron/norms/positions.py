@@ -35,7 +35,7 @@ def whitened_convs(positions: str, *, bottleneck: bool = True, where: str = "pos
     Raises:
         ConfigError: unknown positions, or ``S1-B3`` for a block of two convolutions.
     """
-    if positions not in _CONVS:
+    if not isinstance(positions, str) or positions not in _CONVS:
         raise ConfigError(f"{where} ({positions!r}): unknown positions. Fix: use one of {list(POSITIONS)}.")
     if positions == "S1-B3" and not bottleneck:
         raise ConfigError(

@@ -4,8 +4,9 @@ from detectron2.layers import FrozenBatchNorm2d, ShapeSpec
 from detectron2.modeling import BACKBONE_REGISTRY
 from torch import nn
 
+from gw_detectron.errors import ConfigError
 from gw_detectron.layers import GroupWhitening2d
-from gw_detectron.modeling import build_gw_resnet_backbone, whitened_convs
+from gw_detectron.modeling import add_pool_norm, build_gw_resnet_backbone, gw_resnet, whitened_convs
 from gw_detectron.modeling.resnet import GWDeformBottleneckBlock
 from gw_detectron.norms import norm_spec
 from gw_detectron.norms.norm_table import norm_rows
@@ -170,3 +171,26 @@ def test_grouped_convolutions_of_resnext(cfg):
     conv = backbone.res2[0].conv2
     assert isinstance(conv, nn.Conv2d)
     assert (conv.groups, conv.out_channels, conv.norm.num_groups) == (32, 256, 64)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("out_features", "res5"),
+        ("out_features", ["res2", "res6"]),
+        ("out_features", []),
+        ("freeze_at", "2"),
+        ("deform_on_per_stage", [True]),
+        ("deform_on_per_stage", True),
+        ("positions", ["S1"]),
+        ("norm", nn.BatchNorm2d(64)),
+    ],
+)
+def test_a_wrong_argument_is_named(argument, value):
+    with pytest.raises(ConfigError, match=rf"gw_resnet, {argument} \(.*\): .* Fix: "):
+        gw_resnet(50, **{argument: value})
+
+
+def test_a_pool_norm_needs_a_pooling():
+    with pytest.raises(ConfigError, match=r"add_pool_norm \(ResNet\): has no avgpool. Fix: give a classifier"):
+        add_pool_norm(gw_resnet(18), "BN", 512)
