@@ -72,7 +72,8 @@ class GWResNet(ResNet):
 
     def __init__(self, *args: Any, positions: str = "S1-B2", norm: str = "GW", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        convert_norms(self, {positions: norm})
+        if positions:  # else timm's own network
+            convert_norms(self, {positions: norm})
 
 
 def _register(name: str) -> None:

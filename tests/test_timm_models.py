@@ -19,6 +19,7 @@ from gw_detectron.checkpoint.weights_io import UnknownNormFileError, convert_fil
 from gw_detectron.config import read_config
 from gw_detectron.errors import UserError
 from gw_detectron.layers import GroupWhitening2d
+from gw_detectron.norms import norm_rows
 
 
 def whitened(model: nn.Module) -> int:
@@ -53,6 +54,11 @@ def test_features_another_norm_and_other_positions():
     model = timm.create_model("gw_resnet18", positions="S1", norm="GW:groups=16", features_only=True)
     assert [len(level[0]) for level in model(torch.randn(1, 3, 64, 64))] == [64, 64, 128, 256, 512]
     assert whitened(model) == 1 and model.bn1.num_groups == 16
+
+
+def test_the_baseline_has_batch_norm_everywhere():
+    model = timm.create_model("gw_resnet18", positions="", num_classes=3)
+    assert {row.spec for row in norm_rows(model)} == {"BN"}
 
 
 def test_unknown_names():

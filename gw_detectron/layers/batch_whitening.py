@@ -11,6 +11,7 @@ from ..ops.batch_whitening.reference import to_columns, transform
 from ..ops.batch_whitening.statistics import BatchStatistics, batch_statistics
 from ..ops.solvers import Solver
 from ..ops.tensors import autocast_off, check_flag, check_integer, check_number, check_tensors
+from .class_change import ClassChange, copy_class_change
 from .rotation import GroupRotation
 from .unpickling import check_pickled_solver
 
@@ -152,6 +153,21 @@ class BatchWhitening2d(nn.Module):
                 matrices = [q.to(w.dtype) @ w for q, w in zip(self.rotate(), matrices, strict=True)]
             return transform(centered, matrices, self.weight, self.bias, like=x)
 
+    @torch.no_grad()
+    def start_from_variance(self, variance: Tensor, eps: float) -> None:
+        r"""Start the running average from the variances of a BN layer, as if its channels were uncorrelated.
+
+        With ``running="matrix"`` it becomes :math:`\mathrm{diag}(\sigma^2 + \epsilon)^{-1/2}`, with which evaluation
+        computes BN's function; with ``running="covariance"`` :math:`\mathrm{diag}(\sigma^2)`.
+
+        Args:
+            variance: (C,), in units of the input's variance.
+            eps: that of the BN layer.
+        """
+        values = variance if self.running == "covariance" else (variance + eps).rsqrt()
+        diagonals = [torch.diag_embed(group) for group in split(values, self.channels_per_group)]
+        self.get_buffer(f"running_{self.running}").copy_(join_matrices(diagonals, self.channels_per_group))
+
     def extra_repr(self) -> str:
         text = (
             f"{self.num_channels}, channels={self.channels_per_group}, {self.solver}, running={self.running}, "
@@ -224,8 +240,10 @@ class FrozenBatchWhitening2d(BatchWhitening2d):
             solver = module.solver.layer_arguments()
             names = inspect.signature(BatchWhitening2d).parameters.keys() - {*solver, "device", "dtype"}
             frozen = cls(**solver, **{name: getattr(module, name) for name in names})
+            if isinstance(module, ClassChange):  # such as one that contains its activation
+                copy_class_change(module, frozen)
             frozen.load_state_dict(module.state_dict(), assign=True)
-            return frozen
+            return frozen.requires_grad_(False)
         for name, child in module.named_children():
             module.add_module(name, cls.convert(child))
         return module

@@ -23,6 +23,14 @@ def change_class(module: nn.Module, mixin: Any) -> None:
     module.__class__ = _changed(mixin, base)
 
 
+def copy_class_change(source: nn.Module, target: nn.Module) -> None:
+    """Put the last mixin of a module, and the modules that came with it, on another module of its kind, in place."""
+    change_class(target, type(source).__bases__[0])
+    for name, child in source.named_children():
+        if name not in target._modules:
+            target.add_module(name, child)
+
+
 def original_class(module: nn.Module) -> Any:
     """Return the class that a module had before its last change."""
     return type(module).__bases__[1]

@@ -1,5 +1,7 @@
 """Learnable rotation of the channels of each group."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal
@@ -38,6 +40,13 @@ class GroupRotation(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.zeros(*shape, shape[1])))
             # use_trivialization would store a second matrix, the identity
             orthogonal(self, name, "cayley", use_trivialization=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GroupRotation":
+        """Convert tensors, but keep float32 at least: torch solves no linear system in half precision."""
+        super()._apply(fn, recurse)
+        if any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in self.parameters()):
+            super()._apply(lambda tensor: tensor.float(), recurse)
+        return self
 
     def forward(self) -> list[Tensor]:
         """Return the rotations: (C // k, k, k), perhaps (1, r, r)."""

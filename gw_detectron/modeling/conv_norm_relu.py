@@ -16,7 +16,12 @@ class ConvNormReLU(Conv2d):
 
     Hooks on the convolution and on the norm run. In a fused call the norm's output includes the ReLU, and hooks on the
     activation do not run.
+
+    Attributes:
+        fuses_norm: True, for code that must know whether a norm is called with ``relu=True``.
     """
+
+    fuses_norm = True
 
     def forward(self, x: Tensor) -> Tensor:
         if is_scripting():  # TorchScript cannot compile super()

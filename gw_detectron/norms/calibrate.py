@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..errors import first_line
 from .replacement import ConversionError
 
 _CONSTANT = 1e-4  # of a deviation, which is about 1 with a scale of 1
@@ -38,8 +39,15 @@ def moments(model: nn.Module, inputs: Iterable[Any], layers: Mapping[str, nn.Mod
         sums[name] = [a + b for a, b in zip(sums[name], now, strict=True)] if name in sums else now
 
     with _outputs(layers, add), _evaluation(model):
-        for value in inputs:
-            model(value)
+        for number, value in enumerate(inputs):
+            try:
+                model(value)
+            except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+                kind = type(value).__name__
+                raise ConversionError(
+                    f"calibrate, input {number} ({kind}): the model fails with it: {first_line(error)}. "
+                    "Fix: give what model(input) takes, e.g. [images for images, labels in loader]."
+                ) from error
     found = {}
     for name, (count, total, squares) in sums.items():
         mean = total / count

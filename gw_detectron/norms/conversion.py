@@ -8,14 +8,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..layers import GroupWhitening2d
 from .calibrate import match_moments, moments, relative_difference
+from .names import norm_options, resolve_norm
+from .norm_table import channels_of
 from .positions import POSITIONS, norms_at
-from .replacement import ConversionError, channels_of, describe, replacement
+from .replacement import ConversionError, describe, keeps_statistics, replacement
 
 Plan = str | Mapping[str | type[nn.Module], str | None]
 
 
-class Conversion(NamedTuple):
+class ConvertedLayer(NamedTuple):
     """What became of a norm layer."""
 
     layer: str
@@ -32,7 +35,7 @@ class ConversionReport(NamedTuple):
             before and after calibration; None without.
     """
 
-    layers: tuple[Conversion, ...]
+    layers: tuple[ConvertedLayer, ...]
     difference: tuple[float, float] | None = None
 
     def __str__(self) -> str:
@@ -49,8 +52,9 @@ def convert_norms(model: nn.Module, plan: Plan, *, calibrate: Iterable[Any] | No
     """Replace norm layers of a model by the norms of a plan, in place.
 
     Scale and shift, frozen parameters, device, dtype and mode are kept; running statistics, eps and momentum where one
-    of Detectron2's BN layers replaces another. FrozenBN has no parameters: its successor is trainable. A layer that
-    contains its activation (timm's ``BatchNormAct2d``) keeps it. Hooks of a layer are lost.
+    BN layer replaces another. Batch whitening starts from the variances of BN. FrozenBN has no parameters: its
+    successor is trainable. A layer that contains its activation (timm's ``BatchNormAct2d``) keeps it. Hooks of a layer
+    are lost.
 
     Weights that were trained with BN do not fit a norm of each sample: the model needs training afterwards.
 
@@ -60,14 +64,15 @@ def convert_norms(model: nn.Module, plan: Plan, *, calibrate: Iterable[Any] | No
             one of the paper's positions in a ResNet. The first key of the plan that fits a layer counts. None keeps a
             layer. ``"S1-B2"`` alone is ``{"S1-B2": "GW"}``.
         calibrate: inputs of the model, each called as ``model(value)``. Scale and shift of each new layer are set so
-            that mean and variance of its output on them are the old layer's. Each layer costs a pass over them.
+            that mean and variance of its output on them are the old layer's. Each layer costs a pass over them. They
+            are kept in memory: give some batches, not a whole loader.
 
     Returns:
         What became of each norm layer.
 
     Raises:
-        ConversionError: a key fits no norm layer, all layers have their norms already, the model cannot be changed, or
-            the inputs cannot calibrate it.
+        ConversionError: a key fits no norm layer, all layers have their norms already, a layer contains an activation
+            that its successor lacks, the model cannot be changed, or the inputs cannot calibrate it.
         NormError, ConfigError: a norm is unknown or does not fit a layer, or positions are unknown.
     """
     _check_model(model)
@@ -75,13 +80,15 @@ def convert_norms(model: nn.Module, plan: Plan, *, calibrate: Iterable[Any] | No
     before = {name: describe(layer) for name, layer in layers.items()}
     new = _replacements(layers, _specs(model, layers, plan))
     old = {name: layers[name] for name in new}
+    _check_fused(model, old, new)
     difference = None
+    _warn_of_single_columns(old, new)
     if calibrate is None:
-        _swap(model, old, new)
         _warn_of_statistics(old, new)
+        _swap(model, old, new)
     else:
         difference = _swap_calibrated(model, old, new, _inputs(calibrate))
-    rows = [Conversion(name, spec, describe(new[name]) if name in new else spec) for name, spec in before.items()]
+    rows = [ConvertedLayer(name, spec, describe(new[name]) if name in new else spec) for name, spec in before.items()]
     return ConversionReport(tuple(rows), difference)
 
 
@@ -120,10 +127,11 @@ def _specs(model: nn.Module, layers: Mapping[str, nn.Module], plan: Plan) -> dic
         else:
             fitting = [aliases[name] for name in fnmatch.filter(aliases, key)]
         if not fitting:
-            raise ConversionError(
-                f"convert_norms, plan ({key!r}): fits none of {len(layers)} norm layers. Fix: use a layer class, one "
-                f"of {list(POSITIONS[1:])} or a glob pattern of names such as {list(layers)[:3]}."
-            )
+            pattern = f"a glob pattern of names such as {list(layers)[:3]}"
+            fix = f"use a layer class, one of {list(POSITIONS[1:])} or {pattern}"
+            if plan == key and key.partition(":")[0] in norm_options():
+                fix = f'give this norm to layers, e.g. {{"*": {key!r}}} to all'
+            raise ConversionError(f"convert_norms, plan ({key!r}): fits none of {len(layers)} norm layers. Fix: {fix}.")
         if all(name in found for name in fitting):
             raise ConversionError(
                 f"convert_norms, plan ({key!r}): earlier keys fit all of its layers. Fix: put it before them."
@@ -136,6 +144,11 @@ def _specs(model: nn.Module, layers: Mapping[str, nn.Module], plan: Plan) -> dic
 def _replacements(layers: Mapping[str, nn.Module], specs: Mapping[str, str | None]) -> dict[str, nn.Module]:
     """Build the new layers; those that equal the old ones are left out."""
     wanted = {name: spec for name, spec in specs.items() if spec is not None}
+    counts: dict[str, dict[str, int]] = {}
+    for name, spec in wanted.items():
+        counts.setdefault(spec, {})[name] = channels_of(layers[name])
+    for spec, channels in counts.items():
+        resolve_norm(spec, where=f"convert_norms, {next(iter(channels))}", channels=channels.values())
     built = {name: replacement(name, layers[name], spec) for name, spec in wanted.items()}
     new = {name: layer for name, layer in built.items() if describe(layer) != describe(layers[name])}
     if built and not new:
@@ -182,18 +195,48 @@ def _swap_calibrated(
         raise
 
 
+def _check_fused(model: nn.Module, old: Mapping[str, nn.Module], new: Mapping[str, nn.Module]) -> None:
+    """Refuse norms that normalize only together with a ReLU, if the model fuses none with them."""
+    needy = [name for name, layer in new.items() if getattr(layer, "needs_relu", False)]
+    fusing = {id(part.norm) for part in model.modules() if getattr(part, "fuses_norm", False)}
+    if needy and not any(id(old[name]) in fusing for name in needy):
+        raise ConversionError(
+            f"convert_norms, {needy[0]} ({describe(new[needy[0]])!r}): normalizes only where a ReLU is fused with it, "
+            "which this model never does: no layer would normalize. Fix: use FRN or GN, or build a model of this "
+            "package with it, e.g. gw_resnet(norm='EvoNormS0')."
+        )
+
+
+def _warn_of_single_columns(old: Mapping[str, nn.Module], new: Mapping[str, nn.Module]) -> None:
+    vectors = [
+        name
+        for name, layer in new.items()
+        if isinstance(layer, GroupWhitening2d)
+        and layer.num_groups == layer.num_channels
+        and type(old[name]).__name__.endswith("1d")
+    ]
+    if vectors:
+        warnings.warn(
+            f"convert_norms: {len(vectors)} layers ({vectors[0]}, ...) get one channel per group: if their input is "
+            "(N, C), a group has one value, and the output is the shift alone. Fix: keep them, by None in the plan, or "
+            "use fewer groups, e.g. 'GW:groups=8'.",
+            stacklevel=3,
+        )
+
+
 def _warn_of_statistics(old: Mapping[str, nn.Module], new: Mapping[str, nn.Module]) -> None:
     trained = [
         name
         for name, layer in old.items()
         if isinstance(mean := getattr(layer, "running_mean", None), Tensor)
+        and not mean.is_meta
         and bool(mean.any())
-        and getattr(new[name], "running_mean", None) is None
+        and not keeps_statistics(layer, new[name])
     ]
     if trained:
         warnings.warn(
             f"convert_norms: {len(trained)} layers ({trained[0]}, ...) were trained with batch statistics, which the "
-            "new ones do not use: the model has lost its accuracy until it is trained again. Fix: train it; "
-            "calibrate=images gives a better start.",
+            "new ones do not use, or not as they are: the model has lost its accuracy until it is trained again. "
+            "Fix: train it; calibrate=images gives a better start.",
             stacklevel=3,
         )

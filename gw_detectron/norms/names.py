@@ -16,7 +16,8 @@
 """
 
 import functools
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -123,25 +124,42 @@ def resolve_norm(spec: Norm | None, *, where: str = "norm", channels: Iterable[i
     """
     try:
         norm = _parse("" if spec is None else spec)
-        for count in sorted(set(channels)):
-            _build(norm, count)
+        counts = sorted(set(channels))
+        for count in counts:
+            _build(norm, count, counts)
     except ValueError as error:
         raise NormError(f"{where} ({spec!r}): {error}") from error
     return norm
 
 
-def _build(norm: Norm, channels: int) -> None:
-    """Build a layer on the meta device to run its checks."""
+def _build(norm: Norm, channels: int, counts: Sequence[int] = ()) -> None:
+    """Build a layer on the meta device to run its checks.
+
+    Args:
+        norm: of the layer.
+        channels: of the layer.
+        counts: those of all layers with this norm, for messages.
+    """
     try:
         with torch.device("meta"):
             get_norm(norm, channels)
-    except ValueError as error:
-        if "Fix: " in str(error):
+    except TypeError as error:
+        if isinstance(norm, (str, functools.partial)):  # ours
             raise
-        raise ValueError(f"{error}. Fix: use groups that divide {channels}.") from error  # torch's GroupNorm
+        fix = "give a function of it, e.g. functools.partial(nn.GroupNorm, 32), or a name such as 'GN'"
+        raise ValueError(f"cannot be built from the number of channels alone: {error}. Fix: {fix}.") from error
+    except ValueError as error:
+        text = str(error)
+        if "Fix: " not in text:  # torch's GroupNorm
+            text = f"{error}. Fix: use groups that divide {channels}."
+        if len(counts) > 1 and "divi" in text:
+            text += f" All layers of this norm: groups that divide {math.gcd(*counts)}."
+        raise ValueError(text) from error
 
 
 def _parse(spec: object) -> Norm:
+    if isinstance(spec, nn.Module):
+        raise ValueError("is a layer, not a kind of layers. Fix: give a name such as 'GW', or a class.")
     if callable(spec):
         return spec
     if not isinstance(spec, str):
@@ -198,7 +216,7 @@ def _detectron2_knows(name: str) -> bool:
 def norm_spec(layer: nn.Module) -> str:
     """Return the full norm name of a layer.
 
-    ``resolve_norm`` of the name makes an equal layer.
+    ``resolve_norm`` of the name makes an equal layer, except for eps and momentum of BN.
 
     Raises:
         NormError: no norm name makes this layer.

@@ -20,18 +20,29 @@ class NormRow(NamedTuple):
     frozen: bool
 
 
+def channels_of(layer: nn.Module) -> int:
+    """Return C of a norm layer, 0 of any other module.
+
+    A layer of an unknown class is a norm if the name of its class contains "Norm" and it has a scale of its own.
+    """
+    known = isinstance(layer, nn.modules.batchnorm._NormBase) or find_norm_spec(layer) is not None
+    weight = {**layer._parameters, **layer._buffers}.get("weight")
+    if not known and not ("Norm" in type(layer).__name__ and weight is not None and weight.dim() == 1):
+        return 0
+    count = getattr(layer, "num_features", getattr(layer, "num_channels", None))
+    return count if isinstance(count, int) else 0 if weight is None else len(weight)
+
+
 def norm_rows(model: nn.Module) -> list[NormRow]:
-    """List every normalization layer of a model in module order."""
+    """List in module order the normalization layers of a model that have a norm name."""
     rows = []
     for name, module in model.named_modules():
         spec = find_norm_spec(module)
         if spec is not None:
             parameters = list(module.parameters())
             size = sum(parameter.numel() for parameter in parameters)
-            # Detectron2's LN has neither attribute; its parameters are scale and shift.
-            channels = getattr(module, "num_channels", getattr(module, "num_features", size // 2))
             frozen = not any(parameter.requires_grad for parameter in parameters)
-            rows.append(NormRow(name, spec, int(channels), getattr(module, "num_groups", None), size, frozen))
+            rows.append(NormRow(name, spec, channels_of(module), getattr(module, "num_groups", None), size, frozen))
     return rows
 
 

@@ -8,9 +8,12 @@ from ..layers import BatchRenorm2d, BatchWhitening2d, GroupWhitening2d
 from ..layers.class_change import ClassChange, change_class
 from .installed import get_norm
 from .names import find_norm_spec, resolve_norm
+from .norm_table import channels_of
 
 _AFFINE = ("weight", "bias")
-_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+_STATISTICS = ("running_mean", "running_var", "running_matrix", "running_covariance")
+#: whose matrix for a diagonal covariance is its inverse square root
+_EXACT_SOLVERS = ("zca", "cholesky", "standardize")
 #: layers that work without scale and shift
 _OPTIONAL_AFFINE = (nn.BatchNorm2d, nn.GroupNorm, GroupWhitening2d, BatchWhitening2d)
 #: layers for inputs of any number of dimensions
@@ -19,19 +22,6 @@ _ANY_RANK = (nn.Identity, nn.GroupNorm, nn.SyncBatchNorm, GroupWhitening2d, Batc
 
 class ConversionError(UserError, ValueError):
     """A model cannot be converted. It is unchanged."""
-
-
-def channels_of(layer: nn.Module) -> int:
-    """Return C of a norm layer, 0 of any other module.
-
-    A layer of an unknown class is a norm if the name of its class contains "Norm" and it has a scale of its own.
-    """
-    known = isinstance(layer, nn.modules.batchnorm._NormBase) or find_norm_spec(layer) is not None
-    weight = {**layer._parameters, **layer._buffers}.get("weight")
-    if not known and not ("Norm" in type(layer).__name__ and weight is not None and weight.dim() == 1):
-        return 0
-    count = getattr(layer, "num_features", getattr(layer, "num_channels", None))
-    return count if isinstance(count, int) else 0 if weight is None else len(weight)
 
 
 def describe(layer: nn.Module) -> str:
@@ -56,7 +46,13 @@ def replacement(name: str, old: nn.Module, spec: str) -> nn.Module:
         raise ConversionError(
             f"{where} ({type(old).__name__!r}): its channels are the last dimension. Fix: keep it, by None in the plan."
         )
-    norm = resolve_norm(spec, where=where, channels=[channels])
+    more = [name for name, value in old._parameters.items() if name not in _AFFINE and value is not None]
+    if more and not hasattr(old, "act") and not getattr(old, "fuses_relu", False):
+        raise ConversionError(
+            f"{where} ({type(old).__name__!r}): contains an activation with parameters ({', '.join(more)}), which "
+            f"{spec} does not have. Fix: keep it, by None in the plan."
+        )
+    norm = resolve_norm(_with_settings(spec, old), where=where, channels=[channels])
     some = next((tensor for tensor in (*old.parameters(), *old.buffers()) if tensor.is_floating_point()), None)
     with torch.device("cpu" if some is None else some.device):
         new = get_norm(norm, channels)
@@ -68,8 +64,10 @@ def replacement(name: str, old: nn.Module, spec: str) -> nn.Module:
     if some is not None:
         new.to(some.dtype)
     _copy_state(old, new)
-    if isinstance(norm, str) and hasattr(old, "running_mean"):  # Detectron2's, which have no options
-        for setting in ("eps", "momentum"):
+    if hasattr(old, "running_mean"):
+        # Detectron2's names have no options, that of Batch Renormalization has no eps
+        settings = ("eps", "momentum") if isinstance(norm, str) else ("eps",) if isinstance(new, BatchRenorm2d) else ()
+        for setting in settings:
             if hasattr(old, setting) and hasattr(new, setting):
                 setattr(new, setting, getattr(old, setting))
     new.train(old.training)
@@ -79,24 +77,48 @@ def replacement(name: str, old: nn.Module, spec: str) -> nn.Module:
     return new
 
 
+def _with_settings(spec: str, old: nn.Module) -> str:
+    """Add eps and momentum of a BN layer to the name of BN with a rotation, unless it states them."""
+    name, _, options = spec.partition(":") if isinstance(spec, str) else ("", "", "")
+    if name != "BN" or not options or not hasattr(old, "running_mean"):
+        return spec
+    settings = {key: getattr(old, key, None) for key in ("eps", "momentum") if f"{key}=" not in options}
+    return ",".join([spec, *(f"{key}={value}" for key, value in settings.items() if value is not None)])
+
+
 def _copy_state(old: nn.Module, new: nn.Module) -> None:
     """Copy scale, shift and running statistics, and which parameters are frozen."""
     optional = isinstance(new, _OPTIONAL_AFFINE) and not isinstance(new, BatchRenorm2d)
     with torch.no_grad():
-        for name in (*_AFFINE, *_STATISTICS):
+        for name in (*_AFFINE, *_STATISTICS, "num_batches_tracked"):
             before, after = getattr(old, name, None), getattr(new, name, None)
-            if before is not None and after is not None:
+            if before is not None and after is not None and before.numel() == after.numel():
                 after.copy_(before.reshape(after.shape))
             if before is None and isinstance(after, nn.Parameter):
                 after.requires_grad_(False)
                 if optional:
-                    setattr(new, name, None)
+                    for attribute, value in ((name, None), ("affine", False)):
+                        setattr(new, attribute, value)
             if isinstance(before, nn.Parameter) and isinstance(after, nn.Parameter):
                 after.requires_grad_(before.requires_grad)
+    if isinstance(new, BatchWhitening2d) and isinstance(variance := getattr(old, "running_var", None), Tensor):
+        new.start_from_variance(variance, getattr(old, "eps", 0.0))
     weight = old._parameters.get("weight")
     for name, parameter in new.named_parameters():
         if name not in _AFFINE and weight is not None:
             parameter.requires_grad_(weight.requires_grad)
+
+
+def keeps_statistics(old: nn.Module, new: nn.Module) -> bool:
+    """Tell whether the running statistics of a layer are those of the layer that it replaces."""
+    if isinstance(new, BatchWhitening2d) and getattr(old, "running_var", None) is not None:
+        return new.running == "matrix" or new.solver.name in _EXACT_SOLVERS
+    sizes = {
+        name: [getattr(layer, name).numel() for layer in (old, new) if getattr(layer, name, None) is not None]
+        for name in _STATISTICS
+        if getattr(new, name, None) is not None
+    }
+    return bool(sizes) and all(len(found) == 2 and found[0] == found[1] for found in sizes.values())
 
 
 class Activated(ClassChange):

@@ -21,9 +21,11 @@ class _WithActivation(nn.Module):
     Attributes:
         fuses_relu: True: ``forward`` accepts ``relu=True``, see :class:`gw_detectron.layers.GroupWhitening2d`.
         norm_name: see :mod:`.names`.
+        needs_relu: whether it normalizes only with ``relu=True``.
     """
 
     fuses_relu = True
+    needs_relu = False
     norm_name: str
     weight: Tensor
     bias: Tensor
@@ -118,6 +120,7 @@ class EvoNormS0(_WithActivation, EvoNorm2dS0):
     """
 
     norm_name = "EvoNormS0"
+    needs_relu = True  # to normalize
     v: Tensor
 
     def __init__(self, num_channels: int, num_groups: int = 32, eps: float = 1e-5) -> None:

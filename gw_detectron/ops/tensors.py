@@ -29,9 +29,13 @@ def check_tensors(x: Tensor, weight: Tensor | None = None, bias: Tensor | None =
 
 
 def check_integer(name: str, value: Any, least: int, example: int, most: int = 2**31 - 1) -> None:
-    """Raise ValueError unless ``value`` is an int (no bool) within bounds."""
-    if type(value) is not int or not least <= value <= most:
-        allowed = f"of at least {least}" + (f" and at most {most}" if type(value) is int and value > most else "")
+    """Raise TypeError unless ``value`` is an integer (no bool), ValueError unless within bounds."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(
+            f"{name} ({value!r}): expected an integer, got {type(value).__name__}. Fix: try {name}={example}."
+        )
+    if not least <= value <= most:
+        allowed = f"of at least {least}" + (f" and at most {most}" if value > most else "")
         raise ValueError(f"{name} ({value!r}): expected an integer {allowed}. Fix: try {name}={example}.")
 
 

@@ -276,3 +276,18 @@ def test_repr_shows_the_options():
         assert part in text
     for part in ("running=covariance", "momentum=0.2", "sync=true", "affine=False"):
         assert part in text
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_rotation_in_half_precision(dtype):
+    made, converted = (
+        BatchWhitening2d(8, rotation="cayley", dtype=dtype),
+        BatchWhitening2d(8, rotation="cayley").to(dtype),
+    )
+    x = torch.randn(4, 8, 5, 5).to(dtype)
+    for layer in (made, converted):
+        y = layer(x)
+        y.sum().backward()
+        assert y.dtype == dtype and y.isfinite().all()
+        assert {parameter.dtype for parameter in layer.rotate.parameters()} == {torch.float32}
+    assert {p.dtype for p in BatchWhitening2d(8, rotation="cayley").double().rotate.parameters()} == {torch.float64}

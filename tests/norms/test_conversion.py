@@ -15,8 +15,9 @@ from torch import nn
 from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 
 from gw_detectron import convert_norms
-from gw_detectron.layers import BatchWhitening2d, GroupWhitening2d
+from gw_detectron.layers import BatchWhitening2d, FrozenBatchWhitening2d, GroupWhitening2d
 from gw_detectron.model_zoo import get_config
+from gw_detectron.modeling import gw_resnet
 from gw_detectron.norms import ConversionError, NormError, norm_rows, resolve_norm
 from gw_detectron.norms.calibrate import moments
 
@@ -246,11 +247,87 @@ def test_eps_and_momentum_stay_with_the_statistics(norm):
         assert torch.allclose(model(x), expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("norm", ["BRN", "FRN", "EvoNormS0:groups=8"])
+@pytest.mark.parametrize("norm", ["BRN", "FRN"])
 def test_layers_that_need_scale_and_shift_get_constant_ones(norm):
     model = small(functools.partial(nn.BatchNorm2d, affine=False))
     convert_norms(model, {"*": norm})
     assert model(torch.randn(2, 3, 12, 12)).isfinite().all() and not model[1].weight.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("norm", "exact"),
+    [
+        ("BW", True),
+        ("FrozenBW:channels=6", True),
+        ("BW:running=covariance,solver=zca", True),
+        ("BN:rotation=cayley,channels=6", True),
+        ("BRN", True),
+        ("BW:running=covariance", False),
+    ],
+)
+def test_batch_whitening_starts_with_the_function_of_bn(norm, exact):
+    model = trained(small(functools.partial(nn.BatchNorm2d, eps=0.01))).eval()
+    x = torch.randn(2, 3, 12, 12)
+    expected = model(x)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        convert_norms(model, {"*": f"{norm},eps=0.01" if "zca" in norm else norm})
+    assert any("lost its accuracy" in str(warning.message) for warning in caught) != exact
+    assert torch.allclose(model(x), expected, atol=1e-5) == exact
+
+
+def test_batch_whitening_keeps_its_own_statistics():
+    model = small(BatchWhitening2d)
+    model(torch.randn(4, 3, 12, 12))
+    x = torch.randn(2, 3, 12, 12)
+    expected = model.eval()(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        convert_norms(model, {"*": "FrozenBW"})
+    assert torch.equal(model(x), expected)
+    with pytest.warns(UserWarning, match="lost its accuracy"):
+        convert_norms(model, {"*": "BN"})
+
+
+def test_a_layer_without_scale_and_shift_says_so():
+    model = small(functools.partial(nn.BatchNorm2d, affine=False))
+    convert_norms(model, {"1": "BW", "4": "GW:groups=8"})
+    assert not model[1].affine and "affine=False" in repr(model[4])
+    frozen = FrozenBatchWhitening2d.convert(model.eval())
+    assert frozen(torch.randn(1, 3, 12, 12)).isfinite().all()
+
+
+def test_the_activation_of_a_layer_survives_its_freezing():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), timm.layers.BatchNormAct2d(8, act_layer=nn.PReLU)).eval()
+    convert_norms(model, {"*": "BW"})
+    nn.init.constant_(model[1].act.weight, 0.1)
+    x = torch.randn(2, 3, 12, 12)
+    expected = model(x)
+    model = FrozenBatchWhitening2d.convert(model)
+    assert isinstance(model[1], FrozenBatchWhitening2d) and torch.equal(model(x), expected)
+    assert not any(parameter.requires_grad for parameter in model[1].parameters())
+
+
+def test_evonorm_goes_where_a_relu_is_fused():
+    model = gw_resnet(18, norm="BN", whiten_norm="BN", freeze_at=0)
+    convert_norms(model, {"*": "EvoNormS0"})
+    x = torch.randn(1, 64, 8, 8)
+    stem = model.stem.conv1.norm
+    assert not torch.equal(stem(x, relu=True), torch.relu(x)) and torch.equal(stem(x), x)
+
+
+def test_a_model_on_the_meta_device_is_converted():
+    with torch.device("meta"):
+        model = torchvision.models.resnet18()
+    convert_norms(model, "S1-B2")
+    assert isinstance(model.bn1, GroupWhitening2d) and model.bn1.weight.is_meta
+
+
+def test_one_value_per_group_is_a_warning():
+    model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8))
+    with pytest.warns(UserWarning, match=r"1 layers \(1, ...\) get one channel per group: .* Fix: keep them, by None"):
+        convert_norms(model, {"*": "GW"})
+    assert not model(torch.randn(5, 3)).any()
 
 
 def test_none_keeps_a_layer_and_a_second_name_is_found():
@@ -295,6 +372,16 @@ def broken() -> nn.Module:
         (lambda: nn.BatchNorm2d(8), {"*": "GW"}, "the model is a norm layer itself"),
         (lambda: torch.jit.script(small()), {"*": "GW"}, r"is scripted. Fix: convert the model before"),
         (lambda: nn.DataParallel(small()), {"*": "GW"}, "shares its parameters"),
+        (small, "GW", r"plan \('GW'\): fits none of 2 norm layers. Fix: give this norm to layers, e.g. {\"\*\": 'GW'}"),
+        (small, {"*": GroupWhitening2d(16)}, "is a layer, not a kind of layers. Fix: give a name"),
+        (
+            small,
+            {"*": nn.GroupNorm},
+            r"cannot be built from the number of channels alone: .* Fix: give a function of it",
+        ),
+        (small, {"*": "EvoNormS0:groups=8"}, r"1 \('EvoNormS0:.*'\): normalizes only where a ReLU is fused with it"),
+        (lambda: timm.create_model("mobilenetv3_small_050"), {"*": "GW"}, "groups that divide 8"),
+        (lambda: timm.create_model("resnetv2_50d_evos"), {"*": "GN"}, r"contains an activation with parameters \(v\)"),
         (lambda: nn.Sequential(torch.ao.nn.quantized.ReLU6(), nn.BatchNorm2d(8)), {"*": "GW"}, "is quantized"),
     ],
 )
@@ -309,8 +396,12 @@ def test_bad_input_changes_nothing(model, plan, message):
 def test_a_failed_calibration_changes_nothing():
     model = broken()
     before = list(model.modules())
-    with pytest.raises(RuntimeError):
+    with pytest.raises(ConversionError, match=r"calibrate, input 0 \(Tensor\): the model fails with it: mat1 and mat2"):
         convert_norms(model, {"*": "GN:groups=4"}, calibrate=[torch.randn(1, 3, 12, 12)])
+    with pytest.raises(
+        ConversionError, match=r"input 0 \(list\): .* Fix: give what model\(input\) takes, e.g. \[images for"
+    ):
+        convert_norms(small(), {"*": "GN:groups=4"}, calibrate=[[torch.randn(1, 3, 12, 12), torch.zeros(1)]])
     with pytest.raises(ConversionError, match="no inputs"):
         convert_norms(model, {"*": "GN:groups=4"}, calibrate=[])
     assert list(model.modules()) == before

@@ -44,7 +44,9 @@ def newton_inverse_sqrt(sigma: Tensor, num_iters: int = 5) -> Tensor:
     0.586, not 1. Pretrained weights depend on exactly this matrix, so more steps or an exact solver is another network.
 
     Figure 1 of the supplement computes :math:`P_{k-1}^3 \Sigma_N` anew in each step; there rounding grows without bound
-    from about 12 steps on in float32. Here :math:`Q_k = P_k^2 \Sigma_N` is updated by factors.
+    from about 12 steps on in float32. Here :math:`Q_k = P_k^2 \Sigma_N` is updated by factors. For singular matrices
+    (fewer columns than channels) rounding grows here too, from about 25 steps on: use the solver ``zca`` for the exact
+    matrix.
 
     Args:
         sigma: symmetric positive semi-definite matrices, (..., g, g).
