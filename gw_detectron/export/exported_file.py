@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from ..checkpoint.norm_inference import DESCRIPTION
 from ..errors import ConfigError, FileAccessError, UserError, first_line
 from ..requirements import require_packages
 from .parity import Run
+
+_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
 @dataclass(frozen=True)
@@ -31,10 +34,11 @@ class ExportedFile:
 
 
 def open_pt2(path: Path) -> ExportedFile:
-    """Open a torch.export program."""
+    """Open a torch.export program, which can run code: torch evaluates expressions that the file holds."""
     entries = {DESCRIPTION: ""}
-    module = torch.export.load(path, extra_files=entries).module()
-    return ExportedFile(module, _description(entries))
+    with _tensors_only():
+        program = torch.export.load(path, extra_files=entries)
+    return ExportedFile(program.module(), _description(entries))
 
 
 def open_torchscript(path: Path) -> ExportedFile:
@@ -84,6 +88,19 @@ def open_exported(path: str | os.PathLike[str]) -> ExportedFile:
         raise
     except Exception as error:  # onnxruntime has an exception of its own for every kind of damage
         raise FileAccessError(f"'{path}': cannot be read: {first_line(error)}. Fix: export the model again.") from error
+
+
+@contextmanager
+def _tensors_only() -> Iterator[None]:
+    """Let torch.load refuse pickles that hold more than tensors, which torch.export.load would run."""
+    before = os.environ.get(_WEIGHTS_ONLY)
+    os.environ[_WEIGHTS_ONLY] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_WEIGHTS_ONLY]
+        if before is not None:
+            os.environ[_WEIGHTS_ONLY] = before
 
 
 def _description(entries: Mapping[str, str | bytes]) -> dict[str, Any]:

@@ -1,6 +1,10 @@
 """Predictors of run folders, checkpoints and exported files: the numbers are Detectron2's."""
 
+import contextlib
+import io
+import os
 import shutil
+import zipfile
 
 import numpy as np
 import pytest
@@ -134,6 +138,29 @@ def test_damaged_exported_files(tmp_path, name):
     (tmp_path / name).write_bytes(b"no model")
     with pytest.raises(UserError, match=f"{name}': cannot be read: .*Fix: export the model again"):
         open_exported(tmp_path / name)
+
+
+def test_a_pickle_in_a_pt2_file_is_not_run(tmp_path, monkeypatch):
+    class Payload:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    program = torch.export.export(torch.nn.ReLU(), (torch.ones(2),))
+    torch.export.save(program, tmp_path / "good.pt2")
+    buffer = io.BytesIO()
+    torch.save(Payload(), buffer)
+    with zipfile.ZipFile(tmp_path / "good.pt2") as good, zipfile.ZipFile(tmp_path / "evil.pt2", "w") as evil:
+        for entry in good.infolist():
+            swapped = entry.filename.endswith((".pt", ".pth"))
+            evil.writestr(entry, buffer.getvalue() if swapped else good.read(entry))
+    monkeypatch.delenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", raising=False)
+    with pytest.raises(UserError, match=r"evil.pt2': cannot be read"):
+        open_exported(tmp_path / "evil.pt2")
+    assert not (tmp_path / "ran").exists() and "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
+    with contextlib.suppress(Exception):
+        torch.export.load(tmp_path / "evil.pt2")
+    assert (tmp_path / "ran").exists()  # torch itself runs it
+    open_exported(tmp_path / "good.pt2")
 
 
 def test_exported_files_that_do_not_fit(tmp_path):
