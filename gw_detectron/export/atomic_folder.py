@@ -55,7 +55,7 @@ def atomic_folder(output: str | os.PathLike[str], files: Collection[str]) -> Ite
             os.rename(output, old)
         try:
             os.rename(new, output)
-        except OSError:
+        except BaseException:  # also a signal: ``work`` is removed with both
             if old.exists():
                 os.rename(old, output)
             raise
@@ -76,6 +76,9 @@ def check_replaceable(output: Path, files: Collection[str]) -> None:
         return
     if not output.is_dir():
         raise OutputFolderError(f"output ('{output}'): is a file. Fix: give a folder.")
+    if output.is_mount():
+        why = "is a mount point, which no rename replaces"
+        raise OutputFolderError(f"output ('{output}'): {why}. Fix: give a folder in it.")
     others = sorted(entry.name for entry in output.iterdir() if entry.name not in files)
     if others:
         raise OutputFolderError(

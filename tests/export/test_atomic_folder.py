@@ -8,7 +8,7 @@ import pytest
 
 from gw_detectron.atomic import temporary_path
 from gw_detectron.errors import FileAccessError, UserError
-from gw_detectron.export.atomic_folder import atomic_folder
+from gw_detectron.export.atomic_folder import OutputFolderError, atomic_folder
 
 
 def write(output, text="new"):
@@ -48,6 +48,29 @@ def test_a_failing_rename_restores_the_earlier_folder(tmp_path, monkeypatch):
         write(tmp_path / "out", "newer")
     assert (tmp_path / "out" / "a.txt").read_text() == "new"
     assert entries(tmp_path) == ["out"]
+
+
+def test_a_signal_between_the_renames_restores_the_earlier_folder(tmp_path, monkeypatch):
+    write(tmp_path / "out")
+    rename = os.rename
+
+    def interrupted(source, target):
+        if source.name == "new":
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "out", "newer")
+    assert (tmp_path / "out" / "a.txt").read_text() == "new"
+    assert entries(tmp_path) == ["out"]
+
+
+def test_a_mount_point_is_refused_before_the_work(tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr("pathlib.Path.is_mount", lambda path: path.name == "out")
+    with pytest.raises(OutputFolderError, match=r"out'\): is a mount point, .* Fix: give a folder in it"):
+        write(tmp_path / "out")
 
 
 @pytest.mark.parametrize("early", [True, False])
