@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from ..data.images import image_files, read_image
-from ..errors import MissingFileError
+from ..errors import DataError, MissingFileError
 from .video import SUFFIXES, VideoReader
 
 
@@ -48,7 +48,7 @@ class ImageSource:
             yield read_image(self.path, "RGB")
 
 
-def find_sources(inputs: Iterable[str]) -> list[ImageSource]:
+def find_sources(inputs: Iterable[str | os.PathLike[str]]) -> list[ImageSource]:
     """Find the images and videos that files, folders and patterns name.
 
     A folder means the images below it. A pattern such as ``photos/**/*.jpg`` means the files that match it. A file that
@@ -62,11 +62,12 @@ def find_sources(inputs: Iterable[str]) -> list[ImageSource]:
 
     Raises:
         MissingFileError: a file or folder does not exist, or no file matches a pattern.
-        DataError: a folder has no images.
+        DataError: a folder has no images, or there are no inputs.
     """
     folders: list[str] = []
     paths: dict[str, None] = {}
-    for given in inputs:
+    for each in inputs:
+        given = os.fspath(each)
         if os.path.isdir(given):
             folders.append(os.path.abspath(given))
             found = [os.path.abspath(path) for path in image_files(given)]
@@ -74,6 +75,8 @@ def find_sources(inputs: Iterable[str]) -> list[ImageSource]:
             found = [os.path.abspath(path) for path in _files(given)]
             folders += map(os.path.dirname, found)
         paths |= dict.fromkeys(found)
+    if not folders:
+        raise DataError("inputs: none. Fix: give images, a folder, a pattern or a video.")
     shared = os.path.commonpath(folders)
     return [ImageSource(Path(path), os.path.relpath(path, shared)) for path in paths]
 

@@ -27,10 +27,10 @@ _REPORT = "parity.json"  # in the folder of an export
 
 
 def open_predictor(
-    model: str,
+    model: str | os.PathLike[str],
     *,
-    config_file: str | None = None,
-    opts: Sequence[str] = (),
+    config_file: str | os.PathLike[str] | None = None,
+    opts: Sequence[Any] = (),
     score_threshold: float = 0.5,
     device: str | None = None,
     class_names: Sequence[str] | None = None,
@@ -63,13 +63,14 @@ def open_predictor(
     return _open_exported(Path(model), score_threshold)
 
 
-def detector_file(model: str) -> str:
+def detector_file(model: str | os.PathLike[str]) -> str:
     """Return the file of a detector: of a run folder the last checkpoint, of an export the exported file.
 
     Raises:
         MissingFileError: the model does not exist.
         UserError: the folder does not tell its file.
     """
+    model = os.fspath(model)
     if "://" in model:
         return model
     if not os.path.exists(model):
@@ -121,8 +122,8 @@ def _export_report(folder: Path) -> dict[str, Any]:
 
 def _open_trained(
     model: str,
-    config_file: str | None,
-    opts: Sequence[str],
+    config_file: str | os.PathLike[str] | None,
+    opts: Sequence[Any],
     score_threshold: float,
     device: str,
     class_names: Sequence[str] | None,

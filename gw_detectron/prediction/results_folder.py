@@ -123,6 +123,8 @@ def write_predictions(
                         progress.update()
             except (DataError, MissingFileError) as error:
                 summary.failed[source.name] = str(error)
+        if not sources:
+            raise DataError("sources: none. Fix: give images or videos, see find_sources.")
         if not images:
             first, reason = next(iter(summary.failed.items()))
             reason = reason.partition(" Fix: ")[0].removesuffix(".")

@@ -12,6 +12,7 @@ from ..requirements import require_packages
 
 SUFFIXES = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm")
 _FRAMES_PER_SECOND = 25.0  # of a video that does not tell
+_COMPLETE = 0.8  # share of the frames, whose number some formats only estimate
 
 
 class VideoReader:
@@ -37,14 +38,21 @@ class VideoReader:
         """Yield the frames, (H, W, 3) RGB uint8.
 
         Raises:
-            DataError: there is no frame.
+            DataError: there is no frame, or far fewer than the file announces.
         """
         found, frame = self._capture.read()
         if not found:
             raise DataError(f"video ('{self.path}'): no frame can be read. Fix: repair it or give another one.")
+        count = 0
         while found:
             yield np.ascontiguousarray(frame[:, :, ::-1])
+            count += 1
             found, frame = self._capture.read()
+        if count < _COMPLETE * self.frame_count:
+            raise DataError(
+                f"video ('{self.path}'): ends after {count} of about {self.frame_count} frames. Fix: repair it or get "
+                "it again; the frames before are complete."
+            )
 
 
 class VideoWriter:
@@ -86,5 +94,11 @@ class VideoWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._writer is not None:
-            self._writer.release()
+        if self._writer is None:
+            return
+        import cv2
+
+        self._writer.release()
+        # OpenCV reports no failed write
+        if kind is None and not cv2.VideoCapture(str(self.path)).read()[0]:
+            raise FileAccessError(f"video ('{self.path.name}'): was not written completely. Fix: free disk space.")

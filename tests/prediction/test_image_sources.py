@@ -78,6 +78,28 @@ def test_frames_are_rgb(tmp_path):
     assert np.abs(pixels(tmp_path / "red.avi").mean((0, 1)) - [200, 0, 0]).max() < 5
 
 
+def test_a_video_that_ends_early_is_named_after_its_frames(tmp_path):
+    cv2 = pytest.importorskip("cv2")
+    writer = cv2.VideoWriter(str(tmp_path / "whole.avi"), cv2.VideoWriter.fourcc(*"MJPG"), 8, (64, 48))
+    for value in range(0, 200, 5):
+        writer.write(np.full((48, 64, 3), value, np.uint8))
+    writer.release()
+    content = (tmp_path / "whole.avi").read_bytes()
+    (tmp_path / "cut.avi").write_bytes(content[: len(content) // 2])
+    (source,) = find_sources([tmp_path / "cut.avi"])
+    count = 0
+    with pytest.raises(DataError, match=r"cut.avi'\): ends after \d+ of about 40 frames. Fix: repair it") as caught:
+        for _ in source.images():
+            count += 1
+    assert count > 0 and f"ends after {count} of" in str(caught.value)
+    assert len(list(find_sources([tmp_path / "whole.avi"])[0].images())) == 40
+
+
+def test_no_inputs():
+    with pytest.raises(DataError, match=r"inputs: none. Fix: give images"):
+        find_sources([])
+
+
 def test_damaged_files(tmp_path, video, monkeypatch):
     (tmp_path / "text.jpg").write_text("no image")
     (tmp_path / "cut.avi").write_bytes(video.read_bytes()[:200])

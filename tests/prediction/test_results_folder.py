@@ -13,7 +13,7 @@ from detectron2.data import Metadata
 from PIL import Image
 from pycocotools.coco import COCO
 
-from gw_detectron.errors import ConfigError, DataError, MissingPackageError
+from gw_detectron.errors import ConfigError, DataError, FileAccessError, MissingPackageError
 from gw_detectron.export.atomic_folder import OutputFolderError
 from gw_detectron.prediction import check_output, find_sources, write_predictions
 
@@ -107,6 +107,30 @@ def test_a_video(tmp_path, video, photos, predict):
     assert frame.shape == (360, 480, 3)
     box = (slice(20, 70), slice(15, 60))  # inside the square, on a black frame
     assert frame[box].max() > 60 and frame[200:].max() < 40
+
+
+def test_a_video_that_cannot_be_written_is_no_result(tmp_path, video, predict, monkeypatch):
+    cv2 = pytest.importorskip("cv2")
+    writer = cv2.VideoWriter
+
+    class FullDisk:
+        fourcc = writer.fourcc
+
+        def __init__(self, *args):
+            pass
+
+        def isOpened(self):
+            return True
+
+        def write(self, frame):
+            pass
+
+        release = isOpened
+
+    monkeypatch.setattr(cv2, "VideoWriter", FullDisk)
+    with pytest.raises(FileAccessError, match=r"clip.avi.mp4'\): was not written completely. Fix: free disk space"):
+        predict(video)
+    assert not (tmp_path / "out").exists()
 
 
 def test_broken_files_are_named_and_the_others_predicted(tmp_path, photos, predict):
