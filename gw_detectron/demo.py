@@ -3,7 +3,7 @@
 import argparse
 import json
 import time
-from math import isnan
+from math import isnan, nan
 from pathlib import Path
 
 from detectron2.config import CfgNode
@@ -20,6 +20,8 @@ from .export.backbone import FORMATS
 from .export.parity_files import REPORT_FILES
 from .report import PAGE, ReportOptions, write_report
 
+_RESULT = "result.json"
+
 
 @output_unlocked_at_end()
 def run_demo(args: argparse.Namespace) -> dict:
@@ -30,7 +32,7 @@ def run_demo(args: argparse.Namespace) -> dict:
     with FPN).
 
     Args:
-        args: ``config_file`` and ``opts`` (key, value, ...).
+        args: ``config_file``, ``overwrite`` and ``opts`` (key, value, ...). An earlier demo is overwritten anyway.
 
     Returns:
         The content of ``result.json``.
@@ -38,8 +40,10 @@ def run_demo(args: argparse.Namespace) -> dict:
     Raises:
         UserError: see :func:`gw_detectron.engine.train.prepare` and :meth:`Trainer.train`.
     """
-    flags = get_parser().parse_args(["--overwrite", "--config-file", args.config_file, *args.opts])
-    _check_results_can_be_written(run_config(flags))
+    flags = get_parser().parse_args(["--config-file", args.config_file, *args.opts])
+    cfg = run_config(flags)
+    _check_results_can_be_written(cfg)
+    flags.overwrite = args.overwrite or Path(cfg.OUTPUT_DIR, _RESULT).is_file()
     cfg, start, _ = prepare(flags)
     folder = Path(cfg.OUTPUT_DIR)
     trainer = Trainer(cfg)
@@ -48,14 +52,15 @@ def run_demo(args: argparse.Namespace) -> dict:
     evaluation = trainer.train() or {}
     seconds = round(time.perf_counter() - begin, 1)
     # without any prediction, as after a very short run, AP is NaN, which JSON does not have
+    evaluation = {task: found for task, found in evaluation.items() if "AP" in found}
     scores = {task: {"AP": None if isnan(found["AP"]) else found["AP"]} for task, found in evaluation.items()}
     backbone = folder / "backbone"
     parity = export_backbone(trainer.model.backbone, backbone, Normalization.from_config(cfg))
     result = {**scores, "seconds": seconds, "export": {"format": "pt2", "worst_relative": parity["worst_relative"]}}
-    (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+    (folder / _RESULT).write_text(json.dumps(result, indent=2) + "\n")
     write_report(folder, ReportOptions(errors=True))
     columns = ("AP", "AP50", "AP75", "APs", "APm")  # small images have no large objects
-    rows = [[task, *(found[column] for column in columns)] for task, found in evaluation.items()]
+    rows = [[task, *(found.get(column, nan) for column in columns)] for task, found in evaluation.items()]
     print(f"\nTrained {cfg.SOLVER.MAX_ITER} iterations and evaluated in {seconds:.0f} s.")
     print(tabulate(rows, headers=["", *columns], floatfmt=".1f"))
     print(
@@ -63,7 +68,7 @@ def run_demo(args: argparse.Namespace) -> dict:
         f"{parity['worst_relative']:.1e} of a feature map's largest value (both in plain operations)."
     )
     print(f"Report, with curves and pictures: {folder / 'report' / PAGE}")
-    print(f"Numbers: {folder / 'result.json'}; model: {folder / 'model_final.pth'}")
+    print(f"Numbers: {folder / _RESULT}; model: {folder / 'model_final.pth'}")
     return result
 
 

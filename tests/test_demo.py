@@ -9,6 +9,7 @@ from gw_detectron.data import register_synthetic
 from gw_detectron.demo import run_demo
 from gw_detectron.errors import ConfigError
 from gw_detectron.export.atomic_folder import OutputFolderError
+from gw_detectron.preflight import PreflightError
 
 from .tiny_run import CONFIG, DATA, OPTS
 
@@ -20,7 +21,7 @@ def test_the_demo_leaves_its_results(tmp_path, capsys):
     opts = {**OPTS, "OUTPUT_DIR": output, "SOLVER.MAX_ITER": 1, "SOLVER.STEPS": "()"}
     try:
         words = [str(word) for pair in opts.items() for word in pair]
-        result = run_demo(argparse.Namespace(config_file=str(CONFIG), opts=words))
+        result = run_demo(argparse.Namespace(config_file=str(CONFIG), overwrite=False, opts=words))
     finally:
         register_synthetic()
     assert json.loads((output / "result.json").read_text()) == result
@@ -41,7 +42,7 @@ def test_results_that_cannot_be_written_stop_the_demo_before_the_training(tmp_pa
     def run(**changes):
         opts = {**OPTS, "OUTPUT_DIR": tmp_path, **changes}
         words = [str(word) for pair in opts.items() for word in pair]
-        run_demo(argparse.Namespace(config_file=str(CONFIG), opts=words))
+        run_demo(argparse.Namespace(config_file=str(CONFIG), overwrite=False, opts=words))
 
     for names in ("()", "('gw_synthetic_val', 'gw_synthetic_train')"):
         with pytest.raises(ConfigError, match="the demo evaluates one dataset"):
@@ -51,3 +52,13 @@ def test_results_that_cannot_be_written_stop_the_demo_before_the_training(tmp_pa
     with pytest.raises(OutputFolderError, match=r"thesis\.tex"):
         run()
     assert [path.name for path in tmp_path.iterdir()] == ["backbone"]
+
+
+def test_a_training_is_not_replaced_unasked(tmp_path):
+    (tmp_path / "last_checkpoint").write_text("model_final.pth")
+    (tmp_path / "model_final.pth").touch()
+    opts = {**OPTS, "OUTPUT_DIR": tmp_path}
+    words = [str(word) for pair in opts.items() for word in pair]
+    with pytest.raises(PreflightError, match=r"contains checkpoints of an earlier run. Fix: .*--overwrite"):
+        run_demo(argparse.Namespace(config_file=str(CONFIG), overwrite=False, opts=words))
+    assert (tmp_path / "model_final.pth").exists()

@@ -15,6 +15,7 @@ def get_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="config to train (default: %(default)s)",
     )
+    parser.add_argument("--overwrite", action="store_true", help="replace a training in OUTPUT_DIR that is no demo")
     parser.add_argument(
         "opts",
         nargs=argparse.REMAINDER,
