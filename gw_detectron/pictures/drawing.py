@@ -88,7 +88,7 @@ def draw_record(image: np.ndarray, metadata: Metadata, record: dict, *, keypoint
     """Draw the annotations of a record in Detectron2's dataset format, with keypoints on request."""
     objects = record.get("annotations", [])
     boxes = [BoxMode.convert(entry["bbox"], entry["bbox_mode"], BoxMode.XYXY_ABS) for entry in objects]
-    points = [entry.get("keypoints") for entry in objects] if keypoints else [None]
+    points = [entry.get("keypoints") for entry in objects] if keypoints and objects else [None]
     masks = [entry.get("segmentation") for entry in objects]
     return draw_objects(
         image,

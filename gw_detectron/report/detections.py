@@ -189,7 +189,7 @@ class Detections:
         places = {category: index for index, category in enumerate(self.category_ids)}
         boxes = np.array([each["bbox"] for each in objects], dtype=float).reshape(-1, 4)
         boxes[:, 2:] += boxes[:, :2]
-        points = [each.get("keypoints") for each in objects] if "keypoints" in self.tasks else [None]
+        points = [each.get("keypoints") for each in objects] if objects and "keypoints" in self.tasks else [None]
         return draw_objects(
             read_image(self.records[image_id]["file_name"], "RGB"),
             self.metadata,

@@ -67,6 +67,10 @@ def test_small_images_are_enlarged():
     assert draw_record(GRAY[:64, :128], CLASSES, {}).shape == (240, 480, 3)
 
 
+def test_no_objects_have_no_keypoints():
+    assert np.array_equal(draw_record(GRAY, CLASSES, {"annotations": []}, keypoints=True), GRAY)
+
+
 def test_keypoints_are_drawn_on_request_only():
     points = [120.0, 200.0, 2, 250.0, 300.0, 2]
     record = {"annotations": [{"bbox": BOX, "bbox_mode": BoxMode.XYXY_ABS, "category_id": 0, "keypoints": points}]}
