@@ -3,12 +3,13 @@
 import argparse
 import contextlib
 import io
+import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from detectron2.data import get_detection_dataset_dicts
+from detectron2.data import DatasetCatalog, get_detection_dataset_dicts
 from detectron2.structures import BoxMode, Instances
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from gw_detectron.analysis.result import AnalysisError
 from gw_detectron.config import read_config
 from gw_detectron.data.images import evaluation_input, read_image
+from gw_detectron.engine.run_datasets import use_recorded_datasets
 from gw_detectron.export import load_model
 from gw_detectron.progress import progress_bar
 
@@ -64,8 +66,12 @@ def load_detector(
         raise AnalysisError(f"images ({images}): negative. Fix: give 1 or more, or 0 for all.")
     if not cfg.DATASETS.TEST:
         raise AnalysisError("DATASETS.TEST (()): names no dataset. Fix: name one in the config.")
+    dataset = cfg.DATASETS.TEST[0]
+    use_recorded_datasets(cfg, config_file, os.path.dirname(config_file), needed=[dataset])
+    if dataset not in DatasetCatalog:
+        raise AnalysisError(f"DATASETS.TEST ('{dataset}'): not registered. Fix: register it in Python first.")
     model = load_model(cfg)
-    records = get_detection_dataset_dicts(cfg.DATASETS.TEST[0], filter_empty=False)[: images or None]
+    records = get_detection_dataset_dicts(dataset, filter_empty=False)[: images or None]
     examples = []
     for record in progress_bar(records, desc="images", unit="image", show=progress):
         pixels = read_image(record["file_name"], cfg.INPUT.FORMAT)

@@ -68,7 +68,7 @@ def main(args: argparse.Namespace) -> None:
     check_folder(args.output)  # before minutes of work
     cfg = read_config(args.config_file, opts)
     if args.dataset:
-        use_recorded_datasets(cfg, args.config_file, os.path.dirname(args.config_file))
+        use_recorded_datasets(cfg, args.config_file, os.path.dirname(args.config_file), needed=[args.dataset])
     model = load_model(cfg)
     report = export_detector(
         model,

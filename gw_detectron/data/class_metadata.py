@@ -41,7 +41,7 @@ def recorded_classes(config_file: str) -> Metadata | None:
         ConfigError: the ``datasets.yaml`` has an unknown key or a value of the wrong type.
     """
     record = Path(config_file).with_name(RECORD)
-    return classes_of(read_datasets(str(record), must_exist=False)) if record.is_file() else None
+    return classes_of(read_datasets(str(record), needed=())) if record.is_file() else None
 
 
 def classes_of(datasets: CocoDatasets) -> Metadata | None:

@@ -37,7 +37,7 @@ def record_datasets(datasets: CocoDatasets, folder: str) -> None:
         temporary.write_text(yaml.safe_dump(tree, sort_keys=False))
 
 
-def read_datasets(path: str, *, must_exist: bool = True) -> CocoDatasets:
+def read_datasets(path: str, *, needed: Collection[str] | None = None) -> CocoDatasets:
     """Read datasets from a yaml; relative paths start at its folder.
 
     ``train`` and ``val`` map names of datasets to the fields of :class:`CocoDataset`. A dataset for evaluation has no
@@ -45,7 +45,7 @@ def read_datasets(path: str, *, must_exist: bool = True) -> CocoDatasets:
 
     Args:
         path: the yaml.
-        must_exist: whether the files and folders that it names have to exist.
+        needed: the datasets whose files and folders have to exist; None: all. A dataset that is split has to.
 
     Raises:
         MissingFileError: the yaml, or a file or folder that has to exist, does not.
@@ -61,7 +61,7 @@ def read_datasets(path: str, *, must_exist: bool = True) -> CocoDatasets:
                 f"'{path}', {role}: not a mapping of names. Fix: write NAME: and its json and images below."
             )
         for name, given in named.items():
-            getattr(found, role)[name] = _read_dataset(given, path, f"{role}.{name}", must_exist)
+            getattr(found, role)[name] = _read_dataset(given, path, f"{role}.{name}", needed is None or name in needed)
     for name, dataset in found.val.items():
         if dataset.val_fraction:
             raise ConfigError(f"'{path}', val.{name}: has val_fraction. Fix: move the dataset to train.")
@@ -83,6 +83,7 @@ def _read_dataset(given: Any, path: str, key: str, must_exist: bool) -> CocoData
         )
     if "val_fraction" in given:
         check_fraction(given["val_fraction"], f"'{path}', {key}.val_fraction")
+    must_exist = must_exist or "val_fraction" in given
     paths = {
         name: existing_path(
             given[name], f"'{path}', {key}.{name}", exists if must_exist else bool, os.path.dirname(path)

@@ -6,8 +6,20 @@ from pathlib import Path
 
 METRICS = "metrics.json"  # to which a trainer appends
 # config.yaml, datasets.yaml and datasets/ stay: the new run may read them, and writes its own
-_FILES = ("model_*.pth", "last_checkpoint", METRICS, "log.txt", "events.out.tfevents.*")
-_FOLDERS = ("inference", "report")
+_FILES = ("model_*.pth", "last_checkpoint", METRICS, "log.txt", "log.txt.rank*", "events.out.tfevents.*")
+_FOLDERS = ("inference", "inference_TTA", "report")
+
+
+def remove_predictions(folder: str) -> None:
+    """Remove the predictions of an earlier evaluation, which the next one replaces.
+
+    If that one fails, a report would judge them by its dataset.
+
+    Raises:
+        OSError: the file cannot be removed.
+    """
+    if "://" not in folder:
+        Path(folder, "inference", "coco_instances_results.json").unlink(missing_ok=True)
 
 
 def remove_earlier_run(folder: str, *, everything: bool, keep: str = "") -> None:

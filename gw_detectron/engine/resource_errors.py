@@ -1,12 +1,13 @@
 """Explain a lack of memory and killed data-loading workers."""
 
 import contextlib
+import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from detectron2.config import CfgNode
 
+from ..checkpoint import last_checkpoint
 from ..cli import is_out_of_memory
 from ..config import get_value
 from ..errors import UserError, first_line
@@ -41,11 +42,10 @@ def resource_errors_explained(cfg: CfgNode, guard: LossGuard | None = None) -> I
     except UserError:
         raise
     except (RuntimeError, MemoryError, OSError, EOFError) as error:
-        reason = first_line(error)
-        last = Path(cfg.OUTPUT_DIR, "last_checkpoint")
-        resume = ""
-        if last.is_file():
-            resume = f"; continue with --resume from '{last.with_name(last.read_text(errors='replace'))}'"
+        reason, resume = first_line(error), ""
+        with contextlib.suppress(UserError, OSError):  # this error matters, not one of the file
+            if os.path.isfile(os.path.join(cfg.OUTPUT_DIR, "last_checkpoint")):
+                resume = f"; continue with --resume from '{last_checkpoint(cfg.OUTPUT_DIR)}'"
         # A worker that dies while it hands over a batch leaves a broken socket without a file name.
         socket = isinstance(error, (ConnectionError, EOFError, FileNotFoundError)) and cfg.DATALOADER.NUM_WORKERS > 0
         if (socket and getattr(error, "filename", None) is None) or _WORKER_FAILURE.search(str(error)):

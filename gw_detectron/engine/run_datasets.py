@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 from detectron2.config import CfgNode
@@ -41,7 +42,7 @@ def use_datasets(cfg: CfgNode, args: argparse.Namespace, folder: str) -> None:
     """
     given = datasets_from_flags(args)
     if given is None:
-        use_recorded_datasets(cfg, args.config_file, folder)
+        use_recorded_datasets(cfg, args.config_file, folder, needed=cfg.DATASETS.TEST if args.eval_only else None)
         return
     if args.eval_only:
         _check_same_classes(given, args.config_file)
@@ -70,8 +71,16 @@ def _check_same_classes(given: CocoDatasets, config_file: str) -> None:
         )
 
 
-def use_recorded_datasets(cfg: CfgNode, config_file: str | os.PathLike[str], folder: str) -> None:
+def use_recorded_datasets(
+    cfg: CfgNode, config_file: str | os.PathLike[str], folder: str, *, needed: Collection[str] | None
+) -> None:
     """Register datasets that are unknown from the ``datasets.yaml`` beside a config file.
+
+    Args:
+        cfg: the config, which names datasets.
+        config_file: its file.
+        folder: the run folder.
+        needed: the datasets whose files have to exist; None: all.
 
     Raises:
         ConfigError: the yaml cannot be used.
@@ -79,7 +88,7 @@ def use_recorded_datasets(cfg: CfgNode, config_file: str | os.PathLike[str], fol
     """
     record = Path(config_file).with_name(RECORD)
     if needs_registration((*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST)) and record.is_file():
-        register_datasets(read_datasets(str(record)), folder)
+        register_datasets(read_datasets(str(record), needed=needed), folder)
 
 
 def datasets_from_flags(args: argparse.Namespace) -> CocoDatasets | None:

@@ -24,7 +24,7 @@ from ..errors import ConfigError, FileAccessError
 from ..modeling.class_counts import object_count_keys
 from ..norms.norm_table import norm_summary
 from ..preflight import Findings, preflight
-from .earlier_run import remove_earlier_run
+from .earlier_run import remove_earlier_run, remove_predictions
 from .launch import in_all_processes
 from .output_lock import lock_output, output_unlocked_at_end
 from .run_datasets import use_datasets
@@ -117,6 +117,10 @@ def prepare(args: argparse.Namespace) -> tuple[CfgNode, StartWeights, list[str]]
             findings.raise_problems()
     with in_all_processes():
         start.checkpoint()  # fetches remote weights, raises the error of opening it
+    if args.eval_only and start.resumed:  # for the record beside the results
+        cfg.defrost()
+        cfg.MODEL.WEIGHTS = start.address
+        cfg.freeze()
     with in_all_processes():
         prepare_output(cfg, args)
     warnings = findings.problems + findings.warnings
@@ -209,6 +213,8 @@ def prepare_output(cfg: CfgNode, args: argparse.Namespace) -> None:
             lock_output(cfg.OUTPUT_DIR)
             if not args.resume:
                 remove_earlier_run(cfg.OUTPUT_DIR, everything=args.overwrite, keep=cfg.MODEL.WEIGHTS)
+        if comm.is_main_process():
+            remove_predictions(cfg.OUTPUT_DIR)
         default_setup(local, args)
         if args.eval_only and comm.is_main_process():
             with PathManager.open(os.path.join(local.OUTPUT_DIR, "config.yaml"), "w") as file:

@@ -23,9 +23,9 @@ from detectron2.utils.file_io import PathManager
 from ..atomic import AtomicPathManager, remove_unfinished
 from ..checkpoint import NORMS, LoadReport, NormRecord, StartWeights, load_checkpoint, open_start_weights
 from ..checkpoint.run_record import RECORD, RunRecord
+from ..data.dataset_mapper import ImageNamingMapper
 from ..errors import ConfigError, is_user_error
 from .accumulation import accumulated_step
-from .dataset_mapper import ImageNamingMapper
 from .evaluators import build_evaluator
 from .interruption import InterruptionHook
 from .launch import in_all_processes

@@ -187,7 +187,7 @@ class RunFolder:
             MissingInputError: it is not registered, or its files do not exist.
         """
         with needed():
-            use_recorded_datasets(self.cfg, self.config_file, str(self.folder))
+            use_recorded_datasets(self.cfg, self.config_file, str(self.folder), needed=[self.dataset])
             if not self.dataset:
                 raise DataError("DATASETS.TEST (empty): no dataset to judge the run on.")
             if self.dataset not in DatasetCatalog.list():

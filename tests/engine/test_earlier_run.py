@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gw_detectron.engine.earlier_run import remove_earlier_run
+from gw_detectron.engine.earlier_run import remove_earlier_run, remove_predictions
 from gw_detectron.engine.train import main, prepare
 from gw_detectron.preflight import PreflightError
 
@@ -20,6 +20,20 @@ def earlier(tmp_path):
         (tmp_path / name).write_text("earlier")
     (tmp_path / "last_checkpoint").write_text("model_final.pth")
     return tmp_path
+
+
+def test_files_of_other_processes_and_of_augmented_evaluation_go_too(earlier):
+    (earlier / "log.txt.rank1").touch()
+    (earlier / "inference_TTA").mkdir()
+    remove_earlier_run(str(earlier), everything=True)
+    assert names(earlier) == ["config.yaml", "notes.txt", "weights.pth"]
+
+
+def test_predictions_alone(earlier):
+    remove_predictions(str(earlier))
+    assert names(earlier / "inference") == [] and (earlier / "model_final.pth").exists()
+    remove_predictions(str(earlier / "none"))
+    remove_predictions("s3://bucket/run")
 
 
 def names(folder):

@@ -9,7 +9,7 @@ import torch
 
 from gw_detectron.cli import errors_reported
 from gw_detectron.engine import Trainer, setup
-from gw_detectron.engine.resource_errors import DataWorkerError, RunMemoryError
+from gw_detectron.engine.resource_errors import DataWorkerError, RunMemoryError, resource_errors_explained
 
 from ..tiny_run import arguments
 
@@ -48,6 +48,18 @@ def test_a_step_without_memory_names_images_keys_and_checkpoint(tmp_path, capsys
     assert "; raise SOLVER.ACCUMULATE (1) as much as the batch shrinks; continue with --resume" in reported
     assert f"continue with --resume from '{tmp_path}/model_0000001.pth'." in reported
     assert "Traceback" not in (tmp_path / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("content", ["", "folder/model_0000001.pth\n", "/elsewhere/model.pth"])
+def test_an_odd_last_checkpoint_hides_no_error(tmp_path, content):
+    cfg = setup(arguments(tmp_path, DATASETS__TEST="()"))
+    (tmp_path / "last_checkpoint").write_text(content)
+    with pytest.raises(RuntimeError, match="shape mismatch"), resource_errors_explained(cfg):
+        raise RuntimeError("shape mismatch")
+    with pytest.raises(RunMemoryError) as caught, resource_errors_explained(cfg):
+        raise MemoryError
+    expected = os.path.join(tmp_path, content.strip())
+    assert (f"--resume from '{expected}'." in str(caught.value)) == bool(content)
 
 
 def test_memory_that_the_machine_does_not_have(tmp_path, capsys):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,10 @@ from pathlib import Path
 import pytest
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
+from gw_detectron.config import read_config
 from gw_detectron.engine import main
 from gw_detectron.engine.train import prepare, run_config
-from gw_detectron.errors import ConfigError, MissingFileError
+from gw_detectron.errors import ConfigError, MissingFileError, UserError
 from gw_detectron.preflight import PreflightError
 
 from ..photos import photo_names, write_photos
@@ -202,6 +204,38 @@ def test_a_run_folder_is_enough_to_evaluate(tmp_path, split_flags, one_thread):
     args.config_file = f"{tmp_path}/inference/config.yaml"
     assert run_config(args).DATASETS.TEST == ("table_val",)
     assert len(DatasetCatalog.get("table_val")) == len(parts["val"]["images"])
+
+
+def test_an_evaluation_needs_its_own_photos_and_records_its_checkpoint(tmp_path, train_flags, photos, one_thread):
+    """The training photos may be elsewhere by then."""
+    moved = tmp_path / "moved"
+    shutil.copytree(photos, moved)
+    flags = [*train_flags, "--val-json", f"{moved}/val.json", "--val-images", f"{moved}/photos"]
+    run = tmp_path / "run"
+    main(arguments(run, *flags, MODEL__MASK_ON=False))
+    record = run / "datasets.yaml"
+    record.write_text(record.read_text().replace(f"{photos}/", f"{photos}/gone/"))
+    predictions = run / "inference" / "coco_instances_results.json"
+
+    forget()
+    args = arguments(run, "--eval-only", "--resume")
+    args.config_file, args.opts = f"{run}/config.yaml", []
+    main(args)
+    assert f"{run}/model_final.pth" == read_config(run / "inference" / "config.yaml").MODEL.WEIGHTS
+    assert predictions.exists()
+
+    forget()  # a failed evaluation leaves no predictions that a report would judge
+    image = json.loads((moved / "val.json").read_text())["images"][0]["file_name"]
+    content = (moved / "photos" / image).read_bytes()
+    (moved / "photos" / image).write_bytes(content[: len(content) // 2])  # its size can still be read
+    with pytest.raises(UserError):
+        main(args)
+    assert not predictions.exists()
+
+    forget()
+    args.eval_only = False
+    with pytest.raises(MissingFileError, match=r"train.custom_train.json"):
+        run_config(args)
 
 
 @pytest.mark.slow

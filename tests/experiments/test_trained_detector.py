@@ -14,6 +14,7 @@ from gw_detectron.config import read_config
 from gw_detectron.data import SyntheticConfig, make_synthetic, register_synthetic
 from gw_detectron.modeling import build_checked_model
 
+from ..report.fake_run import write_run
 from ..tiny_run import CONFIG, OPTS
 
 WAYS = ["whole", "own", "joint"]
@@ -43,6 +44,17 @@ def detectors(wide_and_tall_images, tmp_path_factory):
         (folder / "config.yaml").write_text(cfg.dump())
         made[norm] = {"config_file": str(folder / "config.yaml"), "weights": str(folder / "model.pth")}
     return made
+
+
+def test_a_run_on_own_data(tmp_path):
+    folder = write_run(tmp_path / "run", weights=True)
+    arguments = {"config_file": str(folder / "config.yaml"), "weights": str(folder / "model_final.pth")}
+    _, examples = load_detector(**arguments, images=2, progress=False)
+    assert len(examples) == 2 and len(examples[0].boxes) > 0
+    text = (folder / "config.yaml").read_text().replace("fake_val", "unknown_val")
+    (folder / "config.yaml").write_text(text)
+    with pytest.raises(AnalysisError, match=r"DATASETS.TEST \('unknown_val'\): not registered. Fix: register it"):
+        load_detector(**arguments, progress=False)
 
 
 def found(boxes, scores, classes):

@@ -11,8 +11,11 @@ import onnxruntime
 import openvino
 import pytest
 import torch
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.data.datasets import register_coco_instances
 from PIL import Image
 
+from gw_detectron.data.dataset_mapper import RecordError
 from gw_detectron.engine import get_parser
 from gw_detectron.engine.train import prepare
 from gw_detectron.engine.trainer import Trainer
@@ -339,15 +342,30 @@ def test_unlimited_detections_need_a_number(tmp_path):
     assert detector_program(model, 7).detections == 7
 
 
-def test_the_ap_of_model_and_file(tmp_path, small_dataset):
+def test_the_ap_of_model_and_file(tmp_path, small_dataset, capsys):
     cfg, model = detector_config("mask"), build_detector("mask")
     evaluation = EvaluationImages.load(cfg, "gw_synthetic_val", 2)
     report = export_detector(model, tmp_path / "out", file_format="torchscript", evaluation=evaluation)
+    assert capsys.readouterr().out == ""  # where `export --json` prints
     accuracy = json.loads((tmp_path / "out" / "parity.json").read_text())["accuracy"]
     assert accuracy == report["accuracy"]
     assert (accuracy["dataset"], accuracy["images"]) == ("gw_synthetic_val", 2)
     assert list(accuracy["model"]) == ["bbox", "segm"]
     assert accuracy["exported"] == pytest.approx(accuracy["model"], abs=1e-6)
+
+
+def test_a_damaged_image_of_the_dataset_is_named(small_dataset, tmp_path):
+    register_coco_instances("broken", {}, str(tmp_path / "broken.json"), str(tmp_path))
+    image = {"id": 1, "file_name": "a.jpg", "width": 64, "height": 64}
+    content = {"images": [image], "annotations": [], "categories": [{"id": 1, "name": "a"}]}
+    (tmp_path / "broken.json").write_text(json.dumps(content))
+    (tmp_path / "a.jpg").write_bytes(b"no image")
+    try:
+        with pytest.raises(RecordError, match=r"a.jpg': cannot be used: .* Fix: repair the image"):
+            EvaluationImages.load(detector_config("retinanet"), "broken", 1)
+    finally:
+        DatasetCatalog.pop("broken")
+        MetadataCatalog.pop("broken")
 
 
 def test_another_ap_is_an_error(tmp_path, small_dataset, monkeypatch):

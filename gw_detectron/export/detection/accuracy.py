@@ -1,5 +1,7 @@
 """Average precision of a model and of its exported file, side by side."""
 
+import contextlib
+import io
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
@@ -7,10 +9,11 @@ from typing import Any
 
 import numpy as np
 from detectron2.config import CfgNode
-from detectron2.data import DatasetCatalog, build_detection_test_loader
+from detectron2.data import DatasetCatalog, DatasetMapper, build_detection_test_loader
 from detectron2.evaluation import COCOEvaluator
 from detectron2.structures import Instances
 
+from ...data.dataset_mapper import ImageNamingMapper
 from ...errors import ConfigError, similar_names
 from ..exported_file import ExportedFile
 from ..parity import ParityError
@@ -40,13 +43,14 @@ class EvaluationImages:
 
         Raises:
             ConfigError: the dataset is not registered, or the count is below 1.
+            RecordError: an image or its record cannot be used.
         """
         if dataset not in DatasetCatalog.list():
             similar = similar_names(dataset, DatasetCatalog.list())
             raise ConfigError(f"dataset ({dataset!r}): not registered.{similar} Fix: give a registered dataset.")
         if count < 1:
             raise ConfigError(f"images ({count}): expected at least 1. Fix: give a number of images, e.g. 100.")
-        loader = build_detection_test_loader(cfg, dataset)
+        loader = build_detection_test_loader(cfg, dataset, mapper=ImageNamingMapper(DatasetMapper(cfg, False)))
         return cls(dataset, [item for batch in islice(loader, count) for item in batch])
 
 
@@ -78,7 +82,8 @@ def compare_accuracy(
         for item in images.inputs:
             (result,) = detect(item)
             evaluator.process([item], [{"instances": postprocess(result, item["height"], item["width"])}])
-        found = evaluator.evaluate(img_ids=_ids(images.inputs))
+        with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints
+            found = evaluator.evaluate(img_ids=_ids(images.inputs))
         return {task: values["AP"] for task, values in found.items()}
 
     expected = ap(lambda item: detector.expected([detector.evaluation_image(item)]))
