@@ -90,12 +90,12 @@ def get_value(cfg: CfgNode, key: str) -> Any:
     return operator.attrgetter(key)(cfg)
 
 
-def read_config(config_file: str, opts: Sequence[str] = ()) -> CfgNode:
+def read_config(config_file: str | os.PathLike[str], opts: Sequence[Any] = ()) -> CfgNode:
     """Read a yaml over the defaults of Detectron2 and this package.
 
     Args:
         config_file: path of the yaml, or a name of :func:`gw_detectron.model_zoo.list_configs`.
-        opts: keys to change, as key, value, key, value, ...
+        opts: keys to change, as key, value, key, value, ...; a value is text, as on a command line, or a Python value.
 
     Returns:
         The config, not frozen.
@@ -110,22 +110,31 @@ def read_config(config_file: str, opts: Sequence[str] = ()) -> CfgNode:
     config_file = find_config_file(config_file)
     if not config_file or not os.path.isfile(config_file):
         raise MissingFileError(_missing_config_message(config_file))
+    if config_file.endswith(".py"):
+        raise ConfigError(
+            f"--config-file ('{config_file}'): is a LazyConfig. Fix: train it with Detectron2's "
+            "tools/lazyconfig_train_net.py, or give a yaml."
+        )
     keys = _check_yaml(str(config_file), cfg.VERSION, [])
     try:
         cfg.merge_from_file(str(config_file), allow_unsafe=False)
     except _YAML_ERRORS as error:
         raise ConfigError(_bad_keys_message(f"'{config_file}'", keys, known, error)) from error
     opts = list(opts)
-    if joined := [word for word in opts if "=" in word and word.partition("=")[0] in known]:
+    words = [word for word in opts if isinstance(word, str)]
+    if joined := [word for word in words if "=" in word and word.partition("=")[0] in known]:
         raise ConfigError(f"Arguments '{joined[0]}': '=' in a key. Fix: write {' '.join(joined[0].split('=', 1))}.")
-    if flags := [word for word in opts if word.startswith("--")]:
-        raise ConfigError(f"Arguments: flags after KEY VALUE pairs. Fix: put {' '.join(flags)} before {opts[0]}.")
+    if flags := [word for word in words if word.startswith("--")]:
+        first = next((word for word in words if not word.startswith("--")), "the KEY VALUE pairs")
+        raise ConfigError(f"Arguments: flags after KEY VALUE pairs. Fix: put {' '.join(flags)} before {first}.")
     if len(opts) % 2:
-        raise ConfigError(f"Arguments '{' '.join(opts)}': not pairs of KEY VALUE. Fix: give each key one value.")
+        raise ConfigError(
+            f"Arguments '{' '.join(map(str, opts))}': not pairs of KEY VALUE. Fix: give each key one value."
+        )
     try:
         cfg.merge_from_list(opts)
     except _MERGE_ERRORS as error:
-        raise ConfigError(_bad_keys_message("Arguments", opts[::2], known, error)) from error
+        raise ConfigError(_bad_keys_message("Arguments", map(str, opts[::2]), known, error)) from error
     if cfg.MODEL.LOAD_PROPOSALS:
         raise ConfigError(
             f"MODEL.LOAD_PROPOSALS ({cfg.MODEL.LOAD_PROPOSALS}): Detectron2 reads proposal files by pickle, which runs "

@@ -24,6 +24,8 @@ SHAPES: tuple[Shape, ...] = ((16, 64, 200, 336), (16, 64, 100, 168), (16, 256, 5
 #: what a sweep changes, one number at a time; the values of the code itself are left out
 SWEEP = {"tile_bytes": (4096, 16384), "min_tiles": (2, 8), "warps": (2, 4, 8), "stages": (1, 2, 3, 4)}
 
+_OLDEST = 70  # compute capability that Triton's LLVM compiles for
+
 
 @dataclass(frozen=True)
 class KernelSettings:
@@ -62,6 +64,7 @@ class KernelSettings:
             if shape[1] % self.groups:
                 raise ConfigError(f"--groups ({self.groups}): does not divide {shape[1]} channels. Fix: give others.")
         if self.device.type == "meta":
+            check_minimum("--compile-only", self.capability, _OLDEST)
             compiler_tool("ptxas")
         elif not supported(torch.empty(1, self.groups, device=self.device), self.groups):
             raise ConfigError(

@@ -1,7 +1,8 @@
 """List, search and print the configs of this package.
 
 `list` prints the configs whose name and description contain all words, in any case. `show` prints a config with all
-its keys: the names are those of `list`, or files. --config-file of every command takes both, too.
+its keys: the names are those of `list`, or files. --config-file of every command takes both, too, if they are yaml;
+LazyConfigs (.py) are for Detectron2's tools/lazyconfig_train_net.py.
 """
 
 import argparse
@@ -38,7 +39,8 @@ def get_parser() -> argparse.ArgumentParser:
 def main(args: argparse.Namespace) -> None:
     """List or print configs."""
     if args.action == "show":
-        print_page(_resolved(args.name, args.opts, args.json))
+        opts = [word for word in args.opts if word != "--json"]  # the remainder takes flags, too
+        print_page(_resolved(args.name, opts, args.json or len(opts) < len(args.opts)))
         return
     files = {name: Path(get_config_file(name)) for name in list_configs()}
     configs = {name: {"description": config_summary(file), "file": str(file)} for name, file in files.items()}

@@ -5,6 +5,7 @@ import json
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -116,6 +117,22 @@ def test_a_config_is_shown_with_all_keys(gw, name, tmp_path, monkeypatch):
     assert (
         json.loads(gw("configs", "show", "--json", name)[1])["SOLVER"]["BASE_LR"] == read_config(CONFIG).SOLVER.BASE_LR
     )
+
+
+@pytest.mark.parametrize("words", [["--json"], ["SEED", "3", "--json"], ["--json", "SEED", "3"]])
+def test_json_may_come_after_the_name(gw, words):
+    assert json.loads(gw("configs", "show", CONFIG, *words)[1])["SEED"] == (3 if "SEED" in words else -1)
+
+
+def test_a_lazy_config_is_no_yaml(gw):
+    name = next(name for name in list_configs() if name.endswith(".py"))
+    errors = gw("norms", "--config-file", name)[2]
+    assert "is a LazyConfig. Fix: train it with Detectron2's tools/lazyconfig_train_net.py" in errors
+
+
+def test_python_values_as_options():
+    cfg = read_config(Path(get_config_file(CONFIG)), ["SOLVER.MAX_ITER", 5, "SOLVER.STEPS", (1, 2)])
+    assert cfg.SOLVER.MAX_ITER == 5 and cfg.SOLVER.STEPS == (1, 2)
 
 
 def test_a_lazy_config_is_shown_as_python(gw):
