@@ -144,7 +144,7 @@ def _build(norm: Norm, channels: int, counts: Sequence[int] = ()) -> None:
         with torch.device("meta"):
             get_norm(norm, channels)
     except TypeError as error:
-        if isinstance(norm, (str, functools.partial)):  # ours
+        if isinstance(norm, str):
             raise
         fix = "give a function of it, e.g. functools.partial(nn.GroupNorm, 32), or a name such as 'GN'"
         raise ValueError(f"cannot be built from the number of channels alone: {error}. Fix: {fix}.") from error

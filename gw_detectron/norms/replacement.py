@@ -64,10 +64,9 @@ def replacement(name: str, old: nn.Module, spec: str) -> nn.Module:
     if some is not None:
         new.to(some.dtype)
     _copy_state(old, new)
-    if hasattr(old, "running_mean"):
-        # Detectron2's names have no options, that of Batch Renormalization has no eps
-        settings = ("eps", "momentum") if isinstance(norm, str) else ("eps",) if isinstance(new, BatchRenorm2d) else ()
-        for setting in settings:
+    if hasattr(old, "running_mean") and (isinstance(norm, str) or isinstance(new, BatchRenorm2d)):
+        # what their names cannot state
+        for setting in ("eps", "momentum") if isinstance(norm, str) else ("eps",):
             if hasattr(old, setting) and hasattr(new, setting):
                 setattr(new, setting, getattr(old, setting))
     new.train(old.training)
