@@ -373,6 +373,7 @@ def broken() -> nn.Module:
         (lambda: torch.jit.script(small()), {"*": "GW"}, r"is scripted. Fix: convert the model before"),
         (lambda: nn.DataParallel(small()), {"*": "GW"}, "shares its parameters"),
         (small, "GW", r"plan \('GW'\): fits none of 2 norm layers. Fix: give this norm to layers, e.g. {\"\*\": 'GW'}"),
+        (small, {"*": functools.partial(nn.BatchNorm2d, groups=3)}, "keyword argument 'groups'. Fix: give a function"),
         (small, {"*": GroupWhitening2d(16)}, "is a layer, not a kind of layers. Fix: give a name"),
         (
             small,
