@@ -248,9 +248,9 @@ def _check_value(name: str, value: Any, allowed: list[Any], by: str = "") -> Non
 
 
 def _check_items(name: str, values: Any, allowed: tuple[Any, ...], count: int | None = None) -> None:
-    """Require a list or tuple of allowed items, ``count`` of them or at least one."""
-    fits = isinstance(values, (list, tuple)) and len(values) in ((count,) if count else range(1, len(allowed) + 1))
-    if not fits or not all(value in allowed for value in values):
+    """Require a sequence of allowed items, ``count`` of them or at least one."""
+    fits = isinstance(values, Sequence) and not isinstance(values, str)
+    if not (fits and len(values) and count in (None, len(values)) and all(value in allowed for value in values)):
         fix = f"give a list of {count or 'some'} of {list(allowed)}"
         raise ConfigError(f"{name} ({values!r}): not supported. Fix: {fix}.")
 
