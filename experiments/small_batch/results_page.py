@@ -19,7 +19,6 @@ _HEADINGS = {
 }
 _FIGURES = {
     "small_batch_ap.png": figures.ap_figure,
-    "small_batch_batches.png": figures.batch_figure,
     "small_batch_features.png": figures.mechanism_figure,
     "small_batch_losses.png": figures.loss_figure,
 }
@@ -59,10 +58,11 @@ def write_summary(results: Results, times: Times, folder: Path) -> list[Path]:
         text = f"{before}{begin}\n{content}\n\n{end}{rest.partition(end)[2]}"
     with atomic_write(page) as temporary:
         temporary.write_text(text)
-    for name, draw in _FIGURES.items():
+    drawn = {**_FIGURES, **({tables.BATCH_FIGURE: figures.batch_figure} if tables.has_other_batches(results) else {})}
+    for name, draw in drawn.items():
         with atomic_write(folder / name) as temporary:
             draw(results).savefig(temporary, format="png", dpi=110)
-    return [page, *(folder / name for name in _FIGURES)]
+    return [page, *(folder / name for name in drawn)]
 
 
 def _marks(name: str) -> tuple[str, str]:

@@ -11,6 +11,7 @@ from .plan import DECIDING_BATCH, NORMS, OTHER_BATCHES, VARIATIONS, Row
 
 Results = Mapping[Row, Mapping[str, Any]]
 Times = Mapping[str, float]  # of a training iteration, by norm
+BATCH_FIGURE = "small_batch_batches.png"
 #: AP below the best, within which a learning rate counts as one that a norm bears
 TOLERANCE = 2.0
 
@@ -95,13 +96,19 @@ def _norm_table(results: Results, times: Times, norms: Sequence[str], reference:
     return f"{table}\n\nNot finished: {', '.join(missing)}." if missing else table
 
 
+def has_other_batches(results: Results) -> bool:
+    """Tell whether a scored run at another batch size is finished."""
+    return any(scored(results, norm, batch) for norm in NORMS for batch in OTHER_BATCHES)
+
+
 def batch_table(results: Results) -> str:
-    """Return AP of every norm at every batch size."""
-    if not any(scored(results, norm, batch) for norm in NORMS for batch in OTHER_BATCHES):
+    """Return AP of every norm at every batch size, and the link to its figure."""
+    if not has_other_batches(results):
         return "No run at another batch size is finished."
     batches = sorted((DECIDING_BATCH, *OTHER_BATCHES))
     lines = [(norm, *(_mean(scored(results, norm, batch).values()) for batch in batches)) for norm in NORMS]
-    return _table(lines, ("norm", *(f"batch {batch}" for batch in batches)))
+    table = _table(lines, ("norm", *(f"batch {batch}" for batch in batches)))
+    return f"![Box AP over the images per batch]({BATCH_FIGURE})\n\n{table}"
 
 
 def grid_table(results: Results) -> str:

@@ -129,7 +129,9 @@ def test_tables_of_rates_batches_and_variations(whole):
     header, lines = cells(tables.grid_table(whole))
     assert header == ["norm", "0.0025", "0.005", "0.01", "0.02", "0.04"]
     assert all(all(line) == (norm in DECIDING) for norm, line in lines.items())
-    header, lines = cells(tables.batch_table(whole))
+    image, _, table = tables.batch_table(whole).partition("\n\n")
+    header, lines = cells(table)
+    assert image == f"![Box AP over the images per batch]({tables.BATCH_FIGURE})"
     assert header == ["norm", "batch 1", "batch 2", "batch 4", "batch 8"]
     assert "±" in lines["GN"][1] and "±" not in lines["GN"][0]
     names = [line.split("|")[1].strip() for line in tables.variation_table(whole, TIMES).splitlines() if "±" in line]
@@ -176,6 +178,7 @@ def test_the_page_and_its_figures(whole, tmp_path):
 def test_a_study_that_has_begun_has_a_page_too(whole, tmp_path, rows):
     some, folder = dict(list(whole.items())[:rows]), tmp_path / "new"
     assert all(path.exists() for path in write_summary(some, TIMES, folder))
+    assert not (folder / tables.BATCH_FIGURE).exists()
     text = (folder / PAGE).read_text()
     assert (
         text.startswith("# Small-batch study") and text.count("\n## ") == 5 and tables.main_table(some, TIMES) in text
