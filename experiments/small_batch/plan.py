@@ -34,10 +34,13 @@ VARIATIONS: dict[str, tuple[str, dict[str, object]]] = {
 DECIDING = ("BN+GW", "BN+GN", "BN", "GN", "GW")
 DECIDING_BATCH = 2
 OTHER_BATCHES = (1, 4, 8)
-TRAINING_IMAGES = 4000  # of every run
+TRAINING_IMAGES = 4000  # of every run but the longer ones
+#: iterations -> norms that are also trained so long at DECIDING_BATCH, at their own rates. No verdict rests on them.
+LONGER: dict[int, tuple[str, ...]] = {2500: ("BN+GN", "BN", "GN"), 6000: DECIDING}
 RATES = (0.0025, 0.005, 0.01, 0.02, 0.04)
 MOST_EXTENSIONS = 2  # of a grid at each side
 GRID_SEED = 0
+_SEEDS = range(1, 4)
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,16 @@ class Row:
         return [str(word) for pair in self.config_keys().items() for word in pair]
 
 
+def planned_iterations(batch: int) -> int:
+    """Return the iterations of every run but the longer ones."""
+    return TRAINING_IMAGES // batch
+
+
+def scored_seeds(norm: str) -> range:
+    """Return the seeds that are scored at `DECIDING_BATCH`."""
+    return range(1, 6) if norm in DECIDING else _SEEDS
+
+
 def planned_rows(ap: Mapping[Row, float]) -> Iterator[Row]:
     """Yield the rows of the study in their order.
 
@@ -98,11 +111,15 @@ def planned_rows(ap: Mapping[Row, float]) -> Iterator[Row]:
         grid = _grid(norm, DECIDING_BATCH, RATES if norm in DECIDING else RATES[1:-1], ap)
         yield from grid
         chosen[norm] = _best(grid, ap)
-        for seed in range(1, 6 if norm in DECIDING else 4):
+        for seed in scored_seeds(norm):
             yield _row(norm, DECIDING_BATCH, chosen[norm], seed)
     for variation, (norm, _) in VARIATIONS.items():
-        for seed in range(1, 4):
+        for seed in scored_seeds(variation):
             yield _row(variation, DECIDING_BATCH, chosen[norm], seed)
+    for iterations, norms in LONGER.items():
+        for seed in _SEEDS:
+            for norm in norms:
+                yield Row(norm, DECIDING_BATCH, chosen[norm], seed, iterations)
     for batch in OTHER_BATCHES:
         for norm, rate in chosen.items():
             best = None
@@ -134,4 +151,4 @@ def _best(grid: Sequence[Row], ap: Mapping[Row, float]) -> float | None:
 
 
 def _row(norm: str, batch: int, lr: float | None, seed: int) -> Row:
-    return Row(norm, batch, lr, seed, TRAINING_IMAGES // batch)
+    return Row(norm, batch, lr, seed, planned_iterations(batch))

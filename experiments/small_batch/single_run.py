@@ -27,6 +27,7 @@ from gw_detectron.config import read_config
 from gw_detectron.engine import get_parser, main
 from gw_detectron.engine.nonfinite import NonFiniteError
 from gw_detectron.errors import first_line
+from gw_detectron.report.run_folder import read_metrics
 
 from .features import feature_statistics
 from .plan import Row
@@ -58,7 +59,8 @@ def run_row(row: Row, folder: Path, results: Path, options: Sequence[str] = ()) 
         evaluated = main(get_parser().parse_args(words))
     except NonFiniteError as error:
         diverged = first_line(error)
-    lines = [json.loads(line) for line in _lines(folder / "metrics.json")]
+    metrics = folder / "metrics.json"
+    lines = read_metrics(metrics) if metrics.exists() and metrics.stat().st_size else []
     times = [line["time"] for line in lines if "time" in line]
     losses = [(line["iteration"], round(line["total_loss"], 4)) for line in lines if "total_loss" in line]
     result = {
@@ -66,7 +68,7 @@ def run_row(row: Row, folder: Path, results: Path, options: Sequence[str] = ()) 
         "diverged": diverged,
         "seconds": round(time.perf_counter() - start, 1),
         "seconds_per_iteration": round(statistics.median(times), 4) if times else None,
-        "losses": losses[:: max(1, len(losses) // _LOSSES)],
+        "losses": losses[:: -max(1, len(losses) // _LOSSES)][::-1],  # with the last one
         "features": {} if diverged or row.split == "tune" else _features(folder, row.batch),
         "options": list(options),
         "machine": machine_name(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
@@ -83,10 +85,6 @@ def scores(evaluated: Mapping[str, Any] | None) -> dict[str, float]:
     boxes = (evaluated or {}).get("bbox", {})
     found = {name: float(boxes.get(name, 0.0)) for name in _METRICS}
     return {name: 0.0 if math.isnan(value) else round(value, 3) for name, value in found.items()}
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.exists() else []
 
 
 def _features(folder: Path, batch: int) -> dict[str, dict[str, float]]:

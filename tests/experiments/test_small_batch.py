@@ -65,11 +65,19 @@ def test_the_plan_without_results():
 
 def test_the_whole_plan():
     rows = list(planned_rows(all_grids()))
-    main, others, variations = 5 * (5 + 5) + 4 * (3 + 3), 9 * 3 * (3 + 1), 9 * 3
-    assert len(rows) == len(set(rows)) == len({row.name for row in rows}) == main + others + variations
+    main, others, variations, longer = 5 * (5 + 5) + 4 * (3 + 3), 9 * 3 * (3 + 1), 9 * 3, 3 * 3 + 5 * 3
+    assert len(rows) == len(set(rows)) == len({row.name for row in rows}) == main + others + variations + longer
     assert {row.norm for row in rows} == {*NORMS, *VARIATIONS} and set(DECIDING) < set(NORMS)
-    assert {row.batch * row.iterations for row in rows} == {4000}
-    assert {row.batch for row in rows[: main + variations]} == {2}  # the plan: these come first
+    assert [row.batch * row.iterations for row in rows].count(4000) == len(rows) - longer
+    longest = [row for row in rows if row.batch * row.iterations != 4000]
+    assert [(row.norm, row.seed, row.iterations) for row in longest[:4]] == [
+        ("BN+GN", 1, 2500),
+        ("BN", 1, 2500),
+        ("GN", 1, 2500),
+        ("BN+GN", 2, 2500),
+    ]
+    assert {row.config_keys()["SOLVER.STEPS"] for row in longest} == {(1875, 2250), (4500, 5400)}
+    assert {row.batch for row in rows[: main + variations + longer]} == {2}  # the plan: these come first
     assert {row.config_keys()["DATASETS.TEST"] for row in rows if row.seed == 0} == {("gw_synthetic_hard_tune",)}
     assert {row.config_keys()["DATASETS.TEST"] for row in rows if row.seed} == {("gw_synthetic_hard_val",)}
     rates = {(row.batch, row.lr) for row in rows if row.seed}
@@ -86,7 +94,10 @@ def test_other_batches_start_from_the_rate_at_two_images():
 def test_the_best_rate_of_the_grid_is_scored():
     done = grid_results("GW", 2, [10, 20, 30, 30, 5])
     scored = [row for row in planned_rows(done) if row.norm == "GW" and row.batch == 2 and row.seed]
-    assert [(row.lr, row.seed) for row in scored] == [(0.01, seed) for seed in range(1, 6)]
+    assert [(row.lr, row.seed, row.iterations) for row in scored] == [
+        *((0.01, seed, 2000) for seed in range(1, 6)),
+        *((0.01, seed, 6000) for seed in range(1, 4)),
+    ]
     others = {row.norm for row in planned_rows(done) if row.batch == 2 and row.seed and row.lr}
     assert others == {"GW", *(variation for variation, (norm, _) in VARIATIONS.items() if norm == "GW")}
 
@@ -211,7 +222,8 @@ def test_the_estimate_is_proportional_to_images_and_jobs():
     rows = open_rows({})
     assert estimate_hours(rows, {}, 2) is None
     done = {ROW: result(20.0, seconds=360.0)}
-    assert estimate_hours(rows, done, 2) == pytest.approx(len(rows) * 360 / 3600 / 2)
+    images = sum(row.batch * row.iterations for row in rows)
+    assert estimate_hours(rows, done, 2) == pytest.approx(images / 4000 * 360 / 3600 / 2)
 
 
 # --- runs side by side ----------------------------------------------------------------------------------
@@ -242,19 +254,19 @@ def starter(path, seconds=0.0, status=lambda row: 0, ap=lambda row: 20 - 1000 * 
 
 def test_grid_then_scored_runs_and_nothing_twice(tmp_path):
     path, reports = tmp_path / "results.jsonl", []
-    assert run_rows(path, starter(path), 2, ["GN_b2_*"], reports.append) == []
+    assert run_rows(path, starter(path), 2, ["GN_b2_*_i2000"], reports.append) == []
     rows = list(read_results(path))
     assert len(path.read_text().splitlines()) == len(rows) == 10
     assert {row.lr for row in rows if row.seed == 0} == set(RATES)
     assert {(row.lr, row.seed) for row in rows if row.seed} == {(0.01, seed) for seed in range(1, 6)}
     assert any("done GN_b2_lr0.01_s5_i2000: AP 20.0 on val, 60 s" in line for line in reports)
     assert reports[-1].startswith("10 finished, 0 left")
-    assert run_rows(path, None, 2, ["GN_b2_*"], reports.append) == []  # starts nothing
+    assert run_rows(path, None, 2, ["GN_b2_*_i2000"], reports.append) == []  # starts nothing
 
 
 def test_a_failed_run_is_reported_left_open_and_blocks_only_its_own_grid(tmp_path):
     path, reports = tmp_path / "results.jsonl", []
-    only = ["GN_b2_*", "GW_b2_*"]
+    only = ["GN_b2_*_i2000", "GW_b2_*_i2000"]
     bad = "GN_b2_lr0.01_s0_i2000"
     failed = run_rows(path, starter(path, status=lambda row: int(row.name == bad)), 2, only, reports.append)
     assert [row.name for row in failed] == [bad]
@@ -295,13 +307,13 @@ def arguments(tmp_path, *words):
 
 
 def test_a_dry_run_lists_what_is_left_and_writes_nothing(tmp_path, capsys):
-    assert run_study.main(arguments(tmp_path, "--dry-run", "--only", "GN_b2_*"))
+    assert run_study.main(arguments(tmp_path, "--dry-run", "--only", "GN_b2_*_i2000"))
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 11 and lines[0] == "GN_b2_lr0.0025_s0_i2000" and lines[9] == "GN_b2_lrchosen_s5_i2000"
     assert lines[-1] == "10 runs left, time unknown before the first result"
     assert not os.listdir(tmp_path)
     append_result(tmp_path / "r.jsonl", ROW, result(20.0, seconds=720.0))
-    assert run_study.main(arguments(tmp_path, "--dry-run", "--only", "GN_b2_*"))
+    assert run_study.main(arguments(tmp_path, "--dry-run", "--only", "GN_b2_*_i2000"))
     assert capsys.readouterr().out.splitlines()[-1] == "9 runs left, 0.9 h"
 
 
