@@ -15,7 +15,6 @@ MODULES = (
     "analysis",
     "benchmarks",
     "checkpoint",
-    "commands",
     "config",
     "data",
     "demo",

@@ -120,4 +120,26 @@ def test_every_module_is_either_standalone_or_asks_for_detectron2():
     standalone = {"atomic", "cli", "errors", "layers", "needs_detectron2", "norms", "ops", "requirements", "version"}
     standalone |= {"__main__", "commands", "installation", "shipped_configs", "timm_models"}
     modules = {module.name for module in pkgutil.iter_modules(gw_detectron.__path__)}
-    assert modules == standalone | set(MODULES)
+    assert modules == standalone | set(MODULES) and not standalone & set(MODULES)
+
+
+def test_the_command_line_works_without_detectron2():
+    code = """
+import importlib.abc, sys
+
+class Hide(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "detectron2":
+            raise ModuleNotFoundError(f"No module named {name!r}", name="detectron2")
+
+sys.meta_path.insert(0, Hide())
+from gw_detectron.commands import main
+main()
+"""
+    doctor, train, overview = (
+        run(f"import sys; sys.argv[1:] = {words}\n{code}") for words in (["doctor"], ["train"], [])
+    )
+    assert doctor.returncode == 0, doctor.stderr
+    assert "Detectron2 components" in doctor.stdout and "Traceback" not in doctor.stderr
+    assert overview.returncode == 0 and "gw-detectron COMMAND" in overview.stdout
+    assert train.returncode == 1 and train.stderr.startswith("Error: gw-detectron train: needs Detectron2")
