@@ -1,16 +1,16 @@
 """Result of a run of tools/train_net.py, from the files that it wrote, and how the run differs from its row."""
 
-import json
 import math
 import re
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from gw_detectron.checkpoint import NORMS, open_checkpoint
 from gw_detectron.checkpoint.run_record import RECORD, config_differences
 from gw_detectron.config import read_config
+from gw_detectron.engine.run_files import METRICS, read_metrics
 from gw_detectron.errors import ConfigError
 from gw_detectron.model_zoo import get_config_file
 
@@ -39,7 +39,7 @@ def final_metrics(folder: Path) -> dict[str, float] | None:
     if not (folder / "config.yaml").is_file() or not (folder / "model_final.pth").is_file():
         return None
     last = read_config(str(folder / "config.yaml")).SOLVER.MAX_ITER - 1
-    final = [line for line in _metrics(folder) if line.get("iteration", 0) >= last]  # Detectron2 writes last + 1
+    final = [line for line in read_metrics(folder / METRICS) if line["iteration"] >= last]  # Detectron2 writes last + 1
     evaluations = [line for line in final if any(map(_EVALUATION.match, line))]
     if not evaluations:
         return None
@@ -73,7 +73,7 @@ def read_run(config: str, gpus: int, folder: Path, log: str) -> dict[str, Any] |
     parts = [*record.get("earlier_parts", ()), record]
     if any("processes" not in part for part in parts):
         raise ConfigError(f"'{folder / 'model_final.pth'}': no record of its run. Fix: train it with this version.")
-    times = [line["time"] for line in _metrics(folder) if "time" in line]
+    times = [line["time"] for line in read_metrics(folder / METRICS) if "time" in line]
     iterations = read_config(str(folder / "config.yaml")).SOLVER.MAX_ITER
     return {
         "config": config,
@@ -114,13 +114,3 @@ def _differences(config: str, other: str, place: str) -> dict[str, str]:
         for key, text in config_differences({"config": config}, other).items()
         if key not in HARMLESS
     }
-
-
-def _metrics(folder: Path) -> Iterator[dict[str, Any]]:
-    """Read metrics.json; a kill can leave half a line."""
-    file = folder / "metrics.json"
-    for line in file.read_text().splitlines() if file.is_file() else ():
-        try:
-            yield json.loads(line)
-        except ValueError:
-            continue

@@ -26,15 +26,15 @@ from gw_detectron.cli import errors_reported
 from gw_detectron.config import read_config
 from gw_detectron.engine import get_parser, main
 from gw_detectron.engine.nonfinite import NonFiniteError
+from gw_detectron.engine.run_files import METRICS, read_metrics
 from gw_detectron.errors import first_line
-from gw_detectron.report.run_folder import read_metrics
 
 from .features import feature_statistics
 from .plan import Row
 from .results_file import append_result
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quick_schedules" / "faster_rcnn_R_18_FPN_small_batch.yaml"
-_METRICS = ("AP", "AP50", "AP75")
+_SCORES = ("AP", "AP50", "AP75")
 _LOSSES = 24  # points of a curve
 _FEATURE_IMAGES = 64
 
@@ -59,8 +59,7 @@ def run_row(row: Row, folder: Path, results: Path, options: Sequence[str] = ()) 
         evaluated = main(get_parser().parse_args(words))
     except NonFiniteError as error:
         diverged = first_line(error)
-    metrics = folder / "metrics.json"
-    lines = read_metrics(metrics) if metrics.exists() and metrics.stat().st_size else []
+    lines = read_metrics(folder / METRICS)
     times = [line["time"] for line in lines if "time" in line]
     losses = [(line["iteration"], round(line["total_loss"], 4)) for line in lines if "total_loss" in line]
     result = {
@@ -83,7 +82,7 @@ def run_row(row: Row, folder: Path, results: Path, options: Sequence[str] = ()) 
 def scores(evaluated: Mapping[str, Any] | None) -> dict[str, float]:
     """Return the box AP of an evaluation in percent; 0 without any detection."""
     boxes = (evaluated or {}).get("bbox", {})
-    found = {name: float(boxes.get(name, 0.0)) for name in _METRICS}
+    found = {name: float(boxes.get(name, 0.0)) for name in _SCORES}
     return {name: 0.0 if math.isnan(value) else round(value, 3) for name, value in found.items()}
 
 

@@ -1,13 +1,46 @@
-"""Remove an earlier run from an output folder."""
+"""The files of a run in its output folder: metrics, predictions, and the removal of an earlier run."""
 
+import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 METRICS = "metrics.json"  # to which a trainer appends
+PREDICTIONS = "coco_instances_results.json"  # of Detectron2's evaluator, in its folder "inference"
 # config.yaml, datasets.yaml and datasets/ stay: the new run may read them, and writes its own
 _FILES = ("model_*.pth", "last_checkpoint", METRICS, "log.txt", "log.txt.rank*", "events.out.tfevents.*")
 _FOLDERS = ("inference", "inference_TTA", "report")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Read the metrics of a run: one dict per iteration, in order; none without the file.
+
+    A line cut off by a kill is skipped. If a resumed run repeated an iteration, the later record counts.
+    """
+    by_iteration: dict[int, dict[str, Any]] = {}
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        by_iteration.setdefault(record["iteration"], {}).update(record)
+    return [by_iteration[iteration] for iteration in sorted(by_iteration)]
+
+
+def end_last_line(folder: str) -> None:
+    """End a line of the metrics that a kill has cut off, so that the next record is a line of its own.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path = Path(folder, METRICS)
+    if "://" not in folder and path.is_file():
+        with open(path, "rb+") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 1))
+            if file.read() not in (b"", b"\n"):
+                file.write(b"\n")
 
 
 def remove_predictions(folder: str) -> None:
@@ -19,7 +52,7 @@ def remove_predictions(folder: str) -> None:
         OSError: the file cannot be removed.
     """
     if "://" not in folder:
-        Path(folder, "inference", "coco_instances_results.json").unlink(missing_ok=True)
+        Path(folder, "inference", PREDICTIONS).unlink(missing_ok=True)
 
 
 def remove_earlier_run(folder: str, *, everything: bool, keep: str = "") -> None:

@@ -24,10 +24,10 @@ from ..errors import ConfigError, FileAccessError
 from ..modeling.class_counts import object_count_keys
 from ..norms.norm_table import norm_summary
 from ..preflight import Findings, preflight
-from .earlier_run import remove_earlier_run, remove_predictions
 from .launch import in_all_processes
 from .output_lock import lock_output, output_unlocked_at_end
 from .run_datasets import use_datasets
+from .run_files import end_last_line, remove_earlier_run, remove_predictions
 from .seeding import use_deterministic_algorithms
 from .trainer import Trainer, check_same_start
 
@@ -211,7 +211,9 @@ def prepare_output(cfg: CfgNode, args: argparse.Namespace) -> None:
     try:
         if comm.is_main_process() and not args.eval_only:
             lock_output(cfg.OUTPUT_DIR)
-            if not args.resume:
+            if args.resume:
+                end_last_line(cfg.OUTPUT_DIR)
+            else:
                 remove_earlier_run(cfg.OUTPUT_DIR, everything=args.overwrite, keep=cfg.MODEL.WEIGHTS)
         if comm.is_main_process():
             remove_predictions(cfg.OUTPUT_DIR)

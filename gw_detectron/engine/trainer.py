@@ -34,6 +34,7 @@ from .nonfinite import LossGuard, NonFiniteError
 from .optimizer import build_optimizer
 from .precise_bn import PreciseStatistics
 from .resource_errors import resource_errors_explained
+from .run_files import METRICS
 from .seeding import INITIAL_WEIGHTS, STEP, seed_generators
 from .training_data import TrainingData, build_training_data
 
@@ -259,10 +260,10 @@ class Trainer(DefaultTrainer):
         solver = self.cfg.SOLVER
         writers = [
             MetricPrinter(self.max_iter, solver.IMS_PER_BATCH * solver.ACCUMULATE),
-            JSONWriter(os.path.join(self.cfg.OUTPUT_DIR, "metrics.json")),
+            JSONWriter(os.path.join(self.cfg.OUTPUT_DIR, METRICS)),
         ]
         if importlib.util.find_spec("tensorboard") is None:
-            log.warning("tensorboard is not installed: metrics are written to metrics.json only")
+            log.warning(f"tensorboard is not installed: metrics are written to {METRICS} only")
             return writers
         return [*writers, TensorboardXWriter(self.cfg.OUTPUT_DIR)]
 

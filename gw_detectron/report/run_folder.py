@@ -22,11 +22,10 @@ from torch import nn
 from ..checkpoint import Checkpoint, last_checkpoint, load_checkpoint, open_checkpoint
 from ..config import read_config
 from ..engine.run_datasets import use_recorded_datasets
+from ..engine.run_files import METRICS, PREDICTIONS, read_metrics
 from ..errors import ConfigError, DataError, MissingFileError, UserError, is_user_error, summarize_names
 from ..modeling import build_checked_model
 from .detections import Detections, ImageMatches
-
-_RESULTS = "coco_instances_results.json"
 
 
 @dataclass(frozen=True)
@@ -109,9 +108,9 @@ class RunFolder:
             MissingInputError: there are none.
         """
         with needed(self._command()):
-            if not (path := self.folder / "metrics.json").is_file():
-                raise MissingFileError(f"'{path}': not found.")
-            return read_metrics(path)
+            if not (records := read_metrics(self.folder / METRICS)):
+                raise MissingFileError(f"'{self.folder / METRICS}': not found, or without a complete record.")
+            return records
 
     @property
     def training_time(self) -> str | None:
@@ -201,12 +200,12 @@ class RunFolder:
         Raises:
             MissingInputError: there are none, or they are of another dataset.
         """
-        found = [path for path in self._places(_RESULTS) if path.is_file()]
+        found = [path for path in self._places(PREDICTIONS) if path.is_file()]
         data = [] if self.dataset else ["--val-json", "FILE", "--val-images", "DIR"]
         command = self._command("--eval-only", *data, **{"MODEL.WEIGHTS": self.weights})
         with needed(command):
             if not found:
-                raise MissingFileError(f"'{self._places(_RESULTS)[1]}': not found.")
+                raise MissingFileError(f"'{self._places(PREDICTIONS)[1]}': not found.")
             path = max(found, key=lambda each: each.stat().st_mtime)
             try:
                 results = json.loads(path.read_text())
@@ -239,27 +238,6 @@ class RunFolder:
             MissingInputError: see :attr:`detections`.
         """
         return self.detections.match(self.options.iou, self.options.score)
-
-
-def read_metrics(metrics_file: str | Path) -> list[dict]:
-    """Read the ``metrics.json`` of a run: one dict per iteration, in order.
-
-    A line cut off by a kill is skipped. If a resumed run repeated an iteration, the later record counts.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        DataError: it contains no complete record.
-    """
-    by_iteration: dict[int, dict] = {}
-    for line in Path(metrics_file).read_text().splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        by_iteration.setdefault(record["iteration"], {}).update(record)
-    if not by_iteration:
-        raise DataError(f"'{metrics_file}': no complete record. Fix: wait until the run has logged its metrics.")
-    return [by_iteration[iteration] for iteration in sorted(by_iteration)]
 
 
 @contextlib.contextmanager

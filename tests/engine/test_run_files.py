@@ -1,14 +1,41 @@
-"""A run in the folder of an earlier one: refused, or in its place."""
+"""Metrics of a killed run, and a run in the folder of an earlier one: refused, or in its place."""
 
 import json
 
 import pytest
 
-from gw_detectron.engine.earlier_run import remove_earlier_run, remove_predictions
+from gw_detectron.engine.run_files import end_last_line, read_metrics, remove_earlier_run, remove_predictions
 from gw_detectron.engine.train import main, prepare
 from gw_detectron.preflight import PreflightError
 
 from ..tiny_run import arguments
+
+
+def test_metrics_of_a_killed_and_resumed_run_are_in_order(tmp_path):
+    path = tmp_path / "metrics.json"
+    assert read_metrics(path) == []
+    lines = [{"iteration": 1, "loss": 3.0}, {"iteration": 3, "loss": 2.0}, {"iteration": 3, "loss": 1.0, "lr": 0.1}]
+    path.write_text("\n".join(map(json.dumps, lines)) + '\n{"iteration": 4, "lo')
+    assert read_metrics(path) == [lines[0], lines[2]]
+    path.write_text('{"iteration"')
+    assert read_metrics(path) == []
+
+
+@pytest.mark.parametrize("end", ["", "\n", '\n{"iteration": 3, "to'])
+def test_the_first_record_after_a_kill_is_read(tmp_path, end):
+    path = tmp_path / "metrics.json"
+    path.write_text('{"iteration": 1}' + end)
+    end_last_line(str(tmp_path))
+    with open(path, "a") as file:
+        file.write('{"iteration": 2}\n')
+    assert read_metrics(path) == [{"iteration": 1}, {"iteration": 2}]
+    path.write_text("")
+    end_last_line(str(tmp_path))
+    assert path.read_text() == ""
+    path.unlink()
+    for folder in (str(tmp_path), "s3://bucket/run"):
+        end_last_line(folder)
+    assert not path.exists()
 
 
 @pytest.fixture

@@ -54,7 +54,7 @@ def make_run(folder, config=None, *, norms="GW", **record):
     entries = {"config": config, "versions": versions, "processes": 1, "seed": 3, "start_weights": {}, **record}
     torch.save({"model": {"a": torch.zeros(1)}, "record": entries, "norms": {"a": norms}}, folder / "model_final.pth")
     (folder / "config.yaml").write_text(config)
-    lines = ['{"iteration": 4, "time": 2.0}', '{"iteration": 9, "time": 4.0}', '{"iteration": 9, "time": 2.5}']
+    lines = ['{"iteration": 4, "time": 2.5}', '{"iteration": 9, "time": 4.0}', '{"iteration": 9, "time": 2.5}']
     evaluation = {"iteration": 10, "bbox/AP": 12.3456, "bbox/AP50": float("nan"), "bbox/APs": 1.0}
     (folder / "metrics.json").write_text("\n".join([*lines, json.dumps(evaluation), ""]))
     return folder

@@ -12,7 +12,6 @@ from gw_detectron.errors import ConfigError, MissingFileError
 from gw_detectron.report import MissingInputError, ReportOptions, RunFolder
 from gw_detectron.report.example_images import predictions_section
 from gw_detectron.report.overview import summary_section
-from gw_detectron.report.run_folder import read_metrics
 
 from .fake_run import IMAGES, OBJECTS, write_run
 
@@ -24,16 +23,6 @@ def folder(tmp_path):
 
 def results_file(folder):
     return folder / "inference" / "coco_instances_results.json"
-
-
-def test_metrics_of_a_killed_and_resumed_run_are_in_order(tmp_path):
-    path = tmp_path / "metrics.json"
-    lines = [{"iteration": 1, "loss": 3.0}, {"iteration": 3, "loss": 2.0}, {"iteration": 3, "loss": 1.0, "lr": 0.1}]
-    path.write_text("\n".join(map(json.dumps, lines)) + '\n{"iteration": 4, "lo')
-    assert read_metrics(path) == [lines[0], lines[2]]
-    path.write_text('{"iteration"')
-    with pytest.raises(ValueError, match="no complete record"):
-        read_metrics(path)
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path):
