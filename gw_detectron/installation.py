@@ -6,7 +6,6 @@ import os
 import platform
 import shutil
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,12 +14,12 @@ import torch
 from .layers import GroupWhitening2d
 from .ops.group_whitening.op import use_backend
 from .ops.group_whitening.triton.compiler import triton
+from .ops.group_whitening.triton.launch_args import has_tensor_cores
 from .requirements import MissingDetectron2Error, has_compiled_operators, has_detectron2, require_detectron2
-from .version import __version__
+from .version import __version__, package_versions
 
 _PACKAGES = ("torch", "torchvision", "triton", "detectron2", "fvcore", "pycocotools", "numpy", "Pillow", "safetensors")
 _CPU_TOLERANCE, _GPU_TOLERANCE = 1e-4, 1e-2  # a GPU may multiply in tf32; values are about 1
-_TRITON_CAPABILITY = (8, 0)  # Ampere
 
 
 class Check(NamedTuple):
@@ -48,13 +47,10 @@ def describe_installation() -> dict[str, str]:
         "processor": f"{os.cpu_count()} cores, {torch.get_num_threads()} threads of torch, "
         f"{torch.backends.cpu.get_cpu_capability()}",
         "gpus": ", ".join(map(torch.cuda.get_device_name, range(torch.cuda.device_count()))) or "none",
+        **dict.fromkeys(_PACKAGES, "not installed"),
+        **package_versions(_PACKAGES),
+        "DETECTRON2_DATASETS": os.path.abspath(os.environ.get("DETECTRON2_DATASETS", "datasets")),
     }
-    for package in _PACKAGES:
-        try:
-            facts[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            facts[package] = "not installed"
-    facts["DETECTRON2_DATASETS"] = os.path.abspath(os.environ.get("DETECTRON2_DATASETS", "datasets"))
     if has_detectron2():
         from iopath.common.file_io import get_cache_dir
 
@@ -117,12 +113,11 @@ def _triton() -> Check:
     part = "Triton kernels"
     if not torch.cuda.is_available():
         return Check(part, False, "torch finds no NVIDIA GPU; the CPU backend is used")
-    capability = torch.cuda.get_device_capability()
     if triton is None:
         return Check(part, False, "need triton 3.3 or newer. Fix: pip install -U triton; until then matmul is used")
-    works = capability >= _TRITON_CAPABILITY
-    note = f"compute capability {capability[0]}.{capability[1]}"
-    return Check(part, works, note if works else f"{note}: older than 8.0 (Ampere); matmul is used")
+    works = has_tensor_cores(torch.device("cuda"))
+    name = torch.cuda.get_device_name()
+    return Check(part, works, name if works else f"{name} is no NVIDIA GPU from Ampere (8.0) on; matmul is used")
 
 
 def _detectron2() -> Check:

@@ -3,18 +3,15 @@
 import datetime
 import os
 import platform
-import subprocess
 from collections.abc import Iterable
-from importlib import metadata
 from pathlib import Path
 
 import torch
 
 from ..errors import ConfigError
-from ..version import __version__
+from ..version import __version__, git_commit, package_versions
 from .validation import check_names
 
-_ROOT = Path(__file__).parents[2]
 _PACKAGES = ("torch", "torchvision", "triton", "detectron2")
 _VARIABLES = ("GW_DETECTRON_KERNELS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -45,14 +42,10 @@ def describe(device: torch.device, dtypes: Iterable[str], command: str) -> dict[
         "threads": str(torch.get_num_threads()),
         "system": f"{platform.system()} {platform.machine()}",
         "gw_detectron": __version__,
-        "commit": git_commit(_ROOT),
+        "commit": git_commit(),
         "python": platform.python_version(),
+        **package_versions(_PACKAGES),
     }
-    for package in _PACKAGES:
-        try:
-            header[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue  # triton has no build for some systems
     if device.type == "cpu":
         header["peak memory"] = "not measured on a CPU"
     if device.type == "cuda":
@@ -73,14 +66,3 @@ def cpu_name() -> str:
     lines = info.read_text().splitlines() if info.is_file() else ()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or "unknown")
-
-
-def git_commit(root: Path) -> str:
-    """Return the commit of a checkout, with ``-dirty`` if tracked files changed; empty if it is no checkout."""
-    if not (root / ".git").exists():  # git would find a checkout around ``root``
-        return ""
-    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):  # no git, or it refuses the files of another user
-        return ""

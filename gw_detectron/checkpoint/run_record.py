@@ -3,9 +3,7 @@
 import functools
 import logging
 import platform
-import subprocess
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import detectron2
@@ -16,7 +14,7 @@ from detectron2.utils import comm
 
 from ..config import flat_items, parse_config
 from ..errors import ConfigError
-from ..version import __version__
+from ..version import __version__, git_commit
 from .loading import Checkpoint
 
 log = logging.getLogger(__name__)
@@ -106,21 +104,10 @@ def software_versions() -> dict[str, str]:
     """Return the versions that results depend on, and the commit of a checkout of this package."""
     versions = {
         "gw_detectron": __version__,
-        "commit": _commit(Path(__file__).parents[2]),
+        "commit": git_commit(),
         **{module.__name__: str(module.__version__) for module in (detectron2, torch, torchvision, np)},
         "python": platform.python_version(),
         "platform": platform.platform(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
     }
     return {name: version for name, version in versions.items() if version}
-
-
-def _commit(root: Path) -> str:
-    """Return the git commit of a checkout, with ``-dirty`` after local changes; "" for an installed package."""
-    if not (root / ".git").exists():  # git would answer for a repository around site-packages
-        return ""
-    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""

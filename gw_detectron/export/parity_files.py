@@ -3,12 +3,12 @@
 import json
 import platform
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from string import Template
 from typing import Any
 
 from ..checkpoint.provenance import sha256_of, tool
+from ..version import package_versions
 from .model_card import card_text
 
 #: the files beside the exported one
@@ -167,12 +167,6 @@ def write_report(
     Returns:
         The content of ``parity.json``.
     """
-    versions = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue  # needed by one format only
     report = {
         "tool": tool(),
         "file": path.name,
@@ -181,7 +175,7 @@ def write_report(
         "bytes": path.stat().st_size,
         "source": dict(source or {}),
         **entries,
-        "versions": versions,
+        "versions": {"python": platform.python_version(), **package_versions(_PACKAGES)},
         **({"card": dict(card)} if card else {}),
     }
     readme = _readme(report, kind)

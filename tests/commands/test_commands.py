@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from gw_detectron import commands, installation
@@ -204,6 +205,18 @@ def test_doctor_names_missing_packages(monkeypatch):
         and not found.broken
         and "no_such_package not installed. Fix: pip install '.[export]'" in found.note
     )
+
+
+@pytest.mark.parametrize(
+    ("hip", "capability", "works"), [(None, (9, 0), True), (None, (7, 5), False), ("6", (9, 0), False)]
+)
+def test_doctor_names_the_gpus_of_the_kernels(monkeypatch, hip, capability, works):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU 1")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    found = installation._triton()
+    assert found.works == works and found.note.startswith("GPU 1") and works != ("matmul is used" in found.note)
 
 
 def test_doctor_reports_a_layer_that_fails(gw, monkeypatch):

@@ -80,7 +80,7 @@ def supported(x: Tensor, groups: int) -> bool:
     """Whether the kernels accept the device, dtype, size and groups."""
     return (
         triton is not None
-        and (_interpreted() or _has_tensor_cores(x.device))
+        and (_interpreted() or has_tensor_cores(x.device))
         and 1 <= groups <= MAX_GROUPS
         and x.dtype in DTYPES
         and prod(x.shape[1:]) < MAX_EXTENT
@@ -92,7 +92,7 @@ def _interpreted() -> bool:
     return triton is not None and not isinstance(tile_columns, triton.JITFunction)
 
 
-def _has_tensor_cores(device: torch.device) -> bool:
+def has_tensor_cores(device: torch.device) -> bool:
     """Whether the device multiplies tf32 and bfloat16: NVIDIA from Ampere on."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 

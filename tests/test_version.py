@@ -1,8 +1,10 @@
-"""The header of a table: the git commit."""
+"""Versions: the git commit, and those of packages."""
 
 import subprocess
 
-from gw_detectron.benchmarks.environment import git_commit
+import pytest
+
+from gw_detectron.version import git_commit, package_versions
 
 
 def git(folder, *words):
@@ -29,3 +31,7 @@ def test_git_commit(tmp_path, monkeypatch):
     assert git_commit(installed) == ""
     monkeypatch.setenv("PATH", "")  # no git
     assert git_commit(tmp_path) == ""
+
+
+def test_versions_of_packages_that_are_installed():
+    assert package_versions(["no-such-package", "pytest"]) == {"pytest": pytest.__version__}
