@@ -1,33 +1,47 @@
 """Figures of the small-batch study."""
 
 import statistics
-from collections.abc import Iterable
+from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
-from .plan import DECIDING_BATCH, OTHER_BATCHES
-from .tables import Results, grid, scored
+from .plan import DECIDING_BATCH, OTHER_BATCHES, planned_iterations
+from .tables import Results, grid, losses, mean_features, scored, scored_rows
 
-_COLORS = {"BN": "tab:blue", "BN+GN": "tab:olive", "GN": "tab:green", "BN+GW": "tab:red", "GW": "tab:purple"}
-_SHOWN = tuple(_COLORS)
+#: color and marker of the deciding norms
+_STYLES: dict[str, dict[str, Any]] = {
+    "BN": {"color": "tab:blue", "marker": "o"},
+    "BN+GN": {"color": "tab:olive", "marker": "s"},
+    "GN": {"color": "tab:green", "marker": "^"},
+    "BN+GW": {"color": "tab:red", "marker": "D"},
+    "GW": {"color": "tab:purple", "marker": "v"},
+}
+_FIRST_LOSS = 200  # the fall before it hides the rest
 
 
 def ap_figure(results: Results) -> Figure:
     """AP of the five deciding norms at their own learning rates, and over learning rates."""
-    figure = Figure(figsize=(9.6, 3.9), layout="constrained")
+    figure = Figure(figsize=(9.6, 4.1), layout="constrained")
+    iterations = planned_iterations(DECIDING_BATCH)
+    figure.suptitle(
+        f"Small detector from scratch, synthetic images, {DECIDING_BATCH} per batch, {iterations} iterations",
+        fontsize=11,
+    )
     bars, rates = figure.subplots(1, 2)
-    for place, norm in enumerate(_SHOWN):
+    for place, (norm, style) in enumerate(_STYLES.items()):
         values = list(scored(results, norm).values())
         if values:
-            bars.bar(place, statistics.mean(values), color=_COLORS[norm], alpha=0.45, width=0.7)
-            bars.plot([place] * len(values), values, "o", color=_COLORS[norm], markersize=5)
+            bars.bar(place, statistics.mean(values), color=style["color"], alpha=0.45, width=0.7)
+            places = [place + 0.1 * (i - (len(values) - 1) / 2) for i in range(len(values))]  # beside each other
+            bars.plot(places, values, linestyle="", markersize=5, **style)
         curve = grid(results, norm)
-        rates.plot(list(curve), list(curve.values()), "o-", color=_COLORS[norm], label=norm, markersize=4)
-    bars.set_xticks(range(len(_SHOWN)), _SHOWN)
-    bars.set(title="Each norm at its best learning rate, 5 seeds", ylabel="box AP, 2 images per batch")
-    rates.set(title="Over the learning rate, 1 seed", xlabel="SOLVER.BASE_LR")
+        rates.plot(list(curve), list(curve.values()), label=norm, markersize=6, fillstyle="none", **style)
+    bars.set_xticks(range(len(_STYLES)), list(_STYLES))
+    bars.set(title="Each norm at its best learning rate, 5 seeds", ylabel="box AP (scored images)")
+    rates.set(title="Over the learning rate, 1 seed", xlabel="SOLVER.BASE_LR", ylabel="box AP (images that choose)")
     _log_axis(rates)
     for axes in (bars, rates):
         axes.set_ylim(bottom=0)
@@ -39,13 +53,13 @@ def batch_figure(results: Results) -> Figure:
     """AP of the five deciding norms over batch sizes, each at its own learning rate."""
     figure = Figure(figsize=(5.4, 3.9), layout="constrained")
     axes = figure.subplots()
-    for norm in _SHOWN:
+    for norm, style in _STYLES.items():
         sizes = {
             batch: statistics.mean(found.values())
             for batch in sorted((DECIDING_BATCH, *OTHER_BATCHES))
             if (found := scored(results, norm, batch))
         }
-        axes.plot(list(sizes), list(sizes.values()), "o-", color=_COLORS[norm], label=norm, markersize=4)
+        axes.plot(list(sizes), list(sizes.values()), label=norm, markersize=5, **style)
     axes.set(title="Over the images per batch", xlabel="SOLVER.IMS_PER_BATCH", ylabel="box AP")
     _log_axis(axes)
     axes.set_ylim(bottom=0)
@@ -54,58 +68,45 @@ def batch_figure(results: Results) -> Figure:
 
 
 def mechanism_figure(results: Results) -> Figure:
-    """BN's gap over batch sizes, and the condition numbers of features, by layer."""
-    figure = Figure(figsize=(12.5, 4.6), layout="constrained")
+    """BN's gap, and the condition numbers of features, by layer."""
+    figure = Figure(figsize=(12.5, 4.8), layout="constrained")
     gaps, kappas = figure.subplots(1, 2)
-    for batch in sorted((DECIDING_BATCH, *OTHER_BATCHES)):
-        _draw_layers(gaps, results, "BN", batch, "gap", {"label": f"BN, batch {batch}"})
-    for norm in _SHOWN:
-        _draw_layers(kappas, results, norm, DECIDING_BATCH, "kappa", {"label": norm, "color": _COLORS[norm]})
-    gaps.set(title="BN: output by batch against running statistics", ylabel="root mean square difference")
-    kappas.set(title="Inputs of convolutions, 2 images", ylabel=r"$\kappa_{90\%}$", yscale="log")
+    for norm, style in _STYLES.items():
+        gap, kappa = (mean_features(results, norm, kind) for kind in ("gap", "kappa"))
+        if gap:  # without lines: mixtures have BN in some layers
+            gaps.plot(list(gap), list(gap.values()), label=norm, linestyle="", markersize=7, fillstyle="none", **style)
+        if kappa:
+            kappas.plot(list(kappa), list(kappa.values()), label=norm, markersize=5, **style)
+    gaps.set(
+        title="BN layers: output by batch against running statistics",
+        xlabel="BN after the convolution",
+        ylabel="root mean square difference",
+    )
+    gaps.set_ylim(bottom=0)
+    kappas.set(title="Inputs of convolutions", xlabel="convolution", ylabel=r"$\kappa_{90\%}$", yscale="log")
     for axes in (gaps, kappas):
-        axes.tick_params(axis="x", rotation=90, labelsize=7)
+        axes.tick_params(axis="x", rotation=90, labelsize=9)
         _finish(axes)
     return figure
 
 
 def loss_figure(results: Results) -> Figure:
-    """Training loss of the deciding norms at batch 2 (seed 1) and at their own learning rates."""
+    """Training loss of the deciding norms at batch 2 and at their own learning rates, averaged over seeds."""
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
-    for norm in _SHOWN:
-        for row, result in results.items():
-            if (row.norm, row.batch, row.seed) == (norm, DECIDING_BATCH, 1):
-                axes.plot(
-                    *zip(*_continued(result["losses"]), strict=True), color=_COLORS[norm], label=f"{norm}, {row.lr:g}"
-                )
-    axes.set(xlabel="iteration", ylabel="loss", title="Training loss, 2 images, seed 1")
+    for norm, style in _STYLES.items():
+        curves = [losses(results, row) for row in scored_rows(results, norm)]
+        if not curves:
+            continue
+        places = [place for place in curves[0] if _FIRST_LOSS <= place <= min(max(curve) for curve in curves)]
+        values = [[float(v) for v in np.interp(places, list(curve), list(curve.values()))] for curve in curves]
+        axes.plot(
+            places, [statistics.mean(column) for column in zip(*values, strict=True)], label=norm, markersize=4, **style
+        )
+    seeds = max((len(scored(results, norm)) for norm in _STYLES), default=0)
+    axes.set(xlabel="iteration", ylabel="loss", title=f"Training loss, mean of {seeds} seeds")
     _finish(axes)
     return figure
-
-
-def _continued(losses: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Drop what a run that continued from a checkpoint had done after it."""
-    kept: list[tuple[int, float]] = []
-    for iteration, loss in losses:
-        while kept and kept[-1][0] >= iteration:
-            kept.pop()
-        kept.append((iteration, loss))
-    return kept
-
-
-def _draw_layers(axes: Axes, results: Results, norm: str, batch: int, kind: str, style: dict[str, str]) -> None:
-    """Draw the mean over seeds of a statistic by layer."""
-    runs = [
-        result["features"][kind]
-        for row, result in results.items()
-        if (row.norm, row.batch, row.split) == (norm, batch, "val") and result["features"]
-    ]
-    if runs:
-        layers = [layer for layer in runs[0] if all(run[layer] is not None for run in runs)]
-        axes.plot(
-            layers, [statistics.mean(run[layer] for run in runs) for layer in layers], "o-", markersize=4, **style
-        )
 
 
 def _log_axis(axes: Axes) -> None:

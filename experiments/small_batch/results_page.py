@@ -14,6 +14,8 @@ _HEADINGS = {
     "hypotheses": "Hypotheses",
     "norms": "Norms at 2 images",
     "rates": "Learning rates",
+    "longer": "Longer training",
+    "mechanism": "Why",
     "batches": "Batch sizes",
     "variations": "Positions, groups, steps, solver",
 }
@@ -47,6 +49,8 @@ def write_summary(results: Results, times: Times, folder: Path) -> list[Path]:
         "hypotheses": tables.hypotheses(results),
         "norms": tables.main_table(results, times),
         "rates": tables.grid_table(results),
+        "longer": tables.longer_table(results),
+        "mechanism": tables.mechanism_table(results),
         "batches": tables.batch_table(results),
         "variations": tables.variation_table(results, times),
     }

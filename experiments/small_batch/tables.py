@@ -7,7 +7,17 @@ from typing import Any
 from tabulate import tabulate
 
 from .paired_test import HYPOTHESES, holm, paired_difference, verdict
-from .plan import DECIDING_BATCH, NORMS, OTHER_BATCHES, VARIATIONS, Row
+from .plan import (
+    DECIDING,
+    DECIDING_BATCH,
+    LONGER,
+    NORMS,
+    OTHER_BATCHES,
+    VARIATIONS,
+    Row,
+    planned_iterations,
+    scored_seeds,
+)
 
 Results = Mapping[Row, Mapping[str, Any]]
 Times = Mapping[str, float]  # of a training iteration, by norm
@@ -16,20 +26,44 @@ BATCH_FIGURE = "small_batch_batches.png"
 TOLERANCE = 2.0
 
 
-def scored(results: Results, norm: str, batch: int = DECIDING_BATCH) -> dict[int, float]:
-    """Return AP on "val" by seed."""
-    rows = _rows(results, norm, batch, "val")
-    return {row.seed: results[row]["AP"] for row in rows}
+def scored(results: Results, norm: str, batch: int = DECIDING_BATCH, iterations: int = 0) -> dict[int, float]:
+    """Return AP on "val" by seed; 0 means the planned number of iterations."""
+    return {row.seed: results[row]["AP"] for row in scored_rows(results, norm, batch, iterations)}
 
 
-def grid(results: Results, norm: str, batch: int = DECIDING_BATCH) -> dict[float, float]:
-    """Return AP on "tune" by learning rate, in ascending order."""
-    rows = _rows(results, norm, batch, "tune")
+def scored_rows(results: Results, norm: str, batch: int = DECIDING_BATCH, iterations: int = 0) -> list[Row]:
+    """Return the rows of :func:`scored`."""
+    return _rows(results, norm, batch, "val", iterations)
+
+
+def grid(results: Results, norm: str) -> dict[float, float]:
+    """Return AP on "tune" at the deciding batch size, by learning rate, in ascending order."""
+    rows = _rows(results, norm, DECIDING_BATCH, "tune")
     return {row.lr: results[row]["AP"] for row in sorted(rows, key=lambda row: row.lr or 0.0) if row.lr is not None}
 
 
-def _rows(results: Results, norm: str, batch: int, split: str) -> list[Row]:
-    return [row for row in results if (row.norm, row.batch, row.split) == (norm, batch, split)]
+def _rows(results: Results, norm: str, batch: int, split: str, iterations: int = 0) -> list[Row]:
+    wanted = (norm, batch, split, iterations or planned_iterations(batch))
+    return [row for row in results if (row.norm, row.batch, row.split, row.iterations) == wanted]
+
+
+def mean_features(results: Results, norm: str, kind: str, batch: int = DECIDING_BATCH) -> dict[str, float]:
+    """Return the mean over seeds of "kappa" or "gap" by layer.
+
+    Left out are layers where it is infinite for a seed, and shortcuts, whose input is that of another convolution.
+    """
+    found = [results[row]["features"] for row in scored_rows(results, norm, batch)]
+    runs = [features[kind] for features in found if features]
+    layers = [layer for layer in (runs[0] if runs else ()) if all(run[layer] is not None for run in runs)]
+    return {layer: statistics.mean(run[layer] for run in runs) for layer in layers if "shortcut" not in layer}
+
+
+def losses(results: Results, row: Row) -> dict[int, float]:
+    """Return the training loss of a run by iteration. What it did again, from a checkpoint on, replaces the earlier."""
+    kept: dict[int, float] = {}
+    for iteration, loss in results[row]["losses"]:
+        kept = {before: value for before, value in kept.items() if before < iteration} | {iteration: loss}
+    return kept
 
 
 def hypotheses(results: Results) -> str:
@@ -37,6 +71,7 @@ def hypotheses(results: Results) -> str:
     found = {
         name: paired_difference(scored(results, first), scored(results, second))
         for name, (first, second) in HYPOTHESES.items()
+        if all(len(scored(results, norm)) == len(scored_seeds(norm)) for norm in (first, second))
     }
     complete = {name: difference for name, difference in found.items() if difference}
     if len(complete) < len(HYPOTHESES):
@@ -77,14 +112,15 @@ def _norm_table(results: Results, times: Times, norms: Sequence[str], reference:
     for norm in norms:
         if not (values := scored(results, norm)):
             continue
-        difference = paired_difference(values, base) if norm != reference else None
         lines.append(
             (
                 norm,
                 _rate(results, norm),
                 _mean(values.values()),
-                len(values),
-                f"{difference.mean:+.1f} {_interval(difference.low, difference.high)}" if difference else "",
+                str(len(values))
+                if len(values) == (planned := len(scored_seeds(norm)))
+                else f"{len(values)} of {planned}",
+                _difference(values, base) if norm != reference else "",
                 f"{times[norm] / times['BN']:.2f}" if norm in times else "",
                 _bearable(grid(results, norm)),
             )
@@ -93,7 +129,63 @@ def _norm_table(results: Results, times: Times, norms: Sequence[str], reference:
     rates_title = f"rates within {TOLERANCE:g} AP of the best"
     table = _table(lines, ("norm", "learning rate", "AP", "seeds", difference_title, "time", rates_title))
     missing = [norm for norm in norms if not scored(results, norm)]
-    return f"{table}\n\nNot finished: {', '.join(missing)}." if missing else table
+    return f"{table}\n\nNot yet run: {', '.join(missing)}." if missing else table
+
+
+def longer_table(results: Results) -> str:
+    """Return AP of the deciding norms after more iterations, and their differences there.
+
+    A norm that has no runs of a length is compared with its runs of the planned length.
+    """
+    planned = planned_iterations(DECIDING_BATCH)
+    norms = {planned: DECIDING, **LONGER}
+
+    def cells(norm: str, iterations: int) -> dict[int, float]:
+        return scored(results, norm, iterations=iterations if norm in norms[iterations] else planned)
+
+    if not any(scored(results, norm, iterations=iterations) for iterations in LONGER for norm in norms[iterations]):
+        return "No longer run is finished."
+    lines = [
+        (norm, *(_mean(cells(norm, length).values()) if norm in norms[length] else "" for length in norms))
+        for norm in DECIDING
+    ]
+    differences = [
+        (
+            f"{first} - {second}",
+            *(_difference(cells(first, length), cells(second, length), count=True) for length in norms),
+        )
+        for first, second in HYPOTHESES.values()
+    ]
+    headers = [f"{length} iterations" for length in norms]
+    return f"{_table(lines, ('norm', *headers))}\n\n{_table(differences, ('difference', *headers))}"
+
+
+def mechanism_table(results: Results) -> str:
+    """Return the conditioning of features, BN's gap and the training loss of every norm with scored runs."""
+    mixed = mean_features(results, "BN+GW", "gap")  # of the layers that are BN in the mixtures, too
+    lines = []
+    for norm in NORMS:
+        kappas = [value for layer, value in mean_features(results, norm, "kappa").items() if "stem" not in layer]
+        gaps = mean_features(results, norm, "gap")
+        ends = [
+            loss
+            for row in scored_rows(results, norm)
+            for iteration, loss in losses(results, row).items()
+            if iteration >= 0.9 * row.iterations
+        ]
+        if kappas:
+            at, elsewhere = ([gap for layer, gap in gaps.items() if (layer in mixed) == kept] for kept in (False, True))
+            lines.append(
+                (
+                    norm,
+                    f"{statistics.geometric_mean(kappas):.0f}",
+                    *(f"{statistics.mean(found):.3f}" if found else "" for found in (at, elsewhere)),
+                    f"{statistics.mean(ends):.3f}" if ends else "",
+                )
+            )
+    if not lines:
+        return "No features are measured."
+    return _table(lines, ("norm", "kappa", "BN's gap at S1-B2", "BN's gap elsewhere", "loss of the last tenth"))
 
 
 def has_other_batches(results: Results) -> bool:
@@ -138,6 +230,17 @@ def _mean(values: Iterable[float]) -> str:
     if len(values) < 2:
         return f"{values[0]:.1f}" if values else "not run"
     return f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}"
+
+
+def _difference(first: Mapping[int, float], second: Mapping[int, float], *, count: bool = False) -> str:
+    """Return the mean difference of common seeds, with its interval from two seeds on."""
+    seeds = first.keys() & second.keys()
+    if not seeds:
+        return "not run"
+    found = paired_difference(first, second)
+    mean = statistics.mean(first[seed] - second[seed] for seed in seeds)
+    words = [f"{mean:+.1f}", *([_interval(found.low, found.high)] if found else [])]
+    return " ".join([*words, *([f"({len(seeds)} seeds)"] if count and len(seeds) > 1 else [])])
 
 
 def _interval(low: float, high: float) -> str:

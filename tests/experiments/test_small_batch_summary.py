@@ -18,7 +18,7 @@ from gw_detectron.errors import DataError, MissingFileError
 
 PAGE_TEXT = "before\n" + "".join(
     f"<!-- {name}: begin -->\nstale {name}\n<!-- {name}: end -->\nafter {name}\n"
-    for name in ("hypotheses", "norms", "rates", "batches", "variations")
+    for name in ("hypotheses", "norms", "rates", "longer", "mechanism", "batches", "variations")
 )
 TIMES = {norm: 0.3 if "GW" in norm else 0.2 for norm in (*NORMS, *VARIATIONS)}
 AP = {"BN": 20.0, "GN": 24.0, "GW": 28.0, "BN+GW": 27.0, "BN+GN": 26.5}
@@ -31,11 +31,14 @@ def results_of_the_whole_plan():
         for row in list(planned_rows({row: result["AP"] for row, result in done.items()})):
             if row.lr is not None and row not in done:
                 ap = AP.get(row.norm, 21.0) - 2 * abs(math.log2(row.lr / row.batch / 0.005)) + rng.gauss(0, 0.1)
-                features = {"kappa": {"stem.conv1": 10.0, "res2.0.conv1": None}, "gap": {"stem.conv1": 0.1}}
+                features = {
+                    "kappa": {"stem.conv1": 10.0, "res2.0.conv1": None, "res2.0.conv2": 50.0, "res3.0.shortcut": 9.0},
+                    "gap": {"res2.0.conv1": 0.1, **({} if row.norm == "BN+GW" else {"stem.conv1": 0.4})},
+                }
                 done[row] = {
                     "AP": ap,
                     "seconds": 400.0,
-                    "losses": [(0, 3.0), (100, 2.0), (150, 1.9), (110, 1.8), (200, 1.5)],
+                    "losses": [(0, 3.0), (300, 2.0), (350, 1.9), (310, 1.8), (1900, 1.5)],
                     "features": features if row.seed else {},
                     "diverged": "",
                 }
@@ -112,7 +115,10 @@ def test_the_table_of_hypotheses(whole):
 def test_hypotheses_wait_for_all_runs(whole):
     part = {row: result for row, result in whole.items() if row.norm != "BN+GN" or row.seed == 0}
     assert tables.hypotheses(part) == "The scored runs of the hypotheses are not finished."
-    assert tables.main_table(part, TIMES).endswith("Not finished: BN+GN.")
+    assert tables.main_table(part, TIMES).endswith("Not yet run: BN+GN.")
+    lacking = {row: result for row, result in whole.items() if (row.norm, row.seed) != ("BN+GN", 5)}
+    assert tables.hypotheses(lacking) == "The scored runs of the hypotheses are not finished."
+    assert cells(tables.main_table(lacking, TIMES))[1]["BN+GN"][2] == "4 of 5"
 
 
 def test_the_table_of_norms(whole):
@@ -145,10 +151,37 @@ def test_a_diverged_run_counts_as_zero(whole):
     assert paired_difference(tables.scored(with_zero, "GN"), tables.scored(with_zero, "BN")).mean > 7
 
 
+def test_longer_runs_are_compared_with_each_other_or_with_the_planned_ones(whole):
+    ap, _ = tables.longer_table(whole).split("\n\n")
+    header, lines = cells(ap)
+    assert header == ["norm", "2000 iterations", "2500 iterations", "6000 iterations"]
+    assert lines["GW"][1] == "" and all(lines["GN"]) and list(lines) == list(DECIDING)
+    gained = {
+        row: {**result, "AP": result["AP"] + (row.iterations == 2500)}
+        for row, result in whole.items()
+        if row.iterations != 6000
+    }
+    _, lines = cells(tables.longer_table(gained).split("\n\n")[1])
+    assert lines["GW - BN"][0].startswith("+8.") or lines["GW - BN"][0].startswith("+7.9")
+    assert lines["GW - BN"][1].startswith(("+7.", "+6.9")) and lines["GW - BN"][1].endswith("(3 seeds)")
+    assert lines["GW - BN"][2] == "not run"
+    short = {row: result for row, result in whole.items() if row.iterations < 2500}
+    assert tables.longer_table(short) == "No longer run is finished."
+
+
+def test_the_mechanism_leaves_out_images_shortcuts_and_infinite_numbers(whole):
+    header, lines = cells(tables.mechanism_table(whole))
+    assert header[1:] == ["kappa", "BN's gap at S1-B2", "BN's gap elsewhere", "loss of the last tenth"]
+    assert lines["BN"] == ["50", "0.400", "0.100", "1.500"] and lines["BN+GW"] == ["50", "", "0.100", "1.500"]
+    assert tables.mechanism_table({}) == "No features are measured."
+
+
 def test_the_losses_of_a_continued_run_do_not_go_back(whole):
+    row = next(row for row in whole if row.seed)
+    assert list(tables.losses(whole, row).items()) == [(0, 3.0), (300, 2.0), (310, 1.8), (1900, 1.5)]
     (axes,) = figures.loss_figure(whole).axes
     assert len(axes.get_lines()) == len(DECIDING)
-    assert all(list(line.get_xdata()) == [0, 100, 110, 200] for line in axes.get_lines())
+    assert all(list(line.get_xdata()) == [300, 310, 1900] for line in axes.get_lines())
 
 
 # --- the page -------------------------------------------------------------------------------------------
@@ -166,7 +199,7 @@ def test_the_page_and_its_figures(whole, tmp_path):
     args = summarize_study.get_parser().parse_args(words)
     summarize_study.main(args)
     first = (tmp_path / PAGE).read_text()
-    assert "stale" not in first and tables.main_table(whole, TIMES) in first and first.count("\nafter ") == 5
+    assert "stale" not in first and tables.main_table(whole, TIMES) in first and first.count("\nafter ") == 7
     for name in ("ap", "batches", "features", "losses"):
         with Image.open(tmp_path / f"small_batch_{name}.png") as image:
             assert len(image.convert("L").getcolors()) > 50
@@ -181,12 +214,12 @@ def test_a_study_that_has_begun_has_a_page_too(whole, tmp_path, rows):
     assert not (folder / tables.BATCH_FIGURE).exists()
     text = (folder / PAGE).read_text()
     assert (
-        text.startswith("# Small-batch study") and text.count("\n## ") == 5 and tables.main_table(some, TIMES) in text
+        text.startswith("# Small-batch study") and text.count("\n## ") == 7 and tables.main_table(some, TIMES) in text
     )
     write_summary(whole, TIMES, folder)
     later = (folder / PAGE).read_text()
     assert (
-        later.count("\n## ") == 5
+        later.count("\n## ") == 7
         and tables.main_table(whole, TIMES) in later
         and tables.main_table(some, TIMES) not in later
     )
