@@ -158,6 +158,11 @@ def print_page(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it again at its end
 
 
+def parse_names(text: str) -> list[str]:
+    """Parse names with commas between them; for argparse."""
+    return [name.strip() for name in text.split(",")]
+
+
 def parse_seed(text: str) -> int:
     """Parse a seed that torch and NumPy accept; for argparse."""
     if not text.isdecimal() or int(text) >= 2**32:

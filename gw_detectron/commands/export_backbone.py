@@ -9,15 +9,15 @@ import json
 
 from tabulate import tabulate
 
-from ..cli import check_folder, new_parser
-from ..config import read_config
+from ..cli import new_parser
 from ..export import (
     FORMATS,
     LAYOUTS,
     Normalization,
-    add_card_flags,
+    add_export_flags,
     export_backbone,
     load_model,
+    read_model_config,
     requested_card,
 )
 
@@ -28,9 +28,6 @@ def get_parser() -> argparse.ArgumentParser:
         "--config-file output/config.yaml --weights output/model_final.pth --output backbone",
         "--config-file output/config.yaml --weights output/model_final.pth --output onnx --format onnx --pixels",
     )
-    parser.add_argument("--config-file", required=True, metavar="FILE", help="config of the model")
-    parser.add_argument("--weights", metavar="FILE", help="weights, default: MODEL.WEIGHTS of the config")
-    parser.add_argument("--output", required=True, metavar="DIR", help="folder to create")
     parser.add_argument(
         "--format",
         choices=FORMATS,
@@ -53,16 +50,12 @@ def get_parser() -> argparse.ArgumentParser:
         default="detectron2",
         help="tensor names of a safetensors file, default: %(default)s; the others need --no-fpn",
     )
-    add_card_flags(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config keys to change")
+    add_export_flags(parser)
     return parser
 
 
 def main(args: argparse.Namespace) -> None:
-    opts = [*args.opts, *(["MODEL.WEIGHTS", args.weights] if args.weights else [])]
-    check_folder(args.output)  # before minutes of work
-    cfg = read_config(args.config_file, opts)
+    cfg = read_model_config(args)
     model = load_model(cfg, needed="backbone." if args.fpn is not False else "backbone.bottom_up.")
     report = export_backbone(
         model.backbone,

@@ -11,18 +11,18 @@ import os
 
 from tabulate import tabulate
 
-from ..cli import check_folder, new_parser
-from ..config import read_config
+from ..cli import new_parser, parse_names
 from ..engine.run_datasets import use_recorded_datasets
 from ..export import (
     DETECTOR_FORMATS,
     EvaluationImages,
-    add_card_flags,
+    add_export_flags,
     dataset_category_ids,
     dataset_class_names,
     export_detector,
     load_model,
     read_image_for,
+    read_model_config,
     requested_card,
 )
 
@@ -33,9 +33,6 @@ def get_parser() -> argparse.ArgumentParser:
         "--config-file output/config.yaml --weights output/model_final.pth --output detector --format onnx",
         "--config-file output/config.yaml --weights output/model_final.pth --output detector --one-image --paste-masks",
     )
-    parser.add_argument("--config-file", required=True, metavar="FILE", help="config of the model")
-    parser.add_argument("--weights", metavar="FILE", help="weights, default: MODEL.WEIGHTS of the config")
-    parser.add_argument("--output", required=True, metavar="DIR", help="folder to create")
     parser.add_argument("--format", choices=DETECTOR_FORMATS, default="pt2", help="default: %(default)s")
     parser.add_argument(
         "--detections", type=int, metavar="K", help="rows of an image, default: TEST.DETECTIONS_PER_IMAGE"
@@ -51,22 +48,18 @@ def get_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--class-names",
         metavar="A,B,...",
-        type=lambda words: [word.strip() for word in words.split(",")],
+        type=parse_names,
         help="written into the file; default: those of the test dataset in the config",
     )
     parser.add_argument("--image", metavar="FILE", help="image to compare on, best with many objects; default: drawn")
     parser.add_argument("--dataset", metavar="NAME", help="compare the AP on this registered dataset")
     parser.add_argument("--images", type=int, default=100, metavar="N", help="of the dataset, default: %(default)s")
-    add_card_flags(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config keys to change")
+    add_export_flags(parser)
     return parser
 
 
 def main(args: argparse.Namespace) -> None:
-    opts = [*args.opts, *(["MODEL.WEIGHTS", args.weights] if args.weights else [])]
-    check_folder(args.output)  # before minutes of work
-    cfg = read_config(args.config_file, opts)
+    cfg = read_model_config(args)
     if args.dataset:
         use_recorded_datasets(cfg, args.config_file, os.path.dirname(args.config_file), needed=[args.dataset])
     model = load_model(cfg)

@@ -10,7 +10,7 @@ import os
 import sys
 from dataclasses import asdict
 
-from ..cli import check_folder, new_parser
+from ..cli import check_folder, new_parser, parse_names
 from ..prediction import check_output, detector_file, find_sources, open_predictor, write_predictions
 
 
@@ -36,7 +36,7 @@ def get_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--class-names",
         metavar="A,B,...",
-        type=lambda words: [word.strip() for word in words.split(",")],
+        type=parse_names,
         help="of a checkpoint; default: those of the datasets in its config",
     )
     parser.add_argument("--json", action="store_true", help="print the summary as json")

@@ -1,10 +1,11 @@
 """Export backbones and detectors, and check the exported numbers."""
 
 from .backbone import FORMATS, export_backbone
+from .command_line import add_export_flags, read_model_config, requested_card
 from .detection import EvaluationImages
 from .detector import DETECTOR_FORMATS, dataset_category_ids, dataset_class_names, export_detector, read_image_for
 from .feature_extractor import Normalization
-from .model_card import add_card_flags, card_facts, requested_card
+from .model_card import card_facts
 from .parity import TOLERANCE, ExportError, ParityError, worst_relative
 from .safetensors_writer import LAYOUTS
 from .trained_model import load_model
@@ -18,7 +19,7 @@ __all__ = [
     "ExportError",
     "Normalization",
     "ParityError",
-    "add_card_flags",
+    "add_export_flags",
     "card_facts",
     "dataset_category_ids",
     "dataset_class_names",
@@ -26,6 +27,7 @@ __all__ = [
     "export_detector",
     "load_model",
     "read_image_for",
+    "read_model_config",
     "requested_card",
     "worst_relative",
 ]

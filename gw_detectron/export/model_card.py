@@ -1,6 +1,5 @@
 """Model card of an export: README.md in the form of the Hugging Face hub."""
 
-import argparse
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -23,27 +22,6 @@ _DETECTORS = {"RetinaNet": "RetinaNet", "GWRetinaNet": "RetinaNet"}
 _TASKS = {"bbox": ("object-detection", "box AP"), "segm": ("image-segmentation", "mask AP")}
 _SCHEDULE = ("IMS_PER_BATCH", "BASE_LR", "LR_SCHEDULER_NAME", "STEPS", "MAX_ITER")
 _UNKNOWN = "unknown: the weights have no record of a training run"
-
-
-def add_card_flags(parser: argparse.ArgumentParser) -> None:
-    """Add ``--card`` and ``--license``."""
-    parser.add_argument("--card", action="store_true", help="write README.md as a model card of the Hugging Face hub")
-    parser.add_argument(
-        "--license", metavar="ID", help="with --card: of the weights, e.g. apache-2.0; default: not stated"
-    )
-
-
-def requested_card(args: argparse.Namespace, cfg: CfgNode) -> dict[str, Any] | None:
-    """Return the facts of the card that the flags ask for, or None.
-
-    Raises:
-        ConfigError: ``--license`` without ``--card``, or no identifier.
-    """
-    if args.license is not None and not args.card:
-        raise ConfigError(f"--license ({args.license!r}): is written into a card alone. Fix: add --card.")
-    file = Path(args.config_file).resolve()
-    name = file.parent.name if file.name == "config.yaml" else file.stem  # that of a run is named as its folder
-    return card_facts(cfg, name, args.license) if args.card else None
 
 
 def card_facts(cfg: CfgNode, name: str, license_id: str | None = None) -> dict[str, Any]:

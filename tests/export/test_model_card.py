@@ -15,7 +15,7 @@ from gw_detectron.checkpoint.run_record import RECORD, RunRecord
 from gw_detectron.errors import ConfigError
 from gw_detectron.export import (
     EvaluationImages,
-    add_card_flags,
+    add_export_flags,
     card_facts,
     export_backbone,
     export_detector,
@@ -153,17 +153,16 @@ def test_a_run_of_several_parts_says_so(trained):
 
 def parse(*words):
     parser = argparse.ArgumentParser()
-    parser.add_argument("--config-file")
-    add_card_flags(parser)
-    return parser.parse_args(words)
+    add_export_flags(parser)
+    return parser.parse_args(["--output", "out", "--config-file", *words])
 
 
 def test_flags(trained):
-    assert requested_card(parse("--config-file", "a/b.yaml"), trained) is None
-    assert requested_card(parse("--config-file", "a/b.yaml", "--card"), trained)["name"] == "b"
-    assert requested_card(parse("--config-file", "a/run/config.yaml", "--card"), trained)["name"] == "run"
+    assert requested_card(parse("a/b.yaml"), trained) is None
+    assert requested_card(parse("a/b.yaml", "--card"), trained)["name"] == "b"
+    assert requested_card(parse("a/run/config.yaml", "--card"), trained)["name"] == "run"
     with pytest.raises(ConfigError, match=r"--license \('mit'\): .* Fix: add --card"):
-        requested_card(parse("--license", "mit"), trained)
+        requested_card(parse("a.yaml", "--license", "mit"), trained)
     with pytest.raises(ConfigError, match=r"license \('my own: words'\): no identifier. Fix: give one of https"):
         card_facts(trained, "shapes", "my own: words")
 
