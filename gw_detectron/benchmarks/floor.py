@@ -18,22 +18,11 @@ BIG_PRODUCTS = {"forward": 2, "forward+backward": 2 + 3}
 PASSES = {"forward": 3, "forward+backward": 3 + 5}
 
 
-def floor_flops(samples: int, groups: int, columns: int, iters: int, mode: str) -> int:
-    r"""Count the floating point operations of :func:`products`; a multiply-add counts as two.
-
-    .. math:: 2 N (b g^2 M + s T g^3)
-
-    with b :data:`BIG_PRODUCTS` and s :data:`SOLVER_PRODUCTS` of the mode. A layer can be faster than the floor: it can
-    use the symmetry of Sigma, which counts as a full product, and P_1, which counts as three products, needs none.
-    """
-    big = BIG_PRODUCTS[mode] * groups**2 * columns
-    return 2 * samples * (big + SOLVER_PRODUCTS[mode] * iters * groups**3)
-
-
 def products(x: Tensor, groups: int, iters: int, mode: str) -> Step:
     """Return a step that does only the matrix products: no centering, no affine.
 
-    Results are new tensors, like the results of a layer.
+    Results are new tensors, like the results of a layer. A layer can be faster: it can use the symmetry of Sigma, which
+    counts as a full product, and P_1, which counts as three products, needs none.
 
     Args:
         x: (N, C, H, W). Its dtype is the dtype of the big products; the solver's products are at least float32.

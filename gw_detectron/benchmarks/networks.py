@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from detectron2.config import CfgNode, get_cfg
-from detectron2.layers import ShapeSpec
+from detectron2.config import CfgNode
 from detectron2.modeling import ResNet
 from detectron2.solver import build_optimizer
 from detectron2.structures import Boxes, Instances, PolygonMasks
@@ -21,11 +20,10 @@ from detectron2.utils.events import EventStorage
 from torch import Tensor, nn
 
 from ..checkpoint.architecture import Architecture
-from ..config import add_gw_config
 from ..engine import Trainer
 from ..export import FORMATS, Normalization, export_backbone
 from ..model_zoo import get_config
-from ..modeling import build_gw_resnet_backbone
+from ..modeling import gw_resnet
 from .providers import Precision
 from .timing import Step
 
@@ -99,15 +97,17 @@ def classifier(
     Source: Group Whitening, section 5.1.1, with another batch size than 256.
     """
     network = Architecture.parse(architecture)
-    cfg = get_cfg()
-    add_gw_config(cfg)
-    cfg.MODEL.BACKBONE.FREEZE_AT = 0
-    options = cfg.MODEL.RESNETS
-    options.DEPTH, options.NUM_GROUPS, options.WIDTH_PER_GROUP = network.depth, network.groups, network.width
-    options.RES2_OUT_CHANNELS, options.STRIDE_IN_1X1 = network.res2_channels, False
-    options.NORM, options.WHITEN_NORM, options.WHITEN_POSITIONS = variant.norm, variant.whiten_norm, variant.positions
-    options.CONV, options.OUT_FEATURES = variant.conv, ["res5"]
-    backbone = build_gw_resnet_backbone(cfg, ShapeSpec(channels=3))
+    backbone = gw_resnet(
+        network.depth,
+        variant.positions,
+        variant.norm,
+        variant.whiten_norm,
+        num_groups=network.groups,
+        width_per_group=network.width,
+        out_features=["res5"],
+        freeze_at=0,
+        conv=variant.conv,
+    )
     stages = [list(stage) for stage in backbone.stages]
     model = ResNet(backbone.stem, stages, num_classes=CLASSES).to(device).train(training)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9, weight_decay=1e-4)

@@ -14,7 +14,8 @@ from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 from ..errors import UserError, summarize_names
 from ..modeling import add_pool_norm
 from ..modeling.resnet import NUM_BLOCKS_PER_STAGE
-from ..norms import resolve_norm, whitened_convs
+from ..norms import resolve_norm
+from ..norms.positions import norms_at
 
 _STAGES = {"layer1": "res2", "layer2": "res3", "layer3": "res4", "layer4": "res5"}  # torchvision -> Detectron2
 _FIRST_NAMES = {"conv1": "stem.conv1", "bn1": "stem.conv1.norm", "fc": "linear", **_STAGES}
@@ -28,8 +29,8 @@ class WeightsError(UserError, ValueError):
     """Weights, or options of their conversion, that cannot be used."""
 
 
-class Module(NamedTuple):
-    """Names of one ResNet module that has weights.
+class LayerNames(NamedTuple):
+    """Names of one ResNet layer that has weights.
 
     Args:
         torchvision: such as ``layer1.0.bn2``; the authors' checkpoints and timm have the same names.
@@ -43,14 +44,9 @@ class Module(NamedTuple):
     kind: str
     channels: int = 0
 
-    @property
-    def position(self) -> str:
-        """The convolution before a norm: ``stem``, ``conv1``, ``conv2``, ``conv3`` or ``shortcut``."""
-        return "stem" if self.detectron2.startswith("stem.") else self.detectron2.split(".")[-2]
-
 
 #: a norm between the last average pooling and the classifier
-POOL_NORM = Module("last_bn", "avgpool.norm", "norm")
+POOL_NORM = LayerNames("last_bn", "avgpool.norm", "norm")
 
 
 @dataclass(frozen=True)
@@ -106,20 +102,20 @@ class Architecture:
         """Output channels of the first stage."""
         return 256 if self.bottleneck else 64
 
-    def modules(self) -> tuple[Module, ...]:
-        """List the modules that have weights, in torchvision's order."""
+    def modules(self) -> tuple[LayerNames, ...]:
+        """List the layers that have weights, in torchvision's order."""
         return _modules(self)
 
-    def norm_layers(self) -> list[Module]:
+    def norm_layers(self) -> list[LayerNames]:
         """List the norm layers in torchvision's order."""
         return [module for module in self.modules() if module.kind == "norm"]
 
 
 @functools.cache
-def _modules(network: Architecture) -> tuple[Module, ...]:
+def _modules(network: Architecture) -> tuple[LayerNames, ...]:
     modules = build_torchvision(network, Norms(), num_classes=1).named_modules()
     return tuple(
-        Module(name, detectron2_name(name), _KINDS[type(layer)], len(layer.weight))
+        LayerNames(name, detectron2_name(name), _KINDS[type(layer)], len(layer.weight))
         for name, layer in modules
         if type(layer) in _KINDS
     )
@@ -142,13 +138,13 @@ class Norms(NamedTuple):
         whitened = f"{self.whiten_norm} at {self.positions}"
         return whitened if self.positions == "ALL" else f"{self.norm}, {whitened if self.positions else 'no GW'}"
 
-    def by_layer(self, network: Architecture) -> dict[Module, str]:
+    def by_layer(self, network: Architecture) -> dict[LayerNames, str]:
         """Return the norm name of each norm layer.
 
         Raises:
             ValueError: unknown positions, or positions that the network does not have.
         """
-        whitened = norm_modules_at(network, self.positions)
+        whitened = norm_layers_at(network, self.positions)
         return {layer: self.whiten_norm if layer in whitened else self.norm for layer in network.norm_layers()}
 
 
@@ -243,13 +239,12 @@ def _other_names(tensors: Mapping[str, Tensor], layout: str) -> str:
     return "; ".join(steps)
 
 
-def norm_modules_at(network: Architecture, positions: str) -> list[Module]:
+def norm_layers_at(network: Architecture, positions: str) -> list[LayerNames]:
     """List the norms at the named positions.
 
     Raises:
         ValueError: unknown positions, or positions that the network does not have.
     """
-    if not positions:
-        return []
-    convs = {"stem", *whitened_convs(positions, bottleneck=network.bottleneck)}
-    return [module for module in network.modules() if module.kind == "norm" and module.position in convs]
+    layers = network.norm_layers()
+    chosen = norms_at(positions, [layer.detectron2 for layer in layers])
+    return [layer for layer in layers if layer.detectron2 in chosen]

@@ -18,7 +18,7 @@ from ..errors import summarize_names
 from ..layers import RUNNING, GroupWhitening2d
 from ..norms import POSITIONS, norm_spec, resolve_norm
 from ..norms.norm_table import evaluation_spec
-from .architecture import POOL_NORM, Architecture, Module, Norms, WeightsError, norm_modules_at
+from .architecture import POOL_NORM, Architecture, LayerNames, Norms, WeightsError, norm_layers_at
 from .provenance import TORCHVISION, Preprocessing, Provenance
 from .reading import Contents
 
@@ -60,7 +60,7 @@ class Notes(NamedTuple):
     whitening: str = ""
     preprocessing: Preprocessing | None = None
 
-    def by_layer(self, network: Architecture, tensors: Mapping[str, Tensor]) -> dict[Module, str] | None:
+    def by_layer(self, network: Architecture, tensors: Mapping[str, Tensor]) -> dict[LayerNames, str] | None:
         """Return the recorded norm name of each norm layer; None without a record."""
         layers = network.norm_layers()
         if self.provenance is not None:
@@ -254,7 +254,7 @@ def infer_pool_norm(network: Architecture, tensors: Mapping[str, Tensor], notes:
     )
 
 
-def _sign(tensors: Mapping[str, Tensor], layer: Module) -> str:
+def _sign(tensors: Mapping[str, Tensor], layer: LayerNames) -> str:
     """Return the norm that a layer's tensors prove: ``BN``, ``BW:...``, ``GW`` (the authors' shape), or "".
 
     A proof of BW or GW leaves options open.
@@ -281,7 +281,7 @@ def _meaning(signs: set[str]) -> str:
     return "; ".join(known.get(sign) or whitening.format(sign) for sign in sorted(signs))
 
 
-def _possible_signs(spec: str, layer: Module) -> tuple[str, ...]:
+def _possible_signs(spec: str, layer: LayerNames) -> tuple[str, ...]:
     name = evaluation_name(spec, layer.channels).partition(":")[0]
     if evaluation_name(spec, layer.channels) == _BN:
         return ("BN",)
@@ -313,14 +313,14 @@ def evaluation_name(spec: str, channels: int) -> str:
     return evaluation_spec(full_name(spec, channels))
 
 
-def _at_positions(network: Architecture, found: Mapping[Module, str]) -> Norms:
+def _at_positions(network: Architecture, found: Mapping[LayerNames, str]) -> Norms:
     """Express norms of layers as positions."""
     if len(set(found.values())) == 1 or _one_norm(found):
         spec = _widest(found)
         return Norms("BN", spec, "ALL") if spec.startswith(("GW", "BW")) else Norms(spec)
     possible = [positions for positions in POSITIONS[1:-1] if network.bottleneck or positions != "S1-B3"]
     for positions in possible:
-        whitened = norm_modules_at(network, positions)
+        whitened = norm_layers_at(network, positions)
         inside = {layer: spec for layer, spec in found.items() if layer in whitened}
         outside = {layer: spec for layer, spec in found.items() if layer not in whitened}
         if outside and _one_norm(inside) and _one_norm(outside):
@@ -332,13 +332,13 @@ def _at_positions(network: Architecture, found: Mapping[Module, str]) -> Norms:
     )
 
 
-def _one_norm(found: Mapping[Module, str]) -> bool:
+def _one_norm(found: Mapping[LayerNames, str]) -> bool:
     """Tell whether one norm name makes all layers."""
     spec = _widest(found)
     return all(evaluation_name(spec, m.channels) == evaluation_name(own, m.channels) for m, own in found.items())
 
 
-def _widest(found: Mapping[Module, str]) -> str:
+def _widest(found: Mapping[LayerNames, str]) -> str:
     """Return the norm name of the layer with the most channels, where groups are capped least."""
     layer = max(found, key=lambda layer: layer.channels)
     if evaluation_name(found[layer], layer.channels) == _BN:
@@ -361,5 +361,5 @@ def norm_key(spec: str, channels: int, with_eps: bool = False) -> list[str]:
     return [name, *(option for option in options.split(",") if with_eps or not option.startswith("eps="))]
 
 
-def _summary(layers: list[Module], among: Mapping[Module, str]) -> str:
+def _summary(layers: list[LayerNames], among: Mapping[LayerNames, str]) -> str:
     return f"{len(layers)} of {len(among)}: {summarize_names(layer.torchvision for layer in layers)}"

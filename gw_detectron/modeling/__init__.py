@@ -1,6 +1,5 @@
 """Detectron2 components with group whitening; importing this package registers them."""
 
-from ..norms import norm_spec, norm_table, resolve_norm, whitened_convs
 from .build import build_checked_model
 from .conv_norm_relu import ConvNormReLU
 from .dense_heads import HAS_FCOS, GWRetinaNet, GWRetinaNetHead, GWSemSegFPNHead
@@ -35,10 +34,6 @@ __all__ = [
     "build_gw_resnet_fpn_backbone",
     "build_gw_retinanet_resnet_fpn_backbone",
     "gw_resnet",
-    "norm_spec",
-    "norm_table",
-    "resolve_norm",
-    "whitened_convs",
 ]
 
 if HAS_FCOS:

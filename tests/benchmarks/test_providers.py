@@ -6,7 +6,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from gw_detectron.benchmarks.figure1 import Figure1Whitening
-from gw_detectron.benchmarks.floor import floor_flops, products, traffic
+from gw_detectron.benchmarks.floor import products, traffic
 from gw_detectron.benchmarks.providers import MODES, PROVIDERS, Case
 
 from ..ops.cases import correlated
@@ -36,17 +36,12 @@ def test_figure1_is_the_papers_formula(groups, iters):
 @pytest.mark.parametrize("mode", MODES)
 def test_floor_does_the_products_it_counts(mode):
     x = torch.randn(2, 12, 5, 7)
+    # the layer's two products of depth g per column and 3 small ones per step; 5 and 8 with the backward pass
+    big, small = {"forward": (2, 3), "forward+backward": (5, 8)}[mode]
     step = products(x, groups=4, iters=3, mode=mode)
     with FlopCounterMode(display=False) as counter:
         step.run()
-    assert counter.get_total_flops() == floor_flops(2, 4, 12 // 4 * 35, 3, mode)
-
-
-def test_floor_flops_of_the_published_setting():
-    # forward: 2 products of depth 64 per column and 15 small ones; 5 and 40 with the backward pass
-    big, small = 2 * 64 * 64 * 67200, 2 * 64**3
-    assert floor_flops(2, 64, 67200, 5, "forward") == 2 * (2 * big + 15 * small)
-    assert floor_flops(2, 64, 67200, 5, "forward+backward") == 2 * (5 * big + 40 * small)
+    assert counter.get_total_flops() == 2 * 2 * (big * 4**2 * 12 // 4 * 35 + small * 3 * 4**3)
 
 
 @pytest.mark.parametrize(("mode", "passes"), [("forward", 3), ("forward+backward", 8)])
