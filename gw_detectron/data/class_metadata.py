@@ -1,15 +1,12 @@
 """Names and category ids of the classes that a config's model predicts."""
 
-import contextlib
 from pathlib import Path
 
 from detectron2.config import CfgNode
 from detectron2.data import Metadata, MetadataCatalog
 
-from ..errors import DataError
 from .coco_datasets import CocoDatasets, needs_registration
 from .datasets_yaml import RECORD, read_datasets
-from .derived_json import read_json
 
 
 def class_metadata(cfg: CfgNode, config_file: str | None = None) -> Metadata:
@@ -45,18 +42,10 @@ def recorded_classes(config_file: str) -> Metadata | None:
 
 
 def classes_of(datasets: CocoDatasets) -> Metadata | None:
-    """Return the classes of the first file that lists them; None if no file does."""
-    for dataset in (*datasets.val.values(), *datasets.train.values()):
-        # an unusable file is skipped: the checks before a run name its fault, and a prediction does not need it
-        with contextlib.suppress(OSError, DataError, LookupError, TypeError):
-            return _from_categories(read_json(dataset.json)["categories"])
-    return None
-
-
-def _from_categories(categories: list[dict]) -> Metadata:
-    """Number the classes by category id, as Detectron2 does."""
-    names = {each["id"]: each["name"] for each in sorted(categories, key=lambda each: each["id"])}
+    """Return the classes of the datasets, numbered by category id as Detectron2 does; None if no file lists them."""
+    if not (classes := datasets.classes()):
+        return None
     return Metadata(
-        thing_classes=list(names.values()),
-        thing_dataset_id_to_contiguous_id={number: index for index, number in enumerate(names)},
+        thing_classes=list(classes.values()),
+        thing_dataset_id_to_contiguous_id={number: index for index, number in enumerate(classes)},
     )

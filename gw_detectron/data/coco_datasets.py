@@ -44,15 +44,15 @@ class CocoDatasets:
     train: dict[str, CocoDataset] = field(default_factory=dict)
     val: dict[str, CocoDataset] = field(default_factory=dict)
 
-    def class_count(self) -> int | None:
-        """Return the number of categories in the first file that lists them.
+    def classes(self) -> dict[int, str]:
+        """Return the category names by id, in ascending order, of the first file that has them.
 
-        None if no file does: the checks before a run name its fault.
+        None of them if no file does: the checks before a run name its fault, and a prediction does not need them.
         """
         for dataset in (*self.train.values(), *self.val.values()):
             with contextlib.suppress(OSError, DataError, LookupError, TypeError):
-                return len(read_json(dataset.json)["categories"])
-        return None
+                return dict(sorted((each["id"], each["name"]) for each in read_json(dataset.json)["categories"]))
+        return {}
 
 
 _registered: dict[str, CocoDataset] = {}

@@ -50,7 +50,7 @@ def use_datasets(cfg: CfgNode, args: argparse.Namespace, folder: str) -> None:
     values: dict[str, object] = {"DATASETS.TEST": tuple(named.val)}
     if named.train:
         values["DATASETS.TRAIN"] = tuple(named.train)
-    if classes := given.class_count():
+    if classes := len(given.classes()):
         values |= dict.fromkeys(object_count_keys(cfg), classes)
     explicit = (args.opts or [])[::2]
     cfg.merge_from_list([word for key, value in values.items() if key not in explicit for word in (key, value)])

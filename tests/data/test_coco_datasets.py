@@ -17,7 +17,7 @@ from gw_detectron.data import (
 )
 from gw_detectron.errors import ConfigError, MissingFileError
 
-from ..photos import CLASSES, photo_names, write_photos
+from ..photos import CATEGORIES, CLASSES, photo_names, write_photos
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +60,7 @@ def test_what_detectron2_reads(write, folder):
     assert metadata.thing_dataset_id_to_contiguous_id == {2: 0, 7: 1, 40: 2}
     assert metadata.keypoint_names == ["left", "right", "top"] and metadata.keypoint_flip_map == [("left", "right")]
     assert metadata.evaluator_type == "coco"
-    assert found.class_count() == 3
+    assert len(found.classes()) == 3
 
 
 def test_a_split_has_two_names_and_one_record(write, folder):
@@ -170,5 +170,5 @@ def test_a_path_that_does_not_exist(write, folder, key, path):
 def test_the_class_count_of_a_broken_file_is_left_to_the_checks(folder, text):
     (folder / "broken.json").write_text(text)
     broken, sound = (CocoDataset(str(folder / f"{name}.json"), "") for name in ("broken", "annotations"))
-    assert CocoDatasets({"a": broken}).class_count() is None
-    assert CocoDatasets({"a": broken}, {"b": sound}).class_count() == 3
+    assert CocoDatasets({"a": broken}).classes() == {}
+    assert CocoDatasets({"a": broken}, {"b": sound}).classes() == {each["id"]: each["name"] for each in CATEGORIES}
