@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..errors import printable
 from .norm_inference import NORMS
+from .provenance import PROVENANCE
 from .reading import is_finite, read_weights_file
 from .run_record import RECORD, config_differences
 
@@ -40,7 +41,7 @@ def describe_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         "file": os.fspath(path),
         "format": contents.format,
         "iteration": content.get("iteration", trainer.get("iteration") if isinstance(trainer, Mapping) else None),
-        **{key: content.get(key) for key in (RECORD, "provenance")},
+        **{key: content.get(key) for key in (RECORD, PROVENANCE)},
         "header": dict(contents.metadata) or None,
         "norms": dict(Counter(names).most_common()) or None,
         "optimizer_state": any("optimizer" in name for key in {*entries} - {"model"} for name in entries[key]),

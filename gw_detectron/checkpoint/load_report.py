@@ -95,7 +95,7 @@ class LoadReport:
             lines.append(f"Missing: {summarize_names(self.missing)}.")
         if any(map(_TORCHVISION_NAME.fullmatch, self._given)):
             lines.append(
-                "The checkpoint has torchvision's names. Fix: convert it with tools/convert_weights.py, or set "
+                "The checkpoint has torchvision's names. Fix: convert it with gw-detectron convert, or set "
                 "MODEL.WEIGHTS to gw://file/<path>."
             )
         else:

@@ -20,7 +20,7 @@ from ..norms.norm_table import norm_rows
 from .load_report import LoadReport
 from .norm_inference import NORMS
 from .norm_record import check_norm_record, norm_differences
-from .provenance import TORCHVISION, Preprocessing, Provenance
+from .provenance import PROVENANCE, TORCHVISION, Preprocessing, Provenance
 from .reading import Contents, WeightsFileError, read_weights_file, weight_problem
 
 _ON_THIS_MACHINE = ("file://", "gw://file/")
@@ -179,8 +179,8 @@ def open_checkpoint(address: str | os.PathLike[str], key: str = "MODEL.WEIGHTS")
 
 
 def _recorded_preprocessing(metadata: Mapping[str, Any]) -> Preprocessing | None:
-    if "provenance" in metadata:  # converted by this package
-        return Provenance.from_dict(metadata["provenance"]).preprocessing
+    if PROVENANCE in metadata:  # converted by this package
+        return Provenance.from_dict(metadata[PROVENANCE]).preprocessing
     return TORCHVISION if metadata.get("__author__") == "torchvision" else None  # converted by Detectron2's tool
 
 
@@ -315,14 +315,11 @@ def load_checkpoint(
             LoadReport(module, given).check()
 
     # FrozenBatchNorm2d adds missing statistics while it loads, so the names are taken before
-    handle = model.register_load_state_dict_pre_hook(take_names)
-    try:
+    with model.register_load_state_dict_pre_hook(take_names):
         # Private methods of DetectionCheckpointer and fvcore's Checkpointer: the part of load() after reading the file.
         # Run with Detectron2 v0.5; the same code in v0.6 and main of 2026 was compared.
         incompatible = checkpointer._load_model({**checkpoint.metadata, "model": copy.copy(checkpoint.tensors)})
         checkpointer._log_incompatible_keys(incompatible)
-    finally:
-        handle.remove()
     for name in checkpointables:
         if name in checkpoint.metadata:
             checkpointer.checkpointables[name].load_state_dict(checkpoint.metadata[name])

@@ -19,7 +19,7 @@ from ..layers import RUNNING, GroupWhitening2d
 from ..norms import POSITIONS, norm_spec, resolve_norm
 from ..norms.norm_table import evaluation_spec
 from .architecture import POOL_NORM, Architecture, LayerNames, Norms, WeightsError, norm_layers_at
-from .provenance import TORCHVISION, Preprocessing, Provenance
+from .provenance import PROVENANCE, TORCHVISION, Preprocessing, Provenance
 from .reading import Contents
 
 _log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 #: key of the norm names in a checkpoint and in the header of a safetensors file
 NORMS = "norms"
 #: further keys in that header: the provenance, and the description of an exported network
-PROVENANCE, DESCRIPTION = "gw_detectron", "gw_detectron.json"
+HEADER_PROVENANCE, DESCRIPTION = "gw_detectron", "gw_detectron.json"
 #: the norm layers of an export in torchvision's names; batch normalization is not listed there
 NORM_CLASSES: Mapping[str, type[nn.Module]] = {"GroupNorm": nn.GroupNorm, "GroupWhitening2d": GroupWhitening2d}
 _STRIDES = {"stem": 4, "res2": 4, "res3": 8, "res4": 16, "res5": 32}
@@ -96,8 +96,8 @@ def read_notes(contents: Contents) -> Notes:
         raise
     except (ArithmeticError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise WeightsError(f"notes of the file: damaged ({error!r}). Fix: write the file again.") from None
-    provenance: Any = header.get(PROVENANCE, values.get("provenance"))
-    if provenance is not None or PROVENANCE in contents.metadata:
+    provenance: Any = header.get(HEADER_PROVENANCE, values.get(PROVENANCE))
+    if provenance is not None or HEADER_PROVENANCE in contents.metadata:
         restored = Provenance.from_dict(provenance)
         return Notes(restored, preprocessing=restored.preprocessing)
     others = "BN" if layout in ("torchvision", "timm") else ""

@@ -13,7 +13,7 @@ from ..norms.convs import CONVS, conv_names
 from ..norms.norm_table import evaluation_spec, norm_rows
 from .architecture import Architecture, infer_architecture
 from .norm_inference import NORMS, norm_key
-from .provenance import Provenance
+from .provenance import PROVENANCE, Provenance
 
 # before the names that all detectors with a ResNet share
 _PREFIX = re.compile(r"^.*?\b(?=stem\.|res[2-5]\.\d)")
@@ -40,8 +40,8 @@ def check_norm_record(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]
     recorded = metadata.get(NORMS, {})
     if not (isinstance(recorded, Mapping) and all(isinstance(word, str) for pair in recorded.items() for word in pair)):
         raise ValueError(f"{NORMS}: a {type(recorded).__name__} that is not norm names by layer. Fix: remove the key.")
-    if "provenance" in metadata:
-        provenance = Provenance.from_dict(metadata["provenance"])
+    if PROVENANCE in metadata:
+        provenance = Provenance.from_dict(metadata[PROVENANCE])
         names = {_PREFIX.sub("", name): value for name, value in tensors.items()}
         provenance.check_architecture(infer_architecture(names, layout="detectron2"))
 
@@ -58,7 +58,7 @@ def norm_differences(metadata: Mapping[str, Any], model: nn.Module) -> list[str]
         model: the detector.
     """
     if NORMS not in metadata:
-        provenance = metadata.get("provenance")
+        provenance = metadata.get(PROVENANCE)
         return _backbone_differences(Provenance.from_dict(provenance), model) if provenance else []
     recorded = metadata[NORMS]
     norms = [

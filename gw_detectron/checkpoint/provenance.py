@@ -15,6 +15,9 @@ from .architecture import Architecture, Norms, WeightsError
 
 _log = logging.getLogger(__name__)
 
+#: key of the provenance in a checkpoint
+PROVENANCE = "provenance"
+
 
 @dataclass(frozen=True)
 class Preprocessing:

@@ -16,6 +16,7 @@ from ..config import flat_items, parse_config
 from ..errors import ConfigError
 from ..version import __version__, git_commit
 from .loading import Checkpoint
+from .provenance import PROVENANCE
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +43,8 @@ class RunRecord:
     def set_start_weights(self, checkpoint: Checkpoint) -> None:
         """Record address, SHA-256 and origin of the weights that the run starts from."""
         self._start_weights = {"address": checkpoint.address, "sha256": checkpoint.sha256}
-        if "provenance" in checkpoint.metadata:  # converted by this package
-            self._start_weights["provenance"] = checkpoint.metadata["provenance"]
+        if PROVENANCE in checkpoint.metadata:  # converted by this package
+            self._start_weights[PROVENANCE] = checkpoint.metadata[PROVENANCE]
 
     def state_dict(self) -> dict[str, Any]:
         return {

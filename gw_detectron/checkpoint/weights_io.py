@@ -18,8 +18,8 @@ from ..atomic import atomic_write, remove_unfinished
 from ..errors import MissingFileError, UserError
 from .architecture import WeightsError
 from .convert import Conversion, convert, to_torchvision, unwrap
-from .norm_inference import PROVENANCE, Notes, UnknownNormError, read_notes
-from .provenance import PREPROCESSING, TORCHVISION, Preprocessing, tool
+from .norm_inference import HEADER_PROVENANCE, Notes, UnknownNormError, read_notes
+from .provenance import PREPROCESSING, PROVENANCE, TORCHVISION, Preprocessing, tool
 from .reading import WeightsFileError, read_weights_file
 
 SUFFIXES = (".pkl", ".safetensors")
@@ -175,7 +175,7 @@ def write_weights(path: str | os.PathLike[str], conversion: Conversion) -> None:
     with atomic_write(path) as temporary:
         if path.suffix == ".safetensors":
             dense = {name: value.contiguous() for name, value in conversion.tensors.items()}
-            temporary.write_bytes(save(dense, {"format": "pt", PROVENANCE: json.dumps(provenance)}))
+            temporary.write_bytes(save(dense, {"format": "pt", HEADER_PROVENANCE: json.dumps(provenance)}))
         else:
             content = {
                 "model": {name: np.ascontiguousarray(value.numpy()) for name, value in conversion.tensors.items()},
@@ -183,7 +183,7 @@ def write_weights(path: str | os.PathLike[str], conversion: Conversion) -> None:
                 # Detectron2 then matches tensors by the end of their names, so that one file fits detectors with and
                 # without FPN and bare backbones
                 "matching_heuristics": True,
-                "provenance": provenance,
+                PROVENANCE: provenance,
             }
             with open(temporary, "wb") as file:
                 pickle.dump(content, file, protocol=4)

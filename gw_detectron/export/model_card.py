@@ -11,6 +11,7 @@ from detectron2.config import CfgNode
 
 from ..checkpoint import CATALOG, open_checkpoint
 from ..checkpoint.catalog import PREFIX
+from ..checkpoint.provenance import PROVENANCE
 from ..checkpoint.run_record import RECORD
 from ..config import parse_config
 from ..errors import ConfigError
@@ -55,7 +56,7 @@ def card_facts(cfg: CfgNode, name: str, license_id: str | None = None) -> dict[s
         "backbone": f"ResNe{'Xt' if resnets.NUM_GROUPS > 1 else 't'}-{resnets.DEPTH}",
         "weights_license": _published_license(cfg.MODEL.WEIGHTS),
     }
-    record, provenance = checkpoint.metadata.get(RECORD), checkpoint.metadata.get("provenance")
+    record, provenance = checkpoint.metadata.get(RECORD), checkpoint.metadata.get(PROVENANCE)
     if isinstance(record, Mapping) and isinstance(record.get("config"), str):
         facts["training"] = _training(record, checkpoint.metadata.get("iteration"))
     elif provenance:

@@ -1,4 +1,4 @@
-"""Private torch APIs, the only file that uses them.
+"""Private torch APIs of the operator.
 
 Tested with torch 2.14.1. If torch lacks one of these names, the function falls back as its docstring says.
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from detectron2.config import CfgNode
 from torch import nn
 
-from ..checkpoint import Checkpoint, StartWeights, open_checkpoint
+from ..checkpoint import NORMS, Checkpoint, StartWeights, open_checkpoint
 from ..checkpoint.provenance import PREPROCESSING, Preprocessing
 from ..checkpoint.run_record import RECORD, config_differences
 from ..errors import UserError, summarize_names
@@ -95,7 +95,7 @@ def check_fetched(
         recorded = start.opened.preprocessing
         for images in [recorded] if recorded else _expected_preprocessing(start.address):
             _check_preprocessing(cfg, images, findings)
-    if start.opened and model is not None and "norms" not in start.opened.metadata:  # else loading compares the norms
+    if start.opened and model is not None and NORMS not in start.opened.metadata:  # else loading compares the norms
         _check_kind_of_norms(cfg, start.opened, model, findings, allow_partial)
 
 
