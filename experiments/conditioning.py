@@ -23,7 +23,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator
 from torch import Tensor
 
 from gw_detectron.analysis.feasibility import max_groups
-from gw_detectron.analysis.result import AnalysisError, AnalysisResult, findings_of
+from gw_detectron.analysis.result import AnalysisResult, findings_of
+from gw_detectron.errors import ConfigError
 from gw_detectron.layers import GroupWhitening2d
 from gw_detectron.progress import progress_bar
 
@@ -72,10 +73,10 @@ def analyze_conditioning(
         One row per depth, choice of features and moment, method and number of groups.
 
     Raises:
-        AnalysisError: a size is out of range.
+        ConfigError: a size is out of range.
     """
     if neurons < 4 or examples <= neurons or repeats < 1 or not layers or min(layers) < 1:
-        raise AnalysisError(
+        raise ConfigError(
             f"neurons={neurons}, examples={examples}, repeats={repeats}, layers={list(layers)}: out of range. "
             "Fix: give 4 or more neurons, more examples than neurons, and 1 or more repeats and layers."
         )

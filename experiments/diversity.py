@@ -25,7 +25,8 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from gw_detectron.analysis.result import AnalysisError, AnalysisResult, findings_of
+from gw_detectron.analysis.result import AnalysisResult, findings_of
+from gw_detectron.errors import ConfigError
 from gw_detectron.progress import progress_bar
 
 from . import add_random_arguments
@@ -73,16 +74,14 @@ def analyze_diversity(
         One row per source, method and size: the diversity in both scales.
 
     Raises:
-        AnalysisError: a number is out of range, or a size does not divide the largest one.
+        ConfigError: a number is out of range, or a size does not divide the largest one.
     """
     neurons = max(sizes, default=0)
     wrong = [size for size in sizes if size < 2 or neurons % size]
     if not sizes or wrong:
-        raise AnalysisError(
-            f"sizes={list(sizes)}: {wrong} are below 2 or do not divide the largest. Fix: give divisors."
-        )
+        raise ConfigError(f"sizes={list(sizes)}: {wrong} are below 2 or do not divide the largest. Fix: give divisors.")
     if bins < 2 or pairs < 1 or min(examples, histogram_examples) < neurons:
-        raise AnalysisError(
+        raise ConfigError(
             f"bins={bins}, pairs={pairs}, examples={examples}, histogram_examples={histogram_examples}: out of range. "
             f"Fix: give 2 or more bins, 1 or more pairs, and at least {neurons} examples."
         )

@@ -15,7 +15,8 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from gw_detectron.analysis.result import AnalysisError, AnalysisResult, findings_of
+from gw_detectron.analysis.result import AnalysisResult, findings_of
+from gw_detectron.errors import ConfigError
 from gw_detectron.progress import progress_bar
 
 from . import add_reduced, trained_detector
@@ -46,11 +47,11 @@ def analyze_padding(
         One row per batch size: share of padding, difference of each level, AP.
 
     Raises:
-        AnalysisError: a batch size is not positive.
+        ConfigError: a batch size is not positive.
         Other errors: see :func:`experiments.trained_detector.load_detector`.
     """
     if not batches or min(batches) < 1:
-        raise AnalysisError(f"batches ({list(batches)}): expected positive numbers. Fix: give 1 or more.")
+        raise ConfigError(f"batches ({list(batches)}): expected positive numbers. Fix: give 1 or more.")
     model, examples = load_detector(config_file, weights, images, progress)
     tensors = [example.image for example in examples]
     rows: list[dict[str, Any]] = []

@@ -23,7 +23,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from gw_detectron.analysis.result import AnalysisError, AnalysisResult
+from gw_detectron.analysis.result import AnalysisResult
+from gw_detectron.errors import ConfigError
 from gw_detectron.ops.solvers import Solver
 from gw_detectron.progress import progress_bar
 
@@ -76,10 +77,10 @@ def analyze_swapping(
         One row per depth, method and step: loss and fraction of swapped neurons.
 
     Raises:
-        AnalysisError: a number is out of range.
+        ConfigError: a number is out of range.
     """
     if min(depths, default=0) < 2 or neurons < 2 or steps < 2 or examples < _CLASSES or not 0 <= batch_size <= examples:
-        raise AnalysisError(
+        raise ConfigError(
             f"depths={list(depths)}, neurons={neurons}, steps={steps}, examples={examples}, batch_size={batch_size}: "
             f"out of range. Fix: give 2 or more layers, neurons and steps, {_CLASSES} or more examples, and a batch of "
             "at most all examples."

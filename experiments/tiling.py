@@ -22,7 +22,8 @@ from detectron2.structures import Boxes, Instances
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from gw_detectron.analysis.result import AnalysisError, AnalysisResult, findings_of
+from gw_detectron.analysis.result import AnalysisResult, findings_of
+from gw_detectron.errors import ConfigError
 from gw_detectron.layers import joint_statistics
 from gw_detectron.progress import progress_bar
 
@@ -55,18 +56,18 @@ def analyze_tiling(
         One row per number of tiles and way: difference of each level, AP.
 
     Raises:
-        AnalysisError: a number of tiles is not positive, or all images are smaller than such tiles.
+        ConfigError: a number of tiles is not positive, or all images are smaller than such tiles.
         Other errors: see :func:`experiments.trained_detector.load_detector`.
     """
     if not tiles or min(tiles) < 1:
-        raise AnalysisError(f"tiles ({list(tiles)}): expected positive numbers. Fix: give 1 or more.")
+        raise ConfigError(f"tiles ({list(tiles)}): expected positive numbers. Fix: give 1 or more.")
     model, examples = load_detector(config_file, weights, images, progress)
     rows: list[dict[str, Any]] = []
     for n in tiles:
         step = n * max(1, model.backbone.size_divisibility)
         fitting = [_cut(example, step) for example in examples if min(example.image.shape[1:]) >= step]
         if not fitting:
-            raise AnalysisError(f"tiles ({n}): no image has {step} pixels per side. Fix: give fewer tiles.")
+            raise ConfigError(f"tiles ({n}): no image has {step} pixels per side. Fix: give fewer tiles.")
         bar = progress_bar(fitting, desc=f"{n} x {n} tiles", unit="image", show=progress)
         rows += _compare(model, n, bar)
     levels = [name for name in rows[0] if name not in ("tiles", "images", "statistics", "AP")]

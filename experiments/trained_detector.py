@@ -15,10 +15,10 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 from torch import Tensor, nn
 
-from gw_detectron.analysis.result import AnalysisError
 from gw_detectron.config import read_config
 from gw_detectron.data.images import evaluation_input, read_image
 from gw_detectron.engine.run_datasets import use_recorded_datasets
+from gw_detectron.errors import ConfigError
 from gw_detectron.export import load_model
 from gw_detectron.progress import progress_bar
 
@@ -58,18 +58,18 @@ def load_detector(
         progress: show a progress bar.
 
     Raises:
-        AnalysisError: the number of images is negative, or there is no test dataset.
+        ConfigError: the number of images is negative, or there is no test dataset.
         Other errors: see :func:`gw_detectron.export.load_model`.
     """
     cfg = read_config(config_file, ["MODEL.WEIGHTS", weights, "MODEL.DEVICE", "cpu"])
     if images < 0:
-        raise AnalysisError(f"images ({images}): negative. Fix: give 1 or more, or 0 for all.")
+        raise ConfigError(f"images ({images}): negative. Fix: give 1 or more, or 0 for all.")
     if not cfg.DATASETS.TEST:
-        raise AnalysisError("DATASETS.TEST (()): names no dataset. Fix: name one in the config.")
+        raise ConfigError("DATASETS.TEST (()): names no dataset. Fix: name one in the config.")
     dataset = cfg.DATASETS.TEST[0]
     use_recorded_datasets(cfg, config_file, os.path.dirname(config_file), needed=[dataset])
     if dataset not in DatasetCatalog:
-        raise AnalysisError(f"DATASETS.TEST ('{dataset}'): not registered. Fix: register it in Python first.")
+        raise ConfigError(f"DATASETS.TEST ('{dataset}'): not registered. Fix: register it in Python first.")
     model = load_model(cfg)
     records = get_detection_dataset_dicts(dataset, filter_empty=False)[: images or None]
     examples = []

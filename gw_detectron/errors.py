@@ -49,6 +49,13 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
 
 
+def check_minimum(name: str, value: int, minimum: int = 1) -> None:
+    """Raise ConfigError unless a value is an integer that is large enough."""
+    if not isinstance(value, int) or value < minimum:
+        problem = "too small" if isinstance(value, int) else "not an integer"
+        raise ConfigError(f"{name} ({value!r}): {problem}. Fix: give {minimum} or more.")
+
+
 def similar_names(name: str, known: Iterable[str]) -> str:
     """Return " Similar: a, b." for the known names nearest to a name in any case, or ""."""
     names = {each.lower(): each for each in known}

@@ -59,7 +59,7 @@ def get_config(name: str, trained: bool = False) -> CfgNode | DictConfig:
     file = get_config_file(name)
     if trained:
         raise ConfigError(
-            f"trained (True): no weights of a trained {name} are published. Fix: train it with tools/train_net.py "
+            f"trained (True): no weights of a trained {name} are published. Fix: train it with gw-detectron train "
             f"--config-file {file}, or pass trained=False."
         )
     return LazyConfig.load(file) if name.endswith(".py") else read_config(file)

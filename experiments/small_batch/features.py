@@ -39,13 +39,13 @@ def feature_statistics(
     gaps: dict[str, list[Tensor]] = {name: [] for name in norms}
     with contextlib.ExitStack() as hooks:
         for name, layer in convs.items():
-            hooks.callback(layer.register_forward_pre_hook(_observer(moments[name], _moment)).remove)
+            hooks.enter_context(layer.register_forward_pre_hook(_observer(moments[name], _moment)))
         backbone.eval()
         for x in images:
             backbone(x)
     with contextlib.ExitStack() as hooks:
         for name, layer in norms.items():
-            hooks.callback(layer.register_forward_pre_hook(_observer(gaps[name], _squared_gap)).remove)
+            hooks.enter_context(layer.register_forward_pre_hook(_observer(gaps[name], _squared_gap)))
             hooks.callback(setattr, layer, "momentum", layer.momentum)
             layer.momentum = 0.0
         backbone.train()

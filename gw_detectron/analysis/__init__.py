@@ -2,11 +2,10 @@
 
 from .constraint_analysis import analyze_constraints
 from .layer_analysis import analyze_layers
-from .result import AnalysisError, AnalysisResult
+from .result import AnalysisResult
 from .whitening_stats_hook import WhiteningStatsHook
 
 __all__ = [
-    "AnalysisError",
     "AnalysisResult",
     "WhiteningStatsHook",
     "analyze_constraints",

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from detectron2.config import CfgNode
 
+from ..errors import ConfigError, check_minimum
 from .feasibility import Constraints, batch_constraints, group_constraints, max_groups, min_columns
 from .norm_shapes import NormShape, norm_shapes
-from .result import AnalysisError, AnalysisResult, short_name
+from .result import AnalysisResult, short_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,14 +52,13 @@ def analyze_constraints(
         estimate of its solver's operations in a training step.
 
     Raises:
-        AnalysisError: a number is out of range, or the batch size does not divide the examples.
+        ConfigError: a number is out of range, or the batch size does not divide the examples.
     """
     for name, value, least in (("batch_size", batch_size, 1), ("examples", examples, 0)):
-        if value < least:
-            raise AnalysisError(f"{name} ({value}): too small. Fix: give {least} or more.")
+        check_minimum(name, value, least)
     examples = examples or batch_size
     if examples % batch_size:
-        raise AnalysisError(f"examples ({examples}): not a multiple of batch_size={batch_size}. Fix: give a multiple.")
+        raise ConfigError(f"examples ({examples}): not a multiple of batch_size={batch_size}. Fix: give a multiple.")
     settings = {
         "neurons": neurons,
         "batch_size": batch_size,

@@ -19,7 +19,7 @@ derivation and the table give 2gm.
 import math
 from typing import NamedTuple
 
-from .result import AnalysisError
+from ..errors import ConfigError, check_minimum
 
 #: fewer columns take more than half of the freedom of standardized output (the papers name no number)
 _FEW_COLUMNS = 4
@@ -87,11 +87,12 @@ def batch_constraints(d: int, m: int, width: int = 1) -> Constraints:
         width: channels whitened together; the last group may be smaller.
 
     Raises:
-        AnalysisError: an argument is not positive.
+        ConfigError: an argument is not positive.
 
     Source: Group Whitening, Table 1; supplement, Eqs. 7-8.
     """
-    _check_positive(d=d, m=m, width=width)
+    for name, value in {"d": d, "m": m, "width": width}.items():
+        check_minimum(name, value)
     width = min(width, d)
     number = d // width * _equations(width) + _equations(d % width)
     return Constraints(number, m * d, width, m)
@@ -111,13 +112,14 @@ def group_constraints(d: int, m: int, groups: int, whiten: bool) -> Constraints:
         whiten: decorrelate the groups as well.
 
     Raises:
-        AnalysisError: an argument is not positive, or g does not divide d.
+        ConfigError: an argument is not positive, or g does not divide d.
 
     Source: Group Whitening, Table 1; supplement, Eqs. 10, 14-15.
     """
-    _check_positive(d=d, m=m, groups=groups)
+    for name, value in {"d": d, "m": m, "groups": groups}.items():
+        check_minimum(name, value)
     if d % groups:
-        raise AnalysisError(f"groups ({groups}): does not divide {d} neurons. Fix: give a divisor of {d}.")
+        raise ConfigError(f"groups ({groups}): does not divide {d} neurons. Fix: give a divisor of {d}.")
     number = m * (_equations(groups) if whiten else groups * _equations(1))
     return Constraints(number, m * d, groups if whiten else 1, d // groups)
 
@@ -144,9 +146,3 @@ def max_groups(d: int, whiten: bool) -> int:
 
 def _equations(rows: int) -> int:
     return rows * (rows + 3) // 2
-
-
-def _check_positive(**values: int) -> None:
-    for name, value in values.items():
-        if not isinstance(value, int) or value < 1:
-            raise AnalysisError(f"{name} ({value!r}): not a positive integer. Fix: give 1 or more.")

@@ -19,12 +19,12 @@ from ..checkpoint import LoadReport, PartialLoadError, load_checkpoint, open_che
 from ..data.images import evaluation_input, image_files, read_image
 from ..data.synthetic import draw_scene
 from ..data.synthetic_config import SyntheticConfig
-from ..errors import summarize_names
+from ..errors import ConfigError, check_minimum, summarize_names
 from ..modeling import build_checked_model
 from ..norms import norm_spec
 from ..ops.solvers import NonFiniteCovarianceError
 from ..progress import progress_bar
-from .result import AnalysisError, AnalysisResult, findings_of, short_name
+from .result import AnalysisResult, findings_of, short_name
 from .whitening_statistics import WhiteningLayer, checked_statistics, reduce_statistics, whitening_layers
 
 if TYPE_CHECKING:
@@ -72,20 +72,19 @@ def analyze_layers(
     Raises:
         MissingFileError: the folder does not exist.
         DataError: the folder holds no images, or one cannot be read.
-        AnalysisError: no whitening layers, or ``count`` or ``samples`` not positive.
+        ConfigError: no whitening layers, or ``count`` or ``samples`` not positive.
         PartialLoadError: the weights lack a part of the backbone or of the whitening layers.
         Other errors: see :func:`gw_detectron.checkpoint.load_checkpoint`.
     """
     for name, value in (("count", count), ("samples", samples)):
-        if value < 1:
-            raise AnalysisError(f"{name} ({value}): not positive. Fix: give 1 or more.")
+        check_minimum(name, value)
     paths = image_files(images)[:count] if images is not None else []
     names = [str(path.relative_to(str(images))) for path in paths] or [f"synthetic {index}" for index in range(count)]
     seed_all_rng(seed)
     model = build_checked_model(cfg, "cpu").eval()
     layers = whitening_layers(model)
     if not layers:
-        raise AnalysisError(
+        raise ConfigError(
             "model: has no whitening layers. Fix: set MODEL.RESNETS.WHITEN_NORM and MODEL.RESNETS.WHITEN_POSITIONS."
         )
     checkpoint = open_checkpoint(cfg.MODEL.WEIGHTS) if cfg.MODEL.WEIGHTS else None
@@ -134,8 +133,7 @@ def _observe(
 
     with contextlib.ExitStack() as stack, torch.no_grad():
         for name, layer in whitening_layers(model).items():
-            handle = layer.register_forward_hook(functools.partial(observe, name), always_call=True)
-            stack.callback(handle.remove)
+            stack.enter_context(layer.register_forward_hook(functools.partial(observe, name), always_call=True))
         for image in inputs:
             with contextlib.suppress(NonFiniteCovarianceError):  # the layer is in ``broken``
                 model([image])

@@ -9,12 +9,12 @@ from detectron2.config import CfgNode
 from detectron2.layers import FrozenBatchNorm2d
 from torch import Tensor, nn
 
+from ..errors import check_minimum
 from ..layers import BatchWhitening2d, FrozenBatchWhitening2d, GroupWhitening2d
 from ..modeling.build import build_checked_model
 from ..norms.norm_table import NormRow, is_synchronized, norm_rows
 from ..ops.solvers.newton import count_products
 from .feasibility import Constraints, batch_constraints, group_constraints
-from .result import AnalysisError
 
 
 class NormShape(NamedTuple):
@@ -54,12 +54,11 @@ def norm_shapes(
         The layers in the order of the model's modules.
 
     Raises:
-        AnalysisError: a number is not positive.
+        ConfigError: a number is not positive.
         ConfigError: the model cannot be built.
     """
     for name, value in (("height", height), ("width", width), ("images", images), ("processes", processes)):
-        if value < 1:
-            raise AnalysisError(f"{name} ({value}): not positive. Fix: give 1 or more.")
+        check_minimum(name, value)
     model = model or build_checked_model(cfg, "meta")
     shapes: dict[str, tuple[int, ...]] = {}
     rows = norm_rows(model)

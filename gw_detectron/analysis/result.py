@@ -9,14 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..atomic import atomic_write
 from ..cli import check_folder
-from ..errors import UserError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-
-class AnalysisError(UserError, ValueError):
-    """An argument, config or image that an analysis cannot use."""
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UserError
-from ..layers import BatchWhitening2d, FrozenBatchWhitening2d, GroupWhitening2d, Solver
-from ..ops.batch_whitening.channel_groups import split, split_matrices
+from ..layers import BatchWhitening2d, GroupWhitening2d, Solver
+from ..ops.batch_whitening.channel_groups import split
 from ..ops.solvers import NonFiniteCovarianceError
 from ..ops.tensors import autocast_off
 
@@ -69,7 +69,8 @@ def whitening_statistics(layer: WhiteningLayer, x: Tensor, samples: int = 8) -> 
         elif x.transpose(0, 1).flatten(1).shape[1]:
             groups = split(x.transpose(0, 1).flatten(1), layer.channels_per_group)
             covariances = [_covariance(group) for group in groups]
-            pairs = list(zip(covariances, _batch_matrices(layer, solver, covariances), strict=True))
+            matrices = layer.batch_matrices(covariances) if layer.training else layer.running_matrices(x.dtype)
+            pairs = list(zip(covariances, matrices, strict=True))
         found = [_statistics(covariance.double(), matrix.double(), solver) for covariance, matrix in pairs]
     return {name: torch.cat([values[name] for values in found] or [torch.empty(0)]) for name in REDUCTIONS}
 
@@ -111,14 +112,6 @@ def _covariance(rows: Tensor) -> Tensor:
             f"the covariance of its input, whose values reach {float(rows.abs().max()):.3g}, overflows {rows.dtype}"
         )
     return covariance
-
-
-def _batch_matrices(layer: BatchWhitening2d, solver: Solver, covariances: list[Tensor]) -> list[Tensor]:
-    if layer.training and not isinstance(layer, FrozenBatchWhitening2d):
-        return [solver(covariance) for covariance in covariances]
-    if layer.running == "matrix":
-        return split_matrices(layer.running_matrix)
-    return [solver(covariance) for covariance in split_matrices(layer.running_covariance)]
 
 
 def _statistics(covariance: Tensor, matrix: Tensor, solver: Solver) -> dict[str, Tensor]:

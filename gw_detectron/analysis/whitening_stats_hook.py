@@ -10,7 +10,7 @@ from detectron2.utils.events import get_event_storage
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .result import AnalysisError
+from ..errors import check_minimum
 from .whitening_statistics import WhiteningLayer, checked_statistics, reduce_statistics, whitening_layers
 
 
@@ -27,13 +27,12 @@ class WhiteningStatsHook(HookBase):
         samples: the most samples of a layer to use.
 
     Raises:
-        AnalysisError: the period is not positive.
+        ConfigError: the period is not positive.
         NonFiniteLayerError: in training, if input, covariance, parameters or output of a layer are not finite.
     """
 
     def __init__(self, period: int, samples: int = 8) -> None:
-        if period < 1:
-            raise AnalysisError(f"--whitening-stats-period ({period}): not positive. Fix: give 1 iteration or more.")
+        check_minimum("--whitening-stats-period", period)
         self.period = period
         self.samples = samples
         self._observing = ExitStack()
@@ -50,8 +49,8 @@ class WhiteningStatsHook(HookBase):
         calls: dict[str, list[dict[str, Tensor]]] = {}
         self._observing.enter_context(torch.compiler.set_stance("force_eager"))  # compiled modules call no new hooks
         for name, layer in whitening_layers(model).items():
-            self._observing.callback(layer.register_forward_hook(self._observer(name, model, calls)).remove)
-        self._observing.callback(model.register_forward_hook(lambda model, *_: self._finish(model, calls)).remove)
+            self._observing.enter_context(layer.register_forward_hook(self._observer(name, model, calls)))
+        self._observing.enter_context(model.register_forward_hook(lambda model, *_: self._finish(model, calls)))
 
     def after_step(self) -> None:
         self._observing.close()  # needed if this step did not run the model

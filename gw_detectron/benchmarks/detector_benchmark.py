@@ -8,12 +8,11 @@ import numpy as np
 import torch
 
 from ..data.images import read_image, synthetic_images
-from ..errors import ConfigError
+from ..errors import ConfigError, check_minimum
 from ..prediction import open_predictor
 from .environment import describe
 from .table import Row, Table
 from .timing import Step, time_alternating
-from .validation import check_minimum
 
 
 @dataclass(frozen=True)

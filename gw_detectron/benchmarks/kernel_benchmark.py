@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
+from ..errors import ConfigError, check_minimum
 from ..ops.group_whitening.triton.launch_args import Launch, Tuning, supported, tuned
 from ..progress import progress_bar
 from .compiled_kernels import compile_launch, compiler_tool, kernel_name, layer_launches
@@ -17,7 +17,7 @@ from .layer_benchmark import Shape
 from .providers import PRECISIONS
 from .table import Row, Table, note_of
 from .timing import Step, time_alternating
-from .validation import check_minimum, check_names
+from .validation import check_names
 
 #: (N, C, H, W): feature maps of a detector at 800 x 1344 pixels with 16 images, and the regions of two images
 SHAPES: tuple[Shape, ...] = ((16, 64, 200, 336), (16, 64, 100, 168), (16, 256, 50, 84), (512, 256, 7, 7))

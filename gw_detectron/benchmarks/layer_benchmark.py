@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from ..errors import ConfigError
+from ..errors import ConfigError, check_minimum
 from .environment import describe
 from .load import busy_processes
 from .memory import memory_cells
 from .providers import GROUP_NORM_GROUPS, MODES, OPTIONAL, PRECISIONS, PROVIDERS, Case, layer_step, provider_step
 from .table import Row, Table, note_of
 from .timing import Step, time_alternating
-from .validation import check_minimum, check_names
+from .validation import check_names
 
 Shape = tuple[int, int, int, int]
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from ..errors import ConfigError
+from ..errors import ConfigError, check_minimum
 from .environment import describe
 from .memory import memory_cells
 from .networks import MINIMUM_PIXELS, Iteration, Sizes, Variant, backbone, classifier, detector
 from .providers import PRECISIONS
 from .table import Row, Table
 from .timing import time_alternating
-from .validation import check_minimum, check_names
+from .validation import check_names
 
 _BN = {"BN": Variant("BN")}
 _GN = {"GN": Variant("GN")}

@@ -128,7 +128,7 @@ def read_csv(path: str | os.PathLike[str], argument: str = "--compare") -> Table
         DataError: it is not such a table, or damaged.
     """
     if not Path(path).is_file():
-        fix = "Fix: give a table that tools/benchmark.py wrote."
+        fix = "Fix: give a table that gw-detectron benchmark wrote."
         raise MissingFileError(f"{argument} ({str(path)!r}): file not found (cwd: {os.getcwd()}). {fix}")
     # a binary file, such as a picture, has no benchmark line either
     lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()

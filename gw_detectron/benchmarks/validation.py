@@ -18,12 +18,6 @@ def check_names(kind: str, names: Collection[str], allowed: Collection[str]) -> 
             raise ConfigError(f"{kind} ({name!r}): unknown. {fix}")
 
 
-def check_minimum(name: str, value: int, minimum: int = 1) -> None:
-    """Raise ConfigError if a number is too small."""
-    if value < minimum:
-        raise ConfigError(f"{name} ({value}): too small. Fix: give at least {minimum}.")
-
-
 def output_paths(output: Path, reference: str | os.PathLike[str] | None = None) -> tuple[Path, Path]:
     """Return the paths of a run's table and plot; create their folder.
 

@@ -7,7 +7,7 @@ import torch
 from detectron2.engine import AMPTrainer, SimpleTrainer
 from torch import Tensor
 
-from ..errors import ConfigError
+from ..errors import check_minimum
 
 
 def accumulated_step(trainer: SimpleTrainer, batches: int) -> None:
@@ -26,8 +26,7 @@ def accumulated_step(trainer: SimpleTrainer, batches: int) -> None:
     Raises:
         ConfigError: the number is not positive.
     """
-    if batches < 1:
-        raise ConfigError(f"SOLVER.ACCUMULATE ({batches}): not positive. Fix: give 1 batch or more.")
+    check_minimum("SOLVER.ACCUMULATE", batches)
     device = next(trainer.model.parameters()).device.type
     mixed = isinstance(trainer, AMPTrainer)
     precision = getattr(trainer, "precision", None)  # of later versions of Detectron2; None is the default

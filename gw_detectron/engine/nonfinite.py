@@ -58,26 +58,24 @@ class LossGuard:
 
     def _bad_module(self, autocast: bool) -> str:
         found: list[str] = []
-        handles = [
-            module.register_forward_hook(_recorder(f"{name} ({type(module).__name__})", found))
-            for name, module in self.model.named_modules()
-            if name
-        ]
         for module in self.model.modules():
             if is_synchronized(module):
                 module.eval()  # in training mode it would wait for processes that do not run the model again
         device = next(self.model.parameters()).device.type
         # Any error ends this run, which only searches; its events must not be mixed with those of the training.
         with (
+            contextlib.ExitStack() as hooks,
             contextlib.suppress(Exception),
             torch.no_grad(),
             torch.compiler.set_stance("force_eager"),  # compiled modules do not call new hooks
             EventStorage(),
             torch.autocast(device, enabled=autocast),
         ):
+            for name, module in self.model.named_modules():
+                if name:
+                    recorder = _recorder(f"{name} ({type(module).__name__})", found)
+                    hooks.enter_context(module.register_forward_hook(recorder))
             self.model(self._batch)
-        for handle in handles:
-            handle.remove()
         names = ", ".join(str(example.get("file_name", "an image without a name")) for example in self._batch)
         if found:
             return (

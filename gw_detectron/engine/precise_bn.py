@@ -10,7 +10,7 @@ from detectron2.utils.events import EventStorage
 from fvcore.nn.precise_bn import get_bn_modules, update_bn_stats
 from torch import nn
 
-from ..layers import BatchWhitening2d, FrozenBatchWhitening2d
+from ..layers import BatchWhitening2d
 
 
 def update_statistics(model: nn.Module, batches: Iterable[Any], num_iters: int) -> None:
@@ -26,11 +26,7 @@ def update_statistics(model: nn.Module, batches: Iterable[Any], num_iters: int) 
 
     Source: Rethinking "Batch" in BatchNorm (arXiv 2105.07576), section 3.
     """
-    whitening = [
-        layer
-        for layer in model.modules()
-        if isinstance(layer, BatchWhitening2d) and not isinstance(layer, FrozenBatchWhitening2d) and layer.training
-    ]
+    whitening = [layer for layer in model.modules() if isinstance(layer, BatchWhitening2d) and layer.training]
     momenta = [layer.momentum for layer in whitening]
     batches = _averaged(whitening, itertools.islice(batches, num_iters))
     try:

@@ -143,12 +143,12 @@ class BatchWhitening2d(nn.Module):
             columns = to_columns(x)
             if self.training:
                 batch = batch_statistics(columns, self.channels_per_group, self.sync)
-                centered, matrices = batch.centered, self._whiten(batch.covariances)
+                centered, matrices = batch.centered, self.batch_matrices(batch.covariances)
                 self._update(batch, matrices)
             else:
                 mean = self.running_mean.to(columns.dtype)
                 centered = split(columns - mean[:, None], self.channels_per_group)
-                matrices = self._running_matrices(columns.dtype)
+                matrices = self.running_matrices(columns.dtype)
             if self.rotate is not None:
                 matrices = [q.to(w.dtype) @ w for q, w in zip(self.rotate(), matrices, strict=True)]
             return transform(centered, matrices, self.weight, self.bias, like=x)
@@ -179,13 +179,19 @@ class BatchWhitening2d(nn.Module):
             text += f", rotation={self.rotation}"
         return f"{text}, affine={self.affine}"
 
-    def _whiten(self, covariances: list[Tensor]) -> list[Tensor]:
+    def batch_matrices(self, covariances: list[Tensor]) -> list[Tensor]:
+        """Return the whitening matrices of a batch, before the rotation.
+
+        Args:
+            covariances: of its groups of channels, without eps.
+        """
         return [self.solver(covariance) for covariance in covariances]
 
-    def _running_matrices(self, dtype: torch.dtype) -> list[Tensor]:
+    def running_matrices(self, dtype: torch.dtype) -> list[Tensor]:
+        """Return the whitening matrices of evaluation, before the rotation."""
         if self.running == "matrix":
             return split_matrices(self.running_matrix.to(dtype))
-        return self._whiten(split_matrices(self.running_covariance.to(dtype)))
+        return self.batch_matrices(split_matrices(self.running_covariance.to(dtype)))
 
     @torch.no_grad()
     def _update(self, batch: BatchStatistics, matrices: list[Tensor]) -> None:

@@ -106,7 +106,7 @@ def _outputs(layers: Mapping[str, nn.Module], use: Any) -> Iterator[None]:
                 hook = activation.register_forward_pre_hook(lambda _, args, name=name: use(name, args[0]))
             else:
                 hook = layer.register_forward_hook(lambda _, __, output, name=name: use(name, output))
-            stack.callback(hook.remove)
+            stack.enter_context(hook)
         yield
 
 

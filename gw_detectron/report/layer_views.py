@@ -1,5 +1,6 @@
 """Feature maps and channel correlations before and after a norm layer."""
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -115,13 +116,10 @@ def _inputs(model: nn.Module, names: Sequence[str], image: dict[str, Any]) -> di
 
         return hook
 
-    handles = [model.get_submodule(name).register_forward_pre_hook(keep(name)) for name in names]
-    try:
-        with torch.no_grad():
-            model([image])
-    finally:
-        for handle in handles:
-            handle.remove()
+    with contextlib.ExitStack() as hooks, torch.no_grad():
+        for name in names:
+            hooks.enter_context(model.get_submodule(name).register_forward_pre_hook(keep(name)))
+        model([image])
     return inputs
 
 

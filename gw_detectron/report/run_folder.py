@@ -23,7 +23,7 @@ from ..checkpoint import Checkpoint, last_checkpoint, load_checkpoint, open_chec
 from ..config import read_config
 from ..engine.run_datasets import use_recorded_datasets
 from ..engine.run_files import METRICS, PREDICTIONS, read_metrics
-from ..errors import ConfigError, DataError, MissingFileError, UserError, is_user_error, summarize_names
+from ..errors import ConfigError, DataError, MissingFileError, UserError, check_minimum, is_user_error, summarize_names
 from ..modeling import build_checked_model
 from .detections import Detections, ImageMatches
 
@@ -47,8 +47,7 @@ class ReportOptions:
     layers: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        if self.images < 1:
-            raise ConfigError(f"--images ({self.images}): not positive. Fix: give 1 or more.")
+        check_minimum("--images", self.images)
         for name, value in (("--iou", self.iou), ("--score", self.score)):
             if not 0 <= value <= 1:
                 raise ConfigError(f"{name} ({value}): not between 0 and 1. Fix: give e.g. 0.5.")

@@ -72,5 +72,5 @@ def test_remark():
 def test_invalid_arguments():
     with pytest.raises(ValueError, match=r"groups \(3\): does not divide 16"):
         group_constraints(16, 1, 3, whiten=True)
-    with pytest.raises(ValueError, match=r"m \(0\): not a positive integer"):
+    with pytest.raises(ValueError, match=r"m \(0\): too small"):
         batch_constraints(4, 0)

@@ -98,7 +98,7 @@ def test_images_are_read_one_at_a_time(cfg, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("wrong", [{"samples": 0}, {"samples": -1}, {"count": 0}])
 def test_invalid_counts(cfg, wrong):
-    with pytest.raises(ValueError, match=r"{} \({}\): not positive".format(*next(iter(wrong.items())))):
+    with pytest.raises(ValueError, match=r"{} \({}\): too small".format(*next(iter(wrong.items())))):
         analyze_layers(cfg, progress=False, **wrong)
 
 

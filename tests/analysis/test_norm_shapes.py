@@ -126,5 +126,5 @@ def test_every_norm_of_every_detector_is_reached(small, change):
 
 
 def test_a_number_that_is_not_positive(small):
-    with pytest.raises(ValueError, match=r"images \(0\): not positive"):
+    with pytest.raises(ValueError, match=r"images \(0\): too small"):
         norm_shapes(small, 64, 64, 0)

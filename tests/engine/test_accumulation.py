@@ -225,7 +225,7 @@ def test_metrics_are_the_mean_loss_and_the_whole_time_for_data():
 
 @pytest.mark.parametrize("batches", [0, -1])
 def test_a_number_that_is_not_positive_is_refused(batches):
-    with pytest.raises(ConfigError, match=rf"SOLVER.ACCUMULATE \({batches}\): not positive. Fix: "):
+    with pytest.raises(ConfigError, match=rf"SOLVER.ACCUMULATE \({batches}\): too small. Fix: "):
         product_after([1.0], 1) and accumulated_step(None, batches)
 
 

@@ -9,9 +9,9 @@ from experiments import padding, tiling
 from experiments.padding import analyze_padding
 from experiments.tiling import analyze_tiling
 from experiments.trained_detector import Example, box_ap, load_detector
-from gw_detectron.analysis.result import AnalysisError
 from gw_detectron.config import read_config
 from gw_detectron.data import SyntheticConfig, make_synthetic, register_synthetic
+from gw_detectron.errors import ConfigError
 from gw_detectron.modeling import build_checked_model
 
 from ..report.fake_run import write_run
@@ -53,7 +53,7 @@ def test_a_run_on_own_data(tmp_path):
     assert len(examples) == 2 and len(examples[0].boxes) > 0
     text = (folder / "config.yaml").read_text().replace("fake_val", "unknown_val")
     (folder / "config.yaml").write_text(text)
-    with pytest.raises(AnalysisError, match=r"DATASETS.TEST \('unknown_val'\): not registered. Fix: register it"):
+    with pytest.raises(ConfigError, match=r"DATASETS.TEST \('unknown_val'\): not registered. Fix: register it"):
         load_detector(**arguments, progress=False)
 
 
@@ -157,13 +157,13 @@ def test_one_tile_is_the_image(detectors):
 
 
 def test_wrong_numbers_are_refused(detectors):
-    with pytest.raises(AnalysisError, match=r"batches \(\[0\]\): expected positive numbers. Fix: give 1 or more"):
+    with pytest.raises(ConfigError, match=r"batches \(\[0\]\): expected positive numbers. Fix: give 1 or more"):
         analyze_padding(**detectors["GW"], batches=[0])
-    with pytest.raises(AnalysisError, match=r"tiles \(\[\]\): expected positive numbers"):
+    with pytest.raises(ConfigError, match=r"tiles \(\[\]\): expected positive numbers"):
         analyze_tiling(**detectors["GW"], tiles=[])
-    with pytest.raises(AnalysisError, match=r"tiles \(4\): no image has 128 pixels per side. Fix: give fewer tiles"):
+    with pytest.raises(ConfigError, match=r"tiles \(4\): no image has 128 pixels per side. Fix: give fewer tiles"):
         analyze_tiling(**detectors["GW"], tiles=[4], progress=False)
-    with pytest.raises(AnalysisError, match=r"images \(-1\): negative"):
+    with pytest.raises(ConfigError, match=r"images \(-1\): negative"):
         load_detector(**detectors["GW"], images=-1)
 
 

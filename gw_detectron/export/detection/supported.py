@@ -21,7 +21,7 @@ from torch import nn
 from ...modeling import GWFastRCNNConvFCHead, GWMaskRCNNConvUpsampleHead, GWRetinaNet, GWRetinaNetHead
 from ..parity import ExportError
 
-_FIX = "Fix: export its backbone with tools/export_backbone.py."
+_FIX = "Fix: export its backbone with gw-detectron export-backbone."
 # attribute -> the classes that are exported; a subclass may compute something else
 _MODELS = (GeneralizedRCNN, RetinaNet, GWRetinaNet)
 _BOXES = {"anchor_generator": (DefaultAnchorGenerator,), "box2box_transform": (Box2BoxTransform,)}
