@@ -1,6 +1,5 @@
 """Config keys of this package, and reading a yaml with them."""
 
-import difflib
 import operator
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,7 +11,7 @@ from detectron2.config import CfgNode, get_cfg
 from detectron2.utils.file_io import PathManager
 
 from .errors import ConfigError, MissingFileError, similar_names
-from .shipped_configs import find_config_file, shipped_configs
+from .shipped_configs import find_config_file, similar_configs
 
 _LONGEST_FILE = 2**18  # characters; a dumped config has 10,000, and PyYAML reads 100,000 in a second
 _MOST_NODES = 100_000  # values of a file, those of an alias each time; Detectron2 copies them
@@ -273,12 +272,9 @@ def _missing_config_message(given: str) -> str:
     if not given:
         return "--config-file: not given. Fix: give a file, or a name of `gw-detectron configs`."
     beside = {path.name: str(path) for path in Path(given).parent.glob("*.yaml")}
-    known = {name.rpartition("/")[2]: name for name in shipped_configs()} | beside
-    near = [known[name] for name in difflib.get_close_matches(Path(given).name, known)]
-    similar = f" Similar: {', '.join(near)}." if near else ""
     return (
-        f"--config-file: file not found: '{given}' (cwd: {os.getcwd()}).{similar} Fix: give an existing file, or a "
-        "name of `gw-detectron configs`."
+        f"--config-file: file not found: '{given}' (cwd: {os.getcwd()}).{similar_configs(given, beside)} Fix: give an "
+        "existing file, or a name of `gw-detectron configs`."
     )
 
 

@@ -1,7 +1,5 @@
 """Configs and models of this package, as in ``detectron2.model_zoo``."""
 
-import difflib
-
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode, LazyConfig, instantiate
@@ -12,7 +10,7 @@ from .checkpoint import load_checkpoint, open_checkpoint
 from .config import read_config
 from .errors import ConfigError
 from .modeling import build_checked_model
-from .shipped_configs import shipped_configs
+from .shipped_configs import shipped_configs, similar_configs
 
 __all__ = ["get", "get_config", "get_config_file", "list_configs"]
 
@@ -38,10 +36,9 @@ def get_config_file(name: str) -> str:
     """
     files = shipped_configs()
     if name not in files:
-        alike = difflib.get_close_matches(name, files, n=3, cutoff=0.5)
-        near = ", ".join(alike or [file for file in files if name and name.lower() in file.lower()][:3])
-        fix = f"give one of the nearest: {near}." if near else "see `gw-detectron configs`."
-        raise ConfigError(f"config ({name!r}): unknown. Fix: {fix}")
+        raise ConfigError(
+            f"config ({name!r}): unknown.{similar_configs(name)} Fix: give one of `gw-detectron configs`."
+        )
     return str(files[name])
 
 

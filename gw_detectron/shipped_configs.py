@@ -1,10 +1,13 @@
 """The config files that this package brings."""
 
+import difflib
 import importlib.resources
 import itertools
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from .errors import MissingFileError
 
@@ -49,3 +52,17 @@ def find_config_file(name: str | os.PathLike[str]) -> str:
         else [each for each in files if each.rpartition("/")[2] in (wanted, f"{wanted}.yaml")]
     )
     return str(files[found[0]]) if len(found) == 1 else name
+
+
+def similar_configs(name: str, others: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Return " Similar: a, b." for the shipped configs, and others, whose file names are near to that of a name, or "".
+
+    Args:
+        name: not that of a config.
+        others: file name -> path.
+    """
+    known = {file.rpartition("/")[2].lower(): file for file in shipped_configs()}
+    known |= {file.lower(): path for file, path in others.items()}
+    last = Path(name).name.lower()
+    alike = difflib.get_close_matches(last, known, n=3) or [file for file in known if last and last in file.lower()][:3]
+    return f" Similar: {', '.join(known[file] for file in alike)}." if alike else ""

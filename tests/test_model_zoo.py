@@ -44,7 +44,7 @@ def test_files_outside_the_configs_are_refused(name: str):
 
 @pytest.mark.parametrize("function", [model_zoo.get_config, model_zoo.get])
 def test_trained_weights_are_not_published(function):
-    with pytest.raises(ValueError, match=r"trained \(True\): no weights .*tools/train_net\.py"):
+    with pytest.raises(ValueError, match=r"trained \(True\): no weights .*gw-detectron train"):
         function(GW_R50, trained=True)
 
 

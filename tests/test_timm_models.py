@@ -14,7 +14,7 @@ from timm.utils import CheckpointSaver
 from torch import nn
 
 from gw_detectron import norm_table, timm_models  # noqa: F401, the import registers the models
-from gw_detectron.checkpoint.convert import to_torchvision
+from gw_detectron.checkpoint.weights_conversion import to_torchvision
 from gw_detectron.checkpoint.weights_io import UnknownNormFileError, convert_file
 from gw_detectron.config import read_config
 from gw_detectron.errors import UserError

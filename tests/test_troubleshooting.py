@@ -37,7 +37,7 @@ COMPLETED = {
     "run_folder": ("report/run_folder.py", "Fix: run `{command}`."),
     "table": ("benchmarks/table.py", "Fix: measure it again."),
     "trainer": ("engine/nonfinite.py", "Fix:"),
-    "weights_io": ("checkpoint/convert.py", "Fix:"),  # repeats an error with the name of the file
+    "weights_io": ("checkpoint/weights_conversion.py", "Fix:"),  # repeats an error with the name of the file
     "whitening_statistics": ("analysis/layer_analysis.py", "Fix:"),
 }
 

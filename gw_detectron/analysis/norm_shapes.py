@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..errors import check_minimum
 from ..layers import BatchWhitening2d, FrozenBatchWhitening2d, GroupWhitening2d
 from ..modeling.build import build_checked_model
-from ..norms.norm_table import NormRow, is_synchronized, norm_rows
+from ..norms.norm_listing import NormRow, is_synchronized, norm_rows
 from ..ops.solvers.newton import count_products
 from .feasibility import Constraints, batch_constraints, group_constraints
 

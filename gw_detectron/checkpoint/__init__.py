@@ -3,7 +3,6 @@
 from .architecture import Architecture, WeightsError
 from .catalog import CATALOG, PublishedWeights, local_weights, register_weights
 from .checkpointer import GWDetectionCheckpointer
-from .convert import Conversion, convert, to_torchvision
 from .load_report import LoadReport, PartialLoadError
 from .loading import (
     Checkpoint,
@@ -19,6 +18,7 @@ from .norm_inference import NORMS, UnknownNormError
 from .norm_record import NormRecord, norm_differences
 from .provenance import Preprocessing, Provenance
 from .reading import RefusedFileError, WeightsFileError, read_weights_file
+from .weights_conversion import Conversion, convert, to_torchvision
 from .weights_io import convert_file, load_weights
 
 __all__ = [

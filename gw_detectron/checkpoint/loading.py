@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, FileAccessError, MissingFileError, UserError, summarize_names
 from ..modeling.norm_keys import NORM_KEYS
-from ..norms.norm_table import norm_rows
+from ..norms.norm_listing import norm_rows
 from .load_report import LoadReport
 from .norm_inference import NORMS
 from .norm_record import check_norm_record, norm_differences

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..errors import summarize_names
 from ..layers import RUNNING, GroupWhitening2d
 from ..norms import POSITIONS, norm_spec, resolve_norm
-from ..norms.norm_table import evaluation_spec
+from ..norms.norm_listing import evaluation_spec
 from .architecture import POOL_NORM, Architecture, LayerNames, Norms, WeightsError, norm_layers_at
 from .provenance import PROVENANCE, TORCHVISION, Preprocessing, Provenance
 from .reading import Contents

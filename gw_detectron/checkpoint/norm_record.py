@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..norms.convs import CONVS, conv_names
-from ..norms.norm_table import evaluation_spec, norm_rows
+from ..norms.norm_listing import evaluation_spec, norm_rows
 from .architecture import Architecture, infer_architecture
 from .norm_inference import NORMS, norm_key
 from .provenance import PROVENANCE, Provenance

@@ -14,8 +14,8 @@ from ..config import default_config
 from ..errors import summarize_names
 from ..modeling import add_pool_norm, build_gw_resnet_backbone
 from .architecture import POOL_NORM, WeightsError, build_torchvision
-from .convert import Conversion
 from .provenance import Provenance
+from .weights_conversion import Conversion
 
 STAGES = ("stem", "res2", "res3", "res4", "res5")
 LOGITS = "logits"

@@ -23,7 +23,6 @@ from ..data.images import center_crop, classification_input, detection_input
 from ..errors import DataError
 from ..progress import progress_bar
 from .architecture import WeightsError
-from .convert import Conversion, convert
 from .loading import local_path
 from .provenance import PREPROCESSING, TORCHVISION, Preprocessing, sha256_of
 from .reference_networks import (
@@ -34,6 +33,7 @@ from .reference_networks import (
     torchvision_classifier,
     torchvision_stages,
 )
+from .weights_conversion import Conversion, convert
 from .weights_io import UnknownNormFileError, load_weights
 
 # Relative. Rounding in float64 stays far below it; even a missing eps exceeds it by far.

@@ -17,10 +17,10 @@ from safetensors.torch import save
 from ..atomic import atomic_write, remove_unfinished
 from ..errors import MissingFileError, UserError
 from .architecture import WeightsError
-from .convert import Conversion, convert, to_torchvision, unwrap
 from .norm_inference import HEADER_PROVENANCE, Notes, UnknownNormError, read_notes
 from .provenance import PREPROCESSING, PROVENANCE, TORCHVISION, Preprocessing, tool
 from .reading import WeightsFileError, read_weights_file
+from .weights_conversion import Conversion, convert, to_torchvision, unwrap
 
 SUFFIXES = (".pkl", ".safetensors")
 
@@ -46,8 +46,8 @@ def convert_file(
     Each file is written atomically.
 
     Args:
-        source: see :func:`.reading.read_weights_file` and :func:`.convert.convert`; or converted weights, to write them
-            in the other format.
+        source: see :func:`.reading.read_weights_file` and :func:`.weights_conversion.convert`; or converted weights, to
+            write them in the other format.
         target: ends in ``.pkl``, for ``MODEL.WEIGHTS``, or in ``.safetensors``, for ``MODEL.WEIGHTS`` as
             ``gw://file/<path>``.
         keep_fc: keep the classifier.
@@ -96,7 +96,7 @@ def load_weights(
 
     Args:
         path: a source or target of :func:`convert_file`.
-        architecture, positions, norm, pool_norm: see :func:`.convert.convert`.
+        architecture, positions, norm, pool_norm: see :func:`.weights_conversion.convert`.
         keep_fc: keep the classifier; None keeps it if there is one.
         preprocessing: a name in :data:`.provenance.PREPROCESSING`; None if recorded, or if the source has torchvision's
             names, which imply torchvision's preprocessing.

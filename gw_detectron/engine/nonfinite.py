@@ -9,7 +9,7 @@ from detectron2.utils.events import EventStorage
 from torch import Tensor, nn
 
 from ..errors import UserError
-from ..norms.norm_table import is_synchronized
+from ..norms.norm_listing import is_synchronized
 
 _STABILIZE = "lower SOLVER.BASE_LR, lengthen SOLVER.WARMUP_ITERS or set SOLVER.CLIP_GRADIENTS.ENABLED True"
 

@@ -22,7 +22,7 @@ from ..config import get_value, read_config
 from ..data import record_datasets, registered_datasets
 from ..errors import ConfigError, FileAccessError
 from ..modeling.class_counts import object_count_keys
-from ..norms.norm_table import norm_summary
+from ..norms.norm_listing import norm_summary
 from ..preflight import Findings, preflight
 from .launch import in_all_processes
 from .output_lock import lock_output, output_unlocked_at_end

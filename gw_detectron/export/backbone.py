@@ -6,7 +6,7 @@ from typing import Any
 
 from detectron2.modeling import FPN, Backbone
 
-from ..norms.norm_table import norm_counts
+from ..norms.norm_listing import norm_counts
 from ..progress import steps
 from .atomic_folder import atomic_folder
 from .feature_extractor import FeatureExtractor, Normalization

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..data.class_metadata import class_metadata
 from ..data.images import channels_first, evaluation_input, read_image, synthetic_images
-from ..norms.norm_table import norm_counts
+from ..norms.norm_listing import norm_counts
 from ..progress import steps
 from .atomic_folder import atomic_folder
 from .detection import (

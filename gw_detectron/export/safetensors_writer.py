@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from ..checkpoint.architecture import Norms, build_torchvision, infer_architecture
-from ..checkpoint.convert import to_torchvision
 from ..checkpoint.norm_inference import DESCRIPTION, NORM_CLASSES, NORMS, build_norm
 from ..checkpoint.norm_record import NormRecord
 from ..checkpoint.reference_networks import torchvision_stages
+from ..checkpoint.weights_conversion import to_torchvision
 from ..layers import GroupWhitening2d
 from ..norms.convs import conv_names
 from .exported_file import ExportedFile

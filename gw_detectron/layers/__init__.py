@@ -24,7 +24,7 @@ from ..ops.solvers import SOLVERS, Solver, newton_inverse_sqrt, zca_inverse_sqrt
 from .batch_renorm import BatchRenorm2d
 from .batch_whitening import ROTATIONS, RUNNING, BatchWhitening2d, FrozenBatchWhitening2d
 from .group_whitening import GroupWhitening2d, use_path
-from .joint_statistics import joint_statistics
+from .shared_statistics import joint_statistics
 from .weight_standardization import standardize_weight, standardize_weights
 
 __all__ = [

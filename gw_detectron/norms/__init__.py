@@ -4,7 +4,7 @@ from .conversion import ConversionReport, convert_norms
 from .convs import convert_convs
 from .installed import Norm
 from .names import NormError, norm_options, norm_spec, resolve_norm
-from .norm_table import norm_rows, norm_summary, norm_table
+from .norm_listing import norm_rows, norm_summary, norm_table
 from .positions import POSITIONS, whitened_convs
 from .replacement import ConversionError
 

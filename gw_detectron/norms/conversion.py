@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..layers import GroupWhitening2d
 from .calibrate import match_moments, moments, relative_difference
 from .names import norm_options, resolve_norm
-from .norm_table import channels_of
+from .norm_listing import channels_of
 from .positions import POSITIONS, norms_at
 from .replacement import ConversionError, describe, keeps_statistics, replacement
 

@@ -1,6 +1,7 @@
 """The norms of the installed libraries: Detectron2's, or else those of torch and torchvision."""
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +12,11 @@ from ..requirements import has_detectron2, scripting_warnings_ignored
 Norm = str | Callable[[int], nn.Module]
 
 
-def _group_norm(num_channels: int) -> nn.GroupNorm:
-    return nn.GroupNorm(32, num_channels)
-
-
-_BUILDERS: dict[str, Callable[[int], nn.Module]] = {"BN": nn.BatchNorm2d, "SyncBN": nn.SyncBatchNorm, "GN": _group_norm}
+_BUILDERS: dict[str, Callable[[int], nn.Module]] = {
+    "BN": nn.BatchNorm2d,
+    "SyncBN": nn.SyncBatchNorm,
+    "GN": functools.partial(nn.GroupNorm, 32),
+}
 _frozen: list[Any] = []
 with contextlib.suppress(ImportError, RuntimeError):  # torchvision is missing, or made for another torch
     from torchvision.ops import FrozenBatchNorm2d

@@ -8,7 +8,7 @@ from ..layers import BatchRenorm2d, BatchWhitening2d, GroupWhitening2d
 from ..layers.class_change import ClassChange, change_class
 from .installed import get_norm
 from .names import find_norm_spec, resolve_norm
-from .norm_table import channels_of
+from .norm_listing import channels_of
 
 _AFFINE = ("weight", "bias")
 _STATISTICS = ("running_mean", "running_var", "running_matrix", "running_covariance")

@@ -15,7 +15,7 @@ from ..errors import ConfigError, summarize_names
 from ..layers import BatchWhitening2d, FrozenBatchWhitening2d
 from ..modeling.build import build_checked_model
 from ..modeling.norm_keys import NORM_KEYS, unread_keys
-from ..norms.norm_table import is_synchronized
+from ..norms.norm_listing import is_synchronized
 from .findings import Findings
 
 # part of a layer name -> key of its norm

@@ -1,15 +1,14 @@
 """Write the report of a run folder."""
 
-import importlib.util
 import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import MissingPackageError
 from ..export.atomic_folder import atomic_folder
 from ..progress import progress_bar
+from ..requirements import require_packages
 from .confusion import confusion_section
 from .example_images import errors_section, predictions_section
 from .layer_views import layers_section
@@ -47,8 +46,8 @@ def write_report(
         OutputFolderError: ``output`` holds other files.
         MissingPackageError: TensorBoard is not installed.
     """
-    if tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise MissingPackageError("--tensorboard: not installed. Fix: pip install tensorboard.")
+    if tensorboard:
+        require_packages("--tensorboard", "tensorboard")
     options = options or ReportOptions()
     run = RunFolder(folder, options)
     output = run.folder / "report" if output is None else Path(output)

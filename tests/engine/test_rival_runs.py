@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gw_detectron.engine import main
-from gw_detectron.norms.norm_table import evaluation_spec
+from gw_detectron.norms.norm_listing import evaluation_spec
 
 from ..tiny_run import arguments
 

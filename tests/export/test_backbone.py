@@ -15,7 +15,7 @@ from torch.export.passes import move_to_device_pass
 from gw_detectron.errors import FileAccessError, UserError
 from gw_detectron.export import TOLERANCE, ExportError, Normalization, ParityError, export_backbone
 from gw_detectron.layers import GroupWhitening2d
-from gw_detectron.norms.norm_table import norm_rows
+from gw_detectron.norms.norm_listing import norm_rows
 
 needs_export = pytest.mark.skipif(
     torch.__version__ < torch.torch_version.TorchVersion("2.13"), reason="torch.export excludes image sizes before 2.13"

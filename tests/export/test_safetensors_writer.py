@@ -21,7 +21,7 @@ from gw_detectron.export.parity import ExportError
 from gw_detectron.export.safetensors_writer import write_safetensors
 from gw_detectron.layers import GroupWhitening2d
 from gw_detectron.model_zoo import get_config, get_config_file
-from gw_detectron.norms.norm_table import norm_rows
+from gw_detectron.norms.norm_listing import norm_rows
 
 DEMO = "quick_schedules/mask_rcnn_R_18_FPN_GW_demo.yaml"
 

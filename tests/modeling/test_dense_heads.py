@@ -22,7 +22,7 @@ from gw_detectron.modeling import (
     GWSemSegFPNHead,
 )
 from gw_detectron.modeling.dense_heads import HAS_FCOS
-from gw_detectron.norms.norm_table import norm_rows
+from gw_detectron.norms.norm_listing import norm_rows
 
 REGION = ShapeSpec(channels=16, height=7, width=7)
 LEVELS = {f"p{level}": ShapeSpec(channels=16, stride=2**level) for level in (2, 3, 4)}

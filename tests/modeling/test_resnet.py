@@ -9,7 +9,7 @@ from gw_detectron.layers import GroupWhitening2d
 from gw_detectron.modeling import add_pool_norm, build_gw_resnet_backbone, gw_resnet
 from gw_detectron.modeling.resnet import GWDeformBottleneckBlock
 from gw_detectron.norms import norm_spec, whitened_convs
-from gw_detectron.norms.norm_table import norm_rows
+from gw_detectron.norms.norm_listing import norm_rows
 
 RGB = ShapeSpec(channels=3)
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import io
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -83,7 +83,7 @@ def compare_accuracy(
             (result,) = detect(item)
             evaluator.process([item], [{"instances": postprocess(result, item["height"], item["width"])}])
         with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints
-            found = evaluator.evaluate(img_ids=_ids(images.inputs))
+            found = evaluator.evaluate(img_ids=[item["image_id"] for item in images.inputs])
         return {task: values["AP"] for task, values in found.items()}
 
     expected = ap(lambda item: detector.expected([detector.evaluation_image(item)]))
@@ -95,7 +95,3 @@ def compare_accuracy(
                 f"model's is {value:.2f}. Fix: export for larger images (INPUT.MIN_SIZE_TEST) or in another format."
             )
     return {"dataset": images.dataset, "images": len(images.inputs), "model": expected, "exported": found}
-
-
-def _ids(inputs: Iterable[dict[str, Any]]) -> list[Any]:
-    return [item["image_id"] for item in inputs]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from detectron2.modeling.anchor_generator import DefaultAnchorGenerator
+from detectron2.modeling.box_regression import Box2BoxTransform
 from torch import Tensor
 from torchvision.ops import nms
 
@@ -47,6 +48,19 @@ def clip(boxes: Tensor, sizes: Tensor) -> Tensor:
 def take(values: Tensor, index: Tensor) -> Tensor:
     """Take rows of every image: (N, M, D) and (N, K) -> (N, K, D)."""
     return values.gather(1, index[:, :, None].expand(-1, -1, values.shape[2]))
+
+
+def decode(transform: Box2BoxTransform, prediction: Tensor, anchors: Tensor, index: Tensor) -> Tensor:
+    """Return the boxes of some anchors of a level, (N, K, 4).
+
+    Args:
+        transform: from deltas to boxes.
+        prediction: the deltas of all anchors, (N, A * 4, H, W).
+        anchors: (H * W * A, 4).
+        index: of the anchors in every image, (N, K).
+    """
+    deltas = take(per_anchor(prediction, 4), index)
+    return transform.apply_deltas(deltas.flatten(0, 1), anchors[index].flatten(0, 1)).view_as(deltas)
 
 
 def top(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:

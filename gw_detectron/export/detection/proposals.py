@@ -6,7 +6,7 @@ import torch
 from detectron2.modeling.proposal_generator import RPN
 from torch import Tensor
 
-from .boxes import NO_BOX, clip, grid_anchors, per_anchor, suppress, take, top
+from .boxes import NO_BOX, clip, decode, grid_anchors, per_anchor, suppress, take, top
 
 
 def propose(rpn: RPN, features: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, Tensor]:
@@ -25,9 +25,7 @@ def propose(rpn: RPN, features: Mapping[str, Tensor], sizes: Tensor) -> tuple[Te
     all_boxes, all_scores, all_levels = [], [], []
     for level, (logits, deltas, anchors) in enumerate(predictions):
         scores, index = top(per_anchor(logits, 1)[:, :, 0], rpn.pre_nms_topk[False])
-        deltas = take(per_anchor(deltas, 4), index)
-        boxes = rpn.box2box_transform.apply_deltas(deltas.flatten(0, 1), anchors[index].flatten(0, 1))
-        all_boxes.append(boxes.view_as(deltas))
+        all_boxes.append(decode(rpn.box2box_transform, deltas, anchors, index))
         all_scores.append(scores)
         all_levels.append(torch.full_like(index[0], level))
     boxes, scores, levels = torch.cat(all_boxes, 1), torch.cat(all_scores, 1), torch.cat(all_levels)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .boxes import NO_BOX, clip, grid_anchors, per_anchor, suppress, take, top
+from .boxes import NO_BOX, clip, decode, grid_anchors, per_anchor, suppress, top
 from .program import DetectorProgram
 
 
@@ -27,10 +27,7 @@ class RetinaNetProgram(DetectorProgram):
             scores = per_anchor(logits, model.num_classes).flatten(1).sigmoid()
             scores = torch.where(scores > self.score_threshold, scores, NO_BOX)
             scores, index = top(scores, model.test_topk_candidates)
-            anchor = index // model.num_classes
-            deltas = take(per_anchor(deltas, 4), anchor)
-            boxes = model.box2box_transform.apply_deltas(deltas.flatten(0, 1), anchors[anchor].flatten(0, 1))
-            all_boxes.append(boxes.view_as(deltas))
+            all_boxes.append(decode(model.box2box_transform, deltas, anchors, index // model.num_classes))
             all_scores.append(scores)
             all_classes.append(index % model.num_classes)
         boxes, scores, classes = (torch.cat(values, 1) for values in (all_boxes, all_scores, all_classes))

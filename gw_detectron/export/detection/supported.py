@@ -1,5 +1,6 @@
 """Check that a detector has only parts whose control flow can be exported."""
 
+import operator
 from typing import Any
 
 from detectron2.layers import ROIAlign
@@ -55,7 +56,7 @@ def check_supported(model: nn.Module) -> None:
         raise ExportError(f"model.backbone: pads images to squares, which is not exported. {_FIX}")
     parts = _RCNN if isinstance(model, GeneralizedRCNN) else _RETINANET
     for name, classes in parts.items():
-        _check(f"model.{name}", _part(model, name), classes)
+        _check(f"model.{name}", operator.attrgetter(name)(model), classes)
     if parts is _RETINANET:
         return
     heads: Any = model.roi_heads
@@ -65,16 +66,10 @@ def check_supported(model: nn.Module) -> None:
     if heads.mask_on:
         poolers.append("mask_pooler")
         for name, classes in _MASKS.items():
-            _check(f"model.{name}", _part(model, name), classes)
+            _check(f"model.{name}", operator.attrgetter(name)(model), classes)
     for name in poolers:
         for layer in getattr(heads, name).level_poolers:
             _check(f"model.roi_heads.{name}", layer, (ROIAlign,))
-
-
-def _part(model: Any, name: str) -> Any:
-    for attribute in name.split("."):
-        model = getattr(model, attribute)
-    return model
 
 
 def _check(where: str, part: Any, classes: tuple[type, ...]) -> None:
