@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gw_detectron.checkpoint import NORMS, open_checkpoint
-from gw_detectron.checkpoint.run_record import RECORD, config_differences
+from gw_detectron.checkpoint.run_record import RUN_RECORD, config_differences
 from gw_detectron.config import read_config
 from gw_detectron.engine.run_files import METRICS, read_metrics
 from gw_detectron.errors import ConfigError
@@ -69,7 +69,7 @@ def read_run(config: str, gpus: int, folder: Path, log: str) -> dict[str, Any] |
     if metrics is None:
         return None
     metadata = open_checkpoint(str(folder / "model_final.pth")).metadata
-    record = metadata.get(RECORD, {})
+    record = metadata.get(RUN_RECORD, {})
     parts = [*record.get("earlier_parts", ()), record]
     if any("processes" not in part for part in parts):
         raise ConfigError(f"'{folder / 'model_final.pth'}': no record of its run. Fix: train it with this version.")

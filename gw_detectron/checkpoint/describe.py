@@ -14,7 +14,7 @@ from ..errors import printable
 from .norm_inference import NORMS
 from .provenance import PROVENANCE
 from .reading import is_finite, read_weights_file
-from .run_record import RECORD, config_differences
+from .run_record import RUN_RECORD, config_differences
 
 
 def describe_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def describe_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         "file": os.fspath(path),
         "format": contents.format,
         "iteration": content.get("iteration", trainer.get("iteration") if isinstance(trainer, Mapping) else None),
-        **{key: content.get(key) for key in (RECORD, PROVENANCE)},
+        **{key: content.get(key) for key in (RUN_RECORD, PROVENANCE)},
         "header": dict(contents.metadata) or None,
         "norms": dict(Counter(names).most_common()) or None,
         "optimizer_state": any("optimizer" in name for key in {*entries} - {"model"} for name in entries[key]),
@@ -98,11 +98,11 @@ def _changed(value: Any, record: Mapping[str, Any]) -> Any:
 
 def format_description(description: Mapping[str, Any], *, with_config: bool = True) -> str:
     """Format the result of :func:`describe_checkpoint` as yaml; the config of the run comes last."""
-    record, config = description.get(RECORD), ""
+    record, config = description.get(RUN_RECORD), ""
     if isinstance(record, dict) and "config" in record:
         lines = str(record["config"]).splitlines()
         config = f"config: {len(lines)} lines, printed with --config"
         if with_config:
             config = "config:\n" + "\n".join(f"  {printable(line)}" for line in lines)
         record = {key: _changed(value, record) for key, value in record.items() if key != "config"}
-    return yaml.safe_dump({**description, **({RECORD: record} if record else {})}, sort_keys=False) + config
+    return yaml.safe_dump({**description, **({RUN_RECORD: record} if record else {})}, sort_keys=False) + config

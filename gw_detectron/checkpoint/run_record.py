@@ -21,13 +21,13 @@ from .provenance import PROVENANCE
 log = logging.getLogger(__name__)
 
 #: key of the record in a checkpoint
-RECORD = "record"
+RUN_RECORD = "record"
 
 
 class RunRecord:
     """Record of a run for its checkpoints, in strings, numbers, lists and dicts.
 
-    Add it to Detectron2's ``DetectionCheckpointer`` with ``add_checkpointable(RECORD, RunRecord(cfg.dump(), seed))``.
+    Add it to Detectron2's ``DetectionCheckpointer``: ``add_checkpointable(RUN_RECORD, RunRecord(cfg.dump(), seed))``.
 
     Args:
         config: the config as yaml.
@@ -80,7 +80,7 @@ def config_differences(record: Any, config: str) -> dict[str, str]:
     """Describe the values of a config that differ from those in the record of a run.
 
     Args:
-        record: under :data:`RECORD` in a checkpoint; one without a config differs in nothing.
+        record: under :data:`RUN_RECORD` in a checkpoint; one without a config differs in nothing.
         config: the config as yaml.
 
     Returns:
@@ -90,7 +90,7 @@ def config_differences(record: Any, config: str) -> dict[str, str]:
     if not isinstance(before, str) or before == config:
         return {}
     try:
-        old, new = (dict(flat_items(parse_config(text, RECORD))) for text in (before, config))
+        old, new = (dict(flat_items(parse_config(text, RUN_RECORD))) for text in (before, config))
     except ConfigError as error:
         return {"config": f"config: not compared: {str(error).partition(' Fix: ')[0]}"}
     return {

@@ -1,14 +1,14 @@
 """Datasets: synthetic ones that come with the package, and a user's own in COCO format."""
 
 from .coco_datasets import CocoDataset, CocoDatasets, needs_registration, register_datasets, registered_datasets
-from .datasets_yaml import RECORD, check_fraction, existing_path, read_datasets, record_datasets
+from .datasets_yaml import DATASETS_FILE, check_fraction, existing_path, read_datasets, record_datasets
 from .derived_json import read_json
 from .registration import register_synthetic
 from .synthetic import make_synthetic
 from .synthetic_config import HardSyntheticConfig, SyntheticConfig
 
 __all__ = [
-    "RECORD",
+    "DATASETS_FILE",
     "CocoDataset",
     "CocoDatasets",
     "HardSyntheticConfig",

@@ -6,7 +6,7 @@ from detectron2.config import CfgNode
 from detectron2.data import Metadata, MetadataCatalog
 
 from .coco_datasets import CocoDatasets, needs_registration
-from .datasets_yaml import RECORD, read_datasets
+from .datasets_yaml import DATASETS_FILE, read_datasets
 
 
 def class_metadata(cfg: CfgNode, config_file: str | None = None) -> Metadata:
@@ -37,7 +37,7 @@ def recorded_classes(config_file: str) -> Metadata | None:
     Raises:
         ConfigError: the ``datasets.yaml`` has an unknown key or a value of the wrong type.
     """
-    record = Path(config_file).with_name(RECORD)
+    record = Path(config_file).with_name(DATASETS_FILE)
     return classes_of(read_datasets(str(record), needed=())) if record.is_file() else None
 
 

@@ -14,7 +14,7 @@ from ..config import parse_config
 from ..errors import ConfigError, MissingFileError, similar_names
 from .coco_datasets import CocoDataset, CocoDatasets
 
-RECORD = "datasets.yaml"  # in a run folder, beside config.yaml
+DATASETS_FILE = "datasets.yaml"  # in a run folder, beside config.yaml
 _PATHS = {"json": os.path.isfile, "images": os.path.isdir}
 
 
@@ -33,7 +33,7 @@ def record_datasets(datasets: CocoDatasets, folder: str) -> None:
             if Path(dataset.json).is_relative_to(top):
                 given["json"] = os.path.relpath(dataset.json, top)
             tree.setdefault(role, {})[name] = given
-    with atomic_write(Path(folder, RECORD)) as temporary:
+    with atomic_write(Path(folder, DATASETS_FILE)) as temporary:
         temporary.write_text(yaml.safe_dump(tree, sort_keys=False))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from detectron2.config import CfgNode
 
 from ..data import (
-    RECORD,
+    DATASETS_FILE,
     CocoDataset,
     CocoDatasets,
     check_fraction,
@@ -86,7 +86,7 @@ def use_recorded_datasets(
         ConfigError: the yaml cannot be used.
         MissingFileError: a file or folder that it names does not exist.
     """
-    record = Path(config_file).with_name(RECORD)
+    record = Path(config_file).with_name(DATASETS_FILE)
     if needs_registration((*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST)) and record.is_file():
         register_datasets(read_datasets(str(record), needed=needed), folder)
 

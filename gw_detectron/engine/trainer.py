@@ -22,7 +22,7 @@ from detectron2.utils.file_io import PathManager
 
 from ..atomic import AtomicPathManager, remove_unfinished
 from ..checkpoint import NORMS, LoadReport, NormRecord, StartWeights, load_checkpoint, open_start_weights
-from ..checkpoint.run_record import RECORD, RunRecord
+from ..checkpoint.run_record import RUN_RECORD, RunRecord
 from ..data.dataset_mapper import ImageNamingMapper
 from ..errors import ConfigError, is_user_error
 from .accumulation import accumulated_step
@@ -73,7 +73,7 @@ class Trainer(DefaultTrainer):
         self.checkpointer.path_manager = AtomicPathManager(PathManager)
         self.checkpointer.add_checkpointable(NORMS, NormRecord(self.checkpointer.model))
         self.record = RunRecord(record, cfg.SEED)
-        self.checkpointer.add_checkpointable(RECORD, self.record)
+        self.checkpointer.add_checkpointable(RUN_RECORD, self.record)
         self._loss_guard = LossGuard(self.checkpointer.model)
 
     def _init_for_cpu_processes(self, cfg: CfgNode) -> None:

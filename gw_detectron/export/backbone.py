@@ -12,7 +12,7 @@ from .atomic_folder import atomic_folder
 from .feature_extractor import FeatureExtractor, Normalization
 from .formats import Written, write_onnx, write_pt2, write_torchscript
 from .parity import TOLERANCE, ExportError, check_parity, worst_relative
-from .parity_files import REPORT_FILES, write_report
+from .parity_files import REPORT_FILES, write_parity_files
 from .safetensors_writer import LAYOUTS, write_safetensors
 
 #: format -> file name and writer
@@ -81,7 +81,7 @@ def export_backbone(
         cases = check_parity(extractor, written.run)
         entries |= {**written.description, "norm_layers": norm_counts(backbone)}
         entries |= {"tolerance": TOLERANCE, "worst_relative": worst_relative(cases), "cases": cases}
-        return write_report(folder / file, file_format, options.get("layout", file_format), entries, source, card)
+        return write_parity_files(folder / file, file_format, options.get("layout", file_format), entries, source, card)
 
 
 def _check_arguments(file_format: str, layout: str, normalization: Normalization) -> None:

@@ -27,7 +27,7 @@ from .detection import (
 )
 from .formats import write_onnx, write_pt2, write_torchscript
 from .parity import ExportError
-from .parity_files import REPORT_FILES, write_report
+from .parity_files import REPORT_FILES, write_parity_files
 
 #: format -> file name and writer
 DETECTOR_FORMATS = {
@@ -103,7 +103,7 @@ def export_detector(
         if evaluation is not None:
             begin(f"computing AP on {len(evaluation.inputs)} images, twice")
             entries["accuracy"] = compare_accuracy(detector, program, written, evaluation)
-        return write_report(folder / file, file_format, file_format, entries, source, card)
+        return write_parity_files(folder / file, file_format, file_format, entries, source, card)
 
 
 def detector_program(

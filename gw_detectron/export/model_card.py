@@ -12,7 +12,7 @@ from detectron2.config import CfgNode
 from ..checkpoint import CATALOG, open_checkpoint
 from ..checkpoint.catalog import PREFIX
 from ..checkpoint.provenance import PROVENANCE
-from ..checkpoint.run_record import RECORD
+from ..checkpoint.run_record import RUN_RECORD
 from ..config import parse_config
 from ..errors import ConfigError
 
@@ -56,7 +56,7 @@ def card_facts(cfg: CfgNode, name: str, license_id: str | None = None) -> dict[s
         "backbone": f"ResNe{'Xt' if resnets.NUM_GROUPS > 1 else 't'}-{resnets.DEPTH}",
         "weights_license": _published_license(cfg.MODEL.WEIGHTS),
     }
-    record, provenance = checkpoint.metadata.get(RECORD), checkpoint.metadata.get(PROVENANCE)
+    record, provenance = checkpoint.metadata.get(RUN_RECORD), checkpoint.metadata.get(PROVENANCE)
     if isinstance(record, Mapping) and isinstance(record.get("config"), str):
         facts["training"] = _training(record, checkpoint.metadata.get("iteration"))
     elif provenance:
@@ -65,7 +65,7 @@ def card_facts(cfg: CfgNode, name: str, license_id: str | None = None) -> dict[s
 
 
 def _training(record: Mapping[str, Any], iteration: Any) -> dict[str, Any]:
-    config = parse_config(record["config"], RECORD)
+    config = parse_config(record["config"], RUN_RECORD)
     start = dict(record.get("start_weights") or {})
     return {
         "datasets": list(config["DATASETS"]["TRAIN"]),

@@ -146,7 +146,7 @@ print(backbone.load_state_dict(weights))
 }
 
 
-def write_report(
+def write_parity_files(
     path: Path,
     file_format: str,
     kind: str,

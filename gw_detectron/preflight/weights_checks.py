@@ -9,7 +9,7 @@ from torch import nn
 
 from ..checkpoint import NORMS, Checkpoint, StartWeights, open_checkpoint
 from ..checkpoint.provenance import PREPROCESSING, Preprocessing
-from ..checkpoint.run_record import RECORD, config_differences
+from ..checkpoint.run_record import RUN_RECORD, config_differences
 from ..errors import UserError, summarize_names
 from ..layers import GroupWhitening2d
 from .findings import Findings
@@ -101,7 +101,7 @@ def check_fetched(
 
 def _check_recorded_config(cfg: CfgNode, start: StartWeights, checkpoint: Checkpoint, findings: Findings) -> None:
     """Compare the config with that of the run that wrote a checkpoint, which its tensors do not show."""
-    differences = config_differences(checkpoint.metadata.get(RECORD), cfg.dump())
+    differences = config_differences(checkpoint.metadata.get(RUN_RECORD), cfg.dump())
     if cfg.MODEL.RESNETS.DEPTH < 50:  # without 1x1 convolutions in its blocks
         differences.pop("MODEL.RESNETS.STRIDE_IN_1X1", None)
     what = f"{'--resume' if start.resumed else 'MODEL.WEIGHTS'} ('{start.address}')"

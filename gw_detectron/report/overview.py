@@ -4,7 +4,7 @@ import math
 import statistics
 from typing import Any
 
-from ..checkpoint.run_record import RECORD
+from ..checkpoint.run_record import RUN_RECORD
 from ..norms import norm_rows, norm_summary
 from .precision_recall import TASKS
 from .run_folder import MissingInputError, RunFolder
@@ -62,7 +62,7 @@ def _speed(run: RunFolder) -> dict[str, Any]:
 def _origin(run: RunFolder) -> dict[str, Any]:
     """Read weights, seed and versions from the checkpoint."""
     found: dict[str, Any] = {"weights": run.weights, "sha256": run.checkpoint.sha256}
-    record = run.checkpoint.metadata.get(RECORD)
+    record = run.checkpoint.metadata.get(RUN_RECORD)
     if not isinstance(record, dict):  # other software wrote the checkpoint
         return found
     versions = dict(record.get("versions", {}))

@@ -146,7 +146,11 @@ def test_a_lazy_config_is_shown_as_python(gw):
 
 def test_an_unknown_config_is_refused(gw):
     status, _, errors = gw("configs", "show", "no/such.yaml")
-    assert status == 1 and "config ('no/such.yaml'): unknown." in errors and " Fix: give one of `gw-detectron configs`" in errors
+    assert (
+        status == 1
+        and "config ('no/such.yaml'): unknown." in errors
+        and " Fix: give one of `gw-detectron configs`" in errors
+    )
     assert "quick_schedules/mask_rcnn_R_18_FPN_GW_demo.yaml" in gw("configs", "show", "R_18_FPN_GW_demo")[2]
 
 

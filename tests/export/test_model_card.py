@@ -11,7 +11,7 @@ from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.modeling import build_model
 
 from gw_detectron.checkpoint import convert_file
-from gw_detectron.checkpoint.run_record import RECORD, RunRecord
+from gw_detectron.checkpoint.run_record import RUN_RECORD, RunRecord
 from gw_detectron.errors import ConfigError
 from gw_detectron.export import (
     EvaluationImages,
@@ -46,7 +46,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     record = RunRecord(cfg.dump(), 7)
     checkpointer = DetectionCheckpointer(build_model(cfg), str(folder))
-    checkpointer.add_checkpointable(RECORD, record)
+    checkpointer.add_checkpointable(RUN_RECORD, record)
     checkpointer.save("model", iteration=3)
     cfg.MODEL.WEIGHTS = str(folder / "model.pth")
     return cfg
@@ -140,7 +140,7 @@ def opened(cfg):
     record = RunRecord(cfg.dump(), 7)
     start = argparse.Namespace(address="gw://imagenet/R-101", sha256="0" * 64, metadata={})
     record.set_start_weights(start)
-    return argparse.Namespace(metadata={RECORD: record.state_dict()})
+    return argparse.Namespace(metadata={RUN_RECORD: record.state_dict()})
 
 
 def test_a_run_of_several_parts_says_so(trained):

@@ -10,7 +10,7 @@ from detectron2.checkpoint import DetectionCheckpointer
 from PIL import Image, ImageDraw
 
 from gw_detectron.checkpoint import NORMS, NormRecord
-from gw_detectron.checkpoint.run_record import RECORD, RunRecord
+from gw_detectron.checkpoint.run_record import RUN_RECORD, RunRecord
 from gw_detectron.config import read_config
 from gw_detectron.modeling import build_checked_model
 
@@ -63,7 +63,7 @@ def write_run(
         model = build_checked_model(cfg, "cpu")
         checkpointer = DetectionCheckpointer(model, str(folder))
         checkpointer.add_checkpointable(NORMS, NormRecord(model))
-        checkpointer.add_checkpointable(RECORD, RunRecord(cfg.dump(), 7))
+        checkpointer.add_checkpointable(RUN_RECORD, RunRecord(cfg.dump(), 7))
         checkpointer.save("model_final")
     return folder
 
