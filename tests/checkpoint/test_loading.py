@@ -105,7 +105,7 @@ def test_weights_with_whitening_where_the_model_has_batch_norm(detector_cfg, r18
 
 
 def test_the_error_of_an_unconverted_file_tells_how_to_convert_it(model, r18, tmp_path):
-    with pytest.raises(PartialLoadError, match=r"0/82.*(?s:.)*convert_weights\.py"):
+    with pytest.raises(PartialLoadError, match=r"0/82.*(?s:.)*gw-detectron convert"):
         _load(model, {"model": r18}, tmp_path)
 
 
