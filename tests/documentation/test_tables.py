@@ -72,7 +72,7 @@ def test_the_costs_in_the_readme_are_those_of_the_benchmarks():
     text = " ".join(read("README.md").split())
     for phrase in (
         f"GW takes {min(times):.2f} to {max(times):.2f} of the time of the paper's listing",
-        f"saves {min(maps):.2f} to {max(maps):.2f} times as much memory as GroupNorm on feature maps",
+        f"keeps {min(maps):.2f} to {max(maps):.2f} times as much for the backward pass as GroupNorm, on feature maps",
         f"({regions} on 7 x 7 regions)",
         f"with GW at S1-B2 takes {float(r50['to_bn']):.2f} times as long as with BN",
         f"({float(r50['paper_to_bn']):.2f} in the paper, on a GPU)",
