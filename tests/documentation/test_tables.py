@@ -2,10 +2,14 @@
 
 import csv
 import re
+import statistics
 
 import yaml
 from detectron2.config import get_cfg
 
+from experiments.small_batch.plan import DECIDING
+from experiments.small_batch.results_file import read_results
+from experiments.small_batch.tables import scored
 from gw_detectron.commands import COMMANDS
 from gw_detectron.config import default_config, flat_items
 from gw_detectron.norms import norm_options
@@ -94,3 +98,18 @@ def test_the_gains_in_the_readme_are_those_of_the_model_zoo():
 
 def test_the_readme_is_short():
     assert len(read("README.md").splitlines()) < 150
+
+
+def test_the_study_in_the_readme_and_the_decision_table_is_that_of_the_runs():
+    results = read_results(ROOT / "docs" / "data" / "small_batch.jsonl")
+    ap = {norm: f"{statistics.mean(scored(results, norm).values()):.1f}" for norm in DECIDING}
+    times = {row["variant"]: float(row["to_bn"]) for row in benchmark("../data/small_batch_times.csv")}
+    text = " ".join(read("README.md").split())
+    assert (
+        f"has {ap['GW']} box AP with GW, {ap['GN']} with GN, {ap['BN']} with BN, {ap['BN+GW']} with BN and GW at "
+        f"S1-B2, and {ap['BN+GN']} with BN and GN there. GW takes {times['GW']:.1f} times BN's time" in text
+    )
+    assert (
+        f"here: {ap['GW']} and {ap['BN+GW']} AP beside {ap['GN']} of GN and {ap['BN']} of BN, for {times['GW']:.2f} "
+        f"and {times['BN+GW']:.2f} of BN's time" in read("docs/norms.md")
+    )
