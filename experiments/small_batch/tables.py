@@ -147,7 +147,8 @@ def longer_table(results: Results) -> str:
         return "No longer run is finished."
     lines = [
         (norm, *(_mean(cells(norm, length).values()) if norm in norms[length] else "" for length in norms))
-        for norm in DECIDING
+        for norm in NORMS
+        if norm in DECIDING
     ]
     differences = [
         (
@@ -157,7 +158,11 @@ def longer_table(results: Results) -> str:
         for first, second in HYPOTHESES.values()
     ]
     headers = [f"{length} iterations" for length in norms]
-    return f"{_table(lines, ('norm', *headers))}\n\n{_table(differences, ('difference', *headers))}"
+    compared = [str(length) if set(DECIDING) <= {*norms[length]} else f"{planned} - {length}" for length in norms]
+    return (
+        f"{_table(lines, ('norm', *headers))}\n\n"
+        f"{_table(differences, ('difference', *(f'{each} iterations' for each in compared)))}"
+    )
 
 
 def mechanism_table(results: Results) -> str:

@@ -109,7 +109,7 @@ def test_the_study_in_the_readme_and_the_decision_table_is_that_of_the_runs():
         f"has {ap['GW']} box AP with GW, {ap['GN']} with GN, {ap['BN']} with BN, {ap['BN+GW']} with BN and GW at "
         f"S1-B2, and {ap['BN+GN']} with BN and GN there. GW takes {times['GW']:.1f} times BN's time" in text
     )
-    assert (
-        f"here: {ap['GW']} and {ap['BN+GW']} AP beside {ap['GN']} of GN and {ap['BN']} of BN, for {times['GW']:.2f} "
-        f"and {times['BN+GW']:.2f} of BN's time" in read("docs/norms.md")
+    equal = {norm: f"{statistics.mean(scored(results, norm, iterations=2500).values()):.1f}" for norm in ("BN", "GN")}
+    assert f"here: {ap['GW']} AP, beside {equal['GN']} of GN and {equal['BN']} of BN in the same time" in read(
+        "docs/norms.md"
     )
