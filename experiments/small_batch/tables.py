@@ -47,12 +47,12 @@ def _rows(results: Results, norm: str, batch: int, split: str, iterations: int =
     return [row for row in results if (row.norm, row.batch, row.split, row.iterations) == wanted]
 
 
-def mean_features(results: Results, norm: str, kind: str, batch: int = DECIDING_BATCH) -> dict[str, float]:
-    """Return the mean over seeds of "kappa" or "gap" by layer.
+def mean_features(results: Results, norm: str, kind: str) -> dict[str, float]:
+    """Return the mean over seeds of "kappa" or "gap" by layer, at the deciding batch size.
 
     Left out are layers where it is infinite for a seed, and shortcuts, whose input is that of another convolution.
     """
-    found = [results[row]["features"] for row in scored_rows(results, norm, batch)]
+    found = [results[row]["features"] for row in scored_rows(results, norm)]
     runs = [features[kind] for features in found if features]
     layers = [layer for layer in (runs[0] if runs else ()) if all(run[layer] is not None for run in runs)]
     return {layer: statistics.mean(run[layer] for run in runs) for layer in layers if "shortcut" not in layer}
