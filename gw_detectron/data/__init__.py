@@ -1,6 +1,13 @@
 """Datasets: synthetic ones that come with the package, and a user's own in COCO format."""
 
-from .coco_datasets import CocoDataset, CocoDatasets, needs_registration, register_datasets, registered_datasets
+from .coco_datasets import (
+    CocoDataset,
+    CocoDatasets,
+    needs_registration,
+    read_classes,
+    register_datasets,
+    registered_datasets,
+)
 from .datasets_yaml import DATASETS_FILE, check_fraction, existing_path, read_datasets, record_datasets
 from .derived_json import read_json
 from .registration import register_synthetic
@@ -17,6 +24,7 @@ __all__ = [
     "existing_path",
     "make_synthetic",
     "needs_registration",
+    "read_classes",
     "read_datasets",
     "read_json",
     "record_datasets",

@@ -5,7 +5,7 @@ from pathlib import Path
 from detectron2.config import CfgNode
 from detectron2.data import Metadata, MetadataCatalog
 
-from .coco_datasets import CocoDatasets, needs_registration
+from .coco_datasets import CocoDatasets, needs_registration, read_classes
 from .datasets_yaml import DATASETS_FILE, read_datasets
 
 
@@ -42,8 +42,11 @@ def recorded_classes(config_file: str) -> Metadata | None:
 
 
 def classes_of(datasets: CocoDatasets) -> Metadata | None:
-    """Return the classes of the datasets, numbered by category id as Detectron2 does; None if no file lists them."""
-    if not (classes := datasets.classes()):
+    """Return the classes of an evaluation, else of its training, numbered by category id as Detectron2 does.
+
+    None if no file lists them.
+    """
+    if not (classes := read_classes((*datasets.val.values(), *datasets.train.values()))):
         return None
     return Metadata(
         thing_classes=list(classes.values()),

@@ -44,18 +44,19 @@ class CocoDatasets:
     train: dict[str, CocoDataset] = field(default_factory=dict)
     val: dict[str, CocoDataset] = field(default_factory=dict)
 
-    def classes(self) -> dict[int, str]:
-        """Return the category names by id, in ascending order, of the first file that has them.
-
-        None of them if no file does: the checks before a run name its fault, and a prediction does not need them.
-        """
-        for dataset in (*self.train.values(), *self.val.values()):
-            with contextlib.suppress(OSError, DataError, LookupError, TypeError):
-                return dict(sorted((each["id"], each["name"]) for each in read_json(dataset.json)["categories"]))
-        return {}
-
 
 _registered: dict[str, CocoDataset] = {}
+
+
+def read_classes(datasets: Iterable[CocoDataset]) -> dict[int, str]:
+    """Return the category names by id, in ascending order, of the first file that has them.
+
+    None of them if no file does: the checks before a run name its fault, and a prediction does not need them.
+    """
+    for dataset in datasets:
+        with contextlib.suppress(OSError, DataError, LookupError, TypeError):
+            return dict(sorted((each["id"], each["name"]) for each in read_json(dataset.json)["categories"]))
+    return {}
 
 
 def registered_datasets(train: Iterable[str], val: Iterable[str]) -> CocoDatasets:

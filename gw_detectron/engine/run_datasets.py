@@ -14,6 +14,7 @@ from ..data import (
     check_fraction,
     existing_path,
     needs_registration,
+    read_classes,
     read_datasets,
     register_datasets,
 )
@@ -50,7 +51,7 @@ def use_datasets(cfg: CfgNode, args: argparse.Namespace, folder: str) -> None:
     values: dict[str, object] = {"DATASETS.TEST": tuple(named.val)}
     if named.train:
         values["DATASETS.TRAIN"] = tuple(named.train)
-    if classes := len(given.classes()):
+    if classes := len(read_classes((*given.train.values(), *given.val.values()))):
         values |= dict.fromkeys(object_count_keys(cfg), classes)
     explicit = (args.opts or [])[::2]
     cfg.merge_from_list([word for key, value in values.items() if key not in explicit for word in (key, value)])

@@ -10,6 +10,7 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from gw_detectron.data import (
     CocoDataset,
     CocoDatasets,
+    read_classes,
     read_datasets,
     record_datasets,
     register_datasets,
@@ -60,7 +61,7 @@ def test_what_detectron2_reads(write, folder):
     assert metadata.thing_dataset_id_to_contiguous_id == {2: 0, 7: 1, 40: 2}
     assert metadata.keypoint_names == ["left", "right", "top"] and metadata.keypoint_flip_map == [("left", "right")]
     assert metadata.evaluator_type == "coco"
-    assert len(found.classes()) == 3
+    assert len(read_classes(found.train.values())) == 3
 
 
 def test_a_split_has_two_names_and_one_record(write, folder):
@@ -170,5 +171,5 @@ def test_a_path_that_does_not_exist(write, folder, key, path):
 def test_the_class_count_of_a_broken_file_is_left_to_the_checks(folder, text):
     (folder / "broken.json").write_text(text)
     broken, sound = (CocoDataset(str(folder / f"{name}.json"), "") for name in ("broken", "annotations"))
-    assert CocoDatasets({"a": broken}).classes() == {}
-    assert CocoDatasets({"a": broken}, {"b": sound}).classes() == {each["id"]: each["name"] for each in CATEGORIES}
+    assert read_classes([broken]) == {}
+    assert read_classes([broken, sound]) == {each["id"]: each["name"] for each in CATEGORIES}

@@ -79,7 +79,7 @@ def test_only_an_evaluation(tmp_path, val_flags):
 
 
 @pytest.mark.parametrize("change", ["order", "name"])
-def test_an_evaluation_on_other_classes_is_refused(tmp_path, photos, val_flags, change):
+def test_an_evaluation_on_other_classes_is_refused(tmp_path, photos, train_flags, val_flags, change):
     cfg = run_config(arguments(tmp_path, "--eval-only", *val_flags))
     (tmp_path / "config.yaml").write_text(cfg.dump())
     record = {"val": {"custom_val": {"json": f"{photos}/val.json", "images": f"{photos}/photos"}}}
@@ -92,8 +92,9 @@ def test_an_evaluation_on_other_classes_is_refused(tmp_path, photos, val_flags, 
         first["name"] = "something else"
     (tmp_path / "other.json").write_text(json.dumps(content))
     flags = ["--eval-only", "--val-images", f"{photos}/photos", "--config-file", str(tmp_path / "config.yaml")]
-    with pytest.raises(ConfigError, match=r"its classes by category id are .* was trained on .* Fix: give the categ"):
-        run_config(arguments(tmp_path, "--val-json", str(tmp_path / "other.json"), *flags))
+    for given in ([], train_flags):  # of the two files, the one that is evaluated counts
+        with pytest.raises(ConfigError, match=r"its classes by category id are .* trained on .* Fix: give the categ"):
+            run_config(arguments(tmp_path, "--val-json", str(tmp_path / "other.json"), *flags, *given))
     run_config(arguments(tmp_path, "--val-json", f"{photos}/val.json", *flags))  # the same classes
 
 
