@@ -1,4 +1,4 @@
-"""Errors that the user can fix, and how their messages list names."""
+"""Errors that the user can fix, how their messages list names, and the check of a minimum."""
 
 import difflib
 import errno

@@ -54,8 +54,7 @@ def norm_shapes(
         The layers in the order of the model's modules.
 
     Raises:
-        ConfigError: a number is not positive.
-        ConfigError: the model cannot be built.
+        ConfigError: a number is not positive, or the model cannot be built.
     """
     for name, value in (("height", height), ("width", width), ("images", images), ("processes", processes)):
         check_minimum(name, value)
