@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
-from .plan import DECIDING_BATCH, LONGER, OTHER_BATCHES, planned_iterations
+from .plan import DECIDING, DECIDING_BATCH, EQUAL_TIME, OTHER_BATCHES, planned_iterations, scored_seeds
 from .tables import Results, grid, losses, mean_features, scored, scored_rows
 
 #: color and marker of the deciding norms
@@ -19,7 +19,6 @@ _STYLES: dict[str, dict[str, Any]] = {
     "BN+GW": {"color": "tab:red", "marker": "D"},
     "GW": {"color": "tab:purple", "marker": "v"},
 }
-_EQUAL_TIME = min(LONGER)  # iterations that take a norm without whitening as long as GW needs for the planned ones
 _FIRST_LOSS = 200  # the fall before it hides the rest
 
 
@@ -39,16 +38,17 @@ def ap_figure(results: Results) -> Figure:
             bars.bar(place, statistics.mean(values), color=style["color"], alpha=0.45, width=0.7)
             places = [place + 0.1 * (i - (len(values) - 1) / 2) for i in range(len(values))]  # beside each other
             bars.plot(places, values, linestyle="", markersize=5, **style)
-        if longer := scored(results, norm, iterations=_EQUAL_TIME):
+        if longer := scored(results, norm, iterations=EQUAL_TIME):
             equal_time[place] = statistics.mean(longer.values())
         curve = grid(results, norm)
         rates.plot(list(curve), list(curve.values()), label=norm, markersize=6, fillstyle="none", **style)
     if equal_time:
-        label = f"{_EQUAL_TIME} iterations, about the time of GW's {iterations}"
+        label = f"{EQUAL_TIME} iterations, about the time of GW's {iterations}"
         bars.bar(list(equal_time), list(equal_time.values()), width=0.7, fill=False, linestyle="--", label=label)
         bars.margins(y=0.2)  # room for the legend
     bars.set_xticks(range(len(_STYLES)), list(_STYLES))
-    bars.set(title="Each norm at its best learning rate, 5 seeds", ylabel="box AP (scored images)")
+    seeds = len(scored_seeds(DECIDING[0]))
+    bars.set(title=f"Each norm at its best learning rate, {seeds} seeds", ylabel="box AP (scored images)")
     rates.set(title="Over the learning rate, 1 seed", xlabel="SOLVER.BASE_LR", ylabel="box AP (images that choose)")
     _log_axis(rates)
     for axes in (bars, rates):
