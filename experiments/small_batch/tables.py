@@ -129,7 +129,7 @@ def _norm_table(results: Results, times: Times, norms: Sequence[str], reference:
     rates_title = f"rates within {TOLERANCE:g} AP of the best"
     table = _table(lines, ("norm", "learning rate", "AP", "seeds", difference_title, "time", rates_title))
     missing = [norm for norm in norms if not scored(results, norm)]
-    return f"{table}\n\nNot yet run: {', '.join(missing)}." if missing else table
+    return f"{table}\n\nNot yet scored: {', '.join(missing)}." if missing else table
 
 
 def longer_table(results: Results) -> str:

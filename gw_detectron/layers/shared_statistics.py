@@ -11,7 +11,7 @@ from .group_whitening import GroupWhitening2d
 
 
 class JointStatistics(ClassChange):
-    """Mixin for a norm of each sample: it sees the samples of a batch as one."""
+    """Mixin for a per-sample norm: it sees the samples of a batch as one."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if len(x) < 2:
@@ -25,7 +25,7 @@ class JointStatistics(ClassChange):
 def joint_statistics(model: nn.Module) -> Iterator[None]:
     """Let the samples of a batch share their statistics, as tiles of one image.
 
-    A norm of each sample gives a tile another mean and whitening matrix than the whole image. In this context
+    A per-sample norm gives a tile another mean and whitening matrix than the whole image. In this context
     :class:`GroupWhitening2d` and ``nn.GroupNorm`` compute one for all tiles of the batch. If the tiles cover the image
     once, it is that of the whole image, up to the zeros that convolutions see at the edges of tiles.
 

@@ -56,7 +56,7 @@ def convert_norms(model: nn.Module, plan: Plan, *, calibrate: Iterable[Any] | No
     successor is trainable. A layer that contains its activation (timm's ``BatchNormAct2d``) keeps it. Hooks of a layer
     are lost.
 
-    Weights that were trained with BN do not fit a norm of each sample: the model needs training afterwards.
+    Weights that were trained with BN do not fit a per-sample norm: the model needs training afterwards.
 
     Args:
         model: any model that is not scripted, quantized or wrapped for several processes.

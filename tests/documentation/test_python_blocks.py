@@ -7,12 +7,14 @@ import pytest
 import torch
 from detectron2.modeling import build_model
 
+from gw_detectron.checkpoint import open_start_weights
 from gw_detectron.config import read_config
 from gw_detectron.engine import main
 from gw_detectron.export import export_detector
 from gw_detectron.layers import GroupWhitening2d
 from gw_detectron.modeling import GWFPN, HAS_FCOS
 from gw_detectron.prediction import find_sources, open_predictor, write_predictions
+from gw_detectron.preflight import preflight
 
 from ..export.test_detector import needs_export
 from ..export.tiny_networks import build_detector
@@ -114,3 +116,6 @@ def test_yaml_builds_the_model_that_it_describes(page, tmp_path):
         backbone = build_model(cfg).backbone
     assert isinstance(backbone, GWFPN) and isinstance(backbone.bottom_up.stem.conv1.norm, GroupWhitening2d)
     assert backbone.fpn_output2.norm.num_groups == 32
+    cfg.MODEL.DEVICE = "cpu"
+    problems = preflight(cfg, open_start_weights(cfg)).problems
+    assert problems and all(problem.startswith("Dataset 'coco_2017_") for problem in problems)  # COCO is not here

@@ -110,6 +110,6 @@ def test_the_study_in_the_readme_and_the_decision_table_is_that_of_the_runs():
         f"S1-B2, and {ap['BN+GN']} with BN and GN there. GW takes {times['GW']:.1f} times BN's time" in text
     )
     equal = {norm: f"{statistics.mean(scored(results, norm, iterations=2500).values()):.1f}" for norm in ("BN", "GN")}
-    assert f"here: {ap['GW']} AP, beside {equal['GN']} of GN and {equal['BN']} of BN in the same time" in read(
+    assert f"here: {ap['GW']} AP; in the same time {equal['GN']} with GN and {equal['BN']} with BN" in read(
         "docs/norms.md"
     )

@@ -115,7 +115,7 @@ def test_the_table_of_hypotheses(whole):
 def test_hypotheses_wait_for_all_runs(whole):
     part = {row: result for row, result in whole.items() if row.norm != "BN+GN" or row.seed == 0}
     assert tables.hypotheses(part) == "The scored runs of the hypotheses are not finished."
-    assert tables.main_table(part, TIMES).endswith("Not yet run: BN+GN.")
+    assert tables.main_table(part, TIMES).endswith("Not yet scored: BN+GN.")
     lacking = {row: result for row, result in whole.items() if (row.norm, row.seed) != ("BN+GN", 5)}
     assert tables.hypotheses(lacking) == "The scored runs of the hypotheses are not finished."
     assert cells(tables.main_table(lacking, TIMES))[1]["BN+GN"][2] == "4 of 5"
