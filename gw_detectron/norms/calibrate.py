@@ -101,6 +101,8 @@ def match_moments(
 def _outputs(layers: Mapping[str, nn.Module], use: Any) -> Iterator[None]:
     with ExitStack() as stack:
         for name, layer in layers.items():
+            if getattr(layer, "fuses_relu", False) and not getattr(layer, "needs_relu", False):
+                stack.enter_context(_separate_relu(layer))
             activation = getattr(layer, "act", None)
             if isinstance(activation, nn.Module):
                 hook = activation.register_forward_pre_hook(lambda _, args, name=name: use(name, args[0]))
@@ -108,6 +110,16 @@ def _outputs(layers: Mapping[str, nn.Module], use: Any) -> Iterator[None]:
                 hook = layer.register_forward_hook(lambda _, __, output, name=name: use(name, output))
             stack.enter_context(hook)
         yield
+
+
+@contextmanager
+def _separate_relu(layer: Any) -> Iterator[None]:
+    """Let the caller of a layer that can fuse a ReLU apply it afterwards."""
+    layer.fuses_relu = False
+    try:
+        yield
+    finally:
+        del layer.fuses_relu
 
 
 @contextmanager

@@ -81,6 +81,7 @@ def convert_norms(model: nn.Module, plan: Plan, *, calibrate: Iterable[Any] | No
     new = _replacements(layers, _specs(model, layers, plan))
     old = {name: layers[name] for name in new}
     _check_fused(model, old, new)
+    _check_containers(model, old)
     difference = None
     _warn_of_single_columns(old, new)
     if calibrate is None:
@@ -103,6 +104,8 @@ def _check_model(model: nn.Module) -> None:
             raise ConversionError(f"{where}: is scripted. Fix: convert the model before scripting or tracing.")
         if any(".quantized" in cls.__module__ or ".intrinsic" in cls.__module__ for cls in classes):
             raise ConversionError(f"{where}: is quantized. Fix: convert the model before its quantization.")
+        if getattr(module, "has_uninitialized_params", bool)():
+            raise ConversionError(f"{where}: has no shape yet. Fix: run the model once before.")
         if any(cls.__name__ in _WRAPPERS for cls in classes):
             raise ConversionError(f"{where}: shares its parameters with other processes. Fix: convert the model first.")
     if channels_of(model):
@@ -205,6 +208,23 @@ def _check_fused(model: nn.Module, old: Mapping[str, nn.Module], new: Mapping[st
             "which this model never does: no layer would normalize. Fix: use FRN or GN, or build a model of this "
             "package with it, e.g. gw_resnet(norm='EvoNormS0')."
         )
+
+
+def _check_containers(model: nn.Module, old: Mapping[str, nn.Module]) -> None:
+    """Refuse layers that a module also keeps in a plain list or dict, where they could not be replaced."""
+    names = {id(layer): name for name, layer in old.items()}
+    for path, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            values = value.values() if isinstance(value, dict) else value
+            if attribute == "_modules" or not isinstance(value, (list, tuple, set, dict)):
+                continue
+            for kept in values:
+                if id(kept) in names:
+                    where = f"{path}.{attribute}" if path else attribute
+                    raise ConversionError(
+                        f"convert_norms, {names[id(kept)]}: {where} is a plain {type(value).__name__} that holds it "
+                        "too, and would keep the old layer. Fix: use torch.nn.ModuleList or torch.nn.ModuleDict."
+                    )
 
 
 def _warn_of_single_columns(old: Mapping[str, nn.Module], new: Mapping[str, nn.Module]) -> None:

@@ -24,10 +24,12 @@ def channels_of(layer: nn.Module) -> int:
     """Return C of a norm layer, 0 of any other module.
 
     A layer of an unknown class is a norm if the name of its class contains "Norm" and it has a scale of its own.
+    ConvNeXt's ``GlobalResponseNorm`` adds to its input and is none.
     """
     known = isinstance(layer, nn.modules.batchnorm._NormBase) or find_norm_spec(layer) is not None
     weight = {**layer._parameters, **layer._buffers}.get("weight")
-    if not known and not ("Norm" in type(layer).__name__ and weight is not None and weight.dim() == 1):
+    named = "Norm" in type(layer).__name__ and "GlobalResponse" not in type(layer).__name__
+    if not known and not (named and weight is not None and weight.dim() == 1):
         return 0
     count = getattr(layer, "num_features", getattr(layer, "num_channels", None))
     return count if isinstance(count, int) else 0 if weight is None else len(weight)

@@ -5,7 +5,7 @@ two. Source: Group Whitening, section 5.1.1.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ..errors import ConfigError
 
@@ -20,8 +20,8 @@ _CONVS: dict[str, tuple[str, ...]] = {
 }
 POSITIONS = tuple(_CONVS)
 #: norms by their module names in ResNets of Detectron2, torchvision and timm
-_BLOCK = re.compile(r"(?:^|\.)(?:res[2-5]|layer[1-4])\.\d+\.(?:(conv\d|shortcut)\.norm|bn(\d)|(downsample)\.\d+)$")
-_STEM = re.compile(r"(?:^|\.)(?:stem\.conv1\.norm|bn1)$")
+_BLOCK = re.compile(r"(|.*\.)(?:res[2-5]|layer[1-4])\.\d+\.(?:(conv\d|shortcut)\.norm|bn(\d)|downsample\.\d+)")
+_STEM = re.compile(r"(|.*\.)(?:stem\.conv1\.norm|bn1)")
 
 
 def whitened_convs(positions: str, *, bottleneck: bool = True, where: str = "positions") -> tuple[str, ...]:
@@ -55,7 +55,7 @@ def norms_at(positions: str, names: Iterable[str], *, where: str = "positions") 
     Raises:
         ConfigError: unknown positions, or no names of a ResNet.
     """
-    roles = {name: role for name in names if (role := _role(name))}
+    roles = _roles(list(names))
     if "stem" not in roles.values() or "conv2" not in roles.values():
         raise ConfigError(
             f"{where} ({positions!r}): the model has no norms named as in a ResNet of Detectron2, torchvision or timm "
@@ -66,8 +66,15 @@ def norms_at(positions: str, names: Iterable[str], *, where: str = "positions") 
     return [name for name, role in roles.items() if role in chosen]
 
 
-def _role(name: str) -> str:
-    if match := _BLOCK.search(name):
-        conv, number, shortcut = match.groups()
-        return conv or (f"conv{number}" if number else "shortcut" if shortcut else "")
-    return "stem" if _STEM.search(name) else ""
+def _roles(names: Sequence[str]) -> dict[str, str]:
+    """Return the role of each norm of a ResNet: the stem, or the convolution of a block before it."""
+    blocks = {name: match for name in names if (match := _BLOCK.fullmatch(name))}
+    roots = {match[1] for match in blocks.values()}  # where the stem is: a head may have a bn1, too
+    roles = {}
+    for name in names:
+        if match := blocks.get(name):
+            _, conv, number = match.groups()
+            roles[name] = conv or (f"conv{number}" if number else "shortcut")
+        elif (stem := _STEM.fullmatch(name)) and stem[1] in roots:
+            roles[name] = "stem"
+    return roles

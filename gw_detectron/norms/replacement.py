@@ -14,6 +14,8 @@ _AFFINE = ("weight", "bias")
 _STATISTICS = ("running_mean", "running_var", "running_matrix", "running_covariance")
 #: whose matrix for a diagonal covariance is its inverse square root
 _EXACT_SOLVERS = ("zca", "cholesky", "standardize")
+#: packages whose BN layers compute BN, and an activation only in ``act``
+_PACKAGES = ("torch", "torchvision", "timm", "detectron2", "gw_detectron")
 #: layers that work without scale and shift
 _OPTIONAL_AFFINE = (nn.BatchNorm2d, nn.GroupNorm, GroupWhitening2d, BatchWhitening2d)
 #: layers for inputs of any number of dimensions
@@ -42,7 +44,7 @@ def replacement(name: str, old: nn.Module, spec: str) -> nn.Module:
         NormError: the norm is unknown or does not fit.
     """
     where, channels = f"convert_norms, {name}", channels_of(old)
-    if hasattr(old, "normalized_shape") and "2d" not in type(old).__name__:
+    if hasattr(old, "normalized_shape") and "2d" not in type(old).__name__ and _package(old) != "detectron2":
         raise ConversionError(
             f"{where} ({type(old).__name__!r}): its channels are the last dimension. Fix: keep it, by None in the plan."
         )
@@ -52,12 +54,18 @@ def replacement(name: str, old: nn.Module, spec: str) -> nn.Module:
             f"{where} ({type(old).__name__!r}): contains an activation with parameters ({', '.join(more)}), which "
             f"{spec} does not have. Fix: keep it, by None in the plan."
         )
+    own = isinstance(old, nn.modules.batchnorm._NormBase) and _package(old) not in _PACKAGES
+    if own and not hasattr(old, "act"):
+        raise ConversionError(
+            f"{where} ({type(old).__name__!r}): has a forward of its own, which {spec} would not compute, such as an "
+            "activation. Fix: keep it, by None in the plan, or put a plain BN and that operation in its place."
+        )
     norm = resolve_norm(_with_settings(spec, old), where=where, channels=[channels])
     some = next((tensor for tensor in (*old.parameters(), *old.buffers()) if tensor.is_floating_point()), None)
     with torch.device("cpu" if some is None else some.device):
         new = get_norm(norm, channels)
     new = nn.Identity() if new is None else new
-    if type(old).__name__.endswith(("1d", "3d")) and not isinstance(new, _ANY_RANK):
+    if any(cls.__name__.endswith(("1d", "3d")) for cls in type(old).__mro__) and not isinstance(new, _ANY_RANK):
         raise ConversionError(
             f"{where} ({type(old).__name__!r}): {spec} normalizes (N, C, H, W) only. Fix: use GW, GN or SyncBN."
         )
@@ -74,6 +82,11 @@ def replacement(name: str, old: nn.Module, spec: str) -> nn.Module:
         change_class(new, Activated)
         new.drop, new.act = getattr(old, "drop", nn.Identity()), activation
     return new
+
+
+def _package(layer: nn.Module) -> str:
+    """Return the package whose ``forward`` a layer has."""
+    return next(cls for cls in type(layer).__mro__ if "forward" in vars(cls)).__module__.partition(".")[0]
 
 
 def _with_settings(spec: str, old: nn.Module) -> str:

@@ -46,7 +46,15 @@ class _WithActivation(nn.Module):
 
         Returns:
             y in the shape and dtype of ``x``.
+
+        Raises:
+            ValueError: ``x`` has another shape.
         """
+        if x.dim() != 4 or x.shape[1] != self.num_channels:
+            raise ValueError(
+                f"{self.norm_name}: expected input of shape (N, {self.num_channels}, H, W), got {tuple(x.shape)}. "
+                "Fix: give it feature maps with as many channels as the layer has."
+            )
         values = x.to(compute_dtype(x))
         if relu:
             return super().forward(values).to(x.dtype)

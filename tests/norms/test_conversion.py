@@ -9,7 +9,7 @@ import pytest
 import timm
 import torch
 import torchvision
-from detectron2.layers import FrozenBatchNorm2d
+from detectron2.layers import Conv2d, FrozenBatchNorm2d
 from detectron2.modeling import build_model
 from torch import nn
 from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
@@ -18,8 +18,10 @@ from gw_detectron import convert_norms
 from gw_detectron.layers import BatchWhitening2d, FrozenBatchWhitening2d, GroupWhitening2d
 from gw_detectron.model_zoo import get_config
 from gw_detectron.modeling import gw_resnet
+from gw_detectron.modeling.conv_norm_relu import append_fusible_relu
 from gw_detectron.norms import ConversionError, NormError, norm_rows, resolve_norm
 from gw_detectron.norms.calibrate import moments
+from gw_detectron.norms.installed import get_norm
 
 GW8 = "GW:groups=8,iters=5,eps=1e-05,solver=newton"
 
@@ -214,12 +216,70 @@ def test_inputs_that_cannot_calibrate_change_nothing(constant):
     assert list(model.modules()) == before
 
 
+@pytest.mark.parametrize("norm", ["GW:groups=8", "GN:groups=8", "FRN"])
+def test_calibration_is_before_a_fused_relu(norm):
+    """Of a trained BN, and of the GW that takes its place: both sides may fuse the ReLU."""
+    conv = Conv2d(3, 16, 3, norm=get_norm("BN", 16), activation=nn.ReLU())
+    append_fusible_relu(conv)
+    model = trained(nn.Sequential(conv)).eval()
+    inputs = [torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(0))]
+    for spec in (norm, "GW:groups=4", "GN:groups=4"):
+        (wanted,) = moments(model, inputs, {"0.norm": conv.norm}).values()
+        convert_norms(model, {"*": spec}, calibrate=inputs)
+        (found,) = moments(model, inputs, {"0.norm": conv.norm}).values()
+        torch.testing.assert_close(found.mean, wanted.mean, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(found.deviation, wanted.deviation, rtol=1e-3, atol=1e-4)
+        assert "fuses_relu" not in vars(conv.norm)
+
+
 def test_a_scale_of_zero_is_calibrated():
     """As timm initializes the last norm of a block."""
     model = trained(small())
     nn.init.zeros_(model[4].weight)
     convert_norms(model, {"*": "GW:groups=8"}, calibrate=[torch.randn(2, 3, 12, 12)])
     assert not model[4].weight.any()
+
+
+class BNAndReLU(nn.BatchNorm2d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).relu()
+
+
+class KeepsList(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+        self.parts = [self.conv, self.norm]
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), BNAndReLU(8)), r"1 \('BNAndReLU'\): has a forward of its own"),
+        (KeepsList, "norm: parts is a plain list that holds it too, .* Fix: use torch.nn.ModuleList"),
+        (lambda: nn.Sequential(nn.BatchNorm2d(8), nn.LazyBatchNorm2d()), r"1 \(LazyBatchNorm2d\): has no shape yet"),
+    ],
+)
+def test_models_that_would_change_their_function(model, message):
+    model = model()
+    before = list(model.modules())
+    with pytest.raises(ConversionError, match=message):
+        convert_norms(model, {"*": "GW:groups=4"})
+    assert list(model.modules()) == before
+
+
+def test_positions_are_those_of_the_network_with_blocks():
+    head = nn.ModuleDict({"conv1": nn.Conv2d(3, 64, 3), "bn1": nn.BatchNorm2d(64)})
+    model = nn.ModuleDict({"backbone": torchvision.models.resnet18(), "head": head})
+    report = convert_norms(model, "S1")
+    assert [row.layer for row in report.layers if row.after != row.before] == ["backbone.bn1"]
+
+
+def test_a_global_response_norm_is_no_norm():
+    """It adds to its input, and its scale starts at 0."""
+    model = timm.create_model("convnextv2_atto")
+    report = convert_norms(model, {"*": "GN:groups=1"})
+    assert report.layers and not any(".grn" in row.layer for row in report.layers)
 
 
 def test_only_norms_are_converted():
