@@ -244,3 +244,26 @@ def test_wrong_options_are_refused_by_value(options, message):
 def test_a_solver_says_its_options_in_the_words_of_norm_names():
     assert str(Solver()) == "iters=5, eps=1e-05, solver=newton"
     assert str(Solver("zca_max", 3, 0.0, 0.2, True)) == "eps=0, solver=zca_max, threshold=0.2, corr=true"
+
+
+def hard(covariance: torch.Tensor, solver: str) -> torch.Tensor:
+    return Solver(solver, eps=1e-3)(covariance).pow(3).sum()
+
+
+@pytest.mark.parametrize("solver", sorted({*SOLVERS} - {"newton", "standardize"}))
+def test_a_second_derivative_is_refused_instead_of_wrong(solver):
+    covariance = torch.from_numpy(random_spd(4)).requires_grad_()
+    (gradient,) = torch.autograd.grad(hard(covariance, solver), covariance, create_graph=True)
+    assert gradient.isfinite().all()
+    with pytest.raises(NotImplementedError, match="only 'newton' and 'standardize' have second derivatives. Fix: "):
+        torch.autograd.grad(gradient.sum(), covariance)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.parametrize("solver", sorted(SOLVERS))
+def test_torch_func_and_meta_tensors(solver):
+    covariances = torch.from_numpy(np.stack([random_spd(4, seed) for seed in (0, 2, 4)])).requires_grad_()
+    (expected,) = torch.autograd.grad(hard(covariances, solver), covariances)
+    found = torch.func.vmap(torch.func.grad(hard), in_dims=(0, None))(covariances.detach(), solver)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    assert Solver(solver)(covariances.to("meta")).shape == covariances.shape

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..tensors import rounding_floor
+from .first_order import without_derivative
 
 
 def cholesky_whitening(sigma: Tensor, *, least: float | Tensor = 0.0) -> Tensor:
@@ -52,9 +52,7 @@ def pivoted_cholesky_whitening(sigma: Tensor, eps: float = 0.0) -> Tensor:
 
 
 def _triangular(sigma: Tensor, pivot: bool, eps: float, least: float | Tensor) -> Tensor:
-    if sigma.requires_grad:
-        return _TriangularWhitening.apply(sigma, pivot, eps, least)
-    return _factorize(sigma, pivot, eps, least)[0]
+    return (_TriangularWhitening.apply if sigma.requires_grad else _factorize)(sigma, pivot, eps, least)[0]
 
 
 def _factorize(sigma: Tensor, pivot: bool, eps: float, least: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -124,20 +122,27 @@ def _beside_identity(sigma: Tensor) -> Tensor:
 
 
 class _TriangularWhitening(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, sigma: Tensor, pivot: bool, eps: float, least: float | Tensor) -> Tensor:
-        whitening, ratio, original = _factorize(sigma, pivot, eps, least)
-        ctx.save_for_backward(whitening, ratio, original)
-        return whitening
+    generate_vmap_rule = True
+    forward = staticmethod(_factorize)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        # dW = -Psi(W dSigma W^T) W, where Psi keeps the strictly lower triangle, its columns times the ratio, and half
-        # of the diagonal where D is original. This is the published backward pass in terms of W alone; Eq. 26 has the
-        # factors as L (...) D^{-1}.
-        w, ratio, original = ctx.saved_tensors
-        inner = grad @ w.mT
-        psi = inner.tril(-1) * ratio[..., None, :]
-        psi = psi + torch.diag_embed(torch.where(original, 0.5 * inner.diagonal(dim1=-2, dim2=-1), 0.0))
-        return w.mT @ (-0.5 * (psi + psi.mT)) @ w, None, None, None
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.save_for_backward(inputs[0], *output)
+        ctx.mark_non_differentiable(*output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, None, None, None]:
+        sigma, *saved = ctx.saved_tensors
+        with torch.no_grad():
+            gradient = _triangular_backward(grad, *saved)
+        return without_derivative(gradient, sigma, grad), None, None, None
+
+
+def _triangular_backward(grad: Tensor, w: Tensor, ratio: Tensor, original: Tensor) -> Tensor:
+    # dW = -Psi(W dSigma W^T) W, where Psi keeps the strictly lower triangle, its columns times the ratio, and half of
+    # the diagonal where D is original. This is the published backward pass in terms of W alone; Eq. 26 has the factors
+    # as L (...) D^{-1}.
+    inner = grad @ w.mT
+    psi = inner.tril(-1) * ratio[..., None, :]
+    psi = psi + torch.diag_embed(torch.where(original, 0.5 * inner.diagonal(dim1=-2, dim2=-1), 0.0))
+    return w.mT @ (-0.5 * (psi + psi.mT)) @ w

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ...errors import UserError
+from ..compat import needs_plain_operations
 from ..tensors import rounding_floor
+from .first_order import without_derivative
 
 
 class NonFiniteCovarianceError(UserError, FloatingPointError, ValueError):
@@ -128,7 +129,7 @@ def pca_inverse_sqrt(sigma: Tensor, *, least: float | Tensor = 0.0) -> Tensor:
 
     Source: Decorrelated Batch Normalization, section 3.1.
     """
-    return _PCAInverseSqrt.apply(sigma, least) if sigma.requires_grad else _pca_forward(sigma, least)[0]
+    return (_PCAInverseSqrt.apply if sigma.requires_grad else _pca_forward)(sigma, least)[0]
 
 
 #: ascending eigenvalues (..., g) -> threshold (..., 1) and its derivative by each eigenvalue (..., g)
@@ -138,7 +139,7 @@ _Rule = Callable[[Tensor], tuple[Tensor, Tensor]]
 def _eigh(sigma: Tensor, name: str, least: float | Tensor) -> tuple[Tensor, Tensor]:
     # eigh raises for NaN in matrices of some sizes only
     symbolic = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
-    if not symbolic and not torch.isfinite(sigma).all():
+    if not (symbolic or sigma.is_meta or needs_plain_operations()) and not torch.isfinite(sigma).all():
         raise NonFiniteCovarianceError(
             f"solver={name}: the covariance matrix holds NaN or infinity. Fix: check the input of the layer."
         )
@@ -154,7 +155,7 @@ def _inv_sqrt(values: Tensor, least: float | Tensor) -> Tensor:
 
 def _spectral(sigma: Tensor, name: str, rule: _Rule | None, eps: float, least: float | Tensor) -> Tensor:
     if sigma.requires_grad:
-        return _SpectralInverseSqrt.apply(sigma, name, rule, eps, least)
+        return _SpectralInverseSqrt.apply(sigma, name, rule, eps, least)[0]
     return _spectral_forward(sigma, name, rule, eps, least)[0]
 
 
@@ -180,25 +181,32 @@ def _spectral_forward(
 
 
 class _SpectralInverseSqrt(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, sigma: Tensor, name: str, rule: _Rule | None, eps: float, least: float | Tensor) -> Tensor:
-        whitening, *saved = _spectral_forward(sigma, name, rule, eps, least)
-        ctx.save_for_backward(*saved)
-        return whitening
+    generate_vmap_rule = True
+    forward = staticmethod(_spectral_forward)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        d, r, *rule_tensors = ctx.saved_tensors
-        ri, rj = r[..., :, None], r[..., None, :]
-        total = ri + rj
-        projected = d.mT @ (0.5 * (grad + grad.mT)) @ d
-        # with r = lambda^{-1/2} the divided difference is -r_i^2 r_j^2 / (r_i + r_j); in this order nothing underflows
-        difference = ri * rj / torch.where(total > 0, total, torch.ones_like(total))
-        inner = -(ri * projected * rj) * difference
-        if rule_tensors:
-            inner = _through_threshold(inner, *rule_tensors)
-        return d @ inner @ d.mT, None, None, None, None
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.save_for_backward(inputs[0], *output[1:])
+        ctx.mark_non_differentiable(*output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, None, None, None, None]:
+        sigma, *saved = ctx.saved_tensors
+        with torch.no_grad():
+            gradient = _spectral_backward(grad, *saved)
+        return without_derivative(gradient, sigma, grad), None, None, None, None
+
+
+def _spectral_backward(grad: Tensor, d: Tensor, r: Tensor, *rule_tensors: Tensor) -> Tensor:
+    ri, rj = r[..., :, None], r[..., None, :]
+    total = ri + rj
+    projected = d.mT @ (0.5 * (grad + grad.mT)) @ d
+    # with r = lambda^{-1/2} the divided difference is -r_i^2 r_j^2 / (r_i + r_j); in this order nothing underflows
+    difference = ri * rj / torch.where(total > 0, total, torch.ones_like(total))
+    inner = -(ri * projected * rj) * difference
+    if rule_tensors:
+        inner = _through_threshold(inner, *rule_tensors)
+    return d @ inner @ d.mT
 
 
 def _through_threshold(inner: Tensor, eigenvalues: Tensor, raised: Tensor, theta: Tensor, slope: Tensor) -> Tensor:
@@ -222,21 +230,28 @@ def _pca_forward(sigma: Tensor, least: float | Tensor) -> tuple[Tensor, Tensor, 
 
 
 class _PCAInverseSqrt(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, sigma: Tensor, least: float | Tensor) -> Tensor:
-        whitening, *saved = _pca_forward(sigma, least)
-        ctx.save_for_backward(*saved)
-        return whitening
+    generate_vmap_rule = True
+    forward = staticmethod(_pca_forward)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        eigenvalues, d, r = ctx.saved_tensors
-        # of dL = sum_ij h_ij (dr_i delta_ij + r_i (D^T dD)_ji) with (D^T dD)_ji = (D^T dSigma D)_ji / (l_i - l_j)
-        h = grad.flip(-2) @ d
-        scaled = r[..., :, None] * h
-        gap = eigenvalues[..., :, None] - eigenvalues[..., None, :]
-        apart = gap.abs() > rounding_floor(eigenvalues[..., -1:], eigenvalues.shape[-1])[..., None]
-        inner = 0.5 * torch.where(apart, (scaled - scaled.mT) / gap, 0.0)
-        inner = inner - torch.diag_embed(0.5 * r.pow(3) * h.diagonal(dim1=-2, dim2=-1))
-        return d @ inner @ d.mT, None
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.save_for_backward(inputs[0], *output[1:])
+        ctx.mark_non_differentiable(*output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, None]:
+        sigma, *saved = ctx.saved_tensors
+        with torch.no_grad():
+            gradient = _pca_backward(grad, *saved)
+        return without_derivative(gradient, sigma, grad), None
+
+
+def _pca_backward(grad: Tensor, eigenvalues: Tensor, d: Tensor, r: Tensor) -> Tensor:
+    # of dL = sum_ij h_ij (dr_i delta_ij + r_i (D^T dD)_ji) with (D^T dD)_ji = (D^T dSigma D)_ji / (l_i - l_j)
+    h = grad.flip(-2) @ d
+    scaled = r[..., :, None] * h
+    gap = eigenvalues[..., :, None] - eigenvalues[..., None, :]
+    apart = gap.abs() > rounding_floor(eigenvalues[..., -1:], eigenvalues.shape[-1])[..., None]
+    inner = 0.5 * torch.where(apart, (scaled - scaled.mT) / gap, 0.0)
+    inner = inner - torch.diag_embed(0.5 * r.pow(3) * h.diagonal(dim1=-2, dim2=-1))
+    return d @ inner @ d.mT
