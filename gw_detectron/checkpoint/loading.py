@@ -281,7 +281,7 @@ def load_checkpoint(
     floating = {name: value for name, value in checkpoint.tensors.items() if value.is_floating_point()}
     _check_weights(floating, checkpoint.address)
     log = logging.getLogger(__name__)
-    if differences := norm_differences(checkpoint.metadata, model):
+    if differences := norm_differences(checkpoint.tensors, checkpoint.metadata, model):
         message = (
             f"MODEL.WEIGHTS ('{checkpoint.address}'): trained with other norms: {len(differences)} layers differ "
             f"({summarize_names(differences)}). Fix: set norms and convolutions as in that run, by "

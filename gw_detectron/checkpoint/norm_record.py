@@ -4,7 +4,7 @@ The tensors alone do not tell GN from GW, 64 groups from 32, or raw weights from
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -46,7 +46,7 @@ def check_norm_record(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]
         provenance.check_architecture(infer_architecture(names, layout="detectron2"))
 
 
-def norm_differences(metadata: Mapping[str, Any], model: nn.Module) -> list[str]:
+def norm_differences(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any], model: nn.Module) -> list[str]:
     """List the layers whose norm or Weight Standardization differs between a checkpoint and a model.
 
     Norms that compute the same in evaluation are equal: BN may be synchronized or frozen. Layers that only one side has
@@ -54,21 +54,34 @@ def norm_differences(metadata: Mapping[str, Any], model: nn.Module) -> list[str]
     changed.
 
     Args:
-        metadata: the checkpoint's content beside tensors; without a record of norms nothing differs.
+        tensors: the checkpoint's.
+        metadata: its content beside tensors; without a record of norms nothing differs.
         model: the detector.
     """
     if NORMS not in metadata:
         provenance = metadata.get(PROVENANCE)
         return _backbone_differences(Provenance.from_dict(provenance), model) if provenance else []
-    recorded = metadata[NORMS]
-    norms = [
-        f"{row.layer} {recorded[row.layer]} in the checkpoint, {row.spec} here"
-        for row in norm_rows(model)
-        if row.layer in recorded and evaluation_spec(recorded[row.layer]) != evaluation_spec(row.spec)
-    ]
-    before, here = {name for name, spec in recorded.items() if spec in CONVS}, conv_names(model).keys()
-    convs = [f"{name} WS {'in the checkpoint' if name in before else 'here'} only" for name in sorted(before ^ here)]
-    return norms + convs
+    recorded, differences = metadata[NORMS], []
+    stored = {name.rpartition(".")[0] for name in tensors}
+    rows, convs = {row.layer: row.spec for row in norm_rows(model)}, conv_names(model)
+    for name in (name for name, _ in model.named_modules()):
+        theirs = _stored_name(name, stored, matching_heuristics=metadata.get("matching_heuristics", False))
+        before, here = recorded.get(theirs, ""), rows.get(name, "")
+        if before in CONVS and here == "" and theirs is not None:
+            if before != convs.get(name, ""):
+                differences.append(f"{name} WS {'in the checkpoint' if before else 'here'} only")
+        elif before and here and evaluation_spec(before) != evaluation_spec(here):
+            differences.append(f"{name} {before} in the checkpoint, {here} here")
+    return differences
+
+
+def _stored_name(name: str, stored: Container[str], *, matching_heuristics: bool) -> str | None:
+    """Return the name in a checkpoint of a module, whose tensors load by equal names or by the end of its name."""
+    while name not in stored:
+        if not (matching_heuristics and "." in name):
+            return None
+        name = name.partition(".")[2]
+    return name
 
 
 def _backbone_differences(provenance: Provenance, model: nn.Module) -> list[str]:

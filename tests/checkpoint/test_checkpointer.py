@@ -8,6 +8,7 @@ from torch import nn
 
 from gw_detectron.checkpoint import GWDetectionCheckpointer, NormMismatchError, PartialLoadError, RefusedFileError
 from gw_detectron.modeling import gw_resnet
+from gw_detectron.norms import convert_convs
 
 
 def detector(depth: int = 18, **options) -> nn.Module:
@@ -45,6 +46,35 @@ def test_other_norms_and_missing_layers_are_refused(tmp_path):
     with pytest.raises(PartialLoadError, match="Missing: backbone.res2.2"):
         GWDetectionCheckpointer(detector(34)).load(path)
     GWDetectionCheckpointer(detector(34), allow_partial=True).load(path)
+
+
+def test_other_norms_are_refused_where_names_fit_by_their_end(tmp_path):
+    """Detectron2's heuristics load a bare backbone into a detector."""
+    backbone = detector(whiten_norm="GW")["backbone"]
+    GWDetectionCheckpointer(backbone, str(tmp_path)).save("model")
+    path = f"{tmp_path}/model.pth?matching_heuristics=True"
+    with pytest.raises(NormMismatchError, match="backbone.stem.conv1.norm GW.*, GN:groups=64.* here"):
+        GWDetectionCheckpointer(detector(whiten_norm="GN:groups=64")).load(path)
+    same = detector(whiten_norm="GW")
+    GWDetectionCheckpointer(same).load(path)
+    assert torch.equal(same["backbone"].stem.conv1.weight, backbone.stem.conv1.weight)
+
+
+def test_standardized_heads_need_no_counterpart(tmp_path):
+    """A box head of Faster R-CNN starts a Mask R-CNN, with Weight Standardization in both."""
+
+    def with_heads(*heads: str, conv: str = "WS") -> nn.Module:
+        model = nn.ModuleDict({**detector(), **{head: nn.Sequential(nn.Conv2d(2, 2, 3)) for head in heads}})
+        for head in heads:
+            convert_convs(model[head], conv)
+        return model
+
+    GWDetectionCheckpointer(with_heads("box", "mask"), str(tmp_path)).save("both")
+    GWDetectionCheckpointer(with_heads("box"), str(tmp_path)).save("box")
+    GWDetectionCheckpointer(with_heads("box")).load(f"{tmp_path}/both.pth")
+    GWDetectionCheckpointer(with_heads("box", "mask")).load(f"{tmp_path}/box.pth")
+    with pytest.raises(NormMismatchError, match=r"box.0 WS in the checkpoint only"):
+        GWDetectionCheckpointer(with_heads("box", conv="")).load(f"{tmp_path}/both.pth")
 
 
 def test_no_weights_and_unsafe_files(tmp_path):
