@@ -250,6 +250,12 @@ class FrozenBatchWhitening2d(BatchWhitening2d):
                 copy_class_change(module, frozen)
             frozen.load_state_dict(module.state_dict(), assign=True)
             return frozen.requires_grad_(False)
-        for name, child in module.named_children():
-            module.add_module(name, cls.convert(child))
+        frozen_layers = {
+            id(part): cls.convert(part)
+            for part in module.modules()
+            if isinstance(part, BatchWhitening2d) and not isinstance(part, cls)
+        }
+        for part in list(module.modules()):
+            for name, child in part._modules.items():
+                part._modules[name] = frozen_layers.get(id(child), child)
         return module

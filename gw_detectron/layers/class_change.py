@@ -38,7 +38,8 @@ def original_class(module: nn.Module) -> Any:
 
 @functools.cache
 def _changed(mixin: Any, base: Any) -> type[nn.Module]:
-    return type(f"{mixin.__name__}{base.__name__}", (mixin, base), {})
+    # torch.fx traces into modules that are not of torch.nn, and would make a computed weight a constant
+    return type(f"{mixin.__name__}{base.__name__}", (mixin, base), {"__module__": base.__module__})
 
 
 def _empty(mixin: Any, base: Any) -> nn.Module:

@@ -83,6 +83,13 @@ class GroupWhitening2d(nn.Module):
         self.weight = nn.Parameter(torch.ones(num_channels, device=device, dtype=dtype)) if affine else None
         self.bias = nn.Parameter(torch.zeros(num_channels, device=device, dtype=dtype)) if affine else None
 
+    def reset_parameters(self) -> None:
+        """Set the scale to 1 and the shift to 0."""
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
     def forward(self, x: Tensor, relu: bool = False) -> Tensor:
         """Whiten ``x``.
 

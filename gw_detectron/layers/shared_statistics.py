@@ -14,7 +14,7 @@ class JointStatistics(ClassChange):
     """Mixin for a per-sample norm: it sees the samples of a batch as one."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if len(x) < 2:
+        if len(x) < 2 or x.dim() < 3:  # one sample, or vectors, which are no tiles
             return super().forward(x, *args, **kwargs)
         below = x.transpose(0, 1).flatten(1, 2)[None]  # (1, C, N H, W): the samples below each other
         y = super().forward(below, *args, **kwargs)

@@ -36,14 +36,25 @@ def standardize_weight(weight: Tensor) -> Tensor:
 class WeightStandardized(ClassChange):
     """Mixin for a convolution: its weight is standardized at each access.
 
-    Parameters and state dict contain the weight itself. ``torch.jit.script`` gets a plain convolution with the
-    standardized weight, and puts it into the scripted model too: script a copy. Tracing and ``torch.export`` do not.
+    Parameters and state dict contain the weight itself; writing into the computed one has no effect. So initialize
+    before, or by ``reset_parameters``, and fold no BN into it (``fuse_conv_bn_eval``).
+
+    ``torch.jit.script`` gets a plain convolution with the standardized weight, and puts it into the scripted model too:
+    script a copy. Tracing and ``torch.export`` do not.
     """
 
     @property
     def weight(self) -> Tensor:
         """The standardized weight."""
         return standardize_weight(self._parameters["weight"])  # type: ignore[arg-type]
+
+    def reset_parameters(self) -> None:
+        """Draw the weight itself anew."""
+        changed, self.__class__ = type(self), original_class(self)
+        try:
+            self.reset_parameters()
+        finally:
+            self.__class__ = changed
 
     def __prepare_scriptable__(self) -> nn.Module:
         plain = copy.copy(self)

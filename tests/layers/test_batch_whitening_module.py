@@ -195,6 +195,12 @@ class TestFrozen:
         assert sorted(frozen.state_dict()) == ["bias", "running_matrix", "running_mean", "weight"]
         assert FrozenBatchWhitening2d.convert(frozen) is frozen
 
+    def test_a_shared_layer_stays_shared(self):
+        shared = BatchWhitening2d(7, 3)
+        model = nn.ModuleDict({"a": shared, "b": shared, "c": nn.Sequential(shared)})
+        FrozenBatchWhitening2d.convert(model)
+        assert isinstance(model["a"], FrozenBatchWhitening2d) and model["a"] is model["b"] is model["c"][0]
+
     def test_it_loads_the_checkpoint_of_the_layer_and_gives_it_back(self):
         layer, x = trained(), batches()[1]
         frozen = FrozenBatchWhitening2d(7, 3).double()

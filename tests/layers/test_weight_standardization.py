@@ -152,3 +152,21 @@ def test_copies_and_programs_compute_the_same(way):
         assert not torch.allclose(expected, F.relu(F.conv2d(images(), model.state_dict()["0.weight"])))
         torch.testing.assert_close(WAYS[way](model, images())(images()), expected)
     assert "WeightStandardized" in type(model[0]).__name__
+
+
+def test_torch_fx_keeps_the_parameter():
+    """As in torchvision's create_feature_extractor: a computed weight would become a constant."""
+    model = nn.Sequential(conv(), nn.ReLU())
+    standardize_weights(model)
+    traced = torch.fx.symbolic_trace(model)
+    nn.init.normal_(model[0]._parameters["weight"])
+    assert torch.equal(traced(images()), model(images()))
+
+
+def test_its_parameters_can_be_drawn_anew():
+    model = nn.Sequential(conv())
+    standardize_weights(model)
+    before = model.state_dict()["0.weight"].clone()
+    model[0].reset_parameters()
+    assert not torch.equal(model.state_dict()["0.weight"], before)
+    torch.testing.assert_close(model[0].weight.double(), oracle(model.state_dict()["0.weight"]), rtol=1e-4, atol=1e-4)
