@@ -5,8 +5,8 @@ from pathlib import Path
 from detectron2.config import CfgNode
 from detectron2.data import Metadata, MetadataCatalog
 
-from .coco_datasets import CocoDatasets, needs_registration, read_classes
-from .datasets_yaml import DATASETS_FILE, read_datasets
+from .coco_datasets import needs_registration
+from .datasets_yaml import DATASETS_FILE, read_recorded_classes
 
 
 def class_metadata(cfg: CfgNode, config_file: str | None = None) -> Metadata:
@@ -32,21 +32,18 @@ def class_metadata(cfg: CfgNode, config_file: str | None = None) -> Metadata:
 
 
 def recorded_classes(config_file: str) -> Metadata | None:
-    """Return the classes of the ``datasets.yaml`` beside a config file; None without a usable one.
+    """Return the classes of the run of a config file, which the ``datasets.yaml`` beside it has.
+
+    They are numbered by category id, as Detectron2 does.
+
+    Returns:
+        Their metadata; None without such a file, or if it has none.
 
     Raises:
         ConfigError: the ``datasets.yaml`` has an unknown key or a value of the wrong type.
     """
     record = Path(config_file).with_name(DATASETS_FILE)
-    return classes_of(read_datasets(str(record), needed=())) if record.is_file() else None
-
-
-def classes_of(datasets: CocoDatasets) -> Metadata | None:
-    """Return the classes of an evaluation, else of its training, numbered by category id as Detectron2 does.
-
-    None if no file lists them.
-    """
-    if not (classes := read_classes((*datasets.val.values(), *datasets.train.values()))):
+    if not record.is_file() or not (classes := read_recorded_classes(str(record))):
         return None
     return Metadata(
         thing_classes=list(classes.values()),

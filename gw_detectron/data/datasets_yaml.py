@@ -12,14 +12,15 @@ from detectron2.utils.file_io import PathManager
 from ..atomic import atomic_write
 from ..config import parse_config
 from ..errors import ConfigError, MissingFileError, similar_names
-from .coco_datasets import CocoDataset, CocoDatasets
+from .coco_datasets import CocoDataset, CocoDatasets, read_classes
 
 DATASETS_FILE = "datasets.yaml"  # in a run folder, beside config.yaml
+_CATEGORIES = "categories"  # of the record: the files may change afterwards
 _PATHS = {"json": os.path.isfile, "images": os.path.isdir}
 
 
 def record_datasets(datasets: CocoDatasets, folder: str) -> None:
-    """Write ``datasets.yaml`` and the parts of splits to a run folder.
+    """Write ``datasets.yaml``, with the classes, and the parts of splits to a run folder.
 
     Paths of these parts are relative to the folder, so that it can be moved.
     """
@@ -33,6 +34,9 @@ def record_datasets(datasets: CocoDatasets, folder: str) -> None:
             if Path(dataset.json).is_relative_to(top):
                 given["json"] = os.path.relpath(dataset.json, top)
             tree.setdefault(role, {})[name] = given
+    classes = read_classes((*datasets.val.values(), *datasets.train.values()))
+    if classes:
+        tree[_CATEGORIES] = [{"id": number, "name": name} for number, name in classes.items()]
     with atomic_write(Path(folder, DATASETS_FILE)) as temporary:
         temporary.write_text(yaml.safe_dump(tree, sort_keys=False))
 
@@ -51,10 +55,9 @@ def read_datasets(path: str, *, needed: Collection[str] | None = None) -> CocoDa
         MissingFileError: the yaml, or a file or folder that has to exist, does not.
         ConfigError: the yaml has an unknown key or a value of the wrong type.
     """
-    with open(existing_path(path, "--datasets", os.path.isfile), encoding="utf-8", errors="replace") as file:
-        tree = parse_config(file.read(), path)
+    tree = _read_tree(path)
     found = CocoDatasets()
-    _check_keys(tree, ("train", "val"), path, "")
+    tree.pop(_CATEGORIES, None)
     for role, named in tree.items():
         if not isinstance(named, dict) or not named:
             raise ConfigError(
@@ -66,6 +69,33 @@ def read_datasets(path: str, *, needed: Collection[str] | None = None) -> CocoDa
         if dataset.val_fraction:
             raise ConfigError(f"'{path}', val.{name}: has val_fraction. Fix: move the dataset to train.")
     return found
+
+
+def read_recorded_classes(path: str) -> dict[int, str]:
+    """Return the category names by id of the record of a run, in the order of the ids.
+
+    A record without them, as of version 0.1.0, has those that its files have now.
+
+    Raises:
+        ConfigError: the record has an unknown key or a value of the wrong type.
+    """
+    recorded = _read_tree(path).get(_CATEGORIES)
+    if recorded is None:
+        datasets = read_datasets(path, needed=())
+        return read_classes((*datasets.val.values(), *datasets.train.values()))
+    try:
+        return dict(sorted((int(each["id"]), str(each["name"])) for each in recorded))
+    except (LookupError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"'{path}', {_CATEGORIES}: not a list of {{id: 1, name: cup}}. Fix: correct or remove it."
+        ) from error
+
+
+def _read_tree(path: str) -> dict[str, Any]:
+    with open(existing_path(path, "--datasets", os.path.isfile), encoding="utf-8", errors="replace") as file:
+        tree = parse_config(file.read(), path)
+    _check_keys(tree, ("train", "val", _CATEGORIES), path, "")
+    return tree
 
 
 def _read_dataset(given: Any, path: str, key: str, must_exist: bool) -> CocoDataset:

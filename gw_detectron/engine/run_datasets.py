@@ -18,7 +18,7 @@ from ..data import (
     read_datasets,
     register_datasets,
 )
-from ..data.class_metadata import classes_of, recorded_classes
+from ..data.class_metadata import recorded_classes
 from ..errors import ConfigError, summarize_names
 from ..modeling.class_counts import object_count_keys
 
@@ -29,7 +29,8 @@ def use_datasets(cfg: CfgNode, args: argparse.Namespace, folder: str) -> None:
     """Register the datasets of the flags, and set ``DATASETS`` and the class count.
 
     Keys that the command line sets keep their values; the checks before a run compare them to the datasets. Without
-    flags, names that are unknown are registered from the ``datasets.yaml`` beside the config file.
+    flags, names that are unknown are registered from the ``datasets.yaml`` beside the config file. An evaluation and a
+    resumed run must have the classes that the run was trained on.
 
     Args:
         cfg: the config, not frozen.
@@ -37,17 +38,19 @@ def use_datasets(cfg: CfgNode, args: argparse.Namespace, folder: str) -> None:
         folder: the run folder, for the files of datasets that are split.
 
     Raises:
-        ConfigError: the flags or the yaml cannot be used, or an evaluation has other classes than the run of the
-            config file.
+        ConfigError: the flags or the yaml cannot be used, or the datasets have other classes than the run.
         MissingFileError: a file or folder does not exist.
     """
     given = datasets_from_flags(args)
-    if given is None:
-        use_recorded_datasets(cfg, args.config_file, folder, needed=cfg.DATASETS.TEST if args.eval_only else None)
+    needed = cfg.DATASETS.TEST if args.eval_only else None
+    found = given or _recorded_datasets(cfg, args.config_file, needed=needed)
+    if found is None:
         return
-    if args.eval_only:
-        _check_same_classes(given, args.config_file)
-    named = register_datasets(given, folder)
+    if args.resume or args.eval_only:
+        _check_same_classes(found, os.path.join(cfg.OUTPUT_DIR, "config.yaml") if args.resume else args.config_file)
+    named = register_datasets(found, folder)
+    if given is None:
+        return
     values: dict[str, object] = {"DATASETS.TEST": tuple(named.val)}
     if named.train:
         values["DATASETS.TRAIN"] = tuple(named.train)
@@ -63,12 +66,13 @@ def _check_same_classes(given: CocoDatasets, config_file: str) -> None:
     Raises:
         ConfigError: names or their order differ.
     """
-    trained, here = recorded_classes(config_file), classes_of(given)
-    if trained and here and trained.thing_classes != here.thing_classes:
+    trained = recorded_classes(config_file)
+    here = list(read_classes((*given.val.values(), *given.train.values())).values())
+    if trained and here and trained.thing_classes != here:
         raise ConfigError(
-            f"dataset: its classes by category id are {summarize_names(here.thing_classes, 9)}; the run of "
-            f"'{config_file}' was trained on {summarize_names(trained.thing_classes, 9)}. Fix: give the categories the "
-            "names and the order of ids of the training file."
+            f"dataset: its classes by category id are {summarize_names(here, 9)}; the run of '{config_file}' was "
+            f"trained on {summarize_names(trained.thing_classes, 9)}. Fix: give the categories the names and the order "
+            "of ids of the training file."
         )
 
 
@@ -87,9 +91,17 @@ def use_recorded_datasets(
         ConfigError: the yaml cannot be used.
         MissingFileError: a file or folder that it names does not exist.
     """
+    if recorded := _recorded_datasets(cfg, config_file, needed=needed):
+        register_datasets(recorded, folder)
+
+
+def _recorded_datasets(
+    cfg: CfgNode, config_file: str | os.PathLike[str], *, needed: Collection[str] | None
+) -> CocoDatasets | None:
     record = Path(config_file).with_name(DATASETS_FILE)
     if needs_registration((*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST)) and record.is_file():
-        register_datasets(read_datasets(str(record), needed=needed), folder)
+        return read_datasets(str(record), needed=needed)
+    return None
 
 
 def datasets_from_flags(args: argparse.Namespace) -> CocoDatasets | None:

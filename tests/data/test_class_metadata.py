@@ -5,6 +5,7 @@ import json
 import pytest
 
 from gw_detectron.config import default_config
+from gw_detectron.data import read_datasets, record_datasets
 from gw_detectron.data.class_metadata import class_metadata
 from gw_detectron.errors import ConfigError
 
@@ -54,4 +55,22 @@ def test_a_config_without_a_record(tmp_path):
 def test_a_record_with_an_unknown_key(tmp_path):
     (tmp_path / "datasets.yaml").write_text("trian: {}\n")
     with pytest.raises(ConfigError, match="unknown key 'trian'"):
+        class_metadata(config(test=("photos_val",)), str(tmp_path / "config.yaml"))
+
+
+def test_recorded_classes_are_those_of_the_training(tmp_path):
+    """Not those that its files have now."""
+    config_file = write_record(tmp_path)
+    (tmp_path / "val.json").write_text(json.dumps({"categories": CATEGORIES}))
+    record_datasets(read_datasets(str(tmp_path / "datasets.yaml"), needed=()), str(tmp_path))
+    (tmp_path / "val.json").write_text(json.dumps({"categories": [{"id": 2, "name": "other"}]}))
+    found = class_metadata(config(test=("photos_val",)), config_file)
+    assert found.thing_classes == CLASSES and found.thing_dataset_id_to_contiguous_id == {2: 0, 7: 1, 40: 2}
+    assert read_datasets(str(tmp_path / "datasets.yaml"), needed=()).val.keys() == {"photos_val"}
+
+
+@pytest.mark.parametrize("categories", ["3", "[1]", "[{id: 1}]", "[{id: x, name: cup}]"])
+def test_recorded_classes_that_somebody_edited(tmp_path, categories):
+    (tmp_path / "datasets.yaml").write_text(f"categories: {categories}\n")
+    with pytest.raises(ConfigError, match=r"categories: not a list of \{id: 1, name: cup\}. Fix: "):
         class_metadata(config(test=("photos_val",)), str(tmp_path / "config.yaml"))

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -98,6 +99,29 @@ def test_an_evaluation_on_other_classes_is_refused(tmp_path, photos, train_flags
     run_config(arguments(tmp_path, "--val-json", f"{photos}/val.json", *flags))  # the same classes
 
 
+def test_a_run_whose_files_have_other_classes_now_is_refused(tmp_path, photos, one_thread):
+    """With the datasets of its record, or with the same flags again."""
+    data, run = tmp_path / "data", tmp_path / "run"
+    shutil.copytree(photos, data)
+    flags = [
+        *("--train-json", f"{data}/annotations.json", "--train-images", f"{data}/photos"),
+        *("--val-json", f"{data}/val.json", "--val-images", f"{data}/photos"),
+    ]
+    main(arguments(run, *flags, MODEL__MASK_ON=False))
+    for name in ("annotations.json", "val.json"):
+        content = json.loads((data / name).read_text())
+        first, second, *_ = content["categories"]
+        first["name"], second["name"] = second["name"], first["name"]
+        (data / name).write_text(json.dumps(content))
+    own = ["--config-file", f"{run}/config.yaml"]
+    for given in (["--resume", *flags], ["--resume", *own], ["--eval-only", *own], ["--eval-only", "--resume", *own]):
+        forget()
+        with pytest.raises(ConfigError, match=r"its classes by category id are .* was trained on"):
+            run_config(arguments(run, *given))
+    forget()
+    run_config(arguments(tmp_path / "new", *flags))
+
+
 def test_keys_of_the_command_line_stay(tmp_path, split_flags):
     changes = {"DATASETS__TEST": "('custom_train',)", "MODEL__ROI_HEADS__NUM_CLASSES": 5}
     args = arguments(tmp_path / "run", *split_flags, **changes)
@@ -174,7 +198,9 @@ def test_the_end_of_the_log_says_what_to_read(tmp_path, split_flags, one_thread)
         main(arguments(tmp_path, *flags, *resume, MODEL__MASK_ON=False))
     text = (tmp_path / "log.txt").read_text()
     assert re.search(r"custom_val.json': \d+ of 12 images of '.*annotations.json', \d+ objects", text)
-    assert re.search(rf"bbox AP (nan|[\d.]+) on custom_val. Next: gw-detectron report {tmp_path}", text)
+    assert re.search(
+        rf"bbox AP (nan|[\d.]+) on custom_val. Next: gw-detectron report {shlex.quote(str(tmp_path))}", text
+    )
     assert text.count("the run has finished its iterations and is only evaluated. Fix: raise it") == 1
 
 
