@@ -26,6 +26,7 @@ COMPLETED = {
     "config": ("config.py", "Fix: correct it."),
     "convs": ("layers/weight_standardization.py", "Fix:"),
     "findings": ("preflight/findings.py", "problems: one message per problem"),  # each has its own fix
+    "images": ("data/images.py", "cannot be read: {reason}. Fix: repair"),
     "load_report": ("checkpoint/load_report.py", "Fix:"),
     "loading": ("checkpoint/reading.py", "Fix:"),  # repeats an error with the name of the key
     "nonfinite": ("engine/nonfinite.py", "Fix:"),

@@ -6,6 +6,7 @@ from typing import Any
 from detectron2.data.detection_utils import SizeMismatchError
 
 from ..errors import DataError
+from .images import READ_ERRORS
 
 
 class RecordError(DataError):
@@ -26,7 +27,7 @@ class ImageNamingMapper:
         mapper: Detectron2's ``DatasetMapper`` or another callable from record to training example.
 
     Raises:
-        RecordError: the mapper raised ``OSError`` or ``ValueError``; other errors get the file name as a note.
+        RecordError: the image or its record cannot be used; other errors get the file name as a note.
     """
 
     def __init__(self, mapper: Callable[[dict], Any]) -> None:
@@ -42,7 +43,7 @@ class ImageNamingMapper:
                 f"'{name}': width and height are not those of its record: {sizes}. Fix: correct the JSON file; the "
                 "size of a photo with an EXIF orientation is that of the upright photo."
             ) from error
-        except (OSError, ValueError) as error:
+        except READ_ERRORS as error:
             reason = str(error).replace(f" '{name}'", "")  # Pillow names the file, too
             raise RecordError(
                 f"'{name}': cannot be used: {reason}. Fix: repair the image or its record, or remove both."

@@ -1,5 +1,6 @@
 """JSON files that are derived from other JSON files when they are used."""
 
+import codecs
 import io
 import json
 import logging
@@ -71,4 +72,5 @@ def read_json(path: str) -> Any:
     try:
         return json.loads(text.decode())
     except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
-        raise DataError(f"invalid JSON: {error}. Fix: give a JSON file in UTF-8, not compressed.") from error
+        mark = " without a byte order mark" if text.startswith(codecs.BOM_UTF8) else ""
+        raise DataError(f"invalid JSON: {error}. Fix: give a JSON file in UTF-8{mark}, not compressed.") from error

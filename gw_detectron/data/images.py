@@ -1,6 +1,9 @@
 """Image files and their preprocessing for classifiers and detectors."""
 
+import contextlib
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +22,9 @@ from .synthetic_config import SyntheticConfig
 SIDE = 224  # pixels, of the evaluation on ImageNet
 _RESIZED = 256  # the shorter side before the center crop
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of RGB values in 0 to 1
+_WITH_FRAMES = ("GIF", "PNG", "TIFF", "WEBP")
+#: Pillow's, of damaged and of huge files
+READ_ERRORS = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 
 
@@ -30,37 +36,58 @@ def read_image(path: str | os.PathLike[str], pixel_format: str) -> np.ndarray:
         pixel_format: ``RGB``, ``BGR`` or another value of ``INPUT.FORMAT``.
 
     Returns:
-        Pixels of 0 to 255, (H, W, 3).
+        Pixels of 0 to 255, (H, W, 3). Of several frames or pages it is the first, with a warning.
 
     Raises:
         MissingFileError: the file does not exist.
-        DataError: the file is not an image, or damaged.
+        DataError: the file is not an image, damaged, or has more than 8 bits per channel.
     """
     if not os.path.isfile(path):
         raise MissingFileError(
             f"image ({os.fspath(path)!r}): file not found (cwd: {os.getcwd()!r}). Fix: give an existing path."
         )
-    try:
+    with _errors_of(path):
+        with Image.open(path) as image:
+            check_depth(image)
+            frames = getattr(image, "n_frames", 1) if image.format in _WITH_FRAMES else 1
+        if frames > 1:
+            logging.getLogger(__name__).warning("'%s': only the first of its %d frames or pages is read", path, frames)
         return detection_utils.read_image(os.fspath(path), format=pixel_format)
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # Pillow's, of damaged files
+
+
+def upright_size(path: str | os.PathLike[str]) -> tuple[int, int]:
+    """Read width and height of an image, turned upright by its EXIF entry, from its header.
+
+    Raises:
+        DataError: the file has no header of an image, or has more than 8 bits per channel.
+    """
+    with _errors_of(path), Image.open(path) as image:
+        check_depth(image)
+        # where a PNG has no such entry, Pillow would decode all of it to look for one behind the pixels
+        entries = image.getexif() if image.format != "PNG" or "exif" in image.info else {}
+        turned = entries.get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)
+        return (image.height, image.width) if turned else image.size
+
+
+@contextlib.contextmanager
+def _errors_of(path: str | os.PathLike[str]) -> Iterator[None]:
+    try:
+        yield
+    except READ_ERRORS as error:
         reason = "not an image" if isinstance(error, UnidentifiedImageError) else error
         raise DataError(
             f"image ({os.fspath(path)!r}): cannot be read: {reason}. Fix: repair it or give another one."
         ) from error
 
 
-def upright_size(path: str | os.PathLike[str]) -> tuple[int, int] | None:
-    """Read width and height of an image, turned upright by its EXIF entry, from its header; None if it has none."""
-    try:
-        with Image.open(path) as image:
-            turned = image.getexif().get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)
-            return (image.height, image.width) if turned else image.size
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):  # Pillow's, of damaged files
-        return None
+def check_depth(image: Image.Image) -> None:
+    """Raise ValueError for an image whose values Pillow would cut off at 255."""
+    if image.mode[0] in "IF":
+        raise ValueError(f"has more than 8 bits per channel (mode {image.mode}): save it with 8")
 
 
 def image_files(folder: str | os.PathLike[str]) -> list[Path]:
-    """Return the image files below a folder, sorted by path.
+    """Return the image files below a folder and the folders that it links to, sorted by path.
 
     Raises:
         MissingFileError: the folder does not exist.
@@ -68,7 +95,15 @@ def image_files(folder: str | os.PathLike[str]) -> list[Path]:
     """
     if not os.path.isdir(folder):
         raise MissingFileError(f"images ({os.fspath(folder)!r}): folder not found. Fix: give an existing folder.")
-    paths = sorted(path for path in Path(folder).rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
+    seen: set[str] = set()
+    paths = []
+    for top, below, files in os.walk(folder, followlinks=True):
+        if os.path.realpath(top) in seen:  # a link to a folder above
+            below.clear()
+            continue
+        seen.add(os.path.realpath(top))
+        paths += [Path(top, file) for file in files if Path(file).suffix.lower() in IMAGE_SUFFIXES]
+    paths.sort()
     if not paths:
         suffixes = ", ".join(IMAGE_SUFFIXES)
         raise DataError(f"images ({os.fspath(folder)!r}): none found. Fix: put {suffixes} files there.")
@@ -102,8 +137,11 @@ def resize_shortest_edge(pixels: np.ndarray, shorter: int, longest: int) -> Tens
 
     Source: the rule of Detectron2's ``DefaultPredictor``.
     """
-    resize = transforms_d2.ResizeShortestEdge([shorter, shorter], longest)
-    return channels_first(resize.get_transform(pixels).apply_image(pixels))
+    resize = transforms_d2.ResizeShortestEdge([shorter, shorter], longest).get_transform(pixels)
+    for side in ("new_h", "new_w"):  # of a very long image, one rounds to 0
+        if getattr(resize, side, 1) < 1:
+            setattr(resize, side, 1)
+    return channels_first(resize.apply_image(pixels))
 
 
 def channels_first(pixels: np.ndarray, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -241,10 +241,14 @@ def _wrong_images(image_root: str, images: Sequence[dict]) -> Iterator[str]:
     checked = images[:: -(-len(images) // _MOST_HEADERS)]
     damaged, others = [], []
     for image in checked:
-        size, wanted = upright_size(os.path.join(image_root, image["file_name"])), (image["width"], image["height"])
-        if size is None:
-            damaged.append(f"'{image['file_name']}'")
-        elif size != wanted:
+        wanted = (image["width"], image["height"])
+        try:
+            size = upright_size(os.path.join(image_root, image["file_name"]))
+        except DataError as error:
+            reason = str(error).partition(": cannot be read: ")[2].partition(". Fix: ")[0]
+            damaged.append(f"'{image['file_name']}' ({reason})")
+            continue
+        if size != wanted:
             others.append(f"'{image['file_name']}' {size[0]} x {size[1]} in place of {wanted[0]} x {wanted[1]}")
     if damaged:
         yield (

@@ -53,3 +53,13 @@ def test_errors_of_a_custom_mapper_name_the_file_and_keep_their_class():
     with pytest.raises(KeyError) as raised:
         ImageNamingMapper(bug)({"file_name": "a.jpg"})
     assert raised.value.__notes__ == ["while reading a.jpg"]
+
+
+def test_files_that_pillow_refuses_are_named(tmp_path, monkeypatch):
+    Image.new("RGB", (40, 40)).save(tmp_path / "huge.png")
+    (tmp_path / "broken.png").write_bytes((tmp_path / "huge.png").read_bytes()[:33] + b"\0\0\0\1\1\1\1\1")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    mapper = ImageNamingMapper(lambda record: Image.open(record["file_name"]).load())
+    for name in ("huge.png", "broken.png"):
+        with pytest.raises(RecordError, match=f"{name}': cannot be used: .* Fix: repair"):
+            mapper({"file_name": str(tmp_path / name)})

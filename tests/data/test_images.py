@@ -1,9 +1,11 @@
 """Images: reading, folders, errors."""
 
+import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
-from gw_detectron.data.images import load_images
+from gw_detectron.data.images import image_files, load_images, read_image, resize_shortest_edge, upright_size
+from gw_detectron.errors import DataError
 
 
 def test_load_images(tmp_path):
@@ -19,3 +21,43 @@ def test_load_images(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="none found"):
         load_images(tmp_path / "empty")
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.float32])
+def test_more_than_8_bits_are_refused(tmp_path, dtype):
+    """Pillow would make every value above 255 white."""
+    Image.fromarray(np.full((8, 8), 700, dtype)).save(tmp_path / "deep.tif")
+    for read in (upright_size, lambda path: read_image(path, "RGB")):
+        with pytest.raises(DataError, match=r"deep.tif'\): cannot be read: has more than 8 bits per channel .*: save"):
+            read(tmp_path / "deep.tif")
+
+
+def test_the_first_frame_with_a_warning(tmp_path, caplog):
+    frames = [Image.new("RGB", (4, 3), color) for color in ("white", "black", "red")]
+    frames[0].save(tmp_path / "pages.tif", save_all=True, append_images=frames[1:])
+    assert (read_image(tmp_path / "pages.tif", "RGB") == 255).all()
+    assert "pages.tif': only the first of its 3 frames or pages is read" in caplog.text
+
+
+def test_a_png_is_not_decoded_for_its_size(tmp_path, monkeypatch):
+    Image.new("RGB", (40, 30)).save(tmp_path / "a.png")
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (40, 30)).save(tmp_path / "turned.png", exif=exif)
+    monkeypatch.setattr(PngImagePlugin.PngImageFile, "load", lambda _: pytest.fail("decoded"))
+    assert upright_size(tmp_path / "a.png") == (40, 30)
+    assert upright_size(tmp_path / "turned.png") == (30, 40)
+
+
+def test_links_to_folders_are_followed_once(tmp_path):
+    for folder in ("photos", "elsewhere"):
+        (tmp_path / folder).mkdir()
+        Image.new("RGB", (4, 4)).save(tmp_path / folder / "a.png")
+    (tmp_path / "photos" / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "photos" / "again").symlink_to(tmp_path / "photos")
+    assert image_files(tmp_path / "photos") == [tmp_path / "photos" / "a.png", tmp_path / "photos" / "link" / "a.png"]
+
+
+@pytest.mark.parametrize(("height", "width"), [(1, 3000), (3000, 1)])
+def test_a_very_long_image_keeps_a_pixel(height, width):
+    assert sorted(resize_shortest_edge(np.zeros((height, width, 3), np.uint8), 800, 1333).shape) == [1, 3, 1333]

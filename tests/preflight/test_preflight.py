@@ -6,6 +6,7 @@ import pickle
 import unicodedata
 import zipfile
 
+import numpy as np
 import pytest
 import torch
 from detectron2.data import DatasetCatalog, MetadataCatalog
@@ -464,7 +465,16 @@ class TestData:
         (tmp_path / "data" / "images" / content["images"][0]["file_name"]).write_text("no image")
         coco()
         name = content["images"][0]["file_name"]
-        assert any(f"1 of 2 checked images cannot be read: '{name}'. Fix: repair" in each for each in check().problems)
+        expected = f"1 of 2 checked images cannot be read: '{name}' (not an image). Fix: repair"
+        assert any(expected in each for each in check().problems)
+
+    def test_images_of_16_bits(self, check, coco, content, tmp_path):
+        """Pillow, and so Detectron2, would cut their values off at 255."""
+        image = content["images"][0]
+        pixels = np.full((image["height"], image["width"]), 700, np.uint16)
+        Image.fromarray(pixels).save(tmp_path / "data" / "images" / image["file_name"], format="PNG")
+        coco()
+        assert any("more than 8 bits per channel (mode I;16): save it with 8" in each for each in check().problems)
 
     def test_the_first_missing_images_are_named(self, check, coco, content):
         content["images"] += [{**content["images"][0], "id": 9 + n, "file_name": f"c/{n}.jpg"} for n in range(4)]
