@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from detectron2.data import Metadata
+from pycocotools import mask
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
@@ -131,14 +132,17 @@ class Detections:
             evaluation.evaluate()
         found = {each["image_id"]: each for each in evaluation.evalImgs if each}
         return [
-            self._matches(image_id, found[image_id], detected, evaluation.ious[image_id, -1], iou)
+            self._matches(image_id, found[image_id], detected, iou)
             if image_id in found
             else ImageMatches(image_id, [], [], [], [])
             for image_id in sorted(self.truth.imgs)
         ]
 
-    def _matches(self, image_id: Any, image: dict[str, Any], detected: COCO, ious: Any, iou: float) -> ImageMatches:
-        best = np.max(ious, axis=1) if np.size(ious) else np.zeros(len(image["dtIds"]))
+    def _matches(self, image_id: Any, image: dict[str, Any], detected: COCO, iou: float) -> ImageMatches:
+        boxes = [detected.anns[detection_id]["bbox"] for detection_id in image["dtIds"]]
+        objects = [each["bbox"] for each in self.objects(image_id) if not each.get("iscrowd")]
+        overlaps = mask.iou(boxes, objects, [0] * len(objects)) if boxes and objects else np.zeros((len(boxes), 1))
+        best = overlaps.max(axis=1)
         found, kinds, taken = [], [], []
         rows = zip(image["dtIds"], image["dtMatches"][0], image["dtIgnore"][0], best, strict=True)
         for detection_id, truth_id, ignored, overlap in rows:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..analysis.result import short_name
 from ..analysis.whitening_statistics import whitening_layers
+from ..data.dataset_mapper import ImageNamingMapper
 from ..errors import ConfigError, similar_names
 from ..layers import GroupWhitening2d
 from ..norms import norm_rows, norm_spec
@@ -69,7 +70,7 @@ def layers_section(run: RunFolder) -> Section:
             )
     model, record = run.model, run.records[0]
     with needed():
-        image = DatasetMapper(run.cfg, is_train=False)(record)
+        image = ImageNamingMapper(DatasetMapper(run.cfg, is_train=False))(record)
     inputs = _inputs(model, names or _default_layers(model), image)
     pictures, rows, skipped = [], [], []
     for name, x in inputs.items():

@@ -48,9 +48,9 @@ class ReportOptions:
 
     def __post_init__(self) -> None:
         check_minimum("--images", self.images)
-        for name, value in (("--iou", self.iou), ("--score", self.score)):
-            if not 0 <= value <= 1:
-                raise ConfigError(f"{name} ({value}): not between 0 and 1. Fix: give e.g. 0.5.")
+        for name, value, least in (("--iou", self.iou, 0.01), ("--score", self.score, 0)):
+            if not least <= value <= 1:
+                raise ConfigError(f"{name} ({value}): not between {least} and 1. Fix: give e.g. 0.5.")
 
 
 class MissingInputError(UserError, LookupError):
@@ -200,6 +200,11 @@ class RunFolder:
             MissingInputError: there are none, or they are of another dataset.
         """
         found = [path for path in self._places(PREDICTIONS) if path.is_file()]
+        with needed():
+            if self.cfg.MODEL.META_ARCHITECTURE == "SemanticSegmentor":
+                raise DataError(
+                    "MODEL.META_ARCHITECTURE ('SemanticSegmentor'): predicts no objects. Fix: read mIoU in metrics.json."
+                )
         data = [] if self.dataset else ["--val-json", "FILE", "--val-images", "DIR"]
         command = self._command("--eval-only", *data, **{"MODEL.WEIGHTS": self.weights})
         with needed(command):
@@ -211,10 +216,11 @@ class RunFolder:
             except json.JSONDecodeError as error:
                 raise DataError(f"'{path}': not complete: {error}.") from error
         records, metadata = self.records, MetadataCatalog.get(self.dataset)
-        with needed(command), contextlib.redirect_stdout(io.StringIO()):
+        with needed(), contextlib.redirect_stdout(io.StringIO()):
             truth = COCO(PathManager.get_local_path(metadata.json_file))
             if not truth.anns:
-                raise DataError(f"'{metadata.json_file}': no annotations.")
+                raise DataError(f"'{metadata.json_file}': no annotations. Fix: evaluate on images with objects.")
+        with needed(command):
             if unknown := {each["image_id"] for each in results} - truth.imgs.keys():
                 raise DataError(
                     f"'{path}': has images that '{self.dataset}' lacks ({summarize_names(map(str, unknown))})."

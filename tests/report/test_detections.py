@@ -54,6 +54,12 @@ FOUND = [
 ]
 
 
+def test_a_box_that_touches_a_crowd_alone_is_background():
+    found = [(1, CAT, [100, 50, 20, 20], 0.9), (1, CAT, [46, 60, 20, 20], 0.8)]
+    image, _ = detections([(1, CAT, [0, 50, 60, 40], 1)], [found[1]]).match(0.9, 0.5)
+    assert image.kinds == ["background"]
+
+
 def test_a_hand_made_image_is_matched():
     image, other = detections(TRUTH, FOUND).match(0.5, 0.5)
     assert [each["score"] for each in image.found] == [0.9, 0.8, 0.7, 0.65, 0.6]

@@ -9,6 +9,7 @@ from gw_detectron.errors import ConfigError
 from gw_detectron.layers import BatchWhitening2d, GroupWhitening2d
 from gw_detectron.report import ReportOptions, RunFolder
 from gw_detectron.report.layer_views import correlated_rows, correlation, layers_section, normalized
+from gw_detectron.report.run_folder import MissingInputError
 
 from .fake_run import write_run
 
@@ -76,3 +77,11 @@ def test_whitening_layers_of_the_backbone_are_the_default(folder):
 def test_an_unknown_layer_is_an_error_with_similar_names(folder):
     with pytest.raises(ConfigError, match=r"Similar: backbone\.bottom_up\.stem\.conv1\.norm"):
         layers_section(RunFolder(folder, ReportOptions(layers=("backbone.bottom_up.stem.conv1",))))
+
+
+def test_a_damaged_image_is_a_missing_input(tmp_path):
+    run = RunFolder(write_run(tmp_path, weights=True))
+    with open(run.records[0]["file_name"], "wb") as file:
+        file.write(b"no image")
+    with pytest.raises(MissingInputError, match="cannot be used: .* Fix: repair the image"):
+        layers_section(run)

@@ -81,7 +81,6 @@ def remove_annotations(folder):
         (lambda folder: results_file(folder).unlink(), "not found"),
         (break_results, "not complete"),
         (change_images, "lacks (99)"),
-        (remove_annotations, "no annotations"),
     ],
 )
 def test_missing_or_unusable_predictions_are_named_with_a_command(folder, change, reason):
@@ -91,6 +90,18 @@ def test_missing_or_unusable_predictions_are_named_with_a_command(folder, change
     assert reason in caught.value.reason
     assert caught.value.command.startswith("gw-detectron train --eval-only --config-file")
     assert str(folder / "model_final.pth") in caught.value.command and str(caught.value).count("Fix:") == 1
+
+
+def test_no_command_makes_objects(folder):
+    remove_annotations(folder)
+    with pytest.raises(MissingInputError, match=r"no annotations. Fix: evaluate on images with objects") as caught:
+        _ = RunFolder(folder).detections
+    assert not caught.value.command
+    run = RunFolder(folder)
+    run.cfg.MODEL.META_ARCHITECTURE = "SemanticSegmentor"
+    with pytest.raises(MissingInputError, match="predicts no objects") as caught:
+        _ = run.detections
+    assert not caught.value.command
 
 
 def test_a_run_without_a_dataset_is_told_to_name_one(folder):
