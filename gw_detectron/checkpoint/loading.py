@@ -134,11 +134,19 @@ def open_start_weights(cfg: CfgNode, *, resume: bool = False) -> StartWeights:
         if resume and PathManager.exists(tag := os.path.join(cfg.OUTPUT_DIR, _TAG)):
             key, resumed = tag, True
             address = last_checkpoint(cfg.OUTPUT_DIR)
-        if "://" in address and not address.startswith(_ON_THIS_MACHINE):
+        if address and not local_file(address):
             return StartWeights(address, resumed, unfetched=functools.partial(open_checkpoint, address, key))
         return StartWeights(address, resumed, open_checkpoint(address, key) if address else None)
     except (UserError, OSError) as error:
         return StartWeights(address, resumed, error=error)
+
+
+def local_file(address: str) -> str:
+    """Return the file that an address names, without its prefix and options; "" if it is not on this machine."""
+    location = address.partition("?")[0]
+    for prefix in _ON_THIS_MACHINE:
+        location = location.removeprefix(prefix)
+    return "" if "://" in location else location
 
 
 def open_checkpoint(address: str | os.PathLike[str], key: str = "MODEL.WEIGHTS") -> Checkpoint:

@@ -6,6 +6,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.loading import local_file
+
 METRICS = "metrics.json"  # to which a trainer appends
 PREDICTIONS = "coco_instances_results.json"  # of Detectron2's evaluator, in its folder "inference"
 # config.yaml, datasets.yaml and datasets/ stay: the new run may read them, and writes its own
@@ -61,17 +63,17 @@ def remove_earlier_run(folder: str, *, everything: bool, keep: str = "") -> None
     Args:
         folder: the output folder, which need not exist; nothing is removed from a remote one.
         everything: False removes the metrics alone.
-        keep: the start weights, which may be a checkpoint of the earlier run.
+        keep: address of the start weights, which may be a checkpoint of the earlier run.
 
     Raises:
         OSError: a file cannot be removed.
     """
     if "://" in folder:
         return
-    place = Path(folder)
+    place, kept = Path(folder), local_file(keep)
     for pattern in _FILES if everything else (METRICS,):
         for path in place.glob(pattern):
-            if not (keep and os.path.exists(keep) and path.samefile(keep)):
+            if not (kept and os.path.exists(kept) and path.samefile(kept)):
                 path.unlink()
     for name in _FOLDERS if everything else ():
         if (place / name).is_dir():

@@ -6,6 +6,7 @@ Steps: config, start weights, preflight, output folder, model, training or evalu
 import argparse
 import logging
 import os
+import shlex
 
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
@@ -80,7 +81,7 @@ def _log_scores(cfg: CfgNode, results: dict | None) -> None:
     for name, scores in ({names[0]: results} if len(names) == 1 else results).items():
         found = [f"{task} AP {value['AP']:.1f}" for task, value in scores.items() if "AP" in value]
         if found:
-            log.info("%s on %s. Next: gw-detectron report %s", ", ".join(found), name, cfg.OUTPUT_DIR)
+            log.info("%s on %s. Next: gw-detectron report %s", ", ".join(found), name, shlex.quote(cfg.OUTPUT_DIR))
 
 
 def prepare(args: argparse.Namespace) -> tuple[CfgNode, StartWeights, list[str]]:

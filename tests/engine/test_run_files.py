@@ -72,6 +72,12 @@ def test_the_files_of_a_run_are_removed_and_no_others(earlier):
     assert names(earlier) == ["config.yaml", "model_0000009.pth", "notes.txt", "weights.pth"]
 
 
+@pytest.mark.parametrize("address", ["{}?matching_heuristics=True", "gw://file/{}", "file://{}"])
+def test_start_weights_stay_by_any_address(earlier, address):
+    remove_earlier_run(str(earlier), everything=True, keep=address.format(earlier / "model_0000009.pth"))
+    assert names(earlier) == ["config.yaml", "model_0000009.pth", "notes.txt", "weights.pth"]
+
+
 def test_metrics_alone(earlier):
     before = names(earlier)
     remove_earlier_run(str(earlier), everything=False)
