@@ -61,7 +61,9 @@ def draw_objects(
     if notes is not None:
         labels = [f"{label} {note}" for label, note in zip(labels, notes, strict=True)]
     colors = class_colors(metadata)
-    drawing = Visualizer(image, metadata, scale=max(1.0, LABEL_SIDE / max(image.shape[:2])))
+    scale = max(1.0, LABEL_SIDE / max(image.shape[:2]))
+    drawing = Visualizer(image, metadata, scale=scale)
+    drawing._default_font_size = max(drawing._default_font_size, 10 / scale)  # whose 10 // scale becomes 0
     return drawing.overlay_instances(
         boxes=boxes,
         labels=labels,

@@ -63,14 +63,14 @@ def check_output(output: str | os.PathLike[str], sources: Iterable[ImageSource])
         OutputFolderError: the folder holds other files.
         ConfigError: one of the sources is in the folder, which would be replaced.
     """
-    folder = Path(output).absolute()
+    folder = Path(output).resolve()
     check_replaceable(folder, (RESULTS, IMAGES, PICTURES))
     if (folder / PICTURES).exists() and not (folder / RESULTS).exists():
         raise OutputFolderError(
             f"output ('{output}'): holds '{PICTURES}' without {RESULTS}. Fix: give an empty or new folder."
         )
     for source in sources:
-        if source.path.is_relative_to(folder):
+        if source.path.resolve().is_relative_to(folder):
             raise ConfigError(
                 f"output ('{output}'): would replace the input '{source.path}'. Fix: give a folder without inputs."
             )

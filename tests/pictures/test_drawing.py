@@ -90,3 +90,12 @@ def test_a_note_is_drawn_beside_its_object_only():
 def test_any_number_of_classes_without_names_is_drawn():
     first, repeated = (draw_objects(GRAY, Metadata(), [index], np.array([BOX]), masks=[square()]) for index in (5, 75))
     assert np.array_equal(first[300:340, 110:290], repeated[300:340, 110:290])
+
+
+def test_labels_of_small_images_can_be_read():
+    """Detectron2's font size becomes 0 where the image is enlarged by more than 10."""
+    small = np.full((40, 40, 3), 128, np.uint8)
+    plain = draw_objects(small, Metadata(), [], np.zeros((0, 4)))
+    labels = [draw_objects(small, CLASSES, [1], np.array([[5, 15, 30, 35]]), scores=[s]) for s in (0.11, 0.88)]
+    assert plain.shape == labels[0].shape
+    assert (labels[0] != labels[1]).any(-1).sum() > 20  # the digits differ

@@ -180,3 +180,13 @@ def test_without_opencv_there_are_json_files_but_no_pictures_or_videos(monkeypat
     with pytest.raises(MissingPackageError, match=r"video \('.*clip.avi'\): not installed"):
         predict(video, pictures=False)
     assert predict(photos, pictures=False)[0].images == 2
+
+
+def test_an_output_folder_by_another_name_is_the_same_folder(tmp_path, photos, predict):
+    predict(photos)
+    sources = find_sources([tmp_path / "out" / "pictures"])
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    (tmp_path / "below").mkdir()
+    for output in (tmp_path / "link", tmp_path / "below" / ".." / "out"):
+        with pytest.raises(ConfigError, match="would replace the input"):
+            check_output(output, sources)
