@@ -33,6 +33,7 @@ from .seeding import use_deterministic_algorithms
 from .trainer import Trainer, check_same_start
 
 log = logging.getLogger(__name__)
+_MAIN_SCORES = ("AP", "mIoU", "PQ")  # of boxes, masks and keypoints; semantic; panoptic segmentation
 
 
 @output_unlocked_at_end()
@@ -76,10 +77,12 @@ def main(args: argparse.Namespace) -> dict | None:
 
 
 def _log_scores(cfg: CfgNode, results: dict | None) -> None:
-    """End the log with the AP of each task, and what to do next."""
+    """End the log with the main score of each task, and what to do next."""
     names, results = cfg.DATASETS.TEST, results or {}
     for name, scores in ({names[0]: results} if len(names) == 1 else results).items():
-        found = [f"{task} AP {value['AP']:.1f}" for task, value in scores.items() if "AP" in value]
+        found = [
+            f"{task} {key} {value[key]:.1f}" for task, value in scores.items() for key in _MAIN_SCORES if key in value
+        ]
         if found:
             log.info("%s on %s. Next: gw-detectron report %s", ", ".join(found), name, shlex.quote(cfg.OUTPUT_DIR))
 

@@ -201,10 +201,8 @@ class RunFolder:
         """
         found = [path for path in self._places(PREDICTIONS) if path.is_file()]
         with needed():
-            if self.cfg.MODEL.META_ARCHITECTURE == "SemanticSegmentor":
-                raise DataError(
-                    "MODEL.META_ARCHITECTURE ('SemanticSegmentor'): predicts no objects. Fix: read mIoU in metrics.json."
-                )
+            if (name := self.cfg.MODEL.META_ARCHITECTURE) == "SemanticSegmentor":
+                raise DataError(f"MODEL.META_ARCHITECTURE ('{name}'): predicts no objects. Fix: read metrics.json.")
         data = [] if self.dataset else ["--val-json", "FILE", "--val-images", "DIR"]
         command = self._command("--eval-only", *data, **{"MODEL.WEIGHTS": self.weights})
         with needed(command):
