@@ -8,13 +8,13 @@ raise an ImportError or AttributeError that says how to install it.
 import sys
 from typing import Any
 
+from .errors import MissingDetectron2NameError
 from .layers import BatchWhitening2d, GroupWhitening2d
 from .norms import convert_convs, convert_norms, norm_spec, norm_table, resolve_norm
 from .requirements import (
     FUNCTIONS,
     MODULES,
     Detectron2Guard,
-    MissingDetectron2NameError,
     has_detectron2,
     require_detectron2,
     scripting_warnings_ignored,

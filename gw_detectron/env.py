@@ -7,7 +7,8 @@ from types import TracebackType
 from detectron2.config.defaults import _C
 
 from .config import add_gw_config
-from .norms import NormError, resolve_norm
+from .errors import NormError
+from .norms import resolve_norm
 
 
 def setup_environment() -> None:

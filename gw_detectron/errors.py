@@ -1,4 +1,4 @@
-"""Errors that the user can fix, how their messages list names, and the check of a minimum."""
+"""All errors that the user can fix, how their messages list names, and the check of a minimum."""
 
 import difflib
 import errno
@@ -20,8 +20,47 @@ class ConfigError(UserError, ValueError):
     """A config key or flag is unknown, or its value unusable."""
 
 
+class PreflightError(ConfigError):
+    """A run would fail later or learn nothing.
+
+    Args:
+        problems: one message per problem.
+        unchecked: what was not checked because of them.
+    """
+
+    def __init__(self, problems: Iterable[str], unchecked: str = "") -> None:
+        self.problems = tuple(problems)
+        self.unchecked = unchecked
+        super().__init__(self.problems, unchecked)
+
+    def __str__(self) -> str:
+        count = len(self.problems)
+        head = "this run has a problem:" if count == 1 else f"this run has {count} problems:"
+        lines = [head, *(f"  - {problem}" for problem in self.problems)]
+        return "\n".join([*lines, self.unchecked] if self.unchecked else lines)
+
+
+class ConversionError(UserError, ValueError):
+    """A model cannot be converted. It is unchanged."""
+
+
+class NormError(ConfigError):
+    """A norm name cannot be used, or a layer has none."""
+
+
 class DataError(UserError, ValueError):
     """A dataset, an image or its record cannot be used."""
+
+
+class RecordError(DataError):
+    """A record of a dataset cannot be used.
+
+    The message names the image file.
+    """
+
+    def __init__(self, message: str) -> None:
+        # A worker process of a DataLoader passes its traceback as the message, which ends in the original message.
+        super().__init__(message.rsplit(f"{type(self).__name__}: ", 1)[-1].strip())
 
 
 class MissingFileError(UserError, FileNotFoundError):
@@ -32,8 +71,112 @@ class FileAccessError(UserError, OSError):
     """A file or address cannot be read, fetched or written."""
 
 
+class WeightsFileError(UserError, ValueError):
+    """A weight file is damaged or has an unsupported format."""
+
+
+class RefusedFileError(WeightsFileError):
+    """A weight file could run code when it is read."""
+
+
+class InvalidWeightsError(UserError, ValueError):
+    """A checkpoint contains weights with values or types that no model can use."""
+
+
+class NormMismatchError(UserError, ValueError):
+    """A checkpoint was trained with other norms than the model has."""
+
+
+class PartialLoadError(UserError, ValueError):
+    """A checkpoint left a part of the backbone at random values."""
+
+
+class WeightsError(UserError, ValueError):
+    """Weights, or options of their conversion, that cannot be used."""
+
+
+class UnknownNormError(WeightsError):
+    """Neither notes nor tensors prove a norm, so the user must state it."""
+
+
+class UnknownNormFileError(WeightsFileError, UnknownNormError):
+    """A file's norms are not proven, so the user must state them."""
+
+
+class WeightsExistError(UserError, FileExistsError):
+    """A file would be overwritten."""
+
+
+class DownloadFailedError(UserError, OSError):
+    """A download failed; the next attempt resumes it."""
+
+
+class OutputInUseError(UserError, RuntimeError):
+    """Another training writes to the output folder."""
+
+
+class RunMemoryError(UserError, MemoryError):
+    """A step or an evaluation ran out of memory."""
+
+
+class DataWorkerError(UserError, RuntimeError):
+    """A data-loading worker was killed, or had no shared memory."""
+
+
+class LostProcessError(UserError, ConnectionError):
+    """Another process of the run ended or does not answer."""
+
+
+class NonFiniteError(UserError, FloatingPointError):
+    """The loss became infinite or NaN; the message names the cause."""
+
+
+class NonFiniteLayerError(UserError, FloatingPointError):
+    """A tensor of a whitening layer is not finite."""
+
+
+class NonFiniteCovarianceError(UserError, FloatingPointError, ValueError):
+    """A covariance matrix holds NaN or infinity, so it has no eigenvalues."""
+
+
+class MissingInputError(UserError, LookupError):
+    """A run folder lacks what a part of the report needs.
+
+    Args:
+        reason: what is missing.
+        command: a command line that makes it.
+    """
+
+    def __init__(self, reason: str, command: str = "") -> None:
+        super().__init__(f"{reason} Fix: run `{command}`." if command else reason)
+        self.reason, self.command = reason, command
+
+
+class ExportError(UserError, ValueError):
+    """The model or an argument cannot be exported."""
+
+
+class ParityError(ExportError):
+    """The exported file gives other numbers than the model."""
+
+
+class OutputFolderError(UserError, FileExistsError):
+    """The output folder cannot be created or replaced.
+
+    Only a folder that holds nothing but files of an earlier result is replaced.
+    """
+
+
 class MissingPackageError(UserError, ImportError):
     """An optional package is not installed."""
+
+
+class MissingDetectron2Error(UserError, ImportError):
+    """A part of the package that needs Detectron2 is imported without it."""
+
+
+class MissingDetectron2NameError(UserError, AttributeError):
+    """A name of the package that needs Detectron2 is used without it."""
 
 
 def is_user_error(error: BaseException) -> bool:

@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 import torch
 
+from .errors import MissingDetectron2Error
 from .layers import GroupWhitening2d
 from .ops.group_whitening.op import use_backend
 from .ops.group_whitening.triton.compiler import triton
 from .ops.group_whitening.triton.launch_args import has_tensor_cores
-from .requirements import MissingDetectron2Error, has_compiled_operators, has_detectron2, require_detectron2
+from .requirements import has_compiled_operators, has_detectron2, require_detectron2
 from .version import __version__, package_versions
 
 _PACKAGES = ("torch", "torchvision", "triton", "detectron2", "fvcore", "pycocotools", "numpy", "Pillow", "safetensors")

@@ -3,7 +3,8 @@
 import os
 import sys
 
-from .requirements import MissingDetectron2Error, require_detectron2
+from .errors import MissingDetectron2Error
+from .requirements import require_detectron2
 
 try:
     require_detectron2(os.path.basename(sys.argv[0]))

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .errors import MissingPackageError, UserError
+from .errors import MissingDetectron2Error, MissingPackageError, UserError
 
 #: names of ``gw_detectron`` that need Detectron2: functions, then modules
 FUNCTIONS = ("add_gw_config",)
@@ -30,14 +30,6 @@ MODULES = (
     "report",
 )
 _PIP_NAMES = {"cv2": "opencv-python-headless"}
-
-
-class MissingDetectron2Error(UserError, ImportError):
-    """A part of the package that needs Detectron2 is imported without it."""
-
-
-class MissingDetectron2NameError(UserError, AttributeError):
-    """A name of the package that needs Detectron2 is used without it."""
 
 
 def has_detectron2() -> bool:

@@ -7,9 +7,7 @@ import pytest
 
 from gw_detectron.data import register_synthetic
 from gw_detectron.demo import run_demo
-from gw_detectron.errors import ConfigError
-from gw_detectron.export.atomic_folder import OutputFolderError
-from gw_detectron.preflight import PreflightError
+from gw_detectron.errors import ConfigError, OutputFolderError, PreflightError
 
 from .tiny_run import CONFIG, DATA, OPTS
 

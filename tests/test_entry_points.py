@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from gw_detectron.checkpoint import WeightsFileError, open_checkpoint, read_weights_file
-from gw_detectron.errors import UserError
+from gw_detectron.checkpoint import open_checkpoint, read_weights_file
+from gw_detectron.errors import UserError, WeightsFileError
 
 from .checkpoint.polyglot import safetensors_and_pickle
 from .tiny_run import CONFIG, OPTS, ROOT

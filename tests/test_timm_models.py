@@ -15,9 +15,9 @@ from torch import nn
 
 from gw_detectron import norm_table, timm_models  # noqa: F401, the import registers the models
 from gw_detectron.checkpoint.weights_conversion import to_torchvision
-from gw_detectron.checkpoint.weights_io import UnknownNormFileError, convert_file
+from gw_detectron.checkpoint.weights_io import convert_file
 from gw_detectron.config import read_config
-from gw_detectron.errors import UserError
+from gw_detectron.errors import UnknownNormFileError, UserError
 from gw_detectron.layers import GroupWhitening2d
 from gw_detectron.norms import norm_rows
 

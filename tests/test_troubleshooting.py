@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import gw_detectron
+from gw_detectron import errors
 from gw_detectron.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -25,7 +26,7 @@ COMPLETED = {
     "derived_json": ("data/derived_json.py", "not compressed."),  # repeats an error with the name of the file
     "config": ("config.py", "Fix: correct it."),
     "convs": ("layers/weight_standardization.py", "Fix:"),
-    "findings": ("preflight/findings.py", "problems: one message per problem"),  # each has its own fix
+    "findings": ("errors.py", "problems: one message per problem"),  # each has its own fix
     "images": ("data/images.py", "cannot be read: {reason}. Fix: repair"),
     "load_report": ("checkpoint/load_report.py", "Fix:"),
     "loading": ("checkpoint/reading.py", "Fix:"),  # repeats an error with the name of the key
@@ -35,7 +36,7 @@ COMPLETED = {
     "pickle_check": ("checkpoint/reading.py", "was not read: {error}. Fix:"),
     "provenance": ("checkpoint/provenance.py", "damaged ({reason}). Fix: convert the weights again."),
     "reading": ("checkpoint/reading.py", "was not read: {error}. Fix:"),
-    "run_folder": ("report/run_folder.py", "Fix: run `{command}`."),
+    "run_folder": ("errors.py", "Fix: run `{command}`."),
     "table": ("benchmarks/table.py", "Fix: measure it again."),
     "trainer": ("engine/nonfinite.py", "Fix:"),
     "weights_io": ("checkpoint/weights_conversion.py", "Fix:"),  # repeats an error with the name of the file
@@ -102,4 +103,4 @@ def error_classes() -> list[str]:
 
 @pytest.mark.parametrize("name", error_classes())
 def test_every_class_of_user_errors_is_on_the_page(name):
-    assert f"`{name}`" in PAGE
+    assert f"`{name}`" in PAGE and hasattr(errors, name)

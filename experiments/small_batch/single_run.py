@@ -25,9 +25,8 @@ from gw_detectron.checkpoint.run_record import software_versions
 from gw_detectron.cli import errors_reported
 from gw_detectron.config import read_config
 from gw_detectron.engine import get_parser, main
-from gw_detectron.engine.nonfinite import NonFiniteError
 from gw_detectron.engine.run_files import METRICS, read_metrics
-from gw_detectron.errors import first_line
+from gw_detectron.errors import NonFiniteError, first_line
 
 from .features import feature_statistics
 from .plan import Row

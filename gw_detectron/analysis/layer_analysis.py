@@ -15,14 +15,13 @@ from detectron2.utils.env import seed_all_rng
 from PIL import Image
 from torch import Tensor, nn
 
-from ..checkpoint import LoadReport, PartialLoadError, load_checkpoint, open_checkpoint
+from ..checkpoint import LoadReport, load_checkpoint, open_checkpoint
 from ..data.images import evaluation_input, image_files, read_image
 from ..data.synthetic import draw_scene
 from ..data.synthetic_config import SyntheticConfig
-from ..errors import ConfigError, check_minimum, summarize_names
+from ..errors import ConfigError, NonFiniteCovarianceError, PartialLoadError, check_minimum, summarize_names
 from ..modeling import build_checked_model
 from ..norms import norm_spec
-from ..ops.solvers import NonFiniteCovarianceError
 from ..progress import progress_bar
 from .result import AnalysisResult, findings_of, short_name
 from .whitening_statistics import WhiteningLayer, checked_statistics, reduce_statistics, whitening_layers

@@ -11,10 +11,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from ..errors import UserError
+from ..errors import NonFiniteCovarianceError, NonFiniteLayerError
 from ..layers import BatchWhitening2d, GroupWhitening2d, Solver
 from ..ops.batch_whitening.channel_groups import split
-from ..ops.solvers import NonFiniteCovarianceError
 from ..ops.tensors import autocast_off
 
 WhiteningLayer = GroupWhitening2d | BatchWhitening2d
@@ -31,10 +30,6 @@ REDUCTIONS = {
 }
 # solvers whose matrix is symmetric and approximates S^(-1/2)
 _SYMMETRIC = ("newton", "zca")
-
-
-class NonFiniteLayerError(UserError, FloatingPointError):
-    """A tensor of a whitening layer is not finite."""
 
 
 def whitening_layers(model: nn.Module) -> dict[str, WhiteningLayer]:

@@ -1,23 +1,23 @@
 """ImageNet weights: safe reading, conversion, download, strict loading and verification."""
 
-from .architecture import Architecture, WeightsError
-from .catalog import CATALOG, PublishedWeights, local_weights, register_weights
-from .checkpointer import GWDetectionCheckpointer
-from .load_report import LoadReport, PartialLoadError
-from .loading import (
-    Checkpoint,
+from ..errors import (
     InvalidWeightsError,
     NormMismatchError,
-    StartWeights,
-    last_checkpoint,
-    load_checkpoint,
-    open_checkpoint,
-    open_start_weights,
+    PartialLoadError,
+    RefusedFileError,
+    UnknownNormError,
+    WeightsError,
+    WeightsFileError,
 )
-from .norm_inference import NORMS, UnknownNormError
+from .architecture import Architecture
+from .catalog import CATALOG, PublishedWeights, local_weights, register_weights
+from .checkpointer import GWDetectionCheckpointer
+from .load_report import LoadReport
+from .loading import Checkpoint, StartWeights, last_checkpoint, load_checkpoint, open_checkpoint, open_start_weights
+from .norm_inference import NORMS
 from .norm_record import NormRecord, norm_differences
 from .provenance import Preprocessing, Provenance
-from .reading import RefusedFileError, WeightsFileError, read_weights_file
+from .reading import read_weights_file
 from .weights_conversion import Conversion, convert, to_torchvision
 from .weights_io import convert_file, load_weights
 

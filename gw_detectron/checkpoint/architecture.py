@@ -11,7 +11,7 @@ from detectron2.layers import get_norm
 from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
-from ..errors import UserError, summarize_names
+from ..errors import WeightsError, summarize_names
 from ..modeling import add_pool_norm
 from ..modeling.resnet import NUM_BLOCKS_PER_STAGE
 from ..norms import resolve_norm
@@ -23,10 +23,6 @@ _DEPTHS = ", ".join(map(str, sorted(NUM_BLOCKS_PER_STAGE)))
 _ALLOWED = f"unknown. Fix: give a ResNet such as R-50 ({_DEPTHS}), or a ResNeXt such as X-50-32x4d (50, 101, 152)."
 _FIRST_BLOCK = re.compile(r"(?P<prefix>(?:.*\.)?)(?:(?P<torchvision>layer1)|(?P<detectron2>res2))\.0\.")
 _KINDS = {nn.Conv2d: "conv", nn.BatchNorm2d: "norm", nn.Linear: "linear"}
-
-
-class WeightsError(UserError, ValueError):
-    """Weights, or options of their conversion, that cannot be used."""
 
 
 class LayerNames(NamedTuple):

@@ -20,12 +20,10 @@ from detectron2.utils.file_io import PathHandler, PathManager
 from iopath.common.file_io import file_lock, get_cache_dir
 
 from ..atomic import atomic_write
-from ..errors import MissingFileError
-from .architecture import WeightsError
-from .download import DownloadFailedError, download
+from ..errors import DownloadFailedError, MissingFileError, WeightsError, WeightsFileError
+from .download import download
 from .hub import fetch_from_hub
 from .provenance import sha256_of, tool
-from .reading import WeightsFileError
 from .weights_io import convert_file
 
 PREFIX = "gw://"

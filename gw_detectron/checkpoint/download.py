@@ -4,11 +4,7 @@ import os
 import re
 from pathlib import Path
 
-from ..errors import UserError
-
-
-class DownloadFailedError(UserError, OSError):
-    """A download failed; the next attempt resumes it."""
+from ..errors import DownloadFailedError
 
 
 def download(

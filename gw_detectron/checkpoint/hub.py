@@ -7,10 +7,8 @@ import os
 import re
 from pathlib import Path
 
-from ..errors import FileAccessError, MissingPackageError, first_line
-from .architecture import WeightsError
+from ..errors import FileAccessError, MissingPackageError, WeightsError, WeightsFileError, first_line
 from .provenance import sha256_of
-from .reading import WeightsFileError
 
 #: the file of an address without one; ``export_backbone`` writes it
 DEFAULT_FILE = "backbone.safetensors"

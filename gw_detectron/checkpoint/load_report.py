@@ -6,16 +6,12 @@ from collections.abc import Collection
 from detectron2.layers import FrozenBatchNorm2d
 from torch import nn
 
-from ..errors import UserError, summarize_names
+from ..errors import PartialLoadError, summarize_names
 
 _BACKBONE_NAME = re.compile(r"(backbone\.(bottom_up\.)?)?(stem\.conv1|res[2-5]\.\d+)\.")
 _TORCHVISION_NAME = re.compile(r"(module\.)?layer1\.0\.conv1\.weight")
 _STATISTICS = ("running_mean", "running_var")
 _OFFSETS = ".conv2_offset."  # of a deformable convolution, which a classifier does not have; zero at first
-
-
-class PartialLoadError(UserError, ValueError):
-    """A checkpoint left a part of the backbone at random values."""
 
 
 class LoadReport:

@@ -14,27 +14,28 @@ from detectron2.config import CfgNode
 from detectron2.utils.file_io import PathManager
 from torch import Tensor, nn
 
-from ..errors import ConfigError, FileAccessError, MissingFileError, UserError, summarize_names
+from ..errors import (
+    ConfigError,
+    FileAccessError,
+    InvalidWeightsError,
+    MissingFileError,
+    NormMismatchError,
+    UserError,
+    WeightsFileError,
+    summarize_names,
+)
 from ..modeling.norm_keys import NORM_KEYS
 from ..norms.norm_listing import norm_rows
 from .load_report import LoadReport
 from .norm_inference import NORMS
 from .norm_record import check_norm_record, norm_differences
 from .provenance import PROVENANCE, TORCHVISION, Preprocessing, Provenance
-from .reading import Contents, WeightsFileError, read_weights_file, weight_problem
+from .reading import Contents, read_weights_file, weight_problem
 
 _ON_THIS_MACHINE = ("file://", "gw://file/")
 _LONGEST_NAME = 4096  # of a file, in characters
 _TAG = "last_checkpoint"  # of Detectron2: the file that names the newest checkpoint
 _SAVE_MODEL = "Fix: save {'model': model.state_dict()}."
-
-
-class NormMismatchError(UserError, ValueError):
-    """A checkpoint was trained with other norms than the model has."""
-
-
-class InvalidWeightsError(UserError, ValueError):
-    """A checkpoint contains weights with values or types that no model can use."""
 
 
 @dataclass(frozen=True)

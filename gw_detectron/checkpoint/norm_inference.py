@@ -14,11 +14,11 @@ import torch
 from detectron2.layers import get_norm
 from torch import Tensor, nn
 
-from ..errors import summarize_names
+from ..errors import UnknownNormError, WeightsError, summarize_names
 from ..layers import RUNNING, GroupWhitening2d
 from ..norms import POSITIONS, norm_spec, resolve_norm
 from ..norms.norm_listing import evaluation_spec
-from .architecture import POOL_NORM, Architecture, LayerNames, Norms, WeightsError, norm_layers_at
+from .architecture import POOL_NORM, Architecture, LayerNames, Norms, norm_layers_at
 from .provenance import PROVENANCE, TORCHVISION, Preprocessing, Provenance
 from .reading import Contents
 
@@ -36,10 +36,6 @@ _STATE_IT = (
     "Fix: state it, e.g. --norm GW (the published setting), --norm GW:groups=32 or --norm GN (in Python, norm=); "
     "gw://file/ takes the converted file."
 )
-
-
-class UnknownNormError(WeightsError):
-    """Neither notes nor tensors prove a norm, so the user must state it."""
 
 
 class Notes(NamedTuple):

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .pickle_check import SAVE_AGAIN, RefusedFileError, WeightsFileError
+from ..errors import RefusedFileError, WeightsFileError
+from .pickle_check import SAVE_AGAIN
 
 _SAVE_NUMBERS = "Fix: save arrays of numbers only."
 

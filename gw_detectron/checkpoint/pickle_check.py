@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import IO, Any
 
-from ..errors import UserError
+from ..errors import RefusedFileError, WeightsFileError
 
 SAVE_AGAIN = "Fix: save {'model': model.state_dict()}."
 
@@ -23,14 +23,6 @@ _LONGEST_INTEGER = 2048  # bits; json and yaml do not write those of more than 4
 _PUT = ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE")
 _GET = ("GET", "BINGET", "LONG_BINGET", "DUP")
 _CHANGE = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD")
-
-
-class WeightsFileError(UserError, ValueError):
-    """A weight file is damaged or has an unsupported format."""
-
-
-class RefusedFileError(WeightsFileError):
-    """A weight file could run code when it is read."""
 
 
 @dataclass

@@ -9,9 +9,10 @@ from typing import Any
 
 import yaml
 
+from ..errors import WeightsError
 from ..norms import resolve_norm
 from ..version import __version__
-from .architecture import Architecture, Norms, WeightsError
+from .architecture import Architecture, Norms
 
 _log = logging.getLogger(__name__)
 

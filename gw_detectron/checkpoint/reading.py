@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode  # in torch 1.13 to 2.14
 
-from ..errors import FileAccessError, MissingFileError
+from ..errors import FileAccessError, MissingFileError, RefusedFileError, WeightsFileError
 from .numpy_unpickler import STAND_INS, NumpyArray, NumpyUnpickler, is_allowed
-from .pickle_check import DEEPEST, SAVE_AGAIN, RefusedFileError, WeightsFileError, check_pickle, most_repeated
+from .pickle_check import DEEPEST, SAVE_AGAIN, check_pickle, most_repeated
 
 __all__ = ["Contents", "RefusedFileError", "WeightsFileError", "read_weights_file"]
 

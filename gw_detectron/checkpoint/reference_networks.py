@@ -11,9 +11,9 @@ from torchvision.models.resnet import Bottleneck
 from torchvision.models.resnet import ResNet as TorchvisionResNet
 
 from ..config import default_config
-from ..errors import summarize_names
+from ..errors import WeightsError, summarize_names
 from ..modeling import add_pool_norm, build_gw_resnet_backbone
-from .architecture import POOL_NORM, WeightsError, build_torchvision
+from .architecture import POOL_NORM, build_torchvision
 from .provenance import Provenance
 from .weights_conversion import Conversion
 

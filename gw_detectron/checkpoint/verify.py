@@ -20,9 +20,8 @@ from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 
 from ..data.images import center_crop, classification_input, detection_input
-from ..errors import DataError
+from ..errors import DataError, UnknownNormFileError, WeightsError
 from ..progress import progress_bar
-from .architecture import WeightsError
 from .loading import local_path
 from .provenance import PREPROCESSING, TORCHVISION, Preprocessing, sha256_of
 from .reference_networks import (
@@ -34,7 +33,7 @@ from .reference_networks import (
     torchvision_stages,
 )
 from .weights_conversion import Conversion, convert
-from .weights_io import UnknownNormFileError, load_weights
+from .weights_io import load_weights
 
 # Relative. Rounding in float64 stays far below it; even a missing eps exceeds it by far.
 TOLERANCE = 1e-7

@@ -7,16 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import summarize_names
-from .architecture import (
-    POOL_NORM,
-    Architecture,
-    Norms,
-    WeightsError,
-    build_torchvision,
-    detectron2_name,
-    infer_architecture,
-)
+from ..errors import WeightsError, summarize_names
+from .architecture import POOL_NORM, Architecture, Norms, build_torchvision, detectron2_name, infer_architecture
 from .norm_inference import Notes, infer_norms, infer_pool_norm, read_notes
 from .provenance import Provenance, tool
 from .reading import Contents, weight_problem

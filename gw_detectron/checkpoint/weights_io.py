@@ -15,22 +15,20 @@ import numpy as np
 from safetensors.torch import save
 
 from ..atomic import atomic_write, remove_unfinished
-from ..errors import MissingFileError, UserError
-from .architecture import WeightsError
-from .norm_inference import HEADER_PROVENANCE, Notes, UnknownNormError, read_notes
+from ..errors import (
+    MissingFileError,
+    UnknownNormError,
+    UnknownNormFileError,
+    WeightsError,
+    WeightsExistError,
+    WeightsFileError,
+)
+from .norm_inference import HEADER_PROVENANCE, Notes, read_notes
 from .provenance import PREPROCESSING, PROVENANCE, TORCHVISION, Preprocessing, tool
-from .reading import WeightsFileError, read_weights_file
+from .reading import read_weights_file
 from .weights_conversion import Conversion, convert, to_torchvision, unwrap
 
 SUFFIXES = (".pkl", ".safetensors")
-
-
-class WeightsExistError(UserError, FileExistsError):
-    """A file would be overwritten."""
-
-
-class UnknownNormFileError(WeightsFileError, UnknownNormError):
-    """A file's norms are not proven, so the user must state them."""
 
 
 def convert_file(

@@ -5,19 +5,8 @@ from typing import Any
 
 from detectron2.data.detection_utils import SizeMismatchError
 
-from ..errors import DataError
+from ..errors import RecordError
 from .images import READ_ERRORS
-
-
-class RecordError(DataError):
-    """A record of a dataset cannot be used.
-
-    The message names the image file.
-    """
-
-    def __init__(self, message: str) -> None:
-        # A worker process of a DataLoader passes its traceback as the message, which ends in the original message.
-        super().__init__(message.rsplit(f"{type(self).__name__}: ", 1)[-1].strip())
 
 
 class ImageNamingMapper:

@@ -16,16 +16,12 @@ from detectron2.engine import launch
 from detectron2.utils import comm
 
 from ..cli import Interrupted, errors_reported, report_error
-from ..errors import ConfigError, UserError, first_line, is_user_error
+from ..errors import ConfigError, LostProcessError, first_line, is_user_error
 
 _LONGEST_TIMEOUT = 7 * 24 * 3600
 # gloo raises a RuntimeError; its other messages are bugs, e.g. processes that call different operations
 _GLOO_CONNECTION_LOST = re.compile(r"gloo.*(closed by peer|reset by peer|broken pipe|timed out)", re.IGNORECASE)
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-
-
-class LostProcessError(UserError, ConnectionError):
-    """Another process of the run ended or does not answer."""
 
 
 def launch_from_args(main: Callable[[argparse.Namespace], object], args: argparse.Namespace) -> None:

@@ -8,14 +8,9 @@ import torch
 from detectron2.utils.events import EventStorage
 from torch import Tensor, nn
 
-from ..errors import UserError
 from ..norms.norm_listing import is_synchronized
 
 _STABILIZE = "lower SOLVER.BASE_LR, lengthen SOLVER.WARMUP_ITERS or set SOLVER.CLIP_GRADIENTS.ENABLED True"
-
-
-class NonFiniteError(UserError, FloatingPointError):
-    """The loss became infinite or NaN; the message names the cause."""
 
 
 class LossGuard:

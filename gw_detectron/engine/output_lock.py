@@ -9,16 +9,12 @@ import time
 from collections.abc import Iterator
 from typing import IO
 
-from ..errors import UserError
+from ..errors import OutputInUseError
 
 log = logging.getLogger(__name__)
 
 _FILE = ".training.lock"
 _held: dict[tuple[int, str], IO[str]] = {}  # by process: a forked one does not hold the locks of its parent
-
-
-class OutputInUseError(UserError, RuntimeError):
-    """Another training writes to the output folder."""
 
 
 def lock_output(folder: str) -> None:

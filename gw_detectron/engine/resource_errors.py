@@ -10,19 +10,11 @@ from detectron2.config import CfgNode
 from ..checkpoint import last_checkpoint
 from ..cli import is_out_of_memory
 from ..config import get_value
-from ..errors import UserError, first_line
+from ..errors import DataWorkerError, RunMemoryError, UserError, first_line
 from .nonfinite import LossGuard
 
 # messages of torch
 _WORKER_FAILURE = re.compile(r"DataLoader worker \(pid|shared memory object|</torch_\d|insufficient shared memory")
-
-
-class RunMemoryError(UserError, MemoryError):
-    """A step or an evaluation ran out of memory."""
-
-
-class DataWorkerError(UserError, RuntimeError):
-    """A data-loading worker was killed, or had no shared memory."""
 
 
 @contextlib.contextmanager

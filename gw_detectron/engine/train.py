@@ -18,10 +18,10 @@ from detectron2.utils.file_io import PathManager
 from detectron2.utils.logger import setup_logger
 
 from ..analysis import WhiteningStatsHook
-from ..checkpoint import PartialLoadError, StartWeights, load_checkpoint, open_start_weights
+from ..checkpoint import StartWeights, load_checkpoint, open_start_weights
 from ..config import get_value, read_config
 from ..data import record_datasets, registered_datasets
-from ..errors import ConfigError, FileAccessError
+from ..errors import ConfigError, FileAccessError, PartialLoadError
 from ..modeling.class_counts import object_count_keys
 from ..norms.norm_listing import norm_summary
 from ..preflight import Findings, preflight

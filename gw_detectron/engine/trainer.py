@@ -24,13 +24,13 @@ from ..atomic import AtomicPathManager, remove_unfinished
 from ..checkpoint import NORMS, LoadReport, NormRecord, StartWeights, load_checkpoint, open_start_weights
 from ..checkpoint.run_record import RUN_RECORD, RunRecord
 from ..data.dataset_mapper import ImageNamingMapper
-from ..errors import ConfigError, is_user_error
+from ..errors import ConfigError, NonFiniteError, is_user_error
 from .accumulation import accumulated_step
 from .evaluators import build_evaluator
 from .interruption import InterruptionHook
 from .launch import in_all_processes
 from .metric_printer import MetricPrinter
-from .nonfinite import LossGuard, NonFiniteError
+from .nonfinite import LossGuard
 from .optimizer import build_optimizer
 from .precise_bn import PreciseStatistics
 from .resource_errors import resource_errors_explained

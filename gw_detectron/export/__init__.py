@@ -1,12 +1,13 @@
 """Export backbones and detectors, and check the exported numbers."""
 
+from ..errors import ExportError, ParityError
 from .backbone import FORMATS, export_backbone
 from .command_line import add_export_flags, read_model_config, requested_card
 from .detection import EvaluationImages
 from .detector import DETECTOR_FORMATS, dataset_category_ids, dataset_class_names, export_detector, read_image_for
 from .feature_extractor import Normalization
 from .model_card import card_facts
-from .parity import TOLERANCE, ExportError, ParityError, worst_relative
+from .parity import TOLERANCE, worst_relative
 from .safetensors_writer import LAYOUTS
 from .trained_model import load_model
 

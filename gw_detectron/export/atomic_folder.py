@@ -7,14 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..atomic import remove_unfinished, temporary_path
-from ..errors import FileAccessError, UserError, summarize_names
-
-
-class OutputFolderError(UserError, FileExistsError):
-    """The output folder cannot be created or replaced.
-
-    Only a folder that holds nothing but files of an earlier result is replaced.
-    """
+from ..errors import FileAccessError, OutputFolderError, UserError, summarize_names
 
 
 @contextmanager

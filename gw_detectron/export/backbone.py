@@ -6,12 +6,13 @@ from typing import Any
 
 from detectron2.modeling import FPN, Backbone
 
+from ..errors import ExportError
 from ..norms.norm_listing import norm_counts
 from ..progress import steps
 from .atomic_folder import atomic_folder
 from .feature_extractor import FeatureExtractor, Normalization
 from .formats import Written, write_onnx, write_pt2, write_torchscript
-from .parity import TOLERANCE, ExportError, check_parity, worst_relative
+from .parity import TOLERANCE, check_parity, worst_relative
 from .parity_files import REPORT_FILES, write_parity_files
 from .safetensors_writer import LAYOUTS, write_safetensors
 

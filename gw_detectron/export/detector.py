@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..data.class_metadata import class_metadata
 from ..data.images import channels_first, evaluation_input, read_image, synthetic_images
+from ..errors import ExportError
 from ..norms.norm_listing import norm_counts
 from ..progress import steps
 from .atomic_folder import atomic_folder
@@ -26,7 +27,6 @@ from .detection import (
     compare_accuracy,
 )
 from .formats import write_onnx, write_pt2, write_torchscript
-from .parity import ExportError
 from .parity_files import REPORT_FILES, write_parity_files
 
 #: format -> file name and writer

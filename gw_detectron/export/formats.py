@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from ..checkpoint.norm_inference import DESCRIPTION
-from ..errors import summarize_names
+from ..errors import ExportError, summarize_names
 from ..requirements import require_packages
 from .exported_file import ExportedFile, open_onnx, open_pt2, open_torchscript
-from .parity import ExportError
 
 # ONNX can multiply matrices, but has no operator that factorizes or inverts one.
 _NOT_IN_ONNX = {"eig", "eigh", "eigvals", "eigvalsh", "svd", "svdvals", "qr", "cholesky", "ldl", "lu", "inv", "solve"}

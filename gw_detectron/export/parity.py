@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import UserError
+from ..errors import ExportError, ParityError
 from ..layers import use_backend
 from .feature_extractor import FeatureExtractor
 
@@ -15,14 +15,6 @@ from .feature_extractor import FeatureExtractor
 TOLERANCE = 1e-3
 
 Run = Callable[..., Sequence[Tensor]]
-
-
-class ExportError(UserError, ValueError):
-    """The model or an argument cannot be exported."""
-
-
-class ParityError(ExportError):
-    """The exported file gives other numbers than the model."""
 
 
 def check_parity(extractor: FeatureExtractor, run: Run) -> list[dict[str, Any]]:

@@ -16,12 +16,12 @@ from ..checkpoint.norm_inference import DESCRIPTION, NORM_CLASSES, NORMS, build_
 from ..checkpoint.norm_record import NormRecord
 from ..checkpoint.reference_networks import torchvision_stages
 from ..checkpoint.weights_conversion import to_torchvision
+from ..errors import ExportError
 from ..layers import GroupWhitening2d
 from ..norms.convs import conv_names
 from .exported_file import ExportedFile
 from .feature_extractor import FeatureExtractor
 from .formats import Written
-from .parity import ExportError
 
 LAYOUTS = ("detectron2", "torchvision", "timm")
 

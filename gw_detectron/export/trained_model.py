@@ -4,8 +4,8 @@ from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode
 from torch import nn
 
-from ..checkpoint import PartialLoadError, load_checkpoint, open_start_weights
-from ..errors import ConfigError, summarize_names
+from ..checkpoint import load_checkpoint, open_start_weights
+from ..errors import ConfigError, PartialLoadError, summarize_names
 from ..modeling import build_checked_model
 
 

@@ -1,12 +1,12 @@
 """Norms by name, for any model: parse, print, list, convert. Works with torch alone."""
 
+from ..errors import ConversionError, NormError
 from .conversion import ConversionReport, convert_norms
 from .convs import convert_convs
 from .installed import Norm
-from .names import NormError, norm_options, norm_spec, resolve_norm
+from .names import norm_options, norm_spec, resolve_norm
 from .norm_listing import norm_rows, norm_summary, norm_table
 from .positions import POSITIONS, whitened_convs
-from .replacement import ConversionError
 
 __all__ = [
     "POSITIONS",

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..errors import first_line
-from .replacement import ConversionError
+from ..errors import ConversionError, first_line
 
 _CONSTANT = 1e-4  # of a deviation, which is about 1 with a scale of 1
 

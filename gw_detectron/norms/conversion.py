@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..errors import ConversionError
 from ..layers import GroupWhitening2d
 from .calibrate import match_moments, moments, relative_difference
 from .names import norm_options, resolve_norm
 from .norm_listing import channels_of
 from .positions import POSITIONS, norms_at
-from .replacement import ConversionError, describe, keeps_statistics, replacement
+from .replacement import describe, keeps_statistics, replacement
 
 Plan = str | Mapping[str | type[nn.Module], str | None]
 

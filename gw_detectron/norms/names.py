@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ConfigError, similar_names
+from ..errors import NormError, similar_names
 from ..layers import BatchRenorm2d, BatchWhitening2d, FrozenBatchWhitening2d, GroupWhitening2d
 from ..ops.solvers import OPTION_SOLVER
 from ..requirements import has_detectron2
@@ -31,10 +31,6 @@ from .installed import CLASSES, Norm, get_norm
 
 #: Detectron2's norm names; older versions lack some of them
 DETECTRON2_NORMS = ("BN", "SyncBN", "FrozenBN", "GN", "LN", "nnSyncBN", "naiveSyncBN", "naiveSyncBN_N")
-
-
-class NormError(ConfigError):
-    """A norm name cannot be used, or a layer has none."""
 
 
 def _group_norm(num_channels: int, num_groups: int = 32, eps: float = 1e-5) -> nn.GroupNorm:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from ..errors import UserError
+from ..errors import ConversionError
 from ..layers import BatchRenorm2d, BatchWhitening2d, GroupWhitening2d
 from ..layers.class_change import ClassChange, change_class
 from .installed import get_norm
@@ -20,10 +20,6 @@ _PACKAGES = ("torch", "torchvision", "timm", "detectron2", "gw_detectron")
 _OPTIONAL_AFFINE = (nn.BatchNorm2d, nn.GroupNorm, GroupWhitening2d, BatchWhitening2d)
 #: layers for inputs of any number of dimensions
 _ANY_RANK = (nn.Identity, nn.GroupNorm, nn.SyncBatchNorm, GroupWhitening2d, BatchWhitening2d)
-
-
-class ConversionError(UserError, ValueError):
-    """A model cannot be converted. It is unchanged."""
 
 
 def describe(layer: nn.Module) -> str:

@@ -15,8 +15,8 @@ from detectron2.evaluation.coco_evaluation import instances_to_coco_json
 from PIL import Image
 
 from ..data.images import IMAGE_SUFFIXES
-from ..errors import ConfigError, DataError, MissingFileError
-from ..export.atomic_folder import OutputFolderError, atomic_folder, check_replaceable
+from ..errors import ConfigError, DataError, MissingFileError, OutputFolderError
+from ..export.atomic_folder import atomic_folder, check_replaceable
 from ..progress import progress_bar
 from ..requirements import require_packages
 from .image_sources import ImageSource

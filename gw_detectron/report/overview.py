@@ -5,9 +5,10 @@ import statistics
 from typing import Any
 
 from ..checkpoint.run_record import RUN_RECORD
+from ..errors import MissingInputError
 from ..norms import norm_rows, norm_summary
 from .precision_recall import TASKS
-from .run_folder import MissingInputError, RunFolder
+from .run_folder import RunFolder
 from .sections import Section, Table
 
 # COCO's summary begins with these; small objects have no keypoints

@@ -23,7 +23,15 @@ from ..checkpoint import Checkpoint, last_checkpoint, load_checkpoint, open_chec
 from ..config import read_config
 from ..engine.run_datasets import use_recorded_datasets
 from ..engine.run_files import METRICS, PREDICTIONS, read_metrics
-from ..errors import ConfigError, DataError, MissingFileError, UserError, check_minimum, is_user_error, summarize_names
+from ..errors import (
+    ConfigError,
+    DataError,
+    MissingFileError,
+    MissingInputError,
+    check_minimum,
+    is_user_error,
+    summarize_names,
+)
 from ..modeling import build_checked_model
 from .detections import Detections, ImageMatches
 
@@ -51,19 +59,6 @@ class ReportOptions:
         for name, value, least in (("--iou", self.iou, 0.01), ("--score", self.score, 0)):
             if not least <= value <= 1:
                 raise ConfigError(f"{name} ({value}): not between {least} and 1. Fix: give e.g. 0.5.")
-
-
-class MissingInputError(UserError, LookupError):
-    """A run folder lacks what a part of the report needs.
-
-    Args:
-        reason: what is missing.
-        command: a command line that makes it.
-    """
-
-    def __init__(self, reason: str, command: str = "") -> None:
-        super().__init__(f"{reason} Fix: run `{command}`." if command else reason)
-        self.reason, self.command = reason, command
 
 
 class RunFolder:

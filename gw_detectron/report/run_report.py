@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..errors import MissingInputError
 from ..export.atomic_folder import atomic_folder
 from ..progress import progress_bar
 from ..requirements import require_packages
@@ -15,7 +16,7 @@ from .layer_views import layers_section
 from .overview import config_section, norms_section, summary_section
 from .page import render_page
 from .precision_recall import ap_section, precision_recall_section
-from .run_folder import MissingInputError, ReportOptions, RunFolder
+from .run_folder import ReportOptions, RunFolder
 from .sections import Section
 from .training_curves import curves_section
 

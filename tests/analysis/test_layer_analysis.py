@@ -6,8 +6,8 @@ from detectron2.modeling import build_model
 from PIL import Image
 
 from gw_detectron.analysis import analyze_layers
-from gw_detectron.checkpoint import PartialLoadError
 from gw_detectron.config import read_config
+from gw_detectron.errors import PartialLoadError
 from gw_detectron.layers import GroupWhitening2d
 
 from ..tiny_run import CONFIG, OPTS

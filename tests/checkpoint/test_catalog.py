@@ -11,7 +11,6 @@ from detectron2.utils.file_io import PathManager
 from gw_detectron.checkpoint import (
     CATALOG,
     PublishedWeights,
-    WeightsFileError,
     catalog,
     convert,
     convert_file,
@@ -19,9 +18,9 @@ from gw_detectron.checkpoint import (
     local_weights,
     open_checkpoint,
 )
-from gw_detectron.checkpoint.download import DownloadFailedError
 from gw_detectron.checkpoint.norm_inference import norm_key
 from gw_detectron.checkpoint.weights_io import load_weights
+from gw_detectron.errors import DownloadFailedError, WeightsFileError
 
 from .server import serving
 from .synthetic import authors_state, make_network, training_checkpoint

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from gw_detectron.checkpoint import GWDetectionCheckpointer, NormMismatchError, PartialLoadError, RefusedFileError
+from gw_detectron.checkpoint import GWDetectionCheckpointer
+from gw_detectron.errors import NormMismatchError, PartialLoadError, RefusedFileError
 from gw_detectron.modeling import gw_resnet
 from gw_detectron.norms import convert_convs
 

@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from gw_detectron.checkpoint.download import DownloadFailedError, _failed, download
+from gw_detectron.checkpoint.download import _failed, download
+from gw_detectron.errors import DownloadFailedError
 
 from .server import serving
 

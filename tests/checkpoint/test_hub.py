@@ -13,9 +13,9 @@ from detectron2.modeling import build_model
 from detectron2.utils.file_io import PathManager
 from safetensors.torch import save
 
-from gw_detectron.checkpoint import UnknownNormError, convert_file, load_checkpoint, local_weights, open_checkpoint
+from gw_detectron.checkpoint import convert_file, load_checkpoint, local_weights, open_checkpoint
 from gw_detectron.checkpoint import hub as hub_module
-from gw_detectron.errors import FileAccessError, MissingPackageError
+from gw_detectron.errors import FileAccessError, MissingPackageError, UnknownNormError
 
 from .server import serving
 

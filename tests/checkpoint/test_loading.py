@@ -12,10 +12,6 @@ from detectron2.modeling import build_model
 
 from gw_detectron.checkpoint import (
     GWDetectionCheckpointer,
-    InvalidWeightsError,
-    NormMismatchError,
-    PartialLoadError,
-    WeightsFileError,
     convert,
     convert_file,
     load_checkpoint,
@@ -23,7 +19,15 @@ from gw_detectron.checkpoint import (
     open_start_weights,
     read_weights_file,
 )
-from gw_detectron.errors import ConfigError, FileAccessError, MissingFileError
+from gw_detectron.errors import (
+    ConfigError,
+    FileAccessError,
+    InvalidWeightsError,
+    MissingFileError,
+    NormMismatchError,
+    PartialLoadError,
+    WeightsFileError,
+)
 from gw_detectron.norms import norm_rows
 
 from .polyglot import safetensors_and_pickle

@@ -6,7 +6,8 @@ import torch
 from detectron2.data.detection_utils import check_image_size
 from PIL import Image
 
-from gw_detectron.data.dataset_mapper import ImageNamingMapper, RecordError
+from gw_detectron.data.dataset_mapper import ImageNamingMapper
+from gw_detectron.errors import RecordError
 
 
 def wrong_size(record):

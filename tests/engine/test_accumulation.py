@@ -19,8 +19,7 @@ from detectron2.utils.events import EventStorage
 from gw_detectron.cli import Interrupted
 from gw_detectron.engine import Trainer, setup
 from gw_detectron.engine.accumulation import accumulated_step
-from gw_detectron.engine.nonfinite import NonFiniteError
-from gw_detectron.errors import ConfigError
+from gw_detectron.errors import ConfigError, NonFiniteError
 
 from ..tiny_run import arguments
 from .distributed_cases import gradients, norm_config, record, relative, relative_norm

@@ -12,9 +12,7 @@ from detectron2.utils import comm
 from gw_detectron.cli import Interrupted, errors_reported
 from gw_detectron.engine import get_parser
 from gw_detectron.engine.launch import in_all_processes, launch_from_args
-from gw_detectron.errors import ConfigError
-from gw_detectron.ops.solvers import NonFiniteCovarianceError
-from gw_detectron.preflight import PreflightError
+from gw_detectron.errors import ConfigError, NonFiniteCovarianceError, PreflightError
 
 from ..reliability.forked_run import child
 

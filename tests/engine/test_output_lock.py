@@ -8,7 +8,8 @@ import signal
 import pytest
 
 from gw_detectron.engine import main
-from gw_detectron.engine.output_lock import OutputInUseError, lock_output, output_unlocked_at_end
+from gw_detectron.engine.output_lock import lock_output, output_unlocked_at_end
+from gw_detectron.errors import OutputInUseError
 
 from ..reliability.forked_run import STEP, child, training
 from ..tiny_run import arguments

@@ -9,7 +9,8 @@ import torch
 
 from gw_detectron.cli import errors_reported
 from gw_detectron.engine import Trainer, setup
-from gw_detectron.engine.resource_errors import DataWorkerError, RunMemoryError, resource_errors_explained
+from gw_detectron.engine.resource_errors import resource_errors_explained
+from gw_detectron.errors import DataWorkerError, RunMemoryError
 
 from ..tiny_run import arguments
 

@@ -15,8 +15,7 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from gw_detectron.config import read_config
 from gw_detectron.engine import main
 from gw_detectron.engine.train import prepare, run_config
-from gw_detectron.errors import ConfigError, MissingFileError, UserError
-from gw_detectron.preflight import PreflightError
+from gw_detectron.errors import ConfigError, MissingFileError, PreflightError, UserError
 
 from ..photos import photo_names, write_photos
 from ..tiny_run import ROOT, arguments, environment, words

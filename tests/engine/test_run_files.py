@@ -6,7 +6,7 @@ import pytest
 
 from gw_detectron.engine.run_files import end_last_line, read_metrics, remove_earlier_run, remove_predictions
 from gw_detectron.engine.train import main, prepare
-from gw_detectron.preflight import PreflightError
+from gw_detectron.errors import PreflightError
 
 from ..tiny_run import arguments
 

@@ -16,12 +16,18 @@ import yaml
 
 from gw_detectron.analysis import WhiteningStatsHook, whitening_stats_hook
 from gw_detectron.analysis.whitening_statistics import REDUCTIONS
-from gw_detectron.checkpoint import InvalidWeightsError, NormMismatchError, loading, read_weights_file
-from gw_detectron.data.dataset_mapper import RecordError
+from gw_detectron.checkpoint import loading, read_weights_file
 from gw_detectron.engine import Trainer, main, setup
-from gw_detectron.engine.nonfinite import NonFiniteError
-from gw_detectron.errors import FileAccessError, MissingFileError, UserError
-from gw_detectron.preflight import PreflightError
+from gw_detectron.errors import (
+    FileAccessError,
+    InvalidWeightsError,
+    MissingFileError,
+    NonFiniteError,
+    NormMismatchError,
+    PreflightError,
+    RecordError,
+    UserError,
+)
 
 from ..tiny_run import arguments
 

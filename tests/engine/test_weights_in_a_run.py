@@ -8,9 +8,9 @@ import torch
 import torchvision
 from safetensors.torch import save_file
 
-from gw_detectron.checkpoint import PartialLoadError, convert_file
+from gw_detectron.checkpoint import convert_file
 from gw_detectron.engine import main
-from gw_detectron.preflight import PreflightError
+from gw_detectron.errors import PartialLoadError, PreflightError
 
 from ..tiny_run import arguments
 

@@ -7,8 +7,8 @@ import subprocess
 import pytest
 
 from gw_detectron.atomic import temporary_path
-from gw_detectron.errors import FileAccessError, UserError
-from gw_detectron.export.atomic_folder import OutputFolderError, atomic_folder
+from gw_detectron.errors import FileAccessError, OutputFolderError, UserError
+from gw_detectron.export.atomic_folder import atomic_folder
 
 
 def write(output, text="new"):

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.export.passes import move_to_device_pass
 
-from gw_detectron.errors import FileAccessError, UserError
-from gw_detectron.export import TOLERANCE, ExportError, Normalization, ParityError, export_backbone
+from gw_detectron.errors import ExportError, FileAccessError, ParityError, UserError
+from gw_detectron.export import TOLERANCE, Normalization, export_backbone
 from gw_detectron.layers import GroupWhitening2d
 from gw_detectron.norms.norm_listing import norm_rows
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from gw_detectron.export import DETECTOR_FORMATS, ExportError, ParityError, export_detector
+from gw_detectron.errors import ExportError, ParityError
+from gw_detectron.export import DETECTOR_FORMATS, export_detector
 from gw_detectron.export.detection import check_detections
 from gw_detectron.export.detector import detector_program
 from gw_detectron.export.exported_file import ExportedFile

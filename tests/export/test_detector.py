@@ -15,17 +15,11 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.datasets import register_coco_instances
 from PIL import Image
 
-from gw_detectron.data.dataset_mapper import RecordError
 from gw_detectron.engine import get_parser
 from gw_detectron.engine.train import prepare
 from gw_detectron.engine.trainer import Trainer
-from gw_detectron.errors import UserError
-from gw_detectron.export import (
-    EvaluationImages,
-    ExportError,
-    export_detector,
-    read_image_for,
-)
+from gw_detectron.errors import ExportError, RecordError, UserError
+from gw_detectron.export import EvaluationImages, export_detector, read_image_for
 from gw_detectron.export.detection import accuracy, check_detections
 from gw_detectron.export.detector import detector_program
 from gw_detectron.export.exported_file import ExportedFile, open_exported

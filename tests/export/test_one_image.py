@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from gw_detectron.errors import UserError
+from gw_detectron.errors import ExportError, UserError
 from gw_detectron.export import (
     EvaluationImages,
-    ExportError,
     dataset_category_ids,
     dataset_class_names,
     export_detector,

@@ -14,10 +14,9 @@ from gw_detectron.checkpoint import Preprocessing, convert, load_weights, to_tor
 from gw_detectron.checkpoint.norm_inference import evaluation_name, read_notes
 from gw_detectron.checkpoint.reading import Contents
 from gw_detectron.checkpoint.reference_networks import config_for
-from gw_detectron.errors import ConfigError
+from gw_detectron.errors import ConfigError, ExportError
 from gw_detectron.export import export_backbone
 from gw_detectron.export.feature_extractor import FeatureExtractor, Normalization
-from gw_detectron.export.parity import ExportError
 from gw_detectron.export.safetensors_writer import write_safetensors
 from gw_detectron.layers import GroupWhitening2d
 from gw_detectron.model_zoo import get_config, get_config_file

@@ -4,7 +4,8 @@ import pytest
 from detectron2.modeling import build_model
 from torch import nn
 
-from gw_detectron.export import ExportError, export_detector
+from gw_detectron.errors import ExportError
+from gw_detectron.export import export_detector
 from gw_detectron.export.detector import detector_program
 
 from .tiny_networks import build_detector, detector_config

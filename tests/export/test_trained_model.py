@@ -11,7 +11,7 @@ from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.modeling import build_model
 from PIL import Image
 
-from gw_detectron.checkpoint import RefusedFileError
+from gw_detectron.errors import RefusedFileError
 from gw_detectron.export import load_model
 from gw_detectron.model_zoo import get_config
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from gw_detectron import add_gw_config
 from gw_detectron.checkpoint import StartWeights
 from gw_detectron.config import read_config
-from gw_detectron.errors import UserError
-from gw_detectron.norms.names import NormError, find_norm_spec, resolve_norm
+from gw_detectron.errors import NormError, UserError
+from gw_detectron.norms.names import find_norm_spec, resolve_norm
 from gw_detectron.preflight import preflight
 
 from ..preflight.conftest import coco, content  # noqa: F401

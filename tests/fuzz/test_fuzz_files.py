@@ -26,8 +26,8 @@ from pycocotools.cocoeval import COCOeval
 from safetensors.torch import save as save_safetensors
 
 from gw_detectron.checkpoint import convert, load_checkpoint, open_checkpoint
-from gw_detectron.checkpoint.reading import Contents, WeightsFileError, read_weights_file
-from gw_detectron.errors import DataError, UserError
+from gw_detectron.checkpoint.reading import Contents, read_weights_file
+from gw_detectron.errors import DataError, UserError, WeightsFileError
 from gw_detectron.preflight.coco_checks import Use, check_coco
 
 from ..checkpoint.synthetic import make_network

@@ -17,16 +17,14 @@ from gw_detectron.checkpoint import norm_differences
 from gw_detectron.checkpoint.norm_inference import NORMS
 from gw_detectron.checkpoint.norm_record import NormRecord
 from gw_detectron.engine import main
-from gw_detectron.errors import ConfigError
+from gw_detectron.errors import ConfigError, ExportError, PreflightError
 from gw_detectron.export import FORMATS, Normalization, export_backbone
-from gw_detectron.export.parity import ExportError
 from gw_detectron.layers.weight_standardization import standardize_weight, standardize_weights
 from gw_detectron.model_zoo import get_config
 from gw_detectron.modeling.norm_keys import unread_keys
 from gw_detectron.modeling.resnet import GWDeformBottleneckBlock
 from gw_detectron.modeling.roi_heads import GWFastRCNNConvFCHead, GWMaskRCNNConvUpsampleHead
 from gw_detectron.norms.convs import conv_names
-from gw_detectron.preflight import PreflightError
 
 from ..export.tiny_networks import tiny_backbone
 from ..test_configs import tiny, tiny_batch

@@ -8,7 +8,8 @@ from detectron2.modeling import build_model
 from detectron2.modeling.backbone.resnet import BasicBlock
 from detectron2.modeling.roi_heads import build_roi_heads
 
-from gw_detectron.checkpoint import PartialLoadError, load_checkpoint, open_checkpoint
+from gw_detectron.checkpoint import load_checkpoint, open_checkpoint
+from gw_detectron.errors import PartialLoadError
 from gw_detectron.modeling import build_gw_resnet_backbone
 from gw_detectron.norms.norm_listing import norm_rows
 

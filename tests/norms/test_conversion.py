@@ -15,11 +15,12 @@ from torch import nn
 from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 
 from gw_detectron import convert_norms
+from gw_detectron.errors import ConversionError, NormError
 from gw_detectron.layers import BatchWhitening2d, FrozenBatchWhitening2d, GroupWhitening2d
 from gw_detectron.model_zoo import get_config
 from gw_detectron.modeling import gw_resnet
 from gw_detectron.modeling.conv_norm_relu import append_fusible_relu
-from gw_detectron.norms import ConversionError, NormError, norm_rows, resolve_norm
+from gw_detectron.norms import norm_rows, resolve_norm
 from gw_detectron.norms.calibrate import moments
 from gw_detectron.norms.installed import get_norm
 

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from gw_detectron.errors import NormError
 from gw_detectron.layers import SOLVERS, BatchWhitening2d, FrozenBatchWhitening2d, GroupWhitening2d
 from gw_detectron.norms import names as norm
-from gw_detectron.norms.names import NormError, norm_spec, resolve_norm
+from gw_detectron.norms.names import norm_spec, resolve_norm
 from gw_detectron.ops.solvers import DEFAULT_SOLVER, Solver
 
 

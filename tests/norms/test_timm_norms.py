@@ -12,9 +12,10 @@ from torch import nn
 
 import gw_detectron.norms
 from gw_detectron import convert_norms, norm_spec, resolve_norm
+from gw_detectron.errors import NormError
 from gw_detectron.modeling import ConvNormReLU
 from gw_detectron.modeling.resnet import GWBottleneckBlock
-from gw_detectron.norms import NormError, norm_rows
+from gw_detectron.norms import norm_rows
 
 needs_timm = pytest.mark.usefixtures("timm")
 NAMES = ("FRN", "EvoNormS0:groups=4")

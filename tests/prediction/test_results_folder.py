@@ -13,8 +13,7 @@ from detectron2.data import Metadata
 from PIL import Image
 from pycocotools.coco import COCO
 
-from gw_detectron.errors import ConfigError, DataError, FileAccessError, MissingPackageError
-from gw_detectron.export.atomic_folder import OutputFolderError
+from gw_detectron.errors import ConfigError, DataError, FileAccessError, MissingPackageError, OutputFolderError
 from gw_detectron.prediction import check_output, find_sources, write_predictions
 
 from ..tiny_run import ROOT

@@ -15,7 +15,8 @@ from detectron2.utils.file_io import PathManager
 from PIL import ExifTags, Image
 
 from gw_detectron.checkpoint import StartWeights
-from gw_detectron.preflight import Findings, PreflightError, preflight
+from gw_detectron.errors import PreflightError
+from gw_detectron.preflight import Findings, preflight
 
 from .sound_run import config, one
 

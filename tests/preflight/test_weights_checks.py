@@ -8,7 +8,8 @@ from detectron2.modeling import build_model
 from detectron2.utils.file_io import PathManager
 
 from gw_detectron.checkpoint import open_start_weights
-from gw_detectron.preflight import PreflightError, preflight
+from gw_detectron.errors import PreflightError
+from gw_detectron.preflight import preflight
 
 from .sound_run import config, one
 

@@ -5,11 +5,10 @@ import pytest
 import torch
 from torch import nn
 
-from gw_detectron.errors import ConfigError
+from gw_detectron.errors import ConfigError, MissingInputError
 from gw_detectron.layers import BatchWhitening2d, GroupWhitening2d
 from gw_detectron.report import ReportOptions, RunFolder
 from gw_detectron.report.layer_views import correlated_rows, correlation, layers_section, normalized
-from gw_detectron.report.run_folder import MissingInputError
 
 from .fake_run import write_run
 

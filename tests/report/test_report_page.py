@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from gw_detectron.commands.report import get_parser, main
-from gw_detectron.export.atomic_folder import OutputFolderError
+from gw_detectron.errors import OutputFolderError
 from gw_detectron.report import write_report
 
 from ..tiny_run import ROOT

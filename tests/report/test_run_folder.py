@@ -8,8 +8,8 @@ import shutil
 
 import pytest
 
-from gw_detectron.errors import ConfigError, MissingFileError
-from gw_detectron.report import MissingInputError, ReportOptions, RunFolder
+from gw_detectron.errors import ConfigError, MissingFileError, MissingInputError
+from gw_detectron.report import ReportOptions, RunFolder
 from gw_detectron.report.example_images import predictions_section
 from gw_detectron.report.overview import summary_section
 

@@ -14,9 +14,8 @@ from detectron2.evaluation import COCOEvaluator
 from detectron2.structures import Instances
 
 from ...data.dataset_mapper import ImageNamingMapper
-from ...errors import ConfigError, similar_names
+from ...errors import ConfigError, ParityError, similar_names
 from ..exported_file import ExportedFile
-from ..parity import ParityError
 from .one_image import OneImageProgram
 from .outputs import postprocess
 from .program import DetectorProgram

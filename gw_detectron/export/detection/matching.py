@@ -8,8 +8,8 @@ from detectron2.structures import Instances
 from torch import Tensor
 from torchvision.ops import box_iou
 
+from ...errors import ExportError, ParityError
 from ..exported_file import ExportedFile
-from ..parity import ExportError, ParityError
 from .one_image import OneImageProgram
 from .program import DetectorProgram
 

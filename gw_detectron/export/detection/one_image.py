@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from ...data.images import channels_first, read_image
+from ...errors import ExportError
 from ..exported_file import ExportedFile
-from ..parity import ExportError
 from .boxes import clip, rows_with_dummies
 from .program import DetectorProgram
 

@@ -11,11 +11,11 @@ from detectron2.structures import Instances
 from torch import Tensor, nn
 from torch.export import Dim
 
+from ...errors import ExportError
 from ...layers import use_backend
 from ...ops.compat import assert_all
 from ..exported_file import ExportedFile
 from ..feature_extractor import Normalization
-from ..parity import ExportError
 from .batches import pad_batch
 from .boxes import NO_BOX, take, top
 from .outputs import to_instances

@@ -19,8 +19,8 @@ from detectron2.modeling.roi_heads import (
 )
 from torch import nn
 
+from ...errors import ExportError
 from ...modeling import GWFastRCNNConvFCHead, GWMaskRCNNConvUpsampleHead, GWRetinaNet, GWRetinaNetHead
-from ..parity import ExportError
 
 _FIX = "Fix: export its backbone with gw-detectron export-backbone."
 # attribute -> the classes that are exported; a subclass may compute something else

@@ -14,14 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import UserError
+from ...errors import NonFiniteCovarianceError
 from ..compat import needs_plain_operations
 from ..tensors import rounding_floor
 from .first_order import without_derivative
-
-
-class NonFiniteCovarianceError(UserError, FloatingPointError, ValueError):
-    """A covariance matrix holds NaN or infinity, so it has no eigenvalues."""
 
 
 def zca_inverse_sqrt(sigma: Tensor, *, least: float | Tensor = 0.0) -> Tensor:
