@@ -18,8 +18,6 @@ from .pages import PAGES, ROOT, commands, inline_commands, read
 
 #: commands that nothing here checks, by their first words, with the reason
 UNCHECKED = {
-    ("git", "clone"): "the address is the reader's",
-    ("cd",): "follows git clone",
     (".venv/bin/pre-commit", "install"): "pre-commit's own command",
     ("hf", "upload"): "the command of huggingface_hub",
     ("python", "-m", "gw_detectron"): "the module behind gw-detectron; see commands/test_commands.py",

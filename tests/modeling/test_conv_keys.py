@@ -144,12 +144,13 @@ def test_a_component_of_detectron2_does_not_read_it(cfg):
 
 def test_checkpoints_record_it():
     """Raw weights and those that are standardized look alike."""
-    recorded = {NORMS: NormRecord(detector("FPN")).state_dict()}
-    assert not norm_differences(recorded, detector("FPN"))
-    assert not norm_differences({}, detector("FPN")), "a checkpoint without a record"
-    differences = norm_differences(recorded, detector())
+    model = detector("FPN")
+    saved = model.state_dict(), {NORMS: NormRecord(model).state_dict()}
+    assert not norm_differences(*saved, detector("FPN"))
+    assert not norm_differences(saved[0], {}, detector("FPN")), "a checkpoint without a record"
+    differences = norm_differences(*saved, detector())
     assert len(differences) == 8 and differences[0].endswith("fpn_lateral2 WS in the checkpoint only")
-    differences = norm_differences(recorded, detector("FPN", "ROI_BOX_HEAD"))
+    differences = norm_differences(*saved, detector("FPN", "ROI_BOX_HEAD"))
     assert len(differences) == 4 and differences[0].endswith("box_head.conv1 WS here only")
 
 
