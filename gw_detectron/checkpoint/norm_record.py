@@ -61,15 +61,16 @@ def norm_differences(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any],
     if NORMS not in metadata:
         provenance = metadata.get(PROVENANCE)
         return _backbone_differences(Provenance.from_dict(provenance), model) if provenance else []
-    recorded, differences = metadata[NORMS], []
-    stored = {name.rpartition(".")[0] for name in tensors}
-    rows, convs = {row.layer: row.spec for row in norm_rows(model)}, conv_names(model)
-    for name in (name for name, _ in model.named_modules()):
+    recorded, used = metadata[NORMS], NormRecord(model).state_dict()
+    stored = {name.rpartition(".")[0] for name in tensors} | recorded.keys()
+    differences = []
+    for name, _ in model.named_modules():
         theirs = _stored_name(name, stored, matching_heuristics=metadata.get("matching_heuristics", False))
-        before, here = recorded.get(theirs, ""), rows.get(name, "")
-        if before in CONVS and here == "" and theirs is not None:
-            if before != convs.get(name, ""):
-                differences.append(f"{name} WS {'in the checkpoint' if before else 'here'} only")
+        before, here = recorded.get(theirs, ""), used.get(name, "")
+        if theirs is None or before == here:
+            continue
+        if before in CONVS and here in CONVS:
+            differences.append(f"{name} {before or here} {'in the checkpoint' if before else 'here'} only")
         elif before and here and evaluation_spec(before) != evaluation_spec(here):
             differences.append(f"{name} {before} in the checkpoint, {here} here")
     return differences

@@ -84,7 +84,7 @@ def read_recorded_classes(path: str) -> dict[int, str]:
         datasets = read_datasets(path, needed=())
         return read_classes((*datasets.val.values(), *datasets.train.values()))
     try:
-        return dict(sorted((int(each["id"]), str(each["name"])) for each in recorded))
+        return dict(sorted((each["id"], str(each["name"])) for each in recorded))
     except (LookupError, TypeError, ValueError) as error:
         raise ConfigError(
             f"'{path}', {_CATEGORIES}: not a list of {{id: 1, name: cup}}. Fix: correct or remove it."

@@ -48,7 +48,7 @@ def read_image(path: str | os.PathLike[str], pixel_format: str) -> np.ndarray:
         )
     with _errors_of(path):
         with Image.open(path) as image:
-            check_depth(image)
+            _check_depth(image)
             frames = getattr(image, "n_frames", 1) if image.format in _WITH_FRAMES else 1
         if frames > 1:
             logging.getLogger(__name__).warning("'%s': only the first of its %d frames or pages is read", path, frames)
@@ -62,7 +62,7 @@ def upright_size(path: str | os.PathLike[str]) -> tuple[int, int]:
         DataError: the file has no header of an image, or has more than 8 bits per channel.
     """
     with _errors_of(path), Image.open(path) as image:
-        check_depth(image)
+        _check_depth(image)
         # where a PNG has no such entry, Pillow would decode all of it to look for one behind the pixels
         entries = image.getexif() if image.format != "PNG" or "exif" in image.info else {}
         turned = entries.get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)
@@ -80,7 +80,7 @@ def _errors_of(path: str | os.PathLike[str]) -> Iterator[None]:
         ) from error
 
 
-def check_depth(image: Image.Image) -> None:
+def _check_depth(image: Image.Image) -> None:
     """Raise ValueError for an image whose values Pillow would cut off at 255."""
     if image.mode[0] in "IF":
         raise ValueError(f"has more than 8 bits per channel (mode {image.mode}): save it with 8")

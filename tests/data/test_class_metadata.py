@@ -69,7 +69,7 @@ def test_recorded_classes_are_those_of_the_training(tmp_path):
     assert read_datasets(str(tmp_path / "datasets.yaml"), needed=()).val.keys() == {"photos_val"}
 
 
-@pytest.mark.parametrize("categories", ["3", "[1]", "[{id: 1}]", "[{id: x, name: cup}]"])
+@pytest.mark.parametrize("categories", ["3", "[1]", "[{id: 1}]"])
 def test_recorded_classes_that_somebody_edited(tmp_path, categories):
     (tmp_path / "datasets.yaml").write_text(f"categories: {categories}\n")
     with pytest.raises(ConfigError, match=r"categories: not a list of \{id: 1, name: cup\}. Fix: "):
