@@ -38,12 +38,12 @@ def ap_figure(results: Results) -> Figure:
             bars.bar(place, statistics.mean(values), color=style["color"], alpha=0.45, width=0.7)
             places = [place + 0.1 * (i - (len(values) - 1) / 2) for i in range(len(values))]  # beside each other
             bars.plot(places, values, linestyle="", markersize=5, **style)
-        if longer := scored(results, norm, iterations=EQUAL_TIME):
+        if longer := scored(results, norm, iterations=EQUAL_TIME[iterations]):
             equal_time[place] = statistics.mean(longer.values())
         curve = grid(results, norm)
         rates.plot(list(curve), list(curve.values()), label=norm, markersize=6, fillstyle="none", **style)
     if equal_time:
-        label = f"{EQUAL_TIME} iterations, about the time of GW's {iterations}"
+        label = f"{EQUAL_TIME[iterations]} iterations, about the time of GW's {iterations}"
         bars.bar(list(equal_time), list(equal_time.values()), width=0.7, fill=False, linestyle="--", label=label)
         bars.margins(y=0.2)  # room for the legend
     bars.set_xticks(range(len(_STYLES)), list(_STYLES))

@@ -35,9 +35,14 @@ DECIDING = ("BN+GW", "BN+GN", "BN", "GN", "GW")
 DECIDING_BATCH = 2
 OTHER_BATCHES = (1, 4, 8)
 TRAINING_IMAGES = 4000  # of every run but the longer ones
-EQUAL_TIME = 2500  # iterations that take a norm without whitening as long as GW needs for the planned 2000
+#: iterations of GW -> those of a norm without whitening that take about as long
+EQUAL_TIME = {2000: 2500, 6000: 7500}
 #: iterations -> norms that are also trained so long at DECIDING_BATCH, at their own rates. No verdict rests on them.
-LONGER: dict[int, tuple[str, ...]] = {EQUAL_TIME: ("BN+GN", "BN", "GN"), 6000: DECIDING}
+LONGER: dict[int, tuple[str, ...]] = {
+    2500: ("BN+GN", "BN", "GN"),
+    6000: DECIDING,
+    7500: ("BN+GN", "BN", "GN"),
+}
 RATES = (0.0025, 0.005, 0.01, 0.02, 0.04)
 MOST_EXTENSIONS = 2  # of a grid at each side
 GRID_SEED = 0

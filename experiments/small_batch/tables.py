@@ -10,6 +10,7 @@ from .paired_test import HYPOTHESES, holm, paired_difference, verdict
 from .plan import (
     DECIDING,
     DECIDING_BATCH,
+    EQUAL_TIME,
     LONGER,
     NORMS,
     OTHER_BATCHES,
@@ -135,13 +136,13 @@ def _norm_table(results: Results, times: Times, norms: Sequence[str], reference:
 def longer_table(results: Results) -> str:
     """Return AP of the deciding norms after more iterations, and their differences there.
 
-    A norm that has no runs of a length is compared with its runs of the planned length.
+    A norm that has no runs of a length, which would take longer, is compared with its runs of equal time.
     """
-    planned = planned_iterations(DECIDING_BATCH)
-    norms = {planned: DECIDING, **LONGER}
+    norms = {planned_iterations(DECIDING_BATCH): DECIDING, **LONGER}
+    equal_time = {others: whitening for whitening, others in EQUAL_TIME.items()}
 
     def cells(norm: str, iterations: int) -> dict[int, float]:
-        return scored(results, norm, iterations=iterations if norm in norms[iterations] else planned)
+        return scored(results, norm, iterations=iterations if norm in norms[iterations] else equal_time[iterations])
 
     if not any(scored(results, norm, iterations=iterations) for iterations in LONGER for norm in norms[iterations]):
         return "No longer run is finished."
@@ -158,7 +159,7 @@ def longer_table(results: Results) -> str:
         for first, second in HYPOTHESES.values()
     ]
     headers = [f"{length} iterations" for length in norms]
-    compared = [str(length) if set(DECIDING) <= {*norms[length]} else f"{planned} - {length}" for length in norms]
+    compared = [f"{equal_time[length]} - {length}" if length in equal_time else str(length) for length in norms]
     return (
         f"{_table(lines, ('norm', *headers))}\n\n"
         f"{_table(differences, ('difference', *(f'{each} iterations' for each in compared)))}"

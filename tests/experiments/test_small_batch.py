@@ -65,7 +65,7 @@ def test_the_plan_without_results():
 
 def test_the_whole_plan():
     rows = list(planned_rows(all_grids()))
-    main, others, variations, longer = 5 * (5 + 5) + 4 * (3 + 3), 9 * 3 * (3 + 1), 9 * 3, 3 * 3 + 5 * 3
+    main, others, variations, longer = 5 * (5 + 5) + 4 * (3 + 3), 9 * 3 * (3 + 1), 9 * 3, 3 * (3 + 5 + 3)
     assert len(rows) == len(set(rows)) == len({row.name for row in rows}) == main + others + variations + longer
     assert {row.norm for row in rows} == {*NORMS, *VARIATIONS} and set(DECIDING) < set(NORMS)
     assert [row.batch * row.iterations for row in rows].count(4000) == len(rows) - longer
@@ -76,7 +76,7 @@ def test_the_whole_plan():
         ("GN", 1, 2500),
         ("BN+GN", 2, 2500),
     ]
-    assert {row.config_keys()["SOLVER.STEPS"] for row in longest} == {(1875, 2250), (4500, 5400)}
+    assert {row.config_keys()["SOLVER.STEPS"] for row in longest} == {(1875, 2250), (4500, 5400), (5625, 6750)}
     assert {row.batch for row in rows[: main + variations + longer]} == {2}  # the plan: these come first
     assert {row.config_keys()["DATASETS.TEST"] for row in rows if row.seed == 0} == {("gw_synthetic_hard_tune",)}
     assert {row.config_keys()["DATASETS.TEST"] for row in rows if row.seed} == {("gw_synthetic_hard_val",)}
