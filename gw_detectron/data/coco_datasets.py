@@ -44,6 +44,10 @@ class CocoDatasets:
     train: dict[str, CocoDataset] = field(default_factory=dict)
     val: dict[str, CocoDataset] = field(default_factory=dict)
 
+    def classes(self) -> dict[int, str]:
+        """Return the category names by id of the datasets for evaluation, else of those for training."""
+        return read_classes((*self.val.values(), *self.train.values()))
+
 
 _registered: dict[str, CocoDataset] = {}
 

@@ -12,7 +12,7 @@ from detectron2.utils.file_io import PathManager
 from ..atomic import atomic_write
 from ..config import parse_config
 from ..errors import ConfigError, MissingFileError, similar_names
-from .coco_datasets import CocoDataset, CocoDatasets, read_classes
+from .coco_datasets import CocoDataset, CocoDatasets
 
 DATASETS_FILE = "datasets.yaml"  # in a run folder, beside config.yaml
 _CATEGORIES = "categories"  # of the record: the files may change afterwards
@@ -34,8 +34,7 @@ def record_datasets(datasets: CocoDatasets, folder: str) -> None:
             if Path(dataset.json).is_relative_to(top):
                 given["json"] = os.path.relpath(dataset.json, top)
             tree.setdefault(role, {})[name] = given
-    classes = read_classes((*datasets.val.values(), *datasets.train.values()))
-    if classes:
+    if classes := datasets.classes():
         tree[_CATEGORIES] = [{"id": number, "name": name} for number, name in classes.items()]
     with atomic_write(Path(folder, DATASETS_FILE)) as temporary:
         temporary.write_text(yaml.safe_dump(tree, sort_keys=False))
@@ -81,8 +80,7 @@ def read_recorded_classes(path: str) -> dict[int, str]:
     """
     recorded = _read_tree(path).get(_CATEGORIES)
     if recorded is None:
-        datasets = read_datasets(path, needed=())
-        return read_classes((*datasets.val.values(), *datasets.train.values()))
+        return read_datasets(path, needed=()).classes()
     try:
         return dict(sorted((each["id"], str(each["name"])) for each in recorded))
     except (LookupError, TypeError, ValueError) as error:

@@ -66,8 +66,7 @@ def _check_same_classes(given: CocoDatasets, config_file: str) -> None:
     Raises:
         ConfigError: names or their order differ.
     """
-    trained = recorded_classes(config_file)
-    here = list(read_classes((*given.val.values(), *given.train.values())).values())
+    trained, here = recorded_classes(config_file), list(given.classes().values())
     if trained and here and trained.thing_classes != here:
         raise ConfigError(
             f"dataset: its classes by category id are {summarize_names(here, 9)}; the run of '{config_file}' was "
