@@ -47,6 +47,18 @@ def test_a_mean_of_ten_thousand_deviations_costs_three_digits(size):
         assert error(value, expected) < 1e-3
 
 
+@pytest.mark.parametrize("num_iters", [5, matmul.MOST_ITERS, matmul.MOST_ITERS + 1, 20])
+def test_a_large_mean_behind_the_variance_of_another_group(num_iters):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 64, 32, 32, generator=generator)
+    x[:, 0] += 570  # 1.9 times the deviation of the next channel
+    x[:, 1] *= 300
+    made = layer(64, num_iters=num_iters)
+    dy = torch.randn(x.shape, generator=generator)
+    for value, expected in zip(gradients(made, x, dy), reference(made, x, dy), strict=True):
+        assert error(value, expected) < 4e-5
+
+
 @pytest.mark.parametrize("deviations", [0, 0.5, 1.9, 2.1, 3, 100])
 def test_means_on_both_sides_of_the_switch(deviations):
     """Means of up to two deviations stay in the products."""

@@ -24,6 +24,8 @@ def test_the_backend_follows_solver_and_size(monkeypatch):
     assert choose_backend(x, 64) == choose_backend(x.double(), 64) == choose_backend(x.bfloat16(), 64) == "matmul"
     assert choose_backend(x[:0], 64) == "matmul"  # torch.compile may not know whether there are any
     assert choose_backend(x, 64, Solver("zca")) == choose_backend(x, 64, Solver(corr=True)) == "reference"
+    assert choose_backend(x, 64, Solver(num_iters=8)) == "matmul"
+    assert choose_backend(x, 64, Solver(num_iters=9)) == "reference"
 
 
 def test_inference_mode_leaves_nothing_behind():

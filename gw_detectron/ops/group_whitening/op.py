@@ -5,8 +5,9 @@ backend        used for
 =============  ============================================================================================
 ``triton``     CUDA, float32 / float16 / bfloat16, up to 128 groups: Triton kernels
 ``matmul``     every device, and float64: batched matrix products
-``reference``  other solvers than ``newton``, ``torch.func``, forward-mode AD, and every export, which then
-               runs where this package is not installed: plain operations, no custom operator
+``reference``  other solvers than ``newton``, more than 8 iterations without Triton, ``torch.func``, forward-mode
+               AD, and every export, which then runs where this package is not installed: plain operations, no
+               custom operator
 =============  ============================================================================================
 
 The operator has formulas for autograd, fake tensors (``torch.compile``) and ``torch.utils.flop_counter``. Its second
@@ -131,7 +132,7 @@ def choose_backend(x: Tensor, groups: int, solver: Solver = DEFAULT_SOLVER) -> s
         return forced
     if triton.supported(x, groups):
         return "triton"
-    return "matmul"
+    return "matmul" if solver.num_iters <= matmul.MOST_ITERS else "reference"
 
 
 @functools.cache
