@@ -23,6 +23,7 @@ _LONGEST_INTEGER = 2048  # bits; json and yaml do not write those of more than 4
 _PUT = ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE")
 _GET = ("GET", "BINGET", "LONG_BINGET", "DUP")
 _CHANGE = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD")
+_DICTS = ("collections.OrderedDict", "collections.Counter")
 
 
 @dataclass
@@ -32,12 +33,16 @@ class _Item:
     Args:
         size: objects and characters that a copy or a hash of it visits.
         depth: nesting of tuples.
-        name: the value of a string, the name of a class or function.
+        name: the value of a string or integer, the name of a class or function.
+        parts: the names of the parts of a tuple.
+        is_dict: its items may be set.
     """
 
     size: int = 1
     depth: int = 0
     name: object = None
+    parts: tuple[object, ...] = ()
+    is_dict: bool = False
 
 
 def most_repeated(size: int) -> int:
@@ -45,7 +50,12 @@ def most_repeated(size: int) -> int:
     return MOST_REPEATED * size + _ALWAYS_REPEATED
 
 
-def check_pickle(file: IO[bytes], size: int, is_allowed: Callable[[str], bool]) -> None:
+def check_pickle(
+    file: IO[bytes],
+    size: int,
+    is_allowed: Callable[[str], bool],
+    check_reference: Callable[[tuple[object, ...]], None] = lambda _: None,
+) -> None:
     """Walk the operations of a pickle without creating its objects.
 
     A few hundred bytes can describe tuples whose hash takes years, or arrays that fill the memory.
@@ -54,6 +64,8 @@ def check_pickle(file: IO[bytes], size: int, is_allowed: Callable[[str], bool]) 
         file: it is read up to the end of the pickle.
         size: bytes of the whole file.
         is_allowed: takes the path of a class or function, such as ``collections.OrderedDict``.
+        check_reference: takes the strings, integers and names of a reference to an object outside of the pickle, None
+            for its other parts.
 
     Raises:
         RefusedFileError: the pickle names a class or function that is not allowed.
@@ -92,6 +104,10 @@ def check_pickle(file: IO[bytes], size: int, is_allowed: Callable[[str], bool]) 
         taken, stack[start:] = stack[start:], []
         if name == "BUILD" and taken[0].name is not None:
             raise RefusedFileError(f"it changes {taken[0].name}, which could run code")
+        if name.startswith("SETITEM") and not taken[0].is_dict:  # it could write to a tensor's memory
+            raise WeightsFileError(f"it sets items of an object that is no dict. {SAVE_AGAIN}")
+        if name == "BINPERSID":
+            check_reference(taken[0].parts)
         if name in _CHANGE:
             taken[0].size += len(taken) - 1
             stack.append(taken[0])
@@ -99,6 +115,9 @@ def check_pickle(file: IO[bytes], size: int, is_allowed: Callable[[str], bool]) 
             item = _Item(1 + sum(part.size for part in taken))
             if name.startswith("TUPLE") or name == "FROZENSET":
                 item.depth = 1 + max((part.depth for part in taken), default=0)
+                item.parts = tuple(part.name for part in taken)
+            elif name in ("EMPTY_DICT", "DICT"):
+                item.is_dict = True
             elif name in ("GLOBAL", "INST", "STACK_GLOBAL"):
                 path = f"{taken[0].name}.{taken[1].name}" if name == "STACK_GLOBAL" else value.replace(" ", ".", 1)
                 if not is_allowed(path):
@@ -108,11 +127,15 @@ def check_pickle(file: IO[bytes], size: int, is_allowed: Callable[[str], bool]) 
                 raise RefusedFileError(f"it names a class by its registered number {value}, which could run code")
             elif isinstance(value, int) and value.bit_length() > _LONGEST_INTEGER:
                 raise WeightsFileError(f"it contains an integer of more than {_LONGEST_INTEGER} bits. {SAVE_AGAIN}")
+            elif isinstance(value, int):
+                item.name = value
             elif isinstance(value, (str, bytes, bytearray)):
                 item.size += len(value)
                 item.name = value
             if item.depth > DEEPEST:
                 raise WeightsFileError(f"it nests tuples deeper than {DEEPEST}. {SAVE_AGAIN}")
-            if name in ("REDUCE", "NEWOBJ", "NEWOBJ_EX") and str(taken[0].name).endswith((".Tensor", "Storage")):
-                raise WeightsFileError(f"it creates a tensor without values. {SAVE_AGAIN}")
+            if name in ("REDUCE", "NEWOBJ", "NEWOBJ_EX"):
+                if str(taken[0].name).endswith((".Tensor", "Storage")):
+                    raise WeightsFileError(f"it creates a tensor without values. {SAVE_AGAIN}")
+                item.is_dict = taken[0].name in _DICTS
             stack.append(item)

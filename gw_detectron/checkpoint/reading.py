@@ -1,6 +1,7 @@
 """Read weight files without running code that they contain."""
 
 import argparse
+import functools
 import hashlib
 import json
 import os
@@ -175,10 +176,33 @@ def _check_archive(file: IO[bytes], size: int) -> None:
             raise WeightsFileError(f"its parts claim to be larger than the file. {_GET_AGAIN}")
         if damaged := archive.testzip():
             raise WeightsFileError(f"it is damaged: wrong checksum of its part {damaged}. {_GET_AGAIN}")
+        sizes = {part.filename.lower(): part.file_size for part in parts}  # torch finds them whatever their case
+        if len(sizes) < len(parts):
+            raise WeightsFileError(f"it has two parts of one name. {_GET_AGAIN}")
+        check_storage = functools.partial(_check_storage, sizes, parts[0].filename.partition("/")[0])
         for part in parts:
-            if part.filename.lower().endswith("data.pkl"):  # torch finds it whatever its case
+            if part.filename.lower().endswith("data.pkl"):
                 with archive.open(part) as content:
-                    check_pickle(content, size, _is_allowed_by_torch)
+                    check_pickle(content, size, _is_allowed_by_torch, check_storage)
+
+
+def _check_storage(sizes: Mapping[str, int], root: str, reference: tuple[object, ...]) -> None:
+    """Require that a storage has the size of its part: torch below 2.10 reads beyond a smaller part.
+
+    Args:
+        sizes: path of a part in lower case -> bytes.
+        root: the folder of all parts.
+        reference: as torch.save writes it: ("storage", class, key, device, number of elements).
+
+    Source: CVE-2026-24747.
+    """
+    match reference:
+        case ("storage", str(path), str(key), str(), int(count)):
+            name = path.rpartition(".")[2]
+            dtype = torch.uint8 if name == "UntypedStorage" else torch.serialization.StorageType(name).dtype
+            if sizes.get(f"{root}/data/{key}".lower()) == count * dtype.itemsize:
+                return
+    raise WeightsFileError(f"it is damaged: a storage has another size than its part. {_GET_AGAIN}")
 
 
 def _check_archive_end(file: IO[bytes], size: int) -> None:

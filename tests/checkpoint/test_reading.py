@@ -326,6 +326,9 @@ UNREAD = {
         "changes _codecs.encode, which could run code",
     ),
     "registered class": (START + b"\x82\x01.", "names a class by its registered number 1"),
+    # list[0] = 1; torch below 2.10 would also set the items of a tensor
+    "items of a list": (START + b"]K\x00K\x01s.", "sets items of an object that is no dict"),
+    "items of a list, many": (START + b"](K\x00K\x01u.", "sets items of an object that is no dict"),
     "long integer": (START + b"\x8b" + struct.pack("<i", 300) + 300 * b"\x01" + b".", "more than 2048 bits"),
 }
 
@@ -421,16 +424,43 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
         read_weights_file(path)
 
 
+def copy_archive(path, change=lambda name, content: {name: content}, compression=zipfile.ZIP_STORED):
+    """Write TENSORS by torch.save, with changed parts."""
+    torch.save({"model": TENSORS}, path)
+    with zipfile.ZipFile(path) as source:
+        parts = [(name, source.read(name)) for name in source.namelist()]
+    with zipfile.ZipFile(path, "w", compression) as target:
+        for name, content in parts:
+            for new_name, new_content in change(name, content).items():
+                target.writestr(new_name, new_content)
+    return path
+
+
 def test_archives_that_unpack_to_more_than_they_are(tmp_path):
-    torch.save({"model": TENSORS}, tmp_path / "a.pth")
-    with (
-        zipfile.ZipFile(tmp_path / "a.pth") as source,
-        zipfile.ZipFile(tmp_path / "b.pth", "w", zipfile.ZIP_DEFLATED) as target,
-    ):
-        for name in source.namelist():
-            target.writestr(name, source.read(name))
     with pytest.raises(WeightsFileError, match="compressed"):
-        read_weights_file(tmp_path / "b.pth")
+        read_weights_file(copy_archive(tmp_path / "a.pth", compression=zipfile.ZIP_DEFLATED))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda name, content: {name: content[:-4] if "/data/" in name else content},
+        lambda name, content: {name: content + bytes(4) if "/data/" in name else content},
+        lambda name, content: {name.replace("/data/", "/other/"): content},
+    ],
+    ids=["shorter", "longer", "elsewhere"],
+)
+def test_storages_of_another_size_than_their_part(change, tmp_path):
+    """torch below 2.10 would read beyond the part."""
+    with pytest.raises(WeightsFileError, match="a storage has another size than its part"):
+        read_weights_file(copy_archive(tmp_path / "a.pth", change))
+
+
+def test_parts_of_one_name(tmp_path):
+    with pytest.raises(WeightsFileError, match="two parts of one name"):
+        read_weights_file(
+            copy_archive(tmp_path / "a.pth", lambda name, content: {name: content, name.upper(): content})
+        )
 
 
 @pytest.mark.parametrize(
