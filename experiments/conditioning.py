@@ -57,7 +57,6 @@ def analyze_conditioning(
     layers: Sequence[int] = (1, 2, 3, 4),
     repeats: int = 5,
     seed: int = 0,
-    progress: bool = True,
 ) -> AnalysisResult:
     """Redraw the conditioning of normalized activations.
 
@@ -67,7 +66,6 @@ def analyze_conditioning(
         layers: depths of the network.
         repeats: number of random networks and inputs; the median is shown.
         seed: of everything random.
-        progress: show a progress bar.
 
     Returns:
         One row per depth, choice of features and moment, method and number of groups.
@@ -83,7 +81,7 @@ def analyze_conditioning(
     generator = torch.Generator().manual_seed(seed)
     groups = [g for g in range(1, neurons // 2 + 1) if neurons % g == 0]
     found: dict[tuple, list[tuple[float, ...]]] = {}
-    with progress_bar(total=repeats * len(layers) * 2, desc="conditioning", unit="layer", show=progress) as bar:
+    with progress_bar(total=repeats * len(layers) * 2, desc="conditioning", unit="layer") as bar:
         for _ in range(repeats):
             for depth in layers:
                 for features, x in _activations(depth, neurons, examples, generator):

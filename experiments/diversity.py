@@ -57,7 +57,6 @@ def analyze_diversity(
     pairs: int = 4,
     histogram_examples: int = 1680,
     seed: int = 0,
-    progress: bool = True,
 ) -> AnalysisResult:
     """Redraw the histograms and the diversity of normalized features.
 
@@ -68,7 +67,6 @@ def analyze_diversity(
         pairs: sampled pairs of dimensions to average over.
         histogram_examples: examples in the histograms.
         seed: of everything random.
-        progress: show a progress bar.
 
     Returns:
         One row per source, method and size: the diversity in both scales.
@@ -86,7 +84,7 @@ def analyze_diversity(
             f"Fix: give 2 or more bins, 1 or more pairs, and at least {neurons} examples."
         )
     rows: list[dict[str, Any]] = []
-    with progress_bar(total=len(_SOURCES) * (1 + 2 * len(sizes)), desc="diversity", unit="run", show=progress) as bar:
+    with progress_bar(total=len(_SOURCES) * (1 + 2 * len(sizes)), desc="diversity", unit="run") as bar:
         for source in _SOURCES:
             x = _features(source, examples, neurons, seed)
             limit = (_largest(x) / _deviation(x)).max()

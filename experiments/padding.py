@@ -34,14 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def analyze_padding(
-    *, config_file: str, weights: str, batches: Sequence[int] = (1, 2, 4, 8), images: int = 0, progress: bool = True
+    *, config_file: str, weights: str, batches: Sequence[int] = (1, 2, 4, 8), images: int = 0
 ) -> AnalysisResult:
     """Compare features and box AP of images in batches and alone.
 
     Args:
         config_file, weights, images: the trained detector, see :func:`experiments.trained_detector.load_detector`.
         batches: numbers of images per batch; images stay in the order of the dataset.
-        progress: show progress bars.
 
     Returns:
         One row per batch size: share of padding, difference of each level, AP.
@@ -52,10 +51,10 @@ def analyze_padding(
     """
     if not batches or min(batches) < 1:
         raise ConfigError(f"batches ({list(batches)}): expected positive numbers. Fix: give 1 or more.")
-    model, examples = load_detector(config_file, weights, images, progress)
+    model, examples = load_detector(config_file, weights, images)
     tensors = [example.image for example in examples]
     rows: list[dict[str, Any]] = []
-    for batch in progress_bar(batches, desc="batches", unit="size", show=progress):
+    for batch in progress_bar(batches, desc="batches", unit="size"):
         shares, differences, detections = [], [], []
         for start in range(0, len(tensors), batch):
             group = tensors[start : start + batch]

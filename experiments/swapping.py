@@ -57,7 +57,6 @@ def analyze_swapping(
     steps: int = 200,
     batch_size: int = 0,
     seed: int = 0,
-    progress: bool = True,
 ) -> AnalysisResult:
     """Train MLPs without whitening and with PCA or ZCA whitening of every hidden layer.
 
@@ -71,7 +70,6 @@ def analyze_swapping(
         steps: of gradient descent.
         batch_size: random examples per step; 0 for all, as in the paper.
         seed: of everything random.
-        progress: show a progress bar.
 
     Returns:
         One row per depth, method and step: loss and fraction of swapped neurons.
@@ -87,7 +85,7 @@ def analyze_swapping(
         )
     x, y = _clouds(examples, neurons, seed)
     rows: list[dict[str, Any]] = []
-    with progress_bar(total=len(depths) * len(METHODS) * len(RATES), desc="swapping", unit="run", show=progress) as bar:
+    with progress_bar(total=len(depths) * len(METHODS) * len(RATES), desc="swapping", unit="run") as bar:
         for depth in depths:
             for method in METHODS:
                 runs = []

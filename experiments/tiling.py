@@ -41,16 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_reduced(parser, "2 tiles per side, 4 images")
 
 
-def analyze_tiling(
-    *, config_file: str, weights: str, tiles: Sequence[int] = (2, 4), images: int = 0, progress: bool = True
-) -> AnalysisResult:
+def analyze_tiling(*, config_file: str, weights: str, tiles: Sequence[int] = (2, 4), images: int = 0) -> AnalysisResult:
     """Compare features and box AP of whole images and of their tiles.
 
     Args:
         config_file, weights, images: the trained detector, see :func:`experiments.trained_detector.load_detector`.
         tiles: tiles per side. Images are cut at the right and the bottom, so that the sides of tiles are multiples of
             the backbone's ``size_divisibility``; smaller ones are left out.
-        progress: show progress bars.
 
     Returns:
         One row per number of tiles and way: difference of each level, AP.
@@ -61,14 +58,14 @@ def analyze_tiling(
     """
     if not tiles or min(tiles) < 1:
         raise ConfigError(f"tiles ({list(tiles)}): expected positive numbers. Fix: give 1 or more.")
-    model, examples = load_detector(config_file, weights, images, progress)
+    model, examples = load_detector(config_file, weights, images)
     rows: list[dict[str, Any]] = []
     for n in tiles:
         step = n * max(1, model.backbone.size_divisibility)
         fitting = [_cut(example, step) for example in examples if min(example.image.shape[1:]) >= step]
         if not fitting:
             raise ConfigError(f"tiles ({n}): no image has {step} pixels per side. Fix: give fewer tiles.")
-        bar = progress_bar(fitting, desc=f"{n} x {n} tiles", unit="image", show=progress)
+        bar = progress_bar(fitting, desc=f"{n} x {n} tiles", unit="image")
         rows += _compare(model, n, bar)
     levels = [name for name in rows[0] if name not in ("tiles", "images", "statistics", "AP")]
     pairs = zip(rows[1::3], rows[2::3], strict=True)

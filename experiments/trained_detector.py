@@ -46,16 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--images", type=int, default=0, help="images of the first test dataset; 0: all")
 
 
-def load_detector(
-    config_file: str, weights: str, images: int = 0, progress: bool = True
-) -> tuple[nn.Module, list[Example]]:
+def load_detector(config_file: str, weights: str, images: int = 0) -> tuple[nn.Module, list[Example]]:
     """Load a trained detector and images of the first dataset of ``DATASETS.TEST``.
 
     Args:
         config_file: of the detector.
         weights: its checkpoint.
         images: number of images; 0 means all.
-        progress: show a progress bar.
 
     Raises:
         ConfigError: the number of images is negative, or there is no test dataset.
@@ -73,7 +70,7 @@ def load_detector(
     model = load_model(cfg)
     records = get_detection_dataset_dicts(dataset, filter_empty=False)[: images or None]
     examples = []
-    for record in progress_bar(records, desc="images", unit="image", show=progress):
+    for record in progress_bar(records, desc="images", unit="image"):
         pixels = read_image(record["file_name"], cfg.INPUT.FORMAT)
         image = evaluation_input(pixels, cfg)
         scale = [image.shape[2] / pixels.shape[1], image.shape[1] / pixels.shape[0]] * 2

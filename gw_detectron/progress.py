@@ -7,19 +7,16 @@ from typing import Any
 from tqdm import tqdm
 
 
-def progress_bar(
-    items: Iterable[Any] | None = None, *, desc: str, unit: str, show: bool = True, **options: Any
-) -> tqdm:
+def progress_bar(items: Iterable[Any] | None = None, *, desc: str, unit: str, **options: Any) -> tqdm:
     """Create a bar with count, time left and items per second.
 
     Args:
         items: what to iterate over; None for a bar that is updated by hand.
         desc: what is done.
         unit: of an item, such as ``image``.
-        show: False draws nothing, True draws if stderr is a terminal.
         **options: of tqdm, such as ``total``.
     """
-    return tqdm(items, desc=desc, unit=unit, disable=None if show else True, mininterval=0.5, **options)
+    return tqdm(items, desc=desc, unit=unit, disable=None, mininterval=0.5, **options)
 
 
 @contextmanager

@@ -25,12 +25,6 @@ def test_a_log_shows_nothing(monkeypatch):
     assert not sys.stderr.getvalue()
 
 
-def test_nothing_is_shown_on_request(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    list(progress_bar(range(3), desc="reading", unit="image", show=False))
-    assert not sys.stderr.getvalue()
-
-
 def test_steps_are_named_and_numbered(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
     with steps(2) as begin:

@@ -49,7 +49,6 @@ def analyze_layers(
     samples: int = 8,
     seed: int = 0,
     allow_partial: bool = False,
-    progress: bool = True,
 ) -> AnalysisResult:
     """Measure every whitening layer of a detector in evaluation.
 
@@ -62,7 +61,6 @@ def analyze_layers(
         seed: of random weights and synthetic images.
         allow_partial: accept weights that lack a part of the backbone or of the whitening layers, such as those of a
             backbone alone for a detector that whitens in its heads; the missing part is random.
-        progress: show a progress bar.
 
     Returns:
         One row per layer in the order of the calls, then the layers that were not called: the statistics of
@@ -92,7 +90,7 @@ def analyze_layers(
         _check_loaded(report, layers)
 
     pictures = (read_image(p, cfg.INPUT.FORMAT) for p in paths) if paths else _draw_scenes(cfg, count, seed)
-    bar = progress_bar(pictures, desc="layers", unit="image", show=progress, total=len(names))
+    bar = progress_bar(pictures, desc="layers", unit="image", total=len(names))
     calls, broken = _observe(model, ({"image": evaluation_input(picture, cfg)} for picture in bar), samples)
     rows: list[dict[str, Any]] = [
         {"layer": name, "norm": norm_spec(layers[name]), "finite": name not in broken if name in calls else None}

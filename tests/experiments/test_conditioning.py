@@ -9,7 +9,7 @@ from experiments.conditioning import analyze_conditioning, condition_numbers
 
 @pytest.fixture(scope="module")
 def result():
-    return analyze_conditioning(layers=(1, 2), repeats=1, seed=0, progress=False)
+    return analyze_conditioning(layers=(1, 2), repeats=1, seed=0)
 
 
 def curve(result, method, percent=90, layers=2):
@@ -59,20 +59,19 @@ def test_condition_numbers_by_definition():
 
 def test_equal_seeds_give_equal_numbers():
     first, again, other = (
-        analyze_conditioning(neurons=8, examples=32, layers=(1,), repeats=1, seed=seed, progress=False).rows
-        for seed in (3, 3, 4)
+        analyze_conditioning(neurons=8, examples=32, layers=(1,), repeats=1, seed=seed).rows for seed in (3, 3, 4)
     )
     assert first == again != other
 
 
 def test_statements_without_observations_are_left_out():
-    sentences = analyze_conditioning(neurons=8, examples=32, layers=(1,), repeats=1, progress=False).findings
+    sentences = analyze_conditioning(neurons=8, examples=32, layers=(1,), repeats=1).findings
     assert not any(sentence.startswith("from two layers on") for sentence in sentences)
-    assert analyze_conditioning(neurons=5, examples=32, layers=(1,), repeats=1, progress=False).findings == {}
+    assert analyze_conditioning(neurons=5, examples=32, layers=(1,), repeats=1).findings == {}
 
 
 def test_curves_without_finite_points_draw_nothing():
-    result = analyze_conditioning(neurons=4, examples=32, layers=(1,), repeats=1, progress=False)
+    result = analyze_conditioning(neurons=4, examples=32, layers=(1,), repeats=1)
     assert set(curve(result, "GN", layers=1).values()) == {float("inf")}
     lines = {line.get_label(): line for line in result.figure.axes[0].get_lines()}
     assert set(lines) == {"Base", "BN", "GN", "GW, exact", "GW, 5 iterations"}
@@ -81,4 +80,4 @@ def test_curves_without_finite_points_draw_nothing():
 
 def test_invalid_sizes():
     with pytest.raises(ValueError, match="examples=100"):
-        analyze_conditioning(neurons=256, examples=100, progress=False)
+        analyze_conditioning(neurons=256, examples=100)

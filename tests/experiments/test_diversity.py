@@ -14,7 +14,7 @@ SMALL = {"examples": 19200, "bins": 100, "pairs": 2, "sizes": (2, 3, 4, 8, 24), 
 
 @pytest.fixture(scope="module")
 def result():
-    return analyze_diversity(**SMALL, seed=0, progress=False)
+    return analyze_diversity(**SMALL, seed=0)
 
 
 @pytest.mark.parametrize("source", ["gaussian", "mlp"])
@@ -35,7 +35,7 @@ def test_all_findings_hold(result):
 
 
 def test_statements_without_observations_are_left_out():
-    assert analyze_diversity(**SMALL | {"sizes": (8, 24), "examples": 480}, progress=False).findings == {}
+    assert analyze_diversity(**SMALL | {"sizes": (8, 24), "examples": 480}).findings == {}
 
 
 def test_entropy_is_that_of_the_histogram():
@@ -67,6 +67,6 @@ def test_the_pair_is_normalized_as_torch_does():
 
 def test_invalid_sizes():
     with pytest.raises(ValueError, match=r"\[5\] are below 2 or do not divide"):
-        analyze_diversity(sizes=(2, 5, 8), progress=False)
+        analyze_diversity(sizes=(2, 5, 8))
     with pytest.raises(ValueError, match="at least 96 examples"):
-        analyze_diversity(examples=50, progress=False)
+        analyze_diversity(examples=50)

@@ -10,7 +10,7 @@ from experiments.swapping import WhitenedMLP, _last, analyze_swapping, swapped_f
 
 @pytest.fixture(scope="module")
 def result():
-    return analyze_swapping(neurons=40, examples=600, steps=40, depths=(4,), seed=0, progress=False)
+    return analyze_swapping(neurons=40, examples=600, steps=40, depths=(4,), seed=0)
 
 
 def test_pca_does_not_learn_where_zca_does(result):
@@ -69,4 +69,4 @@ def test_the_final_loss_is_the_mean_of_the_last_steps():
 
 def test_invalid_sizes():
     with pytest.raises(ValueError, match="batch_size=9999"):
-        analyze_swapping(batch_size=9999, progress=False)
+        analyze_swapping(batch_size=9999)

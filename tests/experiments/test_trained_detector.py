@@ -49,12 +49,12 @@ def detectors(wide_and_tall_images, tmp_path_factory):
 def test_a_run_on_own_data(tmp_path):
     folder = write_run(tmp_path / "run", weights=True)
     arguments = {"config_file": str(folder / "config.yaml"), "weights": str(folder / "model_final.pth")}
-    _, examples = load_detector(**arguments, images=2, progress=False)
+    _, examples = load_detector(**arguments, images=2)
     assert len(examples) == 2 and len(examples[0].boxes) > 0
     text = (folder / "config.yaml").read_text().replace("fake_val", "unknown_val")
     (folder / "config.yaml").write_text(text)
     with pytest.raises(ConfigError, match=r"DATASETS.TEST \('unknown_val'\): not registered. Fix: register it"):
-        load_detector(**arguments, progress=False)
+        load_detector(**arguments)
 
 
 def found(boxes, scores, classes):
@@ -97,7 +97,7 @@ def test_detections_in_a_crowd_are_no_errors():
 
 @pytest.mark.parametrize("norm", ["GW", "GN"])
 def test_padding_changes_the_features_of_batches(detectors, norm):
-    result = analyze_padding(**detectors[norm], batches=[1, 2, 4], progress=False)
+    result = analyze_padding(**detectors[norm], batches=[1, 2, 4])
     alone, *together = result.rows
     assert result.settings["images"] == 4 and [row["batch"] for row in result.rows] == [1, 2, 4]
     assert set(levels_of(alone)) == {"p2", "p3", "p4", "p5", "p6"}
@@ -107,14 +107,12 @@ def test_padding_changes_the_features_of_batches(detectors, norm):
 
 
 def test_padding_does_not_change_the_features_of_fixed_norms_far_from_it(detectors):
-    frozen, whitened = (
-        analyze_padding(**detectors[norm], batches=[4], progress=False).rows[0]["p2"] for norm in ("FrozenBN", "GW")
-    )
+    frozen, whitened = (analyze_padding(**detectors[norm], batches=[4]).rows[0]["p2"] for norm in ("FrozenBN", "GW"))
     assert frozen < 0.5 * whitened
 
 
 def test_features_of_an_image_have_its_own_size_in_every_batch(detectors):
-    model, _ = load_detector(**detectors["GW"], images=1, progress=False)
+    model, _ = load_detector(**detectors["GW"], images=1)
     group = [torch.rand(3, 64, 64), torch.rand(3, 150, 64)]  # the batch has levels of 5 and 3 rows below each other
     shapes = [{name: values.shape for name, values in features.items()} for features in padding._features(model, group)]
     alone = [{name: values.shape for name, values in next(padding._features(model, [x])).items()} for x in group]
@@ -140,7 +138,7 @@ def test_boxes_are_clipped_to_their_tile():
 
 @pytest.mark.parametrize("norm", ["GW", "GN"])
 def test_joint_statistics_bring_tiles_closer_to_the_image(detectors, norm):
-    result = analyze_tiling(**detectors[norm], tiles=[2], progress=False)
+    result = analyze_tiling(**detectors[norm], tiles=[2])
     assert [row["statistics"] for row in result.rows] == WAYS and {row["images"] for row in result.rows} == {4}
     whole, own, joint = result.rows
     assert set(levels_of(whole).values()) == {0.0}
@@ -148,7 +146,7 @@ def test_joint_statistics_bring_tiles_closer_to_the_image(detectors, norm):
 
 
 def test_one_tile_is_the_image(detectors):
-    whole, own, joint = analyze_tiling(**detectors["GW"], tiles=[1], images=1, progress=False).rows
+    whole, own, joint = analyze_tiling(**detectors["GW"], tiles=[1], images=1).rows
     assert set(levels_of(own).values()) == set(levels_of(joint).values()) == {0.0}
     assert whole["AP"] == own["AP"] == joint["AP"]
 
@@ -162,11 +160,11 @@ def test_wrong_numbers_are_refused(detectors):
     with pytest.raises(ConfigError, match=r"tiles \(\[\]\): expected positive numbers"):
         analyze_tiling(**detectors["GW"], tiles=[])
     with pytest.raises(ConfigError, match=r"tiles \(4\): no image has 128 pixels per side. Fix: give fewer tiles"):
-        analyze_tiling(**detectors["GW"], tiles=[4], progress=False)
+        analyze_tiling(**detectors["GW"], tiles=[4])
     with pytest.raises(ConfigError, match=r"images \(-1\): negative"):
         load_detector(**detectors["GW"], images=-1)
 
 
 def test_norms_without_statistics_of_samples_have_none_to_share(detectors):
     with pytest.raises(ValueError, match="no GroupWhitening2d or nn.GroupNorm"):
-        analyze_tiling(**detectors["FrozenBN"], tiles=[2], progress=False)
+        analyze_tiling(**detectors["FrozenBN"], tiles=[2])
