@@ -1,6 +1,5 @@
 """Batch whitening as a module with running statistics, and a frozen one."""
 
-import inspect
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from ..ops.batch_whitening.reference import to_columns, transform
 from ..ops.batch_whitening.statistics import BatchStatistics, batch_statistics
 from ..ops.solvers import Solver
 from ..ops.tensors import autocast_off, check_flag, check_integer, check_number, check_tensors
-from .class_change import ClassChange, copy_class_change
+from .class_change import change_base
 from .rotation import GroupRotation
 from .unpickling import check_pickled_solver
 
@@ -223,6 +222,9 @@ class FrozenBatchWhitening2d(BatchWhitening2d):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._freeze()
+
+    def _freeze(self) -> None:
         for name, parameter in list(self.named_parameters(recurse=False)):
             delattr(self, name)
             self.register_buffer(name, parameter.detach())
@@ -234,28 +236,13 @@ class FrozenBatchWhitening2d(BatchWhitening2d):
 
     @classmethod
     def convert(cls, module: nn.Module) -> nn.Module:
-        """Replace each BatchWhitening2d in a module by a frozen layer.
-
-        The frozen layer has the same tensors.
+        """Freeze each BatchWhitening2d in a module, in place.
 
         Returns:
-            The frozen layer if ``module`` itself is a BatchWhitening2d, else ``module``.
+            ``module``.
         """
-        if isinstance(module, BatchWhitening2d) and not isinstance(module, cls):
-            # every other argument is an attribute of the same name
-            solver = module.solver.layer_arguments()
-            names = inspect.signature(BatchWhitening2d).parameters.keys() - {*solver, "device", "dtype"}
-            frozen = cls(**solver, **{name: getattr(module, name) for name in names})
-            if isinstance(module, ClassChange):  # such as one that contains its activation
-                copy_class_change(module, frozen)
-            frozen.load_state_dict(module.state_dict(), assign=True)
-            return frozen.requires_grad_(False)
-        frozen_layers = {
-            id(part): cls.convert(part)
-            for part in module.modules()
-            if isinstance(part, BatchWhitening2d) and not isinstance(part, cls)
-        }
-        for part in list(module.modules()):
-            for name, child in part._modules.items():
-                part._modules[name] = frozen_layers.get(id(child), child)
+        for layer in module.modules():
+            if isinstance(layer, BatchWhitening2d) and not isinstance(layer, cls):
+                change_base(layer, cls)
+                cls._freeze(layer)  # type: ignore[arg-type]
         return module

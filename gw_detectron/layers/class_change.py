@@ -23,17 +23,21 @@ def change_class(module: nn.Module, mixin: Any) -> None:
     module.__class__ = _changed(mixin, base)
 
 
-def copy_class_change(source: nn.Module, target: nn.Module) -> None:
-    """Put the last mixin of a module, and the modules that came with it, on another module of its kind, in place."""
-    change_class(target, type(source).__bases__[0])
-    for name, child in source.named_children():
-        if name not in target._modules:
-            target.add_module(name, child)
+def change_base(module: nn.Module, base: Any) -> None:
+    """Exchange the class of a module below its mixins, in place."""
+    module.__class__ = _with_base(type(module), base)
 
 
 def original_class(module: nn.Module) -> Any:
     """Return the class that a module had before its last change."""
     return type(module).__bases__[1]
+
+
+def _with_base(cls: Any, base: Any) -> Any:
+    if not issubclass(cls, ClassChange):
+        return base
+    mixin, original = cls.__bases__
+    return _changed(mixin, _with_base(original, base))
 
 
 @functools.cache

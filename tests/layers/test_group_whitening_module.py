@@ -132,8 +132,8 @@ def test_its_relu_is_the_same_as_one_behind_it(solver, shape, memory_format, dty
 )
 def test_it_is_made_on_a_device_with_a_dtype(layer, device):
     made = layer(24, device=device, dtype=torch.float64)
-    frozen = FrozenBatchWhitening2d.convert(made)
-    for tensor in (*made.parameters(), *made.buffers(), *frozen.parameters(), *frozen.buffers()):
+    tensors = [*made.parameters(), *made.buffers()]
+    for tensor in (*tensors, *FrozenBatchWhitening2d.convert(made).buffers()):
         assert (tensor.device.type, tensor.dtype) == (device, torch.float64)
 
 
