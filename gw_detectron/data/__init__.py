@@ -8,7 +8,14 @@ from .coco_datasets import (
     register_datasets,
     registered_datasets,
 )
-from .datasets_yaml import DATASETS_FILE, check_fraction, existing_path, read_datasets, record_datasets
+from .datasets_yaml import (
+    DATASETS_FILE,
+    check_fraction,
+    existing_path,
+    read_datasets,
+    record_datasets,
+    recorded_classes,
+)
 from .derived_json import read_json
 from .registration import register_synthetic
 from .synthetic import make_synthetic
@@ -28,6 +35,7 @@ __all__ = [
     "read_datasets",
     "read_json",
     "record_datasets",
+    "recorded_classes",
     "register_datasets",
     "register_synthetic",
     "registered_datasets",

@@ -70,14 +70,23 @@ def read_datasets(path: str, *, needed: Collection[str] | None = None) -> CocoDa
     return found
 
 
-def read_recorded_classes(path: str) -> dict[int, str]:
-    """Return the category names by id of the record of a run, in the order of the ids.
+def recorded_classes(config_file: str) -> dict[int, str]:
+    """Return the category names by id of a run, in the order of the ids.
 
-    A record without them, as of version 0.1.0, has those that its files have now.
+    They are in the ``datasets.yaml`` beside its config. One without them, written by hand, has those of its files.
+
+    Args:
+        config_file: the config of the run.
+
+    Returns:
+        Empty without a ``datasets.yaml``.
 
     Raises:
-        ConfigError: the record has an unknown key or a value of the wrong type.
+        ConfigError: the ``datasets.yaml`` has an unknown key or a value of the wrong type.
     """
+    path = os.path.join(os.path.dirname(config_file), DATASETS_FILE)
+    if not os.path.isfile(path):
+        return {}
     recorded = _read_tree(path).get(_CATEGORIES)
     if recorded is None:
         return read_datasets(path, needed=()).classes()

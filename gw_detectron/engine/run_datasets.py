@@ -16,9 +16,9 @@ from ..data import (
     needs_registration,
     read_classes,
     read_datasets,
+    recorded_classes,
     register_datasets,
 )
-from ..data.class_metadata import recorded_classes
 from ..errors import ConfigError, summarize_names
 from ..modeling.class_counts import object_count_keys
 
@@ -66,11 +66,11 @@ def _check_same_classes(given: CocoDatasets, config_file: str) -> None:
     Raises:
         ConfigError: names or their order differ.
     """
-    trained, here = recorded_classes(config_file), list(given.classes().values())
-    if trained and here and trained.thing_classes != here:
+    trained, here = (list(classes.values()) for classes in (recorded_classes(config_file), given.classes()))
+    if trained and here and trained != here:
         raise ConfigError(
             f"dataset: its classes by category id are {summarize_names(here, 9)}; the run of '{config_file}' was "
-            f"trained on {summarize_names(trained.thing_classes, 9)}. Fix: give the categories the names and the order "
+            f"trained on {summarize_names(trained, 9)}. Fix: give the categories the names and the order "
             "of ids of the training file."
         )
 
