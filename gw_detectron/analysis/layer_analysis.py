@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from ..checkpoint import LoadReport, load_checkpoint, open_checkpoint
 from ..data.images import evaluation_input, image_files, read_image
-from ..data.synthetic import draw_scene
-from ..data.synthetic_config import SyntheticConfig
+from ..data.synthetic import SyntheticConfig, draw_scene
 from ..errors import ConfigError, NonFiniteCovarianceError, PartialLoadError, check_minimum, summarize_names
 from ..modeling import build_checked_model
 from ..norms import norm_spec

@@ -17,9 +17,7 @@ from .datasets_yaml import (
     recorded_classes,
 )
 from .derived_json import read_json
-from .registration import register_synthetic
-from .synthetic import make_synthetic
-from .synthetic_config import HardSyntheticConfig, SyntheticConfig
+from .synthetic import HardSyntheticConfig, SyntheticConfig, make_synthetic, register_synthetic
 
 __all__ = [
     "DATASETS_FILE",

@@ -16,8 +16,7 @@ from torch import Tensor
 from torchvision.transforms import functional as transforms
 
 from ..errors import ConfigError, DataError, MissingFileError
-from .synthetic import draw_scene
-from .synthetic_config import SyntheticConfig
+from .synthetic import SyntheticConfig, draw_scene
 
 SIDE = 224  # pixels, of the evaluation on ImageNet
 _RESIZED = 256  # the shorter side before the center crop

@@ -18,8 +18,8 @@ from pycocotools.cocoeval import COCOeval
 from scipy import ndimage
 
 from gw_detectron.data import HardSyntheticConfig, SyntheticConfig, make_synthetic, register_synthetic
-from gw_detectron.data.hard_scene import HardScene
 from gw_detectron.data.synthetic import draw_scene
+from gw_detectron.data.synthetic.hard_scene import HardScene
 from gw_detectron.errors import ConfigError
 
 from ..tiny_run import environment

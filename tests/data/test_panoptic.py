@@ -17,9 +17,9 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from gw_detectron.data import SyntheticConfig, make_synthetic, register_synthetic
-from gw_detectron.data.annotations import KEYPOINTS, to_coco
-from gw_detectron.data.panoptic import to_panoptic
 from gw_detectron.data.synthetic import draw_scene
+from gw_detectron.data.synthetic.annotations import KEYPOINTS, to_coco
+from gw_detectron.data.synthetic.panoptic import to_panoptic
 
 BACKGROUND_ID = 7  # after six classes
 TINY = SyntheticConfig(num_train=12, num_val=8, min_side=64, max_side=90, max_objects=4, crowd_fraction=0.4)

@@ -25,11 +25,11 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 from scipy import ndimage
 
-from gw_detectron.data import SyntheticConfig, make_synthetic, register_synthetic, synthetic
-from gw_detectron.data.annotations import run_lengths, to_coco, trace
-from gw_detectron.data.rendering import Scene
-from gw_detectron.data.shapes import SHAPES
-from gw_detectron.data.synthetic import draw_scene
+from gw_detectron.data import SyntheticConfig, make_synthetic, register_synthetic
+from gw_detectron.data.synthetic import draw_scene, generation
+from gw_detectron.data.synthetic.annotations import run_lengths, to_coco, trace
+from gw_detectron.data.synthetic.rendering import Scene
+from gw_detectron.data.synthetic.shapes import SHAPES
 from gw_detectron.errors import UserError
 
 TINY = SyntheticConfig(
@@ -269,8 +269,8 @@ def test_the_coco_api_scores_the_ground_truth_100(root):
 
 
 def test_an_existing_set_is_reused_and_needs_no_write_permission(root, monkeypatch):
-    monkeypatch.setattr(synthetic, "draw_scene", None)
-    monkeypatch.setattr(synthetic, "file_lock", None)
+    monkeypatch.setattr(generation, "draw_scene", None)
+    monkeypatch.setattr(generation, "file_lock", None)
     before = all_files(root)
     assert make_synthetic(root, TINY) == root / "gw_synthetic"
     assert all_files(root) == before
@@ -284,13 +284,13 @@ def start(root: Path, config: SyntheticConfig) -> multiprocessing.process.BasePr
 
 
 def test_two_processes_that_start_at_once_make_one_set(root, tmp_path, monkeypatch):
-    write = synthetic._generate
+    write = generation._generate
 
     def noted_write(folder, config):
         (tmp_path / f"written by {os.getpid()}").touch()
         write(folder, config)
 
-    monkeypatch.setattr(synthetic, "_generate", noted_write)
+    monkeypatch.setattr(generation, "_generate", noted_write)
     processes = [start(tmp_path / "sets", TINY) for _ in range(2)]
     for process in processes:
         process.join()
@@ -340,7 +340,7 @@ def test_a_lock_that_cannot_be_taken_is_named(tmp_path, monkeypatch):
     def held(path):
         raise portalocker.exceptions.AlreadyLocked("timed out")
 
-    monkeypatch.setattr(synthetic, "file_lock", held)
+    monkeypatch.setattr(generation, "file_lock", held)
     with pytest.raises(OSError, match=r"gw_synthetic.lock': cannot lock: timed out.* Fix: end that process") as caught:
         make_synthetic(tmp_path, TINY)
     assert isinstance(caught.value, UserError)
@@ -382,7 +382,7 @@ def test_a_set_with_other_parameters_is_refused_and_kept(root, monkeypatch):
     before = all_files(root)
     with pytest.raises(ValueError, match=r"other parameters: num_val=16 \(now 17\), seed=0 \(now 5\)\. Fix: delete"):
         make_synthetic(root, dataclasses.replace(TINY, num_val=17, seed=5))
-    monkeypatch.setattr(synthetic, "_FORMAT", 1000)
+    monkeypatch.setattr(generation, "_FORMAT", 1000)
     with pytest.raises(ValueError, match=r"format=\d+ \(now 1000\)"):
         make_synthetic(root, TINY)
     assert all_files(root) == before

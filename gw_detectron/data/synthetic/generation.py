@@ -28,8 +28,8 @@ from iopath.common.file_io import file_lock
 from PIL import Image
 from tqdm import tqdm
 
-from ..errors import ConfigError, DataError, FileAccessError
-from ..progress import progress_bar
+from ...errors import ConfigError, DataError, FileAccessError
+from ...progress import progress_bar
 from .annotations import to_coco
 from .panoptic import SEMANTIC_CLASSES, to_panoptic
 from .rendering import Scene

@@ -10,8 +10,8 @@ from detectron2.utils.file_io import PathManager
 from iopath.common.file_io import PathHandler
 
 from .annotations import KEYPOINTS
+from .generation import image_folders, json_file, make_synthetic
 from .panoptic import SEMANTIC_CLASSES
-from .synthetic import image_folders, json_file, make_synthetic
 from .synthetic_config import HardSyntheticConfig, SyntheticConfig
 
 

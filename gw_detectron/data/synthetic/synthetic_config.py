@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..errors import ConfigError
+from ...errors import ConfigError
 from .hard_scene import HardScene
 from .rendering import Scene
 from .shapes import SHAPES
