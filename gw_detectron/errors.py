@@ -99,16 +99,8 @@ class UnknownNormError(WeightsError):
     """Neither notes nor tensors prove a norm, so the user must state it."""
 
 
-class UnknownNormFileError(WeightsFileError, UnknownNormError):
-    """A file's norms are not proven, so the user must state them."""
-
-
 class WeightsExistError(UserError, FileExistsError):
     """A file would be overwritten."""
-
-
-class DownloadFailedError(UserError, OSError):
-    """A download failed; the next attempt resumes it."""
 
 
 class OutputInUseError(UserError, RuntimeError):

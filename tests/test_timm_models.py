@@ -17,7 +17,7 @@ from gw_detectron import norm_table, timm_models  # noqa: F401, the import regis
 from gw_detectron.checkpoint.weights_conversion import to_torchvision
 from gw_detectron.checkpoint.weights_io import convert_file
 from gw_detectron.config import read_config
-from gw_detectron.errors import UnknownNormFileError, UserError
+from gw_detectron.errors import UnknownNormError, UserError
 from gw_detectron.layers import GroupWhitening2d
 from gw_detectron.norms import norm_rows
 
@@ -106,7 +106,7 @@ def test_weights_go_to_detectron2_and_back(tmp_path):
 @pytest.mark.parametrize("flags", [{"model": "resnet18"}, {"model": 3, "model_kwargs": 5}, {}], ids=str)
 def test_a_checkpoint_of_another_model_names_no_norm(tmp_path, flags):
     path = saved(tmp_path, timm.create_model("gw_resnet18", num_classes=3), {"model": "", **flags})
-    with pytest.raises(UnknownNormFileError, match="Fix: state it"):
+    with pytest.raises(UnknownNormError, match="Fix: state it"):
         convert_file(path, tmp_path / "weights.pkl")
 
 

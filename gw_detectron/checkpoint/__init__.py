@@ -1,14 +1,5 @@
 """ImageNet weights: safe reading, conversion, download, strict loading and verification."""
 
-from ..errors import (
-    InvalidWeightsError,
-    NormMismatchError,
-    PartialLoadError,
-    RefusedFileError,
-    UnknownNormError,
-    WeightsError,
-    WeightsFileError,
-)
 from .architecture import Architecture
 from .catalog import CATALOG, PublishedWeights, local_weights, register_weights
 from .checkpointer import GWDetectionCheckpointer
@@ -28,19 +19,12 @@ __all__ = [
     "Checkpoint",
     "Conversion",
     "GWDetectionCheckpointer",
-    "InvalidWeightsError",
     "LoadReport",
-    "NormMismatchError",
     "NormRecord",
-    "PartialLoadError",
     "Preprocessing",
     "Provenance",
     "PublishedWeights",
-    "RefusedFileError",
     "StartWeights",
-    "UnknownNormError",
-    "WeightsError",
-    "WeightsFileError",
     "convert",
     "convert_file",
     "last_checkpoint",

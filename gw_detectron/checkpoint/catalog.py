@@ -20,7 +20,7 @@ from detectron2.utils.file_io import PathHandler, PathManager
 from iopath.common.file_io import file_lock, get_cache_dir
 
 from ..atomic import atomic_write
-from ..errors import DownloadFailedError, MissingFileError, WeightsError, WeightsFileError
+from ..errors import FileAccessError, MissingFileError, UnknownNormError, WeightsError, WeightsFileError
 from .download import download
 from .hub import fetch_from_hub
 from .provenance import sha256_of, tool
@@ -99,6 +99,7 @@ def local_weights(name: str) -> Path:
 
     Raises:
         WeightsError: unknown name.
+        UnknownNormError: the file does not prove a norm.
         WeightsFileError: the file is damaged, or its hash is not the recorded one.
         OSError: the file is not on this machine and cannot be downloaded, or cannot be read.
     """
@@ -161,7 +162,7 @@ def _published_weights(weights: PublishedWeights, cache: Path) -> Path:
         try:
             expected = {name: getattr(weights, name) for name in ("architecture", "positions", "norm")}
             _convert(source, target, origin, digest, **expected)
-        except WeightsFileError as error:
+        except (UnknownNormError, WeightsFileError) as error:
             if fetched:
                 source.unlink()
             fix = f"Fix: try again, or save the file as {source} yourself." if fetched else "Fix: replace the file."
@@ -206,8 +207,8 @@ def _download(weights: PublishedWeights, path: Path) -> None:
     logging.getLogger(__name__).info(f"Downloading {weights.url} to {path}. License of the weights: {weights.license}.")
     try:
         download(weights.url, path)
-    except DownloadFailedError as error:
-        raise DownloadFailedError(
+    except FileAccessError as error:
+        raise FileAccessError(
             f"{PREFIX}{weights.name}: not in the cache, and {str(error).rstrip('.')}; or save {weights.url} as "
             f"{path}; or set {FOLDER_VARIABLE} to a folder with {weights.file}, or {MIRROR_VARIABLE} to its base URL."
         ) from None

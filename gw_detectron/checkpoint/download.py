@@ -4,7 +4,7 @@ import os
 import re
 from pathlib import Path
 
-from ..errors import DownloadFailedError
+from ..errors import FileAccessError
 
 
 def download(
@@ -26,7 +26,7 @@ def download(
         retries: further attempts after a broken or stalled transfer.
 
     Raises:
-        DownloadFailedError: the server did not send the complete file, or gdown is missing.
+        FileAccessError: the server did not send the complete file, or gdown is missing.
         OSError: the folder cannot be written, or the disk is full.
     """
     try:
@@ -56,7 +56,7 @@ def _parts(path: Path) -> list[Path]:
     return sorted(path.parent.glob(f"{path.name}{'?' * 8}.part"), key=lambda part: part.stat().st_size, reverse=True)
 
 
-def _failed(url: str, error: object, fix: str = "try again; the download resumes.") -> DownloadFailedError:
+def _failed(url: str, error: object, fix: str = "try again; the download resumes.") -> FileAccessError:
     reason = str(error).partition(".\nThe received bytes")[0]  # the rest is about gdown's own command line
     reason = re.sub(r'^.*port=\d+\): (.*?)(?:"\)\))?$', r"\1", " ".join(reason.split()))  # urllib3's innermost cause
-    return DownloadFailedError(f"{url!r}: download failed: {reason.rstrip('.')}. Fix: {fix}")
+    return FileAccessError(f"{url!r}: download failed: {reason.rstrip('.')}. Fix: {fix}")

@@ -23,7 +23,7 @@ from ..errors import FileAccessError, MissingFileError, RefusedFileError, Weight
 from .numpy_unpickler import STAND_INS, NumpyArray, NumpyUnpickler, is_allowed
 from .pickle_check import DEEPEST, SAVE_AGAIN, check_pickle, most_repeated
 
-__all__ = ["Contents", "RefusedFileError", "WeightsFileError", "read_weights_file"]
+__all__ = ["Contents", "read_weights_file"]
 
 _LEGACY_TORCH = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)  # first bytes of torch.save's files before torch 1.6
 _LEGACY_PICKLES = 5  # of such a file: magic number, version, system, content, names of the storages

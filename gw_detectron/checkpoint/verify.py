@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 
 from ..data.images import center_crop, classification_input, detection_input
-from ..errors import DataError, UnknownNormFileError, WeightsError
+from ..errors import DataError, UnknownNormError, WeightsError
 from ..progress import progress_bar
 from .loading import local_path
 from .provenance import PREPROCESSING, TORCHVISION, Preprocessing, sha256_of
@@ -166,7 +166,7 @@ def _load(weights: str | os.PathLike[str], norm: str | None) -> Conversion:
     path = local_path(os.fspath(weights), "weights")
     try:
         return load_weights(path)
-    except UnknownNormFileError:
+    except UnknownNormError:
         if norm is None:
             raise
         return load_weights(path, norm=norm)

@@ -18,7 +18,6 @@ from ..atomic import atomic_write, remove_unfinished
 from ..errors import (
     MissingFileError,
     UnknownNormError,
-    UnknownNormFileError,
     WeightsError,
     WeightsExistError,
     WeightsFileError,
@@ -55,6 +54,7 @@ def convert_file(
 
     Raises:
         WeightsError: the target has a wrong name.
+        UnknownNormError: the source does not prove a norm.
         WeightsFileError: the source cannot be converted as requested.
         WeightsExistError: a target exists.
         OSError: a file cannot be read or written.
@@ -104,6 +104,7 @@ def load_weights(
         The weights. The provenance of converted weights names the file they were converted from.
 
     Raises:
+        UnknownNormError: the file does not prove a norm.
         WeightsFileError: the file is damaged, could run code, or is not as expected.
         OSError: the file cannot be read.
     """
@@ -133,7 +134,7 @@ def load_weights(
             notes=notes,
         )
     except ValueError as error:
-        kind = UnknownNormFileError if isinstance(error, UnknownNormError) else WeightsFileError
+        kind = UnknownNormError if isinstance(error, UnknownNormError) else WeightsFileError
         raise kind(f"weights ({os.fspath(path)!r}): {error}") from None
     origin: dict[str, Any] = {"source": os.path.basename(path), "source_sha256": content.sha256}
     if notes.provenance is not None:

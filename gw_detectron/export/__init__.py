@@ -1,6 +1,5 @@
 """Export backbones and detectors, and check the exported numbers."""
 
-from ..errors import ExportError, ParityError
 from .backbone import FORMATS, export_backbone
 from .command_line import add_export_flags, read_model_config, requested_card
 from .detection import EvaluationImages
@@ -17,9 +16,7 @@ __all__ = [
     "LAYOUTS",
     "TOLERANCE",
     "EvaluationImages",
-    "ExportError",
     "Normalization",
-    "ParityError",
     "add_export_flags",
     "card_facts",
     "dataset_category_ids",

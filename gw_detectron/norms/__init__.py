@@ -1,6 +1,5 @@
 """Norms by name, for any model: parse, print, list, convert. Works with torch alone."""
 
-from ..errors import ConversionError, NormError
 from .conversion import ConversionReport, convert_norms
 from .convs import convert_convs
 from .installed import Norm
@@ -10,10 +9,8 @@ from .positions import POSITIONS, whitened_convs
 
 __all__ = [
     "POSITIONS",
-    "ConversionError",
     "ConversionReport",
     "Norm",
-    "NormError",
     "convert_convs",
     "convert_norms",
     "norm_options",

@@ -5,7 +5,6 @@ from detectron2.engine import DefaultTrainer
 from detectron2.utils import comm
 
 from ..checkpoint import StartWeights
-from ..errors import PreflightError
 from .config_checks import check_compiler, check_device, check_schedule
 from .dataset_checks import check_datasets, wrong_evaluator
 from .findings import Findings
@@ -13,7 +12,7 @@ from .model_checks import check_model
 from .value_checks import check_values
 from .weights_checks import check_fetched, check_weights
 
-__all__ = ["Findings", "PreflightError", "preflight", "wrong_evaluator"]
+__all__ = ["Findings", "preflight", "wrong_evaluator"]
 
 
 def preflight(

@@ -1,7 +1,6 @@
 """Reports of a run: scores, curves, confusion, pictures and features on one page."""
 
-from ..errors import MissingInputError
 from .run_folder import ReportOptions, RunFolder
 from .run_report import NUMBERS, PAGE, write_report
 
-__all__ = ["NUMBERS", "PAGE", "MissingInputError", "ReportOptions", "RunFolder", "write_report"]
+__all__ = ["NUMBERS", "PAGE", "ReportOptions", "RunFolder", "write_report"]

@@ -20,7 +20,7 @@ from gw_detectron.checkpoint import (
 )
 from gw_detectron.checkpoint.norm_inference import norm_key
 from gw_detectron.checkpoint.weights_io import load_weights
-from gw_detectron.errors import DownloadFailedError, WeightsFileError
+from gw_detectron.errors import FileAccessError, WeightsFileError
 
 from .server import serving
 from .synthetic import authors_state, make_network, training_checkpoint
@@ -129,7 +129,7 @@ def test_files_of_a_bad_server_are_not_kept(server, cache, monkeypatch, fault, m
 
 def test_offline_with_an_empty_cache(cache, monkeypatch):
     monkeypatch.setenv("GW_DETECTRON_MIRROR", "http://127.0.0.1:9/weights/")
-    with pytest.raises(DownloadFailedError) as caught:
+    with pytest.raises(FileAccessError) as caught:
         local_weights(NAME)
     message = str(caught.value)
     assert f"save http://127.0.0.1:9/weights/{FILE} as {cache / FILE}" in message

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from gw_detectron.checkpoint.download import _failed, download
-from gw_detectron.errors import DownloadFailedError
+from gw_detectron.errors import FileAccessError
 
 from .server import serving
 
@@ -31,7 +31,7 @@ def test_whole_file(server, fault, tmp_path):
 
 
 def test_broken_transfer_is_resumed(server, tmp_path):
-    with pytest.raises(DownloadFailedError, match="incomplete"):
+    with pytest.raises(FileAccessError, match="incomplete"):
         _get(server, "breaks-off", tmp_path)
     assert not (tmp_path / "file").exists()
     (part,) = tmp_path.iterdir()
@@ -48,28 +48,28 @@ def test_broken_transfer_is_retried(server, tmp_path):
 
 
 def test_server_without_ranges_restarts_the_download(server, tmp_path):
-    with pytest.raises(DownloadFailedError):
+    with pytest.raises(FileAccessError):
         _get(server, "no-ranges", tmp_path)
-    with pytest.raises(DownloadFailedError, match="incomplete"):
+    with pytest.raises(FileAccessError, match="incomplete"):
         _get(server, "no-ranges", tmp_path)
     assert server.requests[-1] == ""  # a part that cannot be resumed is discarded
 
 
 def test_stalled_transfer_times_out(server, tmp_path):
-    with pytest.raises(DownloadFailedError, match="[Tt]imed out"):
+    with pytest.raises(FileAccessError, match="[Tt]imed out"):
         _get(server, "stalls", tmp_path)
     assert not (tmp_path / "file").exists()
 
 
 def test_declared_length_above_the_sent_one(server, tmp_path):
-    with pytest.raises(DownloadFailedError, match=f"received {len(DATA)} bytes|incomplete"):
+    with pytest.raises(FileAccessError, match=f"received {len(DATA)} bytes|incomplete"):
         _get(server, "declares-longer", tmp_path)
     assert not (tmp_path / "file").exists()
 
 
 @pytest.mark.parametrize(("fault", "message"), [("missing", "404"), ("loop", "redirects")])
 def test_errors_of_the_server(server, fault, message, tmp_path):
-    with pytest.raises(DownloadFailedError, match=f"download failed: .*{message}.*Fix: try again"):
+    with pytest.raises(FileAccessError, match=f"download failed: .*{message}.*Fix: try again"):
         _get(server, fault, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -77,7 +77,7 @@ def test_errors_of_the_server(server, fault, message, tmp_path):
 def test_no_server(tmp_path):
     with serving(b"") as server:
         url = server.url()
-    with pytest.raises(DownloadFailedError, match=r"download failed: [^(]*Connection refused\. Fix: try again"):
+    with pytest.raises(FileAccessError, match=r"download failed: [^(]*Connection refused\. Fix: try again"):
         download(url, tmp_path / "file", timeout=(1, 1), retries=0)
 
 
@@ -102,5 +102,5 @@ def test_parts_of_two_parallel_downloads(server, tmp_path):
 
 def test_missing_package(server, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gdown", None)
-    with pytest.raises(DownloadFailedError, match=r'run pip install "gw-detectron\[weights\]"'):
+    with pytest.raises(FileAccessError, match=r'run pip install "gw-detectron\[weights\]"'):
         _get(server, "fine", tmp_path)

@@ -9,7 +9,6 @@ A zero covariance (a constant sample and ``eps=0``) has no inverse square root. 
 pseudo-inverse, so the whitened output and its gradient are zero instead of NaN.
 """
 
-from ...errors import NonFiniteCovarianceError
 from .cholesky import cholesky_whitening, pivoted_cholesky_whitening
 from .eigen import pca_inverse_sqrt, zca_entropy_inverse_sqrt, zca_inverse_sqrt, zca_max_inverse_sqrt
 from .newton import newton_inverse_sqrt
@@ -26,7 +25,6 @@ __all__ = [
     "DEFAULT_SOLVER",
     "OPTION_SOLVER",
     "SOLVERS",
-    "NonFiniteCovarianceError",
     "Solver",
     "check_solver",
     "cholesky_whitening",
