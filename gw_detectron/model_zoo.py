@@ -1,7 +1,6 @@
 """Configs and models of this package, as in ``detectron2.model_zoo``."""
 
 import torch
-from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode, LazyConfig, instantiate
 from omegaconf import DictConfig
 from torch import nn
@@ -86,5 +85,5 @@ def get(name: str, trained: bool = False, device: str | None = None) -> nn.Modul
     else:
         model, weights = instantiate(cfg.model).to(device or cfg.train.device), cfg.train.init_checkpoint
     if weights:
-        load_checkpoint(DetectionCheckpointer(model), open_checkpoint(weights))
+        load_checkpoint(model, open_checkpoint(weights))
     return model

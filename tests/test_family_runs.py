@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from detectron2.checkpoint import DetectionCheckpointer
 
 from gw_detectron.checkpoint import load_checkpoint, open_checkpoint
 from gw_detectron.engine import Trainer, setup
@@ -70,7 +69,7 @@ def test_it_trains_evaluates_and_comes_back(member, tmp_path):
         torch.testing.assert_close(alone[level] / scale, features[:1] / scale, rtol=0, atol=1e-3)
 
     again = Trainer.build_model(trainer.cfg)
-    report = load_checkpoint(DetectionCheckpointer(again), open_checkpoint(str(tmp_path / "model_final.pth")))
+    report = load_checkpoint(again, open_checkpoint(str(tmp_path / "model_final.pth")))
     assert not report.missing and not report.new
     assert norm_rows(again) == norm_rows(model)
     with torch.no_grad():

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode
 from detectron2.data.detection_utils import convert_PIL_to_numpy
 from detectron2.utils.env import seed_all_rng
@@ -84,7 +83,7 @@ def analyze_layers(
             "model: has no whitening layers. Fix: set MODEL.RESNETS.WHITEN_NORM and MODEL.RESNETS.WHITEN_POSITIONS."
         )
     checkpoint = open_checkpoint(cfg.MODEL.WEIGHTS) if cfg.MODEL.WEIGHTS else None
-    report = load_checkpoint(DetectionCheckpointer(model), checkpoint, allow_partial=allow_partial)
+    report = load_checkpoint(model, checkpoint, allow_partial=allow_partial)
     if cfg.MODEL.WEIGHTS and not allow_partial:
         _check_loaded(report, layers)
 

@@ -54,6 +54,9 @@ class GWDetectionCheckpointer(DetectionCheckpointer):
             return super().load(path)
         checkpoint = open_checkpoint(path, "checkpoint")
         names = [*self.checkpointables] if checkpointables is None else checkpointables
-        report = load_checkpoint(self, checkpoint, allow_partial=self.allow_partial, checkpointables=names)
+        report = load_checkpoint(self, checkpoint, allow_partial=self.allow_partial)
+        for name in names:
+            if name in checkpoint.metadata:
+                self.checkpointables[name].load_state_dict(checkpoint.metadata[name])
         logging.getLogger(__name__).info("%s", report)
         return {name: value for name, value in checkpoint.metadata.items() if name not in names}

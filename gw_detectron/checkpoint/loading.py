@@ -4,7 +4,7 @@ import copy
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qs
@@ -29,7 +29,7 @@ from ..norms.norm_listing import norm_rows
 from .load_report import LoadReport
 from .norm_inference import NORMS
 from .norm_record import check_norm_record, norm_differences
-from .provenance import PROVENANCE, TORCHVISION, Preprocessing, Provenance
+from .provenance import TORCHVISION, Preprocessing, Provenance
 from .reading import Contents, read_weights_file, weight_problem
 
 _ON_THIS_MACHINE = ("file://", "gw://file/")
@@ -47,16 +47,23 @@ class Checkpoint:
         path: the file on this machine.
         tensors: the model's tensors by name.
         metadata: everything else in the file, e.g. ``norms``, ``provenance``, ``__author__`` and the training state.
-        preprocessing: how images were given to the weights in training; None if the file does not tell.
         sha256: the SHA-256 of the file that was read.
+        provenance: of weights that this package converted.
     """
 
     address: str
     path: str
     tensors: dict[str, Tensor] = field(repr=False)
     metadata: dict[str, Any] = field(repr=False)
-    preprocessing: Preprocessing | None = None
     sha256: str = ""
+    provenance: Provenance | None = None
+
+    @property
+    def preprocessing(self) -> Preprocessing | None:
+        """How images were given to the weights in training; None if the file does not tell."""
+        if self.provenance is not None:
+            return self.provenance.preprocessing
+        return TORCHVISION if self.metadata.get("__author__") == "torchvision" else None  # by Detectron2's tool
 
 
 @dataclass
@@ -176,21 +183,14 @@ def open_checkpoint(address: str | os.PathLike[str], key: str = "MODEL.WEIGHTS")
     try:
         contents = read_weights_file(path)
         tensors, metadata = _model_and_metadata(contents, path)
-        check_norm_record(tensors, metadata)
-        preprocessing = _recorded_preprocessing(metadata)
+        provenance = check_norm_record(tensors, metadata)
     except (WeightsFileError, FileAccessError) as error:
         raise type(error)(f"{key}: {error}") from error
     except ValueError as error:  # of the metadata
         raise WeightsFileError(f"{key}: '{path}': {error}") from error
     if options == {"matching_heuristics": ["True"]}:
         metadata["matching_heuristics"] = True
-    return Checkpoint(address, path, tensors, metadata, preprocessing, contents.sha256)
-
-
-def _recorded_preprocessing(metadata: Mapping[str, Any]) -> Preprocessing | None:
-    if PROVENANCE in metadata:  # converted by this package
-        return Provenance.from_dict(metadata[PROVENANCE]).preprocessing
-    return TORCHVISION if metadata.get("__author__") == "torchvision" else None  # converted by Detectron2's tool
+    return Checkpoint(address, path, tensors, metadata, contents.sha256, provenance)
 
 
 def local_path(address: str, key: str) -> str:
@@ -260,22 +260,18 @@ def _model_and_metadata(contents: Contents, path: str) -> tuple[dict[str, Tensor
 
 
 def load_checkpoint(
-    checkpointer: DetectionCheckpointer,
-    checkpoint: Checkpoint | None,
-    *,
-    allow_partial: bool = False,
-    checkpointables: Iterable[str] = (),
+    model: nn.Module | DetectionCheckpointer, checkpoint: Checkpoint | None, *, allow_partial: bool = False
 ) -> LoadReport:
     """Load an opened checkpoint into a detector and require the whole backbone.
 
-        report = load_checkpoint(DetectionCheckpointer(model), open_checkpoint(cfg.MODEL.WEIGHTS))
+        report = load_checkpoint(model, open_checkpoint(cfg.MODEL.WEIGHTS))
         logger.info(report)  # backbone: 231/231 tensors; FPN and heads start new, as expected
 
     Args:
-        checkpointer: Detectron2's checkpointer of the detector, or of a bare backbone.
+        model: the detector, a bare backbone, or the DistributedDataParallel of one; or its checkpointer, whose own
+            ``_load_model`` then loads the tensors.
         checkpoint: None keeps the initial values.
         allow_partial: accept missing backbone tensors, and norms that differ from those of the checkpoint.
-        checkpointables: names of the checkpointer's checkpointables, i.e. of training states, to load too.
 
     Raises:
         InvalidWeightsError: a tensor has NaN or infinite values, a negative variance, or no floating-point numbers
@@ -283,6 +279,7 @@ def load_checkpoint(
         NormMismatchError: the checkpoint was trained with other norms; nothing is loaded.
         PartialLoadError: a backbone tensor is missing in the checkpoint or in the model; nothing is loaded.
     """
+    checkpointer = model if isinstance(model, DetectionCheckpointer) else DetectionCheckpointer(model)
     model = checkpointer.model
     if checkpoint is None:
         return LoadReport(model)
@@ -290,7 +287,7 @@ def load_checkpoint(
     floating = {name: value for name, value in checkpoint.tensors.items() if value.is_floating_point()}
     _check_weights(floating, checkpoint.address)
     log = logging.getLogger(__name__)
-    if differences := norm_differences(checkpoint.tensors, checkpoint.metadata, model):
+    if differences := norm_differences(checkpoint.tensors, checkpoint.metadata, checkpoint.provenance, model):
         message = (
             f"MODEL.WEIGHTS ('{checkpoint.address}'): trained with other norms: {len(differences)} layers differ "
             f"({summarize_names(differences)}). Fix: set norms and convolutions as in that run, by "
@@ -329,9 +326,6 @@ def load_checkpoint(
         # Run with Detectron2 v0.5; the same code in v0.6 and main of 2026 was compared.
         incompatible = checkpointer._load_model({**checkpoint.metadata, "model": copy.copy(checkpoint.tensors)})
         checkpointer._log_incompatible_keys(incompatible)
-    for name in checkpointables:
-        if name in checkpoint.metadata:
-            checkpointer.checkpointables[name].load_state_dict(checkpoint.metadata[name])
     return LoadReport(model, given)
 
 

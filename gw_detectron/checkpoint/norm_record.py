@@ -35,18 +35,26 @@ class NormRecord:
         """Load nothing: norms come from the config. :func:`norm_differences` compares them."""
 
 
-def check_norm_record(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
-    """Raise ValueError unless recorded norms are names by layer, and a provenance fits the tensors."""
+def check_norm_record(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> Provenance | None:
+    """Return the provenance of a checkpoint, None without one.
+
+    Raises:
+        ValueError: recorded norms are not names by layer, or the provenance is damaged or does not fit the tensors.
+    """
     recorded = metadata.get(NORMS, {})
     if not (isinstance(recorded, Mapping) and all(isinstance(word, str) for pair in recorded.items() for word in pair)):
         raise ValueError(f"{NORMS}: a {type(recorded).__name__} that is not norm names by layer. Fix: remove the key.")
-    if PROVENANCE in metadata:
-        provenance = Provenance.from_dict(metadata[PROVENANCE])
-        names = {_PREFIX.sub("", name): value for name, value in tensors.items()}
-        provenance.check_architecture(infer_architecture(names, layout="detectron2"))
+    if PROVENANCE not in metadata:
+        return None
+    provenance = Provenance.from_dict(metadata[PROVENANCE])
+    names = {_PREFIX.sub("", name): value for name, value in tensors.items()}
+    provenance.check_architecture(infer_architecture(names, layout="detectron2"))
+    return provenance
 
 
-def norm_differences(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any], model: nn.Module) -> list[str]:
+def norm_differences(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, Any], provenance: Provenance | None, model: nn.Module
+) -> list[str]:
     """List the layers whose norm or Weight Standardization differs between a checkpoint and a model.
 
     Norms that compute the same in evaluation are equal: BN may be synchronized or frozen. Layers that only one side has
@@ -55,12 +63,12 @@ def norm_differences(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any],
 
     Args:
         tensors: the checkpoint's.
-        metadata: its content beside tensors; without a record of norms nothing differs.
+        metadata: its content beside tensors; without a record of norms the provenance counts.
+        provenance: its provenance; without either record nothing differs.
         model: the detector.
     """
     if NORMS not in metadata:
-        provenance = metadata.get(PROVENANCE)
-        return _backbone_differences(Provenance.from_dict(provenance), model) if provenance else []
+        return _backbone_differences(provenance, model) if provenance else []
     recorded, used = metadata[NORMS], NormRecord(model).state_dict()
     stored = {name.rpartition(".")[0] for name in tensors} | recorded.keys()
     differences = []

@@ -9,7 +9,6 @@ import os
 import shlex
 
 import torch
-from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode
 from detectron2.engine import default_setup
 from detectron2.evaluation import verify_results
@@ -143,7 +142,7 @@ def evaluate(cfg: CfgNode, start: StartWeights, *, allow_partial: bool = False) 
     """
     model = Trainer.build_model(cfg)
     log.info("norms: %s", norm_summary(model))
-    report = load_checkpoint(DetectionCheckpointer(model), start.checkpoint(), allow_partial=allow_partial)
+    report = load_checkpoint(model, start.checkpoint(), allow_partial=allow_partial)
     log.info(str(report))
     if report.new and not allow_partial:
         raise PartialLoadError(

@@ -172,8 +172,11 @@ class Trainer(DefaultTrainer):
                 ) from None
         elif checkpoint and comm.is_main_process():
             self.record.set_start_weights(checkpoint)
-        states = self.checkpointer.checkpointables if start.resumed else ()
-        report = load_checkpoint(self.checkpointer, checkpoint, allow_partial=allow_partial, checkpointables=states)
+        report = load_checkpoint(self.checkpointer, checkpoint, allow_partial=allow_partial)
+        if start.resumed and checkpoint:
+            for name, checkpointable in self.checkpointer.checkpointables.items():
+                if name in checkpoint.metadata:
+                    checkpointable.load_state_dict(checkpoint.metadata[name])
         log.info(str(report))
         check_same_start(self.checkpointer.model, start, self.start_iter)
         return report

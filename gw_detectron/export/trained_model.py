@@ -1,6 +1,5 @@
 """Load the trained model of a config."""
 
-from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode
 from torch import nn
 
@@ -31,7 +30,7 @@ def load_model(cfg: CfgNode, needed: str = "", *, device: str = "cpu") -> nn.Mod
             "MODEL.WEIGHTS (''): no weights are given. Fix: give those of a trained detector, by --weights or this key."
         )
     model = build_checked_model(cfg, device).eval()
-    report = load_checkpoint(DetectionCheckpointer(model), checkpoint)
+    report = load_checkpoint(model, checkpoint)
     missing = [name for name in report.new if name.startswith(needed)]
     if missing:
         raise PartialLoadError(

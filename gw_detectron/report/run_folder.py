@@ -12,7 +12,6 @@ from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 
-from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.utils.file_io import PathManager
@@ -157,7 +156,7 @@ class RunFolder:
         checkpoint = self.checkpoint
         with needed():
             model = build_checked_model(self.cfg, "cpu").eval()
-            report = load_checkpoint(DetectionCheckpointer(model), checkpoint)
+            report = load_checkpoint(model, checkpoint)
             if report.new:
                 raise DataError(
                     f"MODEL.WEIGHTS ('{self.weights}'): lack {summarize_names(report.new)}. Fix: finish the training."

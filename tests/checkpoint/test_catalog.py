@@ -69,7 +69,7 @@ def test_records_of_the_published_files():
 def test_detectron2_loads_the_address(server, r18, detector_cfg):
     model = build_model(detector_cfg)
     DetectionCheckpointer(model).load(f"gw://{NAME}")
-    report = load_checkpoint(DetectionCheckpointer(build_model(detector_cfg)), open_checkpoint(f"gw://{NAME}"))
+    report = load_checkpoint(build_model(detector_cfg), open_checkpoint(f"gw://{NAME}"))
     assert str(report).startswith("backbone: 82/82 tensors; FPN and heads start new")
     value = model.backbone.bottom_up.stem.conv1.weight
     assert torch.equal(value, r18["conv1.weight"])

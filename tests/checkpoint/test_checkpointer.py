@@ -78,6 +78,19 @@ def test_standardized_heads_need_no_counterpart(tmp_path):
         GWDetectionCheckpointer(with_heads("box", conv="")).load(f"{tmp_path}/both.pth")
 
 
+def test_a_subclass_loads_tensors_by_its_own_method(tmp_path):
+    loaded = []
+
+    class Own(GWDetectionCheckpointer):
+        def _load_model(self, checkpoint):
+            loaded.append(sorted(checkpoint))
+            return super()._load_model(checkpoint)
+
+    GWDetectionCheckpointer(detector(), str(tmp_path)).save("model")
+    Own(detector()).load(f"{tmp_path}/model.pth")
+    assert loaded == [["model", "norms"]]
+
+
 def test_no_weights_and_unsafe_files(tmp_path):
     assert GWDetectionCheckpointer(detector()).load("") == {}
     torch.save({"model": detector()}, tmp_path / "code.pth")

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.modeling import build_model
 from detectron2.utils.file_io import PathManager
 from safetensors.torch import save
@@ -48,9 +47,7 @@ def publish(server, data):
 
 
 def test_a_detector_loads_the_weights_of_a_repository(hub, r18, detector_cfg):
-    report = load_checkpoint(
-        DetectionCheckpointer(model := build_model(detector_cfg)), open_checkpoint("gw://hf/fine/repo")
-    )
+    report = load_checkpoint(model := build_model(detector_cfg), open_checkpoint("gw://hf/fine/repo"))
     assert str(report).startswith("backbone: 82/82 tensors; FPN and heads start new")
     assert torch.equal(model.backbone.bottom_up.stem.conv1.weight, r18["conv1.weight"])
 

@@ -42,7 +42,7 @@ def model(detector_cfg):
 def _load(model, content, tmp_path, *, allow_partial=False):
     torch.save(content, tmp_path / "weights.pth")
     checkpoint = open_checkpoint(str(tmp_path / "weights.pth"))
-    return str(load_checkpoint(DetectionCheckpointer(model), checkpoint, allow_partial=allow_partial))
+    return str(load_checkpoint(model, checkpoint, allow_partial=allow_partial))
 
 
 def _converted(state, norm="GW"):
@@ -139,8 +139,8 @@ def test_weights_without_batch_norm_where_the_model_has_it(detector_cfg, tmp_pat
     detector_cfg.MODEL.RESNETS.WHITEN_POSITIONS = ""
     model = build_model(detector_cfg)
     with pytest.raises(NormMismatchError, match=rf"20 layers differ \(.*stem.conv1.norm {kind}.*, FrozenBN here"):
-        load_checkpoint(DetectionCheckpointer(model), checkpoint)
-    report = load_checkpoint(DetectionCheckpointer(model), checkpoint, allow_partial=True)
+        load_checkpoint(model, checkpoint)
+    report = load_checkpoint(model, checkpoint, allow_partial=True)
     assert "trained with other norms: 20 layers differ" in caplog.text
     assert str(report).startswith("backbone: 60/100 tensors")
 
@@ -148,11 +148,11 @@ def test_weights_without_batch_norm_where_the_model_has_it(detector_cfg, tmp_pat
 def test_weights_whose_norm_version_0_1_0_assumed(detector_cfg, r18_file, tmp_path, caplog):
     convert_file(r18_file, tmp_path / "a.pkl")
     checkpoint = _without_norm_options(tmp_path / "a.pkl")
-    load_checkpoint(DetectionCheckpointer(build_model(detector_cfg)), checkpoint)
+    load_checkpoint(build_model(detector_cfg), checkpoint)
     assert "norms (BN, GW at S1-B1): assumed by version 0.1.0" in caplog.text
     detector_cfg.MODEL.RESNETS.WHITEN_NORM = "GN"
     with pytest.raises(NormMismatchError, match="stem.conv1.norm GW in the weights, GN"):
-        load_checkpoint(DetectionCheckpointer(build_model(detector_cfg)), checkpoint)
+        load_checkpoint(build_model(detector_cfg), checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -174,11 +174,11 @@ def test_a_provenance_that_does_not_fit_the_tensors(r18_file, tmp_path, changes,
 
 def test_no_weights_and_live_batch_norm(detector_cfg, r18_file, tmp_path):
     detector_cfg.MODEL.RESNETS.NORM = "BN"
-    checkpointer = DetectionCheckpointer(build_model(detector_cfg))
-    report = load_checkpoint(checkpointer, None)
+    model = build_model(detector_cfg)
+    report = load_checkpoint(model, None)
     assert str(report) == "no weights were loaded: backbone, FPN and heads start new"
     convert_file(r18_file, tmp_path / "a.pkl")
-    report = load_checkpoint(checkpointer, open_checkpoint(str(tmp_path / "a.pkl")))
+    report = load_checkpoint(model, open_checkpoint(str(tmp_path / "a.pkl")))
     assert str(report).startswith("backbone: 82/82 tensors")
 
 
@@ -223,7 +223,7 @@ def test_every_format_loads_as_detectron2_loads_it(detector_cfg, tmp_path, kind)
     ours, theirs = build_model(detector_cfg), build_model(detector_cfg)
     theirs.load_state_dict(ours.state_dict())
     DetectionCheckpointer(theirs).load(str(path))
-    load_checkpoint(DetectionCheckpointer(ours), open_checkpoint(str(path)), allow_partial=True)
+    load_checkpoint(ours, open_checkpoint(str(path)), allow_partial=True)
     assert all(torch.equal(value, theirs.state_dict()[name]) for name, value in ours.state_dict().items())
     assert torch.equal(ours.backbone.bottom_up.stem.conv1.weight, body["stem.conv1.weight"])
 
@@ -327,19 +327,19 @@ def test_odd_metadata_gives_a_message_or_is_ignored(model, tmp_path, metadata):
     checkpoint = open_checkpoint(str(tmp_path / "a.pth"))
     if "norms" in metadata:
         with pytest.raises(NormMismatchError, match="such a norm in the checkpoint"):
-            load_checkpoint(DetectionCheckpointer(model), checkpoint)
+            load_checkpoint(model, checkpoint)
     else:
-        load_checkpoint(DetectionCheckpointer(model), checkpoint)
+        load_checkpoint(model, checkpoint)
 
 
 def test_a_checkpoint_of_another_trainer_has_no_record_of_norms(model, tmp_path, caplog):
     torch.save({"model": model.state_dict(), "iteration": 9}, tmp_path / "other.pth")
-    load_checkpoint(DetectionCheckpointer(model), open_checkpoint(str(tmp_path / "other.pth")))
+    load_checkpoint(model, open_checkpoint(str(tmp_path / "other.pth")))
     groups = any(row.groups for row in norm_rows(model))
     assert ("records no norms" in caplog.text) is groups
     caplog.clear()
     GWDetectionCheckpointer(model, str(tmp_path / "new" / "folder")).save("own", iteration=9)
-    load_checkpoint(DetectionCheckpointer(model), open_checkpoint(str(tmp_path / "new" / "folder" / "own.pth")))
+    load_checkpoint(model, open_checkpoint(str(tmp_path / "new" / "folder" / "own.pth")))
     assert "records no norms" not in caplog.text
 
 
@@ -349,7 +349,7 @@ def test_what_was_read_is_what_is_loaded(model, r18, tmp_path):
     checkpoint = open_checkpoint(str(path))
     path.unlink()
     for _ in range(2):  # loading does not use it up
-        assert str(load_checkpoint(DetectionCheckpointer(model), checkpoint)).startswith("backbone: 82/82")
+        assert str(load_checkpoint(model, checkpoint)).startswith("backbone: 82/82")
     assert torch.equal(model.backbone.bottom_up.stem.conv1.weight, r18["conv1.weight"])
 
 
@@ -402,9 +402,9 @@ def test_the_option_of_an_address_asks_for_matching_names(model, r18, tmp_path):
     torch.save({"model": convert(r18, norm="GW").tensors}, tmp_path / "a.pth")
     checkpoint = open_checkpoint(f"{tmp_path / 'a.pth'}?matching_heuristics=True")
     assert open_checkpoint(tmp_path / "a.pth").address == str(tmp_path / "a.pth")
-    assert str(load_checkpoint(DetectionCheckpointer(model), checkpoint)).startswith("backbone: 82/82")
+    assert str(load_checkpoint(model, checkpoint)).startswith("backbone: 82/82")
     with pytest.raises(PartialLoadError, match="0/82"):
-        load_checkpoint(DetectionCheckpointer(model), open_checkpoint(str(tmp_path / "a.pth")))
+        load_checkpoint(model, open_checkpoint(str(tmp_path / "a.pth")))
 
 
 def test_position_names_are_those_of_the_builder(r18):

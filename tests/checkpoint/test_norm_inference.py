@@ -167,15 +167,14 @@ def test_converted_weights_record_their_norm(norm, tmp_path):
 
 
 def test_a_run_with_other_options_is_refused(r18_file, tmp_path, detector_cfg):
-    from detectron2.checkpoint import DetectionCheckpointer
     from detectron2.modeling import build_model
 
     convert_file(r18_file, tmp_path / "a.pkl")
     weights = open_checkpoint(str(tmp_path / "a.pkl"))
     detector_cfg.MODEL.RESNETS.WHITEN_NORM = "GW:eps=1e-3"  # may be changed for fine-tuning
-    load_checkpoint(DetectionCheckpointer(build_model(detector_cfg)), weights)
+    load_checkpoint(build_model(detector_cfg), weights)
     detector_cfg.MODEL.RESNETS.WHITEN_NORM = "GW:groups=32"
-    model = DetectionCheckpointer(build_model(detector_cfg))
+    model = build_model(detector_cfg)
     with pytest.raises(NormMismatchError, match=r"9 layers differ \(backbone.bottom_up.stem.conv1.norm GW:groups=64"):
         load_checkpoint(model, weights)
     load_checkpoint(model, weights, allow_partial=True)

@@ -65,7 +65,7 @@ def test_stock_detectron2_loads_it_with_the_written_config(r18, r18_file, tmp_pa
     assert cfg.MODEL.PIXEL_STD == [58.395, 57.12, 57.375]
     model = build_model(cfg)
     DetectionCheckpointer(model).load(cfg.MODEL.WEIGHTS)
-    report = load_checkpoint(DetectionCheckpointer(build_model(cfg)), open_checkpoint(cfg.MODEL.WEIGHTS))
+    report = load_checkpoint(build_model(cfg), open_checkpoint(cfg.MODEL.WEIGHTS))
     assert str(report) == "backbone: 82/82 tensors; FPN and heads start new, as expected"
     state = model.backbone.bottom_up.state_dict()
     assert all(torch.equal(state[name], value) for name, value in convert(r18, norm="GW").tensors.items())

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.dataset_mapper import DatasetMapper
 from detectron2.data.datasets import load_coco_json
@@ -137,7 +136,7 @@ def test_a_changed_state_dict_is_loaded_or_refused(tmp_path, changes):
     path = tmp_path / "w.pth"
     torch.save({"model": changed(state, changes)}, path)
     try:
-        report = load_checkpoint(DetectionCheckpointer(model), open_checkpoint(str(path)))
+        report = load_checkpoint(model, open_checkpoint(str(path)))
     except UserError as error:
         assert "Fix: " in str(error)
         return

@@ -145,9 +145,9 @@ def test_a_component_of_detectron2_does_not_read_it(cfg):
 def test_checkpoints_record_it():
     """Raw weights and those that are standardized look alike."""
     model = detector("FPN")
-    saved = model.state_dict(), {NORMS: NormRecord(model).state_dict()}
+    saved = model.state_dict(), {NORMS: NormRecord(model).state_dict()}, None
     assert not norm_differences(*saved, detector("FPN"))
-    assert not norm_differences(saved[0], {}, detector("FPN")), "a checkpoint without a record"
+    assert not norm_differences(saved[0], {}, None, detector("FPN")), "a checkpoint without a record"
     differences = norm_differences(*saved, detector())
     assert len(differences) == 8 and differences[0].endswith("fpn_lateral2 WS in the checkpoint only")
     differences = norm_differences(*saved, detector("FPN", "ROI_BOX_HEAD"))

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.modeling import build_backbone
 
 from gw_detectron.checkpoint import load_checkpoint, open_checkpoint
@@ -82,7 +81,7 @@ def test_pretrained_weights_load_and_the_offsets_start_new(cfg, tmp_path):
     torch.save({"model": state, "matching_heuristics": True}, tmp_path / "plain.pth")
     cfg.MODEL.RESNETS.DEFORM_ON_PER_STAGE = [False, True, True, True]
     model = build_backbone(cfg)
-    report = load_checkpoint(DetectionCheckpointer(model), open_checkpoint(str(tmp_path / "plain.pth")))
+    report = load_checkpoint(model, open_checkpoint(str(tmp_path / "plain.pth")))
     assert report.missing == []
     assert {name for name in report.new if "conv2_offset" in name} == {
         name for name in model.state_dict() if "conv2_offset" in name

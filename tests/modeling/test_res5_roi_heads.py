@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.layers import ShapeSpec
 from detectron2.modeling import build_model
 from detectron2.modeling.backbone.resnet import BasicBlock
@@ -46,7 +45,7 @@ def whole_resnet(cfg, path):
 
 def load(cfg, path):
     model = build_model(cfg)
-    return model, load_checkpoint(DetectionCheckpointer(model), open_checkpoint(str(path)))
+    return model, load_checkpoint(model, open_checkpoint(str(path)))
 
 
 def test_without_whitening_it_is_the_stock_head(c4):
