@@ -9,6 +9,7 @@ from .norm_inference import NORMS
 from .norm_record import NormRecord, norm_differences
 from .provenance import Preprocessing, Provenance
 from .reading import read_weights_file
+from .trained_model import load_model
 from .weights_conversion import Conversion, convert, to_torchvision
 from .weights_io import convert_file, load_weights
 
@@ -29,6 +30,7 @@ __all__ = [
     "convert_file",
     "last_checkpoint",
     "load_checkpoint",
+    "load_model",
     "load_weights",
     "local_weights",
     "norm_differences",

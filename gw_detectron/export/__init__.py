@@ -1,5 +1,6 @@
 """Export backbones and detectors, and check the exported numbers."""
 
+from ..checkpoint import load_model
 from .backbone import FORMATS, export_backbone
 from .command_line import add_export_flags, read_model_config, requested_card
 from .detection import EvaluationImages
@@ -8,7 +9,6 @@ from .feature_extractor import Normalization
 from .model_card import card_facts
 from .parity import TOLERANCE, worst_relative
 from .safetensors_writer import LAYOUTS
-from .trained_model import load_model
 
 __all__ = [
     "DETECTOR_FORMATS",

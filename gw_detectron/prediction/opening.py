@@ -11,12 +11,11 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.data import Metadata
 
-from ..checkpoint import last_checkpoint
+from ..checkpoint import last_checkpoint, load_model
 from ..config import get_value, read_config
 from ..data.class_metadata import class_metadata
 from ..errors import ConfigError, DataError, MissingFileError
 from ..export.exported_file import OPENERS, open_exported
-from ..export.trained_model import load_model
 from ..modeling.class_counts import object_count_keys
 from ..shipped_configs import find_config_file
 from .predictors import ExportedPredictor, Predictor, TrainedPredictor

@@ -18,7 +18,7 @@ from detectron2.utils.file_io import PathManager
 from pycocotools.coco import COCO
 from torch import nn
 
-from ..checkpoint import Checkpoint, last_checkpoint, load_checkpoint, open_checkpoint
+from ..checkpoint import Checkpoint, last_checkpoint, load_model, open_checkpoint
 from ..config import read_config
 from ..engine.run_datasets import use_recorded_datasets
 from ..engine.run_files import METRICS, PREDICTIONS, read_metrics
@@ -63,7 +63,8 @@ class ReportOptions:
 class RunFolder:
     """The folder of a training, or of an evaluation by ``--eval-only``.
 
-    The later of the two decides which config, weights and dataset belong to the predictions.
+    The later of the two decides which config, weights and dataset belong to the predictions. A property raises
+    MissingInputError if the folder lacks what it needs.
 
     Args:
         folder: ``OUTPUT_DIR`` of the run.
@@ -95,11 +96,7 @@ class RunFolder:
 
     @property
     def metrics(self) -> list[dict]:
-        """The records of ``metrics.json``.
-
-        Raises:
-            MissingInputError: there are none.
-        """
+        """The records of ``metrics.json``."""
         with needed(self._command()):
             if not (records := read_metrics(self.folder / METRICS)):
                 raise MissingFileError(f"'{self.folder / METRICS}': not found, or without a complete record.")
@@ -116,11 +113,7 @@ class RunFolder:
 
     @property
     def weights(self) -> str:
-        """The path of the last checkpoint, or the ``MODEL.WEIGHTS`` of an evaluation.
-
-        Raises:
-            MissingInputError: the folder does not tell it.
-        """
+        """The path of the last checkpoint, or the ``MODEL.WEIGHTS`` of an evaluation."""
         if self.config_file.parent.name == "inference":
             return self.cfg.MODEL.WEIGHTS
         with needed():
@@ -128,40 +121,22 @@ class RunFolder:
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
-        """The opened weights.
-
-        Raises:
-            MissingInputError: they cannot be read.
-        """
+        """The opened weights."""
         with needed(self._command()):
             return open_checkpoint(self.weights)
 
     @cached_property
     def plain_model(self) -> nn.Module:
-        """The model on the meta device, without weights.
-
-        Raises:
-            MissingInputError: it cannot be built.
-        """
+        """The model on the meta device, without weights."""
         with needed():
             return build_checked_model(self.cfg, "meta")
 
     @cached_property
     def model(self) -> nn.Module:
-        """The trained model on the CPU, in evaluation mode.
-
-        Raises:
-            MissingInputError: it cannot be built, or has no weights.
-        """
+        """The trained model on the CPU, in evaluation mode."""
         checkpoint = self.checkpoint
         with needed():
-            model = build_checked_model(self.cfg, "cpu").eval()
-            report = load_checkpoint(model, checkpoint)
-            if report.new:
-                raise DataError(
-                    f"MODEL.WEIGHTS ('{self.weights}'): lack {summarize_names(report.new)}. Fix: finish the training."
-                )
-        return model
+            return load_model(self.cfg, checkpoint=checkpoint)
 
     @property
     def dataset(self) -> str:
@@ -173,11 +148,7 @@ class RunFolder:
 
     @cached_property
     def records(self) -> list[dict]:
-        """The images of the dataset, as Detectron2 describes them.
-
-        Raises:
-            MissingInputError: it is not registered, or its files do not exist.
-        """
+        """The images of the dataset, as Detectron2 describes them."""
         with needed():
             use_recorded_datasets(self.cfg, self.config_file, str(self.folder), needed=[self.dataset])
             if not self.dataset:
@@ -188,11 +159,7 @@ class RunFolder:
 
     @cached_property
     def detections(self) -> Detections:
-        """The predictions of the last evaluation, with their ground truth.
-
-        Raises:
-            MissingInputError: there are none, or they are of another dataset.
-        """
+        """The predictions of the last evaluation, with their ground truth."""
         found = [path for path in self._places(PREDICTIONS) if path.is_file()]
         with needed():
             if (name := self.cfg.MODEL.META_ARCHITECTURE) == "SemanticSegmentor":
@@ -229,11 +196,7 @@ class RunFolder:
 
     @cached_property
     def matches(self) -> list[ImageMatches]:
-        """The detections of every image, matched to its objects.
-
-        Raises:
-            MissingInputError: see :attr:`detections`.
-        """
+        """The detections of every image, matched to its objects."""
         return self.detections.match(self.options.iou, self.options.score)
 
 

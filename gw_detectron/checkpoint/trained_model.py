@@ -3,18 +3,21 @@
 from detectron2.config import CfgNode
 from torch import nn
 
-from ..checkpoint import load_checkpoint, open_start_weights
 from ..errors import ConfigError, PartialLoadError, summarize_names
 from ..modeling import build_checked_model
+from .loading import Checkpoint, load_checkpoint, open_start_weights
 
 
-def load_model(cfg: CfgNode, needed: str = "", *, device: str = "cpu") -> nn.Module:
-    """Build the detector of a config in evaluation mode and load ``MODEL.WEIGHTS``.
+def load_model(
+    cfg: CfgNode, needed: str = "", *, checkpoint: Checkpoint | None = None, device: str = "cpu"
+) -> nn.Module:
+    """Build the detector of a config in evaluation mode and load its weights.
 
     Args:
         cfg: the config; it is not changed.
         needed: name prefix of the tensors that the weights must hold: ``"backbone."`` for the FPN, ``""`` for all.
             The ResNet's tensors are always needed.
+        checkpoint: the weights; None opens ``MODEL.WEIGHTS``.
         device: replaces ``MODEL.DEVICE``.
 
     Raises:
@@ -23,8 +26,7 @@ def load_model(cfg: CfgNode, needed: str = "", *, device: str = "cpu") -> nn.Mod
         PartialLoadError: the weights lack a needed tensor.
         ValueError: the file is damaged or could run code.
     """
-    start = open_start_weights(cfg)
-    checkpoint = start.checkpoint()
+    checkpoint = checkpoint or open_start_weights(cfg).checkpoint()
     if checkpoint is None:
         raise ConfigError(
             "MODEL.WEIGHTS (''): no weights are given. Fix: give those of a trained detector, by --weights or this key."
@@ -33,8 +35,9 @@ def load_model(cfg: CfgNode, needed: str = "", *, device: str = "cpu") -> nn.Mod
     report = load_checkpoint(model, checkpoint)
     missing = [name for name in report.new if name.startswith(needed)]
     if missing:
+        alone = "; a ResNet alone can be exported with --no-fpn" if needed else ""
         raise PartialLoadError(
-            f"MODEL.WEIGHTS ('{start.address}'): {len(missing)} tensors are missing ({summarize_names(missing)}). Fix: "
-            "give the weights of a trained detector; a ResNet alone can be exported with --no-fpn."
+            f"MODEL.WEIGHTS ('{checkpoint.address}'): {len(missing)} tensors are missing ({summarize_names(missing)}). "
+            f"Fix: give the weights of a trained detector{alone}."
         )
     return model
