@@ -24,12 +24,12 @@ COMPLETED = {
     "catalog": ("checkpoint/download.py", "Fix: "),
     "coco_checks": ("preflight/dataset_checks.py", "Fix: correct the file."),
     "derived_json": ("data/derived_json.py", "not compressed."),  # repeats an error with the name of the file
+    "checkpoint_file": ("checkpoint/reading.py", "Fix:"),  # repeats an error with the name of the key
     "config": ("config.py", "Fix: correct it."),
     "convs": ("layers/weight_standardization.py", "Fix:"),
     "findings": ("errors.py", "problems: one message per problem"),  # each has its own fix
     "images": ("data/images.py", "cannot be read: {reason}. Fix: repair"),
     "load_report": ("checkpoint/load_report.py", "Fix:"),
-    "loading": ("checkpoint/reading.py", "Fix:"),  # repeats an error with the name of the key
     "nonfinite": ("engine/nonfinite.py", "Fix:"),
     "names": ("norms/names.py", "Fix:"),
     "numpy_unpickler": ("checkpoint/reading.py", "was not read: {error}. Fix:"),

@@ -7,9 +7,10 @@ from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.utils.file_io import PathManager
 from torch import nn
 
-from .loading import load_checkpoint, open_checkpoint
-from .norm_inference import NORMS
+from .checkpoint_file import open_checkpoint
+from .loading import load_checkpoint
 from .norm_record import NormRecord
+from .weight_notes import NORMS
 
 
 class GWDetectionCheckpointer(DetectionCheckpointer):

@@ -11,10 +11,10 @@ import yaml
 from torch import Tensor
 
 from ..errors import printable
-from .norm_inference import NORMS
 from .provenance import PROVENANCE
 from .reading import is_finite, read_weights_file
 from .run_record import RUN_RECORD, config_differences
+from .weight_notes import NORMS
 
 
 def describe_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:

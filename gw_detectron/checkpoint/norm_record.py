@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from ..norms.convs import CONVS, conv_names
 from ..norms.norm_listing import evaluation_spec, norm_rows
 from .architecture import Architecture, infer_architecture
-from .norm_inference import NORMS, norm_key
+from .norm_inference import norm_key
 from .provenance import PROVENANCE, Provenance
+from .weight_notes import NORMS
 
 # before the names that all detectors with a ResNet share
 _PREFIX = re.compile(r"^.*?\b(?=stem\.|res[2-5]\.\d)")

@@ -15,7 +15,7 @@ from detectron2.utils import comm
 from ..config import flat_items, parse_config
 from ..errors import ConfigError
 from ..version import __version__, git_commit
-from .loading import Checkpoint
+from .checkpoint_file import Checkpoint
 from .provenance import PROVENANCE
 
 log = logging.getLogger(__name__)

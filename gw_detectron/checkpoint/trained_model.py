@@ -5,7 +5,8 @@ from torch import nn
 
 from ..errors import ConfigError, PartialLoadError, summarize_names
 from ..modeling import build_checked_model
-from .loading import Checkpoint, load_checkpoint, open_start_weights
+from .checkpoint_file import Checkpoint, open_start_weights
+from .loading import load_checkpoint
 
 
 def load_model(

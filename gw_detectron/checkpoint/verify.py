@@ -22,7 +22,7 @@ from torchvision.datasets import ImageFolder
 from ..data.images import center_crop, classification_input, detection_input
 from ..errors import DataError, UnknownNormError, WeightsError
 from ..progress import progress_bar
-from .loading import local_path
+from .checkpoint_file import local_path
 from .provenance import PREPROCESSING, TORCHVISION, Preprocessing, sha256_of
 from .reference_networks import (
     LOGITS,

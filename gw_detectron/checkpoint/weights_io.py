@@ -22,9 +22,9 @@ from ..errors import (
     WeightsExistError,
     WeightsFileError,
 )
-from .norm_inference import HEADER_PROVENANCE, Notes, read_notes
 from .provenance import PREPROCESSING, PROVENANCE, TORCHVISION, Preprocessing, tool
 from .reading import read_weights_file
+from .weight_notes import HEADER_PROVENANCE, Notes, read_notes
 from .weights_conversion import Conversion, convert, to_torchvision, unwrap
 
 SUFFIXES = (".pkl", ".safetensors")

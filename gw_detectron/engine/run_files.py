@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.loading import local_file
+from ..checkpoint.checkpoint_file import local_file
 
 METRICS = "metrics.json"  # to which a trainer appends
 PREDICTIONS = "coco_instances_results.json"  # of Detectron2's evaluator, in its folder "inference"

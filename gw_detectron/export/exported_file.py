@@ -12,7 +12,7 @@ import torch
 import torchvision  # noqa: F401  # registers operators that exported detectors use
 from torch import Tensor
 
-from ..checkpoint.norm_inference import DESCRIPTION
+from ..checkpoint.weight_notes import DESCRIPTION
 from ..errors import ConfigError, FileAccessError, UserError, first_line
 from ..requirements import require_packages
 from .parity import Run

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from ..checkpoint.norm_inference import DESCRIPTION
+from ..checkpoint.weight_notes import DESCRIPTION
 from ..errors import ExportError, summarize_names
 from ..requirements import require_packages
 from .exported_file import ExportedFile, open_onnx, open_pt2, open_torchscript

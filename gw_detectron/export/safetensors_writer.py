@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from ..checkpoint.architecture import Norms, build_torchvision, infer_architecture
-from ..checkpoint.norm_inference import DESCRIPTION, NORM_CLASSES, NORMS, build_norm
 from ..checkpoint.norm_record import NormRecord
 from ..checkpoint.reference_networks import torchvision_stages
+from ..checkpoint.weight_notes import DESCRIPTION, NORM_CLASSES, NORMS, build_norm
 from ..checkpoint.weights_conversion import to_torchvision
 from ..errors import ExportError
 from ..layers import GroupWhitening2d

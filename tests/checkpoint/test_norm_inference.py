@@ -11,7 +11,7 @@ from torchvision.models.convnext import LayerNorm2d
 from torchvision.models.resnet import Bottleneck, ResNet
 
 from gw_detectron.checkpoint import convert, convert_file, load_checkpoint, load_weights
-from gw_detectron.checkpoint.loading import open_checkpoint
+from gw_detectron.checkpoint.checkpoint_file import open_checkpoint
 from gw_detectron.checkpoint.norm_inference import full_name
 from gw_detectron.checkpoint.reference_networks import config_for, detectron2_classifier
 from gw_detectron.errors import NormMismatchError, UnknownNormError

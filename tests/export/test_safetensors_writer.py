@@ -11,9 +11,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from gw_detectron.checkpoint import Preprocessing, convert, load_weights, to_torchvision
-from gw_detectron.checkpoint.norm_inference import evaluation_name, read_notes
+from gw_detectron.checkpoint.norm_inference import evaluation_name
 from gw_detectron.checkpoint.reading import Contents
 from gw_detectron.checkpoint.reference_networks import config_for
+from gw_detectron.checkpoint.weight_notes import read_notes
 from gw_detectron.errors import ConfigError, ExportError
 from gw_detectron.export import export_backbone
 from gw_detectron.export.feature_extractor import FeatureExtractor, Normalization

@@ -14,8 +14,8 @@ from torch import nn
 
 from gw_detectron import convert_convs
 from gw_detectron.checkpoint import norm_differences
-from gw_detectron.checkpoint.norm_inference import NORMS
 from gw_detectron.checkpoint.norm_record import NormRecord
+from gw_detectron.checkpoint.weight_notes import NORMS
 from gw_detectron.engine import main
 from gw_detectron.errors import ConfigError, ExportError, PreflightError
 from gw_detectron.export import FORMATS, Normalization, export_backbone
