@@ -31,10 +31,12 @@ EXPERIMENTS = {
 
 def get_parser() -> argparse.ArgumentParser:
     """Return the parser of this tool; defaults are the paper's values where it has one."""
+    available = EXPERIMENTS if (ROOT / "experiments").is_dir() else {}
     parser = new_parser(
         __doc__,
         "layers --config-file output/demo/config.yaml --weights output/demo/model_final.pth",
         "constraints --config-file output/demo/config.yaml",
+        note="" if available else f"In a clone of the repository only: {', '.join(EXPERIMENTS)}.",
     )
     analyses = parser.add_subparsers(dest="analysis", required=True, metavar="ANALYSIS")
 
@@ -70,11 +72,9 @@ def get_parser() -> argparse.ArgumentParser:
     )
     _add_opts(sub)
 
-    if not (ROOT / "experiments").is_dir():
-        print(f"{', '.join(EXPERIMENTS)} are not available: no folder experiments/ in {ROOT}.", file=sys.stderr)
-        return parser
-    sys.path.insert(0, str(ROOT))
-    for name, summary in EXPERIMENTS.items():
+    if available:
+        sys.path.insert(0, str(ROOT))
+    for name, summary in available.items():
         importlib.import_module(f"experiments.{name}").add_arguments(add(name, summary))
     return parser
 
