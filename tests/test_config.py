@@ -83,6 +83,7 @@ def test_python_tags_are_refused_and_not_run(tmp_path, monkeypatch, base, levels
         ("SEED: 1\n" * 60_000, "longer than"),
         (MERGE, r"unknown config key 'a\.b'"),
         ("MODEL: 3", "MODEL"),
+        ("VERSION: 2\nSOLVER:\n  MAX_ITER: many", r"SOLVER\.MAX_ITER"),
         ("MODEL:\n  WEIGHTS:\n    a: 1", r"MODEL\.WEIGHTS"),
         ("_BASE_: none.yaml", "_BASE_ not found: '.*none.yaml'"),
         ("_BASE_: 3", r"_BASE_ is \[3\], not a file name"),

@@ -74,12 +74,13 @@ def write_harm(kind, folder):
 KINDS = ["archive", "legacy", "pickle", "safetensors and pickle"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("line", WEIGHTS_TOOLS.values(), ids=WEIGHTS_TOOLS)
-def test_code_in_weights_is_not_run(line, kind, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("tool", "kind"), [*((tool, "pickle") for tool in WEIGHTS_TOOLS), *(("train", kind) for kind in KINDS)]
+)
+def test_code_in_weights_is_not_run(tool, kind, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     weights = write_harm(kind, tmp_path)
-    status, errors = run_tool(line, monkeypatch, weights=weights, config=CONFIG, folder=tmp_path)
+    status, errors = run_tool(WEIGHTS_TOOLS[tool], monkeypatch, weights=weights, config=CONFIG, folder=tmp_path)
     assert status == 1 and str(weights) in errors and "Traceback" not in errors, errors
     assert "cannot be read" in errors if "safetensors" in kind else "mkdir" in errors
     assert not (tmp_path / "harm").exists()

@@ -29,28 +29,6 @@ def test_unknown_key_in_the_file(tmp_path):
         setup(args)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "MODEL: [1, 2",
-        "- 1\n- 2\n",
-        "SOLVER:\n  MAX_ITER: many\n",
-        "",
-        "3",
-        "_BASE_: a.yaml",
-        "_BASE_: none.yaml",
-        "1: 2",
-        "a: " + 2000 * "[",
-    ],
-)
-def test_a_file_that_is_no_config(tmp_path, text):
-    args = arguments(tmp_path)
-    args.config_file = str(tmp_path / "a.yaml")
-    (tmp_path / "a.yaml").write_text(f"VERSION: 2\n{text}" if text.startswith("SOLVER") else text)
-    with pytest.raises(ValueError, match=r"a\.yaml"):
-        setup(args)
-
-
 def test_command_line(tmp_path):
     for opts, message in [
         (["SOLVER.MAXITER", "3"], r"unknown config key 'SOLVER.MAXITER'. Similar: SOLVER.MAX_ITER"),

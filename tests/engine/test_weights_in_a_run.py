@@ -1,8 +1,5 @@
 """ImageNet weights in a run, also through ``gw://``: loaded tensors are reported, missing ones are an error."""
 
-import os
-import pickle
-
 import pytest
 import torch
 import torchvision
@@ -59,17 +56,6 @@ def test_evaluation_with_backbone_weights_alone_is_refused(tmp_path, resnet18):
     options = {**BASELINE, "DATASETS__TEST": "('gw_synthetic_val',)", "MODEL__WEIGHTS": f"gw://file/{resnet18}"}
     with pytest.raises(PartialLoadError, match="not a whole detector"):
         main(arguments(tmp_path / "out", "--eval-only", **options))
-
-
-def test_code_in_a_weight_file_is_not_run(tmp_path):
-    class Harm:
-        def __reduce__(self):
-            return os.mkdir, (str(tmp_path / "harm"),)
-
-    (tmp_path / "harm.pkl").write_bytes(pickle.dumps({"model": Harm()}))
-    with pytest.raises(PreflightError, match="was not read: it names .*mkdir"):
-        main(arguments(tmp_path / "out", MODEL__WEIGHTS=tmp_path / "harm.pkl", **BASELINE))
-    assert not (tmp_path / "harm").exists()
 
 
 def test_safetensors_go_through_gw_file(tmp_path, resnet18):

@@ -1,6 +1,5 @@
 import json
 import os
-import pickle
 import runpy
 import sys
 
@@ -11,7 +10,6 @@ from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.modeling import build_model
 from PIL import Image
 
-from gw_detectron.errors import RefusedFileError
 from gw_detectron.export import load_model
 from gw_detectron.model_zoo import get_config
 
@@ -159,16 +157,3 @@ def test_ap_on_the_datasets_of_a_run_folder(cfg, trained, tmp_path, run_tool, sm
     )
     assert status == 0, complaint
     assert "AP on 2 images of export_test_val" in printed
-
-
-def test_code_in_a_weight_file_is_not_run(tmp_path):
-    class Harm:
-        def __reduce__(self):
-            return os.mkdir, (str(tmp_path / "harm"),)
-
-    (tmp_path / "harm.pkl").write_bytes(pickle.dumps({"model": {}, "x": Harm()}))
-    cfg = get_config("quick_schedules/mask_rcnn_R_18_FPN_GW_demo.yaml")
-    cfg.MODEL.WEIGHTS = str(tmp_path / "harm.pkl")
-    with pytest.raises(RefusedFileError, match="mkdir"):
-        load_model(cfg)
-    assert not (tmp_path / "harm").exists()
