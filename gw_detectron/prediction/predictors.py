@@ -13,7 +13,7 @@ from torch import nn
 
 from ..data.images import channels_first, evaluation_input, resize_shortest_edge
 from ..errors import ConfigError, DataError
-from ..export.detection import pad_batch, postprocess, to_instances
+from ..export.detection import detect, postprocess
 from ..export.exported_file import ExportedFile
 
 
@@ -85,13 +85,8 @@ class ExportedPredictor:
             raise DataError(
                 f"image ({size[1]} x {size[0]} pixels): the file needs sides of {smallest}. Fix: give a larger image."
             )
-        with torch.no_grad():
-            outputs = self.file.run(*(pad_batch([tensor], smallest) if self.sides else [tensor]))
-        named = dict(zip(self.file.description["outputs"], outputs, strict=True))
-        if self.sides:
-            named = {name: values[0] for name, values in named.items()}
-        found = _above(self.score_threshold, to_instances(size, named))
-        return postprocess(found, *image.shape[:2])
+        (found,) = detect(self.file, [tensor])
+        return postprocess(_above(self.score_threshold, found), *image.shape[:2])
 
 
 def _above(score_threshold: float, found: Instances) -> Instances:

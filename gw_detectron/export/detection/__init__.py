@@ -1,10 +1,9 @@
 """Detectors as functions of tensors: what lies between a detector's modules, for rows of fixed number."""
 
 from .accuracy import EvaluationImages, compare_accuracy
-from .batches import pad_batch
+from .calling import detect, postprocess
 from .matching import check_detections
 from .one_image import OneImageProgram
-from .outputs import postprocess, to_instances
 from .program import DetectorProgram
 from .rcnn import RCNNProgram
 from .retinanet import RetinaNetProgram
@@ -19,7 +18,6 @@ __all__ = [
     "check_detections",
     "check_supported",
     "compare_accuracy",
-    "pad_batch",
+    "detect",
     "postprocess",
-    "to_instances",
 ]

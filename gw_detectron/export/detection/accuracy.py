@@ -16,8 +16,8 @@ from detectron2.structures import Instances
 from ...data.dataset_mapper import ImageNamingMapper
 from ...errors import ConfigError, ParityError, similar_names
 from ..exported_file import ExportedFile
+from .calling import detect, postprocess
 from .one_image import OneImageProgram
-from .outputs import postprocess
 from .program import DetectorProgram
 
 #: largest allowed difference of an AP in percent; resizing inside the file costs up to 0.03
@@ -75,18 +75,18 @@ def compare_accuracy(
     """
     tasks = ("bbox", "segm") if "masks" in detector.names else ("bbox",)
 
-    def ap(detect: Callable[[dict[str, Any]], list[Instances]]) -> dict[str, float]:
+    def ap(detections: Callable[[dict[str, Any]], list[Instances]]) -> dict[str, float]:
         evaluator = COCOEvaluator(images.dataset, tasks=tasks, distributed=False, use_fast_impl=False)
         evaluator.reset()
         for item in images.inputs:
-            (result,) = detect(item)
+            (result,) = detections(item)
             evaluator.process([item], [{"instances": postprocess(result, item["height"], item["width"])}])
         with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints
             found = evaluator.evaluate(img_ids=[item["image_id"] for item in images.inputs])
         return {task: values["AP"] for task, values in found.items()}
 
     expected = ap(lambda item: detector.expected([detector.evaluation_image(item)]))
-    found = ap(lambda item: program.found(file, [program.evaluation_image(item)]))
+    found = ap(lambda item: detect(file, [program.evaluation_image(item)]))
     for task, value in expected.items():
         if abs(np.nan_to_num(found[task]) - np.nan_to_num(value)) > TOLERANCE:  # NaN without any detection
             raise ParityError(

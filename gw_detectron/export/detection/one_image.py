@@ -12,7 +12,6 @@ from torch.export import Dim
 
 from ...data.images import channels_first, read_image
 from ...errors import ExportError
-from ..exported_file import ExportedFile
 from .boxes import clip, rows_with_dummies
 from .program import DetectorProgram
 
@@ -89,11 +88,6 @@ class OneImageProgram(nn.Module):
                 result.pred_masks = result.masks
             results.append(result)
         return results
-
-    def found(self, file: ExportedFile, images: Sequence[Tensor]) -> list[Instances]:
-        """Call an exported file as its user does."""
-        with torch.no_grad():
-            return [self.detector.instances(image.shape[1:], file.run(image)) for image in images]
 
     def evaluation_image(self, item: Mapping[str, Any]) -> Tensor:
         """Return the image of an input of Detectron2's in its original size."""

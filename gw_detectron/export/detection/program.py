@@ -14,11 +14,8 @@ from torch.export import Dim
 from ...errors import ExportError
 from ...layers import use_backend
 from ...ops.compat import assert_all
-from ..exported_file import ExportedFile
 from ..feature_extractor import Normalization
-from .batches import pad_batch
 from .boxes import NO_BOX, take, top
-from .outputs import to_instances
 
 
 class DetectorProgram(nn.Module):
@@ -125,16 +122,6 @@ class DetectorProgram(nn.Module):
                 # Detectron2's last step drops empty boxes; it is left out, as it would paste the masks
                 return [result[result.pred_boxes.nonempty()] for result in results]
             return [result["instances"] for result in self.model(inputs)]
-
-    def found(self, file: ExportedFile, images: Sequence[Tensor]) -> list[Instances]:
-        """Call an exported file as its user does: images padded to one tensor, and their sizes."""
-        with torch.no_grad():
-            rows = zip(*file.run(*pad_batch(images, file.description["input"]["smallest_side"])), strict=True)
-        return [self.instances(image.shape[1:], row) for image, row in zip(images, rows, strict=True)]
-
-    def instances(self, size: Sequence[int], outputs: Sequence[Tensor]) -> Instances:
-        """Wrap the outputs for one image."""
-        return to_instances(size, dict(zip(self.names, outputs, strict=True)))
 
     def evaluation_image(self, item: Mapping[str, Any]) -> Tensor:
         """Return the image of an input of Detectron2's, which its data loader has resized."""
