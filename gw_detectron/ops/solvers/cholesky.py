@@ -1,12 +1,12 @@
 """Whitening matrices by Cholesky factorization of the covariance."""
 
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..tensors import rounding_floor
-from .first_order import without_derivative
+from .first_order import whitening_matrix
 
 
 def cholesky_whitening(sigma: Tensor, *, least: float | Tensor = 0.0) -> Tensor:
@@ -27,7 +27,7 @@ def cholesky_whitening(sigma: Tensor, *, least: float | Tensor = 0.0) -> Tensor:
 
     Source: On Batch Orthogonalization Layers, Algorithms 1-2. Its :math:`\epsilon I` is part of ``sigma``.
     """
-    return _triangular(sigma, False, 0.0, least)
+    return whitening_matrix(sigma, least, _factorize, _triangular_backward)
 
 
 def pivoted_cholesky_whitening(sigma: Tensor, eps: float = 0.0) -> Tensor:
@@ -48,14 +48,12 @@ def pivoted_cholesky_whitening(sigma: Tensor, eps: float = 0.0) -> Tensor:
 
     Source: On Batch Orthogonalization Layers, Algorithms 3-4.
     """
-    return _triangular(sigma, True, eps, 0.0)
+    return whitening_matrix(sigma, 0.0, partial(_factorize, pivot=True, eps=eps), _triangular_backward)
 
 
-def _triangular(sigma: Tensor, pivot: bool, eps: float, least: float | Tensor) -> Tensor:
-    return (_TriangularWhitening.apply if sigma.requires_grad else _factorize)(sigma, pivot, eps, least)[0]
-
-
-def _factorize(sigma: Tensor, pivot: bool, eps: float, least: float | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _factorize(
+    sigma: Tensor, least: float | Tensor, pivot: bool = False, eps: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
     """Factorize the covariance; return W, ratio and mask of the pivots.
 
     The ratio is that of D to the pivots; it is 0 for a pivot without variance. The mask is true for kept pivots. The
@@ -119,23 +117,6 @@ def _eliminate_largest(sigma: Tensor, floor: Tensor) -> tuple[Tensor, Tensor, Te
 def _beside_identity(sigma: Tensor) -> Tensor:
     identity = torch.eye(sigma.shape[-1], dtype=sigma.dtype, device=sigma.device)
     return torch.cat((sigma, identity.expand_as(sigma)), -1)
-
-
-class _TriangularWhitening(torch.autograd.Function):
-    generate_vmap_rule = True
-    forward = staticmethod(_factorize)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.save_for_backward(inputs[0], *output)
-        ctx.mark_non_differentiable(*output[1:])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, None, None, None]:
-        sigma, *saved = ctx.saved_tensors
-        with torch.no_grad():
-            gradient = _triangular_backward(grad, *saved)
-        return without_derivative(gradient, sigma, grad), None, None, None
 
 
 def _triangular_backward(grad: Tensor, w: Tensor, ratio: Tensor, original: Tensor) -> Tensor:

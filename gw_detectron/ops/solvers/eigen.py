@@ -9,7 +9,7 @@ smaller computed eigenvalues are raised to ``least``, and none counts as zero. B
 """
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from ...errors import NonFiniteCovarianceError
 from ..compat import needs_plain_operations
 from ..tensors import rounding_floor
-from .first_order import without_derivative
+from .first_order import whitening_matrix
 
 
 def zca_inverse_sqrt(sigma: Tensor, *, least: float | Tensor = 0.0) -> Tensor:
@@ -125,7 +125,7 @@ def pca_inverse_sqrt(sigma: Tensor, *, least: float | Tensor = 0.0) -> Tensor:
 
     Source: Decorrelated Batch Normalization, section 3.1.
     """
-    return (_PCAInverseSqrt.apply if sigma.requires_grad else _pca_forward)(sigma, least)[0]
+    return whitening_matrix(sigma, least, _pca_forward, _pca_backward)
 
 
 #: ascending eigenvalues (..., g) -> threshold (..., 1) and its derivative by each eigenvalue (..., g)
@@ -150,13 +150,12 @@ def _inv_sqrt(values: Tensor, least: float | Tensor) -> Tensor:
 
 
 def _spectral(sigma: Tensor, name: str, rule: _Rule | None, eps: float, least: float | Tensor) -> Tensor:
-    if sigma.requires_grad:
-        return _SpectralInverseSqrt.apply(sigma, name, rule, eps, least)[0]
-    return _spectral_forward(sigma, name, rule, eps, least)[0]
+    solve = partial(_spectral_forward, name=name, rule=rule, eps=eps)
+    return whitening_matrix(sigma, least, solve, _spectral_backward)
 
 
 def _spectral_forward(
-    sigma: Tensor, name: str, rule: _Rule | None, eps: float, least: float | Tensor
+    sigma: Tensor, least: float | Tensor, name: str, rule: _Rule | None, eps: float
 ) -> tuple[Tensor, ...]:
     """Return W, D, r and, with a rule, its tensors.
 
@@ -176,24 +175,7 @@ def _spectral_forward(
     return (d * r[..., None, :]) @ d.mT, d, r, *rule_tensors
 
 
-class _SpectralInverseSqrt(torch.autograd.Function):
-    generate_vmap_rule = True
-    forward = staticmethod(_spectral_forward)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.save_for_backward(inputs[0], *output[1:])
-        ctx.mark_non_differentiable(*output[1:])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, None, None, None, None]:
-        sigma, *saved = ctx.saved_tensors
-        with torch.no_grad():
-            gradient = _spectral_backward(grad, *saved)
-        return without_derivative(gradient, sigma, grad), None, None, None, None
-
-
-def _spectral_backward(grad: Tensor, d: Tensor, r: Tensor, *rule_tensors: Tensor) -> Tensor:
+def _spectral_backward(grad: Tensor, _w: Tensor, d: Tensor, r: Tensor, *rule_tensors: Tensor) -> Tensor:
     ri, rj = r[..., :, None], r[..., None, :]
     total = ri + rj
     projected = d.mT @ (0.5 * (grad + grad.mT)) @ d
@@ -225,24 +207,7 @@ def _pca_forward(sigma: Tensor, least: float | Tensor) -> tuple[Tensor, Tensor, 
     return (d * r[..., None, :]).mT.flip(-2), eigenvalues, d, r
 
 
-class _PCAInverseSqrt(torch.autograd.Function):
-    generate_vmap_rule = True
-    forward = staticmethod(_pca_forward)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.save_for_backward(inputs[0], *output[1:])
-        ctx.mark_non_differentiable(*output[1:])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, None]:
-        sigma, *saved = ctx.saved_tensors
-        with torch.no_grad():
-            gradient = _pca_backward(grad, *saved)
-        return without_derivative(gradient, sigma, grad), None
-
-
-def _pca_backward(grad: Tensor, eigenvalues: Tensor, d: Tensor, r: Tensor) -> Tensor:
+def _pca_backward(grad: Tensor, _w: Tensor, eigenvalues: Tensor, d: Tensor, r: Tensor) -> Tensor:
     # of dL = sum_ij h_ij (dr_i delta_ij + r_i (D^T dD)_ji) with (D^T dD)_ji = (D^T dSigma D)_ji / (l_i - l_j)
     h = grad.flip(-2) @ d
     scaled = r[..., :, None] * h

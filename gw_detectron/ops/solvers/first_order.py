@@ -1,9 +1,50 @@
-"""Gradients that have no derivative of their own."""
+"""Whitening matrices with a gradient, but without second derivatives."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def whitening_matrix(
+    sigma: Tensor,
+    least: float | Tensor,
+    solve: Callable[[Tensor, float | Tensor], tuple[Tensor, ...]],
+    pull_back: Callable[..., Tensor],
+) -> Tensor:
+    """Compute whitening matrices whose backward pass is written by hand.
+
+    Args:
+        sigma: covariance matrices, (..., g, g).
+        least: lower bound of the eigenvalues. It is no part of ``solve``, as vmap looks for tensors among arguments.
+        solve: from ``sigma`` and ``least`` to the whitening matrices and other tensors for ``pull_back``.
+        pull_back: from the gradient and all results of ``solve`` to the gradient of ``sigma``.
+    """
+    if sigma.requires_grad:
+        return _FirstOrder.apply(sigma, least, solve, pull_back)[0]
+    return solve(sigma, least)[0]
+
+
+class _FirstOrder(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(sigma: Tensor, least: Any, solve: Any, pull_back: Any) -> tuple[Tensor, ...]:
+        return solve(sigma, least)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        sigma, _, _, ctx.pull_back = inputs
+        ctx.save_for_backward(sigma, *output)
+        ctx.mark_non_differentiable(*output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, None, None, None]:
+        sigma, *saved = ctx.saved_tensors
+        with torch.no_grad():
+            gradient = ctx.pull_back(grad, *saved)
+        return without_derivative(gradient, sigma, grad), None, None, None
 
 
 def without_derivative(gradient: Tensor, *sources: Tensor) -> Tensor:
