@@ -9,13 +9,13 @@ from pathlib import Path
 from detectron2.config import CfgNode
 from tabulate import tabulate
 
+from .atomic import check_replaceable
 from .engine.flags import get_parser
 from .engine.output_lock import output_unlocked_at_end
 from .engine.train import prepare, run_config
 from .engine.trainer import Trainer
 from .errors import ConfigError
 from .export import Normalization, export_backbone
-from .export.atomic_folder import check_replaceable
 from .export.backbone import FORMATS
 from .export.parity_files import REPORT_FILES
 from .report import PAGE, ReportOptions, write_report

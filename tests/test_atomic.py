@@ -1,5 +1,6 @@
-"""Atomic writes: files appear complete or not at all, whoever else writes or is killed."""
+"""Atomic writes: files and folders appear complete or not at all, whoever else writes or is killed."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -8,8 +9,8 @@ import sys
 import pytest
 from detectron2.utils.file_io import PathManager
 
-from gw_detectron.atomic import AtomicPathManager, atomic_write, remove_unfinished
-from gw_detectron.errors import FileAccessError
+from gw_detectron.atomic import AtomicPathManager, atomic_folder, atomic_write, remove_unfinished, temporary_path
+from gw_detectron.errors import FileAccessError, OutputFolderError, UserError
 
 
 def test_a_kill_in_the_middle_leaves_the_old_file(tmp_path):
@@ -81,3 +82,122 @@ def test_unfinished_files_of_dead_processes_are_removed_and_no_others(tmp_path):
             path.write_bytes(b"half")
         remove_unfinished(str(tmp_path))
         assert sorted(path.name for path in tmp_path.iterdir()) == sorted([mine.name, elsewhere.name, "notes.tmp"])
+
+
+def write_folder(output, text="new"):
+    with atomic_folder(output, ["a.txt"]) as folder:
+        (folder / "a.txt").write_text(text)
+
+
+def entries(path):
+    return sorted(entry.name for entry in path.iterdir())
+
+
+def test_a_folder_is_created_and_replaced(tmp_path):
+    output = tmp_path / "some" / "out"
+    write_folder(output)
+    write_folder(output, "newer")
+    assert (output / "a.txt").read_text() == "newer"
+    assert entries(output.parent) == ["out"]
+    (tmp_path / "empty").mkdir()
+    write_folder(tmp_path / "empty")
+    assert entries(tmp_path / "empty") == ["a.txt"]
+
+
+def test_a_failure_leaves_the_earlier_folder(tmp_path):
+    write_folder(tmp_path / "out")
+    with pytest.raises(RuntimeError), atomic_folder(tmp_path / "out", ["a.txt"]) as folder:
+        (folder / "a.txt").write_text("half")
+        raise RuntimeError
+    assert (tmp_path / "out" / "a.txt").read_text() == "new"
+    assert entries(tmp_path) == ["out"]
+
+
+def test_a_failing_rename_restores_the_earlier_folder(tmp_path, monkeypatch):
+    write_folder(tmp_path / "out")
+    rename = os.rename
+    monkeypatch.setattr(os, "rename", lambda a, b: rename(a, b) if a.name != "new" else rename(a / "gone", b))
+    with pytest.raises(OSError):
+        write_folder(tmp_path / "out", "newer")
+    assert (tmp_path / "out" / "a.txt").read_text() == "new"
+    assert entries(tmp_path) == ["out"]
+
+
+def test_a_signal_between_the_renames_restores_the_earlier_folder(tmp_path, monkeypatch):
+    write_folder(tmp_path / "out")
+    rename = os.rename
+
+    def interrupted(source, target):
+        if source.name == "new":
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_folder(tmp_path / "out", "newer")
+    assert (tmp_path / "out" / "a.txt").read_text() == "new"
+    assert entries(tmp_path) == ["out"]
+
+
+def test_a_mount_point_is_refused_before_the_work(tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr("pathlib.Path.is_mount", lambda path: path.name == "out")
+    with pytest.raises(OutputFolderError, match=r"out'\): is a mount point, .* Fix: give a folder in it"):
+        write_folder(tmp_path / "out")
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_other_files_are_not_touched(tmp_path, early):
+    output = tmp_path / "out"
+    output.mkdir()
+    if early:
+        (output / "thesis.tex").touch()
+    message = r"holds thesis.tex, .*Fix: give an empty or new folder"
+    with pytest.raises(FileExistsError, match=message), atomic_folder(output, ["a.txt"]) as folder:
+        (folder / "a.txt").touch()
+        (output / "thesis.tex").touch()  # another program writes there
+    assert entries(output) == ["thesis.tex"] and entries(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize(("inside", "reason"), [("file", "is a file"), ("file/below", "cannot create the folder")])
+def test_a_path_through_a_file(tmp_path, inside, reason):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=rf"{tmp_path}/{inside}'\): {reason}") as caught:
+        write_folder(tmp_path / inside)
+    assert isinstance(caught.value, UserError)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("", "no folder is named"), ("x" * 300, "cannot create the folder: File")]
+)
+def test_names_that_cannot_be_folders(tmp_path, monkeypatch, name, reason):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OSError, match=reason) as caught:
+        write_folder(name)
+    assert isinstance(caught.value, UserError)
+    assert entries(tmp_path) == []
+
+
+def test_a_failed_write_names_the_folder(tmp_path):
+    write_folder(tmp_path / "out")
+    message = rf"'{tmp_path}/out'\): was not written: No space left on device\. .*Fix: free disk space"
+    with pytest.raises(FileAccessError, match=message), atomic_folder(tmp_path / "out", ["a.txt"]):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert (tmp_path / "out" / "a.txt").read_text() == "new"
+    assert entries(tmp_path) == ["out"]
+
+
+def test_the_next_folder_removes_what_a_killed_process_left(tmp_path, monkeypatch):
+    """Leftovers of running processes and of other folders stay."""
+    ended = subprocess.Popen(["true"])
+    ended.wait(timeout=60)
+    kept = ["out"]
+    for process, name in ((ended.pid, "out"), (os.getppid(), "out"), (ended.pid, "other")):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "getpid", lambda process=process: process)
+            left = temporary_path(tmp_path / name)
+        (left / "new").mkdir(parents=True)
+        if (process, name) != (ended.pid, "out"):
+            kept.append(left.name)
+    write_folder(tmp_path / "out")
+    assert entries(tmp_path) == sorted(kept)

@@ -6,10 +6,10 @@ from typing import Any
 
 from detectron2.modeling import FPN, Backbone
 
+from ..atomic import atomic_folder
 from ..errors import ExportError
 from ..norms.norm_listing import norm_counts
 from ..progress import steps
-from .atomic_folder import atomic_folder
 from .feature_extractor import FeatureExtractor, Normalization
 from .formats import Written, write_onnx, write_pt2, write_torchscript
 from .parity import TOLERANCE, check_parity, worst_relative

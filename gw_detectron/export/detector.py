@@ -10,12 +10,12 @@ from detectron2.config import CfgNode
 from detectron2.modeling import GeneralizedRCNN
 from torch import Tensor, nn
 
+from ..atomic import atomic_folder
 from ..data.class_metadata import class_metadata
 from ..data.images import channels_first, evaluation_input, read_image, synthetic_images
 from ..errors import ExportError
 from ..norms.norm_listing import norm_counts
 from ..progress import steps
-from .atomic_folder import atomic_folder
 from .detection import (
     DetectorProgram,
     EvaluationImages,

@@ -14,9 +14,9 @@ from detectron2.data import Metadata
 from detectron2.evaluation.coco_evaluation import instances_to_coco_json
 from PIL import Image
 
+from ..atomic import atomic_folder, check_replaceable
 from ..data.images import IMAGE_SUFFIXES
 from ..errors import ConfigError, DataError, MissingFileError, OutputFolderError
-from ..export.atomic_folder import atomic_folder, check_replaceable
 from ..progress import progress_bar
 from ..requirements import require_packages
 from .image_sources import ImageSource

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..atomic import atomic_folder
 from ..errors import MissingInputError
-from ..export.atomic_folder import atomic_folder
 from ..progress import progress_bar
 from ..requirements import require_packages
 from .confusion import confusion_section
