@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from detectron2.modeling.poolers import ROIPooler
+from detectron2.modeling.proposal_generator import RPN
 from detectron2.modeling.roi_heads import StandardROIHeads
 from torch import Tensor
 
-from .boxes import NO_BOX, clip, rows_with_dummies, suppress
-from .pooling import image_rois, pool
+from .boxes import NO_BOX, clip, decode, grid_anchors, per_anchor, rows_with_dummies, suppress, take, top
 from .program import DetectorProgram
-from .proposals import propose
 
 
 class RCNNProgram(DetectorProgram):
@@ -31,7 +31,7 @@ class RCNNProgram(DetectorProgram):
 
     def detect(self, features: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, ...]:
         heads = self.model.roi_heads
-        proposals, real = propose(self.model.proposal_generator, features, sizes)
+        proposals, real = _propose(self.model.proposal_generator, features, sizes)
         boxes, scores = _predict(heads, features, proposals)
         finite = boxes.isfinite().flatten(2).all(2) & scores.isfinite().all(2)
         boxes = clip(torch.where(finite[:, :, None, None], boxes, 0).flatten(1, 2), sizes).view_as(boxes)
@@ -46,6 +46,36 @@ class RCNNProgram(DetectorProgram):
         if not heads.mask_on:
             return boxes, scores, classes, count
         return boxes, scores, classes, _masks(heads, features, boxes, classes), count
+
+
+def _propose(rpn: RPN, features: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, Tensor]:
+    """Propose boxes, as Detectron2's ``find_top_rpn_proposals`` does in evaluation.
+
+    Args:
+        rpn: its head, anchors and thresholds are used.
+        features: level name -> feature map.
+        sizes: heights and widths of the images, (N, 2).
+
+    Returns:
+        Boxes, (N, R, 4), and True for the rows that hold one, (N, R); R is ``RPN.POST_NMS_TOPK_TEST``.
+    """
+    maps = [features[name] for name in rpn.in_features]
+    predictions = zip(*rpn.rpn_head(maps), grid_anchors(rpn.anchor_generator, maps), strict=True)
+    all_boxes, all_scores, all_levels = [], [], []
+    for level, (logits, deltas, anchors) in enumerate(predictions):
+        scores, index = top(per_anchor(logits, 1)[:, :, 0], rpn.pre_nms_topk[False])
+        all_boxes.append(decode(rpn.box2box_transform, deltas, anchors, index))
+        all_scores.append(scores)
+        all_levels.append(torch.full_like(index[0], level))
+    boxes, scores, levels = torch.cat(all_boxes, 1), torch.cat(all_scores, 1), torch.cat(all_levels)
+
+    finite = boxes.isfinite().all(2) & scores.isfinite()
+    boxes = clip(torch.where(finite[:, :, None], boxes, 0), sizes)
+    large = (boxes[:, :, 2:] - boxes[:, :, :2] > rpn.min_box_size).all(2)
+    scores = torch.where(finite & large, scores, NO_BOX)
+    scores = suppress(boxes, scores, levels, len(maps), rpn.nms_thresh)
+    scores, index = top(scores, rpn.post_nms_topk[False])
+    return take(boxes, index), scores > NO_BOX
 
 
 def _predict(heads: StandardROIHeads, features: Mapping[str, Tensor], proposals: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,3 +105,46 @@ def _masks(heads: StandardROIHeads, features: Mapping[str, Tensor], boxes: Tenso
         logits = logits.gather(1, kind.expand(-1, 1, *logits.shape[2:]))
     masks = logits.new_zeros(kinds.shape[0], *logits.shape[2:]).index_put((rows,), logits[:, 0].sigmoid())
     return masks[1:].unflatten(0, classes.shape)
+
+
+def assign_levels(pooler: ROIPooler, boxes: Tensor) -> Tensor:
+    r"""Assign boxes, (M, 4), to the levels of a pooler.
+
+    .. math:: l = \lfloor l_0 + \log_2(\sqrt{wh} / s_0) \rfloor
+
+    Comparing sides with :math:`s_0 2^{l - l_0}` gives the same without a logarithm, which runtimes round differently.
+
+    Returns:
+        Index of the level, 0 for the finest one, (M).
+
+    Source: Feature Pyramid Networks, equation (1).
+    """
+    side = ((boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])).sqrt()
+    levels = range(pooler.min_level + 1, pooler.max_level + 1)
+    steps = [pooler.canonical_box_size * 2.0 ** (level - pooler.canonical_level) for level in levels]
+    return (side[:, None] >= side.new_tensor(steps)).sum(1)
+
+
+def pool(pooler: ROIPooler, features: Sequence[Tensor], rois: Tensor) -> Tensor:
+    """Pool regions from the level of their size.
+
+    Args:
+        pooler: its ROIAlign layers are used.
+        features: one map per level, (N, C, H_l, W_l).
+        rois: index of the image, x0, y0, x1, y1, (M, 5).
+
+    Returns:
+        (M, C, P, P).
+    """
+    level = assign_levels(pooler, rois[:, 1:])
+    pooled = rois.new_zeros(rois.shape[0], features[0].shape[1], *pooler.output_size)
+    for index, (feature, align) in enumerate(zip(features, pooler.level_poolers, strict=True)):
+        rows = (level == index).nonzero()[:, 0]
+        pooled = pooled.index_put((rows,), align(feature, rois[rows]))
+    return pooled
+
+
+def image_rois(boxes: Tensor) -> Tensor:
+    """Put the index of the image before each box, (N, M, 4) -> (N * M, 5)."""
+    images = torch.arange(boxes.shape[0], device=boxes.device, dtype=boxes.dtype)[:, None, None]
+    return torch.cat((images.expand(-1, boxes.shape[1], -1), boxes), 2).flatten(0, 1)
