@@ -119,12 +119,8 @@ def detector_program(
             is not the number of classes or of ids.
     """
     check_supported(model)
-    names = len(class_names or ())
-    if category_ids is not None and len(category_ids) != names:
-        raise ExportError(f"category_ids ({len(category_ids)}): there are {names} class names. Fix: give one id each.")
-    program = (RCNNProgram if isinstance(model, GeneralizedRCNN) else RetinaNetProgram)(model, detections, class_names)
-    program.category_ids = category_ids
-    return program
+    program = RCNNProgram if isinstance(model, GeneralizedRCNN) else RetinaNetProgram
+    return program(model, detections, class_names, category_ids)
 
 
 def dataset_class_names(cfg: CfgNode, config_file: str | None = None) -> list[str] | None:

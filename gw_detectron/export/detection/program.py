@@ -28,13 +28,11 @@ class DetectorProgram(nn.Module):
         model: a detector that :func:`.check_supported` accepts; it is copied and not changed.
         detections: K, the rows of an image; None for the default.
         class_names: for the description of the file; None if unknown.
-        num_classes: the model's number of classes.
-        default: the model's number of detections.
-        score_threshold: score above which a box is a detection; a buffer, so that a loaded pt2 program can change it.
+        category_ids: id of each class in annotation files, for the description; None if unknown.
 
     Raises:
-        ExportError: the number of detections is below 1, that of names not that of classes, or a weight is NaN or
-            infinite.
+        ExportError: the number of detections is below 1, that of names not that of classes or ids, or a weight is NaN
+            or infinite.
 
     Shape: images (N, 3, H, W), pixels of 0 to 255, and sizes (N, 2) int64, heights and widths of the images inside ->
     boxes (N, K, 4), scores (N, K), classes (N, K), masks (N, K, S, S) of a Mask R-CNN, and count (N). Detections come
@@ -42,38 +40,48 @@ class DetectorProgram(nn.Module):
     has none (ONNX, TorchScript), its image has count -1.
     """
 
+    #: score above which a box is a detection; a buffer, so that a loaded pt2 program can change it
     score_threshold: Tensor
     takes_batches = True
-    #: id of each class in annotation files, for the description; None if unknown
-    category_ids: Sequence[int] | None = None
+    #: attribute of ``head``: its number of detections
+    ROWS: str
 
     def __init__(
         self,
         model: nn.Module,
-        detections: int | None,
-        class_names: Sequence[str] | None,
-        num_classes: int,
-        default: int,
-        score_threshold: float,
+        detections: int | None = None,
+        class_names: Sequence[str] | None = None,
+        category_ids: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
-        detections = default if detections is None else detections
+        self.model: Any = copy.deepcopy(model).cpu().float().eval().requires_grad_(False)
+        detections = getattr(self.head, self.ROWS) if detections is None else detections
         if detections < 1:
             raise ExportError(
                 f"detections ({detections}): expected at least 1. Fix: give the rows of an image, e.g. 100."
             )
-        if class_names is not None and len(class_names) != num_classes:
+        names, num_classes = len(class_names or ()), self.head.num_classes
+        if category_ids is not None and len(category_ids) != names:
             raise ExportError(
-                f"class_names ({len(class_names)} names): the model has {num_classes} classes. Fix: give one name each."
+                f"category_ids ({len(category_ids)}): there are {names} class names. Fix: give one id each."
+            )
+        if class_names is not None and names != num_classes:
+            raise ExportError(
+                f"class_names ({names} names): the model has {num_classes} classes. Fix: give one name each."
             )
         for name, value in model.state_dict().items():
             if not value.isfinite().all():
                 raise ExportError(f"model: {name} holds NaN or infinity. Fix: give the weights of a sound training.")
-        self.model: Any = copy.deepcopy(model).cpu().float().eval().requires_grad_(False)
         self.detections = detections
         self.class_names = class_names
-        self.default_score_threshold = score_threshold
-        self.register_buffer("score_threshold", torch.tensor(score_threshold))
+        self.category_ids = category_ids
+        self.register_buffer("score_threshold", torch.tensor(self.head.test_score_thresh))
+        setattr(self.head, self.ROWS, detections)  # of the model to compare with
+
+    @property
+    def head(self) -> Any:
+        """The part of the model that selects the detections."""
+        raise NotImplementedError
 
     def forward(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, ...]:
         height, width = images.shape[-2:]
@@ -157,7 +165,7 @@ class DetectorProgram(nn.Module):
             "input": normalization.describe("images", ["N", 3, "H", "W"], 1, self.smallest_side),
             "outputs": self.names,
             "detections": self.detections,
-            "score_threshold": self.default_score_threshold,
+            "score_threshold": self.head.test_score_thresh,
             "class_names": self.class_names,
             "category_ids": self.category_ids,
         }

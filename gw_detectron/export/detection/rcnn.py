@@ -17,17 +17,11 @@ from .program import DetectorProgram
 class RCNNProgram(DetectorProgram):
     """Faster or Mask R-CNN with an FPN; see :class:`.DetectorProgram`."""
 
-    def __init__(self, model: Any, detections: int | None = None, class_names: Sequence[str] | None = None) -> None:
-        predictor = model.roi_heads.box_predictor
-        super().__init__(
-            model,
-            detections,
-            class_names,
-            predictor.num_classes,
-            predictor.test_topk_per_image,
-            predictor.test_score_thresh,
-        )
-        self.model.roi_heads.box_predictor.test_topk_per_image = self.detections  # of the model to compare with
+    ROWS = "test_topk_per_image"
+
+    @property
+    def head(self) -> Any:
+        return self.model.roi_heads.box_predictor
 
     def detect(self, features: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, ...]:
         heads = self.model.roi_heads

@@ -1,6 +1,6 @@
 """RetinaNet as a function of tensors."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,11 +13,11 @@ from .program import DetectorProgram
 class RetinaNetProgram(DetectorProgram):
     """RetinaNet; see :class:`.DetectorProgram`."""
 
-    def __init__(self, model: Any, detections: int | None = None, class_names: Sequence[str] | None = None) -> None:
-        super().__init__(
-            model, detections, class_names, model.num_classes, model.max_detections_per_image, model.test_score_thresh
-        )
-        self.model.max_detections_per_image = self.detections  # of the model to compare with
+    ROWS = "max_detections_per_image"
+
+    @property
+    def head(self) -> Any:
+        return self.model
 
     def detect(self, features: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, ...]:
         model = self.model
