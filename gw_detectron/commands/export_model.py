@@ -17,8 +17,7 @@ from ..export import (
     DETECTOR_FORMATS,
     EvaluationImages,
     add_export_flags,
-    dataset_category_ids,
-    dataset_class_names,
+    dataset_classes,
     export_detector,
     load_model,
     read_image_for,
@@ -63,18 +62,21 @@ def main(args: argparse.Namespace) -> None:
     if args.dataset:
         use_recorded_datasets(cfg, args.config_file, os.path.dirname(args.config_file), needed=[args.dataset])
     model = load_model(cfg)
+    evaluation = EvaluationImages.load(cfg, args.dataset, args.images) if args.dataset else None
+    # after the annotations are read, which gives a dataset its class names
+    names, ids = (args.class_names, None) if args.class_names else dataset_classes(cfg, args.config_file)
     report = export_detector(
         model,
         args.output,
         file_format=args.format,
         detections=args.detections,
         image=read_image_for(cfg, args.image, resize=not args.one_image) if args.image else None,
-        evaluation=EvaluationImages.load(cfg, args.dataset, args.images) if args.dataset else None,
+        evaluation=evaluation,
         sides=(cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST),
         one_image=args.one_image,
         paste_masks=args.paste_masks,
-        class_names=args.class_names or dataset_class_names(cfg, args.config_file),
-        category_ids=None if args.class_names else dataset_category_ids(cfg, args.config_file),
+        class_names=names,
+        category_ids=ids,
         source={"config": args.config_file, "weights": cfg.MODEL.WEIGHTS},
         card=requested_card(args, cfg),
     )

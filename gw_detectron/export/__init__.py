@@ -4,7 +4,7 @@ from ..checkpoint import load_model
 from .backbone import FORMATS, export_backbone
 from .command_line import add_export_flags, read_model_config, requested_card
 from .detection import EvaluationImages
-from .detector import DETECTOR_FORMATS, dataset_category_ids, dataset_class_names, export_detector, read_image_for
+from .detector import DETECTOR_FORMATS, dataset_classes, export_detector, read_image_for
 from .feature_extractor import Normalization
 from .model_card import card_facts
 from .parity import TOLERANCE, worst_relative
@@ -19,8 +19,7 @@ __all__ = [
     "Normalization",
     "add_export_flags",
     "card_facts",
-    "dataset_category_ids",
-    "dataset_class_names",
+    "dataset_classes",
     "export_backbone",
     "export_detector",
     "load_model",

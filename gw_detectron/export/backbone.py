@@ -82,7 +82,7 @@ def export_backbone(
         cases = check_parity(extractor, written.run)
         entries |= {**written.description, "norm_layers": norm_counts(backbone)}
         entries |= {"tolerance": TOLERANCE, "worst_relative": worst_relative(cases), "cases": cases}
-        return write_parity_files(folder / file, file_format, options.get("layout", file_format), entries, source, card)
+        return write_parity_files(folder / file, file_format, entries, source, card)
 
 
 def _check_arguments(file_format: str, layout: str, normalization: Normalization) -> None:

@@ -103,7 +103,7 @@ def export_detector(
         if evaluation is not None:
             begin(f"computing AP on {len(evaluation.inputs)} images, twice")
             entries["accuracy"] = compare_accuracy(detector, program, written, evaluation)
-        return write_parity_files(folder / file, file_format, file_format, entries, source, card)
+        return write_parity_files(folder / file, file_format, entries, source, card)
 
 
 def detector_program(
@@ -123,16 +123,12 @@ def detector_program(
     return program(model, detections, class_names, category_ids)
 
 
-def dataset_class_names(cfg: CfgNode, config_file: str | None = None) -> list[str] | None:
-    """Return the class names of the config's datasets; None if they are unknown, see :func:`class_metadata`."""
-    names = class_metadata(cfg, config_file).get("thing_classes", None)
-    return None if names is None else list(names)
-
-
-def dataset_category_ids(cfg: CfgNode, config_file: str | None = None) -> list[int] | None:
-    """Return the ids of these classes in the annotation files; None if they are unknown."""
-    indices = class_metadata(cfg, config_file).get("thing_dataset_id_to_contiguous_id", None)
-    return None if indices is None else sorted(indices, key=lambda number: indices[number])
+def dataset_classes(cfg: CfgNode, config_file: str | None = None) -> tuple[list[str] | None, list[int] | None]:
+    """Return names and annotation ids of the config's classes; None if unknown, see :func:`class_metadata`."""
+    metadata = class_metadata(cfg, config_file)
+    names, indices = (metadata.get(key, None) for key in ("thing_classes", "thing_dataset_id_to_contiguous_id"))
+    ids = None if indices is None else sorted(indices, key=lambda number: indices[number])
+    return None if names is None else list(names), ids
 
 
 def _check_one_image(file_format: str, one_image: bool, paste_masks: bool, sides: tuple[int, int] | None) -> None:

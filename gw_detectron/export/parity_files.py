@@ -149,7 +149,6 @@ print(backbone.load_state_dict(weights))
 def write_parity_files(
     path: Path,
     file_format: str,
-    kind: str,
     entries: Mapping[str, Any],
     source: Mapping[str, str] | None,
     card: Mapping[str, Any] | None,
@@ -159,7 +158,6 @@ def write_parity_files(
     Args:
         path: the exported file.
         file_format: its format.
-        kind: the kind of README: the format, or the layout of weights.
         entries: ``input``, ``outputs``, the results of the parity check and other entries of the report.
         source: origin of the weights.
         card: the result of :func:`.card_facts`, to make ``README.md`` a model card.
@@ -178,6 +176,7 @@ def write_parity_files(
         "versions": {"python": platform.python_version(), **package_versions(_PACKAGES)},
         **({"card": dict(card)} if card else {}),
     }
+    kind = report.get("layout", file_format)  # of weights, their layout
     readme = _readme(report, kind)
     (path.parent / "parity.json").write_text(json.dumps(report, indent=2) + "\n")
     (path.parent / "README.md").write_text(card_text(report, kind, readme) if card else readme)

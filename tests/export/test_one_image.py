@@ -15,8 +15,7 @@ from PIL import Image
 from gw_detectron.errors import ExportError, UserError
 from gw_detectron.export import (
     EvaluationImages,
-    dataset_category_ids,
-    dataset_class_names,
+    dataset_classes,
     export_detector,
     read_image_for,
 )
@@ -156,17 +155,16 @@ def test_an_image_is_read_in_its_original_size(tmp_path):
 
 def test_the_names_of_the_classes(small_dataset):
     cfg = detector_config("mask")
-    names = dataset_class_names(cfg)
+    names, ids = dataset_classes(cfg)
     assert len(names) == len(set(names)) == cfg.MODEL.ROI_HEADS.NUM_CLASSES
     assert detector_program(build_detector("mask"), class_names=names).describe()["class_names"] == names
-    ids = dataset_category_ids(cfg)
     assert ids == list(range(1, len(names) + 1))
     program = detector_program(build_detector("mask"), class_names=names, category_ids=ids)
     assert program.describe()["category_ids"] == ids
     with pytest.raises(ExportError, match=r"category_ids \(2\): there are 6 class names"):
         detector_program(build_detector("mask"), class_names=names, category_ids=[1, 2])
     cfg.DATASETS.TEST = cfg.DATASETS.TRAIN = ("unregistered",)
-    assert dataset_class_names(cfg) is None and dataset_category_ids(cfg) is None
+    assert dataset_classes(cfg) == (None, None)
 
 
 @needs_export

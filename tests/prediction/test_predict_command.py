@@ -8,7 +8,7 @@ import pytest
 from gw_detectron.commands.predict import get_parser, main
 from gw_detectron.config import read_config
 from gw_detectron.errors import UserError
-from gw_detectron.export import dataset_category_ids, dataset_class_names, export_detector, load_model
+from gw_detectron.export import dataset_classes, export_detector, load_model
 
 from .conftest import SIDES
 
@@ -87,6 +87,7 @@ def test_exported_files_agree_with_the_checkpoint(tmp_path, run_folder, photos, 
     config = str(run_folder / "config.yaml")
     cfg = read_config(config)
     cfg.MODEL.WEIGHTS = str(run_folder / "model_final.pth")
+    names, ids = dataset_classes(cfg, config)
     export_detector(
         load_model(cfg),
         tmp_path / "exported",
@@ -94,8 +95,8 @@ def test_exported_files_agree_with_the_checkpoint(tmp_path, run_folder, photos, 
         sides=SIDES,
         one_image=one_image,
         paste_masks=one_image,
-        class_names=dataset_class_names(cfg, config),
-        category_ids=dataset_category_ids(cfg, config),
+        class_names=names,
+        category_ids=ids,
     )
     words = (photos, "--score-threshold", "0.1", "--no-pictures", "--output")
     assert predict(run_folder, *words, tmp_path / "a")
