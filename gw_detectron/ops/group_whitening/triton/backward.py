@@ -1,9 +1,8 @@
 """Backward pass: products of gradient and input, then input gradient."""
-# mypy: disallow-untyped-defs=False
-# (Triton infers the types of kernel parameters at the launch)
 
 from __future__ import annotations  # without triton, constexpr is only a name in the signatures
 
+import torch
 from torch import Tensor
 
 from ..closed_form import InputGradient
@@ -106,12 +105,14 @@ def grad_products(
     tiling, (x_strides, dy_strides, out_strides) = launch.layouts(groups, columns, x, dy, out, one_j=True)
     n, cpg = x.shape[0], tiling.cpg
     splits, per_split = launch.split(tiling.tiles, n * cpg, 2, x.device)
+    if y is not None and y.stride() != out.stride():
+        y = torch.empty_like(out).copy_(y)
     products, sums = launch.empty(x, cpg, n, splits, groups, groups), launch.empty(x, cpg, n, splits, groups)
     launch.run(
         _products, (n * cpg, splits), like=x, warps=launch.warps_for(groups), stages=3 if groups <= 64 else 2,
         x_ptr=x, x_n=x_strides.sample, x_outer=x_strides.outer, X_J=x_strides.j_first,
         dy_ptr=dy, dy_n=dy_strides.sample, dy_outer=dy_strides.outer, DY_J=dy_strides.j_first,
-        y_ptr=None if y is None else launch.with_strides_of(out, y),
+        y_ptr=y,
         masked_ptr=out, masked_n=out_strides.sample, masked_outer=out_strides.outer, MASKED_J=out_strides.j_first,
         mean_ptr=mean.contiguous(), product_ptr=products, sum_ptr=sums,
         samples=n, positions=tiling.positions, tiles=tiling.tiles, per_split=per_split,

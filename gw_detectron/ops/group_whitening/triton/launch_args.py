@@ -107,11 +107,6 @@ def samples_per_pass(x: Tensor, groups: int) -> int:
     return x.shape[0]
 
 
-def with_strides_of(like: Tensor, y: Tensor) -> Tensor:
-    """Return ``y``, or a copy with the strides of ``like``."""
-    return y if y.stride() == like.stride() else torch.empty_like(like).copy_(y)
-
-
 class Strides(NamedTuple):
     """Strides of an activation (N, C, P); C or P has stride 1."""
 

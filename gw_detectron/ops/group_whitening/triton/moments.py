@@ -1,6 +1,4 @@
 """Means and covariances: per split of the columns, then merged."""
-# mypy: disallow-untyped-defs=False
-# (Triton infers the types of kernel parameters at the launch)
 
 from __future__ import annotations  # without triton, constexpr is only a name in the signatures
 

@@ -1,6 +1,4 @@
 """Newton's iteration and its backward pass, one launch for all samples."""
-# mypy: disallow-untyped-defs=False
-# (Triton infers the types of kernel parameters at the launch)
 
 from __future__ import annotations  # without triton, constexpr is only a name in the signatures
 

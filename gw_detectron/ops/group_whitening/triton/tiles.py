@@ -1,6 +1,4 @@
 """Device functions: offsets, loads and stores of activation tiles and small matrices."""
-# mypy: disallow-untyped-defs=False
-# (Triton infers the types of kernel parameters at the launch)
 
 from __future__ import annotations  # without triton, constexpr is only a name in the signatures
 
