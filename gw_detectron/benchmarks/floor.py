@@ -12,8 +12,6 @@ from .timing import Step
 #: the gradient of P_k, and Q = P_{k-1}, which commutes with S: QD, Q(QD), (QD)Q, Q(Q^2 D) for dS, and
 #: (DQ^2 + QDQ + Q^2 D)S for the gradient of Q
 SOLVER_PRODUCTS = {"forward": 3, "forward+backward": 3 + 5}
-#: products of depth g over all columns: Sigma = X X^T, Y = W X; backward G = dY X^T, dX = W dY + S X
-BIG_PRODUCTS = {"forward": 2, "forward+backward": 2 + 3}
 #: passes over the tensor in memory: forward x for the statistics, x again, y; backward x and dy twice, dx
 PASSES = {"forward": 3, "forward+backward": 3 + 5}
 

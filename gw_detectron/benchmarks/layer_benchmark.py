@@ -1,6 +1,9 @@
 """Benchmark of one layer: time and memory of Group Whitening and its alternatives."""
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -9,7 +12,6 @@ import torch
 
 from ..errors import ConfigError, check_minimum
 from .environment import describe
-from .load import busy_processes
 from .memory import memory_cells
 from .providers import GROUP_NORM_GROUPS, MODES, OPTIONAL, PRECISIONS, PROVIDERS, Case, layer_step, provider_step
 from .table import Row, Table, note_of
@@ -181,7 +183,7 @@ def _measure_time(case: Case, settings: LayerSettings, label: str) -> list[Row]:
     steps = {name: step for name, step in built.items() if isinstance(step, Step)}
     times = time_alternating(steps, settings.repeats, case.device, label)
     if settings.loaded:
-        with busy_processes(torch.get_num_threads()):
+        with _busy_processes(torch.get_num_threads()):
             loaded = time_alternating(steps, settings.repeats, case.device, f"{label}, loaded")
         for name, cells in loaded.items():
             times[name]["loaded_ms"] = cells["median_ms"]
@@ -209,3 +211,17 @@ def _measure_memory(case: Case, settings: LayerSettings) -> list[Row]:
         ratio = {"saved_to_group_norm": cells["saved_mib"] / baseline} if baseline and "saved_mib" in cells else {}
         rows.append(_key(case, name) | cells | ratio)
     return rows
+
+
+@contextmanager
+def _busy_processes(count: int) -> Iterator[None]:
+    """Run ``count`` processes without a pause, as other jobs do on a shared machine."""
+    endless = [sys.executable, "-c", "while True: pass"]
+    processes = [subprocess.Popen(endless) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait()

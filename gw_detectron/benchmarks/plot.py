@@ -71,19 +71,15 @@ def _plot_bars(axes: Axes, rows: Sequence[Row]) -> None:
 
 def _plot_models(table: Table) -> Figure:
     rows = [row for row in table.rows if row.get("to_bn")]
-    figure = Figure(figsize=(11, 1.6 + 0.26 * len(rows)), layout="constrained")
-    axes = figure.subplots()
-    axes.barh(range(len(rows)), [_number(row, "to_bn") for row in rows], label="this run")
+    names = [f"{row['model']} {row['variant']}, {row['dtype']}, {row['batch']} of {row['image']}" for row in rows]
+    figure = _plot_rows(rows, names, "to_bn", "time of an iteration, BN (detector: FrozenBN) = 1")
+    (axes,) = figure.axes
+    axes.containers[0].set_label("this run")
     published = [(_number(row, "paper_to_bn"), place) for place, row in enumerate(rows) if row.get("paper_to_bn")]
     if published:
         axes.plot(*zip(*published, strict=True), "k|", markersize=12, label="the paper, V100")
     axes.axvline(1, color="k", linewidth=0.8)
-    names = [f"{row['model']} {row['variant']}, {row['dtype']}, {row['batch']} of {row['image']}" for row in rows]
-    axes.set_yticks(range(len(rows)), names, fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlabel("time of an iteration, BN (detector: FrozenBN) = 1")
     axes.legend(fontsize=8)
-    axes.grid(axis="x", alpha=0.3)
     return figure
 
 

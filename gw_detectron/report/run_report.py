@@ -52,7 +52,7 @@ def write_report(
     options = options or ReportOptions()
     run = RunFolder(folder, options)
     output = run.folder / "report" if output is None else Path(output)
-    sections, missing = _build(run, options.errors)
+    sections, missing = _build(run)
     pictures = {picture.file: picture for section in sections for picture in section.all_pictures()}
     numbers = {**{section.key: section.numbers for section in sections}, "missing": missing, "pictures": [*pictures]}
     numbers = json.loads(json.dumps(numbers), parse_constant=lambda _: None)  # JSON has no NaN
@@ -67,7 +67,7 @@ def write_report(
     return numbers
 
 
-def _build(run: RunFolder, errors: bool) -> tuple[list[Section], list[dict[str, Any]]]:
+def _build(run: RunFolder) -> tuple[list[Section], list[dict[str, Any]]]:
     parts: dict[str, Callable[[RunFolder], Section]] = {
         "summary": summary_section,
         "curves": curves_section,
@@ -75,7 +75,7 @@ def _build(run: RunFolder, errors: bool) -> tuple[list[Section], list[dict[str, 
         "precision and recall": precision_recall_section,
         "confusion": confusion_section,
         "predictions": predictions_section,
-        **({"errors": errors_section} if errors else {}),
+        **({"errors": errors_section} if run.options.errors else {}),
         "features": layers_section,
         "norm layers": norms_section,
         "config": config_section,
