@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
-from .plan import DECIDING, DECIDING_BATCH, EQUAL_TIME, OTHER_BATCHES, planned_iterations, scored_seeds
+from .plan import DECIDING_BATCH, EQUAL_TIME, OTHER_BATCHES, planned_iterations
 from .tables import Results, grid, losses, mean_features, scored, scored_rows
 
 #: color and marker of the deciding norms
@@ -19,42 +19,48 @@ _STYLES: dict[str, dict[str, Any]] = {
     "BN+GW": {"color": "tab:red", "marker": "D"},
     "GW": {"color": "tab:purple", "marker": "v"},
 }
+_SHORT = planned_iterations(DECIDING_BATCH)
 _FIRST_LOSS = 200  # the fall before it hides the rest
 
 
 def ap_figure(results: Results) -> Figure:
-    """AP of the five deciding norms at their own learning rates, and over learning rates."""
-    figure = Figure(figsize=(9.6, 4.1), layout="constrained")
-    iterations = planned_iterations(DECIDING_BATCH)
+    """AP of the five deciding norms at their own learning rates, short and long, and over learning rates."""
+    figure = Figure(figsize=(13, 4.1), layout="constrained")
     figure.suptitle(
-        f"Small detector from scratch, synthetic images, {DECIDING_BATCH} per batch, {iterations} iterations",
-        fontsize=11,
+        f"Box AP of a small detector, from scratch, synthetic images, {DECIDING_BATCH} per batch", fontsize=11
     )
-    bars, rates = figure.subplots(1, 2)
-    equal_time: dict[int, float] = {}  # mean AP by the place of the bar
-    for place, (norm, style) in enumerate(_STYLES.items()):
-        values = list(scored(results, norm).values())
-        if values:
-            bars.bar(place, statistics.mean(values), color=style["color"], alpha=0.45, width=0.7)
-            places = [place + 0.1 * (i - (len(values) - 1) / 2) for i in range(len(values))]  # beside each other
-            bars.plot(places, values, linestyle="", markersize=5, **style)
-        if longer := scored(results, norm, iterations=EQUAL_TIME[iterations]):
-            equal_time[place] = statistics.mean(longer.values())
+    *bars, rates = figure.subplots(1, 1 + len(EQUAL_TIME))
+    for axes, iterations in zip(bars, EQUAL_TIME, strict=True):
+        _ap_bars(axes, results, iterations)
+    for norm, style in _STYLES.items():
         curve = grid(results, norm)
         rates.plot(list(curve), list(curve.values()), label=norm, markersize=6, fillstyle="none", **style)
-    if equal_time:
-        label = f"{EQUAL_TIME[iterations]} iterations, about the time of GW's {iterations}"
-        bars.bar(list(equal_time), list(equal_time.values()), width=0.7, fill=False, linestyle="--", label=label)
-        bars.margins(y=0.2)  # room for the legend
-    bars.set_xticks(range(len(_STYLES)), list(_STYLES))
-    seeds = len(scored_seeds(DECIDING[0]))
-    bars.set(title=f"Each norm at its best learning rate, {seeds} seeds", ylabel="box AP (scored images)")
-    rates.set(title="Over the learning rate, 1 seed", xlabel="SOLVER.BASE_LR", ylabel="box AP (images that choose)")
+    rates.set(title=f"{_SHORT} iterations over the learning rate, 1 seed", xlabel="SOLVER.BASE_LR")
     _log_axis(rates)
-    for axes in (bars, rates):
+    for axes in (*bars, rates):
         axes.set_ylim(bottom=0)
         _finish(axes)
     return figure
+
+
+def _ap_bars(axes: Axes, results: Results, iterations: int) -> None:
+    """Draw AP after as many iterations, and in about the time of as many with GW."""
+    equal_time: dict[int, float] = {}  # mean AP by the place of the bar
+    seeds = 0
+    for place, (norm, style) in enumerate(_STYLES.items()):
+        if values := list(scored(results, norm, iterations=iterations).values()):
+            axes.bar(place, statistics.mean(values), color=style["color"], alpha=0.45, width=0.7)
+            places = [place + 0.1 * (i - (len(values) - 1) / 2) for i in range(len(values))]  # beside each other
+            axes.plot(places, values, linestyle="", markersize=5, **style)
+            seeds = max(seeds, len(values))
+        if longer := scored(results, norm, iterations=EQUAL_TIME[iterations]):
+            equal_time[place] = statistics.mean(longer.values())
+    if equal_time:
+        label = f"{EQUAL_TIME[iterations]} iterations, about the time of GW's {iterations}"
+        axes.bar(list(equal_time), list(equal_time.values()), width=0.7, fill=False, linestyle="--", label=label)
+        axes.margins(y=0.2)  # room for the legend
+    axes.set_xticks(range(len(_STYLES)), list(_STYLES))
+    axes.set(title=f"{iterations} iterations, {seeds} seed{'s' if seeds > 1 else ''}", ylabel="box AP")
 
 
 def batch_figure(results: Results) -> Figure:
