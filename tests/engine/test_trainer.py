@@ -16,7 +16,7 @@ import yaml
 
 from gw_detectron.analysis import WhiteningStatsHook, whitening_stats_hook
 from gw_detectron.analysis.whitening_statistics import REDUCTIONS
-from gw_detectron.checkpoint import loading, read_weights_file
+from gw_detectron.checkpoint import checkpoint_file, read_weights_file
 from gw_detectron.engine import Trainer, main, setup
 from gw_detectron.errors import (
     FileAccessError,
@@ -202,7 +202,7 @@ def test_evaluation_of_weights_with_nan_is_refused(copy, tmp_path):
 
 def test_a_checkpoint_is_read_once(copy, tmp_path, monkeypatch):
     read = []
-    monkeypatch.setattr(loading, "read_weights_file", lambda path: read.append(path) or read_weights_file(path))
+    monkeypatch.setattr(checkpoint_file, "read_weights_file", lambda path: read.append(path) or read_weights_file(path))
     main(arguments(tmp_path, "--resume", SOLVER__MAX_ITER=4, DATASETS__TEST="()"))
     main(arguments(tmp_path / "new", MODEL__WEIGHTS=tmp_path / "model_final.pth", DATASETS__TEST="()"))
     assert read == [str(tmp_path / "model_final.pth")] * 2
