@@ -29,6 +29,7 @@ _LEGACY_TORCH = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)  # first bytes 
 _LEGACY_PICKLES = 5  # of such a file: magic number, version, system, content, names of the storages
 _GET_AGAIN = "Fix: get the file again."
 _SAVE_DENSE = "Fix: save dense tensors with torch.save."
+_UTF8 = 0x800  # flag of an archive's part: the encoding of its name
 _LARGEST_HEADER = 2**23  # bytes of a safetensors header or an archive directory: about 80,000 tensors
 _NAMES = {"torch": "file of torch.save", "pickle": "pickle", "safetensors": "safetensors file"}
 # Names that state a format, as Detectron2 reads them. Others (.bin, .ckpt, .tar, none) are used for several formats.
@@ -176,6 +177,10 @@ def _check_archive(file: IO[bytes], size: int) -> None:
             raise WeightsFileError(f"its parts claim to be larger than the file. {_GET_AGAIN}")
         if damaged := archive.testzip():
             raise WeightsFileError(f"it is damaged: wrong checksum of its part {damaged}. {_GET_AGAIN}")
+        # zipfile decodes other names, or takes them from another field; torch compares their bytes
+        same = (part.filename == part.orig_filename for part in parts)
+        if not all(same) or not all(part.filename.isascii() or part.flag_bits & _UTF8 for part in parts):
+            raise WeightsFileError(f"it has a part with an ambiguous name. {_GET_AGAIN}")
         sizes = {part.filename.lower(): part.file_size for part in parts}  # torch finds them whatever their case
         if len(sizes) < len(parts):
             raise WeightsFileError(f"it has two parts of one name. {_GET_AGAIN}")
@@ -187,7 +192,7 @@ def _check_archive(file: IO[bytes], size: int) -> None:
 
 
 def _check_storage(sizes: Mapping[str, int], root: str, reference: tuple[object, ...]) -> None:
-    """Require that a storage has the size of its part: torch below 2.10 reads beyond a smaller part.
+    """Require that the part of a storage is large enough: torch below 2.10 reads beyond a smaller one.
 
     Args:
         sizes: path of a part in lower case -> bytes.
@@ -200,9 +205,9 @@ def _check_storage(sizes: Mapping[str, int], root: str, reference: tuple[object,
         case ("storage", str(path), str(key), str(), int(count)):
             name = path.rpartition(".")[2]
             dtype = torch.uint8 if name == "UntypedStorage" else torch.serialization.StorageType(name).dtype
-            if sizes.get(f"{root}/data/{key}".lower()) == count * dtype.itemsize:
+            if 0 <= count * dtype.itemsize <= sizes.get(f"{root}/data/{key}".lower(), -1):
                 return
-    raise WeightsFileError(f"it is damaged: a storage has another size than its part. {_GET_AGAIN}")
+    raise WeightsFileError(f"it is damaged: a storage is larger than its part. {_GET_AGAIN}")
 
 
 def _check_archive_end(file: IO[bytes], size: int) -> None:
