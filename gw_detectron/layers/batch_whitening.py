@@ -10,7 +10,7 @@ from ..ops.batch_whitening.reference import to_columns, transform
 from ..ops.batch_whitening.statistics import BatchStatistics, batch_statistics
 from ..ops.solvers import Solver
 from ..ops.tensors import autocast_off, check_flag, check_integer, check_number, check_tensors
-from .class_change import change_base
+from .class_change import base_class, change_base
 from .rotation import GroupRotation
 from .unpickling import check_pickled_solver
 
@@ -240,9 +240,22 @@ class FrozenBatchWhitening2d(BatchWhitening2d):
 
         Returns:
             ``module``.
+
+        Raises:
+            TypeError: a layer is of a subclass of BatchWhitening2d, which may compute something else.
         """
-        for layer in module.modules():
-            if isinstance(layer, BatchWhitening2d) and not isinstance(layer, cls):
-                change_base(layer, cls)
-                cls._freeze(layer)  # type: ignore[arg-type]
+        layers = {
+            name: layer
+            for name, layer in module.named_modules()
+            if isinstance(layer, BatchWhitening2d) and not isinstance(layer, cls)
+        }
+        for name, layer in layers.items():
+            if base_class(layer) is not BatchWhitening2d:
+                raise TypeError(
+                    f"{name or 'module'} ({type(layer).__name__}): a subclass of BatchWhitening2d, which would compute "
+                    "something else when frozen. Fix: freeze it by eval() and requires_grad_(False)."
+                )
+        for layer in layers.values():
+            change_base(layer, cls)
+            cls._freeze(layer)  # type: ignore[arg-type]
         return module

@@ -23,6 +23,14 @@ def change_class(module: nn.Module, mixin: Any) -> None:
     module.__class__ = _changed(mixin, base)
 
 
+def base_class(module: nn.Module) -> Any:
+    """Return the class of a module below its mixins."""
+    cls: Any = type(module)
+    while issubclass(cls, ClassChange):
+        cls = cls.__bases__[1]
+    return cls
+
+
 def change_base(module: nn.Module, base: Any) -> None:
     """Exchange the class of a module below its mixins, in place."""
     module.__class__ = _with_base(type(module), base)

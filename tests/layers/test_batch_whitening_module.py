@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from gw_detectron.layers import SOLVERS, BatchWhitening2d, FrozenBatchWhitening2d
 
@@ -200,6 +201,19 @@ class TestFrozen:
         model = nn.ModuleDict({"a": shared, "b": shared, "c": nn.Sequential(shared)})
         FrozenBatchWhitening2d.convert(model)
         assert isinstance(model["a"], FrozenBatchWhitening2d) and model["a"] is model["b"] is model["c"][0]
+
+    def test_a_layer_that_computes_something_else_is_refused(self):
+        class Doubled(BatchWhitening2d):
+            def forward(self, x):
+                return 2 * super().forward(x)
+
+        model = nn.Sequential(BatchWhitening2d(8), Doubled(8))
+        with pytest.raises(TypeError, match=r"1 \(Doubled\): a subclass of BatchWhitening2d.* Fix: freeze it by eval"):
+            FrozenBatchWhitening2d.convert(model)
+        assert type(model[0]) is BatchWhitening2d
+        parametrized = parametrize.register_parametrization(BatchWhitening2d(8), "weight", nn.Identity())
+        with pytest.raises(TypeError, match=r"module \(ParametrizedBatchWhitening2d\)"):
+            FrozenBatchWhitening2d.convert(parametrized)
 
     def test_it_loads_the_checkpoint_of_the_layer_and_gives_it_back(self):
         layer, x = trained(), batches()[1]
