@@ -10,7 +10,7 @@ import stat
 import struct
 import zipfile
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from io import BufferedReader
 from typing import IO, Any, Literal, NamedTuple
 
@@ -177,18 +177,23 @@ def _check_archive(file: IO[bytes], size: int) -> None:
             raise WeightsFileError(f"its parts claim to be larger than the file. {_GET_AGAIN}")
         if damaged := archive.testzip():
             raise WeightsFileError(f"it is damaged: wrong checksum of its part {damaged}. {_GET_AGAIN}")
-        # zipfile decodes other names, or takes them from another field; torch compares their bytes
-        same = (part.filename == part.orig_filename for part in parts)
-        if not all(same) or not all(part.filename.isascii() or part.flag_bits & _UTF8 for part in parts):
-            raise WeightsFileError(f"it has a part with an ambiguous name. {_GET_AGAIN}")
-        sizes = {part.filename.lower(): part.file_size for part in parts}  # torch finds them whatever their case
-        if len(sizes) < len(parts):
-            raise WeightsFileError(f"it has two parts of one name. {_GET_AGAIN}")
-        check_storage = functools.partial(_check_storage, sizes, parts[0].filename.partition("/")[0])
+        check_storage = functools.partial(_check_storage, _part_sizes(parts), parts[0].filename.partition("/")[0])
         for part in parts:
             if part.filename.lower().endswith("data.pkl"):
                 with archive.open(part) as content:
                     check_pickle(content, size, _is_allowed_by_torch, check_storage)
+
+
+def _part_sizes(parts: Sequence[zipfile.ZipInfo]) -> dict[str, int]:
+    """Return the bytes of each part by its path in lower case, as torch ignores the case."""
+    for part in parts:
+        # zipfile decodes names, or takes them from another field; torch compares their bytes
+        if part.filename != part.orig_filename or not (part.filename.isascii() or part.flag_bits & _UTF8):
+            raise WeightsFileError(f"it has a part with an ambiguous name. {_GET_AGAIN}")
+    sizes = {part.filename.lower(): part.file_size for part in parts}
+    if len(sizes) < len(parts):
+        raise WeightsFileError(f"it has two parts of one name. {_GET_AGAIN}")
+    return sizes
 
 
 def _check_storage(sizes: Mapping[str, int], root: str, reference: tuple[object, ...]) -> None:
