@@ -83,6 +83,7 @@ def convert_norms(model: nn.Module, plan: Plan, *, calibrate: Iterable[Any] | No
     old = {name: layers[name] for name in new}
     _check_fused(model, old, new)
     _check_containers(model, old)
+    _check_shared(model, old)
     difference = None
     _warn_of_single_columns(old, new)
     if calibrate is None:
@@ -226,6 +227,23 @@ def _check_containers(model: nn.Module, old: Mapping[str, nn.Module]) -> None:
                         f"convert_norms, {names[id(kept)]}: {where} is a plain {type(value).__name__} that holds it "
                         "too, and would keep the old layer. Fix: use torch.nn.ModuleList or torch.nn.ModuleDict."
                     )
+
+
+def _check_shared(model: nn.Module, old: Mapping[str, nn.Module]) -> None:
+    """Refuse layers that share a parameter with another module, as they would share it no longer."""
+    owners: dict[int, list[str]] = {}
+    for path, module in model.named_modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append(path)
+    for paths in owners.values():
+        shared = [path for path in paths if path in old]
+        if shared and len(paths) > 1:
+            other = next(path for path in paths if path != shared[0])
+            raise ConversionError(
+                f"convert_norms, {shared[0]}: shares a parameter with {other}, and the new layer would have its own. "
+                "Fix: keep both, by None in the plan, or give each its own parameter."
+            )
 
 
 def _warn_of_single_columns(old: Mapping[str, nn.Module], new: Mapping[str, nn.Module]) -> None:

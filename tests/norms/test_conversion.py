@@ -253,9 +253,16 @@ class KeepsList(nn.Module):
         self.parts = [self.conv, self.norm]
 
 
+def sharing_a_scale() -> nn.Sequential:
+    model = nn.Sequential(nn.BatchNorm2d(8), nn.ReLU(), nn.BatchNorm2d(8))
+    model[2].weight = model[0].weight
+    return model
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
+        (sharing_a_scale, r"0: shares a parameter with 2, .* Fix: keep both, by None in the plan"),
         (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), BNAndReLU(8)), r"1 \('BNAndReLU'\): has a forward of its own"),
         (KeepsList, "norm: parts is a plain list that holds it too, .* Fix: use torch.nn.ModuleList"),
         (lambda: nn.Sequential(nn.BatchNorm2d(8), nn.LazyBatchNorm2d()), r"1 \(LazyBatchNorm2d\): has no shape yet"),
