@@ -11,12 +11,11 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.data.detection_utils import convert_PIL_to_numpy
 from detectron2.utils.env import seed_all_rng
-from PIL import Image
 from torch import Tensor, nn
 
 from ..checkpoint import LoadReport, load_checkpoint, open_checkpoint
-from ..data.images import evaluation_input, image_files, read_image
-from ..data.synthetic import SyntheticConfig, draw_scene
+from ..data.images import draw_images, evaluation_input, image_files, read_image
+from ..data.synthetic import SyntheticConfig
 from ..errors import ConfigError, NonFiniteCovarianceError, PartialLoadError, check_minimum, summarize_names
 from ..modeling import build_checked_model
 from ..norms import norm_spec
@@ -146,10 +145,8 @@ def _check_loaded(report: LoadReport, layers: Collection[str]) -> None:
 
 
 def _draw_scenes(cfg: CfgNode, count: int, seed: int) -> Iterator[np.ndarray]:
-    config = SyntheticConfig(num_val=count, seed=seed)
-    for index in range(count):
-        scene = Image.fromarray(np.asarray(draw_scene(config, "val", index).image()))
-        yield convert_PIL_to_numpy(scene, cfg.INPUT.FORMAT)
+    for image in draw_images(SyntheticConfig(num_val=count, seed=seed)):
+        yield convert_PIL_to_numpy(image, cfg.INPUT.FORMAT)
 
 
 def _findings(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:

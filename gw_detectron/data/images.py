@@ -166,8 +166,13 @@ def load_images(folder: str | os.PathLike[str], count: int = 8) -> list[Image.Im
 
 def synthetic_images(count: int = 4) -> list[Image.Image]:
     """Draw the same images of colored, textured shapes every time."""
-    config = SyntheticConfig(num_val=count, min_side=SIDE, max_side=SIDE, crowd_fraction=0.0)
-    return [Image.fromarray(np.asarray(draw_scene(config, "val", index).image())) for index in range(count)]
+    return list(draw_images(SyntheticConfig(num_val=count, min_side=SIDE, max_side=SIDE, crowd_fraction=0.0)))
+
+
+def draw_images(config: SyntheticConfig) -> Iterator[Image.Image]:
+    """Draw the validation images of a synthetic dataset."""
+    for index in range(config.num_val):
+        yield Image.fromarray(np.asarray(draw_scene(config, "val", index).image()))
 
 
 def center_crop(image: Image.Image) -> Image.Image:

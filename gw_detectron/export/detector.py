@@ -4,9 +4,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import torch
 from detectron2.config import CfgNode
+from detectron2.data.detection_utils import convert_PIL_to_numpy
 from detectron2.modeling import GeneralizedRCNN
 from torch import Tensor, nn
 
@@ -159,5 +158,4 @@ def read_image_for(cfg: CfgNode, path: str | os.PathLike[str], *, resize: bool =
 
 
 def _scene(channels: str) -> Tensor:
-    image = torch.from_numpy(np.array(synthetic_images(1)[0])).permute(2, 0, 1).float()
-    return image.flip(0) if channels == "BGR" else image
+    return channels_first(convert_PIL_to_numpy(synthetic_images(1)[0], channels))
