@@ -79,14 +79,20 @@ def write_onnx(program: Program, path: Path) -> Written:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecations inside torch's own exporter
             onnx = torch.onnx.export(
-                exported, dynamo=True, verbose=False, input_names=inputs, output_names=program.names
+                exported,
+                dynamo=True,
+                optimize=False,
+                verbose=False,
+                input_names=inputs,
+                output_names=program.names,
             )
+            assert onnx is not None  # torch returns a program if dynamo=True
+            _simplify(onnx.model)
     except torch.onnx.OnnxExporterError as error:
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
         raise ExportError(f"format ('onnx'): ONNX cannot express this model: {cause}. Fix: use pt2.") from error
-    assert onnx is not None  # torch returns a program if dynamo=True
     description = _describe_operations(program)
     shape: Any = onnx.model.graph.inputs[0].shape
     axes = zip(shape, description["input"]["shape"], strict=True)
@@ -94,6 +100,30 @@ def write_onnx(program: Program, path: Path) -> Written:
     onnx.model.metadata_props[DESCRIPTION] = json.dumps(description)
     onnx.save(path, external_data=False)
     return (open_onnx(path), {"opset": onnx.model.opset_imports[""]})
+
+
+def _simplify(model: Any) -> None:
+    """Fold constants and batch norms, and remove what is repeated or unused.
+
+    The optimizer of torch's exporter does it too, but its search for one more pattern, which no detector has, takes
+    time in the square of the number of nodes: a quarter to a third of the time of an export.
+    """
+    from onnx_ir.passes import Sequential, common
+    from onnxscript.optimizer import fold_constants, inline
+    from onnxscript.rewriter import rewrite
+    from onnxscript.rewriter.rules.common import fuse_batchnorm_into_conv_rule
+
+    inline(model)
+    for _ in range(2):  # what the first round leaves, the second one folds
+        fold_constants(model)
+        rewrite(model, [fuse_batchnorm_into_conv_rule])
+    Sequential(
+        common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+        common.DeduplicateInitializersPass(),
+        common.CommonSubexpressionEliminationPass(),
+        common.OutputFixPass(),
+        common.NameFixPass(),
+    )(model)
 
 
 def _describe_operations(program: Program) -> dict[str, Any]:
