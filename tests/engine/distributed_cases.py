@@ -41,8 +41,8 @@ NORMS = {
     "nnSyncBN": ("nnSyncBN", "BN"),
     "BN": ("BN", "BN"),
 }
-#: number of processes -> images of each process
-SHARES = {2: {"equal": [2, 2], "unequal": [3, 1]}, 4: {"equal": [1, 1, 1, 1], "unequal": [2, 1, 1, 0]}}
+#: images of each of four processes
+EQUAL, UNEQUAL = [1, 1, 1, 1], [2, 1, 1, 0]
 SIDE = 64
 
 
@@ -187,16 +187,15 @@ def losses_of_detector() -> dict[str, float]:
 
 
 def compare_gradients(args: argparse.Namespace) -> None:
-    """Write the differences from one process to ``gradients.pt`` in ``OUTPUT_DIR``."""
+    """Write the differences of four processes from one to ``gradients.pt`` in ``OUTPUT_DIR``."""
     found: dict[str, Any] = {}
-    shares = SHARES[comm.get_world_size()]
     for name in NORMS:
         if device_of(name) == "cpu" or torch.cuda.is_available():
             # Detectron2's layer gives all processes the same weight
-            share = shares["equal" if name == "naiveSyncBN" else "unequal"]
+            share = EQUAL if name == "naiveSyncBN" else UNEQUAL
             found[name] = {
                 "float64": linear_loss_of_backbone(name, torch.float64, share),
-                "float32": linear_loss_of_backbone(name, torch.float32, shares["equal"]),
+                "float32": linear_loss_of_backbone(name, torch.float32, EQUAL),
             }
     found["detector"] = losses_of_detector()
     if comm.is_main_process():

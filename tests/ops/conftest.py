@@ -23,12 +23,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Drop repetitions: other solvers than newton have one backend."""
+    """Drop repetitions: other solvers than newton have one backend, the reference."""
     items[:] = [item for item in items if not _repeated(getattr(item, "callspec", None))]
 
 
 def _repeated(callspec) -> bool:
-    if callspec is None or callspec.params.get("backend") != "matmul":
+    if callspec is None or callspec.params.get("backend") not in ("matmul", "chosen"):
         return False
     params = callspec.params
     found = params.get("solver") or params.get("setting") or params.get("args", {}).get("solver", "newton")
