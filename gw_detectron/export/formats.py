@@ -105,8 +105,8 @@ def write_onnx(program: Program, path: Path) -> Written:
 def _simplify(model: Any) -> None:
     """Fold constants and batch norms, and remove what is repeated or unused.
 
-    The optimizer of torch's exporter does it too, but its search for one more pattern, which no detector has, takes
-    time in the square of the number of nodes: a quarter to a third of the time of an export.
+    The optimizer of torch's exporter does the same and rewrites more patterns. It is not used, as its search for one of
+    them, pairs of slices, takes time in the square of the number of nodes, a large part of a detector's export.
     """
     from onnx_ir.passes import Sequential, common
     from onnxscript.optimizer import fold_constants, inline
