@@ -34,6 +34,8 @@ VARIATIONS: dict[str, tuple[str, dict[str, object]]] = {
 DECIDING = ("BN+GW", "BN+GN", "BN", "GN", "GW")
 DECIDING_BATCH = 2
 OTHER_BATCHES = (1, 4, 8)
+#: norms that are also trained at the other batch sizes
+OTHER_BATCH_NORMS = (*DECIDING, "GN+WS")
 TRAINING_IMAGES = 4000  # of every run but the longer ones
 #: iterations of GW -> those of a norm without whitening that take about as long
 EQUAL_TIME = {2000: 2500, 6000: 7500}
@@ -127,8 +129,8 @@ def planned_rows(ap: Mapping[Row, float]) -> Iterator[Row]:
             for norm in norms:
                 yield Row(norm, DECIDING_BATCH, chosen[norm], seed, iterations)
     for batch in OTHER_BATCHES:
-        for norm, rate in chosen.items():
-            best = None
+        for norm in OTHER_BATCH_NORMS:
+            rate, best = chosen[norm], None
             if rate is not None:
                 rate *= batch / DECIDING_BATCH
                 grid = _grid(norm, batch, (rate / 2, rate, rate * 2), ap)

@@ -13,6 +13,7 @@ from .plan import (
     EQUAL_TIME,
     LONGER,
     NORMS,
+    OTHER_BATCH_NORMS,
     OTHER_BATCHES,
     VARIATIONS,
     Row,
@@ -196,7 +197,7 @@ def mechanism_table(results: Results) -> str:
 
 def has_other_batches(results: Results) -> bool:
     """Tell whether a scored run at another batch size is finished."""
-    return any(scored(results, norm, batch) for norm in NORMS for batch in OTHER_BATCHES)
+    return any(scored(results, norm, batch) for norm in OTHER_BATCH_NORMS for batch in OTHER_BATCHES)
 
 
 def batch_table(results: Results) -> str:
@@ -204,7 +205,7 @@ def batch_table(results: Results) -> str:
     if not has_other_batches(results):
         return "No run at another batch size is finished."
     batches = sorted((DECIDING_BATCH, *OTHER_BATCHES))
-    lines = [(norm, *(_mean(scored(results, norm, batch).values()) for batch in batches)) for norm in NORMS]
+    lines = [(norm, *(_mean(scored(results, norm, batch).values()) for batch in batches)) for norm in OTHER_BATCH_NORMS]
     table = _table(lines, ("norm", *(f"batch {batch}" for batch in batches)))
     return f"![Box AP over the images per batch]({BATCH_FIGURE})\n\n{table}"
 

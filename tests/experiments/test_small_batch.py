@@ -65,7 +65,7 @@ def test_the_plan_without_results():
 
 def test_the_whole_plan():
     rows = list(planned_rows(all_grids()))
-    main, others, variations, longer = 5 * (5 + 5) + 4 * (3 + 3), 9 * 3 * (3 + 1), 9 * 3, 3 * (3 + 5 + 3)
+    main, others, variations, longer = 5 * (5 + 5) + 4 * (3 + 3), 6 * 3 * (3 + 1), 9 * 3, 3 * (3 + 5 + 3)
     assert len(rows) == len(set(rows)) == len({row.name for row in rows}) == main + others + variations + longer
     assert {row.norm for row in rows} == {*NORMS, *VARIATIONS} and set(DECIDING) < set(NORMS)
     assert [row.batch * row.iterations for row in rows].count(4000) == len(rows) - longer
