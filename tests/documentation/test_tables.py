@@ -107,8 +107,8 @@ def test_the_study_in_the_readme_and_the_decision_table_is_that_of_the_runs():
     text = " ".join(read("README.md").split())
     assert (
         f"has {ap['GW']} box AP with GW, {ap['GN']} with GN, {ap['BN']} with BN, {ap['BN+GW']} with BN and GW at "
-        f"S1-B2, and {ap['BN+GN']} with BN and GN there. **GN with Weight Standardization has {ap['GN+WS']}, the most of "
-        f"all.** Times are {times['GW']:.1f} (GW) and {times['GN+WS']:.1f} (GN+WS) of BN's" in text
+        f"S1-B2, and {ap['BN+GN']} with BN and GN there. **GN with Weight Standardization has {ap['GN+WS']}, the "
+        f"most of all.** Times are {times['GW']:.1f} (GW) and {times['GN+WS']:.1f} (GN+WS) of BN's" in text
     )
     assert max(ap.values()) == ap["GN+WS"]
     longer = {
