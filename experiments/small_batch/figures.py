@@ -1,6 +1,7 @@
 """Figures of the small-batch study."""
 
 import statistics
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -11,20 +12,21 @@ from matplotlib.ticker import NullFormatter
 from .plan import DECIDING_BATCH, EQUAL_TIME, OTHER_BATCHES, planned_iterations
 from .tables import Results, grid, losses, mean_features, scored, scored_rows
 
-#: color and marker of the deciding norms
+#: color and marker of the norms in the figures: the deciding ones, and the rival that is trained at all batch sizes
 _STYLES: dict[str, dict[str, Any]] = {
     "BN": {"color": "tab:blue", "marker": "o"},
     "BN+GN": {"color": "tab:olive", "marker": "s"},
     "GN": {"color": "tab:green", "marker": "^"},
     "BN+GW": {"color": "tab:red", "marker": "D"},
     "GW": {"color": "tab:purple", "marker": "v"},
+    "GN+WS": {"color": "tab:gray", "marker": "P"},
 }
 _SHORT = planned_iterations(DECIDING_BATCH)
 _FIRST_LOSS = 200  # the fall before it hides the rest
 
 
 def ap_figure(results: Results) -> Figure:
-    """AP of the five deciding norms at their own learning rates, short and long, and over learning rates."""
+    """AP of the norms at their own learning rates, short and long, and over learning rates."""
     figure = Figure(figsize=(13, 4.1), layout="constrained")
     figure.suptitle(
         f"Box AP of a small detector, from scratch, synthetic images, {DECIDING_BATCH} per batch", fontsize=11
@@ -46,25 +48,26 @@ def ap_figure(results: Results) -> Figure:
 def _ap_bars(axes: Axes, results: Results, iterations: int) -> None:
     """Draw AP after as many iterations, and in about the time of as many with GW."""
     equal_time: dict[int, float] = {}  # mean AP by the place of the bar
-    seeds = 0
-    for place, (norm, style) in enumerate(_STYLES.items()):
-        if values := list(scored(results, norm, iterations=iterations).values()):
-            axes.bar(place, statistics.mean(values), color=style["color"], alpha=0.45, width=0.7)
-            places = [place + 0.1 * (i - (len(values) - 1) / 2) for i in range(len(values))]  # beside each other
-            axes.plot(places, values, linestyle="", markersize=5, **style)
-            seeds = max(seeds, len(values))
+    found = {
+        norm: values for norm in _STYLES if (values := list(scored(results, norm, iterations=iterations).values()))
+    }
+    for place, (norm, values) in enumerate(found.items()):
+        style = _STYLES[norm]
+        axes.bar(place, statistics.mean(values), color=style["color"], alpha=0.45, width=0.7)
+        places = [place + 0.1 * (i - (len(values) - 1) / 2) for i in range(len(values))]  # beside each other
+        axes.plot(places, values, linestyle="", markersize=5, **style)
         if longer := scored(results, norm, iterations=EQUAL_TIME[iterations]):
             equal_time[place] = statistics.mean(longer.values())
     if equal_time:
         label = f"{EQUAL_TIME[iterations]} iterations, about the time of GW's {iterations}"
         axes.bar(list(equal_time), list(equal_time.values()), width=0.7, fill=False, linestyle="--", label=label)
         axes.margins(y=0.2)  # room for the legend
-    axes.set_xticks(range(len(_STYLES)), list(_STYLES))
-    axes.set(title=f"{iterations} iterations, {seeds} seed{'s' if seeds > 1 else ''}", ylabel="box AP")
+    axes.set_xticks(range(len(found)), list(found))
+    axes.set(title=f"{iterations} iterations, {_seeds(found.values())}", ylabel="box AP")
 
 
 def batch_figure(results: Results) -> Figure:
-    """AP of the five deciding norms over batch sizes, each at its own learning rate."""
+    """AP of the norms over batch sizes, each at its own learning rate."""
     figure = Figure(figsize=(5.4, 3.9), layout="constrained")
     axes = figure.subplots()
     for norm, style in _STYLES.items():
@@ -76,6 +79,7 @@ def batch_figure(results: Results) -> Figure:
         axes.plot(list(sizes), list(sizes.values()), label=norm, markersize=5, **style)
     axes.set(title="Over the images per batch", xlabel="SOLVER.IMS_PER_BATCH", ylabel="box AP")
     _log_axis(axes)
+    axes.margins(y=0.2)
     axes.set_ylim(bottom=0)
     _finish(axes)
     return figure
@@ -105,7 +109,7 @@ def mechanism_figure(results: Results) -> Figure:
 
 
 def loss_figure(results: Results) -> Figure:
-    """Training loss of the deciding norms at batch 2 and at their own learning rates, averaged over seeds."""
+    """Training loss of the norms at batch 2 and at their own learning rates, averaged over seeds."""
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
     for norm, style in _STYLES.items():
@@ -117,10 +121,16 @@ def loss_figure(results: Results) -> Figure:
         axes.plot(
             places, [statistics.mean(column) for column in zip(*values, strict=True)], label=norm, markersize=4, **style
         )
-    seeds = max((len(scored(results, norm)) for norm in _STYLES), default=0)
-    axes.set(xlabel="iteration", ylabel="loss", title=f"Training loss, mean of {seeds} seeds")
+    seeds = _seeds(scored(results, norm) for norm in _STYLES)
+    axes.set(xlabel="iteration", ylabel="loss", title=f"Training loss, mean of {seeds}")
     _finish(axes)
     return figure
+
+
+def _seeds(by_norm: Iterable[Collection[Any]]) -> str:
+    """Say how many seeds the norms have that have any: "3 to 5 seeds"."""
+    counts = sorted({len(values) for values in by_norm} - {0}) or [0]
+    return " to ".join(map(str, dict.fromkeys((counts[0], counts[-1])))) + (" seed" if counts[-1] == 1 else " seeds")
 
 
 def _log_axis(axes: Axes) -> None:

@@ -182,7 +182,7 @@ def test_the_losses_of_a_continued_run_do_not_go_back(whole):
     row = next(row for row in whole if row.seed)
     assert list(tables.losses(whole, row).items()) == [(0, 3.0), (300, 2.0), (310, 1.8), (1900, 1.5)]
     (axes,) = figures.loss_figure(whole).axes
-    assert len(axes.get_lines()) == len(DECIDING)
+    assert [line.get_label() for line in axes.get_lines()] == list(figures._STYLES)
     assert all(list(line.get_xdata()) == [300, 310, 1900] for line in axes.get_lines())
 
 
