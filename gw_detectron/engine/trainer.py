@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import logging
+import math
 import os
 import weakref
 from collections import OrderedDict
@@ -39,6 +40,9 @@ from .seeding import INITIAL_WEIGHTS, STEP, seed_generators
 from .training_data import TrainingData, build_training_data
 
 log = logging.getLogger(__name__)
+
+# of RetinaNet, up to v0.6 also of FCOS: a running mean that scales the loss and is not in the model's state dict
+_LOSS_NORMALIZER = "loss_normalizer"
 
 
 class Trainer(DefaultTrainer):
@@ -99,6 +103,8 @@ class Trainer(DefaultTrainer):
         state = super(DefaultTrainer, self).state_dict()
         state["_trainer"] = self._trainer.state_dict()
         state["seed"] = self.record.seed
+        if (normalizer := self._loss_normalizer()) is not None:
+            state[_LOSS_NORMALIZER] = normalizer
         if isinstance(self.data_loader, TrainingData):
             state["data"] = self.data_loader.state_dict()
         return state
@@ -111,6 +117,7 @@ class Trainer(DefaultTrainer):
                 self._trainer.load_state_dict(state_dict["_trainer"])
             else:
                 log.warning("--resume: no optimizer state in the checkpoint: the momentum starts from zero")
+            self._load_loss_normalizer(state_dict)
             self._load_randomness(state_dict)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             writer = "" if "seed" in state_dict else " It was perhaps written by Detectron2's own trainer."
@@ -120,6 +127,18 @@ class Trainer(DefaultTrainer):
                 "differ, or other software wrote it. Fix: leave out --resume and set MODEL.WEIGHTS to the checkpoint, "
                 "to load its weights only."
             ) from error
+
+    def _loss_normalizer(self) -> float | None:
+        value = getattr(self.checkpointer.model, _LOSS_NORMALIZER, None)
+        return float(value) if isinstance(value, (int, float, torch.Tensor)) else None
+
+    def _load_loss_normalizer(self, state: dict[str, Any]) -> None:
+        if (value := state.get(_LOSS_NORMALIZER)) is not None:
+            if not (isinstance(value, float) and 0 < value < math.inf):
+                raise ValueError(f"{_LOSS_NORMALIZER} {value!r}")
+            setattr(self.checkpointer.model, _LOSS_NORMALIZER, value)
+        elif (value := self._loss_normalizer()) is not None:
+            log.warning("--resume: no %s in the checkpoint: it starts from %g", _LOSS_NORMALIZER, value)
 
     def _load_randomness(self, state: dict[str, Any]) -> None:
         seed = state.get("seed")

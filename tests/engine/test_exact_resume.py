@@ -10,6 +10,8 @@ import signal
 import pytest
 import torch
 from detectron2.engine import AMPTrainer
+from detectron2.modeling.meta_arch import retinanet
+from fvcore.nn import sigmoid_focal_loss
 
 from gw_detectron.checkpoint import read_weights_file
 from gw_detectron.engine import Trainer, main, setup, train
@@ -45,6 +47,7 @@ def run(output, *flags, kill_after=None, **overrides):
                     os.kill(os.getpid(), signal.SIGKILL)
 
         train.Trainer = Recorded
+        retinanet.sigmoid_focal_loss_jit = sigmoid_focal_loss  # TorchScript rounds differently after its first calls
         main(arguments(output, *flags, **{**SCHEDULE, **overrides}))
 
     with child(work, output.with_suffix(".log")) as process:
@@ -81,6 +84,19 @@ CASES = {
     "plain": ({"SOLVER__MAX_ITER": 6, "SOLVER__STEPS": "(5,)", "SOLVER__CHECKPOINT_PERIOD": 4}, [4]),
     "evaluation": ({"DATASETS__TEST": "('gw_synthetic_val',)", "TEST__EVAL_PERIOD": 3}, [7]),
     "two workers, killed twice": ({"DATALOADER__NUM_WORKERS": 2}, [6, 11]),
+    "RetinaNet": (
+        {
+            "MODEL__META_ARCHITECTURE": "GWRetinaNet",
+            "MODEL__MASK_ON": False,
+            "MODEL__BACKBONE__NAME": "build_gw_retinanet_resnet_fpn_backbone",
+            "MODEL__RESNETS__OUT_FEATURES": "['res3', 'res4', 'res5']",
+            "MODEL__FPN__IN_FEATURES": "['res3', 'res4', 'res5']",
+            "MODEL__RETINANET__NUM_CLASSES": 6,
+            "SOLVER__MAX_ITER": 6,
+            "SOLVER__STEPS": "(5,)",
+        },
+        [4],
+    ),
     "batch whitening": ({"MODEL__FPN__NORM": "BW:channels=8", "MODEL__ROI_MASK_HEAD__NORM": "BW:channels=8"}, [5]),
 }
 
@@ -205,6 +221,18 @@ def test_an_overridden_loader_works_and_says_that_it_has_no_position(tmp_path, c
     assert "build_train_loader stores no position" in warnings_of_resuming(WithGenerator(setup(args)), caplog)
 
 
+def test_a_checkpoint_without_the_normalizer_of_the_loss_is_a_warning(trainer_for, caplog):
+    first = trainer_for()
+    save_after(first, 2)
+    second = trainer_for()
+    second.checkpointer.model.loss_normalizer = 100
+    assert "no loss_normalizer in the checkpoint: it starts from 100" in warnings_of_resuming(second, caplog)
+    first.checkpointer.model.loss_normalizer = torch.tensor(7.5)
+    save_after(first, 2)
+    second.resume_or_load(resume=True)
+    assert second.checkpointer.model.loss_normalizer == 7.5
+
+
 def test_damaged_training_state_is_explained(trainer_for):
     trainer = trainer_for(SEED=-1)
     changes = [
@@ -218,6 +246,7 @@ def test_damaged_training_state_is_explained(trainer_for):
         lambda state: state["data"]["order"].update(images_per_batch="many"),
         lambda state: state.update(hooks=[1]),
         lambda state: state.update(_trainer="x"),
+        lambda state: state.update(loss_normalizer=-1.0),
     ]
     for change in changes:
         damaged = copy.deepcopy(trainer.state_dict())
