@@ -8,6 +8,7 @@ from ..checkpoint.verify import is_labeled, measure_accuracy, verify
 from ..cli import new_parser
 from ..config import read_config
 from ..data.images import load_images, synthetic_images
+from ..errors import WeightsError
 
 
 def get_parser() -> argparse.ArgumentParser:
@@ -41,10 +42,15 @@ def main(args: argparse.Namespace) -> bool:
     cfg = read_config(args.config_file) if args.config_file else None
     images = load_images(args.images) if args.images else synthetic_images()
     result = verify(args.weights, images, cfg=cfg, source=args.source, norm=args.norm)
-    labeled = args.images and is_labeled(args.images)
-    accuracy = measure_accuracy(args.weights, args.images, cfg=cfg, norm=args.norm) if labeled else []
+    accuracy, not_measured = [], ""
+    if args.images and is_labeled(args.images):
+        try:
+            accuracy = measure_accuracy(args.weights, args.images, cfg=cfg, norm=args.norm)
+        except WeightsError as error:  # without a classifier the comparison stands alone
+            not_measured = f"accuracy: not measured: {error}"
     if args.json:
-        print(json.dumps(dataclasses.asdict(result) | {"accuracy": [row._asdict() for row in accuracy]}, indent=2))
+        rows = {"accuracy": [row._asdict() for row in accuracy], "not_measured": not_measured}
+        print(json.dumps(dataclasses.asdict(result) | rows, indent=2))
     else:
-        print(result, *(["", *accuracy] if accuracy else []), sep="\n")
+        print(result, *(["", *accuracy] if accuracy else []), *(["", not_measured] if not_measured else []), sep="\n")
     return result.agrees

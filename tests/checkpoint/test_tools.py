@@ -1,5 +1,6 @@
 """The tools convert_weights and verify_weights: tables, exit status, errors without traceback."""
 
+import json
 import shutil
 
 import pytest
@@ -65,6 +66,12 @@ def test_verify_agrees_or_not(verify_tool, convert_tool, r18_file, tmp_path, cap
     printed = capsys.readouterr().out
     assert "AGREES" in printed
     assert "of 1 images" in printed
+    convert_tool(r18_file, tmp_path / "c.pkl")
+    for words in ((), ("--json",)):
+        assert verify_tool(tmp_path / "c.pkl", "--images", tmp_path / "images", *words)
+        printed = capsys.readouterr().out
+        assert "accuracy: not measured: weights" in printed and "have no classifier. Fix: convert" in printed
+    assert json.loads(printed)["accuracy"] == []
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text((tmp_path / "a.yaml").read_text().replace("FORMAT: RGB", "FORMAT: BGR"))
     monkeypatch.setenv("FVCORE_CACHE", str(tmp_path / "cache"))
