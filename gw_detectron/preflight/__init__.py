@@ -5,7 +5,7 @@ from detectron2.engine import DefaultTrainer
 from detectron2.utils import comm
 
 from ..checkpoint import StartWeights
-from .config_checks import check_compiler, check_device, check_schedule
+from .config_checks import check_compiler, check_device, check_scaled_periods, check_schedule
 from .dataset_checks import check_datasets, wrong_evaluator
 from .findings import Findings
 from .model_checks import check_model
@@ -23,6 +23,7 @@ def preflight(
     resume: bool = False,
     overwrite: bool = False,
     allow_partial: bool = False,
+    config_file: str = "",
 ) -> Findings:
     """Check a run before it starts.
 
@@ -35,6 +36,7 @@ def preflight(
         resume: the user asked to resume.
         overwrite: the user asked to replace an earlier run.
         allow_partial: the user accepts weights that do not fit.
+        config_file: the file that the config was read from.
 
     Returns:
         All problems and warnings.
@@ -44,12 +46,16 @@ def preflight(
         return findings
     wrong = tuple(findings.problems)  # parts with wrong values are not checked further
     if not (wrong or eval_only):
-        cfg = DefaultTrainer.auto_scale_workers(cfg, comm.get_world_size())  # as the trainer does
+        scaled = DefaultTrainer.auto_scale_workers(cfg, comm.get_world_size())  # as the trainer does
+        check_scaled_periods(cfg, scaled, findings)
+        cfg = scaled
     check_device(cfg, findings, eval_only=eval_only)
     check_compiler(cfg, findings)
     if not eval_only and not any(problem.startswith("SOLVER.") for problem in wrong):
         check_schedule(cfg, findings)
-    check_weights(cfg, start, findings, eval_only=eval_only, resume=resume, overwrite=overwrite)
+    check_weights(
+        cfg, start, findings, eval_only=eval_only, resume=resume, overwrite=overwrite, config_file=config_file
+    )
     model = None
     if not any(problem.startswith(("MODEL.", "INPUT.", "SOLVER.IMS_PER_BATCH")) for problem in wrong):
         model = check_model(cfg, start, findings, eval_only=eval_only)

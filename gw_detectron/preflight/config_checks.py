@@ -7,6 +7,7 @@ from detectron2.solver import build_lr_scheduler
 from detectron2.utils import comm
 from torch import nn
 
+from ..config import get_value
 from ..installation import compiler_names, find_compiler
 from .findings import Findings
 
@@ -41,6 +42,22 @@ def check_compiler(cfg: CfgNode, findings: Findings) -> None:
             f"MODEL.COMPILE (True): torch.compile finds no C++ compiler (of {', '.join(compiler_names())}). "
             "Fix: install g++, or set MODEL.COMPILE False."
         )
+
+
+def check_scaled_periods(cfg: CfgNode, scaled: CfgNode, findings: Findings) -> None:
+    """Check that ``SOLVER.REFERENCE_WORLD_SIZE`` does not scale a period to 0.
+
+    Args:
+        cfg: the config as given.
+        scaled: the config of this number of processes.
+        findings: problems are added.
+    """
+    for key in ("SOLVER.CHECKPOINT_PERIOD", "TEST.EVAL_PERIOD"):
+        if get_value(cfg, key) and not get_value(scaled, key):
+            findings.problems.append(
+                f"SOLVER.REFERENCE_WORLD_SIZE ({cfg.SOLVER.REFERENCE_WORLD_SIZE}): scales {key} "
+                f"{get_value(cfg, key)} to 0 for {comm.get_world_size()} processes. Fix: raise {key}."
+            )
 
 
 def check_schedule(cfg: CfgNode, findings: Findings) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 from collections.abc import Sequence
 
 from detectron2.config import CfgNode
@@ -28,7 +29,14 @@ _HARMLESS_KEYS = ("MODEL.WEIGHTS", "MODEL.DEVICE", "MODEL.COMPILE", "MODEL.BACKB
 
 
 def check_weights(
-    cfg: CfgNode, start: StartWeights, findings: Findings, *, eval_only: bool, resume: bool, overwrite: bool = False
+    cfg: CfgNode,
+    start: StartWeights,
+    findings: Findings,
+    *,
+    eval_only: bool,
+    resume: bool,
+    overwrite: bool = False,
+    config_file: str = "",
 ) -> None:
     """Check everything about the start weights that needs no network.
 
@@ -41,18 +49,25 @@ def check_weights(
         eval_only: the run evaluates only.
         resume: the user asked to resume.
         overwrite: the user asked to replace an earlier run.
+        config_file: the file that the config was read from.
     """
+    folder = cfg.OUTPUT_DIR
+    tag = os.path.join(folder, "last_checkpoint")
     if start.resumed:
         if start.error:
             reason = str(start.error).partition(" Fix: ")[0]
-            findings.problems.append(f"{reason} Fix: {_other_checkpoint(cfg.OUTPUT_DIR, start.address)}")
+            findings.problems.append(f"{reason} Fix: {_another_checkpoint(folder, start.address)}")
         return
-    folder = cfg.OUTPUT_DIR
-    tag = os.path.join(folder, "last_checkpoint")
-    if resume and (checkpoints := _checkpoints(folder)):
+    moved_to = os.path.dirname(config_file) or "."
+    if resume and _checkpoints(folder):
         findings.problems.append(
-            f"--resume: file not found: '{tag}', which names the checkpoint to continue from. Fix: write "
-            f"{os.path.basename(checkpoints[0])}, the newest one, into that file, or start anew without --resume."
+            f"--resume: file not found: '{tag}', which names the checkpoint to continue from. Fix: "
+            f"{_another_checkpoint(folder)}"
+        )
+    elif resume and config_file and os.path.isfile(os.path.join(moved_to, "last_checkpoint")):
+        findings.problems.append(
+            f"--resume: no checkpoint in OUTPUT_DIR ('{folder}'), but in the folder of the config. Fix: add OUTPUT_DIR "
+            f"{shlex.quote(moved_to)} to continue that run."
         )
     elif resume and not eval_only:
         findings.warnings.append(f"--resume: no checkpoint in '{folder}'. The run starts from its beginning.")
@@ -176,15 +191,16 @@ def _frozen_message(cfg: CfgNode, names: Sequence[str], why: str) -> str:
     )
 
 
-def _other_checkpoint(folder: str, last: str) -> str:
+def _another_checkpoint(folder: str, damaged: str = "") -> str:
+    """Say how to continue without the last checkpoint or its name."""
     for path in _checkpoints(folder):
         try:
-            if path != last and open_checkpoint(path):
+            if path != damaged and open_checkpoint(path):
                 name = os.path.basename(path)
                 return f"write {name}, the newest undamaged checkpoint, into {folder}/last_checkpoint."
         except (UserError, OSError):
             continue
-    return f"delete {folder}/last_checkpoint to start anew; there is no other undamaged checkpoint."
+    return "start anew with --overwrite instead of --resume; there is no undamaged checkpoint."
 
 
 def _checkpoints(folder: str) -> list[str]:

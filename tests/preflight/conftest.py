@@ -53,11 +53,13 @@ def other_coco(coco):
 def check(tmp_path, coco):
     """Return a function that checks a sound run with some keys changed."""
 
-    def run(eval_only: bool = False, resume: bool = False, overwrite: bool = False, **changes) -> Findings:
+    def run(
+        eval_only: bool = False, resume: bool = False, overwrite: bool = False, config_file: str = "", **changes
+    ) -> Findings:
         if "tiny_coco" not in DatasetCatalog:
             coco()
         cfg = config(tmp_path, **changes)
         start = open_start_weights(cfg, resume=resume)
-        return preflight(cfg, start, eval_only=eval_only, resume=resume, overwrite=overwrite)
+        return preflight(cfg, start, eval_only=eval_only, resume=resume, overwrite=overwrite, config_file=config_file)
 
     return run

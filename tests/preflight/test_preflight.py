@@ -11,6 +11,7 @@ import pytest
 import torch
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.modeling import ResNet, build_model
+from detectron2.utils import comm
 from detectron2.utils.file_io import PathManager
 from PIL import ExifTags, Image
 
@@ -303,6 +304,17 @@ class TestWeights:
         assert "--eval-only: no weights" in one(check(eval_only=True))
 
 
+def test_a_period_that_is_scaled_to_0(check, monkeypatch):
+    monkeypatch.setattr(comm, "get_world_size", lambda: 8)
+    found = check(SOLVER__REFERENCE_WORLD_SIZE=1, SOLVER__CHECKPOINT_PERIOD=4, TEST__EVAL_PERIOD=4).problems
+    assert [text for text in found if "REFERENCE_WORLD_SIZE" in text] == [
+        f"SOLVER.REFERENCE_WORLD_SIZE (1): scales {key} 4 to 0 for 8 processes. Fix: raise {key}."
+        for key in ("SOLVER.CHECKPOINT_PERIOD", "TEST.EVAL_PERIOD")
+    ]
+    found = check(SOLVER__REFERENCE_WORLD_SIZE=1, SOLVER__CHECKPOINT_PERIOD=5, TEST__EVAL_PERIOD=0).problems
+    assert not any("REFERENCE_WORLD_SIZE" in text for text in found)
+
+
 class TestResume:
     def checkpoint(self, tmp_path, name: str, age: int) -> str:
         folder = tmp_path / "output"
@@ -322,7 +334,21 @@ class TestResume:
         assert "model_0000005.pth" in problem and "is cut off" in problem
         assert "Fix: write model_0000001.pth" in problem
         os.remove(tmp_path / "output" / "model_0000001.pth")
-        assert "/last_checkpoint to start anew" in one(check(resume=True))
+        tag = tmp_path / "output" / "last_checkpoint"
+        for _ in range(2):
+            assert "Fix: start anew with --overwrite instead of --resume" in one(check(resume=True))
+            tag.unlink(missing_ok=True)
+        tag.write_text("model_0000005.pth")
+        assert not check(overwrite=True).problems
+
+    def test_a_moved_run(self, check, tmp_path):
+        moved = tmp_path / "moved run"
+        moved.mkdir()
+        (moved / "last_checkpoint").write_text("model_0000001.pth")
+        for eval_only in (False, True):
+            problem = check(resume=True, eval_only=eval_only, config_file=str(moved / "config.yaml")).problems[0]
+            assert f"in the folder of the config. Fix: add OUTPUT_DIR '{moved}' to continue that run." in problem
+        assert not check(config_file=str(moved / "config.yaml")).problems
 
     def test_a_last_checkpoint_that_does_not_exist(self, check, tmp_path):
         self.checkpoint(tmp_path, "model_0000001.pth", 0)
