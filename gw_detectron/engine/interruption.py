@@ -6,6 +6,7 @@ import os
 import shlex
 import signal
 import time
+from datetime import timedelta
 from types import FrameType
 from typing import Any
 
@@ -31,10 +32,14 @@ class InterruptionHook(HookBase):
 
     Args:
         period: iterations between two regular checkpoints.
+
+    Attributes:
+        timeout: how long a process waits for the others after a step; None is torch's default.
     """
 
     def __init__(self, period: int) -> None:
         self.period = period
+        self.timeout: timedelta | None = None
         self._stop: Interrupted | None = None
         self._number = 0
         self._received_at = 0.0
@@ -45,7 +50,8 @@ class InterruptionHook(HookBase):
 
     def before_train(self) -> None:
         if comm.get_world_size() > 1:
-            self._group = dist.new_group(backend="gloo")  # a group on the CPU: no wait for the GPU in each step
+            # a group on the CPU: no wait for the GPU in each step
+            self._group = dist.new_group(backend="gloo", timeout=self.timeout)
         self._handlers.enter_context(signals_handled(self._receive, signal.SIGTERM, signal.SIGINT))
 
     def before_step(self) -> None:
@@ -74,7 +80,8 @@ class InterruptionHook(HookBase):
                 return
             # Detectron2 evaluates after the last step, also when the run was stopped there.
             self.trainer.max_iter = max(self.trainer.max_iter, self.trainer.iter + 2)
-            if self._finished == self.trainer.iter:
+            if self._finished >= 0 and not self._in_step:
+                self.trainer.iter = self._finished  # between two steps the loop has counted on
                 self._save(self._stop)
 
     def stopped_by(self, error: Exception) -> None:

@@ -172,16 +172,16 @@ def _join_torchrun(*, cpu: bool, timeout: timedelta) -> None:
     if hasattr(comm, "create_local_process_group"):
         comm.create_local_process_group(local_size)
     else:
-        _create_local_process_group(local_size)
+        _create_local_process_group(local_size, timeout)
     comm.synchronize()
 
 
-def _create_local_process_group(local_size: int) -> None:
+def _create_local_process_group(local_size: int, timeout: timedelta) -> None:
     """Create the process group of this machine.
 
     Up to v0.6 Detectron2's launcher does so itself and has no function for it.
     """
     for first in range(0, dist.get_world_size(), local_size):
-        group = dist.new_group(list(range(first, first + local_size)))
+        group = dist.new_group(list(range(first, first + local_size)), timeout=timeout)
         if first <= dist.get_rank() < first + local_size:
             comm._LOCAL_PROCESS_GROUP = group

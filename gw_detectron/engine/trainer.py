@@ -257,10 +257,10 @@ class Trainer(DefaultTrainer):
             # before the checkpoints and the evaluation, which use the statistics
             place = next(i for i, hook in enumerate(built) if isinstance(hook, hooks.LRScheduler))
             built.insert(place + 1, precise)
-        self._interruption = InterruptionHook(self.cfg.SOLVER.CHECKPOINT_PERIOD)
+        self.interruption = InterruptionHook(self.cfg.SOLVER.CHECKPOINT_PERIOD)
         # after the scheduler and the checkpoints, before the evaluation
         place = next((i for i, hook in enumerate(built) if isinstance(hook, hooks.EvalHook)), len(built))
-        built.insert(place, self._interruption)
+        built.insert(place, self.interruption)
         if self.cfg.TEST.AUG.ENABLED:
             # before the writers, which close after the training
             place = next((i for i, hook in enumerate(built) if isinstance(hook, hooks.PeriodicWriter)), len(built))
@@ -301,7 +301,7 @@ class Trainer(DefaultTrainer):
             cause = self._loss_guard.explain(autocast=isinstance(self._trainer, AMPTrainer))
             raise NonFiniteError(f"iteration {self.iter}: {error}\n{cause}") from error
         except RuntimeError as error:
-            self._interruption.stopped_by(error)
+            self.interruption.stopped_by(error)
             raise
 
     def _run_step(self) -> None:

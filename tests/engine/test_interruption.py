@@ -7,14 +7,19 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from detectron2.engine import HookBase
+from detectron2.utils import comm
 
 from gw_detectron.checkpoint import read_weights_file
 from gw_detectron.cli import errors_reported
 from gw_detectron.data.synthetic import make_synthetic
 from gw_detectron.engine import Trainer, main
+from gw_detectron.engine.interruption import InterruptionHook
 
 from ..reliability.forked_run import CHECKPOINT, EVALUATION, STEP, child, report_phases, training
 from ..tiny_run import DATA, ROOT, arguments, environment, words
@@ -102,6 +107,26 @@ def test_a_stop_in_the_last_step_skips_the_evaluation(tmp_path):
     assert EVALUATION not in [change.phase for change in run.changes]
 
 
+def test_a_signal_between_two_steps_keeps_the_finished_one(tmp_path):
+    class Signal(HookBase):
+        """Before the hooks of the trainer, so before the step begins for them."""
+
+        def before_step(self):
+            if self.trainer.iter == 3:
+                signal.raise_signal(signal.SIGTERM)
+
+    def work(report):
+        build_hooks = Trainer.build_hooks
+        Trainer.build_hooks = lambda trainer: [Signal(), *build_hooks(trainer)]
+        main(arguments(tmp_path / "run", **{**LONG, "DATASETS__TEST": "()"}))
+
+    with child(work, tmp_path / "log") as run:
+        assert run.wait() == 143, run.output()
+    assert (tmp_path / "run" / "last_checkpoint").read_text() == "model_0000002.pth"
+    checkpoint = read_weights_file(tmp_path / "run" / "model_0000002.pth").value
+    assert checkpoint["iteration"] == checkpoint["trainer"]["iteration"] == 2
+
+
 def test_workers_survive_the_ctrl_c_of_a_terminal_and_end_with_the_run(tmp_path):
     with child(train_long(tmp_path / "run", DATASETS__TEST="()", DATALOADER__NUM_WORKERS=2), tmp_path / "log") as run:
         assert run.wait_for(STEP, 3)
@@ -124,6 +149,17 @@ def test_a_signal_in_the_generation_of_data_leaves_nothing_half_made(tmp_path, n
         assert run.wait() == status, run.output()
     assert "Traceback" not in run.output() and f"Stopped by {number.name}." in run.output()
     assert not list(tmp_path.glob("gw_synthetic*/*")), "a half-made dataset"
+
+
+def test_processes_wait_for_each_other_as_long_as_asked(monkeypatch):
+    given = []
+    monkeypatch.setattr(comm, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "new_group", lambda **options: given.append(options))
+    hook = InterruptionHook(10)
+    hook.timeout = timedelta(seconds=7)
+    hook.before_train()
+    hook.after_train()
+    assert given == [{"backend": "gloo", "timeout": timedelta(seconds=7)}]
 
 
 def test_handlers_are_restored(tmp_path):

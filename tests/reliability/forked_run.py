@@ -208,7 +208,8 @@ def report_phases(report: Callable[[str], None]) -> None:
 
     @contextlib.contextmanager
     def open_atomic(path: str, mode: str) -> Iterator[Any]:
-        with during(CHECKPOINT), write(path, mode) as file:
+        phase = OTHER if path.endswith("config.yaml") else CHECKPOINT
+        with during(phase), write(path, mode) as file:
             yield file
 
     Trainer.run_step = during(STEP)(Trainer.run_step)
