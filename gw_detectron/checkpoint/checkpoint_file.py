@@ -13,13 +13,13 @@ from torch import Tensor
 
 from ..errors import ConfigError, FileAccessError, MissingFileError, UserError, WeightsFileError
 from .norm_record import check_norm_record
+from .pickle_check import SAVE_AGAIN
 from .provenance import TORCHVISION, Preprocessing, Provenance
 from .reading import Contents, read_weights_file
 
-_ON_THIS_MACHINE = ("file://", "gw://file/")
+_LOCAL_SCHEME = "gw://file/"
 _LONGEST_NAME = 4096  # of a file, in characters
 _TAG = "last_checkpoint"  # of Detectron2: the file that names the newest checkpoint
-_SAVE_MODEL = "Fix: save {'model': model.state_dict()}."
 
 
 @dataclass(frozen=True)
@@ -135,9 +135,7 @@ def open_start_weights(cfg: CfgNode, *, resume: bool = False) -> StartWeights:
 
 def local_file(address: str) -> str:
     """Return the file that an address names, without its prefix and options; "" if it is not on this machine."""
-    location = address.partition("?")[0]
-    for prefix in _ON_THIS_MACHINE:
-        location = location.removeprefix(prefix)
+    location = address.partition("?")[0].removeprefix(_LOCAL_SCHEME)
     return "" if "://" in location else location
 
 
@@ -217,7 +215,7 @@ def _model_and_metadata(contents: Contents, path: str) -> tuple[dict[str, Tensor
         raise WeightsFileError(f"'{path}': is a safetensors file, which needs conversion. Fix: give gw://file/{path}.")
     if not isinstance(content, Mapping):
         raise WeightsFileError(
-            f"'{path}': contains a {type(content).__name__} instead of a dict of tensors. {_SAVE_MODEL}"
+            f"'{path}': contains a {type(content).__name__} instead of a dict of tensors. {SAVE_AGAIN}"
         )
     model, skipped = content.get("model", content), None
     metadata = {} if model is content else {key: value for key, value in content.items() if key != "model"}
@@ -229,13 +227,13 @@ def _model_and_metadata(contents: Contents, path: str) -> tuple[dict[str, Tensor
         metadata = {"__author__": "pycls", "matching_heuristics": True}
     if not isinstance(model, dict):
         raise WeightsFileError(
-            f"'{path}': contains a {type(model).__name__} as model instead of a dict of tensors. {_SAVE_MODEL}"
+            f"'{path}': contains a {type(model).__name__} as model instead of a dict of tensors. {SAVE_AGAIN}"
         )
     for name in [name for name in model if skipped and str(name).endswith(skipped)]:
         del model[name]
     for name, value in model.items():
         if not (isinstance(name, str) and isinstance(value, Tensor)):
-            raise WeightsFileError(f"'{path}': {name!r} is not a tensor. {_SAVE_MODEL}")
+            raise WeightsFileError(f"'{path}': {name!r} is not a tensor. {SAVE_AGAIN}")
     if not isinstance(heuristics := metadata.get("matching_heuristics", False), bool):
         raise WeightsFileError(
             f"'{path}': matching_heuristics is a {type(heuristics).__name__}. Fix: set it to True or False."

@@ -8,7 +8,7 @@ from typing import IO, Any
 
 from ..errors import RefusedFileError, WeightsFileError
 
-SAVE_AGAIN = "Fix: save {'model': model.state_dict()}."
+SAVE_AGAIN = "Fix: save {'model': model.state_dict()} with torch.save, as a .pth file."
 
 #: nesting of containers; Python's recursion ends near 1000, its hash of nested tuples crashes at some 10,000
 DEEPEST = 100

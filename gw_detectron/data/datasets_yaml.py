@@ -22,8 +22,13 @@ _PATHS = {"json": os.path.isfile, "images": os.path.isdir}
 def record_datasets(datasets: CocoDatasets, folder: str) -> None:
     """Write ``datasets.yaml``, with the classes, and the parts of splits to a run folder.
 
-    Paths of these parts are relative to the folder, so that it can be moved.
+    Paths of these parts are relative to the folder, so that it can be moved. Without datasets, the ``datasets.yaml`` of
+    an earlier run is removed.
     """
+    record = Path(folder, DATASETS_FILE)
+    if not any(vars(datasets).values()):
+        record.unlink(missing_ok=True)
+        return
     for dataset in (*datasets.train.values(), *datasets.val.values()):
         PathManager.get_local_path(dataset.json)
     top = os.path.abspath(folder)
@@ -36,7 +41,7 @@ def record_datasets(datasets: CocoDatasets, folder: str) -> None:
             tree.setdefault(role, {})[name] = given
     if classes := datasets.classes():
         tree[_CATEGORIES] = [{"id": number, "name": name} for number, name in classes.items()]
-    with atomic_write(Path(folder, DATASETS_FILE)) as temporary:
+    with atomic_write(record) as temporary:
         temporary.write_text(yaml.safe_dump(tree, sort_keys=False))
 
 

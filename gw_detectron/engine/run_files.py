@@ -1,12 +1,14 @@
 """The files of a run in its output folder: metrics, predictions, and the removal of an earlier run."""
 
+import itertools
 import json
 import os
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.checkpoint_file import local_file
+from ..errors import ConfigError
 
 METRICS = "metrics.json"  # to which a trainer appends
 PREDICTIONS = "coco_instances_results.json"  # of Detectron2's evaluator, in its folder "inference"
@@ -57,24 +59,31 @@ def remove_predictions(folder: str) -> None:
         Path(folder, "inference", PREDICTIONS).unlink(missing_ok=True)
 
 
-def remove_earlier_run(folder: str, *, everything: bool, keep: str = "") -> None:
+def remove_earlier_run(folder: str, *, everything: bool, needed: Collection[str] = ()) -> None:
     """Remove the metrics of an earlier run, to which a new one would append, or also its checkpoints, log and results.
 
     Args:
         folder: the output folder, which need not exist; nothing is removed from a remote one.
         everything: False removes the metrics alone.
-        keep: address of the start weights, which may be a checkpoint of the earlier run.
+        needed: files that the new run reads, perhaps of the earlier run; they stay.
 
     Raises:
+        ConfigError: a needed file is in a folder that would be removed; nothing is removed.
         OSError: a file cannot be removed.
     """
     if "://" in folder:
         return
-    place, kept = Path(folder), local_file(keep)
+    place, kept = Path(folder), [Path(path).resolve() for path in needed if path]
+    folders = [place / name for name in _FOLDERS if everything and (place / name).is_dir()]
+    for path, removed in itertools.product(kept, folders):
+        if path.is_relative_to(removed.resolve()):
+            raise ConfigError(
+                f"--overwrite: would remove '{path}', which the run reads, with the folder '{removed}'. Fix: move the "
+                "file elsewhere, or give another OUTPUT_DIR."
+            )
     for pattern in _FILES if everything else (METRICS,):
         for path in place.glob(pattern):
-            if not (kept and os.path.exists(kept) and path.samefile(kept)):
+            if path.resolve() not in kept:
                 path.unlink()
-    for name in _FOLDERS if everything else ():
-        if (place / name).is_dir():
-            shutil.rmtree(place / name)
+    for removed in folders:
+        shutil.rmtree(removed)

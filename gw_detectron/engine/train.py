@@ -4,23 +4,27 @@ Steps: config, start weights, preflight, output folder, model, training or evalu
 """
 
 import argparse
+import contextlib
 import logging
 import os
 import shlex
+from collections.abc import Iterator
+from datetime import timedelta
 
 import torch
 from detectron2.config import CfgNode
-from detectron2.engine import default_setup
+from detectron2.engine import default_setup, defaults
 from detectron2.evaluation import verify_results
 from detectron2.utils import comm
-from detectron2.utils.file_io import PathManager
 from detectron2.utils.logger import setup_logger
 
 from ..analysis import WhiteningStatsHook
+from ..atomic import AtomicPathManager
 from ..checkpoint import StartWeights, load_checkpoint, open_start_weights
+from ..checkpoint.checkpoint_file import local_file
 from ..config import get_value, read_config
 from ..data import record_datasets, registered_datasets
-from ..errors import ConfigError, FileAccessError, PartialLoadError
+from ..errors import ConfigError, FileAccessError, PartialLoadError, UserError
 from ..modeling.class_counts import object_count_keys
 from ..norms.norm_listing import norm_summary
 from ..preflight import Findings, preflight
@@ -60,6 +64,7 @@ def main(args: argparse.Namespace) -> dict | None:
     log.info("norms: %s", norm_summary(trainer.checkpointer.model))
     if args.whitening_stats_period:
         trainer.register_hooks([WhiteningStatsHook(args.whitening_stats_period)])
+    trainer.interruption.timeout = timedelta(seconds=args.dist_timeout)
     trainer.load_start_weights(start, allow_partial=args.allow_partial)
     log.info("seed: %d", trainer.record.seed)
     del start  # its tensors would be kept during the training
@@ -100,6 +105,10 @@ def prepare(args: argparse.Namespace) -> tuple[CfgNode, StartWeights, list[str]]
     """
     with in_all_processes():
         cfg = run_config(args)
+        if args.resume and not args.eval_only and comm.is_main_process() and os.path.isdir(cfg.OUTPUT_DIR):
+            with _access_errors_explained(cfg):
+                lock_output(cfg.OUTPUT_DIR)  # else another training could write a newer checkpoint than the one opened
+    with in_all_processes():
         start = open_start_weights(cfg, resume=args.resume)
         findings = Findings()
         if comm.is_main_process():
@@ -110,6 +119,7 @@ def prepare(args: argparse.Namespace) -> tuple[CfgNode, StartWeights, list[str]]
                 resume=args.resume,
                 overwrite=args.overwrite,
                 allow_partial=args.allow_partial,
+                config_file=args.config_file,
             )
             if args.num_gpus and cfg.MODEL.DEVICE == "cpu" and torch.cuda.is_available():
                 findings.warnings.append(
@@ -124,6 +134,8 @@ def prepare(args: argparse.Namespace) -> tuple[CfgNode, StartWeights, list[str]]
         cfg.defrost()
         cfg.MODEL.WEIGHTS = start.address
         cfg.freeze()
+    with in_all_processes():
+        clear_output(cfg, args)
     with in_all_processes():
         prepare_output(cfg, args)
     warnings = findings.problems + findings.warnings
@@ -176,6 +188,9 @@ def run_config(args: argparse.Namespace) -> CfgNode:
             f"--whitening-stats-period {args.whitening_stats_period}: negative. Fix: give 1 or more iterations, or 0 "
             "to log nothing."
         )
+    if args.overwrite and (args.resume or args.eval_only):
+        other = "--resume, which continues" if args.resume else "--eval-only, which keeps"
+        raise ConfigError(f"--overwrite: given together with {other} the earlier run. Fix: give one of the two.")
     cfg = read_config(args.config_file, args.opts or [])
     if args.num_gpus == 0:
         cfg.MODEL.DEVICE = "cpu"
@@ -197,6 +212,27 @@ def run_folder(cfg: CfgNode, args: argparse.Namespace) -> str:
     return os.path.join(cfg.OUTPUT_DIR, "inference") if args.eval_only else cfg.OUTPUT_DIR
 
 
+def clear_output(cfg: CfgNode, args: argparse.Namespace) -> None:
+    """Lock the output folder; remove the files of an earlier run that this one replaces or would append to.
+
+    Raises:
+        FileAccessError: the folder cannot be written.
+        OutputInUseError: another training writes there.
+        ConfigError: this run reads a file that ``--overwrite`` would remove.
+    """
+    if not comm.is_main_process():
+        return
+    with _access_errors_explained(cfg):
+        if not args.eval_only:
+            lock_output(cfg.OUTPUT_DIR)
+            if args.resume:
+                end_last_line(cfg.OUTPUT_DIR)
+            else:
+                needed = (args.config_file, local_file(cfg.MODEL.WEIGHTS))
+                remove_earlier_run(cfg.OUTPUT_DIR, everything=args.overwrite, needed=needed)
+        remove_predictions(cfg.OUTPUT_DIR)
+
+
 def prepare_output(cfg: CfgNode, args: argparse.Namespace) -> None:
     """Set up logging, the seed and the output folder.
 
@@ -204,32 +240,19 @@ def prepare_output(cfg: CfgNode, args: argparse.Namespace) -> None:
 
     Raises:
         FileAccessError: the folder cannot be written.
-        OutputInUseError: another training writes there.
     """
     local = cfg.clone()
     local.defrost()
     local.OUTPUT_DIR = run_folder(cfg, args)
     local.freeze()
     datasets = registered_datasets(cfg.DATASETS.TRAIN, cfg.DATASETS.TEST)
-    try:
-        if comm.is_main_process() and not args.eval_only:
-            lock_output(cfg.OUTPUT_DIR)
-            if args.resume:
-                end_last_line(cfg.OUTPUT_DIR)
-            else:
-                remove_earlier_run(cfg.OUTPUT_DIR, everything=args.overwrite, keep=cfg.MODEL.WEIGHTS)
-        if comm.is_main_process():
-            remove_predictions(cfg.OUTPUT_DIR)
+    with _access_errors_explained(cfg), _config_written_atomically() as path_manager:
         default_setup(local, args)
         if args.eval_only and comm.is_main_process():
-            with PathManager.open(os.path.join(local.OUTPUT_DIR, "config.yaml"), "w") as file:
+            with path_manager.open(os.path.join(local.OUTPUT_DIR, "config.yaml"), "w") as file:
                 file.write(cfg.dump())
-        if comm.is_main_process() and any(vars(datasets).values()):
+        if comm.is_main_process():
             record_datasets(datasets, local.OUTPUT_DIR)
-    except OSError as error:
-        raise FileAccessError(
-            f"OUTPUT_DIR ('{cfg.OUTPUT_DIR}'): cannot be written: {error}. Fix: give another folder."
-        ) from error
     setup_logger(local.OUTPUT_DIR, distributed_rank=comm.get_rank(), name="gw_detectron")
     for name, dataset in {**datasets.train, **datasets.val}.items():
         counts = ", ".join(f"{key} {get_value(cfg, key)}" for key in object_count_keys(cfg))
@@ -238,8 +261,32 @@ def prepare_output(cfg: CfgNode, args: argparse.Namespace) -> None:
         use_deterministic_algorithms()
 
 
+@contextlib.contextmanager
+def _access_errors_explained(cfg: CfgNode) -> Iterator[None]:
+    try:
+        yield
+    except UserError:
+        raise
+    except OSError as error:
+        raise FileAccessError(
+            f"OUTPUT_DIR ('{cfg.OUTPUT_DIR}'): cannot be written: {error}. Fix: give another folder."
+        ) from error
+
+
+@contextlib.contextmanager
+def _config_written_atomically() -> Iterator[AtomicPathManager]:
+    """Let Detectron2's ``default_setup`` replace ``config.yaml`` as a whole; it would rewrite the file in place."""
+    stock = defaults.PathManager
+    defaults.PathManager = atomic = AtomicPathManager(stock)
+    try:
+        yield atomic
+    finally:
+        defaults.PathManager = stock
+
+
 def setup(args: argparse.Namespace) -> CfgNode:
     """Read the config and prepare the output folder, without checks."""
     cfg = run_config(args)
+    clear_output(cfg, args)
     prepare_output(cfg, args)
     return cfg

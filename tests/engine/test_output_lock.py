@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from gw_detectron.engine import main
+from gw_detectron.engine import main, train
 from gw_detectron.engine.output_lock import lock_output, output_unlocked_at_end
 from gw_detectron.errors import OutputInUseError
 
@@ -46,6 +46,18 @@ def test_a_second_training_is_refused_before_it_writes_anything(tmp_path, small_
     with child(hold(output), tmp_path / "log") as other:
         assert other.wait_for("locked")
         assert main(arguments(output, "--eval-only", "--resume"))  # may run beside a training
+
+
+def test_a_checkpoint_to_continue_from_is_chosen_under_the_lock(tmp_path, small_dataset, monkeypatch):
+    schedule = {"SOLVER__MAX_ITER": 1, "SOLVER__STEPS": "()", "DATASETS__TEST": "()"}
+    main(arguments(tmp_path, **schedule))
+    opened = []
+    monkeypatch.setattr(train, "open_start_weights", lambda *args, **kwargs: opened.append(args))
+    with child(hold(tmp_path), tmp_path / "log") as other:
+        assert other.wait_for("locked")
+        with pytest.raises(OutputInUseError):
+            main(arguments(tmp_path, "--resume", **schedule))
+    assert not opened
 
 
 def test_the_lock_ends_with_its_process_although_a_fork_of_it_lives(tmp_path):

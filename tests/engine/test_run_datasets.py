@@ -203,6 +203,14 @@ def test_the_end_of_the_log_says_what_to_read(tmp_path, split_flags, one_thread)
     assert text.count("the run has finished its iterations and is only evaluated. Fix: raise it") == 1
 
 
+def test_a_run_on_registered_datasets_removes_the_record_of_an_earlier_one(tmp_path, split_flags, small_dataset):
+    schedule = {"SOLVER__MAX_ITER": 1, "SOLVER__STEPS": "()", "MODEL__MASK_ON": False}
+    prepare(arguments(tmp_path, *split_flags, **schedule))
+    assert (tmp_path / "datasets.yaml").exists()
+    prepare(arguments(tmp_path, "--overwrite", **schedule))
+    assert not (tmp_path / "datasets.yaml").exists() and (tmp_path / "config.yaml").exists()
+
+
 def test_unknown_names_without_a_record(tmp_path):
     with pytest.raises(PreflightError, match=r"\('custom_train'\): unknown dataset. Fix: .*--train-json.*your_data.md"):
         prepare(arguments(tmp_path, DATASETS__TRAIN="('custom_train',)", DATASETS__TEST="()"))

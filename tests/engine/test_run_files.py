@@ -1,12 +1,17 @@
 """Metrics of a killed run, and a run in the folder of an earlier one: refused, or in its place."""
 
 import json
+import os
 
 import pytest
+from detectron2.engine import defaults
+from detectron2.utils.file_io import PathManager
 
+from gw_detectron.checkpoint.checkpoint_file import local_file
+from gw_detectron.engine import setup
 from gw_detectron.engine.run_files import end_last_line, read_metrics, remove_earlier_run, remove_predictions
 from gw_detectron.engine.train import main, prepare
-from gw_detectron.errors import PreflightError
+from gw_detectron.errors import ConfigError, PreflightError
 
 from ..tiny_run import arguments
 
@@ -36,6 +41,17 @@ def test_the_first_record_after_a_kill_is_read(tmp_path, end):
     for folder in (str(tmp_path), "s3://bucket/run"):
         end_last_line(folder)
     assert not path.exists()
+
+
+def test_the_config_of_an_earlier_start_is_replaced_as_a_whole(tmp_path, small_dataset):
+    """Detectron2 rewrites it in place; a kill would leave a part, which often is a valid config."""
+    for flags, file in (([], "config.yaml"), (["--eval-only"], "inference/config.yaml")):
+        setup(arguments(tmp_path, *flags, SOLVER__BASE_LR=0.1))
+        earlier = tmp_path / f"earlier{len(flags)}.yaml"
+        os.link(tmp_path / file, earlier)
+        setup(arguments(tmp_path, *flags, SOLVER__BASE_LR=0.2))
+        assert "BASE_LR: 0.1" in earlier.read_text() and "BASE_LR: 0.2" in (tmp_path / file).read_text()
+    assert defaults.PathManager is PathManager
 
 
 @pytest.fixture
@@ -68,14 +84,25 @@ def names(folder):
 
 
 def test_the_files_of_a_run_are_removed_and_no_others(earlier):
-    remove_earlier_run(str(earlier), everything=True, keep=str(earlier / "model_0000009.pth"))
+    remove_earlier_run(str(earlier), everything=True, needed=[str(earlier / "model_0000009.pth"), ""])
     assert names(earlier) == ["config.yaml", "model_0000009.pth", "notes.txt", "weights.pth"]
 
 
-@pytest.mark.parametrize("address", ["{}?matching_heuristics=True", "gw://file/{}", "file://{}"])
+@pytest.mark.parametrize("address", ["{}?matching_heuristics=True", "gw://file/{}"])
 def test_start_weights_stay_by_any_address(earlier, address):
-    remove_earlier_run(str(earlier), everything=True, keep=address.format(earlier / "model_0000009.pth"))
+    weights = local_file(address.format(earlier / "model_0000009.pth"))
+    remove_earlier_run(str(earlier), everything=True, needed=[weights])
     assert names(earlier) == ["config.yaml", "model_0000009.pth", "notes.txt", "weights.pth"]
+
+
+def test_nothing_is_removed_if_the_run_reads_a_file_of_a_removed_folder(earlier):
+    config = earlier / "inference" / "config.yaml"
+    config.write_text("VERSION: 2")
+    before = names(earlier)
+    with pytest.raises(ConfigError, match=r"--overwrite: would remove '.*inference/config.yaml', which .* Fix: move"):
+        remove_earlier_run(str(earlier), everything=True, needed=[str(config)])
+    assert names(earlier) == before and names(earlier / "inference") == ["coco_instances_results.json", "config.yaml"]
+    remove_earlier_run(str(earlier), everything=False, needed=[str(config)])
 
 
 def test_metrics_alone(earlier):
@@ -92,6 +119,10 @@ def test_a_finished_run_is_replaced_only_on_request(tmp_path, one_thread, small_
     checkpoint = (tmp_path / "model_final.pth").read_bytes()
     with pytest.raises(PreflightError, match=r"contains checkpoints of an earlier run. Fix: .*--overwrite"):
         prepare(arguments(tmp_path, "--num-gpus", "0", **words))
+    assert (tmp_path / "model_final.pth").read_bytes() == checkpoint
+    for flag in ("--resume", "--eval-only"):
+        with pytest.raises(ConfigError, match=rf"--overwrite: given together with {flag}"):
+            prepare(arguments(tmp_path, "--num-gpus", "0", "--overwrite", flag, **words))
     assert (tmp_path / "model_final.pth").read_bytes() == checkpoint
     again = arguments(tmp_path, "--num-gpus", "0", "--overwrite", **words | {"SOLVER__MAX_ITER": 1})
     again.config_file = str(tmp_path / "config.yaml")  # of the run that is replaced
