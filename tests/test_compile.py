@@ -35,6 +35,7 @@ def test_a_compiled_training_has_the_losses_of_eager_mode(tmp_path):
     losses = {}
     for compiled in (False, True):
         options = {"MODEL__COMPILE": compiled, "SOLVER__MAX_ITER": 4, "DATASETS__TEST": "()"}
+        options["INPUT__MAX_SIZE_TRAIN"] = 64  # one size of all batches: another one would be compiled again
         trainer = Trainer(setup(arguments(tmp_path / str(compiled), **options)))
         trainer.register_hooks([WhiteningStatsHook(2)])
         trainer.train()

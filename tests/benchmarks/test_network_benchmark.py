@@ -73,13 +73,19 @@ def test_inference_by_torch_and_by_onnx_runtime(monkeypatch):
         "ONNX": Variant(config=DEMO.format("GW"), runtime="onnx"),
     }
     monkeypatch.setattr(network_benchmark, "MODELS", {"small": variants})
-    monkeypatch.setattr(network_benchmark, "_INFERENCE", {"small": backbone})
+    built = []
+
+    def recorded(*args, **kwargs):
+        built.append(backbone(*args, **kwargs))
+        return built[-1]
+
+    monkeypatch.setattr(network_benchmark, "_INFERENCE", {"small": recorded})
     settings = NetworkSettings(CPU, ["small"], None, "fp32", SIZES, repeats=1)
     rows = run_networks(settings).rows
     assert [row["variant"] for row in rows] == ["torch", "ONNX"]
     assert all(row["to_bn"] > 0 and "saved_mib" not in row for row in rows)
-    by_torch = [settings.build("small", variant).step.run() for variant in variants.values()]
-    for expected, found in zip(by_torch[0].values(), by_torch[1], strict=True):
+    by_torch, by_onnx_runtime = (iteration.step.run() for iteration in built)
+    for expected, found in zip(by_torch.values(), by_onnx_runtime, strict=True):
         assert torch.allclose(expected, torch.from_numpy(found), atol=1e-4)
 
 
