@@ -125,8 +125,8 @@ def test_the_study_in_the_readme_and_the_decision_table_is_that_of_the_runs():
     one = {norm: f"{statistics.mean(scored(results, norm, batch=1).values()):.1f}" for norm in DECIDING}
     assert f"one image per batch (one seed) GW has {one['GW']}, GN {one['GN']}, BN {one['BN']}." in text
     assert (
-        f"one image (one seed): {one['GW']} AP, {one['BN+GW']} with BN and GW at S1-B2, {one['GN']} with GN, {one['BN']} "
-        "with BN" in table
+        f"one image (one seed): {one['GW']} AP, {one['BN+GW']} with BN and GW at S1-B2, {one['GN']} with GN, "
+        f"{one['BN']} with BN" in table
     )
     assert f"here: {ap['GW']} AP; in the same time {longer['GN', 2500]} with GN and {longer['BN', 2500]} with" in table
     assert f"{longer['GW', 6000]}; in the same time {longer['GN', 7500]} and {longer['BN', 7500]} |" in table
