@@ -33,6 +33,8 @@ def moments(model: nn.Module, inputs: Iterable[Any], layers: Mapping[str, nn.Mod
     sums: dict[str, list[Tensor]] = {}
 
     def add(name: str, output: Tensor) -> None:
+        if not output.numel():  # of a batch without regions
+            return
         columns = output.transpose(0, 1).flatten(1).double()
         now = [torch.tensor(float(columns.shape[1])), columns.sum(1), columns.square().sum(1)]
         sums[name] = [a + b for a, b in zip(sums[name], now, strict=True)] if name in sums else now
@@ -55,11 +57,15 @@ def moments(model: nn.Module, inputs: Iterable[Any], layers: Mapping[str, nn.Mod
 
 
 def relative_difference(found: Mapping[str, Moments], wanted: Mapping[str, Moments]) -> float:
-    """Return the relative difference of means and deviations over all layers of ``wanted``."""
+    """Return the relative difference of means and deviations over all layers of ``wanted``.
+
+    Layers that ``found`` lacks count as 0.
+    """
+    nothing = Moments(torch.zeros(()), torch.zeros(()))
     difference = sum(
         float((one - other).square().sum())
         for name, target in wanted.items()
-        for one, other in zip(found[name], target, strict=True)
+        for one, other in zip(found.get(name, nothing), target, strict=True)
     )
     size = sum(float(values.square().sum()) for target in wanted.values() for values in target)
     return (difference / size) ** 0.5 if size else 0.0
@@ -73,7 +79,7 @@ def match_moments(
     A layer changes the inputs of the later ones, so each costs a pass over the inputs. Signs of the scale stay.
 
     Raises:
-        ConversionError: an output is not finite, or constant in every channel.
+        ConversionError: an output is not finite, or constant in every channel, or a layer is not reached.
     """
     for name, target in wanted.items():
         weight, bias = getattr(layers[name], "weight", None), getattr(layers[name], "bias", None)
@@ -83,7 +89,12 @@ def match_moments(
         with torch.no_grad():
             weight.fill_(1)
             bias.fill_(0)
-        now = moments(model, inputs, {name: layers[name]})[name]
+        now = moments(model, inputs, {name: layers[name]}).get(name)
+        if now is None:
+            raise ConversionError(
+                f"calibrate, {name}: the converted model does not reach this layer on these inputs. Fix: give more "
+                "inputs, or keep the layer, by None in the plan."
+            )
         if not all(bool(values.isfinite().all()) for values in (*now, *target)):
             raise ConversionError(f"calibrate, {name}: outputs are not finite. Fix: give other inputs.")
         varies = now.deviation > _CONSTANT

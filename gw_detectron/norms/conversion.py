@@ -263,15 +263,16 @@ def _warn_of_single_columns(old: Mapping[str, nn.Module], new: Mapping[str, nn.M
         )
 
 
+def _loses_statistics(old: nn.Module, new: nn.Module) -> bool:
+    mean = getattr(old, "running_mean", None)
+    if isinstance(mean, Tensor):
+        return not mean.is_meta and bool(mean.any()) and not keeps_statistics(old, new)
+    of_batch = isinstance(old, nn.modules.batchnorm._NormBase)  # with track_running_stats=False
+    return of_batch and getattr(new, "running_mean", None) is not None
+
+
 def _warn_of_statistics(old: Mapping[str, nn.Module], new: Mapping[str, nn.Module]) -> None:
-    trained = [
-        name
-        for name, layer in old.items()
-        if isinstance(mean := getattr(layer, "running_mean", None), Tensor)
-        and not mean.is_meta
-        and bool(mean.any())
-        and not keeps_statistics(layer, new[name])
-    ]
+    trained = [name for name, layer in old.items() if _loses_statistics(layer, new[name])]
     if trained:
         warnings.warn(
             f"convert_norms: {len(trained)} layers ({trained[0]}, ...) were trained with batch statistics, which the "

@@ -14,7 +14,7 @@ _AFFINE = ("weight", "bias")
 _STATISTICS = ("running_mean", "running_var", "running_matrix", "running_covariance")
 #: whose matrix for a diagonal covariance is its inverse square root
 _EXACT_SOLVERS = ("zca", "cholesky", "standardize")
-#: packages whose BN layers compute BN, and an activation only in ``act``
+#: packages whose norm layers compute the norm, and an activation only in ``act``
 _PACKAGES = ("torch", "torchvision", "timm", "detectron2", "gw_detectron")
 #: layers that work without scale and shift
 _OPTIONAL_AFFINE = (nn.BatchNorm2d, nn.GroupNorm, GroupWhitening2d, BatchWhitening2d)
@@ -50,11 +50,11 @@ def replacement(name: str, old: nn.Module, spec: str) -> nn.Module:
             f"{where} ({type(old).__name__!r}): contains an activation with parameters ({', '.join(more)}), which "
             f"{spec} does not have. Fix: keep it, by None in the plan."
         )
-    own = isinstance(old, nn.modules.batchnorm._NormBase) and _package(old) not in _PACKAGES
+    own = isinstance(old, (nn.modules.batchnorm._NormBase, *_OPTIONAL_AFFINE)) and _package(old) not in _PACKAGES
     if own and not hasattr(old, "act"):
         raise ConversionError(
             f"{where} ({type(old).__name__!r}): has a forward of its own, which {spec} would not compute, such as an "
-            "activation. Fix: keep it, by None in the plan, or put a plain BN and that operation in its place."
+            "activation. Fix: keep it, by None in the plan, or put a plain norm layer and that operation in its place."
         )
     norm = resolve_norm(_with_settings(spec, old), where=where, channels=[channels])
     some = next((tensor for tensor in (*old.parameters(), *old.buffers()) if tensor.is_floating_point()), None)
@@ -68,7 +68,10 @@ def replacement(name: str, old: nn.Module, spec: str) -> nn.Module:
     if some is not None:
         new.to(some.dtype)
     _copy_state(old, new)
-    if hasattr(old, "running_mean") and (isinstance(norm, str) or isinstance(new, BatchRenorm2d)):
+    if isinstance(old, nn.modules.batchnorm._NormBase) and old.running_mean is None:
+        _use_batch_statistics(new, where, type(old).__name__)
+    both = hasattr(old, "running_mean") and hasattr(new, "running_mean")
+    if both and (isinstance(norm, str) or isinstance(new, BatchRenorm2d)):
         # what their names cannot state
         for setting in ("eps", "momentum") if isinstance(norm, str) else ("eps",):
             if hasattr(old, setting) and hasattr(new, setting):
@@ -115,6 +118,23 @@ def _copy_state(old: nn.Module, new: nn.Module) -> None:
     for name, parameter in new.named_parameters():
         if name not in _AFFINE and weight is not None:
             parameter.requires_grad_(weight.requires_grad)
+
+
+def _use_batch_statistics(new: nn.Module, where: str, old: str) -> None:
+    """Let a layer of BN normalize by the batch also in evaluation, as ``track_running_stats=False`` does.
+
+    Raises:
+        ConversionError: the layer would keep mean 0 and variance 1.
+    """
+    if describe(new).startswith("Frozen"):
+        raise ConversionError(
+            f"{where} ({old!r}): has no running statistics (track_running_stats=False), which {describe(new)} needs. "
+            "Fix: use BN or GW."
+        )
+    if isinstance(new, nn.modules.batchnorm._NormBase) and type(new).__module__.startswith("torch."):
+        new.track_running_stats = False
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            setattr(new, name, None)
 
 
 def keeps_statistics(old: nn.Module, new: nn.Module) -> bool:

@@ -473,3 +473,63 @@ def test_a_failed_calibration_changes_nothing():
     with pytest.raises(ConversionError, match="no inputs"):
         convert_norms(model, {"*": "GN:groups=4"}, calibrate=[])
     assert list(model.modules()) == before
+
+
+class GroupNormSiLU(nn.GroupNorm):
+    """As in diffusion models: the activation is part of the layer."""
+
+    def forward(self, x):
+        return nn.functional.silu(super().forward(x))
+
+
+def test_an_activation_in_a_subclass_of_any_norm_is_refused():
+    model = small(lambda channels: GroupNormSiLU(8, channels))
+    with pytest.raises(ConversionError, match=r"\('GroupNormSiLU'\): has a forward of its own"):
+        convert_norms(model, {"*": "GN:groups=8,eps=1e-4"})
+
+
+def test_bn_by_the_batch_alone_stays_so():
+    model = small(functools.partial(nn.BatchNorm2d, track_running_stats=False)).eval()
+    x = 5 + 3 * torch.randn(4, 3, 9, 9)
+    expected = model(x)
+    convert_norms(model, {"*": "SyncBN"})
+    assert all(layer.running_mean is None for layer in (model[1], model[4]))
+    assert torch.allclose(model(x), expected, atol=1e-5)
+
+
+def test_bn_by_the_batch_alone_has_nothing_to_freeze():
+    build = functools.partial(small, functools.partial(nn.BatchNorm2d, track_running_stats=False))
+    with pytest.raises(ConversionError, match="has no running statistics .*, which FrozenBN needs. Fix: use BN or GW"):
+        convert_norms(build(), {"*": "FrozenBN"})
+    for norm in ("BW:channels=8", "BRN"):
+        with pytest.warns(UserWarning, match="2 layers .* were trained with batch statistics"):
+            convert_norms(build(), {"*": norm})
+
+
+@pytest.mark.parametrize("norm", ["GN:groups=8", "GN"])
+def test_a_norm_without_statistics_has_its_own_eps(norm):
+    model = nn.Sequential(nn.BatchNorm2d(32, eps=0.1))
+    convert_norms(model, {"*": norm})
+    assert model[0].eps == 1e-5
+
+
+class Cascade(nn.Module):
+    """Its second norm is reached if the first one's output varies enough, as a mask head behind detections."""
+
+    def __init__(self, affine):
+        super().__init__()
+        self.first, self.second = nn.BatchNorm2d(16, affine=affine), nn.BatchNorm2d(16)
+        self.first.running_var.fill_(0.01)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.second(x[: len(x) if x.std() > 5 else 0])
+
+
+def test_calibration_where_the_new_layers_reach_less():
+    x = torch.randn(4, 16, 6, 6)
+
+    before, after = convert_norms(Cascade(affine=True), {"*": "GW:groups=8"}, calibrate=[x]).difference
+    assert before > 0.5 and after < 0.01  # the first layer gets its scale first
+    with pytest.raises(ConversionError, match="calibrate, second: the converted model does not reach this layer"):
+        convert_norms(Cascade(affine=False), {"*": "GW:groups=8"}, calibrate=[x])
