@@ -215,6 +215,16 @@ def test_missing_and_unexpected_affine_are_reported():
         GroupWhitening2d(64, affine=False).load_state_dict({"weight": torch.ones(1, 64, 1, 1)})
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("solver", ["zca", "cholesky", "newton"])
+def test_a_layer_behind_parameters_that_need_gradients_can_be_traced(solver):
+    model = torch.nn.Sequential(torch.nn.Conv2d(64, 64, 1), GroupWhitening2d(64, 8, solver=solver)).eval()
+    x, file = features(2, 64, 9, 7), io.BytesIO()
+    torch.jit.save(torch.jit.trace(model, x), file)
+    file.seek(0)
+    torch.testing.assert_close(torch.jit.load(file)(x), model(x), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")

@@ -21,7 +21,8 @@ def whitening_matrix(
         solve: from ``sigma`` and ``least`` to the whitening matrices and other tensors for ``pull_back``.
         pull_back: from the gradient and all results of ``solve`` to the gradient of ``sigma``.
     """
-    if sigma.requires_grad:
+    tracing = torch.jit.is_tracing()  # type: ignore[attr-defined]
+    if sigma.requires_grad and not tracing:  # a trace cannot hold a function of Python
         return _FirstOrder.apply(sigma, least, solve, pull_back)[0]
     return solve(sigma, least)[0]
 
