@@ -3,8 +3,9 @@
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 from torch import Tensor
 from torchvision.transforms import functional as transforms
 
-from ..errors import ConfigError, DataError, MissingFileError
+from ..errors import ConfigError, DataError, FileAccessError, MissingFileError
 from .synthetic import SyntheticConfig, draw_scene
 
 SIDE = 224  # pixels, of the evaluation on ImageNet
@@ -24,6 +25,7 @@ _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of RGB values in 0
 _WITH_FRAMES = ("GIF", "PNG", "TIFF", "WEBP")
 #: Pillow's, of damaged and of huge files
 READ_ERRORS = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
+_Item = TypeVar("_Item")
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 
 
@@ -90,13 +92,14 @@ def image_files(folder: str | os.PathLike[str]) -> list[Path]:
 
     Raises:
         MissingFileError: the folder does not exist.
+        FileAccessError: a folder may not be listed.
         DataError: there are no images in it.
     """
     if not os.path.isdir(folder):
         raise MissingFileError(f"images ({os.fspath(folder)!r}): folder not found. Fix: give an existing folder.")
     seen: set[str] = set()
     paths = []
-    for top, below, files in os.walk(folder, followlinks=True):
+    for top, below, files in os.walk(folder, onerror=_refuse, followlinks=True):
         if os.path.realpath(top) in seen:  # a link to a folder above
             below.clear()
             continue
@@ -107,6 +110,18 @@ def image_files(folder: str | os.PathLike[str]) -> list[Path]:
         suffixes = ", ".join(IMAGE_SUFFIXES)
         raise DataError(f"images ({os.fspath(folder)!r}): none found. Fix: put {suffixes} files there.")
     return paths
+
+
+def _refuse(error: OSError) -> None:
+    raise FileAccessError(
+        f"images ({error.filename!r}): cannot be listed: {error.strerror}. Fix: get read permission."
+    ) from error
+
+
+def evenly_spread(items: Sequence[_Item], count: int) -> list[_Item]:
+    """Choose at most ``count`` items, evenly spread, the first one among them."""
+    count = min(count, len(items))
+    return [items[index * len(items) // count] for index in range(count)]
 
 
 def evaluation_input(pixels: np.ndarray, cfg: CfgNode) -> Tensor:
@@ -159,8 +174,7 @@ def load_images(folder: str | os.PathLike[str], count: int = 8) -> list[Image.Im
         MissingFileError: the folder does not exist.
         DataError: there are no images in it, or one cannot be read.
     """
-    paths = image_files(folder)
-    chosen = paths[:: max(1, len(paths) // count)][:count]
+    chosen = evenly_spread(image_files(folder), count)
     return [center_crop(Image.fromarray(read_image(path, "RGB"))) for path in chosen]
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+from ..data.images import evenly_spread
 from .detections import ImageMatches
 from .run_folder import RunFolder, needed
 from .sections import Picture, Section, Table
@@ -11,8 +12,7 @@ from .sections import Picture, Section, Table
 def predictions_section(run: RunFolder) -> Section:
     """Draw ground truth and detections of images with objects, which are spread over the dataset."""
     images = [image for image in run.matches if image.found or image.missed] or run.matches
-    count = run.options.images
-    chosen = images[:: max(1, len(images) // count)][:count]
+    chosen = evenly_spread(images, run.options.images)
     pictures = [
         [
             _picture(run, f"image_{number}_truth", image, run.detections.objects(image.image_id), "ground truth"),

@@ -1,11 +1,20 @@
 """Images: reading, folders, errors."""
 
+import os
+
 import numpy as np
 import pytest
 from PIL import Image, PngImagePlugin
 
-from gw_detectron.data.images import image_files, load_images, read_image, resize_shortest_edge, upright_size
-from gw_detectron.errors import DataError
+from gw_detectron.data.images import (
+    evenly_spread,
+    image_files,
+    load_images,
+    read_image,
+    resize_shortest_edge,
+    upright_size,
+)
+from gw_detectron.errors import DataError, FileAccessError
 
 
 def test_load_images(tmp_path):
@@ -21,6 +30,26 @@ def test_load_images(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="none found"):
         load_images(tmp_path / "empty")
+
+
+def test_chosen_images_are_spread_over_all():
+    assert evenly_spread(range(15), 8) == [0, 1, 3, 5, 7, 9, 11, 13]
+    assert evenly_spread(range(3), 4) == [0, 1, 2] and evenly_spread([], 4) == []
+
+
+def test_a_folder_that_may_not_be_listed_is_named(tmp_path, monkeypatch):
+    (tmp_path / "closed").mkdir()
+    Image.new("RGB", (30, 40)).save(tmp_path / "0.jpg")
+    scan = os.scandir
+
+    def refuse(path):
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(FileAccessError, match=r"images \('.*closed'\): cannot be listed: Permission denied. Fix: get"):
+        image_files(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.float32])
