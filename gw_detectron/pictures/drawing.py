@@ -12,6 +12,11 @@ from detectron2.utils.visualizer import Visualizer
 LABEL_SIDE = 480  # labels have a size for photographs: smaller images are enlarged to this longer side
 
 
+def plain_text(text: str) -> str:
+    """Return text that matplotlib draws as it is; between two dollar signs it would expect a formula."""
+    return text.replace("$", r"\$")
+
+
 def class_colors(metadata: Metadata) -> np.ndarray:
     """Return the color of each class.
 
@@ -60,6 +65,7 @@ def draw_objects(
         labels = [f"{label} {score:.0%}" for label, score in zip(labels, scores, strict=True)]
     if notes is not None:
         labels = [f"{label} {note}" for label, note in zip(labels, notes, strict=True)]
+    labels = [plain_text(label) for label in labels]
     colors = class_colors(metadata)
     scale = max(1.0, LABEL_SIDE / max(image.shape[:2]))
     drawing = Visualizer(image, metadata, scale=scale)

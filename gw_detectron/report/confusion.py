@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
+from ..pictures import plain_text
 from .detections import KINDS, ImageMatches
 from .run_folder import RunFolder
 from .sections import Picture, Section, Table
@@ -78,6 +79,7 @@ def _plot(table: np.ndarray, rows: Sequence[str], columns: Sequence[str], side: 
     share = table / np.maximum(1, table.sum(1, keepdims=True))
     image = axes.imshow(share, cmap="Blues", vmin=0, vmax=1)
     size = "medium" if len(rows) <= _NUMBERED else 8
+    rows, columns = ([plain_text(name) for name in names] for names in (rows, columns))
     axes.set_xticks(range(len(columns)), columns, rotation=90, fontsize=size)
     axes.set_yticks(range(len(rows)), rows, fontsize=size)
     axes.set(xlabel="predicted", ylabel="true")

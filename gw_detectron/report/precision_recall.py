@@ -5,7 +5,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from pycocotools.cocoeval import COCOeval
 
-from ..pictures import class_colors
+from ..pictures import class_colors, plain_text
 from .detections import Detections
 from .run_folder import RunFolder
 from .sections import Picture, Section, Table
@@ -64,7 +64,7 @@ def _plot_ap(found: Detections) -> Figure:
     height = 0.8 / len(bars)
     for index, (label, values) in enumerate(bars.items()):
         axes.barh(np.arange(len(names)) - index * height, values[order], height, label=label)
-    axes.set_yticks(np.arange(len(names)) - (len(bars) - 1) * height / 2, [names[index] for index in order])
+    axes.set_yticks(np.arange(len(names)) - (len(bars) - 1) * height / 2, [plain_text(names[index]) for index in order])
     axes.set(xlabel="AP (%)", xlim=(0, 100), ylim=(-0.9, len(names) - 0.4))
     axes.legend(fontsize="small", loc="lower right")
     axes.grid(axis="x", alpha=0.3)
@@ -125,7 +125,7 @@ def _plot_classes(evaluation: COCOeval, found: Detections, title: str) -> Figure
     curves, colors = precision(evaluation, 0.5), class_colors(found.metadata)
     for index, name in enumerate(found.class_names):
         if not np.isnan(curves[0, index]):
-            label = f"{name}, AP50 {100 * curves[:, index].mean():.1f}"
+            label = f"{plain_text(name)}, AP50 {100 * curves[:, index].mean():.1f}"
             axes.plot(evaluation.params.recThrs, curves[:, index], color=colors[index], label=label)
     if len(axes.lines) <= _LEGEND:
         axes.legend(fontsize="small")

@@ -99,3 +99,10 @@ def test_labels_of_small_images_can_be_read():
     labels = [draw_objects(small, CLASSES, [1], np.array([[5, 15, 30, 35]]), scores=[s]) for s in (0.11, 0.88)]
     assert plain.shape == labels[0].shape
     assert (labels[0] != labels[1]).any(-1).sum() > 20  # the digits differ
+
+
+def test_a_class_name_is_no_formula():
+    """Matplotlib would parse text between two dollar signs."""
+    names = Metadata(thing_classes=["1$ #1 / 10$ #2", "a $x_$"])
+    image = draw_objects(np.zeros((60, 80, 3), np.uint8), names, [0, 1], np.array([[5, 5, 40, 40], [20, 20, 70, 50]]))
+    assert image.any()

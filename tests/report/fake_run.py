@@ -70,7 +70,8 @@ def write_run(
 
 def _photos(folder: Path, classes: int) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
-    names = [f"class {index}" if index else "<b>" for index in range(classes)]  # a name that the page must escape
+    # the first name has to be escaped, in the page and in figures
+    names = [f"class {index}" if index else "<b>$x_$" for index in range(classes)]
     content: dict[str, Any] = {
         "images": [],
         "annotations": [],
