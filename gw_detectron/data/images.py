@@ -25,8 +25,8 @@ _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of RGB values in 0
 _WITH_FRAMES = ("GIF", "PNG", "TIFF", "WEBP")
 #: Pillow's, of damaged and of huge files
 READ_ERRORS = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
-_Item = TypeVar("_Item")
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
+_Item = TypeVar("_Item")
 
 
 def read_image(path: str | os.PathLike[str], pixel_format: str) -> np.ndarray:
@@ -99,7 +99,7 @@ def image_files(folder: str | os.PathLike[str]) -> list[Path]:
         raise MissingFileError(f"images ({os.fspath(folder)!r}): folder not found. Fix: give an existing folder.")
     seen: set[str] = set()
     paths = []
-    for top, below, files in os.walk(folder, onerror=_refuse, followlinks=True):
+    for top, below, files in os.walk(folder, onerror=_raise_access_error, followlinks=True):
         if os.path.realpath(top) in seen:  # a link to a folder above
             below.clear()
             continue
@@ -112,7 +112,7 @@ def image_files(folder: str | os.PathLike[str]) -> list[Path]:
     return paths
 
 
-def _refuse(error: OSError) -> None:
+def _raise_access_error(error: OSError) -> None:
     raise FileAccessError(
         f"images ({error.filename!r}): cannot be listed: {error.strerror}. Fix: get read permission."
     ) from error
