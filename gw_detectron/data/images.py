@@ -26,6 +26,7 @@ _WITH_FRAMES = ("GIF", "PNG", "TIFF", "WEBP")
 #: Pillow's, of damaged and of huge files
 READ_ERRORS = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
+_PNG_EXIF = {"exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp"}  # entries that can hold an orientation
 _Item = TypeVar("_Item")
 
 
@@ -41,7 +42,8 @@ def read_image(path: str | os.PathLike[str], pixel_format: str) -> np.ndarray:
 
     Raises:
         MissingFileError: the file does not exist.
-        DataError: the file is not an image, damaged, or has more than 8 bits per channel.
+        DataError: the file is not an image, damaged, has more than 8 bits per channel, or is a TIFF with an EXIF
+            orientation.
     """
     if not os.path.isfile(path):
         raise MissingFileError(
@@ -49,7 +51,7 @@ def read_image(path: str | os.PathLike[str], pixel_format: str) -> np.ndarray:
         )
     with _errors_of(path):
         with Image.open(path) as image:
-            _check_depth(image)
+            _check_supported(image)
             frames = getattr(image, "n_frames", 1) if image.format in _WITH_FRAMES else 1
         if frames > 1:
             logging.getLogger(__name__).warning("'%s': only the first of its %d frames or pages is read", path, frames)
@@ -60,13 +62,13 @@ def upright_size(path: str | os.PathLike[str]) -> tuple[int, int]:
     """Read width and height of an image, turned upright by its EXIF entry, from its header.
 
     Raises:
-        DataError: the file has no header of an image, or has more than 8 bits per channel.
+        DataError: the file has no header of an image, or :func:`read_image` refuses it.
     """
     with _errors_of(path), Image.open(path) as image:
-        _check_depth(image)
+        _check_supported(image)
         # where a PNG has no such entry, Pillow would decode all of it to look for one behind the pixels
-        entries = image.getexif() if image.format != "PNG" or "exif" in image.info else {}
-        turned = entries.get(ExifTags.Base.Orientation, 1) in (5, 6, 7, 8)
+        has_entry = image.format != "PNG" or not _PNG_EXIF.isdisjoint(image.info)
+        turned = has_entry and _orientation(image) in (5, 6, 7, 8)
         return (image.height, image.width) if turned else image.size
 
 
@@ -81,10 +83,16 @@ def _errors_of(path: str | os.PathLike[str]) -> Iterator[None]:
         ) from error
 
 
-def _check_depth(image: Image.Image) -> None:
-    """Raise ValueError for an image whose values Pillow would cut off at 255."""
-    if image.mode[0] in "IF":
+def _check_supported(image: Image.Image) -> None:
+    """Raise ValueError for an image that Detectron2 would read wrongly."""
+    if image.mode[0] in "IF":  # Pillow would cut its values off at 255
         raise ValueError(f"has more than 8 bits per channel (mode {image.mode}): save it with 8")
+    if image.format == "TIFF" and _orientation(image) != 1:
+        raise ValueError("a TIFF with an EXIF orientation, which Pillow and Detectron2 would both apply: save it upright")
+
+
+def _orientation(image: Image.Image) -> int:
+    return image.getexif().get(ExifTags.Base.Orientation, 1)
 
 
 def image_files(folder: str | os.PathLike[str]) -> list[Path]:

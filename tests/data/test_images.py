@@ -4,7 +4,7 @@ import os
 
 import numpy as np
 import pytest
-from PIL import Image, PngImagePlugin
+from PIL import ExifTags, Image, PngImagePlugin
 
 from gw_detectron.data.images import (
     evenly_spread,
@@ -61,6 +61,18 @@ def test_more_than_8_bits_are_refused(tmp_path, dtype):
             read(tmp_path / "deep.tif")
 
 
+def test_a_turned_tiff_is_refused(tmp_path):
+    """Pillow turns it when it loads the pixels, and Detectron2 once more."""
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    Image.new("RGB", (8, 6)).save(tmp_path / "turned.tif", exif=exif)
+    Image.new("RGB", (8, 6)).save(tmp_path / "upright.tif")
+    assert upright_size(tmp_path / "upright.tif") == (8, 6)
+    for read in (upright_size, lambda path: read_image(path, "RGB")):
+        with pytest.raises(DataError, match=r"turned.tif'\): cannot be read: a TIFF with an EXIF .*: save it upright"):
+            read(tmp_path / "turned.tif")
+
+
 def test_the_first_frame_with_a_warning(tmp_path, caplog):
     frames = [Image.new("RGB", (4, 3), color) for color in ("white", "black", "red")]
     frames[0].save(tmp_path / "pages.tif", save_all=True, append_images=frames[1:])
@@ -68,10 +80,22 @@ def test_the_first_frame_with_a_warning(tmp_path, caplog):
     assert "pages.tif': only the first of its 3 frames or pages is read" in caplog.text
 
 
+@pytest.mark.parametrize("where", ["Raw profile type exif", "XML:com.adobe.xmp"])
+def test_the_older_orientations_of_a_png(tmp_path, where):
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    profile = f"\nexif\n{len(exif.tobytes()):8}\n{exif.tobytes().hex()}\n"
+    text = PngImagePlugin.PngInfo()
+    text.add_text(where, profile if where.startswith("Raw") else '<x tiff:Orientation="6"/>')
+    Image.new("RGB", (40, 30)).save(tmp_path / "turned.png", pnginfo=text)
+    assert upright_size(tmp_path / "turned.png") == (30, 40)
+    assert read_image(tmp_path / "turned.png", "RGB").shape == (40, 30, 3)
+
+
 def test_a_png_is_not_decoded_for_its_size(tmp_path, monkeypatch):
     Image.new("RGB", (40, 30)).save(tmp_path / "a.png")
     exif = Image.Exif()
-    exif[0x0112] = 6
+    exif[ExifTags.Base.Orientation] = 6
     Image.new("RGB", (40, 30)).save(tmp_path / "turned.png", exif=exif)
     monkeypatch.setattr(PngImagePlugin.PngImageFile, "load", lambda _: pytest.fail("decoded"))
     assert upright_size(tmp_path / "a.png") == (40, 30)
