@@ -21,6 +21,19 @@ _STYLES: dict[str, dict[str, Any]] = {
     "GW": {"color": "tab:purple", "marker": "v"},
     "GN+WS": {"color": "tab:gray", "marker": "P"},
 }
+#: panel of the variations -> their names and labels
+_VARIED: dict[str, dict[str, str]] = {
+    "Positions of GW, elsewhere BN": {
+        "BN": "none",
+        "BN+GW_S1": "S1",
+        "BN+GW_S1-B1": "S1-B1",
+        "BN+GW": "S1-B2",
+        "BN+GW_S1-B12": "S1-B12",
+        "GW": "ALL",
+    },
+    "Groups g, at ALL": {"GW_g8": "8", "GW_g16": "16", "GW_g32": "32", "GW": "64"},
+    "Newton steps T, or ZCA, at ALL": {"GW_T3": "T=3", "GW": "T=5", "GW_T7": "T=7", "GW_zca": "zca"},
+}
 _SHORT = planned_iterations(DECIDING_BATCH)
 _FIRST_LOSS = 200  # the fall before it hides the rest
 
@@ -54,8 +67,7 @@ def _ap_bars(axes: Axes, results: Results, iterations: int) -> None:
     for place, (norm, values) in enumerate(found.items()):
         style = _STYLES[norm]
         axes.bar(place, statistics.mean(values), color=style["color"], alpha=0.45, width=0.7)
-        places = [place + 0.1 * (i - (len(values) - 1) / 2) for i in range(len(values))]  # beside each other
-        axes.plot(places, values, linestyle="", markersize=5, **style)
+        _spread_points(axes, place, values, style)
         if longer := scored(results, norm, iterations=EQUAL_TIME[iterations]):
             equal_time[place] = statistics.mean(longer.values())
     if equal_time:
@@ -64,6 +76,12 @@ def _ap_bars(axes: Axes, results: Results, iterations: int) -> None:
         axes.margins(y=0.2)  # room for the legend
     axes.set_xticks(range(len(found)), list(found))
     axes.set(title=f"{iterations} iterations, {_seeds(found.values())}", ylabel="box AP")
+
+
+def _spread_points(axes: Axes, place: float, values: list[float], style: dict[str, Any]) -> None:
+    """Draw the values of single seeds beside each other."""
+    places = [place + 0.1 * (i - (len(values) - 1) / 2) for i in range(len(values))]
+    axes.plot(places, values, linestyle="", markersize=5, **style)
 
 
 def batch_figure(results: Results) -> Figure:
@@ -82,6 +100,24 @@ def batch_figure(results: Results) -> Figure:
     axes.margins(y=0.2)
     axes.set_ylim(bottom=0)
     _finish(axes)
+    return figure
+
+
+def variation_figure(results: Results) -> Figure:
+    """AP over the positions, groups and steps of GW."""
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    panels = figure.subplots(1, len(_VARIED), sharey=True, width_ratios=[len(labels) for labels in _VARIED.values()])
+    for axes, (title, labels) in zip(panels, _VARIED.items(), strict=True):
+        for place, norm in enumerate(labels):
+            values = list(scored(results, norm).values())
+            style = _STYLES.get(norm, {"color": "tab:gray", "marker": "o"})
+            if values:
+                axes.bar(place, statistics.mean(values), color=style["color"], alpha=0.45, width=0.7)
+            _spread_points(axes, place, values, style)
+        axes.set_xticks(range(len(labels)), list(labels.values()))
+        axes.set(title=title)
+        _finish(axes)
+    panels[0].set(ylabel="box AP")
     return figure
 
 

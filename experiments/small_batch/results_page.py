@@ -23,6 +23,7 @@ _FIGURES = {
     "small_batch_ap.png": figures.ap_figure,
     "small_batch_features.png": figures.mechanism_figure,
     "small_batch_losses.png": figures.loss_figure,
+    "small_batch_variations.png": figures.variation_figure,
 }
 
 

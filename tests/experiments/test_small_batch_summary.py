@@ -186,6 +186,14 @@ def test_the_losses_of_a_continued_run_do_not_go_back(whole):
     assert all(list(line.get_xdata()) == [300, 310, 1900] for line in axes.get_lines())
 
 
+def test_the_figure_of_variations_has_each_of_them_once(whole):
+    panels = figures.variation_figure(whole).axes
+    assert [len(axes.patches) for axes in panels] == [6, 4, 4]
+    assert set(VARIATIONS) < {norm for labels in figures._VARIED.values() for norm in labels}
+    counts = [len(line.get_xdata()) for line in panels[0].get_lines()]
+    assert counts == [5, 3, 3, 5, 3, 5]  # seeds
+
+
 # --- the page -------------------------------------------------------------------------------------------
 
 
@@ -202,7 +210,7 @@ def test_the_page_and_its_figures(whole, tmp_path):
     summarize_study.main(args)
     first = (tmp_path / PAGE).read_text()
     assert "stale" not in first and tables.main_table(whole, TIMES) in first and first.count("\nafter ") == 7
-    for name in ("ap", "batches", "features", "losses"):
+    for name in ("ap", "batches", "features", "losses", "variations"):
         with Image.open(tmp_path / f"small_batch_{name}.png") as image:
             assert len(image.convert("L").getcolors()) > 50
     summarize_study.main(args)
