@@ -163,13 +163,11 @@ def _convert_tensors(
     return converted, rows
 
 
-def to_torchvision(tensors: Mapping[str, Tensor], *, authors_affine: bool = False) -> dict[str, Tensor]:
+def to_torchvision(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename Detectron2 ResNet tensors to torchvision's and timm's names; inverse of :func:`convert`.
 
     Args:
         tensors: the state dict of a Detectron2 ResNet, e.g. of ``backbone.bottom_up`` in a detector with FPN.
-        authors_affine: reshape scale and shift of norms without running statistics from (C,) to (1, C, 1, 1), as in
-            the authors' layer.
 
     Raises:
         WeightsError: these are not the tensors of a ResNet or ResNeXt.
@@ -184,10 +182,7 @@ def to_torchvision(tensors: Mapping[str, Tensor], *, authors_affine: bool = Fals
         if not prefix:
             unexpected.append(name)
             continue
-        module = modules[prefix]
-        if authors_affine and module.kind == "norm" and f"{prefix}.running_mean" not in tensors:
-            value = value.reshape(1, -1, 1, 1)
-        renamed[module.torchvision + name.removeprefix(prefix)] = value
+        renamed[modules[prefix].torchvision + name.removeprefix(prefix)] = value
     if unexpected:
         raise WeightsError(f"tensors ({summarize_names(unexpected)}): not part of {network.name}. Fix: leave them out.")
     return renamed
