@@ -88,7 +88,9 @@ def _check_supported(image: Image.Image) -> None:
     if image.mode[0] in "IF":  # Pillow would cut its values off at 255
         raise ValueError(f"has more than 8 bits per channel (mode {image.mode}): save it with 8")
     if image.format == "TIFF" and _orientation(image) != 1:
-        raise ValueError("a TIFF with an EXIF orientation, which Pillow and Detectron2 would both apply: save it upright")
+        raise ValueError(
+            "a TIFF with an EXIF orientation, which Pillow and Detectron2 would both apply: save it upright"
+        )
 
 
 def _orientation(image: Image.Image) -> int:
