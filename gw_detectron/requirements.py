@@ -13,7 +13,9 @@ from .errors import MissingDetectron2Error, MissingPackageError, UserError
 FUNCTIONS = ("add_gw_config",)
 MODULES = (
     "analysis",
-    "benchmarks",
+    "benchmarks.detector_benchmark",
+    "benchmarks.network_benchmark",
+    "benchmarks.networks",
     "checkpoint",
     "config",
     "data",
@@ -26,7 +28,6 @@ MODULES = (
     "pictures",
     "prediction",
     "preflight",
-    "progress",
     "report",
 )
 _PIP_NAMES = {"cv2": "opencv-python-headless"}
@@ -95,5 +96,5 @@ class Detectron2Guard(importlib.abc.MetaPathFinder):
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> None:
         package, _, module = fullname.partition(".")
-        if package == __package__ and module.partition(".")[0] in (*FUNCTIONS, *MODULES):
+        if package == __package__ and {module, module.partition(".")[0]} & {*FUNCTIONS, *MODULES}:
             require_detectron2(fullname)

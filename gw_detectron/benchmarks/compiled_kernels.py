@@ -35,7 +35,7 @@ class CompiledKernel(NamedTuple):
     shared: int
 
 
-def layer_launches(x: Tensor, groups: int, *, iters: int = 5, relu: bool = False) -> list[Launch]:
+def layer_launches(x: Tensor, groups: int, *, iters: int = 5, relu: bool = False, execute: bool = True) -> list[Launch]:
     """Return the launches of a layer with affine parameters, forward and backward, in their order.
 
     Args:
@@ -43,10 +43,11 @@ def layer_launches(x: Tensor, groups: int, *, iters: int = 5, relu: bool = False
         groups: g.
         iters: T.
         relu: whether a ReLU is fused.
+        execute: run them; otherwise the tensors between them are not initialized.
     """
     weight = torch.ones(x.shape[1], device=x.device)
     dy = torch.ones_like(x)
-    with torch.no_grad(), recorded() as launches:
+    with torch.no_grad(), recorded(execute=execute) as launches:
         y, mean, sigma = closed_form.forward(kernels, x, weight, weight, groups, iters, 1e-5, relu)
         closed_form.backward(kernels, dy, y if relu else None, x, mean, sigma, weight, iters)
     return launches

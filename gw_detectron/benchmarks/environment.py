@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from ..errors import ConfigError
+from ..ops.group_whitening.triton.launch_args import tf32_allowed
 from ..version import __version__, git_commit, package_versions
 from .validation import check_names
 
@@ -50,7 +51,9 @@ def describe(device: torch.device, dtypes: Iterable[str], command: str) -> dict[
         header["peak memory"] = "not measured on a CPU"
     if device.type == "cuda":
         header["cuda"] = str(torch.version.cuda)
-        header["tf32"] = f"matmul {torch.backends.cuda.matmul.allow_tf32}, cudnn {torch.backends.cudnn.allow_tf32}"
+        matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+        convolution = getattr(cudnn, "conv", cudnn)  # cudnn in older torch
+        header["tf32"] = f"matmul {tf32_allowed(matmul)}, convolution {tf32_allowed(convolution)}"
     header |= {name: os.environ[name] for name in _VARIABLES if name in os.environ}
     return {name: value for name, value in header.items() if value}
 

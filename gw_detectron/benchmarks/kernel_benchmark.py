@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, check_minimum
+from ..ops.group_whitening.triton.compiler import ERRORS
 from ..ops.group_whitening.triton.launch_args import Launch, Tuning, supported, tuned
 from ..progress import progress_bar
 from .compiled_kernels import compile_launch, compiler_tool, kernel_name, layer_launches
@@ -22,7 +23,13 @@ from .validation import check_names
 #: (N, C, H, W): feature maps of a detector at 800 x 1344 pixels with 16 images, and the regions of two images
 SHAPES: tuple[Shape, ...] = ((16, 64, 200, 336), (16, 64, 100, 168), (16, 256, 50, 84), (512, 256, 7, 7))
 #: what a sweep changes, one number at a time; the values of the code itself are left out
-SWEEP = {"tile_bytes": (4096, 16384), "min_tiles": (2, 8), "warps": (2, 4, 8), "stages": (1, 2, 3, 4)}
+SWEEP = {
+    "tile_bytes": (4096, 16384),
+    "min_tiles": (2, 8),
+    "max_tiles": (32, 128),
+    "warps": (2, 4, 8),
+    "stages": (1, 2, 3, 4),
+}
 
 _OLDEST = 70  # compute capability that Triton's LLVM compiles for
 
@@ -142,7 +149,7 @@ def _variants(x: Tensor, settings: KernelSettings) -> dict[str, dict[str, Launch
             number: dict[str, Any] = {name: value}
             if name in Tuning._fields:
                 with tuned(Tuning(**number)):
-                    changed = launch_all()
+                    changed = launch_all(execute=False)  # they may not fit the device
             else:
                 changed = [each[""]._replace(**number) for each in variants.values()]
             for found, launch in zip(variants.values(), changed, strict=True):
@@ -166,7 +173,7 @@ def _compiled(launch: Launch, capability: int) -> dict[str, Any]:
     }
     try:
         found = compile_launch(launch, capability)
-    except RuntimeError as error:  # of Triton's compiler, for a setting that it cannot compile
+    except ERRORS as error:  # a setting that cannot be compiled
         return cells | {"note": note_of(error)}
     return cells | {"registers": found.registers, "stack": found.stack, "shared_kib": found.shared / 1024}
 
@@ -178,7 +185,7 @@ def _times(launches: dict[str, Launch], settings: KernelSettings, name: str) -> 
         try:
             launch.run()
             steps[setting] = Step(launch.run)
-        except RuntimeError as error:  # too much shared memory for the device
+        except ERRORS as error:  # too much shared memory for the device
             notes[setting] = {"note": note_of(error)}
     size = moved_bytes(launches[""]) // 2
     source, target = (torch.empty(size, dtype=torch.uint8, device=settings.device) for _ in range(2))

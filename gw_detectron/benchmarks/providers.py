@@ -135,7 +135,7 @@ PROVIDERS: dict[str, tuple[str, Callable[[Case], nn.Module] | None]] = {
     "figure1_compiled": ("the same under torch.compile", _figure1_compiled),
     "group_norm": (f"nn.GroupNorm({GROUP_NORM_GROUPS})", lambda case: nn.GroupNorm(GROUP_NORM_GROUPS, case.channels)),
     "batch_norm": ("nn.BatchNorm2d in training mode", lambda case: nn.BatchNorm2d(case.channels)),
-    "conv3x3": ("the 3x3 convolution before the layer, C to C", _conv3x3),
+    "conv3x3": ("the 3x3 convolution before the layer, C to C; float32 is tf32 on a GPU, as torch chooses", _conv3x3),
     "floor": ("only the matrix products on a CPU, a copy of GroupNorm's bytes on a GPU", None),
 }
 #: measured only if asked for

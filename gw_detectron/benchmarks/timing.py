@@ -13,6 +13,7 @@ from ..progress import progress_bar
 
 #: untimed calls before the first timed one: libraries choose algorithms, kernels are compiled
 WARM_UP = 3
+_HEAD_START = 2_000_000  # cycles of a GPU, about a millisecond: longer than the host needs to launch a layer's kernels
 _FLUSH_BYTES = 256 * 2**20  # larger than the last-level cache of any GPU
 
 
@@ -30,8 +31,8 @@ def time_alternating(
 
     Each round runs every step once. A drift of the machine affects all steps alike, and each step follows every other
     equally often (see :func:`balanced_orders`), since some leave a warm cache to the next and others do not.
-    On a GPU the time is the one between two CUDA events, after the cache is flushed. The host can run ahead, as in
-    training.
+    On a GPU the time is the one between two CUDA events, after the cache is flushed. The host runs ahead by a
+    millisecond, as in training, where other layers keep the GPU busy.
 
     ``torch.utils.benchmark`` times one statement after the other, so a drift would change the ratios.
 
@@ -96,6 +97,7 @@ def _time_cpu(step: Step) -> Callable[[], float]:
 def _time_cuda(step: Step, flush: Tensor) -> Callable[[], float]:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     flush.zero_()
+    torch.cuda._sleep(_HEAD_START)  # else the events would be as far apart as the launches
     start.record()
     step.run()
     end.record()

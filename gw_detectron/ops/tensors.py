@@ -12,7 +12,7 @@ def check_tensors(x: Tensor, weight: Tensor | None = None, bias: Tensor | None =
     """Validate x, weight and bias.
 
     Raises:
-        ValueError: ``x`` is not floating point of shape (N, C, *spatial), or a parameter is not (C,).
+        ValueError: ``x`` is not floating point of shape (N, C, *spatial), or a parameter is not (C,) on its device.
     """
     if x.dim() < 2:
         raise ValueError(
@@ -25,6 +25,10 @@ def check_tensors(x: Tensor, weight: Tensor | None = None, bias: Tensor | None =
             raise ValueError(
                 f"{name}: expected shape ({x.shape[1]},), got {tuple(parameter.shape)}. "
                 "Fix: give one value per channel of x."
+            )
+        if parameter is not None and parameter.device != x.device:
+            raise ValueError(
+                f"{name}: on {parameter.device}, but x is on {x.device}. Fix: move one, e.g. layer.to(x.device)."
             )
 
 

@@ -48,9 +48,26 @@ def test_bytes_of_a_layer_are_those_of_group_normalization_and_small_matrices(re
     names = ["moments", "merge", "newton", "apply", "products", "newton", "apply_backward"]
     assert [kernel_name(launch) for launch in launches] == names
     passes = [1, 0, 0, 2, 4 if relu else 2, 0, 3]
+    assert launches[-1].arguments["IN_PLACE"] is relu  # the masked gradient is in the memory of dx
     for launch, count in zip(launches, passes, strict=True):
         small = moved_bytes(launch) - count * 4 * x.numel()
-        assert 0 <= small < 8 * MIB, kernel_name(launch)
+        assert 0 <= small < 10 * MIB, kernel_name(launch)
+
+
+@needs_triton
+def test_a_program_of_the_statistics_has_at_most_64_tiles():
+    """Tensor cores round its sums toward zero."""
+    moments, merge, *_ = layer_launches(torch.empty((64, 64, 200, 336), device=META), 64)
+    splits = moments.grid[1]
+    assert moments.arguments["per_split"] == 64 and merge.arguments["splits"] == splits
+    assert (splits - 1) * 64 < moments.arguments["tiles"] <= splits * 64
+
+
+@needs_triton
+def test_launches_can_be_collected_without_running_them(monkeypatch):
+    monkeypatch.setattr(launch_args.Launch, "run", lambda launch: pytest.fail("ran"))
+    monkeypatch.setattr(torch.Tensor, "is_meta", False)
+    assert len(layer_launches(torch.empty(SHAPE, device=META), 64, execute=False)) == 7
 
 
 @needs_triton
@@ -94,6 +111,8 @@ def test_compiling_alone(compiled, tmp_path):
 @needs_triton
 def test_settings_are_timed_beside_a_copy_of_as_many_bytes(compiled, monkeypatch):
     """The kernels are stood in for by functions of the CPU."""
+    from triton.runtime.errors import OutOfResources  # no RuntimeError
+
     launched = []
 
     class Kernel:
@@ -103,12 +122,12 @@ def test_settings_are_timed_beside_a_copy_of_as_many_bytes(compiled, monkeypatch
         def __getitem__(self, grid):
             def run(num_warps, num_stages, **arguments):
                 if num_warps == 8 and "newton" not in self.fn.__name__:
-                    raise RuntimeError("out of resource: shared memory")
+                    raise OutOfResources(120_000, 101_376, "shared memory")
                 launched.append((self.fn.__name__, num_warps, num_stages))
 
             return run
 
-    def launches(x, groups, iters):
+    def launches(x, groups, iters, execute=True):
         found = layer_launches(x.to(META), groups, iters=iters)
         return [launch._replace(kernel=Kernel(launch.kernel), like=x) for launch in found]
 
@@ -118,7 +137,7 @@ def test_settings_are_timed_beside_a_copy_of_as_many_bytes(compiled, monkeypatch
     table = run_kernels(settings)
     rows = {(row["kernel"], row["setting"]): row for row in table.rows}
     assert rows["4 apply", ""]["to_copy"] > 0 and rows["4 apply", ""]["repeats"] == 3
-    assert rows["4 apply", "warps=8"]["note"] == "RuntimeError: out of resource: shared memory"
+    assert rows["4 apply", "warps=8"]["note"].startswith("OutOfResources: out of resource: shared memory")
     assert "to_copy" not in rows["4 apply", "warps=8"] and "to_copy" not in rows["4 apply", "stages=4"]
     assert ("_apply", 2, 2) in launched and ("_apply", 4, 3) in launched
 

@@ -152,6 +152,7 @@ def test_empty_input_keeps_the_parameters_in_the_graph(shape, solver):
         ({"x": torch.zeros(2, 6, dtype=torch.int64)}, "torch.int64"),
         ({"channels_per_group": 0}, r"channels_per_group \(0\): expected an integer of at least 1"),
         ({"weight": torch.ones(5)}, r"weight: expected shape \(6,\), got \(5,\)"),
+        ({"bias": torch.ones(6, device="meta")}, r"bias: on meta, but x is on cpu. Fix: move one"),
     ],
     ids=lambda value: str(value)[:30],
 )

@@ -41,8 +41,9 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
 #: largest error as a fraction of the largest value. float16 and bfloat16 round operands and result (the interpreter
-#: truncates bfloat16 instead); float32 has the rounding of sums of some hundred terms.
-TOLERANCE = {FP32: 3e-6, FP16: 2e-3, BF16: 2e-2}
+#: truncates bfloat16 instead); float32 has the rounding of sums of some hundred terms, which tensor cores round toward
+#: zero.
+TOLERANCE = {FP32: 3e-6 if INTERPRETED else 2e-5, FP16: 2e-3, BF16: 2e-2}
 
 #: (shape, groups): one and many groups, padded rows, one and several channels in a group, odd sizes, a single column,
 #: tiles that span channels, no to three spatial dimensions, matrices of several blocks
@@ -361,7 +362,7 @@ def run_checks(keyword, **environment):
 def run(arguments, **environment):
     inherited = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *arguments],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
         capture_output=True,
         text=True,
         env=inherited | environment,

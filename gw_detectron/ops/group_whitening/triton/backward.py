@@ -139,6 +139,6 @@ def apply_backward(
         weight_ptr=None if weight is None else weight.contiguous(), shift_ptr=terms.shift.contiguous(),
         positions=tiling.positions, tiles=tiling.tiles, per_split=per_split,
         GROUPS=groups, ROWS=tiling.rows, CPG=tiling.cpg, JB=tiling.jb, PB=tiling.pb, VECTOR=tiling.vector,
-        IN_PLACE=dy.data_ptr() == out.data_ptr(), DEPTH=depth,
+        IN_PLACE=dy is out or (not dy.is_meta and dy.data_ptr() == out.data_ptr()), DEPTH=depth,
         OPERAND=launch.operand_dtype(x), PRECISION=launch.input_precision(x),
     )  # fmt: skip

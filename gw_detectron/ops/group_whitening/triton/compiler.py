@@ -9,11 +9,15 @@ try:
     from triton.language import constexpr
 except ImportError:  # a platform without Triton, like macOS
     triton = tl = constexpr = None
+    ERRORS: tuple[type[Exception], ...] = (RuntimeError,)
 else:
+    from triton.errors import TritonError
+
+    ERRORS = (RuntimeError, TritonError)  # of compiling or launching a kernel that does not fit the device
     if [int(part) for part in triton.__version__.split(".")[:2]] < [3, 3]:
         triton = None  # its compiler aborts the process at float16 on Ampere
 
-__all__ = ["constexpr", "jit", "tl", "triton"]
+__all__ = ["ERRORS", "constexpr", "jit", "tl", "triton"]
 
 
 def jit(kernel: Callable) -> Any:

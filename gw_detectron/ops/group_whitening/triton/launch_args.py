@@ -29,10 +29,13 @@ class Tuning(NamedTuple):
             multiply. A row of float32 with g = 64 still has 128 bytes.
         min_tiles: fewest tiles per program. Each program also reads or writes a g x g matrix, at g = 64 as many bytes
             as two tiles.
+        max_tiles: most tiles per program of the statistics. Tensor cores round the sums of a program toward zero, so
+            its error grows with them: at 64 tiles to about 1e-5 of the largest variance.
     """
 
     tile_bytes: int = 8192
     min_tiles: int = 4
+    max_tiles: int = 64
 
 
 class Launch(NamedTuple):
@@ -52,6 +55,7 @@ class Launch(NamedTuple):
 
 _tuning = Tuning()
 _recorded: list[Launch] | None = None
+_executed = True
 
 
 @contextmanager
@@ -66,14 +70,17 @@ def tuned(tuning: Tuning) -> Iterator[None]:
 
 
 @contextmanager
-def recorded() -> Iterator[list[Launch]]:
-    """Collect the launches. Those of meta tensors are only collected, for a device of 132 multiprocessors."""
-    global _recorded
-    before, _recorded = _recorded, []
+def recorded(*, execute: bool = True) -> Iterator[list[Launch]]:
+    """Collect the launches, and run them if ``execute``.
+
+    Those of meta tensors are only collected, for a device of 132 multiprocessors.
+    """
+    global _recorded, _executed
+    before, _recorded, _executed = (_recorded, _executed), [], execute
     try:
         yield _recorded
     finally:
-        _recorded = before
+        _recorded, _executed = before
 
 
 def supported(x: Tensor, groups: int) -> bool:
@@ -99,7 +106,8 @@ def has_tensor_cores(device: torch.device) -> bool:
 
 def prepare(x: Tensor) -> Tensor:
     """Return ``x`` if its strides are accepted (channels_last too), else a copy."""
-    return x if _strides(x) is not None and _strides(torch.empty_like(x)) is not None else x.contiguous()
+    accepted = _strides(x) is not None and _strides(torch.empty_like(x, device="meta")) is not None
+    return x if accepted else x.contiguous()
 
 
 def samples_per_pass(x: Tensor, groups: int) -> int:
@@ -195,7 +203,7 @@ def matrix_tiles(x: Tensor, groups: int) -> tuple[int, int]:
     return (padded_rows(groups), tile_columns_for(x, groups)) if groups <= 64 else (16, 64)
 
 
-def split(tiles: int, others: int, programs: int, device: torch.device) -> tuple[int, int]:
+def split(tiles: int, others: int, programs: int, device: torch.device, *, limited: bool = False) -> tuple[int, int]:
     """Split ``tiles`` so that each multiprocessor gets about ``programs`` programs.
 
     Args:
@@ -203,12 +211,15 @@ def split(tiles: int, others: int, programs: int, device: torch.device) -> tuple
         others: the number of rows of programs.
         programs: wanted per multiprocessor.
         device: of the launch.
+        limited: whether ``max_tiles`` limits the tiles of a split.
 
     Returns:
         The number of splits, and the tiles of each.
     """
     wanted = triton.cdiv(programs * processors(device), others)
     per_split = max(_tuning.min_tiles, triton.cdiv(tiles, wanted))
+    if limited:
+        per_split = min(per_split, _tuning.max_tiles)
     return triton.cdiv(tiles, per_split), per_split
 
 
@@ -227,13 +238,13 @@ def operand_dtype(x: Tensor) -> Any:
 
 def input_precision(x: Tensor) -> str:
     """Return PRECISION, the ``input_precision`` of products over columns."""
-    return "tf32x3" if x.dtype == torch.float32 and not _tf32_allowed() else "tf32"
+    return "tf32x3" if x.dtype == torch.float32 and not tf32_allowed(torch.backends.cuda.matmul) else "tf32"
 
 
-def _tf32_allowed() -> bool:
-    matmul = torch.backends.cuda.matmul
-    chosen = getattr(matmul, "fp32_precision", None)  # newer torch refuses the older name if both have been used
-    return bool(matmul.allow_tf32) if chosen is None else chosen == "tf32"
+def tf32_allowed(backend: Any) -> bool:
+    """Whether a backend of torch, such as ``torch.backends.cuda.matmul``, may multiply float32 in tf32."""
+    chosen = getattr(backend, "fp32_precision", None)  # newer torch refuses the older name if both have been used
+    return bool(backend.allow_tf32) if chosen is None else chosen == "tf32"
 
 
 def warps_for(groups: int) -> int:
@@ -251,5 +262,5 @@ def run(kernel: Any, grid: tuple[int, int], like: Tensor, warps: int, stages: in
     launch = Launch(kernel, grid, like, warps, stages, arguments)
     if _recorded is not None:
         _recorded.append(launch)
-    if not like.is_meta:
+    if _executed and not like.is_meta:
         launch.run()

@@ -110,7 +110,7 @@ def statistics(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     """Implement ``Backend.statistics`` in two launches."""
     n = x.shape[0]
     tiling, (x_strides,) = launch.layouts(groups, launch.tile_columns_for(x, groups), x)
-    splits, per_split = launch.split(tiling.tiles, n, 3, x.device)
+    splits, per_split = launch.split(tiling.tiles, n, 3, x.device, limited=True)
     count = launch.empty(x, n, splits)
     shift, offset = launch.empty(x, n, splits, groups), launch.empty(x, n, splits, groups)
     moment = launch.empty(x, n, splits, groups, groups)
