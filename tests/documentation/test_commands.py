@@ -24,7 +24,7 @@ UNCHECKED = {
     ("pip", "--require-hashes"): "flags that the Makefile uses",
     ("torchrun", "--nproc_per_node=2", "-m", "gw_detectron.timm_models"): "timm's train.py; see test_timm_models.py",
     ("torchrun", "--master-port"): "a flag of torchrun alone",
-    ("TRITON_INTERPRET=0", "compute-sanitizer"): "NVIDIA's own command, which needs a GPU",
+    ("TRITON_INTERPRET=0", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", "compute-sanitizer"): "NVIDIA's, needs a GPU",
 }
 #: paths that the reader has, not the repository
 READERS = ("output/", "mydata/", "my.yaml", "CONFIG", "FILE")
