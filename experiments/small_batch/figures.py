@@ -115,7 +115,7 @@ def variation_figure(results: Results) -> Figure:
                 axes.bar(place, statistics.mean(values), color=style["color"], alpha=0.45, width=0.7)
             _spread_points(axes, place, values, style)
         axes.set_xticks(range(len(labels)), list(labels.values()))
-        axes.set(title=title)
+        axes.set(title=title, xlim=(-0.6, len(labels) - 0.4))
         _finish(axes)
     panels[0].set(ylabel="box AP")
     return figure
