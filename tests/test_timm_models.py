@@ -103,6 +103,13 @@ def test_weights_go_to_detectron2_and_back(tmp_path):
     assert torch.allclose(back.forward_features(x), model.forward_features(x), atol=1e-4)
 
 
+def test_mean_and_std_of_the_training_are_kept(tmp_path):
+    flags = {"model": "gw_resnet18", "mean": [0.5, 0.4, 0.3], "std": [0.2, 0.2, 0.2]}
+    path = saved(tmp_path, timm.create_model("gw_resnet18", num_classes=3), flags)
+    images = convert_file(path, tmp_path / "weights.pkl").provenance.preprocessing
+    assert images.pixel_mean == pytest.approx((127.5, 102, 76.5)) and images.pixel_std == pytest.approx((51, 51, 51))
+
+
 @pytest.mark.parametrize("flags", [{"model": "resnet18"}, {"model": 3, "model_kwargs": 5}, {}], ids=str)
 def test_a_checkpoint_of_another_model_names_no_norm(tmp_path, flags):
     path = saved(tmp_path, timm.create_model("gw_resnet18", num_classes=3), {"model": "", **flags})

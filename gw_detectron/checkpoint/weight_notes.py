@@ -18,6 +18,7 @@ from .reading import Contents
 NORMS = "norms"
 #: further keys in that header: the provenance, and the description of an exported network
 HEADER_PROVENANCE, DESCRIPTION = "gw_detectron", "gw_detectron.json"
+_HEADER = (NORMS, HEADER_PROVENANCE, DESCRIPTION)
 #: the norm layers of an export in torchvision's names; batch normalization is not listed there
 NORM_CLASSES: Mapping[str, type[nn.Module]] = {"GroupNorm": nn.GroupNorm, "GroupWhitening2d": GroupWhitening2d}
 _STRIDES = {"stem": 4, "res2": 4, "res3": 8, "res4": 16, "res5": 32}
@@ -51,9 +52,11 @@ def read_notes(contents: Contents) -> Notes:
     values = contents.value if isinstance(contents.value, Mapping) else {}
     layout = contents.metadata.get("layout", "")
     try:
-        header = {key: json.loads(text) for key, text in contents.metadata.items() if text.startswith("{")}
+        texts = {key: contents.metadata.get(key, "") for key in _HEADER}
+        header = {key: json.loads(text) for key, text in texts.items() if text.startswith("{")}
         norms, description = header.get(NORMS, values.get(NORMS)), header.get(DESCRIPTION)
         preprocessing = TORCHVISION if values.get("__author__") == "torchvision" else None
+        preprocessing = _timm_preprocessing(values.get("args")) or preprocessing
         if description is not None:
             preprocessing = _exported_preprocessing(description, contents.metadata, layout)
         if norms is not None:
@@ -137,3 +140,14 @@ def _timm_norm(args: Any) -> str:
         return ""
     norm = options.get("norm", "GW") if isinstance(options, Mapping) else "GW"
     return norm if isinstance(norm, str) else ""
+
+
+def _timm_preprocessing(args: Any) -> Preprocessing | None:
+    """Return the preprocessing in the flags ``--mean`` and ``--std`` of timm's training script, if both are given."""
+    given = [getattr(args, key, None) for key in ("mean", "std")]
+    if not (isinstance(args, argparse.Namespace) and all(isinstance(values, list | tuple) for values in given)):
+        return None
+    mean, std = (tuple(255 * float(value) for value in values) for values in given)  # type: ignore[union-attr]
+    if len(mean) != 3 or len(std) != 3:
+        raise ValueError(f"mean {mean}, std {std} of args: not three values each")
+    return Preprocessing("RGB", mean, std, False)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import WeightsError, summarize_names
+from ..norms.convs import CONVS
 from .architecture import POOL_NORM, Architecture, Norms, build_torchvision, detectron2_name, infer_architecture
 from .norm_inference import infer_norms, infer_pool_norm
 from .provenance import Provenance, tool
@@ -15,6 +16,7 @@ from .reading import Contents, weight_problem
 from .weight_notes import Notes, read_notes
 
 _WRAPPERS = ("model", "state_dict")
+_AVERAGED = ("state_dict_ema", "model_ema", "ema")  # of timm and others
 _COUNTER = ".num_batches_tracked"
 
 
@@ -90,6 +92,11 @@ def convert(
         ValueError: a norm name is unknown or does not fit.
     """
     notes = read_notes(Contents(content)) if notes is None else notes
+    if standardized := [name for name, norm in (notes.norms or {}).items() if norm in CONVS]:
+        raise WeightsError(
+            f"{standardized[0]} ('WS'): Weight Standardization, which converted weights do not record. Fix: set "
+            "MODEL.WEIGHTS to the checkpoint of the run, such as model_final.pth, with MODEL.RESNETS.CONV WS."
+        )
     tensors = unwrap(content)
     network = infer_architecture(tensors)
     if architecture is not None and Architecture.parse(architecture) != network:
@@ -200,6 +207,11 @@ def unwrap(content: Any) -> dict[str, Tensor]:
             raise WeightsError(f"keys ({' and '.join(map(repr, found))}): both hold weights. Fix: keep one.")
         if not found:
             break
+        if averaged := [key for key in _AVERAGED if isinstance(content.get(key), Mapping)]:
+            raise WeightsError(
+                f"keys ({found[0]!r} and {averaged[0]!r}): both hold weights, the latter averaged over the training. "
+                "Fix: save one of them alone, under 'state_dict'."
+            )
         content = content[found[0]]
     wrong = f"an empty {type(content).__name__}" if isinstance(content, Mapping) else f"a {type(content).__name__}"
     if isinstance(content, Mapping) and content:

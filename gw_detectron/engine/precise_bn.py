@@ -10,14 +10,15 @@ from detectron2.utils.events import EventStorage
 from fvcore.nn.precise_bn import get_bn_modules, update_bn_stats
 from torch import nn
 
-from ..layers import BatchWhitening2d
+from ..layers import BatchRenorm2d, BatchWhitening2d
 
 
 def update_statistics(model: nn.Module, batches: Iterable[Any], num_iters: int) -> None:
     """Recompute the running statistics of BN and batch whitening with fixed weights.
 
-    BN's are those of fvcore's ``update_bn_stats``. Batch whitening's running mean and its running matrix or covariance
-    become the averages over the batches. Layers in evaluation mode keep theirs.
+    BN's are those of fvcore's ``update_bn_stats``; Batch Renormalization is BN meanwhile. Batch whitening's running
+    mean and its running matrix or covariance become the averages over the batches. Layers in evaluation mode keep
+    theirs.
 
     Args:
         model: the model, called with each batch.
@@ -28,6 +29,10 @@ def update_statistics(model: nn.Module, batches: Iterable[Any], num_iters: int) 
     """
     whitening = [layer for layer in model.modules() if isinstance(layer, BatchWhitening2d) and layer.training]
     momenta = [layer.momentum for layer in whitening]
+    renorms = [layer for layer in model.modules() if isinstance(layer, BatchRenorm2d)]
+    schedules = [(layer.rmax, layer.dmax, layer.num_batches_tracked.clone()) for layer in renorms]
+    for renorm in renorms:
+        renorm.rmax, renorm.dmax = 1.0, 0.0
     batches = _averaged(whitening, itertools.islice(batches, num_iters))
     try:
         if get_bn_modules(model):
@@ -39,6 +44,9 @@ def update_statistics(model: nn.Module, batches: Iterable[Any], num_iters: int) 
     finally:
         for layer, momentum in zip(whitening, momenta, strict=True):
             layer.momentum = momentum
+        for renorm, (rmax, dmax, count) in zip(renorms, schedules, strict=True):
+            renorm.rmax, renorm.dmax = rmax, dmax
+            renorm.num_batches_tracked.copy_(count)
 
 
 def _averaged(layers: list[BatchWhitening2d], batches: Iterable[Any]) -> Iterator[Any]:

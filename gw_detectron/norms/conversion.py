@@ -2,7 +2,7 @@
 
 import fnmatch
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from .calibrate import match_moments, moments, relative_difference
 from .names import norm_options, resolve_norm
 from .norm_listing import channels_of
 from .positions import POSITIONS, norms_at
-from .replacement import describe, keeps_statistics, replacement
+from .replacement import describe, keeps_statistics, replacement, uses_batch_statistics_alone
 
 Plan = str | Mapping[str | type[nn.Module], str | None]
 
@@ -217,16 +217,24 @@ def _check_containers(model: nn.Module, old: Mapping[str, nn.Module]) -> None:
     names = {id(layer): name for name, layer in old.items()}
     for path, module in model.named_modules():
         for attribute, value in vars(module).items():
-            values = value.values() if isinstance(value, dict) else value
             if attribute == "_modules" or not isinstance(value, (list, tuple, set, dict)):
                 continue
-            for kept in values:
+            for kept in _contents(value):
                 if id(kept) in names:
                     where = f"{path}.{attribute}" if path else attribute
                     raise ConversionError(
                         f"convert_norms, {names[id(kept)]}: {where} is a plain {type(value).__name__} that holds it "
                         "too, and would keep the old layer. Fix: use torch.nn.ModuleList or torch.nn.ModuleDict."
                     )
+
+
+def _contents(container: Any, outer: tuple[int, ...] = ()) -> Iterator[Any]:
+    """Yield what is in plain lists and dicts, also nested ones, which may contain themselves."""
+    for value in container.values() if isinstance(container, dict) else container:
+        if not isinstance(value, (list, tuple, set, dict)):
+            yield value
+        elif id(value) not in outer:
+            yield from _contents(value, (*outer, id(value)))
 
 
 def _check_shared(model: nn.Module, old: Mapping[str, nn.Module]) -> None:
@@ -267,8 +275,7 @@ def _loses_statistics(old: nn.Module, new: nn.Module) -> bool:
     mean = getattr(old, "running_mean", None)
     if isinstance(mean, Tensor):
         return not mean.is_meta and bool(mean.any()) and not keeps_statistics(old, new)
-    of_batch = isinstance(old, nn.modules.batchnorm._NormBase)  # with track_running_stats=False
-    return of_batch and getattr(new, "running_mean", None) is not None
+    return uses_batch_statistics_alone(old) and getattr(new, "running_mean", None) is not None
 
 
 def _warn_of_statistics(old: Mapping[str, nn.Module], new: Mapping[str, nn.Module]) -> None:

@@ -51,6 +51,7 @@ def replacement(name: str, old: nn.Module, spec: str) -> nn.Module:
             f"{spec} does not have. Fix: keep it, by None in the plan."
         )
     own = isinstance(old, (nn.modules.batchnorm._NormBase, *_OPTIONAL_AFFINE)) and _package(old) not in _PACKAGES
+    own = own or "forward" in vars(old) or type(old).__call__ is not nn.Module.__call__
     if own and not hasattr(old, "act"):
         raise ConversionError(
             f"{where} ({type(old).__name__!r}): has a forward of its own, which {spec} would not compute, such as an "
@@ -68,7 +69,7 @@ def replacement(name: str, old: nn.Module, spec: str) -> nn.Module:
     if some is not None:
         new.to(some.dtype)
     _copy_state(old, new)
-    if isinstance(old, nn.modules.batchnorm._NormBase) and old.running_mean is None:
+    if uses_batch_statistics_alone(old):
         _use_batch_statistics(new, where, type(old).__name__)
     both = hasattr(old, "running_mean") and hasattr(new, "running_mean")
     if both and (isinstance(norm, str) or isinstance(new, BatchRenorm2d)):
@@ -135,6 +136,13 @@ def _use_batch_statistics(new: nn.Module, where: str, old: str) -> None:
         new.track_running_stats = False
         for name in ("running_mean", "running_var", "num_batches_tracked"):
             setattr(new, name, None)
+
+
+def uses_batch_statistics_alone(layer: nn.Module) -> bool:
+    """Tell whether a layer is BN without running statistics."""
+    if not isinstance(layer, nn.modules.batchnorm._NormBase) or layer.running_mean is not None:
+        return False
+    return not isinstance(layer, nn.modules.instancenorm._InstanceNorm)  # whose statistics are of a sample
 
 
 def keeps_statistics(old: nn.Module, new: nn.Module) -> bool:

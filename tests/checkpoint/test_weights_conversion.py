@@ -184,6 +184,18 @@ def test_missing_fc_is_an_error_only_if_it_is_kept(r18):
         convert(state, norm="GW", keep_fc=True)
 
 
+@pytest.mark.parametrize("key", ["state_dict_ema", "model_ema", "ema"])
+def test_weights_beside_their_average_are_refused(r18, key):
+    with pytest.raises(WeightsError, match=rf"keys \('state_dict' and '{key}'\): both hold weights.*Fix: save one"):
+        convert({"state_dict": r18, key: r18}, norm="GW")
+
+
+def test_standardized_weights_are_refused(r18):
+    norms = {"bn1": "GW", "conv1": "WS"}
+    with pytest.raises(WeightsError, match=r"conv1 \('WS'\): Weight Standardization.*Fix: set MODEL.WEIGHTS"):
+        convert({"model": r18, "norms": norms})
+
+
 def test_to_torchvision_names_unexpected_tensors(r18):
     tensors = convert(r18, norm="GW").tensors
     with pytest.raises(ValueError, match=r"tensors \(fpn_lateral2.weight\): not part of R-18"):

@@ -10,7 +10,7 @@ from torch import nn
 
 from gw_detectron.engine import Trainer, setup
 from gw_detectron.engine.precise_bn import PreciseStatistics, update_statistics
-from gw_detectron.layers import BatchWhitening2d, FrozenBatchWhitening2d
+from gw_detectron.layers import BatchRenorm2d, BatchWhitening2d, FrozenBatchWhitening2d
 
 from ..tiny_run import arguments
 
@@ -37,6 +37,19 @@ def test_bn_is_fvcores():
     assert buffers(made).keys() == buffers(expected).keys()
     assert all(torch.equal(value, buffers(expected)[name]) for name, value in buffers(made).items())
     assert made[1].momentum == 0.1
+
+
+def test_batch_renormalization_is_bn_meanwhile():
+    made = model(*(BatchRenorm2d(8, warmup=0, rmax_at=2, dmax_at=2) for _ in range(2)))
+    for batch in batches():
+        made(batch)
+    expected = model(nn.BatchNorm2d(8), nn.BatchNorm2d(8))
+    expected.load_state_dict(made.state_dict())
+    update_statistics(expected, iter(batches()), 4)
+    update_statistics(made, iter(batches()), 4)
+    for name, value in buffers(expected).items():
+        torch.testing.assert_close(buffers(made)[name], value, rtol=1e-4, atol=1e-5)
+    assert (made[1].rmax, made[1].dmax, made[1].num_batches_tracked.item()) == (3.0, 5.0, 5)
 
 
 @pytest.mark.parametrize("with_bn", [False, True])

@@ -252,6 +252,24 @@ class KeepsList(nn.Module):
         self.parts = [self.conv, self.norm]
 
 
+class KeepsNested(KeepsList):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = {"first": [[self.conv, self.norm]]}
+        self.parts["itself"] = self.parts
+
+
+class BNThenReLU(nn.BatchNorm2d):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return super().__call__(x).relu()
+
+
+def with_forward_of_its_own() -> nn.Sequential:
+    model = nn.Sequential(nn.BatchNorm2d(8))
+    model[0].forward = lambda x: x.relu()
+    return model
+
+
 def sharing_a_scale() -> nn.Sequential:
     model = nn.Sequential(nn.BatchNorm2d(8), nn.ReLU(), nn.BatchNorm2d(8))
     model[2].weight = model[0].weight
@@ -264,6 +282,9 @@ def sharing_a_scale() -> nn.Sequential:
         (sharing_a_scale, r"0: shares a parameter with 2, .* Fix: keep both, by None in the plan"),
         (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), BNAndReLU(8)), r"1 \('BNAndReLU'\): has a forward of its own"),
         (KeepsList, "norm: parts is a plain list that holds it too, .* Fix: use torch.nn.ModuleList"),
+        (KeepsNested, "norm: parts is a plain dict that holds it too"),
+        (lambda: nn.Sequential(BNThenReLU(8)), r"0 \('BNThenReLU'\): has a forward of its own"),
+        (with_forward_of_its_own, r"0 \('BatchNorm2d'\): has a forward of its own"),
         (lambda: nn.Sequential(nn.BatchNorm2d(8), nn.LazyBatchNorm2d()), r"1 \(LazyBatchNorm2d\): has no shape yet"),
     ],
 )
@@ -273,6 +294,13 @@ def test_models_that_would_change_their_function(model, message):
     with pytest.raises(ConversionError, match=message):
         convert_norms(model, {"*": "GW:groups=4"})
     assert list(model.modules()) == before
+
+
+@pytest.mark.parametrize("spec", ["BN", "FrozenBN"])
+def test_instance_normalization_gets_running_statistics(spec):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.InstanceNorm2d(8))
+    convert_norms(model, {"*": spec})
+    assert model[1].running_var.shape == (8,)
 
 
 def test_positions_are_those_of_the_network_with_blocks():
