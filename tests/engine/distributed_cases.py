@@ -180,9 +180,9 @@ def losses_of_detector() -> dict[str, float]:
     single, _ = step(batch[:1] * processes, wrap=False)
     assert len({str(each) for each in comm.all_gather(sizes)}) > 1, "the counts have to differ"
     return {
-        "same counts": relative(alike, single),
-        "weighted": relative(weighted, joint),
-        "plain": relative(plain, joint),
+        "same counts": relative_norm(alike, single),
+        "weighted": relative_norm(weighted, joint),
+        "plain": relative_norm(plain, joint),
     }
 
 

@@ -223,8 +223,9 @@ class TestGradients:
 
     def test_of_the_detector_are_joint_where_the_losses_have_the_joint_divisors(self, differences):
         found = differences["detector"]
-        assert found["same counts"] < 1e-4
-        assert found["weighted"] < 1e-4
+        # float32: on some processors an activation moves over the kink of its ReLU, as above
+        assert found["same counts"] < 1e-3
+        assert found["weighted"] < 1e-3
         assert found["plain"] > 1e-2, "divisors are numbers of regions per process"
 
 
