@@ -134,6 +134,9 @@ def read_config(config_file: str | os.PathLike[str], opts: Sequence[Any] = ()) -
         cfg.merge_from_list(opts)
     except _MERGE_ERRORS as error:
         raise ConfigError(_bad_keys_message("Arguments", map(str, opts[::2]), known, error)) from error
+    for key in ("OUTPUT_DIR", "DATASETS.TRAIN", "DATASETS.TEST"):  # read before the checks of a run
+        if get_value(cfg, key) is None:
+            raise ConfigError(f"{key}: has no value. Fix: give one, or leave the key out.")
     if cfg.MODEL.LOAD_PROPOSALS:
         raise ConfigError(
             f"MODEL.LOAD_PROPOSALS ({cfg.MODEL.LOAD_PROPOSALS}): Detectron2 reads proposal files by pickle, which runs "

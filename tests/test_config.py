@@ -154,3 +154,10 @@ def test_long_and_nested_values_of_the_command_line(value):
 def test_keys_of_the_command_line_that_do_not_exist(key):
     with pytest.raises(ConfigError, match=r"^Arguments: "):
         read_config(str(CONFIG), [key, "1"])
+
+
+@pytest.mark.parametrize("text", ["OUTPUT_DIR:\n", "DATASETS:\n  TEST:\n"])
+def test_keys_without_a_value_are_refused(tmp_path, text):
+    (tmp_path / "empty.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="has no value. Fix: give one, or leave the key out"):
+        read_config(tmp_path / "empty.yaml")
