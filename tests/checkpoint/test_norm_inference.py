@@ -13,7 +13,9 @@ from torchvision.models.resnet import Bottleneck, ResNet
 from gw_detectron.checkpoint import convert, convert_file, load_checkpoint, load_weights
 from gw_detectron.checkpoint.checkpoint_file import open_checkpoint
 from gw_detectron.checkpoint.norm_inference import full_name
+from gw_detectron.checkpoint.reading import Contents
 from gw_detectron.checkpoint.reference_networks import config_for, detectron2_classifier
+from gw_detectron.checkpoint.weight_notes import read_notes
 from gw_detectron.errors import NormMismatchError, UnknownNormError
 from gw_detectron.layers import GroupWhitening2d
 
@@ -194,3 +196,8 @@ def test_authors_affine_is_whitening_of_any_solver():
     with torch.no_grad():
         found = detectron2_classifier(conversion, config_for(conversion.provenance))(images)
         assert torch.allclose(found["res5"], stages(network, images)["res5"], rtol=1e-4, atol=1e-4)
+
+
+def test_other_entries_of_a_header_may_hold_any_text():
+    notes = read_notes(Contents({}, {"note": "{'a': 'dict of Python'}", "norms": '{"bn1": "GW"}'}))
+    assert notes.norms == {"bn1": "GW"}
