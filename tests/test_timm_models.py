@@ -17,7 +17,7 @@ from gw_detectron import norm_table, timm_models  # noqa: F401, the import regis
 from gw_detectron.checkpoint.weights_conversion import to_torchvision
 from gw_detectron.checkpoint.weights_io import convert_file
 from gw_detectron.config import read_config
-from gw_detectron.errors import UnknownNormError, UserError
+from gw_detectron.errors import UnknownNormError, UserError, WeightsFileError
 from gw_detectron.layers import GroupWhitening2d
 from gw_detectron.norms import norm_rows
 
@@ -108,6 +108,13 @@ def test_mean_and_std_of_the_training_are_kept(tmp_path):
     path = saved(tmp_path, timm.create_model("gw_resnet18", num_classes=3), flags)
     images = convert_file(path, tmp_path / "weights.pkl").provenance.preprocessing
     assert images.pixel_mean == pytest.approx((127.5, 102, 76.5)) and images.pixel_std == pytest.approx((51, 51, 51))
+
+
+def test_a_mean_of_one_value_is_refused(tmp_path):
+    flags = {"model": "gw_resnet18", "mean": [0.5], "std": [0.2]}
+    path = saved(tmp_path, timm.create_model("gw_resnet18", num_classes=3), flags)
+    with pytest.raises(WeightsFileError, match=r"mean \[0.5\] and std \[0.2\].*Fix: train with three values"):
+        convert_file(path, tmp_path / "weights.pkl")
 
 
 @pytest.mark.parametrize("flags", [{"model": "resnet18"}, {"model": 3, "model_kwargs": 5}, {}], ids=str)

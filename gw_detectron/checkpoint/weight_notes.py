@@ -149,5 +149,8 @@ def _timm_preprocessing(args: Any) -> Preprocessing | None:
         return None
     mean, std = (tuple(255 * float(value) for value in values) for values in given)  # type: ignore[union-attr]
     if len(mean) != 3 or len(std) != 3:
-        raise ValueError(f"mean {mean}, std {std} of args: not three values each")
+        raise WeightsError(
+            f"args of timm's training: mean {given[0]} and std {given[1]} do not have three values each, as RGB images "
+            "need. Fix: train with three values each."
+        )
     return Preprocessing("RGB", mean, std, False)
