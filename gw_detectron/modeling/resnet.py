@@ -32,7 +32,8 @@ _FEATURES = ("stem", "res2", "res3", "res4", "res5")
 class _Component(CNNBlockBase):
     """Mixin for a stock stem or block: any norm name, and fused ReLUs.
 
-    ``freeze()`` also freezes batch whitening.
+    ``freeze()`` also freezes batch whitening. A convolution that replaces one of ``relu_convs`` and has no activation
+    gets its ReLU in ``forward``, as in a stock block.
     """
 
     relu_convs: tuple[str, ...] = ()  # convolutions with a ReLU behind their norm
@@ -65,7 +66,10 @@ class GWBasicStem(_Component, BasicStem):
         super().__init__(in_channels=in_channels, out_channels=out_channels, norm=norm)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.max_pool2d(self.conv1(x), kernel_size=3, stride=2, padding=1)
+        out = self.conv1(x)
+        if getattr(self.conv1, "activation", None) is None:
+            out = F.relu_(out)
+        return F.max_pool2d(out, kernel_size=3, stride=2, padding=1)
 
 
 class _WhitenedBlock(_Component):
@@ -99,7 +103,10 @@ class GWBasicBlock(_WhitenedBlock, BasicBlock):
     relu_convs = ("conv1",)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _add_shortcut(self.conv2(self.conv1(x)), x if self.shortcut is None else self.shortcut(x))
+        out = self.conv1(x)
+        if getattr(self.conv1, "activation", None) is None:
+            out = F.relu_(out)
+        return _add_shortcut(self.conv2(out), x if self.shortcut is None else self.shortcut(x))
 
 
 class GWBottleneckBlock(_WhitenedBlock, BottleneckBlock):
@@ -113,7 +120,13 @@ class GWBottleneckBlock(_WhitenedBlock, BottleneckBlock):
     relu_convs = ("conv1", "conv2")
 
     def forward(self, x: Tensor) -> Tensor:
-        return _add_shortcut(self.conv3(self.conv2(self.conv1(x))), x if self.shortcut is None else self.shortcut(x))
+        out = self.conv1(x)
+        if getattr(self.conv1, "activation", None) is None:
+            out = F.relu_(out)
+        out = self.conv2(out)
+        if getattr(self.conv2, "activation", None) is None:
+            out = F.relu_(out)
+        return _add_shortcut(self.conv3(out), x if self.shortcut is None else self.shortcut(x))
 
 
 def _add_shortcut(out: Tensor, shortcut: Tensor) -> Tensor:
@@ -204,10 +217,13 @@ def gw_resnet(
     convs = whitened_convs(positions, bottleneck=bottleneck, where=where("positions"))
     out_channels = [res2_out_channels * 2**stage for stage in range(4)]
     bottleneck_channels = [num_groups * width_per_group * 2**stage for stage in range(4)]
-    channels = [stem_out_channels, *out_channels, *(bottleneck_channels if bottleneck else [])]
+    inner_channels = bottleneck_channels if bottleneck else out_channels
+    channels = [stem_out_channels, *out_channels, *inner_channels]
     norm = resolve_norm(norm, where=where("norm"), channels=channels)
     if positions:
-        whiten_channels = channels if convs else [stem_out_channels]
+        whiten_channels = [stem_out_channels]
+        for name in convs:
+            whiten_channels += inner_channels if name in ("conv1", "conv2") else out_channels
         whiten_norm = resolve_norm(whiten_norm, where=where("whiten_norm"), channels=whiten_channels)
 
     stem = GWBasicStem(in_channels, stem_out_channels, whiten_norm if positions else norm)

@@ -191,6 +191,29 @@ def test_a_wrong_argument_is_named(argument, value):
         gw_resnet(50, **{argument: value})
 
 
+@pytest.mark.parametrize("depth", [18, 50])
+def test_a_replaced_convolution_keeps_the_relu_behind_it(depth):
+    """Stock blocks apply their ReLUs themselves, so a user may replace any of their convolutions."""
+    backbone = gw_resnet(depth, freeze_at=0).eval()
+    x = torch.rand(1, 3, 64, 64)
+    expected = backbone(x)["res5"]
+    convs = [backbone.stem.conv1] + [getattr(block, n) for block in backbone.res3 for n in block.relu_convs]
+    for module in [backbone.stem, *backbone.res3]:
+        for name in module.relu_convs:
+            conv = getattr(module, name)
+            setattr(module, name, nn.Sequential(conv, conv.norm))
+            conv.norm = conv.activation = None
+    assert len(convs) == {18: 3, 50: 9}[depth] and not any(conv.activation for conv in convs)
+    assert torch.allclose(backbone(x)["res5"], expected, rtol=1e-3, atol=1e-4)
+
+
+def test_the_whitening_norm_must_fit_its_positions_only():
+    backbone = gw_resnet(50, "S1-B2", "BN", "GW", res2_out_channels=96, freeze_at=0)
+    assert norm_spec(backbone.res2[0].conv2.norm).startswith("GW") and norm_spec(backbone.res2[0].conv3.norm) == "BN"
+    with pytest.raises(ConfigError, match="whiten_norm.*96"):
+        gw_resnet(50, "S1-B3", "BN", "GW", res2_out_channels=96)
+
+
 def test_a_pool_norm_needs_a_pooling():
     with pytest.raises(ConfigError, match=r"add_pool_norm \(ResNet\): has no avgpool. Fix: give a classifier"):
         add_pool_norm(gw_resnet(18), "BN", 512)
