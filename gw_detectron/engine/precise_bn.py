@@ -1,60 +1,103 @@
 """PreciseBN for batch whitening too."""
 
+import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from detectron2.engine import HookBase
 from detectron2.utils.events import EventStorage
-from fvcore.nn.precise_bn import get_bn_modules, update_bn_stats
-from torch import nn
+from fvcore.nn.precise_bn import get_bn_modules
+from torch import Tensor, nn
 
 from ..layers import BatchRenorm2d, BatchWhitening2d
 
 
 def update_statistics(model: nn.Module, batches: Iterable[Any], num_iters: int) -> None:
-    """Recompute the running statistics of BN and batch whitening with fixed weights.
+    r"""Recompute the running statistics of BN and batch whitening with fixed weights.
 
-    BN's are those of fvcore's ``update_bn_stats``; Batch Renormalization is BN meanwhile. Batch whitening's running
-    mean and its running matrix or covariance become the averages over the batches. Layers in evaluation mode keep
-    theirs.
+    From the mean :math:`\mu_k` and variance :math:`\sigma_k^2` of each call with :math:`n_k` elements per channel, BN's
+    become those of all elements, as in fvcore: :math:`\mu = \sum_k n_k \mu_k / \sum_k n_k` and
+    :math:`\sigma^2 = \sum_k n_k (\sigma_k^2 + \mu_k^2) / \sum_k n_k - \mu^2`. Batch Renormalization is BN meanwhile.
+    Batch whitening's running mean and its running matrix or covariance become their averages over the calls.
+
+    A call with less than two elements per channel, such as that of a head for images without regions, counts nothing.
+    A layer without another call, in evaluation mode or without running statistics keeps what it has. After an error,
+    all do.
 
     Args:
-        model: the model, called with each batch.
+        model: the model, called with each batch. It may use a layer more than once.
         batches: at least ``num_iters`` of them.
         num_iters: batches to use.
 
     Source: Rethinking "Batch" in BatchNorm (arXiv 2105.07576), section 3.
     """
-    whitening = [layer for layer in model.modules() if isinstance(layer, BatchWhitening2d) and layer.training]
-    momenta = [layer.momentum for layer in whitening]
-    renorms = [layer for layer in model.modules() if isinstance(layer, BatchRenorm2d)]
-    schedules = [(layer.rmax, layer.dmax, layer.num_batches_tracked.clone()) for layer in renorms]
-    for renorm in renorms:
-        renorm.rmax, renorm.dmax = 1.0, 0.0
-    batches = _averaged(whitening, itertools.islice(batches, num_iters))
-    try:
-        if get_bn_modules(model):
-            update_bn_stats(model, batches, num_iters)
-        elif whitening:
-            with torch.no_grad():
-                for batch in batches:
-                    model(batch)
-    finally:
-        for layer, momentum in zip(whitening, momenta, strict=True):
-            layer.momentum = momentum
-        for renorm, (rmax, dmax, count) in zip(renorms, schedules, strict=True):
-            renorm.rmax, renorm.dmax = rmax, dmax
-            renorm.num_batches_tracked.copy_(count)
+    layers = [layer for layer in get_bn_modules(model) if layer.running_mean is not None]
+    layers += [layer for layer in model.modules() if isinstance(layer, BatchWhitening2d) and layer.training]
+    if not layers:
+        return
+    averages = [_Average(layer) for layer in layers]
+    with contextlib.ExitStack() as stack:
+        for average in averages:
+            stack.callback(average.restore)
+            stack.enter_context(average.layer.register_forward_hook(average.add))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # compiled modules do not call new hooks
+        for batch in itertools.islice(batches, num_iters):
+            model(batch)
+    for average in averages:
+        average.write()
 
 
-def _averaged(layers: list[BatchWhitening2d], batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield the batches; the running averages of the layers become averages over them."""
-    for number, batch in enumerate(batches, 1):
-        for layer in layers:
-            layer.momentum = 1 / number
-        yield batch
+class _Average:
+    """Average of the batch statistics of a layer over its calls.
+
+    The running statistics are those of the last batch meanwhile.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+        second = f"running_{layer.running}" if isinstance(layer, BatchWhitening2d) else "running_var"
+        self._buffers = [layer.running_mean, layer.get_buffer(second)]
+        self._before = [buffer.clone() for buffer in self._buffers]
+        self._sums = [torch.zeros_like(buffer, dtype=torch.float64) for buffer in self._buffers]
+        self._weight = 0
+        self._momentum, layer.momentum = layer.momentum, 1.0
+        if isinstance(layer, BatchRenorm2d):
+            self._schedule = layer.rmax, layer.dmax, layer.num_batches_tracked.clone()
+            layer.rmax, layer.dmax = 1.0, 0.0
+
+    def add(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        count = inputs[0].numel() // inputs[0].shape[1]
+        if count < 2:
+            return
+        mean, second = (buffer.double() for buffer in self._buffers)
+        weight = 1
+        if not isinstance(layer, BatchWhitening2d):
+            weight, second = count, second * (count - 1) / count + mean**2
+        self._weight += weight
+        for total, value in zip(self._sums, (mean, second), strict=True):
+            total += weight * value
+
+    def restore(self) -> None:
+        """Set the layer as it was."""
+        self.layer.momentum = self._momentum
+        if isinstance(self.layer, BatchRenorm2d):
+            self.layer.rmax, self.layer.dmax, number = self._schedule
+            self.layer.num_batches_tracked.copy_(number)
+        for buffer, value in zip(self._buffers, self._before, strict=True):
+            buffer.copy_(value)
+
+    def write(self) -> None:
+        """Set the running statistics to the averages, if there are any."""
+        if not self._weight:
+            return
+        mean, second = (total / self._weight for total in self._sums)
+        if not isinstance(self.layer, BatchWhitening2d):
+            second -= mean**2
+        for buffer, value in zip(self._buffers, (mean, second), strict=True):
+            buffer.copy_(value)
 
 
 class PreciseStatistics(HookBase):

@@ -35,8 +35,41 @@ def test_bn_is_fvcores():
     update_bn_stats(expected, iter(batches()), 4)
     update_statistics(made, iter(batches()), 4)
     assert buffers(made).keys() == buffers(expected).keys()
-    assert all(torch.equal(value, buffers(expected)[name]) for name, value in buffers(made).items())
+    torch.testing.assert_close(buffers(made), buffers(expected), rtol=1e-5, atol=1e-5)
     assert made[1].momentum == 0.1
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(8), BatchWhitening2d(8, 4)], ids=["BN", "BW"])
+def test_a_layer_of_several_levels_averages_over_its_calls(norm):
+    """RetinaNet's heads use their layers for each level of the pyramid; a mask head may have no regions."""
+
+    class Levels(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.unused = norm, nn.BatchNorm2d(8)
+
+        def forward(self, levels: list[torch.Tensor]) -> None:
+            for level in levels:
+                self.norm(level)
+
+    made, empty, levels = Levels().train(), torch.zeros(0, 8, 3, 3), batches()
+    expected, unused = copy.deepcopy(made.norm), buffers(made.unused)
+    update_statistics(expected, iter(levels), 5)
+    update_statistics(made, iter([[empty, *levels[:3]], [empty], [*levels[3:], empty]]), 3)
+    torch.testing.assert_close(buffers(made.norm), buffers(expected))
+    torch.testing.assert_close(buffers(made.unused), unused)
+
+
+def test_compiled_modules_take_part():
+    made = model(nn.BatchNorm2d(8), nn.BatchNorm2d(8))
+    expected = copy.deepcopy(made)
+    made.compile(backend="eager")
+    made(batches()[0])
+    expected.load_state_dict(made.state_dict())
+    for _ in range(2):
+        update_statistics(expected, iter(batches()), 4)
+        update_statistics(made, iter(batches()), 4)
+        torch.testing.assert_close(buffers(made), buffers(expected))
 
 
 def test_batch_renormalization_is_bn_meanwhile():
@@ -82,11 +115,14 @@ def test_frozen_layers_keep_their_statistics(norm):
     assert all(torch.equal(value, buffers(made)[name]) for name, value in before.items())
 
 
-def test_the_momentum_returns_after_an_error():
-    made = model(BatchWhitening2d(8, 4))
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(8), BatchWhitening2d(8, 4)], ids=["BN", "BW"])
+def test_an_error_changes_nothing(norm):
+    made = model(norm)
+    before = buffers(made)
     with pytest.raises(RuntimeError):
         update_statistics(made, iter([*batches(1), torch.zeros(1, 3, 2, 2)]), 2)
-    assert made[1].momentum == 0.1
+    assert made[1].momentum == 0.1 and not made[1]._forward_hooks
+    torch.testing.assert_close(buffers(made), before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("period", "iterations"), [(0, [5]), (2, [2, 4, 5]), (5, [5])])
