@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pycocotools.mask as mask_util
 from detectron2.data import Metadata
 from detectron2.structures import BoxMode, Instances
 from detectron2.utils.colormap import colormap
@@ -66,6 +67,8 @@ def draw_objects(
     if notes is not None:
         labels = [f"{label} {note}" for label, note in zip(labels, notes, strict=True)]
     labels = [plain_text(label) for label in labels]
+    if masks is not None:
+        masks = [_as_rle(mask) if isinstance(mask, np.ndarray) else mask for mask in masks]
     colors = class_colors(metadata)
     scale = max(1.0, LABEL_SIDE / max(image.shape[:2]))
     drawing = Visualizer(image, metadata, scale=scale)
@@ -77,6 +80,11 @@ def draw_objects(
         keypoints=keypoints,
         assigned_colors=list(colors[np.asarray(classes, dtype=int) % len(colors)]),
     ).get_image()
+
+
+def _as_rle(mask: np.ndarray) -> dict[str, Any]:
+    """Encode a mask: Detectron2 refuses to draw an array of two columns."""
+    return mask_util.encode(np.asfortranarray(mask, dtype=np.uint8))
 
 
 def draw_predictions(image: np.ndarray, metadata: Metadata, instances: Instances) -> np.ndarray:

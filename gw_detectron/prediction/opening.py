@@ -17,6 +17,7 @@ from ..data.class_metadata import class_metadata
 from ..errors import ConfigError, DataError, MissingFileError
 from ..export.exported_file import OPENERS, open_exported
 from ..modeling.class_counts import object_count_keys
+from ..preflight import Findings, check_values
 from ..shipped_configs import find_config_file
 from .predictors import ExportedPredictor, Predictor, TrainedPredictor
 
@@ -135,6 +136,9 @@ def _open_trained(
             f"MODEL ('{model}'): its config is not found: '{config_file}'. Fix: give --config-file, or a run folder."
         )
     cfg = read_config(config_file, opts)
+    findings = Findings()
+    check_values(cfg, findings, eval_only=True)
+    findings.raise_problems()
     cfg.MODEL.WEIGHTS = model
     cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = cfg.MODEL.RETINANET.SCORE_THRESH_TEST = score_threshold
     metadata = _metadata(cfg, config_file, class_names)

@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,9 +110,11 @@ def write_predictions(
         atomic_folder(output, (RESULTS, IMAGES, PICTURES)) as folder,
         progress_bar(desc="predicting", unit="image", total=sum(source.count() for source in sources)) as progress,
     ):
+        names = {source.name for source in sources}
         for source in sources:
             try:
-                with _drawing(source, folder / PICTURES, predictor.metadata, enabled=pictures) as draw:
+                path = folder / PICTURES / _picture_name(source, names)
+                with _drawing(source, path, predictor.metadata, enabled=pictures) as draw:
                     for index, image in enumerate(source.images()):
                         found = predictor(image)
                         draw(image, found)
@@ -155,9 +157,24 @@ def _write_json(folder: Path, metadata: Metadata, images: list[dict[str, Any]], 
     (folder / IMAGES).write_text(json.dumps(listed, indent=1) + "\n")
 
 
+def _picture_name(source: ImageSource, names: Container[str]) -> str:
+    """Return the name of the drawn picture or video: that of the source, with another end if the format needs it.
+
+    ``names`` are those of all sources, which are not replaced.
+    """
+    name, end, suffixes = source.name, ".png", IMAGE_SUFFIXES
+    if source.is_video:
+        end, suffixes = ".mp4", (".mp4",)
+    if Path(name).suffix.lower() not in suffixes:
+        name += end
+        while name in names:
+            name += end
+    return name
+
+
 @contextmanager
 def _drawing(
-    source: ImageSource, folder: Path, metadata: Metadata, *, enabled: bool
+    source: ImageSource, path: Path, metadata: Metadata, *, enabled: bool
 ) -> Iterator[Callable[[np.ndarray, Any], None]]:
     """Yield a function that draws objects on an image and appends it to the picture or video of a source."""
     if not enabled:
@@ -165,10 +182,6 @@ def _drawing(
         return
     from ..pictures import draw_predictions  # Detectron2's drawing needs OpenCV
 
-    suffixes = (".mp4",) if source.is_video else IMAGE_SUFFIXES
-    path = folder / source.name
-    if path.suffix.lower() not in suffixes:
-        path = path.with_name(path.name + (".mp4" if source.is_video else ".png"))
     path.parent.mkdir(parents=True, exist_ok=True)
     if not source.is_video:
         yield lambda image, found: Image.fromarray(draw_predictions(image, metadata, found)).save(path, quality=95)

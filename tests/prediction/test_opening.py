@@ -54,6 +54,11 @@ def test_a_run_folder_predicts_as_detectron2(run_folder, channels):
     assert predictor.metadata.thing_dataset_id_to_contiguous_id == {2: 0, 7: 1, 40: 2}
 
 
+def test_a_value_that_detectron2_cannot_use_is_refused(run_folder):
+    with pytest.raises(ConfigError, match=r"INPUT.FORMAT \('XYZ'\).*Fix: "):
+        open_predictor(str(run_folder), device="cpu", opts=["INPUT.FORMAT", "XYZ"])
+
+
 def test_the_last_checkpoint_of_a_moved_run_is_taken(run_folder, tmp_path, photo):
     moved = tmp_path / "moved"
     shutil.copytree(run_folder, moved)

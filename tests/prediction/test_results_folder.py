@@ -94,6 +94,14 @@ def test_other_suffixes_become_png(tmp_path, photo, predict):
     assert [path.name for path in (tmp_path / "out" / "pictures").iterdir()] == ["scan.tif.png"]
 
 
+def test_a_new_suffix_replaces_no_other_picture(tmp_path, photo, predict):
+    for name in ("photo.gif", "photo.gif.png"):
+        Image.fromarray(photo).save(tmp_path / name, format="PNG")
+    predict(tmp_path / "photo.gif*")
+    names = {path.name for path in (tmp_path / "out" / "pictures").iterdir()}
+    assert names == {"photo.gif.png", "photo.gif.png.png"}
+
+
 def test_a_video(tmp_path, video, photos, predict):
     cv2 = pytest.importorskip("cv2")
     summary, results = predict(photos / "b.png", video)
