@@ -106,6 +106,10 @@ def read_config(config_file: str | os.PathLike[str], opts: Sequence[Any] = ()) -
     """
     cfg = default_config()
     known = set(flat_keys(cfg))
+    opts = list(opts)
+    if opts[:1] == ["--"]:  # which argparse keeps
+        del opts[0]
+    _check_words([word for word in opts if isinstance(word, str)], known)
     config_file = find_config_file(config_file)
     if not config_file or not os.path.isfile(config_file):
         raise MissingFileError(_missing_config_message(config_file))
@@ -119,13 +123,6 @@ def read_config(config_file: str | os.PathLike[str], opts: Sequence[Any] = ()) -
         cfg.merge_from_file(str(config_file), allow_unsafe=False)
     except _YAML_ERRORS as error:
         raise ConfigError(_bad_keys_message(f"'{config_file}'", keys, known, error)) from error
-    opts = list(opts)
-    words = [word for word in opts if isinstance(word, str)]
-    if joined := [word for word in words if "=" in word and word.partition("=")[0] in known]:
-        raise ConfigError(f"Arguments '{joined[0]}': '=' in a key. Fix: write {' '.join(joined[0].split('=', 1))}.")
-    if flags := [word for word in words if word.startswith("--")]:
-        first = next((word for word in words if not word.startswith("--")), "the KEY VALUE pairs")
-        raise ConfigError(f"Arguments: flags after KEY VALUE pairs. Fix: put {' '.join(flags)} before {first}.")
     if len(opts) % 2:
         raise ConfigError(
             f"Arguments '{' '.join(map(str, opts))}': not pairs of KEY VALUE. Fix: give each key one value."
@@ -143,6 +140,17 @@ def read_config(config_file: str | os.PathLike[str], opts: Sequence[Any] = ()) -
             "code that they contain. Fix: set it to False and use a proposal generator such as RPN."
         )
     return cfg
+
+
+def _check_words(words: Sequence[str], known: set[str]) -> None:
+    """Refuse arguments that the command line took for keys and values."""
+    if joined := [word for word in words if "=" in word and word.partition("=")[0] in known]:
+        raise ConfigError(f"Arguments '{joined[0]}': '=' in a key. Fix: write {' '.join(joined[0].split('=', 1))}.")
+    if flags := [word for word in words if word.startswith("--")]:
+        first = next((word for word in words if not word.startswith("--")), "the KEY VALUE pairs")
+        raise ConfigError(
+            f"Arguments: flags after KEY VALUE pairs. Fix: put {' '.join(flags)}, with their values, before {first}."
+        )
 
 
 def _check_yaml(path: str, latest_version: int, files: list[str], above: tuple[str, ...] = ()) -> list[str]:
@@ -286,10 +294,12 @@ def _bad_keys_message(source: str, keys: Iterable[str], known: set[str], error: 
     if not unknown:
         reason = str(error.args[0] if error.args else error).rstrip(".")
         # the shell removes quotes, and a tuple of one element needs a comma
-        example = (
-            """ a tuple is written as "('name',)" or "(480, 560)\"""" if "'tuple'" in reason else " correct the value"
-        )
-        return f"{source}: {reason}. Fix:{example}."
+        fix = "correct the value"
+        if "'tuple'" in reason:
+            fix = """a tuple is written as "('name',)" or "(480, 560)\""""
+        elif "(<class 'str'> vs." in reason:
+            fix = """a text that reads as another value is written as "'2024'\""""
+        return f"{source}: {reason}. Fix: {fix}."
     lines = [f"{source}: {len(unknown)} unknown config keys."] if len(unknown) > 5 else []
     for key in unknown[:5]:
         lines.append(f"{source}: unknown config key '{key}'.{similar_names(key, known)} Fix: correct or remove it.")

@@ -150,6 +150,23 @@ def test_long_and_nested_values_of_the_command_line(value):
         read_config(str(CONFIG), ["SEED", value])
 
 
+def test_flags_after_the_keys_are_named_before_the_missing_config():
+    with pytest.raises(ConfigError, match=r"Fix: put --config-file, with their values, before SEED"):
+        read_config("", ["SEED", "3", "--config-file", "x.yaml"])
+
+
+def test_a_separator_before_the_keys_is_no_key():
+    assert read_config(CONFIG, ["--", "SEED", "3"]).SEED == 3
+
+
+def test_a_text_that_reads_as_a_number_is_quoted():
+    with pytest.raises(
+        ConfigError, match=r"OUTPUT_DIR. Fix: a text that reads as another value is written as \"'2024'\""
+    ):
+        read_config(CONFIG, ["OUTPUT_DIR", "2024"])
+    assert read_config(CONFIG, ["OUTPUT_DIR", "'2024'"]).OUTPUT_DIR == "2024"
+
+
 @pytest.mark.parametrize("key", ["", ".", "MODEL", "MODEL.", "MODEL.DEVICE.c", "DATASETS.TRAIN.0", "_BASE_", "MODEL.X"])
 def test_keys_of_the_command_line_that_do_not_exist(key):
     with pytest.raises(ConfigError, match=r"^Arguments: "):

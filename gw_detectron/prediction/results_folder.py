@@ -162,9 +162,8 @@ def _picture_name(source: ImageSource, names: Container[str]) -> str:
 
     ``names`` are those of all sources, which are not replaced.
     """
-    name, end, suffixes = source.name, ".png", IMAGE_SUFFIXES
-    if source.is_video:
-        end, suffixes = ".mp4", (".mp4",)
+    name, end = source.name, ".mp4" if source.is_video else ".png"
+    suffixes = (end,) if source.is_video else IMAGE_SUFFIXES
     if Path(name).suffix.lower() not in suffixes:
         name += end
         while name in names:
