@@ -217,7 +217,10 @@ def _missing_images(image_root: str, images: Sequence[dict]) -> str:
         by_folder.setdefault(folder, set()).add(base)
     missing, other_form = [], 0
     for folder, wanted in by_folder.items():
-        present = set(os.listdir(folder) if os.path.isdir(folder) else ())
+        try:
+            present = set(os.listdir(folder) if os.path.isdir(folder) else ())
+        except OSError as error:
+            return f"'{folder}' cannot be listed: {error.strerror}. Fix: allow reading it, or copy the images elsewhere."
         gone = wanted - present
         missing += [os.path.join(folder, base) for base in gone]
         if gone:
@@ -227,7 +230,10 @@ def _missing_images(image_root: str, images: Sequence[dict]) -> str:
         return ""
     names = summarize_names((f"'{path}'" for path in sorted(missing)), 3)
     fix = "put them there, remove them from the JSON file, or give the folder that file_name is relative to"
-    if other_form:
+    slashes = sum("\\" in path and os.path.exists(path.replace("\\", "/")) for path in missing)
+    if slashes:
+        fix = f"{slashes} exist with / instead of \\ in their file_name: write / in the JSON file"
+    elif other_form:
         fix = f"{other_form} exist with their umlauts or accents in another Unicode form (NFC, NFD): rename the files"
     elif len(missing) == len(images) and (elsewhere := _folder_of(images, root)):
         fix = f"'{elsewhere}' has them: give it instead"

@@ -477,6 +477,24 @@ class TestData:
         (folder / unicodedata.normalize("NFD", "Größe.jpg")).write_bytes(b"")
         assert "1 exist with their umlauts or accents in another Unicode form" in check().problems[0]
 
+    def test_names_as_windows_writes_them_are_explained(self, check, coco, content):
+        content["images"][1]["file_name"] = content["images"][1]["file_name"].replace("/", "\\")
+        coco()
+        assert (
+            check()
+            .problems[0]
+            .endswith("Fix: 1 exist with / instead of \\ in their file_name: write / in the JSON file.")
+        )
+
+    def test_a_folder_that_may_not_be_listed(self, check, coco, monkeypatch):
+        coco()
+
+        def refuse(folder):
+            raise PermissionError(13, "Permission denied", folder)
+
+        monkeypatch.setattr("gw_detectron.preflight.dataset_checks.os.listdir", refuse)
+        assert "cannot be listed: Permission denied. Fix: allow reading it" in check().problems[0]
+
     @pytest.mark.parametrize(("turned", "wanted"), [(1, (40, 30)), (6, (30, 40)), (3, (40, 30))])
     def test_images_of_another_size(self, check, coco, content, tmp_path, turned, wanted):
         record = content["images"][0]
