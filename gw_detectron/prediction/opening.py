@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from detectron2.config import CfgNode
 from detectron2.data import Metadata
+from detectron2.data.detection_utils import convert_PIL_to_numpy
+from PIL import Image
 
 from ..checkpoint import last_checkpoint, load_model
 from ..config import get_value, read_config
@@ -17,7 +19,6 @@ from ..data.class_metadata import class_metadata
 from ..errors import ConfigError, DataError, MissingFileError
 from ..export.exported_file import OPENERS, open_exported
 from ..modeling.class_counts import object_count_keys
-from ..preflight import Findings, check_values
 from ..shipped_configs import find_config_file
 from .predictors import ExportedPredictor, Predictor, TrainedPredictor
 
@@ -136,9 +137,12 @@ def _open_trained(
             f"MODEL ('{model}'): its config is not found: '{config_file}'. Fix: give --config-file, or a run folder."
         )
     cfg = read_config(config_file, opts)
-    findings = Findings()
-    check_values(cfg, findings, eval_only=True)
-    findings.raise_problems()
+    try:
+        convert_PIL_to_numpy(Image.new("RGB", (1, 1)), cfg.INPUT.FORMAT)
+    except ValueError as error:
+        raise ConfigError(
+            f"INPUT.FORMAT ({cfg.INPUT.FORMAT!r}): unknown ({error}). Fix: use that of the training, e.g. RGB."
+        ) from error
     cfg.MODEL.WEIGHTS = model
     cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = cfg.MODEL.RETINANET.SCORE_THRESH_TEST = score_threshold
     metadata = _metadata(cfg, config_file, class_names)

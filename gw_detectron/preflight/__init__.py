@@ -12,7 +12,7 @@ from .model_checks import check_model
 from .value_checks import check_values
 from .weights_checks import check_fetched, check_weights
 
-__all__ = ["Findings", "check_values", "preflight", "wrong_evaluator"]
+__all__ = ["Findings", "preflight", "wrong_evaluator"]
 
 
 def preflight(

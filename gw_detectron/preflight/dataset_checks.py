@@ -220,7 +220,7 @@ def _missing_images(image_root: str, images: Sequence[dict]) -> str:
         try:
             present = set(os.listdir(folder) if os.path.isdir(folder) else ())
         except OSError as error:
-            return f"'{folder}' cannot be listed: {error.strerror}. Fix: allow reading it, or copy the images elsewhere."
+            return f"'{folder}' cannot be listed: {error.strerror}. Fix: allow reading it, or copy its images."
         gone = wanted - present
         missing += [os.path.join(folder, base) for base in gone]
         if gone:
