@@ -37,11 +37,12 @@ def update_statistics(model: nn.Module, batches: Iterable[Any], num_iters: int) 
     layers += [layer for layer in model.modules() if isinstance(layer, BatchWhitening2d) and layer.training]
     if not layers:
         return
-    averages = [_Average(layer) for layer in layers]
+    averages = []
     with contextlib.ExitStack() as stack:
-        for average in averages:
+        for layer in layers:
+            averages.append(average := _Average(layer))
             stack.callback(average.restore)
-            stack.enter_context(average.layer.register_forward_hook(average.add))
+            stack.enter_context(layer.register_forward_hook(average.add))
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # compiled modules do not call new hooks
         for batch in itertools.islice(batches, num_iters):
