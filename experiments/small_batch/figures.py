@@ -26,6 +26,7 @@ _VARIED: dict[str, dict[str, str]] = {
     "Positions of GW, elsewhere BN": {
         "BN": "none",
         "BN+GW_S1": "S1",
+        "BN+GN_S1-B1": "S1-B1, GN",
         "BN+GW_S1-B1": "S1-B1",
         "BN+GW": "S1-B2",
         "BN+GW_S1-B12": "S1-B12",
