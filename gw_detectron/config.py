@@ -148,9 +148,7 @@ def _check_words(words: Sequence[str], known: set[str]) -> None:
         raise ConfigError(f"Arguments '{joined[0]}': '=' in a key. Fix: write {' '.join(joined[0].split('=', 1))}.")
     if flags := [word for word in words if word.startswith("--")]:
         first = next((word for word in words if not word.startswith("--")), "the KEY VALUE pairs")
-        raise ConfigError(
-            f"Arguments: flags after KEY VALUE pairs. Fix: put {' '.join(flags)}, with their values, before {first}."
-        )
+        raise ConfigError(f"Arguments: flags after KEY VALUE pairs. Fix: put {' '.join(flags)} before {first}.")
 
 
 def _check_yaml(path: str, latest_version: int, files: list[str], above: tuple[str, ...] = ()) -> list[str]:

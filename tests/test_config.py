@@ -151,7 +151,7 @@ def test_long_and_nested_values_of_the_command_line(value):
 
 
 def test_flags_after_the_keys_are_named_before_the_missing_config():
-    with pytest.raises(ConfigError, match=r"Fix: put --config-file, with their values, before SEED"):
+    with pytest.raises(ConfigError, match=r"Fix: put --config-file before SEED"):
         read_config("", ["SEED", "3", "--config-file", "x.yaml"])
 
 
