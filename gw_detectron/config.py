@@ -296,7 +296,7 @@ def _bad_keys_message(source: str, keys: Iterable[str], known: set[str], error: 
         if "'tuple'" in reason:
             fix = """a tuple is written as "('name',)" or "(480, 560)\""""
         elif "(<class 'str'> vs." in reason:
-            fix = """a text that reads as another value is written as "'2024'\""""
+            fix = """put a text that reads as another value into quotes, such as "'2024'\""""
         return f"{source}: {reason}. Fix: {fix}."
     lines = [f"{source}: {len(unknown)} unknown config keys."] if len(unknown) > 5 else []
     for key in unknown[:5]:

@@ -161,7 +161,7 @@ def test_a_separator_before_the_keys_is_no_key():
 
 def test_a_text_that_reads_as_a_number_is_quoted():
     with pytest.raises(
-        ConfigError, match=r"OUTPUT_DIR. Fix: a text that reads as another value is written as \"'2024'\""
+        ConfigError, match=r"OUTPUT_DIR. Fix: put a text that reads as another value into quotes, such as \"'2024'\""
     ):
         read_config(CONFIG, ["OUTPUT_DIR", "2024"])
     assert read_config(CONFIG, ["OUTPUT_DIR", "'2024'"]).OUTPUT_DIR == "2024"

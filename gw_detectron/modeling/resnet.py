@@ -33,7 +33,7 @@ class _Component(CNNBlockBase):
     """Mixin for a stock stem or block: any norm name, and fused ReLUs.
 
     ``freeze()`` also freezes batch whitening. A convolution that replaces one of ``relu_convs`` and has no activation
-    gets its ReLU in ``forward``, as in a stock block.
+    gets its ReLU in ``forward``, as in a stock block; TorchScript cannot pass it to a function that all would share.
     """
 
     relu_convs: tuple[str, ...] = ()  # convolutions with a ReLU behind their norm
