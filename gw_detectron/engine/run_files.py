@@ -47,16 +47,24 @@ def end_last_line(folder: str) -> None:
                 file.write(b"\n")
 
 
-def remove_predictions(folder: str) -> None:
-    """Remove the predictions of an earlier evaluation, which the next one replaces.
+def remove_evaluation(folder: str, *, needed: Collection[str] = (), config: bool = True) -> None:
+    """Remove what an earlier evaluation has left and a report would take for that of the new run.
 
-    If that one fails, a report would judge them by its dataset.
+    These are its predictions, and the config that ``--eval-only`` has written beside them.
+
+    Args:
+        folder: the output folder, which need not exist; nothing is removed from a remote one.
+        needed: files that the new run reads; they stay.
+        config: False keeps the config, which a new evaluation replaces.
 
     Raises:
-        OSError: the file cannot be removed.
+        OSError: a file cannot be removed.
     """
     if "://" not in folder:
-        Path(folder, "inference", PREDICTIONS).unlink(missing_ok=True)
+        place, kept = Path(folder, "inference"), _resolved(needed)
+        for name in (PREDICTIONS, *(["config.yaml"] if config else [])):
+            if (place / name).resolve() not in kept:
+                (place / name).unlink(missing_ok=True)
 
 
 def remove_earlier_run(folder: str, *, everything: bool, needed: Collection[str] = ()) -> None:
@@ -73,7 +81,7 @@ def remove_earlier_run(folder: str, *, everything: bool, needed: Collection[str]
     """
     if "://" in folder:
         return
-    place, kept = Path(folder), [Path(path).resolve() for path in needed if path]
+    place, kept = Path(folder), _resolved(needed)
     folders = [place / name for name in _FOLDERS if everything and (place / name).is_dir()]
     for path, removed in itertools.product(kept, folders):
         if path.is_relative_to(removed.resolve()):
@@ -87,3 +95,7 @@ def remove_earlier_run(folder: str, *, everything: bool, needed: Collection[str]
                 path.unlink()
     for removed in folders:
         shutil.rmtree(removed)
+
+
+def _resolved(paths: Collection[str]) -> list[Path]:
+    return [Path(path).resolve() for path in paths if path]

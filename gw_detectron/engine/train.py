@@ -31,7 +31,7 @@ from ..preflight import Findings, preflight
 from .launch import in_all_processes
 from .output_lock import lock_output, output_unlocked_at_end
 from .run_datasets import use_datasets
-from .run_files import end_last_line, remove_earlier_run, remove_predictions
+from .run_files import end_last_line, remove_earlier_run, remove_evaluation
 from .seeding import use_deterministic_algorithms
 from .trainer import Trainer, check_same_start
 
@@ -222,15 +222,15 @@ def clear_output(cfg: CfgNode, args: argparse.Namespace) -> None:
     """
     if not comm.is_main_process():
         return
+    needed = (args.config_file, local_file(cfg.MODEL.WEIGHTS))
     with _access_errors_explained(cfg):
         if not args.eval_only:
             lock_output(cfg.OUTPUT_DIR)
             if args.resume:
                 end_last_line(cfg.OUTPUT_DIR)
             else:
-                needed = (args.config_file, local_file(cfg.MODEL.WEIGHTS))
                 remove_earlier_run(cfg.OUTPUT_DIR, everything=args.overwrite, needed=needed)
-        remove_predictions(cfg.OUTPUT_DIR)
+        remove_evaluation(cfg.OUTPUT_DIR, needed=needed, config=not args.eval_only)
 
 
 def prepare_output(cfg: CfgNode, args: argparse.Namespace) -> None:

@@ -63,8 +63,8 @@ class ReportOptions:
 class RunFolder:
     """The folder of a training, or of an evaluation by ``--eval-only``.
 
-    The later of the two decides which config, weights and dataset belong to the predictions. A property raises
-    MissingInputError if the folder lacks what it needs.
+    The config in ``inference``, of an evaluation after the training, decides which weights and dataset belong to the
+    predictions: a training removes it. A property raises MissingInputError if the folder lacks what it needs.
 
     Args:
         folder: ``OUTPUT_DIR`` of the run.
@@ -77,16 +77,15 @@ class RunFolder:
 
     def __init__(self, folder: str | os.PathLike[str], options: ReportOptions = ReportOptions()) -> None:
         self.folder, self.options = Path(folder), options
-        configs = [path for path in self._places("config.yaml") if path.is_file()]
+        places = (self.folder / "inference", self.folder)
+        configs = [place / "config.yaml" for place in places if (place / "config.yaml").is_file()]
         if not configs:
             raise MissingFileError(
                 f"RUN_FOLDER ('{folder}'): no config.yaml. Fix: give the OUTPUT_DIR of a run of gw-detectron train."
             )
-        self.config_file = max(configs, key=lambda path: path.stat().st_mtime)
+        self.config_file = configs[0]
+        self._evaluated = self.config_file.absolute().parent.name == "inference"
         self.cfg: CfgNode = read_config(str(self.config_file))
-
-    def _places(self, name: str) -> list[Path]:
-        return [Path(self.folder, *parts, name) for parts in ((), ("inference",), ("inference", "inference"))]
 
     def _command(self, *flags: str, **options: str) -> str:
         opts = {"OUTPUT_DIR": str(self.folder), **options}
@@ -95,11 +94,19 @@ class RunFolder:
         )
 
     @property
+    def _training_command(self) -> str:
+        """The command of the whole training; "" for a folder with checkpoints, into which it is refused."""
+        return "" if self._evaluated or any(self.folder.glob("model_*.pth")) else self._command()
+
+    @property
     def metrics(self) -> list[dict]:
         """The records of ``metrics.json``."""
-        with needed(self._command()):
+        with needed(self._training_command):
             if not (records := read_metrics(self.folder / METRICS)):
-                raise MissingFileError(f"'{self.folder / METRICS}': not found, or without a complete record.")
+                raise MissingFileError(
+                    f"'{self.folder / METRICS}': not found, or without a complete record. Fix: copy it from where the "
+                    "model was trained."
+                )
             return records
 
     @property
@@ -114,7 +121,7 @@ class RunFolder:
     @property
     def weights(self) -> str:
         """The path of the last checkpoint, or the ``MODEL.WEIGHTS`` of an evaluation."""
-        if self.config_file.parent.name == "inference":
+        if self._evaluated:
             return self.cfg.MODEL.WEIGHTS
         with needed():
             return last_checkpoint(str(self.folder))
@@ -122,7 +129,7 @@ class RunFolder:
     @cached_property
     def checkpoint(self) -> Checkpoint:
         """The opened weights."""
-        with needed(self._command()):
+        with needed(self._training_command):
             return open_checkpoint(self.weights)
 
     @cached_property
@@ -160,16 +167,15 @@ class RunFolder:
     @cached_property
     def detections(self) -> Detections:
         """The predictions of the last evaluation, with their ground truth."""
-        found = [path for path in self._places(PREDICTIONS) if path.is_file()]
+        path = Path(self.config_file.parent, *([] if self._evaluated else ["inference"]), PREDICTIONS)
         with needed():
             if (name := self.cfg.MODEL.META_ARCHITECTURE) == "SemanticSegmentor":
                 raise DataError(f"MODEL.META_ARCHITECTURE ('{name}'): predicts no objects. Fix: read metrics.json.")
         data = [] if self.dataset else ["--val-json", "FILE", "--val-images", "DIR"]
         command = self._command("--eval-only", *data, **{"MODEL.WEIGHTS": self.weights})
         with needed(command):
-            if not found:
-                raise MissingFileError(f"'{self._places(PREDICTIONS)[1]}': not found.")
-            path = max(found, key=lambda each: each.stat().st_mtime)
+            if not path.is_file():
+                raise MissingFileError(f"'{path}': not found.")
             try:
                 results = json.loads(path.read_text())
             except json.JSONDecodeError as error:

@@ -9,7 +9,7 @@ from detectron2.utils.file_io import PathManager
 
 from gw_detectron.checkpoint.checkpoint_file import local_file
 from gw_detectron.engine import setup
-from gw_detectron.engine.run_files import end_last_line, read_metrics, remove_earlier_run, remove_predictions
+from gw_detectron.engine.run_files import end_last_line, read_metrics, remove_earlier_run, remove_evaluation
 from gw_detectron.engine.train import main, prepare
 from gw_detectron.errors import ConfigError, PreflightError
 
@@ -72,11 +72,25 @@ def test_files_of_other_processes_and_of_augmented_evaluation_go_too(earlier):
     assert names(earlier) == ["config.yaml", "notes.txt", "weights.pth"]
 
 
-def test_predictions_alone(earlier):
-    remove_predictions(str(earlier))
-    assert names(earlier / "inference") == [] and (earlier / "model_final.pth").exists()
-    remove_predictions(str(earlier / "none"))
-    remove_predictions("s3://bucket/run")
+def test_an_earlier_evaluation_goes_and_the_rest_stays(earlier):
+    """A report would judge the predictions of the new run by the dataset and weights of the earlier evaluation."""
+    config = earlier / "inference" / "config.yaml"
+    config.write_text("VERSION: 2")
+    remove_evaluation(str(earlier), config=False)
+    assert names(earlier / "inference") == ["config.yaml"] and (earlier / "model_final.pth").exists()
+    remove_evaluation(str(earlier), needed=[str(config), ""])
+    assert names(earlier / "inference") == ["config.yaml"]
+    remove_evaluation(str(earlier))
+    assert names(earlier / "inference") == []
+    remove_evaluation(str(earlier / "none"))
+    remove_evaluation("s3://bucket/run")
+
+
+def test_a_resumed_training_forgets_the_evaluation_of_an_earlier_checkpoint(tmp_path, small_dataset):
+    setup(arguments(tmp_path, "--eval-only"))
+    assert "config.yaml" in names(tmp_path / "inference")
+    setup(arguments(tmp_path, "--resume"))
+    assert "config.yaml" in names(tmp_path) and "config.yaml" not in names(tmp_path / "inference")
 
 
 def names(folder):

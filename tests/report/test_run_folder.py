@@ -51,11 +51,8 @@ def test_a_later_evaluation_decides_about_config_weights_and_predictions(folder)
     (folder / "inference" / "datasets.yaml").write_text(
         (folder / "datasets.yaml").read_text().replace("json: ", "json: ../").replace("images: ", "images: ../")
     )
-    os.utime(evaluated, (9e9, 9e9))
-    again = folder / "inference" / "inference" / "coco_instances_results.json"
-    again.parent.mkdir()
-    again.write_text("[]")
-    os.utime(again, (9e9, 9e9))
+    os.utime(evaluated, (0, 0))  # a copy of the folder may have other times
+    results_file(folder).write_text("[]")
     for place in (folder, folder / "inference"):
         run = RunFolder(place)
         assert run.config_file == evaluated and run.weights == "best.pth" and run.detections.results == []
@@ -90,6 +87,18 @@ def test_missing_or_unusable_predictions_are_named_with_a_command(folder, change
     assert reason in caught.value.reason
     assert caught.value.command.startswith("gw-detectron train --eval-only --config-file")
     assert str(folder / "model_final.pth") in caught.value.command and str(caught.value).count("Fix:") == 1
+
+
+def test_no_command_trains_into_a_folder_with_checkpoints(folder):
+    (folder / "metrics.json").unlink()
+    with pytest.raises(MissingInputError) as caught:
+        _ = RunFolder(folder).metrics
+    assert shlex.split(caught.value.command)[:3] == ["gw-detectron", "train", "--config-file"]
+    (folder / "model_final.pth").write_bytes(b"PK")
+    for read in (lambda run: run.metrics, lambda run: run.checkpoint):
+        with pytest.raises(MissingInputError, match=r" Fix: ") as caught:
+            read(RunFolder(folder))
+        assert not caught.value.command
 
 
 def test_no_command_makes_objects(folder):
