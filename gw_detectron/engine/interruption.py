@@ -26,19 +26,21 @@ class InterruptionHook(HookBase):
     """Write a checkpoint and stop at SIGTERM or Ctrl-C.
 
     A signal during a step waits for the end of the step, which is the same step in all processes. A signal between
-    steps, as in an evaluation, stops at once. A second Ctrl-C during a step stops at once, without a checkpoint.
+    steps stops at once in an evaluation and in a run of one process; several processes finish the next step, which some
+    of them may have begun. A second Ctrl-C during a step stops at once, without a checkpoint.
 
     Place it after the hooks whose state is in a checkpoint, and before the evaluation.
 
     Args:
         period: iterations between two regular checkpoints.
+        eval_period: iterations between two evaluations; 0 for one at the end.
 
     Attributes:
         timeout: how long a process waits for the others after a step; None is torch's default.
     """
 
-    def __init__(self, period: int) -> None:
-        self.period = period
+    def __init__(self, period: int, eval_period: int = 0) -> None:
+        self.period, self.eval_period = period, eval_period
         self.timeout: timedelta | None = None
         self._stop: Interrupted | None = None
         self._number = 0
@@ -59,20 +61,29 @@ class InterruptionHook(HookBase):
 
     def after_step(self) -> None:
         self._finished = self.trainer.iter
-        number = self._number
-        if self._group:
-            received = torch.tensor(number)
-            dist.all_reduce(received, dist.ReduceOp.MAX, self._group)
-            number = int(received)
-        elif not number:
-            self._in_step = False
-            number = self._number  # of a signal that came between these lines
-        if number:
+        if number := self._received_by_any():
             self._stop = Interrupted(number)
             self._save(self._stop)
             comm.synchronize()  # a launcher ends all processes when the first one exits
             raise self._stop
+        if self._group and not self._evaluation_follows():
+            return  # a signal still waits: the others cannot finish a step without this process
         self._in_step = False
+        if self._number:  # of a signal that came between these lines
+            self._stop = Interrupted(self._number)
+            raise self._stop
+
+    def _received_by_any(self) -> int:
+        """Return the signal that one of the processes has received, or 0."""
+        if not self._group:
+            return self._number
+        received = torch.tensor(self._number)
+        dist.all_reduce(received, dist.ReduceOp.MAX, self._group)
+        return int(received)
+
+    def _evaluation_follows(self) -> bool:
+        done = self.trainer.iter + 1
+        return done >= self.trainer.max_iter or (self.eval_period > 0 and done % self.eval_period == 0)
 
     def after_train(self) -> None:
         with self._handlers:  # until the checkpoint is written: launchers repeat their signals
@@ -81,7 +92,7 @@ class InterruptionHook(HookBase):
             # Detectron2 evaluates after the last step, also when the run was stopped there.
             self.trainer.max_iter = max(self.trainer.max_iter, self.trainer.iter + 2)
             if self._finished >= 0 and not self._in_step:
-                self.trainer.iter = self._finished  # between two steps the loop has counted on
+                self.trainer.iter = self._finished  # between two steps the loop may have counted on
                 self._save(self._stop)
 
     def stopped_by(self, error: Exception) -> None:

@@ -257,7 +257,7 @@ class Trainer(DefaultTrainer):
             # before the checkpoints and the evaluation, which use the statistics
             place = next(i for i, hook in enumerate(built) if isinstance(hook, hooks.LRScheduler))
             built.insert(place + 1, precise)
-        self.interruption = InterruptionHook(self.cfg.SOLVER.CHECKPOINT_PERIOD)
+        self.interruption = InterruptionHook(self.cfg.SOLVER.CHECKPOINT_PERIOD, self.cfg.TEST.EVAL_PERIOD)
         # after the scheduler and the checkpoints, before the evaluation
         place = next((i for i, hook in enumerate(built) if isinstance(hook, hooks.EvalHook)), len(built))
         built.insert(place, self.interruption)

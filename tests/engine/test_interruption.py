@@ -9,6 +9,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from detectron2.engine import HookBase
 from detectron2.utils import comm
 
 from gw_detectron.checkpoint import read_weights_file
-from gw_detectron.cli import errors_reported
+from gw_detectron.cli import Interrupted, errors_reported
 from gw_detectron.data.synthetic import make_synthetic
 from gw_detectron.engine import Trainer, main
 from gw_detectron.engine.interruption import InterruptionHook
@@ -162,6 +163,39 @@ def test_processes_wait_for_each_other_as_long_as_asked(monkeypatch):
     assert given == [{"backend": "gloo", "timeout": timedelta(seconds=7)}]
 
 
+@pytest.mark.parametrize(
+    ("iteration", "eval_period", "waits"), [(3, 0, True), (3, 5, True), (4, 5, False), (9, 0, False)]
+)
+def test_one_of_several_processes_waits_for_the_next_step_unless_all_evaluate(
+    monkeypatch, iteration, eval_period, waits
+):
+    """Another process may have begun that step, which fails if this one ends."""
+    monkeypatch.setattr(comm, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "new_group", lambda **options: "group")
+    monkeypatch.setattr(dist, "all_reduce", lambda value, *_: value)
+    monkeypatch.setattr(comm, "synchronize", lambda: None)
+    saved = []
+    checkpointer = SimpleNamespace(
+        save=lambda name, **_: saved.append(name), get_checkpoint_file=lambda: "", save_dir=""
+    )
+    hook = InterruptionHook(1000, eval_period)
+    hook.trainer = SimpleNamespace(iter=iteration, max_iter=10, checkpointer=checkpointer)
+    hook.before_train()
+    try:
+        hook.before_step()
+        hook.after_step()
+        with pytest.raises(Interrupted) if not waits else contextlib.nullcontext():
+            signal.raise_signal(signal.SIGTERM)
+        if waits:
+            hook.trainer.iter += 1
+            hook.before_step()
+            with pytest.raises(Interrupted) as stopped:
+                hook.after_step()
+            assert saved == ["model_0000004"] and "Iteration 4 is finished" in stopped.value.message
+    finally:
+        hook.after_train()
+
+
 def test_handlers_are_restored(tmp_path):
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     main(arguments(tmp_path, SOLVER__MAX_ITER=1, SOLVER__STEPS="()", DATASETS__TEST="()"))
@@ -213,8 +247,10 @@ def test_two_processes_stop_after_the_same_step(small_dataset, tmp_path, target)
             run.wait()
     said = (tmp_path / "log").read_text()
     name = "SIGINT" if target == "terminal" else "SIGTERM"
-    (finished,) = re.findall(rf"\nStopped by {name}. Iteration (\d+) is finished; checkpoint '.*'. Continue with", said)
-    assert read_weights_file(output / (output / "last_checkpoint").read_text()).value["iteration"] == int(finished)
+    stops = re.findall(rf"\nStopped by {name}. Iteration (\d+) is finished; checkpoint '.*'. Continue with", said)
+    assert len(stops) == 1, said[-3000:]
+    checkpoint = output / (output / "last_checkpoint").read_text()
+    assert read_weights_file(checkpoint).value["iteration"] == int(stops[0])
     assert run.returncode != 0
     ours = said.partition("torch/distributed/run.py")[0]  # torchrun shows its own traceback
     assert "gw_detectron/engine" not in ours.partition("Stopped by")[2], said[-3000:]
