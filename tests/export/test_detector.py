@@ -15,9 +15,6 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.datasets import register_coco_instances
 from PIL import Image
 
-from gw_detectron.engine import get_parser
-from gw_detectron.engine.train import prepare
-from gw_detectron.engine.trainer import Trainer
 from gw_detectron.errors import ExportError, RecordError, UserError
 from gw_detectron.export import EvaluationImages, export_detector, read_image_for
 from gw_detectron.export.detection import accuracy, check_detections
@@ -25,7 +22,6 @@ from gw_detectron.export.detector import detector_program
 from gw_detectron.export.exported_file import ExportedFile, open_exported
 from gw_detectron.layers import use_backend
 
-from ..tiny_run import CONFIG
 from .tiny_networks import build_detector, detector_config, eager, noise, padded
 
 needs_export = pytest.mark.skipif(
@@ -380,21 +376,6 @@ def test_images_below_the_smallest_side_are_padded_for_pt2(tmp_path, small_datas
     model.test_score_thresh = 0.4  # nearly nothing is found: AP stays the same
     report = export_detector(model, tmp_path / "out", evaluation=evaluation)
     assert report["accuracy"]["images"] == 2
-
-
-@needs_export
-@pytest.mark.slow
-def test_the_demo_after_a_few_iterations(tmp_path, small_dataset):
-    words = "SOLVER.MAX_ITER 20 SOLVER.STEPS (15,) SOLVER.WARMUP_ITERS 5 TEST.EVAL_PERIOD 0 DATALOADER.NUM_WORKERS 0"
-    line = ["--config-file", str(CONFIG), "OUTPUT_DIR", str(tmp_path / "run"), *words.split()]
-    cfg, start, _ = prepare(get_parser().parse_args(line))
-    trainer = Trainer(cfg)
-    trainer.load_start_weights(start)
-    trainer.train()
-    evaluation = EvaluationImages.load(cfg, "gw_synthetic_val", 3)
-    report = export_detector(trainer.model, tmp_path / "out", file_format="onnx", evaluation=evaluation)
-    assert report["detections_compared"] > 10
-    assert report["accuracy"]["exported"] == pytest.approx(report["accuracy"]["model"], abs=0.01, nan_ok=True)
 
 
 @pytest.mark.parametrize(

@@ -391,9 +391,9 @@ def test_the_kernels_in_the_interpreter(keyword):
 @pytest.mark.parametrize("module", sorted(ON_EVERY_BACKEND))
 def test_the_layers_tests_in_the_interpreter(module):
     """Run the tests of operation and layer there, which take these kernels for all dtypes but float64."""
-    too_slow_there = "stem_size"
+    too_slow_there = "stem_size or five_steps_leave or (equal_channels and 30.0)"
     (file,) = TESTS.glob(f"*/{module}.py")
-    run(["-k", f"not float64 and not {too_slow_there}", str(file)], TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    run(["-k", f"not (float64 or {too_slow_there})", str(file)], TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
 
 
 @needs_triton
@@ -449,7 +449,6 @@ def test_a_kernel_compiles_without_a_gpu(compile_for):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("relu", [False, True], ids=["", "relu"])
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize(
     ("shape", "groups", "memory_format"),
@@ -461,10 +460,10 @@ def test_a_kernel_compiles_without_a_gpu(compile_for):
     ],
     ids=str,
 )
-def test_the_commonest_kernels_keep_to_the_registers(compile_for, shape, groups, memory_format, dtype, relu):
-    """For sm_90."""
+def test_the_commonest_kernels_keep_to_the_registers(compile_for, shape, groups, memory_format, dtype):
+    """For sm_90, with a fused ReLU, which takes more registers."""
     x = torch.empty(shape, dtype=dtype, device="meta").to(memory_format=memory_format)
-    compiled = compile_for(90, x, groups, relu)
+    compiled = compile_for(90, x, groups, relu=True)
     assert [each.kernel for each in compiled] == KERNELS
     for each in compiled:
         assert each.registers > 16, f"{each.kernel} was optimized away"
