@@ -52,7 +52,7 @@ def test_results_that_cannot_be_written_stop_the_demo_before_the_training(tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["backbone"]
 
 
-def test_a_training_is_not_replaced_unasked(tmp_path):
+def test_a_training_is_not_replaced_unasked(tmp_path, small_dataset):
     (tmp_path / "last_checkpoint").write_text("model_final.pth")
     (tmp_path / "model_final.pth").touch()
     opts = {**OPTS, "OUTPUT_DIR": tmp_path}
