@@ -38,7 +38,7 @@ def test_it_installs_only_what_is_missing(tmp_path, monkeypatch):
 @needs_export
 @pytest.mark.slow
 def test_it_runs(tmp_path, monkeypatch):
-    for name, value in environment(tmp_path, QUICKSTART_ITERATIONS="10", JUPYTER_PLATFORM_DIRS="1").items():
+    for name, value in environment(tmp_path, QUICKSTART_ITERATIONS="25", JUPYTER_PLATFORM_DIRS="1").items():
         monkeypatch.setenv(name, value)
     notebook = nbformat.read(FILE, as_version=4)
     NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()

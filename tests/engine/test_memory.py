@@ -14,7 +14,7 @@ from gw_detectron.engine.train import setup
 from ..tiny_run import arguments
 
 pytestmark = pytest.mark.usefixtures("small_dataset")
-FIRST, LAST = 30, 90
+FIRST, LAST = 50, 150
 PACKAGE = Path(gw_detectron.__file__).parent
 
 
