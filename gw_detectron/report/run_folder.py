@@ -95,7 +95,7 @@ class RunFolder:
 
     @property
     def _training_command(self) -> str:
-        """The command of the whole training; "" for a folder with checkpoints, into which it is refused."""
+        """The command of the training; "" in a folder with checkpoints, where it is refused, or of an evaluation."""
         return "" if self._evaluated or any(self.folder.glob("model_*.pth")) else self._command()
 
     @property

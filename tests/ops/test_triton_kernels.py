@@ -461,7 +461,7 @@ def test_a_kernel_compiles_without_a_gpu(compile_for):
     ids=str,
 )
 def test_the_commonest_kernels_keep_to_the_registers(compile_for, shape, groups, memory_format, dtype):
-    """For sm_90, with a fused ReLU, which takes more registers."""
+    """For sm_90, with a fused ReLU, which only adds to the kernels."""
     x = torch.empty(shape, dtype=dtype, device="meta").to(memory_format=memory_format)
     compiled = compile_for(90, x, groups, relu=True)
     assert [each.kernel for each in compiled] == KERNELS
