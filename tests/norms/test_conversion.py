@@ -81,7 +81,7 @@ def test_positions_are_those_of_the_configs(positions, count):
 
 @pytest.mark.parametrize("name", ["fasterrcnn_resnet50_fpn", "retinanet_resnet50_fpn"])
 def test_torchvisions_detectors_train_with_two_norms(name):
-    model = getattr(torchvision.models.detection, name)(weights=None, weights_backbone=None)
+    model = getattr(torchvision.models.detection, name)(weights=None, weights_backbone=None, min_size=64)
     report = convert_norms(model, {"S1-B2": "GW:groups=32", "*": "GN"})
     after = [row.after.partition(":")[0] for row in report.layers]
     assert after.count("GW") == 17 and after.count("GN") == 53 - 17
