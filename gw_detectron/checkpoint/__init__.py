@@ -5,7 +5,7 @@ from .catalog import CATALOG, PublishedWeights, local_weights, register_weights
 from .checkpoint_file import Checkpoint, StartWeights, last_checkpoint, open_checkpoint, open_start_weights
 from .checkpointer import GWDetectionCheckpointer
 from .load_report import LoadReport
-from .loading import load_checkpoint
+from .loading import load_checkpoint, norm_mismatch
 from .norm_record import NormRecord, norm_differences
 from .provenance import Preprocessing, Provenance
 from .reading import read_weights_file
@@ -35,6 +35,7 @@ __all__ = [
     "load_weights",
     "local_weights",
     "norm_differences",
+    "norm_mismatch",
     "open_checkpoint",
     "open_start_weights",
     "read_weights_file",

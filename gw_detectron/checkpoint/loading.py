@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from detectron2.checkpoint import DetectionCheckpointer
@@ -47,21 +47,14 @@ def load_checkpoint(
     _check_weights(floating, checkpoint.address)
     log = logging.getLogger(__name__)
     if differences := norm_differences(checkpoint.tensors, checkpoint.metadata, checkpoint.provenance, model):
-        message = (
-            f"MODEL.WEIGHTS ('{checkpoint.address}'): trained with other norms: {len(differences)} layers differ "
-            f"({summarize_names(differences)}). Fix: set norms and convolutions as in that run, by "
-            f"{', '.join(NORM_KEYS)} and the CONV keys beside them"
-        )
+        error = norm_mismatch(checkpoint.address, differences)
         if not allow_partial:
-            raise NormMismatchError(
-                f"{message}, or accept the difference with --allow-partial (train_net.py, analyze_whitening.py), in "
-                "Python allow_partial=True."
-            )
-        log.warning("%s.", message)
-    if (
-        NORMS not in checkpoint.metadata
-        and "iteration" in checkpoint.metadata
-        and any(row.groups for row in norm_rows(model))
+            raise error
+        log.warning("%s", error)
+    if NORMS not in checkpoint.metadata and checkpoint.provenance is not None:
+        checkpoint.provenance.warn_of_assumed_norms()
+    elif NORMS not in checkpoint.metadata and any(
+        row.groups and f"{row.layer}.weight" in checkpoint.tensors for row in norm_rows(model)
     ):
         log.warning(
             "MODEL.WEIGHTS ('%s'): records no norms, as it is not of this package's trainer. GN, GW and other "
@@ -86,6 +79,21 @@ def load_checkpoint(
         incompatible = checkpointer._load_model({**checkpoint.metadata, "model": copy.copy(checkpoint.tensors)})
         checkpointer._log_incompatible_keys(incompatible)
     return LoadReport(model, given)
+
+
+def norm_mismatch(address: str, differences: Sequence[str]) -> NormMismatchError:
+    """Return the error that weights were trained with other norms than the model has.
+
+    Args:
+        address: that of the weights.
+        differences: see :func:`.norm_differences`.
+    """
+    return NormMismatchError(
+        f"MODEL.WEIGHTS ('{address}'): trained with other norms: {len(differences)} layers differ "
+        f"({summarize_names(differences)}). Fix: set norms and convolutions as in that run, by {', '.join(NORM_KEYS)} "
+        "and the CONV keys beside them, give weights of these norms, e.g. gw://imagenet/R-50, or accept the difference "
+        "with --allow-partial (train_net.py, analyze_whitening.py), in Python allow_partial=True."
+    )
 
 
 def _check_weights(tensors: Mapping[str, Tensor], address: str) -> None:

@@ -18,6 +18,7 @@ from .weight_notes import NORMS
 
 # before the names that all detectors with a ResNet share
 _PREFIX = re.compile(r"^.*?\b(?=stem\.|res[2-5]\.\d)")
+_MEAN = ".running_mean"
 
 
 class NormRecord:
@@ -60,16 +61,16 @@ def norm_differences(
 
     Norms that compute the same in evaluation are equal: BN may be synchronized or frozen. Layers that only one side has
     are not listed; their tensors show them. Converted weights record the norms of their backbone; their eps may be
-    changed.
+    changed. Without a record, names of tensors tell BN and GN from others.
 
     Args:
         tensors: the checkpoint's.
         metadata: its content beside tensors; without a record of norms the provenance counts.
-        provenance: its provenance; without either record nothing differs.
+        provenance: its provenance; without either record the names of the tensors count.
         model: the detector.
     """
     if NORMS not in metadata:
-        return _backbone_differences(provenance, model) if provenance else []
+        return _backbone_differences(provenance, model) if provenance else _named_differences(tensors, model)
     recorded, used = metadata[NORMS], NormRecord(model).state_dict()
     stored = {name.rpartition(".")[0] for name in tensors} | recorded.keys()
     differences = []
@@ -95,8 +96,7 @@ def _stored_name(name: str, stored: Container[str], *, matching_heuristics: bool
 
 
 def _backbone_differences(provenance: Provenance, model: nn.Module) -> list[str]:
-    """Compare the norms of a ResNet, also where the tensors look alike; warn of assumed ones."""
-    provenance.warn_of_assumed_norms()
+    """Compare the norms of a ResNet, also where the tensors look alike."""
     rows = {_PREFIX.sub("", row.layer): row for row in norm_rows(model)}
     differences = []
     for layer, spec in provenance.norms.by_layer(Architecture.parse(provenance.architecture)).items():
@@ -105,4 +105,22 @@ def _backbone_differences(provenance: Provenance, model: nn.Module) -> list[str]
             continue
         if norm_key(spec, row.channels) != norm_key(row.spec, row.channels):
             differences.append(f"{row.layer} {spec} in the weights, {row.spec} here")
+    return differences
+
+
+def _named_differences(tensors: Mapping[str, Tensor], model: nn.Module) -> list[str]:
+    """Compare the norms of a ResNet with those that the names of tensors prove.
+
+    Caffe2's files have BN's statistics multiplied into its scale, so their tensors fit any norm.
+    """
+    with_statistics = {_PREFIX.sub("", name[: -len(_MEAN)]) for name in tensors if name.endswith(_MEAN)}
+    bn, gn = (any(name.endswith(f"_{kind}_s") for name in tensors) for kind in ("bn", "gn"))
+    own, differences = model.state_dict().keys(), []
+    for row in norm_rows(model):
+        if not _PREFIX.match(row.layer):
+            continue
+        if f"{row.layer}{_MEAN}" not in own and (bn or _PREFIX.sub("", row.layer) in with_statistics):
+            differences.append(f"{row.layer} BN in the weights, {row.spec} here")
+        elif gn and not row.spec.startswith("GN"):
+            differences.append(f"{row.layer} GN in the weights, {row.spec} here")
     return differences

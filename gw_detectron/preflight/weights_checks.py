@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from detectron2.config import CfgNode
 from torch import nn
 
-from ..checkpoint import NORMS, Checkpoint, StartWeights, open_checkpoint
+from ..checkpoint import Checkpoint, StartWeights, norm_differences, norm_mismatch, open_checkpoint
 from ..checkpoint.provenance import PREPROCESSING, Preprocessing
 from ..checkpoint.run_record import RUN_RECORD, config_differences
 from ..errors import UserError, summarize_names
-from ..layers import GroupWhitening2d
 from .findings import Findings
 
 # part of an address -> preprocessing of these weights, by Detectron2's model zoo and this package
@@ -110,8 +109,8 @@ def check_fetched(
         recorded = start.opened.preprocessing
         for images in [recorded] if recorded else _expected_preprocessing(start.address):
             _check_preprocessing(cfg, images, findings)
-    if start.opened and model is not None and NORMS not in start.opened.metadata:  # else loading compares the norms
-        _check_kind_of_norms(cfg, start.opened, model, findings, allow_partial)
+    if start.opened and model is not None:
+        _check_norms(cfg, start.opened, model, findings, allow_partial)
 
 
 def _check_recorded_config(cfg: CfgNode, start: StartWeights, checkpoint: Checkpoint, findings: Findings) -> None:
@@ -138,43 +137,20 @@ def _expected_preprocessing(address: str) -> list[Preprocessing]:
     return [images for pattern, images in _PREPROCESSING.items() if re.search(pattern, address)]
 
 
-def _check_kind_of_norms(
-    cfg: CfgNode, weights: Checkpoint, model: nn.Module, findings: Findings, allow_partial: bool
-) -> None:
-    """Refuse scale and shift of BN for GN and GW, and the reverse.
-
-    Caffe2's files have BN's statistics multiplied into its scale, so all their tensors would fit.
-    """
-    names, backbone = set(weights.tensors), getattr(model, "backbone", model)
-    places = {_place(name) for name in names if name.endswith(".running_mean")} - {""}
-    caffe2 = {kind: any(name.endswith(f"_{kind.lower()}_s") for name in names) for kind in ("BN", "GN")}
-    wrong: dict[str, list[str]] = {"BN": [], "GN": []}
-    for name, layer in backbone.named_modules():
-        if not (place := _place(f"{name}.")):
-            continue
-        if isinstance(layer, (GroupWhitening2d, nn.GroupNorm)) and (place in places or caffe2["BN"]):
-            wrong["BN"].append(f"backbone.{name}")
-        elif hasattr(layer, "running_mean") and caffe2["GN"]:
-            wrong["GN"].append(f"backbone.{name}")
-    resnets = cfg.MODEL.RESNETS
+def _check_norms(cfg: CfgNode, weights: Checkpoint, model: nn.Module, findings: Findings, allow_partial: bool) -> None:
+    """Refuse weights of other norms; with ``allow_partial``, only where they would never be trained."""
+    differences = norm_differences(weights.tensors, weights.metadata, weights.provenance, model)
+    if not allow_partial:
+        if differences:
+            findings.problems.append(str(norm_mismatch(weights.address, differences)))
+        return
+    differing = {text.partition(" ")[0] for text in differences}
     frozen = [name for name, tensor in model.named_parameters() if not tensor.requires_grad]
-    for kind, layers in wrong.items():
-        if not layers:
-            continue
-        found = f"running_mean at {len(places)} layers" if places else "by the names in a Caffe2 file"
-        message = (
-            f"MODEL.WEIGHTS ('{weights.address}'): these are {kind} weights ({found}), but {len(layers)} layers have "
-            f"another norm ({summarize_names(layers, 2)}): MODEL.RESNETS.NORM is '{resnets.NORM}', WHITEN_NORM "
-            f"'{resnets.WHITEN_NORM}', WHITEN_POSITIONS '{resnets.WHITEN_POSITIONS}'. Fix: set MODEL.RESNETS.NORM "
-            f'{"FrozenBN" if kind == "BN" else "GN"} and MODEL.RESNETS.WHITEN_POSITIONS "", or give weights of these '
-            "norms, e.g. gw://imagenet/R-50."
-        )
-        (findings.warnings if allow_partial else findings.problems).append(message)
-        if allow_partial and (untrained := [name for name in layers if f"{name}.weight" in frozen]):
-            findings.problems.append(_frozen_message(cfg, untrained, f"get the scale and shift of {kind}"))
-    given = {_place(name) for name in names} | {""}
+    if untrained := sorted({name.rpartition(".")[0] for name in frozen} & differing):
+        findings.problems.append(_frozen_message(cfg, untrained, "were trained with another norm"))
+    given = {_place(name) for name in weights.tensors} | {""}
     missing = [name for name in frozen if _place(name) not in given]
-    if allow_partial and missing and len(given) > 1:
+    if missing and len(given) > 1:
         findings.problems.append(_frozen_message(cfg, missing, "are not in the weights and keep random values"))
 
 

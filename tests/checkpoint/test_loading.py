@@ -98,8 +98,15 @@ def test_a_wrong_shape_that_detectron2_only_warns_about(model, r18, tmp_path):
 
 def test_weights_with_batch_norm_where_the_model_whitens(model, tmp_path):
     content = _converted(make_network("R-18").state_dict(), norm=None)
-    with pytest.raises(PartialLoadError, match=r"unexpected tensors .*\(res2\.0\.conv1\.norm\.running_mean"):
+    with pytest.raises(NormMismatchError, match=r"9 layers differ \(backbone\.bottom_up\.stem\.conv1\.norm BN in the"):
         _load(model, content, tmp_path)
+
+
+def test_group_norm_of_caffe2_where_the_model_whitens(model, tmp_path):
+    content = {"conv1_gn_s": torch.ones(64), "conv1_gn_b": torch.zeros(64)}
+    with pytest.raises(NormMismatchError, match=r"20 layers differ .*norm GN in the weights, GW"):
+        _load(model, content, tmp_path)
+    _load(model, content, tmp_path, allow_partial=True)
 
 
 def test_weights_with_whitening_where_the_model_has_batch_norm(detector_cfg, r18, tmp_path):
@@ -332,11 +339,11 @@ def test_odd_metadata_gives_a_message_or_is_ignored(model, tmp_path, metadata):
         load_checkpoint(model, checkpoint)
 
 
-def test_a_checkpoint_of_another_trainer_has_no_record_of_norms(model, tmp_path, caplog):
-    torch.save({"model": model.state_dict(), "iteration": 9}, tmp_path / "other.pth")
+@pytest.mark.parametrize("metadata", [{"iteration": 9}, {"__author__": "of a model zoo"}])
+def test_a_checkpoint_of_another_trainer_has_no_record_of_norms(model, tmp_path, caplog, metadata):
+    torch.save({"model": model.state_dict(), **metadata}, tmp_path / "other.pth")
     load_checkpoint(model, open_checkpoint(str(tmp_path / "other.pth")))
-    groups = any(row.groups for row in norm_rows(model))
-    assert ("records no norms" in caplog.text) is groups
+    assert any(row.groups for row in norm_rows(model)) and "records no norms" in caplog.text
     caplog.clear()
     GWDetectionCheckpointer(model, str(tmp_path / "new" / "folder")).save("own", iteration=9)
     load_checkpoint(model, open_checkpoint(str(tmp_path / "new" / "folder" / "own.pth")))

@@ -40,7 +40,7 @@ def test_an_unconverted_file_is_converted_and_loaded_whole(tmp_path, resnet18):
 def test_weights_with_other_norm_positions_stop_the_run(tmp_path, resnet18):
     options = {**BASELINE, "MODEL__RESNETS__WHITEN_POSITIONS": "S1-B2"}
     weights = f"gw://file/{resnet18}"
-    with pytest.raises(PreflightError, match=r"these are BN weights \(running_mean at 20 layers\), but 9 layers"):
+    with pytest.raises(PreflightError, match=r"trained with other norms: 9 layers differ"):
         main(arguments(tmp_path / "out", MODEL__WEIGHTS=weights, **options))
     main(arguments(tmp_path / "partial", "--allow-partial", MODEL__WEIGHTS=weights, **options))
     assert "unexpected tensors in the checkpoint" in log_of(tmp_path / "partial")

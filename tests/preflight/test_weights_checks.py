@@ -34,14 +34,14 @@ def check_weights(tmp_path, coco):
 
 def test_bn_weights_under_a_gw_config(check_weights, tmp_path):
     problem = one(check_weights(bn_weights(tmp_path)))
-    assert "these are BN weights (running_mean at 20 layers), but 9 layers have another norm" in problem
-    assert "WHITEN_POSITIONS 'S1-B2'" in problem and "backbone.bottom_up.stem.conv1.norm" in problem
-    assert 'set MODEL.RESNETS.NORM FrozenBN and MODEL.RESNETS.WHITEN_POSITIONS ""' in problem
+    assert (
+        "trained with other norms: 9 layers differ (backbone.bottom_up.stem.conv1.norm BN in the weights, " in problem
+    )
+    assert "MODEL.RESNETS.WHITEN_NORM" in problem and "give weights of these norms, e.g. gw://imagenet/R-50" in problem
 
 
 def test_bn_weights_with_allow_partial(check_weights, tmp_path):
-    found = check_weights(bn_weights(tmp_path), allow_partial=True)
-    assert not found.problems and "these are BN weights" in found.warnings[0]
+    assert not check_weights(bn_weights(tmp_path), allow_partial=True).problems
 
 
 @pytest.mark.parametrize("prefix", ["", "backbone.", "backbone.bottom_up."])
@@ -52,7 +52,7 @@ def test_frozen_layers_that_were_never_trained(check, tmp_path, coco, prefix):
     torch.save({"model": tensors}, path)
     cfg = config(tmp_path, MODEL__WEIGHTS=str(path), MODEL__BACKBONE__FREEZE_AT=2)
     problem = one(preflight(cfg, open_start_weights(cfg), allow_partial=True))
-    assert problem.startswith("MODEL.BACKBONE.FREEZE_AT (2): 3 frozen parts get the scale and shift of BN")
+    assert problem.startswith("MODEL.BACKBONE.FREEZE_AT (2): 3 frozen parts were trained with another norm")
     assert "stem.conv1.norm" in problem and "Fix: set MODEL.BACKBONE.FREEZE_AT 0" in problem
     torch.save({"model": {name: tensor for name, tensor in tensors.items() if "res2.1" not in name}}, path)
     problems = preflight(cfg, open_start_weights(cfg), allow_partial=True).problems
@@ -113,14 +113,16 @@ def test_fitting_weights_have_no_problem(check_weights, tmp_path):
     assert not check_weights(bn_weights(tmp_path), MODEL__RESNETS__WHITEN_POSITIONS="", **same).problems
 
 
-@pytest.mark.parametrize(("kind", "norm"), [("bn", "GW"), ("bn", "GN"), ("gn", "FrozenBN"), ("gn", "BN")])
+@pytest.mark.parametrize(
+    ("kind", "norm"), [("bn", "GW"), ("bn", "GN"), ("gn", "FrozenBN"), ("gn", "BN"), ("gn", "GW"), ("gn", "BW")]
+)
 def test_caffe2_weights_of_another_norm(check_weights, kind, norm):
     tensors = {f"res2_0_branch2a_{kind}_{part}": torch.ones(64) for part in "sb"}
     layers = {"MODEL__RESNETS__WHITEN_POSITIONS": "", "MODEL__RESNETS__NORM": norm}
-    problem = next(text for text in check_weights(tensors, **layers).problems if "weights (by the names" in text)
-    assert f"these are {kind.upper()} weights (by the names in a Caffe2 file), but 20 layers" in problem
+    problem = next(text for text in check_weights(tensors, **layers).problems if "other norms" in text)
+    assert f"20 layers differ (backbone.bottom_up.stem.conv1.norm {kind.upper()} in the weights, {norm}" in problem
     same = {**layers, "MODEL__RESNETS__NORM": "FrozenBN" if kind == "bn" else "GN"}
-    assert not any("weights (by the names" in text for text in check_weights(tensors, **same).problems)
+    assert not any("other norms" in text for text in check_weights(tensors, **same).problems)
 
 
 class TestRemote:
