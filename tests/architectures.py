@@ -98,6 +98,7 @@ def small_arguments(name: str, norm: str, folder: Path, **changes: object) -> ar
         **{key: value for key, value in OPTS.items() if not key.endswith("NUM_CONV")},
         **_THIN,
         **small_norms(norm),
+        **({} if "box_head" in ARCHITECTURES[name] else {"MODEL.ROI_BOX_HEAD.NORM": ""}),
         "MODEL.ANCHOR_GENERATOR.SIZES": sizes,
         "DATASETS.TRAIN": f"('gw_synthetic_train{suffix}',)",
         "DATASETS.TEST": f"('gw_synthetic_val{suffix}',)",

@@ -22,6 +22,7 @@ _FIRST_NAMES = {"conv1": "stem.conv1", "bn1": "stem.conv1.norm", "fc": "linear",
 _DEPTHS = ", ".join(map(str, sorted(NUM_BLOCKS_PER_STAGE)))
 _ALLOWED = f"unknown. Fix: give a ResNet such as R-50 ({_DEPTHS}), or a ResNeXt such as X-50-32x4d (50, 101, 152)."
 _FIRST_BLOCK = re.compile(r"(?P<prefix>(?:.*\.)?)(?:(?P<torchvision>layer1)|(?P<detectron2>res2))\.0\.")
+_RESNET_D = re.compile(r"conv1\.\d|layer\d\.0\.downsample\.2\.")  # timm's names
 _KINDS = {nn.Conv2d: "conv", nn.BatchNorm2d: "norm", nn.Linear: "linear"}
 
 
@@ -212,6 +213,11 @@ def infer_architecture(tensors: Mapping[str, Tensor], layout: str = "torchvision
         )
     if not bottleneck:
         return Architecture(depths[0])
+    if variant := [name for name in tensors if _RESNET_D.match(name)]:
+        raise WeightsError(
+            f"tensors ({summarize_names(variant)}): of a ResNet with a stem of three convolutions or pooled shortcuts "
+            "(ResNet-D), which Detectron2 does not have. Fix: give weights of a plain ResNet or ResNeXt."
+        )
     name = f"{stages[0]}.0.conv2.weight"
     shape = tuple(tensors[name].shape) if name in tensors else ()
     if len(shape) != 4 or 0 in shape or shape[0] % shape[1]:

@@ -17,6 +17,7 @@ from .weight_notes import Notes, read_notes
 
 _WRAPPERS = ("model", "state_dict")
 _AVERAGED = ("state_dict_ema", "model_ema", "ema")  # of timm and others
+_PREFIXES = ("module.", "_orig_mod.")  # of DataParallel and torch.compile
 _COUNTER = ".num_batches_tracked"
 
 
@@ -226,8 +227,8 @@ def unwrap(content: Any) -> dict[str, Tensor]:
             f"content ({wrong}): not a dict of tensors. Fix: give one, bare or under 'model' or 'state_dict'."
         )
     tensors = dict(content)
-    while all(name.startswith("module.") for name in tensors):
-        tensors = {name.removeprefix("module."): value for name, value in tensors.items()}
+    while prefix := next((text for text in _PREFIXES if all(name.startswith(text) for name in tensors)), ""):
+        tensors = {name.removeprefix(prefix): value for name, value in tensors.items()}
     return tensors
 
 

@@ -32,6 +32,7 @@ class BatchRenorm2d(nn.BatchNorm2d):
         warmup: batches with BN alone.
         rmax_at: batch at which r_max has grown to ``rmax``, more than ``warmup``.
         dmax_at: batch at which d_max has grown to ``dmax``, more than ``warmup``.
+        device, dtype: of parameters and buffers, as in torch's own layers.
 
     Shape:
         Input (N, C, H, W). Output: the same.
@@ -48,7 +49,7 @@ class BatchRenorm2d(nn.BatchNorm2d):
     running_mean: Tensor
     running_var: Tensor
     num_batches_tracked: Tensor
-    momentum: float
+    momentum: float | None  # None is a cumulative average, which torch.optim.swa_utils.update_bn sets
 
     def __init__(
         self,
@@ -59,6 +60,9 @@ class BatchRenorm2d(nn.BatchNorm2d):
         warmup: int = 5000,
         rmax_at: int = 40000,
         dmax_at: int = 25000,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         check_integer("num_features", num_features, 1, 64)
         check_number("momentum", momentum, 0, 1, 0.01)
@@ -67,7 +71,7 @@ class BatchRenorm2d(nn.BatchNorm2d):
         check_integer("warmup", warmup, 0, 5000)
         check_integer("rmax_at", rmax_at, warmup + 1, warmup + 35000)
         check_integer("dmax_at", dmax_at, warmup + 1, warmup + 20000)
-        super().__init__(num_features, momentum=momentum)
+        super().__init__(num_features, momentum=momentum, device=device, dtype=dtype)
         self.rmax, self.dmax = rmax, dmax
         self.warmup, self.rmax_at, self.dmax_at = warmup, rmax_at, dmax_at
 
@@ -79,8 +83,9 @@ class BatchRenorm2d(nn.BatchNorm2d):
         r, d = self._corrections(x)
         self.num_batches_tracked.add_(1)
         # BN's kernels, and their gradient, with gamma r and gamma d + beta for scale and shift
+        momentum = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
         weight, bias = self.weight * r, torch.addcmul(self.bias, self.weight, d)
-        return F.batch_norm(x, self.running_mean, self.running_var, weight, bias, True, self.momentum, self.eps)
+        return F.batch_norm(x, self.running_mean, self.running_var, weight, bias, True, momentum, self.eps)
 
     @torch.no_grad()
     def _corrections(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,6 +104,6 @@ class BatchRenorm2d(nn.BatchNorm2d):
 
     def extra_repr(self) -> str:
         return (
-            f"{self.num_features}, momentum={self.momentum:g}, rmax={self.rmax:g}, dmax={self.dmax:g}, "
+            f"{self.num_features}, momentum={self.momentum}, rmax={self.rmax:g}, dmax={self.dmax:g}, "
             f"warmup={self.warmup}, rmax_at={self.rmax_at}, dmax_at={self.dmax_at}"
         )

@@ -111,10 +111,8 @@ class BatchWhitening2d(nn.Module):
         self.bias = nn.Parameter(zeros.clone()) if affine else None
         width = self.channels_per_group
         self.rotate = GroupRotation(num_channels, width).to(zeros) if rotation == "cayley" else None
-        groups = split(zeros, width)
-        identities = [torch.eye(group.shape[1]).to(zeros).expand(*group.shape, -1) for group in groups]
         self.register_buffer("running_mean", zeros)
-        self.register_buffer(f"running_{running}", join_matrices(identities, width))
+        self.register_buffer(f"running_{running}", self._diagonal(torch.ones_like(zeros)))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         check_pickled_solver(type(self).__name__, state)
@@ -152,6 +150,15 @@ class BatchWhitening2d(nn.Module):
                 matrices = [q.to(w.dtype) @ w for q, w in zip(self.rotate(), matrices, strict=True)]
             return transform(centered, matrices, self.weight, self.bias, like=x)
 
+    def reset_parameters(self) -> None:
+        """Set scale, shift and running averages to those of a new layer; a rotation resets its own."""
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+        nn.init.zeros_(self.running_mean)
+        self.start_from_variance(torch.ones_like(self.running_mean), 0.0)
+
     @torch.no_grad()
     def start_from_variance(self, variance: Tensor, eps: float) -> None:
         r"""Start the running average from the variances of a BN layer, as if its channels were uncorrelated.
@@ -164,8 +171,7 @@ class BatchWhitening2d(nn.Module):
             eps: that of the BN layer.
         """
         values = variance if self.running == "covariance" else (variance + eps).rsqrt()
-        diagonals = [torch.diag_embed(group) for group in split(values, self.channels_per_group)]
-        self.get_buffer(f"running_{self.running}").copy_(join_matrices(diagonals, self.channels_per_group))
+        self.get_buffer(f"running_{self.running}").copy_(self._diagonal(values))
 
     def extra_repr(self) -> str:
         text = (
@@ -191,6 +197,11 @@ class BatchWhitening2d(nn.Module):
         if self.running == "matrix":
             return split_matrices(self.running_matrix.to(dtype))
         return self.batch_matrices(split_matrices(self.running_covariance.to(dtype)))
+
+    def _diagonal(self, values: Tensor) -> Tensor:
+        """Return the running average whose matrices have the values, (C,), on their diagonals."""
+        diagonals = [torch.diag_embed(group) for group in split(values, self.channels_per_group)]
+        return join_matrices(diagonals, self.channels_per_group)
 
     @torch.no_grad()
     def _update(self, batch: BatchStatistics, matrices: list[Tensor]) -> None:

@@ -41,6 +41,11 @@ class GroupRotation(nn.Module):
             # use_trivialization would store a second matrix, the identity
             orthogonal(self, name, "cayley", use_trivialization=False)
 
+    def reset_parameters(self) -> None:
+        """Set the rotations to the identity."""
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GroupRotation":
         """Convert tensors, but keep float32 at least: torch solves no linear system in half precision."""
         super()._apply(fn, recurse)

@@ -37,7 +37,8 @@ class WeightStandardized(ClassChange):
     """Mixin for a convolution: its weight is standardized at each access.
 
     Parameters and state dict contain the weight itself; writing into the computed one has no effect. So initialize
-    before, or by ``reset_parameters``, and fold no BN into it (``fuse_conv_bn_eval``).
+    before, or by ``reset_parameters``, fold no BN into it (``fuse_conv_bn_eval``), and do not shard it by
+    ``fully_shard`` (FSDP2), which would train the computed one.
 
     ``torch.jit.script`` gets a plain convolution with the standardized weight, and puts it into the scripted model too:
     script a copy. Tracing and ``torch.export`` do not.

@@ -73,8 +73,8 @@ def misplaced_norms(cfg: CfgNode, spec: object) -> Iterator[str]:
 def unread_keys(cfg: CfgNode) -> Iterator[str]:
     """Yield an error for each key that no component reads.
 
-    The keys are those of this package with another value than the default, and ``WHITEN_POSITIONS`` of a ResNet whose
-    res5 is in Detectron2's head.
+    The keys are those of this package with another value than the default, ``WHITEN_POSITIONS`` of a ResNet whose res5
+    is in Detectron2's head, and norms of layers that the model does not have.
 
     Args:
         cfg: config of any model.
@@ -95,12 +95,30 @@ def unread_keys(cfg: CfgNode) -> Iterator[str]:
                     f"{key} ({value!r}): {component} is Detectron2's {name}, which does not read it. "
                     f"Fix: set {component} {ours}."
                 )
+    positions = cfg.MODEL.RESNETS.WHITEN_POSITIONS if whitens else ""
+    if positions and not cfg.MODEL.RESNETS.WHITEN_NORM:
+        yield (
+            f"MODEL.RESNETS.WHITEN_NORM (''): leaves the layers at WHITEN_POSITIONS ({positions!r}) without any norm. "
+            "Fix: set WHITEN_POSITIONS '' for MODEL.RESNETS.NORM everywhere, or WHITEN_NORM, e.g. GW."
+        )
+    box = cfg.MODEL.ROI_BOX_HEAD
+    standard = _has(cfg, _ROI_HEADS) and cfg.MODEL.ROI_HEADS.NAME == "StandardROIHeads"
+    if standard and box.NAME == "GWFastRCNNConvFCHead" and box.NORM and not box.NUM_CONV:
+        yield (
+            f"MODEL.ROI_BOX_HEAD.NORM ({box.NORM!r}): the head has no convolutions, whose norm this is "
+            "(MODEL.ROI_BOX_HEAD.NUM_CONV is 0). Fix: set NUM_CONV 4 and NUM_FC 1, or NORM ''."
+        )
+
+
+def _has(cfg: CfgNode, component: str) -> bool:
+    """Tell whether the architecture of a config has a component."""
+    architecture = cfg.MODEL.META_ARCHITECTURE
+    return architecture in _ARCHITECTURES.get(component, [architecture])
 
 
 def _stock_components(cfg: CfgNode) -> Iterator[tuple[str, str, str, tuple[str, ...]]]:
     """Yield those of Detectron2's components that a config asks for."""
-    architecture = cfg.MODEL.META_ARCHITECTURE
     for row in _COMPONENTS:
         component, name = row[:2]
-        if name == get_value(cfg, component) and architecture in _ARCHITECTURES.get(component, [architecture]):
+        if name == get_value(cfg, component) and _has(cfg, component):
             yield row

@@ -33,11 +33,11 @@ from .installed import CLASSES, Norm, get_norm
 DETECTRON2_NORMS = ("BN", "SyncBN", "FrozenBN", "GN", "LN", "nnSyncBN", "naiveSyncBN", "naiveSyncBN_N")
 
 
-def _group_norm(num_channels: int, num_groups: int = 32, eps: float = 1e-5) -> nn.GroupNorm:
+def _group_norm(num_channels: int, num_groups: int = 32, eps: float = 1e-5, **tensor_options: Any) -> nn.GroupNorm:
     if num_groups < 1 or not 0 <= eps < float("inf"):  # torch accepts both
         why = "expected groups of at least 1 and a finite eps of at least 0"
         raise ValueError(f"groups ({num_groups}), eps ({eps}): {why}. Fix: try groups=32,eps=1e-5.")
-    return nn.GroupNorm(num_groups, num_channels, eps)
+    return nn.GroupNorm(num_groups, num_channels, eps, **tensor_options)
 
 
 def _rotated_batch_norm(num_channels: int, rotation: str = "none", **arguments: Any) -> BatchWhitening2d:
@@ -50,10 +50,10 @@ def _rotated_batch_norm(num_channels: int, rotation: str = "none", **arguments: 
     return BatchWhitening2d(num_channels, **_ROTATED_BN, **arguments)
 
 
-def _timm_norm(num_channels: int, norm_name: str, **arguments: Any) -> nn.Module:
+def _timm_norm(num_channels: int, norm_name: str, device: Any = None, dtype: Any = None, **arguments: Any) -> nn.Module:
     from . import timm_norms  # here, as it imports all models of timm
 
-    return timm_norms.LAYERS[norm_name](num_channels, **arguments)
+    return timm_norms.LAYERS[norm_name](num_channels, **arguments).to(device=device, dtype=dtype)
 
 
 _ROTATED_BN: dict[str, Any] = {"solver": "standardize", "running": "covariance", "rotation": "cayley"}

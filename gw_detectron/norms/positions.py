@@ -21,7 +21,8 @@ _CONVS: dict[str, tuple[str, ...]] = {
 POSITIONS = tuple(_CONVS)
 #: norms by their module names in ResNets of Detectron2, torchvision and timm
 _BLOCK = re.compile(r"(|.*\.)(?:res[2-5]|layer[1-4])\.\d+\.(?:(conv\d|shortcut)\.norm|bn(\d)|downsample\.\d+)")
-_STEM = re.compile(r"(|.*\.)(?:stem\.conv1\.norm|bn1)")
+#: a deep stem has several: timm's are bn1, conv1.1 and conv1.4, and perhaps maxpool.1
+_STEM = re.compile(r"(|.*\.)(?:stem\.conv\d\.norm|bn1|conv1\.\d|maxpool\.\d)")
 
 
 def whitened_convs(positions: str, *, bottleneck: bool = True, where: str = "positions") -> tuple[str, ...]:

@@ -45,14 +45,15 @@ def replacement(name: str, old: nn.Module, spec: str) -> nn.Module:
             f"{where} ({type(old).__name__!r}): its channels are the last dimension. Fix: keep it, by None in the plan."
         )
     more = [name for name, value in old._parameters.items() if name not in _AFFINE and value is not None]
-    if more and not hasattr(old, "act") and not getattr(old, "fuses_relu", False):
+    activation = getattr(old, "act", None)
+    if more and not isinstance(activation, nn.Module) and not getattr(old, "fuses_relu", False):
         raise ConversionError(
             f"{where} ({type(old).__name__!r}): contains an activation with parameters ({', '.join(more)}), which "
             f"{spec} does not have. Fix: keep it, by None in the plan."
         )
     own = isinstance(old, (nn.modules.batchnorm._NormBase, *_OPTIONAL_AFFINE)) and _package(old) not in _PACKAGES
     own = own or "forward" in vars(old) or type(old).__call__ is not nn.Module.__call__
-    if own and not hasattr(old, "act"):
+    if own and not isinstance(activation, nn.Module):
         raise ConversionError(
             f"{where} ({type(old).__name__!r}): has a forward of its own, which {spec} would not compute, such as an "
             "activation. Fix: keep it, by None in the plan, or put a plain norm layer and that operation in its place."
@@ -78,7 +79,7 @@ def replacement(name: str, old: nn.Module, spec: str) -> nn.Module:
             if hasattr(old, setting) and hasattr(new, setting):
                 setattr(new, setting, getattr(old, setting))
     new.train(old.training)
-    if isinstance(activation := getattr(old, "act", None), nn.Module):
+    if isinstance(activation, nn.Module):
         change_class(new, Activated)
         new.drop, new.act = getattr(old, "drop", nn.Identity()), activation
     return new

@@ -75,7 +75,7 @@ def test_torchvision_loads_the_inverse(r18):
 
 
 @pytest.mark.parametrize("wrap", [lambda s: s, lambda s: {"model": s}, lambda s: {"state_dict": {"model": s}}])
-@pytest.mark.parametrize("prefix", ["", "module.", "module.module."])
+@pytest.mark.parametrize("prefix", ["", "module.", "module._orig_mod.", "_orig_mod.module.module."])
 def test_wrappings(r18, wrap, prefix):
     content = wrap({prefix + key: value for key, value in r18.items()})
     found, plain = convert(content, norm="GW"), convert(r18, norm="GW")
@@ -202,6 +202,13 @@ def test_to_torchvision_names_unexpected_tensors(r18):
         to_torchvision({**tensors, "fpn_lateral2.weight": torch.ones(1)})
     with pytest.raises(ValueError, match="not the weights of a known ResNet"):
         to_torchvision({"backbone.weight": torch.ones(1)})
+
+
+def test_a_resnet_d_is_not_a_resnet():
+    tensors = make_network("R-50").state_dict()
+    tensors["layer1.0.downsample.2.weight"] = tensors.pop("layer1.0.downsample.1.weight")
+    with pytest.raises(WeightsError, match=r"\(layer1.0.downsample.2.weight\): of a ResNet with .* \(ResNet-D\)"):
+        convert(tensors)
 
 
 def test_torchvisions_wide_and_larger_networks_are_recognized():

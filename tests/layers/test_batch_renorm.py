@@ -50,6 +50,13 @@ def test_algorithm_1(rmax, dmax):
     torch.testing.assert_close(made.running_var, torch.from_numpy(var))
 
 
+def test_a_cumulative_average():
+    """``update_bn`` recomputes the statistics without a momentum."""
+    made, batches = BatchRenorm2d(5).double(), [batch(seed) for seed in range(4)]
+    torch.optim.swa_utils.update_bn(batches, nn.Sequential(made))
+    torch.testing.assert_close(made.running_mean, torch.cat(batches).mean((0, 2, 3)))
+
+
 def test_gradients_do_not_pass_through_r_and_d():
     made, x = layer(rmax=2.0, dmax=0.5, **OPEN), batch().requires_grad_()
     state = [value.detach().numpy().copy() for value in (made.weight, made.bias, made.running_mean, made.running_var)]

@@ -23,6 +23,7 @@ from gw_detectron.modeling.conv_norm_relu import append_fusible_relu
 from gw_detectron.norms import norm_rows, resolve_norm
 from gw_detectron.norms.calibrate import moments
 from gw_detectron.norms.installed import get_norm
+from gw_detectron.norms.names import find_norm_spec
 
 GW8 = "GW:groups=8,iters=5,eps=1e-05,solver=newton"
 
@@ -113,6 +114,21 @@ def test_a_timm_network_equals_the_one_built_with_the_norm(name):
     built.load_state_dict(model.state_dict())
     x = torch.randn(2, 3, 64, 64)
     assert torch.equal(model(x), built(x))
+
+
+@pytest.mark.parametrize("norm", ["GN:groups=16", "BRN", "FRN", "EvoNormS0", "BW", "BN:channels=8,rotation=cayley"])
+def test_timm_builds_a_network_with_a_norm_that_has_options(norm):
+    model = timm.create_model("resnet18", norm_layer=resolve_norm(norm), num_classes=3)
+    assert find_norm_spec(model.bn1) == find_norm_spec(get_norm(resolve_norm(norm), 64))
+    model(torch.randn(2, 3, 64, 64)).sum().backward()
+    assert model.bn1.weight.grad.any()
+
+
+@pytest.mark.parametrize(("name", "stem"), [("resnet50d", 3), ("resnetrs50", 4)])
+def test_all_norms_of_a_deep_stem_are_at_its_position(name, stem):
+    model = timm.create_model(name, num_classes=3)
+    report = convert_norms(model, {"S1": "GW:groups=8"})
+    assert sum(row.after != row.before for row in report.layers) == stem
 
 
 def test_what_a_layer_keeps():
@@ -264,6 +280,13 @@ class BNThenReLU(nn.BatchNorm2d):
         return super().__call__(x).relu()
 
 
+class BNWithFunction(nn.BatchNorm2d):
+    act = staticmethod(torch.relu)  # no module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(super().forward(x))
+
+
 def with_forward_of_its_own() -> nn.Sequential:
     model = nn.Sequential(nn.BatchNorm2d(8))
     model[0].forward = lambda x: x.relu()
@@ -284,6 +307,7 @@ def sharing_a_scale() -> nn.Sequential:
         (KeepsList, "norm: parts is a plain list that holds it too, .* Fix: use torch.nn.ModuleList"),
         (KeepsNested, "norm: parts is a plain dict that holds it too"),
         (lambda: nn.Sequential(BNThenReLU(8)), r"0 \('BNThenReLU'\): has a forward of its own"),
+        (lambda: nn.Sequential(BNWithFunction(8)), r"0 \('BNWithFunction'\): has a forward of its own"),
         (with_forward_of_its_own, r"0 \('BatchNorm2d'\): has a forward of its own"),
         (lambda: nn.Sequential(nn.BatchNorm2d(8), nn.LazyBatchNorm2d()), r"1 \(LazyBatchNorm2d\): has no shape yet"),
     ],

@@ -83,3 +83,18 @@ def test_frozen_norms_of_new_heads_are_named_by_their_key(tmp_path, small_datase
 def test_test_time_augmentation_that_detectron2_does_not_have(tmp_path, small_dataset, name):
     found = problems(run_of(name, tmp_path, TEST__AUG__ENABLED=True))
     assert len(found) == 1 and "TEST.AUG.ENABLED (True)" in found[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "start"),
+    [
+        ({"ROI_BOX_HEAD__NORM": "GN", "ROI_BOX_HEAD__NUM_CONV": 0}, "MODEL.ROI_BOX_HEAD.NORM ('GN'): the head has no"),
+        ({"RESNETS__WHITEN_NORM": "''"}, "MODEL.RESNETS.WHITEN_NORM (''): leaves the layers at WHITEN_POSITIONS ('S1"),
+    ],
+)
+def test_norms_of_layers_that_the_model_does_not_have(tmp_path, changes, start):
+    cfg = run_of(
+        "COCO-Keypoints/keypoint_rcnn_R_50_FPN_1x_GW", tmp_path, **{f"MODEL__{key}": to for key, to in changes.items()}
+    )
+    (problem,) = unread_keys(cfg)
+    assert problem.startswith(start) and "Fix: set " in problem
