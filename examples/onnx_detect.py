@@ -30,6 +30,8 @@ def load(path: str) -> tuple[onnxruntime.InferenceSession, dict]:
 def read(path: str) -> Image.Image:
     """Read an image upright, as Detectron2 does."""
     with Image.open(path) as image:
+        if image.mode[0] in "IF":  # Pillow would cut its values off at 255
+            raise ValueError("has more than 8 bits per channel")
         return ImageOps.exif_transpose(image).convert("RGB")
 
 

@@ -19,6 +19,7 @@ from .export import Normalization, export_backbone
 from .export.backbone import FORMATS
 from .export.parity_files import REPORT_FILES
 from .report import PAGE, ReportOptions, write_report
+from .requirements import require_packages
 
 _RESULT = "result.json"
 
@@ -40,6 +41,7 @@ def run_demo(args: argparse.Namespace) -> dict:
     Raises:
         UserError: see :func:`gw_detectron.engine.train.prepare` and :meth:`Trainer.train`.
     """
+    require_packages("demo", "cv2")  # before minutes of work
     flags = get_parser().parse_args(["--config-file", args.config_file, *args.opts])
     cfg = run_config(flags)
     _check_results_can_be_written(cfg)

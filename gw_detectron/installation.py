@@ -81,7 +81,7 @@ def check_installation() -> list[Check]:
         _packages("export to ONNX", "export", "onnx", "onnxscript", "onnxruntime"),
         _packages("download of gw:// weights", "weights", "gdown", "requests", "huggingface_hub"),
         _packages("TensorBoard curves", "tools", "tensorboard"),
-        _packages("video", "tools", "cv2"),
+        _packages("pictures, report, demo and video", "tools", "cv2"),
         _packages("norms FRN and EvoNormS0", "timm", "timm"),
         _coco(),
     ]

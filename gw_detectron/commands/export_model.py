@@ -50,7 +50,11 @@ def get_parser() -> argparse.ArgumentParser:
         type=parse_names,
         help="written into the file; default: those of the test dataset in the config",
     )
-    parser.add_argument("--image", metavar="FILE", help="image to compare on, best with many objects; default: drawn")
+    parser.add_argument(
+        "--image",
+        metavar="FILE",
+        help="image to compare on, best with many objects; default: one of --dataset, or drawn",
+    )
     parser.add_argument("--dataset", metavar="NAME", help="compare the AP on this registered dataset")
     parser.add_argument("--images", type=int, default=100, metavar="N", help="of the dataset, default: %(default)s")
     add_export_flags(parser)

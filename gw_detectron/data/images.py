@@ -16,7 +16,7 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 from torch import Tensor
 from torchvision.transforms import functional as transforms
 
-from ..errors import ConfigError, DataError, FileAccessError, MissingFileError
+from ..errors import ConfigError, DataError, FileAccessError, MissingFileError, summarize_names
 from .synthetic import SyntheticConfig, draw_scene
 
 SIDE = 224  # pixels, of the evaluation on ImageNet
@@ -25,7 +25,8 @@ _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of RGB values in 0
 _WITH_FRAMES = ("GIF", "PNG", "TIFF", "WEBP")
 #: Pillow's, of damaged and of huge files
 READ_ERRORS = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
+BROWSER_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
+IMAGE_SUFFIXES = (*BROWSER_SUFFIXES, ".tif", ".tiff", ".gif")
 _PNG_EXIF = {"exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp"}  # entries that can hold an orientation
 _Item = TypeVar("_Item")
 
@@ -76,6 +77,11 @@ def upright_size(path: str | os.PathLike[str]) -> tuple[int, int]:
 def _errors_of(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
+    except Image.DecompressionBombError as error:
+        raise DataError(
+            f"image ({os.fspath(path)!r}): more than {2 * (Image.MAX_IMAGE_PIXELS or 0) // 10**6} million pixels. Fix: "
+            "shrink it, or cut it into tiles."
+        ) from error
     except READ_ERRORS as error:
         reason = "not an image" if isinstance(error, UnidentifiedImageError) else error
         raise DataError(
@@ -100,6 +106,8 @@ def _orientation(image: Image.Image) -> int:
 def image_files(folder: str | os.PathLike[str]) -> list[Path]:
     """Return the image files below a folder and the folders that it links to, sorted by path.
 
+    A warning names files with other suffixes.
+
     Raises:
         MissingFileError: the folder does not exist.
         FileAccessError: a folder may not be listed.
@@ -108,17 +116,30 @@ def image_files(folder: str | os.PathLike[str]) -> list[Path]:
     if not os.path.isdir(folder):
         raise MissingFileError(f"images ({os.fspath(folder)!r}): folder not found. Fix: give an existing folder.")
     seen: set[str] = set()
-    paths = []
+    paths: list[Path] = []
+    others: list[str] = []
     for top, below, files in os.walk(folder, onerror=_raise_access_error, followlinks=True):
         if os.path.realpath(top) in seen:  # a link to a folder above
             below.clear()
             continue
         seen.add(os.path.realpath(top))
-        paths += [Path(top, file) for file in files if Path(file).suffix.lower() in IMAGE_SUFFIXES]
+        for file in files:
+            if Path(file).suffix.lower() in IMAGE_SUFFIXES:
+                paths.append(Path(top, file))
+            else:
+                others.append(os.path.join(top, file))
     paths.sort()
+    suffixes = ", ".join(IMAGE_SUFFIXES)
     if not paths:
-        suffixes = ", ".join(IMAGE_SUFFIXES)
         raise DataError(f"images ({os.fspath(folder)!r}): none found. Fix: put {suffixes} files there.")
+    if others:
+        logging.getLogger(__name__).warning(
+            "images (%r): %d files are left out (%s), as they do not end in %s.",
+            os.fspath(folder),
+            len(others),
+            summarize_names(sorted(others)),
+            suffixes,
+        )
     return paths
 
 

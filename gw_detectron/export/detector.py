@@ -34,6 +34,7 @@ DETECTOR_FORMATS = {
     "onnx": ("model.onnx", write_onnx),
     "torchscript": ("model.ts", write_torchscript),
 }
+_CANDIDATES = 8  # images, of which the one with the most detections is compared
 
 
 def export_detector(
@@ -65,7 +66,7 @@ def export_detector(
         file_format: ``pt2`` (torch.export), ``onnx`` or ``torchscript`` (a trace; deprecated in torch).
         detections: rows of an image, by default ``TEST.DETECTIONS_PER_IMAGE`` of the model.
         image: pixels of 0 to 255 in the model's channel order, (3, H, W), best with many objects, for the comparison.
-            A drawn scene by default.
+            By default a drawn scene, or that of the first images of ``evaluation`` with more detections.
         evaluation: annotated images, of which the AP of model and file is computed.
         sides: shorter and longest side to which evaluation resizes images. With ``one_image``, the file does it; else
             ``README.md`` names them.
@@ -87,7 +88,7 @@ def export_detector(
     _check_one_image(file_format, one_image, paste_masks, sides)
     detector = detector_program(model, detections, class_names, category_ids)
     program = OneImageProgram(detector, sides, paste_masks) if one_image and sides else detector
-    image = _scene(detector.model.input_format) if image is None else image.detach().cpu().float()
+    image = _comparison_image(detector, program, evaluation) if image is None else image.detach().cpu().float()
     if image.dim() != 3 or image.shape[0] != 3:
         raise ExportError(f"image ({tuple(image.shape)}): expected the shape (3, H, W). Fix: give one color image.")
     file, write = DETECTOR_FORMATS[file_format]
@@ -157,5 +158,11 @@ def read_image_for(cfg: CfgNode, path: str | os.PathLike[str], *, resize: bool =
     return evaluation_input(pixels, cfg) if resize else channels_first(pixels)
 
 
-def _scene(channels: str) -> Tensor:
-    return channels_first(convert_PIL_to_numpy(synthetic_images(1)[0], channels))
+def _comparison_image(
+    detector: DetectorProgram, program: DetectorProgram | OneImageProgram, evaluation: EvaluationImages | None
+) -> Tensor:
+    images = [channels_first(convert_PIL_to_numpy(synthetic_images(1)[0], detector.model.input_format))]
+    if evaluation is None:
+        return images[0]
+    images += [program.evaluation_image(item).float() for item in evaluation.inputs[:_CANDIDATES]]
+    return max(images, key=lambda image: len(program.expected([image])[0]))

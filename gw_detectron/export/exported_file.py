@@ -57,7 +57,9 @@ def open_onnx(path: Path) -> ExportedFile:
     require_packages(f"'{path}'", "onnxruntime")
     import onnxruntime
 
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()  # else OMP_NUM_THREADS has no effect
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     inputs = [each.name for each in session.get_inputs()]
 
     def run(*tensors: Tensor) -> list[Tensor]:

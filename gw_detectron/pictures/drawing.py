@@ -8,7 +8,8 @@ import pycocotools.mask as mask_util
 from detectron2.data import Metadata
 from detectron2.structures import BoxMode, Instances
 from detectron2.utils.colormap import colormap
-from detectron2.utils.visualizer import Visualizer
+
+from ..requirements import require_packages
 
 LABEL_SIDE = 480  # labels have a size for photographs: smaller images are enlarged to this longer side
 
@@ -59,7 +60,13 @@ def draw_objects(
 
     Returns:
         (H', W', 3) uint8 RGB. The longer side is at least 480.
+
+    Raises:
+        MissingPackageError: OpenCV is not installed.
     """
+    require_packages("pictures", "cv2")
+    from detectron2.utils.visualizer import Visualizer  # which imports OpenCV
+
     names = metadata.get("thing_classes", None)
     labels = [names[index] if names is not None else str(index) for index in classes]
     if scores is not None:

@@ -25,6 +25,12 @@ from .predictors import ExportedPredictor, Predictor, TrainedPredictor
 log = logging.getLogger(__name__)
 
 _REPORT = "parity.json"  # in the folder of an export
+_OWN_ARGUMENTS = {
+    "MODEL.WEIGHTS": "name the weights as MODEL",
+    "MODEL.DEVICE": "give --device",
+    "MODEL.ROI_HEADS.SCORE_THRESH_TEST": "give --score-threshold",
+    "MODEL.RETINANET.SCORE_THRESH_TEST": "give --score-threshold",
+}
 
 
 def open_predictor(
@@ -129,8 +135,9 @@ def _open_trained(
     device: str,
     class_names: Sequence[str] | None,
 ) -> Predictor:
-    if "MODEL.WEIGHTS" in opts:
-        raise ConfigError("MODEL.WEIGHTS: given beside MODEL. Fix: name the weights as MODEL.")
+    for key, instead in _OWN_ARGUMENTS.items():
+        if key in opts:
+            raise ConfigError(f"{key}: not a key for prediction, which has an argument for it. Fix: {instead}.")
     config_file = find_config_file(config_file or os.path.join(os.path.dirname(model), "config.yaml"))
     if not os.path.isfile(config_file):
         raise MissingFileError(

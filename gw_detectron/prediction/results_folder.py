@@ -15,7 +15,7 @@ from detectron2.evaluation.coco_evaluation import instances_to_coco_json
 from PIL import Image
 
 from ..atomic import atomic_folder, check_replaceable
-from ..data.images import IMAGE_SUFFIXES
+from ..data.images import BROWSER_SUFFIXES
 from ..errors import ConfigError, DataError, MissingFileError, OutputFolderError
 from ..progress import progress_bar
 from ..requirements import require_packages
@@ -163,7 +163,7 @@ def _picture_name(source: ImageSource, names: Container[str]) -> str:
     ``names`` are those of all sources, which are not replaced.
     """
     name, end = source.name, ".mp4" if source.is_video else ".png"
-    suffixes = (end,) if source.is_video else IMAGE_SUFFIXES
+    suffixes = (end,) if source.is_video else BROWSER_SUFFIXES
     if Path(name).suffix.lower() not in suffixes:
         name += end
         while name in names:

@@ -45,8 +45,9 @@ def write_report(
         MissingFileError: the folder holds no run.
         ConfigError: its config or an option cannot be used.
         OutputFolderError: ``output`` holds other files.
-        MissingPackageError: TensorBoard is not installed.
+        MissingPackageError: OpenCV is not installed, or TensorBoard for ``tensorboard``.
     """
+    require_packages("report", "cv2")  # before minutes of work
     if tensorboard:
         require_packages("--tensorboard", "tensorboard")
     options = options or ReportOptions()

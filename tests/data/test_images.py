@@ -52,6 +52,22 @@ def test_a_folder_that_may_not_be_listed_is_named(tmp_path, monkeypatch):
         image_files(tmp_path)
 
 
+def test_files_that_are_left_out_are_named(tmp_path, caplog):
+    for name in ("a.png", "b.TIF"):
+        Image.new("RGB", (4, 4)).save(tmp_path / name)
+    assert len(image_files(tmp_path)) == 2 and not caplog.text
+    (tmp_path / "c.heic").touch()
+    assert len(image_files(tmp_path)) == 2
+    assert "1 files are left out" in caplog.text and "c.heic" in caplog.text
+
+
+def test_a_huge_image_is_named(tmp_path, monkeypatch):
+    Image.new("1", (2000, 2000)).save(tmp_path / "huge.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10**6)
+    with pytest.raises(DataError, match=r"huge.png'\): more than 2 million pixels. Fix: shrink it, or cut"):
+        read_image(tmp_path / "huge.png", "RGB")
+
+
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.float32])
 def test_more_than_8_bits_are_refused(tmp_path, dtype):
     """Pillow would make every value above 255 white."""

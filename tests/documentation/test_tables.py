@@ -76,8 +76,8 @@ def test_the_costs_in_the_readme_are_those_of_the_benchmarks():
     text = " ".join(read("README.md").split())
     for phrase in (
         f"GW takes {min(times):.2f} to {max(times):.2f} of the time of the paper's listing",
-        f"keeps {min(maps):.2f} to {max(maps):.2f} times as much for the backward pass as GroupNorm, on feature maps",
-        f"({regions} on 7 x 7 regions)",
+        f"keeps {min(maps):.2f} to {max(maps):.2f} times as much memory as GroupNorm on feature maps",
+        f"{regions} times on 7 x 7 regions",
         f"with GW at S1-B2 takes {float(r50['to_bn']):.2f} times as long as with BN",
         f"({float(r50['paper_to_bn']):.2f} in the paper, on a GPU)",
         f"Mask R-CNN R-50 with GW {float(mask_rcnn['to_bn']):.2f} times as long as with FrozenBN",
@@ -137,7 +137,7 @@ def test_the_study_in_the_readme_and_the_decision_table_is_that_of_the_runs():
     )
     assert f"BN with GW there has {ap[inside]} AP here (3 seeds)" in " ".join(table.split())
     control = statistics.mean(scored(results, "BN+GN_S1-B1").values())
-    assert all(f"BN with GN there has {control:.1f}." in page for page in (table, text))
+    assert all(f"ith GN in place of GW it has {control:.1f}." in page for page in (table, text))
     assert f"here: {ap['GW']} AP; in the same time {longer['GN', 2500]} with GN and {longer['BN', 2500]} with" in table
     assert (
         f"{longer['GW', 6000]}; in the same time {longer['GN', 7500]} with GN and {longer['BN', 7500]} with BN" in table

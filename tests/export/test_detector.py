@@ -16,7 +16,7 @@ from detectron2.data.datasets import register_coco_instances
 from PIL import Image
 
 from gw_detectron.errors import ExportError, RecordError, UserError
-from gw_detectron.export import EvaluationImages, export_detector, read_image_for
+from gw_detectron.export import EvaluationImages, detector, export_detector, read_image_for
 from gw_detectron.export.detection import accuracy, check_detections
 from gw_detectron.export.detector import detector_program
 from gw_detectron.export.exported_file import ExportedFile, open_exported
@@ -28,6 +28,7 @@ needs_export = pytest.mark.skipif(
     torch.__version__ < torch.torch_version.TorchVersion("2.13"), reason="torch.export excludes image sizes before 2.13"
 )
 NAMES = {"mask": ["boxes", "scores", "classes", "masks", "count"], "retinanet": ["boxes", "scores", "classes", "count"]}
+SCENES = ("gw_synthetic_val", 3)
 TOLERANCES = {"boxes": 1e-2, "scores": 1e-4, "classes": 0, "masks": 1e-3}
 SIZES = [[(130, 161)], [(200, 140), (97, 222)], [(129, 129), (160, 160), (140, 288)]]
 # config keys of detectors that are compared without an export
@@ -342,6 +343,23 @@ def test_the_ap_of_model_and_file(tmp_path, small_dataset, capsys):
     assert (accuracy["dataset"], accuracy["images"]) == ("gw_synthetic_val", 2)
     assert list(accuracy["model"]) == ["bbox", "segm"]
     assert accuracy["exported"] == pytest.approx(accuracy["model"], abs=1e-6)
+
+
+def test_detections_are_compared_on_the_image_with_the_most(tmp_path, small_dataset, monkeypatch):
+    model, evaluation = build_detector("retinanet"), EvaluationImages.load(detector_config("retinanet"), *SCENES)
+    monkeypatch.setattr(detector, "synthetic_images", lambda _: [Image.new("RGB", (130, 130))])
+    compared = []
+
+    def check(program, _, image):
+        compared.append(len(program.expected([image])[0]))
+        raise ExportError("image: enough for this test. Fix: none.")
+
+    monkeypatch.setattr(detector, "check_detections", check)
+    with pytest.raises(ExportError, match="enough"):
+        export_detector(model, tmp_path / "out", file_format="torchscript", evaluation=evaluation)
+    program = detector_program(model)
+    found = [len(program.expected([program.evaluation_image(item).float()])[0]) for item in evaluation.inputs]
+    assert compared[0] >= max(found) > 0
 
 
 def test_a_damaged_image_of_the_dataset_is_named(small_dataset, tmp_path):

@@ -123,6 +123,7 @@ def test_the_threshold_and_a_file_without_names_and_masks(tmp_path, run, photo):
         (("photo.png", "photo.png"), "Error: photo.png: "),
         (("batch.onnx", "photo.png"), "Error: batch.onnx: not a detector for one image. Fix: export with "),
         (("model.onnx", "none.png"), "Error: none.png: cannot be read: "),
+        (("model.onnx", "gray16.png"), "Error: gray16.png: cannot be read: has more than 8 bits"),
         (("model.onnx", "model.onnx"), "Error: model.onnx: cannot be read: "),
         (("model.onnx", "photo.png", "--output", "none/a.png"), "Error: cannot be written: "),
         (("model.onnx", "photo.png", "--output", "a.xyz"), "Error: cannot be written: "),
@@ -131,6 +132,7 @@ def test_the_threshold_and_a_file_without_names_and_masks(tmp_path, run, photo):
 def test_wrong_files_are_errors_of_one_line(tmp_path, run, photo, words, message):
     write_model(tmp_path / "model.onnx")
     write_model(tmp_path / "batch.onnx", input_name="images")
+    Image.new("I;16", (40, 30)).save(tmp_path / "gray16.png")
     done = run(*words)
     assert done.returncode == 1
     assert done.stderr.startswith(message) and done.stderr.count("\n") == 1, done.stderr

@@ -39,23 +39,28 @@ def test_the_program_finds_what_onnx_runtime_finds(program, tmp_path):
     file = tmp_path / "out" / report["file"]
     pixels = np.random.default_rng(0).integers(0, 256, (140, 180, 3), np.uint8)
     Image.fromarray(pixels).save(tmp_path / "image.ppm")
-    done = subprocess.run([program, file, tmp_path / "image.ppm"], capture_output=True, text=True, check=True)
-    found = np.array([line.split() for line in done.stdout.splitlines()], float)
-    images = torch.from_numpy(pixels[:, :, ::-1].copy()).permute(2, 0, 1)[None].float().numpy()
-    session = onnxruntime.InferenceSession(file)
-    outputs = session.run(
-        ["boxes", "scores", "classes", "count"], {"images": images, "sizes": np.array([pixels.shape[:2]])}
-    )
-    boxes, scores, classes, (count,) = (each[0] if each.ndim > 1 else each for each in outputs)
-    assert count > 3
-    expected = np.column_stack([classes, scores, boxes])[:count]
-    assert np.allclose(found, expected, atol=2e-2)
+    session, expected = onnxruntime.InferenceSession(file), {}
+    for order, ordered in (("RGB", pixels), ("BGR", pixels[:, :, ::-1].copy())):
+        images = torch.from_numpy(ordered).permute(2, 0, 1)[None].float().numpy()
+        outputs = session.run(
+            ["boxes", "scores", "classes", "count"], {"images": images, "sizes": np.array([pixels.shape[:2]])}
+        )
+        boxes, scores, classes, (count,) = (each[0] if each.ndim > 1 else each for each in outputs)
+        assert count > 3
+        expected[order] = np.column_stack([classes, scores, boxes])[:count]
+        done = subprocess.run(
+            [program, file, tmp_path / "image.ppm", order], capture_output=True, text=True, check=True
+        )
+        found = np.array([line.split() for line in done.stdout.splitlines()], float)
+        assert np.allclose(found, expected[order], atol=2e-2)
+    assert not np.array_equal(expected["RGB"], expected["BGR"])
 
 
 @pytest.mark.slow
 @pytest.mark.skipif("g++" not in (find_compiler() or ""), reason="no g++")
 def test_what_is_no_image_is_refused(program, tmp_path):
-    (tmp_path / "image.ppm").write_text("P3 2 2 255")
-    done = subprocess.run([program, "model.onnx", tmp_path / "image.ppm"], capture_output=True, text=True)
-    assert done.returncode == 1 and "no binary PPM" in done.stderr
+    for content, message in (("P3 2 2 255", "no binary PPM"), ("P6 2 2 255\nabc", "shorter than its size")):
+        (tmp_path / "image.ppm").write_text(content)
+        done = subprocess.run([program, "model.onnx", tmp_path / "image.ppm", "RGB"], capture_output=True, text=True)
+        assert done.returncode == 1 and message in done.stderr
     assert subprocess.run([program], capture_output=True).returncode == 2

@@ -192,7 +192,11 @@ def test_a_threshold_out_of_range(run_folder, threshold):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"opts": ["MODEL.WEIGHTS", "x.pth"]}, r"MODEL\.WEIGHTS: given beside MODEL"),
+        ({"opts": ["MODEL.WEIGHTS", "x.pth"]}, r"MODEL\.WEIGHTS: not a key for prediction"),
+        (
+            {"opts": ["MODEL.ROI_HEADS.SCORE_THRESH_TEST", 0.9]},
+            r"SCORE_THRESH_TEST: not a key .*give --score-threshold",
+        ),
         ({"opts": ["MODEL.WEIGHT", "x.pth"]}, "unknown config key 'MODEL.WEIGHT'"),
         ({"class_names": ["fork"]}, r"class names \(1\): MODEL\.ROI_HEADS\.NUM_CLASSES is 3"),
         ({"device": "gpu"}, r"device \('gpu'\): unknown"),

@@ -68,7 +68,7 @@ def check_detections(program: DetectorProgram | OneImageProgram, file: ExportedF
     if unmatched > UNMATCHED * max(1, total):
         raise ParityError(
             f"exported file: {unmatched} detections differ from the model's {total} in number, class or place; nothing "
-            "was written. Fix: export in another format."
+            "was written. Fix: export in another format, or give an --image whose detections do not nearly tie."
         )
     for name, value in worst.items():
         if not value <= TOLERANCES[name]:  # also for NaN
