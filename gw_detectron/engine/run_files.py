@@ -12,6 +12,7 @@ from ..errors import ConfigError
 
 METRICS = "metrics.json"  # to which a trainer appends
 PREDICTIONS = "coco_instances_results.json"  # of Detectron2's evaluator, in its folder "inference"
+CONVERTED = "_coco_format.json"  # the end of the name of annotations that it has converted, after that of the dataset
 # config.yaml, datasets.yaml and datasets/ stay: the new run may read them, and writes its own
 _FILES = ("model_*.pth", "last_checkpoint", METRICS, "log.txt", "log.txt.rank*", "events.out.tfevents.*")
 _FOLDERS = ("inference", "inference_TTA", "report")
@@ -20,15 +21,16 @@ _FOLDERS = ("inference", "inference_TTA", "report")
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read the metrics of a run: one dict per iteration, in order; none without the file.
 
-    A line cut off by a kill is skipped. If a resumed run repeated an iteration, the later record counts.
+    A line cut off by a kill, or without an iteration, is skipped. If a resumed run repeated an iteration, the later
+    record counts.
     """
     by_iteration: dict[int, dict[str, Any]] = {}
-    for line in path.read_text().splitlines() if path.is_file() else ():
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
         try:
             record = json.loads(line)
-        except json.JSONDecodeError:
+            by_iteration.setdefault(record["iteration"], {}).update(record)
+        except (ValueError, KeyError, TypeError):  # no JSON, or of other software
             continue
-        by_iteration.setdefault(record["iteration"], {}).update(record)
     return [by_iteration[iteration] for iteration in sorted(by_iteration)]
 
 
@@ -65,6 +67,20 @@ def remove_evaluation(folder: str, *, needed: Collection[str] = (), config: bool
         for name in (PREDICTIONS, *(["config.yaml"] if config else [])):
             if (place / name).resolve() not in kept:
                 (place / name).unlink(missing_ok=True)
+
+
+def remove_converted_annotations(folder: str) -> None:
+    """Remove the annotations that Detectron2 has converted: it reads them again, even if the dataset has changed.
+
+    Args:
+        folder: the output folder, which need not exist; nothing is removed from a remote one.
+
+    Raises:
+        OSError: a file cannot be removed.
+    """
+    if "://" not in folder:
+        for path in Path(folder, "inference").glob(f"*{CONVERTED}*"):  # and its .lock
+            path.unlink(missing_ok=True)
 
 
 def remove_earlier_run(folder: str, *, everything: bool, needed: Collection[str] = ()) -> None:

@@ -31,7 +31,7 @@ from ..preflight import Findings, preflight
 from .launch import in_all_processes
 from .output_lock import lock_output, output_unlocked_at_end
 from .run_datasets import use_datasets
-from .run_files import end_last_line, remove_earlier_run, remove_evaluation
+from .run_files import end_last_line, remove_converted_annotations, remove_earlier_run, remove_evaluation
 from .seeding import use_deterministic_algorithms
 from .trainer import Trainer, check_same_start
 
@@ -231,6 +231,7 @@ def clear_output(cfg: CfgNode, args: argparse.Namespace) -> None:
             else:
                 remove_earlier_run(cfg.OUTPUT_DIR, everything=args.overwrite, needed=needed)
         remove_evaluation(cfg.OUTPUT_DIR, needed=needed, config=not args.eval_only)
+        remove_converted_annotations(cfg.OUTPUT_DIR)
 
 
 def prepare_output(cfg: CfgNode, args: argparse.Namespace) -> None:

@@ -35,7 +35,7 @@ from .nonfinite import LossGuard
 from .optimizer import build_optimizer
 from .precise_bn import PreciseStatistics
 from .resource_errors import resource_errors_explained
-from .run_files import METRICS
+from .run_files import METRICS, remove_evaluation
 from .seeding import INITIAL_WEIGHTS, STEP, seed_generators
 from .training_data import TrainingData, build_training_data
 
@@ -267,6 +267,13 @@ class Trainer(DefaultTrainer):
             built.insert(place, hooks.EvalHook(0, lambda: self.test_with_TTA(self.cfg, self.model)))
         return built
 
+    def _evaluate(self) -> OrderedDict:
+        """Evaluate the model in training; what ``--eval-only`` has left in this folder meanwhile is replaced."""
+        if comm.is_main_process():
+            remove_evaluation(self.cfg.OUTPUT_DIR)
+        self._last_eval_results = self.test(self.cfg, self.model)
+        return self._last_eval_results
+
     def _stock_hooks(self) -> list[Any]:
         """Build Detectron2's hooks without PreciseBN, which knows BN alone and would read the dataset again."""
         cfg = self.cfg
@@ -274,7 +281,9 @@ class Trainer(DefaultTrainer):
         self.cfg.defrost()
         self.cfg.TEST.PRECISE_BN.ENABLED = False
         try:
-            return [hook for hook in super().build_hooks() if hook is not None]
+            evaluation = hooks.EvalHook(cfg.TEST.EVAL_PERIOD, self._evaluate)
+            built = [hook for hook in super().build_hooks() if hook is not None]
+            return [evaluation if isinstance(hook, hooks.EvalHook) else hook for hook in built]
         finally:
             self.cfg = cfg
 

@@ -18,17 +18,20 @@ _METRICS = {
     "keypoints": ("AP", "AP50", "AP75", "APm", "APl"),
 }
 
+_SEGMENTATION = {"mIoU": "sem_seg/mIoU", "PQ": "panoptic_seg/PQ"}
+
 
 def summary_section(run: RunFolder) -> Section:
     """Summarize a run as far as its files tell; other sections say what is missing."""
     numbers: dict[str, Any] = {"folder": str(run.folder)}
-    for part in (_data, _norms, _speed, _origin):
+    for part in (_data, _segmentation, _norms, _speed, _origin):
         try:
             numbers |= part(run)
         except MissingInputError:
             continue
     scores = _scores(run)
     cards = {f"{TASKS[task]} AP": "-" if (ap := found["AP"]) is None else f"{ap:.1f}" for task, found in scores.items()}
+    cards |= {name: f"{numbers[name]:.1f}" for name in _SEGMENTATION if name in numbers}
     if "images_per_second" in numbers:
         cards |= {"iterations": f"{numbers['iterations']:,}", "images/s": f"{numbers['images_per_second']:.3g}"}
     tables = [Table(["", ""], [(name.replace("_", " "), _text(value)) for name, value in numbers.items()])]
@@ -50,14 +53,25 @@ def _norms(run: RunFolder) -> dict[str, Any]:
 def _speed(run: RunFolder) -> dict[str, Any]:
     records, solver = run.metrics, run.cfg.SOLVER
     times = [record["time"] for record in records if "time" in record]
-    found: dict[str, Any] = {"iterations": min(records[-1]["iteration"] + 1, solver.MAX_ITER)}
+    # REFERENCE_WORLD_SIZE scales MAX_ITER and IMS_PER_BATCH by the number of processes, which the config does not have
+    scaled, iterations = solver.REFERENCE_WORLD_SIZE, records[-1]["iteration"] + 1
+    found: dict[str, Any] = {"iterations": iterations if scaled else min(iterations, solver.MAX_ITER)}
+    if run.evaluated_iteration is not None:
+        found["evaluated_after_iteration"] = min(run.evaluated_iteration + 1, found["iterations"])
     if run.training_time:
         found["training_time"] = run.training_time
     if times:
         seconds = statistics.median(times)
-        images = solver.IMS_PER_BATCH * solver.ACCUMULATE
-        found |= {"seconds_per_iteration": round(seconds, 4), "images_per_second": round(images / seconds, 3)}
+        found["seconds_per_iteration"] = round(seconds, 4)
+        if not scaled:
+            found["images_per_second"] = round(solver.IMS_PER_BATCH * solver.ACCUMULATE / seconds, 3)
     return found
+
+
+def _segmentation(run: RunFolder) -> dict[str, Any]:
+    """Return the last logged scores of semantic and panoptic segmentation, in percent."""
+    logged = {name: value for record in run.metrics for name, value in record.items()}
+    return {name: round(logged[key], 1) for name, key in _SEGMENTATION.items() if key in logged}
 
 
 def _origin(run: RunFolder) -> dict[str, Any]:

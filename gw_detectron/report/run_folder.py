@@ -21,7 +21,7 @@ from torch import nn
 from ..checkpoint import Checkpoint, last_checkpoint, load_model, open_checkpoint
 from ..config import read_config
 from ..engine.run_datasets import use_recorded_datasets
-from ..engine.run_files import METRICS, PREDICTIONS, read_metrics
+from ..engine.run_files import CONVERTED, METRICS, PREDICTIONS, read_metrics
 from ..errors import (
     ConfigError,
     DataError,
@@ -126,6 +126,20 @@ class RunFolder:
         with needed():
             return last_checkpoint(str(self.folder))
 
+    @property
+    def evaluated_iteration(self) -> int | None:
+        """The iteration after which the training has logged its last AP; None without, or after an evaluation."""
+        records = [] if self._evaluated else read_metrics(self.folder / METRICS)
+        return max((each["iteration"] for each in records if any(key.endswith("/AP") for key in each)), default=None)
+
+    def _is_of_another_iteration(self, iteration: int) -> bool:
+        """Tell whether the weights are not those after an iteration; Detectron2 counts the last one once more."""
+        try:
+            trained = self.checkpoint.metadata.get("iteration")
+        except MissingInputError:
+            return False
+        return isinstance(trained, int) and trained not in (iteration, iteration - 1)
+
     @cached_property
     def checkpoint(self) -> Checkpoint:
         """The opened weights."""
@@ -169,7 +183,7 @@ class RunFolder:
         """The predictions of the last evaluation, with their ground truth."""
         path = Path(self.config_file.parent, *([] if self._evaluated else ["inference"]), PREDICTIONS)
         with needed():
-            if (name := self.cfg.MODEL.META_ARCHITECTURE) == "SemanticSegmentor":
+            if (name := self.cfg.MODEL.META_ARCHITECTURE) in ("SemanticSegmentor", "ProposalNetwork"):
                 raise DataError(f"MODEL.META_ARCHITECTURE ('{name}'): predicts no objects. Fix: read metrics.json.")
         data = [] if self.dataset else ["--val-json", "FILE", "--val-images", "DIR"]
         command = self._command("--eval-only", *data, **{"MODEL.WEIGHTS": self.weights})
@@ -180,16 +194,23 @@ class RunFolder:
                 results = json.loads(path.read_text())
             except json.JSONDecodeError as error:
                 raise DataError(f"'{path}': not complete: {error}.") from error
+            iteration = self.evaluated_iteration
+            if iteration is not None and self._is_of_another_iteration(iteration):
+                raise DataError(
+                    f"'{path}': after iteration {iteration + 1}, not of the last checkpoint '{self.weights}'."
+                )
         records, metadata = self.records, MetadataCatalog.get(self.dataset)
         with needed(), contextlib.redirect_stdout(io.StringIO()):
-            truth = COCO(PathManager.get_local_path(metadata.json_file))
+            json_file = metadata.get("json_file", str(path.parent / f"{self.dataset}{CONVERTED}"))
+            truth = COCO(PathManager.get_local_path(json_file))
             if not truth.anns:
-                raise DataError(f"'{metadata.json_file}': no annotations. Fix: evaluate on images with objects.")
+                raise DataError(f"'{json_file}': no annotations. Fix: evaluate on images with objects.")
         with needed(command):
-            if unknown := {each["image_id"] for each in results} - truth.imgs.keys():
-                raise DataError(
-                    f"'{path}': has images that '{self.dataset}' lacks ({summarize_names(map(str, unknown))})."
-                )
+            for what, key, known in (("images", "image_id", truth.imgs), ("categories", "category_id", truth.cats)):
+                if unknown := {each[key] for each in results} - known.keys():
+                    raise DataError(
+                        f"'{path}': has {what} that '{self.dataset}' lacks ({summarize_names(map(str, unknown))})."
+                    )
         model = self.cfg.MODEL
         fields = {
             "bbox": ("bbox", True),

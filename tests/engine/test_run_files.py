@@ -26,6 +26,11 @@ def test_metrics_of_a_killed_and_resumed_run_are_in_order(tmp_path):
     assert read_metrics(path) == []
 
 
+def test_lines_of_other_software_are_skipped(tmp_path):
+    (tmp_path / "metrics.json").write_bytes(b'{"time": 1}\n[1]\n{"iteration": 3, "lr": 0.1}\n\xff\xfe\n')
+    assert read_metrics(tmp_path / "metrics.json") == [{"iteration": 3, "lr": 0.1}]
+
+
 @pytest.mark.parametrize("end", ["", "\n", '\n{"iteration": 3, "to'])
 def test_the_first_record_after_a_kill_is_read(tmp_path, end):
     path = tmp_path / "metrics.json"
@@ -84,6 +89,14 @@ def test_an_earlier_evaluation_goes_and_the_rest_stays(earlier):
     assert names(earlier / "inference") == []
     remove_evaluation(str(earlier / "none"))
     remove_evaluation("s3://bucket/run")
+
+
+def test_annotations_that_detectron2_has_converted_are_converted_anew(earlier, small_dataset):
+    for name in ("mine_coco_format.json", "mine_coco_format.json.lock", "other.json"):
+        (earlier / "inference" / name).touch()
+    setup(arguments(earlier, "--eval-only"))
+    assert not [name for name in names(earlier / "inference") if "coco_format" in name]
+    assert "other.json" in names(earlier / "inference")
 
 
 def test_a_resumed_training_forgets_the_evaluation_of_an_earlier_checkpoint(tmp_path, small_dataset):

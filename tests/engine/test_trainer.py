@@ -112,6 +112,15 @@ def test_evaluations_between_steps_are_not_observed(tmp_path, monkeypatch):
     assert looked_at.count("backbone.bottom_up.stem.conv1.norm") == 3
 
 
+def test_an_evaluation_of_another_checkpoint_meanwhile_is_replaced(tmp_path):
+    trainer = trainer_for(tmp_path)
+    config = tmp_path / "inference" / "config.yaml"
+    config.parent.mkdir(exist_ok=True)
+    config.write_text("VERSION: 2")
+    trainer.train()
+    assert (config.parent / "coco_instances_results.json").exists() and not config.exists()
+
+
 def test_resume_after_the_end_trains_no_more_but_evaluates(tmp_path):
     trained = main(arguments(tmp_path))
     before = (tmp_path / "model_final.pth").stat().st_mtime_ns

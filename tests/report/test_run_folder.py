@@ -7,6 +7,8 @@ import shlex
 import shutil
 
 import pytest
+import torch
+from detectron2.data import DatasetCatalog
 
 from gw_detectron.errors import ConfigError, MissingFileError, MissingInputError
 from gw_detectron.report import ReportOptions, RunFolder
@@ -67,6 +69,11 @@ def change_images(folder):
     results_file(folder).write_text(json.dumps([{**each, "image_id": 99} for each in results]))
 
 
+def change_categories(folder):
+    results = json.loads(results_file(folder).read_text())
+    results_file(folder).write_text(json.dumps([{**each, "category_id": 7} for each in results]))
+
+
 def remove_annotations(folder):
     path = folder / "annotations.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "annotations": []}))
@@ -78,6 +85,7 @@ def remove_annotations(folder):
         (lambda folder: results_file(folder).unlink(), "not found"),
         (break_results, "not complete"),
         (change_images, "lacks (99)"),
+        (change_categories, "has categories that 'fake_val' lacks (7)"),
     ],
 )
 def test_missing_or_unusable_predictions_are_named_with_a_command(folder, change, reason):
@@ -87,6 +95,46 @@ def test_missing_or_unusable_predictions_are_named_with_a_command(folder, change
     assert reason in caught.value.reason
     assert caught.value.command.startswith("gw-detectron train --eval-only --config-file")
     assert str(folder / "model_final.pth") in caught.value.command and str(caught.value).count("Fix:") == 1
+
+
+@pytest.mark.parametrize("iteration", [19, 40, 39])
+def test_predictions_of_another_iteration_than_the_weights_are_not_judged(tmp_path, iteration):
+    """As after a training that was stopped between two evaluations; its last record is of iteration 40."""
+    folder = write_run(tmp_path / "run", weights=True)
+    saved = torch.load(folder / "model_final.pth", weights_only=False)
+    torch.save({**saved, "iteration": iteration}, folder / "model_final.pth")
+    run = RunFolder(folder)
+    assert summary_section(run).numbers["evaluated_after_iteration"] == 40
+    if iteration == 19:
+        with pytest.raises(MissingInputError, match=r"after iteration 41, not of the last checkpoint") as caught:
+            _ = run.detections
+        assert "--eval-only" in caught.value.command
+        assert summary_section(run).numbers["scores"]["bbox"]["AP"] == 12.5  # the logged one
+    else:
+        assert run.detections.results
+
+
+def test_annotations_of_a_dataset_that_was_registered_in_python(folder):
+    content = json.loads((folder / "annotations.json").read_text())
+    (folder / "inference" / "py_val_coco_format.json").write_text(json.dumps(content))
+    records = [{**image, "image_id": image["id"]} for image in content["images"]]
+    DatasetCatalog.register("py_val", lambda: records)
+    try:
+        run = RunFolder(folder)
+        run.cfg.DATASETS.TEST = ("py_val",)
+        assert len(run.detections.truth.anns) == IMAGES * OBJECTS
+    finally:
+        DatasetCatalog.pop("py_val")
+
+
+def test_scaled_schedules_and_segmentation_are_read_from_the_metrics(folder):
+    with (folder / "metrics.json").open("a") as file:
+        file.write(json.dumps({"iteration": 79, "sem_seg/mIoU": 34.32}) + "\n")
+    run = RunFolder(folder)
+    run.cfg.SOLVER.REFERENCE_WORLD_SIZE = 2
+    section = summary_section(run)
+    assert section.numbers["iterations"] == 80 and "images_per_second" not in section.numbers
+    assert section.numbers["mIoU"] == 34.3 and section.cards["mIoU"] == "34.3"
 
 
 def test_no_command_trains_into_a_folder_with_checkpoints(folder):
