@@ -197,7 +197,7 @@ class RunFolder:
             iteration = self.evaluated_iteration
             if iteration is not None and self._is_of_another_iteration(iteration):
                 raise DataError(
-                    f"'{path}': after iteration {iteration + 1}, not of the last checkpoint '{self.weights}'."
+                    f"'{path}': of iteration {iteration} in {METRICS}, not of the last checkpoint '{self.weights}'."
                 )
         records, metadata = self.records, MetadataCatalog.get(self.dataset)
         with needed(), contextlib.redirect_stdout(io.StringIO()):
