@@ -106,9 +106,7 @@ def test_predictions_of_another_iteration_than_the_weights_are_not_judged(tmp_pa
     run = RunFolder(folder)
     assert summary_section(run).numbers["evaluated_after_iteration"] == 40
     if iteration == 19:
-        with pytest.raises(
-            MissingInputError, match=r"of iteration 40 in metrics.json, not of the last checkpoint"
-        ) as caught:
+        with pytest.raises(MissingInputError, match=r"of iteration 40 in metrics.json, not of") as caught:
             _ = run.detections
         assert "--eval-only" in caught.value.command
         assert summary_section(run).numbers["scores"]["bbox"]["AP"] == 12.5  # the logged one
