@@ -5,12 +5,10 @@ import argparse
 from ..engine import get_parser
 from ..engine import main as run_training
 from ..engine.launch import launch_from_args
-from ..shipped_configs import find_config_file
 
 __all__ = ["get_parser", "main"]
 
 
 def main(args: argparse.Namespace) -> None:
     """Run the training or evaluation in the processes that the flags ask for."""
-    args.config_file = find_config_file(args.config_file)  # Detectron2 reads it, too
     launch_from_args(run_training, args)

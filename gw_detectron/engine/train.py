@@ -28,6 +28,7 @@ from ..errors import ConfigError, FileAccessError, PartialLoadError, UserError
 from ..modeling.class_counts import object_count_keys
 from ..norms.norm_listing import norm_summary
 from ..preflight import Findings, preflight
+from ..shipped_configs import find_config_file
 from .launch import in_all_processes
 from .output_lock import lock_output, output_unlocked_at_end
 from .run_datasets import use_datasets
@@ -174,7 +175,8 @@ def evaluate(cfg: CfgNode, start: StartWeights, *, allow_partial: bool = False) 
 def run_config(args: argparse.Namespace) -> CfgNode:
     """Read the config of a run without writing anything.
 
-    ``--num-gpus 0`` sets ``MODEL.DEVICE cpu``. Datasets of the user are registered, see :func:`use_datasets`.
+    ``--num-gpus 0`` sets ``MODEL.DEVICE cpu``. Datasets of the user are registered, see :func:`use_datasets`. The
+    name of a config becomes the path of its file in ``args``.
 
     Returns:
         The frozen config.
@@ -191,6 +193,7 @@ def run_config(args: argparse.Namespace) -> CfgNode:
     if args.overwrite and (args.resume or args.eval_only):
         other = "--resume, which continues" if args.resume else "--eval-only, which keeps"
         raise ConfigError(f"--overwrite: given together with {other} the earlier run. Fix: give one of the two.")
+    args.config_file = find_config_file(args.config_file)  # Detectron2 reads it, too
     cfg = read_config(args.config_file, args.opts or [])
     if args.num_gpus == 0:
         cfg.MODEL.DEVICE = "cpu"

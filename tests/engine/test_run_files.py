@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 from detectron2.engine import defaults
@@ -13,7 +14,7 @@ from gw_detectron.engine.run_files import end_last_line, read_metrics, remove_ea
 from gw_detectron.engine.train import main, prepare
 from gw_detectron.errors import ConfigError, PreflightError
 
-from ..tiny_run import arguments
+from ..tiny_run import CONFIG, arguments
 
 
 def test_metrics_of_a_killed_and_resumed_run_are_in_order(tmp_path):
@@ -57,6 +58,13 @@ def test_the_config_of_an_earlier_start_is_replaced_as_a_whole(tmp_path, small_d
         setup(arguments(tmp_path, *flags, SOLVER__BASE_LR=0.2))
         assert "BASE_LR: 0.1" in earlier.read_text() and "BASE_LR: 0.2" in (tmp_path / file).read_text()
     assert defaults.PathManager is PathManager
+
+
+def test_a_config_by_name_is_read_by_detectron2_too(tmp_path, small_dataset):
+    args = arguments(tmp_path)
+    args.config_file = Path(args.config_file).stem
+    setup(args)
+    assert args.config_file == str(CONFIG) and (tmp_path / "config.yaml").exists()
 
 
 @pytest.fixture
