@@ -45,7 +45,7 @@ def run_demo(args: argparse.Namespace) -> dict:
     flags = get_parser().parse_args(["--config-file", args.config_file, *args.opts])
     cfg = run_config(flags)
     _check_results_can_be_written(cfg)
-    flags.overwrite = args.overwrite or Path(cfg.OUTPUT_DIR, _RESULT).is_file()
+    flags.overwrite = args.overwrite or _holds_a_demo(Path(cfg.OUTPUT_DIR))
     cfg, start, _ = prepare(flags)
     folder = Path(cfg.OUTPUT_DIR)
     trainer = Trainer(cfg)
@@ -72,6 +72,14 @@ def run_demo(args: argparse.Namespace) -> dict:
     print(f"Report, with curves and pictures: {folder / 'report' / PAGE}")
     print(f"Numbers: {folder / _RESULT}; model: {folder / 'model_final.pth'}")
     return result
+
+
+def _holds_a_demo(folder: Path) -> bool:
+    """Tell whether the last training in a folder was a demo, which writes its result after its checkpoints."""
+    result = folder / _RESULT
+    return result.is_file() and all(
+        path.stat().st_mtime_ns <= result.stat().st_mtime_ns for path in folder.glob("model_*.pth")
+    )
 
 
 def _check_results_can_be_written(cfg: CfgNode) -> None:

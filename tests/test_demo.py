@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 
 import pytest
 
@@ -60,3 +61,21 @@ def test_a_training_is_not_replaced_unasked(tmp_path, small_dataset):
     with pytest.raises(PreflightError, match=r"contains checkpoints of an earlier run. Fix: .*--overwrite"):
         run_demo(argparse.Namespace(config_file=str(CONFIG), overwrite=False, opts=words))
     assert (tmp_path / "model_final.pth").exists()
+
+
+def test_a_demo_is_replaced_and_a_later_training_in_its_folder_is_not(tmp_path, monkeypatch):
+    replaced = []
+
+    def stop(flags):
+        replaced.append(flags.overwrite)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gw_detectron.demo.prepare", stop)
+    (tmp_path / "result.json").touch()
+    os.utime(tmp_path / "result.json", (2, 2))
+    (tmp_path / "model_final.pth").touch()
+    for time_of_training in (1, 3):
+        os.utime(tmp_path / "model_final.pth", (time_of_training, time_of_training))
+        with pytest.raises(KeyboardInterrupt):
+            run_demo(argparse.Namespace(config_file=str(CONFIG), overwrite=False, opts=["OUTPUT_DIR", str(tmp_path)]))
+    assert replaced == [True, False]
