@@ -544,6 +544,22 @@ class TestData:
         assert "DATASETS.TEST ('other_coco'): 1 of its images are also in tiny_coco: " in warning
         assert "images/a.jpg. AP" in warning
 
+    @pytest.mark.parametrize("by_link", [False, True])
+    def test_images_of_training_in_the_evaluation_by_another_path(self, check, other_coco, by_link):
+        """Of a path with ./, or of a linked folder."""
+        images = other_coco.with_name("images")
+        if by_link:
+            images = other_coco.with_name("linked")
+            images.symlink_to("images")
+        else:
+            content = json.loads(other_coco.read_text())
+            content["images"][0]["file_name"] = "./" + content["images"][0]["file_name"]
+            other_coco.write_text(json.dumps(content))
+        MetadataCatalog.pop("other_coco")
+        MetadataCatalog.get("other_coco").set(json_file=str(other_coco), image_root=str(images), evaluator_type="coco")
+        (warning,) = check(DATASETS__TEST=("other_coco",)).warnings
+        assert "1 of its images are also in tiny_coco: " in warning and "images/a.jpg. AP" in warning
+
     def test_the_same_number_of_other_classes(self, check, other_coco):
         content = json.loads(other_coco.read_text())
         content["categories"] = [{"id": 5, "name": "dog"}, {"id": 9, "name": "cat"}]
