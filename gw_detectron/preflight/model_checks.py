@@ -160,10 +160,14 @@ def _check_batch_norms(cfg: CfgNode, model: nn.Module, findings: Findings) -> No
         and getattr(module, "running_mean", None) is not None  # a layer that normalizes over the batch
     }
     if single := [name for name, count in images.items() if count == 1]:
+        scaled, wanted = "", f"{2 * comm.get_world_size()} or more"
+        if cfg.SOLVER.REFERENCE_WORLD_SIZE:  # the trainer, and so this config, scales by it
+            scaled = ", scaled by SOLVER.REFERENCE_WORLD_SIZE"
+            wanted = "to at least 2 times SOLVER.REFERENCE_WORLD_SIZE"
         findings.problems.append(
-            f"SOLVER.IMS_PER_BATCH ({cfg.SOLVER.IMS_PER_BATCH}): {len(single)} layers normalize over a batch of one "
-            f"image (first: {single[0]}), whose statistics are too noisy to train with. Fix: set SOLVER.IMS_PER_BATCH "
-            f"{2 * comm.get_world_size()} or more, the norm to SyncBN on several GPUs, or to GW or GN."
+            f"SOLVER.IMS_PER_BATCH ({cfg.SOLVER.IMS_PER_BATCH}{scaled}): {len(single)} layers normalize over a batch "
+            f"of one image (first: {single[0]}), whose statistics are too noisy to train with. Fix: set "
+            f"SOLVER.IMS_PER_BATCH {wanted}, the norm to SyncBN on several GPUs, or to GW or GN."
         )
     if images and (batches := cfg.SOLVER.ACCUMULATE) > 1:
         name, count = next(iter(images.items()))

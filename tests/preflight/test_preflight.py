@@ -81,6 +81,12 @@ class TestModel:
         evaluated = {"eval_only": True, "MODEL__WEIGHTS": str(tmp_path / "w.pth")}
         assert not check(SOLVER__IMS_PER_BATCH=1, **evaluated).problems
 
+    def test_batch_norm_of_one_image_after_scaling(self, check):
+        problem = one(check(SOLVER__IMS_PER_BATCH=2, SOLVER__REFERENCE_WORLD_SIZE=2))
+        assert "SOLVER.IMS_PER_BATCH (1, scaled by SOLVER.REFERENCE_WORLD_SIZE): " in problem
+        assert "Fix: set SOLVER.IMS_PER_BATCH to at least 2 times SOLVER.REFERENCE_WORLD_SIZE, " in problem
+        assert not check(SOLVER__IMS_PER_BATCH=4, SOLVER__REFERENCE_WORLD_SIZE=2).problems
+
     def test_batch_norm_of_accumulated_batches(self, check):
         found = check(SOLVER__ACCUMULATE=8)
         assert not found.problems and len(found.warnings) == 1
