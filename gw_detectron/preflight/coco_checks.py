@@ -22,16 +22,22 @@ class Use(NamedTuple):
         masks: objects need a segmentation.
         run_lengths: a segmentation may be an RLE.
         keypoints: number of keypoints per object, 0 without keypoints.
+        visible: an image with fewer visible keypoints is not trained on.
     """
 
     training: bool
     masks: bool = False
     run_lengths: bool = True
     keypoints: int = 0
+    visible: int = 0
 
     @classmethod
     def in_training(cls, cfg: CfgNode) -> "Use":
-        return cls.in_evaluation(cfg)._replace(training=True, run_lengths=cfg.INPUT.MASK_FORMAT != "polygon")
+        return cls.in_evaluation(cfg)._replace(
+            training=True,
+            run_lengths=cfg.INPUT.MASK_FORMAT != "polygon",
+            visible=cfg.MODEL.ROI_KEYPOINT_HEAD.MIN_KEYPOINTS_PER_IMAGE if cfg.MODEL.KEYPOINT_ON else 0,
+        )
 
     @classmethod
     def in_evaluation(cls, cfg: CfgNode) -> "Use":
@@ -112,6 +118,7 @@ def _check_annotations(content: dict[str, Any], use: Use) -> list[str]:
     categories = {category["id"] for category in content["categories"]}
     dropped: dict[str, list[str]] = defaultdict(list)
     trainable = 0
+    visible: dict[Any, int] = defaultdict(int)  # image id -> keypoints
     for annotation in content["annotations"]:
         for problem in _problems(annotation, images, categories, use):
             raise DataError(f"annotation {annotation['id']}: {problem}")
@@ -122,10 +129,18 @@ def _check_annotations(content: dict[str, Any], use: Use) -> list[str]:
         reason = _reason_to_drop(annotation, images[annotation["image_id"]])
         if reason:
             dropped[reason].append(str(annotation["id"]))
-        trainable += not reason
+            continue
+        trainable += 1
+        visible[annotation["image_id"]] += sum(value > 0 for value in (annotation.get("keypoints") or ())[2::3])
     if use.training and not trainable:
         reasons = ", or ".join(["crowds", *dropped])
         raise DataError(f"all annotations are {reasons}, so there is nothing to learn from")
+    if use.visible > (most := max(visible.values(), default=0)):
+        raise DataError(
+            f"no image has more than {most} visible keypoints, fewer than MODEL.ROI_KEYPOINT_HEAD."
+            f"MIN_KEYPOINTS_PER_IMAGE ({use.visible}), so none is trained on. Fix: correct the visibilities, lower "
+            "this key, or set MODEL.KEYPOINT_ON False."
+        )
     warnings = [
         f"{len(ids)} objects are {reason} (ids {summarize_names(ids)}); "
         + ("they are not trained on." if use.training else "no detection can match their boxes.")

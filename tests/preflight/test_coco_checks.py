@@ -10,6 +10,7 @@ from contextlib import redirect_stdout
 import numpy as np
 import pycocotools.mask as mask_util
 import pytest
+from detectron2.data import get_detection_dataset_dicts
 from detectron2.data.datasets import load_coco_json
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
@@ -204,6 +205,22 @@ def test_bytes_that_are_no_text(check, coco):
 def test_keypoints_of_a_dataset_without_names(check):
     problem = " ".join(check(MODEL__KEYPOINT_ON=True, MODEL__ROI_KEYPOINT_HEAD__NUM_KEYPOINTS=17).problems)
     assert "has no field 'keypoints'" in problem
+
+
+@pytest.mark.parametrize(("visibility", "least", "trained"), [(0, 1, 0), (2, 1, 2), (1, 3, 0), (0, 0, 2)])
+def test_images_without_enough_visible_keypoints(check, coco, content, visibility, least, trained):
+    for annotation in content["annotations"]:
+        annotation |= {"keypoints": [5, 5, visibility] * 2, "num_keypoints": 2 * (visibility > 0)}
+    coco()
+    head = {"MODEL__ROI_KEYPOINT_HEAD__NUM_KEYPOINTS": 2, "MODEL__ROI_KEYPOINT_HEAD__MIN_KEYPOINTS_PER_IMAGE": least}
+    problems = " ".join(check(MODEL__KEYPOINT_ON=True, **head).problems)
+    assert ("MIN_KEYPOINTS_PER_IMAGE" in problems) == (not trained)
+    if trained:
+        assert len(get_detection_dataset_dicts("tiny_coco", min_keypoints=least)) == trained
+    else:
+        assert f"tiny.json': no image has more than {2 * (visibility > 0)} visible keypoints, fewer than" in problems
+        with pytest.raises(AssertionError, match="No valid data found"):
+            get_detection_dataset_dicts("tiny_coco", min_keypoints=least)
 
 
 def test_classes_that_were_registered_differently(check, coco):
