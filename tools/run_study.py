@@ -24,6 +24,7 @@ from gw_detectron.benchmarks.table import write_csv
 from gw_detectron.cli import check_folder, errors_reported
 from gw_detectron.errors import ConfigError
 
+_ROOT = Path(__file__).resolve().parent.parent
 _TIMED_ROUNDS = 20
 
 
@@ -35,8 +36,8 @@ def get_parser() -> argparse.ArgumentParser:
     add("--only", nargs="+", default=[], metavar="PATTERN", help="names of runs, such as 'GW_b2_*'; default: all")
     add("--time", type=Path, metavar="CSV", help="time a training iteration of every norm, write a table, and exit")
     add("--dry-run", action="store_true", help="list the known runs that are left, and their time")
-    add("--results", type=Path, default=Path("docs", "data", "small_batch.jsonl"), help="default: %(default)s")
-    add("--output", type=Path, default=Path("output", "small_batch"), help="folder of logs, default: %(default)s")
+    add("--results", type=Path, default=_ROOT / "docs" / "data" / "small_batch.jsonl", help="default: %(default)s")
+    add("--output", type=Path, default=_ROOT / "output" / "small_batch", help="folder of logs, default: %(default)s")
     add("--device", default="cpu", metavar="cpu|cuda", help="default: %(default)s")
     return parser
 

@@ -29,6 +29,8 @@ from gw_detectron.errors import ConfigError, DataError
 from gw_detectron.layers.weight_standardization import WeightStandardized
 from gw_detectron.norms import norm_spec
 
+from ..tiny_run import ROOT
+
 ROW = Row("GN", 2, 0.01, 0, 2000)
 
 
@@ -316,6 +318,12 @@ def test_a_dry_run_lists_what_is_left_and_writes_nothing(tmp_path, capsys):
     append_result(tmp_path / "r.jsonl", ROW, result(20.0, seconds=720.0))
     assert run_study.main(arguments(tmp_path, "--dry-run", "--only", "GN_b2_*_i2000"))
     assert capsys.readouterr().out.splitlines()[-1] == "9 runs left, 0.9 h"
+
+
+def test_the_results_are_found_from_another_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    args = run_study.get_parser().parse_args([])
+    assert read_results(args.results) and args.output == ROOT / "output" / "small_batch"
 
 
 @pytest.mark.parametrize(
