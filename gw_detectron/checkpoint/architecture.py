@@ -211,13 +211,13 @@ def infer_architecture(tensors: Mapping[str, Tensor], layout: str = "torchvision
             f"{'with' if bottleneck else 'without'} bottlenecks in {layout}'s {', '.join(stages)}. Fix: "
             f"{_other_names(tensors, layout) or f'give weights of a ResNet with {_DEPTHS} layers'}."
         )
-    if not bottleneck:
-        return Architecture(depths[0])
     if variant := [name for name in tensors if _RESNET_D.match(name)]:
         raise WeightsError(
             f"tensors ({summarize_names(variant)}): of a ResNet with a stem of three convolutions or pooled shortcuts "
             "(ResNet-D), which Detectron2 does not have. Fix: give weights of a plain ResNet or ResNeXt."
         )
+    if not bottleneck:
+        return Architecture(depths[0])
     name = f"{stages[0]}.0.conv2.weight"
     shape = tuple(tensors[name].shape) if name in tensors else ()
     if len(shape) != 4 or 0 in shape or shape[0] % shape[1]:

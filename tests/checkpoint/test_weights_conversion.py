@@ -204,10 +204,11 @@ def test_to_torchvision_names_unexpected_tensors(r18):
         to_torchvision({"backbone.weight": torch.ones(1)})
 
 
-def test_a_resnet_d_is_not_a_resnet():
-    tensors = make_network("R-50").state_dict()
-    tensors["layer1.0.downsample.2.weight"] = tensors.pop("layer1.0.downsample.1.weight")
-    with pytest.raises(WeightsError, match=r"\(layer1.0.downsample.2.weight\): of a ResNet with .* \(ResNet-D\)"):
+@pytest.mark.parametrize("name", ["R-18", "R-50"])
+def test_a_resnet_d_is_not_a_resnet(name):
+    tensors = make_network(name).state_dict()
+    tensors["layer2.0.downsample.2.weight"] = tensors.pop("layer2.0.downsample.1.weight")
+    with pytest.raises(WeightsError, match=r"\(layer2.0.downsample.2.weight\): of a ResNet with .* \(ResNet-D\)"):
         convert(tensors)
 
 

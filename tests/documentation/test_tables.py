@@ -135,9 +135,11 @@ def test_the_study_in_the_readme_and_the_decision_table_is_that_of_the_runs():
         f"{one['GN']} with GN, "
         f"{one['BN']} with BN" in table
     )
+    four = {norm: f"{statistics.mean(scored(results, norm, batch=4).values()):.1f}" for norm in ("GW", "BN", "GN")}
+    assert f"here (one seed): {four['GW']} AP with GW, {four['BN']} with BN, {four['GN']} with GN" in table
     assert f"BN with GW there has {ap[inside]} AP here (3 seeds)" in " ".join(table.split())
     control = statistics.mean(scored(results, "BN+GN_S1-B1").values())
-    assert all(f"ith GN in place of GW it has {control:.1f}." in page for page in (table, text))
+    assert all(f"BN with GN at S1-B1 has {control:.1f}." in page for page in (table, text))
     assert f"here: {ap['GW']} AP; in the same time {longer['GN', 2500]} with GN and {longer['BN', 2500]} with" in table
     assert (
         f"{longer['GW', 6000]}; in the same time {longer['GN', 7500]} with GN and {longer['BN', 7500]} with BN" in table
