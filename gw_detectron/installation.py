@@ -15,7 +15,7 @@ from .errors import MissingDetectron2Error
 from .layers import GroupWhitening2d
 from .ops.group_whitening.op import use_backend
 from .ops.group_whitening.triton.compiler import triton
-from .ops.group_whitening.triton.launch_args import has_tensor_cores
+from .ops.group_whitening.triton.launch_args import compiles_for
 from .requirements import has_compiled_operators, has_detectron2, require_detectron2
 from .version import __version__, package_versions
 
@@ -116,9 +116,10 @@ def _triton() -> Check:
         return Check(part, False, "torch finds no NVIDIA GPU; the CPU backend is used")
     if triton is None:
         return Check(part, False, "need triton 3.3 or newer. Fix: pip install -U triton; until then matmul is used")
-    works = has_tensor_cores(torch.device("cuda"))
+    works = compiles_for(torch.device("cuda"))
     name = torch.cuda.get_device_name()
-    return Check(part, works, name if works else f"{name} is no NVIDIA GPU from Ampere (8.0) on; matmul is used")
+    reason = f"{name} is no NVIDIA GPU from Ampere (8.0) on, or too new for triton {triton.__version__}; matmul is used"
+    return Check(part, works, name if works else reason)
 
 
 def _detectron2() -> Check:

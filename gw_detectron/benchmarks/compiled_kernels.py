@@ -72,7 +72,7 @@ def compile_launch(launch: Launch, capability: int) -> CompiledKernel:
     for i, parameter in enumerate(launch.kernel.params):
         value = launch.arguments[parameter.name]
         signature[parameter.name] = "i32"
-        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+        if parameter.is_constexpr or value is None:
             signature[parameter.name], constants[parameter.name] = "constexpr", value
         elif isinstance(value, Tensor):
             signature[parameter.name] = _TYPES[value.dtype]

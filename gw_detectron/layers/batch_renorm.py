@@ -22,7 +22,8 @@ class BatchRenorm2d(nn.BatchNorm2d):
     checkpoints contain.
 
     Parameters, buffers and running statistics are BN's: the variance is averaged, where the paper averages
-    :math:`\sigma`. ``freeze()`` of Detectron2 makes FrozenBN of the layer.
+    :math:`\sigma`. ``freeze()`` of Detectron2 makes FrozenBN of the layer, and
+    ``nn.SyncBatchNorm.convert_sync_batchnorm`` makes SyncBN of it, without r and d.
 
     Args:
         num_features: C, the size of dimension 1 of the input.

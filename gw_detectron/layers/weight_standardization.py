@@ -49,6 +49,11 @@ class WeightStandardized(ClassChange):
         """The standardized weight."""
         return standardize_weight(self._parameters["weight"])  # type: ignore[arg-type]
 
+    @weight.setter
+    def weight(self, value: Tensor) -> None:
+        """Set the weight of a replica of ``nn.DataParallel``, which has no parameters; in others torch refuses it."""
+        self._parameters["weight"] = value  # type: ignore[assignment]
+
     def reset_parameters(self) -> None:
         """Draw the weight itself anew."""
         changed, self.__class__ = type(self), original_class(self)

@@ -128,6 +128,16 @@ def test_state_dicts_and_parameters_can_be_assigned():
         layer.weight = torch.zeros(8, 4, 3, 3)
 
 
+def replica(module: nn.Module, x: torch.Tensor) -> nn.Module:
+    """Copy a model as ``nn.DataParallel`` does: tensors instead of parameters."""
+    copied = module._replicate_for_data_parallel()
+    for name, child in module.named_children():
+        setattr(copied, name, replica(child, x))
+    for name, parameter in module._parameters.items():
+        setattr(copied, name, None if parameter is None else parameter.detach())
+    return copied
+
+
 def scripted(module: nn.Module, x: torch.Tensor) -> torch.jit.ScriptModule:
     return torch.jit.script(copy.deepcopy(module))
 
@@ -139,6 +149,7 @@ WAYS = {
     "export": lambda module, x: torch.export.export(module, (x,)).module(),
     "trace": lambda module, x: torch.jit.trace(module, x),
     "script": scripted,
+    "replica": replica,
 }
 
 

@@ -18,6 +18,9 @@ from torch import Tensor
 
 from ..tensors import autocast_off, compute_dtype, memory_format_of
 
+#: elements of a sum of matrices from which it is faster to add one by one: the products would leave the caches
+_LARGE_SUM = 2**17
+
 
 class InputGradient(NamedTuple):
     r"""Coefficients of the input gradient, one of each per sample.
@@ -187,6 +190,8 @@ def _subtract(x: Tensor, mean: Tensor) -> Tensor:
 
 
 def _scaled_sum(matrices: Tensor, scale: Tensor) -> Tensor:
+    if len(matrices) > 1 and matrices[0].numel() < _LARGE_SUM:
+        return (matrices * scale).sum(0)
     total = matrices[0] * scale[0]
     for matrix, factor in zip(matrices[1:], scale[1:], strict=True):
         total.addcmul_(matrix, factor)

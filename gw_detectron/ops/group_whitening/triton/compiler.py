@@ -9,19 +9,21 @@ try:
     from triton.language import constexpr
 except ImportError:  # a platform without Triton, like macOS
     triton = tl = constexpr = None
+    VERSION: tuple[int, ...] = ()
     ERRORS: tuple[type[Exception], ...] = (RuntimeError,)
 else:
     from triton.errors import TritonError
 
+    VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
     ERRORS = (RuntimeError, TritonError)  # of compiling or launching a kernel that does not fit the device
-    if [int(part) for part in triton.__version__.split(".")[:2]] < [3, 3]:
+    if VERSION < (3, 3):
         triton = None  # its compiler aborts the process at float16 on Ampere
 
-__all__ = ["ERRORS", "constexpr", "jit", "tl", "triton"]
+__all__ = ["ERRORS", "VERSION", "constexpr", "jit", "tl", "triton"]
 
 
 def jit(kernel: Callable) -> Any:
-    """Compile a kernel once for all sizes; VECTOR tells their alignment."""
+    """Compile a kernel once for all sizes of the same alignment, which VECTOR tells."""
     if triton is None:
         return kernel
     arguments = kernel.__code__.co_varnames[: kernel.__code__.co_argcount]

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .compiler import tl, triton
+from ....errors import MissingPackageError
+from .compiler import ERRORS, VERSION, tl, triton
 from .tiles import tile_columns
 
 #: with more groups, the covariance of a program does not fit its registers
@@ -17,6 +18,10 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 #: limit of the distance between two elements of a sample; kernels compute offsets in 32 bits
 MAX_EXTENT = 2**31
+#: most programs in the second dimension of a grid (CUDA programming guide, technical specifications)
+_MAX_GRID = 65535
+#: compute capability -> first version of Triton that compiles for it; older ones raise or abort the process
+_FIRST_VERSION = {(10, 3): (3, 6), (11, 0): (3, 8), (12, 1): (3, 6)}
 #: multiprocessors of a device that is not there (meta tensors): those of an H100
 _META_PROCESSORS = 132
 
@@ -50,7 +55,15 @@ class Launch(NamedTuple):
 
     def run(self) -> None:
         with torch.cuda.device(self.like.device) if self.like.is_cuda else nullcontext():
-            self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages)
+            try:
+                self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages)
+            except ERRORS as error:
+                if "C compiler" in str(error):
+                    raise MissingPackageError(
+                        f"Triton ({triton.__version__}): finds no C compiler, with which it builds its launcher. "
+                        "Fix: install gcc, or set the environment variable GW_DETECTRON_KERNELS=matmul."
+                    ) from error
+                raise
 
 
 _tuning = Tuning()
@@ -87,7 +100,7 @@ def supported(x: Tensor, groups: int) -> bool:
     """Whether the kernels accept the device, dtype, size and groups."""
     return (
         triton is not None
-        and (_interpreted() or has_tensor_cores(x.device))
+        and (_interpreted() or compiles_for(x.device))
         and 1 <= groups <= MAX_GROUPS
         and x.dtype in DTYPES
         and prod(x.shape[1:]) < MAX_EXTENT
@@ -99,9 +112,13 @@ def _interpreted() -> bool:
     return triton is not None and not isinstance(tile_columns, triton.JITFunction)
 
 
-def has_tensor_cores(device: torch.device) -> bool:
-    """Whether the device multiplies tf32 and bfloat16: NVIDIA from Ampere on."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+def compiles_for(device: torch.device) -> bool:
+    """Whether this Triton compiles the kernels for a device: NVIDIA from Ampere on, which multiplies tf32."""
+    # fake tensors may be on a GPU that is not there
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return False
+    capability = torch.cuda.get_device_capability(device)
+    return capability >= (8, 0) and _FIRST_VERSION.get(capability, VERSION) <= VERSION
 
 
 def prepare(x: Tensor) -> Tensor:
@@ -211,7 +228,7 @@ def split(tiles: int, others: int, programs: int, device: torch.device, *, limit
         others: the number of rows of programs.
         programs: wanted per multiprocessor.
         device: of the launch.
-        limited: whether ``max_tiles`` limits the tiles of a split.
+        limited: whether ``max_tiles`` limits the tiles of a split, as far as the grid allows.
 
     Returns:
         The number of splits, and the tiles of each.
@@ -219,7 +236,7 @@ def split(tiles: int, others: int, programs: int, device: torch.device, *, limit
     wanted = triton.cdiv(programs * processors(device), others)
     per_split = max(_tuning.min_tiles, triton.cdiv(tiles, wanted))
     if limited:
-        per_split = min(per_split, _tuning.max_tiles)
+        per_split = max(min(per_split, _tuning.max_tiles), triton.cdiv(tiles, _MAX_GRID))
     return triton.cdiv(tiles, per_split), per_split
 
 

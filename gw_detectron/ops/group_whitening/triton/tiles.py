@@ -35,9 +35,7 @@ def tile_columns(tile, positions, CPG: constexpr, JB: constexpr, PB: constexpr, 
 @jit
 def sample_ptr(ptr, n, stride, VECTOR: constexpr):
     """Return the pointer to sample n."""
-    return ptr + n.to(tl.int64) * (
-        stride // VECTOR * VECTOR
-    )  # not stride.to(): Triton turns a stride of 1 into a constant
+    return ptr + n.to(tl.int64) * (stride // VECTOR * VECTOR)
 
 
 @jit
