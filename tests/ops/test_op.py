@@ -1,6 +1,5 @@
 """The custom operator: choice of the backend, torch's transforms, flops, derivatives."""
 
-import copy
 import logging
 
 import pytest
@@ -167,14 +166,6 @@ def test_compiles_in_one_graph_where_the_batch_depends_on_data(chosen):
         torch.testing.assert_close(value, expected)
 
 
-def test_an_export_needs_no_operator_of_this_package():
-    made = layer(64, 16).eval()
-    x = torch.randn(2, 64, 6, 7)
-    program = torch.export.export(made, (x,))
-    assert not any("gw_detectron" in str(node.target) for node in program.graph.nodes)
-    assert torch.allclose(program.module()(x), made(x), atol=1e-5)
-
-
 def test_fake_and_meta_tensors_have_the_right_shape():
     made = layer(64, 16)
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -256,9 +247,3 @@ def test_only_some_gradients_are_wanted(wanted):
     tensors = {"x": x, "weight": made.weight, "bias": made.bias}
     for name, value in zip(wanted, torch.autograd.grad(made(x), [tensors[n] for n in wanted], dy), strict=True):
         assert error(value, expected[name]) < 1e-12
-
-
-def test_a_copied_layer_computes_the_same():
-    made = layer(64)
-    x = torch.randn(2, 64, 5, 5)
-    assert torch.equal(copy.deepcopy(made)(x), made(x))
