@@ -58,7 +58,9 @@ class LoadReport:
         self.unexpected = sorted(
             name
             for name in self._given.difference(names)
-            if _BACKBONE_NAME.match(name) and not name.endswith(".num_batches_tracked")
+            if _BACKBONE_NAME.match(name)
+            and not name.endswith(".num_batches_tracked")
+            and not (self._fused_layers and name.endswith("stem.conv1.bias"))  # as Detectron2, which leaves it out
         )
 
     def __str__(self) -> str:

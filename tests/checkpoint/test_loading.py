@@ -5,6 +5,7 @@ import pickle
 import re
 from collections import OrderedDict
 
+import numpy as np
 import pytest
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
@@ -203,6 +204,25 @@ def test_backbone_without_fpn(detector_cfg, r18, tmp_path):
     detector_cfg.MODEL.ANCHOR_GENERATOR.SIZES = [[32]]
     model = build_model(detector_cfg)
     assert _load(model, _converted(r18), tmp_path).startswith("backbone: 82/82 tensors")
+
+
+def test_detectron2s_own_imagenet_weights_load_whole(detector_cfg, tmp_path):
+    """They have Caffe2's names, no statistics, a classifier, and a bias of the first convolution."""
+    detector_cfg.MODEL.RESNETS.WHITEN_POSITIONS = ""
+    model = build_model(detector_cfg)
+    arrays = {"conv1_b": np.zeros(64, np.float32), "fc1000_w": np.zeros((1000, 512), np.float32)}
+    for name, value in model.backbone.bottom_up.state_dict().items():
+        name = name.replace("stem.conv1.norm", "res_conv1_bn").replace("stem.conv1", "conv1").replace(".norm", "_bn")
+        for layer, branch in (("conv1", "branch2a"), ("conv2", "branch2b"), ("shortcut", "branch1")):
+            name = re.sub(rf"(res\d)\.(\d)\.{layer}", rf"\1_\2_{branch}", name)
+        name = name.replace("bn.weight", "bn_s").replace(".weight", "_w").replace(".bias", "_b")
+        if ".running" not in name:
+            arrays[name] = value.numpy()
+    (tmp_path / "R-18.pkl").write_bytes(pickle.dumps(arrays))
+    other = build_model(detector_cfg)
+    report = load_checkpoint(other, open_checkpoint(str(tmp_path / "R-18.pkl")))
+    assert not report.missing and not report.unexpected
+    assert torch.equal(other.backbone.bottom_up.res5[1].conv2.weight, model.backbone.bottom_up.res5[1].conv2.weight)
 
 
 @pytest.mark.parametrize("kind", ["detectron2", "module.", "matching", "caffe2", "blobs", "pycls", "flat"])
