@@ -267,7 +267,10 @@ class _ConfigLoader(yaml.SafeLoader):
     def _refuse(self, node: yaml.Node) -> None:
         tag = node.tag.replace("tag:yaml.org,2002:", "!!")
         why = "could run code" if "python" in tag else "is unknown"
-        raise _yaml_error(node.start_mark, f"the tag {tag} {why}", "write the value plainly, without a tag")
+        fix = "write the value plainly, without a tag"
+        if os.path.basename(self.name) == "Base-RetinaNet.yaml":  # Detectron2's computes its anchors
+            fix = "give COCO-Detection/retinanet_R_50_FPN_1x_GW.yaml of this package, or make it your _BASE_"
+        raise _yaml_error(node.start_mark, f"the tag {tag} {why}", fix)
 
 
 _ConfigLoader.add_constructor(None, _ConfigLoader._refuse)

@@ -4,6 +4,7 @@ import os
 import time
 
 import pytest
+from detectron2 import model_zoo
 
 from gw_detectron.config import read_config
 from gw_detectron.errors import ConfigError, UserError
@@ -40,6 +41,12 @@ def test_python_tags_are_refused_and_not_run(tmp_path, monkeypatch, base, levels
     with pytest.raises(ConfigError, match=rf"{levels}\.yaml', line 3: the tag !!python.*:os\.mkdir could run"):
         read_config(path)
     assert not (tmp_path / "harm").exists()
+
+
+def test_detectron2s_retinanet_names_the_config_to_take():
+    path = model_zoo.get_config_file("COCO-Detection/retinanet_R_50_FPN_1x.yaml")
+    with pytest.raises(ConfigError, match="could run code. Fix: give COCO-Detection/retinanet_R_50_FPN_1x_GW.yaml"):
+        read_config(path)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Runs: flags, trainer, launch. The story of a run is :mod:`gw_detectron.engine.train`."""
 
 from .flags import get_parser
+from .run_datasets import use_recorded_datasets
 from .train import main, setup
 from .trainer import Trainer
 
-__all__ = ["Trainer", "get_parser", "main", "setup"]
+__all__ = ["Trainer", "get_parser", "main", "setup", "use_recorded_datasets"]

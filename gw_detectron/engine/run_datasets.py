@@ -76,7 +76,7 @@ def _check_same_classes(given: CocoDatasets, config_file: str) -> None:
 
 
 def use_recorded_datasets(
-    cfg: CfgNode, config_file: str | os.PathLike[str], folder: str, *, needed: Collection[str] | None
+    cfg: CfgNode, config_file: str | os.PathLike[str], folder: str, *, needed: Collection[str] | None = None
 ) -> None:
     """Register datasets that are unknown from the ``datasets.yaml`` beside a config file.
 
