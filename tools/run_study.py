@@ -17,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # experiments/ is not part of the package
 from experiments.small_batch.iteration_time import measure_times
+from experiments.small_batch.plan import DECIDING_BATCH, OTHER_BATCHES
 from experiments.small_batch.results_file import read_results
 from experiments.small_batch.side_by_side import estimate_hours, open_rows, run_rows, start_row
 from gw_detectron.benchmarks.environment import select_device
@@ -35,6 +36,8 @@ def get_parser() -> argparse.ArgumentParser:
     add("--jobs", type=int, default=2, metavar="N", help="runs side by side, default: %(default)s")
     add("--only", nargs="+", default=[], metavar="PATTERN", help="names of runs, such as 'GW_b2_*'; default: all")
     add("--time", type=Path, metavar="CSV", help="time a training iteration of every norm, write a table, and exit")
+    batches = sorted((DECIDING_BATCH, *OTHER_BATCHES))
+    add("--batch", type=int, choices=batches, default=DECIDING_BATCH, help="images per iteration of --time, default: 2")
     add("--dry-run", action="store_true", help="list the known runs that are left, and their time")
     add("--results", type=Path, default=_ROOT / "docs" / "data" / "small_batch.jsonl", help="default: %(default)s")
     add("--output", type=Path, default=_ROOT / "output" / "small_batch", help="folder of logs, default: %(default)s")
@@ -56,7 +59,7 @@ def main(args: argparse.Namespace) -> bool:
         print(f"{len(rows)} runs left, {'time unknown before the first result' if hours is None else f'{hours:.1f} h'}")
         return True
     if args.time:
-        table = measure_times(select_device(args.device), _TIMED_ROUNDS, f"python {shlex.join(sys.argv)}")
+        table = measure_times(select_device(args.device), _TIMED_ROUNDS, f"python {shlex.join(sys.argv)}", args.batch)
         write_csv(table, args.time)
         return True
     check_folder(args.output)

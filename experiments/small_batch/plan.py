@@ -50,6 +50,7 @@ RATES = (0.0025, 0.005, 0.01, 0.02, 0.04)
 MOST_EXTENSIONS = 2  # of a grid at each side
 GRID_SEED = 0
 _SEEDS = range(1, 4)
+OTHER_BATCH_SEED = 1  # is scored at the other batch sizes
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ def planned_rows(ap: Mapping[Row, float]) -> Iterator[Row]:
                 grid = _grid(norm, batch, (rate / 2, rate, rate * 2), ap)
                 yield from grid
                 best = _best(grid, ap)
-            yield _row(norm, batch, best, 1)
+            yield _row(norm, batch, best, OTHER_BATCH_SEED)
 
 
 def _grid(norm: str, batch: int, rates: Sequence[float], ap: Mapping[Row, float]) -> list[Row]:

@@ -14,6 +14,7 @@ from .plan import (
     LONGER,
     NORMS,
     OTHER_BATCH_NORMS,
+    OTHER_BATCH_SEED,
     OTHER_BATCHES,
     VARIATIONS,
     Row,
@@ -49,12 +50,19 @@ def _rows(results: Results, norm: str, batch: int, split: str, iterations: int =
     return [row for row in results if (row.norm, row.batch, row.split, row.iterations) == wanted]
 
 
+def common_seeds(results: Results) -> set[int]:
+    """Return the seeds that are scored for every norm with scored runs, at the deciding batch size."""
+    found = [seeds for norm in NORMS if (seeds := set(scored(results, norm)))]
+    return set.intersection(*found) if found else set()
+
+
 def mean_features(results: Results, norm: str, kind: str) -> dict[str, float]:
-    """Return the mean over seeds of "kappa" or "gap" by layer, at the deciding batch size.
+    """Return the mean over common seeds of "kappa" or "gap" by layer, at the deciding batch size.
 
     Left out are layers where it is infinite for a seed, and shortcuts, whose input is that of another convolution.
     """
-    found = [results[row]["features"] for row in scored_rows(results, norm)]
+    seeds = common_seeds(results)
+    found = [results[row]["features"] for row in scored_rows(results, norm) if row.seed in seeds]
     runs = [features[kind] for features in found if features]
     layers = [layer for layer in (runs[0] if runs else ()) if all(run[layer] is not None for run in runs)]
     return {layer: statistics.mean(run[layer] for run in runs) for layer in layers if "shortcut" not in layer}
@@ -168,8 +176,9 @@ def longer_table(results: Results) -> str:
 
 
 def mechanism_table(results: Results) -> str:
-    """Return the conditioning of features, BN's gap and the training loss of every norm with scored runs."""
+    """Return the conditioning of features, BN's gap and the training loss of every norm, over common seeds."""
     mixed = mean_features(results, "BN+GW", "gap")  # of the layers that are BN in the mixtures, too
+    seeds = common_seeds(results)
     lines = []
     for norm in NORMS:
         kappas = [value for layer, value in mean_features(results, norm, "kappa").items() if "stem" not in layer]
@@ -178,7 +187,7 @@ def mechanism_table(results: Results) -> str:
             loss
             for row in scored_rows(results, norm)
             for iteration, loss in losses(results, row).items()
-            if iteration >= 0.9 * row.iterations
+            if row.seed in seeds and iteration >= 0.8 * row.iterations
         ]
         if kappas:
             at, elsewhere = ([gap for layer, gap in gaps.items() if (layer in mixed) == kept] for kept in (False, True))
@@ -192,7 +201,7 @@ def mechanism_table(results: Results) -> str:
             )
     if not lines:
         return "No features are measured."
-    return _table(lines, ("norm", "kappa", "BN's gap at S1-B2", "BN's gap elsewhere", "loss of the last tenth"))
+    return _table(lines, ("norm", "kappa", "BN's gap at S1-B2", "BN's gap elsewhere", "loss of the last fifth"))
 
 
 def has_other_batches(results: Results) -> bool:
@@ -201,12 +210,17 @@ def has_other_batches(results: Results) -> bool:
 
 
 def batch_table(results: Results) -> str:
-    """Return AP of every norm at every batch size, and the link to its figure."""
+    """Return AP of every norm at every batch size, that of the common seed, and the link to its figure."""
     if not has_other_batches(results):
         return "No run at another batch size is finished."
     batches = sorted((DECIDING_BATCH, *OTHER_BATCHES))
-    lines = [(norm, *(_mean(scored(results, norm, batch).values()) for batch in batches)) for norm in OTHER_BATCH_NORMS]
-    table = _table(lines, ("norm", *(f"batch {batch}" for batch in batches)))
+    seed = OTHER_BATCH_SEED
+    lines = []
+    for norm in OTHER_BATCH_NORMS:
+        found = [scored(results, norm, batch) for batch in batches]
+        of_seed = [{seed: values[seed]} if seed in values else {} for values in found]
+        lines.append((norm, *(_mean(values.values()) for values in (*of_seed, scored(results, norm)))))
+    table = _table(lines, ("norm", *(f"batch {batch}" for batch in batches), f"batch {DECIDING_BATCH}, all seeds"))
     return f"![Box AP over the images per batch]({BATCH_FIGURE})\n\n{table}"
 
 

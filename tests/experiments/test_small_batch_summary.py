@@ -138,8 +138,9 @@ def test_tables_of_rates_batches_and_variations(whole):
     image, _, table = tables.batch_table(whole).partition("\n\n")
     header, lines = cells(table)
     assert image == f"![Box AP over the images per batch]({tables.BATCH_FIGURE})"
-    assert header == ["norm", "batch 1", "batch 2", "batch 4", "batch 8"]
-    assert "±" in lines["GN"][1] and "±" not in lines["GN"][0]
+    assert header == ["norm", "batch 1", "batch 2", "batch 4", "batch 8", "batch 2, all seeds"]
+    first = next(result["AP"] for row, result in whole.items() if (row.norm, row.batch, row.seed) == ("GN", 2, 1))
+    assert lines["GN"][1] == f"{first:.1f}" and "±" in lines["GN"][4]
     names = [line.split("|")[1].strip() for line in tables.variation_table(whole, TIMES).splitlines() if "±" in line]
     bases = [base for base, _ in VARIATIONS.values()]
     assert names == [
@@ -178,9 +179,18 @@ def test_longer_runs_are_compared_with_each_other_or_with_those_of_equal_time(wh
 
 def test_the_mechanism_leaves_out_images_shortcuts_and_infinite_numbers(whole):
     header, lines = cells(tables.mechanism_table(whole))
-    assert header[1:] == ["kappa", "BN's gap at S1-B2", "BN's gap elsewhere", "loss of the last tenth"]
+    assert header[1:] == ["kappa", "BN's gap at S1-B2", "BN's gap elsewhere", "loss of the last fifth"]
     assert lines["BN"] == ["50", "0.400", "0.100", "1.500"] and lines["BN+GW"] == ["50", "", "0.100", "1.500"]
     assert tables.mechanism_table({}) == "No features are measured."
+
+
+def test_the_mechanism_compares_common_seeds(whole):
+    """GN+WS has seeds 1 to 3."""
+    later = {
+        row: {**result, "losses": [[1900, 99.0]], "features": {}} if row.seed > 3 else result
+        for row, result in whole.items()
+    }
+    assert tables.mechanism_table(later) == tables.mechanism_table(whole)
 
 
 def test_the_losses_of_a_continued_run_do_not_go_back(whole):
