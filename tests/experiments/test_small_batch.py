@@ -8,21 +8,27 @@ import signal
 import subprocess
 import sys
 import time
+from collections import OrderedDict
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import run_study
 import torch
+from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.layers import FrozenBatchNorm2d
 from detectron2.modeling import build_model
 from torch import nn
 
-from experiments.small_batch import iteration_time
+from experiments.small_batch import iteration_time, single_run
+from experiments.small_batch.features import feature_statistics
 from experiments.small_batch.plan import DECIDING, NORMS, OTHER_BATCHES, RATES, VARIATIONS, Row, planned_rows
 from experiments.small_batch.results_file import append_result, read_results
 from experiments.small_batch.side_by_side import estimate_hours, open_rows, run_rows
 from experiments.small_batch.single_run import CONFIG, run_row, scores
 from gw_detectron import GroupWhitening2d
 from gw_detectron.benchmarks.table import read_csv
+from gw_detectron.benchmarks.timing import Step
 from gw_detectron.config import read_config
 from gw_detectron.data import HardSyntheticConfig, make_synthetic, register_synthetic
 from gw_detectron.errors import ConfigError, DataError
@@ -78,7 +84,8 @@ def test_the_whole_plan():
         ("GN", 1, 2500),
         ("BN+GN", 2, 2500),
     ]
-    assert {row.config_keys()["SOLVER.STEPS"] for row in longest} == {(1875, 2250), (4500, 5400), (5625, 6750)}
+    schedules = {tuple(row.config_keys()[f"SOLVER.{key}"] for key in ("WARMUP_ITERS", "STEPS")) for row in longest}
+    assert schedules == {(250, (1875, 2250)), (600, (4500, 5400)), (750, (5625, 6750))}
     assert {row.batch for row in rows[: main + variations + longer]} == {2}  # the plan: these come first
     assert {row.config_keys()["DATASETS.TEST"] for row in rows if row.seed == 0} == {("gw_synthetic_hard_tune",)}
     assert {row.config_keys()["DATASETS.TEST"] for row in rows if row.seed} == {("gw_synthetic_hard_val",)}
@@ -229,6 +236,23 @@ def test_the_estimate_is_proportional_to_images_and_jobs():
     assert estimate_hours(rows, done, 2) == pytest.approx(images / 4000 * 360 / 3600 / 2)
 
 
+def test_conditioning_and_gap_are_those_of_numpy():
+    torch.manual_seed(0)
+    norm, x = nn.BatchNorm2d(2, eps=0.5), torch.randn(3, 4, 2, 5, 5)
+    norm.running_mean, norm.running_var = torch.tensor([1.0, -2.0]), torch.tensor([4.0, 0.5])
+    model = SimpleNamespace(
+        backbone=SimpleNamespace(bottom_up=nn.Sequential(OrderedDict(norm=norm, conv=nn.Conv2d(2, 1, 1)))),
+        preprocess_image=lambda batch: SimpleNamespace(tensor=batch),
+    )
+    found = feature_statistics(model, x)
+    mean, deviation, x = np.array([1.0, -2.0]), np.sqrt([4.5, 1.0]), x.double().numpy()
+    y = ((np.moveaxis(x, 2, -1) - mean) / deviation).reshape(-1, 2)
+    assert found["kappa"] == {"conv": pytest.approx(np.linalg.cond(y.T @ y), rel=1e-5)}
+    ratio, shift = np.sqrt(x.var((1, 3, 4)) + 0.5) / deviation, (x.mean((1, 3, 4)) - mean) / deviation
+    assert found["gap"] == {"norm": pytest.approx(np.sqrt(np.mean((1 - ratio) ** 2 + shift**2)))}
+    assert norm.running_mean.tolist() == [1.0, -2.0] and norm.momentum == 0.1
+
+
 # --- runs side by side ----------------------------------------------------------------------------------
 
 CHILD = """
@@ -342,11 +366,42 @@ def test_times_of_training_iterations(tmp_path, monkeypatch):
     monkeypatch.setattr(iteration_time, "NORMS", {norm: NORMS[norm] for norm in ("BN", "GN+WS")})
     monkeypatch.setattr(iteration_time, "VARIATIONS", {"GW_T3": VARIATIONS["GW_T3"]})
     monkeypatch.setattr(run_study, "_TIMED_ROUNDS", 1)
+    timed = []
+    iteration = SimpleNamespace(step=Step(lambda: time.sleep(0.001)))
+    monkeypatch.setattr(
+        iteration_time, "detector_training", lambda cfg, *_: timed.append(cfg.MODEL.RESNETS) or iteration
+    )
     assert run_study.main(arguments(tmp_path, "--time", str(tmp_path / "times.csv")))
     table = read_csv(tmp_path / "times.csv")
     assert [row["variant"] for row in table.rows] == ["BN", "GN+WS", "GW_T3"]
+    assert [(keys.NORM, keys.CONV) for keys in timed] == [("BN", ""), ("GN", "WS"), ("GW:iters=3", "")]
     assert table.rows[0]["to_bn"] == 1 and all(row["median_ms"] > 0 for row in table.rows)
     assert {row["image"] for row in table.rows} == {"192x256"} and table.header["command"].startswith("python ")
+
+
+# --- one run ---------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_continued_and_its_curve_ends_with_the_last_loss(tmp_path, monkeypatch):
+    flags = []
+    lines = [f'{{"iteration": {iteration}, "total_loss": 1}}' for iteration in range(60)]
+    (tmp_path / "metrics.json").write_text("\n".join(lines))
+    monkeypatch.setattr(single_run, "main", flags.append)
+    run_row(ROW, tmp_path, tmp_path / "r.jsonl")
+    assert [args.resume for args in flags] == [True]
+    losses = read_results(tmp_path / "r.jsonl")[ROW]["losses"]
+    assert [iteration for iteration, _ in losses] == list(range(1, 60, 2))
+
+
+def test_features_are_those_of_the_final_weights_on_the_same_images(tmp_path, monkeypatch):
+    (tmp_path / "config.yaml").write_text(config(ROW).dump())
+    final = nn.Linear(2, 2)
+    DetectionCheckpointer(final, str(tmp_path)).save("model_final")
+    monkeypatch.setattr(single_run, "build_model", lambda cfg: nn.Linear(2, 2))
+    monkeypatch.setattr(single_run, "build_detection_train_loader", lambda cfg: torch.rand(100))
+    monkeypatch.setattr(single_run, "feature_statistics", lambda model, batches: (model, torch.stack([*batches])))
+    (model, images), (_, again) = (single_run._features(tmp_path, 4) for _ in range(2))
+    assert torch.equal(model.weight, final.weight) and torch.equal(images, again) and len(images) == 64 / 4
 
 
 # --- a real run -----------------------------------------------------------------------------------------

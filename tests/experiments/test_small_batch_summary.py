@@ -32,7 +32,13 @@ def results_of_the_whole_plan():
             if row.lr is not None and row not in done:
                 ap = AP.get(row.norm, 21.0) - 2 * abs(math.log2(row.lr / row.batch / 0.005)) + rng.gauss(0, 0.1)
                 features = {
-                    "kappa": {"stem.conv1": 10.0, "res2.0.conv1": None, "res2.0.conv2": 50.0, "res3.0.shortcut": 9.0},
+                    "kappa": {
+                        "stem.conv1": 10.0,
+                        "res2.0.conv1": None,
+                        "res2.0.conv2": 25.0,
+                        "res2.1.conv1": 100.0,
+                        "res3.0.shortcut": 9.0,
+                    },
                     "gap": {"res2.0.conv1": 0.1, **({} if row.norm == "BN+GW" else {"stem.conv1": 0.4})},
                 }
                 done[row] = {
@@ -129,6 +135,8 @@ def test_the_table_of_norms(whole):
     assert gw["AP"].startswith("28.") or gw["AP"].startswith("27.9")
     assert gw["rates within 2 AP of the best"] in ("0.01", "0.005, 0.01", "0.01, 0.02", "0.005, 0.01, 0.02")
     assert lines["BN"][3] == "" and lines["GW"][3].startswith(("+8.", "+7.9"))
+    two = {row: {**result, "AP": 20.0 + 2 * row.seed} for row, result in whole.items() if row.seed in (1, 2)}
+    assert cells(tables.main_table(two, TIMES))[1]["GW"][1] == "23.0 ± 1.4"
 
 
 def test_tables_of_rates_batches_and_variations(whole):
@@ -141,6 +149,8 @@ def test_tables_of_rates_batches_and_variations(whole):
     assert header == ["norm", "batch 1", "batch 2", "batch 4", "batch 8", "batch 2, all seeds"]
     first = next(result["AP"] for row, result in whole.items() if (row.norm, row.batch, row.seed) == ("GN", 2, 1))
     assert lines["GN"][1] == f"{first:.1f}" and "±" in lines["GN"][4]
+    first, *_ = tables.variation_table(whole, TIMES).split("\n\n")
+    assert cells(first)[1]["BN+GW"][4] == "1.50"  # of BN's
     names = [line.split("|")[1].strip() for line in tables.variation_table(whole, TIMES).splitlines() if "±" in line]
     bases = [base for base, _ in VARIATIONS.values()]
     assert names == [
