@@ -13,7 +13,7 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from gw_detectron.checkpoint import read_weights_file, run_record
+from gw_detectron.checkpoint import Checkpoint, read_weights_file, run_record
 from gw_detectron.checkpoint.describe import describe_checkpoint, format_description
 from gw_detectron.checkpoint.run_record import RunRecord, software_versions
 from gw_detectron.data import register_synthetic
@@ -136,9 +136,11 @@ def test_converted_weights_show_their_provenance(tmp_path):
 
 def test_a_resumed_run_keeps_how_its_earlier_parts_were_trained(monkeypatch):
     first = RunRecord("SEED: 1\n", 1)
+    first.set_start_weights(Checkpoint("a.pth", "a.pth", {}, {}))
     same, changed = RunRecord("SEED: 1\n", 1), RunRecord("SEED: 2\n", 2)
     same.load_state_dict(first.state_dict())
     assert same.state_dict() == first.state_dict() and first.state_dict()["earlier_parts"] == []
+    assert same.state_dict()["start_weights"]["address"] == "a.pth"
     changed.load_state_dict(first.state_dict())
     saved, last = changed.state_dict(), RunRecord("SEED: 2\n", 2)
     monkeypatch.setattr(run_record.comm, "get_world_size", lambda: 2)

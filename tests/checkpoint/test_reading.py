@@ -300,7 +300,8 @@ BOMBS = {
     "bytearray": (START + b"cbuiltins\nbytearray\nJ\x00\x00\x00\x7f\x85R.", "names builtins.bytearray"),
     "tensor of any size": (START + b"ctorch\nTensor\nJ\x00\x00\x00\x7f\x85R.", "without values|names torch.Tensor"),
     "storage": (START + b"ctorch\nFloatTensor\nJ\x00\x00\x00\x7f\x85R.", "names torch.FloatTensor"),
-    "nothing on the stack": (START + b"(R.", "damaged"),
+    "nothing on the stack": (START + b"R.", "damaged .*stack underflow at REDUCE"),
+    "nothing after a mark": (START + b"K\x01K\x01(R.", "damaged .*stack underflow at REDUCE"),
     "unknown reference": (START + b"h\x07.", "damaged"),
     # torch 2.7 asserts its type without a message
     "persistent id": (START + b"X\x01\x00\x00\x00aQ.", "outside of the file|more than tensors|damaged"),

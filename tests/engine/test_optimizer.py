@@ -48,6 +48,7 @@ def test_scale_and_shift_of_whitening_layers_are_treated_as_those_of_bn(norm_dec
     for name in ("weight", "bias"):
         assert found[f"gw.{name}"] == found[f"bw.{name}"] == found[f"brn.{name}"] == found[f"bn.{name}"]
     assert found["bn.weight"][1] == (0.125 if norm_decay is None else norm_decay)
+    assert found["bn.bias"][1] == (found["bn.weight"][1] if bias_decay is None else bias_decay)
     assert found["conv.weight"][1] == found[rotation][1] == 0.125
 
 

@@ -20,9 +20,9 @@ from ..tiny_run import CONFIG, arguments
 def test_metrics_of_a_killed_and_resumed_run_are_in_order(tmp_path):
     path = tmp_path / "metrics.json"
     assert read_metrics(path) == []
-    lines = [{"iteration": 1, "loss": 3.0}, {"iteration": 3, "loss": 2.0}, {"iteration": 3, "loss": 1.0, "lr": 0.1}]
+    lines = [{"iteration": 1, "AP": 3.0}, {"iteration": 3, "AP": 2.0, "loss": 2.0}, {"iteration": 3, "loss": 1.0}]
     path.write_text("\n".join(map(json.dumps, lines)) + '\n{"iteration": 4, "lo')
-    assert read_metrics(path) == [lines[0], lines[2]]
+    assert read_metrics(path) == [lines[0], {**lines[1], **lines[2]}]
     path.write_text('{"iteration"')
     assert read_metrics(path) == []
 

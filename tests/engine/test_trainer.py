@@ -13,6 +13,8 @@ import sys
 import pytest
 import torch
 import yaml
+from detectron2.engine.train_loop import TrainerBase
+from detectron2.utils import comm
 
 from gw_detectron.analysis import WhiteningStatsHook, whitening_stats_hook
 from gw_detectron.analysis.whitening_statistics import REDUCTIONS
@@ -99,6 +101,16 @@ def test_a_period_that_is_negative_leaves_no_folder(tmp_path):
     with pytest.raises(ValueError, match="--whitening-stats-period -5"):
         main(arguments(output, "--whitening-stats-period", "-5"))
     assert not output.exists()
+
+
+def test_each_process_and_iteration_draws_other_numbers(tmp_path, monkeypatch):
+    trainer, drawn = trainer_for(tmp_path), []
+    monkeypatch.setattr(TrainerBase, "before_step", lambda self: None)
+    for rank, trainer.iter in ((0, 0), (1, 0), (0, 1), (0, 0)):
+        monkeypatch.setattr(comm, "get_rank", lambda rank=rank: rank)
+        trainer.before_step()
+        drawn.append(float(torch.rand(())))
+    assert len(set(drawn)) == 3 and drawn[0] == drawn[3]
 
 
 def test_evaluations_between_steps_are_not_observed(tmp_path, monkeypatch):

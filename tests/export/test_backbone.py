@@ -14,6 +14,7 @@ from torch.export.passes import move_to_device_pass
 
 from gw_detectron.errors import ExportError, FileAccessError, ParityError, UserError
 from gw_detectron.export import TOLERANCE, Normalization, export_backbone
+from gw_detectron.export.parity import compare
 from gw_detectron.layers import GroupWhitening2d
 from gw_detectron.norms.norm_listing import norm_rows
 
@@ -213,6 +214,11 @@ def test_a_difference_stops_the_export(tmp_path, tiny_backbone, normalization):
         OneSizeOnly(tiny_backbone(), 5e-4), tmp_path / "out", normalization, file_format="torchscript"
     )
     assert report["worst_relative"] == pytest.approx(5e-4, rel=0.01)
+
+
+def test_features_that_are_nan_in_the_file_alone_are_a_difference():
+    with pytest.raises(ParityError, match="p2 differs from the model's by nan"):
+        compare("p2", torch.full((2,), torch.nan), torch.ones(2))
 
 
 def test_weights_that_are_nan_are_not_exported(tmp_path, tiny_backbone, normalization):

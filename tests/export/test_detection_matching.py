@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from detectron2.structures import Boxes, Instances
 from torch import nn
 
 from gw_detectron.errors import ExportError, ParityError
 from gw_detectron.export import DETECTOR_FORMATS, export_detector
 from gw_detectron.export.detection import check_detections
+from gw_detectron.export.detection.matching import _compare
 from gw_detectron.export.detector import detector_program
 from gw_detectron.export.exported_file import ExportedFile
 
@@ -62,6 +64,20 @@ def test_detections_that_change_places_are_the_same():
         check_detections(program, ExportedFile(reversed_rows, program.describe()), noise((140, 160))[0])["unmatched"]
         == 0
     )
+
+
+@pytest.mark.parametrize("counts", [(1, 2), (2, 1)])
+def test_a_detection_has_one_counterpart(counts):
+    pair = (
+        Instances(
+            (9, 9),
+            pred_boxes=Boxes(torch.tensor([[0.0, 0.0, 9.0, 9.0]]).expand(count, 4)),
+            scores=torch.ones(count),
+            pred_classes=torch.zeros(count),
+        )
+        for count in counts
+    )
+    assert _compare(*pair)["unmatched"] == 1
 
 
 def test_weights_that_are_nan_are_not_exported(tmp_path):

@@ -208,6 +208,7 @@ def _pickled(model: nn.Module) -> nn.Module:
 
 def test_calibration_gives_the_old_moments():
     model = trained(small())
+    model[4].weight.data[:3] *= -1
     inputs = [torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     expected = moments(model, inputs, {"1": model[1], "4": model[4]})
     report = convert_norms(model, {"*": "GW:groups=8"}, calibrate=iter(inputs))
@@ -215,6 +216,7 @@ def test_calibration_gives_the_old_moments():
     for name, (mean, deviation) in expected.items():
         assert torch.allclose(found[name].mean, mean, atol=1e-5)
         assert torch.allclose(found[name].deviation, deviation, rtol=1e-4)
+    assert (model[4].weight < 0).tolist() == [True] * 3 + [False] * 13
     before, after = report.difference
     assert after < before and f"{after:.2f} instead of {before:.2f}" in str(report)
     assert model.training

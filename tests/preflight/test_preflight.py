@@ -9,6 +9,7 @@ import zipfile
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.modeling import ResNet, build_model
 from detectron2.utils import comm
@@ -18,6 +19,7 @@ from PIL import ExifTags, Image
 from gw_detectron.checkpoint import StartWeights
 from gw_detectron.errors import PreflightError
 from gw_detectron.preflight import Findings, preflight
+from gw_detectron.preflight.config_checks import check_device
 
 from .sound_run import config, one
 
@@ -112,11 +114,19 @@ class TestModel:
         warning = next(text for text in found if "too few values" in text)
         assert "Fix: use a smaller channels= of BW, or larger images." in warning
 
+    def test_values_for_batch_whitening_are_those_of_one_process(self, check, monkeypatch):
+        monkeypatch.setattr(comm, "get_world_size", lambda: 2)
+        changes = {"INPUT__MIN_SIZE_TRAIN": "(64,)", "MODEL__FPN__NORM": "BW:channels=16"}
+        warning = next(text for text in check(**changes, SOLVER__IMS_PER_BATCH=4).warnings if "too few values" in text)
+        assert "backbone.fpn_lateral5.norm" in warning and "16 rows over 8 columns" in warning
+
     def test_no_size_of_images(self, check):
         assert "INPUT.MIN_SIZE_TRAIN (empty)" in one(check(INPUT__MIN_SIZE_TRAIN="()"))
 
-    def test_batch_whitening_of_two_images(self, check):
+    def test_batch_whitening_of_a_few_images(self, check):
         images = {"INPUT__MIN_SIZE_TRAIN": "(160,)"}
+        found = check(MODEL__RESNETS__WHITEN_NORM="BW", SOLVER__IMS_PER_BATCH=4, **images)
+        assert "a batch of 4 images" in str(found.warnings)
         found = check(MODEL__RESNETS__WHITEN_NORM="BW", **images)
         assert not found.problems and len(found.warnings) == 1
         words = ["a batch of 2 images", "res5", "(d + 3) / 2 = 33.5", "m = 50 for the smallest images", "2080 numbers"]
@@ -198,6 +208,14 @@ class TestModel:
 class TestMachine:
     def test_mixed_precision_on_the_cpu(self, check):
         assert "SOLVER.AMP.ENABLED False" in one(check(SOLVER__AMP__ENABLED=True))
+
+    @pytest.mark.parametrize(("backend", "problems"), [("nccl", 1), ("gloo", 0)])
+    def test_processes_on_the_cpu_need_gloo(self, tmp_path, monkeypatch, backend, problems):
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(dist, "get_backend", lambda: backend)
+        found = Findings()
+        check_device(config(tmp_path), found, eval_only=False)
+        assert str(found.problems).count("the processes communicate by nccl") == len(found.problems) == problems
 
     def test_an_unknown_device(self, check):
         assert "MODEL.DEVICE ('gpu'): unknown device" in one(check(MODEL__DEVICE="gpu"))

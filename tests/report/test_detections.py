@@ -1,5 +1,6 @@
 """Scores against Detectron2's evaluation and by hand; matches of a hand-made image."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -92,6 +93,16 @@ def test_no_detection_misses_everything_and_has_an_ap_of_zero():
     found = detections(TRUTH, [])
     assert found.scores["bbox"].stats[0] == 0
     assert [len(image.missed) for image in found.match(0.5, 0.5)] == [3, 1]
+
+
+def test_a_mask_is_small_by_its_own_area():
+    found = detections([(1, CAT, [0, 0, 20, 20], 0)], [(1, CAT, [0, 0, 20, 20], 0.8), (1, CAT, [50, 0, 99, 99], 0.9)])
+    outlines = [0, 0, 20, 0, 20, 20, 0, 20], [50, 0, 149, 99, 148, 99]  # the thin one has a large box
+    for each, outline in zip(found.results, outlines, strict=True):
+        each["segmentation"] = found.truth.annToRLE({"image_id": 1, "segmentation": [outline]})
+    found.truth.anns[1]["segmentation"] = [outlines[0]]
+    scores = dataclasses.replace(found, tasks=["segm"]).scores["segm"].stats
+    assert scores[[0, 3]] == pytest.approx(0.5)  # AP and that of small objects
 
 
 @pytest.fixture(scope="module")

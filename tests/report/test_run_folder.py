@@ -194,7 +194,10 @@ def test_without_predictions_the_summary_has_the_logged_ap(folder):
     numbers = summary_section(RunFolder(folder)).numbers
     assert numbers["scores"] == {"bbox": {**dict.fromkeys(("AP50", "AP75", "APs", "APm", "APl")), "AP": 12.5}}
     assert numbers["iterations"] == 40 and numbers["images_per_second"] == 4  # 2 images in 0.5 s
-    assert numbers["dataset"] == RunFolder(folder).dataset and numbers["images"] == len(RunFolder(folder).records)
+    run = RunFolder(folder)
+    assert numbers["dataset"] == run.dataset and numbers["images"] == len(run.records)
+    run.cfg.SOLVER.ACCUMULATE = 2
+    assert summary_section(run).numbers["images_per_second"] == 8
 
 
 def test_a_damaged_tag_costs_the_weights_alone(folder):
