@@ -22,7 +22,16 @@ from torch import nn
 
 from experiments.small_batch import iteration_time, single_run
 from experiments.small_batch.features import feature_statistics
-from experiments.small_batch.plan import DECIDING, NORMS, OTHER_BATCHES, RATES, VARIATIONS, Row, planned_rows
+from experiments.small_batch.plan import (
+    DECIDING,
+    NORMS,
+    OTHER_BATCH_NORMS,
+    OTHER_BATCHES,
+    RATES,
+    VARIATIONS,
+    Row,
+    planned_rows,
+)
 from experiments.small_batch.results_file import append_result, read_results
 from experiments.small_batch.side_by_side import estimate_hours, open_rows, run_rows
 from experiments.small_batch.single_run import CONFIG, run_row, scores
@@ -377,6 +386,9 @@ def test_times_of_training_iterations(tmp_path, monkeypatch):
     assert [(keys.NORM, keys.CONV) for keys in timed] == [("BN", ""), ("GN", "WS"), ("GW:iters=3", "")]
     assert table.rows[0]["to_bn"] == 1 and all(row["median_ms"] > 0 for row in table.rows)
     assert {row["image"] for row in table.rows} == {"192x256"} and table.header["command"].startswith("python ")
+    assert run_study.main(arguments(tmp_path, "--time", str(tmp_path / "times.csv"), "--batch", "1"))
+    rows = read_csv(tmp_path / "times.csv").rows
+    assert [row["variant"] for row in rows] == list(OTHER_BATCH_NORMS) and {row["batch"] for row in rows} == {"1"}
 
 
 # --- one run ---------------------------------------------------------------------------------------------
