@@ -19,11 +19,16 @@ _CATEGORIES = "categories"  # of the record: the files may change afterwards
 _PATHS = {"json": os.path.isfile, "images": os.path.isdir}
 
 
-def record_datasets(datasets: CocoDatasets, folder: str) -> None:
-    """Write ``datasets.yaml``, with the classes, and the parts of splits to a run folder.
+def record_datasets(datasets: CocoDatasets, folder: str, run_folder: str = "") -> None:
+    """Write ``datasets.yaml``, with the classes, and the parts of splits to a folder.
 
-    Paths of these parts are relative to the folder, so that it can be moved. Without datasets, the ``datasets.yaml`` of
-    an earlier run is removed.
+    Paths of files in the run folder, such as these parts, are relative, so that it can be moved. Without datasets, the
+    ``datasets.yaml`` of an earlier run is removed.
+
+    Args:
+        datasets: as registered.
+        folder: of the file.
+        run_folder: contains ``folder``, which it is by default.
     """
     record = Path(folder, DATASETS_FILE)
     if not any(vars(datasets).values()):
@@ -31,13 +36,13 @@ def record_datasets(datasets: CocoDatasets, folder: str) -> None:
         return
     for dataset in (*datasets.train.values(), *datasets.val.values()):
         PathManager.get_local_path(dataset.json)
-    top = os.path.abspath(folder)
+    folder, top = os.path.abspath(folder), os.path.abspath(run_folder or folder)
     tree: dict[str, Any] = {}
     for role, named in vars(datasets).items():
         for name, dataset in named.items():
             given = {key: value for key, value in asdict(dataset).items() if value}
             if Path(dataset.json).is_relative_to(top):
-                given["json"] = os.path.relpath(dataset.json, top)
+                given["json"] = os.path.relpath(dataset.json, folder)
             tree.setdefault(role, {})[name] = given
     if classes := datasets.classes():
         tree[_CATEGORIES] = [{"id": number, "name": name} for number, name in classes.items()]

@@ -256,7 +256,7 @@ def prepare_output(cfg: CfgNode, args: argparse.Namespace) -> None:
             with path_manager.open(os.path.join(local.OUTPUT_DIR, "config.yaml"), "w") as file:
                 file.write(cfg.dump())
         if comm.is_main_process():
-            record_datasets(datasets, local.OUTPUT_DIR)
+            record_datasets(datasets, local.OUTPUT_DIR, cfg.OUTPUT_DIR)
     setup_logger(local.OUTPUT_DIR, distributed_rank=comm.get_rank(), name="gw_detectron")
     for name, dataset in {**datasets.train, **datasets.val}.items():
         counts = ", ".join(f"{key} {get_value(cfg, key)}" for key in object_count_keys(cfg))

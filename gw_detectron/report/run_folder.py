@@ -120,9 +120,12 @@ class RunFolder:
 
     @property
     def weights(self) -> str:
-        """The path of the last checkpoint, or the ``MODEL.WEIGHTS`` of an evaluation."""
+        """The path of the last checkpoint, or the ``MODEL.WEIGHTS`` of an evaluation, also in a moved folder."""
         if self._evaluated:
-            return self.cfg.MODEL.WEIGHTS
+            path, before = (os.path.abspath(each) for each in (self.cfg.MODEL.WEIGHTS, self.cfg.OUTPUT_DIR))
+            moved = self.config_file.absolute().parent.parent / os.path.relpath(path, before)
+            was_inside = Path(path).is_relative_to(before) and not os.path.exists(path)
+            return str(moved) if was_inside and moved.is_file() else self.cfg.MODEL.WEIGHTS
         with needed():
             return last_checkpoint(str(self.folder))
 

@@ -76,10 +76,13 @@ def test_a_split_has_two_names_and_one_record(write, folder):
     assert sum(first) == 12 and min(first) > 0
 
     # the run folder alone is enough, elsewhere and when the source has changed
+    (run / "inference").mkdir()
+    record_datasets(registered_datasets([], ["table_val"]), str(run / "inference"), str(run))
     write_photos(folder, photo_names(12, first=50))
     moved = shutil.move(run, folder / "moved")
     again = read_datasets(str(moved / "datasets.yaml"))
-    assert again.val["table_val"].json == str(moved / "datasets" / "table_val.json")
+    for found in (again, read_datasets(str(moved / "inference" / "datasets.yaml"))):
+        assert found.val["table_val"].json == str(moved / "datasets" / "table_val.json")
     register_datasets(again, "unused")
     assert [len(DatasetCatalog.get(name)) for name in ("table_train", "table_val")] == first
     assert not os.path.exists("unused")

@@ -60,6 +60,20 @@ def test_a_later_evaluation_decides_about_config_weights_and_predictions(folder)
         assert run.config_file == evaluated and run.weights == "best.pth" and run.detections.results == []
 
 
+def test_an_evaluated_folder_can_be_moved(folder, tmp_path):
+    weights = f"WEIGHTS: {folder}/best.pth"
+    text = (folder / "config.yaml").read_text()
+    (folder / "inference" / "config.yaml").write_text(text.replace("WEIGHTS: ''", weights))
+    moved = folder.rename(tmp_path / "moved")
+    assert RunFolder(moved).weights == str(folder / "best.pth")  # which a message names
+    (moved / "best.pth").touch()
+    for place in (moved, moved / "inference"):
+        assert RunFolder(place).weights == str(moved / "best.pth")
+    folder.mkdir()
+    (folder / "best.pth").touch()
+    assert RunFolder(moved).weights == str(folder / "best.pth")
+
+
 def break_results(folder):
     results_file(folder).write_text('[{"image_id"')
 
