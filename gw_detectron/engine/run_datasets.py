@@ -1,6 +1,7 @@
 """Find the datasets of a run: flags, yaml or earlier record."""
 
 import argparse
+import json
 import os
 from collections.abc import Collection
 from pathlib import Path
@@ -16,9 +17,11 @@ from ..data import (
     needs_registration,
     read_classes,
     read_datasets,
+    read_json,
     recorded_classes,
     register_datasets,
 )
+from ..data.coco_split import split_coco
 from ..errors import ConfigError, summarize_names
 from ..modeling.class_counts import object_count_keys
 
@@ -30,7 +33,8 @@ def use_datasets(cfg: CfgNode, args: argparse.Namespace, folder: str) -> None:
 
     Keys that the command line sets keep their values; the checks before a run compare them to the datasets. Without
     flags, names that are unknown are registered from the ``datasets.yaml`` beside the config file. An evaluation and a
-    resumed run must have the classes that the run was trained on.
+    resumed run must have the classes that the run was trained on, and no split may put its training images into the
+    validation.
 
     Args:
         cfg: the config, not frozen.
@@ -38,7 +42,8 @@ def use_datasets(cfg: CfgNode, args: argparse.Namespace, folder: str) -> None:
         folder: the run folder, for the files of datasets that are split.
 
     Raises:
-        ConfigError: the flags or the yaml cannot be used, or the datasets have other classes than the run.
+        ConfigError: the flags or the yaml cannot be used, or the datasets have other classes or another split than
+            the run.
         MissingFileError: a file or folder does not exist.
     """
     given = datasets_from_flags(args)
@@ -47,7 +52,9 @@ def use_datasets(cfg: CfgNode, args: argparse.Namespace, folder: str) -> None:
     if found is None:
         return
     if args.resume or args.eval_only:
-        _check_same_classes(found, os.path.join(cfg.OUTPUT_DIR, "config.yaml") if args.resume else args.config_file)
+        config_file = os.path.join(cfg.OUTPUT_DIR, "config.yaml") if args.resume else args.config_file
+        _check_same_classes(found, config_file)
+        _check_same_split(found, config_file)
     named = register_datasets(found, folder)
     if given is None:
         return
@@ -73,6 +80,33 @@ def _check_same_classes(given: CocoDatasets, config_file: str) -> None:
             f"trained on {summarize_names(trained, 9)}. Fix: give the categories the names and the order "
             "of ids of the training file."
         )
+
+
+def _check_same_split(given: CocoDatasets, config_file: str) -> None:
+    """Refuse a split that validates on images that the run was trained on; added images are no reason.
+
+    Raises:
+        ConfigError: the split is another one.
+    """
+    record = Path(config_file).with_name(DATASETS_FILE)
+    if not record.is_file():
+        return
+    trained = read_datasets(str(record), needed=()).train
+    for name in trained.keys() & given.train.keys():
+        json_file, fraction = given.train[name].json, given.train[name].val_fraction
+        if not fraction or trained[name].val_fraction:  # the latter in a yaml written by hand, not the record of a run
+            continue
+        try:
+            earlier = json.loads(Path(trained[name].json).read_bytes())  # read_json would derive it anew
+            parts = split_coco(read_json(json_file), fraction)
+            before, train, val = ({image["file_name"] for image in each["images"]} for each in (earlier, *parts))
+        except (OSError, ValueError, LookupError, TypeError):  # the checks before a run name the fault
+            continue
+        if moved := before & val - train:
+            raise ConfigError(
+                f"--val-fraction ({fraction:g}): {len(moved)} images that the run of '{config_file}' was trained on "
+                f"would be validation images ({summarize_names(sorted(moved))}). Fix: give the fraction of that run."
+            )
 
 
 def use_recorded_datasets(
@@ -126,14 +160,14 @@ def datasets_from_flags(args: argparse.Namespace) -> CocoDatasets | None:
 
 
 def _dataset(args: argparse.Namespace, side: str, val_fraction: float = 0.0) -> dict[str, CocoDataset]:
-    json, images = getattr(args, f"{side}_json"), getattr(args, f"{side}_images")
-    if (json is None) != (images is None):
-        missing = "json" if json is None else "images"
+    annotations, images = getattr(args, f"{side}_json"), getattr(args, f"{side}_images")
+    if (annotations is None) != (images is None):
+        missing = "json" if annotations is None else "images"
         raise ConfigError(f"--{side}-{missing}: not given. Fix: give --{side}-json and --{side}-images together.")
-    if json is None:
+    if annotations is None:
         return {}
     dataset = CocoDataset(
-        existing_path(json, f"--{side}-json", os.path.isfile),
+        existing_path(annotations, f"--{side}-json", os.path.isfile),
         existing_path(images, f"--{side}-images", os.path.isdir),
         val_fraction,
     )

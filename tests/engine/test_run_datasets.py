@@ -203,6 +203,25 @@ def test_the_end_of_the_log_says_what_to_read(tmp_path, split_flags, one_thread)
     assert text.count("the run has finished its iterations and is only evaluated. Fix: raise it") == 1
 
 
+def test_another_split_is_refused_before_anything_is_written(tmp_path, photos, train_flags, split_flags):
+    prepare(arguments(tmp_path, *split_flags, MODEL__MASK_ON=False))
+    part = tmp_path / "datasets" / "custom_train.json"
+    before = part.read_text()
+    larger = [*train_flags, "--val-fraction", "0.6"]
+    config = ["--config-file", f"{tmp_path}/config.yaml"]
+    for given in (["--resume", *larger], ["--eval-only", *config, *larger]):
+        forget()
+        with pytest.raises(ConfigError, match=r"--val-fraction \(0.6\): \d images that the run .* Fix: give the frac"):
+            run_config(arguments(tmp_path, *given))
+        assert part.read_text() == before
+
+    forget()  # added images are sorted by the same rule
+    write_photos(tmp_path / "more", photo_names(20))
+    flags = [*split_flags, "--train-json", f"{tmp_path}/more/annotations.json", "--train-images", f"{tmp_path}/more"]
+    run_config(arguments(tmp_path, "--resume", *flags))
+    assert len(DatasetCatalog.get("custom_train")) > len(json.loads(before)["images"])
+
+
 def test_a_run_on_registered_datasets_removes_the_record_of_an_earlier_one(tmp_path, split_flags, small_dataset):
     schedule = {"SOLVER__MAX_ITER": 1, "SOLVER__STEPS": "()", "MODEL__MASK_ON": False}
     prepare(arguments(tmp_path, *split_flags, **schedule))
