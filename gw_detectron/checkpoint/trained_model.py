@@ -1,5 +1,7 @@
 """Load the trained model of a config."""
 
+from collections.abc import Iterable
+
 from detectron2.config import CfgNode
 from torch import nn
 
@@ -24,7 +26,7 @@ def load_model(
     Raises:
         FileNotFoundError: the weights do not exist.
         ConfigError: no weights are given, or Detectron2 cannot build the detector.
-        PartialLoadError: the weights lack a needed tensor.
+        PartialLoadError: the weights lack a needed tensor, or have it with another shape.
         ValueError: the file is damaged or could run code.
     """
     checkpoint = checkpoint or open_start_weights(cfg).checkpoint()
@@ -35,6 +37,7 @@ def load_model(
     model = build_checked_model(cfg, device).eval()
     report = load_checkpoint(model, checkpoint)
     missing = [name for name in report.new if name.startswith(needed)]
+    check_shapes(model, checkpoint, missing)
     if missing:
         alone = "; a ResNet alone can be exported with --no-fpn" if needed else ""
         raise PartialLoadError(
@@ -42,3 +45,15 @@ def load_model(
             f"Fix: give the weights of a trained detector{alone}."
         )
     return model
+
+
+def check_shapes(model: nn.Module, checkpoint: Checkpoint, names: Iterable[str]) -> None:
+    """Raise PartialLoadError if tensors were not loaded because the checkpoint has them with other shapes."""
+    own, given = model.state_dict(), checkpoint.tensors
+    shapes = [f"{name} {tuple(given[name].shape)}, not {tuple(own[name].shape)}" for name in names if name in given]
+    if shapes:
+        raise PartialLoadError(
+            f"MODEL.WEIGHTS ('{checkpoint.address}'): {len(shapes)} tensors have other shapes than the model's "
+            f"({summarize_names(shapes, 2)}). Fix: set NUM_CLASSES, or another key of the heads, as in the run of the "
+            "weights."
+        )

@@ -22,6 +22,7 @@ from ..analysis import WhiteningStatsHook
 from ..atomic import AtomicPathManager
 from ..checkpoint import StartWeights, load_checkpoint, open_start_weights
 from ..checkpoint.checkpoint_file import local_file
+from ..checkpoint.trained_model import check_shapes
 from ..config import get_value, read_config
 from ..data import record_datasets, registered_datasets
 from ..errors import ConfigError, FileAccessError, PartialLoadError, UserError
@@ -151,13 +152,16 @@ def evaluate(cfg: CfgNode, start: StartWeights, *, allow_partial: bool = False) 
     """Build the model, load its weights and evaluate it on ``DATASETS.TEST``.
 
     Raises:
-        PartialLoadError: the weights lack a part of the detector.
+        PartialLoadError: the weights lack a part of the detector, or have it with other shapes.
     """
     model = Trainer.build_model(cfg)
     log.info("norms: %s", norm_summary(model))
-    report = load_checkpoint(model, start.checkpoint(), allow_partial=allow_partial)
+    checkpoint = start.checkpoint()
+    report = load_checkpoint(model, checkpoint, allow_partial=allow_partial)
     log.info(str(report))
     if report.new and not allow_partial:
+        if checkpoint is not None:
+            check_shapes(model, checkpoint, report.new)
         raise PartialLoadError(
             f"MODEL.WEIGHTS ('{start.address}'): not a whole detector: {report}. Fix: give the weights of a trained "
             "detector, or accept random values with --allow-partial."

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -141,7 +142,8 @@ def _open_trained(
     config_file = find_config_file(config_file or os.path.join(os.path.dirname(model), "config.yaml"))
     if not os.path.isfile(config_file):
         raise MissingFileError(
-            f"MODEL ('{model}'): its config is not found: '{config_file}'. Fix: give --config-file, or a run folder."
+            f"MODEL ('{model}'): its config is not found: '{config_file}'. Fix: give --config-file, or a run folder; "
+            f"`gw-detectron describe --config {shlex.quote(model)}` prints the config that it was trained with."
         )
     cfg = read_config(config_file, opts)
     try:

@@ -58,6 +58,14 @@ def test_evaluation_with_backbone_weights_alone_is_refused(tmp_path, resnet18):
         main(arguments(tmp_path / "out", "--eval-only", **options))
 
 
+def test_evaluation_with_another_number_of_classes_names_the_shapes(tmp_path):
+    main(arguments(tmp_path, DATASETS__TEST="()"))
+    options = {"MODEL__WEIGHTS": f"{tmp_path}/model_final.pth", "MODEL__ROI_HEADS__NUM_CLASSES": 3}
+    message = r"\d tensors have other shapes .*\(7, \d+\), not \(4, \d+\).*Fix: set NUM_CLASSES"
+    with pytest.raises(PartialLoadError, match=message):
+        main(arguments(tmp_path, "--eval-only", "--ignore-preflight", **options))
+
+
 def test_safetensors_go_through_gw_file(tmp_path, resnet18):
     path = tmp_path / "r18.safetensors"
     save_file(torch.load(resnet18, weights_only=True), path)
