@@ -1,6 +1,7 @@
 """Replace the norm layers of a built model, in place."""
 
 import fnmatch
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -8,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConversionError
+from ..errors import ConversionError, summarize_names
 from ..layers import GroupWhitening2d
 from .calibrate import match_moments, moments, relative_difference
 from .names import norm_options, resolve_norm
 from .norm_listing import channels_of
 from .positions import POSITIONS, norms_at
-from .replacement import describe, keeps_statistics, replacement, uses_batch_statistics_alone
+from .replacement import describe, has_channels_last, keeps_statistics, replacement, uses_batch_statistics_alone
 
 Plan = str | Mapping[str | type[nn.Module], str | None]
 
@@ -132,11 +133,20 @@ def _specs(model: nn.Module, layers: Mapping[str, nn.Module], plan: Plan) -> dic
         else:
             fitting = [aliases[name] for name in fnmatch.filter(aliases, key)]
         if not fitting:
+            others = [
+                f"{name} ({type(module).__name__!r})"
+                for name, module in model.named_modules()
+                if name and (isinstance(module, key) if isinstance(key, type) else fnmatch.fnmatch(name, key))
+            ]
+            why = f"none of {len(layers)} norm layers"
             pattern = f"a glob pattern of names such as {list(layers)[:3]}"
             fix = f"use a layer class, one of {list(POSITIONS[1:])} or {pattern}"
-            if plan == key and key.partition(":")[0] in norm_options():
+            if others:
+                why = f"{summarize_names(others, 2)}, no known norm layer"
+                fix = "replace a norm of your own by hand, by model.set_submodule(NAME, GroupWhitening2d(CHANNELS))"
+            elif plan == key and key.partition(":")[0] in norm_options():
                 fix = f'give this norm to layers, e.g. {{"*": {key!r}}} to all'
-            raise ConversionError(f"convert_norms, plan ({key!r}): fits none of {len(layers)} norm layers. Fix: {fix}.")
+            raise ConversionError(f"convert_norms, plan ({key!r}): fits {why}. Fix: {fix}.")
         if all(name in found for name in fitting):
             raise ConversionError(
                 f"convert_norms, plan ({key!r}): earlier keys fit all of its layers. Fix: put it before them."
@@ -149,6 +159,13 @@ def _specs(model: nn.Module, layers: Mapping[str, nn.Module], plan: Plan) -> dic
 def _replacements(layers: Mapping[str, nn.Module], specs: Mapping[str, str | None]) -> dict[str, nn.Module]:
     """Build the new layers; those that equal the old ones are left out."""
     wanted = {name: spec for name, spec in specs.items() if spec is not None}
+    if last := [name for name in wanted if has_channels_last(layers[name])]:
+        patterns = dict.fromkeys(re.sub(r"\d+\.", "*.", name) for name in last)
+        raise ConversionError(
+            f"convert_norms, {last[0]} ({type(layers[last[0]]).__name__!r}): its channels are the last dimension; such "
+            f"layers: {len(last)}, named {summarize_names(patterns)}. Fix: keep them all, by None at the start of the "
+            f'plan, e.g. {{"{next(iter(patterns))}": None, ...}}.'
+        )
     counts: dict[str, dict[str, int]] = {}
     for name, spec in wanted.items():
         counts.setdefault(spec, {})[name] = channels_of(layers[name])

@@ -32,18 +32,14 @@ def replacement(name: str, old: nn.Module, spec: str) -> nn.Module:
 
     Args:
         name: the old layer's, for messages.
-        old: a norm layer; it is not changed.
+        old: a norm layer whose channels are the second dimension; it is not changed.
         spec: the norm name.
 
     Raises:
-        ConversionError: the channels of the old layer are not the second dimension, or its input has another rank.
+        ConversionError: the norm cannot compute what the old layer does, or its input has another rank.
         NormError: the norm is unknown or does not fit.
     """
     where, channels = f"convert_norms, {name}", channels_of(old)
-    if hasattr(old, "normalized_shape") and "2d" not in type(old).__name__ and _package(old) != "detectron2":
-        raise ConversionError(
-            f"{where} ({type(old).__name__!r}): its channels are the last dimension. Fix: keep it, by None in the plan."
-        )
     more = [name for name, value in old._parameters.items() if name not in _AFFINE and value is not None]
     activation = getattr(old, "act", None)
     if more and not isinstance(activation, nn.Module) and not getattr(old, "fuses_relu", False):
@@ -83,6 +79,11 @@ def replacement(name: str, old: nn.Module, spec: str) -> nn.Module:
         change_class(new, Activated)
         new.drop, new.act = getattr(old, "drop", nn.Identity()), activation
     return new
+
+
+def has_channels_last(layer: nn.Module) -> bool:
+    """Tell whether a norm layer takes its channels as the last dimension."""
+    return hasattr(layer, "normalized_shape") and "2d" not in type(layer).__name__ and _package(layer) != "detectron2"
 
 
 def _package(layer: nn.Module) -> str:
