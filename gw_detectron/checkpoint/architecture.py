@@ -22,6 +22,7 @@ _FIRST_NAMES = {"conv1": "stem.conv1", "bn1": "stem.conv1.norm", "fc": "linear",
 _DEPTHS = ", ".join(map(str, sorted(NUM_BLOCKS_PER_STAGE)))
 _ALLOWED = f"unknown. Fix: give a ResNet such as R-50 ({_DEPTHS}), or a ResNeXt such as X-50-32x4d (50, 101, 152)."
 _FIRST_BLOCK = re.compile(r"(?P<prefix>(?:.*\.)?)(?:(?P<torchvision>layer1)|(?P<detectron2>res2))\.0\.")
+_CAFFE2 = "res2_0_branch2a_w"  # in the files of Detectron2's model zoo, such as MSRA/R-50.pkl
 _RESNET_D = re.compile(r"conv1\.\d|layer\d\.0\.downsample\.2\.")  # timm's names
 _KINDS = {nn.Conv2d: "conv", nn.BatchNorm2d: "norm", nn.Linear: "linear"}
 
@@ -228,11 +229,18 @@ def infer_architecture(tensors: Mapping[str, Tensor], layout: str = "torchvision
 
 
 def _other_names(tensors: Mapping[str, Tensor], layout: str) -> str:
-    """Return what to do with names that have a prefix or are of the other layout, "" with any others."""
+    """Return what to do with names of Caffe2 or the other layout, or with a prefix, "" with any others."""
+    if _CAFFE2 in tensors:
+        return "set MODEL.WEIGHTS to the file itself: these are Caffe2's names, which Detectron2 reads"
     found = next((match for name in tensors if (match := _FIRST_BLOCK.match(name))), None)
     if found is None:
         return ""
     prefix, own = found["prefix"], "torchvision" if found["torchvision"] else "detectron2"
+    if prefix and own == "detectron2" and layout == "torchvision":
+        return (
+            "set MODEL.WEIGHTS to the file itself: this is a checkpoint of Detectron2, and only ImageNet weights are "
+            "converted"
+        )
     steps = [f"remove the prefix {prefix!r} of the names, and leave out other tensors"] if prefix else []
     if own != layout and layout == "torchvision":
         steps.append("these are Detectron2's names: they need no conversion, or translate them by to_torchvision")

@@ -225,7 +225,7 @@ def test_torchvisions_wide_and_larger_networks_are_recognized():
         (
             "backbone.bottom_up.",
             "detectron2",
-            r"remove the prefix 'backbone.bottom_up.' of the names.*Detectron2's names",
+            "set MODEL.WEIGHTS to the file itself: this is a checkpoint of Detectron2",
         ),
         ("", "detectron2", "these are Detectron2's names"),
         ("model.", "torchvision", r"remove the prefix 'model.' of the names"),
@@ -237,6 +237,8 @@ def test_names_that_need_another_step(prefix, layout, hint):
         tensors = convert(tensors).tensors
     with pytest.raises(WeightsError, match=f"not the weights of a known ResNet: .* Fix: .*{hint}"):
         convert({f"{prefix}{name}": value for name, value in tensors.items()})
+    with pytest.raises(WeightsError, match="Fix: set MODEL.WEIGHTS to the file itself: these are Caffe2's names"):
+        convert({"conv1_w": torch.ones(1), "res2_0_branch2a_w": torch.ones(1)})
     if layout == "torchvision":
         with pytest.raises(WeightsError, match="Fix: .*these are torchvision's names: convert them first"):
             to_torchvision(tensors)
