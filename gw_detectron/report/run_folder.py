@@ -102,11 +102,15 @@ class RunFolder:
     def metrics(self) -> list[dict]:
         """The records of ``metrics.json``."""
         with needed(self._training_command):
-            if not (records := read_metrics(self.folder / METRICS)):
-                raise MissingFileError(
-                    f"'{self.folder / METRICS}': not found, or without a complete record. Fix: copy it from where the "
-                    "model was trained."
-                )
+            path = self.folder / METRICS
+            if not (records := read_metrics(path)):
+                why, fix = "not found", "copy it from where the model was trained"
+                if path.is_file():
+                    why, fix = (
+                        "no complete record; a training writes one every 20 iterations",
+                        "continue it by --resume",
+                    )
+                raise MissingFileError(f"'{path}': {why}. Fix: {fix}.")
             return records
 
     @property

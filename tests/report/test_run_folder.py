@@ -152,8 +152,11 @@ def test_scaled_schedules_and_segmentation_are_read_from_the_metrics(folder):
 
 
 def test_no_command_trains_into_a_folder_with_checkpoints(folder):
+    (folder / "metrics.json").write_text('{"iteration"')
+    with pytest.raises(MissingInputError, match=r"metrics.json': no complete record; .* every 20 iterations. Fix: "):
+        _ = RunFolder(folder).metrics
     (folder / "metrics.json").unlink()
-    with pytest.raises(MissingInputError) as caught:
+    with pytest.raises(MissingInputError, match=r"metrics.json': not found. Fix: ") as caught:
         _ = RunFolder(folder).metrics
     assert shlex.split(caught.value.command)[:3] == ["gw-detectron", "train", "--config-file"]
     (folder / "model_final.pth").write_bytes(b"PK")
