@@ -94,14 +94,14 @@ def test_python_that_needs_a_trained_detector_runs(small_dataset, tmp_path, monk
 @pytest.mark.slow
 def test_python_that_needs_an_exported_detector_runs(tmp_path, monkeypatch, one_thread):
     monkeypatch.chdir(tmp_path)
-    export_detector(build_detector("mask"), "exported", sides=(128, 256), one_image=True, paste_masks=True)
+    export_detector(build_detector("mask"), "exported_pt2", sides=(128, 256), one_image=True, paste_masks=True)
     write_photos(tmp_path, photo_names(1))
     os.rename(tmp_path / "photos" / photo_names(1)[0], "photo.jpg")
     run_block("docs/export.md", 0)
-    os.rename("exported", "pt2")
     export_detector(
         build_detector("mask"), "exported", file_format="onnx", sides=(128, 256), one_image=True, paste_masks=True
     )
+    export_detector(build_detector("mask"), "exported_batch", file_format="onnx", sides=(128, 256))
     for place in (0, 1):
         run_block("docs/deployment.md", place)
 
