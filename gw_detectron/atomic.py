@@ -122,8 +122,8 @@ def check_replaceable(output: Path, files: Collection[str]) -> None:
     others = sorted(entry.name for entry in output.iterdir() if entry.name not in files)
     if others:
         raise OutputFolderError(
-            f"output ('{output}'): the folder holds {summarize_names(others)}, which is not part of an earlier result. "
-            "Fix: give an empty or new folder."
+            f"output ('{output}'): the folder holds {summarize_names(others)}, which is not part of an earlier result "
+            f"({summarize_names(files, 3)}). Fix: give an empty or new folder."
         )
 
 
