@@ -146,10 +146,12 @@ def _check_gpus(args: argparse.Namespace) -> None:
             f"different number from 0 to {args.num_machines - 1} on each machine."
         )
     if (args.num_gpus == 0 and args.num_machines > 1) or (processes > 1 and available == 0):
+        machines = f"--nnodes {args.num_machines} --node_rank {args.machine_rank} --master_addr HOST_OF_RANK_0 "
         script = sys.argv[0].replace("gw-detectron ", "-m gw_detectron ")  # the command is no file
         raise ConfigError(
-            f"{given}: several processes without a GPU need torchrun. Fix: run torchrun --nproc_per_node "
-            f"{max(args.num_gpus, 2)} {script} --num-gpus 0 ..."
+            f"{given}: several processes without a GPU need torchrun. Fix: run torchrun "
+            f"{machines if args.num_machines > 1 else ''}--nproc_per_node {max(args.num_gpus, 2)} {script} "
+            "--num-gpus 0 ..."
         )
     if processes > 1 and args.num_gpus > available:
         raise ConfigError(f"--num-gpus {args.num_gpus}: this machine has {available}. Fix: give at most {available}.")

@@ -26,11 +26,15 @@ def test_zero_and_one_gpu_run_in_this_process():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="speaks about a machine without a GPU")
 def test_several_processes_without_a_gpu_need_torchrun(capsys):
-    for words in (["--num-gpus", "2"], ["--num-gpus", "0", "--num-machines", "2"]):
+    machines = "--nnodes 2 --node_rank 1 --master_addr HOST_OF_RANK_0 "
+    for words, options in (
+        (["--num-gpus", "2"], ""),
+        (["--num-gpus", "0", "--num-machines", "2", "--machine-rank", "1"], machines),
+    ):
         with pytest.raises(SystemExit) as ended:
             launch_from_args(print, get_parser().parse_args(words))
         assert ended.value.code == 1
-        assert "torchrun --nproc_per_node 2" in capsys.readouterr().err
+        assert f"torchrun {options}--nproc_per_node 2" in capsys.readouterr().err
 
 
 def test_torchrun_variables_that_are_no_numbers(monkeypatch, capsys):
