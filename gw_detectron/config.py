@@ -124,9 +124,9 @@ def read_config(config_file: str | os.PathLike[str], opts: Sequence[Any] = ()) -
     except _YAML_ERRORS as error:
         raise ConfigError(_bad_keys_message(f"'{config_file}'", keys, known, error)) from error
     if len(opts) % 2:
-        raise ConfigError(
-            f"Arguments '{' '.join(map(str, opts))}': not pairs of KEY VALUE. Fix: give each key one value."
-        )
+        file = next((word for word in map(str, opts[::2]) if os.path.isfile(word)), None)
+        fix = "give each key one value" if file is None else f"write MODEL.WEIGHTS {file}"
+        raise ConfigError(f"Arguments '{' '.join(map(str, opts))}': not pairs of KEY VALUE. Fix: {fix}.")
     try:
         cfg.merge_from_list(opts)
     except _MERGE_ERRORS as error:

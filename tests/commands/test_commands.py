@@ -264,4 +264,6 @@ def test_similar_configs_and_joined_keys_are_named():
         read_config(CONFIG, ["SOLVER.BASE_LR=0.1"])
     with pytest.raises(UserError, match=r"'SEED=3': '=' in a key. Fix: write SEED 3"):
         read_config(CONFIG, ["SEED=3", "SOLVER.MAX_ITER=4"])
+    with pytest.raises(UserError, match=rf"not pairs of KEY VALUE. Fix: write MODEL.WEIGHTS {__file__}\."):
+        read_config(CONFIG, ["SEED", "3", __file__])
     assert read_config(CONFIG, ["MODEL.FPN.NORM", "GW:groups=32"]).MODEL.FPN.NORM == "GW:groups=32"
