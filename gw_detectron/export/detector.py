@@ -133,7 +133,7 @@ def dataset_classes(cfg: CfgNode, config_file: str | None = None) -> tuple[list[
 
 def _check_one_image(file_format: str, one_image: bool, paste_masks: bool, sides: tuple[int, int] | None) -> None:
     if paste_masks and not one_image:
-        raise ExportError("paste_masks (True): images of a batch differ in size. Fix: use one_image, or leave it out.")
+        raise ExportError("paste_masks (True): images of a batch differ in size. Fix: add one_image (--one-image).")
     if one_image and file_format == "torchscript":
         raise ExportError("one_image (True): a TorchScript trace has one size to resize to. Fix: use pt2 or onnx.")
     if one_image and sides is None:

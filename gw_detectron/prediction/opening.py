@@ -100,7 +100,8 @@ def _open_exported(path: Path, score_threshold: float) -> Predictor:
     if score_threshold < about["score_threshold"]:
         raise ConfigError(
             f"score_threshold ({score_threshold:g}): the file drops scores up to {about['score_threshold']:g}. Fix: "
-            "give at least this, or export with a lower SCORE_THRESH_TEST."
+            "give at least this, or export with a lower MODEL.ROI_HEADS.SCORE_THRESH_TEST, for RetinaNet "
+            "MODEL.RETINANET.SCORE_THRESH_TEST."
         )
     sides = None
     if about["input"]["name"] == "images":

@@ -131,7 +131,7 @@ def test_nothing_is_found():
 @pytest.mark.parametrize(
     ("kind", "arguments", "message"),
     [
-        ("mask", {"paste_masks": True}, r"paste_masks \(True\): images of a batch differ .*Fix: use one_image"),
+        ("mask", {"paste_masks": True}, r"paste_masks \(True\): images of a batch differ .*Fix: add .*--one-image"),
         ("mask", {"one_image": True}, r"sides \(None\): one_image resizes inside"),
         ("mask", {"one_image": True, "sides": (0, 1333)}, r"sides \(\(0, 1333\)\): expected at least 1"),
         ("mask", {"one_image": True, "sides": SIDES, "file_format": "torchscript"}, r"one_image \(True\): a TorchScr"),

@@ -61,7 +61,8 @@ def check_detections(program: DetectorProgram | OneImageProgram, file: ExportedF
     if not total:
         raise ExportError(
             "image: the detector finds nothing in it, so that nothing can be compared. "
-            "Fix: give another image, or a lower score threshold (SCORE_THRESH_TEST)."
+            "Fix: give another image (--image), or a lower MODEL.ROI_HEADS.SCORE_THRESH_TEST, for RetinaNet "
+            "MODEL.RETINANET.SCORE_THRESH_TEST."
         )
     names = [name for name in TOLERANCES if name in program.names]
     worst = {name: torch.tensor([each[name] for each in compared]).max().item() for name in names}
