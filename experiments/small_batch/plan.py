@@ -50,7 +50,7 @@ RATES = (0.0025, 0.005, 0.01, 0.02, 0.04)
 MOST_EXTENSIONS = 2  # of a grid at each side
 GRID_SEED = 0
 _SEEDS = range(1, 4)
-OTHER_BATCH_SEED = 1  # is scored at the other batch sizes
+OTHER_BATCH_SEED = 1  # the scored seed at the other batch sizes
 
 
 @dataclass(frozen=True)

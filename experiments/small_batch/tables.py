@@ -210,7 +210,7 @@ def has_other_batches(results: Results) -> bool:
 
 
 def batch_table(results: Results) -> str:
-    """Return AP of every norm at every batch size, that of the common seed, and the link to its figure."""
+    """Return the link to the figure, and AP of the common seed at every batch size, with the mean over all seeds."""
     if not has_other_batches(results):
         return "No run at another batch size is finished."
     batches = sorted((DECIDING_BATCH, *OTHER_BATCHES))

@@ -60,7 +60,7 @@ class LoadReport:
             for name in self._given.difference(names)
             if _BACKBONE_NAME.match(name)
             and not name.endswith(".num_batches_tracked")
-            and not (self._fused_layers and name.endswith("stem.conv1.bias"))  # as Detectron2, which leaves it out
+            and not (self._fused_layers and name.endswith("stem.conv1.bias"))  # Caffe2's, which Detectron2 ignores
         )
 
     def __str__(self) -> str:
