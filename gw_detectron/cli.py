@@ -35,7 +35,7 @@ def new_parser(description: str | None, *examples: str, note: str = "") -> argpa
         *examples: words after the command's name; the help ends with them.
         note: the text below its flags.
     """
-    lines = "\n".join(f"  %(prog)s {example}" for example in examples)
+    lines = "\n".join(f"  %(prog)s {example}".rstrip() for example in examples)
     return argparse.ArgumentParser(
         description=description,
         epilog=f"{note}\n\nexamples:\n{lines}" if note else f"examples:\n{lines}",

@@ -23,10 +23,18 @@ SMALL_MODEL = get_config_file("quick_schedules/mask_rcnn_R_18_FPN_GW_demo.yaml")
 EXPERIMENTS = {
     "conditioning": "condition numbers of features normalized by GN, GW and BN, over the number of groups",
     "diversity": "histograms and diversity of features normalized by GN and BN over few channels or examples",
-    "swapping": "training behind PCA and ZCA whitening, and the axes that swap behind PCA",
+    "swapping": "training with PCA and ZCA whitening, and the axes that PCA swaps",
     "padding": "features and AP of a trained detector on single images and on padded batches",
     "tiling": "features and AP of a trained detector on whole images and on their tiles",
 }
+
+
+class _Defaults(argparse.ArgumentDefaultsHelpFormatter):
+    """Show the defaults that say something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        no_value = action.default is None or action.default is False
+        return action.help if no_value else super()._get_help_string(action)
 
 
 def get_parser() -> argparse.ArgumentParser:
@@ -41,9 +49,7 @@ def get_parser() -> argparse.ArgumentParser:
     analyses = parser.add_subparsers(dest="analysis", required=True, metavar="ANALYSIS")
 
     def add(name: str, summary: str) -> argparse.ArgumentParser:
-        sub = analyses.add_parser(
-            name, help=summary, description=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-        )
+        sub = analyses.add_parser(name, help=summary, description=summary, formatter_class=_Defaults)
         sub.add_argument("--output", default="output/analysis", metavar="DIR", help="output folder")
         return sub
 
@@ -63,7 +69,7 @@ def get_parser() -> argparse.ArgumentParser:
     sub.add_argument("--weights", metavar="FILE", help="weights, if not MODEL.WEIGHTS of the config")
     sub.add_argument("--images", metavar="DIR", help="folder of images, if not synthetic ones")
     sub.add_argument("--count", type=int, default=2, help="number of images")
-    sub.add_argument("--samples", type=int, default=8, help="the most samples of a layer per image")
+    sub.add_argument("--samples", type=int, default=8, help="largest number of samples of a layer per image")
     sub.add_argument("--seed", type=parse_seed, default=0, help="of random weights and synthetic images")
     sub.add_argument(
         "--allow-partial",

@@ -60,8 +60,8 @@ def get_parser() -> argparse.ArgumentParser:
         add = sub.add_argument
         add("--device", metavar="cpu|cuda", help="default: cuda if there is one")
         add("--repeats", type=int, default=20, metavar="N", help="timed rounds, default: %(default)s")
-        add("--output", type=Path, default=default, metavar="FILE", help="without suffix, default: %(default)s")
-        compare_help = "an earlier table, or a folder that has one of this machine; default: %(const)s"
+        add("--output", type=Path, default=default, metavar="FILE", help="path without suffix, default: %(default)s")
+        compare_help = "an earlier table, or a folder with one of this machine; without a value: %(const)s"
         add("--compare", type=Path, nargs="?", const=Path("docs", "benchmark"), metavar="CSV", help=compare_help)
         tolerance_help = "accepted growth of a ratio, as a fraction; default: %(default)s"
         add("--tolerance", type=float, default=TOLERANCE, metavar="FRACTION", help=tolerance_help)
@@ -77,10 +77,10 @@ def _add_layer_flags(parser: argparse.ArgumentParser) -> None:
     add("--shapes", nargs="+", metavar="NxCxHxW", help="default: feature maps of a detector, see docs/performance.md")
     add("--batch-scale", type=int, default=1, metavar="K", help="multiply the samples of each shape by K")
     add("--dtypes", nargs="+", default=["fp32"], metavar="DTYPE", help=dtypes)
-    add("--modes", nargs="+", default=[*MODES, MEMORY], metavar="MODE", help="default: %(default)s")
+    add("--modes", nargs="+", default=[*MODES, MEMORY], metavar="MODE", help=f"default: {' '.join([*MODES, MEMORY])}")
     add("--loaded", action="store_true", help="measure times again beside as many busy processes as torch has threads")
-    add("--groups", type=int, default=64, metavar="g", help="of whitening, default: %(default)s")
-    add("--iters", type=int, default=5, metavar="T", help="of whitening, default: %(default)s")
+    add("--groups", type=int, default=64, metavar="g", help="groups of whitening, default: %(default)s")
+    add("--iters", type=int, default=5, metavar="T", help="Newton iterations of whitening, default: %(default)s")
 
 
 def _add_kernel_flags(parser: argparse.ArgumentParser) -> None:
@@ -128,14 +128,26 @@ def layer_settings(args: argparse.Namespace) -> LayerSettings:
 def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     sizes = Sizes()
     variants = f"default: all, {' '.join(network_benchmark.all_variants())}; the baseline is always measured"
-    shorter = "shorter side in pixels, default: %(default)s; the configs train with 800"
+    shorter = "their shorter side in pixels, default: %(default)s; the configs train with 800"
     add = parser.add_argument
     add("--models", nargs="+", metavar="NAME", help=f"of {' '.join(MODELS)}; default: all with one of the variants")
     add("--variants", nargs="+", metavar="NAME", help=variants)
     add("--dtype", default="fp32", help="fp32, bf16 or fp16 (autocast), default: %(default)s")
-    add("--batch-size", type=int, default=sizes.batch_size, metavar="N", help="of classifiers, default: %(default)s")
-    add("--image-size", type=int, default=sizes.image_size, metavar="N", help="of classifiers, default: %(default)s")
-    add("--detector-batch", type=int, default=sizes.detector_batch, metavar="N", help="default: %(default)s")
+    add(
+        "--batch-size",
+        type=int,
+        default=sizes.batch_size,
+        metavar="N",
+        help="images of a classifier, default: %(default)s",
+    )
+    add("--image-size", type=int, default=sizes.image_size, metavar="N", help="their side, default: %(default)s")
+    add(
+        "--detector-batch",
+        type=int,
+        default=sizes.detector_batch,
+        metavar="N",
+        help="images of a detector, default: %(default)s",
+    )
     add("--detector-image", type=int, default=sizes.detector_image, metavar="N", help=shorter)
 
 

@@ -13,9 +13,9 @@ def get_parser() -> argparse.ArgumentParser:
         "--config-file",
         default=get_config_file("quick_schedules/mask_rcnn_R_18_FPN_GW_demo.yaml"),
         metavar="FILE",
-        help="config to train (default: %(default)s)",
+        help="config to train (default: quick_schedules/mask_rcnn_R_18_FPN_GW_demo.yaml)",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace a training in OUTPUT_DIR that is no demo")
+    parser.add_argument("--overwrite", action="store_true", help="replace a run in OUTPUT_DIR that is not a demo")
     parser.add_argument(
         "opts",
         nargs=argparse.REMAINDER,

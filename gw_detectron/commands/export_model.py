@@ -34,12 +34,12 @@ def get_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--format", choices=DETECTOR_FORMATS, default="pt2", help="default: %(default)s")
     parser.add_argument(
-        "--detections", type=int, metavar="K", help="rows of an image, default: TEST.DETECTIONS_PER_IMAGE"
+        "--detections", type=int, metavar="K", help="detections per image, default: TEST.DETECTIONS_PER_IMAGE"
     )
     parser.add_argument(
         "--one-image",
         action="store_true",
-        help="take one image in its original size and resize it inside, as evaluation",
+        help="take one image in its original size, and resize it in the file as evaluation does",
     )
     parser.add_argument(
         "--paste-masks", action="store_true", help="with --one-image: binary masks as large as the image"
@@ -48,7 +48,7 @@ def get_parser() -> argparse.ArgumentParser:
         "--class-names",
         metavar="A,B,...",
         type=parse_names,
-        help="written into the file; default: those of the test dataset in the config",
+        help="class names in the file; default: those of the test dataset in the config",
     )
     parser.add_argument(
         "--image",
@@ -56,7 +56,9 @@ def get_parser() -> argparse.ArgumentParser:
         help="image to compare on, best with many objects; default: one of --dataset, or drawn",
     )
     parser.add_argument("--dataset", metavar="NAME", help="compare the AP on this registered dataset")
-    parser.add_argument("--images", type=int, default=100, metavar="N", help="of the dataset, default: %(default)s")
+    parser.add_argument(
+        "--images", type=int, default=100, metavar="N", help="images of --dataset, default: %(default)s"
+    )
     add_export_flags(parser)
     return parser
 

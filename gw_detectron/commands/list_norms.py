@@ -25,8 +25,10 @@ def get_parser() -> argparse.ArgumentParser:
     parser = new_parser(
         __doc__, "GW:groups=32 BW:solver=zca", "--config-file COCO-Detection/faster_rcnn_R_50_FPN_1x_GW.yaml"
     )
-    parser.add_argument("specs", nargs="*", metavar="NORM", help="norms to describe, default: all names")
-    parser.add_argument("--channels", type=int, default=256, metavar="C", help="of these norms, default: %(default)s")
+    parser.add_argument("specs", nargs="*", metavar="NORM", help="norms to describe; default: list all names")
+    parser.add_argument(
+        "--channels", type=int, default=256, metavar="C", help="channels of the described norms, default: %(default)s"
+    )
     parser.add_argument("--config-file", metavar="FILE", help="list the norm layers of this config's model instead")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     return parser

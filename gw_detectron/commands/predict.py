@@ -26,18 +26,18 @@ def get_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "inputs", metavar="INPUT", nargs="+", help="image, folder of images, pattern in quotes, or video (with OpenCV)"
     )
-    parser.add_argument("--output", required=True, metavar="DIR", help="folder to create; earlier predictions there go")
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder to create; replaces earlier predictions")
     parser.add_argument("--config-file", metavar="FILE", help="config of a checkpoint; default: config.yaml beside it")
     parser.add_argument(
-        "--score-threshold", type=float, default=0.5, metavar="S", help="keep scores above it, default: %(default)s"
+        "--score-threshold", type=float, default=0.5, metavar="S", help="keep scores above S, default: %(default)s"
     )
-    parser.add_argument("--no-pictures", action="store_true", help="write the json files alone")
+    parser.add_argument("--no-pictures", action="store_true", help="write only the json files")
     parser.add_argument("--device", metavar="D", help="cpu or cuda; default: a GPU, if there is one")
     parser.add_argument(
         "--class-names",
         metavar="A,B,...",
         type=parse_names,
-        help="of a checkpoint; default: those of the datasets in its config",
+        help="class names of a checkpoint; default: those of the datasets in its config",
     )
     parser.add_argument("--json", action="store_true", help="print the summary as json")
     parser.add_argument(

@@ -5,7 +5,7 @@ import argparse
 from detectron2.engine import default_argument_parser
 from detectron2.engine.launch import DEFAULT_TIMEOUT
 
-_NOTE = "--eval-only writes log.txt and config.yaml to OUTPUT_DIR/inference: those of the training remain.\n\n"
+_NOTE = "An evaluation writes log.txt and config.yaml to OUTPUT_DIR/inference: those of the training remain.\n\n"
 _EXAMPLES = """\
 examples:
   8 GPUs, on COCO:
@@ -15,7 +15,7 @@ examples:
   %(prog)s --num-gpus 0 --config-file quick_schedules/mask_rcnn_R_18_FPN_GW_demo.yaml \\
       --train-json data.json --train-images photos --val-fraction 0.2 OUTPUT_DIR output/mine SOLVER.BASE_LR 0.01
 
-  go on after an interruption; evaluate:
+  continue after an interruption; evaluate:
   %(prog)s --num-gpus 0 --resume --config-file output/mine/config.yaml
   %(prog)s --num-gpus 0 --eval-only --config-file output/mine/config.yaml MODEL.WEIGHTS output/mine/model_final.pth
 
@@ -35,11 +35,22 @@ examples:
 """
 
 
+#: in place of Detectron2's own texts, which also describe LazyConfigs
+_HELP = {
+    "config_file": "config: a yaml file, or a name that `gw-detectron configs` lists",
+    "resume": "continue from the last checkpoint in OUTPUT_DIR, or evaluate it",
+    "num_gpus": "number of GPUs per machine; 0 runs on the CPU (default: %(default)s)",
+    "opts": "config keys to change, as KEY VALUE; they come last",
+}
+#: flags that the help of an evaluation leaves out
+_TRAINING_ONLY = ("eval_only", "overwrite", "whitening_stats_period")
+
+
 def get_parser(*, evaluation: bool = False) -> argparse.ArgumentParser:
     """Create Detectron2's parser with the flags of this package.
 
     Args:
-        evaluation: show examples of evaluations.
+        evaluation: show examples of evaluations, and no flags of training alone.
     """
     parser = default_argument_parser()
     parser.epilog = _NOTE + (_EVALUATION_EXAMPLES if evaluation else _EXAMPLES)
@@ -93,10 +104,14 @@ def get_parser(*, evaluation: bool = False) -> argparse.ArgumentParser:
         type=float,
         metavar="F",
         help="without --val-json: evaluate on about this share of the images of --train-json, and train on the others. "
-        "The hash of its file name decides about an image, so it stays on its side when images are added",
+        "The hash of its file name assigns each image, so the split stays the same when images are added",
     )
     own.add_argument(
         "--dataset", metavar="NAME", help="the datasets are named NAME_train and NAME_val (default: custom)"
     )
     own.add_argument("--datasets", metavar="FILE", help="a yaml with any number of datasets, in place of these flags")
+    for action in parser._actions:
+        action.help = _HELP.get(action.dest, action.help)
+        if evaluation and action.dest in _TRAINING_ONLY:
+            action.help = argparse.SUPPRESS
     return parser

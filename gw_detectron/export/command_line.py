@@ -19,7 +19,7 @@ def add_export_flags(parser: argparse.ArgumentParser) -> None:
     add("--weights", metavar="FILE", help="weights, default: MODEL.WEIGHTS of the config")
     add("--output", required=True, metavar="DIR", help="folder to create")
     add("--card", action="store_true", help="write README.md as a model card of the Hugging Face hub")
-    add("--license", metavar="ID", help="with --card: of the weights, e.g. apache-2.0; default: not stated")
+    add("--license", metavar="ID", help="with --card: license of the weights, e.g. apache-2.0; default: not stated")
     add("--json", action="store_true", help="print JSON instead of tables")
     add("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config keys to change")
 
