@@ -1,6 +1,6 @@
 """Plot a table of measurements as a PNG."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -26,11 +26,16 @@ def plot(table: Table, path: Path) -> None:
     """
     plots = {"layer": _plot_layers, "model": _plot_models, "detector": _plot_detectors, "kernels": _plot_kernels}
     figure = plots[table.kind](table)
-    names = [name for name in ("machine", "threads", "torch", "settings") if name in table.header]
-    figure.suptitle(", ".join(f"{name} {table.header[name]}" for name in names), fontsize=10)
+    figure.suptitle(_title(table.header), fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as temporary:
         figure.savefig(temporary, dpi=80, format="png")
+
+
+def _title(header: Mapping[str, str]) -> str:
+    """Name machine, threads, version and settings: "AMD EPYC, 2 threads, torch 2.14.1"."""
+    forms = {"machine": "{}", "threads": "{} threads", "torch": "torch {}", "settings": "{}"}
+    return ", ".join(form.format(header[name]) for name, form in forms.items() if name in header)
 
 
 def _plot_layers(table: Table) -> Figure:
@@ -43,6 +48,7 @@ def _plot_layers(table: Table) -> Figure:
     for (key, rows), axes in zip(panels.items(), grid[:, 0], strict=True):
         _plot_bars(axes, rows)
         axes.set_title(", ".join(key))
+    grid[-1, 0].set_xlabel("N x C x H x W of the input")
     figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     return figure
 
@@ -62,16 +68,16 @@ def _plot_bars(axes: Axes, rows: Sequence[Row]) -> None:
             low = [_number(row, value) - _number(row, "q20_ms") for row in own]
             spread = [low, [_number(row, "q80_ms") - _number(row, value) for row in own]]
         axes.bar(places, bars, width, yerr=spread, label=provider, color=_COLORS.get(provider))
-    axes.set_xticks(range(len(shapes)), [str(shape) for shape in shapes], fontsize=8)
+    axes.set_xticks(range(len(shapes)), [str(shape) for shape in shapes], fontsize=10)
     axes.grid(axis="y", alpha=0.3)
     if timed:
         axes.set_yscale("log")
-    axes.set_ylabel("milliseconds" if timed else "saved for backward, GroupNorm = 1")
+    axes.set_ylabel("time (ms)" if timed else "saved for backward, GroupNorm = 1")
 
 
 def _plot_models(table: Table) -> Figure:
     rows = [row for row in table.rows if row.get("to_bn")]
-    names = [f"{row['model']} {row['variant']}, {row['dtype']}, {row['batch']} of {row['image']}" for row in rows]
+    names = [f"{row['model']} {row['variant']}, {row['dtype']}, {row['batch']} x {row['image']}" for row in rows]
     figure = _plot_rows(rows, names, "to_bn", "time of an iteration, BN (detector: FrozenBN) = 1")
     (axes,) = figure.axes
     axes.containers[0].set_label("this run")
@@ -79,7 +85,7 @@ def _plot_models(table: Table) -> Figure:
     if published:
         axes.plot(*zip(*published, strict=True), "k|", markersize=12, label="the paper, V100")
     axes.axvline(1, color="k", linewidth=0.8)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=10)
     return figure
 
 
@@ -96,11 +102,11 @@ def _plot_kernels(table: Table) -> Figure:
 
 
 def _plot_rows(rows: Sequence[Row], names: Sequence[str], value: str, label: str) -> Figure:
-    figure = Figure(figsize=(11, 1.6 + 0.26 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(11, 1.2 + 0.26 * len(rows)), layout="constrained")
     axes = figure.subplots()
     axes.barh(range(len(rows)), [_number(row, value) for row in rows])
-    axes.set_yticks(range(len(rows)), names, fontsize=8)
-    axes.invert_yaxis()
+    axes.set_yticks(range(len(rows)), names, fontsize=10)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlabel(label)
     axes.grid(axis="x", alpha=0.3)
     return figure
