@@ -35,8 +35,8 @@ def joint_statistics(model: nn.Module) -> Iterator[None]:
             outputs = model([{"image": tile} for tile in tiles])
 
     Args:
-        model: the part of a detector that sees images. Norms of region heads are not meant: their samples are regions.
-            The context is for one thread.
+        model: the part of a detector that sees images. Leave out the region heads: their samples are regions.
+            Use the context in one thread.
 
     Raises:
         ValueError: the model has none of these layers.

@@ -37,7 +37,7 @@ class AnyNormHead(nn.Module):
         return cls._resolve(super().from_config(cfg, *args), cls.norm_key)  # type: ignore[misc]
 
     def relu_convs(self) -> Iterable[Conv2d]:
-        """Return the convolutions with a ReLU behind their norm."""
+        """Return the convolutions with a ReLU after their norm."""
         return ()
 
     @staticmethod

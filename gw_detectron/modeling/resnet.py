@@ -36,7 +36,7 @@ class _Component(CNNBlockBase):
     gets its ReLU in ``forward``, as in a stock block; TorchScript cannot pass it to a function that all would share.
     """
 
-    relu_convs: tuple[str, ...] = ()  # convolutions with a ReLU behind their norm
+    relu_convs: tuple[str, ...] = ()  # convolutions with a ReLU after their norm
 
     def __init__(self, *args: Any, norm: Norm = "BN", **kwargs: Any) -> None:
         super().__init__(*args, norm=resolve_norm(norm, where=f"{type(self).__name__}, norm"), **kwargs)

@@ -83,7 +83,7 @@ class GWMaskRCNNConvUpsampleHead(_RegionHead, MaskRCNNConvUpsampleHead):
 class GWRes5ROIHeads(Res5ROIHeads):
     """Heads of a C4 detector whose res5 has the norms of the backbone.
 
-    The last stage of the ResNet stands behind the region pooling. It has ``MODEL.RESNETS.WHITEN_NORM`` at
+    The last stage of the ResNet follows the region pooling. It has ``MODEL.RESNETS.WHITEN_NORM`` at
     ``WHITEN_POSITIONS``, as the stages before it, so that it takes the weights of a whole ResNet.
 
     Args:

@@ -54,9 +54,9 @@ def convert_norms(model: nn.Module, plan: Plan, *, calibrate: Iterable[Any] | No
     """Replace norm layers of a model by the norms of a plan, in place.
 
     Scale and shift, frozen parameters, device, dtype and mode are kept; running statistics, eps and momentum where one
-    BN layer replaces another. Batch whitening starts from the variances of BN. FrozenBN has no parameters: its
-    successor is trainable. A layer that contains its activation (timm's ``BatchNormAct2d``) keeps it. Hooks of a layer
-    are lost.
+    BN layer replaces another. Batch whitening starts from the variances of BN. FrozenBN has no parameters: the layer
+    that replaces it is trainable. A layer that contains its activation (timm's ``BatchNormAct2d``) keeps it. Hooks of
+    a layer are lost.
 
     Weights that were trained with BN do not fit a per-sample norm: the model needs training afterwards.
 
