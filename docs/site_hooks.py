@@ -3,6 +3,7 @@
 import html
 import json
 import re
+import textwrap
 from pathlib import Path
 
 import griffe
@@ -49,11 +50,17 @@ def _notebook_page(path: Path) -> str:
     return "\n\n".join([*parts, f"[Download this notebook]({path.name})"])
 
 
+def _fenced(found: re.Match[str]) -> str:
+    return f"```{found[1]}\n{textwrap.dedent(found[2])}\n```"
+
+
 class PlainRoles(griffe.Extension):
-    """Write Sphinx roles of docstrings as Markdown: formulas in dollars, names as code."""
+    """Write Sphinx roles and directives of docstrings as Markdown."""
 
     def on_object(self, *, obj: griffe.Object, **_: object) -> None:
         if obj.docstring:
             text = re.sub(r"\.\. math::\s*((?:.+\n)*.+)", r"$$\n\1\n$$\n", obj.docstring.value)
+            text = re.sub(r"\.\. code-block:: (\w+)\n\n((?:    .*\n|\n)*    .*)", _fenced, text)
+            text = re.sub(r"\.\. (warning|note)::", r"!!! \1\n", text)
             text = re.sub(r":math:`([^`]+)`", r"$\1$", text)
             obj.docstring.value = re.sub(r":\w+:`[~.]*([^`]+)`", r"`\1`", text)
