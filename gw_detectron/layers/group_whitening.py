@@ -25,6 +25,11 @@ class GroupWhitening2d(nn.Module):
     ``num_groups`` is g, the side of the covariance matrix, computed over M = C / g * prod(spatial) columns. Layers that
     whiten over the batch usually count "channels per group" instead.
 
+    .. code-block:: python
+
+        layer = GroupWhitening2d(256)
+        y = layer(torch.randn(2, 256, 50, 84))
+
     Args:
         num_channels: C, the size of dimension 1 of the input.
         num_groups: g, capped at C. One group with the exact solver is GroupNorm with one group.

@@ -60,6 +60,10 @@ def convert_norms(model: nn.Module, plan: Plan, *, calibrate: Iterable[Any] | No
 
     Weights that were trained with BN do not fit a per-sample norm: the model needs training afterwards.
 
+    .. code-block:: python
+
+        report = convert_norms(torchvision.models.resnet50(), {"S1-B2": "GW", "*": "GN"})
+
     Args:
         model: any model that is not scripted, quantized or wrapped for several processes.
         plan: norm names (see :mod:`gw_detectron.norms.names`) by glob patterns of module names, by layer classes, or by
