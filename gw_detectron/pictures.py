@@ -1,4 +1,4 @@
-"""Draw objects on an image: predictions and ground truth in the same colors."""
+"""Draw objects on an image: predictions and ground truth, with one color for each class."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from detectron2.data import Metadata
 from detectron2.structures import BoxMode, Instances
 from detectron2.utils.colormap import colormap
 
-from ..requirements import require_packages
+from .requirements import require_packages
 
 LABEL_SIDE = 480  # labels have a size for photographs: smaller images are enlarged to this longer side
 
