@@ -111,7 +111,6 @@ def draw_record(image: np.ndarray, metadata: Metadata, record: dict, *, keypoint
     """Draw the annotations of a record in Detectron2's dataset format, with keypoints on request."""
     objects = record.get("annotations", [])
     boxes = [BoxMode.convert(entry["bbox"], entry["bbox_mode"], BoxMode.XYXY_ABS) for entry in objects]
-    points = [entry.get("keypoints") for entry in objects] if keypoints and objects else [None]
     masks = [entry.get("segmentation") for entry in objects]
     return draw_objects(
         image,
@@ -119,5 +118,11 @@ def draw_record(image: np.ndarray, metadata: Metadata, record: dict, *, keypoint
         [entry["category_id"] for entry in objects],
         np.asarray(boxes, dtype=float).reshape(-1, 4),
         masks=masks if all(masks) else None,
-        keypoints=None if None in points else np.asarray(points, dtype=float).reshape(len(objects), -1, 3),
+        keypoints=keypoints_of(objects) if keypoints else None,
     )
+
+
+def keypoints_of(objects: Sequence[dict[str, Any]]) -> np.ndarray | None:
+    """Return the keypoints of annotations or results in COCO's format, (N, K, 3); None unless all have them."""
+    points = [each.get("keypoints") for each in objects]
+    return None if not points or None in points else np.asarray(points, dtype=float).reshape(len(points), -1, 3)

@@ -15,7 +15,7 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from ..data.images import read_image
-from ..pictures import draw_objects
+from ..pictures import draw_objects, keypoints_of
 
 #: kinds of a detection, by the object that it overlaps most: the same class; another class; one that a detection of
 #: higher score has taken; an IoU below the threshold; an IoU below 0.1
@@ -193,7 +193,6 @@ class Detections:
         places = {category: index for index, category in enumerate(self.category_ids)}
         boxes = np.array([each["bbox"] for each in objects], dtype=float).reshape(-1, 4)
         boxes[:, 2:] += boxes[:, :2]
-        points = [each.get("keypoints") for each in objects] if objects and "keypoints" in self.tasks else [None]
         return draw_objects(
             read_image(self.records[image_id]["file_name"], "RGB"),
             self.metadata,
@@ -202,5 +201,5 @@ class Detections:
             scores=[each["score"] for each in objects] if objects and "score" in objects[0] else None,
             notes=notes,
             masks=[self.truth.annToRLE(each) for each in objects] if "segm" in self.tasks else None,
-            keypoints=None if None in points else np.array(points, dtype=float).reshape(len(objects), -1, 3),
+            keypoints=keypoints_of(objects) if "keypoints" in self.tasks else None,
         )
