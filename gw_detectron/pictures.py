@@ -11,7 +11,8 @@ from detectron2.utils.colormap import colormap
 
 from .requirements import require_packages
 
-LABEL_SIDE = 480  # labels have a size for photographs: smaller images are enlarged to this longer side
+SMALLEST_SIDE = 480  # of a drawing, in pixels: an image with a smaller longer side is enlarged
+LETTER_SIZE = 16  # of labels, in pixels of a drawing of up to 45 times this side; larger drawings have larger letters
 
 
 def plain_text(text: str) -> str:
@@ -77,16 +78,46 @@ def draw_objects(
     if masks is not None:
         masks = [_as_rle(mask) if isinstance(mask, np.ndarray) else mask for mask in masks]
     colors = class_colors(metadata)
-    scale = max(1.0, LABEL_SIDE / max(image.shape[:2]))
-    drawing = Visualizer(image, metadata, scale=scale)
-    drawing._default_font_size = max(drawing._default_font_size, 10 / scale)  # whose 10 // scale becomes 0
-    return drawing.overlay_instances(
-        boxes=boxes,
-        labels=labels,
-        masks=masks,
-        keypoints=keypoints,
-        assigned_colors=list(colors[np.asarray(classes, dtype=int) % len(colors)]),
-    ).get_image()
+    drawing = Visualizer(image, metadata, scale=max(1.0, SMALLEST_SIDE / max(image.shape[:2])))
+    drawn = list(colors[np.asarray(classes, dtype=int) % len(colors)])
+    drawing.overlay_instances(boxes=boxes, masks=masks, keypoints=keypoints, assigned_colors=drawn)
+    _draw_labels(drawing, labels, drawn, boxes)
+    return drawing.get_output().get_image()
+
+
+def _draw_labels(drawing: Any, labels: Sequence[str], colors: Sequence[np.ndarray], boxes: np.ndarray) -> None:
+    """Draw each label in the upper left corner of its box, below the labels that are already there.
+
+    Detectron2's own labels are smaller for smaller objects, cover each other, and leave the image at its borders.
+
+    Args:
+        drawing: Detectron2's ``Visualizer``.
+        labels: as matplotlib takes them.
+        colors: RGB of each label's frame.
+        boxes: (N, 4) x0, y0, x1, y1 in pixels of the image.
+    """
+    output = drawing.output
+    width, height = output.width, output.height
+    letters = max(LETTER_SIZE / output.scale, max(width, height) / 45)
+    row = 1.3 * letters
+    placed = np.zeros((0, 3))  # left, right and top of labels, in pixels of the image
+    for label, color, (left, top) in zip(labels, colors, boxes[:, :2], strict=True):
+        drawing.draw_text(
+            label, (0, 0), color="w", font_size=letters * 72 / output.fig.dpi, horizontal_alignment="left"
+        )
+        text = output.ax.texts[-1]
+        text.get_bbox_patch().set(edgecolor=color, linewidth=1)
+        length = text.get_window_extent(output.canvas.get_renderer()).width / output.scale
+        left = np.clip(left, 0, max(0, width - length))
+        top = np.clip(top, 0, max(0, height - row))
+        tops = placed[(placed[:, 0] < left + length) & (left < placed[:, 1]), 2]
+        below = top
+        while (near := np.abs(tops - below) < 0.99 * row).any():
+            below = tops[near].max() + row
+        if below + row <= height:  # or else there is no room: it covers a label
+            top = below
+        text.set_position((left, top))
+        placed = np.vstack([placed, [left, left + length, top]])
 
 
 def _as_rle(mask: np.ndarray) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import pytest
 import torch
 from detectron2.data import Metadata
 from detectron2.structures import Boxes, BoxMode, Instances
+from detectron2.utils.visualizer import Visualizer
 
 from gw_detectron.pictures import class_colors, draw_objects, draw_predictions, draw_record
 
@@ -91,7 +92,7 @@ def test_a_note_is_drawn_beside_its_object_only():
         draw_objects(GRAY, CLASSES, [1], np.array([BOX]), scores=[0.9], notes=notes) for notes in (None, ["duplicate"])
     )
     rows, columns = np.nonzero((plain != noted).any(-1))
-    assert len(rows) > 50 and rows.max() - rows.min() < 40 and 90 < columns.min() < columns.max() < 250
+    assert len(rows) > 50 and rows.max() - rows.min() < 40 and 90 < columns.min() < columns.max() < 270
 
 
 def test_any_number_of_classes_without_names_is_drawn():
@@ -113,3 +114,37 @@ def test_a_class_name_is_no_formula():
     names = Metadata(thing_classes=["1$ #1 / 10$ #2", "a $x_$"])
     image = draw_objects(np.zeros((60, 80, 3), np.uint8), names, [0, 1], np.array([[5, 5, 40, 40], [20, 20, 70, 50]]))
     assert image.any()
+
+
+def changed(picture):
+    """Return the first and last row and column that differ from gray."""
+    rows, columns = np.nonzero((picture != 128).any(-1))
+    return rows.min(), rows.max(), columns.min(), columns.max()
+
+
+@pytest.mark.parametrize("box", [[620, 460, 640, 480], [0, 470, 640, 480], [600, 0, 640, 480], [-5, -5, 30, 30]])
+def test_labels_stay_within_the_image(box, monkeypatch):
+    monkeypatch.setattr(Visualizer, "draw_box", lambda *args, **kwargs: None)
+    inside = draw_objects(GRAY, CLASSES, [0], np.array([[100, 100, 200, 200]]), scores=[0.9])
+    top, bottom, left, right = changed(inside)
+    border = changed(draw_objects(GRAY, CLASSES, [0], np.array([box]), scores=[0.9]))
+    assert np.allclose([border[1] - border[0], border[3] - border[2]], [bottom - top, right - left], atol=3)
+
+
+def test_labels_do_not_cover_each_other(monkeypatch):
+    monkeypatch.setattr(Visualizer, "draw_box", lambda *args, **kwargs: None)
+    one, five = (draw_objects(GRAY, CLASSES, [0] * n, np.tile(BOX, (n, 1))) for n in (1, 5))
+    top, bottom, left, right = changed(one)
+    assert np.allclose(changed(five), [top, top + 5 * (bottom - top), left, right], atol=12)
+
+
+def test_labels_without_room_are_drawn_all_the_same():
+    draw_objects(GRAY, CLASSES, [0] * 40, np.tile(BOX, (40, 1)))
+
+
+@pytest.mark.parametrize("side", [100, 480, 640, 4000])
+def test_letters_have_a_size_that_can_be_read(side, monkeypatch):
+    monkeypatch.setattr(Visualizer, "draw_box", lambda *args, **kwargs: None)
+    picture = draw_objects(np.full((side, side, 3), 128, np.uint8), CLASSES, [0], np.array([[10, 10, 80, 80]]))
+    top, bottom, _, _ = changed(picture)
+    assert 16 <= bottom - top <= 28 or (side == 4000 and 80 < bottom - top < 140)
