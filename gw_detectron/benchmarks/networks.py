@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from ..checkpoint.architecture import Architecture
 from ..engine import Trainer
-from ..export import FORMATS, Normalization, export_backbone
+from ..export import Normalization, export_backbone
+from ..export.exported_file import open_exported
 from ..model_zoo import get_config
 from ..modeling import gw_resnet
 from .providers import Precision
@@ -178,13 +179,9 @@ def backbone(variant: Variant, sizes: Sizes, precision: Precision, device: torch
     if variant.runtime != "onnx":
         return _inference(model, images.to(device), precision)
     with tempfile.TemporaryDirectory() as folder:
-        export_backbone(model, folder, Normalization.from_config(cfg), file_format="onnx")
-        import onnxruntime
-
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = torch.get_num_threads()
-        session = onnxruntime.InferenceSession(Path(folder, FORMATS["onnx"][0]).read_bytes(), options)
-    return Iteration(Step(lambda: session.run(None, {"images": images.numpy()})), model)
+        report = export_backbone(model, folder, Normalization.from_config(cfg), file_format="onnx")
+        run = open_exported(Path(folder, report["file"])).run
+    return Iteration(Step(lambda: run(images)), model)
 
 
 def _config(variant: Variant, device: torch.device) -> CfgNode:

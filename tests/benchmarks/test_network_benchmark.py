@@ -86,7 +86,7 @@ def test_inference_by_torch_and_by_onnx_runtime(monkeypatch):
     assert all(row["to_bn"] > 0 and "saved_mib" not in row for row in rows)
     by_torch, by_onnx_runtime = (iteration.step.run() for iteration in built)
     for expected, found in zip(by_torch.values(), by_onnx_runtime, strict=True):
-        assert torch.allclose(expected, torch.from_numpy(found), atol=1e-4)
+        assert torch.allclose(expected, found, atol=1e-4)
 
 
 def test_inference_of_a_classifier_has_no_graph():
