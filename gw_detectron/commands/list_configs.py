@@ -8,7 +8,6 @@ LazyConfigs (.py) are for Detectron2's tools/lazyconfig_train_net.py.
 import argparse
 import json
 import os
-from pathlib import Path
 
 from detectron2.config import LazyConfig
 
@@ -16,7 +15,7 @@ from ..cli import new_parser, print_page
 from ..config import read_config
 from ..errors import ConfigError, first_line
 from ..model_zoo import get_config_file, list_configs
-from ..shipped_configs import config_summary, find_config_file
+from ..shipped_configs import config_summary, find_config_file, shipped_configs
 
 
 def get_parser() -> argparse.ArgumentParser:
@@ -42,8 +41,8 @@ def main(args: argparse.Namespace) -> None:
         opts = [word for word in args.opts if word != "--json"]  # the remainder takes flags, too
         print_page(_resolved(args.name, opts, args.json or len(opts) < len(args.opts)))
         return
-    files = {name: Path(get_config_file(name)) for name in list_configs()}
-    configs = {name: {"description": config_summary(file), "file": str(file)} for name, file in files.items()}
+    files = shipped_configs()
+    configs = {name: {"description": config_summary(files[name]), "file": str(files[name])} for name in list_configs()}
     for word in args.words:
         configs = {name: row for name, row in configs.items() if word.lower() in f"{name} {row['description']}".lower()}
     if not configs:
