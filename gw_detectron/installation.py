@@ -1,6 +1,5 @@
 """What this installation has, and which parts of the package work with it."""
 
-import copy
 import importlib.util
 import os
 import platform
@@ -95,7 +94,7 @@ def _layers(device: str, tolerance: float) -> Check:
     try:
         found = _output_and_gradient(layer, x)
         with use_backend("reference"):
-            expected = _output_and_gradient(copy.deepcopy(layer), x)
+            expected = _output_and_gradient(layer, x)
     except Exception as error:  # a compiler, driver or library that does not fit can raise anything
         return Check(part, False, f"{type(error).__name__}: {error}", broken=True)
     worst = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
@@ -106,8 +105,8 @@ def _layers(device: str, tolerance: float) -> Check:
 def _output_and_gradient(layer: GroupWhitening2d, x: torch.Tensor) -> list[torch.Tensor]:
     x = x.clone().requires_grad_()
     y = layer(x)
-    (y * torch.linspace(-1, 1, y.shape[-1], device=y.device)).sum().backward()
-    return [y.detach(), x.grad] if x.grad is not None else [y.detach()]
+    loss = (y * torch.linspace(-1, 1, y.shape[-1], device=y.device)).sum()
+    return [y.detach(), *torch.autograd.grad(loss, x)]
 
 
 def _triton() -> Check:
