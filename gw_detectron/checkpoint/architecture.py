@@ -24,6 +24,8 @@ _ALLOWED = f"unknown. Fix: give a ResNet such as R-50 ({_DEPTHS}), or a ResNeXt 
 _FIRST_BLOCK = re.compile(r"(?P<prefix>(?:.*\.)?)(?:(?P<torchvision>layer1)|(?P<detectron2>res2))\.0\.")
 _CAFFE2 = "res2_0_branch2a_w"  # in the files of Detectron2's model zoo, such as MSRA/R-50.pkl
 _RESNET_D = re.compile(r"conv1\.\d|layer\d\.0\.downsample\.2\.")  # timm's names
+#: what stands before the names that all detectors with a ResNet share
+DETECTOR_PREFIX = re.compile(r"^.*?\b(?=stem\.|res[2-5]\.\d)")
 _KINDS = {nn.Conv2d: "conv", nn.BatchNorm2d: "norm", nn.Linear: "linear"}
 
 

@@ -12,10 +12,11 @@ from detectron2.utils.file_io import PathManager
 from torch import Tensor
 
 from ..errors import ConfigError, FileAccessError, MissingFileError, UserError, WeightsFileError
-from .norm_record import check_norm_record
+from .architecture import DETECTOR_PREFIX, infer_architecture
 from .pickle_check import SAVE_AGAIN
-from .provenance import TORCHVISION, Preprocessing, Provenance
+from .provenance import PROVENANCE, TORCHVISION, Preprocessing, Provenance
 from .reading import Contents, read_weights_file
+from .weight_notes import NORMS
 
 _LOCAL_SCHEME = "gw://file/"
 _LONGEST_NAME = 4096  # of a file, in characters
@@ -165,7 +166,7 @@ def open_checkpoint(address: str | os.PathLike[str], key: str = "MODEL.WEIGHTS")
     try:
         contents = read_weights_file(path)
         tensors, metadata = _model_and_metadata(contents, path)
-        provenance = check_norm_record(tensors, metadata)
+        provenance = _provenance(tensors, metadata)
     except (WeightsFileError, FileAccessError) as error:
         raise type(error)(f"{key}: {error}") from error
     except ValueError as error:  # of the metadata
@@ -239,3 +240,20 @@ def _model_and_metadata(contents: Contents, path: str) -> tuple[dict[str, Tensor
             f"'{path}': matching_heuristics is a {type(heuristics).__name__}. Fix: set it to True or False."
         )
     return model, metadata
+
+
+def _provenance(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> Provenance | None:
+    """Check the records of norms and origin; return the latter, None without one.
+
+    Raises:
+        ValueError: recorded norms are not names by layer, or the provenance is damaged or does not fit the tensors.
+    """
+    recorded = metadata.get(NORMS, {})
+    if not (isinstance(recorded, Mapping) and all(isinstance(word, str) for pair in recorded.items() for word in pair)):
+        raise ValueError(f"{NORMS}: a {type(recorded).__name__} that is not norm names by layer. Fix: remove the key.")
+    if PROVENANCE not in metadata:
+        return None
+    provenance = Provenance.from_dict(metadata[PROVENANCE])
+    names = {DETECTOR_PREFIX.sub("", name): value for name, value in tensors.items()}
+    provenance.check_architecture(infer_architecture(names, layout="detectron2"))
+    return provenance

@@ -46,7 +46,7 @@ def load_checkpoint(
     floating = {name: value for name, value in checkpoint.tensors.items() if value.is_floating_point()}
     _check_weights(floating, checkpoint.address)
     log = logging.getLogger(__name__)
-    if differences := norm_differences(checkpoint.tensors, checkpoint.metadata, checkpoint.provenance, model):
+    if differences := norm_differences(checkpoint, model):
         error = norm_mismatch(checkpoint.address, differences)
         if not allow_partial:
             raise error

@@ -3,7 +3,6 @@
 The tensors alone do not tell GN from GW, 64 groups from 32, or raw weights from those that are standardized.
 """
 
-import re
 from collections.abc import Container, Mapping
 from typing import Any
 
@@ -11,13 +10,12 @@ from torch import Tensor, nn
 
 from ..norms.convs import CONVS, conv_names
 from ..norms.norm_listing import evaluation_spec, norm_rows
-from .architecture import Architecture, infer_architecture
+from .architecture import DETECTOR_PREFIX, Architecture
+from .checkpoint_file import Checkpoint
 from .norm_inference import norm_key
-from .provenance import PROVENANCE, Provenance
+from .provenance import Provenance
 from .weight_notes import NORMS
 
-# before the names that all detectors with a ResNet share
-_PREFIX = re.compile(r"^.*?\b(?=stem\.|res[2-5]\.\d)")
 _MEAN = ".running_mean"
 
 
@@ -37,38 +35,14 @@ class NormRecord:
         """Load nothing: norms come from the config. :func:`norm_differences` compares them."""
 
 
-def check_norm_record(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> Provenance | None:
-    """Return the provenance of a checkpoint, None without one.
-
-    Raises:
-        ValueError: recorded norms are not names by layer, or the provenance is damaged or does not fit the tensors.
-    """
-    recorded = metadata.get(NORMS, {})
-    if not (isinstance(recorded, Mapping) and all(isinstance(word, str) for pair in recorded.items() for word in pair)):
-        raise ValueError(f"{NORMS}: a {type(recorded).__name__} that is not norm names by layer. Fix: remove the key.")
-    if PROVENANCE not in metadata:
-        return None
-    provenance = Provenance.from_dict(metadata[PROVENANCE])
-    names = {_PREFIX.sub("", name): value for name, value in tensors.items()}
-    provenance.check_architecture(infer_architecture(names, layout="detectron2"))
-    return provenance
-
-
-def norm_differences(
-    tensors: Mapping[str, Tensor], metadata: Mapping[str, Any], provenance: Provenance | None, model: nn.Module
-) -> list[str]:
+def norm_differences(checkpoint: Checkpoint, model: nn.Module) -> list[str]:
     """List the layers whose norm or Weight Standardization differs between a checkpoint and a model.
 
     Norms that compute the same in evaluation are equal: BN may be synchronized or frozen. Layers that only one side has
     are not listed; their tensors show them. Converted weights record the norms of their backbone; their eps may be
     changed. Without a record, names of tensors tell BN and GN from others.
-
-    Args:
-        tensors: the checkpoint's.
-        metadata: its content beside tensors; without a record of norms the provenance counts.
-        provenance: its provenance; without either record the names of the tensors count.
-        model: the detector.
     """
+    tensors, metadata, provenance = checkpoint.tensors, checkpoint.metadata, checkpoint.provenance
     if NORMS not in metadata:
         return _backbone_differences(provenance, model) if provenance else _named_differences(tensors, model)
     recorded, used = metadata[NORMS], NormRecord(model).state_dict()
@@ -97,7 +71,7 @@ def _stored_name(name: str, stored: Container[str], *, matching_heuristics: bool
 
 def _backbone_differences(provenance: Provenance, model: nn.Module) -> list[str]:
     """Compare the norms of a ResNet, also where the tensors look alike."""
-    rows = {_PREFIX.sub("", row.layer): row for row in norm_rows(model)}
+    rows = {DETECTOR_PREFIX.sub("", row.layer): row for row in norm_rows(model)}
     differences = []
     for layer, spec in provenance.norms.by_layer(Architecture.parse(provenance.architecture)).items():
         row = rows.get(layer.detectron2)
@@ -113,13 +87,13 @@ def _named_differences(tensors: Mapping[str, Tensor], model: nn.Module) -> list[
 
     Caffe2's files have BN's statistics multiplied into its scale, so their tensors fit any norm.
     """
-    with_statistics = {_PREFIX.sub("", name[: -len(_MEAN)]) for name in tensors if name.endswith(_MEAN)}
+    with_statistics = {DETECTOR_PREFIX.sub("", name[: -len(_MEAN)]) for name in tensors if name.endswith(_MEAN)}
     bn, gn = (any(name.endswith(f"_{kind}_s") for name in tensors) for kind in ("bn", "gn"))
     own, differences = model.state_dict().keys(), []
     for row in norm_rows(model):
-        if not _PREFIX.match(row.layer):
+        if not DETECTOR_PREFIX.match(row.layer):
             continue
-        if f"{row.layer}{_MEAN}" not in own and (bn or _PREFIX.sub("", row.layer) in with_statistics):
+        if f"{row.layer}{_MEAN}" not in own and (bn or DETECTOR_PREFIX.sub("", row.layer) in with_statistics):
             differences.append(f"{row.layer} BN in the weights, {row.spec} here")
         elif gn and not row.spec.startswith("GN"):
             differences.append(f"{row.layer} GN in the weights, {row.spec} here")

@@ -117,7 +117,7 @@ def _check_resumed(checkpoint: Checkpoint, model: nn.Module, findings: Findings)
         ],
     }
     found = [f"{len(names)} tensors {kind} ({summarize_names(names)})" for kind, names in differences.items() if names]
-    if norms := norm_differences(checkpoint.tensors, checkpoint.metadata, checkpoint.provenance, model):
+    if norms := norm_differences(checkpoint, model):
         found.append(f"{len(norms)} norms differ ({summarize_names(norms)})")
     if found:
         config = os.path.join(os.path.dirname(checkpoint.path), "config.yaml")

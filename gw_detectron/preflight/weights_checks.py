@@ -139,7 +139,7 @@ def _expected_preprocessing(address: str) -> list[Preprocessing]:
 
 def _check_norms(cfg: CfgNode, weights: Checkpoint, model: nn.Module, findings: Findings, allow_partial: bool) -> None:
     """Refuse weights of other norms; with ``allow_partial``, only where they would never be trained."""
-    differences = norm_differences(weights.tensors, weights.metadata, weights.provenance, model)
+    differences = norm_differences(weights, model)
     if not allow_partial:
         if differences:
             findings.problems.append(str(norm_mismatch(weights.address, differences)))

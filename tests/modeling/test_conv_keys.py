@@ -4,6 +4,7 @@ import copy
 import functools
 import re
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from detectron2.utils.events import EventStorage
 from torch import nn
 
 from gw_detectron import convert_convs
-from gw_detectron.checkpoint import norm_differences
+from gw_detectron.checkpoint import Checkpoint, norm_differences
 from gw_detectron.checkpoint.norm_record import NormRecord
 from gw_detectron.checkpoint.weight_notes import NORMS
 from gw_detectron.engine import main
@@ -145,12 +146,12 @@ def test_a_component_of_detectron2_does_not_read_it(cfg):
 def test_checkpoints_record_it():
     """Raw weights and those that are standardized look alike."""
     model = detector("FPN")
-    saved = model.state_dict(), {NORMS: NormRecord(model).state_dict()}, None
-    assert not norm_differences(*saved, detector("FPN"))
-    assert not norm_differences(saved[0], {}, None, detector("FPN")), "a checkpoint without a record"
-    differences = norm_differences(*saved, detector())
+    saved = Checkpoint("", "", model.state_dict(), {NORMS: NormRecord(model).state_dict()})
+    assert not norm_differences(saved, detector("FPN"))
+    assert not norm_differences(replace(saved, metadata={}), detector("FPN")), "a checkpoint without a record"
+    differences = norm_differences(saved, detector())
     assert len(differences) == 8 and differences[0].endswith("fpn_lateral2 WS in the checkpoint only")
-    differences = norm_differences(*saved, detector("FPN", "ROI_BOX_HEAD"))
+    differences = norm_differences(saved, detector("FPN", "ROI_BOX_HEAD"))
     assert len(differences) == 4 and differences[0].endswith("box_head.conv1 WS here only")
 
 
