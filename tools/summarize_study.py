@@ -35,7 +35,7 @@ def main(args: argparse.Namespace) -> None:
         raise MissingFileError(f"--results ('{args.results}'): no results. Fix: run tools/run_study.py first.")
     check_folder(args.output)
     table = read_csv(args.times, "--times")
-    times = {str(row["variant"]): float(row["median_ms"] or 0) for row in table.rows}
+    times = {row["variant"]: row["median_ms"] or 0.0 for row in table.rows}
     for path in write_summary(results, times, args.output):
         print(path)
 

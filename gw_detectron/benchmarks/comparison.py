@@ -117,7 +117,7 @@ def _watched_ratios(table: Table) -> dict[tuple[str, ...], float]:
     """Return the compared ratios by the key of their row and their name."""
     columns = table.columns
     return {
-        (*(str(row[column]) for column in columns.key), name): float(ratio)
+        (*(row[column] for column in columns.key), name): ratio
         for row in table.rows
         if columns.is_ours(row)
         for name in columns.watched

@@ -73,6 +73,6 @@ def run_detectors(settings: DetectorSettings, command: str) -> Table:
     first = times[settings.models[0]]["median_ms"]
     rows: list[Row] = []
     for row in planned.rows:
-        found = times[str(row["detector"])]
+        found = times[row["detector"]]
         rows.append({**row, **found, "to_first": found["median_ms"] / first})
     return Table("detector", {**describe(settings.device, ["fp32"], command), **planned.header}, rows)

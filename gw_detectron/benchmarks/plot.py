@@ -41,7 +41,7 @@ def _title(header: Mapping[str, str]) -> str:
 def _plot_layers(table: Table) -> Figure:
     panels: dict[tuple[str, str], list[Row]] = {}
     for row in table.rows:
-        panels.setdefault((str(row["dtype"]), str(row["mode"])), []).append(row)
+        panels.setdefault((row["dtype"], row["mode"]), []).append(row)
     # stacked, so that a panel has the full width of a page
     figure = Figure(figsize=(12, 3.4 * len(panels) + 0.6), layout="constrained")
     grid = figure.subplots(len(panels), squeeze=False)
@@ -57,18 +57,17 @@ def _plot_bars(axes: Axes, rows: Sequence[Row]) -> None:
     timed = any(row.get("median_ms") for row in rows)
     value = "median_ms" if timed else "saved_to_group_norm"
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
-    providers = list(dict.fromkeys(str(row["provider"]) for row in rows))
+    providers = list(dict.fromkeys(row["provider"] for row in rows))
     width = 0.8 / len(providers)
     for index, provider in enumerate(providers):
         own = [row for row in rows if row["provider"] == provider and row.get(value)]
         places = [shapes.index(row["shape"]) + (index - (len(providers) - 1) / 2) * width for row in own]
-        bars = [_number(row, value) for row in own]
+        bars = [row[value] for row in own]
         spread = None
         if timed and own:
-            low = [_number(row, value) - _number(row, "q20_ms") for row in own]
-            spread = [low, [_number(row, "q80_ms") - _number(row, value) for row in own]]
+            spread = [[row[value] - row["q20_ms"] for row in own], [row["q80_ms"] - row[value] for row in own]]
         axes.bar(places, bars, width, yerr=spread, label=provider, color=_COLORS.get(provider))
-    axes.set_xticks(range(len(shapes)), [str(shape) for shape in shapes], fontsize=10)
+    axes.set_xticks(range(len(shapes)), shapes, fontsize=10)
     axes.grid(axis="y", alpha=0.3)
     if timed:
         axes.set_yscale("log")
@@ -81,7 +80,7 @@ def _plot_models(table: Table) -> Figure:
     figure = _plot_rows(rows, names, "to_bn", "time of an iteration, BN (detector: FrozenBN) = 1")
     (axes,) = figure.axes
     axes.containers[0].set_label("this run")
-    published = [(_number(row, "paper_to_bn"), place) for place, row in enumerate(rows) if row.get("paper_to_bn")]
+    published = [(row["paper_to_bn"], place) for place, row in enumerate(rows) if row.get("paper_to_bn")]
     if published:
         axes.plot(*zip(*published, strict=True), "k|", markersize=12, label="the paper, V100")
     axes.axvline(1, color="k", linewidth=0.8)
@@ -90,12 +89,12 @@ def _plot_models(table: Table) -> Figure:
 
 
 def _plot_detectors(table: Table) -> Figure:
-    names = [str(row["detector"]) for row in table.rows]
+    names = [row["detector"] for row in table.rows]
     return _plot_rows(table.rows, names, "to_first", f"time of a prediction, {names[0]} = 1")
 
 
 def _plot_kernels(table: Table) -> Figure:
-    names = [" ".join(str(row[name]) for name in table.columns.key) for row in table.rows]
+    names = [" ".join(row[name] for name in table.columns.key) for row in table.rows]
     if any(row.get("to_copy") for row in table.rows):
         return _plot_rows(table.rows, names, "to_copy", "time of a launch, a copy of as many bytes = 1")
     return _plot_rows(table.rows, names, "mib", "MiB read and written by a launch")
@@ -104,13 +103,9 @@ def _plot_kernels(table: Table) -> Figure:
 def _plot_rows(rows: Sequence[Row], names: Sequence[str], value: str, label: str) -> Figure:
     figure = Figure(figsize=(11, 1.2 + 0.26 * len(rows)), layout="constrained")
     axes = figure.subplots()
-    axes.barh(range(len(rows)), [_number(row, value) for row in rows])
+    axes.barh(range(len(rows)), [row.get(value) or 0 for row in rows])
     axes.set_yticks(range(len(rows)), names, fontsize=10)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlabel(label)
     axes.grid(axis="x", alpha=0.3)
     return figure
-
-
-def _number(row: Row, name: str) -> float:
-    return float(row.get(name) or 0)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from statistics import geometric_mean
+from typing import Any
 
 from tabulate import tabulate
 
@@ -15,7 +16,7 @@ def summary(table: Table) -> str:
     names = [name for name in table.columns.all if name not in (*titles, "note")]
     groups: dict[str, list[Row]] = {}
     for row in table.rows:
-        groups.setdefault(", ".join(str(row[name]) for name in titles), []).append(row)
+        groups.setdefault(", ".join(row[name] for name in titles), []).append(row)
     for title, rows in groups.items():
         parts.append(f"{title}\n{_grid(rows, names)}")
         if table.kind == "layer":
@@ -23,7 +24,7 @@ def summary(table: Table) -> str:
             means = _grid(geometric_means(rows, ratios), ["provider", *ratios])
             parts.append(f"{title}, geometric means over the shapes\n{means}")
     notes = [
-        " ".join(str(row[name]) for name in table.columns.key) + f": {row['note']}" for row in table.rows if row["note"]
+        " ".join(row[name] for name in table.columns.key) + f": {row['note']}" for row in table.rows if row["note"]
     ]
     return "\n\n".join([*parts, *(["\n".join(["not measured", *notes])] if notes else [])])
 
@@ -32,10 +33,10 @@ def geometric_means(rows: Sequence[Row], ratios: Sequence[str]) -> list[Row]:
     """Compute geometric means of ratios over the shapes, by provider; None where a shape has no ratio."""
     means: list[Row] = []
     for provider in dict.fromkeys(row["provider"] for row in rows):
-        mean: dict[str, str | float | None] = {"provider": provider}
+        mean = {"provider": provider}
         for name in ratios:
-            values = [row.get(name) for row in rows if row["provider"] == provider]
-            mean[name] = geometric_mean(float(value or 0) for value in values) if all(values) else None
+            values: list[Any] = [row.get(name) for row in rows if row["provider"] == provider]
+            mean[name] = geometric_mean(values) if all(values) else None
         means.append(mean)
     return means
 

@@ -7,11 +7,12 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..atomic import atomic_write
 from ..errors import DataError, MissingFileError
 
-Row = Mapping[str, str | float | None]
+Row = Mapping[str, Any]  # text in the key columns, a number or None in the others
 
 
 @dataclass(frozen=True)
@@ -50,13 +51,13 @@ KINDS = {
             *("saved_mib", "saved_to_group_norm", "peak_mib"),
         ),
         watched=("to_figure1", "to_floor", "saved_to_group_norm"),
-        is_ours=lambda row: str(row["provider"]).startswith("ours"),
+        is_ours=lambda row: row["provider"].startswith("ours"),
     ),
     "model": Columns(
         key=("model", "variant", "dtype", "batch", "image"),
         numbers=(*_TIMES, "to_bn", "paper_to_bn", "saved_mib", "saved_to_bn", "peak_mib"),
         watched=("to_bn", "saved_to_bn"),
-        is_ours=lambda row: str(row["variant"]).startswith(("GW", "BW")),
+        is_ours=lambda row: row["variant"].startswith(("GW", "BW")),
     ),
     "kernels": Columns(
         key=("shape", "dtype", "kernel", "setting"),
