@@ -1,7 +1,8 @@
 """The ``gw-detectron`` command. The scripts in tools/ run the same commands.
 
-Each module of this folder is a command: ``get_parser()`` returns its flags, and ``main(args)`` calls the package and
-prints. The exit status is 0, 1 after an error or if ``main`` returns False, and 2 after unusable flags.
+Each module of this folder except ``export_flags.py`` is a command: ``get_parser()`` returns its flags, and
+``main(args)`` calls the package and prints. The exit status is 0, 1 after an error or if ``main`` returns False, and 2
+after unusable flags.
 """
 
 import importlib

@@ -10,16 +10,8 @@ import json
 from tabulate import tabulate
 
 from ..cli import new_parser
-from ..export import (
-    FORMATS,
-    LAYOUTS,
-    Normalization,
-    add_export_flags,
-    export_backbone,
-    load_model,
-    read_model_config,
-    requested_card,
-)
+from ..export import FORMATS, LAYOUTS, Normalization, export_backbone, load_model
+from .export_flags import add_export_flags, read_model_config, requested_card
 
 
 def get_parser() -> argparse.ArgumentParser:

@@ -16,14 +16,12 @@ from ..engine.run_datasets import use_recorded_datasets
 from ..export import (
     DETECTOR_FORMATS,
     EvaluationImages,
-    add_export_flags,
     dataset_classes,
     export_detector,
     load_model,
     read_image_for,
-    read_model_config,
-    requested_card,
 )
+from .export_flags import add_export_flags, read_model_config, requested_card
 
 
 def get_parser() -> argparse.ArgumentParser:

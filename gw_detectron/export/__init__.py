@@ -2,7 +2,6 @@
 
 from ..checkpoint import load_model
 from .backbone import FORMATS, export_backbone
-from .command_line import add_export_flags, read_model_config, requested_card
 from .detection import EvaluationImages
 from .detector import DETECTOR_FORMATS, dataset_classes, export_detector, read_image_for
 from .feature_extractor import Normalization
@@ -17,14 +16,11 @@ __all__ = [
     "TOLERANCE",
     "EvaluationImages",
     "Normalization",
-    "add_export_flags",
     "card_facts",
     "dataset_classes",
     "export_backbone",
     "export_detector",
     "load_model",
     "read_image_for",
-    "read_model_config",
-    "requested_card",
     "worst_relative",
 ]

@@ -12,15 +12,9 @@ from detectron2.modeling import build_model
 
 from gw_detectron.checkpoint import convert_file
 from gw_detectron.checkpoint.run_record import RUN_RECORD, RunRecord
+from gw_detectron.commands.export_flags import add_export_flags, requested_card
 from gw_detectron.errors import ConfigError
-from gw_detectron.export import (
-    EvaluationImages,
-    add_export_flags,
-    card_facts,
-    export_backbone,
-    export_detector,
-    requested_card,
-)
+from gw_detectron.export import EvaluationImages, card_facts, export_backbone, export_detector
 from gw_detectron.export.model_card import card_text
 
 from ..checkpoint.synthetic import authors_state, make_network

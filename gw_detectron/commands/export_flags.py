@@ -9,7 +9,7 @@ from detectron2.config import CfgNode
 from ..cli import check_folder
 from ..config import read_config
 from ..errors import ConfigError
-from .model_card import card_facts
+from ..export import card_facts
 
 
 def add_export_flags(parser: argparse.ArgumentParser) -> None:
