@@ -37,6 +37,8 @@ _GN64 = "GN:groups=64"
 class PublishedWeights:
     """Weights that the authors published.
 
+    The authors give no hash of a file: that of the first one is recorded in the cache, and later ones must have it too.
+
     Args:
         architecture: such as ``R-50``.
         drive_id: of the file on Google Drive.
@@ -45,8 +47,6 @@ class PublishedWeights:
         norm: the norm at these positions. The released layer of GW adds no eps.
         label: of the norm, in file names and in the names of weights other than GW's.
         license: of the weights.
-        sha256: of the file. None, as the authors give none: the hash of the first file is recorded in the cache, and
-            later files must have the same.
 
     Source: Group Whitening (CVPR 2021), Table 3; the files, README of the authors' repository. XBNBlock (CVPR 2022):
         readme and ``experiments/ResNet50_XBNBlock_P2.sh`` of https://github.com/huangleiBuaa/XBNBlock.
@@ -59,7 +59,6 @@ class PublishedWeights:
     norm: str = "GW:groups=64,iters=5,eps=0"
     label: str = "GW"
     license: str = "not stated by the authors (their code is BSD-2-Clause), so this package does not redistribute them"
-    sha256: str | None = None
 
     @property
     def name(self) -> str:
@@ -150,13 +149,10 @@ def _published_weights(weights: PublishedWeights, cache: Path) -> Path:
         _download(weights, source)
     digest = sha256_of(source)
     recorded = _read_record(target).get("source_sha256")
-    if (weights.sha256 or recorded) not in (None, digest):
-        first = (
-            "" if weights.sha256 else f", recorded at first use; or, to trust the new file, remove {_record(target)}"
-        )
+    if recorded not in (None, digest):
         raise WeightsFileError(
             f"{str(source)!r}: SHA-256 is {digest}. Fix: give the file of {PREFIX}{weights.name} with SHA-256 "
-            f"{weights.sha256 or recorded}{first}."
+            f"{recorded}, recorded at first use; or, to trust the new file, remove {_record(target)}."
         )
     if not _is_current(target):
         try:

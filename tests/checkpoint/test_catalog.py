@@ -102,13 +102,6 @@ def _other_weights(tmp_path):
     return (tmp_path / "other.pth").read_bytes()
 
 
-def test_known_hash_is_checked_at_first_use(server, monkeypatch):
-    record = PublishedWeights("R-18", "drive-id", 50.0, positions="S1-B1", sha256="0" * 64)
-    monkeypatch.setattr(catalog, "CATALOG", {record.name: record})
-    with pytest.raises(WeightsFileError, match=r"SHA-256 0000\w*\.$"):
-        local_weights(NAME)
-
-
 def test_damaged_conversion_is_repeated(server, cache):
     path = local_weights(NAME)
     good = path.read_bytes()
