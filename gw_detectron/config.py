@@ -2,7 +2,7 @@
 
 import operator
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,16 @@ def flat_keys(node: dict) -> Iterator[str]:
 def get_value(cfg: CfgNode, key: str) -> Any:
     """Return the value of a key such as SOLVER.BASE_LR."""
     return operator.attrgetter(key)(cfg)
+
+
+def changed_config(cfg: CfgNode, values: Mapping[str, Any]) -> CfgNode:
+    """Return a copy of a config, not frozen, with other values of keys such as SOLVER.BASE_LR."""
+    changed = cfg.clone()
+    changed.defrost()
+    for key, value in values.items():
+        node, _, name = key.rpartition(".")
+        setattr(get_value(changed, node) if node else changed, name, value)
+    return changed
 
 
 def read_config(config_file: str | os.PathLike[str], opts: Sequence[Any] = ()) -> CfgNode:

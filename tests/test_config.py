@@ -6,7 +6,7 @@ import time
 import pytest
 from detectron2 import model_zoo
 
-from gw_detectron.config import read_config
+from gw_detectron.config import changed_config, read_config
 from gw_detectron.errors import ConfigError, UserError
 
 from .tiny_run import CONFIG
@@ -185,3 +185,11 @@ def test_keys_without_a_value_are_refused(tmp_path, text):
     (tmp_path / "empty.yaml").write_text(text)
     with pytest.raises(ConfigError, match="has no value. Fix: give one, or leave the key out"):
         read_config(tmp_path / "empty.yaml")
+
+
+def test_a_changed_config_is_a_copy():
+    cfg = read_config(CONFIG)
+    cfg.freeze()
+    changed = changed_config(cfg, {"SEED": 3, "MODEL.FPN.NORM": "GW"})
+    assert (changed.SEED, changed.MODEL.FPN.NORM, changed.is_frozen()) == (3, "GW", False)
+    assert (cfg.SEED, cfg.MODEL.FPN.NORM) == (read_config(CONFIG).SEED, read_config(CONFIG).MODEL.FPN.NORM)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchvision.models.resnet import Bottleneck
 from torchvision.models.resnet import ResNet as TorchvisionResNet
 
-from ..config import default_config
+from ..config import changed_config, default_config
 from ..errors import WeightsError, summarize_names
 from ..modeling import add_pool_norm, build_gw_resnet_backbone
 from .architecture import POOL_NORM, build_torchvision
@@ -72,10 +72,7 @@ def detectron2_classifier(weights: Conversion, cfg: CfgNode, *, norm_eps: float 
         WeightsError: the config's network is not the weights' network.
         ValueError: a norm does not fit.
     """
-    cfg = cfg.clone()
-    cfg.defrost()
-    cfg.MODEL.BACKBONE.FREEZE_AT = 0
-    cfg.MODEL.RESNETS.OUT_FEATURES = list(STAGES)
+    cfg = changed_config(cfg, {"MODEL.BACKBONE.FREEZE_AT": 0, "MODEL.RESNETS.OUT_FEATURES": list(STAGES)})
     classes = len(weights.tensors["linear.weight"]) if weights.has_classifier else None
     with torch.device("meta"):  # the values are loaded
         backbone = build_gw_resnet_backbone(cfg, ShapeSpec(channels=len(cfg.MODEL.PIXEL_MEAN)))

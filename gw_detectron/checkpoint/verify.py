@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 
+from ..config import changed_config
 from ..data.images import center_crop, classification_input, detection_input
 from ..errors import DataError, UnknownNormError, WeightsError
 from ..progress import progress_bar
@@ -150,9 +151,7 @@ def verify(
     subject = _difference(name, found, expected)
     mistakes, distances = [], {}
     for mistake, changes, norm_eps in _usual_mistakes(conversion, right):
-        wrong = right.clone()
-        wrong.merge_from_list(list(changes))
-        features = detectron2_features(wrong, norm_eps)
+        features = detectron2_features(changed_config(right, changes), norm_eps)
         mistakes.append(_difference(mistake, features, expected))
         distances[mistake] = _difference(mistake, found, features).worst
     verdict, recorded, stated = _verdict(subject, distances), provenance.norms, facts.norms
@@ -190,24 +189,24 @@ def _verdict(subject: Difference, distances: Mapping[str, float]) -> str:
     return f"{text}It is the signature of no mistake above; the nearest is: {nearest} ({distances[nearest]:.1e} off)."
 
 
-def _usual_mistakes(conversion: Conversion, cfg: CfgNode) -> Iterator[tuple[str, Sequence[object], float | None]]:
+def _usual_mistakes(conversion: Conversion, cfg: CfgNode) -> Iterator[tuple[str, Mapping[str, object], float | None]]:
     """Yield the usual mistakes in a config.
 
     A mistake is its name, the changes of the right config, and the eps of batch norms.
     """
     right = cfg.INPUT.FORMAT
     wrong, in_1x1 = "RGB" if right == "BGR" else "BGR", cfg.MODEL.RESNETS.STRIDE_IN_1X1
-    yield f"{wrong} instead of {right}", ["INPUT.FORMAT", wrong], None
-    no_std = ["MODEL.PIXEL_STD", [1.0, 1.0, 1.0]]
+    yield f"{wrong} instead of {right}", {"INPUT.FORMAT": wrong}, None
+    no_std = {"MODEL.PIXEL_STD": [1.0, 1.0, 1.0]}
     if conversion.provenance.preprocessing.pixel_std != (1.0, 1.0, 1.0):
         yield "PIXEL_STD 1", no_std, None
-    stride = ["MODEL.RESNETS.STRIDE_IN_1X1", True] if conversion.architecture.bottleneck else []
+    stride = {"MODEL.RESNETS.STRIDE_IN_1X1": True} if conversion.architecture.bottleneck else {}
     if stride:
         side = "3x3" if in_1x1 else "1x1"
-        yield f"stride in the {side} convolution", [stride[0], not in_1x1], None
+        yield f"stride in the {side} convolution", dict.fromkeys(stride, not in_1x1), None
     if any(name.endswith("running_var") for name in conversion.tensors):
-        yield "batch norm eps 0", [], 0.0
-    defaults = ["INPUT.FORMAT", "BGR", *no_std, *stride, "MODEL.PIXEL_MEAN", [103.53, 116.28, 123.675]]
+        yield "batch norm eps 0", {}, 0.0
+    defaults = {"INPUT.FORMAT": "BGR", **no_std, **stride, "MODEL.PIXEL_MEAN": [103.53, 116.28, 123.675]}
     if conversion.provenance.preprocessing != PREPROCESSING["detectron2-msra"]:
         yield "Detectron2's defaults (BGR, std 1, stride in 1x1)", defaults, None
 

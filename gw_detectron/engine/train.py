@@ -23,7 +23,7 @@ from ..atomic import AtomicPathManager
 from ..checkpoint import StartWeights, load_checkpoint, open_start_weights
 from ..checkpoint.checkpoint_file import local_file
 from ..checkpoint.trained_model import check_shapes
-from ..config import get_value, read_config
+from ..config import changed_config, get_value, read_config
 from ..data import record_datasets, registered_datasets
 from ..errors import ConfigError, FileAccessError, PartialLoadError, UserError
 from ..modeling.class_counts import object_count_keys
@@ -133,8 +133,7 @@ def prepare(args: argparse.Namespace) -> tuple[CfgNode, StartWeights, list[str]]
     with in_all_processes():
         start.checkpoint()  # fetches remote weights, raises the error of opening it
     if args.eval_only and start.resumed:  # for the record beside the results
-        cfg.defrost()
-        cfg.MODEL.WEIGHTS = start.address
+        cfg = changed_config(cfg, {"MODEL.WEIGHTS": start.address})
         cfg.freeze()
     with in_all_processes():
         clear_output(cfg, args)
@@ -249,9 +248,7 @@ def prepare_output(cfg: CfgNode, args: argparse.Namespace) -> None:
     Raises:
         FileAccessError: the folder cannot be written.
     """
-    local = cfg.clone()
-    local.defrost()
-    local.OUTPUT_DIR = run_folder(cfg, args)
+    local = changed_config(cfg, {"OUTPUT_DIR": run_folder(cfg, args)})
     local.freeze()
     datasets = registered_datasets(cfg.DATASETS.TRAIN, cfg.DATASETS.TEST)
     with _access_errors_explained(cfg), _config_written_atomically() as path_manager:

@@ -24,6 +24,7 @@ from detectron2.utils.file_io import PathManager
 from ..atomic import AtomicPathManager, remove_unfinished
 from ..checkpoint import NORMS, LoadReport, NormRecord, StartWeights, load_checkpoint, open_start_weights
 from ..checkpoint.run_record import RUN_RECORD, RunRecord
+from ..config import changed_config
 from ..data.dataset_mapper import ImageNamingMapper
 from ..errors import ConfigError, NonFiniteError, is_user_error
 from .accumulation import accumulated_step
@@ -66,9 +67,7 @@ class Trainer(DefaultTrainer):
         record = cfg.dump()
         self._draws_seed = cfg.SEED < 0
         if self._draws_seed:
-            cfg = cfg.clone()
-            cfg.defrost()
-            cfg.SEED = int(comm.shared_random_seed())
+            cfg = changed_config(cfg, {"SEED": int(comm.shared_random_seed())})
         seed_generators(cfg.SEED, INITIAL_WEIGHTS, comm.get_rank())
         if comm.get_world_size() > 1 and cfg.MODEL.DEVICE == "cpu":
             self._init_for_cpu_processes(cfg)
@@ -249,9 +248,8 @@ class Trainer(DefaultTrainer):
     def build_hooks(self) -> list[Any]:
         built = self._stock_hooks()
         if self.cfg.TEST.PRECISE_BN.ENABLED:
-            options = self.cfg.clone()
-            options.defrost()
-            options.DATALOADER.NUM_WORKERS = 0  # as in Detectron2, for the memory of a second loader
+            # as in Detectron2, for the memory of a second loader
+            options = changed_config(self.cfg, {"DATALOADER.NUM_WORKERS": 0})
             batches, count = self.build_train_loader(options), options.TEST.PRECISE_BN.NUM_ITER
             precise = PreciseStatistics(options.TEST.EVAL_PERIOD, self.model, batches, count)
             # before the checkpoints and the evaluation, which use the statistics
@@ -277,9 +275,7 @@ class Trainer(DefaultTrainer):
     def _stock_hooks(self) -> list[Any]:
         """Build Detectron2's hooks without PreciseBN, which knows BN alone and would read the dataset again."""
         cfg = self.cfg
-        self.cfg = cfg.clone()
-        self.cfg.defrost()
-        self.cfg.TEST.PRECISE_BN.ENABLED = False
+        self.cfg = changed_config(cfg, {"TEST.PRECISE_BN.ENABLED": False})
         try:
             evaluation = hooks.EvalHook(cfg.TEST.EVAL_PERIOD, self._evaluate)
             built = [hook for hook in super().build_hooks() if hook is not None]

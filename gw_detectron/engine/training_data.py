@@ -16,6 +16,7 @@ from detectron2.utils import comm
 from torch import Generator
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from ..config import changed_config
 from ..errors import ConfigError, DataError
 from .seeding import IMAGE, SAMPLER, seeded_generators
 
@@ -127,9 +128,7 @@ class TrainingData:
                 group.clear()
 
     def _sampler(self) -> Sampler:
-        cfg = self._cfg.clone()
-        cfg.defrost()
-        cfg.SEED = self.seed  # later versions of Detectron2 give it to most samplers
+        cfg = changed_config(self._cfg, {"SEED": self.seed})  # later versions of Detectron2 give it to most samplers
         with seeded_generators(self.seed, SAMPLER):  # all other samplers draw their seed from NumPy's generator
             return _train_loader_from_config(cfg, mapper=self._mapper, dataset=self._records)["sampler"]
 

@@ -9,6 +9,7 @@ from detectron2.config import CfgNode
 from detectron2.modeling import build_model
 from torch import nn
 
+from ..config import changed_config
 from ..errors import ConfigError, UserError
 from .norm_keys import misplaced_norms
 
@@ -27,9 +28,7 @@ def build_checked_model(cfg: CfgNode, device: str | None = None) -> nn.Module:
         MemoryError, torch.OutOfMemoryError: the device is too small for the model.
     """
     if device is not None:
-        cfg = cfg.clone()
-        cfg.defrost()
-        cfg.MODEL.DEVICE = device
+        cfg = changed_config(cfg, {"MODEL.DEVICE": device})
     try:
         with torch.device("meta") if device == "meta" else contextlib.nullcontext():
             return build_model(cfg)

@@ -12,6 +12,7 @@ from detectron2.modeling.meta_arch.retinanet import RetinaNetHead
 from detectron2.modeling.meta_arch.semantic_seg import SemSegFPNHead
 from torch import nn
 
+from ..config import changed_config
 from ..norms import Norm
 from .any_norm_head import AnyNormHead
 
@@ -80,10 +81,7 @@ class GWRetinaNet(RetinaNet):
     @classmethod
     def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
         # Detectron2 names the class of the head in its source. Let it build the head without norm, and replace it.
-        plain = cfg.clone()
-        plain.defrost()
-        plain.MODEL.RETINANET.NORM = ""
-        arguments = super().from_config(plain)
+        arguments = super().from_config(changed_config(cfg, {"MODEL.RETINANET.NORM": ""}))
         shapes = arguments["backbone"].output_shape()
         head = GWRetinaNetHead(cfg, [shapes[name] for name in arguments["head_in_features"]])
         return arguments | {"head": head}

@@ -15,7 +15,7 @@ from detectron2.modeling.roi_heads import (
 )
 from torch import nn
 
-from ..config import get_value
+from ..config import changed_config, get_value
 from ..errors import ConfigError
 from ..norms import convert_convs
 from .any_norm_head import AnyNormHead
@@ -102,8 +102,6 @@ class GWRes5ROIHeads(Res5ROIHeads):
                 "pooling cannot be deformable. Fix: set its last value to False."
             )
         # the last stage of a whole ResNet, so that one place decides norms, blocks and strides
-        whole = cfg.clone()
-        whole.defrost()
-        whole.MODEL.RESNETS.OUT_FEATURES, whole.MODEL.BACKBONE.FREEZE_AT = ["res5"], 0
+        whole = changed_config(cfg, {"MODEL.RESNETS.OUT_FEATURES": ["res5"], "MODEL.BACKBONE.FREEZE_AT": 0})
         resnet = build_gw_resnet_backbone(whole, ShapeSpec(channels=len(cfg.MODEL.PIXEL_MEAN)))
         return resnet.res5, resnet.output_shape()["res5"].channels
