@@ -13,11 +13,11 @@ from torchvision.models.resnet import ResNet as TorchvisionResNet
 from ..config import changed_config, default_config
 from ..errors import WeightsError, summarize_names
 from ..modeling import add_pool_norm, build_gw_resnet_backbone
+from ..modeling.resnet import STAGES
 from .architecture import POOL_NORM, build_torchvision
 from .provenance import Provenance
 from .weights_conversion import Conversion
 
-STAGES = ("stem", "res2", "res3", "res4", "res5")
 LOGITS = "logits"
 
 

@@ -19,6 +19,9 @@ from ..requirements import has_compiled_operators
 
 log = logging.getLogger(__name__)
 
+#: main scores that they log: of boxes, masks and keypoints; semantic; panoptic segmentation
+MAIN_SCORES = ("AP", "mIoU", "PQ")
+
 
 def build_evaluator(cfg: CfgNode, dataset_name: str, output_folder: str | None = None) -> DatasetEvaluator:
     """Build the evaluators of what a model predicts.

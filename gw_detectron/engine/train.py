@@ -30,6 +30,7 @@ from ..modeling.class_counts import object_count_keys
 from ..norms.norm_listing import norm_summary
 from ..preflight import Findings, preflight
 from ..shipped_configs import find_config_file
+from .evaluators import MAIN_SCORES
 from .launch import in_all_processes
 from .output_lock import lock_output, output_unlocked_at_end
 from .run_datasets import use_datasets
@@ -38,7 +39,6 @@ from .seeding import use_deterministic_algorithms
 from .trainer import Trainer, check_same_start
 
 log = logging.getLogger(__name__)
-_MAIN_SCORES = ("AP", "mIoU", "PQ")  # of boxes, masks and keypoints; semantic; panoptic segmentation
 
 
 @output_unlocked_at_end()
@@ -87,7 +87,7 @@ def _log_scores(cfg: CfgNode, results: dict | None) -> None:
     names, results = cfg.DATASETS.TEST, results or {}
     for name, scores in ({names[0]: results} if len(names) == 1 else results).items():
         found = [
-            f"{task} {key} {value[key]:.1f}" for task, value in scores.items() for key in _MAIN_SCORES if key in value
+            f"{task} {key} {value[key]:.1f}" for task, value in scores.items() for key in MAIN_SCORES if key in value
         ]
         if found:
             log.info("%s on %s. Next: gw-detectron report %s", ", ".join(found), name, shlex.quote(cfg.OUTPUT_DIR))

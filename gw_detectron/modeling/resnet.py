@@ -26,7 +26,7 @@ NUM_BLOCKS_PER_STAGE = {
     101: (3, 4, 23, 3),
     152: (3, 8, 36, 3),
 }
-_FEATURES = ("stem", "res2", "res3", "res4", "res5")
+STAGES = ("stem", "res2", "res3", "res4", "res5")
 
 
 class _Component(CNNBlockBase):
@@ -200,7 +200,7 @@ def gw_resnet(
     Source: Group Whitening, section 5.1.
     """
     _check_value(where("depth"), depth, sorted(NUM_BLOCKS_PER_STAGE))
-    _check_items(where("out_features"), out_features, _FEATURES)
+    _check_items(where("out_features"), out_features, STAGES)
     _check_items(where("deform_on_per_stage"), deform_on_per_stage, (False, True), count=4)
     if not isinstance(freeze_at, int):
         raise ConfigError(f"{where('freeze_at')} ({freeze_at!r}): not an integer. Fix: give 0 to 5.")

@@ -5,11 +5,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from ..engine.evaluators import MAIN_SCORES
 from .run_folder import RunFolder
 from .sections import Picture, Section
-
-# metrics at the end of the names that Detectron2's evaluators log
-_SCORES = ("AP", "mIoU", "PQ")
 
 
 def curves_section(run: RunFolder) -> Section:
@@ -18,7 +16,7 @@ def curves_section(run: RunFolder) -> Section:
     panels = {
         "losses": ("loss", _is_loss, ""),
         "learning_rate": ("learning rate", lambda name: name == "lr", ""),
-        "evaluation": ("AP (%)", lambda name: name.rpartition("/")[2] in _SCORES, "o"),
+        "evaluation": ("AP (%)", lambda name: name.rpartition("/")[2] in MAIN_SCORES, "o"),
     }
     pictures = [
         Picture.from_figure(f"curve_{name}", _plot(records, label, wanted, marker))
