@@ -134,8 +134,8 @@ _Rule = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 def _eigh(sigma: Tensor, name: str, least: float | Tensor) -> tuple[Tensor, Tensor]:
     # eigh raises for NaN in matrices of some sizes only
-    symbolic = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
-    if not (symbolic or sigma.is_meta or needs_plain_operations()) and not torch.isfinite(sigma).all():
+    symbolic = torch.compiler.is_compiling() or sigma.is_meta or needs_plain_operations()
+    if not symbolic and not torch.isfinite(sigma).all():
         raise NonFiniteCovarianceError(
             f"solver={name}: the covariance matrix holds NaN or infinity. Fix: check the input of the layer."
         )
