@@ -100,7 +100,10 @@ def _check_supported(image: Image.Image) -> None:
 
 
 def _orientation(image: Image.Image) -> int:
-    return image.getexif().get(ExifTags.Base.Orientation, 1)
+    try:
+        return image.getexif().get(ExifTags.Base.Orientation, 1)
+    except Exception:  # damaged: Detectron2 leaves the image as it is
+        return 1
 
 
 def image_files(folder: str | os.PathLike[str]) -> list[Path]:

@@ -108,6 +108,14 @@ def test_the_older_orientations_of_a_png(tmp_path, where):
     assert read_image(tmp_path / "turned.png", "RGB").shape == (40, 30, 3)
 
 
+@pytest.mark.parametrize("entry", [b"Exif\0\0II*\0", b"Exif\0\0damaged"])
+def test_a_damaged_exif_entry_turns_nothing(tmp_path, entry):
+    """Detectron2 reads such images, too."""
+    Image.new("RGB", (40, 30)).save(tmp_path / "a.png", exif=entry)
+    assert upright_size(tmp_path / "a.png") == (40, 30)
+    assert read_image(tmp_path / "a.png", "RGB").shape == (30, 40, 3)
+
+
 def test_a_png_is_not_decoded_for_its_size(tmp_path, monkeypatch):
     Image.new("RGB", (40, 30)).save(tmp_path / "a.png")
     exif = Image.Exif()
