@@ -63,7 +63,7 @@ def use_datasets(cfg: CfgNode, args: argparse.Namespace, folder: str) -> None:
         values["DATASETS.TRAIN"] = tuple(named.train)
     if classes := len(read_classes((*given.train.values(), *given.val.values()))):
         values |= dict.fromkeys(object_count_keys(cfg), classes)
-    explicit = (args.opts or [])[::2]
+    explicit = args.opts or []  # not every second word: argparse keeps a first "--"
     cfg.merge_from_list([word for key, value in values.items() if key not in explicit for word in (key, value)])
 
 

@@ -125,6 +125,8 @@ def test_keys_of_the_command_line_stay(tmp_path, split_flags):
     changes = {"DATASETS__TEST": "('custom_train',)", "MODEL__ROI_HEADS__NUM_CLASSES": 5}
     args = arguments(tmp_path / "run", *split_flags, **changes)
     assert run_config(args).DATASETS.TEST == ("custom_train",)
+    args.opts.insert(0, "--")  # which argparse keeps
+    assert run_config(args).DATASETS.TEST == ("custom_train",)
     with pytest.raises(PreflightError, match=r"MODEL.ROI_HEADS.NUM_CLASSES \(5\): dataset custom_train has 3 classes"):
         prepare(args)
     assert not (tmp_path / "run").exists()
