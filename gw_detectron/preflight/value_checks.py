@@ -192,11 +192,11 @@ def _contradictions(cfg: CfgNode) -> Iterator[str]:
             f"INPUT.MIN_SIZE_TRAIN ({images.MIN_SIZE_TRAIN!r}): INPUT.MIN_SIZE_TRAIN_SAMPLING range needs a smallest "
             "and a largest size. Fix: give two, e.g. (640, 800)."
         )
-    polygons = model.MASK_ON and images.MASK_FORMAT == "polygon"
-    if images.CROP.ENABLED and polygons and importlib.util.find_spec("shapely") is None:
+    # INPUT.MASK_FORMAT does not matter: Detectron2 crops polygons before it draws them as bitmasks
+    if images.CROP.ENABLED and model.MASK_ON and importlib.util.find_spec("shapely") is None:
         yield (
             "INPUT.CROP.ENABLED (True): cropping polygons needs the package shapely. Fix: pip install shapely, or set "
-            "INPUT.MASK_FORMAT bitmask."
+            "this key to False."
         )
     if images.CROP.ENABLED:
         kind, size, limit = images.CROP.TYPE, images.CROP.SIZE, 1 if images.CROP.TYPE.startswith("relative") else 65535

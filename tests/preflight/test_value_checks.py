@@ -130,10 +130,11 @@ def test_size_of_crops(kind, size, fits):
     assert fits == (not findings.problems)
 
 
-def test_cropped_polygons_need_shapely(check, monkeypatch):
+@pytest.mark.parametrize("mask_format", ["polygon", "bitmask"])
+def test_cropped_polygons_need_shapely(check, monkeypatch, mask_format):
     monkeypatch.setattr(value_checks.importlib.util, "find_spec", lambda name: None)
-    assert "needs the package shapely" in one(check(INPUT__CROP__ENABLED=True))
-    assert not check(INPUT__CROP__ENABLED=True, INPUT__MASK_FORMAT="bitmask").problems
+    assert "needs the package shapely" in one(check(INPUT__CROP__ENABLED=True, INPUT__MASK_FORMAT=mask_format))
+    assert not check(INPUT__CROP__ENABLED=True, MODEL__MASK_ON=False).problems
 
 
 @pytest.mark.parametrize("key", ["TRAIN", "TEST"])
