@@ -70,7 +70,7 @@ def _speed(run: RunFolder) -> dict[str, Any]:
 
 def _segmentation(run: RunFolder) -> dict[str, Any]:
     """Return the last logged scores of semantic and panoptic segmentation, in percent."""
-    logged = {name: value for record in run.metrics for name, value in record.items()}
+    logged = run.logged_scores
     return {name: round(logged[key], 1) for name, key in _SEGMENTATION.items() if key in logged}
 
 
@@ -109,7 +109,7 @@ def _scores(run: RunFolder) -> dict[str, dict[str, float | None]]:
     except MissingInputError:
         pass
     try:
-        logged = {name: value for record in run.metrics for name, value in record.items()}
+        logged = run.logged_scores
     except MissingInputError:
         return {}
     return {

@@ -114,6 +114,11 @@ class RunFolder:
             return records
 
     @property
+    def logged_scores(self) -> dict[str, float]:
+        """The last logged value of each metric; none after an evaluation, which may be of another dataset."""
+        return {} if self._evaluated else {name: value for each in self.metrics for name, value in each.items()}
+
+    @property
     def training_time(self) -> str | None:
         """The duration of the training in ``log.txt``, of all finished parts of a resumed run."""
         log = self.folder / "log.txt"

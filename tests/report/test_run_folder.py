@@ -217,6 +217,16 @@ def test_without_predictions_the_summary_has_the_logged_ap(folder):
     assert summary_section(run).numbers["images_per_second"] == 8
 
 
+def test_a_logged_ap_is_not_that_of_a_later_evaluation(folder):
+    """It may be of another dataset, such as one without annotations."""
+    with (folder / "metrics.json").open("a") as file:
+        file.write(json.dumps({"iteration": 79, "sem_seg/mIoU": 34.32}) + "\n")
+    shutil.copy(folder / "config.yaml", folder / "inference")
+    results_file(folder).unlink()
+    numbers = summary_section(RunFolder(folder)).numbers
+    assert numbers["scores"] == {} and "mIoU" not in numbers
+
+
 def test_a_damaged_tag_costs_the_weights_alone(folder):
     (folder / "last_checkpoint").write_text("")
     numbers = summary_section(RunFolder(folder)).numbers
