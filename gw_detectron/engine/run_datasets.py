@@ -8,6 +8,7 @@ from pathlib import Path
 
 from detectron2.config import CfgNode
 
+from ..checkpoint.checkpoint_file import local_file
 from ..data import (
     DATASETS_FILE,
     CocoDataset,
@@ -51,8 +52,7 @@ def use_datasets(cfg: CfgNode, args: argparse.Namespace, folder: str) -> None:
     found = given or _recorded_datasets(cfg, args.config_file, needed=needed)
     if found is None:
         return
-    if args.resume or args.eval_only:
-        config_file = os.path.join(cfg.OUTPUT_DIR, "config.yaml") if args.resume else args.config_file
+    for config_file in _configs_of_run(cfg, args):
         _check_same_classes(found, config_file)
         _check_same_split(found, config_file)
     named = register_datasets(found, folder)
@@ -65,6 +65,17 @@ def use_datasets(cfg: CfgNode, args: argparse.Namespace, folder: str) -> None:
         values |= dict.fromkeys(object_count_keys(cfg), classes)
     explicit = args.opts or []  # not every second word: argparse keeps a first "--"
     cfg.merge_from_list([word for key, value in values.items() if key not in explicit for word in (key, value)])
+
+
+def _configs_of_run(cfg: CfgNode, args: argparse.Namespace) -> list[str]:
+    """Return the configs beside which the run that is resumed or evaluated may have recorded its datasets."""
+    if args.resume:
+        return [os.path.join(cfg.OUTPUT_DIR, "config.yaml")]
+    if not args.eval_only:
+        return []
+    weights = local_file(cfg.MODEL.WEIGHTS or "")  # of a run whose config was perhaps not given
+    beside = os.path.join(os.path.dirname(weights), "config.yaml")
+    return [args.config_file, *([beside] if weights and os.path.isfile(beside) else [])]
 
 
 def _check_same_classes(given: CocoDatasets, config_file: str) -> None:

@@ -97,6 +97,10 @@ def test_an_evaluation_on_other_classes_is_refused(tmp_path, photos, train_flags
         with pytest.raises(ConfigError, match=r"its classes by category id are .* trained on .* Fix: give the categ"):
             run_config(arguments(tmp_path, "--val-json", str(tmp_path / "other.json"), *flags, *given))
     run_config(arguments(tmp_path, "--val-json", f"{photos}/val.json", *flags))  # the same classes
+    flags, weights = flags[:-2], tmp_path / "model_final.pth"  # with the config that the run began with
+    with pytest.raises(ConfigError, match=r"its classes by category id are .* trained on .* Fix: give the categ"):
+        run_config(arguments(tmp_path, "--val-json", str(tmp_path / "other.json"), *flags, MODEL__WEIGHTS=weights))
+    run_config(arguments(tmp_path, "--val-json", f"{photos}/val.json", *flags, MODEL__WEIGHTS=weights))
 
 
 def test_a_run_whose_files_have_other_classes_now_is_refused(tmp_path, photos, one_thread):
