@@ -49,7 +49,7 @@ _INTERVALS = (
 # keys -> allowed strings; Detectron2 compares some of them only in its source
 _LOSSES = tuple(dict.fromkeys(re.findall(r'loss_type == "(\w+)"', inspect.getsource(box_regression))))
 _CHOICES = {
-    "INPUT.FORMAT": ("RGB", "BGR", "L", "YUV-BT.601"),
+    "INPUT.FORMAT": ("RGB", "BGR", "L"),  # Detectron2 gives YUV-BT.601 in float64, which no model takes
     "INPUT.MASK_FORMAT": ("polygon", "bitmask"),
     "INPUT.RANDOM_FLIP": ("horizontal", "vertical", "none"),
     "INPUT.CROP.TYPE": ("relative_range", "relative", "absolute", "absolute_range"),

@@ -44,7 +44,7 @@ WRONG = {
     "INPUT.MIN_SIZE_TRAIN_SAMPLING": ["all", "range"],
     "INPUT.RANDOM_FLIP": ["diagonal"],
     "INPUT.MASK_FORMAT": ["rle"],
-    "INPUT.FORMAT": ["XYZ", "L"],
+    "INPUT.FORMAT": ["XYZ", "L", "YUV-BT.601"],
     "MODEL.PIXEL_STD": [[0.0, 1.0, 1.0], [1.0], []],
     "MODEL.PIXEL_MEAN": [[1.0, 2.0], [NAN, 0.0, 0.0], ["a", "b", "c"]],
     "MODEL.BACKBONE.FREEZE_AT": [-1, 9],
