@@ -88,7 +88,7 @@ def register_datasets(datasets: CocoDatasets, folder: str) -> CocoDatasets:
         The datasets that were registered, without ``val_fraction``.
 
     Raises:
-        ConfigError: a name belongs to another dataset.
+        ConfigError: a name belongs to another dataset, or a file would replace its source.
     """
     found = CocoDatasets()
     for role, name, dataset, metadata in _plain(datasets, folder):
@@ -124,6 +124,8 @@ def _plain(datasets: CocoDatasets, folder: str) -> Iterator[tuple[str, str, Coco
 def _derived(name: str, dataset: CocoDataset, folder: str, derive: Callable[[Any], Any]) -> CocoDataset:
     """Replace the file of a dataset by one in the run folder that is derived from it."""
     path = os.path.join(os.path.abspath(folder), "datasets", f"{name}.json")
+    if os.path.realpath(path) == os.path.realpath(dataset.json):
+        raise ConfigError(f"dataset ('{name}'): the run would replace its file '{path}'. Fix: give another OUTPUT_DIR.")
     PathManager.register_handler(DerivedJsonHandler(path, dataset.json, derive), allow_override=True)
     return replace(dataset, json=path, val_fraction=0.0)
 

@@ -88,6 +88,16 @@ def test_a_split_has_two_names_and_one_record(write, folder):
     assert not os.path.exists("unused")
 
 
+def test_a_part_of_an_earlier_split_is_not_split_in_place(folder):
+    own = folder / "run" / "datasets" / "table_train.json"
+    own.parent.mkdir(parents=True)
+    shutil.copy(folder / "annotations.json", own)
+    given = CocoDatasets({"table_train": CocoDataset(str(own), str(folder / "photos"), 0.25)})
+    with pytest.raises(ConfigError, match=r"'table_train'\): the run would replace its file '.*'. Fix: give another"):
+        register_datasets(given, str(folder / "run"))
+    register_datasets(given, str(folder / "other"))
+
+
 def test_a_record_is_what_was_registered(folder):
     dataset = CocoDataset(str(folder / "annotations.json"), str(folder / "photos"), 0.0, ["a", "b"], [["a", "b"]])
     given = CocoDatasets({"table": dataset}, {"table": dataset, "other": CocoDataset(dataset.json, dataset.images)})
