@@ -60,10 +60,14 @@ class Trainer(DefaultTrainer):
         cfg: Detectron2's config with this package's keys.
 
     Raises:
-        ValueError: a component of the config is unknown or does not fit.
+        ValueError: a component of the config is unknown or does not fit, or the config lacks this package's keys.
     """
 
     def __init__(self, cfg: CfgNode) -> None:
+        if "COMPILE" not in cfg.MODEL:
+            raise ConfigError(
+                "cfg: has no keys of this package. Fix: call gw_detectron.add_gw_config(cfg) after get_cfg()."
+            )
         record = cfg.dump()
         self._draws_seed = cfg.SEED < 0
         if self._draws_seed:

@@ -13,6 +13,7 @@ import sys
 import pytest
 import torch
 import yaml
+from detectron2.config import get_cfg
 from detectron2.engine.train_loop import TrainerBase
 from detectron2.utils import comm
 
@@ -21,6 +22,7 @@ from gw_detectron.analysis.whitening_statistics import REDUCTIONS
 from gw_detectron.checkpoint import checkpoint_file, read_weights_file
 from gw_detectron.engine import Trainer, main, setup
 from gw_detectron.errors import (
+    ConfigError,
     FileAccessError,
     InvalidWeightsError,
     MissingFileError,
@@ -242,6 +244,11 @@ def test_a_checkpoint_without_optimizer_is_resumed_with_a_warning(tmp_path, capl
     finally:
         logging.getLogger("gw_detectron").removeHandler(caplog.handler)
     assert "the momentum starts from zero" in caplog.text
+
+
+def test_a_config_of_detectron2_alone_is_refused():
+    with pytest.raises(ConfigError, match=r"cfg: has no keys of this package. Fix: call gw_detectron.add_gw_config"):
+        Trainer(get_cfg())
 
 
 def test_amp_needs_a_gpu(tmp_path):
