@@ -4,10 +4,12 @@ import argparse
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from ..checkpoint.describe import describe_checkpoint, format_description
+from ..checkpoint.run_record import RUN_RECORD
 from ..cli import new_parser, print_page
-from ..errors import ConfigError, MissingFileError
+from ..errors import ConfigError, MissingFileError, printable
 from ..export.exported_file import OPENERS
 
 
@@ -15,7 +17,7 @@ def get_parser() -> argparse.ArgumentParser:
     """Return the parser of this tool."""
     parser = new_parser(__doc__, "output/model_final.pth", "R-50-GW.pkl --json")
     parser.add_argument("file", metavar="FILE", help="checkpoint or weight file of any format that is read")
-    parser.add_argument("--config", action="store_true", help="also print the config of the run")
+    parser.add_argument("--config", action="store_true", help="print only the config of the run, a yaml file")
     parser.add_argument("--json", action="store_true", help="print JSON, with the config")
     return parser
 
@@ -29,5 +31,15 @@ def main(args: argparse.Namespace) -> None:
     description = describe_checkpoint(args.file)
     if args.json:
         print_page(json.dumps(description, indent=2, default=str))
+    elif args.config:
+        print_page(_config(description, args.file))
     else:
-        print_page(format_description(description, with_config=args.config))
+        print_page(format_description(description, with_config=False))
+
+
+def _config(description: dict[str, Any], file: str) -> str:
+    record = description.get(RUN_RECORD)
+    config = record.get("config") if isinstance(record, dict) else None
+    if not isinstance(config, str):
+        raise ConfigError(f"FILE ('{file}'): records no config. Fix: give a checkpoint of this package's trainer.")
+    return "\n".join(map(printable, config.splitlines()))

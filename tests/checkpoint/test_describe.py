@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from gw_detectron.checkpoint import Checkpoint, read_weights_file, run_record
 from gw_detectron.checkpoint.describe import describe_checkpoint, format_description
 from gw_detectron.checkpoint.run_record import RunRecord, software_versions
+from gw_detectron.config import read_config
 from gw_detectron.data import register_synthetic
 from gw_detectron.engine import Trainer, setup
 
@@ -52,6 +53,15 @@ def test_a_checkpoint_has_the_record_of_its_run(run):
     assert found["norms"]["GW:groups=16,iters=5,eps=1e-05,solver=newton"] == 10
     assert found["tensors"]["model"]["bytes"] > 4e7 and found["tensors"]["model"]["non_finite"] == []
     assert torch.load(weights, weights_only=True)["record"]["start_weights"] == {}
+
+
+def test_the_config_alone_is_a_config_file(run, capsys, monkeypatch, tmp_path):
+    path = str(run / "b" / "model.pth")
+    monkeypatch.setattr(sys, "argv", ["describe_checkpoint.py", path, "--config"])
+    runpy.run_path(str(ROOT / "tools" / "describe_checkpoint.py"), run_name="__main__")
+    (tmp_path / "config.yaml").write_text(capsys.readouterr().out)
+    recorded = yaml.safe_load(describe_checkpoint(path)["record"]["config"])
+    assert yaml.safe_load(read_config(tmp_path / "config.yaml").dump()) == recorded
 
 
 def test_text_and_json(run, capsys, monkeypatch):
