@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from torch import Tensor
 
-from ..errors import printable
+from ..errors import ConfigError, printable
 from .provenance import PROVENANCE
 from .reading import is_finite, read_weights_file
 from .run_record import RUN_RECORD, config_differences
@@ -96,13 +96,24 @@ def _changed(value: Any, record: Mapping[str, Any]) -> Any:
     ]
 
 
-def format_description(description: Mapping[str, Any], *, with_config: bool = True) -> str:
-    """Format the result of :func:`describe_checkpoint` as yaml; the config of the run comes last."""
+def format_description(description: Mapping[str, Any]) -> str:
+    """Format the result of :func:`describe_checkpoint` as yaml, with the number of lines of the run's config."""
     record, config = description.get(RUN_RECORD), ""
     if isinstance(record, dict) and "config" in record:
-        lines = str(record["config"]).splitlines()
-        config = f"config: {len(lines)} lines, printed with --config"
-        if with_config:
-            config = "config:\n" + "\n".join(f"  {printable(line)}" for line in lines)
+        config = f"config: {len(str(record['config']).splitlines())} lines, printed with --config"
         record = {key: _changed(value, record) for key, value in record.items() if key != "config"}
     return yaml.safe_dump({**description, **({RUN_RECORD: record} if record else {})}, sort_keys=False) + config
+
+
+def format_config(description: Mapping[str, Any]) -> str:
+    """Return the config of the run from the result of :func:`describe_checkpoint`, a yaml file.
+
+    Raises:
+        ConfigError: the file records none.
+    """
+    record = description.get(RUN_RECORD)
+    config = record.get("config") if isinstance(record, dict) else None
+    if not isinstance(config, str):
+        file = description["file"]
+        raise ConfigError(f"FILE ('{file}'): records no config. Fix: give a checkpoint of this package's trainer.")
+    return "\n".join(map(printable, config.splitlines()))

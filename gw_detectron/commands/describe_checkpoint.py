@@ -4,12 +4,10 @@ import argparse
 import json
 import os
 from pathlib import Path
-from typing import Any
 
-from ..checkpoint.describe import describe_checkpoint, format_description
-from ..checkpoint.run_record import RUN_RECORD
+from ..checkpoint.describe import describe_checkpoint, format_config, format_description
 from ..cli import new_parser, print_page
-from ..errors import ConfigError, MissingFileError, printable
+from ..errors import ConfigError, MissingFileError
 from ..export.exported_file import OPENERS
 
 
@@ -32,14 +30,6 @@ def main(args: argparse.Namespace) -> None:
     if args.json:
         print_page(json.dumps(description, indent=2, default=str))
     elif args.config:
-        print_page(_config(description, args.file))
+        print_page(format_config(description))
     else:
-        print_page(format_description(description, with_config=False))
-
-
-def _config(description: dict[str, Any], file: str) -> str:
-    record = description.get(RUN_RECORD)
-    config = record.get("config") if isinstance(record, dict) else None
-    if not isinstance(config, str):
-        raise ConfigError(f"FILE ('{file}'): records no config. Fix: give a checkpoint of this package's trainer.")
-    return "\n".join(map(printable, config.splitlines()))
+        print_page(format_description(description))
