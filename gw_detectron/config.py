@@ -313,5 +313,8 @@ def _bad_keys_message(source: str, keys: Iterable[str], known: set[str], error: 
         return f"{source}: {reason}. Fix: {fix}."
     lines = [f"{source}: {len(unknown)} unknown config keys."] if len(unknown) > 5 else []
     for key in unknown[:5]:
-        lines.append(f"{source}: unknown config key '{key}'.{similar_names(key, known)} Fix: correct or remove it.")
+        if any(name.startswith(f"{key}.") for name in known):
+            lines.append(f"{source}: '{key}' is a section of keys, not a key. Fix: give its keys, or remove it.")
+        else:
+            lines.append(f"{source}: unknown config key '{key}'.{similar_names(key, known)} Fix: correct or remove it.")
     return "\n".join(lines)

@@ -2,7 +2,9 @@
 
 import os
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +28,11 @@ _EVALUATORS = {
 }
 
 
+#: how the name of a file may differ from the one in the json -> what equals both
+_SPELLINGS: dict[str, Callable[[str], str]] = {
+    "their umlauts or accents in another Unicode form (NFC, NFD)": partial(unicodedata.normalize, "NFC"),
+    "other capital letters, such as .JPG instead of .jpg": str.lower,
+}
 _MOST_HEADERS = 1000  # a few seconds on a network disk
 _PARTS = {"train": "training", "val": "validation"}  # of a split file
 
@@ -228,7 +235,7 @@ def _missing_images(image_root: str, images: Sequence[dict]) -> str:
     for image in images:
         folder, base = os.path.split(os.path.join(root, image["file_name"]))
         by_folder.setdefault(folder, set()).add(base)
-    missing, other_form = [], 0
+    missing, respelled = [], Counter[str]()
     for folder, wanted in by_folder.items():
         try:
             present = set(os.listdir(folder) if os.path.isdir(folder) else ())
@@ -236,9 +243,9 @@ def _missing_images(image_root: str, images: Sequence[dict]) -> str:
             return f"'{folder}' cannot be listed: {error.strerror}. Fix: allow reading it, or copy its images."
         gone = wanted - present
         missing += [os.path.join(folder, base) for base in gone]
-        if gone:
-            forms = {unicodedata.normalize("NFC", base) for base in present}
-            other_form += sum(unicodedata.normalize("NFC", base) in forms for base in gone)
+        for difference, spell in _SPELLINGS.items() if gone else ():
+            forms = {spell(base) for base in present}
+            respelled[difference] += sum(spell(base) in forms for base in gone)
     if not missing:
         return ""
     names = summarize_names((f"'{path}'" for path in sorted(missing)), 3)
@@ -246,8 +253,8 @@ def _missing_images(image_root: str, images: Sequence[dict]) -> str:
     slashes = sum("\\" in path and os.path.exists(path.replace("\\", "/")) for path in missing)
     if slashes:
         fix = f"{slashes} exist with / instead of \\ in their file_name: write / in the JSON file"
-    elif other_form:
-        fix = f"{other_form} exist with their umlauts or accents in another Unicode form (NFC, NFD): rename the files"
+    elif (found := respelled.most_common(1)[0])[1]:
+        fix = f"{found[1]} exist with {found[0]}: rename the files"
     elif len(missing) == len(images) and (elsewhere := _folder_of(images, root)):
         fix = f"'{elsewhere}' has them: give it instead"
     return f"{len(missing)} of {len(images)} images are missing: {names}. Fix: {fix}."

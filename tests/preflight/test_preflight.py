@@ -501,6 +501,11 @@ class TestData:
         (folder / unicodedata.normalize("NFD", "Größe.jpg")).write_bytes(b"")
         assert "1 exist with their umlauts or accents in another Unicode form" in check().problems[0]
 
+    def test_another_case_of_a_name_is_explained(self, check, coco, content):
+        content["images"][0]["file_name"] = content["images"][0]["file_name"].replace(".jpg", ".JPG")
+        coco()
+        assert "Fix: 1 exist with other capital letters, such as .JPG instead of .jpg" in check().problems[0]
+
     def test_names_as_windows_writes_them_are_explained(self, check, coco, content):
         content["images"][1]["file_name"] = content["images"][1]["file_name"].replace("/", "\\")
         coco()
