@@ -154,25 +154,25 @@ def _check_annotations(content: dict[str, Any], use: Use) -> list[str]:
 
 
 def _check_box_format(annotations: Sequence[dict[str, Any]], images: dict) -> None:
-    """Raise DataError if most boxes look like two corners, or like shares of the image.
+    """Raise DataError if most boxes look like two corners, or normalized by the size of the image.
 
     Two corners leave their image as x, y, width, height, but fit into it as x1, y1, x2, y2.
     """
-    corners = shares = 0
+    corners = normalized = 0
     for annotation in annotations:
         (x, y, a, b), image = annotation["bbox"], images[annotation["image_id"]]
         leaves = x + a > image["width"] + 1 or y + b > image["height"] + 1  # one pixel: rounding
         corners += leaves and x < a <= image["width"] + 1 and y < b <= image["height"] + 1
-        shares += max(annotation["bbox"]) <= 1
+        normalized += max(annotation["bbox"]) <= 1
     if 2 * corners > len(annotations):
         raise DataError(
             f"{corners} of {len(annotations)} boxes leave their image: bbox looks like x1 y1 x2 y2. Fix: write it as "
             "x, y, width, height."
         )
-    if 2 * shares > len(annotations):
+    if 2 * normalized > len(annotations):
         raise DataError(
-            f"{shares} of {len(annotations)} boxes have no number above 1: bbox looks like shares of the image. Fix: "
-            "write x, y, width, height in pixels."
+            f"{normalized} of {len(annotations)} boxes have no number above 1: bbox looks normalized by the size of "
+            "the image. Fix: write x, y, width, height in pixels."
         )
 
 

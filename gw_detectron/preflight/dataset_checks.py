@@ -28,7 +28,7 @@ _EVALUATORS = {
 }
 
 
-#: how the name of a file may differ from the one in the json -> what equals both
+#: difference between the name of a file and the one in the json -> function that removes it
 _SPELLINGS: dict[str, Callable[[str], str]] = {
     "their umlauts or accents in another Unicode form (NFC, NFD)": partial(unicodedata.normalize, "NFC"),
     "other capital letters, such as .JPG instead of .jpg": str.lower,

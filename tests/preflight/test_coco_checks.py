@@ -141,11 +141,11 @@ def test_boxes_that_cannot_be_learned(reason, box):
 
 
 @pytest.mark.parametrize("use", [TRAIN, TEST])
-def test_boxes_as_shares_of_the_image(use):
+def test_normalized_boxes(use):
     content = coco_content()
     boxes = [[0.5, 0.2, 0.25, 0.125], [0, 0, 1, 1], [1, 1, 5, 5]]
     content["annotations"] = [{**content["annotations"][0], "id": n, "bbox": box} for n, box in enumerate(boxes, 1)]
-    with pytest.raises(DataError, match="2 of 3 boxes have no number above 1: bbox looks like shares of the image. "):
+    with pytest.raises(DataError, match="2 of 3 boxes have no number above 1: bbox looks normalized by the size"):
         check_coco(content, use)
     content["annotations"] = content["annotations"][1:]
     check_coco(content, use)
