@@ -11,8 +11,9 @@ from detectron2.utils.colormap import colormap
 
 from .requirements import require_packages
 
-SMALLEST_SIDE = 480  # of a drawing, in pixels: an image with a smaller longer side is enlarged
-LETTER_SIZE = 16  # of labels, in pixels of a drawing of up to 45 times this side; larger drawings have larger letters
+SMALLEST_SIDE = 480  # longer side of a drawing in pixels: smaller images are enlarged
+SMALLEST_FONT = 16  # of labels, in pixels of the drawing
+FONT_SHARE = 1 / 45  # font size of labels by the longer side, in large drawings
 
 
 def plain_text(text: str) -> str:
@@ -79,9 +80,9 @@ def draw_objects(
         masks = [_as_rle(mask) if isinstance(mask, np.ndarray) else mask for mask in masks]
     colors = class_colors(metadata)
     drawing = Visualizer(image, metadata, scale=max(1.0, SMALLEST_SIDE / max(image.shape[:2])))
-    drawn = list(colors[np.asarray(classes, dtype=int) % len(colors)])
-    drawing.overlay_instances(boxes=boxes, masks=masks, keypoints=keypoints, assigned_colors=drawn)
-    _draw_labels(drawing, labels, drawn, boxes)
+    own_colors = list(colors[np.asarray(classes, dtype=int) % len(colors)])
+    drawing.overlay_instances(boxes=boxes, masks=masks, keypoints=keypoints, assigned_colors=own_colors)
+    _draw_labels(drawing, labels, own_colors, boxes)
     return drawing.get_output().get_image()
 
 
@@ -98,13 +99,11 @@ def _draw_labels(drawing: Any, labels: Sequence[str], colors: Sequence[np.ndarra
     """
     output = drawing.output
     width, height = output.width, output.height
-    letters = max(LETTER_SIZE / output.scale, max(width, height) / 45)
-    row = 1.3 * letters
+    font = max(SMALLEST_FONT / output.scale, FONT_SHARE * max(width, height))
+    row = 1.3 * font
     placed = np.zeros((0, 3))  # left, right and top of labels, in pixels of the image
     for label, color, (left, top) in zip(labels, colors, boxes[:, :2], strict=True):
-        drawing.draw_text(
-            label, (0, 0), color="w", font_size=letters * 72 / output.fig.dpi, horizontal_alignment="left"
-        )
+        drawing.draw_text(label, (0, 0), color="w", font_size=font * 72 / output.fig.dpi, horizontal_alignment="left")
         text = output.ax.texts[-1]
         text.get_bbox_patch().set(edgecolor=color, linewidth=1)
         length = text.get_window_extent(output.canvas.get_renderer()).width / output.scale

@@ -116,6 +116,11 @@ def test_a_class_name_is_no_formula():
     assert image.any()
 
 
+@pytest.fixture
+def no_boxes(monkeypatch):
+    monkeypatch.setattr(Visualizer, "draw_box", lambda *args, **kwargs: None)
+
+
 def changed(picture):
     """Return the first and last row and column that differ from gray."""
     rows, columns = np.nonzero((picture != 128).any(-1))
@@ -123,28 +128,28 @@ def changed(picture):
 
 
 @pytest.mark.parametrize("box", [[620, 460, 640, 480], [0, 470, 640, 480], [600, 0, 640, 480], [-5, -5, 30, 30]])
-def test_labels_stay_within_the_image(box, monkeypatch):
-    monkeypatch.setattr(Visualizer, "draw_box", lambda *args, **kwargs: None)
+def test_labels_stay_within_the_image(box, no_boxes):
     inside = draw_objects(GRAY, CLASSES, [0], np.array([[100, 100, 200, 200]]), scores=[0.9])
     top, bottom, left, right = changed(inside)
     border = changed(draw_objects(GRAY, CLASSES, [0], np.array([box]), scores=[0.9]))
     assert np.allclose([border[1] - border[0], border[3] - border[2]], [bottom - top, right - left], atol=3)
 
 
-def test_labels_do_not_cover_each_other(monkeypatch):
-    monkeypatch.setattr(Visualizer, "draw_box", lambda *args, **kwargs: None)
+def test_labels_do_not_cover_each_other(no_boxes):
     one, five = (draw_objects(GRAY, CLASSES, [0] * n, np.tile(BOX, (n, 1))) for n in (1, 5))
     top, bottom, left, right = changed(one)
     assert np.allclose(changed(five), [top, top + 5 * (bottom - top), left, right], atol=12)
 
 
-def test_labels_without_room_are_drawn_all_the_same():
-    draw_objects(GRAY, CLASSES, [0] * 40, np.tile(BOX, (40, 1)))
+def test_labels_without_room_cover_others_at_their_boxes(no_boxes):
+    one, many = (draw_objects(GRAY, CLASSES, [0] * n, np.tile(BOX, (n, 1))) for n in (1, 40))
+    top, bottom, left, right = changed(one)
+    first, last, *columns = changed(many)
+    assert first == top and GRAY.shape[0] - last < 2 * (bottom - top) and columns == [left, right]
 
 
 @pytest.mark.parametrize("side", [100, 480, 640, 4000])
-def test_letters_have_a_size_that_can_be_read(side, monkeypatch):
-    monkeypatch.setattr(Visualizer, "draw_box", lambda *args, **kwargs: None)
+def test_letters_have_a_size_that_can_be_read(side, no_boxes):
     picture = draw_objects(np.full((side, side, 3), 128, np.uint8), CLASSES, [0], np.array([[10, 10, 80, 80]]))
     top, bottom, _, _ = changed(picture)
     assert 16 <= bottom - top <= 28 or (side == 4000 and 80 < bottom - top < 140)
