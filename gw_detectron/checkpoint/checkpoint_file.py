@@ -134,9 +134,9 @@ def open_start_weights(cfg: CfgNode, *, resume: bool = False) -> StartWeights:
         return StartWeights(address, resumed, error=error)
 
 
-def local_file(address: str) -> str:
+def local_file(address: str | None) -> str:
     """Return the file that an address names, without its prefix and options; "" if it is not on this machine."""
-    location = address.partition("?")[0].removeprefix(_LOCAL_SCHEME)
+    location = (address or "").partition("?")[0].removeprefix(_LOCAL_SCHEME)
     return "" if "://" in location else location
 
 

@@ -73,9 +73,9 @@ def _configs_of_run(cfg: CfgNode, args: argparse.Namespace) -> list[str]:
         return [os.path.join(cfg.OUTPUT_DIR, "config.yaml")]
     if not args.eval_only:
         return []
-    weights = local_file(cfg.MODEL.WEIGHTS or "")  # of a run whose config was perhaps not given
-    beside = os.path.join(os.path.dirname(weights), "config.yaml")
-    return [args.config_file, *([beside] if weights and os.path.isfile(beside) else [])]
+    weights = local_file(cfg.MODEL.WEIGHTS)  # of a run whose config was perhaps not given
+    beside = [os.path.join(os.path.dirname(weights), "config.yaml")] if weights else []
+    return list(dict.fromkeys([args.config_file, *filter(os.path.isfile, beside)]))
 
 
 def _check_same_classes(given: CocoDatasets, config_file: str) -> None:

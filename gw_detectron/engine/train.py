@@ -228,7 +228,7 @@ def clear_output(cfg: CfgNode, args: argparse.Namespace) -> None:
     """
     if not comm.is_main_process():
         return
-    needed = (args.config_file, local_file(cfg.MODEL.WEIGHTS or ""))
+    needed = (args.config_file, local_file(cfg.MODEL.WEIGHTS))
     with _access_errors_explained(cfg):
         if not args.eval_only:
             lock_output(cfg.OUTPUT_DIR)
