@@ -115,5 +115,5 @@ def format_config(description: Mapping[str, Any]) -> str:
     config = record.get("config") if isinstance(record, dict) else None
     if not isinstance(config, str):
         file = description["file"]
-        raise ConfigError(f"FILE ('{file}'): records no config. Fix: give a checkpoint of this package's trainer.")
+        raise ConfigError(f"'{file}': records no config. Fix: give a checkpoint of this package's trainer.")
     return "\n".join(map(printable, config.splitlines()))

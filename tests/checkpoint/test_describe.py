@@ -19,6 +19,7 @@ from gw_detectron.checkpoint.run_record import RunRecord, software_versions
 from gw_detectron.config import read_config
 from gw_detectron.data import register_synthetic
 from gw_detectron.engine import Trainer, setup
+from gw_detectron.errors import ConfigError
 
 from ..tiny_run import DATA, ROOT, arguments
 
@@ -122,6 +123,12 @@ def test_earlier_parts_of_a_run_name_the_keys_that_changed():
     parts = "  - processes: 1\n    config:\n      changed later:\n      - SEED\n  - damaged\n"
     assert f"  earlier_parts:\n{parts}" in text
     assert text.endswith("config: 2 lines, printed with --config")
+
+
+@pytest.mark.parametrize("record", [{}, {"record": 3}, {"record": {"seed": 1}}, {"record": {"config": 7}}])
+def test_a_file_without_a_config_is_named(record):
+    with pytest.raises(ConfigError, match=r"'a.pth': records no config. Fix: give a checkpoint of this package's"):
+        format_config({"file": "a.pth", **record})
 
 
 @pytest.mark.parametrize("bad", ["x", 3, [1], {"start_weights": 7}])
