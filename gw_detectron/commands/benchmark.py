@@ -77,7 +77,8 @@ def _add_layer_flags(parser: argparse.ArgumentParser) -> None:
     add("--shapes", nargs="+", metavar="NxCxHxW", help="default: feature maps of a detector, see docs/performance.md")
     add("--batch-scale", type=int, default=1, metavar="K", help="multiply the samples of each shape by K")
     add("--dtypes", nargs="+", default=["fp32"], metavar="DTYPE", help=dtypes)
-    add("--modes", nargs="+", default=[*MODES, MEMORY], metavar="MODE", help=f"default: {' '.join([*MODES, MEMORY])}")
+    modes = [*MODES, MEMORY]
+    add("--modes", nargs="+", default=modes, metavar="MODE", help=f"default: {' '.join(modes)}")
     add("--loaded", action="store_true", help="measure times again beside as many busy processes as torch has threads")
     add("--groups", type=int, default=64, metavar="g", help="groups of whitening, default: %(default)s")
     add("--iters", type=int, default=5, metavar="T", help="Newton iterations of whitening, default: %(default)s")

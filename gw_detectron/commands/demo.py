@@ -6,14 +6,16 @@ from ..cli import new_parser
 from ..demo import run_demo
 from ..model_zoo import get_config_file
 
+_CONFIG = "quick_schedules/mask_rcnn_R_18_FPN_GW_demo.yaml"
+
 
 def get_parser() -> argparse.ArgumentParser:
     parser = new_parser(__doc__, "", "SOLVER.MAX_ITER 50 OUTPUT_DIR output/short_demo")
     parser.add_argument(
         "--config-file",
-        default=get_config_file("quick_schedules/mask_rcnn_R_18_FPN_GW_demo.yaml"),
+        default=get_config_file(_CONFIG),
         metavar="FILE",
-        help="config to train (default: quick_schedules/mask_rcnn_R_18_FPN_GW_demo.yaml)",
+        help=f"config to train (default: {_CONFIG})",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a run in OUTPUT_DIR that is not a demo")
     parser.add_argument(
