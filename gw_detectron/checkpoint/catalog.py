@@ -37,7 +37,7 @@ _GN64 = "GN:groups=64"
 class PublishedWeights:
     """Weights that the authors published.
 
-    The authors give no hash of a file: that of the first one is recorded in the cache, and later ones must have it too.
+    The authors give no hash: that of the first download is recorded in the cache, and later downloads must match it.
 
     Args:
         architecture: such as ``R-50``.
