@@ -79,6 +79,16 @@ def test_only_an_evaluation(tmp_path, val_flags):
     assert cfg.MODEL.ROI_HEADS.NUM_CLASSES == 3
 
 
+def test_a_training_needs_a_dataset_to_train_on(tmp_path, photos, val_flags):
+    """The config's own would be trained on without a word."""
+    (photos / "val_only.yaml").write_text("val:\n  custom_val: {json: val.json, images: photos}\n")
+    for flags in (val_flags, ["--datasets", str(photos / "val_only.yaml")]):
+        fix = r"DATASETS.TRAIN \"\('gw_synthetic_train',\)\"; to evaluate, add --eval-only"
+        with pytest.raises(ConfigError, match=rf"^{flags[0]}: no dataset to train on\. Fix: .* {fix}"):
+            run_config(arguments(tmp_path, *flags))
+        run_config(arguments(tmp_path, *flags, DATASETS__TRAIN="('gw_synthetic_train',)"))
+
+
 @pytest.mark.parametrize("change", ["order", "name"])
 def test_an_evaluation_on_other_classes_is_refused(tmp_path, photos, train_flags, val_flags, change):
     cfg = run_config(arguments(tmp_path, "--eval-only", *val_flags))
