@@ -49,7 +49,7 @@ def check_coco(content: Any, use: Use) -> list[str]:
     """Check the content of a COCO file.
 
     Returns:
-        Warnings about single records that Detectron2 drops or miscounts.
+        Warnings about what Detectron2 drops or miscounts.
 
     Raises:
         DataError: the first wrong field.
@@ -76,7 +76,12 @@ def check_coco(content: Any, use: Use) -> list[str]:
             raise DataError(f"category {category['id']}: name {_short(category['name'])} is not a string")
     for image in content["images"]:
         _check_image(image)
-    return _check_annotations(content, use) if "annotations" in fields else []
+    warnings = [
+        f"{count} categories are named {_short(name)}: only one of their APs is listed. Fix: give each its own name."
+        for name, count in Counter(category["name"] for category in content["categories"]).items()
+        if count > 1
+    ]
+    return warnings + (_check_annotations(content, use) if "annotations" in fields else [])
 
 
 def _has_mask(annotation: Any) -> bool:

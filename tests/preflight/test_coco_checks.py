@@ -85,6 +85,15 @@ def test_sound_annotations_pass(use):
     assert check_coco(content, use) == []
 
 
+def test_categories_of_one_name():
+    """Detectron2 keeps one AP per name."""
+    content = coco_content()
+    content["categories"].append({**content["categories"][0], "id": 77})
+    name = content["categories"][0]["name"]
+    words = f"2 categories are named {name!r}: only one of their APs is listed. Fix: give each its own name."
+    assert check_coco(content, TRAIN) == check_coco(content, TEST) == [words]
+
+
 def test_keypoints_of_another_number():
     content, use = coco_content(), Use(True, keypoints=2)
     with pytest.raises(DataError, match="has no field 'keypoints'"):
