@@ -172,10 +172,20 @@ def _inside(value: float, interval: str) -> bool:
 
 def _contradictions(cfg: CfgNode) -> Iterator[str]:
     """Yield problems that depend on several keys or on a list's form."""
-    solver, images, model = cfg.SOLVER, cfg.INPUT, cfg.MODEL
     largest_seed = 2**32 - comm.get_world_size()  # NumPy's limit; every process adds its number
     if int(cfg.SEED) > largest_seed:
         yield f"SEED ({cfg.SEED}): too large. Fix: give a whole number from 0 to {largest_seed}, or -1 for any."
+    for key, kind, example in _ITEMS:
+        if not all(isinstance(item, kind) and not isinstance(item, bool) for item in get_value(cfg, key)):
+            yield f'{key} ({get_value(cfg, key)!r}): not a list of {kind.__name__}. Fix: set it to e.g. "{example}".'
+    yield from _solver_problems(cfg)
+    yield from _input_problems(cfg)
+    yield from _model_problems(cfg)
+    yield from _test_problems(cfg)
+
+
+def _solver_problems(cfg: CfgNode) -> Iterator[str]:
+    solver = cfg.SOLVER
     if solver.NESTEROV and not solver.MOMENTUM:
         yield "SOLVER.NESTEROV (True): needs a momentum. Fix: set SOLVER.MOMENTUM 0.9 or SOLVER.NESTEROV False."
     scale = solver.REFERENCE_WORLD_SIZE
@@ -184,16 +194,17 @@ def _contradictions(cfg: CfgNode) -> Iterator[str]:
             f"SOLVER.REFERENCE_WORLD_SIZE ({scale}): does not divide SOLVER.IMS_PER_BATCH ({solver.IMS_PER_BATCH}). "
             "Fix: set it to the number of processes that the batch was chosen for, or to 0."
         )
-    for key, kind, example in _ITEMS:
-        if not all(isinstance(item, kind) and not isinstance(item, bool) for item in get_value(cfg, key)):
-            yield f'{key} ({get_value(cfg, key)!r}): not a list of {kind.__name__}. Fix: set it to e.g. "{example}".'
+
+
+def _input_problems(cfg: CfgNode) -> Iterator[str]:
+    images = cfg.INPUT
     if images.MIN_SIZE_TRAIN_SAMPLING == "range" and len(images.MIN_SIZE_TRAIN) != 2:
         yield (
             f"INPUT.MIN_SIZE_TRAIN ({images.MIN_SIZE_TRAIN!r}): INPUT.MIN_SIZE_TRAIN_SAMPLING range needs a smallest "
             "and a largest size. Fix: give two, e.g. (640, 800)."
         )
     # INPUT.MASK_FORMAT does not matter: Detectron2 crops polygons before it draws them as bitmasks
-    if images.CROP.ENABLED and model.MASK_ON and importlib.util.find_spec("shapely") is None:
+    if images.CROP.ENABLED and cfg.MODEL.MASK_ON and importlib.util.find_spec("shapely") is None:
         yield (
             "INPUT.CROP.ENABLED (True): cropping polygons needs the package shapely. Fix: pip install shapely, or set "
             "this key to False."
@@ -204,11 +215,15 @@ def _contradictions(cfg: CfgNode) -> Iterator[str]:
         if not fits or (kind == "absolute_range" and size[0] > size[1]):
             text = "[0.9, 0.9], fractions of the image" if limit == 1 else "[384, 600], in pixels"
             yield f"INPUT.CROP.SIZE ({size!r}): unusable for INPUT.CROP.TYPE {kind}. Fix: give e.g. {text}."
-    channels = 1 if images.FORMAT == "L" else 3
+
+
+def _model_problems(cfg: CfgNode) -> Iterator[str]:
+    model = cfg.MODEL
+    channels = 1 if cfg.INPUT.FORMAT == "L" else 3
     for key in ("PIXEL_MEAN", "PIXEL_STD"):
         if len(model[key]) != channels:
             yield (
-                f"MODEL.{key} ({model[key]!r}): INPUT.FORMAT {images.FORMAT} has {channels} channels. Fix: give "
+                f"MODEL.{key} ({model[key]!r}): INPUT.FORMAT {cfg.INPUT.FORMAT} has {channels} channels. Fix: give "
                 f"{channels} numbers."
             )
     if 0 in model.RPN.CONV_DIMS:
@@ -216,6 +231,10 @@ def _contradictions(cfg: CfgNode) -> Iterator[str]:
     for key in ("RPN", "ROI_BOX_HEAD", "RETINANET"):
         if len(model[key].BBOX_REG_WEIGHTS) != 4:
             yield f"MODEL.{key}.BBOX_REG_WEIGHTS ({model[key].BBOX_REG_WEIGHTS!r}): not four numbers. Fix: give four."
+
+
+def _test_problems(cfg: CfgNode) -> Iterator[str]:
+    model = cfg.MODEL
     for row in cfg.TEST.EXPECTED_RESULTS:
         sound = isinstance(row, (list, tuple)) and [isinstance(item, str) for item in row] == [True, True, False, False]
         if not (sound and all(isinstance(item, (int, float)) for item in row[2:])):
