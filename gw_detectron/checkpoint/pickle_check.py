@@ -1,7 +1,7 @@
 """Check a pickle before it is read: names, number of operations, copies and nesting."""
 
 import pickletools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import IO, Any
@@ -112,30 +112,35 @@ def check_pickle(
             taken[0].size += len(taken) - 1
             stack.append(taken[0])
         elif operation.stack_after:
-            item = _Item(1 + sum(part.size for part in taken))
-            if name.startswith("TUPLE") or name == "FROZENSET":
-                item.depth = 1 + max((part.depth for part in taken), default=0)
-                item.parts = tuple(part.name for part in taken)
-            elif name in ("EMPTY_DICT", "DICT"):
-                item.is_dict = True
-            elif name in ("GLOBAL", "INST", "STACK_GLOBAL"):
-                path = f"{taken[0].name}.{taken[1].name}" if name == "STACK_GLOBAL" else value.replace(" ", ".", 1)
-                if not is_allowed(path):
-                    raise RefusedFileError(f"it names {path}, which could run code")
-                item.name = path
-            elif name in ("EXT1", "EXT2", "EXT4"):
-                raise RefusedFileError(f"it names a class by its registered number {value}, which could run code")
-            elif isinstance(value, int) and value.bit_length() > _LONGEST_INTEGER:
-                raise WeightsFileError(f"it contains an integer of more than {_LONGEST_INTEGER} bits. {SAVE_AGAIN}")
-            elif isinstance(value, int):
-                item.name = value
-            elif isinstance(value, (str, bytes, bytearray)):
-                item.size += len(value)
-                item.name = value
-            if item.depth > DEEPEST:
-                raise WeightsFileError(f"it nests tuples deeper than {DEEPEST}. {SAVE_AGAIN}")
-            if name in ("REDUCE", "NEWOBJ", "NEWOBJ_EX"):
-                if str(taken[0].name).endswith((".Tensor", "Storage")):
-                    raise WeightsFileError(f"it creates a tensor without values. {SAVE_AGAIN}")
-                item.is_dict = taken[0].name in _DICTS
-            stack.append(item)
+            stack.append(_created(name, value, taken, is_allowed))
+
+
+def _created(operation: str, value: Any, taken: Sequence[_Item], is_allowed: Callable[[str], bool]) -> _Item:
+    """Return the object that an operation creates from its argument and the objects that it takes from the stack."""
+    item = _Item(1 + sum(part.size for part in taken))
+    if operation.startswith("TUPLE") or operation == "FROZENSET":
+        item.depth = 1 + max((part.depth for part in taken), default=0)
+        item.parts = tuple(part.name for part in taken)
+        if item.depth > DEEPEST:
+            raise WeightsFileError(f"it nests tuples deeper than {DEEPEST}. {SAVE_AGAIN}")
+    elif operation in ("EMPTY_DICT", "DICT"):
+        item.is_dict = True
+    elif operation in ("GLOBAL", "INST", "STACK_GLOBAL"):
+        path = f"{taken[0].name}.{taken[1].name}" if operation == "STACK_GLOBAL" else value.replace(" ", ".", 1)
+        if not is_allowed(path):
+            raise RefusedFileError(f"it names {path}, which could run code")
+        item.name = path
+    elif operation in ("EXT1", "EXT2", "EXT4"):
+        raise RefusedFileError(f"it names a class by its registered number {value}, which could run code")
+    elif operation in ("REDUCE", "NEWOBJ", "NEWOBJ_EX"):
+        if str(taken[0].name).endswith((".Tensor", "Storage")):
+            raise WeightsFileError(f"it creates a tensor without values. {SAVE_AGAIN}")
+        item.is_dict = taken[0].name in _DICTS
+    elif isinstance(value, int):
+        if value.bit_length() > _LONGEST_INTEGER:
+            raise WeightsFileError(f"it contains an integer of more than {_LONGEST_INTEGER} bits. {SAVE_AGAIN}")
+        item.name = value
+    elif isinstance(value, (str, bytes, bytearray)):
+        item.size += len(value)
+        item.name = value
+    return item
