@@ -100,6 +100,21 @@ def test_the_readme_is_short():
     assert len(read("README.md").splitlines()) < 150
 
 
+def test_the_times_of_the_study_are_those_of_the_files():
+    tables = [
+        {row["variant"]: f"{float(row['to_bn']):.2f}" for row in benchmark(f"../data/small_batch_times{batch}.csv")}
+        for batch in ("_1", "", "_4", "_8")
+    ]
+    listed = rows("docs/small_batch_results.md")
+    for norm in tables[0].keys() - {"BN"}:
+        assert [norm, *(times[norm] for times in tables)] in listed
+    four, eight = tables[2:]
+    assert (
+        f"with four images {four['GW']} (GW) and {four['GN+WS']} times (GN+WS) BN's time, with eight {eight['GW']} and "
+        f"{eight['GN+WS']} |" in read("docs/norms.md")
+    )
+
+
 def test_the_study_in_the_readme_and_the_decision_table_is_that_of_the_runs():
     results = read_results(ROOT / "docs" / "data" / "small_batch.jsonl")
     inside = "BN+GW_S1-B1"
