@@ -25,6 +25,7 @@ _STYLES: dict[str, dict[str, Any]] = {
 _VARIED: dict[str, dict[str, str]] = {
     "Positions of GW, BN elsewhere": {
         "BN": "none",
+        "BN+GN_S1": "S1\nwith GN",
         "BN+GW_S1": "S1",
         "BN+GN_S1-B1": "S1-B1\nwith GN",
         "BN+GW_S1-B1": "S1-B1",

@@ -24,6 +24,7 @@ VARIATIONS: dict[str, tuple[str, dict[str, object]]] = {
     "BN+GW_S1": ("BN+GW", {"MODEL.RESNETS.WHITEN_POSITIONS": "S1"}),
     "BN+GW_S1-B1": ("BN+GW", {"MODEL.RESNETS.WHITEN_POSITIONS": "S1-B1"}),
     "BN+GW_S1-B12": ("BN+GW", {"MODEL.RESNETS.WHITEN_POSITIONS": "S1-B12"}),
+    "BN+GN_S1": ("BN+GN", {"MODEL.RESNETS.WHITEN_POSITIONS": "S1", "MODEL.RESNETS.WHITEN_NORM": "GN:groups=64"}),
     "BN+GN_S1-B1": ("BN+GN", {"MODEL.RESNETS.WHITEN_POSITIONS": "S1-B1", "MODEL.RESNETS.WHITEN_NORM": "GN:groups=64"}),
     "GW_g8": ("GW", {"MODEL.RESNETS.NORM": "GW:groups=8"}),
     "GW_g16": ("GW", {"MODEL.RESNETS.NORM": "GW:groups=16"}),

@@ -82,7 +82,7 @@ def test_the_plan_without_results():
 
 def test_the_whole_plan():
     rows = list(planned_rows(all_grids()))
-    main, others, variations, longer = 5 * (5 + 5) + 4 * (3 + 3), 6 * 3 * (3 + 1), 10 * 3, 3 * (3 + 5 + 3)
+    main, others, variations, longer = 5 * (5 + 5) + 4 * (3 + 3), 6 * 3 * (3 + 1), 11 * 3, 3 * (3 + 5 + 3)
     assert len(rows) == len(set(rows)) == len({row.name for row in rows}) == main + others + variations + longer
     assert {row.norm for row in rows} == {*NORMS, *VARIATIONS} and set(DECIDING) < set(NORMS)
     assert [row.batch * row.iterations for row in rows].count(4000) == len(rows) - longer
@@ -172,6 +172,7 @@ def test_every_row_builds_the_norm_of_its_name(norm):
         "GW+WS": {"GroupWhitening2d": 20, "WeightStandardized": 20},
         "BN+GW_S1": {"BatchNorm2d": 19, "GroupWhitening2d": 1},
         "BN+GW_S1-B1": {"BatchNorm2d": 11, "GroupWhitening2d": 9},
+        "BN+GN_S1": {"BatchNorm2d": 19, "GroupNorm": 1},
         "BN+GN_S1-B1": {"BatchNorm2d": 11, "GroupNorm": 9},
         "BN+GW_S1-B12": {"BatchNorm2d": 3, "GroupWhitening2d": 17},
     }.get(norm, {"GroupWhitening2d": 20})
