@@ -52,22 +52,24 @@ def use_datasets(cfg: CfgNode, args: argparse.Namespace, folder: str) -> None:
     found = given or _recorded_datasets(cfg, args.config_file, needed=needed)
     if found is None:
         return
+    explicit = args.opts or []  # not every second word: argparse keeps a first "--"
+    if not (found.train or given is None or args.eval_only or "DATASETS.TRAIN" in explicit):
+        flag, missing = "--val-json", "--train-json and --train-images"
+        if args.datasets is not None:
+            flag, missing = "--datasets", "train in this file"
+        raise ConfigError(
+            f"{flag}: no dataset to train on. Fix: give {missing}; to train on the datasets of the config, add "
+            f'DATASETS.TRAIN "{cfg.DATASETS.TRAIN}"; to evaluate, add --eval-only.'
+        )
     for config_file in _configs_of_run(cfg, args):
         _check_same_classes(found, config_file)
         _check_same_split(found, config_file)
     named = register_datasets(found, folder)
     if given is None:
         return
-    explicit = args.opts or []  # not every second word: argparse keeps a first "--"
     values: dict[str, object] = {"DATASETS.TEST": tuple(named.val)}
     if named.train:
         values["DATASETS.TRAIN"] = tuple(named.train)
-    elif not args.eval_only and "DATASETS.TRAIN" not in explicit:
-        raise ConfigError(
-            f"{'--val-json' if args.datasets is None else '--datasets'}: no dataset to train on. Fix: give "
-            "--train-json and --train-images, or train in the yaml of --datasets; to train on the datasets of the "
-            f'config, add DATASETS.TRAIN "{cfg.DATASETS.TRAIN}"; to evaluate, add --eval-only.'
-        )
     if classes := len(read_classes((*given.train.values(), *given.val.values()))):
         values |= dict.fromkeys(object_count_keys(cfg), classes)
     cfg.merge_from_list([word for key, value in values.items() if key not in explicit for word in (key, value)])
