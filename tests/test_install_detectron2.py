@@ -30,13 +30,13 @@ PROJECTS = {"detectron2.projects.point_rend": "projects/PointRend/point_rend"}
 @pytest.fixture
 def release(tmp_path: Path) -> Path:
     """A tiny source tree like the release."""
-    root = tmp_path / "detectron2_cdo-0.5"
+    root = tmp_path / "pb1-detectron2-0.6"
     files = {
         "setup.py": SETUP_PY,
         "LICENSE": "licence",
         "tools/train_net.py": "",
         "projects/PointRend/point_rend/__init__.py": "",
-        "detectron2/__init__.py": '__version__ = "0.5"\n',
+        "detectron2/__init__.py": '__version__ = "0.6"\n',
         "detectron2/layers/__init__.py": "from detectron2 import _C\n",
         "detectron2/masks.py": "a = np.bool\nb = np.bool_\nc = np.int(1)\n",
         "detectron2/model_zoo/__init__.py": "",
@@ -127,10 +127,10 @@ def test_wheel_of_a_patched_tree(release: Path, tmp_path: Path, monkeypatch: pyt
     prepare = detectron2_wheel.prepare_tree
     monkeypatch.setattr(detectron2_wheel, "prepare_tree", lambda root: prepare(root, [patch]))
     wheel = detectron2_wheel.build_wheel(archive.read_bytes(), tmp_path / "work")
-    assert wheel.name == "detectron2-0.5+pure-py3-none-any.whl"
+    assert wheel.name == "detectron2-0.6+pure-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as file:
         contents = {name for name in file.namelist() if ".dist-info/" not in name}
-        metadata = file.read("detectron2-0.5+pure.dist-info/METADATA").decode()
+        metadata = file.read("detectron2-0.6+pure.dist-info/METADATA").decode()
         masks, stub = file.read("detectron2/masks.py").decode(), file.read("detectron2/_C.py").decode()
     assert contents == {
         "detectron2/__init__.py",
@@ -165,13 +165,13 @@ def test_download_tries_the_next_pip(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def wrong_release(folder: Path) -> Path:
     """Pack another archive under the name of the release; its setup script leaves a file."""
-    files = {"PKG-INFO": "Metadata-Version: 2.1\nName: detectron2-cdo\nVersion: 0.5\n"}
+    files = {"PKG-INFO": "Metadata-Version: 2.1\nName: pb1-detectron2\nVersion: 0.6\n"}
     files["setup.py"] = f"open({str(folder / 'executed')!r}, 'w')\nimport setuptools\n"
-    files["setup.py"] += "setuptools.setup(name='detectron2-cdo', version='0.5')\n"
-    archive = folder / "detectron2-cdo-0.5.tar.gz"
+    files["setup.py"] += "setuptools.setup(name='pb1-detectron2', version='0.6')\n"
+    archive = folder / "pb1-detectron2-0.6.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
         for name, text in files.items():
-            info = tarfile.TarInfo(f"detectron2-cdo-0.5/{name}")
+            info = tarfile.TarInfo(f"pb1-detectron2-0.6/{name}")
             info.size = len(text)
             tar.addfile(info, io.BytesIO(text.encode()))
     return archive
@@ -335,7 +335,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def half_install(site: Path) -> None:
-    for name in ("detectron2/layers", "detectron2-0.5+pure.dist-info"):
+    for name in ("detectron2/layers", "detectron2-0.6+pure.dist-info"):
         (site / name).mkdir(parents=True)
 
 
@@ -363,7 +363,7 @@ def test_killed_installation_is_removed_by_the_next_run(site: Path):
 def test_finished_installation_is_kept(site: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(install_detectron2, "run", lambda command, task: half_install(site))
     install_detectron2.install_wheel(Path("a.whl"), None)
-    assert {path.name for path in site.iterdir()} == {"detectron2", "detectron2-0.5+pure.dist-info"}
+    assert {path.name for path in site.iterdir()} == {"detectron2", "detectron2-0.6+pure.dist-info"}
 
 
 def test_failing_dependencies_leave_detectron2_alone(site: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,4 +1,4 @@
-"""Patches for the Python files of Detectron2 v0.5.
+"""Patches for the Python files of Detectron2 v0.6.
 
 With them Detectron2 runs without compiled operators, on current versions of torch, numpy, Pillow and setuptools.
 """
@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-SDIST = "detectron2-cdo==0.5"
+SDIST = "pb1-detectron2==0.6"
 FIX_SDIST = f"Fix: use the source archive {SDIST}."
 
 
@@ -95,7 +95,7 @@ PATCHES = (
     _numpy_aliases("detectron2/data/datasets/pascal_voc.py", 1),
     _numpy_aliases("detectron2/evaluation/pascal_voc_evaluation.py", 2),
     _numpy_aliases("detectron2/evaluation/sem_seg_evaluation.py", 7),
-    _numpy_aliases("detectron2/structures/masks.py", 2),
+    _numpy_aliases("detectron2/structures/masks.py", 3),
     _numpy_aliases("detectron2/utils/video_visualizer.py", 1),
     _numpy_aliases("detectron2/utils/visualizer.py", 3),
     _logger_warn("detectron2/data/datasets/coco.py", 2),

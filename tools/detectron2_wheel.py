@@ -1,4 +1,4 @@
-"""Build the wheel `detectron2 0.5+pure`: Detectron2 v0.5 without its compiled operators.
+"""Build the wheel `detectron2 0.6+pure`: Detectron2 v0.6 without its compiled operators.
 
 The source archive holds the Python files of the official release. pip downloads it, its hash is checked, the patches of
 detectron2_patches.py are applied, and a stub replaces the compiled operators. Faster/Mask R-CNN and RetinaNet do not
@@ -21,8 +21,8 @@ from pathlib import Path
 
 from detectron2_patches import FIX_SDIST, PATCHES, SDIST, STUB, InstallError, Patch
 
-SDIST_SHA256 = "53c9e79e9cc943e80419c588ea44b5479507a8628ed14a4e06bd093e29311b18"
-VERSION = "0.5+pure"
+SDIST_SHA256 = "5d2e9e51e523ec72f6a31cca04b0a515492e9514b773a3d134cedc0677170b29"
+VERSION = "0.6+pure"
 
 # The dependencies of the release, without those of its Caffe2 export (future, pydot) and without its pin of black.
 # OpenCV is not declared, as in the release: several packages provide cv2 and only one may be installed.
@@ -166,7 +166,7 @@ def release_projects(root: Path) -> dict[str, str]:
 
 
 def prepare_tree(root: Path, patches: Sequence[Patch] = PATCHES) -> None:
-    """Patch the unpacked release into a source tree of `detectron2 0.5+pure` for setuptools."""
+    """Patch the unpacked release into a source tree of `detectron2 0.6+pure` for setuptools."""
     for patch in patches:
         patch.apply(root)
     (root / "detectron2" / "_C.py").write_text(STUB.replace("@RECIPE@", RECIPE), "utf-8")
@@ -180,7 +180,7 @@ def prepare_tree(root: Path, patches: Sequence[Patch] = PATCHES) -> None:
         "[project]",
         'name = "detectron2"',
         f'version = "{VERSION}"',
-        'description = "Detectron2 v0.5 without its compiled operators"',
+        'description = "Detectron2 v0.6 without its compiled operators"',
         'requires-python = ">=3.9"',
         f"dependencies = {list(DEPENDENCIES)}",
         "[tool.setuptools]",

@@ -158,7 +158,7 @@ def install(args: argparse.Namespace) -> None:
 
 
 def get_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Install Detectron2 v0.5 as a pure Python wheel, if there is none.")
+    parser = argparse.ArgumentParser(description="Install Detectron2 v0.6 as a pure Python wheel, if there is none.")
     parser.add_argument("--wheel-dir", type=Path, metavar="DIR", help="only build the wheel and write it to DIR")
     parser.add_argument("--sdist", type=Path, metavar="FILE", help="use this source archive instead of a download")
     parser.add_argument("--constraint", type=Path, metavar="FILE", help="pip constraints for the dependencies")
