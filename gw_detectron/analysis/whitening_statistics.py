@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..errors import NonFiniteCovarianceError, NonFiniteLayerError
 from ..layers import BatchWhitening2d, GroupWhitening2d, Solver
 from ..ops.batch_whitening.channel_groups import split
-from ..ops.tensors import autocast_off
+from ..ops.checks import autocast_off
 
 WhiteningLayer = GroupWhitening2d | BatchWhitening2d
 #: statistic -> its reduction over samples, groups and calls of a layer

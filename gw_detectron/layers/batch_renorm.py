@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops.tensors import check_integer, check_number
+from ..ops.checks import check_integer, check_number
 
 
 class BatchRenorm2d(nn.BatchNorm2d):

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from ..ops.batch_whitening.channel_groups import effective_width, join_matrices, split, split_matrices
 from ..ops.batch_whitening.reference import to_columns, transform
 from ..ops.batch_whitening.statistics import BatchStatistics, batch_statistics
+from ..ops.checks import autocast_off, check_flag, check_integer, check_number, check_tensors
 from ..ops.solvers import Solver
-from ..ops.tensors import autocast_off, check_flag, check_integer, check_number, check_tensors
-from .class_change import base_class, change_base
+from .mixin_swap import base_class, change_base
 from .rotation import GroupRotation
 from .unpickling import check_pickled_solver
 

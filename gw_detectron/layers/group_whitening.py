@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..ops.checks import check_flag, check_integer
 from ..ops.group_whitening.op import group_whiten, use_backend
 from ..ops.group_whitening.reference import effective_groups
 from ..ops.solvers import Solver
-from ..ops.tensors import check_flag, check_integer
 from .unpickling import check_pickled_solver
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .class_change import ClassChange, change_class, original_class
 from .group_whitening import GroupWhitening2d
+from .mixin_swap import ClassChange, change_class, original_class
 
 
 class JointStatistics(ClassChange):

@@ -6,7 +6,7 @@ import fnmatch
 import torch
 from torch import Tensor, nn
 
-from .class_change import ClassChange, change_class, original_class
+from .mixin_swap import ClassChange, change_class, original_class
 
 EPS = 1e-5
 

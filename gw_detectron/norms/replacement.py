@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from ..errors import ConversionError
 from ..layers import BatchRenorm2d, BatchWhitening2d, GroupWhitening2d
-from ..layers.class_change import ClassChange, change_class
+from ..layers.mixin_swap import ClassChange, change_class
 from .installed import get_norm
 from .names import find_norm_spec, resolve_norm
 from .norm_listing import channels_of

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
-from ..ops.tensors import check_integer, check_number, compute_dtype
+from ..ops.checks import check_integer, check_number, compute_dtype
 
 try:
     from timm.layers.evo_norm import EvoNorm2dS0

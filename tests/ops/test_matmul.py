@@ -13,7 +13,7 @@ from torch import nn
 
 from gw_detectron.benchmarks.layer_benchmark import SHAPES
 from gw_detectron.benchmarks.memory import saved_bytes
-from gw_detectron.ops import compat
+from gw_detectron.ops import torch_private
 from gw_detectron.ops.group_whitening import matmul
 
 from .cases import error, gradients, layer, reference
@@ -160,15 +160,15 @@ def test_however_many_samples_a_pass_has(shape, samples, monkeypatch):
         assert error(value, expected) < 1e-12
 
 
-@pytest.mark.skipif(not compat.onednn_available(), reason="oneDNN is not used on this processor")
+@pytest.mark.skipif(not torch_private.onednn_available(), reason="oneDNN is not used on this processor")
 @pytest.mark.parametrize("relu", [False, True], ids=["", "relu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kept", [1, 1000, 10**7])
 def test_whatever_onednn_multiplies(kept, dtype, relu, monkeypatch):
     """The limits are lowered: by default oneDNN does not multiply matrices as small as these."""
     monkeypatch.setattr(matmul, "_LARGEST_KEPT", kept)
-    monkeypatch.setattr(compat, "_SHORTEST", 1)
-    monkeypatch.setattr(compat, "_LONGEST", 1)
+    monkeypatch.setattr(torch_private, "_SHORTEST", 1)
+    monkeypatch.setattr(torch_private, "_LONGEST", 1)
     for shape in SMALL:
         x, dy = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)).to(dtype)
         made = layer(shape[1], 8)

@@ -13,7 +13,7 @@ from torch.export import Dim
 
 from ...errors import ExportError
 from ...layers import use_backend
-from ...ops.compat import assert_all
+from ...ops.torch_private import assert_all
 from ..feature_extractor import Normalization
 from .boxes import NO_BOX, take, top
 

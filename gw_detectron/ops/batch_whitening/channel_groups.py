@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ..tensors import check_integer
+from ..checks import check_integer
 
 
 def effective_width(num_channels: int, channels_per_group: int) -> int:

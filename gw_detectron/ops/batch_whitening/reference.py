@@ -7,8 +7,8 @@ covariance of each group is computed.
 import torch
 from torch import Tensor
 
+from ..checks import autocast_off, check_tensors, compute_dtype, memory_format_of
 from ..solvers import DEFAULT_SOLVER, Solver, check_solver
-from ..tensors import autocast_off, check_tensors, compute_dtype, memory_format_of
 from .channel_groups import effective_width, join, split
 from .statistics import batch_statistics
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..tensors import autocast_off, compute_dtype, memory_format_of
+from ..checks import autocast_off, compute_dtype, memory_format_of
 
 #: elements of a sum of matrices from which it is faster to add one by one: the products would leave the caches
 _LARGE_SUM = 2**17

@@ -17,10 +17,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from .. import compat
+from .. import torch_private
+from ..checks import compute_dtype
 from ..solvers.newton import newton_backward as newton_backward
 from ..solvers.newton import newton_inverse_sqrt
-from ..tensors import compute_dtype
 from .closed_form import InputGradient
 
 newton = newton_inverse_sqrt
@@ -77,7 +77,7 @@ def _uses_onednn(a: Tensor, b: Tensor) -> bool:
     sides = (*a.shape[1:], b.shape[2])
     fits = a.shape[1] * b.shape[2] * a.element_size() < _LARGEST_KEPT  # a larger result is new memory in each call
     contiguous = b.is_contiguous() or b.mT.is_contiguous()  # oneDNN is slow with other strides
-    return fits and contiguous and compat.onednn_is_faster(a, min(sides), max(sides))
+    return fits and contiguous and torch_private.onednn_is_faster(a, min(sides), max(sides))
 
 
 def _parts(a: Tensor, b: Tensor, *others: Tensor) -> Iterable[tuple[Tensor, ...]]:
@@ -90,13 +90,13 @@ def _parts(a: Tensor, b: Tensor, *others: Tensor) -> Iterable[tuple[Tensor, ...]
 def _multiply(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """Multiply two matrices by oneDNN, or two batches by bmm, which can write to ``out``."""
     if a.dim() == 2:
-        return compat.onednn_matmul(a, b)
+        return torch_private.onednn_matmul(a, b)
     return torch.bmm(a, b) if out is None or out.dtype != a.dtype else torch.bmm(a, b, out=out.flatten(2))
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Return ``total + a @ b``, possibly in the memory of ``total``."""
-    return compat.onednn_matmul(a, b, total) if a.dim() == 2 else total.baddbmm_(a, b)
+    return torch_private.onednn_matmul(a, b, total) if a.dim() == 2 else total.baddbmm_(a, b)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

@@ -32,10 +32,10 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ...errors import ConfigError
-from ..compat import needs_plain_operations
+from ..checks import autocast_off, check_tensors, compute_dtype, memory_format_of
 from ..solvers import DEFAULT_SOLVER, Solver, check_solver
 from ..solvers.newton import count_products
-from ..tensors import autocast_off, check_tensors, compute_dtype, memory_format_of
+from ..torch_private import needs_plain_operations
 from . import closed_form, matmul, triton
 from .reference import effective_groups, group_whiten_reference
 

@@ -8,8 +8,8 @@ import math
 
 from torch import Tensor
 
+from ..checks import autocast_off, check_integer, check_tensors, compute_dtype, memory_format_of
 from ..solvers import DEFAULT_SOLVER, Solver, check_solver
-from ..tensors import autocast_off, check_integer, check_tensors, compute_dtype, memory_format_of
 
 
 def effective_groups(num_channels: int, num_groups: int) -> int:

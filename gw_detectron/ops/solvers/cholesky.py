@@ -5,8 +5,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..tensors import rounding_floor
-from .first_order import whitening_matrix
+from ..checks import rounding_floor
+from .no_double_backward import whitening_matrix
 
 
 def cholesky_whitening(sigma: Tensor, *, least: float | Tensor = 0.0) -> Tensor:

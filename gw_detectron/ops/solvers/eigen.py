@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ...errors import NonFiniteCovarianceError
-from ..compat import needs_plain_operations
-from ..tensors import rounding_floor
-from .first_order import whitening_matrix
+from ..checks import rounding_floor
+from ..torch_private import needs_plain_operations
+from .no_double_backward import whitening_matrix
 
 
 def zca_inverse_sqrt(sigma: Tensor, *, least: float | Tensor = 0.0) -> Tensor:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..tensors import zero_variance_threshold
+from ..checks import zero_variance_threshold
 
 
 class _Matrix(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..tensors import check_flag, check_integer, check_number, zero_variance_threshold
+from ..checks import check_flag, check_integer, check_number, zero_variance_threshold
 from .cholesky import cholesky_whitening, pivoted_cholesky_whitening
 from .eigen import pca_inverse_sqrt, zca_entropy_inverse_sqrt, zca_inverse_sqrt, zca_max_inverse_sqrt
 from .newton import newton_inverse_sqrt

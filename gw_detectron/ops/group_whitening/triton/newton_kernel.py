@@ -5,7 +5,7 @@ from __future__ import annotations  # without triton, constexpr is only a name i
 import torch
 from torch import Tensor
 
-from ...tensors import zero_variance_threshold
+from ...checks import zero_variance_threshold
 from . import launch_args as launch
 from .compiler import constexpr, jit, tl
 from .tiles import load_matrix, store_matrix

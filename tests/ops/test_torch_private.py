@@ -5,12 +5,12 @@ import torch
 from torch.autograd import forward_ad
 
 from gw_detectron.layers import GroupWhitening2d
-from gw_detectron.ops import compat
+from gw_detectron.ops import torch_private
 from gw_detectron.ops.group_whitening import matmul
 from gw_detectron.ops.group_whitening.closed_form import InputGradient
 
 needs_onednn = pytest.mark.skipif(
-    not compat.onednn_available(), reason="not used on this processor, or torch has no oneDNN"
+    not torch_private.onednn_available(), reason="not used on this processor, or torch has no oneDNN"
 )
 
 
@@ -28,13 +28,13 @@ def products(monkeypatch):
     """Count the products by oneDNN and check each result."""
     made = []
 
-    def counted(a, b, plus=None, product=compat.onednn_matmul):
+    def counted(a, b, plus=None, product=torch_private.onednn_matmul):
         result = product(a, b, plus)
         assert error(result, a, b, plus) < 1e-6
         made.append(result.shape)
         return result
 
-    monkeypatch.setattr(compat, "onednn_matmul", counted)
+    monkeypatch.setattr(torch_private, "onednn_matmul", counted)
     return made
 
 
@@ -45,38 +45,38 @@ def test_products_of_all_kinds(columns):
     x, matrix, dy = random(64, columns), random(64, 64), random(64, 3 * columns)[:, columns : 2 * columns]
     for a, b in ((matrix, x), (x, x.mT), (dy, x.mT), (random(64, 128), random(128, columns))):
         plus = random(a.shape[0], b.shape[1])
-        assert error(compat.onednn_matmul(a, b), a, b) < 1e-6
-        assert error(compat.onednn_matmul(a, b, plus), a, b, plus) < 1e-6
+        assert error(torch_private.onednn_matmul(a, b), a, b) < 1e-6
+        assert error(torch_private.onednn_matmul(a, b, plus), a, b, plus) < 1e-6
 
 
 @needs_onednn
 def test_for_large_float32_on_a_cpu():
     like = random(2)
-    assert compat.onednn_is_faster(like, 64, 5000)
-    assert not compat.onednn_is_faster(like, 64, 64), "too small"
-    assert not compat.onednn_is_faster(like, 16, 5000), "too flat"
-    assert not compat.onednn_is_faster(like.double(), 64, 5000)
-    assert not compat.onednn_is_faster(like.bfloat16(), 64, 5000)
-    assert not compat.onednn_is_faster(like.to("meta"), 64, 5000)
+    assert torch_private.onednn_is_faster(like, 64, 5000)
+    assert not torch_private.onednn_is_faster(like, 64, 64), "too small"
+    assert not torch_private.onednn_is_faster(like, 16, 5000), "too flat"
+    assert not torch_private.onednn_is_faster(like.double(), 64, 5000)
+    assert not torch_private.onednn_is_faster(like.bfloat16(), 64, 5000)
+    assert not torch_private.onednn_is_faster(like.to("meta"), 64, 5000)
 
 
 def test_not_where_it_is_switched_off(monkeypatch):
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-    assert not compat.onednn_is_faster(random(2), 64, 5000)
+    assert not torch_private.onednn_is_faster(random(2), 64, 5000)
 
 
 @pytest.mark.parametrize(
     ("where", "name", "value"),
-    [(torch.backends.cpu, "get_cpu_capability", "AVX2"), (compat, "_processor", "vendor_id\t: GenuineIntel")],
+    [(torch.backends.cpu, "get_cpu_capability", "AVX2"), (torch_private, "_processor", "vendor_id\t: GenuineIntel")],
     ids=["AVX2", "Intel"],
 )
 def test_not_on_another_processor(where, name, value, monkeypatch):
     monkeypatch.setattr(where, name, lambda: value)
-    compat.onednn_available.cache_clear()
+    torch_private.onednn_available.cache_clear()
     try:
-        assert not compat.onednn_is_faster(random(2), 64, 5000)
+        assert not torch_private.onednn_is_faster(random(2), 64, 5000)
     finally:
-        compat.onednn_available.cache_clear()
+        torch_private.onednn_available.cache_clear()
 
 
 @needs_onednn
@@ -103,17 +103,17 @@ def test_small_maps_go_without(products):
 
 @pytest.mark.parametrize("flag", [True, False])
 def test_an_export_is_recognized_with_and_without_the_private_flag(flag, monkeypatch):
-    if flag and not compat._EXPORTING_FLAG:
+    if flag and not torch_private._EXPORTING_FLAG:
         pytest.skip("this torch has no torch.compiler._is_exporting_flag")
-    monkeypatch.setattr(compat, "_EXPORTING_FLAG", flag)
+    monkeypatch.setattr(torch_private, "_EXPORTING_FLAG", flag)
     program = torch.export.export(GroupWhitening2d(8, 4), (random(2, 8, 3, 3),))
     assert not any("gw_detectron" in str(node.target) for node in program.graph.nodes)
 
 
 def test_transforms_are_recognized():
-    assert not compat.needs_plain_operations()
+    assert not torch_private.needs_plain_operations()
     found = []
-    torch.func.vmap(lambda x: found.append(compat.needs_plain_operations()) or x)(random(2))
+    torch.func.vmap(lambda x: found.append(torch_private.needs_plain_operations()) or x)(random(2))
     with forward_ad.dual_level():
-        found.append(compat.needs_plain_operations())
+        found.append(torch_private.needs_plain_operations())
     assert found == [True, True]
