@@ -13,9 +13,6 @@ from .errors import MissingDetectron2Error, MissingPackageError, UserError
 FUNCTIONS = ("add_gw_config",)
 MODULES = (
     "analysis",
-    "benchmarks.detector_benchmark",
-    "benchmarks.network_benchmark",
-    "benchmarks.networks",
     "checkpoint",
     "config",
     "data",

@@ -25,7 +25,7 @@ ROOMS = (
     {"analysis", "export"},
     {"preflight", "prediction"},
     {"engine"},
-    {"benchmarks", "report"},
+    {"report"},
     {"demo"},
     {"commands"},
     {"__main__"},

@@ -1,7 +1,17 @@
 #!/usr/bin/env python
-"""Measure time and memory; the same as `gw-detectron benchmark`."""
+"""Measure time and memory of layers, networks, detectors and kernels; see docs/performance.md."""
 
-from gw_detectron.commands import run
+import gw_detectron.needs_detectron2  # noqa: F401
+
+# isort: split
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # benchmarks/ is not part of the package
+from benchmarks.command import get_parser, main
+from gw_detectron.cli import errors_reported
 
 if __name__ == "__main__":
-    run("benchmark")
+    with errors_reported():
+        sys.exit(main(get_parser().parse_args()) is False)

@@ -16,12 +16,12 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # experiments/ is not part of the package
+from benchmarks.environment import select_device
+from benchmarks.table import write_csv
 from experiments.small_batch.iteration_time import measure_times
 from experiments.small_batch.plan import DECIDING_BATCH, OTHER_BATCHES
 from experiments.small_batch.results_file import read_results
 from experiments.small_batch.side_by_side import estimate_hours, open_rows, run_rows, start_row
-from gw_detectron.benchmarks.environment import select_device
-from gw_detectron.benchmarks.table import write_csv
 from gw_detectron.cli import check_folder, errors_reported
 from gw_detectron.errors import ConfigError
 

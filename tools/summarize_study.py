@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # experiments/ is not part of the package
+from benchmarks.table import read_csv
 from experiments.small_batch.results_file import read_results
 from experiments.small_batch.results_page import write_summary
-from gw_detectron.benchmarks.table import read_csv
 from gw_detectron.cli import check_folder, errors_reported
 from gw_detectron.errors import MissingFileError
 

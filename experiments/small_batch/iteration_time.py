@@ -5,11 +5,11 @@ The times of the runs themselves cannot be compared: they share their machines, 
 
 import torch
 
-from gw_detectron.benchmarks.environment import describe
-from gw_detectron.benchmarks.networks import Sizes, detector_training
-from gw_detectron.benchmarks.providers import PRECISIONS
-from gw_detectron.benchmarks.table import Table
-from gw_detectron.benchmarks.timing import time_alternating
+from benchmarks.environment import describe
+from benchmarks.networks import Sizes, detector_training
+from benchmarks.providers import PRECISIONS
+from benchmarks.table import Table
+from benchmarks.timing import time_alternating
 from gw_detectron.config import read_config
 
 from .plan import DECIDING_BATCH, NORMS, OTHER_BATCH_NORMS, VARIATIONS, Row

@@ -20,7 +20,7 @@ from detectron2.data import build_detection_train_loader
 from detectron2.modeling import build_model
 from detectron2.utils.env import seed_all_rng
 
-from gw_detectron.benchmarks.environment import machine_name
+from benchmarks.environment import machine_name
 from gw_detectron.checkpoint.run_record import software_versions
 from gw_detectron.cli import errors_reported
 from gw_detectron.config import read_config

@@ -6,10 +6,10 @@ import sys
 import pytest
 import torch
 
-from gw_detectron.benchmarks import layer_benchmark, network_benchmark, timing
-from gw_detectron.benchmarks.networks import Variant
-from gw_detectron.benchmarks.table import read_csv, write_csv
-from gw_detectron.commands import benchmark
+from benchmarks import command as benchmark
+from benchmarks import layer_benchmark, network_benchmark, timing
+from benchmarks.networks import Variant
+from benchmarks.table import read_csv, write_csv
 from gw_detectron.errors import UserError
 
 
@@ -17,7 +17,7 @@ from gw_detectron.errors import UserError
 def tool(monkeypatch):
     def run(*words):
         words = [str(word) for word in words]
-        monkeypatch.setattr(sys, "argv", ["gw-detectron benchmark", *words])
+        monkeypatch.setattr(sys, "argv", ["benchmark.py", *words])
         return benchmark.main(benchmark.get_parser().parse_args(words))
 
     return run
@@ -42,7 +42,7 @@ def test_layer_writes_its_table_and_compares_it(layer, tmp_path, capsys):
     assert "to_figure1" in printed and "1x64x5x3" in printed and "conv3x3" in printed
     assert sorted(file.name for file in tmp_path.iterdir()) == ["found.csv", "found.png"]
     table = read_csv(tmp_path / "found.csv")
-    assert table.header["command"].startswith("gw-detectron benchmark layer --device cpu")
+    assert table.header["command"].startswith("python tools/benchmark.py layer --device cpu")
     assert {row["provider"] for row in table.rows} == {
         *("ours", "ours_relu", "relu_apart", "figure1", "group_norm", "batch_norm", "conv3x3", "floor")
     }
@@ -135,8 +135,6 @@ def test_a_missing_gpu(tool):
 
 @pytest.mark.slow
 def test_help_lists_the_providers():
-    done = subprocess.run(
-        [sys.executable, "-m", "gw_detectron", "benchmark", "layer", "--help"], capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "tools/benchmark.py", "layer", "--help"], capture_output=True, text=True)
     assert done.returncode == 0
     assert "figure1_compiled  the same under torch.compile" in done.stdout

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from gw_detectron.benchmarks.comparison import compare
-from gw_detectron.benchmarks.plot import plot
-from gw_detectron.benchmarks.table import Table, find_csv, read_csv, write_csv
+from benchmarks.comparison import compare
+from benchmarks.plot import plot
+from benchmarks.table import Table, find_csv, read_csv, write_csv
 from gw_detectron.errors import UserError
 
 HEADER = {

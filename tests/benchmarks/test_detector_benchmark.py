@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from gw_detectron.benchmarks import detector_benchmark
-from gw_detectron.benchmarks.detector_benchmark import DetectorSettings, plan_detectors, run_detectors
-from gw_detectron.benchmarks.plot import plot
-from gw_detectron.benchmarks.summary import summary
-from gw_detectron.benchmarks.table import read_csv, write_csv
-from gw_detectron.commands import benchmark
+from benchmarks import command as benchmark
+from benchmarks import detector_benchmark
+from benchmarks.detector_benchmark import DetectorSettings, plan_detectors, run_detectors
+from benchmarks.plot import plot
+from benchmarks.summary import summary
+from benchmarks.table import read_csv, write_csv
 from gw_detectron.errors import UserError
 
 CPU = torch.device("cpu")

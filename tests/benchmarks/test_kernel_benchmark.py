@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gw_detectron.benchmarks import compiled_kernels, kernel_benchmark
-from gw_detectron.benchmarks.compiled_kernels import CompiledKernel, compiler_tool, kernel_name, layer_launches
-from gw_detectron.benchmarks.kernel_benchmark import KernelSettings, moved_bytes, plan_kernels, run_kernels
-from gw_detectron.benchmarks.plot import plot
-from gw_detectron.benchmarks.summary import summary
-from gw_detectron.benchmarks.table import read_csv, write_csv
-from gw_detectron.commands import benchmark
+from benchmarks import command as benchmark
+from benchmarks import compiled_kernels, kernel_benchmark
+from benchmarks.compiled_kernels import CompiledKernel, compiler_tool, kernel_name, layer_launches
+from benchmarks.kernel_benchmark import KernelSettings, moved_bytes, plan_kernels, run_kernels
+from benchmarks.plot import plot
+from benchmarks.summary import summary
+from benchmarks.table import read_csv, write_csv
 from gw_detectron.errors import ConfigError, MissingPackageError, UserError
 from gw_detectron.ops.group_whitening.triton import launch_args
 from gw_detectron.ops.group_whitening.triton.compiler import triton
@@ -185,7 +185,7 @@ def test_the_command_compiles_for_a_gpu_that_is_not_there(tmp_path, capsys, monk
         compiler_tool("ptxas"), compiler_tool("cuobjdump")
     except MissingPackageError as error:
         pytest.skip(str(error))
-    monkeypatch.setattr(sys, "argv", ["gw-detectron benchmark", "kernels"])
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", "kernels"])
     flags = ["--compile-only", "90", "--shapes", "2x64x16x16", "--dtypes", "fp32", "--output", str(tmp_path / "k")]
     assert benchmark.main(benchmark.get_parser().parse_args(["kernels", *flags]))
     rows = read_csv(tmp_path / "k.csv").rows

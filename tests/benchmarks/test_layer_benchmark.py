@@ -7,9 +7,9 @@ import subprocess
 import pytest
 import torch
 
-from gw_detectron.benchmarks.layer_benchmark import SHAPES, LayerSettings, parse_shape, plan_layer, run_layer
-from gw_detectron.benchmarks.providers import PROVIDERS
-from gw_detectron.benchmarks.summary import geometric_means, summary
+from benchmarks.layer_benchmark import SHAPES, LayerSettings, parse_shape, plan_layer, run_layer
+from benchmarks.providers import PROVIDERS
+from benchmarks.summary import geometric_means, summary
 from gw_detectron.errors import UserError
 
 CPU = torch.device("cpu")

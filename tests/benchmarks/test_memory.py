@@ -6,7 +6,7 @@ import weakref
 import torch
 from torch import nn
 
-from gw_detectron.benchmarks.memory import peak_bytes, saved_bytes
+from benchmarks.memory import peak_bytes, saved_bytes
 
 N, C, H, W = 2, 64, 5, 7
 ELEMENTS = N * C * H * W

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from gw_detectron.benchmarks import network_benchmark, timing
-from gw_detectron.benchmarks.network_benchmark import (
+from benchmarks import network_benchmark, timing
+from benchmarks.network_benchmark import (
     MODELS,
     PAPER,
     NetworkSettings,
@@ -13,8 +13,8 @@ from gw_detectron.benchmarks.network_benchmark import (
     plan_networks,
     run_networks,
 )
-from gw_detectron.benchmarks.networks import Sizes, Variant, backbone, classifier, detector, random_batch
-from gw_detectron.benchmarks.providers import PRECISIONS
+from benchmarks.networks import Sizes, Variant, backbone, classifier, detector, random_batch
+from benchmarks.providers import PRECISIONS
 from gw_detectron.errors import UserError
 from gw_detectron.layers import GroupWhitening2d
 from gw_detectron.model_zoo import get_config, list_configs

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from gw_detectron.benchmarks.figure1 import Figure1Whitening
-from gw_detectron.benchmarks.floor import products, traffic
-from gw_detectron.benchmarks.providers import MODES, PROVIDERS, Case
+from benchmarks.figure1 import Figure1Whitening
+from benchmarks.floor import products, traffic
+from benchmarks.providers import MODES, PROVIDERS, Case
 
 from ..ops.cases import correlated
 from ..ops.oracle import Setting, group_whiten, group_whiten_backward

@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from gw_detectron.benchmarks import timing
-from gw_detectron.benchmarks.timing import WARM_UP, Step, balanced_orders, time_alternating
+from benchmarks import timing
+from benchmarks.timing import WARM_UP, Step, balanced_orders, time_alternating
 
 CPU = torch.device("cpu")
 

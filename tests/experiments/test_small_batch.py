@@ -20,6 +20,8 @@ from detectron2.layers import FrozenBatchNorm2d
 from detectron2.modeling import build_model
 from torch import nn
 
+from benchmarks.table import read_csv
+from benchmarks.timing import Step
 from experiments.small_batch import iteration_time, single_run
 from experiments.small_batch.features import feature_statistics
 from experiments.small_batch.plan import (
@@ -36,8 +38,6 @@ from experiments.small_batch.results_file import append_result, read_results
 from experiments.small_batch.side_by_side import estimate_hours, open_rows, run_rows
 from experiments.small_batch.single_run import CONFIG, run_row, scores
 from gw_detectron import GroupWhitening2d
-from gw_detectron.benchmarks.table import read_csv
-from gw_detectron.benchmarks.timing import Step
 from gw_detectron.config import read_config
 from gw_detectron.data import HardSyntheticConfig, make_synthetic, register_synthetic
 from gw_detectron.errors import ConfigError, DataError

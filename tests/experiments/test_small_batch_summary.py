@@ -8,12 +8,12 @@ import summarize_study
 from PIL import Image
 from scipy import stats
 
+from benchmarks.table import Table, write_csv
 from experiments.small_batch import figures, tables
 from experiments.small_batch.paired_test import HYPOTHESES, Difference, holm, paired_difference, verdict
 from experiments.small_batch.plan import DECIDING, NORMS, VARIATIONS, planned_rows
 from experiments.small_batch.results_file import append_result, read_results
 from experiments.small_batch.results_page import PAGE, write_summary
-from gw_detectron.benchmarks.table import Table, write_csv
 from gw_detectron.errors import DataError, MissingFileError
 
 PAGE_TEXT = "before\n" + "".join(

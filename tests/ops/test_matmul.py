@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from gw_detectron.benchmarks.layer_benchmark import SHAPES
-from gw_detectron.benchmarks.memory import saved_bytes
+from benchmarks.layer_benchmark import SHAPES
+from benchmarks.memory import saved_bytes
 from gw_detectron.ops import torch_private
 from gw_detectron.ops.group_whitening import matmul
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from gw_detectron.benchmarks.layer_benchmark import SHAPES
-from gw_detectron.benchmarks.memory import saved_bytes
+from benchmarks.layer_benchmark import SHAPES
+from benchmarks.memory import saved_bytes
 from gw_detectron.layers import group_whiten
 from gw_detectron.ops.group_whitening import triton as triton_kernels
 from gw_detectron.ops.group_whitening.op import choose_backend

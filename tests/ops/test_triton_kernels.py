@@ -22,7 +22,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gw_detectron.benchmarks.compiled_kernels import compile_launch, compiler_tool, layer_launches
+from benchmarks.compiled_kernels import compile_launch, compiler_tool, layer_launches
 from gw_detectron.errors import MissingPackageError
 from gw_detectron.layers import GroupWhitening2d, newton_inverse_sqrt
 from gw_detectron.ops.group_whitening import closed_form

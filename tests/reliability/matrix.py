@@ -125,7 +125,7 @@ def environment() -> dict[str, str]:
 def run_combination(python: Path, note: str, pytest_args: list[str]) -> dict[str, object]:
     """Run the tests and the tools with one interpreter; return a row of the table."""
     sys.path.insert(0, str(ROOT))
-    from gw_detectron.benchmarks.environment import cpu_name
+    from benchmarks.environment import cpu_name
     from gw_detectron.version import git_commit
 
     probe = subprocess.run([str(python), "-c", PROBE], capture_output=True, text=True, cwd=BUILD.parent.parent)

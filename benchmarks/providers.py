@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..layers import GroupWhitening2d
+from gw_detectron.layers import GroupWhitening2d
+
 from .figure1 import Figure1Whitening
 from .floor import products, traffic
 from .timing import Step

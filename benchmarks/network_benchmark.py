@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ..errors import ConfigError, check_minimum
+from gw_detectron.errors import ConfigError, check_minimum
+
 from .environment import describe
 from .memory import memory_cells
 from .networks import MINIMUM_PIXELS, Iteration, Sizes, Variant, backbone, classifier, detector

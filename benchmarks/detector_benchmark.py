@@ -7,9 +7,10 @@ from functools import partial
 import numpy as np
 import torch
 
-from ..data.images import read_image, synthetic_images
-from ..errors import ConfigError, check_minimum
-from ..prediction import open_predictor
+from gw_detectron.data.images import read_image, synthetic_images
+from gw_detectron.errors import ConfigError, check_minimum
+from gw_detectron.prediction import open_predictor
+
 from .environment import describe
 from .table import Row, Table
 from .timing import Step, time_alternating

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from ..errors import ConfigError, check_minimum
+from gw_detectron.errors import ConfigError, check_minimum
+
 from .environment import describe
 from .memory import memory_cells
 from .providers import GROUP_NORM_GROUPS, MODES, OPTIONAL, PRECISIONS, PROVIDERS, Case, layer_step, provider_step

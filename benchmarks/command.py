@@ -14,20 +14,21 @@ from pathlib import Path
 
 import torch
 
-from ..benchmarks import detector_benchmark, kernel_benchmark, layer_benchmark, network_benchmark
-from ..benchmarks.comparison import TOLERANCE, compare
-from ..benchmarks.detector_benchmark import DetectorSettings
-from ..benchmarks.environment import machine_name, select_device
-from ..benchmarks.kernel_benchmark import KernelSettings
-from ..benchmarks.layer_benchmark import MEMORY, LayerSettings
-from ..benchmarks.network_benchmark import MODELS, NetworkSettings
-from ..benchmarks.networks import Sizes
-from ..benchmarks.plot import plot
-from ..benchmarks.providers import MODES, OPTIONAL, PRECISIONS, PROVIDERS
-from ..benchmarks.summary import summary
-from ..benchmarks.table import find_csv, read_csv, write_csv
-from ..benchmarks.validation import output_paths
-from ..cli import new_parser
+from gw_detectron.cli import new_parser
+
+from . import detector_benchmark, kernel_benchmark, layer_benchmark, network_benchmark
+from .comparison import TOLERANCE, compare
+from .detector_benchmark import DetectorSettings
+from .environment import machine_name, select_device
+from .kernel_benchmark import KernelSettings
+from .layer_benchmark import MEMORY, LayerSettings
+from .network_benchmark import MODELS, NetworkSettings
+from .networks import Sizes
+from .plot import plot
+from .providers import MODES, OPTIONAL, PRECISIONS, PROVIDERS
+from .summary import summary
+from .table import find_csv, read_csv, write_csv
+from .validation import output_paths
 
 
 def get_parser() -> argparse.ArgumentParser:
@@ -169,7 +170,7 @@ def main(args: argparse.Namespace) -> bool:
         compare(args.plan(settings), reference, args.tolerance)
     csv_path, plot_path = output_paths(args.output, args.compare)
     try:
-        table = args.run(settings, f"gw-detectron benchmark {shlex.join(sys.argv[1:])}")
+        table = args.run(settings, f"python tools/benchmark.py {shlex.join(sys.argv[1:])}")
     except KeyboardInterrupt:
         print("\nInterrupted: no table is written.", file=sys.stderr)
         raise SystemExit(130) from None  # the exit status of a shell for Ctrl-C

@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Collection
 from pathlib import Path
 
-from ..errors import ConfigError, FileAccessError
+from gw_detectron.errors import ConfigError, FileAccessError
 
 
 def check_names(kind: str, names: Collection[str], allowed: Collection[str]) -> None:

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from tabulate import tabulate
 
-from ..errors import ConfigError
+from gw_detectron.errors import ConfigError
+
 from .table import Table
 
 TOLERANCE = 0.2

@@ -6,7 +6,8 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ..atomic import atomic_write
+from gw_detectron.atomic import atomic_write
+
 from .providers import PROVIDERS
 from .table import Row, Table
 

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, check_minimum
-from ..ops.group_whitening.triton.compiler import ERRORS
-from ..ops.group_whitening.triton.launch_args import Launch, Tuning, supported, tuned
-from ..progress import progress_bar
+from gw_detectron.errors import ConfigError, check_minimum
+from gw_detectron.ops.group_whitening.triton.compiler import ERRORS
+from gw_detectron.ops.group_whitening.triton.launch_args import Launch, Tuning, supported, tuned
+from gw_detectron.progress import progress_bar
+
 from .compiled_kernels import compile_launch, compiler_tool, kernel_name, layer_launches
 from .environment import describe
 from .layer_benchmark import Shape

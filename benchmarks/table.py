@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..atomic import atomic_write
-from ..errors import DataError, MissingFileError
+from gw_detectron.atomic import atomic_write
+from gw_detectron.errors import DataError, MissingFileError
 
 Row = Mapping[str, Any]  # text in the key columns, a number or None in the others
 
@@ -129,7 +129,7 @@ def read_csv(path: str | os.PathLike[str], argument: str = "--compare") -> Table
         DataError: it is not such a table, or damaged.
     """
     if not Path(path).is_file():
-        fix = "Fix: give a table that gw-detectron benchmark wrote."
+        fix = "Fix: give a table that tools/benchmark.py wrote."
         raise MissingFileError(f"{argument} ({str(path)!r}): file not found (cwd: {os.getcwd()}). {fix}")
     # a binary file, such as a picture, has no benchmark line either
     lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
