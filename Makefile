@@ -62,7 +62,7 @@ docs: setup ## build the documentation into site/; broken links and anchors are 
 # systems. It reads the registry from UV_DEFAULT_INDEX, not from pip's configuration. The last version of pip that
 # accepts Detectron2's source archive is 26.0.
 lock: $(STAMPS)/dependencies ## rewrite requirements.txt (versions and hashes) from pyproject.toml
-	cd tools && ../$(BIN)/python -c 'import detectron2_wheel as d; print(*d.DEPENDENCIES, "pip<=26.0", "setuptools", sep="\n")' \
+	cd tools && ../$(BIN)/python -c 'import install_detectron2 as d; print(*d.DEPENDENCIES, "pip<=26.0", "setuptools", sep="\n")' \
 	  | ../$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --extra dev --generate-hashes --no-annotate \
 	    --custom-compile-command 'make lock' $(LOCK_ARGS) --output-file ../requirements.txt ../pyproject.toml -
 
@@ -103,7 +103,7 @@ $(STAMPS)/dependencies: requirements.txt | $(STAMPS)/venv
 	  || $(call stop,installing the dependencies failed.,read the message above; check the network and the free disk space (8 GB))
 	@touch $@
 
-$(STAMPS)/detectron2: $(wildcard tools/*detectron2*.py) $(STAMPS)/dependencies
+$(STAMPS)/detectron2: tools/install_detectron2.py $(STAMPS)/dependencies
 	$(call step,installing Detectron2 unless there is one)
 	@$(BIN)/python tools/install_detectron2.py \
 	  || $(call stop,installing Detectron2 failed.,read the message above)

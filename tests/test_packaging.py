@@ -12,7 +12,7 @@ import zipfile
 from pathlib import Path
 
 import detectron2
-import detectron2_wheel
+import install_detectron2
 import pytest
 import torch
 from packaging.requirements import Requirement
@@ -122,7 +122,7 @@ def test_everything_that_setup_installs_is_locked():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = [line for lines in project["optional-dependencies"].values() for line in lines]
     outdated = []
-    for line in [*project["dependencies"], *extras, *detectron2_wheel.DEPENDENCIES, "pip<=26.0", "setuptools>=77"]:
+    for line in [*project["dependencies"], *extras, *install_detectron2.DEPENDENCIES, "pip<=26.0", "setuptools>=77"]:
         requirement = Requirement(line)
         name = canonicalize_name(requirement.name)
         if name != "gw-detectron" and not requirement.specifier.contains(locked.get(name, "0")):
