@@ -35,9 +35,9 @@ __all__ = [
 if has_detectron2():
     with scripting_warnings_ignored():
         from . import modeling as _  # noqa: F401, registers the components
-    from .checkpoint import register_weights
     from .config import add_gw_config
     from .data import register_synthetic
+    from .weights import register_weights
 
     __all__ += ["add_gw_config"]
 

@@ -26,6 +26,7 @@ MODULES = (
     "prediction",
     "preflight",
     "report",
+    "weights",
 )
 _PIP_NAMES = {"cv2": "opencv-python-headless"}
 

@@ -1,8 +1,7 @@
-"""The layout of the package: imports point one way, and a file name has one meaning."""
+"""The layout of the package: imports point one way."""
 
 import ast
 import sys
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ ROOMS = (
     {"norms"},
     {"config", "cli", "installation", "timm_models"},
     {"modeling", "data", "pictures", "env"},
+    {"weights"},
     {"checkpoint"},
     {"model_zoo"},
     {"analysis", "export"},
@@ -31,8 +31,6 @@ ROOMS = (
     {"__main__"},
 )
 LEVELS = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
-# the same name for the same thing: reference implementations, and a command beside the code that it calls
-SHARED_NAMES = {"__init__", "__main__", "reference", "group_whitening", "batch_whitening", "demo", "report"}
 
 
 def imports(path: Path) -> set[str]:
@@ -81,18 +79,6 @@ def test_tools_parse_call_and_print(path):
     modules = {module.split(".")[0] for module in imports(path)}
     if "gw_detectron" in modules:
         assert not modules & {"torch", "detectron2"}, f"{path.name}: move this logic into the package"
-
-
-def test_a_file_name_has_one_meaning():
-    places = defaultdict(list)
-    commands = {path.stem for path in files(PACKAGE / "commands")}
-    tools = [path for path in files(ROOT / "tools") if path.stem not in commands]  # each runs the command of its name
-    for path in [*files(PACKAGE, ROOT / "experiments"), *tools]:
-        places[path.stem].append(str(path.relative_to(ROOT)))
-    folders = {path.name for path in PACKAGE.rglob("*") if path.is_dir()}
-    repeated = {name: found for name, found in places.items() if len(found) > 1 and name not in SHARED_NAMES}
-    hidden = {name: places[name] for name in folders & places.keys() - SHARED_NAMES}
-    assert not repeated | hidden
 
 
 def test_detectron2_is_recognized_by_features_not_by_version():

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from gw_detectron.checkpoint import open_checkpoint, read_weights_file
+from gw_detectron.checkpoint import open_checkpoint
 from gw_detectron.errors import UserError, WeightsFileError
+from gw_detectron.weights import read_weights_file
 
-from .checkpoint.polyglot import safetensors_and_pickle
 from .tiny_run import CONFIG, OPTS, ROOT
+from .weights.polyglot import safetensors_and_pickle
 
 WORDS = [str(word) for pair in OPTS.items() for word in pair]
 #: tool and its arguments: {config}, {weights}, {folder} are replaced

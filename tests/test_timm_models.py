@@ -14,12 +14,12 @@ from timm.utils import CheckpointSaver
 from torch import nn
 
 from gw_detectron import norm_table, timm_models  # noqa: F401, the import registers the models
-from gw_detectron.checkpoint.weights_conversion import to_torchvision
-from gw_detectron.checkpoint.weights_io import convert_file
 from gw_detectron.config import read_config
 from gw_detectron.errors import UnknownNormError, UserError, WeightsFileError
 from gw_detectron.layers import GroupWhitening2d
 from gw_detectron.norms import norm_rows
+from gw_detectron.weights.conversion import to_torchvision
+from gw_detectron.weights.weights_io import convert_file
 
 
 def whitened(model: nn.Module) -> int:

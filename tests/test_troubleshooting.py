@@ -21,25 +21,25 @@ INTERNAL = {"AttributeError", "SystemExit", "Interrupted"}
 
 # Reasons that another module puts into a message, with that module and its fix.
 COMPLETED = {
-    "catalog": ("checkpoint/download.py", "Fix: "),
+    "catalog": ("weights/download.py", "Fix: "),
     "coco_checks": ("preflight/dataset_checks.py", "Fix: correct the file."),
     "derived_json": ("data/derived_json.py", "not compressed."),  # repeats an error with the name of the file
-    "checkpoint_file": ("checkpoint/reading.py", "Fix:"),  # repeats an error with the name of the key
+    "opening": ("weights/reading.py", "Fix:"),  # repeats an error with the name of the key
     "config": ("config.py", "Fix: correct it."),
     "convs": ("layers/weight_standardization.py", "Fix:"),
     "findings": ("errors.py", "problems: one message per problem"),  # each has its own fix
     "images": ("data/images.py", "cannot be read: {reason}. Fix: repair"),
-    "load_report": ("checkpoint/load_report.py", "Fix:"),
+    "loading": ("checkpoint/loading.py", "Fix:"),
     "nonfinite": ("engine/nonfinite.py", "Fix:"),
     "names": ("norms/names.py", "Fix:"),
-    "numpy_unpickler": ("checkpoint/reading.py", "was not read: {error}. Fix:"),
-    "pickle_check": ("checkpoint/reading.py", "was not read: {error}. Fix:"),
-    "provenance": ("checkpoint/provenance.py", "damaged ({reason}). Fix: convert the weights again."),
-    "reading": ("checkpoint/reading.py", "was not read: {error}. Fix:"),
+    "numpy_unpickler": ("weights/reading.py", "was not read: {error}. Fix:"),
+    "pickle_check": ("weights/reading.py", "was not read: {error}. Fix:"),
+    "provenance": ("weights/provenance.py", "damaged ({reason}). Fix: convert the weights again."),
+    "reading": ("weights/reading.py", "was not read: {error}. Fix:"),
     "run_folder": ("errors.py", "Fix: run `{command}`."),
     "table": ("benchmarks/table.py", "Fix: measure it again."),
     "trainer": ("engine/nonfinite.py", "Fix:"),
-    "weights_io": ("checkpoint/weights_conversion.py", "Fix:"),  # repeats an error with the name of the file
+    "weights_io": ("weights/conversion.py", "Fix:"),  # repeats an error with the name of the file
     "whitening_statistics": ("analysis/layer_analysis.py", "Fix:"),
 }
 

@@ -21,7 +21,7 @@ from detectron2.modeling import build_model
 from detectron2.utils.env import seed_all_rng
 
 from benchmarks.environment import machine_name
-from gw_detectron.checkpoint.run_record import software_versions
+from gw_detectron.checkpoint.records import software_versions
 from gw_detectron.cli import errors_reported
 from gw_detectron.config import read_config
 from gw_detectron.engine import get_parser, main

@@ -1,44 +1,25 @@
-"""ImageNet weights: safe reading, conversion, download, strict loading and verification."""
+"""Checkpoints of runs: open, load strictly, record."""
 
-from .architecture import Architecture
-from .catalog import CATALOG, PublishedWeights, local_weights, register_weights
-from .checkpoint_file import Checkpoint, StartWeights, last_checkpoint, open_checkpoint, open_start_weights
+from ..weights.metadata import NORMS
 from .checkpointer import GWDetectionCheckpointer
-from .load_report import LoadReport
-from .loading import load_checkpoint, norm_mismatch
-from .norm_record import NormRecord, norm_differences
-from .provenance import Preprocessing, Provenance
-from .reading import read_weights_file
-from .trained_model import load_model
-from .weight_notes import NORMS
-from .weights_conversion import Conversion, convert, to_torchvision
-from .weights_io import convert_file, load_weights
+from .loading import LoadReport, load_checkpoint, load_model, norm_mismatch
+from .opening import Checkpoint, StartWeights, last_checkpoint, open_checkpoint, open_start_weights
+from .records import RUN_RECORD, NormRecord, RunRecord, norm_differences
 
 __all__ = [
-    "CATALOG",
     "NORMS",
-    "Architecture",
+    "RUN_RECORD",
     "Checkpoint",
-    "Conversion",
     "GWDetectionCheckpointer",
     "LoadReport",
     "NormRecord",
-    "Preprocessing",
-    "Provenance",
-    "PublishedWeights",
+    "RunRecord",
     "StartWeights",
-    "convert",
-    "convert_file",
     "last_checkpoint",
     "load_checkpoint",
     "load_model",
-    "load_weights",
-    "local_weights",
     "norm_differences",
     "norm_mismatch",
     "open_checkpoint",
     "open_start_weights",
-    "read_weights_file",
-    "register_weights",
-    "to_torchvision",
 ]

@@ -7,10 +7,10 @@ from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.utils.file_io import PathManager
 from torch import nn
 
-from .checkpoint_file import open_checkpoint
+from ..weights.metadata import NORMS
 from .loading import load_checkpoint
-from .norm_record import NormRecord
-from .weight_notes import NORMS
+from .opening import open_checkpoint
+from .records import NormRecord
 
 
 class GWDetectionCheckpointer(DetectionCheckpointer):

@@ -11,10 +11,10 @@ import yaml
 from torch import Tensor
 
 from ..errors import ConfigError, printable
-from .provenance import PROVENANCE
-from .reading import is_finite, read_weights_file
-from .run_record import RUN_RECORD, config_differences
-from .weight_notes import NORMS
+from ..weights.metadata import NORMS
+from ..weights.provenance import PROVENANCE
+from ..weights.reading import is_finite, read_weights_file
+from .records import RUN_RECORD, config_differences
 
 
 def describe_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -6,9 +6,9 @@ import json
 
 from tabulate import tabulate
 
-from ..checkpoint import convert_file
-from ..checkpoint.provenance import PREPROCESSING
 from ..cli import new_parser
+from ..weights import convert_file
+from ..weights.provenance import PREPROCESSING
 
 
 def get_parser() -> argparse.ArgumentParser:

@@ -4,11 +4,11 @@ import argparse
 import dataclasses
 import json
 
-from ..checkpoint.verify import is_labeled, measure_accuracy, verify
 from ..cli import new_parser
 from ..config import read_config
 from ..data.images import load_images, synthetic_images
 from ..errors import WeightsError
+from ..weights.verify import is_labeled, measure_accuracy, verify
 
 
 def get_parser() -> argparse.ArgumentParser:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from detectron2.config import CfgNode
 
-from ..checkpoint.checkpoint_file import local_file
+from ..checkpoint.opening import local_file
 from ..data import (
     DATASETS_FILE,
     CocoDataset,

@@ -21,8 +21,8 @@ from detectron2.utils.logger import setup_logger
 from ..analysis import WhiteningStatsHook
 from ..atomic import AtomicPathManager
 from ..checkpoint import StartWeights, load_checkpoint, open_start_weights
-from ..checkpoint.checkpoint_file import local_file
-from ..checkpoint.trained_model import check_shapes
+from ..checkpoint.loading import check_shapes
+from ..checkpoint.opening import local_file
 from ..config import changed_config, get_value, read_config
 from ..data import record_datasets, registered_datasets
 from ..errors import ConfigError, FileAccessError, PartialLoadError, UserError

@@ -23,7 +23,7 @@ from detectron2.utils.file_io import PathManager
 
 from ..atomic import AtomicPathManager, remove_unfinished
 from ..checkpoint import NORMS, LoadReport, NormRecord, StartWeights, load_checkpoint, open_start_weights
-from ..checkpoint.run_record import RUN_RECORD, RunRecord
+from ..checkpoint.records import RUN_RECORD, RunRecord
 from ..config import changed_config
 from ..data.dataset_mapper import ImageNamingMapper
 from ..errors import ConfigError, NonFiniteError, is_user_error

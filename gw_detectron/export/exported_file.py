@@ -12,9 +12,9 @@ import torch
 import torchvision  # noqa: F401  # registers operators that exported detectors use
 from torch import Tensor
 
-from ..checkpoint.weight_notes import DESCRIPTION
 from ..errors import ConfigError, FileAccessError, UserError, first_line
 from ..requirements import require_packages
+from ..weights.metadata import DESCRIPTION
 from .parity import Run
 
 _WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from ..checkpoint.weight_notes import DESCRIPTION
 from ..errors import ExportError, summarize_names
 from ..requirements import require_packages
+from ..weights.metadata import DESCRIPTION
 from .exported_file import ExportedFile, open_onnx, open_pt2, open_torchscript
 
 # ONNX can multiply matrices, but has no operator that factorizes or inverts one.

@@ -9,12 +9,13 @@ from typing import Any
 import yaml
 from detectron2.config import CfgNode
 
-from ..checkpoint import CATALOG, open_checkpoint
-from ..checkpoint.catalog import PREFIX
-from ..checkpoint.provenance import PROVENANCE
-from ..checkpoint.run_record import RUN_RECORD
+from ..checkpoint import open_checkpoint
+from ..checkpoint.records import RUN_RECORD
 from ..config import parse_config
 from ..errors import ConfigError
+from ..weights import CATALOG
+from ..weights.catalog import PREFIX
+from ..weights.provenance import PROVENANCE
 
 _LICENSE = re.compile("[a-z0-9][a-z0-9.-]*")
 _LIBRARIES = {"onnx": "onnx", "detectron2": "gw_detectron"}

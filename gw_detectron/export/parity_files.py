@@ -7,8 +7,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from ..checkpoint.provenance import sha256_of, tool
 from ..version import package_versions
+from ..weights.provenance import sha256_of, tool
 from .model_card import card_text
 
 #: the files beside the exported one

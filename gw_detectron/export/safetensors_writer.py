@@ -11,14 +11,14 @@ from detectron2.modeling.backbone.resnet import BottleneckBlock
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from ..checkpoint.architecture import Norms, build_torchvision, infer_architecture
-from ..checkpoint.norm_record import NormRecord
-from ..checkpoint.reference_networks import torchvision_stages
-from ..checkpoint.weight_notes import DESCRIPTION, NORM_CLASSES, NORMS, build_norm
-from ..checkpoint.weights_conversion import to_torchvision
+from ..checkpoint.records import NormRecord
 from ..errors import ExportError
 from ..layers import GroupWhitening2d
 from ..norms.convs import conv_names
+from ..weights.architecture import Norms, build_torchvision, infer_architecture
+from ..weights.conversion import to_torchvision
+from ..weights.metadata import DESCRIPTION, NORM_CLASSES, NORMS, build_norm
+from ..weights.reference_networks import torchvision_stages
 from .exported_file import ExportedFile
 from .feature_extractor import FeatureExtractor
 from .formats import Written

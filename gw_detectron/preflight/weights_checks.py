@@ -9,9 +9,9 @@ from detectron2.config import CfgNode
 from torch import nn
 
 from ..checkpoint import Checkpoint, StartWeights, norm_differences, norm_mismatch, open_checkpoint
-from ..checkpoint.provenance import PREPROCESSING, Preprocessing
-from ..checkpoint.run_record import RUN_RECORD, config_differences
+from ..checkpoint.records import RUN_RECORD, config_differences
 from ..errors import UserError, summarize_names
+from ..weights.provenance import PREPROCESSING, Preprocessing
 from .findings import Findings
 
 # part of an address -> preprocessing of these weights, by Detectron2's model zoo and this package

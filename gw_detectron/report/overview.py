@@ -4,7 +4,7 @@ import math
 import statistics
 from typing import Any
 
-from ..checkpoint.run_record import RUN_RECORD
+from ..checkpoint.records import RUN_RECORD
 from ..errors import MissingInputError
 from ..norms import norm_rows, norm_summary
 from .precision_recall import TASKS

@@ -13,13 +13,14 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from gw_detectron.checkpoint import Checkpoint, read_weights_file, run_record
+from gw_detectron.checkpoint import Checkpoint, records
 from gw_detectron.checkpoint.describe import describe_checkpoint, format_config, format_description
-from gw_detectron.checkpoint.run_record import RunRecord, software_versions
+from gw_detectron.checkpoint.records import RunRecord, software_versions
 from gw_detectron.config import read_config
 from gw_detectron.data import register_synthetic
 from gw_detectron.engine import Trainer, setup
 from gw_detectron.errors import ConfigError
+from gw_detectron.weights import read_weights_file
 
 from ..tiny_run import DATA, ROOT, arguments
 
@@ -161,7 +162,7 @@ def test_a_resumed_run_keeps_how_its_earlier_parts_were_trained(monkeypatch):
     assert same.state_dict()["start_weights"]["address"] == "a.pth"
     changed.load_state_dict(first.state_dict())
     saved, last = changed.state_dict(), RunRecord("SEED: 2\n", 2)
-    monkeypatch.setattr(run_record.comm, "get_world_size", lambda: 2)
+    monkeypatch.setattr(records.comm, "get_world_size", lambda: 2)
     last.load_state_dict(saved)
     parts = [*last.state_dict()["earlier_parts"], last.state_dict()]
     assert [(part["config"], part["processes"]) for part in parts] == [

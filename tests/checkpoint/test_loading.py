@@ -11,15 +11,7 @@ import torch
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.modeling import build_model
 
-from gw_detectron.checkpoint import (
-    GWDetectionCheckpointer,
-    convert,
-    convert_file,
-    load_checkpoint,
-    open_checkpoint,
-    open_start_weights,
-    read_weights_file,
-)
+from gw_detectron.checkpoint import GWDetectionCheckpointer, load_checkpoint, open_checkpoint, open_start_weights
 from gw_detectron.errors import (
     ConfigError,
     FileAccessError,
@@ -30,9 +22,10 @@ from gw_detectron.errors import (
     WeightsFileError,
 )
 from gw_detectron.norms import norm_rows
+from gw_detectron.weights import convert, convert_file, read_weights_file
 
-from .polyglot import safetensors_and_pickle
-from .synthetic import authors_state, make_network
+from ..weights.polyglot import safetensors_and_pickle
+from ..weights.synthetic import authors_state, make_network
 
 
 @pytest.fixture

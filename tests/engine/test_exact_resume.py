@@ -13,8 +13,8 @@ from detectron2.engine import AMPTrainer
 from detectron2.modeling.meta_arch import retinanet
 from fvcore.nn import sigmoid_focal_loss
 
-from gw_detectron.checkpoint import read_weights_file
 from gw_detectron.engine import Trainer, main, setup, train
+from gw_detectron.weights import read_weights_file
 
 from ..reliability.forked_run import child, report_phases
 from ..tiny_run import arguments

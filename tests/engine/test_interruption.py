@@ -16,11 +16,11 @@ import torch.distributed as dist
 from detectron2.engine import HookBase
 from detectron2.utils import comm
 
-from gw_detectron.checkpoint import read_weights_file
 from gw_detectron.cli import Interrupted, errors_reported
 from gw_detectron.data.synthetic import make_synthetic
 from gw_detectron.engine import Trainer, main
 from gw_detectron.engine.interruption import InterruptionHook
+from gw_detectron.weights import read_weights_file
 
 from ..reliability.forked_run import CHECKPOINT, EVALUATION, STEP, child, report_phases, training
 from ..tiny_run import DATA, ROOT, arguments, environment, words

@@ -8,7 +8,7 @@ import pytest
 from detectron2.engine import defaults
 from detectron2.utils.file_io import PathManager
 
-from gw_detectron.checkpoint.checkpoint_file import local_file
+from gw_detectron.checkpoint.opening import local_file
 from gw_detectron.engine import setup
 from gw_detectron.engine.run_files import end_last_line, read_metrics, remove_earlier_run, remove_evaluation
 from gw_detectron.engine.train import main, prepare

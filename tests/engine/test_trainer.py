@@ -19,7 +19,7 @@ from detectron2.utils import comm
 
 from gw_detectron.analysis import WhiteningStatsHook, whitening_stats_hook
 from gw_detectron.analysis.whitening_statistics import REDUCTIONS
-from gw_detectron.checkpoint import checkpoint_file, read_weights_file
+from gw_detectron.checkpoint import opening
 from gw_detectron.engine import Trainer, main, setup
 from gw_detectron.errors import (
     ConfigError,
@@ -32,6 +32,7 @@ from gw_detectron.errors import (
     RecordError,
     UserError,
 )
+from gw_detectron.weights import read_weights_file
 
 from ..tiny_run import arguments
 
@@ -225,7 +226,7 @@ def test_evaluation_of_weights_with_nan_is_refused(copy, tmp_path):
 
 def test_a_checkpoint_is_read_once(copy, tmp_path, monkeypatch):
     read = []
-    monkeypatch.setattr(checkpoint_file, "read_weights_file", lambda path: read.append(path) or read_weights_file(path))
+    monkeypatch.setattr(opening, "read_weights_file", lambda path: read.append(path) or read_weights_file(path))
     main(arguments(tmp_path, "--resume", SOLVER__MAX_ITER=4, DATASETS__TEST="()"))
     main(arguments(tmp_path / "new", MODEL__WEIGHTS=tmp_path / "model_final.pth", DATASETS__TEST="()"))
     assert read == [str(tmp_path / "model_final.pth")] * 2

@@ -5,9 +5,9 @@ import torch
 import torchvision
 from safetensors.torch import save_file
 
-from gw_detectron.checkpoint import convert_file
 from gw_detectron.engine import main
 from gw_detectron.errors import PartialLoadError, PreflightError
+from gw_detectron.weights import convert_file
 
 from ..tiny_run import arguments
 

@@ -10,15 +10,15 @@ import yaml
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.modeling import build_model
 
-from gw_detectron.checkpoint import convert_file
-from gw_detectron.checkpoint.run_record import RUN_RECORD, RunRecord
+from gw_detectron.checkpoint.records import RUN_RECORD, RunRecord
 from gw_detectron.commands.export_flags import add_export_flags, requested_card
 from gw_detectron.errors import ConfigError
 from gw_detectron.export import EvaluationImages, card_facts, export_backbone, export_detector
 from gw_detectron.export.model_card import card_text
+from gw_detectron.weights import convert_file
 
-from ..checkpoint.synthetic import authors_state, make_network
 from ..tiny_run import dataset
+from ..weights.synthetic import authors_state, make_network
 from .tiny_networks import build_detector, detector_config, tiny_backbone
 
 NO_REPORT = {"norm_layers": {}, "outputs": {}, "source": {}}

@@ -10,11 +10,6 @@ from detectron2.modeling import build_backbone
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from gw_detectron.checkpoint import Preprocessing, convert, load_weights, to_torchvision
-from gw_detectron.checkpoint.norm_inference import evaluation_name
-from gw_detectron.checkpoint.reading import Contents
-from gw_detectron.checkpoint.reference_networks import config_for
-from gw_detectron.checkpoint.weight_notes import read_notes
 from gw_detectron.errors import ConfigError, ExportError
 from gw_detectron.export import export_backbone
 from gw_detectron.export.feature_extractor import FeatureExtractor, Normalization
@@ -22,6 +17,11 @@ from gw_detectron.export.safetensors_writer import write_safetensors
 from gw_detectron.layers import GroupWhitening2d
 from gw_detectron.model_zoo import get_config, get_config_file
 from gw_detectron.norms.norm_listing import norm_rows
+from gw_detectron.weights import Preprocessing, convert, load_weights, to_torchvision
+from gw_detectron.weights.metadata import read_notes
+from gw_detectron.weights.norm_inference import evaluation_name
+from gw_detectron.weights.reading import Contents
+from gw_detectron.weights.reference_networks import config_for
 
 DEMO = "quick_schedules/mask_rcnn_R_18_FPN_GW_demo.yaml"
 

@@ -24,13 +24,14 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 from safetensors.torch import save as save_safetensors
 
-from gw_detectron.checkpoint import convert, load_checkpoint, open_checkpoint
-from gw_detectron.checkpoint.reading import Contents, read_weights_file
+from gw_detectron.checkpoint import load_checkpoint, open_checkpoint
 from gw_detectron.errors import DataError, UserError, WeightsFileError
 from gw_detectron.preflight.coco_checks import Use, check_coco
+from gw_detectron.weights import convert
+from gw_detectron.weights.reading import Contents, read_weights_file
 
-from ..checkpoint.synthetic import make_network
 from ..preflight.sound_run import coco_content, config
+from ..weights.synthetic import make_network
 from .examples import fuzz
 
 TENSORS = {"a.weight": torch.arange(12.0).reshape(3, 4), "b": torch.ones(2, dtype=torch.int64)}

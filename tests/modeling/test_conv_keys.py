@@ -15,8 +15,7 @@ from torch import nn
 
 from gw_detectron import convert_convs
 from gw_detectron.checkpoint import Checkpoint, norm_differences
-from gw_detectron.checkpoint.norm_record import NormRecord
-from gw_detectron.checkpoint.weight_notes import NORMS
+from gw_detectron.checkpoint.records import NormRecord
 from gw_detectron.engine import main
 from gw_detectron.errors import ConfigError, ExportError, PreflightError
 from gw_detectron.export import FORMATS, Normalization, export_backbone
@@ -26,6 +25,7 @@ from gw_detectron.modeling.norm_keys import unread_keys
 from gw_detectron.modeling.resnet import GWDeformBottleneckBlock
 from gw_detectron.modeling.roi_heads import GWFastRCNNConvFCHead, GWMaskRCNNConvUpsampleHead
 from gw_detectron.norms.convs import conv_names
+from gw_detectron.weights.metadata import NORMS
 
 from ..export.tiny_networks import tiny_backbone
 from ..test_configs import tiny, tiny_batch

@@ -25,14 +25,12 @@ import torch
 from detectron2.modeling import build_backbone
 from tabulate import tabulate
 
-from gw_detectron.checkpoint import convert_file, read_weights_file
-from gw_detectron.checkpoint.download import download
-from gw_detectron.checkpoint.provenance import sha256_of
 from gw_detectron.config import read_config
 from gw_detectron.data import SyntheticConfig, make_synthetic
 from gw_detectron.export import Normalization, export_backbone
-from tests.checkpoint.server import Server, serving
-from tests.checkpoint.synthetic import authors_state, make_network, training_checkpoint
+from gw_detectron.weights import convert_file, read_weights_file
+from gw_detectron.weights.download import download
+from gw_detectron.weights.provenance import sha256_of
 from tests.reliability.forked_run import (
     CHECKPOINT,
     EVALUATION,
@@ -44,6 +42,8 @@ from tests.reliability.forked_run import (
     training,
 )
 from tests.tiny_run import CONFIG, OPTS, arguments, dataset
+from tests.weights.server import Server, serving
+from tests.weights.synthetic import authors_state, make_network, training_checkpoint
 
 TRAINING = (STEP, CHECKPOINT, EVALUATION)
 OTHERS = ("generation", "download", "export", "conversion")

@@ -39,7 +39,7 @@ COMBINATIONS = {
     "NumPy 1": ["numpy==1.26.4", "pillow==10.*"],
     "newest": [],
 }
-SUITES = ["modeling", "checkpoint", "engine", "preflight", "export", "test_env.py", "test_configs.py"]
+SUITES = ["modeling", "weights", "checkpoint", "engine", "preflight", "export", "test_env.py", "test_configs.py"]
 SUITES += ["test_model_zoo.py"]
 DEMO = ["MODEL.DEVICE", "cpu", "SOLVER.MAX_ITER", "20", "SOLVER.CHECKPOINT_PERIOD", "10"]
 COLUMNS = ["Python", "Detectron2", "torch", "torchvision", "NumPy", "Pillow"]

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from gw_detectron.checkpoint import read_weights_file
+from gw_detectron.weights import read_weights_file
 
 from ..tiny_run import arguments, dataset
 from .forked_run import STEP, child, training

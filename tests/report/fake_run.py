@@ -10,7 +10,7 @@ from detectron2.checkpoint import DetectionCheckpointer
 from PIL import Image, ImageDraw
 
 from gw_detectron.checkpoint import NORMS, NormRecord
-from gw_detectron.checkpoint.run_record import RUN_RECORD, RunRecord
+from gw_detectron.checkpoint.records import RUN_RECORD, RunRecord
 from gw_detectron.config import read_config
 from gw_detectron.modeling import build_checked_model
 

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from gw_detectron.checkpoint.download import _failed, download
 from gw_detectron.errors import FileAccessError
+from gw_detectron.weights.download import _failed, download
 
 from .server import serving
 

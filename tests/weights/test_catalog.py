@@ -8,19 +8,11 @@ from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.modeling import build_model
 from detectron2.utils.file_io import PathManager
 
-from gw_detectron.checkpoint import (
-    CATALOG,
-    PublishedWeights,
-    catalog,
-    convert,
-    convert_file,
-    load_checkpoint,
-    local_weights,
-    open_checkpoint,
-)
-from gw_detectron.checkpoint.norm_inference import norm_key
-from gw_detectron.checkpoint.weights_io import load_weights
+from gw_detectron.checkpoint import load_checkpoint, open_checkpoint
 from gw_detectron.errors import FileAccessError, WeightsFileError
+from gw_detectron.weights import CATALOG, PublishedWeights, catalog, convert, convert_file, local_weights
+from gw_detectron.weights.norm_inference import norm_key
+from gw_detectron.weights.weights_io import load_weights
 
 from .server import serving
 from .synthetic import authors_state, make_network, training_checkpoint

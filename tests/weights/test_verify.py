@@ -6,14 +6,14 @@ import dataclasses
 import pytest
 import torch
 
-from gw_detectron.checkpoint import convert, convert_file, load_weights
-from gw_detectron.checkpoint.provenance import sha256_of
-from gw_detectron.checkpoint.reference_networks import config_for
-from gw_detectron.checkpoint.verify import is_labeled, measure_accuracy, verify
-from gw_detectron.checkpoint.weights_io import write_weights
 from gw_detectron.config import read_config
 from gw_detectron.data.images import center_crop, classification_input, synthetic_images
 from gw_detectron.errors import UnknownNormError
+from gw_detectron.weights import convert, convert_file, load_weights
+from gw_detectron.weights.provenance import sha256_of
+from gw_detectron.weights.reference_networks import config_for
+from gw_detectron.weights.verify import is_labeled, measure_accuracy, verify
+from gw_detectron.weights.weights_io import write_weights
 
 from .synthetic import authors_state, make_network
 

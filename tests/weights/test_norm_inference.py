@@ -10,14 +10,15 @@ from torchvision.models import resnet18
 from torchvision.models.convnext import LayerNorm2d
 from torchvision.models.resnet import Bottleneck, ResNet
 
-from gw_detectron.checkpoint import convert, convert_file, load_checkpoint, load_weights
-from gw_detectron.checkpoint.checkpoint_file import open_checkpoint
-from gw_detectron.checkpoint.norm_inference import full_name
-from gw_detectron.checkpoint.reading import Contents
-from gw_detectron.checkpoint.reference_networks import config_for, detectron2_classifier
-from gw_detectron.checkpoint.weight_notes import read_notes
+from gw_detectron.checkpoint import load_checkpoint
+from gw_detectron.checkpoint.opening import open_checkpoint
 from gw_detectron.errors import NormMismatchError, UnknownNormError
 from gw_detectron.layers import GroupWhitening2d
+from gw_detectron.weights import convert, convert_file, load_weights
+from gw_detectron.weights.metadata import read_notes
+from gw_detectron.weights.norm_inference import full_name
+from gw_detectron.weights.reading import Contents
+from gw_detectron.weights.reference_networks import config_for, detectron2_classifier
 
 from .synthetic import BLOCK_NORMS, authors_state, make_network, stages
 

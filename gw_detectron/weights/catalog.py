@@ -20,7 +20,15 @@ from detectron2.utils.file_io import PathHandler, PathManager
 from iopath.common.file_io import file_lock, get_cache_dir
 
 from ..atomic import atomic_write
-from ..errors import FileAccessError, MissingFileError, UnknownNormError, WeightsError, WeightsFileError
+from ..errors import (
+    ConfigError,
+    FileAccessError,
+    MissingFileError,
+    UnknownNormError,
+    UserError,
+    WeightsError,
+    WeightsFileError,
+)
 from .download import download
 from .hub import fetch_from_hub
 from .provenance import sha256_of, tool
@@ -208,6 +216,36 @@ def _download(weights: PublishedWeights, path: Path) -> None:
             f"{PREFIX}{weights.name}: not in the cache, and {str(error).rstrip('.')}; or save {weights.url} as "
             f"{path}; or set {FOLDER_VARIABLE} to a folder with {weights.file}, or {MIRROR_VARIABLE} to its base URL."
         ) from None
+
+
+def local_path(address: str, key: str) -> str:
+    """Resolve an address to a file on this machine; fetch the file if needed.
+
+    Arguments and errors are those of :func:`gw_detectron.checkpoint.open_checkpoint`.
+    """
+    try:
+        path = PathManager.get_local_path(address)
+    except UserError:
+        raise
+    except OSError as error:
+        raise FileAccessError(
+            f"{key}: cannot fetch '{address}': {error}. Fix: give the path of a file on this machine."
+        ) from error
+    except (ValueError, KeyError, RuntimeError) as error:  # RuntimeError: Detectron2's catalog does not have it
+        raise ConfigError(
+            f"{key}: unknown address '{address}': {error}. Fix: give the path of a file or a known address."
+        ) from error
+    if not os.path.exists(path):
+        if "://" in address:
+            raise ConfigError(
+                f"{key}: unknown scheme '{address.partition('://')[0]}://' of '{address}'. Fix: give the path of a "
+                'file, or "" to train from random values with MODEL.BACKBONE.FREEZE_AT 0.'
+            )
+        fix = "give an existing path or gw://imagenet/R-50."
+        if address.startswith("weights/"):  # in the configs
+            fix = "put your own weights there (none are published under weights/), see MODEL_ZOO.md."
+        raise MissingFileError(f"{key}: file not found: '{address}' (cwd: {os.getcwd()}). Fix: {fix}")
+    return path
 
 
 class WeightsHandler(PathHandler):

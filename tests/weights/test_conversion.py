@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from gw_detectron.checkpoint import Architecture, convert, to_torchvision
-from gw_detectron.checkpoint.reference_networks import config_for, detectron2_classifier
 from gw_detectron.errors import WeightsError
+from gw_detectron.weights import Architecture, convert, to_torchvision
+from gw_detectron.weights.reference_networks import config_for, detectron2_classifier
 
 from .synthetic import authors_state, make_network, stages, training_checkpoint
 

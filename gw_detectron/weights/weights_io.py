@@ -22,10 +22,10 @@ from ..errors import (
     WeightsExistError,
     WeightsFileError,
 )
+from .conversion import Conversion, convert, to_torchvision, unwrap
+from .metadata import HEADER_PROVENANCE, Notes, read_notes
 from .provenance import PREPROCESSING, PROVENANCE, TORCHVISION, Preprocessing, tool
 from .reading import read_weights_file
-from .weight_notes import HEADER_PROVENANCE, Notes, read_notes
-from .weights_conversion import Conversion, convert, to_torchvision, unwrap
 
 SUFFIXES = (".pkl", ".safetensors")
 
@@ -43,7 +43,7 @@ def convert_file(
     Each file is written atomically.
 
     Args:
-        source: see :func:`.reading.read_weights_file` and :func:`.weights_conversion.convert`; or converted weights, to
+        source: see :func:`.reading.read_weights_file` and :func:`.conversion.convert`; or converted weights, to
             write them in the other format.
         target: ends in ``.pkl``, for ``MODEL.WEIGHTS``, or in ``.safetensors``, for ``MODEL.WEIGHTS`` as
             ``gw://file/<path>``.
@@ -94,7 +94,7 @@ def load_weights(
 
     Args:
         path: a source or target of :func:`convert_file`.
-        architecture, positions, norm, pool_norm: see :func:`.weights_conversion.convert`.
+        architecture, positions, norm, pool_norm: see :func:`.conversion.convert`.
         keep_fc: keep the classifier; None keeps it if there is one.
         preprocessing: a name in :data:`.provenance.PREPROCESSING`; None if recorded, or if the source has torchvision's
             names, which imply torchvision's preprocessing.

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from gw_detectron.checkpoint import convert, convert_file, load_weights, to_torchvision
-from gw_detectron.checkpoint.reference_networks import config_for, detectron2_classifier, torchvision_classifier
-from gw_detectron.checkpoint.verify import verify
-from gw_detectron.checkpoint.weights_io import write_weights
 from gw_detectron.data.images import synthetic_images
 from gw_detectron.errors import UnknownNormError
 from gw_detectron.layers import BatchWhitening2d, GroupWhitening2d
 from gw_detectron.modeling import add_pool_norm
 from gw_detectron.norms import norm_spec
+from gw_detectron.weights import convert, convert_file, load_weights, to_torchvision
+from gw_detectron.weights.reference_networks import config_for, detectron2_classifier, torchvision_classifier
+from gw_detectron.weights.verify import verify
+from gw_detectron.weights.weights_io import write_weights
 
 from .synthetic import authors_state, make_network, training_checkpoint
 

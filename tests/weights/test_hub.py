@@ -12,9 +12,10 @@ from detectron2.modeling import build_model
 from detectron2.utils.file_io import PathManager
 from safetensors.torch import save
 
-from gw_detectron.checkpoint import convert_file, load_checkpoint, local_weights, open_checkpoint
-from gw_detectron.checkpoint import hub as hub_module
+from gw_detectron.checkpoint import load_checkpoint, open_checkpoint
 from gw_detectron.errors import FileAccessError, MissingPackageError, UnknownNormError
+from gw_detectron.weights import convert_file, local_weights
+from gw_detectron.weights import hub as hub_module
 
 from .server import serving
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from ..errors import WeightsError, summarize_names
 from ..norms.convs import CONVS
 from .architecture import POOL_NORM, Architecture, Norms, build_torchvision, detectron2_name, infer_architecture
+from .metadata import Notes, read_notes
 from .norm_inference import infer_norms, infer_pool_norm
 from .provenance import Provenance, tool
 from .reading import Contents, weight_problem
-from .weight_notes import Notes, read_notes
 
 _WRAPPERS = ("model", "state_dict")
 _AVERAGED = ("state_dict_ema", "model_ema", "ema")  # of timm and others

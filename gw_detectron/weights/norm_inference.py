@@ -16,7 +16,7 @@ from ..layers import RUNNING
 from ..norms import POSITIONS, norm_spec, resolve_norm
 from ..norms.norm_listing import evaluation_spec
 from .architecture import POOL_NORM, Architecture, LayerNames, Norms, norm_layers_at
-from .weight_notes import Notes
+from .metadata import Notes
 
 _log = logging.getLogger(__name__)
 _BN = "BN:"  # evaluation_spec of batch normalization, frozen or not

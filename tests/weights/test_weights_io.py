@@ -18,10 +18,11 @@ from safetensors.torch import save_file
 
 from gw_detectron import add_gw_config
 from gw_detectron.atomic import atomic_write
-from gw_detectron.checkpoint import convert, convert_file, load_checkpoint, load_weights, open_checkpoint, weights_io
-from gw_detectron.checkpoint.provenance import TORCHVISION, Provenance, sha256_of
-from gw_detectron.checkpoint.weights_io import SUFFIXES
+from gw_detectron.checkpoint import load_checkpoint, open_checkpoint
 from gw_detectron.errors import UserError, WeightsFileError
+from gw_detectron.weights import convert, convert_file, load_weights, weights_io
+from gw_detectron.weights.provenance import TORCHVISION, Provenance, sha256_of
+from gw_detectron.weights.weights_io import SUFFIXES
 
 from .synthetic import authors_state, make_network
 

@@ -23,7 +23,8 @@ from ..config import changed_config
 from ..data.images import center_crop, classification_input, detection_input
 from ..errors import DataError, UnknownNormError, WeightsError
 from ..progress import progress_bar
-from .checkpoint_file import local_path
+from .catalog import local_path
+from .conversion import Conversion, convert
 from .provenance import PREPROCESSING, TORCHVISION, Preprocessing, sha256_of
 from .reference_networks import (
     LOGITS,
@@ -33,7 +34,6 @@ from .reference_networks import (
     torchvision_classifier,
     torchvision_stages,
 )
-from .weights_conversion import Conversion, convert
 from .weights_io import load_weights
 
 # Relative. Rounding in float64 stays far below it; even a missing eps exceeds it by far.

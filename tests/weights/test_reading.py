@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from gw_detectron.checkpoint import convert, numpy_unpickler, pickle_check, read_weights_file, reading
 from gw_detectron.errors import FileAccessError, RefusedFileError, WeightsFileError
+from gw_detectron.weights import convert, numpy_unpickler, pickle_check, read_weights_file, reading
 
 from .synthetic import training_checkpoint
 

@@ -15,8 +15,8 @@ from ..errors import WeightsError, summarize_names
 from ..modeling import add_pool_norm, build_gw_resnet_backbone
 from ..modeling.resnet import STAGES
 from .architecture import POOL_NORM, build_torchvision
+from .conversion import Conversion
 from .provenance import Provenance
-from .weights_conversion import Conversion
 
 LOGITS = "logits"
 

@@ -11,12 +11,13 @@ from detectron2.config import CfgNode
 from detectron2.utils.file_io import PathManager
 from torch import Tensor
 
-from ..errors import ConfigError, FileAccessError, MissingFileError, UserError, WeightsFileError
-from .architecture import DETECTOR_PREFIX, infer_architecture
-from .pickle_check import SAVE_AGAIN
-from .provenance import PROVENANCE, TORCHVISION, Preprocessing, Provenance
-from .reading import Contents, read_weights_file
-from .weight_notes import NORMS
+from ..errors import ConfigError, FileAccessError, UserError, WeightsFileError
+from ..weights.architecture import DETECTOR_PREFIX, infer_architecture
+from ..weights.catalog import local_path
+from ..weights.metadata import NORMS
+from ..weights.pickle_check import SAVE_AGAIN
+from ..weights.provenance import PROVENANCE, TORCHVISION, Preprocessing, Provenance
+from ..weights.reading import Contents, read_weights_file
 
 _LOCAL_SCHEME = "gw://file/"
 _LONGEST_NAME = 4096  # of a file, in characters
@@ -174,36 +175,6 @@ def open_checkpoint(address: str | os.PathLike[str], key: str = "MODEL.WEIGHTS")
     if options == {"matching_heuristics": ["True"]}:
         metadata["matching_heuristics"] = True
     return Checkpoint(address, path, tensors, metadata, contents.sha256, provenance)
-
-
-def local_path(address: str, key: str) -> str:
-    """Resolve an address to a file on this machine; fetch the file if needed.
-
-    Arguments and errors are those of :func:`open_checkpoint`.
-    """
-    try:
-        path = PathManager.get_local_path(address)
-    except UserError:
-        raise
-    except OSError as error:
-        raise FileAccessError(
-            f"{key}: cannot fetch '{address}': {error}. Fix: give the path of a file on this machine."
-        ) from error
-    except (ValueError, KeyError, RuntimeError) as error:  # RuntimeError: Detectron2's catalog does not have it
-        raise ConfigError(
-            f"{key}: unknown address '{address}': {error}. Fix: give the path of a file or a known address."
-        ) from error
-    if not os.path.exists(path):
-        if "://" in address:
-            raise ConfigError(
-                f"{key}: unknown scheme '{address.partition('://')[0]}://' of '{address}'. Fix: give the path of a "
-                'file, or "" to train from random values with MODEL.BACKBONE.FREEZE_AT 0.'
-            )
-        fix = "give an existing path or gw://imagenet/R-50."
-        if address.startswith("weights/"):  # in the configs
-            fix = "put your own weights there (none are published under weights/), see MODEL_ZOO.md."
-        raise MissingFileError(f"{key}: file not found: '{address}' (cwd: {os.getcwd()}). Fix: {fix}")
-    return path
 
 
 def _model_and_metadata(contents: Contents, path: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
