@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from gw_detectron.errors import ConfigError
+from gw_detectron.installation import __version__, git_commit, package_versions
 from gw_detectron.ops.group_whitening.triton.launch_args import tf32_allowed
-from gw_detectron.version import __version__, git_commit, package_versions
 
 from .validation import check_names
 

@@ -1,25 +1,14 @@
 """Whitening layers for PyTorch, and a Detectron2 plugin made of them.
 
-With torch alone, ``gw_detectron.layers`` and ``gw_detectron.ops`` work. With Detectron2 installed, importing this
-package also registers its backbones, heads, weights and the synthetic dataset. Without it, names that need Detectron2
-raise an ImportError or AttributeError that says how to install it.
+With torch alone, ``gw_detectron.layers``, ``ops`` and ``norms`` work. With Detectron2 installed, importing this package
+also registers its backbones, heads, weights and the synthetic dataset.
 """
 
-import sys
 from typing import Any
 
-from .errors import MissingDetectron2NameError
+from .installation import __version__, has_detectron2, require_detectron2, scripting_warnings_ignored
 from .layers import BatchWhitening2d, GroupWhitening2d
 from .norms import convert_convs, convert_norms, norm_spec, norm_table, resolve_norm
-from .requirements import (
-    FUNCTIONS,
-    MODULES,
-    Detectron2Guard,
-    has_detectron2,
-    require_detectron2,
-    scripting_warnings_ignored,
-)
-from .version import __version__
 
 __all__ = [
     "BatchWhitening2d",
@@ -44,10 +33,9 @@ if has_detectron2():
     register_synthetic()
     register_weights()
 else:
-    sys.meta_path.insert(0, Detectron2Guard())
 
     def __getattr__(name: str) -> Any:
         """Say what to install where a name needs Detectron2."""
-        if name in (*FUNCTIONS, *MODULES):
-            require_detectron2(f"gw_detectron.{name}", MissingDetectron2NameError)
+        if name == "add_gw_config":
+            require_detectron2(f"gw_detectron.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

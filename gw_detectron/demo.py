@@ -18,8 +18,8 @@ from .errors import ConfigError
 from .export import Normalization, export_backbone
 from .export.backbone import FORMATS
 from .export.parity_files import REPORT_FILES
+from .installation import require_packages
 from .report import PAGE, ReportOptions, write_report
-from .requirements import require_packages
 
 _RESULT = "result.json"
 

@@ -167,10 +167,6 @@ class MissingDetectron2Error(UserError, ImportError):
     """A part of the package that needs Detectron2 is imported without it."""
 
 
-class MissingDetectron2NameError(UserError, AttributeError):
-    """A name of the package that needs Detectron2 is used without it."""
-
-
 def is_user_error(error: BaseException) -> bool:
     """Tell whether the user can fix an error.
 

@@ -1,61 +1,94 @@
-"""What this installation has, and which parts of the package work with it."""
+"""What is installed: this package's version, Detectron2, optional packages, and how to get a missing one."""
 
+import contextlib
 import importlib.util
 import os
-import platform
 import shutil
-import sys
+import subprocess
+import warnings
+from collections.abc import Iterable, Iterator
+from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
 
-import torch
+from .errors import MissingDetectron2Error, MissingPackageError
 
-from .errors import MissingDetectron2Error
-from .layers import GroupWhitening2d
-from .ops.group_whitening.op import use_backend
-from .ops.group_whitening.triton.compiler import triton
-from .ops.group_whitening.triton.launch_args import compiles_for
-from .requirements import has_compiled_operators, has_detectron2, require_detectron2
-from .version import __version__, package_versions
+__version__ = "0.2.0.dev0"
 
-_PACKAGES = ("torch", "torchvision", "triton", "detectron2", "fvcore", "pycocotools", "numpy", "Pillow", "safetensors")
-_CPU_TOLERANCE, _GPU_TOLERANCE = 1e-4, 1e-2  # a GPU may multiply in tf32; values are about 1
+_PIP_NAMES = {"cv2": "opencv-python-headless"}
 
 
-class Check(NamedTuple):
-    """A part of the package: whether it works here, with what, or how to get it.
+def git_commit(root: Path = Path(__file__).parents[1]) -> str:
+    """Return the commit of a checkout, with ``-dirty`` if tracked files changed; empty if it is no checkout."""
+    if not (root / ".git").exists():  # git would find a checkout around ``root``, such as one around site-packages
+        return ""
+    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):  # no git, or too slow
+        return ""
 
-    Attributes:
-        part: what a user does with it.
-        works: whether that is possible.
-        note: the reason or the fix.
-        broken: it is installed and fails, or computes wrong numbers.
+
+def package_versions(names: Iterable[str]) -> dict[str, str]:
+    """Return the versions of the installed packages among some names."""
+    versions = {}
+    for name in names:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
+
+
+def has_detectron2() -> bool:
+    """Whether Detectron2 is installed. Errors inside an installed Detectron2 propagate."""
+    try:
+        import detectron2  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name != "detectron2":
+            raise
+        return False
+    return True
+
+
+def has_compiled_operators() -> bool:
+    """Whether Detectron2 has its compiled operators, among them its COCO evaluation."""
+    try:
+        from detectron2 import _C
+
+        return hasattr(_C, "COCOevalEvaluateImages")
+    except ImportError:  # not compiled, or a pure Python build, which raises at the attribute
+        return False
+
+
+@contextlib.contextmanager
+def scripting_warnings_ignored() -> Iterator[None]:
+    """Hide that ``torch.jit.script`` is deprecated: fvcore and Detectron2 call it at import."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"`torch\.jit\.script` is deprecated", FutureWarning)
+        yield
+
+
+def require_detectron2(name: str) -> None:
+    """Raise MissingDetectron2Error unless Detectron2 is installed.
+
+    Args:
+        name: needs it; begins the message.
     """
+    if not has_detectron2():
+        raise MissingDetectron2Error(
+            f"{name}: needs Detectron2, which is not installed. Fix: run `python tools/install_detectron2.py` from the "
+            "gw_detectron repository, or follow https://detectron2.readthedocs.io/tutorials/install.html"
+        )
 
-    part: str
-    works: bool
-    note: str
-    broken: bool = False
 
+def require_packages(what: str, *names: str) -> None:
+    """Raise MissingPackageError unless optional packages are installed.
 
-def describe_installation() -> dict[str, str]:
-    """Return versions, machine and folders by name."""
-    facts = {
-        "gw_detectron": f"{__version__} in {Path(__file__).parent}",
-        "python": f"{platform.python_version()} in {sys.executable}",
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "processor": f"{os.cpu_count()} cores, {torch.get_num_threads()} threads of torch, "
-        f"{torch.backends.cpu.get_cpu_capability()}",
-        "gpus": ", ".join(map(torch.cuda.get_device_name, range(torch.cuda.device_count()))) or "none",
-        **dict.fromkeys(_PACKAGES, "not installed"),
-        **package_versions(_PACKAGES),
-        "DETECTRON2_DATASETS": os.path.abspath(os.environ.get("DETECTRON2_DATASETS", "datasets")),
-    }
-    if has_detectron2():
-        from iopath.common.file_io import get_cache_dir
-
-        facts["cached weights"] = str(Path(get_cache_dir(), "gw_detectron"))
-    return facts
+    Args:
+        what: needs them; begins the message.
+        names: as they are imported.
+    """
+    missing = [_PIP_NAMES.get(name, name) for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingPackageError(f"{what}: not installed: {', '.join(missing)}. Fix: pip install {' '.join(missing)}")
 
 
 def compiler_names() -> list[str]:
@@ -66,89 +99,3 @@ def compiler_names() -> list[str]:
 def find_compiler() -> str | None:
     """Return the path of the C++ compiler of torch.compile, or None."""
     return next(filter(None, map(shutil.which, compiler_names())), None)
-
-
-def check_installation() -> list[Check]:
-    """Try the parts of the package. Nothing is downloaded and no file is written."""
-    return [
-        _layers("cpu", _CPU_TOLERANCE),
-        *([_layers("cuda", _GPU_TOLERANCE)] if torch.cuda.is_available() else []),
-        _triton(),
-        _detectron2(),
-        _compiled_operators(),
-        _compiler(),
-        _packages("export to ONNX", "export", "onnx", "onnxscript", "onnxruntime"),
-        _packages("download of gw:// weights", "weights", "gdown", "requests", "huggingface_hub"),
-        _packages("TensorBoard curves", "tools", "tensorboard"),
-        _packages("pictures, report, demo and video", "tools", "cv2"),
-        _packages("norms FRN and EvoNormS0", "timm", "timm"),
-        _coco(),
-    ]
-
-
-def _layers(device: str, tolerance: float) -> Check:
-    """Compare the layer's backend with the reference, forward and backward."""
-    part = f"whitening layers ({device})"
-    x = torch.randn(2, 64, 24, 20, generator=torch.Generator().manual_seed(0)).to(device)
-    layer = GroupWhitening2d(64, num_groups=16).to(device)
-    try:
-        found = _output_and_gradient(layer, x)
-        with use_backend("reference"):
-            expected = _output_and_gradient(layer, x)
-    except Exception as error:  # a compiler, driver or library that does not fit can raise anything
-        return Check(part, False, f"{type(error).__name__}: {error}", broken=True)
-    worst = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
-    works = worst <= tolerance
-    return Check(part, works, f"differ from the reference by {worst:.0e}, allowed {tolerance:.0e}", broken=not works)
-
-
-def _output_and_gradient(layer: GroupWhitening2d, x: torch.Tensor) -> list[torch.Tensor]:
-    x = x.clone().requires_grad_()
-    y = layer(x)
-    loss = (y * torch.linspace(-1, 1, y.shape[-1], device=y.device)).sum()
-    return [y.detach(), *torch.autograd.grad(loss, x)]
-
-
-def _triton() -> Check:
-    part = "Triton kernels"
-    if not torch.cuda.is_available():
-        return Check(part, False, "torch finds no NVIDIA GPU; the CPU backend is used")
-    if triton is None:
-        return Check(part, False, "need triton 3.3 or newer. Fix: pip install -U triton; until then matmul is used")
-    works = compiles_for(torch.device("cuda"))
-    name = torch.cuda.get_device_name()
-    reason = f"{name} is no NVIDIA GPU from Ampere (8.0) on, or too new for triton {triton.__version__}; matmul is used"
-    return Check(part, works, name if works else reason)
-
-
-def _detectron2() -> Check:
-    try:
-        require_detectron2("backbones, heads, training, conversion")
-    except MissingDetectron2Error as error:
-        return Check("Detectron2 components", False, str(error))
-    return Check("Detectron2 components", True, "registered")
-
-
-def _compiled_operators() -> Check:
-    works = has_compiled_operators()
-    missing = "Detectron2 has no compiled operators; Faster/Mask R-CNN and RetinaNet need none"
-    note = "Detectron2 has its compiled operators" if works else missing
-    return Check("rotated boxes, fast COCO evaluation", works, note)
-
-
-def _compiler() -> Check:
-    found = find_compiler()
-    note = found or f"no C++ compiler (of {', '.join(compiler_names())})"
-    return Check("MODEL.COMPILE on the CPU", found is not None, note)
-
-
-def _packages(part: str, extra: str, *modules: str) -> Check:
-    missing = [module for module in modules if importlib.util.find_spec(module) is None]
-    fix = f"{', '.join(missing)} not installed. Fix: pip install '.[{extra}]' in the clone"
-    return Check(part, not missing, fix if missing else ", ".join(modules))
-
-
-def _coco() -> Check:
-    folder = Path(os.environ.get("DETECTRON2_DATASETS", "datasets"), "coco", "annotations")
-    works = (folder / "instances_val2017.json").is_file()
-    return Check("COCO dataset", works, str(folder) if works else f"not in {folder}. Fix: set DETECTRON2_DATASETS")

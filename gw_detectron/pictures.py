@@ -9,7 +9,7 @@ from detectron2.data import Metadata
 from detectron2.structures import BoxMode, Instances
 from detectron2.utils.colormap import colormap
 
-from .requirements import require_packages
+from .installation import require_packages
 
 SMALLEST_SIDE = 480  # longer side of a drawing in pixels: smaller images are enlarged
 SMALLEST_FONT = 16  # of labels, in pixels of the drawing

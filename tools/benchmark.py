@@ -1,10 +1,6 @@
 #!/usr/bin/env python
 """Measure time and memory of layers, networks, detectors and kernels; see docs/performance.md."""
 
-import gw_detectron.needs_detectron2  # noqa: F401
-
-# isort: split
-
 import sys
 from pathlib import Path
 

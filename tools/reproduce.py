@@ -5,10 +5,6 @@ Each row is a run of tools/train_net.py in its own folder. A finished row is not
 from its checkpoint, and a failed one does not stop the others.
 """
 
-import gw_detectron.needs_detectron2  # noqa: F401
-
-# isort: split
-
 import argparse
 import functools
 import sys

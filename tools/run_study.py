@@ -5,10 +5,6 @@ Each run is a process with one thread. A finished run is one line of --results a
 one continues from its checkpoint. Runs at other batch sizes are known when the learning rates at 2 images are chosen.
 """
 
-import gw_detectron.needs_detectron2  # noqa: F401
-
-# isort: split
-
 import argparse
 import functools
 import shlex

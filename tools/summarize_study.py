@@ -1,10 +1,6 @@
 #!/usr/bin/env python
 """Write the tables and figures of the small-batch study (docs/small_batch_study.md) from its results."""
 
-import gw_detectron.needs_detectron2  # noqa: F401
-
-# isort: split
-
 import argparse
 import sys
 from pathlib import Path

@@ -10,7 +10,7 @@ import sys
 from typing import NamedTuple
 
 from ..cli import errors_reported, parse_arguments
-from ..version import __version__
+from ..installation import __version__, require_detectron2
 
 
 class Command(NamedTuple):
@@ -62,10 +62,10 @@ def run(name: str) -> None:
         SystemExit: with the exit status, unless it is 0.
     """
     command = COMMANDS[name]
-    if command.needs_detectron2:
-        importlib.import_module("gw_detectron.needs_detectron2")
-    module = importlib.import_module(f".{command.module}", __package__)
     with errors_reported():
+        if command.needs_detectron2:
+            require_detectron2(f"gw-detectron {name}")
+        module = importlib.import_module(f".{command.module}", __package__)
         args = parse_arguments(module.get_parser(), [*command.flags, *sys.argv[1:]])
         if module.main(args) is False:
             raise SystemExit(1)

@@ -14,8 +14,8 @@ from detectron2.evaluation import (
 )
 
 from ..errors import ConfigError
+from ..installation import has_compiled_operators
 from ..preflight import wrong_evaluator
-from ..requirements import has_compiled_operators
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import torchvision  # noqa: F401  # registers operators that exported detectors 
 from torch import Tensor
 
 from ..errors import ConfigError, FileAccessError, UserError, first_line
-from ..requirements import require_packages
+from ..installation import require_packages
 from ..weights.metadata import DESCRIPTION
 from .parity import Run
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from ..errors import ExportError, summarize_names
-from ..requirements import require_packages
+from ..installation import require_packages
 from ..weights.metadata import DESCRIPTION
 from .exported_file import ExportedFile, open_onnx, open_pt2, open_torchscript
 

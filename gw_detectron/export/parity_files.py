@@ -7,7 +7,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from ..version import package_versions
+from ..installation import package_versions
 from ..weights.provenance import sha256_of, tool
 from .model_card import card_text
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ..requirements import has_detectron2, scripting_warnings_ignored
+from ..installation import has_detectron2, scripting_warnings_ignored
 
 Norm = str | Callable[[int], nn.Module]
 

@@ -24,9 +24,9 @@ import torch
 from torch import nn
 
 from ..errors import NormError, similar_names
+from ..installation import has_detectron2
 from ..layers import BatchRenorm2d, BatchWhitening2d, FrozenBatchWhitening2d, GroupWhitening2d
 from ..ops.solvers import OPTION_SOLVER
-from ..requirements import has_detectron2
 from .installed import CLASSES, Norm, get_norm
 
 #: Detectron2's norm names; older versions lack some of them

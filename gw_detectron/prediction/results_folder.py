@@ -17,8 +17,8 @@ from PIL import Image
 from ..atomic import atomic_folder, check_replaceable
 from ..data.images import BROWSER_SUFFIXES
 from ..errors import ConfigError, DataError, MissingFileError, OutputFolderError
+from ..installation import require_packages
 from ..progress import progress_bar
-from ..requirements import require_packages
 from .image_sources import ImageSource
 from .predictors import Predictor
 from .video import VideoReader, VideoWriter

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import DataError, FileAccessError
-from ..requirements import require_packages
+from ..installation import require_packages
 
 SUFFIXES = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm")
 _FRAMES_PER_SECOND = 25.0  # of a video that does not tell

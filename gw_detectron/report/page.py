@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from ..version import __version__
+from ..installation import __version__
 from .sections import Picture, Section, Table
 
 _CSS = """

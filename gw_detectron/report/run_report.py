@@ -8,8 +8,8 @@ from typing import Any
 
 from ..atomic import atomic_folder
 from ..errors import MissingInputError
+from ..installation import require_packages
 from ..progress import progress_bar
-from ..requirements import require_packages
 from .confusion import confusion_section
 from .example_images import errors_section, predictions_section
 from .layer_views import layers_section

@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 
 from ..errors import WeightsError
+from ..installation import __version__
 from ..norms import resolve_norm
-from ..version import __version__
 from .architecture import Architecture, Norms
 
 _log = logging.getLogger(__name__)

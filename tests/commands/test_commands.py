@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
-from gw_detectron import commands, installation
+from gw_detectron import commands
 from gw_detectron.commands import COMMANDS
 from gw_detectron.config import read_config
 from gw_detectron.errors import UserError
@@ -182,54 +181,6 @@ def test_norms_are_listed_described_and_found_in_a_model(gw):
 def test_bad_norms_are_refused(gw, words, message):
     status, _, errors = gw("norms", *words)
     assert status == 1 and message in errors and "Fix: " in errors
-
-
-def test_doctor_finds_a_healthy_installation(gw):
-    status, printed, _ = gw("doctor")
-    assert status == 0 and "whitening layers (cpu)" in printed and "BROKEN" not in printed
-    found = json.loads(gw("doctor", "--json")[1])
-    assert found["installation"]["detectron2"] != "not installed"
-    assert {check["part"]: check["works"] for check in found["checks"]}["Detectron2 components"]
-
-
-def test_doctor_finds_wrong_numbers(gw, monkeypatch):
-    original = installation._output_and_gradient
-    results = iter((0.0, 0.5))
-    monkeypatch.setattr(
-        installation, "_output_and_gradient", lambda *args: [y + next(results) for y in original(*args)[:1]]
-    )
-    status, printed, _ = gw("doctor")
-    assert status == 1 and "BROKEN" in printed and "differ from the reference by 5e-01" in printed
-
-
-def test_doctor_names_missing_packages(monkeypatch):
-    found = installation._packages("export", "export", "onnx", "no_such_package")
-    assert (
-        not found.works
-        and not found.broken
-        and "no_such_package not installed. Fix: pip install '.[export]'" in found.note
-    )
-
-
-@pytest.mark.parametrize(
-    ("hip", "capability", "works"), [(None, (9, 0), True), (None, (7, 5), False), ("6", (9, 0), False)]
-)
-def test_doctor_names_the_gpus_of_the_kernels(monkeypatch, hip, capability, works):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU 1")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    monkeypatch.setattr(torch.version, "hip", hip)
-    found = installation._triton()
-    assert found.works == works and found.note.startswith("GPU 1") and works != ("matmul is used" in found.note)
-
-
-def test_doctor_reports_a_layer_that_fails(gw, monkeypatch):
-    def fail(*_):
-        raise RuntimeError("no kernel image is available")
-
-    monkeypatch.setattr(installation, "_output_and_gradient", fail)
-    status, printed, _ = gw("doctor")
-    assert status == 1 and "RuntimeError: no kernel image is available" in printed
 
 
 def test_a_folder_is_no_checkpoint(gw, tmp_path):

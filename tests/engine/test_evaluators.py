@@ -10,7 +10,7 @@ from detectron2.data import MetadataCatalog
 from detectron2.evaluation import COCOEvaluator, COCOPanopticEvaluator, DatasetEvaluators, SemSegEvaluator
 
 from gw_detectron.engine import Trainer, setup
-from gw_detectron.requirements import has_compiled_operators
+from gw_detectron.installation import has_compiled_operators
 
 from ..tiny_run import arguments
 

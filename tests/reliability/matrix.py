@@ -126,7 +126,7 @@ def run_combination(python: Path, note: str, pytest_args: list[str]) -> dict[str
     """Run the tests and the tools with one interpreter; return a row of the table."""
     sys.path.insert(0, str(ROOT))
     from benchmarks.environment import cpu_name
-    from gw_detectron.version import git_commit
+    from gw_detectron.installation import git_commit
 
     probe = subprocess.run([str(python), "-c", PROBE], capture_output=True, text=True, cwd=BUILD.parent.parent)
     if probe.returncode:

@@ -1,0 +1,165 @@
+"""Versions, what works with torch alone or without Detectron2, and `gw-detectron doctor`."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from gw_detectron.commands import doctor
+from gw_detectron.installation import git_commit, package_versions
+
+ROOT = Path(__file__).parents[1]
+
+#: hides Detectron2; with ``torch_alone`` also every distribution that torch does not require
+HIDE = """
+import importlib.abc, importlib.metadata, re, sys
+
+allowed = {"torch", "triton", "gw_detectron", "torchgen", "functorch", "mpmath", "markupsafe", *sys.stdlib_module_names}
+for line in importlib.metadata.requires("torch"):
+    allowed.add(re.match(r"[\\w.-]+", line)[0].lower().replace("-", "_"))
+
+class Hide(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        top = name.partition(".")[0]
+        known = top.lower() in allowed or top.startswith(("_", "nvidia", "cuda"))
+        if top == "detectron2" or torch_alone and not known:
+            raise ModuleNotFoundError(f"No module named {top!r}", name=top)
+
+sys.meta_path.insert(0, Hide())
+"""
+
+
+def run(code: str, *words: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "ignore", "-c", code, *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+def test_git_commit(tmp_path, monkeypatch):
+    def git(*words):
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+        done = subprocess.run(["git", *identity, *words], cwd=tmp_path, check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    git("init")
+    assert git_commit(tmp_path) == ""  # nothing committed
+    (tmp_path / "file").write_text("before")
+    git("add", "file")
+    git("commit", "-m", "first")
+    commit = git("rev-parse", "HEAD")
+    (tmp_path / "output").mkdir()  # not tracked
+    assert git_commit(tmp_path) == commit
+    (tmp_path / "file").write_text("after")
+    assert git_commit(tmp_path) == f"{commit}-dirty"
+    assert git_commit(tmp_path / "output") == ""  # as site-packages inside of a checkout
+    monkeypatch.setenv("PATH", "")  # no git
+    assert git_commit(tmp_path) == ""
+
+
+def test_versions_of_packages_that_are_installed():
+    assert package_versions(["no-such-package", "pytest"]) == {"pytest": pytest.__version__}
+
+
+def test_layers_and_norms_work_with_torch_alone():
+    code = """
+torch_alone = True
+import torch
+for name in ("detectron2", "fvcore", "torchvision", "matplotlib", "yaml", "PIL", "tabulate", "safetensors", "numpy"):
+    try:
+        __import__(name)
+    except ModuleNotFoundError:
+        continue
+    raise AssertionError(name)
+
+from gw_detectron import *
+from gw_detectron.layers import Solver, batch_whiten, group_whiten
+
+for layer in (GroupWhitening2d(16, 8), BatchWhitening2d(16, 8), GroupWhitening2d(16, 8, solver="zca")):
+    x = torch.randn(2, 16, 9, 7, requires_grad=True)
+    layer(x).square().mean().backward()
+    assert x.grad.isfinite().all() and layer.bias.grad.abs().sum() > 0
+x = torch.randn(2, 16, 9, 7)
+assert torch.equal(group_whiten(x, 8), GroupWhitening2d(16, 8)(x))
+assert torch.equal(batch_whiten(x, 8, solver=Solver("zca")), BatchWhitening2d(16, 8, "zca")(x))
+
+model = torch.nn.Sequential(torch.nn.Conv2d(3, 16, 3), torch.nn.BatchNorm2d(16), torch.nn.BatchNorm2d(16))
+convert_norms(model, {"1": "GW:groups=8", "2": "GN:groups=4"})
+assert model(torch.randn(2, 3, 9, 7)).isfinite().all() and norm_spec(model[1]).startswith("GW:groups=8,")
+assert resolve_norm("BN") == "BN"
+try:
+    resolve_norm("FrozenBN")
+except ValueError as error:
+    assert "SyncBN" in str(error) and "naiveSyncBN" not in str(error)
+else:
+    raise AssertionError
+
+from gw_detectron import add_gw_config
+"""
+    done = run(HIDE + code)
+    assert done.returncode == 1
+    error = done.stderr.splitlines()[-1]
+    assert "MissingDetectron2Error: gw_detectron.add_gw_config" in error and "tools/install_detectron2.py" in error
+
+
+@pytest.mark.parametrize(("command", "status"), [("doctor", 0), ("train", 1)])
+def test_commands_without_detectron2(command, status):
+    done = run(f"torch_alone = False\n{HIDE}\nfrom gw_detectron.commands import main\nmain()", command)
+    assert done.returncode == status and "Traceback" not in done.stderr
+    assert ("Error: gw-detectron train: needs Detectron2" in done.stderr) == (status == 1)
+    assert ("Detectron2 components" in done.stdout) == (status == 0)
+
+
+def test_an_error_inside_detectron2_is_raised(tmp_path):
+    (tmp_path / "detectron2").mkdir()
+    (tmp_path / "detectron2" / "__init__.py").write_text("import no_such_dependency")
+    done = run(f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nimport gw_detectron")
+    assert done.stderr.splitlines()[-1] == "ModuleNotFoundError: No module named 'no_such_dependency'"
+
+
+def run_doctor(capsys) -> tuple[bool, dict]:
+    healthy = doctor.main(argparse.Namespace(json=True))
+    return healthy, json.loads(capsys.readouterr().out)
+
+
+def test_doctor_finds_a_healthy_installation(capsys):
+    healthy, found = run_doctor(capsys)
+    assert healthy and found["installation"]["detectron2"] != "not installed"
+    works = {check["part"]: check["works"] for check in found["checks"]}
+    assert works["Detectron2 components"] and works["whitening layers (cpu)"]
+    assert doctor.main(argparse.Namespace(json=False))
+    assert "BROKEN" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("fault", ["wrong numbers", "no kernel image"])
+def test_doctor_finds_broken_layers(capsys, monkeypatch, fault):
+    original, results = doctor._output_and_gradient, iter((0.0, 0.5))
+
+    def broken(*args):
+        if fault == "wrong numbers":
+            return [y + next(results) for y in original(*args)[:1]]
+        raise RuntimeError(fault)
+
+    monkeypatch.setattr(doctor, "_output_and_gradient", broken)
+    healthy, found = run_doctor(capsys)
+    assert not healthy and found["checks"][0]["broken"]
+
+
+def test_doctor_names_missing_packages():
+    found = doctor._packages("export", "export", "onnx", "no_such_package")
+    assert not found.works and not found.broken and "no_such_package" in found.note and ".[export]" in found.note
+
+
+@pytest.mark.parametrize(
+    ("hip", "capability", "works"), [(None, (9, 0), True), (None, (7, 5), False), ("6", (9, 0), False)]
+)
+def test_doctor_names_the_gpus_of_the_kernels(monkeypatch, hip, capability, works):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU 1")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert doctor._triton().works == works
