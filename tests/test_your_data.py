@@ -14,7 +14,7 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from gw_detectron.data import read_datasets, register_datasets
 from gw_detectron.engine import get_parser
 from gw_detectron.engine.train import run_config
-from gw_detectron.preflight.coco_checks import Use, check_coco
+from gw_detectron.preflight.annotation_checks import DatasetNeeds, check_coco
 
 from .documentation.pages import blocks, commands, read
 from .photos import photo_names, write_photos
@@ -69,7 +69,7 @@ def test_the_configs_of_the_table_start_as_it_says(user):
 def test_the_example_of_a_json_is_sound():
     (example,) = blocks("docs/your_data.md", "json")
     for training in (True, False):
-        assert check_coco(json.loads(example), Use(training, masks=True)) == []
+        assert check_coco(json.loads(example), DatasetNeeds(training, masks=True)) == ([], [])
 
 
 def test_the_example_of_a_yaml(user):

@@ -28,7 +28,7 @@ from ..data import record_datasets, registered_datasets
 from ..errors import ConfigError, FileAccessError, PartialLoadError, UserError
 from ..modeling.class_counts import object_count_keys
 from ..norms.norm_listing import norm_summary
-from ..preflight import Findings, preflight
+from ..preflight import PreflightReport, preflight
 from ..shipped_configs import find_config_file
 from .evaluators import MAIN_SCORES
 from .launch import in_all_processes
@@ -112,9 +112,9 @@ def prepare(args: argparse.Namespace) -> tuple[CfgNode, StartWeights, list[str]]
                 lock_output(cfg.OUTPUT_DIR)  # else another training could write a newer checkpoint than the one opened
     with in_all_processes():
         start = open_start_weights(cfg, resume=args.resume)
-        findings = Findings()
+        report = PreflightReport()
         if comm.is_main_process():
-            findings = preflight(
+            report = preflight(
                 cfg,
                 start,
                 eval_only=args.eval_only,
@@ -124,12 +124,12 @@ def prepare(args: argparse.Namespace) -> tuple[CfgNode, StartWeights, list[str]]
                 config_file=args.config_file,
             )
             if args.num_gpus and cfg.MODEL.DEVICE == "cpu" and torch.cuda.is_available():
-                findings.warnings.append(
+                report.warnings.append(
                     "MODEL.DEVICE ('cpu'): the run does not use the GPU of this machine. Fix: add MODEL.DEVICE cuda, "
                     "or give --num-gpus 0."
                 )
         if not args.ignore_preflight:
-            findings.raise_problems()
+            report.raise_errors()
     with in_all_processes():
         start.checkpoint()  # fetches remote weights, raises the error of opening it
     if args.eval_only and start.resumed:  # for the record beside the results
@@ -139,7 +139,7 @@ def prepare(args: argparse.Namespace) -> tuple[CfgNode, StartWeights, list[str]]
         clear_output(cfg, args)
     with in_all_processes():
         prepare_output(cfg, args)
-    warnings = findings.problems + findings.warnings
+    warnings = report.errors + report.warnings
     for warning in warnings:
         log.warning(warning)
     if args.eval_only and args.whitening_stats_period:

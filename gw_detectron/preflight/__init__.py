@@ -1,18 +1,15 @@
-"""Fail early on configs that would crash later or train to nothing."""
+"""Check config, weights and data before training starts."""
 
 from detectron2.config import CfgNode
 from detectron2.engine import DefaultTrainer
 from detectron2.utils import comm
 
 from ..checkpoint import StartWeights
-from .config_checks import check_compiler, check_device, check_scaled_periods, check_schedule
+from .config_checks import PreflightReport, check_device, check_evaluation, check_output_folder, check_schedule
 from .dataset_checks import check_datasets, wrong_evaluator
-from .findings import Findings
-from .model_checks import check_model
-from .value_checks import check_values
-from .weights_checks import check_fetched, check_weights
+from .model_checks import check_model, check_start_weights
 
-__all__ = ["Findings", "preflight", "wrong_evaluator"]
+__all__ = ["PreflightReport", "preflight", "wrong_evaluator"]
 
 
 def preflight(
@@ -24,10 +21,11 @@ def preflight(
     overwrite: bool = False,
     allow_partial: bool = False,
     config_file: str = "",
-) -> Findings:
-    """Check a run before it starts.
+) -> PreflightReport:
+    """Find what would stop a run after hours, or let it train to nothing.
 
-    Remote weights are fetched last, and only if no problem was found.
+    Values that Detectron2 refuses at once are left to it. Remote weights are fetched last, and only if there is no
+    error. Nothing is written.
 
     Args:
         cfg: the config.
@@ -39,31 +37,22 @@ def preflight(
         config_file: the file that the config was read from.
 
     Returns:
-        All problems and warnings.
+        All errors and warnings.
     """
-    findings = Findings()
-    if not check_values(cfg, findings, eval_only=eval_only):
-        return findings
-    wrong = tuple(findings.problems)  # parts with wrong values are not checked further
-    if not (wrong or eval_only):
-        scaled = DefaultTrainer.auto_scale_workers(cfg, comm.get_world_size())  # as the trainer does
-        check_scaled_periods(cfg, scaled, findings)
-        cfg = scaled
-    check_device(cfg, findings, eval_only=eval_only)
-    check_compiler(cfg, findings)
-    if not eval_only and not any(problem.startswith("SOLVER.") for problem in wrong):
-        check_schedule(cfg, findings)
-    check_weights(
-        cfg, start, findings, eval_only=eval_only, resume=resume, overwrite=overwrite, config_file=config_file
+    report = PreflightReport()
+    check_device(cfg, report, eval_only=eval_only)
+    if not eval_only:
+        cfg = DefaultTrainer.auto_scale_workers(cfg, comm.get_world_size())  # as the trainer does
+        check_schedule(cfg, report)
+    check_output_folder(
+        cfg, start, report, eval_only=eval_only, resume=resume, overwrite=overwrite, config_file=config_file
     )
-    model = None
-    if not any(problem.startswith(("MODEL.", "INPUT.", "SOLVER.IMS_PER_BATCH")) for problem in wrong):
-        model = check_model(cfg, start, findings, eval_only=eval_only)
-    if not any(problem.startswith("DATASETS.") for problem in wrong):
-        check_datasets(cfg, findings, eval_only=eval_only)
-    if not findings.problems:
+    model = check_model(cfg, start, report, eval_only=eval_only)
+    check_evaluation(cfg, model, report)
+    check_datasets(cfg, report, eval_only=eval_only)
+    if not report.errors:
         start.fetch()
     if start.unfetched:
-        findings.unchecked = f"MODEL.WEIGHTS ('{start.address}'): not fetched and not checked before this is corrected."
-    check_fetched(cfg, start, model, findings, allow_partial=allow_partial)
-    return findings
+        report.unchecked = f"MODEL.WEIGHTS ('{start.address}'): not fetched and not checked before this is corrected."
+    check_start_weights(cfg, start, model, report, allow_partial=allow_partial)
+    return report

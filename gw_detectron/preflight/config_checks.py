@@ -1,78 +1,139 @@
-"""Check device, batch size and learning rate schedule of a run."""
+"""The report of the pre-run checks, and the checks of schedule, evaluation and output folder."""
+
+import glob
+import math
+import os
+import shlex
+from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from detectron2.config import CfgNode
+from detectron2.modeling import GeneralizedRCNN, PanopticFPN
 from detectron2.solver import build_lr_scheduler
 from detectron2.utils import comm
 from torch import nn
 
-from ..config import get_value
-from ..installation import compiler_names, find_compiler
-from .findings import Findings
+from ..checkpoint import StartWeights
+from ..errors import PreflightError
 
 
-def check_device(cfg: CfgNode, findings: Findings, *, eval_only: bool) -> None:
-    """Check ``MODEL.DEVICE`` and mixed precision."""
-    device, has_gpu = cfg.MODEL.DEVICE, torch.cuda.is_available()
-    try:
-        torch.device(device)
-    except RuntimeError:
-        findings.problems.append(f"MODEL.DEVICE ('{device}'): unknown device. Fix: set it to cuda or cpu.")
-        return
-    if device != "cpu" and not has_gpu:
-        findings.problems.append(
-            f"MODEL.DEVICE ('{device}'): torch finds no GPU here. Fix: set MODEL.DEVICE cpu, or give --num-gpus 0."
+@dataclass
+class PreflightReport:
+    """Errors and warnings found before a run; ``unchecked`` is what was left out because of the errors."""
+
+    errors: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    unchecked: str = ""
+
+    def raise_errors(self) -> None:
+        """Raise :class:`PreflightError` if there is an error."""
+        if self.errors:
+            raise PreflightError(self.errors, self.unchecked)
+
+
+def check_device(cfg: CfgNode, report: PreflightReport, *, eval_only: bool) -> None:
+    """Check that there is a GPU if one is needed."""
+    if cfg.MODEL.DEVICE != "cpu" and not torch.cuda.is_available():
+        report.errors.append(
+            f"MODEL.DEVICE ('{cfg.MODEL.DEVICE}'): torch finds no GPU here. Fix: set MODEL.DEVICE cpu, or give "
+            "--num-gpus 0."
         )
-    if device == "cpu" and dist.is_initialized() and dist.get_backend() == "nccl":
-        findings.problems.append(
-            "MODEL.DEVICE ('cpu'): the processes communicate by nccl, which needs GPUs. Fix: launch them with torchrun "
-            "and --num-gpus 0."
-        )
-    if cfg.SOLVER.AMP.ENABLED and (device == "cpu" or not has_gpu) and not eval_only:
-        findings.problems.append(
-            "SOLVER.AMP.ENABLED (True): mixed precision needs a GPU. Fix: set SOLVER.AMP.ENABLED False."
-        )
+    elif cfg.MODEL.DEVICE == "cpu" and cfg.SOLVER.AMP.ENABLED and not eval_only:
+        report.errors.append("SOLVER.AMP.ENABLED (True): mixed precision needs a GPU. Fix: set it to False.")
 
 
-def check_compiler(cfg: CfgNode, findings: Findings) -> None:
-    """Check that ``MODEL.COMPILE`` finds a compiler of the host's code."""
-    if cfg.MODEL.COMPILE and find_compiler() is None:
-        findings.problems.append(
-            f"MODEL.COMPILE (True): torch.compile finds no C++ compiler (of {', '.join(compiler_names())}). "
-            "Fix: install g++, or set MODEL.COMPILE False."
-        )
-
-
-def check_scaled_periods(cfg: CfgNode, scaled: CfgNode, findings: Findings) -> None:
-    """Check that ``SOLVER.REFERENCE_WORLD_SIZE`` does not scale a period to 0.
-
-    Args:
-        cfg: the config as given.
-        scaled: the config of this number of processes.
-        findings: problems are added.
-    """
-    for key in ("SOLVER.CHECKPOINT_PERIOD", "TEST.EVAL_PERIOD"):
-        if get_value(cfg, key) and not get_value(scaled, key):
-            findings.problems.append(
-                f"SOLVER.REFERENCE_WORLD_SIZE ({cfg.SOLVER.REFERENCE_WORLD_SIZE}): scales {key} "
-                f"{get_value(cfg, key)} to 0 for {comm.get_world_size()} processes. Fix: raise {key}."
-            )
-
-
-def check_schedule(cfg: CfgNode, findings: Findings) -> None:
+def check_schedule(cfg: CfgNode, report: PreflightReport) -> None:
     """Check the batch size and the learning rate schedule."""
-    images, processes = cfg.SOLVER.IMS_PER_BATCH, comm.get_world_size()
-    if images % processes:
-        findings.problems.append(
-            f"SOLVER.IMS_PER_BATCH ({images}): {processes} processes cannot share it equally. Fix: set it to a "
-            f"multiple of {processes}, e.g. {-(-images // processes) * processes}, and scale SOLVER.BASE_LR with it."
+    solver, processes = cfg.SOLVER, comm.get_world_size()
+    if solver.IMS_PER_BATCH % processes:
+        report.errors.append(
+            f"SOLVER.IMS_PER_BATCH ({solver.IMS_PER_BATCH}): {processes} processes cannot share it equally. Fix: set "
+            f"it to a multiple of {processes}, and scale SOLVER.BASE_LR with it."
         )
+    if not 0 < solver.BASE_LR < math.inf:
+        report.errors.append(f"SOLVER.BASE_LR ({solver.BASE_LR}): nothing would be learned. Fix: give e.g. 0.02.")
     try:
         build_lr_scheduler(cfg, torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0))
-    except (ValueError, AssertionError) as error:
-        findings.problems.append(
-            f"SOLVER: the learning rate schedule cannot be built: {error}. Fix: correct SOLVER.STEPS "
-            f"({list(cfg.SOLVER.STEPS)}), which must increase and stay below SOLVER.MAX_ITER ({cfg.SOLVER.MAX_ITER}), "
-            f"or SOLVER.LR_SCHEDULER_NAME ({cfg.SOLVER.LR_SCHEDULER_NAME})."
+    except Exception as error:  # Detectron2 and fvcore check by assertions
+        report.errors.append(
+            f"SOLVER: the learning rate schedule cannot be built: {error or type(error).__name__}. Fix: correct "
+            f"SOLVER.LR_SCHEDULER_NAME ({solver.LR_SCHEDULER_NAME}), or SOLVER.STEPS ({list(solver.STEPS)}), which "
+            f"must increase and stay below SOLVER.MAX_ITER ({solver.MAX_ITER})."
         )
+    if solver.WARMUP_ITERS >= solver.MAX_ITER > 0:
+        report.warnings.append(
+            f"SOLVER.WARMUP_ITERS ({solver.WARMUP_ITERS}): SOLVER.MAX_ITER ({solver.MAX_ITER}) ends the run before it "
+            "reaches SOLVER.BASE_LR. Fix: lower it."
+        )
+
+
+def check_evaluation(cfg: CfgNode, model: nn.Module | None, report: PreflightReport) -> None:
+    """Check what would stop an evaluation, perhaps after a whole training."""
+    keypoints = cfg.MODEL.KEYPOINT_ON
+    # GeneralizedRCNNWithTTA refuses other models, and leaves out predictions of PanopticFPN
+    augmentable = model is None or (isinstance(model, GeneralizedRCNN) and not isinstance(model, PanopticFPN))
+    if cfg.TEST.AUG.ENABLED and (keypoints or not augmentable):
+        report.errors.append(
+            f"TEST.AUG.ENABLED (True): Detectron2 has no test-time augmentation for {cfg.MODEL.META_ARCHITECTURE} or "
+            "MODEL.KEYPOINT_ON. Fix: set it to False."
+        )
+    sigmas, points = cfg.TEST.KEYPOINT_OKS_SIGMAS, cfg.MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS
+    if keypoints and len(sigmas) != points and (sigmas or points != 17):
+        report.errors.append(
+            f"TEST.KEYPOINT_OKS_SIGMAS ({len(sigmas)} values): MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS is {points}. Fix: "
+            "give one sigma per keypoint."
+        )
+
+
+def check_output_folder(
+    cfg: CfgNode,
+    start: StartWeights,
+    report: PreflightReport,
+    *,
+    eval_only: bool,
+    resume: bool,
+    overwrite: bool,
+    config_file: str,
+) -> None:
+    """Check that the run finds the checkpoints that it needs, and overwrites none by accident."""
+    folder, moved_to = cfg.OUTPUT_DIR, os.path.dirname(config_file) or "."
+    if start.resumed:
+        if start.error:
+            reason = str(start.error).partition(" Fix: ")[0]
+            report.errors.append(f"{reason} Fix: {_another_checkpoint(folder, start.address)}")
+        return
+    if resume and _checkpoints(folder):
+        report.errors.append(
+            f"--resume: file not found: '{os.path.join(folder, 'last_checkpoint')}', which names the checkpoint to "
+            f"continue from. Fix: {_another_checkpoint(folder)}"
+        )
+    elif resume and config_file and os.path.isfile(os.path.join(moved_to, "last_checkpoint")):
+        report.errors.append(
+            f"--resume: no checkpoint in OUTPUT_DIR ('{folder}'), but in the folder of the config. Fix: add OUTPUT_DIR "
+            f"{shlex.quote(moved_to)} to continue that run."
+        )
+    elif resume and not eval_only:
+        report.warnings.append(f"--resume: no checkpoint in '{folder}'. The run starts from its beginning.")
+    elif os.path.isfile(os.path.join(folder, "last_checkpoint")) and not (eval_only or overwrite):
+        report.errors.append(
+            f"OUTPUT_DIR ('{folder}'): contains checkpoints of an earlier run. Fix: continue it with --resume, keep "
+            "both with another OUTPUT_DIR, or replace it with --overwrite."
+        )
+    if not start.address and eval_only:
+        report.errors.append(
+            "--eval-only: no weights to evaluate. Fix: set MODEL.WEIGHTS to a checkpoint, or OUTPUT_DIR to the folder "
+            f"of a run and add --resume (now '{folder}')."
+        )
+
+
+def _another_checkpoint(folder: str, damaged: str = "") -> str:
+    """Say how to continue without the last checkpoint or its name."""
+    others = [path for path in _checkpoints(folder) if path != damaged]
+    if not others:
+        return "start again with --overwrite instead of --resume; there is no other checkpoint."
+    return f"write {os.path.basename(others[0])}, the newest other checkpoint, into {folder}/last_checkpoint."
+
+
+def _checkpoints(folder: str) -> list[str]:
+    """List the checkpoints of an output folder, newest first."""
+    return sorted(glob.glob(os.path.join(glob.escape(folder), "*.pth")), key=os.path.getmtime, reverse=True)

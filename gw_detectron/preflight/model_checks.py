@@ -1,237 +1,205 @@
-"""Check that the model can be built and its norms can work."""
+"""Check that the model can be built, that its norms can learn, and that the start weights fit it."""
 
 import os
-from collections.abc import Iterable
-from typing import Any
+import re
 
 from detectron2.config import CfgNode
 from detectron2.layers import FrozenBatchNorm2d
 from detectron2.utils import comm
 from torch import nn
 
-from ..analysis.norm_shapes import NormShape, norm_shapes
-from ..checkpoint import Checkpoint, StartWeights, norm_differences
+from ..checkpoint import Checkpoint, StartWeights, norm_differences, norm_mismatch
+from ..checkpoint.records import RUN_RECORD, config_differences
 from ..errors import ConfigError, summarize_names
 from ..layers import BatchWhitening2d, FrozenBatchWhitening2d
 from ..modeling.build import build_checked_model
 from ..modeling.norm_keys import NORM_KEYS, unread_keys
 from ..norms.norm_listing import is_synchronized
-from .findings import Findings
+from ..weights.provenance import PREPROCESSING, Preprocessing
+from .config_checks import PreflightReport
 
-# part of a layer name -> key of its norm
-_KEYS_BY_LAYER = {
-    ".fpn_": "MODEL.FPN.NORM",
-    "backbone.": "MODEL.RESNETS.NORM",
-    ".box_head": "MODEL.ROI_BOX_HEAD.NORM",
-    ".mask_head": "MODEL.ROI_MASK_HEAD.NORM",
-    ".res5": "MODEL.RESNETS.NORM",
-    "sem_seg_head.": "MODEL.SEM_SEG_HEAD.NORM",
-    "_subnet.": "MODEL.RETINANET.NORM",
-}
 _FROZEN = (FrozenBatchNorm2d, FrozenBatchWhitening2d)
-# Source: Group Whitening, Figure 1, and its supplement, Figure 5: small batches
-_FEW_IMAGES = 4
-# two seconds or more on two CPU cores, 10 ms on a GPU; the published settings stay below a fifth of it
-_EXPENSIVE = 1e11
-_REMEDIES = {"GW": "fewer groups", "GN": "fewer groups", "BW": "a smaller channels= of BW"}
+_FEW_IMAGES = 4  # Source: Group Whitening, Figure 1, and its supplement, Figure 5: small batches
+# part of an address -> preprocessing of these weights, by Detectron2's model zoo and this package
+_PREPROCESSING = {
+    r"^gw://imagenet/": PREPROCESSING["torchvision"],
+    r"/ImageNetPretrained/torchvision/": PREPROCESSING["torchvision"],
+    r"/ImageNetPretrained/MSRA/": PREPROCESSING["detectron2-msra"],
+    r"/ImageNetPretrained/FAIR/R-": PREPROCESSING["detectron2-fair"],
+    r"^detectron2://.*/FAIR/X-": PREPROCESSING["detectron2-fair-resnext"],
+}
+_PREPROCESSING_KEYS = ("INPUT.FORMAT", "MODEL.PIXEL_MEAN", "MODEL.PIXEL_STD", "MODEL.RESNETS.STRIDE_IN_1X1")
+_PREPROCESSING_DIFFERS = "these weights expect different preprocessing (channel order, mean, std or stride)"
+# MODEL keys that change no result of trained weights
+_HARMLESS_KEYS = ("MODEL.WEIGHTS", "MODEL.DEVICE", "MODEL.COMPILE", "MODEL.BACKBONE.FREEZE_AT")
 
 
-def check_model(cfg: CfgNode, start: StartWeights, findings: Findings, *, eval_only: bool) -> nn.Module | None:
+def check_model(cfg: CfgNode, start: StartWeights, report: PreflightReport, *, eval_only: bool) -> nn.Module | None:
     """Check the components, norms and frozen layers of the model.
 
-    Args:
-        cfg: the config.
-        start: the weights that the run starts from.
-        findings: problems and warnings are added.
-        eval_only: the run evaluates only.
-
     Returns:
-        The model on the meta device, whose norms compute nothing; None if it cannot be built.
+        The model on the meta device, or None if it cannot be built.
     """
-    from_scratch = not start.address
-    freeze_at = cfg.MODEL.BACKBONE.FREEZE_AT
+    from_scratch, freeze_at, model = not start.address, cfg.MODEL.BACKBONE.FREEZE_AT, None
     if from_scratch and freeze_at > 0 and not eval_only:
-        findings.problems.append(
+        report.errors.append(
             f"MODEL.BACKBONE.FREEZE_AT ({freeze_at}): without MODEL.WEIGHTS the frozen layers keep random values. "
             "Fix: set MODEL.BACKBONE.FREEZE_AT 0, or give MODEL.WEIGHTS."
         )
-    model, shapes = _build_and_trace(cfg, findings, trace=not eval_only)
-    if model is None:
-        return None
-    if start.resumed and start.opened:
-        _check_resumed(start.opened, model, findings)
-    if not eval_only:
-        _check_frozen_norms(cfg, model, findings, from_scratch)
-        _check_batch_norms(cfg, model, findings)
-        _check_feasibility(shapes.values(), findings)
-        _check_solver_cost(shapes.values(), findings)
-        _check_batch_whitening(cfg, model, shapes, findings)
-    return model
-
-
-def _build_and_trace(cfg: CfgNode, findings: Findings, trace: bool) -> tuple[nn.Module | None, dict[str, NormShape]]:
-    """Build the model on the meta device and perhaps trace its norms.
-
-    With ``trace`` the input shapes of the norms are found for the smallest square images.
-
-    Returns:
-        The model, whose norms compute nothing after tracing, or None if it cannot be built; the shapes by layer name.
-    """
     try:
         model = build_checked_model(cfg, "meta")
     except ConfigError as error:
-        findings.problems += [str(error), *unread_keys(cfg)]
-        return None, {}
-    findings.problems += unread_keys(cfg)
-    if not trace or not min(cfg.INPUT.MIN_SIZE_TRAIN):  # images keep their unknown size
-        return model, {}
-    side, processes = min(cfg.INPUT.MIN_SIZE_TRAIN), comm.get_world_size()
-    images = max(1, cfg.SOLVER.IMS_PER_BATCH // processes)
-    try:
-        return model, {row.layer: row for row in norm_shapes(cfg, side, side, images, processes=processes, model=model)}
-    except Exception as error:  # custom components may raise anything
-        findings.warnings.append(
-            "MODEL: not checked whether the norms have enough values: the shapes cannot be traced on the meta device: "
-            f"{type(error).__name__}: {error}. Fix: let custom components accept meta tensors, or check it yourself."
+        report.errors.append(str(error))
+    report.errors += unread_keys(cfg)
+    if model is not None and not eval_only:
+        _check_frozen_norms(cfg, model, report, from_scratch)
+        _check_batch_norms(cfg, model, report)
+    return model
+
+
+def _check_frozen_norms(cfg: CfgNode, model: nn.Module, report: PreflightReport, from_scratch: bool) -> None:
+    frozen = [name for name, module in model.named_modules() if isinstance(module, _FROZEN)]
+    if from_scratch and frozen and cfg.MODEL.BACKBONE.FREEZE_AT == 0:  # else reported already
+        report.errors.append(
+            f"NORM: {len(frozen)} layers are FrozenBN or FrozenBW (first: {frozen[0]}), and without MODEL.WEIGHTS they "
+            "have no statistics and normalize nothing. Fix: set their NORM to BN, GN or GW, or give MODEL.WEIGHTS."
         )
-        return model, {}
-
-
-def _check_resumed(checkpoint: Checkpoint, model: nn.Module, findings: Findings) -> None:
-    """Check that a resumed checkpoint belongs to the same detector.
-
-    Args:
-        checkpoint: the checkpoint to continue from.
-        model: the detector of the config; only shapes and norms are used.
-        findings: a problem is added.
-    """
-    shapes = {name: tuple(value.shape) for name, value in checkpoint.tensors.items()}
-    wanted: dict[str, Any] = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    differences = {
-        "only in the checkpoint": [name for name in shapes if name not in wanted],
-        "only in the detector of this config": [name for name in wanted if name not in shapes],
-        "of another shape": [
-            f"{name} {shapes[name]} in the checkpoint, {shape} here"
-            for name, shape in wanted.items()
-            if name in shapes and shapes[name] != shape
-        ],
-    }
-    found = [f"{len(names)} tensors {kind} ({summarize_names(names)})" for kind, names in differences.items() if names]
-    if norms := norm_differences(checkpoint, model):
-        found.append(f"{len(norms)} norms differ ({summarize_names(norms)})")
-    if found:
-        config = os.path.join(os.path.dirname(checkpoint.path), "config.yaml")
-        findings.problems.append(
-            f"--resume ('{checkpoint.path}'): a checkpoint of another detector: {'; '.join(found)}. Fix: continue with "
-            f"--config-file {config}, or set all MODEL keys as in that run (the keys of norms are "
-            f"{', '.join(NORM_KEYS)}). To start another run from these weights, leave out --resume and set "
-            "MODEL.WEIGHTS and another OUTPUT_DIR."
+    elif new := [name for name in frozen if not name.startswith(("backbone.bottom_up.", "backbone.res"))]:
+        report.warnings.append(
+            f"NORM: {len(new)} layers are FrozenBN or FrozenBW (first: {new[0]}). ImageNet weights have no statistics "
+            "for them. Fix: set their NORM to GN or GW, unless MODEL.WEIGHTS are those of a whole detector."
         )
 
 
-def _check_frozen_norms(cfg: CfgNode, model: nn.Module, findings: Findings, from_scratch: bool) -> None:
-    frozen: dict[str, list[str]] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, _FROZEN):
-            key = next((key for part, key in _KEYS_BY_LAYER.items() if part in name), "its NORM")
-            frozen.setdefault(key, []).append(name)
-    resnets = cfg.MODEL.RESNETS
-    if not any(str(norm).startswith("Frozen") for norm in (resnets.NORM, resnets.get("WHITEN_NORM"))):
-        frozen.pop("MODEL.RESNETS.NORM", None)  # these come from FREEZE_AT, which has its own check
-    for key, names in frozen.items():
-        layers = f"{len(names)} layers are FrozenBN or FrozenBW (first: {names[0]})"
-        if from_scratch:
-            findings.problems.append(
-                f"{key}: {layers}, and without MODEL.WEIGHTS they have no statistics and normalize nothing. Fix: set "
-                f"{key} to BN, GN or GW, or give MODEL.WEIGHTS."
-            )
-        elif key != "MODEL.RESNETS.NORM":
-            findings.warnings.append(
-                f"{key}: {layers}. ImageNet weights have no statistics for them. Fix: set {key} to GN or GW, unless "
-                "MODEL.WEIGHTS are those of a whole detector."
-            )
-
-
-def _check_batch_norms(cfg: CfgNode, model: nn.Module, findings: Findings) -> None:
+def _check_batch_norms(cfg: CfgNode, model: nn.Module, report: PreflightReport) -> None:
+    processes = comm.get_world_size()
+    per_process = cfg.SOLVER.IMS_PER_BATCH // processes
     images = {
-        name: _images_per_statistic(cfg, module)
+        name: per_process * (processes if is_synchronized(module) else 1)
         for name, module in model.named_modules()
         if not isinstance(module, _FROZEN)
         and getattr(module, "running_mean", None) is not None  # a layer that normalizes over the batch
     }
     if single := [name for name, count in images.items() if count == 1]:
-        scaled, wanted = "", f"{2 * comm.get_world_size()} or more"
-        if cfg.SOLVER.REFERENCE_WORLD_SIZE:  # the trainer, and so this config, scales by it
-            scaled = ", scaled by SOLVER.REFERENCE_WORLD_SIZE"
-            wanted = "to at least 2 times SOLVER.REFERENCE_WORLD_SIZE"
-        findings.problems.append(
-            f"SOLVER.IMS_PER_BATCH ({cfg.SOLVER.IMS_PER_BATCH}{scaled}): {len(single)} layers normalize over a batch "
-            f"of one image (first: {single[0]}), whose statistics are too noisy to train with. Fix: set "
-            f"SOLVER.IMS_PER_BATCH {wanted}, the norm to SyncBN on several GPUs, or to GW or GN."
+        report.errors.append(
+            f"SOLVER.IMS_PER_BATCH ({cfg.SOLVER.IMS_PER_BATCH} on {processes} processes): {len(single)} layers "
+            f"normalize over a batch of one image (first: {single[0]}), whose statistics are too noisy to train with. "
+            "Fix: give two or more images per process, or set the norm to SyncBN on several GPUs, or to GW or GN."
         )
     if images and (batches := cfg.SOLVER.ACCUMULATE) > 1:
         name, count = next(iter(images.items()))
-        findings.warnings.append(
+        report.warnings.append(
             f"SOLVER.ACCUMULATE ({batches}): {len(images)} layers normalize over each batch alone (first: {name}, over "
             f"{count} images), not over the {batches} batches of an iteration. Fix: use GW, GN or FrozenBN, or raise "
             "SOLVER.IMS_PER_BATCH instead."
         )
-    of_torch = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
-    if of_torch and cfg.MODEL.DEVICE == "cpu" and comm.get_world_size() > 1:
-        findings.problems.append(
-            f"MODEL.DEVICE ('cpu'): {len(of_torch)} layers are torch's SyncBN (first: {of_torch[0]}), which in several "
-            "processes needs GPUs. Fix: set the norm to naiveSyncBN, BW:sync=true, GN or GW."
-        )
-
-
-def _check_batch_whitening(cfg: CfgNode, model: nn.Module, shapes: dict[str, NormShape], findings: Findings) -> None:
     few = [
-        (name, module)
+        (module.channels_per_group, name)
         for name, module in model.named_modules()
         if isinstance(module, BatchWhitening2d)
-        and not isinstance(module, FrozenBatchWhitening2d)
         and module.solver.name != "standardize"
-        and 1 < _images_per_statistic(cfg, module) <= _FEW_IMAGES
+        and 1 < images.get(name, 0) <= _FEW_IMAGES
     ]
     if few:
-        columns = {name: row.constraints.columns for name, row in shapes.items() if row.constraints}
-        name, worst = max(few, key=lambda item: (item[1].channels_per_group, -columns.get(item[0], 0)))
-        d, images = worst.channels_per_group, _images_per_statistic(cfg, worst)
-        smallest = f" (m = {columns.get(name)} for the smallest images; nearby positions are correlated)"
-        findings.warnings.append(
-            f"{len(few)} layers whiten over a batch of {images} images (e.g. {name}). Whitening d = {d} channels over "
-            f"m columns, images times positions{smallest if name in columns else ''}, has no solution unless m exceeds "
-            f"(d + 3) / 2 = {(d + 3) / 2:g} and is stable from m = d. Evaluation needs d (d + 1) / 2 = "
-            f"{d * (d + 1) // 2} numbers, estimated from such batches. Fix: use more images per process, sync=true "
-            "with several processes, a smaller channels=, or GW, which needs no batch."
+        channels, name = max(few)
+        report.warnings.append(
+            f"{len(few)} layers whiten over a batch of {images[name]} images (e.g. {name}). Batch whitening estimates "
+            f"a {channels}x{channels} covariance from the positions of so few images, which is noisy. Fix: use more "
+            "images per process, sync=true with several processes, a smaller channels=, or GW, which needs no batch."
         )
 
 
-def _images_per_statistic(cfg: CfgNode, layer: nn.Module) -> int:
-    """Count the images over which a batch normalization layer computes its statistics."""
-    processes = comm.get_world_size()
-    return cfg.SOLVER.IMS_PER_BATCH // processes * (processes if is_synchronized(layer) else 1)
+def check_start_weights(
+    cfg: CfgNode, start: StartWeights, model: nn.Module | None, report: PreflightReport, *, allow_partial: bool
+) -> None:
+    """Check that the start weights fit the preprocessing, the config and the model.
+
+    Of the model only names and shapes are used; None skips the comparison with it.
+    """
+    weights = start.opened
+    if start.resumed:
+        if weights:
+            _check_recorded_config(cfg, start, weights, report)
+            if model is not None:
+                _check_resumed(weights, model, report)
+        return
+    if start.error:
+        report.errors.append(str(start.error))
+    known = [images for pattern, images in _PREPROCESSING.items() if re.search(pattern, start.address)]
+    if weights and weights.preprocessing:
+        known = [weights.preprocessing]
+    for images in known:
+        _check_preprocessing(cfg, images, report)
+    if weights:
+        _check_recorded_config(cfg, start, weights, report)
+        if model is not None:
+            _check_norms(cfg, weights, model, report, allow_partial)
 
 
-def _check_feasibility(rows: Iterable[NormShape], findings: Findings) -> None:
-    impossible = [(row, row.constraints) for row in rows if row.constraints and not row.constraints.feasible]
-    if impossible:
-        first, constraints = impossible[0]
-        kinds = [row.spec.partition(":")[0] for row, _ in impossible]
-        remedies = dict.fromkeys(_REMEDIES[kind] for kind in kinds if kind in _REMEDIES)
-        findings.warnings.append(
-            f"INPUT.MIN_SIZE_TRAIN: {len(impossible)} layers have too few values to normalize in square images of the "
-            f"smallest size. The first is {first.layer} ({first.spec}), {constraints.remark}. Fix: use "
-            f"{', '.join([*remedies, 'or larger images']) if remedies else 'larger images'}."
+def _check_resumed(checkpoint: Checkpoint, model: nn.Module, report: PreflightReport) -> None:
+    """Refuse to resume the checkpoint of another detector."""
+    theirs = {name: tuple(value.shape) for name, value in checkpoint.tensors.items()}
+    ours = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    differing = [name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name)]
+    found = [f"{len(differing)} tensors ({summarize_names(differing)})"] if differing else []
+    if norms := norm_differences(checkpoint, model):
+        found.append(f"{len(norms)} norms ({summarize_names(norms)})")
+    if found:
+        config = os.path.join(os.path.dirname(checkpoint.path), "config.yaml")
+        report.errors.append(
+            f"--resume ('{checkpoint.path}'): a checkpoint of another detector: {' and '.join(found)} differ. Fix: "
+            f"continue with --config-file {config}, or set all MODEL keys as in that run (the keys of norms are "
+            f"{', '.join(NORM_KEYS)}). To start another run from these weights, leave out --resume and set "
+            "MODEL.WEIGHTS and another OUTPUT_DIR."
         )
 
 
-def _check_solver_cost(rows: Iterable[NormShape], findings: Findings) -> None:
-    expensive = [row for row in rows if row.solver_flops >= _EXPENSIVE]
-    if expensive:
-        worst = max(expensive, key=lambda row: row.solver_flops)
-        findings.warnings.append(
-            f"{worst.layer} ({worst.spec}): its solver needs about {worst.solver_flops:.1e} operations per training "
-            f"batch for an input of {worst.shape}, and {len(expensive)} layers need {_EXPENSIVE:.0e} or more. The cost "
-            "grows with the third power of groups= (GW) or channels= (BW). Fix: use 64, the published number."
+def _check_recorded_config(cfg: CfgNode, start: StartWeights, checkpoint: Checkpoint, report: PreflightReport) -> None:
+    """Compare the config with that of the run that wrote a checkpoint, which its tensors do not show."""
+    differences = config_differences(checkpoint.metadata.get(RUN_RECORD), cfg.dump())
+    if cfg.MODEL.RESNETS.DEPTH < 50:  # without 1x1 convolutions in its blocks
+        differences.pop("MODEL.RESNETS.STRIDE_IN_1X1", None)
+    what = f"{'--resume' if start.resumed else 'MODEL.WEIGHTS'} ('{start.address}')"
+    if images := [differences.pop(key) for key in _PREPROCESSING_KEYS if key in differences]:
+        report.errors.append(
+            f"{what}: {_PREPROCESSING_DIFFERS}: {', '.join(images)}. Fix: set these keys as in the checkpoint."
+        )
+    changed = [key for key in differences if key.startswith(("MODEL.", "config")) and key not in _HARMLESS_KEYS]
+    if changed:
+        report.warnings.append(
+            f"{what}: trained with other values of MODEL keys: "
+            f"{summarize_names((differences[key] for key in changed), 20)}. Fix: set them as in the checkpoint, unless "
+            "the change is intended."
+        )
+
+
+def _check_norms(
+    cfg: CfgNode, weights: Checkpoint, model: nn.Module, report: PreflightReport, allow_partial: bool
+) -> None:
+    """Refuse weights of other norms; with ``allow_partial``, only where they would never be trained."""
+    differences = norm_differences(weights, model)
+    if differences and not allow_partial:
+        report.errors.append(str(norm_mismatch(weights.address, differences)))
+        return
+    frozen = {name.rpartition(".")[0] for name, tensor in model.named_parameters() if not tensor.requires_grad}
+    if untrained := sorted(frozen & {text.partition(" ")[0] for text in differences}):
+        report.errors.append(
+            f"MODEL.BACKBONE.FREEZE_AT ({cfg.MODEL.BACKBONE.FREEZE_AT}): {len(untrained)} frozen layers were trained "
+            f"with another norm ({summarize_names(untrained)}). Fix: set MODEL.BACKBONE.FREEZE_AT 0, or give weights "
+            "of these norms."
+        )
+
+
+def _check_preprocessing(cfg: CfgNode, images: Preprocessing, report: PreflightReport) -> None:
+    wrong = []
+    if images.input_format != cfg.INPUT.FORMAT:
+        wrong.append(f"INPUT.FORMAT {images.input_format}")
+    for key, wanted in (("PIXEL_MEAN", images.pixel_mean), ("PIXEL_STD", images.pixel_std)):
+        if any(abs(given - value) >= 0.05 for given, value in zip(cfg.MODEL[key], wanted, strict=False)):
+            wrong.append(f'MODEL.{key} "{list(wanted)}"')
+    if cfg.MODEL.RESNETS.DEPTH >= 50 and images.stride_in_1x1 != cfg.MODEL.RESNETS.STRIDE_IN_1X1:
+        wrong.append(f"MODEL.RESNETS.STRIDE_IN_1X1 {images.stride_in_1x1}")
+    if wrong:
+        report.errors.append(
+            f"MODEL.WEIGHTS ('{cfg.MODEL.WEIGHTS}'): {_PREPROCESSING_DIFFERS}. Fix: set {', '.join(wrong)}."
         )

@@ -19,10 +19,7 @@ from detectron2.utils import comm
 from gw_detectron.checkpoint import StartWeights
 from gw_detectron.data import make_synthetic, register_synthetic
 from gw_detectron.engine import get_parser, launch, main
-from gw_detectron.engine.train import run_config
 from gw_detectron.engine.trainer import check_same_start
-from gw_detectron.preflight.findings import Findings
-from gw_detectron.preflight.model_checks import check_model
 
 from ..tiny_run import DATA, ROOT, arguments, environment, words
 
@@ -344,24 +341,12 @@ def test_a_machine_that_is_lost_ends_the_run_on_the_other(data, tmp_path):
 
 @pytest.mark.slow
 def test_an_error_of_all_processes_is_reported_once(data, tmp_path):
-    command = words(tmp_path / "output", SOLVER__IMS_PER_BATCH=3, MODEL__FPN__NORM="SyncBN")
+    command = words(tmp_path / "output", SOLVER__IMS_PER_BATCH=3)
     with Launched(data, tmp_path / "stderr.txt", one_machine(2), "train", command) as launched:
         assert launched.wait() != 0
     stderr = launched.stderr()
     assert stderr.count("SOLVER.IMS_PER_BATCH (3): 2 processes cannot share it") == 1
-    assert stderr.count("MODEL.DEVICE ('cpu'): 8 layers are torch's SyncBN (first: backbone.fpn_lateral2.norm)") == 1
     assert not (tmp_path / "output").exists()
-
-
-def test_torchs_syncbn_is_refused_on_the_cpu(monkeypatch):
-    cfg = run_config(arguments(Path("unused"), **TWO_IMAGES_EACH[2], MODEL__FPN__NORM="SyncBN", DATASETS__TEST="()"))
-    findings = []
-    for processes in (1, 2):
-        monkeypatch.setattr(comm, "get_world_size", lambda processes=processes: processes)
-        found = Findings()
-        check_model(cfg, StartWeights(), found, eval_only=False)
-        findings.append([problem for problem in found.problems if "torch's SyncBN" in problem])
-    assert findings[0] == [] and "Fix: set the norm to naiveSyncBN" in findings[1][0]
 
 
 def test_detectron2s_flags_reach_its_launcher(monkeypatch):

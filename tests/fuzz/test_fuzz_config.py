@@ -3,7 +3,6 @@
 import contextlib
 import math
 
-import pytest
 import torch
 from detectron2.config import CfgNode, get_cfg
 from detectron2.layers import get_norm
@@ -11,14 +10,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gw_detectron import add_gw_config
-from gw_detectron.checkpoint import StartWeights
 from gw_detectron.config import read_config
 from gw_detectron.errors import NormError, UserError
 from gw_detectron.norms.names import find_norm_spec, resolve_norm
-from gw_detectron.preflight import preflight
 
-from ..preflight.conftest import coco, content  # noqa: F401
-from ..preflight.sound_run import config
 from ..tiny_run import CONFIG
 from .examples import fuzz
 
@@ -42,29 +37,6 @@ WORDS = st.sampled_from(
 )
 LEAVES = st.one_of(st.none(), st.booleans(), NUMBERS, WORDS, st.text(max_size=5))
 VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=4) | st.tuples(inner, inner), max_leaves=6)
-CHANGES = st.dictionaries(st.sampled_from(KEYS), VALUES, min_size=1, max_size=3)
-
-
-@pytest.fixture
-def dataset(coco):  # noqa: F811
-    coco()
-
-
-@given(changes=CHANGES, eval_only=st.booleans())
-@example(changes={"DATASETS.TRAIN": [0]}, eval_only=False)
-@example(changes={"DATASETS.TEST": [[]]}, eval_only=True)
-@example(changes={"MODEL.RPN.CONV_DIMS": [0]}, eval_only=False)
-@fuzz(45)
-def test_preflight_answers_for_any_config(dataset, tmp_path, changes, eval_only):
-    cfg = config(tmp_path)
-    for key, value in changes.items():
-        *path, name = key.split(".")
-        node = cfg
-        for part in path:
-            node = node[part]
-        node[name] = value
-    findings = preflight(cfg, StartWeights(), eval_only=eval_only)
-    assert all("Fix: " in message for message in findings.problems + findings.warnings)
 
 
 @given(words=st.lists(st.sampled_from([*KEYS, "MODEL", "NO.KEY", ""]) | VALUES.map(str), max_size=6))

@@ -8,7 +8,7 @@ from detectron2.data.datasets import register_coco_instances
 from PIL import Image
 
 from gw_detectron.checkpoint import open_start_weights
-from gw_detectron.preflight import Findings, preflight
+from gw_detectron.preflight import PreflightReport, preflight
 
 from .sound_run import coco_content, config
 
@@ -55,7 +55,7 @@ def check(tmp_path, coco):
 
     def run(
         eval_only: bool = False, resume: bool = False, overwrite: bool = False, config_file: str = "", **changes
-    ) -> Findings:
+    ) -> PreflightReport:
         if "tiny_coco" not in DatasetCatalog:
             coco()
         cfg = config(tmp_path, **changes)

@@ -5,7 +5,7 @@ from pathlib import Path
 from detectron2.config import CfgNode, get_cfg
 
 from gw_detectron import add_gw_config
-from gw_detectron.preflight import Findings
+from gw_detectron.preflight import PreflightReport
 
 from ..tiny_run import CONFIG, OPTS
 
@@ -48,6 +48,6 @@ def config(folder: Path, **changes: object) -> CfgNode:
     return cfg
 
 
-def one(found: Findings) -> str:
-    assert len(found.problems) == 1, found.problems
-    return found.problems[0]
+def one(found: PreflightReport) -> str:
+    assert len(found.errors) == 1, found.errors
+    return found.errors[0]

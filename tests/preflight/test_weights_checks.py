@@ -1,5 +1,7 @@
-"""Weights of other norms are recognized; remote weights are fetched last."""
+"""Start weights: readable, of these norms, for this preprocessing; runs are continued, not overwritten."""
 
+import os
+import pickle
 import re
 
 import pytest
@@ -9,13 +11,15 @@ from detectron2.utils.file_io import PathManager
 
 from gw_detectron.checkpoint import open_start_weights
 from gw_detectron.errors import PreflightError
-from gw_detectron.preflight import preflight
+from gw_detectron.preflight import PreflightReport, preflight
 
 from .sound_run import config, one
 
+DEEP = {"MODEL__RESNETS__DEPTH": 50, "MODEL__RESNETS__RES2_OUT_CHANNELS": 256}
 
-def bn_weights(folder, positions: str = "", **changes: object) -> dict[str, torch.Tensor]:
-    cfg = config(folder, MODEL__RESNETS__WHITEN_POSITIONS=positions, MODEL__RESNETS__NORM="BN", **changes)
+
+def bn_weights(folder, positions: str = "") -> dict[str, torch.Tensor]:
+    cfg = config(folder, MODEL__RESNETS__WHITEN_POSITIONS=positions, MODEL__RESNETS__NORM="BN")
     tensors = build_model(cfg).backbone.bottom_up.state_dict()
     return {name: tensor for name, tensor in tensors.items() if "num_batches" not in name}
 
@@ -33,96 +37,188 @@ def check_weights(tmp_path, coco):
 
 
 def test_bn_weights_under_a_gw_config(check_weights, tmp_path):
-    problem = one(check_weights(bn_weights(tmp_path)))
-    assert (
-        "trained with other norms: 9 layers differ (backbone.bottom_up.stem.conv1.norm BN in the weights, " in problem
-    )
-    assert "MODEL.RESNETS.WHITEN_NORM" in problem and "give weights of these norms, e.g. gw://imagenet/R-50" in problem
+    weights = bn_weights(tmp_path)
+    error = one(check_weights(weights))
+    assert "9 layers differ (backbone.bottom_up.stem.conv1.norm" in error and "MODEL.RESNETS.WHITEN_NORM" in error
+    assert not check_weights(weights, allow_partial=True).errors
+    error = one(check_weights(weights, allow_partial=True, MODEL__BACKBONE__FREEZE_AT=2))
+    assert error.startswith("MODEL.BACKBONE.FREEZE_AT (2)") and "stem.conv1.norm" in error
 
 
-def test_bn_weights_with_allow_partial(check_weights, tmp_path):
-    assert not check_weights(bn_weights(tmp_path), allow_partial=True).problems
-
-
-@pytest.mark.parametrize("prefix", ["", "backbone.", "backbone.bottom_up."])
-def test_frozen_layers_that_were_never_trained(check, tmp_path, coco, prefix):
-    coco()
-    tensors = {prefix + name: tensor for name, tensor in bn_weights(tmp_path).items()}
-    path = tmp_path / "w.pth"
-    torch.save({"model": tensors}, path)
-    cfg = config(tmp_path, MODEL__WEIGHTS=str(path), MODEL__BACKBONE__FREEZE_AT=2)
-    problem = one(preflight(cfg, open_start_weights(cfg), allow_partial=True))
-    assert problem.startswith("MODEL.BACKBONE.FREEZE_AT (2): 3 frozen parts were trained with another norm")
-    assert "stem.conv1.norm" in problem and "Fix: set MODEL.BACKBONE.FREEZE_AT 0" in problem
-    torch.save({"model": {name: tensor for name, tensor in tensors.items() if "res2.1" not in name}}, path)
-    problems = preflight(cfg, open_start_weights(cfg), allow_partial=True).problems
-    assert "4 frozen parts are not in the weights and keep random values" in problems[1]
-    assert "res2.1.conv1.weight" in problems[1]
-
-
-@pytest.fixture
-def check_own(tmp_path, coco):
-    """Return a function that starts from a checkpoint of a run with other values of some keys."""
-    coco()
-
-    def run(config_text: str = "", eval_only: bool = False, resume: bool = False, **changes: object):
-        before = config(tmp_path)
-        content = {"model": build_model(before).state_dict(), "record": {"config": config_text or before.dump()}}
-        path = tmp_path / "output" / "model_final.pth"
-        path.parent.mkdir()
-        torch.save(content, path)
-        (path.parent / "last_checkpoint").write_text(path.name if resume else "")
-        cfg = config(tmp_path, MODEL__WEIGHTS=str(path), **changes)
-        start = open_start_weights(cfg, resume=resume)
-        return preflight(cfg, start, eval_only=eval_only, resume=resume, overwrite=True)
-
-    return run
-
-
-@pytest.mark.parametrize("resume", [False, True])
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("INPUT.FORMAT", "BGR"), ("MODEL.PIXEL_MEAN", [0.0, 0.0, 0.0]), ("MODEL.PIXEL_STD", [1.0, 1.0, 1.0])],
-)
-def test_own_checkpoint_under_other_preprocessing(check_own, key, value, resume):
-    problem = one(check_own(eval_only=True, resume=resume, **{key.replace(".", "__"): value}))
-    assert f"images of another format than this config gives: {key} " in problem and f", {value!r} here" in problem
-
-
-def test_own_checkpoint_under_keys_that_change_no_tensor(check_own):
-    found = check_own(
-        MODEL__ROI_BOX_HEAD__SINGLE_RELU=True, MODEL__RPN__NMS_THRESH=0.5, MODEL__RESNETS__STRIDE_IN_1X1=True
-    )
-    assert not found.problems
-    (warning,) = [text for text in found.warnings if "other values of MODEL keys" in text]
-    assert (
-        "keys: MODEL.ROI_BOX_HEAD.SINGLE_RELU False in the checkpoint, True here, MODEL.RPN.NMS_THRESH 0.7" in warning
-    )
-
-
-@pytest.mark.parametrize(("text", "warnings"), [("", 0), ("a: &a [*a]", 1), ("a: !!python/name:os.system", 1)])
-def test_own_checkpoint_with_the_same_or_no_readable_config(check_own, text, warnings):
-    found = check_own(text)
-    assert not found.problems
-    assert sum("config: not compared" in warning for warning in found.warnings) == warnings
-
-
-def test_fitting_weights_have_no_problem(check_weights, tmp_path):
+def test_fitting_weights_have_no_error(check_weights, tmp_path):
     same = {"MODEL__RESNETS__NORM": "FrozenBN", "MODEL__BACKBONE__FREEZE_AT": 2}
-    assert not check_weights(bn_weights(tmp_path, "S1-B2"), allow_partial=True, **same).problems
-    assert not check_weights(bn_weights(tmp_path), MODEL__RESNETS__WHITEN_POSITIONS="", **same).problems
+    assert not check_weights(bn_weights(tmp_path, "S1-B2"), allow_partial=True, **same).errors
+    assert not check_weights(bn_weights(tmp_path), MODEL__RESNETS__WHITEN_POSITIONS="", **same).errors
 
 
-@pytest.mark.parametrize(
-    ("kind", "norm"), [("bn", "GW"), ("bn", "GN"), ("gn", "FrozenBN"), ("gn", "BN"), ("gn", "GW"), ("gn", "BW")]
-)
+@pytest.mark.parametrize(("kind", "norm"), [("bn", "GW"), ("bn", "GN"), ("gn", "FrozenBN"), ("gn", "GW")])
 def test_caffe2_weights_of_another_norm(check_weights, kind, norm):
     tensors = {f"res2_0_branch2a_{kind}_{part}": torch.ones(64) for part in "sb"}
     layers = {"MODEL__RESNETS__WHITEN_POSITIONS": "", "MODEL__RESNETS__NORM": norm}
-    problem = next(text for text in check_weights(tensors, **layers).problems if "other norms" in text)
-    assert f"20 layers differ (backbone.bottom_up.stem.conv1.norm {kind.upper()} in the weights, {norm}" in problem
+    assert "20 layers differ" in one(check_weights(tensors, **layers))
     same = {**layers, "MODEL__RESNETS__NORM": "FrozenBN" if kind == "bn" else "GN"}
-    assert not any("other norms" in text for text in check_weights(tensors, **same).problems)
+    assert not check_weights(tensors, **same).errors
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"), [("nowhere://imagenet/R-50", "nowhere://"), ("my/R-50.pkl", "'my/R-50.pkl'")]
+)
+def test_weights_that_cannot_be_found(check, weights, words):
+    error = one(check(MODEL__WEIGHTS=weights))
+    assert "MODEL.WEIGHTS" in error and words in error
+
+
+def test_weights_that_cannot_be_read(check, tmp_path):
+    (tmp_path / "w.pth").write_text("<html>Not found</html>")
+    assert "w.pth" in one(check(MODEL__WEIGHTS=str(tmp_path / "w.pth")))
+
+
+def test_evaluation_without_weights(check, tmp_path):
+    assert "--eval-only" in one(check(eval_only=True))
+    assert str(tmp_path / "output") in one(check(eval_only=True, resume=True))
+
+
+class TestPreprocessing:
+    def test_of_the_file(self, check, tmp_path):
+        path = tmp_path / "r.pkl"
+        path.write_bytes(pickle.dumps({"model": {}, "__author__": "torchvision", "matching_heuristics": True}))
+        assert not check(MODEL__WEIGHTS=str(path), **DEEP).errors
+        wrong = {"INPUT__FORMAT": "BGR", "MODEL__PIXEL_MEAN": [103.53, 116.28, 123.675]}
+        error = one(check(MODEL__WEIGHTS=str(path), MODEL__RESNETS__STRIDE_IN_1X1=True, **DEEP, **wrong))
+        for words in ("INPUT.FORMAT RGB", 'PIXEL_MEAN "[123.675, 116.28, 103.53]"', "STRIDE_IN_1X1 False"):
+            assert words in error
+
+    def test_of_a_gw_address(self, check, monkeypatch, tmp_path):
+        monkeypatch.setenv("GW_DETECTRON_WEIGHTS", str(tmp_path))  # nothing is to be downloaded here
+        errors = " ".join(check(MODEL__WEIGHTS="gw://imagenet/R-50-GW", INPUT__FORMAT="BGR").errors)
+        assert "set INPUT.FORMAT RGB." in errors
+
+    @pytest.mark.parametrize(
+        ("name", "wanted"),
+        [
+            ("torchvision/R-50", ["RGB", "123.675, 116.28, 103.53", "58.395, 57.12, 57.375", "STRIDE_IN_1X1 False"]),
+            ("MSRA/R-50", ["BGR", "103.53, 116.28, 123.675", "1.0, 1.0, 1.0"]),
+            ("FAIR/R-50-GN", ["BGR", "103.53, 116.28, 123.675", "1.0, 1.0, 1.0", "STRIDE_IN_1X1 False"]),
+            ("FAIR/X-101-32x8d", ["BGR", "103.53, 116.28, 123.675", "57.375, 57.12, 58.395", "STRIDE_IN_1X1 False"]),
+        ],
+    )
+    def test_of_detectron2s_zoo(self, check, monkeypatch, tmp_path, name, wanted):
+        torch.save({"model": {}}, tmp_path / "fetched.pth")
+        address, fetch = f"detectron2://ImageNetPretrained/{name}.pkl", PathManager.get_local_path
+        monkeypatch.setattr(
+            PathManager,
+            "get_local_path",
+            lambda path: str(tmp_path / "fetched.pth") if path == address else fetch(path),
+        )
+        changes = {
+            "INPUT__FORMAT": "RGB" if "BGR" in wanted else "BGR",
+            "MODEL__PIXEL_MEAN": [0.0, 0.0, 0.0],
+            "MODEL__PIXEL_STD": [2.0, 2.0, 2.0],
+            "MODEL__RESNETS__STRIDE_IN_1X1": True,
+        }
+        error = one(check(MODEL__WEIGHTS=address, **changes, **DEEP))
+        assert all(word in error for word in wanted)
+        assert ("STRIDE_IN_1X1" in error) == ("STRIDE_IN_1X1 False" in wanted)
+
+
+class TestOwnCheckpoint:
+    """Checkpoints of a run with other values of some keys, which no tensor shows."""
+
+    @pytest.fixture
+    def check_own(self, tmp_path, coco):
+        coco()
+
+        def run(config_text: str = "", resume: bool = False, **changes: object):
+            before = config(tmp_path)
+            content = {"model": build_model(before).state_dict(), "record": {"config": config_text or before.dump()}}
+            path = tmp_path / "output" / "model_final.pth"
+            path.parent.mkdir()
+            torch.save(content, path)
+            (path.parent / "last_checkpoint").write_text(path.name if resume else "")
+            cfg = config(tmp_path, MODEL__WEIGHTS=str(path), **changes)
+            start = open_start_weights(cfg, resume=resume)
+            return preflight(cfg, start, eval_only=True, resume=resume, overwrite=True)
+
+        return run
+
+    @pytest.mark.parametrize("resume", [False, True])
+    @pytest.mark.parametrize(("key", "value"), [("INPUT.FORMAT", "BGR"), ("MODEL.PIXEL_MEAN", [0.0, 0.0, 0.0])])
+    def test_other_preprocessing(self, check_own, key, value, resume):
+        error = one(check_own(resume=resume, **{key.replace(".", "__"): value}))
+        assert key in error and repr(value) in error
+
+    def test_other_model_keys(self, check_own):
+        changes = {"MODEL__ROI_BOX_HEAD__SINGLE_RELU": True, "MODEL__RESNETS__STRIDE_IN_1X1": True}
+        found = check_own(**changes, MODEL__RPN__NMS_THRESH=0.5)
+        assert not found.errors and len(found.warnings) == 1
+        assert "MODEL.ROI_BOX_HEAD.SINGLE_RELU False in the checkpoint, True here" in found.warnings[0]
+        assert "MODEL.RPN.NMS_THRESH 0.7" in found.warnings[0] and "STRIDE_IN_1X1" not in found.warnings[0]
+
+    @pytest.mark.parametrize("text", ["a: &a [*a]", "a: !!python/name:os.system"])
+    def test_a_recorded_config_that_cannot_be_read(self, check_own, text):
+        found = check_own(text)
+        assert not found.errors and "config: not compared" in found.warnings[0]
+
+
+class TestResume:
+    def checkpoint(self, tmp_path, name: str, age: int) -> str:
+        folder = tmp_path / "output"
+        folder.mkdir(exist_ok=True)
+        torch.save({"model": {"a": torch.zeros(1000)}}, folder / name)
+        os.utime(folder / name, (10_000 - age, 10_000 - age))
+        return str(folder / name)
+
+    def detector(self, tmp_path, **changes) -> None:
+        """Write the last checkpoint of a run of :func:`config`."""
+        path = self.checkpoint(tmp_path, "model_0000001.pth", 0)
+        torch.save({"model": build_model(config(tmp_path, **changes)).state_dict(), "iteration": 1}, path)
+        (tmp_path / "output" / "last_checkpoint").write_text("model_0000001.pth")
+
+    def test_a_truncated_checkpoint(self, check, tmp_path):
+        self.checkpoint(tmp_path, "model_0000003.pth", 1)
+        path = self.checkpoint(tmp_path, "model_0000005.pth", 0)
+        os.truncate(path, 1000)
+        (tmp_path / "output" / "last_checkpoint").write_text("model_0000005.pth")
+        error = one(check(resume=True))
+        assert "model_0000005.pth" in error and "Fix: write model_0000003.pth" in error
+        os.remove(tmp_path / "output" / "model_0000003.pth")
+        assert "--overwrite" in one(check(resume=True))
+        assert not check(overwrite=True).errors
+
+    def test_a_last_checkpoint_that_does_not_exist(self, check, tmp_path):
+        self.checkpoint(tmp_path, "model_0000001.pth", 0)
+        assert "last_checkpoint" in one(check(resume=True)) and "model_0000001.pth" in one(check(resume=True))
+        (tmp_path / "output" / "last_checkpoint").write_text("model_0000009.pth")
+        assert "model_0000009.pth" in one(check(resume=True))
+
+    def test_a_moved_run(self, check, tmp_path):
+        moved = tmp_path / "moved run"
+        moved.mkdir()
+        (moved / "last_checkpoint").write_text("model_0000001.pth")
+        error = check(resume=True, config_file=str(moved / "config.yaml")).errors[0]
+        assert f"OUTPUT_DIR '{moved}'" in error
+        assert not check(config_file=str(moved / "config.yaml")).errors
+
+    def test_a_whole_checkpoint_counts_as_weights(self, check, tmp_path):
+        self.detector(tmp_path, MODEL__BACKBONE__FREEZE_AT=2)
+        assert check(resume=True, MODEL__BACKBONE__FREEZE_AT=2) == PreflightReport()
+        assert "--resume" in one(check()) and "--overwrite" in one(check())
+        assert not check(overwrite=True).errors
+
+    @pytest.mark.parametrize(
+        ("now", "words"),
+        [("BW:channels=8", "8 tensors (backbone.fpn_lateral2.norm"), ("GW:groups=8", "16 tensors (backbone.fpn_")],
+    )
+    def test_another_norm_than_the_checkpoints(self, check, tmp_path, now, words):
+        self.detector(tmp_path, MODEL__FPN__NORM="BW:channels=16")
+        error = one(check(resume=True, eval_only=True, MODEL__FPN__NORM=now))
+        assert words in error and "MODEL.FPN.NORM" in error and "model_0000001.pth" in error
+        weights = str(tmp_path / "output" / "model_0000001.pth")  # to start from they may be of another detector
+        assert not check(overwrite=True, MODEL__WEIGHTS=weights, MODEL__FPN__NORM="BW:channels=8").errors
+
+    def test_nothing_to_resume_is_a_warning(self, check):
+        found = check(resume=True)
+        assert not found.errors and "--resume" in found.warnings[0]
 
 
 class TestRemote:
@@ -146,20 +242,20 @@ class TestRemote:
     def test_nothing_is_fetched_while_something_else_is_wrong(self, check, fetched):
         found = check(MODEL__WEIGHTS=self.ADDRESS, MODEL__ROI_HEADS__NUM_CLASSES=80)
         assert "NUM_CLASSES (80)" in one(found) and not fetched
-        with pytest.raises(PreflightError, match=re.escape(f"'{self.ADDRESS}'): not fetched and not checked")):
-            found.raise_problems()
+        with pytest.raises(PreflightError, match=re.escape(self.ADDRESS)):
+            found.raise_errors()
 
     def test_a_sound_run_fetches_once(self, tmp_path, coco, fetched):
         coco()
         cfg = config(tmp_path, MODEL__WEIGHTS=self.ADDRESS)
         start = open_start_weights(cfg)
         assert start.opened is None and not fetched
-        assert not preflight(cfg, start).problems
+        assert not preflight(cfg, start).errors
         assert start.checkpoint().tensors == {} and fetched == [self.ADDRESS]
 
-    def test_the_error_of_fetching_is_a_problem(self, check, monkeypatch):
+    def test_the_error_of_fetching_is_an_error(self, check, monkeypatch):
         def offline(path, *_, **__):
             raise OSError("no route to host")
 
         monkeypatch.setattr(PathManager, "get_local_path", offline)
-        assert "no route to host" in " ".join(check(MODEL__WEIGHTS=self.ADDRESS, DATASETS__TEST=()).problems)
+        assert "no route to host" in " ".join(check(MODEL__WEIGHTS=self.ADDRESS, DATASETS__TEST=()).errors)

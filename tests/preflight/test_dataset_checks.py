@@ -1,0 +1,287 @@
+"""Datasets: classes, images and annotations that cannot be trained on are refused and counted."""
+
+import copy
+import json
+import math
+import time
+
+import numpy as np
+import pytest
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from PIL import ExifTags, Image
+
+from gw_detectron.errors import DataError, PreflightError
+from gw_detectron.preflight import PreflightReport
+from gw_detectron.preflight.annotation_checks import DatasetNeeds, check_coco
+
+from .sound_run import coco_content, one
+
+TRAIN, TEST = DatasetNeeds(training=True, masks=True), DatasetNeeds(training=False, masks=True)
+NEEDS = pytest.mark.parametrize("needs", [TRAIN, TEST], ids=["training", "evaluation"])
+
+
+def test_number_of_classes(check):
+    error = one(check(MODEL__ROI_HEADS__NUM_CLASSES=80))
+    assert "MODEL.ROI_HEADS.NUM_CLASSES (80)" in error and "NUM_CLASSES 2" in error
+
+
+def test_an_unknown_dataset(check):
+    error = one(check(DATASETS__TRAIN=("coco_2017_trian",)))
+    assert "'coco_2017_trian'" in error and "coco_2017_train" in error
+
+
+def test_the_same_number_of_other_classes(check, other_coco):
+    content = json.loads(other_coco.read_text())
+    content["categories"] = [{"id": 5, "name": "dog"}, {"id": 9, "name": "cat"}]
+    other_coco.write_text(json.dumps(content))
+    for sets in ({"TRAIN": ("tiny_coco", "other_coco")}, {"TEST": ("other_coco",)}):
+        error = one(check(**{f"DATASETS__{key}": names for key, names in sets.items()}))
+        assert "cat, dog; dog, cat" in error and "other_coco" in error
+
+
+def test_a_dataset_without_json(check):
+    DatasetCatalog.register("from_python", list)
+    MetadataCatalog.get("from_python").set(thing_classes=["a", "b", "c"], evaluator_type="coco")
+    try:
+        assert "from_python has 3 classes" in check(DATASETS__TRAIN=("from_python",)).errors[0]
+    finally:
+        DatasetCatalog.remove("from_python")
+        MetadataCatalog.remove("from_python")
+
+
+def test_a_dataset_that_is_not_evaluated_by_the_coco_rules(check, coco):
+    coco()
+    metadata = MetadataCatalog.pop("tiny_coco")
+    MetadataCatalog.get("tiny_coco").set(**{**metadata.as_dict(), "evaluator_type": "lvis"})
+    assert "DATASETS.TEST ('tiny_coco')" in (error := one(check())) and "'lvis'" in error
+
+
+def test_a_missing_file_and_folder(check, coco, tmp_path, monkeypatch):
+    path = coco()
+    monkeypatch.setenv("DETECTRON2_DATASETS", "/where/data/is")
+    (tmp_path / "data" / "images").rename(tmp_path / "moved")
+    assert all("images' does not exist" in error and "/where/data/is" in error for error in check().errors)
+    path.unlink()
+    assert all("tiny.json" in error and "/where/data/is" in error for error in check().errors)
+
+
+def test_missing_images(check, coco, content):
+    content["images"] += [{**content["images"][0], "id": 9 + n, "file_name": f"c/{n}.jpg"} for n in range(4)]
+    coco()
+    error = check().errors[0]
+    assert "4 of 6 images are missing" in error and "c/2.jpg and 1 more" in error and "c/3.jpg" not in error
+
+
+@pytest.mark.parametrize(("turned", "size"), [(1, "40 x 30"), (6, "30 x 40"), (3, "40 x 30")])
+def test_images_of_another_size(check, coco, content, tmp_path, turned, size):
+    content["images"][0] |= {"file_name": "turned.jpg", "width": 31, "height": 41}
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = turned
+    Image.new("RGB", (40, 30)).save(tmp_path / "data" / "images" / "turned.jpg", exif=exif)
+    coco()
+    assert f"'turned.jpg' is {size}" in check().errors[0]
+
+
+def test_images_that_cannot_be_read(check, coco, content, tmp_path):
+    first, second = (tmp_path / "data" / "images" / image["file_name"] for image in content["images"])
+    first.write_text("no image")
+    Image.fromarray(np.full((20, 30), 700, np.uint16)).save(second, format="PNG")  # Pillow would cut it off at 255
+    coco()
+    error = check().errors[0]
+    assert "2 of 2 checked images" in error and first.name in error and "8 bits" in error
+
+
+@pytest.mark.parametrize("by_link", [False, True])
+def test_images_of_training_in_the_evaluation(check, other_coco, by_link):
+    """Also by a path with ./, or of a linked folder."""
+    images = other_coco.with_name("images")
+    if by_link:
+        images = other_coco.with_name("linked")
+        images.symlink_to("images")
+    else:
+        content = json.loads(other_coco.read_text())
+        content["images"][0]["file_name"] = "./" + content["images"][0]["file_name"]
+        other_coco.write_text(json.dumps(content))
+    MetadataCatalog.pop("other_coco")
+    MetadataCatalog.get("other_coco").set(json_file=str(other_coco), image_root=str(images), evaluator_type="coco")
+    (warning,) = check(DATASETS__TEST=("other_coco",)).warnings
+    assert "DATASETS.TEST ('other_coco'): 1 of its images are also in tiny_coco" in warning
+
+
+def test_the_official_test_images_have_no_annotations(content):
+    del content["annotations"]
+    assert check_coco(content, TEST) == ([], [])
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, "\ufeff{}", '{"a": ' + "9" * 5000 + "}", "\x1f\x8b", "", "null", "[]", '"x"', "NaN", "{}"]
+)
+def test_text_that_is_no_annotation_file(check, coco, text):
+    coco(text)
+    error = check(DATASETS__TEST=()).errors[0]
+    assert "tiny.json'" in error and "Fix: " in error
+
+
+# list, index, changes; no message is compared: Detectron2 or pycocotools would fail, perhaps after hours
+MALFORMED = [
+    ("images", 0, {"id": [1]}),
+    ("images", 0, {"id": 2}),
+    ("images", 0, {"height": "20"}),
+    ("images", 0, None),
+    ("images", 0, 3),
+    ("categories", 0, None),
+    ("annotations", 0, 3),
+    ("annotations", 0, {"image_id": [1]}),
+    ("annotations", 0, {"bbox": "0011"}),
+    ("annotations", 0, {"bbox": [0, 0, 10**400, 1]}),
+    ("annotations", 0, {"bbox": None}),
+]
+
+
+@NEEDS
+@pytest.mark.parametrize(("kind", "index", "changes"), MALFORMED)
+def test_a_malformed_record_is_shown(kind, index, changes, needs):
+    content = coco_content()
+    if isinstance(changes, dict):
+        content[kind][index].update(changes)
+    else:
+        content[kind][index] = {} if changes is None else changes
+    with pytest.raises(DataError) as raised:
+        check_coco(content, needs)
+    assert len(str(raised.value)) < 300
+
+
+FAULTS = [
+    ({"id": 1}, "repeat an id"),
+    ({"image_id": 77}, "image_id"),
+    ({"category_id": 77}, "category_id"),
+    ({"bbox": [1, 2, 3]}, "four numbers"),
+    ({"bbox": [1, 2, 3, math.nan]}, "four numbers"),
+    ({"segmentation": []}, "MODEL.MASK_ON False"),
+]
+
+
+@NEEDS
+@pytest.mark.parametrize(("changes", "words"), FAULTS)
+def test_a_fault_is_counted_and_named(changes, words, needs):
+    content = coco_content()
+    content["annotations"][1].update(changes)
+    (error,), warnings = check_coco(content, needs)
+    number = changes.get("id", 2)
+    assert error.startswith("1 of 2 annotations") and f"ids {number}" in error and words in error and not warnings
+
+
+@NEEDS
+def test_sound_annotations_pass(needs):
+    content = coco_content()
+    assert check_coco(content, needs) == ([], [])
+    for image, name in zip(content["images"], "ab", strict=True):  # names instead of numbers
+        image["id"] = name
+    for annotation, name in zip(content["annotations"], "ab", strict=True):
+        annotation["image_id"] = name
+    assert check_coco(content, needs) == ([], [])
+
+
+def test_missing_fields(check, coco, content):
+    for field in ("area", "iscrowd"):  # of an evaluation, by pycocotools
+        content["annotations"][0].pop(field)
+    coco()
+    assert "1 of 2 annotations have no area, iscrowd (ids 1)" in one(check())
+    content["annotations"][1].pop("bbox")
+    assert "have no bbox" in " ".join(check_coco(content, TRAIN)[0])
+
+
+@pytest.mark.parametrize("field", ["images", "categories", "annotations"])
+def test_a_missing_list(check, coco, content, field):
+    content.pop(field)
+    path = coco()
+    with pytest.raises(PreflightError, match=f"'{path}'.*{field}"):
+        check().raise_errors()
+
+
+def test_keypoints_of_another_number():
+    content, needs = coco_content(), DatasetNeeds(True, keypoints=2)
+    for annotation in content["annotations"]:
+        annotation["keypoints"] = [1, 2, 2] * 2
+    assert check_coco(content, needs) == ([], [])
+    content["annotations"][1]["keypoints"] = [1, 2, 2]
+    assert "NUM_KEYPOINTS" in check_coco(content, needs)[0][0]
+
+
+def test_run_lengths_need_the_mask_format_bitmask(check, coco, content):
+    content["annotations"][0]["segmentation"] = {"size": [20, 30], "counts": [600]}
+    coco()
+    assert "INPUT.MASK_FORMAT bitmask" in one(check())
+    assert not check(INPUT__MASK_FORMAT="bitmask").errors
+    content["annotations"][0]["iscrowd"] = 1  # crowds are not trained on
+    assert check_coco(content, TRAIN._replace(run_lengths=False)) == ([], [])
+
+
+def test_no_masks(check, coco, content):
+    for annotation in content["annotations"]:
+        annotation["segmentation"] = []
+    coco()
+    assert all("MODEL.MASK_ON False" in error for error in check().errors)
+    assert check(MODEL__MASK_ON=False) == PreflightReport()
+
+
+@pytest.mark.parametrize("box", [[2, 2, 0, 5], [2, 2, 5, -1], [-9, 2, 5, 5], [30, 2, 5, 5], [2, 20, 5, 5]])
+def test_boxes_that_cannot_be_learned(box):
+    content = coco_content()
+    content["annotations"][1]["bbox"] = box
+    for needs in (TRAIN, TEST):
+        errors, (warning,) = check_coco(content, needs)
+        assert not errors and "1 of 2 annotations" in warning
+    content["annotations"][0]["bbox"] = box
+    with pytest.raises(DataError, match="nothing to learn"):
+        check_coco(content, TRAIN)
+
+
+def test_crowds_and_degenerate_polygons_cannot_be_learned():
+    for changes in ({"iscrowd": 1}, {"segmentation": [[1, 2, 3, 4]]}):
+        content = coco_content()
+        content["annotations"][1].update(changes)
+        assert not check_coco(content, TRAIN)[0]
+        content["annotations"][0].update(changes)
+        with pytest.raises(DataError, match="nothing to learn"):
+            check_coco(content, TRAIN)
+
+
+@NEEDS
+@pytest.mark.parametrize(
+    ("boxes", "words"),
+    [
+        ([[0.5, 0.2, 0.25, 0.125], [0, 0, 1, 1], [1, 1, 5, 5]], "normalized"),
+        ([[15, 2, 25, 12], [2, 12, 12, 19.5], [1, 1, 5, 5]], "x1 y1 x2 y2"),  # the last one fits either way
+    ],
+)
+def test_boxes_in_another_format(needs, boxes, words):
+    content = coco_content()
+    first = content["annotations"][0]
+    content["annotations"] = [{**first, "id": number, "bbox": box} for number, box in enumerate(boxes, 1)]
+    (error,), _ = check_coco(content, needs)
+    assert "2 of 3 annotations" in error and words in error
+    content["annotations"] = content["annotations"][1:]  # half of them could be so
+    assert not check_coco(content, needs)[0]
+
+
+@pytest.mark.parametrize("box", [[15, 12, 16, 8], [20, 2, 15, 10]])  # one pixel too wide; x2 would be left of x1
+def test_boxes_that_leave_the_image_are_not_corners(box):
+    content = coco_content()
+    for annotation in content["annotations"]:
+        annotation["bbox"] = box
+    assert check_coco(content, TRAIN) == ([], [])
+
+
+def test_annotation_0_counts_as_a_miss():
+    content = coco_content()
+    content["annotations"][0]["id"] = 0
+    assert check_coco(content, TRAIN) == ([], []) and "id 0" in check_coco(content, TEST)[1][0]
+
+
+def test_a_hundred_thousand_annotations_take_seconds():
+    content = coco_content()
+    content["annotations"] = [{**content["annotations"][0], "id": number} for number in range(1, 100_001)]
+    start = time.process_time()
+    assert check_coco(copy.deepcopy(content), TRAIN) == ([], [])
+    assert time.process_time() - start < 10

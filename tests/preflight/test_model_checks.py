@@ -1,0 +1,211 @@
+"""Device, schedule, model and norms: what would train to nothing is refused with its key."""
+
+import pytest
+import torch
+from detectron2.utils import comm
+
+from gw_detectron.checkpoint import StartWeights
+from gw_detectron.engine.train import run_config
+from gw_detectron.errors import PreflightError
+from gw_detectron.modeling.norm_keys import unread_keys
+from gw_detectron.preflight import PreflightReport, preflight
+
+from ..architectures import small_arguments
+from .sound_run import config, one
+
+C4, PANOPTIC = "COCO-Detection/faster_rcnn_R_50_C4_1x_GW", "COCO-PanopticSegmentation/panoptic_fpn_R_50_1x_GW"
+RETINANET = "COCO-Detection/retinanet_R_50_FPN_1x_GW"
+KEYPOINTS = "COCO-Keypoints/keypoint_rcnn_R_50_FPN_1x_GW"
+
+
+def run_of(name, folder, **changes):
+    return run_config(small_arguments(name, "GW", folder, **changes))
+
+
+def errors(cfg):
+    return preflight(cfg, StartWeights()).errors
+
+
+def test_a_sound_run_passes(check):
+    assert check() == PreflightReport()
+
+
+def test_all_errors_are_raised_together(tmp_path, coco):
+    coco()
+    cfg = config(tmp_path, MODEL__BACKBONE__FREEZE_AT=2, MODEL__ROI_HEADS__NUM_CLASSES=7)
+    with pytest.raises(PreflightError, match="(?s)FREEZE_AT.*NUM_CLASSES") as raised:
+        preflight(cfg, StartWeights()).raise_errors()
+    assert len(raised.value.problems) == 2
+    preflight(config(tmp_path), StartWeights()).raise_errors()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"SOLVER__AMP__ENABLED": True}, ["SOLVER.AMP.ENABLED"]),
+        ({"SOLVER__BASE_LR": -1.0}, ["SOLVER.BASE_LR (-1.0)"]),
+        ({"SOLVER__BASE_LR": float("nan")}, ["SOLVER.BASE_LR (nan)"]),
+        ({"SOLVER__STEPS": (2, 1)}, ["SOLVER.STEPS", "SOLVER.MAX_ITER (3)"]),
+        ({"SOLVER__MAX_ITER": 0}, ["SOLVER.MAX_ITER (0)"]),
+        ({"SOLVER__LR_SCHEDULER_NAME": "Cosmic"}, ["Cosmic"]),
+        ({"DATASETS__TRAIN": ()}, ["DATASETS.TRAIN (empty)"]),
+        ({"MODEL__BACKBONE__FREEZE_AT": 2}, ["MODEL.BACKBONE.FREEZE_AT (2)", "FREEZE_AT 0"]),
+        ({"MODEL__RESNETS__NORM": "FrozenBN"}, ["FrozenBN", "backbone.bottom_up."]),
+        ({"MODEL__RESNETS__WHITEN_NORM": "FrozenBW:channels=16"}, ["9 layers", "stem.conv1.norm"]),
+        ({"MODEL__ROI_MASK_HEAD__NORM": "FrozenBN"}, ["FrozenBN", "roi_heads.mask_head."]),
+        ({"SOLVER__IMS_PER_BATCH": 1}, ["SOLVER.IMS_PER_BATCH (1 ", "backbone.bottom_up.res2.0.conv1.norm"]),
+        ({"SOLVER__IMS_PER_BATCH": 1, "SOLVER__ACCUMULATE": 8}, ["SOLVER.IMS_PER_BATCH (1 "]),
+        ({"SOLVER__REFERENCE_WORLD_SIZE": 2}, ["SOLVER.IMS_PER_BATCH (1 "]),  # scaled, as the trainer does
+        ({"MODEL__FPN__NORM": "GW:groups=7"}, ["MODEL", "32", "7"]),
+        ({"MODEL__RESNETS__NORM": "XN"}, ["MODEL.RESNETS.NORM", "XN", "GW"]),
+        ({"MODEL__RESNETS__WHITEN_POSITIONS": "S1-B3"}, ["S1-B3"]),
+        ({"MODEL__BACKBONE__NAME": "build_no_such_backbone"}, ["build_no_such_backbone"]),
+    ],
+)
+def test_a_config_that_cannot_learn(check, changes, words):
+    error = one(check(**changes))
+    assert all(word in error for word in words), error
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"SOLVER__WARMUP_ITERS": 3}, ["SOLVER.WARMUP_ITERS (3)"]),
+        (
+            {"SOLVER__ACCUMULATE": 8},
+            ["SOLVER.ACCUMULATE (8)", "over 2 images", "res2.0.conv1.norm,"],
+        ),
+        ({"MODEL__RESNETS__WHITEN_NORM": "BW"}, ["64x64", "a batch of 2 images"]),
+    ],
+)
+def test_a_config_that_learns_badly(check, changes, words):
+    found = check(**changes)
+    assert not found.errors and len(found.warnings) == 1
+    assert all(word in found.warnings[0] for word in words), found.warnings
+
+
+def test_norms_without_a_batch_have_no_such_faults(check, tmp_path):
+    torch.save({"model": {}}, tmp_path / "w.pth")
+    assert not check(SOLVER__IMS_PER_BATCH=1, MODEL__RESNETS__NORM="GW").errors
+    assert check(SOLVER__ACCUMULATE=8, MODEL__RESNETS__NORM="GW") == PreflightReport()
+    assert check(MODEL__RESNETS__WHITEN_NORM="BW:solver=standardize") == PreflightReport()
+    assert not check(SOLVER__IMS_PER_BATCH=1, eval_only=True, MODEL__WEIGHTS=str(tmp_path / "w.pth")).errors
+
+
+def test_frozen_layers_are_fine_with_weights(check, tmp_path):
+    torch.save({"model": {}}, tmp_path / "w.pth")
+    changes = {"MODEL__RESNETS__NORM": "FrozenBN", "MODEL__BACKBONE__FREEZE_AT": 2}
+    assert check(MODEL__WEIGHTS=str(tmp_path / "w.pth"), **changes) == PreflightReport()
+    found = check(MODEL__WEIGHTS=str(tmp_path / "w.pth"), MODEL__FPN__NORM="FrozenBN", **changes)
+    assert not found.errors and "backbone.fpn_" in found.warnings[0]
+
+
+def test_images_are_counted_per_process(check, monkeypatch):
+    monkeypatch.setattr(comm, "get_world_size", lambda: 2)
+    assert "on 2 processes" in one(check(SOLVER__IMS_PER_BATCH=2))
+    assert "SOLVER.IMS_PER_BATCH (3): 2 processes" in check(SOLVER__IMS_PER_BATCH=3).errors[0]
+    assert not check(SOLVER__IMS_PER_BATCH=4).errors
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="speaks about a machine without a GPU")
+def test_no_gpu(check):
+    assert "MODEL.DEVICE ('cuda')" in one(check(MODEL__DEVICE="cuda"))
+
+
+@pytest.mark.parametrize(
+    ("key", "changes", "instead"),
+    [
+        (
+            "MODEL.FPN.NORM",
+            {"MODEL__RESNETS__NORM": "BN", "MODEL__BACKBONE__NAME": "build_resnet_fpn_backbone"},
+            "MODEL.BACKBONE.NAME build_gw_resnet_fpn_backbone",
+        ),
+        (
+            "MODEL.ROI_BOX_HEAD.NORM",
+            {"MODEL__ROI_BOX_HEAD__NAME": "FastRCNNConvFCHead", "MODEL__ROI_BOX_HEAD__NUM_CONV": 1},
+            "MODEL.ROI_BOX_HEAD.NAME GWFastRCNNConvFCHead",
+        ),
+        (
+            "MODEL.ROI_MASK_HEAD.NORM",
+            {"MODEL__ROI_MASK_HEAD__NAME": "MaskRCNNConvUpsampleHead", "MODEL__ROI_MASK_HEAD__NUM_CONV": 1},
+            "MODEL.ROI_MASK_HEAD.NAME GWMaskRCNNConvUpsampleHead",
+        ),
+        (
+            "MODEL.SEM_SEG_HEAD.NORM",
+            {"MODEL__META_ARCHITECTURE": "PanopticFPN"},
+            "MODEL.SEM_SEG_HEAD.NAME GWSemSegFPNHead",
+        ),
+    ],
+)
+def test_a_norm_name_at_a_component_of_detectron2(check, key, changes, instead):
+    error, *others = check(**{key.replace(".", "__"): "GW:groups=8"}, **changes).errors
+    assert not others or "SEM_SEG" in key  # this dataset has no semantic masks
+    assert f"{key} ('GW:groups=8')" in error and instead in error
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"MODEL__RESNETS__WHITEN_POSITIONS": "ALL"}, ["WHITEN_POSITIONS ('ALL')", "build_gw_resnet_fpn_backbone"]),
+        ({"MODEL__RESNETS__WHITEN_NORM": "GN"}, ["WHITEN_NORM ('GN')", "build_gw_resnet_fpn_backbone"]),
+    ],
+)
+def test_keys_that_the_backbone_does_not_read(check, changes, words):
+    stock = {"MODEL__BACKBONE__NAME": "build_resnet_fpn_backbone", "MODEL__FPN__NORM": ""}
+    error = one(check(**stock, **changes))
+    assert all(word in error for word in words), error
+    assert not check(**stock, MODEL__RESNETS__WHITEN_POSITIONS="").errors
+
+
+def test_a_key_that_the_head_does_not_read(check):
+    head = {"MODEL__ROI_BOX_HEAD__NAME": "FastRCNNConvFCHead", "MODEL__ROI_BOX_HEAD__NORM": "GN"}
+    error = one(check(**head, MODEL__ROI_BOX_HEAD__SINGLE_RELU=True))
+    assert "SINGLE_RELU (True)" in error and "GWFastRCNNConvFCHead" in error
+
+
+@pytest.mark.parametrize(("positions", "refused"), [("", 0), ("S1", 0), ("S1-B2", 1), ("ALL", 1)])
+def test_whitening_that_ends_before_detectron2s_res5(tmp_path, positions, refused):
+    cfg = run_of(
+        C4, tmp_path, MODEL__ROI_HEADS__NAME="Res5ROIHeads", MODEL__RESNETS__WHITEN_POSITIONS=positions or "''"
+    )
+    found = list(unread_keys(cfg))
+    assert len(found) == refused
+    for error in found:
+        assert error.startswith(f"MODEL.RESNETS.WHITEN_POSITIONS ('{positions}')") and "GWRes5ROIHeads" in error
+
+
+def test_the_default_heads_of_an_architecture_without_regions_are_not_meant(tmp_path):
+    assert list(unread_keys(run_of(RETINANET, tmp_path, MODEL__ROI_HEADS__NAME="Res5ROIHeads"))) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "start"),
+    [
+        ({"ROI_BOX_HEAD__NORM": "GN", "ROI_BOX_HEAD__NUM_CONV": 0}, "MODEL.ROI_BOX_HEAD.NORM ('GN')"),
+        ({"RESNETS__WHITEN_NORM": "''"}, "MODEL.RESNETS.WHITEN_NORM ('')"),
+    ],
+)
+def test_norms_of_layers_that_the_model_does_not_have(tmp_path, changes, start):
+    cfg = run_of(KEYPOINTS, tmp_path, **{f"MODEL__{key}": to for key, to in changes.items()})
+    (error,) = unread_keys(cfg)
+    assert error.startswith(start)
+
+
+def test_semantic_segmentation_needs_its_classes(tmp_path, small_dataset):
+    assert errors(run_of(PANOPTIC, tmp_path)) == []
+    found = errors(run_of(PANOPTIC, tmp_path, MODEL__SEM_SEG_HEAD__NUM_CLASSES=54))
+    assert len(found) == 2  # training and evaluation
+    assert "MODEL.SEM_SEG_HEAD.NUM_CLASSES (54)" in found[0] and "NUM_CLASSES 2" in found[0]
+    (error,) = errors(run_of(PANOPTIC, tmp_path, DATASETS__TRAIN="('gw_synthetic_train',)"))
+    assert "gw_synthetic_train has no semantic masks" in error
+
+
+@pytest.mark.parametrize("name", [PANOPTIC, KEYPOINTS, RETINANET])
+def test_test_time_augmentation_that_detectron2_does_not_have(tmp_path, small_dataset, name):
+    (error,) = errors(run_of(name, tmp_path, TEST__AUG__ENABLED=True))
+    assert "TEST.AUG.ENABLED (True)" in error
+
+
+def test_one_sigma_per_keypoint(tmp_path, small_dataset):
+    (error,) = errors(run_of(KEYPOINTS, tmp_path, TEST__KEYPOINT_OKS_SIGMAS=(0.1, 0.1)))
+    assert "TEST.KEYPOINT_OKS_SIGMAS (2 values)" in error
