@@ -154,9 +154,8 @@ class TestOwnCheckpoint:
         assert "MODEL.ROI_BOX_HEAD.SINGLE_RELU False in the checkpoint, True here" in found.warnings[0]
         assert "MODEL.RPN.NMS_THRESH 0.7" in found.warnings[0] and "STRIDE_IN_1X1" not in found.warnings[0]
 
-    @pytest.mark.parametrize("text", ["a: &a [*a]", "a: !!python/name:os.system"])
-    def test_a_recorded_config_that_cannot_be_read(self, check_own, text):
-        found = check_own(text)
+    def test_a_recorded_config_that_cannot_be_read(self, check_own):
+        found = check_own("a: !!python/name:os.system")
         assert not found.errors and "config: not compared" in found.warnings[0]
 
 
