@@ -19,7 +19,7 @@ from .export import Normalization, export_backbone
 from .export.backbone import FORMATS
 from .export.parity_files import REPORT_FILES
 from .installation import require_packages
-from .report import PAGE, ReportOptions, write_report
+from .report import PAGE, write_report
 
 _RESULT = "result.json"
 
@@ -60,7 +60,7 @@ def run_demo(args: argparse.Namespace) -> dict:
     parity = export_backbone(trainer.model.backbone, backbone, Normalization.from_config(cfg))
     result = {**scores, "seconds": seconds, "export": {"format": "pt2", "worst_relative": parity["worst_relative"]}}
     (folder / _RESULT).write_text(json.dumps(result, indent=2) + "\n")
-    write_report(folder, ReportOptions(errors=True))
+    write_report(folder)
     columns = ("AP", "AP50", "AP75", "APs", "APm")  # small images have no large objects
     rows = [[task, *(found.get(column, nan) for column in columns)] for task, found in evaluation.items()]
     print(f"\nTrained {cfg.SOLVER.MAX_ITER} iterations and evaluated in {seconds:.0f} s.")

@@ -131,19 +131,6 @@ class NonFiniteCovarianceError(UserError, FloatingPointError, ValueError):
     """A covariance matrix holds NaN or infinity, so it has no eigenvalues."""
 
 
-class MissingInputError(UserError, LookupError):
-    """A run folder lacks what a part of the report needs.
-
-    Args:
-        reason: what is missing.
-        command: a command line that makes it.
-    """
-
-    def __init__(self, reason: str, command: str = "") -> None:
-        super().__init__(f"{reason} Fix: run `{command}`." if command else reason)
-        self.reason, self.command = reason, command
-
-
 class ExportError(UserError, ValueError):
     """The model or an argument cannot be exported."""
 

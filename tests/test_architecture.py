@@ -17,7 +17,7 @@ ROOMS = (
     {"layers"},
     {"norms"},
     {"config", "cli", "timm_models"},
-    {"modeling", "data", "pictures", "env"},
+    {"modeling", "data", "env"},
     {"weights"},
     {"checkpoint"},
     {"model_zoo"},

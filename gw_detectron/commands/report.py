@@ -1,4 +1,4 @@
-"""Write a report of a run: one page with scores, curves, confusion, pictures and features."""
+"""Write a report of a run: one page with scores, curves, confusion and pictures."""
 
 import argparse
 import json
@@ -14,7 +14,7 @@ def get_parser() -> argparse.ArgumentParser:
     parser = new_parser(
         __doc__,
         "output/demo",
-        "output/mydata --errors --images 8 --layers backbone.bottom_up.stem.conv1.norm",
+        "output/mydata --images 8 --score 0.3",
     )
     parser.add_argument("run_folder", metavar="RUN_FOLDER", help="OUTPUT_DIR of a training or an evaluation")
     parser.add_argument("--output", metavar="DIR", help="folder of the report (default: RUN_FOLDER/report)")
@@ -22,37 +22,24 @@ def get_parser() -> argparse.ArgumentParser:
         "--images", type=int, default=defaults.images, metavar="N", help="images to draw (default: %(default)s)"
     )
     parser.add_argument(
-        "--errors", action="store_true", help="also draw missed objects and wrong boxes, the worst images first"
-    )
-    parser.add_argument(
         "--iou", type=float, default=defaults.iou, help="lowest IoU of a match, for confusion and errors (%(default)s)"
     )
     parser.add_argument(
         "--score", type=float, default=defaults.score, help="lowest score of a drawn or counted box (%(default)s)"
     )
-    parser.add_argument(
-        "--layers",
-        nargs="+",
-        default=(),
-        metavar="NAME",
-        help="norm layers whose features are drawn (default: up to three of the backbone)",
-    )
-    parser.add_argument("--tensorboard", action="store_true", help="also add the pictures to the run's event files")
     parser.add_argument("--json", action="store_true", help="print report.json instead of a summary")
     return parser
 
 
 def main(args: argparse.Namespace) -> None:
     """Write the report; print where it is and what it lacks."""
-    options = ReportOptions(args.images, args.iou, args.score, args.errors, tuple(args.layers))
-    numbers = write_report(args.run_folder, options, output=args.output, tensorboard=args.tensorboard)
+    options = ReportOptions(args.images, args.iou, args.score)
+    numbers = write_report(args.run_folder, options, output=args.output)
     if args.json:
         print(json.dumps(numbers, indent=2))
         return
     for entry in numbers["missing"]:
         print(f"Missing: {', '.join(entry['parts'])}: {entry['reason']}")
-        if entry["command"]:
-            print(f"  Make it: {entry['command']}")
     for task, scores in numbers["summary"]["scores"].items():
         if scores["AP"] is not None:
             print(f"{task} AP {scores['AP']:.1f}")

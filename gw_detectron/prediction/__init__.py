@@ -1,5 +1,6 @@
 """Predictions of a trained or exported detector on images and videos."""
 
+from .drawing import draw_predictions, draw_record
 from .image_sources import ImageSource, find_sources
 from .opening import detector_file, open_predictor
 from .predictors import Predictor
@@ -11,6 +12,8 @@ __all__ = [
     "Predictor",
     "check_output",
     "detector_file",
+    "draw_predictions",
+    "draw_record",
     "find_sources",
     "open_predictor",
     "write_predictions",

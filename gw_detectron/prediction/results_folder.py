@@ -179,7 +179,7 @@ def _drawing(
     if not enabled:
         yield lambda image, found: None
         return
-    from ..pictures import draw_predictions  # Detectron2's drawing needs OpenCV
+    from .drawing import draw_predictions  # Detectron2's drawing needs OpenCV
 
     path.parent.mkdir(parents=True, exist_ok=True)
     if not source.is_video:

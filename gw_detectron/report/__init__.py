@@ -1,4 +1,4 @@
-"""Reports of a run: scores, curves, confusion, pictures and features on one page."""
+"""Reports of a run: scores, curves, confusion and pictures on one page."""
 
 from .run_folder import ReportOptions, RunFolder
 from .run_report import NUMBERS, PAGE, write_report

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import io
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,14 +16,13 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from ..data.images import read_image
-from ..pictures import draw_objects, keypoints_of
+from ..prediction.drawing import draw_objects, keypoints_of
 
 #: kinds of a detection, by the object that it overlaps most: the same class; another class; one that a detection of
 #: higher score has taken; an IoU below the threshold; an IoU below 0.1
 CORRECT, WRONG_CLASS, DUPLICATE, POOR_BOX, BACKGROUND = "correct", "wrong class", "duplicate", "poor box", "background"
 KINDS = (CORRECT, WRONG_CLASS, DUPLICATE, POOR_BOX, BACKGROUND)
 _BACKGROUND_IOU = 0.1
-_MOST_DETECTIONS = 1000  # of an image, in the matching
 
 
 @dataclass(frozen=True)
@@ -32,25 +32,21 @@ class ImageMatches:
     Args:
         image_id: of the dataset.
         found: the detections, best score first.
-        kinds: of each of them, see :data:`KINDS`.
-        taken: of each of them, the annotation that it matches.
+        kinds: one of :data:`KINDS` for each detection.
+        matched: the annotation that each detection matches, or None.
         missed: annotations without a detection.
     """
 
     image_id: Any
     found: list[dict[str, Any]]
     kinds: list[str]
-    taken: list[dict[str, Any] | None]
+    matched: list[dict[str, Any] | None]
     missed: list[dict[str, Any]]
 
     @property
     def wrong(self) -> list[tuple[dict[str, Any], str]]:
         """Wrong detections and their kinds."""
         return [pair for pair in zip(self.found, self.kinds, strict=True) if pair[1] != CORRECT]
-
-    @property
-    def errors(self) -> int:
-        return len(self.wrong) + len(self.missed)
 
 
 @dataclass(frozen=True)
@@ -89,7 +85,7 @@ class Detections:
 
     def _evaluate(self, task: str) -> COCOeval:
         results = copy.deepcopy(list(self.results))
-        if task == "segm":  # with a box, pycocotools takes its area for that of the mask
+        if task == "segm":  # with a box, pycocotools takes its area for the mask's
             for result in results:
                 result.pop("bbox")
         with contextlib.redirect_stdout(io.StringIO()):
@@ -109,6 +105,21 @@ class Detections:
         empty.createIndex()
         return empty
 
+    def precision(self, task: str, iou: float | None = None) -> np.ndarray:
+        """Return the precision over recall of each class.
+
+        Args:
+            task: one of the tasks; all areas and the largest number of detections are taken.
+            iou: the threshold; None averages over all.
+
+        Returns:
+            (recalls, classes), 0 to 1; NaN for classes without objects.
+        """
+        evaluation = self.scores[task]
+        values = evaluation.eval["precision"][:, :, :, 0, -1]  # (IoU thresholds, recalls, classes)
+        values = np.where(values < 0, np.nan, values)
+        return values.mean(0) if iou is None else values[np.isclose(evaluation.params.iouThrs, iou)][0]
+
     def match(self, iou: float, score: float) -> list[ImageMatches]:
         """Match boxes and objects of any class, greedily by score.
 
@@ -121,51 +132,52 @@ class Detections:
 
         Source: the kinds of errors follow TIDE (arXiv 2008.08115), but do not compare classes before the match.
         """
-        results = [copy.copy(result) for result in self.results if result["score"] >= score]
-        with contextlib.redirect_stdout(io.StringIO()):
-            detected = self._load(results)
-            evaluation = COCOeval(self.truth, detected, "bbox")
-            evaluation.params.useCats = 0
-            evaluation.params.iouThrs = np.array([iou])
-            evaluation.params.areaRng, evaluation.params.areaRngLbl = [[0, np.inf]], ["all"]
-            evaluation.params.maxDets = [_MOST_DETECTIONS]
-            evaluation.evaluate()
-        found = {each["image_id"]: each for each in evaluation.evalImgs if each}
-        return [
-            self._matches(image_id, found[image_id], detected, iou)
-            if image_id in found
-            else ImageMatches(image_id, [], [], [], [])
-            for image_id in sorted(self.truth.imgs)
-        ]
+        by_image = defaultdict(list)
+        for result in sorted(self.results, key=lambda result: -result["score"]):
+            if result["score"] >= score:
+                by_image[result["image_id"]].append(result)
+        return [self._match_image(image_id, by_image[image_id], iou) for image_id in sorted(self.truth.imgs)]
 
-    def _matches(self, image_id: Any, image: dict[str, Any], detected: COCO, iou: float) -> ImageMatches:
-        boxes = [detected.anns[detection_id]["bbox"] for detection_id in image["dtIds"]]
-        objects = [each["bbox"] for each in self.objects(image_id) if not each.get("iscrowd")]
-        overlaps = mask.iou(boxes, objects, [0] * len(objects)) if boxes and objects else np.zeros((len(boxes), 1))
-        best = overlaps.max(axis=1)
-        found, kinds, taken = [], [], []
-        rows = zip(image["dtIds"], image["dtMatches"][0], image["dtIgnore"][0], best, strict=True)
-        for detection_id, truth_id, ignored, overlap in rows:
-            if ignored:
+    def _match_image(self, image_id: Any, detections: list[dict[str, Any]], iou: float) -> ImageMatches:
+        objects = self.objects(image_id)
+        crowd = np.array([bool(each.get("iscrowd")) for each in objects], dtype=bool)
+        overlaps = mask.iou([each["bbox"] for each in detections], [each["bbox"] for each in objects], crowd)
+        free = ~crowd
+        image = ImageMatches(image_id, [], [], [], [])
+        for detection, row in zip(detections, np.reshape(overlaps, (len(detections), len(objects))), strict=True):
+            match = None
+            if row[free].max(initial=0) >= iou:
+                index = int(np.where(free, row, -1).argmax())
+                free[index] = False
+                match = objects[index]
+                kind = CORRECT if match["category_id"] == detection["category_id"] else WRONG_CLASS
+            elif row[crowd].max(initial=0) >= iou:
                 continue
-            detection = detected.anns[detection_id]
-            match = self.truth.anns[int(truth_id)] if truth_id else None
-            found.append(detection)
-            taken.append(match)
-            if match is not None:
-                kinds.append(CORRECT if match["category_id"] == detection["category_id"] else WRONG_CLASS)
-            elif overlap >= iou:
-                kinds.append(DUPLICATE)
             else:
-                kinds.append(POOR_BOX if overlap >= _BACKGROUND_IOU else BACKGROUND)
-        missed = [
-            self.truth.anns[truth_id]
-            for truth_id, detection_id, ignored in zip(
-                image["gtIds"], image["gtMatches"][0], image["gtIgnore"], strict=True
-            )
-            if not (detection_id or ignored)
-        ]
-        return ImageMatches(image_id, found, kinds, taken, missed)
+                overlap = row[~crowd].max(initial=0)
+                kind = DUPLICATE if overlap >= iou else POOR_BOX if overlap >= _BACKGROUND_IOU else BACKGROUND
+            image.found.append(detection)
+            image.kinds.append(kind)
+            image.matched.append(match)
+        image.missed.extend(objects[index] for index in np.flatnonzero(free))
+        return image
+
+    def count_pairs(self, matches: Sequence[ImageMatches]) -> np.ndarray:
+        """Count the pairs of a true and a predicted class.
+
+        Returns:
+            (K + 1, K + 1) int for K classes. Row: true class, the last one background. Column: predicted class, the
+            last one missed.
+        """
+        index = {category: index for index, category in enumerate(self.category_ids)}
+        table = np.zeros((len(index) + 1, len(index) + 1), dtype=int)
+        for image in matches:
+            for detection, match in zip(image.found, image.matched, strict=True):
+                row = index[match["category_id"]] if match else -1
+                table[row, index[detection["category_id"]]] += 1
+            for annotation in image.missed:
+                table[index[annotation["category_id"]], -1] += 1
+        return table
 
     def file_name(self, image_id: Any) -> str:
         """Return the name of an image in the annotation file."""
@@ -176,12 +188,7 @@ class Detections:
         return self.truth.imgToAnns[image_id]
 
     def draw(self, image_id: Any, objects: Iterable[dict[str, Any]], notes: Sequence[str] | None = None) -> np.ndarray:
-        """Draw annotations or detections on their image.
-
-        Args:
-            image_id: of the dataset.
-            objects: in COCO's format.
-            notes: text of each object.
+        """Draw annotations or detections in COCO's format on their image, with a note at each.
 
         Returns:
             (H, W, 3) uint8 RGB.
@@ -190,13 +197,13 @@ class Detections:
             MissingFileError, DataError: the image cannot be read.
         """
         objects = list(objects)
-        places = {category: index for index, category in enumerate(self.category_ids)}
+        index = {category: index for index, category in enumerate(self.category_ids)}
         boxes = np.array([each["bbox"] for each in objects], dtype=float).reshape(-1, 4)
         boxes[:, 2:] += boxes[:, :2]
         return draw_objects(
             read_image(self.records[image_id]["file_name"], "RGB"),
             self.metadata,
-            [places[each["category_id"]] for each in objects],
+            [index[each["category_id"]] for each in objects],
             boxes,
             scores=[each["score"] for each in objects] if objects and "score" in objects[0] else None,
             notes=notes,

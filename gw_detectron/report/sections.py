@@ -1,93 +1,328 @@
-"""Parts of a report: text, tables and pictures."""
+"""The sections of a report."""
 
-import io
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import contextlib
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from PIL import Image
 
-_LONGEST_SIDE = 960  # pixels of a photograph in the page
+from ..checkpoint import RUN_RECORD, open_checkpoint
+from ..data.images import evenly_spread
+from ..errors import is_user_error
+from ..modeling import build_checked_model
+from ..norms import norm_summary
+from ..prediction.drawing import class_colors
+from .detections import KINDS, ImageMatches
+from .page import Picture, Section, Table
+from .run_folder import RunFolder
 
-
-@dataclass(frozen=True)
-class Picture:
-    """A picture of a report.
-
-    Args:
-        file: its name, which ends in ``.png`` or ``.jpg``.
-        data: the content of the file.
-        caption: a line below the picture.
-        min_width: CSS pixels below which it is scrolled instead of shrunk.
-    """
-
-    file: str
-    data: bytes
-    caption: str = ""
-    min_width: int = 0
-
-    @classmethod
-    def from_figure(cls, name: str, figure: Figure, caption: str = "", min_width: int = 0) -> "Picture":
-        """Render a figure as PNG."""
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=110, bbox_inches="tight")
-        return cls(f"{name}.png", buffer.getvalue(), caption, min_width)
-
-    @classmethod
-    def from_photo(cls, name: str, pixels: np.ndarray, caption: str = "") -> "Picture":
-        """Encode (H, W, 3) uint8 RGB as JPEG, reduced to a longer side of 960.
-
-        A PNG of a photograph is about ten times as large.
-        """
-        image = Image.fromarray(pixels)
-        image.thumbnail((_LONGEST_SIDE, _LONGEST_SIDE))
-        buffer = io.BytesIO()
-        image.save(buffer, format="JPEG", quality=88)
-        return cls(f"{name}.jpg", buffer.getvalue(), caption)
-
-    def pixels(self) -> np.ndarray:
-        """Return (H, W, 3) uint8 RGB."""
-        return np.asarray(Image.open(io.BytesIO(self.data)).convert("RGB"))
+_TASKS = {"bbox": "box", "segm": "mask", "keypoints": "keypoint"}
+_METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl")  # COCO's summary begins with these
+_KEYPOINT_METRICS = ("AP", "AP50", "AP75", "APm", "APl")  # small objects have no keypoints
+_THRESHOLDS = {"AP": None, "AP50": 0.5, "AP75": 0.75}
+_SEGMENTATION = {"sem_seg/mIoU": "mIoU", "panoptic_seg/PQ": "PQ"}
+_LEGEND = 12  # the most classes that a legend names
+_NUMBERED = 16  # the most rows of a confusion table whose cells show their number
+_LISTED = 15  # confusions in the table below it
 
 
-@dataclass(frozen=True)
-class Table:
-    """A table; None in a cell is undefined, and floats have one decimal."""
+def _axes(width: float, height: float, **settings: Any) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots()
+    axes.set(**settings)
+    axes.grid(alpha=0.3)
+    return figure, axes
 
-    header: Sequence[str]
-    rows: Sequence[Sequence[Any]]
+
+def summary(run: RunFolder) -> Section:
+    """Summarize a run as far as its files tell; other sections say what is missing."""
+    scores: dict[str, dict[str, float | None]] = {}
+    facts: dict[str, Any] = {"folder": str(run.folder), "dataset": run.dataset}
+    with _missing_left_out():
+        scores = _scores(run)
+    with _missing_left_out():
+        facts["images"] = len(run.records)
+    facts["norms"] = norm_summary(build_checked_model(run.cfg, "meta"))
+    with _missing_left_out():
+        facts |= _progress(run)
+    with _missing_left_out():
+        facts |= _origin(run)
+    cards = {f"{_TASKS[task]} AP": "-" if row["AP"] is None else f"{row['AP']:.1f}" for task, row in scores.items()}
+    cards |= {name: f"{facts[name]:.1f}" for name in _SEGMENTATION.values() if name in facts}
+    if "images_per_second" in facts:
+        cards |= {"iterations": f"{facts['iterations']:,}", "images/s": f"{facts['images_per_second']:.3g}"}
+    tables = [Table(["", ""], [(name.replace("_", " "), _text(value)) for name, value in facts.items()])]
+    if scores:
+        rows = [[_TASKS[task], *map(row.get, _METRICS)] for task, row in scores.items()]
+        tables.insert(0, Table([f"percent on {run.dataset}", *_METRICS], rows))
+    return Section({**facts, "scores": scores}, cards=cards, tables=tables)
 
 
-@dataclass(frozen=True)
-class Section:
-    """A part of a report.
+@contextlib.contextmanager
+def _missing_left_out() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if not is_user_error(error):
+            raise
 
-    Args:
-        title: its heading.
-        numbers: its entry in ``report.json``, where NaN becomes null.
-        text: a paragraph.
-        cards: name -> value in large print.
-        tables: below the pictures.
-        pictures: rows of pictures that stand side by side where the screen is wide enough.
-        code: preformatted text.
-        folded: show the tables and ``code`` on request.
-    """
 
-    title: str
-    numbers: Any
-    text: str = ""
-    cards: dict[str, str] = field(default_factory=dict)
-    tables: Sequence[Table] = ()
-    pictures: Sequence[Sequence[Picture]] = ()
-    code: str = ""
-    folded: bool = False
+def _scores(run: RunFolder) -> dict[str, dict[str, float | None]]:
+    """Return task -> AP in percent."""
+    return {
+        task: {
+            name: float(100 * value) if value >= 0 else None
+            for name, value in zip(_KEYPOINT_METRICS if task == "keypoints" else _METRICS, found.stats, strict=False)
+        }
+        for task, found in run.detections.scores.items()
+    }
 
-    @property
-    def key(self) -> str:
-        """The title as a key of ``report.json``."""
-        return self.title.lower().replace("-", " ").replace(" ", "_")
 
-    def all_pictures(self) -> list[Picture]:
-        return [picture for row in self.pictures for picture in row]
+def _progress(run: RunFolder) -> dict[str, Any]:
+    """Read iterations, speed and the scores of segmentation from the metrics."""
+    records, solver = run.metrics, run.cfg.SOLVER
+    facts: dict[str, Any] = {"iterations": records[-1]["iteration"] + 1}
+    # Detectron2 logs the last evaluation after MAX_ITER; REFERENCE_WORLD_SIZE scales it by the number of processes
+    if not solver.REFERENCE_WORLD_SIZE:
+        facts["iterations"] = min(facts["iterations"], solver.MAX_ITER)
+    if not run.is_evaluated:
+        evaluated = [each["iteration"] + 1 for each in records if any(key.endswith("/AP") for key in each)]
+        if evaluated:
+            facts["evaluated_after_iteration"] = min(evaluated[-1], facts["iterations"])
+        last = {key: value for each in records for key, value in each.items()}
+        facts |= {name: round(last[key], 1) for key, name in _SEGMENTATION.items() if key in last}
+    if times := [each["time"] for each in records if "time" in each]:
+        seconds = statistics.median(times)
+        facts["seconds_per_iteration"] = round(seconds, 4)
+        if not solver.REFERENCE_WORLD_SIZE:
+            facts["images_per_second"] = round(solver.IMS_PER_BATCH * solver.ACCUMULATE / seconds, 3)
+    return facts
+
+
+def _origin(run: RunFolder) -> dict[str, Any]:
+    """Read weights, seed and versions from the checkpoint."""
+    facts = {"weights": run.weights}
+    record = open_checkpoint(run.weights).metadata.get(RUN_RECORD)
+    if isinstance(record, dict):  # else other software wrote the checkpoint
+        facts["start_weights"] = record.get("start_weights", {}).get("address", "random")
+        facts |= {key: record[key] for key in ("seed", "versions") if key in record}
+    return facts
+
+
+def _text(value: Any) -> str:
+    return ", ".join(f"{name} {each}" for name, each in value.items()) if isinstance(value, dict) else str(value)
+
+
+def curves(run: RunFolder) -> Section:
+    """Plot the losses, the learning rate and the scores of a run over its iterations."""
+    last = {name: value for record in run.metrics for name, value in record.items() if _is_loss(name)}
+    pictures = [
+        _curve(run, "losses", "loss", _is_loss, ""),
+        _curve(run, "learning_rate", "learning rate", lambda name: name == "lr", ""),
+        _curve(run, "evaluation", "percent", lambda name: name.rpartition("/")[2] in ("AP", "mIoU", "PQ"), "o"),
+    ]
+    return Section({"last_losses": last}, pictures=[pictures])
+
+
+def _is_loss(name: str) -> bool:
+    return name.startswith("loss") or name == "total_loss"
+
+
+def _curve(run: RunFolder, name: str, label: str, wanted: Callable[[str], bool], marker: str) -> Picture:
+    figure, axes = _axes(5.5, 3.8, xlabel="iteration", ylabel=label)
+    for metric in sorted({key for record in run.metrics for key in record if wanted(key)}):
+        points = [(record["iteration"], record[metric]) for record in run.metrics if metric in record]
+        width = 2.2 if metric == "total_loss" else 1.3
+        axes.plot(*zip(*points, strict=True), marker=marker, linewidth=width, label=metric)
+    axes.set_ylim(bottom=0)
+    if axes.lines:
+        axes.legend(fontsize="small")
+    else:
+        axes.text(0.5, 0.5, "none logged", ha="center", va="center", transform=axes.transAxes)
+    return Picture.from_figure(f"curve_{name}", figure)
+
+
+def class_ap(run: RunFolder) -> Section:
+    """List and plot the AP of each class."""
+    found = run.detections
+    columns = {
+        f"{_TASKS[task]} {metric}": 100 * found.precision(task, iou).mean(0)
+        for task in found.tasks
+        for metric, iou in _THRESHOLDS.items()
+    }
+    rows = [
+        {
+            "class": name,
+            "objects": sum(not each["iscrowd"] for each in found.truth.loadAnns(found.truth.getAnnIds(catIds=[key]))),
+            "detections": sum(result["category_id"] == key for result in found.results),
+            **{column: None if np.isnan(values[index]) else float(values[index]) for column, values in columns.items()},
+        }
+        for index, (key, name) in enumerate(zip(found.category_ids, found.class_names, strict=True))
+    ]
+    text = f"{len(found.results)} detections on {len(found.truth.imgs)} images of {run.dataset}. AP in percent."
+    picture = Picture.from_figure("class_ap", _plot_ap(found.class_names, columns))
+    table = Table(list(rows[0]), [list(row.values()) for row in rows])
+    return Section(rows, text, pictures=[[picture]], tables=[table])
+
+
+def _plot_ap(names: Sequence[str], columns: dict[str, np.ndarray]) -> Figure:
+    bars = {column.removesuffix(" AP"): values for column, values in columns.items() if column.endswith(" AP")}
+    order = np.argsort(np.nan_to_num(bars["box"], nan=-1))
+    places, height = np.arange(len(names)), 0.8 / len(bars)
+    figure, axes = _axes(6.5, 1.1 + 0.26 * len(names), xlabel="AP (%)", ylim=(-0.9, len(names) - 0.4))
+    for index, (label, values) in enumerate(bars.items()):
+        axes.barh(places - index * height, values[order], height, label=label)
+    axes.set_yticks(places - (len(bars) - 1) * height / 2, [names[index] for index in order])
+    axes.set_xlim(left=0)
+    axes.legend(fontsize="small", loc="lower right")
+    return figure
+
+
+def precision_recall(run: RunFolder) -> Section:
+    """Plot precision over recall: the mean for each IoU threshold, and each class."""
+    rows = [
+        [
+            Picture.from_figure(f"pr_{task}_mean", _plot_mean(run, task)),
+            Picture.from_figure(f"pr_{task}_classes", _plot_classes(run, task)),
+        ]
+        for task in run.detections.tasks
+    ]
+    return Section(pictures=rows)
+
+
+def _precision_axes(title: str) -> tuple[Figure, Axes]:
+    return _axes(5.5, 4, title=title, xlabel="recall", ylabel="precision", xlim=(0, 1), ylim=(0, 1.02))
+
+
+def _plot_mean(run: RunFolder, task: str) -> Figure:
+    found, params = run.detections, run.detections.scores[task].params
+    figure, axes = _precision_axes(f"{_TASKS[task]}, mean over classes")
+    for index, iou in enumerate(params.iouThrs):
+        shade = str(0.25 + 0.55 * index / len(params.iouThrs))
+        label = f"IoU {iou:.2f}" if index in (0, len(params.iouThrs) // 2, len(params.iouThrs) - 1) else None
+        axes.plot(params.recThrs, np.nanmean(found.precision(task, iou), axis=1), color=shade, label=label)
+    mean = np.nanmean(found.precision(task), axis=1)
+    axes.plot(params.recThrs, mean, color="tab:red", linewidth=2.2, label=f"mean, AP {100 * mean.mean():.1f}")
+    axes.legend(fontsize="small")
+    return figure
+
+
+def _plot_classes(run: RunFolder, task: str) -> Figure:
+    found, recalls = run.detections, run.detections.scores[task].params.recThrs
+    figure, axes = _precision_axes(f"{_TASKS[task]}, IoU 0.5")
+    precision, colors = found.precision(task, 0.5), class_colors(found.metadata, range(len(found.class_names)))
+    for index, name in enumerate(found.class_names):
+        if not np.isnan(precision[0, index]):
+            label = f"{name}, AP50 {100 * precision[:, index].mean():.1f}"
+            axes.plot(recalls, precision[:, index], color=colors[index], label=label)
+    if len(axes.lines) <= _LEGEND:
+        axes.legend(fontsize="small")
+    return figure
+
+
+def confusion(run: RunFolder) -> Section:
+    """Show which classes are taken for which, missed or found in the background."""
+    found, matches, options = run.detections, run.matches, run.options
+    table = found.count_pairs(matches)
+    rows, columns = [*found.class_names, "background"], [*found.class_names, "missed"]
+    kinds = {kind: sum(image.kinds.count(kind) for image in matches) for kind in KINDS}
+    kinds["missed"] = sum(len(image.missed) for image in matches)
+    wrong = table.copy()
+    np.fill_diagonal(wrong, 0)
+    order = np.argsort(-wrong, axis=None, kind="stable")[:_LISTED]
+    places = zip(*np.unravel_index(order, wrong.shape), strict=True)
+    pairs = [(rows[i], columns[j], int(wrong[i, j])) for i, j in places if wrong[i, j]]
+    numbers = {"iou": options.iou, "score": options.score, "kinds": kinds, "true": rows, "predicted": columns}
+    text = (
+        f"Boxes of score {options.score:g} and more. Each takes, best score first, the free object of any class that "
+        f"it overlaps most, by an IoU of {options.iou:g} or more. A wrong box is a duplicate if its object is taken, a "
+        "poor box from an IoU of 0.1, and background below."
+    )
+    tables = [
+        Table(["", "boxes or objects"], list(kinds.items())),
+        Table(["true class", "predicted class", "times"], pairs),
+    ]
+    picture = Picture.from_figure("confusion", _plot_confusion(table, rows, columns))
+    return Section({**numbers, "counts": table.tolist()}, text, pictures=[[picture]], tables=tables)
+
+
+def _plot_confusion(table: np.ndarray, rows: Sequence[str], columns: Sequence[str]) -> Figure:
+    """Plot the counts, shaded by the share of each class's objects; the background has no objects."""
+    side = 2.6 + 0.42 * min(len(rows), _NUMBERED) + 0.16 * max(0, len(rows) - _NUMBERED)
+    share = table / np.maximum(1, table.sum(1, keepdims=True))
+    share[-1] = np.nan
+    figure, axes = _axes(side, side * 0.92, xlabel="predicted", ylabel="true")
+    axes.grid(visible=False)
+    axes.set_facecolor("0.93")
+    image = axes.imshow(share, cmap="Blues", vmin=0, vmax=1)
+    size = "medium" if len(rows) <= _NUMBERED else 8
+    axes.set_xticks(range(len(columns)), columns, rotation=90, fontsize=size)
+    axes.set_yticks(range(len(rows)), rows, fontsize=size)
+    if len(rows) <= _NUMBERED:
+        for (row, column), count in np.ndenumerate(table):
+            color = "white" if share[row, column] > 0.6 else "black"
+            axes.text(column, row, count or "", ha="center", va="center", color=color, fontsize="small")
+    figure.colorbar(image, label="share of the class's objects", shrink=0.7)
+    return figure
+
+
+def predictions(run: RunFolder) -> Section:
+    """Draw ground truth and detections of images with objects, which are spread over the dataset."""
+    images = [image for image in run.matches if image.found or image.missed] or run.matches
+    rows = [
+        [
+            _photo(run, f"image_{number}_truth", image, run.detections.objects(image.image_id), "ground truth"),
+            _photo(run, f"image_{number}_found", image, image.found, "predictions"),
+        ]
+        for number, image in enumerate(evenly_spread(images, run.options.images), 1)
+    ]
+    return Section(text=f"Ground truth, and detections of score {run.options.score:g} and more.", pictures=rows)
+
+
+def errors(run: RunFolder) -> Section:
+    """Draw the missed objects and the wrong boxes of the images with the most of them."""
+    images = sorted(run.matches, key=lambda image: -len(image.missed) - len(image.wrong))[: run.options.images]
+    pictures, numbers = [], []
+    for number, image in enumerate(images, 1):
+        if not image.missed and not image.wrong:
+            continue
+        boxes, kinds = [box for box, _ in image.wrong], [kind for _, kind in image.wrong]
+        missed = f"{len(image.missed)} of {len(run.detections.objects(image.image_id))} objects missed"
+        wrong = f"{len(boxes)} of {len(image.found)} boxes wrong"
+        pictures.append(
+            [
+                _photo(run, f"error_{number}_missed", image, image.missed, missed),
+                _photo(run, f"error_{number}_wrong", image, boxes, wrong, kinds),
+            ]
+        )
+        file = run.detections.file_name(image.image_id)
+        numbers.append({"image": image.image_id, "file": file, "missed": len(image.missed), "wrong": len(boxes)})
+    text = "Only missed objects, and only wrong boxes, of the images with the most of them."
+    return Section(numbers, text, pictures=pictures)
+
+
+def _photo(
+    run: RunFolder,
+    name: str,
+    image: ImageMatches,
+    objects: Iterable[dict[str, Any]],
+    caption: str,
+    notes: Sequence[str] | None = None,
+) -> Picture:
+    pixels = run.detections.draw(image.image_id, objects, notes)
+    return Picture.from_photo(name, pixels, f"{run.detections.file_name(image.image_id)}: {caption}")
+
+
+#: heading -> section, in the order of the page
+SECTIONS: dict[str, Callable[[RunFolder], Section]] = {
+    "Summary": summary,
+    "Curves": curves,
+    "AP per class": class_ap,
+    "Precision and recall": precision_recall,
+    "Confusion": confusion,
+    "Predictions": predictions,
+    "Errors": errors,
+}

@@ -1,5 +1,6 @@
-"""Scores against Detectron2's evaluation and by hand; matches of a hand-made image."""
+"""Scores against Detectron2's evaluation and by hand; matches of a hand-made image and against COCOeval."""
 
+import copy
 import dataclasses
 import json
 
@@ -10,11 +11,10 @@ from detectron2.data import Metadata
 from detectron2.evaluation import COCOEvaluator
 from detectron2.structures import Boxes, Instances
 from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
 
-from gw_detectron.report import RunFolder
-from gw_detectron.report.confusion import confusion_table
+from gw_detectron.report import RunFolder, write_report
 from gw_detectron.report.detections import Detections
-from gw_detectron.report.precision_recall import ap_section, precision, precision_recall_section
 
 from .fake_run import write_run
 
@@ -65,14 +65,14 @@ def test_a_hand_made_image_is_matched():
     image, other = detections(TRUTH, FOUND).match(0.5, 0.5)
     assert [each["score"] for each in image.found] == [0.9, 0.8, 0.7, 0.65, 0.6]
     assert image.kinds == ["correct", "duplicate", "wrong class", "poor box", "background"]
-    assert [each["id"] for each in image.missed] == [3] and image.errors == 5
-    assert [each and each["id"] for each in image.taken] == [1, None, 2, None, None]
+    assert [each["id"] for each in image.missed] == [3] and len(image.wrong) == 4
+    assert [each and each["id"] for each in image.matched] == [1, None, 2, None, None]
     assert (other.image_id, other.found, [each["id"] for each in other.missed]) == (2, [], [5])
 
 
 def test_the_confusion_table_of_a_hand_made_image():
     found = detections(TRUTH, FOUND)
-    table = confusion_table(found.match(0.5, 0.5), found.category_ids)
+    table = found.count_pairs(found.match(0.5, 0.5))
     assert table.tolist() == [[1, 0, 1], [1, 0, 1], [2, 1, 0]]  # cat, dog, background x cat, dog, missed
 
 
@@ -81,10 +81,33 @@ def test_the_threshold_decides_between_a_poor_box_and_a_match():
     assert image.kinds == ["correct", "duplicate", "wrong class", "correct"]
 
 
+@pytest.mark.parametrize("iou", [0.2, 0.5])
+def test_random_boxes_are_matched_as_by_pycocotools(iou):
+    random = np.random.default_rng(0)
+
+    def boxes(count):
+        return np.hstack([random.integers(0, 60, (count, 2)), random.integers(10, 50, (count, 2))]).tolist()
+
+    truth = [(1 + i % 2, random.choice([CAT, DOG]), box, int(i % 7 == 0)) for i, box in enumerate(boxes(40))]
+    found = [(1 + i % 2, random.choice([CAT, DOG]), box, (i + 1) / 100) for i, box in enumerate(boxes(60))]
+    own = detections(truth, found)
+    evaluation = COCOeval(own.truth, own.truth.loadRes(copy.deepcopy(own.results)), "bbox")
+    evaluation.params.useCats, evaluation.params.iouThrs, evaluation.params.maxDets = 0, np.array([iou]), [100]
+    evaluation.params.areaRng, evaluation.params.areaRngLbl = [[0, np.inf]], ["all"]
+    evaluation.evaluate()
+    for image, expected in zip(own.match(iou, 0.0), evaluation.evalImgs, strict=True):
+        kept = ~expected["dtIgnore"][0].astype(bool)
+        assert [each["score"] for each in image.found] == np.array(expected["dtScores"])[kept].tolist()
+        assert [each["id"] if each else 0 for each in image.matched] == expected["dtMatches"][0][kept].tolist()
+        missed = (expected["gtMatches"][0] == 0) & (np.array(expected["gtIgnore"]) == 0)
+        assert {each["id"] for each in image.missed} == set(np.array(expected["gtIds"])[missed])
+        assert any(image.matched) and any(kept)
+
+
 def test_precision_and_ap_by_hand():
     truth = [(1, CAT, [0, 0, 20, 20], 0), (1, CAT, [50, 0, 20, 20], 0)]
     found = [(1, CAT, [0, 0, 20, 20], 0.9), (1, CAT, [150, 0, 20, 20], 0.8), (1, CAT, [50, 0, 20, 20], 0.7)]
-    curve = precision(detections(truth, found).scores["bbox"], 0.5)
+    curve = detections(truth, found).precision("bbox", 0.5)
     assert np.allclose(curve[:, 0], [1] * 51 + [2 / 3] * 50)  # recall 0 to 0.5, then to 1
     assert np.isnan(curve[:, 1]).all()  # no dogs
 
@@ -123,10 +146,9 @@ def test_scores_are_those_of_detectron2(run):
         instances.pred_classes = torch.tensor([each["category_id"] - 10 for each in own])
         evaluator.process([record], [{"instances": instances}])
     expected = evaluator.evaluate()["bbox"]
-    rows = ap_section(run).numbers
+    rows = write_report(run.folder)["ap_per_class"]
     assert [row["box AP"] for row in rows] == pytest.approx([expected[f"AP-{row['class']}"] for row in rows])
     assert 10 < expected["AP"] < 90
     assert np.mean([row["box AP"] for row in rows]) == pytest.approx(expected["AP"])
     assert np.mean([row["box AP50"] for row in rows]) == pytest.approx(expected["AP50"])
-    curves = precision_recall_section(run).numbers["bbox"]["precision"]
-    assert 100 * np.mean(curves["AP75"]) == pytest.approx(expected["AP75"], abs=0.01)
+    assert 100 * np.mean(run.detections.precision("bbox", 0.75)) == pytest.approx(expected["AP75"])

@@ -1,0 +1,84 @@
+"""Drawings: one color for a class, in predictions and ground truth."""
+
+import numpy as np
+import pytest
+import torch
+from detectron2.data import Metadata
+from detectron2.structures import Boxes, BoxMode, Instances
+
+from gw_detectron.prediction import draw_predictions, draw_record
+from gw_detectron.prediction.drawing import class_colors, draw_objects
+
+CLASSES = Metadata(thing_classes=["cat", "dog", "cow"])
+GRAY = np.full((480, 640, 3), 128, np.uint8)
+BOX = [100.0, 150.0, 300.0, 350.0]
+
+
+def square():
+    mask = np.zeros(GRAY.shape[:2], bool)
+    mask[150:350, 100:300] = True
+    return mask
+
+
+def test_colors_of_the_dataset_are_used_and_others_repeat():
+    metadata = Metadata(thing_classes=["cat", "dog"], thing_colors=[(255, 0, 0), (0, 0, 51)])
+    assert np.allclose(class_colors(metadata, [0, 1, 2]), [[1, 0, 0], [0, 0, 0.2], [1, 0, 0]])
+    assert len(class_colors(CLASSES, range(100))) == 100
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_a_mask_has_the_color_of_its_class(index):
+    picture = draw_objects(GRAY, CLASSES, [index], np.array([BOX]), masks=[square()])
+    drawn = picture[300, 150] / 255  # half the color, half the image
+    assert np.allclose(drawn, (class_colors(CLASSES, [index])[0] + 128 / 255) / 2, atol=0.02)
+    assert np.array_equal(picture[450, 600], [128, 128, 128])
+
+
+def test_a_mask_of_two_columns_is_drawn():
+    """Detectron2 refuses such an array."""
+    thin = np.full((300, 2, 3), 128, np.uint8)
+    picture = draw_objects(thin, CLASSES, [0], np.array([[0, 0, 2, 300]]), masks=[np.ones((300, 2), bool)])
+    assert np.abs(picture.astype(int) - 128).max() > 50
+
+
+def test_prediction_and_ground_truth_are_drawn_alike():
+    instances = Instances(GRAY.shape[:2])
+    instances.pred_boxes = Boxes(torch.tensor([BOX]))
+    instances.pred_classes = torch.tensor([1])
+    instances.scores = torch.tensor([0.9])
+    instances.pred_masks = torch.from_numpy(square())[None]
+    polygon = [[100, 150, 300, 150, 300, 350, 100, 350]]
+    record = {"annotations": [{"bbox": BOX, "bbox_mode": BoxMode.XYXY_ABS, "category_id": 1, "segmentation": polygon}]}
+    predicted, annotated = draw_predictions(GRAY, CLASSES, instances), draw_record(GRAY, CLASSES, record)
+    assert np.abs(predicted[300:340, 110:290].astype(int) - annotated[300:340, 110:290]).max() <= 3
+    assert not np.array_equal(predicted, annotated)  # the score
+
+
+def test_an_image_without_objects_stays_and_a_small_one_is_enlarged():
+    instances = Instances(GRAY.shape[:2])
+    instances.pred_boxes, instances.pred_classes = Boxes(torch.zeros(0, 4)), torch.zeros(0, dtype=torch.int64)
+    instances.scores, instances.pred_masks = torch.zeros(0), torch.zeros(0, *GRAY.shape[:2], dtype=torch.bool)
+    assert np.array_equal(draw_predictions(GRAY, CLASSES, instances), GRAY)
+    assert np.array_equal(draw_record(GRAY, CLASSES, {}), GRAY)
+    assert draw_record(GRAY[:64, :128], CLASSES, {}).shape == (240, 480, 3)
+
+
+def test_keypoints_are_drawn():
+    points = np.array([[[120.0, 200.0, 2], [250.0, 300.0, 2]]])
+    without, with_points = (
+        draw_objects(GRAY, CLASSES, [0], np.array([BOX]), keypoints=each) for each in (None, points)
+    )
+    assert np.array_equal(without[250, 180], [128, 128, 128])
+    assert not np.array_equal(without[195:205, 115:125], with_points[195:205, 115:125])
+
+
+@pytest.mark.parametrize("side", [30, 100, 480])
+def test_scores_and_notes_can_be_read_in_images_of_any_size(side):
+    """Detectron2's font size becomes 0 where the image is enlarged by more than 10."""
+    image, box = np.full((side, side, 3), 128, np.uint8), np.array([[0.1, 0.2, 0.8, 0.7]]) * side
+    plain, *others = (
+        draw_objects(image, CLASSES, [1], box, scores=[score], notes=notes)
+        for score, notes in ((0.11, None), (0.88, None), (0.11, ["duplicate"]))
+    )
+    digits, note = ((plain != other).any(-1).sum() for other in others)
+    assert digits > 20 and note > 300
