@@ -22,13 +22,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator
 from torch import Tensor
 
-from gw_detectron.analysis.feasibility import max_groups
-from gw_detectron.analysis.result import AnalysisResult, findings_of
 from gw_detectron.errors import ConfigError
 from gw_detectron.layers import GroupWhitening2d
 from gw_detectron.progress import progress_bar
 
 from . import add_random_arguments
+from .analysis_result import AnalysisResult, findings_of
+from .feasibility import max_groups
 
 PERCENTS = (90, 80)
 _LABELS = {"GN": "GN", "GW": "GW, exact", "GW-ItN": "GW, 5 iterations"}

@@ -25,11 +25,11 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from gw_detectron.analysis.result import AnalysisResult, findings_of
 from gw_detectron.errors import ConfigError
 from gw_detectron.progress import progress_bar
 
 from . import add_random_arguments
+from .analysis_result import AnalysisResult, findings_of
 
 SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96)
 _SOURCES = {"gaussian": "Gaussian", "mlp": "one-layer MLP"}

@@ -15,11 +15,11 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from gw_detectron.analysis.result import AnalysisResult, findings_of
 from gw_detectron.errors import ConfigError
 from gw_detectron.progress import progress_bar
 
 from . import add_reduced, trained_detector
+from .analysis_result import AnalysisResult, findings_of
 from .trained_detector import box_ap, detect, load_detector
 
 MOST = 1.0  # AP

@@ -23,12 +23,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from gw_detectron.analysis.result import AnalysisResult
 from gw_detectron.errors import ConfigError
 from gw_detectron.ops.solvers import Solver
 from gw_detectron.progress import progress_bar
 
 from . import add_random_arguments
+from .analysis_result import AnalysisResult
 
 METHODS = {"plain": "no whitening", "pca": "PCA whitening", "zca": "ZCA whitening"}
 RATES = (0.1, 0.5, 1.0, 5.0)

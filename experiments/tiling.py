@@ -22,12 +22,12 @@ from detectron2.structures import Boxes, Instances
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from gw_detectron.analysis.result import AnalysisResult, findings_of
 from gw_detectron.errors import ConfigError
 from gw_detectron.layers import joint_statistics
 from gw_detectron.progress import progress_bar
 
 from . import add_reduced, trained_detector
+from .analysis_result import AnalysisResult, findings_of
 from .trained_detector import Example, box_ap, detect, load_detector
 
 REDUCED = {"tiles": [2], "images": 4}

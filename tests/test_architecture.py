@@ -21,7 +21,7 @@ ROOMS = (
     {"weights"},
     {"checkpoint"},
     {"model_zoo"},
-    {"analysis", "export"},
+    {"export"},
     {"preflight", "prediction"},
     {"engine"},
     {"report"},

@@ -28,14 +28,12 @@ WEIGHTS_TOOLS = {
     "demo": "demo.py --config-file {config} MODEL.WEIGHTS {weights} OUTPUT_DIR {folder}/out",
     "export backbone": "export_backbone.py --config-file {config} --weights {weights} --output {folder}/out",
     "export model": "export_model.py --config-file {config} --weights {weights} --image no.png --output {folder}/out",
-    "analyze": "analyze_whitening.py layers --config-file {config} --weights {weights} --output {folder}/out",
     "convert": "convert_weights.py {weights} {folder}/converted.pkl",
     "verify": "verify_weights.py {weights}",
 }
 CONFIG_TOOLS = {
     **{name: line for name, line in WEIGHTS_TOOLS.items() if "{config}" in line},
     "verify": "verify_weights.py weights.pkl --config-file {config}",
-    "constraints": "analyze_whitening.py constraints --config-file {config} --output {folder}/out",
 }
 
 pytestmark = pytest.mark.usefixtures("small_dataset")

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gw_detectron.analysis.result import short_name
-
+from ..analysis_result import short_name
 from ..conditioning import condition_numbers
 
 _PERCENT = 90

@@ -239,7 +239,7 @@ def norm_mismatch(address: str, differences: Sequence[str]) -> NormMismatchError
         f"({summarize_names(differences)}). Fix: set norms and convolutions as in that run, by "
         f"MODEL.RESNETS.WHITEN_POSITIONS ('' for one norm in the whole backbone), {', '.join(NORM_KEYS)} "
         "and the CONV keys beside them, give weights of these norms, e.g. gw://imagenet/R-50, or accept the difference "
-        "with --allow-partial (train_net.py, analyze_whitening.py), in Python allow_partial=True."
+        "with --allow-partial (train_net.py), in Python allow_partial=True."
     )
 
 

@@ -33,7 +33,6 @@ COMMANDS = {
     "convert": Command("convert_weights", "convert ImageNet weights for a Detectron2 backbone"),
     "verify": Command("verify_weights", "compare weights in two implementations of the network"),
     "describe": Command("describe_checkpoint", "show what a checkpoint or weight file records"),
-    "analyze": Command("analyze_whitening", "measure whitening layers, count constraints, redraw the papers' figures"),
     "configs": Command("list_configs", "list, search and print the configs"),
     "norms": Command("list_norms", "list the norm names, or the norms of a model"),
     "doctor": Command("doctor", "check this installation and say what works", needs_detectron2=False),

@@ -18,7 +18,6 @@ from detectron2.evaluation import verify_results
 from detectron2.utils import comm
 from detectron2.utils.logger import setup_logger
 
-from ..analysis import WhiteningStatsHook
 from ..atomic import AtomicPathManager
 from ..checkpoint import StartWeights, load_checkpoint, open_start_weights
 from ..checkpoint.loading import check_shapes
@@ -37,6 +36,7 @@ from .run_datasets import use_datasets
 from .run_files import end_last_line, remove_converted_annotations, remove_earlier_run, remove_evaluation
 from .seeding import use_deterministic_algorithms
 from .trainer import Trainer, check_same_start
+from .whitening_stats import WhiteningStatsHook
 
 log = logging.getLogger(__name__)
 

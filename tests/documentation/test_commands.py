@@ -49,6 +49,9 @@ def parse(monkeypatch):
         with pytest.raises(Parsed) as parsed:
             if program == "gw-detectron":
                 gw_detectron.commands.main()
+            elif program.startswith("experiments"):
+                monkeypatch.delitem(sys.modules, program, raising=False)
+                runpy.run_module(program, run_name="__main__")
             else:
                 runpy.run_path(str(ROOT / program), run_name="__main__")
         return parsed.value.args[0]
@@ -98,6 +101,8 @@ def test_a_command_is_valid(page, words, parse, tmp_path, monkeypatch):
             check_pip(*rest)
         case ["pytest" | "bash", *rest] | ["python", "-m", "pytest", *rest]:
             check_files(*rest)
+        case ["python", "-m", program, *rest] if program.startswith("experiments"):
+            check_config(parse(program, *rest), tmp_path)
         case ["gw-detectron" as program, *rest] | ["python", program, *rest]:
             check_config(parse(program, *rest), tmp_path)
         case ["torchrun", "--nproc_per_node", _, program, *rest]:

@@ -17,10 +17,9 @@ from detectron2.config import get_cfg
 from detectron2.engine.train_loop import TrainerBase
 from detectron2.utils import comm
 
-from gw_detectron.analysis import WhiteningStatsHook, whitening_stats_hook
-from gw_detectron.analysis.whitening_statistics import REDUCTIONS
 from gw_detectron.checkpoint import opening
-from gw_detectron.engine import Trainer, main, setup
+from gw_detectron.engine import Trainer, main, setup, whitening_stats
+from gw_detectron.engine.whitening_stats import REDUCTIONS, WhiteningStatsHook
 from gw_detectron.errors import (
     ConfigError,
     FileAccessError,
@@ -118,9 +117,9 @@ def test_each_process_and_iteration_draws_other_numbers(tmp_path, monkeypatch):
 
 def test_evaluations_between_steps_are_not_observed(tmp_path, monkeypatch):
     looked_at = []
-    checked = whitening_stats_hook.checked_statistics
+    checked = whitening_stats.checked_statistics
     record = lambda *call: looked_at.append(call[0]) or checked(*call)  # noqa: E731
-    monkeypatch.setattr(whitening_stats_hook, "checked_statistics", record)
+    monkeypatch.setattr(whitening_stats, "checked_statistics", record)
     trainer = trainer_for(tmp_path, TEST__EVAL_PERIOD=1)
     trainer.register_hooks([WhiteningStatsHook(1)])
     trainer.train()

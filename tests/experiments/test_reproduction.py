@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-import reproduce
 import torch
 
+from experiments import reproduce
 from experiments.reproduction import zoo_rows
 from experiments.reproduction.run_result import final_metrics, read_run
 from experiments.reproduction.zoo_rows import ZooRow, read_records, state_of

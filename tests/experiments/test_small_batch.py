@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import run_study
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.layers import FrozenBatchNorm2d
@@ -22,6 +21,7 @@ from torch import nn
 
 from benchmarks.table import read_csv
 from benchmarks.timing import Step
+from experiments import run_study
 from experiments.small_batch import iteration_time, single_run
 from experiments.small_batch.features import feature_statistics
 from experiments.small_batch.plan import (

@@ -4,11 +4,11 @@ import math
 import random
 
 import pytest
-import summarize_study
 from PIL import Image
 from scipy import stats
 
 from benchmarks.table import Table, write_csv
+from experiments import summarize_study
 from experiments.small_batch import figures, tables
 from experiments.small_batch.paired_test import HYPOTHESES, Difference, holm, paired_difference, verdict
 from experiments.small_batch.plan import DECIDING, NORMS, VARIATIONS, planned_rows
@@ -266,7 +266,7 @@ def test_a_page_without_marks_and_no_results_are_refused(whole, tmp_path):
         write_summary(whole, TIMES, tmp_path)
     assert "stale" in (tmp_path / PAGE).read_text()
     args = summarize_study.get_parser().parse_args(["--results", str(tmp_path / "none.jsonl")])
-    with pytest.raises(MissingFileError, match="no results. Fix: run tools/run_study.py"):
+    with pytest.raises(MissingFileError, match="no results. Fix: run experiments.run_study"):
         summarize_study.main(args)
     append_result(tmp_path / "one.jsonl", *next(iter(whole.items())))
     words = ["--results", str(tmp_path / "one.jsonl"), "--times", str(tmp_path / "no.csv"), "--output", str(tmp_path)]

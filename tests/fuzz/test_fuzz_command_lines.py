@@ -28,7 +28,6 @@ TOOLS = {
         "--config-file --output --format --detections --one-image --paste-masks --class-names --image --dataset",
         ["MODEL.WEIGHTS", "none.pth"],
     ),
-    "analyze_whitening": ("layers constraints --config-file --output --samples --count", ["--no-such-flag"]),
     "benchmark": ("layer network --output --shapes --groups --repeats --compare", ["--no-such-flag"]),
 }
 WORDS = st.one_of(

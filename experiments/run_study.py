@@ -1,4 +1,3 @@
-#!/usr/bin/env python
 """Run the small-batch study (docs/small_batch_study.md), or continue it.
 
 Each run is a process with one thread. A finished run is one line of --results and is never run again; an interrupted
@@ -11,15 +10,15 @@ import shlex
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # experiments/ is not part of the package
 from benchmarks.environment import select_device
 from benchmarks.table import write_csv
-from experiments.small_batch.iteration_time import measure_times
-from experiments.small_batch.plan import DECIDING_BATCH, OTHER_BATCHES
-from experiments.small_batch.results_file import read_results
-from experiments.small_batch.side_by_side import estimate_hours, open_rows, run_rows, start_row
 from gw_detectron.cli import check_folder, errors_reported
 from gw_detectron.errors import ConfigError
+
+from .small_batch.iteration_time import measure_times
+from .small_batch.plan import DECIDING_BATCH, OTHER_BATCHES
+from .small_batch.results_file import read_results
+from .small_batch.side_by_side import estimate_hours, open_rows, run_rows, start_row
 
 _ROOT = Path(__file__).resolve().parent.parent
 _TIMED_ROUNDS = 20

@@ -5,57 +5,60 @@ The methods of the paper's Table 1 are compared, and the norm layers of a config
 Source: Group Whitening, section 4 and Table 1.
 """
 
+import argparse
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from detectron2.config import CfgNode
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-from ..errors import ConfigError, check_minimum
+from gw_detectron.config import read_config
+from gw_detectron.errors import ConfigError, check_minimum
+from gw_detectron.model_zoo import get_config_file
+
+from .analysis_result import AnalysisResult, short_name
 from .feasibility import Constraints, batch_constraints, group_constraints, max_groups, min_columns
 from .norm_shapes import NormShape, norm_shapes
-from .result import AnalysisResult, short_name
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-_COLUMNS = ("layer", "norm", "constraints", "variables", "ratio", "over_examples", "range", "solver_gflops", "remark")
+_MODEL = get_config_file("COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_4conv1fc_1x_GW.yaml")
+_COLUMNS = ("layer", "norm", "constraints", "variables", "ratio", "over_examples", "range", "remark")
 _COLORS = {"GW": "tab:orange", "BW": "tab:purple", "GN": "tab:blue", "LN": "tab:cyan"}
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this analysis to its command."""
+    add = parser.add_argument
+    add("--neurons", type=int, default=256, help="d of the table")
+    add("--batch-size", type=int, default=1024, help="m of the table")
+    add("--groups", type=int, default=16, help="g of the table")
+    add("--examples", type=int, default=0, help="N, the size of a training set; 0: one batch")
+    add("--config-file", default=_MODEL, metavar="FILE", help="config of the model; '' leaves it out")
+    add("--height", type=int, default=800, help="of the model's images, in pixels")
+    add("--width", type=int, default=1333, help="of the model's images, in pixels")
+    add("--images", type=int, default=2, help="images per GPU")
+    add("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config keys to change")
+
+
 def analyze_constraints(
-    cfg: CfgNode | None = None,
     *,
     neurons: int = 256,
     batch_size: int = 1024,
     groups: int = 16,
     examples: int = 0,
+    config_file: str = "",
     height: int = 800,
     width: int = 1333,
     images: int = 2,
+    opts: Sequence[str] = (),
 ) -> AnalysisResult:
-    """Count the constraints of norms by the paper's formulas.
-
-    With ``cfg`` also those of every norm layer of a detector in training.
-
-    Args:
-        cfg: the detector; None leaves it out.
-        neurons: d of the table.
-        batch_size: m of the table.
-        groups: g of the table; must divide ``neurons``.
-        examples: N, the size of a training set whose constraints are counted; 0 counts one batch.
-        height, width: of the detector's images, in pixels.
-        images: images per GPU.
-
-    Returns:
-        One row each for BN, BW, GN and GW, then one for each norm layer of the detector; ``solver_gflops`` is an
-        estimate of its solver's operations in a training step.
+    """Count the constraints of BN, BW, GN and GW by the paper's formulas, then of every norm layer of a detector.
 
     Raises:
         ConfigError: a number is out of range, or the batch size does not divide the examples.
     """
-    for name, value, least in (("batch_size", batch_size, 1), ("examples", examples, 0)):
-        check_minimum(name, value, least)
+    for name, value in (("batch_size", batch_size), ("height", height), ("width", width), ("images", images)):
+        check_minimum(name, value)
+    check_minimum("examples", examples, 0)
     examples = examples or batch_size
     if examples % batch_size:
         raise ConfigError(f"examples ({examples}): not a multiple of batch_size={batch_size}. Fix: give a multiple.")
@@ -74,7 +77,7 @@ def analyze_constraints(
         setting = f"d={neurons}, m={batch_size}" + f", g={groups}" * (method[0] == "G")
         number = found.number * (examples // batch_size)
         rows.append(_row(setting, method, found, over_examples=number, range=allowed))
-    layers = norm_shapes(cfg, height, width, images) if cfg is not None else []
+    layers = norm_shapes(read_config(config_file, list(opts)), height, width, images) if config_file else []
     rows += [_layer_row(layer) for layer in layers]
     return AnalysisResult("constraints", settings, rows, _findings(table, layers), _draw(layers, settings))
 
@@ -102,9 +105,8 @@ def _layer_row(layer: NormShape) -> dict[str, Any]:
     if found is None:
         reason = "not reached: shape unknown" if layer.shape is None else "fixed statistics"
         return _row(layer.layer, layer.spec, None, remark=reason)
-    gflops = float(f"{layer.solver_flops / 1e9:.3g}")
     allowed = f"{found.columns} columns >= {min_columns(found.rows)}"
-    return _row(layer.layer, layer.spec, found, range=allowed, solver_gflops=gflops)
+    return _row(layer.layer, layer.spec, found, range=allowed)
 
 
 def _findings(table: Mapping[str, tuple[Constraints, str]], layers: Sequence[NormShape]) -> dict[str, bool]:
@@ -117,9 +119,7 @@ def _findings(table: Mapping[str, tuple[Constraints, str]], layers: Sequence[Nor
     return findings
 
 
-def _draw(layers: Sequence[NormShape], settings: dict[str, Any]) -> "Figure":
-    from matplotlib.figure import Figure
-
+def _draw(layers: Sequence[NormShape], settings: dict[str, Any]) -> Figure:
     known = [(layer, layer.constraints.ratio) for layer in layers if layer.constraints is not None]
     rows = 2 if known else 1
     figure = Figure(figsize=(max(11.0, 2.2 + 0.2 * len(known)), 4.6 * rows), layout="constrained")
@@ -130,7 +130,7 @@ def _draw(layers: Sequence[NormShape], settings: dict[str, Any]) -> "Figure":
     return figure
 
 
-def _draw_table(panels: Sequence["Axes"], d: int) -> None:
+def _draw_table(panels: Sequence[Axes], d: int) -> None:
     groups = [g for g in range(1, d + 1) if d % g == 0]
     batches = [2**power for power in range(1, 13)]
     group_curves = {
@@ -153,7 +153,7 @@ def _draw_table(panels: Sequence["Axes"], d: int) -> None:
     panels[1].set(title=f"d = {d} neurons, over the batch", xlabel="batch size m")
 
 
-def _draw_layers(axes: "Axes", layers: Sequence[tuple[NormShape, float]], settings: dict[str, Any]) -> None:
+def _draw_layers(axes: Axes, layers: Sequence[tuple[NormShape, float]], settings: dict[str, Any]) -> None:
     kinds = [layer.spec.partition(":")[0] for layer, _ in layers]
     for kind in dict.fromkeys(kinds):
         places = [place for place, other in enumerate(kinds) if other == kind]
@@ -165,7 +165,7 @@ def _draw_layers(axes: "Axes", layers: Sequence[tuple[NormShape, float]], settin
     _mark_infeasible(axes, [ratio for _, ratio in layers])
 
 
-def _mark_infeasible(axes: "Axes", ratios: Sequence[float]) -> None:
+def _mark_infeasible(axes: Axes, ratios: Sequence[float]) -> None:
     axes.axhline(1, color="tab:red", linewidth=1.2)
     axes.axhspan(1, 1e9, color="tab:red", alpha=0.08, label="infeasible")
     axes.set(yscale="log", ylim=(min(ratios) / 3, max(*ratios, 3) * 3), ylabel="constraints / variables")

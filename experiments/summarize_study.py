@@ -1,16 +1,14 @@
-#!/usr/bin/env python
 """Write the tables and figures of the small-batch study (docs/small_batch_study.md) from its results."""
 
 import argparse
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # experiments/ is not part of the package
 from benchmarks.table import read_csv
-from experiments.small_batch.results_file import read_results
-from experiments.small_batch.results_page import write_summary
 from gw_detectron.cli import check_folder, errors_reported
 from gw_detectron.errors import MissingFileError
+
+from .small_batch.results_file import read_results
+from .small_batch.results_page import write_summary
 
 
 def get_parser() -> argparse.ArgumentParser:
@@ -28,7 +26,7 @@ def main(args: argparse.Namespace) -> None:
     """Write the summary and print its files."""
     results = read_results(args.results)
     if not results:
-        raise MissingFileError(f"--results ('{args.results}'): no results. Fix: run tools/run_study.py first.")
+        raise MissingFileError(f"--results ('{args.results}'): no results. Fix: run experiments.run_study first.")
     check_folder(args.output)
     table = read_csv(args.times, "--times")
     times = {row["variant"]: row["median_ms"] or 0.0 for row in table.rows}

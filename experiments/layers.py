@@ -1,31 +1,35 @@
 """Measure how well each layer of a detector whitens its input."""
 
+import argparse
 import contextlib
 import functools
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from detectron2.config import CfgNode
 from detectron2.data.detection_utils import convert_PIL_to_numpy
 from detectron2.utils.env import seed_all_rng
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from ..checkpoint import LoadReport, load_checkpoint, open_checkpoint
-from ..data.images import draw_images, evaluation_input, image_files, read_image
-from ..data.synthetic import SyntheticConfig
-from ..errors import ConfigError, NonFiniteCovarianceError, PartialLoadError, check_minimum, summarize_names
-from ..modeling import build_checked_model
-from ..norms import norm_spec
-from ..progress import progress_bar
-from .result import AnalysisResult, findings_of, short_name
-from .whitening_statistics import WhiteningLayer, checked_statistics, reduce_statistics, whitening_layers
+from gw_detectron.checkpoint import LoadReport, load_checkpoint, open_checkpoint
+from gw_detectron.cli import parse_seed
+from gw_detectron.config import read_config
+from gw_detectron.data.images import draw_images, evaluation_input, image_files, read_image
+from gw_detectron.data.synthetic import SyntheticConfig
+from gw_detectron.engine.whitening_stats import WhiteningLayer, checked_statistics, reduce_statistics, whitening_layers
+from gw_detectron.errors import ConfigError, NonFiniteCovarianceError, PartialLoadError, check_minimum, summarize_names
+from gw_detectron.model_zoo import get_config_file
+from gw_detectron.modeling import build_checked_model
+from gw_detectron.norms import norm_spec
+from gw_detectron.progress import progress_bar
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .analysis_result import AnalysisResult, findings_of, short_name
 
+_MODEL = get_config_file("quick_schedules/mask_rcnn_R_18_FPN_GW_demo.yaml")
 # title of a panel -> statistic, marker and label of its curves
 _PANELS = {
     "Covariance of the input, with eps": [("trace", "k_", "trace, median")],
@@ -38,38 +42,44 @@ _PANELS = {
 }
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this analysis to its command."""
+    add = parser.add_argument
+    add("--config-file", default=_MODEL, metavar="FILE", help="config of the model")
+    add("--weights", default="", metavar="FILE", help="weights, if not MODEL.WEIGHTS of the config")
+    add("--images", metavar="DIR", help="folder of images, if not synthetic ones")
+    add("--count", type=int, default=2, help="number of images")
+    add("--samples", type=int, default=8, help="largest number of samples of a layer per image")
+    add("--seed", type=parse_seed, default=0, help="of random weights and synthetic images")
+    partial = "accept weights that lack layers, which stay random, and weights of other norms"
+    add("--allow-partial", action="store_true", help=partial)
+    add("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config keys to change")
+
+
 def analyze_layers(
-    cfg: CfgNode,
-    images: str | os.PathLike[str] | None = None,
     *,
+    config_file: str = _MODEL,
+    weights: str = "",
+    images: str | os.PathLike[str] | None = None,
     count: int = 2,
     samples: int = 8,
     seed: int = 0,
     allow_partial: bool = False,
+    opts: Sequence[str] = (),
 ) -> AnalysisResult:
-    """Measure every whitening layer of a detector in evaluation.
+    """Measure every whitening layer of a detector in evaluation, see :mod:`gw_detectron.engine.whitening_stats`.
 
-    Args:
-        cfg: the config. ``MODEL.WEIGHTS`` are loaded; without them the model is random. Images are resized by
-            ``INPUT.MIN_SIZE_TEST`` and ``MAX_SIZE_TEST``.
-        images: a folder of images; None draws synthetic ones.
-        count: number of images; each is a batch of its own.
-        samples: the most samples (images or regions) of a layer to use per image.
-        seed: of random weights and synthetic images.
-        allow_partial: accept weights that lack a part of the backbone or of the whitening layers, such as those of a
-            backbone alone for a detector that whitens in its heads; the missing part is random.
+    Each image is a batch of its own, resized by ``INPUT.MIN_SIZE_TEST`` and ``MAX_SIZE_TEST``.
 
     Returns:
-        One row per layer in the order of the calls, then the layers that were not called: the statistics of
-        :mod:`.whitening_statistics`.
+        One row per layer in the order of the calls, then the layers that were not called.
 
     Raises:
-        MissingFileError: the folder does not exist.
-        DataError: the folder holds no images, or one cannot be read.
+        MissingFileError, DataError: there are no such images.
         ConfigError: no whitening layers, or ``count`` or ``samples`` not positive.
         PartialLoadError: the weights lack a part of the backbone or of the whitening layers.
-        Other errors: see :func:`gw_detectron.checkpoint.load_checkpoint`.
     """
+    cfg = read_config(config_file, [*opts, *(["MODEL.WEIGHTS", weights] if weights else [])])
     for name, value in (("count", count), ("samples", samples)):
         check_minimum(name, value)
     paths = image_files(images)[:count] if images is not None else []
@@ -162,9 +172,7 @@ def _findings(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
     )
 
 
-def _draw(rows: Sequence[dict[str, Any]], settings: dict[str, Any]) -> "Figure":
-    from matplotlib.figure import Figure
-
+def _draw(rows: Sequence[dict[str, Any]], settings: dict[str, Any]) -> Figure:
     seen = [row for row in rows if row["trace"] is not None]
     places = list(range(len(seen)))
     figure = Figure(figsize=(max(8.0, 2.0 + 0.34 * len(seen)), 10.5), layout="constrained")

@@ -9,11 +9,10 @@ from detectron2.config import CfgNode
 from detectron2.layers import FrozenBatchNorm2d
 from torch import Tensor, nn
 
-from ..errors import check_minimum
-from ..layers import BatchWhitening2d, FrozenBatchWhitening2d, GroupWhitening2d
-from ..modeling.build import build_checked_model
-from ..norms.norm_listing import NormRow, is_synchronized, norm_rows
-from ..ops.solvers.newton import count_products
+from gw_detectron.layers import BatchWhitening2d, FrozenBatchWhitening2d, GroupWhitening2d
+from gw_detectron.modeling.build import build_checked_model
+from gw_detectron.norms.norm_listing import norm_rows
+
 from .feasibility import Constraints, batch_constraints, group_constraints
 
 
@@ -25,40 +24,21 @@ class NormShape(NamedTuple):
         spec: its norm name.
         shape: (N, C, *spatial) of its smallest input in one process; None if no input reached it.
         constraints: constraints on its output; None if no input reached it or its statistics are fixed.
-        solver_flops: operations of its solver in a training step; 0 where it whitens nothing.
     """
 
     layer: str
     spec: str
     shape: tuple[int, ...] | None
     constraints: Constraints | None
-    solver_flops: float = 0.0
 
 
-def norm_shapes(
-    cfg: CfgNode, height: int, width: int, images: int, *, processes: int = 1, model: Any = None
-) -> list[NormShape]:
-    """Trace the input shape of every norm layer in training.
+def norm_shapes(cfg: CfgNode, height: int, width: int, images: int) -> list[NormShape]:
+    """Trace the input shape of every norm layer in training, in the order of the model's modules.
 
     Heads on regions get ``ROI_HEADS.BATCH_SIZE_PER_IMAGE`` regions per image; mask and keypoint heads get the fraction
-    of them that can be foreground.
-
-    Args:
-        cfg: the config.
-        height, width: of the images in pixels; rounded up to the backbone's size divisibility.
-        images: images per process.
-        processes: number of processes that synchronized batch norms share the batch with.
-        model: the config's model on the meta device; it cannot be used afterwards.
-
-    Returns:
-        The layers in the order of the model's modules.
-
-    Raises:
-        ConfigError: a number is not positive, or the model cannot be built.
+    of them that can be foreground. Height and width are rounded up to the backbone's size divisibility.
     """
-    for name, value in (("height", height), ("width", width), ("images", images), ("processes", processes)):
-        check_minimum(name, value)
-    model = model or build_checked_model(cfg, "meta")
+    model: Any = build_checked_model(cfg, "meta")
     shapes: dict[str, tuple[int, ...]] = {}
     rows = norm_rows(model)
     for row in rows:
@@ -70,12 +50,11 @@ def norm_shapes(
         features = model.backbone(torch.empty(images, len(cfg.MODEL.PIXEL_MEAN), *sides))
         for part, arguments in _heads(model, features, images, cfg):
             part(*arguments)
-    return [_norm_shape(row, model.get_submodule(row.layer), shapes.get(row.layer), processes) for row in rows]
-
-
-def _norm_shape(row: NormRow, layer: nn.Module, shape: tuple[int, ...] | None, processes: int) -> NormShape:
-    found = _constraints(layer, shape, processes)
-    return NormShape(row.layer, row.spec, shape, found, _solver_flops(layer, found) if found and _whitens(layer) else 0)
+    found = ((row, shapes.get(row.layer)) for row in rows)
+    return [
+        NormShape(row.layer, row.spec, shape, _constraints(model.get_submodule(row.layer), shape))
+        for row, shape in found
+    ]
 
 
 def _record(shapes: dict[str, tuple[int, ...]], name: str, x: Tensor, **_: Any) -> Tensor:
@@ -119,30 +98,14 @@ def _has_norms(part: Any) -> bool:
     return isinstance(part, nn.Module) and bool(norm_rows(part))
 
 
-def _constraints(layer: Any, shape: tuple[int, ...] | None, processes: int) -> Constraints | None:
+def _constraints(layer: Any, shape: tuple[int, ...] | None) -> Constraints | None:
     if shape is None or 0 in shape or isinstance(layer, (FrozenBatchNorm2d, FrozenBatchWhitening2d)):
         return None
     samples, channels = shape[:2]
     pixels = torch.Size(shape[2:]).numel()
+    whitens = isinstance(layer, (GroupWhitening2d, BatchWhitening2d)) and layer.solver.name != "standardize"
     if isinstance(layer, (GroupWhitening2d, nn.GroupNorm)):
-        return group_constraints(channels * pixels, samples, layer.num_groups, _whitens(layer))
+        return group_constraints(channels * pixels, samples, layer.num_groups, whitens)
     if getattr(layer, "running_mean", None) is not None:  # every layer that normalizes over the batch has one
-        columns = samples * pixels * (processes if is_synchronized(layer) else 1)
-        return batch_constraints(channels, columns, layer.channels_per_group if _whitens(layer) else 1)
-    if getattr(layer, "fuses_relu", False):  # FRN and EvoNorm prescribe no mean
-        return None
+        return batch_constraints(channels, samples * pixels, layer.channels_per_group if whitens else 1)
     return group_constraints(channels, samples * pixels, 1, whiten=False)  # LN: one group per pixel
-
-
-def _whitens(layer: Any) -> bool:
-    return isinstance(layer, (GroupWhitening2d, BatchWhitening2d)) and layer.solver.name != "standardize"
-
-
-def _solver_flops(layer: Any, found: Constraints) -> float:
-    """Estimate 2 n k^3 operations per matrix product of forward and backward pass, for n matrices of k rows.
-
-    The products are those of Newton's iteration; other solvers are as costly as 5 of its steps, or more.
-    """
-    matrices = found.variables / (found.rows * found.columns)
-    products = sum(count_products(layer.solver.num_iters if layer.solver.name == "newton" else 5))
-    return 2.0 * matrices * found.rows**3 * products

@@ -1,4 +1,3 @@
-#!/usr/bin/env python
 """Train the rows of a table of MODEL_ZOO.md one after the other, or continue them; fill its columns "ours".
 
 Each row is a run of tools/train_net.py in its own folder. A finished row is not run again, an interrupted one continues
@@ -10,10 +9,10 @@ import functools
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # experiments/ is not part of the package
-from experiments.reproduction.zoo_rows import collect_rows, run_table, select_rows, state_of, write_zoo
 from gw_detectron.cli import check_folder, errors_reported, new_parser
 from gw_detectron.errors import ConfigError
+
+from .reproduction.zoo_rows import collect_rows, run_table, select_rows, state_of, write_zoo
 
 
 def get_parser() -> argparse.ArgumentParser:

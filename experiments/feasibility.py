@@ -19,7 +19,7 @@ derivation and the table give 2gm.
 import math
 from typing import NamedTuple
 
-from ..errors import ConfigError, check_minimum
+from gw_detectron.errors import ConfigError
 
 #: fewer columns take more than half of the freedom of standardized output (the papers name no number)
 _FEW_COLUMNS = 4
@@ -75,49 +75,31 @@ class Constraints(NamedTuple):
 
 
 def batch_constraints(d: int, m: int, width: int = 1) -> Constraints:
-    r"""Count the constraints of normalization over a batch.
+    r"""Count the constraints of normalization of d channels over m samples (for feature maps, images times pixels).
 
-    This is BN for ``width`` 1, BW for ``width`` d, else BW in groups.
+    This is BN for ``width`` 1, BW for ``width`` d, else BW in groups of ``width`` channels, the last one maybe smaller.
 
     .. math:: \zeta(\phi_{BN}; X) = 2 d, \qquad \zeta(\phi_{BW}; X) = d (d + 3) / 2
 
-    Args:
-        d: channels.
-        m: samples; for feature maps, images times pixels.
-        width: channels whitened together; the last group may be smaller.
-
-    Raises:
-        ConfigError: an argument is not positive.
-
     Source: Group Whitening, Table 1; supplement, Eqs. 7-8.
     """
-    for name, value in {"d": d, "m": m, "width": width}.items():
-        check_minimum(name, value)
     width = min(width, d)
     number = d // width * _equations(width) + _equations(d % width)
     return Constraints(number, m * d, width, m)
 
 
 def group_constraints(d: int, m: int, groups: int, whiten: bool) -> Constraints:
-    r"""Count the constraints of normalization over groups of a sample.
+    r"""Count the constraints of normalization of m samples of d neurons (channels times pixels) over groups.
 
     This is GW if ``whiten``, else GN.
 
     .. math:: \zeta(\phi_{GN}; X) = 2 g m, \qquad \zeta(\phi_{GW}; X) = m g (g + 3) / 2
 
-    Args:
-        d: neurons of a sample; for feature maps, channels times pixels.
-        m: samples.
-        groups: g; must divide d.
-        whiten: decorrelate the groups as well.
-
     Raises:
-        ConfigError: an argument is not positive, or g does not divide d.
+        ConfigError: g does not divide d.
 
     Source: Group Whitening, Table 1; supplement, Eqs. 10, 14-15.
     """
-    for name, value in {"d": d, "m": m, "groups": groups}.items():
-        check_minimum(name, value)
     if d % groups:
         raise ConfigError(f"groups ({groups}): does not divide {d} neurons. Fix: give a divisor of {d}.")
     number = m * (_equations(groups) if whiten else groups * _equations(1))
@@ -125,22 +107,12 @@ def group_constraints(d: int, m: int, groups: int, whiten: bool) -> Constraints:
 
 
 def min_columns(rows: int) -> int:
-    """Return the fewest columns over which rows can be whitened.
-
-    This is the ceiling of (rows + 3) / 2.
-
-    Source: Group Whitening, Table 1, the range of m for BN and BW.
-    """
+    """Return the fewest columns over which rows can be whitened, the ceiling of (rows + 3) / 2 (Table 1)."""
     return -(-(rows + 3) // 2)
 
 
 def max_groups(d: int, whiten: bool) -> int:
-    r"""Return the most groups for d neurons.
-
-    This is :math:`d / 2` for GN and :math:`(\sqrt{8 d + 9} - 3) / 2` for GW, rounded down.
-
-    Source: Group Whitening, Table 1.
-    """
+    r"""Return the most groups for d: :math:`d / 2` for GN, :math:`(\sqrt{8 d + 9} - 3) / 2` for GW (Table 1)."""
     return (math.isqrt(8 * d + 9) - 3) // 2 if whiten else d // 2
 
 

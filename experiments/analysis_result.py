@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..atomic import atomic_write
-from ..cli import check_folder
+from gw_detectron.atomic import atomic_write
+from gw_detectron.cli import check_folder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,0 +1,68 @@
+"""Redraw figures of the whitening papers, and measure a model and its whitening layers.
+
+Each analysis writes a figure (.png), a table (.csv) and its settings and findings (.json) to the folder --output.
+"""
+
+import argparse
+import importlib
+
+from tabulate import tabulate
+
+from gw_detectron.cli import check_folder, errors_reported, new_parser
+
+from .analysis_result import AnalysisResult
+
+ANALYSES = {
+    "constraints": "number of constraints of a norm, by Table 1 and for the layers of a config",
+    "conditioning": "condition numbers of features normalized by GN, GW and BN, over the number of groups",
+    "diversity": "histograms and diversity of features normalized by GN and BN over few channels or examples",
+    "swapping": "training with PCA and ZCA whitening, and the axes that PCA swaps",
+    "layers": "eigenvalues, condition numbers and residuals of a model's whitening layers on images",
+    "padding": "features and AP of a trained detector on single images and on padded batches",
+    "tiling": "features and AP of a trained detector on whole images and on their tiles",
+}
+
+
+def get_parser() -> argparse.ArgumentParser:
+    """Build the parser; defaults are the paper's values where it has one."""
+    parser = new_parser(
+        __doc__,
+        "layers --config-file output/demo/config.yaml --weights output/demo/model_final.pth",
+        "constraints --config-file output/demo/config.yaml",
+    )
+    parser.prog = "python -m experiments"
+    analyses = parser.add_subparsers(dest="analysis", required=True, metavar="ANALYSIS")
+    for name, summary in ANALYSES.items():
+        formatter = argparse.ArgumentDefaultsHelpFormatter
+        sub = analyses.add_parser(name, help=summary, description=summary, formatter_class=formatter)
+        sub.add_argument("--output", default="output/analysis", metavar="DIR", help="output folder")
+        importlib.import_module(f"experiments.{name}").add_arguments(sub)
+    return parser
+
+
+def analyze(args: argparse.Namespace) -> AnalysisResult:
+    """Run the analysis of the command line."""
+    options = {key: value for key, value in vars(args).items() if key not in ("analysis", "output")}
+    module = importlib.import_module(f"experiments.{args.analysis}")
+    if options.pop("reduced", False):
+        options |= module.REDUCED
+    return getattr(module, f"analyze_{args.analysis}")(**options)
+
+
+def main(args: argparse.Namespace) -> None:
+    """Run an analysis, write its files and print its table and findings."""
+    check_folder(args.output)  # before minutes of work
+    result = analyze(args)
+    if "loaded" in result.settings:
+        print(f"{result.settings['weights']}: {result.settings['loaded']}\n")
+    picture, table, notes = result.write(args.output)
+    if len(result.rows) <= 100:
+        print(tabulate(result.rows, headers="keys"), "\n")
+    for statement, holds in result.findings.items():
+        print(f"{'yes' if holds else 'NO '}  {statement}")
+    print(f"\nFigure: {picture}\nNumbers: {table}\nSettings and findings: {notes}")
+
+
+if __name__ == "__main__":
+    with errors_reported():
+        main(get_parser().parse_args())
