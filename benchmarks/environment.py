@@ -10,7 +10,7 @@ import torch
 
 from gw_detectron.errors import ConfigError
 from gw_detectron.installation import __version__, git_commit, package_versions
-from gw_detectron.ops.group_whitening.triton.launch_args import tf32_allowed
+from gw_detectron.ops.group_whitening.triton.launch import tf32_allowed
 
 from .validation import check_names
 

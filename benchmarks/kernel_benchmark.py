@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gw_detectron.errors import ConfigError, check_minimum
 from gw_detectron.ops.group_whitening.triton.compiler import ERRORS
-from gw_detectron.ops.group_whitening.triton.launch_args import Launch, Tuning, supported, tuned
+from gw_detectron.ops.group_whitening.triton.launch import Launch, Tuning, supported, tuned
 from gw_detectron.progress import progress_bar
 
 from .compiled_kernels import compile_launch, compiler_tool, kernel_name, layer_launches

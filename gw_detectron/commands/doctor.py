@@ -28,7 +28,7 @@ from ..installation import (
 from ..layers import GroupWhitening2d
 from ..ops.group_whitening.op import use_backend
 from ..ops.group_whitening.triton.compiler import triton
-from ..ops.group_whitening.triton.launch_args import compiles_for
+from ..ops.group_whitening.triton.launch import compiles_for
 
 _PACKAGES = ("torch", "torchvision", "triton", "detectron2", "fvcore", "pycocotools", "numpy", "Pillow", "safetensors")
 _TOLERANCES = {"cpu": 1e-4, "cuda": 1e-2}  # a GPU may multiply in tf32; values are about 1

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops.checks import check_flag, check_integer
-from ..ops.group_whitening.op import group_whiten, use_backend
+from ..ops.checks import check_flag, check_integer, check_tensors
+from ..ops.group_whitening.op import use_backend, whiten
 from ..ops.group_whitening.reference import effective_groups
 from ..ops.solvers import Solver
 from .unpickling import check_pickled_solver
@@ -114,7 +114,8 @@ class GroupWhitening2d(nn.Module):
                 f"GroupWhitening2d: expected input of shape (N, {self.num_channels}, *spatial), got {tuple(x.shape)}. "
                 "Fix: give it as many channels as the layer has."
             )
-        return group_whiten(x, self.num_groups, self.weight, self.bias, solver=self.solver, relu=relu)
+        check_tensors(x, self.weight, self.bias)
+        return whiten(x, self.weight, self.bias, self.num_groups, self.solver, relu)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         check_pickled_solver(type(self).__name__, state)

@@ -8,6 +8,7 @@ private name                                             used by
 ``torch.compiler._is_exporting_flag``                    :func:`needs_plain_operations`
 ``torch._C._are_functorch_transforms_active``            :func:`needs_plain_operations`
 ``torch.autograd.forward_ad._current_level``             :func:`needs_plain_operations`
+``torch._C._len_torch_dispatch_stack``                   :func:`is_dispatched`
 ``torch.ops.mkldnn._linear_pointwise``                   :func:`onednn_matmul`
 ``torch._assert_async``                                  :func:`assert_all`
 =======================================================  ============================================
@@ -23,6 +24,8 @@ from torch.autograd import forward_ad
 
 _EXPORTING_FLAG = hasattr(torch.compiler, "_is_exporting_flag")
 _TRANSFORMS_ACTIVE = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+_ACTIVE_MODES = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+_PLAIN = (Tensor, torch.nn.Parameter, type(None))
 #: matrices whose shortest or longest side is below these are multiplied faster by torch.matmul
 _SHORTEST, _LONGEST = 32, 2048
 
@@ -38,6 +41,14 @@ def needs_plain_operations() -> bool:
     if torch.compiler.is_compiling():
         return False
     return _TRANSFORMS_ACTIVE() or getattr(forward_ad, "_current_level", -1) >= 0
+
+
+def is_dispatched(*tensors: Tensor | None) -> bool:
+    """Whether the dispatcher must see an operation: for tensor subclasses, and for modes such as FLOP counters.
+
+    Fallback: without the counter of modes, always.
+    """
+    return _ACTIVE_MODES() > 0 or any(type(t) not in _PLAIN for t in tensors)
 
 
 def _is_exporting() -> bool:

@@ -14,7 +14,7 @@ from benchmarks.plot import plot
 from benchmarks.summary import summary
 from benchmarks.table import read_csv, write_csv
 from gw_detectron.errors import ConfigError, MissingPackageError, UserError
-from gw_detectron.ops.group_whitening.triton import launch_args
+from gw_detectron.ops.group_whitening.triton import launch
 from gw_detectron.ops.group_whitening.triton.compiler import triton
 
 META = torch.device("meta")
@@ -71,7 +71,7 @@ def test_a_grid_is_not_larger_than_cuda_allows():
 
 @needs_triton
 def test_launches_can_be_collected_without_running_them(monkeypatch):
-    monkeypatch.setattr(launch_args.Launch, "run", lambda launch: pytest.fail("ran"))
+    monkeypatch.setattr(launch.Launch, "run", lambda launch: pytest.fail("ran"))
     monkeypatch.setattr(torch.Tensor, "is_meta", False)
     assert len(layer_launches(torch.empty(SHAPE, device=META), 64, execute=False)) == 7
 
@@ -117,7 +117,7 @@ def test_compiling_alone(compiled, tmp_path):
     plot(table, tmp_path / "t.png")
     assert (tmp_path / "t.png").stat().st_size > 5000
     assert "too many stages" in summary(table)
-    assert launch_args._tuning == launch_args.Tuning()
+    assert launch._tuning == launch.Tuning()
 
 
 @needs_triton

@@ -28,7 +28,7 @@ from gw_detectron.layers import GroupWhitening2d, newton_inverse_sqrt
 from gw_detectron.ops.group_whitening import closed_form
 from gw_detectron.ops.group_whitening import triton as triton_kernels
 from gw_detectron.ops.group_whitening.closed_form import InputGradient
-from gw_detectron.ops.group_whitening.triton import launch_args as launch
+from gw_detectron.ops.group_whitening.triton import launch
 from gw_detectron.ops.group_whitening.triton.compiler import triton
 
 from . import oracle

@@ -35,14 +35,13 @@ from ...errors import ConfigError
 from ..checks import autocast_off, check_tensors, compute_dtype, memory_format_of
 from ..solvers import DEFAULT_SOLVER, Solver, check_solver
 from ..solvers.newton import count_products
-from ..torch_private import needs_plain_operations
+from ..torch_private import is_dispatched, needs_plain_operations
 from . import closed_form, matmul, triton
 from .reference import effective_groups, group_whiten_reference
 
 ENVIRONMENT_SWITCH = "GW_DETECTRON_KERNELS"
 #: values of the environment variable
 FORCEABLE = ("matmul", "reference")
-_BACKENDS: dict[str, closed_form.Backend] = {"triton": triton, "matmul": matmul}
 _FORWARD, _BACKWARD = "gw_detectron::group_whiten", "gw_detectron::group_whiten_backward"
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _logger = logging.getLogger("gw_detectron.layers")
@@ -107,13 +106,23 @@ def group_whiten(
     """
     check_solver(solver)
     check_tensors(x, weight, bias)
-    groups = effective_groups(x.shape[1], num_groups)
+    return whiten(x, weight, bias, effective_groups(x.shape[1], num_groups), solver, relu)
+
+
+def whiten(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, solver: Solver, relu: bool = False
+) -> Tensor:
+    """Compute :func:`group_whiten` of checked arguments."""
     backend = choose_backend(x, groups, solver)
-    if not torch.compiler.is_compiling() and _logger.isEnabledFor(logging.DEBUG):
+    compiling = torch.compiler.is_compiling()
+    if not compiling and _logger.isEnabledFor(logging.DEBUG):
         _log(backend, x.device.type, x.dtype, x.shape[1], groups, str(solver))
     if backend == "reference":
         return group_whiten_reference(x, groups, weight, bias, solver=solver, relu=relu)
-    return torch.ops.gw_detectron.group_whiten(x, weight, bias, groups, solver.num_iters, solver.eps, relu, backend)[0]
+    arguments = x, weight, bias, groups, solver.num_iters, solver.eps, relu, backend
+    if compiling or is_dispatched(x, weight, bias):
+        return torch.ops.gw_detectron.group_whiten(*arguments)[0]
+    return GroupWhiten.apply(*arguments)[0]
 
 
 def choose_backend(x: Tensor, groups: int, solver: Solver = DEFAULT_SOLVER) -> str:
@@ -159,7 +168,9 @@ def _operator(name: str) -> Callable[[_Function], _Function]:
 def _forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, iters: int, eps: float, relu: bool, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return closed_form.forward(_BACKENDS[backend], x, weight, bias, groups, iters, eps, relu)
+    if backend == "triton":
+        return triton.forward(x, weight, bias, groups, iters, eps, relu)
+    return closed_form.forward(matmul, x, weight, bias, groups, iters, eps, relu)
 
 
 @torch.library.register_fake(_FORWARD)
@@ -180,13 +191,29 @@ def _backward(
     iters: int,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return closed_form.backward(_BACKENDS[backend], dy, y, x, mean, sigma, weight, iters)
+    if backend == "triton":
+        return triton.backward(dy, y, x, mean, sigma, weight, iters)
+    return closed_form.backward(matmul, dy, y, x, mean, sigma, weight, iters)
 
 
 @torch.library.register_fake(_BACKWARD)
 def _(dy: Tensor, y: Tensor | None, x: Tensor, mean: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     dx = torch.empty_like(x, memory_format=memory_format_of(x))
     return dx, mean.new_empty(x.shape[1]), mean.new_empty(x.shape[1])
+
+
+class GroupWhiten(torch.autograd.Function):
+    """The operator without the dispatcher, which takes as much host time as all launches: for eager mode."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        output = _forward(*inputs)
+        _setup_context(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _gradients(ctx, *grads)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -207,9 +234,9 @@ def _gradients(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...
         found = iter(_differentiable_gradients(ctx, dy, x, weight, y, needed))
         gradients = tuple(next(found) if wanted else None for wanted in needed)
     else:
-        results = torch.ops.gw_detectron.group_whiten_backward(
-            dy, y, x, mean, sigma, weight, ctx.num_iters, ctx.backend
-        )
+        through_dispatcher = torch.compiler.is_compiling() or is_dispatched(dy, x, weight)
+        backward = torch.ops.gw_detectron.group_whiten_backward if through_dispatcher else _backward
+        results = backward(dy, y, x, mean, sigma, weight, ctx.num_iters, ctx.backend)
         dtypes = (x.dtype, None if weight is None else weight.dtype, ctx.bias_dtype)
         gradients = tuple(
             result.to(dtype) if wanted else None for result, dtype, wanted in zip(results, dtypes, needed, strict=True)

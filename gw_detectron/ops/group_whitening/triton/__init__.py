@@ -17,20 +17,82 @@ float32       tf32 x 3   float32's accuracy on tensor cores; plain tf32 where th
 float16       tf32       float16's mantissa, float32's range: neither centered values nor whitening matrices overflow
 bfloat16      bfloat16   values are centered in float32, then rounded; the covariance itself is computed with tf32
 ============  =========  ===========================================================================================
+
+Forward and backward take nine launches and no other operation; ``launch.run_planned`` repeats them with little host
+time. Only the input, its means and its covariances are saved for backward, and y if a ReLU is fused, as nn.ReLU would.
+With G_j = dY_j X_C,j^T for channel j of each group, the same g x g matrices give the gradient of the whitening matrix,
+sum_j diag(weight_j) G_j, and that of weight_j, the row sums of G_j * W. So y is neither saved nor recomputed for them.
+
+Source: Group Whitening supplement, Algorithms 1-2.
 """
 
+import torch
 from torch import Tensor
 
-from .backward import apply_backward as apply_backward
-from .backward import grad_products as grad_products
-from .forward import apply as apply
-from .launch_args import prepare as prepare
-from .launch_args import samples_per_pass as samples_per_pass
-from .launch_args import supported as supported
-from .moments import statistics as statistics
-from .newton_kernel import newton as newton
-from .newton_kernel import newton_backward as newton_backward
+from ...checks import memory_format_of
+from . import launch
+from .backward import apply_backward, grad_products, parameter_gradients
+from .forward import apply
+from .launch import supported as supported
+from .moments import statistics
+from .newton import newton, newton_backward
 
 
-def large_means(mean: Tensor, variances: Tensor) -> None:
-    """Return None: the kernels subtract the means themselves."""
+def forward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, num_iters: int, eps: float, relu: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the output and the statistics saved for backward.
+
+    Returns:
+        y, the means (N, g) and the covariances with eps (N, g, g).
+    """
+    y = torch.empty_like(x, memory_format=memory_format_of(x))
+    x = launch.prepare(x)
+    mean = torch.empty((len(x), groups), dtype=torch.float32, device=x.device)
+    sigma = torch.empty((len(x), groups, groups), dtype=torch.float32, device=x.device)
+    if x.numel() == 0:  # there is no column to average
+        return y, mean.zero_(), sigma.zero_()
+    weight, bias = _contiguous(weight), _contiguous(bias)
+
+    def steps() -> None:
+        statistics(x, groups, eps, mean, sigma)
+        whitening = launch.empty(x, *sigma.shape)
+        newton(sigma, num_iters, whitening)
+        apply(x, mean, whitening, weight, bias, relu, y)
+
+    key = "forward", launch.layout_key(x, weight, bias), y.stride(), x.device, groups, num_iters, eps, relu
+    launch.run_planned((*key, launch.input_precision(x)), (x, weight, bias, y, mean, sigma), steps)
+    return y, mean, sigma
+
+
+def backward(
+    dy: Tensor, y: Tensor | None, x: Tensor, mean: Tensor, sigma: Tensor, weight: Tensor | None, num_iters: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of x, weight and bias; those of weight and bias are (C,), in float32.
+
+    ``y`` is the output of the forward pass if a ReLU was fused, else None.
+    """
+    dx = torch.empty_like(x, memory_format=memory_format_of(x))
+    dweight = torch.empty(x.shape[1], dtype=torch.float32, device=x.device)
+    dbias = torch.empty_like(dweight)
+    if x.numel() == 0:
+        return dx, dweight.zero_(), dbias.zero_()
+    x, dy, weight, groups = launch.prepare(x), launch.prepare(dy), _contiguous(weight), mean.shape[1]
+    if y is not None and y.stride() != dx.stride():
+        y = torch.empty_like(dx).copy_(y)
+
+    def steps() -> None:
+        products, sums, grad_whitening, grad_mean = grad_products(x, mean, dy, weight, groups, y, dx)
+        whitening, grad_sigma = newton_backward(sigma, grad_whitening, num_iters)
+        parameter_gradients(products, sums, whitening, dweight, dbias)
+        masked = dy if y is None else dx
+        apply_backward(x, mean, masked, weight, whitening, grad_sigma, grad_mean, dx)
+
+    key = "backward", launch.layout_key(x, dy, y, weight), dx.stride(), x.device, groups, num_iters
+    tensors = (x, dy, y, weight, mean, sigma, dx, dweight, dbias)
+    launch.run_planned((*key, launch.input_precision(x)), tensors, steps)
+    return dx, dweight, dbias
+
+
+def _contiguous(parameter: Tensor | None) -> Tensor | None:
+    return None if parameter is None else parameter.contiguous()

@@ -1,14 +1,23 @@
-"""Backward pass: products of gradient and input, then input gradient."""
+"""Backward pass: products of gradient and input, their sums over splits, then the gradients."""
 
 from __future__ import annotations  # without triton, constexpr is only a name in the signatures
 
-import torch
 from torch import Tensor
 
-from ..closed_form import InputGradient
-from . import launch_args as launch
-from .compiler import constexpr, jit, tl
-from .tiles import load_matrix, load_per_channel, load_rows, sample_ptr, store_matrix, tile_columns, tile_offsets
+from . import launch
+from .compiler import constexpr, jit, tl, triton
+from .tiles import (
+    load_matrix,
+    load_per_channel,
+    load_rows,
+    multiply_split,
+    sample_ptr,
+    split_tf32,
+    store_matrix,
+    tile_columns,
+    tile_offsets,
+    to_operand,
+)
 
 
 @jit
@@ -43,102 +52,223 @@ def _products(
             y = tl.load(y_ptr + masked, mask=inside, other=0.0)
             dy = tl.where(y <= 0, 0.0, dy)  # not y > 0: where y is NaN, torch's ReLU passes the gradient on
             tl.store(masked_ptr + masked, dy, mask=inside)
-        centered = (x.to(tl.float32) - mean[:, None]).to(OPERAND)
-        product = tl.dot(dy.to(OPERAND), tl.trans(centered), product, input_precision=PRECISION)
-        total += dy.to(tl.float32)
+        dy = dy.to(tl.float32)
+        centered = to_operand(x.to(tl.float32) - mean[:, None], OPERAND, PRECISION)
+        product = tl.dot(
+            to_operand(dy, OPERAND, PRECISION), tl.trans(centered), product, input_precision=PRECISION
+        )
+        total += dy
     part = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     store_matrix(product_ptr, part, rows, rows, product, GROUPS)
     tl.store(sum_ptr + part * GROUPS + rows, tl.sum(total, 1), mask=rows < GROUPS)
 
 
 @jit
+def _reduce(
+    part_ptr, part_sum_ptr, product_ptr, sum_ptr, weight_ptr, grad_whitening_ptr, grad_mean_ptr, samples, splits,
+    GROUPS: constexpr, CPG: constexpr, AT_ONCE: constexpr, BLOCK: constexpr,
+):  # fmt: skip
+    """Add the splits of a sample, for BLOCK elements of its matrices, and its channels, scaled by their weights.
+
+    The sums of the splits are stored if there are several; else they stand where they are.
+    """
+    n = tl.program_id(0).to(tl.int64)
+    element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    a, exists = element // GROUPS, element < GROUPS * GROUPS
+    first = exists & (element % GROUPS == 0)  # one element for each row sum
+    matrix = tl.zeros([BLOCK], tl.float32)
+    vector = tl.zeros([BLOCK], tl.float32)
+    for j in tl.range(CPG):
+        sample = j * samples + n
+        products = tl.zeros([AT_ONCE, BLOCK], tl.float32)
+        sums = tl.zeros([AT_ONCE, BLOCK], tl.float32)
+        for start in tl.range(0, splits, AT_ONCE, num_stages=3):
+            s = start + tl.arange(0, AT_ONCE)
+            part = (sample * splits + s)[:, None]
+            inside = (s < splits)[:, None]
+            at = part * (GROUPS * GROUPS) + element[None, :]
+            products += tl.load(part_ptr + at, mask=inside & exists[None, :], other=0.0)
+            sums += tl.load(part_sum_ptr + part * GROUPS + a[None, :], mask=inside & first[None, :], other=0.0)
+        product, total = tl.sum(products, 0), tl.sum(sums, 0)
+        if product_ptr is not None:
+            tl.store(product_ptr + sample * (GROUPS * GROUPS) + element, product, mask=exists)
+            tl.store(sum_ptr + sample * GROUPS + a, total, mask=first)
+        if weight_ptr is not None:
+            weight = tl.load(weight_ptr + a * CPG + j, mask=exists, other=0.0).to(tl.float32)
+            product *= weight
+            total *= weight
+        matrix += product
+        vector += total
+    tl.store(grad_whitening_ptr + n * (GROUPS * GROUPS) + element, matrix, mask=exists)
+    tl.store(grad_mean_ptr + n * GROUPS + a, vector, mask=first)
+
+
+@jit
+def _parameter_gradients(
+    product_ptr, sum_ptr, whitening_ptr, dweight_ptr, dbias_ptr, samples,
+    GROUPS: constexpr, ROWS: constexpr, CPG: constexpr, AT_ONCE: constexpr,
+):  # fmt: skip
+    """Compute the gradients of weight and bias of one channel: row sums of G_j * W, and sums of dY."""
+    channel = tl.program_id(0)
+    row, j = channel // CPG, channel % CPG
+    rows = tl.arange(0, ROWS)
+    products = tl.zeros([AT_ONCE, ROWS], tl.float32)
+    sums = tl.zeros([AT_ONCE], tl.float32)
+    for start in tl.range(0, samples, AT_ONCE, num_stages=3):
+        n = start + tl.arange(0, AT_ONCE)
+        inside = (n < samples)[:, None] & (rows < GROUPS)[None, :]
+        at = (n.to(tl.int64) * GROUPS + row)[:, None] * GROUPS + rows[None, :]
+        offset = (j * samples).to(tl.int64) * GROUPS  # of the products with this j
+        product = tl.load(product_ptr + offset * GROUPS + at, mask=inside, other=0.0)
+        products += product * tl.load(whitening_ptr + at, mask=inside, other=0.0)
+        sums += tl.load(sum_ptr + offset + n.to(tl.int64) * GROUPS + row, mask=n < samples, other=0.0)
+    tl.store(dweight_ptr + channel, tl.sum(tl.sum(products, 1), 0))
+    tl.store(dbias_ptr + channel, tl.sum(sums, 0))
+
+
+@jit
 def _apply_backward(
     x_ptr, x_n, x_outer, dy_ptr, dy_n, dy_outer, dx_ptr, dx_n, dx_outer,
-    mean_ptr, whitening_ptr, weight_ptr, slope_ptr, shift_ptr, positions, tiles, per_split,
+    mean_ptr, whitening_ptr, weight_ptr, grad_sigma_ptr, grad_mean_ptr, positions, tiles, per_split, columns,
     GROUPS: constexpr, ROWS: constexpr, CPG: constexpr, JB: constexpr, PB: constexpr, VECTOR: constexpr,
     X_J: constexpr, DY_J: constexpr, DX_J: constexpr, IN_PLACE: constexpr,
-    DEPTH: constexpr, OPERAND: constexpr, PRECISION: constexpr,
+    DEPTH: constexpr, STATIONARY: constexpr, OPERAND: constexpr, PRECISION: constexpr,
 ):  # fmt: skip
-    """Compute dx for one split of the columns; DEPTH as in _apply.
+    """Compute dx for one split of the columns; DEPTH and STATIONARY as in _apply.
 
-    dx = W (weight * dy) + S (x - mean) - shift.
+    dx = W (weight * dy - grad_mean / M) + 2 / M dL/dSigma (x - mean).
     """
     n, first = tl.program_id(0), tl.program_id(1) * per_split
     x_ptr, dy_ptr = sample_ptr(x_ptr, n, x_n, VECTOR), sample_ptr(dy_ptr, n, dy_n, VECTOR)
     dx_ptr = sample_ptr(dx_ptr, n, dx_n, VECTOR)
     rows = tl.arange(0, ROWS)
-    shift = load_rows(shift_ptr, n, rows, GROUPS)
     if DEPTH == ROWS:
         mean = load_rows(mean_ptr, n, rows, GROUPS)
-        whitening = load_matrix(whitening_ptr, n, rows, rows, GROUPS).to(OPERAND)
-        slope = load_matrix(slope_ptr, n, rows, rows, GROUPS).to(OPERAND)
+        grad_mean = load_rows(grad_mean_ptr, n, rows, GROUPS) / columns
+        whitening = load_matrix(whitening_ptr, n, rows, rows, GROUPS)
+        slope = load_matrix(grad_sigma_ptr, n, rows, rows, GROUPS) * (2 / columns)
+        if STATIONARY:
+            whitening_high, whitening_low = split_tf32(whitening)
+            slope_high, slope_low = split_tf32(slope)
+        else:
+            whitening, slope = to_operand(whitening, OPERAND, PRECISION), to_operand(slope, OPERAND, PRECISION)
     for tile in tl.range(first, tl.minimum(first + per_split, tiles)):
         j, p, exists = tile_columns(tile, positions, CPG, JB, PB, VECTOR, X_J)
         dx = tl.zeros([ROWS, JB * PB], tl.float32)
-        for depth in tl.range(0, ROWS, DEPTH):  # a single iteration if the matrices are in registers
+        # two products do not share an accumulator in a loop: see triton-lang/triton#10821
+        of_statistics = tl.zeros([ROWS, JB * PB], tl.float32)
+        for depth in tl.range(0, ROWS, DEPTH):  # a single iteration if the matrices are kept
             k = depth + tl.arange(0, DEPTH)
             if DEPTH != ROWS:
                 mean = load_rows(mean_ptr, n, k, GROUPS)
-                whitening = load_matrix(whitening_ptr, n, rows, k, GROUPS).to(OPERAND)
-                slope = load_matrix(slope_ptr, n, rows, k, GROUPS).to(OPERAND)
+                grad_mean = load_rows(grad_mean_ptr, n, k, GROUPS) / columns
+                whitening = to_operand(load_matrix(whitening_ptr, n, rows, k, GROUPS), OPERAND, PRECISION)
+                slope = load_matrix(grad_sigma_ptr, n, rows, k, GROUPS) * (2 / columns)
+                slope = to_operand(slope, OPERAND, PRECISION)
             inside = (k < GROUPS)[:, None] & exists[None, :]
             x = tl.load(x_ptr + tile_offsets(k, j, p, x_outer, CPG, VECTOR, X_J), mask=inside, other=0.0)
             dy = tl.load(dy_ptr + tile_offsets(k, j, p, dy_outer, CPG, VECTOR, DY_J), mask=inside, other=0.0)
             scaled = dy.to(tl.float32)
             if weight_ptr is not None:
                 scaled *= load_per_channel(weight_ptr, k, j, GROUPS, CPG, JB)
-            dx = tl.dot(whitening, scaled.to(OPERAND), dx, input_precision=PRECISION)
-            centered = (x.to(tl.float32) - mean[:, None]).to(OPERAND)
-            dx = tl.dot(slope, centered, dx, input_precision=PRECISION)
+            scaled -= grad_mean[:, None]
+            centered = x.to(tl.float32) - mean[:, None]
+            if STATIONARY:
+                dx = multiply_split(tl.trans(scaled), whitening_high, whitening_low)
+                dx = tl.trans(dx + multiply_split(tl.trans(centered), slope_high, slope_low))
+            else:
+                scaled, centered = to_operand(scaled, OPERAND, PRECISION), to_operand(centered, OPERAND, PRECISION)
+                dx = tl.dot(whitening, scaled, dx, input_precision=PRECISION)
+                of_statistics = tl.dot(slope, centered, of_statistics, input_precision=PRECISION)
+        dx += of_statistics
         inside = (rows < GROUPS)[:, None] & exists[None, :]
-        dx -= shift[:, None]
         if IN_PLACE:  # all threads have read their part of the dy tile before any thread writes to it
             tl.debug_barrier()
         tl.store(dx_ptr + tile_offsets(rows, j, p, dx_outer, CPG, VECTOR, DX_J), dx, mask=inside)
 
 
 def grad_products(
-    x: Tensor, mean: Tensor, dy: Tensor, groups: int, y: Tensor | None, out: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Implement ``Backend.grad_products`` in one launch."""
+    x: Tensor, mean: Tensor, dy: Tensor, weight: Tensor | None, groups: int, y: Tensor | None, out: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Multiply gradient and input, and add over splits and channels, in two launches.
+
+    With ``y``, the output of a fused ReLU, dY is ``dy`` masked to zero where y <= 0, and is stored in ``out``.
+
+    Returns:
+        The products G_j = dY_j X_C,j^T (C / g, N, g, g), the sums of dY_j (C / g, N, g), and both, multiplied by the
+        weight and added over j: dL/dW (N, g, g) and (N, g).
+    """
     columns = launch.tile_columns_for(x, groups, 1 if y is None else 2)  # a tile of y takes registers, too
     tiling, (x_strides, dy_strides, out_strides) = launch.layouts(groups, columns, x, dy, out, one_j=True)
     n, cpg = x.shape[0], tiling.cpg
     splits, per_split = launch.split(tiling.tiles, n * cpg, 2, x.device)
-    if y is not None and y.stride() != out.stride():
-        y = torch.empty_like(out).copy_(y)
-    products, sums = launch.empty(x, cpg, n, splits, groups, groups), launch.empty(x, cpg, n, splits, groups)
+    parts, part_sums = launch.empty(x, cpg, n, splits, groups, groups), launch.empty(x, cpg, n, splits, groups)
     launch.run(
-        _products, (n * cpg, splits), like=x, warps=launch.warps_for(groups), stages=3 if groups <= 64 else 2,
+        _products, (n * cpg, splits), like=x, warps=launch.warps_for(groups),
+        stages=launch.stages_for(x, tiling.vector, 3 if groups <= 64 else 2),
         x_ptr=x, x_n=x_strides.sample, x_outer=x_strides.outer, X_J=x_strides.j_first,
         dy_ptr=dy, dy_n=dy_strides.sample, dy_outer=dy_strides.outer, DY_J=dy_strides.j_first,
         y_ptr=y,
         masked_ptr=out, masked_n=out_strides.sample, masked_outer=out_strides.outer, MASKED_J=out_strides.j_first,
-        mean_ptr=mean.contiguous(), product_ptr=products, sum_ptr=sums,
+        mean_ptr=mean, product_ptr=parts, sum_ptr=part_sums,
         samples=n, positions=tiling.positions, tiles=tiling.tiles, per_split=per_split,
         GROUPS=groups, ROWS=tiling.rows, CPG=cpg, PB=tiling.pb, VECTOR=tiling.vector,
         OPERAND=launch.operand_dtype(x), PRECISION=launch.input_precision(x),
     )  # fmt: skip
-    return (products[:, :, 0], sums[:, :, 0]) if splits == 1 else (products.sum(2), sums.sum(2))
+    products, sums = parts[:, :, 0], part_sums[:, :, 0]
+    if splits > 1:
+        products, sums = launch.empty(x, cpg, n, groups, groups), launch.empty(x, cpg, n, groups)
+    grad_whitening, grad_mean = launch.empty(x, n, groups, groups), launch.empty(x, n, groups)
+    at_once = min(16, triton.next_power_of_2(splits))
+    block = min(2048 // at_once, triton.next_power_of_2(groups * groups))
+    launch.run(
+        _reduce, (n, triton.cdiv(groups * groups, block)), like=x, warps=4, stages=3,
+        part_ptr=parts, part_sum_ptr=part_sums,
+        product_ptr=products if splits > 1 else None, sum_ptr=sums if splits > 1 else None, weight_ptr=weight,
+        grad_whitening_ptr=grad_whitening, grad_mean_ptr=grad_mean, samples=n, splits=splits,
+        GROUPS=groups, CPG=cpg, AT_ONCE=at_once, BLOCK=block,
+    )  # fmt: skip
+    return products, sums, grad_whitening, grad_mean
+
+
+def parameter_gradients(products: Tensor, sums: Tensor, whitening: Tensor, dweight: Tensor, dbias: Tensor) -> None:
+    """Write the gradients of weight and bias, (C,), in one launch."""
+    cpg, n, groups = sums.shape
+    rows = launch.padded_rows(groups)
+    launch.run(
+        _parameter_gradients, (cpg * groups, 1), like=products, warps=4, stages=3,
+        product_ptr=products, sum_ptr=sums, whitening_ptr=whitening, dweight_ptr=dweight, dbias_ptr=dbias, samples=n,
+        GROUPS=groups, ROWS=rows, CPG=cpg, AT_ONCE=min(2048 // rows, triton.next_power_of_2(n)),
+    )  # fmt: skip
 
 
 def apply_backward(
-    x: Tensor, mean: Tensor, dy: Tensor, weight: Tensor | None, terms: InputGradient, out: Tensor
+    x: Tensor,
+    mean: Tensor,
+    dy: Tensor,
+    weight: Tensor | None,
+    whitening: Tensor,
+    grad_sigma: Tensor,
+    grad_mean: Tensor,
+    out: Tensor,
 ) -> None:
-    """Implement ``Backend.apply_backward`` in one launch."""
+    """Write dX to ``out``, which may be ``dy``, in one launch.
+
+    dX = W (weight * dY - grad_mean / M) + 2 / M dL/dSigma (X - mean).
+    """
     groups = mean.shape[1]
     depth, columns = launch.matrix_tiles(x, groups)
     tiling, (x_strides, dy_strides, dx_strides) = launch.layouts(groups, columns, x, dy, out)
     splits, per_split = launch.split(tiling.tiles, x.shape[0], 2, x.device)
     launch.run(
-        _apply_backward, (x.shape[0], splits), like=x, warps=launch.warps_for(groups), stages=2,
+        _apply_backward, (x.shape[0], splits), like=x, warps=launch.warps_for(groups),
+        stages=launch.stages_for(x, tiling.vector, 2),
         x_ptr=x, x_n=x_strides.sample, x_outer=x_strides.outer, X_J=x_strides.j_first,
         dy_ptr=dy, dy_n=dy_strides.sample, dy_outer=dy_strides.outer, DY_J=dy_strides.j_first,
         dx_ptr=out, dx_n=dx_strides.sample, dx_outer=dx_strides.outer, DX_J=dx_strides.j_first,
-        mean_ptr=mean.contiguous(), whitening_ptr=terms.whitening.contiguous(), slope_ptr=terms.slope.contiguous(),
-        weight_ptr=None if weight is None else weight.contiguous(), shift_ptr=terms.shift.contiguous(),
-        positions=tiling.positions, tiles=tiling.tiles, per_split=per_split,
+        mean_ptr=mean, whitening_ptr=whitening, weight_ptr=weight, grad_sigma_ptr=grad_sigma, grad_mean_ptr=grad_mean,
+        positions=tiling.positions, tiles=tiling.tiles, per_split=per_split, columns=float(x[0].numel() // groups),
         GROUPS=groups, ROWS=tiling.rows, CPG=tiling.cpg, JB=tiling.jb, PB=tiling.pb, VECTOR=tiling.vector,
-        IN_PLACE=dy is out or (not dy.is_meta and dy.data_ptr() == out.data_ptr()), DEPTH=depth,
-        OPERAND=launch.operand_dtype(x), PRECISION=launch.input_precision(x),
+        IN_PLACE=dy is out, DEPTH=depth, STATIONARY=launch.stationary(x, groups), OPERAND=launch.operand_dtype(x),
+        PRECISION=launch.input_precision(x),
     )  # fmt: skip

@@ -4,9 +4,19 @@ from __future__ import annotations  # without triton, constexpr is only a name i
 
 from torch import Tensor
 
-from . import launch_args as launch
+from . import launch
 from .compiler import constexpr, jit, tl
-from .tiles import load_matrix, load_per_channel, load_rows, sample_ptr, tile_columns, tile_offsets
+from .tiles import (
+    load_matrix,
+    load_per_channel,
+    load_rows,
+    multiply_split,
+    sample_ptr,
+    split_tf32,
+    tile_columns,
+    tile_offsets,
+    to_operand,
+)
 
 
 @jit
@@ -14,19 +24,23 @@ def _apply(
     x_ptr, x_n, x_outer, y_ptr, y_n, y_outer, mean_ptr, whitening_ptr, weight_ptr, bias_ptr,
     positions, tiles, per_split,
     GROUPS: constexpr, ROWS: constexpr, CPG: constexpr, JB: constexpr, PB: constexpr, VECTOR: constexpr,
-    X_J: constexpr, Y_J: constexpr, RELU: constexpr, DEPTH: constexpr, OPERAND: constexpr, PRECISION: constexpr,
+    X_J: constexpr, Y_J: constexpr, RELU: constexpr, DEPTH: constexpr, STATIONARY: constexpr, OPERAND: constexpr, PRECISION: constexpr,
 ):  # fmt: skip
     """Compute y for one split of a sample's columns.
 
-    y = weight * (W (x - mean)) + bias, with ReLU if RELU. W stays in registers if DEPTH == ROWS. Otherwise each tile
-    reads it in slices of DEPTH columns.
+    y = weight * (W (x - mean)) + bias, with ReLU if RELU. W is loaded once if DEPTH == ROWS. Otherwise each tile reads
+    it in slices of DEPTH columns. If STATIONARY, the tile is the left operand: y^T = (x - mean)^T W.
     """
     n, first = tl.program_id(0), tl.program_id(1) * per_split
     x_ptr, y_ptr = sample_ptr(x_ptr, n, x_n, VECTOR), sample_ptr(y_ptr, n, y_n, VECTOR)
     rows = tl.arange(0, ROWS)
     if DEPTH == ROWS:
         mean = load_rows(mean_ptr, n, rows, GROUPS)
-        whitening = load_matrix(whitening_ptr, n, rows, rows, GROUPS).to(OPERAND)
+        whitening = load_matrix(whitening_ptr, n, rows, rows, GROUPS)
+        if STATIONARY:
+            high, low = split_tf32(whitening)
+        else:
+            whitening = to_operand(whitening, OPERAND, PRECISION)
     for tile in tl.range(first, tl.minimum(first + per_split, tiles)):
         j, p, exists = tile_columns(tile, positions, CPG, JB, PB, VECTOR, X_J)
         y = tl.zeros([ROWS, JB * PB], tl.float32)
@@ -34,11 +48,14 @@ def _apply(
             k = depth + tl.arange(0, DEPTH)
             if DEPTH != ROWS:
                 mean = load_rows(mean_ptr, n, k, GROUPS)
-                whitening = load_matrix(whitening_ptr, n, rows, k, GROUPS).to(OPERAND)
+                whitening = to_operand(load_matrix(whitening_ptr, n, rows, k, GROUPS), OPERAND, PRECISION)
             inside = (k < GROUPS)[:, None] & exists[None, :]
             x = tl.load(x_ptr + tile_offsets(k, j, p, x_outer, CPG, VECTOR, X_J), mask=inside, other=0.0)
-            centered = (x.to(tl.float32) - mean[:, None]).to(OPERAND)
-            y = tl.dot(whitening, centered, y, input_precision=PRECISION)
+            centered = x.to(tl.float32) - mean[:, None]
+            if STATIONARY:
+                y = tl.trans(multiply_split(tl.trans(centered), high, low))
+            else:
+                y = tl.dot(whitening, to_operand(centered, OPERAND, PRECISION), y, input_precision=PRECISION)
         if weight_ptr is not None:
             y *= load_per_channel(weight_ptr, rows, j, GROUPS, CPG, JB)
         if bias_ptr is not None:
@@ -52,19 +69,18 @@ def _apply(
 def apply(
     x: Tensor, mean: Tensor, whitening: Tensor, weight: Tensor | None, bias: Tensor | None, relu: bool, out: Tensor
 ) -> None:
-    """Implement ``Backend.apply`` in one launch."""
+    """Write y = weight * (W (x - mean)) + bias to ``out``, with ReLU if ``relu``, in one launch."""
     groups = whitening.shape[-1]
     depth, columns = launch.matrix_tiles(x, groups)
     tiling, (x_strides, y_strides) = launch.layouts(groups, columns, x, out)
     splits, per_split = launch.split(tiling.tiles, x.shape[0], 3, x.device)
     launch.run(
-        _apply, (x.shape[0], splits), like=x, warps=launch.warps_for(groups), stages=2,
+        _apply, (x.shape[0], splits), like=x, warps=launch.warps_for(groups), stages=launch.stages_for(x, tiling.vector, 2),
         x_ptr=x, x_n=x_strides.sample, x_outer=x_strides.outer, X_J=x_strides.j_first,
         y_ptr=out, y_n=y_strides.sample, y_outer=y_strides.outer, Y_J=y_strides.j_first,
-        mean_ptr=mean.contiguous(), whitening_ptr=whitening.contiguous(),
-        weight_ptr=None if weight is None else weight.contiguous(),
-        bias_ptr=None if bias is None else bias.contiguous(),
+        mean_ptr=mean, whitening_ptr=whitening, weight_ptr=weight, bias_ptr=bias,
         positions=tiling.positions, tiles=tiling.tiles, per_split=per_split,
         GROUPS=groups, ROWS=tiling.rows, CPG=tiling.cpg, JB=tiling.jb, PB=tiling.pb, VECTOR=tiling.vector,
-        RELU=relu, DEPTH=depth, OPERAND=launch.operand_dtype(x), PRECISION=launch.input_precision(x),
+        RELU=relu, DEPTH=depth, STATIONARY=launch.stationary(x, groups), OPERAND=launch.operand_dtype(x),
+        PRECISION=launch.input_precision(x),
     )  # fmt: skip

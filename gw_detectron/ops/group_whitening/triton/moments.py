@@ -4,20 +4,21 @@ from __future__ import annotations  # without triton, constexpr is only a name i
 
 from torch import Tensor
 
-from . import launch_args as launch
+from . import launch
 from .compiler import constexpr, jit, tl, triton
-from .tiles import sample_ptr, store_matrix, tile_columns, tile_offsets
+from .tiles import round_tf32, sample_ptr, split_tf32, store_matrix, tile_columns, tile_offsets
 
 
 @jit
 def _moments(
-    x_ptr, x_n, x_outer, count_ptr, shift_ptr, offset_ptr, moment_ptr, positions, tiles, per_split,
+    x_ptr, x_n, x_outer, count_ptr, shift_ptr, offset_ptr, moment_ptr, positions, tiles, per_split, eps,
     GROUPS: constexpr, ROWS: constexpr, CPG: constexpr, JB: constexpr, PB: constexpr, VECTOR: constexpr,
     X_J: constexpr, PRECISION: constexpr,
 ):  # fmt: skip
     """Compute count, mean and centered second moments of one split.
 
-    The mean is the sum of shift and offset.
+    The mean is the sum of shift and offset. If count_ptr is None, the split is the whole sample: the mean and the
+    covariance, with eps, go to offset_ptr and moment_ptr.
     """
     n, index = tl.program_id(0), tl.program_id(1)
     first = index * per_split
@@ -44,90 +45,94 @@ def _moments(
         count += exists.to(tl.float32)
         total += x
         if PRECISION == "tf32x3":  # x = high + low; a symmetric result needs only two of the three products
-            high = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+            high, low = split_tf32(x)
             moment = tl.dot(high, tl.trans(high), moment, input_precision="tf32")
-            cross = tl.dot(high, tl.trans(x - high), cross, input_precision="tf32")
+            cross = tl.dot(high, tl.trans(low), cross, input_precision="tf32")
         else:
+            x = round_tf32(x)
             moment = tl.dot(x, tl.trans(x), moment, input_precision=PRECISION)
     columns = tl.sum(count, 0)
     offset = tl.sum(total, 1) / columns  # of the mean, relative to the shift
-    part = n.to(tl.int64) * tl.num_programs(1) + index
-    tl.store(count_ptr + part, columns)
-    tl.store(shift_ptr + part * GROUPS + rows, shift, mask=rows < GROUPS)
-    tl.store(offset_ptr + part * GROUPS + rows, offset, mask=rows < GROUPS)
     moment += cross + tl.trans(cross) - columns * offset[:, None] * offset[None, :]
+    part = n.to(tl.int64) * tl.num_programs(1) + index
+    if count_ptr is None:
+        moment = moment / columns + tl.where(rows[:, None] == rows[None, :], eps, 0.0)
+        offset += shift
+    else:
+        tl.store(count_ptr + part, columns)
+        tl.store(shift_ptr + part * GROUPS + rows, shift, mask=rows < GROUPS)
+    tl.store(offset_ptr + part * GROUPS + rows, offset, mask=rows < GROUPS)
     store_matrix(moment_ptr, part, rows, rows, moment, GROUPS)
 
 
 @jit
-def _mean_of(shift_ptr, offset_ptr, s, splits, row, exists, GROUPS: constexpr):
-    """Return means relative to the shift of the first split."""
-    inside = (s < splits)[:, None] & exists[None, :]
-    at = s[:, None] * GROUPS + row[None, :]
-    shift = tl.load(shift_ptr + at, mask=inside, other=0.0) - tl.load(shift_ptr + row, mask=exists, other=0.0)[None, :]
+def _mean_of(shift_ptr, offset_ptr, s, splits, first, rows, GROUPS: constexpr):
+    """Return means of splits relative to ``first``, the shift of the first split."""
+    inside = (s < splits)[:, None] & (rows < GROUPS)[None, :]
+    at = s[:, None] * GROUPS + rows[None, :]
+    shift = tl.load(shift_ptr + at, mask=inside, other=0.0) - first[None, :]
     return shift + tl.load(offset_ptr + at, mask=inside, other=0.0)
 
 
 @jit
 def _merge(
-    count_ptr, shift_ptr, offset_ptr, moment_ptr, mean_ptr, covariance_ptr, splits, columns,
-    GROUPS: constexpr, AT_ONCE: constexpr, BLOCK: constexpr,
+    count_ptr, shift_ptr, offset_ptr, moment_ptr, mean_ptr, covariance_ptr, splits, columns, eps,
+    GROUPS: constexpr, ROWS: constexpr, AT_ONCE: constexpr,
 ):  # fmt: skip
-    """Merge the splits of a sample, for BLOCK elements of the covariance.
+    """Merge the splits of a sample, for one row of the covariance.
 
-    covariance = sum_s (moment_s + count_s (mean_s - mean) (mean_s - mean)^T) / M (Chan, Golub and LeVeque, 1979).
+    covariance = sum_s (moment_s + count_s (mean_s - mean) (mean_s - mean)^T) / M (Chan, Golub and LeVeque, 1979),
+    and eps on its diagonal.
     """
-    n = tl.program_id(0).to(tl.int64)
-    element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    a, b, exists = element // GROUPS, element % GROUPS, element < GROUPS * GROUPS
-    count_ptr += n * splits
-    shift_ptr += n * splits * GROUPS
-    offset_ptr += n * splits * GROUPS
-    moment_ptr += n * splits * (GROUPS * GROUPS)
-    sum_a = tl.zeros([BLOCK], tl.float32)
-    sum_b = tl.zeros([BLOCK], tl.float32)
-    for start in tl.range(0, splits, AT_ONCE):
+    n, row = tl.program_id(0), tl.program_id(1)
+    rows = tl.arange(0, ROWS)
+    part = n.to(tl.int64) * splits
+    count_ptr += part
+    shift_ptr += part * GROUPS
+    offset_ptr += part * GROUPS
+    moment_ptr += part * (GROUPS * GROUPS) + row * GROUPS
+    first = tl.load(shift_ptr + rows, mask=rows < GROUPS, other=0.0)
+    sums = tl.zeros([AT_ONCE, ROWS], tl.float32)
+    for start in tl.range(0, splits, AT_ONCE, num_stages=3):
         s = start + tl.arange(0, AT_ONCE)
-        count = tl.load(count_ptr + s, mask=s < splits, other=0.0)[:, None]
-        sum_a += tl.sum(count * _mean_of(shift_ptr, offset_ptr, s, splits, a, exists, GROUPS), 0)
-        sum_b += tl.sum(count * _mean_of(shift_ptr, offset_ptr, s, splits, b, exists, GROUPS), 0)
-    mean_a, mean_b = sum_a / columns, sum_b / columns
-    total = tl.zeros([BLOCK], tl.float32)
-    for start in tl.range(0, splits, AT_ONCE):
+        count = tl.load(count_ptr + s, mask=s < splits, other=0.0)
+        sums += count[:, None] * _mean_of(shift_ptr, offset_ptr, s, splits, first, rows, GROUPS)
+    mean = tl.sum(sums, 0) / columns
+    sums = tl.zeros([AT_ONCE, ROWS], tl.float32)
+    for start in tl.range(0, splits, AT_ONCE, num_stages=3):
         s = start + tl.arange(0, AT_ONCE)
-        count = tl.load(count_ptr + s, mask=s < splits, other=0.0)[:, None]
-        distance_a = _mean_of(shift_ptr, offset_ptr, s, splits, a, exists, GROUPS) - mean_a[None, :]
-        distance_b = _mean_of(shift_ptr, offset_ptr, s, splits, b, exists, GROUPS) - mean_b[None, :]
-        at = s[:, None].to(tl.int64) * (GROUPS * GROUPS) + element[None, :]
-        moment = tl.load(moment_ptr + at, mask=(s < splits)[:, None] & exists[None, :], other=0.0)
-        total += tl.sum(moment + count * distance_a * distance_b, 0)
-    mean = tl.load(shift_ptr + a, mask=exists, other=0.0) + mean_a
-    tl.store(mean_ptr + n * GROUPS + a, mean, mask=exists & (b == 0))
-    tl.store(covariance_ptr + n * (GROUPS * GROUPS) + element, total / columns, mask=exists)
+        count = tl.load(count_ptr + s, mask=s < splits, other=0.0)
+        distance = _mean_of(shift_ptr, offset_ptr, s, splits, first, rows, GROUPS) - mean[None, :]
+        own = tl.sum(tl.where((rows == row)[None, :], distance, 0.0), 1)
+        at = s[:, None].to(tl.int64) * (GROUPS * GROUPS) + rows[None, :]
+        inside = (s < splits)[:, None] & (rows < GROUPS)[None, :]
+        sums += tl.load(moment_ptr + at, mask=inside, other=0.0) + (count * own)[:, None] * distance
+    covariance = tl.sum(sums, 0) / columns + tl.where(rows == row, eps, 0.0)
+    tl.store(covariance_ptr + (n.to(tl.int64) * GROUPS + row) * GROUPS + rows, covariance, mask=rows < GROUPS)
+    tl.store(mean_ptr + n * GROUPS + rows, first + mean, mask=rows == row)
 
 
-def statistics(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Implement ``Backend.statistics`` in two launches."""
+def statistics(x: Tensor, groups: int, eps: float, mean: Tensor, covariance: Tensor) -> None:
+    """Write the mean (N, g) and the covariance with eps (N, g, g) of each sample, in one or two launches."""
     n = x.shape[0]
     tiling, (x_strides,) = launch.layouts(groups, launch.tile_columns_for(x, groups), x)
     splits, per_split = launch.split(tiling.tiles, n, 3, x.device, limited=True)
-    count = launch.empty(x, n, splits)
-    shift, offset = launch.empty(x, n, splits, groups), launch.empty(x, n, splits, groups)
-    moment = launch.empty(x, n, splits, groups, groups)
-    mean, covariance = launch.empty(x, n, groups), launch.empty(x, n, groups, groups)
+    count, shift, offset, moment = None, None, mean, covariance
+    if splits > 1:
+        count, shift = launch.empty(x, n, splits), launch.empty(x, n, splits, groups)
+        offset, moment = launch.empty(x, n, splits, groups), launch.empty(x, n, splits, groups, groups)
     launch.run(
-        _moments, (n, splits), like=x, warps=launch.warps_for(groups), stages=3,
+        _moments, (n, splits), like=x, warps=launch.warps_for(groups), stages=launch.stages_for(x, tiling.vector, 3),
         x_ptr=x, x_n=x_strides.sample, x_outer=x_strides.outer, X_J=x_strides.j_first,
         count_ptr=count, shift_ptr=shift, offset_ptr=offset, moment_ptr=moment,
-        positions=tiling.positions, tiles=tiling.tiles, per_split=per_split,
+        positions=tiling.positions, tiles=tiling.tiles, per_split=per_split, eps=eps,
         GROUPS=groups, ROWS=tiling.rows, CPG=tiling.cpg, JB=tiling.jb, PB=tiling.pb, VECTOR=tiling.vector,
         PRECISION=launch.input_precision(x),
     )  # fmt: skip
-    block = 128  # so small that even the merge of one sample occupies many multiprocessors
-    launch.run(
-        _merge, (n, triton.cdiv(groups * groups, block)), like=x, warps=4, stages=1,
-        count_ptr=count, shift_ptr=shift, offset_ptr=offset, moment_ptr=moment,
-        mean_ptr=mean, covariance_ptr=covariance, splits=splits, columns=float(x[0].numel() // groups),
-        GROUPS=groups, AT_ONCE=16, BLOCK=block,
-    )  # fmt: skip
-    return mean, covariance
+    if splits > 1:
+        launch.run(
+            _merge, (n, groups), like=x, warps=4, stages=3,
+            count_ptr=count, shift_ptr=shift, offset_ptr=offset, moment_ptr=moment,
+            mean_ptr=mean, covariance_ptr=covariance, splits=splits, columns=float(x[0].numel() // groups), eps=eps,
+            GROUPS=groups, ROWS=tiling.rows, AT_ONCE=min(2048 // tiling.rows, triton.next_power_of_2(splits)),
+        )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations  # without triton, constexpr is only a name in the signatures
 
-from .compiler import constexpr, jit, tl
+from .compiler import constexpr, jit, tl, triton
 
 
 @jit
@@ -43,7 +43,7 @@ def tile_offsets(rows, j, p, outer, CPG: constexpr, VECTOR: constexpr, J_FIRST: 
     """Return the offsets of a tile's elements in a sample.
 
     ``outer`` is the stride of p if J_FIRST, else of channels; the other stride is 1. Offsets have 32 bits, which halves
-    their registers; ``launch_args.MAX_EXTENT`` ensures that they suffice.
+    their registers; ``launch.MAX_EXTENT`` ensures that they suffice.
     """
     stride = outer // VECTOR * VECTOR
     if J_FIRST:
@@ -84,3 +84,40 @@ def store_matrix(ptr, n, rows, columns, value, GROUPS: constexpr):
     inside = (rows < GROUPS)[:, None] & (columns < GROUPS)[None, :]
     offsets = n.to(tl.int64) * (GROUPS * GROUPS) + rows[:, None] * GROUPS + columns[None, :]
     tl.store(ptr + offsets, value, mask=inside)
+
+
+@jit
+def round_tf32(x):
+    """Round to tf32, to nearest. Hopper's tensor cores would cut the 13 low bits of an operand off."""
+    rounded = ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
+    return tl.where(x == x, rounded, x)  # the sum would turn a NaN into -0
+
+
+@jit
+def to_operand(x, OPERAND: constexpr, PRECISION: constexpr):
+    """Return the operand of a product; tf32x3 rounds its operands itself."""
+    if OPERAND == tl.float32 and PRECISION == "tf32":
+        return round_tf32(x)
+    else:
+        return x.to(OPERAND)
+
+
+@jit
+def split_tf32(x):
+    """Return high, which is x rounded to tf32, and low = x - high."""
+    high = round_tf32(x)
+    return high, x - high
+
+
+@jit
+def multiply_split(a, b_high, b_low):
+    """Compute a b in float32 precision by three products in tf32; b is symmetric and split."""
+    high, low = split_tf32(a)
+    # symmetric, hence transposed: the tensor cores want the columns of the right operand contiguous
+    total = tl.dot(low, tl.trans(b_high), input_precision="tf32")
+    total = tl.dot(high, tl.trans(b_low), total, input_precision="tf32")
+    return tl.dot(high, tl.trans(b_high), total, input_precision="tf32")
+
+
+#: whether Triton runs the kernels in its interpreter, on the CPU; a constant, which torch.compile can trace
+INTERPRETED = triton is not None and not isinstance(tile_columns, triton.JITFunction)

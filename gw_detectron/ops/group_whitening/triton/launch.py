@@ -1,6 +1,7 @@
-"""Launches: strides, tile sizes, number of programs."""
+"""Launches: supported inputs, strides, tiles, number of programs, and plans that repeat them cheaply."""
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from math import gcd, prod
 from typing import Any, NamedTuple
@@ -10,20 +11,24 @@ from torch import Tensor
 
 from ....errors import MissingPackageError
 from .compiler import ERRORS, VERSION, tl, triton
-from .tiles import tile_columns
+from .tiles import INTERPRETED
 
 #: with more groups, the covariance of a program does not fit its registers
 MAX_GROUPS = 128
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-#: limit of the distance between two elements of a sample; kernels compute offsets in 32 bits
-MAX_EXTENT = 2**31
+#: limit of the distance between two elements of a sample. Kernels compute offsets in 32 bits, also those of masked
+#: columns, which lie up to a tile behind the last element.
+MAX_EXTENT = 2**31 - 2**16
 #: most programs in the second dimension of a grid (CUDA programming guide, technical specifications)
 _MAX_GRID = 65535
-#: compute capability -> first version of Triton that compiles for it; older ones raise or abort the process
-_FIRST_VERSION = {(10, 3): (3, 6), (11, 0): (3, 8), (12, 1): (3, 6)}
+#: compute capability -> first version of Triton whose code is right. Older ones raise, abort the process, or race:
+#: Triton 3.6 on sm_100 (triton-lang/triton#9871). On sm_103, 3.7 still does (#10590), and nobody has run a later one.
+_FIRST_VERSION = {(10, 0): (3, 7), (10, 3): (99,), (11, 0): (3, 8), (12, 1): (3, 6)}
 #: multiprocessors of a device that is not there (meta tensors): those of an H100
 _META_PROCESSORS = 132
+#: plans kept before all are dropped; multi-scale training has hundreds of input shapes
+_MOST_PLANS = 8192
 
 
 class Tuning(NamedTuple):
@@ -53,10 +58,11 @@ class Launch(NamedTuple):
     stages: int
     arguments: dict[str, Any]
 
-    def run(self) -> None:
+    def run(self) -> Any:
+        """Launch, and return the compiled kernel (None in the interpreter)."""
         with torch.cuda.device(self.like.device) if self.like.is_cuda else nullcontext():
             try:
-                self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages)
+                return self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages)
             except ERRORS as error:
                 if "C compiler" in str(error):
                     raise MissingPackageError(
@@ -66,9 +72,23 @@ class Launch(NamedTuple):
                 raise
 
 
+class Recording:
+    """The launches of a pass, their compiled kernels and their scratch tensors."""
+
+    def __init__(self, execute: bool) -> None:
+        self.execute = execute
+        self.launches: list[Launch] = []
+        self.compiled: list[Any] = []
+        self.scratch: list[Tensor] = []
+
+
+class _Current(threading.local):
+    recording: Recording | None = None
+
+
+_current = _Current()
 _tuning = Tuning()
-_recorded: list[Launch] | None = None
-_executed = True
+_plans: dict[Hashable, "_Plan"] = {}
 
 
 @contextmanager
@@ -76,40 +96,107 @@ def tuned(tuning: Tuning) -> Iterator[None]:
     """Launch with other numbers, to measure them."""
     global _tuning
     before, _tuning = _tuning, tuning
+    _plans.clear()
     try:
         yield
     finally:
         _tuning = before
+        _plans.clear()
 
 
 @contextmanager
-def recorded(*, execute: bool = True) -> Iterator[list[Launch]]:
-    """Collect the launches, and run them if ``execute``.
+def recorded(*, execute: bool = True) -> Iterator[Recording]:
+    """Collect the launches of this thread, and run them if ``execute``.
 
     Those of meta tensors are only collected, for a device of 132 multiprocessors.
     """
-    global _recorded, _executed
-    before, _recorded, _executed = (_recorded, _executed), [], execute
+    before, _current.recording = _current.recording, Recording(execute)
     try:
-        yield _recorded
+        yield _current.recording
     finally:
-        _recorded, _executed = before
+        _current.recording = before
+
+
+class _Plan:
+    """Launches of compiled kernels with all arguments but the addresses of tensors.
+
+    The host time of a layer is that of its launches: Triton binds, specializes and looks up 25 arguments in each of
+    them. A plan does this once per shape, stride, dtype and alignment.
+    """
+
+    def __init__(self, recording: Recording, tensors: Sequence[Tensor | None]) -> None:
+        places = {id(tensor): (number, 0) for number, tensor in enumerate(tensors)}
+        self.scratch_bytes, offsets = 0, {}
+        for tensor in recording.scratch:  # one allocation for all, each aligned as torch's own
+            offsets[tensor.data_ptr()] = len(tensors), self.scratch_bytes
+            self.scratch_bytes += -(-tensor.nbytes // 256) * 256
+
+        def place(tensor: Tensor) -> tuple[int, int]:
+            return places.get(id(tensor)) or offsets[tensor.data_ptr()]
+
+        self.launches = []
+        for launch, compiled in zip(recording.launches, recording.compiled, strict=True):
+            arguments = [launch.arguments[name] for name in launch.kernel.arg_names]
+            slots = [(i, *place(value)) for i, value in enumerate(arguments) if isinstance(value, Tensor)]
+            for i, *_ in slots:
+                arguments[i] = 0
+            self.launches.append((compiled[(*launch.grid, 1)], arguments, slots))
+
+    def run(self, tensors: Sequence[Tensor | None], device: torch.device) -> None:
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=device)
+        addresses.append(scratch.data_ptr())
+        driver = triton.runtime.driver.active
+        with nullcontext() if driver.get_current_device() == device.index else torch.cuda.device(device):
+            stream = driver.get_current_stream(device.index)
+            for launch, arguments, slots in self.launches:
+                for i, number, offset in slots:
+                    arguments[i] = addresses[number] + offset
+                launch(*arguments, stream=stream)
+
+
+def run_planned(key: Hashable, tensors: Sequence[Tensor | None], steps: Callable[[], None]) -> None:
+    """Run ``steps``, or repeat the launches that it made for the same ``key``.
+
+    Args:
+        key: tells apart all that the launches depend on, except the addresses of tensors.
+        tensors: all that the kernels read and write, besides the tensors that ``empty`` makes.
+        steps: calls ``run`` for each launch, and no other operation.
+    """
+    device = next(tensor.device for tensor in tensors if tensor is not None)
+    if not _compiled_for(device) or _current.recording is not None:
+        steps()
+        return
+    key = (key, *(None if t is None else t.data_ptr() % 16 == 0 for t in tensors))
+    plan = _plans.get(key)
+    if plan is not None:
+        plan.run(tensors, device)
+        return
+    with recorded() as recording:
+        steps()
+    if len(_plans) >= _MOST_PLANS:
+        _plans.clear()
+    _plans[key] = _Plan(recording, tensors)
+
+
+def _compiled_for(device: torch.device) -> bool:
+    return device.type == "cuda" and not INTERPRETED
+
+
+def layout_key(*tensors: Tensor | None) -> Hashable:
+    """Return what a launch depends on in its tensors, besides their addresses."""
+    return tuple(None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors)
 
 
 def supported(x: Tensor, groups: int) -> bool:
     """Whether the kernels accept the device, dtype, size and groups."""
     return (
         triton is not None
-        and (_interpreted() or compiles_for(x.device))
+        and (INTERPRETED or compiles_for(x.device))
         and 1 <= groups <= MAX_GROUPS
         and x.dtype in DTYPES
         and prod(x.shape[1:]) < MAX_EXTENT
     )
-
-
-def _interpreted() -> bool:
-    """Whether Triton was imported with its interpreter, which runs on CPU."""
-    return triton is not None and not isinstance(tile_columns, triton.JITFunction)
 
 
 def compiles_for(device: torch.device) -> bool:
@@ -123,13 +210,7 @@ def compiles_for(device: torch.device) -> bool:
 
 def prepare(x: Tensor) -> Tensor:
     """Return ``x`` if its strides are accepted (channels_last too), else a copy."""
-    accepted = _strides(x) is not None and _strides(torch.empty_like(x, device="meta")) is not None
-    return x if accepted else x.contiguous()
-
-
-def samples_per_pass(x: Tensor, groups: int) -> int:
-    """Return the number of all samples."""
-    return x.shape[0]
+    return x if x.is_contiguous() or _strides(x) is not None else x.contiguous()
 
 
 class Strides(NamedTuple):
@@ -211,29 +292,47 @@ def tile_columns_for(x: Tensor, groups: int, tensors: int = 1) -> int:
     return min(256, max(32, _tuning.tile_bytes // tensors // (padded_rows(groups) * x.element_size())))
 
 
+def stationary(x: Tensor, groups: int) -> bool:
+    """Whether products with g x g matrices take the tile as the left operand.
+
+    Then a float32 matrix is split once per program for its three products in tf32, and stays in shared memory. Measured
+    on an H200 (16 x 64 x 200 x 336, float32): 202 us instead of 348; with bfloat16 operands it is slower.
+    """
+    return is_hopper(x) and groups <= 64 and input_precision(x) == "tf32x3"
+
+
+def is_hopper(x: Tensor) -> bool:
+    """Whether tensor cores read operands from shared memory and results from registers (also assumed without a GPU)."""
+    return not x.is_cuda or torch.cuda.get_device_capability(x.device)[0] == 9
+
+
 def matrix_tiles(x: Tensor, groups: int) -> tuple[int, int]:
     """Return (depth, columns) of products with g x g matrices.
 
-    Up to 64 groups a program keeps the matrices in registers. Larger ones are read in slices of ``depth`` columns for
-    every tile, and the tiles are wider.
+    Up to 64 groups a program keeps the matrices. Larger ones are read in slices of ``depth`` columns for every tile,
+    and the tiles are wider.
     """
-    return (padded_rows(groups), tile_columns_for(x, groups)) if groups <= 64 else (16, 64)
+    if groups > 64:
+        return 16, 64
+    return padded_rows(groups), max(tile_columns_for(x, groups), 64 if stationary(x, groups) else 0)
 
 
 def split(tiles: int, others: int, programs: int, device: torch.device, *, limited: bool = False) -> tuple[int, int]:
-    """Split ``tiles`` so that each multiprocessor gets about ``programs`` programs.
+    """Split ``tiles`` so that each multiprocessor gets at most about ``programs`` programs: one wave.
+
+    A few more would run by themselves after all others, and double the time.
 
     Args:
         tiles: the tiles of a row of programs.
         others: the number of rows of programs.
-        programs: wanted per multiprocessor.
+        programs: that fit a multiprocessor.
         device: of the launch.
         limited: whether ``max_tiles`` limits the tiles of a split, as far as the grid allows.
 
     Returns:
         The number of splits, and the tiles of each.
     """
-    wanted = triton.cdiv(programs * processors(device), others)
+    wanted = max(1, programs * processors(device) // others)
     per_split = max(_tuning.min_tiles, triton.cdiv(tiles, wanted))
     if limited:
         per_split = max(min(per_split, _tuning.max_tiles), triton.cdiv(tiles, _MAX_GRID))
@@ -247,10 +346,15 @@ def processors(device: torch.device) -> int:
     return _META_PROCESSORS if device.type == "meta" else 1
 
 
+def stages_for(x: Tensor, vector: int, stages: int) -> int:
+    """Return the stages of a pipelined loop: 1 where elements would be copied asynchronously one by one."""
+    return 1 if vector * x.element_size() < 8 else stages
+
+
 def operand_dtype(x: Tensor) -> Any:
     """Return OPERAND, the dtype of operands (table in ``triton/__init__.py``)."""
     # the interpreter has no bfloat16 products
-    return tl.bfloat16 if x.dtype == torch.bfloat16 and not _interpreted() else tl.float32
+    return tl.bfloat16 if x.dtype == torch.bfloat16 and not INTERPRETED else tl.float32
 
 
 def input_precision(x: Tensor) -> str:
@@ -270,14 +374,18 @@ def warps_for(groups: int) -> int:
 
 
 def empty(like: Tensor, *size: int) -> Tensor:
-    """Return an uninitialized float32 tensor on the device of ``like``."""
-    return torch.empty(size, dtype=torch.float32, device=like.device)
+    """Return an uninitialized float32 scratch tensor on the device of ``like``."""
+    scratch = torch.empty(size, dtype=torch.float32, device=like.device)
+    if _current.recording is not None:
+        _current.recording.scratch.append(scratch)
+    return scratch
 
 
 def run(kernel: Any, grid: tuple[int, int], like: Tensor, warps: int, stages: int, **arguments: Any) -> None:
     """Launch a kernel on the device of ``like``."""
     launch = Launch(kernel, grid, like, warps, stages, arguments)
-    if _recorded is not None:
-        _recorded.append(launch)
-    if _executed and not like.is_meta:
-        launch.run()
+    recording = _current.recording
+    compiled = launch.run() if not like.is_meta and (recording is None or recording.execute) else None
+    if recording is not None:
+        recording.launches.append(launch)
+        recording.compiled.append(compiled)

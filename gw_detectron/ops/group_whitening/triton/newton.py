@@ -6,9 +6,100 @@ import torch
 from torch import Tensor
 
 from ...checks import zero_variance_threshold
-from . import launch_args as launch
+from . import launch
 from .compiler import constexpr, jit, tl
-from .tiles import load_matrix, store_matrix
+from .tiles import load_matrix, multiply_split, split_tf32, store_matrix
+
+
+@jit
+def _multiply(a, b):
+    """Compute a b for symmetric b."""
+    b_high, b_low = split_tf32(b)
+    return multiply_split(a, b_high, b_low)
+
+
+@jit
+def _symmetric_product(a, b):
+    """Compute a b + b a for symmetric a and b."""
+    half = _multiply(a, b)
+    return half + tl.trans(half)
+
+
+@jit
+def _newton_in_registers(
+    sigma_ptr, grad_ptr, whitening_ptr, grad_sigma_ptr, kept_ptr, zero,
+    GROUPS: constexpr, ROWS: constexpr, ITERS: constexpr,
+):  # fmt: skip
+    """Compute the whitening matrix of a sample and, if grad_ptr is given, dL/dSigma, in 10 + 14 products for T = 5.
+
+    The scheme is that of ``ops/solvers/newton.py``, with its names. Together, matrices and tangents would not fit the
+    registers. So the tangents follow in a second pass, which reads the matrices that the first one has kept.
+    """
+    n = tl.program_id(0).to(tl.int64)
+    rows = tl.arange(0, ROWS)
+    eye = (rows[:, None] == rows[None, :]) & (rows < GROUPS)[:, None]
+    q = load_matrix(sigma_ptr, n, rows, rows, GROUPS)
+    trace = tl.sum(tl.sum(tl.where(eye, q, 0.0), 1), 0)
+    alive = trace > zero
+    trace = tl.where(alive, trace, 1.0)
+    inv_sqrt = tl.where(alive, 1.0 / tl.sqrt(trace), 0.0)  # 0 for a covariance that counts as zero
+    q = q / trace
+    p = tl.where(eye, 1.0, 0.0)
+    FACTORS: constexpr = (ITERS + 1) // 2
+    SIZE: constexpr = ROWS * ROWS
+    if kept_ptr is not None:
+        kept_ptr += n * (5 * FACTORS * SIZE) + rows[:, None] * ROWS + rows[None, :]
+    for step in tl.range(FACTORS, num_stages=1):
+        z = q
+        c = 1.5
+        f = -0.5 * q
+        if 2 * step + 2 <= ITERS:  # two steps at once
+            z = 0.25 * _multiply(q, q) - 1.125 * q
+            f = _multiply(z, z) + 1.6875 * (z - 0.3194444444444444 * q)
+            c = 2.25
+        if kept_ptr is not None:
+            at = kept_ptr + step * (5 * SIZE)
+            tl.store(at, q)
+            tl.store(at + SIZE, z)
+            tl.store(at + 2 * SIZE, f)
+            tl.store(at + 3 * SIZE, p)
+        if step == 0:
+            p = tl.where(eye, f + c, f)
+        else:
+            p = _multiply(f, p) + c * p
+        if 2 * step + 2 < ITERS:
+            t = _multiply(f, f) + 2 * c * f
+            if kept_ptr is not None:
+                tl.store(at + 4 * SIZE, t)
+            q = _multiply(t, q) + c * c * q
+    store_matrix(whitening_ptr, n, rows, rows, p * inv_sqrt, GROUPS)
+    if grad_ptr is not None:
+        grad = load_matrix(grad_ptr, n, rows, rows, GROUPS)
+        dq = 0.5 * inv_sqrt * (grad + tl.trans(grad))
+        along = tl.sum(tl.sum(0.5 * dq * p, 1), 0)  # <dL/dW, P> / (2 sqrt(tr)), and later <dL/dS, S>
+        dp = tl.zeros([ROWS, ROWS], tl.float32)
+        tl.debug_barrier()  # other threads have stored what this one loads
+        for step in tl.range(FACTORS, num_stages=1):
+            at = kept_ptr + step * (5 * SIZE)
+            c = 1.5
+            df = -0.5 * dq
+            if 2 * step + 2 <= ITERS:
+                c = 2.25
+                dz = 0.25 * _symmetric_product(dq, tl.load(at)) - 1.125 * dq
+                df = _symmetric_product(dz, tl.load(at + SIZE)) + 1.6875 * (dz - 0.3194444444444444 * dq)
+            if step == 0:
+                dp = df
+            else:
+                dp = _multiply(dp, tl.load(at + 2 * SIZE)) + c * dp
+                dp += _multiply(tl.load(at + 3 * SIZE), df)
+            if 2 * step + 2 < ITERS:
+                dt = _symmetric_product(df, tl.load(at + 2 * SIZE)) + 2 * c * df
+                dq = _multiply(tl.load(at + 4 * SIZE), dq) + c * c * dq
+                dq += _multiply(dt, tl.load(at))
+        s = load_matrix(sigma_ptr, n, rows, rows, GROUPS) / trace
+        along += tl.sum(tl.sum(dp * s, 1), 0)
+        dp -= tl.where(eye, along, 0.0)
+        store_matrix(grad_sigma_ptr, n, rows, rows, dp * inv_sqrt * inv_sqrt, GROUPS)
 
 
 @jit
@@ -31,6 +122,7 @@ def _times_r(
         i, j = block // SIDE, block % SIDE
         product = tl.zeros([BLOCK, BLOCK], tl.float32)
         tangent = tl.zeros([BLOCK, BLOCK], tl.float32)
+        other = tl.zeros([BLOCK, BLOCK], tl.float32)  # one product per accumulator: see triton-lang/triton#10821
         for k in tl.range(ROWS // DEPTH, num_stages=3):
             x_part = tl.load(x_ptr + _padded(i, k, ROWS, BLOCK, DEPTH))
             q_part = tl.load(q_ptr + _padded(k, j, ROWS, DEPTH, BLOCK))
@@ -39,11 +131,11 @@ def _times_r(
                 dq_part = tl.load(q_ptr + TANGENT + _padded(k, j, ROWS, DEPTH, BLOCK))
                 tangent = tl.dot(x_part, dq_part, tangent, input_precision=PRECISION)
                 dx_part = tl.load(x_ptr + TANGENT + _padded(i, k, ROWS, BLOCK, DEPTH))
-                tangent = tl.dot(dx_part, q_part, tangent, input_precision=PRECISION)
+                other = tl.dot(dx_part, q_part, other, input_precision=PRECISION)
         at = _padded(i, j, ROWS, BLOCK, BLOCK)
         tl.store(out_ptr + at, 1.5 * tl.load(x_ptr + at) - 0.5 * product)
         if TANGENT:
-            tl.store(out_ptr + TANGENT + at, 1.5 * tl.load(x_ptr + TANGENT + at) - 0.5 * tangent)
+            tl.store(out_ptr + TANGENT + at, 1.5 * tl.load(x_ptr + TANGENT + at) - 0.5 * (tangent + other))
 
 
 @jit
@@ -123,18 +215,15 @@ def _newton(
         n += tl.num_programs(0)
 
 
-def newton(sigma: Tensor, num_iters: int) -> Tensor:
-    """Implement ``Backend.newton`` in one launch."""
-    whitening = torch.empty_like(sigma, memory_format=torch.contiguous_format)
-    _launch_newton(sigma, None, whitening, None, num_iters)
-    return whitening
+def newton(sigma: Tensor, num_iters: int, out: Tensor) -> None:
+    """Write the whitening matrices of ``sigma`` (N, g, g) to ``out``, in one launch."""
+    _launch_newton(sigma, None, out, None, num_iters)
 
 
 def newton_backward(sigma: Tensor, grad: Tensor, num_iters: int) -> tuple[Tensor, Tensor]:
-    """Implement ``Backend.newton_backward`` in one launch."""
-    whitening = torch.empty_like(sigma, memory_format=torch.contiguous_format)
-    grad_sigma = torch.empty_like(whitening)
-    _launch_newton(sigma, grad.contiguous(), whitening, grad_sigma, num_iters)
+    """Return the whitening matrices and the symmetric dL/dSigma, given ``grad`` = dL/dW, in one launch."""
+    whitening, grad_sigma = launch.empty(sigma, *sigma.shape), launch.empty(sigma, *sigma.shape)
+    _launch_newton(sigma, grad, whitening, grad_sigma, num_iters)
     return whitening, grad_sigma
 
 
@@ -143,11 +232,20 @@ def _launch_newton(
 ) -> None:
     n, groups = sigma.shape[:2]
     rows = launch.padded_rows(groups)
+    arguments = {
+        "sigma_ptr": sigma, "grad_ptr": grad, "whitening_ptr": whitening, "grad_sigma_ptr": grad_sigma,
+        "zero": zero_variance_threshold(torch.float32), "GROUPS": groups, "ROWS": rows,
+    }  # fmt: skip
+    if groups <= 64 and launch.is_hopper(sigma):  # the matrices fit the registers
+        kept = None if grad is None else launch.empty(sigma, n, 5 * ((num_iters + 1) // 2), rows, rows)
+        launch.run(
+            _newton_in_registers, (n, 1), like=sigma, warps=4, stages=1, kept_ptr=kept, ITERS=num_iters, **arguments
+        )
+        return
     programs = min(n, launch.processors(sigma.device))  # the workspaces of more would not stay in the caches
     workspace = launch.empty(sigma, programs, 5 if grad is None else 10, rows, rows)
     launch.run(
-        _newton, (programs, 1), like=sigma, warps=8, stages=1,
-        sigma_ptr=sigma.contiguous(), grad_ptr=grad, whitening_ptr=whitening, grad_sigma_ptr=grad_sigma,
-        workspace_ptr=workspace, samples=n, num_iters=num_iters, zero=zero_variance_threshold(torch.float32),
-        GROUPS=groups, ROWS=rows, BLOCK=min(rows, 64), DEPTH=16, PRECISION="tf32x3",
+        _newton, (programs, 1), like=sigma, warps=8 if rows > 64 else 4, stages=1,
+        workspace_ptr=workspace, samples=n, num_iters=num_iters, BLOCK=min(rows, 64), DEPTH=16, PRECISION="tf32x3",
+        **arguments,
     )  # fmt: skip
