@@ -26,30 +26,18 @@ from ..loggers import reset_loggers
 
 LIMIT = 120.0  # seconds after which a child that hangs is killed
 STEP, CHECKPOINT, EVALUATION, OTHER = "step", "checkpoint write", "evaluation", "other"
-
-
 Work = Callable[[Callable[[str], None]], Any]  # the argument reports a phase to the parent
 
 
-class RunError(Exception):
-    """A run or its files are not as expected."""
-
-
 class Change(NamedTuple):
-    """The begin of a phase: clock and CPU seconds of the child."""
+    """The begin of a phase, on the clock of the child."""
 
     at: float
-    cpu: float
     phase: str
 
 
 class Child:
-    """A forked process in its own session.
-
-    Args:
-        work: function to run in the child.
-        log: file of its stdout and stderr.
-    """
+    """A forked process in its own session; its output goes to a file."""
 
     def __init__(self, work: Work, log: Path) -> None:
         self.log = log
@@ -78,8 +66,8 @@ class Child:
             if not byte:
                 return False
             received += byte
-        at, cpu, self.phase = received.decode().strip().split(" ", 2)
-        self.changes.append(Change(float(at), float(cpu), self.phase))
+        at, self.phase = received.decode().strip().split(" ", 1)
+        self.changes.append(Change(float(at), self.phase))
         self._deadline = time.monotonic() + LIMIT
         return True
 
@@ -133,16 +121,6 @@ class Child:
     def output(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def expect_start(self, iteration: int) -> None:
-        """Raise RunError unless the training starts at an iteration."""
-        if not self.wait_for(STEP) or f"Starting training from iteration {iteration}\n" not in self.output():
-            raise RunError(f"did not start at iteration {iteration}:\n{self.output()[-3000:]}")
-
-    def expect_status(self, *statuses: int) -> None:
-        """Wait for the end; raise RunError unless it has one of the statuses."""
-        if self.wait() not in statuses:
-            raise RunError(f"ended with status {self.status}:\n{self.output()[-3000:]}")
-
 
 @contextlib.contextmanager
 def child(work: Work, log: Path) -> Iterator[Child]:
@@ -171,7 +149,7 @@ def _run(work: Work, writing: int, reading: int, log: Path) -> None:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
         def report(phase: str) -> None:
-            os.write(writing, f"{time.monotonic():.6f} {time.process_time():.6f} {phase}\n".encode())
+            os.write(writing, f"{time.monotonic():.6f} {phase}\n".encode())
 
         with errors_reported():
             work(report)
@@ -215,11 +193,3 @@ def report_phases(report: Callable[[str], None]) -> None:
     Trainer.run_step = during(STEP)(Trainer.run_step)
     Trainer.test = classmethod(during(EVALUATION)(Trainer.test.__func__))
     atomic._open_atomic = open_atomic
-
-
-def remove_older_checkpoints(output: Path) -> None:
-    """Keep only the checkpoint that last_checkpoint names."""
-    newest = (output / "last_checkpoint").read_text()
-    for path in output.glob("model_*.pth"):
-        if path.name != newest:
-            path.unlink()
