@@ -1,6 +1,7 @@
-"""Every command line of the documentation is valid: its parser, config file, keys, make target or extra exists.
+"""Commands of the documentation are valid, and its reference tables complete.
 
-`tests/test_your_data.py` also runs the commands of docs/your_data.md.
+A command is valid if its parser, config file, keys, make target or extra exists. `tests/test_your_data.py` also runs
+those of docs/your_data.md.
 """
 
 import argparse
@@ -10,22 +11,18 @@ import sys
 import tomllib
 
 import pytest
+import yaml
+from detectron2.config import get_cfg
 
 import gw_detectron.commands
-from gw_detectron.config import read_config
+from gw_detectron.commands import COMMANDS
+from gw_detectron.config import default_config, flat_items, read_config
+from gw_detectron.norms import norm_options
 
 from .pages import PAGES, ROOT, commands, inline_commands, read
 
-#: commands that nothing here checks, by their first words, with the reason
-UNCHECKED = {
-    (".venv/bin/pre-commit", "install"): "pre-commit's own command",
-    ("hf", "upload"): "the command of huggingface_hub",
-    ("python", "-m", "gw_detectron"): "the module behind gw-detectron; see commands/test_commands.py",
-    ("pip", "--require-hashes"): "flags that the Makefile uses",
-    ("torchrun", "--nproc_per_node=2", "-m", "gw_detectron.timm_models"): "timm's train.py; see test_timm_models.py",
-    ("torchrun", "--master-port"): "a flag of torchrun alone",
-    ("TRITON_INTERPRET=0", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", "compute-sanitizer"): "NVIDIA's, needs a GPU",
-}
+#: first words of commands that are not ours
+UNCHECKED = [".venv/bin/pre-commit", "hf", "compute-sanitizer"]
 #: paths that the reader has, not the repository
 READERS = ("output/", "mydata/", "my.yaml", "CONFIG", "FILE")
 ALL = [(page, words) for page in PAGES for words in commands(page) + inline_commands(page)]
@@ -72,9 +69,8 @@ def check_config(args, tmp_path):
 
 def check_make(*words):
     makefile = read("Makefile")
-    for word in words:
-        name, is_variable, _ = word.partition("=")
-        assert re.search(rf"^{name} [?:]=" if is_variable else rf"^{name}:", makefile, re.MULTILINE), word
+    for name, is_variable, _ in (word.partition("=") for word in words):
+        assert re.search(rf"\$\({name}\)" if is_variable else rf"^{name}:", makefile, re.MULTILINE), name
 
 
 def check_pip(*words):
@@ -84,23 +80,25 @@ def check_pip(*words):
             assert set(found[1].split(",")) <= set(extras), word
 
 
-def check_files(*words):
-    files = [word for word in words if "/" in word]
-    assert files and all((ROOT / file).exists() for file in files)
-
-
 @pytest.mark.parametrize(("page", "words"), ALL, ids=[f"{page}: {' '.join(words)[:60]}" for page, words in ALL])
 def test_a_command_is_valid(page, words, parse, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    if any(tuple(words[: len(first)]) == first for first in UNCHECKED):
-        return
+    while re.fullmatch(r"[A-Z_]+=.*", words[0]):  # variables of the environment
+        words = words[1:]
     match words:
+        case [program, *_] if program in UNCHECKED:
+            pass
         case ["make", *rest]:
             check_make(*rest)
-        case ["pip", "install", *rest]:
+        case ["pip", *rest]:
             check_pip(*rest)
         case ["pytest" | "bash", *rest] | ["python", "-m", "pytest", *rest]:
-            check_files(*rest)
+            files = [word for word in rest if "/" in word]
+            assert files and all((ROOT / file).exists() for file in files)
+        case ["torchrun", _, "-m", "gw_detectron.timm_models", *_] | ["torchrun", "--master-port", *_]:
+            pass  # timm's and torchrun's own flags
+        case ["python", "-m", "gw_detectron", *rest]:
+            assert not rest
         case ["python", "-m", program, *rest] if program.startswith("experiments"):
             check_config(parse(program, *rest), tmp_path)
         case ["gw-detectron" as program, *rest] | ["python", program, *rest]:
@@ -108,18 +106,10 @@ def test_a_command_is_valid(page, words, parse, tmp_path, monkeypatch):
         case ["torchrun", "--nproc_per_node", _, program, *rest]:
             check_config(parse(program, *rest), tmp_path)
         case _:
-            pytest.fail("nothing checks this command: add a case, or an entry of UNCHECKED with the reason")
+            pytest.fail("nothing checks this command")
 
 
-def test_every_exception_is_needed():
-    for first in UNCHECKED:
-        assert any(tuple(words[: len(first)]) == first for _, words in ALL), first
-
-
-@pytest.mark.parametrize(
-    "line",
-    ["tools/train_net.py --no-such-flag", "tools/export_model.py --config-file x", "gw-detectron no-such-command"],
-)
+@pytest.mark.parametrize("line", ["tools/train_net.py --no-such-flag", "gw-detectron no-such-command"])
 def test_a_wrong_command_is_noticed(line, parse):
     with pytest.raises(SystemExit, match="2"):
         parse(*line.split())
@@ -127,3 +117,34 @@ def test_a_wrong_command_is_noticed(line, parse):
         check_make("no-such-target")
     with pytest.raises(AssertionError):
         check_pip("install", ".[weights,no_such_extra]")
+
+
+def rows(page):
+    """Return the cells of every row of a page's tables."""
+    return [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in read(page).splitlines() if line.startswith("|")
+    ]
+
+
+def test_every_config_key_has_its_default_and_meaning():
+    theirs = dict(flat_items(get_cfg()))
+    ours = {key: value for key, value in flat_items(default_config()) if key not in theirs}
+    listed = [row for row in rows("docs/config_keys.md") if "." in row[0]]
+    assert {key.strip("`"): yaml.safe_load(default.strip("`")) for key, default, _ in listed} == ours
+    assert len(listed) == len(ours) and all(meaning for _, _, meaning in listed)
+
+
+def test_every_norm_name_is_listed_with_its_options():
+    listed = {}
+    for first, *rest in rows("docs/norm_names.md"):
+        for name in re.findall(r"\w+", first.replace(":rotation=cayley", "")):
+            listed.setdefault(name, set(re.findall(r"`(\w+)=", rest[-1])))
+    listed["BN"].add("rotation")  # in its name
+    for name in ("BW", "FrozenBW"):  # their row refers to that of GW
+        listed[name] |= listed["GW"] - {"groups"}
+    for name, options in norm_options().items():
+        assert listed[name] == set(options), name
+
+
+def test_every_command_is_listed():
+    assert {first.strip("`") for first, *_ in rows("docs/commands.md")[2:]} == COMMANDS.keys()
