@@ -35,14 +35,7 @@ _TOLERANCES = {"cpu": 1e-4, "cuda": 1e-2}  # a GPU may multiply in tf32; values 
 
 
 class Check(NamedTuple):
-    """A part of the package: whether it works here, with what, or how to get it.
-
-    Attributes:
-        part: what a user does with it.
-        works: whether that is possible.
-        note: the reason or the fix.
-        broken: it is installed and fails, or computes wrong numbers.
-    """
+    """A part of the package, whether it works here, and why or how to get it; broken if installed and failing."""
 
     part: str
     works: bool
@@ -59,18 +52,6 @@ def get_parser() -> argparse.ArgumentParser:
 
 def main(args: argparse.Namespace) -> bool:
     """Print what is installed and what works; return False if a part is broken."""
-    facts, checks = _facts(), _checks()
-    healthy = not any(check.broken for check in checks)
-    if args.json:
-        print(json.dumps({"installation": facts, "checks": [check._asdict() for check in checks]}, indent=2))
-        return healthy
-    print(tabulate(facts.items(), tablefmt="plain"), end="\n\n")
-    rows = [(check.part, "BROKEN" if check.broken else "yes" if check.works else "no", check.note) for check in checks]
-    print(tabulate(rows, headers=["part", "works", "why"], maxcolwidths=[None, None, 80]))
-    return healthy
-
-
-def _facts() -> dict[str, str]:
     facts = {
         "gw_detectron": f"{__version__} in {Path(__file__).parents[1]}",
         "python": f"{platform.python_version()} in {sys.executable}",
@@ -82,37 +63,34 @@ def _facts() -> dict[str, str]:
         **package_versions(_PACKAGES),
         "DETECTRON2_DATASETS": os.path.abspath(os.environ.get("DETECTRON2_DATASETS", "datasets")),
     }
-    if has_detectron2():
-        from iopath.common.file_io import get_cache_dir
-
-        facts["cached weights"] = str(Path(get_cache_dir(), "gw_detectron"))
-    return facts
+    checks = _checks()
+    if args.json:
+        print(json.dumps({"installation": facts, "checks": [check._asdict() for check in checks]}, indent=2))
+    else:
+        print(tabulate(facts.items(), tablefmt="plain"), end="\n\n")
+        rows = [(c.part, "BROKEN" if c.broken else "yes" if c.works else "no", c.note) for c in checks]
+        print(tabulate(rows, headers=["part", "works", "why"], maxcolwidths=[None, None, 80]))
+    return not any(check.broken for check in checks)
 
 
 def _checks() -> list[Check]:
     compiled, compiler = has_compiled_operators(), find_compiler()
+    coco = Path(os.environ.get("DETECTRON2_DATASETS", "datasets"), "coco", "annotations")
+    has_coco = (coco / "instances_val2017.json").is_file()
     return [
         _layers("cpu"),
         *([_layers("cuda")] if torch.cuda.is_available() else []),
         _triton(),
         Check("Detectron2 components", has_detectron2(), "registered" if has_detectron2() else "see docs/install.md"),
+        Check("rotated boxes, fast COCO evaluation", compiled, "need Detectron2's compiled operators"),
         Check(
-            "rotated boxes, fast COCO evaluation",
-            compiled,
-            "Detectron2 has its compiled operators"
-            if compiled
-            else "Detectron2 has no compiled operators; Faster/Mask R-CNN and RetinaNet need none",
-        ),
-        Check(
-            "MODEL.COMPILE on the CPU",
-            compiler is not None,
-            compiler or f"no C++ compiler (of {', '.join(compiler_names())})",
+            "MODEL.COMPILE on the CPU", bool(compiler), compiler or f"no C++ compiler ({', '.join(compiler_names())})"
         ),
         _packages("export to ONNX", "export", "onnx", "onnxscript", "onnxruntime"),
         _packages("download of gw:// weights", "weights", "gdown", "requests", "huggingface_hub"),
         _packages("TensorBoard curves", "tools", "tensorboard"),
         _packages("pictures, report, demo and video", "tools", "cv2"),
-        _coco(),
+        Check("COCO dataset", has_coco, str(coco) if has_coco else f"not in {coco}. Fix: set DETECTRON2_DATASETS"),
     ]
 
 
@@ -146,8 +124,7 @@ def _triton() -> Check:
         return Check(part, False, "torch finds no NVIDIA GPU; the CPU backend is used")
     if triton is None:
         return Check(part, False, "need triton 3.3 or newer. Fix: pip install -U triton; until then matmul is used")
-    works = compiles_for(torch.device("cuda"))
-    name = torch.cuda.get_device_name()
+    works, name = compiles_for(torch.device("cuda")), torch.cuda.get_device_name()
     reason = f"{name} is no NVIDIA GPU from Ampere (8.0) on, or too new for triton {triton.__version__}; matmul is used"
     return Check(part, works, name if works else reason)
 
@@ -156,9 +133,3 @@ def _packages(part: str, extra: str, *modules: str) -> Check:
     missing = [module for module in modules if importlib.util.find_spec(module) is None]
     fix = f"{', '.join(missing)} not installed. Fix: pip install '.[{extra}]' in the clone"
     return Check(part, not missing, fix if missing else ", ".join(modules))
-
-
-def _coco() -> Check:
-    folder = Path(os.environ.get("DETECTRON2_DATASETS", "datasets"), "coco", "annotations")
-    works = (folder / "instances_val2017.json").is_file()
-    return Check("COCO dataset", works, str(folder) if works else f"not in {folder}. Fix: set DETECTRON2_DATASETS")
