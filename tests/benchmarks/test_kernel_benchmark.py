@@ -49,9 +49,9 @@ def test_bytes_of_a_layer_are_those_of_group_normalization_and_small_matrices(re
     assert [kernel_name(launch) for launch in launches] == names
     passes = [1, 0, 0, 2, 4 if relu else 2, 0, 3]
     assert launches[-1].arguments["IN_PLACE"] is relu  # the masked gradient is in the memory of dx
-    for launch, count in zip(launches, passes, strict=True):
-        small = moved_bytes(launch) - count * 4 * x.numel()
-        assert 0 <= small < 10 * MIB, kernel_name(launch)
+    for made, count in zip(launches, passes, strict=True):
+        small = moved_bytes(made) - count * 4 * x.numel()
+        assert 0 <= small < 10 * MIB, kernel_name(made)
 
 
 @needs_triton
@@ -65,8 +65,8 @@ def test_a_program_of_the_statistics_has_at_most_64_tiles():
 
 @needs_triton
 def test_a_grid_is_not_larger_than_cuda_allows():
-    for launch in layer_launches(torch.empty((1, 256, 1500, 1500), device=META), 1):
-        assert launch.grid[1] <= 65535, kernel_name(launch)
+    for made in layer_launches(torch.empty((1, 256, 1500, 1500), device=META), 1):
+        assert made.grid[1] <= 65535, kernel_name(made)
 
 
 @needs_triton

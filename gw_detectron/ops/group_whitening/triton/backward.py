@@ -54,9 +54,7 @@ def _products(
             tl.store(masked_ptr + masked, dy, mask=inside)
         dy = dy.to(tl.float32)
         centered = to_operand(x.to(tl.float32) - mean[:, None], OPERAND, PRECISION)
-        product = tl.dot(
-            to_operand(dy, OPERAND, PRECISION), tl.trans(centered), product, input_precision=PRECISION
-        )
+        product = tl.dot(to_operand(dy, OPERAND, PRECISION), tl.trans(centered), product, input_precision=PRECISION)
         total += dy
     part = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     store_matrix(product_ptr, part, rows, rows, product, GROUPS)
