@@ -27,7 +27,7 @@ _GW = {
 _RIVALS = {
     "GN+WS": Variant("GN", conv="WS"),
     "GW-S1-B2+WS": _GW["GW-S1-B2"]._replace(conv="WS"),
-    **{norm: Variant(norm) for norm in ("BRN", "FRN", "EvoNormS0")},
+    "BRN": Variant("BRN"),
 }
 _OTHERS = _BN | _GN | _BW | {"GW-S1-B2": _GW["GW-S1-B2"]}
 _MASK_RCNN = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_4conv1fc_1x_{}.yaml"

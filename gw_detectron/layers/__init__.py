@@ -1,4 +1,4 @@
-r"""Whitening layers and their rivals for PyTorch; they need torch alone.
+r"""Whitening layers for PyTorch, and the layers they are compared with; they import torch only.
 
 Two layers share a table of solvers. :class:`GroupWhitening2d` (GW) whitens the channel groups of each sample.
 :class:`BatchWhitening2d` (BW) whitens the channels of each group over the batch. A solver (:data:`SOLVERS`) computes
@@ -23,7 +23,7 @@ from ..ops.group_whitening.op import group_whiten, use_backend
 from ..ops.solvers import SOLVERS, Solver, newton_inverse_sqrt, zca_inverse_sqrt
 from .batch_renorm import BatchRenorm2d
 from .batch_whitening import ROTATIONS, RUNNING, BatchWhitening2d, FrozenBatchWhitening2d
-from .group_whitening import GroupWhitening2d, use_path
+from .group_whitening import GroupWhitening2d
 from .shared_statistics import joint_statistics
 from .weight_standardization import standardize_weight, standardize_weights
 
@@ -43,6 +43,5 @@ __all__ = [
     "standardize_weight",
     "standardize_weights",
     "use_backend",
-    "use_path",
     "zca_inverse_sqrt",
 ]

@@ -12,7 +12,6 @@ from ..ops.checks import autocast_off, check_flag, check_integer, check_number, 
 from ..ops.solvers import Solver
 from .mixin_swap import base_class, change_base
 from .rotation import GroupRotation
-from .unpickling import check_pickled_solver
 
 #: running averages for evaluation: of whitening matrices, or of covariances
 RUNNING = ("matrix", "covariance")
@@ -113,10 +112,6 @@ class BatchWhitening2d(nn.Module):
         self.rotate = GroupRotation(num_channels, width).to(zeros) if rotation == "cayley" else None
         self.register_buffer("running_mean", zeros)
         self.register_buffer(f"running_{running}", self._diagonal(torch.ones_like(zeros)))
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        check_pickled_solver(type(self).__name__, state)
-        super().__setstate__(state)
 
     def forward(self, x: Tensor) -> Tensor:
         """Whiten ``x``, and update the running averages in training mode.

@@ -1,17 +1,14 @@
 """Group Whitening as a module."""
 
-import warnings
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..ops.checks import check_flag, check_integer, check_tensors
-from ..ops.group_whitening.op import use_backend, whiten
+from ..ops.group_whitening.op import whiten
 from ..ops.group_whitening.reference import effective_groups
 from ..ops.solvers import Solver
-from .unpickling import check_pickled_solver
 
 
 class GroupWhitening2d(nn.Module):
@@ -117,10 +114,6 @@ class GroupWhitening2d(nn.Module):
         check_tensors(x, self.weight, self.bias)
         return whiten(x, self.weight, self.bias, self.num_groups, self.solver, relu)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        check_pickled_solver(type(self).__name__, state)
-        super().__setstate__(state)
-
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # the authors' checkpoints hold the affine parameters as (1, C, 1, 1)
         for name in ("weight", "bias"):
@@ -131,9 +124,3 @@ class GroupWhitening2d(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.num_channels}, groups={self.num_groups}, {self.solver}, affine={self.affine}"
-
-
-def use_path(path: str) -> AbstractContextManager[None]:
-    """Deprecated name of :func:`gw_detectron.layers.use_backend`."""
-    warnings.warn("use_path: renamed. Fix: call use_backend.", DeprecationWarning, stacklevel=2)
-    return use_backend(path)

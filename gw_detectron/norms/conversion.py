@@ -3,7 +3,7 @@
 import fnmatch
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from ..errors import ConversionError, summarize_names
 from ..layers import GroupWhitening2d
-from .calibrate import match_moments, moments, relative_difference
 from .names import norm_options, resolve_norm
 from .norm_listing import channels_of
 from .positions import POSITIONS, norms_at
@@ -33,24 +32,18 @@ class ConversionReport(NamedTuple):
 
     Args:
         layers: in module order; a layer that is used under several names is listed under its first.
-        difference: relative difference between means and deviations of the layers' outputs and those of the old layers,
-            before and after calibration; None without.
     """
 
     layers: tuple[ConvertedLayer, ...]
-    difference: tuple[float, float] | None = None
 
     def __str__(self) -> str:
         changed = [row for row in self.layers if row.after != row.before]
         lines = [f"{row.layer}: {row.before} -> {row.after}" for row in changed]
         lines.append(f"{len(changed)} of {len(self.layers)} norm layers converted")
-        if self.difference:
-            before, after = self.difference
-            lines.append(f"calibration: means and deviations differ by {after:.2f} instead of {before:.2f}")
         return "\n".join(lines)
 
 
-def convert_norms(model: nn.Module, plan: Plan, *, calibrate: Iterable[Any] | None = None) -> ConversionReport:
+def convert_norms(model: nn.Module, plan: Plan) -> ConversionReport:
     """Replace norm layers of a model by the norms of a plan, in place.
 
     Scale and shift, frozen parameters, device, dtype and mode are kept; running statistics, eps and momentum where one
@@ -69,16 +62,13 @@ def convert_norms(model: nn.Module, plan: Plan, *, calibrate: Iterable[Any] | No
         plan: norm names (see :mod:`gw_detectron.norms.names`) by glob patterns of module names, by layer classes, or by
             one of the paper's positions in a ResNet. The first key of the plan that fits a layer counts. None keeps a
             layer. ``"S1-B2"`` alone is ``{"S1-B2": "GW"}``.
-        calibrate: inputs of the model, each called as ``model(value)``. Scale and shift of each new layer are set so
-            that mean and variance of its output on them are the old layer's. Each layer costs a pass over them. They
-            are kept in memory: give some batches, not a whole loader.
 
     Returns:
         What became of each norm layer.
 
     Raises:
         ConversionError: a key fits no norm layer, all layers have their norms already, a layer contains an activation
-            that its successor lacks, the model cannot be changed, or the inputs cannot calibrate it.
+            that its successor lacks, or the model cannot be changed.
         NormError, ConfigError: a norm is unknown or does not fit a layer, or positions are unknown.
     """
     _check_model(model)
@@ -86,18 +76,13 @@ def convert_norms(model: nn.Module, plan: Plan, *, calibrate: Iterable[Any] | No
     before = {name: describe(layer) for name, layer in layers.items()}
     new = _replacements(layers, _specs(model, layers, plan))
     old = {name: layers[name] for name in new}
-    _check_fused(model, old, new)
     _check_containers(model, old)
     _check_shared(model, old)
-    difference = None
     _warn_of_single_columns(old, new)
-    if calibrate is None:
-        _warn_of_statistics(old, new)
-        _swap(model, old, new)
-    else:
-        difference = _swap_calibrated(model, old, new, _inputs(calibrate))
+    _warn_of_statistics(old, new)
+    _swap(model, old, new)
     rows = [ConvertedLayer(name, spec, describe(new[name]) if name in new else spec) for name, spec in before.items()]
-    return ConversionReport(tuple(rows), difference)
+    return ConversionReport(tuple(rows))
 
 
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
@@ -186,51 +171,12 @@ def _replacements(layers: Mapping[str, nn.Module], specs: Mapping[str, str | Non
     return new
 
 
-def _inputs(calibrate: Any) -> list[Any]:
-    if isinstance(calibrate, (str, Tensor)) or not isinstance(calibrate, Iterable):
-        kind = type(calibrate).__name__
-        raise ConversionError(f"calibrate ({kind}): not a list of inputs. Fix: give a list, e.g. [images].")
-    inputs = list(calibrate)
-    if not inputs:
-        raise ConversionError("calibrate ([]): no inputs. Fix: give some inputs of the model.")
-    return inputs
-
-
 def _swap(model: nn.Module, old: Mapping[str, nn.Module], new: Mapping[str, nn.Module]) -> None:
     replacements = {id(old[name]): layer for name, layer in new.items()}
     for module in list(model.modules()):
         for name, child in module._modules.items():
             if id(child) in replacements:
                 module._modules[name] = replacements[id(child)]
-
-
-def _swap_calibrated(
-    model: nn.Module, old: Mapping[str, nn.Module], new: Mapping[str, nn.Module], inputs: Sequence[Any]
-) -> tuple[float, float]:
-    """Replace layers and set their scale and shift; the model is unchanged after an error."""
-    wanted = moments(model, inputs, old)
-    if not wanted:
-        raise ConversionError("calibrate: the model calls none of the layers. Fix: give other inputs.")
-    _swap(model, old, new)
-    try:
-        before = relative_difference(moments(model, inputs, new), wanted)
-        match_moments(model, inputs, new, wanted)
-        return before, relative_difference(moments(model, inputs, new), wanted)
-    except BaseException:
-        _swap(model, new, old)
-        raise
-
-
-def _check_fused(model: nn.Module, old: Mapping[str, nn.Module], new: Mapping[str, nn.Module]) -> None:
-    """Refuse norms that normalize only together with a ReLU, if the model fuses none with them."""
-    needy = [name for name, layer in new.items() if getattr(layer, "needs_relu", False)]
-    fusing = {id(part.norm) for part in model.modules() if getattr(part, "fuses_norm", False)}
-    if needy and not any(id(old[name]) in fusing for name in needy):
-        raise ConversionError(
-            f"convert_norms, {needy[0]} ({describe(new[needy[0]])!r}): normalizes only where a ReLU is fused with it, "
-            "which this model never does: no layer would normalize. Fix: use FRN or GN, or build a model of this "
-            "package with it, e.g. gw_resnet(norm='EvoNormS0')."
-        )
 
 
 def _check_containers(model: nn.Module, old: Mapping[str, nn.Module]) -> None:
@@ -303,8 +249,7 @@ def _warn_of_statistics(old: Mapping[str, nn.Module], new: Mapping[str, nn.Modul
     trained = [name for name, layer in old.items() if _loses_statistics(layer, new[name])]
     if trained:
         warnings.warn(
-            f"convert_norms: {len(trained)} layers ({trained[0]}, ...) were trained with batch statistics, which the "
-            "new ones do not use, or not as they are: the model has lost its accuracy until it is trained again. "
-            "Fix: train it; calibrate=images gives a better start.",
+            f"convert_norms: {len(trained)} layers ({trained[0]}, ...) lose their running statistics; expect low "
+            "accuracy until you fine-tune.",
             stacklevel=3,
         )

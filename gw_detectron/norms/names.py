@@ -9,7 +9,6 @@
   16 channels and eps 1e-3 by default. ``FrozenBW`` is batch whitening with fixed statistics.
 - ``BN:rotation=cayley`` is BN with a learnable rotation of every 64 channels (``channels=64``) before scale and shift.
 - ``BRN`` is ``BRN:momentum=0.01,rmax=3,dmax=5,warmup=5000,rmax_at=40000,dmax_at=25000``, Batch Renormalization.
-- ``FRN`` is ``FRN:eps=1e-6`` and ``EvoNormS0`` is ``EvoNormS0:groups=32,eps=1e-5``. They need timm.
 
 ``solver`` is a name in :data:`gw_detectron.layers.SOLVERS`. ``corr=true`` standardizes, then decorrelates.
 ``threshold`` belongs to the solver ``zca_max``, ``iters`` to ``newton``; with another solver they are errors.
@@ -50,12 +49,6 @@ def _rotated_batch_norm(num_channels: int, rotation: str = "none", **arguments: 
     return BatchWhitening2d(num_channels, **_ROTATED_BN, **arguments)
 
 
-def _timm_norm(num_channels: int, norm_name: str, device: Any = None, dtype: Any = None, **arguments: Any) -> nn.Module:
-    from . import timm_norms  # here, as it imports all models of timm
-
-    return timm_norms.LAYERS[norm_name](num_channels, **arguments).to(device=device, dtype=dtype)
-
-
 _ROTATED_BN: dict[str, Any] = {"solver": "standardize", "running": "covariance", "rotation": "cayley"}
 _Options = dict[str, tuple[str, type]]  # option -> argument of the factory and its type
 _GROUPS: _Options = {"groups": ("num_groups", int)}
@@ -80,8 +73,6 @@ _NORMS: dict[str, tuple[Callable[..., nn.Module], _Options]] = {
     "FrozenBW": (FrozenBatchWhitening2d, _BW),
     "BN": (_rotated_batch_norm, _CHANNELS | _EPS | _BATCH_OPTIONS),
     "BRN": (BatchRenorm2d, _BRN),
-    "FRN": (functools.partial(_timm_norm, norm_name="FRN"), _EPS),
-    "EvoNormS0": (functools.partial(_timm_norm, norm_name="EvoNormS0"), _GROUPS | _EPS),
 }
 _TYPES = {int: "an integer below 2^31", float: "a number", bool: "true or false"}
 #: options that a printed name shows only if they differ from these values
@@ -226,7 +217,7 @@ def norm_spec(layer: nn.Module) -> str:
 def find_norm_spec(layer: nn.Module) -> str | None:
     """Return the full norm name of a layer, or None."""
     known = (name for name, layer_class in _LAYERS.items() if isinstance(layer, layer_class))
-    name = getattr(type(layer), "norm_name", None) or next(known, None)
+    name = next(known, None)
     if name == "naiveSyncBN" and getattr(layer, "_stats_mode", "") == "N":
         return "naiveSyncBN_N"
     if name == "BN" or name not in _NORMS:  # Detectron2's own

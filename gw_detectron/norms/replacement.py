@@ -42,7 +42,7 @@ def replacement(name: str, old: nn.Module, spec: str) -> nn.Module:
     where, channels = f"convert_norms, {name}", channels_of(old)
     more = [name for name, value in old._parameters.items() if name not in _AFFINE and value is not None]
     activation = getattr(old, "act", None)
-    if more and not isinstance(activation, nn.Module) and not getattr(old, "fuses_relu", False):
+    if more and not isinstance(activation, nn.Module):
         raise ConversionError(
             f"{where} ({type(old).__name__!r}): contains an activation with parameters ({', '.join(more)}), which "
             f"{spec} does not have. Fix: keep it, by None in the plan."

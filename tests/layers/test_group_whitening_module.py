@@ -21,7 +21,6 @@ from gw_detectron.layers import (
     GroupWhitening2d,
     Solver,
     group_whiten,
-    use_path,
 )
 
 from ..ops.cases import build, correlated
@@ -140,11 +139,6 @@ def test_it_is_made_on_a_device_with_a_dtype(layer, device):
 def test_it_says_that_it_fuses_a_relu():
     assert GroupWhitening2d.fuses_relu is True
     assert not hasattr(nn.GroupNorm, "fuses_relu")
-
-
-def test_the_deprecated_name_of_use_backend():
-    with pytest.warns(DeprecationWarning, match="use_backend"), use_path("reference"):
-        GroupWhitening2d(16, 8)(features(2, 16, 5, 5))
 
 
 def test_its_relu_hides_no_nan():
@@ -272,11 +266,3 @@ def test_distributed_training_goes_on_after_an_empty_batch(tmp_path):
             assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     finally:
         dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("layer_class", [GroupWhitening2d, BatchWhitening2d])
-def test_a_layer_pickled_by_version_0_1_0_is_refused(layer_class):
-    layer = layer_class(8)
-    state = {**layer.__getstate__(), "solver": "newton", "num_iters": 5}
-    with pytest.raises(ValueError, match=r"pickled by version 0\.1\.0.*state_dict"):
-        layer_class.__new__(layer_class).__setstate__(state)

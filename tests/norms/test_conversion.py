@@ -9,7 +9,7 @@ import pytest
 import timm
 import torch
 import torchvision
-from detectron2.layers import Conv2d, FrozenBatchNorm2d
+from detectron2.layers import FrozenBatchNorm2d
 from detectron2.modeling import build_model
 from torch import nn
 from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
@@ -18,10 +18,7 @@ from gw_detectron import convert_norms
 from gw_detectron.errors import ConversionError, NormError
 from gw_detectron.layers import BatchWhitening2d, FrozenBatchWhitening2d, GroupWhitening2d
 from gw_detectron.model_zoo import get_config
-from gw_detectron.modeling import gw_resnet
-from gw_detectron.modeling.conv_norm_relu import append_fusible_relu
 from gw_detectron.norms import norm_rows, resolve_norm
-from gw_detectron.norms.calibrate import moments
 from gw_detectron.norms.installed import get_norm
 from gw_detectron.norms.names import find_norm_spec
 
@@ -116,7 +113,7 @@ def test_a_timm_network_equals_the_one_built_with_the_norm(name):
     assert torch.equal(model(x), built(x))
 
 
-@pytest.mark.parametrize("norm", ["GN:groups=16", "BRN", "FRN", "EvoNormS0", "BW", "BN:channels=8,rotation=cayley"])
+@pytest.mark.parametrize("norm", ["GN:groups=16", "BRN", "BW", "BN:channels=8,rotation=cayley"])
 def test_timm_builds_a_network_with_a_norm_that_has_options(norm):
     model = timm.create_model("resnet18", norm_layer=resolve_norm(norm), num_classes=3)
     assert find_norm_spec(model.bn1) == find_norm_spec(get_norm(resolve_norm(norm), 64))
@@ -136,7 +133,7 @@ def test_what_a_layer_keeps():
     model[1].weight.requires_grad_(False)
     model[1].bias.requires_grad_(False)
     before = copy.deepcopy(model.state_dict())
-    with pytest.warns(UserWarning, match=r"2 layers \(1, ...\) were trained with batch statistics"):
+    with pytest.warns(UserWarning, match=r"2 layers \(1, ...\) lose their running statistics"):
         convert_norms(model, {"*": "GW:groups=8"})
     for name in ("1.weight", "1.bias", "4.weight", "4.bias"):
         assert torch.equal(model.state_dict()[name], before[name])
@@ -204,58 +201,6 @@ def _pickled(model: nn.Module) -> nn.Module:
     torch.save(model, file)
     file.seek(0)
     return torch.load(file, weights_only=False)
-
-
-def test_calibration_gives_the_old_moments():
-    model = trained(small())
-    model[4].weight.data[:3] *= -1
-    inputs = [torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
-    expected = moments(model, inputs, {"1": model[1], "4": model[4]})
-    report = convert_norms(model, {"*": "GW:groups=8"}, calibrate=iter(inputs))
-    found = moments(model, inputs, {"1": model[1], "4": model[4]})
-    for name, (mean, deviation) in expected.items():
-        assert torch.allclose(found[name].mean, mean, atol=1e-5)
-        assert torch.allclose(found[name].deviation, deviation, rtol=1e-4)
-    assert (model[4].weight < 0).tolist() == [True] * 3 + [False] * 13
-    before, after = report.difference
-    assert after < before and f"{after:.2f} instead of {before:.2f}" in str(report)
-    assert model.training
-
-
-@pytest.mark.parametrize("constant", [torch.nan, 0.0])
-def test_inputs_that_cannot_calibrate_change_nothing(constant):
-    model = trained(small())
-    before = list(model.modules())
-    with pytest.raises(ConversionError, match=r"calibrate, 1: outputs are (not finite|constant)"):
-        convert_norms(model, {"*": "GW:groups=8"}, calibrate=[torch.full((2, 3, 12, 12), constant)])
-    for inputs in (5, torch.zeros(1, 3, 12, 12)):
-        with pytest.raises(ConversionError, match="not a list of inputs"):
-            convert_norms(model, {"*": "GW:groups=8"}, calibrate=inputs)
-    assert list(model.modules()) == before
-
-
-@pytest.mark.parametrize("norm", ["GW:groups=8", "GN:groups=8", "FRN"])
-def test_calibration_is_before_a_fused_relu(norm):
-    """Of a trained BN, and of the GW that takes its place: both sides may fuse the ReLU."""
-    conv = Conv2d(3, 16, 3, norm=get_norm("BN", 16), activation=nn.ReLU())
-    append_fusible_relu(conv)
-    model = trained(nn.Sequential(conv)).eval()
-    inputs = [torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(0))]
-    for spec in (norm, "GW:groups=4", "GN:groups=4"):
-        (wanted,) = moments(model, inputs, {"0.norm": conv.norm}).values()
-        convert_norms(model, {"*": spec}, calibrate=inputs)
-        (found,) = moments(model, inputs, {"0.norm": conv.norm}).values()
-        torch.testing.assert_close(found.mean, wanted.mean, rtol=1e-3, atol=1e-4)
-        torch.testing.assert_close(found.deviation, wanted.deviation, rtol=1e-3, atol=1e-4)
-        assert "fuses_relu" not in vars(conv.norm)
-
-
-def test_a_scale_of_zero_is_calibrated():
-    """As timm initializes the last norm of a block."""
-    model = trained(small())
-    nn.init.zeros_(model[4].weight)
-    convert_norms(model, {"*": "GW:groups=8"}, calibrate=[torch.randn(2, 3, 12, 12)])
-    assert not model[4].weight.any()
 
 
 class BNAndReLU(nn.BatchNorm2d):
@@ -368,10 +313,9 @@ def test_eps_and_momentum_stay_with_the_statistics(norm):
         assert torch.allclose(model(x), expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("norm", ["BRN", "FRN"])
-def test_layers_that_need_scale_and_shift_get_constant_ones(norm):
+def test_layers_that_need_scale_and_shift_get_constant_ones():
     model = small(functools.partial(nn.BatchNorm2d, affine=False))
-    convert_norms(model, {"*": norm})
+    convert_norms(model, {"*": "BRN"})
     assert model(torch.randn(2, 3, 12, 12)).isfinite().all() and not model[1].weight.requires_grad
 
 
@@ -393,7 +337,7 @@ def test_batch_whitening_starts_with_the_function_of_bn(norm, exact):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         convert_norms(model, {"*": f"{norm},eps=0.01" if "zca" in norm else norm})
-    assert any("lost its accuracy" in str(warning.message) for warning in caught) != exact
+    assert any("expect low accuracy" in str(warning.message) for warning in caught) != exact
     assert torch.allclose(model(x), expected, atol=1e-5) == exact
 
 
@@ -406,7 +350,7 @@ def test_batch_whitening_keeps_its_own_statistics():
         warnings.simplefilter("error")
         convert_norms(model, {"*": "FrozenBW"})
     assert torch.equal(model(x), expected)
-    with pytest.warns(UserWarning, match="lost its accuracy"):
+    with pytest.warns(UserWarning, match="expect low accuracy"):
         convert_norms(model, {"*": "BN"})
 
 
@@ -427,14 +371,6 @@ def test_the_activation_of_a_layer_survives_its_freezing():
     model = FrozenBatchWhitening2d.convert(model)
     assert isinstance(model[1], FrozenBatchWhitening2d) and torch.equal(model(x), expected)
     assert not any(parameter.requires_grad for parameter in model[1].parameters())
-
-
-def test_evonorm_goes_where_a_relu_is_fused():
-    model = gw_resnet(18, norm="BN", whiten_norm="BN", freeze_at=0)
-    convert_norms(model, {"*": "EvoNormS0"})
-    x = torch.randn(1, 64, 8, 8)
-    stem = model.stem.conv1.norm
-    assert not torch.equal(stem(x, relu=True), torch.relu(x)) and torch.equal(stem(x), x)
 
 
 def test_a_model_on_the_meta_device_is_converted():
@@ -499,7 +435,7 @@ def broken() -> nn.Module:
             {"*": "GN"},
             r"the last dimension; .*: 25, named blocks.\*.norm1, blocks.\*.norm2, norm. .*: None, ...}",
         ),
-        (lambda: nn.Sequential(nn.BatchNorm1d(8)), {"0": "FRN"}, r"FRN normalizes \(N, C, H, W\) only"),
+        (lambda: nn.Sequential(nn.BatchNorm1d(8)), {"0": "BRN"}, r"BRN normalizes \(N, C, H, W\) only"),
         (lambda: nn.Sequential(nn.LayerNorm(8)), {"0": "GW"}, "its channels are the last dimension"),
         (lambda: nn.BatchNorm2d(8), {"*": "GW"}, "the model is a norm layer itself"),
         (lambda: torch.jit.script(small()), {"*": "GW"}, r"is scripted. Fix: convert the model before"),
@@ -512,7 +448,6 @@ def broken() -> nn.Module:
             {"*": nn.GroupNorm},
             r"cannot be built from the number of channels alone: .* Fix: give a function of it",
         ),
-        (small, {"*": "EvoNormS0:groups=8"}, r"1 \('EvoNormS0:.*'\): normalizes only where a ReLU is fused with it"),
         (lambda: timm.create_model("mobilenetv3_small_050"), {"*": "GW"}, "groups that divide 8"),
         (lambda: timm.create_model("resnetv2_50d_evos"), {"*": "GN"}, r"contains an activation with parameters \(v\)"),
         (lambda: nn.Sequential(torch.ao.nn.quantized.ReLU6(), nn.BatchNorm2d(8)), {"*": "GW"}, "is quantized"),
@@ -524,20 +459,6 @@ def test_bad_input_changes_nothing(model, plan, message):
     with pytest.raises((ConversionError, NormError, ValueError), match=message):
         convert_norms(made, plan)
     assert [type(module) for module in made.modules()] == before
-
-
-def test_a_failed_calibration_changes_nothing():
-    model = broken()
-    before = list(model.modules())
-    with pytest.raises(ConversionError, match=r"calibrate, input 0 \(Tensor\): the model fails with it: mat1 and mat2"):
-        convert_norms(model, {"*": "GN:groups=4"}, calibrate=[torch.randn(1, 3, 12, 12)])
-    with pytest.raises(
-        ConversionError, match=r"input 0 \(list\): .* Fix: give what model\(input\) takes, e.g. \[images for"
-    ):
-        convert_norms(small(), {"*": "GN:groups=4"}, calibrate=[[torch.randn(1, 3, 12, 12), torch.zeros(1)]])
-    with pytest.raises(ConversionError, match="no inputs"):
-        convert_norms(model, {"*": "GN:groups=4"}, calibrate=[])
-    assert list(model.modules()) == before
 
 
 class GroupNormSiLU(nn.GroupNorm):
@@ -567,7 +488,7 @@ def test_bn_by_the_batch_alone_has_nothing_to_freeze():
     with pytest.raises(ConversionError, match="has no running statistics .*, which FrozenBN needs. Fix: use BN or GW"):
         convert_norms(build(), {"*": "FrozenBN"})
     for norm in ("BW:channels=8", "BRN"):
-        with pytest.warns(UserWarning, match="2 layers .* were trained with batch statistics"):
+        with pytest.warns(UserWarning, match="2 layers .* lose their running statistics"):
             convert_norms(build(), {"*": norm})
 
 
@@ -576,25 +497,3 @@ def test_a_norm_without_statistics_has_its_own_eps(norm):
     model = nn.Sequential(nn.BatchNorm2d(32, eps=0.1))
     convert_norms(model, {"*": norm})
     assert model[0].eps == 1e-5
-
-
-class Cascade(nn.Module):
-    """Its second norm is reached if the first one's output varies enough, as a mask head behind detections."""
-
-    def __init__(self, affine):
-        super().__init__()
-        self.first, self.second = nn.BatchNorm2d(16, affine=affine), nn.BatchNorm2d(16)
-        self.first.running_var.fill_(0.01)
-
-    def forward(self, x):
-        x = self.first(x)
-        return self.second(x[: len(x) if x.std() > 5 else 0])
-
-
-def test_calibration_where_the_new_layers_reach_less():
-    x = torch.randn(4, 16, 6, 6)
-
-    before, after = convert_norms(Cascade(affine=True), {"*": "GW:groups=8"}, calibrate=[x]).difference
-    assert before > 0.5 and after < 0.01  # the first layer gets its scale first
-    with pytest.raises(ConversionError, match="calibrate, second: the converted model does not reach this layer"):
-        convert_norms(Cascade(affine=False), {"*": "GW:groups=8"}, calibrate=[x])
