@@ -1,10 +1,13 @@
-"""Config keys of this package, and reading a yaml with them."""
+"""Config keys of this package, its config files, and reading a yaml with the keys."""
 
 import contextlib
+import difflib
+import importlib.resources
 import io
 import itertools
 import operator
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -13,8 +16,7 @@ import yaml
 from detectron2.config import CfgNode, get_cfg
 from detectron2.utils.file_io import PathManager
 
-from .errors import ConfigError, similar_names
-from .shipped_configs import find_config_file, similar_configs
+from .errors import ConfigError, MissingFileError, similar_names
 
 _MOST_FILES = 100  # a config and its bases; they may name each other
 _MOST_ALIASES = 20  # of a file; each *name may double what CfgNode copies
@@ -101,6 +103,50 @@ def changed_config(cfg: CfgNode, values: Mapping[str, Any]) -> CfgNode:
         node, _, name = key.rpartition(".")
         setattr(get_value(changed, node) if node else changed, name, value)
     return changed
+
+
+def shipped_configs() -> dict[str, Path]:
+    """Return the paths of all config files by their sorted names relative to the folder ``configs``.
+
+    Raises:
+        MissingFileError: the installation has no configs.
+    """
+    package = Path(str(importlib.resources.files("gw_detectron")))
+    # A wheel has the configs inside the package; a clone, also an editable install of it, has them beside it.
+    for folder in (package / "configs", package.parent / "configs"):
+        if folder.is_dir():
+            files = sorted(path for path in folder.rglob("*") if path.suffix in (".yaml", ".py"))
+            return {path.relative_to(folder).as_posix(): path for path in files}
+    raise MissingFileError(f"'{package / 'configs'}': no configs. Fix: install gw_detectron again.")
+
+
+def config_summary(path: Path) -> str:
+    """Return the first sentence of the comment at the head of a config file."""
+    lines = itertools.takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
+    comment = " ".join(line.lstrip("# ") for line in lines)
+    return re.split(r"(?<=\.) ", comment, maxsplit=1)[0]
+
+
+def find_config_file(name: str | os.PathLike[str]) -> str:
+    """Return the path of a shipped config if no file has this path, else the path itself.
+
+    A leading ``configs/``, the folder of a unique file name, and ``.yaml`` after it may be left out.
+    """
+    name = os.fspath(name)
+    if os.path.exists(name) or not name:
+        return name
+    files, wanted = shipped_configs(), name.removeprefix("configs/")
+    found = [path for file, path in files.items() if path.name in (wanted, f"{wanted}.yaml")]
+    found = [files[wanted]] if wanted in files else found
+    return str(found[0]) if len(found) == 1 else name
+
+
+def similar_configs(name: str) -> str:
+    """Return " Similar: a, b." for the shipped configs with a similar file name, or ""."""
+    known = {path.name.lower(): file for file, path in shipped_configs().items()}
+    last = Path(name).name.lower()
+    alike = difflib.get_close_matches(last, known, n=3) or [file for file in known if last and last in file][:3]
+    return f" Similar: {', '.join(known[file] for file in alike)}." if alike else ""
 
 
 def read_config(config_file: str | os.PathLike[str], opts: Sequence[Any] = ()) -> CfgNode:
@@ -205,12 +251,11 @@ def _check_words(opts: Sequence[Any]) -> None:
 
 def _check_file(path: str) -> None:
     if not path:
-        raise FileNotFoundError("--config-file: not given. Fix: give a file, or a name of `gw-detectron configs`.")
+        raise FileNotFoundError("--config-file: not given. Fix: give a file, or a name of `gw-detectron list configs`.")
     if not os.path.isfile(path):
-        beside = {other.name: str(other) for other in Path(path).parent.glob("*.yaml")}
         raise FileNotFoundError(
-            f"--config-file: file not found: '{path}' (cwd: {os.getcwd()}).{similar_configs(path, beside)} Fix: give "
-            "a file, or a name of `gw-detectron configs`."
+            f"--config-file: file not found: '{path}' (cwd: {os.getcwd()}).{similar_configs(path)} Fix: give a file, "
+            "or a name of `gw-detectron list configs`."
         )
     if path.endswith(".py"):
         raise ConfigError(

@@ -6,10 +6,9 @@ from omegaconf import DictConfig
 from torch import nn
 
 from .checkpoint import load_checkpoint, open_checkpoint
-from .config import read_config
+from .config import read_config, shipped_configs, similar_configs
 from .errors import ConfigError
 from .modeling import build_checked_model
-from .shipped_configs import shipped_configs, similar_configs
 
 __all__ = ["get", "get_config", "get_config_file", "list_configs"]
 
@@ -36,7 +35,7 @@ def get_config_file(name: str) -> str:
     files = shipped_configs()
     if name not in files:
         raise ConfigError(
-            f"config ({name!r}): unknown.{similar_configs(name)} Fix: give one of `gw-detectron configs`."
+            f"config ({name!r}): unknown.{similar_configs(name)} Fix: give one of `gw-detectron list configs`."
         )
     return str(files[name])
 

@@ -12,11 +12,11 @@ PACKAGE = ROOT / "gw_detectron"
 # A room may import the rooms of the rows above its own.
 ROOMS = (
     {"errors"},
-    {"atomic", "progress", "installation", "shipped_configs"},
+    {"atomic", "progress", "installation"},
     {"ops"},
     {"layers"},
     {"norms"},
-    {"config", "cli", "timm_models"},
+    {"config", "cli"},
     {"modeling", "data", "env"},
     {"weights"},
     {"checkpoint"},

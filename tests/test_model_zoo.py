@@ -38,7 +38,7 @@ def test_unknown_config_names_the_nearest(name: str):
 
 @pytest.mark.parametrize("name", ["../pyproject.toml", "/etc/passwd", ""])
 def test_files_outside_the_configs_are_refused(name: str):
-    with pytest.raises(ValueError, match=r"unknown.*gw-detectron configs"):
+    with pytest.raises(ValueError, match=r"unknown.*gw-detectron list configs"):
         model_zoo.get_config(name)
 
 

@@ -7,34 +7,35 @@ after unusable flags.
 
 import importlib
 import sys
-from typing import NamedTuple
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from ..cli import errors_reported, parse_arguments
 from ..installation import __version__, require_detectron2
 
 
 class Command(NamedTuple):
-    """A command: its module, its line in the help, and flags that its name stands for."""
+    """A command: its module, its line in the help, and the arguments of the module's ``get_parser``."""
 
     module: str
     summary: str
-    flags: tuple[str, ...] = ()
+    options: Mapping[str, Any] = MappingProxyType({})
     needs_detectron2: bool = True
 
 
 COMMANDS = {
     "demo": Command("demo", "train, evaluate and draw a small detector on synthetic images"),
-    "train": Command("train_net", "train a detector from a config"),
-    "eval": Command("evaluate", "evaluate a trained detector", ("--eval-only",)),
+    "train": Command("train", "train a detector from a config"),
+    "eval": Command("train", "evaluate a trained detector", {"evaluation": True}),
     "predict": Command("predict", "find objects on images, folders and videos"),
-    "report": Command("report", "write a page about a run: scores, curves, errors, features"),
+    "report": Command("report", "write a page about a run: scores, curves, errors"),
     "export": Command("export_model", "write a whole detector as pt2, ONNX or TorchScript"),
     "export-backbone": Command("export_backbone", "write a backbone as pt2, ONNX, TorchScript or safetensors"),
     "convert": Command("convert_weights", "convert ImageNet weights for a Detectron2 backbone"),
     "verify": Command("verify_weights", "compare weights in two implementations of the network"),
     "describe": Command("describe_checkpoint", "show what a checkpoint or weight file records"),
-    "configs": Command("list_configs", "list, search and print the configs"),
-    "norms": Command("list_norms", "list the norm names, or the norms of a model"),
+    "list": Command("list", "list the configs, the norm names, or the norms of a model"),
     "doctor": Command("doctor", "check this installation and say what works", needs_detectron2=False),
 }
 
@@ -65,7 +66,7 @@ def run(name: str) -> None:
         if command.needs_detectron2:
             require_detectron2(f"gw-detectron {name}")
         module = importlib.import_module(f".{command.module}", __package__)
-        args = parse_arguments(module.get_parser(), [*command.flags, *sys.argv[1:]])
+        args = parse_arguments(module.get_parser(**command.options), sys.argv[1:])
         if module.main(args) is False:
             raise SystemExit(1)
 

@@ -22,13 +22,12 @@ from ..atomic import AtomicPathManager
 from ..checkpoint import StartWeights, load_checkpoint, open_start_weights
 from ..checkpoint.loading import check_shapes
 from ..checkpoint.opening import local_file
-from ..config import changed_config, get_value, read_config
+from ..config import changed_config, find_config_file, get_value, read_config
 from ..data import record_datasets, registered_datasets
 from ..errors import ConfigError, FileAccessError, PartialLoadError, UserError
 from ..modeling.class_counts import object_count_keys
 from ..norms.norm_listing import norm_summary
 from ..preflight import PreflightReport, preflight
-from ..shipped_configs import find_config_file
 from .evaluators import MAIN_SCORES
 from .launch import in_all_processes
 from .output_lock import lock_output, output_unlocked_at_end

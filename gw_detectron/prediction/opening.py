@@ -15,12 +15,11 @@ from detectron2.data.detection_utils import convert_PIL_to_numpy
 from PIL import Image
 
 from ..checkpoint import last_checkpoint, load_model
-from ..config import get_value, read_config
+from ..config import find_config_file, get_value, read_config
 from ..data.class_metadata import class_metadata
 from ..errors import ConfigError, DataError, MissingFileError
 from ..export.exported_file import OPENERS, open_exported
 from ..modeling.class_counts import object_count_keys
-from ..shipped_configs import find_config_file
 from .predictors import ExportedPredictor, Predictor, TrainedPredictor
 
 log = logging.getLogger(__name__)

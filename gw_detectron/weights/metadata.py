@@ -134,7 +134,7 @@ def _authors_norm(cfg: Any) -> str:
 
 
 def _timm_norm(args: Any) -> str:
-    """Return the norm name of a model of :mod:`gw_detectron.timm_models`, from the flags of timm's training script."""
+    """Return the norm name of a model of examples/timm_models.py, from the flags of timm's training script."""
     name, options = (getattr(args, key, None) for key in ("model", "model_kwargs"))
     if not (isinstance(args, argparse.Namespace) and isinstance(name, str) and name.startswith("gw_res")):
         return ""

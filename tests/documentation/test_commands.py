@@ -58,7 +58,7 @@ def parse(monkeypatch):
 
 def check_config(args, tmp_path):
     """Check the config file and the keys of a command."""
-    config = getattr(args, "config_file", None) or (args.name if getattr(args, "action", "") == "show" else "")
+    config = getattr(args, "config_file", None) or ""
     opts = getattr(args, "opts", None) or []
     if config.startswith(READERS) or (opts and not config):
         config = str(tmp_path / "empty.yaml")
@@ -95,7 +95,7 @@ def test_a_command_is_valid(page, words, parse, tmp_path, monkeypatch):
         case ["pytest" | "bash", *rest] | ["python", "-m", "pytest", *rest]:
             files = [word for word in rest if "/" in word]
             assert files and all((ROOT / file).exists() for file in files)
-        case ["torchrun", _, "-m", "gw_detectron.timm_models", *_] | ["torchrun", "--master-port", *_]:
+        case ["torchrun", _, "examples/timm_models.py", *_] | ["torchrun", "--master-port", *_]:
             pass  # timm's and torchrun's own flags
         case ["python", "-m", "gw_detectron", *rest]:
             assert not rest

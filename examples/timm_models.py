@@ -1,31 +1,21 @@
 """ResNets and ResNeXts with whitening as timm models: ``gw_resnet50.s1_b2`` and so on.
 
-Importing this module registers them. The tag names the positions. timm's own training script finds them as
+Importing this module registers them; the tag names the positions (Group Whitening, section 5.1). timm's own training
+script finds them as
 
-.. code-block:: shell
-
-    python -m gw_detectron.timm_models train.py /imagenet --model gw_resnet50.s1_b2 ...
-
-Source: Group Whitening, section 5.1.
+    python examples/timm_models.py train.py /imagenet --model gw_resnet50.s1_b2 ...
 """
 
 import runpy
 import sys
 from typing import Any
 
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model, resolve_pretrained_cfg
+from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from torch import nn
 
-from .errors import MissingPackageError
-from .norms import POSITIONS, convert_norms
-
-try:
-    from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-    from timm.models import build_model_with_cfg, generate_default_cfgs, register_model, resolve_pretrained_cfg
-    from timm.models.resnet import BasicBlock, Bottleneck, ResNet
-except ModuleNotFoundError as error:
-    if error.name != "timm":
-        raise
-    raise MissingPackageError("gw_detectron.timm_models: timm is not installed. Fix: pip install timm") from None
+from gw_detectron.norms import POSITIONS, convert_norms
 
 _TAGS = {positions.lower().replace("-", "_"): positions for positions in POSITIONS if positions}
 _NETWORKS: dict[str, dict[str, Any]] = {
@@ -59,20 +49,11 @@ default_cfgs = generate_default_cfgs({f"{name}.{tag}": _CFG for name in _NETWORK
 
 
 class GWResNet(ResNet):
-    """timm's ResNet with another norm at the paper's positions.
-
-    Args:
-        args, kwargs: those of timm's ``ResNet``.
-        positions: see :func:`gw_detectron.norms.whitened_convs`.
-        norm: the norm name at the positions.
-
-    Raises:
-        ConfigError: unknown positions, an unknown norm, or one that does not fit.
-    """
+    """timm's ResNet with the norm ``norm`` at ``positions``; "" leaves timm's own network."""
 
     def __init__(self, *args: Any, positions: str = "S1-B2", norm: str = "GW", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if positions:  # else timm's own network
+        if positions:
             convert_norms(self, {positions: norm})
 
 
@@ -91,6 +72,6 @@ for _name in _NETWORKS:
 
 if __name__ == "__main__":
     if len(sys.argv) < 2:
-        sys.exit("Error: no script. Fix: python -m gw_detectron.timm_models train.py <arguments of timm's train.py>")
+        sys.exit("usage: python examples/timm_models.py train.py <arguments of timm's train.py>")
     del sys.argv[0]
     runpy.run_path(sys.argv[0], run_name="__main__")
