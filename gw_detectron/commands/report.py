@@ -5,27 +5,17 @@ import json
 from pathlib import Path
 
 from ..cli import new_parser
-from ..report import PAGE, ReportOptions, write_report
+from ..report import PAGE, write_report
 
 
 def get_parser() -> argparse.ArgumentParser:
     """Return the parser of this command."""
-    defaults = ReportOptions()
-    parser = new_parser(
-        __doc__,
-        "output/demo",
-        "output/mydata --images 8 --score 0.3",
-    )
+    parser = new_parser(__doc__, "output/demo", "output/mydata --images 8 --score 0.3")
     parser.add_argument("run_folder", metavar="RUN_FOLDER", help="OUTPUT_DIR of a training or an evaluation")
     parser.add_argument("--output", metavar="DIR", help="folder of the report (default: RUN_FOLDER/report)")
+    parser.add_argument("--images", type=int, default=4, metavar="N", help="images to draw (default: %(default)s)")
     parser.add_argument(
-        "--images", type=int, default=defaults.images, metavar="N", help="images to draw (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--iou", type=float, default=defaults.iou, help="lowest IoU of a match, for confusion and errors (%(default)s)"
-    )
-    parser.add_argument(
-        "--score", type=float, default=defaults.score, help="lowest score of a drawn or counted box (%(default)s)"
+        "--score", type=float, default=0.5, help="lowest score of a drawn or counted box (default: %(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="print report.json instead of a summary")
     return parser
@@ -33,8 +23,7 @@ def get_parser() -> argparse.ArgumentParser:
 
 def main(args: argparse.Namespace) -> None:
     """Write the report; print where it is and what it lacks."""
-    options = ReportOptions(args.images, args.iou, args.score)
-    numbers = write_report(args.run_folder, options, output=args.output)
+    numbers = write_report(args.run_folder, images=args.images, score=args.score, output=args.output)
     if args.json:
         print(json.dumps(numbers, indent=2))
         return

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import io
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,10 +18,10 @@ from ..data.images import read_image
 from ..prediction.drawing import draw_objects, keypoints_of
 
 #: kinds of a detection, by the object that it overlaps most: the same class; another class; one that a detection of
-#: higher score has taken; an IoU below the threshold; an IoU below 0.1
+#: higher score has taken; an IoU below 0.5; an IoU below 0.1
 CORRECT, WRONG_CLASS, DUPLICATE, POOR_BOX, BACKGROUND = "correct", "wrong class", "duplicate", "poor box", "background"
 KINDS = (CORRECT, WRONG_CLASS, DUPLICATE, POOR_BOX, BACKGROUND)
-_BACKGROUND_IOU = 0.1
+_IOU, _BACKGROUND_IOU = 0.5, 0.1
 
 
 @dataclass(frozen=True)
@@ -84,26 +83,27 @@ class Detections:
         return {task: self._evaluate(task) for task in self.tasks}
 
     def _evaluate(self, task: str) -> COCOeval:
-        results = copy.deepcopy(list(self.results))
-        if task == "segm":  # with a box, pycocotools takes its area for the mask's
-            for result in results:
-                result.pop("bbox")
+        evaluation = self._evaluation(self.results, task)
+        if task == "keypoints" and self.sigmas:
+            evaluation.params.kpt_oks_sigmas = np.array(self.sigmas)
         with contextlib.redirect_stdout(io.StringIO()):
-            evaluation = COCOeval(self.truth, self._load(results), task)
-            if task == "keypoints" and self.sigmas:
-                evaluation.params.kpt_oks_sigmas = np.array(self.sigmas)
             evaluation.evaluate()
             evaluation.accumulate()
             evaluation.summarize()
         return evaluation
 
-    def _load(self, results: list[dict[str, Any]]) -> COCO:
-        if results:
-            return self.truth.loadRes(results)
-        empty = COCO()  # loadRes cannot read an empty list
-        empty.dataset = {**self.truth.dataset, "annotations": []}
-        empty.createIndex()
-        return empty
+    def _evaluation(self, results: Iterable[dict[str, Any]], task: str) -> COCOeval:
+        results = copy.deepcopy(list(results))  # pycocotools changes them
+        if task == "segm":  # with a box, pycocotools takes its area for the mask's
+            for result in results:
+                result.pop("bbox")
+        with contextlib.redirect_stdout(io.StringIO()):
+            if results:
+                return COCOeval(self.truth, self.truth.loadRes(results), task)
+            empty = COCO()  # loadRes cannot read an empty list
+            empty.dataset = {**self.truth.dataset, "annotations": []}
+            empty.createIndex()
+            return COCOeval(self.truth, empty, task)
 
     def precision(self, task: str, iou: float | None = None) -> np.ndarray:
         """Return the precision over recall of each class.
@@ -120,46 +120,47 @@ class Detections:
         values = np.where(values < 0, np.nan, values)
         return values.mean(0) if iou is None else values[np.isclose(evaluation.params.iouThrs, iou)][0]
 
-    def match(self, iou: float, score: float) -> list[ImageMatches]:
-        """Match boxes and objects of any class, greedily by score.
+    def match(self, score: float) -> list[ImageMatches]:
+        """Match boxes of this score and more to objects of any class, as pycocotools does at an IoU of 0.5.
 
-        A detection takes the object that it overlaps most and that none of higher score has taken. Detections on crowd
-        regions are left out.
-
-        Args:
-            iou: lowest IoU of a match.
-            score: lowest score of the detections.
+        Detections on crowd regions are left out.
 
         Source: the kinds of errors follow TIDE (arXiv 2008.08115), but do not compare classes before the match.
         """
-        by_image = defaultdict(list)
-        for result in sorted(self.results, key=lambda result: -result["score"]):
-            if result["score"] >= score:
-                by_image[result["image_id"]].append(result)
-        return [self._match_image(image_id, by_image[image_id], iou) for image_id in sorted(self.truth.imgs)]
+        results = [each for each in self.results if each["score"] >= score]
+        evaluation = self._evaluation(results, "bbox")
+        params = evaluation.params
+        params.useCats, params.iouThrs, params.maxDets = 0, np.array([_IOU]), [len(results)]
+        params.areaRng, params.areaRngLbl = [[0, np.inf]], ["all"]
+        with contextlib.redirect_stdout(io.StringIO()):
+            evaluation.evaluate()
+        pairs = zip(sorted(self.truth.imgs), evaluation.evalImgs, strict=True)
+        return [self._sort_out(image_id, matches, results) for image_id, matches in pairs]
 
-    def _match_image(self, image_id: Any, detections: list[dict[str, Any]], iou: float) -> ImageMatches:
-        objects = self.objects(image_id)
-        crowd = np.array([bool(each.get("iscrowd")) for each in objects], dtype=bool)
-        overlaps = mask.iou([each["bbox"] for each in detections], [each["bbox"] for each in objects], crowd)
-        free = ~crowd
+    def _sort_out(
+        self, image_id: Any, matches: dict[str, Any] | None, results: Sequence[dict[str, Any]]
+    ) -> ImageMatches:
+        """Tell the kinds of an image's detections from pycocotools' matches; its results have the ids 1, 2, ..."""
         image = ImageMatches(image_id, [], [], [], [])
-        for detection, row in zip(detections, np.reshape(overlaps, (len(detections), len(objects))), strict=True):
-            match = None
-            if row[free].max(initial=0) >= iou:
-                index = int(np.where(free, row, -1).argmax())
-                free[index] = False
-                match = objects[index]
-                kind = CORRECT if match["category_id"] == detection["category_id"] else WRONG_CLASS
-            elif row[crowd].max(initial=0) >= iou:
+        if matches is None:  # neither objects nor detections
+            return image
+        objects = [each for each in self.objects(image_id) if not each.get("iscrowd")]
+        taken = dict(zip(matches["gtMatches"][0].astype(int), map(self.truth.anns.get, matches["gtIds"]), strict=True))
+        for number, ignored in zip(matches["dtIds"], matches["dtIgnore"][0], strict=True):
+            if ignored:
                 continue
+            detection, match = results[number - 1], taken.get(number)
+            overlaps = mask.iou([detection["bbox"]], [each["bbox"] for each in objects], [0] * len(objects))
+            overlap = np.max(overlaps, initial=0)
+            if match:
+                kind = CORRECT if match["category_id"] == detection["category_id"] else WRONG_CLASS
             else:
-                overlap = row[~crowd].max(initial=0)
-                kind = DUPLICATE if overlap >= iou else POOR_BOX if overlap >= _BACKGROUND_IOU else BACKGROUND
+                kind = DUPLICATE if overlap >= _IOU else POOR_BOX if overlap >= _BACKGROUND_IOU else BACKGROUND
             image.found.append(detection)
             image.kinds.append(kind)
             image.matched.append(match)
-        image.missed.extend(objects[index] for index in np.flatnonzero(free))
+        hit = {id(each) for each in image.matched}
+        image.missed.extend(each for each in objects if id(each) not in hit)
         return image
 
     def count_pairs(self, matches: Sequence[ImageMatches]) -> np.ndarray:

@@ -5,7 +5,6 @@ import io
 import json
 import os
 import shlex
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,27 +22,6 @@ from ..errors import ConfigError, DataError, MissingFileError, check_minimum, su
 from .detections import Detections, ImageMatches
 
 
-@dataclass(frozen=True)
-class ReportOptions:
-    """What a report shows.
-
-    Args:
-        images: number of images with predictions, and of those with errors.
-        iou: lowest IoU of a match, for confusion and errors.
-        score: lowest score of a detection, for confusion, errors and pictures.
-    """
-
-    images: int = 4
-    iou: float = 0.5
-    score: float = 0.5
-
-    def __post_init__(self) -> None:
-        check_minimum("--images", self.images)
-        for name, value, least in (("--iou", self.iou, 0.01), ("--score", self.score, 0)):
-            if not least <= value <= 1:
-                raise ConfigError(f"{name} ({value}): not between {least} and 1. Fix: give e.g. 0.5.")
-
-
 class RunFolder:
     """The folder of a training, or of an evaluation by ``--eval-only``.
 
@@ -52,22 +30,26 @@ class RunFolder:
 
     Args:
         folder: ``OUTPUT_DIR`` of the run.
-        options: what its report shows.
+        images: number of images that its report draws with predictions, and with errors.
+        score: lowest score of a detection, for confusion, errors and pictures.
 
     Raises:
         MissingFileError: the folder or its ``config.yaml`` does not exist.
-        ConfigError: the config cannot be read.
+        ConfigError: the config cannot be read, or a number is out of range.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], options: ReportOptions = ReportOptions()) -> None:
-        self.folder, self.options = Path(folder), options
-        configs = [place / "config.yaml" for place in (self.folder / "inference", self.folder)]
-        self.config_file = next(filter(Path.is_file, configs), None)
-        if self.config_file is None:
+    def __init__(self, folder: str | os.PathLike[str], images: int = 4, score: float = 0.5) -> None:
+        check_minimum("--images", images)
+        if not 0 <= score <= 1:
+            raise ConfigError(f"--score ({score}): not between 0 and 1. Fix: give e.g. 0.5.")
+        self.folder, self.images, self.score = Path(folder), images, score
+        trained, evaluated = (self.folder / place / "config.yaml" for place in (".", "inference"))
+        self.is_evaluated = evaluated.is_file()
+        self.config_file = evaluated if self.is_evaluated else trained
+        if not self.config_file.is_file():
             raise MissingFileError(
                 f"RUN_FOLDER ('{folder}'): no config.yaml. Fix: give the OUTPUT_DIR of a run of gw-detectron train."
             )
-        self.is_evaluated = self.config_file == configs[0]
         self.cfg: CfgNode = read_config(str(self.config_file))
 
     @cached_property
@@ -132,4 +114,4 @@ class RunFolder:
     @cached_property
     def matches(self) -> list[ImageMatches]:
         """The detections of every image, matched to its objects."""
-        return self.detections.match(self.options.iou, self.options.score)
+        return self.detections.match(self.score)

@@ -1,22 +1,22 @@
 """The sections of a report."""
 
 import contextlib
+import io
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from PIL import Image
 
-from ..checkpoint import RUN_RECORD, open_checkpoint
 from ..data.images import evenly_spread
 from ..errors import is_user_error
 from ..modeling import build_checked_model
 from ..norms import norm_summary
-from ..prediction.drawing import class_colors
 from .detections import KINDS, ImageMatches
-from .page import Picture, Section, Table
 from .run_folder import RunFolder
 
 _TASKS = {"bbox": "box", "segm": "mask", "keypoints": "keypoint"}
@@ -24,9 +24,60 @@ _METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl")  # COCO's summary begins 
 _KEYPOINT_METRICS = ("AP", "AP50", "AP75", "APm", "APl")  # small objects have no keypoints
 _THRESHOLDS = {"AP": None, "AP50": 0.5, "AP75": 0.75}
 _SEGMENTATION = {"sem_seg/mIoU": "mIoU", "panoptic_seg/PQ": "PQ"}
-_LEGEND = 12  # the most classes that a legend names
 _NUMBERED = 16  # the most rows of a confusion table whose cells show their number
 _LISTED = 15  # confusions in the table below it
+_LONGEST_SIDE = 960  # pixels of a photo in the page
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture of a report: file name, its content, a line below it, and the media type."""
+
+    file: str
+    data: bytes
+    caption: str = ""
+    media: str = "image/png"
+
+    @classmethod
+    def from_figure(cls, name: str, figure: Figure) -> "Picture":
+        """Render a figure as PNG."""
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=110, bbox_inches="tight")
+        return cls(f"{name}.png", buffer.getvalue())
+
+    @classmethod
+    def from_photo(cls, name: str, pixels: np.ndarray, caption: str) -> "Picture":
+        """Encode (H, W, 3) uint8 RGB as JPEG, a tenth of a PNG, with a longer side of at most 960."""
+        image = Image.fromarray(pixels)
+        image.thumbnail((_LONGEST_SIDE, _LONGEST_SIDE))
+        buffer = io.BytesIO()
+        image.save(buffer, format="JPEG", quality=88)
+        return cls(f"{name}.jpg", buffer.getvalue(), caption, "image/jpeg")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table; None in a cell is undefined, and floats have one decimal. Without a header it lists facts."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a report.
+
+    Args:
+        numbers: its entry in ``report.json``, where NaN becomes null.
+        text: a paragraph.
+        pictures: rows of pictures that stand side by side where the screen is wide enough.
+        tables: below the pictures.
+    """
+
+    numbers: Any = None
+    text: str = ""
+    pictures: Sequence[Sequence[Picture]] = ()
+    tables: Sequence[Table] = ()
 
 
 def _axes(width: float, height: float, **settings: Any) -> tuple[Figure, Axes]:
@@ -49,16 +100,12 @@ def summary(run: RunFolder) -> Section:
     with _missing_left_out():
         facts |= _progress(run)
     with _missing_left_out():
-        facts |= _origin(run)
-    cards = {f"{_TASKS[task]} AP": "-" if row["AP"] is None else f"{row['AP']:.1f}" for task, row in scores.items()}
-    cards |= {name: f"{facts[name]:.1f}" for name in _SEGMENTATION.values() if name in facts}
-    if "images_per_second" in facts:
-        cards |= {"iterations": f"{facts['iterations']:,}", "images/s": f"{facts['images_per_second']:.3g}"}
-    tables = [Table(["", ""], [(name.replace("_", " "), _text(value)) for name, value in facts.items()])]
+        facts["weights"] = run.weights
+    tables = [Table([], [(name.replace("_", " "), str(value)) for name, value in facts.items()])]
     if scores:
         rows = [[_TASKS[task], *map(row.get, _METRICS)] for task, row in scores.items()]
         tables.insert(0, Table([f"percent on {run.dataset}", *_METRICS], rows))
-    return Section({**facts, "scores": scores}, cards=cards, tables=tables)
+    return Section({**facts, "scores": scores}, tables=tables)
 
 
 @contextlib.contextmanager
@@ -83,37 +130,17 @@ def _scores(run: RunFolder) -> dict[str, dict[str, float | None]]:
 
 def _progress(run: RunFolder) -> dict[str, Any]:
     """Read iterations, speed and the scores of segmentation from the metrics."""
-    records, solver = run.metrics, run.cfg.SOLVER
-    facts: dict[str, Any] = {"iterations": records[-1]["iteration"] + 1}
-    # Detectron2 logs the last evaluation after MAX_ITER; REFERENCE_WORLD_SIZE scales it by the number of processes
-    if not solver.REFERENCE_WORLD_SIZE:
-        facts["iterations"] = min(facts["iterations"], solver.MAX_ITER)
+    iterations = max(each["iteration"] + 1 for each in run.metrics if "total_loss" in each)
+    facts: dict[str, Any] = {"iterations": iterations}
+    if times := [each["time"] for each in run.metrics if "time" in each]:
+        facts["seconds_per_iteration"] = round(statistics.median(times), 4)
     if not run.is_evaluated:
-        evaluated = [each["iteration"] + 1 for each in records if any(key.endswith("/AP") for key in each)]
-        if evaluated:
-            facts["evaluated_after_iteration"] = min(evaluated[-1], facts["iterations"])
-        last = {key: value for each in records for key, value in each.items()}
+        evaluated = [each["iteration"] + 1 for each in run.metrics if any(key.endswith("/AP") for key in each)]
+        if evaluated:  # Detectron2 logs the last evaluation after the last iteration
+            facts["evaluated_after_iteration"] = min(evaluated[-1], iterations)
+        last = {key: value for each in run.metrics for key, value in each.items()}
         facts |= {name: round(last[key], 1) for key, name in _SEGMENTATION.items() if key in last}
-    if times := [each["time"] for each in records if "time" in each]:
-        seconds = statistics.median(times)
-        facts["seconds_per_iteration"] = round(seconds, 4)
-        if not solver.REFERENCE_WORLD_SIZE:
-            facts["images_per_second"] = round(solver.IMS_PER_BATCH * solver.ACCUMULATE / seconds, 3)
     return facts
-
-
-def _origin(run: RunFolder) -> dict[str, Any]:
-    """Read weights, seed and versions from the checkpoint."""
-    facts = {"weights": run.weights}
-    record = open_checkpoint(run.weights).metadata.get(RUN_RECORD)
-    if isinstance(record, dict):  # else other software wrote the checkpoint
-        facts["start_weights"] = record.get("start_weights", {}).get("address", "random")
-        facts |= {key: record[key] for key in ("seed", "versions") if key in record}
-    return facts
-
-
-def _text(value: Any) -> str:
-    return ", ".join(f"{name} {each}" for name, each in value.items()) if isinstance(value, dict) else str(value)
 
 
 def curves(run: RunFolder) -> Section:
@@ -145,8 +172,8 @@ def _curve(run: RunFolder, name: str, label: str, wanted: Callable[[str], bool],
     return Picture.from_figure(f"curve_{name}", figure)
 
 
-def class_ap(run: RunFolder) -> Section:
-    """List and plot the AP of each class."""
+def average_precision(run: RunFolder) -> Section:
+    """List the AP of each class, and plot the mean precision over recall."""
     found = run.detections
     columns = {
         f"{_TASKS[task]} {metric}": 100 * found.precision(task, iou).mean(0)
@@ -163,69 +190,25 @@ def class_ap(run: RunFolder) -> Section:
         for index, (key, name) in enumerate(zip(found.category_ids, found.class_names, strict=True))
     ]
     text = f"{len(found.results)} detections on {len(found.truth.imgs)} images of {run.dataset}. AP in percent."
-    picture = Picture.from_figure("class_ap", _plot_ap(found.class_names, columns))
+    pictures = [Picture.from_figure(f"precision_{task}", _plot_precision(run, task)) for task in found.tasks]
     table = Table(list(rows[0]), [list(row.values()) for row in rows])
-    return Section(rows, text, pictures=[[picture]], tables=[table])
+    return Section(rows, text, pictures=[pictures], tables=[table])
 
 
-def _plot_ap(names: Sequence[str], columns: dict[str, np.ndarray]) -> Figure:
-    bars = {column.removesuffix(" AP"): values for column, values in columns.items() if column.endswith(" AP")}
-    order = np.argsort(np.nan_to_num(bars["box"], nan=-1))
-    places, height = np.arange(len(names)), 0.8 / len(bars)
-    figure, axes = _axes(6.5, 1.1 + 0.26 * len(names), xlabel="AP (%)", ylim=(-0.9, len(names) - 0.4))
-    for index, (label, values) in enumerate(bars.items()):
-        axes.barh(places - index * height, values[order], height, label=label)
-    axes.set_yticks(places - (len(bars) - 1) * height / 2, [names[index] for index in order])
-    axes.set_xlim(left=0)
-    axes.legend(fontsize="small", loc="lower right")
-    return figure
-
-
-def precision_recall(run: RunFolder) -> Section:
-    """Plot precision over recall: the mean for each IoU threshold, and each class."""
-    rows = [
-        [
-            Picture.from_figure(f"pr_{task}_mean", _plot_mean(run, task)),
-            Picture.from_figure(f"pr_{task}_classes", _plot_classes(run, task)),
-        ]
-        for task in run.detections.tasks
-    ]
-    return Section(pictures=rows)
-
-
-def _precision_axes(title: str) -> tuple[Figure, Axes]:
-    return _axes(5.5, 4, title=title, xlabel="recall", ylabel="precision", xlim=(0, 1), ylim=(0, 1.02))
-
-
-def _plot_mean(run: RunFolder, task: str) -> Figure:
-    found, params = run.detections, run.detections.scores[task].params
-    figure, axes = _precision_axes(f"{_TASKS[task]}, mean over classes")
-    for index, iou in enumerate(params.iouThrs):
-        shade = str(0.25 + 0.55 * index / len(params.iouThrs))
-        label = f"IoU {iou:.2f}" if index in (0, len(params.iouThrs) // 2, len(params.iouThrs) - 1) else None
-        axes.plot(params.recThrs, np.nanmean(found.precision(task, iou), axis=1), color=shade, label=label)
-    mean = np.nanmean(found.precision(task), axis=1)
-    axes.plot(params.recThrs, mean, color="tab:red", linewidth=2.2, label=f"mean, AP {100 * mean.mean():.1f}")
-    axes.legend(fontsize="small")
-    return figure
-
-
-def _plot_classes(run: RunFolder, task: str) -> Figure:
+def _plot_precision(run: RunFolder, task: str) -> Figure:
     found, recalls = run.detections, run.detections.scores[task].params.recThrs
-    figure, axes = _precision_axes(f"{_TASKS[task]}, IoU 0.5")
-    precision, colors = found.precision(task, 0.5), class_colors(found.metadata, range(len(found.class_names)))
-    for index, name in enumerate(found.class_names):
-        if not np.isnan(precision[0, index]):
-            label = f"{name}, AP50 {100 * precision[:, index].mean():.1f}"
-            axes.plot(recalls, precision[:, index], color=colors[index], label=label)
-    if len(axes.lines) <= _LEGEND:
-        axes.legend(fontsize="small")
+    title = f"{_TASKS[task]}, mean over classes"
+    figure, axes = _axes(5.5, 4, title=title, xlabel="recall", ylabel="precision", xlim=(0, 1), ylim=(0, 1.02))
+    for metric, iou in _THRESHOLDS.items():
+        mean = np.nanmean(found.precision(task, iou), axis=1)
+        axes.plot(recalls, mean, linewidth=2.2 if iou is None else 1.3, label=f"{metric} {100 * mean.mean():.1f}")
+    axes.legend(fontsize="small")
     return figure
 
 
 def confusion(run: RunFolder) -> Section:
     """Show which classes are taken for which, missed or found in the background."""
-    found, matches, options = run.detections, run.matches, run.options
+    found, matches = run.detections, run.matches
     table = found.count_pairs(matches)
     rows, columns = [*found.class_names, "background"], [*found.class_names, "missed"]
     kinds = {kind: sum(image.kinds.count(kind) for image in matches) for kind in KINDS}
@@ -235,11 +218,11 @@ def confusion(run: RunFolder) -> Section:
     order = np.argsort(-wrong, axis=None, kind="stable")[:_LISTED]
     places = zip(*np.unravel_index(order, wrong.shape), strict=True)
     pairs = [(rows[i], columns[j], int(wrong[i, j])) for i, j in places if wrong[i, j]]
-    numbers = {"iou": options.iou, "score": options.score, "kinds": kinds, "true": rows, "predicted": columns}
+    numbers = {"score": run.score, "kinds": kinds, "true": rows, "predicted": columns}
     text = (
-        f"Boxes of score {options.score:g} and more. Each takes, best score first, the free object of any class that "
-        f"it overlaps most, by an IoU of {options.iou:g} or more. A wrong box is a duplicate if its object is taken, a "
-        "poor box from an IoU of 0.1, and background below."
+        f"Boxes of score {run.score:g} and more. Each takes, best score first, the free object of any class that it "
+        "overlaps most, by an IoU of 0.5 or more. A wrong box is a duplicate if its object is taken, a poor box from "
+        "an IoU of 0.1, and background below."
     )
     tables = [
         Table(["", "boxes or objects"], list(kinds.items())),
@@ -277,14 +260,14 @@ def predictions(run: RunFolder) -> Section:
             _photo(run, f"image_{number}_truth", image, run.detections.objects(image.image_id), "ground truth"),
             _photo(run, f"image_{number}_found", image, image.found, "predictions"),
         ]
-        for number, image in enumerate(evenly_spread(images, run.options.images), 1)
+        for number, image in enumerate(evenly_spread(images, run.images), 1)
     ]
-    return Section(text=f"Ground truth, and detections of score {run.options.score:g} and more.", pictures=rows)
+    return Section(text=f"Ground truth, and detections of score {run.score:g} and more.", pictures=rows)
 
 
 def errors(run: RunFolder) -> Section:
     """Draw the missed objects and the wrong boxes of the images with the most of them."""
-    images = sorted(run.matches, key=lambda image: -len(image.missed) - len(image.wrong))[: run.options.images]
+    images = sorted(run.matches, key=lambda image: -len(image.missed) - len(image.wrong))[: run.images]
     pictures, numbers = [], []
     for number, image in enumerate(images, 1):
         if not image.missed and not image.wrong:
@@ -320,8 +303,7 @@ def _photo(
 SECTIONS: dict[str, Callable[[RunFolder], Section]] = {
     "Summary": summary,
     "Curves": curves,
-    "AP per class": class_ap,
-    "Precision and recall": precision_recall,
+    "AP per class": average_precision,
     "Confusion": confusion,
     "Predictions": predictions,
     "Errors": errors,

@@ -6,13 +6,9 @@ from typing import Any
 
 import numpy as np
 import yaml
-from detectron2.checkpoint import DetectionCheckpointer
 from PIL import Image, ImageDraw
 
-from gw_detectron.checkpoint import NORMS, NormRecord
-from gw_detectron.checkpoint.records import RUN_RECORD, RunRecord
 from gw_detectron.config import read_config
-from gw_detectron.modeling import build_checked_model
 
 from ..tiny_run import CONFIG, OPTS
 
@@ -24,7 +20,6 @@ def write_run(
     *,
     classes: int = 3,
     predict: bool = True,
-    weights: bool = False,
     config: Path = CONFIG,
     **options: Any,
 ) -> Path:
@@ -54,17 +49,10 @@ def write_run(
     ]
     records.append({"iteration": 40, "bbox/AP": 12.5, "bbox/APl": float("nan")})
     (folder / "metrics.json").write_text("\n".join(map(json.dumps, records)) + "\n")
-    (folder / "log.txt").write_text("[01/01] d2.engine.hooks INFO: Total training time: 0:00:20 (0:00:01 on hooks)\n")
     if predict:
         (folder / "inference").mkdir(exist_ok=True)
         results = _predictions(content)
         (folder / "inference" / "coco_instances_results.json").write_text(json.dumps(results))
-    if weights:
-        model = build_checked_model(cfg, "cpu")
-        checkpointer = DetectionCheckpointer(model, str(folder))
-        checkpointer.add_checkpointable(NORMS, NormRecord(model))
-        checkpointer.add_checkpointable(RUN_RECORD, RunRecord(cfg.dump(), 7))
-        checkpointer.save("model_final")
     return folder
 
 
