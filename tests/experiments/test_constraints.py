@@ -4,13 +4,12 @@ import csv
 import json
 
 import numpy as np
-import pytest
 import torch
 from detectron2.modeling import build_model
 from torch.autograd.functional import jacobian
 
 from experiments.__main__ import get_parser, main
-from experiments.feasibility import batch_constraints, group_constraints, max_groups, min_columns
+from experiments.feasibility import batch_constraints, group_constraints
 from experiments.norm_shapes import norm_shapes
 from gw_detectron.config import read_config
 from gw_detectron.norms.norm_listing import norm_rows
@@ -44,14 +43,6 @@ def test_the_number_of_constraints_is_the_rank_of_their_jacobian():
     d, m = 24, 2
     assert group_constraints(d, m, g, whiten=False).number == independent_equations(*[(1, 6)] * g * m)
     assert group_constraints(d, m, g, whiten=True).number == independent_equations(*[(g, 6)] * m)
-
-
-@pytest.mark.parametrize("d", [1, 2, 3, 5, 8, 27, 64, 256, 1000])
-def test_ranges_are_where_constraints_outnumber_variables(d):
-    assert min_columns(d) == next(m for m in range(1, 9999) if batch_constraints(d, m, d).feasible)
-    possible = [g for g in range(1, d + 1) if g * (g + 3) / 2 <= d]
-    assert max_groups(d, whiten=True) == max(possible, default=0)
-    assert max_groups(d, whiten=False) == max([g for g in range(1, d + 1) if 2 * g <= d], default=0)
 
 
 def test_shapes_are_those_of_a_real_batch():

@@ -34,10 +34,6 @@ def test_all_findings_hold(result):
     assert len(result.findings) == 6 and all(result.findings.values()), result.findings
 
 
-def test_statements_without_observations_are_left_out():
-    assert analyze_diversity(**SMALL | {"sizes": (8, 24), "examples": 480}).findings == {}
-
-
 def test_entropy_is_that_of_the_histogram():
     points = torch.rand(5000, 2, generator=torch.Generator().manual_seed(0)) ** 2 * 2 - 1
     counts, _, _ = np.histogram2d(*points.double().numpy().T, bins=50, range=[[-1, 1], [-1, 1]])
@@ -63,10 +59,3 @@ def test_the_pair_is_normalized_as_torch_does():
         if method == "GN":
             assert first // 4 == second // 4
     assert normalized_pair(x, "BN", 7, generator).shape == (56, 2)  # an incomplete batch is dropped
-
-
-def test_invalid_sizes():
-    with pytest.raises(ValueError, match=r"\[5\] are below 2 or do not divide"):
-        analyze_diversity(sizes=(2, 5, 8))
-    with pytest.raises(ValueError, match="at least 96 examples"):
-        analyze_diversity(examples=50)

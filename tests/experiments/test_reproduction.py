@@ -1,10 +1,6 @@
 """The rows of MODEL_ZOO.md are run, and only the numbers of unchanged runs become those of a row."""
 
 import json
-import os
-import signal
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -12,14 +8,15 @@ import torch
 
 from experiments import reproduce
 from experiments.reproduction import zoo_rows
-from experiments.reproduction.run_result import final_metrics, read_run
-from experiments.reproduction.zoo_rows import ZooRow, read_records, state_of
+from experiments.reproduction.run_result import read_run
+from experiments.reproduction.zoo_page import fill_page, table_rows
+from experiments.reproduction.zoo_rows import read_records
 from gw_detectron.config import read_config
-from gw_detectron.errors import ConfigError, DataError, MissingFileError
+from gw_detectron.errors import ConfigError, DataError
 from gw_detectron.model_zoo import get_config_file
 
-from ..tiny_run import OPTS, ROOT
-from ..tiny_run import dataset as tiny_dataset
+from ..coco_rows import LAYOUTS
+from ..tiny_run import ROOT
 
 CONFIG = "quick_schedules/faster_rcnn_R_18_FPN_GW_instant.yaml"
 OTHER = "quick_schedules/retinanet_R_18_FPN_GW_instant.yaml"
@@ -37,9 +34,6 @@ PAGE = f"""# Zoo
 | --- | --- |
 | [M](configs/{OTHER}) | |
 """
-
-
-# --- the result of a run --------------------------------------------------------------------------------
 
 
 def cfg_of(*options, config=CONFIG):
@@ -84,13 +78,6 @@ def test_changed_options_are_found(tmp_path, options, changed):
     assert changes_of(make_run(tmp_path / "run", cfg_of(*options))) == changed
 
 
-def test_changed_options_of_an_earlier_part_are_found(tmp_path):
-    part = {"config": cfg_of("SOLVER.IMS_PER_BATCH", 16), "processes": 1, "versions": {"commit": "d" * 40}}
-    folder = make_run(tmp_path / "run", earlier_parts=[part])
-    assert changes_of(folder) == {"SOLVER.IMS_PER_BATCH": "4 in the row, 16 here"}
-    assert read_run(CONFIG, 1, folder, "")["commits"] == ["d" * 40, "c" * 40]
-
-
 @pytest.mark.parametrize(
     ("norms", "processes", "changed"),
     [
@@ -107,29 +94,6 @@ def test_the_number_of_gpus_belongs_to_a_row_with_batch_statistics(tmp_path, nor
     folder = make_run(tmp_path / "run", norms=norms, processes=processes)
     assert changes_of(folder) == ({"--num-gpus": f"1 in the row, {processes} here"} if changed else {})
 
-
-def test_a_checkpoint_without_a_record_is_refused(tmp_path):
-    folder = make_run(tmp_path / "run")
-    torch.save({"model": {"a": torch.zeros(1)}}, folder / "model_final.pth")
-    with pytest.raises(ConfigError, match=r"model_final.pth': no record of its run. Fix: train it"):
-        read_run(CONFIG, 1, folder, "")
-
-
-def test_a_run_is_finished_after_its_last_evaluation(tmp_path):
-    folder = make_run(tmp_path / "run")
-    lines = (folder / "metrics.json").read_text().splitlines()
-    assert final_metrics(folder) == {"bbox/AP": 12.346, "bbox/AP50": 0.0}
-    periodic = '{"iteration": 4, "bbox/AP": 1.0}'
-    (folder / "metrics.json").write_text("\n".join([*lines[:-1], periodic, lines[-1][:20]]))  # killed while it wrote
-    assert final_metrics(folder) is None
-    (folder / "metrics.json").write_text('{"iteration": 10, "sem_seg/mIoU": 40.0}')
-    assert final_metrics(folder) == {}
-    assert state_of(ZooRow("run.yaml", 8), tmp_path) == "finished: no box AP"
-    (folder / "model_final.pth").unlink()
-    assert final_metrics(folder) is None
-
-
-# --- the tool -------------------------------------------------------------------------------------------
 
 TRAIN = """
 import os, shutil, sys
@@ -202,84 +166,76 @@ def test_dry_run_then_write(place, capsys):
     assert len(read_records(place / "data" / "r.jsonl")) == 1
 
 
-def test_a_changed_run_never_replaces_the_row(place):
+def test_a_folder_of_other_options_and_damaged_records_are_refused(place):
     make_run(place / "out" / CONFIG[:-5])
-    assert main(place, "--table", "9", "--write")
-    make_run(place / "short" / CONFIG[:-5], cfg_of("SOLVER.MAX_ITER", 5))
-    assert main(place, "--table", "9", "--write", "--output", place / "short")
-    first, second = read_records(place / "data" / "r.jsonl")
-    assert first["changes"] == {} and second["changes"] == {"SOLVER.MAX_ITER": "10 in the row, 5 here"}
-    assert "## Runs with changed options" in (place / "ZOO.md").read_text()
-
-
-def test_a_folder_of_other_options_is_not_continued(place):
-    make_run(place / "out" / CONFIG[:-5])
-    with pytest.raises(ConfigError, match=r"was run with other options: SOLVER.MAX_ITER 10 in the folder, 5 here"):
+    with pytest.raises(ConfigError, match=r"SOLVER\.MAX_ITER"):
         main(place, "--table", "9", "--gpus", 0, "SOLVER.MAX_ITER", 5)
-
-
-@pytest.mark.parametrize(
-    ("words", "error", "message"),
-    [
-        (["--table", "7"], ConfigError, r"--table \('7'\): no heading in .* Fix: give 4, 5 or a heading"),
-        (["--table", "9", "--rows", "*", "x*"], ConfigError, r"--rows \('x\*'\): none in this table"),
-        (["--table", "9", "--gpus", "-1"], ConfigError, r"--gpus \(-1\): negative"),
-        (["--table", "9", "--write", "SEED", "1"], ConfigError, "SEED 1: --write runs nothing"),
-        (["--table", "9", "--zoo", "none.md"], MissingFileError, r"--zoo \('none.md'\): file not found"),
-    ],
-)
-def test_wrong_flags(place, words, error, message):
-    with pytest.raises(error, match=message):
-        main(place, *words)
-
-
-def test_a_damaged_record_is_named(place):
-    make_run(place / "out" / CONFIG[:-5])
     (place / "data").mkdir()
     (place / "data" / "r.jsonl").write_text('{"config": "a"}\n')
-    with pytest.raises(DataError, match=r"r.jsonl', line 1: not the result of a run: KeyError"):
+    with pytest.raises(DataError, match=r"r\.jsonl', line 1"):
         main(place, "--table", "9", "--write")
-    assert "12.35" not in (place / "ZOO.md").read_text()
+    with pytest.raises(ConfigError, match=r"--table \('7'\)"):
+        main(place, "--table", "7")
 
 
-# --- a real run -----------------------------------------------------------------------------------------
+ZOO_PAGE = f"""# Zoo
+
+## Quick rows (Table 9)
+
+| Config, 8 GPUs | Config, one GPU | AP, paper | AP, ours, 8 GPUs | AP75, ours, one GPU |
+| --- | --- | --- | --- | --- |
+| [A](configs/a.yaml) | [B](configs/{CONFIG}) | 1.00 | | 7.77 |
+| Detectron2's | `c` | - | | |
+
+## Masks
+
+| Config | box AP / AP50, paper | box AP, ours | mask AP, ours |
+| :--- | --- | --- | ---: |
+| [M](configs/{OTHER}) | 2.00 / 3.00 | | |
+
+## The end
+"""
 
 
-DEMO = "quick_schedules/mask_rcnn_R_18_FPN_GW_demo.yaml"
+def run(config=CONFIG, changes=None, **metrics):
+    metrics = {name.replace("_", "/"): value for name, value in metrics.items()}
+    versions = {"torch": "2", "detectron2": "0.5", "gpu": "H100"}
+    fixed = {"commits": ["a" * 40, "b" * 40 + "-dirty"], "versions": versions, "processes": 8, "seconds": 5400.0}
+    return {"config": config, "changes": changes or {}, "log": "out/log.txt", **fixed, **metrics}
 
 
-@pytest.mark.slow
-def test_a_killed_training_is_continued(tmp_path, monkeypatch, capsys):
-    page = f"## Demo (Table 1)\n\n| Config | mask AP, ours |\n| --- | --- |\n| [M](configs/{DEMO}) | |\n"
-    (tmp_path / "ZOO.md").write_text(page)
-    monkeypatch.setattr(zoo_rows, "_TRAIN", (str(ROOT / "tests" / "tiny_run.py"), str(ROOT / "tools" / "train_net.py")))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    options = OPTS | {"SOLVER.MAX_ITER": 40, "SOLVER.STEPS": "(30,)", "SOLVER.CHECKPOINT_PERIOD": 10}
-    words = ["--table", "1", "--gpus", 0, *(word for pair in options.items() for word in pair)]
-    folder = tmp_path / "out" / DEMO[:-5]
-    start_python = zoo_rows.start_python
-
-    def killed_after_a_checkpoint(*args):
-        process = start_python(*args)
-        threading.Thread(target=_kill, args=(process.pid, folder / "last_checkpoint"), daemon=True).start()
-        return process
-
-    with tiny_dataset(tmp_path / "data"):
-        monkeypatch.setenv("DETECTRON2_DATASETS", str(tmp_path / "data"))
-        with monkeypatch.context() as patch:
-            patch.setattr(zoo_rows, "start_python", killed_after_a_checkpoint)
-            assert not main(tmp_path, *words)
-        assert f"FAILED {DEMO[:-5]}: exit status -9" in capsys.readouterr().out
-        assert main(tmp_path, *words)
-    assert f"start {DEMO[:-5]}, continues from model_00000" in capsys.readouterr().out
-    assert main(tmp_path, "--table", "1", "--write")
-    (record,) = read_records(tmp_path / "data" / "r.jsonl")
-    assert record["processes"] == 1 and record["versions"]["torch"] == torch.__version__ and record["seconds"] > 0
-    assert {"SOLVER.MAX_ITER", "MODEL.FPN.OUT_CHANNELS"} <= record["changes"].keys()
-    assert f"| [M](configs/{DEMO}) | |\n" in (tmp_path / "ZOO.md").read_text()  # the options were changed
+def test_numbers_go_to_their_cells_and_nothing_else_changes():
+    runs = [run(bbox_AP=38.126, bbox_AP75=41.0), run(OTHER, bbox_AP=44.4, segm_AP=39.0)]
+    filled = fill_page(ZOO_PAGE, runs)
+    old, new = ZOO_PAGE.splitlines(), filled.splitlines()
+    assert [(a, b) for a, b in zip(old, new, strict=False) if a != b] == [
+        (
+            f"| [A](configs/a.yaml) | [B](configs/{CONFIG}) | 1.00 | | 7.77 |",
+            f"| [A](configs/a.yaml) | [B](configs/{CONFIG}) | 1.00 | | 41.00 |",
+        ),
+        (f"| [M](configs/{OTHER}) | 2.00 / 3.00 | | |", f"| [M](configs/{OTHER}) | 2.00 / 3.00 | 44.40 | 39.00 |"),
+    ]
+    assert new[len(old) + 1] == '## Runs behind the columns "ours"'
+    row = next(line for line in new if line.startswith("| [quick_schedules/faster"))
+    assert row.endswith(
+        "| 38.13 | | aaaaaaaaaa, bbbbbbbbbb with local changes | 8 x H100 | 1.5 h | torch 2, detectron2 0.5 "
+        "| `out/log.txt` |"
+    )
+    assert fill_page(filled, runs) == filled
+    assert fill_page(filled, []) == ZOO_PAGE.replace("7.77 |", "|")  # a number without a record is removed
 
 
-def _kill(process: int, checkpoint: Path) -> None:
-    while not checkpoint.exists():
-        time.sleep(0.02)
-    os.kill(process, signal.SIGKILL)
+def test_a_changed_run_has_a_table_of_its_own():
+    changed = run(changes={"SOLVER.MAX_ITER": "10 in the row, 3 here"}, bbox_AP75=55.0, bbox_AP=56.0)
+    page = fill_page(ZOO_PAGE, [changed])
+    assert "55.00" not in page and "Runs behind" not in page
+    assert "| 56.00 | | `SOLVER.MAX_ITER`: 10 in the row, 3 here |" in page.split("## Runs with changed options")[1]
+    both = fill_page(page, [changed, run(bbox_AP75=41.0)])
+    assert "| 41.00 |\n" in both and both.index("Runs behind") < both.index("changed options")
+
+
+def test_model_zoo_follows_from_the_records():
+    """A number that was typed in, or a record that was not written, is found here."""
+    page = (ROOT / "MODEL_ZOO.md").read_text()
+    assert fill_page(page, read_records(ROOT / "docs" / "data" / "reproduced.jsonl")) == page
+    assert {f"{name}.yaml" for name in LAYOUTS} <= set(table_rows(page, ""))
