@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from gw_detectron.engine import Trainer
 from gw_detectron.export import Normalization, export_backbone
-from gw_detectron.export.exported_file import open_exported
+from gw_detectron.export.run_exported import open_exported
 from gw_detectron.model_zoo import get_config
 from gw_detectron.modeling import gw_resnet
 from gw_detectron.weights.architecture import Architecture

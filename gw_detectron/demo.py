@@ -16,8 +16,7 @@ from .engine.train import prepare, run_config
 from .engine.trainer import Trainer
 from .errors import ConfigError
 from .export import Normalization, export_backbone
-from .export.backbone import FORMATS
-from .export.parity_files import REPORT_FILES
+from .export.report_files import REPORT_FILES
 from .installation import require_packages
 from .report import PAGE, write_report
 
@@ -88,4 +87,4 @@ def _check_results_can_be_written(cfg: CfgNode) -> None:
         raise ConfigError(
             f"DATASETS.TEST ({list(cfg.DATASETS.TEST)}): the demo evaluates one dataset. Fix: name exactly one."
         )
-    check_replaceable(Path(cfg.OUTPUT_DIR, "backbone"), (FORMATS["pt2"][0], *REPORT_FILES))
+    check_replaceable(Path(cfg.OUTPUT_DIR, "backbone"), ("backbone.pt2", *REPORT_FILES))

@@ -26,7 +26,7 @@ WEIGHTS_TOOLS = {
     "unchecked": "train_net.py --config-file {config} --ignore-preflight MODEL.WEIGHTS {weights} OUTPUT_DIR {folder}/o",
     "resume": "train_net.py --config-file {config} --resume OUTPUT_DIR {folder}",
     "demo": "demo.py --config-file {config} MODEL.WEIGHTS {weights} OUTPUT_DIR {folder}/out",
-    "export backbone": "export_backbone.py --config-file {config} --weights {weights} --output {folder}/out",
+    "export backbone": "export_model.py --backbone --config-file {config} --weights {weights} --output {folder}/out",
     "export model": "export_model.py --config-file {config} --weights {weights} --image no.png --output {folder}/out",
     "convert": "convert_weights.py {weights} {folder}/converted.pkl",
     "verify": "verify_weights.py {weights}",
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("small_dataset")
 def run_tool(line, monkeypatch, **values):
     """Run a tool in this process; return its exit status and error output."""
     tool, *words = (word.format(**values) for word in line.split())
-    opts = WORDS if tool in ("train_net.py", "demo.py", "export_backbone.py", "export_model.py") else []
+    opts = WORDS if tool in ("train_net.py", "demo.py", "export_model.py") else []
     monkeypatch.setattr(sys, "argv", [tool, *words, *opts])
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors), pytest.raises(SystemExit) as ended:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Export a whole detector; the same as `gw-detectron export`."""
+"""Export a detector or a backbone; the same as `gw-detectron export`."""
 
 from gw_detectron.commands import run
 

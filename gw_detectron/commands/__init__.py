@@ -1,6 +1,6 @@
 """The ``gw-detectron`` command. The scripts in tools/ run the same commands.
 
-Each module of this folder except ``export_flags.py`` is a command: ``get_parser()`` returns its flags, and
+Each module of this folder is a command: ``get_parser()`` returns its flags, and
 ``main(args)`` calls the package and prints. The exit status is 0, 1 after an error or if ``main`` returns False, and 2
 after unusable flags.
 """
@@ -30,8 +30,7 @@ COMMANDS = {
     "eval": Command("train", "evaluate a trained detector", {"evaluation": True}),
     "predict": Command("predict", "find objects on images, folders and videos"),
     "report": Command("report", "write a page about a run: scores, curves, errors"),
-    "export": Command("export_model", "write a whole detector as pt2, ONNX or TorchScript"),
-    "export-backbone": Command("export_backbone", "write a backbone as pt2, ONNX, TorchScript or safetensors"),
+    "export": Command("export", "write a detector or a backbone as pt2, ONNX or safetensors"),
     "convert": Command("convert_weights", "convert ImageNet weights for a Detectron2 backbone"),
     "verify": Command("verify_weights", "compare weights in two implementations of the network"),
     "describe": Command("describe_checkpoint", "show what a checkpoint or weight file records"),

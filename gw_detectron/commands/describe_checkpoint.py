@@ -8,7 +8,7 @@ from pathlib import Path
 from ..checkpoint.describe import describe_checkpoint, format_config, format_description
 from ..cli import new_parser, print_page
 from ..errors import ConfigError, MissingFileError
-from ..export.exported_file import OPENERS
+from ..export.run_exported import OPENERS
 
 
 def get_parser() -> argparse.ArgumentParser:

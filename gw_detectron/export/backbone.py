@@ -1,28 +1,129 @@
-"""Export a backbone, with or without FPN."""
+"""Export a backbone, with or without FPN, and compare its feature maps with the model's."""
 
+import copy
+import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+from detectron2.config import CfgNode
 from detectron2.modeling import FPN, Backbone
+from torch import Tensor, nn
+from torch.export import Dim
 
 from ..atomic import atomic_folder
-from ..errors import ExportError
+from ..errors import ConfigError, ExportError, ParityError
+from ..layers import use_backend
 from ..norms.norm_listing import norm_counts
 from ..progress import steps
-from .feature_extractor import FeatureExtractor, Normalization
-from .formats import Written, write_onnx, write_pt2, write_torchscript
-from .parity import TOLERANCE, check_parity, worst_relative
-from .parity_files import REPORT_FILES, write_parity_files
-from .safetensors_writer import LAYOUTS, write_safetensors
+from .formats import FORMATS, LAYOUTS, write_program, write_safetensors
+from .report_files import REPORT_FILES, write_report_files
+from .run_exported import ExportedFile
 
-#: format -> file name and writer
-FORMATS: dict[str, tuple[str, Callable[..., Written]]] = {
-    "pt2": ("backbone.pt2", write_pt2),
-    "onnx": ("backbone.onnx", write_onnx),
-    "torchscript": ("backbone.ts", write_torchscript),
-    "safetensors": ("backbone.safetensors", write_safetensors),
-}
+#: largest allowed difference of a feature map, relative to the map's largest value
+TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class Normalization:
+    """Image normalization of a model: ``(pixels - mean) / std``.
+
+    Args:
+        channels: color order, ``RGB`` or ``BGR``.
+        pixel_mean: one mean per channel, for pixels of 0 to 255.
+        pixel_std: one divisor per channel.
+        inside: True if the exported function normalizes pixels itself; False if it takes normalized images.
+
+    Raises:
+        ConfigError: the values are not those of a color image.
+    """
+
+    channels: str
+    pixel_mean: tuple[float, ...]
+    pixel_std: tuple[float, ...]
+    inside: bool = False
+
+    def __post_init__(self) -> None:
+        if self.channels not in ("RGB", "BGR"):
+            raise ConfigError(f"INPUT.FORMAT ({self.channels!r}): cannot be exported. Fix: use RGB or BGR.")
+        for key, values in (("MODEL.PIXEL_MEAN", self.pixel_mean), ("MODEL.PIXEL_STD", self.pixel_std)):
+            if len(values) != 3 or not all(map(math.isfinite, values)) or (key.endswith("STD") and 0 in values):
+                raise ConfigError(
+                    f"{key} ({values}): expected three finite numbers, not 0 for a std. Fix: use those of the training."
+                )
+
+    @classmethod
+    def from_config(cls, cfg: CfgNode, *, inside: bool = False) -> "Normalization":
+        """Read ``INPUT.FORMAT``, ``MODEL.PIXEL_MEAN`` and ``MODEL.PIXEL_STD``."""
+        return cls(cfg.INPUT.FORMAT, tuple(cfg.MODEL.PIXEL_MEAN), tuple(cfg.MODEL.PIXEL_STD), inside)
+
+    def describe(self, name: str, shape: list, multiple_of: int = 1, smallest_side: int = 1) -> dict[str, Any]:
+        """Describe an input tensor as plain values, for metadata and reports."""
+        sizes = {"multiple_of": multiple_of, "smallest_side": smallest_side}
+        return {"name": name, "type": "float32", "shape": shape, **asdict(self), **sizes}
+
+
+class FeatureExtractor(nn.Module):
+    r"""Copy of a backbone in evaluation mode, on the CPU, in float32.
+
+    .. math:: (p_2, p_3, \dots) = f(x) \quad \text{or} \quad f((\mathrm{pixels} - \mathrm{mean}) / \mathrm{std})
+
+    Args:
+        backbone: a Detectron2 backbone; it is copied and not changed.
+        normalization: how images become its input.
+
+    Shape: (N, 3, H, W) -> a tuple of (N, C_i, H / stride_i, W / stride_i) in the order of :attr:`names`.
+    """
+
+    pixel_mean: Tensor
+    pixel_std: Tensor
+
+    def __init__(self, backbone: Backbone, normalization: Normalization) -> None:
+        super().__init__()
+        self.normalization = normalization
+        self.backbone: Backbone = copy.deepcopy(backbone).cpu().float().eval().requires_grad_(False)
+        self._outputs = {name: (shape.channels, shape.stride) for name, shape in backbone.output_shape().items()}
+        #: names of the feature maps, in output order
+        self.names = list(self._outputs)
+        #: number of pixels that height and width must be a multiple of
+        self.multiple = max(1, self.backbone.size_divisibility)
+        #: smallest height and width; torch.export specializes dimensions of size one, so every feature map is larger
+        largest_stride = max(stride for _, stride in self._outputs.values())
+        self.smallest_side = (largest_stride // self.multiple + 1) * self.multiple
+        for name in ("pixel_mean", "pixel_std"):
+            values = torch.tensor(getattr(normalization, name), dtype=torch.float32)
+            self.register_buffer(name, values.reshape(1, -1, 1, 1), persistent=False)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        if self.normalization.inside:
+            images = (images - self.pixel_mean) / self.pixel_std
+        features = self.backbone(images)
+        return tuple(features[name] for name in self.names)
+
+    def sample(self, batch: int, rows: int, columns: int, seed: int = 0) -> Tensor:
+        """Draw random input images; their sides exceed the smallest by multiples of 32 pixels."""
+        height, width = (self.smallest_side + count * max(32, self.multiple) for count in (rows, columns))
+        pixels = 255 * torch.rand(batch, 3, height, width, generator=torch.Generator().manual_seed(seed))
+        return pixels if self.normalization.inside else (pixels - self.pixel_mean) / self.pixel_std
+
+    def sample_inputs(self) -> dict[str, Tensor]:
+        """Draw the input for the export."""
+        return {"images": self.sample(2, 1, 2)}
+
+    def dynamic_shapes(self) -> dict[str, Any]:
+        """Return the free dimensions of the input, for torch.export."""
+        # dimensions as multiples tell torch.export that the levels of an FPN fit each other
+        height, width = (Dim(name, min=self.smallest_side // self.multiple) for name in ("height", "width"))
+        return {"images": {0: Dim("batch", min=1), 2: self.multiple * height, 3: self.multiple * width}}
+
+    def describe(self) -> dict[str, Any]:
+        """Describe input and outputs as plain values, for metadata and reports."""
+        return {
+            "input": self.normalization.describe("images", ["N", 3, "H", "W"], self.multiple, self.smallest_side),
+            "outputs": {name: {"channels": c, "stride": s} for name, (c, s) in self._outputs.items()},
+        }
 
 
 def export_backbone(
@@ -34,7 +135,6 @@ def export_backbone(
     fpn: bool | None = None,
     layout: str = "detectron2",
     source: Mapping[str, str] | None = None,
-    card: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Export a backbone and check the numbers of the exported file.
 
@@ -47,13 +147,11 @@ def export_backbone(
         output: the folder to create. It may exist if it is empty or holds an earlier export in the same format, which
             is replaced.
         normalization: how images become the backbone's input, and whether the exported function does it.
-        file_format: ``pt2`` (torch.export), ``onnx``, ``torchscript`` (a trace; deprecated in torch) or
-            ``safetensors`` (weights only). The first three take any batch size, height and width.
+        file_format: ``pt2`` (torch.export), ``onnx``, or ``safetensors`` (weights only). The first two take any batch
+            size, height and width.
         fpn: False exports the ResNet below the FPN; True requires an FPN; None takes the backbone as it is.
-        layout: tensor names of ``safetensors``: ``detectron2``, or ``torchvision`` or ``timm`` for a ResNet without
-            FPN.
+        layout: tensor names of ``safetensors``: ``detectron2``, or ``torchvision`` for a ResNet without FPN.
         source: origin of the weights, copied to ``parity.json``.
-        card: the result of :func:`.card_facts`: ``README.md`` becomes a model card.
 
     Returns:
         Input, outputs, differences from the model at two batch sizes and two image sizes, versions, SHA-256.
@@ -64,33 +162,71 @@ def export_backbone(
         OutputFolderError: ``output`` holds other files.
         MissingPackageError: a package that the format needs is not installed.
     """
-    _check_arguments(file_format, layout, normalization)
+    for name, value, allowed in (("file_format", file_format, FORMATS), ("layout", layout, LAYOUTS)):
+        if value not in allowed:
+            raise ExportError(f"{name} ({value!r}): unknown. Fix: use one of {', '.join(allowed)}.")
+    if file_format == "safetensors" and normalization.inside:
+        raise ExportError("file_format ('safetensors'): weights cannot normalize pixels. Fix: leave out --pixels.")
+    if file_format != "safetensors" and layout != "detectron2":
+        raise ExportError(f"layout ('{layout}'): {file_format} has no layouts. Fix: use --format safetensors.")
     if fpn and not isinstance(backbone, FPN):
         raise ExportError(f"fpn (True): the backbone is a {type(backbone).__name__} without FPN. Fix: use --no-fpn.")
     if fpn is False and isinstance(backbone, FPN):
         backbone = backbone.bottom_up
     if layout != "detectron2" and isinstance(backbone, FPN):
-        raise ExportError(f"layout ('{layout}'): {layout}'s ResNet has no FPN. Fix: use --no-fpn.")
+        raise ExportError(f"layout ('{layout}'): torchvision's ResNet has no FPN. Fix: use --no-fpn.")
 
-    file, write = FORMATS[file_format]
-    options = {"layout": layout} if file_format == "safetensors" else {}
+    file = f"backbone.{file_format}"
     extractor = FeatureExtractor(backbone, normalization)
     with steps(2) as begin, atomic_folder(output, (file, *REPORT_FILES)) as folder:
         begin(f"writing {file}")
-        written, entries = write(extractor, folder / file, **options)
+        if file_format == "safetensors":
+            written, entries = write_safetensors(extractor, folder / file, layout)
+        else:
+            written, entries = write_program(extractor, folder / file)
         begin("comparing feature maps with the model's")
-        cases = check_parity(extractor, written.run)
+        cases = _check_features(extractor, written)
+        worst = max(level["relative"] for case in cases for level in case["levels"].values())
         entries |= {**written.description, "norm_layers": norm_counts(backbone)}
-        entries |= {"tolerance": TOLERANCE, "worst_relative": worst_relative(cases), "cases": cases}
-        return write_parity_files(folder / file, file_format, entries, source, card)
+        entries |= {"tolerance": TOLERANCE, "worst_relative": worst, "cases": cases}
+        return write_report_files(folder / file, entries, source)
 
 
-def _check_arguments(file_format: str, layout: str, normalization: Normalization) -> None:
-    for name, value, allowed in (("file_format", file_format, FORMATS), ("layout", layout, LAYOUTS)):
-        if value not in allowed:
-            raise ExportError(f"{name} ({value!r}): unknown. Fix: use one of {', '.join(allowed)}.")
-    if file_format == "safetensors":
-        if normalization.inside:
-            raise ExportError("file_format ('safetensors'): weights cannot normalize pixels. Fix: leave out --pixels.")
-    elif layout != "detectron2":
-        raise ExportError(f"layout ('{layout}'): {file_format} has no layouts. Fix: use --format safetensors.")
+def _check_features(extractor: FeatureExtractor, file: ExportedFile) -> list[dict[str, Any]]:
+    """Compare feature maps at two batch sizes and two image sizes, none of them the size used for tracing.
+
+    The model runs the reference backend, which is the exported one, so that the difference shows the export alone.
+    """
+    cases = []
+    for batch in (1, 3):
+        for rows, columns in ((0, 3), (2, 0)):
+            images = extractor.sample(batch, rows, columns, seed=1)
+            with torch.no_grad(), use_backend("reference"):
+                expected, found = extractor(images), file.run(images)
+            maps = zip(extractor.names, found, expected, strict=True)
+            levels = {name: compare_features(name, a, b) for name, a, b in maps}
+            cases.append({"batch": batch, "height": images.shape[2], "width": images.shape[3], "levels": levels})
+    return cases
+
+
+def compare_features(name: str, found: Tensor, expected: Tensor) -> dict[str, Any]:
+    r"""Return shape, ``max_abs`` and ``relative`` :math:`= \max |a - b| / \max |b|` of a feature map.
+
+    Raises:
+        ParityError: the relative difference is above :data:`TOLERANCE`, or the shape differs.
+        ExportError: ``expected`` holds NaN or infinity.
+    """
+    if not torch.isfinite(expected).all():
+        raise ExportError(f"model: {name} holds NaN or infinity. Fix: check the weights before you export them.")
+    relative = max_abs = math.inf
+    if found.shape == expected.shape:
+        scale = expected.double().abs().max().item()
+        max_abs = (found.double() - expected.double()).abs().max().item()
+        relative = max_abs / scale if scale else math.inf if max_abs else 0.0
+    if not relative <= TOLERANCE:  # also for NaN
+        raise ParityError(
+            f"exported file: {name} {list(found.shape)} differs from the model's {list(expected.shape)} by "
+            f"{relative:.1e} of its largest value, allowed is {TOLERANCE:g}; nothing was written. "
+            "Fix: export in another format."
+        )
+    return {"shape": list(expected.shape), "max_abs": max_abs, "relative": relative}

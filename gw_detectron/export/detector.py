@@ -1,40 +1,75 @@
-"""Export a whole detector and check what it finds."""
+"""Export a whole detector, and compare its detections and AP with the model's."""
 
+import contextlib
+import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
+import numpy as np
+import torch
+import torch.nn.functional as F
 from detectron2.config import CfgNode
+from detectron2.data import DatasetCatalog, DatasetMapper, build_detection_test_loader
 from detectron2.data.detection_utils import convert_PIL_to_numpy
-from detectron2.modeling import GeneralizedRCNN
+from detectron2.evaluation import COCOEvaluator
+from detectron2.structures import Instances
 from torch import Tensor, nn
+from torchvision.ops import box_iou
 
 from ..atomic import atomic_folder
 from ..data.class_metadata import class_metadata
+from ..data.dataset_mapper import ImageNamingMapper
 from ..data.images import channels_first, evaluation_input, read_image, synthetic_images
-from ..errors import ExportError
+from ..errors import ConfigError, ExportError, ParityError, similar_names
 from ..norms.norm_listing import norm_counts
 from ..progress import steps
-from .detection import (
-    DetectorProgram,
-    EvaluationImages,
-    OneImageProgram,
-    RCNNProgram,
-    RetinaNetProgram,
-    check_detections,
-    check_supported,
-    compare_accuracy,
-)
-from .formats import write_onnx, write_pt2, write_torchscript
-from .parity_files import REPORT_FILES, write_parity_files
+from .base import DetectorProgram
+from .formats import DETECTOR_FORMATS, write_program
+from .meta_arch import detector_program
+from .one_image import OneImageProgram
+from .report_files import REPORT_FILES, write_report_files
+from .run_exported import ExportedFile, detect, postprocess
 
-#: format -> file name and writer
-DETECTOR_FORMATS = {
-    "pt2": ("model.pt2", write_pt2),
-    "onnx": ("model.onnx", write_onnx),
-    "torchscript": ("model.ts", write_torchscript),
-}
+#: largest allowed differences: of a coordinate in pixels, a score, and a mask's probability or share of pixels
+TOLERANCES = {"boxes": 0.05, "scores": 1e-3, "masks": 0.01}
+#: allowed share of detections without counterpart: NMS may decide near ties differently after a rounding
+UNMATCHED = 0.02
+#: largest allowed difference of an AP in percent; resizing inside the file costs up to 0.03
+AP_TOLERANCE = 0.1
+_SAME = 0.9  # IoU above which two boxes of a class are the same detection
 _CANDIDATES = 8  # images, of which the one with the most detections is compared
+
+
+@dataclass(frozen=True)
+class EvaluationImages:
+    """Annotated images of a registered dataset, as evaluation reads them.
+
+    Args:
+        dataset: its registered name.
+        inputs: the model inputs of Detectron2's test loader.
+    """
+
+    dataset: str
+    inputs: list[dict[str, Any]]
+
+    @classmethod
+    def load(cls, cfg: CfgNode, dataset: str, count: int) -> "EvaluationImages":
+        """Read the first images of a dataset.
+
+        Raises:
+            ConfigError: the dataset is not registered, or the count is below 1.
+            RecordError: an image or its record cannot be used.
+        """
+        if dataset not in DatasetCatalog.list():
+            similar = similar_names(dataset, DatasetCatalog.list())
+            raise ConfigError(f"dataset ({dataset!r}): not registered.{similar} Fix: give a registered dataset.")
+        if count < 1:
+            raise ConfigError(f"images ({count}): expected at least 1. Fix: give a number of images, e.g. 100.")
+        loader = build_detection_test_loader(cfg, dataset, mapper=ImageNamingMapper(DatasetMapper(cfg, False)))
+        return cls(dataset, [item for batch in islice(loader, count) for item in batch])
 
 
 def export_detector(
@@ -51,31 +86,29 @@ def export_detector(
     class_names: Sequence[str] | None = None,
     category_ids: Sequence[int] | None = None,
     source: Mapping[str, str] | None = None,
-    card: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Export a Faster R-CNN, Mask R-CNN or RetinaNet with FPN, and compare its detections with the model's.
 
-    The exported function is that of :class:`.DetectorProgram`: any number of images of any size, padded to one tensor;
-    or that of :class:`.OneImageProgram`: one image of any size, which it resizes as evaluation does. It needs neither
-    Detectron2 nor this package. The folder ``output`` gets the file, ``parity.json`` (the return value) and
-    ``README.md`` (code that loads the file), all or none.
+    The exported function is a :class:`.DetectorProgram`: any number of images of any size, padded to one tensor; or a
+    :class:`.OneImageProgram`: one image of any size, which it resizes as evaluation does. It needs neither Detectron2
+    nor this package. The folder ``output`` gets the file, ``parity.json`` (the return value) and ``README.md`` (code
+    that loads the file), all or none.
 
     Args:
         model: the detector with its weights; it is copied and not changed.
         output: the folder to create. It may exist if it is empty or holds an earlier export in the same format.
-        file_format: ``pt2`` (torch.export), ``onnx`` or ``torchscript`` (a trace; deprecated in torch).
-        detections: rows of an image, by default ``TEST.DETECTIONS_PER_IMAGE`` of the model.
-        image: pixels of 0 to 255 in the model's channel order, (3, H, W), best with many objects, for the comparison.
-            By default a drawn scene, or that of the first images of ``evaluation`` with more detections.
-        evaluation: annotated images, of which the AP of model and file is computed.
+        file_format: ``pt2`` (torch.export) or ``onnx``.
+        detections: rows per image, default: ``TEST.DETECTIONS_PER_IMAGE`` of the model.
+        image: pixels of 0 to 255 in the model's channel order, (3, H, W), to compare on; best with many objects.
+            Default: a drawn scene, or one of the first images of ``evaluation`` with more detections.
+        evaluation: annotated images on which the AP of model and file is compared.
         sides: shorter and longest side to which evaluation resizes images. With ``one_image``, the file does it; else
             ``README.md`` names them.
-        one_image: whether the file takes one image in its original size; not for ``torchscript``.
-        paste_masks: whether masks are binary and as large as the image; with ``one_image`` alone.
+        one_image: whether the file takes one image in its original size.
+        paste_masks: whether masks are binary and as large as the image; only with ``one_image``.
         class_names: names of the classes, written into the file.
         category_ids: ids of the classes in annotation files, written into the file.
         source: origin of the weights, copied to ``parity.json``.
-        card: the result of :func:`.card_facts`: ``README.md`` becomes a model card.
 
     Raises:
         ExportError: an argument is out of range, or a part of the detector cannot be exported.
@@ -85,16 +118,19 @@ def export_detector(
     """
     if file_format not in DETECTOR_FORMATS:
         raise ExportError(f"file_format ({file_format!r}): unknown. Fix: use one of {', '.join(DETECTOR_FORMATS)}.")
-    _check_one_image(file_format, one_image, paste_masks, sides)
+    if paste_masks and not one_image:
+        raise ExportError("paste_masks (True): images of a batch differ in size. Fix: add one_image (--one-image).")
+    if one_image and sides is None:
+        raise ExportError("sides (None): one_image resizes inside the file. Fix: give pixels, e.g. (800, 1333).")
     detector = detector_program(model, detections, class_names, category_ids)
     program = OneImageProgram(detector, sides, paste_masks) if one_image and sides else detector
     image = _comparison_image(detector, program, evaluation) if image is None else image.detach().cpu().float()
     if image.dim() != 3 or image.shape[0] != 3:
         raise ExportError(f"image ({tuple(image.shape)}): expected the shape (3, H, W). Fix: give one color image.")
-    file, write = DETECTOR_FORMATS[file_format]
+    file = f"model.{file_format}"
     with steps(3 if evaluation else 2) as begin, atomic_folder(output, (file, *REPORT_FILES)) as folder:
         begin(f"writing {file}")
-        written, entries = write(program, folder / file)
+        written, entries = write_program(program, folder / file)
         entries |= {**written.description, "norm_layers": norm_counts(model)}
         if sides is not None:
             entries["resized_in_evaluation"] = {"shorter": sides[0], "longer_at_most": sides[1]}
@@ -103,24 +139,7 @@ def export_detector(
         if evaluation is not None:
             begin(f"computing AP on {len(evaluation.inputs)} images, twice")
             entries["accuracy"] = compare_accuracy(detector, program, written, evaluation)
-        return write_parity_files(folder / file, file_format, entries, source, card)
-
-
-def detector_program(
-    model: nn.Module,
-    detections: int | None = None,
-    class_names: Sequence[str] | None = None,
-    category_ids: Sequence[int] | None = None,
-) -> DetectorProgram:
-    """Return a detector as a function of tensors.
-
-    Raises:
-        ExportError: a part of the detector cannot be exported, the number of detections is below 1, or that of names
-            is not the number of classes or of ids.
-    """
-    check_supported(model)
-    program = RCNNProgram if isinstance(model, GeneralizedRCNN) else RetinaNetProgram
-    return program(model, detections, class_names, category_ids)
+        return write_report_files(folder / file, entries, source)
 
 
 def dataset_classes(cfg: CfgNode, config_file: str | None = None) -> tuple[list[str] | None, list[int] | None]:
@@ -131,25 +150,8 @@ def dataset_classes(cfg: CfgNode, config_file: str | None = None) -> tuple[list[
     return None if names is None else list(names), ids
 
 
-def _check_one_image(file_format: str, one_image: bool, paste_masks: bool, sides: tuple[int, int] | None) -> None:
-    if paste_masks and not one_image:
-        raise ExportError("paste_masks (True): images of a batch differ in size. Fix: add one_image (--one-image).")
-    if one_image and file_format == "torchscript":
-        raise ExportError("one_image (True): a TorchScript trace has one size to resize to. Fix: use pt2 or onnx.")
-    if one_image and sides is None:
-        raise ExportError("sides (None): one_image resizes inside the file. Fix: give pixels, e.g. (800, 1333).")
-
-
 def read_image_for(cfg: CfgNode, path: str | os.PathLike[str], *, resize: bool = True) -> Tensor:
-    """Read an image as Detectron2 gives it to the model in evaluation.
-
-    Args:
-        cfg: the config.
-        path: of the image.
-        resize: whether to resize it by ``INPUT.MIN_SIZE_TEST`` and ``MAX_SIZE_TEST``.
-
-    Returns:
-        Pixels of 0 to 255, (3, H, W).
+    """Read an image as pixels of 0 to 255, (3, H, W), and resize it as evaluation does unless ``resize`` is False.
 
     Raises:
         MissingFileError, DataError: the image cannot be read.
@@ -166,3 +168,121 @@ def _comparison_image(
         return images[0]
     images += [program.evaluation_image(item).float() for item in evaluation.inputs[:_CANDIDATES]]
     return max(images, key=lambda image: len(program.expected([image])[0]))
+
+
+def check_detections(program: DetectorProgram | OneImageProgram, file: ExportedFile, image: Tensor) -> dict[str, Any]:
+    """Compare the detections of an exported file with those of Detectron2's own inference.
+
+    Detections are matched by class and IoU, as two of nearly equal score may change places. The cases are the image at
+    three sizes, and a padded batch of two sizes if the program takes one.
+
+    Raises:
+        ExportError: the model finds nothing in the image.
+        ParityError: a difference is above :data:`TOLERANCES`, or more than :data:`UNMATCHED` have no counterpart.
+    """
+    smaller, larger = (_resize(image, scale, program.smallest_side) for scale in ((0.6, 0.8), (1.3, 1.1)))
+    image = _resize(image, (1.0, 1.0), program.smallest_side)
+    cases: list[dict[str, Any]] = []
+    for images in ([image], [smaller], [larger], *([[image, smaller]] if program.takes_batches else [])):
+        pairs = zip(detect(file, images), program.expected(images), strict=True)
+        sizes = [list(tensor.shape[1:]) for tensor in images]
+        cases.append({"sizes": sizes, "differences": [_compare(found, expected) for found, expected in pairs]})
+    compared = [each for case in cases for each in case["differences"]]
+    total, unmatched = (sum(each[name] for each in compared) for name in ("detections", "unmatched"))
+    if not total:
+        raise ExportError(
+            "image: the detector finds nothing in it, so that nothing can be compared. Fix: give another image "
+            "(--image), or a lower SCORE_THRESH_TEST of MODEL.ROI_HEADS or MODEL.RETINANET."
+        )
+    worst = {
+        name: torch.tensor([each[name] for each in compared]).max().item() for name in compared[0].keys() & TOLERANCES
+    }
+    if unmatched > UNMATCHED * total:
+        raise ParityError(
+            f"exported file: {unmatched} detections differ from the model's {total} in number, class or place; nothing "
+            "was written. Fix: export in another format, or try another --image: near-equal scores can be ordered "
+            "differently."
+        )
+    for name, value in worst.items():
+        if not value <= TOLERANCES[name]:  # also for NaN
+            raise ParityError(
+                f"exported file: {name} differ from the model's by {value:.1e}, allowed is {TOLERANCES[name]:g}; "
+                "nothing was written. Fix: export in another format."
+            )
+    return {
+        "tolerance": {**{name: TOLERANCES[name] for name in worst}, "unmatched": UNMATCHED},
+        "worst": worst,
+        "detections_compared": total,
+        "unmatched": unmatched,
+        "cases": cases,
+    }
+
+
+def _compare(found: Instances, expected: Instances) -> dict[str, Any]:
+    """Match detections one to one; return the largest differences and the number of those left over."""
+    same_class = found.pred_classes[:, None] == expected.pred_classes
+    overlap = box_iou(found.pred_boxes.tensor, expected.pred_boxes.tensor) * same_class
+    pairs: list[tuple[int, int]] = []
+    while overlap.numel() and overlap.max() > _SAME:
+        row, column = divmod(int(overlap.argmax()), overlap.shape[1])
+        pairs.append((row, column))
+        overlap[row], overlap[:, column] = 0, 0
+    rows, columns = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T
+    a, b = found[rows], expected[columns]
+    result = {
+        "boxes": _largest(a.pred_boxes.tensor - b.pred_boxes.tensor),
+        "scores": _largest(a.scores - b.scores),
+        "detections": len(expected),
+        "unmatched": len(found) + len(expected) - 2 * len(pairs),
+    }
+    if expected.has("pred_masks"):
+        a, b = a.pred_masks, b.pred_masks
+        share = ((a ^ b).sum() / (a | b).sum().clamp(min=1)).item() if b.dtype == torch.bool else _largest(a - b)
+        result["masks"] = share
+    return result
+
+
+def _largest(difference: Tensor) -> float:
+    return difference.abs().max().item() if difference.numel() else 0.0
+
+
+def _resize(image: Tensor, scale: tuple[float, float], smallest: int) -> Tensor:
+    sides = [max(smallest, int(side * factor)) for side, factor in zip(image.shape[1:], scale, strict=True)]
+    return F.interpolate(image[None], sides, mode="bilinear", antialias=True)[0]
+
+
+def compare_accuracy(
+    detector: DetectorProgram,
+    program: DetectorProgram | OneImageProgram,
+    file: ExportedFile,
+    images: EvaluationImages,
+) -> dict[str, Any]:
+    """Compute the AP of a detector and of its exported program on the same images, one image at a time.
+
+    Returns:
+        ``dataset``, ``images``, and for ``model`` and ``exported``: task -> AP in percent.
+
+    Raises:
+        ParityError: an AP differs by more than :data:`AP_TOLERANCE`.
+    """
+    tasks = ("bbox", "segm") if "masks" in detector.names else ("bbox",)
+
+    def ap(detections: Callable[[dict[str, Any]], list[Instances]]) -> dict[str, float]:
+        evaluator = COCOEvaluator(images.dataset, tasks=tasks, distributed=False, use_fast_impl=False)
+        evaluator.reset()
+        for item in images.inputs:
+            (result,) = detections(item)
+            evaluator.process([item], [{"instances": postprocess(result, item["height"], item["width"])}])
+        with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints
+            found = evaluator.evaluate(img_ids=[item["image_id"] for item in images.inputs])
+        return {task: values["AP"] for task, values in found.items()}
+
+    expected = ap(lambda item: detector.expected([detector.evaluation_image(item)]))
+    found = ap(lambda item: detect(file, [program.evaluation_image(item)]))
+    for task, value in expected.items():
+        if abs(np.nan_to_num(found[task]) - np.nan_to_num(value)) > AP_TOLERANCE:  # NaN without any detection
+            raise ParityError(
+                f"exported file: {task} AP {found[task]:.2f} on {len(images.inputs)} images of {images.dataset}, the "
+                f"model's is {value:.2f}. Fix: export for larger images (INPUT.MIN_SIZE_TEST) or in another format."
+            )
+    return {"dataset": images.dataset, "images": len(images.inputs), "model": expected, "exported": found}

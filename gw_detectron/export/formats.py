@@ -1,25 +1,41 @@
-"""Write a backbone or a detector as a program: torch.export, ONNX or TorchScript."""
+"""Write a program as torch.export or ONNX, or a backbone's weights as safetensors."""
 
+import copy
 import io
 import json
-import logging
 import warnings
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
+from detectron2.layers import get_norm
+from detectron2.modeling.backbone.resnet import BottleneckBlock
+from safetensors.torch import load_file, save
+from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from ..errors import ExportError, summarize_names
+from ..checkpoint import NORMS, NormRecord
+from ..errors import ExportError
 from ..installation import require_packages
+from ..norms import resolve_norm
+from ..norms.convs import conv_names
+from ..norms.norm_listing import evaluation_spec, norm_rows
+from ..weights.architecture import Norms, build_torchvision, infer_architecture
+from ..weights.conversion import to_torchvision
 from ..weights.metadata import DESCRIPTION
-from .exported_file import ExportedFile, open_onnx, open_pt2, open_torchscript
+from ..weights.reference_networks import torchvision_stages
+from .run_exported import ExportedFile, open_onnx, open_pt2
 
+if TYPE_CHECKING:
+    from .backbone import FeatureExtractor
+
+#: formats of a detector, and of a backbone
+DETECTOR_FORMATS = ("pt2", "onnx")
+FORMATS = (*DETECTOR_FORMATS, "safetensors")
+#: tensor names of safetensors
+LAYOUTS = ("detectron2", "torchvision")
 # ONNX can multiply matrices, but has no operator that factorizes or inverts one.
 _NOT_IN_ONNX = {"eig", "eigh", "eigvals", "eigvalsh", "svd", "svdvals", "qr", "cholesky", "ldl", "lu", "inv", "solve"}
-
-logger = logging.getLogger(__name__)
 
 #: the written file, read back from disk; and more entries of the report
 Written = tuple[ExportedFile, dict[str, Any]]
@@ -28,64 +44,38 @@ Written = tuple[ExportedFile, dict[str, Any]]
 class Program(Protocol):
     """A module to export: a function from named tensors to a tuple of named tensors."""
 
-    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]: ...
-
     @property
-    def names(self) -> list[str]:
-        """Names of the outputs."""
-
-    def sample_inputs(self) -> dict[str, Tensor]:
-        """Return inputs by name."""
-
-    def dynamic_shapes(self) -> dict[str, Any]:
-        """Return the free dimensions of each input, for torch.export."""
-
-    def describe(self) -> dict[str, Any]:
-        """Describe inputs and outputs as plain values."""
+    def names(self) -> list[str]: ...  # of the outputs
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]: ...
+    def sample_inputs(self) -> dict[str, Tensor]: ...
+    def dynamic_shapes(self) -> dict[str, Any]: ...  # free dimensions of each input
+    def describe(self) -> dict[str, Any]: ...  # inputs and outputs as plain values
 
 
-def write_pt2(program: Program, path: Path) -> Written:
-    """Write a torch.export program."""
-    file = io.BytesIO()  # writing to a full disk, torch would end the whole process
-    torch.export.save(_export_program(program), file, extra_files={DESCRIPTION: json.dumps(program.describe())})
-    path.write_bytes(file.getbuffer())
-    return (open_pt2(path), {})
-
-
-def write_torchscript(program: Program, path: Path) -> Written:
-    """Write a TorchScript trace, which torch has deprecated."""
-    logger.warning("TorchScript is deprecated in torch; use it for old runtimes only and prefer pt2.")
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # the deprecation is logged above; the parity check finds wrong traces
-        traced: Any = torch.jit.trace(program, tuple(program.sample_inputs().values()), check_trace=False)
-        file = io.BytesIO()  # writing to a full disk, torch would end the whole process
-        torch.jit.save(traced, file, _extra_files={DESCRIPTION: json.dumps(_describe_operations(program))})
-        path.write_bytes(file.getbuffer())
-        return (open_torchscript(path), {"deprecated": "TorchScript is deprecated in torch"})
-
-
-def write_onnx(program: Program, path: Path) -> Written:
-    """Write an ONNX file with the weights inside.
+def write_program(program: Program, path: Path) -> Written:
+    """Write a program in the format of the path's suffix.
 
     Raises:
         ExportError: ONNX cannot express a layer.
         MissingPackageError: a package of ONNX is not installed.
     """
+    if path.suffix == ".onnx":
+        return _write_onnx(program, path)
+    file = io.BytesIO()  # torch aborts the process when the disk is full, so serialize to memory first
+    torch.export.save(_export_program(program), file, extra_files={DESCRIPTION: json.dumps(program.describe())})
+    path.write_bytes(file.getbuffer())
+    return open_pt2(path), {}
+
+
+def _write_onnx(program: Program, path: Path) -> Written:
     require_packages("format ('onnx')", "onnx", "onnxscript", "onnxruntime")
     exported = _export_program(program)
     _check_onnx_operators(exported)
-    inputs = list(program.sample_inputs())
+    names: dict[str, Any] = {"input_names": list(program.sample_inputs()), "output_names": program.names}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecations inside torch's own exporter
-            onnx = torch.onnx.export(
-                exported,
-                dynamo=True,
-                optimize=False,
-                verbose=False,
-                input_names=inputs,
-                output_names=program.names,
-            )
+            onnx = torch.onnx.export(exported, dynamo=True, optimize=False, verbose=False, **names)
             assert onnx is not None  # torch returns a program if dynamo=True
             _simplify(onnx.model)
     except torch.onnx.OnnxExporterError as error:
@@ -93,20 +83,22 @@ def write_onnx(program: Program, path: Path) -> Written:
         while cause.__cause__ is not None:
             cause = cause.__cause__
         raise ExportError(f"format ('onnx'): ONNX cannot express this model: {cause}. Fix: use pt2.") from error
-    description = _describe_operations(program)
+    description = program.describe()
+    given = description["input"]
+    given["smallest_side"] = given["multiple_of"]  # no guards that refuse small images, unlike torch.export
     shape: Any = onnx.model.graph.inputs[0].shape
-    axes = zip(shape, description["input"]["shape"], strict=True)
+    axes = zip(shape, given["shape"], strict=True)
     onnx.rename_axes({axis: name for axis, name in axes if isinstance(name, str)})
     onnx.model.metadata_props[DESCRIPTION] = json.dumps(description)
     onnx.save(path, external_data=False)
-    return (open_onnx(path), {"opset": onnx.model.opset_imports[""]})
+    return open_onnx(path), {"opset": onnx.model.opset_imports[""]}
 
 
 def _simplify(model: Any) -> None:
     """Fold constants and batch norms, and remove what is repeated or unused.
 
-    The optimizer of torch's exporter does the same and rewrites more patterns. It is not used, as its search for one of
-    them, pairs of slices, takes time in the square of the number of nodes, a large part of a detector's export.
+    The optimizer of torch's exporter does more, but searches pairs of slices in time quadratic in the number of nodes:
+    a large part of a detector's export.
     """
     from onnx_ir.passes import Sequential, common
     from onnxscript.optimizer import fold_constants, inline
@@ -114,7 +106,7 @@ def _simplify(model: Any) -> None:
     from onnxscript.rewriter.rules.common import fuse_batchnorm_into_conv_rule
 
     inline(model)
-    for _ in range(2):  # what the first round leaves, the second one folds
+    for _ in range(2):  # the second round folds what the first one leaves
         fold_constants(model)
         rewrite(model, [fuse_batchnorm_into_conv_rule])
     Sequential(
@@ -126,13 +118,6 @@ def _simplify(model: Any) -> None:
     )(model)
 
 
-def _describe_operations(program: Program) -> dict[str, Any]:
-    """Describe a graph of operations alone: unlike torch.export's, it has no guards that refuse small images."""
-    description = program.describe()
-    given = description["input"]
-    return {**description, "input": {**given, "smallest_side": given["multiple_of"]}}
-
-
 def _export_program(program: Any) -> ExportedProgram:
     inputs = tuple(program.sample_inputs().values())
     with torch.no_grad():
@@ -140,16 +125,69 @@ def _export_program(program: Any) -> ExportedProgram:
 
 
 def _check_onnx_operators(program: ExportedProgram) -> None:
-    layers: dict[str, list[str]] = {}
     for node in program.graph.nodes:
         name = getattr(node.target, "__name__", "").partition(".")[0].lstrip("_")
         if name.startswith("linalg_") and name.split("_")[1] in _NOT_IN_ONNX:
-            module_stack = list(node.meta.get("nn_module_stack", {}).values())
-            layer = module_stack[-1][0] if module_stack else "the model"
-            layers.setdefault(name, []).append(layer.removeprefix("model.").removeprefix("backbone."))
-    for name, users in layers.items():
+            raise ExportError(
+                f"format ('onnx'): ONNX has no operator for {name}. Solvers that factorize a matrix, such as zca, and "
+                "rotations need it; the newton solver does not. Fix: use pt2."
+            )
+
+
+def write_safetensors(extractor: "FeatureExtractor", path: Path, layout: str = "detectron2") -> Written:
+    """Write the weights of a backbone, and describe input, outputs and norms in the header.
+
+    The header's ``norms`` maps norm layers to norm names; in torchvision's layout, those that are not BN.
+
+    Raises:
+        ExportError: torchvision's ResNet cannot compute the same function.
+    """
+    backbone, description = extractor.backbone, extractor.describe()
+    tensors = {name: value.contiguous() for name, value in backbone.state_dict().items()}
+    metadata = {"format": "pt", "layout": layout, DESCRIPTION: json.dumps(description)}
+    blocks = {name: block for name, block in backbone.named_modules() if isinstance(block, BottleneckBlock)}
+    if layout == "detectron2":
+        metadata[NORMS] = json.dumps(NormRecord(backbone).state_dict())
+        metadata["stride_in_1x1"] = json.dumps(any(block.conv1.stride != (1, 1) for block in blocks.values()))
+        path.write_bytes(save(tensors, metadata))
+        loaded = copy.deepcopy(extractor)
+        loaded.backbone.load_state_dict(load_file(path))
+        return ExportedFile(loaded, description), {"layout": layout}
+
+    _check_torchvision_compatible(backbone, blocks)
+    network = infer_architecture(tensors, layout="detectron2")
+    names = {module.detectron2: module.torchvision for module in network.norm_layers()}
+    rows = [row for row in norm_rows(backbone) if row.layer in names and evaluation_spec(row.spec) != "BN:"]
+    norms = {names[row.layer]: row.spec for row in rows}
+    path.write_bytes(save(to_torchvision(tensors), {**metadata, NORMS: json.dumps(norms)}))
+    model = build_torchvision(network, Norms()).eval()
+    for row in rows:
+        model.set_submodule(names[row.layer], get_norm(resolve_norm(row.spec), row.channels).eval())
+    try:
+        model.load_state_dict(load_file(path), assign=True)
+    except RuntimeError as error:
         raise ExportError(
-            f"format ('onnx'): ONNX has no operator for {name}, used by {len(users)} layers "
-            f"({summarize_names(users)}). Solvers that factorize a matrix, such as zca, and rotations need it; the "
-            "newton solver does not. Fix: use pt2."
-        )
+            f"layout ('{layout}'): torchvision's {network.name} does not take these weights: {error}. "
+            "Fix: use --layout detectron2."
+        ) from error
+
+    def run(images: Tensor) -> list[Tensor]:
+        with torch.no_grad():
+            stages = torchvision_stages(model, images)
+        return [stages[name] for name in extractor.names]
+
+    return ExportedFile(run, description), {"layout": layout, "network": network.name, "norms": norms}
+
+
+def _check_torchvision_compatible(backbone: nn.Module, blocks: dict[str, BottleneckBlock]) -> None:
+    """Refuse convolutions, strides and dilation that torchvision does differently; the weights do not show them."""
+    key = ""
+    if conv_names(backbone):
+        key = "MODEL.RESNETS.CONV ('WS'): torchvision does not standardize weights"
+    for name, block in blocks.items():
+        if block.conv1.stride != (1, 1):
+            key = f"MODEL.RESNETS.STRIDE_IN_1X1 (True): torchvision has the stride of {name} in the 3x3 convolution"
+        elif block.conv2.dilation != (1, 1):
+            key = f"MODEL.RESNETS.RES5_DILATION (2): {name} is dilated; torchvision dilates other convolutions"
+    if key:
+        raise ExportError(f"{key}. Fix: use --layout detectron2.")

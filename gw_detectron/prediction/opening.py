@@ -18,7 +18,7 @@ from ..checkpoint import last_checkpoint, load_model
 from ..config import find_config_file, get_value, read_config
 from ..data.class_metadata import class_metadata
 from ..errors import ConfigError, DataError, MissingFileError
-from ..export.exported_file import OPENERS, open_exported
+from ..export.run_exported import OPENERS, open_exported
 from ..modeling.class_counts import object_count_keys
 from .predictors import ExportedPredictor, Predictor, TrainedPredictor
 

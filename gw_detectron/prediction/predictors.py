@@ -13,8 +13,7 @@ from torch import nn
 
 from ..data.images import channels_first, evaluation_input, resize_shortest_edge
 from ..errors import ConfigError, DataError
-from ..export.detection import detect, postprocess
-from ..export.exported_file import ExportedFile
+from ..export.run_exported import ExportedFile, detect, postprocess
 
 
 class Predictor(Protocol):

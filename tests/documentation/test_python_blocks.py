@@ -16,8 +16,7 @@ from gw_detectron.modeling import GWFPN, HAS_FCOS
 from gw_detectron.prediction import find_sources, open_predictor, write_predictions
 from gw_detectron.preflight import preflight
 
-from ..export.test_detector import needs_export
-from ..export.tiny_networks import build_detector
+from ..export.tiny_networks import build_detector, needs_export
 from ..photos import photo_names, write_photos
 from ..tiny_run import arguments
 from .pages import PAGES, ROOT, blocks

@@ -4,7 +4,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from ..export.test_detector import needs_export
+from ..export.tiny_networks import needs_export
 from ..tiny_run import environment
 from .pages import ROOT
 

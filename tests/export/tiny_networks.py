@@ -1,5 +1,6 @@
 """Small backbones and detectors with random weights."""
 
+import pytest
 import torch
 from detectron2.modeling import FPN, GeneralizedRCNN, ResNet, build_model
 from detectron2.modeling.backbone import Backbone
@@ -11,6 +12,9 @@ from gw_detectron import resolve_norm
 from gw_detectron.model_zoo import get_config
 from gw_detectron.modeling import GWBasicBlock
 
+needs_export = pytest.mark.skipif(
+    torch.__version__ < torch.torch_version.TorchVersion("2.13"), reason="torch.export excludes image sizes before 2.13"
+)
 CONFIGS = {
     "mask": "quick_schedules/mask_rcnn_R_18_FPN_GW_demo.yaml",
     "retinanet": "quick_schedules/retinanet_R_18_FPN_GW_instant.yaml",

@@ -15,9 +15,9 @@ from detectron2.engine import DefaultPredictor
 from gw_detectron.config import read_config
 from gw_detectron.errors import ConfigError, DataError, MissingFileError, UserError
 from gw_detectron.export import load_model
-from gw_detectron.export.detection import OneImageProgram
-from gw_detectron.export.detector import detector_program
-from gw_detectron.export.exported_file import ExportedFile, open_exported
+from gw_detectron.export.meta_arch import detector_program
+from gw_detectron.export.one_image import OneImageProgram
+from gw_detectron.export.run_exported import ExportedFile, open_exported
 from gw_detectron.prediction import open_predictor
 from gw_detectron.prediction.predictors import ExportedPredictor, TrainedPredictor
 
@@ -141,7 +141,7 @@ def test_the_threshold_is_exclusive(tmp_path, photo, threshold, count):
     assert len(open_predictor(str(tmp_path / "model.onnx"), score_threshold=threshold)(photo)) == count
 
 
-@pytest.mark.parametrize("name", ["model.pt2", "model.ts", "model.onnx"])
+@pytest.mark.parametrize("name", ["model.pt2", "model.onnx"])
 def test_damaged_exported_files(tmp_path, name):
     (tmp_path / name).write_bytes(b"no model")
     with pytest.raises(UserError, match=f"{name}': cannot be read: .*Fix: export the model again"):

@@ -82,7 +82,7 @@ def test_the_examples_of_the_help_parse():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("file_format", "one_image"), [("pt2", True), ("onnx", False), ("torchscript", False)])
+@pytest.mark.parametrize(("file_format", "one_image"), [("pt2", True), ("onnx", False)])
 def test_exported_files_agree_with_the_checkpoint(tmp_path, run_folder, photos, file_format, one_image):
     config = str(run_folder / "config.yaml")
     cfg = read_config(config)

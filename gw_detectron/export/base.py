@@ -1,4 +1,4 @@
-"""Base of the detectors as functions of tensors."""
+"""Base of exportable detectors: post-processing rewritten with fixed-size tensors."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -11,40 +11,39 @@ from detectron2.structures import Instances
 from torch import Tensor, nn
 from torch.export import Dim
 
-from ...errors import ExportError
-from ...layers import use_backend
-from ...ops.torch_private import assert_all
-from ..feature_extractor import Normalization
+from ..errors import ExportError
+from ..layers import use_backend
+from ..ops.torch_private import assert_all
+from .backbone import Normalization
 from .boxes import NO_BOX, take, top
 
 
 class DetectorProgram(nn.Module):
     """Copy of a detector as a function of tensors, in evaluation mode, on the CPU, in float32.
 
-    The modules of the model compute features, logits and deltas. What lies between them, which Detectron2 does with
-    lists of varying length, is written here for rows of fixed number.
+    The modules of the model compute features, logits and deltas. Between them, Detectron2 handles lists of varying
+    length; this class has tensors with a fixed number of rows.
 
     Args:
-        model: a detector that :func:`.check_supported` accepts; it is copied and not changed.
-        detections: K, the rows of an image; None for the default.
+        model: the detector; it is copied and not changed. See :func:`.detector_program` for what is supported.
+        detections: K, the rows per image; None for the model's own limit.
         class_names: for the description of the file; None if unknown.
         category_ids: id of each class in annotation files, for the description; None if unknown.
 
     Raises:
-        ExportError: the number of detections is below 1, that of names not that of classes or ids, or a weight is NaN
-            or infinite.
+        ExportError: fewer than one detection, other than one name per class, or weights with NaN or infinity.
 
     Shape: images (N, 3, H, W), pixels of 0 to 255, and sizes (N, 2) int64, heights and widths of the images inside ->
     boxes (N, K, 4), scores (N, K), classes (N, K), masks (N, K, S, S) of a Mask R-CNN, and count (N). Detections come
-    first, by descending score; the other rows are zeros of class -1. An impossible size is an error; where the format
-    has none (ONNX, TorchScript), its image has count -1.
+    first, by descending score; the other rows are zeros of class -1. An impossible size is an error in pt2; ONNX has
+    no assertions: its image has count -1.
     """
 
     #: score above which a box is a detection; a buffer, so that a loaded pt2 program can change it
     score_threshold: Tensor
     takes_batches = True
-    #: attribute of ``head``: its number of detections
-    ROWS: str
+    #: attribute of ``head``: largest number of detections
+    max_detections_attr: str
 
     def __init__(
         self,
@@ -55,20 +54,12 @@ class DetectorProgram(nn.Module):
     ) -> None:
         super().__init__()
         self.model: Any = copy.deepcopy(model).cpu().float().eval().requires_grad_(False)
-        detections = getattr(self.head, self.ROWS) if detections is None else detections
+        detections = getattr(self.head, self.max_detections_attr) if detections is None else detections
         if detections < 1:
-            raise ExportError(
-                f"detections ({detections}): expected at least 1. Fix: give the rows of an image, e.g. 100."
-            )
-        names, num_classes = len(class_names or ()), self.head.num_classes
-        if category_ids is not None and len(category_ids) != names:
-            raise ExportError(
-                f"category_ids ({len(category_ids)}): there are {names} class names. Fix: give one id each."
-            )
-        if class_names is not None and names != num_classes:
-            raise ExportError(
-                f"class_names ({names} names): the model has {num_classes} classes. Fix: give one name each."
-            )
+            raise ExportError(f"detections ({detections}): expected at least 1. Fix: give a number, e.g. 100.")
+        for key, values in (("class_names", class_names), ("category_ids", category_ids)):
+            if values is not None and len(values) != (classes := self.head.num_classes):
+                raise ExportError(f"{key} ({len(values)} given): the model has {classes} classes. Fix: give one each.")
         for name, value in model.state_dict().items():
             if not value.isfinite().all():
                 raise ExportError(f"model: {name} holds NaN or infinity. Fix: give the weights of a sound training.")
@@ -76,7 +67,7 @@ class DetectorProgram(nn.Module):
         self.class_names = class_names
         self.category_ids = category_ids
         self.register_buffer("score_threshold", torch.tensor(self.head.test_score_thresh))
-        setattr(self.head, self.ROWS, detections)  # of the model to compare with
+        setattr(self.head, self.max_detections_attr, detections)  # in the model to compare with, too
 
     @property
     def head(self) -> Any:
@@ -127,12 +118,12 @@ class DetectorProgram(nn.Module):
         with torch.no_grad(), use_backend("reference"):
             if isinstance(self.model, GeneralizedRCNN):
                 results = self.model.inference(inputs, do_postprocess=False)
-                # Detectron2's last step drops empty boxes; it is left out, as it would paste the masks
+                # of Detectron2's postprocessing, which would also paste the masks: drop empty boxes
                 return [result[result.pred_boxes.nonempty()] for result in results]
             return [result["instances"] for result in self.model(inputs)]
 
     def evaluation_image(self, item: Mapping[str, Any]) -> Tensor:
-        """Return the image of an input of Detectron2's, which its data loader has resized."""
+        """Return the image of a model input of Detectron2, which its data loader has resized."""
         return item["image"].float()
 
     @property

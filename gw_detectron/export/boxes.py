@@ -17,15 +17,7 @@ NO_BOX = -math.inf
 
 
 def grid_anchors(generator: DefaultAnchorGenerator, features: Sequence[Tensor]) -> list[Tensor]:
-    """Place the anchors of a generator on feature maps.
-
-    Args:
-        generator: its anchors around (0, 0), strides and offset are used.
-        features: one map per level, (N, C, H, W).
-
-    Returns:
-        One tensor per level, (H * W * A, 4).
-    """
+    """Place the anchors of a generator on feature maps, (N, C, H, W); return one (H * W * A, 4) per level."""
     anchors = []
     for feature, stride, cell in zip(features, generator.strides, generator.cell_anchors, strict=True):
         y, x = ((torch.arange(side, device=cell.device) + generator.offset) * stride for side in feature.shape[-2:])
@@ -51,38 +43,25 @@ def take(values: Tensor, index: Tensor) -> Tensor:
 
 
 def decode(transform: Box2BoxTransform, prediction: Tensor, anchors: Tensor, index: Tensor) -> Tensor:
-    """Return the boxes of some anchors of a level, (N, K, 4).
-
-    Args:
-        transform: from deltas to boxes.
-        prediction: the deltas of all anchors, (N, A * 4, H, W).
-        anchors: (H * W * A, 4).
-        index: of the anchors in every image, (N, K).
-    """
+    """Decode the deltas, (N, A * 4, H, W), of the selected anchors, (N, K), of a level to boxes, (N, K, 4)."""
     deltas = take(per_anchor(prediction, 4), index)
     return transform.apply_deltas(deltas.flatten(0, 1), anchors[index].flatten(0, 1)).view_as(deltas)
 
 
 def top(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Select the highest scores of every image.
+    """Select the K highest scores of every image, (N, M), in descending order; also return their indices below M.
 
-    Args:
-        scores: (N, M).
-        count: K; where M is smaller, rows of score -inf are appended.
-
-    Returns:
-        Scores in descending order and their indices below M, both (N, K).
+    Where M is smaller than K, scores of -inf are appended.
     """
     selected, index = F.pad(scores, (0, count), value=NO_BOX).topk(count)
     return selected, index.clamp(max=scores.shape[1] - 1)
 
 
 def suppress(boxes: Tensor, scores: Tensor, groups: Tensor, num_groups: int, threshold: float) -> Tensor:
-    r"""Suppress overlapping boxes of the same image and group.
+    r"""Apply NMS inside every image and group; return the scores with -inf for suppressed boxes.
 
-    A box goes if its IoU with a kept box of higher score is above the threshold. One call of NMS does all images and
-    groups: each pair has a cell of its own on a grid. A grid of :math:`\sqrt{G}` columns keeps coordinates small, as
-    float32 would round those of a row of G cells to 0.008 px (80 classes of 1333 px); here it is 0.001 px.
+    One call of NMS handles all images and groups: each pair has a cell of its own on a grid. :math:`\sqrt{G}` columns
+    keep coordinates small: float32 rounds those of 80 classes of 1333 px in one row to 0.008 px, here to 0.001 px.
 
     Args:
         boxes: finite, (N, M, 4).
@@ -90,16 +69,13 @@ def suppress(boxes: Tensor, scores: Tensor, groups: Tensor, num_groups: int, thr
         groups: class or feature level, 0 to G - 1, (N, M) or (M).
         num_groups: G.
         threshold: of the IoU.
-
-    Returns:
-        The scores, with -inf for suppressed boxes, (N, M).
     """
     columns = math.ceil(math.sqrt(num_groups))
     images = torch.arange(boxes.shape[0], device=boxes.device)[:, None]
     x, y = torch.broadcast_tensors(groups % columns, images * columns + groups // columns)
     cell = boxes.max() - boxes.min() + 1
     apart = (boxes + cell * torch.stack((x, y, x, y), 2)).flatten(0, 1)
-    # torch.export takes the number of kept boxes to be at least two: row 0 is a box of score -inf, taken twice
+    # torch.export assumes at least two kept boxes: row 0 is a box of score -inf, taken twice
     flat = F.pad(scores.flatten(), (1, 0), value=NO_BOX)
     candidates = rows_with_dummies(scores > NO_BOX)
     kept = candidates[nms(F.pad(apart, (0, 0, 1, 0))[candidates], flat[candidates], threshold)]
@@ -107,8 +83,5 @@ def suppress(boxes: Tensor, scores: Tensor, groups: Tensor, num_groups: int, thr
 
 
 def rows_with_dummies(mask: Tensor) -> Tensor:
-    """Return 0, 0 and the indices of the true values, counted from 1.
-
-    A program for any number of rows cannot tell whether there are none; with row 0, a dummy, there always are some.
-    """
+    """Return 0, 0 and the indices of true values, counted from 1: torch.export assumes at least two rows."""
     return F.pad(F.pad(mask.flatten(), (1, 0), value=True).nonzero()[:, 0], (1, 0))

@@ -1,23 +1,102 @@
-"""Faster and Mask R-CNN as a function of tensors."""
+"""Faster R-CNN, Mask R-CNN and RetinaNet as functions of tensors, with post-processing of fixed shapes."""
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from detectron2.layers import ROIAlign
+from detectron2.modeling import FPN, GeneralizedRCNN, RetinaNet
+from detectron2.modeling.anchor_generator import DefaultAnchorGenerator
+from detectron2.modeling.box_regression import Box2BoxTransform
+from detectron2.modeling.meta_arch.retinanet import RetinaNetHead
 from detectron2.modeling.poolers import ROIPooler
 from detectron2.modeling.proposal_generator import RPN
-from detectron2.modeling.roi_heads import StandardROIHeads
-from torch import Tensor
+from detectron2.modeling.proposal_generator.rpn import StandardRPNHead
+from detectron2.modeling.roi_heads import (
+    FastRCNNConvFCHead,
+    FastRCNNOutputLayers,
+    MaskRCNNConvUpsampleHead,
+    StandardROIHeads,
+)
+from torch import Tensor, nn
 
+from ..errors import ExportError
+from ..modeling import GWFastRCNNConvFCHead, GWMaskRCNNConvUpsampleHead, GWRetinaNet, GWRetinaNetHead
+from .base import DetectorProgram
 from .boxes import NO_BOX, clip, decode, grid_anchors, per_anchor, rows_with_dummies, suppress, take, top
-from .program import DetectorProgram
+
+# attribute -> the classes that are exported; a subclass may compute something else
+_BOXES = {"anchor_generator": (DefaultAnchorGenerator,), "box2box_transform": (Box2BoxTransform,)}
+_RETINANET = {"head": (RetinaNetHead, GWRetinaNetHead), **_BOXES}
+_RCNN = {
+    "proposal_generator": (RPN,),
+    "proposal_generator.rpn_head": (StandardRPNHead,),
+    **{f"proposal_generator.{name}": classes for name, classes in _BOXES.items()},
+    "roi_heads": (StandardROIHeads,),
+    "roi_heads.box_pooler": (ROIPooler,),
+    "roi_heads.box_head": (FastRCNNConvFCHead, GWFastRCNNConvFCHead),
+    "roi_heads.box_predictor": (FastRCNNOutputLayers,),
+    "roi_heads.box_predictor.box2box_transform": (Box2BoxTransform,),
+}
+_MASKS = {
+    "roi_heads.mask_pooler": (ROIPooler,),
+    "roi_heads.mask_head": (MaskRCNNConvUpsampleHead, GWMaskRCNNConvUpsampleHead),
+}
+
+
+def detector_program(
+    model: nn.Module,
+    detections: int | None = None,
+    class_names: Sequence[str] | None = None,
+    category_ids: Sequence[int] | None = None,
+) -> DetectorProgram:
+    """Return a detector as a function of tensors; see :class:`.DetectorProgram`.
+
+    Raises:
+        ExportError: the class of a part is none of those that are exported, the model has keypoints, or an argument is
+            out of range.
+    """
+    _check_part("model", model, (GeneralizedRCNN, RetinaNet, GWRetinaNet))
+    if not isinstance(model.backbone, FPN):
+        _check_part("model.backbone", model.backbone, (FPN,))
+    if getattr(model.backbone, "padding_constraints", {}).get("square_size"):  # newer than Detectron2 v0.6
+        _refuse("model.backbone: pads images to squares, which is not exported")
+    if not isinstance(model, GeneralizedRCNN):
+        _check_parts(model, _RETINANET)
+        return RetinaNetProgram(model, detections, class_names, category_ids)
+    _check_parts(model, _RCNN)
+    heads: Any = model.roi_heads
+    if heads.keypoint_on:
+        _refuse("MODEL.KEYPOINT_ON (True): keypoints are not exported")
+    if heads.mask_on:
+        _check_parts(model, _MASKS)
+    for name in ("box_pooler", "mask_pooler") if heads.mask_on else ("box_pooler",):
+        for layer in getattr(heads, name).level_poolers:
+            _check_part(f"model.roi_heads.{name}", layer, (ROIAlign,))
+    return RCNNProgram(model, detections, class_names, category_ids)
+
+
+def _check_parts(model: nn.Module, parts: Mapping[str, tuple[type, ...]]) -> None:
+    for name, classes in parts.items():
+        _check_part(f"model.{name}", operator.attrgetter(name)(model), classes)
+
+
+def _check_part(where: str, part: Any, classes: tuple[type, ...]) -> None:
+    if type(part) not in classes:
+        names = " and ".join(cls.__name__ for cls in classes)
+        _refuse(f"{where} ('{type(part).__name__}'): cannot be exported; {names} can")
+
+
+def _refuse(problem: str) -> None:
+    raise ExportError(f"{problem}. Fix: export its backbone (gw-detectron export --backbone).")
 
 
 class RCNNProgram(DetectorProgram):
-    """Faster or Mask R-CNN with an FPN; see :class:`.DetectorProgram`."""
+    """Faster or Mask R-CNN with an FPN."""
 
-    ROWS = "test_topk_per_image"
+    max_detections_attr = "test_topk_per_image"
 
     @property
     def head(self) -> Any:
@@ -42,13 +121,35 @@ class RCNNProgram(DetectorProgram):
         return boxes, scores, classes, _masks(heads, features, boxes, classes), count
 
 
+class RetinaNetProgram(DetectorProgram):
+    """RetinaNet with an FPN."""
+
+    max_detections_attr = "max_detections_per_image"
+
+    @property
+    def head(self) -> Any:
+        return self.model
+
+    def detect(self, features: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, ...]:
+        model = self.model
+        maps = [features[name] for name in model.head_in_features]
+        all_boxes, all_scores, all_classes = [], [], []
+        for logits, deltas, anchors in zip(*model.head(maps), grid_anchors(model.anchor_generator, maps), strict=True):
+            scores = per_anchor(logits, model.num_classes).flatten(1).sigmoid()
+            scores = torch.where(scores > self.score_threshold, scores, NO_BOX)
+            scores, index = top(scores, model.test_topk_candidates)
+            all_boxes.append(decode(model.box2box_transform, deltas, anchors, index // model.num_classes))
+            all_scores.append(scores)
+            all_classes.append(index % model.num_classes)
+        boxes, scores, classes = (torch.cat(values, 1) for values in (all_boxes, all_scores, all_classes))
+        finite = boxes.isfinite().all(2)
+        boxes, scores = torch.where(finite[:, :, None], boxes, 0), torch.where(finite, scores, NO_BOX)
+        scores = suppress(boxes, scores, classes, model.num_classes, model.test_nms_thresh)
+        return self.select(clip(boxes, sizes), scores, classes)
+
+
 def _propose(rpn: RPN, features: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, Tensor]:
     """Propose boxes, as Detectron2's ``find_top_rpn_proposals`` does in evaluation.
-
-    Args:
-        rpn: its head, anchors and thresholds are used.
-        features: level name -> feature map.
-        sizes: heights and widths of the images, (N, 2).
 
     Returns:
         Boxes, (N, R, 4), and True for the rows that hold one, (N, R); R is ``RPN.POST_NMS_TOPK_TEST``.
@@ -77,7 +178,7 @@ def _predict(heads: StandardROIHeads, features: Mapping[str, Tensor], proposals:
     predictor, rois = heads.box_predictor, image_rois(proposals)
     pooled = pool(heads.box_pooler, [features[name] for name in heads.box_in_features], rois)
     logits, deltas = predictor(heads.box_head(pooled))
-    sigmoid = getattr(predictor, "use_sigmoid_ce", False)  # an option of newer Detectron2
+    sigmoid = getattr(predictor, "use_sigmoid_ce", False)  # newer than v0.6
     scores = logits.sigmoid() if sigmoid else logits.softmax(1)
     boxes = predictor.box2box_transform.apply_deltas(deltas, rois[:, 1:])
     rows = proposals.shape[:2]
@@ -87,8 +188,7 @@ def _predict(heads: StandardROIHeads, features: Mapping[str, Tensor], proposals:
 def _masks(heads: StandardROIHeads, features: Mapping[str, Tensor], boxes: Tensor, classes: Tensor) -> Tensor:
     """Return mask probabilities, (N, K, S, S), zeros in rows without a detection.
 
-    The mask head runs on the detections alone, and on two empty boxes, so that torch.export need not ask whether there
-    are any.
+    The mask head runs on the detections and on two empty boxes, as torch.export assumes at least two rows.
     """
     maps = [features[name] for name in heads.mask_in_features]
     kinds = F.pad(classes.flatten(), (1, 0), value=-1)
@@ -107,9 +207,7 @@ def assign_levels(pooler: ROIPooler, boxes: Tensor) -> Tensor:
     .. math:: l = \lfloor l_0 + \log_2(\sqrt{wh} / s_0) \rfloor
 
     Comparing sides with :math:`s_0 2^{l - l_0}` gives the same without a logarithm, which runtimes round differently.
-
-    Returns:
-        Index of the level, 0 for the finest one, (M).
+    Level 0 is the finest one.
 
     Source: Feature Pyramid Networks, equation (1).
     """
@@ -120,16 +218,7 @@ def assign_levels(pooler: ROIPooler, boxes: Tensor) -> Tensor:
 
 
 def pool(pooler: ROIPooler, features: Sequence[Tensor], rois: Tensor) -> Tensor:
-    """Pool regions from the level of their size.
-
-    Args:
-        pooler: its ROIAlign layers are used.
-        features: one map per level, (N, C, H_l, W_l).
-        rois: index of the image, x0, y0, x1, y1, (M, 5).
-
-    Returns:
-        (M, C, P, P).
-    """
+    """Pool regions (image index, x0, y0, x1, y1), (M, 5), from the level of their size to (M, C, P, P)."""
     level = assign_levels(pooler, rois[:, 1:])
     pooled = rois.new_zeros(rois.shape[0], features[0].shape[1], *pooler.output_size)
     for index, (feature, align) in enumerate(zip(features, pooler.level_poolers, strict=True)):

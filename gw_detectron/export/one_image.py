@@ -1,4 +1,4 @@
-"""A detector as a function of one image of any size, resized inside as evaluation does."""
+"""Exportable detector of one image of any size, which it resizes as evaluation does."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,18 +10,18 @@ from detectron2.structures import Instances
 from torch import Tensor, nn
 from torch.export import Dim
 
-from ...data.images import channels_first, read_image
-from ...errors import ExportError
+from ..data.images import channels_first, read_image
+from ..errors import ExportError
+from .base import DetectorProgram
 from .boxes import clip, rows_with_dummies
-from .program import DetectorProgram
 
 MASK_THRESHOLD = 0.5  # of detector_postprocess
-_LEAST = 2  # sides that torch.export can leave free; it makes a constant of 1
+_LEAST = 2  # smallest free side: torch.export makes a constant of 1
 _ROUND = 0.5 + 2**-12  # runtimes compute exact halves, which are frequent, as slightly more or less
 
 
 class OneImageProgram(nn.Module):
-    """Resize one image by the rule of evaluation, detect, and scale the detections back.
+    """Resize one image as evaluation does, detect, and scale the detections back.
 
     Args:
         detector: the detector for padded batches.
@@ -90,7 +90,7 @@ class OneImageProgram(nn.Module):
         return results
 
     def evaluation_image(self, item: Mapping[str, Any]) -> Tensor:
-        """Return the image of an input of Detectron2's in its original size."""
+        """Return the image of a model input of Detectron2 in its original size."""
         return channels_first(read_image(item["file_name"], self.detector.model.input_format))
 
     @property
@@ -124,22 +124,12 @@ class OneImageProgram(nn.Module):
 
 
 def resized_sides(size: Tensor, shorter: int, longest: int) -> Tensor:
-    r"""Return height and width that evaluation resizes an image to.
+    r"""Return the sides, (2), to which Detectron2's ``ResizeShortestEdge`` resizes an image of ``size``, (2).
 
     .. math:: H' = \lfloor sH + 1/2 \rfloor,
         \quad s = \min(\mathrm{shorter} / \min(H, W), \mathrm{longest} / \max(H, W))
 
-    In whole numbers, as runtimes round floats differently. Detectron2's floats round some ties of 1/2 down.
-
-    Args:
-        size: height and width of the image, int64, (2).
-        shorter: the wanted shorter side.
-        longest: limit of the longer side.
-
-    Returns:
-        int64, (2).
-
-    Source: Detectron2's ``ResizeShortestEdge``.
+    In integers, as runtimes round floats differently. Detectron2's floats round some ties of 1/2 down.
     """
     low, high = size.min(), size.max()
     resized = torch.minimum((2 * size * shorter + low) // (2 * low), (2 * size * longest + high) // (2 * high))
@@ -147,20 +137,12 @@ def resized_sides(size: Tensor, shorter: int, longest: int) -> Tensor:
 
 
 def paste(masks: Tensor, boxes: Tensor, height: int, width: int) -> Tensor:
-    r"""Paste masks into an image.
+    r"""Paste masks, (M, S, S), into boxes, (M, 4), of an image; return (M, H, W) bool.
 
     Bilinear interpolation inside a box is a product of two small matrices with the mask:
 
     .. math:: A = Y M X^\top \ge 1/2, \quad Y_{ij} = \max(0, 1 - |v_i - j|),
         \quad v_i = S (i + 1/2 - y_0) / (y_1 - y_0) - 1/2
-
-    Args:
-        masks: probabilities inside the boxes, (M, S, S).
-        boxes: (M, 4).
-        height, width: of the image.
-
-    Returns:
-        bool, (M, H, W).
 
     Source: Detectron2's ``paste_masks_in_image``, which samples a grid of all pixels.
     """
@@ -187,10 +169,7 @@ def _size(image: Tensor) -> Tensor:
 
 
 def _sides(size: Tensor, least: int) -> list[int]:
-    """Return the values of a size as numbers that torch.export keeps free.
-
-    As expressions of height and width, they would be part of every shape behind: a pt2 file would load in minutes.
-    """
+    """Return a size as free symbols: as expressions of H and W, they would make a pt2 file load in minutes."""
     sides: list[Any] = size.tolist()
     for side in sides:
         torch._check(side >= least)

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchvision.ops import box_iou, nms
 
-from gw_detectron.export.detection.boxes import NO_BOX, clip, grid_anchors, per_anchor, suppress, take, top
-from gw_detectron.export.detection.rcnn import assign_levels, image_rois, pool
+from gw_detectron.export.boxes import NO_BOX, clip, grid_anchors, per_anchor, suppress, take, top
+from gw_detectron.export.meta_arch import assign_levels, image_rois, pool
 
 SEEDS = st.integers(0, 2**31)
 

@@ -1,0 +1,154 @@
+"""Export a detector, or with --backbone its backbone, and compare the exported file with the model.
+
+A detector is a Faster R-CNN, Mask R-CNN or RetinaNet with FPN: the file takes images of any size and needs neither
+Detectron2 nor this package. The folder --output gets the file, parity.json (differences from the model) and README.md
+(code that loads the file). An earlier export in the same format is replaced.
+"""
+
+import argparse
+import json
+import os
+from typing import Any
+
+from detectron2.config import CfgNode
+from tabulate import tabulate
+
+from ..cli import check_folder, new_parser, parse_names
+from ..config import read_config
+from ..engine.run_datasets import use_recorded_datasets
+from ..errors import ConfigError
+from ..export import (
+    FORMATS,
+    LAYOUTS,
+    EvaluationImages,
+    Normalization,
+    dataset_classes,
+    export_backbone,
+    export_detector,
+    load_model,
+    read_image_for,
+)
+
+_OF_BACKBONES = ("fpn", "pixels", "layout")
+_OF_DETECTORS = ("detections", "one_image", "paste_masks", "class_names", "image", "dataset", "images")
+
+
+def get_parser() -> argparse.ArgumentParser:
+    parser = new_parser(
+        __doc__,
+        "--config-file output/config.yaml --weights output/model_final.pth --output detector --format onnx",
+        "--config-file output/config.yaml --weights output/model_final.pth --output detector --one-image --paste-masks",
+        "--config-file output/config.yaml --weights output/model_final.pth --output backbone --backbone --pixels",
+    )
+    add = parser.add_argument
+    add("--config-file", required=True, metavar="FILE", help="config of the model")
+    add("--weights", metavar="FILE", help="weights, default: MODEL.WEIGHTS of the config")
+    add("--output", required=True, metavar="DIR", help="folder to create")
+    add(
+        "--format",
+        choices=FORMATS,
+        default="pt2",
+        help="pt2 (torch.export, the default), onnx, or, of a backbone, safetensors (weights only)",
+    )
+    add("--json", action="store_true", help="print JSON instead of tables")
+    add("--backbone", action="store_true", help="export only the backbone")
+    group = parser.add_argument_group("detectors")
+    add = group.add_argument
+    add("--detections", type=int, metavar="K", help="detections per image, default: TEST.DETECTIONS_PER_IMAGE")
+    add("--one-image", action="store_true", help="take one image in its original size and resize it as evaluation does")
+    add("--paste-masks", action="store_true", help="with --one-image: binary masks as large as the image")
+    add(
+        "--class-names",
+        metavar="A,B,...",
+        type=parse_names,
+        help="class names in the file; default: those of the test dataset in the config",
+    )
+    add(
+        "--image",
+        metavar="FILE",
+        help="image to compare on, best with many objects; default: one of --dataset or drawn",
+    )
+    add("--dataset", metavar="NAME", help="compare the AP on this registered dataset")
+    add("--images", type=int, default=100, metavar="N", help="images of --dataset, default: %(default)s")
+    group = parser.add_argument_group("with --backbone")
+    add = group.add_argument
+    add("--fpn", action=argparse.BooleanOptionalAction, help="with or without FPN, default: as in the config")
+    add(
+        "--pixels",
+        action="store_true",
+        help="the file takes pixels of 0 to 255 and normalizes them, instead of normalized images",
+    )
+    add("--layout", choices=LAYOUTS, default="detectron2", help="tensor names of safetensors, default: %(default)s")
+    parser.add_argument("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config keys to change")
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    defaults = vars(get_parser().parse_args(["--config-file", "", "--output", ""]))
+    for name in _OF_DETECTORS if args.backbone else _OF_BACKBONES:
+        if getattr(args, name) != defaults[name]:
+            use = "without" if args.backbone else "with"
+            raise ConfigError(f"--{name.replace('_', '-')}: only works {use} --backbone. Fix: leave it out.")
+    check_folder(args.output)  # before minutes of work
+    cfg = read_config(args.config_file, [*args.opts, *(["MODEL.WEIGHTS", args.weights] if args.weights else [])])
+    report = (_export_backbone if args.backbone else _export_detector)(args, cfg)
+    if args.json:
+        print(json.dumps(report, indent=2))
+        return
+    print(_backbone_table(report) if args.backbone else _detector_table(report))
+    print(f"{args.output}/{report['file']} agrees with the model; {args.output}/README.md shows how to load it.")
+
+
+def _export_backbone(args: argparse.Namespace, cfg: CfgNode) -> dict[str, Any]:
+    model = load_model(cfg, needed="backbone." if args.fpn is not False else "backbone.bottom_up.")
+    return export_backbone(
+        model.backbone,
+        args.output,
+        Normalization.from_config(cfg, inside=args.pixels),
+        file_format=args.format,
+        fpn=args.fpn,
+        layout=args.layout,
+        source={"config": args.config_file, "weights": cfg.MODEL.WEIGHTS},
+    )
+
+
+def _export_detector(args: argparse.Namespace, cfg: CfgNode) -> dict[str, Any]:
+    if args.dataset:
+        use_recorded_datasets(cfg, args.config_file, os.path.dirname(args.config_file), needed=[args.dataset])
+    model = load_model(cfg)
+    evaluation = EvaluationImages.load(cfg, args.dataset, args.images) if args.dataset else None
+    # after the annotations are read, which gives a dataset its class names
+    names, ids = (args.class_names, None) if args.class_names else dataset_classes(cfg, args.config_file)
+    return export_detector(
+        model,
+        args.output,
+        file_format=args.format,
+        detections=args.detections,
+        image=read_image_for(cfg, args.image, resize=not args.one_image) if args.image else None,
+        evaluation=evaluation,
+        sides=(cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST),
+        one_image=args.one_image,
+        paste_masks=args.paste_masks,
+        class_names=names,
+        category_ids=ids,
+        source={"config": args.config_file, "weights": cfg.MODEL.WEIGHTS},
+    )
+
+
+def _backbone_table(report: dict[str, Any]) -> str:
+    rows = []
+    for name, shape in report["outputs"].items():
+        worst = max(case["levels"][name]["relative"] for case in report["cases"])
+        rows.append([name, shape["channels"], shape["stride"], f"{worst:.1e}"])
+    return tabulate(rows, headers=["output", "channels", "stride", "relative difference"], disable_numparse=True)
+
+
+def _detector_table(report: dict[str, Any]) -> str:
+    rows = [[name, f"{value:.1e}", report["tolerance"][name]] for name, value in report["worst"].items()]
+    table = tabulate(rows, headers=["output", "largest difference", "allowed"], disable_numparse=True)
+    lines = [table, f"{report['detections_compared']} detections compared, {report['unmatched']} without counterpart."]
+    if accuracy := report.get("accuracy"):
+        rows = [[task, accuracy["model"][task], accuracy["exported"][task]] for task in accuracy["model"]]
+        lines.append(f"AP on {accuracy['images']} images of {accuracy['dataset']}:")
+        lines.append(tabulate(rows, headers=["task", "model", "exported"], floatfmt=".4f"))
+    return "\n".join(lines)

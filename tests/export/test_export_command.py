@@ -1,0 +1,116 @@
+"""gw-detectron export: the model is loaded strictly, and the flags reach the export."""
+
+import json
+import runpy
+import sys
+
+import pytest
+import torch
+from detectron2.checkpoint import DetectionCheckpointer
+from detectron2.modeling import build_model
+from PIL import Image
+
+from gw_detectron.commands.export import get_parser, main
+from gw_detectron.errors import ConfigError, PartialLoadError
+from gw_detectron.export import detector, load_model
+from gw_detectron.export.run_exported import ExportedFile
+from gw_detectron.model_zoo import get_config
+
+from ..tiny_run import CONFIG, ROOT
+
+SMALL = ["MODEL.FPN.OUT_CHANNELS", 32, "MODEL.ROI_BOX_HEAD.FC_DIM", 16, "MODEL.ROI_BOX_HEAD.NUM_CONV", 1]
+
+
+@pytest.fixture(scope="module")
+def cfg():
+    cfg = get_config("quick_schedules/mask_rcnn_R_18_FPN_GW_demo.yaml")
+    cfg.merge_from_list(SMALL)
+    return cfg
+
+
+@pytest.fixture(scope="module")
+def trained(cfg, tmp_path_factory):
+    """A detector and its weights file."""
+    torch.manual_seed(0)
+    model = build_model(cfg).eval()
+    folder = tmp_path_factory.mktemp("trained")
+    DetectionCheckpointer(model, str(folder)).save("model")
+    return model, folder / "model.pth"
+
+
+def with_weights(cfg, weights):
+    cfg = cfg.clone()
+    cfg.MODEL.WEIGHTS = str(weights)
+    return cfg
+
+
+def export(*words):
+    main(get_parser().parse_args([*map(str, words), *map(str, SMALL)]))
+
+
+def test_all_weights_are_loaded(cfg, trained):
+    loaded = load_model(with_weights(cfg, trained[1]))
+    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in trained[0].state_dict().items())
+    assert not loaded.training
+
+
+def test_weights_without_a_needed_part_are_refused(cfg, trained, tmp_path):
+    tensors = {f"backbone.bottom_up.{k}": v for k, v in trained[0].backbone.bottom_up.state_dict().items()}
+    torch.save({"model": tensors}, tmp_path / "resnet.pth")
+    with pytest.raises(PartialLoadError, match=r"24 tensors are missing \(backbone.fpn_lateral2.weight, .*--no-fpn"):
+        load_model(with_weights(cfg, tmp_path / "resnet.pth"), needed="backbone.")
+    loaded = load_model(with_weights(cfg, tmp_path / "resnet.pth"), needed="backbone.bottom_up.").backbone.bottom_up
+    assert torch.equal(loaded.res5[1].conv2.weight, trained[0].backbone.bottom_up.res5[1].conv2.weight)
+    torch.save({"model": {k: v for k, v in tensors.items() if "res4.1" not in k}}, tmp_path / "part.pth")
+    with pytest.raises(PartialLoadError, match="Missing: backbone.bottom_up.res4.1"):
+        load_model(with_weights(cfg, tmp_path / "part.pth"), needed="backbone.bottom_up.")
+    with pytest.raises(ConfigError, match="no weights"):
+        load_model(with_weights(cfg, ""))
+
+
+def test_a_backbone(trained, tmp_path, capsys):
+    words = ("--config-file", CONFIG, "--weights", trained[1], "--output", tmp_path / "out", "--format", "safetensors")
+    export("--backbone", *words)
+    assert "p6        32          64" in capsys.readouterr().out
+    report = json.loads((tmp_path / "out" / "parity.json").read_text())
+    assert report["source"] == {"config": str(CONFIG), "weights": str(trained[1])}
+    export("--backbone", "--no-fpn", "--layout", "torchvision", "--json", *words)
+    assert json.loads(capsys.readouterr().out)["layout"] == "torchvision"
+    with pytest.raises(ConfigError, match="--one-image: only works without --backbone"):
+        export("--backbone", "--one-image", *words)
+    with pytest.raises(ConfigError, match="--fpn: only works with --backbone"):
+        export("--no-fpn", *words)
+
+
+def test_a_detector_and_its_ap_on_the_dataset_of_a_run_folder(
+    cfg, trained, tmp_path, small_dataset, capsys, monkeypatch
+):
+    def write(program, path):
+        path.write_text("no program")
+        return ExportedFile(program, program.describe()), {}
+
+    monkeypatch.setattr(detector, "write_program", write)
+    data = small_dataset / "gw_synthetic"
+    entry = {"json": str(data / "annotations" / "instances_val.json"), "images": str(data / "val")}
+    (tmp_path / "datasets.yaml").write_text(json.dumps({"val": {"export_test_val": entry}}))
+    own = cfg.clone()
+    own.DATASETS.TEST = ("export_test_val",)
+    (tmp_path / "config.yaml").write_text(own.dump())
+    Image.effect_noise((80, 60), 90).convert("RGB").save(tmp_path / "image.png")
+    export(
+        *("--config-file", tmp_path / "config.yaml", "--weights", trained[1], "--output", tmp_path / "out"),
+        *("--dataset", "export_test_val", "--images", "2", "--detections", "7", "--image", tmp_path / "image.png"),
+    )
+    assert "AP on 2 images of export_test_val" in capsys.readouterr().out
+    report = json.loads((tmp_path / "out" / "parity.json").read_text())
+    assert report["detections"] == 7 and len(report["class_names"]) == 6
+
+
+def test_the_script_in_tools_reports_errors_without_a_traceback(tmp_path, monkeypatch, capsys):
+    missing = tmp_path / "none.pth"
+    words = ["--config-file", CONFIG, "--weights", missing, "--output", tmp_path / "out"]
+    monkeypatch.setattr(sys, "argv", ["export_model.py", *map(str, words)])
+    with pytest.raises(SystemExit, match="1"):
+        runpy.run_path(str(ROOT / "tools" / "export_model.py"), run_name="__main__")
+    assert capsys.readouterr().err.startswith(f"\nError: MODEL.WEIGHTS: file not found: '{missing}'")
+    assert list(tmp_path.iterdir()) == []
