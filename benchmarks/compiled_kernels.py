@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from gw_detectron.errors import MissingPackageError
-from gw_detectron.ops.group_whitening import closed_form
 from gw_detectron.ops.group_whitening import triton as kernels
 from gw_detectron.ops.group_whitening.triton.compiler import triton
 from gw_detectron.ops.group_whitening.triton.launch import Launch, recorded
@@ -47,10 +46,10 @@ def layer_launches(x: Tensor, groups: int, *, iters: int = 5, relu: bool = False
     """
     weight = torch.ones(x.shape[1], device=x.device)
     dy = torch.ones_like(x)
-    with torch.no_grad(), recorded(execute=execute) as launches:
-        y, mean, sigma = closed_form.forward(kernels, x, weight, weight, groups, iters, 1e-5, relu)
-        closed_form.backward(kernels, dy, y if relu else None, x, mean, sigma, weight, iters)
-    return launches
+    with torch.no_grad(), recorded(execute=execute) as recording:
+        y, mean, sigma = kernels.forward(x, weight, weight, groups, iters, 1e-5, relu)
+        kernels.backward(dy, y if relu else None, x, mean, sigma, weight, iters)
+    return recording.launches
 
 
 def kernel_name(launch: Launch) -> str:

@@ -31,11 +31,11 @@ from torch import Tensor
 
 from ...checks import memory_format_of
 from . import launch
-from .backward import apply_backward, grad_products, parameter_gradients
-from .forward import apply
+from .gradients import apply_backward, grad_products, parameter_gradients
 from .launch import supported as supported
 from .moments import statistics
 from .newton import newton, newton_backward
+from .whitening import apply
 
 
 def forward(
