@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from detectron2.config import CfgNode, get_cfg
+from detectron2.config import CfgNode
 from detectron2.engine import DefaultTrainer
 from detectron2.layers import FrozenBatchNorm2d
 from detectron2.modeling import build_model
@@ -18,13 +18,14 @@ from detectron2.structures import Boxes, Instances, Keypoints, PolygonMasks
 from detectron2.utils.events import EventStorage
 from torch import nn
 
-from gw_detectron import GroupWhitening2d, add_gw_config
+from gw_detectron import GroupWhitening2d
+from gw_detectron.config import default_config, flat_items
 from gw_detectron.layers import Solver
 
 from .architectures import ARCHITECTURES, gw_places, skip_without_operators
 from .coco_rows import LAYOUTS, PREPROCESSING, R50, RECIPE, SCRATCH, SEG, X101, B, F, G, W
+from .tiny_run import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
 ALL = sorted(str(path.relative_to(CONFIGS).with_suffix("")) for path in CONFIGS.rglob("*.yaml"))
 RUNNABLE = [name for name in ALL if not Path(name).name.startswith("Base-")]
@@ -33,8 +34,7 @@ FROM_SCRATCH = [name for name in COCO if name.startswith("COCO-FromScratch/")]
 
 
 def load(name: str) -> CfgNode:
-    cfg = get_cfg()
-    add_gw_config(cfg)
+    cfg = default_config()
     cfg.merge_from_file(str(CONFIGS / f"{name}.yaml"))
     return cfg
 
@@ -49,17 +49,8 @@ def skeleton(name: str) -> nn.Module:
         return build_model(cfg)
 
 
-def flat(node: dict, prefix: str = "") -> dict[str, Any]:
-    values = {}
-    for key, value in node.items():
-        values |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return values
-
-
-def header(name: str) -> str:
-    lines = (CONFIGS / f"{name}.yaml").read_text().splitlines()
-    count = next(index for index, line in enumerate(lines) if not line.startswith("#"))
-    return " ".join(line.lstrip("# ") for line in lines[:count])
+def flat(node: CfgNode) -> dict[str, Any]:
+    return dict(flat_items(node))
 
 
 class NoDuplicates(yaml.SafeLoader):
@@ -73,29 +64,12 @@ class NoDuplicates(yaml.SafeLoader):
 
 @pytest.mark.parametrize("name", ALL)
 def test_loads_and_its_dump_reloads_equal(name, tmp_path):
-    cfg = load(name)
-    assert cfg.VERSION == 2
+    cfg, again = load(name), default_config()
+    assert cfg.VERSION == 2 and yaml.load((CONFIGS / f"{name}.yaml").read_text(), Loader=NoDuplicates)
     (tmp_path / "config.yaml").write_text(cfg.dump())
-    again = get_cfg()
-    add_gw_config(again)
     again.merge_from_file(str(tmp_path / "config.yaml"))
     # as yaml, where tuple and list are the same: a nested tuple of Detectron2's defaults comes back as a list
     assert yaml.safe_load(again.dump()) == yaml.safe_load(cfg.dump())
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_has_a_header_and_no_key_twice(name):
-    text = (CONFIGS / f"{name}.yaml").read_text()
-    assert text.startswith("# "), "the header comment is missing"
-    assert yaml.load(text, Loader=NoDuplicates)
-
-
-@pytest.mark.parametrize("name", [*COCO, *ARCHITECTURES])
-def test_repeats_nothing_of_its_base(name):
-    path = CONFIGS / f"{name}.yaml"
-    own = yaml.safe_load(path.read_text())
-    base = flat(CfgNode.load_yaml_with_base(str(path.parent / own.pop("_BASE_"))))
-    assert [key for key, value in flat(own).items() if key in base and base[key] == value] == []
 
 
 def tiny(cfg: CfgNode) -> CfgNode:
@@ -128,12 +102,17 @@ def tiny_batch(num_classes: int, semantic_classes: int = 2) -> list[dict]:
     return batch
 
 
-#: 101 layers, and configs whose norms, head and schedule are also in a smaller config or run
-SLOW = re.compile(r"_101_|X_50|_1gpu|S1|scratch_.*_(BN|GN)$|1x_(GN|FrozenBN)|" + "|".join(ARCHITECTURES))
+#: the others are variants of these, larger, or also in a test of runs
+FAST = re.compile(r"quick_schedules|R_50_FPN_(4conv1fc_)?1x_GW$|1x_GW_released$|_WS$|scratch_faster.*_1x_BN_GW$")
+SLOW = re.compile("_101_|" + "|".join(ARCHITECTURES))
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if SLOW.search(name) else ()) for name in RUNNABLE]
+    "name",
+    [
+        pytest.param(name, marks=() if FAST.search(name) and not SLOW.search(name) else pytest.mark.slow)
+        for name in RUNNABLE
+    ],
 )
 @pytest.mark.usefixtures("one_thread")
 def test_trains_a_step_in_which_every_parameter_gets_a_gradient(name):
@@ -150,11 +129,11 @@ def test_trains_a_step_in_which_every_parameter_gets_a_gradient(name):
     sum(losses.values()).backward()
 
     trainable = {key: value for key, value in model.named_parameters() if value.requires_grad}
-    assert [key for key, value in trainable.items() if value.grad is None] == []
-    assert [key for key, value in trainable.items() if not value.grad.isfinite().all()] == []
-    assert [key for key, value in trainable.items() if not value.grad.any()] == []
+    faults = {key for key, value in trainable.items() if value.grad is None or not value.grad.any()}
+    faults |= {key for key, value in trainable.items() if key not in faults and not value.grad.isfinite().all()}
+    assert not faults
     optimizer.step()
-    assert [key for key, value in trainable.items() if not value.isfinite().all()] == []
+    assert all(value.isfinite().all() for value in trainable.values())
 
 
 def test_every_coco_config_has_an_expected_layout():
@@ -180,11 +159,8 @@ def test_norms_are_at_the_positions_of_the_table_row(name):
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_an_architecture_has_gw_at_its_places(name):
-    found = gw_places(skeleton(name))
-    assert found == ARCHITECTURES[name]
-    others = [module for module in skeleton(name).modules() if isinstance(module, nn.BatchNorm2d | nn.GroupNorm)]
-    assert others == []
-    assert "Paper: no result for this architecture." in header(name)
+    assert gw_places(skeleton(name)) == ARCHITECTURES[name]
+    assert not any(isinstance(module, nn.BatchNorm2d | nn.GroupNorm) for module in skeleton(name).modules())
 
 
 @pytest.mark.parametrize("name", [*COCO, *ARCHITECTURES])
@@ -277,9 +253,9 @@ def test_model_zoo_links_every_coco_config_and_no_other_file():
 
 @pytest.mark.parametrize("name", COCO)
 def test_header_and_model_zoo_state_the_same_paper_numbers(name):
-    paper = re.search(r"Paper: .*", header(name))
-    assert paper, "the header does not state the paper's result"
-    numbers = set(re.findall(r"(?:AP|AP50|AP75|top-1) (\d\d\.\d\d)", paper[0]))
-    assert numbers or "no result" in paper[0]
+    comment = re.match(r"(#.*\n)+", (CONFIGS / f"{name}.yaml").read_text())[0].replace("\n# ", " ")
+    paper = re.search(r"Paper: .*", comment)[0]
+    numbers = set(re.findall(r"(?:AP|AP50|AP75|top-1) (\d\d\.\d\d)", paper))
+    assert numbers or "no result" in paper
     rows = [row for row in (ROOT / "MODEL_ZOO.md").read_text().splitlines() if f"(configs/{name}.yaml)" in row]
     assert any(numbers == set(re.findall(r"\d\d\.\d\d", row)) for row in rows), (numbers, rows)
