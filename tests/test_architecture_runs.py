@@ -21,7 +21,7 @@ TASKS = {
 pytestmark = pytest.mark.usefixtures("small_dataset", "one_thread")
 
 
-@pytest.mark.parametrize("norm", ["GW", "GN"])
+@pytest.mark.parametrize("norm", ["GW", pytest.param("GN", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_it_trains_evaluates_and_comes_back(name, norm, tmp_path):
     skip_without_operators(name)

@@ -10,7 +10,7 @@ import pytest
 from detectron2.utils.file_io import PathManager
 
 from gw_detectron.atomic import AtomicPathManager, atomic_folder, atomic_write, remove_unfinished, temporary_path
-from gw_detectron.errors import FileAccessError, OutputFolderError, UserError
+from gw_detectron.errors import FileAccessError, UserError
 
 
 def test_a_kill_in_the_middle_leaves_the_old_file(tmp_path):
@@ -44,14 +44,6 @@ def test_an_error_of_the_caller_passes_and_leaves_nothing(tmp_path):
         file.write("half")
         raise KeyError("caller")
     assert not list(tmp_path.iterdir())
-
-
-def test_everything_else_is_left_to_the_path_manager(tmp_path):
-    (tmp_path / "a").write_text("text")
-    writer = AtomicPathManager(PathManager)
-    with writer.open(str(tmp_path / "a"), "r") as file:
-        assert file.read() == "text"
-    assert writer.exists(str(tmp_path / "a")) and writer.ls(str(tmp_path)) == ["a"]
 
 
 def test_a_read_error_in_the_body_is_not_reported_as_a_failed_write(tmp_path):
@@ -113,37 +105,21 @@ def test_a_failure_leaves_the_earlier_folder(tmp_path):
     assert entries(tmp_path) == ["out"]
 
 
-def test_a_failing_rename_restores_the_earlier_folder(tmp_path, monkeypatch):
-    write_folder(tmp_path / "out")
-    rename = os.rename
-    monkeypatch.setattr(os, "rename", lambda a, b: rename(a, b) if a.name != "new" else rename(a / "gone", b))
-    with pytest.raises(OSError):
-        write_folder(tmp_path / "out", "newer")
-    assert (tmp_path / "out" / "a.txt").read_text() == "new"
-    assert entries(tmp_path) == ["out"]
-
-
-def test_a_signal_between_the_renames_restores_the_earlier_folder(tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_an_error_between_the_renames_restores_the_earlier_folder(tmp_path, monkeypatch, error):
     write_folder(tmp_path / "out")
     rename = os.rename
 
     def interrupted(source, target):
         if source.name == "new":
-            raise KeyboardInterrupt
+            raise error
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(error):
         write_folder(tmp_path / "out", "newer")
     assert (tmp_path / "out" / "a.txt").read_text() == "new"
     assert entries(tmp_path) == ["out"]
-
-
-def test_a_mount_point_is_refused_before_the_work(tmp_path, monkeypatch):
-    (tmp_path / "out").mkdir()
-    monkeypatch.setattr("pathlib.Path.is_mount", lambda path: path.name == "out")
-    with pytest.raises(OutputFolderError, match=r"out'\): is a mount point, .* Fix: give a folder in it"):
-        write_folder(tmp_path / "out")
 
 
 @pytest.mark.parametrize("early", [True, False])
@@ -152,36 +128,27 @@ def test_other_files_are_not_touched(tmp_path, early):
     output.mkdir()
     if early:
         (output / "thesis.tex").touch()
-    message = r"holds thesis.tex, .*Fix: give an empty or new folder"
-    with pytest.raises(FileExistsError, match=message), atomic_folder(output, ["a.txt"]) as folder:
+    with pytest.raises(FileExistsError, match="thesis.tex"), atomic_folder(output, ["a.txt"]) as folder:
         (folder / "a.txt").touch()
         (output / "thesis.tex").touch()  # another program writes there
     assert entries(output) == ["thesis.tex"] and entries(tmp_path) == ["out"]
 
 
-@pytest.mark.parametrize(("inside", "reason"), [("file", "is a file"), ("file/below", "cannot create the folder")])
-def test_a_path_through_a_file(tmp_path, inside, reason):
-    (tmp_path / "file").touch()
-    with pytest.raises(OSError, match=rf"{tmp_path}/{inside}'\): {reason}") as caught:
-        write_folder(tmp_path / inside)
-    assert isinstance(caught.value, UserError)
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"), [("", "no folder is named"), ("x" * 300, "cannot create the folder: File")]
-)
-def test_names_that_cannot_be_folders(tmp_path, monkeypatch, name, reason):
+@pytest.mark.parametrize("name", ["file", "file/below", "x" * 300, ""])
+def test_names_that_cannot_be_folders(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(OSError, match=reason) as caught:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError) as caught:
         write_folder(name)
-    assert isinstance(caught.value, UserError)
-    assert entries(tmp_path) == []
+    assert isinstance(caught.value, UserError) and entries(tmp_path) == ["file"]
 
 
 def test_a_failed_write_names_the_folder(tmp_path):
     write_folder(tmp_path / "out")
-    message = rf"'{tmp_path}/out'\): was not written: No space left on device\. .*Fix: free disk space"
-    with pytest.raises(FileAccessError, match=message), atomic_folder(tmp_path / "out", ["a.txt"]):
+    with (
+        pytest.raises(FileAccessError, match=rf"{tmp_path}/out.*No space left"),
+        atomic_folder(tmp_path / "out", ["a.txt"]),
+    ):
         raise OSError(errno.ENOSPC, "No space left on device")
     assert (tmp_path / "out" / "a.txt").read_text() == "new"
     assert entries(tmp_path) == ["out"]
