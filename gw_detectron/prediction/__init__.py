@@ -2,8 +2,7 @@
 
 from .drawing import draw_predictions, draw_record
 from .image_sources import ImageSource, find_sources
-from .opening import detector_file, open_predictor
-from .predictors import Predictor
+from .open_predictor import Predictor, detector_file, open_predictor
 from .results_folder import PredictionSummary, check_output, write_predictions
 
 __all__ = [

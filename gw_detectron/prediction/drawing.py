@@ -1,10 +1,9 @@
-"""Draw objects on an image: predictions and ground truth, with one color for each class."""
+"""Draw predictions and ground truth on an image, with one color for each class."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import pycocotools.mask as mask_util
 from detectron2.data import Metadata
 from detectron2.structures import BoxMode, Instances
 from detectron2.utils.colormap import colormap
@@ -17,7 +16,7 @@ _SMALLEST_FONT = 12  # of labels, in points
 
 
 def class_colors(metadata: Metadata, classes: Iterable[int]) -> list[np.ndarray]:
-    """Return the RGB color of each class, 0 to 1: the dataset's ``thing_colors``, or else Detectron2's in turn."""
+    """Return the RGB color, 0 to 1, of each class: the dataset's ``thing_colors``, default: Detectron2's in turn."""
     given = metadata.get("thing_colors", None)
     colors = colormap(rgb=True, maximum=1) if given is None else np.asarray(given) / 255
     return [colors[index % len(colors)] for index in classes]
@@ -39,10 +38,8 @@ def draw_objects(
     Args:
         image: (H, W, 3) RGB, 0 to 255.
         metadata: of the dataset, for names and colors.
-        classes: index of each object's class.
+        classes, scores, notes: class index, score and further text of each object.
         boxes: (N, 4) x0, y0, x1, y1 in pixels.
-        scores: of each object, 0 to 1.
-        notes: text of each object, after its score.
         masks: of each object: (H, W) bool, polygons or RLE.
         keypoints: (N, K, 3) x, y, visibility.
 
@@ -57,12 +54,9 @@ def draw_objects(
 
     names = metadata.get("thing_classes", None)
     labels = [str(index) if names is None else names[index] for index in classes]
-    if scores is not None:
-        labels = [f"{label} {score:.0%}" for label, score in zip(labels, scores, strict=True)]
-    if notes is not None:
-        labels = [f"{label} {note}" for label, note in zip(labels, notes, strict=True)]
-    if masks is not None:
-        masks = [_as_rle(mask) if isinstance(mask, np.ndarray) else mask for mask in masks]
+    for texts in ([f"{score:.0%}" for score in scores] if scores is not None else None, notes):
+        if texts is not None:
+            labels = [f"{label} {text}" for label, text in zip(labels, texts, strict=True)]
     scale = max(1.0, _SMALLEST_SIDE / max(image.shape[:2]))
     drawing = Visualizer(image, metadata, scale=scale)
     drawing._default_font_size = max(drawing._default_font_size, _SMALLEST_FONT / scale)  # it rounds down, up to 0
@@ -70,11 +64,6 @@ def draw_objects(
     with rc_context({"text.parse_math": False}):  # class names may have dollar signs
         drawing.overlay_instances(boxes=boxes, labels=labels, masks=masks, keypoints=keypoints, assigned_colors=colors)
     return drawing.get_output().get_image()
-
-
-def _as_rle(mask: np.ndarray) -> dict[str, Any]:
-    """Encode a mask: Detectron2 refuses to draw an array of two columns."""
-    return mask_util.encode(np.asfortranarray(mask, dtype=np.uint8))
 
 
 def draw_predictions(image: np.ndarray, metadata: Metadata, instances: Instances) -> np.ndarray:

@@ -1,37 +1,51 @@
-"""Find the images and videos that a user names."""
+"""Find and read the images and videos that a user names."""
 
 import glob
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ..data.images import image_files, read_image
 from ..errors import DataError, MissingFileError
-from .video import SUFFIXES, VideoReader
+from ..installation import require_packages
+
+_VIDEOS = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".webm")
 
 
 @dataclass(frozen=True)
 class ImageSource:
-    """An image or video file.
+    """An image or video file."""
 
-    Args:
-        path: of the file, absolute.
-        name: the path relative to the folder that all sources share, so that two sources differ in it.
-    """
-
-    path: Path
-    name: str
+    path: Path  # absolute
+    name: str  # unique: the path relative to the folder that all sources share
 
     @property
     def is_video(self) -> bool:
-        return self.path.suffix.lower() in SUFFIXES
+        return self.path.suffix.lower() in _VIDEOS
+
+    def video(self) -> Any:
+        """Open the video in OpenCV.
+
+        Raises:
+            MissingPackageError: OpenCV is not installed.
+        """
+        require_packages(f"video ('{self.path}')", "cv2")
+        import cv2
+
+        return cv2.VideoCapture(str(self.path))
 
     def count(self) -> int:
-        """Return the number of images; that of a video's frames is estimated by its length."""
-        return VideoReader(self.path).frame_count if self.is_video else 1
+        """Return the number of images; OpenCV estimates the frames of a video."""
+        if not self.is_video:
+            return 1
+        video = self.video()
+        import cv2
+
+        return max(0, int(video.get(cv2.CAP_PROP_FRAME_COUNT)))
 
     def images(self) -> Iterator[np.ndarray]:
         """Yield the image, or a video's frames, (H, W, 3) RGB uint8.
@@ -42,20 +56,22 @@ class ImageSource:
             DataError: the file is damaged, or neither image nor video.
             MissingFileError: the file does not exist any more.
         """
-        if self.is_video:
-            yield from VideoReader(self.path).frames()
-        else:
+        if not self.is_video:
             yield read_image(self.path, "RGB")
+            return
+        capture = self.video()
+        found, frame = capture.read()
+        if not found:
+            raise DataError(f"video ('{self.path}'): no frame can be read. Fix: repair it or give another one.")
+        while found:
+            yield np.ascontiguousarray(frame[:, :, ::-1])
+            found, frame = capture.read()
 
 
 def find_sources(inputs: Iterable[str | os.PathLike[str]]) -> list[ImageSource]:
-    """Find the images and videos that files, folders and patterns name.
+    """Find the images and videos that files, folders and patterns such as ``photos/**/*.jpg`` name.
 
-    A folder means the images below it. A pattern such as ``photos/**/*.jpg`` means the files that match it. A file that
-    is named twice is taken once.
-
-    Args:
-        inputs: paths and patterns.
+    A folder means the images below it; a file that is named twice is taken once.
 
     Returns:
         The sources in the order of the inputs; those of a folder or pattern by path.

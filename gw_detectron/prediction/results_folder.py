@@ -3,8 +3,8 @@
 import json
 import os
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Container, Iterable, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,48 +12,32 @@ from typing import Any
 import numpy as np
 from detectron2.data import Metadata
 from detectron2.evaluation.coco_evaluation import instances_to_coco_json
+from detectron2.structures import Instances
 from PIL import Image
 
 from ..atomic import atomic_folder, check_replaceable
 from ..data.images import BROWSER_SUFFIXES
-from ..errors import ConfigError, DataError, MissingFileError, OutputFolderError
+from ..errors import ConfigError, DataError, FileAccessError, MissingFileError, OutputFolderError
 from ..installation import require_packages
 from ..progress import progress_bar
+from .drawing import draw_predictions
 from .image_sources import ImageSource
-from .predictors import Predictor
-from .video import VideoReader, VideoWriter
+from .open_predictor import Predictor
 
 RESULTS, IMAGES, PICTURES = "predictions.json", "images.json", "pictures"
-_KEYS = (
-    "image_id",
-    "file_name",
-    "frame",
-    "category_id",
-    "category_name",
-    "score",
-    "bbox",
-    "keypoints",
-    "segmentation",
-)
+_KEYS = ["image_id", "file_name", "frame", "category_id", "category_name", "score", "bbox", "keypoints", "segmentation"]
+_FRAMES_PER_SECOND = 25.0  # of a video that does not tell
 
 
 @dataclass
 class PredictionSummary:
-    """Counts of a prediction.
-
-    Args:
-        output: the folder.
-        images: number of images and frames.
-        detections: number of objects in them.
-        seconds: for reading, prediction and drawing.
-        failed: source -> why it could not be read.
-    """
+    """Counts of a prediction."""
 
     output: str
-    images: int = 0
+    images: int = 0  # and frames
     detections: int = 0
-    seconds: float = 0.0
-    failed: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0  # for reading, prediction and drawing
+    failed: dict[str, str] = field(default_factory=dict)  # source -> why it could not be read
 
 
 def check_output(output: str | os.PathLike[str], sources: Iterable[ImageSource]) -> None:
@@ -114,10 +98,11 @@ def write_predictions(
         for source in sources:
             try:
                 path = folder / PICTURES / _picture_name(source, names)
-                with _drawing(source, path, predictor.metadata, enabled=pictures) as draw:
+                with closing(_Drawer(source, path, predictor.metadata)) if pictures else nullcontext() as drawer:
                     for index, image in enumerate(source.images()):
                         found = predictor(image)
-                        draw(image, found)
+                        if drawer is not None:
+                            drawer.draw(image, found)
                         name = {"file_name": source.name, **({"frame": index} if source.is_video else {})}
                         height, width = image.shape[:2]
                         images.append({"id": len(images) + 1, **name, "height": height, "width": width})
@@ -125,14 +110,9 @@ def write_predictions(
                         progress.update()
             except (DataError, MissingFileError) as error:
                 summary.failed[source.name] = str(error)
-        if not sources:
-            raise DataError("sources: none. Fix: give images or videos, see find_sources.")
         if not images:
-            first, reason = next(iter(summary.failed.items()))
-            reason = reason.partition(" Fix: ")[0].removesuffix(".")
-            raise DataError(
-                f"inputs ({len(sources)}): none can be read; '{first}': {reason}. Fix: give images or videos."
-            )
+            reason = next(iter(summary.failed.values()), "")  # of the first one
+            raise DataError(f"inputs ({len(sources)}): none can be read: {reason}")
         _write_json(folder, predictor.metadata, images, results)
     summary.images, summary.detections = len(images), len(results)
     summary.seconds = round(time.perf_counter() - begin, 3)
@@ -158,32 +138,45 @@ def _write_json(folder: Path, metadata: Metadata, images: list[dict[str, Any]], 
 
 
 def _picture_name(source: ImageSource, names: Container[str]) -> str:
-    """Return the name of the drawn picture or video: that of the source, with another end if the format needs it.
-
-    ``names`` are those of all sources, which are not replaced.
-    """
-    name, end = source.name, ".mp4" if source.is_video else ".png"
-    suffixes = (end,) if source.is_video else BROWSER_SUFFIXES
-    if Path(name).suffix.lower() not in suffixes:
+    """Return the name of a drawn picture or video; one with an appended suffix is not in ``names``."""
+    name, end, kept = source.name, ".png", BROWSER_SUFFIXES
+    if source.is_video:
+        end, kept = ".mp4", (".mp4",)
+    if not name.lower().endswith(kept):
         name += end
         while name in names:
             name += end
     return name
 
 
-@contextmanager
-def _drawing(
-    source: ImageSource, path: Path, metadata: Metadata, *, enabled: bool
-) -> Iterator[Callable[[np.ndarray, Any], None]]:
-    """Yield a function that draws objects on an image and appends it to the picture or video of a source."""
-    if not enabled:
-        yield lambda image, found: None
-        return
-    from .drawing import draw_predictions  # Detectron2's drawing needs OpenCV
+class _Drawer:
+    """Draw objects on the images of a source, and write the picture or, with the first frame's size, an mp4 file."""
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not source.is_video:
-        yield lambda image, found: Image.fromarray(draw_predictions(image, metadata, found)).save(path, quality=95)
-        return
-    with VideoWriter(path, VideoReader(source.path).frames_per_second) as writer:
-        yield lambda image, found: writer.write(draw_predictions(image, metadata, found))
+    def __init__(self, source: ImageSource, path: Path, metadata: Metadata) -> None:
+        self.source, self.path, self.metadata = source, path, metadata
+        self.video: Any = None
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def draw(self, image: np.ndarray, found: Instances) -> None:
+        """Draw the objects that were found in the next image.
+
+        Raises:
+            FileAccessError: OpenCV cannot write the video.
+        """
+        drawn = draw_predictions(image, self.metadata, found)
+        if not self.source.is_video:
+            Image.fromarray(drawn).save(self.path, quality=95)
+            return
+        import cv2
+
+        if self.video is None:
+            rate = self.source.video().get(cv2.CAP_PROP_FPS) or _FRAMES_PER_SECOND
+            self.video = cv2.VideoWriter(str(self.path), cv2.VideoWriter.fourcc(*"mp4v"), rate, drawn.shape[1::-1])
+            if not self.video.isOpened():
+                raise FileAccessError(f"video ('{self.path.name}'): OpenCV cannot write mp4. Fix: use --no-pictures.")
+        self.video.write(np.ascontiguousarray(drawn[:, :, ::-1]))
+
+    def close(self) -> None:
+        """Complete the video."""
+        if self.video is not None:
+            self.video.release()

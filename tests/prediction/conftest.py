@@ -86,11 +86,11 @@ def predictor():
 
 @pytest.fixture
 def video(tmp_path):
-    """A video of five frames, from black to white."""
+    """A video of five frames, from black to red."""
     cv2 = pytest.importorskip("cv2")
     path = tmp_path / "clip.avi"
     writer = cv2.VideoWriter(str(path), cv2.VideoWriter.fourcc(*"MJPG"), 8, (64, 48))
     for value in (0, 60, 120, 180, 240):
-        writer.write(np.full((48, 64, 3), value, np.uint8))
+        writer.write(np.full((48, 64, 3), (0, 0, value), np.uint8))  # BGR
     writer.release()
     return path

@@ -34,13 +34,6 @@ def test_a_mask_has_the_color_of_its_class(index):
     assert np.array_equal(picture[450, 600], [128, 128, 128])
 
 
-def test_a_mask_of_two_columns_is_drawn():
-    """Detectron2 refuses such an array."""
-    thin = np.full((300, 2, 3), 128, np.uint8)
-    picture = draw_objects(thin, CLASSES, [0], np.array([[0, 0, 2, 300]]), masks=[np.ones((300, 2), bool)])
-    assert np.abs(picture.astype(int) - 128).max() > 50
-
-
 def test_prediction_and_ground_truth_are_drawn_alike():
     instances = Instances(GRAY.shape[:2])
     instances.pred_boxes = Boxes(torch.tensor([BOX]))

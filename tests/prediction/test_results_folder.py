@@ -13,7 +13,7 @@ from detectron2.data import Metadata
 from PIL import Image
 from pycocotools.coco import COCO
 
-from gw_detectron.errors import ConfigError, DataError, FileAccessError, MissingPackageError, OutputFolderError
+from gw_detectron.errors import ConfigError, DataError, MissingPackageError, OutputFolderError
 from gw_detectron.prediction import check_output, find_sources, write_predictions
 
 from ..tiny_run import ROOT
@@ -67,31 +67,22 @@ def test_pycocotools_reads_the_results(tmp_path, photos, predictor, predict):
     assert sorted(each["category_id"] for each in results.loadAnns(results.getAnnIds(2))) == [2, 7]
 
 
-def test_images_without_objects_are_listed(tmp_path, photos, predictor, predict):
-    predictor.score_threshold = 1
-    summary, results = predict(photos)
-    assert (summary.images, summary.detections, results) == (2, 0, [])
-    assert len(json.loads((tmp_path / "out" / "images.json").read_text())["images"]) == 2
-    assert (tmp_path / "out" / "pictures" / "b.png").is_file()
-
-
 def test_the_page_shows_this_format(photos, predict):
     page = (ROOT / "docs" / "prediction.md").read_text()
     (block,) = re.findall(r"```json\n(.*?)```", page, flags=re.DOTALL)
     assert json.loads(block) == predict(photos / "b.png")[1]
 
 
-def test_unknown_class_names_are_numbers(tmp_path, photos, predictor, predict):
+def test_unknown_class_names_are_numbers_and_images_without_objects_are_listed(tmp_path, photos, predictor, predict):
     predictor.metadata = Metadata()
-    _, results = predict(photos)
+    _, results = predict(photos, pictures=False)
     assert (results[0]["category_id"], results[0]["category_name"]) == (1, "1")
     assert json.loads((tmp_path / "out" / "images.json").read_text())["categories"] == [{"id": 1, "name": "1"}]
-
-
-def test_other_suffixes_become_png(tmp_path, photo, predict):
-    Image.fromarray(photo).save(tmp_path / "scan.tif")
-    predict(tmp_path / "scan.tif")
-    assert [path.name for path in (tmp_path / "out" / "pictures").iterdir()] == ["scan.tif.png"]
+    predictor.score_threshold = 1
+    summary, results = predict(photos)
+    assert (summary.images, summary.detections, results) == (2, 0, [])
+    assert len(json.loads((tmp_path / "out" / "images.json").read_text())["images"]) == 2
+    assert (tmp_path / "out" / "pictures" / "b.png").is_file()
 
 
 def test_a_new_suffix_replaces_no_other_picture(tmp_path, photo, predict):
@@ -116,30 +107,6 @@ def test_a_video(tmp_path, video, photos, predict):
     assert frame[box].max() > 60 and frame[200:].max() < 40
 
 
-def test_a_video_that_cannot_be_written_is_no_result(tmp_path, video, predict, monkeypatch):
-    cv2 = pytest.importorskip("cv2")
-    writer = cv2.VideoWriter
-
-    class FullDisk:
-        fourcc = writer.fourcc
-
-        def __init__(self, *args):
-            pass
-
-        def isOpened(self):
-            return True
-
-        def write(self, frame):
-            pass
-
-        release = isOpened
-
-    monkeypatch.setattr(cv2, "VideoWriter", FullDisk)
-    with pytest.raises(FileAccessError, match=r"clip.avi.mp4'\): was not written completely. Fix: free disk space"):
-        predict(video)
-    assert not (tmp_path / "out").exists()
-
-
 def test_broken_files_are_named_and_the_others_predicted(tmp_path, photos, predict):
     (photos / "a.jpg").write_bytes(b"no image")
     (photos / "c.png").touch()
@@ -148,9 +115,7 @@ def test_broken_files_are_named_and_the_others_predicted(tmp_path, photos, predi
     assert summary.images == 2 and {each["image_id"] for each in results} == {1, 2}
     for path in (photos / "b.png", photos / "sub" / "a.jpg"):
         path.unlink()
-    with pytest.raises(
-        DataError, match=r"inputs \(2\): none can be read; 'a\.jpg': .*: not an image\. Fix: give images or videos\.$"
-    ):
+    with pytest.raises(DataError, match=r"inputs \(2\): none can be read.*a.jpg"):
         predict(photos)
     assert len(json.loads((tmp_path / "out" / "predictions.json").read_text())) == 2  # the earlier ones
 
@@ -159,8 +124,10 @@ def test_earlier_predictions_are_replaced_and_other_folders_are_not(tmp_path, ph
     predict(photos)
     predict(photos / "b.png")
     assert [path.name for path in (tmp_path / "out" / "pictures").iterdir()] == ["b.png"]
-    with pytest.raises(ConfigError, match=r"would replace the input '.*pictures/b.png'"):
-        predict(tmp_path / "out" / "pictures" / "b.png")
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    for output in (tmp_path / "out", tmp_path / "link"):
+        with pytest.raises(ConfigError, match=r"would replace the input '.*pictures/b.png'"):
+            check_output(output, find_sources([tmp_path / "out" / "pictures"]))
     (tmp_path / "out" / "thesis.tex").touch()
     with pytest.raises(OutputFolderError, match=r"thesis\.tex"):
         predict(photos)
@@ -170,16 +137,6 @@ def test_earlier_predictions_are_replaced_and_other_folders_are_not(tmp_path, ph
         check_output(own, [])
 
 
-def test_a_killed_prediction_writes_nothing(tmp_path, photos, predictor):
-    def interrupt(image):
-        raise KeyboardInterrupt
-
-    interrupt.metadata = predictor.metadata
-    with pytest.raises(KeyboardInterrupt):
-        write_predictions(interrupt, find_sources([str(photos)]), tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["photos"]
-
-
 def test_without_opencv_there_are_json_files_but_no_pictures_or_videos(monkeypatch, photos, video, predict):
     monkeypatch.setitem(sys.modules, "cv2", None)
     with pytest.raises(MissingPackageError, match="pictures: not installed: .*Fix: pip install opencv-python-headless"):
@@ -187,13 +144,3 @@ def test_without_opencv_there_are_json_files_but_no_pictures_or_videos(monkeypat
     with pytest.raises(MissingPackageError, match=r"video \('.*clip.avi'\): not installed"):
         predict(video, pictures=False)
     assert predict(photos, pictures=False)[0].images == 2
-
-
-def test_an_output_folder_by_another_name_is_the_same_folder(tmp_path, photos, predict):
-    predict(photos)
-    sources = find_sources([tmp_path / "out" / "pictures"])
-    (tmp_path / "link").symlink_to(tmp_path / "out")
-    (tmp_path / "below").mkdir()
-    for output in (tmp_path / "link", tmp_path / "below" / ".." / "out"):
-        with pytest.raises(ConfigError, match="would replace the input"):
-            check_output(output, sources)

@@ -6,21 +6,24 @@ import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from detectron2.config import CfgNode
 from detectron2.data import Metadata
 from detectron2.data.detection_utils import convert_PIL_to_numpy
+from detectron2.structures import Instances
 from PIL import Image
+from torch import nn
 
 from ..checkpoint import last_checkpoint, load_model
 from ..config import find_config_file, get_value, read_config
 from ..data.class_metadata import class_metadata
+from ..data.images import channels_first, evaluation_input, resize_shortest_edge
 from ..errors import ConfigError, DataError, MissingFileError
-from ..export.run_exported import OPENERS, open_exported
+from ..export.run_exported import OPENERS, ExportedFile, detect, open_exported, postprocess
 from ..modeling.class_counts import object_count_keys
-from .predictors import ExportedPredictor, Predictor, TrainedPredictor
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +34,57 @@ _OWN_ARGUMENTS = {
     "MODEL.ROI_HEADS.SCORE_THRESH_TEST": "give --score-threshold",
     "MODEL.RETINANET.SCORE_THRESH_TEST": "give --score-threshold",
 }
+
+
+class Predictor(Protocol):
+    """Detect objects in an image, (H, W, 3) RGB uint8.
+
+    The result has the objects above a score, in pixels of this image, on the CPU: ``pred_boxes``, ``scores``,
+    ``pred_classes``, and ``pred_masks``, (N, H, W) bool, or ``pred_keypoints`` of a model that has them.
+    """
+
+    metadata: Metadata
+
+    def __call__(self, image: np.ndarray) -> Instances: ...
+
+
+class TrainedPredictor:
+    """Predict with a detector of Detectron2, as its ``DefaultPredictor`` does, from RGB pixels."""
+
+    def __init__(self, model: nn.Module, cfg: CfgNode, metadata: Metadata, score_threshold: float) -> None:
+        self.model, self.cfg, self.metadata, self.score_threshold = model, cfg, metadata, score_threshold
+
+    def __call__(self, image: np.ndarray) -> Instances:
+        height, width = image.shape[:2]
+        pixels = convert_PIL_to_numpy(Image.fromarray(image), self.cfg.INPUT.FORMAT)
+        with torch.no_grad():
+            (output,) = self.model([{"image": evaluation_input(pixels, self.cfg), "height": height, "width": width}])
+        if "instances" not in output:
+            raise ConfigError(
+                f"MODEL.META_ARCHITECTURE ('{self.cfg.MODEL.META_ARCHITECTURE}'): predicts no boxes but "
+                f"{', '.join(output)}. Fix: give a detector."
+            )
+        found = output["instances"].to("cpu")
+        return found[found.scores > self.score_threshold]
+
+
+class ExportedPredictor:
+    """Predict with an exported detector; ``sides``, shorter and longest, are for a file that does not resize."""
+
+    def __init__(
+        self, file: ExportedFile, metadata: Metadata, score_threshold: float, sides: tuple[int, int] | None = None
+    ) -> None:
+        self.file, self.metadata, self.score_threshold, self.sides = file, metadata, score_threshold, sides
+
+    def __call__(self, image: np.ndarray) -> Instances:
+        expected = self.file.description["input"]
+        pixels = convert_PIL_to_numpy(Image.fromarray(image), expected["channels"])
+        tensor = resize_shortest_edge(pixels, *self.sides) if self.sides else channels_first(pixels)
+        smallest = expected["smallest_side"]
+        if not self.sides and min(image.shape[:2]) < smallest:
+            raise DataError(f"image {image.shape}: the file needs sides of {smallest}. Fix: give a larger image.")
+        (found,) = detect(self.file, [tensor])
+        return postprocess(found[found.scores > self.score_threshold], *image.shape[:2])
 
 
 def open_predictor(
@@ -63,15 +117,13 @@ def open_predictor(
     if Path(model).suffix not in OPENERS:
         return _open_trained(model, config_file, opts, score_threshold, _device(device), class_names)
     if config_file is not None or opts or class_names or device not in (None, "cpu"):
-        raise ConfigError(
-            f"MODEL ('{model}'): an exported file has its own classes, no config, and runs on the CPU. Fix: leave "
-            "out config, keys, device and class names."
-        )
+        reason = "an exported file has its own classes, no config, and runs on the CPU"
+        raise ConfigError(f"MODEL ('{model}'): {reason}. Fix: leave out config, keys, device and class names.")
     return _open_exported(Path(model), score_threshold)
 
 
 def detector_file(model: str | os.PathLike[str]) -> str:
-    """Return the file of a detector: of a run folder the last checkpoint, of an export the exported file.
+    """Return the file of a detector: the last checkpoint of a run folder, or the exported file of an export.
 
     Raises:
         MissingFileError: the model does not exist.
@@ -81,10 +133,7 @@ def detector_file(model: str | os.PathLike[str]) -> str:
     if "://" in model:
         return model
     if not os.path.exists(model):
-        raise MissingFileError(
-            f"MODEL ('{model}'): not found (cwd: {os.getcwd()}). Fix: give a run folder, a checkpoint or an exported "
-            "file."
-        )
+        raise MissingFileError(f"MODEL ('{model}'): not found (cwd: {os.getcwd()}). Fix: give an existing path.")
     if not os.path.isdir(model):
         return model
     exported = _export_report(Path(model)).get("file")
@@ -99,8 +148,7 @@ def _open_exported(path: Path, score_threshold: float) -> Predictor:
     if score_threshold < about["score_threshold"]:
         raise ConfigError(
             f"score_threshold ({score_threshold:g}): the file drops scores up to {about['score_threshold']:g}. Fix: "
-            "give at least this, or export with a lower MODEL.ROI_HEADS.SCORE_THRESH_TEST, for RetinaNet "
-            "MODEL.RETINANET.SCORE_THRESH_TEST."
+            "give at least this, or export with a lower SCORE_THRESH_TEST of MODEL.ROI_HEADS or MODEL.RETINANET."
         )
     sides = None
     if about["input"]["name"] == "images":
@@ -146,12 +194,6 @@ def _open_trained(
             f"`gw-detectron describe --config {shlex.quote(model)}` prints the config that it was trained with."
         )
     cfg = read_config(config_file, opts)
-    try:
-        convert_PIL_to_numpy(Image.new("RGB", (1, 1)), cfg.INPUT.FORMAT)
-    except ValueError as error:
-        raise ConfigError(
-            f"INPUT.FORMAT ({cfg.INPUT.FORMAT!r}): unknown ({error}). Fix: use that of the training, e.g. RGB."
-        ) from error
     cfg.MODEL.WEIGHTS = model
     cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = cfg.MODEL.RETINANET.SCORE_THRESH_TEST = score_threshold
     metadata = _metadata(cfg, config_file, class_names)
@@ -176,9 +218,7 @@ def _device(name: str | None) -> str:
     if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device ('{name}'): unknown. Fix: give cpu or cuda.") from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device ('{name}'): this machine has {torch.cuda.device_count()} GPUs. Fix: give cpu.")
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:  # the latter from a torch without CUDA
+        raise ConfigError(f"device ('{name}'): unknown or not in this machine. Fix: give cpu or cuda.") from error
     return name

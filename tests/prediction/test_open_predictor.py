@@ -19,7 +19,7 @@ from gw_detectron.export.meta_arch import detector_program
 from gw_detectron.export.one_image import OneImageProgram
 from gw_detectron.export.run_exported import ExportedFile, open_exported
 from gw_detectron.prediction import open_predictor
-from gw_detectron.prediction.predictors import ExportedPredictor, TrainedPredictor
+from gw_detectron.prediction.open_predictor import ExportedPredictor, TrainedPredictor
 
 from ..export.test_onnx_detect import write_model
 from .conftest import SIDES
@@ -36,27 +36,15 @@ def check_same(found, expected, tolerance=0.0):
     assert (found.pred_masks ^ expected.pred_masks).float().mean() <= tolerance
 
 
-def detectron2_finds(run_folder, image, threshold, **changes):
-    """What DefaultPredictor finds in an RGB image; it takes BGR."""
-    cfg = read_config(str(run_folder / "config.yaml"))
-    cfg.MODEL.WEIGHTS = str(run_folder / "model_final.pth")
-    cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = threshold
-    cfg.merge_from_list([word for key, value in changes.items() for word in (key.replace("__", "."), value)])
-    return DefaultPredictor(cfg)(image[:, :, ::-1])["instances"]
-
-
 @pytest.mark.parametrize("channels", ["RGB", "BGR"])
 def test_a_run_folder_predicts_as_detectron2(run_folder, channels):
     image = np.random.default_rng(1).integers(0, 256, (50, 201, 3), np.uint8)
     predictor = open_predictor(str(run_folder), score_threshold=0.1, device="cpu", opts=["INPUT.FORMAT", channels])
-    check_same(predictor(image), detectron2_finds(run_folder, image, 0.1, INPUT__FORMAT=channels))
+    cfg = read_config(str(run_folder / "config.yaml"), ["INPUT.FORMAT", channels])
+    cfg.MODEL.WEIGHTS, cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = str(run_folder / "model_final.pth"), 0.1
+    check_same(predictor(image), DefaultPredictor(cfg)(image[:, :, ::-1])["instances"])  # it takes BGR
     assert predictor.metadata.thing_classes == NAMES
     assert predictor.metadata.thing_dataset_id_to_contiguous_id == {2: 0, 7: 1, 40: 2}
-
-
-def test_a_value_that_detectron2_cannot_use_is_refused(run_folder):
-    with pytest.raises(ConfigError, match=r"INPUT.FORMAT \('XYZ'\).*Fix: "):
-        open_predictor(str(run_folder), device="cpu", opts=["INPUT.FORMAT", "XYZ"])
 
 
 def test_the_last_checkpoint_of_a_moved_run_is_taken(run_folder, tmp_path, photo):
@@ -74,11 +62,12 @@ def test_the_last_checkpoint_of_a_moved_run_is_taken(run_folder, tmp_path, photo
     check_same(open_predictor(str(moved), score_threshold=0.1)(photo), first)
 
 
-def test_a_checkpoint_with_a_config_elsewhere(run_folder, tmp_path):
+def test_a_checkpoint_with_a_config_elsewhere(run_folder, tmp_path, caplog):
     weights = tmp_path / "weights.pth"
     weights.symlink_to(run_folder / "model_final.pth")
-    with pytest.raises(MissingFileError, match=r"its config is not found: '.*config\.yaml'\. Fix: give --config-file"):
-        open_predictor(str(weights))
+    for path, missing in ((tmp_path / "none", "none"), (weights, "its config"), (tmp_path, "its config")):
+        with pytest.raises(MissingFileError, match=missing):
+            open_predictor(path)
     with pytest.raises(UserError, match="does not fit the model"):
         open_predictor(str(weights), config_file="COCO-Detection/faster_rcnn_R_50_FPN_1x_GW.yaml")  # of the package
     with pytest.raises(UserError, match=r"other shapes .*cls_score.weight \(4, .*\), not \(7, .*Fix: set NUM_CLASSES"):
@@ -88,14 +77,8 @@ def test_a_checkpoint_with_a_config_elsewhere(run_folder, tmp_path):
     shutil.copy(run_folder / "config.yaml", config)
     named = open_predictor(str(weights), config_file=str(config), class_names=["a", "b", "c"])
     assert named.metadata.thing_classes == ["a", "b", "c"]
-
-
-def test_unknown_class_names(run_folder, tmp_path, caplog):
-    for name in ("config.yaml", "model_final.pth"):
-        (tmp_path / name).symlink_to(run_folder / name)
-    predictor = open_predictor(str(tmp_path))
-    assert predictor.metadata.get("thing_classes", None) is None
-    assert "class names: unknown" in caplog.text
+    unnamed = open_predictor(str(weights), config_file=str(config))
+    assert unnamed.metadata.get("thing_classes", None) is None and "class names: unknown" in caplog.text
 
 
 @pytest.fixture(scope="module")
@@ -105,40 +88,34 @@ def model(run_folder):
     return load_model(cfg)
 
 
-@pytest.mark.parametrize("paste_masks", [False, True])
-def test_a_file_for_one_image_agrees_with_the_checkpoint(run_folder, model, photo, paste_masks):
-    program = OneImageProgram(detector_program(model), SIDES, paste_masks)
-    predictor = ExportedPredictor(ExportedFile(program, program.describe()), None, 0.1)
-    check_same(predictor(photo), open_predictor(str(run_folder), score_threshold=0.1)(photo), 1e-3)
-
-
-def test_a_file_for_batches_agrees_with_the_checkpoint(run_folder, model, photo):
-    program = detector_program(model)
-    predictor = ExportedPredictor(ExportedFile(program, program.describe()), None, 0.1, SIDES)
-    for image in (photo, photo[:60]):  # the second one is resized
-        check_same(predictor(image), open_predictor(str(run_folder), score_threshold=0.1)(image), 1e-3)
+def test_exported_programs_agree_with_the_checkpoint(run_folder, model, photo):
+    expected, detector = open_predictor(run_folder, score_threshold=0.1), detector_program(model)
+    for program, sides in (
+        (OneImageProgram(detector, SIDES), None),
+        (OneImageProgram(detector, SIDES, paste_masks=True), None),
+        (detector, SIDES),
+    ):
+        predictor = ExportedPredictor(ExportedFile(program, program.describe()), None, 0.1, sides)
+        for image in (photo, photo[:60]) if sides else (photo,):  # resizing inside the file rounds otherwise
+            check_same(predictor(image), expected(image), 1e-3)
     assert predictor(np.zeros((2, 400, 3), np.uint8)).image_size == (2, 400)  # padded to the smallest side
 
 
 @pytest.mark.parametrize("channels", ["RGB", "BGR"])
-@pytest.mark.parametrize("folder", [False, True])
-def test_an_onnx_file(tmp_path, channels, folder):
+def test_an_onnx_file(tmp_path, channels):
     pixels = np.full((30, 40, 3), 10, np.uint8)
     pixels[:, :20, 0] = 200  # red
     write_model(tmp_path / "model.onnx", channels)
     (tmp_path / "parity.json").write_text('{"file": "model.onnx"}')
-    predictor = open_predictor(str(tmp_path if folder else tmp_path / "model.onnx"), score_threshold=0.2)
-    found = predictor(pixels)
-    assert predictor.metadata.thing_classes == ["cat", "dog"]
-    assert found.pred_boxes.tensor.tolist() == [[2, 3, 12, 13], [20, 5, 39, 29]]
-    assert found.pred_classes.tolist() == [1, 0]
-    assert found.pred_masks[0, :, :20].all() == (channels == "RGB")  # it shows where its first channel is bright
-
-
-@pytest.mark.parametrize(("threshold", "count"), [(0.05, 2), (0.25, 1), (0.9, 0), (1.0, 0)])
-def test_the_threshold_is_exclusive(tmp_path, photo, threshold, count):
-    write_model(tmp_path / "model.onnx")
-    assert len(open_predictor(str(tmp_path / "model.onnx"), score_threshold=threshold)(photo)) == count
+    for path in (tmp_path, tmp_path / "model.onnx"):
+        predictor = open_predictor(path, score_threshold=0.2)
+        found = predictor(pixels)
+        assert predictor.metadata.thing_classes == ["cat", "dog"]
+        assert found.pred_boxes.tensor.tolist() == [[2, 3, 12, 13], [20, 5, 39, 29]]
+        assert found.pred_classes.tolist() == [1, 0]
+        assert found.pred_masks[0, :, :20].all() == (channels == "RGB")  # it shows where its first channel is bright
+    for threshold, count in ((0.05, 2), (0.25, 1), (0.9, 0)):  # exclusive
+        assert len(open_predictor(tmp_path, score_threshold=threshold)(pixels)) == count
 
 
 @pytest.mark.parametrize("name", ["model.pt2", "model.onnx"])
@@ -176,9 +153,7 @@ def test_exported_files_that_do_not_fit(tmp_path):
     with pytest.raises(ConfigError, match=r"does not resize, and no parity\.json"):
         open_predictor(str(tmp_path / "batch.onnx"))
     write_model(tmp_path / "model.onnx")
-    with pytest.raises(
-        ConfigError, match=r"score_threshold \(0\.01\): the file drops scores up to 0\.05.* MODEL.ROI_HEADS.S"
-    ):
+    with pytest.raises(ConfigError, match=r"score_threshold \(0\.01\)"):
         open_predictor(str(tmp_path / "model.onnx"), score_threshold=0.01)
     for options in ({"config_file": "x.yaml"}, {"opts": ["SEED", "1"]}, {"device": "cuda"}, {"class_names": ["a"]}):
         with pytest.raises(ConfigError, match="an exported file has its own classes, no config"):
@@ -188,36 +163,21 @@ def test_exported_files_that_do_not_fit(tmp_path):
         open_predictor(str(tmp_path))
 
 
-@pytest.mark.parametrize("threshold", [-0.1, 1.1, float("nan")])
-def test_a_threshold_out_of_range(run_folder, threshold):
-    with pytest.raises(ConfigError, match=r"score_threshold \(.*\): not between 0 and 1"):
-        open_predictor(str(run_folder), score_threshold=threshold)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"opts": ["MODEL.WEIGHTS", "x.pth"]}, r"MODEL\.WEIGHTS: not a key for prediction"),
-        (
-            {"opts": ["MODEL.ROI_HEADS.SCORE_THRESH_TEST", 0.9]},
-            r"SCORE_THRESH_TEST: not a key .*give --score-threshold",
-        ),
         ({"opts": ["MODEL.WEIGHT", "x.pth"]}, "unknown config key 'MODEL.WEIGHT'"),
+        ({"score_threshold": 1.1}, r"score_threshold \(1.1\)"),
+        ({"score_threshold": float("nan")}, r"score_threshold \(nan\)"),
         ({"class_names": ["fork"]}, r"class names \(1\): MODEL\.ROI_HEADS\.NUM_CLASSES is 3"),
-        ({"device": "gpu"}, r"device \('gpu'\): unknown"),
-        ({"device": "cuda:99"}, r"device \('cuda:99'\): this machine has \d+ GPUs"),
+        ({"device": "gpu"}, r"device \('gpu'\)"),
+        ({"device": "cuda:99"}, r"device \('cuda:99'\)"),
     ],
 )
 def test_options_that_do_not_fit(run_folder, options, message):
     with pytest.raises(ConfigError, match=message):
         open_predictor(str(run_folder), **options)
-
-
-def test_a_missing_model(tmp_path):
-    with pytest.raises(MissingFileError, match=r"MODEL \('.*none'\): not found .*Fix: give a run folder"):
-        open_predictor(str(tmp_path / "none"))
-    with pytest.raises(MissingFileError, match="its config is not found"):
-        open_predictor(str(tmp_path))
 
 
 def test_a_model_without_boxes(photo):
