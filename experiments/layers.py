@@ -29,7 +29,7 @@ from gw_detectron.progress import progress_bar
 
 from .analysis_result import AnalysisResult, findings_of, short_name
 
-_MODEL = get_config_file("quick_schedules/mask_rcnn_R_18_FPN_GW_demo.yaml")
+_MODEL = get_config_file("quick_schedules/mask_rcnn_R_18_FPN_BN_GW_demo.yaml")
 # title of a panel -> statistic, marker and label of its curves
 _PANELS = {
     "Covariance of the input, with eps": [("trace", "k_", "trace, median")],

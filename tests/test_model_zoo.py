@@ -7,7 +7,7 @@ import torch
 
 from gw_detectron import GroupWhitening2d, model_zoo
 
-DEMO = "quick_schedules/mask_rcnn_R_18_FPN_GW_demo.yaml"
+DEMO = "quick_schedules/mask_rcnn_R_18_FPN_BN_GW_demo.yaml"
 GW_R50 = "COCO-Detection/faster_rcnn_R_50_FPN_1x_GW.yaml"
 
 

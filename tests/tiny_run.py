@@ -12,7 +12,7 @@ from gw_detectron.data import SyntheticConfig, make_synthetic, register_syntheti
 from gw_detectron.engine import get_parser
 
 ROOT = Path(__file__).parents[1]
-CONFIG = ROOT / "configs" / "quick_schedules" / "mask_rcnn_R_18_FPN_GW_demo.yaml"
+CONFIG = ROOT / "configs" / "quick_schedules" / "mask_rcnn_R_18_FPN_BN_GW_demo.yaml"
 DATA = SyntheticConfig(num_train=12, num_val=3, min_side=64, max_side=80, max_objects=3, min_size=0.3)
 
 OPTS = {

@@ -6,7 +6,7 @@ from ..cli import new_parser
 from ..demo import run_demo
 from ..model_zoo import get_config_file
 
-_CONFIG = "quick_schedules/mask_rcnn_R_18_FPN_GW_demo.yaml"
+_CONFIG = "quick_schedules/mask_rcnn_R_18_FPN_BN_GW_demo.yaml"
 
 
 def get_parser() -> argparse.ArgumentParser:

@@ -12,7 +12,7 @@ examples:
   %(prog)s --num-gpus 8 --config-file COCO-Detection/faster_rcnn_R_50_FPN_1x_GW.yaml
 
   your own data, on the CPU:
-  %(prog)s --num-gpus 0 --config-file quick_schedules/mask_rcnn_R_18_FPN_GW_demo.yaml \\
+  %(prog)s --num-gpus 0 --config-file quick_schedules/mask_rcnn_R_18_FPN_BN_GW_demo.yaml \\
       --train-json data.json --train-images photos --val-fraction 0.2 OUTPUT_DIR output/mine SOLVER.BASE_LR 0.01
 
   continue after an interruption; evaluate:

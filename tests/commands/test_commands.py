@@ -14,7 +14,7 @@ from gw_detectron.errors import UserError
 from gw_detectron.model_zoo import get_config_file, list_configs
 
 CONFIG = "COCO-Detection/faster_rcnn_R_50_FPN_1x_GW.yaml"
-DEMO = "quick_schedules/mask_rcnn_R_18_FPN_GW_demo.yaml"
+DEMO = "quick_schedules/mask_rcnn_R_18_FPN_BN_GW_demo.yaml"
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_bad_norms_are_refused(gw, words, named):
 
 
 @pytest.mark.parametrize(
-    "name", ["mask_rcnn_R_18_FPN_GW_demo.yaml", "mask_rcnn_R_18_FPN_GW_demo", f"configs/{DEMO}", DEMO]
+    "name", ["mask_rcnn_R_18_FPN_BN_GW_demo.yaml", "mask_rcnn_R_18_FPN_BN_GW_demo", f"configs/{DEMO}", DEMO]
 )
 def test_the_folder_of_a_config_may_be_left_out(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -155,8 +155,8 @@ def test_an_installation_without_configs_is_named(monkeypatch, tmp_path):
 
 
 def test_similar_configs_and_words_that_are_no_pairs_are_named():
-    with pytest.raises(FileNotFoundError, match="Similar: quick_schedules/mask_rcnn_R_18_FPN_GW_demo.yaml"):
-        read_config("mask_rcnn_R_18_FPN_GV_demo.yaml")
+    with pytest.raises(FileNotFoundError, match="Similar: quick_schedules/mask_rcnn_R_18_FPN_BN_GW_demo.yaml"):
+        read_config("mask_rcnn_R_18_FPN_BN_GV_demo.yaml")
     for words in (["SOLVER.BASE_LR=0.1"], ["SEED=3", "SOLVER.MAX_ITER=4"], ["SEED", "3", "weights.pth"]):
         with pytest.raises(UserError, match=words[-1] if len(words) == 3 else words[0]):
             read_config(CONFIG, words)

@@ -28,7 +28,7 @@ import torch
 from gw_detectron import model_zoo
 from detectron2.modeling import build_model
 
-cfg = model_zoo.get_config("quick_schedules/mask_rcnn_R_18_FPN_GW_demo.yaml")
+cfg = model_zoo.get_config("quick_schedules/mask_rcnn_R_18_FPN_BN_GW_demo.yaml")
 cfg.MODEL.DEVICE = "cpu"
 model = build_model(cfg).eval()
 tiles = torch.rand(2, 3, 64, 64)

@@ -11,7 +11,7 @@ from ..tiny_run import CONFIG, arguments
 
 def test_missing_file(tmp_path):
     args = arguments(tmp_path)
-    args.config_file = str(CONFIG.parent / "mask_rcnn_R_18_FPN_GW_dmo.yaml")
+    args.config_file = str(CONFIG.parent / "mask_rcnn_R_18_FPN_BN_GW_dmo.yaml")
     with pytest.raises(FileNotFoundError, match=r"GW_dmo\.yaml.*Similar: .*GW_demo\.yaml.*gw-detectron list configs"):
         setup(args)
     args.config_file = ""

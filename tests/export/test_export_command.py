@@ -23,7 +23,7 @@ SMALL = ["MODEL.FPN.OUT_CHANNELS", 32, "MODEL.ROI_BOX_HEAD.FC_DIM", 16, "MODEL.R
 
 @pytest.fixture(scope="module")
 def cfg():
-    cfg = get_config("quick_schedules/mask_rcnn_R_18_FPN_GW_demo.yaml")
+    cfg = get_config("quick_schedules/mask_rcnn_R_18_FPN_BN_GW_demo.yaml")
     cfg.merge_from_list(SMALL)
     return cfg
 

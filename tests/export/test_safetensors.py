@@ -34,7 +34,7 @@ def positions(value):
 
 
 def backbone_of(*opts, fpn=False):
-    cfg = get_config("quick_schedules/mask_rcnn_R_18_FPN_GW_demo.yaml")
+    cfg = get_config("quick_schedules/mask_rcnn_R_18_FPN_BN_GW_demo.yaml")
     cfg.merge_from_list([word for pair in opts for word in pair])
     torch.manual_seed(0)
     backbone = build_backbone(cfg)

@@ -16,7 +16,7 @@ needs_export = pytest.mark.skipif(
     torch.__version__ < torch.torch_version.TorchVersion("2.13"), reason="torch.export excludes image sizes before 2.13"
 )
 CONFIGS = {
-    "mask": "quick_schedules/mask_rcnn_R_18_FPN_GW_demo.yaml",
+    "mask": "quick_schedules/mask_rcnn_R_18_FPN_BN_GW_demo.yaml",
     "retinanet": "quick_schedules/retinanet_R_18_FPN_GW_instant.yaml",
 }
 SMALL = {
