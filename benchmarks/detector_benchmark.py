@@ -7,7 +7,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from gw_detectron.data.images import read_image, synthetic_images
+from gw_detectron.data import synthetic_images
+from gw_detectron.data.images import read_image
 from gw_detectron.errors import ConfigError, check_minimum
 from gw_detectron.prediction import open_predictor
 

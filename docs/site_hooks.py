@@ -14,7 +14,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "MODEL_ZOO.md", "CONTRIBUTING.md", "CHANGELOG.md")
-LINKED = ("configs/**/*.*", "experiments/small_batch/*.py", "gw_detectron/data/synthetic/hard_scene.py", "CITATION.cff")
+LINKED = ("configs/**/*.*", "experiments/small_batch/*.*", "CITATION.cff")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

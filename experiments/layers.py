@@ -13,13 +13,14 @@ from detectron2.config import CfgNode
 from detectron2.data.detection_utils import convert_PIL_to_numpy
 from detectron2.utils.env import seed_all_rng
 from matplotlib.figure import Figure
+from PIL import Image
 from torch import Tensor, nn
 
 from gw_detectron.checkpoint import LoadReport, load_checkpoint, open_checkpoint
 from gw_detectron.cli import parse_seed
 from gw_detectron.config import read_config
-from gw_detectron.data.images import draw_images, evaluation_input, image_files, read_image
-from gw_detectron.data.synthetic import SyntheticConfig
+from gw_detectron.data.images import evaluation_input, image_files, read_image
+from gw_detectron.data.synthetic import SyntheticConfig, draw_scene
 from gw_detectron.engine.whitening_stats import WhiteningLayer, checked_statistics, reduce_statistics, whitening_layers
 from gw_detectron.errors import ConfigError, NonFiniteCovarianceError, PartialLoadError, check_minimum, summarize_names
 from gw_detectron.model_zoo import get_config_file
@@ -155,8 +156,9 @@ def _check_loaded(report: LoadReport, layers: Collection[str]) -> None:
 
 
 def _draw_scenes(cfg: CfgNode, count: int, seed: int) -> Iterator[np.ndarray]:
-    for image in draw_images(SyntheticConfig(num_val=count, seed=seed)):
-        yield convert_PIL_to_numpy(image, cfg.INPUT.FORMAT)
+    config = SyntheticConfig(seed=seed)
+    for index in range(count):
+        yield convert_PIL_to_numpy(Image.fromarray(draw_scene(config, "val", index).image()), cfg.INPUT.FORMAT)
 
 
 def _findings(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:

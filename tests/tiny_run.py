@@ -44,12 +44,16 @@ OPTS = {
 
 @contextlib.contextmanager
 def dataset(root: Path) -> Iterator[Path]:
-    """Generate and register the small dataset; register the default one at the end."""
+    """Generate and register the small dataset, for all tasks; register the default one at the end."""
+    from .other_tasks import add_other_tasks, remove_other_tasks  # relative: not as a script
+
     make_synthetic(root, DATA)
     register_synthetic(root, DATA)
+    add_other_tasks(root, DATA)
     try:
         yield root
     finally:
+        remove_other_tasks(DATA)
         register_synthetic()
 
 

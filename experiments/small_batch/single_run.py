@@ -32,7 +32,7 @@ from .features import feature_statistics
 from .plan import Row
 from .results_file import append_result
 
-CONFIG = Path(__file__).parents[2] / "configs" / "quick_schedules" / "faster_rcnn_R_18_FPN_small_batch.yaml"
+CONFIG = Path(__file__).with_name("faster_rcnn_R_18_FPN_small_batch.yaml")
 _SCORES = ("AP", "AP50", "AP75")
 _LOSSES = 24  # points of a curve
 _FEATURE_IMAGES = 64

@@ -6,7 +6,8 @@ import json
 
 from ..cli import new_parser
 from ..config import read_config
-from ..data.images import load_images, synthetic_images
+from ..data import synthetic_images
+from ..data.images import load_images
 from ..errors import WeightsError
 from ..weights.verify import is_labeled, measure_accuracy, verify
 

@@ -1,4 +1,4 @@
-"""Datasets: synthetic ones that come with the package, and a user's own in COCO format."""
+"""Datasets: a user's own in COCO format, and a synthetic one that comes with the package."""
 
 from .coco_datasets import (
     CocoDataset,
@@ -8,24 +8,25 @@ from .coco_datasets import (
     register_datasets,
     registered_datasets,
 )
+from .coco_files import read_json, split_coco
 from .datasets_yaml import (
     DATASETS_FILE,
     check_fraction,
+    class_metadata,
     existing_path,
     read_datasets,
     record_datasets,
     recorded_classes,
 )
-from .derived_json import read_json
-from .synthetic import HardSyntheticConfig, SyntheticConfig, make_synthetic, register_synthetic
+from .synthetic import SyntheticConfig, make_synthetic, register_synthetic, synthetic_images
 
 __all__ = [
     "DATASETS_FILE",
     "CocoDataset",
     "CocoDatasets",
-    "HardSyntheticConfig",
     "SyntheticConfig",
     "check_fraction",
+    "class_metadata",
     "existing_path",
     "make_synthetic",
     "needs_registration",
@@ -37,4 +38,6 @@ __all__ = [
     "register_datasets",
     "register_synthetic",
     "registered_datasets",
+    "split_coco",
+    "synthetic_images",
 ]

@@ -13,9 +13,7 @@ from detectron2.data.datasets import register_coco_instances
 from detectron2.utils.file_io import PathManager
 
 from ..errors import ConfigError, DataError
-from .coco_completion import complete_coco
-from .coco_split import split_coco
-from .derived_json import DerivedJsonHandler, read_json
+from .coco_files import DerivedJsonHandler, complete_coco, read_json, split_coco
 
 
 @dataclass(frozen=True)
@@ -53,9 +51,9 @@ _registered: dict[str, CocoDataset] = {}
 
 
 def read_classes(datasets: Iterable[CocoDataset]) -> dict[int, str]:
-    """Return the category names by id, in ascending order, of the first file that has them.
+    """Return the category names by id, in ascending order, of the first file that can be read.
 
-    None of them if no file does: the checks before a run name its fault, and a prediction does not need them.
+    Returns {} if none can; preflight reports why.
     """
     for dataset in datasets:
         with contextlib.suppress(OSError, DataError, LookupError, TypeError):
@@ -69,19 +67,18 @@ def registered_datasets(train: Iterable[str], val: Iterable[str]) -> CocoDataset
 
 
 def needs_registration(names: Iterable[str]) -> bool:
-    """Tell whether a dataset is unknown, or known by :func:`register_datasets` only."""
+    """Return whether a dataset is unknown, or known by :func:`register_datasets` only."""
     return any(name not in DatasetCatalog or name in _registered for name in names)
 
 
 def register_datasets(datasets: CocoDatasets, folder: str) -> CocoDatasets:
-    """Register datasets with Detectron2.
+    """Register datasets with Detectron2; a second call replaces those of its names.
 
-    One with ``val_fraction`` becomes two: NAME, and for validation NAME with ``_val`` in place of ``_train``. A file
-    that lacks fields of annotations is completed, see :func:`complete_coco`. Such files are in ``folder``/datasets and
-    are written when they are first used. A second call replaces datasets of its names.
+    One with ``val_fraction`` becomes two: NAME, and for validation NAME with ``_val`` in place of ``_train``. Their
+    files, and those that lack fields of annotations (:func:`complete_coco`), are derived ones in ``folder``/datasets.
 
     Args:
-        datasets: the datasets, whose files may be wrong: the checks before a run read them.
+        datasets: the datasets; preflight checks their files.
         folder: the run folder.
 
     Returns:
@@ -101,14 +98,11 @@ def register_datasets(datasets: CocoDatasets, folder: str) -> CocoDatasets:
 
 
 def _plain(datasets: CocoDatasets, folder: str) -> Iterator[tuple[str, str, CocoDataset, dict[str, Any]]]:
-    """Yield role, name, dataset and metadata.
-
-    The metadata of a file that is derived from the user's has its path, what was added to it, and which part it is.
-    """
+    """Yield role, name, dataset and metadata: of a derived file its source, what was added, and which part it is."""
     for role, named in (("train", datasets.train), ("val", datasets.val)):
         for name, dataset in named.items():
             added = ""
-            with contextlib.suppress(OSError, DataError):  # the checks before a run name its fault
+            with contextlib.suppress(OSError, DataError):  # preflight reports it
                 added = complete_coco(read_json(dataset.json))[1]
             metadata = {"source": dataset.json, "added": added}
             if dataset.val_fraction:
@@ -121,6 +115,14 @@ def _plain(datasets: CocoDatasets, folder: str) -> Iterator[tuple[str, str, Coco
                 yield role, name, dataset, {}
 
 
+def _completed(content: Any) -> Any:
+    return complete_coco(content)[0]
+
+
+def _part(content: Any, val_fraction: float, part: str) -> Any:
+    return split_coco(_completed(content), val_fraction)[part == "val"]
+
+
 def _derived(name: str, dataset: CocoDataset, folder: str, derive: Callable[[Any], Any]) -> CocoDataset:
     """Replace the file of a dataset by one in the run folder that is derived from it."""
     path = os.path.join(os.path.abspath(folder), "datasets", f"{name}.json")
@@ -128,14 +130,6 @@ def _derived(name: str, dataset: CocoDataset, folder: str, derive: Callable[[Any
         raise ConfigError(f"dataset ('{name}'): the run would replace its file '{path}'. Fix: give another OUTPUT_DIR.")
     PathManager.register_handler(DerivedJsonHandler(path, dataset.json, derive), allow_override=True)
     return replace(dataset, json=path, val_fraction=0.0)
-
-
-def _completed(content: Any) -> Any:
-    return complete_coco(content)[0]
-
-
-def _part(content: Any, val_fraction: float, part: str) -> Any:
-    return getattr(split_coco(_completed(content), val_fraction), part)
 
 
 def _register(name: str, dataset: CocoDataset, metadata: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Read datasets.yaml, and write it as the record of a run."""
+"""datasets.yaml: read a user's datasets from it, and write it as the record of a run."""
 
 import os
 from collections.abc import Callable, Collection, Iterable
@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from detectron2.config import CfgNode
+from detectron2.data import Metadata, MetadataCatalog
 from detectron2.utils.file_io import PathManager
 
 from ..atomic import atomic_write
 from ..config import parse_config
 from ..errors import ConfigError, MissingFileError, similar_names
-from .coco_datasets import CocoDataset, CocoDatasets
+from .coco_datasets import CocoDataset, CocoDatasets, needs_registration
 
 DATASETS_FILE = "datasets.yaml"  # in a run folder, beside config.yaml
 _CATEGORIES = "categories"  # of the record: the files may change afterwards
@@ -20,10 +22,10 @@ _PATHS = {"json": os.path.isfile, "images": os.path.isdir}
 
 
 def record_datasets(datasets: CocoDatasets, folder: str, run_folder: str = "") -> None:
-    """Write ``datasets.yaml``, with the classes, and the parts of splits to a folder.
+    """Write ``datasets.yaml``, with the classes, and the derived annotation files to a folder.
 
-    Paths of files in the run folder, such as these parts, are relative, so that it can be moved. Without datasets, the
-    ``datasets.yaml`` of an earlier run is removed.
+    Paths of files in the run folder are relative, so that it can be moved. Without datasets, the ``datasets.yaml`` of
+    an earlier run is removed.
 
     Args:
         datasets: as registered.
@@ -34,12 +36,11 @@ def record_datasets(datasets: CocoDatasets, folder: str, run_folder: str = "") -
     if not any(vars(datasets).values()):
         record.unlink(missing_ok=True)
         return
-    for dataset in (*datasets.train.values(), *datasets.val.values()):
-        PathManager.get_local_path(dataset.json)
     folder, top = os.path.abspath(folder), os.path.abspath(run_folder or folder)
     tree: dict[str, Any] = {}
     for role, named in vars(datasets).items():
         for name, dataset in named.items():
+            PathManager.get_local_path(dataset.json)  # writes a derived file
             given = {key: value for key, value in asdict(dataset).items() if value}
             if Path(dataset.json).is_relative_to(top):
                 given["json"] = os.path.relpath(dataset.json, folder)
@@ -65,8 +66,8 @@ def read_datasets(path: str, *, needed: Collection[str] | None = None) -> CocoDa
         ConfigError: the yaml has an unknown key or a value of the wrong type.
     """
     tree = _read_tree(path)
-    found = CocoDatasets()
     tree.pop(_CATEGORIES, None)
+    found = CocoDatasets()
     for role, named in tree.items():
         if not isinstance(named, dict) or not named:
             raise ConfigError(
@@ -81,15 +82,7 @@ def read_datasets(path: str, *, needed: Collection[str] | None = None) -> CocoDa
 
 
 def recorded_classes(config_file: str) -> dict[int, str]:
-    """Return the category names by id of a run, in the order of the ids.
-
-    They are in the ``datasets.yaml`` beside its config. One without them, written by hand, has those of its files.
-
-    Args:
-        config_file: the config of the run.
-
-    Returns:
-        Empty without a ``datasets.yaml``.
+    """Return the category names by id of a run, from the ``datasets.yaml`` beside its config; {} without one.
 
     Raises:
         ConfigError: the ``datasets.yaml`` has an unknown key or a value of the wrong type.
@@ -98,7 +91,7 @@ def recorded_classes(config_file: str) -> dict[int, str]:
     if not os.path.isfile(path):
         return {}
     recorded = _read_tree(path).get(_CATEGORIES)
-    if recorded is None:
+    if recorded is None:  # written by hand
         return read_datasets(path, needed=()).classes()
     try:
         return dict(sorted((each["id"], str(each["name"])) for each in recorded))
@@ -106,6 +99,25 @@ def recorded_classes(config_file: str) -> dict[int, str]:
         raise ConfigError(
             f"'{path}', {_CATEGORIES}: not a list of {{id: 1, name: cup}}. Fix: correct or remove it."
         ) from error
+
+
+def class_metadata(cfg: CfgNode, config_file: str | None = None) -> Metadata:
+    """Return ``thing_classes`` and often ``thing_dataset_id_to_contiguous_id`` of a config's model.
+
+    They are those of the test dataset or, without one, of the training dataset. Names that are not registered are
+    looked up in the ``datasets.yaml`` beside ``config_file``. Empty if they are unknown.
+
+    Raises:
+        ConfigError: the ``datasets.yaml`` has an unknown key or a value of the wrong type.
+    """
+    for name in (*cfg.DATASETS.TEST, *cfg.DATASETS.TRAIN):
+        if not needs_registration([name]) and MetadataCatalog.get(name).get("thing_classes", None):
+            return MetadataCatalog.get(name)
+    classes = recorded_classes(config_file) if config_file else {}
+    if not classes:
+        return Metadata()
+    ids = {number: index for index, number in enumerate(classes)}
+    return Metadata(thing_classes=list(classes.values()), thing_dataset_id_to_contiguous_id=ids)
 
 
 def _read_tree(path: str) -> dict[str, Any]:
@@ -122,15 +134,9 @@ def _read_dataset(given: Any, path: str, key: str, must_exist: bool) -> CocoData
     for name in _PATHS:
         if not isinstance(given.get(name), str):
             raise ConfigError(f"'{path}', {key}.{name} ({given.get(name)!r}): not a path. Fix: give one.")
-    names, pairs = given.get("keypoint_names", []), given.get("keypoint_flip_map", [])
-    if not (_are(names, str) and _are(pairs, list) and all(_is_pair(pair, names) for pair in pairs)):
-        raise ConfigError(
-            f"'{path}', {key}: keypoint_names is not a list of names, or keypoint_flip_map not one of pairs of them. "
-            "Fix: write them as [nose, left_eye, right_eye] and [[left_eye, right_eye]]."
-        )
     if "val_fraction" in given:
         check_fraction(given["val_fraction"], f"'{path}', {key}.val_fraction")
-    must_exist = must_exist or "val_fraction" in given
+        must_exist = True
     paths = {
         name: existing_path(
             given[name], f"'{path}', {key}.{name}", exists if must_exist else bool, os.path.dirname(path)
@@ -138,14 +144,6 @@ def _read_dataset(given: Any, path: str, key: str, must_exist: bool) -> CocoData
         for name, exists in _PATHS.items()
     }
     return CocoDataset(**{**given, **paths})
-
-
-def _are(values: Any, kind: type) -> bool:
-    return isinstance(values, list) and all(isinstance(value, kind) for value in values)
-
-
-def _is_pair(values: list, names: list[str]) -> bool:
-    return len(values) == 2 and _are(values, str) and set(values) <= set(names)
 
 
 def _check_keys(given: Iterable[str], known: Collection[str], path: str, prefix: str) -> None:

@@ -1,11 +1,10 @@
-"""Image files and their preprocessing for classifiers and detectors."""
+"""Read image files as Detectron2 does, with errors that name the file, and prepare them for a detector."""
 
 import contextlib
-import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,18 +15,14 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 from torch import Tensor
 from torchvision.transforms import functional as transforms
 
-from ..errors import ConfigError, DataError, FileAccessError, MissingFileError, summarize_names
-from .synthetic import SyntheticConfig, draw_scene
+from ..errors import DataError, MissingFileError, RecordError
 
-SIDE = 224  # pixels, of the evaluation on ImageNet
 _RESIZED = 256  # the shorter side before the center crop
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of RGB values in 0 to 1
-_WITH_FRAMES = ("GIF", "PNG", "TIFF", "WEBP")
-#: Pillow's, of damaged and of huge files
-READ_ERRORS = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
+# Pillow's, of damaged and of huge files
+_READ_ERRORS = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 BROWSER_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 IMAGE_SUFFIXES = (*BROWSER_SUFFIXES, ".tif", ".tiff", ".gif")
-_PNG_EXIF = {"exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp"}  # entries that can hold an orientation
 _Item = TypeVar("_Item")
 
 
@@ -39,12 +34,11 @@ def read_image(path: str | os.PathLike[str], pixel_format: str) -> np.ndarray:
         pixel_format: ``RGB``, ``BGR`` or another value of ``INPUT.FORMAT``.
 
     Returns:
-        Pixels of 0 to 255, (H, W, 3). Of several frames or pages it is the first, with a warning.
+        Pixels of 0 to 255, (H, W, 3).
 
     Raises:
         MissingFileError: the file does not exist.
-        DataError: the file is not an image, damaged, has more than 8 bits per channel, or is a TIFF with an EXIF
-            orientation.
+        DataError: the file is not an image, damaged, or has more than 8 bits per channel.
     """
     if not os.path.isfile(path):
         raise MissingFileError(
@@ -52,10 +46,7 @@ def read_image(path: str | os.PathLike[str], pixel_format: str) -> np.ndarray:
         )
     with _errors_of(path):
         with Image.open(path) as image:
-            _check_supported(image)
-            frames = getattr(image, "n_frames", 1) if image.format in _WITH_FRAMES else 1
-        if frames > 1:
-            logging.getLogger(__name__).warning("'%s': only the first of its %d frames or pages is read", path, frames)
+            _check_bits(image)
         return detection_utils.read_image(os.fspath(path), format=pixel_format)
 
 
@@ -66,10 +57,13 @@ def upright_size(path: str | os.PathLike[str]) -> tuple[int, int]:
         DataError: the file has no header of an image, or :func:`read_image` refuses it.
     """
     with _errors_of(path), Image.open(path) as image:
-        _check_supported(image)
-        # where a PNG has no such entry, Pillow would decode all of it to look for one behind the pixels
-        has_entry = image.format != "PNG" or not _PNG_EXIF.isdisjoint(image.info)
-        turned = has_entry and _orientation(image) in (5, 6, 7, 8)
+        _check_bits(image)
+        try:
+            # where a PNG has no such entry, Pillow would decode all of it to look for one behind the pixels
+            exif = image.getexif() if image.format != "PNG" or "exif" in image.info else {}
+        except Exception:  # damaged: Detectron2 leaves the image as it is
+            exif = {}
+        turned = exif.get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
         return (image.height, image.width) if turned else image.size
 
 
@@ -77,79 +71,60 @@ def upright_size(path: str | os.PathLike[str]) -> tuple[int, int]:
 def _errors_of(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
-    except Image.DecompressionBombError as error:
-        raise DataError(
-            f"image ({os.fspath(path)!r}): more than {2 * (Image.MAX_IMAGE_PIXELS or 0) // 10**6} million pixels. Fix: "
-            "shrink it, or cut it into tiles."
-        ) from error
-    except READ_ERRORS as error:
+    except _READ_ERRORS as error:
         reason = "not an image" if isinstance(error, UnidentifiedImageError) else error
         raise DataError(
             f"image ({os.fspath(path)!r}): cannot be read: {reason}. Fix: repair it or give another one."
         ) from error
 
 
-def _check_supported(image: Image.Image) -> None:
-    """Raise ValueError for an image that Detectron2 would read wrongly."""
+def _check_bits(image: Image.Image) -> None:
     if image.mode[0] in "IF":  # Pillow would cut its values off at 255
         raise ValueError(f"has more than 8 bits per channel (mode {image.mode}): save it with 8")
-    if image.format == "TIFF" and _orientation(image) != 1:
-        raise ValueError(
-            "a TIFF with an EXIF orientation, which Pillow and Detectron2 would both apply: save it upright"
-        )
 
 
-def _orientation(image: Image.Image) -> int:
-    try:
-        return image.getexif().get(ExifTags.Base.Orientation, 1)
-    except Exception:  # damaged: Detectron2 leaves the image as it is
-        return 1
+class ImageNamingMapper:
+    """Dataset mapper that adds the image's file name to errors.
+
+    Args:
+        mapper: Detectron2's ``DatasetMapper`` or another callable from record to training example.
+
+    Raises:
+        RecordError: the image or its record cannot be used; other errors get the file name as a note.
+    """
+
+    def __init__(self, mapper: Callable[[dict], Any]) -> None:
+        self.mapper = mapper
+
+    def __call__(self, record: dict) -> Any:
+        name = record.get("file_name", "a record without file_name")
+        try:
+            return self.mapper(record)
+        except _READ_ERRORS as error:  # also Detectron2's SizeMismatchError
+            raise RecordError(
+                f"'{name}': cannot be used: {error}. Fix: repair the image or its record (width and height are those "
+                "of the upright photo), or remove both."
+            ) from error
+        except Exception as error:
+            error.add_note(f"while reading {name}")
+            raise
 
 
 def image_files(folder: str | os.PathLike[str]) -> list[Path]:
-    """Return the image files below a folder and the folders that it links to, sorted by path.
-
-    A warning names files with other suffixes.
+    """Return the image files below a folder, sorted by path.
 
     Raises:
         MissingFileError: the folder does not exist.
-        FileAccessError: a folder may not be listed.
         DataError: there are no images in it.
     """
     if not os.path.isdir(folder):
         raise MissingFileError(f"images ({os.fspath(folder)!r}): folder not found. Fix: give an existing folder.")
-    seen: set[str] = set()
-    paths: list[Path] = []
-    others: list[str] = []
-    for top, below, files in os.walk(folder, onerror=_raise_access_error, followlinks=True):
-        if os.path.realpath(top) in seen:  # a link to a folder above
-            below.clear()
-            continue
-        seen.add(os.path.realpath(top))
-        for file in files:
-            if Path(file).suffix.lower() in IMAGE_SUFFIXES:
-                paths.append(Path(top, file))
-            else:
-                others.append(os.path.join(top, file))
-    paths.sort()
-    suffixes = ", ".join(IMAGE_SUFFIXES)
+    paths = sorted(path for path in Path(folder).rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
     if not paths:
-        raise DataError(f"images ({os.fspath(folder)!r}): none found. Fix: put {suffixes} files there.")
-    if others:
-        logging.getLogger(__name__).warning(
-            "images (%r): %d files are left out (%s), as they do not end in %s.",
-            os.fspath(folder),
-            len(others),
-            summarize_names(sorted(others)),
-            suffixes,
+        raise DataError(
+            f"images ({os.fspath(folder)!r}): none found. Fix: put {', '.join(IMAGE_SUFFIXES)} files there."
         )
     return paths
-
-
-def _raise_access_error(error: OSError) -> None:
-    raise FileAccessError(
-        f"images ({error.filename!r}): cannot be listed: {error.strerror}. Fix: get read permission."
-    ) from error
 
 
 def evenly_spread(items: Sequence[_Item], count: int) -> list[_Item]:
@@ -159,36 +134,17 @@ def evenly_spread(items: Sequence[_Item], count: int) -> list[_Item]:
 
 
 def evaluation_input(pixels: np.ndarray, cfg: CfgNode) -> Tensor:
-    """Resize pixels by INPUT.MIN_SIZE_TEST and MAX_SIZE_TEST.
-
-    Args:
-        pixels: (H, W, 3).
-        cfg: the config.
-
-    Returns:
-        (3, H', W') float32.
-
-    Raises:
-        ConfigError: a size is negative, or MAX_SIZE_TEST is 0.
-    """
-    for key, least in (("MIN_SIZE_TEST", 0), ("MAX_SIZE_TEST", 1)):
-        if cfg.INPUT[key] < least:
-            raise ConfigError(f"INPUT.{key} ({cfg.INPUT[key]}): expected at least {least}. Fix: give pixels, e.g. 800.")
+    """Resize pixels, (H, W, 3), by INPUT.MIN_SIZE_TEST and MAX_SIZE_TEST; return (3, H', W') float32."""
     return resize_shortest_edge(pixels, cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST)
 
 
 def resize_shortest_edge(pixels: np.ndarray, shorter: int, longest: int) -> Tensor:
-    """Resize pixels, (H, W, 3), to a shorter side and at most a longest one.
+    """Resize pixels, (H, W, 3), to a shorter side and at most a longest one, as Detectron2's ``DefaultPredictor``.
 
     Returns:
         (3, H', W') float32.
-
-    Source: the rule of Detectron2's ``DefaultPredictor``.
     """
     resize = transforms_d2.ResizeShortestEdge([shorter, shorter], longest).get_transform(pixels)
-    for side in ("new_h", "new_w"):  # of a very long image, one rounds to 0
-        if getattr(resize, side, 1) < 1:
-            setattr(resize, side, 1)
     return channels_first(resize.apply_image(pixels))
 
 
@@ -198,29 +154,8 @@ def channels_first(pixels: np.ndarray, dtype: torch.dtype = torch.float32) -> Te
 
 
 def load_images(folder: str | os.PathLike[str], count: int = 8) -> list[Image.Image]:
-    """Read images below a folder as 224 x 224 center crops.
-
-    Args:
-        folder: its files are sorted by path.
-        count: images to take, evenly spread over the files.
-
-    Raises:
-        MissingFileError: the folder does not exist.
-        DataError: there are no images in it, or one cannot be read.
-    """
-    chosen = evenly_spread(image_files(folder), count)
-    return [center_crop(Image.fromarray(read_image(path, "RGB"))) for path in chosen]
-
-
-def synthetic_images(count: int = 4) -> list[Image.Image]:
-    """Draw the same images of colored, textured shapes every time."""
-    return list(draw_images(SyntheticConfig(num_val=count, min_side=SIDE, max_side=SIDE, crowd_fraction=0.0)))
-
-
-def draw_images(config: SyntheticConfig) -> Iterator[Image.Image]:
-    """Draw the validation images of a synthetic dataset."""
-    for index in range(config.num_val):
-        yield Image.fromarray(np.asarray(draw_scene(config, "val", index).image()))
+    """Read at most ``count`` images below a folder, evenly spread, as 224 x 224 center crops."""
+    return [center_crop(Image.fromarray(read_image(path, "RGB"))) for path in evenly_spread(image_files(folder), count)]
 
 
 def center_crop(image: Image.Image) -> Image.Image:
@@ -228,7 +163,7 @@ def center_crop(image: Image.Image) -> Image.Image:
 
     The crop has 224 x 224 pixels.
     """
-    return transforms.center_crop(transforms.resize(image.convert("RGB"), _RESIZED), SIDE)
+    return transforms.center_crop(transforms.resize(image.convert("RGB"), _RESIZED), 224)
 
 
 def classification_input(image: Image.Image) -> Tensor:

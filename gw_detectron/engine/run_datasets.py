@@ -21,8 +21,8 @@ from ..data import (
     read_json,
     recorded_classes,
     register_datasets,
+    split_coco,
 )
-from ..data.coco_split import split_coco
 from ..errors import ConfigError, summarize_names
 from ..modeling.class_counts import object_count_keys
 

@@ -25,7 +25,7 @@ from ..atomic import AtomicPathManager, remove_unfinished
 from ..checkpoint import NORMS, LoadReport, NormRecord, StartWeights, load_checkpoint, open_start_weights
 from ..checkpoint.records import RUN_RECORD, RunRecord
 from ..config import changed_config
-from ..data.dataset_mapper import ImageNamingMapper
+from ..data.images import ImageNamingMapper
 from ..errors import ConfigError, NonFiniteError, is_user_error
 from .accumulation import accumulated_step
 from .evaluators import build_evaluator

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from torchvision.ops import box_iou
 
 from ..atomic import atomic_folder
-from ..data.class_metadata import class_metadata
-from ..data.dataset_mapper import ImageNamingMapper
-from ..data.images import channels_first, evaluation_input, read_image, synthetic_images
+from ..data import class_metadata, synthetic_images
+from ..data.images import ImageNamingMapper, channels_first, evaluation_input, read_image
 from ..errors import ConfigError, ExportError, ParityError, similar_names
 from ..norms.norm_listing import norm_counts
 from ..progress import steps

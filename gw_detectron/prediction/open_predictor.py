@@ -19,7 +19,7 @@ from torch import nn
 
 from ..checkpoint import last_checkpoint, load_model
 from ..config import find_config_file, get_value, read_config
-from ..data.class_metadata import class_metadata
+from ..data import class_metadata
 from ..data.images import channels_first, evaluation_input, resize_shortest_edge
 from ..errors import ConfigError, DataError, MissingFileError
 from ..export.run_exported import OPENERS, ExportedFile, detect, open_exported, postprocess

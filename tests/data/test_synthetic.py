@@ -1,9 +1,10 @@
-"""Synthetic dataset: rendering, annotations, files, registration with Detectron2."""
+"""Synthetic dataset: the pinned scenes, rendering, annotations, files, registration with Detectron2."""
 
 import colorsys
 import contextlib
 import dataclasses
 import errno
+import hashlib
 import io
 import itertools
 import json
@@ -14,7 +15,6 @@ import time
 from pathlib import Path
 
 import numpy as np
-import portalocker
 import pycocotools.mask as mask_util
 import pytest
 from detectron2.data import DatasetCatalog, DatasetMapper, MetadataCatalog, get_detection_dataset_dicts
@@ -25,25 +25,15 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 from scipy import ndimage
 
-from gw_detectron.data import SyntheticConfig, make_synthetic, register_synthetic
-from gw_detectron.data.synthetic import draw_scene, generation
-from gw_detectron.data.synthetic.annotations import run_lengths, to_coco, trace
-from gw_detectron.data.synthetic.rendering import Scene
-from gw_detectron.data.synthetic.shapes import SHAPES
-from gw_detectron.errors import UserError
+from gw_detectron.data import SyntheticConfig, make_synthetic, register_synthetic, synthetic
+from gw_detectron.data.polygons import run_lengths, to_coco, trace
+from gw_detectron.data.scene import SHAPES, Scene
+from gw_detectron.data.synthetic import draw_scene
+from gw_detectron.errors import ConfigError, DataError, UserError
 
-TINY = SyntheticConfig(
-    num_train=24,
-    num_val=16,
-    min_side=64,
-    max_side=100,
-    min_objects=2,
-    max_objects=6,
-    min_size=0.1,
-    max_size=0.9,
-    min_visible=0.5,
-    crowd_fraction=0.3,
-)
+SIZES = {"num_train": 24, "num_val": 16, "min_side": 64, "max_side": 100}
+OBJECTS = {"min_objects": 2, "max_objects": 6, "min_size": 0.1, "max_size": 0.9, "min_visible": 0.5}
+TINY = SyntheticConfig(**SIZES, **OBJECTS, crowd_fraction=0.3)
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +73,16 @@ def rasterize(polygons: list, height: int, width: int) -> np.ndarray:
 # --- drawing --------------------------------------------------------------------------------------------
 
 
+def test_the_demo_has_the_images_and_annotations_of_version_0_2():
+    """With NumPy 2 and Pillow 13. A scene that changes on purpose needs another _FORMAT."""
+    pinned = hashlib.sha256()
+    for split, index in itertools.product(("train", "val"), range(20)):
+        scene = draw_scene(SyntheticConfig(), split, index)
+        pinned.update(scene.image().tobytes())
+        pinned.update(json.dumps([to_coco(obj, index, 1) for obj in scene.objects]).encode())
+    assert pinned.hexdigest() == "f5367558bb0c32b018c191dfde9a218ea1f3bace97f3130c7c3e455a61b5fc77"
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_shape_has_the_stated_area(shape):
     axis = np.linspace(-1.5, 1.5, 1501)
@@ -104,7 +104,6 @@ def test_visible_masks_follow_the_painting_order():
 
 def test_objects_are_drawn_where_their_masks_are():
     """A scene differs from its bare background where an object is annotated, and nowhere else."""
-    config = dataclasses.replace(TINY, crowd_fraction=0.0)
 
     class BackgroundOnly(Scene):
         def _paint(self, outline, colors, opacity=1.0):
@@ -114,25 +113,16 @@ def test_objects_are_drawn_where_their_masks_are():
     class BackgroundConfig(SyntheticConfig):
         scene = BackgroundOnly
 
-    bare_config = BackgroundConfig(**dataclasses.asdict(config))
+    config = dataclasses.replace(TINY, crowd_fraction=0.0)
     for index in range(10):
         scene = draw_scene(config, "val", index)
-        bare = draw_scene(bare_config, "val", index)
+        bare = draw_scene(BackgroundConfig(**dataclasses.asdict(config)), "val", index)
         differs = np.abs(scene._canvas - bare._canvas).max(axis=2)[1:-1, 1:-1] > 1e-6
         # Edges are anti-aliased, and tips thinner than a pixel reach beyond the mask.
         nine = np.ones((3, 3))
         outer = np.any([ndimage.binary_dilation(obj.mask, nine, iterations=2) for obj in scene.objects], axis=0)
         inner = np.any([ndimage.binary_erosion(obj.mask, nine) for obj in scene.objects], axis=0)
-        assert not (differs & ~outer).any()
-        assert differs[inner].all()
-
-
-def test_a_crowd_is_many_shapes_of_one_class_and_one_region():
-    scene = Scene(120, 140, np.random.default_rng(3), min_visible=0.4, hue_spread=0.1)
-    assert scene.add_crowd(category=1)
-    (obj,) = scene.objects
-    assert obj.crowd and obj.category == 1
-    assert 9 * 8 < obj.mask.sum() < 0.5 * obj.mask.size
+        assert not (differs & ~outer).any() and differs[inner].all()
 
 
 def test_hue_spread_decides_whether_color_tells_the_class():
@@ -149,6 +139,17 @@ def test_hue_spread_decides_whether_color_tells_the_class():
     # The second color of a texture may turn another 0.06, and blending of the two a little more.
     assert hues(0.0, category=3).max() < 0.1
     assert hues(1.0, category=3).max() > 0.35
+
+
+def test_more_images_keep_the_first_ones():
+    more = draw_scene(dataclasses.replace(TINY, num_train=1000), "train", 3).image()
+    np.testing.assert_array_equal(draw_scene(TINY, "train", 3).image(), more)
+
+
+def test_too_many_objects_for_the_image_is_an_error():
+    config = SyntheticConfig(min_objects=20, max_objects=20, min_size=0.8, max_size=0.9, min_visible=1.0)
+    with pytest.raises(ConfigError, match=r"min_objects \(20\)"):
+        draw_scene(config, "train", 0)
 
 
 # --- annotations ----------------------------------------------------------------------------------------
@@ -185,36 +186,16 @@ def test_contours_of_a_region_with_holes_and_islands():
     assert trace(np.ones((10, 12))) == []
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_contours_of_ragged_regions(seed):
-    noise = ndimage.gaussian_filter(np.random.default_rng(seed).normal(size=(70, 90)), 3)
-    field = 20 * (noise / noise.std() + 0.3)
-    field[[0, -1]] = field[:, [0, -1]] = 1.0
-    polygons = [polygon.ravel().tolist() for polygon in trace(field)]
-    assert iou(rasterize(polygons, 68, 88), field[1:-1, 1:-1] < 0) > 0.95
-
-
 def test_run_lengths_are_those_of_the_coco_api():
     rng = np.random.default_rng(0)
     masks = [np.zeros((7, 5)), np.ones((7, 5)), *(rng.random((7, 5)) < 0.4 for _ in range(5))]
     masks += [np.arange(35).reshape(7, 5) == place for place in (0, 34)]  # first and last pixel
     for mask in masks:
-        mask = mask.astype(bool)
-        counts = run_lengths(mask)
-        assert sum(counts) == 35
-        rle = mask_util.frPyObjects({"size": [7, 5], "counts": counts}, 7, 5)
+        rle = mask_util.frPyObjects({"size": [7, 5], "counts": run_lengths(mask.astype(bool))}, 7, 5)
         assert rle == mask_util.encode(np.asfortranarray(mask, dtype=np.uint8))
 
 
 # --- files ----------------------------------------------------------------------------------------------
-
-
-def test_another_seed_gives_other_images_and_more_images_keep_the_first_ones():
-    first = draw_scene(TINY, "train", 3).image()
-    more = draw_scene(dataclasses.replace(TINY, num_train=1000), "train", 3).image()
-    other = draw_scene(dataclasses.replace(TINY, seed=1), "train", 3).image()
-    np.testing.assert_array_equal(first, more)
-    assert first.shape != other.shape or (first != other).any()
 
 
 def test_the_content_is_complete_and_varied(root):
@@ -224,39 +205,27 @@ def test_the_content_is_complete_and_varied(root):
     assert len({image["id"] for image in images}) == len(images) == TINY.num_train + TINY.num_val
     assert len({a["id"] for a in annotations}) == len(annotations)
     assert len({(image["height"], image["width"]) for image in images}) > len(images) // 2
-    assert all(64 <= image[side] <= 100 for image in images for side in ("height", "width"))
     files = set()
     for split, content in contents.items():
         objects = [a for a in content["annotations"] if not a["iscrowd"]]
-        crowds = [a for a in content["annotations"] if a["iscrowd"]]
-        assert crowds and all(isinstance(a["segmentation"]["counts"], list) for a in crowds)
-        assert {a["category_id"] for a in objects} == set(range(1, len(TINY.class_names) + 1))
-        assert [category["name"] for category in content["categories"]] == list(TINY.class_names)
+        assert len(objects) < len(content["annotations"])
+        assert {a["category_id"] for a in objects} == {each["id"] for each in content["categories"]}
         per_image = [sum(a["image_id"] == image["id"] for a in objects) for image in content["images"]]
         assert min(per_image) >= TINY.min_objects and max(per_image) <= TINY.max_objects
-        longest = [max(a["bbox"][2:]) for a in objects]
-        assert max(longest) > 3 * min(longest)
         for record in content["images"]:
             path = root / "gw_synthetic" / split / record["file_name"]
             with Image.open(path) as image:
-                assert (image.format, image.mode) == ("JPEG", "RGB")
-                assert image.size == (record["width"], record["height"])
+                assert (image.format, image.size) == ("JPEG", (record["width"], record["height"]))
             files.add(path.read_bytes())
     assert len(files) == len(images)  # no image twice, in one split or both
 
 
 def test_the_coco_api_scores_the_ground_truth_100(root):
-    path = root / "gw_synthetic" / "annotations" / "instances_val.json"
     with contextlib.redirect_stdout(io.StringIO()):
-        truth = COCO(str(path))
+        truth = COCO(str(json_file(root, "val")))
+        keys = ("image_id", "category_id", "bbox")
         results = [
-            {
-                "image_id": a["image_id"],
-                "category_id": a["category_id"],
-                "bbox": a["bbox"],
-                "segmentation": {**truth.annToRLE(a)},
-                "score": 1.0,
-            }
+            {key: a[key] for key in keys} | {"segmentation": truth.annToRLE(a), "score": 1.0}
             for a in truth.anns.values()
         ]
         for task in ("bbox", "segm"):
@@ -269,8 +238,8 @@ def test_the_coco_api_scores_the_ground_truth_100(root):
 
 
 def test_an_existing_set_is_reused_and_needs_no_write_permission(root, monkeypatch):
-    monkeypatch.setattr(generation, "draw_scene", None)
-    monkeypatch.setattr(generation, "file_lock", None)
+    monkeypatch.setattr(synthetic, "draw_scene", None)
+    monkeypatch.setattr(synthetic, "file_lock", None)
     before = all_files(root)
     assert make_synthetic(root, TINY) == root / "gw_synthetic"
     assert all_files(root) == before
@@ -284,13 +253,13 @@ def start(root: Path, config: SyntheticConfig) -> multiprocessing.process.BasePr
 
 
 def test_two_processes_that_start_at_once_make_one_set(root, tmp_path, monkeypatch):
-    write = generation._generate
+    write = synthetic._generate
 
-    def noted_write(folder, config):
+    def noted_write(folder, *args):
         (tmp_path / f"written by {os.getpid()}").touch()
-        write(folder, config)
+        write(folder, *args)
 
-    monkeypatch.setattr(generation, "_generate", noted_write)
+    monkeypatch.setattr(synthetic, "_generate", noted_write)
     processes = [start(tmp_path / "sets", TINY) for _ in range(2)]
     for process in processes:
         process.join()
@@ -301,18 +270,16 @@ def test_two_processes_that_start_at_once_make_one_set(root, tmp_path, monkeypat
 
 def test_a_killed_run_leaves_nothing_complete_and_does_not_block_the_next(root, tmp_path):
     process = start(tmp_path, dataclasses.replace(TINY, num_train=100_000))
-    partial = tmp_path / "gw_synthetic.partial" / "train"
-    while process.is_alive() and not (partial.is_dir() and len(os.listdir(partial)) > 5):
+    while process.is_alive() and len(list(tmp_path.rglob("*.jpg"))) < 6:
         time.sleep(0.01)
     process.kill()
     process.join()
-    assert len(os.listdir(partial)) > 5
-    assert not (tmp_path / "gw_synthetic").exists()
+    assert list(tmp_path.rglob("*.jpg")) and not (tmp_path / "gw_synthetic").exists()
     make_synthetic(tmp_path, TINY)
     assert all_files(tmp_path) == all_files(root)
 
 
-def test_a_full_disk_is_named_and_leaves_nothing(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
     written = itertools.count()
     write_bytes = Path.write_bytes
 
@@ -322,90 +289,43 @@ def test_a_full_disk_is_named_and_leaves_nothing(tmp_path, monkeypatch):
         return write_bytes(path, content)
 
     monkeypatch.setattr(Path, "write_bytes", fill_up)
-    with pytest.raises(OSError, match="No space left on device") as caught:
+    with pytest.raises(UserError, match="No space left on device") as caught:
         make_synthetic(tmp_path, TINY)
-    assert isinstance(caught.value, UserError) and caught.value.errno == errno.ENOSPC
-    assert str(tmp_path / "gw_synthetic") in str(caught.value) and "DETECTRON2_DATASETS" in str(caught.value)
+    assert str(tmp_path / "gw_synthetic") in str(caught.value)
     assert os.listdir(tmp_path) == ["gw_synthetic.lock"]
 
 
 def test_a_root_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(OSError, match="DETECTRON2_DATASETS") as caught:
+    with pytest.raises(UserError, match="DETECTRON2_DATASETS") as caught:
         make_synthetic(tmp_path / "file", TINY)
     assert str(tmp_path / "file" / "gw_synthetic") in str(caught.value)
 
 
-def test_a_lock_that_cannot_be_taken_is_named(tmp_path, monkeypatch):
-    def held(path):
-        raise portalocker.exceptions.AlreadyLocked("timed out")
-
-    monkeypatch.setattr(generation, "file_lock", held)
-    with pytest.raises(OSError, match=r"gw_synthetic.lock': cannot lock: timed out.* Fix: end that process") as caught:
-        make_synthetic(tmp_path, TINY)
-    assert isinstance(caught.value, UserError)
-
-
-def remove_key(root: Path, split: str, *path: str) -> None:
-    content = read(root, split)
-    *parents, key = path
-    inner = content
-    for parent in parents:
-        inner = inner[parent]
-    del inner[key]
-    json_file(root, split).write_text(json.dumps(content))
-
-
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("damage", "words"),
     [
-        (lambda root: remove_key(root, "val", "info", "gw_synthetic"), "instances_val.json': .*missing key: 'gw_synth"),
-        (lambda root: remove_key(root, "train", "images"), "instances_train.json': .*missing key: 'images'"),
-        (lambda root: os.truncate(json_file(root, "train"), 2000), "instances_train.json': damaged"),
-        (lambda root: json_file(root, "val").unlink(), "instances_val.json': file .* not found"),
-        (
-            lambda root: (root / "gw_synthetic/train/000002.jpg").unlink(),
-            "1 of 24 images are missing, first 000002.jpg",
-        ),
+        (lambda root: json_file(root, "val").write_text('{"info": {}}'), "instances_val.json"),
+        (lambda root: os.truncate(json_file(root, "train"), 2000), "instances_train.json"),
+        (lambda root: json_file(root, "val").unlink(), "instances_val.json"),
     ],
 )
-def test_a_damaged_set_is_refused(root, tmp_path, damage, message):
+def test_a_damaged_set_is_refused(root, tmp_path, damage, words):
     shutil.copytree(root, tmp_path, dirs_exist_ok=True)
     damage(tmp_path)
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(DataError, match=words) as caught:
         make_synthetic(tmp_path, TINY)
-    assert isinstance(caught.value, UserError)
     assert f"Fix: delete '{tmp_path / 'gw_synthetic'}'" in str(caught.value)
 
 
 def test_a_set_with_other_parameters_is_refused_and_kept(root, monkeypatch):
     before = all_files(root)
-    with pytest.raises(ValueError, match=r"other parameters: num_val=16 \(now 17\), seed=0 \(now 5\)\. Fix: delete"):
+    with pytest.raises(DataError, match=r"num_val=16 \(now 17\), seed=0 \(now 5\)"):
         make_synthetic(root, dataclasses.replace(TINY, num_val=17, seed=5))
-    monkeypatch.setattr(generation, "_FORMAT", 1000)
-    with pytest.raises(ValueError, match=r"format=\d+ \(now 1000\)"):
+    monkeypatch.setattr(synthetic, "_FORMAT", 1000)
+    with pytest.raises(DataError, match=r"format=\d+ \(now 1000\)"):
         make_synthetic(root, TINY)
     assert all_files(root) == before
-
-
-BAD_PARAMETERS = (
-    *[("num_train", 0), ("num_val", -1), ("seed", -1), ("min_side", 47), ("max_side", 111), ("min_objects", 0)],
-    *[("max_objects", 0), ("min_size", 0.0), ("max_size", 0.05), ("min_visible", 1.5), ("min_visible", float("nan"))],
-    *[("hue_spread", 1.1), ("crowd_fraction", 2.0), ("jpeg_quality", 0)],
-)
-
-
-@pytest.mark.parametrize(("name", "value"), BAD_PARAMETERS)
-def test_parameters_out_of_range_are_refused(name, value):
-    with pytest.raises(ValueError, match=rf"{name} \({value}\): out of range. Fix: give ") as caught:
-        SyntheticConfig(**{name: value})
-    assert isinstance(caught.value, UserError)
-
-
-def test_too_many_objects_for_the_image_is_an_error():
-    config = SyntheticConfig(min_objects=20, max_objects=20, min_size=0.8, max_size=0.9, min_visible=1.0)
-    with pytest.raises(ValueError, match=r"min_objects \(20\): only \d+ fit into an image"):
-        draw_scene(config, "train", 0)
 
 
 # --- Detectron2 -----------------------------------------------------------------------------------------
@@ -415,13 +335,10 @@ def test_registered_below_the_folder_of_the_environment_variable(tmp_path, monke
     monkeypatch.setenv("DETECTRON2_DATASETS", str(tmp_path))
     register_synthetic()
     metadata = MetadataCatalog.get("gw_synthetic_val")
-    assert metadata.json_file == str(tmp_path / "gw_synthetic" / "annotations" / "instances_val.json")
+    assert metadata.json_file == str(json_file(tmp_path, "val"))
     assert metadata.image_root == str(tmp_path / "gw_synthetic" / "val")
-    assert metadata.evaluator_type == "coco"
-    assert metadata.thing_classes == list(TINY.class_names)
+    assert metadata.evaluator_type == "coco" and metadata.thing_classes == [shape.name for shape in SHAPES]
     assert not os.listdir(tmp_path), "registering must not make files"
-    register_synthetic()
-    assert MetadataCatalog.get("gw_synthetic_val") is metadata
 
 
 def test_the_evaluator_makes_the_set(tmp_path):
@@ -436,12 +353,10 @@ def test_the_loader_makes_the_set_and_the_mapper_drops_crowds(root, tmp_path):
     assert all_files(tmp_path) == all_files(root)
     records = get_detection_dataset_dicts(["gw_synthetic_train"], filter_empty=True)
     assert len(records) == TINY.num_train
-    assert {a["category_id"] for record in records for a in record["annotations"]} == set(range(len(TINY.class_names)))
+    assert {a["category_id"] for record in records for a in record["annotations"]} == set(range(len(SHAPES)))
     with_crowd = next(r for r in records if any(a["iscrowd"] for a in r["annotations"]))
     masks = {"use_instance_mask": True, "instance_mask_format": "polygon"}
-    mapper = DatasetMapper(is_train=True, augmentations=[], image_format="RGB", **masks)
-    mapped = mapper(with_crowd)
-    assert mapped["image"].shape[1:] == (with_crowd["height"], with_crowd["width"])
+    mapped = DatasetMapper(is_train=True, augmentations=[], image_format="RGB", **masks)(with_crowd)
     assert len(mapped["instances"]) == sum(a["iscrowd"] == 0 for a in with_crowd["annotations"])
     assert (mapped["instances"].gt_masks.area() > 0).all()
 
@@ -451,19 +366,15 @@ def test_other_files_are_opened_without_generating_the_data_set(tmp_path):
     (tmp_path / "a.yaml").write_text("text")
     with PathManager.open(str(tmp_path / "a.yaml")) as file:
         assert file.read() == "text"
-    assert PathManager.get_local_path(str(tmp_path / "a.yaml")) == str(tmp_path / "a.yaml")
-    assert [path.name for path in tmp_path.iterdir()] == ["a.yaml"]
+    assert os.listdir(tmp_path) == ["a.yaml"]
 
 
-def test_registering_another_root_replaces_the_first(root, tmp_path):
+def test_registering_another_root_and_other_parameters_replaces_the_first(root, tmp_path):
     register_synthetic(tmp_path, TINY)
     register_synthetic(root, TINY)
     records = DatasetCatalog.get("gw_synthetic_train")
     assert all(record["file_name"].startswith(str(root)) for record in records)
     assert not (tmp_path / "gw_synthetic").exists()
-
-
-def test_wrong_parameters_reach_the_user_through_the_loader(root):
     register_synthetic(root, dataclasses.replace(TINY, seed=9))
-    with pytest.raises(ValueError, match=r"seed=0 \(now 9\)"):
+    with pytest.raises(DataError, match=r"seed=0 \(now 9\)"):
         DatasetCatalog.get("gw_synthetic_train")

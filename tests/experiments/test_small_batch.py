@@ -22,6 +22,7 @@ from torch import nn
 from benchmarks.table import Table, write_csv
 from experiments import summarize_study
 from experiments.small_batch import tables
+from experiments.small_batch.dataset import HardSyntheticConfig
 from experiments.small_batch.features import feature_statistics
 from experiments.small_batch.paired_test import Difference, paired_difference, verdict
 from experiments.small_batch.plan import (
@@ -38,7 +39,7 @@ from experiments.small_batch.results_page import PAGE, write_summary
 from experiments.small_batch.side_by_side import run_rows
 from experiments.small_batch.single_run import CONFIG, run_row
 from gw_detectron.config import read_config
-from gw_detectron.data import HardSyntheticConfig, make_synthetic, register_synthetic
+from gw_detectron.data import make_synthetic, register_synthetic
 from gw_detectron.errors import DataError, MissingFileError
 from gw_detectron.layers.weight_standardization import WeightStandardized
 from gw_detectron.norms import norm_rows
@@ -191,7 +192,7 @@ def hard_dataset(tmp_path_factory):
     make_synthetic(root, data)
     register_synthetic(root, data)
     yield
-    register_synthetic()
+    register_synthetic(config=HardSyntheticConfig())
 
 
 @pytest.mark.usefixtures("hard_dataset", "one_thread")

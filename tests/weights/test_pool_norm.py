@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from gw_detectron.data.images import synthetic_images
+from gw_detectron.data import synthetic_images
 from gw_detectron.errors import UnknownNormError
 from gw_detectron.layers import BatchWhitening2d, GroupWhitening2d
 from gw_detectron.modeling import add_pool_norm

@@ -8,7 +8,7 @@ import torch
 
 from gw_detectron.cli import errors_reported
 from gw_detectron.commands import convert_weights, verify_weights
-from gw_detectron.data.images import synthetic_images
+from gw_detectron.data import synthetic_images
 
 
 @pytest.fixture

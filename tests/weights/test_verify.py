@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from gw_detectron.config import read_config
-from gw_detectron.data.images import center_crop, classification_input, synthetic_images
+from gw_detectron.data import synthetic_images
+from gw_detectron.data.images import center_crop, classification_input
 from gw_detectron.errors import UnknownNormError
 from gw_detectron.weights import convert, convert_file, load_weights
 from gw_detectron.weights.provenance import sha256_of

@@ -1,4 +1,4 @@
-"""Convert objects of a synthetic scene to COCO annotations.
+"""COCO annotations of a synthetic scene's objects.
 
 A COCO polygon has no holes. A region with a hole (a ring, or a large object behind a small one) is cut through the
 hole, along a line between two pixel columns, into polygons without holes.
@@ -10,32 +10,15 @@ from typing import Any
 import numpy as np
 import pycocotools.mask as mask_util
 
-from .rendering import SceneObject
-from .shapes import Array
+from .scene import Array, SceneObject
 
-# Largest distance, in pixels, between a traced contour and its simplified polygon.
-_TOLERANCE = 0.05
-# Polygons with a smaller area, in pixels, are dropped.
-_MIN_AREA = 1.0
-#: keypoints of an object: the extreme points of its visible part
-KEYPOINTS = ("top", "left", "bottom", "right")
+_TOLERANCE = 0.05  # pixels, largest distance between a traced contour and its polygon
+_MIN_AREA = 1.0  # pixels, of a polygon that is kept
 
 
 def to_coco(obj: SceneObject, image_id: int, annotation_id: int) -> dict[str, Any]:
-    """Build the COCO annotation of an object's visible part.
-
-    Args:
-        obj: an object of a complete `Scene`.
-        image_id: unique over all splits.
-        annotation_id: unique over all splits.
-
-    Returns:
-        The annotation. Objects have polygons, crowds have uncompressed run lengths. `area` is the area of the
-        rasterized segmentation in pixels; `bbox` is the XYWH box of the polygons, or of the crowd's mask. `keypoints`
-        are `KEYPOINTS`; crowds have none, as in COCO.
-    """
+    """Build the COCO annotation of an object's visible part: polygons, or uncompressed run lengths of a crowd."""
     mask = obj.mask
-    keypoints = [0.0] * 3 * len(KEYPOINTS)
     segmentation: dict[str, Any] | list[list[float]]
     if obj.crowd:
         segmentation = {"size": list(mask.shape), "counts": run_lengths(mask)}
@@ -47,7 +30,6 @@ def to_coco(obj: SceneObject, image_id: int, annotation_id: int) -> dict[str, An
         rle = mask_util.merge(mask_util.frPyObjects(segmentation, *mask.shape))
         corners = np.concatenate(polygons)
         low, high = corners.min(axis=0), corners.max(axis=0)
-        keypoints = _extreme_points(corners)
         box = [round(float(value), 2) for value in (*low, *(high - low))]
     return {
         "id": annotation_id,
@@ -57,44 +39,24 @@ def to_coco(obj: SceneObject, image_id: int, annotation_id: int) -> dict[str, An
         "segmentation": segmentation,
         "area": float(mask_util.area(rle)),
         "bbox": box,
-        "keypoints": keypoints,
-        "num_keypoints": 0 if obj.crowd else len(KEYPOINTS),
     }
 
 
-def _extreme_points(corners: Array) -> list[float]:
-    """Return `KEYPOINTS` of polygon corners (K, 2) as x, y, visibility.
-
-    The center of COCO's first pixel is 0 for keypoints, and 0.5 for polygons.
-    """
-    x, y = corners.T
-    return [
-        value
-        for index in (y.argmin(), x.argmin(), y.argmax(), x.argmax())
-        for value in (*np.round(corners[index] - 0.5, 2).tolist(), 2)
-    ]
-
-
 def run_lengths(mask: Array) -> list[int]:
-    """Compute COCO's uncompressed RLE counts of a mask (H, W).
-
-    pycocotools returns only compressed counts. A list is readable in JSON, and COCO's own crowds have lists.
-    """
+    """Compute COCO's uncompressed RLE counts of a mask (H, W); pycocotools returns only compressed ones."""
     runs = [(value, sum(1 for _ in run)) for value, run in itertools.groupby(mask.ravel(order="F").tolist())]
     background_first = [0] if runs[0][0] else []
     return background_first + [length for _, length in runs]
 
 
 def trace(sdf: Array) -> list[Array]:
-    """Trace the region of a signed distance field as polygons.
-
-    The region is where the field is negative. The polygons have no holes.
+    """Trace the region where a signed distance field is negative.
 
     Args:
         sdf: (H + 2, W + 2), positive on its border.
 
     Returns:
-        Polygons (K, 2) of (x, y) in pixels, rounded to 0.01. The image's corner is (0, 0).
+        Polygons (K, 2) of (x, y) in pixels, without holes, rounded to 0.01. The image's corner is (0, 0).
     """
     import contourpy  # comes with matplotlib; only the generation of the dataset needs it
 
@@ -119,25 +81,15 @@ def trace(sdf: Array) -> list[Array]:
 
 
 def _area(contour: Array) -> float:
-    """Return the area of a closed contour (K, 2).
-
-    Source: the shoelace formula.
-    """
+    """Return the area of a closed contour (K, 2) by the shoelace formula."""
     x, y = contour[:-1].T
     return 0.5 * abs(float(np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1))))
 
 
 def _simplify(contour: Array) -> Array:
-    """Simplify a closed contour.
+    """Simplify a closed contour (K, 2), cut at its first vertex and the farthest from it.
 
-    It is cut at its first vertex and the vertex farthest from it.
     cv2.approxPolyDP removes other vertices: changing to it changes the dataset.
-
-    Args:
-        contour: (K, 2); the last point equals the first.
-
-    Returns:
-        (L, 2) with 3 <= L < K, without the repeated point.
     """
     far = int(np.argmax(np.hypot(*(contour - contour[0]).T)))
     polygon = np.concatenate([_simplify_line(contour[: far + 1])[:-1], _simplify_line(contour[far:])[:-1]])
@@ -145,12 +97,7 @@ def _simplify(contour: Array) -> Array:
 
 
 def _simplify_line(line: Array) -> Array:
-    """Simplify a line (K, 2).
-
-    Points within the tolerance of the result are dropped.
-
-    Source: Douglas and Peucker 1973.
-    """
+    """Drop points of a line (K, 2) within the tolerance of the result (Douglas and Peucker 1973)."""
     if len(line) < 3:
         return line
     chord, offset = line[-1] - line[0], line[1:-1] - line[0]

@@ -1,4 +1,4 @@
-"""Render scenes whose classes differ by shape and texture together.
+"""Dataset of the study, ``gw_synthetic_hard``: scenes whose classes differ by shape and texture together.
 
 Every shape is drawn with every texture. Some of the pairs are classes; the others are look-alikes, which are part of
 the background. So neither the outline nor the texture alone tells the class, and the color tells nothing.
@@ -6,13 +6,14 @@ the background. So neither the outline nor the texture alone tells the class, an
 
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 from PIL import Image, ImageFilter
 
-from .rendering import Scene, blend
-from .shapes import SHAPES, Array, Shape
+from gw_detectron.data import SyntheticConfig
+from gw_detectron.data.scene import SHAPES, Array, Scene, Shape, blend
 
 
 def _dots(x: Array, y: Array) -> Array:
@@ -100,3 +101,27 @@ class HardScene(Scene):
         image = Image.fromarray(np.clip(np.rint(hazy), 0, 255).astype(np.uint8))
         blurred = image.filter(ImageFilter.GaussianBlur(self.rng.uniform(0, 0.8)))
         return np.asarray(blurred, dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class HardSyntheticConfig(SyntheticConfig):
+    """Parameters of the dataset. Learning rates are chosen on the split "tune", so that "val" is only scored."""
+
+    num_train: int = 4000
+    num_val: int = 500
+    min_side: int = 192
+    max_side: int = 192
+    min_objects: int = 2
+    max_objects: int = 6
+    min_size: float = 1 / 12  # 16 of 192 pixels
+    max_size: float = 1.0
+    min_visible: float = 0.65
+    hue_spread: float = 1.0
+    crowd_fraction: float = 0.0
+    num_tune: int = 500
+
+    folder: ClassVar[str] = "gw_synthetic_hard"
+    splits: ClassVar[tuple[str, ...]] = ("train", "val", "tune")
+    scene: ClassVar[type[Scene]] = HardScene
+    class_names: ClassVar[tuple[str, ...]] = tuple(shape.name for shape in HardScene.shapes[: HardScene.num_classes])
+    size_exponent: ClassVar[float] = 1.0

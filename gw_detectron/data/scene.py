@@ -1,36 +1,79 @@
-"""Render a synthetic scene of textured shapes on a cluttered background.
+"""Scenes of the synthetic dataset: textured shapes on a cluttered background.
 
-Regions are signed distance fields (SDF): negative inside, positive outside, about the distance to the edge in pixels.
-Fields are sampled at pixel centers on a grid one pixel wider than the image on every side, (H + 2, W + 2), so that a
-contour can be traced up to the image border. Intersection is the maximum of two fields, union the minimum, complement
-the negative. Occlusion is therefore exact below the size of a pixel.
-
-Shapes: H and W are the image height and width in pixels.
+A region is a signed distance field (SDF) in pixels, negative inside. It is sampled at pixel centers on a grid one pixel
+wider than the image on every side, (H + 2, W + 2), so that its contour closes at the image border. The maximum of two
+fields is their intersection, the minimum their union, the negative the complement: occlusion is exact below a pixel.
 """
 
 import colorsys
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 from PIL import Image
 
-from .shapes import SHAPES, Array, Shape
+Array: TypeAlias = np.ndarray
+
+_STAR_OUTER, _STAR_INNER = 1.25, 0.56
+_TRIANGLE_INRADIUS = 0.66
+_SQUARE_HALF = 0.88
+_CROSS_LONG, _CROSS_SHORT = 1.08, 0.38
+_RING_OUTER, _RING_INNER = 1.05, 0.5
+
+
+def _star(x: Array, y: Array) -> Array:
+    # By symmetry one edge is enough: fold the plane into the wedge between a tip and the notch beside it.
+    wedge = np.pi / 5
+    angle = np.abs(np.mod(np.arctan2(y, x) + wedge, 2 * wedge) - wedge)
+    radius = np.hypot(x, y)
+    edge_x = _STAR_INNER * np.cos(wedge) - _STAR_OUTER
+    edge_y = _STAR_INNER * np.sin(wedge)
+    length = np.hypot(edge_x, edge_y)
+    along_x, along_y = radius * np.cos(angle) - _STAR_OUTER, radius * np.sin(angle)
+    return (along_x * edge_y - along_y * edge_x) / length
+
+
+def _cross(x: Array, y: Array) -> Array:
+    x, y = np.abs(x), np.abs(y)
+    return np.maximum(np.minimum(x, y) - _CROSS_SHORT, np.maximum(x, y) - _CROSS_LONG)
+
+
+def _ring(x: Array, y: Array) -> Array:
+    radius = np.hypot(x, y)
+    return np.maximum(radius - _RING_OUTER, _RING_INNER - radius)
+
+
+class Shape(NamedTuple):
+    """A class of objects: SDF and area of its unit shape."""
+
+    name: str
+    sdf: Callable[[Array, Array], Array]
+    area: float
+
+
+SHAPES: tuple[Shape, ...] = (
+    Shape("disk", lambda x, y: np.hypot(x, y) - 1.0, np.pi),
+    Shape("square", lambda x, y: np.maximum(np.abs(x), np.abs(y)) - _SQUARE_HALF, 4 * _SQUARE_HALF**2),
+    Shape(
+        "triangle",
+        lambda x, y: np.maximum(y, np.abs(x) * np.sqrt(0.75) - 0.5 * y) - _TRIANGLE_INRADIUS,
+        3 * np.sqrt(3) * _TRIANGLE_INRADIUS**2,
+    ),
+    Shape("star", _star, 5 * _STAR_OUTER * _STAR_INNER * np.sin(np.pi / 5)),
+    Shape("cross", _cross, 8 * _CROSS_LONG * _CROSS_SHORT - 4 * _CROSS_SHORT**2),
+    Shape("ring", _ring, np.pi * (_RING_OUTER**2 - _RING_INNER**2)),
+)
 
 
 @dataclass
 class SceneObject:
-    """One annotated object, or a crowd region.
+    """An annotated object, or a crowd: many small shapes annotated as one region.
 
-    Args:
-        category: index into `Scene.shapes`.
-        region: SDF, (H + 2, W + 2), of the whole object.
-        area: area of the whole object in pixels, including the part outside the image.
-        crowd: True for a group of small shapes annotated as one region.
-        visible: SDF, (H + 2, W + 2), of the part inside the image that nothing occludes.
+    ``area`` counts all pixels of the object, ``visible`` (H + 2, W + 2) is its part inside the image and not occluded.
     """
 
-    category: int
+    category: int  # index into Scene.shapes
     region: Array
     area: float
     crowd: bool = False
@@ -43,9 +86,7 @@ class SceneObject:
 
 
 class Scene:
-    """Canvas on which shapes are painted back to front.
-
-    `objects` are to be annotated.
+    """Canvas of H x W pixels on which shapes are painted back to front.
 
     Args:
         height: H.
@@ -60,9 +101,7 @@ class Scene:
     def __init__(
         self, height: int, width: int, rng: np.random.Generator, min_visible: float, hue_spread: float
     ) -> None:
-        self.rng = rng
-        self.min_visible = min_visible
-        self.hue_spread = hue_spread
+        self.rng, self.min_visible, self.hue_spread = rng, min_visible, hue_spread
         self.objects: list[SceneObject] = []
         self.short = min(height, width)
         self._size = np.array([width, height])
@@ -77,11 +116,7 @@ class Scene:
         return np.clip(np.rint(noisy), 0, 255).astype(np.uint8)
 
     def add_object(self, category: int, size: float) -> bool:
-        """Try to add one shape at a random place.
-
-        Args:
-            category: index into `shapes`.
-            size: approximate side of the object's box, in pixels.
+        """Try to add a shape of about ``size`` pixels at a random place.
 
         Returns:
             False, with the scene unchanged, if too much of it or of another object would be hidden.
@@ -94,10 +129,7 @@ class Scene:
         return True
 
     def add_crowd(self, category: int) -> bool:
-        """Try to add a crowd: many small shapes of one class.
-
-        They are annotated as one region.
-        """
+        """Try to add a crowd; return False as :meth:`add_object` does."""
         radius = max(3.0, self.short * self.rng.uniform(0.03, 0.045))
         spread = radius * self.rng.uniform(3.5, 5.0)
         middle = self.rng.uniform(0.2, 0.8, 2) * self._size
@@ -119,11 +151,7 @@ class Scene:
         return self._canvas
 
     def _transform(self, category: int, radius: float, center: Array) -> tuple[Array, tuple[Array, Array], float]:
-        """Rotate and stretch a shape at random.
-
-        Returns:
-            Its SDF, its local (x, y) in pixels, and its area.
-        """
+        """Rotate and stretch a shape at random; return its SDF, its local (x, y) in pixels, and its area."""
         shape = self.shapes[category]
         angle = self.rng.uniform(0, 2 * np.pi)
         stretch_x, stretch_y = self.rng.uniform(0.87, 1.13, 2)
@@ -134,10 +162,7 @@ class Scene:
         return sdf, (local_x, local_y), shape.area * radius**2 * stretch_x * stretch_y
 
     def _add(self, new: SceneObject) -> bool:
-        """Put an object on top unless it hides too much.
-
-        It may also be hidden too much itself, by the image border.
-        """
+        """Put an object on top unless it, at the image border, or one below would be hidden too much."""
         new.visible = np.maximum(new.region, self._frame)
         if self._is_hidden(new, new.visible) or not self._cover(new.region):
             return False
@@ -157,10 +182,7 @@ class Scene:
         return bool((visible < 0).sum() < self.min_visible * obj.area)
 
     def _paint(self, sdf: Array, colors: Array, opacity: float = 1.0) -> None:
-        """Blend colors into a region with an anti-aliased edge.
-
-        ``colors`` are (3,) or (H + 2, W + 2, 3).
-        """
+        """Blend colors, (3,) or (H + 2, W + 2, 3), into a region with an anti-aliased edge."""
         coverage = (opacity * np.clip(0.5 - sdf, 0.0, 1.0))[..., None]
         self._canvas += coverage * (colors - self._canvas)
 
@@ -199,10 +221,7 @@ class Scene:
         self._paint(distance - thickness, color, opacity=self.rng.uniform(0.5, 1.0))
 
     def _texture(self, category: int, x: Array, y: Array, radius: float) -> Array:
-        """Return a random two-color texture, (H + 2, W + 2, 3).
-
-        ``x`` and ``y`` are the object's local coordinates.
-        """
+        """Return a random two-color texture, (H + 2, W + 2, 3), at an object's local coordinates."""
         hue = self._hue(category)
         first = self._color(hue, (0.7, 1.0), (0.7, 1.0))
         second = self._color(hue + self.rng.uniform(-0.06, 0.06), (0.5, 0.9), (0.45, 0.8))
@@ -230,17 +249,11 @@ class Scene:
         return self._color(self.rng.uniform(), (0.0, 0.3), (0.2, 0.85))
 
     def _color(self, hue: float, saturation: tuple[float, float], value: tuple[float, float]) -> Array:
-        """Return an RGB color (3,) in 0 ... 255.
-
-        Saturation and value are drawn from ranges.
-        """
+        """Draw saturation and value from ranges; return an RGB color (3,) in 0 ... 255."""
         return 255 * np.array(colorsys.hsv_to_rgb(hue % 1, self.rng.uniform(*saturation), self.rng.uniform(*value)))
 
     def _noise(self, cells: int) -> Array:
-        """Return smooth noise in [0, 1], (H + 2, W + 2).
-
-        It has about `cells` bumps along each side.
-        """
+        """Return smooth noise in [0, 1], (H + 2, W + 2), with about ``cells`` bumps along each side."""
         coarse = Image.fromarray(self.rng.uniform(0, 1, (cells + 1, cells + 1)).astype(np.float32))
         size = (self._x.shape[1], self._x.shape[0])
         smooth = np.asarray(coarse.resize(size, Image.Resampling.BICUBIC), dtype=np.float64)

@@ -1,0 +1,139 @@
+"""COCO files: read one, complete what small labeling tools leave out, split it, and derive one on demand."""
+
+import codecs
+import hashlib
+import io
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+from detectron2.utils.file_io import PathManager
+from iopath.common.file_io import PathHandler
+
+from ..atomic import atomic_write
+from ..errors import DataError
+
+# A content that these functions cannot use is left as it is: preflight names its fault.
+_MALFORMED = (AttributeError, LookupError, TypeError, ValueError)
+
+
+def read_json(path: str) -> Any:
+    """Read a JSON file in UTF-8, local or remote.
+
+    Raises:
+        OSError: the file does not exist or cannot be read.
+        DataError: it is not JSON; the message leaves the file's name to the caller.
+    """
+    with PathManager.open(path, "rb") as file:
+        text = file.read()
+    try:
+        return json.loads(text.decode())
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
+        mark = " without a byte order mark" if text.startswith(codecs.BOM_UTF8) else ""
+        raise DataError(f"invalid JSON: {error}. Fix: give a JSON file in UTF-8{mark}, not compressed.") from error
+
+
+def complete_coco(content: Any) -> tuple[Any, str]:
+    """Add the fields of annotations that evaluation reads and the others imply.
+
+    - ``area``: width times height of ``bbox``. It decides whether an object counts as small, medium or large.
+    - ``iscrowd``: 0.
+    - ``id``: from 1 in the order of the file, if one is missing, or 0, whose match pycocotools counts as a miss.
+
+    Returns:
+        The content, or a completed copy, and a description of what was added, "" for nothing.
+    """
+    try:
+        annotations = content["annotations"]
+        renumbered = any(each.get("id", 0) == 0 for each in annotations)
+        added = ["annotations are numbered from 1"] if renumbered else []
+        for key, value in (("area", "width times height of bbox"), ("iscrowd", "0")):
+            if count := sum(key not in each for each in annotations):
+                added.append(f"{count} of {len(annotations)} annotations have no {key} ({value} is taken)")
+        if not added:
+            return content, ""
+        completed = []
+        for number, each in enumerate(annotations, start=1):
+            width, height = each["bbox"][2:]
+            numbered = each | {"id": number} if renumbered else each
+            completed.append({"area": float(width * height), "iscrowd": 0, **numbered})
+    except _MALFORMED:
+        return content, ""
+    return {**content, "annotations": completed}, ", ".join(added)
+
+
+def split_coco(content: Any, val_fraction: float) -> tuple[Any, Any]:
+    """Split the images of a COCO file by the hashes of their file names into training and validation.
+
+    A hash, as a number from 0 to 1, below ``val_fraction`` means validation. So an image stays on its side when others
+    are added. Both parts have at least one image.
+
+    Raises:
+        DataError: there are fewer than two images.
+    """
+    try:
+        places = {image["id"]: _place(image["file_name"]) for image in content["images"]}
+        ranked = sorted(set(places.values()))
+        if len(ranked) < 2:
+            raise DataError(
+                f"{len(ranked)} images cannot be split. Fix: give more images, or a second file with --val-json."
+            )
+        border = min(max(val_fraction, ranked[1]), ranked[-1])
+        in_val = {number: place < border for number, place in places.items()}
+        train, val = (
+            {
+                **content,
+                "images": [image for image in content["images"] if in_val[image["id"]] is side],
+                # an annotation of an unknown image stays in the training part, whose check names it
+                "annotations": [a for a in content["annotations"] if in_val.get(a["image_id"], False) is side],
+            }
+            for side in (False, True)
+        )
+    except DataError:
+        raise
+    except _MALFORMED:
+        return content, content
+    return train, val
+
+
+def _place(file_name: str) -> float:
+    return int.from_bytes(hashlib.sha256(file_name.encode(errors="surrogatepass")).digest()[:6]) / 2**48
+
+
+class DerivedJsonHandler(PathHandler):
+    """Path handler of a COCO file that is derived from another when it is first used as a local file.
+
+    Opening the path before, as preflight does, writes nothing: a refused run leaves its output folder unchanged.
+    """
+
+    def __init__(self, path: str, source: str, derive: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._path, self._source, self._derive = path, source, derive
+        self._written = False
+
+    def _get_supported_prefixes(self) -> list[str]:
+        return [self._path]
+
+    def _get_local_path(self, path: str, force: bool = False, **kwargs: Any) -> str:
+        if not self._written:
+            try:
+                content = read_json(self._source)
+                derived = self._derive(content)
+            except DataError as error:
+                raise DataError(f"'{self._source}': {error}") from error
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(Path(path)) as temporary:
+                temporary.write_text(json.dumps(derived))
+            self._written = True
+            if derived is not content:
+                images = f"{len(derived['images'])} of {len(content['images'])} images of '{self._source}'"
+                logging.getLogger(__name__).info("'%s': %s, %d objects", path, images, len(derived["annotations"]))
+        return path
+
+    def _open(self, path: str, mode: str = "r", buffering: int = -1, **kwargs: Any) -> IO[Any]:
+        if self._written:
+            return open(path, mode, buffering, **kwargs)
+        text = json.dumps(self._derive(read_json(self._source)))
+        return io.BytesIO(text.encode()) if "b" in mode else io.StringIO(text)

@@ -1,0 +1,209 @@
+"""COCO files: completed as small labeling tools write them, split by the names of images, derived on demand."""
+
+import copy
+import hashlib
+import json
+
+import pytest
+from detectron2.data import DatasetCatalog
+from detectron2.evaluation import COCOEvaluator
+from detectron2.structures import Boxes, Instances
+from detectron2.utils.file_io import PathManager
+from torch import tensor
+
+from gw_detectron.data import CocoDataset, CocoDatasets, register_datasets
+from gw_detectron.data.coco_files import DerivedJsonHandler, complete_coco, split_coco
+from gw_detectron.errors import DataError
+
+NAMES = [f"2023/{number}.jpg" for number in range(2000)]
+COMPLETE = {
+    "images": [{"id": 7, "file_name": "a.jpg", "height": 40, "width": 60}],
+    "categories": [{"id": 0, "name": "apple"}],
+    "annotations": [
+        {"id": 1, "image_id": 7, "category_id": 0, "bbox": [1, 2, 10, 5], "area": 33, "iscrowd": 0},
+        {"id": 2, "image_id": 7, "category_id": 0, "bbox": [20, 2, 30, 20], "area": 600.0, "iscrowd": 1},
+    ],
+}
+
+
+def changed(change):
+    content = copy.deepcopy(COMPLETE)
+    for each in content["annotations"]:
+        change(each)
+    return content
+
+
+def test_a_complete_file_is_not_copied():
+    assert complete_coco(COMPLETE)[0] is COMPLETE and complete_coco(COMPLETE)[1] == ""
+
+
+def test_area_and_iscrowd_follow_from_the_box():
+    given = changed(lambda each: [each.pop(key) for key in ("area", "iscrowd")])
+    before = copy.deepcopy(given)
+    completed, added = complete_coco(given)
+    assert given == before
+    assert [(each["area"], each["iscrowd"]) for each in completed["annotations"]] == [(50.0, 0), (600.0, 0)]
+    assert "2 of 2 annotations have no area" in added
+    given = copy.deepcopy(COMPLETE)
+    del given["annotations"][1]["iscrowd"]
+    completed, added = complete_coco(given)
+    assert [each["iscrowd"] for each in completed["annotations"]] == [0, 0] and added.startswith("1 of 2")
+    assert [each["area"] for each in completed["annotations"]] == [33, 600.0]
+
+
+@pytest.mark.parametrize("change", [lambda each: each.update(id=each["id"] - 1), lambda each: each.pop("id")])
+def test_annotations_are_numbered_from_1(change):
+    completed, added = complete_coco(changed(change))
+    assert completed == COMPLETE and "numbered from 1" in added
+
+
+DAMAGED = [
+    [1],
+    {"images": [{"id": 1}]},
+    {"images": [{"id": 1, "file_name": 3}, None], "annotations": [3]},
+    {"images": [{"id": 1}, {"id": 2}], "annotations": [{"bbox": [1, 2]}]},
+    {"images": [{"id": 1, "file_name": "a"}, {"id": 2, "file_name": "b"}], "annotations": [{"bbox": "1 2 3 4"}]},
+    {"annotations": [{"bbox": [1, 2, None, 4]}]},
+]
+
+
+@pytest.mark.parametrize("damaged", DAMAGED)
+def test_a_malformed_file_is_left_to_preflight(damaged):
+    assert complete_coco(damaged) == (damaged, "")
+    assert split_coco(damaged, 0.5) == (damaged, damaged)
+
+
+def test_a_completed_file_is_evaluated_as_a_complete_one(tmp_path):
+    """Perfect detections have an AP of 100, also of an annotation that had the id 0."""
+
+    def strip(each):
+        del each["area"], each["iscrowd"]
+        each["id"] -= 1
+
+    source = tmp_path / "small.json"
+    source.write_text(json.dumps(changed(strip)))
+    found = register_datasets(CocoDatasets(val={"small_val": CocoDataset(str(source), str(tmp_path))}), str(tmp_path))
+    assert found.val["small_val"].json == str(tmp_path / "datasets" / "small_val.json")
+    assert not (tmp_path / "datasets").exists()  # before it is used
+    (record,) = DatasetCatalog.get("small_val")
+    evaluator = COCOEvaluator("small_val", tasks=("bbox",), distributed=False, use_fast_impl=False)
+    evaluator.reset()
+    boxes = Boxes(tensor([[1.0, 2, 11, 7], [20, 2, 50, 22]]))
+    instances = Instances((40, 60), pred_boxes=boxes, scores=tensor([0.9, 0.8]), pred_classes=tensor([0, 0]))
+    evaluator.process([record], [{"instances": instances}])
+    assert evaluator.evaluate()["bbox"]["AP"] == pytest.approx(100)
+
+
+def test_a_split_file_is_completed(tmp_path):
+    content = changed(lambda each: each.pop("area"))
+    content["images"].append({"id": 8, "file_name": "b.jpg", "height": 40, "width": 60})
+    source = tmp_path / "all.json"
+    source.write_text(json.dumps(content))
+    given = CocoDatasets(train={"one_train": CocoDataset(str(source), str(tmp_path), 0.5)})
+    for name in [*register_datasets(given, str(tmp_path)).train, "one_val"]:
+        DatasetCatalog.get(name)
+        part = json.loads((tmp_path / "datasets" / f"{name}.json").read_text())
+        assert len(part["images"]) == 1 and all(each["area"] > 0 for each in part["annotations"])
+
+
+# --- split ----------------------------------------------------------------------------------------------
+
+
+def numbered(names, first_id=1):
+    return {
+        "info": {"year": 2023},
+        "categories": [{"id": 1, "name": "cup"}],
+        "images": [{"id": number, "file_name": name} for number, name in enumerate(names, first_id)],
+        "annotations": [
+            {"id": 2 * number + extra, "image_id": number}
+            for number, _ in enumerate(names, first_id)
+            for extra in (0, 1)
+        ],
+    }
+
+
+def names(part):
+    return {image["file_name"] for image in part["images"]}
+
+
+@pytest.mark.parametrize("fraction", [0.05, 0.5, 0.9])
+def test_the_share_and_the_objects_of_the_images(fraction):
+    whole = numbered(NAMES)
+    train, val = split_coco(copy.deepcopy(whole), fraction)
+    assert names(train) | names(val) == set(NAMES) and not names(train) & names(val)
+    assert len(val["images"]) / 2000 == pytest.approx(fraction, abs=0.04)  # more than three standard deviations
+    for part in (train, val):
+        assert part["categories"] == whole["categories"] and part["info"] == whole["info"]
+        assert {a["image_id"] for a in part["annotations"]} == {image["id"] for image in part["images"]}
+    assert len(train["annotations"]) + len(val["annotations"]) == 4000
+
+
+def test_the_hash_of_the_name_decides():
+    def place(name):
+        return int(hashlib.sha256(name.encode()).hexdigest(), 16) / 16**64
+
+    assert names(split_coco(numbered(NAMES), 0.3)[1]) == {name for name in NAMES if place(name) < 0.3}
+
+
+def test_images_stay_on_their_side_when_others_are_added():
+    few = names(split_coco(numbered(NAMES[500:700]), 0.2)[1])
+    many = names(split_coco(numbered(NAMES[::-1], first_id=77), 0.2)[1])
+    assert few == many & set(NAMES[500:700])
+
+
+@pytest.mark.parametrize("fraction", [0.001, 0.999])
+@pytest.mark.parametrize("count", [2, 10])
+def test_no_side_is_empty(count, fraction):
+    train, val = split_coco(numbered(NAMES[:count]), fraction)
+    assert sorted((len(train["images"]), len(val["images"]))) == [1, count - 1]
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_too_few_images(count):
+    with pytest.raises(DataError, match=f"{count} images"):
+        split_coco(numbered(NAMES[:count]), 0.5)
+
+
+def test_an_annotation_of_no_image_is_kept():
+    damaged = numbered(NAMES[:20])
+    damaged["annotations"].append({"id": 99, "image_id": 1000})
+    train, val = split_coco(damaged, 0.5)
+    assert train["annotations"][-1]["id"] == 99 and val["annotations"][-1]["id"] != 99
+
+
+# --- derived files --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def derive(tmp_path):
+    """Return the source and the path of its validation part."""
+    source, part = tmp_path / "all.json", tmp_path / "run" / "datasets" / "val.json"
+    handler = DerivedJsonHandler(str(part), str(source), lambda content: split_coco(content, 0.1)[1])
+    PathManager.register_handler(handler, allow_override=True)
+    return source, part
+
+
+def test_a_part_is_written_when_it_is_used_as_a_file(derive):
+    source, part = derive
+    source.write_text(json.dumps(numbered(NAMES)))
+    expected = split_coco(numbered(NAMES), 0.1)[1]
+    for mode in ("r", "rb"):
+        with PathManager.open(str(part), mode) as file:
+            assert json.loads(file.read()) == expected
+    assert not part.parent.exists()
+    assert PathManager.get_local_path(str(part)) == str(part)
+    assert json.loads(part.read_text()) == expected
+    source.unlink()
+    with PathManager.open(str(part)) as file:
+        assert json.load(file) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [(b"{", "invalid JSON"), (b"\x1f\x8b", "invalid JSON"), (b'{"images": []}', "0 images")]
+)
+def test_the_source_of_a_part_is_named(derive, text, words):
+    source, part = derive
+    source.write_bytes(text)
+    with pytest.raises(DataError, match=f"'{source}': {words}"):
+        PathManager.get_local_path(str(part))
+    assert not part.parent.exists()
