@@ -129,7 +129,10 @@ def report_error(error: Exception | str) -> None:
 
 
 def _rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    rank = os.environ.get("RANK", "")  # of torchrun
+    return int(rank) if rank.isdecimal() else 0
 
 
 def check_folder(folder: str | Path) -> None:

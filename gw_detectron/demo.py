@@ -10,8 +10,8 @@ from detectron2.config import CfgNode
 from tabulate import tabulate
 
 from .atomic import check_replaceable
+from .checkpoint import StartWeights
 from .engine.flags import get_parser
-from .engine.output_lock import output_unlocked_at_end
 from .engine.train import prepare, run_config
 from .engine.trainer import Trainer
 from .errors import ConfigError
@@ -23,7 +23,6 @@ from .report import PAGE, write_report
 _RESULT = "result.json"
 
 
-@output_unlocked_at_end()
 def run_demo(args: argparse.Namespace) -> dict:
     """Train from scratch, evaluate, export the backbone and draw the results.
 
@@ -45,7 +44,12 @@ def run_demo(args: argparse.Namespace) -> dict:
     cfg = run_config(flags)
     _check_results_can_be_written(cfg)
     flags.overwrite = args.overwrite or _holds_a_demo(Path(cfg.OUTPUT_DIR))
-    cfg, start, _ = prepare(flags)
+    run = prepare(flags)
+    with run.lock:
+        return _train_and_draw(run.cfg, run.start)
+
+
+def _train_and_draw(cfg: CfgNode, start: StartWeights) -> dict:
     folder = Path(cfg.OUTPUT_DIR)
     trainer = Trainer(cfg)
     trainer.load_start_weights(start)

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from gw_detectron.engine import Trainer
-from gw_detectron.engine.nonfinite import LossGuard
+from gw_detectron.engine.hooks import LossGuard, WhiteningStatsHook
 from gw_detectron.engine.train import setup
-from gw_detectron.engine.whitening_stats import WhiteningStatsHook
 from gw_detectron.model_zoo import get_config
 
 from .tiny_run import arguments

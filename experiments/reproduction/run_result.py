@@ -10,7 +10,7 @@ from typing import Any
 from gw_detectron.checkpoint import NORMS, open_checkpoint
 from gw_detectron.checkpoint.records import RUN_RECORD, config_differences
 from gw_detectron.config import read_config
-from gw_detectron.engine.run_files import METRICS, read_metrics
+from gw_detectron.engine.output_folder import METRICS, read_metrics
 from gw_detectron.errors import ConfigError
 from gw_detectron.model_zoo import get_config_file
 

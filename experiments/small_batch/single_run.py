@@ -25,7 +25,7 @@ from gw_detectron.checkpoint.records import software_versions
 from gw_detectron.cli import errors_reported
 from gw_detectron.config import read_config
 from gw_detectron.engine import get_parser, main
-from gw_detectron.engine.run_files import METRICS, read_metrics
+from gw_detectron.engine.output_folder import METRICS, read_metrics
 from gw_detectron.errors import NonFiniteError, first_line
 
 from .features import feature_statistics

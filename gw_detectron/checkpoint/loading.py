@@ -117,7 +117,12 @@ class LoadReport:
 
 
 def load_model(
-    cfg: CfgNode, needed: str = "", *, checkpoint: Checkpoint | None = None, device: str = "cpu"
+    cfg: CfgNode,
+    needed: str = "",
+    *,
+    checkpoint: Checkpoint | None = None,
+    device: str = "cpu",
+    allow_partial: bool = False,
 ) -> nn.Module:
     """Build the detector of a config in evaluation mode and load its weights.
 
@@ -127,6 +132,7 @@ def load_model(
             The ResNet's tensors are always needed.
         checkpoint: the weights; None opens ``MODEL.WEIGHTS``.
         device: replaces ``MODEL.DEVICE``.
+        allow_partial: accept missing tensors, and norms that differ from those of the checkpoint.
 
     Raises:
         FileNotFoundError: the weights do not exist.
@@ -140,8 +146,9 @@ def load_model(
             "MODEL.WEIGHTS (''): no weights are given. Fix: give those of a trained detector, by --weights or this key."
         )
     model = build_checked_model(cfg, device).eval()
-    report = load_checkpoint(model, checkpoint)
-    missing = [name for name in report.new if name.startswith(needed)]
+    report = load_checkpoint(model, checkpoint, allow_partial=allow_partial)
+    logging.getLogger(__name__).info("%s", report)
+    missing = [name for name in report.new if name.startswith(needed) and not allow_partial]
     check_shapes(model, checkpoint, missing)
     if missing:
         alone = "; a ResNet alone can be exported with --no-fpn" if needed else ""

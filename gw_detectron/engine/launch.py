@@ -36,48 +36,48 @@ def launch_from_args(main: Callable[[argparse.Namespace], object], args: argpars
         args: the flags of :func:`gw_detectron.engine.get_parser`.
 
     Raises:
-        SystemExit: status 1 after the message of a user error; other errors keep their traceback.
+        ConfigError: the flags ask for processes that this machine cannot run.
+        LostProcessError: another process ended or does not answer.
     """
-    with errors_reported():
-        timeout = _timeout(args)
+    if not 1 <= args.dist_timeout <= _LONGEST_TIMEOUT:
+        raise ConfigError(f"--dist-timeout {args.dist_timeout}: not between 1 and {_LONGEST_TIMEOUT} seconds.")
+    timeout = timedelta(seconds=args.dist_timeout)
+    with _lost_processes_reported(timeout):
         if all(name in os.environ for name in _TORCHRUN_VARIABLES):
-            with _lost_processes_reported(timeout):
-                _join_torchrun(cpu=args.num_gpus == 0, timeout=timeout)
+            _join_torchrun(cpu=args.num_gpus == 0, timeout=timeout)
             try:
-                _worker(main, args)
+                main(args)
             except BaseException:
-                if dist.get_backend() == "gloo":  # nccl would wait for processes that wait for this one
-                    dist.destroy_process_group()
+                if dist.get_backend() == "nccl":
+                    raise  # its destruction would wait for processes that wait for this one
+                dist.destroy_process_group()
                 raise
             dist.destroy_process_group()
             return
         _check_gpus(args)
+        spawned = args.num_gpus * args.num_machines > 1
         try:
             launch(
-                _worker,
+                _spawned if spawned else main,
                 args.num_gpus,
                 num_machines=args.num_machines,
                 machine_rank=args.machine_rank,
                 dist_url=args.dist_url,
-                args=(main, args),
+                args=(main, args) if spawned else (args,),
                 timeout=timeout,
             )
         except (Interrupted, KeyboardInterrupt):
-            _stop_children()
+            children = multiprocessing.active_children()
+            for child in children:
+                child.terminate()
+            for child in children:
+                child.join()
             raise
 
 
-def _worker(main: Callable[[argparse.Namespace], object], args: argparse.Namespace) -> None:
-    with errors_reported(), _lost_processes_reported(_timeout(args)):
+def _spawned(main: Callable[[argparse.Namespace], object], args: argparse.Namespace) -> None:
+    with errors_reported(), _lost_processes_reported(timedelta(seconds=args.dist_timeout)):
         main(args)
-
-
-def _timeout(args: argparse.Namespace) -> timedelta:
-    if not 1 <= args.dist_timeout <= _LONGEST_TIMEOUT:
-        raise ConfigError(
-            f"--dist-timeout {args.dist_timeout}: out of range. Fix: give 1 to {_LONGEST_TIMEOUT} seconds."
-        )
-    return timedelta(seconds=args.dist_timeout)
 
 
 @contextlib.contextmanager
@@ -90,8 +90,7 @@ def _lost_processes_reported(timeout: timedelta) -> Iterator[None]:
             raise
         raise LostProcessError(
             f"process group: another process ended, or did not answer for {timeout.total_seconds():.0f} s: "
-            f"{first_line(error)}. Fix: see the error of that process; if it was only slow, raise "
-            "--dist-timeout."
+            f"{first_line(error)}. Fix: see the error of that process; if it was only slow, raise --dist-timeout."
         ) from error
 
 
@@ -99,8 +98,8 @@ def _lost_processes_reported(timeout: timedelta) -> Iterator[None]:
 def in_all_processes() -> Iterator[None]:
     """Require that the body succeeds in all processes.
 
-    No process continues before that. If the body fails, the first process in which it failed reports the error, and all
-    processes end. So an error in all processes is reported once. The body must not wait for other processes.
+    No process continues before that. The first process in which the body failed reports the error, and all end. The
+    body must not wait for other processes.
 
     Raises:
         SystemExit: in a run of several processes; a single process raises the error itself.
@@ -121,29 +120,17 @@ def in_all_processes() -> Iterator[None]:
             report_error(failure)
         else:
             traceback.print_exception(failure)
-    # A launcher ends all processes when the first one exits, so all wait for the report.
-    comm.synchronize()
+    comm.synchronize()  # a launcher ends all processes when the first one exits, so all wait for the report
     raise SystemExit(1)
-
-
-def _stop_children() -> None:
-    """Send SIGTERM to the launched processes and wait for their end."""
-    children = multiprocessing.active_children()
-    for child in children:
-        child.terminate()
-    for child in children:
-        child.join()
 
 
 def _check_gpus(args: argparse.Namespace) -> None:
     given = f"--num-gpus {args.num_gpus} --num-machines {args.num_machines}"
     processes, available = args.num_gpus * args.num_machines, torch.cuda.device_count()
-    if args.num_gpus < 0 or args.num_machines < 1:
-        raise ConfigError(f"{given}: too few. Fix: give at least 0 GPUs and 1 machine.")
-    if not 0 <= args.machine_rank < args.num_machines:
+    if args.num_gpus < 0 or not 0 <= args.machine_rank < args.num_machines:
         raise ConfigError(
-            f"--machine-rank {args.machine_rank}: out of range for --num-machines {args.num_machines}. Fix: give a "
-            f"different number from 0 to {args.num_machines - 1} on each machine."
+            f"{given} --machine-rank {args.machine_rank}: out of range. Fix: give at least 0 GPUs and 1 machine, and "
+            "to each machine a different rank from 0."
         )
     if (args.num_gpus == 0 and args.num_machines > 1) or (processes > 1 and available == 0):
         machines = f"--nnodes {args.num_machines} --node_rank {args.machine_rank} --master_addr HOST_OF_RANK_0 "
@@ -154,14 +141,12 @@ def _check_gpus(args: argparse.Namespace) -> None:
             "--num-gpus 0 ..."
         )
     if processes > 1 and args.num_gpus > available:
-        raise ConfigError(f"--num-gpus {args.num_gpus}: this machine has {available}. Fix: give at most {available}.")
+        raise ConfigError(f"--num-gpus {args.num_gpus}: this machine has {available}.")
 
 
 def _join_torchrun(*, cpu: bool, timeout: timedelta) -> None:
-    given = {name: os.environ[name] for name in _TORCHRUN_VARIABLES}
-    if not all(value.isdecimal() for value in given.values()):
-        raise ConfigError(f"torchrun's variables ({given}): not whole numbers. Fix: use torchrun, or unset them.")
-    local_rank, local_size = int(given["LOCAL_RANK"]), int(given["LOCAL_WORLD_SIZE"])
+    """Join the processes that torchrun has started, and the process group of this machine."""
+    local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     cpu = cpu or not torch.cuda.is_available()
     if not cpu:
         if local_size > torch.cuda.device_count():
@@ -171,19 +156,11 @@ def _join_torchrun(*, cpu: bool, timeout: timedelta) -> None:
             )
         torch.cuda.set_device(local_rank)
     dist.init_process_group("gloo" if cpu else "nccl", timeout=timeout)
-    if hasattr(comm, "create_local_process_group"):
+    if hasattr(comm, "create_local_process_group"):  # after v0.6
         comm.create_local_process_group(local_size)
     else:
-        _create_local_process_group(local_size, timeout)
+        for first in range(0, dist.get_world_size(), local_size):
+            group = dist.new_group(list(range(first, first + local_size)), timeout=timeout)
+            if first <= dist.get_rank() < first + local_size:
+                comm._LOCAL_PROCESS_GROUP = group
     comm.synchronize()
-
-
-def _create_local_process_group(local_size: int, timeout: timedelta) -> None:
-    """Create the process group of this machine.
-
-    Up to v0.6 Detectron2's launcher does so itself and has no function for it.
-    """
-    for first in range(0, dist.get_world_size(), local_size):
-        group = dist.new_group(list(range(first, first + local_size)), timeout=timeout)
-        if first <= dist.get_rank() < first + local_size:
-            comm._LOCAL_PROCESS_GROUP = group

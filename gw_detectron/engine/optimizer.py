@@ -1,13 +1,17 @@
-"""Detectron2's optimizer, with the weight decay of norms for every norm of this package."""
+"""Detectron2's optimizer with weight decay for every norm, and steps over several batches."""
 
+import contextlib
+import time
 from typing import Any
 
 import detectron2.solver
 import torch
 from detectron2.config import CfgNode
+from detectron2.engine import AMPTrainer, SimpleTrainer
 from detectron2.solver.build import get_default_optimizer_params as detectron2_optimizer_params
-from torch import nn
+from torch import Tensor, nn
 
+from ..errors import check_minimum
 from ..norms.names import find_norm_spec
 
 _Groups = list[dict[str, Any]]
@@ -19,13 +23,6 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
     Detectron2 has a fixed list of norm layers and gives the parameters of all other layers ``SOLVER.WEIGHT_DECAY``.
     As for BN and GN, ``SOLVER.WEIGHT_DECAY_BIAS`` takes precedence for biases if it is set. Rotations keep
     ``SOLVER.WEIGHT_DECAY``.
-
-    Args:
-        cfg: Detectron2's config.
-        model: the model to optimize.
-
-    Returns:
-        The optimizer. A parameter group is split only if its weight decay changes for some of its parameters.
     """
     optimizer = detectron2.solver.build_optimizer(cfg, model)
     options = cfg.SOLVER
@@ -44,13 +41,7 @@ def get_default_optimizer_params(
 ) -> _Groups:
     """Return Detectron2's parameter groups with ``weight_decay_norm`` for every norm.
 
-    It takes the place of Detectron2's function of the same name in a LazyConfig; see :func:`build_optimizer`.
-
-    Args:
-        model: the model to optimize.
-        args, kwargs: further arguments of Detectron2's function.
-        weight_decay_norm: weight decay of norms; None is that of other layers.
-        weight_decay_bias: weight decay of biases, also in norms; None is that of their layers.
+    It takes the place of Detectron2's function of the same name, with the same arguments, in a LazyConfig.
     """
     groups = detectron2_optimizer_params(
         model, *args, weight_decay_norm=weight_decay_norm, weight_decay_bias=weight_decay_bias, **kwargs
@@ -59,6 +50,7 @@ def get_default_optimizer_params(
 
 
 def _set_norm_decay(groups: _Groups, model: nn.Module, decay: float | None, bias_decay: float | None) -> _Groups:
+    """Split the groups whose weight decay changes for some of their parameters; keep the others."""
     if decay is None:  # norms have the decay of other layers
         return groups
     affine = {
@@ -79,3 +71,43 @@ def _set_norm_decay(groups: _Groups, model: nn.Module, decay: float | None, bias
             old.append({**group, "params": [parameter for parameter in group["params"] if parameter not in affine]})
             new.append({**group, "params": norms, "weight_decay": decay})
     return old + new
+
+
+def accumulated_step(trainer: SimpleTrainer, batches: int) -> None:
+    """Run one optimizer step with the mean gradient of several batches.
+
+    The gradient is g = sum_j grad(L_j / k), where L_j is the sum of the losses of batch j of k. Loss scaling, gradient
+    clipping and the exchange between processes happen once per step. Logged losses are means over the batches,
+    ``data_time`` is their sum. Detectron2's own ``run_step`` is the case k = 1.
+
+    Args:
+        trainer: Detectron2's trainer of single steps; an AMPTrainer runs in its mixed precision.
+        batches: the number k of batches.
+
+    Raises:
+        ConfigError: the number is not positive.
+    """
+    check_minimum("SOLVER.ACCUMULATE", batches)
+    device = next(trainer.model.parameters()).device.type
+    mixed = isinstance(trainer, AMPTrainer)
+    precision = getattr(trainer, "precision", None)  # after v0.6; None is the default
+    scaler = trainer.grad_scaler if mixed else torch.amp.GradScaler(device, enabled=False)
+    without_exchange = getattr(trainer.model, "no_sync", contextlib.nullcontext)  # of DistributedDataParallel
+    means: dict[str, Tensor] = {}
+    data_time = 0.0
+    trainer.optimizer.zero_grad()
+    for remaining in reversed(range(batches)):
+        start = time.perf_counter()
+        data = next(trainer._data_loader_iter)
+        data_time += time.perf_counter() - start
+        with without_exchange() if remaining else contextlib.nullcontext():
+            with torch.autocast(device, dtype=precision, enabled=mixed):
+                losses = trainer.model(data)
+            losses = {"total_loss": losses} if isinstance(losses, Tensor) else losses
+            losses = {name: loss / batches for name, loss in losses.items()}
+            scaler.scale(sum(losses.values())).backward()
+        for name, loss in losses.items():
+            means[name] = means.get(name, 0) + loss.detach()
+    trainer._write_metrics(means, data_time)
+    scaler.step(trainer.optimizer)
+    scaler.update()

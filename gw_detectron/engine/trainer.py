@@ -1,49 +1,66 @@
-"""Detectron2's DefaultTrainer with COCO evaluation, atomic checkpoints and diagnosed failures."""
+"""Detectron2's DefaultTrainer with exact resume, atomic checkpoints, COCO evaluation and diagnosed failures."""
 
+import contextlib
 import hashlib
 import importlib.util
 import logging
 import math
 import os
+import re
 import weakref
 from collections import OrderedDict
+from collections.abc import Iterator
+from traceback import walk_tb
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode
 from detectron2.data import DatasetMapper, build_detection_test_loader
 from detectron2.engine import AMPTrainer, DefaultTrainer, SimpleTrainer, create_ddp_model, hooks
-from detectron2.evaluation import DatasetEvaluator
+from detectron2.engine.train_loop import TrainerBase
+from detectron2.evaluation import (
+    COCOEvaluator,
+    COCOPanopticEvaluator,
+    DatasetEvaluator,
+    DatasetEvaluators,
+    SemSegEvaluator,
+)
 from detectron2.modeling import GeneralizedRCNNWithTTA
 from detectron2.utils import comm
-from detectron2.utils.events import EventWriter, JSONWriter, TensorboardXWriter
+from detectron2.utils.events import CommonMetricPrinter, EventWriter, JSONWriter, TensorboardXWriter
 from detectron2.utils.file_io import PathManager
+from detectron2.utils.logger import setup_logger
+from fvcore.nn.precise_bn import get_bn_modules
 
 from ..atomic import AtomicPathManager, remove_unfinished
-from ..checkpoint import NORMS, LoadReport, NormRecord, StartWeights, load_checkpoint, open_start_weights
-from ..checkpoint.records import RUN_RECORD, RunRecord
-from ..config import changed_config
+from ..checkpoint import (
+    RUN_RECORD,
+    GWDetectionCheckpointer,
+    LoadReport,
+    RunRecord,
+    StartWeights,
+    last_checkpoint,
+    load_checkpoint,
+    open_start_weights,
+)
+from ..cli import is_out_of_memory
+from ..config import changed_config, get_value
 from ..data.images import ImageNamingMapper
-from ..errors import ConfigError, NonFiniteError, is_user_error
-from .accumulation import accumulated_step
-from .evaluators import build_evaluator
-from .interruption import InterruptionHook
+from ..errors import ConfigError, DataWorkerError, NonFiniteError, RunMemoryError, UserError, first_line, is_user_error
+from ..installation import has_compiled_operators
+from ..preflight import wrong_evaluator
+from .hooks import LossGuard, SignalHook
 from .launch import in_all_processes
-from .metric_printer import MetricPrinter
-from .nonfinite import LossGuard
-from .optimizer import build_optimizer
-from .precise_bn import PreciseStatistics
-from .resource_errors import resource_errors_explained
-from .run_files import METRICS, remove_evaluation
-from .seeding import INITIAL_WEIGHTS, STEP, seed_generators
-from .training_data import TrainingData, build_training_data
+from .optimizer import accumulated_step, build_optimizer
+from .output_folder import METRICS, clear_output
+from .training_data import INITIAL_WEIGHTS, STEP, TrainingData, build_training_data, seed_generators
 
 log = logging.getLogger(__name__)
 
-# of RetinaNet, up to v0.6 also of FCOS: a running mean that scales the loss and is not in the model's state dict
+# RetinaNet's, and up to v0.6 FCOS's: a running mean that scales the loss and is not in the model's state dict
 _LOSS_NORMALIZER = "loss_normalizer"
+_WORKER_FAILURE = re.compile(r"DataLoader worker \(pid|shared memory object|</torch_\d|insufficient shared memory")
 
 
 class Trainer(DefaultTrainer):
@@ -64,48 +81,120 @@ class Trainer(DefaultTrainer):
     """
 
     def __init__(self, cfg: CfgNode) -> None:
+        # DefaultTrainer's passes a GPU number to DistributedDataParallel also for a model on the CPU.
+        TrainerBase.__init__(self)
         if "COMPILE" not in cfg.MODEL:
             raise ConfigError(
                 "cfg: has no keys of this package. Fix: call gw_detectron.add_gw_config(cfg) after get_cfg()."
             )
-        record = cfg.dump()
+        if not logging.getLogger("detectron2").isEnabledFor(logging.INFO):
+            setup_logger()
+        given = cfg.dump()
         self._draws_seed = cfg.SEED < 0
         if self._draws_seed:
             cfg = changed_config(cfg, {"SEED": int(comm.shared_random_seed())})
         seed_generators(cfg.SEED, INITIAL_WEIGHTS, comm.get_rank())
-        if comm.get_world_size() > 1 and cfg.MODEL.DEVICE == "cpu":
-            self._init_for_cpu_processes(cfg)
-        else:
-            super().__init__(cfg)
-        self.checkpointer.path_manager = AtomicPathManager(PathManager)
-        self.checkpointer.add_checkpointable(NORMS, NormRecord(self.checkpointer.model))
-        self.record = RunRecord(record, cfg.SEED)
-        self.checkpointer.add_checkpointable(RUN_RECORD, self.record)
-        self._loss_guard = LossGuard(self.checkpointer.model)
-
-    def _init_for_cpu_processes(self, cfg: CfgNode) -> None:
-        # DefaultTrainer.__init__ always passes a GPU number to DistributedDataParallel, which refuses it for a model on
-        # the CPU. These are its steps without that number.
-        super(DefaultTrainer, self).__init__()
-        cfg = self.auto_scale_workers(cfg, comm.get_world_size())
+        self.cfg = cfg = self.auto_scale_workers(cfg, comm.get_world_size())
         model = self.build_model(cfg)
         optimizer = self.build_optimizer(cfg, model)
         loader = self.build_train_loader(cfg)
-        model = create_ddp_model(model, broadcast_buffers=False, device_ids=None)
-        self._trainer = SimpleTrainer(model, loader, optimizer)
+        self._loss_guard = LossGuard(model)
+        device_ids = None if cfg.MODEL.DEVICE == "cpu" else [comm.get_local_rank()]
+        model = create_ddp_model(model, broadcast_buffers=False, device_ids=device_ids)
+        self._trainer = (AMPTrainer if cfg.SOLVER.AMP.ENABLED else SimpleTrainer)(model, loader, optimizer)
         self.scheduler = self.build_lr_scheduler(cfg, optimizer)
-        self.checkpointer = DetectionCheckpointer(model, cfg.OUTPUT_DIR, trainer=weakref.proxy(self))
-        self.start_iter = 0
-        self.max_iter = cfg.SOLVER.MAX_ITER
-        self.cfg = cfg
+        self.checkpointer = GWDetectionCheckpointer(model, cfg.OUTPUT_DIR, trainer=weakref.proxy(self))
+        self.checkpointer.path_manager = AtomicPathManager(PathManager)
+        self.record = RunRecord(given, cfg.SEED)
+        self.checkpointer.add_checkpointable(RUN_RECORD, self.record)
+        self.start_iter, self.max_iter = 0, cfg.SOLVER.MAX_ITER
         self.register_hooks(self.build_hooks())
 
+    @classmethod
+    def build_model(cls, cfg: CfgNode) -> torch.nn.Module:
+        """Build the model; compile its backbone if ``MODEL.COMPILE``."""
+        model = super().build_model(cfg)
+        if cfg.MODEL.COMPILE:
+            model.backbone.compile()
+        return model
+
+    @classmethod
+    def build_optimizer(cls, cfg: CfgNode, model: torch.nn.Module) -> torch.optim.Optimizer:
+        return build_optimizer(cfg, model)
+
+    @classmethod
+    def build_train_loader(cls, cfg: CfgNode) -> Any:
+        return build_training_data(cfg, ImageNamingMapper(DatasetMapper(cfg, True)))
+
+    @classmethod
+    def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> Any:
+        return build_detection_test_loader(cfg, dataset_name, mapper=ImageNamingMapper(DatasetMapper(cfg, False)))
+
+    @classmethod
+    def build_evaluator(cls, cfg: CfgNode, dataset_name: str, output_folder: str | None = None) -> DatasetEvaluator:
+        """Build the evaluators of what the model predicts: boxes, masks, keypoints, semantic and panoptic masks.
+
+        Args:
+            cfg: the config, whose ``META_ARCHITECTURE``, ``MASK_ON`` and ``KEYPOINT_ON`` select the tasks.
+            dataset_name: a registered dataset.
+            output_folder: folder of the predictions; ``inference`` in ``OUTPUT_DIR`` if None.
+
+        Raises:
+            ConfigError: there is no evaluator for the dataset or for the model's predictions.
+        """
+        if problem := wrong_evaluator(cfg, dataset_name):
+            raise ConfigError(problem)
+        folder = output_folder or os.path.join(cfg.OUTPUT_DIR, "inference")
+        architecture = cfg.MODEL.META_ARCHITECTURE
+        if architecture == "SemanticSegmentor":
+            return SemSegEvaluator(dataset_name, output_dir=folder)
+        tasks = {"bbox": True, "segm": cfg.MODEL.MASK_ON, "keypoints": cfg.MODEL.KEYPOINT_ON}
+        objects = COCOEvaluator(
+            dataset_name,
+            tasks=tuple(task for task, wanted in tasks.items() if wanted),
+            output_dir=folder,
+            use_fast_impl=has_compiled_operators(),
+            kpt_oks_sigmas=cfg.TEST.KEYPOINT_OKS_SIGMAS,
+        )
+        if architecture != "PanopticFPN":
+            return objects
+        evaluators = [objects, SemSegEvaluator(dataset_name, output_dir=folder)]
+        if importlib.util.find_spec("panopticapi"):
+            evaluators.append(COCOPanopticEvaluator(dataset_name, folder))
+        else:
+            log.warning(
+                "panopticapi is not installed: panoptic quality (PQ) is not computed, only its parts. "
+                "Fix: pip install git+https://github.com/cocodataset/panopticapi.git"
+            )
+        return DatasetEvaluators(evaluators)
+
+    def build_hooks(self) -> list[Any]:
+        cfg = self.cfg
+        self._signals = SignalHook(cfg.SOLVER.CHECKPOINT_PERIOD, cfg.TEST.EVAL_PERIOD)
+        built: list[Any] = [hooks.IterationTimer(), hooks.LRScheduler()]
+        if cfg.TEST.PRECISE_BN.ENABLED and get_bn_modules(self.model):
+            # before the checkpoints and the evaluation, which use the statistics
+            data = self.build_train_loader(changed_config(cfg, {"DATALOADER.NUM_WORKERS": 0}))
+            built.append(hooks.PreciseBN(cfg.TEST.EVAL_PERIOD, self.model, data, cfg.TEST.PRECISE_BN.NUM_ITER))
+        if comm.is_main_process():
+            built.append(hooks.PeriodicCheckpointer(self.checkpointer, cfg.SOLVER.CHECKPOINT_PERIOD))
+        built += [self._signals, hooks.EvalHook(cfg.TEST.EVAL_PERIOD, self._evaluate)]
+        if cfg.TEST.AUG.ENABLED:
+            built.append(hooks.EvalHook(0, self._evaluate_with_TTA))
+        if comm.is_main_process():
+            built.append(hooks.PeriodicWriter(self.build_writers(), period=20))
+        return built
+
+    def build_writers(self) -> list[EventWriter]:
+        writers = [CommonMetricPrinter(self.max_iter), JSONWriter(os.path.join(self.cfg.OUTPUT_DIR, METRICS))]
+        if importlib.util.find_spec("tensorboard") is None:
+            log.warning("tensorboard is not installed: metrics are written to %s only", METRICS)
+            return writers
+        return [*writers, TensorboardXWriter(self.cfg.OUTPUT_DIR)]
+
     def state_dict(self) -> dict[str, Any]:
-        # Up to v0.6 DefaultTrainer does not save the optimizer, whose momentum a resumed run needs. Later versions
-        # write it under this name.
-        state = super(DefaultTrainer, self).state_dict()
-        state["_trainer"] = self._trainer.state_dict()
-        state["seed"] = self.record.seed
+        # In v0.6 DefaultTrainer saves no optimizer, whose momentum a resumed run needs; HEAD saves it by this name.
+        state = TrainerBase.state_dict(self) | {"_trainer": self._trainer.state_dict(), "seed": self.record.seed}
         if (normalizer := self._loss_normalizer()) is not None:
             state[_LOSS_NORMALIZER] = normalizer
         if isinstance(self.data_loader, TrainingData):
@@ -115,7 +204,7 @@ class Trainer(DefaultTrainer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the training state, the seed and the position in the data."""
         try:
-            super(DefaultTrainer, self).load_state_dict(state_dict)
+            TrainerBase.load_state_dict(self, state_dict)
             if "_trainer" in state_dict:
                 self._trainer.load_state_dict(state_dict["_trainer"])
             else:
@@ -159,7 +248,7 @@ class Trainer(DefaultTrainer):
         self.data_loader.seed = self.record.seed
         data = state.get("data")
         if data is None:
-            log.warning("--resume: no position in the data in the checkpoint: it is computed from the iteration")
+            log.warning("--resume: the checkpoint has no data-loader position; estimating it from the iteration")
             data = {"batches": state["iteration"] + 1}
         _count("batches", data["batches"])
         self.data_loader.load_state_dict(data)
@@ -203,122 +292,20 @@ class Trainer(DefaultTrainer):
         check_same_start(self.checkpointer.model, start, self.start_iter)
         return report
 
-    @classmethod
-    def build_model(cls, cfg: CfgNode) -> torch.nn.Module:
-        """Build the model; compile its backbone if ``MODEL.COMPILE``."""
-        model = super().build_model(cfg)
-        if cfg.MODEL.COMPILE:
-            model.backbone.compile()
-        return model
-
-    @classmethod
-    def build_optimizer(cls, cfg: CfgNode, model: torch.nn.Module) -> torch.optim.Optimizer:
-        return build_optimizer(cfg, model)
-
-    @classmethod
-    def build_train_loader(cls, cfg: CfgNode) -> Any:
-        return build_training_data(cfg, ImageNamingMapper(DatasetMapper(cfg, True)))
-
-    @classmethod
-    def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> Any:
-        return build_detection_test_loader(cfg, dataset_name, mapper=ImageNamingMapper(DatasetMapper(cfg, False)))
-
-    @classmethod
-    def build_evaluator(cls, cfg: CfgNode, dataset_name: str, output_folder: str | None = None) -> DatasetEvaluator:
-        """Build the evaluators of a dataset, see :func:`.evaluators.build_evaluator`."""
-        return build_evaluator(cfg, dataset_name, output_folder)
-
-    @classmethod
-    def test_with_TTA(cls, cfg: CfgNode, model: torch.nn.Module) -> OrderedDict:
-        """Evaluate with test-time augmentation (``TEST.AUG``); result names end in ``_TTA``."""
-        log.info("Running inference with test-time augmentation ...")
-        folder = os.path.join(cfg.OUTPUT_DIR, "inference_TTA")
-        evaluators = [cls.build_evaluator(cfg, name, folder) for name in cfg.DATASETS.TEST]
-        results = cls.test(cfg, GeneralizedRCNNWithTTA(cfg, model), evaluators)
-        return OrderedDict((f"{key}_TTA", value) for key, value in results.items())
-
-    @classmethod
-    def test(cls, cfg: CfgNode, model: torch.nn.Module, evaluators: Any = None) -> OrderedDict:
-        """Evaluate on ``DATASETS.TEST``; see Detectron2's ``DefaultTrainer.test``.
-
-        All processes use the running statistics of the main one, which checkpoints contain.
-        """
-        if comm.get_world_size() > 1:
-            for buffer in model.buffers():
-                dist.broadcast(buffer, 0)
-        with resource_errors_explained(cfg):
-            return super().test(cfg, model, evaluators)
-
-    def build_hooks(self) -> list[Any]:
-        built = self._stock_hooks()
-        if self.cfg.TEST.PRECISE_BN.ENABLED:
-            # as in Detectron2, for the memory of a second loader
-            options = changed_config(self.cfg, {"DATALOADER.NUM_WORKERS": 0})
-            batches, count = self.build_train_loader(options), options.TEST.PRECISE_BN.NUM_ITER
-            precise = PreciseStatistics(options.TEST.EVAL_PERIOD, self.model, batches, count)
-            # before the checkpoints and the evaluation, which use the statistics
-            place = next(i for i, hook in enumerate(built) if isinstance(hook, hooks.LRScheduler))
-            built.insert(place + 1, precise)
-        self.interruption = InterruptionHook(self.cfg.SOLVER.CHECKPOINT_PERIOD, self.cfg.TEST.EVAL_PERIOD)
-        # after the scheduler and the checkpoints, before the evaluation
-        place = next((i for i, hook in enumerate(built) if isinstance(hook, hooks.EvalHook)), len(built))
-        built.insert(place, self.interruption)
-        if self.cfg.TEST.AUG.ENABLED:
-            # before the writers, which close after the training
-            place = next((i for i, hook in enumerate(built) if isinstance(hook, hooks.PeriodicWriter)), len(built))
-            built.insert(place, hooks.EvalHook(0, lambda: self.test_with_TTA(self.cfg, self.model)))
-        return built
-
-    def _evaluate(self) -> OrderedDict:
-        """Evaluate the model in training; what ``--eval-only`` has left in this folder meanwhile is replaced."""
-        if comm.is_main_process():
-            remove_evaluation(self.cfg.OUTPUT_DIR)
-        self._last_eval_results = self.test(self.cfg, self.model)
-        return self._last_eval_results
-
-    def _stock_hooks(self) -> list[Any]:
-        """Build Detectron2's hooks without PreciseBN, which knows BN alone and would read the dataset again."""
-        cfg = self.cfg
-        self.cfg = changed_config(cfg, {"TEST.PRECISE_BN.ENABLED": False})
-        try:
-            evaluation = hooks.EvalHook(cfg.TEST.EVAL_PERIOD, self._evaluate)
-            built = [hook for hook in super().build_hooks() if hook is not None]
-            return [evaluation if isinstance(hook, hooks.EvalHook) else hook for hook in built]
-        finally:
-            self.cfg = cfg
-
-    def build_writers(self) -> list[EventWriter]:
-        solver = self.cfg.SOLVER
-        writers = [
-            MetricPrinter(self.max_iter, solver.IMS_PER_BATCH * solver.ACCUMULATE),
-            JSONWriter(os.path.join(self.cfg.OUTPUT_DIR, METRICS)),
-        ]
-        if importlib.util.find_spec("tensorboard") is None:
-            log.warning(f"tensorboard is not installed: metrics are written to {METRICS} only")
-            return writers
-        return [*writers, TensorboardXWriter(self.cfg.OUTPUT_DIR)]
-
     def before_step(self) -> None:
         seed_generators(self.record.seed, STEP, comm.get_rank(), self.iter)
         super().before_step()
 
     def run_step(self) -> None:
         try:
-            with resource_errors_explained(self.cfg, self._loss_guard):
-                self._run_step()
+            if self.cfg.SOLVER.ACCUMULATE == 1:
+                super().run_step()
+            else:
+                self._trainer.iter = self.iter  # after v0.6 its metrics read it
+                accumulated_step(self._trainer, self.cfg.SOLVER.ACCUMULATE)
         except (FloatingPointError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
             cause = self._loss_guard.explain(autocast=isinstance(self._trainer, AMPTrainer))
             raise NonFiniteError(f"iteration {self.iter}: {error}\n{cause}") from error
-        except RuntimeError as error:
-            self.interruption.stopped_by(error)
-            raise
-
-    def _run_step(self) -> None:
-        if self.cfg.SOLVER.ACCUMULATE == 1:
-            super().run_step()
-        else:
-            self._trainer.iter = self.iter  # the metrics of later versions of Detectron2 read it
-            accumulated_step(self._trainer, self.cfg.SOLVER.ACCUMULATE)
 
     def train(self) -> dict | None:
         """Train to ``SOLVER.MAX_ITER``.
@@ -329,7 +316,8 @@ class Trainer(DefaultTrainer):
         Raises:
             NonFiniteError: the loss became infinite or NaN.
             FileAccessError: a checkpoint could not be written.
-            RunMemoryError, DataWorkerError: see :func:`.resource_errors.resource_errors_explained`.
+            RunMemoryError: a step or an evaluation ran out of memory.
+            DataWorkerError: a data-loading worker was killed, or had no shared memory.
             RecordError: an image or its record cannot be used.
         """
         if comm.is_main_process():
@@ -337,19 +325,43 @@ class Trainer(DefaultTrainer):
         loop_log = logging.getLogger("detectron2.engine.train_loop")
         loop_log.addFilter(_remove_traceback_of_user_errors)
         try:
-            # again, since torch reports a killed worker by an error between any two lines
-            with resource_errors_explained(self.cfg, self._loss_guard):
+            with _memory_errors_explained(self.cfg, self._loss_guard):
                 super().train()
         finally:
             loop_log.removeFilter(_remove_traceback_of_user_errors)
         return getattr(self, "_last_eval_results", None)
 
+    @classmethod
+    def test(cls, cfg: CfgNode, model: torch.nn.Module, evaluators: Any = None) -> OrderedDict:
+        """Evaluate on ``DATASETS.TEST``; see Detectron2's ``DefaultTrainer.test``.
 
-def _count(name: str, value: Any) -> int:
-    """Return a number of a checkpoint; raise ValueError unless it counts something."""
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53:
-        return value
-    raise ValueError(f"{name} {value!r}")
+        All processes use the running statistics of the main one, which checkpoints contain.
+        """
+        if comm.get_world_size() > 1:
+            for buffer in model.buffers():
+                dist.broadcast(buffer, 0)
+        with _memory_errors_explained(cfg):
+            return super().test(cfg, model, evaluators)
+
+    @classmethod
+    def test_with_TTA(cls, cfg: CfgNode, model: torch.nn.Module) -> OrderedDict:
+        """Evaluate with test-time augmentation (``TEST.AUG``); result names end in ``_TTA``."""
+        log.info("Running inference with test-time augmentation ...")
+        folder = os.path.join(cfg.OUTPUT_DIR, "inference_TTA")
+        evaluators = [cls.build_evaluator(cfg, name, folder) for name in cfg.DATASETS.TEST]
+        results = cls.test(cfg, GeneralizedRCNNWithTTA(cfg, model), evaluators)
+        return OrderedDict((f"{key}_TTA", value) for key, value in results.items())
+
+    def _evaluate(self) -> OrderedDict | None:
+        if self._signals.received:
+            return None  # Detectron2 would evaluate after the last step, also when the run was stopped there
+        if comm.is_main_process():
+            clear_output(self.cfg.OUTPUT_DIR)  # an evaluation of another checkpoint may have come between
+        self._last_eval_results = self.test(self.cfg, self.model)
+        return self._last_eval_results
+
+    def _evaluate_with_TTA(self) -> OrderedDict | None:
+        return None if self._signals.received else self.test_with_TTA(self.cfg, self.model)
 
 
 def check_same_start(model: torch.nn.Module, start: StartWeights, iteration: int = 0) -> None:
@@ -373,6 +385,48 @@ def check_same_start(model: torch.nn.Module, start: StartWeights, iteration: int
                 f"different weights, in the iterations {[first for first, _ in starts]}. Fix: give all machines the "
                 "same OUTPUT_DIR and MODEL.WEIGHTS, or copy those of the first machine to the others."
             )
+
+
+def _count(name: str, value: Any) -> int:
+    """Return a number of a checkpoint; raise ValueError unless it counts something."""
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53:
+        return value
+    raise ValueError(f"{name} {value!r}")
+
+
+@contextlib.contextmanager
+def _memory_errors_explained(cfg: CfgNode, guard: LossGuard | None = None) -> Iterator[None]:
+    """Explain a lack of memory by images and config keys; ``guard`` knows the images of a training step."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (RuntimeError, MemoryError, OSError, EOFError) as error:
+        reason, resume = first_line(error), ""
+        with contextlib.suppress(UserError, OSError):  # this error matters, not one of the file
+            if os.path.isfile(os.path.join(cfg.OUTPUT_DIR, "last_checkpoint")):
+                resume = f"; continue with --resume from '{last_checkpoint(cfg.OUTPUT_DIR)}'"
+        # A worker that dies while it hands over a batch leaves a broken socket. An error of its mapper is "Caught ...".
+        loading = any("torch/utils/data" in frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__))
+        broken = loading and isinstance(error, (ConnectionResetError, EOFError)) and "Caught " not in str(error)
+        if broken or _WORKER_FAILURE.search(str(error)):
+            raise DataWorkerError(
+                f"DATALOADER.NUM_WORKERS ({cfg.DATALOADER.NUM_WORKERS}): a data-loading worker failed: {reason}. The "
+                "machine's memory or its shared memory (/dev/shm) may be full. Fix: lower DATALOADER.NUM_WORKERS (0 "
+                f"needs no shared memory) or enlarge /dev/shm (docker run --shm-size 8g){resume}."
+            ) from error
+        if not is_out_of_memory(error):
+            raise
+        if guard is None:
+            work, keys, hint = "an evaluation", ["INPUT.MIN_SIZE_TEST", "INPUT.MAX_SIZE_TEST"], ""
+        else:
+            work = f"a step with images of {guard.image_sizes()} pixels"
+            keys = ["SOLVER.IMS_PER_BATCH", "INPUT.MIN_SIZE_TRAIN", "INPUT.MAX_SIZE_TRAIN"]
+            hint = f"; raise SOLVER.ACCUMULATE ({cfg.SOLVER.ACCUMULATE}) as much as the batch shrinks"
+        first, *others = (f"{key} ({get_value(cfg, key)})" for key in keys)
+        raise RunMemoryError(
+            f"{first}: out of memory in {work}: {reason}. Fix: lower {', '.join([keys[0], *others])}{hint}{resume}."
+        ) from error
 
 
 def _remove_traceback_of_user_errors(record: logging.LogRecord) -> bool:

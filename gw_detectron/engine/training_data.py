@@ -1,5 +1,10 @@
-"""Training data whose position a checkpoint can store."""
+"""Training data whose position a checkpoint can store, and the seeds of a run.
 
+Random numbers follow from the run's seed and the place of their use. No generator state is carried from step to step,
+so evaluations, hooks, workers and restarts cannot shift it.
+"""
+
+import contextlib
 import itertools
 import logging
 import random
@@ -7,20 +12,21 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from detectron2.config import CfgNode
 from detectron2.data import DatasetFromList, build_detection_train_loader
 
-# _train_loader_from_config is private: read on Detectron2 v0.5, v0.6 and main of 2026.
+# _train_loader_from_config is private: the same in Detectron2 v0.6 and HEAD of 2026.
 from detectron2.data.build import _train_loader_from_config, trivial_batch_collator
 from detectron2.utils import comm
-from torch import Generator
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ..config import changed_config
 from ..errors import ConfigError, DataError
-from .seeding import IMAGE, SAMPLER, seeded_generators
 
 log = logging.getLogger(__name__)
+#: first part of a place; no two uses share their random numbers
+INITIAL_WEIGHTS, STEP, SAMPLER, IMAGE = range(4)
 _ATTEMPTS = 100  # images to try in place of one that the mapper rejects
 
 
@@ -98,7 +104,7 @@ class TrainingData:
             )
 
     def __iter__(self) -> Iterator[list[Any]]:
-        # A generator: Detectron2 v0.5 calls iter() before the checkpoint is loaded.
+        # A generator: Detectron2's trainer calls iter() before the checkpoint is loaded.
         while True:
             self._moved = False
             for batch in self._loader():
@@ -113,7 +119,7 @@ class TrainingData:
             batch_sampler=itertools.islice(self._batches(), self.batches, None),
             num_workers=self._cfg.DATALOADER.NUM_WORKERS,
             collate_fn=trivial_batch_collator,
-            generator=Generator(),  # else it draws from the global one, at a restart only
+            generator=torch.Generator(),  # else it draws from the global one, at a restart only
         )
 
     def _batches(self) -> Iterator[list[tuple[int, int]]]:
@@ -128,8 +134,8 @@ class TrainingData:
                 group.clear()
 
     def _sampler(self) -> Sampler:
-        cfg = changed_config(self._cfg, {"SEED": self.seed})  # later versions of Detectron2 give it to most samplers
-        with seeded_generators(self.seed, SAMPLER):  # all other samplers draw their seed from NumPy's generator
+        cfg = changed_config(self._cfg, {"SEED": self.seed})  # after v0.6 most samplers take it
+        with seeded_generators(self.seed, SAMPLER):  # others draw their seed from NumPy's generator
             return _train_loader_from_config(cfg, mapper=self._mapper, dataset=self._records)["sampler"]
 
 
@@ -151,3 +157,40 @@ class _ExampleDataset(Dataset):
             f"DATASETS.TRAIN: the mapper returned None for {_ATTEMPTS} records in a row. Fix: correct the mapper or "
             "remove the records it cannot use."
         )
+
+
+def seed_generators(seed: int, *place: int) -> None:
+    """Seed the global generators of Python, NumPy and torch on all devices.
+
+    Args:
+        seed: seed of the run.
+        place: one of the constants above, then e.g. process and iteration.
+    """
+    torch.manual_seed(_seed_cpu_generators(seed, *place))
+
+
+@contextlib.contextmanager
+def seeded_generators(seed: int, *place: int) -> Iterator[None]:
+    """Seed the global CPU generators in the body and restore them afterwards.
+
+    Args:
+        seed: seed of the run.
+        place: as for :func:`seed_generators`.
+    """
+    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(_seed_cpu_generators(seed, *place))
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)  # noqa: NPY002
+
+
+def _seed_cpu_generators(seed: int, *place: int) -> int:
+    """Seed Python and NumPy; return the seed for torch."""
+    # a hash: sums such as seed + iteration would repeat the numbers of the next seed
+    words = np.random.SeedSequence(seed, spawn_key=place).generate_state(8)
+    random.seed(words[:2].tobytes())
+    np.random.seed(words[2:6])  # noqa: NPY002  Detectron2 augments images by the global generator
+    return int(words[6]) << 32 | int(words[7])

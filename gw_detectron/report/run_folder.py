@@ -16,8 +16,8 @@ from pycocotools.coco import COCO
 
 from ..checkpoint import last_checkpoint
 from ..config import read_config
+from ..engine.output_folder import CONVERTED, METRICS, PREDICTIONS, read_metrics
 from ..engine.run_datasets import use_recorded_datasets
-from ..engine.run_files import CONVERTED, METRICS, PREDICTIONS, read_metrics
 from ..errors import ConfigError, DataError, MissingFileError, check_minimum, summarize_names
 from .detections import Detections, ImageMatches
 

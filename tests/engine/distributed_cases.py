@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
+from gw_detectron.cli import errors_reported
 from gw_detectron.data import register_synthetic
 from gw_detectron.engine import Trainer, get_parser, main
-from gw_detectron.engine.accumulation import accumulated_step
 from gw_detectron.engine.launch import launch_from_args
+from gw_detectron.engine.optimizer import accumulated_step
 from gw_detectron.engine.train import run_config
 from gw_detectron.errors import ConfigError
 from tests.tiny_run import DATA, words
@@ -336,4 +337,5 @@ if __name__ == "__main__":
         time.sleep(3600 if os.environ["RANK"] == "1" else 0)
         case = "train"
     register_synthetic(config=DATA)
-    launch_from_args(CASES[case], get_parser().parse_args())
+    with errors_reported():
+        launch_from_args(CASES[case], get_parser().parse_args())

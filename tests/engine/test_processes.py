@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import signal
 import socket
@@ -20,6 +19,7 @@ from gw_detectron.checkpoint import StartWeights
 from gw_detectron.data import make_synthetic, register_synthetic
 from gw_detectron.engine import get_parser, launch, main
 from gw_detectron.engine.trainer import check_same_start
+from gw_detectron.errors import UserError
 
 from ..tiny_run import DATA, ROOT, arguments, environment, words
 
@@ -361,13 +361,6 @@ def test_detectron2s_flags_reach_its_launcher(monkeypatch):
     assert given["dist_url"] == "tcp://127.0.0.1:5" and given["timeout"].total_seconds() == 90
 
 
-@pytest.mark.parametrize("seconds", ["0", "-1", "10000000"])
-def test_a_timeout_out_of_range_is_refused(capsys, seconds):
-    with pytest.raises(SystemExit):
-        launch.launch_from_args(print, get_parser().parse_args(["--num-gpus", "0", "--dist-timeout", seconds]))
-    assert f"--dist-timeout {seconds}: out of range. Fix: give 1 to" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("error", "reported"),
     [
@@ -379,11 +372,10 @@ def test_a_timeout_out_of_range_is_refused(capsys, seconds):
         (RuntimeError(), False),
     ],
 )
-def test_a_lost_process_is_reported_and_a_bug_keeps_its_traceback(capsys, error, reported):
+def test_a_lost_process_is_reported_and_a_bug_keeps_its_traceback(error, reported):
     def fail(args):
         raise error
 
-    with pytest.raises(SystemExit if reported else RuntimeError):
+    with pytest.raises(UserError if reported else RuntimeError) as raised:
         launch.launch_from_args(fail, get_parser().parse_args(["--num-gpus", "0", "--dist-timeout", "8"]))
-    text = r"Error: process group: another process ended, or did not answer for 8 s: .* raise --dist-timeout"
-    assert bool(re.search(text, capsys.readouterr().err)) == reported
+    assert "--dist-timeout" in str(raised.value) if reported else raised.value is error

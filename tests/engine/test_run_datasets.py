@@ -14,7 +14,6 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from gw_detectron.config import read_config
 from gw_detectron.engine import main
-from gw_detectron.engine.output_lock import output_unlocked_at_end
 from gw_detectron.engine.train import prepare, run_config
 from gw_detectron.errors import ConfigError, MissingFileError, PreflightError, UserError
 
@@ -137,8 +136,7 @@ def test_a_run_whose_files_have_other_classes_now_is_refused(tmp_path, photos, o
 
 
 def test_no_weights_may_be_written_as_none(tmp_path, split_flags):
-    with output_unlocked_at_end():
-        prepare(arguments(tmp_path, *split_flags, MODEL__WEIGHTS=None))
+    prepare(arguments(tmp_path, *split_flags, MODEL__WEIGHTS=None))
     assert read_config(tmp_path / "config.yaml").MODEL.WEIGHTS is None
 
 

@@ -116,6 +116,7 @@ import sys
 import torch
 from detectron2.utils import comm
 from detectron2.utils.events import EventStorage
+from gw_detectron.cli import errors_reported
 from gw_detectron.engine import Trainer, get_parser, main, setup
 from gw_detectron.engine.launch import launch_from_args
 
@@ -140,7 +141,8 @@ def both(args):
     main(args)
 
 
-launch_from_args(both, get_parser().parse_args())
+with errors_reported():
+    launch_from_args(both, get_parser().parse_args())
 """
 
 

@@ -9,8 +9,13 @@ from detectron2.config import get_cfg
 from detectron2.data import DatasetCatalog, build_detection_train_loader
 from detectron2.utils import comm
 
-from gw_detectron.engine.seeding import SAMPLER, seed_generators, seeded_generators
-from gw_detectron.engine.training_data import TrainingData, build_training_data
+from gw_detectron.engine.training_data import (
+    SAMPLER,
+    TrainingData,
+    build_training_data,
+    seed_generators,
+    seeded_generators,
+)
 from gw_detectron.errors import ConfigError, DataError
 
 SIZES = [(60, 40), (40, 60), (50, 50), (70, 30), (30, 70), (80, 20), (20, 80)]
@@ -70,7 +75,7 @@ def test_a_restored_position_yields_the_same_examples_for_any_number_of_workers(
     assert len({example for batch in whole for example in batch}) == 40  # no example is drawn twice
     mapped = []
     second = build_training_data(cfg, lambda record: mapped.append(record) or draw(record))
-    iterator = iter(second)  # before the position is known, as Detectron2 v0.5 does
+    iterator = iter(second)  # before the position is known, as Detectron2's trainer does
     second.load_state_dict({**first.state_dict(), "batches": 7})
     assert take(iterator, 13) == whole[7:]
     if not workers:

@@ -7,9 +7,9 @@ import pytest
 import torch
 from detectron2.utils.events import EventStorage
 
+from gw_detectron.engine.hooks import WhiteningStatsHook
 from gw_detectron.engine.whitening_stats import (
     REDUCTIONS,
-    WhiteningStatsHook,
     reduce_statistics,
     whitening_layers,
     whitening_statistics,

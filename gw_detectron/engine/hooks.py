@@ -1,0 +1,253 @@
+"""Hooks of a training: stop at a signal, log whitening statistics, diagnose a non-finite loss."""
+
+import contextlib
+import logging
+import os
+import shlex
+import signal
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from detectron2.engine import HookBase
+from detectron2.utils import comm
+from detectron2.utils.events import EventStorage, get_event_storage
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..cli import Interrupted, signals_handled
+from ..errors import check_minimum
+from ..norms.norm_listing import is_synchronized
+from .whitening_stats import WhiteningLayer, checked_statistics, reduce_statistics, whitening_layers
+
+log = logging.getLogger(__name__)
+
+_REPEAT_SECONDS = 1.0  # torchrun sends a Ctrl-C of the terminal to its processes a second time
+_STABILIZE = "lower SOLVER.BASE_LR, lengthen SOLVER.WARMUP_ITERS or set SOLVER.CLIP_GRADIENTS.ENABLED True"
+
+
+class SignalHook(HookBase):
+    """Stop at SIGTERM or Ctrl-C with a checkpoint of the finished step.
+
+    The handler notes the signal, and :meth:`after_step` acts on it: all processes stop after the same step. In an
+    evaluation the handler stops at once. A second Ctrl-C stops without a checkpoint.
+
+    Place it after the hooks whose state is in a checkpoint, and before the evaluation.
+
+    Args:
+        checkpoint_period: iterations between two regular checkpoints.
+        eval_period: iterations between two evaluations; 0 for one at the end.
+    """
+
+    def __init__(self, checkpoint_period: int, eval_period: int = 0) -> None:
+        self.checkpoint_period, self.eval_period = checkpoint_period, eval_period
+        self.received = 0
+        self._received_at = 0.0
+        self._evaluating = False
+        self._handlers = contextlib.ExitStack()
+
+    def before_train(self) -> None:
+        self._handlers.enter_context(signals_handled(self._receive, signal.SIGTERM, signal.SIGINT))
+
+    def before_step(self) -> None:
+        self._evaluating = False
+
+    def after_step(self) -> None:
+        if number := max(comm.all_gather(self.received)):
+            self._stop(number)
+        done = self.trainer.iter + 1
+        self._evaluating = self.eval_period > 0 and done % self.eval_period == 0 and done < self.trainer.max_iter
+
+    def after_train(self) -> None:
+        self._handlers.close()
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.received:
+            if number == signal.SIGINT and time.monotonic() - self._received_at > _REPEAT_SECONDS:
+                raise Interrupted(number, "Stopped by a second Ctrl-C, without a checkpoint.")
+            return
+        self.received, self._received_at = number, time.monotonic()
+        if self._evaluating:
+            self._stop(number)
+        again = "; a second Ctrl-C stops at once, without a checkpoint" if number == signal.SIGINT else ""
+        log.warning("%s: stopping after this step%s", signal.Signals(number).name, again)
+
+    def _stop(self, number: int) -> None:
+        """Write a checkpoint of the finished step unless there is one, and raise Interrupted."""
+        self.received = number
+        stop, finished, checkpointer = Interrupted(number), self.trainer.iter, self.trainer.checkpointer
+        if (finished + 1) % self.checkpoint_period and finished + 1 < self.trainer.max_iter:
+            checkpointer.save(f"model_{finished:07d}", iteration=finished)
+        if comm.is_main_process():
+            stop.message += (
+                f" Iteration {finished} is finished; checkpoint '{checkpointer.get_checkpoint_file()}'. Continue with "
+                f"--resume --config-file {shlex.quote(os.path.join(checkpointer.save_dir, 'config.yaml'))}"
+            )
+            log.warning(stop.message)
+        if not self._evaluating:
+            comm.synchronize()  # a launcher ends all processes when the first one exits
+        raise stop
+
+
+class WhiteningStatsHook(HookBase):
+    """Log the statistics of every whitening layer as ``whitening/<layer>/<statistic>``.
+
+    The values go to Detectron2's event storage, and from there to TensorBoard and ``metrics.json``, of which the
+    trainer's ``PeriodicWriter`` writes the latest every 20 iterations. The hook works with any of Detectron2's
+    trainers, observes the training's own forward pass only, and costs nothing in the iterations between.
+
+    Args:
+        period: iterations between two observations.
+        samples: the most samples of a layer to use.
+
+    Raises:
+        ConfigError: the period is not positive.
+        NonFiniteLayerError: in training, if input, covariance, parameters or output of a layer are not finite.
+    """
+
+    def __init__(self, period: int, samples: int = 8) -> None:
+        check_minimum("--whitening-stats-period", period)
+        self.period = period
+        self.samples = samples
+        self._observing = contextlib.ExitStack()
+
+    def before_train(self) -> None:
+        if not whitening_layers(self.trainer.model):
+            log.warning("The model has no whitening layers: no whitening statistics to write.")
+
+    def before_step(self) -> None:
+        if self.trainer.iter % self.period:
+            return
+        model = self.trainer.model
+        model = model.module if isinstance(model, DistributedDataParallel) else model
+        calls: dict[str, list[dict[str, Tensor]]] = {}
+        self._observing.enter_context(torch.compiler.set_stance("force_eager"))  # compiled modules call no new hooks
+        for name, layer in whitening_layers(model).items():
+            self._observing.enter_context(layer.register_forward_hook(self._observer(name, model, calls)))
+        self._observing.enter_context(model.register_forward_hook(lambda model, *_: self._finish(model, calls)))
+
+    def after_step(self) -> None:
+        self._observing.close()  # needed if this step did not run the model
+
+    def after_train(self) -> None:
+        self._observing.close()  # needed if the last step failed
+
+    def _finish(self, model: nn.Module, calls: dict[str, list[dict[str, Tensor]]]) -> None:
+        if not model.training:
+            return
+        self._observing.close()  # other hooks may run the model again before this hook's after_step
+        storage = get_event_storage()
+        for layer, observed in calls.items():
+            for name, value in reduce_statistics(observed).items():
+                if value is not None:
+                    storage.put_scalar(f"whitening/{layer}/{name}", value, smoothing_hint=False)
+
+    def _observer(self, name: str, model: nn.Module, calls: dict[str, list[dict[str, Tensor]]]) -> Callable[..., None]:
+        def observe(layer: WhiteningLayer, args: tuple, output: Tensor) -> None:
+            if not model.training:
+                return
+            try:
+                calls.setdefault(name, []).append(checked_statistics(name, layer, args[0], output, self.samples))
+            except FloatingPointError:
+                self._observing.close()  # the search for the cause runs the model again
+                raise
+
+        return observe
+
+
+class LossGuard:
+    """Stop a training at a non-finite loss, and find the image, parameter or module behind it.
+
+    Each process checks its own batch, so the process with the broken image names it.
+
+    Args:
+        model: the model itself, not its ``DistributedDataParallel`` wrapper.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._batch: Sequence[dict] = ()
+        model.register_forward_pre_hook(self._remember)
+        model.register_forward_hook(self._check)
+
+    def _remember(self, module: nn.Module, args: tuple) -> None:
+        self._batch = args[0]
+
+    def _check(self, module: nn.Module, args: tuple, losses: Any) -> None:
+        if not module.training or not isinstance(losses, dict):
+            return
+        # one synchronization with the device, where the heads have just caused several
+        if not torch.isfinite(sum(losses.values(), torch.zeros(()))).all():
+            bad = ", ".join(f"{name}={loss.item():g}" for name, loss in losses.items() if not torch.isfinite(loss))
+            raise FloatingPointError(f"the loss is not finite: {bad or 'the sum of all losses overflows'}")
+
+    def image_sizes(self) -> str:
+        """List height x width of the last batch."""
+        return ", ".join("x".join(map(str, example["image"].shape[1:])) for example in self._batch)
+
+    def explain(self, autocast: bool = False) -> str:
+        """Describe where the last batch became non-finite; ``autocast`` runs the model in mixed precision, as then."""
+        for example in self._batch:
+            name = _file_name(example)
+            if bad := int((~torch.isfinite(example["image"])).sum()):
+                return f"The image {name} has {bad} values that are NaN or infinite. Fix: repair or remove it."
+            if not _is_finite(example.get("instances")):
+                return f"The annotations of {name} have values that are NaN or infinite. Fix: repair or remove them."
+        # without buffers: batch norms have just averaged the NaN of this step into their running statistics
+        for name, value in self.model.named_parameters():
+            if not _is_finite(value):
+                return (
+                    f"{name} has values that are NaN or infinite, from an earlier step or from the loaded weights. "
+                    f"Fix: {_STABILIZE}, and start from an earlier checkpoint with MODEL.WEIGHTS."
+                )
+        images = ", ".join(map(_file_name, self._batch))
+        if module := self._first_bad_module(autocast):
+            return f"The first module with a non-finite output is {module}, for the images {images}. Fix: {_STABILIZE}."
+        return (
+            "Inputs, parameters and the outputs of all modules are finite. Unless a layer is named above, the loss "
+            f"itself is not. Fix: check the annotations of the images {images}."
+        )
+
+    def _first_bad_module(self, autocast: bool) -> str:
+        found: list[str] = []
+
+        def check_output(name: str) -> Callable[..., None]:
+            return lambda module, args, output: (
+                None if found or _is_finite(output) else found.append(f"{name} ({type(module).__name__})")
+            )
+
+        for module in self.model.modules():
+            if is_synchronized(module):
+                module.eval()  # in training mode it would wait for processes that do not run the model again
+        # Any error ends this run, which only searches; its events must not be mixed with those of the training.
+        with (
+            contextlib.ExitStack() as observing,
+            contextlib.suppress(Exception),
+            torch.no_grad(),
+            torch.compiler.set_stance("force_eager"),  # compiled modules do not call new hooks
+            EventStorage(),
+            torch.autocast(next(self.model.parameters()).device.type, enabled=autocast),
+        ):
+            for name, module in self.model.named_modules():
+                if name:
+                    observing.enter_context(module.register_forward_hook(check_output(name)))
+            self.model(self._batch)
+        return found[0] if found else ""
+
+
+def _file_name(example: dict) -> str:
+    return str(example.get("file_name", "an image without a name"))
+
+
+def _is_finite(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return bool(torch.isfinite(value).all())
+    if isinstance(value, dict):
+        return all(map(_is_finite, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_finite, value))
+    if hasattr(value, "get_fields"):  # Instances
+        return _is_finite(value.get_fields())
+    return _is_finite(getattr(value, "tensor", None)) if hasattr(value, "tensor") else True  # Boxes, ImageList

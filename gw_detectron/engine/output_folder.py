@@ -1,0 +1,115 @@
+"""The output folder of a run: its lock, its metrics, and clearing what an earlier run left."""
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import IO, Any
+
+from ..errors import ConfigError, FileAccessError, OutputInUseError
+
+log = logging.getLogger(__name__)
+
+METRICS = "metrics.json"  # to which a trainer appends
+PREDICTIONS = "coco_instances_results.json"  # of Detectron2's evaluator, in its folder "inference"
+CONVERTED = "_coco_format.json"  # ends the names of annotations that Detectron2 has converted
+_LOCK = ".training.lock"
+# Detectron2 would reuse the converted annotations even if the dataset has changed.
+_EVALUATION = (f"inference/{PREDICTIONS}", "inference/config.yaml", f"inference/*{CONVERTED}*")
+# config.yaml, datasets.yaml and datasets/ stay: the new run may read them, and writes its own.
+_RUN = ("model_*.pth", "last_checkpoint", METRICS, "log.txt", "log.txt.rank*", "events.out.tfevents.*")
+_FOLDERS = ("inference", "inference_TTA", "report")
+
+
+def lock_output(folder: str) -> IO[str]:
+    """Refuse a second training in an output folder.
+
+    The lock is a POSIX one: it ends with the process, also a killed one, and data-loading workers do not inherit it.
+
+    Returns:
+        The open lock file; closing it releases the lock.
+
+    Raises:
+        OutputInUseError: another process holds the lock.
+        FileAccessError: the folder cannot be written.
+    """
+    try:
+        os.makedirs(folder, exist_ok=True)
+        file = open(os.path.join(folder, _LOCK), "a+")  # noqa: SIM115, open until the lock is released
+    except OSError as error:
+        raise FileAccessError(f"OUTPUT_DIR ('{folder}'): cannot be written: {error}.") from error
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            file.seek(0)
+            holder = file.read().strip() or "just started"
+            file.close()
+            raise OutputInUseError(
+                f"OUTPUT_DIR ('{folder}'): another training writes there ({holder}). Fix: give another folder, or "
+                "stop that training."
+            ) from None
+        log.warning("OUTPUT_DIR ('%s'): its file system has no locks (%s): start one training only", folder, error)
+        return file
+    file.truncate(0)
+    file.write(f"host {os.uname().nodename}, process {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+    file.flush()
+    return file
+
+
+def clear_output(folder: str, *, metrics: bool = False, everything: bool = False, needed: Collection[str] = ()) -> None:
+    """Delete stale evaluation output, so that a report does not mistake it for the new run's.
+
+    Args:
+        folder: the output folder, which need not exist.
+        metrics: delete the metrics too, to which a new run would append.
+        everything: delete all files of the earlier run, also its checkpoints.
+        needed: files that the new run reads; they stay.
+
+    Raises:
+        ConfigError: a needed file is in a folder that would be deleted; nothing is deleted.
+        OSError: a file cannot be deleted.
+    """
+    kept = [Path(path).resolve() for path in needed if path]
+    patterns = [*_EVALUATION, *([METRICS] if metrics else []), *([*_RUN, *_FOLDERS] if everything else [])]
+    found = [path for pattern in patterns for path in Path(folder).glob(pattern) if path.resolve() not in kept]
+    for path in found:
+        if inside := [str(each) for each in kept if each.is_relative_to(path.resolve())]:
+            raise ConfigError(
+                f"--overwrite: would remove '{inside[0]}', which the run reads, with the folder '{path}'. Fix: move "
+                "the file elsewhere, or give another OUTPUT_DIR."
+            )
+    for path in found:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def end_last_line(folder: str) -> None:
+    """End a line of the metrics that a kill has cut off, so that the next record is a line of its own."""
+    path = Path(folder, METRICS)
+    if path.is_file() and not path.read_bytes().endswith(b"\n") and path.stat().st_size:
+        with open(path, "ab") as file:
+            file.write(b"\n")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Read the metrics of a run: one dict per iteration, in order; none without the file.
+
+    A line cut off by a kill, or without an iteration, is skipped. If a resumed run repeated an iteration, the later
+    record counts.
+    """
+    by_iteration: dict[int, dict[str, Any]] = {}
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
+        try:
+            record = json.loads(line)
+            by_iteration.setdefault(record["iteration"], {}).update(record)
+        except (ValueError, KeyError, TypeError):  # no JSON, or of other software
+            continue
+    return [by_iteration[iteration] for iteration in sorted(by_iteration)]

@@ -1,0 +1,331 @@
+"""main() and Trainer in this process: flags, weights, evaluation, checkpoints."""
+
+import importlib.util
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import torchvision
+import yaml
+from detectron2.config import get_cfg
+from detectron2.data import MetadataCatalog
+from detectron2.engine.train_loop import TrainerBase
+from detectron2.evaluation import COCOEvaluator, COCOPanopticEvaluator, DatasetEvaluators, SemSegEvaluator
+from detectron2.utils import comm
+from safetensors.torch import save_file
+
+from gw_detectron.checkpoint import opening
+from gw_detectron.engine import Trainer, hooks, main, setup
+from gw_detectron.engine.train import prepare
+from gw_detectron.engine.whitening_stats import REDUCTIONS
+from gw_detectron.errors import ConfigError, MissingFileError, PreflightError, UserError
+from gw_detectron.weights import read_weights_file
+
+from ..tiny_run import CONFIG, arguments
+
+pytestmark = pytest.mark.usefixtures("small_dataset", "one_thread")
+SHORT = {"SOLVER__MAX_ITER": 1, "SOLVER__STEPS": "()", "DATASETS__TEST": "()"}
+RESNET = {"MODEL__RESNETS__WHITEN_POSITIONS": "", **SHORT}
+PANOPTIC = "gw_synthetic_val_panoptic_separated"
+
+
+@pytest.fixture(scope="module")
+def finished(small_dataset, tmp_path_factory):
+    """The output folder of a finished run without evaluation; not to be changed."""
+    folder = tmp_path_factory.mktemp("finished")
+    main(arguments(folder, DATASETS__TEST="()"))
+    return folder
+
+
+@pytest.fixture
+def copy(finished, tmp_path):
+    """A copy of the finished run in ``tmp_path``."""
+    return shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+
+
+@pytest.fixture(scope="module")
+def resnet18(tmp_path_factory):
+    path = tmp_path_factory.mktemp("weights") / "resnet18.pth"
+    torch.save(torchvision.models.resnet18(weights=None).state_dict(), path)
+    return path
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("FVCORE_CACHE", str(tmp_path / "cache"))
+
+
+def trainer_for(tmp_path, **overrides) -> Trainer:
+    return Trainer(setup(arguments(tmp_path, **overrides)))
+
+
+class TestFlags:
+    @pytest.mark.parametrize(
+        ("opts", "named"),
+        [
+            (["SOLVER.MAXITER", "3"], "SOLVER.MAXITER.*SOLVER.MAX_ITER"),
+            (["SOLVER.MAX_ITER"], "SOLVER.MAX_ITER"),
+            (["SOLVER.MAX_ITER", "3", "--num-gpus", "2"], "--num-gpus before SOLVER.MAX_ITER"),
+            (["SOLVER.MAX_ITER", "many"], "SOLVER.MAX_ITER"),
+        ],
+    )
+    def test_keys_that_cannot_be_used(self, tmp_path, opts, named):
+        args = arguments(tmp_path)
+        args.opts = opts
+        with pytest.raises(ConfigError, match=named):
+            setup(args)
+
+    @pytest.mark.parametrize(("name", "similar"), [("mask_rcnn_R_18_FPN_GW_dmo.yaml", "GW_demo"), ("", "")])
+    def test_a_missing_config(self, tmp_path, name, similar):
+        args = arguments(tmp_path)
+        args.config_file = name and str(CONFIG.parent / name)
+        with pytest.raises(FileNotFoundError, match=f"--config-file.*{similar}"):
+            setup(args)
+
+    @pytest.mark.parametrize(("gpus", "warned"), [("0", False), ("1", True)])
+    def test_a_gpu_that_is_not_used_is_a_warning(self, tmp_path, monkeypatch, gpus, warned):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        run = prepare(arguments(tmp_path, "--num-gpus", gpus, MODEL__DEVICE="cpu"))
+        run.lock.close()
+        assert any("MODEL.DEVICE" in each for each in run.warnings) is warned
+
+    def test_deterministic(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+        try:
+            main(arguments(tmp_path, "--deterministic", **SHORT, CUDNN_BENCHMARK=True))
+            assert torch.are_deterministic_algorithms_enabled() and not torch.backends.cudnn.benchmark
+            assert os.environ["CUBLAS_WORKSPACE_CONFIG"]
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    def test_amp_and_cuda_need_a_gpu(self, tmp_path):
+        if torch.cuda.is_available():
+            pytest.skip("speaks about a machine without a GPU")
+        for key, value in (("SOLVER__AMP__ENABLED", True), ("MODEL__DEVICE", "cuda")):
+            with pytest.raises(PreflightError, match=key.replace("__", ".")):
+                main(arguments(tmp_path, **{key: value}))
+        assert setup(arguments(tmp_path, "--num-gpus", "0", MODEL__DEVICE="cuda")).MODEL.DEVICE == "cpu"
+
+    def test_the_saved_config_starts_the_same_run(self, tmp_path):
+        cfg = setup(arguments(tmp_path))
+        args = arguments(tmp_path)
+        args.config_file, args.opts = str(tmp_path / "config.yaml"), []
+        assert yaml.safe_load(setup(args).dump()) == yaml.safe_load(cfg.dump())
+
+    def test_a_refused_run_leaves_the_folder_as_it_was(self, copy, tmp_path):
+        before = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("[!.]*")}
+        with pytest.raises(PreflightError, match=r"MODEL.FPN.NORM \('XX'\)"):
+            main(arguments(tmp_path, DATASETS__TEST="()", MODEL__FPN__NORM="XX"))
+        assert {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("[!.]*")} == before
+        with pytest.raises(PreflightError):
+            main(arguments(tmp_path / "new", MODEL__FPN__NORM="XX"))
+        assert not (tmp_path / "new").exists()
+
+    def test_problems_that_are_ignored_become_warnings_but_unreadable_weights_stop_the_run(self, tmp_path):
+        main(arguments(tmp_path, "--ignore-preflight", MODEL__BACKBONE__FREEZE_AT=2, **SHORT))
+        assert re.search(r"WARNING.*MODEL.BACKBONE.FREEZE_AT \(2\)", (tmp_path / "log.txt").read_text())
+        with pytest.raises(MissingFileError, match="MODEL.WEIGHTS: file not found: 'x.pth'"):
+            main(arguments(tmp_path, "--ignore-preflight", MODEL__WEIGHTS="x.pth"))
+
+    def test_a_config_of_detectron2_alone_is_refused(self):
+        with pytest.raises(ConfigError, match="add_gw_config"):
+            Trainer(get_cfg())
+
+
+class TestWeights:
+    """Loaded tensors are reported, missing ones are an error."""
+
+    def test_an_unconverted_file_is_converted_and_loaded_whole(self, tmp_path, resnet18, cache):
+        path = tmp_path / "r18.safetensors"
+        save_file(torch.load(resnet18, weights_only=True), path)
+        with pytest.raises(PreflightError, match=rf"gw://file/{path}"):
+            main(arguments(tmp_path / "out", MODEL__WEIGHTS=path, **RESNET))
+        main(arguments(tmp_path / "out", MODEL__WEIGHTS=f"gw://file/{path}", **RESNET))
+        assert "backbone: 100/100 tensors" in (tmp_path / "out" / "log.txt").read_text()
+
+    def test_weights_with_other_norm_positions_stop_the_run(self, tmp_path, resnet18, cache):
+        options = {**RESNET, "MODEL__RESNETS__WHITEN_POSITIONS": "S1-B2", "MODEL__WEIGHTS": f"gw://file/{resnet18}"}
+        with pytest.raises(PreflightError, match=r"MODEL.WEIGHTS .*9 layers differ"):
+            main(arguments(tmp_path / "out", **options))
+        main(arguments(tmp_path / "partial", "--allow-partial", **options))
+        assert "unexpected tensors in the checkpoint" in (tmp_path / "partial" / "log.txt").read_text()
+
+    def test_an_evaluation_needs_a_whole_detector(self, copy, tmp_path, resnet18, cache):
+        options = {**RESNET, "DATASETS__TEST": "('gw_synthetic_val',)", "MODEL__WEIGHTS": f"gw://file/{resnet18}"}
+        with pytest.raises(UserError, match="MODEL.WEIGHTS .*tensors are missing"):
+            main(arguments(tmp_path / "out", "--eval-only", **options))
+        options = {"MODEL__WEIGHTS": f"{tmp_path}/model_final.pth", "MODEL__ROI_HEADS__NUM_CLASSES": 3}
+        with pytest.raises(UserError, match=r"MODEL.WEIGHTS .*\(7, \d+\), not \(4, \d+\)"):
+            main(arguments(tmp_path, "--eval-only", "--ignore-preflight", **options))
+
+    def test_nan_is_refused(self, copy, tmp_path):
+        content = torch.load(tmp_path / "model_final.pth", weights_only=True)
+        content["model"]["roi_heads.box_predictor.cls_score.weight"][0, 0] = torch.nan
+        torch.save(content, tmp_path / "nan.pth")
+        with pytest.raises(UserError, match=r"MODEL.WEIGHTS .*infinite \(roi_heads.box_predictor.cls_score"):
+            main(arguments(tmp_path / "out", "--eval-only", MODEL__WEIGHTS=tmp_path / "nan.pth"))
+
+    @pytest.mark.parametrize("flags", [["--resume"], ["--eval-only"], []], ids=["resume", "evaluate", "fine-tune"])
+    def test_norms_that_tensors_do_not_tell_apart(self, copy, tmp_path, flags):
+        """GN has the parameters of GW, and 16 groups those of 64."""
+        config = (tmp_path / "config.yaml").read_text()
+        folder = tmp_path if flags == ["--resume"] else tmp_path / "another"
+        weights = str(tmp_path / "model_final.pth")
+        for norm in ("GN", "GW:groups=8"):
+            changed = {"MODEL__FPN__NORM": norm, "MODEL__WEIGHTS": weights}
+            with pytest.raises(UserError, match="fpn_lateral2.norm GW:groups=16,iters=5,eps=1e-05,solver=newton in"):
+                main(arguments(folder, *flags, **changed))
+        assert (tmp_path / "config.yaml").read_text() == config
+        if flags != ["--resume"]:
+            main(arguments(folder, *flags, "--allow-partial", **changed))
+
+    def test_a_checkpoint_is_read_once(self, copy, tmp_path, monkeypatch):
+        read = []
+        monkeypatch.setattr(opening, "read_weights_file", lambda path: read.append(path) or read_weights_file(path))
+        main(arguments(tmp_path, "--resume", SOLVER__MAX_ITER=4, DATASETS__TEST="()"))
+        main(arguments(tmp_path / "new", MODEL__WEIGHTS=tmp_path / "model_final.pth", **SHORT))
+        assert read == [str(tmp_path / "model_final.pth")] * 2
+
+
+class TestEvaluation:
+    def test_training_evaluates_boxes_and_masks_and_eval_only_repeats_it(self, tmp_path):
+        trained = main(arguments(tmp_path, TEST__EVAL_PERIOD=2, TEST__AUG__ENABLED=True, TEST__AUG__MIN_SIZES="(64,)"))
+        assert set(trained) == {"bbox", "segm"} and 0 <= trained["bbox"]["AP"] <= 100
+        lines = [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()]
+        assert [line["iteration"] for line in lines if "total_loss" in line] == [2]
+        assert any("bbox_TTA/AP" in line and "segm_TTA/AP" in line for line in lines)
+        assert list(tmp_path.glob("events.out.tfevents.*"))
+        log = (tmp_path / "log.txt").read_text()
+        assert re.search(r"norms: \d+ .*GW:groups=16,iters=5,eps=1e-05,solver=newton", log)
+
+        record = ("config.yaml", "metrics.json", "model_final.pth", "last_checkpoint")
+        before = [(tmp_path / name).read_bytes() for name in record]
+        evaluated = main(arguments(tmp_path, "--eval-only", "--resume"))
+        for task in trained:
+            assert evaluated[task]["AP"] == pytest.approx(trained[task]["AP"])
+        assert [(tmp_path / name).read_bytes() for name in record] == before
+        config = yaml.safe_load((tmp_path / "inference" / "config.yaml").read_text())
+        assert config["OUTPUT_DIR"] == str(tmp_path) and config["MODEL"]["WEIGHTS"].endswith("model_final.pth")
+        assert "Evaluation results" in (tmp_path / "inference" / "log.txt").read_text()
+
+        final = tmp_path / "model_final.pth"
+        written = final.stat().st_mtime_ns
+        resumed = main(arguments(tmp_path, "--resume"))
+        assert final.stat().st_mtime_ns == written and resumed["segm"]["AP"] == pytest.approx(trained["segm"]["AP"])
+        assert "SOLVER.MAX_ITER (3): the run has finished" in (tmp_path / "log.txt").read_text()
+
+    def test_an_evaluation_of_another_checkpoint_meanwhile_is_replaced(self, tmp_path):
+        trainer = trainer_for(tmp_path)
+        config = tmp_path / "inference" / "config.yaml"
+        config.parent.mkdir(exist_ok=True)
+        config.write_text("VERSION: 2")
+        trainer.train()
+        assert (config.parent / "coco_instances_results.json").exists() and not config.exists()
+
+    @pytest.mark.parametrize("panopticapi", [True, False])
+    @pytest.mark.parametrize(
+        ("architecture", "expected"),
+        [
+            ("GeneralizedRCNN", [COCOEvaluator]),
+            ("GWRetinaNet", [COCOEvaluator]),
+            ("SemanticSegmentor", [SemSegEvaluator]),
+            ("PanopticFPN", [COCOEvaluator, SemSegEvaluator, COCOPanopticEvaluator]),
+        ],
+    )
+    def test_the_architecture_chooses_the_evaluators(self, tmp_path, monkeypatch, architecture, expected, panopticapi):
+        found = importlib.util.find_spec
+        spec = lambda name: panopticapi or None if name == "panopticapi" else found(name)  # noqa: E731
+        monkeypatch.setattr(importlib.util, "find_spec", spec)
+        built = Trainer.build_evaluator(setup(arguments(tmp_path, MODEL__META_ARCHITECTURE=architecture)), PANOPTIC)
+        parts = [type(part) for part in (built._evaluators if isinstance(built, DatasetEvaluators) else [built])]
+        assert parts == [each for each in expected if panopticapi or each is not COCOPanopticEvaluator]
+
+    def test_a_dataset_without_an_evaluator_is_refused(self, tmp_path):
+        MetadataCatalog.get("not_coco").set(evaluator_type="pascal_voc")
+        with pytest.raises(ConfigError, match="'not_coco'.*'pascal_voc'"):
+            Trainer.build_evaluator(setup(arguments(tmp_path)), "not_coco")
+        cfg = setup(arguments(tmp_path, MODEL__META_ARCHITECTURE="PanopticFPN"))
+        with pytest.raises(ConfigError, match="'gw_synthetic_val'"):
+            Trainer.build_evaluator(cfg, "gw_synthetic_val")
+
+
+def test_whitening_layers_are_logged_every_period(tmp_path, monkeypatch):
+    observed, checked = [], hooks.checked_statistics
+    monkeypatch.setattr(
+        hooks, "checked_statistics", lambda *call: observed.append(call[0]) or checked(*call)
+    )  # not in the evaluations between the steps
+    main(arguments(tmp_path, "--whitening-stats-period", "2", TEST__EVAL_PERIOD=1))
+    records = [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()]
+    logged = {name: value for record in records for name, value in record.items() if name.startswith("whitening/")}
+    stem = {name: logged[f"whitening/backbone.bottom_up.stem.conv1.norm/{name}"] for name in REDUCTIONS}
+    assert 0 < stem["lambda_min"] < stem["lambda_max"] and stem["condition_after"] < stem["condition_before"]
+    assert "whitening/roi_heads.box_head.conv1.norm/residual" in logged
+    assert observed.count("backbone.bottom_up.stem.conv1.norm") == 2
+
+
+def test_each_process_and_iteration_draws_other_numbers(tmp_path, monkeypatch):
+    trainer, drawn = trainer_for(tmp_path), []
+    monkeypatch.setattr(TrainerBase, "before_step", lambda self: None)
+    for rank, trainer.iter in ((0, 0), (1, 0), (0, 1), (0, 0)):
+        monkeypatch.setattr(comm, "get_rank", lambda rank=rank: rank)
+        trainer.before_step()
+        drawn.append(float(torch.rand(())))
+    assert len(set(drawn)) == 3 and drawn[0] == drawn[3]
+
+
+def test_resume_restores_the_optimizer(tmp_path):
+    first = trainer_for(tmp_path, DATASETS__TEST="()")
+    first.train()
+    second = trainer_for(tmp_path, SOLVER__MAX_ITER=9, DATASETS__TEST="()")
+    second.resume_or_load(resume=True)
+    assert second.start_iter == 3
+    old, new = first.optimizer.state_dict(), second.optimizer.state_dict()
+    assert old["state"].keys() == new["state"].keys() != set()
+    for index, state in old["state"].items():
+        assert torch.equal(state["momentum_buffer"], new["state"][index]["momentum_buffer"])
+    assert [group["lr"] for group in old["param_groups"]] == [group["lr"] for group in new["param_groups"]]
+
+
+@pytest.mark.parametrize("state", ["text", {"iteration": "x"}, {}, None], ids=str)
+def test_a_checkpoint_with_a_damaged_training_state_is_refused(copy, tmp_path, state):
+    content = torch.load(tmp_path / "model_final.pth", weights_only=True)
+    torch.save({**content, "trainer": state}, tmp_path / "model_final.pth")
+    with pytest.raises(ConfigError, match="--resume"):
+        main(arguments(tmp_path, "--resume", DATASETS__TEST="()", SOLVER__MAX_ITER=4))
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused_and_one_without_is_a_warning(tmp_path, caplog):
+    trainer = trainer_for(tmp_path)
+    state = {"iteration": 3, "_trainer": trainer._trainer.state_dict()}  # as Detectron2's later versions write it
+    state["_trainer"]["optimizer"]["param_groups"].pop()
+    with pytest.raises(ConfigError, match="--resume"):
+        trainer.load_state_dict(state)
+    del state["_trainer"]
+    logging.getLogger("gw_detectron").addHandler(caplog.handler)
+    try:
+        trainer.load_state_dict(state)
+    finally:
+        logging.getLogger("gw_detectron").removeHandler(caplog.handler)
+    assert "the momentum starts from zero" in caplog.text
+
+
+def test_without_tensorboard_the_metrics_are_written_all_the_same(tmp_path, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else find_spec(name))
+    trainer_for(tmp_path, **SHORT).train()
+    assert "total_loss" in (tmp_path / "metrics.json").read_text()
+    assert not list(tmp_path.glob("events.*"))
+
+
+def test_unfinished_files_of_a_killed_run_are_removed(copy, tmp_path):
+    killed = subprocess.Popen([sys.executable, "-c", ""])
+    killed.wait()
+    (tmp_path / f".model_0000001.pth.{os.uname().nodename}.{killed.pid}.01234567.tmp").write_bytes(b"half")
+    main(arguments(tmp_path, "--resume", DATASETS__TEST="()"))
+    assert not list(tmp_path.glob(".*.tmp"))
