@@ -10,26 +10,13 @@ import torch
 
 from gw_detectron.errors import ConfigError
 from gw_detectron.installation import __version__, git_commit, package_versions
-from gw_detectron.ops.group_whitening.triton.launch import tf32_allowed
-
-from .validation import check_names
-
-_PACKAGES = ("torch", "torchvision", "triton", "detectron2")
-_VARIABLES = ("GW_DETECTRON_KERNELS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def select_device(name: str | None) -> torch.device:
-    """Return the device ``cpu`` or ``cuda``; None selects the GPU if there is one.
-
-    Raises:
-        ConfigError: the device does not exist.
-    """
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    check_names("--device", [name], ("cpu", "cuda"))
+    """Return the device ``cpu`` or ``cuda``; None selects the GPU if there is one."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device ('cuda'): torch finds no CUDA device. Fix: use cpu.")
-    return torch.device(name)
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def describe(device: torch.device, dtypes: Iterable[str], command: str) -> dict[str, str]:
@@ -46,16 +33,12 @@ def describe(device: torch.device, dtypes: Iterable[str], command: str) -> dict[
         "gw_detectron": __version__,
         "commit": git_commit(),
         "python": platform.python_version(),
-        **package_versions(_PACKAGES),
+        **package_versions(("torch", "torchvision", "triton", "detectron2")),
     }
-    if device.type == "cpu":
-        header["peak memory"] = "not measured on a CPU"
     if device.type == "cuda":
         header["cuda"] = str(torch.version.cuda)
-        matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-        convolution = getattr(cudnn, "conv", cudnn)  # cudnn in older torch
-        header["tf32"] = f"matmul {tf32_allowed(matmul)}, convolution {tf32_allowed(convolution)}"
-    header |= {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+        header["float32 products"] = torch.get_float32_matmul_precision()
+    header |= {name: os.environ[name] for name in ("GW_DETECTRON_KERNELS", "OMP_NUM_THREADS") if name in os.environ}
     return {name: value for name, value in header.items() if value}
 
 

@@ -12,21 +12,24 @@ _MIB = 2**20
 
 
 def memory_cells(forward: Callable[[], object], step: Step, module: nn.Module, device: torch.device) -> dict[str, Any]:
-    """Return the memory columns of a row, in MiB; see :func:`saved_bytes` and :func:`peak_bytes`."""
+    """Return the memory columns of a row, in MiB: saved for backward, and the peak of a step on a GPU."""
     step.run()  # allocates what only a first run allocates
     step.prepare()
-    peak = peak_bytes(step.run, device)
-    step.prepare()
-    saved = saved_bytes(forward, module)
-    return {"saved_mib": saved / _MIB, "peak_mib": None if peak is None else peak / _MIB}
+    cells = {}
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        step.run()
+        torch.cuda.synchronize(device)
+        cells["peak_mib"] = (torch.cuda.max_memory_allocated(device) - before) / _MIB
+        step.prepare()
+    return {"saved_mib": saved_bytes(forward, module) / _MIB, **cells}
 
 
 def saved_bytes(forward: Callable[[], object], module: nn.Module) -> int:
     """Count the bytes that a forward pass saves for backward, without parameters and buffers.
 
     Every saved storage counts once and in whole, since it stays allocated in whole. The input counts if it is saved.
-    Tensors kept as plain attributes of a ``torch.autograd.Function`` are not counted; no layer of this benchmark has
-    any.
 
     Args:
         forward: runs the pass with gradients and returns its result.
@@ -48,14 +51,3 @@ def saved_bytes(forward: Callable[[], object], module: nn.Module) -> int:
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def peak_bytes(run: Callable[[], object], device: torch.device) -> int | None:
-    """Count the bytes that a call allocates at its peak, on top of what is allocated before; None on a CPU."""
-    if device.type != "cuda":
-        return None
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    run()
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before

@@ -3,10 +3,8 @@
 The learning rate is zero: the optimizer does its work, the weights do not change, and all iterations are equal.
 """
 
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,8 +18,6 @@ from detectron2.utils.events import EventStorage
 from torch import Tensor, nn
 
 from gw_detectron.engine import Trainer
-from gw_detectron.export import Normalization, export_backbone
-from gw_detectron.export.run_exported import open_exported
 from gw_detectron.model_zoo import get_config
 from gw_detectron.modeling import gw_resnet
 from gw_detectron.weights.architecture import Architecture
@@ -30,8 +26,6 @@ from .providers import Precision
 from .timing import Step
 
 CLASSES = 1000
-#: smallest values of :class:`Sizes`: the stride of the last feature map, 32, and of FPN's coarsest, 64
-MINIMUM_PIXELS = {"image_size": 32, "detector_image": 64}
 
 
 @dataclass(frozen=True)
@@ -57,14 +51,13 @@ class Sizes:
 
 
 class Variant(NamedTuple):
-    """Norms and convolutions of a classifier by name; or the config of a detector, and what runs it."""
+    """Norms and convolutions of a classifier by name; or the config of a detector."""
 
     norm: str = ""
     whiten_norm: str = ""
     positions: str = ""
     conv: str = ""
     config: str = ""
-    runtime: str = ""  # "", "compiled" or "onnx"
 
 
 class Iteration(NamedTuple):
@@ -116,7 +109,13 @@ def classifier(
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(sizes.batch_size, 3, sizes.image_size, sizes.image_size, generator=generator).to(device)
     if not training:
-        return _inference(model, images, precision)
+
+        @torch.no_grad()
+        def run() -> Any:
+            with precision.context(device):
+                return model(images)
+
+        return Iteration(Step(run), model)
     labels = torch.randint(CLASSES, (sizes.batch_size,), generator=generator).to(device)
 
     def forward() -> Tensor:
@@ -127,15 +126,10 @@ def classifier(
 
 
 def detector(variant: Variant, sizes: Sizes, precision: Precision, device: torch.device) -> Iteration:
-    """Build a training iteration of a detector, see :func:`detector_training`.
-
-    Args:
-        variant: its config, a name of :func:`gw_detectron.model_zoo.list_configs`, and its runtime.
-        sizes: of a batch.
-        precision: of the forward pass.
-        device: where.
-    """
-    return detector_training(_config(variant, device), sizes, precision)
+    """Build a training iteration of the detector of a config, see :func:`detector_training`."""
+    cfg = get_config(variant.config)
+    cfg.MODEL.DEVICE = str(device)
+    return detector_training(cfg, sizes, precision)
 
 
 def detector_training(cfg: CfgNode, sizes: Sizes, precision: Precision) -> Iteration:
@@ -160,44 +154,6 @@ def detector_training(cfg: CfgNode, sizes: Sizes, precision: Precision) -> Itera
             return sum(model(batch).values())
 
     return Iteration(_training_step(forward, optimizer, precision, device), model, forward)
-
-
-def backbone(variant: Variant, sizes: Sizes, precision: Precision, device: torch.device) -> Iteration:
-    """Build the forward pass of a detector's backbone and FPN in evaluation mode.
-
-    Args:
-        variant: the config of the detector, and the runtime.
-        sizes: of a batch.
-        precision: of the forward pass; ONNX Runtime uses float32.
-        device: where; ONNX Runtime uses the CPU.
-    """
-    cfg = _config(variant, device)
-    model: Any = Trainer.build_model(cfg).backbone
-    model.eval()
-    stride = model.size_divisibility
-    height, width = (-(-side // stride) * stride for side in sizes.detector_sides)
-    images = torch.randn(sizes.detector_batch, 3, height, width, generator=torch.Generator().manual_seed(0))
-    if variant.runtime != "onnx":
-        return _inference(model, images.to(device), precision)
-    with tempfile.TemporaryDirectory() as folder:
-        report = export_backbone(model, folder, Normalization.from_config(cfg), file_format="onnx")
-        run = open_exported(Path(folder, report["file"])).run
-    return Iteration(Step(lambda: run(images)), model)
-
-
-def _config(variant: Variant, device: torch.device) -> CfgNode:
-    cfg = get_config(variant.config)
-    cfg.MODEL.DEVICE, cfg.MODEL.COMPILE = str(device), variant.runtime == "compiled"
-    return cfg
-
-
-def _inference(model: nn.Module, images: Tensor, precision: Precision) -> Iteration:
-    @torch.no_grad()
-    def run() -> Any:
-        with precision.context(images.device):
-            return model(images)
-
-    return Iteration(Step(run), model)
 
 
 def random_batch(cfg: CfgNode, sizes: Sizes) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The layers that are measured side by side."""
+"""The layers that are measured side by side, among them the paper's listing, and a lower bound of the time."""
 
 import functools
 from collections.abc import Callable
@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from gw_detectron.layers import GroupWhitening2d
 
-from .figure1 import Figure1Whitening
-from .floor import products, traffic
 from .timing import Step
 
 MODES = ("forward", "forward+backward")
@@ -82,10 +80,6 @@ class Case:
     def precision(self) -> Precision:
         return PRECISIONS[self.dtype]
 
-    def channel_divisor(self, provider: str) -> int:
-        """Return the number that must divide the channels for a provider."""
-        return {"group_norm": GROUP_NORM_GROUPS, "batch_norm": 1, "conv3x3": 1}.get(provider, self.groups)
-
     def input(self) -> Tensor:
         """Return a leaf that requires grad, the same in every run."""
         generator = torch.Generator(self.device).manual_seed(0)
@@ -102,6 +96,44 @@ class Case:
         """Call a layer, under autocast if the precision has it."""
         with self.precision.context(self.device):
             return module(x)
+
+
+class Figure1Whitening(nn.Module):
+    r"""The paper's listing, operation by operation: the baseline of every faster implementation.
+
+    Mean, centering, covariance, trace, T times :math:`P \leftarrow 1.5 P - 0.5 P^3 \Sigma_N`, whitening, affine. Like
+    the listing it has no :math:`\epsilon`, multiplies by constants through ``addcmul`` with a zero matrix, and starts
+    from :math:`P_0 = I` with full matrix products. A constant sample gives NaN.
+
+    Args:
+        num_channels: C.
+        num_groups: g, which divides C.
+        num_iters: T.
+
+    Shape: (N, C, H, W), contiguous -> the same.
+
+    Source: Group Whitening supplement, Figure 1.
+    """
+
+    def __init__(self, num_channels: int, num_groups: int, num_iters: int) -> None:
+        super().__init__()
+        self.num_groups = num_groups
+        self.num_iters = num_iters
+        self.weight = nn.Parameter(torch.ones(1, num_channels, 1, 1))
+        self.bias = nn.Parameter(torch.zeros(1, num_channels, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_g = x.view(x.shape[0], self.num_groups, -1)
+        x_c = x_g - x_g.mean(-1, keepdim=True)
+        sigma = x_c.matmul(x_c.transpose(1, 2)) / x_g.shape[-1]
+        zeros = torch.zeros_like(sigma)
+        p = torch.eye(self.num_groups, dtype=x.dtype, device=x.device).expand(sigma.shape)
+        inverse_trace = torch.addcmul(zeros, sigma, p).sum((1, 2), keepdim=True).reciprocal()
+        sigma_n = torch.addcmul(zeros, sigma, inverse_trace)
+        for _ in range(self.num_iters):
+            p = torch.baddbmm(p, torch.matrix_power(p, 3), sigma_n, beta=1.5, alpha=-0.5)
+        whitening = torch.addcmul(zeros, p, inverse_trace.sqrt())
+        return whitening.matmul(x_c).view_as(x) * self.weight + self.bias
 
 
 def _ours(case: Case) -> nn.Module:
@@ -168,3 +200,58 @@ def provider_step(provider: str, x: Tensor, case: Case) -> Step:
     if provider != "floor":
         return layer_step(case.build(provider), x, case)
     return traffic(x, case.mode) if case.device.type == "cuda" else products(x, case.groups, case.iters, case.mode)
+
+
+#: (g, g) products of one solver step. Forward: P^2, P^3, P^3 S with S = Sigma_N. Backward, with D the symmetric part of
+#: the gradient of P_k, and Q = P_{k-1}, which commutes with S: QD, Q(QD), (QD)Q, Q(Q^2 D) for dS, and
+#: (DQ^2 + QDQ + Q^2 D)S for the gradient of Q
+SOLVER_PRODUCTS = {"forward": 3, "forward+backward": 3 + 5}
+#: passes over the tensor in memory: forward x for the statistics, x again, y; backward x and dy twice, dx
+PASSES = {"forward": 3, "forward+backward": 3 + 5}
+
+
+def products(x: Tensor, groups: int, iters: int, mode: str) -> Step:
+    """Return a step that does only the matrix products: no centering, no affine.
+
+    Results are new tensors, like the results of a layer. A layer can be faster: it can use the symmetry of Sigma, which
+    counts as a full product, and P_1, which counts as three products, needs none.
+
+    Args:
+        x: (N, C, H, W). Its dtype is the dtype of the big products; the solver's products are at least float32.
+        groups: g, which divides C.
+        iters: T.
+        mode: ``forward`` or ``forward+backward``.
+    """
+    x_g = x.detach().reshape(x.shape[0], groups, -1)
+    dy = torch.randn_like(x_g)
+    # of norm about one, so that no product overflows or becomes subnormal, which is slow on a CPU
+    small = torch.randn(x.shape[0], groups, groups, device=x.device) / groups**0.5
+    small = small.to(torch.promote_types(x.dtype, torch.float32))
+    whitening = small.to(x.dtype)
+
+    def solve(count: int) -> None:
+        for _ in range(count * iters):
+            torch.bmm(small, small)
+
+    @torch.no_grad()
+    def run() -> tuple[Tensor, ...]:
+        sigma = torch.bmm(x_g, x_g.mT)
+        solve(SOLVER_PRODUCTS["forward"])
+        y = torch.bmm(whitening, x_g)
+        if mode == "forward":
+            return sigma, y
+        grad_whitening = torch.bmm(dy, x_g.mT)
+        solve(SOLVER_PRODUCTS[mode] - SOLVER_PRODUCTS["forward"])
+        return sigma, y, grad_whitening, torch.baddbmm(torch.bmm(whitening, dy), whitening, x_g)
+
+    return Step(run)
+
+
+def traffic(x: Tensor, mode: str) -> Step:
+    """Return a step that moves as many bytes as a normalization of each sample must move.
+
+    A copy reads and writes every byte, so it copies half of the :data:`PASSES` over ``x``.
+    """
+    source = torch.empty(PASSES[mode] * x.numel() // 2, dtype=x.dtype, device=x.device).normal_()
+    target = torch.empty_like(source)
+    return Step(lambda: target.copy_(source))

@@ -1,76 +1,28 @@
-"""Tables of measurements and their CSV files."""
+"""Tables of measurements: a CSV file, text and a plot."""
 
 import csv
 import io
-import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
+
+from matplotlib.figure import Figure
+from tabulate import tabulate
 
 from gw_detectron.atomic import atomic_write
 from gw_detectron.errors import DataError, MissingFileError
 
 Row = Mapping[str, Any]  # text in the key columns, a number or None in the others
 
-
-@dataclass(frozen=True)
-class Columns:
-    """The columns of a kind of table.
-
-    Args:
-        key: text columns, which together identify a row.
-        numbers: numeric columns; a cell can be empty.
-        watched: the numeric columns that are compared with an earlier run; smaller is better.
-        is_ours: whether a row is of this package's layers.
-    """
-
-    key: tuple[str, ...]
-    numbers: tuple[str, ...]
-    watched: tuple[str, ...]
-    is_ours: Callable[[Row], bool]
-
-    @property
-    def all(self) -> tuple[str, ...]:
-        return (*self.key, *self.numbers, "note")
-
-    @property
-    def ratios(self) -> tuple[str, ...]:
-        return tuple(name for name in self.numbers if "to_" in name)
-
-
-_TIMES = ("repeats", "median_ms", "q20_ms", "q80_ms")
+#: the text columns that identify a row, and the columns that are plotted
 KINDS = {
-    "layer": Columns(
-        key=("shape", "dtype", "mode", "provider"),
-        numbers=(
-            *_TIMES,
-            *("to_figure1", "to_group_norm", "to_batch_norm", "to_floor", "to_relu_apart"),
-            *("loaded_ms", "loaded_to_figure1"),
-            *("saved_mib", "saved_to_group_norm", "peak_mib"),
-        ),
-        watched=("to_figure1", "to_floor", "saved_to_group_norm"),
-        is_ours=lambda row: row["provider"].startswith("ours"),
-    ),
-    "model": Columns(
-        key=("model", "variant", "dtype", "batch", "image"),
-        numbers=(*_TIMES, "to_bn", "paper_to_bn", "saved_mib", "saved_to_bn", "peak_mib"),
-        watched=("to_bn", "saved_to_bn"),
-        is_ours=lambda row: row["variant"].startswith(("GW", "BW")),
-    ),
-    "kernels": Columns(
-        key=("shape", "dtype", "kernel", "setting"),
-        numbers=("programs", "warps", "stages", "registers", "stack", "shared_kib", "mib", *_TIMES, "to_copy"),
-        watched=("to_copy",),
-        is_ours=lambda row: True,
-    ),
-    "detector": Columns(
-        key=("detector", "image"),
-        numbers=(*_TIMES, "to_first"),
-        watched=("to_first",),
-        is_ours=lambda row: True,
-    ),
+    "layer": (("shape", "dtype", "mode", "provider"), ("median_ms", "saved_mib")),
+    "model": (("model", "variant", "dtype", "batch", "image"), ("to_bn",)),
+    "kernels": (("shape", "dtype", "kernel", "setting"), ("to_copy", "mib")),
+    "detector": (("detector", "image"), ("to_first",)),
 }
 
 
@@ -81,7 +33,7 @@ class Table:
     Args:
         kind: a name in :data:`KINDS`.
         header: machine, versions, settings and command, as text.
-        rows: with the columns of the kind. ``note`` is the reason of missing numbers.
+        rows: with the key columns of the kind. ``note`` is the reason of missing numbers.
     """
 
     kind: str
@@ -89,8 +41,14 @@ class Table:
     rows: Sequence[Row]
 
     @property
-    def columns(self) -> Columns:
-        return KINDS[self.kind]
+    def key(self) -> tuple[str, ...]:
+        return KINDS[self.kind][0]
+
+    @property
+    def numbers(self) -> list[str]:
+        """The columns of numbers, in the order of their first value."""
+        found = dict.fromkeys(name for row in self.rows for name, value in row.items() if value is not None)
+        return [name for name in found if name not in (*self.key, "note")]
 
 
 def note_of(error: Exception) -> str:
@@ -99,88 +57,100 @@ def note_of(error: Exception) -> str:
 
 
 def write_csv(table: Table, path: Path) -> None:
-    """Write a table atomically, its header as lines that begin with ``#``.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a table atomically, its header as lines that begin with ``#``."""
     text = io.StringIO()
     for key, value in {"benchmark": table.kind, **table.header}.items():
         print(f"# {key}: {value}", file=text)
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(table.columns.all)
+    columns = [*table.key, *table.numbers, "note"]
+    writer.writerow(columns)
     for row in table.rows:
-        cells = [row.get(column) for column in table.columns.all]
+        cells = [row.get(column) for column in columns]
         writer.writerow([f"{cell:.5g}" if isinstance(cell, float) else cell for cell in cells])
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as temporary:
         temporary.write_text(text.getvalue(), encoding="utf-8")
 
 
-def read_csv(path: str | os.PathLike[str], argument: str = "--compare") -> Table:
+def read_csv(path: str | os.PathLike[str]) -> Table:
     """Read a table written by :func:`write_csv`.
-
-    Args:
-        path: the file.
-        argument: for messages.
 
     Raises:
         MissingFileError: the file does not exist.
-        DataError: it is not such a table, or damaged.
+        DataError: it is not such a table.
     """
     if not Path(path).is_file():
-        fix = "Fix: give a table that tools/benchmark.py wrote."
-        raise MissingFileError(f"{argument} ({str(path)!r}): file not found (cwd: {os.getcwd()}). {fix}")
-    # a binary file, such as a picture, has no benchmark line either
+        raise MissingFileError(f"table ('{path}'): file not found. Fix: give one that tools/benchmark.py wrote.")
     lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
     header = dict(line[1:].strip().split(": ", 1) for line in lines if line.startswith("#") and ": " in line)
     kind = header.pop("benchmark", "")
     if kind not in KINDS:
-        raise _unusable(argument, path, f"no line '# benchmark: NAME' with a name of {sorted(KINDS)}")
-    columns = KINDS[kind]
-    reader = csv.DictReader(line for line in lines if not line.startswith("#"))
-    fields = reader.fieldnames or ()
-    if missing := [column for column in columns.all if column not in fields]:
-        raise _unusable(argument, path, f"columns {', '.join(missing)} are missing")
-    rows = []
-    for number, cells in enumerate(reader, start=1):
-        if None in cells or None in cells.values():  # how csv marks surplus and missing cells
-            raise _unusable(argument, path, f"row {number} does not have {len(fields)} cells")
-        try:
-            numbers = {column: _parse_number(cells[column]) for column in columns.numbers}
-        except ValueError as error:
-            raise _unusable(argument, path, f"row {number}: {error}") from None
-        rows.append({**{column: cells[column] for column in (*columns.key, "note")}, **numbers})
+        raise DataError(f"table ('{path}'): no line '# benchmark: NAME' with a name of {sorted(KINDS)}.")
+    text = (*KINDS[kind][0], "note")
+    try:
+        rows = [
+            {name: cell if name in text else float(cell) if cell else None for name, cell in cells.items()}
+            for cells in csv.DictReader(line for line in lines if not line.startswith("#"))
+        ]
+    except (TypeError, ValueError) as error:  # a missing cell, or text among the numbers
+        raise DataError(f"table ('{path}'): {error}") from error
     return Table(kind, header, rows)
 
 
-def find_csv(folder: Path, kind: str, machine: str) -> Path:
-    """Return the table of a folder that was measured on a machine of this name.
-
-    Raises:
-        MissingFileError: there is none.
-    """
-    machines = {}
-    for path in sorted(folder.glob("*.csv")):
-        table = read_csv(path)
-        if table.kind == kind:
-            machines[path.name] = table.header.get("machine", "")
-            if machines[path.name] == machine:
-                return path
-    raise MissingFileError(
-        f"--compare ({str(folder)!r}): no table of {kind!r} for {machine!r}, only for {machines}. "
-        "Fix: measure one with --output FILE, or give the table of another machine."
-    )
+def summary(table: Table) -> str:
+    """Format the header, the rows, and the geometric means of a layer's ratios over the shapes."""
+    parts = ["\n".join(f"{key}: {value}" for key, value in table.header.items())]
+    parts.append(_grid(table.rows, [*table.key, *table.numbers, "note"]))
+    if table.kind == "layer":
+        ratios = [name for name in table.numbers if "to_" in name]
+        parts.append("geometric means over the shapes\n" + _grid(geometric_means(table.rows, ratios), MEANS + ratios))
+    return "\n\n".join(parts)
 
 
-def _unusable(argument: str, path: str | os.PathLike[str], reason: str) -> DataError:
-    return DataError(f"{argument} ({str(path)!r}): no table of this benchmark: {reason}. Fix: measure it again.")
+MEANS = ["dtype", "mode", "provider"]
 
 
-def _parse_number(cell: str) -> float | None:
-    if not cell:
-        return None
-    number = float(cell)
-    if not 0 <= number < math.inf:  # also refuses nan
-        raise ValueError(f"{cell!r} is not a time, size or ratio")
-    return number
+def geometric_means(rows: Sequence[Row], ratios: Sequence[str]) -> list[Row]:
+    """Compute geometric means of ratios over the shapes; None where a shape has no ratio."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in MEANS), []).append(row)
+    return [
+        dict(zip(MEANS, key, strict=True))
+        | {
+            name: geometric_mean(row[name] for row in own) if all(row.get(name) for row in own) else None
+            for name in ratios
+        }
+        for key, own in groups.items()
+    ]
+
+
+def _grid(rows: Sequence[Row], names: Sequence[str]) -> str:
+    shown = [name for name in names if any(row.get(name) not in (None, "") for row in rows)]
+    return tabulate([[row.get(name) for name in shown] for row in rows], headers=shown, floatfmt=".3f", missingval="-")
+
+
+def plot(table: Table, path: Path) -> None:
+    """Plot the rows as a PNG, atomically; bars of one color have the last key in common."""
+    wanted = [name for name in KINDS[table.kind][1] if name in table.numbers]
+    values = {name: [row for row in table.rows if row.get(name)] for name in wanted}
+    height = 1 + 0.2 * sum(map(len, values.values()))
+    figure = Figure(figsize=(11, min(height, 200)), layout="constrained")
+    axes = figure.subplots(max(1, len(values)), squeeze=False, height_ratios=[len(rows) for rows in values.values()])
+    for (name, rows), panel in zip(values.items(), axes[:, 0], strict=False):
+        colors = {
+            last: f"C{index % 10}" for index, last in enumerate(dict.fromkeys(row[table.key[-1]] for row in rows))
+        }
+        panel.barh(range(len(rows)), [row[name] for row in rows], color=[colors[row[table.key[-1]]] for row in rows])
+        panel.set_yticks(range(len(rows)), [" ".join(row[key] for key in table.key) for row in rows], fontsize=8)
+        panel.set_ylim(len(rows) - 0.4, -0.6)
+        panel.set_xlabel(name)
+        panel.grid(axis="x", alpha=0.3)
+        if max(row[name] for row in rows) > 20 * min(row[name] for row in rows):
+            panel.set_xscale("log")
+    shown = {"machine": "{}", "threads": "{} threads", "torch": "torch {}", "settings": "{}"}
+    title = ", ".join(form.format(table.header[name]) for name, form in shown.items() if name in table.header)
+    figure.suptitle(title, fontsize=10)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path) as temporary:
+        figure.savefig(temporary, dpi=80, format="png")

@@ -1,6 +1,7 @@
 """Time several steps side by side on a machine whose speed drifts."""
 
 import gc
+import random
 from collections.abc import Callable, Mapping
 from time import perf_counter
 from typing import NamedTuple
@@ -29,12 +30,10 @@ def time_alternating(
 ) -> dict[str, dict[str, float]]:
     """Time steps in alternating rounds.
 
-    Each round runs every step once. A drift of the machine affects all steps alike, and each step follows every other
-    equally often (see :func:`balanced_orders`), since some leave a warm cache to the next and others do not.
-    On a GPU the time is the one between two CUDA events, after the cache is flushed. The host runs ahead by a
-    millisecond, as in training, where other layers keep the GPU busy.
-
-    ``torch.utils.benchmark`` times one statement after the other, so a drift would change the ratios.
+    Each round runs every step once, in random order. A drift of the machine, and the cache that one step leaves to the
+    next, affect all steps alike; ``torch.utils.benchmark`` and ``triton.testing`` time one after the other. On a GPU
+    the time is the one between two CUDA events, after the cache is flushed. The host runs ahead by a millisecond, as in
+    training, where other layers keep the GPU busy.
 
     Args:
         steps: by name.
@@ -46,12 +45,10 @@ def time_alternating(
         The cells of a table by name: repeats, and the 20 %, 50 % and 80 % quantiles in milliseconds.
     """
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device) if device.type == "cuda" else None
-    names, orders = list(steps), balanced_orders(len(steps))
-    order = [names[i] for round_number in range(repeats) for i in orders[round_number % len(orders)]]
+    shuffle, names = random.Random(0), list(steps)
     elapsed: dict[str, list[Callable[[], float]]] = {name: [] for name in steps}
-    total = (WARM_UP + repeats) * len(steps)
     collecting = gc.isenabled()
-    with progress_bar(desc=label, unit="run", total=total, leave=False) as bar:
+    with progress_bar(desc=label, unit="run", total=(WARM_UP + repeats) * len(steps), leave=False) as bar:
         for step in steps.values():
             for _ in range(WARM_UP):
                 step.prepare()
@@ -60,10 +57,11 @@ def time_alternating(
         gc.collect()
         gc.disable()
         try:
-            for name in order:
-                steps[name].prepare()
-                elapsed[name].append(_time_cpu(steps[name]) if flush is None else _time_cuda(steps[name], flush))
-                bar.update()
+            for _ in range(repeats):
+                for name in shuffle.sample(names, len(names)):
+                    steps[name].prepare()
+                    elapsed[name].append(_time_cpu(steps[name]) if flush is None else _time_cuda(steps[name], flush))
+                    bar.update()
         finally:
             if collecting:
                 gc.enable()
@@ -74,16 +72,6 @@ def time_alternating(
         q20, median, q80 = np.quantile([time() for time in times], (0.2, 0.5, 0.8)).tolist()
         cells[name] = {"repeats": repeats, "median_ms": median, "q20_ms": q20, "q80_ms": q80}
     return cells
-
-
-def balanced_orders(n: int) -> list[list[int]]:
-    """Return orders of n steps in which each follows every other equally often.
-
-    Source: Williams, "Experimental designs balanced for the estimation of residual effects of treatments" (1949).
-    """
-    first = [(i + 1) // 2 if i % 2 else -i // 2 for i in range(n)]  # 0, 1, -1, 2, -2, ...
-    orders = [[(i + shift) % n for i in first] for shift in range(max(n, 1))]
-    return orders + [order[::-1] for order in orders] if n % 2 else orders
 
 
 def _time_cpu(step: Step) -> Callable[[], float]:

@@ -28,7 +28,7 @@ def main(args: argparse.Namespace) -> None:
     if not results:
         raise MissingFileError(f"--results ('{args.results}'): no results. Fix: run experiments.run_study first.")
     check_folder(args.output)
-    table = read_csv(args.times, "--times")
+    table = read_csv(args.times)
     times = {row["variant"]: row["median_ms"] or 0.0 for row in table.rows}
     for path in write_summary(results, times, args.output):
         print(path)

@@ -10,4 +10,4 @@ from gw_detectron.cli import errors_reported
 
 if __name__ == "__main__":
     with errors_reported():
-        sys.exit(main(get_parser().parse_args()) is False)
+        main(get_parser().parse_args())

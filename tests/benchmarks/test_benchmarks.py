@@ -1,0 +1,360 @@
+"""Benchmarks: timing without a real clock, bytes by hand, the paper's listing by its numbers, ratios at tiny sizes."""
+
+import gc
+import itertools
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import command, network_benchmark, timing
+from benchmarks.layer_benchmark import SHAPES, measure_layers, parse_shape
+from benchmarks.memory import saved_bytes
+from benchmarks.network_benchmark import MODELS, PAPER, measure_networks
+from benchmarks.networks import Sizes, Variant, classifier, detector, random_batch
+from benchmarks.providers import MODES, OPTIONAL, PRECISIONS, PROVIDERS, Case, Figure1Whitening, products, traffic
+from benchmarks.table import Table, geometric_means, plot, read_csv, summary, write_csv
+from benchmarks.timing import WARM_UP, Step, time_alternating
+from gw_detectron.errors import ConfigError, DataError, MissingFileError
+from gw_detectron.layers import GroupWhitening2d
+from gw_detectron.model_zoo import get_config, list_configs
+
+from ..ops.cases import correlated
+from ..ops.oracle import Setting, group_whiten, group_whiten_backward
+
+CPU = torch.device("cpu")
+SIZES = Sizes(batch_size=2, image_size=32, detector_batch=2, detector_image=64)
+DEMO = "quick_schedules/mask_rcnn_R_18_FPN_{}_demo.yaml"
+USUAL = [name for name in PROVIDERS if name not in OPTIONAL]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that only the steps advance."""
+    now = [0.0]
+    monkeypatch.setattr(timing, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_quantiles_in_milliseconds_without_preparation_and_warm_up(clock):
+    seconds = iter([100.0] * WARM_UP + [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+
+    def run():
+        clock[0] += next(seconds)
+
+    def prepare():
+        clock[0] += 50.0
+
+    found = time_alternating({"only": Step(run, prepare)}, 6, CPU)["only"]
+    assert found == pytest.approx({"repeats": 6, "q20_ms": 2000.0, "median_ms": 3500.0, "q80_ms": 5000.0})
+
+
+def test_a_drift_of_the_machine_does_not_change_ratios(clock):
+    def step(cost):
+        def run():
+            clock[0] += cost * (1.0 + clock[0] / 4.0)  # slower and slower
+
+        return Step(run)
+
+    found = time_alternating({"one": step(0.01), "two": step(0.02)}, 200, CPU)
+    assert found["two"]["median_ms"] / found["one"]["median_ms"] == pytest.approx(2.0, rel=0.02)
+    assert found["one"]["q80_ms"] > 1.5 * found["one"]["q20_ms"]
+
+
+def test_every_round_runs_every_step_without_garbage_collection():
+    calls, collecting = [], []
+
+    def run(name):
+        calls.append(name)
+        collecting.append(gc.isenabled())
+
+    time_alternating({name: Step(lambda name=name: run(name)) for name in "abc"}, 40, CPU)
+    assert calls[: 3 * WARM_UP] == sorted("abc" * WARM_UP)
+    found = "".join(calls[3 * WARM_UP :])
+    assert all(sorted(found[i : i + 3]) == ["a", "b", "c"] for i in range(0, len(found), 3))
+    assert min(found.count(pair) for pair in ("ab", "ac", "ba", "bc", "ca", "cb")) > 8
+    assert not any(collecting[3 * WARM_UP :]) and gc.isenabled()
+
+
+def saved(module: nn.Module, x: torch.Tensor) -> int:
+    return saved_bytes(lambda: module(x), module)
+
+
+def test_bytes_saved_for_backward_are_those_counted_by_hand():
+    x = torch.randn(2, 64, 5, 7, requires_grad=True)
+    assert saved(nn.GroupNorm(32, 64), x) == 4 * (x.numel() + 2 * 2 * 32)  # input, mean, deviation
+    assert saved(nn.BatchNorm2d(64).eval(), x) == 4 * x.numel()  # its running statistics are saved too
+    with torch.no_grad():
+        assert saved(nn.GroupNorm(32, 64), x) == 0
+
+
+def test_a_storage_counts_once_and_in_whole():
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            square = x * x
+            ctx.save_for_backward(x, x.mT, square[0], torch.ones(1).expand(1000))
+            return square.clone()
+
+    class Layer(nn.Module):
+        def forward(self, x):
+            return Product.apply(x)
+
+    x = torch.randn(8, 6, requires_grad=True)
+    assert saved(Layer(), x) == 4 * (2 * 8 * 6 + 1)
+
+
+def test_nothing_stays_alive():
+    layer, released = nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU()), []
+
+    def forward():
+        result = layer(torch.randn(2, 4, 3, 3))
+        weakref.finalize(result, released.append, True)
+        return result
+
+    assert saved_bytes(forward, layer)
+    gc.collect()
+    assert released, "the graph of the forward pass is gone"
+
+
+@pytest.mark.parametrize(("groups", "iters"), [(8, 5), (4, 3), (1, 1)])
+def test_figure1_is_the_papers_formula(groups, iters):
+    setting = Setting(groups, iters, eps=0.0)
+    x, grad_y = correlated((3, 16, 7, 5)), correlated((3, 16, 7, 5), seed=1)
+    weight, bias = np.linspace(0.5, 1.5, 16), np.linspace(-1, 1, 16)
+    layer = Figure1Whitening(16, groups, iters).double()
+    with torch.no_grad():
+        layer.weight.copy_(torch.as_tensor(weight).reshape(layer.weight.shape))
+        layer.bias.copy_(torch.as_tensor(bias).reshape(layer.bias.shape))
+    input = torch.tensor(x, requires_grad=True)
+    y = layer(input)
+    y.backward(torch.tensor(grad_y))
+    np.testing.assert_allclose(y.detach(), group_whiten(x, setting, weight, bias), rtol=0, atol=1e-12)
+    grads = group_whiten_backward(x, grad_y, setting, weight)
+    for found, expected in zip((input.grad, layer.weight.grad, layer.bias.grad), grads, strict=True):
+        np.testing.assert_allclose(found.reshape(expected.shape), expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_floor_does_the_products_it_counts(mode):
+    x = torch.randn(2, 12, 5, 7)
+    # the layer's two products of depth g per column and 3 small ones per step; 5 and 8 with the backward pass
+    big, small = {"forward": (2, 3), "forward+backward": (5, 8)}[mode]
+    step = products(x, groups=4, iters=3, mode=mode)
+    with FlopCounterMode(display=False) as counter:
+        step.run()
+    assert counter.get_total_flops() == 2 * 2 * (big * 4**2 * 12 // 4 * 35 + small * 3 * 4**3)
+
+
+@pytest.mark.parametrize(("mode", "passes"), [("forward", 3), ("forward+backward", 8)])
+def test_gpu_floor_moves_the_bytes_of_a_normalization(mode, passes):
+    x = torch.randn(2, 4, 3, 5, dtype=torch.bfloat16)
+    copied = traffic(x, mode).run()
+    moved = 2 * copied.numel() * copied.element_size()  # every copied byte is read and written
+    assert moved == passes * x.numel() * x.element_size()
+
+
+def test_every_layer_runs():
+    case = Case((2, 64, 5, 3), "bf16-pure", "forward", CPU, num_groups=8, iters=2)
+    x = case.input()
+    outputs = {name: case.apply(case.build(name), x) for name in PROVIDERS if name not in ("figure1_compiled", "floor")}
+    for name, y in outputs.items():
+        assert (y.shape, y.dtype) == (x.shape, torch.bfloat16), name
+    assert torch.equal(outputs["ours_relu"], outputs["relu_apart"]) and (outputs["ours_relu"] == 0).any()
+    assert (outputs["ours"] < 0).any()
+
+
+@pytest.fixture(scope="module")
+def rows():
+    shapes, modes = ((2, 64, 5, 3), (1, 32, 4, 4)), (*MODES, "memory")
+    cases = [Case(shape, dtype, mode, CPU, 16, 5) for shape in shapes for dtype in ("fp32", "bf16") for mode in modes]
+    return list(measure_layers(cases, USUAL, repeats=2))
+
+
+def test_rows_and_ratios_of_layers(rows):
+    found = {(row["shape"], row["dtype"], row["mode"], row["provider"]): row for row in rows}
+    expected = set(itertools.product(["2x64x5x3", "1x32x4x4"], ["fp32", "bf16"], (*MODES, "memory"), USUAL))
+    assert found.keys() == {key for key in expected if key[2:] != ("memory", "floor")}  # which saves nothing
+    for key, row in found.items():
+        if key[2] == "memory":
+            base = found[(*key[:3], "group_norm")]
+            assert row["saved_to_group_norm"] == pytest.approx(row["saved_mib"] / base["saved_mib"])
+        else:
+            assert 0 < row["q20_ms"] <= row["median_ms"] <= row["q80_ms"] and row["repeats"] == 2
+            for base in ("figure1", "group_norm", "batch_norm", "floor", "relu_apart"):
+                assert row[f"to_{base}"] == pytest.approx(row["median_ms"] / found[(*key[:3], base)]["median_ms"])
+    a, b = (found[shape, "fp32", "forward", "ours"]["to_floor"] for shape in ("2x64x5x3", "1x32x4x4"))
+    (mean,) = [
+        row
+        for row in geometric_means(rows, ["to_floor"])
+        if (row["dtype"], row["mode"], row["provider"]) == ("fp32", "forward", "ours")
+    ]
+    assert mean["to_floor"] == pytest.approx((a * b) ** 0.5)
+
+
+def test_a_provider_that_cannot_run_gets_the_reason(monkeypatch):
+    def without_compiler(case):
+        raise RuntimeError("No working C++ compiler found\nand more lines")
+
+    case = Case((1, 8, 1, 1), "fp32", "forward", CPU, 4, 5)
+    monkeypatch.setitem(PROVIDERS, "figure1_compiled", ("", without_compiler))
+    ours, compiled, batch_norm = measure_layers([case], ["ours", "figure1_compiled", "batch_norm"], repeats=1)
+    assert ours["median_ms"] > 0 and "median_ms" not in compiled
+    assert compiled["note"] == "RuntimeError: No working C++ compiler found"
+    assert "more than 1 value per channel" in batch_norm["note"]
+    monkeypatch.setitem(PROVIDERS, "ours", ("", without_compiler))
+    with pytest.raises(RuntimeError, match="No working"):  # an error of the layer itself is raised
+        list(measure_layers([case], ["ours"], repeats=1))
+
+
+def test_a_table_is_read_as_written_and_shown(rows, tmp_path):
+    table = Table("layer", {"machine": "a processor", "command": "the command"}, rows)
+    write_csv(table, tmp_path / "t.csv")
+    read = read_csv(tmp_path / "t.csv")
+    assert (read.kind, read.header, read.numbers) == (table.kind, table.header, table.numbers)
+    numbers = [row.get("to_floor") or 0 for row in rows]
+    assert [row["to_floor"] or 0 for row in read.rows] == pytest.approx(numbers, rel=1e-4)
+    assert "the command" in summary(read) and "geometric means" in summary(read)
+    plot(read, tmp_path / "t.png")
+    assert len(Image.open(tmp_path / "t.png").convert("L").getcolors()) > 50
+    with pytest.raises(MissingFileError, match="none"):
+        read_csv(tmp_path / "none.csv")
+    with pytest.raises(DataError, match=r"t\.png"):
+        read_csv(tmp_path / "t.png")
+
+
+def test_shapes():
+    assert parse_shape("2x64x200x336") == SHAPES[0]
+    for text in ("2x64x200", "2x64x200x0", "2x64x200x-1", "axbxcxd", "", "2x64x200x336x1"):
+        with pytest.raises(ConfigError, match="--shapes"):
+            parse_shape(text)
+
+
+@pytest.mark.parametrize(("positions", "count"), [("S1", 1), ("S1-B2", 17), ("S1-B12", 33), ("ALL", 53)])
+def test_networks_have_the_papers_number_of_whitening_layers(positions, count):
+    built = classifier("R-50", Variant("BN", "GW", positions), SIZES, PRECISIONS["fp32"], CPU)
+    found = sum(isinstance(module, GroupWhitening2d) for module in built.model.modules())
+    assert found == count  # supplement, section 6.2; R-50 has 53 norms
+
+
+def test_the_papers_ratios():
+    ratios = {name: f"{PAPER['R-50'][name] / PAPER['R-50']['BN'] - 1:.1%}" for name in PAPER["R-50"]}
+    assert ratios["GW-S1-B1"] == "23.6%" and ratios["GW-S1-B2"] == "22.7%" and ratios["GW-S1-B12"] == "40.6%"
+    assert ratios["BW-S1-B2"] == "31.3%" and ratios["GW-ALL"] == "90.0%"
+    assert all(set(times) <= set(MODELS[model]) for model, times in PAPER.items())
+    configs = [variant.config for variants in MODELS.values() for variant in variants.values() if variant.config]
+    assert set(configs) <= set(list_configs())
+
+
+def test_each_model_is_divided_by_its_first_variant(monkeypatch):
+    classifiers = {"BN": Variant("BN"), "GN": Variant("GN"), "GW-S1-B2": Variant("BN", "GW", "S1-B2")}
+    detectors = {norm: Variant(config=DEMO.format(norm)) for norm in ("BN", "GW")}
+    models = {"R-18": classifiers, "R-18-inference": classifiers, "small_detector": detectors}
+    monkeypatch.setattr(network_benchmark, "MODELS", models)
+    monkeypatch.setattr(timing, "WARM_UP", 0)
+    measured = measure_networks(list(models), ["GW", "GW-S1-B2"], "fp32", SIZES, 1, CPU)
+    found = {(row["model"], row["variant"]): row for row in measured}
+    assert list(found) == [(model, variant) for model in models for variant in models[model] if variant != "GN"]
+    for (model, _), row in found.items():
+        base = found[model, "BN"]
+        assert row["to_bn"] == pytest.approx(row["median_ms"] / base["median_ms"])
+        assert (row["batch"], row["image"]) == ("2", "64x85" if model == "small_detector" else "32x32")
+        assert ("saved_mib" in row) != (model == "R-18-inference")
+        assert row.get("saved_to_bn") == (row["saved_mib"] / base["saved_mib"] if "saved_mib" in row else None)
+
+
+def test_all_iterations_of_a_detector_are_equal():
+    built = detector(Variant(config=DEMO.format("GW")), SIZES, PRECISIONS["fp32"], CPU)
+    regions = []
+    built.model.roi_heads.mask_head.register_forward_pre_hook(lambda module, args: regions.append(len(args[0])))
+    before = {name: value.clone() for name, value in built.model.named_parameters()}
+    losses = [built.forward().item() for _ in range(2)]
+    built.step.run()
+    assert losses[0] == losses[1]
+    assert all(torch.equal(value, before[name]) for name, value in built.model.named_parameters())
+    assert any(value.grad is not None and value.grad.abs().sum() > 0 for value in built.model.parameters())
+    # the most regions that the mask head can have: a quarter of 64 for each of the two images
+    assert regions == [2 * 16] * 3
+
+
+def test_random_boxes_and_masks_are_inside_their_image():
+    batch = random_batch(get_config(DEMO.format("GW")), SIZES)
+    assert len(batch) == 2
+    for record in batch:
+        assert record["image"].shape == (3, 64, 85) and record["image"].dtype == torch.uint8
+        boxes = record["instances"].gt_boxes
+        assert boxes.area().min() > 0
+        assert boxes.tensor.min() >= 0 and boxes.inside_box((64, 85)).all()
+        outlines = record["instances"].gt_masks.get_bounding_boxes()
+        assert torch.allclose(outlines.tensor, boxes.tensor)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", pytest.param("fp16", marks=pytest.mark.slow)])
+def test_the_weights_do_not_change(precision):
+    built = classifier("R-18", Variant("BN", "GW", "S1-B2"), SIZES, PRECISIONS[precision], CPU)
+    before = [value.clone() for value in built.model.parameters()]
+    for _ in range(2):
+        built.step.run()
+    assert all(torch.equal(now, then) for now, then in zip(built.model.parameters(), before, strict=True))
+    assert torch.isfinite(built.forward())
+
+
+def run(*words):
+    command.main(command.get_parser().parse_args([str(word) for word in words]))
+
+
+def test_rows_are_written_as_they_come(tmp_path, monkeypatch, capsys):
+    words = ["layer", "--device", "cpu", "--shapes", "1x64x5x3", "--repeats", 1, "--output", tmp_path / "t"]
+    run(*words, "--providers", "ours", "group_norm", "--modes", "forward", "memory")
+    table = read_csv(tmp_path / "t.csv")
+    assert [(row["mode"], row["provider"]) for row in table.rows] == [
+        *itertools.product(["forward", "memory"], ["ours", "group_norm"])
+    ]
+    assert {"machine", "threads", "torch", "command", "settings"} <= table.header.keys()
+    assert "saved_to_group_norm" in capsys.readouterr().out and (tmp_path / "t.png").exists()
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "plot", interrupted)
+    monkeypatch.setattr("benchmarks.layer_benchmark.memory_cells", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(*words, "--providers", "ours", "--modes", "forward", "memory")
+    assert [row["mode"] for row in read_csv(tmp_path / "t.csv").rows] == ["forward"]
+
+
+def test_detectors_predict_the_same_image_in_each_round(monkeypatch, tmp_path):
+    calls = []
+
+    def open_predictor(model, device):
+        calls.append((model, device))
+        return lambda image: calls.append((model, image.shape))
+
+    monkeypatch.setattr(network_benchmark, "open_predictor", open_predictor)
+    run("detector", "run", "a.onnx", "--device", "cpu", "--repeats", 4, "--output", tmp_path / "t")
+    assert calls[:2] == [("run", "cpu"), ("a.onnx", "cpu")] and len({shape for _, shape in calls[2:]}) == 1
+    first, second = read_csv(tmp_path / "t.csv").rows
+    assert first["to_first"] == 1 and second["to_first"] == pytest.approx(
+        second["median_ms"] / first["median_ms"], 1e-3
+    )
+
+
+@pytest.mark.parametrize(
+    "words", [["layer", "--shapes", "2x64"], ["layer", "--repeats", "0"], ["model", "--image-size", "x"]]
+)
+def test_bad_flags_are_refused(words, tmp_path):
+    with pytest.raises((ConfigError, ValueError, SystemExit)):
+        run(*words, "--output", tmp_path / "x")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_gpu_times_and_peaks():
+    cases = [Case((2, 64, 5, 3), "bf16", mode, torch.device("cuda"), 64, 5) for mode in (*MODES, "memory")]
+    for row in measure_layers(cases, USUAL, repeats=2):
+        assert row["peak_mib" if row["mode"] == "memory" else "median_ms"] > 0
