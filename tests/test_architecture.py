@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from .tiny_run import ROOT
+
 PACKAGE = ROOT / "gw_detectron"
 
 # A room may import the rooms of the rows above its own.

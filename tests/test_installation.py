@@ -11,7 +11,7 @@ import torch
 
 from gw_detectron.commands import doctor
 from gw_detectron.data.synthetic import make_synthetic
-from gw_detectron.installation import git_commit, package_versions
+from gw_detectron.installation import git_commit, has_detectron2
 
 from .tiny_run import DATA, ROOT, environment, words
 
@@ -77,11 +77,13 @@ def test_commands_without_detectron2(command, status):
     assert ("needs Detectron2" in done.stderr) == (status == 1)
 
 
-def test_an_error_inside_detectron2_is_raised(tmp_path):
+def test_an_error_inside_detectron2_is_raised(tmp_path, monkeypatch):
     (tmp_path / "detectron2").mkdir()
     (tmp_path / "detectron2" / "__init__.py").write_text("import no_such_dependency")
-    done = run(f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nimport gw_detectron")
-    assert done.stderr.splitlines()[-1] == "ModuleNotFoundError: No module named 'no_such_dependency'"
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "detectron2")
+    with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
+        has_detectron2()
 
 
 # a user's script for stock Detectron2: it neither imports nor names this package
@@ -145,21 +147,12 @@ def test_git_commit(tmp_path, monkeypatch):
     assert git_commit(tmp_path) == ""
 
 
-def test_versions_of_packages_that_are_installed():
-    assert package_versions(["no-such-package", "pytest"]) == {"pytest": pytest.__version__}
-
-
-def run_doctor(capsys) -> tuple[bool, dict]:
-    healthy = doctor.main(argparse.Namespace(json=True))
-    return healthy, json.loads(capsys.readouterr().out)
-
-
 def test_doctor_finds_a_healthy_installation(capsys):
-    healthy, found = run_doctor(capsys)
+    assert doctor.main(argparse.Namespace(json=True))
+    found = json.loads(capsys.readouterr().out)
     works = {check["part"]: check["works"] for check in found["checks"]}
-    assert healthy and works["Detectron2 components"] and works["whitening layers (cpu)"]
-    assert doctor.main(argparse.Namespace(json=False))
-    assert "BROKEN" not in capsys.readouterr().out
+    assert works["Detectron2 components"] and works["whitening layers (cpu)"]
+    assert torch.__version__.startswith(found["installation"]["torch"])
 
 
 @pytest.mark.parametrize("fault", ["wrong numbers", "no kernel image"])
@@ -172,16 +165,5 @@ def test_doctor_finds_broken_layers(capsys, monkeypatch, fault):
         raise RuntimeError(fault)
 
     monkeypatch.setattr(doctor, "_output_and_gradient", broken)
-    healthy, found = run_doctor(capsys)
-    assert not healthy and found["checks"][0]["broken"]
-
-
-@pytest.mark.parametrize(
-    ("hip", "capability", "works"), [(None, (9, 0), True), (None, (7, 5), False), ("6", (9, 0), False)]
-)
-def test_doctor_names_the_gpus_of_the_kernels(monkeypatch, hip, capability, works):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU 1")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    monkeypatch.setattr(torch.version, "hip", hip)
-    assert doctor._triton().works == works
+    assert not doctor.main(argparse.Namespace(json=False))
+    assert "BROKEN" in capsys.readouterr().out

@@ -15,7 +15,7 @@ from torch import nn
 
 from examples import timm_models
 from gw_detectron.config import read_config
-from gw_detectron.errors import UnknownNormError, UserError, WeightsFileError
+from gw_detectron.errors import UserError
 from gw_detectron.layers import GroupWhitening2d
 from gw_detectron.weights.conversion import to_torchvision
 from gw_detectron.weights.weights_io import convert_file
@@ -27,14 +27,7 @@ def whitened(model: nn.Module) -> int:
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [
-        ("gw_resnet18.s1_b2", 9),
-        ("gw_resnet50", 17),
-        ("gw_resnet50.s1", 1),
-        ("gw_resnet50.s1_b12", 33),
-        ("gw_resnet50.all", 53),
-        ("gw_resnext50_32x4d.s1_b3", 17),
-    ],
+    [("gw_resnet18.s1_b2", 9), ("gw_resnet50", 17), ("gw_resnet50.s1_b12", 33), ("gw_resnext50_32x4d.s1_b3", 17)],
 )
 def test_the_tag_names_the_positions(name, count):
     model = timm.create_model(name, num_classes=3)
@@ -93,20 +86,7 @@ def test_mean_and_std_of_the_training_are_kept(tmp_path):
     assert images.pixel_mean == pytest.approx((127.5, 102, 76.5)) and images.pixel_std == pytest.approx((51, 51, 51))
 
 
-def test_a_mean_of_one_value_is_refused(tmp_path):
-    flags = {"model": "gw_resnet18", "mean": [0.5], "std": [0.2]}
-    path = saved(tmp_path, timm.create_model("gw_resnet18", num_classes=3), flags)
-    with pytest.raises(WeightsFileError, match=r"mean \[0.5\] and std \[0.2\].*Fix: train with three values"):
-        convert_file(path, tmp_path / "weights.pkl")
-
-
-@pytest.mark.parametrize("flags", [{"model": "resnet18"}, {"model": 3, "model_kwargs": 5}, {}], ids=str)
-def test_a_checkpoint_of_another_model_names_no_norm(tmp_path, flags):
-    path = saved(tmp_path, timm.create_model("gw_resnet18", num_classes=3), {"model": "", **flags})
-    with pytest.raises(UnknownNormError, match="Fix: state it"):
-        convert_file(path, tmp_path / "weights.pkl")
-
-
+@pytest.mark.slow
 def test_a_script_of_timm_finds_the_models(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import sys, timm\nprint(timm.is_model('gw_resnet50'), __name__, sys.argv[1:])\n")
