@@ -252,11 +252,11 @@ def test_the_papers_ratios():
 
 def test_each_model_is_divided_by_its_first_variant(monkeypatch):
     classifiers = {"BN": Variant("BN"), "GN": Variant("GN"), "GW-S1-B2": Variant("BN", "GW", "S1-B2")}
-    detectors = {norm: Variant(config=DEMO.format(norm)) for norm in ("BN", "GW")}
+    detectors = {norm: Variant(config=DEMO.format(norm)) for norm in ("BN", "BN_GW")}
     models = {"R-18": classifiers, "R-18-inference": classifiers, "small_detector": detectors}
     monkeypatch.setattr(network_benchmark, "MODELS", models)
     monkeypatch.setattr(timing, "WARM_UP", 0)
-    measured = measure_networks(list(models), ["GW", "GW-S1-B2"], "fp32", SIZES, 1, CPU)
+    measured = measure_networks(list(models), ["BN_GW", "GW-S1-B2"], "fp32", SIZES, 1, CPU)
     found = {(row["model"], row["variant"]): row for row in measured}
     assert list(found) == [(model, variant) for model in models for variant in models[model] if variant != "GN"]
     for (model, _), row in found.items():
@@ -268,7 +268,7 @@ def test_each_model_is_divided_by_its_first_variant(monkeypatch):
 
 
 def test_all_iterations_of_a_detector_are_equal():
-    built = detector(Variant(config=DEMO.format("GW")), SIZES, PRECISIONS["fp32"], CPU)
+    built = detector(Variant(config=DEMO.format("BN_GW")), SIZES, PRECISIONS["fp32"], CPU)
     regions = []
     built.model.roi_heads.mask_head.register_forward_pre_hook(lambda module, args: regions.append(len(args[0])))
     before = {name: value.clone() for name, value in built.model.named_parameters()}
@@ -282,7 +282,7 @@ def test_all_iterations_of_a_detector_are_equal():
 
 
 def test_random_boxes_and_masks_are_inside_their_image():
-    batch = random_batch(get_config(DEMO.format("GW")), SIZES)
+    batch = random_batch(get_config(DEMO.format("BN_GW")), SIZES)
     assert len(batch) == 2
     for record in batch:
         assert record["image"].shape == (3, 64, 85) and record["image"].dtype == torch.uint8
