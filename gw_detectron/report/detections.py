@@ -43,9 +43,9 @@ class ImageMatches:
     missed: list[dict[str, Any]]
 
     @property
-    def wrong(self) -> list[tuple[dict[str, Any], str]]:
-        """Wrong detections and their kinds."""
-        return [pair for pair in zip(self.found, self.kinds, strict=True) if pair[1] != CORRECT]
+    def errors(self) -> int:
+        """The number of missed objects and wrong detections."""
+        return len(self.missed) + len(self.kinds) - self.kinds.count(CORRECT)
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class Detections:
         """Return the annotations of an image."""
         return self.truth.imgToAnns[image_id]
 
-    def draw(self, image_id: Any, objects: Iterable[dict[str, Any]], notes: Sequence[str] | None = None) -> np.ndarray:
+    def draw(self, image_id: Any, objects: Sequence[dict[str, Any]], notes: Sequence[str]) -> np.ndarray:
         """Draw annotations or detections in COCO's format on their image, with a note at each.
 
         Returns:
@@ -197,7 +197,6 @@ class Detections:
         Raises:
             MissingFileError, DataError: the image cannot be read.
         """
-        objects = list(objects)
         index = {category: index for index, category in enumerate(self.category_ids)}
         boxes = np.array([each["bbox"] for each in objects], dtype=float).reshape(-1, 4)
         boxes[:, 2:] += boxes[:, :2]

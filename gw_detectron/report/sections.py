@@ -3,7 +3,7 @@
 import contextlib
 import io
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..data.images import evenly_spread
 from ..errors import is_user_error
 from ..modeling import build_checked_model
 from ..norms import norm_summary
-from .detections import KINDS, ImageMatches
+from .detections import CORRECT, KINDS, ImageMatches
 from .run_folder import RunFolder
 
 _TASKS = {"bbox": "box", "segm": "mask", "keypoints": "keypoint"}
@@ -255,48 +255,36 @@ def _plot_confusion(table: np.ndarray, rows: Sequence[str], columns: Sequence[st
 def predictions(run: RunFolder) -> Section:
     """Draw ground truth and detections of images with objects, which are spread over the dataset."""
     images = [image for image in run.matches if image.found or image.missed] or run.matches
-    rows = [
-        [
-            _photo(run, f"image_{number}_truth", image, run.detections.objects(image.image_id), "ground truth"),
-            _photo(run, f"image_{number}_found", image, image.found, "predictions"),
-        ]
-        for number, image in enumerate(evenly_spread(images, run.images), 1)
-    ]
-    return Section(text=f"Ground truth, and detections of score {run.score:g} and more.", pictures=rows)
+    chosen = enumerate(evenly_spread(images, run.images), 1)
+    text = f"Ground truth, and detections of score {run.score:g} and more, with what is wrong."
+    return Section(text=text, pictures=[_photos(run, f"image_{number}", image) for number, image in chosen])
 
 
 def errors(run: RunFolder) -> Section:
-    """Draw the missed objects and the wrong boxes of the images with the most of them."""
-    images = sorted(run.matches, key=lambda image: -len(image.missed) - len(image.wrong))[: run.images]
-    pictures, numbers = [], []
-    for number, image in enumerate(images, 1):
-        if not image.missed and not image.wrong:
-            continue
-        boxes, kinds = [box for box, _ in image.wrong], [kind for _, kind in image.wrong]
-        missed = f"{len(image.missed)} of {len(run.detections.objects(image.image_id))} objects missed"
-        wrong = f"{len(boxes)} of {len(image.found)} boxes wrong"
-        pictures.append(
-            [
-                _photo(run, f"error_{number}_missed", image, image.missed, missed),
-                _photo(run, f"error_{number}_wrong", image, boxes, wrong, kinds),
-            ]
-        )
-        file = run.detections.file_name(image.image_id)
-        numbers.append({"image": image.image_id, "file": file, "missed": len(image.missed), "wrong": len(boxes)})
-    text = "Only missed objects, and only wrong boxes, of the images with the most of them."
-    return Section(numbers, text, pictures=pictures)
+    """Draw the images with the most missed objects and wrong boxes."""
+    images = sorted(run.matches, key=lambda image: -image.errors)[: run.images]
+    images = [image for image in images if image.errors]
+    numbers = [
+        {"image": image.image_id, "file": run.detections.file_name(image.image_id), "errors": image.errors}
+        for image in images
+    ]
+    pictures = [_photos(run, f"error_{number}", image) for number, image in enumerate(images, 1)]
+    return Section(numbers, "The images with the most missed objects and wrong boxes.", pictures=pictures)
 
 
-def _photo(
-    run: RunFolder,
-    name: str,
-    image: ImageMatches,
-    objects: Iterable[dict[str, Any]],
-    caption: str,
-    notes: Sequence[str] | None = None,
-) -> Picture:
-    pixels = run.detections.draw(image.image_id, objects, notes)
-    return Picture.from_photo(name, pixels, f"{run.detections.file_name(image.image_id)}: {caption}")
+def _photos(run: RunFolder, name: str, image: ImageMatches) -> list[Picture]:
+    """Draw the objects of an image, and its detections."""
+    found, objects = run.detections, run.detections.objects(image.image_id)
+    file = found.file_name(image.image_id)
+    missed = {id(each) for each in image.missed}
+    truth = found.draw(image.image_id, objects, ["missed" if id(each) in missed else "" for each in objects])
+    kinds = [kind.replace(CORRECT, "") for kind in image.kinds]
+    boxes = found.draw(image.image_id, image.found, kinds)
+    wrong = sum(map(bool, kinds))
+    return [
+        Picture.from_photo(f"{name}_truth", truth, f"{file}: {len(missed)} of {len(objects)} objects missed"),
+        Picture.from_photo(f"{name}_found", boxes, f"{file}: {wrong} of {len(kinds)} boxes wrong"),
+    ]
 
 
 #: heading -> section, in the order of the page

@@ -19,7 +19,6 @@ def write_run(
     folder: Path,
     *,
     classes: int = 3,
-    predict: bool = True,
     config: Path = CONFIG,
     **options: Any,
 ) -> Path:
@@ -49,10 +48,8 @@ def write_run(
     ]
     records.append({"iteration": 40, "bbox/AP": 12.5, "bbox/APl": float("nan")})
     (folder / "metrics.json").write_text("\n".join(map(json.dumps, records)) + "\n")
-    if predict:
-        (folder / "inference").mkdir(exist_ok=True)
-        results = _predictions(content)
-        (folder / "inference" / "coco_instances_results.json").write_text(json.dumps(results))
+    (folder / "inference").mkdir(exist_ok=True)
+    (folder / "inference" / "coco_instances_results.json").write_text(json.dumps(_predictions(content)))
     return folder
 
 
@@ -72,19 +69,10 @@ def _photos(folder: Path, classes: int) -> dict[str, Any]:
             side, number = 24, len(content["annotations"])
             box = [4 + 30 * index, int(random.integers(0, SIDE - side)), side, side]
             ImageDraw.Draw(image).rectangle([*box[:2], box[0] + side, box[1] + side], fill=(number % 255, 80, 200))
-            content["annotations"].append(
-                {
-                    "id": number + 1,
-                    "image_id": image_id,
-                    "category_id": 10 + number % classes,
-                    "bbox": box,
-                    "area": side**2,
-                    "iscrowd": 0,
-                    "segmentation": [
-                        [*box[:2], box[0] + side, box[1], box[0] + side, box[1] + side, box[0], box[1] + side]
-                    ],
-                }
-            )
+            (x, y), shape = box[:2], {"bbox": box, "area": side**2, "iscrowd": 0}
+            shape["segmentation"] = [[x, y, x + side, y, x + side, y + side, x, y + side]]
+            ids = {"id": number + 1, "image_id": image_id, "category_id": 10 + number % classes}
+            content["annotations"].append({**ids, **shape})
         image.save(folder / f"{image_id}.jpg")
         content["images"].append({"id": image_id, "file_name": f"{image_id}.jpg", "width": SIDE, "height": SIDE})
     return content

@@ -53,25 +53,16 @@ FOUND = [
 ]
 
 
-def test_a_box_that_touches_a_crowd_alone_is_background():
-    found = [(1, CAT, [55, 60, 20, 20], 0.8)]
-    image, _ = detections([(1, CAT, [0, 50, 60, 40], 1)], found).match(0.5)
-    assert image.kinds == ["background"]
-
-
-def test_a_hand_made_image_is_matched():
-    image, other = detections(TRUTH, FOUND).match(0.5)
+def test_a_hand_made_image_is_matched_and_counted():
+    own = detections(TRUTH, FOUND)
+    image, other = own.match(0.5)
+    table = own.count_pairs([image, other])
+    assert table.tolist() == [[1, 0, 1], [1, 0, 1], [2, 1, 0]]  # cat, dog, background x cat, dog, missed
     assert [each["score"] for each in image.found] == [0.9, 0.8, 0.7, 0.65, 0.6]
     assert image.kinds == ["correct", "duplicate", "wrong class", "poor box", "background"]
-    assert [each["id"] for each in image.missed] == [3] and len(image.wrong) == 4
+    assert [each["id"] for each in image.missed] == [3] and image.errors == 5
     assert [each and each["id"] for each in image.matched] == [1, None, 2, None, None]
     assert (other.image_id, other.found, [each["id"] for each in other.missed]) == (2, [], [5])
-
-
-def test_the_confusion_table_of_a_hand_made_image():
-    found = detections(TRUTH, FOUND)
-    table = found.count_pairs(found.match(0.5))
-    assert table.tolist() == [[1, 0, 1], [1, 0, 1], [2, 1, 0]]  # cat, dog, background x cat, dog, missed
 
 
 def test_random_boxes_are_matched_greedily_by_score():
