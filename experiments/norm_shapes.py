@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gw_detectron.layers import BatchWhitening2d, FrozenBatchWhitening2d, GroupWhitening2d
 from gw_detectron.modeling.build import build_checked_model
-from gw_detectron.norms.norm_listing import norm_rows
+from gw_detectron.norms.listing import norm_rows
 
 from .feasibility import Constraints, batch_constraints, group_constraints
 

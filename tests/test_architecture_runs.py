@@ -7,7 +7,7 @@ import torch
 
 from gw_detectron.engine import Trainer, main
 from gw_detectron.engine.train import prepare
-from gw_detectron.norms.norm_listing import norm_rows
+from gw_detectron.norms.listing import norm_rows
 
 from .architectures import ARCHITECTURES, gw_places, skip_without_operators, small_arguments
 

@@ -10,7 +10,7 @@ from gw_detectron.checkpoint import load_checkpoint, open_checkpoint
 from gw_detectron.engine import Trainer, setup
 from gw_detectron.layers import BatchWhitening2d
 from gw_detectron.norms import norm_spec, resolve_norm
-from gw_detectron.norms.norm_listing import norm_rows
+from gw_detectron.norms.listing import norm_rows
 
 from .tiny_run import OPTS, ROOT, arguments
 

@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 import torch
 from detectron2.config import CfgNode
-from detectron2.layers import get_norm
 from detectron2.modeling import build_model
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
@@ -29,7 +28,7 @@ from gw_detectron.checkpoint import load_checkpoint, open_checkpoint
 from gw_detectron.config import default_config, flat_items, read_config
 from gw_detectron.errors import DataError, NormError, UserError, WeightsFileError
 from gw_detectron.layers import GroupWhitening2d
-from gw_detectron.norms.names import find_norm_spec, resolve_norm
+from gw_detectron.norms import build_norm, norm_spec
 from gw_detectron.preflight.annotation_checks import DatasetNeeds, check_coco
 from gw_detectron.weights import convert
 from gw_detectron.weights.reading import Contents, read_weights_file
@@ -125,16 +124,15 @@ SPECS = st.one_of(st.tuples(NAMES, ITEMS).map(":".join), st.text(max_size=12), L
 @example(spec="BW:momentum=nan", channels=64)
 @fuzz(50)
 def test_a_norm_name_makes_a_layer_that_prints_it(spec, channels):
-    try:
-        norm = resolve_norm(spec, channels=[channels])
-    except NormError:
-        return
     with torch.device("meta"):
-        layer = get_norm(norm, channels)
-        printed = layer and find_norm_spec(layer)
+        try:
+            layer = build_norm(spec, channels)
+        except NormError:
+            return
+        printed = layer and norm_spec(layer)
         if printed is not None:
-            again = get_norm(resolve_norm(printed), channels)
-            assert repr(again) == repr(layer) and find_norm_spec(again) == printed
+            again = build_norm(printed, channels)
+            assert repr(again) == repr(layer) and norm_spec(again) == printed
 
 
 # files

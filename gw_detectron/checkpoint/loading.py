@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, InvalidWeightsError, NormMismatchError, PartialLoadError, summarize_names
 from ..modeling import build_checked_model
-from ..modeling.norm_keys import NORM_KEYS
-from ..norms.norm_listing import norm_rows
+from ..modeling.config_keys import NORM_KEYS
+from ..norms.listing import norm_rows
 from ..weights.metadata import NORMS
 from ..weights.reading import weight_problem
 from .opening import Checkpoint, open_start_weights

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from ..config import flat_items, parse_config
 from ..errors import ConfigError
 from ..installation import __version__, git_commit
-from ..norms.convs import CONVS, conv_names
-from ..norms.norm_listing import evaluation_spec, norm_rows
+from ..norms.conversion import CONVS, conv_names
+from ..norms.listing import evaluation_spec, norm_rows
 from ..weights.architecture import DETECTOR_PREFIX, Architecture
 from ..weights.metadata import NORMS
 from ..weights.norm_inference import norm_key

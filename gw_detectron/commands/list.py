@@ -15,9 +15,7 @@ from ..config import config_summary, read_config, shipped_configs
 from ..errors import ConfigError
 from ..model_zoo import list_configs
 from ..modeling import build_checked_model
-from ..norms import norm_options, norm_table
-from ..norms.installed import get_norm
-from ..norms.names import find_norm_spec, resolve_norm
+from ..norms import build_norm, norm_options, norm_spec, norm_table
 from ..ops.solvers import SOLVERS
 
 
@@ -70,8 +68,7 @@ def _configs(words: list[str]) -> str:
 def _describe(spec: str, channels: int) -> dict[str, object]:
     if channels < 1:
         raise ConfigError(f"--channels ({channels}): too few. Fix: give 1 or more.")
-    norm = resolve_norm(spec, where="NORM", channels=[channels])
     with torch.device("meta"):
-        layer = get_norm(norm, channels) or nn.Identity()
+        layer = build_norm(spec, channels, where="NORM") or nn.Identity()
     parameters = sum(parameter.numel() for parameter in layer.parameters())
-    return {"norm": spec, "in full": find_norm_spec(layer), "layer": type(layer).__name__, "parameters": parameters}
+    return {"norm": spec, "in full": norm_spec(layer), "layer": type(layer).__name__, "parameters": parameters}

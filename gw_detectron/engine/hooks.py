@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..cli import Interrupted, signals_handled
 from ..errors import check_minimum
-from ..norms.norm_listing import is_synchronized
+from ..norms.listing import is_synchronized
 from .whitening_stats import WhiteningLayer, checked_statistics, reduce_statistics, whitening_layers
 
 log = logging.getLogger(__name__)

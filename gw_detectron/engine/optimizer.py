@@ -12,7 +12,7 @@ from detectron2.solver.build import get_default_optimizer_params as detectron2_o
 from torch import Tensor, nn
 
 from ..errors import check_minimum
-from ..norms.names import find_norm_spec
+from ..norms.names import norm_spec
 
 _Groups = list[dict[str, Any]]
 
@@ -56,7 +56,7 @@ def _set_norm_decay(groups: _Groups, model: nn.Module, decay: float | None, bias
     affine = {
         parameter
         for layer in model.modules()
-        if find_norm_spec(layer) is not None
+        if norm_spec(layer) is not None
         for name, parameter in layer.named_parameters(recurse=False)
         if name != "bias" or bias_decay is None
     }

@@ -22,8 +22,8 @@ from ..checkpoint.opening import local_file
 from ..config import changed_config, find_config_file, get_value, read_config
 from ..data import record_datasets, registered_datasets
 from ..errors import ConfigError
-from ..modeling.class_counts import object_count_keys
-from ..norms.norm_listing import norm_summary
+from ..modeling.config_keys import object_count_keys
+from ..norms.listing import norm_summary
 from ..preflight import PreflightReport, preflight
 from .hooks import WhiteningStatsHook
 from .launch import in_all_processes

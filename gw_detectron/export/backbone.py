@@ -16,7 +16,7 @@ from torch.export import Dim
 from ..atomic import atomic_folder
 from ..errors import ConfigError, ExportError, ParityError
 from ..layers import use_backend
-from ..norms.norm_listing import norm_counts
+from ..norms.listing import norm_counts
 from ..progress import steps
 from .formats import FORMATS, LAYOUTS, write_program, write_safetensors
 from .report_files import REPORT_FILES, write_report_files

@@ -23,7 +23,7 @@ from ..atomic import atomic_folder
 from ..data import class_metadata, synthetic_images
 from ..data.images import ImageNamingMapper, channels_first, evaluation_input, read_image
 from ..errors import ConfigError, ExportError, ParityError, similar_names
-from ..norms.norm_listing import norm_counts
+from ..norms.listing import norm_counts
 from ..progress import steps
 from .base import DetectorProgram
 from .formats import DETECTOR_FORMATS, write_program

@@ -18,8 +18,8 @@ from ..checkpoint import NORMS, NormRecord
 from ..errors import ExportError
 from ..installation import require_packages
 from ..norms import resolve_norm
-from ..norms.convs import conv_names
-from ..norms.norm_listing import evaluation_spec, norm_rows
+from ..norms.conversion import conv_names
+from ..norms.listing import evaluation_spec, norm_rows
 from ..weights.architecture import Norms, build_torchvision, infer_architecture
 from ..weights.conversion import to_torchvision
 from ..weights.metadata import DESCRIPTION

@@ -25,7 +25,7 @@ from .batch_renorm import BatchRenorm2d
 from .batch_whitening import ROTATIONS, RUNNING, BatchWhitening2d, FrozenBatchWhitening2d
 from .group_whitening import GroupWhitening2d
 from .shared_statistics import joint_statistics
-from .weight_standardization import standardize_weight, standardize_weights
+from .weight_standardization import WeightStandardized, standardize_weight, standardize_weights
 
 __all__ = [
     "ROTATIONS",
@@ -36,6 +36,7 @@ __all__ = [
     "FrozenBatchWhitening2d",
     "GroupWhitening2d",
     "Solver",
+    "WeightStandardized",
     "batch_whiten",
     "group_whiten",
     "joint_statistics",

@@ -1,17 +1,17 @@
 """Batch whitening as a module with running statistics, and a frozen one."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import orthogonal
 
 from ..ops.batch_whitening.channel_groups import effective_width, join_matrices, split, split_matrices
 from ..ops.batch_whitening.reference import to_columns, transform
 from ..ops.batch_whitening.statistics import BatchStatistics, batch_statistics
 from ..ops.checks import autocast_off, check_flag, check_integer, check_number, check_tensors
 from ..ops.solvers import Solver
-from .mixin_swap import base_class, change_base
-from .rotation import GroupRotation
 
 #: running averages for evaluation: of whitening matrices, or of covariances
 RUNNING = ("matrix", "covariance")
@@ -256,12 +256,57 @@ class FrozenBatchWhitening2d(BatchWhitening2d):
             if isinstance(layer, BatchWhitening2d) and not isinstance(layer, cls)
         }
         for name, layer in layers.items():
-            if base_class(layer) is not BatchWhitening2d:
+            if type(layer) is not BatchWhitening2d:
                 raise TypeError(
                     f"{name or 'module'} ({type(layer).__name__}): a subclass of BatchWhitening2d, which would compute "
                     "something else when frozen. Fix: freeze it by eval() and requires_grad_(False)."
                 )
         for layer in layers.values():
-            change_base(layer, cls)
+            layer.__class__ = cls
             cls._freeze(layer)  # type: ignore[arg-type]
         return module
+
+
+class GroupRotation(nn.Module):
+    r"""Learnable orthogonal matrices, one per group of channels.
+
+    .. math:: Q = (I + S) (I - S)^{-1}, \quad S = -S^T, \quad S = 0 \text{ initially}
+
+    White channels stay white under a rotation, so a network may learn one. S is held by torch's orthogonal
+    parametrization: a layer with a rotation can be copied and its state dict saved, but not pickled as a whole.
+
+    Args:
+        num_channels: C.
+        channels_per_group: k; the last group may be smaller.
+
+    Source: On Batch Orthogonalization Layers, section VI-B and appendix C. Its Eq. 51 misplaces a bracket: the
+        derivative, which torch computes here, is (I + W^T) dW (I - S)^{-T}.
+    """
+
+    whole: Tensor
+    last: Tensor
+
+    def __init__(self, num_channels: int, channels_per_group: int) -> None:
+        super().__init__()
+        groups, rest = divmod(num_channels, channels_per_group)
+        self._names = ["whole", "last"] if rest else ["whole"]
+        for name, shape in zip(self._names, ((groups, channels_per_group), (1, rest)), strict=False):
+            self.register_parameter(name, nn.Parameter(torch.zeros(*shape, shape[1])))
+            # use_trivialization would store a second matrix, the identity
+            orthogonal(self, name, "cayley", use_trivialization=False)
+
+    def reset_parameters(self) -> None:
+        """Set the rotations to the identity."""
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GroupRotation":
+        """Convert tensors, but stay in float32 or wider: torch.linalg.solve has no half-precision kernel."""
+        super()._apply(fn, recurse)
+        if any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in self.parameters()):
+            super()._apply(lambda tensor: tensor.float(), recurse)
+        return self
+
+    def forward(self) -> list[Tensor]:
+        """Return the rotations: (C // k, k, k), perhaps (1, r, r)."""
+        return [getattr(self, name) for name in self._names]

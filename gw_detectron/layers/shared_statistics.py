@@ -1,24 +1,13 @@
 """Statistics that the samples of a batch share, for tiles of one image."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
 from .group_whitening import GroupWhitening2d
-from .mixin_swap import ClassChange, change_class, original_class
-
-
-class JointStatistics(ClassChange):
-    """Mixin for a per-sample norm: it sees the samples of a batch as one."""
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if len(x) < 2 or x.dim() < 3:  # one sample, or vectors, which are no tiles
-            return super().forward(x, *args, **kwargs)
-        below = x.transpose(0, 1).flatten(1, 2)[None]  # (1, C, N H, W): the samples below each other
-        y = super().forward(below, *args, **kwargs)
-        return y[0].unflatten(1, (len(x), x.shape[2])).transpose(0, 1)
 
 
 @contextmanager
@@ -47,11 +36,22 @@ def joint_statistics(model: nn.Module) -> Iterator[None]:
             f"model ({type(model).__name__}): no GroupWhitening2d or nn.GroupNorm. Fix: leave out joint_statistics, "
             "as other norms give a tile the statistics of the image."
         )
-    changed = [layer for layer in layers if not isinstance(layer, JointStatistics)]
-    for layer in changed:
-        change_class(layer, JointStatistics)
+    before = [vars(layer).get("forward") for layer in layers]
+    for layer in layers:
+        layer.forward = functools.partial(_as_one_sample, layer.forward)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        for layer in changed:
-            layer.__class__ = original_class(layer)
+        for layer, forward in zip(layers, before, strict=True):
+            if forward is None:
+                del layer.forward
+            else:
+                layer.forward = forward  # type: ignore[method-assign]
+
+
+def _as_one_sample(forward: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if len(x) < 2 or x.dim() < 3:  # a single sample or (N, C) input: nothing to join
+        return forward(x, *args, **kwargs)
+    below = x.transpose(0, 1).flatten(1, 2)[None]  # (1, C, N H, W): the samples below each other
+    y = forward(below, *args, **kwargs)
+    return y[0].unflatten(1, (len(x), x.shape[2])).transpose(0, 1)

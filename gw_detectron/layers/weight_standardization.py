@@ -1,12 +1,11 @@
 """Weight Standardization of the convolutions of a built model."""
 
-import copy
 import fnmatch
+import functools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from .mixin_swap import ClassChange, change_class, original_class
 
 EPS = 1e-5
 
@@ -33,15 +32,14 @@ def standardize_weight(weight: Tensor) -> Tensor:
     return (weight - mean) / (deviation + EPS)
 
 
-class WeightStandardized(ClassChange):
+class WeightStandardized(nn.Module):
     """Mixin for a convolution: its weight is standardized at each access.
+
+    ``torch.nn.utils.parametrize`` would rename the parameters, which pretrained weights name.
 
     Parameters and state dict contain the weight itself; writing into the computed one has no effect. So initialize
     before, or by ``reset_parameters``, fold no BN into it (``fuse_conv_bn_eval``), and do not shard it by
     ``fully_shard`` (FSDP2), which would train the computed one.
-
-    ``torch.jit.script`` gets a plain convolution with the standardized weight, and puts it into the scripted model too:
-    script a copy. Tracing and ``torch.export`` do not.
     """
 
     @property
@@ -56,17 +54,14 @@ class WeightStandardized(ClassChange):
 
     def reset_parameters(self) -> None:
         """Draw the weight itself anew."""
-        changed, self.__class__ = type(self), original_class(self)
+        standardized, self.__class__ = type(self), type(self).__bases__[1]
         try:
             self.reset_parameters()
         finally:
-            self.__class__ = changed
+            self.__class__ = standardized
 
-    def __prepare_scriptable__(self) -> nn.Module:
-        plain = copy.copy(self)
-        plain.__class__ = original_class(self)
-        plain._parameters = {**self._parameters, "weight": nn.Parameter(self.weight.detach())}
-        return plain
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _empty, type(self).__bases__[1:], self.__dict__
 
 
 def standardize_weights(model: nn.Module, pattern: str = "*") -> list[str]:
@@ -101,15 +96,27 @@ def standardize_weights(model: nn.Module, pattern: str = "*") -> list[str]:
             raise ValueError(f"{name}: a filter of one value has no deviation. Fix: leave this convolution out.")
     for module in found.values():
         if not isinstance(module, WeightStandardized):
-            change_class(module, WeightStandardized)
+            module.__class__ = _standardized(type(module))  # type: ignore[arg-type]
     return list(found)
 
 
 def _is_convolution_before_norm(module: nn.Module) -> bool:
-    """Tell whether a module is a convolution, and if it is Detectron2's, has a norm."""
+    """Return whether a module is a convolution, and if it is Detectron2's, has a norm."""
     weight = module._parameters.get("weight")
     if weight is None:  # not a convolution, or its weight is computed, as by torch.nn.utils.weight_norm
         return False
     if hasattr(module, "norm"):  # Detectron2's, some of which are not torch's
         return module.norm is not None and weight.dim() == 4
     return isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
+
+
+@functools.cache
+def _standardized(base: Any) -> type[nn.Module]:
+    # torch.fx traces into modules that are not of torch.nn, and would make the computed weight a constant
+    return type(f"WeightStandardized{base.__name__}", (WeightStandardized, base), {"__module__": base.__module__})
+
+
+def _empty(base: Any) -> nn.Module:
+    """Make the module that pickle fills; it does not find classes that are made at run time."""
+    cls = _standardized(base)
+    return cls.__new__(cls)

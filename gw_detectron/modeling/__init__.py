@@ -1,8 +1,9 @@
 """Detectron2 components with group whitening; importing this package registers them."""
 
 from .build import build_checked_model
-from .conv_norm_relu import ConvNormReLU
-from .dense_heads import HAS_FCOS, GWRetinaNet, GWRetinaNetHead, GWSemSegFPNHead
+from .config_keys import CLASS_COUNTS, NORM_KEYS, object_count_keys, unread_keys
+from .convs import ConvNormReLU
+from .dense_heads import GWFCOSHead, GWRetinaNet, GWRetinaNetHead, GWSemSegFPNHead
 from .fpn import GWFPN, build_gw_resnet_fpn_backbone, build_gw_retinanet_resnet_fpn_backbone
 from .resnet import (
     GWBasicBlock,
@@ -16,12 +17,15 @@ from .resnet import (
 from .roi_heads import GWFastRCNNConvFCHead, GWMaskRCNNConvUpsampleHead, GWRes5ROIHeads
 
 __all__ = [
+    "CLASS_COUNTS",
     "GWFPN",
+    "NORM_KEYS",
     "ConvNormReLU",
     "GWBasicBlock",
     "GWBasicStem",
     "GWBottleneckBlock",
     "GWDeformBottleneckBlock",
+    "GWFCOSHead",
     "GWFastRCNNConvFCHead",
     "GWMaskRCNNConvUpsampleHead",
     "GWRes5ROIHeads",
@@ -34,9 +38,6 @@ __all__ = [
     "build_gw_resnet_fpn_backbone",
     "build_gw_retinanet_resnet_fpn_backbone",
     "gw_resnet",
+    "object_count_keys",
+    "unread_keys",
 ]
-
-if HAS_FCOS:
-    from .dense_heads import GWFCOSHead
-
-    __all__ += ["GWFCOSHead"]

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..config import changed_config
 from ..errors import ConfigError, UserError
-from .norm_keys import misplaced_norms
+from .config_keys import misplaced_norms
 
 
 def build_checked_model(cfg: CfgNode, device: str | None = None) -> nn.Module:

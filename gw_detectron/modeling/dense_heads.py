@@ -1,70 +1,72 @@
 """Detectron2's heads on whole feature maps with any norm: RetinaNet's, FCOS's and the semantic one."""
 
-import importlib.util
 import itertools
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
-from detectron2.config import CfgNode
-from detectron2.layers import Conv2d, get_norm
+from detectron2.config import CfgNode, configurable
+from detectron2.layers import Conv2d, ShapeSpec, get_norm
 from detectron2.modeling import META_ARCH_REGISTRY, SEM_SEG_HEADS_REGISTRY, RetinaNet
+from detectron2.modeling.meta_arch.fcos import FCOSHead
 from detectron2.modeling.meta_arch.retinanet import RetinaNetHead
 from detectron2.modeling.meta_arch.semantic_seg import SemSegFPNHead
 from torch import nn
 
 from ..config import changed_config
-from ..norms import Norm
-from .any_norm_head import AnyNormHead
-
-HAS_FCOS = importlib.util.find_spec("detectron2.modeling.meta_arch.fcos") is not None  # from v0.6 on
+from ..norms import Norm, resolve_norm
+from .convs import append_fusible_relu
 
 
-class _LateNorms(nn.Module):
-    """Mixin for RetinaNet's head: put the norms in after Detectron2 has built it.
+def _for_channels(norm: Norm, channels: Sequence[int]) -> Norm:
+    """Limit a norm to the channel counts of a head.
 
-    From v0.6 on, Detectron2 tries the norm with 1 or 32 channels first, which many norms do not fit.
+    Detectron2's RetinaNet head first builds the norm with 1 or 32 channels, which many norms do not fit.
     """
-
-    cls_subnet: nn.Sequential
-    bbox_subnet: nn.Sequential
-
-    def __init__(self, *, norm: Norm = "", **kwargs: Any) -> None:
-        if norm in ("", "BN", "SyncBN"):  # Detectron2 has a rule of its own for BN
-            super().__init__(norm=norm, **kwargs)
-            return
-        super().__init__(norm=nn.Identity, **kwargs)
-        for subnet in (self.cls_subnet, self.bbox_subnet):
-            for index, layer in enumerate(subnet):
-                if isinstance(layer, nn.Identity):
-                    subnet[index] = get_norm(norm, subnet[index - 1].out_channels)
+    if norm in ("", "BN", "SyncBN"):  # Detectron2 has a rule of its own for BN
+        return norm
+    return lambda count: get_norm(norm, count) if count in channels else nn.Identity()
 
 
-class GWRetinaNetHead(AnyNormHead, _LateNorms, RetinaNetHead):
+class GWRetinaNetHead(RetinaNetHead):
     """RetinaNet's head with any norm; its ReLUs are not fused.
 
     All feature levels share it. A norm with running statistics mixes those of the levels; GW and GN have none.
 
     Args:
-        args, kwargs: those of Detectron2's ``RetinaNetHead``, see :class:`.AnyNormHead` for ``norm``.
+        conv_dims, kwargs: those of Detectron2's ``RetinaNetHead``.
+        norm: a norm name, or an argument of Detectron2's ``get_norm``.
+
+    Raises:
+        ConfigError: the norm is unknown or does not fit.
     """
 
-    norm_key = "MODEL.RETINANET.NORM"
-    norm_argument = "norm"
+    @configurable
+    def __init__(self, *, conv_dims: Sequence[int], norm: Norm = "", **kwargs: Any) -> None:
+        norm = _for_channels(resolve_norm(norm, where="GWRetinaNetHead, norm"), conv_dims)
+        super().__init__(conv_dims=conv_dims, norm=norm, **kwargs)
+
+    @classmethod
+    def from_config(cls, cfg: CfgNode, input_shape: list[ShapeSpec]) -> dict[str, Any]:
+        norm = resolve_norm(cfg.MODEL.RETINANET.NORM, where="MODEL.RETINANET.NORM")
+        return super().from_config(cfg, input_shape) | {"norm": norm}
 
 
-if HAS_FCOS:
-    from detectron2.modeling.meta_arch.fcos import FCOSHead
+class GWFCOSHead(FCOSHead):
+    """FCOS's head with any norm; its ReLUs are not fused.
 
-    class GWFCOSHead(AnyNormHead, _LateNorms, FCOSHead):
-        """FCOS's head with any norm; its ReLUs are not fused.
+    Detectron2 builds FCOS in Python or by a LazyConfig only: ``model.head._target_ = GWFCOSHead``.
 
-        Detectron2 builds FCOS in Python or by a LazyConfig only: ``model.head._target_ = GWFCOSHead``.
+    Args:
+        conv_dims, kwargs: those of Detectron2's ``FCOSHead``.
+        norm: a norm name, or an argument of Detectron2's ``get_norm``.
 
-        Args:
-            args, kwargs: those of Detectron2's ``FCOSHead``, see :class:`.AnyNormHead` for ``norm``.
-        """
+    Raises:
+        ConfigError: the norm is unknown or does not fit.
+    """
 
-        norm_argument = "norm"
+    def __init__(self, *, conv_dims: Sequence[int], norm: Norm = "", **kwargs: Any) -> None:
+        norm = _for_channels(resolve_norm(norm, where="GWFCOSHead, norm"), conv_dims)
+        super().__init__(conv_dims=conv_dims, norm=norm, **kwargs)
 
 
 @META_ARCH_REGISTRY.register()
@@ -88,20 +90,25 @@ class GWRetinaNet(RetinaNet):
 
 
 @SEM_SEG_HEADS_REGISTRY.register()
-class GWSemSegFPNHead(AnyNormHead, SemSegFPNHead):
-    """Semantic segmentation head of Panoptic FPN with any norm.
+class GWSemSegFPNHead(SemSegFPNHead):
+    """Semantic segmentation head of Panoptic FPN with any norm, and fused ReLUs.
 
     Args:
-        args, kwargs: those of Detectron2's ``SemSegFPNHead``, see :class:`.AnyNormHead` for ``norm``.
+        args, kwargs: those of Detectron2's ``SemSegFPNHead``.
+        norm: a norm name, or an argument of Detectron2's ``get_norm``.
+
+    Raises:
+        ConfigError: the norm is unknown or does not fit.
     """
 
-    norm_key = "MODEL.SEM_SEG_HEAD.NORM"
-    norm_argument = "norm"
-    scale_heads: list[nn.Sequential]  # the stock head's layers, by feature level
+    @configurable
+    def __init__(self, *args: Any, norm: Norm = "", **kwargs: Any) -> None:
+        super().__init__(*args, norm=resolve_norm(norm, where="GWSemSegFPNHead, norm"), **kwargs)
+        for layer in itertools.chain(*self.scale_heads):
+            if isinstance(layer, Conv2d):
+                append_fusible_relu(layer)
 
-    def relu_convs(self) -> Iterable[Conv2d]:
-        return (layer for layer in itertools.chain(*self.scale_heads) if isinstance(layer, Conv2d))
-
-    @staticmethod
-    def norm_channels(conv_dims: int) -> Iterable[int]:
-        return [conv_dims]
+    @classmethod
+    def from_config(cls, cfg: CfgNode, input_shape: dict[str, ShapeSpec]) -> dict[str, Any]:
+        norm = resolve_norm(cfg.MODEL.SEM_SEG_HEAD.NORM, where="MODEL.SEM_SEG_HEAD.NORM")
+        return super().from_config(cfg, input_shape) | {"norm": norm}

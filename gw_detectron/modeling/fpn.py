@@ -1,6 +1,5 @@
 """Detectron2's FPN with any norm, on the backbones of :mod:`gw_detectron.modeling.resnet`."""
 
-from collections.abc import Callable
 from typing import Any
 
 from detectron2.config import CfgNode
@@ -20,7 +19,6 @@ class GWFPN(FPN):
         bottom_up, in_features, out_channels: those of Detectron2's ``FPN``.
         norm: a norm name, or an argument of Detectron2's ``get_norm``.
         conv: "WS" standardizes the weights of its convolutions, see :func:`gw_detectron.convert_convs`.
-        where: names an argument in error messages.
         kwargs: further arguments of Detectron2's ``FPN``.
 
     Raises:
@@ -35,12 +33,11 @@ class GWFPN(FPN):
         norm: Norm = "",
         *,
         conv: str = "",
-        where: Callable[[str], str] = "GWFPN, {}".format,
         **kwargs: Any,
     ) -> None:
-        norm = resolve_norm(norm, where=where("norm"), channels=[out_channels])
+        norm = resolve_norm(norm, where="GWFPN, norm")
         super().__init__(bottom_up, in_features, out_channels, norm, **kwargs)
-        convert_convs(self, conv, "fpn_*", where=where("conv"))
+        convert_convs(self, conv, "fpn_*", where="MODEL.FPN.CONV")
 
 
 @BACKBONE_REGISTRY.register()
@@ -71,9 +68,8 @@ def _fpn(cfg: CfgNode, bottom_up: nn.Module, top_block: nn.Module) -> FPN:
         bottom_up,
         options.IN_FEATURES,
         options.OUT_CHANNELS,
-        options.NORM,
+        resolve_norm(options.NORM, where="MODEL.FPN.NORM"),
         conv=options.CONV,
-        where=lambda argument: f"MODEL.FPN.{argument.upper()}",
         top_block=top_block,
         fuse_type=options.FUSE_TYPE,
     )

@@ -1,8 +1,7 @@
 """ResNet and ResNeXt backbones with another norm at chosen positions, see :mod:`gw_detectron.norms.positions`."""
 
-import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch.nn.functional as F
@@ -12,12 +11,10 @@ from detectron2.modeling import BACKBONE_REGISTRY, ResNet
 from detectron2.modeling.backbone.resnet import BasicBlock, BasicStem, BottleneckBlock, DeformBottleneckBlock
 from torch import Tensor, nn
 
-from ..config import get_value
 from ..errors import ConfigError
 from ..layers import FrozenBatchWhitening2d
-from ..norms import Norm, convert_convs, resolve_norm, whitened_convs
-from .conv_norm_relu import append_fusible_relu
-from .deform_conv import use_torchvision_operator
+from ..norms import Norm, build_norm, convert_convs, resolve_norm, whitened_convs
+from .convs import append_fusible_relu, use_torchvision_operator
 
 NUM_BLOCKS_PER_STAGE = {
     18: (2, 2, 2, 2),
@@ -29,116 +26,75 @@ NUM_BLOCKS_PER_STAGE = {
 STAGES = ("stem", "res2", "res3", "res4", "res5")
 
 
-class _Component(CNNBlockBase):
-    """Mixin for a stock stem or block: any norm name, and fused ReLUs.
+class _WhitenedBlock(CNNBlockBase):
+    """Mixin for a stock stem or block: another norm at chosen convolutions, and fused ReLUs.
 
-    ``freeze()`` also freezes batch whitening. A convolution that replaces one of ``relu_convs`` and has no activation
-    gets its ReLU in ``forward``, as in a stock block; TorchScript cannot pass it to a function that all would share.
+    ``freeze()`` also freezes batch whitening.
+
+    Args:
+        args, kwargs: those of the stock block; its ``norm`` is an argument of Detectron2's ``get_norm``.
+        whiten_norm: such an argument, too.
+        whiten_convs: names of the convolutions before ``whiten_norm``.
     """
 
     relu_convs: tuple[str, ...] = ()  # convolutions with a ReLU after their norm
 
-    def __init__(self, *args: Any, norm: Norm = "BN", **kwargs: Any) -> None:
-        super().__init__(*args, norm=resolve_norm(norm, where=f"{type(self).__name__}, norm"), **kwargs)
-        for name in self.relu_convs:
-            append_fusible_relu(getattr(self, name))
-
-    def freeze(self) -> nn.Module:
-        super().freeze()
-        return FrozenBatchWhitening2d.convert(self)
-
-
-class GWBasicStem(_Component, BasicStem):
-    """Stem of ResNet with any norm; Group Whitening and the ReLU are fused.
-
-    Args:
-        in_channels: channels of the image.
-        out_channels: channels of the output.
-        norm: a norm name or an argument of Detectron2's ``get_norm``.
-
-    Raises:
-        NormError: the norm is unknown or does not fit.
-    """
-
-    relu_convs = ("conv1",)
-
-    def __init__(self, in_channels: int = 3, out_channels: int = 64, norm: Norm = "BN") -> None:
-        super().__init__(in_channels=in_channels, out_channels=out_channels, norm=norm)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.conv1(x)
-        if getattr(self.conv1, "activation", None) is None:
-            out = F.relu_(out)
-        return F.max_pool2d(out, kernel_size=3, stride=2, padding=1)
-
-
-class _WhitenedBlock(_Component):
-    """Mixin for a stock block: another norm at chosen convolutions as well.
-
-    Args:
-        args, kwargs: those of the stock block; ``norm`` may be any norm name.
-        whiten_norm: a norm name or an argument of Detectron2's ``get_norm``.
-        whiten_convs: names of the convolutions that get ``whiten_norm``.
-
-    Raises:
-        NormError: a norm is unknown or does not fit.
-    """
-
     def __init__(self, *args: Any, whiten_norm: Norm = "", whiten_convs: Sequence[str] = (), **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        whiten_norm = resolve_norm(whiten_norm, where=f"{type(self).__name__}, whiten_norm")
+        for name in self.relu_convs:
+            append_fusible_relu(getattr(self, name))
         # Set the norms here, not in the built network: the constructor of ResNet freezes its blocks.
         for name in whiten_convs:
             conv = getattr(self, name)
             if conv is not None:  # an identity shortcut has no convolution
                 conv.norm = get_norm(whiten_norm, conv.out_channels)
 
+    def freeze(self) -> nn.Module:
+        super().freeze()
+        return FrozenBatchWhitening2d.convert(self)
 
-class GWBasicBlock(_WhitenedBlock, BasicBlock):
-    """Block of ResNet-18 and -34 with another norm at chosen convolutions.
 
-    Args: those of Detectron2's ``BasicBlock``, ``whiten_norm`` and ``whiten_convs``.
-    """
+def _conv_relu(conv: nn.Module, x: Tensor) -> Tensor:
+    """Apply a convolution of a block; one that has replaced ours may have no activation."""
+    x = conv(x)
+    return F.relu_(x) if getattr(conv, "activation", None) is None else x
+
+
+class GWBasicStem(_WhitenedBlock, BasicStem):
+    """Stem of ResNet; Group Whitening and the ReLU are fused."""
 
     relu_convs = ("conv1",)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.conv1(x)
-        if getattr(self.conv1, "activation", None) is None:
-            out = F.relu_(out)
-        return _add_shortcut(self.conv2(out), x if self.shortcut is None else self.shortcut(x))
+        return F.max_pool2d(_conv_relu(self.conv1, x), kernel_size=3, stride=2, padding=1)
+
+
+class GWBasicBlock(_WhitenedBlock, BasicBlock):
+    """Block of ResNet-18 and -34 with another norm at chosen convolutions."""
+
+    relu_convs = ("conv1",)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.conv2(_conv_relu(self.conv1, x))
+        out += x if self.shortcut is None else self.shortcut(x)
+        return F.relu_(out)
 
 
 class GWBottleneckBlock(_WhitenedBlock, BottleneckBlock):
-    """Bottleneck block with another norm at chosen convolutions.
-
-    ResNeXt and ResNets from 50 layers up consist of it.
-
-    Args: those of Detectron2's ``BottleneckBlock``, ``whiten_norm`` and ``whiten_convs``.
-    """
+    """Bottleneck block of ResNeXt and deeper ResNets with another norm at chosen convolutions."""
 
     relu_convs = ("conv1", "conv2")
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.conv1(x)
-        if getattr(self.conv1, "activation", None) is None:
-            out = F.relu_(out)
-        out = self.conv2(out)
-        if getattr(self.conv2, "activation", None) is None:
-            out = F.relu_(out)
-        return _add_shortcut(self.conv3(out), x if self.shortcut is None else self.shortcut(x))
-
-
-def _add_shortcut(out: Tensor, shortcut: Tensor) -> Tensor:
-    out += shortcut
-    return F.relu_(out)
+        out = self.conv3(_conv_relu(self.conv2, _conv_relu(self.conv1, x)))
+        out += x if self.shortcut is None else self.shortcut(x)
+        return F.relu_(out)
 
 
 class GWDeformBottleneckBlock(_WhitenedBlock, DeformBottleneckBlock):
     """Bottleneck block with a deformable convolution and another norm at chosen convolutions.
 
-    It trains on the CPU as well. Its ReLUs are not fused. Args: those of Detectron2's ``DeformBottleneckBlock``,
-    ``whiten_norm``, ``whiten_convs``.
+    It trains on the CPU as well. Its ReLUs are not fused.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -165,7 +121,6 @@ def gw_resnet(
     out_features: Sequence[str] = ("res2", "res3", "res4", "res5"),
     freeze_at: int = 2,
     conv: str = "",
-    where: Callable[[str], str] = "gw_resnet, {}".format,
 ) -> ResNet:
     """Build a ResNet or ResNeXt with another norm at the paper's positions.
 
@@ -189,7 +144,6 @@ def gw_resnet(
         out_features: names of the returned feature maps.
         freeze_at: freeze the first stages, the stem being 1; 0 freezes none.
         conv: "WS" standardizes the weights of all convolutions, see :func:`gw_detectron.convert_convs`.
-        where: names an argument in error messages.
 
     Returns:
         Detectron2's ``ResNet``.
@@ -199,84 +153,62 @@ def gw_resnet(
 
     Source: Group Whitening, section 5.1.
     """
-    _check_value(where("depth"), depth, sorted(NUM_BLOCKS_PER_STAGE))
-    _check_items(where("out_features"), out_features, STAGES)
-    _check_items(where("deform_on_per_stage"), deform_on_per_stage, (False, True), count=4)
-    if not isinstance(freeze_at, int):
-        raise ConfigError(f"{where('freeze_at')} ({freeze_at!r}): not an integer. Fix: give 0 to 5.")
+    norm = resolve_norm(norm, where="gw_resnet, norm")
+    whiten_norm = resolve_norm(whiten_norm, where="gw_resnet, whiten_norm")
+    _check("depth", depth, sorted(NUM_BLOCKS_PER_STAGE))
     bottleneck = depth >= 50
     if res2_out_channels is None:
         res2_out_channels = 256 if bottleneck else 64
-    _check_value(where("res5_dilation"), res5_dilation, [1, 2])
+    _check("res5_dilation", res5_dilation, [1, 2])
     if not bottleneck:
-        by = f" by ResNet-{depth}"
-        _check_value(where("res2_out_channels"), res2_out_channels, [64], by)
-        _check_value(where("num_groups"), num_groups, [1], by)
-        _check_value(where("res5_dilation"), res5_dilation, [1], by)
-        _check_value(where("deform_on_per_stage"), list(deform_on_per_stage), [[False] * 4], by)
-    convs = whitened_convs(positions, bottleneck=bottleneck, where=where("positions"))
-    out_channels = [res2_out_channels * 2**stage for stage in range(4)]
-    bottleneck_channels = [num_groups * width_per_group * 2**stage for stage in range(4)]
-    inner_channels = bottleneck_channels if bottleneck else out_channels
-    channels = [stem_out_channels, *out_channels, *inner_channels]
-    norm = resolve_norm(norm, where=where("norm"), channels=channels)
-    if positions:
-        whiten_channels = [stem_out_channels]
-        for name in convs:
-            whiten_channels += inner_channels if name in ("conv1", "conv2") else out_channels
-        whiten_norm = resolve_norm(whiten_norm, where=where("whiten_norm"), channels=whiten_channels)
+        _check("res2_out_channels", res2_out_channels, [64], f" by ResNet-{depth}")
+        _check("num_groups", num_groups, [1], f" by ResNet-{depth}")
+        _check("res5_dilation", res5_dilation, [1], f" by ResNet-{depth}")
+        _check("deform_on_per_stage", any(deform_on_per_stage), [False], f" by ResNet-{depth}")
+    convs = whitened_convs(positions, bottleneck=bottleneck, where="WHITEN_POSITIONS")
 
     stem = GWBasicStem(in_channels, stem_out_channels, whiten_norm if positions else norm)
     stages = []
+    before, channels, width = stem_out_channels, res2_out_channels, num_groups * width_per_group
     for index, num_blocks in enumerate(NUM_BLOCKS_PER_STAGE[depth]):
         dilation = res5_dilation if index == 3 else 1
         first_stride = 1 if index == 0 or dilation == 2 else 2
-        arguments: dict[str, Any] = {
-            "stride_per_block": [first_stride] + [1] * (num_blocks - 1),
-            "in_channels": out_channels[index - 1] if index else stem_out_channels,
-            "out_channels": out_channels[index],
-            "norm": norm,
-            "whiten_norm": whiten_norm if convs else "",
-            "whiten_convs": convs,
-        }
         block_class: type[nn.Module] = GWBasicBlock
+        options: dict[str, Any] = {}
         if bottleneck:
             block_class = GWBottleneckBlock
-            arguments |= {
-                "bottleneck_channels": bottleneck_channels[index],
+            options = {
+                "bottleneck_channels": width * 2**index,
                 "stride_in_1x1": stride_in_1x1,
                 "dilation": dilation,
                 "num_groups": num_groups,
             }
             if deform_on_per_stage[index]:
                 block_class = GWDeformBottleneckBlock
-                arguments |= {"deform_modulated": deform_modulated, "deform_num_groups": deform_num_groups}
-        stages.append(ResNet.make_stage(block_class, num_blocks, **arguments))
+                options |= {"deform_modulated": deform_modulated, "deform_num_groups": deform_num_groups}
+        stages.append(
+            ResNet.make_stage(
+                block_class,
+                num_blocks,
+                stride_per_block=[first_stride] + [1] * (num_blocks - 1),
+                in_channels=before,
+                out_channels=channels,
+                norm=norm,
+                whiten_norm=whiten_norm,
+                whiten_convs=convs,
+                **options,
+            )
+        )
+        before, channels = channels, channels * 2
     resnet = ResNet(stem, stages, out_features=list(out_features), freeze_at=freeze_at)
-    convert_convs(resnet, conv, where=where("conv"))
+    convert_convs(resnet, conv, where="MODEL.RESNETS.CONV")
     return resnet
 
 
-def _check_value(name: str, value: Any, allowed: list[Any], by: str = "") -> None:
+def _check(argument: str, value: Any, allowed: list[Any], by: str = "") -> None:
     if value not in allowed:
         fix = f"use one of {allowed}" if len(allowed) > 1 else f"set it to {allowed[0]}"
-        raise ConfigError(f"{name} ({value!r}): not supported{by}. Fix: {fix}.")
-
-
-def _check_items(name: str, values: Any, allowed: tuple[Any, ...], count: int | None = None) -> None:
-    """Require a sequence of allowed items, ``count`` of them or at least one."""
-    fits = isinstance(values, Sequence) and not isinstance(values, str)
-    if not (fits and len(values) and count in (None, len(values)) and all(value in allowed for value in values)):
-        fix = f"give a list of {count or 'some'} of {list(allowed)}"
-        raise ConfigError(f"{name} ({values!r}): not supported. Fix: {fix}.")
-
-
-#: arguments of gw_resnet that the config has under another name than ``MODEL.RESNETS.<argument>``
-_KEYS = {"positions": "MODEL.RESNETS.WHITEN_POSITIONS", "freeze_at": "MODEL.BACKBONE.FREEZE_AT"}
-
-
-def _key(argument: str) -> str:
-    return _KEYS.get(argument, f"MODEL.RESNETS.{argument.upper()}")
+        raise ConfigError(f"MODEL.RESNETS.{argument.upper()} ({value!r}): not supported{by}. Fix: {fix}.")
 
 
 @BACKBONE_REGISTRY.register()
@@ -289,9 +221,26 @@ def build_gw_resnet_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> ResNet:
     Raises:
         ConfigError: a key of ``MODEL.RESNETS`` is out of its range, or a norm does not fit.
     """
-    arguments = set(inspect.signature(gw_resnet).parameters) - {"in_channels", "where"}
-    values = {argument: get_value(cfg, _key(argument)) for argument in arguments}
-    return gw_resnet(**values, in_channels=input_shape.channels, where=_key)
+    resnets = cfg.MODEL.RESNETS
+    return gw_resnet(
+        resnets.DEPTH,
+        resnets.WHITEN_POSITIONS,
+        resolve_norm(resnets.NORM, where="MODEL.RESNETS.NORM"),
+        resolve_norm(resnets.WHITEN_NORM, where="MODEL.RESNETS.WHITEN_NORM"),
+        in_channels=input_shape.channels,
+        stem_out_channels=resnets.STEM_OUT_CHANNELS,
+        res2_out_channels=resnets.RES2_OUT_CHANNELS,
+        num_groups=resnets.NUM_GROUPS,
+        width_per_group=resnets.WIDTH_PER_GROUP,
+        stride_in_1x1=resnets.STRIDE_IN_1X1,
+        res5_dilation=resnets.RES5_DILATION,
+        deform_on_per_stage=resnets.DEFORM_ON_PER_STAGE,
+        deform_modulated=resnets.DEFORM_MODULATED,
+        deform_num_groups=resnets.DEFORM_NUM_GROUPS,
+        out_features=resnets.OUT_FEATURES,
+        freeze_at=cfg.MODEL.BACKBONE.FREEZE_AT,
+        conv=resnets.CONV,
+    )
 
 
 def add_pool_norm(classifier: nn.Module, norm: Norm, channels: int) -> None:
@@ -311,6 +260,8 @@ def add_pool_norm(classifier: nn.Module, norm: Norm, channels: int) -> None:
     if not isinstance(getattr(classifier, "avgpool", None), nn.Module):
         kind = type(classifier).__name__
         raise ConfigError(f"add_pool_norm ({kind}): has no avgpool. Fix: give a classifier, a ResNet with num_classes.")
-    norm = resolve_norm(norm, where="add_pool_norm", channels=[channels])
-    layers = {"pool": classifier.avgpool, "norm": get_norm(norm, channels)}
+    layers: dict[str, Any] = {
+        "pool": classifier.avgpool,
+        "norm": build_norm(norm, channels, where="pool_norm") or nn.Identity(),
+    }
     classifier.avgpool = nn.Sequential(OrderedDict(layers))

@@ -1,10 +1,12 @@
-"""Detectron2's heads on regions with any norm."""
+"""Detectron2's heads on regions with any norm.
 
-from collections.abc import Iterable, Sequence
+The layers, and so the weights, are those of the stock heads.
+"""
+
 from typing import Any
 
 from detectron2.config import CfgNode, configurable
-from detectron2.layers import Conv2d, ShapeSpec
+from detectron2.layers import ShapeSpec
 from detectron2.modeling.roi_heads import (
     ROI_BOX_HEAD_REGISTRY,
     ROI_HEADS_REGISTRY,
@@ -15,68 +17,76 @@ from detectron2.modeling.roi_heads import (
 )
 from torch import nn
 
-from ..config import changed_config, get_value
+from ..config import changed_config
 from ..errors import ConfigError
-from ..norms import convert_convs
-from .any_norm_head import AnyNormHead
+from ..norms import Norm, convert_convs, resolve_norm
+from .convs import append_fusible_relu
 from .resnet import build_gw_resnet_backbone
 
 
-class _RegionHead(AnyNormHead):
-    """Mixin for a stock head on regions: any norm, and Weight Standardization (``conv="WS"``)."""
-
-    conv_norm_relus: list[Conv2d]  # the stock head's convolutions
-
-    @configurable
-    def __init__(self, *args: Any, conv: str = "", **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        convert_convs(self, conv, where=self.norm_key.replace("NORM", "CONV"))
-
-    @classmethod
-    def from_config(cls, cfg: CfgNode, *args: Any) -> dict[str, Any]:
-        return super().from_config(cfg, *args) | {"conv": get_value(cfg, cls.norm_key.replace("NORM", "CONV"))}
-
-    def relu_convs(self) -> Iterable[Conv2d]:
-        return self.conv_norm_relus
-
-
 @ROI_BOX_HEAD_REGISTRY.register()
-class GWFastRCNNConvFCHead(_RegionHead, FastRCNNConvFCHead):
-    """Box head of convolutions and fully connected layers with any norm.
+class GWFastRCNNConvFCHead(FastRCNNConvFCHead):
+    """Box head of convolutions and fully connected layers with any norm, and fused ReLUs.
 
     Args:
+        args, kwargs: those of Detectron2's ``FastRCNNConvFCHead``.
+        conv_norm: a norm name, or an argument of Detectron2's ``get_norm``.
+        conv: "WS" standardizes the weights of the convolutions, see :func:`gw_detectron.convert_convs`.
         single_relu: keep only the ReLU after the last convolution. The authors' released code has this head. The paper
             and GroupNorm's 4conv1fc have a ReLU after every convolution.
-        args, kwargs: those of Detectron2's ``FastRCNNConvFCHead``, see :class:`.AnyNormHead` for ``conv_norm``.
+
+    Raises:
+        ConfigError: the norm is unknown or does not fit.
     """
 
-    norm_key = "MODEL.ROI_BOX_HEAD.NORM"
-
     @configurable
-    def __init__(self, *args: Any, single_relu: bool = False, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self, *args: Any, conv_norm: Norm = "", conv: str = "", single_relu: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, conv_norm=resolve_norm(conv_norm, where=f"{type(self).__name__}, conv_norm"), **kwargs)
+        for layer in self.conv_norm_relus:
+            append_fusible_relu(layer)
         if single_relu:
-            for conv in self.conv_norm_relus[:-1]:
-                conv.activation = None
+            for layer in self.conv_norm_relus[:-1]:
+                layer.activation = None
+        convert_convs(self, conv, where="MODEL.ROI_BOX_HEAD.CONV")
 
     @classmethod
     def from_config(cls, cfg: CfgNode, input_shape: ShapeSpec) -> dict[str, Any]:
-        return super().from_config(cfg, input_shape) | {"single_relu": cfg.MODEL.ROI_BOX_HEAD.SINGLE_RELU}
+        head = cfg.MODEL.ROI_BOX_HEAD
+        return super().from_config(cfg, input_shape) | {
+            "conv_norm": resolve_norm(head.NORM, where="MODEL.ROI_BOX_HEAD.NORM"),
+            "conv": head.CONV,
+            "single_relu": head.SINGLE_RELU,
+        }
 
 
 @ROI_MASK_HEAD_REGISTRY.register()
-class GWMaskRCNNConvUpsampleHead(_RegionHead, MaskRCNNConvUpsampleHead):
-    """Mask head of convolutions and an upsampling layer with any norm.
+class GWMaskRCNNConvUpsampleHead(MaskRCNNConvUpsampleHead):
+    """Mask head of convolutions and an upsampling layer with any norm, and fused ReLUs.
 
     Args:
-        args, kwargs: those of Detectron2's ``MaskRCNNConvUpsampleHead``, see :class:`.AnyNormHead` for ``conv_norm``.
+        args, kwargs: those of Detectron2's ``MaskRCNNConvUpsampleHead``.
+        conv_norm, conv: as in :class:`GWFastRCNNConvFCHead`.
+
+    Raises:
+        ConfigError: the norm is unknown or does not fit.
     """
 
-    norm_key = "MODEL.ROI_MASK_HEAD.NORM"
+    @configurable
+    def __init__(self, *args: Any, conv_norm: Norm = "", conv: str = "", **kwargs: Any) -> None:
+        super().__init__(*args, conv_norm=resolve_norm(conv_norm, where=f"{type(self).__name__}, conv_norm"), **kwargs)
+        for layer in self.conv_norm_relus:
+            append_fusible_relu(layer)
+        convert_convs(self, conv, where="MODEL.ROI_MASK_HEAD.CONV")
 
-    @staticmethod
-    def norm_channels(conv_dims: Sequence[int]) -> Iterable[int]:
-        return conv_dims[:-1]  # the last one is of the upsampling layer
+    @classmethod
+    def from_config(cls, cfg: CfgNode, input_shape: ShapeSpec) -> dict[str, Any]:
+        head = cfg.MODEL.ROI_MASK_HEAD
+        return super().from_config(cfg, input_shape) | {
+            "conv_norm": resolve_norm(head.NORM, where="MODEL.ROI_MASK_HEAD.NORM"),
+            "conv": head.CONV,
+        }
 
 
 @ROI_HEADS_REGISTRY.register()
@@ -95,7 +105,7 @@ class GWRes5ROIHeads(Res5ROIHeads):
 
     @classmethod
     def _build_res5_block(cls, cfg: CfgNode) -> tuple[nn.Sequential, int]:
-        # Private, but Detectron2 v0.5, v0.6 and main of 2026 call it as this class method.
+        # Private, but Detectron2 v0.6 and main of 2026 call it as this class method.
         if cfg.MODEL.RESNETS.DEFORM_ON_PER_STAGE[-1]:
             raise ConfigError(
                 f"MODEL.RESNETS.DEFORM_ON_PER_STAGE ({cfg.MODEL.RESNETS.DEFORM_ON_PER_STAGE}): res5 behind region "

@@ -1,7 +1,7 @@
 """Parse and print norm names: ``NAME`` or ``NAME:key=value,key=value``.
 
-- ``"" BN SyncBN FrozenBN GN LN nnSyncBN naiveSyncBN`` and any other name that Detectron2's ``get_norm`` knows are
-  passed on to it. Without Detectron2, ``"" BN SyncBN GN`` are torch's layers, and ``FrozenBN`` is torchvision's.
+- ``"" BN SyncBN FrozenBN GN LN nnSyncBN naiveSyncBN naiveSyncBN_N`` go to Detectron2's ``get_norm`` unchanged. Without
+  Detectron2, ``"" BN SyncBN GN`` are torch's layers, and ``FrozenBN`` is torchvision's.
 - ``GN:groups=16,eps=1e-5`` is GroupNorm with another number of groups.
 - ``GW`` is ``GW:groups=64,iters=5,eps=1e-5,solver=newton``, Group Whitening with the published setting.
 - ``BW`` is ``BW:channels=64,iters=5,eps=1e-5,solver=newton,running=matrix,momentum=0.1,sync=false,rotation=none``,
@@ -14,36 +14,65 @@
 ``threshold`` belongs to the solver ``zca_max``, ``iters`` to ``newton``; with another solver they are errors.
 """
 
+import contextlib
 import functools
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..errors import NormError, similar_names
-from ..installation import has_detectron2
+from ..installation import has_detectron2, scripting_warnings_ignored
 from ..layers import BatchRenorm2d, BatchWhitening2d, FrozenBatchWhitening2d, GroupWhitening2d
+from ..ops.checks import check_integer, check_number
 from ..ops.solvers import OPTION_SOLVER
-from .installed import CLASSES, Norm, get_norm
 
-#: Detectron2's norm names; older versions lack some of them
+#: an argument of Detectron2's ``get_norm``: one of its names, or a function of the number of channels
+Norm = str | Callable[[int], nn.Module]
+#: Detectron2's norm names; v0.6 lacks LN
 DETECTRON2_NORMS = ("BN", "SyncBN", "FrozenBN", "GN", "LN", "nnSyncBN", "naiveSyncBN", "naiveSyncBN_N")
+
+_STOCK: dict[str, Callable[[int], nn.Module]] = {
+    "BN": nn.BatchNorm2d,
+    "SyncBN": nn.SyncBatchNorm,
+    "GN": functools.partial(nn.GroupNorm, 32),
+}
+#: classes of the layers that these libraries build, and their names; a subclass comes before its base
+_STOCK_CLASSES: list[tuple[Any, str]] = [(nn.SyncBatchNorm, "SyncBN"), (nn.BatchNorm2d, "BN"), (nn.GroupNorm, "GN")]
+with contextlib.suppress(ImportError, RuntimeError):  # torchvision is missing, or made for another torch
+    from torchvision.ops import FrozenBatchNorm2d
+
+    _STOCK["FrozenBN"] = FrozenBatchNorm2d
+    _STOCK_CLASSES.append((FrozenBatchNorm2d, "FrozenBN"))
+
+if has_detectron2():
+    with scripting_warnings_ignored():
+        import detectron2.layers.batch_norm as batch_norm
+    get_norm = batch_norm.get_norm
+    _STOCK_CLASSES[:0] = [(batch_norm.NaiveSyncBatchNorm, "naiveSyncBN"), (batch_norm.FrozenBatchNorm2d, "FrozenBN")]
+    _available = set(DETECTRON2_NORMS)
+    if hasattr(batch_norm, "LayerNorm"):  # channels-first; torch's is another layer
+        _STOCK_CLASSES.append((batch_norm.LayerNorm, "LN"))
+    else:
+        _available.remove("LN")
+else:
+    _available = set(_STOCK)
+
+    def get_norm(norm: Norm, out_channels: int) -> nn.Module | None:
+        """Build the layer of a norm name, as Detectron2's ``get_norm`` does."""
+        if isinstance(norm, str):
+            return _STOCK[norm](out_channels) if norm else None
+        return norm(out_channels)
 
 
 def _group_norm(num_channels: int, num_groups: int = 32, eps: float = 1e-5, **tensor_options: Any) -> nn.GroupNorm:
-    if num_groups < 1 or not 0 <= eps < float("inf"):  # torch accepts both
-        why = "expected groups of at least 1 and a finite eps of at least 0"
-        raise ValueError(f"groups ({num_groups}), eps ({eps}): {why}. Fix: try groups=32,eps=1e-5.")
+    check_integer("num_groups", num_groups, 1, 32)
+    check_number("eps", eps, 0, float("inf"), 1e-5)
     return nn.GroupNorm(num_groups, num_channels, eps, **tensor_options)
 
 
 def _rotated_batch_norm(num_channels: int, rotation: str = "none", **arguments: Any) -> BatchWhitening2d:
-    """Make BN with a rotation.
-
-    It is batch whitening that standardizes, with BN's running variance.
-    """
+    """Make BN with a rotation: batch whitening that standardizes, with BN's running variance."""
     if rotation != "cayley":
         raise ValueError("BN takes options only with rotation=cayley. Fix: add rotation=cayley, or write 'BN'.")
     return BatchWhitening2d(num_channels, **_ROTATED_BN, **arguments)
@@ -66,100 +95,87 @@ _BW = _CHANNELS | _SOLVER | {"running": ("running", str)} | _BATCH_OPTIONS
 _BRN: _Options = {"momentum": ("momentum", float), "rmax": ("rmax", float), "dmax": ("dmax", float)} | {
     key: (key, int) for key in ("warmup", "rmax_at", "dmax_at")
 }
+#: name -> layer class or function, and its options; a subclass comes before its base
 _NORMS: dict[str, tuple[Callable[..., nn.Module], _Options]] = {
-    "GN": (_group_norm, _GROUPS | _EPS),
     "GW": (GroupWhitening2d, _GROUPS | _SOLVER),
-    "BW": (BatchWhitening2d, _BW),
     "FrozenBW": (FrozenBatchWhitening2d, _BW),
-    "BN": (_rotated_batch_norm, _CHANNELS | _EPS | _BATCH_OPTIONS),
+    "BW": (BatchWhitening2d, _BW),
     "BRN": (BatchRenorm2d, _BRN),
+    "GN": (_group_norm, _GROUPS | _EPS),
+    "BN": (_rotated_batch_norm, _CHANNELS | _EPS | _BATCH_OPTIONS),
 }
-_TYPES = {int: "an integer below 2^31", float: "a number", bool: "true or false"}
+_TYPES = {int: "an integer", float: "a number", bool: "true or false"}
 #: options that a printed name shows only if they differ from these values
 _IMPLIED = {"threshold": 0.01, "corr": False, "sync": False, "rotation": "none"}
-#: layer classes and their names; a subclass comes before its base
-_LAYERS: dict[str, Any] = {
-    "FrozenBW": FrozenBatchWhitening2d,
-    "BW": BatchWhitening2d,
-    "GW": GroupWhitening2d,
-    "GN": nn.GroupNorm,
-    "BRN": BatchRenorm2d,
-    **CLASSES,
-}
 
 
 def norm_options() -> dict[str, list[str]]:
     """Return the norm names that exist here, sorted, and the options of each."""
-    names = sorted({*filter(_detectron2_knows, DETECTRON2_NORMS), *_NORMS})
-    return {name: [*_NORMS[name][1]] if name in _NORMS else [] for name in names}
+    return {name: [*_NORMS[name][1]] if name in _NORMS else [] for name in sorted({*_available, *_NORMS})}
 
 
-def resolve_norm(spec: Norm | None, *, where: str = "norm", channels: Iterable[int] = ()) -> Norm:
+def resolve_norm(spec: Norm | None, *, where: str = "norm") -> Norm:
     """Turn a norm name into an argument of Detectron2's ``get_norm``.
 
     Args:
         spec: the norm name, see the head of this module. None is no norm, as in Detectron2. A function or class that
             takes the channel count is returned as it is.
         where: the place that an error message names, e.g. ``"MODEL.FPN.NORM"``.
-        channels: channel counts that the norm must fit.
 
     Returns:
-        One of Detectron2's names unchanged, or a ``functools.partial`` that takes the channel count.
+        One of Detectron2's names unchanged, or a ``functools.partial`` that takes the channel count. The latter raises
+        NormError for values out of their range, and for channels that the groups do not divide.
 
     Raises:
-        NormError: unknown name, option or value, or channels that the groups do not divide.
+        NormError: unknown name or option, or a value of the wrong type.
     """
-    try:
-        norm = _parse("" if spec is None else spec)
-        counts = sorted(set(channels))
-        for count in counts:
-            _build(norm, count, counts)
-    except ValueError as error:
-        raise NormError(f"{where} ({spec!r}): {error}") from error
-    return norm
-
-
-def _build(norm: Norm, channels: int, counts: Sequence[int] = ()) -> None:
-    """Build a layer on the meta device to run its checks.
-
-    Args:
-        norm: of the layer.
-        channels: of the layer.
-        counts: those of all layers with this norm, for messages.
-    """
-    try:
-        with torch.device("meta"):
-            get_norm(norm, channels)
-    except TypeError as error:
-        if isinstance(norm, str):
-            raise
-        fix = "give a function of it, e.g. functools.partial(nn.GroupNorm, 32), or a name such as 'GN'"
-        raise ValueError(f"cannot be built from the number of channels alone: {error}. Fix: {fix}.") from error
-    except ValueError as error:
-        text = str(error)
-        if "Fix: " not in text:  # torch's GroupNorm
-            text = f"{error}. Fix: use groups that divide {channels}."
-        if len(counts) > 1 and "divi" in text:
-            text += f" All layers of this norm: groups that divide {math.gcd(*counts)}."
-        raise ValueError(text) from error
-
-
-def _parse(spec: object) -> Norm:
+    if spec is None or (callable(spec) and not isinstance(spec, nn.Module)):
+        return spec or ""
+    label = f"{where} ({spec!r})"
     if isinstance(spec, nn.Module):
-        raise ValueError("is a layer, not a kind of layers. Fix: give a name such as 'GW', or a class.")
-    if callable(spec):
-        return spec
+        raise NormError(f"{label}: got a layer instance. Fix: give a name such as 'GW', or a layer class.")
     if not isinstance(spec, str):
-        raise ValueError("a norm is named by a string. Fix: give a string such as 'GW'.")
-    name, colon, option_text = spec.partition(":")
-    if not colon and _detectron2_knows(name):
+        raise NormError(f"{label}: not a norm name. Fix: give a string such as 'GW'.")
+    if spec == "" or spec in _available:
         return spec
+    try:
+        factory, arguments = _parse(spec)
+    except ValueError as error:
+        raise NormError(f"{label}: {error}") from error
+    return functools.partial(_build, factory=factory, arguments=arguments, label=label)  # timm reads keywords only
+
+
+def build_norm(spec: Norm | None, channels: int, *, where: str = "norm") -> nn.Module | None:
+    """Build the layer of a norm; None for no norm.
+
+    Raises:
+        NormError: the norm is unknown or does not fit the channels.
+    """
+    try:
+        return get_norm(resolve_norm(spec, where=where), channels)
+    except NormError:
+        raise
+    except (TypeError, ValueError) as error:  # of GroupNorm, or of a class of the user
+        raise NormError(f"{where} ({spec!r}): does not fit {channels} channels: {error}.") from error
+
+
+def _build(
+    channels: int, *, factory: Callable[..., nn.Module], arguments: dict[str, Any], label: str, **options: Any
+) -> nn.Module:
+    """Build the layer of a parsed name; ``options`` are ``device`` and ``dtype``."""
+    try:
+        return factory(channels, **arguments, **options)
+    except ValueError as error:
+        raise NormError(f"{label}: {error}") from error
+
+
+def _parse(spec: str) -> tuple[Callable[..., nn.Module], dict[str, Any]]:
+    """Return the function that makes the layer, and its arguments."""
+    name, _, option_text = spec.partition(":")
     if name not in _NORMS:
-        if colon and _detectron2_knows(name):
+        if name in _available:
             raise ValueError(f"{name} takes no options. Fix: write {name!r}.")
-        why = "unknown norm"
-        if name in DETECTRON2_NORMS:
-            why = "unknown to the installed Detectron2" if has_detectron2() else "needs Detectron2"
+        why = "not in this Detectron2" if name in DETECTRON2_NORMS else "unknown norm"
         similar = similar_names(name, norm_options())
         raise ValueError(f"{why}.{similar} Fix: use one of {[*norm_options()]}, or '' for no norm.")
     factory, options = _NORMS[name]
@@ -171,53 +187,25 @@ def _parse(spec: object) -> Norm:
         argument, kind = options[key]
         if argument in arguments:
             raise ValueError(f"option {key!r} is given twice. Fix: remove one.")
-        arguments[argument] = _convert(key, text, kind)
+        try:
+            arguments[argument] = {"true": True, "false": False}[text] if kind is bool else kind(text)
+        except (ValueError, KeyError) as error:
+            raise ValueError(f"{key}={text!r} is not {_TYPES[kind]}. Fix: give {_TYPES[kind]}.") from error
     solver = arguments.get("solver", "newton")
     for key, (argument, _) in options.items():
         reader = OPTION_SOLVER.get(argument, solver)
         if argument in arguments and reader != solver:
             raise ValueError(f"solver={solver} does not read {key}. Fix: remove {key}, or write solver={reader}.")
-    norm = functools.partial(factory, **arguments)
-    _build(norm, max(1, arguments.get("num_groups", 64)))
-    return norm
+    return factory, arguments
 
 
-def _convert(key: str, text: str, kind: type) -> Any:
-    try:
-        value = {"true": True, "false": False}[text] if kind is bool else kind(text)
-        if kind is int and abs(value) >= 2**31:  # torch has no such sizes
-            raise ValueError
-    except (ValueError, KeyError) as error:
-        raise ValueError(f"{key}={text!r} is not {_TYPES[kind]}. Fix: give {_TYPES[kind]}.") from error
-    return value
-
-
-def _detectron2_knows(name: str) -> bool:
-    try:
-        get_norm(name, 32)
-    except KeyError:
-        return False
-    return True
-
-
-def norm_spec(layer: nn.Module) -> str:
-    """Return the full norm name of a layer.
+def norm_spec(layer: nn.Module) -> str | None:
+    """Return the full norm name of a layer, or None if no name makes it.
 
     ``resolve_norm`` of the name makes an equal layer, except for eps and momentum of BN.
-
-    Raises:
-        NormError: no norm name makes this layer.
     """
-    spec = find_norm_spec(layer)
-    if spec is None:
-        raise NormError(f"layer ({type(layer).__name__!r}): no norm name makes it. Fix: give one of {[*_LAYERS]}.")
-    return spec
-
-
-def find_norm_spec(layer: nn.Module) -> str | None:
-    """Return the full norm name of a layer, or None."""
-    known = (name for name, layer_class in _LAYERS.items() if isinstance(layer, layer_class))
-    name = next(known, None)
+    own = [(factory, name) for name, (factory, _) in _NORMS.items() if isinstance(factory, type)]
+    name = next((name for cls, name in (*own, *_STOCK_CLASSES) if isinstance(layer, cls)), None)
     if name == "naiveSyncBN" and getattr(layer, "_stats_mode", "") == "N":
         return "naiveSyncBN_N"
     if name == "BN" or name not in _NORMS:  # Detectron2's own

@@ -1,33 +1,33 @@
 """The norm layer that takes the place of another."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from ..errors import ConversionError
 from ..layers import BatchRenorm2d, BatchWhitening2d, GroupWhitening2d
-from ..layers.mixin_swap import ClassChange, change_class
-from .installed import get_norm
-from .names import find_norm_spec, resolve_norm
-from .norm_listing import channels_of
+from .listing import channels_of
+from .names import Norm, build_norm, norm_spec
 
 _AFFINE = ("weight", "bias")
 _STATISTICS = ("running_mean", "running_var", "running_matrix", "running_covariance")
+#: names that state no eps and momentum
+_BN = ("BN", "SyncBN", "FrozenBN", "nnSyncBN", "naiveSyncBN", "naiveSyncBN_N")
 #: whose matrix for a diagonal covariance is its inverse square root
 _EXACT_SOLVERS = ("zca", "cholesky", "standardize")
 #: packages whose norm layers compute the norm, and an activation only in ``act``
 _PACKAGES = ("torch", "torchvision", "timm", "detectron2", "gw_detectron")
 #: layers that work without scale and shift
 _OPTIONAL_AFFINE = (nn.BatchNorm2d, nn.GroupNorm, GroupWhitening2d, BatchWhitening2d)
-#: layers for inputs of any number of dimensions
-_ANY_RANK = (nn.Identity, nn.GroupNorm, nn.SyncBatchNorm, GroupWhitening2d, BatchWhitening2d)
 
 
 def describe(layer: nn.Module) -> str:
     """Return the norm name of a layer, or the name of its class."""
-    return find_norm_spec(layer) or type(layer).__name__
+    return norm_spec(layer) or type(layer).__name__
 
 
-def replacement(name: str, old: nn.Module, spec: str) -> nn.Module:
+def replacement(name: str, old: nn.Module, spec: Norm) -> nn.Module:
     """Build the layer of a norm name with the parameters and the state of another layer.
 
     Args:
@@ -36,68 +36,63 @@ def replacement(name: str, old: nn.Module, spec: str) -> nn.Module:
         spec: the norm name.
 
     Raises:
-        ConversionError: the norm cannot compute what the old layer does, or its input has another rank.
+        ConversionError: the norm cannot compute what the old layer does.
         NormError: the norm is unknown or does not fit.
     """
-    where, channels = f"convert_norms, {name}", channels_of(old)
-    more = [name for name, value in old._parameters.items() if name not in _AFFINE and value is not None]
-    activation = getattr(old, "act", None)
-    if more and not isinstance(activation, nn.Module):
-        raise ConversionError(
-            f"{where} ({type(old).__name__!r}): contains an activation with parameters ({', '.join(more)}), which "
-            f"{spec} does not have. Fix: keep it, by None in the plan."
-        )
-    own = isinstance(old, (nn.modules.batchnorm._NormBase, *_OPTIONAL_AFFINE)) and _package(old) not in _PACKAGES
-    own = own or "forward" in vars(old) or type(old).__call__ is not nn.Module.__call__
-    if own and not isinstance(activation, nn.Module):
-        raise ConversionError(
-            f"{where} ({type(old).__name__!r}): has a forward of its own, which {spec} would not compute, such as an "
-            "activation. Fix: keep it, by None in the plan, or put a plain norm layer and that operation in its place."
-        )
-    norm = resolve_norm(_with_settings(spec, old), where=where, channels=[channels])
+    where = f"convert_norms, {name} ({type(old).__name__!r})"
+    activation = _activation(old, where)
     some = next((tensor for tensor in (*old.parameters(), *old.buffers()) if tensor.is_floating_point()), None)
     with torch.device("cpu" if some is None else some.device):
-        new = get_norm(norm, channels)
-    new = nn.Identity() if new is None else new
-    if any(cls.__name__.endswith(("1d", "3d")) for cls in type(old).__mro__) and not isinstance(new, _ANY_RANK):
-        raise ConversionError(
-            f"{where} ({type(old).__name__!r}): {spec} normalizes (N, C, H, W) only. Fix: use GW, GN or SyncBN."
-        )
+        new = build_norm(spec, channels_of(old), where=f"convert_norms, {name}") or nn.Identity()
     if some is not None:
         new.to(some.dtype)
+    if _normalizes_by_batch_only(old) and getattr(new, "running_mean", None) is not None:
+        raise ConversionError(
+            f"{where}: has no running statistics (track_running_stats=False), which {spec} needs. Fix: use GW or GN."
+        )
     _copy_state(old, new)
-    if uses_batch_statistics_alone(old):
-        _use_batch_statistics(new, where, type(old).__name__)
-    both = hasattr(old, "running_mean") and hasattr(new, "running_mean")
-    if both and (isinstance(norm, str) or isinstance(new, BatchRenorm2d)):
-        # what their names cannot state
-        for setting in ("eps", "momentum") if isinstance(norm, str) else ("eps",):
-            if hasattr(old, setting) and hasattr(new, setting):
-                setattr(new, setting, getattr(old, setting))
+    for setting in ("eps",) if isinstance(new, BatchRenorm2d) else ("eps", "momentum") if spec in _BN else ():
+        if hasattr(old, "running_mean") and hasattr(old, setting) and hasattr(new, setting):
+            setattr(new, setting, getattr(old, setting))
     new.train(old.training)
-    if isinstance(activation, nn.Module):
-        change_class(new, Activated)
+    if activation is not None:
         new.drop, new.act = getattr(old, "drop", nn.Identity()), activation
+        new.register_forward_hook(_activate)
+        setattr(new, "fuses_relu", False)  # noqa: B010, mypy takes attributes of modules for tensors
     return new
 
 
+def _activation(old: nn.Module, where: str) -> nn.Module | None:
+    """Return the activation that a layer contains as timm's ``BatchNormAct2d`` does; refuse any other one."""
+    activation = getattr(old, "act", None)
+    if isinstance(activation, nn.Module):
+        return activation
+    if more := [name for name, value in old._parameters.items() if name not in _AFFINE and value is not None]:
+        raise ConversionError(
+            f"{where}: contains an activation with parameters ({', '.join(more)}). Fix: keep it, by None in the plan."
+        )
+    own = isinstance(old, (nn.modules.batchnorm._NormBase, *_OPTIONAL_AFFINE)) and _package(old) not in _PACKAGES
+    if own or "forward" in vars(old) or type(old).__call__ is not nn.Module.__call__:
+        raise ConversionError(
+            f"{where}: has a forward of its own, which may contain an activation. Fix: keep it, by None in the plan, "
+            "or put a plain norm layer and that operation in its place."
+        )
+    return None
+
+
+def _activate(layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    """Apply the activation that a layer has taken over, as a forward hook."""
+    return layer.act(layer.drop(output))
+
+
 def has_channels_last(layer: nn.Module) -> bool:
-    """Tell whether a norm layer takes its channels as the last dimension."""
+    """Return whether a norm layer takes its channels as the last dimension."""
     return hasattr(layer, "normalized_shape") and "2d" not in type(layer).__name__ and _package(layer) != "detectron2"
 
 
 def _package(layer: nn.Module) -> str:
     """Return the package whose ``forward`` a layer has."""
     return next(cls for cls in type(layer).__mro__ if "forward" in vars(cls)).__module__.partition(".")[0]
-
-
-def _with_settings(spec: str, old: nn.Module) -> str:
-    """Add eps and momentum of a BN layer to the name of BN with a rotation, unless it states them."""
-    name, _, options = spec.partition(":") if isinstance(spec, str) else ("", "", "")
-    if name != "BN" or not options or not hasattr(old, "running_mean"):
-        return spec
-    settings = {key: getattr(old, key, None) for key in ("eps", "momentum") if f"{key}=" not in options}
-    return ",".join([spec, *(f"{key}={value}" for key, value in settings.items() if value is not None)])
 
 
 def _copy_state(old: nn.Module, new: nn.Module) -> None:
@@ -123,48 +118,20 @@ def _copy_state(old: nn.Module, new: nn.Module) -> None:
             parameter.requires_grad_(weight.requires_grad)
 
 
-def _use_batch_statistics(new: nn.Module, where: str, old: str) -> None:
-    """Let a layer of BN normalize by the batch also in evaluation, as ``track_running_stats=False`` does.
-
-    Raises:
-        ConversionError: the layer would keep mean 0 and variance 1.
-    """
-    if describe(new).startswith("Frozen"):
-        raise ConversionError(
-            f"{where} ({old!r}): has no running statistics (track_running_stats=False), which {describe(new)} needs. "
-            "Fix: use BN or GW."
-        )
-    if isinstance(new, nn.modules.batchnorm._NormBase) and type(new).__module__.startswith("torch."):
-        new.track_running_stats = False
-        for name in ("running_mean", "running_var", "num_batches_tracked"):
-            setattr(new, name, None)
-
-
-def uses_batch_statistics_alone(layer: nn.Module) -> bool:
-    """Tell whether a layer is BN without running statistics."""
+def _normalizes_by_batch_only(layer: nn.Module) -> bool:
+    """Return whether a layer is BN without running statistics."""
     if not isinstance(layer, nn.modules.batchnorm._NormBase) or layer.running_mean is not None:
         return False
     return not isinstance(layer, nn.modules.instancenorm._InstanceNorm)  # whose statistics are of a sample
 
 
-def keeps_statistics(old: nn.Module, new: nn.Module) -> bool:
-    """Tell whether the running statistics of a layer are those of the layer that it replaces."""
+def loses_statistics(old: nn.Module, new: nn.Module) -> bool:
+    """Return whether trained running statistics of a layer are not those of the layer that replaces it."""
+    mean = getattr(old, "running_mean", None)
+    if not isinstance(mean, Tensor) or mean.is_meta or not mean.any():
+        return False
     if isinstance(new, BatchWhitening2d) and getattr(old, "running_var", None) is not None:
-        return new.running == "matrix" or new.solver.name in _EXACT_SOLVERS
-    sizes = {
-        name: [getattr(layer, name).numel() for layer in (old, new) if getattr(layer, name, None) is not None]
-        for name in _STATISTICS
-        if getattr(new, name, None) is not None
-    }
-    return bool(sizes) and all(len(found) == 2 and found[0] == found[1] for found in sizes.values())
-
-
-class Activated(ClassChange):
-    """Mixin for a norm layer that contains its activation, as timm's ``BatchNormAct2d``."""
-
-    fuses_relu = False
-    drop: nn.Module
-    act: nn.Module
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.drop(super().forward(x)))
+        return new.running != "matrix" and new.solver.name not in _EXACT_SOLVERS
+    kept = [name for name in _STATISTICS if getattr(new, name, None) is not None]
+    shapes = [[getattr(getattr(layer, name, None), "shape", None) for name in kept] for layer in (old, new)]
+    return not kept or shapes[0] != shapes[1]

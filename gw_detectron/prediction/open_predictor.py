@@ -23,7 +23,7 @@ from ..data import class_metadata
 from ..data.images import channels_first, evaluation_input, resize_shortest_edge
 from ..errors import ConfigError, DataError, MissingFileError
 from ..export.run_exported import OPENERS, ExportedFile, detect, open_exported, postprocess
-from ..modeling.class_counts import object_count_keys
+from ..modeling.config_keys import object_count_keys
 
 log = logging.getLogger(__name__)
 

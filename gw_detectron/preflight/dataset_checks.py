@@ -10,7 +10,7 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from ..data import read_json
 from ..data.images import upright_size
 from ..errors import DataError, similar_names, summarize_names
-from ..modeling.class_counts import CLASS_COUNTS
+from ..modeling.config_keys import CLASS_COUNTS
 from .annotation_checks import DatasetNeeds, check_coco
 from .config_checks import PreflightReport
 

@@ -13,8 +13,8 @@ from ..checkpoint.records import RUN_RECORD, config_differences
 from ..errors import ConfigError, summarize_names
 from ..layers import BatchWhitening2d, FrozenBatchWhitening2d
 from ..modeling.build import build_checked_model
-from ..modeling.norm_keys import NORM_KEYS, unread_keys
-from ..norms.norm_listing import is_synchronized
+from ..modeling.config_keys import NORM_KEYS, unread_keys
+from ..norms.listing import is_synchronized
 from ..weights.provenance import PREPROCESSING, Preprocessing
 from .config_checks import PreflightReport
 

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from detectron2.layers import get_norm
 from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from ..errors import WeightsError, summarize_names
 from ..modeling import add_pool_norm
 from ..modeling.resnet import NUM_BLOCKS_PER_STAGE
-from ..norms import resolve_norm
+from ..norms import build_norm
 from ..norms.positions import norms_at
 
 _STAGES = {"layer1": "res2", "layer2": "res3", "layer3": "res4", "layer4": "res5"}  # torchvision -> Detectron2
@@ -172,11 +171,10 @@ def build_torchvision(
         )
         if norms != Norms():  # torchvision's own
             for layer, spec in norms.by_layer(network).items():
-                norm = resolve_norm(spec, where=layer.torchvision, channels=[layer.channels])
-                model.set_submodule(layer.torchvision, get_norm(norm, layer.channels))
+                norm = build_norm(spec, layer.channels, where=layer.torchvision)
+                model.set_submodule(layer.torchvision, norm or nn.Identity())
         if pool_norm:
-            channels = model.fc.in_features
-            add_pool_norm(model, resolve_norm(pool_norm, where="pool_norm", channels=[channels]), channels)
+            add_pool_norm(model, pool_norm, model.fc.in_features)
     if num_classes is None:
         model.fc = nn.Identity()
     return model

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import WeightsError, summarize_names
-from ..norms.convs import CONVS
+from ..norms.conversion import CONVS
 from .architecture import POOL_NORM, Architecture, Norms, build_torchvision, detectron2_name, infer_architecture
 from .metadata import Notes, read_notes
 from .norm_inference import infer_norms, infer_pool_norm

@@ -79,7 +79,7 @@ def _recorded(norm: Any) -> str:
     """Return the norm name of a recorded layer: a norm name, or a class with its arguments."""
     if isinstance(norm, str):
         return norm
-    return norm_spec(build_norm(norm))
+    return norm_spec(build_norm(norm)) or ""
 
 
 def build_norm(description: Mapping[str, Any]) -> nn.Module:

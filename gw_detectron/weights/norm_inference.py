@@ -8,13 +8,12 @@ import logging
 from collections.abc import Mapping
 
 import torch
-from detectron2.layers import get_norm
 from torch import Tensor
 
 from ..errors import UnknownNormError, WeightsError, summarize_names
 from ..layers import RUNNING
-from ..norms import POSITIONS, norm_spec, resolve_norm
-from ..norms.norm_listing import evaluation_spec
+from ..norms import POSITIONS, build_norm, norm_spec
+from ..norms.listing import evaluation_spec
 from .architecture import POOL_NORM, Architecture, LayerNames, Norms, norm_layers_at
 from .metadata import Notes
 
@@ -170,11 +169,11 @@ def full_name(spec: str, channels: int) -> str:
     Raises:
         ValueError: the norm name is wrong, or names no norm.
     """
-    norm = resolve_norm(spec.removeprefix("Frozen"), where="norm", channels=[channels])
-    if not norm:
-        raise WeightsError("norm (''): names no norm. Fix: give a norm name such as GW.")
     with torch.device("meta"):
-        return norm_spec(get_norm(norm, channels))
+        layer = build_norm(spec.removeprefix("Frozen"), channels)
+    if layer is None:
+        raise WeightsError("norm (''): names no norm. Fix: give a norm name such as GW.")
+    return norm_spec(layer) or spec
 
 
 def evaluation_name(spec: str, channels: int) -> str:

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import yaml
 
 from ..errors import WeightsError
 from ..installation import __version__
-from ..norms import resolve_norm
+from ..norms import build_norm, resolve_norm
 from .architecture import Architecture, Norms
 
 _log = logging.getLogger(__name__)
@@ -102,8 +103,10 @@ class Provenance:
                 raise TypeError(f"{', '.join(map(str, wrong))}: no text")
             provenance = cls(**texts, preprocessing=Preprocessing(**images))
             layers = provenance.norms.by_layer(Architecture.parse(provenance.architecture))
-            for spec in {provenance.norm, *layers.values()}:
-                resolve_norm(spec, channels=[layer.channels for layer, own in layers.items() if own == spec])
+            with torch.device("meta"):
+                for spec, channels in {(spec, layer.channels) for layer, spec in layers.items()}:
+                    build_norm(spec, channels)
+            resolve_norm(provenance.norm)
             return provenance
         except (KeyError, OverflowError, TypeError, ValueError) as error:
             reason = str(error).partition(" Fix: ")[0].rstrip(".")

@@ -12,7 +12,7 @@ from gw_detectron.config import read_config
 from gw_detectron.engine import main
 from gw_detectron.export import export_detector
 from gw_detectron.layers import GroupWhitening2d
-from gw_detectron.modeling import GWFPN, HAS_FCOS
+from gw_detectron.modeling import GWFPN
 from gw_detectron.prediction import find_sources, open_predictor, write_predictions
 from gw_detectron.preflight import preflight
 
@@ -48,10 +48,8 @@ NEED_A_RUN = {
 #: blocks that are not run, with the reason
 NOT_RUN = {
     ("docs/your_model.md", 5): "needs the authors' weights; checkpoint/test_checkpointer.py does it with others",
-    **{("CONTRIBUTING.md", place): "parts of files" for place in range(4)},
+    **{("CONTRIBUTING.md", place): "parts of files" for place in range(3)},
 }
-if not HAS_FCOS:
-    NOT_RUN["docs/architectures.md", 1] = "this Detectron2 has no FCOS"
 ALL = [(page, place) for page in PAGES for place in range(len(blocks(page, "python")))]
 
 

@@ -12,7 +12,7 @@ from experiments.__main__ import get_parser, main
 from experiments.feasibility import batch_constraints, group_constraints
 from experiments.norm_shapes import norm_shapes
 from gw_detectron.config import read_config
-from gw_detectron.norms.norm_listing import norm_rows
+from gw_detectron.norms.listing import norm_rows
 
 from ..tiny_run import CONFIG
 

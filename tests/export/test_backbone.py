@@ -16,7 +16,7 @@ from gw_detectron.errors import ExportError, FileAccessError, OutputFolderError,
 from gw_detectron.export import TOLERANCE, FeatureExtractor, Normalization, backbone, export_backbone
 from gw_detectron.export.backbone import compare_features
 from gw_detectron.export.run_exported import ExportedFile, open_exported
-from gw_detectron.norms.norm_listing import norm_rows
+from gw_detectron.norms.listing import norm_rows
 
 from .tiny_networks import needs_export, tiny_backbone
 

@@ -15,7 +15,7 @@ from gw_detectron.errors import ExportError
 from gw_detectron.export import FeatureExtractor, Normalization, export_backbone
 from gw_detectron.export.formats import write_safetensors
 from gw_detectron.model_zoo import get_config
-from gw_detectron.norms.norm_listing import norm_rows
+from gw_detectron.norms.listing import norm_rows
 from gw_detectron.weights import Preprocessing, convert, load_weights, to_torchvision
 from gw_detectron.weights.metadata import read_notes
 from gw_detectron.weights.norm_inference import evaluation_name

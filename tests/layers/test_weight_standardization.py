@@ -138,17 +138,12 @@ def replica(module: nn.Module, x: torch.Tensor) -> nn.Module:
     return copied
 
 
-def scripted(module: nn.Module, x: torch.Tensor) -> torch.jit.ScriptModule:
-    return torch.jit.script(copy.deepcopy(module))
-
-
 WAYS = {
     "pickle": lambda module, x: pickle.loads(pickle.dumps(module)),
     "deepcopy": lambda module, x: copy.deepcopy(module),
     "compile": lambda module, x: torch.compile(module, backend="eager", fullgraph=True),
     "export": lambda module, x: torch.export.export(module, (x,)).module(),
     "trace": lambda module, x: torch.jit.trace(module, x),
-    "script": scripted,
     "replica": replica,
 }
 

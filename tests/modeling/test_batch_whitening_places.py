@@ -9,8 +9,8 @@ from torch import nn
 
 from gw_detectron.layers import BatchWhitening2d, FrozenBatchWhitening2d
 from gw_detectron.modeling import build_gw_resnet_backbone
+from gw_detectron.norms.listing import norm_rows
 from gw_detectron.norms.names import norm_spec, resolve_norm
-from gw_detectron.norms.norm_listing import norm_rows
 
 RGB = ShapeSpec(channels=3)
 FAMILY = [

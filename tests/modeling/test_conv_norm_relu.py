@@ -264,16 +264,6 @@ def test_fx_keeps_the_relu_when_a_norm_of_the_graph_is_replaced():
         graph(images())
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("norm", ["FrozenBN", ""])
-def test_without_group_whitening_a_backbone_can_be_scripted(norm):
-    """Like Detectron2's own."""
-    module = GWBottleneckBlock(8, 16, bottleneck_channels=8, norm=norm).eval()
-    stem = GWBasicStem(3, 8, norm=norm).eval()
-    x = torch.randn(1, 3, 32, 32)
-    assert torch.equal(torch.jit.script(module)(torch.jit.script(stem)(x)), module(stem(x)))
-
-
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("component", ["box head", "mask head"])
 def test_a_hook_sees_the_output_of_the_norm(component, norm):

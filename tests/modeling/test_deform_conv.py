@@ -16,7 +16,7 @@ try:
 except ImportError as error:
     pytest.skip(f"this Detectron2 was not compiled: {error}", allow_module_level=True)
 
-from gw_detectron.modeling.deform_conv import use_torchvision_operator
+from gw_detectron.modeling.convs import use_torchvision_operator
 
 X = torch.randn(2, 4, 9, 11, dtype=torch.float64)
 

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from detectron2.layers import ShapeSpec
 from detectron2.modeling import RetinaNet, build_model
 from detectron2.modeling.meta_arch.retinanet import RetinaNetHead
@@ -12,7 +11,7 @@ from detectron2.modeling.meta_arch.semantic_seg import SemSegFPNHead
 from detectron2.modeling.roi_heads import FastRCNNConvFCHead, MaskRCNNConvUpsampleHead
 from torch import nn
 
-from gw_detectron.errors import UserError
+from gw_detectron.errors import NormError
 from gw_detectron.layers import GroupWhitening2d
 from gw_detectron.modeling import (
     GWFastRCNNConvFCHead,
@@ -21,8 +20,7 @@ from gw_detectron.modeling import (
     GWRetinaNetHead,
     GWSemSegFPNHead,
 )
-from gw_detectron.modeling.dense_heads import HAS_FCOS
-from gw_detectron.norms.norm_listing import norm_rows
+from gw_detectron.norms.listing import norm_rows
 
 REGION = ShapeSpec(channels=16, height=7, width=7)
 LEVELS = {f"p{level}": ShapeSpec(channels=16, stride=2**level) for level in (2, 3, 4)}
@@ -91,9 +89,8 @@ def test_a_head_is_the_stock_head_with_that_norm(kind, norm):
 def test_a_wrong_norm_names_the_argument_and_the_class(kind):
     ours, _, arguments, key, _, _ = HEADS[kind]
     for norm, words in (("GX", "unknown norm"), ("GW:groups=5", "5"), ("GN:groups=0", "groups")):
-        with pytest.raises(ValueError, match=rf"{ours.__name__}: {key} \('{norm}'\): .*{words}.*Fix: ") as caught:
+        with pytest.raises(NormError, match=rf"{ours.__name__}, {key} \('{norm}'\): .*{words}"):
             ours(**arguments, **{key: norm})
-        assert isinstance(caught.value, UserError)
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -114,7 +111,6 @@ def test_the_semantic_head_fuses_its_relus():
             layer.register_forward_pre_hook(lambda _, __, kwargs: calls.append(kwargs), with_kwargs=True)
     outputs(head, method, features)
     assert calls == [{"relu": True}] * 4
-    assert all(conv.activation is F.relu for conv in head.relu_convs())
 
 
 @pytest.fixture
@@ -128,13 +124,10 @@ def retinanet(cfg):
 
 
 def test_retinanet_is_the_stock_one_with_the_norm_in_its_head(retinanet):
-    retinanet.MODEL.RETINANET.NORM = "GN"
+    retinanet.MODEL.RETINANET.NORM = "FrozenBN"
     ours = build_model(retinanet).eval()
     retinanet.MODEL.META_ARCHITECTURE = "RetinaNet"
-    try:
-        stock = build_model(retinanet).eval()
-    except ValueError as error:
-        pytest.skip(f"this Detectron2 tries GN with one channel: {error}")
+    stock = build_model(retinanet).eval()
     ours.load_state_dict(stock.state_dict())
     assert isinstance(ours, RetinaNet) and isinstance(ours, GWRetinaNet)
     image = [{"image": torch.rand(3, 64, 64) * 255}]
@@ -173,7 +166,6 @@ def test_semantic_head_errors_name_the_key(cfg):
         build_model(cfg)
 
 
-@pytest.mark.skipif(not HAS_FCOS, reason="this Detectron2 has no FCOS")
 @pytest.mark.parametrize("norm", ["GW:groups=4", "GN:groups=8"])
 def test_fcos_trains_and_evaluates(retinanet, norm):
     from detectron2.modeling import build_backbone

@@ -9,7 +9,7 @@ from torch import nn
 
 from gw_detectron.layers import GroupWhitening2d
 from gw_detectron.modeling import GWFastRCNNConvFCHead
-from gw_detectron.norms.norm_listing import norm_rows
+from gw_detectron.norms.listing import norm_rows
 
 BOX_FEATURES = ShapeSpec(channels=256, height=7, width=7)
 

@@ -10,7 +10,7 @@ from detectron2.modeling.roi_heads import build_roi_heads
 from gw_detectron.checkpoint import load_checkpoint, open_checkpoint
 from gw_detectron.errors import PartialLoadError
 from gw_detectron.modeling import build_gw_resnet_backbone
-from gw_detectron.norms.norm_listing import norm_rows
+from gw_detectron.norms.listing import norm_rows
 
 
 @pytest.fixture

@@ -1,11 +1,10 @@
 import contextlib
 import dataclasses
 import functools
-import re
 
 import pytest
 import torch
-from detectron2.layers import get_norm
+from detectron2.layers import batch_norm, get_norm
 from detectron2.layers.batch_norm import NaiveSyncBatchNorm
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +13,7 @@ from torch import nn
 from gw_detectron.errors import NormError
 from gw_detectron.layers import SOLVERS, BatchWhitening2d, FrozenBatchWhitening2d, GroupWhitening2d
 from gw_detectron.norms import names as norm
-from gw_detectron.norms.names import norm_spec, resolve_norm
+from gw_detectron.norms.names import build_norm, norm_spec, resolve_norm
 from gw_detectron.ops.solvers import DEFAULT_SOLVER, Solver
 
 
@@ -23,18 +22,15 @@ def test_detectron2_names_are_returned_unchanged(name):
     assert resolve_norm(name) is name
 
 
-def test_a_name_the_installed_detectron2_lacks_is_explained():
-    try:
-        get_norm("LN", 8)
-    except KeyError:
-        with pytest.raises(NormError, match=r"\('LN'\): unknown to the installed Detectron2"):
-            resolve_norm("LN")
+def test_layer_norm_is_there_if_detectron2_has_it():
+    if hasattr(batch_norm, "LayerNorm"):
+        assert resolve_norm("LN") == "LN" == norm_spec(get_norm("LN", 8))
     else:
-        assert resolve_norm("LN") == "LN"
-        assert norm_spec(get_norm("LN", 8)) == "LN"
+        with pytest.raises(NormError, match=r"\('LN'\): not in this Detectron2"):
+            resolve_norm("LN")
 
 
-def test_two_lines_register_a_norm(monkeypatch):
+def test_one_line_registers_a_norm(monkeypatch):
     """As CONTRIBUTING.md describes."""
 
     class RMSNorm2d(nn.Module):
@@ -43,17 +39,9 @@ def test_two_lines_register_a_norm(monkeypatch):
             self.num_channels, self.eps = num_channels, eps
 
     monkeypatch.setitem(norm._NORMS, "RMS", (RMSNorm2d, norm._EPS))
-    monkeypatch.setitem(norm._LAYERS, "RMS", RMSNorm2d)
     layer = resolve_norm("RMS:eps=0.5")(8)
     assert isinstance(layer, RMSNorm2d) and layer.eps == 0.5
     assert norm_spec(layer) == "RMS:eps=0.5" and norm_spec(resolve_norm("RMS")(8)) == "RMS:eps=1e-05"
-
-
-def test_every_name_of_the_installed_detectron2_is_passed_on(monkeypatch):
-    monkeypatch.setattr(norm, "get_norm", lambda name, channels: {"NewNorm": nn.Identity()}[name])
-    assert resolve_norm("NewNorm") == "NewNorm"
-    with pytest.raises(NormError, match="NewNorm takes no options"):
-        resolve_norm("NewNorm:eps=0")
 
 
 def test_gw_alone_is_the_published_setting():
@@ -166,8 +154,7 @@ def test_the_spec_of_a_stock_layer_is_its_name(name):
 
 @pytest.mark.parametrize("layer", [nn.Conv2d(1, 1, 1), nn.LayerNorm(32), nn.InstanceNorm2d(8)])
 def test_a_layer_that_no_name_makes_has_no_spec(layer):
-    with pytest.raises(NormError, match=type(layer).__name__):
-        norm_spec(layer)
+    assert norm_spec(layer) is None
 
 
 def test_naive_sync_bn_with_other_statistics_has_its_own_name():
@@ -182,7 +169,7 @@ def test_naive_sync_bn_with_other_statistics_has_its_own_name():
         ("GW:groups", "groups='' is not an integer"),
         ("GW:groups=0", "groups.*0"),
         ("GW:groups=6.4", "groups='6.4' is not an integer"),
-        ("GW:groups=99999999999999999999", "groups='99999999999999999999' is not an integer below"),
+        ("GW:groups=99999999999999999999", "num_groups.*at most"),
         ("GW:iters=-1", "num_iters.*-1"),
         ("GW:eps=nan", "eps.*nan"),
         ("GW:solver=svd", r"'svd'.*\['cholesky', 'newton', 'pca'"),
@@ -204,15 +191,13 @@ def test_naive_sync_bn_with_other_statistics_has_its_own_name():
         ("BN:rotation=none", "BN takes options only with rotation=cayley"),
         ("GN:groups=-2", r"groups \(-2\)"),
         ("GN:eps=-1", r"eps \(-1.0\)"),
-        (5, "a norm is named by a string"),
+        (5, "not a norm name"),
     ],
 )
 def test_a_wrong_spec_is_named_with_its_place(spec, message):
     with pytest.raises(NormError, match=message) as caught:
-        resolve_norm(spec, where="MODEL.FPN.NORM")
-    assert isinstance(caught.value, ValueError)
+        resolve_norm(spec, where="MODEL.FPN.NORM")(64)
     assert str(caught.value).startswith(f"MODEL.FPN.NORM ({spec!r}): ")
-    assert re.search(r"\. Fix: .*\.$", str(caught.value))
 
 
 @given(
@@ -229,15 +214,15 @@ def test_a_wrong_spec_is_named_with_its_place(spec, message):
 )
 def test_any_string_gives_a_norm_or_a_norm_error(spec):
     with contextlib.suppress(NormError):
-        layer = get_norm(resolve_norm(spec, channels=[64]), 64)
+        layer = build_norm(spec, 64)
         assert layer is None or isinstance(layer, nn.Module)
 
 
 @pytest.mark.parametrize("spec", ["GW:groups=48", "GN", "GN:groups=48"])
 def test_channels_that_the_groups_do_not_divide(spec):
-    with pytest.raises(NormError, match=rf"MODEL.FPN.NORM \('{spec}'\): .*Fix: .*100"):
-        resolve_norm(spec, where="MODEL.FPN.NORM", channels=[100])
+    with pytest.raises(NormError, match=rf"MODEL.FPN.NORM \('{spec}'\): .*100"):
+        build_norm(spec, 100, where="MODEL.FPN.NORM")
 
 
 def test_groups_are_capped_at_the_channels():
-    assert resolve_norm("GW", channels=[32])(32).num_groups == 32
+    assert resolve_norm("GW")(32).num_groups == 32

@@ -2,7 +2,7 @@ from detectron2.layers import FrozenBatchNorm2d
 from torch import nn
 
 from gw_detectron.layers import GroupWhitening2d
-from gw_detectron.norms.norm_listing import evaluation_spec, norm_rows, norm_summary, norm_table
+from gw_detectron.norms.listing import evaluation_spec, norm_rows, norm_summary, norm_table
 
 
 def test_the_table_lists_every_norm():

@@ -1,11 +1,11 @@
-"""Config keys that hold norm names, and the components that read them."""
+"""Config keys that hold norm names or class counts, and the components that read them."""
 
 from collections.abc import Iterator
 
 from detectron2.config import CfgNode
 
 from ..config import default_config, get_value
-from ..norms.names import DETECTRON2_NORMS
+from ..norms import DETECTRON2_NORMS
 
 #: every config key that holds a norm name
 NORM_KEYS = (
@@ -47,6 +47,22 @@ _OWN_KEYS = {
     "MODEL.ROI_BOX_HEAD.CONV": _BOX,
     "MODEL.ROI_MASK_HEAD.CONV": _MASK,
 }
+
+
+#: architecture -> node of MODEL that counts the classes, and their names in a dataset's metadata
+CLASS_COUNTS = {
+    "RetinaNet": {"RETINANET": "thing_classes"},
+    "GWRetinaNet": {"RETINANET": "thing_classes"},
+    "GeneralizedRCNN": {"ROI_HEADS": "thing_classes"},
+    "PanopticFPN": {"ROI_HEADS": "thing_classes", "SEM_SEG_HEAD": "stuff_classes"},
+    "SemanticSegmentor": {"SEM_SEG_HEAD": "stuff_classes"},
+}
+
+
+def object_count_keys(cfg: CfgNode) -> list[str]:
+    """Return the keys that count the classes of objects, such as MODEL.ROI_HEADS.NUM_CLASSES."""
+    nodes = CLASS_COUNTS.get(cfg.MODEL.META_ARCHITECTURE, {})
+    return [f"MODEL.{node}.NUM_CLASSES" for node, field in nodes.items() if field == "thing_classes"]
 
 
 def misplaced_norms(cfg: CfgNode, spec: object) -> Iterator[str]:
@@ -111,7 +127,7 @@ def unread_keys(cfg: CfgNode) -> Iterator[str]:
 
 
 def _has(cfg: CfgNode, component: str) -> bool:
-    """Tell whether the architecture of a config has a component."""
+    """Return whether the architecture of a config has a component."""
     architecture = cfg.MODEL.META_ARCHITECTURE
     return architecture in _ARCHITECTURES.get(component, [architecture])
 

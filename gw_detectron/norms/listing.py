@@ -1,16 +1,15 @@
-"""List the normalization layers of a model."""
+"""List the norm layers of a model."""
 
 from collections import Counter
 from typing import NamedTuple
 
 from torch import nn
 
-from .installed import CLASSES
-from .names import find_norm_spec
+from .names import norm_spec
 
 
 class NormRow(NamedTuple):
-    """One normalization layer of a model."""
+    """One norm layer of a model."""
 
     layer: str
     spec: str
@@ -26,7 +25,7 @@ def channels_of(layer: nn.Module) -> int:
     A layer of an unknown class is a norm if the name of its class contains "Norm" and it has a scale of its own.
     ConvNeXt's ``GlobalResponseNorm`` adds to its input and is none.
     """
-    known = isinstance(layer, nn.modules.batchnorm._NormBase) or find_norm_spec(layer) is not None
+    known = isinstance(layer, nn.modules.batchnorm._NormBase) or norm_spec(layer) is not None
     weight = {**layer._parameters, **layer._buffers}.get("weight")
     named = "Norm" in type(layer).__name__ and "GlobalResponse" not in type(layer).__name__
     if not known and not (named and weight is not None and weight.dim() == 1):
@@ -36,11 +35,10 @@ def channels_of(layer: nn.Module) -> int:
 
 
 def norm_rows(model: nn.Module) -> list[NormRow]:
-    """List in module order the normalization layers of a model that have a norm name."""
+    """List in module order the norm layers of a model that have a norm name."""
     rows = []
     for name, module in model.named_modules():
-        spec = find_norm_spec(module)
-        if spec is not None:
+        if spec := norm_spec(module):
             parameters = list(module.parameters())
             size = sum(parameter.numel() for parameter in parameters)
             frozen = not any(parameter.requires_grad for parameter in parameters)
@@ -49,9 +47,8 @@ def norm_rows(model: nn.Module) -> list[NormRow]:
 
 
 def is_synchronized(layer: nn.Module) -> bool:
-    """Tell whether a layer computes its batch statistics over all processes."""
-    classes = (nn.SyncBatchNorm, CLASSES.get("naiveSyncBN", ()))
-    return isinstance(layer, classes) or getattr(layer, "sync", False)
+    """Return whether a layer computes its batch statistics over all processes."""
+    return norm_spec(layer) in ("SyncBN", "naiveSyncBN", "naiveSyncBN_N") or getattr(layer, "sync", False)
 
 
 def norm_counts(model: nn.Module) -> dict[str, int]:
@@ -65,7 +62,7 @@ def norm_summary(model: nn.Module) -> str:
 
 
 def norm_table(model: nn.Module) -> str:
-    """Format every normalization layer of a model as a text table."""
+    """Format every norm layer of a model as a text table."""
     from tabulate import tabulate
 
     rows = [(*row[:-1], "yes" if row.frozen else "no") for row in norm_rows(model)]

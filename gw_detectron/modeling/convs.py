@@ -1,0 +1,74 @@
+"""Convolutions of Detectron2 with other operators: a fused norm and ReLU, torchvision's deformable convolution.
+
+Stock blocks and heads build stock convolutions. Building another one would draw random numbers and change the initial
+values of all later layers, so these functions change the class of a built convolution, as
+``torch.nn.utils.parametrize`` does.
+"""
+
+import torch.nn.functional as F
+from detectron2.layers import Conv2d, DeformConv, ModulatedDeformConv
+from torch import Tensor, nn
+from torchvision.ops import deform_conv2d
+
+
+class ConvNormReLU(Conv2d):
+    """Convolution, norm and ReLU, the last two fused if the norm can.
+
+    The convolution keeps its ``norm`` and its ``activation``. Each call decides: if the activation is ``nn.ReLU`` or
+    ``F.relu`` and the norm has ``fuses_relu = True`` (:class:`gw_detectron.layers.GroupWhitening2d`), it calls
+    ``norm(x, relu=True)``, which saves passes over memory. Otherwise it is Detectron2's ``Conv2d``. So the network's
+    function survives when either of them is replaced, frozen or converted.
+
+    Hooks on the convolution and on the norm run. In a fused call the norm's output includes the ReLU, and hooks on the
+    activation do not run.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        # a subclass of nn.ReLU may compute another function, a forward of the instance may not take relu
+        fuses = getattr(self.norm, "fuses_relu", False) and "forward" not in self.norm.__dict__
+        if fuses and (type(self.activation) is nn.ReLU or self.activation is F.relu):
+            x = F.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+            return self.norm(x, relu=True)
+        return super().forward(x)
+
+
+def append_fusible_relu(conv: Conv2d) -> None:
+    """Turn a convolution into a :class:`ConvNormReLU`, in place.
+
+    Args:
+        conv: a convolution of Detectron2. It keeps its activation; if it has none, it gets an ``nn.ReLU``.
+    """
+    conv.__class__ = ConvNormReLU
+    if conv.activation is None:
+        conv.activation = nn.ReLU(inplace=True)
+
+
+class _TorchvisionOperator(nn.Module):
+    """Mixin for a deformable convolution: torchvision's operator."""
+
+    weight: Tensor
+    bias: Tensor | None = None  # DeformConv has none
+    norm: nn.Module | None
+    activation: nn.Module | None
+
+    def forward(self, x: Tensor, offset: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = deform_conv2d(x, offset, self.weight, self.bias, self.stride, self.padding, self.dilation, mask)
+        if self.norm is not None:
+            x = self.norm(x)
+        return x if self.activation is None else self.activation(x)
+
+
+class TorchvisionDeformConv(_TorchvisionOperator, DeformConv):
+    """Deformable convolution with norm and activation (Deformable Convolutional Networks, equation 2)."""
+
+
+class TorchvisionModulatedDeformConv(_TorchvisionOperator, ModulatedDeformConv):
+    """Modulated deformable convolution with norm and activation (Deformable ConvNets v2, equation 1)."""
+
+
+def use_torchvision_operator(conv: DeformConv | ModulatedDeformConv) -> None:
+    """Change a deformable convolution to torchvision's operator, in place.
+
+    Detectron2's operator needs its compiled extension and trains on GPUs only.
+    """
+    conv.__class__ = TorchvisionModulatedDeformConv if isinstance(conv, ModulatedDeformConv) else TorchvisionDeformConv
