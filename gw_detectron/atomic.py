@@ -5,14 +5,13 @@ import os
 import re
 import secrets
 import shutil
-import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from .errors import FileAccessError, OutputFolderError, UserError, summarize_names
 
-_IMPORTED = time.time()
+_writing: set[str] = set()  # names of the temporary files and folders of this process
 
 
 @contextlib.contextmanager
@@ -29,39 +28,24 @@ def atomic_write(path: Path, fix: str = "free disk space or get write permission
     Raises:
         FileAccessError: the file cannot be written; the error names ``path``, which is left as it was.
     """
-    temporary = temporary_path(path)
-    try:
-        yield temporary
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except Exception as error:
-        cause = _os_error(error)
-        if cause is None or isinstance(cause, FileAccessError) or cause.filename not in (None, os.fspath(temporary)):
-            raise
-        raise FileAccessError(
-            f"'{path}': was not written: {cause.strerror or cause}. Existing files are unchanged. Fix: {fix}."
-        ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-
-
-def _os_error(error: BaseException | None) -> OSError | None:
-    """Find the OSError behind an error.
-
-    torch wraps a failed write in a RuntimeError.
-    """
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__ or error.__context__
-    return error
+    with _temporary(path) as temporary:
+        try:
+            yield temporary
+            with open(temporary, "rb+") as file:
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):  # torch wraps a failed write
+                cause = cause.__cause__ or cause.__context__
+            if isinstance(cause, FileAccessError) or not cause or cause.filename not in (None, os.fspath(temporary)):
+                raise
+            raise FileAccessError(f"'{path}': was not written: {cause.strerror or cause}. Fix: {fix}.") from error
 
 
 @contextlib.contextmanager
 def atomic_folder(output: str | os.PathLike[str], files: Collection[str]) -> Iterator[Path]:
     """Yield an empty folder that replaces ``output`` on success.
-
-    Folders that killed runs to the same place left are removed.
 
     Args:
         output: the folder to create. It may exist if it is empty or holds only an earlier result of the same kind.
@@ -72,54 +56,44 @@ def atomic_folder(output: str | os.PathLike[str], files: Collection[str]) -> Ite
         FileAccessError: the files cannot be written, e.g. on a full disk; ``output`` is left unchanged.
     """
     if not os.fspath(output):
-        raise OutputFolderError("output (''): no folder is named. Fix: give a folder.")
+        raise OutputFolderError("output (''): no folder is named.")
     output = Path(output).resolve()
+    check_replaceable(output, files)
     try:
-        check_replaceable(output, files)
         output.parent.mkdir(parents=True, exist_ok=True)
         remove_unfinished(output.parent, output.name)
-        work = temporary_path(output)
-        work.mkdir()
-    except UserError:
-        raise
-    except OSError as error:
-        raise OutputFolderError(
-            f"output ('{output}'): cannot create the folder: {error.strerror}. Fix: give another folder."
-        ) from error
-    try:
-        new, old = work / "new", work / "old"
-        new.mkdir()
-        yield new
-        check_replaceable(output, files)  # another program may have written there in the meantime
-        if output.exists():
-            os.rename(output, old)
-        try:
-            os.rename(new, output)
-        except BaseException:  # also a signal: ``work`` is removed with both
-            if old.exists():
-                os.rename(old, output)
-            raise
+        with _temporary(output) as work:
+            new, old = work / "new", work / "old"
+            new.mkdir(parents=True)
+            yield new
+            check_replaceable(output, files)  # another program may have written there in the meantime
+            if output.exists():
+                os.rename(output, old)
+            try:
+                os.rename(new, output)
+            except BaseException:  # also a signal: ``work`` is removed with both
+                if old.exists():
+                    os.rename(old, output)
+                raise
     except UserError:
         raise
     except OSError as error:
         raise FileAccessError(
-            f"output ('{output}'): was not written: {error.strerror or error}. Existing files are unchanged. Fix: free "
-            "disk space, or give another folder."
+            f"output ('{output}'): was not written: {error.strerror or error}. Fix: free disk space, or give another "
+            "folder."
         ) from error
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
 
 def check_replaceable(output: Path, files: Collection[str]) -> None:
     """Raise OutputFolderError unless ``output`` is absent, empty or holds only ``files``."""
-    if not output.exists():
+    try:
+        others = sorted(set(os.listdir(output)).difference(files))
+    except FileNotFoundError:
         return
-    if not output.is_dir():
-        raise OutputFolderError(f"output ('{output}'): is a file. Fix: give a folder.")
+    except OSError as error:
+        raise OutputFolderError(f"output ('{output}'): not a folder: {error.strerror}.") from error
     if output.is_mount():
-        why = "is a mount point, which no rename replaces"
-        raise OutputFolderError(f"output ('{output}'): {why}. Fix: give a folder in it.")
-    others = sorted(entry.name for entry in output.iterdir() if entry.name not in files)
+        raise OutputFolderError(f"output ('{output}'): no rename replaces a mount point. Fix: give a folder in it.")
     if others:
         raise OutputFolderError(
             f"output ('{output}'): the folder holds {summarize_names(others)}, which is not part of an earlier result "
@@ -127,12 +101,20 @@ def check_replaceable(output: Path, files: Collection[str]) -> None:
         )
 
 
-def temporary_path(path: Path) -> Path:
-    """Return a hidden name beside a file or folder.
+@contextlib.contextmanager
+def _temporary(path: Path) -> Iterator[Path]:
+    """Yield a hidden name beside a path, and remove what is there at the end.
 
     The name is unique per writer and holds the host and the process id, for :func:`remove_unfinished`.
     """
-    return path.with_name(f".{path.name[:100]}.{os.uname().nodename}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    token = f"{os.uname().nodename}.{os.getpid()}.{secrets.token_hex(4)}"
+    temporary = path.with_name(f".{path.name[:100]}.{token}.tmp")
+    _writing.add(temporary.name)
+    try:
+        yield temporary
+    finally:
+        _remove(temporary)
+        _writing.discard(temporary.name)
 
 
 def remove_unfinished(folder: str | os.PathLike[str], name: str | None = None) -> None:
@@ -147,26 +129,29 @@ def remove_unfinished(folder: str | os.PathLike[str], name: str | None = None) -
     start = ".+" if name is None else re.escape(name[:100])
     temporary = re.compile(rf"\.{start}\.{re.escape(os.uname().nodename)}\.(\d+)\.[0-9a-f]{{8}}\.tmp")
     for path in Path(folder).glob(".*.tmp"):
-        found = temporary.fullmatch(path.name)
-        if found and not _is_being_written(path, int(found[1])):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+        if found := temporary.fullmatch(path.name):
+            process = int(found[1])
+            # in a restarted container a run often gets the process id of the killed one
+            if not (path.name in _writing if process == os.getpid() else _is_running(process)):
+                _remove(path)
 
 
-def _is_being_written(path: Path, process_id: int) -> bool:
-    if process_id == os.getpid():
-        # In a restarted container a run often gets the host name and the process id of the killed one.
-        with contextlib.suppress(OSError):
-            return path.stat().st_mtime > _IMPORTED - 1
+def _is_running(process: int) -> bool:
     try:
-        os.kill(process_id, 0)
+        os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # another user's process
+    except PermissionError:  # another user's
         pass
     return True
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 class AtomicPathManager:
@@ -174,9 +159,6 @@ class AtomicPathManager:
 
     It is made for the attribute ``path_manager`` of fvcore's ``Checkpointer``, which opens all its files there: neither
     a full disk nor a kill leaves half a checkpoint. Everything but writing is left to the wrapped path manager.
-
-    Args:
-        manager: the path manager to wrap.
     """
 
     def __init__(self, manager: Any) -> None:
@@ -186,11 +168,7 @@ class AtomicPathManager:
         return getattr(self._manager, name)
 
     def open(self, path: str, mode: str = "r", **kwargs: Any) -> contextlib.AbstractContextManager[IO[Any]]:
-        """Open a file; use the result in a ``with`` statement.
-
-        Raises:
-            FileAccessError: at the end of the ``with`` statement, when the file could not be written.
-        """
+        """Open a file; use the result in a ``with`` statement, whose end raises FileAccessError."""
         if "w" in mode and "://" not in path:
             return _open_atomic(path, mode)
         return self._manager.open(path, mode, **kwargs)
