@@ -28,12 +28,6 @@ def test_gw_conditions_better_than_gn_and_both_better_with_more_groups(result, l
     assert gw[16] < gw[8] < gw[4] < gw[2] < gw[1] and gn[16] < gn[1]
 
 
-def test_bn_conditions_better_than_gn_and_gw_and_than_none(result):
-    bn, base = curve(result, "BN")[None], curve(result, "Base")[None]
-    assert bn < base / 10
-    assert bn < min(value for method in ("GN", "GW") for value in curve(result, method).values())
-
-
 def test_the_findings_and_the_table_say_the_same(result):
     assert len(result.findings) == 3 and all(result.findings.values())
     assert {(row["features"], row["moment"]) for row in result.rows} == {

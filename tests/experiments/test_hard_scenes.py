@@ -4,19 +4,13 @@ import hashlib
 import itertools
 import json
 
-import numpy as np
 from detectron2.data import DatasetCatalog, MetadataCatalog
-from scipy import ndimage
 
 from experiments.small_batch.dataset import HardScene, HardSyntheticConfig
 from gw_detectron.data.polygons import to_coco
 from gw_detectron.data.synthetic import draw_scene
 
 CONFIG = HardSyntheticConfig()
-
-
-def scene(seed, side=96):
-    return HardScene(side, side, np.random.default_rng(seed), min_visible=0.4, hue_spread=1.0)
 
 
 def test_the_scenes_are_those_of_the_study():
@@ -37,39 +31,6 @@ def test_neither_shape_nor_texture_alone_tells_the_class():
         other_texture = [kind for kind in kinds if kind[1] == shape and kind[0] != texture]
         other_shape = [kind for kind in kinds if kind[0] == texture and kind[1] != shape]
         assert len(other_texture) == 3 and len(other_shape) == 5
-
-
-def test_look_alikes_are_drawn_but_are_no_objects():
-    categories = [obj.category for index in range(30) for obj in draw_scene(CONFIG, "train", index).objects]
-    assert set(categories) == set(range(HardScene.num_classes))
-    drawn = []
-
-    class Noted(HardScene):
-        def _transform(self, category, *args):
-            drawn.append(category)
-            return super()._transform(category, *args)
-
-    for seed in range(200):
-        assert not Noted(48, 48, np.random.default_rng(seed), 0.4, 1.0).objects
-    assert set(drawn) == set(range(HardScene.num_classes, len(HardScene.shapes)))
-
-
-def test_a_bar_is_cut_out_of_the_masks_it_crosses():
-    cut = 0
-    for seed in range(30):
-        drawn = scene(seed)
-        if not drawn.add_object(0, 50):
-            continue
-        before, canvas = drawn.objects[0].mask, drawn._canvas.copy()
-        drawn._add_bar()
-        after = drawn.objects[0].mask
-        changed = np.abs(drawn._canvas - canvas).max(axis=2)[1:-1, 1:-1] > 1e-6
-        assert not (after & ~before).any()
-        assert not (ndimage.binary_erosion(after, np.ones((3, 3))) & changed).any()
-        assert changed[before & ~after].all()
-        assert after.sum() >= 0.4 * drawn.objects[0].area
-        cut += (after != before).any()
-    assert cut > 15
 
 
 def test_splits_share_no_image_and_no_layout():

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -35,12 +34,11 @@ from experiments.small_batch.plan import (
     planned_rows,
 )
 from experiments.small_batch.results_file import append_result, read_results
-from experiments.small_batch.results_page import PAGE, write_summary
+from experiments.small_batch.results_page import PAGE
 from experiments.small_batch.side_by_side import run_rows
 from experiments.small_batch.single_run import CONFIG, run_row
 from gw_detectron.config import read_config
 from gw_detectron.data import make_synthetic, register_synthetic
-from gw_detectron.errors import DataError, MissingFileError
 from gw_detectron.layers.weight_standardization import WeightStandardized
 from gw_detectron.norms import norm_rows
 
@@ -67,17 +65,6 @@ def all_grids():
         grids = [row for row in planned_rows(done) if row.seed == 0]
         done = {row: -abs(math.log(row.lr / row.batch / 0.005)) for row in grids}
     return done
-
-
-def test_the_best_rate_of_the_grid_is_scored():
-    done = grid_results("GW", 2, [10, 20, 30, 30, 5])
-    scored = [row for row in planned_rows(done) if row.norm == "GW" and row.batch == 2 and row.seed]
-    assert [(row.lr, row.seed, row.iterations) for row in scored] == [
-        *((0.01, seed, 2000) for seed in range(1, 6)),
-        *((0.01, seed, 6000) for seed in range(1, 4)),
-    ]
-    others = {row.norm for row in planned_rows(done) if row.batch == 2 and row.seed and row.lr}
-    assert others == {"GW", *(variation for variation, (norm, _) in VARIATIONS.items() if norm == "GW")}
 
 
 def test_rows_of_one_seed_start_from_the_same_weights():
@@ -161,26 +148,6 @@ def test_a_failed_run_is_reported_left_open_and_blocks_only_its_own_grid(tmp_pat
     assert {row.seed for row in done if row.norm == "GW"} == set(range(6))
     assert run_rows(path, starter(path), 2, only, reports.append) == []
     assert {row.seed for row in read_results(path) if row.norm == "GN"} == set(range(6))
-
-
-def test_no_more_runs_than_jobs_at_a_time_and_all_end_with_the_runner(tmp_path):
-    path, running = tmp_path / "results.jsonl", []
-    start = starter(path, seconds=60)
-
-    def noted(row):
-        running.append(start(row))
-        if len(running) == 3:
-            raise AssertionError("a third run started")
-        if len(running) == 2:
-            raise KeyboardInterrupt
-        return running[-1]
-
-    with pytest.raises(KeyboardInterrupt):
-        run_rows(path, noted, 2, [], lambda line: None)
-    running[0].wait(timeout=10)
-    running[1].kill()  # the interrupt came before the runner knew it
-    running[1].wait(timeout=10)
-    assert len(running) == 2 and running[0].returncode == -signal.SIGTERM
 
 
 SHORT = ("INPUT.MIN_SIZE_TEST", "64", "INPUT.MIN_SIZE_TRAIN", "(64,)", "MODEL.RPN.PRE_NMS_TOPK_TEST", "30")
@@ -354,15 +321,6 @@ def test_the_page_and_its_figures(whole, tmp_path):
             assert len(image.convert("L").getcolors()) > 50
     summarize_study.main(args)
     assert (tmp_path / PAGE).read_text() == first
-
-
-def test_a_page_without_marks_and_no_results_are_refused(whole, tmp_path):
-    (tmp_path / PAGE).write_text(PAGE_TEXT.replace("<!-- rates: end -->", ""))
-    with pytest.raises(DataError, match="rates"):
-        write_summary(whole, TIMES, tmp_path)
-    assert "stale" in (tmp_path / PAGE).read_text()
-    with pytest.raises(MissingFileError, match=r"none\.jsonl"):
-        summarize_study.main(summarize_study.get_parser().parse_args(["--results", str(tmp_path / "none.jsonl")]))
 
 
 def test_the_table_of_norms_waits_for_all_runs(whole):

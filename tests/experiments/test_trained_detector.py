@@ -85,9 +85,3 @@ def test_joint_statistics_bring_tiles_closer_to_the_image(detectors, norm):
     whole, own, joint = result.rows
     assert set(levels_of(whole).values()) == {0.0}
     assert joint["p2"] < own["p2"]
-
-
-def test_one_tile_is_the_image(detectors):
-    whole, own, joint = analyze_tiling(**detectors["GW"], tiles=[1], images=1).rows
-    assert set(levels_of(own).values()) == set(levels_of(joint).values()) == {0.0}
-    assert whole["AP"] == own["AP"] == joint["AP"]
