@@ -42,7 +42,7 @@ def check_datasets(cfg: CfgNode, report: PreflightReport, *, eval_only: bool) ->
     )
     classes = {name: found.classes for name, found in (*tested.items(), *trained.items())}
     report.errors += _wrong_classes(cfg, classes)
-    known = {name: list(classes[name]) for name in (*trained, *tested) if classes[name]}
+    known = {name: list(names) for name in (*trained, *tested) if (names := classes[name])}
     for name, names in known.items():
         first = next(iter(known))
         if names != known[first]:

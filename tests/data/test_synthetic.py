@@ -1,6 +1,5 @@
 """Synthetic dataset: the pinned scenes, rendering, annotations, files, registration with Detectron2."""
 
-import colorsys
 import contextlib
 import dataclasses
 import errno
@@ -18,16 +17,14 @@ import numpy as np
 import pycocotools.mask as mask_util
 import pytest
 from detectron2.data import DatasetCatalog, DatasetMapper, MetadataCatalog, get_detection_dataset_dicts
-from detectron2.evaluation import COCOEvaluator
 from detectron2.utils.file_io import PathManager
 from PIL import Image
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
-from scipy import ndimage
 
 from gw_detectron.data import SyntheticConfig, make_synthetic, register_synthetic, synthetic
 from gw_detectron.data.polygons import run_lengths, to_coco, trace
-from gw_detectron.data.scene import SHAPES, Scene
+from gw_detectron.data.scene import SHAPES
 from gw_detectron.data.synthetic import draw_scene
 from gw_detectron.errors import ConfigError, DataError, UserError
 
@@ -83,14 +80,6 @@ def test_the_demo_has_the_images_and_annotations_of_version_0_2():
     assert pinned.hexdigest() == "f5367558bb0c32b018c191dfde9a218ea1f3bace97f3130c7c3e455a61b5fc77"
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_shape_has_the_stated_area(shape):
-    axis = np.linspace(-1.5, 1.5, 1501)
-    inside = shape.sdf(*np.meshgrid(axis, axis)) < 0
-    assert inside.sum() * (axis[1] - axis[0]) ** 2 == pytest.approx(shape.area, rel=0.01)
-    assert not inside[[0, -1]].any() and not inside[:, [0, -1]].any()
-
-
 def test_visible_masks_follow_the_painting_order():
     for index in range(40):
         scene = draw_scene(TINY, "train", index)
@@ -100,50 +89,6 @@ def test_visible_masks_follow_the_painting_order():
         for number, obj in enumerate(scene.objects):
             np.testing.assert_array_equal(obj.mask, owner == number)
             assert obj.mask.sum() >= TINY.min_visible * obj.area - obj.mask.shape[0]
-
-
-def test_objects_are_drawn_where_their_masks_are():
-    """A scene differs from its bare background where an object is annotated, and nowhere else."""
-
-    class BackgroundOnly(Scene):
-        def _paint(self, outline, colors, opacity=1.0):
-            if not self.objects:
-                super()._paint(outline, colors, opacity)
-
-    class BackgroundConfig(SyntheticConfig):
-        scene = BackgroundOnly
-
-    config = dataclasses.replace(TINY, crowd_fraction=0.0)
-    for index in range(10):
-        scene = draw_scene(config, "val", index)
-        bare = draw_scene(BackgroundConfig(**dataclasses.asdict(config)), "val", index)
-        differs = np.abs(scene._canvas - bare._canvas).max(axis=2)[1:-1, 1:-1] > 1e-6
-        # Edges are anti-aliased, and tips thinner than a pixel reach beyond the mask.
-        nine = np.ones((3, 3))
-        outer = np.any([ndimage.binary_dilation(obj.mask, nine, iterations=2) for obj in scene.objects], axis=0)
-        inner = np.any([ndimage.binary_erosion(obj.mask, nine) for obj in scene.objects], axis=0)
-        assert not (differs & ~outer).any() and differs[inner].all()
-
-
-def test_hue_spread_decides_whether_color_tells_the_class():
-    def hues(spread: float, category: int) -> np.ndarray:
-        """Hues of single large objects, in turns from that of their class, for many scenes."""
-        found = []
-        for seed in range(40):
-            scene = Scene(64, 64, np.random.default_rng(seed), min_visible=0.1, hue_spread=spread)
-            assert scene.add_object(category, size=40)
-            red, green, blue = np.median(scene._canvas[scene.objects[0].region < -2], axis=0) / 255
-            found.append(colorsys.rgb_to_hsv(red, green, blue)[0] - category / len(SHAPES))
-        return np.abs((np.array(found) + 0.5) % 1 - 0.5)
-
-    # The second color of a texture may turn another 0.06, and blending of the two a little more.
-    assert hues(0.0, category=3).max() < 0.1
-    assert hues(1.0, category=3).max() > 0.35
-
-
-def test_more_images_keep_the_first_ones():
-    more = draw_scene(dataclasses.replace(TINY, num_train=1000), "train", 3).image()
-    np.testing.assert_array_equal(draw_scene(TINY, "train", 3).image(), more)
 
 
 def test_too_many_objects_for_the_image_is_an_error():
@@ -339,12 +284,6 @@ def test_registered_below_the_folder_of_the_environment_variable(tmp_path, monke
     assert metadata.image_root == str(tmp_path / "gw_synthetic" / "val")
     assert metadata.evaluator_type == "coco" and metadata.thing_classes == [shape.name for shape in SHAPES]
     assert not os.listdir(tmp_path), "registering must not make files"
-
-
-def test_the_evaluator_makes_the_set(tmp_path):
-    register_synthetic(tmp_path, TINY)
-    evaluator = COCOEvaluator("gw_synthetic_val", tasks=("bbox", "segm"), distributed=False)
-    assert len(evaluator._coco_api.imgs) == TINY.num_val
 
 
 def test_the_loader_makes_the_set_and_the_mapper_drops_crowds(root, tmp_path):

@@ -1,16 +1,14 @@
 """Datasets: classes, images and annotations that cannot be trained on are refused and counted."""
 
-import copy
 import json
 import math
-import time
 
 import numpy as np
 import pytest
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from PIL import ExifTags, Image
 
-from gw_detectron.errors import DataError, PreflightError
+from gw_detectron.errors import DataError
 from gw_detectron.preflight import PreflightReport
 from gw_detectron.preflight.annotation_checks import DatasetNeeds, check_coco
 
@@ -192,11 +190,10 @@ def test_missing_fields(check, coco, content):
 
 
 @pytest.mark.parametrize("field", ["images", "categories", "annotations"])
-def test_a_missing_list(check, coco, content, field):
+def test_a_missing_list(content, field):
     content.pop(field)
-    path = coco()
-    with pytest.raises(PreflightError, match=f"'{path}'.*{field}"):
-        check().raise_errors()
+    with pytest.raises(DataError, match=field):
+        check_coco(content, TRAIN)
 
 
 def test_keypoints_of_another_number():
@@ -277,11 +274,3 @@ def test_annotation_0_counts_as_a_miss():
     content = coco_content()
     content["annotations"][0]["id"] = 0
     assert check_coco(content, TRAIN) == ([], []) and "id 0" in check_coco(content, TEST)[1][0]
-
-
-def test_a_hundred_thousand_annotations_take_seconds():
-    content = coco_content()
-    content["annotations"] = [{**content["annotations"][0], "id": number} for number in range(1, 100_001)]
-    start = time.process_time()
-    assert check_coco(copy.deepcopy(content), TRAIN) == ([], [])
-    assert time.process_time() - start < 10
