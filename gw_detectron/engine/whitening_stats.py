@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import NonFiniteCovarianceError, NonFiniteLayerError
 from ..layers import BatchWhitening2d, GroupWhitening2d, Solver
-from ..ops.batch_whitening.channel_groups import split
+from ..ops.batch_whitening import split
 from ..ops.checks import autocast_off
 
 WhiteningLayer = GroupWhitening2d | BatchWhitening2d

@@ -18,7 +18,7 @@ the whitening matrix from the covariance in both. Special cases:
   with BN, LayerNorm and GN hold for eps = 0 only.
 """
 
-from ..ops.batch_whitening.reference import batch_whiten
+from ..ops.batch_whitening import batch_whiten
 from ..ops.group_whitening.op import group_whiten, use_backend
 from ..ops.solvers import SOLVERS, Solver, newton_inverse_sqrt, zca_inverse_sqrt
 from .batch_renorm import BatchRenorm2d

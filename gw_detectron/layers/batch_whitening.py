@@ -7,10 +7,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal
 
-from ..ops.batch_whitening.channel_groups import effective_width, join_matrices, split, split_matrices
-from ..ops.batch_whitening.reference import to_columns, transform
-from ..ops.batch_whitening.statistics import BatchStatistics, batch_statistics
-from ..ops.checks import autocast_off, check_flag, check_integer, check_number, check_tensors
+from ..ops.batch_whitening import (
+    BatchStatistics,
+    batch_statistics,
+    effective_width,
+    join_matrices,
+    split,
+    split_matrices,
+    to_columns,
+    transform,
+)
+from ..ops.checks import autocast_off, check_flag, check_number, check_tensors
 from ..ops.solvers import Solver
 
 #: running averages for evaluation: of whitening matrices, or of covariances
@@ -91,7 +98,6 @@ class BatchWhitening2d(nn.Module):
     ) -> None:
         super().__init__()
         check_number("momentum", momentum, 0, 1, 0.1)
-        check_integer("num_channels", num_channels, 1, 64)
         check_flag("sync", sync)
         check_flag("affine", affine)
         for name, value, allowed in (("running", running, RUNNING), ("rotation", rotation, ROTATIONS)):

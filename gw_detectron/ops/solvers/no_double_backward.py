@@ -21,10 +21,7 @@ def whitening_matrix(
         solve: from ``sigma`` and ``least`` to the whitening matrices and other tensors for ``pull_back``.
         pull_back: from the gradient and all results of ``solve`` to the gradient of ``sigma``.
     """
-    tracing = torch.jit.is_tracing()  # type: ignore[attr-defined]
-    if sigma.requires_grad and not tracing:  # a trace cannot hold a function of Python
-        return _FirstOrder.apply(sigma, least, solve, pull_back)[0]
-    return solve(sigma, least)[0]
+    return _FirstOrder.apply(sigma, least, solve, pull_back)[0] if sigma.requires_grad else solve(sigma, least)[0]
 
 
 class _FirstOrder(torch.autograd.Function):
@@ -45,19 +42,18 @@ class _FirstOrder(torch.autograd.Function):
         sigma, *saved = ctx.saved_tensors
         with torch.no_grad():
             gradient = ctx.pull_back(grad, *saved)
-        return without_derivative(gradient, sigma, grad), None, None, None
-
-
-def without_derivative(gradient: Tensor, *sources: Tensor) -> Tensor:
-    """Return a gradient whose derivative by any of the tensors that it was computed from is an error.
-
-    ``once_differentiable`` of torch forgets the sources, so that ``torch.autograd.grad`` by one of them leaves out this
-    gradient without a word.
-    """
-    return _WithoutDerivative.apply(gradient, *sources) if torch.is_grad_enabled() else gradient
+        if torch.is_grad_enabled():  # create_graph=True
+            gradient = _WithoutDerivative.apply(gradient, sigma, grad)
+        return gradient, None, None, None
 
 
 class _WithoutDerivative(torch.autograd.Function):
+    """Return a gradient whose derivative by the tensors that it was computed from is an error.
+
+    torch's ``once_differentiable`` forgets these sources: ``torch.autograd.grad`` by one of them would leave out this
+    gradient in silence.
+    """
+
     generate_vmap_rule = True
 
     @staticmethod

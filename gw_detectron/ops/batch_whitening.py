@@ -1,0 +1,194 @@
+r"""The equations of batch whitening in plain torch.
+
+Shapes: ``N`` samples, ``C`` channels, ``k`` channels per group, ``r = C mod k`` channels of a smaller last group,
+``m = N * prod(spatial)`` columns, over which the covariance of each group is computed.
+
+The matrices of all groups are stored as one tensor of rows, (C, k): row i belongs to channel i and holds the k numbers
+of its group's matrix. A smaller last group of r channels uses the first r of them.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .checks import autocast_off, check_integer, check_tensors, compute_dtype, memory_format_of
+from .solvers import DEFAULT_SOLVER, Solver, check_solver
+
+
+def batch_whiten(
+    x: Tensor,
+    channels_per_group: int = 64,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    solver: Solver = DEFAULT_SOLVER,
+    sync: bool = False,
+) -> Tensor:
+    r"""Whiten channel groups by their covariance over batch and space.
+
+    .. math::
+        \mu = \tfrac{1}{m} X \mathbf{1}, \quad X_C = X - \mu \mathbf{1}^T, \quad
+        \Sigma = \tfrac{1}{m} X_C X_C^T + \epsilon I, \quad y = \gamma \, \psi(\Sigma) X_C + \beta
+
+    for the columns :math:`X \in \mathbb{R}^{k \times m}` of each group. Every position of every sample is a column, as
+    in BN. Statistics and solver run in float32 (float64 for float64 input), also under autocast. A batch without
+    variance gives ``bias``.
+
+    One channel per group is BN with any solver: the iteration of ``newton`` starts at its fixed point there.
+
+    Args:
+        x: floating point, (N, C, *spatial) with any number of spatial dimensions, in any memory format.
+        channels_per_group: k, capped at C; contiguous channels form a group, the last of which may be smaller.
+        weight: per-channel scale :math:`\gamma`, (C,).
+        bias: per-channel shift :math:`\beta`, (C,).
+        solver: covariance -> whitening matrix, :math:`\psi`.
+        sync: compute the statistics over all processes of a distributed run.
+
+    Returns:
+        y in the shape, dtype and memory format of ``x``. For an empty ``x`` y is empty and still depends on ``weight``
+        and ``bias``, and on the statistics of other processes.
+
+    Raises:
+        ValueError: wrong rank or dtype of ``x``, ``channels_per_group`` out of its range, or affine parameters of
+            another shape than (C,).
+        TypeError: ``solver`` is not a Solver.
+        NonFiniteCovarianceError: NaN or infinity in the input of a solver that uses eigendecomposition.
+
+    Source: Decorrelated Batch Normalization, Eq. 3 and Algorithm 1; On Batch Orthogonalization Layers, Eqs. 3 and 5.
+    """
+    check_solver(solver)
+    check_tensors(x, weight, bias)
+    width = effective_width(x.shape[1], channels_per_group)
+    with autocast_off(x.device.type):
+        batch = batch_statistics(to_columns(x), width, sync)
+        matrices = [solver(covariance) for covariance in batch.covariances]
+        return transform(batch.centered, matrices, weight, bias, like=x)
+
+
+def effective_width(num_channels: int, channels_per_group: int) -> int:
+    """Return the channels per group k, capped at the channel count; raise ValueError unless both are positive."""
+    check_integer("channels_per_group", channels_per_group, 1, 64)
+    check_integer("num_channels", num_channels, 1, 64)
+    return min(channels_per_group, num_channels)
+
+
+def to_columns(x: Tensor) -> Tensor:
+    """Reshape (N, C, *spatial) to (C, m) in the compute dtype."""
+    return x.to(compute_dtype(x)).movedim(1, 0).flatten(1)
+
+
+class BatchStatistics(NamedTuple):
+    """Statistics of a batch.
+
+    Args:
+        columns: m, the number of columns in all processes, a scalar without gradient.
+        mean: (C,).
+        centered: the columns of this process minus the mean, by groups of channels: (C // k, k, m_p) and, if the last
+            group is smaller, (1, r, m_p).
+        covariances: by groups, divided by m: (C // k, k, k) and, if the last group is smaller, (1, r, r).
+    """
+
+    columns: Tensor
+    mean: Tensor
+    centered: list[Tensor]
+    covariances: list[Tensor]
+
+
+def batch_statistics(columns: Tensor, width: int, sync: bool = False) -> BatchStatistics:
+    r"""Compute mean and covariance of a batch, or over all processes.
+
+    .. math::
+        m = \sum_p m_p, \quad \mu = \tfrac{1}{m} \sum_p X_p \mathbf{1}, \quad
+        \Sigma = \tfrac{1}{m} \sum_p (X_p - \mu \mathbf{1}^T) (X_p - \mu \mathbf{1}^T)^T
+
+    Two all-reduces: a single one of second moments about zero would cancel digits if the mean is large.
+
+    Args:
+        columns: (C, m_p), float32 or float64. Processes may have different m_p, also 0.
+        width: k, channels of a group.
+        sync: over all processes of the default group. Each of them must call this, and run the backward pass.
+    """
+    synchronized = sync and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    count = columns.new_full((1,), columns.shape[1])
+    total = columns.sum(1)
+    if synchronized:
+        sums = _SumOverProcesses.apply(torch.cat((count, total)))
+        count, total = sums[:1].detach(), sums[1:]
+    divisor = count.clamp_min(1)
+    mean = total / divisor
+    centered = split(columns - mean[:, None], width)
+    products = [part @ part.mT for part in centered]
+    if synchronized:
+        sums = _SumOverProcesses.apply(torch.cat([product.flatten() for product in products]))
+        pieces = sums.split([product.numel() for product in products])
+        products = [piece.view_as(product) for piece, product in zip(pieces, products, strict=True)]
+    return BatchStatistics(count[0], mean, centered, [product / divisor for product in products])
+
+
+class _SumOverProcesses(torch.autograd.Function):
+    """Sum a tensor over all processes; the backward pass sums the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        value = value.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(value)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return _SumOverProcesses.apply(grad)
+
+
+def transform(
+    centered: list[Tensor], matrices: list[Tensor], weight: Tensor | None, bias: Tensor | None, *, like: Tensor
+) -> Tensor:
+    r"""Return :math:`\gamma A X_C + \beta` in the layout of ``like``, the input.
+
+    ``centered`` is X_C and ``matrices`` A, both by groups.
+    """
+    dtype, width = matrices[0].dtype, matrices[0].shape[-1]
+    if weight is not None:  # fold the scale into the small matrices: one pass less over the columns
+        scales = split(weight.to(dtype), width)
+        matrices = [scale[..., None] * matrix for scale, matrix in zip(scales, matrices, strict=True)]
+    if bias is None:
+        parts = [matrix @ part for matrix, part in zip(matrices, centered, strict=True)]
+    else:
+        shifts = split(bias.to(dtype), width)
+        parts = [
+            torch.baddbmm(shift[..., None], matrix, part)
+            for shift, matrix, part in zip(shifts, matrices, centered, strict=True)
+        ]
+    channels_first = like.movedim(1, 0).shape
+    y = join(parts).reshape(channels_first).movedim(0, 1)
+    return y.to(like.dtype).contiguous(memory_format=memory_format_of(like))
+
+
+def split(rows: Tensor, width: int) -> list[Tensor]:
+    """Split channels into groups, as views: (C, ...) -> (C // k, k, ...) and, if r > 0, (1, r, ...).
+
+    Source: the last group may be smaller, as in the authors' "FlexGroup" layers.
+    """
+    whole = len(rows) // width * width
+    parts = [rows[:whole].unflatten(0, (-1, width))]
+    if whole < len(rows):
+        parts.append(rows[whole:].unsqueeze(0))
+    return parts
+
+
+def join(parts: Iterable[Tensor]) -> Tensor:
+    """Invert :func:`split`."""
+    rows = [part.flatten(0, 1) for part in parts]
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+
+def split_matrices(rows: Tensor) -> list[Tensor]:
+    """Return the matrices of all groups: (C, k) -> (C // k, k, k) and, if r > 0, (1, r, r)."""
+    return [part[..., : part.shape[1]] for part in split(rows, rows.shape[1])]
+
+
+def join_matrices(matrices: Iterable[Tensor], width: int) -> Tensor:
+    """Invert :func:`split_matrices`; unused elements are zero."""
+    return join(torch.nn.functional.pad(part, (0, width - part.shape[-1])) for part in matrices)

@@ -1,1 +1,0 @@
-"""Batch whitening: the equations in ``reference.py`` run on every device."""
