@@ -27,11 +27,9 @@ WEIGHTS_TOOLS = {
     "export backbone": "export_model.py --backbone --config-file {config} --weights {weights} --output {folder}/out",
     "export model": "export_model.py --config-file {config} --weights {weights} --image no.png --output {folder}/out",
     "convert": "convert_weights.py {weights} {folder}/converted.pkl",
-    "verify": "verify_weights.py {weights}",
 }
 CONFIG_TOOLS = {
     **{name: line for name, line in WEIGHTS_TOOLS.items() if "{config}" in line},
-    "verify": "verify_weights.py weights.pkl --config-file {config}",
 }
 
 pytestmark = pytest.mark.usefixtures("small_dataset")

@@ -1,6 +1,6 @@
 """Checkpoints of runs: open, load strictly, record."""
 
-from ..weights.metadata import NORMS
+from ..weights.record import NORMS
 from .checkpointer import GWDetectionCheckpointer
 from .loading import LoadReport, load_checkpoint, load_model, norm_mismatch
 from .opening import Checkpoint, StartWeights, last_checkpoint, open_checkpoint, open_start_weights

@@ -7,7 +7,7 @@ from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.utils.file_io import PathManager
 from torch import nn
 
-from ..weights.metadata import NORMS
+from ..weights.record import NORMS
 from .loading import load_checkpoint
 from .opening import open_checkpoint
 from .records import NormRecord
@@ -17,7 +17,7 @@ class GWDetectionCheckpointer(DetectionCheckpointer):
     """Detectron2's checkpointer, with a record of norms and checked loading.
 
     Use it in place of ``DetectionCheckpointer`` in a script such as ``lazyconfig_train_net.py``. Checkpoints record the
-    norm names of the model. Loading logs a line such as ``backbone: 231/231 tensors; FPN and heads start new``.
+    norm names of the model. Loading logs how many tensors of the backbone were found.
 
     Args:
         model: the detector, or its DistributedDataParallel.

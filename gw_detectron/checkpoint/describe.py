@@ -11,20 +11,21 @@ import yaml
 from torch import Tensor
 
 from ..errors import ConfigError, printable
-from ..weights.metadata import NORMS
-from ..weights.provenance import PROVENANCE
 from ..weights.reading import is_finite, read_weights_file
+from ..weights.record import NORMS, PREPROCESSING_KEY, PROVENANCE
 from .records import RUN_RECORD, config_differences
+
+_DEEPEST = 100  # of nested containers
 
 
 def describe_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Describe any file that :func:`read_weights_file` reads.
 
     Returns:
-        Strings, numbers, lists and dicts: ``file``, ``format``, ``iteration``, ``record`` (of the run), ``provenance``
-        (of converted weights), ``header`` (of a safetensors file), ``norms`` (number of layers by norm name),
-        ``optimizer_state`` (whether there is one) and ``tensors`` (by entry of the file: number, values, bytes, names
-        of non-finite tensors). What the file does not contain is left out.
+        Strings, numbers, lists and dicts: ``file``, ``format``, ``iteration``, ``record`` (of the run),
+        ``preprocessing`` and ``provenance`` (of converted weights), ``header`` (of a safetensors file), ``norms``
+        (number of layers by norm name), ``optimizer_state`` (whether there is one) and ``tensors`` (by entry of the
+        file: number, values, bytes, names of non-finite tensors). What the file does not contain is left out.
 
     Raises:
         UserError: the file cannot be read, see :func:`read_weights_file`.
@@ -41,7 +42,7 @@ def describe_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         "file": os.fspath(path),
         "format": contents.format,
         "iteration": content.get("iteration", trainer.get("iteration") if isinstance(trainer, Mapping) else None),
-        **{key: content.get(key) for key in (RUN_RECORD, PROVENANCE)},
+        **{key: content.get(key) for key in (RUN_RECORD, PREPROCESSING_KEY, PROVENANCE)},
         "header": dict(contents.metadata) or None,
         "norms": dict(Counter(names).most_common()) or None,
         "optimizer_state": any("optimizer" in name for key in {*entries} - {"model"} for name in entries[key]),
@@ -50,26 +51,26 @@ def describe_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     return {key: _plain(value, set()) for key, value in description.items() if value is not None}
 
 
-def _tensors(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+def _tensors(value: Any, name: str, seen: set[int], depth: int = 0) -> Iterator[tuple[str, Tensor]]:
     """List the tensors in nested containers; each container once, for a small file can repeat one 2**40 times."""
     if isinstance(value, Tensor):
         yield name, value
-    elif isinstance(value, (Mapping, list, tuple)) and id(value) not in seen:
+    elif isinstance(value, (Mapping, list, tuple)) and id(value) not in seen and depth < _DEEPEST:
         seen.add(id(value))
         for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _tensors(item, f"{name}.{key}", seen)
+            yield from _tensors(item, f"{name}.{key}", seen, depth + 1)
 
 
-def _plain(value: Any, seen: set[int]) -> Any:
+def _plain(value: Any, seen: set[int], depth: int = 0) -> Any:
     """Copy nested containers, each once, with strings for values that JSON does not have."""
     value = vars(value) if isinstance(value, argparse.Namespace) else value
     if isinstance(value, (Mapping, list, tuple)):
-        if id(value) in seen:
-            return "(as above)"
+        if id(value) in seen or depth == _DEEPEST:
+            return "(as above)" if id(value) in seen else "(nested deeply)"
         seen.add(id(value))
         if isinstance(value, Mapping):
-            return {str(key): _plain(item, seen) for key, item in value.items()}
-        return [_plain(item, seen) for item in value]
+            return {str(key): _plain(item, seen, depth + 1) for key, item in value.items()}
+        return [_plain(item, seen, depth + 1) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
@@ -84,25 +85,22 @@ def _summary(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     }
 
 
-def _changed(value: Any, record: Mapping[str, Any]) -> Any:
-    """Replace the config of each earlier part of a run by the keys that have changed since."""
-    if not isinstance(value, list):
-        return value
-    return [
-        {**part, "config": {"changed later": [*config_differences(part, str(record["config"]))]}}
-        if isinstance(part, dict) and "config" in part
-        else part
-        for part in value
-    ]
-
-
 def format_description(description: Mapping[str, Any]) -> str:
     """Format the result of :func:`describe_checkpoint` as yaml, with the number of lines of the run's config."""
-    record, config = description.get(RUN_RECORD), ""
+    record, end = description.get(RUN_RECORD), ""
     if isinstance(record, dict) and "config" in record:
-        config = f"config: {len(str(record['config']).splitlines())} lines, printed with --config"
-        record = {key: _changed(value, record) for key, value in record.items() if key != "config"}
-    return yaml.safe_dump({**description, **({RUN_RECORD: record} if record else {})}, sort_keys=False) + config
+        config = str(record["config"])
+        end = f"config: {len(config.splitlines())} lines, printed with --config"
+        record = {key: value for key, value in record.items() if key != "config"}
+        if isinstance(parts := record.get("earlier_parts"), list):  # with the keys that have changed since
+            record["earlier_parts"] = [
+                {**part, "config": {"changed later": [*config_differences(part, config)]}}
+                if isinstance(part, dict) and "config" in part
+                else part
+                for part in parts
+            ]
+        description = {**description, RUN_RECORD: record}
+    return yaml.safe_dump(dict(description), sort_keys=False) + end
 
 
 def format_config(description: Mapping[str, Any]) -> str:

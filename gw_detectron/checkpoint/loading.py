@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from ..errors import ConfigError, InvalidWeightsError, NormMismatchError, PartialLoadError, summarize_names
 from ..modeling import build_checked_model
 from ..modeling.config_keys import NORM_KEYS
-from ..norms.listing import norm_rows
-from ..weights.metadata import NORMS
+from ..norms import norm_rows
 from ..weights.reading import weight_problem
 from .opening import Checkpoint, open_start_weights
 from .records import norm_differences
@@ -29,7 +28,7 @@ _OFFSETS = ".conv2_offset."  # of a deformable convolution, which a classifier d
 class LoadReport:
     """Report of the loaded and the missing tensors of a detector.
 
-    ``str(report)`` is one line: ``backbone: 231/231 tensors; FPN and heads start new, as expected``.
+    ``str(report)`` is one line: ``backbone: 231/231 tensors; FPN and heads are randomly initialized, as expected``.
 
     Args:
         model: the detector, or a bare backbone.
@@ -77,7 +76,7 @@ class LoadReport:
 
     def __str__(self) -> str:
         if not self._loaded:
-            return "no weights were loaded: backbone, FPN and heads start new"
+            return "no weights were loaded: the whole model is randomly initialized"
         parts = [f"backbone: {len(self._given.intersection(self._backbone))}/{len(self._backbone)} tensors"]
         if self.unexpected:
             names = summarize_names(self.unexpected)
@@ -88,7 +87,7 @@ class LoadReport:
                 "contain them; wrong for GN and GW weights"
             )
         if self.new and len(self.new) == len(self._others):
-            parts.append("FPN and heads start new, as expected")
+            parts.append("FPN and heads are randomly initialized, as expected")
         elif self.new:
             loaded = len(self._others) - len(self.new)
             parts.append(f"FPN and heads: {loaded}/{len(self._others)}, new: {summarize_names(self.new)}")
@@ -105,7 +104,7 @@ class LoadReport:
             lines.append(f"Missing: {summarize_names(self.missing)}.")
         if any(map(_TORCHVISION_NAME.fullmatch, self._given)):
             lines.append(
-                "The checkpoint has torchvision's names. Fix: convert it with gw-detectron convert, or set "
+                "The checkpoint has torchvision's names. Fix: convert it with gw-detectron weights convert, or set "
                 "MODEL.WEIGHTS to gw://file/<path>."
             )
         else:
@@ -177,7 +176,7 @@ def load_checkpoint(
     """Load an opened checkpoint into a detector and require the whole backbone.
 
         report = load_checkpoint(model, open_checkpoint(cfg.MODEL.WEIGHTS))
-        logger.info(report)  # backbone: 231/231 tensors; FPN and heads start new, as expected
+        logger.info(report)  # backbone: 231/231 tensors; FPN and heads are randomly initialized, as expected
 
     Args:
         model: the detector, a bare backbone, or the DistributedDataParallel of one; or its checkpointer, whose own
@@ -204,9 +203,7 @@ def load_checkpoint(
         if not allow_partial:
             raise error
         log.warning("%s", error)
-    if NORMS not in checkpoint.metadata and checkpoint.provenance is not None:
-        checkpoint.provenance.warn_of_assumed_norms()
-    elif NORMS not in checkpoint.metadata and any(
+    if checkpoint.record.norms is None and any(
         row.groups and f"{row.layer}.weight" in checkpoint.tensors for row in norm_rows(model)
     ):
         log.warning(
@@ -228,7 +225,6 @@ def load_checkpoint(
     # FrozenBatchNorm2d adds missing statistics while it loads, so the names are taken before
     with model.register_load_state_dict_pre_hook(take_names):
         # Private methods of DetectionCheckpointer and fvcore's Checkpointer: the part of load() after reading the file.
-        # Run with Detectron2 v0.5; the same code in v0.6 and main of 2026 was compared.
         incompatible = checkpointer._load_model({**checkpoint.metadata, "model": copy.copy(checkpoint.tensors)})
         checkpointer._log_incompatible_keys(incompatible)
     return LoadReport(model, given)

@@ -1,12 +1,11 @@
-"""Records in the checkpoints of a run: its norms, and how it was trained.
-
-The tensors alone do not tell GN from GW, 64 groups from 32, or raw weights from those that are standardized.
-"""
+"""Records in the checkpoints of a run: its norms, and how it was trained."""
 
 import functools
 import logging
 import platform
-from collections.abc import Container, Mapping
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import detectron2
@@ -19,23 +18,22 @@ from torch import Tensor, nn
 from ..config import flat_items, parse_config
 from ..errors import ConfigError
 from ..installation import __version__, git_commit
-from ..norms.conversion import CONVS, conv_names
-from ..norms.listing import evaluation_spec, norm_rows
-from ..weights.architecture import DETECTOR_PREFIX, Architecture
-from ..weights.metadata import NORMS
-from ..weights.norm_inference import norm_key
-from ..weights.provenance import PROVENANCE, Provenance
+from ..norms import CONVS, norm_rows
+from ..weights.norm_inference import is_same_norm
+from ..weights.reading import sha256_of
+from ..weights.record import PROVENANCE, norm_record
 from .opening import Checkpoint
 
 log = logging.getLogger(__name__)
 
 #: key of the run's record in a checkpoint
 RUN_RECORD = "record"
-_MEAN = ".running_mean"
+#: what stands before the names that all detectors with a ResNet share
+_DETECTOR_PREFIX = re.compile(r"^.*?\b(?=stem\.|res[2-5]\.\d)")
 
 
 class NormRecord:
-    """Record the norms of a model in its checkpoints, ``{layer: norm name}``, and ``{convolution: "WS"}``.
+    """Record the norms of a model in its checkpoints, see :func:`gw_detectron.weights.record.norm_record`.
 
     Add it to Detectron2's ``DetectionCheckpointer`` with ``add_checkpointable(NORMS, NormRecord(model))``.
     """
@@ -44,7 +42,7 @@ class NormRecord:
         self._model = model
 
     def state_dict(self) -> dict[str, str]:
-        return {row.layer: row.spec for row in norm_rows(self._model)} | conv_names(self._model)
+        return norm_record(self._model)
 
     def load_state_dict(self, recorded: Mapping[str, Any]) -> None:
         """Load nothing: norms come from the config. :func:`norm_differences` compares them."""
@@ -54,46 +52,26 @@ def norm_differences(checkpoint: Checkpoint, model: nn.Module) -> list[str]:
     """List the layers whose norm or Weight Standardization differs between a checkpoint and a model.
 
     Norms that compute the same in evaluation are equal: BN may be synchronized or frozen. Layers that only one side has
-    are not listed; their tensors show them. Converted weights record the norms of their backbone; their eps may be
-    changed. Without a record, names of tensors tell BN and GN from others.
+    are not listed; their tensors show them. The eps of converted weights may be changed. Without a record, names of
+    tensors tell BN and GN from others.
     """
-    tensors, metadata, provenance = checkpoint.tensors, checkpoint.metadata, checkpoint.provenance
-    if NORMS not in metadata:
-        return _backbone_differences(provenance, model) if provenance else _named_differences(tensors, model)
-    recorded, used = metadata[NORMS], NormRecord(model).state_dict()
-    stored = {name.rpartition(".")[0] for name in tensors} | recorded.keys()
-    differences = []
+    recorded = checkpoint.record.norms
+    if recorded is None:
+        return _named_differences(checkpoint.tensors, model)
+    used, differences = norm_record(model), []
+    stored = {name.rpartition(".")[0] for name in checkpoint.tensors} | recorded.keys()
+    is_converted = checkpoint.record.provenance is not None
     for name, _ in model.named_modules():
-        theirs = _stored_name(name, stored, matching_heuristics=metadata.get("matching_heuristics", False))
+        theirs = name
+        while theirs and theirs not in stored:  # tensors may load by the end of their names
+            theirs = theirs.partition(".")[2] if checkpoint.metadata.get("matching_heuristics", False) else ""
         before, here = recorded.get(theirs, ""), used.get(name, "")
-        if theirs is None or before == here:
+        if not theirs or before == here:
             continue
-        if before in CONVS and here in CONVS:
+        if before in CONVS and here in CONVS and not is_converted:  # the values of raw and standardized weights agree
             differences.append(f"{name} {before or here} {'in the checkpoint' if before else 'here'} only")
-        elif before and here and evaluation_spec(before) != evaluation_spec(here):
+        elif before and here and not is_same_norm(before, here, with_eps=not is_converted):
             differences.append(f"{name} {before} in the checkpoint, {here} here")
-    return differences
-
-
-def _stored_name(name: str, stored: Container[str], *, matching_heuristics: bool) -> str | None:
-    """Return the name in a checkpoint of a module, whose tensors load by equal names or by the end of its name."""
-    while name not in stored:
-        if not (matching_heuristics and "." in name):
-            return None
-        name = name.partition(".")[2]
-    return name
-
-
-def _backbone_differences(provenance: Provenance, model: nn.Module) -> list[str]:
-    """Compare the norms of a ResNet, also where the tensors look alike."""
-    rows = {DETECTOR_PREFIX.sub("", row.layer): row for row in norm_rows(model)}
-    differences = []
-    for layer, spec in provenance.norms.by_layer(Architecture.parse(provenance.architecture)).items():
-        row = rows.get(layer.detectron2)
-        if row is None or row.channels != layer.channels:  # the tensors show it
-            continue
-        if norm_key(spec, row.channels) != norm_key(row.spec, row.channels):
-            differences.append(f"{row.layer} {spec} in the weights, {row.spec} here")
     return differences
 
 
@@ -102,16 +80,17 @@ def _named_differences(tensors: Mapping[str, Tensor], model: nn.Module) -> list[
 
     Caffe2's files have BN's statistics multiplied into its scale, so their tensors fit any norm.
     """
-    with_statistics = {DETECTOR_PREFIX.sub("", name[: -len(_MEAN)]) for name in tensors if name.endswith(_MEAN)}
+    mean = ".running_mean"
+    with_statistics = {_DETECTOR_PREFIX.sub("", name[: -len(mean)]) for name in tensors if name.endswith(mean)}
     bn, gn = (any(name.endswith(f"_{kind}_s") for name in tensors) for kind in ("bn", "gn"))
     own, differences = model.state_dict().keys(), []
     for row in norm_rows(model):
-        if not DETECTOR_PREFIX.match(row.layer):
+        if not _DETECTOR_PREFIX.match(row.layer):
             continue
-        if f"{row.layer}{_MEAN}" not in own and (bn or DETECTOR_PREFIX.sub("", row.layer) in with_statistics):
-            differences.append(f"{row.layer} BN in the weights, {row.spec} here")
+        if f"{row.layer}{mean}" not in own and (bn or _DETECTOR_PREFIX.sub("", row.layer) in with_statistics):
+            differences.append(f"{row.layer} BN in the checkpoint, {row.spec} here")
         elif gn and not row.spec.startswith("GN"):
-            differences.append(f"{row.layer} GN in the weights, {row.spec} here")
+            differences.append(f"{row.layer} GN in the checkpoint, {row.spec} here")
     return differences
 
 
@@ -133,9 +112,9 @@ class RunRecord:
 
     def set_start_weights(self, checkpoint: Checkpoint) -> None:
         """Record address, SHA-256 and origin of the weights that the run starts from."""
-        self._start_weights = {"address": checkpoint.address, "sha256": checkpoint.sha256}
-        if PROVENANCE in checkpoint.metadata:  # converted by this package
-            self._start_weights[PROVENANCE] = checkpoint.metadata[PROVENANCE]
+        self._start_weights = {"address": checkpoint.address, "sha256": sha256_of(checkpoint.path)}
+        if checkpoint.record.provenance is not None:  # converted by this package
+            self._start_weights[PROVENANCE] = asdict(checkpoint.record.provenance)
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -31,9 +31,7 @@ COMMANDS = {
     "predict": Command("predict", "find objects on images, folders and videos"),
     "report": Command("report", "write a page about a run: scores, curves, errors"),
     "export": Command("export", "write a detector or a backbone as pt2, ONNX or safetensors"),
-    "convert": Command("convert_weights", "convert ImageNet weights for a Detectron2 backbone"),
-    "verify": Command("verify_weights", "compare weights in two implementations of the network"),
-    "describe": Command("describe_checkpoint", "show what a checkpoint or weight file records"),
+    "weights": Command("weights", "convert, verify and describe weight files"),
     "list": Command("list", "list the configs, the norm names, or the norms of a model"),
     "doctor": Command("doctor", "check this installation and say what works", needs_detectron2=False),
 }
@@ -54,8 +52,12 @@ def main() -> None:
         raise SystemExit(2)
 
 
-def run(name: str) -> None:
+def run(name: str, *words: str) -> None:
     """Run a command with the flags of the command line.
+
+    Args:
+        name: of the command.
+        words: what stands before these flags, such as the action of ``weights``.
 
     Raises:
         SystemExit: with the exit status, unless it is 0.
@@ -65,7 +67,7 @@ def run(name: str) -> None:
         if command.needs_detectron2:
             require_detectron2(f"gw-detectron {name}")
         module = importlib.import_module(f".{command.module}", __package__)
-        args = parse_arguments(module.get_parser(**command.options), sys.argv[1:])
+        args = parse_arguments(module.get_parser(**command.options), [*words, *sys.argv[1:]])
         if module.main(args) is False:
             raise SystemExit(1)
 

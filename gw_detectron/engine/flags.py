@@ -82,7 +82,7 @@ def get_parser(*, evaluation: bool = False) -> argparse.ArgumentParser:
         "--deterministic",
         action="store_true",
         help="use only operations of torch that compute the same bits each time on the same machine; slower. Equal "
-        "runs also need an equal SEED. Without SEED a random one is used, which gw-detectron describe prints",
+        "runs also need an equal SEED. Without SEED a random one is used, which gw-detectron weights describe prints",
     )
     parser.add_argument(
         "--dist-timeout",

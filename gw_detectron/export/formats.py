@@ -14,16 +14,12 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from ..checkpoint import NORMS, NormRecord
 from ..errors import ExportError
 from ..installation import require_packages
-from ..norms import resolve_norm
-from ..norms.conversion import conv_names
-from ..norms.listing import evaluation_spec, norm_rows
-from ..weights.architecture import Norms, build_torchvision, infer_architecture
-from ..weights.conversion import to_torchvision
-from ..weights.metadata import DESCRIPTION
-from ..weights.reference_networks import torchvision_stages
+from ..norms import conv_names, evaluation_spec, norm_rows, resolve_norm
+from ..weights.architecture import build_torchvision, detectron2_name, infer_architecture, to_torchvision
+from ..weights.record import DESCRIPTION, NORMS, PREPROCESSING_KEY, norm_record
+from ..weights.verify import torchvision_stages
 from .run_exported import ExportedFile, open_onnx, open_pt2
 
 if TYPE_CHECKING:
@@ -144,23 +140,28 @@ def write_safetensors(extractor: "FeatureExtractor", path: Path, layout: str = "
     """
     backbone, description = extractor.backbone, extractor.describe()
     tensors = {name: value.contiguous() for name, value in backbone.state_dict().items()}
-    metadata = {"format": "pt", "layout": layout, DESCRIPTION: json.dumps(description)}
     blocks = {name: block for name, block in backbone.named_modules() if isinstance(block, BottleneckBlock)}
+    images = {
+        "input_format": description["input"]["channels"],
+        **{key: description["input"][key] for key in ("pixel_mean", "pixel_std")},
+        "stride_in_1x1": any(block.conv1.stride != (1, 1) for block in blocks.values()),
+    }
+    records = {DESCRIPTION: json.dumps(description), PREPROCESSING_KEY: json.dumps(images)}
+    metadata = {"format": "pt", "layout": layout, **records}
     if layout == "detectron2":
-        metadata[NORMS] = json.dumps(NormRecord(backbone).state_dict())
-        metadata["stride_in_1x1"] = json.dumps(any(block.conv1.stride != (1, 1) for block in blocks.values()))
-        path.write_bytes(save(tensors, metadata))
+        path.write_bytes(save(tensors, {**metadata, NORMS: json.dumps(norm_record(backbone))}))
         loaded = copy.deepcopy(extractor)
         loaded.backbone.load_state_dict(load_file(path))
         return ExportedFile(loaded, description), {"layout": layout}
 
     _check_torchvision_compatible(backbone, blocks)
-    network = infer_architecture(tensors, layout="detectron2")
-    names = {module.detectron2: module.torchvision for module in network.norm_layers()}
+    renamed = to_torchvision(tensors)
+    network = infer_architecture(renamed)
+    names = {detectron2_name(name): name for name in network.norm_layers()}
     rows = [row for row in norm_rows(backbone) if row.layer in names and evaluation_spec(row.spec) != "BN:"]
     norms = {names[row.layer]: row.spec for row in rows}
-    path.write_bytes(save(to_torchvision(tensors), {**metadata, NORMS: json.dumps(norms)}))
-    model = build_torchvision(network, Norms()).eval()
+    path.write_bytes(save(renamed, {**metadata, NORMS: json.dumps(norms)}))
+    model = build_torchvision(network).eval()
     for row in rows:
         model.set_submodule(names[row.layer], get_norm(resolve_norm(row.spec), row.channels).eval())
     try:

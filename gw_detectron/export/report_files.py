@@ -8,7 +8,8 @@ from string import Template
 from typing import Any
 
 from ..installation import package_versions
-from ..weights.provenance import sha256_of, tool
+from ..weights.reading import sha256_of
+from ..weights.record import tool
 
 #: the files beside the exported one
 REPORT_FILES = ("parity.json", "README.md")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import ConfigError, FileAccessError, UserError, first_line
 from ..installation import require_packages
-from ..weights.metadata import DESCRIPTION
+from ..weights.record import DESCRIPTION
 
 _WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 

@@ -191,7 +191,7 @@ def _open_trained(
     if not os.path.isfile(config_file):
         raise MissingFileError(
             f"MODEL ('{model}'): its config is not found: '{config_file}'. Fix: give --config-file, or a run folder; "
-            f"`gw-detectron describe --config {shlex.quote(model)}` prints the config that it was trained with."
+            f"`gw-detectron weights describe --config {shlex.quote(model)}` prints the config that it was trained with."
         )
     cfg = read_config(config_file, opts)
     cfg.MODEL.WEIGHTS = model

@@ -14,8 +14,8 @@ from ..errors import ConfigError, summarize_names
 from ..layers import BatchWhitening2d, FrozenBatchWhitening2d
 from ..modeling.build import build_checked_model
 from ..modeling.config_keys import NORM_KEYS, unread_keys
-from ..norms.listing import is_synchronized
-from ..weights.provenance import PREPROCESSING, Preprocessing
+from ..norms import is_synchronized
+from ..weights.record import PREPROCESSING, Preprocessing
 from .config_checks import PreflightReport
 
 _FROZEN = (FrozenBatchNorm2d, FrozenBatchWhitening2d)

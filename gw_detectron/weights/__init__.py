@@ -1,11 +1,10 @@
 """ImageNet weights: safe reading, conversion, download and verification."""
 
-from .architecture import Architecture
+from .architecture import Architecture, to_torchvision
 from .catalog import CATALOG, PublishedWeights, local_weights, register_weights
-from .conversion import Conversion, convert, to_torchvision
-from .provenance import Preprocessing, Provenance
+from .conversion import Conversion, convert, convert_file, load_weights
 from .reading import read_weights_file
-from .weights_io import convert_file, load_weights
+from .record import Preprocessing, Provenance
 
 __all__ = [
     "CATALOG",

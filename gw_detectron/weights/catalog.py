@@ -1,16 +1,16 @@
-"""The authors' ImageNet weights as ``gw://imagenet/<name>``, files as ``gw://file/<path>`` and ``gw://hf/<repo>``.
+"""Weights by address: ``gw://imagenet/<name>`` of the authors, ``gw://file/<path>`` and ``gw://hf/<repo>``.
 
 ``MODEL.WEIGHTS`` takes all three. Remote files are downloaded once, all kinds are converted once, into the folder
 ``gw_detectron`` of Detectron2's cache (``$FVCORE_CACHE``, else ``~/.torch/iopath_cache``). Environment variables:
 
 - ``GW_DETECTRON_WEIGHTS``: a folder with the authors' files; they are not downloaded then.
 - ``GW_DETECTRON_MIRROR``: a base URL of the authors' files, instead of Google Drive.
-- ``HF_ENDPOINT``, ``HF_TOKEN``, ``HF_HUB_OFFLINE``: of the Hugging Face hub, see :mod:`.hub`.
+- ``HF_ENDPOINT``, ``HF_TOKEN``, ``HF_HUB_OFFLINE``: of the Hugging Face hub's client.
 """
 
-import json
 import logging
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,21 +24,26 @@ from ..errors import (
     ConfigError,
     FileAccessError,
     MissingFileError,
+    MissingPackageError,
     UnknownNormError,
     UserError,
     WeightsError,
     WeightsFileError,
+    first_line,
 )
-from .download import download
-from .hub import fetch_from_hub
-from .provenance import sha256_of, tool
-from .weights_io import convert_file
+from ..installation import __version__
+from .conversion import convert_file
+from .reading import sha256_of
 
 PREFIX = "gw://"
 FOLDER_VARIABLE = "GW_DETECTRON_WEIGHTS"
 MIRROR_VARIABLE = "GW_DETECTRON_MIRROR"
 _FILE, _HUB = "file/", "hf/"
 _GN64 = "GN:groups=64"
+_HUB_ADDRESS = re.compile(r"hf/(?P<repo>[^/@]+/[^/@]+)(/(?P<file>[^@]+))?(@(?P<revision>[^@]+))?")
+#: the file of a ``gw://hf/`` address without one; ``export`` writes it
+_HUB_FILE = "backbone.safetensors"
+_INSTALL = 'Fix: run pip install "gw-detectron[weights]".'
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,8 @@ def local_weights(name: str) -> Path:
     """Return the path of converted weights; download and convert them if needed.
 
     Args:
-        name: ``imagenet/<name>``, see :data:`CATALOG`; ``file/<path>``; or ``hf/<repo>``, see :func:`.fetch_from_hub`.
+        name: ``imagenet/<name>``, see :data:`CATALOG`; ``file/<path>``; or ``hf/<owner>/<repo>[/<file>][@<revision>]``,
+            by default ``backbone.safetensors`` of the branch ``main``.
 
     Raises:
         WeightsError: unknown name.
@@ -115,107 +121,105 @@ def local_weights(name: str) -> Path:
         source = Path(name.removeprefix(_FILE))
         if not source.is_file():
             raise MissingFileError(
-                f"weights ({PREFIX + name!r}): file not found (cwd: {os.getcwd()!r}). Fix: give an existing path."
+                f"{PREFIX}{name}: file not found (cwd: {os.getcwd()!r}). Fix: give an existing path."
             )
         return _converted_file(source, cache)
     if name.startswith(_HUB):
-        return _converted_file(fetch_from_hub(PREFIX + name, cache / "hub"), cache)
+        return _converted_file(_fetch_from_hub(name, cache / "hub"), cache)
     if name not in CATALOG:
         known = ", ".join(PREFIX + known_name for known_name in CATALOG)
         raise WeightsError(
             f"weights ({PREFIX + name!r}): unknown name. Fix: give {known}, {PREFIX}file/<path> or "
             f"{PREFIX}hf/<owner>/<repo>."
         )
-    weights = CATALOG[name]
-    with file_lock(str(cache / weights.file)):
-        return _published_weights(weights, cache)
+    with file_lock(str(cache / CATALOG[name].file)):
+        return _published_weights(CATALOG[name], cache)
 
 
 def _converted_file(source: Path, cache: Path) -> Path:
-    digest = sha256_of(source)
-    target = cache / "files" / f"{digest[:20]}.pkl"
+    target = cache / "files" / f"{sha256_of(source)[:20]}-{__version__}.pkl"
     with file_lock(str(target)):
-        if not _is_current(target):
-            _convert(source, target, origin=str(source), digest=digest)
+        if not target.is_file():
+            convert_file(source, target, overwrite=True)
     return target
 
 
 def _published_weights(weights: PublishedWeights, cache: Path) -> Path:
-    target = (cache / weights.file).with_suffix(".pkl")
+    target = cache / weights.file.replace(".pth", f"-{__version__}.pkl")
     folder = os.environ.get(FOLDER_VARIABLE)
-    if not folder and _is_current(target):
+    if target.is_file() and not folder:
         return target
     source = Path(folder or cache) / weights.file
-    origin, fetched = str(source), False
-    if folder and not source.is_file():
+    fetched = not source.is_file()
+    if fetched and folder:
         raise MissingFileError(
             f"{FOLDER_VARIABLE} ({folder!r}): {weights.file} not found, needed for {PREFIX}{weights.name}. Fix: save "
             f"{weights.url} there under that name, or unset {FOLDER_VARIABLE}."
         )
-    if not source.is_file():
-        origin, fetched = weights.url, True
+    if fetched:
         _download(weights, source)
-    digest = sha256_of(source)
-    recorded = _read_record(target).get("source_sha256")
-    if recorded not in (None, digest):
+    digest, recorded = sha256_of(source), cache / f"{weights.file}.sha256"
+    if recorded.is_file() and (expected := recorded.read_text(errors="replace").strip()) != digest:
         raise WeightsFileError(
-            f"{str(source)!r}: SHA-256 is {digest}. Fix: give the file of {PREFIX}{weights.name} with SHA-256 "
-            f"{recorded}, recorded at first use; or, to trust the new file, remove {_record(target)}."
+            f"{str(source)!r}: checksum mismatch: expected {expected!r}, got {digest!r}. Fix: restore the file, or "
+            f"delete {recorded} to accept the new one."
         )
-    if not _is_current(target):
+    if not target.is_file():
+        options = {"architecture": weights.architecture, "positions": weights.positions, "norm": weights.norm}
         try:
-            expected = {name: getattr(weights, name) for name in ("architecture", "positions", "norm")}
-            _convert(source, target, origin, digest, **expected)
+            convert_file(source, target, overwrite=True, **options)
         except (UnknownNormError, WeightsFileError) as error:
             if fetched:
                 source.unlink()
             fix = f"Fix: try again, or save the file as {source} yourself." if fetched else "Fix: replace the file."
             reason = str(error).partition("Fix: ")[0].rstrip()
-            raise WeightsFileError(f"{PREFIX}{weights.name} ({origin!r}): {reason} {fix}") from None
+            raise WeightsFileError(f"{PREFIX}{weights.name} ({weights.url!r}): {reason} {fix}") from None
+    with atomic_write(recorded) as temporary:
+        temporary.write_text(digest)
     return target
 
 
-def _convert(source: Path, target: Path, origin: str, digest: str, **expected: Any) -> None:
-    convert_file(source, target, overwrite=True, sha256=digest, **expected)
-    record = {
-        "source": origin,
-        "source_sha256": digest,
-        "converted_sha256": sha256_of(target),
-        "tool": tool(),
-    }
-    with atomic_write(_record(target)) as temporary:
-        temporary.write_text(json.dumps(record, indent=1))
-
-
-def _is_current(target: Path) -> bool:
-    """Check that converted weights are undamaged and of this version."""
-    record = _read_record(target)
-    return record.get("tool") == tool() and target.is_file() and sha256_of(target) == record.get("converted_sha256")
-
-
-def _record(target: Path) -> Path:
-    return target.with_suffix(".json")
-
-
-def _read_record(target: Path) -> dict[str, str]:
-    path = _record(target)
-    try:
-        return dict(json.loads(path.read_text())) if path.is_file() else {}
-    except (TypeError, ValueError) as error:
-        raise WeightsFileError(
-            f"{str(path)!r}: damaged record of the first file's hash ({error}). Fix: remove it to trust the next file."
-        ) from None
-
-
 def _download(weights: PublishedWeights, path: Path) -> None:
-    logging.getLogger(__name__).info(f"Downloading {weights.url} to {path}. License of the weights: {weights.license}.")
+    """Download a file with gdown, which resumes and follows Google Drive's confirmation pages."""
     try:
-        download(weights.url, path)
-    except FileAccessError as error:
+        import gdown
+        from requests import RequestException
+    except ImportError as error:
+        raise MissingPackageError(f"{PREFIX}{weights.name}: gdown is not installed. {_INSTALL}") from error
+    url = weights.url
+    logging.getLogger(__name__).info("Downloading %s to %s. License of the weights: %s.", url, path, weights.license)
+    try:
+        gdown.download(url, str(path), resume=True, use_cookies=False, timeout=(20.0, 60.0), retries=4)
+    except (gdown.exceptions.DownloadError, RequestException) as error:
         raise FileAccessError(
-            f"{PREFIX}{weights.name}: not in the cache, and {str(error).rstrip('.')}; or save {weights.url} as "
-            f"{path}; or set {FOLDER_VARIABLE} to a folder with {weights.file}, or {MIRROR_VARIABLE} to its base URL."
+            f"{PREFIX}{weights.name}: not in the cache, and the download of {url} failed: {first_line(error)}. Fix: "
+            f"try again (it resumes {path}*.part); or save the file as {path}; or set {FOLDER_VARIABLE} to a folder "
+            f"with {weights.file}, or {MIRROR_VARIABLE} to its base URL."
         ) from None
+
+
+def _fetch_from_hub(name: str, cache: Path) -> Path:
+    """Download a safetensors file with the hub's own client, which caches, resumes and works offline."""
+    found = _HUB_ADDRESS.fullmatch(name)
+    if found is None or not (file := found["file"] or _HUB_FILE).endswith(".safetensors"):
+        raise WeightsError(
+            f"weights ({PREFIX + name!r}): not the address of a safetensors file on the hub. Fix: give "
+            "gw://hf/<owner>/<repo>[/<file>.safetensors][@<revision>]."
+        )
+    try:
+        from huggingface_hub import errors, hf_hub_download
+    except ImportError as error:
+        raise MissingPackageError(f"{PREFIX}{name}: huggingface_hub is not installed. {_INSTALL}") from error
+    endpoint = os.environ.get("HF_ENDPOINT") or None
+    try:
+        path = hf_hub_download(found["repo"], file, revision=found["revision"], cache_dir=cache, endpoint=endpoint)
+    except (OSError, ValueError, errors.HTTPError) as error:  # of httpx or requests, by the client's version
+        raise FileAccessError(
+            f"{PREFIX}{name}: not in the cache, and the download failed: {first_line(error.__cause__ or error)}. Fix: "
+            "check the address, the connection and HF_ENDPOINT; a private repository needs HF_TOKEN; or download the "
+            "file elsewhere and give gw://file/<path>."
+        ) from error
+    return Path(path)
 
 
 def local_path(address: str, key: str) -> str:

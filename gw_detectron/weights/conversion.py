@@ -1,33 +1,44 @@
-"""Convert ImageNet weights between torchvision's names and Detectron2's, and check every tensor."""
+"""Convert ImageNet weights from torchvision's names to Detectron2's, check every tensor, write the result.
 
+The file is Detectron2's .pkl or .safetensors; a yaml beside it holds the config keys that the weights need.
+"""
+
+import dataclasses
+import json
+import os
+import pickle
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+import yaml
+from safetensors.torch import save
 from torch import Tensor
 
-from ..errors import WeightsError, summarize_names
-from ..norms.conversion import CONVS
-from .architecture import POOL_NORM, Architecture, Norms, build_torchvision, detectron2_name, infer_architecture
-from .metadata import Notes, read_notes
-from .norm_inference import infer_norms, infer_pool_norm
-from .provenance import Provenance, tool
-from .reading import Contents, weight_problem
+from ..atomic import atomic_write, remove_unfinished
+from ..errors import (
+    MissingFileError,
+    UnknownNormError,
+    WeightsError,
+    WeightsExistError,
+    WeightsFileError,
+    summarize_names,
+)
+from ..norms import CONVS
+from .architecture import Architecture, build_torchvision, detectron2_name, infer_architecture, to_torchvision
+from .norm_inference import Positions, infer_norms, positions_of
+from .reading import Contents, named_tensors, read_weights_file, sha256_of, weight_problem
+from .record import PREPROCESSING, TORCHVISION, Preprocessing, Provenance, Record, read_record, tool
 
+SUFFIXES = (".pkl", ".safetensors")
 _WRAPPERS = ("model", "state_dict")
-_AVERAGED = ("state_dict_ema", "model_ema", "ema")  # of timm and others
 _PREFIXES = ("module.", "_orig_mod.")  # of DataParallel and torch.compile
-_COUNTER = ".num_batches_tracked"
-
-
-class ConversionRow(NamedTuple):
-    """Result for one source tensor; ``target`` is empty for a dropped tensor."""
-
-    source: str
-    target: str
-    shape: tuple[int, ...]
-    note: str = ""
+# the classifier, the norm before it (which the authors' ResNeXts have and do not use), and step counters
+_DROPPED = re.compile(r"(fc|last_bn)\..*|.*\.num_batches_tracked")
 
 
 @dataclass(frozen=True)
@@ -37,38 +48,160 @@ class Conversion:
     Args:
         tensors: float32, with the names of ``backbone.bottom_up`` without that prefix.
         source_tensors: the tensors before the conversion, with torchvision's names.
-        rows: one for each source tensor.
-        provenance: the network and the origin.
+        architecture: of the network.
+        norms: norm name of each norm layer, by torchvision's names.
+        preprocessing: of the images.
+        provenance: the origin; None for weights that were not read from a file.
     """
 
     tensors: dict[str, Tensor]
     source_tensors: dict[str, Tensor]
-    rows: tuple[ConversionRow, ...]
-    provenance: Provenance
+    architecture: Architecture
+    norms: dict[str, str]
+    preprocessing: Preprocessing = TORCHVISION
+    provenance: Provenance | None = None
 
     @property
-    def architecture(self) -> Architecture:
-        return Architecture.parse(self.provenance.architecture)
+    def positions(self) -> Positions:
+        """The norms as config keys."""
+        return positions_of(self.architecture, self.norms)
 
     @property
-    def pool_norm(self) -> str:
-        """The norm between the last average pooling and the classifier; "" for none."""
-        return self.provenance.pool_norm or ""
+    def record(self) -> Record:
+        """What the file of these weights records."""
+        norms = {detectron2_name(layer): spec for layer, spec in self.norms.items()}
+        return Record(norms, self.preprocessing, self.provenance)
 
-    @property
-    def has_classifier(self) -> bool:
-        return "linear.weight" in self.tensors
+    def config(self, weights: str = "") -> dict[str, Any]:
+        """Return the config keys that the weights need; BN is frozen, as in fine-tuning.
+
+        Args:
+            weights: the value of ``MODEL.WEIGHTS``.
+        """
+        network, images, norms = self.architecture, self.preprocessing, self.positions
+        return {
+            "MODEL": {
+                "WEIGHTS": weights,
+                "BACKBONE": {"NAME": "build_gw_resnet_fpn_backbone"},
+                "PIXEL_MEAN": list(images.pixel_mean),
+                "PIXEL_STD": list(images.pixel_std),
+                "RESNETS": {
+                    "DEPTH": network.depth,
+                    "NUM_GROUPS": network.groups,
+                    "WIDTH_PER_GROUP": network.width,
+                    "RES2_OUT_CHANNELS": network.res2_channels,
+                    "STRIDE_IN_1X1": images.stride_in_1x1,
+                    "NORM": "FrozenBN" if norms.norm == "BN" else norms.norm,
+                    "WHITEN_NORM": {"": "GW", "BN": "FrozenBN"}.get(norms.whiten_norm, norms.whiten_norm),
+                    "WHITEN_POSITIONS": norms.positions,
+                },
+            },
+            "INPUT": {"FORMAT": images.input_format},
+            "VERSION": 2,
+        }
 
 
-def convert(
-    content: Any,
+def convert_file(
+    source: str | os.PathLike[str], target: str | os.PathLike[str], *, overwrite: bool = False, **options: Any
+) -> Conversion:
+    """Convert a file of ImageNet weights; write weights and their config yaml.
+
+    Each file is written atomically. The classifier is not part of a backbone and is left out.
+
+    Args:
+        source: see :func:`.reading.read_weights_file` and :func:`convert`; or converted weights, to write them in the
+            other format.
+        target: ends in ``.pkl``, for ``MODEL.WEIGHTS``, or in ``.safetensors``, for ``MODEL.WEIGHTS`` as
+            ``gw://file/<path>``.
+        overwrite: replace existing files.
+        options: ``architecture``, ``positions``, ``norm`` and ``preprocessing`` of :func:`load_weights`.
+
+    Raises:
+        WeightsError: the target has a wrong name.
+        UnknownNormError: the source does not prove a norm.
+        WeightsFileError: the source cannot be converted as requested.
+        WeightsExistError: a target exists.
+        OSError: a file cannot be read or written.
+    """
+    target = Path(target)
+    if target.suffix not in SUFFIXES:
+        raise WeightsError(f"target ({str(target)!r}): wrong suffix. Fix: end the name in {' or '.join(SUFFIXES)}.")
+    config = target.with_suffix(".yaml")
+    if not target.parent.is_dir():
+        raise MissingFileError(f"target ({str(target)!r}): folder not found. Fix: create {str(target.parent)!r}.")
+    if target.exists() and os.path.exists(source) and target.samefile(source):
+        raise WeightsError(f"target ({str(target)!r}): is the source itself. Fix: give another name.")
+    for path in (target, config):
+        if path.exists() and not overwrite:
+            raise WeightsExistError(f"target ({str(path)!r}): exists. Fix: give another name or --force.")
+    remove_unfinished(target.parent)
+    conversion = load_weights(source, **options)
+    weights = str(target) if target.suffix == ".pkl" else f"gw://file/{target}"
+    origin = dataclasses.asdict(conversion.provenance) if conversion.provenance else {}
+    head = f"# Config keys that {weights} needs.\n# {json.dumps(origin)}\n"
+    text = yaml.safe_dump(conversion.config(weights), sort_keys=False, default_flow_style=None)
+    with atomic_write(config) as temporary:
+        temporary.write_text(head + text)
+        write_weights(target, conversion)
+    return conversion
+
+
+def load_weights(
+    path: str | os.PathLike[str],
     *,
     architecture: str | None = None,
     positions: str | None = None,
     norm: str | None = None,
-    keep_fc: bool = False,
-    pool_norm: str | None = None,
-    notes: Notes | None = None,
+    preprocessing: str | None = None,
+) -> Conversion:
+    """Read and check ImageNet weights, converted or not.
+
+    Args:
+        path: a source or target of :func:`convert_file`.
+        architecture, positions, norm: see :func:`convert`.
+        preprocessing: a name in :data:`.record.PREPROCESSING`; None if recorded, or if the source has torchvision's
+            names, which imply torchvision's preprocessing.
+
+    Returns:
+        The weights. The provenance of converted weights names the file they were converted from.
+
+    Raises:
+        UnknownNormError: the file does not prove a norm.
+        WeightsFileError: the file is damaged, could run code, or is not as expected.
+        OSError: the file cannot be read.
+    """
+    contents = read_weights_file(path)
+    try:
+        record = read_record(contents)
+        tensors = _unwrap(contents)
+        if is_converted := "stem.conv1.weight" in tensors:
+            tensors = to_torchvision(tensors)
+        images = _preprocessing(record, preprocessing, must_be_known=is_converted)
+        conversion = _convert(tensors, record, architecture, positions, norm)
+    except ValueError as error:
+        kind = UnknownNormError if isinstance(error, UnknownNormError) else WeightsFileError
+        raise kind(f"weights ({os.fspath(path)!r}): {error}") from None
+    provenance = record.provenance or Provenance(tool(), os.path.basename(path), sha256_of(path))
+    return dataclasses.replace(conversion, preprocessing=images, provenance=provenance)
+
+
+def _preprocessing(record: Record, stated: str | None, *, must_be_known: bool) -> Preprocessing:
+    """Return the recorded or stated preprocessing; torchvision's names imply torchvision's."""
+    known = ", ".join(PREPROCESSING)
+    if stated is not None and stated not in PREPROCESSING:
+        raise WeightsError(f"preprocessing ({stated!r}): unknown. Fix: give one of {known}.")
+    if record.preprocessing is None and stated is None and must_be_known:
+        raise WeightsError(
+            "preprocessing (not recorded): the names are Detectron2's, whose weights need RGB or BGR images, with or "
+            f"without division by std. Fix: state --preprocessing (in Python, preprocessing=) as one of {known}."
+        )
+    if record.preprocessing is not None and stated is not None and record.preprocessing != PREPROCESSING[stated]:
+        raise WeightsError(f"preprocessing ({stated!r}): the file records {record.preprocessing}. Fix: leave it out.")
+    return record.preprocessing or (PREPROCESSING[stated] if stated else TORCHVISION)
+
+
+def convert(
+    content: Any, *, architecture: str | None = None, positions: str | None = None, norm: str | None = None
 ) -> Conversion:
     """Rename, reshape and check ResNet or ResNeXt weights with torchvision's names.
 
@@ -81,185 +214,125 @@ def convert(
         architecture: the expected one, e.g. ``R-50`` or ``X-101-32x8d``; None accepts any.
         positions: the expected positions of the norm without BN's statistics; None accepts any.
         norm: the norm name of all layers without BN's statistics, e.g. ``GW:groups=32``; None if recorded.
-        keep_fc: keep the classifier, as ``linear``, and the norm before it, as ``avgpool.norm``.
-        pool_norm: the norm name of that norm, e.g. ``BW:channels=32,solver=zca``; "" drops the norm; None if recorded
-            or BN. The authors' ResNeXts have such a norm, but do not use it in their forward pass: None drops it.
-        notes: what the file records; None reads it from the content.
 
     Raises:
         UnknownNormError: a norm is neither recorded nor proven nor stated.
         WeightsError: a tensor is missing, unexpected, not finite, or of wrong shape or type; the network is not the
-            expected one; norms contradict each other; or ``pool_norm`` is given without ``keep_fc``.
+            expected one; or norms contradict each other.
         ValueError: a norm name is unknown or does not fit.
     """
-    notes = read_notes(Contents(content)) if notes is None else notes
-    if standardized := [name for name, norm in (notes.norms or {}).items() if norm in CONVS]:
-        raise WeightsError(
-            f"{standardized[0]} ('WS'): Weight Standardization, which converted weights do not record. Fix: set "
-            "MODEL.WEIGHTS to the checkpoint of the run, such as model_final.pth, with MODEL.RESNETS.CONV WS."
-        )
-    tensors = unwrap(content)
+    contents = Contents(content)
+    return _convert(_unwrap(contents), read_record(contents), architecture, positions, norm)
+
+
+def _convert(
+    tensors: dict[str, Tensor], record: Record, architecture: str | None, positions: str | None, norm: str | None
+) -> Conversion:
     network = infer_architecture(tensors)
     if architecture is not None and Architecture.parse(architecture) != network:
         raise WeightsError(
             f"architecture ({architecture!r}): the weights are of {network.name}. Fix: give {network.name} or none."
         )
-    if notes.provenance is not None:
-        notes.provenance.check_architecture(network)
-    norms = infer_norms(network, tensors, notes, norm, positions)
-    if pool_norm and not keep_fc:
-        raise WeightsError(f"pool_norm ({pool_norm!r}): needs the classifier. Fix: add keep_fc=True (--keep-fc).")
-    used_pool_norm = infer_pool_norm(network, tensors, notes, pool_norm) if keep_fc else ""
-    assumed = norm is None and notes.provenance is not None and notes.provenance.whiten_norm is None
-    if norm is None and notes.provenance is not None:
-        notes.provenance.warn_of_assumed_norms()
-    provenance = Provenance(
-        tool(),
-        "",
-        "",
-        network.name,
-        norms.positions,
-        norms.norm,
-        pool_norm=used_pool_norm if keep_fc else None,
-        whiten_norm=None if assumed else norms.whiten_norm,
-    )
-    converted, rows = _convert_tensors(tensors, network, norms, used_pool_norm, keep_fc)
-    return Conversion(converted, tensors, tuple(rows), provenance)
+    if convs := [layer for layer, name in (record.norms or {}).items() if name in CONVS]:
+        raise WeightsError(
+            f"{convs[0]} ('WS'): Weight Standardization, which conversion does not support. Fix: set MODEL.WEIGHTS to "
+            "the checkpoint of the run, such as model_final.pth, with MODEL.RESNETS.CONV WS."
+        )
+    norms = infer_norms(network, tensors, record, norm)
+    conversion = Conversion(_convert_tensors(tensors, network, norms), tensors, network, norms)
+    if positions not in (None, conversion.positions.positions):
+        raise WeightsError(f"positions ({positions!r}): the weights have {conversion.positions}. Fix: give these.")
+    return conversion
 
 
 def _convert_tensors(
-    tensors: Mapping[str, Tensor], network: Architecture, norms: Norms, pool_norm: str, keep_fc: bool
-) -> tuple[dict[str, Tensor], list[ConversionRow]]:
+    tensors: Mapping[str, Tensor], network: Architecture, norms: Mapping[str, str]
+) -> dict[str, Tensor]:
     """Convert the tensors if all fit torchvision's network."""
-    fc = tensors.get("fc.weight")
-    classes = len(fc) if fc is not None and fc.dim() else 1
-    model = build_torchvision(network, norms, pool_norm, classes if keep_fc else None)
-    expected = {name: tuple(value.shape) for name, value in model.state_dict().items() if not name.endswith(_COUNTER)}
-    # the authors' scale and shift are (1, C, 1, 1), or (1, C) before the classifier
-    affine = [layer.torchvision for layer, spec in norms.by_layer(network).items() if spec.startswith("GW")]
-    flat = {f"{layer}.{field}" for layer in (*affine, POOL_NORM.detectron2) for field in ("weight", "bias")}
-
-    left = dict(tensors)
-    converted, rows = {}, []
-    problems: dict[str, list[str]] = {}
+    expected = {name: tuple(value.shape) for name, value in build_torchvision(network, norms).state_dict().items()}
+    left = {name: value for name, value in tensors.items() if not _DROPPED.fullmatch(name)}
+    converted, problems = {}, dict[str, list[str]]()
     for name, shape in expected.items():
-        source = name.replace(POOL_NORM.detectron2, POOL_NORM.torchvision)
-        value = left.pop(source, None)
+        if _DROPPED.fullmatch(name):
+            continue
+        value = left.pop(name, None)
         if value is None:
-            problems.setdefault("missing", []).append(source)
-        elif problem := _check(name, value, shape, name in flat):
-            problems.setdefault(problem, []).append(f"{source} {tuple(value.shape)} {_dtype(value)}")
+            problems.setdefault("missing", []).append(name)
+            continue
+        is_affine = norms.get(name.rpartition(".")[0], "").startswith("GW")
+        if is_affine and value.shape == (1, *shape, 1, 1):  # the authors' scale and shift
+            value = value.flatten()
+        if problem := _problem(name, value, shape):
+            dtype = str(value.dtype).removeprefix("torch.")
+            problems.setdefault(problem, []).append(f"{name} {tuple(value.shape)} {dtype}")
         else:
-            note = "" if value.dtype == torch.float32 else f"{_dtype(value)} -> float32"
-            if value.shape != shape:
-                note = f"reshaped from {tuple(value.shape)}"
-            target = detectron2_name(name)
-            converted[target] = value.detach().float().reshape(shape)
-            rows.append(ConversionRow(source, target, shape, note))
-    for source, value in left.items():
-        if reason := _reason_to_drop(source, network, pool_norm):
-            rows.append(ConversionRow(source, "", tuple(value.shape), reason))
-        else:
-            part = f"{network.name} with {norms}"
-            if source.startswith(f"{POOL_NORM.torchvision}."):
-                part = f"{pool_norm}, the norm before the classifier (state another by pool_norm, --pool-norm)"
-            problems.setdefault(f"unexpected, not part of {part}", []).append(source)
+            converted[detectron2_name(name)] = value.float()
+    if left:
+        problems["unexpected"] = list(left)
     if problems:
         lines = [f"{len(names)} {problem}: {summarize_names(names)}" for problem, names in problems.items()]
-        fix = "Fix: give complete weights of one network."
-        raise WeightsError("\n  ".join([f"tensors: do not fit {network.name}", *lines, fix]))
-    return converted, rows
+        head = f"tensors: do not fit {network.name} with {positions_of(network, norms)}"
+        raise WeightsError("\n  ".join([head, *lines, "Fix: give complete weights of one network, and their norm."]))
+    return converted
 
 
-def to_torchvision(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename Detectron2 ResNet tensors to torchvision's and timm's names; inverse of :func:`convert`.
-
-    Args:
-        tensors: the state dict of a Detectron2 ResNet, e.g. of ``backbone.bottom_up`` in a detector with FPN.
-
-    Raises:
-        WeightsError: these are not the tensors of a ResNet or ResNeXt.
-    """
-    network = infer_architecture(tensors, layout="detectron2")
-    modules = {module.detectron2: module for module in (*network.modules(), POOL_NORM)}
-    renamed, unexpected = {}, []
-    for name, value in tensors.items():
-        prefix = name.rpartition(".")[0]
-        while prefix and prefix not in modules:  # a norm may have submodules, such as a rotation
-            prefix = prefix.rpartition(".")[0]
-        if not prefix:
-            unexpected.append(name)
-            continue
-        renamed[modules[prefix].torchvision + name.removeprefix(prefix)] = value
-    if unexpected:
-        raise WeightsError(f"tensors ({summarize_names(unexpected)}): not part of {network.name}. Fix: leave them out.")
-    return renamed
+def _problem(name: str, value: Tensor, expected: tuple[int, ...]) -> str:
+    """Return the problem of a tensor, or ""; the text follows a number of tensors: "2 of wrong shape"."""
+    if tuple(value.shape) != expected:
+        return f"of wrong shape, expected {expected}"
+    if value.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return "of wrong type, expected float32, float16 or bfloat16"
+    if value.layout != torch.strided or value.is_meta:
+        return "sparse or without values, expected dense tensors"
+    return weight_problem(name, value)
 
 
-def unwrap(content: Any) -> dict[str, Tensor]:
+def _unwrap(contents: Contents) -> dict[str, Tensor]:
     """Find the state dict in the content of a checkpoint file.
 
     Raises:
         WeightsError: there is none, or there are two.
     """
+    content = contents.value
     while isinstance(content, Mapping):
         found = [key for key in _WRAPPERS if isinstance(content.get(key), Mapping)]
         if len(found) > 1:
             raise WeightsError(f"keys ({' and '.join(map(repr, found))}): both hold weights. Fix: keep one.")
         if not found:
             break
-        if averaged := [key for key in _AVERAGED if isinstance(content.get(key), Mapping)]:
-            raise WeightsError(
-                f"keys ({found[0]!r} and {averaged[0]!r}): both hold weights, the latter averaged over the training. "
-                "Fix: save one of them alone, under 'state_dict'."
-            )
         content = content[found[0]]
-    wrong = f"an empty {type(content).__name__}" if isinstance(content, Mapping) else f"a {type(content).__name__}"
-    if isinstance(content, Mapping) and content:
-        others = [
-            f"{key!r} ({type(value).__name__})"
-            for key, value in content.items()
-            if not (isinstance(key, str) and isinstance(value, Tensor))
-        ]
-        wrong = summarize_names(others)
-    if wrong:
-        raise WeightsError(
-            f"content ({wrong}): not a dict of tensors. Fix: give one, bare or under 'model' or 'state_dict'."
-        )
-    tensors = dict(content)
-    while prefix := next((text for text in _PREFIXES if all(name.startswith(text) for name in tensors)), ""):
+    tensors: dict[str, Tensor] = named_tensors(content, contents.size)
+    while prefix := next(
+        (text for text in _PREFIXES if tensors and all(name.startswith(text) for name in tensors)), ""
+    ):
         tensors = {name.removeprefix(prefix): value for name, value in tensors.items()}
     return tensors
 
 
-def _check(name: str, value: Tensor, expected: tuple[int, ...], flat: bool) -> str:
-    """Return the problem of a tensor, or "".
+def write_weights(path: str | os.PathLike[str], conversion: Conversion) -> None:
+    """Write converted weights and their record atomically.
 
-    The text follows a number of tensors: "2 of wrong shape".
+    Args:
+        path: ends in ``.pkl`` or ``.safetensors``.
+        conversion: the weights.
+
+    Raises:
+        OSError: the file cannot be written.
     """
-    shape = tuple(value.shape)
-    if shape != expected and not (flat and shape in ((1, *expected), (1, *expected, 1, 1))):
-        return f"of wrong shape, expected {expected}"
-    if value.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return "of wrong type, expected float32, float16 or bfloat16"
-    if value.layout != torch.strided:
-        return "not dense"
-    if value.is_meta:
-        return "without numbers (saved on the meta device)"
-    return weight_problem(name, value)
-
-
-def _reason_to_drop(name: str, network: Architecture, pool_norm: str) -> str:
-    module, _, field = name.rpartition(".")
-    norms = {module.torchvision for module in (*network.modules(), POOL_NORM) if module.kind == "norm"}
-    if f".{field}" == _COUNTER and module in norms:
-        return "step counter, not used"
-    if name in ("fc.weight", "fc.bias"):
-        return "classifier, not part of the backbone"
-    if name.startswith(f"{POOL_NORM.torchvision}.") and not pool_norm:
-        return "norm before the classifier, not part of the backbone"
-    return ""
-
-
-def _dtype(value: Tensor) -> str:
-    return str(value.dtype).removeprefix("torch.")
+    path, entries = Path(path), conversion.record.entries()
+    with atomic_write(path) as temporary:
+        if path.suffix == ".safetensors":
+            dense = {name: value.contiguous() for name, value in conversion.tensors.items()}
+            texts = {key: json.dumps(value) for key, value in entries.items()}
+            temporary.write_bytes(save(dense, {"format": "pt", **texts}))
+        else:
+            content = {
+                "model": {name: np.ascontiguousarray(value.numpy()) for name, value in conversion.tensors.items()},
+                "__author__": tool(),
+                # Detectron2 then matches tensors by the end of their names, so that one file fits detectors with and
+                # without FPN and bare backbones
+                "matching_heuristics": True,
+                **entries,
+            }
+            with open(temporary, "wb") as file:
+                pickle.dump(content, file, protocol=4)

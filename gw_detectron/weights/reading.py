@@ -1,358 +1,231 @@
-"""Read weight files without running code that they contain."""
+"""Read weight files without running code from them."""
 
 import argparse
-import functools
 import hashlib
 import json
 import os
 import pickle
-import stat
+import re
 import struct
-import zipfile
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from io import BufferedReader
-from typing import IO, Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import IO, Any, ClassVar, Literal, NamedTuple
 
+import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode  # in torch 1.13 to 2.14
 
 from ..errors import FileAccessError, MissingFileError, RefusedFileError, WeightsFileError
-from .numpy_unpickler import STAND_INS, NumpyArray, NumpyUnpickler, is_allowed
-from .pickle_check import DEEPEST, SAVE_AGAIN, check_pickle, most_repeated
 
-__all__ = ["Contents", "read_weights_file"]
+__all__ = ["Contents", "named_tensors", "read_weights_file", "sha256_of"]
 
-_LEGACY_TORCH = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)  # first bytes of torch.save's files before torch 1.6
-_LEGACY_PICKLES = 5  # of such a file: magic number, version, system, content, names of the storages
+SAVE_AGAIN = "Fix: save {'model': model.state_dict()} with torch.save, as a .pth file."
 _GET_AGAIN = "Fix: get the file again."
-_SAVE_DENSE = "Fix: save dense tensors with torch.save."
-_UTF8 = 0x800  # flag of an archive's part: the encoding of its name
-_LARGEST_HEADER = 2**23  # bytes of a safetensors header or an archive directory: about 80,000 tensors
-_NAMES = {"torch": "file of torch.save", "pickle": "pickle", "safetensors": "safetensors file"}
-# Names that state a format, as Detectron2 reads them. Others (.bin, .ckpt, .tar, none) are used for several formats.
-_SUFFIXES = {".pth": "torch", ".pt": "torch", ".pyth": "torch", ".pkl": "pickle", ".safetensors": "safetensors"}
+_LEGACY_TORCH = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)  # first bytes of torch.save's files before torch 1.6
+_DEEPEST_TUPLE = 10
 
 
 class Contents(NamedTuple):
     """The content of a weight file.
 
     Args:
-        value: the object in the file, usually nested dicts; numpy arrays are converted to tensors.
+        value: the object in the file, usually nested dicts.
         metadata: the header of a safetensors file, empty for other formats.
-        format: the format, which is detected from the file's first bytes.
-        sha256: the SHA-256 of the bytes that were read.
+        format: detected from the first bytes.
+        size: bytes of the file.
     """
 
     value: Any
     metadata: Mapping[str, str] = {}
     format: Literal["torch", "pickle", "safetensors"] = "torch"
-    sha256: str = ""
+    size: int = 2**63
 
 
 def read_weights_file(path: str | os.PathLike[str]) -> Contents:
-    """Read a weight file without running code that it contains.
+    """Read a weight file: ``torch.save``, safetensors, or a pickle of NumPy arrays.
 
-    Formats: ``torch.save``, safetensors, and a pickle of numpy arrays. The content decides; a name that ends in
-    ``.pth``, ``.pt``, ``.pyth``, ``.pkl`` or ``.safetensors`` must agree.
-
-    Only tensors, numeric arrays, numbers, strings, plain containers and ``argparse.Namespace`` are returned. Tensors
-    and containers have no attributes from the file, except the module versions of a state dict. Sizes are compared with
-    the file size before memory is allocated; archives of ``torch.save`` are verified by checksum. The file is opened
-    once, so the checked bytes are those that are read.
+    The content decides about the format. ``torch.load(weights_only=True)`` and an unpickler with an allow-list read
+    tensors, numbers, strings, plain containers and ``argparse.Namespace``; arrays become tensors.
 
     Raises:
         RefusedFileError: the file names another class or function, which could run code.
-        WeightsFileError: the file is truncated, damaged, no regular file, of an unknown format, exceeds a limit of
-            :mod:`.pickle_check`, has the name of another format, or changes while it is read.
+        WeightsFileError: the file is damaged, not a regular file, or of an unknown format.
         MissingFileError: the file does not exist.
         FileAccessError: the file cannot be opened.
     """
     path = os.fspath(path)
     if not os.path.exists(path):
         raise MissingFileError(f"'{path}': file not found (cwd: {os.getcwd()}). Fix: give an existing file.")
+    if not os.path.isfile(path):  # opening a pipe would block
+        raise WeightsFileError(f"'{path}': cannot be read: it is not a regular file. Fix: give a file.")
     try:
-        # a pipe would block without O_NONBLOCK
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
-            return _read_unchanged(file, path)
+        file = open(path, "rb")  # noqa: SIM115, closed below
+    except OSError as error:
+        raise FileAccessError(f"'{path}': cannot be read: {error.strerror}. Fix: get read permission.") from error
+    try:
+        with file:
+            return _read(file)._replace(size=os.fstat(file.fileno()).st_size)
     except RefusedFileError as error:
-        raise RefusedFileError(f"'{path}': was not read: {error}. Fix: {_how_to_extract_tensors(path)}") from None
+        raise RefusedFileError(
+            f"'{path}': was not read: {error}. Fix: use another source, preferably a safetensors file. If you trust "
+            "this file, save its tensors by torch.save(model.state_dict(), 'tensors.pth') in a sandbox."
+        ) from None
     except WeightsFileError as error:
         raise WeightsFileError(f"'{path}': cannot be read: {error}") from None
-    except OSError as error:
-        raise FileAccessError(f"'{path}': cannot be read: {error.strerror}. Fix: give a readable file.") from error
-
-
-def _read_unchanged(file: BufferedReader, path: str) -> Contents:
-    before = os.fstat(file.fileno())
-    if not stat.S_ISREG(before.st_mode):
-        raise WeightsFileError("it is not a regular file. Fix: give a file.")
-    try:
-        contents = _read(file, before.st_size)
-    except WeightsFileError:
-        raise
-    except pickle.UnpicklingError as error:  # check_pickle has read the whole pickle, so it is not damaged
-        reason = " ".join(str(error.__context__ or error).split())[:200]  # torch wraps it into its advice
-        raise WeightsFileError(f"it contains more than tensors and plain values ({reason}). {SAVE_AGAIN}") from error
     except Exception as error:  # damaged files raise anything, OSError and MemoryError included
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise WeightsFileError(f"it is cut off or damaged ({reason}). {_GET_AGAIN}") from error
-    _check_name(path, contents.format)
-    file.seek(0)
-    digest = hashlib.file_digest(file, "sha256").hexdigest()
-    after = os.fstat(file.fileno())
-    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-        raise WeightsFileError("it changed while it was read. Fix: try again when it is complete.")
-    return contents._replace(sha256=digest)
+        raise WeightsFileError(f"'{path}': cannot be read: it is damaged ({reason}). {_GET_AGAIN}") from error
 
 
-def _check_name(path: str, found: str) -> None:
-    suffix = os.path.splitext(path)[1].lower()
-    if _SUFFIXES.get(suffix, found) != found:
-        right = next(name for name, kind in _SUFFIXES.items() if kind == found)
-        raise WeightsFileError(
-            f"its name ends in {suffix}, but it is a {_NAMES[found]}. Fix: rename it to end in {right}."
-        )
-
-
-def _read(file: IO[bytes], size: int) -> Contents:
-    if size == 0:
-        raise WeightsFileError(f"it is empty. {_GET_AGAIN}")
+def _read(file: IO[bytes]) -> Contents:
     begin = file.read(len(_LEGACY_TORCH))
     file.seek(0)
     if begin[4:9] == b"\0\0\0\0{":  # first: the length of the header may look like the first bytes of another format
-        return _load_safetensors(file, begin)
-    if begin.startswith(b"PK"):
-        _check_archive(file, size)
-        return Contents(_load_torch(file, size))
-    if begin == _LEGACY_TORCH:
-        for _ in range(_LEGACY_PICKLES):
-            check_pickle(file, size, _is_allowed_by_torch)
-        return Contents(_load_torch(file, size))
+        data = file.read()
+        tensors = safetensors.torch.load(data)  # which checks the header
+        header = json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])
+        return Contents(tensors, header.get("__metadata__") or {}, "safetensors")
+    if begin.startswith((b"PK", _LEGACY_TORCH)):
+        return Contents(_load_torch(file))
     if begin[:1] == b"\x80":
-        check_pickle(file, size, is_allowed)
-        file.seek(0)
         # latin1 decodes the strings and arrays of Python 2 in old Detectron files
-        return Contents(_rebuild(NumpyUnpickler(file, encoding="latin1").load()), format="pickle")
+        return Contents(_Unpickler(file, encoding="latin1").load(), format="pickle")
     if begin.lstrip()[:1] == b"<":
         raise WeightsFileError("it is a web page, so the download failed. Fix: download the file again.")
-    raise WeightsFileError(
-        "it is not a file of torch.save, a safetensors file or a pickle. Fix: save the tensors with torch.save."
-    )
+    found = "it is not a file of torch.save, a safetensors file or a pickle" if begin else "it is empty"
+    raise WeightsFileError(f"{found}. {_GET_AGAIN}")
 
 
-def _load_safetensors(file: IO[bytes], begin: bytes) -> Contents:
-    end = 8 + struct.unpack("<Q", begin[:8])[0]
-    if end > _LARGEST_HEADER:
-        raise WeightsFileError(f"its header claims {end - 8} bytes, more than {_LARGEST_HEADER}. {_GET_AGAIN}")
-    data = file.read()
-    tensors = safetensors.torch.load(data)  # which checks the header
-    return Contents(tensors, json.loads(data[8:end]).get("__metadata__") or {}, "safetensors")
-
-
-def _how_to_extract_tensors(path: str) -> str:
-    load = f"torch.load({path!r}, weights_only=False)"
-    if path.endswith(".pkl"):
-        load = f"pickle.load(open({path!r}, 'rb'))"
-    return (
-        "use another source, preferably a safetensors file. If you trust this file, extract its tensors in a sandbox: "
-        f"import pickle, torch; content = {load}; tensors = content.state_dict() if hasattr(content, 'state_dict') "
-        "else content['model']; torch.save(dict(tensors), 'tensors.pth')  # or content['state_dict']"
-    )
-
-
-def _check_archive(file: IO[bytes], size: int) -> None:
-    _check_archive_end(file, size)
-    with zipfile.ZipFile(file) as archive:
-        parts = archive.infolist()
-        if any(part.filename.lower().endswith("/constants.pkl") for part in parts):
-            raise RefusedFileError("it is a TorchScript archive, which contains code")
-        if any(part.compress_type != zipfile.ZIP_STORED for part in parts):
-            raise WeightsFileError(
-                "it has compressed parts, which torch.save never writes. Fix: save the tensors with torch.save."
-            )
-        if sum(part.file_size for part in parts) > size:
-            raise WeightsFileError(f"its parts claim to be larger than the file. {_GET_AGAIN}")
-        if damaged := archive.testzip():
-            raise WeightsFileError(f"it is damaged: wrong checksum of its part {damaged}. {_GET_AGAIN}")
-        check_storage = functools.partial(_check_storage, _part_sizes(parts), parts[0].filename.partition("/")[0])
-        for part in parts:
-            if part.filename.lower().endswith("data.pkl"):
-                with archive.open(part) as content:
-                    check_pickle(content, size, _is_allowed_by_torch, check_storage)
-
-
-def _part_sizes(parts: Sequence[zipfile.ZipInfo]) -> dict[str, int]:
-    """Return the bytes of each part by its path in lower case, as torch ignores the case."""
-    for part in parts:
-        # zipfile decodes names, or takes them from another field; torch compares their bytes
-        if part.filename != part.orig_filename or not (part.filename.isascii() or part.flag_bits & _UTF8):
-            raise WeightsFileError(f"it has a part with an ambiguous name. {_GET_AGAIN}")
-    sizes = {part.filename.lower(): part.file_size for part in parts}
-    if len(sizes) < len(parts):
-        raise WeightsFileError(f"it has two parts of one name. {_GET_AGAIN}")
-    return sizes
-
-
-def _check_storage(sizes: Mapping[str, int], root: str, reference: tuple[object, ...]) -> None:
-    """Require that the part of a storage is large enough: torch below 2.10 reads beyond a smaller one.
-
-    Args:
-        sizes: path of a part in lower case -> bytes.
-        root: the folder of all parts.
-        reference: as torch.save writes it: ("storage", class, key, device, number of elements).
-
-    Source: CVE-2026-24747.
-    """
-    match reference:
-        case ("storage", str(path), str(key), str(), int(count)):
-            name = path.rpartition(".")[2]
-            dtype = torch.uint8 if name == "UntypedStorage" else torch.serialization.StorageType(name).dtype
-            if 0 <= count * dtype.itemsize <= sizes.get(f"{root}/data/{key}".lower(), -1):
-                return
-    raise WeightsFileError(f"it is damaged: a storage is larger than its part. {_GET_AGAIN}")
-
-
-def _check_archive_end(file: IO[bytes], size: int) -> None:
-    """Require that torch and zipfile find the same directory, and that it is small.
-
-    Both would search for other directories in a longer file.
-    """
-    file.seek(max(0, size - 98))
-    records = file.read()
-    mark, *_, length, start, comment = struct.unpack("<4s4H2LH", records[-22:].ljust(22))
-    end = size - 22
-    if records[-42:-38] == b"PK\6\7":  # of 64 bit: the record and its locator stand before the end
-        end = size - 98
-        length, start = struct.unpack("<4sQ2H2L4Q", records[:56])[-2:]
-        mark = mark if records[:4] == b"PK\6\6" and struct.unpack("<8xQ4x", records[56:76])[0] == end else b""
-    if mark != b"PK\5\6" or comment or start + length != end:
-        raise WeightsFileError(f"it is cut off: the archive's directory at its end is missing. {_GET_AGAIN}")
-    if length > _LARGEST_HEADER:
-        raise WeightsFileError(f"its directory has {length} bytes, more than {_LARGEST_HEADER}. {_GET_AGAIN}")
-
-
-def _load_torch(file: IO[bytes], size: int) -> Any:
+def _load_torch(file: IO[bytes]) -> Any:
     # training scripts save their flags and scores beside the weights
-    allowed: list[Any] = [argparse.Namespace, *((stand_in, name) for name, stand_in in STAND_INS.items())]
-    # TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD has no effect on an explicit weights_only
-    options: dict[str, Any] = {"weights_only": True, "mmap": False}
+    allowed: list[Any] = [argparse.Namespace, *((stand_in, name) for name, stand_in in _NUMPY.items())]
     try:
         with torch.serialization.safe_globals(allowed):
-            file.seek(0)
-            with _SizeCheck(size):  # on the meta device no memory is allocated, so false sizes are found first
-                torch.load(file, map_location="meta", **options)
-            file.seek(0)
-            return _rebuild(torch.load(file, map_location="cpu", **options))
-    except NotImplementedError:
-        raise WeightsFileError(f"it contains sparse or quantized tensors. {_SAVE_DENSE}") from None
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        if named := re.search(r"GLOBAL (\S+)", str(error)):
+            raise RefusedFileError(f"it names {named[1]}, which could run code") from None
+        reason = " ".join(str(error.__context__ or error).split())[:200]  # torch wraps it into its advice
+        raise WeightsFileError(f"it contains more than tensors and plain values ({reason}). {SAVE_AGAIN}") from error
+    except RuntimeError as error:
+        if "TorchScript" in str(error):
+            raise RefusedFileError("it is a TorchScript archive, which contains code") from None
+        raise
 
 
-_TORCH_NAMES = {
-    "argparse.Namespace",
-    "collections.Counter",
-    "builtins.complex",
-    "builtins.set",
-    "__builtin__.complex",
-    "__builtin__.set",
-    "torch.Size",
-    "torch.Tensor",
-    "torch.device",
-    "torch.nn.parameter.Parameter",
-    "torch.serialization._get_layout",
-    "torch._tensor._rebuild_from_type_v2",
-    *(f"torch._utils._rebuild_{name}" for name in ("tensor", "tensor_v2", "tensor_v3", "sparse_tensor", "qtensor")),
-    *(f"torch._utils._rebuild_{name}" for name in ("parameter", "parameter_with_state")),
-}
+class _Dtype:
+    """Stand-in for ``numpy.dtype``: numbers only."""
+
+    def __init__(self, code: str, *options: object) -> None:
+        if not isinstance(code, str) or not re.fullmatch(r"[biuf]\d\d?", code):
+            raise WeightsFileError(f"it contains an array of {code!r}, which is not a number. {SAVE_AGAIN}")
+        self.dtype = np.dtype(code)
+
+    def __setstate__(self, state: tuple) -> None:
+        if state[1] in ("<", ">"):
+            self.dtype = self.dtype.newbyteorder(state[1])
+
+    def numbers(self, data: bytes | bytearray | str) -> np.ndarray:
+        """Copy numbers from their bytes, which Python 2 wrote as a string."""
+        raw = data.encode("latin1") if isinstance(data, str) else data
+        return np.frombuffer(raw, self.dtype).astype(self.dtype.newbyteorder("="))
 
 
-def _is_allowed_by_torch(path: str) -> bool:
-    """Tell whether a file of torch.save may name a class or function.
+class _Array(Tensor):
+    """Stand-in for ``numpy.ndarray``, whose own unpickling reads memory by sizes that a damaged file may set."""
 
-    torch's own list also has functions that allocate any size, such as ``bytearray``.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # results: plain tensors
+
+    def __new__(cls, *arguments: object) -> "_Array":
+        return torch.empty(0).as_subclass(cls)
+
+    def __setstate__(self, state: tuple) -> None:
+        _, shape, dtype, column_major, data = state
+        self.data = torch.from_numpy(dtype.numbers(data).reshape(shape, order="F" if column_major else "C").copy())
+
+
+def _scalar(dtype: _Dtype, data: bytes | str) -> Any:
+    return dtype.numbers(data).item()
+
+
+def _frombuffer(data: bytes | bytearray, dtype: _Dtype, shape: tuple, order: str) -> _Array:
+    array = _Array()
+    array.__setstate__((1, shape, dtype, order == "F", data))
+    return array
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    return text.encode("latin1")  # pickle protocols below 3 write bytes as a string
+
+
+_NUMPY: dict[str, Any] = {"numpy.ndarray": _Array, "numpy.dtype": _Dtype}
+for _core in ("numpy.core", "numpy._core"):
+    _NUMPY |= {f"{_core}.multiarray._reconstruct": _Array, f"{_core}.multiarray.scalar": _scalar}
+    _NUMPY[f"{_core}.numeric._frombuffer"] = _frombuffer
+#: all classes and functions that a pickle of arrays may name
+_ALLOWED: dict[str, Any] = {**_NUMPY, "_codecs.encode": _encode, "collections.OrderedDict": OrderedDict}
+
+
+class _Unpickler(pickle._Unpickler):  # the C version allocates memory for counts that a damaged file may set
+    """Create numeric arrays and plain Python values; refuse everything else."""
+
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+    stack: list[Any]
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (path := f"{module}.{name}") not in _ALLOWED:
+            raise RefusedFileError(f"it names {path}, which could run code")
+        return _ALLOWED[path]
+
+    def get_extension(self, code: int) -> Any:
+        raise RefusedFileError(f"it names a class by its registered number {code}, which could run code")
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise WeightsFileError(f"it refers to objects outside of the file. {SAVE_AGAIN}")
+
+    def load_build(self) -> None:
+        if not isinstance(self.stack[-2], (_Array, _Dtype, OrderedDict)):
+            raise RefusedFileError(f"it changes {self.stack[-2]!r:.99}, which could run code")
+        pickle._Unpickler.dispatch[pickle.BUILD[0]](self)  # type: ignore[arg-type]
+
+    def load_limited_tuple(self, load: Callable[[Any], None]) -> None:
+        load(self)
+        if _is_deeper(self.stack[-1], _DEEPEST_TUPLE):  # the hash of such a key would take years, or crash
+            raise WeightsFileError(f"it nests tuples deeper than {_DEEPEST_TUPLE}. {SAVE_AGAIN}")
+
+    dispatch[pickle.BUILD[0]] = load_build
+    for _code in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3):
+        dispatch[_code[0]] = lambda self, load=dispatch[_code[0]]: self.load_limited_tuple(load)
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    return isinstance(value, tuple) and (depth == 0 or any(_is_deeper(item, depth - 1) for item in value))
+
+
+def named_tensors(value: Any, size: int) -> OrderedDict[str, Tensor]:
+    """Copy a state dict, with its module versions.
+
+    Args:
+        value: a mapping from names to tensors.
+        size: bytes of the file it was read from.
+
+    Raises:
+        WeightsFileError: it is not a dict of tensors, or a tensor has more bytes than the file.
     """
-    module, _, name = path.rpartition(".")
-    return (
-        is_allowed(path)
-        or path in _TORCH_NAMES
-        or (module in ("torch", "torch.storage") and name.endswith("Storage"))
-        or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
-    )
-
-
-class _SizeCheck(TorchDispatchMode):
-    """Compare every tensor that is created with the file size.
-
-    The content does not show all of them: a pickle can drop a tensor, or use it as an attribute or a key.
-    """
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self._size = size
-        self._left = most_repeated(size)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):
-            self._check(Tensor.detach(result))  # without attributes, which could replace methods
-        return result
-
-    def _check(self, value: Tensor) -> None:
-        if value.layout != torch.strided:
-            raise WeightsFileError(f"it contains a tensor of layout {value.layout}. {_SAVE_DENSE}")
-        last = sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
-        reach = (value.storage_offset() + last + 1) * value.element_size() if value.numel() else 0
-        if (claimed := max(value.untyped_storage().nbytes(), reach)) > self._size:
-            raise WeightsFileError(
-                f"it is damaged: it claims a tensor of {claimed} bytes, but the file has only {self._size} bytes. "
-                f"{_GET_AGAIN}"
-            )
-        self._left -= value.numel() * value.element_size()  # more than the storage has, if a stride is 0
-        if self._left < 0:
-            raise WeightsFileError(
-                f"its tensors repeat their values to far more than its {self._size} bytes. "
-                "Fix: save contiguous tensors, by tensor.contiguous()."
-            )
-
-
-def _rebuild(content: Any) -> Any:
-    """Copy nested containers without the attributes that a pickle may set, and arrays to tensors.
-
-    An attribute can replace a method: a tensor of NaN would call itself finite. Every container is copied once: a tiny
-    file can nest one list in itself, or share it 2**40 times.
-    """
-    done: dict[int, tuple[Any, Any]] = {}  # with the originals: Python reuses the ids of deleted objects
-
-    def copy(value: Any, depth: int = 0) -> Any:
-        if depth > DEEPEST:
-            raise WeightsFileError(f"it nests containers deeper than {DEEPEST}. {SAVE_AGAIN}")
-        if isinstance(value, NumpyArray):
-            return value.tensor
-        if isinstance(value, Tensor):
-            return Tensor.detach(value)
-        if id(value) in done:
-            return done[id(value)][1]
-        new: Any = value
-        if isinstance(value, (tuple, set, frozenset)):
-            new = [copy(item, depth + 1) for item in value]
-            new = tuple(new) if isinstance(value, tuple) else type(value)(new)  # a torch.Size becomes a tuple
-        elif isinstance(value, (dict, list, argparse.Namespace)):
-            new = type(value)()
-        done[id(value)] = value, new  # before the items of mutable containers, which may contain themselves
-        if isinstance(value, list):
-            new.extend(copy(item, depth + 1) for item in value)
-        elif isinstance(value, dict):
-            for key, item in dict.items(value):
-                new[copy(key, depth + 1)] = copy(item, depth + 1)
-            if isinstance(value, OrderedDict):
-                vars(new).update(_module_versions(vars(value).get("_metadata")))
-        elif isinstance(value, argparse.Namespace):
-            vars(new).update(copy(vars(value), depth + 1))
-        return new
-
-    return copy(content)
+    if not isinstance(value, Mapping):
+        raise WeightsFileError(f"a {type(value).__name__} instead of a dict of tensors. {SAVE_AGAIN}")
+    tensors: OrderedDict[str, Tensor] = OrderedDict()
+    for name, tensor in value.items():
+        if not (isinstance(name, str) and isinstance(tensor, Tensor)):
+            raise WeightsFileError(f"{name!r:.99} is not a tensor ({type(tensor).__name__}). {SAVE_AGAIN}")
+        # torch enlarges a storage that is too small for its tensor: the values would be those of any memory
+        if tensor.layout == torch.strided and tensor.numel() * tensor.element_size() > size:
+            raise WeightsFileError(f"{name} claims more bytes than the file has ({size}). {_GET_AGAIN}")
+        tensors[name] = Tensor.detach(tensor)
+    if isinstance(versions := getattr(value, "_metadata", None), dict):  # by which modules know their older versions
+        tensors._metadata = versions  # type: ignore[attr-defined]
+    return tensors
 
 
 def weight_problem(name: str, value: Tensor) -> str:
@@ -370,16 +243,11 @@ def weight_problem(name: str, value: Tensor) -> str:
 
 
 def is_finite(value: Tensor) -> bool:
-    """Tell whether a tensor of any type has only finite values in float32."""
+    """Return whether a tensor of any type has only finite values in float32."""
     return bool((value.float() if value.is_floating_point() else value).isfinite().all())
 
 
-def _module_versions(metadata: Any) -> dict[str, Any]:
-    """Return the attribute of a state dict by which modules recognize their older versions."""
-    entries = dict.items(metadata) if isinstance(metadata, dict) else ()
-    versions = {
-        name: {"version": entry["version"]}
-        for name, entry in entries
-        if type(name) is str and type(entry) is dict and type(entry.get("version")) is int
-    }
-    return {"_metadata": versions} if versions else {}
+def sha256_of(path: str | os.PathLike[str]) -> str:
+    """Return the SHA-256 of a file in hexadecimal digits."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

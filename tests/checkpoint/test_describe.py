@@ -3,7 +3,6 @@
 import hashlib
 import json
 import re
-import runpy
 import sys
 from argparse import Namespace
 from collections import OrderedDict
@@ -13,6 +12,7 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
+from gw_detectron import commands
 from gw_detectron.checkpoint import Checkpoint, records
 from gw_detectron.checkpoint.describe import describe_checkpoint, format_config, format_description
 from gw_detectron.checkpoint.records import RunRecord, software_versions
@@ -22,7 +22,7 @@ from gw_detectron.engine import Trainer, setup
 from gw_detectron.errors import ConfigError
 from gw_detectron.weights import read_weights_file
 
-from ..tiny_run import DATA, ROOT, arguments
+from ..tiny_run import DATA, arguments
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +59,8 @@ def test_a_checkpoint_has_the_record_of_its_run(run):
 
 def test_the_config_alone_is_a_config_file(run, capsys, monkeypatch, tmp_path):
     path = str(run / "b" / "model.pth")
-    monkeypatch.setattr(sys, "argv", ["describe_checkpoint.py", path, "--config"])
-    runpy.run_path(str(ROOT / "tools" / "describe_checkpoint.py"), run_name="__main__")
+    monkeypatch.setattr(sys, "argv", ["gw-detectron", "weights", "describe", path, "--config"])
+    commands.main()
     (tmp_path / "config.yaml").write_text(capsys.readouterr().out)
     recorded = yaml.safe_load(describe_checkpoint(path)["record"]["config"])
     assert yaml.safe_load(read_config(tmp_path / "config.yaml").dump()) == recorded
@@ -77,8 +77,8 @@ def test_text_and_json(run, capsys, monkeypatch):
         r"\nconfig: \d+ lines, printed with --config$",
     ):
         assert re.search(words, text), words
-    monkeypatch.setattr(sys, "argv", ["describe_checkpoint.py", path, "--json"])
-    runpy.run_path(str(ROOT / "tools" / "describe_checkpoint.py"), run_name="__main__")
+    monkeypatch.setattr(sys, "argv", ["gw-detectron", "weights", "describe", path, "--json"])
+    commands.main()
     assert json.loads(capsys.readouterr().out) == describe_checkpoint(path)
 
 
@@ -153,9 +153,10 @@ def test_converted_weights_show_their_provenance(tmp_path):
     assert read_weights_file(tmp_path / "a.pth").value["provenance"]["tool"] == "gw_detectron 1"
 
 
-def test_a_resumed_run_keeps_how_its_earlier_parts_were_trained(monkeypatch):
+def test_a_resumed_run_keeps_how_its_earlier_parts_were_trained(monkeypatch, tmp_path):
     first = RunRecord("SEED: 1\n", 1)
-    first.set_start_weights(Checkpoint("a.pth", "a.pth", {}, {}))
+    (tmp_path / "a.pth").write_bytes(b"weights")
+    first.set_start_weights(Checkpoint("a.pth", str(tmp_path / "a.pth"), {}, {}))
     same, changed = RunRecord("SEED: 1\n", 1), RunRecord("SEED: 2\n", 2)
     same.load_state_dict(first.state_dict())
     assert same.state_dict() == first.state_dict() and first.state_dict()["earlier_parts"] == []

@@ -8,19 +8,17 @@ import torchvision
 from detectron2.layers import get_norm
 from detectron2.modeling import build_backbone
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from gw_detectron import resolve_norm
 from gw_detectron.errors import ExportError
 from gw_detectron.export import FeatureExtractor, Normalization, export_backbone
 from gw_detectron.export.formats import write_safetensors
 from gw_detectron.model_zoo import get_config
-from gw_detectron.norms.listing import norm_rows
-from gw_detectron.weights import Preprocessing, convert, load_weights, to_torchvision
-from gw_detectron.weights.metadata import read_notes
-from gw_detectron.weights.norm_inference import evaluation_name
-from gw_detectron.weights.reading import Contents
-from gw_detectron.weights.reference_networks import config_for
+from gw_detectron.norms import evaluation_spec, norm_rows
+from gw_detectron.weights import Preprocessing, load_weights
+from gw_detectron.weights.norm_inference import full_name
+from gw_detectron.weights.verify import config_for
 
 PIXELS = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 R50 = (("MODEL.RESNETS.DEPTH", 50), ("MODEL.RESNETS.RES2_OUT_CHANNELS", 256))
@@ -87,7 +85,7 @@ def test_detectron2_layout(tmp_path, normalization):
     assert report["worst_relative"] == 0
     export_backbone(backbone, tmp_path / "resnet", normalization, file_format="safetensors", fpn=False)
     conversion = load_weights(tmp_path / "resnet" / "backbone.safetensors")  # as MODEL.WEIGHTS gw://file/ does
-    assert (conversion.architecture.name, conversion.provenance.positions) == ("R-18", "S1-B2")
+    assert (conversion.architecture.name, conversion.positions.positions) == ("R-18", "S1-B2")
 
 
 @pytest.mark.parametrize(
@@ -125,13 +123,13 @@ def test_norms_come_back(tmp_path, normalization, layout, norm, whitening, where
     backbone = backbone_of(*opts, ("MODEL.BACKBONE.FREEZE_AT", 2))
     path = tmp_path / "a.safetensors"
     write_safetensors(FeatureExtractor(backbone, normalization), path, layout)
-    provenance = load_weights(path).provenance
-    assert provenance.preprocessing == Preprocessing("RGB", *PIXELS, False)
-    cfg = config_for(provenance)
+    conversion = load_weights(path)
+    assert conversion.preprocessing == Preprocessing("RGB", *PIXELS, False)
+    cfg = config_for(conversion)
     cfg.MODEL.BACKBONE.update({"NAME": "build_gw_resnet_backbone", "FREEZE_AT": 0})
     cfg.MODEL.RESNETS.OUT_FEATURES = ["res5"]
     expected, found = (
-        {row.layer: evaluation_name(row.spec, row.channels) for row in norm_rows(model)}
+        {row.layer: evaluation_spec(full_name(row.spec, row.channels)) for row in norm_rows(model)}
         for model in (backbone, build_backbone(cfg))
     )
     assert found == expected
@@ -144,20 +142,21 @@ def test_preprocessing_comes_back(tmp_path, layout):
     images = Normalization("BGR", (1.0, 2.0, 3.0), (1.0, 1.0, 1.0))
     backbone = backbone_of(*R50, ("MODEL.RESNETS.STRIDE_IN_1X1", layout == "detectron2"))
     write_safetensors(FeatureExtractor(backbone, images), tmp_path / "a.safetensors", layout)
-    facts = load_weights(tmp_path / "a.safetensors").provenance
-    assert facts.preprocessing == Preprocessing("BGR", (1.0, 2.0, 3.0), (1.0, 1.0, 1.0), layout == "detectron2")
+    assert load_weights(tmp_path / "a.safetensors").preprocessing == Preprocessing(
+        "BGR", (1.0, 2.0, 3.0), (1.0, 1.0, 1.0), layout == "detectron2"
+    )
 
 
 def test_dilated_network_does_not_come_back(tmp_path, normalization):
     backbone = backbone_of(*R50, NO_FPN, ("MODEL.RESNETS.RES5_DILATION", 2), ("MODEL.RESNETS.STRIDE_IN_1X1", False))
     write_safetensors(FeatureExtractor(backbone, normalization), tmp_path / "a.safetensors")
-    with pytest.raises(ValueError, match=r"res5 .stride 16.: the network is dilated"):
+    with pytest.raises(ValueError, match=r"res5: the network is dilated"):
         load_weights(tmp_path / "a.safetensors")
 
 
 @pytest.mark.parametrize("norms", ["{", '{"stem.conv1.norm": 3}', '{"stem.conv1.norm": "GW"}'])
-def test_damaged_norms_are_refused(norms):
-    tensors = to_torchvision(backbone_of().state_dict())
-    contents = Contents(tensors, {"layout": "detectron2", "norms": norms}, "safetensors")
-    with pytest.raises(ValueError, match="(notes of the file: damaged|the file lists none).*Fix: "):
-        convert(tensors, notes=read_notes(contents))
+def test_damaged_norms_are_refused(norms, tmp_path):
+    tensors = {name: value.contiguous() for name, value in backbone_of().state_dict().items()}
+    save_file(tensors, tmp_path / "a.safetensors", {"norms": norms})
+    with pytest.raises(ValueError, match="(record of the file: damaged|the file lists none).*Fix: "):
+        load_weights(tmp_path / "a.safetensors", preprocessing="torchvision")

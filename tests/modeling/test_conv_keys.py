@@ -15,7 +15,6 @@ from torch import nn
 
 from gw_detectron import convert_convs
 from gw_detectron.checkpoint import Checkpoint, norm_differences
-from gw_detectron.checkpoint.records import NormRecord
 from gw_detectron.engine import main
 from gw_detectron.errors import ConfigError, ExportError, PreflightError
 from gw_detectron.export import FORMATS, Normalization, export_backbone
@@ -24,8 +23,8 @@ from gw_detectron.model_zoo import get_config
 from gw_detectron.modeling.config_keys import unread_keys
 from gw_detectron.modeling.resnet import GWDeformBottleneckBlock
 from gw_detectron.modeling.roi_heads import GWFastRCNNConvFCHead, GWMaskRCNNConvUpsampleHead
-from gw_detectron.norms.conversion import conv_names
-from gw_detectron.weights.metadata import NORMS
+from gw_detectron.norms import conv_names
+from gw_detectron.weights.record import Record, norm_record
 
 from ..export.tiny_networks import tiny_backbone
 from ..test_configs import tiny, tiny_batch
@@ -146,9 +145,9 @@ def test_a_component_of_detectron2_does_not_read_it(cfg):
 def test_checkpoints_record_it():
     """Raw weights and those that are standardized look alike."""
     model = detector("FPN")
-    saved = Checkpoint("", "", model.state_dict(), {NORMS: NormRecord(model).state_dict()})
+    saved = Checkpoint("", "", model.state_dict(), {}, Record(norm_record(model)))
     assert not norm_differences(saved, detector("FPN"))
-    assert not norm_differences(replace(saved, metadata={}), detector("FPN")), "a checkpoint without a record"
+    assert not norm_differences(replace(saved, record=Record()), detector("FPN")), "a checkpoint without a record"
     differences = norm_differences(saved, detector())
     assert len(differences) == 8 and differences[0].endswith("fpn_lateral2 WS in the checkpoint only")
     differences = norm_differences(saved, detector("FPN", "ROI_BOX_HEAD"))
@@ -162,7 +161,7 @@ def test_a_run_and_its_continuation(tmp_path):
     options["SOLVER__MAX_ITER"] = 3
     results = main(arguments(tmp_path, "--resume", **options))
     assert {"bbox", "segm"} <= results.keys()
-    with pytest.raises(PreflightError, match="fpn_lateral2 WS in the checkpoint only"):
+    with pytest.raises(PreflightError, match=r"fpn_lateral2 WS in the checkpoint only"):
         main(arguments(tmp_path, "--resume", **options | {"MODEL__FPN__CONV": '""', "SOLVER__MAX_ITER": 4}))
 
 

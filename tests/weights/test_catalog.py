@@ -1,18 +1,22 @@
 """``gw://`` addresses: downloaded once, converted once, checked against the first file's hash."""
 
-import json
+import functools
+import hashlib
+import pickle
+import sys
 
+import gdown
 import pytest
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.modeling import build_model
 from detectron2.utils.file_io import PathManager
+from safetensors.torch import save
 
 from gw_detectron.checkpoint import load_checkpoint, open_checkpoint
-from gw_detectron.errors import FileAccessError, WeightsFileError
+from gw_detectron.errors import FileAccessError, MissingPackageError, UnknownNormError, WeightsFileError
 from gw_detectron.weights import CATALOG, PublishedWeights, catalog, convert, convert_file, local_weights
-from gw_detectron.weights.norm_inference import norm_key
-from gw_detectron.weights.weights_io import load_weights
+from gw_detectron.weights.conversion import load_weights
 
 from .server import serving
 from .synthetic import authors_state, make_network, training_checkpoint
@@ -24,16 +28,14 @@ NAME, FILE = "imagenet/R-18", "R-18-GW-S1-B1.pth"
 def cache(tmp_path, monkeypatch):
     """An empty cache, and a catalog whose one file is small."""
     monkeypatch.setenv("FVCORE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("GW_DETECTRON_WEIGHTS", raising=False)
-    monkeypatch.delenv("GW_DETECTRON_MIRROR", raising=False)
-    record = PublishedWeights("R-18", "drive-id", 50.0, positions="S1-B1")
-    monkeypatch.setattr(catalog, "CATALOG", {record.name: record})
-    monkeypatch.setattr(catalog, "download", _impatient(catalog.download))
+    for name in ("GW_DETECTRON_WEIGHTS", "GW_DETECTRON_MIRROR", "HF_TOKEN", "HF_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    published = PublishedWeights("R-18", "drive-id", 50.0, positions="S1-B1")
+    monkeypatch.setattr(catalog, "CATALOG", {published.name: published})
+    download = gdown.download
+    impatient = {"timeout": (1, 1), "retries": 0}
+    monkeypatch.setattr(gdown, "download", lambda *args, **options: download(*args, **(options | impatient)))
     return tmp_path / "cache" / "gw_detectron"
-
-
-def _impatient(download):
-    return lambda url, path: download(url, path, timeout=(1, 1), retries=0)
 
 
 @pytest.fixture
@@ -43,8 +45,12 @@ def server(r18_file, monkeypatch):
         yield server
 
 
-def test_records_of_the_published_files():
-    assert {record.name: (record.drive_id, record.top1) for record in CATALOG.values()} == {
+def files(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"}
+
+
+def test_the_published_files():
+    assert {weights.name: (weights.drive_id, weights.top1) for weights in CATALOG.values()} == {
         "imagenet/R-50": ("1bNeTDhfu5jg8aBatOCSQAe_WzTouUfHA", 77.72),
         "imagenet/R-101": ("1BnuzZzpaQ6rgBHho5mOQhBWBh1Lh-trK", 78.71),
         "imagenet/X-50-32x4d": ("1pJSIbjeHpELJ5zlWOF6ekRGjykRYf6tO", 78.43),
@@ -52,100 +58,70 @@ def test_records_of_the_published_files():
         "imagenet/R-50-GN64": ("1xqGsCDD4Y_rv6PjTtACAs8D918fjUT55", None),
         "imagenet/R-50-GN64-advanced": ("1pHRhjc67M5wki5fWy44SG5lj06q71gat", None),
     }
-    assert len({record.file for record in CATALOG.values()}) == len(CATALOG)
-    for record in CATALOG.values():
-        assert record.url == f"https://drive.google.com/uc?id={record.drive_id}"
-        assert record.positions == "S1-B2"
+    assert len({weights.file for weights in CATALOG.values()}) == len(CATALOG)
+    for weights in CATALOG.values():
+        assert weights.url == f"https://drive.google.com/uc?id={weights.drive_id}"
+        assert weights.positions == "S1-B2"
 
 
-def test_detectron2_loads_the_address(server, r18, detector_cfg):
+def test_detectron2_loads_the_address(server, r18, detector_cfg, cache):
     model = build_model(detector_cfg)
     DetectionCheckpointer(model).load(f"gw://{NAME}")
+    assert torch.equal(model.backbone.bottom_up.stem.conv1.weight, r18["conv1.weight"])
+    written = files(cache)
     report = load_checkpoint(build_model(detector_cfg), open_checkpoint(f"gw://{NAME}"))
-    assert str(report).startswith("backbone: 82/82 tensors; FPN and heads start new")
-    value = model.backbone.bottom_up.stem.conv1.weight
-    assert torch.equal(value, r18["conv1.weight"])
+    assert str(report).startswith("backbone: 82/82 tensors")
+    assert files(cache) == written and len(server.requests) == 1
 
 
-def test_downloaded_and_converted_once(server, cache):
-    first = PathManager.get_local_path(f"gw://{NAME}")
-    written = {path: path.stat().st_mtime_ns for path in cache.iterdir() if path.suffix != ".lock"}
-    assert PathManager.get_local_path(f"gw://{NAME}") == first
-    assert written == {path: path.stat().st_mtime_ns for path in cache.iterdir() if path.suffix != ".lock"}
-    assert len(server.requests) == 1
-    with PathManager.open(f"gw://{NAME}", "rb") as file:
-        assert file.read(1) == b"\x80"
-
-
-def test_first_hash_is_recorded_and_others_are_refused(server, cache, tmp_path):
-    local_weights(NAME)
-    note = json.loads((cache / "R-18-GW-S1-B1.json").read_text())
-    assert note["source"].endswith(FILE)
-    (cache / FILE).unlink()
-    (cache / "R-18-GW-S1-B1.pkl").unlink()
-    server.data = _other_weights(tmp_path)
-    with pytest.raises(WeightsFileError, match=f"gw://{NAME} with SHA-256 {note['source_sha256']}, recorded .*json"):
-        local_weights(NAME)
-    assert not (cache / "R-18-GW-S1-B1.pkl").exists()
-
-
-def _other_weights(tmp_path):
-    torch.save(authors_state(make_network("R-18", "S1-B1", seed=9)), tmp_path / "other.pth")
-    return (tmp_path / "other.pth").read_bytes()
-
-
-def test_damaged_conversion_is_repeated(server, cache):
-    path = local_weights(NAME)
-    good = path.read_bytes()
-    path.write_bytes(good[:-1] + b"x")
-    assert local_weights(NAME).read_bytes() == good
-    assert len(server.requests) == 1
-
-
-@pytest.mark.parametrize(("fault", "message"), [("webpage", "web page"), ("declares-shorter", "cut off")])
+@pytest.mark.parametrize(("fault", "message"), [("webpage", "web page"), ("declares-shorter", "damaged")])
 def test_files_of_a_bad_server_are_not_kept(server, cache, monkeypatch, fault, message):
     monkeypatch.setenv("GW_DETECTRON_MIRROR", server.url(fault))
     with pytest.raises(WeightsFileError, match=f"(?s)gw://{NAME} .'http.*{message}.*try again"):
         local_weights(NAME)
-    assert [path.name for path in cache.iterdir()] == [f"{FILE}.lock"]
+    assert not files(cache)
     monkeypatch.setenv("GW_DETECTRON_MIRROR", server.url())
     assert local_weights(NAME).is_file()
 
 
-def test_offline_with_an_empty_cache(cache, monkeypatch):
-    monkeypatch.setenv("GW_DETECTRON_MIRROR", "http://127.0.0.1:9/weights/")
+def test_a_broken_download_is_resumed(server, cache, monkeypatch):
+    monkeypatch.setenv("GW_DETECTRON_MIRROR", server.url("breaks-off"))
+    with pytest.raises(FileAccessError, match="try again"):
+        local_weights(NAME)
+    monkeypatch.setenv("GW_DETECTRON_MIRROR", server.url())
+    assert local_weights(NAME).is_file()
+    assert server.requests[-1].startswith("bytes=")
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:9/weights/", "missing"])
+def test_without_the_file(server, cache, monkeypatch, address):
+    base = address if "://" in address else server.url(address)
+    monkeypatch.setenv("GW_DETECTRON_MIRROR", base)
     with pytest.raises(FileAccessError) as caught:
         local_weights(NAME)
-    message = str(caught.value)
-    assert f"save http://127.0.0.1:9/weights/{FILE} as {cache / FILE}" in message
-    assert f"GW_DETECTRON_WEIGHTS to a folder with {FILE}" in message
+    assert f"{base.rstrip('/')}/{FILE}" in str(caught.value) and f"save the file as {cache / FILE}" in str(caught.value)
+    assert f"GW_DETECTRON_WEIGHTS to a folder with {FILE}" in str(caught.value)
+    cache.mkdir(parents=True, exist_ok=True)
+    (cache / FILE).write_bytes(server.data)  # saved there by hand
+    assert local_weights(NAME).is_file()
 
 
-def test_file_saved_in_the_cache_by_hand(r18_file, cache, monkeypatch):
-    monkeypatch.setattr(catalog, "download", None)
-    cache.mkdir(parents=True)
-    (cache / FILE).write_bytes(r18_file.read_bytes())
-    assert local_weights(NAME) == cache / "R-18-GW-S1-B1.pkl"
-
-
-def test_local_folder_comes_first(r18_file, cache, tmp_path, monkeypatch):
-    monkeypatch.setattr(catalog, "download", None)
+def test_a_local_folder_comes_first_and_its_file_stays_the_same(r18_file, tmp_path, monkeypatch):
+    monkeypatch.setattr(gdown, "download", None)
     monkeypatch.setenv("GW_DETECTRON_WEIGHTS", str(tmp_path / "mine"))
-    with pytest.raises(
-        FileNotFoundError, match=f"{FILE} not found, needed .* save https://drive.google.com/uc.id=drive-id"
-    ):
+    with pytest.raises(FileNotFoundError, match=f"{FILE} not found, needed .* save https://drive.google.com/uc.id="):
         local_weights(NAME)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / FILE).write_bytes(r18_file.read_bytes())
-    assert local_weights(NAME) == local_weights(NAME) == cache / "R-18-GW-S1-B1.pkl"
-    (tmp_path / "mine" / FILE).write_bytes(_other_weights(tmp_path))
-    with pytest.raises(WeightsFileError, match="to trust the new file, remove"):
+    assert local_weights(NAME) == local_weights(NAME)
+    torch.save(authors_state(make_network("R-18", "S1-B1", seed=9)), tmp_path / "mine" / FILE)
+    with pytest.raises(WeightsFileError, match="checksum mismatch: expected .* Fix: restore the file, or delete"):
         local_weights(NAME)
 
 
 def test_weights_of_another_network(server, monkeypatch):
-    record = PublishedWeights("R-18", "drive-id", 50.0, positions="S1-B2")
-    monkeypatch.setattr(catalog, "CATALOG", {record.name: record})
+    published = PublishedWeights("R-18", "drive-id", 50.0, positions="S1-B2")
+    monkeypatch.setattr(catalog, "CATALOG", {published.name: published})
     with pytest.raises(WeightsFileError, match=r"positions \('S1-B2'\): the weights have BN, GW.* at S1-B1"):
         local_weights(NAME)
 
@@ -153,23 +129,15 @@ def test_weights_of_another_network(server, monkeypatch):
 @pytest.mark.parametrize("recorded", [True, False])
 def test_the_mixture_with_gn_is_converted_as_gn(recorded, tmp_path, monkeypatch):
     """Its tensors are those of GW with a scale of (C,); checkpoints of the authors' script record the norm."""
-    record = next(record for record in CATALOG.values() if record.label == "GN64")
-    state = make_network("R-50", record.positions).state_dict()
+    published = next(weights for weights in CATALOG.values() if weights.label == "GN64")
+    state = make_network("R-50", published.positions).state_dict()
     checkpoint = training_checkpoint(state)
     checkpoint["cfg"].norm, checkpoint["cfg"].norm_cfg = "GN", {"num_groups": 64}
-    torch.save(checkpoint if recorded else state, tmp_path / record.file)
-    monkeypatch.setattr(catalog, "CATALOG", {record.name: record})
+    torch.save(checkpoint if recorded else state, tmp_path / published.file)
+    monkeypatch.setattr(catalog, "CATALOG", {published.name: published})
     monkeypatch.setenv("GW_DETECTRON_WEIGHTS", str(tmp_path))
-    norms = load_weights(local_weights(record.name)).provenance.norms
-    assert (norms.norm, norms.positions) == ("BN", "S1-B2")
-    assert norm_key(norms.whiten_norm, 64) == norm_key("GN:groups=64", 64)
-
-
-def test_damaged_record(server, cache):
-    local_weights(NAME)
-    (cache / "R-18-GW-S1-B1.json").write_text("{")
-    with pytest.raises(WeightsFileError, match=r"R-18-GW-S1-B1\.json': damaged record"):
-        local_weights(NAME)
+    norms = load_weights(local_weights(published.name)).positions
+    assert norms == ("BN", "GN:groups=64,eps=1e-05", "S1-B2")
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
@@ -180,40 +148,93 @@ def test_local_file_by_its_path(r18, r18_file, tmp_path, suffix):
         convert_file(r18_file, path)
     found = PathManager.get_local_path(f"gw://file/{path}")
     assert PathManager.get_local_path(f"gw://file/{path}") == found
-    assert found.endswith(".pkl")
-    assert torch.equal(
-        load_weights(found).tensors["res2.0.conv1.weight"], convert(r18, norm="GW").tensors["res2.0.conv1.weight"]
-    )
+    expected = convert(r18, norm="GW").tensors
+    assert all(torch.equal(value, expected[name]) for name, value in load_weights(found).tensors.items())
 
 
 def test_unknown_names():
-    with pytest.raises(
-        ValueError, match=r"gw://imagenet/R-51'\): unknown name. Fix: give gw://imagenet/R-18, gw://file/<path> or"
-    ):
+    with pytest.raises(ValueError, match=r"gw://imagenet/R-51'\): unknown name. Fix: give gw://imagenet/R-18"):
         PathManager.get_local_path("gw://imagenet/R-51")
-    with pytest.raises(FileNotFoundError, match=r"none\.pth'\): file not found"):
+    with pytest.raises(FileNotFoundError, match=r"none\.pth: file not found"):
         PathManager.get_local_path("gw://file/none.pth")
 
 
-def test_damaged_conversion_of_a_local_file_is_repeated(r18_file):
-    converted = catalog.local_weights(f"file/{r18_file}")
-    whole = converted.read_bytes()
-    converted.write_bytes(whole[: len(whole) // 2])
-    assert catalog.local_weights(f"file/{r18_file}").read_bytes() == whole
+# --- the Hugging Face hub: a local server with its headers ---
 
 
-def test_a_file_replaced_after_hashing_does_not_enter_the_cache(r18_file, tmp_path, monkeypatch):
-    path = tmp_path / "mine.pth"
-    path.write_bytes(r18_file.read_bytes())
-    convert_now = catalog.convert_file
+@pytest.fixture(scope="module")
+def exported(r18_file, tmp_path_factory):
+    path = tmp_path_factory.mktemp("hub") / "backbone.safetensors"
+    convert_file(r18_file, path)
+    return path.read_bytes()
 
-    def replace_and_convert(source, *args, **kwargs):
-        source.write_bytes(_other_weights(tmp_path))
-        return convert_now(source, *args, **kwargs)
 
-    monkeypatch.setattr(catalog, "convert_file", replace_and_convert)
-    with pytest.raises(WeightsFileError, match="the file was replaced. Fix: try again"):
-        local_weights(f"file/{path}")
-    monkeypatch.setattr(catalog, "convert_file", convert_now)
-    converted = load_weights(local_weights(f"file/{r18_file}"))
-    assert torch.equal(converted.tensors["stem.conv1.weight"], load_weights(r18_file).tensors["stem.conv1.weight"])
+@pytest.fixture
+def hub(exported, monkeypatch):
+    with serving(exported) as server:
+        publish(server, exported)
+        monkeypatch.setenv("HF_ENDPOINT", server.url("").rstrip("/"))
+        yield server
+
+
+def publish(server, data):
+    server.data, server.etag = data, f'"{hashlib.sha256(data).hexdigest()}"'
+
+
+def test_a_detector_loads_the_weights_of_a_repository(hub, r18, detector_cfg, monkeypatch):
+    model = build_model(detector_cfg)
+    assert str(load_checkpoint(model, open_checkpoint("gw://hf/fine/repo"))).startswith("backbone: 82/82 tensors")
+    assert torch.equal(model.backbone.bottom_up.stem.conv1.weight, r18["conv1.weight"])
+    first, requests = local_weights("hf/fine/repo"), len(hub.requests)
+    assert local_weights("hf/fine/repo/backbone.safetensors") == first and len(hub.requests) == requests
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert local_weights("hf/fine/repo") == first
+
+
+@pytest.mark.parametrize("name", ["redirect/repo", "fine/repo/sub/R-18.safetensors", "fine/repo@v1.0"])
+def test_redirect_file_and_revision(hub, name):
+    assert local_weights(f"hf/{name}").is_file()
+
+
+def test_a_new_commit_of_a_branch_is_fetched(hub, exported):
+    first = local_weights("hf/fine/repo")
+    publish(hub, exported[:-1] + bytes([exported[-1] ^ 1]))  # one bit of a weight
+    assert local_weights("hf/fine/repo") != first
+
+
+def test_the_token_is_sent_to_the_hub_alone(hub, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    assert local_weights("hf/other-host/repo").is_file()
+    assert {host for host, token in hub.tokens if token} == {"127.0.0.1"}
+    assert ("127.0.0.1", "Bearer hf_secret") in hub.tokens and ("localhost", "") in hub.tokens
+
+
+@pytest.mark.parametrize("fault", ["missing", "private", "gated", "truncated", "offline"])
+def test_errors_of_the_hub(hub, fault, monkeypatch):
+    if fault == "offline":
+        monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+        monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+    with pytest.raises(FileAccessError, match=rf"^gw://hf/{fault}/repo: not in the cache.*HF_TOKEN.*gw://file/"):
+        PathManager.get_local_path(f"gw://hf/{fault}/repo")
+
+
+def test_unusable_files_of_the_hub(hub, r18):
+    publish(hub, save({name: value.contiguous() for name, value in r18.items()}))
+    with pytest.raises(UnknownNormError, match="--norm GW"):
+        local_weights("hf/fine/repo")
+    publish(hub, pickle.dumps({"model": {}, "x": functools.partial(print, "harm")}))
+    with pytest.raises(ValueError, match="could run code"):
+        local_weights("hf/fine/repo@other")
+
+
+@pytest.mark.parametrize("name", ["repo", "owner/", "owner/repo@", "owner/repo/model.pkl", "owner/re--po.."])
+def test_wrong_addresses(name):
+    with pytest.raises((ValueError, FileAccessError), match=rf"gw://hf/{name}.*Fix: "):
+        local_weights(f"hf/{name}")
+
+
+@pytest.mark.parametrize(("package", "name"), [("huggingface_hub", "hf/owner/repo"), ("gdown", NAME)])
+def test_missing_package(monkeypatch, package, name):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingPackageError, match=r'pip install "gw-detectron\[weights\]"'):
+        local_weights(name)

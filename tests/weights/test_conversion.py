@@ -1,34 +1,38 @@
-"""Conversion, compared with torchvision's network for every published architecture and position."""
+"""Tensors keep their values, networks their features; norms come from records, proofs or a statement, never a guess."""
+
+import argparse
+import functools
 
 import pytest
 import torch
+from torch import nn
+from torchvision.models import resnet18
+from torchvision.models.convnext import LayerNorm2d
 
-from gw_detectron.errors import WeightsError
+from gw_detectron.errors import UnknownNormError, WeightsError
+from gw_detectron.layers import GroupWhitening2d
 from gw_detectron.weights import Architecture, convert, to_torchvision
-from gw_detectron.weights.reference_networks import config_for, detectron2_classifier
+from gw_detectron.weights.norm_inference import full_name
+from gw_detectron.weights.reading import Contents
+from gw_detectron.weights.record import read_record
+from gw_detectron.weights.verify import config_for, detectron2_backbone
 
-from .synthetic import authors_state, make_network, stages, training_checkpoint
+from .synthetic import BLOCK_NORMS, authors_state, make_network, stages, training_checkpoint
 
 PUBLISHED = [
     pytest.param(name, positions, marks=[] if name == "R-50" or positions == "S1-B12" else pytest.mark.slow)
     for name in ("R-50", "R-101", "X-50-32x4d", "X-101-32x8d")
     for positions in ("S1", "S1-B1", "S1-B3", "S1-B12")
 ]
-
-
-def _network(conversion):
-    facts = conversion.provenance
-    return facts.architecture, facts.positions, facts.norm
-
-
-def _backbone(conversion):
-    return detectron2_classifier(conversion, config_for(conversion.provenance))
+SHARED: list = []  # 2**40 empty lists
+for _ in range(40):
+    SHARED = [SHARED, SHARED]
 
 
 def _assert_same_features(model, conversion):
     images = torch.randn(1, 3, 96, 64, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        expected, found = stages(model, images), _backbone(conversion)(images)
+        expected, found = stages(model, images), detectron2_backbone(conversion, config_for(conversion))(images)
     for stage, reference in expected.items():
         assert reference.std() > 1e-3  # a network of zeros would agree with anything
         assert (found[stage] - reference).abs().max() <= 1e-4 * reference.abs().max(), stage
@@ -38,12 +42,12 @@ def _assert_same_features(model, conversion):
 def test_features_and_round_trip_of_published_architectures(name, positions):
     model = make_network(name, positions)
     source = authors_state(model)
-    conversion = convert(training_checkpoint(source), keep_fc=True)
-    assert _network(conversion) == (name, positions, "BN")
-    assert conversion.provenance.whiten_norm == "GW:groups=64,iters=5,eps=0,solver=newton"  # by the checkpoint's flags
+    conversion = convert(training_checkpoint(source))
+    assert conversion.architecture.name == name
+    assert conversion.positions == ("BN", "GW:groups=64,iters=5,eps=0,solver=newton", positions)  # by its flags
     _assert_same_features(model, conversion)
     back = to_torchvision(conversion.tensors)
-    kept = {key for key in source if not key.endswith("num_batches_tracked")}
+    kept = {key for key in source if not key.startswith("fc.") and not key.endswith("num_batches_tracked")}
     assert back.keys() == kept
     assert all(torch.equal(back[key].view_as(source[key]), source[key]) for key in kept)  # (C,), (1, C, 1, 1)
 
@@ -63,15 +67,15 @@ def test_features_and_round_trip_of_published_architectures(name, positions):
 def test_other_norms_and_positions(name, positions, norm):
     model = make_network(name, positions, norm=norm)
     conversion = convert(authors_state(model), norm={"GN": "GN"}.get(norm, "GW" if positions else None))
-    assert _network(conversion) == (name, positions, norm)
+    assert conversion.architecture.name == name and conversion.positions.positions == positions
     _assert_same_features(model, conversion)
 
 
 def test_torchvision_loads_the_inverse(r18):
-    back = to_torchvision(convert(r18, norm="GW", keep_fc=True).tensors)
+    back = to_torchvision(convert(r18, norm="GW").tensors)
     model = make_network("R-18", "S1-B1", seed=1)
-    model.load_state_dict(back, strict=True)
-    assert torch.equal(model.layer4[1].conv2.weight, back["layer4.1.conv2.weight"])
+    model.load_state_dict({"fc.weight": r18["fc.weight"], "fc.bias": r18["fc.bias"], **back}, strict=True)
+    assert torch.equal(model.layer4[1].conv2.weight, r18["layer4.1.conv2.weight"])
 
 
 @pytest.mark.parametrize("wrap", [lambda s: s, lambda s: {"model": s}, lambda s: {"state_dict": {"model": s}}])
@@ -81,24 +85,14 @@ def test_wrappings(r18, wrap, prefix):
     found, plain = convert(content, norm="GW"), convert(r18, norm="GW")
     assert found.tensors.keys() == plain.tensors.keys()
     assert all(torch.equal(found.tensors[key], value) for key, value in plain.tensors.items())
-
-
-def test_every_source_tensor_has_a_row(r18):
-    extra = {"last_bn.weight": torch.ones(512), "last_bn.bias": torch.zeros(512)}
-    conversion = convert({**r18, **extra}, norm="GW")
-    assert {row.source for row in conversion.rows} == {*r18, *extra}
-    assert {row.target for row in conversion.rows} == {*conversion.tensors, ""}
-    notes = {row.source: row.note for row in conversion.rows}
-    assert notes["bn1.weight"] == "reshaped from (1, 64, 1, 1)"
-    assert notes["conv1.weight"] == ""
-    assert all(notes[row.source] for row in conversion.rows if not row.target)
+    with pytest.raises(WeightsError, match="both hold weights"):
+        convert({"model": content, "state_dict": content})
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_widened(r18, dtype):
     halved = r18["layer1.0.conv1.weight"].to(dtype)
-    conversion = convert({**r18, "layer1.0.conv1.weight": halved}, norm="GW")
-    value = conversion.tensors["res2.0.conv1.weight"]
+    value = convert({**r18, "layer1.0.conv1.weight": halved}, norm="GW").tensors["res2.0.conv1.weight"]
     assert value.dtype == torch.float32
     assert torch.equal(value.to(dtype), halved)
 
@@ -117,18 +111,27 @@ def _with(name, change):
         (_without("layer2.0.conv2.weight"), "1 missing: layer2.0.conv2.weight"),
         (_without("layer3.0.bn1.bias"), "1 missing: layer3.0.bn1.bias"),
         (_without("layer4.0.bn2.running_var"), "1 missing: layer4.0.bn2.running_var"),
-        (_with("layer1.0.se.weight", lambda _: torch.ones(3)), "not part of R-18 with .* at S1-B1: layer1.0.se.weight"),
-        (_with("bn1.running_wm", lambda _: torch.ones(64, 64)), "not part of R-18 with .* at S1-B1: bn1.running_wm"),
+        (_with("layer1.0.se.weight", lambda _: torch.ones(3)), "1 unexpected: layer1.0.se.weight"),
+        (_with("bn1.running_wm", lambda _: torch.ones(64, 64)), "1 unexpected: bn1.running_wm"),
         (_with("conv1.weight", lambda w: w[:, :1]), r"wrong shape, expected \(64, 3, 7, 7\).*\(64, 1, 7, 7\)"),
         (_with("conv1.weight", lambda w: w.transpose(0, 1)), "wrong shape"),
         (_with("layer1.0.bn2.weight", lambda w: w.view(1, -1, 1, 1)), "wrong shape"),
         (_with("bn1.weight", lambda w: w.view(-1, 1, 1, 1)), "wrong shape"),
         (_with("conv1.weight", lambda w: w.double()), "wrong type.*conv1.weight.*float64"),
         (_with("conv1.weight", lambda w: w.to(torch.complex64)), "wrong type"),
-        (_with("conv1.weight", lambda w: w.to_sparse()), "not dense"),
+        (_with("conv1.weight", lambda w: w.to_sparse()), "sparse"),
         (_with("conv1.weight", lambda w: w * float("nan")), "NaN or infinite: conv1.weight"),
+        (_with("conv1.weight", lambda w: w.numpy()), "'conv1.weight' is not a tensor"),
         (_with("layer1.0.bn2.running_mean", lambda m: m / 0), "NaN or infinite: layer1.0.bn2.running_mean"),
         (_with("layer1.0.bn2.running_var", lambda v: -v), "negative variance: layer1.0.bn2.running_var"),
+        (
+            lambda state: {key: value for key, value in state.items() if "layer2.0.bn2.running" not in key},
+            "none of the positions S1, S1-B1",
+        ),
+        (
+            lambda state: {key: value for key, value in state.items() if not key.startswith("layer3.1.")},
+            r"not the weights of a known ResNet: \(2, 2, 1, 2\)",
+        ),
     ],
 )
 def test_errors_name_the_tensor(r18, change, message):
@@ -138,15 +141,9 @@ def test_errors_name_the_tensor(r18, change, message):
 
 def test_all_problems_are_named_at_once(r18):
     broken = {**_without("conv1.weight")(r18), "unknown": torch.ones(1), "bn1.bias": torch.ones(2)}
-    with pytest.raises(ValueError, match="(?s)wrong shape.*missing|missing.*wrong shape") as caught:
+    with pytest.raises(ValueError, match="tensors: do not fit R-18") as caught:
         convert(broken, norm="GW")
     assert all(name in str(caught.value) for name in ("conv1.weight", "unknown", "bn1.bias"))
-
-
-def test_statistics_missing_at_one_block_are_no_position(r18):
-    state = {key: value for key, value in r18.items() if "layer2.0.bn2.running" not in key}
-    with pytest.raises(ValueError, match="none of the positions S1, S1-B1"):
-        convert(state, norm="GW")
 
 
 @pytest.mark.parametrize(
@@ -155,6 +152,7 @@ def test_statistics_missing_at_one_block_are_no_position(r18):
         ({"architecture": "R-50"}, r"architecture \('R-50'\): the weights are of R-18"),
         ({"architecture": "resnet18"}, "give a ResNet such as R-50"),
         ({"architecture": "R-26"}, r"R-50 \(18, 34, 50"),
+        ({"architecture": "X-18-32x4d"}, "50, 101, 152"),
         ({"positions": "S1-B2"}, r"positions \('S1-B2'\): the weights have BN, GW.* at S1-B1"),
         ({"positions": "B1"}, r"positions \('B1'\): the weights have BN, GW.* at S1-B1"),
     ],
@@ -165,80 +163,139 @@ def test_expected_architecture_and_positions_are_checked(r18, options, message):
         convert(r18, norm="GW", **options)
 
 
-def test_other_networks_are_refused(r18):
-    with pytest.raises(ValueError, match=r"not the weights of a known ResNet: \(0, 0, 0, 0\)"):
-        convert({"features.0.weight": torch.ones(3)})
-    with pytest.raises(ValueError, match=r"not the weights of a known ResNet: \(2, 2, 1, 2\)"):
-        convert({key: value for key, value in r18.items() if not key.startswith("layer3.1.")})
-
-
-def test_fc_behind_a_norm_is_not_kept(r18):
-    with pytest.raises(ValueError, match="last_bn"):
-        convert({**r18, "last_bn.weight": torch.ones(512)}, norm="GW", keep_fc=True)
-
-
-def test_missing_fc_is_an_error_only_if_it_is_kept(r18):
-    state = {key: value for key, value in r18.items() if not key.startswith("fc.")}
-    assert not convert(state, norm="GW").has_classifier
-    with pytest.raises(ValueError, match=r"missing: fc\.weight"):
-        convert(state, norm="GW", keep_fc=True)
-
-
-@pytest.mark.parametrize("key", ["state_dict_ema", "model_ema", "ema"])
-def test_weights_beside_their_average_are_refused(r18, key):
-    with pytest.raises(WeightsError, match=rf"keys \('state_dict' and '{key}'\): both hold weights.*Fix: save one"):
-        convert({"state_dict": r18, key: r18}, norm="GW")
+@pytest.mark.parametrize("name", ["R-18", "R-50"])
+def test_other_networks_and_names_are_refused(name):
+    tensors = make_network(name).state_dict()
+    pooled = {key.replace("layer2.0.downsample.1", "layer2.0.downsample.2"): value for key, value in tensors.items()}
+    with pytest.raises(WeightsError, match=r"layer2.0.downsample"):  # of a ResNet-D
+        convert(pooled)
+    detector = {f"backbone.bottom_up.{key}": value for key, value in convert(tensors).tensors.items()}
+    for content in (detector, {"conv1_w": torch.ones(1), "res2_0_branch2a_w": torch.ones(1)}):
+        with pytest.raises(WeightsError, match="Fix: set MODEL.WEIGHTS to the file itself"):
+            convert(content)
+    with pytest.raises(WeightsError, match=r"tensors \(fpn_lateral2.weight\)"):
+        to_torchvision({**convert(tensors).tensors, "fpn_lateral2.weight": torch.ones(1)})
 
 
 def test_standardized_weights_are_refused(r18):
-    norms = {"bn1": "GW", "conv1": "WS"}
     with pytest.raises(WeightsError, match=r"conv1 \('WS'\): Weight Standardization.*Fix: set MODEL.WEIGHTS"):
-        convert({"model": r18, "norms": norms})
+        convert({"model": r18, "norms": {"bn1": "GW", "conv1": "WS"}})
 
 
-def test_to_torchvision_names_unexpected_tensors(r18):
-    tensors = convert(r18, norm="GW").tensors
-    with pytest.raises(ValueError, match=r"tensors \(fpn_lateral2.weight\): not part of R-18"):
-        to_torchvision({**tensors, "fpn_lateral2.weight": torch.ones(1)})
-    with pytest.raises(ValueError, match="not the weights of a known ResNet"):
-        to_torchvision({"backbone.weight": torch.ones(1)})
-
-
-@pytest.mark.parametrize("name", ["R-18", "R-50"])
-def test_a_resnet_d_is_not_a_resnet(name):
-    tensors = make_network(name).state_dict()
-    tensors["layer2.0.downsample.2.weight"] = tensors.pop("layer2.0.downsample.1.weight")
-    with pytest.raises(WeightsError, match=r"\(layer2.0.downsample.2.weight\): of a ResNet with .* \(ResNet-D\)"):
-        convert(tensors)
-
-
-def test_torchvisions_wide_and_larger_networks_are_recognized():
-    assert Architecture.parse("X-101-64x4d") == Architecture(101, 64, 4)
-    assert Architecture.parse("R-152").name == "R-152"
-    with pytest.raises(ValueError, match="X-50-32x4d .50, 101, 152."):
-        Architecture.parse("X-18-32x4d")
+@pytest.mark.parametrize("position", ["S1-B1", "S1-B2", "S1-B3"])
+@pytest.mark.parametrize(
+    "norm_layer", [functools.partial(nn.GroupNorm, 32), functools.partial(nn.InstanceNorm2d, affine=True)]
+)
+def test_norms_without_statistics_at_positions_must_be_stated(norm_layer, position):
+    model = make_network("R-50")
+    model.bn1 = norm_layer(64)
+    for name, module in list(model.named_modules()):
+        if name.startswith("layer") and name.endswith(BLOCK_NORMS[position]):
+            model.set_submodule(name, norm_layer(module.num_features))
+    state = {key: torch.ones_like(value) if "bn" in key else value for key, value in model.state_dict().items()}
+    with pytest.raises(UnknownNormError, match=r"GN from GW for 17 of 53 .*\(bn1, .*--norm GW .*--norm GN"):
+        convert(state)
+    assert convert(state, norm="GN").positions == ("BN", "GN:groups=32,eps=1e-05", position)
 
 
 @pytest.mark.parametrize(
-    ("prefix", "layout", "hint"),
+    "norm_layer",
     [
-        (
-            "backbone.bottom_up.",
-            "detectron2",
-            "set MODEL.WEIGHTS to the file itself: this is a checkpoint of Detectron2",
-        ),
-        ("", "detectron2", "these are Detectron2's names"),
-        ("model.", "torchvision", r"remove the prefix 'model.' of the names"),
+        lambda channels: nn.GroupNorm(16, channels),
+        lambda channels: nn.GroupNorm(1, channels),
+        functools.partial(nn.InstanceNorm2d, affine=True),
+        LayerNorm2d,
     ],
 )
-def test_names_that_need_another_step(prefix, layout, hint):
-    tensors = make_network("R-18").state_dict()
-    if layout == "detectron2":
-        tensors = convert(tensors).tensors
-    with pytest.raises(WeightsError, match=f"not the weights of a known ResNet: .* Fix: .*{hint}"):
-        convert({f"{prefix}{name}": value for name, value in tensors.items()})
-    with pytest.raises(WeightsError, match="Fix: set MODEL.WEIGHTS to the file itself: these are Caffe2's names"):
-        convert({"conv1_w": torch.ones(1), "res2_0_branch2a_w": torch.ones(1)})
-    if layout == "torchvision":
-        with pytest.raises(WeightsError, match="Fix: .*these are torchvision's names: convert them first"):
-            to_torchvision(tensors)
+def test_norms_without_statistics_everywhere_must_be_stated(norm_layer):
+    state = resnet18(norm_layer=norm_layer).state_dict()
+    with pytest.raises(UnknownNormError, match="20 of 20"):
+        convert(state)
+    assert convert(state, norm="GN:groups=16").config()["MODEL"]["RESNETS"]["NORM"].startswith("GN:groups=16")
+    assert convert(state, norm="GW:groups=16").positions == ("BN", full_name("GW:groups=16", 512), "ALL")
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"norm": "IGWItN", "norm_cfg": {"num_groups": 32, "T": 7}}, "GW:groups=32,iters=7,eps=0,solver=newton"),
+        ({"norm": "IGWItN", "norm_cfg": {}}, "GW:groups=32,iters=5,eps=0,solver=newton"),  # the script's defaults
+        ({"norm": "IGWSVD", "norm_cfg": {"num_groups": 16}}, "GW:groups=16,eps=1e-05,solver=zca"),
+    ],
+)
+def test_flags_of_the_authors_script(r18, flags, expected):
+    content = {"model": r18, "cfg": argparse.Namespace(**flags)}
+    conversion = convert(content)
+    assert conversion.config()["MODEL"]["RESNETS"]["WHITEN_NORM"] == expected
+    assert convert(content, norm=expected).norms == conversion.norms
+    with pytest.raises(ValueError, match=r"norm \('GW:groups=8'\): the weights have"):
+        convert(content, norm="GW:groups=8")
+    state = make_network("R-18", norm="GN").state_dict()
+    cfg = argparse.Namespace(norm="GN", norm_cfg={"num_groups": 32, "num_channels": 0})
+    assert convert({"model": state, "cfg": cfg}).positions == ("GN:groups=32,eps=1e-05", "", "")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"norm": "IGWItN", "norm_cfg": {"num_channels": 16}}, "another number of groups"),
+        ({"norm": "GN", "norm_cfg": {"num_groups": 32}}, "wrong shape.*bn1.weight"),
+        ({"norm": "IGWItN", "norm_cfg": {"num_groups": 48}}, "does not divide 64"),
+        ({"norm": "IGWItN", "norm_cfg": {"num_groups": SHARED}}, "--norm GW"),
+        ({"norm": "ours", "norm_cfg": {}}, "--norm GW"),
+        ({"norm": 3}, "--norm GW"),
+    ],
+)
+def test_unusable_flags(r18, flags, message):
+    with pytest.raises(ValueError, match=message):
+        convert({"model": r18, "cfg": argparse.Namespace(**flags)})
+
+
+@pytest.mark.parametrize(
+    ("norm", "message"),
+    [
+        (None, "Cannot tell GN from GW"),
+        ("GN", "wrong shape.*bn1.weight"),  # scale and shift are the authors' whitening layer's
+        ("BN", "missing: bn1.running_mean"),
+        ("BW", "wrong shape.*bn1.weight|missing: bn1.running"),
+        ("", "names no norm"),
+        ("XX", r"norm \('XX'\): unknown norm"),
+        ("GW:groups=48", "does not divide 64 channels"),
+    ],
+)
+def test_statement_that_contradicts_the_tensors(r18, norm, message):
+    with pytest.raises(ValueError, match=message):
+        convert(r18, norm=norm)
+
+
+def test_statistics_prove_batch_norm():
+    state = make_network("R-18").state_dict()
+    assert convert(state).positions == convert(state, norm="FrozenBN").positions == ("BN", "", "")
+    with pytest.raises(ValueError, match=r"norm \('GW'\): the weights have BN"):
+        convert(state, norm="GW")
+
+
+def test_authors_affine_is_whitening_of_any_solver():
+    network = make_network("R-18", "S1")
+    network.bn1 = GroupWhitening2d(64, 16, solver="zca")
+    _assert_same_features(network, convert(authors_state(network), norm="GW:groups=16,solver=zca"))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *({"provenance": value} for value in (3, "text", [1], {"architecture": "R-50"})),
+        *({"preprocessing": value} for value in (3, {}, {"pixel_mean": 1, "pixel_std": 2}, {"pixel_mean": "abc"})),
+        *({"norms": value} for value in (None, [1, 2], {"a": 1}, {1: "GW"})),
+    ],
+)
+def test_damaged_records(r18, content):
+    with pytest.raises(WeightsError, match="record of the file: damaged.*Fix: "):
+        convert({"model": r18, **content})
+    with pytest.raises(WeightsError, match="the file lists none for bn1"):
+        convert({"model": r18, "norms": {"other": "GW"}})
+
+
+def test_other_entries_of_a_header_may_hold_any_text():
+    header = {"note": "{'a': 'dict of Python'}", "norms": '{"bn1": "GW"}'}
+    assert read_record(Contents({}, header, "safetensors")).norms == {"bn1": "GW"}

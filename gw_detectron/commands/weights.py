@@ -1,0 +1,115 @@
+"""Convert, verify and describe weight files."""
+
+import argparse
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+from ..checkpoint.describe import describe_checkpoint, format_config, format_description
+from ..cli import new_parser, print_page
+from ..config import read_config
+from ..data import synthetic_images
+from ..data.images import load_images
+from ..errors import ConfigError, MissingFileError
+from ..export.run_exported import OPENERS
+from ..weights import convert_file
+from ..weights.record import PREPROCESSING
+from ..weights.verify import verify
+
+_NORM = "the norm of the layers without BN's statistics, e.g. GW, GW:groups=32 or GN; needed if %s does not record it"
+
+
+def get_parser() -> argparse.ArgumentParser:
+    """Return the parser of this command."""
+    parser = new_parser(
+        __doc__,
+        "convert resnet50_gw.pth R-50-GW.pkl --norm GW",
+        "verify R-50-GW.pkl --source resnet50_gw.pth --norm GW",
+        "describe output/model_final.pth",
+    )
+    actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
+
+    convert = actions.add_parser("convert", help="convert ImageNet weights for a Detectron2 backbone")
+    convert.description = (
+        "Convert weights of a ResNet or ResNeXt by the authors, torchvision or timm, and write the config they need. "
+        "Nothing is written unless every tensor fits. The classifier is left out."
+    )
+    convert.add_argument("source", metavar="SRC", help="a .pth or .safetensors file, or converted weights")
+    convert.add_argument("target", metavar="DST", help="a .pkl (for MODEL.WEIGHTS) or .safetensors file to write")
+    convert.add_argument("--arch", help="expected architecture: R-50, X-101-32x8d, ...; default: any")
+    convert.add_argument("--positions", help="expected positions of the whitening norm: S1-B2, ...; default: any")
+    convert.add_argument("--norm", help=_NORM % "SRC")
+    convert.add_argument(
+        "--preprocessing",
+        choices=PREPROCESSING,
+        help="the images of the training; needed if SRC has Detectron2's names and does not record it",
+    )
+    convert.add_argument("--force", action="store_true", help="overwrite DST")
+    convert.set_defaults(run=_convert)
+
+    check = actions.add_parser("verify", help="compare the features of torchvision's ResNet and Detectron2's")
+    check.description = "Compare the features of both networks after each stage. The exit status is 1 if they differ."
+    check.add_argument("weights", metavar="WEIGHTS", help="converted weights, an original file, or a gw:// address")
+    check.add_argument("--images", metavar="DIR", help="images to compare on; default: drawn shapes")
+    check.add_argument("--config-file", metavar="YAML", help="config to verify; default: the one that fits WEIGHTS")
+    check.add_argument("--source", metavar="FILE", help="the file WEIGHTS was converted from, to verify the conversion")
+    check.add_argument("--norm", help=_NORM % "the source")
+    check.set_defaults(run=_verify)
+
+    describe = actions.add_parser("describe", help="show what a checkpoint or weight file records")
+    describe.description = "Show iteration, versions, config, seed, start weights, norms and tensors of a file."
+    describe.add_argument("file", metavar="FILE", help="checkpoint or weight file of any format that is read")
+    describe.add_argument("--config", action="store_true", help="print only the config of the run, a yaml file")
+    describe.set_defaults(run=_describe)
+
+    for action in (convert, check, describe):
+        action.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def main(args: argparse.Namespace) -> bool | None:
+    """Run the chosen action; return False if verified networks differ."""
+    return args.run(args)
+
+
+def _convert(args: argparse.Namespace) -> None:
+    conversion = convert_file(
+        args.source,
+        args.target,
+        architecture=args.arch,
+        positions=args.positions,
+        norm=args.norm,
+        preprocessing=args.preprocessing,
+        overwrite=args.force,
+    )
+    network, norms, count = conversion.architecture.name, conversion.positions, len(conversion.tensors)
+    if args.json:
+        facts = {"file": args.target, "architecture": network, "tensors": count, **norms._asdict()}
+        print(json.dumps(facts | conversion.record.entries(), indent=2))
+        return
+    dropped = len(conversion.source_tensors) - count
+    print(
+        f"{args.target}: {count} tensors of {network} with {norms}; {dropped} of the classifier or counters left out. "
+        "The .yaml beside it has the config keys that they need."
+    )
+
+
+def _verify(args: argparse.Namespace) -> bool:
+    cfg = read_config(args.config_file) if args.config_file else None
+    images = load_images(args.images) if args.images else synthetic_images()
+    result = verify(args.weights, images, cfg=cfg, source=args.source, norm=args.norm)
+    print(json.dumps(asdict(result) | {"agrees": result.agrees}, indent=2) if args.json else result)
+    return result.agrees
+
+
+def _describe(args: argparse.Namespace) -> None:
+    if os.path.isdir(args.file):
+        raise MissingFileError(f"FILE ('{args.file}'): a folder. Fix: give a checkpoint in it, e.g. model_final.pth.")
+    if Path(args.file).suffix in OPENERS:
+        raise ConfigError(f"FILE ('{args.file}'): an exported program. Fix: read the parity.json beside it.")
+    description = describe_checkpoint(args.file)
+    if args.json:
+        print_page(json.dumps(description, indent=2, default=str))
+    else:
+        print_page(format_config(description) if args.config else format_description(description))

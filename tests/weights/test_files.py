@@ -1,0 +1,328 @@
+"""Converted weights on disk: atomic, with record and config, loadable by stock Detectron2; verified; by command."""
+
+import argparse
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from detectron2.checkpoint import DetectionCheckpointer
+from detectron2.config import get_cfg
+from detectron2.modeling import build_model
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from gw_detectron import add_gw_config
+from gw_detectron.checkpoint import load_checkpoint, open_checkpoint
+from gw_detectron.cli import errors_reported
+from gw_detectron.commands import weights as weights_command
+from gw_detectron.config import read_config
+from gw_detectron.data import synthetic_images
+from gw_detectron.errors import UnknownNormError, UserError, WeightsFileError
+from gw_detectron.weights import conversion as conversion_module
+from gw_detectron.weights import convert, convert_file, load_weights
+from gw_detectron.weights.conversion import SUFFIXES, write_weights
+from gw_detectron.weights.norm_inference import full_name
+from gw_detectron.weights.reading import sha256_of
+from gw_detectron.weights.record import PREPROCESSING, TORCHVISION
+from gw_detectron.weights.verify import config_for, verify
+
+from .synthetic import authors_state, make_network
+
+
+@pytest.fixture(scope="module")
+def images():
+    return [image.resize((64, 64)) for image in synthetic_images(2)]
+
+
+@pytest.fixture(scope="module")
+def converted(r18_file, tmp_path_factory):
+    path = tmp_path_factory.mktemp("converted") / "r18.pkl"
+    convert_file(r18_file, path)
+    return path
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_writes_tensors_and_record(r18, r18_file, tmp_path, suffix):
+    convert_file(r18_file, tmp_path / f"a{suffix}")
+    conversion = load_weights(tmp_path / f"a{suffix}")
+    expected = convert(r18, norm="GW").tensors
+    assert conversion.tensors.keys() == expected.keys()
+    assert all(torch.equal(conversion.tensors[name], value) for name, value in expected.items())
+    origin = conversion.provenance
+    assert (origin.source, origin.source_sha256) == ("r18.pth", sha256_of(r18_file))
+    assert origin.tool.startswith("gw_detectron ")
+    assert conversion.architecture.name == "R-18" and conversion.preprocessing == TORCHVISION
+    assert conversion.norms["bn1"] == "GW:groups=64,iters=5,eps=0,solver=newton"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"a{suffix}", "a.yaml"]
+    other = tmp_path / f"b{SUFFIXES[suffix == SUFFIXES[0]]}"
+    convert_file(tmp_path / f"a{suffix}", other)
+    assert load_weights(other).record == conversion.record  # of the authors' file, not of the one between
+
+
+def test_file_formats(r18, r18_file, tmp_path):
+    convert_file(r18_file, tmp_path / "a.pkl")
+    content = pickle.loads((tmp_path / "a.pkl").read_bytes())
+    assert content["matching_heuristics"] is True
+    assert content["__author__"].startswith("gw_detectron")
+    assert content["norms"]["res2.0.conv2.norm"] == "BN" and content["norms"]["stem.conv1.norm"].startswith("GW:")
+    assert {value.dtype.name for value in content["model"].values()} == {"float32"}
+    convert_file(r18_file, tmp_path / "b.safetensors")
+    with safe_open(tmp_path / "b.safetensors", framework="pt") as file:
+        assert set(file.keys()) == set(content["model"])
+        assert json.loads(file.metadata()["norms"]) == content["norms"]
+    save_file({name: value.contiguous() for name, value in r18.items()}, tmp_path / "timm.safetensors")
+    assert convert_file(tmp_path / "timm.safetensors", tmp_path / "c.pkl", norm="GW").positions.positions == "S1-B1"
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_stock_detectron2_loads_it_with_the_written_config(r18, r18_file, tmp_path, detector_cfg, suffix):
+    convert_file(r18_file, tmp_path / f"a{suffix}")
+    cfg = get_cfg()
+    add_gw_config(cfg)
+    cfg.merge_from_other_cfg(detector_cfg)
+    cfg.MODEL.RESNETS.WHITEN_POSITIONS = "S1-B2"  # to be corrected by the yaml
+    cfg.merge_from_file(str(tmp_path / "a.yaml"))
+    assert cfg.INPUT.FORMAT == "RGB"
+    assert cfg.MODEL.PIXEL_STD == [58.395, 57.12, 57.375]
+    model = build_model(cfg)
+    DetectionCheckpointer(model).load(cfg.MODEL.WEIGHTS)
+    assert not load_checkpoint(build_model(cfg), open_checkpoint(cfg.MODEL.WEIGHTS)).missing
+    state = model.backbone.bottom_up.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in convert(r18, norm="GW").tensors.items())
+
+
+@pytest.mark.parametrize("norm", ["GW:groups=32,solver=zca", "GN:groups=8"])
+def test_converted_weights_record_their_norm(norm, tmp_path):
+    torch.save(authors_state(make_network("R-18", norm="GN")), tmp_path / "a.pth")
+    convert_file(tmp_path / "a.pth", tmp_path / "a.pkl", norm=norm)
+    convert_file(tmp_path / "a.pkl", tmp_path / "b.safetensors")
+    assert load_weights(tmp_path / "b.safetensors").norms["layer4.1.bn2"] == full_name(norm, 512)
+    with pytest.raises(ValueError, match=r"norm \('GW'\): the weights have"):
+        load_weights(tmp_path / "a.pkl", norm="GW")
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_invalid_weights_write_nothing(r18, tmp_path, suffix):
+    torch.save({**r18, "conv1.weight": r18["conv1.weight"] / 0}, tmp_path / "broken.pth")
+    (tmp_path / f"a{suffix}").write_text("precious")
+    with pytest.raises(WeightsFileError, match="(?s)broken.pth'\\): .*NaN or infinite: conv1.weight"):
+        convert_file(tmp_path / "broken.pth", tmp_path / f"a{suffix}", norm="GW", overwrite=True)
+    assert (tmp_path / f"a{suffix}").read_text() == "precious"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"a{suffix}", "broken.pth"]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_full_disk_leaves_no_files(r18_file, tmp_path, monkeypatch, suffix):
+    def fail(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(conversion_module.pickle, "dump", fail)
+    monkeypatch.setattr(conversion_module, "save", fail)
+    with pytest.raises(OSError, match="No space left"):
+        convert_file(r18_file, tmp_path / f"a{suffix}")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "message"),
+    [
+        ("", "", "wrong suffix"),
+        ("", "a.pkl", "file not found"),
+        ("r18.pth", "a.pth", "Fix: end the name in .pkl or .safetensors"),
+        ("r18.pth", "r18.pth/a.pkl", "folder not found"),
+        ("r18.pth", "own.pkl", "--force"),
+        ("own.pkl", "own.pkl", "is the source itself"),
+        (".", "a.pkl", "'.': cannot be read"),
+        ("broken.safetensors", "a.pkl", "record of the file: damaged"),
+    ],
+)
+def test_paths_that_cannot_be_used(r18, r18_file, converted, tmp_path, monkeypatch, source, target, message):
+    shutil.copy(r18_file, tmp_path)
+    shutil.copy(converted, tmp_path / "own.pkl")
+    (tmp_path / "own.yaml").write_text("my own config")
+    tensors = {name: value.contiguous() for name, value in r18.items()}
+    save_file(tensors, tmp_path / "broken.safetensors", {"norms": "{"})
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=message):
+        convert_file(source, target)
+    assert (tmp_path / "own.yaml").read_text() == "my own config" and not (tmp_path / "a.pkl").exists()
+    convert_file("r18.pth", "own.pkl", overwrite=True)
+    assert "S1-B1" in (tmp_path / "own.yaml").read_text()
+
+
+def test_files_of_killed_conversions_are_removed(r18_file, tmp_path):
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait(timeout=60)
+    left = tmp_path / f".a.pkl.{os.uname().nodename}.{dead.pid}.00000000.tmp"
+    left.write_text("half")
+    convert_file(r18_file, tmp_path / "a.pkl")
+    assert not left.exists()
+
+
+def test_a_record_must_fit_the_tensors(converted, tmp_path):
+    content = pickle.loads(converted.read_bytes())
+    content["norms"] |= {"res2.0.conv1.norm": "BN", "res2.0.conv2.norm": "GW"}
+    (tmp_path / "b.pkl").write_bytes(pickle.dumps(content))
+    with pytest.raises(WeightsFileError, match="(?s)b.pkl.*(missing|positions)"):
+        load_weights(tmp_path / "b.pkl")
+
+
+def test_detectron2_names_do_not_show_the_preprocessing(tmp_path):
+    tensors = convert(make_network("R-18").state_dict()).tensors
+    torch.save({"model": tensors}, tmp_path / "a.pth")
+    with pytest.raises(WeightsFileError, match="preprocessing .not recorded.*--preprocessing.* detectron2-msra"):
+        load_weights(tmp_path / "a.pth")
+    with pytest.raises(WeightsFileError, match=r"preprocessing \('BGR'\): unknown"):
+        load_weights(tmp_path / "a.pth", preprocessing="BGR")
+    convert_file(tmp_path / "a.pth", tmp_path / "a.pkl", preprocessing="detectron2-msra")
+    config = load_weights(tmp_path / "a.pkl").config()
+    assert config["INPUT"]["FORMAT"] == "BGR" and config["MODEL"]["PIXEL_STD"] == [1.0, 1.0, 1.0]
+    with pytest.raises(WeightsFileError, match=r"preprocessing \('torchvision'\): the file records .*BGR"):
+        load_weights(tmp_path / "a.pkl", preprocessing="torchvision")
+    arrays = {name: value.numpy() for name, value in tensors.items()}
+    (tmp_path / "zoo.pkl").write_bytes(pickle.dumps({"model": arrays, "__author__": "torchvision"}))
+    assert load_weights(tmp_path / "zoo.pkl").preprocessing == TORCHVISION
+
+
+# --- verification ---
+
+
+def test_right_weights_agree(converted, r18_file, images):
+    found = verify(converted, images, source=r18_file)
+    assert found.agrees and max(found.relative.values()) < 1e-10
+    assert set(found.relative) == {"stem", "res2", "res3", "res4", "res5"}
+    assert verify(converted, images, cfg=read_config(converted.with_suffix(".yaml"))).agrees
+
+
+@pytest.mark.parametrize(
+    ("changes", "first"),
+    [
+        ({"INPUT.FORMAT": "BGR"}, "stem"),
+        ({"MODEL.PIXEL_STD": [1.0, 1.0, 1.0]}, "stem"),
+        ({"MODEL.PIXEL_MEAN": [0.485, 0.456, 0.406]}, "stem"),
+        ({"MODEL.RESNETS.WHITEN_NORM": "GW:groups=32"}, "stem"),
+    ],
+)
+def test_a_wrong_config_disagrees(converted, images, changes, first):
+    cfg = config_for(load_weights(converted))
+    cfg.merge_from_list([word for pair in changes.items() for word in pair])
+    found = verify(converted, images, cfg=cfg)
+    assert not found.agrees and f"DISAGREES from {first} on" in str(found)
+
+
+def test_a_config_of_another_network_is_refused(converted, images):
+    cfg = config_for(load_weights(converted))
+    cfg.MODEL.RESNETS.WHITEN_POSITIONS = "S1"
+    with pytest.raises(ValueError, match=r"do not fit the network: .* missing \(res2\.0\.conv1\.norm\.running"):
+        verify(converted, images, cfg=cfg)
+
+
+def test_the_stage_that_differs_is_named(images, tmp_path):
+    torch.save(make_network("R-50").state_dict(), tmp_path / "r50.pth")
+    cfg = config_for(load_weights(tmp_path / "r50.pth"))
+    cfg.MODEL.RESNETS.STRIDE_IN_1X1 = True
+    found = verify(tmp_path / "r50.pth", images, cfg=cfg)
+    assert found.relative["res2"] < 1e-10 and "DISAGREES from res3 on" in str(found)
+
+
+def test_the_source_reveals_a_wrong_conversion(converted, r18_file, images, tmp_path):
+    conversion = load_weights(converted)
+    first, second = "res2.0.conv1.weight", "res2.0.conv2.weight"
+    tensors = conversion.tensors
+    tensors[first], tensors[second] = tensors[second], tensors[first]
+    write_weights(tmp_path / "swapped.pkl", conversion)
+    assert verify(tmp_path / "swapped.pkl", images).agrees  # consistent in itself
+    assert not verify(tmp_path / "swapped.pkl", images, source=r18_file).agrees
+    torch.save(authors_state(make_network("R-18", "S1-B1", seed=5)), tmp_path / "other.pth")
+    with pytest.raises(ValueError, match="was converted from .*r18.pth"):
+        verify(converted, images, source=tmp_path / "other.pth")
+
+
+def test_features_that_are_not_finite_disagree(images, tmp_path):
+    state = make_network("R-18").state_dict()
+    for name in [name for name in state if name.startswith(("layer3", "layer4")) and name.endswith("running_var")]:
+        state[name].zero_()
+        state[name.replace("running_var", "weight")].fill_(3e38)
+    torch.save(state, tmp_path / "a.pth")
+    convert_file(tmp_path / "a.pth", tmp_path / "a.pkl")
+    found = verify(tmp_path / "a.pkl", images, source=tmp_path / "a.pth")
+    assert not found.agrees and found.relative["res5"] == float("inf")
+
+
+def test_a_wrong_claim_disagrees(r18, images, tmp_path):
+    """The tensors of GN and GW look alike, so only the source's norm reveals a wrong claim."""
+    torch.save(make_network("R-18", norm="GN").state_dict(), tmp_path / "gn.pth")
+    convert_file(tmp_path / "gn.pth", tmp_path / "gw.pkl", norm="GW")
+    with pytest.raises(UnknownNormError, match="--norm GN"):
+        verify(tmp_path / "gw.pkl", images, source=tmp_path / "gn.pth")
+    for source in (tmp_path / "gn.pth", None):
+        assert not verify(tmp_path / "gw.pkl", images, source=source, norm="GN").agrees
+    assert verify(tmp_path / "gw.pkl", images, source=tmp_path / "gn.pth", norm="GW").agrees
+    cfg = argparse.Namespace(norm="IGWItN", norm_cfg={"num_groups": 64})
+    torch.save({"model": r18, "cfg": cfg}, tmp_path / "flags.pth")
+    convert_file(tmp_path / "flags.pth", tmp_path / "a.pkl")
+    content = pickle.loads((tmp_path / "a.pkl").read_bytes())
+    content["norms"] = {name: spec.replace("groups=64", "groups=16") for name, spec in content["norms"].items()}
+    (tmp_path / "a.pkl").write_bytes(pickle.dumps(content))
+    assert not verify(tmp_path / "a.pkl", images, source=tmp_path / "flags.pth").agrees
+
+
+@pytest.mark.parametrize("preprocessing", [name for name in PREPROCESSING if name != "torchvision"])
+def test_other_preprocessing_than_torchvisions(images, tmp_path, preprocessing):
+    torch.save({"model": convert(make_network("R-50").state_dict()).tensors}, tmp_path / "a.pth")
+    convert_file(tmp_path / "a.pth", tmp_path / "a.pkl", preprocessing=preprocessing)
+    assert verify(tmp_path / "a.pkl", images[:1], source=tmp_path / "a.pth").agrees
+
+
+# --- the command ---
+
+
+@pytest.fixture
+def command(monkeypatch):
+    monkeypatch.setattr(weights_command, "synthetic_images", lambda: synthetic_images(1))
+
+    def run(*words):
+        with errors_reported():
+            return weights_command.main(weights_command.get_parser().parse_args([str(word) for word in words]))
+
+    return run
+
+
+def test_convert_and_verify_by_command(command, r18_file, tmp_path, capsys, monkeypatch):
+    command("convert", r18_file, tmp_path / "a.pkl", "--arch", "R-18", "--positions", "S1-B1")
+    assert "82 tensors of R-18 with BN, GW:groups=64" in capsys.readouterr().out
+    command("convert", r18_file, tmp_path / "b.safetensors", "--json")
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["positions"] == "S1-B1" and printed["provenance"]["source"] == "r18.pth"
+    synthetic_images(1)[0].save(tmp_path / "0.png")
+    assert command("verify", tmp_path / "a.pkl", "--source", r18_file, "--images", tmp_path)
+    assert "AGREES" in capsys.readouterr().out
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text((tmp_path / "a.yaml").read_text().replace("FORMAT: RGB", "FORMAT: BGR"))
+    monkeypatch.setenv("FVCORE_CACHE", str(tmp_path / "cache"))
+    assert not command("verify", f"gw://file/{tmp_path / 'a.pkl'}", "--config-file", wrong, "--json")
+    assert json.loads(capsys.readouterr().out)["agrees"] is False
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("convert {r18} a.pkl --arch R-50", "architecture ('R-50'): the weights are of R-18"),
+        ("verify http://127.0.0.1:9/r18.pth", "cannot fetch"),
+        ("verify no.pth", "file not found"),
+        ("verify .", "cannot be read"),
+        ("describe .", "a folder"),
+    ],
+)
+def test_errors_of_the_command(command, r18_file, tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.setenv("FVCORE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        command(*(word.format(r18=r18_file) for word in words.split()))
+    assert caught.value.code == 1 and message in capsys.readouterr().err
+    assert not (tmp_path / "a.pkl").exists()
