@@ -53,7 +53,8 @@ class DetectorProgram(nn.Module):
         category_ids: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
-        self.model: Any = copy.deepcopy(model).cpu().float().eval().requires_grad_(False)
+        copied: Any = copy.deepcopy(model)
+        self.model: Any = copied.cpu().float().eval().requires_grad_(False)
         detections = getattr(self.head, self.max_detections_attr) if detections is None else detections
         if detections < 1:
             raise ExportError(f"detections ({detections}): expected at least 1. Fix: give a number, e.g. 100.")
@@ -63,9 +64,12 @@ class DetectorProgram(nn.Module):
         for name, value in model.state_dict().items():
             if not value.isfinite().all():
                 raise ExportError(f"model: {name} holds NaN or infinity. Fix: give the weights of a sound training.")
-        self.detections = detections
-        self.class_names = class_names
-        self.category_ids = category_ids
+        self.detections, self.class_names, self.category_ids = detections, class_names, category_ids
+        masks = ["masks"] if getattr(getattr(model, "roi_heads", None), "mask_on", False) else []
+        #: names of the outputs
+        self.names = ["boxes", "scores", "classes", *masks, "count"]
+        #: smallest height and width of a torch.export program, where every feature map is larger than 1 x 1
+        self.smallest_side = max(shape.stride for shape in self.model.backbone.output_shape().values()) + 1
         self.register_buffer("score_threshold", torch.tensor(self.head.test_score_thresh))
         setattr(self.head, self.max_detections_attr, detections)  # in the model to compare with, too
 
@@ -77,14 +81,14 @@ class DetectorProgram(nn.Module):
     def forward(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, ...]:
         height, width = images.shape[-2:]
         possible = (sizes > 0).all(1) & (sizes[:, 0] <= height) & (sizes[:, 1] <= width)
-        assert_all(
-            possible, "sizes: not positive, or outside of images. Fix: give heights and widths inside the tensor."
-        )
+        assert_all(possible, "sizes: not positive, or outside of images. Fix: give sizes inside the tensor.")
         sizes = torch.where(possible[:, None], sizes, 0)  # nothing is found in 0 x 0 pixels
         rows = torch.arange(height)[:, None] < sizes[:, 0, None, None]
         columns = torch.arange(width) < sizes[:, 1, None, None]
         images = torch.where((rows & columns)[:, None], self.normalize(images), 0)
-        *detections, count = self.detect(self.model.backbone(self.pad(images)), sizes)
+        multiple = max(1, self.model.backbone.size_divisibility)
+        bottom, right = ((side + multiple - 1) // multiple * multiple - side for side in (height, width))
+        *detections, count = self.detect(self.model.backbone(F.pad(images, (0, right, 0, bottom))), sizes)
         return *detections, torch.where(possible, count, -1)
 
     def detect(self, features: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, ...]:
@@ -106,12 +110,6 @@ class DetectorProgram(nn.Module):
         """Normalize pixels of 0 to 255."""
         return (pixels - self.model.pixel_mean) / self.model.pixel_std
 
-    def pad(self, images: Tensor) -> Tensor:
-        """Pad normalized images to sides that the backbone takes."""
-        multiple = max(1, self.model.backbone.size_divisibility)
-        height, width = ((side + multiple - 1) // multiple * multiple - side for side in images.shape[-2:])
-        return F.pad(images, (0, width, 0, height))
-
     def expected(self, images: Sequence[Tensor]) -> list[Instances]:
         """Detect in images, (3, H, W), with Detectron2's own inference, on the exported backend."""
         inputs = [{"image": image} for image in images]
@@ -125,17 +123,6 @@ class DetectorProgram(nn.Module):
     def evaluation_image(self, item: Mapping[str, Any]) -> Tensor:
         """Return the image of a model input of Detectron2, which its data loader has resized."""
         return item["image"].float()
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the outputs."""
-        masks = ["masks"] if getattr(getattr(self.model, "roi_heads", None), "mask_on", False) else []
-        return ["boxes", "scores", "classes", *masks, "count"]
-
-    @property
-    def smallest_side(self) -> int:
-        """Smallest height and width of a torch.export program; every feature map is larger than 1 x 1 there."""
-        return max(shape.stride for shape in self.model.backbone.output_shape().values()) + 1
 
     def sample_inputs(self) -> dict[str, Tensor]:
         """Draw inputs for the export."""

@@ -193,14 +193,12 @@ def check_detections(program: DetectorProgram | OneImageProgram, file: ExportedF
             "image: the detector finds nothing in it, so that nothing can be compared. Fix: give another image "
             "(--image), or a lower SCORE_THRESH_TEST of MODEL.ROI_HEADS or MODEL.RETINANET."
         )
-    worst = {
-        name: torch.tensor([each[name] for each in compared]).max().item() for name in compared[0].keys() & TOLERANCES
-    }
+    names = [name for name in TOLERANCES if name in compared[0]]
+    worst = {name: torch.tensor([each[name] for each in compared]).max().item() for name in names}
     if unmatched > UNMATCHED * total:
         raise ParityError(
             f"exported file: {unmatched} detections differ from the model's {total} in number, class or place; nothing "
-            "was written. Fix: export in another format, or try another --image: near-equal scores can be ordered "
-            "differently."
+            "was written. Fix: try another --image, as near-equal scores can be ordered differently, or another format."
         )
     for name, value in worst.items():
         if not value <= TOLERANCES[name]:  # also for NaN
@@ -209,7 +207,7 @@ def check_detections(program: DetectorProgram | OneImageProgram, file: ExportedF
                 "nothing was written. Fix: export in another format."
             )
     return {
-        "tolerance": {**{name: TOLERANCES[name] for name in worst}, "unmatched": UNMATCHED},
+        "tolerance": {**TOLERANCES, "unmatched": UNMATCHED},
         "worst": worst,
         "detections_compared": total,
         "unmatched": unmatched,
@@ -236,8 +234,8 @@ def _compare(found: Instances, expected: Instances) -> dict[str, Any]:
     }
     if expected.has("pred_masks"):
         a, b = a.pred_masks, b.pred_masks
-        share = ((a ^ b).sum() / (a | b).sum().clamp(min=1)).item() if b.dtype == torch.bool else _largest(a - b)
-        result["masks"] = share
+        pasted = b.dtype == torch.bool
+        result["masks"] = ((a ^ b).sum() / (a | b).sum().clamp(min=1)).item() if pasted else _largest(a - b)
     return result
 
 

@@ -40,8 +40,8 @@ Written = tuple[ExportedFile, dict[str, Any]]
 class Program(Protocol):
     """A module to export: a function from named tensors to a tuple of named tensors."""
 
-    @property
-    def names(self) -> list[str]: ...  # of the outputs
+    names: list[str]  # of the outputs
+
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]: ...
     def sample_inputs(self) -> dict[str, Tensor]: ...
     def dynamic_shapes(self) -> dict[str, Any]: ...  # free dimensions of each input

@@ -16,7 +16,6 @@ from .base import DetectorProgram
 from .boxes import clip, rows_with_dummies
 
 MASK_THRESHOLD = 0.5  # of detector_postprocess
-_LEAST = 2  # smallest free side: torch.export makes a constant of 1
 _ROUND = 0.5 + 2**-12  # runtimes compute exact halves, which are frequent, as slightly more or less
 
 
@@ -36,6 +35,7 @@ class OneImageProgram(nn.Module):
     """
 
     takes_batches = False
+    smallest_side = 2  # torch.export makes a constant of 1
 
     def __init__(self, detector: DetectorProgram, sides: tuple[int, int], paste_masks: bool = False) -> None:
         super().__init__()
@@ -43,9 +43,8 @@ class OneImageProgram(nn.Module):
             raise ExportError(f"sides ({sides}): expected at least 1. Fix: give pixels, e.g. (800, 1333).")
         if paste_masks and "masks" not in detector.names:
             raise ExportError("paste_masks (True): the detector has no masks. Fix: leave it out.")
-        self.detector = detector
-        self.sides = sides
-        self.paste_masks = paste_masks
+        self.detector, self.sides, self.paste_masks = detector, sides, paste_masks
+        self.names = detector.names
 
     def forward(self, image: Tensor) -> tuple[Tensor, ...]:
         size = _size(image)
@@ -55,12 +54,14 @@ class OneImageProgram(nn.Module):
         boxes = clip(boxes * (size / resized).flip(0).repeat(2), size[None])
         outputs = [each[0] for each in (boxes, scores, classes, *masks, count)]
         if self.paste_masks:
-            outputs[3] = _paste_found(outputs[3], outputs[0], outputs[2] >= 0, image)
+            rows = rows_with_dummies(outputs[2] >= 0)
+            found, inside = F.pad(outputs[0], (0, 0, 1, 0))[rows], F.pad(outputs[3], (0, 0, 0, 0, 1, 0))[rows]
+            outputs[3] = paste(inside, found, *image.shape[1:])[2:]
         return tuple(outputs)
 
     def resize(self, image: Tensor) -> Tensor:
         """Resize pixels, (3, H, W), as PIL does: columns, then rows, each rounded to whole numbers."""
-        height, width = _sides(resized_sides(_size(image), *self.sides), _LEAST)
+        height, width = _sides(resized_sides(_size(image), *self.sides), self.smallest_side)
         image = image[None].round()
         for sides in ((image.shape[2], width), (height, width)):
             image = F.interpolate(image, sides, mode="bilinear", antialias=True)
@@ -93,16 +94,6 @@ class OneImageProgram(nn.Module):
         """Return the image of a model input of Detectron2 in its original size."""
         return channels_first(read_image(item["file_name"], self.detector.model.input_format))
 
-    @property
-    def names(self) -> list[str]:
-        """Names of the outputs."""
-        return self.detector.names
-
-    @property
-    def smallest_side(self) -> int:
-        """Smallest height and width of a torch.export program."""
-        return _LEAST
-
     def sample_inputs(self) -> dict[str, Tensor]:
         """Draw the input for the export."""
         return {"image": 255 * torch.rand(3, 97, 131, generator=torch.Generator().manual_seed(0))}
@@ -116,11 +107,7 @@ class OneImageProgram(nn.Module):
         """Describe input and outputs as plain values, for metadata and reports."""
         entries = self.detector.describe()
         shape = {"name": "image", "shape": [3, "H", "W"], "smallest_side": self.smallest_side}
-        return {
-            **entries,
-            "input": entries["input"] | shape,
-            "masks_pasted": self.paste_masks,
-        }
+        return {**entries, "input": entries["input"] | shape, "masks_pasted": self.paste_masks}
 
 
 def resized_sides(size: Tensor, shorter: int, longest: int) -> Tensor:
@@ -133,7 +120,7 @@ def resized_sides(size: Tensor, shorter: int, longest: int) -> Tensor:
     """
     low, high = size.min(), size.max()
     resized = torch.minimum((2 * size * shorter + low) // (2 * low), (2 * size * longest + high) // (2 * high))
-    return resized.clamp(min=_LEAST)
+    return resized.clamp(min=OneImageProgram.smallest_side)
 
 
 def paste(masks: Tensor, boxes: Tensor, height: int, width: int) -> Tensor:
@@ -155,12 +142,6 @@ def paste(masks: Tensor, boxes: Tensor, height: int, width: int) -> Tensor:
 
     rows, columns = weights(height, boxes[:, 1], boxes[:, 3]), weights(width, boxes[:, 0], boxes[:, 2])
     return rows @ masks @ columns.mT >= MASK_THRESHOLD
-
-
-def _paste_found(masks: Tensor, boxes: Tensor, found: Tensor, image: Tensor) -> Tensor:
-    rows = rows_with_dummies(found)
-    masks, boxes = F.pad(masks, (0, 0, 0, 0, 1, 0))[rows], F.pad(boxes, (0, 0, 1, 0))[rows]
-    return paste(masks, boxes, image.shape[1], image.shape[2])[2:]
 
 
 def _size(image: Tensor) -> Tensor:

@@ -139,10 +139,8 @@ def _write_json(folder: Path, metadata: Metadata, images: list[dict[str, Any]], 
 
 def _picture_name(source: ImageSource, names: Container[str]) -> str:
     """Return the name of a drawn picture or video; one with an appended suffix is not in ``names``."""
-    name, end, kept = source.name, ".png", BROWSER_SUFFIXES
-    if source.is_video:
-        end, kept = ".mp4", (".mp4",)
-    if not name.lower().endswith(kept):
+    name, end = source.name, ".mp4" if source.is_video else ".png"
+    if not name.lower().endswith(end if source.is_video else BROWSER_SUFFIXES):
         name += end
         while name in names:
             name += end

@@ -25,7 +25,7 @@ def random_boxes(seed, images, number, side=600.0, largest=300.0):
 
 
 @pytest.mark.parametrize("offset", [0.0, 0.5])
-def test_anchors(offset):
+def test_anchors_and_their_predictions(offset):
     generator = DefaultAnchorGenerator(
         sizes=[[16, 24], [64]], aspect_ratios=[0.5, 1.0, 2.0], strides=[8, 16], offset=offset
     )
@@ -33,9 +33,6 @@ def test_anchors(offset):
     found = grid_anchors(generator, maps)
     for anchors, expected in zip(found, generator(maps), strict=True):
         assert torch.equal(anchors, expected.tensor)
-
-
-def test_dense_predictions_are_reordered_as_in_detectron2():
     prediction = torch.rand(2, 3 * 4, 5, 6)
     assert torch.equal(per_anchor(prediction, 4), permute_to_N_HWA_K(prediction, 4))
 
@@ -72,16 +69,13 @@ def test_suppression_is_nms_of_each_image_and_group(seed, number, groups, thresh
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_suppression_of_no_box_and_of_one(number):
+def test_suppression_of_few_boxes():
     scores = torch.full((1, 3), NO_BOX)
-    scores[0, :number] = 0.5
-    assert torch.equal(suppress(torch.zeros(1, 3, 4), scores, torch.zeros(3, dtype=torch.int64), 1, 0.5), scores)
-
-
-def test_boxes_at_opposite_edges_are_of_different_groups():
+    for number in (0, 1):
+        scores[0, :number] = 0.5
+        assert torch.equal(suppress(torch.zeros(1, 3, 4), scores, torch.zeros(3, dtype=torch.int64), 1, 0.5), scores)
     boxes, scores = torch.tensor([[[90.0, 0.0, 100.0, 10.0], [10.0, 0.0, 20.0, 10.0]]]), torch.tensor([[0.9, 0.8]])
-    assert torch.equal(suppress(boxes, scores, torch.tensor([0, 1]), 2, 0.5), scores)
+    assert torch.equal(suppress(boxes, scores, torch.tensor([0, 1]), 2, 0.5), scores)  # at opposite edges
 
 
 def test_suppression_keeps_pixels_apart_at_the_size_of_coco():
@@ -114,13 +108,9 @@ def test_levels(seed, canonical):
     boxes = boxes[(sides - sides.round()).abs() > 1e-6]  # else a rounding decides
     expected = assign_boxes_to_levels([Boxes(boxes)], 2, 5, *canonical)
     assert torch.equal(assign_levels(pooler, boxes), expected)
-
-
-def test_levels_of_sides_at_the_steps():
-    pooler = ROIPooler(7, (1 / 4, 1 / 8, 1 / 16, 1 / 32), 0, "ROIAlignV2")
-    sides = torch.tensor([0.0, 1.0, 111.9, 112.0, 223.9, 224.0, 447.9, 448.0, 4000.0])
-    boxes = torch.stack((sides * 0, sides * 0, sides, sides), 1)
-    assert assign_levels(pooler, boxes).tolist() == [0, 0, 0, 1, 1, 2, 2, 3, 3]
+    sides = canonical[0] * torch.tensor([0.0, 0.4999, 0.5, 1.0, 2.0, 99.0])
+    at = [min(max(canonical[1] + step, 2), 5) - 2 for step in (-9, -2, -1, 0, 1, 9)]
+    assert assign_levels(pooler, torch.stack((sides * 0, sides * 0, sides, sides), 1)).tolist() == at
 
 
 @pytest.mark.parametrize("kind", ["ROIAlign", "ROIAlignV2"])

@@ -8,14 +8,12 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from detectron2.data import DatasetCatalog, MetadataCatalog
-from detectron2.data.datasets import register_coco_instances
 from detectron2.modeling import build_model
 from detectron2.structures import Boxes, Instances
 from PIL import Image
 from torch import nn
 
-from gw_detectron.errors import ConfigError, DataError, ExportError, MissingFileError, ParityError, RecordError
+from gw_detectron.errors import ConfigError, ExportError, ParityError
 from gw_detectron.export import EvaluationImages, dataset_classes, detector, export_detector, read_image_for
 from gw_detectron.export.detector import _compare, check_detections
 from gw_detectron.export.meta_arch import detector_program
@@ -29,16 +27,14 @@ TOLERANCES = {"boxes": 1e-2, "scores": 1e-4, "classes": 0, "masks": 1e-3}
 SIZES = [[(130, 161)], [(200, 140), (97, 222)], [(129, 129), (160, 160), (140, 288)]]
 # config keys of detectors that are compared without an export
 VARIANTS = {
-    "faster": ("mask", {"MODEL__MASK_ON": False}),
-    "class-agnostic": (
-        "mask",
-        {"MODEL__ROI_BOX_HEAD__CLS_AGNOSTIC_BBOX_REG": True, "MODEL__ROI_MASK_HEAD__CLS_AGNOSTIC_MASK": True},
-    ),
-    "ROIAlign": (
+    "Faster R-CNN": ("mask", {"MODEL__MASK_ON": False, "whiten": "GW:groups=4", "fpn": "BW:channels=8"}),
+    "class-agnostic, ROIAlign": (
         "mask",
         {
+            "MODEL__ROI_BOX_HEAD__CLS_AGNOSTIC_BBOX_REG": True,
             "MODEL__ROI_BOX_HEAD__POOLER_TYPE": "ROIAlign",
             "MODEL__ROI_BOX_HEAD__POOLER_SAMPLING_RATIO": 2,
+            "MODEL__ROI_MASK_HEAD__CLS_AGNOSTIC_MASK": True,
             "MODEL__ROI_MASK_HEAD__POOLER_TYPE": "ROIAlign",
         },
     ),
@@ -52,7 +48,6 @@ VARIANTS = {
             "MODEL__ROI_MASK_HEAD__NORM": "",
         },
     ),
-    "whitened": ("mask", {"whiten": "GW:groups=4", "fpn": "BW:channels=8"}),
     "few proposals": ("mask", {"MODEL__RPN__POST_NMS_TOPK_TEST": 3, "MODEL__PROPOSAL_GENERATOR__MIN_SIZE": 8}),
     "many candidates": ("mask", {"MODEL__RPN__PRE_NMS_TOPK_TEST": 1000, "MODEL__RPN__POST_NMS_TOPK_TEST": 300}),
     "GWRetinaNet": ("retinanet", {"MODEL__META_ARCHITECTURE": "GWRetinaNet", "MODEL__RETINANET__NORM": "GW:groups=4"}),
@@ -216,22 +211,6 @@ def test_impossible_sizes_are_refused(file, size):
 
 
 @needs_export
-@pytest.mark.parametrize(
-    ("shape", "dtype", "sizes"),
-    [
-        ((1, 4, 160, 160), torch.float32, [[160, 160]]),
-        ((1, 3, 160, 160), torch.float64, [[160, 160]]),
-        ((2, 3, 160, 160), torch.float32, [[160, 160]]),
-        ((0, 3, 160, 160), torch.float32, []),
-    ],
-    ids=["channels", "dtype", "batch", "empty batch"],
-)
-def test_inputs_that_do_not_fit_are_errors(file, shape, dtype, sizes):
-    with pytest.raises(Exception, match=r"Guard failed|expected scalar type|out of range|ONNXRuntimeError"):
-        file(torch.rand(shape, dtype=dtype), torch.tensor(sizes, dtype=torch.int64).reshape(-1, 2))
-
-
-@needs_export
 def test_sides_below_the_smallest(file):
     smallest = file.report["input"]["smallest_side"]
     assert open_exported(file.path).description["input"]["smallest_side"] == smallest
@@ -271,9 +250,7 @@ def shifted_if_large(boxes):
     ("change", "message"),
     [
         (lambda outputs: outputs | {"boxes": shifted_if_large(outputs["boxes"])}, "boxes differ"),
-        (lambda outputs: outputs | {"boxes": outputs["boxes"] + 50}, "detections differ"),
         (lambda outputs: outputs | {"scores": outputs["scores"] * 1.01}, "scores differ"),
-        (lambda outputs: outputs | {"masks": outputs["masks"] * 0.9}, "masks differ"),
         (lambda outputs: outputs | {"masks": outputs["masks"] * float("nan")}, "masks differ .* by nan"),
         (lambda outputs: outputs | {"classes": outputs["classes"] + 1}, "detections differ"),
         (lambda outputs: outputs | {"count": outputs["count"] - 1}, "detections differ"),
@@ -306,15 +283,6 @@ def test_a_detection_has_one_counterpart():
     assert _compare(one, two)["unmatched"] == _compare(two, one)["unmatched"] == 1
 
 
-def test_the_model_stays_as_it_is(tmp_path, quick_file):
-    model = build_detector("retinanet").train()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    export_detector(model, tmp_path / "out")
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    assert all(module.training for module in model.modules())
-    assert all(parameter.requires_grad for parameter in model.parameters())
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -345,28 +313,33 @@ def test_detectors_without_a_finite_result_are_refused(tmp_path, quick_file):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_ap_of_model_and_file(tmp_path, small_dataset, quick_file, capsys, monkeypatch):
+    evaluation = EvaluationImages.load(detector_config("mask"), "gw_synthetic_val", 2)
+    report = export_detector(build_detector("mask"), tmp_path / "out", evaluation=evaluation)
+    assert capsys.readouterr().out == ""  # where `export --json` prints
+    accuracy = json.loads((tmp_path / "out" / "parity.json").read_text())["accuracy"]
+    assert accuracy == report["accuracy"]
+    assert (accuracy["dataset"], accuracy["images"]) == ("gw_synthetic_val", 2)
+    assert list(accuracy["model"]) == ["bbox", "segm"] and accuracy["exported"] == accuracy["model"]
+    results = iter([{"bbox": {"AP": 30.0}}, {"bbox": {"AP": 30.2}}])
+    monkeypatch.setattr(detector.COCOEvaluator, "evaluate", lambda *args, **kwargs: next(results))
+    with pytest.raises(ParityError, match=r"bbox AP 30.20 on 2 images of gw_synthetic_val, the model's is 30.00"):
+        export_detector(build_detector("retinanet"), tmp_path / "other", evaluation=evaluation)
+    assert not (tmp_path / "other").exists()
+
+
 @pytest.mark.parametrize(
-    ("kind", "part"),
-    [
-        ("mask", "backbone"),
-        ("mask", "proposal_generator"),
-        ("mask", "proposal_generator.anchor_generator"),
-        ("mask", "roi_heads"),
-        ("mask", "roi_heads.box_head"),
-        ("mask", "roi_heads.mask_head"),
-        ("retinanet", "head"),
-    ],
+    "part", ["backbone", "proposal_generator.anchor_generator", "roi_heads", "roi_heads.mask_head"]
 )
-def test_other_parts_are_refused(kind, part):
-    """A subclass of an exported part may compute something else."""
-    model = build_detector(kind)
-    owner, _, name = part.rpartition(".")
-    module = model.get_submodule(part)
-    if part == "backbone":  # subclasses of FPN are called as they are
-        setattr(model.get_submodule(owner), name, nn.Identity())
+def test_other_parts_are_refused(part):
+    """A subclass of an exported part may compute something else; subclasses of FPN are called as they are."""
+    model = build_detector("mask")
+    if part == "backbone":
+        model.backbone = nn.Identity()
     else:
+        module = model.get_submodule(part)
         module.__class__ = type("Identity", (type(module),), {})
-    with pytest.raises(ExportError, match=rf"^model\.{part} \('Identity'\): cannot be exported"):
+    with pytest.raises(ExportError, match=rf"^model\.{part} \('Identity'\)"):
         detector_program(model)
 
 
@@ -387,70 +360,19 @@ def test_other_detectors_are_refused(changes, message):
         detector_program(build_model(detector_config("mask", **changes)))
 
 
-def test_the_ap_of_model_and_file(tmp_path, small_dataset, quick_file, capsys, monkeypatch):
-    evaluation = EvaluationImages.load(detector_config("mask"), "gw_synthetic_val", 2)
-    report = export_detector(build_detector("mask"), tmp_path / "out", evaluation=evaluation)
-    assert capsys.readouterr().out == ""  # where `export --json` prints
-    accuracy = json.loads((tmp_path / "out" / "parity.json").read_text())["accuracy"]
-    assert accuracy == report["accuracy"]
-    assert (accuracy["dataset"], accuracy["images"]) == ("gw_synthetic_val", 2)
-    assert list(accuracy["model"]) == ["bbox", "segm"] and accuracy["exported"] == accuracy["model"]
-    results = iter([{"bbox": {"AP": 30.0}}, {"bbox": {"AP": 30.2}}])
-    monkeypatch.setattr(detector.COCOEvaluator, "evaluate", lambda *args, **kwargs: next(results))
-    with pytest.raises(ParityError, match=r"bbox AP 30.20 on 2 images of gw_synthetic_val, the model's is 30.00"):
-        export_detector(build_detector("retinanet"), tmp_path / "other", evaluation=evaluation)
-    assert not (tmp_path / "other").exists()
-
-
-def test_detections_are_compared_on_the_image_with_the_most(tmp_path, small_dataset, monkeypatch):
-    evaluation = EvaluationImages.load(detector_config("retinanet"), "gw_synthetic_val", 3)
-    program = detector_program(build_detector("retinanet"))
-    monkeypatch.setattr(detector, "synthetic_images", lambda _: [Image.new("RGB", (130, 130))])
-    image = detector._comparison_image(program, program, evaluation)
-    found = [len(program.expected([program.evaluation_image(item)])[0]) for item in evaluation.inputs]
-    assert len(program.expected([image])[0]) >= max(found) > 0
-
-
-def test_datasets_that_cannot_be_used(small_dataset, tmp_path):
-    cfg = detector_config("retinanet")
+def test_images_and_datasets_are_read_as_in_evaluation(tmp_path, small_dataset):
+    cfg, path = detector_config("mask").clone(), tmp_path / "red.png"
+    Image.fromarray(np.full((40, 80, 3), (250, 20, 10), np.uint8)).save(path)
+    assert read_image_for(cfg, path, resize=False).shape == (3, 40, 80)
+    cfg.INPUT.FORMAT = "BGR"
+    image = read_image_for(cfg, path)
+    assert image.shape == (3, 128, 256) and image[:, 0, 0].tolist() == [10, 20, 250]
     with pytest.raises(ConfigError, match=r"dataset \('gw_synthetic_vla'\): not registered. Similar: gw_synthetic_val"):
         EvaluationImages.load(cfg, "gw_synthetic_vla", 3)
     with pytest.raises(ConfigError, match=r"images \(0\)"):
         EvaluationImages.load(cfg, "gw_synthetic_val", 0)
-    register_coco_instances("broken", {}, str(tmp_path / "broken.json"), str(tmp_path))
-    image = {"id": 1, "file_name": "a.jpg", "width": 64, "height": 64}
-    content = {"images": [image], "annotations": [], "categories": [{"id": 1, "name": "a"}]}
-    (tmp_path / "broken.json").write_text(json.dumps(content))
-    (tmp_path / "a.jpg").write_bytes(b"no image")
-    try:
-        with pytest.raises(RecordError, match=r"a.jpg"):
-            EvaluationImages.load(cfg, "broken", 1)
-    finally:
-        DatasetCatalog.pop("broken")
-        MetadataCatalog.pop("broken")
-
-
-def test_an_image_is_read_as_in_evaluation(tmp_path):
-    cfg, path = detector_config("mask"), tmp_path / "red.png"
-    with pytest.raises(MissingFileError, match="red.png"):
-        read_image_for(cfg, path)
-    path.write_text("red")
-    with pytest.raises(DataError, match="red.png"):
-        read_image_for(cfg, path)
-    Image.fromarray(np.full((40, 80, 3), (250, 20, 10), np.uint8)).save(path)
-    assert read_image_for(cfg, path, resize=False).shape == (3, 40, 80)
-    image = read_image_for(cfg, path)
-    assert image.shape == (3, 128, 256) and image[:, 0, 0].tolist() == [250, 20, 10]
-    cfg = cfg.clone()
-    cfg.INPUT.FORMAT = "BGR"
-    assert read_image_for(cfg, path)[:, 0, 0].tolist() == [10, 20, 250]
-
-
-def test_the_names_of_the_classes(small_dataset):
-    cfg = detector_config("mask")
     names, ids = dataset_classes(cfg)
-    assert len(names) == len(set(names)) == cfg.MODEL.ROI_HEADS.NUM_CLASSES
-    assert ids == list(range(1, len(names) + 1))
+    assert len(names) == len(set(names)) == cfg.MODEL.ROI_HEADS.NUM_CLASSES and ids == list(range(1, len(names) + 1))
     description = detector_program(build_detector("mask"), class_names=names, category_ids=ids).describe()
     assert (description["class_names"], description["category_ids"]) == (names, ids)
     cfg.DATASETS.TEST = cfg.DATASETS.TRAIN = ("unregistered",)

@@ -20,18 +20,14 @@ def square():
     return mask
 
 
-def test_colors_of_the_dataset_are_used_and_others_repeat():
+def test_colors_are_those_of_the_dataset_or_of_the_class():
     metadata = Metadata(thing_classes=["cat", "dog"], thing_colors=[(255, 0, 0), (0, 0, 51)])
     assert np.allclose(class_colors(metadata, [0, 1, 2]), [[1, 0, 0], [0, 0, 0.2], [1, 0, 0]])
-    assert len(class_colors(CLASSES, range(100))) == 100
-
-
-@pytest.mark.parametrize("index", range(3))
-def test_a_mask_has_the_color_of_its_class(index):
-    picture = draw_objects(GRAY, CLASSES, [index], np.array([BOX]), masks=[square()])
-    drawn = picture[300, 150] / 255  # half the color, half the image
-    assert np.allclose(drawn, (class_colors(CLASSES, [index])[0] + 128 / 255) / 2, atol=0.02)
-    assert np.array_equal(picture[450, 600], [128, 128, 128])
+    for index in range(3):
+        picture = draw_objects(GRAY, CLASSES, [index], np.array([BOX]), masks=[square()])
+        drawn = picture[300, 150] / 255  # half the color, half the image
+        assert np.allclose(drawn, (class_colors(CLASSES, [index])[0] + 128 / 255) / 2, atol=0.02)
+        assert np.array_equal(picture[450, 600], [128, 128, 128])
 
 
 def test_prediction_and_ground_truth_are_drawn_alike():
@@ -65,7 +61,7 @@ def test_keypoints_are_drawn():
     assert not np.array_equal(without[195:205, 115:125], with_points[195:205, 115:125])
 
 
-@pytest.mark.parametrize("side", [30, 100, 480])
+@pytest.mark.parametrize("side", [30, 480])
 def test_scores_and_notes_can_be_read_in_images_of_any_size(side):
     """Detectron2's font size becomes 0 where the image is enlarged by more than 10."""
     image, box = np.full((side, side, 3), 128, np.uint8), np.array([[0.1, 0.2, 0.8, 0.7]]) * side

@@ -6,7 +6,6 @@ import json
 import re
 import sys
 
-import numpy as np
 import pycocotools.mask as mask_util
 import pytest
 from detectron2.data import Metadata
@@ -34,22 +33,10 @@ def predict(predictor, tmp_path):
 def test_results_and_pictures(tmp_path, photos, predict):
     summary, results = predict(photos)
     assert (summary.images, summary.detections, summary.failed) == (2, 2, {})
-    first, second = results
-    counts = first.pop("segmentation")
-    mask = np.zeros((96, 131), bool)
-    mask[:12, :10] = True
-    assert np.array_equal(mask_util.decode(counts).astype(bool), mask)
-    assert list(first.items()) == list(
-        {
-            "image_id": 1,
-            "file_name": "b.png",
-            "category_id": 7,
-            "category_name": "cup",
-            "score": 0.75,
-            "bbox": [0, 0, 10, 12],
-        }.items()
-    )
-    assert (second["image_id"], second["file_name"]) == (2, "sub/a.jpg")
+    (block,) = re.findall(r"```json\n(.*?)```", (ROOT / "docs" / "prediction.md").read_text(), flags=re.DOTALL)
+    assert results[:1] == json.loads(block)  # the page shows the first one
+    assert mask_util.decode(results[0]["segmentation"]).sum() == 12 * 10
+    assert (results[1]["image_id"], results[1]["file_name"]) == (2, "sub/a.jpg")
     for name in ("b.png", "sub/a.jpg"):
         with Image.open(tmp_path / "out" / "pictures" / name) as picture:
             assert picture.format == ("PNG" if name == "b.png" else "JPEG") and picture.size == (480, 351)
@@ -65,12 +52,6 @@ def test_pycocotools_reads_the_results(tmp_path, photos, predictor, predict):
     assert [each["file_name"] for each in images.loadImgs([1, 2])] == ["b.png", "sub/a.jpg"]
     assert images.loadCats([2, 7]) == [{"id": 2, "name": "fork"}, {"id": 7, "name": "cup"}]
     assert sorted(each["category_id"] for each in results.loadAnns(results.getAnnIds(2))) == [2, 7]
-
-
-def test_the_page_shows_this_format(photos, predict):
-    page = (ROOT / "docs" / "prediction.md").read_text()
-    (block,) = re.findall(r"```json\n(.*?)```", page, flags=re.DOTALL)
-    assert json.loads(block) == predict(photos / "b.png")[1]
 
 
 def test_unknown_class_names_are_numbers_and_images_without_objects_are_listed(tmp_path, photos, predictor, predict):
