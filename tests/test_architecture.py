@@ -26,7 +26,6 @@ ROOMS = (
     {"preflight", "prediction"},
     {"engine"},
     {"report"},
-    {"demo"},
     {"commands"},
     {"__main__"},
 )

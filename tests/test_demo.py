@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from gw_detectron.demo import run_demo
+from gw_detectron.commands.demo import main
 from gw_detectron.errors import ConfigError, OutputFolderError, PreflightError
 
 from .tiny_run import CONFIG, OPTS
@@ -15,13 +15,13 @@ from .tiny_run import CONFIG, OPTS
 def demo(folder, **changes):
     opts = {**OPTS, "OUTPUT_DIR": folder, **changes}
     words = [str(word) for pair in opts.items() for word in pair]
-    return run_demo(argparse.Namespace(config_file=str(CONFIG), overwrite=False, opts=words))
+    main(argparse.Namespace(config_file=str(CONFIG), overwrite=False, opts=words))
 
 
 @pytest.mark.slow
 def test_the_demo_leaves_its_results(tmp_path, small_dataset):
-    result = demo(tmp_path, **{"SOLVER.MAX_ITER": 1, "SOLVER.STEPS": "()"})
-    assert json.loads((tmp_path / "result.json").read_text()) == result
+    demo(tmp_path, **{"SOLVER.MAX_ITER": 1, "SOLVER.STEPS": "()"})
+    result = json.loads((tmp_path / "result.json").read_text())
     assert result["export"]["worst_relative"] < 1e-4 and set(result) == {"bbox", "segm", "seconds", "export"}
     for name in ("report/report.html", "model_final.pth", "config.yaml", "backbone/parity.json"):
         assert (tmp_path / name).stat().st_size > 100
@@ -52,7 +52,7 @@ def test_a_demo_is_replaced_and_a_later_training_in_its_folder_is_not(tmp_path, 
         replaced.append(flags.overwrite)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gw_detectron.demo.prepare", stop)
+    monkeypatch.setattr("gw_detectron.commands.demo.prepare", stop)
     (tmp_path / "result.json").touch()
     os.utime(tmp_path / "result.json", (2, 2))
     (tmp_path / "model_final.pth").touch()
