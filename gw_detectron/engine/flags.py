@@ -5,7 +5,7 @@ import argparse
 from detectron2.engine import default_argument_parser
 from detectron2.engine.launch import DEFAULT_TIMEOUT
 
-_NOTE = "An evaluation writes log.txt and config.yaml to OUTPUT_DIR/inference: those of the training remain.\n\n"
+_NOTE = "Evaluation writes to OUTPUT_DIR/inference and leaves the training's log.txt and config.yaml untouched.\n\n"
 _EXAMPLES = """\
 examples:
   8 GPUs, on COCO:
@@ -22,8 +22,6 @@ examples:
   two machines (on the second one --machine-rank 1):
   %(prog)s --num-gpus 8 --num-machines 2 --machine-rank 0 --dist-url tcp://HOST:PORT --config-file CONFIG
 """
-
-
 _EVALUATION_EXAMPLES = """\
 examples:
   on the dataset of the training:
@@ -33,17 +31,30 @@ examples:
   %(prog)s --num-gpus 0 --config-file output/mine/config.yaml --val-json more.json --val-images more \\
       --dataset more MODEL.WEIGHTS output/mine/model_final.pth
 """
-
-
 #: in place of Detectron2's own texts, which also describe LazyConfigs
 _HELP = {
-    "config_file": "config: a yaml file, or a name that `gw-detectron list configs` lists",
+    "config_file": "config: a yaml file, or a name that `gw-detectron configs` lists",
     "resume": "continue from the last checkpoint in OUTPUT_DIR, or evaluate it",
     "num_gpus": "number of GPUs per machine; 0 runs on the CPU (default: %(default)s)",
     "opts": "config keys to change, as KEY VALUE; they come last",
 }
-#: flags that the help of an evaluation leaves out
 _TRAINING_ONLY = ("eval_only", "overwrite", "whitening_stats_period")
+_SWITCHES = {
+    "ignore-preflight": "start even if the pre-run checks fail; print their messages as warnings",
+    "overwrite": "replace an earlier run in OUTPUT_DIR: its checkpoints, log and results are removed first",
+    "allow-partial": "accept MODEL.WEIGHTS that lack a part of the backbone, which is then randomly initialized, and "
+    "weights that were trained with other norms",
+    "deterministic": "use only operations of torch that compute the same bits each time on the same machine; slower. "
+    "Equal runs also need an equal SEED. Without SEED a random one is used, which gw-detectron weights describe prints",
+}
+_DATASETS = {
+    "train-json": ("FILE", "annotations to train on"),
+    "train-images": ("DIR", "the folder that file_name in --train-json is relative to"),
+    "val-json": ("FILE", "annotations to evaluate on"),
+    "val-images": ("DIR", "the folder that file_name in --val-json is relative to"),
+    "dataset": ("NAME", "the datasets are named NAME_train and NAME_val (default: custom)"),
+    "datasets": ("FILE", "a yaml with any number of datasets, in place of these flags"),
+}
 
 
 def get_parser(*, evaluation: bool = False) -> argparse.ArgumentParser:
@@ -54,22 +65,8 @@ def get_parser(*, evaluation: bool = False) -> argparse.ArgumentParser:
     """
     parser = default_argument_parser()
     parser.epilog = _NOTE + (_EVALUATION_EXAMPLES if evaluation else _EXAMPLES)
-    parser.add_argument(
-        "--ignore-preflight",
-        action="store_true",
-        help="start although the checks before the run failed; their messages become warnings",
-    )
-    parser.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="replace an earlier run in OUTPUT_DIR: its checkpoints, log and results are removed first",
-    )
-    parser.add_argument(
-        "--allow-partial",
-        action="store_true",
-        help="accept MODEL.WEIGHTS that lack a part of the backbone, which then starts from random values, and weights "
-        "that were trained with other norms",
-    )
+    for name, text in _SWITCHES.items():
+        parser.add_argument(f"--{name}", action="store_true", help=text)
     parser.add_argument(
         "--whitening-stats-period",
         type=int,
@@ -77,12 +74,6 @@ def get_parser(*, evaluation: bool = False) -> argparse.ArgumentParser:
         metavar="K",
         help="log eigenvalues, condition numbers and residuals of all whitening layers every K iterations; 0: never "
         "(default). Metrics are written every 20 iterations, so a K below 20 costs time without showing more",
-    )
-    parser.add_argument(
-        "--deterministic",
-        action="store_true",
-        help="use only operations of torch that compute the same bits each time on the same machine; slower. Equal "
-        "runs also need an equal SEED. Without SEED a random one is used, which gw-detectron weights describe prints",
     )
     parser.add_argument(
         "--dist-timeout",
@@ -95,10 +86,8 @@ def get_parser(*, evaluation: bool = False) -> argparse.ArgumentParser:
     own = parser.add_argument_group(
         "your own data", "datasets in COCO format; they set DATASETS and NUM_CLASSES, see docs/your_data.md"
     )
-    own.add_argument("--train-json", metavar="FILE", help="annotations to train on")
-    own.add_argument("--train-images", metavar="DIR", help="the folder that file_name in --train-json is relative to")
-    own.add_argument("--val-json", metavar="FILE", help="annotations to evaluate on")
-    own.add_argument("--val-images", metavar="DIR", help="the folder that file_name in --val-json is relative to")
+    for name, (metavar, text) in _DATASETS.items():
+        own.add_argument(f"--{name}", metavar=metavar, help=text)
     own.add_argument(
         "--val-fraction",
         type=float,
@@ -106,10 +95,6 @@ def get_parser(*, evaluation: bool = False) -> argparse.ArgumentParser:
         help="without --val-json: evaluate on about this share of the images of --train-json, and train on the others. "
         "The hash of its file name assigns each image, so the split stays the same when images are added",
     )
-    own.add_argument(
-        "--dataset", metavar="NAME", help="the datasets are named NAME_train and NAME_val (default: custom)"
-    )
-    own.add_argument("--datasets", metavar="FILE", help="a yaml with any number of datasets, in place of these flags")
     for action in parser._actions:
         action.help = _HELP.get(action.dest, action.help)
         if evaluation and action.dest in _TRAINING_ONLY:

@@ -24,7 +24,7 @@ from ..data import (
     split_coco,
 )
 from ..errors import ConfigError, summarize_names
-from ..modeling.config_keys import object_count_keys
+from ..modeling.class_counts import object_count_keys
 
 _FLAGS = ("train_json", "train_images", "val_json", "val_images", "val_fraction", "dataset")
 
@@ -32,10 +32,9 @@ _FLAGS = ("train_json", "train_images", "val_json", "val_images", "val_fraction"
 def use_datasets(cfg: CfgNode, args: argparse.Namespace, folder: str) -> None:
     """Register the datasets of the flags, and set ``DATASETS`` and the class count.
 
-    Keys that the command line sets keep their values; the checks before a run compare them to the datasets. Without
-    flags, names that are unknown are registered from the ``datasets.yaml`` beside the config file. An evaluation and a
-    resumed run must have the classes that the run was trained on, and no split may put its training images into the
-    validation.
+    Keys that the command line sets keep their values. Without flags, unknown names are registered from the
+    ``datasets.yaml`` beside the config file. An evaluation and a resumed run must have the classes that the run was
+    trained on, and no split may put its training images into the validation.
 
     Args:
         cfg: the config, not frozen.
@@ -45,18 +44,15 @@ def use_datasets(cfg: CfgNode, args: argparse.Namespace, folder: str) -> None:
     Raises:
         ConfigError: the flags or the yaml cannot be used, or the datasets have other classes or another split than
             the run.
-        MissingFileError: a file or folder does not exist.
+        FileNotFoundError: a file or folder does not exist.
     """
-    given = datasets_from_flags(args)
-    needed = cfg.DATASETS.TEST if args.eval_only else None
-    found = given or _recorded_datasets(cfg, args.config_file, needed=needed)
+    given = _from_flags(args)
+    found = given or _recorded(cfg, args.config_file, cfg.DATASETS.TEST if args.eval_only else None)
     if found is None:
         return
     explicit = args.opts or []  # not every second word: argparse keeps a first "--"
     if not (found.train or given is None or args.eval_only or "DATASETS.TRAIN" in explicit):
-        flag, missing = "--val-json", "--train-json and --train-images"
-        if args.datasets is not None:
-            flag, missing = "--datasets", "train in this file"
+        flag, missing = ("--datasets", "train") if args.datasets is not None else ("--val-json", "--train-json")
         raise ConfigError(
             f"{flag}: no dataset to train on. Fix: give {missing}; to train on the datasets of the config, add "
             f'DATASETS.TRAIN "{cfg.DATASETS.TRAIN}"; to evaluate, add --eval-only.'
@@ -75,59 +71,6 @@ def use_datasets(cfg: CfgNode, args: argparse.Namespace, folder: str) -> None:
     cfg.merge_from_list([word for key, value in values.items() if key not in explicit for word in (key, value)])
 
 
-def _configs_of_run(cfg: CfgNode, args: argparse.Namespace) -> list[str]:
-    """Return the configs beside which the run that is resumed or evaluated may have recorded its datasets."""
-    if args.resume:
-        return [os.path.join(cfg.OUTPUT_DIR, "config.yaml")]
-    if not args.eval_only:
-        return []
-    weights = local_file(cfg.MODEL.WEIGHTS)  # of a run whose config was perhaps not given
-    beside = [os.path.join(os.path.dirname(weights), "config.yaml")] if weights else []
-    return list(dict.fromkeys([args.config_file, *filter(os.path.isfile, beside)]))
-
-
-def _check_same_classes(given: CocoDatasets, config_file: str) -> None:
-    """Compare classes with those of the run; a detector numbers them by category id.
-
-    Raises:
-        ConfigError: names or their order differ.
-    """
-    trained, here = (list(classes.values()) for classes in (recorded_classes(config_file), given.classes()))
-    if trained and here and trained != here:
-        raise ConfigError(
-            f"dataset: its classes by category id are {summarize_names(here, 9)}; the run of '{config_file}' was "
-            f"trained on {summarize_names(trained, 9)}. Fix: give the categories the names and the order "
-            "of ids of the training file."
-        )
-
-
-def _check_same_split(given: CocoDatasets, config_file: str) -> None:
-    """Refuse a split that validates on images that the run was trained on; added images are no reason.
-
-    Raises:
-        ConfigError: the split is another one.
-    """
-    record = Path(config_file).with_name(DATASETS_FILE)
-    if not record.is_file():
-        return
-    trained = read_datasets(str(record), needed=()).train
-    for name in trained.keys() & given.train.keys():
-        json_file, fraction = given.train[name].json, given.train[name].val_fraction
-        if not fraction or trained[name].val_fraction:  # the latter in a yaml written by hand, not the record of a run
-            continue
-        try:
-            earlier = json.loads(Path(trained[name].json).read_bytes())  # read_json would derive it anew
-            parts = split_coco(read_json(json_file), fraction)
-            before, train, val = ({image["file_name"] for image in each["images"]} for each in (earlier, *parts))
-        except (OSError, ValueError, LookupError, TypeError):  # the checks before a run name the fault
-            continue
-        if moved := before & val - train:
-            raise ConfigError(
-                f"--val-fraction ({fraction:g}): {len(moved)} images that the run of '{config_file}' was trained on "
-                f"would be validation images ({summarize_names(sorted(moved))}). Fix: give the fraction of that run."
-            )
-
-
 def use_recorded_datasets(
     cfg: CfgNode, config_file: str | os.PathLike[str], folder: str, *, needed: Collection[str] | None = None
 ) -> None:
@@ -141,22 +84,20 @@ def use_recorded_datasets(
 
     Raises:
         ConfigError: the yaml cannot be used.
-        MissingFileError: a file or folder that it names does not exist.
+        FileNotFoundError: a file or folder that it names does not exist.
     """
-    if recorded := _recorded_datasets(cfg, config_file, needed=needed):
+    if recorded := _recorded(cfg, config_file, needed):
         register_datasets(recorded, folder)
 
 
-def _recorded_datasets(
-    cfg: CfgNode, config_file: str | os.PathLike[str], *, needed: Collection[str] | None
-) -> CocoDatasets | None:
+def _recorded(cfg: CfgNode, config_file: str | os.PathLike[str], needed: Collection[str] | None) -> CocoDatasets | None:
     record = Path(config_file).with_name(DATASETS_FILE)
     if needs_registration((*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST)) and record.is_file():
         return read_datasets(str(record), needed=needed)
     return None
 
 
-def datasets_from_flags(args: argparse.Namespace) -> CocoDatasets | None:
+def _from_flags(args: argparse.Namespace) -> CocoDatasets | None:
     """Return the datasets that the flags name, or None without such flags."""
     given = [f"--{name.replace('_', '-')}" for name in _FLAGS if getattr(args, name) is not None]
     if args.datasets is not None:
@@ -166,12 +107,9 @@ def datasets_from_flags(args: argparse.Namespace) -> CocoDatasets | None:
     if not given:
         return None
     if args.train_json is None and (args.val_json is None or args.val_fraction is not None):
-        raise ConfigError(f"{given[0]}: needs --train-json. Fix: give --train-json and --train-images.")
+        raise ConfigError(f"{given[0]}: needs --train-json.")
     if args.train_json is not None and (args.val_json is None) == (args.val_fraction is None):
-        raise ConfigError(
-            "--train-json: needs --val-json or --val-fraction. Fix: give one of the two, e.g. --val-fraction 0.1 to "
-            "evaluate on a tenth of the images."
-        )
+        raise ConfigError("--train-json: needs either --val-json or --val-fraction, e.g. 0.1 for a tenth of the images")
     if args.val_fraction is None:
         return CocoDatasets(_dataset(args, "train"), _dataset(args, "val"))
     check_fraction(args.val_fraction, "--val-fraction")
@@ -191,3 +129,46 @@ def _dataset(args: argparse.Namespace, side: str, val_fraction: float = 0.0) -> 
         val_fraction,
     )
     return {f"{'custom' if args.dataset is None else args.dataset}_{side}": dataset}
+
+
+def _configs_of_run(cfg: CfgNode, args: argparse.Namespace) -> list[str]:
+    """Return the configs beside which the run that is resumed or evaluated may have recorded its datasets."""
+    if args.resume:
+        return [os.path.join(cfg.OUTPUT_DIR, "config.yaml")]
+    if not args.eval_only:
+        return []
+    weights = local_file(cfg.MODEL.WEIGHTS)  # of a run whose config was perhaps not given
+    beside = [os.path.join(os.path.dirname(weights), "config.yaml")] if weights else []
+    return list(dict.fromkeys([args.config_file, *filter(os.path.isfile, beside)]))
+
+
+def _check_same_classes(given: CocoDatasets, config_file: str) -> None:
+    """Compare classes with those of the run; a detector numbers them by category id."""
+    trained, here = (list(classes.values()) for classes in (recorded_classes(config_file), given.classes()))
+    if trained and here and trained != here:
+        raise ConfigError(
+            f"dataset: its classes by category id are {summarize_names(here, 9)}; the run of '{config_file}' was "
+            f"trained on {summarize_names(trained, 9)}. Fix: give the categories the names and the order "
+            "of ids of the training file."
+        )
+
+
+def _check_same_split(given: CocoDatasets, config_file: str) -> None:
+    """Refuse a split that validates on images that the run was trained on. Adding images is fine."""
+    record = Path(config_file).with_name(DATASETS_FILE)
+    trained = read_datasets(str(record), needed=()).train if record.is_file() else {}
+    for name in trained.keys() & given.train.keys():
+        dataset = given.train[name]
+        if not dataset.val_fraction or trained[name].val_fraction:  # the latter is not the record of a run
+            continue
+        try:
+            earlier = json.loads(Path(trained[name].json).read_bytes())  # read_json would derive it anew
+            parts = split_coco(read_json(dataset.json), dataset.val_fraction)
+            before, train, val = ({image["file_name"] for image in each["images"]} for each in (earlier, *parts))
+        except (OSError, ValueError, LookupError, TypeError):  # preflight names the fault
+            continue
+        if moved := before & val - train:
+            raise ConfigError(
+                f"--val-fraction ({dataset.val_fraction:g}): would validate on {len(moved)} images that the run of "
+                f"'{config_file}' was trained on ({summarize_names(sorted(moved))}). Fix: give the fraction of that run."
+            )
