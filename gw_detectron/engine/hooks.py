@@ -1,6 +1,8 @@
 """Hooks of a training: stop at a signal, log whitening statistics, diagnose a non-finite loss."""
 
 import contextlib
+import functools
+import itertools
 import logging
 import os
 import shlex
@@ -12,6 +14,7 @@ from typing import Any
 
 import torch
 from detectron2.engine import HookBase
+from detectron2.structures import Instances
 from detectron2.utils import comm
 from detectron2.utils.events import EventStorage, get_event_storage
 from torch import Tensor, nn
@@ -189,12 +192,11 @@ class LossGuard:
 
     def explain(self, autocast: bool = False) -> str:
         """Describe where the last batch became non-finite; ``autocast`` runs the model in mixed precision, as then."""
-        for example in self._batch:
-            name = _file_name(example)
-            if bad := int((~torch.isfinite(example["image"])).sum()):
-                return f"The image {name} has {bad} values that are NaN or infinite. Fix: repair or remove it."
-            if not _is_finite(example.get("instances")):
-                return f"The annotations of {name} have values that are NaN or infinite. Fix: repair or remove them."
+        names = [str(example.get("file_name", "an image without a name")) for example in self._batch]
+        for name, example in zip(names, self._batch, strict=True):
+            for part, what in (("image", "image"), ("instances", "annotations of")):
+                if not _is_finite(example.get(part)):
+                    return f"The {what} {name} has values that are NaN or infinite. Fix: repair or remove it."
         # without buffers: batch norms have just averaged the NaN of this step into their running statistics
         for name, value in self.model.named_parameters():
             if not _is_finite(value):
@@ -202,22 +204,13 @@ class LossGuard:
                     f"{name} has values that are NaN or infinite, from an earlier step or from the loaded weights. "
                     f"Fix: {_STABILIZE}, and start from an earlier checkpoint with MODEL.WEIGHTS."
                 )
-        images = ", ".join(map(_file_name, self._batch))
+        images = ", ".join(names)
         if module := self._first_bad_module(autocast):
             return f"The first module with a non-finite output is {module}, for the images {images}. Fix: {_STABILIZE}."
-        return (
-            "Inputs, parameters and the outputs of all modules are finite. Unless a layer is named above, the loss "
-            f"itself is not. Fix: check the annotations of the images {images}."
-        )
+        return f"Inputs, parameters and all outputs are finite. Fix: check the annotations of the images {images}."
 
     def _first_bad_module(self, autocast: bool) -> str:
         found: list[str] = []
-
-        def check_output(name: str) -> Callable[..., None]:
-            return lambda module, args, output: (
-                None if found or _is_finite(output) else found.append(f"{name} ({type(module).__name__})")
-            )
-
         for module in self.model.modules():
             if is_synchronized(module):
                 module.eval()  # in training mode it would wait for processes that do not run the model again
@@ -230,24 +223,25 @@ class LossGuard:
             EventStorage(),
             torch.autocast(next(self.model.parameters()).device.type, enabled=autocast),
         ):
-            for name, module in self.model.named_modules():
-                if name:
-                    observing.enter_context(module.register_forward_hook(check_output(name)))
+            for name, module in itertools.islice(self.model.named_modules(), 1, None):  # without the model itself
+                label = f"{name} ({type(module).__name__})"
+                observing.enter_context(module.register_forward_hook(functools.partial(_note_bad, label, found)))
             self.model(self._batch)
         return found[0] if found else ""
 
 
-def _file_name(example: dict) -> str:
-    return str(example.get("file_name", "an image without a name"))
+def _note_bad(label: str, found: list[str], module: nn.Module, args: tuple, output: Any) -> None:
+    if not _is_finite(output):
+        found.append(label)
 
 
 def _is_finite(value: Any) -> bool:
     if isinstance(value, Tensor):
         return bool(torch.isfinite(value).all())
+    if isinstance(value, Instances):
+        return _is_finite(value.get_fields())
     if isinstance(value, dict):
         return all(map(_is_finite, value.values()))
     if isinstance(value, (list, tuple)):
         return all(map(_is_finite, value))
-    if hasattr(value, "get_fields"):  # Instances
-        return _is_finite(value.get_fields())
     return _is_finite(getattr(value, "tensor", None)) if hasattr(value, "tensor") else True  # Boxes, ImageList

@@ -27,8 +27,7 @@ _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 def launch_from_args(main: Callable[[argparse.Namespace], object], args: argparse.Namespace) -> None:
     """Run ``main(args)`` in every process that the flags or ``torchrun`` ask for.
 
-    ``--num-gpus --num-machines --machine-rank --dist-url`` work as in Detectron2. A process waits for another one for
-    ``--dist-timeout`` seconds at most. Under ``torchrun`` the processes already exist and only join: with nccl on GPUs,
+    Detectron2's flags work as there. Under ``torchrun`` the processes already exist and only join: with nccl on GPUs,
     with gloo without a GPU or with ``--num-gpus 0``.
 
     Args:
@@ -45,14 +44,12 @@ def launch_from_args(main: Callable[[argparse.Namespace], object], args: argpars
     with _lost_processes_reported(timeout):
         if all(name in os.environ for name in _TORCHRUN_VARIABLES):
             _join_torchrun(cpu=args.num_gpus == 0, timeout=timeout)
-            try:
+            with contextlib.ExitStack() as stack:
+                if dist.get_backend() == "gloo":  # nccl would wait for processes that wait for this one
+                    stack.callback(dist.destroy_process_group)
                 main(args)
-            except BaseException:
-                if dist.get_backend() == "nccl":
-                    raise  # its destruction would wait for processes that wait for this one
+            if dist.is_initialized():
                 dist.destroy_process_group()
-                raise
-            dist.destroy_process_group()
             return
         _check_gpus(args)
         spawned = args.num_gpus * args.num_machines > 1

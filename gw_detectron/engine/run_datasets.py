@@ -24,7 +24,7 @@ from ..data import (
     split_coco,
 )
 from ..errors import ConfigError, summarize_names
-from ..modeling.class_counts import object_count_keys
+from ..modeling.config_keys import object_count_keys
 
 _FLAGS = ("train_json", "train_images", "val_json", "val_images", "val_fraction", "dataset")
 
@@ -170,5 +170,5 @@ def _check_same_split(given: CocoDatasets, config_file: str) -> None:
         if moved := before & val - train:
             raise ConfigError(
                 f"--val-fraction ({dataset.val_fraction:g}): would validate on {len(moved)} images that the run of "
-                f"'{config_file}' was trained on ({summarize_names(sorted(moved))}). Fix: give the fraction of that run."
+                f"'{config_file}' was trained on ({summarize_names(sorted(moved))}). Fix: give that run's fraction."
             )

@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import importlib.util
 import logging
-import math
 import os
 import re
 import weakref
@@ -195,8 +194,8 @@ class Trainer(DefaultTrainer):
     def state_dict(self) -> dict[str, Any]:
         # In v0.6 DefaultTrainer saves no optimizer, whose momentum a resumed run needs; HEAD saves it by this name.
         state = TrainerBase.state_dict(self) | {"_trainer": self._trainer.state_dict(), "seed": self.record.seed}
-        if (normalizer := self._loss_normalizer()) is not None:
-            state[_LOSS_NORMALIZER] = normalizer
+        if hasattr(self.checkpointer.model, _LOSS_NORMALIZER):
+            state[_LOSS_NORMALIZER] = float(getattr(self.checkpointer.model, _LOSS_NORMALIZER))
         if isinstance(self.data_loader, TrainingData):
             state["data"] = self.data_loader.state_dict()
         return state
@@ -209,7 +208,8 @@ class Trainer(DefaultTrainer):
                 self._trainer.load_state_dict(state_dict["_trainer"])
             else:
                 log.warning("--resume: no optimizer state in the checkpoint: the momentum starts from zero")
-            self._load_loss_normalizer(state_dict)
+            if _LOSS_NORMALIZER in state_dict:
+                setattr(self.checkpointer.model, _LOSS_NORMALIZER, float(state_dict[_LOSS_NORMALIZER]))
             self._load_randomness(state_dict)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             writer = "" if "seed" in state_dict else " It was perhaps written by Detectron2's own trainer."
@@ -220,28 +220,14 @@ class Trainer(DefaultTrainer):
                 "to load its weights only."
             ) from error
 
-    def _loss_normalizer(self) -> float | None:
-        value = getattr(self.checkpointer.model, _LOSS_NORMALIZER, None)
-        return float(value) if isinstance(value, (int, float, torch.Tensor)) else None
-
-    def _load_loss_normalizer(self, state: dict[str, Any]) -> None:
-        if (value := state.get(_LOSS_NORMALIZER)) is not None:
-            if not (isinstance(value, float) and 0 < value < math.inf):
-                raise ValueError(f"{_LOSS_NORMALIZER} {value!r}")
-            setattr(self.checkpointer.model, _LOSS_NORMALIZER, value)
-        elif (value := self._loss_normalizer()) is not None:
-            log.warning("--resume: no %s in the checkpoint: it starts from %g", _LOSS_NORMALIZER, value)
-
     def _load_randomness(self, state: dict[str, Any]) -> None:
         seed = state.get("seed")
         if seed is None:
             log.warning("--resume: no seed in the checkpoint: other random numbers than in an uninterrupted run")
         elif self._draws_seed:
-            self.record.seed = _count("seed", seed)
+            self.record.seed = int(seed)
         elif seed != self.cfg.SEED:
             log.warning("--resume: SEED %s is not the checkpoint's %s: other random numbers", self.cfg.SEED, seed)
-        if self.cfg.TEST.PRECISE_BN.ENABLED:
-            log.warning("--resume: PreciseBN starts from the beginning of its data")
         if not isinstance(self.data_loader, TrainingData):
             log.warning("--resume: the training data start from their beginning: build_train_loader stores no position")
             return
@@ -250,7 +236,6 @@ class Trainer(DefaultTrainer):
         if data is None:
             log.warning("--resume: the checkpoint has no data-loader position; estimating it from the iteration")
             data = {"batches": state["iteration"] + 1}
-        _count("batches", data["batches"])
         self.data_loader.load_state_dict(data)
 
     def resume_or_load(self, resume: bool = True, *, allow_partial: bool = False) -> LoadReport:
@@ -272,13 +257,11 @@ class Trainer(DefaultTrainer):
         """
         checkpoint = start.checkpoint()
         if start.resumed and checkpoint:
-            state = checkpoint.metadata.get("trainer")
             try:
-                self.start_iter = 1 + _count("iteration", state.get("iteration") if isinstance(state, dict) else None)
-                _count("iteration", checkpoint.metadata.get("iteration", 0))  # Detectron2 writes it a second time
-            except ValueError as error:
+                self.start_iter = 1 + int(checkpoint.metadata["trainer"]["iteration"])
+            except (KeyError, TypeError, ValueError) as error:
                 raise ConfigError(
-                    f"--resume ('{start.address}'): no training state in the checkpoint ({error}). Fix: leave out "
+                    f"--resume ('{start.address}'): no training state in the checkpoint ({error!r}). Fix: leave out "
                     "--resume and set MODEL.WEIGHTS to the checkpoint, to load its weights only."
                 ) from None
         elif checkpoint and comm.is_main_process():
@@ -365,9 +348,7 @@ class Trainer(DefaultTrainer):
 
 
 def check_same_start(model: torch.nn.Module, start: StartWeights, iteration: int = 0) -> None:
-    """Require that all processes start with the same weights.
-
-    Machines without a shared disk may read different files, and each process loads its own.
+    """Require that all processes start with the same weights: each loads its own file.
 
     Raises:
         SystemExit: the weights or the first iteration differ; the main process reports a ConfigError.
@@ -382,16 +363,9 @@ def check_same_start(model: torch.nn.Module, start: StartWeights, iteration: int
         if len(set(starts)) > 1:
             raise ConfigError(
                 f"{'--resume' if start.resumed else 'MODEL.WEIGHTS'} ('{start.address}'): the processes start with "
-                f"different weights, in the iterations {[first for first, _ in starts]}. Fix: give all machines the "
-                "same OUTPUT_DIR and MODEL.WEIGHTS, or copy those of the first machine to the others."
+                f"different weights, in the iterations {[first for first, _ in starts]}. Fix: share the files of the "
+                "first machine."
             )
-
-
-def _count(name: str, value: Any) -> int:
-    """Return a number of a checkpoint; raise ValueError unless it counts something."""
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53:
-        return value
-    raise ValueError(f"{name} {value!r}")
 
 
 @contextlib.contextmanager

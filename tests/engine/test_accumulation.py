@@ -288,5 +288,5 @@ class TestTrainer:
                         batch[1]["image"][0, 3, 5] = math.nan
                     yield batch
 
-        with pytest.raises(NonFiniteError, match=r"iteration 1: .*\n.*batch_3_image_1.jpg has 1 values that are NaN"):
+        with pytest.raises(NonFiniteError, match=r"iteration 1: .*\n.*batch_3_image_1.jpg has values that are NaN"):
             self.trainer(tmp_path, WithNan).train()

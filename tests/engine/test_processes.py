@@ -1,5 +1,6 @@
 """Runs of several processes: gradients, empty batches, unequal data, failing processes, two machines, resuming."""
 
+import errno
 import json
 import os
 import shutil
@@ -16,11 +17,14 @@ import torch.distributed as dist
 from detectron2.utils import comm
 
 from gw_detectron.checkpoint import StartWeights
+from gw_detectron.cli import Interrupted, errors_reported
 from gw_detectron.data import make_synthetic, register_synthetic
 from gw_detectron.engine import get_parser, launch, main
+from gw_detectron.engine.launch import in_all_processes, launch_from_args
 from gw_detectron.engine.trainer import check_same_start
-from gw_detectron.errors import UserError
+from gw_detectron.errors import ConfigError, NonFiniteCovarianceError, PreflightError, UserError
 
+from ..reliability.forked_run import child
 from ..tiny_run import DATA, ROOT, arguments, environment, words
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch without gloo")
@@ -152,8 +156,7 @@ def test_resuming_is_refused_where_a_machine_lacks_the_checkpoint(data, two_proc
     command = words(output, "--resume", **TWO_IMAGES_EACH[2], SOLVER__MAX_ITER=5)
     with Launched(data, tmp_path / "stderr.txt", one_machine(2), "train_on_own_disks", command) as launched:
         assert launched.wait() != 0
-    reason = "the processes start with different weights, in the iterations [3, 0]. Fix: give all machines the same"
-    assert launched.stderr().count(reason) == 1, launched.stderr()
+    assert launched.stderr().count("different weights, in the iterations [3, 0]") == 1, launched.stderr()
     assert (output / "last_checkpoint").read_text() == "model_final.pth"
 
 
@@ -356,7 +359,7 @@ def test_detectron2s_flags_reach_its_launcher(monkeypatch):
     monkeypatch.setattr(launch, "launch", lambda worker, gpus, **options: given.update(options, gpus=gpus))
     machine = ["--num-gpus", "2", "--num-machines", "2", "--machine-rank", "1", "--dist-url", "tcp://127.0.0.1:5"]
     flags = [*machine, "--dist-timeout", "90"]
-    launch.launch_from_args(print, get_parser().parse_args(flags))
+    launch_from_args(print, get_parser().parse_args(flags))
     assert given["gpus"] == 2 and given["num_machines"] == 2 and given["machine_rank"] == 1
     assert given["dist_url"] == "tcp://127.0.0.1:5" and given["timeout"].total_seconds() == 90
 
@@ -377,5 +380,106 @@ def test_a_lost_process_is_reported_and_a_bug_keeps_its_traceback(error, reporte
         raise error
 
     with pytest.raises(UserError if reported else RuntimeError) as raised:
-        launch.launch_from_args(fail, get_parser().parse_args(["--num-gpus", "0", "--dist-timeout", "8"]))
+        launch_from_args(fail, get_parser().parse_args(["--num-gpus", "0", "--dist-timeout", "8"]))
     assert "--dist-timeout" in str(raised.value) if reported else raised.value is error
+
+
+def test_zero_and_one_gpu_run_in_this_process():
+    seen = []
+    for flags in (["--num-gpus", "0"], []):
+        launch_from_args(lambda args: seen.append(args.num_gpus), get_parser().parse_args(flags))
+    assert seen == [0, 1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="speaks about a machine without a GPU")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--num-gpus 2", "torchrun --nproc_per_node 2"),
+        (
+            "--num-gpus 0 --num-machines 2 --machine-rank 1",
+            "torchrun --nnodes 2 --node_rank 1 --master_addr HOST_OF_RANK_0 --nproc_per_node 2",
+        ),
+        ("--num-gpus -1", "--num-gpus -1"),
+        ("--num-machines 2 --machine-rank 2", "--machine-rank 2"),
+        ("--num-gpus 0 --dist-timeout 0", "--dist-timeout 0"),
+        ("--num-gpus 0 --dist-timeout 10000000", "--dist-timeout 10000000"),
+    ],
+)
+def test_flags_that_cannot_be_used(words, message):
+    with pytest.raises(ConfigError, match=message):
+        launch_from_args(print, get_parser().parse_args(words.split()))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        PreflightError(["one thing", "another"]),
+        FileNotFoundError(errno.ENOENT, "No such file", "a.json"),
+        OSError(errno.ENOSPC, "No space left on device"),
+        NonFiniteCovarianceError("the covariance holds NaN"),
+    ],
+)
+def test_a_user_error_is_one_message(capsys, error):
+    with pytest.raises(SystemExit) as ended, errors_reported():
+        raise error
+    assert ended.value.code == 1 and ended.value.__suppress_context__
+    said = capsys.readouterr().err
+    assert str(error) in said and "Traceback" not in said
+
+
+def test_other_errors_keep_their_traceback():
+    for error in (TypeError("a"), RuntimeError("b"), ConnectionResetError("c")):
+        with pytest.raises(type(error)), errors_reported():
+            raise error
+    with pytest.raises(ValueError, match="stack expects"), errors_reported():
+        raise ValueError("stack expects each tensor to be equal size")
+
+
+@pytest.mark.parametrize(
+    ("rank", "failed"), [(0, [True, True]), (1, [True, True]), (1, [False, True]), (0, [False, True])]
+)
+def test_an_error_of_several_processes_is_reported_once(monkeypatch, capsys, rank, failed):
+    monkeypatch.setattr(comm, "get_world_size", lambda: 2)
+    monkeypatch.setattr(comm, "get_rank", lambda: rank)
+    monkeypatch.setattr(comm, "all_gather", lambda mine: failed if mine == failed[rank] else pytest.fail("wrong flag"))
+    monkeypatch.setattr(comm, "synchronize", lambda: None)
+    with pytest.raises(SystemExit) as ended, in_all_processes():
+        if failed[rank]:
+            raise ConfigError("KEY (1): wrong. Fix: 2.")
+    assert ended.value.code == 1
+    reported = rank == failed.index(True)
+    assert ("KEY (1): wrong" in capsys.readouterr().err) == reported
+
+
+def test_processes_that_all_succeed_continue(monkeypatch):
+    monkeypatch.setattr(comm, "get_world_size", lambda: 2)
+    monkeypatch.setattr(comm, "all_gather", lambda mine: [mine, False])
+    with in_all_processes():
+        done = True
+    assert done
+
+
+def wait_for_signal(index, folder):
+    """A process of Detectron2's launcher."""
+    with errors_reported():
+        try:
+            Path(folder, f"started {index}").touch()
+            time.sleep(60)
+        except Interrupted:
+            Path(folder, f"stopped {index}").touch()
+            raise
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_launcher_stops_its_processes_first(tmp_path, monkeypatch):
+    spawn = torch.multiprocessing.spawn
+    launch = lambda *args, **kwargs: spawn(wait_for_signal, (str(tmp_path),), nprocs=2)  # noqa: E731
+    monkeypatch.setattr("gw_detectron.engine.launch.launch", launch)
+    with child(lambda report: launch_from_args(print, get_parser().parse_args([])), tmp_path / "log") as run:
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.glob("started *"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        run.send(signal.SIGTERM)
+        assert run.wait() == 143, run.output()
+    assert len(list(tmp_path.glob("stopped *"))) == 2 and "Traceback" not in run.output()

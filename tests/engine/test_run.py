@@ -329,3 +329,13 @@ def test_unfinished_files_of_a_killed_run_are_removed(copy, tmp_path):
     (tmp_path / f".model_0000001.pth.{os.uname().nodename}.{killed.pid}.01234567.tmp").write_bytes(b"half")
     main(arguments(tmp_path, "--resume", DATASETS__TEST="()"))
     assert not list(tmp_path.glob(".*.tmp"))
+
+
+def test_a_truncated_last_checkpoint_is_named_and_not_started_over(tmp_path):
+    for name in ("model_0000001.pth", "model_0000003.pth"):
+        torch.save({"model": {"a": torch.zeros(1000)}}, tmp_path / name)
+    os.truncate(tmp_path / "model_0000003.pth", 2000)
+    (tmp_path / "last_checkpoint").write_text("model_0000003.pth")
+    with pytest.raises(PreflightError, match=r"model_0000003.pth.*Fix: write model_0000001.pth"):
+        main(arguments(tmp_path, "--resume"))
+    assert not (tmp_path / "metrics.json").exists()

