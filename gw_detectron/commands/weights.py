@@ -6,11 +6,14 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
+from PIL import Image
+from torchvision import transforms
+
 from ..checkpoint.describe import describe_checkpoint, format_config, format_description
 from ..cli import new_parser, print_page
 from ..config import read_config
 from ..data import synthetic_images
-from ..data.images import load_images
+from ..data.images import evenly_spread, image_files, read_image
 from ..errors import ConfigError, MissingFileError
 from ..export.run_exported import OPENERS
 from ..weights import convert_file
@@ -95,9 +98,15 @@ def _convert(args: argparse.Namespace) -> None:
     )
 
 
+def _read_images(folder: str) -> list[Image.Image]:
+    """Read a few images below a folder as ImageNet's 224 x 224 center crops."""
+    crop = transforms.Compose([transforms.Resize(256), transforms.CenterCrop(224)])
+    return [crop(Image.fromarray(read_image(path, "RGB"))) for path in evenly_spread(image_files(folder), 8)]
+
+
 def _verify(args: argparse.Namespace) -> bool:
     cfg = read_config(args.config_file) if args.config_file else None
-    images = load_images(args.images) if args.images else synthetic_images()
+    images = _read_images(args.images) if args.images else synthetic_images()
     result = verify(args.weights, images, cfg=cfg, source=args.source, norm=args.norm)
     print(json.dumps(asdict(result) | {"agrees": result.agrees}, indent=2) if args.json else result)
     return result.agrees

@@ -13,12 +13,9 @@ from detectron2.data import detection_utils
 from detectron2.data import transforms as transforms_d2
 from PIL import ExifTags, Image, UnidentifiedImageError
 from torch import Tensor
-from torchvision.transforms import functional as transforms
 
 from ..errors import DataError, MissingFileError, RecordError
 
-_RESIZED = 256  # the shorter side before the center crop
-_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of RGB values in 0 to 1
 # Pillow's, of damaged and of huge files
 _READ_ERRORS = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 BROWSER_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
@@ -148,38 +145,6 @@ def resize_shortest_edge(pixels: np.ndarray, shorter: int, longest: int) -> Tens
     return channels_first(resize.apply_image(pixels))
 
 
-def channels_first(pixels: np.ndarray, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return pixels, (H, W, 3), as (3, H, W)."""
-    return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1))).to(dtype)
-
-
-def load_images(folder: str | os.PathLike[str], count: int = 8) -> list[Image.Image]:
-    """Read at most ``count`` images below a folder, evenly spread, as 224 x 224 center crops."""
-    return [center_crop(Image.fromarray(read_image(path, "RGB"))) for path in evenly_spread(image_files(folder), count)]
-
-
-def center_crop(image: Image.Image) -> Image.Image:
-    """Resize the shorter side to 256 pixels and crop the center.
-
-    The crop has 224 x 224 pixels.
-    """
-    return transforms.center_crop(transforms.resize(image.convert("RGB"), _RESIZED), 224)
-
-
-def classification_input(image: Image.Image) -> Tensor:
-    """Preprocess an image for an ImageNet classifier.
-
-    Returns:
-        Normalized RGB, (3, H, W) float64.
-    """
-    return transforms.normalize(channels_first(np.asarray(image.convert("RGB")), torch.float64) / 255, _MEAN, _STD)
-
-
-def detection_input(image: Image.Image, cfg: CfgNode) -> Tensor:
-    """Preprocess an image by INPUT.FORMAT, PIXEL_MEAN and PIXEL_STD, (3, H, W) float64."""
-    mean, std = (
-        torch.tensor(values, dtype=torch.float64).view(-1, 1, 1)
-        for values in (cfg.MODEL.PIXEL_MEAN, cfg.MODEL.PIXEL_STD)
-    )
-    pixels = detection_utils.convert_PIL_to_numpy(image, cfg.INPUT.FORMAT)
-    return (channels_first(pixels, torch.float64) - mean) / std
+def channels_first(pixels: np.ndarray) -> Tensor:
+    """Return pixels, (H, W, 3), as (3, H, W) float32."""
+    return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1))).float()

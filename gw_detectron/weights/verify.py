@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from detectron2.config import CfgNode
+from detectron2.data.detection_utils import convert_PIL_to_numpy
 from detectron2.layers import ShapeSpec
 from PIL import Image
 from tabulate import tabulate
@@ -16,7 +17,6 @@ from torchvision.models.resnet import Bottleneck
 from torchvision.models.resnet import ResNet as TorchvisionResNet
 
 from ..config import changed_config, default_config
-from ..data.images import detection_input
 from ..errors import UnknownNormError, WeightsError, summarize_names
 from ..modeling import build_gw_resnet_backbone
 from ..modeling.resnet import STAGES
@@ -89,7 +89,7 @@ def verify(
     subject = f"{conversion.architecture.name} with {conversion.positions}" if cfg is None else "the config"
     cfg = config_for(conversion) if cfg is None else cfg
     model = detectron2_backbone(conversion, cfg).double()
-    found = model(torch.stack([detection_input(image, cfg) for image in images]))
+    found = model(torch.stack([_detection_input(image, cfg) for image in images]))
     return Verification(subject, {stage: _difference(found[stage], expected[stage]) for stage in STAGES})
 
 
@@ -196,6 +196,12 @@ def _classification_input(image: Image.Image, preprocessing: Preprocessing) -> T
     order = 1 if preprocessing.input_format == "RGB" else -1
     pixels = np.asarray(image.convert("RGB"), np.float64)[..., ::order]
     return torch.from_numpy(((pixels - preprocessing.pixel_mean) / preprocessing.pixel_std).transpose(2, 0, 1).copy())
+
+
+def _detection_input(image: Image.Image, cfg: CfgNode) -> Tensor:
+    """Preprocess an image as a detector of the config does, (3, H, W) float64."""
+    pixels = convert_PIL_to_numpy(image, cfg.INPUT.FORMAT).astype(np.float64)
+    return torch.from_numpy(((pixels - cfg.MODEL.PIXEL_MEAN) / cfg.MODEL.PIXEL_STD).transpose(2, 0, 1).copy())
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:

@@ -10,7 +10,6 @@ from gw_detectron.data.images import (
     ImageNamingMapper,
     evenly_spread,
     image_files,
-    load_images,
     read_image,
     upright_size,
 )
@@ -30,7 +29,6 @@ def test_images_of_a_folder(tmp_path):
         Image.new("RGB", (300, 400)).save(tmp_path / name)
     (tmp_path / "d.heic").touch()
     assert image_files(tmp_path) == [tmp_path / name for name in ("b.TIF", "below/a.jpg", "c.png")]
-    assert [image.size for image in load_images(tmp_path, 2)] == [(224, 224)] * 2
     with pytest.raises(MissingFileError, match="none"):
         image_files(tmp_path / "none")
     (tmp_path / "empty").mkdir()
