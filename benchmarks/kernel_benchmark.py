@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gw_detectron.errors import ConfigError, check_minimum
 from gw_detectron.ops.group_whitening.triton.compiler import ERRORS
-from gw_detectron.ops.group_whitening.triton.launch import Launch, Tuning, supported, tuned
+from gw_detectron.ops.group_whitening.triton.launch import Launch, Setting, supported, tuned, tuning_for
 from gw_detectron.progress import progress_bar
 
 from .compiled_kernels import compile_launch, compiler_tool, kernel_name, layer_launches
@@ -25,11 +25,12 @@ from .validation import check_names
 SHAPES: tuple[Shape, ...] = ((16, 64, 200, 336), (16, 64, 100, 168), (16, 256, 50, 84), (512, 256, 7, 7))
 #: what a sweep changes, one number at a time; the values of the code itself are left out
 SWEEP = {
-    "tile_bytes": (4096, 16384),
+    "programs": (1, 2, 3, 4, 6),
+    "stages": (1, 2, 3),
+    "tile_bytes": (4096, 8192, 16384),
     "min_tiles": (2, 8),
     "max_tiles": (32, 128),
     "warps": (2, 4, 8),
-    "stages": (1, 2, 3, 4),
 }
 
 _OLDEST = 70  # compute capability that Triton's LLVM compiles for
@@ -148,8 +149,11 @@ def _variants(x: Tensor, settings: KernelSettings) -> dict[str, dict[str, Launch
     for name, values in SWEEP.items() if settings.sweep else ():
         for value in values:
             number: dict[str, Any] = {name: value}
-            if name in Tuning._fields:
-                with tuned(Tuning(**number)):
+            if name != "warps":
+                tuning = tuning_for(x)
+                if name in Setting._fields:
+                    number = {k: v._replace(**number) for k, v in tuning._asdict().items() if isinstance(v, Setting)}
+                with tuned(tuning._replace(**number)):
                     changed = launch_all(execute=False)  # they may not fit the device
             else:
                 changed = [each[""]._replace(**number) for each in variants.values()]

@@ -13,7 +13,9 @@ Operands of the products over columns:
 ============  =========  ===========================================================================================
 input         operands   why
 ============  =========  ===========================================================================================
-float32       tf32 x 3   float32's accuracy on tensor cores; plain tf32 where the user allows it for matmuls
+float32       float16 x  float32's accuracy on tensor cores: each operand is scaled and split into two float16, or two
+              3, tf32 x  tf32 where no scale is known; plain tf32 where the user allows it for matmuls
+              3
 float16       tf32       float16's mantissa, float32's range: neither centered values nor whitening matrices overflow
 bfloat16      bfloat16   values are centered in float32, then rounded; the covariance itself is computed with tf32
 ============  =========  ===========================================================================================
@@ -58,7 +60,7 @@ def forward(
         statistics(x, groups, eps, mean, sigma)
         whitening = launch.empty(x, *sigma.shape)
         newton(sigma, num_iters, whitening)
-        apply(x, mean, whitening, weight, bias, relu, y)
+        apply(x, mean, sigma, whitening, weight, bias, relu, y)
 
     key = "forward", launch.layout_key(x, weight, bias), y.stride(), x.device, groups, num_iters, eps, relu
     launch.run_planned((*key, launch.input_precision(x)), (x, weight, bias, y, mean, sigma), steps)
@@ -82,11 +84,11 @@ def backward(
         y = torch.empty_like(dx).copy_(y)
 
     def steps() -> None:
-        products, sums, grad_whitening, grad_mean = grad_products(x, mean, dy, weight, groups, y, dx)
+        products, sums, grad_whitening, grad_mean, largest = grad_products(x, mean, dy, weight, groups, y, dx)
         whitening, grad_sigma = newton_backward(sigma, grad_whitening, num_iters)
         parameter_gradients(products, sums, whitening, dweight, dbias)
         masked = dy if y is None else dx
-        apply_backward(x, mean, masked, weight, whitening, grad_sigma, grad_mean, dx)
+        apply_backward(x, mean, sigma, masked, weight, whitening, grad_sigma, grad_mean, largest, dx)
 
     key = "backward", launch.layout_key(x, dy, y, weight), dx.stride(), x.device, groups, num_iters
     tensors = (x, dy, y, weight, mean, sigma, dx, dweight, dbias)

@@ -7,12 +7,15 @@ from torch import Tensor
 from . import launch
 from .compiler import constexpr, jit, tl, triton
 from .tiles import (
+    half_scale,
+    input_scale,
     load_matrix,
     load_per_channel,
     load_rows,
-    multiply_split,
+    multiply_half,
     sample_ptr,
-    split_tf32,
+    split_half,
+    split_matrix,
     store_matrix,
     tile_columns,
     tile_offsets,
@@ -23,14 +26,14 @@ from .tiles import (
 @jit
 def _products(
     x_ptr, x_n, x_outer, dy_ptr, dy_n, dy_outer, y_ptr, masked_ptr, masked_n, masked_outer,
-    mean_ptr, product_ptr, sum_ptr, samples, positions, tiles, per_split,
+    mean_ptr, weight_ptr, product_ptr, sum_ptr, largest_ptr, samples, positions, tiles, per_split,
     GROUPS: constexpr, ROWS: constexpr, CPG: constexpr, PB: constexpr, VECTOR: constexpr,
     X_J: constexpr, DY_J: constexpr, MASKED_J: constexpr, OPERAND: constexpr, PRECISION: constexpr,
 ):  # fmt: skip
     """Compute products and sums for one j and one split of positions.
 
     The product is dY_j (X_j - mean)^T, the sums are those of the rows of dY_j. If y_ptr is given, dY is zeroed where
-    y <= 0, and the masked gradient is stored.
+    y <= 0, and the masked gradient is stored. If largest_ptr is given, so is the largest |weight * dY|.
     """
     j, n, first = tl.program_id(0) // samples, tl.program_id(0) % samples, tl.program_id(1) * per_split
     if CPG == 1:  # tells the compiler that j is 0, as in tile_columns
@@ -42,6 +45,8 @@ def _products(
     mean = load_rows(mean_ptr, n, rows, GROUPS)
     total = tl.zeros([ROWS, PB], tl.float32)
     product = tl.zeros([ROWS, ROWS], tl.float32)
+    if largest_ptr is not None:
+        largest = tl.zeros([ROWS, PB], tl.float32)
     for tile in tl.range(first, tl.minimum(first + per_split, tiles)):
         _, p, exists = tile_columns(tile, positions, 1, 1, PB, VECTOR, X_J)
         inside = (rows < GROUPS)[:, None] & exists[None, :]
@@ -56,19 +61,28 @@ def _products(
         centered = to_operand(x.to(tl.float32) - mean[:, None], OPERAND, PRECISION)
         product = tl.dot(to_operand(dy, OPERAND, PRECISION), tl.trans(centered), product, input_precision=PRECISION)
         total += dy
+        if largest_ptr is not None:
+            largest = tl.maximum(largest, tl.abs(dy))
     part = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     store_matrix(product_ptr, part, rows, rows, product, GROUPS)
     tl.store(sum_ptr + part * GROUPS + rows, tl.sum(total, 1), mask=rows < GROUPS)
+    if largest_ptr is not None:
+        row = tl.max(largest, 1)
+        if weight_ptr is not None:
+            row *= tl.abs(tl.load(weight_ptr + rows * CPG + j, mask=rows < GROUPS, other=0.0).to(tl.float32))
+        tl.store(largest_ptr + part, tl.max(row, 0))
 
 
 @jit
 def _reduce(
-    part_ptr, part_sum_ptr, product_ptr, sum_ptr, weight_ptr, grad_whitening_ptr, grad_mean_ptr, samples, splits,
+    part_ptr, part_sum_ptr, part_largest_ptr, product_ptr, sum_ptr, weight_ptr, grad_whitening_ptr, grad_mean_ptr,
+    largest_ptr, samples, splits,
     GROUPS: constexpr, CPG: constexpr, AT_ONCE: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
     """Add the splits of a sample, for BLOCK elements of its matrices, and its channels, scaled by their weights.
 
-    The sums of the splits are stored if there are several; else they stand where they are.
+    The sums of the splits are stored if there are several; else they stand where they are. The largest values of the
+    splits are merged, too, if they are given.
     """
     n = tl.program_id(0).to(tl.int64)
     element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -76,6 +90,8 @@ def _reduce(
     first = exists & (element % GROUPS == 0)  # one element for each row sum
     matrix = tl.zeros([BLOCK], tl.float32)
     vector = tl.zeros([BLOCK], tl.float32)
+    if largest_ptr is not None:
+        largest = tl.zeros([AT_ONCE], tl.float32)
     for j in tl.range(CPG):
         sample = j * samples + n
         products = tl.zeros([AT_ONCE, BLOCK], tl.float32)
@@ -87,6 +103,9 @@ def _reduce(
             at = part * (GROUPS * GROUPS) + element[None, :]
             products += tl.load(part_ptr + at, mask=inside & exists[None, :], other=0.0)
             sums += tl.load(part_sum_ptr + part * GROUPS + a[None, :], mask=inside & first[None, :], other=0.0)
+            if largest_ptr is not None:
+                part_largest = tl.load(part_largest_ptr + sample * splits + s, mask=s < splits, other=0.0)
+                largest = tl.maximum(largest, part_largest)
         product, total = tl.sum(products, 0), tl.sum(sums, 0)
         if product_ptr is not None:
             tl.store(product_ptr + sample * (GROUPS * GROUPS) + element, product, mask=exists)
@@ -99,6 +118,8 @@ def _reduce(
         vector += total
     tl.store(grad_whitening_ptr + n * (GROUPS * GROUPS) + element, matrix, mask=exists)
     tl.store(grad_mean_ptr + n * GROUPS + a, vector, mask=first)
+    if largest_ptr is not None:
+        tl.store(largest_ptr + n, tl.max(largest, 0), mask=tl.program_id(1) == 0)
 
 
 @jit
@@ -127,12 +148,13 @@ def _parameter_gradients(
 @jit
 def _apply_backward(
     x_ptr, x_n, x_outer, dy_ptr, dy_n, dy_outer, dx_ptr, dx_n, dx_outer,
-    mean_ptr, whitening_ptr, weight_ptr, grad_sigma_ptr, grad_mean_ptr, positions, tiles, per_split, columns,
+    mean_ptr, sigma_ptr, whitening_ptr, weight_ptr, grad_sigma_ptr, grad_mean_ptr, largest_ptr,
+    positions, tiles, per_split, columns,
     GROUPS: constexpr, ROWS: constexpr, CPG: constexpr, JB: constexpr, PB: constexpr, VECTOR: constexpr,
     X_J: constexpr, DY_J: constexpr, DX_J: constexpr, IN_PLACE: constexpr,
-    DEPTH: constexpr, STATIONARY: constexpr, OPERAND: constexpr, PRECISION: constexpr,
+    DEPTH: constexpr, HALVES: constexpr, OPERAND: constexpr, PRECISION: constexpr,
 ):  # fmt: skip
-    """Compute dx for one split of the columns; DEPTH and STATIONARY as in _apply.
+    """Compute dx for one split of the columns; DEPTH and HALVES as in _apply.
 
     dx = W (weight * dy - grad_mean / M) + 2 / M dL/dSigma (x - mean).
     """
@@ -145,9 +167,13 @@ def _apply_backward(
         grad_mean = load_rows(grad_mean_ptr, n, rows, GROUPS) / columns
         whitening = load_matrix(whitening_ptr, n, rows, rows, GROUPS)
         slope = load_matrix(grad_sigma_ptr, n, rows, rows, GROUPS) * (2 / columns)
-        if STATIONARY:
-            whitening_high, whitening_low = split_tf32(whitening)
-            slope_high, slope_low = split_tf32(slope)
+        if HALVES:
+            whitening_high, whitening_low, inverse = split_matrix(whitening)
+            slope_high, slope_low, inverse_slope = split_matrix(slope)
+            scale, inverse_dy = half_scale(2 * tl.load(largest_ptr + n))  # |grad_mean| / M is not larger
+            scale_x, inverse_x = input_scale(sigma_ptr, n, rows, columns, GROUPS)
+            inverse *= inverse_dy
+            inverse_slope *= inverse_x
         else:
             whitening, slope = to_operand(whitening, OPERAND, PRECISION), to_operand(slope, OPERAND, PRECISION)
     for tile in tl.range(first, tl.minimum(first + per_split, tiles)):
@@ -171,9 +197,11 @@ def _apply_backward(
                 scaled *= load_per_channel(weight_ptr, k, j, GROUPS, CPG, JB)
             scaled -= grad_mean[:, None]
             centered = x.to(tl.float32) - mean[:, None]
-            if STATIONARY:
-                dx = multiply_split(tl.trans(scaled), whitening_high, whitening_low)
-                dx = tl.trans(dx + multiply_split(tl.trans(centered), slope_high, slope_low))
+            if HALVES:
+                high, low = split_half(scaled * scale)
+                dx = multiply_half(whitening_high, whitening_low, high, low) * inverse
+                high, low = split_half(centered * scale_x)
+                of_statistics = multiply_half(slope_high, slope_low, high, low) * inverse_slope
             else:
                 scaled, centered = to_operand(scaled, OPERAND, PRECISION), to_operand(centered, OPERAND, PRECISION)
                 dx = tl.dot(whitening, scaled, dx, input_precision=PRECISION)
@@ -187,28 +215,32 @@ def _apply_backward(
 
 def grad_products(
     x: Tensor, mean: Tensor, dy: Tensor, weight: Tensor | None, groups: int, y: Tensor | None, out: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Multiply gradient and input, and add over splits and channels, in two launches.
 
     With ``y``, the output of a fused ReLU, dY is ``dy`` masked to zero where y <= 0, and is stored in ``out``.
 
     Returns:
         The products G_j = dY_j X_C,j^T (C / g, N, g, g), the sums of dY_j (C / g, N, g), and both, multiplied by the
-        weight and added over j: dL/dW (N, g, g) and (N, g).
+        weight and added over j: dL/dW (N, g, g) and (N, g). The largest |weight * dY| (N), if it is needed.
     """
-    columns = launch.tile_columns_for(x, groups, 1 if y is None else 2)  # a tile of y takes registers, too
+    setting = launch.tuning_for(x).products
+    # a tile of y takes registers, too
+    columns = launch.tile_columns_for(x, groups, setting.tile_bytes // (1 if y is None else 2))
     tiling, (x_strides, dy_strides, out_strides) = launch.layouts(groups, columns, x, dy, out, one_j=True)
     n, cpg = x.shape[0], tiling.cpg
-    splits, per_split = launch.split(tiling.tiles, n * cpg, 2, x.device)
+    splits, per_split = launch.split(x, tiling.tiles, n * cpg, setting.programs)
     parts, part_sums = launch.empty(x, cpg, n, splits, groups, groups), launch.empty(x, cpg, n, splits, groups)
+    part_largest = launch.empty(x, cpg, n, splits) if launch.in_halves(x, groups) else None
+    largest = None if part_largest is None else launch.empty(x, n)
     launch.run(
         _products, (n * cpg, splits), like=x, warps=launch.warps_for(groups),
-        stages=launch.stages_for(x, tiling.vector, 3 if groups <= 64 else 2),
+        stages=launch.stages_for(x, tiling.vector, setting.stages if groups <= 64 else 2),
         x_ptr=x, x_n=x_strides.sample, x_outer=x_strides.outer, X_J=x_strides.j_first,
         dy_ptr=dy, dy_n=dy_strides.sample, dy_outer=dy_strides.outer, DY_J=dy_strides.j_first,
         y_ptr=y,
         masked_ptr=out, masked_n=out_strides.sample, masked_outer=out_strides.outer, MASKED_J=out_strides.j_first,
-        mean_ptr=mean, product_ptr=parts, sum_ptr=part_sums,
+        mean_ptr=mean, weight_ptr=weight, product_ptr=parts, sum_ptr=part_sums, largest_ptr=part_largest,
         samples=n, positions=tiling.positions, tiles=tiling.tiles, per_split=per_split,
         GROUPS=groups, ROWS=tiling.rows, CPG=cpg, PB=tiling.pb, VECTOR=tiling.vector,
         OPERAND=launch.operand_dtype(x), PRECISION=launch.input_precision(x),
@@ -217,16 +249,17 @@ def grad_products(
     if splits > 1:
         products, sums = launch.empty(x, cpg, n, groups, groups), launch.empty(x, cpg, n, groups)
     grad_whitening, grad_mean = launch.empty(x, n, groups, groups), launch.empty(x, n, groups)
-    at_once = min(16, triton.next_power_of_2(splits))
+    at_once = min(64, triton.next_power_of_2(splits))
     block = min(2048 // at_once, triton.next_power_of_2(groups * groups))
     launch.run(
         _reduce, (n, triton.cdiv(groups * groups, block)), like=x, warps=4, stages=3,
-        part_ptr=parts, part_sum_ptr=part_sums,
+        part_ptr=parts, part_sum_ptr=part_sums, part_largest_ptr=part_largest,
         product_ptr=products if splits > 1 else None, sum_ptr=sums if splits > 1 else None, weight_ptr=weight,
-        grad_whitening_ptr=grad_whitening, grad_mean_ptr=grad_mean, samples=n, splits=splits,
+        grad_whitening_ptr=grad_whitening, grad_mean_ptr=grad_mean, largest_ptr=largest,
+        samples=n, splits=splits,
         GROUPS=groups, CPG=cpg, AT_ONCE=at_once, BLOCK=block,
     )  # fmt: skip
-    return products, sums, grad_whitening, grad_mean
+    return products, sums, grad_whitening, grad_mean, largest
 
 
 def parameter_gradients(products: Tensor, sums: Tensor, whitening: Tensor, dweight: Tensor, dbias: Tensor) -> None:
@@ -243,11 +276,13 @@ def parameter_gradients(products: Tensor, sums: Tensor, whitening: Tensor, dweig
 def apply_backward(
     x: Tensor,
     mean: Tensor,
+    sigma: Tensor,
     dy: Tensor,
     weight: Tensor | None,
     whitening: Tensor,
     grad_sigma: Tensor,
     grad_mean: Tensor,
+    largest: Tensor | None,
     out: Tensor,
 ) -> None:
     """Write dX to ``out``, which may be ``dy``, in one launch.
@@ -255,18 +290,20 @@ def apply_backward(
     dX = W (weight * dY - grad_mean / M) + 2 / M dL/dSigma (X - mean).
     """
     groups = mean.shape[1]
-    depth, columns = launch.matrix_tiles(x, groups)
+    setting = launch.tuning_for(x).apply_backward
+    depth, columns = launch.matrix_tiles(x, groups, setting.tile_bytes)
     tiling, (x_strides, dy_strides, dx_strides) = launch.layouts(groups, columns, x, dy, out)
-    splits, per_split = launch.split(tiling.tiles, x.shape[0], 2, x.device)
+    splits, per_split = launch.split(x, tiling.tiles, x.shape[0], setting.programs)
     launch.run(
         _apply_backward, (x.shape[0], splits), like=x, warps=launch.warps_for(groups),
-        stages=launch.stages_for(x, tiling.vector, 2),
+        stages=launch.stages_for(x, tiling.vector, setting.stages),
         x_ptr=x, x_n=x_strides.sample, x_outer=x_strides.outer, X_J=x_strides.j_first,
         dy_ptr=dy, dy_n=dy_strides.sample, dy_outer=dy_strides.outer, DY_J=dy_strides.j_first,
         dx_ptr=out, dx_n=dx_strides.sample, dx_outer=dx_strides.outer, DX_J=dx_strides.j_first,
-        mean_ptr=mean, whitening_ptr=whitening, weight_ptr=weight, grad_sigma_ptr=grad_sigma, grad_mean_ptr=grad_mean,
+        mean_ptr=mean, sigma_ptr=sigma, whitening_ptr=whitening, weight_ptr=weight,
+        grad_sigma_ptr=grad_sigma, grad_mean_ptr=grad_mean, largest_ptr=largest,
         positions=tiling.positions, tiles=tiling.tiles, per_split=per_split, columns=float(x[0].numel() // groups),
         GROUPS=groups, ROWS=tiling.rows, CPG=tiling.cpg, JB=tiling.jb, PB=tiling.pb, VECTOR=tiling.vector,
-        IN_PLACE=dy is out, DEPTH=depth, STATIONARY=launch.stationary(x, groups), OPERAND=launch.operand_dtype(x),
+        IN_PLACE=dy is out, DEPTH=depth, HALVES=launch.in_halves(x, groups), OPERAND=launch.operand_dtype(x),
         PRECISION=launch.input_precision(x),
     )  # fmt: skip

@@ -31,21 +31,41 @@ _META_PROCESSORS = 132
 _MOST_PLANS = 8192
 
 
-class Tuning(NamedTuple):
-    """Numbers that change the speed of launches, and their results by rounding alone.
+class Setting(NamedTuple):
+    """Numbers that change the speed of a kernel over activations, and its results by rounding alone.
 
     Args:
-        tile_bytes: of x in a tile. A multiprocessor holds several programs of this size: some load while others
-            multiply. A row of float32 with g = 64 still has 128 bytes.
+        programs: that share a multiprocessor: some load while others multiply.
+        stages: of the pipelined loop over tiles.
+        tile_bytes: of x in a tile. A row of float32 with g = 64 has 128 bytes at 8192.
+    """
+
+    programs: int
+    stages: int
+    tile_bytes: int = 8192
+
+
+class Tuning(NamedTuple):
+    """Settings of the kernels over activations.
+
+    Args:
+        moments, apply, products, apply_backward: of the kernel of this name.
         min_tiles: fewest tiles per program. Each program also reads or writes a g x g matrix, at g = 64 as many bytes
             as two tiles.
         max_tiles: most tiles per program of the statistics. Tensor cores round the sums of a program toward zero, so
             its error grows with them: at 64 tiles to about 1e-5 of the largest variance.
     """
 
-    tile_bytes: int = 8192
+    moments: Setting = Setting(3, 3)
+    apply: Setting = Setting(3, 2)
+    products: Setting = Setting(2, 3)
+    apply_backward: Setting = Setting(2, 2)
     min_tiles: int = 4
     max_tiles: int = 64
+
+
+#: element size of x -> settings
+TUNINGS = {4: Tuning(), 2: Tuning()}
 
 
 class Launch(NamedTuple):
@@ -87,7 +107,7 @@ class _Current(threading.local):
 
 
 _current = _Current()
-_tuning = Tuning()
+_tuning: Tuning | None = None
 _plans: dict[Hashable, "_Plan"] = {}
 
 
@@ -287,55 +307,57 @@ def padded_rows(groups: int) -> int:
     return max(16, triton.next_power_of_2(groups))
 
 
-def tile_columns_for(x: Tensor, groups: int, tensors: int = 1) -> int:
-    """Return the columns of a tile of about ``tile_bytes / tensors`` bytes."""
-    return min(256, max(32, _tuning.tile_bytes // tensors // (padded_rows(groups) * x.element_size())))
+def tuning_for(x: Tensor) -> Tuning:
+    """Return the settings for the dtype of ``x``."""
+    return _tuning or TUNINGS[x.element_size()]
 
 
-def stationary(x: Tensor, groups: int) -> bool:
-    """Whether products with g x g matrices take the tile as the left operand.
+def tile_columns_for(x: Tensor, groups: int, tile_bytes: int) -> int:
+    """Return the columns of a tile of about ``tile_bytes``."""
+    return min(256, max(32, tile_bytes // (padded_rows(groups) * x.element_size())))
 
-    Then a float32 matrix is split once per program for its three products in tf32, and stays in shared memory. Measured
-    on an H200 (16 x 64 x 200 x 336, float32): 202 us instead of 348; with bfloat16 operands it is slower.
+
+def in_halves(x: Tensor, groups: int) -> bool:
+    """Whether products with g x g matrices split their float32 operands into two float16.
+
+    These have the accuracy of two tf32, half their bytes, and need no transposed copy in shared memory.
     """
-    return is_hopper(x) and groups <= 64 and input_precision(x) == "tf32x3"
+    return groups <= 64 and input_precision(x) == "tf32x3"
 
 
 def is_hopper(x: Tensor) -> bool:
-    """Whether tensor cores read operands from shared memory and results from registers (also assumed without a GPU)."""
+    """Whether tensor cores read their right operand from shared memory (also assumed without a GPU)."""
     return not x.is_cuda or torch.cuda.get_device_capability(x.device)[0] == 9
 
 
-def matrix_tiles(x: Tensor, groups: int) -> tuple[int, int]:
+def matrix_tiles(x: Tensor, groups: int, tile_bytes: int) -> tuple[int, int]:
     """Return (depth, columns) of products with g x g matrices.
 
     Up to 64 groups a program keeps the matrices. Larger ones are read in slices of ``depth`` columns for every tile,
     and the tiles are wider.
     """
-    if groups > 64:
-        return 16, 64
-    return padded_rows(groups), max(tile_columns_for(x, groups), 64 if stationary(x, groups) else 0)
+    return (16, 64) if groups > 64 else (padded_rows(groups), tile_columns_for(x, groups, tile_bytes))
 
 
-def split(tiles: int, others: int, programs: int, device: torch.device, *, limited: bool = False) -> tuple[int, int]:
+def split(x: Tensor, tiles: int, others: int, programs: int, *, limited: bool = False) -> tuple[int, int]:
     """Split ``tiles`` so that each multiprocessor gets at most about ``programs`` programs: one wave.
 
     A few more would run by themselves after all others, and double the time.
 
     Args:
+        x: an activation.
         tiles: the tiles of a row of programs.
         others: the number of rows of programs.
         programs: that fit a multiprocessor.
-        device: of the launch.
         limited: whether ``max_tiles`` limits the tiles of a split, as far as the grid allows.
 
     Returns:
         The number of splits, and the tiles of each.
     """
-    wanted = max(1, programs * processors(device) // others)
-    per_split = max(_tuning.min_tiles, triton.cdiv(tiles, wanted))
+    tuning = tuning_for(x)
+    per_split = max(tuning.min_tiles, triton.cdiv(tiles, max(1, programs * processors(x.device) // others)))
     if limited:
-        per_split = max(min(per_split, _tuning.max_tiles), triton.cdiv(tiles, _MAX_GRID))
+        per_split = max(min(per_split, tuning.max_tiles), triton.cdiv(tiles, _MAX_GRID))
     return triton.cdiv(tiles, per_split), per_split
 
 

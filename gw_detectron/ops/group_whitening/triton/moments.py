@@ -115,14 +115,16 @@ def _merge(
 def statistics(x: Tensor, groups: int, eps: float, mean: Tensor, covariance: Tensor) -> None:
     """Write the mean (N, g) and the covariance with eps (N, g, g) of each sample, in one or two launches."""
     n = x.shape[0]
-    tiling, (x_strides,) = launch.layouts(groups, launch.tile_columns_for(x, groups), x)
-    splits, per_split = launch.split(tiling.tiles, n, 3, x.device, limited=True)
+    setting = launch.tuning_for(x).moments
+    tiling, (x_strides,) = launch.layouts(groups, launch.tile_columns_for(x, groups, setting.tile_bytes), x)
+    splits, per_split = launch.split(x, tiling.tiles, n, setting.programs, limited=True)
     count, shift, offset, moment = None, None, mean, covariance
     if splits > 1:
         count, shift = launch.empty(x, n, splits), launch.empty(x, n, splits, groups)
         offset, moment = launch.empty(x, n, splits, groups), launch.empty(x, n, splits, groups, groups)
     launch.run(
-        _moments, (n, splits), like=x, warps=launch.warps_for(groups), stages=launch.stages_for(x, tiling.vector, 3),
+        _moments, (n, splits), like=x, warps=launch.warps_for(groups),
+        stages=launch.stages_for(x, tiling.vector, setting.stages),
         x_ptr=x, x_n=x_strides.sample, x_outer=x_strides.outer, X_J=x_strides.j_first,
         count_ptr=count, shift_ptr=shift, offset_ptr=offset, moment_ptr=moment,
         positions=tiling.positions, tiles=tiling.tiles, per_split=per_split, eps=eps,

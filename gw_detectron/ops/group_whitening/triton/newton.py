@@ -8,14 +8,15 @@ from torch import Tensor
 from ...checks import zero_variance_threshold
 from . import launch
 from .compiler import constexpr, jit, tl
-from .tiles import load_matrix, multiply_split, split_tf32, store_matrix
+from .tiles import half_scale, load_matrix, multiply_half, split_half, store_matrix
 
 
 @jit
 def _multiply(a, b):
-    """Compute a b for symmetric b."""
-    b_high, b_low = split_tf32(b)
-    return multiply_split(a, b_high, b_low)
+    """Compute a b."""
+    a_high, a_low = split_half(a)
+    b_high, b_low = split_half(b)
+    return multiply_half(a_high, a_low, b_high, b_low)
 
 
 @jit
@@ -76,6 +77,9 @@ def _newton_in_registers(
     if grad_ptr is not None:
         grad = load_matrix(grad_ptr, n, rows, rows, GROUPS)
         dq = 0.5 * inv_sqrt * (grad + tl.trans(grad))
+        # tangents are linear in dq: scaled to about 1, which keeps them in the range of float16
+        scale, inverse = half_scale(16384 * tl.max(tl.max(tl.abs(dq), 1), 0))
+        dq *= scale
         along = tl.sum(tl.sum(0.5 * dq * p, 1), 0)  # <dL/dW, P> / (2 sqrt(tr)), and later <dL/dS, S>
         dp = tl.zeros([ROWS, ROWS], tl.float32)
         tl.debug_barrier()  # other threads have stored what this one loads
@@ -99,7 +103,7 @@ def _newton_in_registers(
         s = load_matrix(sigma_ptr, n, rows, rows, GROUPS) / trace
         along += tl.sum(tl.sum(dp * s, 1), 0)
         dp -= tl.where(eye, along, 0.0)
-        store_matrix(grad_sigma_ptr, n, rows, rows, dp * inv_sqrt * inv_sqrt, GROUPS)
+        store_matrix(grad_sigma_ptr, n, rows, rows, dp * inverse * inv_sqrt * inv_sqrt, GROUPS)
 
 
 @jit

@@ -110,13 +110,42 @@ def split_tf32(x):
 
 
 @jit
-def multiply_split(a, b_high, b_low):
-    """Compute a b in float32 precision by three products in tf32; b is symmetric and split."""
-    high, low = split_tf32(a)
-    # symmetric, hence transposed: the tensor cores want the columns of the right operand contiguous
-    total = tl.dot(low, tl.trans(b_high), input_precision="tf32")
-    total = tl.dot(high, tl.trans(b_low), total, input_precision="tf32")
-    return tl.dot(high, tl.trans(b_high), total, input_precision="tf32")
+def half_scale(bound):
+    """Return a power of two that brings values up to ``bound`` below 2^15, and its inverse."""
+    exponent = tl.minimum(tl.maximum(bound.to(tl.int32, bitcast=True) >> 23, 15), 254)
+    scale = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
+    return scale, ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+
+
+@jit
+def split_half(x):
+    """Return two float16 for a float32 below 2^15: x = high + low / 2048."""
+    high = x.to(tl.float16)
+    return high, ((x - high.to(tl.float32)) * 2048).to(tl.float16)
+
+
+@jit
+def multiply_half(a_high, a_low, b_high, b_low):
+    """Compute a b in float32 precision by three products in float16 (Ootomo and Yokota, 2022)."""
+    rest = tl.dot(a_high, b_low) + tl.dot(a_low, b_high)
+    return tl.dot(a_high, b_high) + rest * (1 / 2048)
+
+
+@jit
+def input_scale(sigma_ptr, n, rows, columns, GROUPS: constexpr):
+    """Return the power of two for the centered input of sample n, and its inverse: |x - mean|^2 <= M tr Sigma."""
+    diagonal = tl.load(
+        sigma_ptr + n.to(tl.int64) * (GROUPS * GROUPS) + rows * (GROUPS + 1), mask=rows < GROUPS, other=0.0
+    )
+    return half_scale(tl.sqrt(tl.sum(diagonal, 0)) * tl.sqrt(columns))
+
+
+@jit
+def split_matrix(matrix):
+    """Return two float16 for the scaled matrix, and the inverse of its scale."""
+    scale, inverse = half_scale(tl.max(tl.max(tl.abs(matrix), 1), 0))
+    high, low = split_half(matrix * scale)
+    return high, low, inverse
 
 
 #: whether Triton runs the kernels in its interpreter, on the CPU; a constant, which torch.compile can trace

@@ -7,12 +7,14 @@ from torch import Tensor
 from . import launch
 from .compiler import constexpr, jit, tl
 from .tiles import (
+    input_scale,
     load_matrix,
     load_per_channel,
     load_rows,
-    multiply_split,
+    multiply_half,
     sample_ptr,
-    split_tf32,
+    split_half,
+    split_matrix,
     tile_columns,
     tile_offsets,
     to_operand,
@@ -21,15 +23,17 @@ from .tiles import (
 
 @jit
 def _apply(
-    x_ptr, x_n, x_outer, y_ptr, y_n, y_outer, mean_ptr, whitening_ptr, weight_ptr, bias_ptr,
-    positions, tiles, per_split,
+    x_ptr, x_n, x_outer, y_ptr, y_n, y_outer, mean_ptr, sigma_ptr, whitening_ptr, weight_ptr, bias_ptr,
+    positions, tiles, per_split, columns,
     GROUPS: constexpr, ROWS: constexpr, CPG: constexpr, JB: constexpr, PB: constexpr, VECTOR: constexpr,
-    X_J: constexpr, Y_J: constexpr, RELU: constexpr, DEPTH: constexpr, STATIONARY: constexpr, OPERAND: constexpr, PRECISION: constexpr,
+    X_J: constexpr, Y_J: constexpr, RELU: constexpr, DEPTH: constexpr, HALVES: constexpr, OPERAND: constexpr,
+    PRECISION: constexpr,
 ):  # fmt: skip
     """Compute y for one split of a sample's columns.
 
     y = weight * (W (x - mean)) + bias, with ReLU if RELU. W is loaded once if DEPTH == ROWS. Otherwise each tile reads
-    it in slices of DEPTH columns. If STATIONARY, the tile is the left operand: y^T = (x - mean)^T W.
+    it in slices of DEPTH columns. If HALVES, W and x are split into two float16 each. They are scaled by powers of two
+    before, as |x - mean|^2 <= M tr Sigma in every element.
     """
     n, first = tl.program_id(0), tl.program_id(1) * per_split
     x_ptr, y_ptr = sample_ptr(x_ptr, n, x_n, VECTOR), sample_ptr(y_ptr, n, y_n, VECTOR)
@@ -37,8 +41,10 @@ def _apply(
     if DEPTH == ROWS:
         mean = load_rows(mean_ptr, n, rows, GROUPS)
         whitening = load_matrix(whitening_ptr, n, rows, rows, GROUPS)
-        if STATIONARY:
-            high, low = split_tf32(whitening)
+        if HALVES:
+            high, low, inverse = split_matrix(whitening)
+            scale, inverse_x = input_scale(sigma_ptr, n, rows, columns, GROUPS)
+            inverse *= inverse_x
         else:
             whitening = to_operand(whitening, OPERAND, PRECISION)
     for tile in tl.range(first, tl.minimum(first + per_split, tiles)):
@@ -52,8 +58,9 @@ def _apply(
             inside = (k < GROUPS)[:, None] & exists[None, :]
             x = tl.load(x_ptr + tile_offsets(k, j, p, x_outer, CPG, VECTOR, X_J), mask=inside, other=0.0)
             centered = x.to(tl.float32) - mean[:, None]
-            if STATIONARY:
-                y = tl.trans(multiply_split(tl.trans(centered), high, low))
+            if HALVES:
+                x_high, x_low = split_half(centered * scale)
+                y = multiply_half(high, low, x_high, x_low) * inverse
             else:
                 y = tl.dot(whitening, to_operand(centered, OPERAND, PRECISION), y, input_precision=PRECISION)
         if weight_ptr is not None:
@@ -67,20 +74,29 @@ def _apply(
 
 
 def apply(
-    x: Tensor, mean: Tensor, whitening: Tensor, weight: Tensor | None, bias: Tensor | None, relu: bool, out: Tensor
+    x: Tensor,
+    mean: Tensor,
+    sigma: Tensor,
+    whitening: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    relu: bool,
+    out: Tensor,
 ) -> None:
     """Write y = weight * (W (x - mean)) + bias to ``out``, with ReLU if ``relu``, in one launch."""
     groups = whitening.shape[-1]
-    depth, columns = launch.matrix_tiles(x, groups)
+    setting = launch.tuning_for(x).apply
+    depth, columns = launch.matrix_tiles(x, groups, setting.tile_bytes)
     tiling, (x_strides, y_strides) = launch.layouts(groups, columns, x, out)
-    splits, per_split = launch.split(tiling.tiles, x.shape[0], 3, x.device)
+    splits, per_split = launch.split(x, tiling.tiles, x.shape[0], setting.programs)
     launch.run(
-        _apply, (x.shape[0], splits), like=x, warps=launch.warps_for(groups), stages=launch.stages_for(x, tiling.vector, 2),
+        _apply, (x.shape[0], splits), like=x, warps=launch.warps_for(groups),
+        stages=launch.stages_for(x, tiling.vector, setting.stages),
         x_ptr=x, x_n=x_strides.sample, x_outer=x_strides.outer, X_J=x_strides.j_first,
         y_ptr=out, y_n=y_strides.sample, y_outer=y_strides.outer, Y_J=y_strides.j_first,
-        mean_ptr=mean, whitening_ptr=whitening, weight_ptr=weight, bias_ptr=bias,
-        positions=tiling.positions, tiles=tiling.tiles, per_split=per_split,
+        mean_ptr=mean, sigma_ptr=sigma, whitening_ptr=whitening, weight_ptr=weight, bias_ptr=bias,
+        positions=tiling.positions, tiles=tiling.tiles, per_split=per_split, columns=float(x[0].numel() // groups),
         GROUPS=groups, ROWS=tiling.rows, CPG=tiling.cpg, JB=tiling.jb, PB=tiling.pb, VECTOR=tiling.vector,
-        RELU=relu, DEPTH=depth, STATIONARY=launch.stationary(x, groups), OPERAND=launch.operand_dtype(x),
+        RELU=relu, DEPTH=depth, HALVES=launch.in_halves(x, groups), OPERAND=launch.operand_dtype(x),
         PRECISION=launch.input_precision(x),
     )  # fmt: skip
