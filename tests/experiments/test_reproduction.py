@@ -72,11 +72,8 @@ def test_the_record_of_a_run_has_its_changed_options(tmp_path):
     [
         ("BN", 2, True),
         ("BN", 1, False),
-        ("BW:channels=64,sync=False", 2, True),
         ("BW:channels=64,sync=True", 2, False),
         ("GN", 2, False),
-        ("FrozenBN", 2, False),
-        ("SyncBN", 2, False),
     ],
 )
 def test_the_number_of_gpus_belongs_to_a_row_with_batch_statistics(tmp_path, norms, processes, changed):
