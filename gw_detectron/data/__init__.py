@@ -4,7 +4,6 @@ from .coco_datasets import (
     CocoDataset,
     CocoDatasets,
     needs_registration,
-    read_classes,
     register_datasets,
     registered_datasets,
 )
@@ -30,7 +29,6 @@ __all__ = [
     "existing_path",
     "make_synthetic",
     "needs_registration",
-    "read_classes",
     "read_datasets",
     "read_json",
     "record_datasets",

@@ -1,10 +1,9 @@
 """Register a user's datasets in COCO format."""
 
 import contextlib
-import functools
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +12,7 @@ from detectron2.data.datasets import register_coco_instances
 from detectron2.utils.file_io import PathManager
 
 from ..errors import ConfigError, DataError
-from .coco_files import DerivedJsonHandler, complete_coco, read_json, split_coco
+from .coco_files import DerivedJsonHandler, complete_coco, read_json
 
 
 @dataclass(frozen=True)
@@ -43,22 +42,17 @@ class CocoDatasets:
     val: dict[str, CocoDataset] = field(default_factory=dict)
 
     def classes(self) -> dict[int, str]:
-        """Return the category names by id of the datasets for evaluation, else of those for training."""
-        return read_classes((*self.val.values(), *self.train.values()))
+        """Return the category names by id, in ascending order, of the first file that can be read, from ``val`` on.
+
+        Returns {} if none can; preflight reports why.
+        """
+        for dataset in (*self.val.values(), *self.train.values()):
+            with contextlib.suppress(OSError, DataError, LookupError, TypeError):
+                return dict(sorted((each["id"], each["name"]) for each in read_json(dataset.json)["categories"]))
+        return {}
 
 
 _registered: dict[str, CocoDataset] = {}
-
-
-def read_classes(datasets: Iterable[CocoDataset]) -> dict[int, str]:
-    """Return the category names by id, in ascending order, of the first file that can be read.
-
-    Returns {} if none can; preflight reports why.
-    """
-    for dataset in datasets:
-        with contextlib.suppress(OSError, DataError, LookupError, TypeError):
-            return dict(sorted((each["id"], each["name"]) for each in read_json(dataset.json)["categories"]))
-    return {}
 
 
 def registered_datasets(train: Iterable[str], val: Iterable[str]) -> CocoDatasets:
@@ -107,28 +101,20 @@ def _plain(datasets: CocoDatasets, folder: str) -> Iterator[tuple[str, str, Coco
             metadata = {"source": dataset.json, "added": added}
             if dataset.val_fraction:
                 for part, each in (("train", name), ("val", f"{name.removesuffix('_train')}_val")):
-                    derive = functools.partial(_part, val_fraction=dataset.val_fraction, part=part)
-                    yield part, each, _derived(each, dataset, folder, derive), {**metadata, "part": part}
+                    yield part, each, _derived(each, dataset, folder, part), {**metadata, "part": part}
             elif added:
-                yield role, name, _derived(name, dataset, folder, _completed), metadata
+                yield role, name, _derived(name, dataset, folder, ""), metadata
             else:
                 yield role, name, dataset, {}
 
 
-def _completed(content: Any) -> Any:
-    return complete_coco(content)[0]
-
-
-def _part(content: Any, val_fraction: float, part: str) -> Any:
-    return split_coco(_completed(content), val_fraction)[part == "val"]
-
-
-def _derived(name: str, dataset: CocoDataset, folder: str, derive: Callable[[Any], Any]) -> CocoDataset:
+def _derived(name: str, dataset: CocoDataset, folder: str, part: str) -> CocoDataset:
     """Replace the file of a dataset by one in the run folder that is derived from it."""
     path = os.path.join(os.path.abspath(folder), "datasets", f"{name}.json")
     if os.path.realpath(path) == os.path.realpath(dataset.json):
         raise ConfigError(f"dataset ('{name}'): the run would replace its file '{path}'. Fix: give another OUTPUT_DIR.")
-    PathManager.register_handler(DerivedJsonHandler(path, dataset.json, derive), allow_override=True)
+    handler = DerivedJsonHandler(path, dataset.json, dataset.val_fraction, part)
+    PathManager.register_handler(handler, allow_override=True)
     return replace(dataset, json=path, val_fraction=0.0)
 
 

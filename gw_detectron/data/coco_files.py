@@ -5,7 +5,6 @@ import hashlib
 import io
 import json
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -103,15 +102,26 @@ def _place(file_name: str) -> float:
 
 
 class DerivedJsonHandler(PathHandler):
-    """Path handler of a COCO file that is derived from another when it is first used as a local file.
+    """Path handler of a completed COCO file, or of one part of its split.
 
-    Opening the path before, as preflight does, writes nothing: a refused run leaves its output folder unchanged.
+    The file is written when it is first used as a local file. Opening the path before, as preflight does, writes
+    nothing: a refused run leaves its output folder unchanged.
+
+    Args:
+        path: the derived file.
+        source: the COCO file that it is derived from.
+        val_fraction: for :func:`split_coco`; 0: not split.
+        part: ``train`` or ``val``, of a split.
     """
 
-    def __init__(self, path: str, source: str, derive: Callable[[Any], Any]) -> None:
+    def __init__(self, path: str, source: str, val_fraction: float, part: str) -> None:
         super().__init__()
-        self._path, self._source, self._derive = path, source, derive
+        self._path, self._source, self._val_fraction, self._part = path, source, val_fraction, part
         self._written = False
+
+    def _content(self) -> Any:
+        content = complete_coco(read_json(self._source))[0]
+        return split_coco(content, self._val_fraction)[self._part == "val"] if self._val_fraction else content
 
     def _get_supported_prefixes(self) -> list[str]:
         return [self._path]
@@ -119,21 +129,19 @@ class DerivedJsonHandler(PathHandler):
     def _get_local_path(self, path: str, force: bool = False, **kwargs: Any) -> str:
         if not self._written:
             try:
-                content = read_json(self._source)
-                derived = self._derive(content)
+                content = self._content()
             except DataError as error:
                 raise DataError(f"'{self._source}': {error}") from error
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(Path(path)) as temporary:
-                temporary.write_text(json.dumps(derived))
+                temporary.write_text(json.dumps(content))
             self._written = True
-            if derived is not content:
-                images = f"{len(derived['images'])} of {len(content['images'])} images of '{self._source}'"
-                logging.getLogger(__name__).info("'%s': %s, %d objects", path, images, len(derived["annotations"]))
+            counts = ", ".join(f"{len(content.get(key, ()))} {key}" for key in ("images", "annotations"))
+            logging.getLogger(__name__).info("'%s': %s of '%s'", path, counts, self._source)
         return path
 
     def _open(self, path: str, mode: str = "r", buffering: int = -1, **kwargs: Any) -> IO[Any]:
         if self._written:
             return open(path, mode, buffering, **kwargs)
-        text = json.dumps(self._derive(read_json(self._source)))
+        text = json.dumps(self._content())
         return io.BytesIO(text.encode()) if "b" in mode else io.StringIO(text)

@@ -128,21 +128,16 @@ def _read_tree(path: str) -> dict[str, Any]:
 
 
 def _read_dataset(given: Any, path: str, key: str, must_exist: bool) -> CocoDataset:
-    if not isinstance(given, dict):
-        raise ConfigError(f"'{path}', {key}: not a mapping. Fix: write json: FILE and images: FOLDER below it.")
+    if not isinstance(given, dict) or not all(isinstance(given.get(name), str) for name in _PATHS):
+        raise ConfigError(f"'{path}', {key} ({given!r:.80}): expected json: FILE and images: FOLDER below it.")
     _check_keys(given, [each.name for each in fields(CocoDataset)], path, f"{key}.")
-    for name in _PATHS:
-        if not isinstance(given.get(name), str):
-            raise ConfigError(f"'{path}', {key}.{name} ({given.get(name)!r}): not a path. Fix: give one.")
     if "val_fraction" in given:
         check_fraction(given["val_fraction"], f"'{path}', {key}.val_fraction")
         must_exist = True
-    paths = {
-        name: existing_path(
-            given[name], f"'{path}', {key}.{name}", exists if must_exist else bool, os.path.dirname(path)
-        )
-        for name, exists in _PATHS.items()
-    }
+    paths = {}
+    for name, exists in _PATHS.items():
+        where = f"'{path}', {key}.{name}"
+        paths[name] = existing_path(given[name], where, exists if must_exist else bool, os.path.dirname(path))
     return CocoDataset(**{**given, **paths})
 
 

@@ -16,7 +16,6 @@ from ..data import (
     check_fraction,
     existing_path,
     needs_registration,
-    read_classes,
     read_datasets,
     read_json,
     recorded_classes,
@@ -66,7 +65,7 @@ def use_datasets(cfg: CfgNode, args: argparse.Namespace, folder: str) -> None:
     values: dict[str, object] = {"DATASETS.TEST": tuple(named.val)}
     if named.train:
         values["DATASETS.TRAIN"] = tuple(named.train)
-    if classes := len(read_classes((*given.train.values(), *given.val.values()))):
+    if classes := len(given.classes()):
         values |= dict.fromkeys(object_count_keys(cfg), classes)
     cfg.merge_from_list([word for key, value in values.items() if key not in explicit for word in (key, value)])
 

@@ -178,7 +178,7 @@ def test_an_annotation_of_no_image_is_kept():
 def derive(tmp_path):
     """Return the source and the path of its validation part."""
     source, part = tmp_path / "all.json", tmp_path / "run" / "datasets" / "val.json"
-    handler = DerivedJsonHandler(str(part), str(source), lambda content: split_coco(content, 0.1)[1])
+    handler = DerivedJsonHandler(str(part), str(source), 0.1, "val")
     PathManager.register_handler(handler, allow_override=True)
     return source, part
 
