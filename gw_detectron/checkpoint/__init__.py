@@ -1,8 +1,7 @@
 """Checkpoints of runs: open, load strictly, record."""
 
 from ..weights.record import NORMS
-from .checkpointer import GWDetectionCheckpointer
-from .loading import LoadReport, load_checkpoint, load_model, norm_mismatch
+from .loading import GWDetectionCheckpointer, LoadReport, load_checkpoint, load_model, norm_mismatch
 from .opening import Checkpoint, StartWeights, last_checkpoint, open_checkpoint, open_start_weights
 from .records import RUN_RECORD, NormRecord, RunRecord, norm_differences
 

@@ -1,14 +1,15 @@
-"""Load an opened checkpoint strictly, and report what was loaded."""
+"""Load an opened checkpoint strictly, and report what was loaded; a checkpointer that does so."""
 
 import copy
 import logging
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode
 from detectron2.layers import FrozenBatchNorm2d
+from detectron2.utils.file_io import PathManager
 from torch import Tensor, nn
 
 from ..errors import ConfigError, InvalidWeightsError, NormMismatchError, PartialLoadError, summarize_names
@@ -16,8 +17,11 @@ from ..modeling import build_checked_model
 from ..modeling.config_keys import NORM_KEYS
 from ..norms import norm_rows
 from ..weights.reading import weight_problem
-from .opening import Checkpoint, open_start_weights
-from .records import norm_differences
+from ..weights.record import NORMS
+from .opening import Checkpoint, open_checkpoint, open_start_weights
+from .records import NormRecord, norm_differences
+
+log = logging.getLogger(__name__)
 
 _BACKBONE_NAME = re.compile(r"(backbone\.(bottom_up\.)?)?(stem\.conv1|res[2-5]\.\d+)\.")
 _TORCHVISION_NAME = re.compile(r"(module\.)?layer1\.0\.conv1\.weight")
@@ -146,28 +150,22 @@ def load_model(
         )
     model = build_checked_model(cfg, device).eval()
     report = load_checkpoint(model, checkpoint, allow_partial=allow_partial)
-    logging.getLogger(__name__).info("%s", report)
+    log.info("%s", report)
     missing = [name for name in report.new if name.startswith(needed) and not allow_partial]
-    check_shapes(model, checkpoint, missing)
     if missing:
-        alone = "; a ResNet alone can be exported with --no-fpn" if needed else ""
+        own, given = model.state_dict(), checkpoint.tensors
+        others = [
+            f"{name} {tuple(given[name].shape)}, not {tuple(own[name].shape)}" for name in missing if name in given
+        ]
+        why = f"have other shapes than the model's ({summarize_names(others, 2)})"
+        fix = "set NUM_CLASSES, or another key of the heads, as in the run of the weights"
+        if not others:
+            why = f"are missing ({summarize_names(missing)})"
+            fix = "give the weights of a trained detector" + ("; --no-fpn exports the ResNet alone" if needed else "")
         raise PartialLoadError(
-            f"MODEL.WEIGHTS ('{checkpoint.address}'): {len(missing)} tensors are missing ({summarize_names(missing)}). "
-            f"Fix: give the weights of a trained detector{alone}."
+            f"MODEL.WEIGHTS ('{checkpoint.address}'): {len(others or missing)} tensors {why}. Fix: {fix}."
         )
     return model
-
-
-def check_shapes(model: nn.Module, checkpoint: Checkpoint, names: Iterable[str]) -> None:
-    """Raise PartialLoadError if tensors were not loaded because the checkpoint has them with other shapes."""
-    own, given = model.state_dict(), checkpoint.tensors
-    shapes = [f"{name} {tuple(given[name].shape)}, not {tuple(own[name].shape)}" for name in names if name in given]
-    if shapes:
-        raise PartialLoadError(
-            f"MODEL.WEIGHTS ('{checkpoint.address}'): {len(shapes)} tensors have other shapes than the model's "
-            f"({summarize_names(shapes, 2)}). Fix: set NUM_CLASSES, or another key of the heads, as in the run of the "
-            "weights."
-        )
 
 
 def load_checkpoint(
@@ -197,7 +195,6 @@ def load_checkpoint(
     # in float32, as in the model: larger values of float64 become infinite
     floating = {name: value for name, value in checkpoint.tensors.items() if value.is_floating_point()}
     _check_weights(floating, checkpoint.address)
-    log = logging.getLogger(__name__)
     if differences := norm_differences(checkpoint, model):
         error = norm_mismatch(checkpoint.address, differences)
         if not allow_partial:
@@ -257,3 +254,49 @@ def _check_weights(tensors: Mapping[str, Tensor], address: str) -> None:
             f"MODEL.WEIGHTS ('{address}'): {'; '.join(lines)}. Fix: give an earlier checkpoint of that run, or other "
             "weights."
         )
+
+
+class GWDetectionCheckpointer(DetectionCheckpointer):
+    """Detectron2's checkpointer, with a record of norms and checked loading, for scripts without this Trainer.
+
+    Args:
+        model: the detector, or its DistributedDataParallel.
+        save_dir: folder of the checkpoints.
+        allow_partial: accept missing backbone tensors, and other norms than those of the checkpoint.
+        kwargs: further arguments of Detectron2's checkpointer, such as ``trainer``.
+    """
+
+    def __init__(self, model: nn.Module, save_dir: str = "", *, allow_partial: bool = False, **kwargs: Any) -> None:
+        super().__init__(model, save_dir, **kwargs)
+        self.allow_partial = allow_partial
+        self.add_checkpointable(NORMS, NormRecord(self.model))
+
+    def save(self, name: str, **kwargs: Any) -> None:
+        """Write a checkpoint to the folder, which is created if needed."""
+        if self.save_dir and self.save_to_disk:
+            PathManager.mkdirs(self.save_dir)
+        super().save(name, **kwargs)
+
+    def load(self, path: str, checkpointables: list[str] | None = None) -> dict[str, Any]:
+        """Load a checkpoint without running its code.
+
+        Args:
+            path: a file or address; "" loads nothing.
+            checkpointables: names of the training states to load; None loads all.
+
+        Returns:
+            What else the checkpoint contains.
+
+        Raises:
+            UserError: see :func:`open_checkpoint` and :func:`load_checkpoint`.
+        """
+        if not path:
+            return super().load(path)
+        checkpoint = open_checkpoint(path, "checkpoint")
+        names = [*self.checkpointables] if checkpointables is None else checkpointables
+        report = load_checkpoint(self, checkpoint, allow_partial=self.allow_partial)
+        for name in names:
+            if name in checkpoint.metadata:
+                self.checkpointables[name].load_state_dict(checkpoint.metadata[name])
+        log.info("%s", report)
+        return {name: value for name, value in checkpoint.metadata.items() if name not in names}

@@ -1,5 +1,6 @@
 """Load an opened checkpoint: exactly what was read is loaded, and a missing backbone tensor is an error."""
 
+import logging
 import os
 import pickle
 import re
@@ -10,6 +11,7 @@ import pytest
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.modeling import build_model
+from torch import nn
 
 from gw_detectron.checkpoint import GWDetectionCheckpointer, load_checkpoint, open_checkpoint, open_start_weights
 from gw_detectron.errors import (
@@ -19,9 +21,11 @@ from gw_detectron.errors import (
     MissingFileError,
     NormMismatchError,
     PartialLoadError,
+    RefusedFileError,
     WeightsFileError,
 )
-from gw_detectron.norms import norm_rows
+from gw_detectron.modeling import gw_resnet
+from gw_detectron.norms import convert_convs
 from gw_detectron.weights import convert, convert_file, read_weights_file
 
 from ..weights.polyglot import safetensors_and_pickle
@@ -43,12 +47,9 @@ def _converted(state, norm="GW"):
     return {"model": convert(state, norm=norm).tensors, "matching_heuristics": True}
 
 
-def test_whole_backbone(model, r18, tmp_path):
-    report = _load(model, _converted(r18), tmp_path)
-    assert report == "backbone: 82/82 tensors; FPN and heads are randomly initialized, as expected"
-
-
-def test_whole_detector_and_one_with_other_classes(model, tmp_path):
+def test_whole_backbones_and_detectors(model, r18, detector_cfg, tmp_path):
+    whole = "backbone: 82/82 tensors; FPN and heads are randomly initialized, as expected"
+    assert _load(model, _converted(r18), tmp_path) == whole
     state = model.state_dict()
     others = sum(not name.startswith("backbone.bottom_up.") for name in state)
     expected = f"backbone: 82/82 tensors; FPN and heads: {others}/{others}"
@@ -56,38 +57,40 @@ def test_whole_detector_and_one_with_other_classes(model, tmp_path):
     state["roi_heads.box_predictor.cls_score.weight"] = torch.ones(3, 16)
     report = _load(model, {"model": state}, tmp_path)
     assert report.endswith(f"{others - 1}/{others}, new: roi_heads.box_predictor.cls_score.weight")
+    halves = {name: value.half() for name, value in _converted(r18)["model"].items()}
+    counter = {"res2.0.conv2.norm.num_batches_tracked": torch.tensor(3)}
+    assert _load(model, {"model": halves | counter, "matching_heuristics": True}, tmp_path) == whole
+    detector_cfg.MODEL.BACKBONE.NAME = "build_gw_resnet_backbone"  # without FPN
+    detector_cfg.MODEL.RPN.IN_FEATURES = detector_cfg.MODEL.ROI_HEADS.IN_FEATURES = ["res4"]
+    detector_cfg.MODEL.ANCHOR_GENERATOR.SIZES = [[32]]
+    assert _load(build_model(detector_cfg), _converted(r18), tmp_path).startswith("backbone: 82/82 tensors")
 
 
-def test_the_classifier_of_the_source_is_no_backbone_tensor(model, r18, tmp_path):
-    content = {"model": convert(r18, norm="GW").tensors, "matching_heuristics": True}
-    assert _load(model, content, tmp_path).startswith("backbone: 82/82 tensors; FPN")
-
-
-def test_a_missing_tensor_is_an_error_unless_allowed(model, r18, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("res3.0.conv1.norm.weight", lambda value: None),
+        ("res2.0.conv2.norm.running_var", lambda value: None),  # which FrozenBN would fill in
+        ("stem.conv1.norm.weight", lambda value: value.view(1, -1, 1, 1)),  # Detectron2 only warns
+    ],
+)
+def test_a_missing_tensor_is_an_error_unless_allowed(model, r18, tmp_path, name, change):
     content = _converted(r18)
-    del content["model"]["res3.0.conv1.norm.weight"]
+    value = change(content["model"].pop(name))
+    content["model"] |= {} if value is None else {name: value}
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(PartialLoadError, match="81/82") as caught:
+    with pytest.raises(PartialLoadError, match=rf"(?s)81/82.*Missing: backbone.bottom_up.{name}.*--allow-partial"):
         _load(model, content, tmp_path)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert "Missing: backbone.bottom_up.res3.0.conv1.norm.weight" in str(caught.value)
-    assert "--allow-partial" in str(caught.value)
     assert "81/82" in _load(model, content, tmp_path, allow_partial=True)
 
 
-def test_statistics_that_frozen_batch_norm_fills_in_are_missing(model, r18, tmp_path):
-    content = _converted(r18)
-    del content["model"]["res2.0.conv2.norm.running_var"]
-    with pytest.raises(PartialLoadError, match=r"Missing: backbone\.bottom_up\.res2\.0\.conv2\.norm\.running_var"):
-        _load(model, content, tmp_path)
-
-
-def test_a_wrong_shape_that_detectron2_only_warns_about(model, r18, tmp_path):
-    content = _converted(r18)
-    weight = content["model"]["stem.conv1.norm.weight"]
-    content["model"]["stem.conv1.norm.weight"] = weight.view(1, -1, 1, 1)
-    with pytest.raises(PartialLoadError, match="Missing: backbone.bottom_up.stem.conv1.norm.weight"):
-        _load(model, content, tmp_path)
+def test_weights_of_other_layers(model, r18, detector_cfg, tmp_path):
+    with pytest.raises(PartialLoadError, match=r"0/82.*(?s:.)*gw-detectron weights convert"):
+        _load(model, {"model": r18}, tmp_path)
+    detector_cfg.MODEL.RESNETS.WHITEN_POSITIONS = ""
+    with pytest.raises(PartialLoadError, match="82/100"):
+        _load(build_model(detector_cfg), _converted(r18), tmp_path)
 
 
 def test_weights_with_batch_norm_where_the_model_whitens(model, tmp_path):
@@ -101,17 +104,6 @@ def test_group_norm_of_caffe2_where_the_model_whitens(model, tmp_path):
     with pytest.raises(NormMismatchError, match=r"20 layers differ .*norm GN in the checkpoint, GW"):
         _load(model, content, tmp_path)
     _load(model, content, tmp_path, allow_partial=True)
-
-
-def test_weights_with_whitening_where_the_model_has_batch_norm(detector_cfg, r18, tmp_path):
-    detector_cfg.MODEL.RESNETS.WHITEN_POSITIONS = ""
-    with pytest.raises(PartialLoadError, match="82/100"):
-        _load(build_model(detector_cfg), _converted(r18), tmp_path)
-
-
-def test_the_error_of_an_unconverted_file_tells_how_to_convert_it(model, r18, tmp_path):
-    with pytest.raises(PartialLoadError, match=r"0/82.*(?s:.)*gw-detectron weights convert"):
-        _load(model, {"model": r18}, tmp_path)
 
 
 def test_statistics_inside_scale_and_shift_as_caffe2_has_them(detector_cfg, tmp_path):
@@ -138,6 +130,31 @@ def test_weights_without_batch_norm_where_the_model_has_it(detector_cfg, tmp_pat
     assert str(report).startswith("backbone: 60/100 tensors")
 
 
+def test_a_run_with_other_options_is_refused(r18_file, tmp_path, detector_cfg, caplog):
+    convert_file(r18_file, tmp_path / "a.pkl")
+    weights = open_checkpoint(tmp_path / "a.pkl")
+    detector_cfg.MODEL.RESNETS.WHITEN_NORM = "GW:eps=1e-3"  # may be changed for fine-tuning
+    load_checkpoint(build_model(detector_cfg), weights)
+    assert "records no norms" not in caplog.text
+    detector_cfg.MODEL.RESNETS.WHITEN_NORM = "GW:groups=32"
+    model = build_model(detector_cfg)
+    with pytest.raises(NormMismatchError, match=r"9 layers differ \(backbone.bottom_up.stem.conv1.norm GW:groups=64"):
+        load_checkpoint(model, weights)
+    load_checkpoint(model, weights, allow_partial=True)
+    torch.save({"model": model.state_dict(), "iteration": 9, "optimizer": None, (1, 2): {}}, tmp_path / "other.pth")
+    load_checkpoint(model, open_checkpoint(tmp_path / "other.pth"))
+    assert "records no norms" in caplog.text
+
+
+def test_converted_weights_may_belong_to_standardized_convolutions(detector_cfg, tmp_path):
+    """Such as R-50-GN-WS: the file has the raw values."""
+    torch.save(make_network("R-18", norm="GN").state_dict(), tmp_path / "a.pth")
+    convert_file(tmp_path / "a.pth", tmp_path / "a.pkl", norm="GN")
+    detector_cfg.MODEL.RESNETS.NORM, detector_cfg.MODEL.RESNETS.WHITEN_POSITIONS = "GN", ""
+    detector_cfg.MODEL.RESNETS.CONV = "WS"
+    assert not load_checkpoint(build_model(detector_cfg), open_checkpoint(tmp_path / "a.pkl")).missing
+
+
 def test_no_weights_and_live_batch_norm(detector_cfg, r18_file, tmp_path):
     detector_cfg.MODEL.RESNETS.NORM = "BN"
     model = build_model(detector_cfg)
@@ -146,22 +163,10 @@ def test_no_weights_and_live_batch_norm(detector_cfg, r18_file, tmp_path):
     convert_file(r18_file, tmp_path / "a.pkl")
     report = load_checkpoint(model, open_checkpoint(str(tmp_path / "a.pkl")))
     assert str(report).startswith("backbone: 82/82 tensors")
-
-
-@pytest.mark.parametrize("weights", ["", None])
-def test_no_weights_are_random_initial_values(detector_cfg, weights):
-    detector_cfg.MODEL.WEIGHTS = weights
-    start = open_start_weights(detector_cfg)
-    assert (start.address, start.checkpoint()) == ("", None)
-
-
-def test_backbone_without_fpn(detector_cfg, r18, tmp_path):
-    detector_cfg.MODEL.BACKBONE.NAME = "build_gw_resnet_backbone"
-    detector_cfg.MODEL.RPN.IN_FEATURES = ["res4"]
-    detector_cfg.MODEL.ROI_HEADS.IN_FEATURES = ["res4"]
-    detector_cfg.MODEL.ANCHOR_GENERATOR.SIZES = [[32]]
-    model = build_model(detector_cfg)
-    assert _load(model, _converted(r18), tmp_path).startswith("backbone: 82/82 tensors")
+    for weights in ("", None):
+        detector_cfg.MODEL.WEIGHTS = weights
+        start = open_start_weights(detector_cfg)
+        assert (start.address, start.checkpoint()) == ("", None)
 
 
 def test_detectron2s_own_imagenet_weights_load_whole(detector_cfg, tmp_path):
@@ -242,19 +247,6 @@ def test_values_and_types_that_conversion_refuses(model, r18, tmp_path, name, ch
         _load(model, content, tmp_path, allow_partial=True)
 
 
-def test_names_in_messages_are_printable(model, tmp_path):
-    with pytest.raises(InvalidWeightsError, match=r"infinite \(a\\nError\\x1b\[2J\)") as raised:
-        _load(model, {"model": {"a\nError\x1b[2J": torch.tensor(float("nan"))}}, tmp_path)
-    assert str(raised.value).isprintable()
-
-
-def test_step_counters_and_half_precision_are_weights(model, r18, tmp_path):
-    content = _converted(r18)
-    content["model"] = {name: value.half() for name, value in content["model"].items()}
-    content["model"]["res2.0.conv2.norm.num_batches_tracked"] = torch.tensor(3)
-    assert _load(model, content, tmp_path).startswith("backbone: 82/82 tensors")
-
-
 @pytest.mark.parametrize("kind", ["pipe", "folder", "long"])
 def test_last_checkpoint_is_a_small_regular_file(detector_cfg, tmp_path, kind):
     tag = tmp_path / "last_checkpoint"
@@ -282,35 +274,6 @@ def test_metadata_of_a_wrong_type(tmp_path, key, value, message):
     torch.save({"model": {"a": torch.ones(1)}, key: value}, tmp_path / "a.pth")
     with pytest.raises(WeightsFileError, match=f"^MODEL.WEIGHTS: '.*a.pth': {message}"):
         open_checkpoint(str(tmp_path / "a.pth"))
-
-
-@pytest.mark.parametrize(
-    "metadata",
-    [
-        {"norms": {"backbone.bottom_up.stem.conv1.norm": "such a norm"}},
-        {"__author__": [3], "iteration": "x", "trainer": 3},
-        {"iteration": -7, "optimizer": None, (1, 2): {}, 3: []},
-    ],
-)
-def test_odd_metadata_gives_a_message_or_is_ignored(model, tmp_path, metadata):
-    torch.save({"model": model.state_dict(), **metadata}, tmp_path / "a.pth")
-    checkpoint = open_checkpoint(str(tmp_path / "a.pth"))
-    if "norms" in metadata:
-        with pytest.raises(NormMismatchError, match="such a norm in the checkpoint"):
-            load_checkpoint(model, checkpoint)
-    else:
-        load_checkpoint(model, checkpoint)
-
-
-@pytest.mark.parametrize("metadata", [{"iteration": 9}, {"__author__": "of a model zoo"}])
-def test_a_checkpoint_of_another_trainer_has_no_record_of_norms(model, tmp_path, caplog, metadata):
-    torch.save({"model": model.state_dict(), **metadata}, tmp_path / "other.pth")
-    load_checkpoint(model, open_checkpoint(str(tmp_path / "other.pth")))
-    assert any(row.groups for row in norm_rows(model)) and "records no norms" in caplog.text
-    caplog.clear()
-    GWDetectionCheckpointer(model, str(tmp_path / "new" / "folder")).save("own", iteration=9)
-    load_checkpoint(model, open_checkpoint(str(tmp_path / "new" / "folder" / "own.pth")))
-    assert "records no norms" not in caplog.text
 
 
 def test_what_was_read_is_what_is_loaded(model, r18, tmp_path):
@@ -370,3 +333,92 @@ def test_the_option_of_an_address_asks_for_matching_names(model, r18, tmp_path):
     assert str(load_checkpoint(model, checkpoint)).startswith("backbone: 82/82")
     with pytest.raises(PartialLoadError, match="0/82"):
         load_checkpoint(model, open_checkpoint(str(tmp_path / "a.pth")))
+
+
+# --- the checkpointer for scripts without this package's Trainer ---
+
+
+def detector(depth: int = 18, **options) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.ModuleDict({"backbone": gw_resnet(depth, freeze_at=0, norm="BN", **options), "head": nn.Linear(2, 2)})
+
+
+def test_norms_are_recorded_and_training_goes_on(tmp_path, caplog):
+    model = detector()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    sum(p.sum() for p in model.parameters()).backward()
+    optimizer.step()
+    GWDetectionCheckpointer(model, str(tmp_path), optimizer=optimizer).save("model", iteration=7)
+    other = detector()
+    restored = torch.optim.SGD(other.parameters(), 0.2)
+    checkpointer = GWDetectionCheckpointer(other, str(tmp_path), optimizer=restored)
+    with caplog.at_level(logging.INFO, logger="gw_detectron"):
+        rest = checkpointer.resume_or_load("", resume=True)
+    assert rest["iteration"] == 7 and restored.param_groups[0]["lr"] == 0.1
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert "backbone: " in caplog.text
+    fresh = torch.optim.SGD(other.parameters(), 0.2)
+    GWDetectionCheckpointer(other, optimizer=fresh).resume_or_load(str(tmp_path / "model.pth"), resume=False)
+    assert fresh.param_groups[0]["lr"] == 0.2
+
+
+def test_other_norms_and_missing_layers_are_refused(tmp_path):
+    GWDetectionCheckpointer(detector(), str(tmp_path)).save("model")
+    path = str(tmp_path / "model.pth")
+    other = detector(whiten_norm="GW:groups=32")
+    before = other.state_dict()["backbone.stem.conv1.weight"].clone()
+    with pytest.raises(NormMismatchError, match="GW:groups=32"):
+        GWDetectionCheckpointer(other).load(path)
+    assert torch.equal(other.state_dict()["backbone.stem.conv1.weight"], before)
+    with pytest.raises(PartialLoadError, match="Missing: backbone.res2.2"):
+        GWDetectionCheckpointer(detector(34)).load(path)
+    GWDetectionCheckpointer(detector(34), allow_partial=True).load(path)
+
+
+def test_other_norms_are_refused_where_names_fit_by_their_end(tmp_path):
+    """Detectron2's heuristics load a bare backbone into a detector."""
+    backbone = detector(whiten_norm="GW")["backbone"]
+    GWDetectionCheckpointer(backbone, str(tmp_path)).save("model")
+    path = f"{tmp_path}/model.pth?matching_heuristics=True"
+    with pytest.raises(NormMismatchError, match="backbone.stem.conv1.norm GW.*, GN:groups=64.* here"):
+        GWDetectionCheckpointer(detector(whiten_norm="GN:groups=64")).load(path)
+    same = detector(whiten_norm="GW")
+    GWDetectionCheckpointer(same).load(path)
+    assert torch.equal(same["backbone"].stem.conv1.weight, backbone.stem.conv1.weight)
+
+
+def test_standardized_heads_need_no_counterpart(tmp_path):
+    """A box head of Faster R-CNN starts a Mask R-CNN, with Weight Standardization in both."""
+
+    def with_heads(*heads: str, conv: str = "WS") -> nn.Module:
+        model = nn.ModuleDict({**detector(), **{head: nn.Sequential(nn.Conv2d(2, 2, 3)) for head in heads}})
+        for head in heads:
+            convert_convs(model[head], conv)
+        return model
+
+    GWDetectionCheckpointer(with_heads("box", "mask"), str(tmp_path)).save("both")
+    GWDetectionCheckpointer(with_heads("box"), str(tmp_path)).save("box")
+    GWDetectionCheckpointer(with_heads("box")).load(f"{tmp_path}/both.pth")
+    GWDetectionCheckpointer(with_heads("box", "mask")).load(f"{tmp_path}/box.pth")
+    with pytest.raises(NormMismatchError, match=r"box.0 WS in the checkpoint only"):
+        GWDetectionCheckpointer(with_heads("box", conv="")).load(f"{tmp_path}/both.pth")
+
+
+def test_a_subclass_loads_tensors_by_its_own_method(tmp_path):
+    loaded = []
+
+    class Own(GWDetectionCheckpointer):
+        def _load_model(self, checkpoint):
+            loaded.append(sorted(checkpoint))
+            return super()._load_model(checkpoint)
+
+    GWDetectionCheckpointer(detector(), str(tmp_path)).save("model")
+    Own(detector()).load(f"{tmp_path}/model.pth")
+    assert loaded == [["model", "norms"]]
+
+
+def test_no_weights_and_unsafe_files(tmp_path):
+    assert GWDetectionCheckpointer(detector()).load("") == {}
+    torch.save({"model": detector()}, tmp_path / "code.pth")
+    with pytest.raises(RefusedFileError, match="checkpoint"):
+        GWDetectionCheckpointer(detector()).load(str(tmp_path / "code.pth"))
