@@ -105,12 +105,6 @@ def test_evaluation_is_bn_and_freezing_makes_frozen_bn():
     torch.testing.assert_close(frozen(batch()), bn(batch()))
 
 
-def test_training_output_is_the_evaluation_output_within_the_bounds():
-    made = layer(rmax=1e6, dmax=1e6, **OPEN)
-    expected = layer().eval()(batch())
-    torch.testing.assert_close(made(batch()), expected)
-
-
 @pytest.mark.parametrize(
     ("batches", "rmax", "dmax"),
     [(0, 1, 0), (5000, 1, 0), (15000, 1 + 2 * 10 / 35, 2.5), (25000, 1 + 2 * 20 / 35, 5), (40000, 3, 5), (10**6, 3, 5)],
@@ -163,8 +157,3 @@ def test_an_empty_batch_changes_nothing_and_has_finite_gradients():
     made(batch()[:0].requires_grad_()).sum().backward()
     assert torch.equal(made.running_mean, before[0]) and torch.equal(made.running_var, before[1])
     assert not made.weight.grad.any() and not made.bias.grad.any()
-
-
-def test_wrong_input_is_refused():
-    with pytest.raises(ValueError, match="4D"):
-        BatchRenorm2d(5)(torch.zeros(3, 5))

@@ -20,7 +20,6 @@ from gw_detectron.layers import (
     FrozenBatchWhitening2d,
     GroupWhitening2d,
     Solver,
-    group_whiten,
 )
 
 from ..ops.cases import build, correlated
@@ -64,22 +63,6 @@ def features(*shape: int) -> torch.Tensor:
 def test_wrong_arguments_are_refused_by_value(arguments, words):
     with pytest.raises((ValueError, TypeError), match=mentions([*words, "Fix: "])):
         GroupWhitening2d(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"num_groups": 48}, ["48", "64"]),
-        ({"num_groups": 0}, ["0"]),
-        ({"solver": "zca"}, ["solver: expected Solver, got 'zca'. Fix: pass Solver(\"zca\")."]),
-        ({"weight": torch.ones(63)}, ["weight", "63", "64"]),
-        ({"bias": torch.zeros(1)}, ["bias", "1", "64"]),
-    ],
-    ids=lambda value: ",".join(value),
-)
-def test_the_function_refuses_the_same(arguments, words):
-    with pytest.raises((ValueError, TypeError), match=mentions(words)):
-        group_whiten(features(2, 64, 5, 3), **{"num_groups": 16, **arguments})
 
 
 @pytest.mark.parametrize("shape", [(), (64,), (2, 32, 5, 3), (64, 5, 3), (2, 5, 3, 64)], ids=str)
@@ -134,11 +117,6 @@ def test_it_is_made_on_a_device_with_a_dtype(layer, device):
     tensors = [*made.parameters(), *made.buffers()]
     for tensor in (*tensors, *FrozenBatchWhitening2d.convert(made).buffers()):
         assert (tensor.device.type, tensor.dtype) == (device, torch.float64)
-
-
-def test_it_says_that_it_fuses_a_relu():
-    assert GroupWhitening2d.fuses_relu is True
-    assert not hasattr(nn.GroupNorm, "fuses_relu")
 
 
 def test_its_relu_hides_no_nan():
@@ -200,34 +178,6 @@ def test_affine_of_another_shape_is_refused(shape):
     layer = GroupWhitening2d(64)
     with pytest.raises(RuntimeError, match="size mismatch for weight"):
         layer.load_state_dict({"weight": torch.ones(shape), "bias": torch.zeros(64)})
-
-
-def test_missing_and_unexpected_affine_are_reported():
-    with pytest.raises(RuntimeError, match=r"Missing key.*bias"):
-        GroupWhitening2d(64).load_state_dict({"weight": torch.ones(64)})
-    with pytest.raises(RuntimeError, match=r"Unexpected key.*weight"):
-        GroupWhitening2d(64, affine=False).load_state_dict({"weight": torch.ones(1, 64, 1, 1)})
-
-
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("solver", ["zca", "cholesky", "newton"])
-def test_a_layer_behind_parameters_that_need_gradients_can_be_traced(solver):
-    model = torch.nn.Sequential(torch.nn.Conv2d(64, 64, 1), GroupWhitening2d(64, 8, solver=solver)).eval()
-    x, file = features(2, 64, 9, 7), io.BytesIO()
-    torch.jit.save(torch.jit.trace(model, x), file)
-    file.seek(0)
-    torch.testing.assert_close(torch.jit.load(file)(x), model(x), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("solver", SOLVERS)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-def test_traced_module_serves_other_sizes(solver):
-    layer = build(64, Setting(32, solver=solver), torch.float32).eval()
-    traced = torch.jit.trace(layer, features(2, 64, 9, 7))
-    for shape in ((2, 64, 9, 7), (1, 64, 13, 11), (3, 64, 8, 5)):
-        x = features(*shape)
-        torch.testing.assert_close(traced(x), layer(x), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)

@@ -63,13 +63,6 @@ def test_a_batch_of_one_or_no_tile_is_as_without(samples):
     assert torch.equal(found, layer(x))
 
 
-def test_features_of_one_dimension():
-    layer, x = nn.GroupNorm(2, 6), torch.randn(3, 6, 7)
-    with joint_statistics(layer):
-        found = layer(x)
-    assert torch.allclose(found, layer(x.transpose(0, 1).reshape(1, 6, 21)).reshape(6, 3, 7).transpose(0, 1), atol=1e-6)
-
-
 def test_a_model_is_as_before_after_nested_contexts_and_errors():
     model = nn.Sequential(nn.Conv2d(3, 8, 3), GroupWhitening2d(8, 4), nn.BatchNorm2d(8), nn.GroupNorm(2, 8)).eval()
     x = torch.randn(2, 3, 9, 9)

@@ -143,7 +143,6 @@ WAYS = {
     "deepcopy": lambda module, x: copy.deepcopy(module),
     "compile": lambda module, x: torch.compile(module, backend="eager", fullgraph=True),
     "export": lambda module, x: torch.export.export(module, (x,)).module(),
-    "trace": lambda module, x: torch.jit.trace(module, x),
     "replica": replica,
 }
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from detectron2.layers import DeformConv, ShapeSpec
+from detectron2.layers import DeformConv
 from detectron2.modeling import build_model
 from detectron2.utils.events import EventStorage
 from torch import nn
@@ -22,7 +22,6 @@ from gw_detectron.layers.weight_standardization import standardize_weight, stand
 from gw_detectron.model_zoo import get_config
 from gw_detectron.modeling.config_keys import unread_keys
 from gw_detectron.modeling.resnet import GWDeformBottleneckBlock
-from gw_detectron.modeling.roi_heads import GWFastRCNNConvFCHead, GWMaskRCNNConvUpsampleHead
 from gw_detectron.norms import conv_names
 from gw_detectron.weights.record import Record, norm_record
 
@@ -104,16 +103,6 @@ def test_frozen_stages_stay_standardized_and_frozen(cfg):
         part = getattr(resnet, name)
         assert conv_names(part) and any(p.requires_grad for p in part.parameters()) == (name == "res3")
         assert all(part.get_submodule(conv).weight.requires_grad == (name == "res3") for conv in conv_names(part))
-
-
-@pytest.mark.parametrize(("cls", "extra"), [(GWFastRCNNConvFCHead, {"fc_dims": [8]}), (GWMaskRCNNConvUpsampleHead, {})])
-def test_heads_take_it_in_python(cls, extra):
-    if cls is GWMaskRCNNConvUpsampleHead:
-        extra = {"num_classes": 2}
-    arguments = {"conv_dims": [8, 8], "conv_norm": functools.partial(nn.GroupNorm, 2), **extra}
-    head = cls(ShapeSpec(channels=8, height=4, width=4), conv="WS", **arguments)
-    standardized = conv_names(head)
-    assert len(standardized) == (2 if extra.get("fc_dims") else 1)  # the mask head's last is the deconvolution
 
 
 def test_offsets_of_deformable_blocks_stay_plain():

@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from detectron2.layers import FrozenBatchNorm2d, ShapeSpec, get_norm
+from detectron2.layers import FrozenBatchNorm2d, ShapeSpec
 from detectron2.modeling import build_model
 from detectron2.modeling.backbone.resnet import BasicBlock, BasicStem, BottleneckBlock
 from detectron2.modeling.roi_heads import FastRCNNConvFCHead, MaskRCNNConvUpsampleHead
 from detectron2.utils.events import EventStorage
 from torch import fx, nn
 
-from gw_detectron import norm_spec, resolve_norm
 from gw_detectron.layers import BatchWhitening2d, GroupWhitening2d
 from gw_detectron.modeling import ConvNormReLU, GWFastRCNNConvFCHead, GWMaskRCNNConvUpsampleHead
 from gw_detectron.modeling.resnet import GWBasicBlock, GWBasicStem, GWBottleneckBlock
@@ -193,25 +192,6 @@ def test_each_activation_is_applied(fused):
     assert torch.equal(conv(x), F.silu(F.conv2d(x, conv.weight)))
 
 
-def test_a_norm_from_its_own_name_keeps_the_relu(fused):
-    module, x = block(), images()
-    expected = module(x)
-    for conv in (module.conv1, module.conv2, module.conv3):
-        conv.norm = get_norm(resolve_norm(norm_spec(conv.norm)), 8)
-    assert torch.equal(module(x), expected)
-    assert len(fused) == 4
-
-
-def test_replacing_every_relu_of_a_model_reaches_the_fused_ones():
-    module, x = block(), images()
-    for parent in list(module.modules()):
-        for name, child in parent.named_children():
-            if isinstance(child, nn.ReLU):
-                setattr(parent, name, nn.SiLU())
-    y = F.silu(module.conv1.norm(F.conv2d(x, module.conv1.weight)))
-    assert torch.equal(module.conv1(x), y)
-
-
 def test_a_forward_of_the_instance_needs_no_relu_argument():
     module, x = block(), images()
     expected = module(x)
@@ -242,7 +222,6 @@ COPIES = {
     "torch.compile": compiled,
     "torch.fx": traced_by_fx,
     "torch.export": lambda module, x: torch.export.export(module, (x,)).module(),
-    "torch.jit.trace": lambda module, x: torch.jit.trace(module, x),
 }
 
 
@@ -254,14 +233,6 @@ def test_copies_and_graphs_compute_the_same(way, norm):
     with torch.no_grad():
         expected = block(norm, BottleneckBlock).eval()(x)
         torch.testing.assert_close(COPIES[way](module, x)(x), expected)
-
-
-def test_fx_keeps_the_relu_when_a_norm_of_the_graph_is_replaced():
-    """The graph calls the norm with relu=True, so another norm is an error and not another function."""
-    graph = traced_by_fx(block(), images())
-    graph.conv1.norm = nn.GroupNorm(4, 8)
-    with pytest.raises(TypeError, match="relu"):
-        graph(images())
 
 
 @pytest.mark.parametrize("norm", NORMS)

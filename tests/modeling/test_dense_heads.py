@@ -143,27 +143,11 @@ def test_retinanets_norm_need_not_fit_other_channels_than_its_own(norm):
     assert [row.spec.partition(",")[0] for row in norm_rows(head)] == [norm] * 2
 
 
-@pytest.mark.parametrize("norm", ["BN", "FrozenBN", "GW"])
-def test_retinanets_subnets_keep_their_order(norm):
-    _, _, arguments, _, features, _ = HEADS["retinanet"]
-    head = GWRetinaNetHead(**arguments, norm=norm)
-    assert [type(layer) for layer in head.cls_subnet][::3] == [nn.Conv2d] * 2
-    assert [type(layer) for layer in head.cls_subnet][2::3] == [nn.ReLU] * 2
-    head.eval()(features)
-
-
 def test_retinanet_errors_name_the_key(retinanet):
     retinanet.MODEL.RETINANET.NORM = "GW:groups=20"
     with pytest.raises(ValueError, match=r"MODEL.RETINANET.NORM \('GW:groups=20'\): .* 64 channels"):
         build_model(retinanet)
     assert retinanet.MODEL.RETINANET.NORM == "GW:groups=20"
-
-
-def test_semantic_head_errors_name_the_key(cfg):
-    cfg.MODEL.META_ARCHITECTURE = "PanopticFPN"
-    cfg.MODEL.SEM_SEG_HEAD.NAME, cfg.MODEL.SEM_SEG_HEAD.NORM = "GWSemSegFPNHead", "GW:groups=96"
-    with pytest.raises(ValueError, match=r"MODEL.SEM_SEG_HEAD.NORM \('GW:groups=96'\): .* 128 channels"):
-        build_model(cfg)
 
 
 @pytest.mark.parametrize("norm", ["GW:groups=4", "GN:groups=8"])

@@ -1,14 +1,12 @@
-import functools
-
 import pytest
 import torch
 from detectron2.layers import ShapeSpec
 from detectron2.modeling import build_backbone, build_model
-from detectron2.modeling.roi_heads import FastRCNNConvFCHead, build_box_head, build_mask_head
+from detectron2.modeling.roi_heads import build_box_head
 from torch import nn
 
+from gw_detectron.errors import NormError
 from gw_detectron.layers import GroupWhitening2d
-from gw_detectron.modeling import GWFastRCNNConvFCHead
 from gw_detectron.norms.listing import norm_rows
 
 BOX_FEATURES = ShapeSpec(channels=256, height=7, width=7)
@@ -59,35 +57,12 @@ def test_box_head_relus(cfg, single_relu, relus, norm):
     assert all((conv.bias is None) == bool(norm) for conv in head.conv_norm_relus)
 
 
-def test_box_head_is_the_stock_head_with_the_norm_swapped(cfg):
-    cfg.MODEL.ROI_BOX_HEAD.NORM = "GN"
-    ours = build_box_head(cfg, BOX_FEATURES)
-    cfg.MODEL.ROI_BOX_HEAD.NAME = "FastRCNNConvFCHead"
-    stock = build_box_head(cfg, BOX_FEATURES)
-    ours.load_state_dict(stock.state_dict())
-    x = torch.randn(2, 256, 7, 7)
-    assert torch.equal(ours(x), stock(x))
-
-
-def test_two_fc_head_has_no_norm(cfg):
-    cfg.MODEL.ROI_BOX_HEAD.NUM_CONV, cfg.MODEL.ROI_BOX_HEAD.NUM_FC = 0, 2
-    cfg.MODEL.ROI_BOX_HEAD.SINGLE_RELU = True
-    head = build_box_head(cfg, BOX_FEATURES)
-    assert specs(head) == []
-    assert head(torch.randn(2, 256, 7, 7)).shape == (2, 1024)
-
-
-def test_mask_head_takes_any_norm(cfg):
-    cfg.MODEL.ROI_MASK_HEAD.NORM = "GW:groups=32"
-    head = build_mask_head(cfg, ShapeSpec(channels=256, height=14, width=14))
-    assert specs(head) == ["GW:groups=32,iters=5,eps=1e-05,solver=newton"] * 4
-    assert head.layers(torch.randn(2, 256, 14, 14)).shape == (2, 80, 28, 28)
-
-
-@pytest.mark.parametrize("head", ["BOX", "MASK"])
-def test_head_errors_name_the_key(cfg, head):
-    cfg.MODEL[f"ROI_{head}_HEAD"].NORM = "GW:groups=96"
-    with pytest.raises(ValueError, match=rf"MODEL.ROI_{head}_HEAD.NORM \('GW:groups=96'\): .* 256 channels"):
+@pytest.mark.parametrize("key", ["FPN", "ROI_BOX_HEAD", "ROI_MASK_HEAD", "SEM_SEG_HEAD"])
+def test_a_norm_that_does_not_fit_names_the_key(cfg, key):
+    if key == "SEM_SEG_HEAD":
+        cfg.MODEL.META_ARCHITECTURE, cfg.MODEL.SEM_SEG_HEAD.NAME = "PanopticFPN", "GWSemSegFPNHead"
+    cfg.MODEL[key].NORM = "GW:groups=96"
+    with pytest.raises(NormError, match=rf"MODEL.{key}.NORM \('GW:groups=96'\): "):
         build_model(cfg)
 
 
@@ -105,18 +80,3 @@ def test_cascade_heads_take_the_norm_too(cfg):
     cfg.MODEL.ROI_BOX_HEAD.NORM = "GW"
     model = build_model(cfg)
     assert sum(spec.startswith("GW") for spec in specs(model.roi_heads.box_head)) == 3 * 4
-
-
-def test_components_take_a_norm_class_directly():
-    norm = functools.partial(GroupWhitening2d, num_groups=8)
-    head = GWFastRCNNConvFCHead(BOX_FEATURES, conv_dims=[16], fc_dims=[32], conv_norm=norm)
-    assert isinstance(head, FastRCNNConvFCHead)
-    assert head.conv1.norm.num_groups == 8
-    assert head(torch.randn(2, 256, 7, 7)).shape == (2, 32)
-
-
-def test_no_proposals_keep_the_head_in_the_graph(cfg):
-    cfg.MODEL.ROI_BOX_HEAD.NORM = "GW"
-    head = build_box_head(cfg, BOX_FEATURES)
-    head(torch.zeros(0, 256, 7, 7)).sum().backward()
-    assert all(parameter.grad is not None for parameter in head.parameters())

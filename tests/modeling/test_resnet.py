@@ -100,15 +100,6 @@ def test_any_norm_beside_the_whitening(cfg, norm):
         assert norm_spec(block.conv1.norm).startswith(norm)
 
 
-@pytest.mark.parametrize("whiten_norm", ["GN", "SyncBN", "GW:solver=zca"])
-def test_any_norm_at_the_whitening_positions(cfg, whiten_norm):
-    set_depth(cfg, 18)
-    cfg.MODEL.RESNETS.WHITEN_NORM = whiten_norm
-    block = build_gw_resnet_backbone(cfg, RGB).res2[1]
-    assert norm_spec(block.conv2.norm).startswith(whiten_norm.split(":")[0])
-    assert norm_spec(block.conv1.norm) == "BN"
-
-
 def test_a_sample_does_not_depend_on_its_batch(cfg):
     set_depth(cfg, 18)
     cfg.MODEL.RESNETS.WHITEN_POSITIONS = "ALL"
@@ -148,13 +139,6 @@ def test_a_wrong_key_is_named(cfg, key, value, message):
         build_gw_resnet_backbone(cfg, RGB)
 
 
-def test_two_convolution_blocks_have_no_third_norm(cfg):
-    set_depth(cfg, 18)
-    cfg.MODEL.RESNETS.WHITEN_POSITIONS = "S1-B3"
-    with pytest.raises(ValueError, match="have two norms, no third"):
-        build_gw_resnet_backbone(cfg, RGB)
-
-
 @pytest.mark.parametrize(
     ("key", "value"), [("RES2_OUT_CHANNELS", 256), ("NUM_GROUPS", 32), ("DEFORM_ON_PER_STAGE", [False] * 3 + [True])]
 )
@@ -163,29 +147,6 @@ def test_keys_that_resnet_18_does_not_support(cfg, key, value):
     cfg.MODEL.RESNETS[key] = value
     with pytest.raises(ValueError, match=rf"MODEL.RESNETS.{key} \(.*\): not supported by ResNet-18"):
         build_gw_resnet_backbone(cfg, RGB)
-
-
-def test_grouped_convolutions_of_resnext(cfg):
-    cfg.MODEL.RESNETS.NUM_GROUPS, cfg.MODEL.RESNETS.WIDTH_PER_GROUP = 32, 8
-    backbone = build_gw_resnet_backbone(cfg, RGB)
-    conv = backbone.res2[0].conv2
-    assert isinstance(conv, nn.Conv2d)
-    assert (conv.groups, conv.out_channels, conv.norm.num_groups) == (32, 256, 64)
-
-
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [
-        ("depth", 49),
-        ("res5_dilation", 3),
-        ("positions", "S2"),
-        ("norm", "GX"),
-        ("whiten_norm", nn.BatchNorm2d(64)),
-    ],
-)
-def test_a_wrong_argument_is_named(argument, value):
-    with pytest.raises(ConfigError, match=rf"(?i){argument} \("):
-        gw_resnet(**{argument: value})
 
 
 @pytest.mark.parametrize("depth", [18, 50])

@@ -208,10 +208,3 @@ def test_memory_format_is_kept(size, memory_format, channels, solver):
         y.backward(grad.to(memory_format=fmt))
         results.append((y, leaf.grad, layer.weight.grad, layer.bias.grad))
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-12)
-
-
-def test_strided_input():
-    whole = torch.from_numpy(correlated((4, 32, 9, 10)))
-    layer = build(16, Setting(8))
-    view = whole[::2, ::2, 1:, ::3].transpose(2, 3)
-    torch.testing.assert_close(layer(view), layer(view.contiguous()), rtol=0, atol=1e-12)

@@ -35,24 +35,6 @@ def assert_same(a: torch.Tensor, b: torch.Tensor, tol: float = 1e-9) -> None:
 
 
 @few
-@given(inputs(), solvers)
-def test_a_batch_is_its_samples(case, solver):
-    groups, x = case
-    singles = [gw(sample[None], groups, eps=1e-3, solver=solver) for sample in x]
-    assert_same(gw(x, groups, eps=1e-3, solver=solver), torch.cat(singles), 1e-11)
-
-
-@few
-@given(inputs(), solvers, seeds)
-def test_permuted_groups_give_permuted_output(case, solver, seed):
-    groups, x = case
-    order = np.random.default_rng(seed).permutation(groups)
-    y = rows(gw(x, groups, eps=1e-3, solver=solver), groups)
-    permuted = gw(rows(x, groups)[:, order].reshape(x.shape), groups, eps=1e-3, solver=solver)
-    assert_same(rows(permuted, groups), y[:, order])
-
-
-@few
 @given(inputs(), solvers, seeds)
 def test_permuted_columns_give_permuted_output(case, solver, seed):
     """The channels inside a group and the positions are exchangeable: both are columns of X_G."""
@@ -96,21 +78,6 @@ def test_a_factor_changes_at_most_the_sign_if_eps_is_scaled_too(case, solver, fa
 
 
 @few
-@given(inputs(more_columns_than_groups=True), solvers)
-def test_large_signals_do_not_feel_eps(case, solver):
-    groups, x = case
-    assert_same(gw(1e4 * x, groups, solver=solver), gw(1e6 * x, groups, solver=solver), 1e-6)
-
-
-@few
-@given(inputs(), solvers)
-def test_every_group_has_mean_zero(case, solver):
-    groups, x = case
-    means = rows(gw(x, groups, eps=1e-3, solver=solver), groups).mean(-1)
-    assert_same(means, torch.zeros_like(means))
-
-
-@few
 @given(inputs(), st.floats(1e-4, 1.0))
 def test_zca_output_covariance(case, eps):
     """W (Sigma - eps I) W = I - eps Sigma^(-1): an eigenvalue l of x's covariance becomes l / (l + eps)."""
@@ -136,14 +103,6 @@ def test_newton_output_covariance(case, iters, eps):
     after = p**2 * before / trace
     assert (after <= 1 + 1e-9).all()
     assert_same(y @ y.mT / y.shape[-1], (vectors * after[:, None, :]) @ vectors.mT)
-
-
-@few
-@given(inputs(more_columns_than_groups=True))
-def test_zca_whitening_is_idempotent(case):
-    groups, x = case
-    once = gw(x, groups, eps=0, solver="zca")
-    assert_same(gw(once, groups, eps=0, solver="zca"), once, 1e-8)
 
 
 @pytest.mark.parametrize("groups", [2, 8])

@@ -1,12 +1,5 @@
 """The matmul backend: accuracy, passes, half precision, threads, memory saved for backward."""
 
-import contextlib
-import itertools
-import signal
-import sys
-import threading
-import time
-
 import pytest
 import torch
 from torch import nn
@@ -112,24 +105,6 @@ def test_parameters_in_half_precision_are_converted_before_they_multiply():
         assert error(value, expected) < 1e-3
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 4e-3), (torch.float16, 5e-4)])
-def test_autocast_on_large_maps_loses_what_half_precision_loses(dtype, tolerance):
-    """A sum over 200 x 336 positions leaves float16's range: the statistics must be computed in float32."""
-    conv, made = nn.Conv2d(3, 64, 3, padding=1), layer(64)
-    generator = torch.Generator().manual_seed(0)
-    image, dy = torch.randn(1, 3, 200, 336, generator=generator) * 20, torch.randn(1, 64, 200, 336, generator=generator)
-    with torch.autocast("cpu", dtype):
-        x = conv(image)
-        x.retain_grad()
-        y = made(x)
-    assert x.dtype == y.dtype == dtype
-    (y.float() * dy).sum().backward()
-    found = [y.detach(), x.grad, made.weight.grad, made.bias.grad]
-    for value, expected in zip(found, reference(made, x.detach(), dy.to(dtype)), strict=True):
-        assert error(value, expected) < tolerance
-    assert conv.weight.grad.isfinite().all()
-
-
 def test_gradient_scaler_keeps_gradients_that_float16_would_lose():
     """Gradients of 1e-8 are zero in float16, whose smallest number is 6e-8; the scaler's factor preserves them."""
     made = layer(64)
@@ -189,98 +164,6 @@ def test_same_bits_twice():
     made = layer(128)
     for first, second in zip(gradients(made, x, dy), gradients(made, x, dy), strict=True):
         assert torch.equal(first, second)
-
-
-def test_threads_do_not_share_buffers():
-    inputs = [torch.randn(2, 64, 20, 20 + i) for i in range(4)]
-    made = layer(64)
-    expected = [made(x).detach() for x in inputs]
-    wrong = []
-
-    def work(i: int) -> None:
-        for _ in range(10):
-            if not torch.equal(made(inputs[i]), expected[i]):
-                wrong.append(i)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-
-
-def both_passes(seed: int) -> list[torch.Tensor]:
-    """Run the two operators without autograd, which a pass inside of a pass cannot use."""
-    x, dy = torch.randn(2, 2, 64, 9, 9, generator=torch.Generator().manual_seed(seed)).unbind()
-    weight, bias = torch.linspace(0.5, 1.5, 64), torch.linspace(-1, 1, 64)
-    y, *statistics = torch.ops.gw_detectron.group_whiten(x, weight, bias, 64, 5, 1e-5, True, "matmul")
-    found = torch.ops.gw_detectron.group_whiten_backward(dy, y, x, *statistics, weight, 5, "matmul")
-    return [y, *statistics, *found]
-
-
-@contextlib.contextmanager
-def profiled(function):
-    """Call a function at every call and return of Python and C functions inside of a pass."""
-
-    inside = False
-
-    def profile(frame, event, argument):
-        nonlocal inside
-        if "group_whitening" in frame.f_code.co_filename and not inside:
-            inside = True
-            function()
-            inside = False
-
-    sys.setprofile(profile)
-    try:
-        yield
-    finally:
-        sys.setprofile(None)
-
-
-def test_a_pass_inside_a_pass_changes_nothing():
-    expected, calls = both_passes(0), []
-    with profiled(lambda: calls.append(both_passes(1))):
-        found = both_passes(0)
-    assert len(calls) > 100
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    expected = both_passes(1)
-    assert all(torch.equal(a, b) for call in calls for a, b in zip(call, expected, strict=True))
-
-
-def test_a_signal_handler_may_run_the_layer():
-    expected, calls = both_passes(0), []
-
-    def interrupt(*_) -> None:
-        calls.append(both_passes(1))
-        signal.setitimer(signal.ITIMER_REAL, 0.003)
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.003)
-    try:
-        end = time.monotonic() + 30
-        while len(calls) < 50 and time.monotonic() < end:
-            assert all(torch.equal(a, b) for a, b in zip(both_passes(0), expected, strict=True))
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert len(calls) >= 50
-
-
-@pytest.mark.parametrize("after", range(1, 100, 9))
-def test_an_exception_inside_a_pass_changes_no_later_one(after):
-    expected, events = both_passes(0), itertools.count()
-
-    def fail() -> None:
-        if next(events) == after:
-            both_passes(1)
-            raise ArithmeticError
-
-    with pytest.raises(ArithmeticError), profiled(fail):
-        both_passes(0)
-    both_passes(1)
-    assert all(torch.equal(a, b) for a, b in zip(both_passes(0), expected, strict=True))
 
 
 @pytest.mark.parametrize(

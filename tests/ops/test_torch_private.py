@@ -60,11 +60,6 @@ def test_for_large_float32_on_a_cpu():
     assert not torch_private.onednn_is_faster(like.to("meta"), 64, 5000)
 
 
-def test_not_where_it_is_switched_off(monkeypatch):
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-    assert not torch_private.onednn_is_faster(random(2), 64, 5000)
-
-
 @pytest.mark.parametrize(
     ("where", "name", "value"),
     [(torch.backends.cpu, "get_cpu_capability", "AVX2"), (torch_private, "_processor", "vendor_id\t: GenuineIntel")],
@@ -91,14 +86,6 @@ def test_each_product_of_a_large_map_but_that_of_strided_channels(products):
         matmul.apply_backward(x, mean, x, None, InputGradient(sigma, sigma, mean), out)
         assert len(products) == count
         products.clear()
-
-
-@needs_onednn
-def test_small_maps_go_without(products):
-    x = random(40, 64, 7, 7)
-    mean, sigma = matmul.statistics(x, 64)
-    matmul.apply(x, mean, sigma, None, None, False, torch.empty_like(x))
-    assert not products
 
 
 @pytest.mark.parametrize("flag", [True, False])
