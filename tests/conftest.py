@@ -11,9 +11,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # cuBLAS gives the same bits twice only with a workspace of a fixed size; torch reads this once.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-# no limit for the time of an example: a machine can be busy
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
+# No limit for the time of an example: a machine can be busy. The same examples each time, and no database of them.
+settings.register_profile("tests", deadline=None, derandomize=True, database=None)
+settings.register_profile("long", deadline=None, max_examples=3400)  # make fuzz
+settings.load_profile("tests")
 
 
 @pytest.fixture(autouse=True)
