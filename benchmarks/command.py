@@ -17,8 +17,9 @@ import torch
 from gw_detectron.cli import new_parser
 from gw_detectron.errors import check_minimum
 
-from . import kernel_benchmark
 from .environment import describe, select_device
+from .kernel_benchmark import SHAPES as KERNEL_SHAPES
+from .kernel_benchmark import measure_kernels
 from .layer_benchmark import MEMORY, SHAPES, measure_layers, parse_shape
 from .network_benchmark import MODELS, measure_detectors, measure_networks
 from .networks import Sizes
@@ -51,8 +52,8 @@ def get_parser() -> argparse.ArgumentParser:
     detector.add_argument("detectors", nargs="+", metavar="MODEL", help="run folder, checkpoint or exported file")
     detector.add_argument("--image", default="", metavar="FILE", help="default: a drawn scene")
     kernels = kinds.add_parser("kernels", help="each Triton kernel, beside a copy of as many bytes")
-    sweep_help = "also measure other tile sizes, warps and stages, one number at a time"
-    kernels.add_argument("--sweep", action="store_true", help=sweep_help)
+    tune_help = "also measure other tile sizes, warps and stages, one number at a time"
+    kernels.add_argument("--tune", action="store_true", help=tune_help)
     kernels.add_argument(
         "--compile-only", type=int, metavar="CAPABILITY", help="for a GPU that is not there, e.g. 90; nothing is timed"
     )
@@ -76,19 +77,15 @@ def main(args: argparse.Namespace) -> None:
     for name in ("repeats", "groups", "iters", "batch_scale"):
         check_minimum(f"--{name.replace('_', '-')}", getattr(args, name, 1))
     command = f"python tools/benchmark.py {shlex.join(sys.argv[1:])}"
-    if args.kind == "kernels":
-        table = kernel_benchmark.run_kernels(_kernel_settings(args), command)
+    compiling = getattr(args, "compile_only", None)
+    device = torch.device("meta") if compiling else select_device(args.device)
+    header = describe(device, getattr(args, "dtypes", [getattr(args, "dtype", "fp32")]), command)
+    if args.kind in ("layer", "kernels"):
+        header["settings"] = f"groups={args.groups} iters={args.iters}" + (f" sm_{compiling}" if compiling else "")
+    table = Table(args.kind, header, rows := [])
+    for row in _rows(args, device):
+        rows.append(row)
         write_csv(table, args.output.with_suffix(".csv"))
-    else:
-        device = select_device(args.device)
-        dtypes = getattr(args, "dtypes", [getattr(args, "dtype", "fp32")])
-        header = describe(device, dtypes, command)
-        if args.kind == "layer":
-            header["settings"] = f"groups={args.groups} iters={args.iters}"
-        table = Table(args.kind, header, rows := [])
-        for row in _rows(args, device):
-            rows.append(row)
-            write_csv(table, args.output.with_suffix(".csv"))
     print(summary(table))
     plot(table, args.output.with_suffix(".png"))
     print(f"\nWrote {args.output.with_suffix('.csv')} and .png.")
@@ -100,6 +97,11 @@ def _rows(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     if args.kind == "model":
         sizes = Sizes(**{name: getattr(args, name) for name in vars(Sizes())})
         return measure_networks(args.models, args.variants, args.dtype, sizes, args.repeats, device)
+    if args.kind == "kernels":
+        numbers = (args.groups, args.iters, args.repeats)
+        return measure_kernels(
+            args.shapes or KERNEL_SHAPES, args.dtypes, *numbers, device, args.compile_only, args.tune
+        )
     cases = [
         Case((n * args.batch_scale, *sides), dtype, mode, device, args.groups, args.iters)
         for dtype in args.dtypes
@@ -107,15 +109,3 @@ def _rows(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
         for n, *sides in args.shapes or SHAPES
     ]
     return measure_layers(cases, args.providers, args.repeats)
-
-
-def _kernel_settings(args: argparse.Namespace) -> kernel_benchmark.KernelSettings:
-    device = torch.device("meta") if args.compile_only is not None else select_device(args.device)
-    capability = args.compile_only
-    if capability is None:
-        major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-        capability = 10 * major + minor
-    shapes = args.shapes or kernel_benchmark.SHAPES
-    return kernel_benchmark.KernelSettings(
-        device, capability, shapes, args.dtypes, args.repeats, args.groups, args.iters, args.sweep
-    )
