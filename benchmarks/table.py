@@ -9,9 +9,6 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from matplotlib.figure import Figure
-from tabulate import tabulate
-
 from gw_detectron.atomic import atomic_write
 from gw_detectron.errors import DataError, MissingFileError
 
@@ -127,11 +124,15 @@ def geometric_means(rows: Sequence[Row], ratios: Sequence[str]) -> list[Row]:
 
 def _grid(rows: Sequence[Row], names: Sequence[str]) -> str:
     shown = [name for name in names if any(row.get(name) not in (None, "") for row in rows)]
+    from tabulate import tabulate  # not installed in every image for GPUs
+
     return tabulate([[row.get(name) for name in shown] for row in rows], headers=shown, floatfmt=".3f", missingval="-")
 
 
 def plot(table: Table, path: Path) -> None:
     """Plot the rows as a PNG, atomically; bars of one color have the last key in common."""
+    from matplotlib.figure import Figure
+
     wanted = [name for name in KINDS[table.kind][1] if name in table.numbers]
     values = {name: [row for row in table.rows if row.get(name)] for name in wanted}
     height = 1 + 0.2 * sum(map(len, values.values()))
