@@ -157,7 +157,7 @@ def write_safetensors(extractor: "FeatureExtractor", path: Path, layout: str = "
     _check_torchvision_compatible(backbone, blocks)
     renamed = to_torchvision(tensors)
     network = infer_architecture(renamed)
-    names = {detectron2_name(name): name for name in network.norm_layers()}
+    names = {detectron2_name(name): name for name in network.norm_layers}
     rows = [row for row in norm_rows(backbone) if row.layer in names and evaluation_spec(row.spec) != "BN:"]
     norms = {names[row.layer]: row.spec for row in rows}
     path.write_bytes(save(renamed, {**metadata, NORMS: json.dumps(norms)}))

@@ -65,25 +65,11 @@ class Architecture:
     def bottleneck(self) -> bool:
         return self.depth >= 50
 
-    @property
-    def blocks(self) -> tuple[int, ...]:
-        """The number of blocks in each stage."""
-        return NUM_BLOCKS_PER_STAGE[self.depth]
-
-    @property
-    def res2_channels(self) -> int:
-        """Output channels of the first stage."""
-        return 256 if self.bottleneck else 64
-
+    @functools.cached_property
     def norm_layers(self) -> Mapping[str, int]:
-        """Return the channels of each norm layer, by torchvision's names and in its order."""
-        return _norm_layers(self)
-
-
-@functools.cache
-def _norm_layers(network: Architecture) -> Mapping[str, int]:
-    modules = build_torchvision(network).named_modules()
-    return {name: layer.num_features for name, layer in modules if isinstance(layer, nn.BatchNorm2d)}
+        """The channels of each norm layer, by torchvision's names and in its order."""
+        modules = build_torchvision(self).named_modules()
+        return {name: layer.num_features for name, layer in modules if isinstance(layer, nn.BatchNorm2d)}
 
 
 def build_torchvision(network: Architecture, norms: Mapping[str, str] | None = None) -> ResNet:
@@ -98,10 +84,16 @@ def build_torchvision(network: Architecture, norms: Mapping[str, str] | None = N
     """
     with torch.device("meta"):
         block = Bottleneck if network.bottleneck else BasicBlock
-        model = ResNet(block, list(network.blocks), num_classes=1, groups=network.groups, width_per_group=network.width)
+        model = ResNet(
+            block,
+            list(NUM_BLOCKS_PER_STAGE[network.depth]),
+            num_classes=1,
+            groups=network.groups,
+            width_per_group=network.width,
+        )
         model.fc = nn.Identity()
         for layer, spec in (norms or {}).items():
-            norm = build_norm(spec, network.norm_layers()[layer], where=layer)
+            norm = build_norm(spec, network.norm_layers[layer], where=layer)
             model.set_submodule(layer, norm or nn.Identity())
     return model
 

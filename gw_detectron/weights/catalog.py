@@ -43,6 +43,7 @@ _GN64 = "GN:groups=64"
 _HUB_ADDRESS = re.compile(r"hf/(?P<repo>[^/@]+/[^/@]+)(/(?P<file>[^@]+))?(@(?P<revision>[^@]+))?")
 #: the file of a ``gw://hf/`` address without one; ``export`` writes it
 _HUB_FILE = "backbone.safetensors"
+_LICENSE = "The authors state no license of the weights (that of their code is BSD-2-Clause)."
 _INSTALL = 'Fix: run pip install "gw-detectron[weights]".'
 
 
@@ -55,23 +56,19 @@ class PublishedWeights:
     Args:
         architecture: such as ``R-50``.
         drive_id: of the file on Google Drive.
-        top1: accuracy on the ImageNet validation set in percent, from the paper; None if no source has it.
         positions: of the norm.
         norm: the norm at these positions. The released layer of GW adds no eps.
         label: of the norm, in file names and in the names of weights other than GW's.
-        license: of the weights.
 
-    Source: Group Whitening (CVPR 2021), Table 3; the files, README of the authors' repository. XBNBlock (CVPR 2022):
-        readme and ``experiments/ResNet50_XBNBlock_P2.sh`` of https://github.com/huangleiBuaa/XBNBlock.
+    Source: README of the authors' repository. XBNBlock (CVPR 2022): readme and
+        ``experiments/ResNet50_XBNBlock_P2.sh`` of https://github.com/huangleiBuaa/XBNBlock.
     """
 
     architecture: str
     drive_id: str
-    top1: float | None
     positions: str = "S1-B2"
     norm: str = "GW:groups=64,iters=5,eps=0"
     label: str = "GW"
-    license: str = "not stated by the authors (their code is BSD-2-Clause), so this package does not redistribute them"
 
     @property
     def name(self) -> str:
@@ -92,13 +89,13 @@ class PublishedWeights:
 CATALOG: Mapping[str, PublishedWeights] = {
     weights.name: weights
     for weights in (
-        PublishedWeights("R-50", "1bNeTDhfu5jg8aBatOCSQAe_WzTouUfHA", 77.72),
-        PublishedWeights("R-101", "1BnuzZzpaQ6rgBHho5mOQhBWBh1Lh-trK", 78.71),
-        PublishedWeights("X-50-32x4d", "1pJSIbjeHpELJ5zlWOF6ekRGjykRYf6tO", 78.43),
-        PublishedWeights("X-101-32x8d", "1lVAvTSCnHs-Ij5gt7ubQvLmZzUQdKUNt", 80.43),
+        PublishedWeights("R-50", "1bNeTDhfu5jg8aBatOCSQAe_WzTouUfHA"),
+        PublishedWeights("R-101", "1BnuzZzpaQ6rgBHho5mOQhBWBh1Lh-trK"),
+        PublishedWeights("X-50-32x4d", "1pJSIbjeHpELJ5zlWOF6ekRGjykRYf6tO"),
+        PublishedWeights("X-101-32x8d", "1lVAvTSCnHs-Ij5gt7ubQvLmZzUQdKUNt"),
         # GN in place of GW: XBNBlock, trained as GW was ("standard") and with the authors' "advanced" recipe
-        PublishedWeights("R-50", "1xqGsCDD4Y_rv6PjTtACAs8D918fjUT55", None, norm=_GN64, label="GN64"),
-        PublishedWeights("R-50", "1pHRhjc67M5wki5fWy44SG5lj06q71gat", None, norm=_GN64, label="GN64-advanced"),
+        PublishedWeights("R-50", "1xqGsCDD4Y_rv6PjTtACAs8D918fjUT55", norm=_GN64, label="GN64"),
+        PublishedWeights("R-50", "1pHRhjc67M5wki5fWy44SG5lj06q71gat", norm=_GN64, label="GN64-advanced"),
     )
 }
 
@@ -187,7 +184,7 @@ def _download(weights: PublishedWeights, path: Path) -> None:
     except ImportError as error:
         raise MissingPackageError(f"{PREFIX}{weights.name}: gdown is not installed. {_INSTALL}") from error
     url = weights.url
-    logging.getLogger(__name__).info("Downloading %s to %s. License of the weights: %s.", url, path, weights.license)
+    logging.getLogger(__name__).info("Downloading %s to %s. %s", url, path, _LICENSE)
     try:
         gdown.download(url, str(path), resume=True, use_cookies=False, timeout=(20.0, 60.0), retries=4)
     except (gdown.exceptions.DownloadError, RequestException) as error:

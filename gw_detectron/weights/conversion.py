@@ -89,7 +89,7 @@ class Conversion:
                     "DEPTH": network.depth,
                     "NUM_GROUPS": network.groups,
                     "WIDTH_PER_GROUP": network.width,
-                    "RES2_OUT_CHANNELS": network.res2_channels,
+                    "RES2_OUT_CHANNELS": 256 if network.bottleneck else 64,
                     "STRIDE_IN_1X1": images.stride_in_1x1,
                     "NORM": "FrozenBN" if norms.norm == "BN" else norms.norm,
                     "WHITEN_NORM": {"": "GW", "BN": "FrozenBN"}.get(norms.whiten_norm, norms.whiten_norm),

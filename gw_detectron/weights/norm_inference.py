@@ -50,7 +50,7 @@ def infer_norms(
         WeightsError: record and statement disagree, or the record lacks a layer.
         ValueError: a norm name is wrong.
     """
-    layers = network.norm_layers()
+    layers = network.norm_layers
     unproven = [layer for layer in layers if not _has_batch_statistics(tensors, layer)]
     if (recorded := record.norms) is not None:
         norms = {layer: recorded.get(layer) or recorded.get(detectron2_name(layer), "") for layer in layers}
@@ -115,7 +115,7 @@ def positions_of(network: Architecture, norms: Mapping[str, str]) -> Positions:
     Raises:
         WeightsError: together they are none of the paper's positions.
     """
-    layers = network.norm_layers()
+    layers = network.norm_layers
     if _one_norm(network, norms):
         spec = _widest(network, norms)
         return Positions("BN", spec, "ALL") if spec.startswith(("GW", "BW")) else Positions(spec, "", "")
@@ -136,11 +136,11 @@ def positions_of(network: Architecture, norms: Mapping[str, str]) -> Positions:
 
 def _one_norm(network: Architecture, norms: Mapping[str, str]) -> bool:
     """Return whether one norm name makes all layers."""
-    spec, layers = _widest(network, norms), network.norm_layers()
+    spec, layers = _widest(network, norms), network.norm_layers
     return all(is_same_norm(full_name(spec, layers[layer]), own) for layer, own in norms.items())
 
 
 def _widest(network: Architecture, norms: Mapping[str, str]) -> str:
     """Return the norm name of the layer with the most channels, where groups are capped least."""
-    spec = norms[max(norms, key=lambda layer: network.norm_layers()[layer])]
+    spec = norms[max(norms, key=lambda layer: network.norm_layers[layer])]
     return "BN" if evaluation_spec(spec) == _BN else spec

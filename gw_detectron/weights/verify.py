@@ -83,7 +83,7 @@ def verify(
     """
     conversion = _load(weights, norm)
     claimed = _claimed(conversion, weights, source, norm)
-    reference = torchvision_backbone(claimed, claimed.source_tensors).double()
+    reference = torchvision_backbone(claimed).double()
     pixels = torch.stack([_classification_input(image, conversion.preprocessing) for image in images])
     expected = torchvision_stages(reference, pixels)
     subject = f"{conversion.architecture.name} with {conversion.positions}" if cfg is None else "the config"
@@ -122,22 +122,15 @@ def _claimed(
     return load_weights(source, norm=norm, preprocessing=preset)
 
 
-def torchvision_backbone(weights: Conversion, tensors: Mapping[str, Tensor]) -> TorchvisionResNet:
-    """Build torchvision's ResNet with the weights' norms and strides, in evaluation mode.
-
-    Args:
-        weights: their architecture, norms and strides are built.
-        tensors: the values, with torchvision's names; scale and shift of GW may be (1, C, 1, 1).
-
-    Raises:
-        WeightsError: the tensors are of another network.
-    """
+def torchvision_backbone(weights: Conversion) -> TorchvisionResNet:
+    """Build torchvision's ResNet with the norms, strides and source tensors of weights, in evaluation mode."""
     model = build_torchvision(weights.architecture, weights.norms)
     if weights.preprocessing.stride_in_1x1:
         for block in model.modules():
             if isinstance(block, Bottleneck):
                 block.conv1.stride, block.conv2.stride = block.conv2.stride, block.conv1.stride
-    _load_tensors(model, {name: value for name, value in tensors.items() if not name.startswith(("fc.", "last_bn."))})
+    dropped = ("fc.", "last_bn.")  # the classifier, and the norm before it
+    _load_tensors(model, {name: v for name, v in weights.source_tensors.items() if not name.startswith(dropped)})
     return model
 
 
@@ -172,22 +165,16 @@ def config_for(weights: Conversion) -> CfgNode:
 
 
 def _load_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    counter = "num_batches_tracked"
-    expected = {name for name in model.state_dict() if not name.endswith(counter)}
-    given = {name for name in tensors if not name.endswith(counter)}
-    reason = ""
-    if expected != given:
-        reason = (
-            f"{len(expected - given)} tensors missing ({summarize_names(sorted(expected - given)) or '-'}), "
-            f"{len(given - expected)} unexpected ({summarize_names(sorted(given - expected)) or '-'})"
+    expected, given = (
+        {name: value.numel() for name, value in state.items() if not name.endswith("num_batches_tracked")}
+        for state in (model.state_dict(), tensors)
+    )
+    if differing := [name for name in {**expected, **given} if expected.get(name) != given.get(name)]:
+        raise WeightsError(
+            f"weights: {len(differing)} tensors do not fit the network ({summarize_names(differing)}). Fix: give "
+            "weights and config of one network."
         )
-    else:
-        try:
-            model.load_state_dict(tensors, assign=True)
-        except RuntimeError as error:
-            reason = str(error).splitlines()[-1].strip().rstrip(".")
-    if reason:
-        raise WeightsError(f"weights: do not fit the network: {reason}. Fix: give weights and config of one network.")
+    model.load_state_dict(tensors, strict=False, assign=True)
     model.eval()
 
 

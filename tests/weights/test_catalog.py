@@ -15,7 +15,8 @@ from safetensors.torch import save
 
 from gw_detectron.checkpoint import load_checkpoint, open_checkpoint
 from gw_detectron.errors import FileAccessError, MissingPackageError, UnknownNormError, WeightsFileError
-from gw_detectron.weights import CATALOG, PublishedWeights, catalog, convert, convert_file, local_weights
+from gw_detectron.weights import CATALOG, catalog, convert, convert_file
+from gw_detectron.weights.catalog import PublishedWeights, local_weights
 from gw_detectron.weights.conversion import load_weights
 
 from .server import serving
@@ -30,7 +31,7 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("FVCORE_CACHE", str(tmp_path / "cache"))
     for name in ("GW_DETECTRON_WEIGHTS", "GW_DETECTRON_MIRROR", "HF_TOKEN", "HF_ENDPOINT"):
         monkeypatch.delenv(name, raising=False)
-    published = PublishedWeights("R-18", "drive-id", 50.0, positions="S1-B1")
+    published = PublishedWeights("R-18", "drive-id", positions="S1-B1")
     monkeypatch.setattr(catalog, "CATALOG", {published.name: published})
     download = gdown.download
     impatient = {"timeout": (1, 1), "retries": 0}
@@ -50,13 +51,13 @@ def files(folder):
 
 
 def test_the_published_files():
-    assert {weights.name: (weights.drive_id, weights.top1) for weights in CATALOG.values()} == {
-        "imagenet/R-50": ("1bNeTDhfu5jg8aBatOCSQAe_WzTouUfHA", 77.72),
-        "imagenet/R-101": ("1BnuzZzpaQ6rgBHho5mOQhBWBh1Lh-trK", 78.71),
-        "imagenet/X-50-32x4d": ("1pJSIbjeHpELJ5zlWOF6ekRGjykRYf6tO", 78.43),
-        "imagenet/X-101-32x8d": ("1lVAvTSCnHs-Ij5gt7ubQvLmZzUQdKUNt", 80.43),
-        "imagenet/R-50-GN64": ("1xqGsCDD4Y_rv6PjTtACAs8D918fjUT55", None),
-        "imagenet/R-50-GN64-advanced": ("1pHRhjc67M5wki5fWy44SG5lj06q71gat", None),
+    assert {weights.name: weights.drive_id for weights in CATALOG.values()} == {
+        "imagenet/R-50": "1bNeTDhfu5jg8aBatOCSQAe_WzTouUfHA",
+        "imagenet/R-101": "1BnuzZzpaQ6rgBHho5mOQhBWBh1Lh-trK",
+        "imagenet/X-50-32x4d": "1pJSIbjeHpELJ5zlWOF6ekRGjykRYf6tO",
+        "imagenet/X-101-32x8d": "1lVAvTSCnHs-Ij5gt7ubQvLmZzUQdKUNt",
+        "imagenet/R-50-GN64": "1xqGsCDD4Y_rv6PjTtACAs8D918fjUT55",
+        "imagenet/R-50-GN64-advanced": "1pHRhjc67M5wki5fWy44SG5lj06q71gat",
     }
     assert len({weights.file for weights in CATALOG.values()}) == len(CATALOG)
     for weights in CATALOG.values():
@@ -120,7 +121,7 @@ def test_a_local_folder_comes_first_and_its_file_stays_the_same(r18_file, tmp_pa
 
 
 def test_weights_of_another_network(server, monkeypatch):
-    published = PublishedWeights("R-18", "drive-id", 50.0, positions="S1-B2")
+    published = PublishedWeights("R-18", "drive-id", positions="S1-B2")
     monkeypatch.setattr(catalog, "CATALOG", {published.name: published})
     with pytest.raises(WeightsFileError, match=r"positions \('S1-B2'\): the weights have BN, GW.* at S1-B1"):
         local_weights(NAME)
