@@ -22,7 +22,7 @@ from gw_detectron.config import read_config
 from gw_detectron.data.images import evaluation_input, image_files, read_image
 from gw_detectron.data.synthetic import SyntheticConfig, draw_scene
 from gw_detectron.engine.whitening_stats import WhiteningLayer, checked_statistics, reduce_statistics, whitening_layers
-from gw_detectron.errors import ConfigError, NonFiniteCovarianceError, PartialLoadError, check_minimum, summarize_names
+from gw_detectron.errors import ConfigError, NonFiniteError, WeightsError, check_minimum, summarize_names
 from gw_detectron.model_zoo import get_config_file
 from gw_detectron.modeling import build_checked_model
 from gw_detectron.norms import norm_spec
@@ -78,7 +78,7 @@ def analyze_layers(
     Raises:
         MissingFileError, DataError: there are no such images.
         ConfigError: no whitening layers, or ``count`` or ``samples`` not positive.
-        PartialLoadError: the weights lack a part of the backbone or of the whitening layers.
+        WeightsError: the weights lack a part of the backbone or of the whitening layers.
     """
     cfg = read_config(config_file, [*opts, *(["MODEL.WEIGHTS", weights] if weights else [])])
     for name, value in (("count", count), ("samples", samples)):
@@ -140,7 +140,7 @@ def _observe(
         for name, layer in whitening_layers(model).items():
             stack.enter_context(layer.register_forward_hook(functools.partial(observe, name), always_call=True))
         for image in inputs:
-            with contextlib.suppress(NonFiniteCovarianceError):  # the layer is in ``broken``
+            with contextlib.suppress(NonFiniteError):  # the layer is in ``broken``
                 model([image])
     return calls, broken
 
@@ -148,7 +148,7 @@ def _observe(
 def _check_loaded(report: LoadReport, layers: Collection[str]) -> None:
     missing = {name.rpartition(".")[0] for name in report.new} & set(layers)
     if missing:
-        raise PartialLoadError(
+        raise WeightsError(
             f"MODEL.WEIGHTS: {report}\n  {len(missing)} of {len(layers)} whitening layers are missing: "
             f"{summarize_names(sorted(missing))}.\n"
             "  Fix: give weights of the whole detector, or accept random values with --allow-partial."

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from .errors import FileAccessError, OutputFolderError, UserError, summarize_names
+from .errors import FileAccessError, UserError, summarize_names
 
 _writing: set[str] = set()  # names of the temporary files and folders of this process
 
@@ -52,11 +52,11 @@ def atomic_folder(output: str | os.PathLike[str], files: Collection[str]) -> Ite
         files: the names of files and folders that a result of this kind has.
 
     Raises:
-        OutputFolderError: ``output`` cannot be created, or holds other files; they are left unchanged.
+        FileAccessError: ``output`` cannot be created, or holds other files; they are left unchanged.
         FileAccessError: the files cannot be written, e.g. on a full disk; ``output`` is left unchanged.
     """
     if not os.fspath(output):
-        raise OutputFolderError("output (''): no folder is named.")
+        raise FileAccessError("output (''): no folder is named.")
     output = Path(output).resolve()
     check_replaceable(output, files)
     try:
@@ -85,17 +85,17 @@ def atomic_folder(output: str | os.PathLike[str], files: Collection[str]) -> Ite
 
 
 def check_replaceable(output: Path, files: Collection[str]) -> None:
-    """Raise OutputFolderError unless ``output`` is absent, empty or holds only ``files``."""
+    """Raise FileAccessError unless ``output`` is absent, empty or holds only ``files``."""
     try:
         others = sorted(set(os.listdir(output)).difference(files))
     except FileNotFoundError:
         return
     except OSError as error:
-        raise OutputFolderError(f"output ('{output}'): not a folder: {error.strerror}.") from error
+        raise FileAccessError(f"output ('{output}'): not a folder: {error.strerror}.") from error
     if output.is_mount():
-        raise OutputFolderError(f"output ('{output}'): no rename replaces a mount point. Fix: give a folder in it.")
+        raise FileAccessError(f"output ('{output}'): no rename replaces a mount point. Fix: give a folder in it.")
     if others:
-        raise OutputFolderError(
+        raise FileAccessError(
             f"output ('{output}'): the folder holds {summarize_names(others)}, which is not part of an earlier result "
             f"({summarize_names(files, 3)}). Fix: give an empty or new folder."
         )

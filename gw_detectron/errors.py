@@ -1,4 +1,4 @@
-"""All errors that the user can fix, how their messages list names, and the check of a minimum."""
+"""Errors that the user can fix, how their messages list names, and the check of a minimum."""
 
 import difflib
 import errno
@@ -11,8 +11,8 @@ _FILE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.ENAM
 class UserError(Exception):
     """Base class of errors that the user can fix.
 
-    They are reported as one message, without a traceback. Subclasses also derive from the built-in error of their kind,
-    e.g. ``class ConfigError(UserError, ValueError)``. The message reads ``WHAT (value): why. Fix: what to do.``
+    They are reported as one message, without a traceback. Subclasses also derive from the built-in error of their kind.
+    The message reads ``WHAT (value): why. Fix: what to do.``
     """
 
 
@@ -40,27 +40,16 @@ class PreflightError(ConfigError):
         return "\n".join([*lines, self.unchecked] if self.unchecked else lines)
 
 
-class ConversionError(UserError, ValueError):
-    """A model cannot be converted. It is unchanged."""
-
-
 class NormError(ConfigError):
-    """A norm name cannot be used, or a layer has none."""
+    """A norm name cannot be used, or a model cannot be converted to it and is unchanged."""
 
 
 class DataError(UserError, ValueError):
     """A dataset, an image or its record cannot be used."""
 
-
-class RecordError(DataError):
-    """A record of a dataset cannot be used.
-
-    The message names the image file.
-    """
-
     def __init__(self, message: str) -> None:
         # A worker process of a DataLoader passes its traceback as the message, which ends in the original message.
-        super().__init__(message.rsplit(f"{type(self).__name__}: ", 1)[-1].strip())
+        super().__init__(message.rsplit("DataError: ", 1)[-1].strip())
 
 
 class MissingFileError(UserError, FileNotFoundError):
@@ -68,7 +57,15 @@ class MissingFileError(UserError, FileNotFoundError):
 
 
 class FileAccessError(UserError, OSError):
-    """A file or address cannot be read, fetched or written."""
+    """A file, folder or address cannot be read, fetched, written or replaced."""
+
+
+class WeightsError(UserError, ValueError):
+    """Weights do not fit the model, have unusable values, or cannot be converted."""
+
+
+class UnknownNormError(WeightsError):
+    """The norm cannot be inferred from the file; pass it explicitly."""
 
 
 class WeightsFileError(UserError, ValueError):
@@ -79,86 +76,24 @@ class RefusedFileError(WeightsFileError):
     """A weight file could run code when it is read."""
 
 
-class InvalidWeightsError(UserError, ValueError):
-    """A checkpoint contains weights with values or types that no model can use."""
-
-
-class NormMismatchError(UserError, ValueError):
-    """A checkpoint was trained with other norms than the model has."""
-
-
-class PartialLoadError(UserError, ValueError):
-    """A checkpoint left a part of the backbone at random values."""
-
-
-class WeightsError(UserError, ValueError):
-    """Weights, or options of their conversion, that cannot be used."""
-
-
-class UnknownNormError(WeightsError):
-    """Neither notes nor tensors prove a norm, so the user must state it."""
-
-
-class WeightsExistError(UserError, FileExistsError):
-    """A file would be overwritten."""
-
-
-class OutputInUseError(UserError, RuntimeError):
-    """Another training writes to the output folder."""
-
-
-class RunMemoryError(UserError, MemoryError):
-    """A step or an evaluation ran out of memory."""
-
-
-class DataWorkerError(UserError, RuntimeError):
-    """A data-loading worker was killed, or had no shared memory."""
-
-
-class LostProcessError(UserError, ConnectionError):
-    """Another process of the run ended or does not answer."""
+class RunError(UserError, RuntimeError):
+    """A run cannot start or go on: the folder is in use, memory is short, a worker or another process was lost."""
 
 
 class NonFiniteError(UserError, FloatingPointError):
-    """The loss became infinite or NaN; the message names the cause."""
-
-
-class NonFiniteLayerError(UserError, FloatingPointError):
-    """A tensor of a whitening layer is not finite."""
-
-
-class NonFiniteCovarianceError(UserError, FloatingPointError, ValueError):
-    """A covariance matrix holds NaN or infinity, so it has no eigenvalues."""
+    """A loss, or a tensor of a whitening layer, became infinite or NaN."""
 
 
 class ExportError(UserError, ValueError):
-    """The model or an argument cannot be exported."""
-
-
-class ParityError(ExportError):
-    """The exported file gives other numbers than the model."""
-
-
-class OutputFolderError(UserError, FileExistsError):
-    """The output folder cannot be created or replaced.
-
-    Only a folder that holds nothing but files of an earlier result is replaced.
-    """
+    """A model cannot be exported, or the exported file gives other numbers than the model."""
 
 
 class MissingPackageError(UserError, ImportError):
-    """An optional package is not installed."""
-
-
-class MissingDetectron2Error(UserError, ImportError):
-    """A part of the package that needs Detectron2 is imported without it."""
+    """An optional package, or Detectron2, is not installed."""
 
 
 def is_user_error(error: BaseException) -> bool:
-    """Tell whether the user can fix an error.
-
-    Such errors are UserErrors, unusable files and a full disk.
-    """
+    """Return whether the user can fix an error: UserErrors, unusable files and a full disk."""
     return isinstance(error, (UserError, *_FILE_ERRORS)) or getattr(error, "errno", None) in _FILE_ERRNOS
 
 
@@ -170,8 +105,7 @@ def first_line(error: BaseException) -> str:
 def check_minimum(name: str, value: int, minimum: int = 1) -> None:
     """Raise ConfigError unless a value is an integer that is large enough."""
     if not isinstance(value, int) or value < minimum:
-        problem = "too small" if isinstance(value, int) else "not an integer"
-        raise ConfigError(f"{name} ({value!r}): {problem}. Fix: give {minimum} or more.")
+        raise ConfigError(f"{name} ({value!r}): not an integer of {minimum} or more.")
 
 
 def similar_names(name: str, known: Iterable[str]) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 
-from .errors import MissingDetectron2Error, MissingPackageError
+from .errors import MissingPackageError
 
 __version__ = "0.2.0.dev0"
 
@@ -67,13 +67,13 @@ def scripting_warnings_ignored() -> Iterator[None]:
 
 
 def require_detectron2(name: str) -> None:
-    """Raise MissingDetectron2Error unless Detectron2 is installed.
+    """Raise MissingPackageError unless Detectron2 is installed.
 
     Args:
         name: needs it; begins the message.
     """
     if not has_detectron2():
-        raise MissingDetectron2Error(
+        raise MissingPackageError(
             f"{name}: needs Detectron2, which is not installed. Fix: run `python tools/install_detectron2.py` from the "
             "gw_detectron repository, or follow https://detectron2.readthedocs.io/tutorials/install.html"
         )

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from gw_detectron.commands.demo import main
-from gw_detectron.errors import ConfigError, OutputFolderError, PreflightError
+from gw_detectron.errors import ConfigError, FileAccessError, PreflightError
 
 from .tiny_run import CONFIG, OPTS
 
@@ -32,7 +32,7 @@ def test_results_that_cannot_be_written_stop_the_demo_before_the_training(tmp_pa
         demo(tmp_path, **{"DATASETS.TEST": "()"})
     (tmp_path / "backbone").mkdir()
     (tmp_path / "backbone" / "thesis.tex").touch()
-    with pytest.raises(OutputFolderError, match=r"thesis\.tex"):
+    with pytest.raises(FileAccessError, match=r"thesis\.tex"):
         demo(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["backbone"]
 

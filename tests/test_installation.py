@@ -66,7 +66,7 @@ from gw_detectron import add_gw_config
 """
     done = run(HIDE + code)
     error = done.stderr.splitlines()[-1]
-    assert done.returncode == 1 and "MissingDetectron2Error: gw_detectron.add_gw_config" in error
+    assert done.returncode == 1 and "MissingPackageError: gw_detectron.add_gw_config" in error
     assert "tools/install_detectron2.py" in error and "https://detectron2.readthedocs.io" in error
 
 

@@ -12,7 +12,7 @@ from detectron2.layers import FrozenBatchNorm2d
 from detectron2.utils.file_io import PathManager
 from torch import Tensor, nn
 
-from ..errors import ConfigError, InvalidWeightsError, NormMismatchError, PartialLoadError, summarize_names
+from ..errors import ConfigError, WeightsError, summarize_names
 from ..modeling import build_checked_model
 from ..modeling.config_keys import NORM_KEYS
 from ..norms import norm_rows
@@ -100,7 +100,7 @@ class LoadReport:
         return "; ".join(parts)
 
     def check(self) -> None:
-        """Raise :class:`PartialLoadError` unless the whole backbone was loaded."""
+        """Raise :class:`WeightsError` unless the whole backbone was loaded."""
         if not self._loaded or not (self.missing or self.unexpected):
             return
         lines = [f"MODEL.WEIGHTS: does not fit the model: {self}"]
@@ -116,7 +116,7 @@ class LoadReport:
                 "Fix: set MODEL.RESNETS (DEPTH, NUM_GROUPS, WIDTH_PER_GROUP, NORM, WHITEN_POSITIONS) as the weights "
                 "need it, give other weights, or accept random values with --allow-partial."
             )
-        raise PartialLoadError("\n  ".join(lines))
+        raise WeightsError("\n  ".join(lines))
 
 
 def load_model(
@@ -140,7 +140,7 @@ def load_model(
     Raises:
         FileNotFoundError: the weights do not exist.
         ConfigError: no weights are given, or Detectron2 cannot build the detector.
-        PartialLoadError: the weights lack a needed tensor, or have it with another shape.
+        WeightsError: the weights lack a needed tensor, or have it with another shape.
         ValueError: the file is damaged or could run code.
     """
     checkpoint = checkpoint or open_start_weights(cfg).checkpoint()
@@ -162,7 +162,7 @@ def load_model(
         if not others:
             why = f"are missing ({summarize_names(missing)})"
             fix = "give the weights of a trained detector" + ("; --no-fpn exports the ResNet alone" if needed else "")
-        raise PartialLoadError(
+        raise WeightsError(
             f"MODEL.WEIGHTS ('{checkpoint.address}'): {len(others or missing)} tensors {why}. Fix: {fix}."
         )
     return model
@@ -183,10 +183,10 @@ def load_checkpoint(
         allow_partial: accept missing backbone tensors, and norms that differ from those of the checkpoint.
 
     Raises:
-        InvalidWeightsError: a tensor has NaN or infinite values, a negative variance, or no floating-point numbers
+        WeightsError: a tensor has NaN or infinite values, a negative variance, or no floating-point numbers
             where the model has them; ``allow_partial`` does not accept this. Nothing is loaded.
-        NormMismatchError: the checkpoint was trained with other norms; nothing is loaded.
-        PartialLoadError: a backbone tensor is missing in the checkpoint or in the model; nothing is loaded.
+        WeightsError: the checkpoint was trained with other norms; nothing is loaded.
+        WeightsError: a backbone tensor is missing in the checkpoint or in the model; nothing is loaded.
     """
     checkpointer = model if isinstance(model, DetectionCheckpointer) else DetectionCheckpointer(model)
     model = checkpointer.model
@@ -227,14 +227,14 @@ def load_checkpoint(
     return LoadReport(model, given)
 
 
-def norm_mismatch(address: str, differences: Sequence[str]) -> NormMismatchError:
+def norm_mismatch(address: str, differences: Sequence[str]) -> WeightsError:
     """Return the error that weights were trained with other norms than the model has.
 
     Args:
         address: that of the weights.
         differences: see :func:`.norm_differences`.
     """
-    return NormMismatchError(
+    return WeightsError(
         f"MODEL.WEIGHTS ('{address}'): trained with other norms: {len(differences)} layers differ "
         f"({summarize_names(differences)}). Fix: set norms and convolutions as in that run, by "
         f"MODEL.RESNETS.WHITEN_POSITIONS ('' for one norm in the whole backbone), {', '.join(NORM_KEYS)} "
@@ -250,7 +250,7 @@ def _check_weights(tensors: Mapping[str, Tensor], address: str) -> None:
             problems.setdefault(problem, []).append(name)
     if problems:
         lines = [f"{len(names)} tensors {problem} ({summarize_names(names)})" for problem, names in problems.items()]
-        raise InvalidWeightsError(
+        raise WeightsError(
             f"MODEL.WEIGHTS ('{address}'): {'; '.join(lines)}. Fix: give an earlier checkpoint of that run, or other "
             "weights."
         )

@@ -14,7 +14,7 @@ from detectron2.data import transforms as transforms_d2
 from PIL import ExifTags, Image, UnidentifiedImageError
 from torch import Tensor
 
-from ..errors import DataError, MissingFileError, RecordError
+from ..errors import DataError, MissingFileError
 
 # Pillow's, of damaged and of huge files
 _READ_ERRORS = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
@@ -87,7 +87,7 @@ class ImageNamingMapper:
         mapper: Detectron2's ``DatasetMapper`` or another callable from record to training example.
 
     Raises:
-        RecordError: the image or its record cannot be used; other errors get the file name as a note.
+        DataError: the image or its record cannot be used; other errors get the file name as a note.
     """
 
     def __init__(self, mapper: Callable[[dict], Any]) -> None:
@@ -98,7 +98,7 @@ class ImageNamingMapper:
         try:
             return self.mapper(record)
         except _READ_ERRORS as error:  # also Detectron2's SizeMismatchError
-            raise RecordError(
+            raise DataError(
                 f"'{name}': cannot be used: {error}. Fix: repair the image or its record (width and height are those "
                 "of the upright photo), or remove both."
             ) from error

@@ -107,7 +107,7 @@ class WhiteningStatsHook(HookBase):
 
     Raises:
         ConfigError: the period is not positive.
-        NonFiniteLayerError: in training, if input, covariance, parameters or output of a layer are not finite.
+        NonFiniteError: in training, if input, covariance, parameters or output of a layer are not finite.
     """
 
     def __init__(self, period: int, samples: int = 8) -> None:

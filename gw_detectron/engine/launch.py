@@ -16,7 +16,7 @@ from detectron2.engine import launch
 from detectron2.utils import comm
 
 from ..cli import Interrupted, errors_reported, report_error
-from ..errors import ConfigError, LostProcessError, first_line, is_user_error
+from ..errors import ConfigError, RunError, first_line, is_user_error
 
 _LONGEST_TIMEOUT = 7 * 24 * 3600
 # gloo raises a RuntimeError; its other messages are bugs, e.g. processes that call different operations
@@ -36,7 +36,7 @@ def launch_from_args(main: Callable[[argparse.Namespace], object], args: argpars
 
     Raises:
         ConfigError: the flags ask for processes that this machine cannot run.
-        LostProcessError: another process ended or does not answer.
+        RunError: another process ended or does not answer.
     """
     if not 1 <= args.dist_timeout <= _LONGEST_TIMEOUT:
         raise ConfigError(f"--dist-timeout {args.dist_timeout}: not between 1 and {_LONGEST_TIMEOUT} seconds.")
@@ -79,13 +79,13 @@ def _spawned(main: Callable[[argparse.Namespace], object], args: argparse.Namesp
 
 @contextlib.contextmanager
 def _lost_processes_reported(timeout: timedelta) -> Iterator[None]:
-    """Raise LostProcessError where the communication failed because of another process."""
+    """Raise RunError where the communication failed because of another process."""
     try:
         yield
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and not _GLOO_CONNECTION_LOST.search(str(error)):
             raise
-        raise LostProcessError(
+        raise RunError(
             f"process group: another process ended, or did not answer for {timeout.total_seconds():.0f} s: "
             f"{first_line(error)}. Fix: see the error of that process; if it was only slow, raise --dist-timeout."
         ) from error

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import IO, Any
 
-from ..errors import ConfigError, FileAccessError, OutputInUseError
+from ..errors import ConfigError, FileAccessError, RunError
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def lock_output(folder: str) -> IO[str]:
         The open lock file; closing it releases the lock.
 
     Raises:
-        OutputInUseError: another process holds the lock.
+        RunError: another process holds the lock.
         FileAccessError: the folder cannot be written.
     """
     try:
@@ -50,7 +50,7 @@ def lock_output(folder: str) -> IO[str]:
             file.seek(0)
             holder = file.read().strip() or "just started"
             file.close()
-            raise OutputInUseError(
+            raise RunError(
                 f"OUTPUT_DIR ('{folder}'): another training writes there ({holder}). Fix: give another folder, or "
                 "stop that training."
             ) from None

@@ -57,8 +57,8 @@ def main(args: argparse.Namespace) -> dict | None:
 
     Raises:
         PreflightError: the run would fail later or learn nothing.
-        PartialLoadError: the weights lack a part of the backbone, or for ``--eval-only`` of the heads.
-        NormMismatchError: the weights were trained with other norms.
+        WeightsError: the weights were trained with other norms, or lack a part of the backbone or, to be evaluated, of
+            the heads.
         UserError: see :func:`prepare` and :meth:`Trainer.train`.
     """
     cfg, start, warnings, lock = prepare(args)
@@ -92,7 +92,7 @@ def prepare(args: argparse.Namespace) -> Run:
 
     Raises:
         PreflightError: the run would fail later or learn nothing.
-        OutputInUseError: another training writes to the output folder.
+        RunError: another training writes to the output folder.
         UserError: a flag, the config or the weights cannot be used.
         OSError: the output folder cannot be written.
     """
@@ -215,7 +215,7 @@ def evaluate(cfg: CfgNode, start: StartWeights, *, allow_partial: bool = False) 
     """Build the model, load its weights and evaluate it on ``DATASETS.TEST``.
 
     Raises:
-        PartialLoadError: the weights lack a part of the detector, or have it with other shapes.
+        WeightsError: the weights lack a part of the detector, or have it with other shapes.
     """
     model = load_model(cfg, checkpoint=start.checkpoint(), device=cfg.MODEL.DEVICE, allow_partial=allow_partial)
     log.info("norms: %s", norm_summary(model))

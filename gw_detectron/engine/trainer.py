@@ -46,7 +46,7 @@ from ..checkpoint import (
 from ..cli import is_out_of_memory
 from ..config import changed_config, get_value
 from ..data.images import ImageNamingMapper
-from ..errors import ConfigError, DataWorkerError, NonFiniteError, RunMemoryError, UserError, first_line, is_user_error
+from ..errors import ConfigError, NonFiniteError, RunError, UserError, first_line, is_user_error
 from ..installation import has_compiled_operators
 from ..preflight import wrong_evaluator
 from .hooks import LossGuard, SignalHook
@@ -253,7 +253,7 @@ class Trainer(DefaultTrainer):
         """Load opened weights; for a resumed run also its training state.
 
         Raises:
-            PartialLoadError, NormMismatchError, UserError: see :func:`gw_detectron.checkpoint.load_checkpoint`.
+            UserError: see :func:`gw_detectron.checkpoint.load_checkpoint`.
         """
         checkpoint = start.checkpoint()
         if start.resumed and checkpoint:
@@ -299,9 +299,8 @@ class Trainer(DefaultTrainer):
         Raises:
             NonFiniteError: the loss became infinite or NaN.
             FileAccessError: a checkpoint could not be written.
-            RunMemoryError: a step or an evaluation ran out of memory.
-            DataWorkerError: a data-loading worker was killed, or had no shared memory.
-            RecordError: an image or its record cannot be used.
+            RunError: a step or an evaluation ran out of memory, or a data-loading worker was lost.
+            DataError: an image or its record cannot be used.
         """
         if comm.is_main_process():
             remove_unfinished(self.cfg.OUTPUT_DIR)
@@ -384,7 +383,7 @@ def _memory_errors_explained(cfg: CfgNode, guard: LossGuard | None = None) -> It
         loading = any("torch/utils/data" in frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__))
         broken = loading and isinstance(error, (ConnectionResetError, EOFError)) and "Caught " not in str(error)
         if broken or _WORKER_FAILURE.search(str(error)):
-            raise DataWorkerError(
+            raise RunError(
                 f"DATALOADER.NUM_WORKERS ({cfg.DATALOADER.NUM_WORKERS}): a data-loading worker failed: {reason}. The "
                 "machine's memory or its shared memory (/dev/shm) may be full. Fix: lower DATALOADER.NUM_WORKERS (0 "
                 f"needs no shared memory) or enlarge /dev/shm (docker run --shm-size 8g){resume}."
@@ -398,7 +397,7 @@ def _memory_errors_explained(cfg: CfgNode, guard: LossGuard | None = None) -> It
             keys = ["SOLVER.IMS_PER_BATCH", "INPUT.MIN_SIZE_TRAIN", "INPUT.MAX_SIZE_TRAIN"]
             hint = f"; raise SOLVER.ACCUMULATE ({cfg.SOLVER.ACCUMULATE}) as much as the batch shrinks"
         first, *others = (f"{key} ({get_value(cfg, key)})" for key in keys)
-        raise RunMemoryError(
+        raise RunError(
             f"{first}: out of memory in {work}: {reason}. Fix: lower {', '.join([keys[0], *others])}{hint}{resume}."
         ) from error
 

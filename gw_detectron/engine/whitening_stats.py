@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from ..errors import NonFiniteCovarianceError, NonFiniteLayerError
+from ..errors import NonFiniteError
 from ..layers import BatchWhitening2d, GroupWhitening2d, Solver
 from ..ops.batch_whitening import split
 from ..ops.checks import autocast_off
@@ -51,7 +51,7 @@ def whitening_statistics(layer: WhiteningLayer, x: Tensor, samples: int = 8) -> 
         Statistic -> one value per matrix, on the CPU; empty for an empty batch.
 
     Raises:
-        NonFiniteCovarianceError: the covariance of the input overflows.
+        NonFiniteError: the covariance of the input overflows.
     """
     with autocast_off(x.device.type):
         x = x if x.dtype == torch.float64 else x.float()
@@ -74,16 +74,16 @@ def checked_statistics(name: str, layer: WhiteningLayer, x: Tensor, output: Tens
     """Compute :func:`whitening_statistics` of one call of the layer ``name``.
 
     Raises:
-        NonFiniteLayerError: input, covariance, a parameter or output is not finite; the error names the layer.
+        NonFiniteError: input, covariance, a parameter or output is not finite; the error names the layer.
     """
     try:
         # parameters are checked because a ReLU would hide an output of -inf
         for kind, value in {"input": x, **dict(layer.named_parameters()), "output": output}.items():
             if not torch.isfinite(value).all():
-                raise NonFiniteCovarianceError(f"its {kind} is not finite")
+                raise NonFiniteError(f"its {kind} is not finite")
         return whitening_statistics(layer, x.detach(), samples)
-    except NonFiniteCovarianceError as error:
-        raise NonFiniteLayerError(
+    except NonFiniteError as error:
+        raise NonFiniteError(
             f"whitening layer ('{name}'): {error}. Fix: lower SOLVER.BASE_LR or check the weights."
         ) from error
 
@@ -103,7 +103,7 @@ def _covariance(rows: Tensor) -> Tensor:
     centered = rows - rows.mean(-1, keepdim=True)
     covariance = centered @ centered.mT / centered.shape[-1]
     if not torch.isfinite(covariance).all():
-        raise NonFiniteCovarianceError(
+        raise NonFiniteError(
             f"the covariance of its input, whose values reach {float(rows.abs().max()):.3g}, overflows {rows.dtype}"
         )
     return covariance

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from ..atomic import atomic_folder
-from ..errors import ConfigError, ExportError, ParityError
+from ..errors import ConfigError, ExportError
 from ..layers import use_backend
 from ..norms.listing import norm_counts
 from ..progress import steps
@@ -157,9 +157,9 @@ def export_backbone(
         Input, outputs, differences from the model at two batch sizes and two image sizes, versions, SHA-256.
 
     Raises:
-        ParityError: the file gives other numbers than the model.
+        ExportError: the file gives other numbers than the model.
         ExportError: an argument is out of range, or the format cannot express the backbone.
-        OutputFolderError: ``output`` holds other files.
+        FileAccessError: ``output`` holds other files.
         MissingPackageError: a package that the format needs is not installed.
     """
     for name, value, allowed in (("file_format", file_format, FORMATS), ("layout", layout, LAYOUTS)):
@@ -213,7 +213,7 @@ def compare_features(name: str, found: Tensor, expected: Tensor) -> dict[str, An
     r"""Return shape, ``max_abs`` and ``relative`` :math:`= \max |a - b| / \max |b|` of a feature map.
 
     Raises:
-        ParityError: the relative difference is above :data:`TOLERANCE`, or the shape differs.
+        ExportError: the relative difference is above :data:`TOLERANCE`, or the shape differs.
         ExportError: ``expected`` holds NaN or infinity.
     """
     if not torch.isfinite(expected).all():
@@ -224,7 +224,7 @@ def compare_features(name: str, found: Tensor, expected: Tensor) -> dict[str, An
         max_abs = (found.double() - expected.double()).abs().max().item()
         relative = max_abs / scale if scale else math.inf if max_abs else 0.0
     if not relative <= TOLERANCE:  # also for NaN
-        raise ParityError(
+        raise ExportError(
             f"exported file: {name} {list(found.shape)} differs from the model's {list(expected.shape)} by "
             f"{relative:.1e} of its largest value, allowed is {TOLERANCE:g}; nothing was written. "
             "Fix: export in another format."

@@ -22,7 +22,7 @@ from torchvision.ops import box_iou
 from ..atomic import atomic_folder
 from ..data import class_metadata, synthetic_images
 from ..data.images import ImageNamingMapper, channels_first, evaluation_input, read_image
-from ..errors import ConfigError, ExportError, ParityError, similar_names
+from ..errors import ConfigError, ExportError, similar_names
 from ..norms.listing import norm_counts
 from ..progress import steps
 from .base import DetectorProgram
@@ -60,7 +60,7 @@ class EvaluationImages:
 
         Raises:
             ConfigError: the dataset is not registered, or the count is below 1.
-            RecordError: an image or its record cannot be used.
+            DataError: an image or its record cannot be used.
         """
         if dataset not in DatasetCatalog.list():
             similar = similar_names(dataset, DatasetCatalog.list())
@@ -111,8 +111,8 @@ def export_detector(
 
     Raises:
         ExportError: an argument is out of range, or a part of the detector cannot be exported.
-        ParityError: the file finds something else than the model.
-        OutputFolderError: ``output`` holds other files.
+        ExportError: the file finds something else than the model.
+        FileAccessError: ``output`` holds other files.
         MissingPackageError: a package that the format needs is not installed.
     """
     if file_format not in DETECTOR_FORMATS:
@@ -177,7 +177,7 @@ def check_detections(program: DetectorProgram | OneImageProgram, file: ExportedF
 
     Raises:
         ExportError: the model finds nothing in the image.
-        ParityError: a difference is above :data:`TOLERANCES`, or more than :data:`UNMATCHED` have no counterpart.
+        ExportError: a difference is above :data:`TOLERANCES`, or more than :data:`UNMATCHED` have no counterpart.
     """
     smaller, larger = (_resize(image, scale, program.smallest_side) for scale in ((0.6, 0.8), (1.3, 1.1)))
     image = _resize(image, (1.0, 1.0), program.smallest_side)
@@ -196,13 +196,13 @@ def check_detections(program: DetectorProgram | OneImageProgram, file: ExportedF
     names = [name for name in TOLERANCES if name in compared[0]]
     worst = {name: torch.tensor([each[name] for each in compared]).max().item() for name in names}
     if unmatched > UNMATCHED * total:
-        raise ParityError(
+        raise ExportError(
             f"exported file: {unmatched} detections differ from the model's {total} in number, class or place; nothing "
             "was written. Fix: try another --image, as near-equal scores can be ordered differently, or another format."
         )
     for name, value in worst.items():
         if not value <= TOLERANCES[name]:  # also for NaN
-            raise ParityError(
+            raise ExportError(
                 f"exported file: {name} differ from the model's by {value:.1e}, allowed is {TOLERANCES[name]:g}; "
                 "nothing was written. Fix: export in another format."
             )
@@ -260,7 +260,7 @@ def compare_accuracy(
         ``dataset``, ``images``, and for ``model`` and ``exported``: task -> AP in percent.
 
     Raises:
-        ParityError: an AP differs by more than :data:`AP_TOLERANCE`.
+        ExportError: an AP differs by more than :data:`AP_TOLERANCE`.
     """
     tasks = ("bbox", "segm") if "masks" in detector.names else ("bbox",)
 
@@ -278,7 +278,7 @@ def compare_accuracy(
     found = ap(lambda item: detect(file, [program.evaluation_image(item)]))
     for task, value in expected.items():
         if abs(np.nan_to_num(found[task]) - np.nan_to_num(value)) > AP_TOLERANCE:  # NaN without any detection
-            raise ParityError(
+            raise ExportError(
                 f"exported file: {task} AP {found[task]:.2f} on {len(images.inputs)} images of {images.dataset}, the "
                 f"model's is {value:.2f}. Fix: export for larger images (INPUT.MIN_SIZE_TEST) or in another format."
             )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from ..errors import ConfigError, ConversionError, summarize_names
+from ..errors import ConfigError, NormError, summarize_names
 from ..layers import GroupWhitening2d, WeightStandardized, standardize_weights
 from .listing import channels_of
 from .names import Norm, norm_options
@@ -69,7 +69,7 @@ def convert_norms(model: nn.Module, plan: Plan) -> ConversionReport:
         What became of each norm layer.
 
     Raises:
-        ConversionError: a key fits no norm layer, all layers have their norms already, a layer contains an activation
+        NormError: a key fits no norm layer, all layers have their norms already, a layer contains an activation
             that its successor lacks, or the model cannot be changed.
         NormError, ConfigError: a norm is unknown or does not fit a layer, or positions are unknown.
     """
@@ -91,10 +91,10 @@ def convert_norms(model: nn.Module, plan: Plan) -> ConversionReport:
 
 def _check_model(model: nn.Module) -> None:
     if channels_of(model):
-        raise ConversionError("convert_norms: the model is a norm layer itself. Fix: build the other norm.")
+        raise NormError("convert_norms: the model is a norm layer itself. Fix: build the other norm.")
     for name, module in model.named_modules():
         if any(cls.__name__ in _WRAPPERS for cls in type(module).__mro__):
-            raise ConversionError(
+            raise NormError(
                 f"convert_norms, {name or 'the model'} ({type(module).__name__}): shares its parameters with other "
                 "processes. Fix: convert the model first."
             )
@@ -104,7 +104,7 @@ def _specs(model: nn.Module, layers: Mapping[str, nn.Module], plan: Plan) -> dic
     """Return the norm name of each layer that the plan names."""
     if not isinstance(plan, (str, Mapping)):
         fix = 'give a position such as "S1-B2" or a dict such as {"*": "GW"}'
-        raise ConversionError(f"convert_norms, plan ({plan!r}): not a plan. Fix: {fix}.")
+        raise NormError(f"convert_norms, plan ({plan!r}): not a plan. Fix: {fix}.")
     names = {id(layer): name for name, layer in layers.items()}
     aliases = {name: names[id(m)] for name, m in model.named_modules(remove_duplicate=False) if id(m) in names}
     found: dict[str, Norm | None] = {}
@@ -112,7 +112,7 @@ def _specs(model: nn.Module, layers: Mapping[str, nn.Module], plan: Plan) -> dic
         if isinstance(key, type):
             fitting = [name for name, layer in layers.items() if isinstance(layer, key)]
         elif not isinstance(key, str):
-            raise ConversionError(f"convert_norms, plan ({key!r}): not a key. Fix: give a string or a layer class.")
+            raise NormError(f"convert_norms, plan ({key!r}): not a key. Fix: give a string or a layer class.")
         elif key in POSITIONS:
             fitting = norms_at(key, layers, where="convert_norms")
         else:
@@ -121,9 +121,9 @@ def _specs(model: nn.Module, layers: Mapping[str, nn.Module], plan: Plan) -> dic
             fix = f"use a layer class, one of {list(POSITIONS[1:])} or a pattern of names such as {list(layers)[:3]}"
             if plan == key and key.partition(":")[0] in norm_options():
                 fix = f'give this norm to layers, e.g. {{"*": {key!r}}} to all'
-            raise ConversionError(f"convert_norms, plan ({key!r}): fits none of {len(layers)} norm layers. Fix: {fix}.")
+            raise NormError(f"convert_norms, plan ({key!r}): fits none of {len(layers)} norm layers. Fix: {fix}.")
         if all(name in found for name in fitting):
-            raise ConversionError(
+            raise NormError(
                 f"convert_norms, plan ({key!r}): earlier keys fit all of its layers. Fix: put it before them."
             )
         for name in fitting:
@@ -136,7 +136,7 @@ def _replacements(layers: Mapping[str, nn.Module], specs: Mapping[str, Norm | No
     wanted = {name: spec for name, spec in specs.items() if spec is not None}
     if last := [name for name in wanted if has_channels_last(layers[name])]:
         patterns = dict.fromkeys(re.sub(r"\d+\.", "*.", name) for name in last)
-        raise ConversionError(
+        raise NormError(
             f"convert_norms, {last[0]} ({type(layers[last[0]]).__name__!r}): its channels are the last dimension; such "
             f"layers: {len(last)}, named {summarize_names(patterns)}. Fix: keep them all, by None at the start of the "
             f'plan, e.g. {{"{next(iter(patterns))}": None, ...}}.'
@@ -145,7 +145,7 @@ def _replacements(layers: Mapping[str, nn.Module], specs: Mapping[str, Norm | No
     new = {name: layer for name, layer in built.items() if describe(layer) != describe(layers[name])}
     if built and not new:
         name = next(iter(built))
-        raise ConversionError(
+        raise NormError(
             f"convert_norms, {name} ({describe(layers[name])!r}): has this norm already, as all layers of the plan. "
             "Fix: give another norm."
         )
@@ -161,7 +161,7 @@ def _check_lists(model: nn.Module, old: Mapping[str, nn.Module]) -> None:
                 continue
             for kept in value.values() if isinstance(value, dict) else value:
                 if id(kept) in names:
-                    raise ConversionError(
+                    raise NormError(
                         f"convert_norms, {names[id(kept)]}: {path and path + '.'}{attribute} is a plain "
                         f"{type(value).__name__} that holds it too, and would keep the old layer. Fix: use "
                         "torch.nn.ModuleList or torch.nn.ModuleDict."

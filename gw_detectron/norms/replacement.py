@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConversionError
+from ..errors import NormError
 from ..layers import BatchRenorm2d, BatchWhitening2d, GroupWhitening2d
 from .listing import channels_of
 from .names import Norm, build_norm, norm_spec
@@ -36,7 +36,7 @@ def replacement(name: str, old: nn.Module, spec: Norm) -> nn.Module:
         spec: the norm name.
 
     Raises:
-        ConversionError: the norm cannot compute what the old layer does.
+        NormError: the norm cannot compute what the old layer does.
         NormError: the norm is unknown or does not fit.
     """
     where = f"convert_norms, {name} ({type(old).__name__!r})"
@@ -47,7 +47,7 @@ def replacement(name: str, old: nn.Module, spec: Norm) -> nn.Module:
     if some is not None:
         new.to(some.dtype)
     if _normalizes_by_batch_only(old) and getattr(new, "running_mean", None) is not None:
-        raise ConversionError(
+        raise NormError(
             f"{where}: has no running statistics (track_running_stats=False), which {spec} needs. Fix: use GW or GN."
         )
     _copy_state(old, new)
@@ -68,12 +68,12 @@ def _activation(old: nn.Module, where: str) -> nn.Module | None:
     if isinstance(activation, nn.Module):
         return activation
     if more := [name for name, value in old._parameters.items() if name not in _AFFINE and value is not None]:
-        raise ConversionError(
+        raise NormError(
             f"{where}: contains an activation with parameters ({', '.join(more)}). Fix: keep it, by None in the plan."
         )
     own = isinstance(old, (nn.modules.batchnorm._NormBase, *_OPTIONAL_AFFINE)) and _package(old) not in _PACKAGES
     if own or "forward" in vars(old) or type(old).__call__ is not nn.Module.__call__:
-        raise ConversionError(
+        raise NormError(
             f"{where}: has a forward of its own, which may contain an activation. Fix: keep it, by None in the plan, "
             "or put a plain norm layer and that operation in its place."
         )

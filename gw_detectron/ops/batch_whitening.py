@@ -55,7 +55,7 @@ def batch_whiten(
         ValueError: wrong rank or dtype of ``x``, ``channels_per_group`` out of its range, or affine parameters of
             another shape than (C,).
         TypeError: ``solver`` is not a Solver.
-        NonFiniteCovarianceError: NaN or infinity in the input of a solver that uses eigendecomposition.
+        NonFiniteError: NaN or infinity in the input of a solver that uses eigendecomposition.
 
     Source: Decorrelated Batch Normalization, Eq. 3 and Algorithm 1; On Batch Orthogonalization Layers, Eqs. 3 and 5.
     """

@@ -17,7 +17,7 @@ from PIL import Image
 
 from ..atomic import atomic_folder, check_replaceable
 from ..data.images import BROWSER_SUFFIXES
-from ..errors import ConfigError, DataError, FileAccessError, MissingFileError, OutputFolderError
+from ..errors import ConfigError, DataError, FileAccessError, MissingFileError
 from ..installation import require_packages
 from ..progress import progress_bar
 from .drawing import draw_predictions
@@ -44,13 +44,13 @@ def check_output(output: str | os.PathLike[str], sources: Iterable[ImageSource])
     """Refuse an output folder that holds other files than earlier predictions.
 
     Raises:
-        OutputFolderError: the folder holds other files.
+        FileAccessError: the folder holds other files.
         ConfigError: one of the sources is in the folder, which would be replaced.
     """
     folder = Path(output).resolve()
     check_replaceable(folder, (RESULTS, IMAGES, PICTURES))
     if (folder / PICTURES).exists() and not (folder / RESULTS).exists():
-        raise OutputFolderError(
+        raise FileAccessError(
             f"output ('{output}'): holds '{PICTURES}' without {RESULTS}. Fix: give an empty or new folder."
         )
     for source in sources:
@@ -80,7 +80,7 @@ def write_predictions(
 
     Raises:
         DataError: none of the sources can be read.
-        OutputFolderError: ``output`` holds other files.
+        FileAccessError: ``output`` holds other files.
         MissingPackageError: OpenCV is not installed, which drawing and videos need.
     """
     check_output(output, sources)

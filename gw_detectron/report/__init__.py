@@ -98,7 +98,7 @@ def write_report(
     Raises:
         MissingFileError: the folder holds no run.
         ConfigError: its config cannot be used, or ``images`` or ``score`` is out of range.
-        OutputFolderError: ``output`` holds other files.
+        FileAccessError: ``output`` holds other files.
         MissingPackageError: OpenCV is not installed.
     """
     require_packages("report", "cv2")  # before minutes of work

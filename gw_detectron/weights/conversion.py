@@ -21,10 +21,10 @@ from torch import Tensor
 
 from ..atomic import atomic_write, remove_unfinished
 from ..errors import (
+    FileAccessError,
     MissingFileError,
     UnknownNormError,
     WeightsError,
-    WeightsExistError,
     WeightsFileError,
     summarize_names,
 )
@@ -120,7 +120,7 @@ def convert_file(
         WeightsError: the target has a wrong name.
         UnknownNormError: the source does not prove a norm.
         WeightsFileError: the source cannot be converted as requested.
-        WeightsExistError: a target exists.
+        FileAccessError: a target exists.
         OSError: a file cannot be read or written.
     """
     target = Path(target)
@@ -133,7 +133,7 @@ def convert_file(
         raise WeightsError(f"target ({str(target)!r}): is the source itself. Fix: give another name.")
     for path in (target, config):
         if path.exists() and not overwrite:
-            raise WeightsExistError(f"target ({str(path)!r}): exists. Fix: give another name or --force.")
+            raise FileAccessError(f"target ({str(path)!r}): exists. Fix: give another name or --force.")
     remove_unfinished(target.parent)
     conversion = load_weights(source, **options)
     weights = str(target) if target.suffix == ".pkl" else f"gw://file/{target}"

@@ -13,7 +13,7 @@ from gw_detectron.data.images import (
     read_image,
     upright_size,
 )
-from gw_detectron.errors import DataError, MissingFileError, RecordError
+from gw_detectron.errors import DataError, MissingFileError
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_an_error_in_a_worker_process_has_the_message_alone():
         return [ImageNamingMapper(wrong_size)(record) for record in records]
 
     loader = torch.utils.data.DataLoader([RECORD], num_workers=1, collate_fn=read)
-    with pytest.raises(RecordError, match=r"^'photos/a.jpg'.*got \(200, 300\), expect \(300, 200\)"):
+    with pytest.raises(DataError, match=r"^'photos/a.jpg'.*got \(200, 300\), expect \(300, 200\)"):
         next(iter(loader))
 
 
@@ -111,7 +111,7 @@ def test_a_damaged_photo_is_named(tmp_path, monkeypatch, damage):
     else:
         path.write_bytes(b"no photo" if damage == "text" else path.read_bytes()[:33] + b"\0\0\0\1\1\1\1\1")
     mapper = ImageNamingMapper(lambda record: Image.open(record["file_name"]).load())
-    with pytest.raises(RecordError, match=r"a\.png"):
+    with pytest.raises(DataError, match=r"a\.png"):
         mapper({"file_name": str(path)})
 
 

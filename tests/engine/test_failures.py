@@ -11,7 +11,7 @@ import torch
 from gw_detectron.cli import errors_reported
 from gw_detectron.engine import Trainer, setup
 from gw_detectron.engine.hooks import LossGuard, WhiteningStatsHook
-from gw_detectron.errors import FileAccessError, NonFiniteError, RecordError, UserError
+from gw_detectron.errors import DataError, FileAccessError, NonFiniteError, UserError
 from gw_detectron.layers import BatchWhitening2d
 
 from ..tiny_run import arguments
@@ -189,7 +189,7 @@ def test_a_damaged_image_is_named(tmp_path, small_dataset):
         for path in victims:
             path.write_bytes(path.read_bytes()[:200])
         trainer = trainer_for(tmp_path)
-        with pytest.raises(RecordError, match=rf"^'{data}/train/0000..\.jpg'") as raised:
+        with pytest.raises(DataError, match=rf"^'{data}/train/0000..\.jpg'") as raised:
             trainer.train()
         assert "Traceback" not in str(raised.value)
     finally:

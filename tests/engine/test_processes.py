@@ -22,7 +22,7 @@ from gw_detectron.data import make_synthetic, register_synthetic
 from gw_detectron.engine import get_parser, launch, main
 from gw_detectron.engine.launch import in_all_processes, launch_from_args
 from gw_detectron.engine.trainer import check_same_start
-from gw_detectron.errors import ConfigError, NonFiniteCovarianceError, PreflightError, UserError
+from gw_detectron.errors import ConfigError, NonFiniteError, PreflightError, UserError
 
 from ..reliability.forked_run import child
 from ..tiny_run import DATA, ROOT, arguments, environment, words
@@ -417,7 +417,7 @@ def test_flags_that_cannot_be_used(words, message):
         PreflightError(["one thing", "another"]),
         FileNotFoundError(errno.ENOENT, "No such file", "a.json"),
         OSError(errno.ENOSPC, "No space left on device"),
-        NonFiniteCovarianceError("the covariance holds NaN"),
+        NonFiniteError("the covariance holds NaN"),
     ],
 )
 def test_a_user_error_is_one_message(capsys, error):

@@ -194,5 +194,5 @@ def test_the_layer_that_is_not_finite_is_named(step):
 
 
 def test_a_period_that_is_not_positive():
-    with pytest.raises(ValueError, match=r"--whitening-stats-period \(-1\): too small"):
+    with pytest.raises(ValueError, match=r"--whitening-stats-period \(-1\)"):
         WhiteningStatsHook(-1)

@@ -7,7 +7,7 @@ from PIL import Image
 
 from experiments.layers import analyze_layers
 from gw_detectron.config import read_config
-from gw_detectron.errors import PartialLoadError
+from gw_detectron.errors import WeightsError
 
 from ..tiny_run import CONFIG, OPTS
 
@@ -35,6 +35,6 @@ def test_weights_without_some_whitening_layers_are_refused(tmp_path):
     weights = build_model(read_config(str(CONFIG), WORDS)).state_dict()
     backbone = {name: value for name, value in weights.items() if name.startswith("backbone.bottom_up.")}
     torch.save({"model": backbone}, tmp_path / "some.pth")
-    with pytest.raises(PartialLoadError, match=r"backbone.fpn_lateral2.norm"):
+    with pytest.raises(WeightsError, match=r"backbone.fpn_lateral2.norm"):
         analyze(weights=str(tmp_path / "some.pth"))
     assert analyze(weights=str(tmp_path / "some.pth"), allow_partial=True).rows

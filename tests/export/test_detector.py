@@ -13,7 +13,7 @@ from detectron2.structures import Boxes, Instances
 from PIL import Image
 from torch import nn
 
-from gw_detectron.errors import ConfigError, ExportError, ParityError
+from gw_detectron.errors import ConfigError, ExportError
 from gw_detectron.export import EvaluationImages, dataset_classes, detector, export_detector, read_image_for
 from gw_detectron.export.detector import _compare, check_detections
 from gw_detectron.export.meta_arch import detector_program
@@ -258,7 +258,7 @@ def shifted_if_large(boxes):
 )
 def test_a_difference_stops_the_export(tmp_path, quick_file, change, message):
     quick_file(change)
-    with pytest.raises(ParityError, match=message):
+    with pytest.raises(ExportError, match=message):
         export_detector(build_detector("mask"), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
@@ -323,7 +323,7 @@ def test_the_ap_of_model_and_file(tmp_path, small_dataset, quick_file, capsys, m
     assert list(accuracy["model"]) == ["bbox", "segm"] and accuracy["exported"] == accuracy["model"]
     results = iter([{"bbox": {"AP": 30.0}}, {"bbox": {"AP": 30.2}}])
     monkeypatch.setattr(detector.COCOEvaluator, "evaluate", lambda *args, **kwargs: next(results))
-    with pytest.raises(ParityError, match=r"bbox AP 30.20 on 2 images of gw_synthetic_val, the model's is 30.00"):
+    with pytest.raises(ExportError, match=r"bbox AP 30.20 on 2 images of gw_synthetic_val, the model's is 30.00"):
         export_detector(build_detector("retinanet"), tmp_path / "other", evaluation=evaluation)
     assert not (tmp_path / "other").exists()
 

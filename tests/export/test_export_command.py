@@ -11,7 +11,7 @@ from detectron2.modeling import build_model
 from PIL import Image
 
 from gw_detectron.commands.export import get_parser, main
-from gw_detectron.errors import ConfigError, PartialLoadError
+from gw_detectron.errors import ConfigError, WeightsError
 from gw_detectron.export import detector, load_model
 from gw_detectron.export.run_exported import ExportedFile
 from gw_detectron.model_zoo import get_config
@@ -57,12 +57,12 @@ def test_all_weights_are_loaded(cfg, trained):
 def test_weights_without_a_needed_part_are_refused(cfg, trained, tmp_path):
     tensors = {f"backbone.bottom_up.{k}": v for k, v in trained[0].backbone.bottom_up.state_dict().items()}
     torch.save({"model": tensors}, tmp_path / "resnet.pth")
-    with pytest.raises(PartialLoadError, match=r"24 tensors are missing \(backbone.fpn_lateral2.weight, .*--no-fpn"):
+    with pytest.raises(WeightsError, match=r"24 tensors are missing \(backbone.fpn_lateral2.weight, .*--no-fpn"):
         load_model(with_weights(cfg, tmp_path / "resnet.pth"), needed="backbone.")
     loaded = load_model(with_weights(cfg, tmp_path / "resnet.pth"), needed="backbone.bottom_up.").backbone.bottom_up
     assert torch.equal(loaded.res5[1].conv2.weight, trained[0].backbone.bottom_up.res5[1].conv2.weight)
     torch.save({"model": {k: v for k, v in tensors.items() if "res4.1" not in k}}, tmp_path / "part.pth")
-    with pytest.raises(PartialLoadError, match="Missing: backbone.bottom_up.res4.1"):
+    with pytest.raises(WeightsError, match="Missing: backbone.bottom_up.res4.1"):
         load_model(with_weights(cfg, tmp_path / "part.pth"), needed="backbone.bottom_up.")
     with pytest.raises(ConfigError, match="no weights"):
         load_model(with_weights(cfg, ""))

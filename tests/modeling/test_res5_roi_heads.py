@@ -8,7 +8,7 @@ from detectron2.modeling.backbone.resnet import BasicBlock
 from detectron2.modeling.roi_heads import build_roi_heads
 
 from gw_detectron.checkpoint import load_checkpoint, open_checkpoint
-from gw_detectron.errors import PartialLoadError
+from gw_detectron.errors import WeightsError
 from gw_detectron.modeling import build_gw_resnet_backbone
 from gw_detectron.norms.listing import norm_rows
 
@@ -87,7 +87,7 @@ def test_the_weights_of_a_resnet_load_completely(c4, tmp_path):
 def test_the_stock_head_does_not_take_whitening_weights_silently(c4, tmp_path):
     whole_resnet(c4, tmp_path / "whole.pth")
     c4.MODEL.ROI_HEADS.NAME = "Res5ROIHeads"
-    with pytest.raises(PartialLoadError, match=r"Missing: roi_heads.res5.0.conv2.norm.running_mean"):
+    with pytest.raises(WeightsError, match=r"Missing: roi_heads.res5.0.conv2.norm.running_mean"):
         load(c4, tmp_path / "whole.pth")
 
 

@@ -12,7 +12,7 @@ from detectron2.data import Metadata
 from PIL import Image
 from pycocotools.coco import COCO
 
-from gw_detectron.errors import ConfigError, DataError, MissingPackageError, OutputFolderError
+from gw_detectron.errors import ConfigError, DataError, FileAccessError, MissingPackageError
 from gw_detectron.prediction import check_output, find_sources, write_predictions
 
 from ..tiny_run import ROOT
@@ -110,11 +110,11 @@ def test_earlier_predictions_are_replaced_and_other_folders_are_not(tmp_path, ph
         with pytest.raises(ConfigError, match=r"would replace the input '.*pictures/b.png'"):
             check_output(output, find_sources([tmp_path / "out" / "pictures"]))
     (tmp_path / "out" / "thesis.tex").touch()
-    with pytest.raises(OutputFolderError, match=r"thesis\.tex"):
+    with pytest.raises(FileAccessError, match=r"thesis\.tex"):
         predict(photos)
     own = tmp_path / "own"
     (own / "pictures").mkdir(parents=True)
-    with pytest.raises(OutputFolderError, match=r"holds 'pictures' without predictions\.json"):
+    with pytest.raises(FileAccessError, match=r"holds 'pictures' without predictions\.json"):
         check_output(own, [])
 
 

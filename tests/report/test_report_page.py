@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from gw_detectron.commands.report import get_parser, main
-from gw_detectron.errors import OutputFolderError
+from gw_detectron.errors import FileAccessError
 from gw_detectron.report import write_report
 
 from ..tiny_run import ROOT
@@ -119,6 +119,6 @@ def test_a_report_replaces_an_earlier_one_but_no_other_file(tmp_path):
     gone = {path.name for path in earlier - set((tmp_path / "out").iterdir())}
     assert gone == {"curve_losses.png", "curve_learning_rate.png", "curve_evaluation.png"}
     (tmp_path / "out" / "thesis.png").touch()
-    with pytest.raises(OutputFolderError, match=r"thesis\.png"):
+    with pytest.raises(FileAccessError, match=r"thesis\.png"):
         write_report(folder, output=tmp_path / "out")
     assert (tmp_path / "out" / "report.html").exists()

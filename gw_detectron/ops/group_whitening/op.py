@@ -100,7 +100,7 @@ def group_whiten(
         ValueError: wrong rank or dtype of ``x``, groups that do not divide the channels, or affine parameters of
             another shape than (C,).
         TypeError: ``solver`` is not a Solver.
-        NonFiniteCovarianceError: NaN or infinity in the input of a solver that uses eigendecomposition.
+        NonFiniteError: NaN or infinity in the input of a solver that uses eigendecomposition.
 
     Source: Group Whitening, Eqs. 8-10, and its supplement, Algorithms 1-2.
     """

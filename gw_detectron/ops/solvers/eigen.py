@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...errors import NonFiniteCovarianceError
+from ...errors import NonFiniteError
 from ..checks import rounding_floor
 from ..torch_private import needs_plain_operations
 from .no_double_backward import whitening_matrix
@@ -40,7 +40,7 @@ def zca_inverse_sqrt(sigma: Tensor, *, least: float | Tensor = 0.0) -> Tensor:
         The whitening matrices, (..., g, g).
 
     Raises:
-        NonFiniteCovarianceError: ``sigma`` holds NaN or infinity.
+        NonFiniteError: ``sigma`` holds NaN or infinity.
 
     Source: Group Whitening supplement, Eqs. 1-3; Decorrelated Batch Normalization, Eqs. 4-6.
     """
@@ -136,7 +136,7 @@ def _eigh(sigma: Tensor, name: str, least: float | Tensor) -> tuple[Tensor, Tens
     # eigh raises for NaN in matrices of some sizes only
     symbolic = torch.compiler.is_compiling() or sigma.is_meta or needs_plain_operations()
     if not symbolic and not torch.isfinite(sigma).all():
-        raise NonFiniteCovarianceError(
+        raise NonFiniteError(
             f"solver={name}: the covariance matrix holds NaN or infinity. Fix: check the input of the layer."
         )
     eigenvalues, d = torch.linalg.eigh(sigma)

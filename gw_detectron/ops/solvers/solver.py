@@ -74,7 +74,7 @@ class Solver:
             W, (..., g, g).
 
         Raises:
-            NonFiniteCovarianceError: NaN or infinity in the input of a solver that uses eigendecomposition.
+            NonFiniteError: NaN or infinity in the input of a solver that uses eigendecomposition.
         """
         sigma = covariance
         if self.eps and self.name != "pivoted_cholesky":
