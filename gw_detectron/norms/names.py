@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import NormError, similar_names
+from ..errors import NormError, first_line, similar_names
 from ..installation import has_detectron2, scripting_warnings_ignored
 from ..layers import BatchRenorm2d, BatchWhitening2d, FrozenBatchWhitening2d, GroupWhitening2d
 from ..ops.checks import check_integer, check_number
@@ -156,7 +156,7 @@ def build_norm(spec: Norm | None, channels: int, *, where: str = "norm") -> nn.M
     except NormError:
         raise
     except (TypeError, ValueError) as error:  # of GroupNorm, or of a class of the user
-        raise NormError(f"{where} ({spec!r}): does not fit {channels} channels: {error}.") from error
+        raise NormError(f"{where} ({spec!r}): does not fit {channels} channels: {first_line(error)}.") from error
 
 
 def _build(

@@ -31,7 +31,7 @@ _SHORTEST, _LONGEST = 32, 2048
 
 
 def needs_plain_operations() -> bool:
-    """Whether torch exports, traces or transforms (``torch.func``, forward-mode AD) the calling function.
+    """Whether torch exports, transforms (``torch.func``, forward-mode AD) or traces (fvcore's FLOP counts) the caller.
 
     The custom operator has no rule for these; the reference consists of operations that have. Fallbacks: an unknown
     export flag counts as ``torch.compiler.is_exporting()``, an unknown transform as none.
@@ -101,7 +101,7 @@ def onednn_matmul(a: Tensor, b: Tensor, plus: Tensor | None = None) -> Tensor:
 def assert_all(condition: Tensor, message: str) -> None:
     """Raise a RuntimeError unless all values are true, also inside an exported program.
 
-    ONNX and TorchScript have no assertions: their files go on. Fallback: exported programs have no assertion either.
+    ONNX has no assertions: its files go on. Fallback: exported programs have no assertion either.
     """
     if hasattr(torch, "_assert_async"):
         torch._assert_async(condition.all(), message)

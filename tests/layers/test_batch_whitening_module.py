@@ -222,27 +222,17 @@ def test_compiled_module_trains():
     ("arguments", "message"),
     [
         ({"num_channels": 0}, r"num_channels \(0\)"),
-        ({"num_channels": "8"}, r"num_channels \('8'\): expected an integer"),
-        ({"affine": None}, r"affine \(None\): expected a bool"),
         ({"channels_per_group": -1}, r"channels_per_group \(-1\)"),
         ({"momentum": 1.5}, r"momentum \(1.5\): expected a finite number from 0 to 1"),
-        ({"momentum": "0.1"}, r"momentum \('0.1'\): expected a number"),
         ({"sync": "yes"}, r"sync \('yes'\): expected a bool"),
         ({"running": "variance"}, r"running \('variance'\): .* \['matrix', 'covariance'\]"),
         ({"rotation": "givens"}, r"rotation \('givens'\): .* \['none', 'cayley'\]"),
-        ({"solver": "svd"}, r"solver \('svd'\): unknown solver"),
     ],
     ids=str,
 )
 def test_wrong_arguments_are_refused_by_value(arguments, message):
     with pytest.raises((ValueError, TypeError), match=message):
         BatchWhitening2d(**{"num_channels": 8, **arguments})
-
-
-def test_wrong_input_is_refused_by_value():
-    for shape in ((2, 6, 3, 3), (7,)):
-        with pytest.raises(ValueError, match=str(shape).replace("(", r"\(").replace(")", r"\)")):
-            BatchWhitening2d(7)(torch.zeros(shape))
 
 
 def test_repr_shows_the_options():

@@ -15,7 +15,6 @@ from gw_detectron.ops.solvers import (
 )
 
 from . import solver_oracle as oracle
-from .cases import correlated, gw
 from .test_solvers import assert_relatively_close, spectrum, symmetrized_gradient
 
 #: solvers that turn a covariance into the identity if no threshold is active
@@ -114,15 +113,6 @@ def test_corr_ignores_the_channels_scales_up_to_its_last_factor():
         whitening_matrix = Solver(solver, eps=0.0, corr=True)
         expected = whitening_matrix(torch.from_numpy(covariance)).numpy() / scale
         assert_relatively_close(whitening_matrix(rescaled).numpy() * scale, expected * scale, 1e-9)
-
-
-@pytest.mark.parametrize("solver", sorted(SOLVERS))
-@pytest.mark.parametrize("corr", [False, True])
-def test_group_whitening_takes_every_solver(solver, corr):
-    x = correlated((2, 12, 5, 7))
-    expected = oracle.group_whiten(x, 4, solver, eps=1e-3, corr=corr)
-    y = gw(torch.from_numpy(x), 4, eps=1e-3, solver=solver, corr=corr)
-    np.testing.assert_allclose(y.numpy(), expected, rtol=0, atol=1e-10)
 
 
 DEGENERATE = {

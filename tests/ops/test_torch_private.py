@@ -6,8 +6,6 @@ from torch.autograd import forward_ad
 
 from gw_detectron.layers import GroupWhitening2d
 from gw_detectron.ops import torch_private
-from gw_detectron.ops.group_whitening import matmul
-from gw_detectron.ops.group_whitening.closed_form import InputGradient
 
 needs_onednn = pytest.mark.skipif(
     not torch_private.onednn_available(), reason="not used on this processor, or torch has no oneDNN"
@@ -21,21 +19,6 @@ def random(*shape: int) -> torch.Tensor:
 def error(value: torch.Tensor, a: torch.Tensor, b: torch.Tensor, plus: torch.Tensor | None = None) -> float:
     expected = a.double() @ b.double() + (0 if plus is None else plus.double())
     return ((value - expected).norm() / expected.norm()).item()
-
-
-@pytest.fixture
-def products(monkeypatch):
-    """Count the products by oneDNN and check each result."""
-    made = []
-
-    def counted(a, b, plus=None, product=torch_private.onednn_matmul):
-        result = product(a, b, plus)
-        assert error(result, a, b, plus) < 1e-6
-        made.append(result.shape)
-        return result
-
-    monkeypatch.setattr(torch_private, "onednn_matmul", counted)
-    return made
 
 
 @needs_onednn
@@ -72,20 +55,6 @@ def test_not_on_another_processor(where, name, value, monkeypatch):
         assert not torch_private.onednn_is_faster(random(2), 64, 5000)
     finally:
         torch_private.onednn_available.cache_clear()
-
-
-@needs_onednn
-def test_each_product_of_a_large_map_but_that_of_strided_channels(products):
-    """Forward sigma and y, backward G and dx, of two samples. With two channels, those of G are strided in x."""
-    for channels, count in ((64, 10), (128, 8)):
-        x = random(2, channels, 60, 70)
-        mean, sigma = matmul.statistics(x, 64)
-        out = torch.empty_like(x)
-        matmul.apply(x, mean, sigma, None, None, False, out)
-        matmul.grad_products(x, mean, x, 64, None, out)
-        matmul.apply_backward(x, mean, x, None, InputGradient(sigma, sigma, mean), out)
-        assert len(products) == count
-        products.clear()
 
 
 @pytest.mark.parametrize("flag", [True, False])
