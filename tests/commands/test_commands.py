@@ -161,8 +161,3 @@ def test_similar_configs_and_words_that_are_no_pairs_are_named():
         with pytest.raises(UserError, match=words[-1] if len(words) == 3 else words[0]):
             read_config(CONFIG, words)
     assert read_config(CONFIG, ["MODEL.FPN.NORM", "GW:groups=32"]).MODEL.FPN.NORM == "GW:groups=32"
-
-
-def test_a_folder_is_no_checkpoint(gw, tmp_path):
-    status, _, errors = gw("describe", str(tmp_path))
-    assert status == 1 and "a folder. Fix: give a checkpoint in it, e.g. model_final.pth." in errors
