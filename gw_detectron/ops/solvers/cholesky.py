@@ -1,4 +1,4 @@
-"""Whitening matrices by Cholesky factorization of the covariance."""
+"""Whitening matrices by Cholesky factorization of the covariance ``sigma``, (..., g, g)."""
 
 from functools import partial
 
@@ -17,13 +17,8 @@ def cholesky_whitening(sigma: Tensor, *, least: float | Tensor = 0.0) -> Tensor:
     L is unit lower triangular. Each channel is predicted from the preceding channels, and the prediction error is
     scaled to variance one. A channel that the preceding ones determine up to rounding has a row of zeros.
 
-    Args:
-        sigma: symmetric positive semi-definite matrices, (..., g, g).
-        least: lower bound of the elements of D, a number or (..., 1); the eps that ``sigma`` includes. Computed
-            elements below it are raised to it, see :mod:`.eigen`.
-
-    Returns:
-        The whitening matrices, lower triangular, (..., g, g).
+    ``least`` is a lower bound of the elements of D, a number or (..., 1): the eps that ``sigma`` includes. Computed
+    elements below it are raised to it, see :mod:`.eigen`.
 
     Source: On Batch Orthogonalization Layers, Algorithms 1-2. Its :math:`\epsilon I` is part of ``sigma``.
     """
@@ -39,12 +34,8 @@ def pivoted_cholesky_whitening(sigma: Tensor, eps: float = 0.0) -> Tensor:
     result accurate where Cholesky whitening is not. Elements of D below ``eps`` become ``eps`` and get no gradient; L
     is unchanged.
 
-    Args:
-        sigma: symmetric positive semi-definite matrices without eps, (..., g, g).
-        eps: the smallest element of D, in units of variance. With 0, rows without variance are zero.
-
-    Returns:
-        The whitening matrices, (..., g, g). Row k belongs to the k-th chosen channel.
+    ``sigma`` does not include ``eps``. With eps 0, rows without variance are zero. Row k of the result belongs to the
+    k-th chosen channel.
 
     Source: On Batch Orthogonalization Layers, Algorithms 3-4.
     """

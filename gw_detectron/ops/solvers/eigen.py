@@ -3,9 +3,11 @@ r"""Whitening matrices by eigendecomposition: ZCA, its two thresholded versions,
 With :math:`\Sigma = D \Lambda D^T`, ZCA is :math:`W = D \, r(\Lambda) D^T` and PCA :math:`W = r(\Lambda) D^T`, where
 :math:`r(\lambda) = \lambda^{-1/2}`, and 0 for an eigenvalue that is zero up to rounding.
 
-All functions take ``least``, a lower bound of the eigenvalues: the eps that sigma includes. Rounding moves eigenvalues
-by about :math:`u \lambda_{max}`, where u is the unit roundoff. With ``least`` at or above that, the matrix is regular:
-smaller computed eigenvalues are raised to ``least``, and none counts as zero. Below that, eps is lost to rounding.
+All functions map symmetric positive semi-definite matrices ``sigma`` (..., g, g) to matrices of this shape, and raise
+NonFiniteError for NaN or infinity. ``least``, a number or (..., 1), is a lower bound of the eigenvalues: the eps that
+sigma includes. Rounding moves eigenvalues by about :math:`u \lambda_{max}`, where u is the unit roundoff. With
+``least`` at or above that, the matrix is regular: smaller computed eigenvalues are raised to ``least``, and none counts
+as zero. Below that, eps is lost to rounding.
 """
 
 from collections.abc import Callable
@@ -32,16 +34,6 @@ def zca_inverse_sqrt(sigma: Tensor, *, least: float | Tensor = 0.0) -> Tensor:
     which equals the published backward pass and, unlike its :math:`1 / (\lambda_i - \lambda_j)`, is finite for equal
     eigenvalues. Eigenvalues that are zero up to rounding count as zero variance.
 
-    Args:
-        sigma: symmetric positive semi-definite matrices, (..., g, g).
-        least: lower bound of the eigenvalues, a number or (..., 1); the eps that ``sigma`` includes.
-
-    Returns:
-        The whitening matrices, (..., g, g).
-
-    Raises:
-        NonFiniteError: ``sigma`` holds NaN or infinity.
-
     Source: Group Whitening supplement, Eqs. 1-3; Decorrelated Batch Normalization, Eqs. 4-6.
     """
     return _spectral(sigma, "zca", None, 0.0, least)
@@ -60,12 +52,8 @@ def zca_max_inverse_sqrt(
     (see :func:`zca_inverse_sqrt`) contain no such quotient; they are the limit of the published pass as K grows.
 
     Args:
-        sigma: symmetric positive semi-definite matrices, (..., g, g).
         threshold: c, the inverse of the largest allowed condition number.
         eps: the smallest eigenvalue after raising, in units of variance.
-        least: as in :func:`zca_inverse_sqrt`.
-
-    Returns, Raises: as :func:`zca_inverse_sqrt`.
 
     Source: On Batch Orthogonalization Layers, Algorithms 5-6, version "max"; c = 1/100 is its choice for MNIST.
     """
@@ -87,13 +75,6 @@ def zca_entropy_inverse_sqrt(sigma: Tensor, eps: float = 0.0, *, least: float | 
 
     with eigenvalues in descending order and [R] the nearest integer. The gradient of a raised eigenvalue goes to
     :math:`\lambda_{[R]}`. Where :math:`\theta < \epsilon` it is zero. For K see :func:`zca_max_inverse_sqrt`.
-
-    Args:
-        sigma: symmetric positive semi-definite matrices, (..., g, g).
-        eps: the smallest eigenvalue after raising, in units of variance.
-        least: as in :func:`zca_inverse_sqrt`.
-
-    Returns, Raises: as :func:`zca_inverse_sqrt`.
 
     Source: On Batch Orthogonalization Layers, section V and Algorithms 5-6, version "entropy".
     """
@@ -120,8 +101,6 @@ def pca_inverse_sqrt(sigma: Tensor, *, least: float | Tensor = 0.0) -> Tensor:
 
     The first element of every eigenvector is positive. PCA has no derivative at equal eigenvalues: the backward pass
     contains :math:`1 / (\lambda_i - \lambda_j)`, which is replaced by 0 where the two are equal up to rounding.
-
-    Args, Returns, Raises: as :func:`zca_inverse_sqrt`.
 
     Source: Decorrelated Batch Normalization, section 3.1.
     """

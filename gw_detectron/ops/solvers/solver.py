@@ -116,11 +116,7 @@ def standardizing_matrix(sigma: Tensor) -> Tensor:
 
     It makes batch whitening BN and Group Whitening GN.
 
-    Args:
-        sigma: symmetric positive semi-definite matrices, (..., g, g).
-
-    Returns:
-        Diagonal matrices, (..., g, g); 0 for a channel without variance.
+    It is 0 for a channel without variance.
 
     Source: On Batch Orthogonalization Layers, Table I, row BN; Group Whitening, Eqs. 1 and 4.
     """
