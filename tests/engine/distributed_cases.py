@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from detectron2.config import CfgNode
 from detectron2.engine import SimpleTrainer, create_ddp_model
-from detectron2.modeling import build_backbone, build_model
+from detectron2.modeling import build_backbone
 from detectron2.structures import BitMasks, Boxes, Instances
 from detectron2.utils import comm
 from detectron2.utils.events import EventStorage
@@ -139,54 +139,6 @@ def record(index: int) -> dict:
     return {"image": torch.randint(256, (3, SIDE, SIDE), generator=rng, dtype=torch.uint8), "instances": instances}
 
 
-def losses_of_detector() -> dict[str, float]:
-    """Compare the gradients of the whole detector with those of one process that has all images.
-
-    Detectron2 divides RPN losses by the number of images, box losses by the number of RoIs, the mask loss by the number
-    of foreground RoIs, each in its own process.
-    """
-    processes, rank = comm.get_world_size(), comm.get_rank()
-    # all anchors and RoIs are sampled, so the random choice is the same everywhere
-    sampled = {f"MODEL__{part}__BATCH_SIZE_PER_IMAGE": 100_000 for part in ("RPN", "ROI_HEADS")}
-    cfg = norm_config("GW:groups=16", **sampled)
-    torch.manual_seed(0)
-    state = build_model(cfg).state_dict()
-
-    def step(batch: list[dict], weigh: Callable[[dict], dict] = lambda sizes: {}, wrap: bool = True):
-        model = build_model(cfg).train()
-        model.load_state_dict(state)
-        sizes = {"image": len(batch), "box": 0, "mask": 0}
-        for kind, head in (("box", model.roi_heads.box_head), ("mask", model.roi_heads.mask_head)):
-            head.register_forward_pre_hook(lambda _, args, kind=kind: sizes.update({kind: len(args[0])}))
-        parallel = create_ddp_model(model, broadcast_buffers=False, device_ids=None) if wrap else model
-        with EventStorage():
-            losses = parallel(batch)
-        factors = weigh(sizes)
-        sum(value * factors.get(name, 1.0) for name, value in losses.items()).backward()
-        return gradients(model), sizes
-
-    def joint_weights(sizes: dict) -> dict:
-        """Return the weights that turn the mean over processes into the joint loss."""
-        total = {kind: sum(each[kind] for each in comm.all_gather(sizes)) for kind in sizes}
-        share = {kind: processes * sizes[kind] / total[kind] for kind in sizes}
-        of_loss = {"loss_rpn_cls": "image", "loss_rpn_loc": "image", "loss_mask": "mask"}
-        return {name: share[of_loss.get(name, "box")] for name in (*of_loss, "loss_cls", "loss_box_reg")}
-
-    batch = [record(index) for index in range(processes + 1)]
-    mine = batch[:2] if rank == 0 else batch[rank + 1 : rank + 2]
-    joint, _ = step(batch, wrap=False)
-    plain, sizes = step(mine)
-    weighted, _ = step(mine, joint_weights)
-    alike, _ = step(batch[:1])
-    single, _ = step(batch[:1] * processes, wrap=False)
-    assert len({str(each) for each in comm.all_gather(sizes)}) > 1, "the counts have to differ"
-    return {
-        "same counts": relative_norm(alike, single),
-        "weighted": relative_norm(weighted, joint),
-        "plain": relative_norm(plain, joint),
-    }
-
-
 def compare_gradients(args: argparse.Namespace) -> None:
     """Write the differences of four processes from one to ``gradients.pt`` in ``OUTPUT_DIR``."""
     found: dict[str, Any] = {}
@@ -198,7 +150,6 @@ def compare_gradients(args: argparse.Namespace) -> None:
                 "float64": linear_loss_of_backbone(name, torch.float64, share),
                 "float32": linear_loss_of_backbone(name, torch.float32, EQUAL),
             }
-    found["detector"] = losses_of_detector()
     if comm.is_main_process():
         torch.save(found, Path(run_config(args).OUTPUT_DIR) / "gradients.pt")
 

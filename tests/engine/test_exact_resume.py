@@ -125,15 +125,6 @@ def test_without_a_seed_the_drawn_one_is_restored_and_repeats_the_run(tmp_path):
     assert_equal_runs(whole, parts)
 
 
-@pytest.mark.slow
-def test_the_same_seed_gives_the_same_bits_and_another_seed_other_bits(tmp_path):
-    assert run(tmp_path / "first", SOLVER__MAX_ITER=20) == 0
-    assert run(tmp_path / "second", "--deterministic", SOLVER__MAX_ITER=20) == 0
-    assert run(tmp_path / "other", SOLVER__MAX_ITER=1, SOLVER__STEPS="()", SEED=8) == 0
-    assert_equal_runs(tmp_path / "first", tmp_path / "second")
-    assert state(tmp_path / "first")[2][0] != state(tmp_path / "other")[2][0]
-
-
 @pytest.fixture
 def trainer_for(tmp_path):
     def build(**overrides):

@@ -84,15 +84,6 @@ def test_a_restored_position_yields_the_same_examples_for_any_number_of_workers(
     assert take(iterator, 4) == whole[3:7]
 
 
-def test_only_consumed_batches_are_counted(cfg):
-    cfg.DATALOADER.NUM_WORKERS = 2
-    data = build_training_data(cfg, draw)
-    iterator = iter(data)
-    assert data.state_dict()["batches"] == 0
-    next(iterator)
-    assert data.state_dict()["batches"] == 1
-
-
 def test_the_global_generators_are_left_alone(cfg):
     seed_generators(3, 0)
     expected = numbers()

@@ -1,7 +1,5 @@
 """Whitening statistics against NumPy; when the hook observes, what it logs, and which layer it names."""
 
-import logging
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +9,6 @@ from gw_detectron.engine.hooks import WhiteningStatsHook
 from gw_detectron.engine.whitening_stats import (
     REDUCTIONS,
     reduce_statistics,
-    whitening_layers,
     whitening_statistics,
 )
 from gw_detectron.layers import BatchWhitening2d, GroupWhitening2d
@@ -106,12 +103,6 @@ def test_an_input_whose_covariance_overflows(layer):
         whitening_statistics(layer, x)
 
 
-def test_whitening_layers_are_found_by_name():
-    assert list(
-        whitening_layers(torch.nn.Sequential(GroupWhitening2d(8, 4), torch.nn.ReLU(), BatchWhitening2d(8, 4)))
-    ) == ["0", "2"]
-
-
 class Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -174,15 +165,6 @@ def test_the_layer_whose_covariance_overflows_is_named(step):
     assert not step.model.first._forward_hooks and not step.model._forward_hooks
 
 
-def test_a_model_without_whitening_layers(caplog):
-    hook = WhiteningStatsHook(period=2)
-    for model, warnings in ((Model(), 0), (torch.nn.Conv2d(3, 3, 1), 1)):
-        hook.trainer = type("Trainer", (), {"model": model})()
-        with caplog.at_level(logging.WARNING):
-            hook.before_train()
-        assert caplog.text.count("no whitening layers") == warnings
-
-
 def test_the_layer_that_is_not_finite_is_named(step):
     with torch.no_grad():
         step.model.first.weight[3] = float("nan")
@@ -191,8 +173,3 @@ def test_the_layer_that_is_not_finite_is_named(step):
     assert not step.model.second[0]._forward_hooks  # the search for the cause is not disturbed
     with pytest.raises(FloatingPointError, match=r"\('first'\): its input is not finite"):
         step(0, torch.full((2, 8, 5), float("inf")))
-
-
-def test_a_period_that_is_not_positive():
-    with pytest.raises(ValueError, match=r"--whitening-stats-period \(-1\)"):
-        WhiteningStatsHook(-1)
