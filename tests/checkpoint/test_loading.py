@@ -24,9 +24,8 @@ from gw_detectron.errors import (
 )
 from gw_detectron.modeling import gw_resnet
 from gw_detectron.norms import convert_convs
-from gw_detectron.weights import convert, convert_file, read_weights_file
+from gw_detectron.weights import convert, convert_file
 
-from ..weights.polyglot import safetensors_and_pickle
 from ..weights.synthetic import make_network
 
 
@@ -91,14 +90,11 @@ def test_weights_of_other_layers(model, r18, detector_cfg, tmp_path):
         _load(build_model(detector_cfg), _converted(r18), tmp_path)
 
 
-def test_weights_with_batch_norm_where_the_model_whitens(model, tmp_path):
+def test_names_of_tensors_prove_other_norms(model, tmp_path):
     content = _converted(make_network("R-18").state_dict(), norm=None)
     with pytest.raises(WeightsError, match=r"9 layers differ \(backbone\.bottom_up\.stem\.conv1\.norm BN in the"):
         _load(model, content, tmp_path)
-
-
-def test_group_norm_of_caffe2_where_the_model_whitens(model, tmp_path):
-    content = {"conv1_gn_s": torch.ones(64), "conv1_gn_b": torch.zeros(64)}
+    content = {"conv1_gn_s": torch.ones(64), "conv1_gn_b": torch.zeros(64)}  # Caffe2's
     with pytest.raises(WeightsError, match=r"20 layers differ .*norm GN in the checkpoint, GW"):
         _load(model, content, tmp_path)
     _load(model, content, tmp_path, allow_partial=True)
@@ -257,14 +253,9 @@ def test_last_checkpoint_is_a_small_regular_file(detector_cfg, tmp_path, kind):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("norms", [1, 2], "record of the file: damaged .norms: a list"),
         ("norms", {"a": 1}, "record of the file: damaged .norms: a dict"),
-        ("norms", None, "record of the file: damaged"),
         ("matching_heuristics", "False", "matching_heuristics is a str"),
-        ("matching_heuristics", torch.zeros(2), "matching_heuristics is a Tensor"),
-        ("provenance", 5, "record of the file: damaged"),
         ("provenance", torch.ones(2), "record of the file: damaged"),
-        ("preprocessing", {"pixel_mean": 1, "pixel_std": 2}, "record of the file: damaged"),
         ("preprocessing", {"pixel_mean": [10**400], "pixel_std": [1]}, "record of the file: damaged .int too large"),
     ],
 )
@@ -272,32 +263,6 @@ def test_metadata_of_a_wrong_type(tmp_path, key, value, message):
     torch.save({"model": {"a": torch.ones(1)}, key: value}, tmp_path / "a.pth")
     with pytest.raises(WeightsFileError, match=f"^MODEL.WEIGHTS: '.*a.pth': {message}"):
         open_checkpoint(str(tmp_path / "a.pth"))
-
-
-def test_what_was_read_is_what_is_loaded(model, r18, tmp_path):
-    path = tmp_path / "weights.pth"
-    torch.save(_converted(r18), path)
-    checkpoint = open_checkpoint(str(path))
-    path.unlink()
-    for _ in range(2):  # loading does not use it up
-        assert str(load_checkpoint(model, checkpoint)).startswith("backbone: 82/82")
-    assert torch.equal(model.backbone.bottom_up.stem.conv1.weight, r18["conv1.weight"])
-
-
-def test_a_pickle_that_is_also_safetensors_is_not_unpickled(tmp_path):
-    class Harm:
-        def __reduce__(self):
-            return (tmp_path / "harm").mkdir, ()
-
-    both = safetensors_and_pickle({"model": Harm()})
-    for name in ("a.pkl", "a.pth", "a", "a.safetensors"):
-        (tmp_path / name).write_bytes(both)
-        with pytest.raises(WeightsFileError, match="a safetensors file, which needs conversion"):
-            open_checkpoint(str(tmp_path / name))
-        assert read_weights_file(tmp_path / name).value.keys() == {"a"}
-    assert not (tmp_path / "harm").exists()
-    pickle.loads(both)
-    assert (tmp_path / "harm").exists()
 
 
 @pytest.mark.parametrize(
@@ -327,10 +292,14 @@ def test_a_file_without_tensors_by_name(tmp_path, content):
 def test_the_option_of_an_address_asks_for_matching_names(model, r18, tmp_path):
     torch.save({"model": convert(r18, norm="GW").tensors}, tmp_path / "a.pth")
     checkpoint = open_checkpoint(f"{tmp_path / 'a.pth'}?matching_heuristics=True")
-    assert open_checkpoint(tmp_path / "a.pth").address == str(tmp_path / "a.pth")
-    assert str(load_checkpoint(model, checkpoint)).startswith("backbone: 82/82")
+    other = open_checkpoint(tmp_path / "a.pth")
+    assert other.address == str(tmp_path / "a.pth")
+    (tmp_path / "a.pth").unlink()  # what was read is what is loaded
+    for _ in range(2):  # loading does not use it up
+        assert str(load_checkpoint(model, checkpoint)).startswith("backbone: 82/82")
+    assert torch.equal(model.backbone.bottom_up.stem.conv1.weight, r18["conv1.weight"])
     with pytest.raises(WeightsError, match="0/82"):
-        load_checkpoint(model, open_checkpoint(str(tmp_path / "a.pth")))
+        load_checkpoint(model, other)
 
 
 # --- the checkpointer for scripts without this package's Trainer ---
@@ -400,19 +369,6 @@ def test_standardized_heads_need_no_counterpart(tmp_path):
     GWDetectionCheckpointer(with_heads("box", "mask")).load(f"{tmp_path}/box.pth")
     with pytest.raises(WeightsError, match=r"box.0 WS in the checkpoint only"):
         GWDetectionCheckpointer(with_heads("box", conv="")).load(f"{tmp_path}/both.pth")
-
-
-def test_a_subclass_loads_tensors_by_its_own_method(tmp_path):
-    loaded = []
-
-    class Own(GWDetectionCheckpointer):
-        def _load_model(self, checkpoint):
-            loaded.append(sorted(checkpoint))
-            return super()._load_model(checkpoint)
-
-    GWDetectionCheckpointer(detector(), str(tmp_path)).save("model")
-    Own(detector()).load(f"{tmp_path}/model.pth")
-    assert loaded == [["model", "norms"]]
 
 
 def test_no_weights_and_unsafe_files(tmp_path):

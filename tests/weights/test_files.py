@@ -2,11 +2,8 @@
 
 import argparse
 import json
-import os
 import pickle
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -26,7 +23,6 @@ from gw_detectron.errors import UnknownNormError, UserError, WeightsFileError
 from gw_detectron.weights import conversion as conversion_module
 from gw_detectron.weights import convert, convert_file, load_weights
 from gw_detectron.weights.conversion import SUFFIXES, write_weights
-from gw_detectron.weights.norm_inference import full_name
 from gw_detectron.weights.reading import sha256_of
 from gw_detectron.weights.record import PREPROCESSING, TORCHVISION
 from gw_detectron.weights.verify import config_for, verify
@@ -62,6 +58,8 @@ def test_writes_tensors_and_record(r18, r18_file, tmp_path, suffix):
     other = tmp_path / f"b{SUFFIXES[suffix == SUFFIXES[0]]}"
     convert_file(tmp_path / f"a{suffix}", other)
     assert load_weights(other).record == conversion.record  # of the authors' file, not of the one between
+    with pytest.raises(ValueError, match=r"norm \('GW:groups=32'\): the weights have GW:groups=64"):
+        load_weights(other, norm="GW:groups=32")
 
 
 def test_file_formats(r18, r18_file, tmp_path):
@@ -94,16 +92,6 @@ def test_stock_detectron2_loads_it_with_the_written_config(r18, r18_file, tmp_pa
     assert not load_checkpoint(build_model(cfg), open_checkpoint(cfg.MODEL.WEIGHTS)).missing
     state = model.backbone.bottom_up.state_dict()
     assert all(torch.equal(state[name], value) for name, value in convert(r18, norm="GW").tensors.items())
-
-
-@pytest.mark.parametrize("norm", ["GW:groups=32,solver=zca", "GN:groups=8"])
-def test_converted_weights_record_their_norm(norm, tmp_path):
-    torch.save(authors_state(make_network("R-18", norm="GN")), tmp_path / "a.pth")
-    convert_file(tmp_path / "a.pth", tmp_path / "a.pkl", norm=norm)
-    convert_file(tmp_path / "a.pkl", tmp_path / "b.safetensors")
-    assert load_weights(tmp_path / "b.safetensors").norms["layer4.1.bn2"] == full_name(norm, 512)
-    with pytest.raises(ValueError, match=r"norm \('GW'\): the weights have"):
-        load_weights(tmp_path / "a.pkl", norm="GW")
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
@@ -155,15 +143,6 @@ def test_paths_that_cannot_be_used(r18, r18_file, converted, tmp_path, monkeypat
     assert "S1-B1" in (tmp_path / "own.yaml").read_text()
 
 
-def test_files_of_killed_conversions_are_removed(r18_file, tmp_path):
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait(timeout=60)
-    left = tmp_path / f".a.pkl.{os.uname().nodename}.{dead.pid}.00000000.tmp"
-    left.write_text("half")
-    convert_file(r18_file, tmp_path / "a.pkl")
-    assert not left.exists()
-
-
 def test_a_record_must_fit_the_tensors(converted, tmp_path):
     content = pickle.loads(converted.read_bytes())
     content["norms"] |= {"res2.0.conv1.norm": "BN", "res2.0.conv2.norm": "GW"}
@@ -200,23 +179,18 @@ def test_right_weights_agree(converted, r18_file, images):
 
 
 @pytest.mark.parametrize(
-    ("changes", "first"),
+    ("key", "value"),
     [
-        ({"INPUT.FORMAT": "BGR"}, "stem"),
-        ({"MODEL.PIXEL_STD": [1.0, 1.0, 1.0]}, "stem"),
-        ({"MODEL.PIXEL_MEAN": [0.485, 0.456, 0.406]}, "stem"),
-        ({"MODEL.RESNETS.WHITEN_NORM": "GW:groups=32"}, "stem"),
+        ("INPUT.FORMAT", "BGR"),
+        ("MODEL.PIXEL_STD", [1.0, 1.0, 1.0]),
+        ("MODEL.PIXEL_MEAN", [0.485, 0.456, 0.406]),
+        ("MODEL.RESNETS.WHITEN_NORM", "GW:groups=32"),
     ],
 )
-def test_a_wrong_config_disagrees(converted, images, changes, first):
+def test_a_wrong_config_disagrees(converted, images, key, value):
     cfg = config_for(load_weights(converted))
-    cfg.merge_from_list([word for pair in changes.items() for word in pair])
-    found = verify(converted, images, cfg=cfg)
-    assert not found.agrees and f"DISAGREES from {first} on" in str(found)
-
-
-def test_a_config_of_another_network_is_refused(converted, images):
-    cfg = config_for(load_weights(converted))
+    cfg.merge_from_list([key, value])
+    assert "DISAGREES from stem on" in str(verify(converted, images, cfg=cfg))
     cfg.MODEL.RESNETS.WHITEN_POSITIONS = "S1"
     with pytest.raises(ValueError, match=r"do not fit the network \(res2\.0\.conv1\.norm\.running"):
         verify(converted, images, cfg=cfg)

@@ -10,12 +10,10 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from gw_detectron.errors import RefusedFileError, WeightsFileError
-from gw_detectron.weights import convert, read_weights_file, reading
+from gw_detectron.weights import read_weights_file, reading
 from gw_detectron.weights.reading import named_tensors
 
 from .synthetic import training_checkpoint
@@ -93,27 +91,6 @@ def test_truncated_at_every_sixteenth(kind, tmp_path):
         os.truncate(path, size * part // 16)
         with pytest.raises(WeightsFileError, match="weights': cannot be read: it is (damaged|empty)"):
             read_weights_file(path)
-
-
-@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-@pytest.mark.parametrize("kind", KINDS)
-def test_flipped_bits_give_a_message_or_whole_content(kind, tmp_path):
-    path = write(kind, TENSORS, tmp_path / "weights")
-    data = path.read_bytes()
-
-    @settings(max_examples=100, deadline=None, database=None)
-    @given(st.lists(st.integers(0, 8 * len(data) - 1), min_size=1, max_size=3, unique=True))
-    def flip(bits):
-        damaged = bytearray(data)
-        for bit in bits:
-            damaged[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(damaged)
-        try:
-            convert(read_weights_file(path).value)
-        except ValueError as error:
-            assert str(error)  # a message, and no other kind of error
-
-    flip()
 
 
 class Evil:
@@ -250,15 +227,6 @@ def test_a_safetensors_header_may_begin_like_another_format(tmp_path, length):
     assert read_weights_file(path).value["w"].tolist() == [2.5]
 
 
-def test_two_gigabytes_declared_by_safetensors(tmp_path):
-    header = json.dumps({"a": {"dtype": "F32", "shape": [2**29], "data_offsets": [0, 2**31]}}).encode()
-    (tmp_path / "a").write_bytes(struct.pack("<Q", len(header)) + header + bytes(64))
-    (tmp_path / "b").write_bytes(struct.pack("<Q", 2**24) + b"{" + bytes(64))
-    for name in "ab":
-        with pytest.raises(WeightsFileError, match="damaged"):
-            read_weights_file(tmp_path / name)
-
-
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -266,6 +234,7 @@ def test_two_gigabytes_declared_by_safetensors(tmp_path):
         (b"\n<!DOCTYPE html><html>Sign in</html>", "web page"),
         (b"just a text that is longer than the header", "not a file of torch.save"),
         (b"PK\x03\x04", "damaged"),
+        (struct.pack("<Q", 2**24) + b"{" + bytes(64), "damaged"),  # safetensors with a header of 16 MiB
         (pickle.dumps({"a": np.array([{}])}), "'O8', which is not a number"),
     ],
 )
@@ -274,23 +243,3 @@ def test_other_files(data, message, tmp_path):
     with pytest.raises(WeightsFileError, match=message) as raised:
         read_weights_file(tmp_path / "a.pth")
     assert str(raised.value).count("Fix: ") == 1
-
-
-LEAVES = st.one_of(
-    st.none(), st.integers(), st.text(max_size=3), st.binary(max_size=3), st.just(torch.ones(2)), st.just(np.ones(2))
-)
-KEYS = st.one_of(
-    st.sampled_from(["model", "state_dict", "conv1.weight", "layer1.0.conv2.weight", "module.", "fc.weight"]),
-    st.text(max_size=3),
-    st.integers(),
-)
-CONTENTS = st.recursive(
-    LEAVES, lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(KEYS, inner, max_size=4)), max_leaves=8
-)
-
-
-@settings(max_examples=200, deadline=None, database=None)
-@given(CONTENTS)
-def test_any_content_gives_a_message(content):
-    with pytest.raises(ValueError, match="[a-z]"):
-        convert(content)
