@@ -29,7 +29,7 @@ from ..export import (
     read_image_for,
 )
 
-_OF_BACKBONES = ("fpn", "pixels", "layout")
+_OF_BACKBONES = ("no_fpn", "pixels", "layout")
 _OF_DETECTORS = ("detections", "one_image", "paste_masks", "class_names", "image", "dataset", "images")
 
 
@@ -72,7 +72,7 @@ def get_parser() -> argparse.ArgumentParser:
     add("--images", type=int, default=100, metavar="N", help="images of --dataset, default: %(default)s")
     group = parser.add_argument_group("with --backbone")
     add = group.add_argument
-    add("--fpn", action=argparse.BooleanOptionalAction, help="with or without FPN, default: as in the config")
+    add("--no-fpn", action="store_true", help="export the ResNet below the FPN")
     add(
         "--pixels",
         action="store_true",
@@ -100,13 +100,13 @@ def main(args: argparse.Namespace) -> None:
 
 
 def _export_backbone(args: argparse.Namespace, cfg: CfgNode) -> dict[str, Any]:
-    model = load_model(cfg, needed="backbone." if args.fpn is not False else "backbone.bottom_up.")
+    model = load_model(cfg, needed="backbone.bottom_up." if args.no_fpn else "backbone.")
     return export_backbone(
         model.backbone,
         args.output,
         Normalization.from_config(cfg, inside=args.pixels),
         file_format=args.format,
-        fpn=args.fpn,
+        fpn=not args.no_fpn,
         layout=args.layout,
         source={"config": args.config_file, "weights": cfg.MODEL.WEIGHTS},
     )

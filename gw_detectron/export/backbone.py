@@ -46,13 +46,11 @@ class Normalization:
     inside: bool = False
 
     def __post_init__(self) -> None:
-        if self.channels not in ("RGB", "BGR"):
-            raise ConfigError(f"INPUT.FORMAT ({self.channels!r}): cannot be exported. Fix: use RGB or BGR.")
-        for key, values in (("MODEL.PIXEL_MEAN", self.pixel_mean), ("MODEL.PIXEL_STD", self.pixel_std)):
-            if len(values) != 3 or not all(map(math.isfinite, values)) or (key.endswith("STD") and 0 in values):
-                raise ConfigError(
-                    f"{key} ({values}): expected three finite numbers, not 0 for a std. Fix: use those of the training."
-                )
+        if self.channels not in ("RGB", "BGR") or not len(self.pixel_mean) == len(self.pixel_std) == 3:
+            raise ConfigError(
+                f"INPUT.FORMAT ({self.channels!r}), MODEL.PIXEL_MEAN ({self.pixel_mean}), MODEL.PIXEL_STD "
+                f"({self.pixel_std}): only models of color images can be exported. Fix: use RGB or BGR."
+            )
 
     @classmethod
     def from_config(cls, cfg: CfgNode, *, inside: bool = False) -> "Normalization":
@@ -132,7 +130,7 @@ def export_backbone(
     normalization: Normalization,
     *,
     file_format: str = "pt2",
-    fpn: bool | None = None,
+    fpn: bool = True,
     layout: str = "detectron2",
     source: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
@@ -149,7 +147,7 @@ def export_backbone(
         normalization: how images become the backbone's input, and whether the exported function does it.
         file_format: ``pt2`` (torch.export), ``onnx``, or ``safetensors`` (weights only). The first two take any batch
             size, height and width.
-        fpn: False exports the ResNet below the FPN; True requires an FPN; None takes the backbone as it is.
+        fpn: False exports the ResNet below an FPN.
         layout: tensor names of ``safetensors``: ``detectron2``, or ``torchvision`` for a ResNet without FPN.
         source: origin of the weights, copied to ``parity.json``.
 
@@ -169,9 +167,7 @@ def export_backbone(
         raise ExportError("file_format ('safetensors'): weights cannot normalize pixels. Fix: leave out --pixels.")
     if file_format != "safetensors" and layout != "detectron2":
         raise ExportError(f"layout ('{layout}'): {file_format} has no layouts. Fix: use --format safetensors.")
-    if fpn and not isinstance(backbone, FPN):
-        raise ExportError(f"fpn (True): the backbone is a {type(backbone).__name__} without FPN. Fix: use --no-fpn.")
-    if fpn is False and isinstance(backbone, FPN):
+    if not fpn and isinstance(backbone, FPN):
         backbone = backbone.bottom_up
     if layout != "detectron2" and isinstance(backbone, FPN):
         raise ExportError(f"layout ('{layout}'): torchvision's ResNet has no FPN. Fix: use --no-fpn.")

@@ -93,8 +93,8 @@ def _write_onnx(program: Program, path: Path) -> Written:
 def _simplify(model: Any) -> None:
     """Fold constants and batch norms, and remove what is repeated or unused.
 
-    The optimizer of torch's exporter does more, but searches pairs of slices in time quadratic in the number of nodes:
-    a large part of a detector's export.
+    The optimizer of torch's exporter searches pairs of slices in time quadratic in the number of nodes: it takes three
+    times as long (118 s instead of 40 s for Mask R-CNN R-50 FPN).
     """
     from onnx_ir.passes import Sequential, common
     from onnxscript.optimizer import fold_constants, inline

@@ -61,8 +61,6 @@ def detector_program(
     _check_part("model", model, (GeneralizedRCNN, RetinaNet, GWRetinaNet))
     if not isinstance(model.backbone, FPN):
         _check_part("model.backbone", model.backbone, (FPN,))
-    if getattr(model.backbone, "padding_constraints", {}).get("square_size"):  # newer than Detectron2 v0.6
-        _refuse("model.backbone: pads images to squares, which is not exported")
     if not isinstance(model, GeneralizedRCNN):
         _check_parts(model, _RETINANET)
         return RetinaNetProgram(model, detections, class_names, category_ids)

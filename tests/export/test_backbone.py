@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.export.passes import move_to_device_pass
 
-from gw_detectron.errors import ExportError, FileAccessError
+from gw_detectron.errors import ConfigError, ExportError, FileAccessError
 from gw_detectron.export import TOLERANCE, FeatureExtractor, Normalization, backbone, export_backbone
 from gw_detectron.export.backbone import compare_features
 from gw_detectron.export.run_exported import ExportedFile, open_exported
@@ -173,17 +173,9 @@ def test_only_an_earlier_export_is_replaced(tmp_path, normalization):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize(
-    ("values", "key"),
-    [
-        (("L", (0.0,), (1.0,)), r"INPUT.FORMAT \('L'\)"),
-        (("RGB", (0.0,), (1.0,)), r"MODEL.PIXEL_MEAN \(\(0.0,\)\)"),
-        (("RGB", (0.0, 0.0, math.nan), (1.0, 1.0, 1.0)), "MODEL.PIXEL_MEAN"),
-        (("BGR", (0.0, 0.0, 0.0), (1.0, 0.0, 1.0)), "MODEL.PIXEL_STD"),
-    ],
-)
-def test_a_normalization_that_gives_no_numbers_is_refused(values, key):
-    with pytest.raises(ValueError, match=key):
+@pytest.mark.parametrize("values", [("L", (0.0,), (1.0,)), ("RGB", (0.0,), (1.0, 1.0, 1.0))])
+def test_a_normalization_of_gray_images_is_refused(values):
+    with pytest.raises(ConfigError, match="INPUT.FORMAT"):
         Normalization(*values)
 
 
@@ -193,7 +185,6 @@ def test_a_normalization_that_gives_no_numbers_is_refused(values, key):
         (None, False, {"file_format": "tflite"}, r"file_format \('tflite'\)"),
         (None, False, {"layout": "mmdet"}, r"layout \('mmdet'\)"),
         (None, False, {"layout": "torchvision"}, "pt2 has no layouts"),
-        (None, False, {"fpn": True}, "a ResNet without FPN"),
         ("", False, {"file_format": "safetensors", "layout": "torchvision"}, "--no-fpn"),
         (None, True, {"file_format": "safetensors"}, "--pixels"),
     ],

@@ -78,7 +78,7 @@ def test_a_backbone(trained, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["layout"] == "torchvision"
     with pytest.raises(ConfigError, match="--one-image: only works without --backbone"):
         export("--backbone", "--one-image", *words)
-    with pytest.raises(ConfigError, match="--fpn: only works with --backbone"):
+    with pytest.raises(ConfigError, match="--no-fpn: only works with --backbone"):
         export("--no-fpn", *words)
 
 
