@@ -140,7 +140,7 @@ class Detections:
     def _sort_out(
         self, image_id: Any, matches: dict[str, Any] | None, results: Sequence[dict[str, Any]]
     ) -> ImageMatches:
-        """Tell the kinds of an image's detections from pycocotools' matches; its results have the ids 1, 2, ..."""
+        """Name the kind of each detection of an image from pycocotools' matches; detections have the ids 1, 2, ..."""
         image = ImageMatches(image_id, [], [], [], [])
         if matches is None:  # neither objects nor detections
             return image

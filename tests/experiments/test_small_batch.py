@@ -53,11 +53,6 @@ def result(ap, **more):
     return {"AP": ap, "seconds": 60.0, "diverged": "", **more}
 
 
-def grid_results(norm, batch, aps):
-    rows = [row for row in planned_rows({}) if (row.norm, row.batch, row.seed) == (norm, batch, 0)]
-    return dict(zip(rows, aps, strict=True))
-
-
 def all_grids():
     """Return results with the best rate in the middle of all grids."""
     done = {}
@@ -175,19 +170,6 @@ def test_the_whole_plan():
 
 
 @pytest.mark.parametrize(
-    ("aps", "extended", "limit"), [([30, 20, 10, 5, 1], 0.00125, 0.000625), ([1, 5, 10, 20, 30], 0.08, 0.16)]
-)
-def test_a_grid_grows_until_the_best_rate_is_inside(aps, extended, limit):
-    done = grid_results("BN", 2, aps)
-    for ap, rate in ((40, extended), (50, limit)):
-        rows = [row for row in planned_rows(done) if (row.norm, row.batch) == ("BN", 2)]
-        (new,) = [row for row in rows if row.seed == 0 and row not in done]
-        assert new.lr == rate and {row.lr for row in rows if row.seed} == {None}
-        done[new] = ap
-    assert {row.lr for row in planned_rows(done) if (row.norm, row.batch) == ("BN", 2) and row.seed} == {limit}
-
-
-@pytest.mark.parametrize(
     ("norm", "expected"),
     [
         ("BN_PreciseBN", {"BN": 20}),
@@ -297,14 +279,3 @@ def test_the_page_and_its_figures(whole, tmp_path):
             assert len(image.convert("L").getcolors()) > 50
     summarize_study.main(args)
     assert (tmp_path / PAGE).read_text() == first
-
-
-def test_the_table_of_norms_waits_for_all_runs(whole):
-    header, lines = cells(tables.main_table(whole, TIMES))
-    assert list(lines) == list(NORMS)
-    gw = dict(zip(header[1:], lines["GW"], strict=True))
-    assert gw["learning rate"] == "0.01" and gw["seeds"] == "5" and gw["time"] == "1.50"
-    assert 27.8 < float(gw["AP"].split()[0]) < 28.2
-    part = {row: result for row, result in whole.items() if (row.norm, row.seed) != ("BN+GN", 5)}
-    assert "not finished" in tables.hypotheses(part)
-    assert cells(tables.main_table(part, TIMES))[1]["BN+GN"][2] == "4 of 5"
