@@ -82,7 +82,7 @@ def register_datasets(datasets: CocoDatasets, folder: str) -> CocoDatasets:
         ConfigError: a name belongs to another dataset, or a file would replace its source.
     """
     found = CocoDatasets()
-    for role, name, dataset, metadata in _plain(datasets, folder):
+    for role, name, dataset, metadata in _resolve(datasets, folder):
         known = {**found.train, **found.val}
         if name in known and ("part" in metadata or known[name] != dataset):
             raise ConfigError(f"dataset ('{name}'): names two datasets of this run. Fix: rename one of them.")
@@ -91,7 +91,7 @@ def register_datasets(datasets: CocoDatasets, folder: str) -> CocoDatasets:
     return found
 
 
-def _plain(datasets: CocoDatasets, folder: str) -> Iterator[tuple[str, str, CocoDataset, dict[str, Any]]]:
+def _resolve(datasets: CocoDatasets, folder: str) -> Iterator[tuple[str, str, CocoDataset, dict[str, Any]]]:
     """Yield role, name, dataset and metadata: of a derived file its source, what was added, and which part it is."""
     for role, named in (("train", datasets.train), ("val", datasets.val)):
         for name, dataset in named.items():

@@ -139,8 +139,8 @@ def test_names_that_cannot_be_registered(folder, train, val, words):
 @pytest.mark.parametrize(
     ("tree", "words"),
     [
-        ("", ""),
-        ("train: [", ""),
+        ("", "datasets.yaml"),
+        ("train: [", "datasets.yaml"),
         ("train: !!python/name:os.system", "os.system"),
         ({"trian": {}}, "'trian'. Similar: train"),
         ({"train": {}}, "train"),

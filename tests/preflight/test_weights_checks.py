@@ -251,10 +251,3 @@ class TestRemote:
         assert start.opened is None and not fetched
         assert not preflight(cfg, start).errors
         assert start.checkpoint().tensors == {} and fetched == [self.ADDRESS]
-
-    def test_the_error_of_fetching_is_an_error(self, check, monkeypatch):
-        def offline(path, *_, **__):
-            raise OSError("no route to host")
-
-        monkeypatch.setattr(PathManager, "get_local_path", offline)
-        assert "no route to host" in " ".join(check(MODEL__WEIGHTS=self.ADDRESS, DATASETS__TEST=()).errors)
