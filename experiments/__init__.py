@@ -2,7 +2,12 @@
 
 import argparse
 
-from gw_detectron.cli import parse_seed
+
+def parse_seed(text: str) -> int:
+    """Parse a seed that torch and NumPy accept."""
+    if not text.isdecimal() or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a seed. Fix: give a whole number from 0 to {2**32 - 1}.")
+    return int(text)
 
 
 def add_random_arguments(parser: argparse.ArgumentParser, reduced: str) -> None:

@@ -17,7 +17,6 @@ from PIL import Image
 from torch import Tensor, nn
 
 from gw_detectron.checkpoint import LoadReport, load_checkpoint, open_checkpoint
-from gw_detectron.cli import parse_seed
 from gw_detectron.config import read_config
 from gw_detectron.data.images import evaluation_input, image_files, read_image
 from gw_detectron.data.synthetic import SyntheticConfig, draw_scene
@@ -28,6 +27,7 @@ from gw_detectron.modeling import build_checked_model
 from gw_detectron.norms import norm_spec
 from gw_detectron.progress import progress_bar
 
+from . import parse_seed
 from .analysis_result import AnalysisResult, findings_of, short_name
 
 _MODEL = get_config_file("quick_schedules/mask_rcnn_R_18_FPN_BN_GW_demo.yaml")

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -41,16 +41,6 @@ def new_parser(description: str | None, *examples: str, note: str = "") -> argpa
         epilog=f"{note}\n\nexamples:\n{lines}" if note else f"examples:\n{lines}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-
-
-def parse_arguments(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
-    """Parse the words of a command line; refuse a second ``--``.
-
-    Python 3.11's argparse turns it into an empty list where a file is expected.
-    """
-    if words.count("--") > 1:
-        parser.error("--: given twice. Fix: write a file of this name as ./--")
-    return parser.parse_args(words)
 
 
 @contextlib.contextmanager
@@ -164,10 +154,3 @@ def print_page(text: str) -> None:
 def parse_names(text: str) -> list[str]:
     """Parse names with commas between them; for argparse."""
     return [name.strip() for name in text.split(",")]
-
-
-def parse_seed(text: str) -> int:
-    """Parse a seed that torch and NumPy accept; for argparse."""
-    if not text.isdecimal() or int(text) >= 2**32:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a seed. Fix: give a whole number from 0 to {2**32 - 1}.")
-    return int(text)

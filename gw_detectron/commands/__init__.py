@@ -1,8 +1,7 @@
 """The ``gw-detectron`` command. The scripts in tools/ run the same commands.
 
-Each module of this folder is a command: ``get_parser()`` returns its flags, and
-``main(args)`` calls the package and prints. The exit status is 0, 1 after an error or if ``main`` returns False, and 2
-after unusable flags.
+Each module of this folder is a command: ``get_parser()`` returns its flags, and ``main(args)`` calls the package and
+prints. The exit status is 0, 1 after an error or if ``main`` returns False, and 2 after unusable flags.
 """
 
 import importlib
@@ -11,7 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ..cli import errors_reported, parse_arguments
+from ..cli import errors_reported
 from ..installation import __version__, require_detectron2
 
 
@@ -67,7 +66,7 @@ def run(name: str, *words: str) -> None:
         if command.needs_detectron2:
             require_detectron2(f"gw-detectron {name}")
         module = importlib.import_module(f".{command.module}", __package__)
-        args = parse_arguments(module.get_parser(**command.options), [*words, *sys.argv[1:]])
+        args = module.get_parser(**command.options).parse_args([*words, *sys.argv[1:]])
         if module.main(args) is False:
             raise SystemExit(1)
 

@@ -64,7 +64,7 @@ def main(args: argparse.Namespace) -> dict | None:
     cfg, start, warnings, lock = prepare(args)
     with lock:
         if args.eval_only:
-            results = evaluate(cfg, start, allow_partial=args.allow_partial)
+            results: dict | None = evaluate(cfg, start, allow_partial=args.allow_partial)
         else:
             trainer = Trainer(cfg)
             log.info("norms: %s", norm_summary(trainer.checkpointer.model))
@@ -222,7 +222,7 @@ def evaluate(cfg: CfgNode, start: StartWeights, *, allow_partial: bool = False) 
     if not allow_partial:
         check_same_start(model, start)
     if cfg.MODEL.COMPILE:
-        model.backbone.compile()
+        model.get_submodule("backbone").compile()
     results = Trainer.test(cfg, model)
     if cfg.TEST.AUG.ENABLED:
         results.update(Trainer.test_with_TTA(cfg, model))
