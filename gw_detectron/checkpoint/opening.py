@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import ConfigError, FileAccessError, UserError, WeightsFileError
 from ..weights.catalog import local_path
 from ..weights.reading import SAVE_AGAIN, Contents, named_tensors, read_weights_file
-from ..weights.record import Preprocessing, Record, read_record
+from ..weights.record import Record, read_record
 
 _LOCAL_SCHEME = "gw://file/"
 _LONGEST_NAME = 4096  # of a file, in characters
@@ -37,11 +37,6 @@ class Checkpoint:
     tensors: dict[str, Tensor] = field(repr=False)
     metadata: dict[str, Any] = field(repr=False)
     record: Record = field(default_factory=Record, repr=False)
-
-    @property
-    def preprocessing(self) -> Preprocessing | None:
-        """How images were given to the weights in training; None if the file does not tell."""
-        return self.record.preprocessing
 
 
 @dataclass

@@ -19,7 +19,7 @@ from ..config import flat_items, parse_config
 from ..errors import ConfigError
 from ..installation import __version__, git_commit
 from ..norms import CONVS, norm_rows
-from ..weights.norm_inference import is_same_norm
+from ..weights.architecture import is_same_norm
 from ..weights.reading import sha256_of
 from ..weights.record import PROVENANCE, norm_record
 from .opening import Checkpoint

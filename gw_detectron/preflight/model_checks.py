@@ -126,8 +126,8 @@ def check_start_weights(
     if start.error:
         report.errors.append(str(start.error))
     known = [images for pattern, images in _PREPROCESSING.items() if re.search(pattern, start.address)]
-    if weights and weights.preprocessing:
-        known = [weights.preprocessing]
+    if weights and weights.record.preprocessing:
+        known = [weights.record.preprocessing]
     for images in known:
         _check_preprocessing(cfg, images, report)
     if weights:

@@ -22,15 +22,22 @@ from torch import Tensor
 from ..atomic import atomic_write, remove_unfinished
 from ..errors import (
     FileAccessError,
-    MissingFileError,
     UnknownNormError,
     WeightsError,
     WeightsFileError,
     summarize_names,
 )
 from ..norms import CONVS
-from .architecture import Architecture, build_torchvision, detectron2_name, infer_architecture, to_torchvision
-from .norm_inference import Positions, infer_norms, positions_of
+from .architecture import (
+    Architecture,
+    Positions,
+    build_torchvision,
+    detectron2_name,
+    infer_architecture,
+    infer_norms,
+    positions_of,
+    to_torchvision,
+)
 from .reading import Contents, named_tensors, read_weights_file, sha256_of, weight_problem
 from .record import PREPROCESSING, TORCHVISION, Preprocessing, Provenance, Record, read_record, tool
 
@@ -127,10 +134,6 @@ def convert_file(
     if target.suffix not in SUFFIXES:
         raise WeightsError(f"target ({str(target)!r}): wrong suffix. Fix: end the name in {' or '.join(SUFFIXES)}.")
     config = target.with_suffix(".yaml")
-    if not target.parent.is_dir():
-        raise MissingFileError(f"target ({str(target)!r}): folder not found. Fix: create {str(target.parent)!r}.")
-    if target.exists() and os.path.exists(source) and target.samefile(source):
-        raise WeightsError(f"target ({str(target)!r}): is the source itself. Fix: give another name.")
     for path in (target, config):
         if path.exists() and not overwrite:
             raise FileAccessError(f"target ({str(path)!r}): exists. Fix: give another name or --force.")

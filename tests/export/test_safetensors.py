@@ -17,7 +17,7 @@ from gw_detectron.export.formats import write_safetensors
 from gw_detectron.model_zoo import get_config
 from gw_detectron.norms import evaluation_spec, norm_rows
 from gw_detectron.weights import Preprocessing, load_weights
-from gw_detectron.weights.norm_inference import full_name
+from gw_detectron.weights.architecture import full_name
 from gw_detectron.weights.verify import config_for
 
 PIXELS = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)

@@ -12,7 +12,7 @@ from torchvision.models.convnext import LayerNorm2d
 from gw_detectron.errors import UnknownNormError, WeightsError
 from gw_detectron.layers import GroupWhitening2d
 from gw_detectron.weights import Architecture, convert, to_torchvision
-from gw_detectron.weights.norm_inference import full_name
+from gw_detectron.weights.architecture import full_name
 from gw_detectron.weights.reading import Contents
 from gw_detectron.weights.record import read_record
 from gw_detectron.weights.verify import config_for, detectron2_backbone
