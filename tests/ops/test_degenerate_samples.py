@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from gw_detectron.errors import NonFiniteError
 from gw_detectron.layers import SOLVERS
 
 from . import oracle
@@ -176,7 +177,7 @@ def test_nan_stays_in_its_sample_without_eigendecomposition(solver):
 def test_eigendecomposition_refuses_values_that_are_not_finite(solver, groups, bad):
     x = torch.from_numpy(correlated((3, 64, 5, 3)))
     x[1, 4, 2, 2] = bad
-    with pytest.raises(ValueError, match=f"solver={solver}: .* NaN"):
+    with pytest.raises(NonFiniteError, match=f"solver={solver}: .* NaN"):
         gw(x, groups, solver=solver)
 
 

@@ -36,17 +36,6 @@ def assert_same(a: torch.Tensor, b: torch.Tensor, tol: float = 1e-9) -> None:
 
 @few
 @given(inputs(), solvers, seeds)
-def test_permuted_columns_give_permuted_output(case, solver, seed):
-    """The channels inside a group and the positions are exchangeable: both are columns of X_G."""
-    groups, x = case
-    order = np.random.default_rng(seed).permutation(rows(x, groups).shape[-1])
-    y = rows(gw(x, groups, eps=1e-3, solver=solver), groups)
-    permuted = gw(rows(x, groups)[..., order].reshape(x.shape), groups, eps=1e-3, solver=solver)
-    assert_same(rows(permuted, groups), y[..., order])
-
-
-@few
-@given(inputs(), solvers, seeds)
 def test_rotated_groups_give_rotated_output(case, solver, seed):
     """W(Q Sigma Q^T) = Q W(Sigma) Q^T for orthogonal Q, unlike PCA or Cholesky whitening."""
     groups, x = case
@@ -54,18 +43,6 @@ def test_rotated_groups_give_rotated_output(case, solver, seed):
     y = rows(gw(x, groups, eps=1e-3, solver=solver), groups)
     rotated = gw((q @ rows(x, groups)).reshape(x.shape), groups, eps=1e-3, solver=solver)
     assert_same(rows(rotated, groups), q @ y)
-
-
-@few
-@given(inputs(), solvers, seeds)
-def test_a_constant_added_to_a_group_changes_nothing(case, solver, seed):
-    groups, x = case
-    shift = torch.from_numpy(10 * np.random.default_rng(seed).normal(size=(x.shape[0], groups, 1)))
-    shifted = (rows(x, groups) + shift).reshape(x.shape)
-    assert_same(
-        gw(shifted, groups, eps=1e-3, solver=solver),
-        gw(x, groups, eps=1e-3, solver=solver),
-    )
 
 
 @few
