@@ -22,7 +22,7 @@ $kind
 
 - Input: `$name`, $type, $shape, $channels: pixels of 0 to 255, $scale (mean $pixel_mean, std $pixel_std).
   H and W are at least $smallest_side and multiples of $multiple_of.$resize
-- Outputs: $outputs.
+- Outputs: $outputs.$meaning
 - Largest difference from the model, in plain operations: $worst.
 
 `parity.json` describes inputs and outputs and has all differences, the package versions and the SHA-256 of the file.
@@ -39,6 +39,12 @@ _KINDS = {
     "In gw_detectron, `MODEL.WEIGHTS: gw://file/<path>` loads those of a ResNet.",
     "torchvision": "Weights in torchvision's names; the header's `norms` has the norms that are not BN.",
 }
+
+
+_MEANING = """
+  An image has $detections rows: detections by descending score, then zeros of class -1; `count` is the number of
+  detections. `boxes` are x0, y0, x1, y1 in pixels of the image, `scores` are above $score_threshold, `classes` index
+  `class_names` of `parity.json`, or else the classes of the training data."""
 
 
 def write_report_files(path: Path, entries: Mapping[str, Any], source: Mapping[str, str] | None) -> dict[str, Any]:
@@ -76,15 +82,20 @@ def _readme(report: Mapping[str, Any]) -> str:
             f"\n  {does} as evaluation does, to a shorter side of {resized['shorter']} and a longer side of at most "
             f"{resized['longer_at_most']} pixels."
         )
+    meaning = Template(_MEANING).substitute(report) if "detections" in report else ""
+    if "masks" in report["outputs"]:
+        pasted = report.get("masks_pasted")
+        meaning += f" `masks` are {'bool, pasted into the image' if pasted else 'probabilities inside the boxes'}."
     worst = report.get("worst", {"features": report.get("worst_relative")})
     return _README.substitute(
         given,
         file=report["file"],
         kind=_KINDS[report.get("layout", report["format"])],
-        shape=tuple(given["shape"]),
+        shape=f"({', '.join(map(str, given['shape']))})",
         scale="normalized by the file" if given["inside"] else "normalized as (pixels - mean) / std",
         resize=resize,
         outputs=", ".join(f"`{name}`" for name in report["outputs"]),
+        meaning=meaning,
         worst=", ".join(f"{name} {value:.1e}" for name, value in worst.items()),
         code="\n".join(_code(report)),
     )

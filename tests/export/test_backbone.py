@@ -162,17 +162,6 @@ def test_a_full_disk_leaves_the_earlier_export(tmp_path, normalization):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_only_an_earlier_export_is_replaced(tmp_path, normalization):
-    folder = tmp_path / "out"
-    for fpn in ("BN", ""):
-        report = export_backbone(tiny_backbone(fpn=fpn), folder, normalization, file_format="safetensors")
-        assert json.loads((folder / "parity.json").read_text())["sha256"] == report["sha256"]
-    assert sorted(path.name for path in folder.iterdir()) == ["README.md", "backbone.safetensors", "parity.json"]
-    with pytest.raises(FileAccessError, match=r"holds backbone.safetensors"):
-        export_backbone(tiny_backbone(), folder, normalization)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
 @pytest.mark.parametrize("values", [("L", (0.0,), (1.0,)), ("RGB", (0.0,), (1.0, 1.0, 1.0))])
 def test_a_normalization_of_gray_images_is_refused(values):
     with pytest.raises(ConfigError, match="INPUT.FORMAT"):

@@ -52,15 +52,6 @@ def test_an_image_without_objects_stays_and_a_small_one_is_enlarged():
     assert draw_record(GRAY[:64, :128], CLASSES, {}).shape == (240, 480, 3)
 
 
-def test_keypoints_are_drawn():
-    points = np.array([[[120.0, 200.0, 2], [250.0, 300.0, 2]]])
-    without, with_points = (
-        draw_objects(GRAY, CLASSES, [0], np.array([BOX]), keypoints=each) for each in (None, points)
-    )
-    assert np.array_equal(without[250, 180], [128, 128, 128])
-    assert not np.array_equal(without[195:205, 115:125], with_points[195:205, 115:125])
-
-
 @pytest.mark.parametrize("side", [30, 480])
 def test_scores_and_notes_can_be_read_in_images_of_any_size(side):
     """Detectron2's font size becomes 0 where the image is enlarged by more than 10."""
