@@ -1,15 +1,11 @@
 """Detectron2's DefaultTrainer with exact resume, atomic checkpoints, COCO evaluation and diagnosed failures."""
 
-import contextlib
 import hashlib
 import importlib.util
 import logging
 import os
-import re
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
-from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -39,17 +35,15 @@ from ..checkpoint import (
     LoadReport,
     RunRecord,
     StartWeights,
-    last_checkpoint,
     load_checkpoint,
     open_start_weights,
 )
-from ..cli import is_out_of_memory
-from ..config import changed_config, get_value
+from ..config import changed_config
 from ..data.images import ImageNamingMapper
-from ..errors import ConfigError, NonFiniteError, RunError, UserError, first_line, is_user_error
+from ..errors import ConfigError, NonFiniteError, is_user_error
 from ..installation import has_compiled_operators
 from ..preflight import wrong_evaluator
-from .hooks import LossGuard, SignalHook
+from .hooks import LossGuard, SignalHook, memory_errors_explained
 from .launch import in_all_processes
 from .optimizer import accumulated_step, build_optimizer
 from .output_folder import METRICS, clear_output
@@ -59,7 +53,6 @@ log = logging.getLogger(__name__)
 
 # RetinaNet's, and up to v0.6 FCOS's: a running mean that scales the loss and is not in the model's state dict
 _LOSS_NORMALIZER = "loss_normalizer"
-_WORKER_FAILURE = re.compile(r"DataLoader worker \(pid|shared memory object|</torch_\d|insufficient shared memory")
 
 
 class Trainer(DefaultTrainer):
@@ -307,7 +300,7 @@ class Trainer(DefaultTrainer):
         loop_log = logging.getLogger("detectron2.engine.train_loop")
         loop_log.addFilter(_remove_traceback_of_user_errors)
         try:
-            with _memory_errors_explained(self.cfg, self._loss_guard):
+            with memory_errors_explained(self.cfg, self._loss_guard):
                 super().train()
         finally:
             loop_log.removeFilter(_remove_traceback_of_user_errors)
@@ -322,7 +315,7 @@ class Trainer(DefaultTrainer):
         if comm.get_world_size() > 1:
             for buffer in model.buffers():
                 dist.broadcast(buffer, 0)
-        with _memory_errors_explained(cfg):
+        with memory_errors_explained(cfg):
             return super().test(cfg, model, evaluators)
 
     @classmethod
@@ -365,41 +358,6 @@ def check_same_start(model: torch.nn.Module, start: StartWeights, iteration: int
                 f"different weights, in the iterations {[first for first, _ in starts]}. Fix: share the files of the "
                 "first machine."
             )
-
-
-@contextlib.contextmanager
-def _memory_errors_explained(cfg: CfgNode, guard: LossGuard | None = None) -> Iterator[None]:
-    """Explain a lack of memory by images and config keys; ``guard`` knows the images of a training step."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (RuntimeError, MemoryError, OSError, EOFError) as error:
-        reason, resume = first_line(error), ""
-        with contextlib.suppress(UserError, OSError):  # this error matters, not one of the file
-            if os.path.isfile(os.path.join(cfg.OUTPUT_DIR, "last_checkpoint")):
-                resume = f"; continue with --resume from '{last_checkpoint(cfg.OUTPUT_DIR)}'"
-        # A worker that dies while it hands over a batch leaves a broken socket. An error of its mapper is "Caught ...".
-        loading = any("torch/utils/data" in frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__))
-        broken = loading and isinstance(error, (ConnectionResetError, EOFError)) and "Caught " not in str(error)
-        if broken or _WORKER_FAILURE.search(str(error)):
-            raise RunError(
-                f"DATALOADER.NUM_WORKERS ({cfg.DATALOADER.NUM_WORKERS}): a data-loading worker failed: {reason}. The "
-                "machine's memory or its shared memory (/dev/shm) may be full. Fix: lower DATALOADER.NUM_WORKERS (0 "
-                f"needs no shared memory) or enlarge /dev/shm (docker run --shm-size 8g){resume}."
-            ) from error
-        if not is_out_of_memory(error):
-            raise
-        if guard is None:
-            work, keys, hint = "an evaluation", ["INPUT.MIN_SIZE_TEST", "INPUT.MAX_SIZE_TEST"], ""
-        else:
-            work = f"a step with images of {guard.image_sizes()} pixels"
-            keys = ["SOLVER.IMS_PER_BATCH", "INPUT.MIN_SIZE_TRAIN", "INPUT.MAX_SIZE_TRAIN"]
-            hint = f"; raise SOLVER.ACCUMULATE ({cfg.SOLVER.ACCUMULATE}) as much as the batch shrinks"
-        first, *others = (f"{key} ({get_value(cfg, key)})" for key in keys)
-        raise RunError(
-            f"{first}: out of memory in {work}: {reason}. Fix: lower {', '.join([keys[0], *others])}{hint}{resume}."
-        ) from error
 
 
 def _remove_traceback_of_user_errors(record: logging.LogRecord) -> bool:
