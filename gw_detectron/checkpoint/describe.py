@@ -11,7 +11,7 @@ import yaml
 from torch import Tensor
 
 from ..errors import ConfigError, printable
-from ..weights.reading import is_finite, read_weights_file
+from ..weights.reading import check_size, is_finite, read_weights_file
 from ..weights.record import NORMS, PREPROCESSING_KEY, PROVENANCE
 from .records import RUN_RECORD, config_differences
 
@@ -37,7 +37,7 @@ def describe_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     entries: dict[str, dict[str, Tensor]] = {}
     for key, value in content.items():  # tensors that are not in a dict form one entry
         name = "tensors" if isinstance(value, Tensor) else str(key)
-        entries.setdefault(name, {}).update(_tensors(value, str(key), set()))
+        entries.setdefault(name, {}).update(_tensors(value, str(key), contents.size, set()))
     description = {
         "file": os.fspath(path),
         "format": contents.format,
@@ -51,14 +51,15 @@ def describe_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     return {key: _plain(value, set()) for key, value in description.items() if value is not None}
 
 
-def _tensors(value: Any, name: str, seen: set[int], depth: int = 0) -> Iterator[tuple[str, Tensor]]:
+def _tensors(value: Any, name: str, size: int, seen: set[int], depth: int = 0) -> Iterator[tuple[str, Tensor]]:
     """List the tensors in nested containers; each container once, for a small file can repeat one 2**40 times."""
     if isinstance(value, Tensor):
+        check_size(name, value, size)
         yield name, value
     elif isinstance(value, (Mapping, list, tuple)) and id(value) not in seen and depth < _DEEPEST:
         seen.add(id(value))
         for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _tensors(item, f"{name}.{key}", seen, depth + 1)
+            yield from _tensors(item, f"{name}.{key}", size, seen, depth + 1)
 
 
 def _plain(value: Any, seen: set[int], depth: int = 0) -> Any:

@@ -219,13 +219,20 @@ def named_tensors(value: Any, size: int) -> OrderedDict[str, Tensor]:
     for name, tensor in value.items():
         if not (isinstance(name, str) and isinstance(tensor, Tensor)):
             raise WeightsFileError(f"{name!r:.99} is not a tensor ({type(tensor).__name__}). {SAVE_AGAIN}")
-        # torch enlarges a storage that is too small for its tensor: the values would be those of any memory
-        if tensor.layout == torch.strided and tensor.numel() * tensor.element_size() > size:
-            raise WeightsFileError(f"{name} claims more bytes than the file has ({size}). {_GET_AGAIN}")
+        check_size(name, tensor, size)
         tensors[name] = Tensor.detach(tensor)
     if isinstance(versions := getattr(value, "_metadata", None), dict):  # by which modules know their older versions
         tensors._metadata = versions  # type: ignore[attr-defined]
     return tensors
+
+
+def check_size(name: str, tensor: Tensor, size: int) -> None:
+    """Raise WeightsFileError if a tensor has more bytes than its file.
+
+    torch enlarges a storage that is too small for its tensor: the values would be those of any memory.
+    """
+    if tensor.layout == torch.strided and tensor.numel() * tensor.element_size() > size:
+        raise WeightsFileError(f"{name} claims more bytes than the file has ({size}). {_GET_AGAIN}")
 
 
 def weight_problem(name: str, value: Tensor) -> str:

@@ -1,5 +1,6 @@
 """The record of a run in its checkpoints, and the description of checkpoints and weight files."""
 
+import contextlib
 import hashlib
 import json
 import re
@@ -19,9 +20,10 @@ from gw_detectron.checkpoint.records import RunRecord
 from gw_detectron.config import read_config
 from gw_detectron.data import register_synthetic
 from gw_detectron.engine import Trainer, setup
-from gw_detectron.errors import ConfigError
+from gw_detectron.errors import ConfigError, WeightsFileError
 
 from ..tiny_run import DATA, arguments
+from ..weights.test_reading import BOMBS, write_pickle
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +98,14 @@ def test_other_files(tmp_path):
     assert found["optimizer_state"] and found["tensors"]["x"]["number"] == 1
     assert found["tensors"]["state_dict"]["non_finite"] == ["state_dict.b"]
     assert describe_checkpoint(tmp_path / "tensor.pth")["tensors"]["tensors"]["values"] == 3
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("operations", BOMBS.values(), ids=BOMBS)
+def test_hand_made_files_end_soon(operations, tmp_path):
+    for kind in ("archive", "legacy", "pickle"):
+        with contextlib.suppress(WeightsFileError):
+            assert format_description(describe_checkpoint(write_pickle(kind, operations, tmp_path)))
 
 
 def test_text_and_json_of_odd_values(tmp_path):
