@@ -16,7 +16,6 @@ from ..weights.reading import SAVE_AGAIN, Contents, named_tensors, read_weights_
 from ..weights.record import Record, read_record
 
 _LOCAL_SCHEME = "gw://file/"
-_LONGEST_NAME = 4096  # of a file, in characters
 _TAG = "last_checkpoint"  # of Detectron2: the file that names the newest checkpoint
 
 
@@ -98,8 +97,8 @@ def last_checkpoint(folder: str) -> str:
     name = ""
     if PathManager.isfile(tag):  # to open a pipe would block
         with PathManager.open(tag, "r", errors="replace") as file:
-            name = file.read(_LONGEST_NAME + 1).strip()
-    if not 0 < len(name) <= _LONGEST_NAME:
+            name = file.read(4096).strip()
+    if not 0 < len(name) < 4096:
         raise WeightsFileError(f"{tag}: does not hold a file name. Fix: write the checkpoint's file name into it.")
     return os.path.join(folder, name)
 

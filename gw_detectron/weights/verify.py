@@ -82,7 +82,7 @@ def verify(
         OSError: a file cannot be read.
     """
     conversion = _load(weights, norm)
-    claimed = _claimed(conversion, weights, source, norm)
+    claimed = _claimed(conversion, source, norm)
     reference = torchvision_backbone(claimed).double()
     pixels = torch.stack([_classification_input(image, conversion.preprocessing) for image in images])
     expected = torchvision_stages(reference, pixels)
@@ -102,12 +102,7 @@ def _load(weights: str | os.PathLike[str], norm: str | None) -> Conversion:
         return load_weights(path, norm=norm)
 
 
-def _claimed(
-    conversion: Conversion,
-    weights: str | os.PathLike[str],
-    source: str | os.PathLike[str] | None,
-    norm: str | None,
-) -> Conversion:
+def _claimed(conversion: Conversion, source: str | os.PathLike[str] | None, norm: str | None) -> Conversion:
     """Return the weights as their source or the user's statement describes them."""
     if source is None:
         claimed = convert(conversion.source_tensors, norm=norm) if norm else conversion
@@ -115,8 +110,8 @@ def _claimed(
     origin, digest = conversion.provenance, sha256_of(source)
     if origin is None or digest != origin.source_sha256:
         raise WeightsError(
-            f"source ({os.fspath(source)!r}): SHA-256 {digest}, but {weights} was converted from {origin}. Fix: give "
-            "that file."
+            f"source ({os.fspath(source)!r}): SHA-256 {digest}, but the weights were converted from {origin}. Fix: "
+            "give that file."
         )
     preset = next((name for name, images in PREPROCESSING.items() if images == conversion.preprocessing), None)
     return load_weights(source, norm=norm, preprocessing=preset)

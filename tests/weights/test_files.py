@@ -212,7 +212,7 @@ def test_the_source_reveals_a_wrong_conversion(converted, r18_file, images, tmp_
     assert verify(tmp_path / "swapped.pkl", images).agrees  # consistent in itself
     assert not verify(tmp_path / "swapped.pkl", images, source=r18_file).agrees
     torch.save(authors_state(make_network("R-18", "S1-B1", seed=5)), tmp_path / "other.pth")
-    with pytest.raises(ValueError, match="was converted from .*r18.pth"):
+    with pytest.raises(ValueError, match="were converted from .*r18.pth"):
         verify(converted, images, source=tmp_path / "other.pth")
 
 
