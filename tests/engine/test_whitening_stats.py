@@ -93,16 +93,6 @@ def test_mixed_precision_changes_nothing(dtype):
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    "layer", [GroupWhitening2d(8, 4, solver="standardize"), BatchWhitening2d(8, channels_per_group=8).eval()]
-)
-def test_an_input_whose_covariance_overflows(layer):
-    x = correlated(2, 8, 6, 6).div(100).clamp(-1, 1) * 1e20
-    assert torch.isfinite(layer(x)).all()
-    with pytest.raises(FloatingPointError, match=r"values reach .*e\+\d\d, overflows torch.float32"):
-        whitening_statistics(layer, x)
-
-
 class Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
