@@ -68,7 +68,8 @@ DTYPES = [FP32, FP16, BF16]
 def small_splits(monkeypatch, request):
     """Give programs few tiles, and launch few programs, so that small inputs are split and programs loop."""
     if request.function.__name__.startswith("check_"):
-        monkeypatch.setattr(launch, "_tuning", launch.Tuning(min_tiles=1))
+        small = {size: tuning._replace(min_tiles=1) for size, tuning in launch.HOPPER.items()}
+        monkeypatch.setattr(launch, "HOPPER", small)
         monkeypatch.setattr(launch, "processors", lambda device: 1)
 
 
@@ -544,15 +545,16 @@ def test_float32_is_multiplied_in_tf32_alone_where_the_user_allows_it(dtype, all
 
 
 @pytest.fixture
-def compile_for(monkeypatch, tmp_path):
+def compile_for(monkeypatch, tmp_path_factory):
     """Compile what a layer would launch for an input, for a compute capability, without a GPU."""
     try:
         compiler_tool("ptxas"), compiler_tool("cuobjdump")
     except MissingPackageError as error:
         pytest.skip(str(error))
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "triton"))
 
     def compile_for(capability, x, groups, relu, only=""):
+        monkeypatch.setattr(launch, "is_hopper", lambda x: capability == 90)
         launches = [each for each in layer_launches(x, groups, relu=relu) if only in each.kernel.fn.__name__]
         return [compile_launch(each, capability) for each in launches]
 
@@ -584,13 +586,15 @@ def test_a_kernel_compiles_without_a_gpu(compile_for):
     ids=str,
 )
 def test_the_commonest_kernels_keep_to_the_registers(compile_for, shape, groups, memory_format, dtype, relu):
-    """For sm_90, with the newest Triton; older ones spill some bytes."""
+    """For sm_90, with the newest Triton; older ones spill some bytes. Newton's tangents spill up to 512 everywhere."""
     x = torch.empty(shape, dtype=dtype, device="meta").to(memory_format=memory_format)
     compiled = compile_for(90, x, groups, relu)
-    assert [each.kernel for each in compiled] == KERNELS
+    absent = {"merge"} if shape[-1] == 7 else set()  # one split
+    names = [("newton" if groups > 64 and name == NEWTON else name) for name in KERNELS if name not in absent]
+    assert [each.kernel for each in compiled] == names
     for each in compiled:
         assert each.registers > 16, f"{each.kernel} was optimized away"
-        assert each.stack == 0, f"{each.kernel} spills {each.stack} bytes"
+        assert each.stack <= (512 if each.kernel == NEWTON else 0), f"{each.kernel} spills {each.stack} bytes"
 
 
 @pytest.mark.slow

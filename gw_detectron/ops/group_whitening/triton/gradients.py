@@ -249,7 +249,7 @@ def grad_products(
     if splits > 1:
         products, sums = launch.empty(x, cpg, n, groups, groups), launch.empty(x, cpg, n, groups)
     grad_whitening, grad_mean = launch.empty(x, n, groups, groups), launch.empty(x, n, groups)
-    at_once = min(64, triton.next_power_of_2(splits))
+    at_once = min(16, triton.next_power_of_2(splits))
     block = min(2048 // at_once, triton.next_power_of_2(groups * groups))
     launch.run(
         _reduce, (n, triton.cdiv(groups * groups, block)), like=x, warps=4, stages=3,

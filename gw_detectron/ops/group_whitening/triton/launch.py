@@ -64,8 +64,11 @@ class Tuning(NamedTuple):
     max_tiles: int = 64
 
 
-#: element size of x -> settings
-TUNINGS = {4: Tuning(), 2: Tuning()}
+#: element size of x -> settings on Hopper: the fastest of 42 for each kernel on an H200, over five shapes
+HOPPER = {
+    4: Tuning(Setting(2, 3, 16384), Setting(3, 3, 16384), Setting(2, 3), Setting(2, 3, 16384)),
+    2: Tuning(Setting(3, 3), Setting(4, 3), Setting(2, 3), Setting(3, 3)),
+}
 
 
 class Launch(NamedTuple):
@@ -309,7 +312,7 @@ def padded_rows(groups: int) -> int:
 
 def tuning_for(x: Tensor) -> Tuning:
     """Return the settings for the dtype of ``x``."""
-    return _tuning or TUNINGS[x.element_size()]
+    return _tuning or (HOPPER[x.element_size()] if is_hopper(x) else Tuning())
 
 
 def tile_columns_for(x: Tensor, groups: int, tile_bytes: int) -> int:
