@@ -36,7 +36,7 @@ from ..checks import autocast_off, check_tensors, compute_dtype, memory_format_o
 from ..solvers import DEFAULT_SOLVER, Solver, check_solver
 from ..solvers.newton import count_products
 from ..torch_private import is_dispatched, needs_plain_operations
-from . import closed_form, matmul, triton
+from . import matmul, triton
 from .reference import effective_groups, group_whiten_reference
 
 ENVIRONMENT_SWITCH = "GW_DETECTRON_KERNELS"
@@ -139,7 +139,7 @@ def choose_backend(x: Tensor, groups: int, solver: Solver = DEFAULT_SOLVER) -> s
         return "reference"
     if forced == "matmul":
         return forced
-    if triton.supported(x, groups):
+    if (x.is_cuda or triton.INTERPRETED) and triton.supported(x, groups):
         return "triton"
     return "matmul" if solver.num_iters <= matmul.MOST_ITERS else "reference"
 
@@ -170,7 +170,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if backend == "triton":
         return triton.forward(x, weight, bias, groups, iters, eps, relu)
-    return closed_form.forward(matmul, x, weight, bias, groups, iters, eps, relu)
+    return matmul.forward(x, weight, bias, groups, iters, eps, relu)
 
 
 @torch.library.register_fake(_FORWARD)
@@ -193,7 +193,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if backend == "triton":
         return triton.backward(dy, y, x, mean, sigma, weight, iters)
-    return closed_form.backward(matmul, dy, y, x, mean, sigma, weight, iters)
+    return matmul.backward(dy, y, x, mean, sigma, weight, iters)
 
 
 @torch.library.register_fake(_BACKWARD)

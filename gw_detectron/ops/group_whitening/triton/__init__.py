@@ -37,6 +37,7 @@ from .gradients import apply_backward, grad_products, parameter_gradients
 from .launch import supported as supported
 from .moments import statistics
 from .newton import newton, newton_backward
+from .tiles import INTERPRETED as INTERPRETED
 from .whitening import apply
 
 
