@@ -20,7 +20,6 @@ from gw_detectron.checkpoint import LoadReport, load_checkpoint, open_checkpoint
 from gw_detectron.config import read_config
 from gw_detectron.data.images import evaluation_input, image_files, read_image
 from gw_detectron.data.synthetic import SyntheticConfig, draw_scene
-from gw_detectron.engine.whitening_stats import WhiteningLayer, checked_statistics, reduce_statistics, whitening_layers
 from gw_detectron.errors import ConfigError, NonFiniteError, WeightsError, check_minimum, summarize_names
 from gw_detectron.model_zoo import get_config_file
 from gw_detectron.modeling import build_checked_model
@@ -29,6 +28,7 @@ from gw_detectron.progress import progress_bar
 
 from . import parse_seed
 from .analysis_result import AnalysisResult, findings_of, short_name
+from .whitening_stats import WhiteningLayer, checked_statistics, reduce_statistics, whitening_layers
 
 _MODEL = get_config_file("quick_schedules/mask_rcnn_R_18_FPN_BN_GW_demo.yaml")
 # title of a panel -> statistic, marker and label of its curves
@@ -68,7 +68,7 @@ def analyze_layers(
     allow_partial: bool = False,
     opts: Sequence[str] = (),
 ) -> AnalysisResult:
-    """Measure every whitening layer of a detector in evaluation, see :mod:`gw_detectron.engine.whitening_stats`.
+    """Measure every whitening layer of a detector in evaluation, see :mod:`experiments.whitening_stats`.
 
     Each image is a batch of its own, resized by ``INPUT.MIN_SIZE_TEST`` and ``MAX_SIZE_TEST``.
 

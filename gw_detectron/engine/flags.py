@@ -3,7 +3,6 @@
 import argparse
 
 from detectron2.engine import default_argument_parser
-from detectron2.engine.launch import DEFAULT_TIMEOUT
 
 _NOTE = "Evaluation writes to OUTPUT_DIR/inference and leaves the training's log.txt and config.yaml untouched.\n\n"
 _EXAMPLES = """\
@@ -38,7 +37,7 @@ _HELP = {
     "num_gpus": "number of GPUs per machine; 0 runs on the CPU (default: %(default)s)",
     "opts": "config keys to change, as KEY VALUE; they come last",
 }
-_TRAINING_ONLY = ("eval_only", "overwrite", "whitening_stats_period")
+_TRAINING_ONLY = ("eval_only", "overwrite")
 _SWITCHES = {
     "ignore-preflight": "start even if the pre-run checks fail; print their messages as warnings",
     "overwrite": "replace an earlier run in OUTPUT_DIR: its checkpoints, log and results are removed first",
@@ -67,22 +66,6 @@ def get_parser(*, evaluation: bool = False) -> argparse.ArgumentParser:
     parser.epilog = _NOTE + (_EVALUATION_EXAMPLES if evaluation else _EXAMPLES)
     for name, text in _SWITCHES.items():
         parser.add_argument(f"--{name}", action="store_true", help=text)
-    parser.add_argument(
-        "--whitening-stats-period",
-        type=int,
-        default=0,
-        metavar="K",
-        help="log eigenvalues, condition numbers and residuals of all whitening layers every K iterations; 0: never "
-        "(default). Metrics are written every 20 iterations, so a K below 20 costs time without showing more",
-    )
-    parser.add_argument(
-        "--dist-timeout",
-        type=int,
-        default=int(DEFAULT_TIMEOUT.total_seconds()),
-        metavar="SECONDS",
-        help="end the run if a process waits longer than this for another one, which died, hangs or never joined "
-        "(default: %(default)s). Raise it if the evaluation on the main process takes longer",
-    )
     own = parser.add_argument_group(
         "your own data", "datasets in COCO format; they set DATASETS and NUM_CLASSES, see docs/your_data.md"
     )

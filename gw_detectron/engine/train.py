@@ -25,7 +25,6 @@ from ..errors import ConfigError
 from ..modeling.config_keys import object_count_keys
 from ..norms.listing import norm_summary
 from ..preflight import PreflightReport, preflight
-from .hooks import WhiteningStatsHook
 from .launch import in_all_processes
 from .output_folder import clear_output, end_last_line, lock_output
 from .run_datasets import use_datasets
@@ -68,8 +67,6 @@ def main(args: argparse.Namespace) -> dict | None:
         else:
             trainer = Trainer(cfg)
             log.info("norms: %s", norm_summary(trainer.checkpointer.model))
-            if args.whitening_stats_period:
-                trainer.register_hooks([WhiteningStatsHook(args.whitening_stats_period)])
             trainer.load_start_weights(start, allow_partial=args.allow_partial)
             log.info("seed: %d", trainer.record.seed)
             del start  # its tensors would be kept during the training

@@ -107,11 +107,10 @@ CASES = {
 def test_a_killed_run_ends_with_the_bits_of_an_uninterrupted_one(tmp_path, name):
     overrides, kills = CASES[name]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    flags = ["--whitening-stats-period", "2"] if name == "evaluation" else []
-    assert run(whole, *flags, **overrides) == 0
+    assert run(whole, **overrides) == 0
     for kill in kills:
-        assert run(parts, "--resume", *flags, kill_after=kill, **overrides) == -signal.SIGKILL
-    assert run(parts, "--resume", *flags, **overrides) == 0
+        assert run(parts, "--resume", kill_after=kill, **overrides) == -signal.SIGKILL
+    assert run(parts, "--resume", **overrides) == 0
     assert_equal_runs(whole, parts)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from gw_detectron.cli import errors_reported
 from gw_detectron.engine import Trainer, setup
-from gw_detectron.engine.hooks import LossGuard, WhiteningStatsHook
+from gw_detectron.engine.hooks import LossGuard
 from gw_detectron.errors import DataError, FileAccessError, NonFiniteError, UserError
 from gw_detectron.layers import BatchWhitening2d
 
@@ -53,11 +53,9 @@ class TestNonFinite:
 
     def test_the_first_module_that_overflows_is_named(self, tmp_path):
         trainer = trainer_for(tmp_path)
-        trainer.register_hooks([WhiteningStatsHook(1)])
         with torch.no_grad():  # finite itself, but not after the convolution
             trainer.model.backbone.bottom_up.res4[0].conv1.weight.fill_(3e38)
-        message = r"whitening layer .*\.res4\.0\.conv2\.norm'\): .*\n.*first module .*res4\.0\.conv1[. ]"
-        with pytest.raises(NonFiniteError, match=message):
+        with pytest.raises(NonFiniteError, match=r"\n.*first module .*res4\.0\.conv1[. ]"):
             trainer.train()
 
     @pytest.mark.parametrize(

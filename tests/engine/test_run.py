@@ -21,9 +21,8 @@ from detectron2.utils import comm
 from safetensors.torch import save_file
 
 from gw_detectron.checkpoint import opening
-from gw_detectron.engine import Trainer, hooks, main, setup
+from gw_detectron.engine import Trainer, main, setup
 from gw_detectron.engine.train import prepare
-from gw_detectron.engine.whitening_stats import REDUCTIONS
 from gw_detectron.errors import ConfigError, MissingFileError, PreflightError, UserError
 from gw_detectron.weights import read_weights_file
 
@@ -253,20 +252,6 @@ class TestEvaluation:
         cfg = setup(arguments(tmp_path, MODEL__META_ARCHITECTURE="PanopticFPN"))
         with pytest.raises(ConfigError, match="'gw_synthetic_val'"):
             Trainer.build_evaluator(cfg, "gw_synthetic_val")
-
-
-def test_whitening_layers_are_logged_every_period(tmp_path, monkeypatch):
-    observed, checked = [], hooks.checked_statistics
-    monkeypatch.setattr(
-        hooks, "checked_statistics", lambda *call: observed.append(call[0]) or checked(*call)
-    )  # not in the evaluations between the steps
-    main(arguments(tmp_path, "--whitening-stats-period", "2", TEST__EVAL_PERIOD=1))
-    records = [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()]
-    logged = {name: value for record in records for name, value in record.items() if name.startswith("whitening/")}
-    stem = {name: logged[f"whitening/backbone.bottom_up.stem.conv1.norm/{name}"] for name in REDUCTIONS}
-    assert 0 < stem["lambda_min"] < stem["lambda_max"] and stem["condition_after"] < stem["condition_before"]
-    assert "whitening/roi_heads.box_head.conv1.norm/residual" in logged
-    assert observed.count("backbone.bottom_up.stem.conv1.norm") == 2
 
 
 def test_each_process_and_iteration_draws_other_numbers(tmp_path, monkeypatch):

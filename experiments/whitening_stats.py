@@ -11,10 +11,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from ..errors import NonFiniteError
-from ..layers import BatchWhitening2d, GroupWhitening2d, Solver
-from ..ops.batch_whitening import split
-from ..ops.checks import autocast_off
+from gw_detectron.errors import NonFiniteError
+from gw_detectron.layers import BatchWhitening2d, GroupWhitening2d, Solver
+from gw_detectron.ops.batch_whitening import split
+from gw_detectron.ops.checks import autocast_off
 
 WhiteningLayer = GroupWhitening2d | BatchWhitening2d
 #: statistic -> its reduction over samples, groups and calls of a layer
