@@ -1,30 +1,19 @@
 """Config keys of this package, its config files, and reading a yaml with the keys."""
 
-import contextlib
 import difflib
 import importlib.resources
-import io
 import itertools
 import operator
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import yaml
 from detectron2.config import CfgNode, get_cfg
-from detectron2.utils.file_io import PathManager
 
 from .errors import ConfigError, MissingFileError, similar_names
-
-_MOST_FILES = 100  # a config and its bases; they may name each other
-_MOST_ALIASES = 20  # of a file; each *name may double what CfgNode copies
-# ArithmeticError is PyYAML's for values such as "!!int ''"
-_YAML_ERRORS = (
-    *(LookupError, ValueError, AssertionError, TypeError, AttributeError, RecursionError, MemoryError),
-    *(ArithmeticError, OSError, yaml.YAMLError),
-)
 
 
 def add_gw_config(cfg: CfgNode) -> None:
@@ -83,11 +72,6 @@ def flat_items(node: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from flat_items(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def flat_keys(node: dict) -> Iterator[str]:
-    """Yield the keys of a config's values, as in SOLVER.BASE_LR."""
-    return (key for key, _ in flat_items(node))
 
 
 def get_value(cfg: CfgNode, key: str) -> Any:
@@ -150,7 +134,7 @@ def similar_configs(name: str) -> str:
 
 
 def read_config(config_file: str | os.PathLike[str], opts: Sequence[Any] = ()) -> CfgNode:
-    """Read a yaml over the defaults of Detectron2 and this package.
+    """Read a yaml over the defaults of Detectron2 and this package, without running code that the yaml names.
 
     Args:
         config_file: path of the yaml, or a name of :func:`gw_detectron.model_zoo.list_configs`.
@@ -168,21 +152,19 @@ def read_config(config_file: str | os.PathLike[str], opts: Sequence[Any] = ()) -
     opts = list(opts)
     if opts[:1] == ["--"]:  # which argparse keeps
         del opts[0]
-    _check_words(opts)
+    if flags := [word for word in opts if isinstance(word, str) and word.startswith("--")]:
+        raise ConfigError(f"Arguments: flags after KEY VALUE pairs. Fix: put {' '.join(flags)} before {opts[0]}.")
     config_file = find_config_file(config_file)
     _check_file(config_file)
     if len(opts) % 2:
         raise ConfigError(f"Arguments '{' '.join(map(str, opts))}': not pairs of KEY VALUE.")
-    tree = _load_yaml(config_file)
-    with _keys_explained(cfg, f"'{config_file}'", flat_keys(tree)):
-        cfg.merge_from_other_cfg(CfgNode(tree))
-    with _keys_explained(cfg, "Arguments", map(str, opts[::2])):
+    source = f"'{config_file}'"
+    try:
+        cfg.merge_from_file(config_file, allow_unsafe=False)
+        source = "Arguments"
         cfg.merge_from_list(opts)
-    if cfg.VERSION != default_config().VERSION:
-        raise ConfigError(f"VERSION ({cfg.VERSION}): not that of this Detectron2, {default_config().VERSION}.")
-    for key in ("OUTPUT_DIR", "DATASETS.TRAIN", "DATASETS.TEST"):  # read before the pre-run checks
-        if get_value(cfg, key) is None:
-            raise ConfigError(f"{key}: has no value.")
+    except Exception as error:  # PyYAML, fvcore and yacs raise errors of many classes
+        raise ConfigError(f"{source}: {_explain(error)}") from error
     if cfg.MODEL.LOAD_PROPOSALS:
         raise ConfigError(
             f"MODEL.LOAD_PROPOSALS ({cfg.MODEL.LOAD_PROPOSALS}): Detectron2 reads proposal files by pickle, which runs "
@@ -202,51 +184,9 @@ def parse_config(text: str, name: str) -> dict[str, Any]:
         ConfigError: the text is something else, or holds Python objects.
     """
     try:
-        if sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)) > _MOST_ALIASES:
-            raise ValueError(f"more than {_MOST_ALIASES} aliases (*name)")
-        tree = yaml.safe_load(text)
-        if not isinstance(tree, dict):
-            raise TypeError(f"a {type(tree).__name__} instead of keys and values")
-        list(flat_keys(tree))  # an alias inside its own value has no end
-    except _YAML_ERRORS as error:
-        raise _not_a_config(name, error) from error
-    return tree
-
-
-def _load_yaml(path: str) -> dict[str, Any]:
-    """Load a config and its bases by Detectron2's safe loader."""
-    opened = itertools.count(1)
-
-    class Loader(CfgNode):
-        @classmethod
-        def _open_cfg(cls, filename: str) -> IO[str]:
-            if next(opened) > _MOST_FILES:
-                raise ValueError(f"more than {_MOST_FILES} files by _BASE_")
-            if "://" not in filename and not os.path.isfile(filename):  # to open a pipe would block
-                raise FileNotFoundError(f"_BASE_ not found: '{filename}'")
-            with PathManager.open(filename, "r") as file:
-                text = file.read()
-            parse_config(text, filename)
-            return io.StringIO(text)
-
-    try:
-        return Loader.load_yaml_with_base(path, allow_unsafe=False)
-    except ConfigError:
-        raise
-    except _YAML_ERRORS as error:
-        raise _not_a_config(path, error) from error
-
-
-def _not_a_config(name: str, error: Exception) -> ConfigError:
-    return ConfigError(f"'{name}': not a yaml file of keys and plain values: {error}")
-
-
-def _check_words(opts: Sequence[Any]) -> None:
-    """Refuse flags that the command line took for keys."""
-    words = [word for word in opts if isinstance(word, str)]
-    if flags := [word for word in words if word.startswith("--")]:
-        first = next((word for word in words if not word.startswith("--")), "the KEY VALUE pairs")
-        raise ConfigError(f"Arguments: flags after KEY VALUE pairs. Fix: put {' '.join(flags)} before {first}.")
+        return dict(yaml.safe_load(text).items())
+    except Exception as error:  # PyYAML raises errors of many classes
+        raise ConfigError(f"'{name}': not a yaml file of keys and plain values: {error}") from error
 
 
 def _check_file(path: str) -> None:
@@ -264,22 +204,14 @@ def _check_file(path: str) -> None:
         )
 
 
-@contextlib.contextmanager
-def _keys_explained(cfg: CfgNode, source: str, keys: Iterable[str]) -> Iterator[None]:
-    """Raise ConfigError for unknown keys, and for values that Detectron2 refuses in the body."""
-    known = set(flat_keys(cfg))
-    unknown = [key for key in keys if key not in known]
-    if unknown:
-        lines = [f"{source}: {len(unknown)} unknown config keys:"] if len(unknown) > 1 else []
-        lines += [f"{source}: unknown config key '{key}'.{similar_names(key, known)}" for key in unknown[:5]]
-        raise ConfigError("\n".join(lines))
-    try:
-        yield
-    except _YAML_ERRORS as error:
-        reason, fix = str(error.args[0] if error.args else error).rstrip("."), ""
-        # the shell removes quotes, and a tuple of one element needs a comma
-        if "'tuple'" in reason:
-            fix = """ Fix: write a tuple as "('name',)" or "(480, 560)"."""
-        elif "(<class 'str'> vs." in reason:
-            fix = """ Fix: quote a text that reads as another value, such as "'2024'"."""
-        raise ConfigError(f"{source}: {reason}.{fix}") from error
+def _explain(error: Exception) -> str:
+    """Return the text of an error of Detectron2's config, and how to write the key or value."""
+    reason = str(error.args[0] if isinstance(error, KeyError) else error).rstrip(".") or type(error).__name__
+    if unknown := re.search(r"Non-existent (?:config )?key: (\S*)", reason):
+        known = [key for key, _ in flat_items(default_config())]
+        return f"unknown config key '{unknown[1]}'.{similar_names(unknown[1], known)}"
+    if "'tuple'" in reason:  # the shell removes quotes, and a tuple of one element needs a comma
+        return f"""{reason}. Fix: write a tuple as "('name',)" or "(480, 560)"."""
+    if "(<class 'str'> vs." in reason:
+        return f"""{reason}. Fix: quote a text that reads as another value, such as "'2024'"."""
+    return f"{reason}."
