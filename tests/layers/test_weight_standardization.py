@@ -117,33 +117,11 @@ def test_filters_of_one_value_are_refused_and_the_model_is_unchanged():
     assert type(model[0]) is nn.Conv2d
 
 
-def test_state_dicts_and_parameters_can_be_assigned():
-    layer, other = conv(), conv().double()
-    standardize_weights(layer)
-    layer.load_state_dict(other.state_dict(), assign=True)
-    assert layer.weight.dtype == torch.float64
-    layer.weight = nn.Parameter(torch.randn(8, 4, 3, 3))
-    torch.testing.assert_close(layer.weight, oracle(dict(layer.named_parameters())["weight"]).float())
-    with pytest.raises(TypeError):
-        layer.weight = torch.zeros(8, 4, 3, 3)
-
-
-def replica(module: nn.Module, x: torch.Tensor) -> nn.Module:
-    """Copy a model as ``nn.DataParallel`` does: tensors instead of parameters."""
-    copied = module._replicate_for_data_parallel()
-    for name, child in module.named_children():
-        setattr(copied, name, replica(child, x))
-    for name, parameter in module._parameters.items():
-        setattr(copied, name, None if parameter is None else parameter.detach())
-    return copied
-
-
 WAYS = {
     "pickle": lambda module, x: pickle.loads(pickle.dumps(module)),
     "deepcopy": lambda module, x: copy.deepcopy(module),
     "compile": lambda module, x: torch.compile(module, backend="eager", fullgraph=True),
     "export": lambda module, x: torch.export.export(module, (x,)).module(),
-    "replica": replica,
 }
 
 
@@ -157,21 +135,3 @@ def test_copies_and_programs_compute_the_same(way):
         assert not torch.allclose(expected, F.relu(F.conv2d(images(), model.state_dict()["0.weight"])))
         torch.testing.assert_close(WAYS[way](model, images())(images()), expected)
     assert "WeightStandardized" in type(model[0]).__name__
-
-
-def test_torch_fx_keeps_the_parameter():
-    """As in torchvision's create_feature_extractor: a computed weight would become a constant."""
-    model = nn.Sequential(conv(), nn.ReLU())
-    standardize_weights(model)
-    traced = torch.fx.symbolic_trace(model)
-    nn.init.normal_(model[0]._parameters["weight"])
-    assert torch.equal(traced(images()), model(images()))
-
-
-def test_its_parameters_can_be_drawn_anew():
-    model = nn.Sequential(conv())
-    standardize_weights(model)
-    before = model.state_dict()["0.weight"].clone()
-    model[0].reset_parameters()
-    assert not torch.equal(model.state_dict()["0.weight"], before)
-    torch.testing.assert_close(model[0].weight.double(), oracle(model.state_dict()["0.weight"]), rtol=1e-4, atol=1e-4)

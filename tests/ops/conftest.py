@@ -13,7 +13,6 @@ ON_EVERY_BACKEND = {
     "test_degenerate_samples",
     "test_group_whitening",
     "test_group_whitening_module",
-    "test_group_whitening_properties",
 }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import scipy.linalg
 
-from .oracle import covariance, divide, newton, undivide, zca
+from .oracle import newton, zca
 
 
 def whitening(
@@ -103,16 +103,6 @@ def thresholded_backward(grad_w: np.ndarray, sigma: np.ndarray, version: str, c:
     gap = lam[None, :] - lam[:, None]
     np.fill_diagonal(gap, np.inf)
     return u @ (np.diag(grad_lam) + (u.T @ grad_u) / gap) @ u.T
-
-
-def group_whiten(x: np.ndarray, groups: int, name: str, **options: float) -> np.ndarray:
-    """Group Whitening of every sample of x (N, C, *spatial) with any solver, without scale and shift."""
-    out = np.empty_like(x)
-    for n, sample in enumerate(x):
-        x_g = divide(sample, groups)
-        x_c = x_g - x_g.mean(axis=1, keepdims=True)
-        out[n] = undivide(whitening(name, covariance(x_c, 0.0), **options) @ x_c, sample.shape)
-    return out
 
 
 def batch_whiten(x: np.ndarray, width: int, name: str, **options: float) -> np.ndarray:

@@ -8,10 +8,6 @@ from gw_detectron.layers import SOLVERS, batch_whiten
 
 from . import solver_oracle as oracle
 from .cases import bw, correlated
-from .test_solver_family import EXACT
-
-#: spatial sizes of a feature map, of pooled features, of sequences and of volumes
-SIZES = [(5, 3), (), (9,), (2, 3, 2)]
 
 
 def tensor(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -19,42 +15,17 @@ def tensor(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("corr", [False, True])
-@pytest.mark.parametrize(("channels", "width"), [(12, 4), (11, 4), (5, 1), (6, 64)], ids=str)
+@pytest.mark.parametrize(
+    ("channels", "width", "size"), [(12, 4, (5, 3)), (11, 4, (9,)), (5, 1, ()), (6, 64, (2, 3, 2))], ids=str
+)
 @pytest.mark.parametrize("solver", sorted(SOLVERS))
-def test_it_equals_its_oracle(solver, channels, width, corr):
-    x = correlated((4, channels, 5, 3))
+def test_it_equals_its_oracle(solver, channels, width, size, corr):
+    x, weight, bias = correlated((4, channels, *size)), np.arange(channels) + 1.0, -np.arange(float(channels))
     expected = oracle.batch_whiten(x, width, solver, iters=3, eps=1e-3, corr=corr)
-    y = bw(torch.from_numpy(x), width, num_iters=3, eps=1e-3, solver=solver, corr=corr)
+    expected = np.moveaxis(np.moveaxis(expected, 1, -1) * weight + bias, -1, 1)
+    affine = torch.from_numpy(weight), torch.from_numpy(bias)
+    y = bw(torch.from_numpy(x), width, *affine, num_iters=3, eps=1e-3, solver=solver, corr=corr)
     np.testing.assert_allclose(y.numpy(), expected, rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_every_input_rank(size):
-    x = correlated((30, 7, *size))
-    expected = oracle.batch_whiten(x, 3, "zca", eps=1e-3)
-    y = bw(torch.from_numpy(x), 3, eps=1e-3, solver="zca")
-    np.testing.assert_allclose(y.numpy(), expected, rtol=0, atol=1e-10)
-
-
-def test_scale_and_shift_are_of_the_channels():
-    x, weight, bias = tensor(3, 7, 5, 3), torch.arange(7.0) + 1, -torch.arange(7.0)
-    expected = oracle.batch_whiten(x.numpy(), 3, "newton", eps=1e-3)
-    expected = expected * weight.numpy()[:, None, None] + bias.numpy()[:, None, None]
-    y = bw(x, 3, eps=1e-3, weight=weight.double(), bias=bias.double())
-    np.testing.assert_allclose(y.numpy(), expected, rtol=0, atol=1e-10)
-    only_scaled = bw(x, 3, eps=1e-3, weight=weight.double())
-    torch.testing.assert_close(only_scaled, y - bias[:, None, None], rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("corr", [False, True])
-@pytest.mark.parametrize("solver", sorted({*EXACT} - {"zca_entropy"}))  # which raises eigenvalues unless all are equal
-def test_output_is_white_in_every_group(solver, corr):
-    y = bw(tensor(8, 10, 9, 7), 4, eps=0.0, solver=solver, corr=corr).movedim(1, 0).flatten(1)
-    covariance = y @ y.mT / y.shape[1]
-    for first in (0, 4, 8):
-        group = covariance[first : first + 4, first : first + 4]
-        torch.testing.assert_close(group, torch.eye(len(group), dtype=group.dtype), rtol=0, atol=1e-8)
-    assert y.mean(1).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("corr", [False, True])
@@ -97,30 +68,6 @@ def test_memory_format_is_kept(size, memory_format, channels):
     assert y.is_contiguous(memory_format=memory_format)
     torch.testing.assert_close(y, bw(x, 4), rtol=0, atol=1e-12)
     assert bw(x, 4).is_contiguous()
-
-
-@pytest.mark.parametrize("solver", sorted(SOLVERS))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_degenerate_batches_give_finite_values_and_gradients(dtype, solver):
-    inputs = {
-        "constant": torch.full((3, 6, 2, 2), 7.0),
-        "one column": tensor(1, 6, 1, 1),
-        "fewer columns than channels": tensor(2, 6, 2, 1),
-        "equal channels": tensor(3, 1, 5, 3).expand(3, 6, 5, 3),
-        "tiny": 1e-12 * tensor(3, 6, 5, 3),
-        "huge": 1e12 * tensor(3, 6, 5, 3),
-        "dead channels": tensor(3, 6, 5, 3) * torch.tensor([1.0, 0, 0, 1, 0, 1])[:, None, None],
-    }
-    for name, x in inputs.items():
-        x = x.to(dtype).clone().requires_grad_()
-        y = bw(x, 6, solver=solver)
-        assert y.isfinite().all(), name
-        columns = x.numel() // 6
-        assert y.abs().max() <= 1.01 * columns**0.5 + 1e-5, f"{name}: a whitened value is at most sqrt(m)"
-        if name in ("constant", "one column"):
-            assert not y.any()
-        y.backward(tensor(*x.shape, seed=1).to(dtype))
-        assert x.grad.isfinite().all(), name
 
 
 @pytest.mark.parametrize("shape", [(0, 6, 5, 3), (2, 6, 0, 3), (0, 6)], ids=str)

@@ -75,10 +75,7 @@ def test_products_are_counted_as_they_are_run(num_iters):
     with Products(8) as counted:
         newton_backward(sigma, torch.randn_like(sigma), num_iters)
     assert counted.count == values + tangents
-
-
-def test_five_steps_take_ten_products():
-    assert count_products(5) == (10, 14)
+    assert num_iters != 5 or (values, tangents) == (10, 14)
 
 
 def test_without_variance_the_whitening_matrix_is_zero():

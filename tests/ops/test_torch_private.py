@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.autograd import forward_ad
 
 from gw_detectron.layers import GroupWhitening2d
 from gw_detectron.ops import torch_private
@@ -43,20 +42,6 @@ def test_for_large_float32_on_a_cpu():
     assert not torch_private.onednn_is_faster(like.to("meta"), 64, 5000)
 
 
-@pytest.mark.parametrize(
-    ("where", "name", "value"),
-    [(torch.backends.cpu, "get_cpu_capability", "AVX2"), (torch_private, "_processor", "vendor_id\t: GenuineIntel")],
-    ids=["AVX2", "Intel"],
-)
-def test_not_on_another_processor(where, name, value, monkeypatch):
-    monkeypatch.setattr(where, name, lambda: value)
-    torch_private.onednn_available.cache_clear()
-    try:
-        assert not torch_private.onednn_is_faster(random(2), 64, 5000)
-    finally:
-        torch_private.onednn_available.cache_clear()
-
-
 @pytest.mark.parametrize("flag", [True, False])
 def test_an_export_is_recognized_with_and_without_the_private_flag(flag, monkeypatch):
     if flag and not torch_private._EXPORTING_FLAG:
@@ -64,12 +49,3 @@ def test_an_export_is_recognized_with_and_without_the_private_flag(flag, monkeyp
     monkeypatch.setattr(torch_private, "_EXPORTING_FLAG", flag)
     program = torch.export.export(GroupWhitening2d(8, 4), (random(2, 8, 3, 3),))
     assert not any("gw_detectron" in str(node.target) for node in program.graph.nodes)
-
-
-def test_transforms_are_recognized():
-    assert not torch_private.needs_plain_operations()
-    found = []
-    torch.func.vmap(lambda x: found.append(torch_private.needs_plain_operations()) or x)(random(2))
-    with forward_ad.dual_level():
-        found.append(torch_private.needs_plain_operations())
-    assert found == [True, True]
