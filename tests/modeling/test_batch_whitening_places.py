@@ -88,18 +88,3 @@ def test_freeze_at_makes_frozen_twins(small, spec, everywhere):
     backbone(torch.randn(2, 3, 64, 64))["res5"].sum().backward()
     after = backbone.state_dict()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
-
-
-def test_a_trained_backbone_loads_frozen(small):
-    small.MODEL.RESNETS.WHITEN_NORM = "BW:channels=8,rotation=cayley"
-    trained = build_gw_resnet_backbone(small, RGB)
-    with torch.no_grad():
-        trained(torch.randn(2, 3, 64, 64))
-    small.MODEL.BACKBONE.FREEZE_AT = 5
-    frozen = build_gw_resnet_backbone(small, RGB)
-    # older versions of Detectron2's FrozenBN do not count batches
-    result = frozen.load_state_dict(trained.state_dict(), strict=False)
-    assert not [name for name in result.missing_keys + result.unexpected_keys if "num_batches" not in name]
-    x = torch.randn(2, 3, 64, 64)
-    with torch.no_grad():
-        torch.testing.assert_close(frozen.train()(x)["res5"], trained.eval()(x)["res5"], rtol=1e-4, atol=1e-4)

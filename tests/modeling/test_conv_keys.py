@@ -1,6 +1,5 @@
 """``CONV: "WS"`` in backbone, FPN and heads, in a run and in exports."""
 
-import copy
 import functools
 import re
 from collections import Counter
@@ -10,10 +9,8 @@ import pytest
 import torch
 from detectron2.layers import DeformConv
 from detectron2.modeling import build_model
-from detectron2.utils.events import EventStorage
 from torch import nn
 
-from gw_detectron import convert_convs
 from gw_detectron.checkpoint import Checkpoint, norm_differences
 from gw_detectron.engine import main
 from gw_detectron.errors import ConfigError, ExportError, PreflightError
@@ -26,7 +23,7 @@ from gw_detectron.norms import conv_names
 from gw_detectron.weights.record import Record, norm_record
 
 from ..export.tiny_networks import tiny_backbone
-from ..test_configs import tiny, tiny_batch
+from ..test_configs import tiny
 from ..tiny_run import arguments
 
 PARTS = {
@@ -81,20 +78,6 @@ def test_configs(config, counts):
     assert groups == {"GN_WS": {32: 65}, "GW_WS": {}, "GN64_S1-B2": {64: 17, 32: 12}}[config]
 
 
-def test_losses_are_those_of_a_detector_with_standardized_weights():
-    model, plain = detector(*PARTS), copy.deepcopy(detector())
-    for name in conv_names(model):
-        conv = plain.get_submodule(name)
-        conv.weight = nn.Parameter(standardize_weight(conv.weight.detach()))
-    results = []
-    for each in (model, plain):
-        torch.manual_seed(1)
-        with EventStorage(), torch.no_grad():
-            results.append(each.train()(tiny_batch(80)))
-    assert len(results[0]) == 5
-    torch.testing.assert_close(*results)
-
-
 def test_frozen_stages_stay_standardized_and_frozen(cfg):
     cfg.MODEL.RESNETS.CONV, cfg.MODEL.RESNETS.NORM, cfg.MODEL.BACKBONE.FREEZE_AT = "WS", "GN", 2
     cfg.MODEL.RESNETS.DEPTH, cfg.MODEL.RESNETS.RES2_OUT_CHANNELS = 18, 64
@@ -113,14 +96,12 @@ def test_offsets_of_deformable_blocks_stay_plain():
     torch.testing.assert_close(block.conv2.weight, standardize_weight(weight))
 
 
-def test_wrong_values():
-    with pytest.raises(ConfigError, match=r"MODEL.FPN.CONV \('ws'\): unknown convolution.*'WS'"):
-        convert_convs(nn.Conv2d(2, 2, 3), "ws", where="MODEL.FPN.CONV")
-
-
-def test_without_a_norm_it_is_refused(cfg):
-    cfg.MODEL.FPN.CONV = "WS"
-    with pytest.raises(ConfigError, match=r"MODEL.FPN.CONV \('WS'\): no convolution before a norm"):
+@pytest.mark.parametrize(
+    ("value", "message"), [("WS", "no convolution before a norm"), ("ws", "unknown convolution.*'WS'")]
+)
+def test_a_wrong_key_is_refused(cfg, value, message):
+    cfg.MODEL.FPN.CONV = value
+    with pytest.raises(ConfigError, match=rf"MODEL.FPN.CONV \('{value}'\): {message}"):
         build_model(cfg)
 
 

@@ -1,6 +1,5 @@
 import contextlib
 import dataclasses
-import functools
 
 import pytest
 import torch
@@ -51,15 +50,6 @@ def test_gw_alone_is_the_published_setting():
     assert dataclasses.astuple(layer.solver)[:3] == ("newton", 5, 1e-5)
 
 
-def test_options_reach_the_layer():
-    norm = resolve_norm("GW:groups=32, iters=7, eps=0, solver=newton")
-    assert isinstance(norm, functools.partial)
-    layer = norm(128)
-    assert (layer.num_groups, layer.solver) == (32, Solver("newton", 7, 0.0))
-    group_norm = resolve_norm("GN:groups=16,eps=1e-3")(128)
-    assert (group_norm.num_groups, group_norm.num_channels, group_norm.eps) == (16, 128, 1e-3)
-
-
 @given(
     groups=st.sampled_from([1, 2, 8, 64]),
     iters=st.integers(0, 9),
@@ -106,10 +96,6 @@ def test_the_same_for_batch_whitening(name, options):
         assert set(norm_spec(layer).removeprefix(f"{name}:").split(",")) == texts
     assert all(text in repr(layer) for text in texts)
     assert repr(resolve_norm(norm_spec(layer))(16)) == repr(layer)
-
-
-def test_no_norm_is_none_as_in_detectron2():
-    assert resolve_norm(None) == ""
 
 
 def test_a_name_has_all_digits():
