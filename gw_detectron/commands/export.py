@@ -7,7 +7,6 @@ Detectron2 nor this package. The folder --output gets the file, parity.json (dif
 
 import argparse
 import json
-import os
 from typing import Any
 
 from detectron2.config import CfgNode
@@ -15,12 +14,10 @@ from tabulate import tabulate
 
 from ..cli import check_folder, new_parser, parse_names
 from ..config import read_config
-from ..engine.run_datasets import use_recorded_datasets
 from ..errors import ConfigError
 from ..export import (
     FORMATS,
     LAYOUTS,
-    EvaluationImages,
     Normalization,
     dataset_classes,
     export_backbone,
@@ -30,7 +27,7 @@ from ..export import (
 )
 
 _OF_BACKBONES = ("no_fpn", "pixels", "layout")
-_OF_DETECTORS = ("detections", "one_image", "paste_masks", "class_names", "image", "dataset", "images")
+_OF_DETECTORS = ("detections", "one_image", "paste_masks", "class_names", "image")
 
 
 def get_parser() -> argparse.ArgumentParser:
@@ -66,10 +63,8 @@ def get_parser() -> argparse.ArgumentParser:
     add(
         "--image",
         metavar="FILE",
-        help="image to compare on, best with many objects; default: one of --dataset or drawn",
+        help="image to compare on, best with many objects; default: drawn shapes",
     )
-    add("--dataset", metavar="NAME", help="compare the AP on this registered dataset")
-    add("--images", type=int, default=100, metavar="N", help="images of --dataset, default: %(default)s")
     group = parser.add_argument_group("with --backbone")
     add = group.add_argument
     add("--no-fpn", action="store_true", help="export the ResNet below the FPN")
@@ -113,11 +108,7 @@ def _export_backbone(args: argparse.Namespace, cfg: CfgNode) -> dict[str, Any]:
 
 
 def _export_detector(args: argparse.Namespace, cfg: CfgNode) -> dict[str, Any]:
-    if args.dataset:
-        use_recorded_datasets(cfg, args.config_file, os.path.dirname(args.config_file), needed=[args.dataset])
     model = load_model(cfg)
-    evaluation = EvaluationImages.load(cfg, args.dataset, args.images) if args.dataset else None
-    # after the annotations are read, which gives a dataset its class names
     names, ids = (args.class_names, None) if args.class_names else dataset_classes(cfg, args.config_file)
     return export_detector(
         model,
@@ -125,7 +116,6 @@ def _export_detector(args: argparse.Namespace, cfg: CfgNode) -> dict[str, Any]:
         file_format=args.format,
         detections=args.detections,
         image=read_image_for(cfg, args.image, resize=not args.one_image) if args.image else None,
-        evaluation=evaluation,
         sides=(cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST),
         one_image=args.one_image,
         paste_masks=args.paste_masks,
@@ -146,9 +136,4 @@ def _backbone_table(report: dict[str, Any]) -> str:
 def _detector_table(report: dict[str, Any]) -> str:
     rows = [[name, f"{value:.1e}", report["tolerance"][name]] for name, value in report["worst"].items()]
     table = tabulate(rows, headers=["output", "largest difference", "allowed"], disable_numparse=True)
-    lines = [table, f"{report['detections_compared']} detections compared, {report['unmatched']} without counterpart."]
-    if accuracy := report.get("accuracy"):
-        rows = [[task, accuracy["model"][task], accuracy["exported"][task]] for task in accuracy["model"]]
-        lines.append(f"AP on {accuracy['images']} images of {accuracy['dataset']}:")
-        lines.append(tabulate(rows, headers=["task", "model", "exported"], floatfmt=".4f"))
-    return "\n".join(lines)
+    return f"{table}\n{report['detections_compared']} detections compared, {report['unmatched']} without counterpart."

@@ -2,7 +2,7 @@
 
 from ..checkpoint import load_model
 from .backbone import TOLERANCE, FeatureExtractor, Normalization, export_backbone
-from .detector import EvaluationImages, dataset_classes, export_detector, read_image_for
+from .detector import dataset_classes, export_detector, read_image_for
 from .formats import DETECTOR_FORMATS, FORMATS, LAYOUTS
 
 __all__ = [
@@ -10,7 +10,6 @@ __all__ = [
     "FORMATS",
     "LAYOUTS",
     "TOLERANCE",
-    "EvaluationImages",
     "FeatureExtractor",
     "Normalization",
     "dataset_classes",

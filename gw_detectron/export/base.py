@@ -120,10 +120,6 @@ class DetectorProgram(nn.Module):
                 return [result[result.pred_boxes.nonempty()] for result in results]
             return [result["instances"] for result in self.model(inputs)]
 
-    def evaluation_image(self, item: Mapping[str, Any]) -> Tensor:
-        """Return the image of a model input of Detectron2, which its data loader has resized."""
-        return item["image"].float()
-
     def sample_inputs(self) -> dict[str, Tensor]:
         """Draw inputs for the export."""
         side = self.smallest_side

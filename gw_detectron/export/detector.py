@@ -1,28 +1,21 @@
-"""Export a whole detector, and compare its detections and AP with the model's."""
+"""Export a whole detector, and compare its detections with the model's."""
 
-import contextlib
-import io
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from detectron2.config import CfgNode
-from detectron2.data import DatasetCatalog, DatasetMapper, build_detection_test_loader
 from detectron2.data.detection_utils import convert_PIL_to_numpy
-from detectron2.evaluation import COCOEvaluator
 from detectron2.structures import Instances
 from torch import Tensor, nn
 from torchvision.ops import box_iou
 
 from ..atomic import atomic_folder
 from ..data import class_metadata, synthetic_images
-from ..data.images import ImageNamingMapper, channels_first, evaluation_input, read_image
-from ..errors import ConfigError, ExportError, similar_names
+from ..data.images import channels_first, evaluation_input, read_image
+from ..errors import ExportError
 from ..norms.listing import norm_counts
 from ..progress import steps
 from .base import DetectorProgram
@@ -30,45 +23,13 @@ from .formats import DETECTOR_FORMATS, write_program
 from .meta_arch import detector_program
 from .one_image import OneImageProgram
 from .report_files import REPORT_FILES, write_report_files
-from .run_exported import ExportedFile, detect, postprocess
+from .run_exported import ExportedFile, detect
 
 #: largest allowed differences: of a coordinate in pixels, a score, and a mask's probability or share of pixels
 TOLERANCES = {"boxes": 0.05, "scores": 1e-3, "masks": 0.01}
 #: allowed share of detections without counterpart: NMS may decide near ties differently after a rounding
 UNMATCHED = 0.02
-#: largest allowed difference of an AP in percent; resizing inside the file costs up to 0.03
-AP_TOLERANCE = 0.1
 _SAME = 0.9  # IoU above which two boxes of a class are the same detection
-_CANDIDATES = 8  # images, of which the one with the most detections is compared
-
-
-@dataclass(frozen=True)
-class EvaluationImages:
-    """Annotated images of a registered dataset, as evaluation reads them.
-
-    Args:
-        dataset: its registered name.
-        inputs: the model inputs of Detectron2's test loader.
-    """
-
-    dataset: str
-    inputs: list[dict[str, Any]]
-
-    @classmethod
-    def load(cls, cfg: CfgNode, dataset: str, count: int) -> "EvaluationImages":
-        """Read the first images of a dataset.
-
-        Raises:
-            ConfigError: the dataset is not registered, or the count is below 1.
-            DataError: an image or its record cannot be used.
-        """
-        if dataset not in DatasetCatalog.list():
-            similar = similar_names(dataset, DatasetCatalog.list())
-            raise ConfigError(f"dataset ({dataset!r}): not registered.{similar} Fix: give a registered dataset.")
-        if count < 1:
-            raise ConfigError(f"images ({count}): expected at least 1. Fix: give a number of images, e.g. 100.")
-        loader = build_detection_test_loader(cfg, dataset, mapper=ImageNamingMapper(DatasetMapper(cfg, False)))
-        return cls(dataset, [item for batch in islice(loader, count) for item in batch])
 
 
 def export_detector(
@@ -78,7 +39,6 @@ def export_detector(
     file_format: str = "pt2",
     detections: int | None = None,
     image: Tensor | None = None,
-    evaluation: EvaluationImages | None = None,
     sides: tuple[int, int] | None = None,
     one_image: bool = False,
     paste_masks: bool = False,
@@ -99,8 +59,7 @@ def export_detector(
         file_format: ``pt2`` (torch.export) or ``onnx``.
         detections: rows per image, default: ``TEST.DETECTIONS_PER_IMAGE`` of the model.
         image: pixels of 0 to 255 in the model's channel order, (3, H, W), to compare on; best with many objects.
-            Default: a drawn scene, or one of the first images of ``evaluation`` with more detections.
-        evaluation: annotated images on which the AP of model and file is compared.
+            Default: a drawn scene.
         sides: shorter and longest side to which evaluation resizes images. With ``one_image``, the file does it; else
             ``README.md`` names them.
         one_image: whether the file takes one image in its original size.
@@ -123,11 +82,13 @@ def export_detector(
         raise ExportError("sides (None): one_image resizes inside the file. Fix: give pixels, e.g. (800, 1333).")
     detector = detector_program(model, detections, class_names, category_ids)
     program = OneImageProgram(detector, sides, paste_masks) if one_image and sides else detector
-    image = _comparison_image(detector, program, evaluation) if image is None else image.detach().cpu().float()
+    if image is None:
+        image = channels_first(convert_PIL_to_numpy(synthetic_images(1)[0], detector.model.input_format))
+    image = image.detach().cpu().float()
     if image.dim() != 3 or image.shape[0] != 3:
         raise ExportError(f"image ({tuple(image.shape)}): expected the shape (3, H, W). Fix: give one color image.")
     file = f"model.{file_format}"
-    with steps(3 if evaluation else 2) as begin, atomic_folder(output, (file, *REPORT_FILES)) as folder:
+    with steps(2) as begin, atomic_folder(output, (file, *REPORT_FILES)) as folder:
         begin(f"writing {file}")
         written, entries = write_program(program, folder / file)
         entries |= {**written.description, "norm_layers": norm_counts(model)}
@@ -135,9 +96,6 @@ def export_detector(
             entries["resized_in_evaluation"] = {"shorter": sides[0], "longer_at_most": sides[1]}
         begin("comparing detections with the model's")
         entries |= check_detections(program, written, image)
-        if evaluation is not None:
-            begin(f"computing AP on {len(evaluation.inputs)} images, twice")
-            entries["accuracy"] = compare_accuracy(detector, program, written, evaluation)
         return write_report_files(folder / file, entries, source)
 
 
@@ -157,16 +115,6 @@ def read_image_for(cfg: CfgNode, path: str | os.PathLike[str], *, resize: bool =
     """
     pixels = read_image(path, cfg.INPUT.FORMAT)
     return evaluation_input(pixels, cfg) if resize else channels_first(pixels)
-
-
-def _comparison_image(
-    detector: DetectorProgram, program: DetectorProgram | OneImageProgram, evaluation: EvaluationImages | None
-) -> Tensor:
-    images = [channels_first(convert_PIL_to_numpy(synthetic_images(1)[0], detector.model.input_format))]
-    if evaluation is None:
-        return images[0]
-    images += [program.evaluation_image(item).float() for item in evaluation.inputs[:_CANDIDATES]]
-    return max(images, key=lambda image: len(program.expected([image])[0]))
 
 
 def check_detections(program: DetectorProgram | OneImageProgram, file: ExportedFile, image: Tensor) -> dict[str, Any]:
@@ -246,40 +194,3 @@ def _largest(difference: Tensor) -> float:
 def _resize(image: Tensor, scale: tuple[float, float], smallest: int) -> Tensor:
     sides = [max(smallest, int(side * factor)) for side, factor in zip(image.shape[1:], scale, strict=True)]
     return F.interpolate(image[None], sides, mode="bilinear", antialias=True)[0]
-
-
-def compare_accuracy(
-    detector: DetectorProgram,
-    program: DetectorProgram | OneImageProgram,
-    file: ExportedFile,
-    images: EvaluationImages,
-) -> dict[str, Any]:
-    """Compute the AP of a detector and of its exported program on the same images, one image at a time.
-
-    Returns:
-        ``dataset``, ``images``, and for ``model`` and ``exported``: task -> AP in percent.
-
-    Raises:
-        ExportError: an AP differs by more than :data:`AP_TOLERANCE`.
-    """
-    tasks = ("bbox", "segm") if "masks" in detector.names else ("bbox",)
-
-    def ap(detections: Callable[[dict[str, Any]], list[Instances]]) -> dict[str, float]:
-        evaluator = COCOEvaluator(images.dataset, tasks=tasks, distributed=False, use_fast_impl=False)
-        evaluator.reset()
-        for item in images.inputs:
-            (result,) = detections(item)
-            evaluator.process([item], [{"instances": postprocess(result, item["height"], item["width"])}])
-        with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints
-            found = evaluator.evaluate(img_ids=[item["image_id"] for item in images.inputs])
-        return {task: values["AP"] for task, values in found.items()}
-
-    expected = ap(lambda item: detector.expected([detector.evaluation_image(item)]))
-    found = ap(lambda item: detect(file, [program.evaluation_image(item)]))
-    for task, value in expected.items():
-        if abs(np.nan_to_num(found[task]) - np.nan_to_num(value)) > AP_TOLERANCE:  # NaN without any detection
-            raise ExportError(
-                f"exported file: {task} AP {found[task]:.2f} on {len(images.inputs)} images of {images.dataset}, the "
-                f"model's is {value:.2f}. Fix: export for larger images (INPUT.MIN_SIZE_TEST) or in another format."
-            )
-    return {"dataset": images.dataset, "images": len(images.inputs), "model": expected, "exported": found}

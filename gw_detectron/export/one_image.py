@@ -10,7 +10,6 @@ from detectron2.structures import Instances
 from torch import Tensor, nn
 from torch.export import Dim
 
-from ..data.images import channels_first, read_image
 from ..errors import ExportError
 from .base import DetectorProgram
 from .boxes import clip, rows_with_dummies
@@ -89,10 +88,6 @@ class OneImageProgram(nn.Module):
                 result.pred_masks = result.masks
             results.append(result)
         return results
-
-    def evaluation_image(self, item: Mapping[str, Any]) -> Tensor:
-        """Return the image of a model input of Detectron2 in its original size."""
-        return channels_first(read_image(item["file_name"], self.detector.model.input_format))
 
     def sample_inputs(self) -> dict[str, Tensor]:
         """Draw the input for the export."""

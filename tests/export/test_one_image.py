@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from gw_detectron.errors import ExportError
-from gw_detectron.export import EvaluationImages, export_detector
+from gw_detectron.export import export_detector
 from gw_detectron.export.detector import check_detections
 from gw_detectron.export.formats import write_program
 from gw_detectron.export.meta_arch import detector_program
 from gw_detectron.export.one_image import OneImageProgram, paste, resized_sides
 from gw_detectron.export.run_exported import ExportedFile
 
-from .tiny_networks import build_detector, detector_config, needs_export, noise
+from .tiny_networks import build_detector, needs_export, noise
 
 SIDES = (128, 256)
 SIZES = [(97, 150), (200, 140), (30, 300), (128, 128), (3, 800)]
@@ -130,12 +130,10 @@ def test_a_file_of_any_image_size(tmp_path, file_format):
 @needs_export
 @pytest.mark.slow
 @pytest.mark.parametrize("file_format", ["pt2", "onnx"])
-def test_the_export_of_one_image(tmp_path, small_dataset, run_readme, file_format):
-    evaluation = EvaluationImages.load(detector_config("retinanet"), "gw_synthetic_val", 3)
-    options = {"evaluation": evaluation, "sides": SIDES, "one_image": True, "class_names": list("abcdef")}
+def test_the_export_of_one_image(tmp_path, run_readme, file_format):
+    options = {"sides": SIDES, "one_image": True, "class_names": list("abcdef")}
     report = export_detector(build_detector("retinanet"), tmp_path / "out", file_format=file_format, **options)
     assert report["input"]["name"] == "image" and report["input"]["shape"] == [3, "H", "W"]
     assert report["class_names"][5] == "f" and len(report["cases"]) == 3
-    assert report["accuracy"]["exported"] == pytest.approx(report["accuracy"]["model"], abs=0.05, nan_ok=True)
     outputs = run_readme(tmp_path / "out", noise((97, 150))[0], *(["torch"] if file_format == "onnx" else []))
     assert [output.shape for output in outputs] == [(12, 4), (12,), (12,), ()]
