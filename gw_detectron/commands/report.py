@@ -1,4 +1,4 @@
-"""Write a report of a run: one page with scores, curves, confusion and pictures."""
+"""Write a report of a run: one page with scores, curves and pictures of errors."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""Reports of a run: scores, curves, confusion and pictures on one page."""
+"""Reports of a run: scores, curves and pictures of errors on one page."""
 
 import base64
 import json

@@ -163,23 +163,6 @@ class Detections:
         image.missed.extend(each for each in objects if id(each) not in hit)
         return image
 
-    def count_pairs(self, matches: Sequence[ImageMatches]) -> np.ndarray:
-        """Count the pairs of a true and a predicted class.
-
-        Returns:
-            (K + 1, K + 1) int for K classes. Row: true class, the last one background. Column: predicted class, the
-            last one missed.
-        """
-        index = {category: index for index, category in enumerate(self.category_ids)}
-        table = np.zeros((len(index) + 1, len(index) + 1), dtype=int)
-        for image in matches:
-            for detection, match in zip(image.found, image.matched, strict=True):
-                row = index[match["category_id"]] if match else -1
-                table[row, index[detection["category_id"]]] += 1
-            for annotation in image.missed:
-                table[index[annotation["category_id"]], -1] += 1
-        return table
-
     def file_name(self, image_id: Any) -> str:
         """Return the name of an image in the annotation file."""
         return self.truth.imgs[image_id]["file_name"]

@@ -31,7 +31,7 @@ class RunFolder:
     Args:
         folder: ``OUTPUT_DIR`` of the run.
         images: number of images that its report draws with predictions, and with errors.
-        score: lowest score of a detection, for confusion, errors and pictures.
+        score: lowest score of a detection, for errors and pictures.
 
     Raises:
         MissingFileError: the folder or its ``config.yaml`` does not exist.

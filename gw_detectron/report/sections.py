@@ -24,8 +24,6 @@ _METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl")  # COCO's summary begins 
 _KEYPOINT_METRICS = ("AP", "AP50", "AP75", "APm", "APl")  # small objects have no keypoints
 _THRESHOLDS = {"AP": None, "AP50": 0.5, "AP75": 0.75}
 _SEGMENTATION = {"sem_seg/mIoU": "mIoU", "panoptic_seg/PQ": "PQ"}
-_NUMBERED = 16  # the most rows of a confusion table whose cells show their number
-_LISTED = 15  # confusions in the table below it
 _LONGEST_SIDE = 960  # pixels of a photo in the page
 
 
@@ -173,7 +171,7 @@ def _curve(run: RunFolder, name: str, label: str, wanted: Callable[[str], bool],
 
 
 def average_precision(run: RunFolder) -> Section:
-    """List the AP of each class, and plot the mean precision over recall."""
+    """List the AP of each class."""
     found = run.detections
     columns = {
         f"{_TASKS[task]} {metric}": 100 * found.precision(task, iou).mean(0)
@@ -190,66 +188,8 @@ def average_precision(run: RunFolder) -> Section:
         for index, (key, name) in enumerate(zip(found.category_ids, found.class_names, strict=True))
     ]
     text = f"{len(found.results)} detections on {len(found.truth.imgs)} images of {run.dataset}. AP in percent."
-    pictures = [Picture.from_figure(f"precision_{task}", _plot_precision(run, task)) for task in found.tasks]
     table = Table(list(rows[0]), [list(row.values()) for row in rows])
-    return Section(rows, text, pictures=[pictures], tables=[table])
-
-
-def _plot_precision(run: RunFolder, task: str) -> Figure:
-    found, recalls = run.detections, run.detections.scores[task].params.recThrs
-    title = f"{_TASKS[task]}, mean over classes"
-    figure, axes = _axes(5.5, 4, title=title, xlabel="recall", ylabel="precision", xlim=(0, 1), ylim=(0, 1.02))
-    for metric, iou in _THRESHOLDS.items():
-        mean = np.nanmean(found.precision(task, iou), axis=1)
-        axes.plot(recalls, mean, linewidth=2.2 if iou is None else 1.3, label=f"{metric} {100 * mean.mean():.1f}")
-    axes.legend(fontsize="small")
-    return figure
-
-
-def confusion(run: RunFolder) -> Section:
-    """Show which classes are taken for which, missed or found in the background."""
-    found, matches = run.detections, run.matches
-    table = found.count_pairs(matches)
-    rows, columns = [*found.class_names, "background"], [*found.class_names, "missed"]
-    kinds = {kind: sum(image.kinds.count(kind) for image in matches) for kind in KINDS}
-    kinds["missed"] = sum(len(image.missed) for image in matches)
-    wrong = table.copy()
-    np.fill_diagonal(wrong, 0)
-    order = np.argsort(-wrong, axis=None, kind="stable")[:_LISTED]
-    places = zip(*np.unravel_index(order, wrong.shape), strict=True)
-    pairs = [(rows[i], columns[j], int(wrong[i, j])) for i, j in places if wrong[i, j]]
-    numbers = {"score": run.score, "kinds": kinds, "true": rows, "predicted": columns}
-    text = (
-        f"Boxes of score {run.score:g} and more. Each takes, best score first, the free object of any class that it "
-        "overlaps most, by an IoU of 0.5 or more. A wrong box is a duplicate if its object is taken, a poor box from "
-        "an IoU of 0.1, and background below."
-    )
-    tables = [
-        Table(["", "boxes or objects"], list(kinds.items())),
-        Table(["true class", "predicted class", "times"], pairs),
-    ]
-    picture = Picture.from_figure("confusion", _plot_confusion(table, rows, columns))
-    return Section({**numbers, "counts": table.tolist()}, text, pictures=[[picture]], tables=tables)
-
-
-def _plot_confusion(table: np.ndarray, rows: Sequence[str], columns: Sequence[str]) -> Figure:
-    """Plot the counts, shaded by the share of each class's objects; the background has no objects."""
-    side = 2.6 + 0.42 * min(len(rows), _NUMBERED) + 0.16 * max(0, len(rows) - _NUMBERED)
-    share = table / np.maximum(1, table.sum(1, keepdims=True))
-    share[-1] = np.nan
-    figure, axes = _axes(side, side * 0.92, xlabel="predicted", ylabel="true")
-    axes.grid(visible=False)
-    axes.set_facecolor("0.93")
-    image = axes.imshow(share, cmap="Blues", vmin=0, vmax=1)
-    size = "medium" if len(rows) <= _NUMBERED else 8
-    axes.set_xticks(range(len(columns)), columns, rotation=90, fontsize=size)
-    axes.set_yticks(range(len(rows)), rows, fontsize=size)
-    if len(rows) <= _NUMBERED:
-        for (row, column), count in np.ndenumerate(table):
-            color = "white" if share[row, column] > 0.6 else "black"
-            axes.text(column, row, count or "", ha="center", va="center", color=color, fontsize="small")
-    figure.colorbar(image, label="share of the class's objects", shrink=0.7)
-    return figure
+    return Section(rows, text, tables=[table])
 
 
 def predictions(run: RunFolder) -> Section:
@@ -261,15 +201,23 @@ def predictions(run: RunFolder) -> Section:
 
 
 def errors(run: RunFolder) -> Section:
-    """Draw the images with the most missed objects and wrong boxes."""
+    """Count the kinds of errors, and draw the images with the most missed objects and wrong boxes."""
+    kinds = {kind: sum(image.kinds.count(kind) for image in run.matches) for kind in KINDS}
+    kinds["missed"] = sum(len(image.missed) for image in run.matches)
     images = sorted(run.matches, key=lambda image: -image.errors)[: run.images]
     images = [image for image in images if image.errors]
     numbers = [
         {"image": image.image_id, "file": run.detections.file_name(image.image_id), "errors": image.errors}
         for image in images
     ]
+    text = (
+        f"Boxes of score {run.score:g} and more. Each takes, best score first, the free object of any class that it "
+        "overlaps most, by an IoU of 0.5 or more. A wrong box is a duplicate if its object is taken, a poor box from "
+        "an IoU of 0.1, and background below. Below: the images with the most missed objects and wrong boxes."
+    )
     pictures = [_photos(run, f"error_{number}", image) for number, image in enumerate(images, 1)]
-    return Section(numbers, "The images with the most missed objects and wrong boxes.", pictures=pictures)
+    table = Table(["", "boxes or objects"], list(kinds.items()))
+    return Section({"kinds": kinds, "images": numbers}, text, pictures=pictures, tables=[table])
 
 
 def _photos(run: RunFolder, name: str, image: ImageMatches) -> list[Picture]:
@@ -292,7 +240,6 @@ SECTIONS: dict[str, Callable[[RunFolder], Section]] = {
     "Summary": summary,
     "Curves": curves,
     "AP per class": average_precision,
-    "Confusion": confusion,
     "Predictions": predictions,
     "Errors": errors,
 }

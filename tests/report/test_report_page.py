@@ -79,12 +79,11 @@ def test_the_page_is_well_formed_and_stands_alone(tmp_path, options):
     report(folder, "--images", 2)
     page, numbers = check_page(folder / "report")
     assert "<b>" in page.text  # the name of a class
-    assert page.ids == {"summary", "curves", "ap_per_class", "confusion", "predictions", "errors"}
+    assert page.ids == {"summary", "curves", "ap_per_class", "predictions", "errors"}
     assert numbers.keys() == page.ids - {"predictions"} | {"missing", "pictures"}
     assert len(numbers["ap_per_class"]) == options["classes"]
-    counts = numbers["confusion"]["counts"]
-    objects = sum(row["objects"] for row in numbers["ap_per_class"])
-    assert sum(map(sum, counts[:-1])) == objects
+    kinds, objects = numbers["errors"]["kinds"], sum(row["objects"] for row in numbers["ap_per_class"])
+    assert kinds["correct"] + kinds["wrong class"] + kinds["missed"] == objects
 
 
 def test_missing_parts_are_named_on_the_page_and_printed(tmp_path, capsys):
@@ -96,7 +95,7 @@ def test_missing_parts_are_named_on_the_page_and_printed(tmp_path, capsys):
     numbers = json.loads((folder / "report" / "report.json").read_text())
     printed = capsys.readouterr().out
     assert [entry["parts"] for entry in numbers["missing"]] == [["Curves"], ["Predictions", "Errors"]]
-    assert "1.jpg" in numbers["missing"][1]["reason"] and "confusion" in numbers
+    assert "1.jpg" in numbers["missing"][1]["reason"] and "ap_per_class" in numbers
     assert all(entry["reason"] in text for entry in numbers["missing"] for text in (page.text, printed))
 
 
@@ -107,7 +106,7 @@ def test_a_report_without_detections_is_printed(tmp_path, capsys):
     _, numbers = check_page(folder / "report")
     assert json.loads(capsys.readouterr().out) == numbers
     assert numbers["summary"]["scores"]["bbox"]["AP"] == 0
-    assert numbers["confusion"]["kinds"]["missed"] == 18 and len(numbers["errors"]) == 4
+    assert numbers["errors"]["kinds"]["missed"] == 18 and len(numbers["errors"]["images"]) == 4
 
 
 def test_a_report_replaces_an_earlier_one_but_no_other_file(tmp_path):
