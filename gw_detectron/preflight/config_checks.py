@@ -1,7 +1,6 @@
-"""The report of the pre-run checks, and the checks of schedule, evaluation and output folder."""
+"""The report of the pre-run checks, and the checks of device, evaluation and output folder."""
 
 import glob
-import math
 import os
 import shlex
 from dataclasses import dataclass, field
@@ -9,8 +8,6 @@ from dataclasses import dataclass, field
 import torch
 from detectron2.config import CfgNode
 from detectron2.modeling import GeneralizedRCNN, PanopticFPN
-from detectron2.solver import build_lr_scheduler
-from detectron2.utils import comm
 from torch import nn
 
 from ..checkpoint import StartWeights
@@ -31,39 +28,12 @@ class PreflightReport:
             raise PreflightError(self.errors, self.unchecked)
 
 
-def check_device(cfg: CfgNode, report: PreflightReport, *, eval_only: bool) -> None:
+def check_device(cfg: CfgNode, report: PreflightReport) -> None:
     """Check that there is a GPU if one is needed."""
     if cfg.MODEL.DEVICE != "cpu" and not torch.cuda.is_available():
         report.errors.append(
             f"MODEL.DEVICE ('{cfg.MODEL.DEVICE}'): torch finds no GPU here. Fix: set MODEL.DEVICE cpu, or give "
             "--num-gpus 0."
-        )
-    elif cfg.MODEL.DEVICE == "cpu" and cfg.SOLVER.AMP.ENABLED and not eval_only:
-        report.errors.append("SOLVER.AMP.ENABLED (True): mixed precision needs a GPU. Fix: set it to False.")
-
-
-def check_schedule(cfg: CfgNode, report: PreflightReport) -> None:
-    """Check the batch size and the learning rate schedule."""
-    solver, processes = cfg.SOLVER, comm.get_world_size()
-    if solver.IMS_PER_BATCH % processes:
-        report.errors.append(
-            f"SOLVER.IMS_PER_BATCH ({solver.IMS_PER_BATCH}): {processes} processes cannot share it equally. Fix: set "
-            f"it to a multiple of {processes}, and scale SOLVER.BASE_LR with it."
-        )
-    if not 0 < solver.BASE_LR < math.inf:
-        report.errors.append(f"SOLVER.BASE_LR ({solver.BASE_LR}): nothing would be learned. Fix: give e.g. 0.02.")
-    try:
-        build_lr_scheduler(cfg, torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0))
-    except Exception as error:  # Detectron2 and fvcore check by assertions
-        report.errors.append(
-            f"SOLVER: the learning rate schedule cannot be built: {error or type(error).__name__}. Fix: correct "
-            f"SOLVER.LR_SCHEDULER_NAME ({solver.LR_SCHEDULER_NAME}), or SOLVER.STEPS ({list(solver.STEPS)}), which "
-            f"must increase and stay below SOLVER.MAX_ITER ({solver.MAX_ITER})."
-        )
-    if solver.WARMUP_ITERS >= solver.MAX_ITER > 0:
-        report.warnings.append(
-            f"SOLVER.WARMUP_ITERS ({solver.WARMUP_ITERS}): SOLVER.MAX_ITER ({solver.MAX_ITER}) ends the run before it "
-            "reaches SOLVER.BASE_LR. Fix: lower it."
         )
 
 

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
@@ -24,13 +23,6 @@ _EVALUATORS = {
 _MOST_HEADERS = 1000  # a few seconds on a network disk
 
 
-class _Dataset(NamedTuple):
-    """Classes in the order of their ids, None if unknown, and paths of the images."""
-
-    classes: Sequence[str] | None = None
-    images: Sequence[str] = ()
-
-
 def check_datasets(cfg: CfgNode, report: PreflightReport, *, eval_only: bool) -> None:
     """Check the datasets of training (unless ``eval_only``) and evaluation."""
     key = "TEST" if eval_only else "TRAIN"
@@ -40,7 +32,7 @@ def check_datasets(cfg: CfgNode, report: PreflightReport, *, eval_only: bool) ->
         {name: _check_dataset(name, report, DatasetNeeds.of(cfg, training=training)) for name in names}
         for training, names in ((True, () if eval_only else cfg.DATASETS.TRAIN), (False, cfg.DATASETS.TEST))
     )
-    classes = {name: found.classes for name, found in (*tested.items(), *trained.items())}
+    classes = tested | trained
     report.errors += _wrong_classes(cfg, classes)
     known = {name: list(names) for name in (*trained, *tested) if (names := classes[name])}
     for name, names in known.items():
@@ -50,13 +42,6 @@ def check_datasets(cfg: CfgNode, report: PreflightReport, *, eval_only: bool) ->
                 f"DATASETS: {first} and {name} have different classes: {summarize_names(known[first])}; "
                 f"{summarize_names(names)}. Fix: give both the same categories with the same ids."
             )
-    for name, found in trained.items():
-        for other in tested.keys() - trained.keys():
-            if common := sorted(set(found.images) & set(tested[other].images)):
-                report.warnings.append(
-                    f"DATASETS.TEST ('{other}'): {len(common)} of its images are also in {name}: "
-                    f"{summarize_names(common, 3)}. AP would be too high. Fix: remove them from one of the two."
-                )
     for name in cfg.DATASETS.TEST:
         if classes[name] is not None and (problem := wrong_evaluator(cfg, name)):
             report.errors.append(problem)
@@ -94,37 +79,34 @@ def _wrong_classes(cfg: CfgNode, datasets: Mapping[str, Sequence[str] | None]) -
                 yield f"{key} ({wanted}): dataset {name} has {len(found)} classes. Fix: set {key} {len(found)}."
 
 
-def _check_dataset(name: str, report: PreflightReport, needs: DatasetNeeds) -> _Dataset:
-    """Check the files of a dataset; nothing is known of one that cannot be read."""
+def _check_dataset(name: str, report: PreflightReport, needs: DatasetNeeds) -> list[str] | None:
+    """Check the files of a dataset; return its classes in the order of their ids, None if unknown."""
     if name not in DatasetCatalog:
         report.errors.append(
             f"DATASETS ('{name}'): unknown dataset.{similar_names(name, DatasetCatalog)} Fix: correct the name, or "
             "register it: give --train-json and --train-images, or --datasets FILE (docs/your_data.md)."
         )
-        return _Dataset()
+        return None
     metadata = MetadataCatalog.get(name)
     if (json_file := metadata.get("json_file")) is None:  # registered as a Python function
-        return _Dataset(metadata.get("thing_classes"))
+        return metadata.get("thing_classes")
     where = f"Dataset '{name}' ('{metadata.get('source', json_file)}')"
     try:
         content = read_json(json_file)  # generates or downloads it if a handler does so
         errors, warnings = check_coco(content, needs)
     except FileNotFoundError:
         report.errors.append(f"{where}: file not found. {_place()}")
-        return _Dataset()
+        return None
     except (DataError, OSError, ValueError) as error:  # ValueError: of a handler of addresses
         report.errors.append(f"{where}: {error}" + ("" if "Fix: " in str(error) else ". Fix: correct the file."))
-        return _Dataset()
-    if added := metadata.get("added"):
-        warnings.append(f"{added}. Fix: write them into the file, or ignore this.")
+        return None
     names = [category["name"] for category in sorted(content["categories"], key=lambda category: category["id"])]
     root = metadata.get("image_root", "")
     if "://" not in root:  # a header would cost a download
         errors += _missing_images(root, content["images"]) or _wrong_images(root, content["images"])
     report.errors += [f"{where}: {error}" for error in errors]
     report.warnings += [f"{where}: {warning}" for warning in warnings]
-    folder = os.path.realpath(root)
-    return _Dataset(names, [os.path.normpath(os.path.join(folder, image["file_name"])) for image in content["images"]])
+    return names
 
 
 def _place() -> str:

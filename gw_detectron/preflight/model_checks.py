@@ -11,7 +11,7 @@ from torch import nn
 from ..checkpoint import Checkpoint, StartWeights, norm_differences, norm_mismatch
 from ..checkpoint.records import RUN_RECORD, config_differences
 from ..errors import ConfigError, summarize_names
-from ..layers import BatchWhitening2d, FrozenBatchWhitening2d
+from ..layers import FrozenBatchWhitening2d
 from ..modeling.build import build_checked_model
 from ..modeling.config_keys import NORM_KEYS, unread_keys
 from ..norms import is_synchronized
@@ -19,7 +19,6 @@ from ..weights.record import PREPROCESSING, Preprocessing
 from .config_checks import PreflightReport
 
 _FROZEN = (FrozenBatchNorm2d, FrozenBatchWhitening2d)
-_FEW_IMAGES = 4  # Source: Group Whitening, Figure 1, and its supplement, Figure 5: small batches
 # part of an address -> preprocessing of these weights, by Detectron2's model zoo and this package
 _PREPROCESSING = {
     r"^gw://imagenet/": PREPROCESSING["torchvision"],
@@ -92,20 +91,6 @@ def _check_batch_norms(cfg: CfgNode, model: nn.Module, report: PreflightReport) 
             f"SOLVER.ACCUMULATE ({batches}): {len(images)} layers normalize over each batch alone (first: {name}, over "
             f"{count} images), not over the {batches} batches of an iteration. Fix: use GW, GN or FrozenBN, or raise "
             "SOLVER.IMS_PER_BATCH instead."
-        )
-    few = [
-        (module.channels_per_group, name)
-        for name, module in model.named_modules()
-        if isinstance(module, BatchWhitening2d)
-        and module.solver.name != "standardize"
-        and 1 < images.get(name, 0) <= _FEW_IMAGES
-    ]
-    if few:
-        channels, name = max(few)
-        report.warnings.append(
-            f"{len(few)} layers whiten over a batch of {images[name]} images (e.g. {name}). Batch whitening estimates "
-            f"a {channels}x{channels} covariance from the positions of so few images, which is noisy. Fix: use more "
-            "images per process, sync=true with several processes, a smaller channels=, or GW, which needs no batch."
         )
 
 

@@ -42,12 +42,6 @@ def test_all_errors_are_raised_together(tmp_path, coco):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"SOLVER__AMP__ENABLED": True}, ["SOLVER.AMP.ENABLED"]),
-        ({"SOLVER__BASE_LR": -1.0}, ["SOLVER.BASE_LR (-1.0)"]),
-        ({"SOLVER__BASE_LR": float("nan")}, ["SOLVER.BASE_LR (nan)"]),
-        ({"SOLVER__STEPS": (2, 1)}, ["SOLVER.STEPS", "SOLVER.MAX_ITER (3)"]),
-        ({"SOLVER__MAX_ITER": 0}, ["SOLVER.MAX_ITER (0)"]),
-        ({"SOLVER__LR_SCHEDULER_NAME": "Cosmic"}, ["Cosmic"]),
         ({"DATASETS__TRAIN": ()}, ["DATASETS.TRAIN (empty)"]),
         ({"MODEL__BACKBONE__FREEZE_AT": 2}, ["MODEL.BACKBONE.FREEZE_AT (2)", "FREEZE_AT 0"]),
         ({"MODEL__RESNETS__NORM": "FrozenBN"}, ["FrozenBN", "backbone.bottom_up."]),
@@ -67,28 +61,16 @@ def test_a_config_that_cannot_learn(check, changes, words):
     assert all(word in error for word in words), error
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"SOLVER__WARMUP_ITERS": 3}, ["SOLVER.WARMUP_ITERS (3)"]),
-        (
-            {"SOLVER__ACCUMULATE": 8},
-            ["SOLVER.ACCUMULATE (8)", "over 2 images", "res2.0.conv1.norm,"],
-        ),
-        ({"MODEL__RESNETS__WHITEN_NORM": "BW"}, ["64x64", "a batch of 2 images"]),
-    ],
-)
-def test_a_config_that_learns_badly(check, changes, words):
-    found = check(**changes)
+def test_a_config_that_learns_badly(check):
+    found = check(SOLVER__ACCUMULATE=8)
     assert not found.errors and len(found.warnings) == 1
-    assert all(word in found.warnings[0] for word in words), found.warnings
+    assert all(word in found.warnings[0] for word in ["SOLVER.ACCUMULATE (8)", "over 2 images", "res2.0.conv1.norm,"])
 
 
 def test_norms_without_a_batch_have_no_such_faults(check, tmp_path):
     torch.save({"model": {}}, tmp_path / "w.pth")
     assert not check(SOLVER__IMS_PER_BATCH=1, MODEL__RESNETS__NORM="GW").errors
     assert check(SOLVER__ACCUMULATE=8, MODEL__RESNETS__NORM="GW") == PreflightReport()
-    assert check(MODEL__RESNETS__WHITEN_NORM="BW:solver=standardize") == PreflightReport()
     assert not check(SOLVER__IMS_PER_BATCH=1, eval_only=True, MODEL__WEIGHTS=str(tmp_path / "w.pth")).errors
 
 
@@ -103,7 +85,6 @@ def test_frozen_layers_are_fine_with_weights(check, tmp_path):
 def test_images_are_counted_per_process(check, monkeypatch):
     monkeypatch.setattr(comm, "get_world_size", lambda: 2)
     assert "on 2 processes" in one(check(SOLVER__IMS_PER_BATCH=2))
-    assert "SOLVER.IMS_PER_BATCH (3): 2 processes" in check(SOLVER__IMS_PER_BATCH=3).errors[0]
     assert not check(SOLVER__IMS_PER_BATCH=4).errors
 
 
