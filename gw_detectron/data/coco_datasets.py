@@ -92,20 +92,25 @@ def register_datasets(datasets: CocoDatasets, folder: str) -> CocoDatasets:
 
 
 def _resolve(datasets: CocoDatasets, folder: str) -> Iterator[tuple[str, str, CocoDataset, dict[str, Any]]]:
-    """Yield role, name, dataset and metadata: of a derived file its source, what was added, and which part it is."""
+    """Yield role, name, dataset and metadata: of a derived file its source, and which part it is."""
     for role, named in (("train", datasets.train), ("val", datasets.val)):
         for name, dataset in named.items():
-            added = ""
-            with contextlib.suppress(OSError, DataError):  # preflight reports it
-                added = complete_coco(read_json(dataset.json))[1]
-            metadata = {"source": dataset.json, "added": added}
             if dataset.val_fraction:
                 for part, each in (("train", name), ("val", f"{name.removesuffix('_train')}_val")):
-                    yield part, each, _derived(each, dataset, folder, part), {**metadata, "part": part}
-            elif added:
-                yield role, name, _derived(name, dataset, folder, ""), metadata
-            else:
+                    yield part, each, _derived(each, dataset, folder, part), {"source": dataset.json, "part": part}
+            elif _is_complete(dataset.json):
                 yield role, name, dataset, {}
+            else:
+                yield role, name, _derived(name, dataset, folder, ""), {"source": dataset.json}
+
+
+def _is_complete(path: str) -> bool:
+    """Return whether a file needs no derived one; preflight reports why it cannot be read."""
+    try:
+        content = read_json(path)
+    except (OSError, DataError):
+        return True
+    return complete_coco(content) is content
 
 
 def _derived(name: str, dataset: CocoDataset, folder: str, part: str) -> CocoDataset:

@@ -34,33 +34,24 @@ def read_json(path: str) -> Any:
         raise DataError(f"invalid JSON: {error}. Fix: give a JSON file in UTF-8{mark}, not compressed.") from error
 
 
-def complete_coco(content: Any) -> tuple[Any, str]:
-    """Add the fields of annotations that evaluation reads and the others imply.
+def complete_coco(content: Any) -> Any:
+    """Add the fields that pycocotools reads where annotations lack them: box ``area``, ``iscrowd`` 0, ``id`` from 1.
 
-    - ``area``: width times height of ``bbox``. It decides whether an object counts as small, medium or large.
-    - ``iscrowd``: 0.
-    - ``id``: from 1 in the order of the file, if one is missing, or 0, whose match pycocotools counts as a miss.
-
-    Returns:
-        The content, or a completed copy, and a description of what was added, "" for nothing.
+    An id of 0 counts as missing: pycocotools takes its match for a miss. A complete content is returned as it is.
     """
     try:
         annotations = content["annotations"]
-        renumbered = any(each.get("id", 0) == 0 for each in annotations)
-        added = ["annotations are numbered from 1"] if renumbered else []
-        for key, value in (("area", "width times height of bbox"), ("iscrowd", "0")):
-            if count := sum(key not in each for each in annotations):
-                added.append(f"{count} of {len(annotations)} annotations have no {key} ({value} is taken)")
-        if not added:
-            return content, ""
+        numbered = all(each.get("id", 0) != 0 for each in annotations)
+        if numbered and all(each.keys() >= {"area", "iscrowd"} for each in annotations):
+            return content
         completed = []
         for number, each in enumerate(annotations, start=1):
             width, height = each["bbox"][2:]
-            numbered = each | {"id": number} if renumbered else each
-            completed.append({"area": float(width * height), "iscrowd": 0, **numbered})
+            own = each if numbered else each | {"id": number}
+            completed.append({"area": float(width * height), "iscrowd": 0, **own})
     except _MALFORMED:
-        return content, ""
-    return {**content, "annotations": completed}, ", ".join(added)
+        return content
+    return {**content, "annotations": completed}
 
 
 def split_coco(content: Any, val_fraction: float) -> tuple[Any, Any]:
@@ -120,7 +111,7 @@ class DerivedJsonHandler(PathHandler):
         self._written = False
 
     def _content(self) -> Any:
-        content = complete_coco(read_json(self._source))[0]
+        content = complete_coco(read_json(self._source))
         return split_coco(content, self._val_fraction)[self._part == "val"] if self._val_fraction else content
 
     def _get_supported_prefixes(self) -> list[str]:
