@@ -133,8 +133,8 @@ def local_file(address: str | None) -> str:
 def open_checkpoint(address: str | os.PathLike[str], key: str = "MODEL.WEIGHTS") -> Checkpoint:
     """Read a checkpoint as Detectron2 does, without running its code.
 
-    The format is detected from the content: a file of ``torch.save`` by Detectron2 or pycls, or a pickle of the model
-    zoo of Detectron2 or Detectron (Caffe2).
+    The format is detected from the content: a file of ``torch.save``, or a pickle of the model zoo of Detectron2 or
+    Detectron (Caffe2).
 
     Args:
         address: path or address that Detectron2's ``PathManager`` resolves, also with ``?matching_heuristics=True``.
@@ -175,16 +175,12 @@ def _model_and_metadata(contents: Contents, path: str) -> tuple[dict[str, Tensor
     if not isinstance(content, Mapping):
         raise WeightsFileError(f"a {type(content).__name__} instead of a dict of tensors. {SAVE_AGAIN}")
     model: Any = content.get("model", content)
-    skipped: tuple[str, ...] = ()
     metadata = {} if model is content else {key: value for key, value in content.items() if key != "model"}
     if contents.format == "pickle" and not ("model" in content and "__author__" in content):
-        model, skipped = content.get("blobs", content), ("_momentum",)
+        model = content.get("blobs", content)
+        if isinstance(model, Mapping):
+            model = {name: value for name, value in model.items() if not str(name).endswith("_momentum")}
         metadata = {"__author__": "Caffe2", "matching_heuristics": True}
-    elif "model_state" in content and model is content:
-        model, skipped = content["model_state"], ("num_batches_tracked",)
-        metadata = {"__author__": "pycls", "matching_heuristics": True}
-    if skipped and isinstance(model, Mapping):
-        model = {name: value for name, value in model.items() if not str(name).endswith(skipped)}
     if not isinstance(heuristics := metadata.get("matching_heuristics", False), bool):
         raise WeightsFileError(f"matching_heuristics is a {type(heuristics).__name__}. Fix: set it to True or False.")
     return named_tensors(model, contents.size), metadata

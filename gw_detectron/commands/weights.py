@@ -2,9 +2,7 @@
 
 import argparse
 import json
-import os
 from dataclasses import asdict
-from pathlib import Path
 
 from PIL import Image
 from torchvision import transforms
@@ -14,8 +12,6 @@ from ..cli import new_parser, print_page
 from ..config import read_config
 from ..data import synthetic_images
 from ..data.images import evenly_spread, image_files, read_image
-from ..errors import ConfigError, MissingFileError
-from ..export.run_exported import OPENERS
 from ..weights import convert_file
 from ..weights.record import PREPROCESSING
 from ..weights.verify import verify
@@ -113,12 +109,8 @@ def _verify(args: argparse.Namespace) -> bool:
 
 
 def _describe(args: argparse.Namespace) -> None:
-    if os.path.isdir(args.file):
-        raise MissingFileError(f"FILE ('{args.file}'): a folder. Fix: give a checkpoint in it, e.g. model_final.pth.")
-    if Path(args.file).suffix in OPENERS:
-        raise ConfigError(f"FILE ('{args.file}'): an exported program. Fix: read the parity.json beside it.")
     description = describe_checkpoint(args.file)
     if args.json:
-        print_page(json.dumps(description, indent=2, default=str))
+        print_page(json.dumps(description, indent=2))
     else:
         print_page(format_config(description) if args.config else format_description(description))

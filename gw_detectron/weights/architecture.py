@@ -213,7 +213,7 @@ def infer_norms(
         norms |= {layer: "BN" for layer, spec in norms.items() if not spec and layer not in unproven}
         if missing := [layer for layer, spec in norms.items() if not spec]:
             raise WeightsError(f"norms: the file lists none for {summarize_names(missing)}. Fix: write it again.")
-    elif unproven and not (record.flag or stated):
+    elif unproven and not stated:
         if stated == "":
             raise WeightsError("norm (''): names no norm. Fix: give a norm name such as GW.")
         raise UnknownNormError(
@@ -222,7 +222,7 @@ def infer_norms(
             "another norm name (in Python, norm=)."
         )
     else:
-        norms = {layer: (record.flag or stated or "") if layer in unproven else "BN" for layer in layers}
+        norms = {layer: (stated or "") if layer in unproven else "BN" for layer in layers}
     norms = {layer: full_name(spec, layers[layer]) for layer, spec in norms.items()}
     if stated is not None:
         others = [layer for layer, spec in norms.items() if evaluation_spec(spec) != _BN] or list(norms)

@@ -8,7 +8,7 @@ import pickle
 import re
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import IO, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -23,7 +23,6 @@ __all__ = ["Contents", "named_tensors", "read_weights_file", "sha256_of"]
 SAVE_AGAIN = "Fix: save {'model': model.state_dict()} with torch.save, as a .pth file."
 _GET_AGAIN = "Fix: get the file again."
 _LEGACY_TORCH = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)  # first bytes of torch.save's files before torch 1.6
-_DEEPEST_TUPLE = 10
 
 
 class Contents(NamedTuple):
@@ -189,18 +188,7 @@ class _Unpickler(pickle._Unpickler):  # the C version allocates memory for count
             raise RefusedFileError(f"it changes {self.stack[-2]!r:.99}, which could run code")
         pickle._Unpickler.dispatch[pickle.BUILD[0]](self)  # type: ignore[arg-type]
 
-    def load_limited_tuple(self, load: Callable[[Any], None]) -> None:
-        load(self)
-        if _is_deeper(self.stack[-1], _DEEPEST_TUPLE):  # the hash of such a key would take years, or crash
-            raise WeightsFileError(f"it nests tuples deeper than {_DEEPEST_TUPLE}. {SAVE_AGAIN}")
-
     dispatch[pickle.BUILD[0]] = load_build
-    for _code in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3):
-        dispatch[_code[0]] = lambda self, load=dispatch[_code[0]]: self.load_limited_tuple(load)
-
-
-def _is_deeper(value: Any, depth: int) -> bool:
-    return isinstance(value, tuple) and (depth == 0 or any(_is_deeper(item, depth - 1) for item in value))
 
 
 def named_tensors(value: Any, size: int) -> OrderedDict[str, Tensor]:

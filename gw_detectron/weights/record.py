@@ -4,7 +4,6 @@ The norms are one dict, ``{layer name: norm name}``, in checkpoints, converted w
 alone do not tell GN from GW, or 64 groups from 32.
 """
 
-import argparse
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -77,13 +76,11 @@ class Record:
         norms: norm name of each norm layer, and ``"WS"`` of standardized convolutions; None without a record.
         preprocessing: of the images.
         provenance: of converted weights.
-        flag: norm name of the layers without batch statistics, by the flags of the authors' training script.
     """
 
     norms: Mapping[str, str] | None = None
     preprocessing: Preprocessing | None = None
     provenance: Provenance | None = None
-    flag: str = ""
 
     def entries(self) -> dict[str, Any]:
         """Return the entries of a file that :func:`read_record` reads."""
@@ -130,34 +127,7 @@ def read_record(contents: Contents) -> Record:
             f"{dilated[0]}: the network is dilated, which conversion does not support. Fix: load the weights with the "
             "config of the exported model."
         )
-    return Record(norms, images, provenance, _authors_norm(values.get("cfg")))
-
-
-def _authors_norm(cfg: Any) -> str:
-    """Translate the flags ``--norm`` and ``--norm-cfg`` of the authors' training script to a norm name.
-
-    Their Newton layer takes ``eps`` and does not use it.
-
-    Source: the authors' repository, classification/extension/normalization.
-    """
-    name, options = (getattr(cfg, key, None) for key in ("norm", "norm_cfg"))
-    if not (isinstance(cfg, argparse.Namespace) and isinstance(name, str) and isinstance(options, Mapping)):
-        return ""
-    groups, steps, eps = options.get("num_groups", 32), options.get("T", 5), options.get("eps", 1e-5)
-    if not all(isinstance(value, str | float | int) for value in (groups, steps, eps)):  # the text may be endless
-        return ""
-    if name in ("IGWItN", "IGWSVD") and options.get("num_channels"):
-        raise WeightsError(
-            "cfg.norm_cfg (num_channels): gives each layer another number of groups, which no norm name does. Fix: "
-            "train with num_groups."
-        )
-    specs = {
-        "BN": "BN",
-        "GN": f"GN:groups={groups},eps={eps}",
-        "IGWItN": f"GW:groups={groups},iters={steps},eps=0",
-        "IGWSVD": f"GW:groups={groups},eps={eps},solver=zca",
-    }
-    return specs.get(name, "")
+    return Record(norms, images, provenance)
 
 
 def tool() -> str:

@@ -1,6 +1,5 @@
 """The record of a run in its checkpoints, and the description of checkpoints and weight files."""
 
-import contextlib
 import hashlib
 import json
 import re
@@ -20,10 +19,9 @@ from gw_detectron.checkpoint.records import RunRecord
 from gw_detectron.config import read_config
 from gw_detectron.data import register_synthetic
 from gw_detectron.engine import Trainer, setup
-from gw_detectron.errors import ConfigError, WeightsFileError
+from gw_detectron.errors import ConfigError
 
 from ..tiny_run import DATA, arguments
-from ..weights.test_reading import BOMBS, write_pickle
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +43,6 @@ def test_a_checkpoint_has_the_record_of_its_run(run):
     found = describe_checkpoint(run / "b" / "model.pth")
     record = found["record"]
     assert found["iteration"] == 5 and record["seed"] == 7
-    assert not found["optimizer_state"]  # no step was made
     software = {"gw_detectron", "detectron2", "torch", "torchvision", "numpy", "python", "platform"}
     assert software <= record["versions"].keys()
     assert all(type(value) is str for value in record["versions"].values())
@@ -55,7 +52,7 @@ def test_a_checkpoint_has_the_record_of_its_run(run):
     digest = hashlib.sha256(weights.read_bytes()).hexdigest()
     assert record["start_weights"] == {"address": str(weights), "sha256": digest}
     assert found["norms"]["GW:groups=16,iters=5,eps=1e-05,solver=newton"] == 10
-    assert found["tensors"]["model"]["bytes"] > 4e7 and found["tensors"]["model"]["non_finite"] == []
+    assert found["tensors"] > 100 and found["values"] > 1e7
     assert torch.load(weights, weights_only=True)["record"]["start_weights"] == {}
 
 
@@ -70,60 +67,27 @@ def test_the_command_prints_text_json_and_a_config(run, capsys, monkeypatch, tmp
     (tmp_path / "config.yaml").write_text(printed["--config"])
     recorded = yaml.safe_load(description["record"]["config"])
     assert yaml.safe_load(read_config(tmp_path / "config.yaml").dump()) == recorded
-    for words in ("iteration: 5", "seed: 7", r"sha256: \w{64}", "GW:groups=16.*: 10\n", r"\nconfig: \d+ lines"):
+    for words in ("iteration: 5", "seed: 7", r"sha256: \w{64}", "GW:groups=16.*: 10\n"):
         assert re.search(words, printed[""]), words
 
 
 def test_other_files(tmp_path):
-    tensors = {"a": torch.zeros(2, 3), "b": torch.tensor([1.0, float("nan")])}
+    tensors = {"a": torch.zeros(2, 3), "b": torch.ones(2)}
     save_file(tensors, tmp_path / "a.safetensors", metadata={"format": "pt"})
     torch.save(tensors, tmp_path / "bare.pth")
-    shared = [torch.ones(2)]
-    for _ in range(60):
-        shared = [shared, shared]
-    torch.save(
-        {"state_dict": tensors, "optimizer": {"m": torch.ones(1)}, "x": shared, "record": {"a": shared}, 3: 4}
-        | {"provenance": Namespace(a=shared), "norms": {"a": shared, "b": "GW"}},
-        tmp_path / "foreign.pth",
-    )
-    torch.save(torch.ones(3).to(torch.float8_e4m3fn), tmp_path / "tensor.pth")  # torch.isfinite does not take it
-
+    torch.save(torch.ones(3), tmp_path / "tensor.pth")
     for name in ("a.safetensors", "bare.pth"):
         found = describe_checkpoint(tmp_path / name)
-        assert found["tensors"] == {"tensors": {"number": 2, "values": 8, "bytes": 32, "non_finite": ["b"]}}
-        assert not {"record", "norms", "iteration"} & found.keys() and not found["optimizer_state"]
-        assert "non_finite:\n    - b\n" in format_description(found)
-    found = describe_checkpoint(tmp_path / "foreign.pth")
-    assert found["norms"] == {"GW": 1} and found["provenance"].keys() == {"a"}
-    assert found["optimizer_state"] and found["tensors"]["x"]["number"] == 1
-    assert found["tensors"]["state_dict"]["non_finite"] == ["state_dict.b"]
-    assert describe_checkpoint(tmp_path / "tensor.pth")["tensors"]["tensors"]["values"] == 3
+        assert (found["tensors"], found["values"]) == (2, 8) and not {"record", "norms", "iteration"} & found.keys()
+    assert describe_checkpoint(tmp_path / "tensor.pth")["tensors"] == 0
 
 
-@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-@pytest.mark.parametrize("operations", BOMBS.values(), ids=BOMBS)
-def test_hand_made_files_end_soon(operations, tmp_path):
-    for kind in ("archive", "legacy", "pickle"):
-        with contextlib.suppress(WeightsFileError):
-            assert format_description(describe_checkpoint(write_pickle(kind, operations, tmp_path)))
-
-
-def test_text_and_json_of_odd_values(tmp_path):
-    record = {"config": "A: ä\n\x1b[31m\ud800\u202e", "\x1b": "\ud800", "loss": [float("nan"), -float("inf")]}
+def test_text_of_odd_values(tmp_path):
+    record = {"config": "A: ä\n\x1b[31m\ud800\u202e", "\x1b": "\ud800", "a": Namespace(b=1)}
     torch.save({"model": OrderedDict(a=torch.zeros(1)), "record": record}, tmp_path / "a.pth")
     description = describe_checkpoint(tmp_path / "a.pth")
     assert "\x1b" not in format_description(description).encode().decode()
     assert format_config(description) == "A: ä\n\\x1b[31m\\ud800\\u202e"
-    assert json.loads(json.dumps(description, allow_nan=False))["record"]["loss"] == ["nan", "-inf"]
-
-
-def test_earlier_parts_of_a_run_name_the_keys_that_changed():
-    earlier = [{"processes": 1, "config": "SEED: 1\nVERSION: 2\n"}, "damaged"]
-    description = {"file": "a.pth", "record": {"config": "SEED: 3\nVERSION: 2\n", "earlier_parts": earlier}}
-    text = format_description(description)
-    parts = "  - processes: 1\n    config:\n      changed later:\n      - SEED\n  - damaged\n"
-    assert f"  earlier_parts:\n{parts}" in text
-    assert text.endswith("config: 2 lines, printed with --config")
 
 
 @pytest.mark.parametrize("record", [{}, {"record": 3}, {"record": {"seed": 1}}, {"record": {"config": 7}}])

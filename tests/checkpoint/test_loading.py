@@ -182,14 +182,14 @@ def test_detectron2s_own_imagenet_weights_load_whole(detector_cfg, tmp_path):
     assert torch.equal(other.backbone.bottom_up.res5[1].conv2.weight, model.backbone.bottom_up.res5[1].conv2.weight)
 
 
-@pytest.mark.parametrize("kind", ["detectron2", "module.", "matching", "caffe2", "blobs", "pycls", "flat"])
+@pytest.mark.parametrize("kind", ["detectron2", "module.", "matching", "caffe2", "blobs", "flat"])
 def test_every_format_loads_as_detectron2_loads_it(detector_cfg, tmp_path, kind):
     """The oracle is Detectron2's own checkpointer, which reads the file by itself."""
     detector_cfg.MODEL.RESNETS.WHITEN_POSITIONS = ""
     source = build_model(detector_cfg).state_dict()
     body = {name.removeprefix("backbone.bottom_up."): value for name, value in source.items() if "bottom_up" in name}
     arrays = {"conv1_w": body["stem.conv1.weight"].numpy(), "res_conv1_bn_s": body["stem.conv1.norm.weight"].numpy()}
-    path = tmp_path / ("a.pkl" if kind in ("caffe2", "blobs") else "a.pyth" if kind == "pycls" else "a.pth")
+    path = tmp_path / ("a.pkl" if kind in ("caffe2", "blobs") else "a.pth")
     if kind == "caffe2":  # an ImageNet model of Detectron: a flat dict of arrays
         path.write_bytes(pickle.dumps({**arrays, "conv1_w_momentum": arrays["conv1_w"]}, protocol=2))
     elif kind == "blobs":
@@ -200,7 +200,6 @@ def test_every_format_loads_as_detectron2_loads_it(detector_cfg, tmp_path, kind)
         content = {
             "detectron2": {"model": source, "iteration": 3},
             "matching": {"model": body, "matching_heuristics": True},
-            "pycls": {"model_state": body},
             "flat": source,
         }[kind]
         torch.save(content, path)

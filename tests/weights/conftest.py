@@ -8,7 +8,7 @@ from torch import Tensor
 from gw_detectron import add_gw_config
 from gw_detectron.weights import register_weights
 
-from .synthetic import authors_state, make_network, training_checkpoint
+from .synthetic import authors_norms, authors_state, make_network
 
 
 @pytest.fixture(scope="session")
@@ -19,9 +19,9 @@ def r18() -> dict[str, Tensor]:
 
 @pytest.fixture(scope="session")
 def r18_file(r18: dict[str, Tensor], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same weights in a checkpoint of the authors' script, which records their norm."""
+    """The same weights in a file that records their norms."""
     path = tmp_path_factory.mktemp("weights") / "r18.pth"
-    torch.save({"model": r18, "cfg": training_checkpoint(r18)["cfg"]}, path)
+    torch.save({"model": r18, "norms": authors_norms(r18)}, path)
     return path
 
 

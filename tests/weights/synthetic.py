@@ -78,6 +78,13 @@ def authors_state(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def authors_norms(state: dict[str, Tensor]) -> dict[str, str]:
+    """Return the norm of each layer of an authors' state dict."""
+    layers = {key.removesuffix(".bias"): value for key, value in state.items() if key.endswith(".bias")}
+    gw = "GW:groups=64,iters=5,eps=0"
+    return {layer: gw if value.dim() == 4 else "BN" for layer, value in layers.items() if layer != "fc"}
+
+
 def training_checkpoint(state: dict[str, Tensor]) -> dict[str, Any]:
     """Build a checkpoint of the authors' script: weights, flags, optimizer, schedule and scores."""
     return {

@@ -1,6 +1,5 @@
 """Converted weights on disk: atomic, with record and config, loadable by stock Detectron2; verified; by command."""
 
-import argparse
 import json
 import pickle
 import shutil
@@ -236,13 +235,12 @@ def test_a_wrong_claim_disagrees(r18, images, tmp_path):
     for source in (tmp_path / "gn.pth", None):
         assert not verify(tmp_path / "gw.pkl", images, source=source, norm="GN").agrees
     assert verify(tmp_path / "gw.pkl", images, source=tmp_path / "gn.pth", norm="GW").agrees
-    cfg = argparse.Namespace(norm="IGWItN", norm_cfg={"num_groups": 64})
-    torch.save({"model": r18, "cfg": cfg}, tmp_path / "flags.pth")
-    convert_file(tmp_path / "flags.pth", tmp_path / "a.pkl")
+    torch.save({"model": r18}, tmp_path / "authors.pth")
+    convert_file(tmp_path / "authors.pth", tmp_path / "a.pkl", norm="GW:groups=64,eps=0")
     content = pickle.loads((tmp_path / "a.pkl").read_bytes())
     content["norms"] = {name: spec.replace("groups=64", "groups=16") for name, spec in content["norms"].items()}
     (tmp_path / "a.pkl").write_bytes(pickle.dumps(content))
-    assert not verify(tmp_path / "a.pkl", images, source=tmp_path / "flags.pth").agrees
+    assert not verify(tmp_path / "a.pkl", images, source=tmp_path / "authors.pth", norm="GW:groups=64,eps=0").agrees
 
 
 @pytest.mark.parametrize("preprocessing", [name for name in PREPROCESSING if name != "torchvision"])
@@ -289,7 +287,7 @@ def test_convert_and_verify_by_command(command, r18_file, tmp_path, capsys, monk
         ("verify http://127.0.0.1:9/r18.pth", "cannot fetch"),
         ("verify no.pth", "file not found"),
         ("verify .", "cannot be read"),
-        ("describe .", "a folder"),
+        ("describe .", "not a regular file"),
     ],
 )
 def test_errors_of_the_command(command, r18_file, tmp_path, monkeypatch, capsys, words, message):
