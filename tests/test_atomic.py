@@ -10,7 +10,7 @@ import pytest
 from detectron2.utils.file_io import PathManager
 
 from gw_detectron.atomic import AtomicPathManager, atomic_folder, atomic_write, remove_unfinished
-from gw_detectron.errors import FileAccessError, UserError
+from gw_detectron.errors import FileAccessError, is_user_error
 
 
 def test_a_kill_in_the_middle_leaves_the_old_file(tmp_path):
@@ -60,12 +60,13 @@ def test_unfinished_files_of_dead_processes_are_removed_and_no_others(tmp_path):
     with atomic_write(tmp_path / "model_0000001.pth") as mine:
         mine.write_bytes(b"half")
         theirs = mine.with_name(mine.name.replace(f".{os.getpid()}.", f".{dead.pid}."))
+        running = mine.with_name(mine.name.replace(f".{os.getpid()}.", f".{os.getppid()}."))
         elsewhere = theirs.with_name(theirs.name.replace(os.uname().nodename, "another-host"))
         (tmp_path / "notes.tmp").write_text("the user's")
-        for path in (theirs, elsewhere):
+        for path in (theirs, running, elsewhere):
             path.write_bytes(b"half")
-        remove_unfinished(str(tmp_path))
-        assert sorted(path.name for path in tmp_path.iterdir()) == sorted([mine.name, elsewhere.name, "notes.tmp"])
+    remove_unfinished(tmp_path)
+    assert entries(tmp_path) == sorted(["model_0000001.pth", running.name, elsewhere.name, "notes.tmp"])
 
 
 def write_folder(output, text="new"):
@@ -114,25 +115,21 @@ def test_an_error_between_the_renames_restores_the_earlier_folder(tmp_path, monk
     assert entries(tmp_path) == ["out"]
 
 
-@pytest.mark.parametrize("early", [True, False])
-def test_other_files_are_not_touched(tmp_path, early):
+def test_other_files_are_not_touched(tmp_path):
     output = tmp_path / "out"
     output.mkdir()
-    if early:
-        (output / "thesis.tex").touch()
-    with pytest.raises(FileAccessError, match="thesis.tex"), atomic_folder(output, ["a.txt"]) as folder:
-        (folder / "a.txt").touch()
-        (output / "thesis.tex").touch()  # another program writes there
+    (output / "thesis.tex").touch()
+    with pytest.raises(FileAccessError, match="thesis.tex"):
+        write_folder(output)
     assert entries(output) == ["thesis.tex"] and entries(tmp_path) == ["out"]
 
 
-@pytest.mark.parametrize("name", ["file", "file/below", "x" * 300, ""])
-def test_names_that_cannot_be_folders(tmp_path, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.parametrize("name", ["file", "file/below", "x" * 300])
+def test_names_that_cannot_be_folders(tmp_path, name):
     (tmp_path / "file").touch()
     with pytest.raises(OSError) as caught:
-        write_folder(name)
-    assert isinstance(caught.value, UserError) and entries(tmp_path) == ["file"]
+        write_folder(tmp_path / name)
+    assert is_user_error(caught.value) and entries(tmp_path) == ["file"]
 
 
 def test_a_failed_write_names_the_folder(tmp_path):
@@ -147,15 +144,8 @@ def test_a_failed_write_names_the_folder(tmp_path):
 
 
 def test_the_next_folder_removes_what_a_killed_process_left(tmp_path):
-    """Leftovers of running processes and of other folders stay."""
-    ended = subprocess.Popen(["true"])
-    ended.wait(timeout=60)
-    kept = ["out"]
     # a restarted container gives the id of the killed process to this one
-    for process, name in ((ended.pid, "out"), (os.getpid(), "out"), (os.getppid(), "out"), (ended.pid, "other")):
-        left = tmp_path / f".{name}.{os.uname().nodename}.{process}.01234567.tmp"
-        (left / "new").mkdir(parents=True)
-        if process == os.getppid() or name == "other":
-            kept.append(left.name)
+    left = tmp_path / f".out.{os.uname().nodename}.{os.getpid()}.01234567.tmp"
+    (left / "new").mkdir(parents=True)
     write_folder(tmp_path / "out")
-    assert entries(tmp_path) == sorted(kept)
+    assert entries(tmp_path) == ["out"]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gw_detectron import atomic
+from gw_detectron.atomic import AtomicPathManager
 from gw_detectron.cli import errors_reported
 from gw_detectron.engine import Trainer
 from gw_detectron.engine import main as run_main
@@ -176,7 +176,7 @@ def training(args: argparse.Namespace) -> Work:
 
 def report_phases(report: Callable[[str], None]) -> None:
     """Report steps, checkpoint writes and evaluations of this process."""
-    write = atomic._open_atomic
+    write = AtomicPathManager.open
 
     @contextlib.contextmanager
     def during(phase: str) -> Iterator[None]:
@@ -185,11 +185,11 @@ def report_phases(report: Callable[[str], None]) -> None:
         report(OTHER)
 
     @contextlib.contextmanager
-    def open_atomic(path: str, mode: str) -> Iterator[Any]:
-        phase = OTHER if path.endswith("config.yaml") else CHECKPOINT
-        with during(phase), write(path, mode) as file:
+    def open_atomic(manager: AtomicPathManager, path: str, mode: str = "r", **options: Any) -> Iterator[Any]:
+        phase = CHECKPOINT if "w" in mode and not path.endswith("config.yaml") else OTHER
+        with during(phase), write(manager, path, mode, **options) as file:
             yield file
 
     Trainer.run_step = during(STEP)(Trainer.run_step)
     Trainer.test = classmethod(during(EVALUATION)(Trainer.test.__func__))
-    atomic._open_atomic = open_atomic
+    AtomicPathManager.open = open_atomic
