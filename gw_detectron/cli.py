@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
-import torch
 from torch import distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException
 
@@ -28,13 +27,7 @@ class Interrupted(SystemExit):
 
 
 def new_parser(description: str | None, *examples: str, note: str = "") -> argparse.ArgumentParser:
-    """Create the parser of a command.
-
-    Args:
-        description: the text above its flags.
-        *examples: words after the command's name; the help ends with them.
-        note: the text below its flags.
-    """
+    """Create the parser of a command; its help ends with a note and examples, the words after the command's name."""
     lines = "\n".join(f"  %(prog)s {example}".rstrip() for example in examples)
     return argparse.ArgumentParser(
         description=description,
@@ -65,10 +58,8 @@ def errors_reported() -> Iterator[None]:
     except Exception as error:
         if is_user_error(error):
             report_error(error)
-        elif is_out_of_memory(error):
-            report_error(
-                f"out of memory: {first_line(error)}. Fix: free memory, or use a smaller model, batch or image."
-            )
+        elif isinstance(error, MemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY):
+            report_error(f"out of memory: {first_line(error)}. Fix: use a smaller model, batch or image.")
         else:
             raise
         raise SystemExit(1) from None
@@ -106,12 +97,6 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise Interrupted(number)
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether the GPU or the machine is out of memory."""
-    found = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-    return found or (isinstance(error, (RuntimeError, OSError)) and any(text in str(error) for text in _OUT_OF_MEMORY))
-
-
 def report_error(error: Exception | str) -> None:
     """Print an error to stderr, with the process number unless it is 0."""
     process = f" in process {_rank()}" if _rank() else ""
@@ -126,21 +111,11 @@ def _rank() -> int:
 
 
 def check_folder(folder: str | Path) -> None:
-    """Raise FileAccessError unless files can be written to a folder.
-
-    The folder need not exist yet.
-    """
-    if not str(folder):
-        raise FileAccessError("--output (''): no folder is named. Fix: give a folder.")
+    """Raise FileAccessError unless files can be written to a folder, which need not exist yet."""
     path = Path(folder).absolute()
     existing = next(place for place in (path, *path.parents) if os.path.lexists(place))
-    if not existing.is_dir():
-        reason = "is not a folder"
-    elif not os.access(existing, os.W_OK | os.X_OK):
-        reason = "is write-protected"
-    else:
-        return
-    raise FileAccessError(f"--output ('{folder}'): '{existing}' {reason}. Fix: give another folder.")
+    if not str(folder) or not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise FileAccessError(f"--output ('{folder}'): not a folder that can be written. Fix: give another folder.")
 
 
 def print_page(text: str) -> None:

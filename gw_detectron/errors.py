@@ -77,7 +77,7 @@ class RefusedFileError(WeightsFileError):
 
 
 class RunError(UserError, RuntimeError):
-    """A run cannot start or go on: the folder is in use, memory is short, a worker or another process was lost."""
+    """A run cannot start or go on: the folder is in use, or another process was lost."""
 
 
 class NonFiniteError(UserError, FloatingPointError):

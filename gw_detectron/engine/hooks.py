@@ -1,37 +1,30 @@
-"""Hooks of a training: stop at a signal, explain non-finite losses and lack of memory."""
+"""Hooks of a training: stop at a signal, explain a non-finite loss."""
 
 import contextlib
 import functools
 import itertools
 import logging
 import os
-import re
 import shlex
 import signal
 import time
-from collections.abc import Iterator, Sequence
-from traceback import walk_tb
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
 import torch
-from detectron2.config import CfgNode
 from detectron2.engine import HookBase
 from detectron2.structures import Instances
 from detectron2.utils import comm
 from detectron2.utils.events import EventStorage
 from torch import Tensor, nn
 
-from ..checkpoint import last_checkpoint
-from ..cli import Interrupted, is_out_of_memory, signals_handled
-from ..config import get_value
-from ..errors import RunError, UserError, first_line
+from ..cli import Interrupted, signals_handled
 from ..norms.listing import is_synchronized
 
 log = logging.getLogger(__name__)
 
 _REPEAT_SECONDS = 1.0  # torchrun sends a Ctrl-C of the terminal to its processes a second time
-_WORKER_FAILURE = re.compile(r"DataLoader worker \(pid|shared memory object|</torch_\d|insufficient shared memory")
 _STABILIZE = "lower SOLVER.BASE_LR, lengthen SOLVER.WARMUP_ITERS or set SOLVER.CLIP_GRADIENTS.ENABLED True"
 
 
@@ -124,10 +117,6 @@ class LossGuard:
             bad = ", ".join(f"{name}={loss.item():g}" for name, loss in losses.items() if not torch.isfinite(loss))
             raise FloatingPointError(f"the loss is not finite: {bad or 'the sum of all losses overflows'}")
 
-    def image_sizes(self) -> str:
-        """List height x width of the last batch."""
-        return ", ".join("x".join(map(str, example["image"].shape[1:])) for example in self._batch)
-
     def explain(self, autocast: bool = False) -> str:
         """Describe where the last batch became non-finite; ``autocast`` runs the model in mixed precision, as then."""
         names = [str(example.get("file_name", "an image without a name")) for example in self._batch]
@@ -166,41 +155,6 @@ class LossGuard:
                 observing.enter_context(module.register_forward_hook(functools.partial(_note_bad, label, found)))
             self.model(self._batch)
         return found[0] if found else ""
-
-
-@contextlib.contextmanager
-def memory_errors_explained(cfg: CfgNode, guard: LossGuard | None = None) -> Iterator[None]:
-    """Explain a lack of memory by images and config keys; ``guard`` knows the images of a training step."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (RuntimeError, MemoryError, OSError, EOFError) as error:
-        reason, resume = first_line(error), ""
-        with contextlib.suppress(UserError, OSError):  # this error matters, not one of the file
-            if os.path.isfile(os.path.join(cfg.OUTPUT_DIR, "last_checkpoint")):
-                resume = f"; continue with --resume from '{last_checkpoint(cfg.OUTPUT_DIR)}'"
-        # A worker that dies while it hands over a batch leaves a broken socket. An error of its mapper is "Caught ...".
-        loading = any("torch/utils/data" in frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__))
-        broken = loading and isinstance(error, (ConnectionResetError, EOFError)) and "Caught " not in str(error)
-        if broken or _WORKER_FAILURE.search(str(error)):
-            raise RunError(
-                f"DATALOADER.NUM_WORKERS ({cfg.DATALOADER.NUM_WORKERS}): a data-loading worker failed: {reason}. The "
-                "machine's memory or its shared memory (/dev/shm) may be full. Fix: lower DATALOADER.NUM_WORKERS (0 "
-                f"needs no shared memory) or enlarge /dev/shm (docker run --shm-size 8g){resume}."
-            ) from error
-        if not is_out_of_memory(error):
-            raise
-        if guard is None:
-            work, keys, hint = "an evaluation", ["INPUT.MIN_SIZE_TEST", "INPUT.MAX_SIZE_TEST"], ""
-        else:
-            work = f"a step with images of {guard.image_sizes()} pixels"
-            keys = ["SOLVER.IMS_PER_BATCH", "INPUT.MIN_SIZE_TRAIN", "INPUT.MAX_SIZE_TRAIN"]
-            hint = f"; raise SOLVER.ACCUMULATE ({cfg.SOLVER.ACCUMULATE}) as much as the batch shrinks"
-        first, *others = (f"{key} ({get_value(cfg, key)})" for key in keys)
-        raise RunError(
-            f"{first}: out of memory in {work}: {reason}. Fix: lower {', '.join([keys[0], *others])}{hint}{resume}."
-        ) from error
 
 
 def _note_bad(label: str, found: list[str], module: nn.Module, args: tuple, output: Any) -> None:

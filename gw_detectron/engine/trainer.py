@@ -43,7 +43,7 @@ from ..data.images import ImageNamingMapper
 from ..errors import ConfigError, NonFiniteError, is_user_error
 from ..installation import has_compiled_operators
 from ..preflight import wrong_evaluator
-from .hooks import LossGuard, SignalHook, memory_errors_explained
+from .hooks import LossGuard, SignalHook
 from .launch import in_all_processes
 from .optimizer import accumulated_step, build_optimizer
 from .output_folder import METRICS, clear_output
@@ -292,7 +292,6 @@ class Trainer(DefaultTrainer):
         Raises:
             NonFiniteError: the loss became infinite or NaN.
             FileAccessError: a checkpoint could not be written.
-            RunError: a step or an evaluation ran out of memory, or a data-loading worker was lost.
             DataError: an image or its record cannot be used.
         """
         if comm.is_main_process():
@@ -300,8 +299,7 @@ class Trainer(DefaultTrainer):
         loop_log = logging.getLogger("detectron2.engine.train_loop")
         loop_log.addFilter(_remove_traceback_of_user_errors)
         try:
-            with memory_errors_explained(self.cfg, self._loss_guard):
-                super().train()
+            super().train()
         finally:
             loop_log.removeFilter(_remove_traceback_of_user_errors)
         return getattr(self, "_last_eval_results", None)
@@ -315,8 +313,7 @@ class Trainer(DefaultTrainer):
         if comm.get_world_size() > 1:
             for buffer in model.buffers():
                 dist.broadcast(buffer, 0)
-        with memory_errors_explained(cfg):
-            return super().test(cfg, model, evaluators)
+        return super().test(cfg, model, evaluators)
 
     @classmethod
     def test_with_TTA(cls, cfg: CfgNode, model: torch.nn.Module) -> OrderedDict:

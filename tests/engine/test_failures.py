@@ -1,9 +1,6 @@
-"""What ends a training: non-finite losses, lack of memory, killed workers, broken images, a full disk."""
+"""What ends a training: non-finite losses, lack of memory, broken images, a full disk."""
 
-import multiprocessing
-import os
 import resource
-import signal
 
 import pytest
 import torch
@@ -11,12 +8,10 @@ import torch
 from gw_detectron.cli import errors_reported
 from gw_detectron.engine import Trainer, setup
 from gw_detectron.engine.hooks import LossGuard
-from gw_detectron.errors import DataError, FileAccessError, NonFiniteError, UserError
+from gw_detectron.errors import DataError, FileAccessError, NonFiniteError
 from gw_detectron.layers import BatchWhitening2d
 
 from ..tiny_run import arguments
-
-CPU = "[enforce fail at alloc_cpu.cpp:135] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 9."
 
 pytestmark = pytest.mark.usefixtures("small_dataset", "one_thread")
 
@@ -80,77 +75,18 @@ class TestNonFinite:
 @pytest.mark.parametrize(
     "error",
     [
-        RuntimeError(CPU),
         MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9."),
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
-        RuntimeError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`"),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     ],
-    ids=["cpu", "python", "cuda", "cuda-driver", "cublas"],
+    ids=["python", "cpu", "cuda", "cublas"],
 )
-def test_a_step_without_memory_names_images_keys_and_checkpoint(tmp_path, error):
-    trainer = trainer_for(tmp_path)
-    trainer.checkpointer.save("model_0000001")
-    forward = trainer.model.roi_heads.forward
-
-    def fail(*args):
-        forward(*args)
-        raise error
-
-    trainer.model.roi_heads.forward = fail
-    with pytest.raises(UserError, match=r"SOLVER.IMS_PER_BATCH \(2\): .* 64x.*INPUT.MIN_SIZE_TRAIN") as raised:
-        trainer.train()
-    assert f"--resume from '{tmp_path}/model_0000001.pth'" in str(raised.value)
-
-
-@pytest.mark.parametrize("content", ["", "folder/model_0000001.pth\n", "/elsewhere/model.pth"])
-def test_an_odd_last_checkpoint_hides_no_error(tmp_path, content):
-    trainer = trainer_for(tmp_path)
-    (tmp_path / "last_checkpoint").write_text(content)
-    trainer.model.roi_heads.forward = lambda *args: bytearray(2**62)
-    with pytest.raises(UserError, match="out of memory") as caught:
-        trainer.train()
-    assert (f"--resume from '{os.path.join(tmp_path, content.strip())}'" in str(caught.value)) == bool(content)
-
-
-def test_an_evaluation_without_memory_names_its_keys(tmp_path, capsys):
-    cfg = setup(arguments(tmp_path))
-    model = Trainer.build_model(cfg)
-    model.forward = lambda batch: torch.empty(2**55, dtype=torch.uint8)
-    with pytest.raises(UserError, match=r"INPUT.MIN_SIZE_TEST \(64\): out of memory"):
-        Trainer.test(cfg, model)
+def test_a_lack_of_memory_is_one_line(capsys, error):
     with pytest.raises(SystemExit), errors_reported():
-        bytearray(2**62)
-    assert "out of memory: MemoryError" in capsys.readouterr().err
-
-
-def test_a_killed_worker_is_explained(tmp_path):
-    trainer = trainer_for(tmp_path, DATALOADER__NUM_WORKERS=1)
-    step = trainer._trainer.run_step
-
-    def kill_worker_first():
-        step()
-        for worker in multiprocessing.active_children():
-            os.kill(worker.pid, signal.SIGKILL)
-        for _ in range(20):  # batches that are loaded already
-            step()
-
-    trainer._trainer.run_step = kill_worker_first
-    with pytest.raises(UserError, match=r"DATALOADER.NUM_WORKERS \(1\): a data-loading worker failed: .*/dev/shm"):
-        trainer.train()
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_an_error_of_a_users_mapper_keeps_its_cause(tmp_path, workers):
-    """It is no failure of the worker that runs the mapper."""
-    trainer = trainer_for(tmp_path, DATALOADER__NUM_WORKERS=workers)
-
-    def mapper(record):
-        raise FileNotFoundError(2, "No such file", "depth/7.png")
-
-    trainer.data_loader._mapper = mapper
-    with pytest.raises(FileNotFoundError, match="depth/7.png"):
-        trainer.train()
+        raise error
+    said = capsys.readouterr().err
+    assert "out of memory" in said and "Traceback" not in said
 
 
 def test_an_unexpected_error_keeps_its_traceback_in_the_log(tmp_path):

@@ -154,7 +154,7 @@ def test_a_full_disk_leaves_the_earlier_export(tmp_path, normalization):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
     try:
-        with pytest.raises(FileAccessError, match=r"out'\): was not written: File too large"):
+        with pytest.raises(FileAccessError, match=r"out': was not written: File too large"):
             export_backbone(network, tmp_path / "out", normalization)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
