@@ -109,14 +109,6 @@ def test_a_record_is_what_was_registered(folder):
     assert read_datasets(str(run / "datasets.yaml")) == given
 
 
-def test_a_second_registration_replaces_the_first(folder):
-    other = folder / "other"
-    write_photos(other, photo_names(2))
-    for root, count in ((folder, 12), (other, 2)):
-        register_datasets(CocoDatasets({"table": CocoDataset(f"{root}/annotations.json", f"{root}/photos")}), "")
-        assert len(DatasetCatalog.get("table")) == count
-
-
 @pytest.mark.parametrize(
     ("train", "val", "words"),
     [
@@ -171,14 +163,6 @@ def test_a_path_that_does_not_exist(write, folder, key, path):
         read_datasets("none.yaml")
 
 
-@pytest.mark.parametrize("text", ["", "[", "[]", "{}", '{"categories": 3}'])
-def test_the_classes_of_a_broken_file_are_left_to_preflight(folder, text):
-    (folder / "broken.json").write_text(text)
-    broken, sound = (CocoDataset(str(folder / f"{name}.json"), "") for name in ("broken", "annotations"))
-    assert CocoDatasets({"a": broken}).classes() == {}
-    assert CocoDatasets({"a": sound}, {"b": broken}).classes() == {each["id"]: each["name"] for each in CATEGORIES}
-
-
 # --- the classes of a config ----------------------------------------------------------------------------
 
 
@@ -220,12 +204,6 @@ def test_recorded_classes_are_those_of_the_training(run, tmp_path):
     (tmp_path / "val.json").write_text(json.dumps({"categories": [{"id": 2, "name": "other"}]}))
     assert class_metadata(RUN, run).thing_classes == CLASSES
     assert read_datasets(str(tmp_path / "datasets.yaml"), needed=()).val.keys() == {"photos_val"}
-
-
-def test_unknown_classes(run, tmp_path):
-    (tmp_path / "val.json").write_text('{"categories": [{"id": 1}]}')
-    for file in (None, str(tmp_path / "elsewhere" / "config.yaml"), run):
-        assert class_metadata(RUN, file).get("thing_classes", None) is None
 
 
 @pytest.mark.parametrize("text", ["trian: {}", "categories: 3", "categories: [1]", "categories: [{id: 1}]"])

@@ -92,18 +92,6 @@ def test_a_completed_file_is_evaluated_as_a_complete_one(tmp_path):
     assert evaluator.evaluate()["bbox"]["AP"] == pytest.approx(100)
 
 
-def test_a_split_file_is_completed(tmp_path):
-    content = changed(lambda each: each.pop("area"))
-    content["images"].append({"id": 8, "file_name": "b.jpg", "height": 40, "width": 60})
-    source = tmp_path / "all.json"
-    source.write_text(json.dumps(content))
-    given = CocoDatasets(train={"one_train": CocoDataset(str(source), str(tmp_path), 0.5)})
-    for name in [*register_datasets(given, str(tmp_path)).train, "one_val"]:
-        DatasetCatalog.get(name)
-        part = json.loads((tmp_path / "datasets" / f"{name}.json").read_text())
-        assert len(part["images"]) == 1 and all(each["area"] > 0 for each in part["annotations"])
-
-
 # --- split ----------------------------------------------------------------------------------------------
 
 
@@ -141,12 +129,6 @@ def test_the_hash_of_the_name_decides():
         return int(hashlib.sha256(name.encode()).hexdigest(), 16) / 16**64
 
     assert names(split_coco(numbered(NAMES), 0.3)[1]) == {name for name in NAMES if place(name) < 0.3}
-
-
-def test_images_stay_on_their_side_when_others_are_added():
-    few = names(split_coco(numbered(NAMES[500:700]), 0.2)[1])
-    many = names(split_coco(numbered(NAMES[::-1], first_id=77), 0.2)[1])
-    assert few == many & set(NAMES[500:700])
 
 
 @pytest.mark.parametrize("fraction", [0.001, 0.999])

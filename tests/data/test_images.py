@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from detectron2.data.detection_utils import check_image_size
-from PIL import ExifTags, Image, PngImagePlugin
+from PIL import ExifTags, Image
 
 from gw_detectron.data.images import (
     ImageNamingMapper,
@@ -75,14 +75,6 @@ def test_sizes_are_those_that_detectron2_reads(tmp_path, turned, suffix):
         assert upright_size(path) == (width, height) == ((30, 40) if name == "turned" else (40, 30))
 
 
-def test_a_png_is_not_decoded_for_its_size(tmp_path, monkeypatch, turned):
-    Image.new("RGB", (40, 30)).save(tmp_path / "a.png")
-    Image.new("RGB", (40, 30)).save(tmp_path / "turned.png", exif=turned)
-    monkeypatch.setattr(PngImagePlugin.PngImageFile, "load", lambda _: pytest.fail("decoded"))
-    assert upright_size(tmp_path / "a.png") == (40, 30)
-    assert upright_size(tmp_path / "turned.png") == (30, 40)
-
-
 # --- errors while reading data --------------------------------------------------------------------------
 
 
@@ -113,9 +105,3 @@ def test_a_damaged_photo_is_named(tmp_path, monkeypatch, damage):
     mapper = ImageNamingMapper(lambda record: Image.open(record["file_name"]).load())
     with pytest.raises(DataError, match=r"a\.png"):
         mapper({"file_name": str(path)})
-
-
-def test_errors_of_a_custom_mapper_keep_their_class():
-    with pytest.raises(KeyError) as raised:
-        ImageNamingMapper(lambda record: record["annotations"])(RECORD)
-    assert raised.value.__notes__ == ["while reading photos/a.jpg"]

@@ -17,13 +17,12 @@ import numpy as np
 import pycocotools.mask as mask_util
 import pytest
 from detectron2.data import DatasetCatalog, DatasetMapper, MetadataCatalog, get_detection_dataset_dicts
-from detectron2.utils.file_io import PathManager
 from PIL import Image
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from gw_detectron.data import SyntheticConfig, make_synthetic, register_synthetic, synthetic
-from gw_detectron.data.polygons import run_lengths, to_coco, trace
+from gw_detectron.data.polygons import run_lengths, to_coco
 from gw_detectron.data.scene import SHAPES
 from gw_detectron.data.synthetic import draw_scene
 from gw_detectron.errors import ConfigError, DataError, UserError
@@ -80,17 +79,6 @@ def test_the_demo_has_the_images_and_annotations_of_version_0_2():
     assert pinned.hexdigest() == "f5367558bb0c32b018c191dfde9a218ea1f3bace97f3130c7c3e455a61b5fc77"
 
 
-def test_visible_masks_follow_the_painting_order():
-    for index in range(40):
-        scene = draw_scene(TINY, "train", index)
-        owner = np.full(scene.objects[0].mask.shape, -1)
-        for number, obj in enumerate(scene.objects):
-            owner[obj.region[1:-1, 1:-1] < 0] = number
-        for number, obj in enumerate(scene.objects):
-            np.testing.assert_array_equal(obj.mask, owner == number)
-            assert obj.mask.sum() >= TINY.min_visible * obj.area - obj.mask.shape[0]
-
-
 def test_too_many_objects_for_the_image_is_an_error():
     config = SyntheticConfig(min_objects=20, max_objects=20, min_size=0.8, max_size=0.9, min_visible=1.0)
     with pytest.raises(ConfigError, match=r"min_objects \(20\)"):
@@ -117,18 +105,6 @@ def test_polygons_and_boxes_agree_with_the_visible_masks():
             tight = columns.min(), rows.min(), columns.max() + 1, rows.max() + 1
             # Tips thinner than a pixel lie in the polygon but cover no pixel center.
             np.testing.assert_allclose([x, y, x + w, y + h], tight, atol=2.5)
-
-
-def test_contours_of_a_region_with_holes_and_islands():
-    """Rings inside rings, cut by the border: the polygons have no holes, and together are the region."""
-    rows, columns = np.mgrid[-1:61, -1:81] + 0.5
-    distance = np.hypot(columns - 30, rows - 30)
-    frame = np.maximum(np.maximum(-columns, columns - 80), np.maximum(-rows, rows - 60))
-    field = np.maximum(8 * np.cos(distance / 3.3), frame)
-    polygons = [polygon.ravel().tolist() for polygon in trace(field)]
-    assert iou(rasterize(polygons, 60, 80), field[1:-1, 1:-1] < 0) > 0.97
-    assert sum(rasterize([polygon], 60, 80).astype(int) for polygon in polygons).max() == 1  # no overlap
-    assert trace(np.ones((10, 12))) == []
 
 
 def test_run_lengths_are_those_of_the_coco_api():
@@ -240,13 +216,6 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["gw_synthetic.lock"]
 
 
-def test_a_root_that_cannot_be_written_is_named(tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(UserError, match="DETECTRON2_DATASETS") as caught:
-        make_synthetic(tmp_path / "file", TINY)
-    assert str(tmp_path / "file" / "gw_synthetic") in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
@@ -298,22 +267,3 @@ def test_the_loader_makes_the_set_and_the_mapper_drops_crowds(root, tmp_path):
     mapped = DatasetMapper(is_train=True, augmentations=[], image_format="RGB", **masks)(with_crowd)
     assert len(mapped["instances"]) == sum(a["iscrowd"] == 0 for a in with_crowd["annotations"])
     assert (mapped["instances"].gt_masks.area() > 0).all()
-
-
-def test_other_files_are_opened_without_generating_the_data_set(tmp_path):
-    register_synthetic(tmp_path, TINY)
-    (tmp_path / "a.yaml").write_text("text")
-    with PathManager.open(str(tmp_path / "a.yaml")) as file:
-        assert file.read() == "text"
-    assert os.listdir(tmp_path) == ["a.yaml"]
-
-
-def test_registering_another_root_and_other_parameters_replaces_the_first(root, tmp_path):
-    register_synthetic(tmp_path, TINY)
-    register_synthetic(root, TINY)
-    records = DatasetCatalog.get("gw_synthetic_train")
-    assert all(record["file_name"].startswith(str(root)) for record in records)
-    assert not (tmp_path / "gw_synthetic").exists()
-    register_synthetic(root, dataclasses.replace(TINY, seed=9))
-    with pytest.raises(DataError, match=r"seed=0 \(now 9\)"):
-        DatasetCatalog.get("gw_synthetic_train")

@@ -201,36 +201,18 @@ TIMES = {norm: 0.3 if "GW" in norm else 0.2 for norm in (*NORMS, *VARIATIONS)}
 AP = {"BN": 20.0, "GN": 24.0, "GW": 28.0, "BN+GW": 27.0, "BN+GN": 26.5}
 
 
-def results_of_the_whole_plan():
+@pytest.fixture(scope="module")
+def whole():
     """Return results in which every norm is best at 0.005 per image, with little noise."""
     rng, done = random.Random(0), {}
     for _ in range(3):  # grids at batch 2, the rows of their rates, the scored rows of the other grids
         for row in list(planned_rows({row: result["AP"] for row, result in done.items()})):
             if row.lr is not None and row not in done:
                 ap = AP.get(row.norm, 21.0) - 2 * abs(math.log2(row.lr / row.batch / 0.005)) + rng.gauss(0, 0.1)
-                features = {
-                    "kappa": {
-                        "stem.conv1": 10.0,
-                        "res2.0.conv1": None,
-                        "res2.0.conv2": 25.0,
-                        "res2.1.conv1": 100.0,
-                        "res3.0.shortcut": 9.0,
-                    },
-                    "gap": {"res2.0.conv1": 0.1, **({} if row.norm == "BN+GW" else {"stem.conv1": 0.4})},
-                }
-                done[row] = {
-                    "AP": ap,
-                    "seconds": 400.0,
-                    "losses": [(0, 3.0), (300, 2.0), (350, 1.9), (310, 1.8), (1900, 1.5)],
-                    "features": features if row.seed else {},
-                    "diverged": "",
-                }
+                kappa = {"stem.conv1": 10.0, "res2.0.conv1": None, "res2.0.conv2": 25.0, "res3.0.shortcut": 9.0}
+                features = {"kappa": kappa, "gap": {"res2.0.conv1": 0.1, "stem.conv1": 0.4}}
+                done[row] = result(ap, losses=[(0, 3.0), (300, 2.0), (1900, 1.5)], features=features)
     return done
-
-
-@pytest.fixture(scope="module")
-def whole():
-    return results_of_the_whole_plan()
 
 
 def test_a_paired_difference_is_that_of_scipy():
@@ -254,11 +236,6 @@ def test_a_paired_difference_is_that_of_scipy():
 )
 def test_verdicts_are_those_of_the_plan(mean, low, high, p, expected):
     assert verdict(Difference(mean, low, high, p), p) == expected
-
-
-def cells(table):
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
-    return lines[0], {line[0]: line[1:] for line in lines[2:]}
 
 
 def test_the_page_and_its_figures(whole, tmp_path):

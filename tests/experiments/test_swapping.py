@@ -1,7 +1,5 @@
 """A network learns behind ZCA whitening and not behind PCA whitening, whose axes swap."""
 
-import math
-
 import pytest
 import torch
 
@@ -11,22 +9,6 @@ from experiments.swapping import analyze_swapping, swapped_fraction
 @pytest.fixture(scope="module")
 def result():
     return analyze_swapping(neurons=40, examples=600, steps=40, depths=(4,), seed=0)
-
-
-def test_pca_does_not_learn_where_zca_does(result):
-    last = {row["method"]: row["loss"] for row in result.rows}
-    assert last["zca"] < 0.1 * math.log(10)
-    assert last["pca"] > 0.9 * math.log(10)
-    assert last["pca"] > last["plain"]
-
-
-def test_the_axes_of_pca_swap(result):
-    parts = {}
-    for row in result.rows:
-        if row["step"]:
-            parts.setdefault(row["method"], []).append(row["swapped"])
-    assert sum(parts["pca"]) / len(parts["pca"]) > 0.1
-    assert max(parts["zca"]) == 0
 
 
 def test_all_findings_hold(result):

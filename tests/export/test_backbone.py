@@ -11,7 +11,7 @@ import torch
 from torch.export.passes import move_to_device_pass
 
 from gw_detectron.errors import ConfigError, ExportError, FileAccessError
-from gw_detectron.export import TOLERANCE, FeatureExtractor, Normalization, backbone, export_backbone
+from gw_detectron.export import TOLERANCE, Normalization, backbone, export_backbone
 from gw_detectron.export.backbone import compare_features
 from gw_detectron.export.run_exported import ExportedFile, open_exported
 from gw_detectron.norms.listing import norm_rows
@@ -115,15 +115,6 @@ def test_the_report(tmp_path, normalization):
     assert all(torch.equal(before[name], value) for name, value in network.state_dict().items())
     assert all(module.training for module in network.modules())
     assert all(parameter.requires_grad for parameter in network.parameters())
-
-
-def test_features_keep_the_order_of_their_names(normalization):
-    network = tiny_backbone(fpn=None)
-    network._out_features = ["res5", "res2", "res4"]
-    extractor, images = FeatureExtractor(network, normalization), images_of(1, 3, 64, 64)
-    for name, found in zip(extractor.names, extractor(images), strict=True):
-        assert torch.equal(found, network.eval()(images)[name])
-    assert extractor.multiple == 1 and extractor.smallest_side == 33
 
 
 @pytest.mark.parametrize(("error", "refused"), [(2e-3, True), (math.nan, True), (5e-4, False)])

@@ -99,22 +99,3 @@ def test_a_file_without_names_and_masks(tmp_path, run, photo):
     (result,) = json.loads((tmp_path / "a.json").read_text())
     assert result["category_id"] == 1 and "category_name" not in result
     assert (tmp_path / "a.jpg").is_file()
-
-
-@pytest.mark.parametrize(
-    ("words", "file"),
-    [
-        (("none.onnx", "photo.png"), "none.onnx"),
-        (("batch.onnx", "photo.png"), "batch.onnx"),
-        (("model.onnx", "gray16.png"), "gray16.png"),
-        (("model.onnx", "photo.png", "--output", "none/a.png"), "none/a.png"),
-    ],
-)
-def test_wrong_files_are_errors_of_one_line(tmp_path, run, photo, words, file):
-    write_model(tmp_path / "model.onnx")
-    write_model(tmp_path / "batch.onnx", input_name="images")
-    Image.new("I;16", (40, 30)).save(tmp_path / "gray16.png")
-    done = run(*words)
-    assert done.returncode == 1
-    assert file in done.stderr and done.stderr.count("\n") == 1, done.stderr
-    assert not (tmp_path / "detections.json").exists()

@@ -9,7 +9,6 @@ import zipfile
 import numpy as np
 import pytest
 import torch
-from detectron2.config import get_cfg
 from detectron2.engine import DefaultPredictor
 
 from gw_detectron.config import read_config
@@ -19,7 +18,7 @@ from gw_detectron.export.meta_arch import detector_program
 from gw_detectron.export.one_image import OneImageProgram
 from gw_detectron.export.run_exported import ExportedFile, open_exported
 from gw_detectron.prediction import open_predictor
-from gw_detectron.prediction.open_predictor import ExportedPredictor, TrainedPredictor
+from gw_detectron.prediction.open_predictor import ExportedPredictor
 
 from ..export.test_onnx_detect import write_model
 from .conftest import SIDES
@@ -178,14 +177,3 @@ def test_exported_files_that_do_not_fit(tmp_path):
 def test_options_that_do_not_fit(run_folder, options, message):
     with pytest.raises(ConfigError, match=message):
         open_predictor(str(run_folder), **options)
-
-
-def test_a_model_without_boxes(photo):
-    class Segmentor:
-        def __call__(self, inputs):
-            return [{"sem_seg": torch.zeros(54, 96, 131)}]
-
-    cfg = get_cfg()
-    cfg.MODEL.META_ARCHITECTURE = "SemanticSegmentor"
-    with pytest.raises(ConfigError, match=r"\('SemanticSegmentor'\): predicts no boxes but sem_seg"):
-        TrainedPredictor(Segmentor(), cfg, None, 0.5)(photo)

@@ -8,7 +8,6 @@ import sys
 
 import pycocotools.mask as mask_util
 import pytest
-from detectron2.data import Metadata
 from PIL import Image
 from pycocotools.coco import COCO
 
@@ -52,26 +51,6 @@ def test_pycocotools_reads_the_results(tmp_path, photos, predictor, predict):
     assert [each["file_name"] for each in images.loadImgs([1, 2])] == ["b.png", "sub/a.jpg"]
     assert images.loadCats([2, 7]) == [{"id": 2, "name": "fork"}, {"id": 7, "name": "cup"}]
     assert sorted(each["category_id"] for each in results.loadAnns(results.getAnnIds(2))) == [2, 7]
-
-
-def test_unknown_class_names_are_numbers_and_images_without_objects_are_listed(tmp_path, photos, predictor, predict):
-    predictor.metadata = Metadata()
-    _, results = predict(photos, pictures=False)
-    assert (results[0]["category_id"], results[0]["category_name"]) == (1, "1")
-    assert json.loads((tmp_path / "out" / "images.json").read_text())["categories"] == [{"id": 1, "name": "1"}]
-    predictor.score_threshold = 1
-    summary, results = predict(photos)
-    assert (summary.images, summary.detections, results) == (2, 0, [])
-    assert len(json.loads((tmp_path / "out" / "images.json").read_text())["images"]) == 2
-    assert (tmp_path / "out" / "pictures" / "b.png").is_file()
-
-
-def test_a_new_suffix_replaces_no_other_picture(tmp_path, photo, predict):
-    for name in ("photo.gif", "photo.gif.png"):
-        Image.fromarray(photo).save(tmp_path / name, format="PNG")
-    predict(tmp_path / "photo.gif*")
-    names = {path.name for path in (tmp_path / "out" / "pictures").iterdir()}
-    assert names == {"photo.gif.png", "photo.gif.png.png"}
 
 
 def test_a_video(tmp_path, video, photos, predict):

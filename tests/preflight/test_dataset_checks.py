@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.data import MetadataCatalog
 from PIL import ExifTags, Image
 
 from gw_detectron.errors import DataError
@@ -35,16 +35,6 @@ def test_the_same_number_of_other_classes(check, other_coco):
     for sets in ({"TRAIN": ("tiny_coco", "other_coco")}, {"TEST": ("other_coco",)}):
         error = one(check(**{f"DATASETS__{key}": names for key, names in sets.items()}))
         assert "cat, dog; dog, cat" in error and "other_coco" in error
-
-
-def test_a_dataset_without_json(check):
-    DatasetCatalog.register("from_python", list)
-    MetadataCatalog.get("from_python").set(thing_classes=["a", "b", "c"], evaluator_type="coco")
-    try:
-        assert "from_python has 3 classes" in check(DATASETS__TRAIN=("from_python",)).errors[0]
-    finally:
-        DatasetCatalog.remove("from_python")
-        MetadataCatalog.remove("from_python")
 
 
 def test_a_dataset_that_is_not_evaluated_by_the_coco_rules(check, coco):
@@ -87,11 +77,6 @@ def test_images_that_cannot_be_read(check, coco, content, tmp_path):
     coco()
     error = check().errors[0]
     assert "2 of 2 checked images" in error and first.name in error and "8 bits" in error
-
-
-def test_the_official_test_images_have_no_annotations(content):
-    del content["annotations"]
-    assert check_coco(content, TEST) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -172,13 +157,6 @@ def test_missing_fields(check, coco, content):
     assert "have no bbox" in " ".join(check_coco(content, TRAIN)[0])
 
 
-@pytest.mark.parametrize("field", ["images", "categories", "annotations"])
-def test_a_missing_list(content, field):
-    content.pop(field)
-    with pytest.raises(DataError, match=field):
-        check_coco(content, TRAIN)
-
-
 def test_keypoints_of_another_number():
     content, needs = coco_content(), DatasetNeeds(True, keypoints=2)
     for annotation in content["annotations"]:
@@ -239,10 +217,3 @@ def test_boxes_in_another_format(needs, boxes, words):
     assert "2 of 3 annotations" in error and words in error
     content["annotations"] = content["annotations"][1:]  # half of them could be so
     assert not check_coco(content, needs)[0]
-
-
-def test_boxes_that_leave_the_image_are_not_corners(content):
-    boxes = ([15, 12, 16, 8], [20, 2, 15, 10])  # one pixel too wide; x2 would be left of x1
-    for annotation, box in zip(content["annotations"], boxes, strict=True):
-        annotation["bbox"] = box
-    assert check_coco(content, TRAIN) == ([], [])

@@ -129,10 +129,6 @@ def test_a_norm_that_would_not_be_built(check, changes, words):
     assert all(word in error for word in words), error
 
 
-def test_stock_components_without_keys_of_ours_pass(check):
-    assert not check(**STOCK, MODEL__RESNETS__WHITEN_POSITIONS="").errors
-
-
 @pytest.mark.parametrize(("positions", "refused"), [("", 0), ("S1", 0), ("S1-B2", 1), ("ALL", 1)])
 def test_whitening_that_ends_before_detectron2s_res5(tmp_path, positions, refused):
     cfg = run_of(
@@ -158,8 +154,3 @@ def test_semantic_segmentation_needs_its_classes(tmp_path, small_dataset):
 def test_test_time_augmentation_that_detectron2_does_not_have(tmp_path, small_dataset, name):
     (error,) = errors(run_of(name, tmp_path, TEST__AUG__ENABLED=True))
     assert "TEST.AUG.ENABLED (True)" in error
-
-
-def test_one_sigma_per_keypoint(tmp_path, small_dataset):
-    (error,) = errors(run_of(KEYPOINTS, tmp_path, TEST__KEYPOINT_OKS_SIGMAS=(0.1, 0.1)))
-    assert "TEST.KEYPOINT_OKS_SIGMAS (2 values)" in error

@@ -36,6 +36,27 @@ def check_weights(tmp_path, coco):
     return run
 
 
+@pytest.fixture
+def served(monkeypatch, tmp_path):
+    """Serve an empty checkpoint under an address; return the list of requests."""
+    fetch = PathManager.get_local_path
+
+    def serve(address):
+        requests = []
+
+        def get_local_path(path, *arguments, **options):
+            if path != address:
+                return fetch(path, *arguments, **options)
+            requests.append(path)
+            return str(tmp_path / "remote.pth")
+
+        torch.save({"model": {}}, tmp_path / "remote.pth")
+        monkeypatch.setattr(PathManager, "get_local_path", get_local_path)
+        return requests
+
+    return serve
+
+
 def test_bn_weights_under_a_gw_config(check_weights, tmp_path):
     weights = bn_weights(tmp_path)
     error = one(check_weights(weights))
@@ -68,11 +89,6 @@ def test_weights_that_cannot_be_found(check, weights, words):
     assert "MODEL.WEIGHTS" in error and words in error
 
 
-def test_weights_that_cannot_be_read(check, tmp_path):
-    (tmp_path / "w.pth").write_text("<html>Not found</html>")
-    assert "w.pth" in one(check(MODEL__WEIGHTS=str(tmp_path / "w.pth")))
-
-
 def test_evaluation_without_weights(check, tmp_path):
     assert "--eval-only" in one(check(eval_only=True))
     assert str(tmp_path / "output") in one(check(eval_only=True, resume=True))
@@ -102,14 +118,9 @@ class TestPreprocessing:
             ("FAIR/X-101-32x8d", ["BGR", "103.53, 116.28, 123.675", "57.375, 57.12, 58.395", "STRIDE_IN_1X1 False"]),
         ],
     )
-    def test_of_detectron2s_zoo(self, check, monkeypatch, tmp_path, name, wanted):
-        torch.save({"model": {}}, tmp_path / "fetched.pth")
-        address, fetch = f"detectron2://ImageNetPretrained/{name}.pkl", PathManager.get_local_path
-        monkeypatch.setattr(
-            PathManager,
-            "get_local_path",
-            lambda path: str(tmp_path / "fetched.pth") if path == address else fetch(path),
-        )
+    def test_of_detectron2s_zoo(self, check, served, name, wanted):
+        address = f"detectron2://ImageNetPretrained/{name}.pkl"
+        served(address)
         changes = {
             "INPUT__FORMAT": "RGB" if "BGR" in wanted else "BGR",
             "MODEL__PIXEL_MEAN": [0.0, 0.0, 0.0],
@@ -153,10 +164,6 @@ class TestOwnCheckpoint:
         assert not found.errors and len(found.warnings) == 1
         assert "MODEL.ROI_BOX_HEAD.SINGLE_RELU False in the checkpoint, True here" in found.warnings[0]
         assert "MODEL.RPN.NMS_THRESH 0.7" in found.warnings[0] and "STRIDE_IN_1X1" not in found.warnings[0]
-
-    def test_a_recorded_config_that_cannot_be_read(self, check_own):
-        found = check_own("a: !!python/name:os.system")
-        assert not found.errors and "config: not compared" in found.warnings[0]
 
 
 class TestResume:
@@ -215,39 +222,16 @@ class TestResume:
         weights = str(tmp_path / "output" / "model_0000001.pth")  # to start from they may be of another detector
         assert not check(overwrite=True, MODEL__WEIGHTS=weights, MODEL__FPN__NORM="BW:channels=8").errors
 
-    def test_nothing_to_resume_is_a_warning(self, check):
-        found = check(resume=True)
-        assert not found.errors and "--resume" in found.warnings[0]
 
-
-class TestRemote:
-    ADDRESS = "https://weights.invalid/model.pth"
-
-    @pytest.fixture
-    def fetched(self, monkeypatch, tmp_path):
-        """Serve an empty checkpoint under the address and record the requests."""
-        requests, fetch = [], PathManager.get_local_path
-
-        def get_local_path(path, *arguments, **options):
-            if path != self.ADDRESS:
-                return fetch(path, *arguments, **options)
-            requests.append(path)
-            return str(tmp_path / "remote.pth")
-
-        torch.save({"model": {}}, tmp_path / "remote.pth")
-        monkeypatch.setattr(PathManager, "get_local_path", get_local_path)
-        return requests
-
-    def test_nothing_is_fetched_while_something_else_is_wrong(self, check, fetched):
-        found = check(MODEL__WEIGHTS=self.ADDRESS, MODEL__ROI_HEADS__NUM_CLASSES=80)
-        assert "NUM_CLASSES (80)" in one(found) and not fetched
-        with pytest.raises(PreflightError, match=re.escape(self.ADDRESS)):
-            found.raise_errors()
-
-    def test_a_sound_run_fetches_once(self, tmp_path, coco, fetched):
-        coco()
-        cfg = config(tmp_path, MODEL__WEIGHTS=self.ADDRESS)
-        start = open_start_weights(cfg)
-        assert start.opened is None and not fetched
-        assert not preflight(cfg, start).errors
-        assert start.checkpoint().tensors == {} and fetched == [self.ADDRESS]
+def test_weights_are_fetched_once_and_after_the_other_checks(check, tmp_path, served):
+    address = "https://weights.invalid/model.pth"
+    fetched = served(address)
+    found = check(MODEL__WEIGHTS=address, MODEL__ROI_HEADS__NUM_CLASSES=80)
+    assert "NUM_CLASSES (80)" in one(found) and not fetched
+    with pytest.raises(PreflightError, match=re.escape(address)):
+        found.raise_errors()
+    cfg = config(tmp_path, MODEL__WEIGHTS=address)
+    start = open_start_weights(cfg)
+    assert start.opened is None and not fetched
+    assert not preflight(cfg, start).errors
+    assert start.checkpoint().tensors == {} and fetched == [address]
