@@ -1,7 +1,7 @@
-"""Predict on images, folders and videos with a trained or an exported detector.
+"""Predict on images, folders and videos with a trained detector.
 
 The folder --output gets predictions.json (COCO results), images.json (their images and categories) and pictures/ with
-the objects drawn. MODEL is a run folder (OUTPUT_DIR of a training), a checkpoint, or an exported file or its folder.
+the objects drawn. MODEL is a run folder (OUTPUT_DIR of a training) or a checkpoint.
 """
 
 import argparse
@@ -19,10 +19,10 @@ def get_parser() -> argparse.ArgumentParser:
     parser = new_parser(
         __doc__,
         "output/mydata photos --output predictions",
-        "exported/model.onnx 'photos/**/*.jpg' clip.mp4 --output predictions --score-threshold 0.7",
+        "output/mydata 'photos/**/*.jpg' clip.mp4 --output predictions --score-threshold 0.7",
         note="The exit status is 1 if a file cannot be read; the others are predicted.",
     )
-    parser.add_argument("model", metavar="MODEL", help="run folder, checkpoint, or exported file or its folder")
+    parser.add_argument("model", metavar="MODEL", help="run folder or checkpoint")
     parser.add_argument(
         "inputs", metavar="INPUT", nargs="+", help="image, folder of images, pattern in quotes, or video (with OpenCV)"
     )

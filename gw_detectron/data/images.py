@@ -131,16 +131,8 @@ def evenly_spread(items: Sequence[_Item], count: int) -> list[_Item]:
 
 
 def evaluation_input(pixels: np.ndarray, cfg: CfgNode) -> Tensor:
-    """Resize pixels, (H, W, 3), by INPUT.MIN_SIZE_TEST and MAX_SIZE_TEST; return (3, H', W') float32."""
-    return resize_shortest_edge(pixels, cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST)
-
-
-def resize_shortest_edge(pixels: np.ndarray, shorter: int, longest: int) -> Tensor:
-    """Resize pixels, (H, W, 3), to a shorter side and at most a longest one, as Detectron2's ``DefaultPredictor``.
-
-    Returns:
-        (3, H', W') float32.
-    """
+    """Resize pixels, (H, W, 3), as Detectron2's ``DefaultPredictor`` does; return (3, H', W') float32."""
+    shorter, longest = cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST
     resize = transforms_d2.ResizeShortestEdge([shorter, shorter], longest).get_transform(pixels)
     return channels_first(resize.apply_image(pixels))
 

@@ -1,9 +1,7 @@
 """Open an exported program and run it."""
 
 import json
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,15 +9,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torchvision  # noqa: F401  # registers operators that exported detectors use
-from detectron2.modeling.postprocessing import detector_postprocess
 from detectron2.structures import Boxes, Instances
 from torch import Tensor
 
-from ..errors import ConfigError, FileAccessError, UserError, first_line
 from ..installation import require_packages
 from ..weights.record import DESCRIPTION
-
-_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
 @dataclass(frozen=True)
@@ -36,10 +30,9 @@ class ExportedFile:
 
 
 def open_pt2(path: Path) -> ExportedFile:
-    """Open a torch.export program, which can run code: torch evaluates expressions that the file holds."""
+    """Open a torch.export program of our own: such a file can run code."""
     entries = {DESCRIPTION: ""}
-    with _tensors_only():
-        program = torch.export.load(path, extra_files=entries)
+    program = torch.export.load(path, extra_files=entries)
     return ExportedFile(program.module(), json.loads(entries[DESCRIPTION] or "{}"))
 
 
@@ -58,42 +51,6 @@ def open_onnx(path: Path) -> ExportedFile:
         return [torch.from_numpy(output) for output in session.run(None, feed)]
 
     return ExportedFile(run, json.loads(session.get_modelmeta().custom_metadata_map.get(DESCRIPTION, "{}")))
-
-
-#: suffix -> opener
-OPENERS = {".pt2": open_pt2, ".onnx": open_onnx}
-
-
-def open_exported(path: str | os.PathLike[str]) -> ExportedFile:
-    """Open an exported program of any format.
-
-    Raises:
-        ConfigError: the suffix is not that of an exported program.
-        FileAccessError: the file does not exist or is damaged.
-        MissingPackageError: onnxruntime is not installed.
-    """
-    path = Path(path)
-    if path.suffix not in OPENERS:
-        raise ConfigError(f"'{path}': not an exported program. Fix: give a file that ends in {' or '.join(OPENERS)}.")
-    try:
-        return OPENERS[path.suffix](path)
-    except UserError:
-        raise
-    except Exception as error:  # onnxruntime has an exception class for every kind of damage
-        raise FileAccessError(f"'{path}': cannot be read: {first_line(error)}. Fix: export the model again.") from error
-
-
-@contextmanager
-def _tensors_only() -> Iterator[None]:
-    """Let torch.load refuse pickles that hold more than tensors, which torch.export.load would run."""
-    before = os.environ.get(_WEIGHTS_ONLY)
-    os.environ[_WEIGHTS_ONLY] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[_WEIGHTS_ONLY]
-        if before is not None:
-            os.environ[_WEIGHTS_ONLY] = before
 
 
 def detect(file: ExportedFile, images: Sequence[Tensor]) -> list[Instances]:
@@ -128,10 +85,3 @@ def _to_instances(size: Sequence[int], outputs: Mapping[str, Tensor]) -> Instanc
         masks = outputs["masks"][:count]
         result.pred_masks = masks if masks.dtype == torch.bool else masks[:, None]  # as Detectron2 shapes them
     return result
-
-
-def postprocess(result: Instances, height: int, width: int) -> Instances:
-    """Scale boxes to an image and paste masks into it, unless masks are pasted."""
-    if result.has("pred_masks") and result.pred_masks.dtype == torch.bool:
-        return result
-    return detector_postprocess(result, height, width)

@@ -1,4 +1,4 @@
-"""Predictions of a trained or exported detector on images and videos."""
+"""Predictions of a trained detector on images and videos."""
 
 from .drawing import draw_predictions, draw_record
 from .image_sources import ImageSource, find_sources

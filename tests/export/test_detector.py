@@ -16,10 +16,10 @@ from gw_detectron.errors import ExportError
 from gw_detectron.export import dataset_classes, detector, export_detector, read_image_for
 from gw_detectron.export.detector import check_detections
 from gw_detectron.export.meta_arch import detector_program
-from gw_detectron.export.run_exported import ExportedFile, open_exported
+from gw_detectron.export.run_exported import ExportedFile
 from gw_detectron.layers import use_backend
 
-from .tiny_networks import build_detector, detector_config, eager, needs_export, noise, padded
+from .tiny_networks import build_detector, detector_config, eager, needs_export, noise, open_exported, padded
 
 NAMES = {"mask": ["boxes", "scores", "classes", "masks", "count"], "retinanet": ["boxes", "scores", "classes", "count"]}
 TOLERANCES = {"boxes": 1e-2, "scores": 1e-4, "classes": 0, "masks": 1e-3}

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from gw_detectron.export import export_detector
-from gw_detectron.export.run_exported import detect, open_exported
+from gw_detectron.export.run_exported import detect, open_onnx
 from gw_detectron.installation import find_compiler
 
 from .tiny_networks import build_detector, needs_export
@@ -32,7 +32,7 @@ def test_the_program_finds_what_onnx_runtime_finds(tmp_path):
     Image.fromarray(pixels).save(image)
     expected = {}
     for order, ordered in (("RGB", pixels), ("BGR", pixels[:, :, ::-1].copy())):
-        (result,) = detect(open_exported(path), [torch.from_numpy(ordered).permute(2, 0, 1).float()])
+        (result,) = detect(open_onnx(path), [torch.from_numpy(ordered).permute(2, 0, 1).float()])
         assert len(result) > 3
         expected[order] = np.column_stack([result.pred_classes, result.scores, result.pred_boxes.tensor])
         done = subprocess.run([program, path, image, order], capture_output=True, text=True, check=True)

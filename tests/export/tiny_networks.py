@@ -9,6 +9,7 @@ from detectron2.modeling.backbone.resnet import BasicStem
 from torch import Tensor, nn
 
 from gw_detectron import resolve_norm
+from gw_detectron.export.run_exported import open_onnx, open_pt2
 from gw_detectron.model_zoo import get_config
 from gw_detectron.modeling import GWBasicBlock
 
@@ -132,3 +133,8 @@ def eager(model: nn.Module, images: list[Tensor]) -> list[dict[str, Tensor]]:
         }
         for result in results
     ]
+
+
+def open_exported(path):
+    """Open a file of either format."""
+    return open_onnx(path) if path.suffix == ".onnx" else open_pt2(path)
