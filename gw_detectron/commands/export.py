@@ -17,7 +17,6 @@ from ..config import read_config
 from ..errors import ConfigError
 from ..export import (
     FORMATS,
-    LAYOUTS,
     Normalization,
     dataset_classes,
     export_backbone,
@@ -26,7 +25,7 @@ from ..export import (
     read_image_for,
 )
 
-_OF_BACKBONES = ("no_fpn", "pixels", "layout")
+_OF_BACKBONES = ("no_fpn", "pixels")
 _OF_DETECTORS = ("detections", "one_image", "paste_masks", "class_names", "image")
 
 
@@ -73,7 +72,6 @@ def get_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="the file takes pixels of 0 to 255 and normalizes them, instead of normalized images",
     )
-    add("--layout", choices=LAYOUTS, default="detectron2", help="tensor names of safetensors, default: %(default)s")
     parser.add_argument("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config keys to change")
     return parser
 
@@ -102,7 +100,6 @@ def _export_backbone(args: argparse.Namespace, cfg: CfgNode) -> dict[str, Any]:
         Normalization.from_config(cfg, inside=args.pixels),
         file_format=args.format,
         fpn=not args.no_fpn,
-        layout=args.layout,
         source={"config": args.config_file, "weights": cfg.MODEL.WEIGHTS},
     )
 

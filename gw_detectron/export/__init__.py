@@ -3,12 +3,11 @@
 from ..checkpoint import load_model
 from .backbone import TOLERANCE, FeatureExtractor, Normalization, export_backbone
 from .detector import dataset_classes, export_detector, read_image_for
-from .formats import DETECTOR_FORMATS, FORMATS, LAYOUTS
+from .formats import DETECTOR_FORMATS, FORMATS
 
 __all__ = [
     "DETECTOR_FORMATS",
     "FORMATS",
-    "LAYOUTS",
     "TOLERANCE",
     "FeatureExtractor",
     "Normalization",

@@ -18,7 +18,7 @@ from ..errors import ConfigError, ExportError
 from ..layers import use_backend
 from ..norms.listing import norm_counts
 from ..progress import steps
-from .formats import FORMATS, LAYOUTS, write_program, write_safetensors
+from .formats import FORMATS, write_program, write_safetensors
 from .report_files import REPORT_FILES, write_report_files
 from .run_exported import ExportedFile
 
@@ -131,7 +131,6 @@ def export_backbone(
     *,
     file_format: str = "pt2",
     fpn: bool = True,
-    layout: str = "detectron2",
     source: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Export a backbone and check the numbers of the exported file.
@@ -148,7 +147,6 @@ def export_backbone(
         file_format: ``pt2`` (torch.export), ``onnx``, or ``safetensors`` (weights only). The first two take any batch
             size, height and width.
         fpn: False exports the ResNet below an FPN.
-        layout: tensor names of ``safetensors``: ``detectron2``, or ``torchvision`` for a ResNet without FPN.
         source: origin of the weights, copied to ``parity.json``.
 
     Returns:
@@ -160,26 +158,19 @@ def export_backbone(
         FileAccessError: ``output`` holds other files.
         MissingPackageError: a package that the format needs is not installed.
     """
-    for name, value, allowed in (("file_format", file_format, FORMATS), ("layout", layout, LAYOUTS)):
-        if value not in allowed:
-            raise ExportError(f"{name} ({value!r}): unknown. Fix: use one of {', '.join(allowed)}.")
+    if file_format not in FORMATS:
+        raise ExportError(f"file_format ({file_format!r}): unknown. Fix: use one of {', '.join(FORMATS)}.")
     if file_format == "safetensors" and normalization.inside:
         raise ExportError("file_format ('safetensors'): weights cannot normalize pixels. Fix: leave out --pixels.")
-    if file_format != "safetensors" and layout != "detectron2":
-        raise ExportError(f"layout ('{layout}'): {file_format} has no layouts. Fix: use --format safetensors.")
     if not fpn and isinstance(backbone, FPN):
         backbone = backbone.bottom_up
-    if layout != "detectron2" and isinstance(backbone, FPN):
-        raise ExportError(f"layout ('{layout}'): torchvision's ResNet has no FPN. Fix: use --no-fpn.")
 
     file = f"backbone.{file_format}"
     extractor = FeatureExtractor(backbone, normalization)
     with steps(2) as begin, atomic_folder(output, (file, *REPORT_FILES)) as folder:
         begin(f"writing {file}")
-        if file_format == "safetensors":
-            written, entries = write_safetensors(extractor, folder / file, layout)
-        else:
-            written, entries = write_program(extractor, folder / file)
+        write = write_safetensors if file_format == "safetensors" else write_program
+        written, entries = write(extractor, folder / file)
         begin("comparing feature maps with the model's")
         cases = _check_features(extractor, written)
         worst = max(level["relative"] for case in cases for level in case["levels"].values())

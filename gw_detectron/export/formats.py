@@ -8,18 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from detectron2.layers import get_norm
 from detectron2.modeling.backbone.resnet import BottleneckBlock
 from safetensors.torch import load_file, save
-from torch import Tensor, nn
+from torch import Tensor
 from torch.export import ExportedProgram
 
 from ..errors import ExportError
 from ..installation import require_packages
-from ..norms import conv_names, evaluation_spec, norm_rows, resolve_norm
-from ..weights.architecture import build_torchvision, detectron2_name, infer_architecture, to_torchvision
 from ..weights.record import DESCRIPTION, NORMS, PREPROCESSING_KEY, norm_record
-from ..weights.verify import torchvision_stages
 from .run_exported import ExportedFile, open_onnx, open_pt2
 
 if TYPE_CHECKING:
@@ -28,8 +24,6 @@ if TYPE_CHECKING:
 #: formats of a detector, and of a backbone
 DETECTOR_FORMATS = ("pt2", "onnx")
 FORMATS = (*DETECTOR_FORMATS, "safetensors")
-#: tensor names of safetensors
-LAYOUTS = ("detectron2", "torchvision")
 # ONNX can multiply matrices, but has no operator that factorizes or inverts one.
 _NOT_IN_ONNX = {"eig", "eigh", "eigvals", "eigvalsh", "svd", "svdvals", "qr", "cholesky", "ldl", "lu", "inv", "solve"}
 
@@ -130,65 +124,18 @@ def _check_onnx_operators(program: ExportedProgram) -> None:
             )
 
 
-def write_safetensors(extractor: "FeatureExtractor", path: Path, layout: str = "detectron2") -> Written:
-    """Write the weights of a backbone, and describe input, outputs and norms in the header.
-
-    The header's ``norms`` maps norm layers to norm names; in torchvision's layout, those that are not BN.
-
-    Raises:
-        ExportError: torchvision's ResNet cannot compute the same function.
-    """
+def write_safetensors(extractor: "FeatureExtractor", path: Path) -> Written:
+    """Write the weights of a backbone; the header describes input, outputs and the norm name of each norm layer."""
     backbone, description = extractor.backbone, extractor.describe()
     tensors = {name: value.contiguous() for name, value in backbone.state_dict().items()}
-    blocks = {name: block for name, block in backbone.named_modules() if isinstance(block, BottleneckBlock)}
+    blocks = [block for block in backbone.modules() if isinstance(block, BottleneckBlock)]
     images = {
         "input_format": description["input"]["channels"],
         **{key: description["input"][key] for key in ("pixel_mean", "pixel_std")},
-        "stride_in_1x1": any(block.conv1.stride != (1, 1) for block in blocks.values()),
+        "stride_in_1x1": any(block.conv1.stride != (1, 1) for block in blocks),
     }
-    records = {DESCRIPTION: json.dumps(description), PREPROCESSING_KEY: json.dumps(images)}
-    metadata = {"format": "pt", "layout": layout, **records}
-    if layout == "detectron2":
-        path.write_bytes(save(tensors, {**metadata, NORMS: json.dumps(norm_record(backbone))}))
-        loaded = copy.deepcopy(extractor)
-        loaded.backbone.load_state_dict(load_file(path))
-        return ExportedFile(loaded, description), {"layout": layout}
-
-    _check_torchvision_compatible(backbone, blocks)
-    renamed = to_torchvision(tensors)
-    network = infer_architecture(renamed)
-    names = {detectron2_name(name): name for name in network.norm_layers}
-    rows = [row for row in norm_rows(backbone) if row.layer in names and evaluation_spec(row.spec) != "BN:"]
-    norms = {names[row.layer]: row.spec for row in rows}
-    path.write_bytes(save(renamed, {**metadata, NORMS: json.dumps(norms)}))
-    model = build_torchvision(network).eval()
-    for row in rows:
-        model.set_submodule(names[row.layer], get_norm(resolve_norm(row.spec), row.channels).eval())
-    try:
-        model.load_state_dict(load_file(path), assign=True)
-    except RuntimeError as error:
-        raise ExportError(
-            f"layout ('{layout}'): torchvision's {network.name} does not take these weights: {error}. "
-            "Fix: use --layout detectron2."
-        ) from error
-
-    def run(images: Tensor) -> list[Tensor]:
-        with torch.no_grad():
-            stages = torchvision_stages(model, images)
-        return [stages[name] for name in extractor.names]
-
-    return ExportedFile(run, description), {"layout": layout, "network": network.name, "norms": norms}
-
-
-def _check_torchvision_compatible(backbone: nn.Module, blocks: dict[str, BottleneckBlock]) -> None:
-    """Refuse convolutions, strides and dilation that torchvision does differently; the weights do not show them."""
-    key = ""
-    if conv_names(backbone):
-        key = "MODEL.RESNETS.CONV ('WS'): torchvision does not standardize weights"
-    for name, block in blocks.items():
-        if block.conv1.stride != (1, 1):
-            key = f"MODEL.RESNETS.STRIDE_IN_1X1 (True): torchvision has the stride of {name} in the 3x3 convolution"
-        elif block.conv2.dilation != (1, 1):
-            key = f"MODEL.RESNETS.RES5_DILATION (2): {name} is dilated; torchvision dilates other convolutions"
-    if key:
-        raise ExportError(f"{key}. Fix: use --layout detectron2.")
+    entries = {DESCRIPTION: description, PREPROCESSING_KEY: images, NORMS: norm_record(backbone)}
+    path.write_bytes(save(tensors, {"format": "pt", **{key: json.dumps(value) for key, value in entries.items()}}))
+    loaded = copy.deepcopy(extractor)
+    loaded.backbone.load_state_dict(load_file(path))
+    return ExportedFile(loaded, description), {}

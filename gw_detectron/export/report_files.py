@@ -35,9 +35,8 @@ _KINDS = {
     "pt2": "A torch.export program. Needs torch, in the version of `parity.json` or newer. Runs on the CPU;\n"
     "`torch.export.passes.move_to_device_pass` moves the loaded program to another device.",
     "onnx": "An ONNX model. Needs onnxruntime or another ONNX runtime.",
-    "detectron2": "Weights in Detectron2's names; the header's `norms` has the norm of each layer.\n"
+    "safetensors": "Weights in Detectron2's names; the header's `norms` has the norm of each layer.\n"
     "In gw_detectron, `MODEL.WEIGHTS: gw://file/<path>` loads those of a ResNet.",
-    "torchvision": "Weights in torchvision's names; the header's `norms` has the norms that are not BN.",
 }
 
 
@@ -90,7 +89,7 @@ def _readme(report: Mapping[str, Any]) -> str:
     return _README.substitute(
         given,
         file=report["file"],
-        kind=_KINDS[report.get("layout", report["format"])],
+        kind=_KINDS[report["format"]],
         shape=f"({', '.join(map(str, given['shape']))})",
         scale="normalized by the file" if given["inside"] else "normalized as (pixels - mean) / std",
         resize=resize,

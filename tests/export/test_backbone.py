@@ -13,10 +13,10 @@ from torch.export.passes import move_to_device_pass
 from gw_detectron.errors import ConfigError, ExportError, FileAccessError
 from gw_detectron.export import TOLERANCE, Normalization, backbone, export_backbone
 from gw_detectron.export.backbone import compare_features
-from gw_detectron.export.run_exported import ExportedFile, open_exported
+from gw_detectron.export.run_exported import ExportedFile
 from gw_detectron.norms.listing import norm_rows
 
-from .tiny_networks import needs_export, tiny_backbone
+from .tiny_networks import needs_export, open_exported, tiny_backbone
 
 PYRAMID = ["p2", "p3", "p4", "p5", "p6"]
 
@@ -163,9 +163,6 @@ def test_a_normalization_of_gray_images_is_refused(values):
     ("fpn", "pixels", "arguments", "message"),
     [
         (None, False, {"file_format": "tflite"}, r"file_format \('tflite'\)"),
-        (None, False, {"layout": "mmdet"}, r"layout \('mmdet'\)"),
-        (None, False, {"layout": "torchvision"}, "pt2 has no layouts"),
-        ("", False, {"file_format": "safetensors", "layout": "torchvision"}, "--no-fpn"),
         (None, True, {"file_format": "safetensors"}, "--pixels"),
     ],
 )

@@ -1,17 +1,10 @@
-"""Weights in Detectron2's and torchvision's names come back with the norms and the preprocessing that they record."""
-
-import json
+"""Weights come back with the norms and the preprocessing that they record."""
 
 import pytest
 import torch
-import torchvision
-from detectron2.layers import get_norm
 from detectron2.modeling import build_backbone
-from safetensors import safe_open
 from safetensors.torch import load_file
 
-from gw_detectron import resolve_norm
-from gw_detectron.errors import ExportError
 from gw_detectron.export import FeatureExtractor, Normalization, export_backbone
 from gw_detectron.export.formats import write_safetensors
 from gw_detectron.model_zoo import get_config
@@ -45,37 +38,7 @@ def backbone_of(*opts, fpn=False):
     return backbone if fpn else getattr(backbone, "bottom_up", backbone)
 
 
-@pytest.mark.parametrize(
-    ("opts", "name", "norms"),
-    [
-        ((), "resnet18", 9),
-        ((("MODEL.RESNETS.WHITEN_NORM", "GW:groups=16,solver=zca_max,threshold=0.3,corr=true"),), "resnet18", 9),
-        ((("MODEL.RESNETS.NORM", "GN"), positions("")), "resnet18", 20),
-        ((*R50, FROZEN, positions("S1-B3")), "resnet50", 17),
-        ((*X50, ("MODEL.RESNETS.NORM", "GN:groups=16"), positions("ALL")), "resnext50_32x4d", 53),
-    ],
-)
-def test_torchvision_layout(tmp_path, normalization, opts, name, norms):
-    backbone, path = backbone_of(*opts), tmp_path / "out" / "backbone.safetensors"
-    report = export_backbone(backbone, path.parent, normalization, file_format="safetensors", layout="torchvision")
-    assert len(report["cases"]) == 4 and report["worst_relative"] < 1e-4
-    # as a user does: torchvision's own constructor, with the norm layers that the header names
-    weights, model = load_file(path), torchvision.models.get_model(name)
-    model.fc = torch.nn.Identity()
-    with safe_open(path, "pt") as file:
-        header = json.loads(file.metadata()["norms"])
-    assert len(header) == norms
-    for layer, spec in header.items():
-        model.set_submodule(layer, get_norm(resolve_norm(spec), weights[f"{layer}.weight"].numel()))
-    model.load_state_dict(weights)
-    images = torch.randn(2, 3, 75, 97)
-    with torch.no_grad():
-        expected = backbone.eval()(images)["res5"].mean((2, 3))
-        found = model.eval()(images)
-    assert ((found - expected).abs().max() / expected.abs().max()) < 1e-4
-
-
-def test_detectron2_layout(tmp_path, normalization):
+def test_weights(tmp_path, normalization):
     backbone = backbone_of(fpn=True)
     report = export_backbone(backbone, tmp_path / "fpn", normalization, file_format="safetensors")
     weights = load_file(tmp_path / "fpn" / "backbone.safetensors")
@@ -88,22 +51,6 @@ def test_detectron2_layout(tmp_path, normalization):
 
 
 @pytest.mark.parametrize(
-    ("opts", "message"),
-    [
-        ((*R50, ("MODEL.RESNETS.STRIDE_IN_1X1", True)), r"STRIDE_IN_1X1"),
-        ((*R50, NO_FPN, ("MODEL.RESNETS.RES5_DILATION", 2)), r"RES5_DILATION .*res5.2 is dilated"),
-        ((*R50, ("MODEL.RESNETS.STEM_OUT_CHANNELS", 32)), r"torchvision's R-50 does not take these weights"),
-    ],
-)
-def test_torchvision_refuses_other_functions(tmp_path, normalization, opts, message):
-    extractor = FeatureExtractor(backbone_of(*opts), normalization)
-    with pytest.raises(ExportError, match=message):
-        write_safetensors(extractor, tmp_path / "a.safetensors", "torchvision")
-    write_safetensors(extractor, tmp_path / "a.safetensors")
-
-
-@pytest.mark.parametrize("layout", ["detectron2", "torchvision"])
-@pytest.mark.parametrize(
     ("norm", "whitening", "where"),
     [
         ("BN", "GW", "S1-B2"),
@@ -115,11 +62,11 @@ def test_torchvision_refuses_other_functions(tmp_path, normalization, opts, mess
         ("BN", "BN:rotation=cayley", "S1"),
     ],
 )
-def test_norms_come_back(tmp_path, normalization, layout, norm, whitening, where):
+def test_norms_come_back(tmp_path, normalization, norm, whitening, where):
     opts = (("MODEL.RESNETS.NORM", norm), ("MODEL.RESNETS.WHITEN_NORM", whitening), positions(where))
     backbone = backbone_of(*opts, ("MODEL.BACKBONE.FREEZE_AT", 2))
     path = tmp_path / "a.safetensors"
-    write_safetensors(FeatureExtractor(backbone, normalization), path, layout)
+    write_safetensors(FeatureExtractor(backbone, normalization), path)
     conversion = load_weights(path)
     assert conversion.preprocessing == Preprocessing("RGB", *PIXELS, False)
     cfg = config_for(conversion)
@@ -134,13 +81,12 @@ def test_norms_come_back(tmp_path, normalization, layout, norm, whitening, where
         load_weights(path, norm="GN:groups=2")
 
 
-@pytest.mark.parametrize("layout", ["detectron2", "torchvision"])
-def test_preprocessing_comes_back(tmp_path, layout):
+def test_preprocessing_comes_back(tmp_path):
     images = Normalization("BGR", (1.0, 2.0, 3.0), (1.0, 1.0, 1.0))
-    backbone = backbone_of(*R50, ("MODEL.RESNETS.STRIDE_IN_1X1", layout == "detectron2"))
-    write_safetensors(FeatureExtractor(backbone, images), tmp_path / "a.safetensors", layout)
+    backbone = backbone_of(*R50, ("MODEL.RESNETS.STRIDE_IN_1X1", True))
+    write_safetensors(FeatureExtractor(backbone, images), tmp_path / "a.safetensors")
     assert load_weights(tmp_path / "a.safetensors").preprocessing == Preprocessing(
-        "BGR", (1.0, 2.0, 3.0), (1.0, 1.0, 1.0), layout == "detectron2"
+        "BGR", (1.0, 2.0, 3.0), (1.0, 1.0, 1.0), True
     )
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from gw_detectron.checkpoint import Checkpoint, norm_differences
 from gw_detectron.engine import main
-from gw_detectron.errors import ConfigError, ExportError, PreflightError
+from gw_detectron.errors import ConfigError, PreflightError
 from gw_detectron.export import FORMATS, Normalization, export_backbone
 from gw_detectron.layers.weight_standardization import standardize_weight, standardize_weights
 from gw_detectron.model_zoo import get_config
@@ -145,8 +145,3 @@ def test_exports_compute_the_same(file_format, tmp_path):
     normalization = Normalization("RGB", (123.675, 116.28, 103.53), (58.395, 57.12, 57.375))
     report = export_backbone(backbone, tmp_path / "out", normalization, file_format=file_format)  # checks the numbers
     assert report
-    if file_format == "safetensors":
-        with pytest.raises(ExportError, match=r"MODEL.RESNETS.CONV \('WS'\)"):
-            export_backbone(
-                backbone, tmp_path / "tv", normalization, file_format="safetensors", fpn=False, layout="torchvision"
-            )
