@@ -14,7 +14,7 @@ from gw_detectron.progress import progress_bar
 
 #: untimed calls before the first timed one: libraries choose algorithms, kernels are compiled
 WARM_UP = 3
-_HEAD_START = 4_000_000  # cycles of a GPU, about two milliseconds: longer than the host needs to launch a layer's kernels
+_HEAD_START = 4_000_000  # cycles of a GPU, two milliseconds: longer than the host takes to launch a layer
 _FLUSH_BYTES = 256 * 2**20  # larger than the last-level cache of any GPU
 
 

@@ -99,7 +99,7 @@ def test_compiling_alone_tells_registers_spills_and_settings(compiled):
     assert (first["kernel"], first["setting"], first["registers"], first["stack"]) == ("1 moments", "", 99, 0)
     assert first["shared_kib"] == 4 and "median_ms" not in first
     by_setting = {row["setting"]: row for row in rows if row["kernel"] == "1 moments"}
-    assert {"tile_bytes=8192", "min_tiles=8", "warps=2", "warps=8", "stages=1"} <= by_setting.keys()
+    assert {"min_tiles=8", "warps=2", "warps=8", "stages=1"} <= by_setting.keys()
     assert "warps=4" not in by_setting  # the one of the code
     assert by_setting["stages=1"]["note"] == "RuntimeError: too few stages"
     assert by_setting["min_tiles=8"]["programs"] < first["programs"]
