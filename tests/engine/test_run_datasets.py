@@ -22,10 +22,11 @@ from ..tiny_run import ROOT, arguments, environment, words
 
 
 def forget():
-    """Leave Detectron2's own datasets, as in a new process."""
+    """Leave the datasets of imported modules, as in a new process."""
     for name in set(DatasetCatalog) - BUILT_IN:
-        DatasetCatalog.pop(name)
-        MetadataCatalog.pop(name)
+        if not name.startswith("gw_synthetic"):
+            DatasetCatalog.pop(name)
+            MetadataCatalog.pop(name)
 
 
 BUILT_IN = set(DatasetCatalog)
