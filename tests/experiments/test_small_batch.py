@@ -25,9 +25,7 @@ from experiments.small_batch.dataset import HardSyntheticConfig
 from experiments.small_batch.features import feature_statistics
 from experiments.small_batch.paired_test import Difference, paired_difference, verdict
 from experiments.small_batch.plan import (
-    DECIDING,
     NORMS,
-    OTHER_BATCHES,
     RATES,
     VARIATIONS,
     Row,
@@ -51,15 +49,6 @@ def config(row):
 
 def result(ap, **more):
     return {"AP": ap, "seconds": 60.0, "diverged": "", **more}
-
-
-def all_grids():
-    """Return results with the best rate in the middle of all grids."""
-    done = {}
-    for _ in range(2):  # the grids at batch 2, then those that start from their rates
-        grids = [row for row in planned_rows(done) if row.seed == 0]
-        done = {row: -abs(math.log(row.lr / row.batch / 0.005)) for row in grids}
-    return done
 
 
 def test_rows_of_one_seed_start_from_the_same_weights():
@@ -155,18 +144,6 @@ def test_a_run_is_evaluated_and_its_checkpoints_are_removed(tmp_path):
     assert found["diverged"] == "" and found["threads"] == 1 and found["options"] == list(SHORT)
     assert found["versions"]["torch"] == torch.__version__ and found["machine"]
     assert not list((tmp_path / "run").glob("*.pth")) and (tmp_path / "run" / "metrics.json").exists()
-
-
-def test_the_whole_plan():
-    rows = list(planned_rows(all_grids()))
-    main, others, variations, longer = 5 * (5 + 5) + 4 * (3 + 3), 6 * 3 * (3 + 1), 11 * 3, 3 * (3 + 5 + 3)
-    assert len(rows) == len(set(rows)) == len({row.name for row in rows}) == main + others + variations + longer
-    assert {row.norm for row in rows} == {*NORMS, *VARIATIONS} and set(DECIDING) < set(NORMS)
-    assert [row.batch * row.iterations for row in rows].count(4000) == len(rows) - longer
-    assert {row.config_keys()["DATASETS.TEST"] for row in rows if row.seed == 0} == {("gw_synthetic_hard_tune",)}
-    assert {row.config_keys()["DATASETS.TEST"] for row in rows if row.seed} == {("gw_synthetic_hard_val",)}
-    rates = {(row.batch, row.lr) for row in rows if row.seed}
-    assert rates == {(batch, 0.005 * batch) for batch in (2, *OTHER_BATCHES)}
 
 
 @pytest.mark.parametrize(

@@ -26,21 +26,16 @@ def wide_and_tall_images(tmp_path_factory):
     register_synthetic()
 
 
-@pytest.fixture(scope="module")
-def detectors(wide_and_tall_images, tmp_path_factory):
-    """Config file and random weights of a detector, by norm."""
-    made = {}
-    for norm in ("GW", "GN", "FrozenBN"):
-        folder = tmp_path_factory.mktemp(norm)
-        keys = {**OPTS, "MODEL.RESNETS.NORM": norm, "MODEL.RESNETS.WHITEN_NORM": norm, "MODEL.FPN.NORM": norm}
-        if norm == "FrozenBN":
-            keys["MODEL.RESNETS.WHITEN_POSITIONS"] = ""
-        cfg = read_config(str(CONFIG), [str(word) for pair in keys.items() for word in pair])
-        torch.manual_seed(0)
-        torch.save({"model": build_checked_model(cfg, "cpu").state_dict()}, folder / "model.pth")
-        (folder / "config.yaml").write_text(cfg.dump())
-        made[norm] = {"config_file": str(folder / "config.yaml"), "weights": str(folder / "model.pth")}
-    return made
+@pytest.fixture(scope="module", params=["GW", "GN"])
+def detector(request, wide_and_tall_images, tmp_path_factory):
+    """Config file and random weights of a detector with this norm."""
+    norm, folder = request.param, tmp_path_factory.mktemp("detector")
+    keys = {**OPTS, "MODEL.RESNETS.NORM": norm, "MODEL.RESNETS.WHITEN_NORM": norm, "MODEL.FPN.NORM": norm}
+    cfg = read_config(str(CONFIG), [str(word) for pair in keys.items() for word in pair])
+    torch.manual_seed(0)
+    torch.save({"model": build_checked_model(cfg, "cpu").state_dict()}, folder / "model.pth")
+    (folder / "config.yaml").write_text(cfg.dump())
+    return {"config_file": str(folder / "config.yaml"), "weights": str(folder / "model.pth")}
 
 
 def found(boxes, scores, classes):
@@ -67,9 +62,8 @@ def test_box_ap_of_right_missing_and_wrong_detections():
     assert box_ap([example], [found(moved.tolist(), [0.9, 0.8], [0, 1])]) == pytest.approx((60 + 100) / 2, abs=0.1)
 
 
-@pytest.mark.parametrize("norm", ["GW", "GN"])
-def test_padding_changes_the_features_of_batches(detectors, norm):
-    result = analyze_padding(**detectors[norm], batches=[1, 2, 4])
+def test_padding_changes_the_features_of_batches(detector):
+    result = analyze_padding(**detector, batches=[1, 2, 4])
     alone, *together = result.rows
     assert result.settings["images"] == 4 and [row["batch"] for row in result.rows] == [1, 2, 4]
     assert set(levels_of(alone)) == {"p2", "p3", "p4", "p5", "p6"}
@@ -78,9 +72,8 @@ def test_padding_changes_the_features_of_batches(detectors, norm):
     assert alone["padding"] < together[0]["padding"] < together[1]["padding"] < 1
 
 
-@pytest.mark.parametrize("norm", ["GW", "GN"])
-def test_joint_statistics_bring_tiles_closer_to_the_image(detectors, norm):
-    result = analyze_tiling(**detectors[norm], tiles=[2])
+def test_joint_statistics_bring_tiles_closer_to_the_image(detector):
+    result = analyze_tiling(**detector, tiles=[2])
     assert [row["statistics"] for row in result.rows] == WAYS and {row["images"] for row in result.rows} == {4}
     whole, own, joint = result.rows
     assert set(levels_of(whole).values()) == {0.0}

@@ -112,9 +112,7 @@ def test_the_papers_schedule(batches, rmax, dmax):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_features": 0}, r"num_features \(0\)"),
         ({"rmax": 0.9}, r"rmax \(0.9\): .* at least 1"),
-        ({"dmax": -1}, r"dmax \(-1\)"),
         ({"warmup": 10, "rmax_at": 10}, r"rmax_at \(10\): .* at least 11"),
         ({"rmax": "3"}, r"rmax \('3'\): expected a number"),
     ],

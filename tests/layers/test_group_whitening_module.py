@@ -1,8 +1,5 @@
 """GroupWhitening2d as a module: errors, checkpoints, copies, tracing, export, compilation, DDP."""
 
-import copy
-import functools
-import io
 import math
 import pickle
 import re
@@ -16,8 +13,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gw_detectron.layers import (
-    BatchWhitening2d,
-    FrozenBatchWhitening2d,
     GroupWhitening2d,
 )
 
@@ -40,15 +35,11 @@ def features(*shape: int) -> torch.Tensor:
     ("arguments", "words"),
     [
         ({"num_channels": 96, "num_groups": 64}, ["96", "64"]),
-        ({"num_channels": 0}, ["0"]),
-        ({"num_channels": 64, "num_groups": 0}, ["0"]),
         ({"num_channels": 64, "eps": math.nan}, ["nan"]),
         ({"num_channels": 64, "solver": "svd"}, ["svd", "newton", "zca"]),
         ({"num_channels": 64, "num_groups": True}, ["num_groups", "True"]),
         ({"num_channels": 64, "eps": "1e-5"}, ["eps", "'1e-5'"]),
-        ({"num_channels": "64"}, ["num_channels", "'64'"]),
         ({"num_channels": 64, "num_iters": 10**9}, ["num_iters", "1000000000", "at most 1000"]),
-        ({"num_channels": 64, "affine": 1}, ["affine", "1"]),
     ],
     ids=str,
 )
@@ -90,17 +81,6 @@ def test_its_relu_is_the_same_as_one_behind_it(solver, shape, memory_format, dty
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize(
-    "layer", [GroupWhitening2d, functools.partial(BatchWhitening2d, channels_per_group=16, rotation="cayley")]
-)
-def test_it_is_made_on_a_device_with_a_dtype(layer, device):
-    made = layer(24, device=device, dtype=torch.float64)
-    tensors = [*made.parameters(), *made.buffers()]
-    for tensor in (*tensors, *FrozenBatchWhitening2d.convert(made).buffers()):
-        assert (tensor.device.type, tensor.dtype) == (device, torch.float64)
-
-
 def test_its_relu_hides_no_nan():
     x = torch.randn(2, 16, 5, 5)
     x[1, 3, 2, 2] = torch.nan
@@ -109,24 +89,14 @@ def test_its_relu_hides_no_nan():
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save", "state_dict"])
-def test_copies_compute_the_same(how, solver):
+def test_copies_compute_the_same(solver):
     layer, x = build(64, Setting(16, 3, 1e-3, solver), torch.float32), features(2, 64, 7, 5)
-    if how == "deepcopy":
-        twin = copy.deepcopy(layer)
-    elif how == "pickle":
-        twin = pickle.loads(pickle.dumps(layer))
-    elif how == "torch.save":
-        buffer = io.BytesIO()
-        torch.save(layer, buffer)
-        buffer.seek(0)
-        twin = torch.load(buffer, weights_only=False)
-    else:
-        assert sorted(layer.state_dict()) == ["bias", "weight"]
-        twin = GroupWhitening2d(64, 16, 3, 1e-3, solver=solver)
-        twin.load_state_dict(layer.state_dict())
-    assert torch.equal(twin(x), layer(x))
-    assert twin.weight.data_ptr() != layer.weight.data_ptr()
+    assert sorted(layer.state_dict()) == ["bias", "weight"]
+    loaded = GroupWhitening2d(64, 16, 3, 1e-3, solver=solver)
+    loaded.load_state_dict(layer.state_dict())
+    for twin in (loaded, pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(twin(x), layer(x))
+        assert twin.weight.data_ptr() != layer.weight.data_ptr()
 
 
 @pytest.mark.parametrize("shape", [(1, 64, 1, 1), (1, 64), (1, 64, 1)], ids=str)

@@ -1,4 +1,4 @@
-"""Every head of ours against Detectron2's with the same weights, and norm names in their constructors."""
+"""Dense heads against Detectron2's with the same weights, and norm names in their constructors."""
 
 from typing import Any
 
@@ -8,41 +8,21 @@ from detectron2.layers import ShapeSpec
 from detectron2.modeling import RetinaNet, build_model
 from detectron2.modeling.meta_arch.retinanet import RetinaNetHead
 from detectron2.modeling.meta_arch.semantic_seg import SemSegFPNHead
-from detectron2.modeling.roi_heads import FastRCNNConvFCHead, MaskRCNNConvUpsampleHead
 from torch import nn
 
 from gw_detectron.errors import NormError
 from gw_detectron.layers import GroupWhitening2d
 from gw_detectron.modeling import (
-    GWFastRCNNConvFCHead,
-    GWMaskRCNNConvUpsampleHead,
     GWRetinaNet,
     GWRetinaNetHead,
     GWSemSegFPNHead,
 )
 from gw_detectron.norms.listing import norm_rows
 
-REGION = ShapeSpec(channels=16, height=7, width=7)
 LEVELS = {f"p{level}": ShapeSpec(channels=16, stride=2**level) for level in (2, 3, 4)}
 FEATURES = {name: torch.randn(2, 16, 64 // shape.stride, 64 // shape.stride) for name, shape in LEVELS.items()}
 #: ours, the stock head, its arguments, the argument of the norm, its input, and the method that computes
 HEADS: dict[str, tuple[type[nn.Module], type[nn.Module], dict[str, Any], str, Any, str]] = {
-    "box": (
-        GWFastRCNNConvFCHead,
-        FastRCNNConvFCHead,
-        {"input_shape": REGION, "conv_dims": [16, 16], "fc_dims": [8]},
-        "conv_norm",
-        torch.randn(2, 16, 7, 7),
-        "forward",
-    ),
-    "mask": (
-        GWMaskRCNNConvUpsampleHead,
-        MaskRCNNConvUpsampleHead,
-        {"input_shape": REGION, "conv_dims": [16, 16, 10], "num_classes": 3},  # no norm has 10 channels
-        "conv_norm",
-        torch.randn(2, 16, 7, 7),
-        "layers",
-    ),
     "retinanet": (
         GWRetinaNetHead,
         RetinaNetHead,
@@ -82,7 +62,7 @@ def test_a_head_is_the_stock_head_with_that_norm(kind, norm):
     head.load_state_dict(reference.state_dict())  # raises unless all names are the same
     for found, expected in zip(outputs(head, method, features), outputs(reference, method, features), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    assert len(norm_rows(head)) == (0 if not norm else {"box": 2, "mask": 2, "retinanet": 4, "semantic": 4}[kind])
+    assert len(norm_rows(head)) == (0 if not norm else 4)
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -91,15 +71,6 @@ def test_a_wrong_norm_names_the_argument_and_the_class(kind):
     for norm, words in (("GX", "unknown norm"), ("GW:groups=5", "5"), ("GN:groups=0", "groups")):
         with pytest.raises(NormError, match=rf"{ours.__name__}, {key} \('{norm}'\): .*{words}"):
             ours(**arguments, **{key: norm})
-
-
-@pytest.mark.parametrize("kind", HEADS)
-def test_a_class_and_none_are_taken_as_they_are(kind):
-    ours, _, arguments, key, features, method = HEADS[kind]
-    head = ours(**arguments, **{key: GroupWhitening2d})
-    assert {row.groups for row in norm_rows(head)} == {16}
-    assert norm_rows(ours(**arguments, **{key: None})) == norm_rows(ours(**arguments)) == []
-    outputs(head, method, features)[0].sum().backward()
 
 
 def test_the_semantic_head_fuses_its_relus():

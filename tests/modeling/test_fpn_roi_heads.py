@@ -30,20 +30,6 @@ def test_fpn_takes_any_norm(cfg, norm):
     }
 
 
-def test_retinanet_backbone(cfg):
-    cfg.MODEL.META_ARCHITECTURE = "RetinaNet"
-    cfg.MODEL.BACKBONE.NAME = "build_gw_retinanet_resnet_fpn_backbone"
-    cfg.MODEL.RESNETS.DEPTH, cfg.MODEL.RESNETS.RES2_OUT_CHANNELS = 18, 64
-    cfg.MODEL.RESNETS.OUT_FEATURES = cfg.MODEL.FPN.IN_FEATURES = ["res3", "res4", "res5"]
-    cfg.MODEL.FPN.NORM = "GW"
-    model = build_model(cfg)
-    features = model.backbone(torch.randn(1, 3, 128, 128))
-    assert {name: tuple(f.shape[1:]) for name, f in features.items()} == {
-        f"p{level}": (256, 128 // 2**level, 128 // 2**level) for level in range(3, 8)
-    }
-    assert sum(spec.startswith("GW") for spec in specs(model)) == 9 + 6
-
-
 @pytest.mark.parametrize(("single_relu", "relus"), [(False, 4), (True, 1)])
 @pytest.mark.parametrize("norm", ["GW", "GN", ""])
 def test_box_head_relus(cfg, single_relu, relus, norm):

@@ -238,12 +238,6 @@ def test_a_global_response_norm_is_no_norm():
     assert report.layers and not any(".grn" in row.layer for row in report.layers)
 
 
-def test_only_norms_are_converted():
-    model = timm.create_model("convnext_atto", num_classes=5)  # its head is called a norm too
-    convert_norms(model, {"*": "GN:groups=8"})
-    assert model(torch.randn(1, 3, 64, 64)).shape == (1, 5)
-
-
 def test_torchvisions_frozen_norms_are_converted():
     model = resnet_fpn_backbone(backbone_name="resnet18", weights=None)
     report = convert_norms(model, "S1-B2")
@@ -298,13 +292,6 @@ def test_the_activation_of_a_layer_survives_its_freezing():
     assert not any(parameter.requires_grad for parameter in model[1].parameters())
 
 
-def test_a_model_on_the_meta_device_is_converted():
-    with torch.device("meta"):
-        model = torchvision.models.resnet18()
-    convert_norms(model, "S1-B2")
-    assert isinstance(model.bn1, GroupWhitening2d) and model.bn1.weight.is_meta
-
-
 def test_one_value_per_group_is_a_warning():
     model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8))
     with pytest.warns(UserWarning, match=r"1 layers \(1, ...\) get one channel per group: .* Fix: keep them, by None"):
@@ -327,30 +314,23 @@ def test_none_keeps_a_layer_and_a_second_name_is_found():
         (small, {nn.GroupNorm: "GW"}, "fits none of 2 norm layers"),
         (small, "S1-B2", "no norms named as in a ResNet"),
         (torchvision.models.resnet18, "S1-B3", "blocks of ResNet-18 and -34 have two norms"),
-        (small, "S2", "fits none of 2 norm layers"),
         (small, {"1": "BW", "4": "GX"}, r"convert_norms, 4 \('GX'\): unknown norm"),
         (small, {"1": "BW", "4": "GN:groups=5"}, r"convert_norms, 4 \('GN:groups=5'\): .*divisible"),
         (small, {"1": "BN", "4": "BN"}, r"1 \('BN'\): has this norm already"),
         (small, {"*": "GN", "4": "GW"}, r"plan \('4'\): earlier keys fit all of its layers. Fix: put it before"),
         (small, None, r"plan \(None\): not a plan"),
-        (small, {3: "GW"}, r"plan \(3\): not a key"),
-        (small, {nn.Conv2d: "GW"}, "fits none of 2 norm layers"),
-        (small, {"2": "GW"}, r"plan \('2'\): fits none of 2 norm layers"),
         (lambda: nn.Sequential(nn.RMSNorm(8)), {"0": "GW"}, "its channels are the last dimension"),
         (
             lambda: timm.create_model("vit_tiny_patch16_224", img_size=64),
             {"*": "GN"},
             r"the last dimension; .*: 25, named blocks.\*.norm1, blocks.\*.norm2, norm. .*: None, ...}",
         ),
-        (lambda: nn.Sequential(nn.LayerNorm(8)), {"0": "GW"}, "its channels are the last dimension"),
         (lambda: nn.BatchNorm2d(8), {"*": "GW"}, "the model is a norm layer itself"),
-        (lambda: torch.jit.script(small()), {"*": "GW"}, "fits none of 0 norm layers"),
         (lambda: nn.DataParallel(small()), {"*": "GW"}, "shares its parameters"),
         (small, "GW", r"plan \('GW'\): fits none of 2 norm layers. Fix: give this norm to layers, e.g. {\"\*\": 'GW'}"),
         (small, {"*": functools.partial(nn.BatchNorm2d, groups=3)}, r"convert_norms, 1 \(.*keyword argument 'groups'"),
         (small, {"*": GroupWhitening2d(16)}, "got a layer instance"),
         (small, {"*": nn.GroupNorm}, "does not fit 16 channels"),
-        (lambda: timm.create_model("mobilenetv3_small_050"), {"*": "GW"}, "does not divide 144 channels"),
         (lambda: timm.create_model("resnetv2_50d_evos"), {"*": "GN"}, r"contains an activation with parameters \(v\)"),
     ],
 )

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from gw_detectron.ops.solvers import SOLVERS, Solver, newton_inverse_sqrt, zca_inverse_sqrt
+from gw_detectron.ops.solvers.newton import newton_backward
 
 from . import oracle
 
@@ -31,7 +32,6 @@ REPEATED = {
     "almost equal": [1.0, 1.0 + 1e-15, 1.0 + 1e-9, 2.0],
     "eps and signal": [1e-5] * 5 + [1.0, 2.0],
 }
-ITERS = [0, 1, 3, 5, 7]
 
 
 def symmetrized_gradient(solver, sigma: np.ndarray, grad_w: np.ndarray) -> np.ndarray:
@@ -47,7 +47,7 @@ def assert_relatively_close(value: np.ndarray, reference: np.ndarray, tol: float
     np.testing.assert_allclose(value / scale, reference / scale, rtol=0, atol=tol)
 
 
-@pytest.mark.parametrize("iters", ITERS)
+@pytest.mark.parametrize("iters", range(9))
 @pytest.mark.parametrize("name", DISTINCT | REPEATED)
 def test_newton_equals_the_equations(name, iters):
     sigma = spectrum((DISTINCT | REPEATED)[name])
@@ -56,8 +56,12 @@ def test_newton_equals_the_equations(name, iters):
         newton_inverse_sqrt(torch.from_numpy(sigma), iters).numpy(), oracle.newton(sigma, iters), 1e-10
     )
     expected = oracle.newton_backward(grad, sigma, iters)
+    expected = 0.5 * (expected + expected.T)
     measured = symmetrized_gradient(lambda s: newton_inverse_sqrt(s, iters), sigma, grad)
-    assert_relatively_close(measured, 0.5 * (expected + expected.T), 1e-10)
+    assert_relatively_close(measured, expected, 1e-9)
+    whitening, measured = newton_backward(torch.from_numpy(sigma)[None], torch.from_numpy(grad)[None], iters)
+    assert_relatively_close(whitening[0].numpy(), oracle.newton(sigma, iters), 1e-10)
+    assert_relatively_close(measured[0].numpy(), expected, 1e-9)
 
 
 @pytest.mark.parametrize("iters", [12, 15, 30])
@@ -71,22 +75,14 @@ def test_newton_stays_stable_beyond_convergence(iters):
     assert_relatively_close(w.double().numpy(), expected, 1e-4)
 
 
-@pytest.mark.parametrize("name", DISTINCT)
+@pytest.mark.parametrize("name", DISTINCT | REPEATED)
 def test_zca_equals_the_equations(name):
-    sigma = spectrum(DISTINCT[name])
+    """The published backward divides by eigenvalue gaps; at equal ones the oracle solves a Lyapunov equation."""
+    sigma = spectrum((DISTINCT | REPEATED)[name])
     grad = np.random.default_rng(1).normal(size=sigma.shape)
     assert_relatively_close(zca_inverse_sqrt(torch.from_numpy(sigma)).numpy(), oracle.zca(sigma), 1e-10)
-    expected = oracle.zca_backward(grad, sigma)
+    expected = (oracle.zca_backward if name in DISTINCT else oracle.lyapunov_backward)(grad, sigma)
     assert_relatively_close(symmetrized_gradient(zca_inverse_sqrt, sigma, grad), 0.5 * (expected + expected.T), 1e-9)
-
-
-@pytest.mark.parametrize("name", REPEATED)
-def test_zca_gradient_at_repeated_eigenvalues(name):
-    """The published backward divides by eigenvalue gaps; this oracle solves a Lyapunov equation."""
-    sigma = spectrum(REPEATED[name])
-    grad = np.random.default_rng(1).normal(size=sigma.shape)
-    expected = oracle.lyapunov_backward(grad, sigma)
-    assert_relatively_close(symmetrized_gradient(zca_inverse_sqrt, sigma, grad), expected, 1e-9)
 
 
 @pytest.mark.parametrize("solver", sorted(SOLVERS))

@@ -40,12 +40,3 @@ def test_prediction_and_ground_truth_are_drawn_alike():
     predicted, annotated = draw_predictions(GRAY, CLASSES, instances), draw_record(GRAY, CLASSES, record)
     assert np.abs(predicted[300:340, 110:290].astype(int) - annotated[300:340, 110:290]).max() <= 3
     assert not np.array_equal(predicted, annotated)  # the score
-
-
-def test_an_image_without_objects_stays_and_a_small_one_is_enlarged():
-    instances = Instances(GRAY.shape[:2])
-    instances.pred_boxes, instances.pred_classes = Boxes(torch.zeros(0, 4)), torch.zeros(0, dtype=torch.int64)
-    instances.scores, instances.pred_masks = torch.zeros(0), torch.zeros(0, *GRAY.shape[:2], dtype=torch.bool)
-    assert np.array_equal(draw_predictions(GRAY, CLASSES, instances), GRAY)
-    assert np.array_equal(draw_record(GRAY, CLASSES, {}), GRAY)
-    assert draw_record(GRAY[:64, :128], CLASSES, {}).shape == (240, 480, 3)
