@@ -3,6 +3,7 @@
 import argparse
 
 from detectron2.engine import default_argument_parser
+from detectron2.engine.launch import DEFAULT_TIMEOUT
 
 _NOTE = "Evaluation writes to OUTPUT_DIR/inference and leaves the training's log.txt and config.yaml untouched.\n\n"
 _EXAMPLES = """\
@@ -66,6 +67,14 @@ def get_parser(*, evaluation: bool = False) -> argparse.ArgumentParser:
     parser.epilog = _NOTE + (_EVALUATION_EXAMPLES if evaluation else _EXAMPLES)
     for name, text in _SWITCHES.items():
         parser.add_argument(f"--{name}", action="store_true", help=text)
+    parser.add_argument(
+        "--dist-timeout",
+        type=int,
+        default=int(DEFAULT_TIMEOUT.total_seconds()),
+        metavar="SECONDS",
+        help="end the run if a process waits longer than this for another one, which died, hangs or never joined "
+        "(default: %(default)s). Raise it if the evaluation on the main process takes longer",
+    )
     own = parser.add_argument_group(
         "your own data", "datasets in COCO format; they set DATASETS and NUM_CLASSES, see docs/your_data.md"
     )
