@@ -1,8 +1,8 @@
 """Measure the host time of a layer's launches without a GPU: python -m benchmarks.host
 
 Triton compiles for an H100, binds and launches as usual, but its driver does nothing. So the times are those of Python
-and Triton alone: what a network pays per layer where the GPU waits for the host. ``GroupNorm`` is one operator of torch,
-and computes on the CPU here.
+and Triton alone: what a network pays per layer where the GPU waits for the host. ``GroupNorm`` is one operator of
+torch, and computes on the CPU here.
 """
 
 from collections.abc import Callable
@@ -84,22 +84,22 @@ def main() -> None:
     }.items():
         setattr(launch, name, stand_in)
     for shape in SHAPES:
-        x = torch.randn(shape, requires_grad=True)
-        dy = torch.randn(shape)
         for layer in (GroupWhitening2d(shape[1]), torch.nn.GroupNorm(32, shape[1])):
+            print("x".join(map(str, shape)), f"{type(layer).__name__:16}", _measure(layer, shape))
 
-            def both(layer: torch.nn.Module = layer) -> None:
-                layer(x).backward(dy)
-                x.grad = None
-                layer.zero_grad()
 
-            forward, total = _microseconds(lambda layer=layer: layer(x)), _microseconds(both)
-            _Launcher.launches = 0
-            both()
-            print(
-                f"{'x'.join(map(str, shape))} {type(layer).__name__:16} forward {forward:6.1f} us  "
-                f"forward + backward {total:6.1f} us  {_Launcher.launches} launches"
-            )
+def _measure(layer: torch.nn.Module, shape: tuple[int, ...]) -> str:
+    x, dy = torch.randn(shape, requires_grad=True), torch.randn(shape)
+
+    def both() -> None:
+        layer(x).backward(dy)
+        x.grad = None
+        layer.zero_grad()
+
+    forward, total = _microseconds(lambda: layer(x)), _microseconds(both)
+    _Launcher.launches = 0
+    both()
+    return f"forward {forward:6.1f} us  forward + backward {total:6.1f} us  {_Launcher.launches} launches"
 
 
 if __name__ == "__main__":
