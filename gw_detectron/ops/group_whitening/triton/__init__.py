@@ -13,9 +13,8 @@ Operands of the products over columns:
 ============  =========  ===========================================================================================
 input         operands   why
 ============  =========  ===========================================================================================
-float32       float16 x  float32's accuracy on tensor cores: each operand is scaled and split into two float16, or two
-              3, tf32 x  tf32 where no scale is known; plain tf32 where the user allows it for matmuls
-              3
+float32       2 float16  float32's accuracy on tensor cores: a scaled operand is the sum of two float16, a product that
+                         of three; two tf32 where no scale is known; one tf32 where the user allows it for matmuls
 float16       tf32       float16's mantissa, float32's range: neither centered values nor whitening matrices overflow
 bfloat16      bfloat16   values are centered in float32, then rounded; the covariance itself is computed with tf32
 ============  =========  ===========================================================================================
