@@ -153,17 +153,11 @@ def load_model(
     log.info("%s", report)
     missing = [name for name in report.new if name.startswith(needed) and not allow_partial]
     if missing:
-        own, given = model.state_dict(), checkpoint.tensors
-        others = [
-            f"{name} {tuple(given[name].shape)}, not {tuple(own[name].shape)}" for name in missing if name in given
-        ]
-        why = f"have other shapes than the model's ({summarize_names(others, 2)})"
-        fix = "set NUM_CLASSES, or another key of the heads, as in the run of the weights"
-        if not others:
-            why = f"are missing ({summarize_names(missing)})"
-            fix = "give the weights of a trained detector" + ("; --no-fpn exports the ResNet alone" if needed else "")
+        alone = "; --no-fpn exports the ResNet alone" if needed else ""
         raise WeightsError(
-            f"MODEL.WEIGHTS ('{checkpoint.address}'): {len(others or missing)} tensors {why}. Fix: {fix}."
+            f"MODEL.WEIGHTS ('{checkpoint.address}'): {len(missing)} tensors are missing or have other shapes than the "
+            f"model's ({summarize_names(missing)}). Fix: give the weights of a trained detector, with NUM_CLASSES and "
+            f"the keys of the heads as in its run{alone}."
         )
     return model
 

@@ -4,14 +4,10 @@ import argparse
 import json
 from dataclasses import asdict
 
-from PIL import Image
-from torchvision import transforms
-
 from ..checkpoint.describe import describe_checkpoint, format_config, format_description
 from ..cli import new_parser, print_page
 from ..config import read_config
 from ..data import synthetic_images
-from ..data.images import evenly_spread, image_files, read_image
 from ..weights import convert_file
 from ..weights.record import PREPROCESSING
 from ..weights.verify import verify
@@ -50,7 +46,6 @@ def get_parser() -> argparse.ArgumentParser:
     check = actions.add_parser("verify", help="compare the features of torchvision's ResNet and Detectron2's")
     check.description = "Compare the features of both networks after each stage. The exit status is 1 if they differ."
     check.add_argument("weights", metavar="WEIGHTS", help="converted weights, an original file, or a gw:// address")
-    check.add_argument("--images", metavar="DIR", help="images to compare on; default: drawn shapes")
     check.add_argument("--config-file", metavar="YAML", help="config to verify; default: the one that fits WEIGHTS")
     check.add_argument("--source", metavar="FILE", help="the file WEIGHTS was converted from, to verify the conversion")
     check.add_argument("--norm", help=_NORM % "the source")
@@ -94,16 +89,9 @@ def _convert(args: argparse.Namespace) -> None:
     )
 
 
-def _read_images(folder: str) -> list[Image.Image]:
-    """Read a few images below a folder as ImageNet's 224 x 224 center crops."""
-    crop = transforms.Compose([transforms.Resize(256), transforms.CenterCrop(224)])
-    return [crop(Image.fromarray(read_image(path, "RGB"))) for path in evenly_spread(image_files(folder), 8)]
-
-
 def _verify(args: argparse.Namespace) -> bool:
     cfg = read_config(args.config_file) if args.config_file else None
-    images = _read_images(args.images) if args.images else synthetic_images()
-    result = verify(args.weights, images, cfg=cfg, source=args.source, norm=args.norm)
+    result = verify(args.weights, synthetic_images(), cfg=cfg, source=args.source, norm=args.norm)
     print(json.dumps(asdict(result) | {"agrees": result.agrees}, indent=2) if args.json else result)
     return result.agrees
 

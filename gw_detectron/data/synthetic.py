@@ -24,7 +24,7 @@ from iopath.common.file_io import PathHandler, file_lock
 from PIL import Image
 
 from ..atomic import atomic_folder
-from ..errors import ConfigError, DataError, FileAccessError, UserError
+from ..errors import ConfigError, DataError
 from ..progress import progress_bar
 from .polygons import to_coco
 from .scene import SHAPES, Scene
@@ -110,23 +110,14 @@ def make_synthetic(root: str | os.PathLike[str], config: SyntheticConfig | None 
 
     Raises:
         DataError: the folder holds something else, a damaged set, or a set with other parameters.
-        FileAccessError: the folder cannot be written (disk full, no permission, ...).
     """
     config = config or SyntheticConfig()
     folder = Path(root, config.folder)
     if not folder.exists():
-        try:
-            with file_lock(os.path.abspath(folder)):
-                if not folder.exists():
-                    with atomic_folder(folder, ()) as new:
-                        _generate(new, config, f"making {folder}")
-        except UserError:
-            raise
-        except OSError as error:
-            raise FileAccessError(
-                f"'{folder}': cannot write the synthetic dataset: {error}. Fix: get write permission, or set "
-                "DETECTRON2_DATASETS to another folder."
-            ) from error
+        with file_lock(os.path.abspath(folder)):
+            if not folder.exists():
+                with atomic_folder(folder, ()) as new:
+                    _generate(new, config, f"making {folder}")
     for split in config.splits:
         _check(folder, split, config)
     return folder

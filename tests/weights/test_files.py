@@ -271,7 +271,7 @@ def test_convert_and_verify_by_command(command, r18_file, tmp_path, capsys, monk
     printed = json.loads(capsys.readouterr().out)
     assert printed["positions"] == "S1-B1" and printed["provenance"]["source"] == "r18.pth"
     synthetic_images(1)[0].save(tmp_path / "0.png")
-    assert command("verify", tmp_path / "a.pkl", "--source", r18_file, "--images", tmp_path)
+    assert command("verify", tmp_path / "a.pkl", "--source", r18_file)
     assert "AGREES" in capsys.readouterr().out
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text((tmp_path / "a.yaml").read_text().replace("FORMAT: RGB", "FORMAT: BGR"))
