@@ -85,7 +85,7 @@ def write_report(
     score: float = 0.5,
     output: str | os.PathLike[str] | None = None,
 ) -> dict[str, Any]:
-    """Write ``report.html``, its pictures and ``report.json``.
+    """Write ``report.html``, which contains its pictures, and ``report.json``.
 
     Args:
         folder: ``OUTPUT_DIR`` of a run.
@@ -115,9 +115,8 @@ def write_report(
                 raise
             reasons.setdefault(str(error), []).append(name)
     missing = [{"parts": parts, "reason": reason} for reason, parts in reasons.items()]
-    pictures = {picture.file: picture for each in sections.values() for row in each.pictures for picture in row}
     numbers = {_key(name): each.numbers for name, each in sections.items() if each.numbers is not None}
-    numbers |= {"missing": missing, "pictures": [*pictures]}
+    numbers["missing"] = missing
     numbers = json.loads(json.dumps(numbers), parse_constant=lambda _: None)  # JSON has no NaN
     environment = jinja2.Environment(autoescape=True, trim_blocks=True)
     environment.filters |= {
@@ -127,9 +126,7 @@ def write_report(
     }
     title = f"Run {run.folder.resolve().name}"
     page = environment.from_string(_HTML).render(title=title, sections=sections, missing=missing, version=__version__)
-    with atomic_folder(output, [PAGE, NUMBERS, *_earlier_pictures(output)]) as place:
-        for name, picture in pictures.items():
-            (place / name).write_bytes(picture.data)
+    with atomic_folder(output, [PAGE, NUMBERS]) as place:
         (place / PAGE).write_text(page, encoding="utf-8")
         (place / NUMBERS).write_text(json.dumps(numbers, indent=2) + "\n")
     return numbers
@@ -138,11 +135,3 @@ def write_report(
 def _key(title: str) -> str:
     """Return a title as a key of ``report.json`` and an anchor of the page."""
     return title.lower().replace(" ", "_")
-
-
-def _earlier_pictures(output: Path) -> list[str]:
-    """List the pictures of an earlier report, which the new one replaces."""
-    try:
-        return json.loads((output / NUMBERS).read_text())["pictures"]
-    except (OSError, ValueError, LookupError, TypeError):  # none, or not ours
-        return []
