@@ -2,8 +2,6 @@
 
 import contextlib
 import importlib.util
-import os
-import shutil
 import subprocess
 import warnings
 from collections.abc import Iterable, Iterator
@@ -89,13 +87,3 @@ def require_packages(what: str, *names: str) -> None:
     missing = [_PIP_NAMES.get(name, name) for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingPackageError(f"{what}: not installed: {', '.join(missing)}. Fix: pip install {' '.join(missing)}")
-
-
-def compiler_names() -> list[str]:
-    """Return the C++ compilers that torch.compile looks for, in this order."""
-    return [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++", "cl"]
-
-
-def find_compiler() -> str | None:
-    """Return the path of the C++ compiler of torch.compile, or None."""
-    return next(filter(None, map(shutil.which, compiler_names())), None)

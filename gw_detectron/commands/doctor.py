@@ -19,8 +19,6 @@ from tabulate import tabulate
 from ..cli import new_parser
 from ..installation import (
     __version__,
-    compiler_names,
-    find_compiler,
     has_compiled_operators,
     has_detectron2,
     package_versions,
@@ -74,7 +72,7 @@ def main(args: argparse.Namespace) -> bool:
 
 
 def _checks() -> list[Check]:
-    compiled, compiler = has_compiled_operators(), find_compiler()
+    compiled = has_compiled_operators()
     coco = Path(os.environ.get("DETECTRON2_DATASETS", "datasets"), "coco", "annotations")
     has_coco = (coco / "instances_val2017.json").is_file()
     return [
@@ -83,12 +81,8 @@ def _checks() -> list[Check]:
         _triton(),
         Check("Detectron2 components", has_detectron2(), "registered" if has_detectron2() else "see docs/install.md"),
         Check("rotated boxes, fast COCO evaluation", compiled, "need Detectron2's compiled operators"),
-        Check(
-            "MODEL.COMPILE on the CPU", bool(compiler), compiler or f"no C++ compiler ({', '.join(compiler_names())})"
-        ),
         _packages("export to ONNX", "export", "onnx", "onnxscript", "onnxruntime"),
         _packages("download of gw:// weights", "weights", "gdown", "requests", "huggingface_hub"),
-        _packages("TensorBoard curves", "tools", "tensorboard"),
         _packages("pictures, report, demo and video", "tools", "cv2"),
         Check("COCO dataset", has_coco, str(coco) if has_coco else f"not in {coco}. Fix: set DETECTRON2_DATASETS"),
     ]
