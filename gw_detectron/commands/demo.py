@@ -17,7 +17,7 @@ from ..engine.train import prepare, run_config
 from ..engine.trainer import Trainer
 from ..errors import ConfigError
 from ..export import Normalization, export_backbone
-from ..export.report_files import REPORT_FILES
+from ..export.formats import PARITY
 from ..installation import require_packages
 from ..model_zoo import get_config_file
 from ..report import PAGE, write_report
@@ -100,4 +100,4 @@ def _check_results_can_be_written(cfg: CfgNode) -> None:
         raise ConfigError(
             f"DATASETS.TEST ({list(cfg.DATASETS.TEST)}): the demo evaluates one dataset. Fix: name exactly one."
         )
-    check_replaceable(Path(cfg.OUTPUT_DIR, "backbone"), ("backbone.pt2", *REPORT_FILES))
+    check_replaceable(Path(cfg.OUTPUT_DIR, "backbone"), ("backbone.pt2", PARITY))

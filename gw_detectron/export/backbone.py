@@ -18,8 +18,7 @@ from ..errors import ConfigError, ExportError
 from ..layers import use_backend
 from ..norms.listing import norm_counts
 from ..progress import steps
-from .formats import FORMATS, write_program, write_safetensors
-from .report_files import REPORT_FILES, write_report_files
+from .formats import FORMATS, PARITY, write_parity, write_program, write_safetensors
 from .run_exported import ExportedFile
 
 #: largest allowed difference of a feature map, relative to the map's largest value
@@ -135,9 +134,8 @@ def export_backbone(
 ) -> dict[str, Any]:
     """Export a backbone and check the numbers of the exported file.
 
-    The exported function takes one image tensor and returns a tuple of feature maps. The folder ``output`` gets three
-    files, all or none: the exported file, ``parity.json`` (the return value) and ``README.md`` (code that loads the
-    file).
+    The exported function takes one image tensor and returns a tuple of feature maps. The folder ``output`` gets the
+    exported file and ``parity.json`` (the return value), both or none.
 
     Args:
         backbone: a Detectron2 backbone with its weights; it is copied and not changed.
@@ -167,7 +165,7 @@ def export_backbone(
 
     file = f"backbone.{file_format}"
     extractor = FeatureExtractor(backbone, normalization)
-    with steps(2) as begin, atomic_folder(output, (file, *REPORT_FILES)) as folder:
+    with steps(2) as begin, atomic_folder(output, (file, PARITY)) as folder:
         begin(f"writing {file}")
         write = write_safetensors if file_format == "safetensors" else write_program
         written, entries = write(extractor, folder / file)
@@ -176,7 +174,7 @@ def export_backbone(
         worst = max(level["relative"] for case in cases for level in case["levels"].values())
         entries |= {**written.description, "norm_layers": norm_counts(backbone)}
         entries |= {"tolerance": TOLERANCE, "worst_relative": worst, "cases": cases}
-        return write_report_files(folder / file, entries, source)
+        return write_parity(folder / file, entries, source)
 
 
 def _check_features(extractor: FeatureExtractor, file: ExportedFile) -> list[dict[str, Any]]:
@@ -197,12 +195,7 @@ def _check_features(extractor: FeatureExtractor, file: ExportedFile) -> list[dic
 
 
 def compare_features(name: str, found: Tensor, expected: Tensor) -> dict[str, Any]:
-    r"""Return shape, ``max_abs`` and ``relative`` :math:`= \max |a - b| / \max |b|` of a feature map.
-
-    Raises:
-        ExportError: the relative difference is above :data:`TOLERANCE`, or the shape differs.
-        ExportError: ``expected`` holds NaN or infinity.
-    """
+    r"""Return shape, ``max_abs`` and ``relative`` :math:`= \max |a - b| / \max |b|` of a feature map."""
     if not torch.isfinite(expected).all():
         raise ExportError(f"model: {name} holds NaN or infinity. Fix: check the weights before you export them.")
     relative = max_abs = math.inf

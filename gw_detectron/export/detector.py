@@ -19,10 +19,9 @@ from ..errors import ExportError
 from ..norms.listing import norm_counts
 from ..progress import steps
 from .base import DetectorProgram
-from .formats import DETECTOR_FORMATS, write_program
+from .formats import DETECTOR_FORMATS, PARITY, write_parity, write_program
 from .meta_arch import detector_program
 from .one_image import OneImageProgram
-from .report_files import REPORT_FILES, write_report_files
 from .run_exported import ExportedFile, detect
 
 #: largest allowed differences: of a coordinate in pixels, a score, and a mask's probability or share of pixels
@@ -50,8 +49,7 @@ def export_detector(
 
     The exported function is a :class:`.DetectorProgram`: any number of images of any size, padded to one tensor; or a
     :class:`.OneImageProgram`: one image of any size, which it resizes as evaluation does. It needs neither Detectron2
-    nor this package. The folder ``output`` gets the file, ``parity.json`` (the return value) and ``README.md`` (code
-    that loads the file), all or none.
+    nor this package. The folder ``output`` gets the file and ``parity.json`` (the return value), both or none.
 
     Args:
         model: the detector with its weights; it is copied and not changed.
@@ -61,7 +59,7 @@ def export_detector(
         image: pixels of 0 to 255 in the model's channel order, (3, H, W), to compare on; best with many objects.
             Default: a drawn scene.
         sides: shorter and longest side to which evaluation resizes images. With ``one_image``, the file does it; else
-            ``README.md`` names them.
+            ``parity.json`` names them.
         one_image: whether the file takes one image in its original size.
         paste_masks: whether masks are binary and as large as the image; only with ``one_image``.
         class_names: names of the classes, written into the file.
@@ -88,7 +86,7 @@ def export_detector(
     if image.dim() != 3 or image.shape[0] != 3:
         raise ExportError(f"image ({tuple(image.shape)}): expected the shape (3, H, W). Fix: give one color image.")
     file = f"model.{file_format}"
-    with steps(2) as begin, atomic_folder(output, (file, *REPORT_FILES)) as folder:
+    with steps(2) as begin, atomic_folder(output, (file, PARITY)) as folder:
         begin(f"writing {file}")
         written, entries = write_program(program, folder / file)
         entries |= {**written.description, "norm_layers": norm_counts(model)}
@@ -96,7 +94,7 @@ def export_detector(
             entries["resized_in_evaluation"] = {"shorter": sides[0], "longer_at_most": sides[1]}
         begin("comparing detections with the model's")
         entries |= check_detections(program, written, image)
-        return write_report_files(folder / file, entries, source)
+        return write_parity(folder / file, entries, source)
 
 
 def dataset_classes(cfg: CfgNode, config_file: str | None = None) -> tuple[list[str] | None, list[int] | None]:
@@ -108,11 +106,7 @@ def dataset_classes(cfg: CfgNode, config_file: str | None = None) -> tuple[list[
 
 
 def read_image_for(cfg: CfgNode, path: str | os.PathLike[str], *, resize: bool = True) -> Tensor:
-    """Read an image as pixels of 0 to 255, (3, H, W), and resize it as evaluation does unless ``resize`` is False.
-
-    Raises:
-        MissingFileError, DataError: the image cannot be read.
-    """
+    """Read an image as pixels of 0 to 255, (3, H, W); resize it as evaluation does unless ``resize`` is False."""
     pixels = read_image(path, cfg.INPUT.FORMAT)
     return evaluation_input(pixels, cfg) if resize else channels_first(pixels)
 
@@ -122,10 +116,6 @@ def check_detections(program: DetectorProgram | OneImageProgram, file: ExportedF
 
     Detections are matched by class and IoU, as two of nearly equal score may change places. The cases are the image at
     three sizes, and a padded batch of two sizes if the program takes one.
-
-    Raises:
-        ExportError: the model finds nothing in the image.
-        ExportError: a difference is above :data:`TOLERANCES`, or more than :data:`UNMATCHED` have no counterpart.
     """
     smaller, larger = (_resize(image, scale, program.smallest_side) for scale in ((0.6, 0.8), (1.3, 1.1)))
     image = _resize(image, (1.0, 1.0), program.smallest_side)

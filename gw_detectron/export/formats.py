@@ -3,7 +3,9 @@
 import copy
 import io
 import json
+import platform
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,8 +16,9 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from ..errors import ExportError
-from ..installation import require_packages
-from ..weights.record import DESCRIPTION, NORMS, PREPROCESSING_KEY, norm_record
+from ..installation import package_versions, require_packages
+from ..weights.reading import sha256_of
+from ..weights.record import DESCRIPTION, NORMS, PREPROCESSING_KEY, norm_record, tool
 from .run_exported import ExportedFile, open_onnx, open_pt2
 
 if TYPE_CHECKING:
@@ -24,6 +27,9 @@ if TYPE_CHECKING:
 #: formats of a detector, and of a backbone
 DETECTOR_FORMATS = ("pt2", "onnx")
 FORMATS = (*DETECTOR_FORMATS, "safetensors")
+#: the report beside an exported file
+PARITY = "parity.json"
+_PACKAGES = ("detectron2", "torch", "torchvision", "onnx", "onnxscript", "onnxruntime", "safetensors")
 # ONNX can multiply matrices, but has no operator that factorizes or inverts one.
 _NOT_IN_ONNX = {"eig", "eigh", "eigvals", "eigvalsh", "svd", "svdvals", "qr", "cholesky", "ldl", "lu", "inv", "solve"}
 
@@ -43,12 +49,7 @@ class Program(Protocol):
 
 
 def write_program(program: Program, path: Path) -> Written:
-    """Write a program in the format of the path's suffix.
-
-    Raises:
-        ExportError: ONNX cannot express a layer.
-        MissingPackageError: a package of ONNX is not installed.
-    """
+    """Write a program in the format of the path's suffix."""
     if path.suffix == ".onnx":
         return _write_onnx(program, path)
     file = io.BytesIO()  # torch aborts the process when the disk is full, so serialize to memory first
@@ -139,3 +140,25 @@ def write_safetensors(extractor: "FeatureExtractor", path: Path) -> Written:
     loaded = copy.deepcopy(extractor)
     loaded.backbone.load_state_dict(load_file(path))
     return ExportedFile(loaded, description), {}
+
+
+def write_parity(path: Path, entries: Mapping[str, Any], source: Mapping[str, str] | None) -> dict[str, Any]:
+    """Write ``parity.json`` beside an exported file; return its content.
+
+    Args:
+        path: the exported file.
+        entries: ``input``, ``outputs`` and the results of the parity check.
+        source: origin of the weights.
+    """
+    report = {
+        "tool": tool(),
+        "file": path.name,
+        "format": path.suffix[1:],
+        "sha256": sha256_of(path),
+        "bytes": path.stat().st_size,
+        "source": dict(source or {}),
+        **entries,
+        "versions": {"python": platform.python_version(), **package_versions(_PACKAGES)},
+    }
+    path.with_name(PARITY).write_text(json.dumps(report, indent=2) + "\n")
+    return report

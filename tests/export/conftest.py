@@ -1,4 +1,3 @@
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -6,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor
 
 from gw_detectron.export import Normalization
@@ -13,6 +13,19 @@ from gw_detectron.layers import use_backend
 
 # makes the import of modules fail
 FORBID = "import sys; sys.modules.update(dict.fromkeys({names}))\n"
+CODE = """
+import numpy as np
+inputs = list(np.load("inputs.npz").values())
+if sys.argv[1].endswith("pt2"):
+    import torch, torchvision
+    with torch.no_grad():
+        outputs = torch.export.load(sys.argv[1]).module()(*map(torch.from_numpy, inputs))
+else:
+    import onnxruntime
+    session = onnxruntime.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
+    outputs = session.run(None, {given.name: value for given, value in zip(session.get_inputs(), inputs)})
+np.savez("outputs.npz", *map(np.asarray, outputs))
+"""
 PACKAGES = ("gw_detectron", "detectron2", "fvcore")
 
 
@@ -29,19 +42,16 @@ def normalization() -> Normalization:
 
 
 @pytest.fixture
-def run_readme(tmp_path) -> Callable[..., list[np.ndarray]]:
-    """Run the code of an exported README on given pixels, where this package is missing; return its outputs."""
+def run_alone(tmp_path) -> Callable[..., list[Tensor]]:
+    """Run an exported file where this package is missing; return its outputs."""
 
-    def run(folder: Path, pixels: Tensor, *forbid: str) -> list[np.ndarray]:
-        (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), flags=re.DOTALL)
-        np.save(tmp_path / "pixels.npy", pixels.numpy())
-        code, found = re.subn(r"= \S.*(?=  # your images)", f"= np.load({str(tmp_path / 'pixels.npy')!r})", code)
-        assert found == 1
-        code += f"np.savez({str(tmp_path / 'outputs.npz')!r}, *map(np.asarray, outputs))\n"
-        command = [sys.executable, "-W", "ignore", "-c", FORBID.format(names=[*PACKAGES, *forbid]) + code]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    def run(path: Path, *inputs: Tensor) -> list[Tensor]:
+        np.savez(tmp_path / "inputs.npz", *[each.numpy() for each in inputs])
+        forbidden = [*PACKAGES, *(["torch", "torchvision"] if path.suffix == ".onnx" else [])]
+        command = [sys.executable, "-W", "ignore", "-c", FORBID.format(names=forbidden) + CODE, str(path)]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         with np.load(tmp_path / "outputs.npz") as outputs:
-            return list(outputs.values())
+            return list(map(torch.from_numpy, outputs.values()))
 
     return run

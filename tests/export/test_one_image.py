@@ -119,10 +119,10 @@ def test_a_file_of_any_image_size(tmp_path, file_format):
 @needs_export
 @pytest.mark.slow
 @pytest.mark.parametrize("file_format", ["pt2", "onnx"])
-def test_the_export_of_one_image(tmp_path, run_readme, file_format):
+def test_the_export_of_one_image(tmp_path, run_alone, file_format):
     options = {"sides": SIDES, "one_image": True, "class_names": list("abcdef")}
     report = export_detector(build_detector("retinanet"), tmp_path / "out", file_format=file_format, **options)
     assert report["input"]["name"] == "image" and report["input"]["shape"] == [3, "H", "W"]
     assert report["class_names"][5] == "f" and len(report["cases"]) == 3
-    outputs = run_readme(tmp_path / "out", noise((97, 150))[0], *(["torch"] if file_format == "onnx" else []))
+    outputs = run_alone(tmp_path / "out" / report["file"], noise((97, 150))[0])
     assert [output.shape for output in outputs] == [(12, 4), (12,), (12,), ()]
