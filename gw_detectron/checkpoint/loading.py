@@ -222,12 +222,7 @@ def load_checkpoint(
 
 
 def norm_mismatch(address: str, differences: Sequence[str]) -> WeightsError:
-    """Return the error that weights were trained with other norms than the model has.
-
-    Args:
-        address: that of the weights.
-        differences: see :func:`.norm_differences`.
-    """
+    """Return the error that the weights at an address were trained with other norms than the model has."""
     return WeightsError(
         f"MODEL.WEIGHTS ('{address}'): trained with other norms: {len(differences)} layers differ "
         f"({summarize_names(differences)}). Fix: set norms and convolutions as in that run, by "

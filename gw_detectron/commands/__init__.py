@@ -52,15 +52,7 @@ def main() -> None:
 
 
 def run(name: str, *words: str) -> None:
-    """Run a command with the flags of the command line.
-
-    Args:
-        name: of the command.
-        words: what stands before these flags, such as the action of ``weights``.
-
-    Raises:
-        SystemExit: with the exit status, unless it is 0.
-    """
+    """Run a command with the flags of the command line, after the words that stand before them."""
     command = COMMANDS[name]
     with errors_reported():
         if command.needs_detectron2:

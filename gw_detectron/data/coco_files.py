@@ -19,12 +19,7 @@ _MALFORMED = (AttributeError, LookupError, TypeError, ValueError)
 
 
 def read_json(path: str) -> Any:
-    """Read a JSON file in UTF-8, local or remote.
-
-    Raises:
-        OSError: the file does not exist or cannot be read.
-        DataError: it is not JSON; the message leaves the file's name to the caller.
-    """
+    """Read a JSON file in UTF-8, local or remote; a DataError leaves its name to the caller."""
     with PathManager.open(path, "rb") as file:
         text = file.read()
     try:
@@ -93,16 +88,10 @@ def _place(file_name: str) -> float:
 
 
 class DerivedJsonHandler(PathHandler):
-    """Path handler of a completed COCO file, or of one part of its split.
+    """Path handler of a completed COCO file, or of the part ``train`` or ``val`` of its split.
 
     The file is written when it is first used as a local file. Opening the path before, as preflight does, writes
     nothing: a refused run leaves its output folder unchanged.
-
-    Args:
-        path: the derived file.
-        source: the COCO file that it is derived from.
-        val_fraction: for :func:`split_coco`; 0: not split.
-        part: ``train`` or ``val``, of a split.
     """
 
     def __init__(self, path: str, source: str, val_fraction: float, part: str) -> None:

@@ -22,15 +22,10 @@ _PATHS = {"json": os.path.isfile, "images": os.path.isdir}
 
 
 def record_datasets(datasets: CocoDatasets, folder: str, run_folder: str = "") -> None:
-    """Write ``datasets.yaml``, with the classes, and the derived annotation files to a folder.
+    """Write ``datasets.yaml``, with the classes, and the derived annotation files to a folder of a run folder.
 
     Paths of files in the run folder are relative, so that it can be moved. Without datasets, the ``datasets.yaml`` of
     an earlier run is removed.
-
-    Args:
-        datasets: as registered.
-        folder: of the file.
-        run_folder: contains ``folder``, which it is by default.
     """
     record = Path(folder, DATASETS_FILE)
     if not any(vars(datasets).values()):
@@ -82,11 +77,7 @@ def read_datasets(path: str, *, needed: Collection[str] | None = None) -> CocoDa
 
 
 def recorded_classes(config_file: str) -> dict[int, str]:
-    """Return the category names by id of a run, from the ``datasets.yaml`` beside its config; {} without one.
-
-    Raises:
-        ConfigError: the ``datasets.yaml`` has an unknown key or a value of the wrong type.
-    """
+    """Return the category names by id of a run, from the ``datasets.yaml`` beside its config; {} without one."""
     path = os.path.join(os.path.dirname(config_file), DATASETS_FILE)
     if not os.path.isfile(path):
         return {}
@@ -106,9 +97,6 @@ def class_metadata(cfg: CfgNode, config_file: str | None = None) -> Metadata:
 
     They are those of the test dataset or, without one, of the training dataset. Names that are not registered are
     looked up in the ``datasets.yaml`` beside ``config_file``. Empty if they are unknown.
-
-    Raises:
-        ConfigError: the ``datasets.yaml`` has an unknown key or a value of the wrong type.
     """
     for name in (*cfg.DATASETS.TEST, *cfg.DATASETS.TRAIN):
         if not needs_registration([name]) and MetadataCatalog.get(name).get("thing_classes", None):
@@ -156,16 +144,10 @@ def check_fraction(value: Any, name: str) -> None:
 
 
 def existing_path(path: str, name: str, exists: Callable[[str], bool], folder: str = "") -> str:
-    """Return the absolute path of a local file or folder.
-
-    Args:
-        path: absolute, or relative to ``folder``.
-        name: the flag or key, for the message.
-        exists: ``os.path.isfile`` or ``os.path.isdir``.
-        folder: the folder of relative paths; "" is the current one.
+    """Return the absolute path of a local file or folder, relative to ``folder``; ``name`` is its flag or key.
 
     Raises:
-        MissingFileError: there is no such file or folder.
+        MissingFileError: there is no such file or folder, by ``exists``: ``os.path.isfile`` or ``os.path.isdir``.
     """
     found = os.path.abspath(os.path.join(folder, os.path.expanduser(path)))
     if not exists(found):

@@ -24,14 +24,7 @@ _Item = TypeVar("_Item")
 
 
 def read_image(path: str | os.PathLike[str], pixel_format: str) -> np.ndarray:
-    """Read an image as Detectron2 does.
-
-    Args:
-        path: of the image.
-        pixel_format: ``RGB``, ``BGR`` or another value of ``INPUT.FORMAT``.
-
-    Returns:
-        Pixels of 0 to 255, (H, W, 3).
+    """Read an image as Detectron2 does: (H, W, 3) pixels of 0 to 255, in the order of ``INPUT.FORMAT``.
 
     Raises:
         MissingFileError: the file does not exist.
@@ -48,11 +41,7 @@ def read_image(path: str | os.PathLike[str], pixel_format: str) -> np.ndarray:
 
 
 def upright_size(path: str | os.PathLike[str]) -> tuple[int, int]:
-    """Read width and height of an image, turned upright by its EXIF entry, from its header.
-
-    Raises:
-        DataError: the file has no header of an image, or :func:`read_image` refuses it.
-    """
+    """Read width and height of an image, turned upright by its EXIF entry, from its header."""
     with _errors_of(path), Image.open(path) as image:
         _check_bits(image)
         try:
@@ -108,12 +97,7 @@ class ImageNamingMapper:
 
 
 def image_files(folder: str | os.PathLike[str]) -> list[Path]:
-    """Return the image files below a folder, sorted by path.
-
-    Raises:
-        MissingFileError: the folder does not exist.
-        DataError: there are no images in it.
-    """
+    """Return the image files below a folder, sorted by path; there is at least one."""
     if not os.path.isdir(folder):
         raise MissingFileError(f"images ({os.fspath(folder)!r}): folder not found. Fix: give an existing folder.")
     paths = sorted(path for path in Path(folder).rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)

@@ -64,11 +64,7 @@ class SyntheticConfig:
 
 
 def draw_scene(config: SyntheticConfig, split: str, index: int) -> Scene:
-    """Render image ``index`` of a split.
-
-    Raises:
-        ConfigError: fewer than ``min_objects`` fit into the image.
-    """
+    """Render image ``index`` of a split."""
     rng = np.random.default_rng([config.seed, config.splits.index(split), index])
     height, width = (int(side) for side in rng.integers(config.min_side, config.max_side + 1, 2))
     scene = config.scene(height, width, rng, config.min_visible, config.hue_spread)
@@ -97,16 +93,9 @@ def synthetic_images(count: int = 4, side: int = 224) -> list[Image.Image]:
 
 
 def make_synthetic(root: str | os.PathLike[str], config: SyntheticConfig | None = None) -> Path:
-    """Generate the dataset below a folder, or check an existing one.
+    """Generate the dataset below a folder of datasets, or check an existing one; return its folder.
 
     Concurrent processes wait for the first one; the folder appears only when it is complete.
-
-    Args:
-        root: the folder of datasets, as in ``DETECTRON2_DATASETS``; created if needed.
-        config: parameters; None means the defaults.
-
-    Returns:
-        The folder, ``<root>/gw_synthetic``.
 
     Raises:
         DataError: the folder holds something else, a damaged set, or a set with other parameters.
@@ -198,11 +187,7 @@ class _SyntheticPathHandler(PathHandler):
 def register_synthetic(root: str | os.PathLike[str] | None = None, config: SyntheticConfig | None = None) -> None:
     """Register ``gw_synthetic_train`` and ``gw_synthetic_val``; the files are generated on first use.
 
-    A second call replaces the root and the parameters of the first.
-
-    Args:
-        root: folder of datasets; None means the variable DETECTRON2_DATASETS, else "datasets".
-        config: parameters; None means the defaults.
+    A second call replaces the root (default: the variable DETECTRON2_DATASETS, else "datasets") and the parameters.
     """
     config = config or SyntheticConfig()
     root = os.path.expanduser(os.getenv("DETECTRON2_DATASETS", "datasets") if root is None else root)

@@ -55,8 +55,7 @@ def detector_program(
     """Return a detector as a function of tensors; see :class:`.DetectorProgram`.
 
     Raises:
-        ExportError: the class of a part is none of those that are exported, the model has keypoints, or an argument is
-            out of range.
+        ExportError: the class of a part is none of those that are exported, or an argument is out of range.
     """
     _check_part("model", model, (GeneralizedRCNN, RetinaNet, GWRetinaNet))
     if not isinstance(model.backbone, FPN):

@@ -28,11 +28,7 @@ class ImageSource:
         return self.path.suffix.lower() in _VIDEOS
 
     def video(self) -> Any:
-        """Open the video in OpenCV.
-
-        Raises:
-            MissingPackageError: OpenCV is not installed.
-        """
+        """Open the video in OpenCV."""
         require_packages(f"video ('{self.path}')", "cv2")
         import cv2
 
@@ -51,10 +47,6 @@ class ImageSource:
         """Yield the image, or a video's frames, (H, W, 3) RGB uint8.
 
         An image is turned upright by its EXIF entry; gray values become RGB, transparency is dropped.
-
-        Raises:
-            DataError: the file is damaged, or neither image nor video.
-            MissingFileError: the file does not exist any more.
         """
         if not self.is_video:
             yield read_image(self.path, "RGB")

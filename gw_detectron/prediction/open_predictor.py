@@ -101,12 +101,7 @@ def open_predictor(
 
 
 def detector_file(model: str | os.PathLike[str]) -> str:
-    """Return the checkpoint of a detector: of a run folder the last one.
-
-    Raises:
-        MissingFileError: the model does not exist.
-        UserError: the folder does not tell its file.
-    """
+    """Return the checkpoint of a detector: of a run folder the last one."""
     model = os.fspath(model)
     if "://" in model:
         return model

@@ -41,12 +41,7 @@ class PredictionSummary:
 
 
 def check_output(output: str | os.PathLike[str], sources: Iterable[ImageSource]) -> None:
-    """Refuse an output folder that holds other files than earlier predictions.
-
-    Raises:
-        FileAccessError: the folder holds other files.
-        ConfigError: one of the sources is in the folder, which would be replaced.
-    """
+    """Refuse an output folder that holds other files than earlier predictions, or one of the sources."""
     folder = Path(output).resolve()
     check_replaceable(folder, (RESULTS, IMAGES, PICTURES))
     if (folder / PICTURES).exists() and not (folder / RESULTS).exists():
@@ -156,11 +151,7 @@ class _Drawer:
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def draw(self, image: np.ndarray, found: Instances) -> None:
-        """Draw the objects that were found in the next image.
-
-        Raises:
-            FileAccessError: OpenCV cannot write the video.
-        """
+        """Draw the objects that were found in the next image."""
         drawn = draw_predictions(image, self.metadata, found)
         if not self.source.is_video:
             Image.fromarray(drawn).save(self.path, quality=95)

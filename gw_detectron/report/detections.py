@@ -172,14 +172,7 @@ class Detections:
         return self.truth.imgToAnns[image_id]
 
     def draw(self, image_id: Any, objects: Sequence[dict[str, Any]], notes: Sequence[str]) -> np.ndarray:
-        """Draw annotations or detections in COCO's format on their image, with a note at each.
-
-        Returns:
-            (H, W, 3) uint8 RGB.
-
-        Raises:
-            MissingFileError, DataError: the image cannot be read.
-        """
+        """Draw annotations or detections in COCO's format on their image, with notes, as (H, W, 3) uint8 RGB."""
         index = {category: index for index, category in enumerate(self.category_ids)}
         boxes = np.array([each["bbox"] for each in objects], dtype=float).reshape(-1, 4)
         boxes[:, 2:] += boxes[:, :2]

@@ -52,11 +52,7 @@ class Architecture:
 
     @classmethod
     def parse(cls, name: str) -> "Architecture":
-        """Parse a name such as ``R-50`` or ``X-101-32x8d``.
-
-        Raises:
-            WeightsError: there is no such network.
-        """
+        """Parse a name such as ``R-50`` or ``X-101-32x8d``."""
         match = re.fullmatch(r"R-(\d{1,4})|X-(\d{1,4})-(\d{1,4})x(\d{1,4})d", name)
         if not match:
             raise WeightsError(f"architecture ({name!r}): {_ALLOWED}")
@@ -80,15 +76,7 @@ class Architecture:
 
 
 def build_torchvision(network: Architecture, norms: Mapping[str, str] | None = None) -> ResNet:
-    """Build torchvision's ResNet without a classifier, on the meta device.
-
-    Args:
-        network: the architecture.
-        norms: norm name of each norm layer, by torchvision's names; None for BN.
-
-    Raises:
-        ValueError: a norm does not fit.
-    """
+    """Build torchvision's ResNet without a classifier, with norm names by its layers, on the meta device."""
     with torch.device("meta"):
         block = Bottleneck if network.bottleneck else BasicBlock
         model = ResNet(
@@ -143,14 +131,7 @@ def to_torchvision(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def infer_architecture(tensors: Mapping[str, Tensor]) -> Architecture:
-    """Infer the architecture from the names of blocks and a grouped convolution.
-
-    Args:
-        tensors: a state dict with torchvision's names.
-
-    Raises:
-        WeightsError: these are not the weights of a ResNet or ResNeXt.
-    """
+    """Infer the architecture from the blocks and a grouped convolution of torchvision's tensors."""
     blocks = {tuple(name.split(".")[:2]) for name in tensors}
     counts = tuple(sum(block[0] == stage for block in blocks) for stage in _STAGES)
     bottleneck = "layer1.0.conv3.weight" in tensors
@@ -190,21 +171,16 @@ class Positions(NamedTuple):
 def infer_norms(
     network: Architecture, tensors: Mapping[str, Tensor], record: Record, stated: str | None
 ) -> dict[str, str]:
-    """Find the norm of each layer; require that the record and the statement agree.
+    """Find the full norm name of each of torchvision's layers; require that record and statement agree.
 
     Args:
         network: the architecture.
-        tensors: with torchvision's names.
+        tensors: with torchvision's names; they are still to be compared with the norms.
         record: what the file records.
         stated: the user's norm name for all layers without BN's statistics; None to rely on record and tensors.
 
-    Returns:
-        Full norm names by torchvision's layer names. The tensors are still to be compared with them.
-
     Raises:
         UnknownNormError: a norm is not proven.
-        WeightsError: record and statement disagree, or the record lacks a layer.
-        ValueError: a norm name is wrong.
     """
     layers = network.norm_layers
     unproven = [layer for layer in layers if not _has_batch_statistics(tensors, layer)]
@@ -246,9 +222,6 @@ def full_name(spec: str, channels: int) -> str:
     """Return the norm name with all options of a layer of so many channels, which may cap its groups.
 
     Frozen norms get the name of the norm itself.
-
-    Raises:
-        ValueError: the norm name is wrong, or names no norm.
     """
     with torch.device("meta"):
         layer = build_norm(spec.removeprefix("Frozen"), channels)
@@ -266,11 +239,7 @@ def is_same_norm(first: str, second: str, *, with_eps: bool = True) -> bool:
 
 
 def positions_of(network: Architecture, norms: Mapping[str, str]) -> Positions:
-    """Express the norms of layers as config keys.
-
-    Raises:
-        WeightsError: together they are none of the paper's positions.
-    """
+    """Express the norms of layers as config keys."""
     layers = network.norm_layers
     if _one_norm(network, norms):
         spec = _widest(network, norms)

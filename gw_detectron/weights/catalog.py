@@ -106,12 +106,6 @@ def local_weights(name: str) -> Path:
     Args:
         name: ``imagenet/<name>``, see :data:`CATALOG`; ``file/<path>``; or ``hf/<owner>/<repo>[/<file>][@<revision>]``,
             by default ``backbone.safetensors`` of the branch ``main``.
-
-    Raises:
-        WeightsError: unknown name.
-        UnknownNormError: the file does not prove a norm.
-        WeightsFileError: the file is damaged, or its hash is not the recorded one.
-        OSError: the file is not on this machine and cannot be downloaded, or cannot be read.
     """
     cache = Path(get_cache_dir()) / "gw_detectron"
     if name.startswith(_FILE):

@@ -80,11 +80,7 @@ class Conversion:
         return Record(norms, self.preprocessing, self.provenance)
 
     def config(self, weights: str = "") -> dict[str, Any]:
-        """Return the config keys that the weights need; BN is frozen, as in fine-tuning.
-
-        Args:
-            weights: the value of ``MODEL.WEIGHTS``.
-        """
+        """Return the config keys that the weights at ``MODEL.WEIGHTS`` need; BN is frozen, as in fine-tuning."""
         network, images, norms = self.architecture, self.preprocessing, self.positions
         return {
             "MODEL": {
@@ -291,11 +287,7 @@ def _problem(name: str, value: Tensor, expected: tuple[int, ...]) -> str:
 
 
 def _unwrap(contents: Contents) -> dict[str, Tensor]:
-    """Find the state dict in the content of a checkpoint file.
-
-    Raises:
-        WeightsError: there is none, or there are two.
-    """
+    """Find the state dict in the content of a checkpoint file."""
     content = contents.value
     while isinstance(content, Mapping):
         found = [key for key in _WRAPPERS if isinstance(content.get(key), Mapping)]
@@ -313,15 +305,7 @@ def _unwrap(contents: Contents) -> dict[str, Tensor]:
 
 
 def write_weights(path: str | os.PathLike[str], conversion: Conversion) -> None:
-    """Write converted weights and their record atomically.
-
-    Args:
-        path: ends in ``.pkl`` or ``.safetensors``.
-        conversion: the weights.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write converted weights and their record atomically, as .pkl or .safetensors."""
     path, entries = Path(path), conversion.record.entries()
     with atomic_write(path) as temporary:
         if path.suffix == ".safetensors":

@@ -192,15 +192,7 @@ class _Unpickler(pickle._Unpickler):  # the C version allocates memory for count
 
 
 def named_tensors(value: Any, size: int) -> OrderedDict[str, Tensor]:
-    """Copy a state dict, with its module versions.
-
-    Args:
-        value: a mapping from names to tensors.
-        size: bytes of the file it was read from.
-
-    Raises:
-        WeightsFileError: it is not a dict of tensors, or a tensor has more bytes than the file.
-    """
+    """Copy a state dict from a file of ``size`` bytes, with its module versions."""
     if not isinstance(value, Mapping):
         raise WeightsFileError(f"a {type(value).__name__} instead of a dict of tensors. {SAVE_AGAIN}")
     tensors: OrderedDict[str, Tensor] = OrderedDict()

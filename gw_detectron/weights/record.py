@@ -97,11 +97,7 @@ def norm_record(model: nn.Module) -> dict[str, str]:
 
 
 def read_record(contents: Contents) -> Record:
-    """Read what a weight file records about its network.
-
-    Raises:
-        WeightsError: a record is damaged, or describes a network that cannot be converted.
-    """
+    """Read what a weight file records about its network."""
     values = contents.value if isinstance(contents.value, Mapping) else {}
     try:
         if contents.format == "safetensors":

@@ -139,12 +139,7 @@ def torchvision_stages(model: TorchvisionResNet, images: Tensor) -> dict[str, Te
 
 
 def detectron2_backbone(weights: Conversion, cfg: CfgNode) -> nn.Module:
-    """Build a config's backbone with the weights, in evaluation mode.
-
-    Raises:
-        WeightsError: the config's network is not the weights' network.
-        ValueError: a norm does not fit.
-    """
+    """Build a config's backbone with the weights, in evaluation mode."""
     cfg = changed_config(cfg, {"MODEL.BACKBONE.FREEZE_AT": 0, "MODEL.RESNETS.OUT_FEATURES": list(STAGES)})
     with torch.device("meta"):  # the values are loaded
         model = build_gw_resnet_backbone(cfg, ShapeSpec(channels=len(cfg.MODEL.PIXEL_MEAN)))
