@@ -100,21 +100,11 @@ def test_a_part_of_an_earlier_split_is_not_split_in_place(folder):
     register_datasets(given, str(folder / "other"))
 
 
-def test_a_record_is_what_was_registered(folder):
-    dataset = CocoDataset(str(folder / "annotations.json"), str(folder / "photos"), 0.0, ["a", "b"], [["a", "b"]])
-    given = CocoDatasets({"table": dataset}, {"table": dataset, "other": CocoDataset(dataset.json, dataset.images)})
-    run = folder / "run"
-    run.mkdir()
-    record_datasets(register_datasets(given, str(run)), str(run))
-    assert read_datasets(str(run / "datasets.yaml")) == given
-
-
 @pytest.mark.parametrize(
     ("train", "val", "words"),
     [
         (["coco_2017_train"], [], "'coco_2017_train'"),
         (["a/b"], [], "'a/b'"),
-        ([""], [], "''"),
         (["split:table", "split:table_train"], [], "'table_val'"),
         (["split:table_train"], ["table_val"], "'table_val'"),
     ],
@@ -131,21 +121,16 @@ def test_names_that_cannot_be_registered(folder, train, val, words):
 @pytest.mark.parametrize(
     ("tree", "words"),
     [
-        ("", "datasets.yaml"),
         ("train: [", "datasets.yaml"),
         ("train: !!python/name:os.system", "os.system"),
         ({"trian": {}}, "'trian'. Similar: train"),
-        ({"train": {}}, "train"),
-        ({"train": ["a"]}, "train"),
         ({"train": {"a": "annotations.json"}}, r"train\.a"),
         ({"train": {"a": FILES | {"image": "x"}}}, r"'train\.a\.image'. Similar: images"),
         ({"train": {"a": {"json": "annotations.json"}}}, r"train\.a"),
         ({"val": {"a": FILES | {"json": ["x"]}}}, r"val\.a"),
         ({"val": {"a": FILES | {"val_fraction": 0.5}}}, r"val\.a: has val_fraction"),
-        *(
-            ({"train": {"a": FILES | {"val_fraction": value}}}, "val_fraction")
-            for value in (0, 1, 1.5, -0.1, True, "0.1")
-        ),
+        ({"train": {"a": FILES | {"val_fraction": 1}}}, "val_fraction"),
+        ({"train": {"a": FILES | {"val_fraction": "0.1"}}}, "val_fraction"),
     ],
 )
 def test_a_yaml_that_cannot_be_used(write, tree, words):

@@ -122,10 +122,7 @@ def test_run_lengths_are_those_of_the_coco_api():
 def test_the_content_is_complete_and_varied(root):
     contents = {split: read(root, split) for split in TINY.splits}
     images = [image for content in contents.values() for image in content["images"]]
-    annotations = [a for content in contents.values() for a in content["annotations"]]
     assert len({image["id"] for image in images}) == len(images) == TINY.num_train + TINY.num_val
-    assert len({a["id"] for a in annotations}) == len(annotations)
-    assert len({(image["height"], image["width"]) for image in images}) > len(images) // 2
     files = set()
     for split, content in contents.items():
         objects = [a for a in content["annotations"] if not a["iscrowd"]]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.stats import entropy as scipy_entropy
 
-from experiments.diversity import analyze_diversity, entropy, normalized_pair
+from experiments.diversity import analyze_diversity, entropy
 
 SMALL = {"examples": 19200, "bins": 100, "pairs": 2, "sizes": (2, 3, 4, 8, 24), "histogram_examples": 240}
 
@@ -36,22 +36,3 @@ def test_entropy_is_that_of_the_histogram():
     assert entropy(points, 50) == pytest.approx(scipy_entropy(counts.ravel()), rel=1e-3)
     assert entropy(torch.zeros(10, 2), 50) == 0
     assert entropy(torch.tensor([[-1.0, -1.0], [1.0, 1.0]]), 50) == pytest.approx(math.log(2))
-
-
-def test_the_pair_is_normalized_as_torch_does():
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(60, 12, generator=generator) * 3 + 1
-    batches = [torch.nn.functional.batch_norm(batch, None, None, training=True, eps=1e-9) for batch in x.split(5)]
-    for method, size, whole in (
-        ("GN", 4, torch.nn.functional.group_norm(x, 3, eps=1e-9)),
-        ("BN", 5, torch.cat(batches)),
-        ("Base", None, x),
-    ):
-        pair = normalized_pair(x, method, size, generator)
-        distances = (whole[:, None, :] - pair[:, :, None]).abs().amax(0)
-        assert (distances.amin(1) < 1e-4).all()
-        first, second = distances.argmin(1)
-        assert first != second
-        if method == "GN":
-            assert first // 4 == second // 4
-    assert normalized_pair(x, "BN", 7, generator).shape == (56, 2)  # an incomplete batch is dropped

@@ -129,12 +129,11 @@ def test_exported_program_serves_other_sizes(solver):
         torch.testing.assert_close(program(x), layer(x), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_compiled_module_trains(solver):
+def test_compiled_module_of_another_solver_trains():
     """The aot_eager backend traces forward and backward as inductor does, without its code generation."""
     torch._dynamo.reset()
-    layer = build(64, Setting(16, solver=solver), torch.float32)
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=solver == "newton")
+    layer = build(64, Setting(16, solver="zca"), torch.float32)
+    compiled = torch.compile(layer, backend="aot_eager")
     for shape in ((2, 64, 9, 7), (3, 64, 5, 11)):
         x = features(*shape).requires_grad_()
         expected = torch.autograd.grad(layer(x).square().sum(), (x, layer.weight))

@@ -5,19 +5,19 @@ from typing import Any
 import pytest
 import torch
 from detectron2.layers import ShapeSpec
-from detectron2.modeling import RetinaNet, build_model
+from detectron2.modeling import RetinaNet, build_backbone, build_model
+from detectron2.modeling.meta_arch.fcos import FCOS
 from detectron2.modeling.meta_arch.retinanet import RetinaNetHead
 from detectron2.modeling.meta_arch.semantic_seg import SemSegFPNHead
+from detectron2.utils.events import EventStorage
 from torch import nn
 
 from gw_detectron.errors import NormError
 from gw_detectron.layers import GroupWhitening2d
-from gw_detectron.modeling import (
-    GWRetinaNet,
-    GWRetinaNetHead,
-    GWSemSegFPNHead,
-)
+from gw_detectron.modeling import GWFCOSHead, GWRetinaNet, GWRetinaNetHead, GWSemSegFPNHead
 from gw_detectron.norms.listing import norm_rows
+
+from ..test_configs import tiny_batch
 
 LEVELS = {f"p{level}": ShapeSpec(channels=16, stride=2**level) for level in (2, 3, 4)}
 FEATURES = {name: torch.randn(2, 16, 64 // shape.stride, 64 // shape.stride) for name, shape in LEVELS.items()}
@@ -123,25 +123,12 @@ def test_retinanet_errors_name_the_key(retinanet):
 
 @pytest.mark.parametrize("norm", ["GW:groups=4", "GN:groups=8"])
 def test_fcos_trains_and_evaluates(retinanet, norm):
-    from detectron2.modeling import build_backbone
-    from detectron2.modeling.meta_arch.fcos import FCOS
-    from detectron2.utils.events import EventStorage
-
-    from gw_detectron.modeling import GWFCOSHead
-
-    from ..test_configs import tiny_batch
-
     backbone = build_backbone(retinanet)
     shapes = [*backbone.output_shape().values()]
     head = GWFCOSHead(input_shape=shapes, num_classes=6, conv_dims=[64, 64], norm=norm)
-    model = FCOS(
-        backbone=backbone,
-        head=head,
-        head_in_features=[*backbone.output_shape()],
-        num_classes=6,
-        pixel_mean=retinanet.MODEL.PIXEL_MEAN,
-        pixel_std=retinanet.MODEL.PIXEL_STD,
-    )
+    pixels = {"pixel_mean": retinanet.MODEL.PIXEL_MEAN, "pixel_std": retinanet.MODEL.PIXEL_STD}
+    names = [*backbone.output_shape()]
+    model = FCOS(backbone=backbone, head=head, head_in_features=names, num_classes=6, **pixels)
     assert len(norm_rows(head)) == 4
     with EventStorage():
         losses = model.train()(tiny_batch(6))

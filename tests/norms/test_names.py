@@ -109,11 +109,6 @@ def test_the_threshold_of_zca_max_is_shown_where_it_is_not_the_usual_one():
         assert norm_spec(resolve_norm(spec)(64)) == spec
 
 
-def test_bn_with_a_rotation_is_named_by_what_its_solver_reads():
-    layer = BatchWhitening2d(32, 16, "standardize", num_iters=3, running="covariance", rotation="cayley")
-    assert norm_spec(layer) == norm_spec(resolve_norm(norm_spec(layer))(32)) != norm_spec(BatchWhitening2d(32))
-
-
 def test_bn_with_a_rotation_is_batch_whitening_that_standardizes():
     layer = resolve_norm("BN:rotation=cayley,momentum=0.3")(32)
     spec = "BN:channels=32,eps=1e-05,momentum=0.3,rotation=cayley"

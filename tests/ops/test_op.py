@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gw_detectron.errors import ConfigError
 from gw_detectron.layers import Solver
+from gw_detectron.ops import torch_private
 from gw_detectron.ops.group_whitening import op
 from gw_detectron.ops.group_whitening.op import ENVIRONMENT_SWITCH, choose_backend, use_backend
 
@@ -117,6 +118,15 @@ def test_compiles_in_one_graph_where_the_batch_depends_on_data(chosen):
     ]
     for value, expected in zip(*results, strict=True):
         torch.testing.assert_close(value, expected)
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_an_export_is_recognized_with_and_without_torchs_private_flag(flag, monkeypatch):
+    if flag and not torch_private._EXPORTING_FLAG:
+        pytest.skip("this torch has no torch.compiler._is_exporting_flag")
+    monkeypatch.setattr(torch_private, "_EXPORTING_FLAG", flag)
+    program = torch.export.export(layer(8, 4), (torch.randn(2, 8, 3, 3),))
+    assert not any("gw_detectron" in str(node.target) for node in program.graph.nodes)
 
 
 def test_flops_are_those_of_the_products():
