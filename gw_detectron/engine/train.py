@@ -101,7 +101,17 @@ def prepare(args: argparse.Namespace) -> Run:
             if trains and exists:  # now: another training could write a newer checkpoint than is opened
                 lock.enter_context(lock_output(cfg.OUTPUT_DIR))
             start = open_start_weights(cfg, resume=args.resume)
-            report = _check(cfg, start, args) if comm.is_main_process() else PreflightReport()
+            report = PreflightReport()
+            if comm.is_main_process():
+                report = preflight(
+                    cfg,
+                    start,
+                    eval_only=args.eval_only,
+                    resume=args.resume,
+                    overwrite=args.overwrite,
+                    allow_partial=args.allow_partial,
+                    config_file=args.config_file,
+                )
             if not args.ignore_preflight:
                 report.raise_errors()
             start.checkpoint()  # fetches remote weights, raises the error of opening it
@@ -150,24 +160,6 @@ def run_config(args: argparse.Namespace) -> CfgNode:
     use_datasets(cfg, args, _run_folder(cfg, args))
     cfg.freeze()
     return cfg
-
-
-def _check(cfg: CfgNode, start: StartWeights, args: argparse.Namespace) -> PreflightReport:
-    report = preflight(
-        cfg,
-        start,
-        eval_only=args.eval_only,
-        resume=args.resume,
-        overwrite=args.overwrite,
-        allow_partial=args.allow_partial,
-        config_file=args.config_file,
-    )
-    if args.num_gpus and cfg.MODEL.DEVICE == "cpu" and torch.cuda.is_available():
-        report.warnings.append(
-            "MODEL.DEVICE ('cpu'): the run does not use the GPU of this machine. Fix: add MODEL.DEVICE cuda, or give "
-            "--num-gpus 0."
-        )
-    return report
 
 
 def clear_for(cfg: CfgNode, args: argparse.Namespace) -> None:

@@ -33,14 +33,14 @@ class TestNonFinite:
                     yield batch
 
         trainer = WithNan(setup(arguments(tmp_path, MODEL__RESNETS__WHITEN_NORM=norm)))
-        with pytest.raises(NonFiniteError, match=r"iteration 0.*\n.*broken.tif has values that are NaN"):
+        with pytest.raises(NonFiniteError, match=r"iteration 0.*\n.*broken.tif or its annotations have .* NaN"):
             trainer.train()
 
-    def test_a_parameter_is_named_in_the_error_and_the_log(self, tmp_path):
+    def test_the_module_of_a_bad_parameter_is_named_in_the_error_and_the_log(self, tmp_path):
         trainer = trainer_for(tmp_path)
-        name = "backbone.bottom_up.res3.0.conv2.norm.weight"
+        name = "backbone.bottom_up.res3.0.conv2.norm"
         with torch.no_grad():
-            trainer.model.get_parameter(name)[0] = float("inf")
+            trainer.model.get_submodule(name).weight[0] = float("inf")
         with pytest.raises(NonFiniteError, match=name):
             trainer.train()
         log = (tmp_path / "log.txt").read_text()

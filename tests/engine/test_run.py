@@ -22,7 +22,6 @@ from safetensors.torch import save_file
 
 from gw_detectron.checkpoint import opening
 from gw_detectron.engine import Trainer, main, setup
-from gw_detectron.engine.train import prepare
 from gw_detectron.errors import ConfigError, MissingFileError, PreflightError, UserError
 from gw_detectron.weights import read_weights_file
 
@@ -86,13 +85,6 @@ class TestFlags:
         args.config_file = name and str(CONFIG.parent / name)
         with pytest.raises(FileNotFoundError, match=f"--config-file.*{similar}"):
             setup(args)
-
-    @pytest.mark.parametrize(("gpus", "warned"), [("0", False), ("1", True)])
-    def test_a_gpu_that_is_not_used_is_a_warning(self, tmp_path, monkeypatch, gpus, warned):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        run = prepare(arguments(tmp_path, "--num-gpus", gpus, MODEL__DEVICE="cpu"))
-        run.lock.close()
-        assert any("MODEL.DEVICE" in each for each in run.warnings) is warned
 
     def test_deterministic(self, tmp_path, monkeypatch):
         monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
