@@ -1,4 +1,4 @@
-"""Measure the host time of a layer's launches without a GPU: python -m benchmarks.host
+"""Measure the host time of a layer's launches without a GPU: run this file.
 
 Triton compiles for an H100, binds and launches as usual, but its driver does nothing. So the times are those of Python
 and Triton alone: what a network pays per layer where the GPU waits for the host. ``GroupNorm`` is one operator of

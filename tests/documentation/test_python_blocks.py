@@ -33,12 +33,6 @@ cfg.MODEL.DEVICE = "cpu"
 model = build_model(cfg).eval()
 tiles = torch.rand(2, 3, 64, 64)
 """,
-    ("docs/weights.md", 0): """
-import timm, safetensors.torch, examples.timm_models
-
-weights = timm.create_model("gw_resnet50.s1_b2", num_classes=0).state_dict()
-safetensors.torch.save_file(weights, "backbone.safetensors")
-""",
 }
 #: blocks that need a trained detector or its export in the current folder: see the slow tests
 NEED_A_RUN = {
