@@ -15,8 +15,6 @@ from gw_detectron.weights.verify import config_for
 
 PIXELS = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 R50 = (("MODEL.RESNETS.DEPTH", 50), ("MODEL.RESNETS.RES2_OUT_CHANNELS", 256))
-X50 = (*R50, ("MODEL.RESNETS.NUM_GROUPS", 32), ("MODEL.RESNETS.WIDTH_PER_GROUP", 4))
-FROZEN = ("MODEL.RESNETS.NORM", "FrozenBN")
 NO_FPN = ("MODEL.BACKBONE.NAME", "build_gw_resnet_backbone")
 
 

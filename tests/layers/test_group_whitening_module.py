@@ -1,6 +1,5 @@
 """GroupWhitening2d as a module: errors, checkpoints, copies, tracing, export, compilation, DDP."""
 
-import math
 import pickle
 import re
 from collections.abc import Iterable
@@ -35,10 +34,7 @@ def features(*shape: int) -> torch.Tensor:
     ("arguments", "words"),
     [
         ({"num_channels": 96, "num_groups": 64}, ["96", "64"]),
-        ({"num_channels": 64, "eps": math.nan}, ["nan"]),
-        ({"num_channels": 64, "solver": "svd"}, ["svd", "newton", "zca"]),
         ({"num_channels": 64, "num_groups": True}, ["num_groups", "True"]),
-        ({"num_channels": 64, "eps": "1e-5"}, ["eps", "'1e-5'"]),
         ({"num_channels": 64, "num_iters": 10**9}, ["num_iters", "1000000000", "at most 1000"]),
     ],
     ids=str,

@@ -14,7 +14,6 @@ from gw_detectron.modeling import build_checked_model
         ("MODEL.META_ARCHITECTURE", "NoSuchModel", ["NoSuchModel", "META_ARCH"]),
         ("MODEL.RESNETS.OUT_FEATURES", ["res9"], ["AssertionError", "resnet.py, line"]),
         ("MODEL.ANCHOR_GENERATOR.SIZES", [], ["cannot be empty", "anchor_generator.py, line"]),
-        ("MODEL.ROI_HEADS.NUM_CLASSES", -5, ["RuntimeError", "negative"]),
         ("MODEL.RESNETS.NORM", "GW:groups=3", ["MODEL.RESNETS.NORM ('GW:groups=3')"]),
     ],
 )

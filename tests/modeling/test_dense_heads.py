@@ -114,13 +114,6 @@ def test_retinanets_norm_need_not_fit_other_channels_than_its_own(norm):
     assert [row.spec.partition(",")[0] for row in norm_rows(head)] == [norm] * 2
 
 
-def test_retinanet_errors_name_the_key(retinanet):
-    retinanet.MODEL.RETINANET.NORM = "GW:groups=20"
-    with pytest.raises(ValueError, match=r"MODEL.RETINANET.NORM \('GW:groups=20'\): .* 64 channels"):
-        build_model(retinanet)
-    assert retinanet.MODEL.RETINANET.NORM == "GW:groups=20"
-
-
 @pytest.mark.parametrize("norm", ["GW:groups=4", "GN:groups=8"])
 def test_fcos_trains_and_evaluates(retinanet, norm):
     backbone = build_backbone(retinanet)

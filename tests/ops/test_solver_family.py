@@ -15,9 +15,6 @@ from gw_detectron.ops.solvers import (
 from . import solver_oracle as oracle
 from .test_solvers import assert_relatively_close, spectrum, symmetrized_gradient
 
-#: solvers that turn a covariance into the identity if no threshold is active
-EXACT = ["zca", "zca_max", "zca_entropy", "pca", "cholesky", "pivoted_cholesky"]
-
 
 def random_spd(size: int, seed: int = 0) -> np.ndarray:
     """Return a covariance of unequal variances and a condition number of about 30."""
@@ -87,13 +84,10 @@ def test_large_and_small_variances_keep_their_gradient_in_float32():
     [
         ({"name": "svd"}, r"solver \('svd'\): unknown solver. Fix: choose one of \['cholesky', 'newton', 'pca'"),
         ({"num_iters": -1}, r"num_iters \(-1\): expected an integer of at least 0. Fix: try num_iters=5"),
-        ({"num_iters": True}, r"num_iters \(True\): expected an integer"),
-        ({"eps": float("inf")}, r"eps \(inf\): expected a finite number of at least 0"),
         ({"eps": float("nan")}, r"eps \(nan\): expected a finite number of at least 0"),
         ({"eps": "1e-5"}, r"eps \('1e-5'\): expected a number, got str"),
         ({"name": "zca_max", "threshold": 1.5}, r"threshold \(1.5\): expected a finite number from 0 to 1"),
         ({"name": "zca", "threshold": 0.1}, r"threshold \(0.1\): the solver 'zca' does not read it\. .*'zca_max'"),
-        ({"corr": "yes"}, r"corr \('yes'\): expected a bool"),
     ],
     ids=str,
 )

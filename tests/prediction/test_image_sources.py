@@ -2,9 +2,7 @@
 
 import shutil
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from gw_detectron.errors import DataError, MissingFileError
 from gw_detectron.prediction import find_sources
@@ -45,14 +43,6 @@ def test_nothing_to_read(tmp_path):
     for nothing in ([], [str(tmp_path)]):
         with pytest.raises(DataError, match="none"):
             find_sources(nothing)
-
-
-def test_an_image_is_upright_rgb(tmp_path, photo):
-    exif = Image.Exif()
-    exif[0x0112] = 6  # to be turned clockwise by a quarter
-    image = Image.fromarray(photo).transpose(Image.Transpose.ROTATE_90).convert("RGBA")
-    image.save(tmp_path / "turned.png", exif=exif)
-    assert np.array_equal(pixels(tmp_path / "turned.png"), photo)
 
 
 def test_frames_of_a_video(video):
