@@ -17,7 +17,6 @@ from detectron2.utils.events import EventStorage
 from gw_detectron.cli import Interrupted
 from gw_detectron.engine import Trainer, setup
 from gw_detectron.engine.optimizer import accumulated_step
-from gw_detectron.errors import ConfigError
 
 from ..tiny_run import arguments
 from .distributed_cases import gradients, norm_config, record, relative, relative_norm
@@ -214,11 +213,6 @@ def test_metrics_are_the_mean_loss_and_the_whole_time_for_data():
     assert 0.1 <= found["data_time"] < 5
 
 
-def test_a_number_that_is_not_positive_is_refused():
-    with pytest.raises(ConfigError, match=r"SOLVER.ACCUMULATE \(0\)"):
-        accumulated_step(None, 0)
-
-
 SCHEDULE = {
     "SOLVER__ACCUMULATE": 2,
     "SOLVER__MAX_ITER": 4,
@@ -257,14 +251,6 @@ class TestTrainer:
         resumed = self.trainer(tmp_path, SOLVER__ACCUMULATE=4, SOLVER__IMS_PER_BATCH=1)
         resumed.load_state_dict(trainer.state_dict())
         assert resumed.data_loader.batches == 4, "of one image"
-
-    def test_the_reference_number_of_processes_scales_the_batches_not_their_number(self, tmp_path):
-        reference = {"SOLVER__REFERENCE_WORLD_SIZE": 2, "SOLVER__IMS_PER_BATCH": 4, "SOLVER__MAX_ITER": 1}
-        trainer = self.trainer(tmp_path, **reference, SOLVER__STEPS="()")
-        sizes = []
-        trainer.model.register_forward_pre_hook(lambda model, args: sizes.append(len(args[0])))
-        trainer.train()
-        assert sizes == [2, 2, 2, 2], "two iterations on one process are one on two"
 
     def test_a_signal_waits_for_the_last_batch(self, tmp_path):
         trainer = self.trainer(tmp_path)

@@ -6,8 +6,6 @@ import logging
 import os
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -25,7 +23,7 @@ from gw_detectron.engine import Trainer, main, setup
 from gw_detectron.errors import ConfigError, MissingFileError, PreflightError, UserError
 from gw_detectron.weights import read_weights_file
 
-from ..tiny_run import CONFIG, arguments
+from ..tiny_run import arguments
 
 pytestmark = pytest.mark.usefixtures("small_dataset", "one_thread")
 SHORT = {"SOLVER__MAX_ITER": 1, "SOLVER__STEPS": "()", "DATASETS__TEST": "()"}
@@ -64,28 +62,6 @@ def trainer_for(tmp_path, **overrides) -> Trainer:
 
 
 class TestFlags:
-    @pytest.mark.parametrize(
-        ("opts", "named"),
-        [
-            (["SOLVER.MAXITER", "3"], "SOLVER.MAXITER.*SOLVER.MAX_ITER"),
-            (["SOLVER.MAX_ITER"], "SOLVER.MAX_ITER"),
-            (["SOLVER.MAX_ITER", "3", "--num-gpus", "2"], "--num-gpus before SOLVER.MAX_ITER"),
-            (["SOLVER.MAX_ITER", "many"], "SOLVER.MAX_ITER"),
-        ],
-    )
-    def test_keys_that_cannot_be_used(self, tmp_path, opts, named):
-        args = arguments(tmp_path)
-        args.opts = opts
-        with pytest.raises(ConfigError, match=named):
-            setup(args)
-
-    @pytest.mark.parametrize(("name", "similar"), [("mask_rcnn_R_18_FPN_GW_dmo.yaml", "GW_demo"), ("", "")])
-    def test_a_missing_config(self, tmp_path, name, similar):
-        args = arguments(tmp_path)
-        args.config_file = name and str(CONFIG.parent / name)
-        with pytest.raises(FileNotFoundError, match=f"--config-file.*{similar}"):
-            setup(args)
-
     def test_deterministic(self, tmp_path, monkeypatch):
         monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
         try:
@@ -94,14 +70,6 @@ class TestFlags:
             assert os.environ["CUBLAS_WORKSPACE_CONFIG"]
         finally:
             torch.use_deterministic_algorithms(False)
-
-    def test_amp_and_cuda_need_a_gpu(self, tmp_path):
-        if torch.cuda.is_available():
-            pytest.skip("speaks about a machine without a GPU")
-        for key, value in (("SOLVER__AMP__ENABLED", True), ("MODEL__DEVICE", "cuda")):
-            with pytest.raises(PreflightError, match=key.replace("__", ".")):
-                main(arguments(tmp_path, **{key: value}))
-        assert setup(arguments(tmp_path, "--num-gpus", "0", MODEL__DEVICE="cuda")).MODEL.DEVICE == "cpu"
 
     def test_the_saved_config_starts_the_same_run(self, tmp_path):
         cfg = setup(arguments(tmp_path))
@@ -152,7 +120,7 @@ class TestWeights:
         with pytest.raises(UserError, match="MODEL.WEIGHTS .*tensors are missing"):
             main(arguments(tmp_path / "out", "--eval-only", **options))
         options = {"MODEL__WEIGHTS": f"{tmp_path}/model_final.pth", "MODEL__ROI_HEADS__NUM_CLASSES": 3}
-        with pytest.raises(UserError, match=r"MODEL.WEIGHTS .*\(7, \d+\), not \(4, \d+\)"):
+        with pytest.raises(UserError, match=r"MODEL.WEIGHTS .*roi_heads.box_predictor.cls_score.weight"):
             main(arguments(tmp_path, "--eval-only", "--ignore-preflight", **options))
 
     def test_nan_is_refused(self, copy, tmp_path):
@@ -256,19 +224,6 @@ def test_each_process_and_iteration_draws_other_numbers(tmp_path, monkeypatch):
     assert len(set(drawn)) == 3 and drawn[0] == drawn[3]
 
 
-def test_resume_restores_the_optimizer(tmp_path):
-    first = trainer_for(tmp_path, DATASETS__TEST="()")
-    first.train()
-    second = trainer_for(tmp_path, SOLVER__MAX_ITER=9, DATASETS__TEST="()")
-    second.resume_or_load(resume=True)
-    assert second.start_iter == 3
-    old, new = first.optimizer.state_dict(), second.optimizer.state_dict()
-    assert old["state"].keys() == new["state"].keys() != set()
-    for index, state in old["state"].items():
-        assert torch.equal(state["momentum_buffer"], new["state"][index]["momentum_buffer"])
-    assert [group["lr"] for group in old["param_groups"]] == [group["lr"] for group in new["param_groups"]]
-
-
 @pytest.mark.parametrize("state", ["text", {"iteration": "x"}, {}, None], ids=str)
 def test_a_checkpoint_with_a_damaged_training_state_is_refused(copy, tmp_path, state):
     content = torch.load(tmp_path / "model_final.pth", weights_only=True)
@@ -290,22 +245,6 @@ def test_a_checkpoint_of_another_optimizer_is_refused_and_one_without_is_a_warni
     finally:
         logging.getLogger("gw_detectron").removeHandler(caplog.handler)
     assert "the momentum starts from zero" in caplog.text
-
-
-def test_without_tensorboard_the_metrics_are_written_all_the_same(tmp_path, monkeypatch):
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else find_spec(name))
-    trainer_for(tmp_path, **SHORT).train()
-    assert "total_loss" in (tmp_path / "metrics.json").read_text()
-    assert not list(tmp_path.glob("events.*"))
-
-
-def test_unfinished_files_of_a_killed_run_are_removed(copy, tmp_path):
-    killed = subprocess.Popen([sys.executable, "-c", ""])
-    killed.wait()
-    (tmp_path / f".model_0000001.pth.{os.uname().nodename}.{killed.pid}.01234567.tmp").write_bytes(b"half")
-    main(arguments(tmp_path, "--resume", DATASETS__TEST="()"))
-    assert not list(tmp_path.glob(".*.tmp"))
 
 
 def test_a_truncated_last_checkpoint_is_named_and_not_started_over(tmp_path):

@@ -2,10 +2,9 @@
 
 A training is killed in steps, checkpoint writes and evaluations, and resumed until its end. After each kill
 last_checkpoint names a complete file, the resumed run continues there and removes unfinished files, and the final state
-equals that of an uninterrupted run bit for bit. Generated data, an export and converted weights are whole or not there.
+equals that of an uninterrupted run bit for bit.
 """
 
-import hashlib
 import os
 import random
 import shutil
@@ -15,15 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from detectron2.modeling import build_backbone
 
-from gw_detectron.config import read_config
-from gw_detectron.data import SyntheticConfig, make_synthetic
-from gw_detectron.export import Normalization, export_backbone
-from gw_detectron.weights import convert_file, read_weights_file
+from gw_detectron.weights import read_weights_file
 
-from ..tiny_run import arguments, words
-from ..weights.synthetic import authors_state, make_network, training_checkpoint
+from ..tiny_run import arguments
 from .forked_run import CHECKPOINT, EVALUATION, STEP, child, training
 
 KILLS = int(os.environ.get("KILLS", "6"))
@@ -81,60 +75,3 @@ def test_a_killed_training_loses_nothing(tmp_path):
             shutil.rmtree(folder)
             start = 0
     assert kills.total() >= KILLS
-
-
-def generate(folder: Path) -> None:
-    make_synthetic(folder, SyntheticConfig(num_train=30, num_val=5))
-
-
-def export(folder: Path) -> None:
-    _, config, *opts = words(folder)
-    cfg = read_config(config, opts)
-    export_backbone(build_backbone(cfg), folder / "out", Normalization.from_config(cfg), file_format="safetensors")
-
-
-def convert(folder: Path) -> None:
-    source = folder.parent / "source.pth"
-    if not source.exists():
-        torch.save(training_checkpoint(authors_state(make_network("R-18", "S1-B2"))), source)
-    convert_file(source, folder / "converted.pkl", overwrite=True)
-
-
-def result(folder: Path) -> dict[str, str]:
-    """Hash the finished files by name; those of an export have times in them, except its tensors."""
-    files = [
-        path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix != ".lock"
-    ]
-    timed = (".md", ".json") if (folder / "out").exists() else ()
-    return {
-        str(path): "" if path.suffix in timed else hashlib.sha256((folder / path).read_bytes()).hexdigest()
-        for path in files
-        if not any(part.startswith(".") or "part" in Path(part).suffix for part in path.parts)
-    }
-
-
-@pytest.mark.parametrize("work", [generate, export, convert])
-def test_killed_work_leaves_a_whole_result_or_none(work, tmp_path):
-    folder, log, moments = tmp_path / "result", tmp_path / "log", random.Random(5)
-
-    def attempt(seconds: float | None) -> float:
-        folder.mkdir(exist_ok=True)
-        begin = time.monotonic()
-        with child(lambda report: (report("begin"), work(folder)), log) as run:
-            assert run.wait_for("begin")
-            if seconds is not None:
-                time.sleep(seconds)
-                run.kill()
-            assert run.wait() == 0 or seconds is not None, run.output()[-3000:]
-        return time.monotonic() - begin
-
-    seconds, expected = attempt(None), result(folder)
-    assert expected
-    for _ in range(max(1, KILLS // 3)):
-        if moments.random() < 0.5:  # otherwise the attempt replaces an earlier result
-            shutil.rmtree(folder)
-        attempt(moments.uniform(0, seconds))
-        assert result(folder) in ({}, expected)
-        attempt(None)
-        assert result(folder) == expected
-        assert not [path for path in folder.iterdir() if path.name.endswith(".tmp") or "part" in path.suffix]
