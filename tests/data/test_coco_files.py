@@ -118,13 +118,6 @@ def test_too_few_images(count):
         split_coco(numbered(NAMES[:count]), 0.5)
 
 
-def test_an_annotation_of_no_image_is_kept():
-    damaged = numbered(NAMES[:20])
-    damaged["annotations"].append({"id": 99, "image_id": 1000})
-    train, val = split_coco(damaged, 0.5)
-    assert train["annotations"][-1]["id"] == 99 and val["annotations"][-1]["id"] != 99
-
-
 # --- derived files --------------------------------------------------------------------------------------
 
 

@@ -1,14 +1,11 @@
 """The plain tensor code between a detector's modules, against Detectron2's and torchvision's own."""
 
 import torch
-from detectron2.modeling.poolers import ROIPooler, assign_boxes_to_levels
-from detectron2.structures import Boxes
 from hypothesis import given
 from hypothesis import strategies as st
 from torchvision.ops import box_iou, nms
 
 from gw_detectron.export.boxes import NO_BOX, suppress
-from gw_detectron.export.meta_arch import assign_levels
 
 SEEDS = st.integers(0, 2**31)
 
@@ -59,16 +56,3 @@ def test_suppression_keeps_pixels_apart_at_the_size_of_coco():
         groups = torch.tensor([group, group, (group + 1) % 80])
         assert suppress(boxes, scores, groups, 80, 0.5).tolist()[0][1] == NO_BOX
         assert suppress(boxes, scores, groups, 80, 0.502).tolist()[0][1] > 0
-
-
-@given(seed=SEEDS, canonical=st.sampled_from([(224, 4), (56, 4), (224, 3)]))
-def test_levels(seed, canonical):
-    pooler = ROIPooler(7, (1 / 4, 1 / 8, 1 / 16, 1 / 32), 0, "ROIAlignV2", *canonical)
-    boxes = random_boxes(seed, 1, 60, largest=900.0)[0]
-    sides = ((boxes[:, 2:] - boxes[:, :2]).prod(1).sqrt() / canonical[0]).double().log2()
-    boxes = boxes[(sides - sides.round()).abs() > 1e-6]  # else a rounding decides
-    expected = assign_boxes_to_levels([Boxes(boxes)], 2, 5, *canonical)
-    assert torch.equal(assign_levels(pooler, boxes), expected)
-    sides = canonical[0] * torch.tensor([0.0, 0.4999, 0.5, 1.0, 2.0, 99.0])
-    at = [min(max(canonical[1] + step, 2), 5) - 2 for step in (-9, -2, -1, 0, 1, 9)]
-    assert assign_levels(pooler, torch.stack((sides * 0, sides * 0, sides, sides), 1)).tolist() == at

@@ -55,13 +55,6 @@ def test_evaluation_uses_the_averages_of_the_batches(solver, running):
     assert torch.equal(layer(x), layer(x)), "evaluation leaves the averages alone"
 
 
-def test_training_is_the_function():
-    x = batches()[0]
-    layer = trained(solver="zca", corr=True)
-    expected = bw(x, 3, solver="zca", weight=layer.weight, bias=layer.bias, corr=True)
-    assert torch.equal(layer(x), expected)
-
-
 @pytest.mark.parametrize("shape", [(0, 7, 5, 3), (1, 7, 1, 1), (1, 7)], ids=str)
 @pytest.mark.parametrize("running", ["matrix", "covariance"])
 def test_a_batch_without_covariance_leaves_the_averages_as_they_are(running, shape):

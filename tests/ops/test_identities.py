@@ -77,6 +77,13 @@ def test_the_factor_of_newton_on_a_white_covariance(groups, iters):
         assert factor == pytest.approx(0.7658, abs=5e-5)
 
 
+@pytest.mark.parametrize("solver", ["zca", "zca_max", "cholesky", "standardize"])
+def test_uncorrelated_channels_are_only_scaled(solver):
+    sigma = torch.diag(torch.tensor([1.0, 2.0, 3.0, 0.5], dtype=torch.float64))
+    for corr in (False, True):
+        close(Solver(solver, eps=0.0, corr=corr)(sigma), sigma.diagonal().rsqrt().diag(), 1e-14)
+
+
 def test_pca_is_a_rotation_of_zca():
     sigma = torch.from_numpy(random_spd(6))
     rotation = Solver("pca", eps=0.0)(sigma) @ torch.linalg.inv(Solver("zca", eps=0.0)(sigma))
