@@ -456,7 +456,7 @@ def test_the_kernels_in_the_interpreter(keyword):
 @pytest.mark.parametrize("module", sorted(ON_EVERY_BACKEND))
 def test_the_layers_tests_in_the_interpreter(module):
     """Run the tests of operation and layer there, which take these kernels for all dtypes but float64."""
-    too_slow_there = "stem_size or five_steps_leave or (equal_channels and 30.0)"
+    too_slow_there = "stem_size or (equal_channels and 30.0)"
     (file,) = TESTS.glob(f"*/{module}.py")
     run(["-k", f"not (float64 or {too_slow_there})", str(file)], TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
 
