@@ -225,11 +225,7 @@ class Trainer(DefaultTrainer):
             log.warning("--resume: the training data start from their beginning: build_train_loader stores no position")
             return
         self.data_loader.seed = self.record.seed
-        data = state.get("data")
-        if data is None:
-            log.warning("--resume: the checkpoint has no data-loader position; estimating it from the iteration")
-            data = {"batches": state["iteration"] + 1}
-        self.data_loader.load_state_dict(data)
+        self.data_loader.load_state_dict(state.get("data", {"batches": state["iteration"] + 1}))
 
     def resume_or_load(self, resume: bool = True, *, allow_partial: bool = False) -> LoadReport:
         """Load ``MODEL.WEIGHTS``, or the last checkpoint of ``OUTPUT_DIR``.

@@ -245,13 +245,6 @@ class TestTrainer:
         expected, found = whole.model.state_dict(), resumed.model.state_dict()
         assert all(torch.equal(value, found[name]) for name, value in expected.items())
 
-    def test_another_number_continues_after_the_same_images(self, tmp_path):
-        trainer = self.trainer(tmp_path, SOLVER__MAX_ITER=1, SOLVER__STEPS="()")
-        trainer.train()
-        resumed = self.trainer(tmp_path, SOLVER__ACCUMULATE=4, SOLVER__IMS_PER_BATCH=1)
-        resumed.load_state_dict(trainer.state_dict())
-        assert resumed.data_loader.batches == 4, "of one image"
-
     def test_a_signal_waits_for_the_last_batch(self, tmp_path):
         trainer = self.trainer(tmp_path)
         trainer.model.register_forward_pre_hook(lambda *_: signal.raise_signal(signal.SIGTERM))

@@ -177,7 +177,7 @@ def test_an_older_checkpoint_is_resumed_at_its_iteration(trainer_for, tmp_path, 
     torch.save(content, path)
     trainer = trainer_for()
     warnings = warnings_of_resuming(trainer, caplog)
-    assert "no seed" in warnings and "from the iteration" in warnings
+    assert "no seed" in warnings
     assert trainer.data_loader.batches == 5
 
 

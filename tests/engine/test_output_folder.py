@@ -61,27 +61,6 @@ def test_a_checkpoint_to_continue_from_is_chosen_under_the_lock(tmp_path, small_
     assert not opened
 
 
-def test_the_lock_ends_with_its_process_although_a_fork_of_it_lives(tmp_path):
-    def work(report):
-        lock = lock_output(str(tmp_path))
-        if os.fork() == 0:  # as a data-loading worker
-            signal.pause()
-        report("locked")
-        signal.pause()
-        lock.close()
-
-    with child(work, tmp_path / "log") as holder:
-        assert holder.wait_for("locked")
-        with pytest.raises(UserError, match="another training"):
-            lock_output(str(tmp_path))
-        holder.send(signal.SIGKILL)
-        os.waitpid(holder.pid, 0)
-        holder.status = -signal.SIGKILL
-        assert holder.processes(), "the fork should still live"
-        lock_output(str(tmp_path)).close()
-        os.killpg(holder.pid, signal.SIGKILL)
-
-
 def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog):
     def refuse(*args):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))

@@ -15,7 +15,7 @@ from detectron2.utils import comm
 from gw_detectron.checkpoint import StartWeights
 from gw_detectron.cli import Interrupted, errors_reported
 from gw_detectron.data import make_synthetic
-from gw_detectron.engine import get_parser, launch
+from gw_detectron.engine import get_parser
 from gw_detectron.engine.launch import in_all_processes, launch_from_args
 from gw_detectron.engine.trainer import check_same_start
 from gw_detectron.errors import ConfigError, NonFiniteError, PreflightError, UserError
@@ -118,18 +118,6 @@ def test_all_processes_end_if_one_fails(data, tmp_path, kind, reason):
     assert stderr.count("Traceback (most recent") == 1, "that of torchrun"
 
 
-def test_detectron2s_flags_reach_its_launcher(monkeypatch):
-    """They need a GPU per process, so the processes themselves are not started."""
-    given = {}
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(launch, "launch", lambda worker, gpus, **options: given.update(options, gpus=gpus))
-    machine = ["--num-gpus", "2", "--num-machines", "2", "--machine-rank", "1", "--dist-url", "tcp://127.0.0.1:5"]
-    flags = [*machine, "--dist-timeout", "90"]
-    launch_from_args(print, get_parser().parse_args(flags))
-    assert given["gpus"] == 2 and given["num_machines"] == 2 and given["machine_rank"] == 1
-    assert given["dist_url"] == "tcp://127.0.0.1:5" and given["timeout"].total_seconds() == 90
-
-
 @pytest.mark.parametrize(
     ("error", "reported"),
     [
@@ -148,13 +136,6 @@ def test_a_lost_process_is_reported_and_a_bug_keeps_its_traceback(error, reporte
     with pytest.raises(UserError if reported else RuntimeError) as raised:
         launch_from_args(fail, get_parser().parse_args(["--num-gpus", "0", "--dist-timeout", "8"]))
     assert "--dist-timeout" in str(raised.value) if reported else raised.value is error
-
-
-def test_zero_and_one_gpu_run_in_this_process():
-    seen = []
-    for flags in (["--num-gpus", "0"], []):
-        launch_from_args(lambda args: seen.append(args.num_gpus), get_parser().parse_args(flags))
-    assert seen == [0, 1]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="speaks about a machine without a GPU")

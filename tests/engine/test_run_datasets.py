@@ -140,12 +140,6 @@ def test_flags_that_do_not_fit(tmp_path, photos, flags, named):
         run_config(arguments(tmp_path, *flags.format(photos / "photos", photos / "val.json").split()))
 
 
-def test_paths_that_do_not_exist(tmp_path, photos, val_flags):
-    for flag, path in (("--val-json", "no.json"), ("--val-json", str(photos)), ("--val-images", f"{photos}/val.json")):
-        with pytest.raises(FileNotFoundError, match=rf"{flag} \('{path}'\)"):
-            run_config(arguments(tmp_path, *val_flags, flag, path))
-
-
 def test_another_split_is_refused_before_anything_is_written(tmp_path, photos, train_flags, split_flags):
     prepare(arguments(tmp_path, *split_flags, MODEL__MASK_ON=False))
     part = tmp_path / "datasets" / "custom_train.json"
@@ -163,14 +157,6 @@ def test_another_split_is_refused_before_anything_is_written(tmp_path, photos, t
     flags = [*split_flags, "--train-json", f"{tmp_path}/more/annotations.json", "--train-images", f"{tmp_path}/more"]
     run_config(arguments(tmp_path, "--resume", *flags))
     assert len(DatasetCatalog.get("custom_train")) > len(json.loads(before)["images"])
-
-
-def test_a_run_on_registered_datasets_removes_the_record_of_an_earlier_one(tmp_path, split_flags, small_dataset):
-    schedule = {"SOLVER__MAX_ITER": 1, "SOLVER__STEPS": "()", "MODEL__MASK_ON": False}
-    prepare(arguments(tmp_path, *split_flags, **schedule))
-    assert (tmp_path / "datasets.yaml").exists()
-    prepare(arguments(tmp_path, "--overwrite", **schedule))
-    assert not (tmp_path / "datasets.yaml").exists() and (tmp_path / "config.yaml").exists()
 
 
 def test_a_run_folder_is_enough_to_evaluate(tmp_path, split_flags, one_thread):
