@@ -267,14 +267,9 @@ class GWDetectionCheckpointer(DetectionCheckpointer):
         super().save(name, **kwargs)
 
     def load(self, path: str, checkpointables: list[str] | None = None) -> dict[str, Any]:
-        """Load a checkpoint without running its code.
+        """Load a checkpoint without running its code; return what else it contains. A path "" loads nothing.
 
-        Args:
-            path: a file or address; "" loads nothing.
-            checkpointables: names of the training states to load; None loads all.
-
-        Returns:
-            What else the checkpoint contains.
+        ``checkpointables`` are the names of the training states to load; None loads all.
 
         Raises:
             UserError: see :func:`open_checkpoint` and :func:`load_checkpoint`.

@@ -95,13 +95,9 @@ def _named_differences(tensors: Mapping[str, Tensor], model: nn.Module) -> list[
 
 
 class RunRecord:
-    """Record of a run for its checkpoints, in strings, numbers, lists and dicts.
+    """Record of a run, with its config as yaml, for its checkpoints, in strings, numbers, lists and dicts.
 
     Add it to Detectron2's ``DetectionCheckpointer``: ``add_checkpointable(RUN_RECORD, RunRecord(cfg.dump(), seed))``.
-
-    Args:
-        config: the config as yaml.
-        seed: the seed of the run.
     """
 
     def __init__(self, config: str, seed: int) -> None:
@@ -147,11 +143,7 @@ class RunRecord:
 
 
 def config_differences(record: Any, config: str) -> dict[str, str]:
-    """Describe the values of a config that differ from those in the record of a run.
-
-    Args:
-        record: under :data:`RUN_RECORD` in a checkpoint; one without a config differs in nothing.
-        config: the config as yaml.
+    """Describe the values of a config, as yaml, that differ from those in the record of a run.
 
     Returns:
         A description for each key; one under ``config`` if the configs cannot be compared.

@@ -66,14 +66,10 @@ def needs_registration(names: Iterable[str]) -> bool:
 
 
 def register_datasets(datasets: CocoDatasets, folder: str) -> CocoDatasets:
-    """Register datasets with Detectron2; a second call replaces those of its names.
+    """Register datasets with Detectron2 for a run folder; a second call replaces those of its names.
 
     One with ``val_fraction`` becomes two: NAME, and for validation NAME with ``_val`` in place of ``_train``. Their
     files, and those that lack fields of annotations (:func:`complete_coco`), are derived ones in ``folder``/datasets.
-
-    Args:
-        datasets: the datasets; preflight checks their files.
-        folder: the run folder.
 
     Returns:
         The datasets that were registered, without ``val_fraction``.
