@@ -9,6 +9,7 @@ private name                                             used by
 ``torch._C._are_functorch_transforms_active``            :func:`needs_plain_operations`
 ``torch.autograd.forward_ad._current_level``             :func:`needs_plain_operations`
 ``torch._C._len_torch_dispatch_stack``                   :func:`is_dispatched`
+``torch._C._functorch.is_batchedtensor``                 :func:`is_batched`
 ``torch.ops.mkldnn._linear_pointwise``                   :func:`onednn_matmul`
 ``torch._assert_async``                                  :func:`assert_all`
 =======================================================  ============================================
@@ -25,6 +26,9 @@ from torch.autograd import forward_ad
 _EXPORTING_FLAG = hasattr(torch.compiler, "_is_exporting_flag")
 _TRANSFORMS_ACTIVE = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 _ACTIVE_MODES = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+_BATCHED = [
+    getattr(torch._C._functorch, name, lambda x: False) for name in ("is_batchedtensor", "is_legacy_batchedtensor")
+]
 _PLAIN = (Tensor, torch.nn.Parameter, type(None))
 #: matrices whose shortest or longest side is below these are multiplied faster by torch.matmul
 _SHORTEST, _LONGEST = 32, 2048
@@ -49,6 +53,11 @@ def is_dispatched(*tensors: Tensor | None) -> bool:
     Fallback: without the counter of modes, always.
     """
     return _ACTIVE_MODES() > 0 or any(type(t) not in _PLAIN for t in tensors)
+
+
+def is_batched(x: Tensor) -> bool:
+    """Whether ``x`` is an argument of vmap, for which custom operators have no rule. Fallback: never."""
+    return any(check(x) for check in _BATCHED)
 
 
 def _is_exporting() -> bool:

@@ -55,6 +55,7 @@ def test_functional_transforms_and_forward_mode():
     torch.testing.assert_close(torch.func.jvp(made, (x,), (tangent,))[1], expected)
     torch.testing.assert_close(torch.func.jacrev(made)(x), jacobian)
     torch.testing.assert_close(torch.func.vmap(made)(x[:, None])[:, 0], made(x))
+    torch.testing.assert_close(torch.autograd.functional.jacobian(made, x, vectorize=True), jacobian)
     with forward_ad.dual_level():
         dual = forward_ad.unpack_dual(made(forward_ad.make_dual(x, tangent)))
     torch.testing.assert_close(dual.tangent, expected)

@@ -168,6 +168,24 @@ def check_operands_are_rounded_to_nearest():
     assert relative_error(covariance[0], (rounded @ rounded.mT / 32).cpu()) < TOLERANCE[FP32]
 
 
+def check_newton_of_a_singular_covariance():
+    """With many steps the tangents of its null space grow by 3.4 in each."""
+    x = torch.from_numpy(np.random.default_rng(0).normal(size=(1, 16, 4)))
+    sigma = (x @ x.mT / 4).requires_grad_()
+    expected = newton_inverse_sqrt(sigma, 8)
+    (expected_grad,) = torch.autograd.grad(expected, sigma, torch.ones_like(sigma))
+    sigma = sigma.detach().to(DEVICE, FP32)
+    assert relative_error(newton_backward(sigma, torch.ones_like(sigma), 8)[1], expected_grad) < 1e-3
+    assert newton_backward(sigma, torch.ones_like(sigma), 20)[1].isfinite().all()
+
+
+def check_variance_below_float32():
+    x = Sample((2, 32, 5, 7), 16).x * 1e-25
+    y, mean, sigma = triton_kernels.forward(x, None, None, 16, 5, 0.0, False)
+    assert not y.any()
+    assert triton_kernels.backward(x, None, x, mean, sigma, None, 5)[0].isfinite().all()
+
+
 @pytest.mark.parametrize("scale", [1e-8, 1e-3, 1e8])
 def check_float32_of_any_magnitude(scale):
     """Operands are scaled before they are split into float16, also where one channel is 1e4 times another."""
@@ -226,7 +244,9 @@ def covariances(n, g, seed=0):
     return torch.from_numpy(x @ x.swapaxes(-1, -2) / (3 * g) + 1e-5 * np.eye(g))
 
 
-@pytest.mark.parametrize(("g", "num_iters"), [(3, 0), (3, 1), (32, 2), (1, 5), (32, 5), (64, 5), (100, 3), (16, 8)])
+@pytest.mark.parametrize(
+    ("g", "num_iters"), [(3, 0), (3, 1), (32, 2), (1, 5), (32, 5), (64, 5), (100, 3), (16, 8), (16, 16)]
+)
 def check_newton_and_its_gradient(g, num_iters):
     """Three samples for one program. The expected gradient is that of autograd through the textbook iteration."""
     n = 3 if g < 64 else 1

@@ -35,7 +35,7 @@ from ...errors import ConfigError
 from ..checks import autocast_off, check_tensors, compute_dtype, memory_format_of
 from ..solvers import DEFAULT_SOLVER, Solver, check_solver
 from ..solvers.newton import count_products
-from ..torch_private import is_dispatched, needs_plain_operations
+from ..torch_private import is_batched, is_dispatched, needs_plain_operations
 from . import matmul, triton
 from .reference import effective_groups, group_whiten_reference
 
@@ -230,7 +230,7 @@ def _gradients(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...
         return (None,) * 8
     x, mean, sigma, weight, y = ctx.saved_tensors
     needed = ctx.needs_input_grad[:3]
-    if torch.is_grad_enabled():  # create_graph=True
+    if torch.is_grad_enabled() or is_batched(dy):  # create_graph=True, or vmap over dy
         found = iter(_differentiable_gradients(ctx, dy, x, weight, y, needed))
         gradients = tuple(next(found) if wanted else None for wanted in needed)
     else:
@@ -251,16 +251,18 @@ def _differentiable_gradients(
     bias = None  # any value: derivatives do not depend on the bias
     if ctx.bias_dtype is not None:
         bias = torch.zeros(x.shape[1], dtype=ctx.bias_dtype, device=x.device, requires_grad=True)
-    # autograd stops at these aliases: x may be a function of weight (in a layer used twice), or weight of x
-    x, weight = x.view_as(x), None if weight is None else weight.view_as(weight)
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # autograd stops at these aliases: x may be a function of weight (in a layer used twice), or weight of x
+        x, weight = x.view_as(x), None if weight is None else weight.view_as(weight)
     tensors = zip((x, weight, bias), needed, strict=True)
     inputs = [tensor for tensor, wanted in tensors if wanted and tensor is not None]
     masked = dy if y is None else torch.ops.aten.threshold_backward(dy, y.detach(), 0)
-    with autocast_off(x.device.type):
+    with torch.enable_grad(), autocast_off(x.device.type):
         before_relu = group_whiten_reference(
             x, ctx.groups, weight, bias, solver=Solver(num_iters=ctx.num_iters, eps=ctx.eps)
         )
-        return torch.autograd.grad(before_relu, inputs, masked, create_graph=True)
+        return torch.autograd.grad(before_relu, inputs, masked, create_graph=create_graph)
 
 
 torch.library.register_autograd(_FORWARD, _gradients, setup_context=_setup_context)

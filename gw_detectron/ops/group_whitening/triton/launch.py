@@ -173,6 +173,7 @@ class _Plan:
         with nullcontext() if driver.get_current_device() == device.index else torch.cuda.device(device):
             stream = driver.get_current_stream(device.index)
             for launch, arguments, slots in self.launches:
+                arguments = arguments.copy()  # other threads run the same plan
                 for i, number, offset in slots:
                     arguments[i] = addresses[number] + offset
                 launch(*arguments, stream=stream)
@@ -188,6 +189,10 @@ def run_planned(key: Hashable, tensors: Sequence[Tensor | None], steps: Callable
     """
     device = next(tensor.device for tensor in tensors if tensor is not None)
     if not _compiled_for(device) or _current.recording is not None:
+        steps()
+        return
+    given = [id(t) for t in tensors if t is not None]
+    if len(set(given)) < len(given):  # a plan could not tell which of them a kernel reads
         steps()
         return
     key = (key, *(None if t is None else t.data_ptr() % 16 == 0 for t in tensors))

@@ -240,7 +240,8 @@ def _launch_newton(
         "sigma_ptr": sigma, "grad_ptr": grad, "whitening_ptr": whitening, "grad_sigma_ptr": grad_sigma,
         "zero": zero_variance_threshold(torch.float32), "GROUPS": groups, "ROWS": rows,
     }  # fmt: skip
-    if groups <= 64 and launch.is_hopper(sigma):  # the matrices fit the registers
+    # The matrices fit the registers. With more steps, tangents of singular directions leave the range of float16.
+    if groups <= 64 and num_iters <= 8 and launch.is_hopper(sigma):
         kept = None if grad is None else launch.empty(sigma, n, 5 * ((num_iters + 1) // 2), rows, rows)
         launch.run(
             _newton_in_registers, (n, 1), like=sigma, warps=4, stages=1, kept_ptr=kept, ITERS=num_iters, **arguments

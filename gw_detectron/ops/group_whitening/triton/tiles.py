@@ -111,7 +111,7 @@ def split_tf32(x):
 
 @jit
 def half_scale(bound):
-    """Return a power of two that brings values up to ``bound`` below 2^15, and its inverse."""
+    """Return a power of two that brings values up to ``bound`` below 2^15, and its inverse; 2^126 at most."""
     exponent = tl.minimum(tl.maximum(bound.to(tl.int32, bitcast=True) >> 23, 15), 254)
     scale = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
     return scale, ((exponent - 14) << 23).to(tl.float32, bitcast=True)
@@ -137,7 +137,8 @@ def input_scale(sigma_ptr, n, rows, columns, GROUPS: constexpr):
     diagonal = tl.load(
         sigma_ptr + n.to(tl.int64) * (GROUPS * GROUPS) + rows * (GROUPS + 1), mask=rows < GROUPS, other=0.0
     )
-    return half_scale(tl.sqrt(tl.sum(diagonal, 0)) * tl.sqrt(columns))
+    trace = tl.maximum(tl.sum(diagonal, 0), 1e-19)  # W is zero below (see zero_variance_threshold)
+    return half_scale(tl.sqrt(trace) * tl.sqrt(columns))
 
 
 @jit
