@@ -1,6 +1,7 @@
 """Export a backbone, with or without FPN, and compare its feature maps with the model's."""
 
 import copy
+import logging
 import math
 import os
 from collections.abc import Mapping
@@ -17,9 +18,10 @@ from ..atomic import atomic_folder
 from ..errors import ConfigError, ExportError
 from ..layers import use_backend
 from ..norms.listing import norm_counts
-from ..progress import steps
 from .formats import FORMATS, PARITY, write_parity, write_program, write_safetensors
 from .run_exported import ExportedFile
+
+_logger = logging.getLogger(__name__)
 
 #: largest allowed difference of a feature map, relative to the map's largest value
 TOLERANCE = 1e-3
@@ -165,11 +167,11 @@ def export_backbone(
 
     file = f"backbone.{file_format}"
     extractor = FeatureExtractor(backbone, normalization)
-    with steps(2) as begin, atomic_folder(output, (file, PARITY)) as folder:
-        begin(f"writing {file}")
+    with atomic_folder(output, (file, PARITY)) as folder:
+        _logger.info("Writing %s", file)
         write = write_safetensors if file_format == "safetensors" else write_program
         written, entries = write(extractor, folder / file)
-        begin("comparing feature maps with the model's")
+        _logger.info("Comparing feature maps with the model's")
         cases = _check_features(extractor, written)
         worst = max(level["relative"] for case in cases for level in case["levels"].values())
         entries |= {**written.description, "norm_layers": norm_counts(backbone)}

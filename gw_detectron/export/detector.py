@@ -1,5 +1,6 @@
 """Export a whole detector, and compare its detections with the model's."""
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,12 +18,13 @@ from ..data import class_metadata, synthetic_images
 from ..data.images import channels_first, evaluation_input, read_image
 from ..errors import ExportError
 from ..norms.listing import norm_counts
-from ..progress import steps
 from .base import DetectorProgram
 from .formats import DETECTOR_FORMATS, PARITY, write_parity, write_program
 from .meta_arch import detector_program
 from .one_image import OneImageProgram
 from .run_exported import ExportedFile, detect
+
+_logger = logging.getLogger(__name__)
 
 #: largest allowed differences: of a coordinate in pixels, a score, and a mask's probability or share of pixels
 TOLERANCES = {"boxes": 0.05, "scores": 1e-3, "masks": 0.01}
@@ -86,13 +88,13 @@ def export_detector(
     if image.dim() != 3 or image.shape[0] != 3:
         raise ExportError(f"image ({tuple(image.shape)}): expected the shape (3, H, W). Fix: give one color image.")
     file = f"model.{file_format}"
-    with steps(2) as begin, atomic_folder(output, (file, PARITY)) as folder:
-        begin(f"writing {file}")
+    with atomic_folder(output, (file, PARITY)) as folder:
+        _logger.info("Writing %s", file)
         written, entries = write_program(program, folder / file)
         entries |= {**written.description, "norm_layers": norm_counts(model)}
         if sides is not None:
             entries["resized_in_evaluation"] = {"shorter": sides[0], "longer_at_most": sides[1]}
-        begin("comparing detections with the model's")
+        _logger.info("Comparing detections with the model's")
         entries |= check_detections(program, written, image)
         return write_parity(folder / file, entries, source)
 

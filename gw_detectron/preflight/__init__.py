@@ -5,7 +5,7 @@ from detectron2.engine import DefaultTrainer
 from detectron2.utils import comm
 
 from ..checkpoint import StartWeights
-from .config_checks import PreflightReport, check_device, check_evaluation, check_output_folder
+from .config_checks import PreflightReport, check_device, check_evaluation, check_output_folder, check_schedule
 from .dataset_checks import check_datasets, wrong_evaluator
 from .model_checks import check_model, check_start_weights
 
@@ -42,6 +42,7 @@ def preflight(
     report = PreflightReport()
     check_device(cfg, report)
     if not eval_only:
+        check_schedule(cfg, report)
         cfg = DefaultTrainer.auto_scale_workers(cfg, comm.get_world_size())  # as the trainer does
     check_output_folder(
         cfg, start, report, eval_only=eval_only, resume=resume, overwrite=overwrite, config_file=config_file

@@ -54,6 +54,7 @@ OUTSIDE = Fault("have a bbox outside of their image", "correct or remove them", 
 NO_MASK = Fault("have no segmentation", "set MODEL.MASK_ON False, or add masks to the file")
 NO_POLYGON = Fault("have no polygon of three or more points, and are not learned", "correct them", refused=False)
 RUN_LENGTHS = Fault("have an RLE as segmentation", "set INPUT.MASK_FORMAT bitmask")
+ID_0 = Fault("have id 0, whose match pycocotools counts as a miss", "number them from 1", refused=False)
 KEYPOINTS = Fault("have another number of keypoints than MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS", "correct this key")
 
 
@@ -128,6 +129,8 @@ def _object_faults(record: dict[str, Any], needs: DatasetNeeds) -> Iterator[Faul
     crowd, mask = record.get("iscrowd"), record.get("segmentation")
     if needs.keypoints and len(record["keypoints"]) != 3 * needs.keypoints:
         yield KEYPOINTS
+    if record["id"] == 0 and not needs.training:
+        yield ID_0
     if not needs.masks or (crowd and needs.training):  # crowds are not trained on
         return
     if not mask:

@@ -1,6 +1,7 @@
-"""The report of the pre-run checks, and the checks of device, evaluation and output folder."""
+"""The report of the pre-run checks, and the checks of device, schedule, evaluation and output folder."""
 
 import glob
+import math
 import os
 import shlex
 from dataclasses import dataclass, field
@@ -34,6 +35,18 @@ def check_device(cfg: CfgNode, report: PreflightReport) -> None:
         report.errors.append(
             f"MODEL.DEVICE ('{cfg.MODEL.DEVICE}'): torch finds no GPU here. Fix: set MODEL.DEVICE cpu, or give "
             "--num-gpus 0."
+        )
+
+
+def check_schedule(cfg: CfgNode, report: PreflightReport) -> None:
+    """Check that the learning rate lets the model learn."""
+    solver = cfg.SOLVER
+    if not 0 < solver.BASE_LR < math.inf:
+        report.errors.append(f"SOLVER.BASE_LR ({solver.BASE_LR}): nothing would be learned. Fix: give e.g. 0.02.")
+    if solver.WARMUP_ITERS >= solver.MAX_ITER:
+        report.warnings.append(
+            f"SOLVER.WARMUP_ITERS ({solver.WARMUP_ITERS}): SOLVER.MAX_ITER ({solver.MAX_ITER}) ends the run before it "
+            "reaches SOLVER.BASE_LR. Fix: lower it."
         )
 
 

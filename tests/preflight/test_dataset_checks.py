@@ -217,3 +217,8 @@ def test_boxes_in_another_format(needs, boxes, words):
     assert "2 of 3 annotations" in error and words in error
     content["annotations"] = content["annotations"][1:]  # half of them could be so
     assert not check_coco(content, needs)[0]
+
+
+def test_annotation_0_counts_as_a_miss(content):
+    content["annotations"][0]["id"] = 0
+    assert check_coco(content, TRAIN) == ([], []) and "id 0" in check_coco(content, TEST)[1][0]

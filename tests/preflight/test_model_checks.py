@@ -47,6 +47,7 @@ def test_all_errors_are_raised_together(tmp_path, coco):
         ({"MODEL__RESNETS__NORM": "FrozenBN"}, ["FrozenBN", "backbone.bottom_up."]),
         ({"MODEL__RESNETS__WHITEN_NORM": "FrozenBW:channels=16"}, ["9 layers", "stem.conv1.norm"]),
         ({"MODEL__ROI_MASK_HEAD__NORM": "FrozenBN"}, ["FrozenBN", "roi_heads.mask_head."]),
+        ({"SOLVER__BASE_LR": float("nan")}, ["SOLVER.BASE_LR (nan)"]),
         ({"SOLVER__IMS_PER_BATCH": 1}, ["SOLVER.IMS_PER_BATCH (1 ", "backbone.bottom_up.res2.0.conv1.norm"]),
         ({"SOLVER__IMS_PER_BATCH": 1, "SOLVER__ACCUMULATE": 8}, ["SOLVER.IMS_PER_BATCH (1 "]),
         ({"SOLVER__REFERENCE_WORLD_SIZE": 2}, ["SOLVER.IMS_PER_BATCH (1 "]),  # scaled, as the trainer does
@@ -154,3 +155,8 @@ def test_semantic_segmentation_needs_its_classes(tmp_path, small_dataset):
 def test_test_time_augmentation_that_detectron2_does_not_have(tmp_path, small_dataset, name):
     (error,) = errors(run_of(name, tmp_path, TEST__AUG__ENABLED=True))
     assert "TEST.AUG.ENABLED (True)" in error
+
+
+def test_a_run_that_ends_in_its_warm_up(check):
+    (warning,) = check(SOLVER__WARMUP_ITERS=3).warnings
+    assert "SOLVER.WARMUP_ITERS (3)" in warning

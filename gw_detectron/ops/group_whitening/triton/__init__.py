@@ -20,9 +20,7 @@ bfloat16      bfloat16   values are centered in float32, then rounded; the covar
 ============  =========  ===========================================================================================
 
 Forward and backward take nine launches and no other operation; ``launch.run_planned`` repeats them with little host
-time. Only the input, its means and its covariances are saved for backward, and y if a ReLU is fused, as nn.ReLU would.
-With G_j = dY_j X_C,j^T for channel j of each group, the same g x g matrices give the gradient of the whitening matrix,
-sum_j diag(weight_j) G_j, and that of weight_j, the row sums of G_j * W. So y is neither saved nor recomputed for them.
+time. What is saved for backward, and the gradients by means of the products G_j, are those of ``matmul.py``.
 
 Source: Group Whitening supplement, Algorithms 1-2.
 """

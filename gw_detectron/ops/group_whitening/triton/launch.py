@@ -348,19 +348,10 @@ def matrix_tiles(x: Tensor, groups: int, tile_bytes: int) -> tuple[int, int]:
 
 
 def split(x: Tensor, tiles: int, others: int, programs: int, *, limited: bool = False) -> tuple[int, int]:
-    """Split ``tiles`` so that each multiprocessor gets at most about ``programs`` programs: one wave.
+    """Return the number of splits of a row of ``tiles``, and the tiles of each; there are ``others`` such rows.
 
-    A few more would run by themselves after all others, and double the time.
-
-    Args:
-        x: an activation.
-        tiles: the tiles of a row of programs.
-        others: the number of rows of programs.
-        programs: that fit a multiprocessor.
-        limited: whether ``max_tiles`` limits the tiles of a split, as far as the grid allows.
-
-    Returns:
-        The number of splits, and the tiles of each.
+    Each multiprocessor gets at most about ``programs`` programs: one wave. A few more would run by themselves after all
+    others, and double the time. ``limited``: to ``max_tiles``, as far as the grid allows.
     """
     tuning = tuning_for(x)
     per_split = max(tuning.min_tiles, triton.cdiv(tiles, max(1, programs * processors(x.device) // others)))
