@@ -191,9 +191,9 @@ def parse_config(text: str, name: str) -> dict[str, Any]:
 
 def _check_file(path: str) -> None:
     if not path:
-        raise FileNotFoundError("--config-file: not given. Fix: give a file, or a name of `gw-detectron list configs`.")
+        raise MissingFileError("--config-file: not given. Fix: give a file, or a name of `gw-detectron list configs`.")
     if not os.path.isfile(path):
-        raise FileNotFoundError(
+        raise MissingFileError(
             f"--config-file: file not found: '{path}' (cwd: {os.getcwd()}).{similar_configs(path)} Fix: give a file, "
             "or a name of `gw-detectron list configs`."
         )

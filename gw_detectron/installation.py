@@ -68,7 +68,7 @@ def require_detectron2(name: str) -> None:
     """Raise MissingPackageError unless Detectron2 is installed.
 
     Args:
-        name: needs it; begins the message.
+        name: what needs Detectron2; it begins the error message.
     """
     if not has_detectron2():
         raise MissingPackageError(
@@ -81,7 +81,7 @@ def require_packages(what: str, *names: str) -> None:
     """Raise MissingPackageError unless optional packages are installed.
 
     Args:
-        what: needs them; begins the message.
+        what: the feature that needs the packages; it begins the error message.
         names: as they are imported.
     """
     missing = [_PIP_NAMES.get(name, name) for name in names if importlib.util.find_spec(name) is None]

@@ -33,7 +33,7 @@ examples:
 """
 #: in place of Detectron2's own texts, which also describe LazyConfigs
 _HELP = {
-    "config_file": "config: a yaml file, or a name that `gw-detectron configs` lists",
+    "config_file": "config: a yaml file, or a name that `gw-detectron list configs` prints",
     "resume": "continue from the last checkpoint in OUTPUT_DIR, or evaluate it",
     "num_gpus": "number of GPUs per machine; 0 runs on the CPU (default: %(default)s)",
     "opts": "config keys to change, as KEY VALUE; they come last",

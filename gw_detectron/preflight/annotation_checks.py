@@ -49,13 +49,13 @@ UNKNOWN_CATEGORY = Fault("have a category_id that is not in the list of categori
 NO_NUMBERS = Fault("have a bbox that is not four numbers", "write x, y, width and height in pixels")
 NORMALIZED = Fault("have a bbox that looks normalized by the image's size", "write pixels", of_most=True)
 CORNERS = Fault("have a bbox that looks like x1 y1 x2 y2", "write [x1, y1, x2 - x1, y2 - y1]", of_most=True)
-NO_AREA = Fault("have a bbox without area, which is not learned or found", "correct or remove them", refused=False)
+NO_AREA = Fault("have an empty bbox, which is not trained on or evaluated", "correct or remove them", refused=False)
 OUTSIDE = Fault("have a bbox outside of their image", "correct or remove them", refused=False)
 NO_MASK = Fault("have no segmentation", "set MODEL.MASK_ON False, or add masks to the file")
 NO_POLYGON = Fault("have no polygon of three or more points, and are not learned", "correct them", refused=False)
 RUN_LENGTHS = Fault("have an RLE as segmentation", "set INPUT.MASK_FORMAT bitmask")
 ID_0 = Fault("have id 0, whose match pycocotools counts as a miss", "number them from 1", refused=False)
-KEYPOINTS = Fault("have another number of keypoints than MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS", "correct this key")
+KEYPOINTS = Fault("have another number of keypoints than MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS", "change this key")
 
 
 def check_coco(content: Any, needs: DatasetNeeds) -> tuple[list[str], list[str]]:
