@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from gw_detectron.engine import Trainer
-from gw_detectron.engine.train import setup
 from gw_detectron.model_zoo import get_config
 
-from .tiny_run import arguments
+from .tiny_run import arguments, setup
 
 
 @pytest.mark.parametrize("train", [True, pytest.param(False, marks=pytest.mark.slow)])

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from gw_detectron.checkpoint import load_checkpoint, open_checkpoint
-from gw_detectron.engine import Trainer, setup
+from gw_detectron.engine import Trainer
 from gw_detectron.layers import BatchWhitening2d
 from gw_detectron.norms import norm_spec, resolve_norm
 from gw_detectron.norms.listing import norm_rows
 
-from .tiny_run import OPTS, ROOT, arguments
+from .tiny_run import OPTS, ROOT, arguments, setup
 
 CONFIG = ROOT / "configs" / "quick_schedules" / "faster_rcnn_R_18_FPN_family_synthetic.yaml"
 DOCUMENT = (ROOT / "docs" / "whitening_family.md").read_text()

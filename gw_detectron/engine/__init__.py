@@ -2,7 +2,7 @@
 
 from .flags import get_parser
 from .run_datasets import use_recorded_datasets
-from .train import main, setup
+from .train import main
 from .trainer import Trainer
 
-__all__ = ["Trainer", "get_parser", "main", "setup", "use_recorded_datasets"]
+__all__ = ["Trainer", "get_parser", "main", "use_recorded_datasets"]

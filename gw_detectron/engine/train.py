@@ -129,14 +129,6 @@ def prepare(args: argparse.Namespace) -> Run:
         return Run(cfg, start, warnings, lock.pop_all())
 
 
-def setup(args: argparse.Namespace) -> CfgNode:
-    """Read the config and prepare the output folder, without checks and lock."""
-    cfg = run_config(args)
-    clear_for(cfg, args)
-    prepare_output(cfg, args)
-    return cfg
-
-
 def run_config(args: argparse.Namespace) -> CfgNode:
     """Read the config of a run without writing anything.
 

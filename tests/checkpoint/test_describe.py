@@ -18,10 +18,10 @@ from gw_detectron.checkpoint.describe import describe_checkpoint, format_config,
 from gw_detectron.checkpoint.records import RunRecord
 from gw_detectron.config import read_config
 from gw_detectron.data import register_synthetic
-from gw_detectron.engine import Trainer, setup
+from gw_detectron.engine import Trainer
 from gw_detectron.errors import ConfigError
 
-from ..tiny_run import DATA, arguments
+from ..tiny_run import DATA, arguments, setup
 
 
 @pytest.fixture(scope="module")

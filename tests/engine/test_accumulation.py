@@ -15,10 +15,10 @@ from detectron2.structures import Boxes, Instances
 from detectron2.utils.events import EventStorage
 
 from gw_detectron.cli import Interrupted
-from gw_detectron.engine import Trainer, setup
+from gw_detectron.engine import Trainer
 from gw_detectron.engine.optimizer import accumulated_step
 
-from ..tiny_run import arguments
+from ..tiny_run import arguments, setup
 from .distributed_cases import gradients, norm_config, record, relative, relative_norm
 
 IMAGES = [record(index) for index in range(4)]

@@ -12,12 +12,12 @@ from detectron2.engine import AMPTrainer
 from detectron2.modeling.meta_arch import retinanet
 from fvcore.nn import sigmoid_focal_loss
 
-from gw_detectron.engine import Trainer, main, setup, train
+from gw_detectron.engine import Trainer, main, train
 from gw_detectron.errors import ConfigError
 from gw_detectron.weights import read_weights_file
 
 from ..reliability.forked_run import child, report_phases
-from ..tiny_run import arguments
+from ..tiny_run import arguments, setup
 
 SCHEDULE = {
     "SOLVER__MAX_ITER": 12,

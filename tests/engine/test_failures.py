@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from gw_detectron.cli import errors_reported
-from gw_detectron.engine import Trainer, setup
+from gw_detectron.engine import Trainer
 from gw_detectron.engine.hooks import LossGuard
 from gw_detectron.errors import DataError, FileAccessError, NonFiniteError
 from gw_detectron.layers import BatchWhitening2d
 
-from ..tiny_run import arguments
+from ..tiny_run import arguments, setup
 
 pytestmark = pytest.mark.usefixtures("small_dataset", "one_thread")
 

@@ -9,13 +9,13 @@ import signal
 import pytest
 
 from gw_detectron.checkpoint.opening import local_file
-from gw_detectron.engine import main, setup, train
+from gw_detectron.engine import main, train
 from gw_detectron.engine.output_folder import clear_output, end_last_line, lock_output, read_metrics
 from gw_detectron.engine.train import prepare
 from gw_detectron.errors import ConfigError, PreflightError, UserError
 
 from ..reliability.forked_run import STEP, child, training
-from ..tiny_run import arguments
+from ..tiny_run import arguments, setup
 
 SHORT = {"SOLVER__MAX_ITER": 1, "SOLVER__STEPS": "()", "DATASETS__TEST": "()"}
 

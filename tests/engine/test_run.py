@@ -18,11 +18,11 @@ from detectron2.utils import comm
 from safetensors.torch import save_file
 
 from gw_detectron.checkpoint import opening
-from gw_detectron.engine import Trainer, main, setup
+from gw_detectron.engine import Trainer, main
 from gw_detectron.errors import ConfigError, MissingFileError, PreflightError, UserError
 from gw_detectron.weights import read_weights_file
 
-from ..tiny_run import arguments
+from ..tiny_run import arguments, setup
 
 pytestmark = pytest.mark.usefixtures("small_dataset", "one_thread")
 SHORT = {"SOLVER__MAX_ITER": 1, "SOLVER__STEPS": "()", "DATASETS__TEST": "()"}
