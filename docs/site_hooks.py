@@ -13,7 +13,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "MODEL_ZOO.md", "CONTRIBUTING.md", "CHANGELOG.md")
+PAGES = ("*.md", "benchmarks/*.md", "experiments/*.md")
 LINKED = ("configs/**/*.*", "experiments/small_batch/*.*", "CITATION.cff")
 
 
@@ -30,8 +30,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Let links of the repository's root and of docs/ point into the site, where both are one folder."""
-    return re.sub(r"\]\(docs/" if page.file.src_uri in PAGES else r"\]\(\.\./", "](", markdown)
+    """Let links point into the site, where docs/ and the repository's root are one folder."""
+    if (ROOT / "docs" / page.file.src_uri).exists():
+        return markdown.replace("](../", "](")
+    return re.sub(r"\]\(((?:\.\./)*)docs/", r"](\1", markdown)
 
 
 def on_page_content(content: str, **_: object) -> str:

@@ -4,7 +4,7 @@
 //
 // prints a line for each object: class, score, and x0 y0 x1 y1 in pixels of the image. RGB or BGR is the order of the
 // model's channels: INPUT.FORMAT of its config, `channels` in parity.json beside the file. The image is not resized:
-// give it at the size of evaluation. docs/deployment.md has the command that compiles this file.
+// give it at the size of evaluation. docs/export.md has the command that compiles this file.
 #include <fstream>
 #include <iostream>
 #include <openvino/openvino.hpp>

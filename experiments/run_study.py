@@ -1,4 +1,4 @@
-"""Run the small-batch study (docs/small_batch_study.md), or continue it.
+"""Run the small-batch study (experiments/small_batch/study.md), or continue it.
 
 Each run is a process with one thread. A finished run is one line of --results and is never run again; an interrupted
 one continues from its checkpoint. Runs at other batch sizes are known when the learning rates at 2 images are chosen.
@@ -34,7 +34,7 @@ def get_parser() -> argparse.ArgumentParser:
     batches = sorted((DECIDING_BATCH, *OTHER_BATCHES))
     add("--batch", type=int, choices=batches, default=DECIDING_BATCH, help="images per iteration of --time, default: 2")
     add("--dry-run", action="store_true", help="list the known runs that are left, and their time")
-    add("--results", type=Path, default=_ROOT / "docs" / "data" / "small_batch.jsonl", help="default: %(default)s")
+    add("--results", type=Path, default=_ROOT / "experiments/small_batch/results.jsonl", help="default: %(default)s")
     add("--output", type=Path, default=_ROOT / "output" / "small_batch", help="folder of logs, default: %(default)s")
     add("--device", default="cpu", metavar="cpu|cuda", help="default: %(default)s")
     return parser

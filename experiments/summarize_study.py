@@ -1,4 +1,4 @@
-"""Write the tables and figures of the small-batch study (docs/small_batch_study.md) from its results."""
+"""Write the tables and figures of the small-batch study (experiments/small_batch/study.md) from its results."""
 
 import argparse
 from pathlib import Path
@@ -10,15 +10,16 @@ from gw_detectron.errors import MissingFileError
 from .small_batch.results_file import read_results
 from .small_batch.results_page import write_summary
 
+STUDY = Path("experiments", "small_batch")
+
 
 def get_parser() -> argparse.ArgumentParser:
     """Build the parser of this tool."""
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--results", type=Path, default=Path("docs", "data", "small_batch.jsonl"), help="default: %(default)s")
-    times = Path("docs", "data", "small_batch_times.csv")
-    add("--times", type=Path, default=times, help="of run_study.py --time, default: %(default)s")
-    add("--output", type=Path, default=Path("docs"), help="folder of the page and its figures, default: %(default)s")
+    add("--results", type=Path, default=STUDY / "results.jsonl", help="default: %(default)s")
+    add("--times", type=Path, default=STUDY / "times.csv", help="of run_study.py --time, default: %(default)s")
+    add("--output", type=Path, default=STUDY, help="folder of the page and its figures, default: %(default)s")
     return parser
 
 

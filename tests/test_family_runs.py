@@ -15,7 +15,7 @@ from gw_detectron.norms.listing import norm_rows
 from .tiny_run import OPTS, ROOT, arguments, setup
 
 CONFIG = ROOT / "configs" / "quick_schedules" / "faster_rcnn_R_18_FPN_family_synthetic.yaml"
-DOCUMENT = (ROOT / "docs" / "whitening_family.md").read_text()
+DOCUMENT = (ROOT / "docs" / "whitening.md").read_text()
 #: the document's table of members: member -> norm name
 MEMBERS = dict(re.findall(r"^\| (\w+) \| `([^`]+)` \| [^|]+ \|$", DOCUMENT, re.MULTILINE))
 #: the one outside the long tail; runs with Group Whitening are in other tests

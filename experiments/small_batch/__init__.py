@@ -1,4 +1,4 @@
-"""Small-batch study: AP of norms at 1 to 8 images per batch, see docs/small_batch_study.md."""
+"""Small-batch study: AP of norms at 1 to 8 images per batch, see experiments/small_batch/study.md."""
 
 from gw_detectron.data import register_synthetic
 

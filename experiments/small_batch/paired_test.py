@@ -1,4 +1,4 @@
-"""Paired comparisons of norms, as planned in docs/small_batch_study.md."""
+"""Paired comparisons of norms, as planned in experiments/small_batch/study.md."""
 
 import statistics
 from collections.abc import Mapping, Sequence

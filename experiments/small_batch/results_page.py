@@ -8,7 +8,7 @@ from gw_detectron.errors import DataError
 from . import figures, tables
 from .tables import Results, Times
 
-PAGE = "small_batch_results.md"
+PAGE = "results.md"
 # name of the marks -> heading of a new page
 _HEADINGS = {
     "hypotheses": "Hypotheses",
@@ -20,10 +20,10 @@ _HEADINGS = {
     "variations": "Positions, groups, steps, solver",
 }
 _FIGURES = {
-    "small_batch_ap.png": figures.ap_figure,
-    "small_batch_features.png": figures.mechanism_figure,
-    "small_batch_losses.png": figures.loss_figure,
-    "small_batch_variations.png": figures.variation_figure,
+    "ap.png": figures.ap_figure,
+    "features.png": figures.mechanism_figure,
+    "losses.png": figures.loss_figure,
+    "variations.png": figures.variation_figure,
 }
 
 

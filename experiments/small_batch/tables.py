@@ -24,7 +24,7 @@ from .plan import (
 
 Results = Mapping[Row, Mapping[str, Any]]
 Times = Mapping[str, float]  # of a training iteration, by norm
-BATCH_FIGURE = "small_batch_batches.png"
+BATCH_FIGURE = "batches.png"
 #: AP below the best, within which a learning rate counts as one that a norm bears
 TOLERANCE = 2.0
 

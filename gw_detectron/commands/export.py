@@ -2,7 +2,7 @@
 
 A detector is a Faster R-CNN, Mask R-CNN or RetinaNet with FPN: the file takes images of any size and needs neither
 Detectron2 nor this package. The folder --output gets the file and parity.json (differences from the model).
-docs/deployment.md shows how to load the file. An earlier export in the same format is replaced.
+docs/export.md shows how to load the file. An earlier export in the same format is replaced.
 """
 
 import argparse
@@ -89,7 +89,7 @@ def main(args: argparse.Namespace) -> None:
         print(json.dumps(report, indent=2))
         return
     print(_backbone_table(report) if args.backbone else _detector_table(report))
-    print(f"{args.output}/{report['file']} agrees with the model; docs/deployment.md shows how to load it.")
+    print(f"{args.output}/{report['file']} agrees with the model; docs/export.md shows how to load it.")
 
 
 def _export_backbone(args: argparse.Namespace, cfg: CfgNode) -> dict[str, Any]:

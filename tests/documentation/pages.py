@@ -7,7 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 #: every page that describes the code as it is now, so not the changelog
-PAGES = ["README.md", "MODEL_ZOO.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
+PLACES = ("*.md", "docs/*.md", "benchmarks/*.md", "experiments/**/*.md")
+PAGES = sorted({str(path.relative_to(ROOT)) for place in PLACES for path in ROOT.glob(place)} - {"CHANGELOG.md"})
 PROGRAMS = ("python", "torchrun", "gw-detectron", "make", "pip", "pytest", "bash")
 
 

@@ -119,24 +119,24 @@ def test_a_wrong_command_is_noticed(line, parse):
         check_pip("install", ".[weights,no_such_extra]")
 
 
-def rows(page):
-    """Return the cells of every row of a page's tables."""
-    return [
-        [cell.strip() for cell in line.split("|")[1:-1]] for line in read(page).splitlines() if line.startswith("|")
-    ]
+def rows(page, heading):
+    """Return the cells of every row of the tables below a heading, without those of the head."""
+    (section,) = re.findall(rf"^#+ {heading}\n(.*?)(?=^#|\Z)", read(page), flags=re.DOTALL | re.MULTILINE)
+    tables = re.findall(r"^\|.*\n\|[- |]+\n((?:\|.*\n)+)", section, flags=re.MULTILINE)
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for table in tables for line in table.splitlines()]
 
 
 def test_every_config_key_has_its_default_and_meaning():
     theirs = dict(flat_items(get_cfg()))
     ours = {key: value for key, value in flat_items(default_config()) if key not in theirs}
-    listed = [row for row in rows("docs/config_keys.md") if "." in row[0]]
+    listed = rows("docs/reference.md", "Config keys")
     assert {key.strip("`"): yaml.safe_load(default.strip("`")) for key, default, _ in listed} == ours
     assert len(listed) == len(ours) and all(meaning for _, _, meaning in listed)
 
 
 def test_every_norm_name_is_listed_with_its_options():
     listed = {}
-    for first, *rest in rows("docs/norm_names.md"):
+    for first, *rest in rows("docs/norms.md", "Norm names"):
         for name in re.findall(r"\w+", first.replace(":rotation=cayley", "")):
             listed.setdefault(name, set(re.findall(r"`(\w+)=", rest[-1])))
     listed["BN"].add("rotation")  # in its name
@@ -147,4 +147,4 @@ def test_every_norm_name_is_listed_with_its_options():
 
 
 def test_every_command_is_listed():
-    assert {first.strip("`") for first, *_ in rows("docs/commands.md")[2:]} == COMMANDS.keys()
+    assert {first.strip("`") for first, *_ in rows("docs/reference.md", "Commands")} == COMMANDS.keys()

@@ -21,9 +21,9 @@ from ..photos import photo_names, write_photos
 from ..tiny_run import arguments
 from .pages import PAGES, ROOT, blocks
 
-#: code that makes what a block of Python expects, by page and place of the block
+#: code that makes what a block of Python expects, by a part of the block
 GIVEN = {
-    ("docs/whitening_analyses.md", 0): """
+    "joint_statistics(model.backbone)": """
 import torch
 from gw_detectron import model_zoo
 from detectron2.modeling import build_model
@@ -34,51 +34,50 @@ model = build_model(cfg).eval()
 tiles = torch.rand(2, 3, 64, 64)
 """,
 }
-#: blocks that need a trained detector or its export in the current folder: see the slow tests
-NEED_A_RUN = {
-    *(("docs/your_model.md", 1), ("docs/export.md", 0), ("docs/report.md", 0)),
-    *((page, place) for page in ("docs/prediction.md", "docs/deployment.md") for place in (0, 1)),
-}
-#: blocks that are not run, with the reason
-NOT_RUN = {
-    ("docs/your_model.md", 5): "needs the authors' weights; checkpoint/test_checkpointer.py does it with others",
-    **{("CONTRIBUTING.md", place): "parts of files" for place in range(3)},
-}
-ALL = [(page, place) for page in PAGES for place in range(len(blocks(page, "python")))]
+#: what blocks have in them that need a trained detector in the current folder: see the slow tests
+RUN, EXPORT = ("output/", "predictions/"), ("exported",)
+#: not run: parts of files; a download, which checkpoint/test_checkpointer.py does with other weights
+NOT_RUN = ("RMSNorm2d, _EPS", "denman_beavers", 'resume_or_load("gw://')
+ALL = [(page, place, block) for page in PAGES for place, block in enumerate(blocks(page, "python"))]
 
 
-def run_block(page, place):
+def has(block, parts):
+    return any(part in block for part in parts)
+
+
+def run_block(block):
     names: dict[str, object] = {}
-    exec(compile(GIVEN.get((page, place), ""), page, "exec"), names)
-    exec(compile(blocks(page, "python")[place], page, "exec"), names)
+    given = "".join(code for part, code in GIVEN.items() if part in block)
+    exec(compile(given, "given", "exec"), names)
+    exec(compile(block, "block", "exec"), names)
 
 
-@pytest.mark.parametrize(("page", "place"), [block for block in ALL if block not in NEED_A_RUN | NOT_RUN.keys()])
-def test_python_runs(page, place, tmp_path, monkeypatch, one_thread):
+@pytest.mark.parametrize(
+    "block",
+    [pytest.param(block, id=f"{page}-{place}") for page, place, block in ALL if not has(block, RUN + EXPORT + NOT_RUN)],
+)
+def test_python_runs(block, tmp_path, monkeypatch, one_thread):
     monkeypatch.chdir(tmp_path)
-    run_block(page, place)
+    run_block(block)
 
 
 def test_every_exception_is_needed():
-    assert NEED_A_RUN | NOT_RUN.keys() | GIVEN.keys() <= set(ALL)
+    assert all(any(part in block for _, _, block in ALL) for part in (*GIVEN, *RUN, *EXPORT, *NOT_RUN))
 
 
 @pytest.mark.slow
-def test_python_that_needs_a_trained_detector_runs(small_dataset, tmp_path, monkeypatch, capsys, one_thread):
+def test_python_that_needs_a_trained_detector_runs(small_dataset, tmp_path, monkeypatch, one_thread):
     monkeypatch.chdir(tmp_path)
     main(arguments(Path("output/demo_BN"), MODEL__RESNETS__WHITEN_POSITIONS=""))
-    capsys.readouterr()
-    run_block("docs/your_model.md", 1)
-    assert "norm layers converted" in capsys.readouterr().out and Path("output/converted.pth").is_file()
     for folder in ("output/demo", "output/mydata"):
         os.symlink("demo_BN", folder)
-    run_block("docs/report.md", 0)
-    assert Path("output/demo/report/report.html").is_file()
     write_photos(tmp_path, photo_names(1))
     os.rename(Path("photos", photo_names(1)[0]), "photos/IMG_0001.jpg")
     write_predictions(open_predictor("output/mydata", score_threshold=0), find_sources(["photos"]), "predictions")
-    for place in (0, 1):
-        run_block("docs/prediction.md", place)
+    for _, _, block in ALL:
+        if has(block, RUN) and not has(block, NOT_RUN):
+            run_block(block)
+    assert Path("output/converted.pth").is_file() and Path("output/demo/report/report.html").is_file()
 
 
 @needs_export
@@ -88,16 +87,16 @@ def test_python_that_needs_an_exported_detector_runs(tmp_path, monkeypatch, one_
     export_detector(build_detector("mask"), "exported_pt2", sides=(128, 256), one_image=True, paste_masks=True)
     write_photos(tmp_path, photo_names(1))
     os.rename(tmp_path / "photos" / photo_names(1)[0], "photo.jpg")
-    run_block("docs/export.md", 0)
     export_detector(
         build_detector("mask"), "exported", file_format="onnx", sides=(128, 256), one_image=True, paste_masks=True
     )
     export_detector(build_detector("mask"), "exported_batch", file_format="onnx", sides=(128, 256))
-    for place in (0, 1):
-        run_block("docs/deployment.md", place)
+    for _, _, block in ALL:
+        if has(block, EXPORT):
+            run_block(block)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/norm_names.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/norms.md"])
 def test_yaml_builds_the_model_that_it_describes(page, tmp_path):
     (example,) = blocks(page, "yaml")
     (tmp_path / "configs").symlink_to(ROOT / "configs")

@@ -229,7 +229,7 @@ def test_the_page_and_its_figures(whole, tmp_path):
     first = (tmp_path / PAGE).read_text()
     assert "stale" not in first and tables.main_table(whole, TIMES) in first and first.count("\nafter ") == 7
     for name in ("ap", "batches", "features", "losses", "variations"):
-        with Image.open(tmp_path / f"small_batch_{name}.png") as image:
+        with Image.open(tmp_path / f"{name}.png") as image:
             assert len(image.convert("L").getcolors()) > 50
     summarize_study.main(args)
     assert (tmp_path / PAGE).read_text() == first

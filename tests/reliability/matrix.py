@@ -1,4 +1,4 @@
-"""Run the tests that need Detectron2 on other versions; update the table of docs/reliability.md.
+"""Run the tests that need Detectron2 on other versions; update the table of CONTRIBUTING.md.
 
 ``make matrix`` builds an environment in build/matrix for the lowest and the newest versions that pyproject.toml allows.
 ``--python`` tests one of yours, such as Detectron2 compiled from its repository: matrix.py --python PYTHON HEAD.
@@ -16,7 +16,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE, BUILD = ROOT / "docs" / "reliability.md", ROOT / "build" / "matrix"
+PAGE, BUILD = ROOT / "CONTRIBUTING.md", ROOT / "build" / "matrix"
 #: options of `uv pip install` beside the requirements of pyproject.toml
 COMBINATIONS = {"lowest": ["--resolution", "lowest-direct", "numpy==1.26.4", "pillow==10.0.*"], "newest": []}
 TESTS = ["modeling", "weights", "checkpoint", "engine", "preflight", "export", "test_configs.py"]
