@@ -3,13 +3,17 @@
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from detectron2.data import DatasetCatalog, MetadataCatalog
+from PIL import Image
+from pycocotools import mask as coco_mask
 
 from gw_detectron.data import read_datasets, register_datasets
 from gw_detectron.engine import get_parser
@@ -21,7 +25,9 @@ from .photos import photo_names, write_photos
 from .tiny_run import OPTS, ROOT, environment
 
 PAGE = read("docs/your_data.md")
-SMALL, ON_GPU, TWO_FILES, RESUME, EVALUATE, OTHER_PHOTOS, TRAINING_PHOTOS = commands("docs/your_data.md")
+SMALL, ON_GPU, TWO_FILES, RESUME, EVALUATE, OTHER_PHOTOS, TRAINING_PHOTOS = (
+    words for words in commands("docs/your_data.md") if words[1] == "tools/train_net.py"
+)
 
 
 @pytest.fixture
@@ -55,7 +61,7 @@ def test_the_commands_for_training(user):
 
 def test_the_configs_of_the_table_start_as_it_says(user):
     rows = re.findall(r"^\| .* \| `([\w/.-]+\.yaml)` \| (.*) \|$", PAGE, flags=re.MULTILINE)
-    assert len(rows) == 5
+    assert len(rows) == 6
     for name, start in rows:
         weights = config([*SMALL[:4], "--config-file", f"configs/{name}"]).MODEL.WEIGHTS
         assert (f"`{weights}`" if weights else "random values") == start
@@ -74,6 +80,49 @@ def test_the_example_of_a_yaml(user):
     (user / "mydata" / "garden" / "annotations.json").rename(user / "mydata" / "garden.json")
     found = register_datasets(read_datasets("mydata/datasets.yaml"), "output")
     assert list(found.train) == ["kitchen", "garden"] and list(found.val) == ["garden_val", "kitchen_val"]
+
+
+def test_voc_boxes_become_coco(tmp_path, monkeypatch):
+    for name in ("Annotations", "ImageSets/Main", "JPEGImages"):
+        (tmp_path / name).mkdir(parents=True)
+    Image.new("RGB", (40, 20)).save(tmp_path / "JPEGImages" / "a.jpg")
+    boxes = {"dog": (1, 1, 40, 20), "cat": (11, 5, 20, 14), "ant": (5, 5, 4, 9)}  # the last one has no area
+    objects = "".join(
+        f"<object><name>{name}</name><difficult>{int(name == 'cat')}</difficult><bndbox><xmin>{x}</xmin>"
+        f"<ymin>{y}</ymin><xmax>{right}</xmax><ymax>{bottom}</ymax></bndbox></object>"
+        for name, (x, y, right, bottom) in boxes.items()
+    )
+    (tmp_path / "Annotations" / "a.xml").write_text(f"<annotation>{objects}</annotation>")
+    (tmp_path / "ImageSets" / "Main" / "train.txt").write_text("a\n")
+    content = convert(monkeypatch, "bccd", tmp_path, "--max-side", "20")
+    assert [each["name"] for each in content["categories"]] == ["ant", "cat", "dog"]
+    assert [each["bbox"] for each in content["annotations"]] == [[0, 0, 20, 10], [5, 2, 5, 5]]
+    assert [(each["category_id"], each["iscrowd"]) for each in content["annotations"]] == [(3, 0), (2, 1)]
+
+
+def test_masks_become_coco(tmp_path, monkeypatch):
+    for number in range(5):
+        for name in ("images", "masks"):
+            (tmp_path / "source" / f"n{number}" / name).mkdir(parents=True)
+        Image.new("RGBA", (30, 20)).save(tmp_path / "source" / f"n{number}" / "images" / f"n{number}.png")
+        mask = np.zeros((20, 30), np.uint8)
+        mask[4:10, 6:9] = 255
+        Image.fromarray(mask).save(tmp_path / "source" / f"n{number}" / "masks" / "m.png")
+    content = convert(monkeypatch, "nuclei", tmp_path / "source")
+    val = json.loads((tmp_path / "source" / "out" / "val.json").read_text())
+    assert (len(content["images"]), len(val["images"])) == (4, 1)
+    (found,) = val["annotations"]
+    assert (found["bbox"], found["area"]) == ([6, 4, 3, 6], 18)
+    assert (coco_mask.decode(found["segmentation"]) == (mask > 0)).all()
+
+
+def convert(monkeypatch, name, folder, *flags):
+    """Run an example; return its train.json, which has to pass the checks."""
+    monkeypatch.setattr(sys, "argv", ["", str(folder), str(folder / "out"), *flags])
+    runpy.run_path(str(ROOT / "examples" / f"{name}_to_coco.py"), run_name="__main__")
+    content = json.loads((folder / "out" / "train.json").read_text())
+    assert check_coco(content, DatasetNeeds(True, masks=name == "nuclei")) == ([], [])
+    return content
 
 
 @pytest.mark.slow

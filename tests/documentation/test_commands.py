@@ -22,7 +22,7 @@ from gw_detectron.norms import norm_options
 from .pages import PAGES, ROOT, commands, inline_commands, read
 
 #: first words of commands that are not ours
-UNCHECKED = [".venv/bin/pre-commit", "hf", "compute-sanitizer"]
+UNCHECKED = [".venv/bin/pre-commit", "hf", "git", "compute-sanitizer"]
 #: paths that the reader has, not the repository
 READERS = ("output/", "mydata/", "my.yaml", "CONFIG", "FILE")
 ALL = [(page, words) for page in PAGES for words in commands(page) + inline_commands(page)]
