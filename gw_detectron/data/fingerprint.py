@@ -1,0 +1,167 @@
+"""What COCO files hold, in numbers: object sizes at training resolution, objects per image, classes, mask formats.
+
+Both the recipe from the data and the checks before a run read them here.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from detectron2.config import CfgNode
+
+from ..errors import DataError
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Images and objects of COCO files.
+
+    An object can be learned if it is no crowd, its image and category are listed, and its box has an area inside the
+    image. Only such objects are in the arrays. A summary is ``str(fingerprint)``.
+
+    Args:
+        classes: category names in the order of their ids.
+        images: width and height of each image, (I, 2).
+        boxes: width and height of each object's box in pixels of its image, (N, 2).
+        image: index of each object's image, (N).
+        category: index of each object's class, (N).
+        masks: number of objects by their ``segmentation``: "polygon", "rle" or "none".
+        crowds: number of annotations with ``iscrowd``, which are not trained on.
+        unusable: number of other annotations that cannot be learned.
+    """
+
+    classes: list[str]
+    images: np.ndarray
+    boxes: np.ndarray
+    image: np.ndarray
+    category: np.ndarray
+    masks: Counter[str]
+    crowds: int
+    unusable: int
+
+    @cached_property
+    def per_image(self) -> np.ndarray:
+        """Number of objects of each image, (I)."""
+        return np.bincount(self.image, minlength=len(self.images))
+
+    @cached_property
+    def per_class(self) -> np.ndarray:
+        """Number of objects of each class, (C)."""
+        return np.bincount(self.category, minlength=len(self.classes))
+
+    @cached_property
+    def images_per_class(self) -> np.ndarray:
+        """Number of images with each class, (C)."""
+        pairs = np.unique(self.image * max(1, len(self.classes)) + self.category)
+        return np.bincount(pairs % max(1, len(self.classes)), minlength=len(self.classes))
+
+    def scales(self, shorter: float, longest: float) -> np.ndarray:
+        """Return by which factor Detectron2's ``ResizeShortestEdge`` resizes each image, (I); ``shorter`` 0: not."""
+        if not shorter:
+            return np.ones(len(self.images))
+        return np.minimum(shorter / self.images.min(axis=1), longest / self.images.max(axis=1))
+
+    def resized(self, shorter: float, longest: float) -> np.ndarray:
+        """Return the boxes after the images are resized, (N, 2)."""
+        return self.boxes * self.scales(shorter, longest)[self.image, None]
+
+    def sizes(self, shorter: float, longest: float) -> np.ndarray:
+        """Return the square root of each box's area after resizing, (N): the measure of anchor sizes."""
+        return np.sqrt(self.resized(shorter, longest).prod(axis=1))
+
+    def __str__(self) -> str:
+        if not len(self.boxes):
+            return f"{len(self.images)} images, no object to learn from"
+        low, high = self.images.min(axis=0), self.images.max(axis=0)
+        to = "" if (low == high).all() else f" to {high[0]:g} x {high[1]:g}"
+        some, most = np.median(self.per_image), self.per_image.max()
+        names = [f"{self.classes[index]} {self.per_class[index]:,}" for index in np.argsort(-self.per_class)[:5]]
+        more = f", ... ({len(self.classes)} classes)" if len(self.classes) > len(names) else ""
+        masks = ", ".join(f"{count:,} {kind}" for kind, count in self.masks.most_common() if kind != "none") or "none"
+        return (
+            f"{len(self.images):,} images of {low[0]:g} x {low[1]:g}{to}; {len(self.boxes):,} objects, per image "
+            f"{some:g} (median) to {most}; {', '.join(names)}{more}; masks: {masks}"
+        )
+
+
+def read_fingerprint(contents: Iterable[Any]) -> Fingerprint:
+    """Read the contents of COCO files, which have the same classes, in one pass.
+
+    Raises:
+        DataError: a content is not in COCO format.
+    """
+    classes: list[str] = []
+    sizes: list[tuple[float, float]] = []
+    rows: list[tuple[float, ...]] = []
+    masks: Counter[str] = Counter()
+    crowds = annotations = 0
+    record: Any = "the lists images, annotations and categories"
+    try:
+        for content in contents:
+            names = {each["id"]: each["name"] for each in content["categories"]}
+            numbers = {number: index for index, number in enumerate(sorted(names))}  # as Detectron2 counts classes
+            classes = max(classes, [names[number] for number in numbers], key=len)
+            places = {}
+            for record in content["images"]:
+                places[record["id"]] = len(sizes)
+                sizes.append((float(record["width"]), float(record["height"])))
+            for record in content["annotations"]:
+                annotations += 1
+                if record.get("iscrowd"):
+                    crowds += 1
+                    continue
+                image, category = places.get(record.get("image_id"), -1), numbers.get(record.get("category_id"), -1)
+                if min(image, category) < 0 or (size := _clipped(record.get("bbox"), sizes[image])) is None:
+                    continue
+                mask = record.get("segmentation")
+                masks["rle" if isinstance(mask, dict) else "polygon" if mask else "none"] += 1
+                rows.append((*size, image, category))
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise DataError(f"not in COCO format at {record!s:.80}: {type(error).__name__}: {error}") from error
+    table = np.array(rows).reshape(-1, 4)
+    return Fingerprint(
+        classes,
+        np.array(sizes).reshape(-1, 2),
+        table[:, :2],
+        table[:, 2].astype(int),
+        table[:, 3].astype(int),
+        masks,
+        crowds,
+        annotations - crowds - len(rows),
+    )
+
+
+def _clipped(box: Any, image: tuple[float, float]) -> tuple[float, float] | None:
+    """Return width and height of a box inside its image, None if it has no area there."""
+    if not isinstance(box, list) or len(box) != 4 or not all(map(math.isfinite, box)):
+        return None
+    x, y, width, height = box
+    width, height = min(x + width, image[0]) - max(x, 0.0), min(y + height, image[1]) - max(y, 0.0)
+    return (width, height) if width > 0 and height > 0 else None
+
+
+def training_sides(cfg: CfgNode) -> tuple[float, float]:
+    """Return the shorter side, of several their median, and the longest one, to which training resizes images."""
+    return float(np.median(cfg.INPUT.MIN_SIZE_TRAIN)), float(cfg.INPUT.MAX_SIZE_TRAIN)
+
+
+def anchor_shapes(cfg: CfgNode) -> np.ndarray:
+    """Return width and height of every anchor of a config, (A, 2)."""
+    sizes, ratios = cfg.MODEL.ANCHOR_GENERATOR.SIZES, cfg.MODEL.ANCHOR_GENERATOR.ASPECT_RATIOS
+    levels = max(len(sizes), len(ratios))  # one entry is for all levels
+    sizes, ratios = (each * levels if len(each) == 1 else each for each in (sizes, ratios))
+    pairs = zip(sizes, ratios, strict=True)
+    return np.array([(s / r**0.5, s * r**0.5) for level, shapes in pairs for s in level for r in shapes])
+
+
+def best_overlaps(boxes: np.ndarray, anchors: np.ndarray) -> np.ndarray:
+    """Return the IoU of each box, (N, 2), with the most similar anchor, (A, 2), of the same center."""
+    found = np.zeros(len(boxes))
+    for anchor in anchors:
+        inside = np.minimum(boxes, anchor).prod(axis=1)
+        found = np.maximum(found, inside / (boxes.prod(axis=1) + anchor.prod() - inside))
+    return found
