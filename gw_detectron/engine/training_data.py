@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import logging
 import random
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -120,6 +121,7 @@ class TrainingData:
             num_workers=self._cfg.DATALOADER.NUM_WORKERS,
             collate_fn=trivial_batch_collator,
             generator=torch.Generator(),  # else it draws from the global one, at a restart only
+            worker_init_fn=_outlive_sigterm,
         )
 
     def _batches(self) -> Iterator[list[tuple[int, int]]]:
@@ -137,6 +139,12 @@ class TrainingData:
         cfg = changed_config(self._cfg, {"SEED": self.seed})  # after v0.6 most samplers take it
         with seeded_generators(self.seed, SAMPLER):  # others draw their seed from NumPy's generator
             return _train_loader_from_config(cfg, mapper=self._mapper, dataset=self._records)["sampler"]
+
+
+def _outlive_sigterm(worker: int) -> None:
+    # Schedulers send SIGTERM to all processes of a job; the training needs its workers until the step is finished.
+    # torch ends workers that hang by SIGTERM, too: only the first one is ignored.
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL))
 
 
 class _ExampleDataset(Dataset):

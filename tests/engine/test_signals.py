@@ -97,11 +97,12 @@ def test_a_stop_in_the_last_step_skips_the_evaluation(tmp_path):
     assert not run.count(EVALUATION)
 
 
-def test_workers_survive_the_ctrl_c_of_a_terminal_and_end_with_the_run(tmp_path):
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_workers_survive_a_signal_to_all_processes_and_end_with_the_run(tmp_path, number, status):
     with child(train_long(tmp_path / "run", DATASETS__TEST="()", DATALOADER__NUM_WORKERS=2), tmp_path / "log") as run:
         assert run.wait_for(STEP, 3)
-        run.send_to_all(signal.SIGINT)
-        assert run.wait() == 130, run.output()
+        run.send_to_all(number)  # as a terminal and a scheduler do
+        assert run.wait() == status, run.output()
         assert not run.processes(), "a worker outlived the run"
     assert (tmp_path / "run" / "last_checkpoint").exists() and "Traceback" not in run.output()
 
