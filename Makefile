@@ -38,7 +38,7 @@ fuzz: setup ## run the property tests with 34 times as many examples
 	$(BIN)/python -m pytest -n auto --hypothesis-profile=long $$(grep -rl 'import .*given' tests) $(PYTEST_ARGS)
 
 matrix: setup ## run the tests with the lowest and the newest versions; write CONTRIBUTING.md
-	$(BIN)/python tests/reliability/matrix.py $(MATRIX_ARGS)
+	$(BIN)/python tools/version_matrix.py $(MATRIX_ARGS)
 
 # The last version of pip that accepts Detectron2's source archive is 26.0.
 lock: $(STAMPS)/dependencies ## rewrite requirements.txt (versions and hashes for all systems) from pyproject.toml

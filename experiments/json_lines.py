@@ -2,11 +2,10 @@
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gw_detectron.atomic import atomic_write
 from gw_detectron.errors import DataError
 
 Result = TypeVar("Result")
@@ -21,13 +20,6 @@ def append_line(path: Path, result: Mapping[str, Any]) -> None:
         os.fsync(file)
     finally:
         os.close(file)
-
-
-def write_lines(path: Path, results: Iterable[Mapping[str, Any]]) -> None:
-    """Write or replace a file atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as temporary:
-        temporary.write_text("".join(json.dumps(result) + "\n" for result in results))
 
 
 def read_lines(path: Path, parse: Callable[[dict[str, Any]], Result]) -> list[Result]:

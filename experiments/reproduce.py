@@ -1,4 +1,4 @@
-"""Train the rows of a table of MODEL_ZOO.md one after the other, or continue them; fill its columns "ours".
+"""Train the rows of a table of MODEL_ZOO.md one after the other, or continue them; list their AP.
 
 Each row is a run of tools/train_net.py in its own folder. A finished row is not run again, an interrupted one continues
 from its checkpoint, and a failed one does not stop the others.
@@ -12,7 +12,7 @@ from pathlib import Path
 from gw_detectron.cli import check_folder, errors_reported, new_parser
 from gw_detectron.errors import ConfigError
 
-from .reproduction.zoo_rows import collect_rows, run_table, select_rows, state_of, write_zoo
+from .zoo_rows import run_table, select_rows, state_of
 
 
 def get_parser() -> argparse.ArgumentParser:
@@ -20,7 +20,7 @@ def get_parser() -> argparse.ArgumentParser:
     parser = new_parser(
         __doc__,
         "--table 4 --gpus 8",
-        "--table 4 --rows '*_4conv1fc_*' --write --log-url https://example.org/logs",
+        "--table 4 --rows '*_4conv1fc_*' --dry-run",
     )
     add = parser.add_argument
     add("--table", required=True, metavar="NAME", help='the paper\'s number, or a part of a heading; "" for all tables')
@@ -28,41 +28,18 @@ def get_parser() -> argparse.ArgumentParser:
     add("--gpus", type=int, default=8, metavar="N", help="of each run, default: %(default)s; 0 runs on the CPU")
     add("--output", type=Path, default=Path("output", "reproduce"), metavar="DIR", help="default: %(default)s")
     add("--zoo", type=Path, default=Path("MODEL_ZOO.md"), metavar="FILE", help="default: %(default)s")
-    add(
-        "--records",
-        type=Path,
-        default=Path("docs", "data", "reproduced.jsonl"),
-        metavar="FILE",
-        help="default: %(default)s",
-    )
-    add("--log-url", metavar="URL", help="with --write: address of the published --output, for links to the logs")
-    mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--dry-run", action="store_true", help="run nothing; list the rows and their state")
-    mode.add_argument(
-        "--write",
-        action="store_true",
-        help="run nothing; write finished runs to --records and --zoo. A run with changed options is no row: it gets a "
-        "table of its own",
-    )
+    add("--dry-run", action="store_true", help="run nothing; list the rows, their state and AP")
     add("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config keys to change in all runs")
     return parser
 
 
 def main(args: argparse.Namespace) -> bool:
-    """Run, list or write rows; return False if a run failed."""
+    """Run or list rows; return False if a run failed."""
     if args.gpus < 0:
         raise ConfigError(f"--gpus ({args.gpus}): negative. Fix: give 0 or more.")
     rows = select_rows(args.zoo, args.table, args.rows)
     if args.dry_run:
         print("\n".join(f"{row.name}: {state_of(row, args.output)}" for row in rows))
-        return True
-    if args.write:
-        if args.opts:
-            raise ConfigError(f"{' '.join(args.opts)}: --write runs nothing. Fix: leave out config keys.")
-        runs = collect_rows(rows, args.output, args.log_url)
-        if runs:
-            write_zoo(args.zoo, args.records, runs)
-        print(f"{len(runs)} finished runs of {len(rows)} rows written to {args.records} and {args.zoo}.")
         return True
     check_folder(args.output)
     failed = run_table(rows, args.output, args.gpus, args.opts, functools.partial(print, flush=True))

@@ -52,12 +52,6 @@ def test_an_unknown_command_is_refused(gw):
     assert status == 2 and not printed and "trian" in errors
 
 
-def test_the_version_is_that_of_the_package(gw):
-    from gw_detectron import __version__
-
-    assert gw("--version") == (0, f"gw-detectron {__version__}\n", "")
-
-
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_every_example_in_the_help_is_accepted(name, monkeypatch):
     parser = get_parser(name, monkeypatch)
@@ -67,12 +61,6 @@ def test_every_example_in_the_help_is_accepted(name, monkeypatch):
     assert len(examples) >= 2
     for example in examples:
         parser.parse_args(shlex.split(example.removeprefix(prompt)))
-
-
-@pytest.mark.parametrize("name", sorted(COMMANDS))
-def test_unknown_flags_have_status_2(gw, name):
-    status, _, errors = gw(name, "--no-such-flag")
-    assert status == 2 and f"gw-detectron {name}" in errors
 
 
 def test_eval_is_train_with_eval_only(monkeypatch):
@@ -146,12 +134,6 @@ def test_a_file_of_the_user_comes_before_a_shipped_config(tmp_path, monkeypatch)
     (tmp_path / "COCO-Detection").mkdir()
     (tmp_path / CONFIG).write_text("SEED: 5\n")
     assert read_config(CONFIG).SEED == 5
-
-
-def test_an_installation_without_configs_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr("importlib.resources.files", lambda name: tmp_path / name)
-    with pytest.raises(FileNotFoundError, match="configs"):
-        find_config_file("no.yaml")
 
 
 def test_similar_configs_and_words_that_are_no_pairs_are_named():

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import errno
 import hashlib
 import io
 import itertools
@@ -10,7 +9,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import time
 from pathlib import Path
 
 import numpy as np
@@ -22,10 +20,10 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from gw_detectron.data import SyntheticConfig, make_synthetic, register_synthetic, synthetic
-from gw_detectron.data.polygons import run_lengths, to_coco
+from gw_detectron.data.polygons import to_coco
 from gw_detectron.data.scene import SHAPES
 from gw_detectron.data.synthetic import draw_scene
-from gw_detectron.errors import ConfigError, DataError, UserError
+from gw_detectron.errors import ConfigError, DataError
 
 SIZES = {"num_train": 24, "num_val": 16, "min_side": 64, "max_side": 100}
 OBJECTS = {"min_objects": 2, "max_objects": 6, "min_size": 0.1, "max_size": 0.9, "min_visible": 0.5}
@@ -107,15 +105,6 @@ def test_polygons_and_boxes_agree_with_the_visible_masks():
             np.testing.assert_allclose([x, y, x + w, y + h], tight, atol=2.5)
 
 
-def test_run_lengths_are_those_of_the_coco_api():
-    rng = np.random.default_rng(0)
-    masks = [np.zeros((7, 5)), np.ones((7, 5)), *(rng.random((7, 5)) < 0.4 for _ in range(5))]
-    masks += [np.arange(35).reshape(7, 5) == place for place in (0, 34)]  # first and last pixel
-    for mask in masks:
-        rle = mask_util.frPyObjects({"size": [7, 5], "counts": run_lengths(mask.astype(bool))}, 7, 5)
-        assert rle == mask_util.encode(np.asfortranarray(mask, dtype=np.uint8))
-
-
 # --- files ----------------------------------------------------------------------------------------------
 
 
@@ -184,33 +173,6 @@ def test_two_processes_that_start_at_once_make_one_set(root, tmp_path, monkeypat
     assert [process.exitcode for process in processes] == [0, 0]
     assert len(list(tmp_path.glob("written by *"))) == 1
     assert all_files(tmp_path / "sets") == all_files(root)
-
-
-def test_a_killed_run_leaves_nothing_complete_and_does_not_block_the_next(root, tmp_path):
-    process = start(tmp_path, dataclasses.replace(TINY, num_train=100_000))
-    while process.is_alive() and len(list(tmp_path.rglob("*.jpg"))) < 6:
-        time.sleep(0.01)
-    process.kill()
-    process.join()
-    assert list(tmp_path.rglob("*.jpg")) and not (tmp_path / "gw_synthetic").exists()
-    make_synthetic(tmp_path, TINY)
-    assert all_files(tmp_path) == all_files(root)
-
-
-def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
-    written = itertools.count()
-    write_bytes = Path.write_bytes
-
-    def fill_up(path, content):
-        if next(written) == 5:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write_bytes(path, content)
-
-    monkeypatch.setattr(Path, "write_bytes", fill_up)
-    with pytest.raises(UserError, match="No space left on device") as caught:
-        make_synthetic(tmp_path, TINY)
-    assert str(tmp_path / "gw_synthetic") in str(caught.value)
-    assert os.listdir(tmp_path) == ["gw_synthetic.lock"]
 
 
 @pytest.mark.parametrize(

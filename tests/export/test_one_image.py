@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from gw_detectron.errors import ExportError
-from gw_detectron.export import export_detector
 from gw_detectron.export.detector import check_detections
 from gw_detectron.export.formats import write_program
 from gw_detectron.export.meta_arch import detector_program
@@ -114,15 +113,3 @@ def test_a_file_of_any_image_size(tmp_path, file_format):
             outputs = file.run(image)
             assert outputs[-1] == program(image)[-1] and outputs[3].shape == (outputs[-1], *size)
     assert check_detections(program, file, noise((97, 150))[0])["unmatched"] == 0
-
-
-@needs_export
-@pytest.mark.slow
-@pytest.mark.parametrize("file_format", ["pt2", "onnx"])
-def test_the_export_of_one_image(tmp_path, run_alone, file_format):
-    options = {"sides": SIDES, "one_image": True, "class_names": list("abcdef")}
-    report = export_detector(build_detector("retinanet"), tmp_path / "out", file_format=file_format, **options)
-    assert report["input"]["name"] == "image" and report["input"]["shape"] == [3, "H", "W"]
-    assert report["class_names"][5] == "f" and len(report["cases"]) == 3
-    outputs = run_alone(tmp_path / "out" / report["file"], noise((97, 150))[0])
-    assert [output.shape for output in outputs] == [(12, 4), (12,), (12,), ()]

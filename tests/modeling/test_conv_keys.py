@@ -14,7 +14,6 @@ from torch import nn
 from gw_detectron.checkpoint import Checkpoint, norm_differences
 from gw_detectron.engine import main
 from gw_detectron.errors import ConfigError, PreflightError
-from gw_detectron.export import FORMATS, Normalization, export_backbone
 from gw_detectron.layers.weight_standardization import standardize_weight, standardize_weights
 from gw_detectron.model_zoo import get_config
 from gw_detectron.modeling.config_keys import unread_keys
@@ -22,7 +21,6 @@ from gw_detectron.modeling.resnet import GWDeformBottleneckBlock
 from gw_detectron.norms import conv_names
 from gw_detectron.weights.record import Record, norm_record
 
-from ..export.tiny_networks import tiny_backbone
 from ..test_configs import tiny
 from ..tiny_run import arguments
 
@@ -133,15 +131,3 @@ def test_a_run_and_its_continuation(tmp_path):
     assert {"bbox", "segm"} <= results.keys()
     with pytest.raises(PreflightError, match=r"fpn_lateral2 WS in the checkpoint only"):
         main(arguments(tmp_path, "--resume", **options | {"MODEL__FPN__CONV": '""', "SOLVER__MAX_ITER": 4}))
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("file_format", FORMATS)
-def test_exports_compute_the_same(file_format, tmp_path):
-    backbone = tiny_backbone().eval()
-    before = backbone(torch.ones(1, 3, 64, 64))["p2"]
-    standardize_weights(backbone)
-    assert not torch.allclose(before, backbone(torch.ones(1, 3, 64, 64))["p2"])
-    normalization = Normalization("RGB", (123.675, 116.28, 103.53), (58.395, 57.12, 57.375))
-    report = export_backbone(backbone, tmp_path / "out", normalization, file_format=file_format)  # checks the numbers
-    assert report

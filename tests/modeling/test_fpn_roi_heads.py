@@ -2,8 +2,6 @@ import pytest
 import torch
 from detectron2.layers import ShapeSpec
 from detectron2.modeling import build_backbone, build_model
-from detectron2.modeling.roi_heads import build_box_head
-from torch import nn
 
 from gw_detectron.errors import NormError
 from gw_detectron.norms.listing import norm_rows
@@ -28,18 +26,6 @@ def test_fpn_takes_any_norm(cfg, norm):
     assert {name: tuple(f.shape[1:]) for name, f in features.items()} == {
         f"p{level}": (256, 64 // 2**level, 64 // 2**level) for level in range(2, 7)
     }
-
-
-@pytest.mark.parametrize(("single_relu", "relus"), [(False, 4), (True, 1)])
-@pytest.mark.parametrize("norm", ["GW", "GN", ""])
-def test_box_head_relus(cfg, single_relu, relus, norm):
-    cfg.MODEL.ROI_BOX_HEAD.NORM = norm
-    cfg.MODEL.ROI_BOX_HEAD.SINGLE_RELU = single_relu
-    head = build_box_head(cfg, BOX_FEATURES)
-    assert len(head.conv_norm_relus) == 4
-    found = [isinstance(conv.activation, nn.ReLU) for conv in head.conv_norm_relus]
-    assert sum(found) == relus and found[-1]
-    assert all((conv.bias is None) == bool(norm) for conv in head.conv_norm_relus)
 
 
 @pytest.mark.parametrize("key", ["FPN", "ROI_BOX_HEAD", "ROI_MASK_HEAD", "SEM_SEG_HEAD"])

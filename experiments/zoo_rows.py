@@ -1,23 +1,35 @@
-"""Run the rows of a table, one after the other, and write their results."""
+"""The rows of MODEL_ZOO.md: which configs a table links, how far each run is, and running them one after the other."""
 
 import fnmatch
-import json
+import math
+import re
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from gw_detectron.atomic import atomic_write
+from gw_detectron.checkpoint.records import config_differences
+from gw_detectron.config import read_config
+from gw_detectron.engine.output_folder import METRICS, read_metrics
 from gw_detectron.errors import ConfigError, MissingFileError
 from gw_detectron.model_zoo import get_config_file
 
-from ..job_runner import LOG, run_jobs, start_python
-from ..json_lines import read_lines, write_lines
-from .run_result import changed_options, final_metrics, read_run
-from .zoo_page import fill_page, table_rows
+from .job_runner import LOG, run_jobs, start_python
 
-_TRAIN = (str(Path(__file__).parents[2] / "tools" / "train_net.py"),)
+#: keys that do not change what is trained and measured
+HARMLESS = {
+    "DATALOADER.NUM_WORKERS",
+    "MODEL.DEVICE",
+    "OUTPUT_DIR",
+    "SEED",
+    "SOLVER.CHECKPOINT_PERIOD",
+    "TEST.EVAL_PERIOD",
+    "VIS_PERIOD",
+}
+_TRAIN = (str(Path(__file__).parents[1] / "tools" / "train_net.py"),)
+_LINK = re.compile(r"\]\(configs/([^)]+\.yaml)\)")
+_EVALUATION = re.compile(r"(bbox|sem_seg)/")
+_METRIC = re.compile(r"(bbox|segm)/AP(50|75)?")
 
 
 @dataclass(frozen=True)
@@ -26,7 +38,7 @@ class ZooRow:
 
     Args:
         config: its name below ``configs/``.
-        gpus: the number of GPUs that the table states.
+        gpus: the number of GPUs that the table states: 1 in a column "one GPU", else 8.
     """
 
     config: str
@@ -37,12 +49,29 @@ class ZooRow:
         return self.config.removesuffix(".yaml")
 
 
+def zoo_rows(page: str) -> Iterator[tuple[str, ZooRow]]:
+    """Yield heading and row of each config that a table links, in the order of the page."""
+    heading, titles = "", []
+    for line in page.splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if line.startswith("#"):
+            heading = line
+        elif not line.startswith("|"):
+            titles = []
+        elif not titles:
+            titles = cells
+        else:
+            for title, cell in zip(titles, cells, strict=False):
+                if found := _LINK.search(cell):
+                    yield heading, ZooRow(found[1], 1 if "one GPU" in title else 8)
+
+
 def select_rows(zoo: Path, table: str, patterns: Sequence[str] = ()) -> list[ZooRow]:
     """Return the rows of a table.
 
     Args:
         zoo: MODEL_ZOO.md.
-        table: see :func:`.table_rows`.
+        table: the paper's number, such as ``4``, or a part of the heading; "" for all tables.
         patterns: shell patterns of file names of configs, such as ``*_GW``; empty means all.
 
     Raises:
@@ -51,7 +80,8 @@ def select_rows(zoo: Path, table: str, patterns: Sequence[str] = ()) -> list[Zoo
     """
     if not zoo.is_file():
         raise MissingFileError(f"--zoo ('{zoo}'): file not found (cwd: {Path.cwd()}). Fix: run it in the repository.")
-    rows = [ZooRow(config, gpus) for config, gpus in table_rows(zoo.read_text(), table).items()]
+    wanted = re.compile(rf"\(Table {table}\b" if table.isdigit() else re.escape(table), re.IGNORECASE)
+    rows = list(dict.fromkeys(row for heading, row in zoo_rows(zoo.read_text()) if wanted.search(heading)))
     if not rows:
         raise ConfigError(f"--table ({table!r}): no heading in {zoo} with rows has it. Fix: give 4, 5 or a heading.")
     files = {row: Path(row.name).name for row in rows}
@@ -61,11 +91,39 @@ def select_rows(zoo: Path, table: str, patterns: Sequence[str] = ()) -> list[Zoo
     return [row for row in rows if any(fnmatch.fnmatchcase(files[row], pattern) for pattern in patterns or ("*",))]
 
 
+def final_metrics(folder: Path) -> dict[str, float] | None:
+    """Return box and mask AP after the last iteration of a run, in percent; None before that evaluation."""
+    if not (folder / "config.yaml").is_file() or not (folder / "model_final.pth").is_file():
+        return None
+    last = read_config(str(folder / "config.yaml")).SOLVER.MAX_ITER - 1
+    final = [line for line in read_metrics(folder / METRICS) if line["iteration"] >= last]  # Detectron2 writes last + 1
+    evaluations = [line for line in final if any(map(_EVALUATION.match, line))]
+    if not evaluations:
+        return None
+    found = {name: value for name, value in evaluations[-1].items() if _METRIC.fullmatch(name)}
+    # without any detection the AP is NaN
+    return {name: 0.0 if math.isnan(value) else round(value, 3) for name, value in found.items()}
+
+
+def changed_options(folder: Path, config: str, options: list[str]) -> dict[str, str]:
+    """Describe how the run in a folder differs from a row with these options: key -> description."""
+    file = folder / "config.yaml"
+    if not file.is_file():
+        return {}
+    row = read_config(get_config_file(config), options).dump()
+    return {
+        key: text.removeprefix(f"{key} ").replace("the checkpoint", "the folder")
+        for key, text in config_differences({"config": file.read_text()}, row).items()
+        if key not in HARMLESS
+    }
+
+
 def state_of(row: ZooRow, output: Path) -> str:
-    """Describe how far a row is."""
+    """Describe how far a row is, and how its run differs from its config."""
     folder = output / row.name
     if (metrics := final_metrics(folder)) is not None:
-        return f"finished: {_scores(metrics)}"
+        changes = ", ".join(changed_options(folder, row.config, []))
+        return f"finished: {_scores(metrics)}{f'; changed: {changes}' if changes else ''}"
     tag = folder / "last_checkpoint"
     return f"continues from {tag.read_text().strip()}" if tag.is_file() else "not started"
 
@@ -124,46 +182,3 @@ def run_table(
 def _scores(metrics: dict[str, float]) -> str:
     names = {"bbox/AP": "box AP", "segm/AP": "mask AP"}
     return ", ".join(f"{title} {metrics[name]:.2f}" for name, title in names.items() if name in metrics) or "no box AP"
-
-
-def collect_rows(rows: Sequence[ZooRow], output: Path, log_url: str | None = None) -> list[dict[str, Any]]:
-    """Return the records of the finished runs, see :func:`.read_run`.
-
-    Args:
-        rows: in their order.
-        output: see :func:`run_table`.
-        log_url: address under which ``output`` is published; None names the path of the log.
-    """
-    place = log_url.rstrip("/") if log_url else output.as_posix()
-    runs = (read_run(row.config, row.gpus, output / row.name, f"{place}/{row.name}/log.txt") for row in rows)
-    return [run for run in runs if run]
-
-
-def write_zoo(zoo: Path, records: Path, runs: Sequence[dict[str, Any]]) -> None:
-    """Add runs to the records, and write all records into the page.
-
-    A new run replaces that of the same config and the same changes.
-    """
-    known = {_identity(run): run for run in [*read_records(records), *runs]}
-    page = fill_page(zoo.read_text(), known.values())
-    write_lines(records, known.values())
-    with atomic_write(zoo) as temporary:
-        temporary.write_text(page)
-
-
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """Read the records of runs.
-
-    Raises:
-        DataError: a line is damaged.
-    """
-
-    def parse(run: dict[str, Any]) -> dict[str, Any]:
-        _identity(run), run["commits"], run["versions"], float(run["seconds"])
-        return run
-
-    return read_lines(path, parse)
-
-
-def _identity(run: dict[str, Any]) -> tuple[str, str]:
-    return run["config"], json.dumps(run["changes"], sort_keys=True)

@@ -1,7 +1,7 @@
 """Run the tests that need Detectron2 on other versions; update the table of CONTRIBUTING.md.
 
 ``make matrix`` builds an environment in build/matrix for the lowest and the newest versions that pyproject.toml allows.
-``--python`` tests one of yours, such as Detectron2 compiled from its repository: matrix.py --python PYTHON HEAD.
+``--python`` tests one of yours, such as Detectron2 compiled from its repository: ``--python PYTHON HEAD``.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import tomllib
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 PAGE, BUILD = ROOT / "CONTRIBUTING.md", ROOT / "build" / "matrix"
 #: options of `uv pip install` beside the requirements of pyproject.toml
 COMBINATIONS = {"lowest": ["--resolution", "lowest-direct", "numpy==1.26.4", "pillow==10.0.*"], "newest": []}
