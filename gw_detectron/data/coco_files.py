@@ -8,11 +8,16 @@ import logging
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 from detectron2.utils.file_io import PathManager
 from iopath.common.file_io import PathHandler
 
 from ..atomic import atomic_write
 from ..errors import DataError
+from .geometry import mask_boxes, visible_keypoints, wrong_areas
+
+#: key of a derived file: what was replaced in it, one sentence each
+COMPLETED = "gw_detectron_completed"
 
 # A content that these functions cannot use is left as it is: preflight names its fault.
 _MALFORMED = (AttributeError, LookupError, TypeError, ValueError)
@@ -30,23 +35,47 @@ def read_json(path: str) -> Any:
 
 
 def complete_coco(content: Any) -> Any:
-    """Add the fields that pycocotools reads where annotations lack them: box ``area``, ``iscrowd`` 0, ``id`` from 1.
+    """Add the fields that pycocotools reads where annotations lack them, and replace those that are surely wrong.
 
-    An id of 0 counts as missing: pycocotools takes its match for a miss. A complete content is returned as it is.
+    ``area`` is that of the mask, else of the box, ``iscrowd`` 0, ``id`` from 1 (pycocotools takes a match of id 0 for a
+    miss), ``num_keypoints`` counts the labeled ones, and without ``keypoints`` none is labeled. Replaced values are
+    described under :data:`COMPLETED`. A complete content is returned as it is.
     """
     try:
         annotations = content["annotations"]
         numbered = all(each.get("id", 0) != 0 for each in annotations)
-        if numbered and all(each.keys() >= {"area", "iscrowd"} for each in annotations):
+        sizes = {image["id"]: (image["height"], image["width"]) for image in content["images"]}
+        places = [sizes.get(each["image_id"], (0, 0)) for each in annotations]
+        masks = mask_boxes([each.get("segmentation") for each in annotations], places)[1]
+        boxes = np.array([each["bbox"][2:] for each in annotations], float).reshape(-1, 2).prod(axis=1)
+        given = np.array([each.get("area") for each in annotations], float)
+        if not np.isfinite(boxes).all():
             return content
-        completed = []
+        wrong = wrong_areas(given, boxes, masks) & [not each.get("iscrowd") for each in annotations]
+        areas = np.where(masks > 0, masks, boxes).tolist()
+        points = max((len(each["keypoints"]) for each in annotations if each.get("keypoints")), default=0)
+        completed, replaced = [], {"area": 0, "num_keypoints": 0}
         for number, each in enumerate(annotations, start=1):
-            width, height = each["bbox"][2:]
-            own = each if numbered else each | {"id": number}
-            completed.append({"area": float(width * height), "iscrowd": 0, **own})
+            right = {} if numbered else {"id": number}
+            if wrong[number - 1]:
+                right["area"] = areas[number - 1]
+            if points:
+                right["keypoints"] = each.get("keypoints") or [0] * points
+                right["num_keypoints"] = visible_keypoints(right["keypoints"])
+            for key in replaced:
+                replaced[key] += key in each and each[key] != right.get(key, each[key])
+            completed.append({"area": areas[number - 1], "iscrowd": 0, **each, **right})
     except _MALFORMED:
         return content
-    return {**content, "annotations": completed}
+    if completed == annotations:
+        return content
+    notes = [
+        f"{count} of {len(annotations)} annotations have a wrong {key}. The run's copy has that of the {source}."
+        for (key, count), source in zip(replaced.items(), ("mask or bbox", "labeled keypoints"), strict=True)
+        if count
+    ]
+    notes = [*content.get(COMPLETED, ()), *notes]
+    return {**content, "annotations": completed, **({COMPLETED: notes} if notes else {})}
 
 
 def split_coco(content: Any, val_fraction: float) -> tuple[Any, Any]:

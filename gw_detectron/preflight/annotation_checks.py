@@ -1,12 +1,14 @@
 """Check a COCO file in one pass over its annotations."""
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 from detectron2.config import CfgNode
 
+from ..data.geometry import Flags, Floats, corners, far_apart, is_coordinates, is_polygon, mask_boxes, wrong_areas
 from ..errors import DataError, summarize_names
 
 _IMAGE_FIELDS = {"id", "file_name", "height", "width"}
@@ -35,27 +37,49 @@ class DatasetNeeds(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """A fault of annotations, refused or warned of; ``of_most`` counts only if more than half have it."""
+    """A fault of annotations: told above one share of them, refused above another."""
 
     text: str  # completes "3 of 8 annotations"
     fix: str
-    refused: bool = True
-    of_most: bool = False
+    refused_above: float = 0.0  # 1: a warning
+    told_above: float = 0.0
 
 
+_MOST = {"refused_above": 0.5, "told_above": 0.5}  # looks so, and fewer could be chance
 REPEATED_ID = Fault("repeat an id", "number the annotations from 1")
 UNKNOWN_IMAGE = Fault("have an image_id that is not in the list of images", "correct it")
 UNKNOWN_CATEGORY = Fault("have a category_id that is not in the list of categories", "correct it")
 NO_NUMBERS = Fault("have a bbox that is not four numbers", "write x, y, width and height in pixels")
-NORMALIZED = Fault("have a bbox that looks normalized by the image's size", "write pixels", of_most=True)
-CORNERS = Fault("have a bbox that looks like x1 y1 x2 y2", "write [x1, y1, x2 - x1, y2 - y1]", of_most=True)
-NO_AREA = Fault("have an empty bbox, which is not trained on or evaluated", "correct or remove them", refused=False)
-OUTSIDE = Fault("have a bbox outside of their image", "correct or remove them", refused=False)
+NORMALIZED = Fault("have a bbox that looks normalized by the image's size", "write pixels", **_MOST)
+CORNERS = Fault("have a bbox that looks like x1 y1 x2 y2", "write [x1, y1, x2 - x1, y2 - y1]", **_MOST)
+NO_AREA = Fault("have an empty bbox, which is not trained on or evaluated", "correct or remove them", 1)
+OUTSIDE = Fault("have a bbox outside of their image", "correct or remove them", 1)
+BEYOND = Fault("have a bbox that leaves their image by more than a tenth of it", "correct or clip them", 1)
 NO_MASK = Fault("have no segmentation", "set MODEL.MASK_ON False, or add masks to the file")
-NO_POLYGON = Fault("have no polygon of three or more points, and are not learned", "correct them", refused=False)
+NO_POLYGON = Fault("have no polygon of three or more points, and are not learned", "correct them", 1)
+NO_COORDINATES = Fault("have a polygon that is not a flat list of numbers", "write [x0, y0, x1, y1, ...]")
 RUN_LENGTHS = Fault("have an RLE as segmentation", "set INPUT.MASK_FORMAT bitmask")
-ID_0 = Fault("have id 0, whose match pycocotools counts as a miss", "number them from 1", refused=False)
+OTHER_SIZE = Fault("have an RLE that is not of [height, width] of their image", "encode the mask of the whole image")
+NO_PIXEL = Fault("have a mask without a pixel, on which no detection is right", "correct or remove them", 0.1)
+APART = Fault("have a mask far from their bbox", "correct one of them; both are in pixels of the same image", 0.1)
+SMALLER = Fault("have a mask much smaller than their bbox", "correct one, unless boxes include hidden parts", 1)
+CROWDS = Fault("have iscrowd 1: they are not trained on and not counted", "set iscrowd 0 for single objects", 1, 0.1)
+CROWD_POLYGONS = Fault("have iscrowd 1 and polygons, which are of single objects in COCO", "set iscrowd 0", 1)
+REPEATED = Fault("repeat the bbox and category of another one; at most one of them can be found", "remove them", 1)
+AREA = Fault("have an area that is neither their mask's nor their bbox's, by which COCO scores", "correct it", 0.1)
+ID_0 = Fault("have id 0, whose match pycocotools counts as a miss", "number them from 1", 1)
 KEYPOINTS = Fault("have another number of keypoints than MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS", "change this key")
+NO_KEYPOINTS = Fault("have an empty list of keypoints", "write three zeros for each keypoint")
+KEYPOINTS_APART = Fault("have most keypoints outside of their bbox", "correct them; both are in pixels", 0.1)
+COUNTS = Fault("have a num_keypoints other than the number of labeled keypoints", "correct it", 0.1)
+
+#: other ways to write a box, as a function of it and of (height, width); -> x0, y0, x1, y1
+_READINGS = {
+    "[x1, y1, x2, y2]": lambda box, size: box,
+    "[center x, center y, width, height]": lambda box, size: corners(box - box[:, [2, 3, 2, 3]] * [0.5, 0.5, 0, 0]),
+    "[y, x, height, width]": lambda box, size: corners(box[:, [1, 0, 3, 2]]),
+    "fractions of the image": lambda box, size: corners(box * np.tile(size[:, ::-1], 2)),
+}
 
 
 def check_coco(content: Any, needs: DatasetNeeds) -> tuple[list[str], list[str]]:
@@ -72,6 +96,8 @@ def check_coco(content: Any, needs: DatasetNeeds) -> tuple[list[str], list[str]]
         for record in content["images"]:
             if missing := _IMAGE_FIELDS - record.keys():
                 raise DataError(f"image {record.get('id', '')}: has no {', '.join(sorted(missing))}")
+            if min(record["height"], record["width"]) < 1:
+                raise DataError(f"image {record['id']}: has no pixels: its width or height is below 1")
         images = {image["id"]: image for image in content["images"]}
         if len(images) < len(content["images"]):
             raise DataError("images: two have the same id")
@@ -79,7 +105,7 @@ def check_coco(content: Any, needs: DatasetNeeds) -> tuple[list[str], list[str]]
         found: dict[Fault, list[Any]] = defaultdict(list)
         # the official test images have no annotations
         annotations = content["annotations"] if needs.training else content.get("annotations", [])
-        ids, learnable, fields = set(), 0, needs.fields()
+        ids, measured, fields = set(), [], needs.fields()
         for record in annotations:
             number = record.get("id")
             if missing := fields - record.keys():
@@ -87,50 +113,103 @@ def check_coco(content: Any, needs: DatasetNeeds) -> tuple[list[str], list[str]]
                 continue
             faults = [REPEATED_ID] if number in ids else []
             ids.add(number)
-            image = images.get(record["image_id"])
-            faults += [UNKNOWN_IMAGE] if image is None else _box_faults(record["bbox"], image)
+            box, image = record["bbox"], images.get(record["image_id"])
+            faults += [UNKNOWN_IMAGE] if image is None else []
+            faults += [] if len(box) == 4 and all(map(math.isfinite, box)) else [NO_NUMBERS]
             faults += [] if record["category_id"] in categories else [UNKNOWN_CATEGORY]
+            if not faults:
+                measured.append(record)
             faults += _object_faults(record, needs)
-            learnable += not (record.get("iscrowd") or {NO_AREA, OUTSIDE, NO_POLYGON}.intersection(faults))
             for fault in faults:
                 found[fault].append(number)
-    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        record = "segmentation"
+        learnable = _check_geometry(measured, images, needs, found)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
         raise DataError(f"not in COCO format at {record!s:.80}: {type(error).__name__}: {error}") from error
     if needs.training and not learnable:
-        raise DataError("nothing to learn from: no annotation, or only crowds and objects without area or polygon")
+        raise DataError("nothing to learn from: no annotation, or only crowds and objects without area or mask")
     messages: dict[bool, list[str]] = {True: [], False: []}
     for fault, numbers in found.items():
-        if not fault.of_most or len(numbers) > len(annotations) / 2:
-            messages[fault.refused].append(
+        share = len(numbers) / len(annotations)
+        if share > fault.told_above:
+            messages[share > fault.refused_above].append(
                 f"{len(numbers)} of {len(annotations)} annotations {fault.text} "
                 f"(ids {summarize_names(map(str, numbers))}). Fix: {fault.fix}."
             )
     return messages[True], messages[False]
 
 
-def _box_faults(box: Any, image: dict[str, Any]) -> Iterator[Fault]:
-    if len(box) != 4 or not all(map(math.isfinite, box)):
-        yield NO_NUMBERS
-        return
-    x, y, width, height = box
-    right, bottom = image["width"], image["height"]
-    if max(box) <= 1:
-        yield NORMALIZED
-    leaves = x + width > right + 1 or y + height > bottom + 1  # one pixel: rounding
-    if leaves and x < width <= right + 1 and y < height <= bottom + 1:
-        yield CORNERS
-    if width <= 0 or height <= 0:
-        yield NO_AREA
-    elif min(x + width, right) <= max(x, 0) or min(y + height, bottom) <= max(y, 0):
-        yield OUTSIDE
+def _check_geometry(
+    records: list[dict[str, Any]], images: dict[Any, dict], needs: DatasetNeeds, found: dict[Fault, list[Any]]
+) -> int:
+    """Compare boxes, masks and areas; add to the faults; return the number of objects that can be learned."""
+    if not records:
+        return 0
+    sizes = [(image["height"], image["width"]) for image in (images[each["image_id"]] for each in records)]
+    boxes, limits = np.array([each["bbox"] for each in records], float), np.array(sizes, float)
+    masks = [each.get("segmentation") for each in records]
+    outlines, areas = mask_boxes(masks, sizes)
+    crowd, listed = (
+        np.array([bool(each.get("iscrowd")) for each in records]),
+        np.array([type(m) is list for m in masks]),
+    )
+    drawn = np.array([type(m) is dict or (type(m) is list and any(map(is_polygon, m))) for m in masks])
+    faults = _box_faults(boxes, limits)
+    lost = crowd | faults[NO_AREA] | faults[OUTSIDE]
+    apart = ~crowd & ~faults[NO_AREA] & (areas > 0) & far_apart(corners(boxes), outlines, limits)
+    faults = {fault: flags & ~apart for fault, flags in faults.items()}  # what the mask says is surer
+    faults |= _readings(boxes, outlines, limits, apart)
+    faults |= {CROWD_POLYGONS: crowd & listed & drawn, CROWDS: crowd & ~(listed & drawn)}
+    if needs.masks:
+        used = drawn & ~(crowd & needs.training)
+        faults |= {OTHER_SIZE: used & ~listed & np.isnan(areas), NO_COORDINATES: used & listed & np.isnan(areas)}
+        faults |= {NO_PIXEL: used & (areas == 0), NO_POLYGON: ~crowd & listed & ~drawn & [bool(mask) for mask in masks]}
+        lost |= faults[NO_PIXEL] | faults[NO_POLYGON]
+    keys = [(each["image_id"], each["category_id"], *each["bbox"]) for each in records]
+    counts = Counter(keys)
+    faults[REPEATED] = np.array([counts[key] > 1 for key in keys])
+    if not needs.training:
+        given = np.array([each["area"] for each in records], float)
+        faults[AREA] = ~crowd & wrong_areas(given, boxes[:, 2:].prod(axis=1), areas)
+    for fault, flags in faults.items():
+        if flags.any():
+            found[fault] += [records[index]["id"] for index in np.flatnonzero(flags)]
+    return int((~lost).sum())
+
+
+def _box_faults(boxes: Floats, sizes: Floats) -> dict[Fault, Flags]:
+    edges, limits = corners(boxes), np.tile(sizes[:, ::-1], 2)
+    inside = np.clip(edges, 0, limits)
+    off = (edges > limits + 1).any(axis=1)  # one pixel: rounding
+    empty = (boxes[:, 2:] <= 0).any(axis=1)
+    outside = (inside[:, 2:] <= inside[:, :2]).any(axis=1) & ~empty
+    as_corners = off & (boxes[:, :2] < boxes[:, 2:]).all(axis=1) & (boxes <= limits + 1).all(axis=1)
+    beyond = (np.abs(inside - edges) > 1 + limits / 10).any(axis=1) & ~outside & ~as_corners
+    normalized = boxes.max(axis=1) <= 1
+    return {NO_AREA: empty, OUTSIDE: outside, CORNERS: as_corners, BEYOND: beyond, NORMALIZED: normalized}
+
+
+def _readings(boxes: Floats, outlines: Floats, sizes: Floats, apart: Flags) -> dict[Fault, Flags]:
+    """Tell how boxes that are far from their masks are written, if most are so."""
+    within = (outlines[:, :2] > boxes[:, :2] - 1) & (outlines[:, 2:] < corners(boxes)[:, 2:] + 1)
+    smaller = apart & within.all(axis=1)
+    for name, read in _READINGS.items() if apart.mean() > APART.refused_above else ():
+        as_read = apart & ~far_apart(read(boxes, sizes), outlines, np.full_like(sizes, np.inf))
+        if as_read.sum() > apart.sum() / 2:
+            return {
+                Fault(f"have a bbox that is {name}, by their mask", "write [x, y, width, height] in pixels"): as_read
+            }
+    return {APART: apart & ~smaller, SMALLER: smaller}
 
 
 def _object_faults(record: dict[str, Any], needs: DatasetNeeds) -> Iterator[Fault]:
     crowd, mask = record.get("iscrowd"), record.get("segmentation")
-    if needs.keypoints and len(record["keypoints"]) != 3 * needs.keypoints:
-        yield KEYPOINTS
     if record["id"] == 0 and not needs.training:
         yield ID_0
+    if needs.keypoints:
+        yield from _keypoint_faults(record, needs)
     if not needs.masks or (crowd and needs.training):  # crowds are not trained on
         return
     if not mask:
@@ -138,5 +217,19 @@ def _object_faults(record: dict[str, Any], needs: DatasetNeeds) -> Iterator[Faul
     elif isinstance(mask, dict):
         if not needs.run_lengths:
             yield RUN_LENGTHS
-    elif not any(len(polygon) >= 6 and len(polygon) % 2 == 0 for polygon in mask):
-        yield NO_POLYGON
+    elif not all(is_coordinates(polygon) for polygon in mask):
+        yield NO_COORDINATES
+
+
+def _keypoint_faults(record: dict[str, Any], needs: DatasetNeeds) -> Iterator[Fault]:
+    points, (x, y, width, height) = record["keypoints"], record["bbox"]
+    if len(points) != 3 * needs.keypoints:
+        yield KEYPOINTS if points else NO_KEYPOINTS
+        return
+    places = zip(points[::3], points[1::3], points[2::3], strict=True)
+    labeled = [(a, b) for a, b, visibility in places if visibility > 0]
+    near = sum(abs(2 * (a - x) - width) <= 2 * width and abs(2 * (b - y) - height) <= 2 * height for a, b in labeled)
+    if 2 * near < len(labeled):
+        yield KEYPOINTS_APART
+    if not needs.training and record["num_keypoints"] != len(labeled):
+        yield COUNTS

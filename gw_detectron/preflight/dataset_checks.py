@@ -7,6 +7,7 @@ from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from ..data import read_json
+from ..data.coco_files import COMPLETED
 from ..data.images import upright_size
 from ..errors import DataError, similar_names, summarize_names
 from ..modeling.config_keys import CLASS_COUNTS
@@ -94,6 +95,7 @@ def _check_dataset(name: str, report: PreflightReport, needs: DatasetNeeds) -> l
     try:
         content = read_json(json_file)  # generates or downloads it if a handler does so
         errors, warnings = check_coco(content, needs)
+        warnings += content.get(COMPLETED, [])
     except FileNotFoundError:
         report.errors.append(f"{where}: file not found. {_place()}")
         return None

@@ -167,12 +167,14 @@ def test_keypoints_of_another_number():
 
 
 def test_run_lengths_need_the_mask_format_bitmask(check, coco, content):
-    content["annotations"][0]["segmentation"] = {"size": [20, 30], "counts": [600]}
+    # columns 2 to 11, in each of them the rows 2 to 11
+    counts = [42, 10, *[10, 10] * 9, 368]
+    content["annotations"][0]["segmentation"] = {"size": [20, 30], "counts": counts}
     coco()
     assert "INPUT.MASK_FORMAT bitmask" in one(check())
     assert not check(INPUT__MASK_FORMAT="bitmask").errors
     content["annotations"][0]["iscrowd"] = 1  # crowds are not trained on
-    assert check_coco(content, TRAIN._replace(run_lengths=False)) == ([], [])
+    assert check_coco(content, TRAIN._replace(run_lengths=False))[0] == []
 
 
 def test_no_masks(check, coco, content):
@@ -188,17 +190,20 @@ def test_no_masks(check, coco, content):
     [
         *(({"bbox": box}, 1) for box in ([2, 2, 0, 5], [2, 2, 5, -1], [-9, 2, 5, 5], [30, 2, 5, 5], [2, 20, 5, 5])),
         ({"segmentation": [[1, 2, 3, 4]]}, 1),
-        ({"iscrowd": 1}, 0),
+        ({"iscrowd": 1}, 1),
     ],
 )
 def test_objects_that_cannot_be_learned(content, changes, warnings):
-    content["annotations"][1].update(changes)
-    for needs in (TRAIN, TEST):
+    masks = "bbox" not in changes
+    for annotation in content["annotations"]:
+        annotation |= {} if masks else {"segmentation": []}
+    content["annotations"][1] |= {"area": 25} | changes if "bbox" in changes else changes
+    for needs in (TRAIN._replace(masks=masks), TEST._replace(masks=masks)):
         errors, found = check_coco(content, needs)
         assert not errors and len(found) == warnings and all("1 of 2 annotations" in text for text in found)
     content["annotations"][0].update(changes)
     with pytest.raises(DataError, match="nothing to learn"):
-        check_coco(content, TRAIN)
+        check_coco(content, TRAIN._replace(masks=masks))
 
 
 @NEEDS
@@ -213,6 +218,9 @@ def test_boxes_in_another_format(needs, boxes, words):
     content = coco_content()
     first = content["annotations"][0]
     content["annotations"] = [{**first, "id": number, "bbox": box} for number, box in enumerate(boxes, 1)]
+    for each in content["annotations"]:
+        each |= {"segmentation": [], "area": each["bbox"][2] * each["bbox"][3]}
+    needs = needs._replace(masks=False)
     (error,), _ = check_coco(content, needs)
     assert "2 of 3 annotations" in error and words in error
     content["annotations"] = content["annotations"][1:]  # half of them could be so
