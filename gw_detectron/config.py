@@ -49,6 +49,15 @@ def add_gw_config(cfg: CfgNode) -> None:
         # BASE_LR is the learning rate for ACCUMULATE * IMS_PER_BATCH images. docs/training.md compares it to one batch.
         # Default 1, as in Detectron2. The paper has no such setting.
         (cfg.SOLVER, "ACCUMULATE", 1),
+        # Decay of the averaged weights, which are evaluated and saved, e.g. 0.999; 0 for none.
+        # Default 0.0. The paper has no averaged weights.
+        (cfg.SOLVER, "EMA", 0.0),
+        # Score whose best weights are kept in model_best.pth, e.g. "bbox/AP" or "validation/total_loss"; "" for none.
+        (cfg.TEST, "BEST", ""),
+        # Evaluations without a better TEST.BEST after which the training ends; 0 for none.
+        (cfg.TEST, "PATIENCE", 0),
+        # With TEST.EVAL_PERIOD: log the losses on DATASETS.TEST, too.
+        (cfg.TEST, "LOSS", True),
         # Convolutions before a norm: "" plain, "WS" with Weight Standardization (arXiv 1903.10520).
         # Default "". The paper has no Weight Standardization.
         *((node, "CONV", "") for node in (model.RESNETS, model.FPN, model.ROI_BOX_HEAD, model.ROI_MASK_HEAD)),

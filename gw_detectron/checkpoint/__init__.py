@@ -2,7 +2,7 @@
 
 from ..weights.record import NORMS
 from .loading import GWDetectionCheckpointer, LoadReport, load_checkpoint, load_model, norm_mismatch
-from .opening import Checkpoint, StartWeights, last_checkpoint, open_checkpoint, open_start_weights
+from .opening import Checkpoint, StartWeights, best_checkpoint, last_checkpoint, open_checkpoint, open_start_weights
 from .records import RUN_RECORD, NormRecord, RunRecord, norm_differences
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "NormRecord",
     "RunRecord",
     "StartWeights",
+    "best_checkpoint",
     "last_checkpoint",
     "load_checkpoint",
     "load_model",

@@ -17,6 +17,7 @@ from ..weights.record import Record, read_record
 
 _LOCAL_SCHEME = "gw://file/"
 _TAG = "last_checkpoint"  # of Detectron2: the file that names the newest checkpoint
+BEST_CHECKPOINT = "model_best.pth"  # which TEST.BEST keeps
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,12 @@ def last_checkpoint(folder: str) -> str:
     if not 0 < len(name) < 4096:
         raise WeightsFileError(f"{tag}: does not hold a file name. Fix: write the checkpoint's file name into it.")
     return os.path.join(folder, name)
+
+
+def best_checkpoint(folder: str) -> str:
+    """Return the path of the best checkpoint of a run folder, or of the last one if ``TEST.BEST`` kept no best one."""
+    best = os.path.join(folder, BEST_CHECKPOINT)
+    return best if PathManager.isfile(best) else last_checkpoint(folder)
 
 
 def open_start_weights(cfg: CfgNode, *, resume: bool = False) -> StartWeights:

@@ -7,6 +7,7 @@ docs/export.md shows how to load the file. An earlier export in the same format 
 
 import argparse
 import json
+import os
 from typing import Any
 
 from detectron2.config import CfgNode
@@ -24,6 +25,7 @@ from ..export import (
     load_model,
     read_image_for,
 )
+from ..prediction import detector_file
 
 _OF_BACKBONES = ("no_fpn", "pixels")
 _OF_DETECTORS = ("detections", "one_image", "paste_masks", "class_names", "image")
@@ -32,13 +34,17 @@ _OF_DETECTORS = ("detections", "one_image", "paste_masks", "class_names", "image
 def get_parser() -> argparse.ArgumentParser:
     parser = new_parser(
         __doc__,
-        "--config-file output/config.yaml --weights output/model_final.pth --output detector --format onnx",
+        "--weights output/mydata --output detector --format onnx",
         "--config-file output/config.yaml --weights output/model_final.pth --output detector --one-image --paste-masks",
         "--config-file output/config.yaml --weights output/model_final.pth --output backbone --backbone --pixels",
     )
     add = parser.add_argument
-    add("--config-file", required=True, metavar="FILE", help="config of the model")
-    add("--weights", metavar="FILE", help="weights, default: MODEL.WEIGHTS of the config")
+    add("--config-file", metavar="FILE", help="config of the model; default: config.yaml beside the weights")
+    add(
+        "--weights",
+        metavar="FILE",
+        help="weights, or a run folder, whose best or last are taken; default: MODEL.WEIGHTS of the config",
+    )
     add("--output", required=True, metavar="DIR", help="folder to create")
     add(
         "--format",
@@ -77,17 +83,22 @@ def get_parser() -> argparse.ArgumentParser:
 
 
 def main(args: argparse.Namespace) -> None:
-    defaults = vars(get_parser().parse_args(["--config-file", "", "--output", ""]))
+    defaults = vars(get_parser().parse_args(["--output", ""]))
     for name in _OF_DETECTORS if args.backbone else _OF_BACKBONES:
         if getattr(args, name) != defaults[name]:
             use = "without" if args.backbone else "with"
             raise ConfigError(f"--{name.replace('_', '-')}: only works {use} --backbone. Fix: leave it out.")
     check_folder(args.output)  # before minutes of work
-    cfg = read_config(args.config_file, [*args.opts, *(["MODEL.WEIGHTS", args.weights] if args.weights else [])])
+    if args.weights:
+        weights = detector_file(args.weights)
+        args.opts = [*args.opts, "MODEL.WEIGHTS", weights]
+        args.config_file = args.config_file or os.path.join(os.path.dirname(weights), "config.yaml")
+    cfg = read_config(args.config_file or "", args.opts)
     report = (_export_backbone if args.backbone else _export_detector)(args, cfg)
     if args.json:
         print(json.dumps(report, indent=2))
         return
+    print(f"Weights: {cfg.MODEL.WEIGHTS}")
     print(_backbone_table(report) if args.backbone else _detector_table(report))
     print(f"{args.output}/{report['file']} agrees with the model; docs/export.md shows how to load it.")
 

@@ -10,6 +10,7 @@ import os
 import sys
 from dataclasses import asdict
 
+from ..checkpoint.opening import BEST_CHECKPOINT
 from ..cli import check_folder, new_parser, parse_names
 from ..prediction import check_output, detector_file, find_sources, open_predictor, write_predictions
 
@@ -71,6 +72,6 @@ def main(args: argparse.Namespace) -> bool:
         f"{summary.images} images, {summary.detections} objects with a score above {args.score_threshold:g}, "
         f"{summary.images / summary.seconds:.1f} images per second."
     )
-    print(f"Detector: {detector}")
+    print(f"Detector: {detector}{' (the best one by TEST.BEST)' if detector.endswith(BEST_CHECKPOINT) else ''}")
     print(f"Predictions{' (earlier ones are replaced)' if replaced else ''}: {args.output}")
     return not summary.failed

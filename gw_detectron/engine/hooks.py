@@ -110,7 +110,7 @@ class LossGuard:
         self._batch = args[0]
 
     def _check(self, module: nn.Module, args: tuple, losses: Any) -> None:
-        if not module.training or not isinstance(losses, dict):
+        if not (module.training and torch.is_grad_enabled() and isinstance(losses, dict)):
             return
         # one synchronization with the device, where the heads have just caused several
         if not torch.isfinite(sum(losses.values(), torch.zeros(()))).all():

@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 
 METRICS = "metrics.json"  # to which a trainer appends
 PREDICTIONS = "coco_instances_results.json"  # of Detectron2's evaluator, in its folder "inference"
+BEST_PREDICTIONS = "model_best_results.json"  # those of model_best.pth, beside it
 CONVERTED = "_coco_format.json"  # ends the names of annotations that Detectron2 has converted
 _LOCK = ".training.lock"
 # Detectron2 would reuse the converted annotations even if the dataset has changed.
@@ -76,7 +77,8 @@ def clear_output(folder: str, *, metrics: bool = False, everything: bool = False
         OSError: a file cannot be deleted.
     """
     kept = [Path(path).resolve() for path in needed if path]
-    patterns = [*_EVALUATION, *([METRICS] if metrics else []), *([*_RUN, *_FOLDERS] if everything else [])]
+    started = [METRICS, f"inference/{BEST_PREDICTIONS}"] if metrics else []
+    patterns = [*_EVALUATION, *started, *([*_RUN, *_FOLDERS] if everything else [])]
     found = [path for pattern in patterns for path in Path(folder).glob(pattern) if path.resolve() not in kept]
     for path in found:
         if inside := [str(each) for each in kept if each.is_relative_to(path.resolve())]:

@@ -43,16 +43,15 @@ from ..data.images import ImageNamingMapper
 from ..errors import ConfigError, NonFiniteError, is_user_error
 from ..installation import has_compiled_operators
 from ..preflight import wrong_evaluator
+from .best import BestWeights, TrainingEnded, WeightAverage
 from .hooks import LossGuard, SignalHook
 from .launch import in_all_processes
 from .optimizer import accumulated_step, build_optimizer
 from .output_folder import METRICS, clear_output
 from .training_data import INITIAL_WEIGHTS, STEP, TrainingData, build_training_data, seed_generators
+from .validation import LOSS_NORMALIZER, validation_losses
 
 log = logging.getLogger(__name__)
-
-# RetinaNet's, and up to v0.6 FCOS's: a running mean that scales the loss and is not in the model's state dict
-_LOSS_NORMALIZER = "loss_normalizer"
 
 
 class Trainer(DefaultTrainer):
@@ -90,12 +89,14 @@ class Trainer(DefaultTrainer):
         model = self.build_model(cfg)
         optimizer = self.build_optimizer(cfg, model)
         loader = self.build_train_loader(cfg)
+        self._average = WeightAverage(model, cfg.SOLVER.EMA) if cfg.SOLVER.EMA else None
         self._loss_guard = LossGuard(model)
         device_ids = None if cfg.MODEL.DEVICE == "cpu" else [comm.get_local_rank()]
         model = create_ddp_model(model, broadcast_buffers=False, device_ids=device_ids)
         self._trainer = (AMPTrainer if cfg.SOLVER.AMP.ENABLED else SimpleTrainer)(model, loader, optimizer)
         self.scheduler = self.build_lr_scheduler(cfg, optimizer)
-        self.checkpointer = GWDetectionCheckpointer(model, cfg.OUTPUT_DIR, trainer=weakref.proxy(self))
+        saved = self._average.averaged if self._average else model
+        self.checkpointer = GWDetectionCheckpointer(saved, cfg.OUTPUT_DIR, trainer=weakref.proxy(self))
         self.checkpointer.path_manager = AtomicPathManager(PathManager)
         self.record = RunRecord(given, cfg.SEED)
         self.checkpointer.add_checkpointable(RUN_RECORD, self.record)
@@ -163,14 +164,21 @@ class Trainer(DefaultTrainer):
     def build_hooks(self) -> list[Any]:
         cfg = self.cfg
         self._signals = SignalHook(cfg.SOLVER.CHECKPOINT_PERIOD, cfg.TEST.EVAL_PERIOD)
-        built: list[Any] = [hooks.IterationTimer(), hooks.LRScheduler()]
+        built: list[Any] = [hooks.IterationTimer(), hooks.LRScheduler(), *filter(None, [self._average])]
         if cfg.TEST.PRECISE_BN.ENABLED and get_bn_modules(self.model):
             # before the checkpoints and the evaluation, which use the statistics
             data = self.build_train_loader(changed_config(cfg, {"DATALOADER.NUM_WORKERS": 0}))
-            built.append(hooks.PreciseBN(cfg.TEST.EVAL_PERIOD, self.model, data, cfg.TEST.PRECISE_BN.NUM_ITER))
+            built.append(
+                hooks.PreciseBN(cfg.TEST.EVAL_PERIOD, self.checkpointer.model, data, cfg.TEST.PRECISE_BN.NUM_ITER)
+            )
         if comm.is_main_process():
             built.append(hooks.PeriodicCheckpointer(self.checkpointer, cfg.SOLVER.CHECKPOINT_PERIOD))
-        built += [self._signals, hooks.EvalHook(cfg.TEST.EVAL_PERIOD, self._evaluate)]
+        evaluations = [hooks.EvalHook(cfg.TEST.EVAL_PERIOD, self._evaluate)]
+        if cfg.TEST.LOSS and cfg.TEST.EVAL_PERIOD > 0:
+            evaluations.append(hooks.EvalHook(cfg.TEST.EVAL_PERIOD, self._validate))
+        built += [self._signals, *evaluations]
+        if cfg.TEST.BEST:
+            built.append(BestWeights(cfg, self.checkpointer, evaluations))
         if cfg.TEST.AUG.ENABLED:
             built.append(hooks.EvalHook(0, self._evaluate_with_TTA))
         if comm.is_main_process():
@@ -187,8 +195,8 @@ class Trainer(DefaultTrainer):
     def state_dict(self) -> dict[str, Any]:
         # In v0.6 DefaultTrainer saves no optimizer, whose momentum a resumed run needs; HEAD saves it by this name.
         state = TrainerBase.state_dict(self) | {"_trainer": self._trainer.state_dict(), "seed": self.record.seed}
-        if hasattr(self.checkpointer.model, _LOSS_NORMALIZER):
-            state[_LOSS_NORMALIZER] = float(getattr(self.checkpointer.model, _LOSS_NORMALIZER))
+        if hasattr(self._loss_guard.model, LOSS_NORMALIZER):
+            state[LOSS_NORMALIZER] = float(getattr(self._loss_guard.model, LOSS_NORMALIZER))
         if isinstance(self.data_loader, TrainingData):
             state["data"] = self.data_loader.state_dict()
         return state
@@ -201,8 +209,8 @@ class Trainer(DefaultTrainer):
                 self._trainer.load_state_dict(state_dict["_trainer"])
             else:
                 log.warning("--resume: no optimizer state in the checkpoint: the momentum starts from zero")
-            if _LOSS_NORMALIZER in state_dict:
-                setattr(self.checkpointer.model, _LOSS_NORMALIZER, float(state_dict[_LOSS_NORMALIZER]))
+            if LOSS_NORMALIZER in state_dict:
+                setattr(self._loss_guard.model, LOSS_NORMALIZER, float(state_dict[LOSS_NORMALIZER]))
             self._load_randomness(state_dict)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             writer = "" if "seed" in state_dict else " It was perhaps written by Detectron2's own trainer."
@@ -256,6 +264,8 @@ class Trainer(DefaultTrainer):
         elif checkpoint and comm.is_main_process():
             self.record.set_start_weights(checkpoint)
         report = load_checkpoint(self.checkpointer, checkpoint, allow_partial=allow_partial)
+        if self._average:
+            self._average.start()
         if start.resumed and checkpoint:
             for name, checkpointable in self.checkpointer.checkpointables.items():
                 if name in checkpoint.metadata:
@@ -296,6 +306,8 @@ class Trainer(DefaultTrainer):
         loop_log.addFilter(_remove_traceback_of_user_errors)
         try:
             super().train()
+        except TrainingEnded as end:
+            log.info("%s", end)
         finally:
             loop_log.removeFilter(_remove_traceback_of_user_errors)
         return getattr(self, "_last_eval_results", None)
@@ -325,11 +337,23 @@ class Trainer(DefaultTrainer):
             return None  # Detectron2 would evaluate after the last step, also when the run was stopped there
         if comm.is_main_process():
             clear_output(self.cfg.OUTPUT_DIR)  # an evaluation of another checkpoint may have come between
-        self._last_eval_results = self.test(self.cfg, self.model)
+        self._last_eval_results = self.test(self.cfg, self.checkpointer.model)
         return self._last_eval_results
 
+    def _validate(self) -> None:
+        if self._signals.received:
+            return
+        model, trained = self.checkpointer.model, self._loss_guard.model
+        if hasattr(trained, LOSS_NORMALIZER):  # which the averaged model lacks
+            setattr(model, LOSS_NORMALIZER, getattr(trained, LOSS_NORMALIZER))
+        losses = validation_losses(self.cfg, model, self.record.seed)
+        if comm.is_main_process():
+            self.storage.put_scalars(**losses, smoothing_hint=False)
+            for name in losses:  # Detectron2's log would show the median of the last 20 evaluations
+                self.storage.histories().pop(name, None)
+
     def _evaluate_with_TTA(self) -> OrderedDict | None:
-        return None if self._signals.received else self.test_with_TTA(self.cfg, self.model)
+        return None if self._signals.received else self.test_with_TTA(self.cfg, self.checkpointer.model)
 
 
 def check_same_start(model: torch.nn.Module, start: StartWeights, iteration: int = 0) -> None:

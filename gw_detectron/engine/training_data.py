@@ -27,7 +27,7 @@ from ..errors import ConfigError, DataError
 
 log = logging.getLogger(__name__)
 #: first part of a place; no two uses share their random numbers
-INITIAL_WEIGHTS, STEP, SAMPLER, IMAGE = range(4)
+INITIAL_WEIGHTS, STEP, SAMPLER, IMAGE, VALIDATION = range(5)
 _ATTEMPTS = 100  # images to try in place of one that the mapper rejects
 
 

@@ -15,7 +15,7 @@ from detectron2.structures import Instances
 from PIL import Image
 from torch import nn
 
-from ..checkpoint import last_checkpoint, load_model
+from ..checkpoint import best_checkpoint, load_model
 from ..config import find_config_file, get_value, read_config
 from ..data import class_metadata
 from ..data.images import evaluation_input
@@ -68,7 +68,7 @@ def open_predictor(
     """Open the predictor of a run folder or a checkpoint.
 
     Args:
-        model: an ``OUTPUT_DIR``, whose last checkpoint is loaded, or a checkpoint.
+        model: an ``OUTPUT_DIR``, whose best or last checkpoint is loaded, or a checkpoint.
         config_file: config of a checkpoint; default: the ``config.yaml`` beside it.
         opts: config keys to change, as key, value, ...
         score_threshold: scores above it are predicted.
@@ -101,13 +101,13 @@ def open_predictor(
 
 
 def detector_file(model: str | os.PathLike[str]) -> str:
-    """Return the checkpoint of a detector: of a run folder the last one."""
+    """Return the checkpoint of a detector: of a run folder the best one, if ``TEST.BEST`` keeps it, or the last one."""
     model = os.fspath(model)
     if "://" in model:
         return model
     if not os.path.exists(model):
         raise MissingFileError(f"MODEL ('{model}'): not found (cwd: {os.getcwd()}). Fix: give an existing path.")
-    return last_checkpoint(model) if os.path.isdir(model) else model
+    return best_checkpoint(model) if os.path.isdir(model) else model
 
 
 def _metadata(cfg: CfgNode, config_file: str, class_names: Sequence[str] | None) -> Metadata:

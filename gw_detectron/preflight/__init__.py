@@ -5,7 +5,14 @@ from detectron2.engine import DefaultTrainer
 from detectron2.utils import comm
 
 from ..checkpoint import StartWeights
-from .config_checks import PreflightReport, check_device, check_evaluation, check_output_folder, check_schedule
+from .config_checks import (
+    PreflightReport,
+    check_device,
+    check_evaluation,
+    check_kept_weights,
+    check_output_folder,
+    check_schedule,
+)
 from .dataset_checks import check_datasets, wrong_evaluator
 from .model_checks import check_model, check_start_weights
 
@@ -50,6 +57,8 @@ def preflight(
     model = check_model(cfg, start, report, eval_only=eval_only)
     check_evaluation(cfg, model, report)
     check_datasets(cfg, report, eval_only=eval_only)
+    if not eval_only:
+        check_kept_weights(cfg, report)
     if not report.errors:
         start.fetch()
     if start.unfetched:

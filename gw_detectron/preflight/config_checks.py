@@ -1,6 +1,7 @@
 """The report of the pre-run checks, and the checks of device, schedule, evaluation and output folder."""
 
 import glob
+import importlib.util
 import math
 import os
 import shlex
@@ -8,11 +9,18 @@ from dataclasses import dataclass, field
 
 import torch
 from detectron2.config import CfgNode
+from detectron2.data import MetadataCatalog
 from detectron2.modeling import GeneralizedRCNN, PanopticFPN
 from torch import nn
 
 from ..checkpoint import StartWeights
+from ..checkpoint.opening import BEST_CHECKPOINT
 from ..errors import PreflightError
+
+_AREAS = ("AP", "AP50", "AP75", "APs", "APm", "APl")
+_KEYPOINT_SCORES = ("AP", "AP50", "AP75", "APm", "APl")  # small objects have no keypoints
+_SEMANTIC_SCORES = ("mIoU", "fwIoU", "mACC", "pACC")
+_PANOPTIC_SCORES = tuple(f"{score}{part}" for part in ("", "_th", "_st") for score in ("PQ", "SQ", "RQ"))
 
 
 @dataclass
@@ -48,6 +56,52 @@ def check_schedule(cfg: CfgNode, report: PreflightReport) -> None:
             f"SOLVER.WARMUP_ITERS ({solver.WARMUP_ITERS}): SOLVER.MAX_ITER ({solver.MAX_ITER}) ends the run before it "
             "reaches SOLVER.BASE_LR. Fix: lower it."
         )
+
+
+def check_kept_weights(cfg: CfgNode, report: PreflightReport) -> None:
+    """Check the keys that decide which weights are kept, and when the training ends. Datasets are registered."""
+    decay, best, period, patience = cfg.SOLVER.EMA, cfg.TEST.BEST, cfg.TEST.EVAL_PERIOD, cfg.TEST.PATIENCE
+    if not 0 <= decay < 1:
+        report.errors.append(f"SOLVER.EMA ({decay}): not from 0 to below 1. Fix: give e.g. 0.999, or 0 for no average.")
+    if patience < 0 or (patience and not best):
+        report.errors.append(
+            f"TEST.PATIENCE ({patience}): a number of evaluations without a better TEST.BEST ({best!r}). Fix: set "
+            "TEST.BEST, e.g. bbox/AP, or TEST.PATIENCE 0."
+        )
+    if not best:
+        return
+    if period <= 0 or not cfg.DATASETS.TEST:
+        report.errors.append(
+            f"TEST.BEST ('{best}'): needs evaluations during the training; TEST.EVAL_PERIOD is {period}, DATASETS.TEST "
+            f"{cfg.DATASETS.TEST}. Fix: set both, or TEST.BEST ''."
+        )
+    scores = _score_names(cfg)
+    if best not in scores:
+        report.errors.append(
+            f"TEST.BEST ('{best}'): the evaluation does not give this score. It gives {', '.join(scores)}. Fix: give "
+            "one of them."
+        )
+
+
+def _score_names(cfg: CfgNode) -> list[str]:
+    """List the scores that an evaluation logs: dataset (of several), task, score."""
+    architecture = cfg.MODEL.META_ARCHITECTURE
+    scores: dict[str, tuple[str, ...]] = {}
+    if architecture != "SemanticSegmentor":
+        tasks = {"bbox": True, "segm": cfg.MODEL.MASK_ON, "keypoints": cfg.MODEL.KEYPOINT_ON}
+        scores = {task: _KEYPOINT_SCORES if task == "keypoints" else _AREAS for task, on in tasks.items() if on}
+    if architecture in ("SemanticSegmentor", "PanopticFPN"):
+        scores["sem_seg"] = _SEMANTIC_SCORES
+    if architecture == "PanopticFPN" and importlib.util.find_spec("panopticapi"):
+        scores["panoptic_seg"] = _PANOPTIC_SCORES
+    names = []
+    for dataset in cfg.DATASETS.TEST:
+        prefix = f"{dataset}/" if len(cfg.DATASETS.TEST) > 1 else ""
+        classes = MetadataCatalog.get(dataset).get("thing_classes") or []
+        for task, found in scores.items():
+            per_class = [f"AP-{name}" for name in classes] if "AP" in found and len(classes) > 1 else []
+            names += [f"{prefix}{task}/{score}" for score in (*found, *per_class)]
+    return [*names, "validation/total_loss"] if cfg.TEST.LOSS else names
 
 
 def check_evaluation(cfg: CfgNode, model: nn.Module | None, report: PreflightReport) -> None:
@@ -111,7 +165,11 @@ def check_output_folder(
 
 def _another_checkpoint(folder: str, damaged: str = "") -> str:
     """Say how to continue without the last checkpoint or its name."""
-    others = [path for path in _checkpoints(folder) if path != damaged]
+    others = [
+        path
+        for path in _checkpoints(folder)
+        if os.path.basename(path) not in (BEST_CHECKPOINT, os.path.basename(damaged))
+    ]
     if not others:
         return "start again with --overwrite instead of --resume; there is no other checkpoint."
     return f"write {os.path.basename(others[0])}, the newest other checkpoint, into {folder}/last_checkpoint."

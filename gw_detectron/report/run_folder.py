@@ -14,9 +14,10 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.utils.file_io import PathManager
 from pycocotools.coco import COCO
 
-from ..checkpoint import last_checkpoint
+from ..checkpoint import best_checkpoint
+from ..checkpoint.opening import BEST_CHECKPOINT
 from ..config import read_config
-from ..engine.output_folder import CONVERTED, METRICS, PREDICTIONS, read_metrics
+from ..engine.output_folder import BEST_PREDICTIONS, CONVERTED, METRICS, PREDICTIONS, read_metrics
 from ..engine.run_datasets import use_recorded_datasets
 from ..errors import ConfigError, DataError, MissingFileError, check_minimum, summarize_names
 from .detections import Detections, ImageMatches
@@ -62,8 +63,17 @@ class RunFolder:
 
     @property
     def weights(self) -> str:
-        """The path of the last checkpoint, or the ``MODEL.WEIGHTS`` of an evaluation."""
-        return self.cfg.MODEL.WEIGHTS if self.is_evaluated else last_checkpoint(str(self.folder))
+        """The path of the best or last checkpoint, or the ``MODEL.WEIGHTS`` of an evaluation."""
+        return self.cfg.MODEL.WEIGHTS if self.is_evaluated else best_checkpoint(str(self.folder))
+
+    @property
+    def best_iteration(self) -> int | None:
+        """The iterations behind ``model_best.pth``; None if the weights are others."""
+        if self.is_evaluated or not self.weights.endswith(BEST_CHECKPOINT):
+            return None
+        values = [(each[name], each["iteration"] + 1) for each in self.metrics if (name := self.cfg.TEST.BEST) in each]
+        sign = -1 if self.cfg.TEST.BEST.endswith("loss") else 1
+        return max(values, key=lambda pair: sign * pair[0])[1] if values else None
 
     @property
     def dataset(self) -> str:
@@ -80,8 +90,9 @@ class RunFolder:
 
     @cached_property
     def detections(self) -> Detections:
-        """The predictions of the last evaluation, with their ground truth."""
-        path = self.folder / "inference" / PREDICTIONS
+        """The predictions of the best weights, or of the last evaluation, with their ground truth."""
+        best = self.folder / "inference" / BEST_PREDICTIONS
+        path = best if best.is_file() and not self.is_evaluated else best.with_name(PREDICTIONS)
         opts = ["OUTPUT_DIR", str(self.folder), "MODEL.WEIGHTS", self.weights]
         words = ["gw-detectron", "train", "--eval-only", "--config-file", str(self.config_file), *opts]
         fix = f"Fix: run `{shlex.join(words)}`."

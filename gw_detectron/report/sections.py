@@ -24,6 +24,7 @@ _METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl")  # COCO's summary begins 
 _KEYPOINT_METRICS = ("AP", "AP50", "AP75", "APm", "APl")  # small objects have no keypoints
 _THRESHOLDS = {"AP": None, "AP50": 0.5, "AP75": 0.75}
 _SEGMENTATION = {"sem_seg/mIoU": "mIoU", "panoptic_seg/PQ": "PQ"}
+_VALIDATION = "validation/"  # begins the names of losses on the validation data
 _LONGEST_SIDE = 960  # pixels of a photo in the page
 
 
@@ -99,6 +100,8 @@ def summary(run: RunFolder) -> Section:
         facts |= _progress(run)
     with _missing_left_out():
         facts["weights"] = run.weights
+        if run.best_iteration:
+            facts["best_by"] = run.cfg.TEST.BEST
     tables = [Table([], [(name.replace("_", " "), str(value)) for name, value in facts.items()])]
     if scores:
         rows = [[_TASKS[task], *map(row.get, _METRICS)] for task, row in scores.items()]
@@ -135,14 +138,14 @@ def _progress(run: RunFolder) -> dict[str, Any]:
     if not run.is_evaluated:
         evaluated = [each["iteration"] + 1 for each in run.metrics if any(key.endswith("/AP") for key in each)]
         if evaluated:  # Detectron2 logs the last evaluation after the last iteration
-            facts["evaluated_after_iteration"] = min(evaluated[-1], iterations)
+            facts["evaluated_after_iteration"] = min(run.best_iteration or evaluated[-1], iterations)
         last = {key: value for each in run.metrics for key, value in each.items()}
         facts |= {name: round(last[key], 1) for key, name in _SEGMENTATION.items() if key in last}
     return facts
 
 
 def curves(run: RunFolder) -> Section:
-    """Plot the losses, the learning rate and the scores of a run over its iterations."""
+    """Plot losses, dashed on the validation data, learning rate and scores of a run over its iterations."""
     last = {name: value for record in run.metrics for name, value in record.items() if _is_loss(name)}
     pictures = [
         _curve(run, "losses", "loss", _is_loss, ""),
@@ -153,17 +156,25 @@ def curves(run: RunFolder) -> Section:
 
 
 def _is_loss(name: str) -> bool:
-    return name.startswith("loss") or name == "total_loss"
+    return name.removeprefix(_VALIDATION).startswith(("loss", "total_loss"))
 
 
 def _curve(run: RunFolder, name: str, label: str, wanted: Callable[[str], bool], marker: str) -> Picture:
     figure, axes = _axes(5.5, 3.8, xlabel="iteration", ylabel=label)
+    colors: dict[str, Any] = {}
     for metric in sorted({key for record in run.metrics for key in record if wanted(key)}):
         points = [(record["iteration"], record[metric]) for record in run.metrics if metric in record]
-        width = 2.2 if metric == "total_loss" else 1.3
-        axes.plot(*zip(*points, strict=True), marker=marker, linewidth=width, label=metric)
-    axes.set_ylim(bottom=0)
+        trained = metric.removeprefix(_VALIDATION)  # sorted before its validation
+        style: dict[str, Any] = {"color": colors.get(trained), "linewidth": 2.2 if trained == "total_loss" else 1.3}
+        if trained != metric:
+            style |= {"linestyle": "--", "marker": "."}
+        (line,) = axes.plot(*zip(*points, strict=True), **{"marker": marker, "label": metric, **style})
+        colors[metric] = line.get_color()
+    if not marker:  # AP on a scale from 0 would look flat
+        axes.set_ylim(bottom=0)
     if axes.lines:
+        if run.best_iteration:
+            axes.axvline(run.best_iteration - 1, color="gray", linestyle=":", label="best")
         axes.legend(fontsize="small")
     else:
         axes.text(0.5, 0.5, "none logged", ha="center", va="center", transform=axes.transAxes)

@@ -57,8 +57,10 @@ def run(output, *flags, kill_after=None, **overrides):
 def state(output):
     """Model and training state of the last checkpoint, and the losses of every iteration."""
     content = torch.load(output / "model_final.pth", weights_only=True)
+    best = output / "model_best.pth"
+    kept = torch.load(best, weights_only=True) if best.is_file() else {}
     lines = [json.loads(line) for line in (output / "losses.txt").read_text().splitlines()]
-    return content["model"], content["trainer"], dict(lines)
+    return content["model"], content["trainer"], dict(lines), kept.get("model"), kept.get("iteration")
 
 
 def flatten(value, name=""):
@@ -80,6 +82,7 @@ def assert_equal_runs(first, second):
     assert not different, different
 
 
+EVALUATED = {"DATASETS__TEST": "('gw_synthetic_val',)", "TEST__EVAL_PERIOD": 5}  # where checkpoints are written, too
 CASES = {
     "plain": ({"SOLVER__MAX_ITER": 6, "SOLVER__STEPS": "(5,)", "SOLVER__CHECKPOINT_PERIOD": 4}, [4]),
     "evaluation": ({"DATASETS__TEST": "('gw_synthetic_val',)", "TEST__EVAL_PERIOD": 3}, [7]),
@@ -97,6 +100,11 @@ CASES = {
         },
         [4],
     ),
+    "average, best weights, a cut evaluation": (
+        {**EVALUATED, "TEST__BEST": "validation/total_loss", "SOLVER__EMA": 0.9, "MODEL__RESNETS__NORM": "BN"},
+        [4, 7],
+    ),
+    "patience": ({**EVALUATED, "TEST__BEST": "segm/AP", "TEST__PATIENCE": 2, "SOLVER__MAX_ITER": 40}, [4, 12]),
     "batch whitening": ({"MODEL__FPN__NORM": "BW:channels=8", "MODEL__ROI_MASK_HEAD__NORM": "BW:channels=8"}, [5]),
 }
 

@@ -1,0 +1,156 @@
+"""Hooks that decide which weights of a training are kept: their average, the best ones, and when to end."""
+
+import logging
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from detectron2.config import CfgNode
+from detectron2.engine import HookBase
+from detectron2.engine.hooks import BestCheckpointer, EvalHook
+from detectron2.utils import comm
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from ..atomic import atomic_write
+from ..checkpoint import RUN_RECORD, GWDetectionCheckpointer
+from ..checkpoint.opening import BEST_CHECKPOINT
+from .output_folder import BEST_PREDICTIONS, PREDICTIONS
+
+log = logging.getLogger(__name__)
+
+
+class TrainingEnded(BaseException):
+    """A training has ended before ``SOLVER.MAX_ITER``. Not an Exception, which Detectron2 logs as a failure."""
+
+
+class WeightAverage(HookBase):
+    """Average the weights of a model over its iterations, by torch's ``AveragedModel``.
+
+    After n iterations the decay is min(d, (1 + n) / (10 + n)), so that a short run forgets its first weights. Buffers,
+    such as the running statistics of BN, are averaged alike.
+
+    Args:
+        model: the model that is trained, not its ``DistributedDataParallel``.
+        decay: d, ``SOLVER.EMA``.
+
+    Attributes:
+        averaged: the model with the averaged weights.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self._model, self._decay = model, decay
+        self._average = AveragedModel(model, multi_avg_fn=self._update, use_buffers=True)
+        self.averaged: nn.Module = self._average.module
+
+    def _update(self, averages: Any, values: Any, count: Tensor | int) -> None:
+        decay = min(self._decay, (1 + int(count)) / (10 + int(count)))
+        get_ema_multi_avg_fn(decay)(averages, values, count)
+
+    def start(self) -> None:
+        """Train from the weights that were loaded into the averaged model, as a checkpoint holds them."""
+        self._model.load_state_dict(self.averaged.state_dict())
+
+    def after_step(self) -> None:
+        self._average.update_parameters(self._model)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": int(self._average.n_averaged), "weights": self._model.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the weights that were trained: the model of a checkpoint is their average."""
+        self._average.n_averaged.fill_(int(state["count"]))
+        self._model.load_state_dict(state["weights"])
+
+
+class BestWeights(BestCheckpointer):
+    """Keep the weights with the best ``TEST.BEST`` in ``model_best.pth``; end after ``TEST.PATIENCE`` evaluations.
+
+    Their predictions are kept for a report. A resumed run repeats an evaluation that a kill has cut off.
+
+    Place it after the evaluations.
+
+    Args:
+        cfg: the config of the run.
+        checkpointer: that of the run. ``model_best.pth`` has no training state: ``--resume`` goes on from the last one.
+        evaluations: the hooks that log the scores.
+    """
+
+    def __init__(self, cfg: CfgNode, checkpointer: GWDetectionCheckpointer, evaluations: Sequence[EvalHook]) -> None:
+        record = checkpointer.checkpointables[RUN_RECORD]
+        best = _BestCheckpointer(checkpointer.model, cfg.OUTPUT_DIR, **{RUN_RECORD: record})
+        best.path_manager = checkpointer.path_manager
+        mode = "min" if cfg.TEST.BEST.endswith("loss") else "max"
+        prefix = BEST_CHECKPOINT.removesuffix(".pth")
+        super().__init__(cfg.TEST.EVAL_PERIOD, best, cfg.TEST.BEST, mode=mode, file_prefix=prefix)
+        self._evaluations, self._patience = evaluations, cfg.TEST.PATIENCE
+        self._last_iter, self._waited = -1, 0  # of the last evaluation; evaluations since the best one
+
+    def before_train(self) -> None:
+        start = self.trainer.start_iter
+        self.trainer.iter = self.trainer.storage.iter = start - 1  # as after the last step of the checkpoint
+        if start > self._last_iter + 1 and start % self._period == 0 and start < self.trainer.max_iter:
+            log.info("The evaluation after iteration %d is made up for", start - 1)
+            for hook in (*self._evaluations, self):
+                hook.after_step()
+        else:
+            self._end_without_patience(save=False)
+        self.trainer.iter = self.trainer.storage.iter = start
+
+    def after_step(self) -> None:
+        before = self._last_iter
+        super().after_step()
+        if self._last_iter > before:
+            self._end_without_patience(save=True)
+
+    def after_train(self) -> None:
+        super().after_train()
+        if self.best_iter is not None:
+            log.info("Best %s: %.2f, after iteration %d", self._val_metric, self.best_metric, self.best_iter)
+
+    def _best_checking(self) -> None:
+        iteration, before = self.trainer.storage.iter, self.best_iter
+        if comm.is_main_process():
+            if self.trainer.storage.latest().get(self._val_metric, (0, -1))[1] == iteration:  # else it was stopped
+                super()._best_checking()
+            if self.best_iter != before:
+                folder = Path(self._checkpointer.save_dir, "inference")
+                if os.path.isfile(folder / PREDICTIONS):
+                    with atomic_write(folder / BEST_PREDICTIONS) as temporary:
+                        shutil.copyfile(folder / PREDICTIONS, temporary)
+        self._last_iter = iteration
+        self._waited = 0 if self.best_iter != before else self._waited + 1
+
+    def _end_without_patience(self, *, save: bool) -> None:
+        ends = comm.is_main_process() and 0 < self._patience <= self._waited
+        if not any(comm.all_gather(ends)):
+            return
+        if save:
+            self.trainer.checkpointer.save("model_final", iteration=self.trainer.iter)
+        raise TrainingEnded(
+            f"TEST.PATIENCE ({self._patience}): no better {self._val_metric} in {self._waited} evaluations. The run "
+            f"ends after iteration {self._last_iter}."
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "metric": self._val_metric,
+            "best": self.best_metric,
+            "best_iter": self.best_iter,
+            "last_iter": self._last_iter,
+            "waited": self._waited,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state["metric"] != self._val_metric:
+            log.warning("--resume: TEST.BEST was %s; %s has no best value yet", state["metric"], self._val_metric)
+            return
+        self.best_metric, self.best_iter = state["best"], state["best_iter"]
+        self._last_iter, self._waited = state["last_iter"], state["waited"]
+
+
+class _BestCheckpointer(GWDetectionCheckpointer):
+    def tag_last_checkpoint(self, last_filename_basename: str) -> None:
+        """Leave the tag: a run is resumed from its last checkpoint, not from the best one."""
