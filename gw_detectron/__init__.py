@@ -26,9 +26,10 @@ if has_detectron2():
         from . import modeling as _  # noqa: F401, registers the components
     from .config import add_gw_config
     from .data import register_synthetic
+    from .recipe import auto_config
     from .weights import register_weights
 
-    __all__ += ["add_gw_config"]
+    __all__ += ["add_gw_config", "auto_config"]
 
     register_synthetic()
     register_weights()
@@ -36,6 +37,6 @@ else:
 
     def __getattr__(name: str) -> Any:
         """Say what to install where a name needs Detectron2."""
-        if name == "add_gw_config":
+        if name in ("add_gw_config", "auto_config"):
             require_detectron2(f"gw_detectron.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

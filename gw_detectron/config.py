@@ -182,6 +182,19 @@ def read_config(config_file: str | os.PathLike[str], opts: Sequence[Any] = ()) -
     return cfg
 
 
+def given_keys(config_file: str, opts: Sequence[Any] = ()) -> set[str]:
+    """Return the keys that the user gave: on the command line, and in yaml files that are not shipped."""
+    keys, shipped = {str(word) for word in opts}, {path.resolve() for path in shipped_configs().values()}
+    files = [Path(find_config_file(config_file)).resolve()]
+    for path in files:
+        if path not in shipped:
+            tree = parse_config(path.read_text(), str(path))
+            base = tree.pop("_BASE_", [])
+            files += [(path.parent / each).resolve() for each in ([base] if isinstance(base, str) else base)]
+            keys |= {key for key, _ in flat_items(tree)}
+    return keys
+
+
 def parse_config(text: str, name: str) -> dict[str, Any]:
     """Parse a yaml of keys and values, without bases.
 

@@ -19,7 +19,7 @@ ROOMS = (
     {"norms"},
     {"config", "cli"},
     {"modeling", "data", "env"},
-    {"weights"},
+    {"weights", "recipe"},
     {"checkpoint"},
     {"model_zoo"},
     {"export"},

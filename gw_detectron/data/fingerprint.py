@@ -149,12 +149,12 @@ def training_sides(cfg: CfgNode) -> tuple[float, float]:
     return float(np.median(cfg.INPUT.MIN_SIZE_TRAIN)), float(cfg.INPUT.MAX_SIZE_TRAIN)
 
 
-def anchor_shapes(cfg: CfgNode) -> np.ndarray:
-    """Return width and height of every anchor of a config, (A, 2)."""
-    sizes, ratios = cfg.MODEL.ANCHOR_GENERATOR.SIZES, cfg.MODEL.ANCHOR_GENERATOR.ASPECT_RATIOS
+def anchor_shapes(cfg: CfgNode, sizes: list | None = None, ratios: list | None = None) -> np.ndarray:
+    """Return width and height of every anchor, (A, 2), of a config or with other sizes and ratios."""
+    node = cfg.MODEL.ANCHOR_GENERATOR
+    sizes, ratios = sizes or node.SIZES, ratios or node.ASPECT_RATIOS
     levels = max(len(sizes), len(ratios))  # one entry is for all levels
-    sizes, ratios = (each * levels if len(each) == 1 else each for each in (sizes, ratios))
-    pairs = zip(sizes, ratios, strict=True)
+    pairs = zip(*(each * levels if len(each) == 1 else each for each in (sizes, ratios)), strict=True)
     return np.array([(s / r**0.5, s * r**0.5) for level, shapes in pairs for s in level for r in shapes])
 
 

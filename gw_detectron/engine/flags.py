@@ -12,8 +12,8 @@ examples:
   %(prog)s --num-gpus 8 --config-file COCO-Detection/faster_rcnn_R_50_FPN_1x_GW.yaml
 
   your own data, on the CPU:
-  %(prog)s --num-gpus 0 --config-file quick_schedules/mask_rcnn_R_18_FPN_BN_GW_demo.yaml \\
-      --train-json data.json --train-images photos --val-fraction 0.2 OUTPUT_DIR output/mine SOLVER.BASE_LR 0.01
+  %(prog)s --num-gpus 0 --auto --train-json data.json --train-images photos --val-fraction 0.2 \\
+      OUTPUT_DIR output/mine
 
   continue after an interruption; evaluate:
   %(prog)s --num-gpus 0 --resume --config-file output/mine/config.yaml
@@ -38,9 +38,11 @@ _HELP = {
     "num_gpus": "number of GPUs per machine; 0 runs on the CPU (default: %(default)s)",
     "opts": "config keys to change, as KEY VALUE; they come last",
 }
-_TRAINING_ONLY = ("eval_only", "overwrite")
+_TRAINING_ONLY = ("eval_only", "overwrite", "auto", "epochs")
 _SWITCHES = {
     "ignore-preflight": "start even if the pre-run checks fail; print their messages as warnings",
+    "auto": "set image size, anchors, limits, learning rate, length and other keys by the training json, and print the "
+    "reasons; your keys win. Without --config-file, a detector for own data is taken",
     "overwrite": "replace an earlier run in OUTPUT_DIR: its checkpoints, log and results are removed first",
     "allow-partial": "accept MODEL.WEIGHTS that lack a part of the backbone, which is then randomly initialized, and "
     "weights that were trained with other norms",
@@ -74,6 +76,9 @@ def get_parser(*, evaluation: bool = False) -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="end the run if a process waits longer than this for another one, which died, hangs or never joined "
         "(default: %(default)s). Raise it if the evaluation on the main process takes longer",
+    )
+    parser.add_argument(
+        "--epochs", type=float, metavar="N", help="train for N passes over the images, whatever SOLVER.MAX_ITER is"
     )
     own = parser.add_argument_group(
         "your own data", "datasets in COCO format; they set DATASETS and NUM_CLASSES, see docs/your_data.md"

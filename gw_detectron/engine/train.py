@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from detectron2.config import CfgNode
+from detectron2.data import DatasetCatalog, Metadata, MetadataCatalog
 from detectron2.evaluation import verify_results
 from detectron2.utils import comm
 from detectron2.utils.collect_env import collect_env_info
@@ -19,12 +20,13 @@ from detectron2.utils.logger import setup_logger
 from ..atomic import AtomicPathManager
 from ..checkpoint import StartWeights, load_model, open_start_weights
 from ..checkpoint.opening import local_file
-from ..config import changed_config, find_config_file, get_value, read_config
+from ..config import changed_config, find_config_file, get_value, given_keys, read_config
 from ..data import record_datasets, registered_datasets
 from ..errors import ConfigError
 from ..modeling.config_keys import object_count_keys
 from ..norms.listing import norm_summary
 from ..preflight import PreflightReport, preflight
+from ..recipe import apply_recipe, recipe_lines
 from .launch import in_all_processes
 from .output_folder import clear_output, end_last_line, lock_output
 from .run_datasets import use_datasets
@@ -96,6 +98,7 @@ def prepare(args: argparse.Namespace) -> Run:
     with contextlib.ExitStack() as lock:
         with in_all_processes():
             cfg = run_config(args)
+            reasons = use_recipe(cfg, args)
             trains = comm.is_main_process() and not args.eval_only
             exists = os.path.isdir(cfg.OUTPUT_DIR)
             if trains and exists:  # now: another training could write a newer checkpoint than is opened
@@ -123,6 +126,8 @@ def prepare(args: argparse.Namespace) -> Run:
             clear_for(cfg, args)
         with in_all_processes():
             prepare_output(cfg, args)
+        for line in recipe_lines(cfg, reasons):
+            log.info(line)
         warnings = report.errors + report.warnings
         for warning in warnings:
             log.warning(warning)
@@ -145,13 +150,43 @@ def run_config(args: argparse.Namespace) -> CfgNode:
     if args.overwrite and (args.resume or args.eval_only):
         other = "--resume, which continues" if args.resume else "--eval-only, which keeps"
         raise ConfigError(f"--overwrite: given together with {other} the earlier run. Fix: give one of the two.")
+    if args.auto and not args.config_file:
+        args.config_file = f"Own-Data/own_mask_rcnn_R_{50 if args.num_gpus else 18}_FPN_GW.yaml"
     args.config_file = find_config_file(args.config_file)
     cfg = read_config(args.config_file, args.opts or [])
+    if args.auto and args.resume and os.path.isfile(record := os.path.join(cfg.OUTPUT_DIR, "config.yaml")):
+        args.config_file, args.auto = record, False  # with the recipe of the run, also if its data have grown
+        cfg = read_config(record, args.opts or [])
     if args.num_gpus == 0:
         cfg.MODEL.DEVICE = "cpu"
     use_datasets(cfg, args, _run_folder(cfg, args))
     cfg.freeze()
     return cfg
+
+
+def use_recipe(cfg: CfgNode, args: argparse.Namespace) -> dict[str, str]:
+    """Set what the training data decide, with ``--auto``, or the schedule alone, with ``--epochs``; return the reasons.
+
+    Keys of the command line and of the user's own yaml keep their values.
+
+    Raises:
+        UserError: see :func:`apply_recipe`.
+    """
+    if args.eval_only or not (args.auto or args.epochs is not None):
+        return {}
+    files = {name: MetadataCatalog.get(name) for name in cfg.DATASETS.TRAIN if name in DatasetCatalog}
+    if unknown := [name for name in cfg.DATASETS.TRAIN if not files.get(name, Metadata()).get("json_file")]:
+        raise ConfigError(f"--auto: no COCO file of {', '.join(unknown)} is known. Fix: give --train-json.")
+    cfg.defrost()
+    reasons = apply_recipe(
+        cfg,
+        {each.json_file: each.image_root for each in files.values()},
+        epochs=args.epochs,
+        given=given_keys(args.config_file, args.opts or []),
+        schedule_only=not args.auto,
+    )
+    cfg.freeze()
+    return reasons
 
 
 def clear_for(cfg: CfgNode, args: argparse.Namespace) -> None:

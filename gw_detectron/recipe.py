@@ -1,0 +1,213 @@
+"""A recipe from the data: what COCO files decide about a config, and why."""
+
+import logging
+import math
+import os
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import numpy as np
+from detectron2.config import CfgNode
+
+from .config import get_value
+from .data import read_json
+from .data.fingerprint import Fingerprint, anchor_shapes, best_overlaps, read_fingerprint, training_sides
+from .errors import ConfigError, DataError
+from .modeling.config_keys import object_count_keys
+
+log = logging.getLogger(__name__)
+
+_RATIOS = ([0.5, 1.0, 2.0], [0.33, 0.57, 1.0, 1.75, 3.0], [0.12, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0])
+_NOTABLE = 0.02  # a smaller gain of mean overlap changes no anchors
+_RARE = 10  # a class that is in so many times fewer images than another one
+
+
+def auto_config(
+    cfg: CfgNode,
+    json: str | os.PathLike[str],
+    images: str | os.PathLike[str],
+    *,
+    epochs: float | None = None,
+    given: Collection[str] = (),
+) -> dict[str, str]:
+    """Set the keys of a config that a COCO file decides, and log a line for each.
+
+    Classes, masks, image size, anchors, limits of detections, sampler, learning rate and schedule follow from the file.
+    Architecture, norms, weights and ``SOLVER.IMS_PER_BATCH`` stay those of the config.
+
+    Args:
+        cfg: Detectron2's config with the keys of this package, not frozen. ``MODEL.DEVICE`` bounds the image size.
+        json: the annotation file to train on.
+        images: the folder to which ``file_name`` in it is relative.
+        epochs: passes over the images; default: by their number.
+        given: keys that keep their values.
+
+    Returns:
+        The changed keys, each with its reason.
+
+    Raises:
+        DataError: the file is not in COCO format, or has no object to learn from.
+        ConfigError: the config is not that of a detector, or ``epochs`` is not above 0.
+    """
+    reasons = apply_recipe(cfg, {os.fspath(json): os.fspath(images)}, epochs=epochs, given=given)
+    for line in recipe_lines(cfg, reasons):
+        log.info(line)
+    return reasons
+
+
+def recipe_lines(cfg: CfgNode, reasons: dict[str, str]) -> list[str]:
+    """Return a line for each key of a recipe."""
+    return [f"--auto: {key} {get_value(cfg, key)}: {reason}" for key, reason in reasons.items()]
+
+
+def apply_recipe(
+    cfg: CfgNode, files: Mapping[str, str], *, epochs: float | None, given: Collection[str], schedule_only: bool = False
+) -> dict[str, str]:
+    """Do as :func:`auto_config` for the files of one training, without logging; or set its schedule alone."""
+    if not object_count_keys(cfg):
+        raise ConfigError(f"--auto: MODEL.META_ARCHITECTURE ('{cfg.MODEL.META_ARCHITECTURE}') detects no objects.")
+    if epochs is not None and not 0 < epochs < math.inf:
+        raise ConfigError(f"--epochs ({epochs:g}): not above 0. Fix: give e.g. 20 passes over the images.")
+    found = read_fingerprint(map(_read, files))
+    if not len(found.boxes):
+        raise DataError(
+            f"--auto: {len(found.images)} images have no object to learn from ({found.crowds} crowds, "
+            f"{found.unusable} without box, image or category). Fix: correct the annotations."
+        )
+    recipe = _Recipe(cfg, given)
+    steps: list[Callable[[_Recipe, Fingerprint], None]] = [_classes, _masks, _image_size, _anchors, _limits, _sampler]
+    for step in [] if schedule_only else [*steps, _rate]:
+        step(recipe, found)
+    _schedule(recipe, found, epochs)
+    return recipe.reasons
+
+
+def _read(path: str) -> Any:
+    try:
+        return read_json(path)
+    except DataError as error:
+        raise DataError(f"'{path}': {error}") from error
+
+
+class _Recipe:
+    """A config, and why its keys were set."""
+
+    def __init__(self, cfg: CfgNode, given: Collection[str]) -> None:
+        self.cfg, self.given = cfg, given
+        self.reasons: dict[str, str] = {}
+
+    def set(self, key: str, value: Any, reason: str) -> None:
+        """Set a key unless the user gave it or it has the value."""
+        if key not in self.given and get_value(self.cfg, key) != value:
+            self.cfg.merge_from_list([key, value])
+            self.reasons[key] = reason
+
+
+def _classes(recipe: _Recipe, found: Fingerprint) -> None:
+    for key in object_count_keys(recipe.cfg):
+        recipe.set(key, len(found.classes), "the categories of the json")
+
+
+def _masks(recipe: _Recipe, found: Fingerprint) -> None:
+    if recipe.cfg.MODEL.MASK_ON and (missing := found.masks["none"]):
+        recipe.set("MODEL.MASK_ON", False, f"{missing:,} of {len(found.boxes):,} objects have no mask")
+    if recipe.cfg.MODEL.MASK_ON and (count := found.masks["rle"]):
+        recipe.set("INPUT.MASK_FORMAT", "bitmask", f"{count:,} masks are run lengths")
+
+
+def _image_size(recipe: _Recipe, found: Fingerprint) -> None:
+    """Choose the shorter side at which the class of the smallest objects gets enough pixels."""
+    wanted, lowest, highest = (48, 480, 800) if recipe.cfg.MODEL.DEVICE != "cpu" else (24, 160, 512)
+    sizes, per_class = found.sizes(1000, math.inf), found.per_class
+    common = np.flatnonzero(per_class > 0.01 * len(sizes))  # AP is a mean over classes: each of them counts
+    small = min((np.quantile(sizes[found.category == index], 0.25) for index in common), default=np.median(sizes))
+    enlarged = 2 * np.median(found.images.min(axis=1))  # beyond, pixels are interpolated from too few
+    side = int(np.clip(32 * round(min(1000 * wanted / small, enlarged) / 32), lowest, highest))
+    reason = f"small objects get {small * side / 1000:.0f} pixels"
+    recipe.set("INPUT.MIN_SIZE_TRAIN", (side,), reason)
+    recipe.set("INPUT.MIN_SIZE_TEST", int(training_sides(recipe.cfg)[0]), "as in training")
+
+
+def _anchors(recipe: _Recipe, found: Fingerprint) -> None:
+    """Scale the config's anchors, and choose their ratios, by the mean overlap of objects with the best anchor."""
+    node, prefix = recipe.cfg.MODEL.ANCHOR_GENERATOR, "MODEL.ANCHOR_GENERATOR."
+    boxes = found.resized(*training_sides(recipe.cfg))
+    boxes = boxes[:: -(-len(boxes) // 5000)]
+    sizes, ratios = node.SIZES, node.ASPECT_RATIOS
+    before = best_overlaps(boxes, anchor_shapes(recipe.cfg)).mean()
+    features = recipe.cfg.MODEL.RPN.IN_FEATURES
+    if "RetinaNet" in recipe.cfg.MODEL.META_ARCHITECTURE:
+        features = recipe.cfg.MODEL.RETINANET.IN_FEATURES
+    stride = 2 ** min(int(name[-1]) for name in features)  # p2, res4
+    factors = [1.0] if prefix + "SIZES" in recipe.given else 2 ** np.arange(-4, 4, 0.25)
+    scaled = [[[max(1, round(factor * size)) for size in level] for level in sizes] for factor in factors]
+    scaled = [each for each in scaled if min(map(min, each)) >= 2 * stride] or [sizes]
+    options = [
+        max(
+            ((best_overlaps(boxes, anchor_shapes(recipe.cfg, each, [some])).mean(), each, [some]) for each in scaled),
+            key=lambda option: option[0],
+        )
+        for some in ([ratios[0]] if prefix + "ASPECT_RATIOS" in recipe.given else _RATIOS)
+    ]
+    best = max(option[0] for option in options)
+    if best - before < _NOTABLE:
+        return
+    after, sizes, ratios = next(option for option in options if best - option[0] < _NOTABLE)
+    reason = f"mean overlap of an object with its best anchor {before:.2f} -> {after:.2f}"
+    recipe.set(prefix + "SIZES", sizes, reason)
+    recipe.set(prefix + "ASPECT_RATIOS", ratios, reason)
+
+
+def _limits(recipe: _Recipe, found: Fingerprint) -> None:
+    """Raise the limits that dense images would exceed."""
+    most, median = int(found.per_image.max()), float(np.median(found.per_image))
+    limits = {"TEST.DETECTIONS_PER_IMAGE": (1.3 * most, 50, 1000)}
+    for use in ("TRAIN", "TEST"):
+        limits[f"MODEL.RPN.PRE_NMS_TOPK_{use}"] = (5 * most, 100, 2000)  # of a level
+        limits[f"MODEL.RPN.POST_NMS_TOPK_{use}"] = (3 * most, 100, 2000)
+    for key, (wanted, unit, highest) in limits.items():
+        value = min(unit * math.ceil(wanted / unit), highest)
+        recipe.set(key, max(get_value(recipe.cfg, key), value), f"an image has {most} objects")
+    key = "MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE"
+    value = min(64 * math.ceil(8 * median / 64), 512)
+    recipe.set(key, max(get_value(recipe.cfg, key), value), f"images have {median:g} objects (median)")
+
+
+def _sampler(recipe: _Recipe, found: Fingerprint) -> None:
+    """Repeat the images of rare classes."""
+    counts = found.images_per_class[found.images_per_class > 0]
+    if counts.max() >= _RARE * counts.min():
+        reason = f"a class is in {counts.min()} images, another one in {counts.max()}"
+        recipe.set("DATALOADER.SAMPLER_TRAIN", "RepeatFactorTrainingSampler", reason)
+        threshold = float(np.median(counts) / np.count_nonzero(found.per_image))
+        recipe.set("DATALOADER.REPEAT_THRESHOLD", round(threshold, 5), "images of rarer classes are repeated")
+
+
+def _images_per_iteration(cfg: CfgNode) -> int:
+    return cfg.SOLVER.IMS_PER_BATCH * cfg.SOLVER.ACCUMULATE
+
+
+def _rate(recipe: _Recipe, found: Fingerprint) -> None:
+    """Scale the rate of the COCO recipe, or that of the small-batch study for small networks from scratch."""
+    cfg, images = recipe.cfg, _images_per_iteration(recipe.cfg)
+    if cfg.MODEL.WEIGHTS or cfg.MODEL.RESNETS.DEPTH > 34:
+        rate = 0.01 if "RetinaNet" in cfg.MODEL.META_ARCHITECTURE else 0.02
+        recipe.set("SOLVER.BASE_LR", rate * images / 16, f"{rate} for 16 images, here {images}")
+        return
+    grouped = cfg.MODEL.RESNETS.NORM.startswith("GN") and not cfg.MODEL.RESNETS.WHITEN_POSITIONS
+    rate = max(0.01, (0.0025 if grouped else 0.005) * images)  # docs/norms.md: the best of each norm by batch size
+    recipe.set("SOLVER.BASE_LR", rate, f"best for {cfg.MODEL.RESNETS.NORM} from scratch, {images} images")
+
+
+def _schedule(recipe: _Recipe, found: Fingerprint, epochs: float | None) -> None:
+    """Set the length by the number of images, and what depends on it."""
+    images = np.count_nonzero(found.per_image)  # the others are not trained on
+    passes = epochs or float(np.clip(12 * math.sqrt(1000 / images), 12, 100))
+    iterations = max(1, math.ceil(passes * images / _images_per_iteration(recipe.cfg)))
+    recipe.set("SOLVER.MAX_ITER", iterations, f"{passes:.3g} passes over {images:,} images")
+    iterations = recipe.cfg.SOLVER.MAX_ITER
+    steps = tuple(sorted({round(0.75 * iterations), round(0.9 * iterations)} - {0}))
+    recipe.set("SOLVER.STEPS", steps, "after 3/4 and 9/10 of the iterations")
+    recipe.set("SOLVER.WARMUP_ITERS", min(500, iterations // 10), "the first tenth")
+    for key in ("SOLVER.CHECKPOINT_PERIOD", "TEST.EVAL_PERIOD"):
+        recipe.set(key, max(1, math.ceil(iterations / 5)), "five times")
