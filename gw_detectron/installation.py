@@ -47,7 +47,7 @@ def has_detectron2() -> bool:
 
 
 def has_compiled_operators() -> bool:
-    """Whether Detectron2 has its compiled operators, among them its COCO evaluation."""
+    """Whether Detectron2 has its compiled operators, among them a fast COCO evaluation."""
     try:
         from detectron2 import _C
 

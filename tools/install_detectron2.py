@@ -25,7 +25,7 @@ from pathlib import Path
 
 SDIST = "pb1-detectron2==0.6"
 SDIST_SHA256 = "5d2e9e51e523ec72f6a31cca04b0a515492e9514b773a3d134cedc0677170b29"
-VERSION = "0.6+pure"  # Change it with the patches: "+pure" builds of another version are replaced.
+VERSION = "0.6+pure.2"  # Change it with the patches: "+pure" builds of another version are replaced.
 
 # The dependencies of the release, without those of its Caffe2 export (future, pydot) and without its pin of black.
 # OpenCV is not declared, as in the release: several packages provide cv2 and only one may be installed.
@@ -81,13 +81,18 @@ PATCHES = (
         r"^from \.api import \*$",
         "try:\n    from .api import *\nexcept ModuleNotFoundError:  # Caffe2\n    pass",
     ),
-    # The fast evaluation is a compiled operator: COCOEvaluator uses pycocotools.
+    # The fast evaluation is a compiled operator: COCOEvaluator uses faster-coco-eval, without it pycocotools.
     (
         "evaluation/coco_evaluation.py",
         r"^from detectron2\.evaluation\.fast_eval_api import COCOeval_opt$",
-        "COCOeval_opt = COCOeval  # the fast evaluation is a compiled operator",
+        "try:\n    from faster_coco_eval import COCOeval_faster as COCOeval_opt\n"
+        "except ImportError:\n    COCOeval_opt = COCOeval",
     ),
-    ("evaluation/coco_evaluation.py", r"self\._use_fast_impl = use_fast_impl$", "self._use_fast_impl = False"),
+    (  # faster-coco-eval takes keypoints from its own COCO class only
+        "evaluation/coco_evaluation.py",
+        r"\(COCOeval_opt if use_fast_impl else COCOeval\)",
+        '(COCOeval_opt if use_fast_impl and iou_type != "keypoints" else COCOeval)',
+    ),
     # These only silence warnings of torch.
     ("engine/train_loop.py", r"from torch\.cuda\.amp import GradScaler", "from torch.amp import GradScaler"),
     ("engine/train_loop.py", r"with autocast\(\):", 'with torch.autocast("cuda"):'),

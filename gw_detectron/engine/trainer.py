@@ -41,7 +41,6 @@ from ..checkpoint import (
 from ..config import changed_config
 from ..data.images import ImageNamingMapper
 from ..errors import ConfigError, NonFiniteError, is_user_error
-from ..installation import has_compiled_operators
 from ..preflight import wrong_evaluator
 from .best import BestWeights, TrainingEnded, WeightAverage
 from .hooks import LossGuard, SignalHook
@@ -146,7 +145,6 @@ class Trainer(DefaultTrainer):
             dataset_name,
             tasks=tuple(task for task, wanted in tasks.items() if wanted),
             output_dir=folder,
-            use_fast_impl=has_compiled_operators(),
             kpt_oks_sigmas=cfg.TEST.KEYPOINT_OKS_SIGMAS,
         )
         if architecture != "PanopticFPN":

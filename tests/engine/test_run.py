@@ -7,14 +7,18 @@ import os
 import re
 import shutil
 
+import numpy as np
 import pytest
 import torch
 import torchvision
 import yaml
 from detectron2.config import get_cfg
+from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.engine.train_loop import TrainerBase
 from detectron2.evaluation import COCOEvaluator, COCOPanopticEvaluator, DatasetEvaluators, SemSegEvaluator
+from detectron2.structures import Boxes, Instances
 from detectron2.utils import comm
+from pycocotools.coco import COCO
 from safetensors.torch import save_file
 
 from gw_detectron.checkpoint import opening
@@ -188,6 +192,34 @@ class TestEvaluation:
         built = Trainer.build_evaluator(setup(arguments(tmp_path, MODEL__META_ARCHITECTURE=architecture)), PANOPTIC)
         parts = [type(part) for part in (built._evaluators if isinstance(built, DatasetEvaluators) else [built])]
         assert parts == [each for each in expected if panopticapi or each is not COCOPanopticEvaluator]
+
+
+def test_the_fast_evaluation_equals_pycocotools(tmp_path):
+    pytest.importorskip("faster_coco_eval")
+    cfg = setup(arguments(tmp_path, DATASETS__TEST="('gw_synthetic_train',)"))
+    fast = Trainer.build_evaluator(cfg, "gw_synthetic_train")
+    official = COCOEvaluator("gw_synthetic_train", ("bbox", "segm"), use_fast_impl=False)
+    random, coco = torch.Generator().manual_seed(0), COCO(MetadataCatalog.get("gw_synthetic_train").json_file)
+    for evaluator in (fast, official):
+        evaluator.reset()
+    for record in DatasetCatalog.get("gw_synthetic_train"):
+        shape, objects = (record["height"], record["width"]), record["annotations"]
+        boxes = torch.tensor([each["bbox"] for each in objects] * 3, dtype=torch.float64)
+        boxes[:, 2:] += boxes[:, :2]
+        found = Instances(shape)
+        found.pred_boxes = Boxes((boxes + 3 * torch.randn(boxes.shape, generator=random)).float())
+        found.pred_classes = torch.tensor([each["category_id"] for each in objects] * 3)
+        found.pred_classes[::4] = 0
+        found.scores = (10 * torch.rand(len(boxes), generator=random)).round() / 10  # with ties
+        masks = [coco.annToMask({"image_id": record["image_id"], **each}) for each in objects]
+        masks = [np.roll(mask, shift, 0) for shift in range(3) for mask in masks]
+        found.pred_masks = torch.from_numpy(np.array(masks)).bool()
+        for evaluator in (fast, official):
+            evaluator.process([record], [{"instances": found}])
+    results, expected = fast.evaluate(), official.evaluate()
+    for task, scores in expected.items():
+        assert 5 < scores["AP"] < 95
+        assert results[task] == pytest.approx(scores, abs=1e-10, nan_ok=True)  # percent
 
 
 def test_each_process_and_iteration_draws_other_numbers(tmp_path, monkeypatch):
