@@ -122,6 +122,8 @@ def whiten(
     arguments = x, weight, bias, groups, solver.num_iters, solver.eps, relu, backend
     if compiling or is_dispatched(x, weight, bias):
         return torch.ops.gw_detectron.group_whiten(*arguments)[0]
+    if not torch.is_grad_enabled():
+        return _forward(*arguments)[0]
     return GroupWhiten.apply(*arguments)[0]
 
 
@@ -207,8 +209,10 @@ class GroupWhiten(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        output = _forward(*inputs)
-        _setup_context(ctx, inputs, output)
+        x, _, _, groups, iters, *_, backend = inputs
+        solution = triton.solution_for(x, groups, iters) if backend == "triton" else None
+        output = _forward(*inputs) if solution is None else triton.forward(*inputs[:-1], solution)
+        _setup_context(ctx, inputs, output, solution)
         return output
 
     @staticmethod
@@ -216,27 +220,33 @@ class GroupWhiten(torch.autograd.Function):
         return _gradients(ctx, *grads)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _setup_context(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor], solution: triton.Solution | None = None
+) -> None:
     x, weight, bias, ctx.groups, ctx.num_iters, ctx.eps, relu, ctx.backend = inputs
     y, mean, sigma = output
     ctx.mark_non_differentiable(mean, sigma)
     ctx.set_materialize_grads(False)  # else zeros for mean and sigma, as large as the matrices of all samples
-    ctx.save_for_backward(x, mean, sigma, weight, y if relu else None)
+    ctx.save_for_backward(x, mean, sigma, weight, y if relu else None, *(solution or ()))
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
 def _gradients(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if dy is None:  # the output is not used
         return (None,) * 8
-    x, mean, sigma, weight, y = ctx.saved_tensors
+    x, mean, sigma, weight, y, *solution = ctx.saved_tensors
     needed = ctx.needs_input_grad[:3]
     if torch.is_grad_enabled() or is_batched(dy):  # create_graph=True, or vmap over dy
         found = iter(_differentiable_gradients(ctx, dy, x, weight, y, needed))
         gradients = tuple(next(found) if wanted else None for wanted in needed)
     else:
-        through_dispatcher = torch.compiler.is_compiling() or is_dispatched(dy, x, weight)
-        backward = torch.ops.gw_detectron.group_whiten_backward if through_dispatcher else _backward
-        results = backward(dy, y, x, mean, sigma, weight, ctx.num_iters, ctx.backend)
+        arguments = dy, y, x, mean, sigma, weight, ctx.num_iters
+        if torch.compiler.is_compiling() or is_dispatched(dy, x, weight):
+            results = torch.ops.gw_detectron.group_whiten_backward(*arguments, ctx.backend)
+        elif solution:
+            results = triton.backward(*arguments, tuple(solution))
+        else:
+            results = _backward(*arguments, ctx.backend)
         dtypes = (x.dtype, None if weight is None else weight.dtype, ctx.bias_dtype)
         gradients = tuple(
             result.to(dtype) if wanted else None for result, dtype, wanted in zip(results, dtypes, needed, strict=True)

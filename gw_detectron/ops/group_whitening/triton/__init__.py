@@ -19,8 +19,9 @@ float16       tf32       float16's mantissa, float32's range: neither centered v
 bfloat16      bfloat16   values are centered in float32, then rounded; the covariance itself is computed with tf32
 ============  =========  ===========================================================================================
 
-Forward and backward take nine launches and no other operation; ``launch.run_planned`` repeats them with little host
-time. What is saved for backward, and the gradients by means of the products G_j, are those of ``matmul.py``.
+Forward and backward take eight launches (nine for many samples) and no other operation; ``launch.run_planned`` repeats
+them with little host time. What is saved for backward, besides the solution of Newton's iteration for a few samples,
+and the gradients by means of the products G_j are those of ``matmul.py``.
 
 Source: Group Whitening supplement, Algorithms 1-2.
 """
@@ -30,18 +31,40 @@ from torch import Tensor
 
 from ...checks import memory_format_of
 from . import launch
-from .gradients import apply_backward, grad_products, parameter_gradients
+from .gradients import apply_backward, grad_products, matrix_gradients
 from .launch import supported as supported
 from .moments import statistics
-from .newton import newton, newton_backward
+from .newton import in_registers, newton, operands
 from .tiles import INTERPRETED as INTERPRETED
 from .whitening import apply
 
+#: whitening matrices and operands of their tangents
+Solution = tuple[Tensor, Tensor]
+#: samples whose solutions are saved for backward. It takes 12 microseconds to repeat them, whatever their number.
+_MOST_SOLUTIONS = 8
+
+
+def solution_for(x: Tensor, groups: int, num_iters: int) -> Solution | None:
+    """Return uninitialized tensors for what Newton's iteration hands from forward to backward, 0.2 MB a sample.
+
+    None where it is cheaper to repeat the iteration: for many samples.
+    """
+    if not 0 < len(x) <= _MOST_SOLUTIONS or not in_registers(x, groups, num_iters):
+        return None
+    return torch.empty((len(x), groups, groups), dtype=torch.float32, device=x.device), operands(x, groups, num_iters)
+
 
 def forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, num_iters: int, eps: float, relu: bool
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    groups: int,
+    num_iters: int,
+    eps: float,
+    relu: bool,
+    solution: Solution | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the output and the statistics saved for backward.
+    """Compute the output and the statistics saved for backward, and write the ``solution``.
 
     Returns:
         y, the means (N, g) and the covariances with eps (N, g, g).
@@ -56,21 +79,29 @@ def forward(
 
     def steps() -> None:
         statistics(x, groups, eps, mean, sigma)
-        whitening = launch.empty(x, *sigma.shape)
-        newton(sigma, num_iters, whitening)
+        whitening, kept = solution or (launch.empty(x, *sigma.shape), None)
+        newton(sigma, num_iters, whitening, kept)
         apply(x, mean, sigma, whitening, weight, bias, relu, y)
 
     key = "forward", launch.layout_key(x, weight, bias), y.stride(), x.device, groups, num_iters, eps, relu
-    launch.run_planned((*key, launch.input_precision(x)), (x, weight, bias, y, mean, sigma), steps)
+    tensors = x, weight, bias, y, mean, sigma, *(solution or ())
+    launch.run_planned((*key, launch.input_precision(x)), tensors, steps)
     return y, mean, sigma
 
 
 def backward(
-    dy: Tensor, y: Tensor | None, x: Tensor, mean: Tensor, sigma: Tensor, weight: Tensor | None, num_iters: int
+    dy: Tensor,
+    y: Tensor | None,
+    x: Tensor,
+    mean: Tensor,
+    sigma: Tensor,
+    weight: Tensor | None,
+    num_iters: int,
+    solution: Solution | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x, weight and bias; those of weight and bias are (C,), in float32.
 
-    ``y`` is the output of the forward pass if a ReLU was fused, else None.
+    ``y`` is the output of the forward pass if a ReLU was fused, else None. ``solution`` is that of the forward pass.
     """
     dx = torch.empty_like(x, memory_format=memory_format_of(x))
     dweight = torch.empty(x.shape[1], dtype=torch.float32, device=x.device)
@@ -82,14 +113,17 @@ def backward(
         y = torch.empty_like(dx).copy_(y)
 
     def steps() -> None:
-        products, sums, grad_whitening, grad_mean, largest = grad_products(x, mean, dy, weight, groups, y, dx)
-        whitening, grad_sigma = newton_backward(sigma, grad_whitening, num_iters)
-        parameter_gradients(products, sums, whitening, dweight, dbias)
+        whitening, kept = solution or (launch.empty(x, *sigma.shape), None)
+        if solution is None and in_registers(x, groups, num_iters):
+            kept = operands(x, groups, num_iters)
+            newton(sigma, num_iters, whitening, kept)
+        products, grad, largest = grad_products(x, mean, dy, weight, y, dx)
+        grad_sigma = matrix_gradients(products, whitening, dweight, dbias, sigma, grad, num_iters, kept)
         masked = dy if y is None else dx
-        apply_backward(x, mean, sigma, masked, weight, whitening, grad_sigma, grad_mean, largest, dx)
+        apply_backward(x, mean, sigma, masked, weight, whitening, grad_sigma, grad, largest, dx)
 
     key = "backward", launch.layout_key(x, dy, y, weight), dx.stride(), x.device, groups, num_iters
-    tensors = (x, dy, y, weight, mean, sigma, dx, dweight, dbias)
+    tensors = x, dy, y, weight, mean, sigma, dx, dweight, dbias, *(solution or ())
     launch.run_planned((*key, launch.input_precision(x)), tensors, steps)
     return dx, dweight, dbias
 

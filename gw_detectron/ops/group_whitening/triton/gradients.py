@@ -2,10 +2,13 @@
 
 from __future__ import annotations  # without triton, constexpr is only a name in the signatures
 
+import torch
 from torch import Tensor
 
+from ...checks import zero_variance_threshold
 from . import launch
 from .compiler import constexpr, jit, tl, triton
+from .newton import count_operands, covariance_gradient, newton_in_workspace
 from .tiles import (
     half_scale,
     input_scale,
@@ -26,7 +29,7 @@ from .tiles import (
 @jit
 def _products(
     x_ptr, x_n, x_outer, dy_ptr, dy_n, dy_outer, y_ptr, masked_ptr, masked_n, masked_outer,
-    mean_ptr, weight_ptr, product_ptr, sum_ptr, largest_ptr, samples, positions, tiles, per_split,
+    mean_ptr, weight_ptr, part_ptr, largest_ptr, samples, positions, tiles, per_split,
     GROUPS: constexpr, ROWS: constexpr, CPG: constexpr, PB: constexpr, VECTOR: constexpr,
     X_J: constexpr, DY_J: constexpr, MASKED_J: constexpr, OPERAND: constexpr, PRECISION: constexpr,
 ):  # fmt: skip
@@ -64,8 +67,9 @@ def _products(
         if largest_ptr is not None:
             largest = tl.maximum(largest, tl.abs(dy))
     part = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    store_matrix(product_ptr, part, rows, rows, product, GROUPS)
-    tl.store(sum_ptr + part * GROUPS + rows, tl.sum(total, 1), mask=rows < GROUPS)
+    store_matrix(part_ptr, part, rows, rows, product, GROUPS, 1)
+    sums = part * (GROUPS * (GROUPS + 1)) + GROUPS * GROUPS + rows
+    tl.store(part_ptr + sums, tl.sum(total, 1), mask=rows < GROUPS)
     if largest_ptr is not None:
         row = tl.max(largest, 1)
         if weight_ptr is not None:
@@ -75,80 +79,82 @@ def _products(
 
 @jit
 def _reduce(
-    part_ptr, part_sum_ptr, part_largest_ptr, product_ptr, sum_ptr, weight_ptr, grad_whitening_ptr, grad_mean_ptr,
-    largest_ptr, samples, splits,
-    GROUPS: constexpr, CPG: constexpr, AT_ONCE: constexpr, BLOCK: constexpr,
+    part_ptr, part_largest_ptr, product_ptr, weight_ptr, grad_ptr, largest_ptr, samples, splits,
+    GROUPS: constexpr, CPG: constexpr, JB: constexpr, AT_ONCE: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
     """Add the splits of a sample, for BLOCK elements of its matrices, and its channels, scaled by their weights.
 
-    The sums of the splits are stored if there are several; else they stand where they are. The largest values of the
+    The sums of the splits are stored if product_ptr is given; else they stand where they are. The largest values of the
     splits are merged, too, if they are given.
     """
     n = tl.program_id(0).to(tl.int64)
+    SIZE: constexpr = GROUPS * (GROUPS + 1)
     element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    a, exists = element // GROUPS, element < GROUPS * GROUPS
-    first = exists & (element % GROUPS == 0)  # one element for each row sum
-    matrix = tl.zeros([BLOCK], tl.float32)
-    vector = tl.zeros([BLOCK], tl.float32)
-    if largest_ptr is not None:
-        largest = tl.zeros([AT_ONCE], tl.float32)
-    for j in tl.range(CPG):
+    exists = element < SIZE
+    row = tl.where(element < GROUPS * GROUPS, element // GROUPS, element - GROUPS * GROUPS)
+    total = tl.zeros([BLOCK], tl.float32)
+    largest = tl.zeros([JB, AT_ONCE], tl.float32)
+    for start_j in tl.range(0, CPG, JB):
+        j = start_j + tl.arange(0, JB)
         sample = j * samples + n
-        products = tl.zeros([AT_ONCE, BLOCK], tl.float32)
-        sums = tl.zeros([AT_ONCE, BLOCK], tl.float32)
-        for start in tl.range(0, splits, AT_ONCE, num_stages=3):
+        stored = (j < CPG)[:, None] & exists[None, :]
+        products = tl.zeros([JB, BLOCK], tl.float32)
+        for start in tl.range(0, splits, AT_ONCE):
             s = start + tl.arange(0, AT_ONCE)
-            part = (sample * splits + s)[:, None]
-            inside = (s < splits)[:, None]
-            at = part * (GROUPS * GROUPS) + element[None, :]
-            products += tl.load(part_ptr + at, mask=inside & exists[None, :], other=0.0)
-            sums += tl.load(part_sum_ptr + part * GROUPS + a[None, :], mask=inside & first[None, :], other=0.0)
+            part = sample[:, None] * splits + s[None, :]
+            inside = (j < CPG)[:, None] & (s < splits)[None, :]
+            at = part[:, :, None] * SIZE + element[None, None, :]
+            products += tl.sum(tl.load(part_ptr + at, mask=inside[:, :, None] & exists[None, None, :], other=0.0), 1)
             if largest_ptr is not None:
-                part_largest = tl.load(part_largest_ptr + sample * splits + s, mask=s < splits, other=0.0)
-                largest = tl.maximum(largest, part_largest)
-        product, total = tl.sum(products, 0), tl.sum(sums, 0)
+                largest = tl.maximum(largest, tl.load(part_largest_ptr + part, mask=inside, other=0.0))
         if product_ptr is not None:
-            tl.store(product_ptr + sample * (GROUPS * GROUPS) + element, product, mask=exists)
-            tl.store(sum_ptr + sample * GROUPS + a, total, mask=first)
+            tl.store(product_ptr + sample[:, None] * SIZE + element[None, :], products, mask=stored)
         if weight_ptr is not None:
-            weight = tl.load(weight_ptr + a * CPG + j, mask=exists, other=0.0).to(tl.float32)
-            product *= weight
-            total *= weight
-        matrix += product
-        vector += total
-    tl.store(grad_whitening_ptr + n * (GROUPS * GROUPS) + element, matrix, mask=exists)
-    tl.store(grad_mean_ptr + n * GROUPS + a, vector, mask=first)
+            products *= tl.load(weight_ptr + row[None, :] * CPG + j[:, None], mask=stored, other=0.0).to(tl.float32)
+        total += tl.sum(products, 0)
+    tl.store(grad_ptr + n * SIZE + element, total, mask=exists)
     if largest_ptr is not None:
-        tl.store(largest_ptr + n, tl.max(largest, 0), mask=tl.program_id(1) == 0)
+        tl.store(largest_ptr + n, tl.max(tl.max(largest, 1), 0), mask=tl.program_id(1) == 0)
 
 
 @jit
-def _parameter_gradients(
-    product_ptr, sum_ptr, whitening_ptr, dweight_ptr, dbias_ptr, samples,
-    GROUPS: constexpr, ROWS: constexpr, CPG: constexpr, AT_ONCE: constexpr,
+def _matrix_gradients(
+    product_ptr, whitening_ptr, dweight_ptr, dbias_ptr, sigma_ptr, kept_ptr, grad_ptr, grad_sigma_ptr,
+    zero, samples, cpg, GROUPS: constexpr, ROWS: constexpr, AT_ONCE: constexpr, ITERS: constexpr, COUNT: constexpr,
 ):  # fmt: skip
-    """Compute the gradients of weight and bias of one channel: row sums of G_j * W, and sums of dY."""
+    """Compute dL/dSigma of one sample, if kept_ptr is given, or the gradients of weight and bias of one channel.
+
+    The latter are row sums of G_j * W, and sums of dY.
+    """
     channel = tl.program_id(0)
-    row, j = channel // CPG, channel % CPG
-    rows = tl.arange(0, ROWS)
-    products = tl.zeros([AT_ONCE, ROWS], tl.float32)
-    sums = tl.zeros([AT_ONCE], tl.float32)
-    for start in tl.range(0, samples, AT_ONCE, num_stages=3):
-        n = start + tl.arange(0, AT_ONCE)
-        inside = (n < samples)[:, None] & (rows < GROUPS)[None, :]
-        at = (n.to(tl.int64) * GROUPS + row)[:, None] * GROUPS + rows[None, :]
-        offset = (j * samples).to(tl.int64) * GROUPS  # of the products with this j
-        product = tl.load(product_ptr + offset * GROUPS + at, mask=inside, other=0.0)
-        products += product * tl.load(whitening_ptr + at, mask=inside, other=0.0)
-        sums += tl.load(sum_ptr + offset + n.to(tl.int64) * GROUPS + row, mask=n < samples, other=0.0)
-    tl.store(dweight_ptr + channel, tl.sum(tl.sum(products, 1), 0))
-    tl.store(dbias_ptr + channel, tl.sum(sums, 0))
+    if kept_ptr is not None:
+        if channel < samples:
+            covariance_gradient(
+                sigma_ptr, whitening_ptr, kept_ptr, grad_ptr, grad_sigma_ptr, channel, zero, GROUPS, ROWS, ITERS, COUNT
+            )
+        channel -= samples
+    if channel >= 0:
+        SIZE: constexpr = GROUPS * (GROUPS + 1)
+        row, j = channel // cpg, channel % cpg
+        rows = tl.arange(0, ROWS)
+        products = tl.zeros([AT_ONCE, ROWS], tl.float32)
+        sums = tl.zeros([AT_ONCE], tl.float32)
+        product_ptr += (j * samples).to(tl.int64) * SIZE
+        for start in tl.range(0, samples, AT_ONCE, num_stages=3):
+            n = (start + tl.arange(0, AT_ONCE)).to(tl.int64)
+            inside = (n < samples)[:, None] & (rows < GROUPS)[None, :]
+            at = row * GROUPS + rows[None, :]
+            product = tl.load(product_ptr + n[:, None] * SIZE + at, mask=inside, other=0.0)
+            products += product * tl.load(whitening_ptr + n[:, None] * (GROUPS * GROUPS) + at, mask=inside, other=0.0)
+            sums += tl.load(product_ptr + n * SIZE + GROUPS * GROUPS + row, mask=n < samples, other=0.0)
+        tl.store(dweight_ptr + channel, tl.sum(tl.sum(products, 1), 0))
+        tl.store(dbias_ptr + channel, tl.sum(sums, 0))
 
 
 @jit
 def _apply_backward(
     x_ptr, x_n, x_outer, dy_ptr, dy_n, dy_outer, dx_ptr, dx_n, dx_outer,
-    mean_ptr, sigma_ptr, whitening_ptr, weight_ptr, grad_sigma_ptr, grad_mean_ptr, largest_ptr,
+    mean_ptr, sigma_ptr, whitening_ptr, weight_ptr, grad_sigma_ptr, grad_ptr, largest_ptr,
     positions, tiles, per_split, columns,
     GROUPS: constexpr, ROWS: constexpr, CPG: constexpr, JB: constexpr, PB: constexpr, VECTOR: constexpr,
     X_J: constexpr, DY_J: constexpr, DX_J: constexpr, IN_PLACE: constexpr,
@@ -159,12 +165,13 @@ def _apply_backward(
     dx = W (weight * dy - grad_mean / M) + 2 / M dL/dSigma (x - mean).
     """
     n, first = tl.program_id(0), tl.program_id(1) * per_split
+    grad_ptr += n.to(tl.int64) * (GROUPS * (GROUPS + 1)) + GROUPS * GROUPS  # to the sums of weight * dy
     x_ptr, dy_ptr = sample_ptr(x_ptr, n, x_n, VECTOR), sample_ptr(dy_ptr, n, dy_n, VECTOR)
     dx_ptr = sample_ptr(dx_ptr, n, dx_n, VECTOR)
     rows = tl.arange(0, ROWS)
     if DEPTH == ROWS:
         mean = load_rows(mean_ptr, n, rows, GROUPS)
-        grad_mean = load_rows(grad_mean_ptr, n, rows, GROUPS) / columns
+        grad_mean = tl.load(grad_ptr + rows, mask=rows < GROUPS, other=0.0) / columns
         whitening = load_matrix(whitening_ptr, n, rows, rows, GROUPS)
         slope = load_matrix(grad_sigma_ptr, n, rows, rows, GROUPS) * (2 / columns)
         if HALVES:
@@ -185,7 +192,7 @@ def _apply_backward(
             k = depth + tl.arange(0, DEPTH)
             if DEPTH != ROWS:
                 mean = load_rows(mean_ptr, n, k, GROUPS)
-                grad_mean = load_rows(grad_mean_ptr, n, k, GROUPS) / columns
+                grad_mean = tl.load(grad_ptr + k, mask=k < GROUPS, other=0.0) / columns
                 whitening = to_operand(load_matrix(whitening_ptr, n, rows, k, GROUPS), OPERAND, PRECISION)
                 slope = load_matrix(grad_sigma_ptr, n, rows, k, GROUPS) * (2 / columns)
                 slope = to_operand(slope, OPERAND, PRECISION)
@@ -214,25 +221,24 @@ def _apply_backward(
 
 
 def grad_products(
-    x: Tensor, mean: Tensor, dy: Tensor, weight: Tensor | None, groups: int, y: Tensor | None, out: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    x: Tensor, mean: Tensor, dy: Tensor, weight: Tensor | None, y: Tensor | None, out: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Multiply gradient and input, and add over splits and channels, in two launches.
 
     With ``y``, the output of a fused ReLU, dY is ``dy`` masked to zero where y <= 0, and is stored in ``out``.
 
     Returns:
-        The products G_j = dY_j X_C,j^T (C / g, N, g, g), the sums of dY_j (C / g, N, g), and both, multiplied by the
-        weight and added over j: dL/dW (N, g, g) and (N, g). The largest |weight * dY| (N), if it is needed.
+        The products G_j = dY_j X_C,j^T and, as one more row, the sums of dY_j: (C / g, N, g + 1, g). Both multiplied by
+        the weight and added over j: dL/dW (N, g + 1, g). The largest |weight * dY| (N), if it is needed.
     """
-    setting = launch.tuning_for(x).products
+    groups, setting = mean.shape[1], launch.tuning_for(x).products
     # a tile of y takes registers, too
     columns = launch.tile_columns_for(x, groups, setting.tile_bytes // (1 if y is None else 2))
     tiling, (x_strides, dy_strides, out_strides) = launch.layouts(groups, columns, x, dy, out, one_j=True)
     n, cpg = x.shape[0], tiling.cpg
     splits, per_split = launch.split(x, tiling.tiles, n * cpg, setting.programs)
-    parts, part_sums = launch.empty(x, cpg, n, splits, groups, groups), launch.empty(x, cpg, n, splits, groups)
+    parts = launch.empty(x, cpg, n, splits, groups + 1, groups)
     part_largest = launch.empty(x, cpg, n, splits) if launch.in_halves(x, groups) else None
-    largest = None if part_largest is None else launch.empty(x, n)
     launch.run(
         _products, (n * cpg, splits), like=x, warps=launch.warps_for(groups),
         stages=launch.stages_for(x, tiling.vector, setting.stages if groups <= 64 else 2),
@@ -240,37 +246,55 @@ def grad_products(
         dy_ptr=dy, dy_n=dy_strides.sample, dy_outer=dy_strides.outer, DY_J=dy_strides.j_first,
         y_ptr=y,
         masked_ptr=out, masked_n=out_strides.sample, masked_outer=out_strides.outer, MASKED_J=out_strides.j_first,
-        mean_ptr=mean, weight_ptr=weight, product_ptr=parts, sum_ptr=part_sums, largest_ptr=part_largest,
+        mean_ptr=mean, weight_ptr=weight, part_ptr=parts, largest_ptr=part_largest,
         samples=n, positions=tiling.positions, tiles=tiling.tiles, per_split=per_split,
         GROUPS=groups, ROWS=tiling.rows, CPG=cpg, PB=tiling.pb, VECTOR=tiling.vector,
         OPERAND=launch.operand_dtype(x), PRECISION=launch.input_precision(x),
     )  # fmt: skip
-    products, sums = parts[:, :, 0], part_sums[:, :, 0]
-    if splits > 1:
-        products, sums = launch.empty(x, cpg, n, groups, groups), launch.empty(x, cpg, n, groups)
-    grad_whitening, grad_mean = launch.empty(x, n, groups, groups), launch.empty(x, n, groups)
-    at_once = min(16, triton.next_power_of_2(splits))
-    block = min(2048 // at_once, triton.next_power_of_2(groups * groups))
+    products = parts[:, :, 0] if splits == 1 else launch.empty(x, cpg, n, groups + 1, groups)
+    grad = launch.empty(x, n, groups + 1, groups)
+    largest = None if part_largest is None else launch.empty(x, n)
+    # 64 elements of a thread, read at once
+    at_once = min(256, triton.next_power_of_2(splits))
+    jb = min(triton.next_power_of_2(cpg), 256 // at_once)
+    block = min(8192 // (jb * at_once), 256)
     launch.run(
-        _reduce, (n, triton.cdiv(groups * groups, block)), like=x, warps=4, stages=3,
-        part_ptr=parts, part_sum_ptr=part_sums, part_largest_ptr=part_largest,
-        product_ptr=products if splits > 1 else None, sum_ptr=sums if splits > 1 else None, weight_ptr=weight,
-        grad_whitening_ptr=grad_whitening, grad_mean_ptr=grad_mean, largest_ptr=largest,
-        samples=n, splits=splits,
-        GROUPS=groups, CPG=cpg, AT_ONCE=at_once, BLOCK=block,
+        _reduce, (n, triton.cdiv(groups * (groups + 1), block)), like=x, warps=4, stages=2,
+        part_ptr=parts, part_largest_ptr=part_largest, product_ptr=products if splits > 1 else None, weight_ptr=weight,
+        grad_ptr=grad, largest_ptr=largest, samples=n, splits=splits,
+        GROUPS=groups, CPG=cpg, JB=jb, AT_ONCE=at_once, BLOCK=block,
     )  # fmt: skip
-    return products, sums, grad_whitening, grad_mean, largest
+    return products, grad, largest
 
 
-def parameter_gradients(products: Tensor, sums: Tensor, whitening: Tensor, dweight: Tensor, dbias: Tensor) -> None:
-    """Write the gradients of weight and bias, (C,), in one launch."""
-    cpg, n, groups = sums.shape
+def matrix_gradients(
+    products: Tensor,
+    whitening: Tensor,
+    dweight: Tensor,
+    dbias: Tensor,
+    sigma: Tensor,
+    grad: Tensor,
+    num_iters: int,
+    kept: Tensor | None,
+) -> Tensor:
+    """Write the gradients of weight and bias (C,), and return the symmetric dL/dSigma, in one launch with ``kept``.
+
+    Without, the whitening matrices are written as well, in a launch before.
+    """
+    (cpg, n), groups = products.shape[:2], sigma.shape[1]
     rows = launch.padded_rows(groups)
+    grad_sigma = launch.empty(sigma, *sigma.shape)
+    if kept is None:
+        newton_in_workspace(sigma, grad, whitening, grad_sigma, num_iters)
     launch.run(
-        _parameter_gradients, (cpg * groups, 1), like=products, warps=4, stages=3,
-        product_ptr=products, sum_ptr=sums, whitening_ptr=whitening, dweight_ptr=dweight, dbias_ptr=dbias, samples=n,
-        GROUPS=groups, ROWS=rows, CPG=cpg, AT_ONCE=min(2048 // rows, triton.next_power_of_2(n)),
+        _matrix_gradients, (cpg * groups + (0 if kept is None else n), 1), like=products, warps=4, stages=3,
+        product_ptr=products, whitening_ptr=whitening, dweight_ptr=dweight, dbias_ptr=dbias,
+        sigma_ptr=sigma, kept_ptr=kept, grad_ptr=grad, grad_sigma_ptr=grad_sigma,
+        zero=zero_variance_threshold(torch.float32), samples=n, cpg=cpg,
+        GROUPS=groups, ROWS=rows, AT_ONCE=2048 // rows, ITERS=num_iters,
+        COUNT=count_operands(num_iters),
     )  # fmt: skip
+    return grad_sigma
 
 
 def apply_backward(
@@ -281,13 +305,13 @@ def apply_backward(
     weight: Tensor | None,
     whitening: Tensor,
     grad_sigma: Tensor,
-    grad_mean: Tensor,
+    grad: Tensor,
     largest: Tensor | None,
     out: Tensor,
 ) -> None:
     """Write dX to ``out``, which may be ``dy``, in one launch.
 
-    dX = W (weight * dY - grad_mean / M) + 2 / M dL/dSigma (X - mean).
+    dX = W (weight * dY - grad_mean / M) + 2 / M dL/dSigma (X - mean); grad_mean is the last row of ``grad``.
     """
     groups = mean.shape[1]
     setting = launch.tuning_for(x).apply_backward
@@ -301,7 +325,7 @@ def apply_backward(
         dy_ptr=dy, dy_n=dy_strides.sample, dy_outer=dy_strides.outer, DY_J=dy_strides.j_first,
         dx_ptr=out, dx_n=dx_strides.sample, dx_outer=dx_strides.outer, DX_J=dx_strides.j_first,
         mean_ptr=mean, sigma_ptr=sigma, whitening_ptr=whitening, weight_ptr=weight,
-        grad_sigma_ptr=grad_sigma, grad_mean_ptr=grad_mean, largest_ptr=largest,
+        grad_sigma_ptr=grad_sigma, grad_ptr=grad, largest_ptr=largest,
         positions=tiling.positions, tiles=tiling.tiles, per_split=per_split, columns=float(x[0].numel() // groups),
         GROUPS=groups, ROWS=tiling.rows, CPG=tiling.cpg, JB=tiling.jb, PB=tiling.pb, VECTOR=tiling.vector,
         IN_PLACE=dy is out, DEPTH=depth, HALVES=launch.in_halves(x, groups), OPERAND=launch.operand_dtype(x),

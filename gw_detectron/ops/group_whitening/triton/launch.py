@@ -394,9 +394,9 @@ def warps_for(groups: int) -> int:
     return 4 if groups <= 64 else 8
 
 
-def empty(like: Tensor, *size: int) -> Tensor:
-    """Return an uninitialized float32 scratch tensor on the device of ``like``."""
-    scratch = torch.empty(size, dtype=torch.float32, device=like.device)
+def empty(like: Tensor, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return an uninitialized scratch tensor on the device of ``like``."""
+    scratch = torch.empty(size, dtype=dtype, device=like.device)
     if _current.recording is not None:
         _current.recording.scratch.append(scratch)
     return scratch

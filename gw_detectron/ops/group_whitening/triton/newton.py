@@ -12,98 +12,130 @@ from .tiles import half_scale, load_matrix, multiply_half, split_half, store_mat
 
 
 @jit
-def _multiply(a, b):
-    """Compute a b."""
-    a_high, a_low = split_half(a)
-    b_high, b_low = split_half(b)
-    return multiply_half(a_high, a_low, b_high, b_low)
+def _kept_of(kept_ptr, n, rows, SIZE: constexpr, COUNT: constexpr):
+    """Return pointers to the matrix before the first of a sample, as the first factor has none of place 0."""
+    return kept_ptr + (n.to(tl.int64) * COUNT - 1) * (2 * SIZE) + rows[:, None] * rows.shape[0] + rows[None, :]
 
 
 @jit
-def _symmetric_product(a, b):
-    """Compute a b + b a for symmetric a and b."""
-    half = _multiply(a, b)
+def _keep(kept_ptr, place: constexpr, high, low, SIZE: constexpr):
+    """Store an operand; places are those of p, f, q, z and t of each factor."""
+    if kept_ptr is not None:
+        tl.store(kept_ptr + 2 * place * SIZE, high)
+        tl.store(kept_ptr + (2 * place + 1) * SIZE, low)
+
+
+@jit
+def _from_right(a, kept_ptr, place: constexpr, SIZE: constexpr):
+    """Compute a b for a kept matrix b."""
+    high, low = split_half(a)
+    return multiply_half(high, low, tl.load(kept_ptr + 2 * place * SIZE), tl.load(kept_ptr + (2 * place + 1) * SIZE))
+
+
+@jit
+def _from_left(kept_ptr, place: constexpr, a, SIZE: constexpr):
+    """Compute b a for a kept matrix b."""
+    high, low = split_half(a)
+    return multiply_half(tl.load(kept_ptr + 2 * place * SIZE), tl.load(kept_ptr + (2 * place + 1) * SIZE), high, low)
+
+
+@jit
+def _symmetric_product(a, kept_ptr, place: constexpr, SIZE: constexpr):
+    """Compute a b + b a for symmetric a and a kept matrix b."""
+    half = _from_right(a, kept_ptr, place, SIZE)
     return half + tl.trans(half)
 
 
 @jit
-def _newton_in_registers(
-    sigma_ptr, grad_ptr, whitening_ptr, grad_sigma_ptr, kept_ptr, zero,
-    GROUPS: constexpr, ROWS: constexpr, ITERS: constexpr,
-):  # fmt: skip
-    """Compute the whitening matrix of a sample and, if grad_ptr is given, dL/dSigma, in 10 + 14 products for T = 5.
-
-    The scheme is that of ``ops/solvers/newton.py``, with its names. Together, matrices and tangents would not fit the
-    registers. So the tangents follow in a second pass, which reads the matrices that the first one has kept.
-    """
-    n = tl.program_id(0).to(tl.int64)
-    rows = tl.arange(0, ROWS)
+def _normalized(sigma_ptr, n, zero, rows, GROUPS: constexpr):
+    """Return Sigma / tr(Sigma), tr(Sigma), its inverse root (0 for a covariance that counts as zero) and the identity."""
     eye = (rows[:, None] == rows[None, :]) & (rows < GROUPS)[:, None]
-    q = load_matrix(sigma_ptr, n, rows, rows, GROUPS)
-    trace = tl.sum(tl.sum(tl.where(eye, q, 0.0), 1), 0)
+    sigma = load_matrix(sigma_ptr, n, rows, rows, GROUPS)
+    trace = tl.sum(tl.sum(tl.where(eye, sigma, 0.0), 1), 0)
     alive = trace > zero
     trace = tl.where(alive, trace, 1.0)
-    inv_sqrt = tl.where(alive, 1.0 / tl.sqrt(trace), 0.0)  # 0 for a covariance that counts as zero
-    q = q / trace
-    p = tl.where(eye, 1.0, 0.0)
-    FACTORS: constexpr = (ITERS + 1) // 2
+    return sigma / trace, trace, tl.where(alive, 1.0 / tl.sqrt(trace), 0.0), eye
+
+
+@jit
+def _newton_in_registers(
+    sigma_ptr, whitening_ptr, kept_ptr, zero, GROUPS: constexpr, ROWS: constexpr, ITERS: constexpr, COUNT: constexpr
+):
+    """Compute the whitening matrix of a sample, in 10 products for T = 5.
+
+    The scheme is that of ``ops/solvers/newton.py``, with its names. If kept_ptr is given, the operands of the tangents
+    are kept there. Loops are unrolled: with branches at run time, the matrices would not fit the registers.
+    """
     SIZE: constexpr = ROWS * ROWS
+    n, rows = tl.program_id(0), tl.arange(0, ROWS)
+    q, _, inv_sqrt, eye = _normalized(sigma_ptr, n, zero, rows, GROUPS)
+    p = tl.where(eye, 1.0, 0.0)
     if kept_ptr is not None:
-        kept_ptr += n * (5 * FACTORS * SIZE) + rows[:, None] * ROWS + rows[None, :]
-    for step in tl.range(FACTORS, num_stages=1):
-        z = q
-        c = 1.5
-        f = -0.5 * q
+        kept_ptr = _kept_of(kept_ptr, n, rows, SIZE, COUNT)
+    for step in tl.static_range((ITERS + 1) // 2):
+        q_high, q_low = split_half(q)
+        c = 2.25 if 2 * step + 2 <= ITERS else 1.5
         if 2 * step + 2 <= ITERS:  # two steps at once
-            z = 0.25 * _multiply(q, q) - 1.125 * q
-            f = _multiply(z, z) + 1.6875 * (z - 0.3194444444444444 * q)
-            c = 2.25
-        if kept_ptr is not None:
-            at = kept_ptr + step * (5 * SIZE)
-            tl.store(at, q)
-            tl.store(at + SIZE, z)
-            tl.store(at + 2 * SIZE, f)
-            tl.store(at + 3 * SIZE, p)
-        if step == 0:
-            p = tl.where(eye, f + c, f)
+            _keep(kept_ptr, 5 * step + 2, q_high, q_low, SIZE)
+            z = 0.25 * multiply_half(q_high, q_low, q_high, q_low) - 1.125 * q
+            high, low = split_half(z)
+            _keep(kept_ptr, 5 * step + 3, high, low, SIZE)
+            f = multiply_half(high, low, high, low) + 1.6875 * (z - 0.3194444444444444 * q)
         else:
-            p = _multiply(f, p) + c * p
+            f = -0.5 * q
+        f_high, f_low = split_half(f)
+        _keep(kept_ptr, 5 * step + 1, f_high, f_low, SIZE)
+        if step == 0:
+            p = f + tl.where(eye, c, 0.0)
+        else:
+            high, low = split_half(p)
+            _keep(kept_ptr, 5 * step, high, low, SIZE)
+            p = multiply_half(f_high, f_low, high, low) + c * p
         if 2 * step + 2 < ITERS:
-            t = _multiply(f, f) + 2 * c * f
-            if kept_ptr is not None:
-                tl.store(at + 4 * SIZE, t)
-            q = _multiply(t, q) + c * c * q
+            high, low = split_half(multiply_half(f_high, f_low, f_high, f_low) + 2 * c * f)
+            _keep(kept_ptr, 5 * step + 4, high, low, SIZE)
+            q = multiply_half(high, low, q_high, q_low) + c * c * q
     store_matrix(whitening_ptr, n, rows, rows, p * inv_sqrt, GROUPS)
-    if grad_ptr is not None:
-        grad = load_matrix(grad_ptr, n, rows, rows, GROUPS)
-        dq = 0.5 * inv_sqrt * (grad + tl.trans(grad))
-        # tangents are linear in dq: scaled to about 1, which keeps them in the range of float16
-        scale, inverse = half_scale(16384 * tl.max(tl.max(tl.abs(dq), 1), 0))
-        dq *= scale
-        along = tl.sum(tl.sum(0.5 * dq * p, 1), 0)  # <dL/dW, P> / (2 sqrt(tr)), and later <dL/dS, S>
-        dp = tl.zeros([ROWS, ROWS], tl.float32)
-        tl.debug_barrier()  # other threads have stored what this one loads
-        for step in tl.range(FACTORS, num_stages=1):
-            at = kept_ptr + step * (5 * SIZE)
-            c = 1.5
+
+
+@jit
+def covariance_gradient(
+    sigma_ptr, whitening_ptr, kept_ptr, grad_ptr, grad_sigma_ptr, n, zero,
+    GROUPS: constexpr, ROWS: constexpr, ITERS: constexpr, COUNT: constexpr,
+):  # fmt: skip
+    """Compute the symmetric dL/dSigma of sample n, in 14 products for T = 5, from what _newton_in_registers kept."""
+    SIZE: constexpr = ROWS * ROWS
+    rows = tl.arange(0, ROWS)
+    _, trace, inv_sqrt, eye = _normalized(sigma_ptr, n, zero, rows, GROUPS)
+    grad = load_matrix(grad_ptr, n, rows, rows, GROUPS, 1)
+    dq = 0.5 * inv_sqrt * (grad + tl.trans(grad))
+    # tangents are linear in dq: scaled to about 1, which keeps them in the range of float16
+    scale, inverse = half_scale(16384 * tl.max(tl.max(tl.abs(dq), 1), 0))
+    dq *= scale
+    p = load_matrix(whitening_ptr, n, rows, rows, GROUPS) * tl.sqrt(trace)
+    along = tl.sum(tl.sum(0.5 * dq * p, 1), 0)  # <dL/dW, P> / (2 sqrt(tr)), and later <dL/dS, S>
+    dp = tl.zeros([ROWS, ROWS], tl.float32)
+    kept_ptr = _kept_of(kept_ptr, n, rows, SIZE, COUNT)
+    for step in tl.static_range((ITERS + 1) // 2):
+        c = 2.25 if 2 * step + 2 <= ITERS else 1.5
+        if 2 * step + 2 <= ITERS:
+            dz = 0.25 * _symmetric_product(dq, kept_ptr, 5 * step + 2, SIZE) - 1.125 * dq
+            df = _symmetric_product(dz, kept_ptr, 5 * step + 3, SIZE) + 1.6875 * (dz - 0.3194444444444444 * dq)
+        else:
             df = -0.5 * dq
-            if 2 * step + 2 <= ITERS:
-                c = 2.25
-                dz = 0.25 * _symmetric_product(dq, tl.load(at)) - 1.125 * dq
-                df = _symmetric_product(dz, tl.load(at + SIZE)) + 1.6875 * (dz - 0.3194444444444444 * dq)
-            if step == 0:
-                dp = df
-            else:
-                dp = _multiply(dp, tl.load(at + 2 * SIZE)) + c * dp
-                dp += _multiply(tl.load(at + 3 * SIZE), df)
-            if 2 * step + 2 < ITERS:
-                dt = _symmetric_product(df, tl.load(at + 2 * SIZE)) + 2 * c * df
-                dq = _multiply(tl.load(at + 4 * SIZE), dq) + c * c * dq
-                dq += _multiply(dt, tl.load(at))
-        s = load_matrix(sigma_ptr, n, rows, rows, GROUPS) / trace
-        along += tl.sum(tl.sum(dp * s, 1), 0)
-        dp -= tl.where(eye, along, 0.0)
-        store_matrix(grad_sigma_ptr, n, rows, rows, dp * inverse * inv_sqrt * inv_sqrt, GROUPS)
+        if step == 0:
+            dp = df
+        else:
+            dp = _from_right(dp, kept_ptr, 5 * step + 1, SIZE) + c * dp
+            dp += _from_left(kept_ptr, 5 * step, df, SIZE)
+        if 2 * step + 2 < ITERS:
+            dt = _symmetric_product(df, kept_ptr, 5 * step + 1, SIZE) + 2 * c * df
+            dq = _from_left(kept_ptr, 5 * step + 4, dq, SIZE) + c * c * dq
+            dq += _from_right(dt, kept_ptr, 5 * step + 2, SIZE)
+    s = load_matrix(sigma_ptr, n, rows, rows, GROUPS) / trace
+    along += tl.sum(tl.sum(dp * s, 1), 0)
+    dp -= tl.where(eye, along, 0.0)
+    store_matrix(grad_sigma_ptr, n, rows, rows, dp * inverse * inv_sqrt * inv_sqrt, GROUPS)
 
 
 @jit
@@ -183,8 +215,8 @@ def _newton(
             tl.store(q_ptr + at, q)
             tl.store(p_ptr + at, tl.where(identity, 1.0 + first, 0.0) - first * q)
             if TANGENT:
-                grad = load_matrix(grad_ptr, n, rows, columns, GROUPS)
-                grad += tl.trans(load_matrix(grad_ptr, n, columns, rows, GROUPS))
+                grad = load_matrix(grad_ptr, n, rows, columns, GROUPS, 1)
+                grad += tl.trans(load_matrix(grad_ptr, n, columns, rows, GROUPS, 1))
                 tl.store(q_ptr + TANGENT + at, 0.5 * inv_sqrt * grad)
                 tl.store(p_ptr + TANGENT + at, -0.5 * first * inv_sqrt * grad)
         tl.debug_barrier()
@@ -205,7 +237,7 @@ def _newton(
             store_matrix(whitening_ptr, n, rows, columns, p * inv_sqrt, GROUPS)
             if TANGENT:
                 dp = tl.load(p_ptr_last + TANGENT + _padded(i, j, ROWS, BLOCK, BLOCK))
-                grad = load_matrix(grad_ptr, n, rows, columns, GROUPS)
+                grad = load_matrix(grad_ptr, n, rows, columns, GROUPS, 1)
                 s = load_matrix(sigma_ptr, n, rows, columns, GROUPS) / trace
                 along += tl.sum(tl.sum(dp * s + 0.5 * inv_sqrt * grad * p, 1), 0)
         if TANGENT:
@@ -219,38 +251,49 @@ def _newton(
         n += tl.num_programs(0)
 
 
-def newton(sigma: Tensor, num_iters: int, out: Tensor) -> None:
-    """Write the whitening matrices of ``sigma`` (N, g, g) to ``out``, in one launch."""
-    _launch_newton(sigma, None, out, None, num_iters)
+def in_registers(like: Tensor, groups: int, num_iters: int) -> bool:
+    """Whether matrices stay in registers between products, on Hopper; otherwise they pass through a workspace.
+
+    With more steps, tangents of singular directions leave the range of float16.
+    """
+    return groups <= 64 and num_iters <= 8 and launch.is_hopper(like)
 
 
-def newton_backward(sigma: Tensor, grad: Tensor, num_iters: int) -> tuple[Tensor, Tensor]:
-    """Return the whitening matrices and the symmetric dL/dSigma, given ``grad`` = dL/dW, in one launch."""
-    whitening, grad_sigma = launch.empty(sigma, *sigma.shape), launch.empty(sigma, *sigma.shape)
-    _launch_newton(sigma, grad, whitening, grad_sigma, num_iters)
-    return whitening, grad_sigma
+def operands(x: Tensor, groups: int, num_iters: int) -> Tensor:
+    """Return scratch for the operands that ``newton`` keeps for ``covariance_gradient``."""
+    rows = launch.padded_rows(groups)
+    return launch.empty(x, len(x), count_operands(num_iters), 2, rows, rows, dtype=torch.float16)
 
 
-def _launch_newton(
+def count_operands(num_iters: int) -> int:
+    """Return the number of matrices that ``newton`` keeps of a sample for ``covariance_gradient``, two float16 each."""
+    return max(0, 5 * ((num_iters + 1) // 2) - (4 if num_iters % 2 else 2))
+
+
+def newton(sigma: Tensor, num_iters: int, out: Tensor, kept: Tensor | None = None) -> None:
+    """Write the whitening matrices of ``sigma`` (N, g, g) to ``out``, in one launch, and operands to ``kept``."""
+    if not in_registers(sigma, sigma.shape[1], num_iters):
+        newton_in_workspace(sigma, None, out, None, num_iters)
+        return
+    groups = sigma.shape[1]
+    launch.run(
+        _newton_in_registers, (len(sigma), 1), like=sigma, warps=4, stages=1,
+        sigma_ptr=sigma, whitening_ptr=out, kept_ptr=kept, zero=zero_variance_threshold(torch.float32),
+        GROUPS=groups, ROWS=launch.padded_rows(groups), ITERS=num_iters, COUNT=count_operands(num_iters),
+    )  # fmt: skip
+
+
+def newton_in_workspace(
     sigma: Tensor, grad: Tensor | None, whitening: Tensor, grad_sigma: Tensor | None, num_iters: int
 ) -> None:
+    """Write the whitening matrices and, given ``grad`` (N, g + 1, g) of ``reduce``, the symmetric dL/dSigma."""
     n, groups = sigma.shape[:2]
     rows = launch.padded_rows(groups)
-    arguments = {
-        "sigma_ptr": sigma, "grad_ptr": grad, "whitening_ptr": whitening, "grad_sigma_ptr": grad_sigma,
-        "zero": zero_variance_threshold(torch.float32), "GROUPS": groups, "ROWS": rows,
-    }  # fmt: skip
-    # The matrices fit the registers. With more steps, tangents of singular directions leave the range of float16.
-    if groups <= 64 and num_iters <= 8 and launch.is_hopper(sigma):
-        kept = None if grad is None else launch.empty(sigma, n, 5 * ((num_iters + 1) // 2), rows, rows)
-        launch.run(
-            _newton_in_registers, (n, 1), like=sigma, warps=4, stages=1, kept_ptr=kept, ITERS=num_iters, **arguments
-        )
-        return
     programs = min(n, launch.processors(sigma.device))  # the workspaces of more would not stay in the caches
     workspace = launch.empty(sigma, programs, 5 if grad is None else 10, rows, rows)
     launch.run(
         _newton, (programs, 1), like=sigma, warps=8 if rows > 64 else 4, stages=1,
-        workspace_ptr=workspace, samples=n, num_iters=num_iters, BLOCK=min(rows, 64), DEPTH=16, PRECISION="tf32x3",
-        **arguments,
+        sigma_ptr=sigma, grad_ptr=grad, whitening_ptr=whitening, grad_sigma_ptr=grad_sigma,
+        workspace_ptr=workspace, samples=n, num_iters=num_iters, zero=zero_variance_threshold(torch.float32),
+        GROUPS=groups, ROWS=rows, BLOCK=min(rows, 64), DEPTH=16, PRECISION="tf32x3",
     )  # fmt: skip

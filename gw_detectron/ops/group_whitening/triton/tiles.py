@@ -71,18 +71,18 @@ def load_rows(ptr, n, rows, GROUPS: constexpr):
 
 
 @jit
-def load_matrix(ptr, n, rows, columns, GROUPS: constexpr):
-    """Load a part of matrix n of an (N, g, g) tensor."""
+def load_matrix(ptr, n, rows, columns, GROUPS: constexpr, MORE: constexpr = 0):
+    """Load a part of matrix n of an (N, g + MORE, g) tensor."""
     inside = (rows < GROUPS)[:, None] & (columns < GROUPS)[None, :]
-    offsets = n.to(tl.int64) * (GROUPS * GROUPS) + rows[:, None] * GROUPS + columns[None, :]
+    offsets = n.to(tl.int64) * (GROUPS * (GROUPS + MORE)) + rows[:, None] * GROUPS + columns[None, :]
     return tl.load(ptr + offsets, mask=inside, other=0.0)
 
 
 @jit
-def store_matrix(ptr, n, rows, columns, value, GROUPS: constexpr):
-    """Store a part of matrix n of an (N, g, g) tensor."""
+def store_matrix(ptr, n, rows, columns, value, GROUPS: constexpr, MORE: constexpr = 0):
+    """Store a part of matrix n of an (N, g + MORE, g) tensor."""
     inside = (rows < GROUPS)[:, None] & (columns < GROUPS)[None, :]
-    offsets = n.to(tl.int64) * (GROUPS * GROUPS) + rows[:, None] * GROUPS + columns[None, :]
+    offsets = n.to(tl.int64) * (GROUPS * (GROUPS + MORE)) + rows[:, None] * GROUPS + columns[None, :]
     tl.store(ptr + offsets, value, mask=inside)
 
 
