@@ -3,6 +3,7 @@
 import difflib
 import errno
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 _FILE_ERRORS = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 _FILE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.ENAMETOOLONG)
@@ -38,6 +39,20 @@ class PreflightError(ConfigError):
         head = "this run has a problem:" if count == 1 else f"this run has {count} problems:"
         lines = [head, *(f"  - {problem}" for problem in self.problems)]
         return "\n".join([*lines, self.unchecked] if self.unchecked else lines)
+
+
+@dataclass
+class PreflightReport:
+    """Errors and warnings found before a run; ``unchecked`` is what was left out because of the errors."""
+
+    errors: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    unchecked: str = ""
+
+    def raise_errors(self) -> None:
+        """Raise :class:`PreflightError` if there is an error."""
+        if self.errors:
+            raise PreflightError(self.errors, self.unchecked)
 
 
 class NormError(ConfigError):

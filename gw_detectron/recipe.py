@@ -13,7 +13,7 @@ from .config import get_value
 from .data import read_json
 from .data.fingerprint import Fingerprint, anchor_shapes, best_overlaps, read_fingerprint, training_sides
 from .errors import ConfigError, DataError
-from .modeling.config_keys import object_count_keys
+from .modeling.build import object_count_keys
 
 log = logging.getLogger(__name__)
 

@@ -11,4 +11,6 @@ def reset_loggers() -> None:
         set_up._cached_log_stream.cache_clear()
     for logger in map(logging.getLogger, ("detectron2", "fvcore", "gw_detectron")):
         logger.propagate = True
-        logger.handlers.clear()
+        for handler in logger.handlers[:]:
+            logger.removeHandler(handler)
+            handler.close()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gw_detectron.engine import Trainer, main
-from gw_detectron.engine.train import prepare
+from gw_detectron.engine.train import run_config
 from gw_detectron.norms.listing import norm_rows
 
 from .architectures import ARCHITECTURES, gw_places, skip_without_operators, small_arguments
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("small_dataset", "one_thread")
 def test_it_trains_evaluates_and_comes_back(name, norm, tmp_path):
     skip_without_operators(name)
     args = small_arguments(name, norm, tmp_path)
-    trainer = Trainer(prepare(args)[0])
+    trainer = Trainer(run_config(args))
     rows = norm_rows(trainer.model)
     if norm == "GW":
         assert gw_places(trainer.model) == ARCHITECTURES[name]

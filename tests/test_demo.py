@@ -48,11 +48,11 @@ def test_a_training_is_not_replaced_unasked(tmp_path, small_dataset):
 def test_a_demo_is_replaced_and_a_later_training_in_its_folder_is_not(tmp_path, monkeypatch):
     replaced = []
 
-    def stop(flags):
-        replaced.append(flags.overwrite)
+    def stop(cfg, *, overwrite, **options):
+        replaced.append(overwrite)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gw_detectron.commands.demo.prepare", stop)
+    monkeypatch.setattr("gw_detectron.commands.demo.Trainer", stop)
     (tmp_path / "result.json").touch()
     os.utime(tmp_path / "result.json", (2, 2))
     (tmp_path / "model_final.pth").touch()

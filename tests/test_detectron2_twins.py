@@ -16,7 +16,7 @@ from torch import nn
 
 import gw_detectron.model_zoo
 from gw_detectron.checkpoint import GWDetectionCheckpointer
-from gw_detectron.engine.optimizer import build_optimizer
+from gw_detectron.engine import Trainer
 from gw_detectron.layers import GroupWhitening2d
 from gw_detectron.norms import norm_rows
 
@@ -102,7 +102,8 @@ def test_the_lazy_row_of_table_4_is_that_of_the_yaml():
     assert losses[0] == losses[1]
 
     lazy.optimizer.params.model = models[1]
-    groups = [decays(build_optimizer(cfg, models[0]), models[0]), decays(instantiate(lazy.optimizer), models[1])]
+    optimizers = Trainer.build_optimizer(cfg, models[0]), instantiate(lazy.optimizer)
+    groups = [decays(optimizer, model) for optimizer, model in zip(optimizers, models, strict=True)]
     assert groups[0] == groups[1]
     schedule = instantiate(lazy.lr_multiplier)
     for iteration, factor in ((0, 1 / 3), (500, 1), (59999, 1), (60000, 0.1), (80000, 0.01)):

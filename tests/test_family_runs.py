@@ -8,11 +8,12 @@ import torch
 
 from gw_detectron.checkpoint import load_checkpoint, open_checkpoint
 from gw_detectron.engine import Trainer
+from gw_detectron.engine.train import run_config
 from gw_detectron.layers import BatchWhitening2d
 from gw_detectron.norms import norm_spec, resolve_norm
 from gw_detectron.norms.listing import norm_rows
 
-from .tiny_run import OPTS, ROOT, arguments, setup
+from .tiny_run import OPTS, ROOT, arguments
 
 CONFIG = ROOT / "configs" / "quick_schedules" / "faster_rcnn_R_18_FPN_family_synthetic.yaml"
 DOCUMENT = (ROOT / "docs" / "whitening.md").read_text()
@@ -32,7 +33,7 @@ def trainer_for(norm: str, output: Path) -> Trainer:
     norms = dict.fromkeys(("MODEL.RESNETS.WHITEN_NORM", "MODEL.FPN.NORM", "MODEL.ROI_BOX_HEAD.NORM"), norm)
     opts = {**SMALL, **norms, "OUTPUT_DIR": output, "DATASETS.TEST": "()"}
     args.opts = [str(word) for pair in opts.items() for word in pair]
-    return Trainer(setup(args))
+    return Trainer(run_config(args))
 
 
 def test_the_documentation_lists_sixteen_different_members():

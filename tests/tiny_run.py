@@ -8,11 +8,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from detectron2.config import CfgNode
-
 from gw_detectron.data import SyntheticConfig, make_synthetic, register_synthetic
 from gw_detectron.engine import get_parser
-from gw_detectron.engine.train import clear_for, prepare_output, run_config
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "quick_schedules" / "mask_rcnn_R_18_FPN_BN_GW_demo.yaml"
@@ -68,14 +65,6 @@ def words(output: Path, *flags: str, **overrides: object) -> list[str]:
 
 def arguments(output: Path, *flags: str, **overrides: object) -> argparse.Namespace:
     return get_parser().parse_args(words(output, *flags, **overrides))
-
-
-def setup(args: argparse.Namespace) -> CfgNode:
-    """Prepare a run without the checks before it and without the lock of its folder."""
-    cfg = run_config(args)
-    clear_for(cfg, args)
-    prepare_output(cfg, args)
-    return cfg
 
 
 def environment(data: Path, **variables: str) -> dict[str, str]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, WeightsError, summarize_names
 from ..modeling import build_checked_model
-from ..modeling.config_keys import NORM_KEYS
+from ..modeling.build import NORM_KEYS
 from ..norms import norm_rows
 from ..weights.reading import weight_problem
 from ..weights.record import NORMS
@@ -143,7 +143,7 @@ def load_model(
         WeightsError: the weights lack a needed tensor, or have it with another shape.
         ValueError: the file is damaged or could run code.
     """
-    checkpoint = checkpoint or open_start_weights(cfg).checkpoint()
+    checkpoint = checkpoint or open_start_weights(cfg.MODEL.WEIGHTS).checkpoint()
     if checkpoint is None:
         raise ConfigError(
             "MODEL.WEIGHTS (''): no weights are given. Fix: give those of a trained detector, by --weights or this key."

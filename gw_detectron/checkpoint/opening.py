@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qs
 
-from detectron2.config import CfgNode
 from detectron2.utils.file_io import PathManager
 from torch import Tensor
 
@@ -110,20 +109,20 @@ def best_checkpoint(folder: str) -> str:
     return best if PathManager.isfile(best) else last_checkpoint(folder)
 
 
-def open_start_weights(cfg: CfgNode, *, resume: bool = False) -> StartWeights:
+def open_start_weights(weights: str | None, run_folder: str = "") -> StartWeights:
     """Open the checkpoint that a run starts from.
 
     An error is stored in the result instead of raised. Nothing is fetched from the network yet.
 
     Args:
-        cfg: Detectron2's config; ``MODEL.WEIGHTS`` is opened.
-        resume: open the last checkpoint of ``OUTPUT_DIR`` instead, if there is one.
+        weights: ``MODEL.WEIGHTS``; empty for random initial values.
+        run_folder: open the last checkpoint of this folder instead, if there is one.
     """
-    start = StartWeights(cfg.MODEL.WEIGHTS or "")
+    start = StartWeights(weights or "")
     try:
-        if resume and PathManager.exists(tag := os.path.join(cfg.OUTPUT_DIR, _TAG)):
+        if run_folder and PathManager.exists(tag := os.path.join(run_folder, _TAG)):
             start = StartWeights(resumed=True, key=tag)
-            start.address = last_checkpoint(cfg.OUTPUT_DIR)
+            start.address = last_checkpoint(run_folder)
     except (UserError, OSError) as error:
         start.error = error
     if local_file(start.address):

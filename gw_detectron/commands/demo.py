@@ -10,10 +10,9 @@ from detectron2.config import CfgNode
 from tabulate import tabulate
 
 from ..atomic import check_replaceable
-from ..checkpoint import StartWeights
 from ..cli import new_parser
 from ..engine.flags import get_parser as get_training_parser
-from ..engine.train import prepare, run_config
+from ..engine.train import run_config
 from ..engine.trainer import Trainer
 from ..errors import ConfigError
 from ..export import Normalization, export_backbone
@@ -53,16 +52,9 @@ def main(args: argparse.Namespace) -> None:
     flags = get_training_parser().parse_args(["--config-file", args.config_file, *args.opts])
     cfg = run_config(flags)
     _check_results_can_be_written(cfg)
-    flags.overwrite = args.overwrite or _holds_a_demo(Path(cfg.OUTPUT_DIR))
-    run = prepare(flags)
-    with run.lock:
-        _train_and_draw(run.cfg, run.start)
-
-
-def _train_and_draw(cfg: CfgNode, start: StartWeights) -> None:
     folder = Path(cfg.OUTPUT_DIR)
-    trainer = Trainer(cfg)
-    trainer.load_start_weights(start)
+    trainer = Trainer(cfg, resume=False, overwrite=args.overwrite or _holds_a_demo(folder))
+    trainer.resume_or_load(resume=False)
     begin = time.perf_counter()
     evaluation = trainer.train() or {}
     seconds = round(time.perf_counter() - begin, 1)

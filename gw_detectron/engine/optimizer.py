@@ -4,9 +4,7 @@ import contextlib
 import time
 from typing import Any
 
-import detectron2.solver
 import torch
-from detectron2.config import CfgNode
 from detectron2.engine import AMPTrainer, SimpleTrainer
 from detectron2.solver.build import get_default_optimizer_params as detectron2_optimizer_params
 from torch import Tensor, nn
@@ -14,22 +12,7 @@ from torch import Tensor, nn
 from ..errors import check_minimum
 from ..norms.names import norm_spec
 
-_Groups = list[dict[str, Any]]
-
-
-def build_optimizer(cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
-    """Build Detectron2's optimizer with ``SOLVER.WEIGHT_DECAY_NORM`` for every norm.
-
-    Detectron2 has a fixed list of norm layers and gives the parameters of all other layers ``SOLVER.WEIGHT_DECAY``.
-    As for BN and GN, ``SOLVER.WEIGHT_DECAY_BIAS`` takes precedence for biases if it is set. Rotations keep
-    ``SOLVER.WEIGHT_DECAY``.
-    """
-    optimizer = detectron2.solver.build_optimizer(cfg, model)
-    options = cfg.SOLVER
-    optimizer.param_groups = _set_norm_decay(
-        optimizer.param_groups, model, options.WEIGHT_DECAY_NORM, options.WEIGHT_DECAY_BIAS
-    )
-    return optimizer
+Groups = list[dict[str, Any]]
 
 
 def get_default_optimizer_params(
@@ -38,7 +21,7 @@ def get_default_optimizer_params(
     weight_decay_norm: float | None = None,
     weight_decay_bias: float | None = None,
     **kwargs: Any,
-) -> _Groups:
+) -> Groups:
     """Return Detectron2's parameter groups with ``weight_decay_norm`` for every norm.
 
     It takes the place of Detectron2's function of the same name, with the same arguments, in a LazyConfig.
@@ -46,11 +29,22 @@ def get_default_optimizer_params(
     groups = detectron2_optimizer_params(
         model, *args, weight_decay_norm=weight_decay_norm, weight_decay_bias=weight_decay_bias, **kwargs
     )
-    return _set_norm_decay(groups, model, weight_decay_norm, weight_decay_bias)
+    return set_norm_decay(groups, model, weight_decay_norm, weight_decay_bias)
 
 
-def _set_norm_decay(groups: _Groups, model: nn.Module, decay: float | None, bias_decay: float | None) -> _Groups:
-    """Split the groups whose weight decay changes for some of their parameters; keep the others."""
+def set_norm_decay(groups: Groups, model: nn.Module, decay: float | None, bias_decay: float | None) -> Groups:
+    """Return parameter groups of an optimizer with one weight decay for every norm.
+
+    Detectron2 has a fixed list of norm layers and gives the parameters of all other layers ``SOLVER.WEIGHT_DECAY``.
+    As for BN and GN, the decay of biases takes precedence if it is set. Rotations keep ``SOLVER.WEIGHT_DECAY``. Groups
+    whose decay does not change for any parameter stay as they are.
+
+    Args:
+        groups: groups of parameters with their options.
+        model: the model with all of the parameters.
+        decay: that of norms, ``SOLVER.WEIGHT_DECAY_NORM``; None changes nothing.
+        bias_decay: that of biases, ``SOLVER.WEIGHT_DECAY_BIAS``; None: that of their layer.
+    """
     if decay is None:  # norms have the decay of other layers
         return groups
     affine = {

@@ -1,7 +1,8 @@
-"""The output folder of a run: its lock, its metrics, and clearing what an earlier run left."""
+"""The output folder of a run: its lock, its checkpoints, its metrics, and clearing what an earlier run left."""
 
 import errno
 import fcntl
+import glob
 import json
 import logging
 import os
@@ -11,7 +12,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import IO, Any
 
-from ..errors import ConfigError, FileAccessError, RunError
+from ..checkpoint import StartWeights
+from ..checkpoint.opening import BEST_CHECKPOINT
+from ..errors import ConfigError, FileAccessError, PreflightReport, RunError
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +64,51 @@ def lock_output(folder: str) -> IO[str]:
     file.write(f"host {os.uname().nodename}, process {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
     file.flush()
     return file
+
+
+def check_output(
+    folder: str, start: StartWeights, report: PreflightReport, *, resume: bool | None, keeps: bool
+) -> None:
+    """Check that a run finds the checkpoint it continues from, and overwrites none that the folder ``keeps``."""
+    if start.resumed:
+        if start.error:
+            reason = str(start.error).partition(" Fix: ")[0]
+            report.errors.append(f"{reason} Fix: {_another_checkpoint(folder, start.address)}")
+    elif resume and _checkpoints(folder):
+        report.errors.append(
+            f"--resume: file not found: '{os.path.join(folder, 'last_checkpoint')}', which names the checkpoint to "
+            f"continue from. Fix: {_another_checkpoint(folder)}"
+        )
+    elif resume:
+        report.warnings.append(f"--resume: no checkpoint in '{folder}'. The run starts from MODEL.WEIGHTS.")
+    elif os.path.isfile(os.path.join(folder, "last_checkpoint")) and keeps:
+        report.errors.append(earlier_run(folder))
+
+
+def earlier_run(folder: str) -> str:
+    """Describe an output folder that holds another run."""
+    return (
+        f"OUTPUT_DIR ('{folder}'): contains checkpoints of an earlier run. Fix: continue it with --resume, in Python "
+        "resume_or_load(resume=True); keep both with another OUTPUT_DIR; or replace it with --overwrite, in Python "
+        "Trainer(cfg, overwrite=True)."
+    )
+
+
+def _another_checkpoint(folder: str, damaged: str = "") -> str:
+    """Say how to continue without the last checkpoint or its name."""
+    others = [
+        path
+        for path in _checkpoints(folder)
+        if os.path.basename(path) not in (BEST_CHECKPOINT, os.path.basename(damaged))
+    ]
+    if not others:
+        return "start again with --overwrite instead of --resume; there is no other checkpoint."
+    return f"write {os.path.basename(others[0])}, the newest other checkpoint, into {folder}/last_checkpoint."
+
+
+def _checkpoints(folder: str) -> list[str]:
+    """List the checkpoints of an output folder, newest first."""
+    return sorted(glob.glob(os.path.join(glob.escape(folder), "*.pth")), key=os.path.getmtime, reverse=True)
 
 
 def clear_output(folder: str, *, metrics: bool = False, everything: bool = False, needed: Collection[str] = ()) -> None:

@@ -23,7 +23,7 @@ from ..data import (
     split_coco,
 )
 from ..errors import ConfigError, summarize_names
-from ..modeling.config_keys import object_count_keys
+from ..modeling.build import object_count_keys
 
 _FLAGS = ("train_json", "train_images", "val_json", "val_images", "val_fraction", "dataset")
 

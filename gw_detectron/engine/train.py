@@ -1,50 +1,34 @@
-"""A run from flags to results: config, checks, output folder, model, training or evaluation."""
+"""A run from flags to results.
+
+:func:`main` reads the config, :class:`Trainer` checks the run (:mod:`.start`) and builds it, and its hooks train and
+evaluate. A script that uses :class:`Trainer` does the same without flags.
+"""
 
 import argparse
-import contextlib
 import logging
 import os
 import shlex
-from typing import NamedTuple
 
 import torch
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, Metadata, MetadataCatalog
 from detectron2.evaluation import verify_results
 from detectron2.utils import comm
-from detectron2.utils.collect_env import collect_env_info
-from detectron2.utils.env import seed_all_rng
-from detectron2.utils.file_io import PathManager
-from detectron2.utils.logger import setup_logger
 
-from ..atomic import AtomicPathManager
-from ..checkpoint import StartWeights, load_model, open_start_weights
-from ..checkpoint.opening import local_file
-from ..config import changed_config, find_config_file, get_value, given_keys, read_config
-from ..data import record_datasets, registered_datasets
+from ..checkpoint import load_model
+from ..config import find_config_file, given_keys, read_config
 from ..errors import ConfigError
-from ..modeling.config_keys import object_count_keys
 from ..norms.listing import norm_summary
-from ..preflight import PreflightReport, preflight
 from ..recipe import apply_recipe, recipe_lines
 from .launch import in_all_processes
-from .output_folder import clear_output, end_last_line, lock_output
 from .run_datasets import use_datasets
+from .start import start_run
 from .trainer import Trainer, check_same_start
 
 log = logging.getLogger(__name__)
 
 #: main scores of boxes, masks and keypoints; of semantic; of panoptic segmentation
 _MAIN_SCORES = ("AP", "mIoU", "PQ")
-
-
-class Run(NamedTuple):
-    """A checked run: its config, start weights, warnings, and the lock on its output folder."""
-
-    cfg: CfgNode
-    start: StartWeights
-    warnings: list[str]
-    lock: contextlib.ExitStack
 
 
 def main(args: argparse.Namespace) -> dict | None:
@@ -60,78 +44,25 @@ def main(args: argparse.Namespace) -> dict | None:
         PreflightError: the run would fail later or learn nothing.
         WeightsError: the weights were trained with other norms, or lack a part of the backbone or, to be evaluated, of
             the heads.
-        UserError: see :func:`prepare` and :meth:`Trainer.train`.
+        UserError: see :func:`run_config`, :class:`Trainer` and :meth:`Trainer.train`.
     """
-    cfg, start, warnings, lock = prepare(args)
-    with lock:
-        if args.eval_only:
-            results: dict | None = evaluate(cfg, start, allow_partial=args.allow_partial)
-        else:
-            trainer = Trainer(cfg)
-            log.info("norms: %s", norm_summary(trainer.checkpointer.model))
-            trainer.load_start_weights(start, allow_partial=args.allow_partial)
-            log.info("seed: %d", trainer.record.seed)
-            del start  # its tensors would be kept during the training
-            if trainer.start_iter >= trainer.max_iter:
-                warnings.append(
-                    f"SOLVER.MAX_ITER ({trainer.max_iter}): the run has finished its iterations and is only evaluated. "
-                    "Fix: raise it, and SOLVER.STEPS, to train longer."
-                )
-            for warning in warnings:  # again, below the model and the data, where they are seen
-                log.warning(warning)
-            results = trainer.train()
+    with in_all_processes():
+        cfg = run_config(args)
+        reasons = use_recipe(cfg, args)
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first use
+        torch.use_deterministic_algorithms(True)
+    options = {name: getattr(args, name) for name in ("resume", "allow_partial", "ignore_preflight")}
+    if args.eval_only:
+        results: dict | None = evaluate(cfg, **options)
+    else:
+        trainer = Trainer(cfg, overwrite=args.overwrite, **options)
+        for line in recipe_lines(cfg, reasons) if reasons else ():
+            log.info(line)
+        trainer.resume_or_load(args.resume)
+        results = trainer.train()
     _log_scores(cfg, results)
     return results
-
-
-def prepare(args: argparse.Namespace) -> Run:
-    """Read the config, open the weights, check the run, prepare its output.
-
-    The output folder comes last: a refused run leaves the folder of an earlier run unchanged.
-
-    Raises:
-        PreflightError: the run would fail later or learn nothing.
-        RunError: another training writes to the output folder.
-        UserError: a flag, the config or the weights cannot be used.
-        OSError: the output folder cannot be written.
-    """
-    with contextlib.ExitStack() as lock:
-        with in_all_processes():
-            cfg = run_config(args)
-            reasons = use_recipe(cfg, args)
-            trains = comm.is_main_process() and not args.eval_only
-            exists = os.path.isdir(cfg.OUTPUT_DIR)
-            if trains and exists:  # now: another training could write a newer checkpoint than is opened
-                lock.enter_context(lock_output(cfg.OUTPUT_DIR))
-            start = open_start_weights(cfg, resume=args.resume)
-            report = PreflightReport()
-            if comm.is_main_process():
-                report = preflight(
-                    cfg,
-                    start,
-                    eval_only=args.eval_only,
-                    resume=args.resume,
-                    overwrite=args.overwrite,
-                    allow_partial=args.allow_partial,
-                    config_file=args.config_file,
-                )
-            if not args.ignore_preflight:
-                report.raise_errors()
-            start.checkpoint()  # fetches remote weights, raises the error of opening it
-            if args.eval_only and start.resumed:  # for the record beside the results
-                cfg = changed_config(cfg, {"MODEL.WEIGHTS": start.address})
-                cfg.freeze()
-            if trains and not exists:
-                lock.enter_context(lock_output(cfg.OUTPUT_DIR))
-            clear_for(cfg, args)
-        with in_all_processes():
-            prepare_output(cfg, args)
-        for line in recipe_lines(cfg, reasons):
-            log.info(line)
-        warnings = report.errors + report.warnings
-        for warning in warnings:
-            log.warning(warning)
-        return Run(cfg, start, warnings, lock.pop_all())
 
 
 def run_config(args: argparse.Namespace) -> CfgNode:
@@ -157,9 +88,11 @@ def run_config(args: argparse.Namespace) -> CfgNode:
     if args.auto and args.resume and os.path.isfile(record := os.path.join(cfg.OUTPUT_DIR, "config.yaml")):
         args.config_file, args.auto = record, False  # with the recipe of the run, also if its data have grown
         cfg = read_config(record, args.opts or [])
-    if args.num_gpus == 0:
+    if args.num_gpus == 0 and "MODEL.DEVICE" not in (args.opts or []):
         cfg.MODEL.DEVICE = "cpu"
-    use_datasets(cfg, args, _run_folder(cfg, args))
+    if args.resume:
+        _check_not_moved(cfg.OUTPUT_DIR, os.path.dirname(args.config_file) or ".")
+    use_datasets(cfg, args, os.path.join(cfg.OUTPUT_DIR, "inference") if args.eval_only else cfg.OUTPUT_DIR)
     cfg.freeze()
     return cfg
 
@@ -189,50 +122,28 @@ def use_recipe(cfg: CfgNode, args: argparse.Namespace) -> dict[str, str]:
     return reasons
 
 
-def clear_for(cfg: CfgNode, args: argparse.Namespace) -> None:
-    """Delete the files of an earlier run that this one replaces or would append to.
-
-    Raises:
-        ConfigError: this run reads a file that ``--overwrite`` would delete.
-    """
-    if not comm.is_main_process():
-        return
-    needed = (args.config_file, local_file(cfg.MODEL.WEIGHTS))
-    starts = not (args.resume or args.eval_only)
-    clear_output(cfg.OUTPUT_DIR, metrics=starts, everything=args.overwrite, needed=needed)
-    if args.resume and not args.eval_only:
-        end_last_line(cfg.OUTPUT_DIR)
+def _check_not_moved(folder: str, config_folder: str) -> None:
+    """Refuse to resume a run whose folder was moved away from its ``OUTPUT_DIR``."""
+    here, there = (os.path.isfile(os.path.join(each, "last_checkpoint")) for each in (folder, config_folder))
+    if there and not here:
+        raise ConfigError(
+            f"--resume: no checkpoint in OUTPUT_DIR ('{folder}'), but in the folder of the config. Fix: add OUTPUT_DIR "
+            f"{shlex.quote(config_folder)} to continue that run."
+        )
 
 
-def prepare_output(cfg: CfgNode, args: argparse.Namespace) -> None:
-    """Set up logging and seed, as Detectron2's ``default_setup``; write ``config.yaml`` and ``datasets.yaml``."""
-    folder, rank = _run_folder(cfg, args), comm.get_rank()
-    PathManager.mkdirs(folder)
-    for name in ("fvcore", "detectron2", "gw_detectron"):
-        setup_logger(folder, distributed_rank=rank, name=name)
-    log.info("Process %d of %d. Environment:\n%s", rank, comm.get_world_size(), collect_env_info())
-    log.info("Command line arguments: %s", args)
-    datasets = registered_datasets(cfg.DATASETS.TRAIN, cfg.DATASETS.TEST)
-    if comm.is_main_process():
-        with AtomicPathManager(PathManager).open(os.path.join(folder, "config.yaml"), "w") as file:
-            file.write(cfg.dump())
-        record_datasets(datasets, folder, cfg.OUTPUT_DIR)
-    for name, dataset in {**datasets.train, **datasets.val}.items():
-        counts = ", ".join(f"{key} {get_value(cfg, key)}" for key in object_count_keys(cfg))
-        log.info("dataset %s: '%s', images in '%s'; %s", name, dataset.json, dataset.images, counts)
-    seed_all_rng(None if cfg.SEED < 0 else cfg.SEED + rank)
-    torch.backends.cudnn.benchmark = cfg.CUDNN_BENCHMARK and not (args.eval_only or args.deterministic)
-    if args.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first use
-        torch.use_deterministic_algorithms(True)
-
-
-def evaluate(cfg: CfgNode, start: StartWeights, *, allow_partial: bool = False) -> dict:
-    """Build the model, load its weights and evaluate it on ``DATASETS.TEST``.
+def evaluate(
+    cfg: CfgNode, *, resume: bool = False, allow_partial: bool = False, ignore_preflight: bool = False
+) -> dict:
+    """Build the model, load its weights and evaluate it on ``DATASETS.TEST``; see :class:`Trainer` for the arguments.
 
     Raises:
         WeightsError: the weights lack a part of the detector, or have it with other shapes.
+        UserError: as in :class:`Trainer`.
     """
+    start, _ = start_run(
+        cfg, eval_only=True, resume=resume, allow_partial=allow_partial, ignore_preflight=ignore_preflight
+    )
     model = load_model(cfg, checkpoint=start.checkpoint(), device=cfg.MODEL.DEVICE, allow_partial=allow_partial)
     log.info("norms: %s", norm_summary(model))
     if not allow_partial:
@@ -245,14 +156,6 @@ def evaluate(cfg: CfgNode, start: StartWeights, *, allow_partial: bool = False) 
     if comm.is_main_process():
         verify_results(cfg, results)
     return results
-
-
-def _run_folder(cfg: CfgNode, args: argparse.Namespace) -> str:
-    """Return the folder that the run writes to.
-
-    Evaluation writes to ``OUTPUT_DIR/inference`` and leaves the training's log.txt and config.yaml untouched.
-    """
-    return os.path.join(cfg.OUTPUT_DIR, "inference") if args.eval_only else cfg.OUTPUT_DIR
 
 
 def _log_scores(cfg: CfgNode, results: dict | None) -> None:

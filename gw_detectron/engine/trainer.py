@@ -25,7 +25,6 @@ from detectron2.modeling import GeneralizedRCNNWithTTA
 from detectron2.utils import comm
 from detectron2.utils.events import CommonMetricPrinter, EventWriter, JSONWriter, TensorboardXWriter
 from detectron2.utils.file_io import PathManager
-from detectron2.utils.logger import setup_logger
 from fvcore.nn.precise_bn import get_bn_modules
 
 from ..atomic import AtomicPathManager, remove_unfinished
@@ -41,12 +40,15 @@ from ..checkpoint import (
 from ..config import changed_config
 from ..data.images import ImageNamingMapper
 from ..errors import ConfigError, NonFiniteError, is_user_error
+from ..norms.listing import norm_summary
 from ..preflight import wrong_evaluator
 from .best import BestWeights, TrainingEnded, WeightAverage
 from .hooks import LossGuard, SignalHook
 from .launch import in_all_processes
-from .optimizer import accumulated_step, build_optimizer
-from .output_folder import METRICS, clear_output
+from .logs import ProgressBar
+from .optimizer import accumulated_step, set_norm_decay
+from .output_folder import METRICS, clear_output, earlier_run
+from .start import start_run
 from .training_data import INITIAL_WEIGHTS, STEP, TrainingData, build_training_data, seed_generators
 from .validation import LOSS_NORMALIZER, validation_losses
 
@@ -63,22 +65,56 @@ class Trainer(DefaultTrainer):
     store the seed and the position in the data: a resumed run equals an uninterrupted one. Not restored are the data of
     an overridden :meth:`build_train_loader` and of PreciseBN.
 
+    Building it checks the run, locks ``OUTPUT_DIR`` until :meth:`train` ends, and writes the record of the run there.
+
     Args:
         cfg: Detectron2's config with this package's keys.
+        resume: continue the run in ``OUTPUT_DIR``; None: if it has a checkpoint, :meth:`resume_or_load` may.
+        overwrite: remove an earlier run from ``OUTPUT_DIR``.
+        allow_partial: accept weights that lack a part of the backbone or were trained with other norms.
+        ignore_preflight: log errors of the checks as warnings.
 
     Raises:
-        ValueError: a component of the config is unknown or does not fit, or the config lacks this package's keys.
+        PreflightError: the run would fail later or learn nothing. Nothing has been written.
+        RunError: another training writes to ``OUTPUT_DIR``.
+        ConfigError: the config lacks this package's keys.
+        UserError: the weights cannot be opened.
     """
 
-    def __init__(self, cfg: CfgNode) -> None:
+    def __init__(
+        self,
+        cfg: CfgNode,
+        *,
+        resume: bool | None = None,
+        overwrite: bool = False,
+        allow_partial: bool = False,
+        ignore_preflight: bool = False,
+    ) -> None:
         # DefaultTrainer's passes a GPU number to DistributedDataParallel also for a model on the CPU.
         TrainerBase.__init__(self)
         if "COMPILE" not in cfg.MODEL:
             raise ConfigError(
                 "cfg: has no keys of this package. Fix: call gw_detectron.add_gw_config(cfg) after get_cfg()."
             )
-        if not logging.getLogger("detectron2").isEnabledFor(logging.INFO):
-            setup_logger()
+        self.start: StartWeights | None
+        self.start, lock = start_run(
+            cfg,
+            resume=resume,
+            overwrite=overwrite,
+            allow_partial=allow_partial,
+            ignore_preflight=ignore_preflight,
+            own_evaluator=any(
+                "build_evaluator" in vars(kind)
+                for kind in type(self).mro()
+                if issubclass(kind, Trainer) and kind is not Trainer
+            ),
+        )
+        self.allow_partial = allow_partial
+        with lock:
+            self._build(cfg)
+            self._lock = lock.pop_all()
+
+    def _build(self, cfg: CfgNode) -> None:
         given = cfg.dump()
         self._draws_seed = cfg.SEED < 0
         if self._draws_seed:
@@ -112,7 +148,11 @@ class Trainer(DefaultTrainer):
 
     @classmethod
     def build_optimizer(cls, cfg: CfgNode, model: torch.nn.Module) -> torch.optim.Optimizer:
-        return build_optimizer(cfg, model)
+        optimizer, solver = super().build_optimizer(cfg, model), cfg.SOLVER
+        optimizer.param_groups = set_norm_decay(
+            optimizer.param_groups, model, solver.WEIGHT_DECAY_NORM, solver.WEIGHT_DECAY_BIAS
+        )
+        return optimizer
 
     @classmethod
     def build_train_loader(cls, cfg: CfgNode) -> Any:
@@ -171,6 +211,7 @@ class Trainer(DefaultTrainer):
             )
         if comm.is_main_process():
             built.append(hooks.PeriodicCheckpointer(self.checkpointer, cfg.SOLVER.CHECKPOINT_PERIOD))
+            built.append(ProgressBar())
         evaluations = [hooks.EvalHook(cfg.TEST.EVAL_PERIOD, self._evaluate)]
         if cfg.TEST.LOSS and cfg.TEST.EVAL_PERIOD > 0:
             evaluations.append(hooks.EvalHook(cfg.TEST.EVAL_PERIOD, self._validate))
@@ -233,23 +274,21 @@ class Trainer(DefaultTrainer):
         self.data_loader.seed = self.record.seed
         self.data_loader.load_state_dict(state.get("data", {"batches": state["iteration"] + 1}))
 
-    def resume_or_load(self, resume: bool = True, *, allow_partial: bool = False) -> LoadReport:
-        """Load ``MODEL.WEIGHTS``, or the last checkpoint of ``OUTPUT_DIR``.
-
-        The backbone must be complete; see :meth:`load_start_weights`.
+    def resume_or_load(self, resume: bool = True) -> LoadReport:
+        """Load the last checkpoint of ``OUTPUT_DIR`` with its training state, or ``MODEL.WEIGHTS``.
 
         Args:
             resume: continue from the last checkpoint if there is one.
-            allow_partial: accept weights that lack a part of the backbone or were trained with other norms.
-        """
-        return self.load_start_weights(open_start_weights(self.cfg, resume=resume), allow_partial=allow_partial)
-
-    def load_start_weights(self, start: StartWeights, *, allow_partial: bool = False) -> LoadReport:
-        """Load opened weights; for a resumed run also its training state.
 
         Raises:
+            ConfigError: ``OUTPUT_DIR`` holds a checkpoint, and ``resume`` is False.
             UserError: see :func:`gw_detectron.checkpoint.load_checkpoint`.
         """
+        folder = self.cfg.OUTPUT_DIR
+        start = self.start or open_start_weights(self.cfg.MODEL.WEIGHTS, folder if resume else "")
+        self.start = None  # its tensors would be kept during the training
+        if start.resumed and not resume:
+            raise ConfigError(earlier_run(folder))
         checkpoint = start.checkpoint()
         if start.resumed and checkpoint:
             try:
@@ -261,14 +300,16 @@ class Trainer(DefaultTrainer):
                 ) from None
         elif checkpoint and comm.is_main_process():
             self.record.set_start_weights(checkpoint)
-        report = load_checkpoint(self.checkpointer, checkpoint, allow_partial=allow_partial)
+        report = load_checkpoint(self.checkpointer, checkpoint, allow_partial=self.allow_partial)
         if self._average:
             self._average.start()
         if start.resumed and checkpoint:
             for name, checkpointable in self.checkpointer.checkpointables.items():
                 if name in checkpoint.metadata:
                     checkpointable.load_state_dict(checkpoint.metadata[name])
+        log.info("norms: %s", norm_summary(self.checkpointer.model))
         log.info(str(report))
+        log.info("seed: %d", self.record.seed)
         check_same_start(self.checkpointer.model, start, self.start_iter)
         return report
 
@@ -297,13 +338,25 @@ class Trainer(DefaultTrainer):
             NonFiniteError: the loss became infinite or NaN.
             FileAccessError: a checkpoint could not be written.
             DataError: an image or its record cannot be used.
+            ConfigError: ``OUTPUT_DIR`` holds another run, which :meth:`resume_or_load` has not continued.
         """
+        if self.start and self.start.resumed:
+            raise ConfigError(earlier_run(self.cfg.OUTPUT_DIR))
+        if self.start and self.start.address:
+            log.warning("MODEL.WEIGHTS ('%s'): not loaded. Fix: call resume_or_load() first.", self.start.address)
+        if self.start_iter >= self.max_iter:
+            log.warning(
+                "SOLVER.MAX_ITER (%d): the run has finished its iterations and is only evaluated. Fix: raise it, and "
+                "SOLVER.STEPS, to train longer.",
+                self.max_iter,
+            )
         if comm.is_main_process():
             remove_unfinished(self.cfg.OUTPUT_DIR)
         loop_log = logging.getLogger("detectron2.engine.train_loop")
         loop_log.addFilter(_remove_traceback_of_user_errors)
         try:
-            super().train()
+            with self._lock:
+                super().train()
         except TrainingEnded as end:
             log.info("%s", end)
         finally:

@@ -1,7 +1,6 @@
 """Detectron2 components with group whitening; importing this package registers them."""
 
-from .build import build_checked_model
-from .config_keys import CLASS_COUNTS, NORM_KEYS, object_count_keys, unread_keys
+from .build import CLASS_COUNTS, NORM_KEYS, build_checked_model, object_count_keys, unread_keys
 from .convs import ConvNormReLU
 from .dense_heads import GWFCOSHead, GWRetinaNet, GWRetinaNetHead, GWSemSegFPNHead
 from .fpn import GWFPN, build_gw_resnet_fpn_backbone, build_gw_retinanet_resnet_fpn_backbone

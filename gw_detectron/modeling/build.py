@@ -1,17 +1,69 @@
-"""Build the detector of a config; report a failure as one sentence."""
+"""Build the detector of a config; the config keys that hold norm names or class counts, and who reads them."""
 
 import contextlib
 import os
 import traceback
+from collections.abc import Iterator
 
 import torch
 from detectron2.config import CfgNode
 from detectron2.modeling import build_model
 from torch import nn
 
-from ..config import changed_config
+from ..config import changed_config, default_config, get_value
 from ..errors import ConfigError, UserError
-from .config_keys import misplaced_norms
+from ..norms import DETECTRON2_NORMS
+
+#: every config key that holds a norm name
+NORM_KEYS = (
+    "MODEL.RESNETS.NORM",
+    "MODEL.RESNETS.WHITEN_NORM",
+    "MODEL.FPN.NORM",
+    "MODEL.ROI_BOX_HEAD.NORM",
+    "MODEL.ROI_MASK_HEAD.NORM",
+    "MODEL.RETINANET.NORM",
+    "MODEL.SEM_SEG_HEAD.NORM",
+)
+_BACKBONE, _ROI_HEADS, _SEMANTIC = "MODEL.BACKBONE.NAME", "MODEL.ROI_HEADS.NAME", "MODEL.SEM_SEG_HEAD.NAME"
+_BOX, _MASK = "MODEL.ROI_BOX_HEAD.NAME", "MODEL.ROI_MASK_HEAD.NAME"
+_IN_RESNET = ("MODEL.RESNETS.NORM",)
+_IN_FPN = (*_IN_RESNET, "MODEL.FPN.NORM")
+#: key of a component; Detectron2's component; ours, which takes any norm; the norm keys that both read
+_COMPONENTS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
+    (_BACKBONE, "build_resnet_backbone", "build_gw_resnet_backbone", _IN_RESNET),
+    (_BACKBONE, "build_resnet_fpn_backbone", "build_gw_resnet_fpn_backbone", _IN_FPN),
+    (_BACKBONE, "build_retinanet_resnet_fpn_backbone", "build_gw_retinanet_resnet_fpn_backbone", _IN_FPN),
+    (_ROI_HEADS, "Res5ROIHeads", "GWRes5ROIHeads", _IN_RESNET),
+    (_BOX, "FastRCNNConvFCHead", "GWFastRCNNConvFCHead", ("MODEL.ROI_BOX_HEAD.NORM",)),
+    (_MASK, "MaskRCNNConvUpsampleHead", "GWMaskRCNNConvUpsampleHead", ("MODEL.ROI_MASK_HEAD.NORM",)),
+    ("MODEL.META_ARCHITECTURE", "RetinaNet", "GWRetinaNet", ("MODEL.RETINANET.NORM",)),
+    (_SEMANTIC, "SemSegFPNHead", "GWSemSegFPNHead", ("MODEL.SEM_SEG_HEAD.NORM",)),
+)
+#: key of a component that not every architecture has -> Detectron2's architectures with it
+_ARCHITECTURES = {
+    _ROI_HEADS: ("GeneralizedRCNN", "PanopticFPN"),
+    _SEMANTIC: ("PanopticFPN", "SemanticSegmentor"),
+}
+#: keys that this package adds -> key of the component that reads them
+_OWN_KEYS = {
+    "MODEL.RESNETS.WHITEN_POSITIONS": _BACKBONE,
+    "MODEL.RESNETS.WHITEN_NORM": _BACKBONE,
+    "MODEL.RESNETS.CONV": _BACKBONE,
+    "MODEL.FPN.CONV": _BACKBONE,
+    "MODEL.ROI_BOX_HEAD.SINGLE_RELU": _BOX,
+    "MODEL.ROI_BOX_HEAD.CONV": _BOX,
+    "MODEL.ROI_MASK_HEAD.CONV": _MASK,
+}
+
+
+#: architecture -> node of MODEL that counts the classes, and their names in a dataset's metadata
+CLASS_COUNTS = {
+    "RetinaNet": {"RETINANET": "thing_classes"},
+    "GWRetinaNet": {"RETINANET": "thing_classes"},
+    "GeneralizedRCNN": {"ROI_HEADS": "thing_classes"},
+    "PanopticFPN": {"ROI_HEADS": "thing_classes", "SEM_SEG_HEAD": "stuff_classes"},
+    "SemanticSegmentor": {"SEM_SEG_HEAD": "stuff_classes"},
+}
 
 
 def build_checked_model(cfg: CfgNode, device: str | None = None) -> nn.Module:
@@ -49,3 +101,84 @@ def _reason(error: Exception) -> str:
         place = [frame for frame in traceback.extract_tb(error.__traceback__) if torch_folder not in frame.filename][-1]
         reason = f"{type(error).__name__} {reason}".rstrip() + f" ({place.filename}, line {place.lineno}: {place.line})"
     return f"{reason}. Fix: correct the MODEL keys of the config."
+
+
+def object_count_keys(cfg: CfgNode) -> list[str]:
+    """Return the keys that count the classes of objects, such as MODEL.ROI_HEADS.NUM_CLASSES."""
+    nodes = CLASS_COUNTS.get(cfg.MODEL.META_ARCHITECTURE, {})
+    return [f"MODEL.{node}.NUM_CLASSES" for node, field in nodes.items() if field == "thing_classes"]
+
+
+def misplaced_norms(cfg: CfgNode, spec: object) -> Iterator[str]:
+    """Yield an error for each component that cannot use a norm name.
+
+    These are Detectron2's own components, which take only Detectron2's norms.
+
+    Args:
+        cfg: config of a model that cannot be built.
+        spec: the argument of the ``KeyError`` that building it raised.
+    """
+    if spec == "" or spec in DETECTRON2_NORMS:
+        return
+    own = ", ".join(DETECTRON2_NORMS)
+    for component, name, ours, norms in _stock_components(cfg):
+        for norm in norms:
+            if get_value(cfg, norm) == spec:
+                yield (
+                    f"{norm} ({spec!r}): {component} is Detectron2's {name}, which takes only Detectron2's norms "
+                    f"({own}). Fix: set {component} {ours}."
+                )
+
+
+def unread_keys(cfg: CfgNode) -> Iterator[str]:
+    """Yield an error for each key that no component reads.
+
+    The keys are those of this package with another value than the default, ``WHITEN_POSITIONS`` of a ResNet whose res5
+    is in Detectron2's head, and norms of layers that the model does not have.
+
+    Args:
+        cfg: config of any model.
+    """
+    defaults = default_config()
+    stock = list(_stock_components(cfg))
+    readers = {key: reader for key, reader in _OWN_KEYS.items() if get_value(cfg, key) != get_value(defaults, key)}
+    whitens = get_value(cfg, _BACKBONE) in [ours for key, _, ours, _ in _COMPONENTS if key == _BACKBONE]
+    if whitens and cfg.MODEL.RESNETS.WHITEN_POSITIONS != "S1":
+        readers["MODEL.RESNETS.WHITEN_POSITIONS"] = _ROI_HEADS
+    for key, reader in readers.items():
+        value = get_value(cfg, key)
+        if not value:  # an empty value asks for nothing
+            continue
+        for component, name, ours, _ in stock:
+            if component == reader:
+                yield (
+                    f"{key} ({value!r}): {component} is Detectron2's {name}, which does not read it. "
+                    f"Fix: set {component} {ours}."
+                )
+    positions = cfg.MODEL.RESNETS.WHITEN_POSITIONS if whitens else ""
+    if positions and not cfg.MODEL.RESNETS.WHITEN_NORM:
+        yield (
+            f"MODEL.RESNETS.WHITEN_NORM (''): leaves the layers at WHITEN_POSITIONS ({positions!r}) without any norm. "
+            "Fix: set WHITEN_POSITIONS '' for MODEL.RESNETS.NORM everywhere, or WHITEN_NORM, e.g. GW."
+        )
+    box = cfg.MODEL.ROI_BOX_HEAD
+    standard = _has(cfg, _ROI_HEADS) and cfg.MODEL.ROI_HEADS.NAME == "StandardROIHeads"
+    if standard and box.NAME == "GWFastRCNNConvFCHead" and box.NORM and not box.NUM_CONV:
+        yield (
+            f"MODEL.ROI_BOX_HEAD.NORM ({box.NORM!r}): the head has no convolutions, whose norm this is "
+            "(MODEL.ROI_BOX_HEAD.NUM_CONV is 0). Fix: set NUM_CONV 4 and NUM_FC 1, or NORM ''."
+        )
+
+
+def _has(cfg: CfgNode, component: str) -> bool:
+    """Return whether the architecture of a config has a component."""
+    architecture = cfg.MODEL.META_ARCHITECTURE
+    return architecture in _ARCHITECTURES.get(component, [architecture])
+
+
+def _stock_components(cfg: CfgNode) -> Iterator[tuple[str, str, str, tuple[str, ...]]]:
+    """Yield those of Detectron2's components that a config asks for."""
+    for row in _COMPONENTS:
+        component, name = row[:2]
+        if name == get_value(cfg, component) and _has(cfg, component):
+            yield row

@@ -20,7 +20,7 @@ from ..config import find_config_file, get_value, read_config
 from ..data import class_metadata
 from ..data.images import evaluation_input
 from ..errors import ConfigError, MissingFileError
-from ..modeling.config_keys import object_count_keys
+from ..modeling.build import object_count_keys
 
 log = logging.getLogger(__name__)
 

@@ -9,10 +9,9 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from ..data import read_json
 from ..data.coco_files import COMPLETED
 from ..data.images import upright_size
-from ..errors import DataError, similar_names, summarize_names
-from ..modeling.config_keys import CLASS_COUNTS
+from ..errors import DataError, PreflightReport, similar_names, summarize_names
+from ..modeling.build import CLASS_COUNTS
 from .annotation_checks import DatasetNeeds, check_coco
-from .config_checks import PreflightReport
 
 #: values of a dataset's metadata ``evaluator_type`` that are evaluated by the COCO rules
 _COCO_EVALUATORS = ("coco", "coco_panoptic_seg")
@@ -43,9 +42,6 @@ def check_datasets(cfg: CfgNode, report: PreflightReport, *, eval_only: bool) ->
                 f"DATASETS: {first} and {name} have different classes: {summarize_names(known[first])}; "
                 f"{summarize_names(names)}. Fix: give both the same categories with the same ids."
             )
-    for name in cfg.DATASETS.TEST:
-        if classes[name] is not None and (problem := wrong_evaluator(cfg, name)):
-            report.errors.append(problem)
 
 
 def wrong_evaluator(cfg: CfgNode, name: str) -> str:

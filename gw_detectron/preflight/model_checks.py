@@ -10,13 +10,11 @@ from torch import nn
 
 from ..checkpoint import Checkpoint, StartWeights, norm_differences, norm_mismatch
 from ..checkpoint.records import RUN_RECORD, config_differences
-from ..errors import ConfigError, summarize_names
+from ..errors import ConfigError, PreflightReport, summarize_names
 from ..layers import FrozenBatchWhitening2d
-from ..modeling.build import build_checked_model
-from ..modeling.config_keys import NORM_KEYS, unread_keys
+from ..modeling.build import NORM_KEYS, build_checked_model, unread_keys
 from ..norms import is_synchronized
 from ..weights.record import PREPROCESSING, Preprocessing
-from .config_checks import PreflightReport
 
 _FROZEN = (FrozenBatchNorm2d, FrozenBatchWhitening2d)
 # part of an address -> preprocessing of these weights, by Detectron2's model zoo and this package

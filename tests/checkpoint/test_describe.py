@@ -19,9 +19,10 @@ from gw_detectron.checkpoint.records import RunRecord
 from gw_detectron.config import read_config
 from gw_detectron.data import register_synthetic
 from gw_detectron.engine import Trainer
+from gw_detectron.engine.train import run_config
 from gw_detectron.errors import ConfigError
 
-from ..tiny_run import DATA, arguments, setup
+from ..tiny_run import DATA, arguments
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     register_synthetic(folder / "data", DATA)
     for name, weights, resume in (("a", "", False), ("b", folder / "a" / "model.pth", False), ("b", "", True)):
-        cfg = setup(arguments(folder / name, MODEL__WEIGHTS=weights))
+        cfg = run_config(arguments(folder / name, MODEL__WEIGHTS=weights))
         trainer = Trainer(cfg)
         trainer.resume_or_load(resume=resume)
         trainer.iter = 5

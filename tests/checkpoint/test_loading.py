@@ -159,7 +159,7 @@ def test_no_weights_and_live_batch_norm(detector_cfg, r18_file, tmp_path):
     assert str(report).startswith("backbone: 82/82 tensors")
     for weights in ("", None):
         detector_cfg.MODEL.WEIGHTS = weights
-        start = open_start_weights(detector_cfg)
+        start = open_start_weights(detector_cfg.MODEL.WEIGHTS)
         assert (start.address, start.checkpoint()) == ("", None)
 
 
@@ -245,7 +245,7 @@ def test_last_checkpoint_is_a_small_regular_file(detector_cfg, tmp_path, kind):
     tag = tmp_path / "last_checkpoint"
     {"pipe": lambda: os.mkfifo(tag), "folder": tag.mkdir, "long": lambda: tag.write_text(10**5 * "a")}[kind]()
     detector_cfg.OUTPUT_DIR = str(tmp_path)
-    error = open_start_weights(detector_cfg, resume=True).error
+    error = open_start_weights("", detector_cfg.OUTPUT_DIR).error
     assert re.search("last_checkpoint: does not hold a file name. Fix: write the", str(error))
 
 

@@ -107,5 +107,5 @@ def test_yaml_builds_the_model_that_it_describes(page, tmp_path):
     assert isinstance(backbone, GWFPN) and isinstance(backbone.bottom_up.stem.conv1.norm, GroupWhitening2d)
     assert backbone.fpn_output2.norm.num_groups == 32
     cfg.MODEL.DEVICE = "cpu"
-    errors = preflight(cfg, open_start_weights(cfg)).errors
+    errors = preflight(cfg, open_start_weights(cfg.MODEL.WEIGHTS)).errors
     assert errors and all(error.startswith("Dataset 'coco_2017_") for error in errors)  # COCO is not here

@@ -17,8 +17,9 @@ from detectron2.utils.events import EventStorage
 from gw_detectron.cli import Interrupted
 from gw_detectron.engine import Trainer
 from gw_detectron.engine.optimizer import accumulated_step
+from gw_detectron.engine.train import run_config
 
-from ..tiny_run import arguments, setup
+from ..tiny_run import arguments
 from .distributed_cases import gradients, norm_config, record, relative, relative_norm
 
 IMAGES = [record(index) for index in range(4)]
@@ -225,7 +226,7 @@ SCHEDULE = {
 @pytest.mark.usefixtures("small_dataset")
 class TestTrainer:
     def trainer(self, folder, kind=Trainer, **overrides) -> Trainer:
-        return kind(setup(arguments(folder, **SCHEDULE | overrides)))
+        return kind(run_config(arguments(folder, **SCHEDULE | overrides)))
 
     def test_an_iteration_is_a_step_and_resuming_is_exact(self, tmp_path):
         whole = self.trainer(tmp_path, SOLVER__CLIP_GRADIENTS__ENABLED=False)  # hooks are called twice with clipping

@@ -13,12 +13,13 @@ from torch import nn
 from gw_detectron.config import changed_config
 from gw_detectron.engine import Trainer, main
 from gw_detectron.engine.best import WeightAverage
+from gw_detectron.engine.train import run_config
 from gw_detectron.engine.validation import validation_losses
 from gw_detectron.errors import PreflightError
 from gw_detectron.prediction import detector_file
 from gw_detectron.report import RunFolder
 
-from ..tiny_run import arguments, setup
+from ..tiny_run import arguments
 
 pytestmark = pytest.mark.usefixtures("small_dataset", "one_thread")
 RETINANET = {
@@ -53,18 +54,18 @@ def test_averaged_weights_are_evaluated_and_saved_and_trained_weights_are_resume
     evaluated = []
     monkeypatch.setattr(Trainer, "test", lambda self, cfg, model: evaluated.append(model) or {})
     settings = {"SOLVER__EMA": 0.5, "SOLVER__MAX_ITER": 2, "SOLVER__STEPS": "()", "SOLVER__CHECKPOINT_PERIOD": 99}
-    trainer = Trainer(setup(arguments(tmp_path, **settings)))
+    trainer = Trainer(run_config(arguments(tmp_path, **settings)))
     trainer.resume_or_load(resume=False)
     trainer.train()
     trained, averaged = trainer.model.state_dict(), evaluated[0].state_dict()
     assert not torch.equal(trained["backbone.fpn_output2.weight"], averaged["backbone.fpn_output2.weight"])
     saved = torch.load(tmp_path / "model_final.pth", weights_only=True)["model"]
     assert all(torch.equal(saved[name], value) for name, value in averaged.items())
-    resumed = Trainer(setup(arguments(tmp_path, "--resume", **settings)))
+    resumed = Trainer(run_config(arguments(tmp_path, **settings)))
     resumed.resume_or_load(resume=True)
     for model, expected in ((resumed.model, trained), (resumed.checkpointer.model, averaged)):
         assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
-    tuned = Trainer(setup(arguments(tmp_path / "new", MODEL__WEIGHTS=tmp_path / "model_final.pth", **settings)))
+    tuned = Trainer(run_config(arguments(tmp_path / "new", MODEL__WEIGHTS=tmp_path / "model_final.pth", **settings)))
     tuned.resume_or_load(resume=False)
     assert all(torch.equal(value, averaged[name]) for name, value in tuned.model.state_dict().items())
 
@@ -141,7 +142,7 @@ def test_scores_and_numbers_that_cannot_be_used_are_refused_before_the_run(tmp_p
 
 def test_validation_losses_are_means_over_images_that_change_nothing(tmp_path):
     """RetinaNet samples nothing, so that each image can be computed alone."""
-    trainer = Trainer(setup(arguments(tmp_path, MODEL__RESNETS__NORM="BN", **RETINANET)))
+    trainer = Trainer(run_config(arguments(tmp_path, MODEL__RESNETS__NORM="BN", **RETINANET)))
     model = trainer.checkpointer.model
     for layer in model.modules():
         if isinstance(layer, nn.BatchNorm2d):

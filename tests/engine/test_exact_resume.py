@@ -13,11 +13,12 @@ from detectron2.modeling.meta_arch import retinanet
 from fvcore.nn import sigmoid_focal_loss
 
 from gw_detectron.engine import Trainer, main, train
+from gw_detectron.engine.train import run_config
 from gw_detectron.errors import ConfigError
 from gw_detectron.weights import read_weights_file
 
 from ..reliability.forked_run import child, report_phases
-from ..tiny_run import arguments, setup
+from ..tiny_run import arguments
 
 SCHEDULE = {
     "SOLVER__MAX_ITER": 12,
@@ -136,7 +137,7 @@ def test_without_a_seed_the_drawn_one_is_restored_and_repeats_the_run(tmp_path):
 def trainer_for(tmp_path):
     def build(**overrides):
         schedule = {**SCHEDULE, "SOLVER__MAX_ITER": 2, "SOLVER__STEPS": "()", **overrides}
-        return Trainer(setup(arguments(tmp_path, **schedule)))
+        return Trainer(run_config(arguments(tmp_path, **schedule)))
 
     return build
 
@@ -213,14 +214,15 @@ def test_an_overridden_loader_works_and_says_that_it_has_no_position(tmp_path, c
             yield from super().build_train_loader(cfg)
 
     args = arguments(tmp_path, **{**SCHEDULE, "SOLVER__MAX_ITER": 1, "SOLVER__STEPS": "()"})
-    WithGenerator(setup(args)).train()
-    assert "build_train_loader stores no position" in warnings_of_resuming(WithGenerator(setup(args)), caplog)
+    WithGenerator(run_config(args)).train()
+    assert "build_train_loader stores no position" in warnings_of_resuming(WithGenerator(run_config(args)), caplog)
 
 
 def test_the_normalizer_of_the_loss_is_restored(trainer_for):
-    first, second = trainer_for(), trainer_for()
+    first = trainer_for()
     first.checkpointer.model.loss_normalizer = torch.tensor(7.5)
     save_after(first, 2)
+    second = trainer_for()
     second.resume_or_load(resume=True)
     assert second.checkpointer.model.loss_normalizer == 7.5
 

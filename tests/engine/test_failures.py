@@ -8,16 +8,17 @@ import torch
 from gw_detectron.cli import errors_reported
 from gw_detectron.engine import Trainer
 from gw_detectron.engine.hooks import LossGuard
+from gw_detectron.engine.train import run_config
 from gw_detectron.errors import DataError, FileAccessError, NonFiniteError
 from gw_detectron.layers import BatchWhitening2d
 
-from ..tiny_run import arguments, setup
+from ..tiny_run import arguments
 
 pytestmark = pytest.mark.usefixtures("small_dataset", "one_thread")
 
 
 def trainer_for(tmp_path, **overrides) -> Trainer:
-    return Trainer(setup(arguments(tmp_path, **{"DATASETS__TEST": "()", **overrides})))
+    return Trainer(run_config(arguments(tmp_path, **{"DATASETS__TEST": "()", **overrides})))
 
 
 class TestNonFinite:
@@ -32,7 +33,7 @@ class TestNonFinite:
                     batch[1]["file_name"] = "pictures/broken.tif"
                     yield batch
 
-        trainer = WithNan(setup(arguments(tmp_path, MODEL__RESNETS__WHITEN_NORM=norm)))
+        trainer = WithNan(run_config(arguments(tmp_path, MODEL__RESNETS__WHITEN_NORM=norm)))
         with pytest.raises(NonFiniteError, match=r"iteration 0.*\n.*broken.tif or its annotations have .* NaN"):
             trainer.train()
 
@@ -118,11 +119,11 @@ def test_a_disk_full_during_a_checkpoint_leaves_the_earlier_one(tmp_path):
 def test_a_damaged_image_is_named(tmp_path, small_dataset):
     data = small_dataset / "gw_synthetic"
     victims = sorted((data / "train").iterdir())
+    trainer = trainer_for(tmp_path)  # the checks would find the damage
     kept = [path.read_bytes() for path in victims]
     try:
         for path in victims:
             path.write_bytes(path.read_bytes()[:200])
-        trainer = trainer_for(tmp_path)
         with pytest.raises(DataError, match=rf"^'{data}/train/0000..\.jpg'") as raised:
             trainer.train()
         assert "Traceback" not in str(raised.value)

@@ -56,7 +56,7 @@ def test_groups_of_several_parameters_are_split(monkeypatch):
     cfg, model = get_cfg(), Model()
     everything = [p for p in model.parameters() if p.requires_grad]
     one_group = torch.optim.SGD([{"params": everything, "lr": 0.5}], lr=1.0, momentum=0.75, weight_decay=0.125)
-    monkeypatch.setattr("detectron2.solver.build_optimizer", lambda cfg, model: one_group)
+    monkeypatch.setattr("detectron2.engine.defaults.build_optimizer", lambda cfg, model: one_group)
     cfg.SOLVER.WEIGHT_DECAY_NORM, cfg.SOLVER.WEIGHT_DECAY_BIAS = 0.25, None
     found = settings(Trainer.build_optimizer(cfg, model), model)
     affine = {f"{norm}.{name}" for norm in ("bn", "gw", "bw", "brn") for name in ("weight", "bias")}

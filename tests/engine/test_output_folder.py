@@ -9,13 +9,14 @@ import signal
 import pytest
 
 from gw_detectron.checkpoint.opening import local_file
-from gw_detectron.engine import main, train
+from gw_detectron.engine import main, start
 from gw_detectron.engine.output_folder import clear_output, end_last_line, lock_output, read_metrics
-from gw_detectron.engine.train import prepare
+from gw_detectron.engine.start import start_run
+from gw_detectron.engine.train import run_config
 from gw_detectron.errors import ConfigError, PreflightError, UserError
 
 from ..reliability.forked_run import STEP, child, training
-from ..tiny_run import arguments, setup
+from ..tiny_run import arguments
 
 SHORT = {"SOLVER__MAX_ITER": 1, "SOLVER__STEPS": "()", "DATASETS__TEST": "()"}
 
@@ -53,7 +54,7 @@ def test_a_second_training_is_refused_before_it_writes_anything(tmp_path, small_
 def test_a_checkpoint_to_continue_from_is_chosen_under_the_lock(tmp_path, small_dataset, monkeypatch):
     main(arguments(tmp_path, **SHORT))
     opened = []
-    monkeypatch.setattr(train, "open_start_weights", lambda *args, **kwargs: opened.append(args))
+    monkeypatch.setattr(start, "open_start_weights", lambda *args, **kwargs: opened.append(args))
     with child(hold(tmp_path), tmp_path / "log") as other:
         assert other.wait_for("locked")
         with pytest.raises(UserError, match="another training"):
@@ -145,9 +146,11 @@ def test_nothing_is_deleted_if_the_run_reads_a_file_of_a_deleted_folder(earlier)
 def test_the_config_is_replaced_as_a_whole(tmp_path, small_dataset, flags):
     """A kill or a full disk must not leave half a config."""
     path = tmp_path / ("inference/config.yaml" if flags else "config.yaml")
-    setup(arguments(tmp_path, *flags, SOLVER__BASE_LR=0.1))
+    cfg = run_config(arguments(tmp_path, *flags, SOLVER__BASE_LR=0.1))
+    start_run(cfg, eval_only=bool(flags), ignore_preflight=True).lock.close()
     os.link(path, tmp_path / "earlier.yaml")
-    setup(arguments(tmp_path, *flags, SOLVER__BASE_LR=0.2))
+    cfg = run_config(arguments(tmp_path, *flags, SOLVER__BASE_LR=0.2))
+    start_run(cfg, eval_only=bool(flags), ignore_preflight=True).lock.close()
     assert "BASE_LR: 0.1" in (tmp_path / "earlier.yaml").read_text() and "BASE_LR: 0.2" in path.read_text()
 
 
@@ -155,10 +158,10 @@ def test_a_finished_run_is_replaced_only_on_request(tmp_path, one_thread, small_
     main(arguments(tmp_path, **{**SHORT, "SOLVER__MAX_ITER": 2}))
     checkpoint = (tmp_path / "model_final.pth").read_bytes()
     with pytest.raises(PreflightError, match=r"checkpoints of an earlier run. Fix: .*--overwrite"):
-        prepare(arguments(tmp_path, **SHORT))
+        main(arguments(tmp_path, **SHORT))
     for flag in ("--resume", "--eval-only"):
         with pytest.raises(ConfigError, match=rf"--overwrite: given together with {flag}"):
-            prepare(arguments(tmp_path, "--overwrite", flag, **SHORT))
+            main(arguments(tmp_path, "--overwrite", flag, **SHORT))
     assert (tmp_path / "model_final.pth").read_bytes() == checkpoint
     again = arguments(tmp_path, "--overwrite", **SHORT)
     again.config_file = str(tmp_path / "config.yaml")  # of the run that is replaced

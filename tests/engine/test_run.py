@@ -23,10 +23,12 @@ from safetensors.torch import save_file
 
 from gw_detectron.checkpoint import opening
 from gw_detectron.engine import Trainer, main
+from gw_detectron.engine.start import start_run
+from gw_detectron.engine.train import run_config
 from gw_detectron.errors import ConfigError, MissingFileError, PreflightError, UserError
 from gw_detectron.weights import read_weights_file
 
-from ..tiny_run import arguments, setup
+from ..tiny_run import arguments
 
 pytestmark = pytest.mark.usefixtures("small_dataset", "one_thread")
 SHORT = {"SOLVER__MAX_ITER": 1, "SOLVER__STEPS": "()", "DATASETS__TEST": "()"}
@@ -61,7 +63,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def trainer_for(tmp_path, **overrides) -> Trainer:
-    return Trainer(setup(arguments(tmp_path, **overrides)))
+    return Trainer(run_config(arguments(tmp_path, **overrides)))
 
 
 class TestFlags:
@@ -75,10 +77,11 @@ class TestFlags:
             torch.use_deterministic_algorithms(False)
 
     def test_the_saved_config_starts_the_same_run(self, tmp_path):
-        cfg = setup(arguments(tmp_path))
+        cfg = run_config(arguments(tmp_path))
+        start_run(cfg).lock.close()
         args = arguments(tmp_path)
         args.config_file, args.opts = str(tmp_path / "config.yaml"), []
-        assert yaml.safe_load(setup(args).dump()) == yaml.safe_load(cfg.dump())
+        assert yaml.safe_load(run_config(args).dump()) == yaml.safe_load(cfg.dump())
 
     def test_a_refused_run_leaves_the_folder_as_it_was(self, copy, tmp_path):
         before = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("[!.]*")}
@@ -189,14 +192,15 @@ class TestEvaluation:
         found = importlib.util.find_spec
         spec = lambda name: panopticapi or None if name == "panopticapi" else found(name)  # noqa: E731
         monkeypatch.setattr(importlib.util, "find_spec", spec)
-        built = Trainer.build_evaluator(setup(arguments(tmp_path, MODEL__META_ARCHITECTURE=architecture)), PANOPTIC)
+        cfg = run_config(arguments(tmp_path, MODEL__META_ARCHITECTURE=architecture))
+        built = Trainer.build_evaluator(cfg, PANOPTIC)
         parts = [type(part) for part in (built._evaluators if isinstance(built, DatasetEvaluators) else [built])]
         assert parts == [each for each in expected if panopticapi or each is not COCOPanopticEvaluator]
 
 
 def test_the_fast_evaluation_equals_pycocotools(tmp_path):
     pytest.importorskip("faster_coco_eval")
-    cfg = setup(arguments(tmp_path, DATASETS__TEST="('gw_synthetic_train',)"))
+    cfg = run_config(arguments(tmp_path, DATASETS__TEST="('gw_synthetic_train',)"))
     fast = Trainer.build_evaluator(cfg, "gw_synthetic_train")
     official = COCOEvaluator("gw_synthetic_train", ("bbox", "segm"), use_fast_impl=False)
     random, coco = torch.Generator().manual_seed(0), COCO(MetadataCatalog.get("gw_synthetic_train").json_file)

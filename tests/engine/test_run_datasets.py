@@ -8,8 +8,8 @@ import pytest
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from gw_detectron.config import read_config
-from gw_detectron.engine import main
-from gw_detectron.engine.train import prepare, run_config
+from gw_detectron.engine import Trainer, main
+from gw_detectron.engine.train import run_config
 from gw_detectron.errors import ConfigError, MissingFileError, PreflightError, UserError
 
 from ..photos import photo_names, write_photos
@@ -111,7 +111,7 @@ def test_keys_of_the_command_line_stay(tmp_path, split_flags):
     args.opts.insert(0, "--")  # which argparse keeps
     assert run_config(args).DATASETS.TEST == ("custom_train",)
     with pytest.raises(PreflightError, match=r"MODEL.ROI_HEADS.NUM_CLASSES \(5\)"):
-        prepare(args)
+        Trainer(run_config(args))
     assert not (tmp_path / "run").exists()
 
 
@@ -141,7 +141,7 @@ def test_flags_that_do_not_fit(tmp_path, photos, flags, named):
 
 
 def test_another_split_is_refused_before_anything_is_written(tmp_path, photos, train_flags, split_flags):
-    prepare(arguments(tmp_path, *split_flags, MODEL__MASK_ON=False))
+    Trainer(run_config(arguments(tmp_path, *split_flags, MODEL__MASK_ON=False)))
     part = tmp_path / "datasets" / "custom_train.json"
     before = part.read_text()
     larger = [*train_flags, "--val-fraction", "0.6"]
@@ -211,3 +211,18 @@ def test_an_evaluation_needs_its_own_photos_and_records_its_checkpoint(tmp_path,
     args.eval_only = False
     with pytest.raises(MissingFileError, match=r"train.custom_train.json"):
         run_config(args)
+
+
+def test_a_moved_run_is_resumed_in_its_new_folder(tmp_path):
+    args = arguments(tmp_path / "moved run", "--resume")
+    cfg = run_config(args)
+    (tmp_path / "moved run").mkdir()
+    args.config_file, args.opts = f"{tmp_path}/moved run/config.yaml", []
+    cfg.defrost()
+    cfg.OUTPUT_DIR = str(tmp_path / "gone")
+    (tmp_path / "moved run" / "config.yaml").write_text(cfg.dump())
+    (tmp_path / "moved run" / "last_checkpoint").write_text("model_0000001.pth")
+    with pytest.raises(ConfigError, match=rf"Fix: add OUTPUT_DIR '{tmp_path}/moved run'"):
+        run_config(args)
+    args.opts = ["OUTPUT_DIR", f"{tmp_path}/moved run"]
+    assert f"{tmp_path}/moved run" == run_config(args).OUTPUT_DIR

@@ -16,7 +16,7 @@ from gw_detectron.engine import main
 from gw_detectron.errors import ConfigError, PreflightError
 from gw_detectron.layers.weight_standardization import standardize_weight, standardize_weights
 from gw_detectron.model_zoo import get_config
-from gw_detectron.modeling.config_keys import unread_keys
+from gw_detectron.modeling.build import unread_keys
 from gw_detectron.modeling.resnet import GWDeformBottleneckBlock
 from gw_detectron.norms import conv_names
 from gw_detectron.weights.record import Record, norm_record

@@ -8,6 +8,7 @@ from detectron2.data.datasets import register_coco_instances
 from PIL import Image
 
 from gw_detectron.checkpoint import open_start_weights
+from gw_detectron.engine.output_folder import check_output
 from gw_detectron.preflight import PreflightReport, preflight
 
 from .sound_run import coco_content, config
@@ -53,13 +54,12 @@ def other_coco(coco):
 def check(tmp_path, coco):
     """Return a function that checks a sound run with some keys changed."""
 
-    def run(
-        eval_only: bool = False, resume: bool = False, overwrite: bool = False, config_file: str = "", **changes
-    ) -> PreflightReport:
+    def run(eval_only: bool = False, resume: bool = False, overwrite: bool = False, **changes) -> PreflightReport:
         if "tiny_coco" not in DatasetCatalog:
             coco()
         cfg = config(tmp_path, **changes)
-        start = open_start_weights(cfg, resume=resume)
-        return preflight(cfg, start, eval_only=eval_only, resume=resume, overwrite=overwrite, config_file=config_file)
+        start, report = open_start_weights(cfg.MODEL.WEIGHTS, cfg.OUTPUT_DIR if resume else ""), PreflightReport()
+        check_output(cfg.OUTPUT_DIR, start, report, resume=resume, keeps=not (eval_only or overwrite))
+        return preflight(cfg, start, report, eval_only=eval_only)
 
     return run

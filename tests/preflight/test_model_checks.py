@@ -7,7 +7,7 @@ from detectron2.utils import comm
 from gw_detectron.checkpoint import StartWeights
 from gw_detectron.engine.train import run_config
 from gw_detectron.errors import PreflightError
-from gw_detectron.modeling.config_keys import unread_keys
+from gw_detectron.modeling.build import unread_keys
 from gw_detectron.preflight import PreflightReport, preflight
 
 from ..architectures import small_arguments

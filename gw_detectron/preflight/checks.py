@@ -1,21 +1,20 @@
-"""The report of the pre-run checks, and the checks of device, schedule, evaluation and output folder."""
+"""All checks before a run, in their order, and those of the config."""
 
-import glob
 import importlib.util
 import math
-import os
-import shlex
-from dataclasses import dataclass, field
 
 import torch
 from detectron2.config import CfgNode
-from detectron2.data import MetadataCatalog
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.engine import DefaultTrainer
 from detectron2.modeling import GeneralizedRCNN, PanopticFPN
+from detectron2.utils import comm
 from torch import nn
 
 from ..checkpoint import StartWeights
-from ..checkpoint.opening import BEST_CHECKPOINT
-from ..errors import PreflightError
+from ..errors import PreflightReport, first_line
+from .dataset_checks import check_datasets, wrong_evaluator
+from .model_checks import check_model, check_start_weights
 
 _AREAS = ("AP", "AP50", "AP75", "APs", "APm", "APl")
 _KEYPOINT_SCORES = ("AP", "AP50", "AP75", "APm", "APl")  # small objects have no keypoints
@@ -23,30 +22,75 @@ _SEMANTIC_SCORES = ("mIoU", "fwIoU", "mACC", "pACC")
 _PANOPTIC_SCORES = tuple(f"{score}{part}" for part in ("", "_th", "_st") for score in ("PQ", "SQ", "RQ"))
 
 
-@dataclass
-class PreflightReport:
-    """Errors and warnings found before a run; ``unchecked`` is what was left out because of the errors."""
+def preflight(
+    cfg: CfgNode,
+    start: StartWeights,
+    report: PreflightReport | None = None,
+    *,
+    eval_only: bool = False,
+    allow_partial: bool = False,
+    own_evaluator: bool = False,
+) -> PreflightReport:
+    """Find what would stop a run after hours, or let it train to nothing.
 
-    errors: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    unchecked: str = ""
+    Values that Detectron2 refuses at once are left to it. Remote weights are fetched last, and only if there is no
+    error. Nothing is written.
 
-    def raise_errors(self) -> None:
-        """Raise :class:`PreflightError` if there is an error."""
-        if self.errors:
-            raise PreflightError(self.errors, self.unchecked)
+    Args:
+        cfg: the config.
+        start: the weights that the run starts from, see :func:`gw_detectron.checkpoint.open_start_weights`.
+        report: what was found already; None: nothing.
+        eval_only: the run evaluates only.
+        allow_partial: the user accepts weights that do not fit.
+        own_evaluator: the trainer overrides ``build_evaluator``.
 
-
-def check_device(cfg: CfgNode, report: PreflightReport) -> None:
-    """Check that there is a GPU if one is needed."""
-    if cfg.MODEL.DEVICE != "cpu" and not torch.cuda.is_available():
+    Returns:
+        All errors and warnings.
+    """
+    report = report or PreflightReport()
+    if problem := _wrong_device(cfg.MODEL.DEVICE):
+        report.errors.append(problem)
+    if not eval_only:
+        _check_schedule(cfg, report)
+        cfg = DefaultTrainer.auto_scale_workers(cfg, comm.get_world_size())  # as the trainer does
+    elif not (start.address or start.error):
         report.errors.append(
-            f"MODEL.DEVICE ('{cfg.MODEL.DEVICE}'): torch finds no GPU here. Fix: set MODEL.DEVICE cpu, or give "
-            "--num-gpus 0."
+            "--eval-only: no weights to evaluate. Fix: set MODEL.WEIGHTS to a checkpoint, or OUTPUT_DIR to the folder "
+            f"of a run and add --resume (now '{cfg.OUTPUT_DIR}')."
         )
+    model = check_model(cfg, start, report, eval_only=eval_only)
+    _check_evaluation(cfg, model, report)
+    texts = {key: cfg.DATASETS[key] for key in ("TRAIN", "TEST") if isinstance(cfg.DATASETS[key], str)}
+    for key, name in texts.items():
+        report.errors.append(f"DATASETS.{key} ({name!r}): a text instead of a tuple. Fix: write ({name!r},).")
+    if not texts:
+        check_datasets(cfg, report, eval_only=eval_only)
+        if not own_evaluator:
+            registered = [name for name in cfg.DATASETS.TEST if name in DatasetCatalog]
+            report.errors += filter(None, (wrong_evaluator(cfg, name) for name in registered))
+    if not eval_only:
+        _check_kept_weights(cfg, report)
+    if not report.errors:
+        start.fetch()
+    if start.unfetched:
+        report.unchecked = f"MODEL.WEIGHTS ('{start.address}'): not fetched and not checked before this is corrected."
+    check_start_weights(cfg, start, model, report, allow_partial=allow_partial)
+    return report
 
 
-def check_schedule(cfg: CfgNode, report: PreflightReport) -> None:
+def _wrong_device(device: str) -> str:
+    """Describe why torch cannot use a device here, or return ""."""
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        return (
+            f"MODEL.DEVICE ('{device}'): torch cannot use it here: {first_line(error)}. Fix: set MODEL.DEVICE cpu, or "
+            "give --num-gpus 0."
+        )
+    return ""
+
+
+def _check_schedule(cfg: CfgNode, report: PreflightReport) -> None:
     """Check that the learning rate lets the model learn."""
     solver = cfg.SOLVER
     if not 0 < solver.BASE_LR < math.inf:
@@ -58,7 +102,7 @@ def check_schedule(cfg: CfgNode, report: PreflightReport) -> None:
         )
 
 
-def check_kept_weights(cfg: CfgNode, report: PreflightReport) -> None:
+def _check_kept_weights(cfg: CfgNode, report: PreflightReport) -> None:
     """Check the keys that decide which weights are kept, and when the training ends. Datasets are registered."""
     decay, best, period, patience = cfg.SOLVER.EMA, cfg.TEST.BEST, cfg.TEST.EVAL_PERIOD, cfg.TEST.PATIENCE
     if not 0 <= decay < 1:
@@ -104,7 +148,7 @@ def _score_names(cfg: CfgNode) -> list[str]:
     return [*names, "validation/total_loss"] if cfg.TEST.LOSS else names
 
 
-def check_evaluation(cfg: CfgNode, model: nn.Module | None, report: PreflightReport) -> None:
+def _check_evaluation(cfg: CfgNode, model: nn.Module | None, report: PreflightReport) -> None:
     """Check what would stop an evaluation, perhaps after a whole training."""
     keypoints = cfg.MODEL.KEYPOINT_ON
     # GeneralizedRCNNWithTTA refuses other models, and leaves out predictions of PanopticFPN
@@ -120,61 +164,3 @@ def check_evaluation(cfg: CfgNode, model: nn.Module | None, report: PreflightRep
             f"TEST.KEYPOINT_OKS_SIGMAS ({len(sigmas)} values): MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS is {points}. Fix: "
             "give one sigma per keypoint."
         )
-
-
-def check_output_folder(
-    cfg: CfgNode,
-    start: StartWeights,
-    report: PreflightReport,
-    *,
-    eval_only: bool,
-    resume: bool,
-    overwrite: bool,
-    config_file: str,
-) -> None:
-    """Check that the run finds the checkpoints that it needs, and overwrites none by accident."""
-    folder, moved_to = cfg.OUTPUT_DIR, os.path.dirname(config_file) or "."
-    if start.resumed:
-        if start.error:
-            reason = str(start.error).partition(" Fix: ")[0]
-            report.errors.append(f"{reason} Fix: {_another_checkpoint(folder, start.address)}")
-        return
-    if resume and _checkpoints(folder):
-        report.errors.append(
-            f"--resume: file not found: '{os.path.join(folder, 'last_checkpoint')}', which names the checkpoint to "
-            f"continue from. Fix: {_another_checkpoint(folder)}"
-        )
-    elif resume and config_file and os.path.isfile(os.path.join(moved_to, "last_checkpoint")):
-        report.errors.append(
-            f"--resume: no checkpoint in OUTPUT_DIR ('{folder}'), but in the folder of the config. Fix: add OUTPUT_DIR "
-            f"{shlex.quote(moved_to)} to continue that run."
-        )
-    elif resume and not eval_only:
-        report.warnings.append(f"--resume: no checkpoint in '{folder}'. The run starts from its beginning.")
-    elif os.path.isfile(os.path.join(folder, "last_checkpoint")) and not (eval_only or overwrite):
-        report.errors.append(
-            f"OUTPUT_DIR ('{folder}'): contains checkpoints of an earlier run. Fix: continue it with --resume, keep "
-            "both with another OUTPUT_DIR, or replace it with --overwrite."
-        )
-    if not start.address and eval_only:
-        report.errors.append(
-            "--eval-only: no weights to evaluate. Fix: set MODEL.WEIGHTS to a checkpoint, or OUTPUT_DIR to the folder "
-            f"of a run and add --resume (now '{folder}')."
-        )
-
-
-def _another_checkpoint(folder: str, damaged: str = "") -> str:
-    """Say how to continue without the last checkpoint or its name."""
-    others = [
-        path
-        for path in _checkpoints(folder)
-        if os.path.basename(path) not in (BEST_CHECKPOINT, os.path.basename(damaged))
-    ]
-    if not others:
-        return "start again with --overwrite instead of --resume; there is no other checkpoint."
-    return f"write {os.path.basename(others[0])}, the newest other checkpoint, into {folder}/last_checkpoint."
-
-
-def _checkpoints(folder: str) -> list[str]:
-    """List the checkpoints of an output folder, newest first."""
-    return sorted(glob.glob(os.path.join(glob.escape(folder), "*.pth")), key=os.path.getmtime, reverse=True)

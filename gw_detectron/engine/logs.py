@@ -1,0 +1,92 @@
+"""What a run shows on the screen, and its log.txt, which has everything."""
+
+import logging
+import os
+import re
+import sys
+from typing import Any
+
+from detectron2.engine import HookBase
+from detectron2.utils import comm
+from tqdm import tqdm
+
+from ..progress import progress_bar
+
+_LOGGERS = ("detectron2", "fvcore", "gw_detectron")
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+# loggers that the screen leaves to log.txt: tables, networks, what every run says; below the level
+_FILE_ONLY = {
+    "detectron2.data": logging.WARNING,
+    "detectron2.engine.defaults": logging.WARNING,
+    "gw_detectron.layers": logging.WARNING,
+    "detectron2.checkpoint": logging.ERROR,  # names of tensors, which the load report counts
+    "fvcore.common.checkpoint": logging.ERROR,
+}
+
+
+class _PlainFormatter(logging.Formatter):
+    """Format records without the colors that Detectron2's tables have."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return _ANSI.sub("", super().format(record))
+
+
+class _FileHandler(logging.FileHandler):
+    """log.txt of a run."""
+
+
+class _ScreenHandler(logging.Handler):
+    """The messages that somebody reads while a run starts, printed above its progress bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if any(record.name.startswith(name) and record.levelno < level for name, level in _FILE_ONLY.items()):
+            return
+        record.prefix = f"{record.levelname}: " if record.levelno > logging.INFO else ""
+        try:
+            tqdm.write(self.format(record), file=sys.stdout)
+            sys.stdout.flush()
+        except Exception:
+            self.handleError(record)
+
+
+def log_to(folder: str) -> None:
+    """Log to ``log.txt`` in a folder, and on the main process also to the screen.
+
+    An earlier run of this process is logged to no longer. Loggers that a script has set up keep their handlers.
+    """
+    rank = comm.get_rank()
+    path = os.path.join(folder, "log.txt" if rank == 0 else f"log.txt.rank{rank}")
+    file: logging.Handler = _FileHandler(path, encoding="utf-8")
+    file.setFormatter(_PlainFormatter("[%(asctime)s] %(name)s %(levelname)s: %(message)s", "%m/%d %H:%M:%S"))
+    handlers = [file]
+    if rank == 0:
+        screen = _ScreenHandler(logging.INFO)
+        screen.setFormatter(_PlainFormatter("[%(asctime)s] %(prefix)s%(message)s", "%H:%M:%S"))
+        handlers.append(screen)
+    for logger in map(logging.getLogger, _LOGGERS):
+        for handler in logger.handlers[:]:
+            if isinstance(handler, (_FileHandler, _ScreenHandler)):
+                logger.removeHandler(handler)
+                handler.close()
+        if not logger.handlers:
+            logger.handlers += handlers
+            logger.propagate = False
+            logger.setLevel(logging.DEBUG)
+
+
+class ProgressBar(HookBase):
+    """Show iteration, time left and loss on a terminal."""
+
+    def before_train(self) -> None:
+        self._bar = progress_bar(
+            desc="training", unit="it", total=self.trainer.max_iter, initial=self.trainer.start_iter, leave=False
+        )
+
+    def after_step(self) -> None:
+        losses: Any = self.trainer.storage.latest().get("total_loss")
+        if losses is not None:
+            self._bar.set_postfix(loss=f"{losses[0]:.3g}", refresh=False)
+        self._bar.update()
+
+    def after_train(self) -> None:
+        self._bar.close()

@@ -1,0 +1,124 @@
+"""Start a run: lock its folder, open its weights, check it, and only then write to the folder."""
+
+import contextlib
+import logging
+import os
+import shlex
+import sys
+from typing import NamedTuple
+
+import torch
+from detectron2.config import CfgNode
+from detectron2.utils import comm
+from detectron2.utils.collect_env import collect_env_info
+from detectron2.utils.env import seed_all_rng
+from detectron2.utils.file_io import PathManager
+
+from ..atomic import AtomicPathManager
+from ..checkpoint import StartWeights, open_start_weights
+from ..checkpoint.opening import local_file
+from ..config import changed_config, get_value
+from ..data import record_datasets, registered_datasets
+from ..errors import PreflightReport
+from ..modeling import object_count_keys
+from ..preflight import preflight
+from .launch import in_all_processes
+from .logs import log_to
+from .output_folder import check_output, clear_output, end_last_line, lock_output
+
+log = logging.getLogger(__name__)
+
+
+class Run(NamedTuple):
+    """A run that may begin: the weights it starts from, and the lock on its output folder."""
+
+    weights: StartWeights
+    lock: contextlib.ExitStack
+
+
+def start_run(
+    cfg: CfgNode,
+    *,
+    eval_only: bool = False,
+    resume: bool | None = False,
+    overwrite: bool = False,
+    allow_partial: bool = False,
+    ignore_preflight: bool = False,
+    own_evaluator: bool = False,
+) -> Run:
+    """Check a run, and write its log, ``config.yaml`` and ``datasets.yaml``.
+
+    A refused run leaves the folder of an earlier run unchanged.
+
+    Args:
+        cfg: the config.
+        eval_only: the run evaluates only. It writes to ``inference`` in ``OUTPUT_DIR``, without a lock.
+        resume: continue from the last checkpoint of ``OUTPUT_DIR``; None: if there is one.
+        overwrite: remove an earlier run from ``OUTPUT_DIR``.
+        allow_partial: accept weights that do not fit.
+        ignore_preflight: log errors of the checks as warnings.
+        own_evaluator: the trainer overrides ``build_evaluator``.
+
+    Raises:
+        PreflightError: the run would fail later or learn nothing.
+        RunError: another training writes to the output folder.
+        UserError: the weights cannot be opened.
+        OSError: the output folder cannot be written.
+    """
+    is_main, folder = comm.is_main_process(), cfg.OUTPUT_DIR
+    with contextlib.ExitStack() as lock:
+        with in_all_processes():
+            locks, exists = is_main and not eval_only, os.path.isdir(folder)
+            if locks and exists:  # now: another training could write a newer checkpoint than is opened
+                lock.enter_context(lock_output(folder))
+            weights = open_start_weights(cfg.MODEL.WEIGHTS, folder if resume or resume is None else "")
+            report = PreflightReport()
+            if is_main:
+                check_output(folder, weights, report, resume=resume, keeps=not (eval_only or overwrite))
+                preflight(
+                    cfg,
+                    weights,
+                    report,
+                    eval_only=eval_only,
+                    allow_partial=allow_partial,
+                    own_evaluator=own_evaluator,
+                )
+            if not ignore_preflight:
+                report.raise_errors()
+            weights.checkpoint()  # fetches remote weights, raises the error of opening it
+            if locks and not exists:
+                lock.enter_context(lock_output(folder))
+            if is_main:
+                new = not (eval_only or weights.resumed)
+                clear_output(folder, metrics=new, everything=overwrite, needed=[local_file(weights.address)])
+                if weights.resumed and not eval_only:
+                    end_last_line(folder)
+        with in_all_processes():
+            _write_record(cfg, weights, eval_only=eval_only)
+        for warning in report.errors + report.warnings:
+            log.warning(warning)
+        return Run(weights, lock.pop_all())
+
+
+def _write_record(cfg: CfgNode, weights: StartWeights, *, eval_only: bool) -> None:
+    """Set up logging and seed, as Detectron2's ``default_setup``; write ``config.yaml`` and ``datasets.yaml``."""
+    rank, folder = comm.get_rank(), os.path.join(cfg.OUTPUT_DIR, "inference") if eval_only else cfg.OUTPUT_DIR
+    PathManager.mkdirs(folder)
+    log_to(folder)
+    log.info("run folder: '%s'; log.txt in it has more than the screen", folder)
+    log.debug("Process %d of %d. Environment:\n%s", rank, comm.get_world_size(), collect_env_info())
+    log.debug("Command: %s", shlex.join(sys.argv))
+    if eval_only and weights.resumed:  # for the record beside the results
+        cfg = changed_config(cfg, {"MODEL.WEIGHTS": weights.address})
+    datasets = registered_datasets(cfg.DATASETS.TRAIN, cfg.DATASETS.TEST)
+    if comm.is_main_process():
+        with AtomicPathManager(PathManager).open(os.path.join(folder, "config.yaml"), "w") as file:
+            file.write(cfg.dump())
+        record_datasets(datasets, folder, cfg.OUTPUT_DIR)
+    for name, dataset in {**datasets.train, **datasets.val}.items():
+        counts = ", ".join(f"{key} {get_value(cfg, key)}" for key in object_count_keys(cfg))
+        log.info("dataset %s: '%s', images in '%s'; %s", name, dataset.json, dataset.images, counts)
+    seed_all_rng(None if cfg.SEED < 0 else cfg.SEED + rank)
+    torch.backends.cudnn.benchmark = (
+        cfg.CUDNN_BENCHMARK and not eval_only and not torch.are_deterministic_algorithms_enabled()
+    )
