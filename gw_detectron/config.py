@@ -58,6 +58,9 @@ def add_gw_config(cfg: CfgNode) -> None:
         (cfg.TEST, "PATIENCE", 0),
         # With TEST.EVAL_PERIOD: log the losses on DATASETS.TEST, too.
         (cfg.TEST, "LOSS", True),
+        # Percentiles of an image's gray values that become 0 and 255, for images of more than 8 bits, e.g. [0.5, 99.5].
+        # Default []: such images are refused. The paper has 8 bits.
+        (cfg.INPUT, "PERCENTILES", []),
         # Convolutions before a norm: "" plain, "WS" with Weight Standardization (arXiv 1903.10520).
         # Default "". The paper has no Weight Standardization.
         *((node, "CONV", "") for node in (model.RESNETS, model.FPN, model.ROI_BOX_HEAD, model.ROI_MASK_HEAD)),
@@ -179,6 +182,9 @@ def read_config(config_file: str | os.PathLike[str], opts: Sequence[Any] = ()) -
             f"MODEL.LOAD_PROPOSALS ({cfg.MODEL.LOAD_PROPOSALS}): Detectron2 reads proposal files by pickle, which runs "
             "code that they contain. Fix: set it to False and use a proposal generator such as RPN."
         )
+    percentiles = cfg.INPUT.PERCENTILES
+    if percentiles and not (len(percentiles) == 2 and 0 <= percentiles[0] < percentiles[1] <= 100):
+        raise ConfigError(f"INPUT.PERCENTILES ({percentiles}): not two ascending percentages. Fix: give e.g. 0.5,99.5.")
     return cfg
 
 

@@ -12,6 +12,7 @@ from detectron2.config import CfgNode
 from .config import get_value
 from .data import read_json
 from .data.fingerprint import Fingerprint, anchor_shapes, best_overlaps, read_fingerprint, training_sides
+from .data.images import has_deep_images
 from .errors import ConfigError, DataError
 from .modeling.build import object_count_keys
 
@@ -68,7 +69,8 @@ def apply_recipe(
         raise ConfigError(f"--auto: MODEL.META_ARCHITECTURE ('{cfg.MODEL.META_ARCHITECTURE}') detects no objects.")
     if epochs is not None and not 0 < epochs < math.inf:
         raise ConfigError(f"--epochs ({epochs:g}): not above 0. Fix: give e.g. 20 passes over the images.")
-    found = read_fingerprint(map(_read, files))
+    contents = [(folder, _read(path)) for path, folder in files.items()]
+    found = read_fingerprint(content for _, content in contents)
     if not len(found.boxes):
         raise DataError(
             f"--auto: {len(found.images)} images have no object to learn from ({found.crowds} crowds, "
@@ -78,6 +80,11 @@ def apply_recipe(
     steps: list[Callable[[_Recipe, Fingerprint], None]] = [_classes, _masks, _image_size, _anchors, _limits, _sampler]
     for step in [] if schedule_only else [*steps, _rate]:
         step(recipe, found)
+    paths = [
+        os.path.join(root, str(each.get("file_name", ""))) for root, content in contents for each in content["images"]
+    ]
+    if not schedule_only and not cfg.INPUT.PERCENTILES and has_deep_images(paths):
+        recipe.set("INPUT.PERCENTILES", (0.5, 99.5), "images have more than 8 bits")
     _schedule(recipe, found, epochs)
     return recipe.reasons
 

@@ -125,6 +125,7 @@ def _export_detector(args: argparse.Namespace, cfg: CfgNode) -> dict[str, Any]:
         detections=args.detections,
         image=read_image_for(cfg, args.image, resize=not args.one_image) if args.image else None,
         sides=(cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST),
+        percentiles=cfg.INPUT.PERCENTILES,
         one_image=args.one_image,
         paste_masks=args.paste_masks,
         class_names=names,

@@ -1,17 +1,20 @@
 """Read image files as Detectron2 does, with errors that name the file, and prepare them for a detector."""
 
 import contextlib
+import io
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import numpy as np
 import torch
 from detectron2.config import CfgNode
 from detectron2.data import detection_utils
 from detectron2.data import transforms as transforms_d2
-from PIL import ExifTags, Image, UnidentifiedImageError
+from detectron2.utils.file_io import PathManager
+from iopath.common.file_io import PathHandler
+from PIL import ExifTags, Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
 from torch import Tensor
 
 from ..errors import DataError, MissingFileError
@@ -20,15 +23,21 @@ from ..errors import DataError, MissingFileError
 _READ_ERRORS = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 BROWSER_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 IMAGE_SUFFIXES = (*BROWSER_SUFFIXES, ".tif", ".tiff", ".gif")
+_DEEP = "percentiles://"
 _Item = TypeVar("_Item")
 
 
-def read_image(path: str | os.PathLike[str], pixel_format: str) -> np.ndarray:
+def read_image(path: str | os.PathLike[str], pixel_format: str, percentiles: Sequence[float] = ()) -> np.ndarray:
     """Read an image as Detectron2 does: (H, W, 3) pixels of 0 to 255, in the order of ``INPUT.FORMAT``.
+
+    Args:
+        path: the file.
+        pixel_format: ``INPUT.FORMAT``.
+        percentiles: ``INPUT.PERCENTILES``, for images of more than 8 bits; see :func:`scale_to_8_bits`.
 
     Raises:
         MissingFileError: the file does not exist.
-        DataError: the file is not an image, damaged, or has more than 8 bits per channel.
+        DataError: the file is not an image, damaged, or has more than 8 bits per channel and there are no percentiles.
     """
     if not os.path.isfile(path):
         raise MissingFileError(
@@ -36,14 +45,14 @@ def read_image(path: str | os.PathLike[str], pixel_format: str) -> np.ndarray:
         )
     with _errors_of(path):
         with Image.open(path) as image:
-            _check_bits(image)
-        return detection_utils.read_image(os.fspath(path), format=pixel_format)
+            _check_bits(image, percentiles)
+        return detection_utils.read_image(_address(os.fspath(path), percentiles), format=pixel_format)
 
 
-def upright_size(path: str | os.PathLike[str]) -> tuple[int, int]:
+def upright_size(path: str | os.PathLike[str], percentiles: Sequence[float] = ()) -> tuple[int, int]:
     """Read width and height of an image, turned upright by its EXIF entry, from its header."""
     with _errors_of(path), Image.open(path) as image:
-        _check_bits(image)
+        _check_bits(image, percentiles)
         try:
             # where a PNG has no such entry, Pillow would decode all of it to look for one behind the pixels
             exif = image.getexif() if image.format != "PNG" or "exif" in image.info else {}
@@ -53,20 +62,85 @@ def upright_size(path: str | os.PathLike[str]) -> tuple[int, int]:
         return (image.height, image.width) if turned else image.size
 
 
+def scale_to_8_bits(values: np.ndarray, percentiles: Sequence[float]) -> np.ndarray:
+    """Scale gray values so that their lower percentile becomes 0 and the upper one 255, as uint8; NaN becomes 0."""
+    finite = values[np.isfinite(values)]
+    low, high = np.percentile(finite, percentiles) if finite.size else (0.0, 0.0)
+    scaled = 255 * (np.clip(values, low, high) - low) / (high - low if high > low else 1.0)
+    return np.nan_to_num(scaled).round().astype(np.uint8)
+
+
+def has_deep_images(paths: Sequence[str]) -> bool:
+    """Return whether one of some images, evenly spread, has more than 8 bits per channel."""
+    for path in evenly_spread(paths, 20):
+        with contextlib.suppress(*_READ_ERRORS), Image.open(path) as image:  # preflight names what cannot be read
+            if _is_deep(image):
+                return True
+    return False
+
+
+class _DeepImageHandler(PathHandler):
+    """Open ``percentiles://LOW,HIGH/PATH``: an image, scaled to 8 bits if it has more.
+
+    By this address Detectron2's own mapper reads what it would cut off at 255.
+    """
+
+    def _get_supported_prefixes(self) -> list[str]:
+        return [_DEEP]
+
+    def _open(self, path: str, mode: str = "r", buffering: int = -1, **kwargs: Any) -> IO[Any]:
+        percentiles, _, name = path.removeprefix(_DEEP).partition("/")
+        file = PathManager.open(name, "rb")
+        image = Image.open(file)
+        if not _is_deep(image):
+            file.seek(0)
+            return file
+        values = np.asarray(ImageOps.exif_transpose(image), dtype=np.float64)
+        content = io.BytesIO()
+        Image.fromarray(scale_to_8_bits(values, [float(each) for each in percentiles.split(",")])).save(content, "PPM")
+        file.close()
+        content.seek(0)
+        return content
+
+
+PathManager.register_handler(_DeepImageHandler(), allow_override=True)
+
+
+def _address(path: str, percentiles: Sequence[float]) -> str:
+    return f"{_DEEP}{percentiles[0]:g},{percentiles[1]:g}/{path}" if percentiles else path
+
+
+def _is_deep(image: Image.Image) -> bool:
+    return image.mode[0] in "IF"  # gray; of deep colors, Pillow keeps the upper 8 bits
+
+
 @contextlib.contextmanager
 def _errors_of(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except _READ_ERRORS as error:
-        reason = "not an image" if isinstance(error, UnidentifiedImageError) else error
+        reason = _unknown_format(path) if isinstance(error, UnidentifiedImageError) else error
         raise DataError(
             f"image ({os.fspath(path)!r}): cannot be read: {reason}. Fix: repair it or give another one."
         ) from error
 
 
-def _check_bits(image: Image.Image) -> None:
-    if image.mode[0] in "IF":  # Pillow would cut its values off at 255
-        raise ValueError(f"has more than 8 bits per channel (mode {image.mode}): save it with 8")
+def _check_bits(image: Image.Image, percentiles: Sequence[float]) -> None:
+    if _is_deep(image) and not percentiles:  # Pillow would cut its values off at 255
+        raise ValueError(
+            f"has more than 8 bits per channel (mode {image.mode}): set INPUT.PERCENTILES 0.5,99.5, or save it with 8"
+        )
+
+
+def _unknown_format(path: str | os.PathLike[str]) -> str:
+    """Say why Pillow cannot tell the format of a file."""
+    with contextlib.suppress(*_READ_ERRORS), open(path, "rb") as file:
+        directory = TiffImagePlugin.ImageFileDirectory_v2(file.read(8))
+        file.seek(directory.next)
+        directory.load(file)
+        if (channels := directory.get(TiffImagePlugin.SAMPLESPERPIXEL, 1)) > 1:
+            return f"a TIFF of {channels} channels, which needs a mapper of your own (docs/your_data.md)"
+    return "not an image"
 
 
 class ImageNamingMapper:
@@ -74,18 +148,22 @@ class ImageNamingMapper:
 
     Args:
         mapper: Detectron2's ``DatasetMapper`` or another callable from record to training example.
+        percentiles: ``INPUT.PERCENTILES``, by which images of more than 8 bits are scaled before.
 
     Raises:
         DataError: the image or its record cannot be used; other errors get the file name as a note.
     """
 
-    def __init__(self, mapper: Callable[[dict], Any]) -> None:
-        self.mapper = mapper
+    def __init__(self, mapper: Callable[[dict], Any], percentiles: Sequence[float] = ()) -> None:
+        self.mapper, self.percentiles = mapper, percentiles
 
     def __call__(self, record: dict) -> Any:
         name = record.get("file_name", "a record without file_name")
         try:
-            return self.mapper(record)
+            if not self.percentiles or "file_name" not in record:
+                return self.mapper(record)
+            example = self.mapper(record | {"file_name": _address(name, self.percentiles)})
+            return example and example | {"file_name": name}
         except _READ_ERRORS as error:  # also Detectron2's SizeMismatchError
             raise DataError(
                 f"'{name}': cannot be used: {error}. Fix: repair the image or its record (width and height are those "

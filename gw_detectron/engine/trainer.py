@@ -156,11 +156,12 @@ class Trainer(DefaultTrainer):
 
     @classmethod
     def build_train_loader(cls, cfg: CfgNode) -> Any:
-        return build_training_data(cfg, ImageNamingMapper(DatasetMapper(cfg, True)))
+        return build_training_data(cfg, ImageNamingMapper(DatasetMapper(cfg, True), cfg.INPUT.PERCENTILES))
 
     @classmethod
     def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> Any:
-        return build_detection_test_loader(cfg, dataset_name, mapper=ImageNamingMapper(DatasetMapper(cfg, False)))
+        mapper = ImageNamingMapper(DatasetMapper(cfg, False), cfg.INPUT.PERCENTILES)
+        return build_detection_test_loader(cfg, dataset_name, mapper=mapper)
 
     @classmethod
     def build_evaluator(cls, cfg: CfgNode, dataset_name: str, output_folder: str | None = None) -> DatasetEvaluator:

@@ -41,7 +41,7 @@ def validation_losses(cfg: CfgNode, model: nn.Module, seed: int) -> dict[str, fl
         return {}
     mapper = DatasetMapper(cfg, True, augmentations=build_augmentation(cfg, False), recompute_boxes=False)
     data = build_detection_test_loader(
-        records, mapper=ImageNamingMapper(mapper), num_workers=cfg.DATALOADER.NUM_WORKERS
+        records, mapper=ImageNamingMapper(mapper, cfg.INPUT.PERCENTILES), num_workers=cfg.DATALOADER.NUM_WORKERS
     )
     modes = {module: module.training for module in model.modules()}
     normalizer = {name: value for name, value in vars(model).items() if name == LOSS_NORMALIZER}

@@ -41,6 +41,7 @@ def export_detector(
     detections: int | None = None,
     image: Tensor | None = None,
     sides: tuple[int, int] | None = None,
+    percentiles: Sequence[float] = (),
     one_image: bool = False,
     paste_masks: bool = False,
     class_names: Sequence[str] | None = None,
@@ -62,6 +63,7 @@ def export_detector(
             Default: a drawn scene.
         sides: shorter and longest side to which evaluation resizes images. With ``one_image``, the file does it; else
             ``parity.json`` names them.
+        percentiles: ``INPUT.PERCENTILES``, which ``parity.json`` names: the file takes pixels that are scaled already.
         one_image: whether the file takes one image in its original size.
         paste_masks: whether masks are binary and as large as the image; only with ``one_image``.
         class_names: names of the classes, written into the file.
@@ -94,6 +96,8 @@ def export_detector(
         entries |= {**written.description, "norm_layers": norm_counts(model)}
         if sides is not None:
             entries["resized_in_evaluation"] = {"shorter": sides[0], "longer_at_most": sides[1]}
+        if percentiles:
+            entries["scaled_to_8_bits_by_percentiles"] = list(percentiles)
         _logger.info("Comparing detections with the model's")
         entries |= check_detections(program, written, image)
         return write_parity(folder / file, entries, source)
@@ -109,7 +113,7 @@ def dataset_classes(cfg: CfgNode, config_file: str | None = None) -> tuple[list[
 
 def read_image_for(cfg: CfgNode, path: str | os.PathLike[str], *, resize: bool = True) -> Tensor:
     """Read an image as pixels of 0 to 255, (3, H, W); resize it as evaluation does unless ``resize`` is False."""
-    pixels = read_image(path, cfg.INPUT.FORMAT)
+    pixels = read_image(path, cfg.INPUT.FORMAT, cfg.INPUT.PERCENTILES)
     return evaluation_input(pixels, cfg) if resize else channels_first(pixels)
 
 

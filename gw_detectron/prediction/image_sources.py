@@ -2,7 +2,7 @@
 
 import glob
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,13 +43,13 @@ class ImageSource:
 
         return max(0, int(video.get(cv2.CAP_PROP_FRAME_COUNT)))
 
-    def images(self) -> Iterator[np.ndarray]:
-        """Yield the image, or a video's frames, (H, W, 3) RGB uint8.
+    def images(self, percentiles: Sequence[float] = ()) -> Iterator[np.ndarray]:
+        """Yield the image, or a video's frames, (H, W, 3) RGB uint8; ``percentiles`` are ``INPUT.PERCENTILES``.
 
         An image is turned upright by its EXIF entry; gray values become RGB, transparency is dropped.
         """
         if not self.is_video:
-            yield read_image(self.path, "RGB")
+            yield read_image(self.path, "RGB", percentiles)
             return
         capture = self.video()
         found, frame = capture.read()

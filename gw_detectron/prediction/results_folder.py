@@ -94,7 +94,7 @@ def write_predictions(
             try:
                 path = folder / PICTURES / _picture_name(source, names)
                 with closing(_Drawer(source, path, predictor.metadata)) if pictures else nullcontext() as drawer:
-                    for index, image in enumerate(source.images()):
+                    for index, image in enumerate(source.images(predictor.cfg.INPUT.PERCENTILES)):
                         found = predictor(image)
                         if drawer is not None:
                             drawer.draw(image, found)

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,12 +21,14 @@ class DatasetNeeds(NamedTuple):
     masks: bool = False
     run_lengths: bool = True  # a segmentation may be an RLE
     keypoints: int = 0  # per object
+    percentiles: Sequence[float] = ()  # for images of more than 8 bits
 
     @classmethod
     def of(cls, cfg: CfgNode, *, training: bool) -> "DatasetNeeds":
         """Return the needs of a config."""
         points = cfg.MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS if cfg.MODEL.KEYPOINT_ON else 0
-        return cls(training, cfg.MODEL.MASK_ON, not training or cfg.INPUT.MASK_FORMAT != "polygon", points)
+        run_lengths = not training or cfg.INPUT.MASK_FORMAT != "polygon"
+        return cls(training, cfg.MODEL.MASK_ON, run_lengths, points, cfg.INPUT.PERCENTILES)
 
     def fields(self) -> set[str]:
         """Return the fields that every annotation needs."""

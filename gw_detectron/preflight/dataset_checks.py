@@ -101,7 +101,7 @@ def _check_dataset(name: str, report: PreflightReport, needs: DatasetNeeds) -> l
     names = [category["name"] for category in sorted(content["categories"], key=lambda category: category["id"])]
     root = metadata.get("image_root", "")
     if "://" not in root:  # a header would cost a download
-        errors += _missing_images(root, content["images"]) or _wrong_images(root, content["images"])
+        errors += _missing_images(root, content["images"]) or _wrong_images(root, content["images"], needs.percentiles)
     report.errors += [f"{where}: {error}" for error in errors]
     report.warnings += [f"{where}: {warning}" for warning in warnings]
     return names
@@ -133,13 +133,13 @@ def _missing_images(root: str, images: Sequence[dict]) -> list[str]:
     ]
 
 
-def _wrong_images(root: str, images: Sequence[dict]) -> list[str]:
+def _wrong_images(root: str, images: Sequence[dict], percentiles: Sequence[float]) -> list[str]:
     """Describe images that are damaged or of another size than their record, by the headers of some of them."""
     checked = images[:: -(-len(images) // _MOST_HEADERS)]
     wrong = []
     for image in checked:
         try:
-            size = upright_size(os.path.join(root, image["file_name"]))
+            size = upright_size(os.path.join(root, image["file_name"]), percentiles)
         except DataError as error:
             wrong.append(str(error).partition(" Fix: ")[0])
             continue

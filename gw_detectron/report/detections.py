@@ -59,6 +59,7 @@ class Detections:
         results: the detections.
         tasks: of ``bbox``, ``segm`` and ``keypoints``.
         sigmas: of the keypoints; empty means COCO's.
+        percentiles: ``INPUT.PERCENTILES``, for images of more than 8 bits.
     """
 
     metadata: Metadata
@@ -67,6 +68,7 @@ class Detections:
     results: Sequence[dict[str, Any]]
     tasks: Sequence[str]
     sigmas: Sequence[float] = ()
+    percentiles: Sequence[float] = ()
 
     @property
     def category_ids(self) -> list[int]:
@@ -177,7 +179,7 @@ class Detections:
         boxes = np.array([each["bbox"] for each in objects], dtype=float).reshape(-1, 4)
         boxes[:, 2:] += boxes[:, :2]
         return draw_objects(
-            read_image(self.records[image_id]["file_name"], "RGB"),
+            read_image(self.records[image_id]["file_name"], "RGB", self.percentiles),
             self.metadata,
             [index[each["category_id"]] for each in objects],
             boxes,

@@ -111,7 +111,8 @@ class RunFolder:
             task for task, key in keys.items() if task == "bbox" or (results and all(key in each for each in results))
         ]
         metadata = MetadataCatalog.get(self.dataset)
-        return Detections(metadata, records, truth, results, tasks, self.cfg.TEST.KEYPOINT_OKS_SIGMAS)
+        sigmas, percentiles = self.cfg.TEST.KEYPOINT_OKS_SIGMAS, self.cfg.INPUT.PERCENTILES
+        return Detections(metadata, records, truth, results, tasks, sigmas, percentiles)
 
     def _truth(self) -> COCO:
         converted = self.folder / "inference" / f"{self.dataset}{CONVERTED}"  # of a dataset registered in Python

@@ -3,17 +3,22 @@
 import numpy as np
 import pytest
 import torch
+from detectron2.data import DatasetMapper
 from detectron2.data.detection_utils import check_image_size
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, TiffImagePlugin
 
+from gw_detectron.config import default_config
 from gw_detectron.data.images import (
     ImageNamingMapper,
     evenly_spread,
     image_files,
     read_image,
+    scale_to_8_bits,
     upright_size,
 )
 from gw_detectron.errors import DataError, MissingFileError
+from gw_detectron.export import read_image_for
+from gw_detectron.prediction.image_sources import ImageSource
 
 
 @pytest.fixture
@@ -92,3 +97,55 @@ def test_an_error_in_a_worker_process_has_the_message_alone():
     loader = torch.utils.data.DataLoader([RECORD], num_workers=1, collate_fn=read)
     with pytest.raises(DataError, match=r"^'photos/a.jpg'.*got \(200, 300\), expect \(300, 200\)"):
         next(iter(loader))
+
+
+# --- images of more than 8 bits -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", ["tif", "png"])
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.float32])
+def test_deep_images_are_scaled_by_their_percentiles(tmp_path, dtype, suffix):
+    if suffix == "png" and dtype != np.uint16:
+        pytest.skip("PNG has no such images")
+    values = np.linspace(300, 4000, 30 * 40).reshape(30, 40).astype(dtype)
+    values[0, 0], values[0, 1] = 0, 65000  # a dead and a hot pixel
+    path = tmp_path / f"deep.{suffix}"
+    Image.fromarray(values).save(path)
+    image = read_image(path, "BGR", (0.5, 99.5))
+    low, high = np.percentile(values.astype(float), (0.5, 99.5))
+    expected = np.clip((values.astype(float) - low) * 255 / (high - low), 0, 255)
+    assert image.dtype == np.uint8 and np.abs(image - expected[:, :, None]).max() <= 0.5
+    assert upright_size(path, (0.5, 99.5)) == (40, 30)
+    record = {"file_name": str(path), "width": 40, "height": 30, "image_id": 7}
+    cfg = default_config()
+    cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.PERCENTILES = 30, (0.5, 99.5)
+    example = ImageNamingMapper(DatasetMapper(cfg, False), cfg.INPUT.PERCENTILES)(record)
+    assert example["file_name"] == str(path)
+    (predicted,) = ImageSource(path, "deep").images(cfg.INPUT.PERCENTILES)
+    for pixels in (example["image"], read_image_for(cfg, path), torch.from_numpy(predicted[:, :, ::-1].copy())):
+        assert (
+            pixels.numpy().reshape(-1) == (image if pixels.shape[-1] == 3 else image.transpose(2, 0, 1)).ravel()
+        ).all()
+
+
+def test_percentiles_leave_other_images_alone(tmp_path, turned):
+    Image.fromarray(np.arange(3600, dtype=np.uint8).reshape(30, 40, 3)).save(tmp_path / "a.png", exif=turned)
+    assert (read_image(tmp_path / "a.png", "RGB", (0.5, 99.5)) == read_image(tmp_path / "a.png", "RGB")).all()
+
+
+@pytest.mark.parametrize("values", [np.full((4, 4), 700.0), np.full((4, 4), np.nan), np.array([[np.inf, 1.0, 2.0]])])
+def test_values_without_a_range_are_scaled_to_finite_ones(values):
+    scaled = scale_to_8_bits(values, (0.5, 99.5))
+    assert scaled.dtype == np.uint8 and scaled.max() == (255 if np.isfinite(values).any() and values.min() < 2 else 0)
+
+
+def test_a_tiff_of_many_channels_is_told(tmp_path):
+    ifd = {256: 4, 257: 4, 258: (8,) * 5, 259: 1, 262: 1, 273: 8, 277: 5, 278: 4, 279: 80}
+    directory = TiffImagePlugin.ImageFileDirectory_v2()
+    for tag, value in ifd.items():
+        directory[tag] = value
+    with open(tmp_path / "bands.tif", "wb") as file:
+        directory.save(file)
+        file.write(bytes(80))
+    with pytest.raises(DataError, match="5 channels"):
+        read_image(tmp_path / "bands.tif", "RGB")
