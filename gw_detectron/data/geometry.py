@@ -65,7 +65,8 @@ def mask_boxes(masks: Sequence[Any], sizes: Sequence[tuple[int, int]]) -> tuple[
             for mask in map(masks.__getitem__, runs)
         ]
         found = mask_util.toBbox(compressed)
-        boxes[runs], areas[runs] = np.hstack([found[:, :2], found[:, :2] + found[:, 2:]]), mask_util.area(compressed)
+        boxes[runs] = np.hstack([found[:, :2], found[:, :2] + found[:, 2:]])
+        areas[runs] = list(map(mask_util.area, compressed))  # pycocotools 2.0.11 cannot count more than 255 at once
     return boxes, areas
 
 

@@ -53,6 +53,7 @@ def test_masks_are_measured_as_pycocotools_does():
     for index, (x, y, width, height) in enumerate(boxes, 2):
         assert found[index].tolist() == [x, y, x + width, y + height] and areas[index] == width * height
     assert found[5].tolist() == [2, 5, 3, 16] and areas[5] == 11
+    assert set(mask_boxes([run_length(*boxes[0])] * 300, [(HEIGHT, WIDTH)] * 300)[1]) == {3000}
 
 
 # a change of objects, and a word of the error
