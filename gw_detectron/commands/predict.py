@@ -1,7 +1,8 @@
 """Predict on images, folders and videos with a trained detector.
 
-The folder --output gets predictions.json (COCO results), images.json (their images and categories) and pictures/ with
-the objects drawn. MODEL is a run folder (OUTPUT_DIR of a training) or a checkpoint.
+The folder --output gets predictions.json (COCO results), images.json (their images and categories), counts.csv (objects
+of each class in each image) and pictures/ with the objects drawn. MODEL is a run folder (OUTPUT_DIR of a training) or a
+checkpoint. With --preview, the annotations of a dataset are drawn instead.
 """
 
 import argparse
@@ -12,7 +13,8 @@ from dataclasses import asdict
 
 from ..checkpoint.opening import BEST_CHECKPOINT
 from ..cli import check_folder, new_parser, parse_names
-from ..prediction import check_output, detector_file, find_sources, open_predictor, write_predictions
+from ..errors import ConfigError
+from ..prediction import check_output, detector_file, find_sources, open_predictor, write_predictions, write_preview
 
 
 def get_parser() -> argparse.ArgumentParser:
@@ -21,17 +23,19 @@ def get_parser() -> argparse.ArgumentParser:
         __doc__,
         "output/mydata photos --output predictions",
         "output/mydata 'photos/**/*.jpg' clip.mp4 --output predictions --score-threshold 0.7",
+        "--preview annotations.json photos --output preview",
         note="The exit status is 1 if a file cannot be read; the others are predicted.",
     )
-    parser.add_argument("model", metavar="MODEL", help="run folder or checkpoint")
+    parser.add_argument("model", metavar="MODEL", help="run folder or checkpoint; with --preview the folder of images")
     parser.add_argument(
-        "inputs", metavar="INPUT", nargs="+", help="image, folder of images, pattern in quotes, or video (with OpenCV)"
+        "inputs", metavar="INPUT", nargs="*", help="image, folder of images, pattern in quotes, or video (with OpenCV)"
     )
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to create; replaces earlier predictions")
     parser.add_argument("--config-file", metavar="FILE", help="config of a checkpoint; default: config.yaml beside it")
     parser.add_argument(
         "--score-threshold", type=float, default=0.5, metavar="S", help="keep scores above S, default: %(default)s"
     )
+    parser.add_argument("--preview", metavar="JSON", help="draw up to 50 images with the annotations of this COCO file")
     parser.add_argument("--no-pictures", action="store_true", help="write only the json files")
     parser.add_argument("--device", metavar="D", help="cpu or cuda; default: a GPU, if there is one")
     parser.add_argument(
@@ -50,6 +54,14 @@ def get_parser() -> argparse.ArgumentParser:
 def main(args: argparse.Namespace) -> bool:
     """Return whether all inputs could be read."""
     check_folder(args.output)
+    if args.preview:
+        if args.inputs:
+            raise ConfigError(
+                f"INPUT ({args.inputs[0]}): given together with --preview. Fix: give the folder of images."
+            )
+        count = write_preview(args.preview, args.model, args.output)
+        print(f"{count} images with their annotations, and the number of objects in all images: {args.output}")
+        return True
     sources = find_sources(args.inputs)
     check_output(args.output, sources)  # before seconds of loading
     replaced = os.path.isdir(args.output) and os.listdir(args.output)

@@ -3,6 +3,7 @@
 from .drawing import draw_predictions, draw_record
 from .image_sources import ImageSource, find_sources
 from .open_predictor import Predictor, detector_file, open_predictor
+from .preview import write_preview
 from .results_folder import PredictionSummary, check_output, write_predictions
 
 __all__ = [
@@ -16,4 +17,5 @@ __all__ = [
     "find_sources",
     "open_predictor",
     "write_predictions",
+    "write_preview",
 ]

@@ -1,8 +1,10 @@
 """Write predictions to a folder: COCO results and pictures."""
 
+import csv
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
@@ -24,7 +26,8 @@ from .drawing import draw_predictions
 from .image_sources import ImageSource
 from .open_predictor import Predictor
 
-RESULTS, IMAGES, PICTURES = "predictions.json", "images.json", "pictures"
+RESULTS, IMAGES, COUNTS, PICTURES = "predictions.json", "images.json", "counts.csv", "pictures"
+_FILES = (RESULTS, IMAGES, COUNTS, PICTURES)
 _KEYS = ["image_id", "file_name", "frame", "category_id", "category_name", "score", "bbox", "keypoints", "segmentation"]
 _FRAMES_PER_SECOND = 25.0  # of a video that does not tell
 
@@ -43,7 +46,7 @@ class PredictionSummary:
 def check_output(output: str | os.PathLike[str], sources: Iterable[ImageSource]) -> None:
     """Refuse an output folder that holds other files than earlier predictions, or one of the sources."""
     folder = Path(output).resolve()
-    check_replaceable(folder, (RESULTS, IMAGES, PICTURES))
+    check_replaceable(folder, _FILES)
     if (folder / PICTURES).exists() and not (folder / RESULTS).exists():
         raise FileAccessError(
             f"output ('{output}'): holds '{PICTURES}' without {RESULTS}. Fix: give an empty or new folder."
@@ -65,7 +68,8 @@ def write_predictions(
     """Predict on images and videos, and write the folder ``output``, all of it or nothing.
 
     ``predictions.json`` is a list of COCO results, ``images.json`` lists images and categories as COCO annotation files
-    do, and ``pictures`` holds images and videos with the objects drawn. Sources that cannot be read are left out.
+    do, ``counts.csv`` counts objects, and ``pictures`` holds images and videos with the objects drawn. Sources that
+    cannot be read are left out.
 
     Args:
         predictor: the detector.
@@ -86,7 +90,7 @@ def write_predictions(
     images: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
     with (
-        atomic_folder(output, (RESULTS, IMAGES, PICTURES)) as folder,
+        atomic_folder(output, _FILES) as folder,
         progress_bar(desc="predicting", unit="image", total=sum(source.count() for source in sources)) as progress,
     ):
         names = {source.name for source in sources}
@@ -125,11 +129,26 @@ def _write_json(folder: Path, metadata: Metadata, images: list[dict[str, Any]], 
     rows = []
     for result in results:
         category = categories[result["category_id"]]
-        named = result | {"category_id": category["id"], "category_name": category["name"]}
-        rows.append(json.dumps({key: named[key] for key in _KEYS if key in named}))
+        result |= {"category_id": category["id"], "category_name": category["name"]}
+        rows.append(json.dumps({key: result[key] for key in _KEYS if key in result}))
+    write_counts(folder / COUNTS, images, list(categories.values()), results)
     (folder / RESULTS).write_text("[" + ",".join(f"\n{row}" for row in rows) + "\n]\n")
     listed = {"images": images, "annotations": [], "categories": list(categories.values())}
     (folder / IMAGES).write_text(json.dumps(listed, indent=1) + "\n")
+
+
+def write_counts(
+    path: Path, images: list[dict[str, Any]], categories: list[dict[str, Any]], objects: list[dict[str, Any]]
+) -> None:
+    """Write the number of objects of each class in each image, given in COCO's format, as a csv file."""
+    counts = Counter((each["image_id"], each["category_id"]) for each in objects)
+    keys = [key for key in ("file_name", "frame") if any(key in image for image in images)]
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow([*keys, *(category["name"] for category in categories), "all"])
+        for image in images:
+            found = [counts[image["id"], category["id"]] for category in categories]
+            writer.writerow([*(image.get(key, "") for key in keys), *found, sum(found)])
 
 
 def _picture_name(source: ImageSource, names: Container[str]) -> str:

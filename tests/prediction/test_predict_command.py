@@ -1,11 +1,16 @@
 """The command predict: what it prints, its exit status, and its errors."""
 
+import csv
 import json
+from collections import Counter
 
 import pytest
+from PIL import Image
 
 from gw_detectron.commands.predict import get_parser, main
 from gw_detectron.errors import UserError
+
+from ..report.fake_run import write_run
 
 
 def predict(*words):
@@ -30,6 +35,36 @@ def test_a_run_folder(tmp_path, run_folder, photos, capsys):
     assert summary["detector"] == str(run_folder / "model_final.pth")
     assert summary["images"] == 1 and summary["output"] == str(output) and summary["failed"] == {}
     assert not (output / "pictures").exists()
+
+
+def test_objects_are_counted(tmp_path, run_folder, photos):
+    assert predict(run_folder, photos, "--output", tmp_path / "out", "--score-threshold", "0.1", "--no-pictures")
+    with open(tmp_path / "out" / "counts.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    found = Counter((each["file_name"], each["category_name"]) for each in results(tmp_path / "out"))
+    assert [row["file_name"] for row in rows] == ["b.png", "sub/a.jpg"]
+    for row in rows:
+        counts = {name: int(row[name]) for name in ("fork", "cup", "plate")}
+        assert counts == {name: found[row["file_name"], name] for name in counts} and int(row["all"]) == sum(
+            counts.values()
+        )
+
+
+def test_a_preview_draws_annotations_without_a_model(tmp_path, capsys):
+    folder = write_run(tmp_path / "run")  # six photos with three objects each
+    words = ("--preview", folder / "annotations.json", folder / "photos", "--output", tmp_path / "out")
+    assert predict(*words) and predict(*words)  # replaces its own
+    pictures = sorted((tmp_path / "out" / "pictures").iterdir())
+    assert len(pictures) == 6 and Image.open(pictures[0]).size == (480, 480)
+    rows = (tmp_path / "out" / "counts.csv").read_text().splitlines()
+    assert len(rows) == 7 and all(row.endswith(",3") for row in rows[1:])
+    for change in ({}, {"images": [], "annotations": [{}], "categories": []}, []):
+        (folder / "annotations.json").write_text(json.dumps(change))
+        with pytest.raises(UserError, match="annotations.json"):
+            predict(*words)
+    assert len(sorted((tmp_path / "out" / "pictures").iterdir())) == 6
+    with pytest.raises(UserError, match="INPUT .*--preview"):
+        predict("--preview", folder / "annotations.json", folder, "more", "--output", tmp_path / "out")
 
 
 def test_a_broken_file_is_the_exit_status(tmp_path, run_folder, photos, capsys):
