@@ -7,7 +7,7 @@ import os
 import pytest
 
 from gw_detectron.commands.demo import main
-from gw_detectron.errors import ConfigError, FileAccessError, PreflightError
+from gw_detectron.errors import ConfigError, FileAccessError
 
 from .tiny_run import CONFIG, OPTS
 
@@ -35,14 +35,6 @@ def test_results_that_cannot_be_written_stop_the_demo_before_the_training(tmp_pa
     with pytest.raises(FileAccessError, match=r"thesis\.tex"):
         demo(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["backbone"]
-
-
-def test_a_training_is_not_replaced_unasked(tmp_path, small_dataset):
-    (tmp_path / "last_checkpoint").write_text("model_final.pth")
-    (tmp_path / "model_final.pth").touch()
-    with pytest.raises(PreflightError, match="--overwrite"):
-        demo(tmp_path)
-    assert (tmp_path / "model_final.pth").exists()
 
 
 def test_a_demo_is_replaced_and_a_later_training_in_its_folder_is_not(tmp_path, monkeypatch):

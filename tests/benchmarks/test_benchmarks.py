@@ -11,14 +11,14 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import command, network_benchmark, timing
-from benchmarks.layer_benchmark import SHAPES, measure_layers, parse_shape
+from benchmarks.layer_benchmark import measure_layers
 from benchmarks.memory import saved_bytes
 from benchmarks.network_benchmark import measure_networks
 from benchmarks.networks import Sizes, Variant, detector
-from benchmarks.providers import MODES, OPTIONAL, PRECISIONS, PROVIDERS, Case, Figure1Whitening, products, traffic
+from benchmarks.providers import MODES, OPTIONAL, PRECISIONS, PROVIDERS, Case, Figure1Whitening, products
 from benchmarks.table import Table, geometric_means, plot, read_csv, summary, write_csv
 from benchmarks.timing import WARM_UP, Step, time_alternating
-from gw_detectron.errors import ConfigError, DataError, MissingFileError
+from gw_detectron.errors import DataError, MissingFileError
 
 from ..ops.cases import correlated
 from ..ops.oracle import Setting, group_whiten, group_whiten_backward
@@ -118,14 +118,6 @@ def test_floor_does_the_products_it_counts(mode):
     assert counter.get_total_flops() == 2 * 2 * (big * 4**2 * 12 // 4 * 35 + small * 3 * 4**3)
 
 
-@pytest.mark.parametrize(("mode", "passes"), [("forward", 3), ("forward+backward", 8)])
-def test_gpu_floor_moves_the_bytes_of_a_normalization(mode, passes):
-    x = torch.randn(2, 4, 3, 5, dtype=torch.bfloat16)
-    copied = traffic(x, mode).run()
-    moved = 2 * copied.numel() * copied.element_size()  # every copied byte is read and written
-    assert moved == passes * x.numel() * x.element_size()
-
-
 @pytest.fixture(scope="module")
 def rows():
     shapes, modes = ((2, 64, 5, 3), (1, 32, 4, 4)), (*MODES, "memory")
@@ -185,13 +177,6 @@ def test_a_table_is_read_as_written_and_shown(rows, tmp_path):
         read_csv(tmp_path / "t.png")
 
 
-def test_shapes():
-    assert parse_shape("2x64x200x336") == SHAPES[0]
-    for text in ("2x64x200", "2x64x200x0", "2x64x200x-1", "axbxcxd", "", "2x64x200x336x1"):
-        with pytest.raises(ConfigError, match="--shapes"):
-            parse_shape(text)
-
-
 def test_each_model_is_divided_by_its_first_variant(monkeypatch):
     classifiers = {"BN": Variant("BN"), "GN": Variant("GN"), "GW-S1-B2": Variant("BN", "GW", "S1-B2")}
     detectors = {norm: Variant(config=DEMO.format(norm)) for norm in ("BN", "BN_GW")}
@@ -245,31 +230,6 @@ def test_rows_are_written_as_they_come(tmp_path, monkeypatch, capsys):
     with pytest.raises(KeyboardInterrupt):
         run(*words, "--providers", "ours", "--modes", "forward", "memory")
     assert [row["mode"] for row in read_csv(tmp_path / "t.csv").rows] == ["forward"]
-
-
-def test_detectors_predict_the_same_image_in_each_round(monkeypatch, tmp_path):
-    calls = []
-
-    def open_predictor(model, device):
-        calls.append((model, device))
-        return lambda image: calls.append((model, image.shape))
-
-    monkeypatch.setattr(network_benchmark, "open_predictor", open_predictor)
-    run("detector", "run", "a.onnx", "--device", "cpu", "--repeats", 4, "--output", tmp_path / "t")
-    assert calls[:2] == [("run", "cpu"), ("a.onnx", "cpu")] and len({shape for _, shape in calls[2:]}) == 1
-    first, second = read_csv(tmp_path / "t.csv").rows
-    assert first["to_first"] == 1 and second["to_first"] == pytest.approx(
-        second["median_ms"] / first["median_ms"], 1e-3
-    )
-
-
-@pytest.mark.parametrize(
-    "words", [["layer", "--shapes", "2x64"], ["layer", "--repeats", "0"], ["model", "--image-size", "x"]]
-)
-def test_bad_flags_are_refused(words, tmp_path):
-    with pytest.raises((ConfigError, ValueError, SystemExit)):
-        run(*words, "--output", tmp_path / "x")
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.gpu

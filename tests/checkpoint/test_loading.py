@@ -1,7 +1,6 @@
 """Load an opened checkpoint: exactly what was read is loaded, and a missing backbone tensor is an error."""
 
 import logging
-import os
 import pickle
 import re
 from collections import OrderedDict
@@ -238,30 +237,6 @@ def test_values_and_types_that_conversion_refuses(model, r18, tmp_path, name, ch
     content["model"][name] = change(content["model"][name])
     with pytest.raises(WeightsError, match=rf"1 tensors {problem}.* \(.*{name}\). Fix: give an"):
         _load(model, content, tmp_path, allow_partial=True)
-
-
-@pytest.mark.parametrize("kind", ["pipe", "folder", "long"])
-def test_last_checkpoint_is_a_small_regular_file(detector_cfg, tmp_path, kind):
-    tag = tmp_path / "last_checkpoint"
-    {"pipe": lambda: os.mkfifo(tag), "folder": tag.mkdir, "long": lambda: tag.write_text(10**5 * "a")}[kind]()
-    detector_cfg.OUTPUT_DIR = str(tmp_path)
-    error = open_start_weights("", detector_cfg.OUTPUT_DIR).error
-    assert re.search("last_checkpoint: does not hold a file name. Fix: write the", str(error))
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("norms", {"a": 1}, "record of the file: damaged .norms: a dict"),
-        ("matching_heuristics", "False", "matching_heuristics is a str"),
-        ("provenance", torch.ones(2), "record of the file: damaged"),
-        ("preprocessing", {"pixel_mean": [10**400], "pixel_std": [1]}, "record of the file: damaged .int too large"),
-    ],
-)
-def test_metadata_of_a_wrong_type(tmp_path, key, value, message):
-    torch.save({"model": {"a": torch.ones(1)}, key: value}, tmp_path / "a.pth")
-    with pytest.raises(WeightsFileError, match=f"^MODEL.WEIGHTS: '.*a.pth': {message}"):
-        open_checkpoint(str(tmp_path / "a.pth"))
 
 
 @pytest.mark.parametrize(

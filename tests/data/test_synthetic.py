@@ -8,7 +8,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -173,22 +172,6 @@ def test_two_processes_that_start_at_once_make_one_set(root, tmp_path, monkeypat
     assert [process.exitcode for process in processes] == [0, 0]
     assert len(list(tmp_path.glob("written by *"))) == 1
     assert all_files(tmp_path / "sets") == all_files(root)
-
-
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (lambda root: json_file(root, "val").write_text('{"info": {}}'), "instances_val.json"),
-        (lambda root: os.truncate(json_file(root, "train"), 2000), "instances_train.json"),
-        (lambda root: json_file(root, "val").unlink(), "instances_val.json"),
-    ],
-)
-def test_a_damaged_set_is_refused(root, tmp_path, damage, words):
-    shutil.copytree(root, tmp_path, dirs_exist_ok=True)
-    damage(tmp_path)
-    with pytest.raises(DataError, match=words) as caught:
-        make_synthetic(tmp_path, TINY)
-    assert f"Fix: delete '{tmp_path / 'gw_synthetic'}'" in str(caught.value)
 
 
 def test_a_set_with_other_parameters_is_refused_and_kept(root, monkeypatch):
