@@ -98,11 +98,17 @@ class RunRecord:
     """Record of a run, with its config as yaml, for its checkpoints, in strings, numbers, lists and dicts.
 
     Add it to Detectron2's ``DetectionCheckpointer``: ``add_checkpointable(RUN_RECORD, RunRecord(cfg.dump(), seed))``.
+
+    Args:
+        config: of the run.
+        seed: of the run.
+        classes: names of the detector's classes by category id, in the order of its outputs.
     """
 
-    def __init__(self, config: str, seed: int) -> None:
+    def __init__(self, config: str, seed: int, classes: Mapping[int, str] | None = None) -> None:
         self.config = config
         self.seed = seed
+        self.classes = [{"id": number, "name": name} for number, name in (classes or {}).items()]
         self._start_weights: dict[str, Any] = {}
         self._earlier_parts: list[dict[str, Any]] = []
 
@@ -116,6 +122,7 @@ class RunRecord:
         return {
             **self._part(),
             "seed": self.seed,
+            "classes": self.classes,
             "start_weights": self._start_weights,
             "earlier_parts": self._earlier_parts,
         }
@@ -140,6 +147,15 @@ class RunRecord:
                 "remain those of the checkpoint:\n%s",
                 "\n".join(differences.values()),
             )
+
+
+def trained_classes(checkpoint: Checkpoint | None) -> dict[int, str]:
+    """Return the class names by category id that a checkpoint records, in the order of its outputs; {} if none."""
+    record = checkpoint.metadata.get(RUN_RECORD) if checkpoint else None
+    try:
+        return {each["id"]: str(each["name"]) for each in record["classes"]}  # type: ignore[index]
+    except (LookupError, TypeError):
+        return {}
 
 
 def config_differences(record: Any, config: str) -> dict[str, str]:

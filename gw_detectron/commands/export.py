@@ -13,13 +13,14 @@ from typing import Any
 from detectron2.config import CfgNode
 from tabulate import tabulate
 
+from ..checkpoint import open_start_weights, trained_classes
 from ..cli import check_folder, new_parser, parse_names
 from ..config import read_config
+from ..data import class_metadata, classes_of
 from ..errors import ConfigError
 from ..export import (
     FORMATS,
     Normalization,
-    dataset_classes,
     export_backbone,
     export_detector,
     load_model,
@@ -63,7 +64,7 @@ def get_parser() -> argparse.ArgumentParser:
         "--class-names",
         metavar="A,B,...",
         type=parse_names,
-        help="class names in the file; default: those of the test dataset in the config",
+        help="class names in the file; default: those of the checkpoint or its datasets",
     )
     add(
         "--image",
@@ -116,8 +117,9 @@ def _export_backbone(args: argparse.Namespace, cfg: CfgNode) -> dict[str, Any]:
 
 
 def _export_detector(args: argparse.Namespace, cfg: CfgNode) -> dict[str, Any]:
-    model = load_model(cfg)
-    names, ids = (args.class_names, None) if args.class_names else dataset_classes(cfg, args.config_file)
+    checkpoint = open_start_weights(cfg.MODEL.WEIGHTS).checkpoint()
+    model = load_model(cfg, checkpoint=checkpoint)
+    classes = classes_of(class_metadata(cfg, trained_classes(checkpoint)))
     return export_detector(
         model,
         args.output,
@@ -128,8 +130,8 @@ def _export_detector(args: argparse.Namespace, cfg: CfgNode) -> dict[str, Any]:
         percentiles=cfg.INPUT.PERCENTILES,
         one_image=args.one_image,
         paste_masks=args.paste_masks,
-        class_names=names,
-        category_ids=ids,
+        class_names=args.class_names or list(classes.values()) or None,
+        category_ids=None if args.class_names else list(classes) or None,
         source={"config": args.config_file, "weights": cfg.MODEL.WEIGHTS},
     )
 

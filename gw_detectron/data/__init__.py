@@ -12,10 +12,10 @@ from .datasets_yaml import (
     DATASETS_FILE,
     check_fraction,
     class_metadata,
+    classes_of,
     existing_path,
     read_datasets,
     record_datasets,
-    recorded_classes,
 )
 from .synthetic import SyntheticConfig, make_synthetic, register_synthetic, synthetic_images
 
@@ -26,13 +26,13 @@ __all__ = [
     "SyntheticConfig",
     "check_fraction",
     "class_metadata",
+    "classes_of",
     "existing_path",
     "make_synthetic",
     "needs_registration",
     "read_datasets",
     "read_json",
     "record_datasets",
-    "recorded_classes",
     "register_datasets",
     "register_synthetic",
     "registered_datasets",

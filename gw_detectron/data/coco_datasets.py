@@ -3,7 +3,7 @@
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,11 +42,11 @@ class CocoDatasets:
     val: dict[str, CocoDataset] = field(default_factory=dict)
 
     def classes(self) -> dict[int, str]:
-        """Return the category names by id, in ascending order, of the first file that can be read, from ``val`` on.
+        """Return the category names by id, in ascending order, of the first file that can be read, from ``train`` on.
 
         Returns {} if none can; preflight reports why.
         """
-        for dataset in (*self.val.values(), *self.train.values()):
+        for dataset in (*self.train.values(), *self.val.values()):
             with contextlib.suppress(OSError, DataError, LookupError, TypeError):
                 return dict(sorted((each["id"], each["name"]) for each in read_json(dataset.json)["categories"]))
         return {}
@@ -69,7 +69,7 @@ def register_datasets(datasets: CocoDatasets, folder: str) -> CocoDatasets:
     """Register datasets with Detectron2 for a run folder; a second call replaces those of its names.
 
     One with ``val_fraction`` becomes two: NAME, and for validation NAME with ``_val`` in place of ``_train``. Their
-    files, and those that lack fields of annotations (:func:`complete_coco`), are derived ones in ``folder``/datasets.
+    files, and those that need completion (:func:`complete_coco`), are derived ones in ``folder``/datasets.
 
     Returns:
         The datasets that were registered, without ``val_fraction``.
@@ -89,32 +89,34 @@ def register_datasets(datasets: CocoDatasets, folder: str) -> CocoDatasets:
 
 def _resolve(datasets: CocoDatasets, folder: str) -> Iterator[tuple[str, str, CocoDataset, dict[str, Any]]]:
     """Yield role, name, dataset and metadata: of a derived file its source, and which part it is."""
+    classes = datasets.classes()
     for role, named in (("train", datasets.train), ("val", datasets.val)):
         for name, dataset in named.items():
             if dataset.val_fraction:
                 for part, each in (("train", name), ("val", f"{name.removesuffix('_train')}_val")):
-                    yield part, each, _derived(each, dataset, folder, part), {"source": dataset.json, "part": part}
-            elif _is_complete(dataset.json):
+                    own = _derived(each, dataset, folder, part, classes)
+                    yield part, each, own, {"source": dataset.json, "part": part}
+            elif _is_complete(dataset.json, classes):
                 yield role, name, dataset, {}
             else:
-                yield role, name, _derived(name, dataset, folder, ""), {"source": dataset.json}
+                yield role, name, _derived(name, dataset, folder, "", classes), {"source": dataset.json}
 
 
-def _is_complete(path: str) -> bool:
+def _is_complete(path: str, classes: Mapping[int, str]) -> bool:
     """Return whether a file needs no derived one; preflight reports why it cannot be read."""
     try:
         content = read_json(path)
     except (OSError, DataError):
         return True
-    return complete_coco(content) is content
+    return complete_coco(content, classes) is content
 
 
-def _derived(name: str, dataset: CocoDataset, folder: str, part: str) -> CocoDataset:
+def _derived(name: str, dataset: CocoDataset, folder: str, part: str, classes: Mapping[int, str]) -> CocoDataset:
     """Replace the file of a dataset by one in the run folder that is derived from it."""
     path = os.path.join(os.path.abspath(folder), "datasets", f"{name}.json")
     if os.path.realpath(path) == os.path.realpath(dataset.json):
         raise ConfigError(f"dataset ('{name}'): the run would replace its file '{path}'. Fix: give another OUTPUT_DIR.")
-    handler = DerivedJsonHandler(path, dataset.json, dataset.val_fraction, part)
+    handler = DerivedJsonHandler(path, dataset.json, dataset.val_fraction, part, classes)
     PathManager.register_handler(handler, allow_override=True)
     return replace(dataset, json=path, val_fraction=0.0)
 

@@ -5,6 +5,7 @@ import hashlib
 import io
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -13,7 +14,7 @@ from detectron2.utils.file_io import PathManager
 from iopath.common.file_io import PathHandler
 
 from ..atomic import atomic_write
-from ..errors import DataError
+from ..errors import DataError, summarize_names
 from .geometry import mask_boxes, visible_keypoints, wrong_areas
 
 #: key of a derived file: what was replaced in it, one sentence each
@@ -34,14 +35,24 @@ def read_json(path: str) -> Any:
         raise DataError(f"invalid JSON: {error}. Fix: give a JSON file in UTF-8{mark}, not compressed.") from error
 
 
-def complete_coco(content: Any) -> Any:
+def complete_coco(content: Any, classes: Mapping[int, str] | None = None) -> Any:
     """Add the fields that pycocotools reads where annotations lack them, and replace those that are surely wrong.
 
     ``area`` is that of the mask, else of the box, ``iscrowd`` 0, ``id`` from 1 (pycocotools takes a match of id 0 for a
     miss), ``num_keypoints`` counts the labeled ones, and without ``keypoints`` none is labeled. Replaced values are
     described under :data:`COMPLETED`. A complete content is returned as it is.
+
+    Args:
+        content: of the file.
+        classes: names of the run's categories by id; those that the file lacks are added, if it has no others.
     """
     try:
+        own = {each["id"]: each["name"] for each in content["categories"]}
+        if classes and own.items() < classes.items():
+            added = {number: name for number, name in classes.items() if number not in own}
+            note = f"categories: no {summarize_names(added.values())}. The run's copy has them."
+            categories = [*content["categories"], *({"id": number, "name": name} for number, name in added.items())]
+            content = {**content, "categories": categories, COMPLETED: [*content.get(COMPLETED, ()), note]}
         annotations = content["annotations"]
         numbered = all(each.get("id", 0) != 0 for each in annotations)
         sizes = {image["id"]: (image["height"], image["width"]) for image in content["images"]}
@@ -56,7 +67,7 @@ def complete_coco(content: Any) -> Any:
         points = max((len(each["keypoints"]) for each in annotations if each.get("keypoints")), default=0)
         completed, replaced = [], {"area": 0, "num_keypoints": 0}
         for number, each in enumerate(annotations, start=1):
-            right = {} if numbered else {"id": number}
+            right: dict[str, Any] = {} if numbered else {"id": number}
             if wrong[number - 1]:
                 right["area"] = areas[number - 1]
             if points:
@@ -123,13 +134,14 @@ class DerivedJsonHandler(PathHandler):
     nothing: a refused run leaves its output folder unchanged.
     """
 
-    def __init__(self, path: str, source: str, val_fraction: float, part: str) -> None:
+    def __init__(self, path: str, source: str, val_fraction: float, part: str, classes: Mapping[int, str]) -> None:
         super().__init__()
         self._path, self._source, self._val_fraction, self._part = path, source, val_fraction, part
+        self._classes = classes
         self._written = False
 
     def _content(self) -> Any:
-        content = complete_coco(read_json(self._source))
+        content = complete_coco(read_json(self._source), self._classes)
         return split_coco(content, self._val_fraction)[self._part == "val"] if self._val_fraction else content
 
     def _get_supported_prefixes(self) -> list[str]:

@@ -1,7 +1,7 @@
 """datasets.yaml: read a user's datasets from it, and write it as the record of a run."""
 
 import os
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,11 @@ from ..errors import ConfigError, MissingFileError, similar_names
 from .coco_datasets import CocoDataset, CocoDatasets, needs_registration
 
 DATASETS_FILE = "datasets.yaml"  # in a run folder, beside config.yaml
-_CATEGORIES = "categories"  # of the record: the files may change afterwards
 _PATHS = {"json": os.path.isfile, "images": os.path.isdir}
 
 
 def record_datasets(datasets: CocoDatasets, folder: str, run_folder: str = "") -> None:
-    """Write ``datasets.yaml``, with the classes, and the derived annotation files to a folder of a run folder.
+    """Write ``datasets.yaml`` and the derived annotation files to a folder of a run folder.
 
     Paths of files in the run folder are relative, so that it can be moved. Without datasets, the ``datasets.yaml`` of
     an earlier run is removed.
@@ -40,8 +39,6 @@ def record_datasets(datasets: CocoDatasets, folder: str, run_folder: str = "") -
             if Path(dataset.json).is_relative_to(top):
                 given["json"] = os.path.relpath(dataset.json, folder)
             tree.setdefault(role, {})[name] = given
-    if classes := datasets.classes():
-        tree[_CATEGORIES] = [{"id": number, "name": name} for number, name in classes.items()]
     with atomic_write(record) as temporary:
         temporary.write_text(yaml.safe_dump(tree, sort_keys=False))
 
@@ -61,7 +58,6 @@ def read_datasets(path: str, *, needed: Collection[str] | None = None) -> CocoDa
         ConfigError: the yaml has an unknown key or a value of the wrong type.
     """
     tree = _read_tree(path)
-    tree.pop(_CATEGORIES, None)
     found = CocoDatasets()
     for role, named in tree.items():
         if not isinstance(named, dict) or not named:
@@ -76,42 +72,34 @@ def read_datasets(path: str, *, needed: Collection[str] | None = None) -> CocoDa
     return found
 
 
-def recorded_classes(config_file: str) -> dict[int, str]:
-    """Return the category names by id of a run, from the ``datasets.yaml`` beside its config; {} without one."""
-    path = os.path.join(os.path.dirname(config_file), DATASETS_FILE)
-    if not os.path.isfile(path):
-        return {}
-    recorded = _read_tree(path).get(_CATEGORIES)
-    if recorded is None:  # written by hand
-        return read_datasets(path, needed=()).classes()
-    try:
-        return dict(sorted((each["id"], str(each["name"])) for each in recorded))
-    except (LookupError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"'{path}', {_CATEGORIES}: not a list of {{id: 1, name: cup}}. Fix: correct or remove it."
-        ) from error
+def classes_of(metadata: Metadata) -> dict[int, str]:
+    """Return the class names of a dataset by category id, in the order of a detector's outputs; {} if unknown."""
+    names = metadata.get("thing_classes", None) or []
+    indices = metadata.get("thing_dataset_id_to_contiguous_id", None) or {index: index for index in range(len(names))}
+    return {number: names[index] for number, index in sorted(indices.items(), key=lambda pair: pair[1])}
 
 
-def class_metadata(cfg: CfgNode, config_file: str | None = None) -> Metadata:
-    """Return ``thing_classes`` and often ``thing_dataset_id_to_contiguous_id`` of a config's model.
+def class_metadata(cfg: CfgNode, trained: Mapping[int, str] | None = None) -> Metadata:
+    """Return ``thing_classes`` and ``thing_dataset_id_to_contiguous_id`` of a config's model; empty if unknown.
 
-    They are those of the test dataset or, without one, of the training dataset. Names that are not registered are
-    looked up in the ``datasets.yaml`` beside ``config_file``. Empty if they are unknown.
+    Args:
+        cfg: the config, whose datasets may be registered.
+        trained: the classes that the model's checkpoint records, by category id; they decide.
     """
     for name in (*cfg.DATASETS.TEST, *cfg.DATASETS.TRAIN):
-        if not needs_registration([name]) and MetadataCatalog.get(name).get("thing_classes", None):
+        classes = {} if needs_registration([name]) else classes_of(MetadataCatalog.get(name))
+        if classes and (not trained or classes == trained):
             return MetadataCatalog.get(name)
-    classes = recorded_classes(config_file) if config_file else {}
-    if not classes:
+    if not trained:
         return Metadata()
-    ids = {number: index for index, number in enumerate(classes)}
-    return Metadata(thing_classes=list(classes.values()), thing_dataset_id_to_contiguous_id=ids)
+    ids = {number: index for index, number in enumerate(trained)}
+    return Metadata(thing_classes=list(trained.values()), thing_dataset_id_to_contiguous_id=ids)
 
 
 def _read_tree(path: str) -> dict[str, Any]:
     with open(existing_path(path, "--datasets", os.path.isfile), encoding="utf-8", errors="replace") as file:
         tree = parse_config(file.read(), path)
-    _check_keys(tree, ("train", "val", _CATEGORIES), path, "")
+    _check_keys(tree, ("train", "val"), path, "")
     return tree
 
 

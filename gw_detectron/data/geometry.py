@@ -26,7 +26,7 @@ def is_run_length(mask: Any, size: tuple[int, int]) -> bool:
     """Return whether a mask is an RLE of an image of ``size`` (height, width)."""
     if not isinstance(mask, dict) or tuple(mask.get("size", ())) != size or min(size) < 1:
         return False
-    counts = mask.get("counts")  # a list is not compressed
+    counts: Any = mask.get("counts")  # a list is not compressed
     return isinstance(counts, str) or (sum(counts) == size[0] * size[1] and min(counts) >= 0)
 
 

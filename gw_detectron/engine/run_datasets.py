@@ -1,6 +1,7 @@
 """Find the datasets of a run: flags, yaml or earlier record."""
 
 import argparse
+import contextlib
 import json
 import os
 from collections.abc import Collection
@@ -18,22 +19,21 @@ from ..data import (
     needs_registration,
     read_datasets,
     read_json,
-    recorded_classes,
     register_datasets,
     split_coco,
 )
-from ..errors import ConfigError, summarize_names
+from ..data.fingerprint import read_fingerprint
+from ..errors import ConfigError, DataError, summarize_names
 from ..modeling.build import object_count_keys
 
 _FLAGS = ("train_json", "train_images", "val_json", "val_images", "val_fraction", "dataset")
 
 
 def use_datasets(cfg: CfgNode, args: argparse.Namespace, folder: str) -> None:
-    """Register the datasets of the flags, and set ``DATASETS`` and the class count.
+    """Register the datasets of the flags; set ``DATASETS``, the class count and, for RLE, ``INPUT.MASK_FORMAT``.
 
     Keys that the command line sets keep their values. Without flags, unknown names are registered from the
-    ``datasets.yaml`` beside the config file. An evaluation and a resumed run must have the classes that the run was
-    trained on, and no split may put its training images into the validation.
+    ``datasets.yaml`` beside the config file. No split may put images that the run was trained on into the validation.
 
     Args:
         cfg: the config, not frozen.
@@ -41,8 +41,7 @@ def use_datasets(cfg: CfgNode, args: argparse.Namespace, folder: str) -> None:
         folder: the run folder, for the files of datasets that are split.
 
     Raises:
-        ConfigError: the flags or the yaml cannot be used, or the datasets have other classes or another split than
-            the run.
+        ConfigError: the flags or the yaml cannot be used, or the datasets have another split than the run.
         FileNotFoundError: a file or folder does not exist.
     """
     given = _from_flags(args)
@@ -57,7 +56,6 @@ def use_datasets(cfg: CfgNode, args: argparse.Namespace, folder: str) -> None:
             f'DATASETS.TRAIN "{cfg.DATASETS.TRAIN}"; to evaluate, add --eval-only.'
         )
     for config_file in _configs_of_run(cfg, args):
-        _check_same_classes(found, config_file)
         _check_same_split(found, config_file)
     named = register_datasets(found, folder)
     if given is None:
@@ -67,6 +65,8 @@ def use_datasets(cfg: CfgNode, args: argparse.Namespace, folder: str) -> None:
         values["DATASETS.TRAIN"] = tuple(named.train)
     if classes := len(given.classes()):
         values |= dict.fromkeys(object_count_keys(cfg), classes)
+    if any(map(_has_run_lengths, named.train.values())):
+        values["INPUT.MASK_FORMAT"] = "bitmask"
     cfg.merge_from_list([word for key, value in values.items() if key not in explicit for word in (key, value)])
 
 
@@ -130,6 +130,13 @@ def _dataset(args: argparse.Namespace, side: str, val_fraction: float = 0.0) -> 
     return {f"{'custom' if args.dataset is None else args.dataset}_{side}": dataset}
 
 
+def _has_run_lengths(dataset: CocoDataset) -> bool:
+    """Return whether objects have RLE as masks, which Detectron2 reads as bitmasks only."""
+    with contextlib.suppress(OSError, DataError):  # preflight reports why
+        return read_fingerprint([read_json(dataset.json)]).masks["rle"] > 0
+    return False
+
+
 def _configs_of_run(cfg: CfgNode, args: argparse.Namespace) -> list[str]:
     """Return the configs beside which the run that is resumed or evaluated may have recorded its datasets."""
     if args.resume:
@@ -139,17 +146,6 @@ def _configs_of_run(cfg: CfgNode, args: argparse.Namespace) -> list[str]:
     weights = local_file(cfg.MODEL.WEIGHTS)  # of a run whose config was perhaps not given
     beside = [os.path.join(os.path.dirname(weights), "config.yaml")] if weights else []
     return list(dict.fromkeys([args.config_file, *filter(os.path.isfile, beside)]))
-
-
-def _check_same_classes(given: CocoDatasets, config_file: str) -> None:
-    """Compare classes with those of the run; a detector numbers them by category id."""
-    trained, here = (list(classes.values()) for classes in (recorded_classes(config_file), given.classes()))
-    if trained and here and trained != here:
-        raise ConfigError(
-            f"dataset: its classes by category id are {summarize_names(here, 9)}; the run of '{config_file}' was "
-            f"trained on {summarize_names(trained, 9)}. Fix: give the categories the names and the order "
-            "of ids of the training file."
-        )
 
 
 def _check_same_split(given: CocoDatasets, config_file: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from detectron2.config import CfgNode
-from detectron2.data import DatasetMapper, build_detection_test_loader
+from detectron2.data import DatasetMapper, Metadata, MetadataCatalog, build_detection_test_loader
 from detectron2.engine import AMPTrainer, DefaultTrainer, SimpleTrainer, create_ddp_model, hooks
 from detectron2.engine.train_loop import TrainerBase
 from detectron2.evaluation import (
@@ -38,6 +38,7 @@ from ..checkpoint import (
     open_start_weights,
 )
 from ..config import changed_config
+from ..data import classes_of
 from ..data.images import ImageNamingMapper
 from ..errors import ConfigError, NonFiniteError, is_user_error
 from ..norms.listing import norm_summary
@@ -133,7 +134,8 @@ class Trainer(DefaultTrainer):
         saved = self._average.averaged if self._average else model
         self.checkpointer = GWDetectionCheckpointer(saved, cfg.OUTPUT_DIR, trainer=weakref.proxy(self))
         self.checkpointer.path_manager = AtomicPathManager(PathManager)
-        self.record = RunRecord(given, cfg.SEED)
+        trained_on = MetadataCatalog.get(cfg.DATASETS.TRAIN[0]) if cfg.DATASETS.TRAIN else Metadata()
+        self.record = RunRecord(given, cfg.SEED, classes_of(trained_on))
         self.checkpointer.add_checkpointable(RUN_RECORD, self.record)
         self.start_iter, self.max_iter = 0, cfg.SOLVER.MAX_ITER
         self.register_hooks(self.build_hooks())

@@ -2,7 +2,7 @@
 
 from ..checkpoint import load_model
 from .backbone import TOLERANCE, FeatureExtractor, Normalization, export_backbone
-from .detector import dataset_classes, export_detector, read_image_for
+from .detector import export_detector, read_image_for
 from .formats import DETECTOR_FORMATS, FORMATS
 
 __all__ = [
@@ -11,7 +11,6 @@ __all__ = [
     "TOLERANCE",
     "FeatureExtractor",
     "Normalization",
-    "dataset_classes",
     "export_backbone",
     "export_detector",
     "load_model",

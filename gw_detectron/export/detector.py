@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchvision.ops import box_iou
 
 from ..atomic import atomic_folder
-from ..data import class_metadata, synthetic_images
+from ..data import synthetic_images
 from ..data.images import channels_first, evaluation_input, read_image
 from ..errors import ExportError
 from ..norms.listing import norm_counts
@@ -101,14 +101,6 @@ def export_detector(
         _logger.info("Comparing detections with the model's")
         entries |= check_detections(program, written, image)
         return write_parity(folder / file, entries, source)
-
-
-def dataset_classes(cfg: CfgNode, config_file: str | None = None) -> tuple[list[str] | None, list[int] | None]:
-    """Return names and annotation ids of the config's classes; None if unknown, see :func:`class_metadata`."""
-    metadata = class_metadata(cfg, config_file)
-    names, indices = (metadata.get(key, None) for key in ("thing_classes", "thing_dataset_id_to_contiguous_id"))
-    ids = None if indices is None else sorted(indices, key=lambda number: indices[number])
-    return None if names is None else list(names), ids
 
 
 def read_image_for(cfg: CfgNode, path: str | os.PathLike[str], *, resize: bool = True) -> Tensor:

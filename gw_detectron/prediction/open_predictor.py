@@ -3,7 +3,7 @@
 import logging
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from detectron2.structures import Instances
 from PIL import Image
 from torch import nn
 
-from ..checkpoint import best_checkpoint, load_model
+from ..checkpoint import best_checkpoint, load_model, open_start_weights, trained_classes
 from ..config import find_config_file, get_value, read_config
 from ..data import class_metadata
 from ..data.images import evaluation_input
@@ -73,7 +73,7 @@ def open_predictor(
         opts: config keys to change, as key, value, ...
         score_threshold: scores above it are predicted.
         device: ``cpu`` or ``cuda``; default: a GPU, if there is one.
-        class_names: default: those of the datasets in the config.
+        class_names: default: those that the checkpoint records, else those of the datasets in the config.
 
     Raises:
         ConfigError: an argument or a config key cannot be used.
@@ -95,9 +95,10 @@ def open_predictor(
     cfg = read_config(config_file, opts)
     cfg.MODEL.WEIGHTS = model
     cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = cfg.MODEL.RETINANET.SCORE_THRESH_TEST = score_threshold
-    metadata = _metadata(cfg, config_file, class_names)
+    checkpoint = open_start_weights(cfg.MODEL.WEIGHTS).checkpoint()
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return Predictor(load_model(cfg, device=device), cfg, metadata, score_threshold)
+    detector = load_model(cfg, checkpoint=checkpoint, device=device)
+    return Predictor(detector, cfg, _metadata(cfg, trained_classes(checkpoint), class_names), score_threshold)
 
 
 def detector_file(model: str | os.PathLike[str]) -> str:
@@ -110,15 +111,14 @@ def detector_file(model: str | os.PathLike[str]) -> str:
     return best_checkpoint(model) if os.path.isdir(model) else model
 
 
-def _metadata(cfg: CfgNode, config_file: str, class_names: Sequence[str] | None) -> Metadata:
-    metadata = Metadata(thing_classes=list(class_names)) if class_names else class_metadata(cfg, config_file)
+def _metadata(cfg: CfgNode, trained: Mapping[int, str], class_names: Sequence[str] | None) -> Metadata:
+    metadata = Metadata(thing_classes=list(class_names)) if class_names else class_metadata(cfg, trained)
     names = metadata.get("thing_classes", None)
     if names is None:
-        log.warning("class names: unknown, as the dataset of the config is. Fix: give --class-names.")
+        log.warning("class names: neither the checkpoint nor the datasets of the config tell. Fix: give --class-names.")
         return metadata
     for key in object_count_keys(cfg):
         if get_value(cfg, key) != len(names):
-            raise ConfigError(
-                f"class names ({len(names)}): {key} is {get_value(cfg, key)}. Fix: give one name each by --class-names."
-            )
+            fix = "give one name each by --class-names" if class_names else f"set {key} {len(names)}"
+            raise ConfigError(f"class names ({len(names)}): {key} is {get_value(cfg, key)}. Fix: {fix}.")
     return metadata

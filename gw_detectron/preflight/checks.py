@@ -11,7 +11,7 @@ from detectron2.modeling import GeneralizedRCNN, PanopticFPN
 from detectron2.utils import comm
 from torch import nn
 
-from ..checkpoint import StartWeights
+from ..checkpoint import StartWeights, trained_classes
 from ..errors import PreflightReport, first_line
 from .dataset_checks import check_datasets, wrong_evaluator
 from .model_checks import check_model, check_start_weights
@@ -64,7 +64,8 @@ def preflight(
     for key, name in texts.items():
         report.errors.append(f"DATASETS.{key} ({name!r}): a text instead of a tuple. Fix: write ({name!r},).")
     if not texts:
-        check_datasets(cfg, report, eval_only=eval_only)
+        trained = trained_classes(start.opened) if eval_only or start.resumed else None
+        check_datasets(cfg, report, eval_only=eval_only, trained=trained)
         if not own_evaluator:
             registered = [name for name in cfg.DATASETS.TEST if name in DatasetCatalog]
             report.errors += filter(None, (wrong_evaluator(cfg, name) for name in registered))

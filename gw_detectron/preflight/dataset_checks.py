@@ -3,11 +3,13 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from ..data import read_json
 from ..data.coco_files import COMPLETED
+from ..data.fingerprint import Fingerprint, read_fingerprint
 from ..data.images import upright_size
 from ..errors import DataError, PreflightReport, similar_names, summarize_names
 from ..modeling.build import CLASS_COUNTS
@@ -23,25 +25,63 @@ _EVALUATORS = {
 _MOST_HEADERS = 1000  # a few seconds on a network disk
 
 
-def check_datasets(cfg: CfgNode, report: PreflightReport, *, eval_only: bool) -> None:
-    """Check the datasets of training (unless ``eval_only``) and evaluation."""
+def check_datasets(
+    cfg: CfgNode, report: PreflightReport, *, eval_only: bool, trained: Mapping[int, str] | None = None
+) -> None:
+    """Check the datasets of training (unless ``eval_only``) and evaluation, and that they have the same classes.
+
+    Args:
+        cfg: the config.
+        report: gets the errors and warnings.
+        eval_only: the run evaluates only.
+        trained: the classes that the checkpoint of a resumed run or an evaluation records.
+    """
     key = "TEST" if eval_only else "TRAIN"
     if not cfg.DATASETS[key]:
         report.errors.append(f"DATASETS.{key} (empty): no dataset. Fix: name at least one.")
+    data: dict[str, Fingerprint] = {}
+    roles = ((True, () if eval_only else cfg.DATASETS.TRAIN), (False, cfg.DATASETS.TEST))
+    classes = {
+        name: _check_dataset(name, report, DatasetNeeds.of(cfg, training=training), data)
+        for training, names in roles
+        for name in names
+    }
+    known = {name: names for name, names in classes.items() if names}
+    if trained:
+        known = {f"the checkpoint ({len(trained)} classes)": list(trained.values()), **known}
+    first = next(iter(known), "")
+    differing = {name: names for name, names in known.items() if names != known[first]}
+    for name, names in differing.items():
+        missing, added = set(known[first]) - set(names), set(names) - set(known[first])
+        how = [
+            f"{what} {summarize_names(sorted(which))}" for what, which in (("no", missing), ("also", added)) if which
+        ]
+        report.errors.append(
+            f"DATASETS ('{name}'): other classes than {first}: {' and '.join(how) or 'another order'}. Fix: give it "
+            "the same list of categories; a category may have no object."
+        )
+    if not differing:
+        report.errors += _wrong_classes(cfg, classes)
+        report.warnings += _classes_without_objects(cfg, data)
+
+
+def _classes_without_objects(cfg: CfgNode, data: Mapping[str, Fingerprint]) -> Iterator[str]:
+    """Yield warnings of classes that are not trained, if all training data is known."""
     trained, tested = (
-        {name: _check_dataset(name, report, DatasetNeeds.of(cfg, training=training)) for name in names}
-        for training, names in ((True, () if eval_only else cfg.DATASETS.TRAIN), (False, cfg.DATASETS.TEST))
+        [data[name] for name in names if name in data] for names in (cfg.DATASETS.TRAIN, cfg.DATASETS.TEST)
     )
-    classes = tested | trained
-    report.errors += _wrong_classes(cfg, classes)
-    known = {name: list(names) for name in (*trained, *tested) if (names := classes[name])}
-    for name, names in known.items():
-        first = next(iter(known))
-        if names != known[first]:
-            report.errors.append(
-                f"DATASETS: {first} and {name} have different classes: {summarize_names(known[first])}; "
-                f"{summarize_names(names)}. Fix: give both the same categories with the same ids."
-            )
+    if not trained or len(trained) < len(cfg.DATASETS.TRAIN):
+        return
+    names = np.array(trained[0].classes, str)
+    untrained = np.sum([each.per_class for each in trained], axis=0) == 0
+    scored = untrained & np.any([np.zeros_like(untrained), *(each.per_class > 0 for each in tested)], axis=0)
+    for found, what, fix in (
+        (scored, "occur in the evaluation only: their AP of 0 lowers the mean", "move some to the training"),
+        (untrained & ~scored, "have no object: outputs that learn nothing", "remove them from the categories"),
+    ):
+        if found.any():
+            listed = summarize_names(names[found])
+            yield f"DATASETS: {found.sum()} of {len(names)} classes {what} ({listed}). Fix: {fix}."
 
 
 def wrong_evaluator(cfg: CfgNode, name: str) -> str:
@@ -76,8 +116,10 @@ def _wrong_classes(cfg: CfgNode, datasets: Mapping[str, Sequence[str] | None]) -
                 yield f"{key} ({wanted}): dataset {name} has {len(found)} classes. Fix: set {key} {len(found)}."
 
 
-def _check_dataset(name: str, report: PreflightReport, needs: DatasetNeeds) -> list[str] | None:
-    """Check the files of a dataset; return its classes in the order of their ids, None if unknown."""
+def _check_dataset(
+    name: str, report: PreflightReport, needs: DatasetNeeds, data: dict[str, Fingerprint]
+) -> list[str] | None:
+    """Check the files of a dataset; add its numbers to ``data``; return its classes by id, None if unknown."""
     if name not in DatasetCatalog:
         report.errors.append(
             f"DATASETS ('{name}'): unknown dataset.{similar_names(name, DatasetCatalog)} Fix: correct the name, or "
@@ -92,19 +134,19 @@ def _check_dataset(name: str, report: PreflightReport, needs: DatasetNeeds) -> l
         content = read_json(json_file)  # generates or downloads it if a handler does so
         errors, warnings = check_coco(content, needs)
         warnings += content.get(COMPLETED, [])
+        data[name] = read_fingerprint([{"annotations": [], **content}])
     except FileNotFoundError:
         report.errors.append(f"{where}: file not found. {_place()}")
         return None
     except (DataError, OSError, ValueError) as error:  # ValueError: of a handler of addresses
         report.errors.append(f"{where}: {error}" + ("" if "Fix: " in str(error) else ". Fix: correct the file."))
         return None
-    names = [category["name"] for category in sorted(content["categories"], key=lambda category: category["id"])]
     root = metadata.get("image_root", "")
     if "://" not in root:  # a header would cost a download
         errors += _missing_images(root, content["images"]) or _wrong_images(root, content["images"], needs.percentiles)
     report.errors += [f"{where}: {error}" for error in errors]
     report.warnings += [f"{where}: {warning}" for warning in warnings]
-    return names
+    return data[name].classes
 
 
 def _place() -> str:

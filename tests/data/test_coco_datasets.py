@@ -1,18 +1,18 @@
 """Datasets of a user: read from a yaml, registered with Detectron2, recorded in a run folder, and their classes."""
 
-import json
 import os
 import shutil
 
 import pytest
 import yaml
-from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.data import DatasetCatalog, Metadata, MetadataCatalog
 
 from gw_detectron.config import default_config
 from gw_detectron.data import (
     CocoDataset,
     CocoDatasets,
     class_metadata,
+    classes_of,
     read_datasets,
     record_datasets,
     register_datasets,
@@ -20,7 +20,7 @@ from gw_detectron.data import (
 )
 from gw_detectron.errors import ConfigError, MissingFileError
 
-from ..photos import CATEGORIES, CLASSES, photo_names, write_photos
+from ..photos import CLASSES, photo_names, write_photos
 
 
 @pytest.fixture(autouse=True)
@@ -157,42 +157,13 @@ def config(train=(), test=()):
     return cfg
 
 
-RUN = config(("photos_train",), ("photos_val",))
-
-
-@pytest.fixture
-def run(tmp_path):
-    """Write a record by hand; return the config file beside it, which need not exist."""
-    files = {name: {f"photos_{name}": {"json": f"{name}.json", "images": "none"}} for name in ("train", "val")}
-    (tmp_path / "datasets.yaml").write_text(yaml.safe_dump(files))
-    return str(tmp_path / "config.yaml")
-
-
 def test_the_classes_of_a_registered_dataset():
-    found = class_metadata(config(("coco_2017_train",), ("gw_synthetic_val",)))
-    assert found.thing_classes[0] == "disk" and found.thing_dataset_id_to_contiguous_id[1] == 0
-    assert len(class_metadata(config(("coco_2017_train",), ("unknown",))).thing_classes) == 80
-
-
-def test_the_record_beside_the_config_whose_images_are_elsewhere(run, tmp_path):
-    (tmp_path / "train.json").write_text(json.dumps({"categories": CATEGORIES}))
-    found = class_metadata(RUN, run)  # there is no val.json
-    assert found.thing_classes == CLASSES
-    assert found.thing_dataset_id_to_contiguous_id == {2: 0, 7: 1, 40: 2}
-
-
-def test_recorded_classes_are_those_of_the_training(run, tmp_path):
-    """Not those that its files have now."""
-    (tmp_path / "val.json").write_text(json.dumps({"categories": CATEGORIES}))
-    (tmp_path / "train.json").write_text("{}")
-    record_datasets(read_datasets(str(tmp_path / "datasets.yaml"), needed=()), str(tmp_path))
-    (tmp_path / "val.json").write_text(json.dumps({"categories": [{"id": 2, "name": "other"}]}))
-    assert class_metadata(RUN, run).thing_classes == CLASSES
-    assert read_datasets(str(tmp_path / "datasets.yaml"), needed=()).val.keys() == {"photos_val"}
-
-
-@pytest.mark.parametrize("text", ["trian: {}", "categories: 3", "categories: [1]", "categories: [{id: 1}]"])
-def test_a_record_that_somebody_edited(run, tmp_path, text):
-    (tmp_path / "datasets.yaml").write_text(text)
-    with pytest.raises(ConfigError, match="trian|categories"):
-        class_metadata(RUN, run)
+    val, train = config(("coco_2017_train",), ("gw_synthetic_val",)), config(("coco_2017_train",), ("unknown",))
+    assert class_metadata(val).thing_classes[0] == "disk" and 1 in class_metadata(val).thing_dataset_id_to_contiguous_id
+    assert len(class_metadata(train).thing_classes) == 80
+    assert classes_of(class_metadata(config(("unknown",)))) == {}
+    # of a checkpoint: they decide, and where they are those of the dataset, the dataset has the colors
+    trained = {7: "cup", 2: "fork"}
+    assert classes_of(class_metadata(train, trained)) == trained
+    assert class_metadata(train, classes_of(class_metadata(train))).thing_colors
+    assert classes_of(Metadata(thing_classes=["a", "b"])) == {0: "a", 1: "b"}

@@ -50,6 +50,16 @@ def test_annotations_are_numbered_from_1(change):
     assert complete_coco(changed(change)) == COMPLETE
 
 
+def test_a_validation_file_gets_the_categories_of_the_training():
+    classes = {0: "apple", 3: "pear"}
+    completed = complete_coco(COMPLETE, classes)
+    assert [each["name"] for each in completed["categories"]] == ["apple", "pear"]
+    assert "no pear" in completed["gw_detectron_completed"][0]
+    assert complete_coco(completed, classes) is completed
+    for other in ({}, {0: "apple"}, {0: "plum", 3: "pear"}, {3: "pear"}):
+        assert complete_coco(COMPLETE, other) is COMPLETE
+
+
 DAMAGED = [
     [1],
     {"images": [{"id": 1}]},
@@ -125,7 +135,7 @@ def test_too_few_images(count):
 def derive(tmp_path):
     """Return the source and the path of its validation part."""
     source, part = tmp_path / "all.json", tmp_path / "run" / "datasets" / "val.json"
-    handler = DerivedJsonHandler(str(part), str(source), 0.1, "val")
+    handler = DerivedJsonHandler(str(part), str(source), 0.1, "val", {})
     PathManager.register_handler(handler, allow_override=True)
     return source, part
 

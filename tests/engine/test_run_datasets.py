@@ -4,13 +4,16 @@ import json
 import shutil
 from pathlib import Path
 
+import pycocotools.mask as mask_util
 import pytest
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
+from gw_detectron.checkpoint import StartWeights
 from gw_detectron.config import read_config
 from gw_detectron.engine import Trainer, main
 from gw_detectron.engine.train import run_config
 from gw_detectron.errors import ConfigError, MissingFileError, PreflightError, UserError
+from gw_detectron.preflight import preflight
 
 from ..photos import photo_names, write_photos
 from ..tiny_run import arguments
@@ -71,6 +74,31 @@ def test_the_flags_set_datasets_and_class_count(tmp_path, train_flags, val_flags
     assert cfg.MODEL.ROI_HEADS.NUM_CLASSES == 3
 
 
+def test_what_a_json_lacks_or_needs_is_done_in_the_run(tmp_path, photos, train_flags):
+    """Two of three classes in the validation; run lengths for a config of polygons."""
+    content = json.loads((photos / "annotations.json").read_text())
+    rare = content["annotations"][0]["category_id"]
+    part = {**content, "categories": [each for each in content["categories"] if each["id"] != rare]}
+    part["annotations"] = [each for each in content["annotations"] if each["category_id"] != rare]
+    (tmp_path / "part.json").write_text(json.dumps(part))
+    sizes = {image["id"]: (image["height"], image["width"]) for image in content["images"]}
+    for each in content["annotations"][5:]:
+        each["segmentation"] = mask_util.merge(mask_util.frPyObjects(each["segmentation"], *sizes[each["image_id"]]))
+        each["segmentation"]["counts"] = each["segmentation"]["counts"].decode()
+    (tmp_path / "runs.json").write_text(json.dumps(content))
+    flags = ["--val-json", str(tmp_path / "part.json"), "--val-images", f"{photos}/photos"]
+    cfg = run_config(arguments(tmp_path, *train_flags, *flags))
+    assert cfg.INPUT.MASK_FORMAT == "polygon"
+    args = arguments(tmp_path, "--train-json", str(tmp_path / "runs.json"), *train_flags[2:], *flags)
+    cfg = run_config(args)
+    assert cfg.MODEL.ROI_HEADS.NUM_CLASSES == 3 and cfg.INPUT.MASK_FORMAT == "bitmask"
+    found = preflight(cfg, StartWeights())
+    assert not found.errors and any("custom_val" in each and "categories: no" in each for each in found.warnings)
+    args.opts += ["INPUT.MASK_FORMAT", "polygon"]
+    (error,) = preflight(run_config(args), StartWeights()).errors
+    assert "INPUT.MASK_FORMAT bitmask" in error
+
+
 def test_a_training_needs_a_dataset_to_train_on(tmp_path, photos, val_flags):
     """The config's own would be trained on without a word."""
     (photos / "val_only.yaml").write_text("val:\n  custom_val: {json: val.json, images: photos}\n")
@@ -78,30 +106,6 @@ def test_a_training_needs_a_dataset_to_train_on(tmp_path, photos, val_flags):
         with pytest.raises(ConfigError, match=rf"^{flags[0]}: .*DATASETS.TRAIN"):
             run_config(arguments(tmp_path, *flags))
         run_config(arguments(tmp_path, *flags, DATASETS__TRAIN="('gw_synthetic_train',)"))
-
-
-@pytest.mark.parametrize("change", ["order", "name"])
-def test_an_evaluation_on_other_classes_is_refused(tmp_path, photos, train_flags, val_flags, change):
-    cfg = run_config(arguments(tmp_path, "--eval-only", *val_flags))
-    (tmp_path / "config.yaml").write_text(cfg.dump())
-    record = {"val": {"custom_val": {"json": f"{photos}/val.json", "images": f"{photos}/photos"}}}
-    (tmp_path / "datasets.yaml").write_text(json.dumps(record))
-    content = json.loads((photos / "val.json").read_text())
-    first, second, *_ = sorted(content["categories"], key=lambda each: each["id"])
-    if change == "order":
-        first["name"], second["name"] = second["name"], first["name"]
-    else:
-        first["name"] = "something else"
-    (tmp_path / "other.json").write_text(json.dumps(content))
-    flags = ["--eval-only", "--val-images", f"{photos}/photos", "--config-file", str(tmp_path / "config.yaml")]
-    for given in ([], train_flags):  # of the two files, the one that is evaluated counts
-        with pytest.raises(ConfigError, match="classes by category id"):
-            run_config(arguments(tmp_path, "--val-json", str(tmp_path / "other.json"), *flags, *given))
-    run_config(arguments(tmp_path, "--val-json", f"{photos}/val.json", *flags))  # the same classes
-    flags, weights = flags[:-2], tmp_path / "model_final.pth"  # with the config that the run began with
-    with pytest.raises(ConfigError, match="classes by category id"):
-        run_config(arguments(tmp_path, "--val-json", str(tmp_path / "other.json"), *flags, MODEL__WEIGHTS=weights))
-    run_config(arguments(tmp_path, "--val-json", f"{photos}/val.json", *flags, MODEL__WEIGHTS=weights))
 
 
 def test_keys_of_the_command_line_stay(tmp_path, split_flags):

@@ -12,8 +12,9 @@ from detectron2.modeling import build_model
 from PIL import Image
 from torch import nn
 
+from gw_detectron.data import class_metadata, classes_of
 from gw_detectron.errors import ExportError
-from gw_detectron.export import dataset_classes, detector, export_detector, read_image_for
+from gw_detectron.export import detector, export_detector, read_image_for
 from gw_detectron.export.meta_arch import detector_program
 from gw_detectron.export.run_exported import ExportedFile
 from gw_detectron.layers import use_backend
@@ -318,7 +319,8 @@ def test_images_and_datasets_are_read_as_in_evaluation(tmp_path, small_dataset):
     image = read_image_for(cfg, path)
     assert image.shape == (3, 128, 256) and image[:, 0, 0].tolist() == [10, 20, 250]
     DatasetCatalog.get("gw_synthetic_val")  # which gives the dataset its class names
-    names, ids = dataset_classes(cfg)
+    classes = classes_of(class_metadata(cfg))
+    names, ids = list(classes.values()), list(classes)
     assert len(names) == cfg.MODEL.ROI_HEADS.NUM_CLASSES and ids == list(range(1, len(names) + 1))
     description = detector_program(build_detector("mask"), class_names=names, category_ids=ids).describe()
     assert (description["class_names"], description["category_ids"]) == (names, ids)

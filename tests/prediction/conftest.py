@@ -1,7 +1,5 @@
 """A run folder as training leaves it, with the detector of a moment's initialization; and a predictor made by hand."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -11,17 +9,16 @@ from detectron2.modeling import build_model
 from detectron2.structures import Boxes, Instances
 from PIL import Image
 
-from gw_detectron.data import CocoDataset, CocoDatasets, record_datasets
+from gw_detectron.checkpoint import RUN_RECORD, RunRecord
 
 from ..export.tiny_networks import detector_config
-from ..photos import CATEGORIES
 
 SIDES = (96, 160)
 
 
 @pytest.fixture(scope="session")
 def run_folder(tmp_path_factory):
-    """A run on a user's data: config.yaml, datasets.yaml, model_final.pth and last_checkpoint."""
+    """A run on a user's data: config.yaml, model_final.pth with its classes, and last_checkpoint."""
     folder = tmp_path_factory.mktemp("run")
     cfg = detector_config(
         "mask",
@@ -38,13 +35,9 @@ def run_folder(tmp_path_factory):
         model.proposal_generator.rpn_head.objectness_logits.weight.normal_(0, 0.5)
         model.roi_heads.box_predictor.cls_score.weight.normal_(0, 2)
         model.roi_heads.box_predictor.bbox_pred.weight.normal_(0, 0.5)
-    DetectionCheckpointer(model, str(folder)).save("model_final")
+    record = RunRecord(cfg.dump(), 0, {2: "fork", 7: "cup", 40: "plate"}).state_dict()
+    DetectionCheckpointer(model, str(folder)).save("model_final", **{RUN_RECORD: record})
     (folder / "config.yaml").write_text(cfg.dump())
-    annotations = folder / "datasets" / "photos_val.json"
-    annotations.parent.mkdir()
-    annotations.write_text(json.dumps({"images": [], "annotations": [], "categories": CATEGORIES}))
-    # the images stayed on another machine
-    record_datasets(CocoDatasets(val={"photos_val": CocoDataset(str(annotations), "/none/photos")}), str(folder))
     return folder
 
 

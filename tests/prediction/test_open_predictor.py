@@ -64,8 +64,13 @@ def test_a_checkpoint_with_a_config_elsewhere(run_folder, tmp_path, caplog):
     shutil.copy(run_folder / "config.yaml", config)
     named = open_predictor(str(weights), config_file=str(config), class_names=["a", "b", "c"])
     assert named.metadata.thing_classes == ["a", "b", "c"]
-    unnamed = open_predictor(str(weights), config_file=str(config))
-    assert unnamed.metadata.get("thing_classes", None) is None and "class names: unknown" in caplog.text
+    recorded = open_predictor(str(weights), config_file=str(config)).metadata
+    assert recorded.thing_classes == ["fork", "cup", "plate"] and recorded.thing_dataset_id_to_contiguous_id[40] == 2
+    content = torch.load(weights, weights_only=False)
+    del content["record"]
+    torch.save(content, tmp_path / "unnamed.pth")
+    unnamed = open_predictor(str(tmp_path / "unnamed.pth"), config_file=str(config))
+    assert unnamed.metadata.get("thing_classes", None) is None and "class names: neither" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,11 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from detectron2.data import MetadataCatalog
 from PIL import ExifTags, Image
 
+from gw_detectron.checkpoint import RUN_RECORD, RunRecord
 from gw_detectron.errors import DataError
 from gw_detectron.preflight import PreflightReport
 from gw_detectron.preflight.annotation_checks import DatasetNeeds, check_coco
@@ -34,7 +36,52 @@ def test_the_same_number_of_other_classes(check, other_coco):
     other_coco.write_text(json.dumps(content))
     for sets in ({"TRAIN": ("tiny_coco", "other_coco")}, {"TEST": ("other_coco",)}):
         error = one(check(**{f"DATASETS__{key}": names for key, names in sets.items()}))
-        assert "cat, dog; dog, cat" in error and "other_coco" in error
+        assert "another order" in error and "'other_coco'" in error and "tiny_coco" in error
+
+
+def with_classes(path, *names):
+    content = json.loads(path.read_text())
+    content["categories"] = [{"id": number, "name": name} for number, name in zip((5, 9, 12), names, strict=False)]
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 80])
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [(["cat"], "no dog"), (["cat", "dog", "eel"], "also eel"), (["cow", "dog"], "no cat and also cow")],
+)
+def test_one_message_on_classes_that_differ_whatever_their_number(check, other_coco, names, words, count):
+    with_classes(other_coco, *names)
+    (error, *others) = check(DATASETS__TEST=("other_coco",), MODEL__ROI_HEADS__NUM_CLASSES=count).errors
+    assert words in error and not any("NUM_CLASSES" in each for each in (error, *others))
+    with_classes(other_coco, "cat", "dog")  # the fix
+    assert [each for each in check(DATASETS__TEST=("other_coco",)).errors if "DATASETS" in each] == []
+
+
+@pytest.mark.parametrize("names", [["cat"], ["dog", "cat"], ["cat", "cow"], ["cat", "dog", "eel"]])
+def test_an_evaluation_on_other_classes_than_the_checkpoint_knows(check, coco, tmp_path, names):
+    with_classes(coco(), *names)
+    path, count = tmp_path / "w.pth", len(names)
+    for trained, wrong in (({1: "cat", 4: "dog"}, True), (dict(enumerate(names)), False)):  # ids may differ
+        torch.save({"model": {}, RUN_RECORD: RunRecord("", 1, trained).state_dict()}, path)
+        found = check(eval_only=True, MODEL__WEIGHTS=str(path), MODEL__ROI_HEADS__NUM_CLASSES=count).errors
+        assert any("the checkpoint" in error for error in found) is wrong
+
+
+def test_classes_without_an_object_to_train_on(check, coco, other_coco, content):
+    content["categories"] += [{"id": 0, "name": "root"}]
+    content["annotations"] = content["annotations"][:1]
+    other = {**coco_content(), "categories": content["categories"]}
+    other_coco.with_name("tiny.json").write_text(json.dumps(content))
+    changes = {"DATASETS__TEST": ("other_coco",), "MODEL__ROI_HEADS__NUM_CLASSES": 3}
+    for scored, warnings in (([9], 2), ([], 1)):
+        other["annotations"] = [each for each in coco_content()["annotations"] if each["category_id"] in [5, *scored]]
+        other_coco.write_text(json.dumps(other))
+        found = check(**changes)
+        assert not found.errors and len(found.warnings) == warnings
+        assert ("evaluation only" in found.warnings[0] and "(dog)" in found.warnings[0]) is bool(scored)
+        assert "no object" in found.warnings[-1] and "root" in found.warnings[-1]
+        assert check(**changes, eval_only=True).warnings == []
 
 
 def test_a_dataset_that_is_not_evaluated_by_the_coco_rules(check, coco):
