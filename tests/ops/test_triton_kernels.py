@@ -408,10 +408,18 @@ def check_half_precision_does_not_overflow(dtype):
     y = torch.empty_like(x)
     mean = torch.full((1, 16), -3e4, device=DEVICE)
     sigma = torch.eye(16, device=DEVICE)[None]
-    apply(x, mean, sigma, 1e-4 * sigma, None, None, False, out=y)
+    apply(x, mean, 2.7e9 * sigma, 1e-4 * sigma, None, None, False, out=y)
     assert y.float().amax().item() == pytest.approx(9, rel=1e-2)
     apply(x / 6e8, mean * 0, sigma, 1e5 * sigma, None, None, False, out=y)
     assert y.float().amax().item() == pytest.approx(10, rel=2e-2)
+
+
+def check_float16_where_a_large_common_part_cancels():
+    """Centered values are not float16; their rounding to one would be 5 times that of the result."""
+    common, own = torch.randn((2, 33, 2, 9, 31), generator=torch.Generator().manual_seed(0)).split([1, 32], 1)
+    x = (30 * common + own)[:, :, 0].to(DEVICE, FP16)
+    y, *_ = triton_kernels.forward(x, None, None, 32, 5, 1e-5, False)
+    assert relative_error(y, torch.from_numpy(oracle.group_whiten(x.double().cpu().numpy(), Setting(32)))) < 1e-3
 
 
 def check_a_tensor_that_does_not_collapse_is_refused():

@@ -15,7 +15,7 @@ input         operands   why
 ============  =========  ===========================================================================================
 float32       2 float16  float32's accuracy on tensor cores: a scaled operand is the sum of two float16, a product that
                          of three; two tf32 where no scale is known; one tf32 where the user allows it for matmuls
-float16       tf32       float16's mantissa, float32's range: neither centered values nor whitening matrices overflow
+float16       the same   centered values have more digits than float16; one tf32 for covariance and grad_products
 bfloat16      bfloat16   values are centered in float32, then rounded; the covariance itself is computed with tf32
 ============  =========  ===========================================================================================
 

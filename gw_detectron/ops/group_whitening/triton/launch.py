@@ -64,10 +64,12 @@ class Tuning(NamedTuple):
     max_tiles: int = 64
 
 
-#: element size of x -> settings on Hopper: the fastest of 42 for each kernel on an H200, over five shapes
+#: settings on Hopper: the fastest of 42 for each kernel on an H200, over five shapes
 HOPPER = {
-    4: Tuning(Setting(2, 3, 16384), Setting(3, 3, 16384), Setting(2, 3), Setting(2, 3, 16384)),
-    2: Tuning(Setting(3, 3), Setting(4, 3), Setting(2, 3), Setting(3, 3)),
+    torch.float32: Tuning(Setting(2, 3, 16384), Setting(3, 3, 16384), Setting(2, 3), Setting(2, 3, 16384)),
+    torch.bfloat16: Tuning(Setting(3, 3), Setting(4, 3), Setting(2, 3), Setting(3, 3)),
+    # not measured; two programs of apply_backward fit the shared memory
+    torch.float16: Tuning(Setting(3, 3), Setting(4, 3), Setting(2, 3), Setting(2, 3)),
 }
 
 
@@ -317,7 +319,7 @@ def padded_rows(groups: int) -> int:
 
 def tuning_for(x: Tensor) -> Tuning:
     """Return the settings for the dtype of ``x``."""
-    return _tuning or (HOPPER[x.element_size()] if is_hopper(x) else Tuning())
+    return _tuning or (HOPPER[x.dtype] if is_hopper(x) else Tuning())
 
 
 def tile_columns_for(x: Tensor, groups: int, tile_bytes: int) -> int:
@@ -326,11 +328,12 @@ def tile_columns_for(x: Tensor, groups: int, tile_bytes: int) -> int:
 
 
 def in_halves(x: Tensor, groups: int) -> bool:
-    """Whether products with g x g matrices split their float32 operands into two float16.
+    """Whether products with g x g matrices split their operands, float32 values, into two float16.
 
-    These have the accuracy of two tf32, half their bytes, and need no transposed copy in shared memory.
+    These have the accuracy of two tf32, half their bytes, and need no transposed copy in shared memory. A single tf32
+    would take 0.85 of the instructions for float16 input, but lose digits where large eigenvalues cancel.
     """
-    return groups <= 64 and input_precision(x) == "tf32x3"
+    return groups <= 64 and (x.dtype == torch.float16 or input_precision(x) == "tf32x3")
 
 
 def is_hopper(x: Tensor) -> bool:
