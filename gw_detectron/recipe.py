@@ -1,5 +1,6 @@
 """A recipe from the data: what COCO files decide about a config, and why."""
 
+import itertools
 import logging
 import math
 import os
@@ -12,7 +13,7 @@ from detectron2.config import CfgNode
 from .config import get_value
 from .data import read_json
 from .data.fingerprint import Fingerprint, anchor_shapes, best_overlaps, read_fingerprint, training_sides
-from .data.images import has_deep_images
+from .data.images import evenly_spread, is_deep
 from .errors import ConfigError, DataError
 from .modeling.build import object_count_keys
 
@@ -80,11 +81,9 @@ def apply_recipe(
     steps: list[Callable[[_Recipe, Fingerprint], None]] = [_classes, _masks, _image_size, _anchors, _limits, _sampler]
     for step in [] if schedule_only else [*steps, _rate]:
         step(recipe, found)
-    paths = [
-        os.path.join(root, str(each.get("file_name", ""))) for root, content in contents for each in content["images"]
-    ]
-    if not schedule_only and not cfg.INPUT.PERCENTILES and has_deep_images(paths):
-        recipe.set("INPUT.PERCENTILES", (0.5, 99.5), "images have more than 8 bits")
+    paths = [os.path.join(root, str(each.get("file_name"))) for root, content in contents for each in content["images"]]
+    if not (schedule_only or cfg.INPUT.PERCENTILES) and any(map(is_deep, evenly_spread(paths, 20))):
+        recipe.set("INPUT.PERCENTILES", [0.5, 99.5], "images have more than 8 bits")
     _schedule(recipe, found, epochs)
     return recipe.reasons
 
@@ -137,32 +136,28 @@ def _image_size(recipe: _Recipe, found: Fingerprint) -> None:
 
 def _anchors(recipe: _Recipe, found: Fingerprint) -> None:
     """Scale the config's anchors, and choose their ratios, by the mean overlap of objects with the best anchor."""
-    node, prefix = recipe.cfg.MODEL.ANCHOR_GENERATOR, "MODEL.ANCHOR_GENERATOR."
-    boxes = found.resized(*training_sides(recipe.cfg))
+    cfg, prefix = recipe.cfg, "MODEL.ANCHOR_GENERATOR."
+    boxes = found.resized(*training_sides(cfg))
     boxes = boxes[:: -(-len(boxes) // 5000)]
-    sizes, ratios = node.SIZES, node.ASPECT_RATIOS
-    before = best_overlaps(boxes, anchor_shapes(recipe.cfg)).mean()
-    features = recipe.cfg.MODEL.RPN.IN_FEATURES
-    if "RetinaNet" in recipe.cfg.MODEL.META_ARCHITECTURE:
-        features = recipe.cfg.MODEL.RETINANET.IN_FEATURES
-    stride = 2 ** min(int(name[-1]) for name in features)  # p2, res4
+    sizes, ratios = cfg.MODEL.ANCHOR_GENERATOR.SIZES, cfg.MODEL.ANCHOR_GENERATOR.ASPECT_RATIOS
+    node = cfg.MODEL.RETINANET if "RetinaNet" in cfg.MODEL.META_ARCHITECTURE else cfg.MODEL.RPN
+    finest = 2 * 2 ** min(int(name[-1]) for name in node.IN_FEATURES)  # twice the stride of p2, or res4
     factors = [1.0] if prefix + "SIZES" in recipe.given else 2 ** np.arange(-4, 4, 0.25)
     scaled = [[[max(1, round(factor * size)) for size in level] for level in sizes] for factor in factors]
-    scaled = [each for each in scaled if min(map(min, each)) >= 2 * stride] or [sizes]
+    scaled = [each for each in scaled if min(map(min, each)) >= finest] or [sizes]
+    lists = [ratios] if prefix + "ASPECT_RATIOS" in recipe.given else [[each] for each in _RATIOS]
     options = [
-        max(
-            ((best_overlaps(boxes, anchor_shapes(recipe.cfg, each, [some])).mean(), each, [some]) for each in scaled),
-            key=lambda option: option[0],
-        )
-        for some in ([ratios[0]] if prefix + "ASPECT_RATIOS" in recipe.given else _RATIOS)
+        (float(best_overlaps(boxes, anchor_shapes(cfg, *pair)).mean()), *pair)
+        for pair in [(sizes, ratios), *itertools.product(scaled, lists)]
     ]
-    best = max(option[0] for option in options)
-    if best - before < _NOTABLE:
-        return
-    after, sizes, ratios = next(option for option in options if best - option[0] < _NOTABLE)
-    reason = f"mean overlap of an object with its best anchor {before:.2f} -> {after:.2f}"
-    recipe.set(prefix + "SIZES", sizes, reason)
-    recipe.set(prefix + "ASPECT_RATIOS", ratios, reason)
+    before, best = options[0][0], max(overlap for overlap, *_ in options)
+    if best - before >= _NOTABLE:
+        # of nearly equal ones, that of the fewest ratios
+        enough = [each for each in options if best - each[0] < _NOTABLE]
+        after, sizes, ratios = min(enough, key=lambda each: (len(each[2][0]), -each[0]))
+        reason = f"mean overlap of an object with its best anchor {before:.2f} -> {after:.2f}"
+        recipe.set(prefix + "SIZES", sizes, reason)
+        recipe.set(prefix + "ASPECT_RATIOS", ratios, reason)
 
 
 def _limits(recipe: _Recipe, found: Fingerprint) -> None:
@@ -218,3 +213,5 @@ def _schedule(recipe: _Recipe, found: Fingerprint, epochs: float | None) -> None
     recipe.set("SOLVER.WARMUP_ITERS", min(500, iterations // 10), "the first tenth")
     for key in ("SOLVER.CHECKPOINT_PERIOD", "TEST.EVAL_PERIOD"):
         recipe.set(key, max(1, math.ceil(iterations / 5)), "five times")
+    if recipe.cfg.DATASETS.TEST and not recipe.cfg.TEST.BEST:
+        recipe.set("TEST.BEST", "segm/AP" if recipe.cfg.MODEL.MASK_ON else "bbox/AP", "its best weights are kept")

@@ -70,12 +70,10 @@ def scale_to_8_bits(values: np.ndarray, percentiles: Sequence[float]) -> np.ndar
     return np.nan_to_num(scaled).round().astype(np.uint8)
 
 
-def has_deep_images(paths: Sequence[str]) -> bool:
-    """Return whether one of some images, evenly spread, has more than 8 bits per channel."""
-    for path in evenly_spread(paths, 20):
-        with contextlib.suppress(*_READ_ERRORS), Image.open(path) as image:  # preflight names what cannot be read
-            if _is_deep(image):
-                return True
+def is_deep(path: str | os.PathLike[str]) -> bool:
+    """Return whether an image has more than 8 bits per channel; not if it cannot be read."""
+    with contextlib.suppress(*_READ_ERRORS), Image.open(path) as image:
+        return _is_deep(image)
     return False
 
 
