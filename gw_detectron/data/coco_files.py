@@ -5,11 +5,12 @@ import hashlib
 import io
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+from detectron2.structures import BoxMode
 from detectron2.utils.file_io import PathManager
 from iopath.common.file_io import PathHandler
 
@@ -87,6 +88,41 @@ def complete_coco(content: Any, classes: Mapping[int, str] | None = None) -> Any
     ]
     notes = [*content.get(COMPLETED, ()), *notes]
     return {**content, "annotations": completed, **({COMPLETED: notes} if notes else {})}
+
+
+def coco_of_records(records: Sequence[dict], classes: Sequence[str] | None, *, evaluated: bool) -> Any:
+    """Describe the records of a dataset that is a Python function as a COCO file, as far as they can be compared.
+
+    Returns:
+        The content; None if the records have no annotated sizes and boxes in pixels, e.g. those of another task.
+
+    Raises:
+        DataError: a record lacks a field that an evaluation reads.
+    """
+    needed = {"file_name", "height", "width", "image_id"}
+    if evaluated and classes is None:
+        raise DataError("no class names. Fix: set thing_classes of its metadata.")
+    content: dict[str, list] = {"images": [], "annotations": []}
+    for number, record in enumerate(records):
+        missing = needed - record.keys()
+        if missing and evaluated:
+            names = ", ".join(sorted(missing))
+            raise DataError(f"record {number}: has no {names}, which the evaluation reads. Fix: add it to the records.")
+        if missing - {"image_id"} or "annotations" not in record:
+            return None
+        image = {key: record[key] for key in ("file_name", "height", "width")} | {"id": record.get("image_id", number)}
+        content["images"].append(image)
+        for each in record["annotations"]:
+            if each.get("bbox_mode") not in (BoxMode.XYWH_ABS, BoxMode.XYXY_ABS):
+                return None
+            x, y, right, bottom = each["bbox"]
+            if each["bbox_mode"] == BoxMode.XYXY_ABS:
+                right, bottom = right - x, bottom - y
+            places = {"id": len(content["annotations"]) + 1, "image_id": image["id"], "bbox": [x, y, right, bottom]}
+            content["annotations"].append({**each, **places})
+    count = 1 + max((each["category_id"] for each in content["annotations"]), default=-1)
+    names = classes if classes is not None else map(str, range(count))
+    return complete_coco({**content, "categories": [{"id": i, "name": name} for i, name in enumerate(names)]})
 
 
 def split_coco(content: Any, val_fraction: float) -> tuple[Any, Any]:

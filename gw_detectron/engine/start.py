@@ -68,10 +68,11 @@ def start_run(
     is_main, folder = comm.is_main_process(), cfg.OUTPUT_DIR
     with contextlib.ExitStack() as lock:
         with in_all_processes():
+            may_resume = resume is None and not overwrite
             locks, exists = is_main and not eval_only, os.path.isdir(folder)
             if locks and exists:  # now: another training could write a newer checkpoint than is opened
                 lock.enter_context(lock_output(folder))
-            weights = open_start_weights(cfg.MODEL.WEIGHTS, folder if resume or resume is None else "")
+            weights = open_start_weights(cfg.MODEL.WEIGHTS, folder if resume or may_resume else "")
             report = PreflightReport()
             if is_main:
                 check_output(folder, weights, report, resume=resume, keeps=not (eval_only or overwrite))

@@ -88,6 +88,8 @@ def run_config(args: argparse.Namespace) -> CfgNode:
     if args.auto and args.resume and os.path.isfile(record := os.path.join(cfg.OUTPUT_DIR, "config.yaml")):
         args.config_file, args.auto = record, False  # with the recipe of the run, also if its data have grown
         cfg = read_config(record, args.opts or [])
+    if "SOLVER.MAX_ITER" in (args.opts or []) and "SOLVER.STEPS" not in args.opts:
+        _scale_steps(cfg, read_config(args.config_file).SOLVER.MAX_ITER)
     if args.num_gpus == 0 and "MODEL.DEVICE" not in (args.opts or []):
         cfg.MODEL.DEVICE = "cpu"
     if args.resume:
@@ -120,6 +122,15 @@ def use_recipe(cfg: CfgNode, args: argparse.Namespace) -> dict[str, str]:
     )
     cfg.freeze()
     return reasons
+
+
+def _scale_steps(cfg: CfgNode, max_iter: int) -> None:
+    """Move the drops of the learning rate with a shortened schedule, which was ``max_iter`` long, if one is lost."""
+    steps = cfg.SOLVER.STEPS
+    if cfg.SOLVER.MAX_ITER <= max(steps, default=0) < max_iter:
+        scaled = [step * cfg.SOLVER.MAX_ITER // max_iter for step in steps]
+        cfg.SOLVER.STEPS = tuple(step for step in scaled if step)
+        log.warning("SOLVER.STEPS %s: scaled to %s with SOLVER.MAX_ITER", steps, cfg.SOLVER.STEPS)
 
 
 def _check_not_moved(folder: str, config_folder: str) -> None:

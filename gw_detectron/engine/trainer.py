@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from detectron2.config import CfgNode
 from detectron2.data import DatasetMapper, Metadata, MetadataCatalog, build_detection_test_loader
+from detectron2.data.datasets.coco import convert_to_coco_json
 from detectron2.engine import AMPTrainer, DefaultTrainer, SimpleTrainer, create_ddp_model, hooks
 from detectron2.engine.train_loop import TrainerBase
 from detectron2.evaluation import (
@@ -48,7 +49,7 @@ from .hooks import LossGuard, SignalHook
 from .launch import in_all_processes
 from .logs import ProgressBar
 from .optimizer import accumulated_step, set_norm_decay
-from .output_folder import METRICS, clear_output, earlier_run
+from .output_folder import CONVERTED, METRICS, clear_output, earlier_run
 from .start import start_run
 from .training_data import INITIAL_WEIGHTS, STEP, TrainingData, build_training_data, seed_generators
 from .validation import LOSS_NORMALIZER, validation_losses
@@ -184,10 +185,10 @@ class Trainer(DefaultTrainer):
         if architecture == "SemanticSegmentor":
             return SemSegEvaluator(dataset_name, output_dir=folder)
         tasks = {"bbox": True, "segm": cfg.MODEL.MASK_ON, "keypoints": cfg.MODEL.KEYPOINT_ON}
-        objects = COCOEvaluator(
+        objects = _coco_evaluator(
             dataset_name,
+            folder,
             tasks=tuple(task for task, wanted in tasks.items() if wanted),
-            output_dir=folder,
             kpt_oks_sigmas=cfg.TEST.KEYPOINT_OKS_SIGMAS,
         )
         if architecture != "PanopticFPN":
@@ -408,6 +409,21 @@ class Trainer(DefaultTrainer):
 
     def _evaluate_with_TTA(self) -> OrderedDict | None:
         return None if self._signals.received else self.test_with_TTA(self.cfg, self.checkpointer.model)
+
+
+def _coco_evaluator(name: str, folder: str, **options: Any) -> COCOEvaluator:
+    """Build Detectron2's evaluator; convert the records of a Python function anew.
+
+    Detectron2 would use the file of an earlier conversion, also of another run, whatever the records are now.
+    """
+    metadata = MetadataCatalog.get(name)
+    if converts := metadata.get("json_file", CONVERTED).endswith(CONVERTED):
+        vars(metadata).pop("json_file", None)
+        convert_to_coco_json(name, os.path.join(folder, f"{name}{CONVERTED}"), allow_cached=False)
+    evaluator = COCOEvaluator(name, output_dir=folder, **options)
+    if converts:
+        vars(metadata).pop("json_file", None)
+    return evaluator
 
 
 def check_same_start(model: torch.nn.Module, start: StartWeights, iteration: int = 0) -> None:

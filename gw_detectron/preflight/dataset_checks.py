@@ -8,7 +8,7 @@ from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from ..data import read_json
-from ..data.coco_files import COMPLETED
+from ..data.coco_files import COMPLETED, coco_of_records
 from ..data.fingerprint import Fingerprint, read_fingerprint
 from ..data.images import upright_size
 from ..errors import DataError, PreflightReport, similar_names, summarize_names
@@ -127,11 +127,16 @@ def _check_dataset(
         )
         return None
     metadata = MetadataCatalog.get(name)
-    if (json_file := metadata.get("json_file")) is None:  # registered as a Python function
-        return metadata.get("thing_classes")
-    where = f"Dataset '{name}' ('{metadata.get('source', json_file)}')"
+    json_file, classes = metadata.get("json_file"), metadata.get("thing_classes")
+    classes = classes and list(classes)
+    where = f"Dataset '{name}' ('{metadata.get('source', json_file or 'a Python function')}')"
     try:
-        content = read_json(json_file)  # generates or downloads it if a handler does so
+        if json_file is None:
+            content = coco_of_records(DatasetCatalog.get(name), classes, evaluated=not needs.training)
+        else:
+            content = read_json(json_file)  # generates or downloads it if a handler does so
+        if json_file is None and content is None:
+            return classes
         errors, warnings = check_coco(content, needs)
         warnings += content.get(COMPLETED, [])
         data[name] = read_fingerprint([{"annotations": [], **content}])
@@ -141,12 +146,12 @@ def _check_dataset(
     except (DataError, OSError, ValueError) as error:  # ValueError: of a handler of addresses
         report.errors.append(f"{where}: {error}" + ("" if "Fix: " in str(error) else ". Fix: correct the file."))
         return None
-    root = metadata.get("image_root", "")
+    root = metadata.get("image_root", ".") or "."
     if "://" not in root:  # a header would cost a download
         errors += _missing_images(root, content["images"]) or _wrong_images(root, content["images"], needs.percentiles)
     report.errors += [f"{where}: {error}" for error in errors]
     report.warnings += [f"{where}: {warning}" for warning in warnings]
-    return data[name].classes
+    return classes if json_file is None else data[name].classes
 
 
 def _place() -> str:

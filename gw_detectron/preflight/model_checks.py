@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Sequence
 
 from detectron2.config import CfgNode
 from detectron2.layers import FrozenBatchNorm2d
@@ -10,10 +11,11 @@ from torch import nn
 
 from ..checkpoint import Checkpoint, StartWeights, norm_differences, norm_mismatch
 from ..checkpoint.records import RUN_RECORD, config_differences
+from ..config import get_value
 from ..errors import ConfigError, PreflightReport, summarize_names
 from ..layers import FrozenBatchWhitening2d
 from ..modeling.build import NORM_KEYS, build_checked_model, unread_keys
-from ..norms import is_synchronized
+from ..norms import is_synchronized, norm_spec
 from ..weights.record import PREPROCESSING, Preprocessing
 
 _FROZEN = (FrozenBatchNorm2d, FrozenBatchWhitening2d)
@@ -58,14 +60,23 @@ def _check_frozen_norms(cfg: CfgNode, model: nn.Module, report: PreflightReport,
     frozen = [name for name, module in model.named_modules() if isinstance(module, _FROZEN)]
     if from_scratch and frozen and cfg.MODEL.BACKBONE.FREEZE_AT == 0:  # else reported already
         report.errors.append(
-            f"NORM: {len(frozen)} layers are FrozenBN or FrozenBW (first: {frozen[0]}), and without MODEL.WEIGHTS they "
-            "have no statistics and normalize nothing. Fix: set their NORM to BN, GN or GW, or give MODEL.WEIGHTS."
+            f"{_norm_keys(cfg, model, frozen)}: {len(frozen)} layers are FrozenBN or FrozenBW (first: {frozen[0]}). "
+            "Without MODEL.WEIGHTS they have no statistics and normalize nothing. Fix: set it to GN or GW, or give "
+            "MODEL.WEIGHTS."
         )
     elif new := [name for name in frozen if not name.startswith(("backbone.bottom_up.", "backbone.res"))]:
         report.warnings.append(
-            f"NORM: {len(new)} layers are FrozenBN or FrozenBW (first: {new[0]}). ImageNet weights have no statistics "
-            "for them. Fix: set their NORM to GN or GW, unless MODEL.WEIGHTS are those of a whole detector."
+            f"{_norm_keys(cfg, model, new)}: {len(new)} layers are FrozenBN or FrozenBW (first: {new[0]}). ImageNet "
+            "weights have no statistics for them. Fix: set it to GN or GW, unless MODEL.WEIGHTS are those of a whole "
+            "detector."
         )
+
+
+def _norm_keys(cfg: CfgNode, model: nn.Module, layers: Sequence[str]) -> str:
+    """Name the config keys that gave layers their norm."""
+    kinds = {str(norm_spec(model.get_submodule(name))).partition(":")[0] for name in layers}
+    keys = [key for key in NORM_KEYS if str(get_value(cfg, key)).partition(":")[0] in kinds]
+    return " and ".join(keys) or "NORM"
 
 
 def _check_batch_norms(cfg: CfgNode, model: nn.Module, report: PreflightReport) -> None:
@@ -81,7 +92,7 @@ def _check_batch_norms(cfg: CfgNode, model: nn.Module, report: PreflightReport) 
         report.errors.append(
             f"SOLVER.IMS_PER_BATCH ({cfg.SOLVER.IMS_PER_BATCH} on {processes} processes): {len(single)} layers "
             f"normalize over a batch of one image (first: {single[0]}), whose statistics are too noisy to train with. "
-            "Fix: give two or more images per process, or set the norm to SyncBN on several GPUs, or to GW or GN."
+            f"Fix: set {_norm_keys(cfg, model, single)} to GN or GW, or give two or more images per process."
         )
     if images and (batches := cfg.SOLVER.ACCUMULATE) > 1:
         name, count = next(iter(images.items()))

@@ -22,13 +22,13 @@ from pycocotools.coco import COCO
 from safetensors.torch import save_file
 
 from gw_detectron.checkpoint import opening
-from gw_detectron.engine import Trainer, main
+from gw_detectron.engine import Trainer, get_parser, main
 from gw_detectron.engine.start import start_run
 from gw_detectron.engine.train import run_config
 from gw_detectron.errors import ConfigError, MissingFileError, PreflightError, UserError
 from gw_detectron.weights import read_weights_file
 
-from ..tiny_run import arguments
+from ..tiny_run import CONFIG, arguments
 
 pytestmark = pytest.mark.usefixtures("small_dataset", "one_thread")
 SHORT = {"SOLVER__MAX_ITER": 1, "SOLVER__STEPS": "()", "DATASETS__TEST": "()"}
@@ -101,6 +101,20 @@ class TestFlags:
     def test_a_config_of_detectron2_alone_is_refused(self):
         with pytest.raises(ConfigError, match="add_gw_config"):
             Trainer(get_cfg())
+
+    @pytest.mark.parametrize(("max_iter", "steps"), [(900, (60, 80)), (45, (30, 40)), (2, (1, 1)), (1, ())])
+    def test_drops_of_the_rate_move_with_a_shortened_schedule(self, tmp_path, max_iter, steps):
+        (tmp_path / "base.yaml").write_text(f"_BASE_: {CONFIG}\nSOLVER: {{MAX_ITER: 90, STEPS: [60, 80]}}\n")
+        args = get_parser().parse_args(["--num-gpus", "0", "SOLVER.MAX_ITER", str(max_iter)])
+        args.config_file = str(tmp_path / "base.yaml")
+        assert ((60, 80) if max_iter > 90 else steps) == run_config(args).SOLVER.STEPS
+        args.opts += ["SOLVER.STEPS", "(700,)"]
+        assert run_config(args).SOLVER.STEPS == (700,)
+
+    @pytest.mark.parametrize(("words", "device"), [((), "cpu"), (("MODEL.DEVICE", "mps"), "mps")])
+    def test_a_device_that_is_named_stays(self, words, device):
+        args = get_parser().parse_args(["--num-gpus", "0", "--config-file", str(CONFIG), *words])
+        assert device == run_config(args).MODEL.DEVICE
 
 
 class TestWeights:

@@ -160,3 +160,31 @@ def test_test_time_augmentation_that_detectron2_does_not_have(tmp_path, small_da
 def test_a_run_that_ends_in_its_warm_up(check):
     (warning,) = check(SOLVER__WARMUP_ITERS=3).warnings
     assert "SOLVER.WARMUP_ITERS (3)" in warning
+
+
+@pytest.mark.parametrize(
+    ("mistake", "advised"),
+    [
+        ({"SOLVER__IMS_PER_BATCH": 1}, {"MODEL__RESNETS__NORM": "GN"}),
+        ({"SOLVER__IMS_PER_BATCH": 1}, {"MODEL__RESNETS__NORM": "GW"}),
+        (
+            {"SOLVER__IMS_PER_BATCH": 1, "MODEL__RESNETS__WHITEN_NORM": "BW:channels=16"},
+            {"MODEL__RESNETS__NORM": "GN", "MODEL__RESNETS__WHITEN_NORM": "GN"},
+        ),
+        (
+            {"SOLVER__IMS_PER_BATCH": 1, "MODEL__RESNETS__NORM": "GN", "MODEL__ROI_MASK_HEAD__NORM": "BN"},
+            {"MODEL__ROI_MASK_HEAD__NORM": "GN"},
+        ),
+        ({"MODEL__RESNETS__NORM": "FrozenBN"}, {"MODEL__RESNETS__NORM": "GW"}),
+        ({"SOLVER__STEPS": (60, 80), "SOLVER__MAX_ITER": 45}, {"SOLVER__STEPS": (30, 40)}),
+        ({"SOLVER__STEPS": (45,), "SOLVER__MAX_ITER": 45}, {"SOLVER__STEPS": (40,)}),
+        ({"SOLVER__STEPS": (2, 9), "SOLVER__MAX_ITER": 1}, {"SOLVER__STEPS": ()}),
+    ],
+)
+def test_the_advice_is_followed_and_the_run_starts(tmp_path, coco, mistake, advised):
+    coco()
+    mistake = {"SOLVER__WARMUP_ITERS": 0, **mistake}
+    (error,) = preflight(config(tmp_path, **mistake), StartWeights()).errors
+    fix = error.partition(" Fix: ")[2]
+    assert all(key.replace("__", ".") in error and str(value) in fix for key, value in advised.items()), error
+    assert preflight(config(tmp_path, **{**mistake, **advised}), StartWeights()).errors == []
