@@ -4,7 +4,7 @@ import itertools
 import logging
 import math
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -45,21 +45,16 @@ def auto_config(
         given: keys that keep their values.
 
     Returns:
-        The changed keys, each with its reason.
+        For each changed key, its line with value and reason.
 
     Raises:
         DataError: the file is not in COCO format, or has no object to learn from.
         ConfigError: the config is not that of a detector, or ``epochs`` is not above 0.
     """
     reasons = apply_recipe(cfg, {os.fspath(json): os.fspath(images)}, epochs=epochs, given=given)
-    for line in recipe_lines(cfg, reasons):
+    for line in reasons.values():
         log.info(line)
     return reasons
-
-
-def recipe_lines(cfg: CfgNode, reasons: dict[str, str]) -> list[str]:
-    """Return a line for each key of a recipe."""
-    return [f"--auto: {key} {get_value(cfg, key)}: {reason}" for key, reason in reasons.items()]
 
 
 def apply_recipe(
@@ -71,19 +66,19 @@ def apply_recipe(
     if epochs is not None and not 0 < epochs < math.inf:
         raise ConfigError(f"--epochs ({epochs:g}): not above 0. Fix: give e.g. 20 passes over the images.")
     contents = [(folder, _read(path)) for path, folder in files.items()]
-    found = read_fingerprint(content for _, content in contents)
+    found = read_fingerprint(data for _, data in contents)
     if not len(found.boxes):
         raise DataError(
             f"--auto: {len(found.images)} images have no object to learn from ({found.crowds} crowds, "
             f"{found.unusable} without box, image or category). Fix: correct the annotations."
         )
     recipe = _Recipe(cfg, given)
-    steps: list[Callable[[_Recipe, Fingerprint], None]] = [_classes, _masks, _image_size, _anchors, _limits, _sampler]
-    for step in [] if schedule_only else [*steps, _rate]:
-        step(recipe, found)
-    paths = [os.path.join(root, str(each.get("file_name"))) for root, content in contents for each in content["images"]]
-    if not (schedule_only or cfg.INPUT.PERCENTILES) and any(map(is_deep, evenly_spread(paths, 20))):
-        recipe.set("INPUT.PERCENTILES", [0.5, 99.5], "images have more than 8 bits")
+    if not schedule_only:
+        paths = [os.path.join(root, str(each.get("file_name"))) for root, data in contents for each in data["images"]]
+        if not cfg.INPUT.PERCENTILES and any(map(is_deep, evenly_spread(paths, 20))):
+            recipe.set("INPUT.PERCENTILES", [0.5, 99.5], "images have more than 8 bits")
+        for step in (_classes_and_masks, _image_size, _anchors, _limits, _sampler, _rate):
+            step(recipe, found)
     _schedule(recipe, found, epochs)
     return recipe.reasons
 
@@ -106,25 +101,23 @@ class _Recipe:
         """Set a key unless the user gave it or it has the value."""
         if key not in self.given and get_value(self.cfg, key) != value:
             self.cfg.merge_from_list([key, value])
-            self.reasons[key] = reason
+            self.reasons[key] = f"--auto: {key} {value}: {reason}"
 
 
-def _classes(recipe: _Recipe, found: Fingerprint) -> None:
+def _classes_and_masks(recipe: _Recipe, found: Fingerprint) -> None:
     for key in object_count_keys(recipe.cfg):
         recipe.set(key, len(found.classes), "the categories of the json")
-
-
-def _masks(recipe: _Recipe, found: Fingerprint) -> None:
-    if recipe.cfg.MODEL.MASK_ON and (missing := found.masks["none"]):
+    missing = found.masks["none"]
+    if recipe.cfg.MODEL.MASK_ON and missing > len(found.boxes) / 2:  # the checks name fewer
         recipe.set("MODEL.MASK_ON", False, f"{missing:,} of {len(found.boxes):,} objects have no mask")
-    if recipe.cfg.MODEL.MASK_ON and (count := found.masks["rle"]):
-        recipe.set("INPUT.MASK_FORMAT", "bitmask", f"{count:,} masks are run lengths")
+    if found.masks["rle"]:
+        recipe.set("INPUT.MASK_FORMAT", "bitmask", f"{found.masks['rle']:,} masks are run lengths")
 
 
 def _image_size(recipe: _Recipe, found: Fingerprint) -> None:
     """Choose the shorter side at which the class of the smallest objects gets enough pixels."""
     wanted, lowest, highest = (48, 480, 800) if recipe.cfg.MODEL.DEVICE != "cpu" else (24, 160, 512)
-    sizes, per_class = found.sizes(1000, math.inf), found.per_class
+    sizes, per_class = np.sqrt(found.resized(1000, math.inf).prod(axis=1)), found.per_class
     common = np.flatnonzero(per_class > 0.01 * len(sizes))  # AP is a mean over classes: each of them counts
     small = min((np.quantile(sizes[found.category == index], 0.25) for index in common), default=np.median(sizes))
     enlarged = 2 * np.median(found.images.min(axis=1))  # beyond, pixels are interpolated from too few

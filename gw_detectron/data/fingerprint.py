@@ -59,32 +59,19 @@ class Fingerprint:
         pairs = np.unique(self.image * max(1, len(self.classes)) + self.category)
         return np.bincount(pairs % max(1, len(self.classes)), minlength=len(self.classes))
 
-    def scales(self, shorter: float, longest: float) -> np.ndarray:
-        """Return by which factor Detectron2's ``ResizeShortestEdge`` resizes each image, (I); ``shorter`` 0: not."""
-        if not shorter:
-            return np.ones(len(self.images))
-        return np.minimum(shorter / self.images.min(axis=1), longest / self.images.max(axis=1))
-
     def resized(self, shorter: float, longest: float) -> np.ndarray:
-        """Return the boxes after the images are resized, (N, 2)."""
-        return self.boxes * self.scales(shorter, longest)[self.image, None]
-
-    def sizes(self, shorter: float, longest: float) -> np.ndarray:
-        """Return the square root of each box's area after resizing, (N): the measure of anchor sizes."""
-        return np.sqrt(self.resized(shorter, longest).prod(axis=1))
+        """Return the boxes after ``ResizeShortestEdge`` of the images, (N, 2); ``shorter`` 0 resizes none."""
+        scales = np.minimum(shorter / self.images.min(axis=1), longest / self.images.max(axis=1))
+        return self.boxes * (scales[self.image, None] if shorter else 1.0)
 
     def __str__(self) -> str:
         if not len(self.boxes):
             return f"{len(self.images)} images, no object to learn from"
-        low, high = self.images.min(axis=0), self.images.max(axis=0)
-        to = "" if (low == high).all() else f" to {high[0]:g} x {high[1]:g}"
-        some, most = np.median(self.per_image), self.per_image.max()
+        sides = dict.fromkeys(f"{width:g} x {height:g}" for width, height in (self.images.min(0), self.images.max(0)))
         names = [f"{self.classes[index]} {self.per_class[index]:,}" for index in np.argsort(-self.per_class)[:5]]
-        more = f", ... ({len(self.classes)} classes)" if len(self.classes) > len(names) else ""
-        masks = ", ".join(f"{count:,} {kind}" for kind, count in self.masks.most_common() if kind != "none") or "none"
         return (
-            f"{len(self.images):,} images of {low[0]:g} x {low[1]:g}{to}; {len(self.boxes):,} objects, per image "
-            f"{some:g} (median) to {most}; {', '.join(names)}{more}; masks: {masks}"
+            f"{len(self.images):,} images of {' to '.join(sides)}; {len(self.boxes):,} objects of {len(self.classes)} "
+            f"classes ({', '.join(names)}), per image {np.median(self.per_image):g} (median) to {self.per_image.max()}"
         )
 
 

@@ -19,7 +19,7 @@ from ..checkpoint import load_model
 from ..config import find_config_file, given_keys, read_config
 from ..errors import ConfigError
 from ..norms.listing import norm_summary
-from ..recipe import apply_recipe, recipe_lines
+from ..recipe import apply_recipe
 from .launch import in_all_processes
 from .run_datasets import use_datasets
 from .start import start_run
@@ -57,7 +57,7 @@ def main(args: argparse.Namespace) -> dict | None:
         results: dict | None = evaluate(cfg, **options)
     else:
         trainer = Trainer(cfg, overwrite=args.overwrite, **options)
-        for line in recipe_lines(cfg, reasons) if reasons else ():
+        for line in reasons.values():
             log.info(line)
         trainer.resume_or_load(args.resume)
         results = trainer.train()
