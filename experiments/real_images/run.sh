@@ -1,0 +1,24 @@
+#!/bin/bash
+# Run the study of PLAN.md, or continue it: bash run.sh BCCD NUCLEI OUTPUT [JOBS] [A B C D]
+set -u
+bccd=$1 nuclei=$2 output=$3 jobs=${4:-12}
+here=$(dirname "$0")
+read -r -a parts <<< "${*:5}"
+export OMP_NUM_THREADS=1
+
+compare() {  # part, config, folder, files that train, choose and score, norms and options
+    local part=$1 config=$2 data=$3 train=$4 val=$5 test=$6
+    [[ ${#parts[@]} -eq 0 || " ${parts[*]} " == *" $part "* ]] || return 0
+    python3 -m gw_detectron compare --config-file "$here/$config" --output "$output/$part" --jobs "$jobs" \
+        --train-json "$data/$train.json" --train-images "$data/images" --val-json "$data/$val.json" \
+        --val-images "$data/images" --test-json "$data/$test.json" --test-images "$data/images" "${@:7}"
+}
+
+rates="--rates 0.005 0.01 0.02 0.04 --seeds 3 --iterations 400"
+compare A bccd.yaml "$bccd" train val test --ignore-preflight $rates \
+    --norms BN GN GW GW:iters=3 GN+WS BN+GW@S1-B1 FrozenBN
+compare B nuclei.yaml "$nuclei" fit tune val $rates --norms BN GN GW GW:iters=3 GN+WS
+compare C bccd.yaml "$bccd" train val test --rates 0.01 0.02 0.04 --seeds 1 --iterations 400 --no-equal-time \
+    --norms GW:iters=1 GW:iters=2 GW:solver=zca GW:solver=zca_max,threshold=0.05
+compare D bccd.yaml "$bccd" train val test --rates 0.0025 0.005 0.01 0.02 --seeds 2 --iterations 800 --no-equal-time \
+    --ignore-preflight --norms BN GW -- SOLVER.IMS_PER_BATCH 1
