@@ -26,6 +26,7 @@ ROOMS = (
     {"preflight", "prediction"},
     {"engine"},
     {"report"},
+    {"comparison"},
     {"commands"},
     {"__main__"},
 )

@@ -28,6 +28,7 @@ COMMANDS = {
     "train": Command("train", "train a detector from a config"),
     "eval": Command("train", "evaluate a trained detector", {"evaluation": True}),
     "predict": Command("predict", "find objects on images, folders and videos"),
+    "compare": Command("compare", "train with several norms, and say which one to take"),
     "report": Command("report", "write a page about a run: scores, curves, errors"),
     "export": Command("export", "write a detector or a backbone as pt2, ONNX or safetensors"),
     "weights": Command("weights", "convert, verify and describe weight files"),

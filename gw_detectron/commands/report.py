@@ -1,18 +1,32 @@
-"""Write a report of a run: one page with scores, curves and pictures of errors."""
+"""Write a report of a run: one page with scores, curves and pictures of errors; or of several runs, side by side."""
 
 import argparse
 import json
 from pathlib import Path
 
 from ..cli import new_parser
+from ..comparison import PAGE as COMPARISON
+from ..comparison import is_comparison, write_comparison
+from ..errors import ConfigError
 from ..report import PAGE, write_report
+from ..report.side_by_side import PAGE as RUNS
+from ..report.side_by_side import write_side_by_side
 
 
 def get_parser() -> argparse.ArgumentParser:
     """Return the parser of this command."""
-    parser = new_parser(__doc__, "output/demo", "output/mydata --images 8 --score 0.3")
-    parser.add_argument("run_folder", metavar="RUN_FOLDER", help="OUTPUT_DIR of a training or an evaluation")
-    parser.add_argument("--output", metavar="DIR", help="folder of the report (default: RUN_FOLDER/report)")
+    parser = new_parser(
+        __doc__, "output/demo", "output/mydata --images 8 --score 0.3", "output/gn output/gw --output pages"
+    )
+    parser.add_argument(
+        "run_folders",
+        nargs="+",
+        metavar="RUN_FOLDER",
+        help="OUTPUT_DIR of a training or an evaluation; several to compare them; or a folder of gw-detectron compare",
+    )
+    parser.add_argument(
+        "--output", metavar="DIR", help="folder of the report (default: RUN_FOLDER/report; of several: output/runs)"
+    )
     parser.add_argument("--images", type=int, default=4, metavar="N", help="images to draw (default: %(default)s)")
     parser.add_argument(
         "--score", type=float, default=0.5, help="lowest score of a drawn or counted box (default: %(default)s)"
@@ -23,7 +37,21 @@ def get_parser() -> argparse.ArgumentParser:
 
 def main(args: argparse.Namespace) -> None:
     """Write the report; print where it is and what it lacks."""
-    numbers = write_report(args.run_folder, images=args.images, score=args.score, output=args.output)
+    first = Path(args.run_folders[0])
+    if is_comparison(first):
+        if len(args.run_folders) > 1 or args.output:
+            raise ConfigError(
+                f"RUN_FOLDER ('{first}'): is a comparison, whose page is written there. Fix: give it alone."
+            )
+        numbers = write_comparison(first)
+        print(json.dumps(numbers, indent=2) if args.json else f"{numbers['advice']}\nReport: {first / COMPARISON}")
+        return
+    if len(args.run_folders) > 1:
+        output = Path(args.output or "output/runs")
+        numbers = write_side_by_side(args.run_folders, output)
+        print(json.dumps(numbers, indent=2) if args.json else f"Report: {output / RUNS}")
+        return
+    numbers = write_report(first, images=args.images, score=args.score, output=args.output)
     if args.json:
         print(json.dumps(numbers, indent=2))
         return
@@ -32,4 +60,4 @@ def main(args: argparse.Namespace) -> None:
     for task, scores in numbers["summary"]["scores"].items():
         if scores["AP"] is not None:
             print(f"{task} AP {scores['AP']:.1f}")
-    print(f"Report: {Path(args.output or Path(args.run_folder, 'report')) / PAGE}")
+    print(f"Report: {Path(args.output or first / 'report') / PAGE}")

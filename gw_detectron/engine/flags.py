@@ -57,6 +57,8 @@ _DATASETS = {
     "dataset": ("NAME", "the datasets are named NAME_train and NAME_val (default: custom)"),
     "datasets": ("FILE", "a yaml with any number of datasets, in place of these flags"),
 }
+#: the names of these flags and of --val-fraction
+DATASET_FLAGS = (*(name.replace("-", "_") for name in _DATASETS), "val_fraction")
 
 
 def get_parser(*, evaluation: bool = False) -> argparse.ArgumentParser:
@@ -80,6 +82,16 @@ def get_parser(*, evaluation: bool = False) -> argparse.ArgumentParser:
     parser.add_argument(
         "--epochs", type=float, metavar="N", help="train for N passes over the images, whatever SOLVER.MAX_ITER is"
     )
+    add_dataset_flags(parser)
+    for action in parser._actions:
+        action.help = _HELP.get(action.dest, action.help)
+        if evaluation and action.dest in _TRAINING_ONLY:
+            action.help = argparse.SUPPRESS
+    return parser
+
+
+def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the user's own data, :data:`DATASET_FLAGS`."""
     own = parser.add_argument_group(
         "your own data", "datasets in COCO format; they set DATASETS and NUM_CLASSES, see docs/your_data.md"
     )
@@ -92,8 +104,3 @@ def get_parser(*, evaluation: bool = False) -> argparse.ArgumentParser:
         help="without --val-json: evaluate on about this share of the images of --train-json, and train on the others. "
         "The hash of its file name assigns each image, so the split stays the same when images are added",
     )
-    for action in parser._actions:
-        action.help = _HELP.get(action.dest, action.help)
-        if evaluation and action.dest in _TRAINING_ONLY:
-            action.help = argparse.SUPPRESS
-    return parser

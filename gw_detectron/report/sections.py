@@ -19,7 +19,7 @@ from ..norms import norm_summary
 from .detections import CORRECT, KINDS, ImageMatches
 from .run_folder import RunFolder
 
-_TASKS = {"bbox": "box", "segm": "mask", "keypoints": "keypoint"}
+TASKS = {"bbox": "box", "segm": "mask", "keypoints": "keypoint"}
 _METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl")  # COCO's summary begins with these
 _KEYPOINT_METRICS = ("AP", "AP50", "AP75", "APm", "APl")  # small objects have no keypoints
 _THRESHOLDS = {"AP": None, "AP50": 0.5, "AP75": 0.75}
@@ -79,7 +79,8 @@ class Section:
     tables: Sequence[Table] = ()
 
 
-def _axes(width: float, height: float, **settings: Any) -> tuple[Figure, Axes]:
+def make_axes(width: float, height: float, **settings: Any) -> tuple[Figure, Axes]:
+    """Make a figure of a size in inches; ``settings`` are those of ``Axes.set``."""
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots()
     axes.set(**settings)
@@ -104,7 +105,7 @@ def summary(run: RunFolder) -> Section:
             facts["best_by"] = run.cfg.TEST.BEST
     tables = [Table([], [(name.replace("_", " "), str(value)) for name, value in facts.items()])]
     if scores:
-        rows = [[_TASKS[task], *map(row.get, _METRICS)] for task, row in scores.items()]
+        rows = [[TASKS[task], *map(row.get, _METRICS)] for task, row in scores.items()]
         tables.insert(0, Table([f"percent on {run.dataset}", *_METRICS], rows))
     return Section({**facts, "scores": scores}, tables=tables)
 
@@ -160,7 +161,7 @@ def _is_loss(name: str) -> bool:
 
 
 def _curve(run: RunFolder, name: str, label: str, wanted: Callable[[str], bool], marker: str) -> Picture:
-    figure, axes = _axes(5.5, 3.8, xlabel="iteration", ylabel=label)
+    figure, axes = make_axes(5.5, 3.8, xlabel="iteration", ylabel=label)
     colors: dict[str, Any] = {}
     for metric in sorted({key for record in run.metrics for key in record if wanted(key)}):
         points = [(record["iteration"], record[metric]) for record in run.metrics if metric in record]
@@ -185,7 +186,7 @@ def average_precision(run: RunFolder) -> Section:
     """List the AP of each class."""
     found = run.detections
     columns = {
-        f"{_TASKS[task]} {metric}": 100 * found.precision(task, iou).mean(0)
+        f"{TASKS[task]} {metric}": 100 * found.precision(task, iou).mean(0)
         for task in found.tasks
         for metric, iou in _THRESHOLDS.items()
     }

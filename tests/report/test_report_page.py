@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from gw_detectron.commands.report import get_parser, main
-from gw_detectron.errors import FileAccessError
+from gw_detectron.errors import ConfigError, FileAccessError, MissingFileError
 from gw_detectron.report import write_report
 
 from ..tiny_run import ROOT
@@ -118,3 +118,36 @@ def test_a_report_replaces_an_earlier_one_but_no_other_file(tmp_path):
     with pytest.raises(FileAccessError, match=r"thesis\.png"):
         write_report(folder, output=tmp_path / "out")
     assert (tmp_path / "out" / "report.html").exists()
+
+
+def test_runs_side_by_side(tmp_path, capsys):
+    first, second = (write_run(tmp_path / name, classes=3) for name in ("gn", "gw"))
+    predictions = second / "inference" / "coco_instances_results.json"
+    kept = [each for each in json.loads(predictions.read_text()) if each["category_id"] != 11]
+    predictions.write_text(json.dumps(kept))
+    report(first, second, "--output", tmp_path / "out", "--json")
+    numbers = json.loads(capsys.readouterr().out)
+    alone = {name: write_report(tmp_path / name) for name in ("gn", "gw")}
+    assert {name: list(rows.values()) for name, rows in numbers["classes"].items()} == {
+        name: each["ap_per_class"] for name, each in alone.items()
+    }
+    lost = [name for name, row in numbers["classes"]["gw"].items() if not row["detections"]]
+    page = Page((tmp_path / "out" / "runs.html").read_text())
+    assert len(lost) == 1 and len(page.images) == 3
+    assert f"0.0 ({-numbers['classes']['gn'][lost[0]]['box AP']:+.1f})" in page.text
+
+
+def test_runs_that_cannot_be_compared(tmp_path):
+    runs = [write_run(tmp_path / name, classes=classes) for name, classes in (("a", 3), ("b", 2), ("c", 3))]
+    content = json.loads((runs[2] / "annotations.json").read_text())
+    content["images"][0]["file_name"] = "6.jpg"
+    (runs[2] / "annotations.json").write_text(json.dumps(content))
+    for other, error, named in (
+        (runs[1], ConfigError, "classes"),
+        (runs[2], ConfigError, "images"),
+        (runs[0], ConfigError, "twice"),
+        (tmp_path / "none", MissingFileError, "none"),
+    ):
+        with pytest.raises(error, match=named):
+            report(runs[0], other, "--output", tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,16 @@
+"""Which norm for my data? Train each the same way, and compare AP after equal iterations and equal time."""
+
+from .page import PAGE, is_comparison, write_comparison
+from .run import RECOMMENDED, Comparison, compare
+from .verdict import paired_difference
+
+__all__ = [
+    "PAGE",
+    "RECOMMENDED",
+    "Comparison",
+    "compare",
+    "is_comparison",
+    "norm_keys",
+    "paired_difference",
+    "write_comparison",
+]

@@ -1,0 +1,128 @@
+"""What the processes of a comparison run: one training, or the timing of all norms."""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing import parent_process
+from pathlib import Path
+from signal import SIGTERM
+from typing import Any
+
+import torch
+from detectron2.utils.events import EventStorage
+
+from ..atomic import atomic_write
+from ..checkpoint.records import software_versions
+from ..cli import errors_reported
+from ..engine import Trainer, get_parser, main
+from ..engine.output_folder import METRICS, read_metrics
+from ..engine.train import run_config, use_recipe
+from ..errors import NonFiniteError, first_line
+from .plan import Job
+
+LOG, RESULT = "process.txt", "result.json"
+#: tasks, the main one last
+TASKS = ("bbox", "segm", "keypoints")
+_WARM_UP, _ROUNDS = 3, 10
+_LOSSES = 24  # points of a curve
+
+
+def engine_args(flags: Mapping[str, Any], opts: list[Any]) -> argparse.Namespace:
+    """Return the arguments of a run from flags that differ from the defaults, and config keys."""
+    return argparse.Namespace(**{**vars(get_parser().parse_args([])), **flags, "opts": opts})
+
+
+def run_in_process(work: Callable[..., Any], folder: Path, threads: int, gpu: str | None, *args: Any) -> None:
+    """Do a part of a comparison in a new process: its output goes to a file, and it ends with its parent."""
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    torch.set_num_threads(threads)
+    folder.mkdir(parents=True, exist_ok=True)
+    log = os.open(folder / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    with errors_reported():
+        write_json(folder / RESULT, work(folder, *args))
+
+
+def _end_with_parent() -> None:
+    """Stop with a checkpoint when the comparison was killed, so that the next call finds no one in the folder."""
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os.kill(os.getpid(), SIGTERM)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a json file atomically."""
+    with atomic_write(path) as temporary:
+        temporary.write_text(json.dumps(content) + "\n")
+
+
+def train(folder: Path, job: Job, flags: Mapping[str, Any], opts: list[Any]) -> dict[str, Any]:
+    """Train, or continue a training, and return its result. A run whose loss is not finite has AP 0.
+
+    Its checkpoints are removed: those of a whole comparison need many gigabytes.
+    """
+    start, diverged, evaluated = time.perf_counter(), "", None
+    try:
+        evaluated = main(engine_args({**flags, "resume": True}, opts))
+    except NonFiniteError as error:
+        diverged = first_line(error)
+    scores = {task: _scores((evaluated or {}).get(task, {})) for task in TASKS if task in (evaluated or {})}
+    task = next(reversed(scores), TASKS[0])
+    lines = read_metrics(folder / METRICS)
+    times = [line["time"] for line in lines if "time" in line]
+    losses = [(line["iteration"], round(line["total_loss"], 4)) for line in lines if "total_loss" in line]
+    curve = [(min(line["iteration"] + 1, job.iterations), line[f"{task}/AP"]) for line in lines if f"{task}/AP" in line]
+    ap = 0.0 if diverged else scores.get(task, {}).get("AP", 0.0)
+    for checkpoint in (*folder.glob("*.pth"), folder / "last_checkpoint"):
+        checkpoint.unlink(missing_ok=True)
+    return {
+        **job._asdict(),
+        "split": job.split,
+        "task": task,
+        "AP": ap,
+        "diverged": diverged,
+        "scores": scores,
+        "curve": [(place, round(value, 3)) for place, value in curve if not math.isnan(value)],
+        "losses": losses[:: -max(1, len(losses) // _LOSSES)][::-1],  # with the last one
+        "seconds": round(time.perf_counter() - start, 1),
+        "seconds_per_iteration": round(statistics.median(times), 4) if times else None,
+        "threads": torch.get_num_threads(),
+        "versions": software_versions(),
+    }
+
+
+def _scores(found: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return an evaluation in percent; AP is 0 without any detection."""
+    values = {name: float(value) for name, value in found.items()}
+    values["AP"] = 0.0 if math.isnan(values.get("AP", math.nan)) else values["AP"]
+    return {name: None if math.isnan(value) else round(value, 3) for name, value in values.items()}
+
+
+def time_norms(folder: Path, flags: Mapping[str, Any], opts: Mapping[str, list[Any]]) -> dict[str, float]:
+    """Return the median seconds of a training iteration of each norm, measured in turn on one machine."""
+    trainers = {}
+    for norm, words in opts.items():
+        args = engine_args(flags, words)
+        cfg = run_config(args)
+        use_recipe(cfg, args)
+        trainers[norm] = Trainer(cfg, ignore_preflight=args.ignore_preflight)
+    times: dict[str, list[float]] = {norm: [] for norm in opts}
+    for iteration in range(_WARM_UP + _ROUNDS):
+        for norm, trainer in trainers.items():
+            trainer.iter = iteration
+            start = time.perf_counter()
+            with EventStorage(iteration):
+                trainer.run_step()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            times[norm].append(time.perf_counter() - start)
+    return {norm: statistics.median(found[_WARM_UP:]) for norm, found in times.items()}

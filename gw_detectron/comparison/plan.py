@@ -1,0 +1,149 @@
+"""What a comparison of norms runs: the norms as config keys, successive halving of learning rates, then the seeds."""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from detectron2.config import CfgNode
+
+from ..errors import ConfigError, check_minimum
+from ..norms import resolve_norm
+from ..norms.positions import whitened_convs
+
+SEARCH_SEED = 0  # of the learning rates; the scored seeds are 1, 2, ...
+VAL, TEST = "val", "test"
+_SHORTEST = 4  # the first runs of the search have 1 / 4 of the iterations
+_SAME_TIME = 1.05  # a run that would be longer by less than this factor counts as one of equal time
+
+
+class Job(NamedTuple):
+    """One training, evaluated on the images that choose the rates (``val``) or on those that are scored (``test``)."""
+
+    norm: str
+    rate: float
+    seed: int
+    iterations: int
+
+    @property
+    def split(self) -> str:
+        return VAL if self.seed == SEARCH_SEED else TEST
+
+    @property
+    def name(self) -> str:
+        """A name for its folder."""
+        return re.sub(r"[^\w.+@=-]", "_", f"{self.norm}_lr{self.rate:g}_s{self.seed}_i{self.iterations}")
+
+
+def norm_keys(norm: str) -> dict[str, str]:
+    """Return the config keys of a norm in the backbone.
+
+    Args:
+        norm: ``NORM``, a norm name; ``NORM+NORM@POSITIONS``, such as ``BN+GW@S1-B1``: the second norm at these
+            positions; or one of the two with ``+WS``, for Weight Standardization.
+
+    Raises:
+        ConfigError: a part of it is unknown.
+    """
+    text, where = norm.removesuffix("+WS"), f"--norms ('{norm}')"
+    text, at, positions = text.partition("@")
+    base, plus, whitening = text.partition("+")
+    if bool(at) != bool(plus) or not base:
+        raise ConfigError(f"{where}: not a norm. Fix: write e.g. GW, GN+WS, or BN+GW@S1-B1 for BN with GW at S1-B1.")
+    whitened_convs(positions, where=where)
+    for each in filter(None, (base, whitening)):
+        resolve_norm(each, where=where)
+    keys = {"MODEL.RESNETS.NORM": base, "MODEL.RESNETS.WHITEN_POSITIONS": positions}
+    if whitening:
+        keys["MODEL.RESNETS.WHITEN_NORM"] = whitening
+    return {**keys, "MODEL.RESNETS.CONV": "WS" if norm.endswith("+WS") else ""}
+
+
+def schedule_keys(cfg: CfgNode, iterations: int) -> dict[str, Any]:
+    """Return the schedule of a config, shortened or lengthened to a number of iterations.
+
+    The steps keep their share. The warm-up does too, but keeps at least its own length or a tenth of the run.
+    """
+    solver, factor = cfg.SOLVER, iterations / cfg.SOLVER.MAX_ITER
+    return {
+        "SOLVER.MAX_ITER": iterations,
+        "SOLVER.STEPS": tuple(
+            sorted({step for each in solver.STEPS if 0 < (step := round(each * factor)) < iterations})
+        ),
+        "SOLVER.WARMUP_ITERS": max(round(solver.WARMUP_ITERS * factor), min(solver.WARMUP_ITERS, iterations // 10)),
+        "SOLVER.CHECKPOINT_PERIOD": max(1, min(solver.CHECKPOINT_PERIOD, iterations // 2)),
+        "TEST.EVAL_PERIOD": max(1, iterations // 4),
+    }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The runs of a comparison.
+
+    Args:
+        norms: their names, see :func:`norm_keys`.
+        rates: learning rates of the search.
+        iterations: of the scored runs.
+        equal_time: norm -> iterations that take as long as those of the slowest norm; empty to compare equal
+            iterations only.
+    """
+
+    norms: Sequence[str]
+    rates: Sequence[float]
+    iterations: int
+    equal_time: Mapping[str, int]
+
+    def __post_init__(self) -> None:
+        check_minimum("--iterations", self.iterations, 2)
+        for flag, values, least in (("--norms", self.norms, 2), ("--rates", self.rates, 1)):
+            if len(set(values)) < max(least, len(values)):
+                raise ConfigError(f"{flag} ({values}): needs {least} or more, each once. Fix: correct the list.")
+        if not all(0 < rate < math.inf for rate in self.rates):
+            raise ConfigError(f"--rates ({self.rates}): not all positive. Fix: give e.g. 0.005 0.01 0.02.")
+
+    def search(self, norm: str, ap: Mapping[Job, float]) -> tuple[list[Job], float | None]:
+        """Return the runs of the search so far, and the rate once it is chosen.
+
+        Half of the rates, those of the highest AP, go on to runs of twice the length; of equal ones the lowest.
+        """
+        rates, jobs = sorted(self.rates), []
+        iterations = self.iterations // _SHORTEST
+        while len(rates) > 1:
+            rung = [Job(norm, rate, SEARCH_SEED, max(1, min(iterations, self.iterations))) for rate in rates]
+            jobs += rung
+            if not all(job in ap for job in rung):
+                return jobs, None
+            rung.sort(key=lambda job: -ap[job])  # stable: the lowest rate first
+            rates = sorted(job.rate for job in rung[: (len(rung) + 1) // 2])
+            iterations *= 2
+        return jobs, rates[0]
+
+    def lengths(self, norm: str) -> list[int]:
+        """Return the iterations of the scored runs of a norm: equal ones, and those of equal time if they differ."""
+        longer = self.equal_time.get(norm, 0)
+        return [self.iterations, *([longer] if longer > _SAME_TIME * self.iterations else [])]
+
+    def jobs(self, ap: Mapping[Job, float], seeds: int) -> Iterator[Job]:
+        """Yield the runs that are known so far, finished ones too, in their order."""
+        found = {norm: self.search(norm, ap) for norm in self.norms}
+        searches = [job for jobs, _ in found.values() for job in jobs]
+        yield from sorted(searches, key=lambda job: job.iterations)
+        for seed in range(SEARCH_SEED + 1, seeds + 1):
+            for norm, (_, rate) in found.items():
+                if rate is not None:
+                    yield from (Job(norm, rate, seed, iterations) for iterations in self.lengths(norm))
+
+    def length(self, norm: str, seeds: int) -> int:
+        """Return the iterations of all runs of a norm together."""
+        left, total, iterations = len(self.rates), 0, self.iterations // _SHORTEST
+        while left > 1:
+            total += left * max(1, min(iterations, self.iterations))
+            left, iterations = (left + 1) // 2, 2 * iterations
+        return total + seeds * sum(self.lengths(norm))
+
+
+def equal_time(times: Mapping[str, float], iterations: int) -> dict[str, int]:
+    """Return norm -> iterations in the time that the slowest norm takes for ``iterations``."""
+    slowest = max(times.values())
+    return {norm: round(iterations * slowest / time) for norm, time in times.items()}

@@ -1,0 +1,326 @@
+"""Run a comparison: its processes side by side, what is left after an interruption, and its results."""
+
+import contextlib
+import json
+import math
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+from detectron2.config import CfgNode
+
+from ..atomic import atomic_write, remove_unfinished
+from ..checkpoint import open_start_weights
+from ..config import changed_config
+from ..data import record_datasets, registered_datasets
+from ..engine.output_folder import lock_output
+from ..engine.train import run_config, use_recipe
+from ..errors import ConfigError, RunError, check_minimum, summarize_names
+from ..preflight import PreflightReport, preflight
+from ..preflight.model_checks import check_model, check_start_weights
+from .job import LOG, RESULT, engine_args, run_in_process, time_norms, train, write_json
+from .page import RESULTS, SETTINGS, write_comparison
+from .plan import SEARCH_SEED, TEST, VAL, Job, Plan, equal_time, norm_keys, schedule_keys
+
+RECOMMENDED = "recommended.yaml"
+_SEEDS, _MOST_SEEDS = 3, 10
+_LEAST_ITERATIONS = 20
+_RESERVE = 0.7  # share of the time for iterations; the rest is start-up and evaluation
+_CONTEXT = multiprocessing.get_context("forkserver")  # processes that start with the imports done, and without CUDA
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What to compare, and how long.
+
+    Args:
+        config_file: the config; its norms in the backbone are replaced.
+        norms: see :func:`gw_detectron.comparison.norm_keys`.
+        output: the folder; a comparison there is continued.
+        flags: further flags of ``gw-detectron train`` by their names, such as ``train_json``.
+        opts: config keys for all runs, as KEY VALUE KEY VALUE.
+        test: ``val_json`` and ``val_images`` of the images that are scored; empty for those that choose the rates.
+        rates: learning rates to try; empty for half, once and twice the config's.
+        iterations: of a scored run; 0 to derive them from ``minutes``.
+        minutes: time for everything; 0 for no limit.
+        seeds: scored runs of each norm; 0 means 3, and with ``minutes`` as many as the time allows.
+        jobs: runs side by side.
+        equal_time: also compare after equal time: faster norms are trained for more iterations.
+    """
+
+    config_file: str
+    norms: Sequence[str]
+    output: Path
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    opts: Sequence[str] = ()
+    test: Mapping[str, str] = field(default_factory=dict)
+    rates: Sequence[float] = ()
+    iterations: int = 0
+    minutes: float = 0.0
+    seeds: int = 0
+    jobs: int = 1
+    equal_time: bool = True
+
+
+def compare(what: Comparison, report: Callable[[str], object] = print) -> dict[str, Any]:
+    """Compare norms; or continue, and finish the runs that an interruption has left.
+
+    A script that calls it needs ``if __name__ == "__main__":``, as for any use of processes.
+
+    Args:
+        what: the comparison.
+        report: called with lines of progress.
+
+    Returns:
+        The content of ``comparison.json``.
+
+    Raises:
+        ConfigError: the norms, times or flags cannot be used, or the folder has another comparison.
+        PreflightError: a run would fail later or learn nothing.
+        RunError: a run failed, or AP is 0 in all runs. What is finished is kept.
+    """
+    check_minimum("--jobs", what.jobs)
+    check_minimum("--seeds", what.seeds, 0)
+    if not what.iterations and not what.minutes > 0:
+        raise ConfigError("--minutes: neither a time nor --iterations given. Fix: give e.g. --minutes 60.")
+    runs = _Runs(what, report)
+    with contextlib.closing(lock_output(str(runs.folder))):
+        runs.prepare()
+        runs.finish()
+        if not runs.results:
+            raise RunError("all norms failed, see the messages above. Fix: their causes; then repeat the command.")
+        numbers = write_comparison(runs.folder)
+        if recommended := numbers["recommended"]:
+            runs.write_config(recommended["norm"], recommended["rate"])
+    if runs.failed:
+        raise RunError(
+            f"{len(runs.failed)} norms failed ({summarize_names(runs.failed)}); the others are compared. Fix: see the "
+            "messages above; the same command tries the failed runs again."
+        )
+    return numbers
+
+
+class _Runs:
+    """The state of a comparison: its configs, plan and results."""
+
+    def __init__(self, what: Comparison, report: Callable[[str], object]) -> None:
+        self.what, self.report, self.folder = what, report, Path(what.output).absolute()
+        if what.test:
+            self._config({**what.flags, **what.test})  # its files exist
+        self.cfg = self._config(what.flags)
+        base = self.cfg.SOLVER.BASE_LR
+        self.rates = list(what.rates) or [base / 2, base, base * 2]
+        Plan(what.norms, self.rates, what.iterations or 2, {})  # refuses what it cannot use
+        self._check_norms()
+        self.results: dict[Job, Result] = {}
+        self.failed: dict[str, str] = {}
+        self.started = 0
+        self.threads = int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, len(os.sched_getaffinity(0)) // what.jobs)
+        self.most = what.seeds or (_MOST_SEEDS if what.minutes else _SEEDS)
+        self.seeds = 1 if what.minutes else self.most
+
+    def _config(self, flags: Mapping[str, Any]) -> CfgNode:
+        opts = [*self.what.opts, "OUTPUT_DIR", str(self.folder)]
+        args = engine_args({**flags, "config_file": self.what.config_file}, opts)
+        cfg = run_config(args)
+        use_recipe(cfg, args)
+        return cfg
+
+    def _check_norms(self) -> None:
+        """Check data and config once, and the model of every norm."""
+        found = PreflightReport()
+        for number, norm in enumerate(self.what.norms):
+            cfg, report = changed_config(self.cfg, norm_keys(norm)), PreflightReport()
+            start = open_start_weights(cfg.MODEL.WEIGHTS)
+            if number == 0:
+                report = preflight(cfg, start)
+            else:
+                model = check_model(cfg, start, report, eval_only=False)
+                check_start_weights(cfg, start, model, report, allow_partial=False)
+            found.errors += [f"{norm}: {text}" for text in report.errors]
+            found.warnings += [f"{norm}: {text}" for text in report.warnings]
+        if not self.what.flags.get("ignore_preflight"):
+            found.raise_errors()
+        for text in found.errors + found.warnings:
+            self.report(f"Warning: {text}")
+
+    def prepare(self) -> None:
+        """Measure the norms and fix the plan; or read both from the folder."""
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # a look for GPUs must not start CUDA before a fork
+        _CONTEXT.set_forkserver_preload(["gw_detectron.comparison.job"])
+        remove_unfinished(self.folder)
+        identity = {
+            "config": changed_config(self.cfg, {"OUTPUT_DIR": ""}).dump(),
+            "norms": list(self.what.norms),
+            "rates": self.rates,
+            "flags": {**self.what.flags},
+            "test": {**self.what.test},
+        }
+        path = self.folder / SETTINGS
+        settings = json.loads(path.read_text()) if path.exists() else {}
+        asked = {**identity, **({"iterations": self.what.iterations} if self.what.iterations else {})}
+        if settings and (other := [key for key, value in asked.items() if settings.get(key) != value]):
+            raise ConfigError(
+                f"--output ('{self.folder}'): has a comparison with other values of {', '.join(other)}. Fix: give "
+                "another folder, or the values of that comparison."
+            )
+        if not settings:
+            times = self._measure()
+            iterations = self.what.iterations or self._affordable(times)
+            longer = equal_time(times, iterations) if self.what.equal_time else {}
+            settings = {**identity, "iterations": iterations, "times": times, "equal_time": longer}
+            write_json(path, settings)
+        self.times = settings["times"]
+        self.plan = Plan(self.what.norms, self.rates, settings["iterations"], settings["equal_time"])
+        for found in self.folder.glob(f"runs/*/{RESULT}"):
+            self._add(json.loads(found.read_text()))
+        self.start = time.monotonic() - sum(result["seconds"] for result in self.results.values()) / self.what.jobs
+
+    def _measure(self) -> dict[str, float]:
+        """Time an iteration of each norm, with nothing beside it."""
+        self.report(f"Timing an iteration of {len(self.what.norms)} norms ...")
+        folder = self.folder / "timing"
+        opts = {
+            norm: self._opts(folder / str(number), {**norm_keys(norm), "SOLVER.BASE_LR": 1e-6, "SEED": SEARCH_SEED})
+            for number, norm in enumerate(self.what.norms)
+        }
+        process = self._start(time_norms, folder, self._flags(VAL), opts)
+        try:
+            process.join()
+        finally:
+            process.terminate()
+            process.join()
+        if process.exitcode:
+            raise RunError(f"timing of the norms: {_reason(folder)}")
+        times: dict[str, float] = json.loads((folder / RESULT).read_text())
+        self.report("\n".join(f"  {norm}: {1000 * seconds:.0f} ms" for norm, seconds in times.items()))
+        return times
+
+    def _affordable(self, times: Mapping[str, float]) -> int:
+        """Return the iterations of a run for which the time is enough."""
+        plan = Plan(self.what.norms, self.rates, 1000, equal_time(times, 1000) if self.what.equal_time else {})
+        seconds = sum(plan.length(norm, min(self.most, _SEEDS)) * time for norm, time in times.items())
+        on_gpu = self.cfg.MODEL.DEVICE != "cpu"  # where runs side by side slow each other
+        workers = (1 + self.what.jobs) / 2 if on_gpu else self.what.jobs
+        iterations = int(1000 * _RESERVE * 60 * self.what.minutes * workers / seconds)
+        if iterations < _LEAST_ITERATIONS:
+            least = self.what.minutes * _LEAST_ITERATIONS / max(iterations, 0.1)
+            raise ConfigError(
+                f"--minutes ({self.what.minutes:g}): enough for {iterations} iterations per run, which learn nothing. "
+                f"Fix: give {math.ceil(least)} or more, fewer norms, or smaller images."
+            )
+        return iterations
+
+    def _flags(self, split: str) -> dict[str, Any]:
+        images = self.what.test if split == TEST else {}
+        return {**self.what.flags, **images, "config_file": self.what.config_file}
+
+    def _opts(self, folder: Path, keys: Mapping[str, Any]) -> list[Any]:
+        """Return config keys as words: periods, which the user may set, those of the user, those of the run."""
+        given = {key: value for key, value in keys.items() if not (key.endswith("_PERIOD") and key in self.what.opts)}
+        words = [word for pair in {**given, "OUTPUT_DIR": str(folder)}.items() for word in pair]
+        return [*self.what.opts, *words]
+
+    def _start(self, work: Callable[..., Any], folder: Path, *args: Any) -> BaseProcess:
+        gpus = torch.cuda.device_count() if self.cfg.MODEL.DEVICE != "cpu" else 0
+        gpu = None
+        if gpus > 1:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+            gpu = visible.split(",")[self.started % gpus]
+        self.started += 1
+        process = _CONTEXT.Process(target=run_in_process, args=(work, folder, self.threads, gpu, *args))
+        process.start()
+        return process
+
+    def finish(self) -> None:
+        """Run what is not finished, some at a time."""
+        running: dict[Job, BaseProcess] = {}
+        try:
+            while True:
+                for job in self._waiting(running)[: self.what.jobs - len(running)]:
+                    keys = {**norm_keys(job.norm), **schedule_keys(self.cfg, job.iterations)}
+                    keys |= {"SOLVER.BASE_LR": job.rate, "SEED": job.seed}
+                    folder = self.folder / "runs" / job.name
+                    running[job] = self._start(train, folder, job, self._flags(job.split), self._opts(folder, keys))
+                if not running:
+                    return
+                connection.wait([process.sentinel for process in running.values()])
+                for job in [job for job, process in running.items() if process.exitcode is not None]:
+                    running.pop(job).join()
+                    self._ended(job)
+        finally:
+            for process in running.values():
+                process.terminate()  # it writes a checkpoint
+            for process in running.values():
+                process.join()
+
+    def _waiting(self, running: Collection[Job]) -> list[Job]:
+        ap = {job: result["AP"] for job, result in self.results.items()}
+        if ap and not any(ap.values()) and all(self.plan.search(norm, ap)[1] for norm in self.plan.norms):
+            raise RunError(
+                f"AP is 0 in all {len(ap)} runs that choose the learning rates: nothing to compare. Fix: give more "
+                "iterations or minutes, other --rates, or check the annotations by a single `gw-detectron train`."
+            )
+        while True:
+            open_jobs = [job for job in self.plan.jobs(ap, self.seeds) if job not in self.results]
+            left = [job for job in open_jobs if job not in running and job.norm not in self.failed]
+            searched = all(self.plan.search(norm, ap)[1] for norm in self.plan.norms if norm not in self.failed)
+            if left or not searched or self.seeds >= self.most or not self._has_time(self.seeds + 1):
+                return left
+            self.seeds += 1
+
+    def _has_time(self, seeds: int) -> bool:
+        return time.monotonic() - self.start + self._seconds_left(seeds) <= 60 * self.what.minutes
+
+    def _seconds_left(self, seeds: int) -> float:
+        """Estimate the time of unfinished runs from that of the finished ones, with start-up and evaluation."""
+        done = sum(job.iterations * self.times[job.norm] for job in self.results)
+        seconds = sum(result["seconds"] for result in self.results.values())
+        norms = [norm for norm in self.plan.norms if norm not in self.failed]
+        total = sum(self.plan.length(norm, seeds) * self.times[norm] for norm in norms)
+        return max(0.0, total - done) * seconds / max(done, 1e-9) / self.what.jobs
+
+    def _ended(self, job: Job) -> None:
+        folder = self.folder / "runs" / job.name
+        if not (folder / RESULT).exists():
+            self.failed[job.norm] = f"{job.name}: {_reason(folder)}"
+            self.report(f"FAILED {self.failed[job.norm]} {job.norm} is left out.")
+            return
+        result = json.loads((folder / RESULT).read_text())
+        self._add(result)
+        known = self.plan.jobs({each: found["AP"] for each, found in self.results.items()}, self.most)
+        lines = [json.dumps(self.results[each]) + "\n" for each in known if each in self.results]
+        with atomic_write(self.folder / RESULTS) as temporary:
+            temporary.write_text("".join(lines))
+        end = "diverged: AP 0" if result["diverged"] else f"{result['task']} AP {result['AP']:.1f}"
+        self.report(
+            f"{job.norm}, rate {job.rate:g}, seed {job.seed}, {job.iterations} iterations: {end} "
+            f"({result['seconds']:.0f} s). {len(self.results)} runs done, about "
+            f"{self._seconds_left(self.seeds) / 60:.0f} min left."
+        )
+
+    def write_config(self, norm: str, rate: float) -> None:
+        """Write the config to continue with: the norm and its rate, with the schedule of the given config."""
+        cfg = changed_config(self.cfg, {**norm_keys(norm), "SOLVER.BASE_LR": rate, "OUTPUT_DIR": "output/recommended"})
+        with atomic_write(self.folder / RECOMMENDED) as temporary:
+            temporary.write_text(cfg.dump())
+        record_datasets(registered_datasets(cfg.DATASETS.TRAIN, cfg.DATASETS.TEST), str(self.folder))
+
+    def _add(self, result: Result) -> None:
+        self.results[Job(*(result[name] for name in Job._fields))] = result
+
+
+def _reason(folder: Path) -> str:
+    """Return the error that ended a process."""
+    text = (folder / LOG).read_text(errors="replace").strip()
+    _, error, reason = text.rpartition("\nError: ")
+    return f"{reason if error else text.rpartition(chr(10))[2] or 'no output'} (log: {folder / LOG})."

@@ -1,0 +1,120 @@
+"""Compare finished runs: paired differences with intervals, and an advice."""
+
+import math
+import statistics
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from .plan import SEARCH_SEED, Job, Plan
+
+#: 97.5 % quantiles of Student's t distribution with 1, 2, ... degrees of freedom
+_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+ITERATIONS, TIME = "equal iterations", "equal time"
+
+Scores = Mapping[int, float]  # AP by seed
+
+
+class Difference(NamedTuple):
+    """Mean difference over common seeds, with its 95 % interval, which needs two seeds."""
+
+    mean: float
+    low: float | None
+    high: float | None
+    seeds: int
+
+    def __str__(self) -> str:
+        interval = "" if self.low is None else f" [{self.low:+.1f}, {self.high:+.1f}]"
+        return f"{self.mean:+.1f}{interval}"
+
+
+def paired_difference(first: Scores, second: Scores) -> Difference | None:
+    """Compare values by seed, with the interval of the paired t test; None without a common seed."""
+    pairs = [first[seed] - second[seed] for seed in first.keys() & second.keys()]
+    if not pairs:
+        return None
+    mean, count = statistics.mean(pairs), len(pairs)
+    if count == 1:
+        return Difference(mean, None, None, 1)
+    half = _T[min(count - 2, len(_T) - 1)] * statistics.stdev(pairs) / math.sqrt(count)
+    return Difference(mean, mean - half, mean + half, count)
+
+
+def scored(plan: Plan, results: Mapping[Job, Mapping[str, Any]], criterion: str) -> dict[str, dict[int, float]]:
+    """Return norm -> seed -> AP of the scored runs, in the order of the norms."""
+    found: dict[str, dict[int, float]] = {}
+    for norm in plan.norms:
+        iterations = plan.lengths(norm)[-1 if criterion == TIME else 0]
+        runs = [job for job in results if job.norm == norm and job.seed != SEARCH_SEED and job.iterations == iterations]
+        if runs:
+            found[norm] = {job.seed: results[job]["AP"] for job in sorted(runs)}
+    return found
+
+
+def summarize(plan: Plan, times: Mapping[str, float], results: Mapping[Job, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the numbers of a comparison, which ``comparison.json`` holds."""
+    ap = {job: result["AP"] for job, result in results.items()}
+    rates = {norm: plan.search(norm, ap)[1] for norm in plan.norms}
+    criteria = [ITERATIONS, *([TIME] if plan.equal_time else [])]
+    tables = {criterion: scored(plan, results, criterion) for criterion in criteria}
+    numbers: dict[str, Any] = {
+        "iterations": plan.iterations,
+        "norms": {
+            norm: {
+                "rate": rate,
+                "rate_at_the_edge": rate is not None
+                and len(plan.rates) > 1
+                and rate in (min(plan.rates), max(plan.rates)),
+                "seconds_per_iteration": times[norm],
+                "iterations_of_equal_time": plan.lengths(norm)[-1] if plan.equal_time else None,
+                **{criterion: table.get(norm, {}) for criterion, table in tables.items()},
+            }
+            for norm, rate in rates.items()
+        },
+        "differences": {
+            criterion: {
+                f"{first} - {second}": difference._asdict()
+                for first in table
+                for second in table
+                if first != second and (difference := paired_difference(table[first], table[second]))
+            }
+            for criterion, table in tables.items()
+        },
+    }
+    take, text = advise(tables[criteria[-1]], times, criteria[-1])
+    edges = [norm for norm, each in numbers["norms"].items() if each["rate_at_the_edge"]]
+    if edges:
+        text += f" The chosen rate of {', '.join(edges)} is at the edge of those tried: try more."
+    recommended = {"norm": take, "rate": rates[take]} if take else None
+    return {"advice": text, "recommended": recommended, **numbers}
+
+
+def advise(table: Mapping[str, Scores], times: Mapping[str, float], criterion: str) -> tuple[str, str]:
+    """Return the norm to take, and a sentence with the uncertainty; "" where the runs tell nothing.
+
+    It is the fastest of those that the best one is not surely ahead of: whose interval includes 0.
+    """
+    seeds = set.intersection(*(set(scores) for scores in table.values())) if len(table) > 1 else set()
+    if not seeds or not any(max(scores.values()) for scores in table.values()):
+        return "", "Too few runs are finished to compare norms."
+    means = {norm: statistics.mean(scores[seed] for seed in seeds) for norm, scores in table.items()}
+    best, second = sorted(means, key=means.__getitem__, reverse=True)[:2]
+    start = f"After {criterion}, {best} has the highest AP, {means[best]:.1f}"
+    behind = {norm: paired_difference(table[best], scores) for norm, scores in table.items() if norm != best}
+    equal = {norm: each for norm, each in behind.items() if each and (each.low is None or each.low <= 0)}
+    if len(seeds) == 1:
+        return (
+            best,
+            f"{start}, and {second} {means[second]:.1f}, but one seed shows no order: give more time or --seeds 3.",
+        )
+    if not equal:
+        return (
+            best,
+            f"{start}: {behind[second]} to the next, {second} (95 % interval, {len(seeds)} seeds). Take {best}.",
+        )
+    take = min([best, *equal], key=times.__getitem__)
+    others = ", ".join(f"{norm} ({each})" for norm, each in equal.items())
+    why = "the fastest of these" if take != best else "it is also the fastest of these"
+    return (
+        take,
+        f"{start}; with {len(seeds)} seeds its lead is not sure over {others} (95 % intervals). Take {take}, {why}.",
+    )

@@ -1,0 +1,144 @@
+"""gw-detectron compare: its refusals, and a comparison that is killed and continued."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from gw_detectron.commands import compare as command
+from gw_detectron.errors import ConfigError, PreflightError, RunError
+
+from ..photos import photo_names, write_photos
+from ..tiny_run import CONFIG, OPTS, environment
+
+#: some of many boxes fit by chance: AP is above 0 after a few iterations
+FINDS = {
+    "MODEL.MASK_ON": False,
+    "MODEL.ROI_HEADS.SCORE_THRESH_TEST": 0.0,
+    "MODEL.RPN.PRE_NMS_TOPK_TEST": 300,
+    "MODEL.RPN.POST_NMS_TOPK_TEST": 200,
+    "MODEL.RPN.NMS_THRESH": 0.9,
+    "MODEL.ANCHOR_GENERATOR.SIZES": "[[20], [24], [28], [32], [40]]",
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    write_photos(folder, photo_names(6), "train.json")
+    write_photos(folder, photo_names(3, 6), "val.json")
+    write_photos(folder, photo_names(3, 9), "test.json")
+    return folder
+
+
+def words(data, output, *flags, **keys):
+    files = [
+        word
+        for part in ("train", "val", "test")
+        for word in (f"--{part}-json", str(data / f"{part}.json"), f"--{part}-images", str(data / "photos"))
+    ]
+    start = ["--config-file", str(CONFIG), "--num-gpus", "0", "--output", str(output), *files]
+    defaults = ["--norms", "GN", "GW", "--rates", "0.01", "0.02", "--iterations", "4", "--seeds", "1"]
+    opts = {**OPTS, **FINDS, **{key.replace("__", "."): value for key, value in keys.items()}}
+    return [*start, *defaults, *flags, "--no-equal-time", *(str(word) for pair in opts.items() for word in pair)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "error", "named"),
+    [
+        (["--iterations", "0"], ConfigError, "--minutes"),
+        (["--norms", "GW"], ConfigError, "--norms"),
+        (["--norms", "GW", "GX"], ConfigError, "GX"),
+        (["--norms", "GW", "FrozenBN"], PreflightError, "FrozenBN"),  # without weights
+        (["--norms", "GW", "GW:groups=48"], PreflightError, "48"),  # does not divide the channels
+        (["--jobs", "0"], ConfigError, "--jobs"),
+        (["--seeds", "-1"], ConfigError, "--seeds"),
+    ],
+)
+def test_refusals_write_nothing(data, tmp_path, flags, error, named):
+    with pytest.raises(error, match=named):
+        command.main(command.get_parser().parse_args(words(data, tmp_path / "out", *flags)))
+    assert not (tmp_path / "out").exists()
+
+
+def test_config_keys_after_the_norms_are_told(data, tmp_path):
+    args = [
+        "--config-file",
+        str(CONFIG),
+        "--output",
+        str(tmp_path / "out"),
+        "--norms",
+        "GN",
+        "GW",
+        "MODEL.MASK_ON",
+        "False",
+    ]
+    with pytest.raises(ConfigError, match="MODEL.MASK_ON"):
+        command.main(command.get_parser().parse_args(args))
+
+
+def test_bn_with_one_image_is_refused(data, tmp_path):
+    args = words(data, tmp_path / "out", "--norms", "GN", "BN", SOLVER__IMS_PER_BATCH=1)
+    with pytest.raises(PreflightError, match="BN: SOLVER.IMS_PER_BATCH"):
+        command.main(command.get_parser().parse_args(args))
+
+
+def lines(folder):
+    """The lines of a comparison, without times and versions."""
+    found = map(json.loads, (folder / "results.jsonl").read_text().splitlines())
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in found]
+
+
+TIMES = ("seconds", "seconds_per_iteration", "versions")
+
+
+@pytest.mark.slow
+def test_a_comparison_killed_twice_gives_the_same_lines(data, tmp_path):
+    def start(folder, *flags):
+        command = [sys.executable, "-m", "gw_detectron", "compare", *words(data, folder, *flags)]
+        return subprocess.Popen(command, env=environment(data), stdout=subprocess.PIPE, text=True)
+
+    once, killed = tmp_path / "once", tmp_path / "killed"
+    with start(once) as process:
+        assert process.wait(600) == 0
+    for count in (1, 3):
+        with start(killed, "--jobs", "2") as process:
+            while len(list(killed.glob("runs/*/result.json"))) < count:
+                assert process.poll() is None
+                time.sleep(0.05)
+            os.kill(process.pid, signal.SIGKILL)
+        time.sleep(3)  # its runs end at their next step
+    with start(killed, "--jobs", "2") as process:
+        printed = process.communicate(timeout=600)[0]
+    assert process.returncode == 0
+    assert lines(killed) == lines(once) and len(lines(once)) == 2 * 2 + 2
+    assert {line["split"] for line in lines(once)} == {"val", "test"}
+    assert "Page" in printed and (killed / "recommended.yaml").exists()
+    assert not list(killed.rglob("model_*.pth"))
+    args = command.get_parser().parse_args(words(data, killed, "--rates", "0.5", "0.01"))
+    with pytest.raises(ConfigError, match="rates"):
+        command.main(args)
+    with start(killed) as process:  # nothing is left: the page again
+        assert "rate" not in process.communicate(timeout=600)[0].partition("Page")[0].replace("rate of", "")
+
+
+@pytest.mark.slow
+def test_a_rate_that_diverges_counts_as_0(data, tmp_path):
+    args = words(
+        data, tmp_path / "out", "--rates", "1e30", "0.01", "--iterations", "12", SOLVER__CLIP_GRADIENTS__ENABLED=False
+    )
+    command.main(command.get_parser().parse_args(args))
+    found = lines(tmp_path / "out")
+    assert all(line["AP"] == 0 and line["diverged"] for line in found if line["rate"] == 1e30)
+    assert all(line["rate"] == 0.01 and not line["diverged"] for line in found if line["seed"])
+
+
+@pytest.mark.slow
+def test_ap_of_0_in_all_runs_is_no_comparison(data, tmp_path):
+    args = words(data, tmp_path / "out", MODEL__ROI_HEADS__SCORE_THRESH_TEST=0.99)
+    with pytest.raises(RunError, match="AP is 0"):
+        command.main(command.get_parser().parse_args(args))
