@@ -117,7 +117,7 @@ def _classes_and_masks(recipe: _Recipe, found: Fingerprint) -> None:
 def _image_size(recipe: _Recipe, found: Fingerprint) -> None:
     """Choose the shorter side at which the class of the smallest objects gets enough pixels."""
     wanted, lowest, highest = (48, 480, 800) if recipe.cfg.MODEL.DEVICE != "cpu" else (24, 160, 512)
-    sizes, per_class = np.sqrt(found.resized(1000, math.inf).prod(axis=1)), found.per_class
+    sizes, per_class = found.sizes(1000, math.inf), found.per_class
     common = np.flatnonzero(per_class > 0.01 * len(sizes))  # AP is a mean over classes: each of them counts
     small = min((np.quantile(sizes[found.category == index], 0.25) for index in common), default=np.median(sizes))
     enlarged = 2 * np.median(found.images.min(axis=1))  # beyond, pixels are interpolated from too few

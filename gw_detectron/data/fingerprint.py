@@ -64,6 +64,10 @@ class Fingerprint:
         scales = np.minimum(shorter / self.images.min(axis=1), longest / self.images.max(axis=1))
         return self.boxes * (scales[self.image, None] if shorter else 1.0)
 
+    def sizes(self, shorter: float, longest: float) -> np.ndarray:
+        """Return the square roots of the resized boxes' areas, (N), as anchors are measured."""
+        return np.sqrt(self.resized(shorter, longest).prod(axis=1))
+
     def __str__(self) -> str:
         if not len(self.boxes):
             return f"{len(self.images)} images, no object to learn from"
