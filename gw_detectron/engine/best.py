@@ -1,7 +1,6 @@
-"""Hooks that decide which weights of a training are kept: their average, the best ones, and when to end."""
+"""Hooks that decide which weights of a training are kept, and when it ends."""
 
 import logging
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,7 +26,7 @@ class TrainingEnded(BaseException):
 
 
 class WeightAverage(HookBase):
-    """Average the weights of a model over its iterations, by torch's ``AveragedModel``.
+    """Average the weights of a model over its iterations, by torch's ``AveragedModel``, in ``averaged``.
 
     After n iterations the decay is min(d, (1 + n) / (10 + n)), so that a short run forgets its first weights. Buffers,
     such as the running statistics of BN, are averaged alike.
@@ -35,9 +34,6 @@ class WeightAverage(HookBase):
     Args:
         model: the model that is trained, not its ``DistributedDataParallel``.
         decay: d, ``SOLVER.EMA``.
-
-    Attributes:
-        averaged: the model with the averaged weights.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -49,18 +45,17 @@ class WeightAverage(HookBase):
         decay = min(self._decay, (1 + int(count)) / (10 + int(count)))
         get_ema_multi_avg_fn(decay)(averages, values, count)
 
+    def after_step(self) -> None:
+        self._average.update_parameters(self._model)
+
     def start(self) -> None:
         """Train from the weights that were loaded into the averaged model, as a checkpoint holds them."""
         self._model.load_state_dict(self.averaged.state_dict())
-
-    def after_step(self) -> None:
-        self._average.update_parameters(self._model)
 
     def state_dict(self) -> dict[str, Any]:
         return {"count": int(self._average.n_averaged), "weights": self._model.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the weights that were trained: the model of a checkpoint is their average."""
         self._average.n_averaged.fill_(int(state["count"]))
         self._model.load_state_dict(state["weights"])
 
@@ -70,12 +65,10 @@ class BestWeights(BestCheckpointer):
 
     Their predictions are kept for a report. A resumed run repeats an evaluation that a kill has cut off.
 
-    Place it after the evaluations.
-
     Args:
         cfg: the config of the run.
-        checkpointer: that of the run. ``model_best.pth`` has no training state: ``--resume`` goes on from the last one.
-        evaluations: the hooks that log the scores.
+        checkpointer: that of the run.
+        evaluations: the hooks that log the scores; they come before this one.
     """
 
     def __init__(self, cfg: CfgNode, checkpointer: GWDetectionCheckpointer, evaluations: Sequence[EvalHook]) -> None:
@@ -83,49 +76,35 @@ class BestWeights(BestCheckpointer):
         best = _BestCheckpointer(checkpointer.model, cfg.OUTPUT_DIR, **{RUN_RECORD: record})
         best.path_manager = checkpointer.path_manager
         mode = "min" if cfg.TEST.BEST.endswith("loss") else "max"
-        prefix = BEST_CHECKPOINT.removesuffix(".pth")
-        super().__init__(cfg.TEST.EVAL_PERIOD, best, cfg.TEST.BEST, mode=mode, file_prefix=prefix)
+        super().__init__(cfg.TEST.EVAL_PERIOD, best, cfg.TEST.BEST, mode, BEST_CHECKPOINT.removesuffix(".pth"))
         self._evaluations, self._patience = evaluations, cfg.TEST.PATIENCE
         self._last_iter, self._waited = -1, 0  # of the last evaluation; evaluations since the best one
 
     def before_train(self) -> None:
         start = self.trainer.start_iter
         self.trainer.iter = self.trainer.storage.iter = start - 1  # as after the last step of the checkpoint
-        if start > self._last_iter + 1 and start % self._period == 0 and start < self.trainer.max_iter:
-            log.info("The evaluation after iteration %d is made up for", start - 1)
+        if start > self._last_iter + 1 and start % self._period == 0:
             for hook in (*self._evaluations, self):
                 hook.after_step()
         else:
-            self._end_without_patience(save=False)
+            self._check_patience(save=False)
         self.trainer.iter = self.trainer.storage.iter = start
 
-    def after_step(self) -> None:
-        before = self._last_iter
-        super().after_step()
-        if self._last_iter > before:
-            self._end_without_patience(save=True)
-
-    def after_train(self) -> None:
-        super().after_train()
-        if self.best_iter is not None:
-            log.info("Best %s: %.2f, after iteration %d", self._val_metric, self.best_metric, self.best_iter)
-
     def _best_checking(self) -> None:
-        iteration, before = self.trainer.storage.iter, self.best_iter
-        if comm.is_main_process():
-            if self.trainer.storage.latest().get(self._val_metric, (0, -1))[1] == iteration:  # else it was stopped
-                super()._best_checking()
-            if self.best_iter != before:
-                folder = Path(self._checkpointer.save_dir, "inference")
-                if os.path.isfile(folder / PREDICTIONS):
-                    with atomic_write(folder / BEST_PREDICTIONS) as temporary:
-                        shutil.copyfile(folder / PREDICTIONS, temporary)
-        self._last_iter = iteration
+        before, self._last_iter = self.best_iter, self.trainer.storage.iter
+        # the main process has scores; a stopped evaluation leaves those of an earlier one
+        if self.trainer.storage.latest().get(self._val_metric, (0, -1))[1] == self._last_iter:
+            super()._best_checking()
         self._waited = 0 if self.best_iter != before else self._waited + 1
+        predictions = Path(self._checkpointer.save_dir, "inference", PREDICTIONS)
+        if not self._waited and predictions.is_file():
+            with atomic_write(predictions.with_name(BEST_PREDICTIONS)) as temporary:
+                shutil.copyfile(predictions, temporary)
+        self._check_patience(save=True)
 
-    def _end_without_patience(self, *, save: bool) -> None:
-        ends = comm.is_main_process() and 0 < self._patience <= self._waited
-        if not any(comm.all_gather(ends)):
+    def _check_patience(self, *, save: bool) -> None:
+        waited = comm.is_main_process() and 0 < self._patience <= self._waited
+        if self.trainer.iter + 1 >= self.trainer.max_iter or not any(comm.all_gather(waited)):
             return
         if save:
             self.trainer.checkpointer.save("model_final", iteration=self.trainer.iter)
@@ -134,23 +113,20 @@ class BestWeights(BestCheckpointer):
             f"ends after iteration {self._last_iter}."
         )
 
+    def after_train(self) -> None:
+        super().after_train()
+        if self.best_iter is not None:
+            log.info("Best %s: %.2f, after iteration %d", self._val_metric, self.best_metric, self.best_iter)
+
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "metric": self._val_metric,
-            "best": self.best_metric,
-            "best_iter": self.best_iter,
-            "last_iter": self._last_iter,
-            "waited": self._waited,
-        }
+        return {self._val_metric: (self.best_metric, self.best_iter, self._last_iter, self._waited)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state["metric"] != self._val_metric:
-            log.warning("--resume: TEST.BEST was %s; %s has no best value yet", state["metric"], self._val_metric)
-            return
-        self.best_metric, self.best_iter = state["best"], state["best_iter"]
-        self._last_iter, self._waited = state["last_iter"], state["waited"]
+        """Continue, unless the run had another ``TEST.BEST``."""
+        if values := state.get(self._val_metric):
+            self.best_metric, self.best_iter, self._last_iter, self._waited = values
 
 
 class _BestCheckpointer(GWDetectionCheckpointer):
     def tag_last_checkpoint(self, last_filename_basename: str) -> None:
-        """Leave the tag: a run is resumed from its last checkpoint, not from the best one."""
+        """Leave the tag: a run is resumed from its last checkpoint, which has the training state."""

@@ -21,12 +21,8 @@ LOSS_NORMALIZER = "loss_normalizer"
 def validation_losses(cfg: CfgNode, model: nn.Module, seed: int) -> dict[str, float]:
     """Compute the mean losses of the images in ``DATASETS.TEST``, resized as in evaluation.
 
-    Norms use their running statistics. The model is not changed.
-
-    Args:
-        cfg: the config of the run.
-        model: the model, not its ``DistributedDataParallel``.
-        seed: seeds the generators, which sample anchors and regions.
+    Norms use their running statistics. The model, not its ``DistributedDataParallel``, is not changed. The seed is that
+    of sampled anchors and regions.
 
     Returns:
         ``validation/loss_cls`` and so on, and their sum, ``validation/total_loss``; nothing without annotations.

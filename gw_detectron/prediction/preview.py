@@ -17,6 +17,7 @@ from .drawing import draw_record
 from .results_folder import COUNTS, PICTURES, write_counts
 
 _NAME = "preview"
+_PERCENTILES = (0.5, 99.5)  # black and white of images with more than 8 bits
 
 
 def write_preview(annotations: str, images: str, output: str | os.PathLike[str], limit: int = 50) -> int:
@@ -36,7 +37,7 @@ def write_preview(annotations: str, images: str, output: str | os.PathLike[str],
     require_packages("pictures", "cv2")
     check_replaceable(Path(output), (PICTURES, COUNTS))
     json_file = existing_path(annotations, "--preview", os.path.isfile)
-    dataset = CocoDataset(json_file, existing_path(images, "images", os.path.isdir))
+    dataset = CocoDataset(json_file, existing_path(images, "MODEL", os.path.isdir))
     with tempfile.TemporaryDirectory() as work, atomic_folder(output, (PICTURES, COUNTS)) as folder:
         try:
             content = read_json(dataset.json)
@@ -46,10 +47,9 @@ def write_preview(annotations: str, images: str, output: str | os.PathLike[str],
             write_counts(folder / COUNTS, content["images"], content["categories"], objects)
         except (AssertionError, LookupError, TypeError, AttributeError) as error:  # of pycocotools
             raise DataError(f"--preview ('{annotations}'): not a file in COCO format: {error!r}.") from error
+        (folder / PICTURES).mkdir()
         for record in progress_bar(records, desc="drawing", unit="image"):
-            name = Path(os.path.relpath(record["file_name"], images))
-            path = folder / PICTURES / f"{record['image_id']}_{name.stem}.jpg"
-            path.parent.mkdir(exist_ok=True)
-            drawn = draw_record(read_image(record["file_name"], "RGB"), MetadataCatalog.get(_NAME), record)
-            Image.fromarray(drawn).save(path, quality=95)
+            pixels = read_image(record["file_name"], "RGB", _PERCENTILES)
+            drawn = Image.fromarray(draw_record(pixels, MetadataCatalog.get(_NAME), record))
+            drawn.save(folder / PICTURES / f"{record['image_id']}_{Path(record['file_name']).stem}.jpg", quality=95)
     return len(records)

@@ -16,10 +16,12 @@ from ..errors import PreflightReport, first_line
 from .dataset_checks import check_datasets, wrong_evaluator
 from .model_checks import check_model, check_start_weights
 
-_AREAS = ("AP", "AP50", "AP75", "APs", "APm", "APl")
-_KEYPOINT_SCORES = ("AP", "AP50", "AP75", "APm", "APl")  # small objects have no keypoints
-_SEMANTIC_SCORES = ("mIoU", "fwIoU", "mACC", "pACC")
-_PANOPTIC_SCORES = tuple(f"{score}{part}" for part in ("", "_th", "_st") for score in ("PQ", "SQ", "RQ"))
+# task -> scores that Detectron2 logs; small objects have no keypoints
+_SCORES = dict.fromkeys(("bbox", "segm"), ("AP", "AP50", "AP75", "APs", "APm", "APl")) | {
+    "keypoints": ("AP", "AP50", "AP75", "APm", "APl"),
+    "sem_seg": ("mIoU", "fwIoU", "mACC", "pACC"),
+    "panoptic_seg": tuple(f"{score}{part}" for part in ("", "_th", "_st") for score in ("PQ", "SQ", "RQ")),
+}
 
 
 def preflight(
@@ -70,7 +72,7 @@ def preflight(
             registered = [name for name in cfg.DATASETS.TEST if name in DatasetCatalog]
             report.errors += filter(None, (wrong_evaluator(cfg, name) for name in registered))
     if not eval_only:
-        _check_kept_weights(cfg, report)
+        _check_kept_weights(cfg, report, own_evaluator=own_evaluator)
     if not report.errors:
         start.fetch()
     if start.unfetched:
@@ -111,49 +113,37 @@ def _check_schedule(cfg: CfgNode, report: PreflightReport) -> None:
         )
 
 
-def _check_kept_weights(cfg: CfgNode, report: PreflightReport) -> None:
+def _check_kept_weights(cfg: CfgNode, report: PreflightReport, *, own_evaluator: bool) -> None:
     """Check the keys that decide which weights are kept, and when the training ends. Datasets are registered."""
     decay, best, period, patience = cfg.SOLVER.EMA, cfg.TEST.BEST, cfg.TEST.EVAL_PERIOD, cfg.TEST.PATIENCE
     if not 0 <= decay < 1:
         report.errors.append(f"SOLVER.EMA ({decay}): not from 0 to below 1. Fix: give e.g. 0.999, or 0 for no average.")
-    if patience < 0 or (patience and not best):
-        report.errors.append(
-            f"TEST.PATIENCE ({patience}): a number of evaluations without a better TEST.BEST ({best!r}). Fix: set "
-            "TEST.BEST, e.g. bbox/AP, or TEST.PATIENCE 0."
-        )
-    if not best:
-        return
-    if period <= 0 or not cfg.DATASETS.TEST:
+    if patience and not best:
+        report.errors.append(f"TEST.PATIENCE ({patience}): TEST.BEST names no score. Fix: set it, e.g. bbox/AP.")
+    if best and (period <= 0 or not cfg.DATASETS.TEST):
         report.errors.append(
             f"TEST.BEST ('{best}'): needs evaluations during the training; TEST.EVAL_PERIOD is {period}, DATASETS.TEST "
             f"{cfg.DATASETS.TEST}. Fix: set both, or TEST.BEST ''."
         )
-    scores = _score_names(cfg)
-    if best not in scores:
+    elif best and not own_evaluator and best not in (scores := _score_names(cfg)):
         report.errors.append(
-            f"TEST.BEST ('{best}'): the evaluation does not give this score. It gives {', '.join(scores)}. Fix: give "
-            "one of them."
+            f"TEST.BEST ('{best}'): not a score of the evaluation. Fix: give one of {', '.join(scores)}."
         )
 
 
 def _score_names(cfg: CfgNode) -> list[str]:
     """List the scores that an evaluation logs: dataset (of several), task, score."""
-    architecture = cfg.MODEL.META_ARCHITECTURE
-    scores: dict[str, tuple[str, ...]] = {}
-    if architecture != "SemanticSegmentor":
-        tasks = {"bbox": True, "segm": cfg.MODEL.MASK_ON, "keypoints": cfg.MODEL.KEYPOINT_ON}
-        scores = {task: _KEYPOINT_SCORES if task == "keypoints" else _AREAS for task, on in tasks.items() if on}
-    if architecture in ("SemanticSegmentor", "PanopticFPN"):
-        scores["sem_seg"] = _SEMANTIC_SCORES
-    if architecture == "PanopticFPN" and importlib.util.find_spec("panopticapi"):
-        scores["panoptic_seg"] = _PANOPTIC_SCORES
+    kind = cfg.MODEL.META_ARCHITECTURE
+    objects, semantic = kind != "SemanticSegmentor", kind in ("SemanticSegmentor", "PanopticFPN")
+    tasks = {"bbox": objects, "segm": objects and cfg.MODEL.MASK_ON, "keypoints": objects and cfg.MODEL.KEYPOINT_ON}
+    tasks |= {"sem_seg": semantic, "panoptic_seg": kind == "PanopticFPN" and importlib.util.find_spec("panopticapi")}
     names = []
     for dataset in cfg.DATASETS.TEST:
         prefix = f"{dataset}/" if len(cfg.DATASETS.TEST) > 1 else ""
         classes = MetadataCatalog.get(dataset).get("thing_classes") or []
-        for task, found in scores.items():
-            per_class = [f"AP-{name}" for name in classes] if "AP" in found and len(classes) > 1 else []
-            names += [f"{prefix}{task}/{score}" for score in (*found, *per_class)]
+        for task in filter(tasks.get, tasks):
+            per_class = [f"AP-{name}" for name in classes] if "AP" in _SCORES[task] and len(classes) > 1 else []
+            names += [f"{prefix}{task}/{score}" for score in (*_SCORES[task], *per_class)]
     return [*names, "validation/total_loss"] if cfg.TEST.LOSS else names
 
 
