@@ -49,6 +49,9 @@ def add_gw_config(cfg: CfgNode) -> None:
         # BASE_LR is the learning rate for ACCUMULATE * IMS_PER_BATCH images. docs/training.md compares it to one batch.
         # Default 1, as in Detectron2. The paper has no such setting.
         (cfg.SOLVER, "ACCUMULATE", 1),
+        # Transforms of torchvision.transforms.v2 for training images, before they are resized: "RandomCrop(size=512)".
+        # Default none, as in Detectron2 and the paper.
+        (cfg.INPUT, "AUGMENTATIONS", []),
         # Decay of the averaged weights, which are evaluated and saved, e.g. 0.999; 0 for none.
         # Default 0.0. The paper has no averaged weights.
         (cfg.SOLVER, "EMA", 0.0),

@@ -40,6 +40,7 @@ from ..checkpoint import (
 )
 from ..config import changed_config
 from ..data import classes_of
+from ..data.augmentations import training_mapper
 from ..data.images import ImageNamingMapper
 from ..errors import ConfigError, NonFiniteError, is_user_error
 from ..norms.listing import norm_summary
@@ -159,7 +160,7 @@ class Trainer(DefaultTrainer):
 
     @classmethod
     def build_train_loader(cls, cfg: CfgNode) -> Any:
-        return build_training_data(cfg, ImageNamingMapper(DatasetMapper(cfg, True), cfg.INPUT.PERCENTILES))
+        return build_training_data(cfg, ImageNamingMapper(training_mapper(cfg), cfg.INPUT.PERCENTILES))
 
     @classmethod
     def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> Any:

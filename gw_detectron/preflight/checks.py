@@ -12,7 +12,8 @@ from detectron2.utils import comm
 from torch import nn
 
 from ..checkpoint import StartWeights, trained_classes
-from ..errors import PreflightReport, first_line
+from ..data.augmentations import build_augmentations
+from ..errors import ConfigError, PreflightReport, first_line
 from .dataset_checks import check_datasets, wrong_evaluator
 from .model_checks import check_model, check_start_weights
 
@@ -54,6 +55,10 @@ def preflight(
         report.errors.append(problem)
     if not eval_only:
         _check_schedule(cfg, report)
+        try:
+            build_augmentations(cfg)
+        except ConfigError as error:
+            report.errors.append(str(error))
         cfg = DefaultTrainer.auto_scale_workers(cfg, comm.get_world_size())  # as the trainer does
     elif not (start.address or start.error):
         report.errors.append(

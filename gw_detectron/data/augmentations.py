@@ -1,0 +1,94 @@
+"""Transforms of torchvision.transforms.v2 in Detectron2's data pipeline."""
+
+import ast
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+from detectron2.config import CfgNode
+from detectron2.data import DatasetMapper
+from detectron2.data.transforms import Augmentation, AugmentationList
+from fvcore.transforms.transform import Transform
+from torchvision import tv_tensors
+from torchvision.transforms import v2
+
+from ..errors import ConfigError, similar_names
+
+# classes with a forward() of their own, such as RandAugment, do not tell which parameters they draw
+_USABLE = {
+    name: kind
+    for name, kind in vars(v2).items()
+    if isinstance(kind, type) and issubclass(kind, v2.Transform) and "forward" not in vars(kind)
+}
+
+
+def training_mapper(cfg: CfgNode) -> DatasetMapper:
+    """Build Detectron2's mapper of training examples, with ``INPUT.AUGMENTATIONS`` before its own augmentations."""
+    mapper, ours = DatasetMapper(cfg, True), build_augmentations(cfg)
+    mapper.augmentations = AugmentationList([*ours, *mapper.augmentations.augs])
+    if ours and cfg.MODEL.MASK_ON and cfg.INPUT.MASK_FORMAT == "bitmask":
+        mapper.recompute_boxes = True  # those of turned boxes are too large
+    return mapper
+
+
+def build_augmentations(cfg: CfgNode) -> list[Augmentation]:
+    """Build ``INPUT.AUGMENTATIONS``: calls such as ``RandomCrop(size=512)``, of which no code is run.
+
+    Raises:
+        ConfigError: one is no call with plain values of a transform that moves boxes and masks along.
+    """
+    return [_TorchvisionAugmentation(str(call), cfg) for call in cfg.INPUT.AUGMENTATIONS]
+
+
+class _TorchvisionAugmentation(Augmentation):
+    def __init__(self, call: str, cfg: CfgNode) -> None:
+        super().__init__()
+        self._bgr = cfg.INPUT.FORMAT == "BGR"
+        try:
+            node = ast.parse(call if "(" in call else f"{call}()", mode="eval").body
+            name = ast.unparse(node.func)  # type: ignore[attr-defined]
+            if name not in _USABLE:
+                raise ValueError(f"no transform that can be used.{similar_names(name, _USABLE)}")
+            if name == "RandomHorizontalFlip" and cfg.MODEL.KEYPOINT_ON:
+                raise ValueError("does not exchange left and right keypoints, as INPUT.RANDOM_FLIP does")
+            keywords = {each.arg: ast.literal_eval(each.value) for each in node.keywords}  # type: ignore[attr-defined]
+            self._transform = _USABLE[name](*map(ast.literal_eval, node.args), **keywords)  # type: ignore[attr-defined]
+            if self.get_transform(np.zeros((600, 600, 3), np.uint8)).apply_image(None).dtype != np.uint8:
+                raise TypeError("does not return an image of 8 bits")
+        except Exception as error:  # torchvision's classes raise several
+            if "is larger than input image" in str(error):  # a crop, which may fit the images
+                return
+            raise ConfigError(
+                f"INPUT.AUGMENTATIONS ({call!r}): {str(error).rstrip('.') or type(error).__name__}. Fix: give calls "
+                "with plain values of transforms that move boxes and masks along, such as 'RandomCrop(size=512)'."
+            ) from error
+
+    def get_transform(self, image: np.ndarray) -> Transform:
+        return _Move(self._transform, image, self._bgr)
+
+
+class _Move(Transform):
+    """A transform with the parameters that it has drawn for an image."""
+
+    def __init__(self, transform: v2.Transform, image: np.ndarray, bgr: bool) -> None:
+        super().__init__()
+        drawn: list[Any] = []  # stays empty where a transform with a probability leaves the image as it is
+        drawing = copy.copy(transform)
+        drawing.transform = lambda value, params: drawn.append(params) or transform.transform(value, params)
+        order = slice(None, None, -1 if bgr else 1)  # hue and gray values are those of RGB
+        pixels = drawing(tv_tensors.Image(torch.from_numpy(image[:, :, order].transpose(2, 0, 1).copy())))
+        self._pixels = np.ascontiguousarray(np.asarray(pixels).transpose(1, 2, 0)[:, :, order])
+        self._move = (lambda value: transform.transform(value, drawn[0])) if drawn else (lambda value: value)
+        self._size = image.shape[:2]
+
+    def apply_image(self, img: Any) -> np.ndarray:
+        return self._pixels
+
+    def apply_coords(self, coords: np.ndarray) -> np.ndarray:
+        points = torch.from_numpy(np.hstack([coords, coords]).astype(float))  # torchvision's keypoints are pixels
+        boxes = tv_tensors.BoundingBoxes(points, format="XYXY", canvas_size=self._size, clamping_mode=None)
+        return np.asarray(self._move(boxes))[:, :2]
+
+    def apply_segmentation(self, segmentation: np.ndarray) -> np.ndarray:
+        return np.asarray(self._move(tv_tensors.Mask(torch.from_numpy(segmentation)[None])))[0]
