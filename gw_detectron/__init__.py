@@ -1,6 +1,6 @@
 """Whitening layers for PyTorch, and a Detectron2 plugin made of them.
 
-With torch alone, ``gw_detectron.layers``, ``ops`` and ``norms`` work. With Detectron2 installed, importing this package
+With only torch, ``gw_detectron.layers``, ``ops`` and ``norms`` work. With Detectron2 installed, importing this package
 also registers its backbones, heads, weights and the synthetic dataset.
 """
 

@@ -135,7 +135,7 @@ def load_model(
             The ResNet's tensors are always needed.
         checkpoint: the weights; None opens ``MODEL.WEIGHTS``.
         device: replaces ``MODEL.DEVICE``.
-        allow_partial: accept missing tensors, and norms that differ from those of the checkpoint.
+        allow_partial: accept missing tensors, and norms that differ from the checkpoint's.
 
     Raises:
         FileNotFoundError: the weights do not exist.
@@ -146,14 +146,14 @@ def load_model(
     checkpoint = checkpoint or open_start_weights(cfg.MODEL.WEIGHTS).checkpoint()
     if checkpoint is None:
         raise ConfigError(
-            "MODEL.WEIGHTS (''): no weights are given. Fix: give those of a trained detector, by --weights or this key."
+            "MODEL.WEIGHTS (''): no weights are given. Fix: give a trained detector by --weights or this key."
         )
     model = build_checked_model(cfg, device).eval()
     report = load_checkpoint(model, checkpoint, allow_partial=allow_partial)
     log.info("%s", report)
     missing = [name for name in report.new if name.startswith(needed) and not allow_partial]
     if missing:
-        alone = "; --no-fpn exports the ResNet alone" if needed else ""
+        alone = "; --no-fpn exports only the ResNet" if needed else ""
         raise WeightsError(
             f"MODEL.WEIGHTS ('{checkpoint.address}'): {len(missing)} tensors are missing or have other shapes than the "
             f"model's ({summarize_names(missing)}). Fix: give the weights of a trained detector, with NUM_CLASSES and "
@@ -174,7 +174,7 @@ def load_checkpoint(
         model: the detector, a bare backbone, or the DistributedDataParallel of one; or its checkpointer, whose own
             ``_load_model`` then loads the tensors.
         checkpoint: None keeps the initial values.
-        allow_partial: accept missing backbone tensors, and norms that differ from those of the checkpoint.
+        allow_partial: accept missing backbone tensors, and norms that differ from the checkpoint's.
 
     Raises:
         WeightsError: a tensor has NaN or infinite values, a negative variance, or no floating-point numbers
@@ -251,7 +251,7 @@ class GWDetectionCheckpointer(DetectionCheckpointer):
     Args:
         model: the detector, or its DistributedDataParallel.
         save_dir: folder of the checkpoints.
-        allow_partial: accept missing backbone tensors, and other norms than those of the checkpoint.
+        allow_partial: accept missing backbone tensors, and other norms than the checkpoint's.
         kwargs: further arguments of Detectron2's checkpointer, such as ``trainer``.
     """
 

@@ -143,8 +143,8 @@ class RunRecord:
             self._earlier_parts = [*self._earlier_parts, part]
         if differences := config_differences(recorded, self.config):
             log.warning(
-                "--resume: the config differs from that of the checkpoint. Learning rate, momentum and weight decay "
-                "remain those of the checkpoint:\n%s",
+                "--resume: the config differs from the checkpoint's. Learning rate, momentum and weight decay "
+                "remain the checkpoint's:\n%s",
                 "\n".join(differences.values()),
             )
 

@@ -64,7 +64,7 @@ def get_parser() -> argparse.ArgumentParser:
         "--class-names",
         metavar="A,B,...",
         type=parse_names,
-        help="class names in the file; default: those of the checkpoint or its datasets",
+        help="class names in the file; default: the checkpoint's or its datasets'",
     )
     add(
         "--image",

@@ -42,7 +42,7 @@ def get_parser() -> argparse.ArgumentParser:
         "--class-names",
         metavar="A,B,...",
         type=parse_names,
-        help="class names of a checkpoint; default: those of the datasets in its config",
+        help="class names of a checkpoint; default: from the datasets in its config",
     )
     parser.add_argument("--json", action="store_true", help="print the summary as json")
     parser.add_argument(

@@ -56,7 +56,7 @@ _registered: dict[str, CocoDataset] = {}
 
 
 def registered_datasets(train: Iterable[str], val: Iterable[str]) -> CocoDatasets:
-    """Return those of the named datasets that :func:`register_datasets` has registered."""
+    """Return the named datasets that :func:`register_datasets` has registered."""
     return CocoDatasets(*({name: _registered[name] for name in names if name in _registered} for names in (train, val)))
 
 
@@ -66,7 +66,7 @@ def needs_registration(names: Iterable[str]) -> bool:
 
 
 def register_datasets(datasets: CocoDatasets, folder: str) -> CocoDatasets:
-    """Register datasets with Detectron2 for a run folder; a second call replaces those of its names.
+    """Register datasets with Detectron2 for a run folder; a second call replaces datasets of its names.
 
     One with ``val_fraction`` becomes two: NAME, and for validation NAME with ``_val`` in place of ``_train``. Their
     files, and those that need completion (:func:`complete_coco`), are derived ones in ``folder``/datasets.

@@ -65,7 +65,7 @@ def get_parser(*, evaluation: bool = False) -> argparse.ArgumentParser:
     """Create Detectron2's parser with the flags of this package.
 
     Args:
-        evaluation: show examples of evaluations, and no flags of training alone.
+        evaluation: show examples of evaluations, without the flags of training.
     """
     parser = default_argument_parser()
     parser.epilog = _NOTE + (_EVALUATION_EXAMPLES if evaluation else _EXAMPLES)

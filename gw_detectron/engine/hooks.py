@@ -133,7 +133,7 @@ class LossGuard:
         for module in self.model.modules():
             if is_synchronized(module):
                 module.eval()  # in training mode it would wait for processes that do not run the model again
-        # Any error ends this run, which only searches; its events must not be mixed with those of the training.
+        # Any error ends this run, which only searches; its events must not be mixed with the training's.
         with (
             contextlib.ExitStack() as observing,
             contextlib.suppress(Exception),

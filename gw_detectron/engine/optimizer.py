@@ -42,8 +42,8 @@ def set_norm_decay(groups: Groups, model: nn.Module, decay: float | None, bias_d
     Args:
         groups: groups of parameters with their options.
         model: the model with all of the parameters.
-        decay: that of norms, ``SOLVER.WEIGHT_DECAY_NORM``; None changes nothing.
-        bias_decay: that of biases, ``SOLVER.WEIGHT_DECAY_BIAS``; None: that of their layer.
+        decay: weight decay of norms, ``SOLVER.WEIGHT_DECAY_NORM``; None changes nothing.
+        bias_decay: weight decay of biases, ``SOLVER.WEIGHT_DECAY_BIAS``; None: their layer's.
     """
     if decay is None:  # norms have the decay of other layers
         return groups

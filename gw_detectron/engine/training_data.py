@@ -100,9 +100,7 @@ class TrainingData:
         self._moved = True
         changes = [f"{key} {stored[key]} -> {new}" for key, new in self._order.items() if stored[key] != new]
         if changes:
-            log.warning(
-                "--resume: the order of the images differs from that of an uninterrupted run: %s", ", ".join(changes)
-            )
+            log.warning("--resume: the order of the images differs from an uninterrupted run's: %s", ", ".join(changes))
 
     def __iter__(self) -> Iterator[list[Any]]:
         # A generator: Detectron2's trainer calls iter() before the checkpoint is loaded.

@@ -38,7 +38,7 @@ class Normalization:
         inside: True if the exported function normalizes pixels itself; False if it takes normalized images.
 
     Raises:
-        ConfigError: the values are not those of a color image.
+        ConfigError: the values are not of a color image.
     """
 
     channels: str
@@ -182,7 +182,7 @@ def export_backbone(
 def _check_features(extractor: FeatureExtractor, file: ExportedFile) -> list[dict[str, Any]]:
     """Compare feature maps at two batch sizes and two image sizes, none of them the size used for tracing.
 
-    The model runs the reference backend, which is the exported one, so that the difference shows the export alone.
+    The model runs the reference backend, which is the exported one, so that the difference shows only the export.
     """
     cases = []
     for batch in (1, 3):

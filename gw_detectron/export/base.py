@@ -71,7 +71,7 @@ class DetectorProgram(nn.Module):
         #: smallest height and width of a torch.export program, where every feature map is larger than 1 x 1
         self.smallest_side = max(shape.stride for shape in self.model.backbone.output_shape().values()) + 1
         self.register_buffer("score_threshold", torch.tensor(self.head.test_score_thresh))
-        setattr(self.head, self.max_detections_attr, detections)  # in the model to compare with, too
+        setattr(self.head, self.max_detections_attr, detections)  # also in the model to compare with
 
     @property
     def head(self) -> Any:

@@ -110,7 +110,7 @@ def read_image_for(cfg: CfgNode, path: str | os.PathLike[str], *, resize: bool =
 
 
 def check_detections(program: DetectorProgram | OneImageProgram, file: ExportedFile, image: Tensor) -> dict[str, Any]:
-    """Compare the detections of an exported file with those of Detectron2's own inference.
+    """Compare the detections of an exported file with Detectron2's own inference.
 
     Detections are matched by class and IoU, as two of nearly equal score may change places. The cases are the image at
     three sizes, and a padded batch of two sizes if the program takes one.

@@ -30,7 +30,7 @@ class BatchRenorm2d(nn.BatchNorm2d):
         momentum: weight of a new batch in the running averages. The paper has 0.01.
         rmax: largest r, at least 1.
         dmax: largest absolute d.
-        warmup: batches with BN alone.
+        warmup: number of first batches that are BN.
         rmax_at: batch at which r_max has grown to ``rmax``, more than ``warmup``.
         dmax_at: batch at which d_max has grown to ``dmax``, more than ``warmup``.
         device, dtype: of parameters and buffers, as in torch's own layers.

@@ -152,7 +152,7 @@ class BatchWhitening2d(nn.Module):
             return transform(centered, matrices, self.weight, self.bias, like=x)
 
     def reset_parameters(self) -> None:
-        """Set scale, shift and running averages to those of a new layer; a rotation resets its own."""
+        """Set scale, shift and running averages to a new layer's; a rotation resets its own."""
         if self.weight is not None:
             nn.init.ones_(self.weight)
         if self.bias is not None:
@@ -169,7 +169,7 @@ class BatchWhitening2d(nn.Module):
 
         Args:
             variance: (C,), in units of the input's variance.
-            eps: that of the BN layer.
+            eps: of the BN layer.
         """
         values = variance if self.running == "covariance" else (variance + eps).rsqrt()
         self.get_buffer(f"running_{self.running}").copy_(self._diagonal(values))
@@ -226,7 +226,7 @@ class FrozenBatchWhitening2d(BatchWhitening2d):
     buffers of the same names.
 
     Args:
-        args, kwargs: those of :class:`BatchWhitening2d`.
+        args, kwargs: as of :class:`BatchWhitening2d`.
 
     Raises:
         ValueError, TypeError: as :class:`BatchWhitening2d`.

@@ -177,7 +177,7 @@ def _has(cfg: CfgNode, component: str) -> bool:
 
 
 def _stock_components(cfg: CfgNode) -> Iterator[tuple[str, str, str, tuple[str, ...]]]:
-    """Yield those of Detectron2's components that a config asks for."""
+    """Yield Detectron2's components that a config asks for."""
     for row in _COMPONENTS:
         component, name = row[:2]
         if name == get_value(cfg, component) and _has(cfg, component):

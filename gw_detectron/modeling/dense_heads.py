@@ -30,10 +30,10 @@ def _for_channels(norm: Norm, channels: Sequence[int]) -> Norm:
 class GWRetinaNetHead(RetinaNetHead):
     """RetinaNet's head with any norm; its ReLUs are not fused.
 
-    All feature levels share it. A norm with running statistics mixes those of the levels; GW and GN have none.
+    All feature levels share it. Running statistics mix the levels; GW and GN have none.
 
     Args:
-        conv_dims, kwargs: those of Detectron2's ``RetinaNetHead``.
+        conv_dims, kwargs: as of Detectron2's ``RetinaNetHead``.
         norm: a norm name, or an argument of Detectron2's ``get_norm``.
 
     Raises:
@@ -57,7 +57,7 @@ class GWFCOSHead(FCOSHead):
     Detectron2 builds FCOS in Python or by a LazyConfig only: ``model.head._target_ = GWFCOSHead``.
 
     Args:
-        conv_dims, kwargs: those of Detectron2's ``FCOSHead``.
+        conv_dims, kwargs: as of Detectron2's ``FCOSHead``.
         norm: a norm name, or an argument of Detectron2's ``get_norm``.
 
     Raises:
@@ -74,7 +74,7 @@ class GWRetinaNet(RetinaNet):
     """RetinaNet whose head takes any norm.
 
     Args:
-        args, kwargs: those of Detectron2's ``RetinaNet``.
+        args, kwargs: as of Detectron2's ``RetinaNet``.
 
     Raises:
         ConfigError: the norm is unknown or does not fit.
@@ -94,7 +94,7 @@ class GWSemSegFPNHead(SemSegFPNHead):
     """Semantic segmentation head of Panoptic FPN with any norm, and fused ReLUs.
 
     Args:
-        args, kwargs: those of Detectron2's ``SemSegFPNHead``.
+        args, kwargs: as of Detectron2's ``SemSegFPNHead``.
         norm: a norm name, or an argument of Detectron2's ``get_norm``.
 
     Raises:

@@ -16,7 +16,7 @@ class GWFPN(FPN):
     """FPN with any norm.
 
     Args:
-        bottom_up, in_features, out_channels: those of Detectron2's ``FPN``.
+        bottom_up, in_features, out_channels: as of Detectron2's ``FPN``.
         norm: a norm name, or an argument of Detectron2's ``get_norm``.
         conv: "WS" standardizes the weights of its convolutions, see :func:`gw_detectron.convert_convs`.
         kwargs: further arguments of Detectron2's ``FPN``.

@@ -32,8 +32,8 @@ class _WhitenedBlock(CNNBlockBase):
     ``freeze()`` also freezes batch whitening.
 
     Args:
-        args, kwargs: those of the stock block; its ``norm`` is an argument of Detectron2's ``get_norm``.
-        whiten_norm: such an argument, too.
+        args, kwargs: as of the stock block; its ``norm`` is an argument of Detectron2's ``get_norm``.
+        whiten_norm: another such argument.
         whiten_convs: names of the convolutions before ``whiten_norm``.
     """
 

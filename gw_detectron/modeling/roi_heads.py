@@ -1,6 +1,6 @@
 """Detectron2's heads on regions with any norm.
 
-The layers, and so the weights, are those of the stock heads.
+The layers, and so the weights, are the stock heads'.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ class GWFastRCNNConvFCHead(FastRCNNConvFCHead):
     """Box head of convolutions and fully connected layers with any norm, and fused ReLUs.
 
     Args:
-        args, kwargs: those of Detectron2's ``FastRCNNConvFCHead``.
+        args, kwargs: as of Detectron2's ``FastRCNNConvFCHead``.
         conv_norm: a norm name, or an argument of Detectron2's ``get_norm``.
         conv: "WS" standardizes the weights of the convolutions, see :func:`gw_detectron.convert_convs`.
         single_relu: keep only the ReLU after the last convolution. The authors' released code has this head. The paper
@@ -66,7 +66,7 @@ class GWMaskRCNNConvUpsampleHead(MaskRCNNConvUpsampleHead):
     """Mask head of convolutions and an upsampling layer with any norm, and fused ReLUs.
 
     Args:
-        args, kwargs: those of Detectron2's ``MaskRCNNConvUpsampleHead``.
+        args, kwargs: as of Detectron2's ``MaskRCNNConvUpsampleHead``.
         conv_norm, conv: as in :class:`GWFastRCNNConvFCHead`.
 
     Raises:
@@ -97,7 +97,7 @@ class GWRes5ROIHeads(Res5ROIHeads):
     ``WHITEN_POSITIONS``, as the stages before it, so that it takes the weights of a whole ResNet.
 
     Args:
-        args, kwargs: those of Detectron2's ``Res5ROIHeads``.
+        args, kwargs: as of Detectron2's ``Res5ROIHeads``.
 
     Raises:
         ConfigError: a key of ``MODEL.RESNETS`` is out of its range, or a norm does not fit.

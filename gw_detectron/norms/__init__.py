@@ -1,4 +1,4 @@
-"""Norms by name, for any model: parse, print, list, convert. Works with torch alone."""
+"""Norms by name, for any model: parse, print, list, convert. Needs only torch."""
 
 from .conversion import CONVS, ConversionReport, conv_names, convert_convs, convert_norms
 from .listing import (

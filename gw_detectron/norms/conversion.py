@@ -63,7 +63,7 @@ def convert_norms(model: nn.Module, plan: Plan) -> ConversionReport:
         model: any model that is not scripted or wrapped for several processes.
         plan: norm names (see :mod:`gw_detectron.norms.names`) by glob patterns of module names, by layer classes, or by
             one of the paper's positions in a ResNet. The first key of the plan that fits a layer counts. None keeps a
-            layer. ``"S1-B2"`` alone is ``{"S1-B2": "GW"}``.
+            layer. ``"S1-B2"`` as the whole plan is ``{"S1-B2": "GW"}``.
 
     Returns:
         What became of each norm layer.
@@ -180,7 +180,7 @@ def _warn(old: Mapping[str, nn.Module], new: Mapping[str, nn.Module]) -> None:
     if vectors:
         warnings.warn(
             f"convert_norms: {len(vectors)} layers ({vectors[0]}, ...) get one channel per group: if their input is "
-            "(N, C), a group has one value, and the output is the shift alone. Fix: keep them, by None in the plan, or "
+            "(N, C), a group has one value, and the output is only the shift. Fix: keep them, by None in the plan, or "
             "use fewer groups, e.g. 'GW:groups=8'.",
             stacklevel=3,
         )

@@ -46,7 +46,7 @@ def whitened_convs(positions: str, *, bottleneck: bool = True, where: str = "pos
 
 
 def norms_at(positions: str, names: Iterable[str], *, where: str = "positions") -> list[str]:
-    """Return those of the norm layers of a ResNet that are at the positions.
+    """Return the norm layers of a ResNet at the positions.
 
     Args:
         positions: see :func:`whitened_convs`.
@@ -70,7 +70,7 @@ def norms_at(positions: str, names: Iterable[str], *, where: str = "positions") 
 def _roles(names: Sequence[str]) -> dict[str, str]:
     """Return the role of each norm of a ResNet: the stem, or the convolution of a block before it."""
     blocks = {name: match for name in names if (match := _BLOCK.fullmatch(name))}
-    roots = {match[1] for match in blocks.values()}  # where the stem is: a head may have a bn1, too
+    roots = {match[1] for match in blocks.values()}  # where the stem is: a head may also have a bn1
     roles = {}
     for name in names:
         if match := blocks.get(name):

@@ -126,7 +126,7 @@ def _normalizes_by_batch_only(layer: nn.Module) -> bool:
 
 
 def loses_statistics(old: nn.Module, new: nn.Module) -> bool:
-    """Return whether trained running statistics of a layer are not those of the layer that replaces it."""
+    """Return whether trained running statistics of a layer do not suit the layer that replaces it."""
     mean = getattr(old, "running_mean", None)
     if not isinstance(mean, Tensor) or mean.is_meta or not mean.any():
         return False

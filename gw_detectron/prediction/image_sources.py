@@ -66,7 +66,7 @@ def find_sources(inputs: Iterable[str | os.PathLike[str]]) -> list[ImageSource]:
     A folder means the images below it; a file that is named twice is taken once.
 
     Returns:
-        The sources in the order of the inputs; those of a folder or pattern by path.
+        The sources in the order of the inputs; a folder's or pattern's sorted by path.
 
     Raises:
         MissingFileError: a file or folder does not exist, or no file matches a pattern.

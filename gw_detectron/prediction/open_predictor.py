@@ -73,7 +73,7 @@ def open_predictor(
         opts: config keys to change, as key, value, ...
         score_threshold: scores above it are predicted.
         device: ``cpu`` or ``cuda``; default: a GPU, if there is one.
-        class_names: default: those that the checkpoint records, else those of the datasets in the config.
+        class_names: default: the checkpoint's record, else the datasets in the config.
 
     Raises:
         ConfigError: an argument or a config key cannot be used.

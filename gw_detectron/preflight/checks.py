@@ -1,4 +1,4 @@
-"""All checks before a run, in their order, and those of the config."""
+"""All pre-run checks in their order, and the checks of the config."""
 
 import importlib.util
 import math

@@ -196,6 +196,6 @@ def _wrong_images(root: str, images: Sequence[dict], percentiles: Sequence[float
         return []
     return [
         f"{len(wrong)} of {len(checked)} checked images cannot be read or have another width x height: "
-        f"{summarize_names(wrong, 3)}. Fix: correct the file; the size of a photo with an EXIF orientation is that of "
+        f"{summarize_names(wrong, 3)}. Fix: correct the file; a photo with an EXIF orientation has the size of "
         "the upright photo."
     ]

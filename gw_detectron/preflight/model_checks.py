@@ -97,7 +97,7 @@ def _check_batch_norms(cfg: CfgNode, model: nn.Module, report: PreflightReport) 
     if images and (batches := cfg.SOLVER.ACCUMULATE) > 1:
         name, count = next(iter(images.items()))
         report.warnings.append(
-            f"SOLVER.ACCUMULATE ({batches}): {len(images)} layers normalize over each batch alone (first: {name}, over "
+            f"SOLVER.ACCUMULATE ({batches}): {len(images)} layers normalize each batch by itself (first: {name}, over "
             f"{count} images), not over the {batches} batches of an iteration. Fix: use GW, GN or FrozenBN, or raise "
             "SOLVER.IMS_PER_BATCH instead."
         )
@@ -149,7 +149,7 @@ def _check_resumed(checkpoint: Checkpoint, model: nn.Module, report: PreflightRe
 
 
 def _check_recorded_config(cfg: CfgNode, start: StartWeights, checkpoint: Checkpoint, report: PreflightReport) -> None:
-    """Compare the config with that of the run that wrote a checkpoint, which its tensors do not show."""
+    """Compare the config with the run's that wrote a checkpoint."""
     differences = config_differences(checkpoint.metadata.get(RUN_RECORD), cfg.dump())
     if cfg.MODEL.RESNETS.DEPTH < 50:  # without 1x1 convolutions in its blocks
         differences.pop("MODEL.RESNETS.STRIDE_IN_1X1", None)

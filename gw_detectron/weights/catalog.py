@@ -43,7 +43,7 @@ _GN64 = "GN:groups=64"
 _HUB_ADDRESS = re.compile(r"hf/(?P<repo>[^/@]+/[^/@]+)(/(?P<file>[^@]+))?(@(?P<revision>[^@]+))?")
 #: the file of a ``gw://hf/`` address without one; ``export`` writes it
 _HUB_FILE = "backbone.safetensors"
-_LICENSE = "The authors state no license of the weights (that of their code is BSD-2-Clause)."
+_LICENSE = "The authors state no license of the weights (their code is BSD-2-Clause)."
 _INSTALL = 'Fix: run pip install "gw-detectron[weights]".'
 
 
@@ -51,7 +51,7 @@ _INSTALL = 'Fix: run pip install "gw-detectron[weights]".'
 class PublishedWeights:
     """Weights that the authors published.
 
-    The authors give no hash: that of the first download is recorded in the cache, and later downloads must match it.
+    The authors give no hash: the first download's is recorded in the cache, and later downloads must match it.
 
     Args:
         architecture: such as ``R-50``.
@@ -216,7 +216,7 @@ def _fetch_from_hub(name: str, cache: Path) -> Path:
 def local_path(address: str, key: str) -> str:
     """Resolve an address to a file on this machine; fetch the file if needed.
 
-    Arguments and errors are those of :func:`gw_detectron.checkpoint.open_checkpoint`.
+    Arguments and errors: see :func:`gw_detectron.checkpoint.open_checkpoint`.
     """
     try:
         path = PathManager.get_local_path(address)

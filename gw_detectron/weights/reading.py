@@ -209,7 +209,7 @@ def named_tensors(value: Any, size: int) -> OrderedDict[str, Tensor]:
 def check_size(name: str, tensor: Tensor, size: int) -> None:
     """Raise WeightsFileError if a tensor has more bytes than its file.
 
-    torch enlarges a storage that is too small for its tensor: the values would be those of any memory.
+    torch enlarges a storage that is too small for its tensor: its values would be arbitrary memory.
     """
     if tensor.layout == torch.strided and tensor.numel() * tensor.element_size() > size:
         raise WeightsFileError(f"{name} claims more bytes than the file has ({size}). {_GET_AGAIN}")

@@ -28,7 +28,7 @@ class Preprocessing:
     """Image preprocessing that weights need, as Detectron2's config names it.
 
     Args:
-        input_format: ``RGB`` or ``BGR``; the order of the channels below, too.
+        input_format: ``RGB`` or ``BGR``; also the order of the channels below.
         pixel_mean: subtracted from values of 0 to 255.
         pixel_std: then divided by.
         stride_in_1x1: the first 1x1 convolution of a stage has the stride, not the 3x3.

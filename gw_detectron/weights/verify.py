@@ -66,8 +66,8 @@ def verify(
     """Compare Detectron2's backbone with torchvision's on images, in float64.
 
     Torchvision's network gets the images as its training did, Detectron2's by detection preprocessing. Torchvision's
-    has the norms that the source records or that ``norm`` states; Detectron2's has those of the converted weights or of
-    the config.
+    has the norms that the source records or that ``norm`` states; Detectron2's has the norms of the
+    converted weights or the config.
 
     Args:
         weights: path or address of converted weights, or of a file that can be converted.

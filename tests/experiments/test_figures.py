@@ -3,11 +3,15 @@
 import numpy as np
 import pytest
 import torch
+from matplotlib.patches import Rectangle
 from scipy.stats import entropy as scipy_entropy
 
 from experiments.conditioning import analyze_conditioning, condition_numbers
 from experiments.diversity import analyze_diversity, entropy
+from experiments.overview import draw
 from experiments.swapping import analyze_swapping
+
+from ..tiny_run import ROOT
 
 SMALL = {"examples": 19200, "bins": 100, "pairs": 2, "sizes": (2, 3, 4, 8, 24), "histogram_examples": 240}
 
@@ -34,3 +38,8 @@ def test_condition_number_and_entropy_by_definition():
     points = 2 * rng.random((5000, 2)) ** 2 - 1
     counts, _, _ = np.histogram2d(*points.T, bins=50, range=[[-1, 1], [-1, 1]])
     assert entropy(torch.from_numpy(points), 50) == pytest.approx(scipy_entropy(counts.ravel()), rel=1e-3)
+
+
+def test_the_overview_of_the_readme_is_drawn_from_the_study():
+    figure = draw(ROOT / "experiments" / "small_batch" / "results.jsonl")
+    assert len(figure.findobj(Rectangle)) > 12 and len(figure.axes) == 5  # bars; three maps, their scale, the bars

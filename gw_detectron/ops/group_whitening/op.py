@@ -11,7 +11,7 @@ backend        used for
 =============  ============================================================================================
 
 The operator has formulas for autograd, fake tensors (``torch.compile``) and ``torch.utils.flop_counter``. Its second
-derivatives are those of the reference.
+derivatives are the reference's.
 
 The environment variable ``GW_DETECTRON_KERNELS`` forces a backend: ``reference``, to compare with it, or ``matmul``
 in place of ``triton``. Code that ``torch.compile`` has compiled keeps its backend. The logger ``gw_detectron.layers``

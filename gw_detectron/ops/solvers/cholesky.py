@@ -47,7 +47,7 @@ def _factorize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Factorize the covariance; return W, ratio and mask of the pivots.
 
-    The ratio is that of D to the pivots; it is 0 for a pivot without variance. The mask is true for kept pivots. The
+    The ratio is D over the pivots; it is 0 for a pivot without variance. The mask is true for kept pivots. The
     floor of a pivot is the rounding error of its channel's variance, unless ``eps`` or ``least`` survives it. A smaller
     pivot counts as zero. Its row is zero unless ``eps`` reaches the floor; otherwise the row would be amplified
     rounding.
