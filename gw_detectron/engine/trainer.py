@@ -16,7 +16,6 @@ from detectron2.data.datasets.coco import convert_to_coco_json
 from detectron2.engine import AMPTrainer, DefaultTrainer, SimpleTrainer, create_ddp_model, hooks
 from detectron2.engine.train_loop import TrainerBase
 from detectron2.evaluation import (
-    COCOEvaluator,
     COCOPanopticEvaluator,
     DatasetEvaluator,
     DatasetEvaluators,
@@ -46,6 +45,7 @@ from ..errors import ConfigError, NonFiniteError, is_user_error
 from ..norms.listing import norm_summary
 from ..preflight import wrong_evaluator
 from .best import BestWeights, TrainingEnded, WeightAverage
+from .coco_evaluation import DenseCOCOEvaluator
 from .hooks import LossGuard, SignalHook
 from .launch import in_all_processes
 from .logs import ProgressBar
@@ -189,6 +189,7 @@ class Trainer(DefaultTrainer):
         objects = _coco_evaluator(
             dataset_name,
             folder,
+            detections=cfg.TEST.DETECTIONS_PER_IMAGE,
             tasks=tuple(task for task, wanted in tasks.items() if wanted),
             kpt_oks_sigmas=cfg.TEST.KEYPOINT_OKS_SIGMAS,
         )
@@ -412,8 +413,8 @@ class Trainer(DefaultTrainer):
         return None if self._signals.received else self.test_with_TTA(self.cfg, self.checkpointer.model)
 
 
-def _coco_evaluator(name: str, folder: str, **options: Any) -> COCOEvaluator:
-    """Build Detectron2's evaluator; convert the records of a Python function anew.
+def _coco_evaluator(name: str, folder: str, **options: Any) -> DenseCOCOEvaluator:
+    """Build the evaluator of objects; convert the records of a Python function anew.
 
     Detectron2 would use the file of an earlier conversion, also of another run, whatever the records are now.
     """
@@ -421,7 +422,7 @@ def _coco_evaluator(name: str, folder: str, **options: Any) -> COCOEvaluator:
     if converts := metadata.get("json_file", CONVERTED).endswith(CONVERTED):
         vars(metadata).pop("json_file", None)
         convert_to_coco_json(name, os.path.join(folder, f"{name}{CONVERTED}"), allow_cached=False)
-    evaluator = COCOEvaluator(name, output_dir=folder, **options)
+    evaluator = DenseCOCOEvaluator(name, output_dir=folder, **options)
     if converts:
         vars(metadata).pop("json_file", None)
     return evaluator

@@ -14,6 +14,7 @@ from ..data.images import upright_size
 from ..errors import DataError, PreflightReport, similar_names, summarize_names
 from ..modeling.build import CLASS_COUNTS
 from .annotation_checks import DatasetNeeds, check_coco
+from .data_fit import check_fit
 
 #: values of a dataset's metadata ``evaluator_type`` that are evaluated by the COCO rules
 _COCO_EVALUATORS = ("coco", "coco_panoptic_seg")
@@ -62,7 +63,7 @@ def check_datasets(
         )
     if not differing:
         report.errors += _wrong_classes(cfg, classes)
-        report.warnings += _classes_without_objects(cfg, data)
+        report.warnings += [*_classes_without_objects(cfg, data), *check_fit(cfg, data, eval_only=eval_only)]
 
 
 def _classes_without_objects(cfg: CfgNode, data: Mapping[str, Fingerprint]) -> Iterator[str]:

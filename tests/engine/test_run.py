@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 
 from gw_detectron.checkpoint import opening
 from gw_detectron.engine import Trainer, get_parser, main
+from gw_detectron.engine.coco_evaluation import DenseCOCOEvaluator
 from gw_detectron.engine.start import start_run
 from gw_detectron.engine.train import run_config
 from gw_detectron.errors import ConfigError, MissingFileError, PreflightError, UserError
@@ -196,10 +197,10 @@ class TestEvaluation:
     @pytest.mark.parametrize(
         ("architecture", "expected"),
         [
-            ("GeneralizedRCNN", [COCOEvaluator]),
-            ("GWRetinaNet", [COCOEvaluator]),
+            ("GeneralizedRCNN", [DenseCOCOEvaluator]),
+            ("GWRetinaNet", [DenseCOCOEvaluator]),
             ("SemanticSegmentor", [SemSegEvaluator]),
-            ("PanopticFPN", [COCOEvaluator, SemSegEvaluator, COCOPanopticEvaluator]),
+            ("PanopticFPN", [DenseCOCOEvaluator, SemSegEvaluator, COCOPanopticEvaluator]),
         ],
     )
     def test_the_architecture_chooses_the_evaluators(self, tmp_path, monkeypatch, architecture, expected, panopticapi):

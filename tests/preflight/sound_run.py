@@ -38,6 +38,7 @@ def config(folder: Path, **changes: object) -> CfgNode:
     plain = {
         **OPTS,
         "INPUT.MIN_SIZE_TRAIN": "(128,)",  # in smaller images the last layers have too few pixels
+        "INPUT.MIN_SIZE_TEST": 128,
         "MODEL.ROI_HEADS.NUM_CLASSES": 2,
         "DATASETS.TRAIN": ("tiny_coco",),
         "DATASETS.TEST": ("tiny_coco",),

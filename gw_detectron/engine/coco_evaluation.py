@@ -1,0 +1,50 @@
+"""COCO evaluation that also counts the detections beyond COCO's limit per image."""
+
+import contextlib
+import io
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from detectron2.evaluation import COCOEvaluator
+
+log = logging.getLogger(__name__)
+
+
+class DenseCOCOEvaluator(COCOEvaluator):
+    """Detectron2's COCOEvaluator, with a second AP for images of many objects.
+
+    COCO's AP counts the best 100 detections per image and class, 20 of keypoints. Where an image has N > 100 objects of
+    a class, a perfect detector has less than 100 AP. The results then have ``AP@N`` beside the standard ``AP``, whose
+    limit is N or, if larger, the model's number of detections.
+
+    Args:
+        dataset_name: a registered dataset.
+        detections: that the model gives per image.
+        options: of Detectron2's evaluator.
+    """
+
+    def __init__(self, dataset_name: str, detections: int, **options: Any) -> None:
+        super().__init__(dataset_name, **options)
+        objects = [each for each in self._coco_api.anns.values() if not each.get("iscrowd")]
+        counts = Counter((each["image_id"], each["category_id"]) for each in objects)
+        self._most, self._detections = max(counts.values(), default=0), detections
+
+    def _derive_coco_results(self, coco_eval: Any, iou_type: str, class_names: Sequence[str] | None = None) -> dict:
+        results = super()._derive_coco_results(coco_eval, iou_type, class_names)
+        if coco_eval is None or self._most <= (standard := coco_eval.params.maxDets[-1]):
+            return results
+        limit = max(self._most, self._detections)
+        coco_eval.params.maxDets = [limit]
+        with contextlib.redirect_stdout(io.StringIO()):
+            coco_eval.evaluate()
+            coco_eval.accumulate()
+        precision = coco_eval.eval["precision"][:, :, :, 0, 0]  # of IoU, recall and class
+        results[f"AP@{limit}"] = 100 * float(precision[precision > -1].mean())
+        log.info(
+            "%s: images have up to %d objects of a class. AP, as COCO defines it, counts %d detections per image and "
+            "class: %.3f. With %d it is %.3f (AP@%d).",
+            *(iou_type, self._most, standard, results["AP"], limit, results[f"AP@{limit}"], limit),
+        )
+        return results
