@@ -3,18 +3,31 @@
 import argparse
 import contextlib
 import os
+import re
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any, NoReturn
 
 from torch import distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from .errors import FileAccessError, first_line, is_user_error
 
+#: flags of other trainers -> config key
+_KEYS_OF_FLAGS = {
+    "--lr": "SOLVER.BASE_LR",
+    "--batch-size": "SOLVER.IMS_PER_BATCH",
+    "--max-iter": "SOLVER.MAX_ITER",
+    "--weights": "MODEL.WEIGHTS",
+    "--device": "MODEL.DEVICE",
+    "--workers": "DATALOADER.NUM_WORKERS",
+    "--seed": "SEED",
+    "--output": "OUTPUT_DIR",
+}
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "Cannot allocate memory", "ALLOC_FAILED")
 
 
@@ -26,10 +39,33 @@ class Interrupted(SystemExit):
         self.message = message or f"Stopped by {signal.Signals(number).name}."
 
 
-def new_parser(description: str | None, *examples: str, note: str = "") -> argparse.ArgumentParser:
+class RunParser(argparse.ArgumentParser):
+    """Parser whose first word may be a RUN, a run folder or a checkpoint; unknown flags are answered with their key.
+
+    ``run`` of its result is this word or None. A first word such as MODEL.WEIGHTS is a config key.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(usage="%(prog)s [RUN] [--help] [FLAGS] [KEY VALUE ...]", **options)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+        words = list(sys.argv[1:] if args is None else args)
+        is_run = bool(words) and (os.path.exists(words[0]) or not re.match(r"-|[A-Z0-9_]+(\.|$)", words[0]))
+        run = words.pop(0) if is_run else None
+        found, unknown = super().parse_known_args(words, namespace)
+        found.run = run
+        return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.split() if message.startswith("unrecognized") else ()
+        keys = [f"{flag} is the key {_KEYS_OF_FLAGS[flag]}" for flag in unknown if flag in _KEYS_OF_FLAGS]
+        super().error(". Fix: ".join([message, *([f"{', '.join(keys)}: write KEY VALUE at the end"] if keys else [])]))
+
+
+def new_parser(description: str | None, *examples: str, note: str = "", kind: type = argparse.ArgumentParser) -> Any:
     """Create the parser of a command; its help ends with a note and examples, the words after the command's name."""
     lines = "\n".join(f"  %(prog)s {example}".rstrip() for example in examples)
-    return argparse.ArgumentParser(
+    return kind(
         description=description,
         epilog=f"{note}\n\nexamples:\n{lines}" if note else f"examples:\n{lines}",
         formatter_class=argparse.RawDescriptionHelpFormatter,

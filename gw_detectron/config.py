@@ -127,11 +127,13 @@ def config_summary(path: Path) -> str:
 
 
 def find_config_file(name: str | os.PathLike[str]) -> str:
-    """Return the path of a shipped config if no file has this path, else the path itself.
+    """Return the path of a shipped config if no file has this path, else the path itself; of a run, its config.yaml.
 
     A leading ``configs/``, the folder of a unique file name, and ``.yaml`` after it may be left out.
     """
     name = os.fspath(name)
+    if os.path.isfile(of_run := os.path.join(name, "config.yaml")) and name:
+        return of_run
     if os.path.exists(name) or not name:
         return name
     files, wanted = shipped_configs(), name.removeprefix("configs/")
@@ -175,7 +177,7 @@ def read_config(config_file: str | os.PathLike[str], opts: Sequence[Any] = ()) -
         raise ConfigError(f"Arguments '{' '.join(map(str, opts))}': not pairs of KEY VALUE.")
     source = f"'{config_file}'"
     try:
-        cfg.merge_from_file(config_file, allow_unsafe=False)
+        cfg = _merged(cfg, config_file)
         source = "Arguments"
         cfg.merge_from_list(opts)
     except Exception as error:  # PyYAML, fvcore and yacs raise errors of many classes
@@ -199,7 +201,8 @@ def given_keys(config_file: str, opts: Sequence[Any] = ()) -> set[str]:
         if path not in shipped:
             tree = parse_config(path.read_text(), str(path))
             base = tree.pop("_BASE_", [])
-            files += [(path.parent / each).resolve() for each in ([base] if isinstance(base, str) else base)]
+            bases = [base] if isinstance(base, str) else base
+            files += [Path(_find_base(str(path.parent / each), str(path.parent))).resolve() for each in bases]
             keys |= {key for key, _ in flat_items(tree)}
     return keys
 
@@ -218,6 +221,29 @@ def parse_config(text: str, name: str) -> dict[str, Any]:
         return dict(yaml.safe_load(text).items())
     except Exception as error:  # PyYAML raises errors of many classes
         raise ConfigError(f"'{name}': not a yaml file of keys and plain values: {error}") from error
+
+
+def _merged(cfg: CfgNode, config_file: str) -> CfgNode:
+    """Merge a yaml into a config; its ``_BASE_`` may also be the name of a shipped config."""
+    folders: list[str] = []
+
+    class Reader(CfgNode):
+        @classmethod
+        def load_yaml_with_base(cls, filename: str, allow_unsafe: bool = False) -> dict[str, Any]:
+            filename = _find_base(filename, folders[-1]) if folders else filename
+            folders.append(os.path.dirname(filename))
+            content = super().load_yaml_with_base(filename, allow_unsafe)
+            folders.pop()
+            return content
+
+    reader = Reader(cfg)
+    reader.merge_from_file(config_file, allow_unsafe=False)
+    return CfgNode(reader)
+
+
+def _find_base(path: str, folder: str) -> str:
+    """Return the path of a ``_BASE_`` that a yaml in a folder names: of a file, or of a shipped config."""
+    return path if os.path.exists(path) else find_config_file(os.path.relpath(path, folder))
 
 
 def _check_file(path: str) -> None:
@@ -241,6 +267,8 @@ def _explain(error: Exception) -> str:
     if unknown := re.search(r"Non-existent (?:config )?key: (\S*)", reason):
         known = [key for key, _ in flat_items(default_config())]
         return f"unknown config key '{unknown[1]}'.{similar_names(unknown[1], known)}"
+    if "(<class 'float'> vs. <class 'int'>)" in reason:
+        return f"{reason}. Fix: write the number with a point, such as 50.0."
     if "'tuple'" in reason:  # the shell removes quotes, and a tuple of one element needs a comma
         return f"""{reason}. Fix: write a tuple as "('name',)" or "(480, 560)"."""
     if "(<class 'str'> vs." in reason:

@@ -88,7 +88,7 @@ def test_code_in_yaml_is_not_run(line, base, tmp_path, monkeypatch):
     if base:
         (tmp_path / "a.yaml").write_text("_BASE_: harm.yaml\n")
     given = tmp_path / "a.yaml" if base else config
-    status, errors = run_tool(line, monkeypatch, weights="no.pth", config=given, folder=tmp_path)
+    status, errors = run_tool(line, monkeypatch, weights=config, config=given, folder=tmp_path)
     assert status == 1 and str(config) in errors and "os.mkdir" in errors
     assert not (tmp_path / "harm").exists()
 

@@ -14,7 +14,7 @@ from detectron2.config import CfgNode
 from tabulate import tabulate
 
 from ..checkpoint import open_start_weights, trained_classes
-from ..cli import check_folder, new_parser, parse_names
+from ..cli import RunParser, check_folder, new_parser, parse_names
 from ..config import read_config
 from ..data import class_metadata, classes_of
 from ..errors import ConfigError
@@ -35,16 +35,17 @@ _OF_DETECTORS = ("detections", "one_image", "paste_masks", "class_names", "image
 def get_parser() -> argparse.ArgumentParser:
     parser = new_parser(
         __doc__,
-        "--weights output/mydata --output detector --format onnx",
-        "--config-file output/config.yaml --weights output/model_final.pth --output detector --one-image --paste-masks",
+        "output/mydata --output detector --format onnx",
+        "output/mydata --output detector --one-image --paste-masks",
         "--config-file output/config.yaml --weights output/model_final.pth --output backbone --backbone --pixels",
+        kind=RunParser,
     )
     add = parser.add_argument
     add("--config-file", metavar="FILE", help="config of the model; default: config.yaml beside the weights")
     add(
         "--weights",
         metavar="FILE",
-        help="weights, or a run folder, whose best or last are taken; default: MODEL.WEIGHTS of the config",
+        help="as RUN: weights, or a run folder, whose best or last are taken; default: MODEL.WEIGHTS of the config",
     )
     add("--output", required=True, metavar="DIR", help="folder to create")
     add(
@@ -90,8 +91,8 @@ def main(args: argparse.Namespace) -> None:
             use = "without" if args.backbone else "with"
             raise ConfigError(f"--{name.replace('_', '-')}: only works {use} --backbone. Fix: leave it out.")
     check_folder(args.output)  # before minutes of work
-    if args.weights:
-        weights = detector_file(args.weights)
+    if model := args.weights or args.run:
+        weights = detector_file(model)
         args.opts = [*args.opts, "MODEL.WEIGHTS", weights]
         args.config_file = args.config_file or os.path.join(os.path.dirname(weights), "config.yaml")
     cfg = read_config(args.config_file or "", args.opts)

@@ -106,8 +106,8 @@ def coco_of_records(records: Sequence[dict], classes: Sequence[str] | None, *, e
     for number, record in enumerate(records):
         missing = needed - record.keys()
         if missing and evaluated:
-            names = ", ".join(sorted(missing))
-            raise DataError(f"record {number}: has no {names}, which the evaluation reads. Fix: add it to the records.")
+            what = ", ".join(sorted(missing))
+            raise DataError(f"record {number}: has no {what}, which the evaluation reads. Fix: add it to the records.")
         if missing - {"image_id"} or "annotations" not in record:
             return None
         image = {key: record[key] for key in ("file_name", "height", "width")} | {"id": record.get("image_id", number)}

@@ -5,6 +5,8 @@ import argparse
 from detectron2.engine import default_argument_parser
 from detectron2.engine.launch import DEFAULT_TIMEOUT
 
+from ..cli import RunParser
+
 _NOTE = "Evaluation writes to OUTPUT_DIR/inference and leaves the training's log.txt and config.yaml untouched.\n\n"
 _EXAMPLES = """\
 examples:
@@ -16,8 +18,8 @@ examples:
       OUTPUT_DIR output/mine
 
   continue after an interruption; evaluate:
-  %(prog)s --num-gpus 0 --resume --config-file output/mine/config.yaml
-  %(prog)s --num-gpus 0 --eval-only --config-file output/mine/config.yaml MODEL.WEIGHTS output/mine/model_final.pth
+  %(prog)s output/mine --num-gpus 0 --resume
+  %(prog)s output/mine --num-gpus 0 --eval-only
 
   two machines (on the second one --machine-rank 1):
   %(prog)s --num-gpus 8 --num-machines 2 --machine-rank 0 --dist-url tcp://HOST:PORT --config-file CONFIG
@@ -25,11 +27,10 @@ examples:
 _EVALUATION_EXAMPLES = """\
 examples:
   on the dataset of the training:
-  %(prog)s --num-gpus 0 --config-file output/mine/config.yaml MODEL.WEIGHTS output/mine/model_final.pth
+  %(prog)s output/mine --num-gpus 0
 
   on other photos with the same classes:
-  %(prog)s --num-gpus 0 --config-file output/mine/config.yaml --val-json more.json --val-images more \\
-      --dataset more MODEL.WEIGHTS output/mine/model_final.pth
+  %(prog)s output/mine --num-gpus 0 --val-json more.json --val-images more --dataset more
 """
 #: in place of Detectron2's own texts, which also describe LazyConfigs
 _HELP = {
@@ -67,8 +68,13 @@ def get_parser(*, evaluation: bool = False) -> argparse.ArgumentParser:
     Args:
         evaluation: show examples of evaluations, without the flags of training.
     """
-    parser = default_argument_parser()
-    parser.epilog = _NOTE + (_EVALUATION_EXAMPLES if evaluation else _EXAMPLES)
+    parser = RunParser(
+        parents=[default_argument_parser()],
+        conflict_handler="resolve",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="RUN: a run folder or a checkpoint, in place of --config-file and, to evaluate, MODEL.WEIGHTS.",
+        epilog=_NOTE + (_EVALUATION_EXAMPLES if evaluation else _EXAMPLES),
+    )
     for name, text in _SWITCHES.items():
         parser.add_argument(f"--{name}", action="store_true", help=text)
     parser.add_argument(

@@ -19,6 +19,7 @@ from ..checkpoint import load_model
 from ..config import find_config_file, given_keys, read_config
 from ..errors import ConfigError
 from ..norms.listing import norm_summary
+from ..prediction import detector_file
 from ..recipe import apply_recipe
 from .launch import in_all_processes
 from .run_datasets import use_datasets
@@ -81,6 +82,11 @@ def run_config(args: argparse.Namespace) -> CfgNode:
     if args.overwrite and (args.resume or args.eval_only):
         other = "--resume, which continues" if args.resume else "--eval-only, which keeps"
         raise ConfigError(f"--overwrite: given together with {other} the earlier run. Fix: give one of the two.")
+    if run := getattr(args, "run", None):
+        weights = detector_file(run)
+        folder = os.path.dirname(weights) or "."
+        args.config_file = args.config_file or os.path.join(folder, "config.yaml")
+        args.opts = ["OUTPUT_DIR", folder, *(["MODEL.WEIGHTS", weights] if args.eval_only else []), *(args.opts or [])]
     if args.auto and not args.config_file:
         args.config_file = f"Own-Data/own_mask_rcnn_R_{50 if args.num_gpus else 18}_FPN_GW.yaml"
     args.config_file = find_config_file(args.config_file)

@@ -9,7 +9,8 @@ import pytest
 
 from gw_detectron import commands
 from gw_detectron.commands import COMMANDS
-from gw_detectron.config import find_config_file, read_config
+from gw_detectron.config import find_config_file, get_value, given_keys, read_config
+from gw_detectron.engine.train import run_config
 from gw_detectron.errors import UserError
 from gw_detectron.model_zoo import get_config_file, list_configs
 
@@ -143,3 +144,55 @@ def test_similar_configs_and_words_that_are_no_pairs_are_named():
         with pytest.raises(UserError, match=words[-1] if len(words) == 3 else words[0]):
             read_config(CONFIG, words)
     assert read_config(CONFIG, ["MODEL.FPN.NORM", "GW:groups=32"]).MODEL.FPN.NORM == "GW:groups=32"
+
+
+@pytest.mark.parametrize(("word", "arrives"), [("50", False), ("50.0", True), ("1", False), ("1.0", True)])
+def test_a_whole_number_for_a_rate_is_explained(word, arrives):
+    if arrives:
+        assert float(word) == read_config(CONFIG, ["SOLVER.BASE_LR", word]).SOLVER.BASE_LR
+    else:
+        with pytest.raises(UserError, match=r"SOLVER.BASE_LR.*Fix: .*50\.0"):
+            read_config(CONFIG, ["SOLVER.BASE_LR", word])
+
+
+@pytest.mark.parametrize("base", [DEMO, f"configs/{DEMO}", "mask_rcnn_R_18_FPN_BN_GW_demo", "['{}', local.yaml]"])
+def test_a_base_may_be_the_name_of_a_shipped_config(tmp_path, base):
+    (tmp_path / "local.yaml").write_text("SOLVER: {MAX_ITER: 5}\n")
+    (tmp_path / "middle.yaml").write_text(f"_BASE_: {base.format(DEMO)}\nSEED: 3\n")
+    (tmp_path / "mine.yaml").write_text("_BASE_: middle.yaml\nVERSION: 2\n")
+    cfg = read_config(tmp_path / "mine.yaml")
+    assert cfg.SEED == 3 and cfg.MODEL.RESNETS.DEPTH == 18 and (cfg.SOLVER.MAX_ITER == 5) == ("local" in base)
+    assert "SEED" in given_keys(str(tmp_path / "mine.yaml")) and "MODEL.RESNETS.DEPTH" not in given_keys(
+        str(tmp_path / "mine.yaml")
+    )
+    (tmp_path / "middle.yaml").write_text("_BASE_: ../mask_rcnn_R_18_FPN_BN_GW_demo.yaml\n")  # a file that is gone
+    with pytest.raises(UserError, match="mask_rcnn_R_18"):
+        read_config(tmp_path / "mine.yaml")
+
+
+@pytest.mark.parametrize(
+    ("words", "key"), [(["--lr", "0.1"], "SOLVER.BASE_LR"), (["--batch-size", "4"], "SOLVER.IMS_PER_BATCH")]
+)
+def test_a_flag_of_other_trainers_is_answered_with_its_key(gw, monkeypatch, words, key):
+    status, _, errors = gw("train", "--config-file", CONFIG, *words)
+    assert status == 2 and f"{words[0]} is the key {key}" in errors
+    args = get_parser("train", monkeypatch).parse_args(["--config-file", CONFIG, key, words[1]])
+    assert str(get_value(read_config(args.config_file, args.opts), key)) == words[1]
+
+
+def test_a_run_is_named_in_the_same_way_everywhere(tmp_path, monkeypatch):
+    (tmp_path / "config.yaml").write_text(f"_BASE_: {CONFIG}\nOUTPUT_DIR: elsewhere\n")
+    (tmp_path / "last_checkpoint").write_text("model_final.pth")
+    (tmp_path / "model_final.pth").touch()
+    assert find_config_file(tmp_path) == str(tmp_path / "config.yaml")
+    for run in (str(tmp_path), f"{tmp_path}/model_final.pth"):
+        args = get_parser("eval", monkeypatch).parse_args([run, "--num-gpus", "0", "SEED", "5"])
+        cfg = run_config(args)
+        assert (str(tmp_path), f"{tmp_path}/model_final.pth", 5) == (cfg.OUTPUT_DIR, cfg.MODEL.WEIGHTS, cfg.SEED)
+        args = get_parser("train", monkeypatch).parse_args([run, "--resume", "--num-gpus", "0"])
+        assert (str(tmp_path), "gw://imagenet/R-50") == (run_config(args).OUTPUT_DIR, run_config(args).MODEL.WEIGHTS)
+        assert get_parser("export", monkeypatch).parse_args([run, "--output", "x", "SEED", "5"]).run == run
+    with pytest.raises(FileNotFoundError, match="no/run"):
+        run_config(get_parser("eval", monkeypatch).parse_args(["no/run", "--num-gpus", "0"]))
+    args = get_parser("eval", monkeypatch).parse_args(["MODEL.WEIGHTS", "x"])
+    assert args.run is None and args.opts == ["MODEL.WEIGHTS", "x"]
