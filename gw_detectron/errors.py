@@ -43,11 +43,12 @@ class PreflightError(ConfigError):
 
 @dataclass
 class PreflightReport:
-    """Errors and warnings found before a run; ``unchecked`` is what was left out because of the errors."""
+    """Errors and warnings found before a run; what was left out because of errors; notes about the data."""
 
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     unchecked: str = ""
+    notes: list[str] = field(default_factory=list, compare=False)
 
     def raise_errors(self) -> None:
         """Raise :class:`PreflightError` if there is an error."""

@@ -156,3 +156,14 @@ def best_overlaps(boxes: np.ndarray, anchors: np.ndarray) -> np.ndarray:
         inside = np.minimum(boxes, anchor).prod(axis=1)
         found = np.maximum(found, inside / (boxes.prod(axis=1) + anchor.prod() - inside))
     return found
+
+
+def training_view(found: Fingerprint, cfg: CfgNode) -> str:
+    """Say in a line what a config makes of objects: their sizes after resizing, and how anchors fit them."""
+    sides = training_sides(cfg)
+    low, middle, high = np.quantile(found.sizes(*sides), (0.05, 0.5, 0.95))
+    overlap = best_overlaps(found.resized(*sides), anchor_shapes(cfg)).mean()
+    return (
+        f"resized to {sides[0]:g}, objects have {low:.0f}, {middle:.0f} and {high:.0f} pixels (5, 50 and 95 %) and "
+        f"overlap their best anchor by {overlap:.2f} (mean)"
+    )

@@ -9,7 +9,7 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from ..data import read_json
 from ..data.coco_files import COMPLETED, coco_of_records
-from ..data.fingerprint import Fingerprint, read_fingerprint
+from ..data.fingerprint import Fingerprint, read_fingerprint, training_view
 from ..data.images import upright_size
 from ..errors import DataError, PreflightReport, similar_names, summarize_names
 from ..modeling.build import CLASS_COUNTS
@@ -47,6 +47,8 @@ def check_datasets(
         for training, names in roles
         for name in names
     }
+    learned = [name for name in cfg.DATASETS.TRAIN if not eval_only and name in data and len(data[name].boxes)]
+    report.notes += [f"dataset {name}: {data[name]}; {training_view(data[name], cfg)}" for name in learned]
     known = {name: names for name, names in classes.items() if names}
     if trained:
         known = {f"the checkpoint ({len(trained)} classes)": list(trained.values()), **known}
