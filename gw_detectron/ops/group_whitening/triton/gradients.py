@@ -30,7 +30,7 @@ from .tiles import (
 def _products(
     x_ptr, x_n, x_outer, dy_ptr, dy_n, dy_outer, y_ptr, masked_ptr, masked_n, masked_outer,
     mean_ptr, weight_ptr, part_ptr, largest_ptr, samples, positions, tiles, per_split,
-    GROUPS: constexpr, ROWS: constexpr, CPG: constexpr, PB: constexpr, VECTOR: constexpr,
+    GROUPS: constexpr, ROWS: constexpr, CPG: constexpr, JB: constexpr, PB: constexpr, VECTOR: constexpr,
     X_J: constexpr, DY_J: constexpr, MASKED_J: constexpr, OPERAND: constexpr, PRECISION: constexpr,
 ):  # fmt: skip
     """Compute products and sums for one j and one split of positions.
@@ -51,7 +51,7 @@ def _products(
     if largest_ptr is not None:
         largest = tl.zeros([ROWS, PB], tl.float32)
     for tile in tl.range(first, tl.minimum(first + per_split, tiles)):
-        _, p, exists = tile_columns(tile, positions, 1, 1, PB, VECTOR, X_J)
+        _, p, exists = tile_columns(tile, positions, 1, JB, PB, VECTOR, X_J)
         inside = (rows < GROUPS)[:, None] & exists[None, :]
         x = tl.load(x_ptr + tile_offsets(rows, j, p, x_outer, CPG, VECTOR, X_J), mask=inside, other=0.0)
         dy = tl.load(dy_ptr + tile_offsets(rows, j, p, dy_outer, CPG, VECTOR, DY_J), mask=inside, other=0.0)
@@ -232,24 +232,17 @@ def grad_products(
         the weight and added over j: dL/dW (N, g + 1, g). The largest |weight * dY| (N), if it is needed.
     """
     groups, setting = mean.shape[1], launch.tuning_for(x).products
-    # a tile of y takes registers, too
-    columns = launch.tile_columns_for(x, groups, setting.tile_bytes // (1 if y is None else 2))
-    tiling, (x_strides, dy_strides, out_strides) = launch.layouts(groups, columns, x, dy, out, one_j=True)
-    n, cpg = x.shape[0], tiling.cpg
-    splits, per_split = launch.split(x, tiling.tiles, n * cpg, setting.programs)
+    if y is not None:  # takes registers, too
+        setting = setting._replace(tile_bytes=setting.tile_bytes // 2)
+    if groups > 64:
+        setting = setting._replace(stages=2)
+    splits, columns = launch.over_columns(setting, groups, one_j=True, x=x, dy=dy, masked=out)
+    n, cpg = x.shape[0], x.shape[1] // groups
     parts = launch.empty(x, cpg, n, splits, groups + 1, groups)
     part_largest = launch.empty(x, cpg, n, splits) if launch.in_halves(x, groups) else None
     launch.run(
-        _products, (n * cpg, splits), like=x, warps=launch.warps_for(groups),
-        stages=launch.stages_for(x, tiling.vector, setting.stages if groups <= 64 else 2),
-        x_ptr=x, x_n=x_strides.sample, x_outer=x_strides.outer, X_J=x_strides.j_first,
-        dy_ptr=dy, dy_n=dy_strides.sample, dy_outer=dy_strides.outer, DY_J=dy_strides.j_first,
-        y_ptr=y,
-        masked_ptr=out, masked_n=out_strides.sample, masked_outer=out_strides.outer, MASKED_J=out_strides.j_first,
-        mean_ptr=mean, weight_ptr=weight, part_ptr=parts, largest_ptr=part_largest,
-        samples=n, positions=tiling.positions, tiles=tiling.tiles, per_split=per_split,
-        GROUPS=groups, ROWS=tiling.rows, CPG=cpg, PB=tiling.pb, VECTOR=tiling.vector,
-        OPERAND=launch.operand_dtype(x), PRECISION=launch.input_precision(x),
+        _products, **columns, y_ptr=y, mean_ptr=mean, weight_ptr=weight, part_ptr=parts, largest_ptr=part_largest,
+        samples=n, OPERAND=launch.operand_dtype(x),
     )  # fmt: skip
     products = parts[:, :, 0] if splits == 1 else launch.empty(x, cpg, n, groups + 1, groups)
     grad = launch.empty(x, n, groups + 1, groups)
@@ -314,20 +307,11 @@ def apply_backward(
     dX = W (weight * dY - grad_mean / M) + 2 / M dL/dSigma (X - mean); grad_mean is the last row of ``grad``.
     """
     groups = mean.shape[1]
-    setting = launch.tuning_for(x).apply_backward
-    depth, columns = launch.matrix_tiles(x, groups, setting.tile_bytes)
-    tiling, (x_strides, dy_strides, dx_strides) = launch.layouts(groups, columns, x, dy, out)
-    splits, per_split = launch.split(x, tiling.tiles, x.shape[0], setting.programs)
+    _, columns = launch.over_columns(
+        launch.tuning_for(x).apply_backward, groups, columns=launch.columns_beside_slices(groups), x=x, dy=dy, dx=out
+    )
     launch.run(
-        _apply_backward, (x.shape[0], splits), like=x, warps=launch.warps_for(groups),
-        stages=launch.stages_for(x, tiling.vector, setting.stages),
-        x_ptr=x, x_n=x_strides.sample, x_outer=x_strides.outer, X_J=x_strides.j_first,
-        dy_ptr=dy, dy_n=dy_strides.sample, dy_outer=dy_strides.outer, DY_J=dy_strides.j_first,
-        dx_ptr=out, dx_n=dx_strides.sample, dx_outer=dx_strides.outer, DX_J=dx_strides.j_first,
-        mean_ptr=mean, sigma_ptr=sigma, whitening_ptr=whitening, weight_ptr=weight,
-        grad_sigma_ptr=grad_sigma, grad_ptr=grad, largest_ptr=largest,
-        positions=tiling.positions, tiles=tiling.tiles, per_split=per_split, columns=float(x[0].numel() // groups),
-        GROUPS=groups, ROWS=tiling.rows, CPG=tiling.cpg, JB=tiling.jb, PB=tiling.pb, VECTOR=tiling.vector,
-        IN_PLACE=dy is out, DEPTH=depth, HALVES=launch.in_halves(x, groups), OPERAND=launch.operand_dtype(x),
-        PRECISION=launch.input_precision(x),
+        _apply_backward, **columns, mean_ptr=mean, sigma_ptr=sigma, whitening_ptr=whitening, weight_ptr=weight,
+        grad_sigma_ptr=grad_sigma, grad_ptr=grad, largest_ptr=largest, columns=float(x[0].numel() // groups),
+        IN_PLACE=dy is out, **launch.matrix_operands(x, groups),
     )  # fmt: skip

@@ -268,37 +268,43 @@ def _strides(x: Tensor) -> Strides | None:
     return Strides(sample, channel, False) if position == 1 or alone else None
 
 
-class Tiling(NamedTuple):
-    """Tiles of activations; fields named as the kernels' parameters."""
+def over_columns(
+    setting: Setting, groups: int, *, columns: int = 0, one_j: bool = False, limited: bool = False, **tensors: Tensor
+) -> tuple[int, dict[str, Any]]:
+    """Divide activations of one shape into tiles of all groups, and the tiles among programs.
 
-    rows: int  # g, padded
-    cpg: int
-    positions: int
-    vector: int  # power of two that divides all strides and, unless j_first, the positions
-    jb: int
-    pb: int
-    tiles: int  # per sample, or per channel of a group if a program works on one j
+    Each multiprocessor gets at most about ``setting.programs`` programs: one wave. A few more would run by themselves
+    after all others, and double the time.
 
+    Args:
+        setting: of the kernel.
+        groups: g.
+        columns: most columns of a tile, if not those of ``setting``.
+        one_j: a program works on a single j.
+        limited: to ``max_tiles`` of a program, as far as the grid allows.
+        tensors: by the names of the kernel's parameters. The first decides which columns are neighbors.
 
-def layouts(groups: int, columns: int, *tensors: Tensor, one_j: bool = False) -> tuple[Tiling, list[Strides]]:
-    """Return the tiling of activations of one shape, and their strides.
-
-    Tiles have at most ``columns`` columns. The first tensor decides the shape of the tiles. With ``one_j`` a tile has a
-    single j.
+    Returns:
+        The number of splits of a sample (or of a j), and the arguments of ``run`` that follow.
     """
-    strides = []
-    for tensor in tensors:
+    strides, arguments = [], {}
+    for name, tensor in tensors.items():
         found = _strides(tensor)
         if found is None:
             raise ValueError(
                 f"strides {tensor.stride()} of shape {tuple(tensor.shape)}: unsupported. Fix: call prepare(x) first."
             )
         strides.append(found)
-    channels, *spatial = tensors[0].shape[1:]
-    cpg, positions = channels // groups, prod(spatial)
+        arguments |= {f"{name}_ptr": tensor, f"{name}_n": found.sample, f"{name}_outer": found.outer}
+        arguments[f"{name.upper()}_J"] = found.j_first
+    x = next(iter(tensors.values()))
+    n, channels, *spatial = x.shape
+    cpg, positions, rows = channels // groups, prod(spatial), padded_rows(groups)
+    # VECTOR: power of two that divides all strides and, unless j_first, the positions
     vector = gcd(16, *(stride for each in strides for stride in each[:2]))
     if not all(each.j_first for each in strides):
         vector = gcd(vector, positions)
+    columns = columns or min(256, max(32, setting.tile_bytes // (rows * x.element_size())))
     tiled = 1 if one_j else cpg
     jb, pb = triton.next_power_of_2(tiled), triton.next_power_of_2(positions)
     if strides[0].j_first:  # neighbors in memory first
@@ -308,8 +314,20 @@ def layouts(groups: int, columns: int, *tensors: Tensor, one_j: bool = False) ->
         pb = min(pb, columns)
         jb = min(jb, columns // pb)
     pb = max(pb, 16 // jb)  # tl.dot needs a depth of at least 16
-    tiles = triton.cdiv(tiled, jb) * triton.cdiv(positions, pb)
-    return Tiling(padded_rows(groups), cpg, positions, vector, jb, pb, tiles), strides
+    tiles, tuning = triton.cdiv(tiled, jb) * triton.cdiv(positions, pb), tuning_for(x)
+    others = n * cpg if one_j else n
+    per_split = max(tuning.min_tiles, triton.cdiv(tiles, max(1, setting.programs * processors(x.device) // others)))
+    if limited:
+        per_split = max(min(per_split, tuning.max_tiles), triton.cdiv(tiles, _MAX_GRID))
+    splits = triton.cdiv(tiles, per_split)
+    # a single stage where elements would be copied asynchronously one by one
+    stages = 1 if vector * x.element_size() < 8 else setting.stages
+    return splits, arguments | {
+        "grid": (others, splits), "like": x, "warps": 4 if groups <= 64 else 8, "stages": stages,
+        "positions": positions, "tiles": tiles, "per_split": per_split,
+        "GROUPS": groups, "ROWS": rows, "CPG": cpg, "JB": jb, "PB": pb, "VECTOR": vector,
+        "PRECISION": input_precision(x),
+    }  # fmt: skip
 
 
 def padded_rows(groups: int) -> int:
@@ -322,11 +340,6 @@ def tuning_for(x: Tensor) -> Tuning:
     return _tuning or (HOPPER[x.dtype] if is_hopper(x) else Tuning())
 
 
-def tile_columns_for(x: Tensor, groups: int, tile_bytes: int) -> int:
-    """Return the columns of a tile of about ``tile_bytes``."""
-    return min(256, max(32, tile_bytes // (padded_rows(groups) * x.element_size())))
-
-
 def in_halves(x: Tensor, groups: int) -> bool:
     """Whether products with g x g matrices split their operands, float32 values, into two float16.
 
@@ -336,31 +349,23 @@ def in_halves(x: Tensor, groups: int) -> bool:
     return groups <= 64 and (x.dtype == torch.float16 or input_precision(x) == "tf32x3")
 
 
+def columns_beside_slices(groups: int) -> int:
+    """Return the columns of a tile beside slices of g x g matrices, or 0 where a program keeps the matrices whole."""
+    return 64 if groups > 64 else 0
+
+
+def matrix_operands(x: Tensor, groups: int) -> dict[str, Any]:
+    """Return arguments of products of g x g matrices and tiles.
+
+    Up to 64 groups a program keeps the matrices. Larger ones are read in slices of DEPTH columns for every tile.
+    """
+    depth = 16 if columns_beside_slices(groups) else padded_rows(groups)
+    return {"DEPTH": depth, "HALVES": in_halves(x, groups), "OPERAND": operand_dtype(x)}
+
+
 def is_hopper(x: Tensor) -> bool:
     """Whether tensor cores read their right operand from shared memory (also assumed without a GPU)."""
     return not x.is_cuda or torch.cuda.get_device_capability(x.device)[0] == 9
-
-
-def matrix_tiles(x: Tensor, groups: int, tile_bytes: int) -> tuple[int, int]:
-    """Return (depth, columns) of products with g x g matrices.
-
-    Up to 64 groups a program keeps the matrices. Larger ones are read in slices of ``depth`` columns for every tile,
-    and the tiles are wider.
-    """
-    return (16, 64) if groups > 64 else (padded_rows(groups), tile_columns_for(x, groups, tile_bytes))
-
-
-def split(x: Tensor, tiles: int, others: int, programs: int, *, limited: bool = False) -> tuple[int, int]:
-    """Return the number of splits of a row of ``tiles``, and the tiles of each; there are ``others`` such rows.
-
-    Each multiprocessor gets at most about ``programs`` programs: one wave. A few more would run by themselves after all
-    others, and double the time. ``limited``: to ``max_tiles``, as far as the grid allows.
-    """
-    tuning = tuning_for(x)
-    per_split = max(tuning.min_tiles, triton.cdiv(tiles, max(1, programs * processors(x.device) // others)))
-    if limited:
-        per_split = max(min(per_split, tuning.max_tiles), triton.cdiv(tiles, _MAX_GRID))
-    return triton.cdiv(tiles, per_split), per_split
 
 
 def processors(device: torch.device) -> int:
@@ -368,11 +373,6 @@ def processors(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return _META_PROCESSORS if device.type == "meta" else 1
-
-
-def stages_for(x: Tensor, vector: int, stages: int) -> int:
-    """Return the stages of a pipelined loop: 1 where elements would be copied asynchronously one by one."""
-    return 1 if vector * x.element_size() < 8 else stages
 
 
 def operand_dtype(x: Tensor) -> Any:
@@ -390,11 +390,6 @@ def tf32_allowed(backend: Any) -> bool:
     """Whether a backend of torch, such as ``torch.backends.cuda.matmul``, may multiply float32 in tf32."""
     chosen = getattr(backend, "fp32_precision", None)  # newer torch refuses the older name if both have been used
     return bool(backend.allow_tf32) if chosen is None else chosen == "tf32"
-
-
-def warps_for(groups: int) -> int:
-    """Return the warps that keep an accumulator of g rows in registers."""
-    return 4 if groups <= 64 else 8
 
 
 def empty(like: Tensor, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -115,26 +115,17 @@ def _merge(
 def statistics(x: Tensor, groups: int, eps: float, mean: Tensor, covariance: Tensor) -> None:
     """Write the mean (N, g) and the covariance with eps (N, g, g) of each sample, in one or two launches."""
     n = x.shape[0]
-    setting = launch.tuning_for(x).moments
-    tiling, (x_strides,) = launch.layouts(groups, launch.tile_columns_for(x, groups, setting.tile_bytes), x)
-    splits, per_split = launch.split(x, tiling.tiles, n, setting.programs, limited=True)
+    splits, columns = launch.over_columns(launch.tuning_for(x).moments, groups, limited=True, x=x)
     count, shift, offset, moment = None, None, mean, covariance
     if splits > 1:
         count, shift = launch.empty(x, n, splits), launch.empty(x, n, splits, groups)
         offset, moment = launch.empty(x, n, splits, groups), launch.empty(x, n, splits, groups, groups)
-    launch.run(
-        _moments, (n, splits), like=x, warps=launch.warps_for(groups),
-        stages=launch.stages_for(x, tiling.vector, setting.stages),
-        x_ptr=x, x_n=x_strides.sample, x_outer=x_strides.outer, X_J=x_strides.j_first,
-        count_ptr=count, shift_ptr=shift, offset_ptr=offset, moment_ptr=moment,
-        positions=tiling.positions, tiles=tiling.tiles, per_split=per_split, eps=eps,
-        GROUPS=groups, ROWS=tiling.rows, CPG=tiling.cpg, JB=tiling.jb, PB=tiling.pb, VECTOR=tiling.vector,
-        PRECISION=launch.input_precision(x),
-    )  # fmt: skip
+    launch.run(_moments, **columns, count_ptr=count, shift_ptr=shift, offset_ptr=offset, moment_ptr=moment, eps=eps)
     if splits > 1:
+        rows = launch.padded_rows(groups)
         launch.run(
             _merge, (n, groups), like=x, warps=4, stages=3,
             count_ptr=count, shift_ptr=shift, offset_ptr=offset, moment_ptr=moment,
             mean_ptr=mean, covariance_ptr=covariance, splits=splits, columns=float(x[0].numel() // groups), eps=eps,
-            GROUPS=groups, ROWS=tiling.rows, AT_ONCE=min(2048 // tiling.rows, triton.next_power_of_2(splits)),
+            GROUPS=groups, ROWS=rows, AT_ONCE=min(2048 // rows, triton.next_power_of_2(splits)),
         )  # fmt: skip

@@ -85,18 +85,10 @@ def apply(
 ) -> None:
     """Write y = weight * (W (x - mean)) + bias to ``out``, with ReLU if ``relu``, in one launch."""
     groups = whitening.shape[-1]
-    setting = launch.tuning_for(x).apply
-    depth, columns = launch.matrix_tiles(x, groups, setting.tile_bytes)
-    tiling, (x_strides, y_strides) = launch.layouts(groups, columns, x, out)
-    splits, per_split = launch.split(x, tiling.tiles, x.shape[0], setting.programs)
+    _, columns = launch.over_columns(
+        launch.tuning_for(x).apply, groups, columns=launch.columns_beside_slices(groups), x=x, y=out
+    )
     launch.run(
-        _apply, (x.shape[0], splits), like=x, warps=launch.warps_for(groups),
-        stages=launch.stages_for(x, tiling.vector, setting.stages),
-        x_ptr=x, x_n=x_strides.sample, x_outer=x_strides.outer, X_J=x_strides.j_first,
-        y_ptr=out, y_n=y_strides.sample, y_outer=y_strides.outer, Y_J=y_strides.j_first,
-        mean_ptr=mean, sigma_ptr=sigma, whitening_ptr=whitening, weight_ptr=weight, bias_ptr=bias,
-        positions=tiling.positions, tiles=tiling.tiles, per_split=per_split, columns=float(x[0].numel() // groups),
-        GROUPS=groups, ROWS=tiling.rows, CPG=tiling.cpg, JB=tiling.jb, PB=tiling.pb, VECTOR=tiling.vector,
-        RELU=relu, DEPTH=depth, HALVES=launch.in_halves(x, groups), OPERAND=launch.operand_dtype(x),
-        PRECISION=launch.input_precision(x),
+        _apply, **columns, mean_ptr=mean, sigma_ptr=sigma, whitening_ptr=whitening, weight_ptr=weight, bias_ptr=bias,
+        columns=float(x[0].numel() // groups), RELU=relu, **launch.matrix_operands(x, groups),
     )  # fmt: skip
