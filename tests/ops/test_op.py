@@ -102,6 +102,26 @@ def test_compiles_in_one_graph(relu):
     assert torch.equal(y, expected[0]) and torch.equal(dx, expected[1])
 
 
+@pytest.mark.slow
+@torch._inductor.config.patch(force_disable_caches=True)
+def test_a_compiled_network_does_not_copy_activations_for_it(monkeypatch):
+    """Inductor makes convolutions channels_last."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("then convolutions keep their memory format")
+    taken = []
+    for name in ("forward", "backward"):
+        original = getattr(op.matmul, name)
+
+        def record(*arguments, original=original):
+            taken.extend(t for t in arguments if torch.is_tensor(t) and t.dim() == 4)
+            return original(*arguments)
+
+        monkeypatch.setattr(op.matmul, name, record)
+    net = torch.nn.Sequential(torch.nn.Conv2d(16, 32, 3), layer(32, 16), torch.nn.Conv2d(32, 8, 3))
+    torch.compile(net, fullgraph=True)(torch.randn(2, 16, 12, 10)).sum().backward()
+    assert len(taken) == 3 and all(t.is_contiguous(memory_format=torch.channels_last) for t in taken)
+
+
 @pytest.mark.parametrize("chosen", [[1, 0, 1], [0, 0, 0]], ids=str)
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
 def test_compiles_in_one_graph_where_the_batch_depends_on_data(chosen):

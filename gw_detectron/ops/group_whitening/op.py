@@ -155,11 +155,15 @@ def _log(backend: str, device: str, dtype: torch.dtype, channels: int, groups: i
 
 
 def _operator(name: str) -> Callable[[_Function], _Function]:
-    """Register a custom operator without the slow per-call checks of ``custom_op``."""
+    """Register a custom operator without the slow per-call checks of ``custom_op``.
+
+    It takes any strides: else torch.compile, which makes convolutions channels_last, would copy its inputs back.
+    """
 
     def register(function: _Function) -> _Function:
         schema = torch.library.infer_schema(function, mutates_args=())
-        torch.library.define(name, schema, tags=(torch.Tag.pt2_compliant_tag,))
+        tags = torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout
+        torch.library.define(name, schema, tags=tags)
         torch.library.impl(name, "default", function)
         return function
 
