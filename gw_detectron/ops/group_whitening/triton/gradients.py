@@ -8,7 +8,7 @@ from torch import Tensor
 from ...checks import zero_variance_threshold
 from . import launch
 from .compiler import constexpr, jit, tl, triton
-from .newton import count_operands, covariance_gradient, newton_in_workspace
+from .newton import covariance_gradient, newton_in_workspace
 from .tiles import (
     half_scale,
     input_scale,
@@ -120,7 +120,7 @@ def _reduce(
 @jit
 def _matrix_gradients(
     product_ptr, whitening_ptr, dweight_ptr, dbias_ptr, sigma_ptr, kept_ptr, grad_ptr, grad_sigma_ptr,
-    zero, samples, cpg, GROUPS: constexpr, ROWS: constexpr, AT_ONCE: constexpr, ITERS: constexpr, COUNT: constexpr,
+    zero, samples, cpg, GROUPS: constexpr, ROWS: constexpr, AT_ONCE: constexpr, ITERS: constexpr,
 ):  # fmt: skip
     """Compute dL/dSigma of one sample, if kept_ptr is given, or the gradients of weight and bias of one channel.
 
@@ -129,8 +129,9 @@ def _matrix_gradients(
     channel = tl.program_id(0)
     if kept_ptr is not None:
         if channel < samples:
+            n = samples - 1 - channel  # what was kept last is still in the caches
             covariance_gradient(
-                sigma_ptr, whitening_ptr, kept_ptr, grad_ptr, grad_sigma_ptr, channel, zero, GROUPS, ROWS, ITERS, COUNT
+                sigma_ptr, whitening_ptr, kept_ptr, grad_ptr, grad_sigma_ptr, n, zero, GROUPS, ROWS, ITERS
             )
         channel -= samples
     if channel >= 0:
@@ -285,7 +286,6 @@ def matrix_gradients(
         sigma_ptr=sigma, kept_ptr=kept, grad_ptr=grad, grad_sigma_ptr=grad_sigma,
         zero=zero_variance_threshold(torch.float32), samples=n, cpg=cpg,
         GROUPS=groups, ROWS=rows, AT_ONCE=2048 // rows, ITERS=num_iters,
-        COUNT=count_operands(num_iters),
     )  # fmt: skip
     return grad_sigma
 

@@ -12,37 +12,47 @@ from .tiles import half_scale, load_matrix, multiply_half, split_half, store_mat
 
 
 @jit
-def _kept_of(kept_ptr, n, rows, SIZE: constexpr, COUNT: constexpr):
-    """Return pointers to the matrix before the first of a sample, as the first factor has none of place 0."""
-    return kept_ptr + (n.to(tl.int64) * COUNT - 1) * (2 * SIZE) + rows[:, None] * rows.shape[0] + rows[None, :]
+def _kept_of(kept_ptr, n, rows, ITERS: constexpr):
+    """Return pointers to the first matrix that is kept of a sample."""
+    side: constexpr = rows.shape[0]
+    return kept_ptr + n.to(tl.int64) * (10 * side * side * ((ITERS + 1) // 2)) + rows[:, None] * side + rows[None, :]
 
 
 @jit
-def _keep(kept_ptr, place: constexpr, high, low, SIZE: constexpr):
-    """Store an operand; places are those of p, f, q, z and t of each factor."""
+def _keep(kept_ptr, place: constexpr, high, low):
+    """Store an operand; its place is that of q, z, f, p or t in the factor."""
     if kept_ptr is not None:
+        SIZE: constexpr = high.shape[0] * high.shape[1]
         tl.store(kept_ptr + 2 * place * SIZE, high)
         tl.store(kept_ptr + (2 * place + 1) * SIZE, low)
 
 
 @jit
-def _from_right(a, kept_ptr, place: constexpr, SIZE: constexpr):
+def _kept(kept_ptr, place: constexpr):
+    SIZE: constexpr = kept_ptr.shape[0] * kept_ptr.shape[1]
+    return tl.load(kept_ptr + 2 * place * SIZE), tl.load(kept_ptr + (2 * place + 1) * SIZE)
+
+
+@jit
+def _from_right(a, kept_ptr, place: constexpr):
     """Compute a b for a kept matrix b."""
-    high, low = split_half(a)
-    return multiply_half(high, low, tl.load(kept_ptr + 2 * place * SIZE), tl.load(kept_ptr + (2 * place + 1) * SIZE))
+    a_high, a_low = split_half(a)
+    high, low = _kept(kept_ptr, place)
+    return multiply_half(a_high, a_low, high, low)
 
 
 @jit
-def _from_left(kept_ptr, place: constexpr, a, SIZE: constexpr):
+def _from_left(kept_ptr, place: constexpr, a):
     """Compute b a for a kept matrix b."""
-    high, low = split_half(a)
-    return multiply_half(tl.load(kept_ptr + 2 * place * SIZE), tl.load(kept_ptr + (2 * place + 1) * SIZE), high, low)
+    a_high, a_low = split_half(a)
+    high, low = _kept(kept_ptr, place)
+    return multiply_half(high, low, a_high, a_low)
 
 
 @jit
-def _symmetric_product(a, kept_ptr, place: constexpr, SIZE: constexpr):
+def _symmetric_product(a, kept_ptr, place: constexpr):
     """Compute a b + b a for symmetric a and a kept matrix b."""
-    half = _from_right(a, kept_ptr, place, SIZE)
+    half = _from_right(a, kept_ptr, place)
     return half + tl.trans(half)
 
 
@@ -59,41 +69,40 @@ def _normalized(sigma_ptr, n, zero, rows, GROUPS: constexpr):
 
 @jit
 def _newton_in_registers(
-    sigma_ptr, whitening_ptr, kept_ptr, zero, GROUPS: constexpr, ROWS: constexpr, ITERS: constexpr, COUNT: constexpr
+    sigma_ptr, whitening_ptr, kept_ptr, zero, GROUPS: constexpr, ROWS: constexpr, ITERS: constexpr
 ):
     """Compute the whitening matrix of a sample, in 10 products for T = 5.
 
     The scheme is that of ``ops/solvers/newton.py``, with its names. If kept_ptr is given, the operands of the tangents
     are kept there. Loops are unrolled: with branches at run time, the matrices would not fit the registers.
     """
-    SIZE: constexpr = ROWS * ROWS
     n, rows = tl.program_id(0), tl.arange(0, ROWS)
     q, _, inv_sqrt, eye = _normalized(sigma_ptr, n, zero, rows, GROUPS)
     p = tl.where(eye, 1.0, 0.0)
     if kept_ptr is not None:
-        kept_ptr = _kept_of(kept_ptr, n, rows, SIZE, COUNT)
+        kept_ptr = _kept_of(kept_ptr, n, rows, ITERS)
     for step in tl.static_range((ITERS + 1) // 2):
         q_high, q_low = split_half(q)
         c = 2.25 if 2 * step + 2 <= ITERS else 1.5
         if 2 * step + 2 <= ITERS:  # two steps at once
-            _keep(kept_ptr, 5 * step + 2, q_high, q_low, SIZE)
+            _keep(kept_ptr, 5 * step, q_high, q_low)
             z = 0.25 * multiply_half(q_high, q_low, q_high, q_low) - 1.125 * q
             high, low = split_half(z)
-            _keep(kept_ptr, 5 * step + 3, high, low, SIZE)
+            _keep(kept_ptr, 5 * step + 1, high, low)
             f = multiply_half(high, low, high, low) + 1.6875 * (z - 0.3194444444444444 * q)
         else:
             f = -0.5 * q
         f_high, f_low = split_half(f)
-        _keep(kept_ptr, 5 * step + 1, f_high, f_low, SIZE)
+        _keep(kept_ptr, 5 * step + 2, f_high, f_low)
         if step == 0:
             p = f + tl.where(eye, c, 0.0)
         else:
             high, low = split_half(p)
-            _keep(kept_ptr, 5 * step, high, low, SIZE)
+            _keep(kept_ptr, 5 * step + 3, high, low)
             p = multiply_half(f_high, f_low, high, low) + c * p
         if 2 * step + 2 < ITERS:
             high, low = split_half(multiply_half(f_high, f_low, f_high, f_low) + 2 * c * f)
-            _keep(kept_ptr, 5 * step + 4, high, low, SIZE)
+            _keep(kept_ptr, 5 * step + 4, high, low)
             q = multiply_half(high, low, q_high, q_low) + c * c * q
     store_matrix(whitening_ptr, n, rows, rows, p * inv_sqrt, GROUPS)
 
@@ -101,10 +110,9 @@ def _newton_in_registers(
 @jit
 def covariance_gradient(
     sigma_ptr, whitening_ptr, kept_ptr, grad_ptr, grad_sigma_ptr, n, zero,
-    GROUPS: constexpr, ROWS: constexpr, ITERS: constexpr, COUNT: constexpr,
+    GROUPS: constexpr, ROWS: constexpr, ITERS: constexpr,
 ):  # fmt: skip
     """Compute the symmetric dL/dSigma of sample n, in 14 products for T = 5, from what _newton_in_registers kept."""
-    SIZE: constexpr = ROWS * ROWS
     rows = tl.arange(0, ROWS)
     _, trace, inv_sqrt, eye = _normalized(sigma_ptr, n, zero, rows, GROUPS)
     grad = load_matrix(grad_ptr, n, rows, rows, GROUPS, 1)
@@ -115,23 +123,23 @@ def covariance_gradient(
     p = load_matrix(whitening_ptr, n, rows, rows, GROUPS) * tl.sqrt(trace)
     along = tl.sum(tl.sum(0.5 * dq * p, 1), 0)  # <dL/dW, P> / (2 sqrt(tr)), and later <dL/dS, S>
     dp = tl.zeros([ROWS, ROWS], tl.float32)
-    kept_ptr = _kept_of(kept_ptr, n, rows, SIZE, COUNT)
+    kept_ptr = _kept_of(kept_ptr, n, rows, ITERS)
     for step in tl.static_range((ITERS + 1) // 2):
         c = 2.25 if 2 * step + 2 <= ITERS else 1.5
         if 2 * step + 2 <= ITERS:
-            dz = 0.25 * _symmetric_product(dq, kept_ptr, 5 * step + 2, SIZE) - 1.125 * dq
-            df = _symmetric_product(dz, kept_ptr, 5 * step + 3, SIZE) + 1.6875 * (dz - 0.3194444444444444 * dq)
+            dz = 0.25 * _symmetric_product(dq, kept_ptr, 5 * step) - 1.125 * dq
+            df = _symmetric_product(dz, kept_ptr, 5 * step + 1) + 1.6875 * (dz - 0.3194444444444444 * dq)
         else:
             df = -0.5 * dq
         if step == 0:
             dp = df
         else:
-            dp = _from_right(dp, kept_ptr, 5 * step + 1, SIZE) + c * dp
-            dp += _from_left(kept_ptr, 5 * step, df, SIZE)
+            dp = _from_right(dp, kept_ptr, 5 * step + 2) + c * dp
+            dp += _from_left(kept_ptr, 5 * step + 3, df)
         if 2 * step + 2 < ITERS:
-            dt = _symmetric_product(df, kept_ptr, 5 * step + 1, SIZE) + 2 * c * df
-            dq = _from_left(kept_ptr, 5 * step + 4, dq, SIZE) + c * c * dq
-            dq += _from_right(dt, kept_ptr, 5 * step + 2, SIZE)
+            dt = _symmetric_product(df, kept_ptr, 5 * step + 2) + 2 * c * df
+            dq = _from_left(kept_ptr, 5 * step + 4, dq) + c * c * dq
+            dq += _from_right(dt, kept_ptr, 5 * step)
     s = load_matrix(sigma_ptr, n, rows, rows, GROUPS) / trace
     along += tl.sum(tl.sum(dp * s, 1), 0)
     dp -= tl.where(eye, along, 0.0)
@@ -262,12 +270,7 @@ def in_registers(like: Tensor, groups: int, num_iters: int) -> bool:
 def operands(x: Tensor, groups: int, num_iters: int) -> Tensor:
     """Return scratch for the operands that ``newton`` keeps for ``covariance_gradient``."""
     rows = launch.padded_rows(groups)
-    return launch.empty(x, len(x), count_operands(num_iters), 2, rows, rows, dtype=torch.float16)
-
-
-def count_operands(num_iters: int) -> int:
-    """Return the number of matrices that ``newton`` keeps of a sample for ``covariance_gradient``, two float16 each."""
-    return max(0, 5 * ((num_iters + 1) // 2) - (4 if num_iters % 2 else 2))
+    return launch.empty(x, len(x), (num_iters + 1) // 2, 5, 2, rows, rows, dtype=torch.float16)
 
 
 def newton(sigma: Tensor, num_iters: int, out: Tensor, kept: Tensor | None = None) -> None:
@@ -279,7 +282,7 @@ def newton(sigma: Tensor, num_iters: int, out: Tensor, kept: Tensor | None = Non
     launch.run(
         _newton_in_registers, (len(sigma), 1), like=sigma, warps=4, stages=1,
         sigma_ptr=sigma, whitening_ptr=out, kept_ptr=kept, zero=zero_variance_threshold(torch.float32),
-        GROUPS=groups, ROWS=launch.padded_rows(groups), ITERS=num_iters, COUNT=count_operands(num_iters),
+        GROUPS=groups, ROWS=launch.padded_rows(groups), ITERS=num_iters,
     )  # fmt: skip
 
 
