@@ -91,19 +91,6 @@ def test_another_archive_is_refused_unexecuted(tmp_path, monkeypatch, capsys):
     assert not executed.exists() and not (tmp_path / "out").exists()
 
 
-def test_download_tries_the_next_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def pips(*scripts: str) -> None:
-        commands = [[sys.executable, "-c", script] for script in scripts]
-        monkeypatch.setattr(install_detectron2, "pip_commands", lambda: commands)
-
-    saves = "import sys; open(sys.argv[sys.argv.index('--dest') + 1] + '/a.tar.gz', 'w')"
-    pips("raise SystemExit('cannot declare direct URL dependencies')", saves)
-    assert install_detectron2.download(tmp_path) == tmp_path / "a.tar.gz"
-    pips("raise SystemExit('the first')", "raise SystemExit('the second')")
-    with pytest.raises(InstallError, match=r"(?s)the first.*the second.*--sdist"):
-        install_detectron2.download(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("version", "flags", "builds"),
     [

@@ -1,6 +1,5 @@
 """Benchmarks: timing without a real clock, bytes by hand, the paper's listing by its numbers, ratios at tiny sizes."""
 
-import gc
 import itertools
 
 import numpy as np
@@ -8,16 +7,15 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import command, network_benchmark, timing
 from benchmarks.layer_benchmark import measure_layers
 from benchmarks.memory import saved_bytes
 from benchmarks.network_benchmark import measure_networks
 from benchmarks.networks import Sizes, Variant, detector
-from benchmarks.providers import MODES, OPTIONAL, PRECISIONS, PROVIDERS, Case, Figure1Whitening, products
+from benchmarks.providers import MODES, OPTIONAL, PRECISIONS, PROVIDERS, Case, Figure1Whitening
 from benchmarks.table import Table, geometric_means, plot, read_csv, summary, write_csv
-from benchmarks.timing import WARM_UP, Step, time_alternating
+from benchmarks.timing import Step, time_alternating
 from gw_detectron.errors import DataError, MissingFileError
 
 from ..ops.cases import correlated
@@ -37,19 +35,6 @@ def clock(monkeypatch):
     return now
 
 
-def test_quantiles_in_milliseconds_without_preparation_and_warm_up(clock):
-    seconds = iter([100.0] * WARM_UP + [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
-
-    def run():
-        clock[0] += next(seconds)
-
-    def prepare():
-        clock[0] += 50.0
-
-    found = time_alternating({"only": Step(run, prepare)}, 6, CPU)["only"]
-    assert found == pytest.approx({"repeats": 6, "q20_ms": 2000.0, "median_ms": 3500.0, "q80_ms": 5000.0})
-
-
 def test_a_drift_of_the_machine_does_not_change_ratios(clock):
     def step(cost):
         def run():
@@ -60,21 +45,6 @@ def test_a_drift_of_the_machine_does_not_change_ratios(clock):
     found = time_alternating({"one": step(0.01), "two": step(0.02)}, 200, CPU)
     assert found["two"]["median_ms"] / found["one"]["median_ms"] == pytest.approx(2.0, rel=0.02)
     assert found["one"]["q80_ms"] > 1.5 * found["one"]["q20_ms"]
-
-
-def test_every_round_runs_every_step_without_garbage_collection():
-    calls, collecting = [], []
-
-    def run(name):
-        calls.append(name)
-        collecting.append(gc.isenabled())
-
-    time_alternating({name: Step(lambda name=name: run(name)) for name in "abc"}, 40, CPU)
-    assert calls[: 3 * WARM_UP] == sorted("abc" * WARM_UP)
-    found = "".join(calls[3 * WARM_UP :])
-    assert all(sorted(found[i : i + 3]) == ["a", "b", "c"] for i in range(0, len(found), 3))
-    assert min(found.count(pair) for pair in ("ab", "ac", "ba", "bc", "ca", "cb")) > 8
-    assert not any(collecting[3 * WARM_UP :]) and gc.isenabled()
 
 
 def saved(module: nn.Module, x: torch.Tensor) -> int:
@@ -107,17 +77,6 @@ def test_figure1_is_the_papers_formula(groups, iters):
         np.testing.assert_allclose(found.reshape(expected.shape), expected, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_floor_does_the_products_it_counts(mode):
-    x = torch.randn(2, 12, 5, 7)
-    # the layer's two products of depth g per column and 3 small ones per step; 5 and 8 with the backward pass
-    big, small = {"forward": (2, 3), "forward+backward": (5, 8)}[mode]
-    step = products(x, groups=4, iters=3, mode=mode)
-    with FlopCounterMode(display=False) as counter:
-        step.run()
-    assert counter.get_total_flops() == 2 * 2 * (big * 4**2 * 12 // 4 * 35 + small * 3 * 4**3)
-
-
 @pytest.fixture(scope="module")
 def rows():
     shapes, modes = ((2, 64, 5, 3), (1, 32, 4, 4)), (*MODES, "memory")
@@ -144,21 +103,6 @@ def test_rows_and_ratios_of_layers(rows):
         if (row["dtype"], row["mode"], row["provider"]) == ("fp32", "forward", "ours")
     ]
     assert mean["to_floor"] == pytest.approx((a * b) ** 0.5)
-
-
-def test_a_provider_that_cannot_run_gets_the_reason(monkeypatch):
-    def without_compiler(case):
-        raise RuntimeError("No working C++ compiler found\nand more lines")
-
-    case = Case((1, 8, 1, 1), "fp32", "forward", CPU, 4, 5)
-    monkeypatch.setitem(PROVIDERS, "figure1_compiled", ("", without_compiler))
-    ours, compiled, batch_norm = measure_layers([case], ["ours", "figure1_compiled", "batch_norm"], repeats=1)
-    assert ours["median_ms"] > 0 and "median_ms" not in compiled
-    assert compiled["note"] == "RuntimeError: No working C++ compiler found"
-    assert "more than 1 value per channel" in batch_norm["note"]
-    monkeypatch.setitem(PROVIDERS, "ours", ("", without_compiler))
-    with pytest.raises(RuntimeError, match="No working"):  # an error of the layer itself is raised
-        list(measure_layers([case], ["ours"], repeats=1))
 
 
 def test_a_table_is_read_as_written_and_shown(rows, tmp_path):

@@ -108,20 +108,6 @@ def test_norms_are_listed_described_and_found_in_a_model(gw):
 
 
 @pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (["GX"], "GX"),
-        (["GW:groups=3", "--channels", "64"], "64"),
-        (["GW", "--channels", "0"], "--channels (0)"),
-        (["GW", "--config-file", CONFIG], "--config-file"),
-    ],
-)
-def test_bad_norms_are_refused(gw, words, named):
-    status, printed, errors = gw("list", "norms", *words)
-    assert status == 1 and not printed and named in errors
-
-
-@pytest.mark.parametrize(
     "name", ["mask_rcnn_R_18_FPN_BN_GW_demo.yaml", "mask_rcnn_R_18_FPN_BN_GW_demo", f"configs/{DEMO}", DEMO]
 )
 def test_the_folder_of_a_config_may_be_left_out(name, tmp_path, monkeypatch):

@@ -37,15 +37,6 @@ def test_suppression_is_nms_of_each_image_and_group(seed, number, groups, thresh
         assert torch.equal(found, expected)
 
 
-def test_suppression_of_few_boxes():
-    scores = torch.full((1, 3), NO_BOX)
-    for number in (0, 1):
-        scores[0, :number] = 0.5
-        assert torch.equal(suppress(torch.zeros(1, 3, 4), scores, torch.zeros(3, dtype=torch.int64), 1, 0.5), scores)
-    boxes, scores = torch.tensor([[[90.0, 0.0, 100.0, 10.0], [10.0, 0.0, 20.0, 10.0]]]), torch.tensor([[0.9, 0.8]])
-    assert torch.equal(suppress(boxes, scores, torch.tensor([0, 1]), 2, 0.5), scores)  # at opposite edges
-
-
 def test_suppression_keeps_pixels_apart_at_the_size_of_coco():
     """80 classes on 1333 px: the IoU of shifted boxes is that of the boxes."""
     first = torch.tensor([100.0, 100.0, 110.0, 110.0])

@@ -73,17 +73,6 @@ def test_a_wrong_norm_names_the_argument_and_the_class(kind):
             ours(**arguments, **{key: norm})
 
 
-def test_the_semantic_head_fuses_its_relus():
-    ours, _, arguments, key, features, method = HEADS["semantic"]
-    head = ours(**arguments, **{key: "GW:groups=4"})
-    calls = []
-    for layer in head.modules():
-        if isinstance(layer, GroupWhitening2d):
-            layer.register_forward_pre_hook(lambda _, __, kwargs: calls.append(kwargs), with_kwargs=True)
-    outputs(head, method, features)
-    assert calls == [{"relu": True}] * 4
-
-
 @pytest.fixture
 def retinanet(cfg):
     cfg.MODEL.META_ARCHITECTURE = "GWRetinaNet"
@@ -105,13 +94,6 @@ def test_retinanet_is_the_stock_one_with_the_norm_in_its_head(retinanet):
     found, expected = (model(image)[0]["instances"] for model in (ours, stock))
     assert torch.equal(found.pred_boxes.tensor, expected.pred_boxes.tensor)
     assert torch.equal(found.scores, expected.scores)
-
-
-@pytest.mark.parametrize("norm", ["GN:groups=48", "GW:groups=24"])  # neither fits 32 channels, nor GN one channel
-def test_retinanets_norm_need_not_fit_other_channels_than_its_own(norm):
-    _, _, arguments, _, _, _ = HEADS["retinanet"]
-    head = GWRetinaNetHead(**{**arguments, "conv_dims": [48]}, norm=norm)
-    assert [row.spec.partition(",")[0] for row in norm_rows(head)] == [norm] * 2
 
 
 @pytest.mark.parametrize("norm", ["GW:groups=4", "GN:groups=8"])

@@ -102,13 +102,6 @@ def test_a_local_folder_comes_first_and_its_file_stays_the_same(r18_file, tmp_pa
         local_weights(NAME)
 
 
-def test_weights_of_another_network(server, monkeypatch):
-    published = PublishedWeights("R-18", "drive-id", positions="S1-B2")
-    monkeypatch.setattr(catalog, "CATALOG", {published.name: published})
-    with pytest.raises(WeightsFileError, match=r"positions \('S1-B2'\): the weights have BN, GW.* at S1-B1"):
-        local_weights(NAME)
-
-
 @pytest.mark.parametrize("recorded", [True, False])
 def test_the_mixture_with_gn_is_converted_as_gn(recorded, tmp_path, monkeypatch):
     """Its tensors are those of GW with a scale of (C,)."""
@@ -174,11 +167,6 @@ def test_a_detector_loads_the_weights_of_a_repository(hub, r18, exported, detect
     assert second != first
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     assert local_weights("hf/fine/repo") == second
-
-
-@pytest.mark.parametrize("name", ["redirect/repo", "fine/repo/sub/R-18.safetensors", "fine/repo@v1.0"])
-def test_redirect_file_and_revision(hub, name):
-    assert local_weights(f"hf/{name}").is_file()
 
 
 @pytest.mark.parametrize("fault", ["missing", "private", "gated", "truncated", "offline"])

@@ -7,10 +7,7 @@ import torch
 from torch import nn
 
 from gw_detectron.errors import UnknownNormError, WeightsError
-from gw_detectron.layers import GroupWhitening2d
 from gw_detectron.weights import Architecture, convert, to_torchvision
-from gw_detectron.weights.reading import Contents
-from gw_detectron.weights.record import read_record
 from gw_detectron.weights.verify import config_for, detectron2_backbone
 
 from .synthetic import BLOCK_NORMS, authors_state, make_network, stages, training_checkpoint
@@ -200,12 +197,6 @@ def test_statistics_prove_batch_norm():
         convert(state, norm="GW")
 
 
-def test_authors_affine_is_whitening_of_any_solver():
-    network = make_network("R-18", "S1")
-    network.bn1 = GroupWhitening2d(64, 16, solver="zca")
-    _assert_same_features(network, convert(authors_state(network), norm="GW:groups=16,solver=zca"))
-
-
 @pytest.mark.parametrize(
     "content",
     [
@@ -219,8 +210,3 @@ def test_damaged_records(r18, content):
         convert({"model": r18, **content})
     with pytest.raises(WeightsError, match="the file lists none for bn1"):
         convert({"model": r18, "norms": {"other": "GW"}})
-
-
-def test_other_entries_of_a_header_may_hold_any_text():
-    header = {"note": "{'a': 'dict of Python'}", "norms": '{"bn1": "GW"}'}
-    assert read_record(Contents({}, header, "safetensors")).norms == {"bn1": "GW"}

@@ -132,15 +132,6 @@ def test_whole_models_and_torchscript_are_refused(tmp_path):
         read_weights_file(tmp_path / "b.pth")
 
 
-def test_a_pipe_is_refused_and_does_not_block(tmp_path):
-    os.mkfifo(tmp_path / "a")
-    for path in (tmp_path / "a", "/dev/zero", tmp_path):
-        with pytest.raises(WeightsFileError, match="not a regular file"):
-            read_weights_file(path)
-    with pytest.raises(FileNotFoundError):
-        read_weights_file(tmp_path / "none.pth")
-
-
 def write_pickle(kind, operations, folder):
     """Write the operations of a pickle by themselves, or as the content of a file of torch.save."""
     path = folder / ("a.pkl" if kind == "pickle" else "a.pth")
