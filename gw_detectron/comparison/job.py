@@ -28,7 +28,8 @@ from .plan import Job
 LOG, RESULT = "process.txt", "result.json"
 #: tasks, the main one last
 TASKS = ("bbox", "segm", "keypoints")
-_WARM_UP, _ROUNDS = 3, 10
+_WARM_UP, _ROUNDS, _LEAST_ROUNDS = 2, 15, 3
+_LONGEST = 30.0  # seconds of timing with more rounds than the least
 _LOSSES = 24  # points of a curve
 
 
@@ -116,7 +117,10 @@ def time_norms(folder: Path, flags: Mapping[str, Any], opts: Mapping[str, list[A
         use_recipe(cfg, args)
         trainers[norm] = Trainer(cfg, ignore_preflight=args.ignore_preflight)
     times: dict[str, list[float]] = {norm: [] for norm in opts}
+    begin = time.perf_counter()
     for iteration in range(_WARM_UP + _ROUNDS):
+        if iteration >= _WARM_UP + _LEAST_ROUNDS and time.perf_counter() - begin > _LONGEST:
+            break
         for norm, trainer in trainers.items():
             trainer.iter = iteration
             start = time.perf_counter()
