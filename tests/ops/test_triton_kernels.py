@@ -68,7 +68,10 @@ DTYPES = [FP32, FP16, BF16]
 def small_splits(monkeypatch, request):
     """Give programs few tiles, and launch few programs, so that small inputs are split and programs loop."""
     if request.function.__name__.startswith("check_"):
-        small = {size: tuning._replace(min_tiles=1) for size, tuning in launch.HOPPER.items()}
+        small = {
+            dtype: launch.Tuning(*(setting._replace(min_tiles=1) for setting in tuning[:4]))
+            for dtype, tuning in launch.HOPPER.items()
+        }
         monkeypatch.setattr(launch, "HOPPER", small)
         monkeypatch.setattr(launch, "processors", lambda device: 1)
 

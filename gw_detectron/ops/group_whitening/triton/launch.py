@@ -38,11 +38,14 @@ class Setting(NamedTuple):
         programs: that share a multiprocessor: some load while others multiply.
         stages: of the pipelined loop over tiles.
         tile_bytes: of x in a tile. A row of float32 with g = 64 has 128 bytes at 8192.
+        min_tiles: fewest tiles per program. Each also reads or writes a g x g matrix, at g = 64 as many bytes as two
+            tiles.
     """
 
     programs: int
     stages: int
     tile_bytes: int = 8192
+    min_tiles: int = 4
 
 
 class Tuning(NamedTuple):
@@ -50,8 +53,6 @@ class Tuning(NamedTuple):
 
     Args:
         moments, apply, products, apply_backward: of the kernel of this name.
-        min_tiles: fewest tiles per program. Each program also reads or writes a g x g matrix, at g = 64 as many bytes
-            as two tiles.
         max_tiles: most tiles per program of the statistics. Tensor cores round the sums of a program toward zero, so
             its error grows with them: at 64 tiles to about 1e-5 of the largest variance.
     """
@@ -60,16 +61,18 @@ class Tuning(NamedTuple):
     apply: Setting = Setting(3, 2)
     products: Setting = Setting(2, 3)
     apply_backward: Setting = Setting(2, 2)
-    min_tiles: int = 4
     max_tiles: int = 64
 
 
-#: settings on Hopper: the fastest of 42 for each kernel on an H200, over five shapes
+#: settings on Hopper: the fastest of 42 for each kernel on an H200, over five shapes. Not measured: float16, where two
+#: programs of apply_backward fit the shared memory, and two tiles per program, which keep all processors busy with two
+#: samples of 25 x 42.
 HOPPER = {
-    torch.float32: Tuning(Setting(2, 3, 16384), Setting(3, 3, 16384), Setting(2, 3), Setting(2, 3, 16384)),
-    torch.bfloat16: Tuning(Setting(3, 3), Setting(4, 3), Setting(2, 3), Setting(3, 3)),
-    # not measured; two programs of apply_backward fit the shared memory
-    torch.float16: Tuning(Setting(3, 3), Setting(4, 3), Setting(2, 3), Setting(2, 3)),
+    torch.float32: Tuning(
+        Setting(2, 3, 16384), Setting(3, 3, 16384, min_tiles=2), Setting(2, 3), Setting(2, 3, 16384, min_tiles=2)
+    ),
+    torch.bfloat16: Tuning(Setting(3, 3), Setting(4, 3, min_tiles=2), Setting(2, 3), Setting(3, 3, min_tiles=2)),
+    torch.float16: Tuning(Setting(3, 3), Setting(4, 3, min_tiles=2), Setting(2, 3), Setting(2, 3, min_tiles=2)),
 }
 
 
@@ -314,11 +317,11 @@ def over_columns(
         pb = min(pb, columns)
         jb = min(jb, columns // pb)
     pb = max(pb, 16 // jb)  # tl.dot needs a depth of at least 16
-    tiles, tuning = triton.cdiv(tiled, jb) * triton.cdiv(positions, pb), tuning_for(x)
+    tiles = triton.cdiv(tiled, jb) * triton.cdiv(positions, pb)
     others = n * cpg if one_j else n
-    per_split = max(tuning.min_tiles, triton.cdiv(tiles, max(1, setting.programs * processors(x.device) // others)))
+    per_split = max(setting.min_tiles, triton.cdiv(tiles, max(1, setting.programs * processors(x.device) // others)))
     if limited:
-        per_split = max(min(per_split, tuning.max_tiles), triton.cdiv(tiles, _MAX_GRID))
+        per_split = max(min(per_split, tuning_for(x).max_tiles), triton.cdiv(tiles, _MAX_GRID))
     splits = triton.cdiv(tiles, per_split)
     # a single stage where elements would be copied asynchronously one by one
     stages = 1 if vector * x.element_size() < 8 else setting.stages
