@@ -23,8 +23,8 @@ class CocoDataset:
         json: the annotation file.
         images: the folder to which ``file_name`` in the annotation file is relative.
         val_fraction: share of the images that become a dataset of their own, for validation; 0: none.
-        keypoint_names: names of the keypoints, as in Detectron2's metadata.
-        keypoint_flip_map: pairs of keypoints that a horizontal flip exchanges.
+        keypoint_names: names of the keypoints, as in Detectron2's metadata; default: those of the file's categories.
+        keypoint_flip_map: pairs that a horizontal flip exchanges; default: names that differ in left and right alone.
     """
 
     json: str
@@ -92,23 +92,29 @@ def _resolve(datasets: CocoDatasets, folder: str) -> Iterator[tuple[str, str, Co
     classes = datasets.classes()
     for role, named in (("train", datasets.train), ("val", datasets.val)):
         for name, dataset in named.items():
+            content = None
+            with contextlib.suppress(OSError, DataError):  # preflight reports why it cannot be read
+                content = read_json(dataset.json)
+            source = {"source": dataset.json, **_keypoint_metadata(dataset, content)}
             if dataset.val_fraction:
                 for part, each in (("train", name), ("val", f"{name.removesuffix('_train')}_val")):
-                    own = _derived(each, dataset, folder, part, classes)
-                    yield part, each, own, {"source": dataset.json, "part": part}
-            elif _is_complete(dataset.json, classes):
-                yield role, name, dataset, {}
+                    yield part, each, _derived(each, dataset, folder, part, classes), {**source, "part": part}
+            elif complete_coco(content, classes) is content:
+                yield role, name, dataset, source
             else:
-                yield role, name, _derived(name, dataset, folder, "", classes), {"source": dataset.json}
+                yield role, name, _derived(name, dataset, folder, "", classes), source
 
 
-def _is_complete(path: str, classes: Mapping[int, str]) -> bool:
-    """Return whether a file needs no derived one; preflight reports why it cannot be read."""
-    try:
-        content = read_json(path)
-    except (OSError, DataError):
-        return True
-    return complete_coco(content, classes) is content
+def _keypoint_metadata(dataset: CocoDataset, content: Any) -> dict[str, Any]:
+    """Return names and flips of the keypoints as given, else by the names in the categories of the file."""
+    names = dataset.keypoint_names
+    with contextlib.suppress(LookupError, TypeError, AttributeError):
+        found = [each["keypoints"] for each in content["categories"] if each.get("keypoints")]
+        names = names or found[0] * all(each == found[0] for each in found)
+    sides = [("left", "right"), ("Left", "Right"), ("LEFT", "RIGHT")]
+    flips = [(each, each.replace(a, b)) for each in names for a, b in sides if each.replace(a, b) in {*names} - {each}]
+    flips = [tuple(pair) for pair in dataset.keypoint_flip_map] or flips
+    return {"keypoint_names": names, "keypoint_flip_map": flips} if names else {}
 
 
 def _derived(name: str, dataset: CocoDataset, folder: str, part: str, classes: Mapping[int, str]) -> CocoDataset:
@@ -126,9 +132,6 @@ def _register(name: str, dataset: CocoDataset, metadata: dict[str, Any]) -> None
         raise ConfigError(f"dataset ('{name}'): not a name. Fix: use letters, digits, '_', '-' and '.' only.")
     if name in DatasetCatalog and name not in _registered:
         raise ConfigError(f"dataset ('{name}'): belongs to another dataset already. Fix: choose another name.")
-    if dataset.keypoint_names:
-        flips = [tuple(pair) for pair in dataset.keypoint_flip_map]
-        metadata = {**metadata, "keypoint_names": dataset.keypoint_names, "keypoint_flip_map": flips}
     # Metadata cannot be changed: remove an earlier registration first.
     DatasetCatalog.pop(name, None)
     MetadataCatalog.pop(name, None)

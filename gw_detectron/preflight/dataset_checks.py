@@ -63,9 +63,38 @@ def check_datasets(
             f"DATASETS ('{name}'): other classes than {first}: {' and '.join(how) or 'another order'}. Fix: give it "
             "the same list of categories; a category may have no object."
         )
+    if cfg.MODEL.KEYPOINT_ON:
+        report.errors += _wrong_keypoint_names(cfg, [name for name in classes if name in DatasetCatalog])
     if not differing:
         report.errors += _wrong_classes(cfg, classes)
         report.warnings += [*_classes_without_objects(cfg, data), *check_fit(cfg, data, eval_only=eval_only)]
+
+
+def _wrong_keypoint_names(cfg: CfgNode, datasets: Sequence[str]) -> Iterator[str]:
+    """Yield an error for each dataset whose names of keypoints do not fit the model or its horizontal flips."""
+    points, first = cfg.MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS, None
+    for name in datasets:
+        given, flips = (MetadataCatalog.get(name).get(f"keypoint_{key}", None) for key in ("names", "flip_map"))
+        if given is None or flips is None:
+            if name in cfg.DATASETS.TRAIN:
+                yield (
+                    f"DATASETS.TRAIN ('{name}'): no keypoint_names or keypoint_flip_map, which flips of images need. "
+                    "Fix: write the names into the categories of the json, as keypoints, or both keys into --datasets "
+                    "FILE (docs/your_data.md); of a dataset registered in Python, set them in MetadataCatalog."
+                )
+            continue
+        names, flipped = list(given), [each for pair in flips for each in pair]
+        first = first or names
+        wrong = [f"are {len(names)}, MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS is {points}"] * (len(names) != points)
+        wrong += [f"have {each} twice" for each in names if names.count(each) > 1][:1]
+        wrong += [f"differ from those of {datasets[0]}"] * (names != first)
+        wrong += [f"lack {each} of keypoint_flip_map" for each in flipped if each not in names][:1]
+        wrong += [f"exchange {each} twice in flips" for each in flipped if flipped.count(each) > 1][:1]
+        if wrong:
+            yield (
+                f"keypoint_names ({summarize_names(map(str, names), 20)}) of {name}: {', '.join(wrong)}. Fix: give one "
+                "name per keypoint, and each in at most one pair of keypoint_flip_map."
+            )
 
 
 def _classes_without_objects(cfg: CfgNode, data: Mapping[str, Fingerprint]) -> Iterator[str]:

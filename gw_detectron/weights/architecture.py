@@ -132,6 +132,14 @@ def to_torchvision(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def infer_architecture(tensors: Mapping[str, Tensor]) -> Architecture:
     """Infer the architecture from the blocks and a grouped convolution of torchvision's tensors."""
+    first = "layer1.0.conv1.weight"
+    for prefix in (name.removesuffix(first) for name in tensors if name.endswith(first)):
+        parts = [part for part in (prefix, "stem." if f"{prefix}stem.conv1.weight" in tensors else "") if part]
+        if parts:
+            raise WeightsError(
+                f"{prefix}{first}: below another module. Fix: save these tensors of the ResNet only, and their names "
+                f"without {' and '.join(map(repr, parts))}."
+            )
     blocks = {tuple(name.split(".")[:2]) for name in tensors}
     counts = tuple(sum(block[0] == stage for block in blocks) for stage in _STAGES)
     bottleneck = "layer1.0.conv3.weight" in tensors

@@ -159,7 +159,7 @@ def load_weights(
         path: a source or target of :func:`convert_file`.
         architecture, positions, norm: see :func:`convert`.
         preprocessing: a name in :data:`.record.PREPROCESSING`; None if recorded, or if the source has torchvision's
-            names, which imply torchvision's preprocessing.
+            names and statistics, which imply torchvision's preprocessing.
 
     Returns:
         The weights. The provenance of converted weights names the file they were converted from.
@@ -173,9 +173,10 @@ def load_weights(
     try:
         record = read_record(contents)
         tensors = _unwrap(contents)
-        if is_converted := "stem.conv1.weight" in tensors:
+        if is_converted := "stem.conv1.weight" in tensors and "layer1.0.conv1.weight" not in tensors:
             tensors = to_torchvision(tensors)
-        images = _preprocessing(record, preprocessing, must_be_known=is_converted)
+        reason = "the names are Detectron2's" if is_converted else _caffe_statistics(tensors)
+        images = _preprocessing(record, preprocessing, unclear=reason)
         conversion = _convert(tensors, record, architecture, positions, norm)
     except ValueError as error:
         kind = UnknownNormError if isinstance(error, UnknownNormError) else WeightsFileError
@@ -184,15 +185,29 @@ def load_weights(
     return dataclasses.replace(conversion, preprocessing=images, provenance=provenance)
 
 
-def _preprocessing(record: Record, stated: str | None, *, must_be_known: bool) -> Preprocessing:
-    """Return the recorded or stated preprocessing; torchvision's names imply torchvision's."""
+def _caffe_statistics(tensors: Mapping[str, Tensor]) -> str:
+    """Return why weights with torchvision's names may not be torchvision's, or ""."""
+    fields = {".running_mean": 0.0, ".running_var": 1.0}
+    statistics = [
+        (value.float(), fields[end]) for name, value in tensors.items() for end in fields if name.endswith(end)
+    ]
+    if statistics and all(bool((value - constant).abs().max() < 1e-3) for value, constant in statistics):
+        return (
+            "all running means are 0 and variances 1, as in weights from Caffe, whose BN is multiplied into its scale"
+        )
+    return ""
+
+
+def _preprocessing(record: Record, stated: str | None, *, unclear: str) -> Preprocessing:
+    """Return the recorded or stated preprocessing; torchvision's names imply torchvision's unless it is unclear why."""
     known = ", ".join(PREPROCESSING)
     if stated is not None and stated not in PREPROCESSING:
         raise WeightsError(f"preprocessing ({stated!r}): unknown. Fix: give one of {known}.")
-    if record.preprocessing is None and stated is None and must_be_known:
+    if record.preprocessing is None and stated is None and unclear:
         raise WeightsError(
-            "preprocessing (not recorded): the names are Detectron2's, whose weights need RGB or BGR images, with or "
-            f"without division by std. Fix: state --preprocessing (in Python, preprocessing=) as one of {known}."
+            f"preprocessing (not recorded): {unclear}. They need RGB or BGR images, with or without division by std. "
+            "Fix: run gw-detectron weights convert with --preprocessing (in Python, preprocessing=) as one of "
+            f"{known}; Caffe's ResNets are detectron2-msra."
         )
     if record.preprocessing is not None and stated is not None and record.preprocessing != PREPROCESSING[stated]:
         raise WeightsError(f"preprocessing ({stated!r}): the file records {record.preprocessing}. Fix: leave it out.")

@@ -1,5 +1,6 @@
 """Datasets of a user: read from a yaml, registered with Detectron2, recorded in a run folder, and their classes."""
 
+import json
 import os
 import shutil
 
@@ -64,6 +65,30 @@ def test_what_detectron2_reads(write, folder):
     assert metadata.keypoint_names == ["left", "right", "top"] and metadata.keypoint_flip_map == [("left", "right")]
     assert metadata.evaluator_type == "coco"
     assert len(found.classes()) == 3
+
+
+@pytest.mark.parametrize(
+    ("names", "flips"),
+    [
+        (["nose", "left_eye", "right_eye", "left_ear"], [("left_eye", "right_eye")]),
+        (["LeftWing", "Tail", "RightWing"], [("LeftWing", "RightWing")]),
+        (["top", "bottom"], []),
+    ],
+)
+def test_keypoints_are_named_by_the_categories(folder, names, flips):
+    path = folder / "annotations.json"
+    content = json.loads(path.read_text())
+    content["categories"] = [each | {"keypoints": names} for each in content["categories"]]
+    path.write_text(json.dumps(content))
+    dataset = CocoDataset(str(path), str(folder / "photos"), 0.25)
+    register_datasets(CocoDatasets({"table_train": dataset}), str(folder / "run"))
+    for name in ("table_train", "table_val"):
+        metadata = MetadataCatalog.get(name)
+        assert (metadata.keypoint_names, metadata.keypoint_flip_map) == (names, flips)
+    content["categories"][0]["keypoints"] = names[::-1]
+    path.write_text(json.dumps(content))
+    register_datasets(CocoDatasets({"table_train": dataset}), str(folder / "run"))
+    assert MetadataCatalog.get("table_train").get("keypoint_names") is None
 
 
 def test_a_split_has_two_names_and_one_record(write, folder):

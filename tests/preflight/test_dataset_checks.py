@@ -68,6 +68,33 @@ def test_an_evaluation_on_other_classes_than_the_checkpoint_knows(check, coco, t
         assert any("the checkpoint" in error for error in found) is wrong
 
 
+NAMES = ["nose", "left_eye", "right_eye"]
+
+
+@pytest.mark.parametrize(
+    ("names", "flips", "words"),
+    [
+        (NAMES, [("left_eye", "right_eye")], ""),
+        ([*NAMES, "tail"], [], "are 4"),
+        (NAMES[:2], [], "are 2"),
+        (["nose", "left_eye", "left_eye"], [], "left_eye twice"),
+        # of our own invention
+        (NAMES, [("left_eye", "right_ear")], "lack right_ear"),
+        (NAMES, [("left_eye", "right_eye"), ("nose", "left_eye")], "exchange left_eye twice"),
+        (NAMES, None, "no keypoint_names or keypoint_flip_map"),
+    ],
+)
+def test_names_of_keypoints(check, coco, content, names, flips, words):
+    for annotation in content["annotations"]:
+        annotation |= {"keypoints": [3, 4, 2, 5, 6, 1, 0, 0, 0], "num_keypoints": 2}
+    coco()
+    metadata = MetadataCatalog.get("tiny_coco")
+    metadata.set(keypoint_names=names, **({} if flips is None else {"keypoint_flip_map": flips}))
+    keys = {"MODEL__KEYPOINT_ON": True, "MODEL__ROI_KEYPOINT_HEAD__NUM_KEYPOINTS": 3}
+    errors = check(**keys, TEST__KEYPOINT_OKS_SIGMAS=[0.1] * 3).errors
+    assert len(errors) == bool(words) and all(words in error for error in errors)
+
+
 def test_classes_without_an_object_to_train_on(check, coco, other_coco, content):
     content["categories"] += [{"id": 0, "name": "root"}]
     content["annotations"] = content["annotations"][:1]

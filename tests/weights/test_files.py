@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import shutil
 
 import pytest
@@ -246,3 +247,39 @@ def test_convert_and_verify_by_command(command, r18_file, tmp_path, capsys, monk
     monkeypatch.setenv("FVCORE_CACHE", str(tmp_path / "cache"))
     assert not command("verify", f"gw://file/{tmp_path / 'a.pkl'}", "--config-file", wrong, "--json")
     assert json.loads(capsys.readouterr().out)["agrees"] is False
+
+
+@pytest.mark.parametrize(("norms", "variance"), [("ALL", 1.0), ("ALL", 1 - 1e-5), ("some", 1.0)])
+def test_caffe_weights_with_torchvisions_names_are_not_taken_for_torchvisions(tmp_path, norms, variance):
+    """BN's statistics are multiplied into its scale: BGR images, and often another stride. Asked, not guessed."""
+    tensors = make_network("R-50").state_dict()
+    for name in [each for each in tensors if each.endswith(("running_mean", "running_var"))]:
+        if norms == "ALL" or not name.startswith("layer4"):
+            tensors[name] = torch.full_like(tensors[name], variance if name.endswith("var") else 0)
+    torch.save(tensors, tmp_path / "a.pth")
+    if norms == "some":
+        assert load_weights(tmp_path / "a.pth").preprocessing == TORCHVISION
+        return
+    with pytest.raises(WeightsFileError, match="running means are 0.*--preprocessing.* detectron2-msra"):
+        convert_file(tmp_path / "a.pth", tmp_path / "a.pkl")
+    config = convert_file(tmp_path / "a.pth", tmp_path / "a.pkl", preprocessing="detectron2-msra").config()  # the fix
+    assert config["INPUT"]["FORMAT"] == "BGR" and config["MODEL"]["RESNETS"]["STRIDE_IN_1X1"]
+
+
+@pytest.mark.parametrize("prefix", ["module.backbone.body.", "encoder.net."])
+@pytest.mark.parametrize("stem", ["stem.", ""])
+def test_a_resnet_inside_of_another_model_says_how_to_take_it_out(tmp_path, prefix, stem):
+    """As maskrcnn-benchmark saves it."""
+    inside = {name: stem * name.startswith(("conv1", "bn1")) + name for name in make_network("R-18").state_dict()}
+    tensors = {inside[name]: value for name, value in make_network("R-18").state_dict().items() if name[:2] != "fc"}
+    path = tmp_path / "a.pth"
+    for before in (prefix, ""):
+        torch.save(
+            {"model": {before + name: tensors[name] for name in tensors} | {"rpn.conv.weight": torch.ones(1)}}, path
+        )
+        with pytest.raises(WeightsFileError) as raised:
+            load_weights(path)
+        told = set(re.findall(r"'([^' ]+\.)'", str(raised.value)))
+        assert told == {text for text in (before, stem) if text} or (not before and not stem)
+    torch.save({name.removeprefix(stem): value for name, value in tensors.items()}, path)  # the fix
+    assert load_weights(path).architecture.name == "R-18"
