@@ -59,6 +59,8 @@ def add_gw_config(cfg: CfgNode) -> None:
         (cfg.TEST, "BEST", ""),
         # Evaluations without a better TEST.BEST after which the training ends; 0 for none.
         (cfg.TEST, "PATIENCE", 0),
+        # Tracker of metrics, such as "wandb"; "" for none.
+        (cfg, "TRACKER", ""),
         # With TEST.EVAL_PERIOD: also log the losses on DATASETS.TEST.
         (cfg.TEST, "LOSS", True),
         # Percentiles of an image's gray values that become 0 and 255, for images of more than 8 bits, e.g. [0.5, 99.5].

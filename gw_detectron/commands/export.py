@@ -13,7 +13,7 @@ from typing import Any
 from detectron2.config import CfgNode
 from tabulate import tabulate
 
-from ..checkpoint import open_start_weights, trained_classes
+from ..checkpoint import best_checkpoint, open_start_weights, trained_classes
 from ..cli import RunParser, check_folder, new_parser, parse_names
 from ..config import read_config
 from ..data import class_metadata, classes_of
@@ -26,7 +26,6 @@ from ..export import (
     load_model,
     read_image_for,
 )
-from ..prediction import detector_file
 
 _OF_BACKBONES = ("no_fpn", "pixels")
 _OF_DETECTORS = ("detections", "one_image", "paste_masks", "class_names", "image")
@@ -92,7 +91,7 @@ def main(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')}: only works {use} --backbone. Fix: leave it out.")
     check_folder(args.output)  # before minutes of work
     if model := args.weights or args.run:
-        weights = detector_file(model)
+        weights = best_checkpoint(model) if os.path.isdir(model) else model
         args.opts = [*args.opts, "MODEL.WEIGHTS", weights]
         args.config_file = args.config_file or os.path.join(os.path.dirname(weights), "config.yaml")
     cfg = read_config(args.config_file or "", args.opts)

@@ -6,6 +6,7 @@ from detectron2.engine import default_argument_parser
 from detectron2.engine.launch import DEFAULT_TIMEOUT
 
 from ..cli import RunParser
+from .tracking import TRACKERS
 
 _NOTE = "Evaluation writes to OUTPUT_DIR/inference and leaves the training's log.txt and config.yaml untouched.\n\n"
 _EXAMPLES = """\
@@ -39,7 +40,7 @@ _HELP = {
     "num_gpus": "number of GPUs per machine; 0 runs on the CPU (default: %(default)s)",
     "opts": "config keys to change, as KEY VALUE; they come last",
 }
-_TRAINING_ONLY = ("eval_only", "overwrite", "auto", "epochs")
+_TRAINING_ONLY = ("eval_only", "overwrite", "auto", "epochs", "track")
 _SWITCHES = {
     "ignore-preflight": "start even if the pre-run checks fail; print their messages as warnings",
     "auto": "set image size, anchors, limits, learning rate, length and other keys by the training json, and print the "
@@ -88,6 +89,7 @@ def get_parser(*, evaluation: bool = False) -> argparse.ArgumentParser:
     parser.add_argument(
         "--epochs", type=float, metavar="N", help="train for N passes over the images, whatever SOLVER.MAX_ITER is"
     )
+    parser.add_argument("--track", choices=TRACKERS, help="log metrics to this tracker, which is installed separately")
     add_dataset_flags(parser)
     for action in parser._actions:
         action.help = _HELP.get(action.dest, action.help)

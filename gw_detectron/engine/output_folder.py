@@ -26,7 +26,7 @@ _LOCK = ".training.lock"
 # Detectron2 would reuse the converted annotations even if the dataset has changed.
 _EVALUATION = (f"inference/{PREDICTIONS}", "inference/config.yaml", f"inference/*{CONVERTED}*")
 # config.yaml, datasets.yaml and datasets/ stay: the new run may read them, and writes its own.
-_RUN = ("model_*.pth", "last_checkpoint", METRICS, "log.txt", "log.txt.rank*", "events.out.tfevents.*")
+_RUN = ("model_*.pth", "last_checkpoint", METRICS, "log.txt", "log.txt.rank*", "events.out.tfevents.*", "*_run.txt")
 _FOLDERS = ("inference", "inference_TTA", "report")
 
 

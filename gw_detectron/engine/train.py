@@ -96,6 +96,8 @@ def run_config(args: argparse.Namespace) -> CfgNode:
         cfg = read_config(record, args.opts or [])
     if "SOLVER.MAX_ITER" in (args.opts or []) and "SOLVER.STEPS" not in args.opts:
         _scale_steps(cfg, read_config(args.config_file).SOLVER.MAX_ITER)
+    if args.track:
+        cfg.TRACKER = args.track
     if args.num_gpus == 0 and "MODEL.DEVICE" not in (args.opts or []):
         cfg.MODEL.DEVICE = "cpu"
     if args.resume:

@@ -52,6 +52,7 @@ from .logs import ProgressBar
 from .optimizer import accumulated_step, set_norm_decay
 from .output_folder import CONVERTED, METRICS, clear_output, earlier_run
 from .start import start_run
+from .tracking import TrackerWriter
 from .training_data import INITIAL_WEIGHTS, STEP, TrainingData, build_training_data, seed_generators
 from .validation import LOSS_NORMALIZER, validation_losses
 
@@ -232,6 +233,8 @@ class Trainer(DefaultTrainer):
 
     def build_writers(self) -> list[EventWriter]:
         writers = [CommonMetricPrinter(self.max_iter), JSONWriter(os.path.join(self.cfg.OUTPUT_DIR, METRICS))]
+        if self.cfg.TRACKER:
+            writers.append(TrackerWriter(self.cfg))
         if importlib.util.find_spec("tensorboard") is None:
             log.warning("tensorboard is not installed: metrics are written to %s only", METRICS)
             return writers
