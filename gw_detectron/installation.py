@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .errors import MissingPackageError
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.3.0"
 
 _PIP_NAMES = {"cv2": "opencv-python-headless"}
 
