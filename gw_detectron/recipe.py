@@ -164,7 +164,7 @@ def _limits(recipe: _Recipe, found: Fingerprint) -> None:
         value = min(unit * math.ceil(wanted / unit), highest)
         recipe.set(key, max(get_value(recipe.cfg, key), value), f"an image has {most} objects")
     key = "MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE"
-    value = min(64 * math.ceil(8 * median / 64), 512)
+    value = min(64 * math.ceil(8 * median / 64), 1024)
     recipe.set(key, max(get_value(recipe.cfg, key), value), f"images have {median:g} objects (median)")
 
 

@@ -30,7 +30,11 @@ def check_fit(cfg: CfgNode, data: Mapping[str, Fingerprint], *, eval_only: bool)
         share = cfg.MODEL.ROI_HEADS.POSITIVE_FRACTION
         yield from _low_limit(cfg, tested, "MODEL.RPN.POST_NMS_TOPK_TEST", "cannot be found")
         yield from _low_limit(cfg, trained, "MODEL.RPN.POST_NMS_TOPK_TRAIN", "are not proposed")
-        yield from _low_limit(cfg, trained, "MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE", "are left out of a step", share)
+        key = "MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE"
+        # a few denser images do no harm: each step draws other objects of them
+        limit = share * get_value(cfg, key)
+        dense = {name: each for name, each in trained.items() if np.median(each.per_image) > limit}
+        yield from _low_limit(cfg, dense, key, "are left out of a step", share)
     sides, test_sides = training_sides(cfg), (cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST)
     boxes = np.concatenate([np.empty((0, 2)), *(each.resized(*sides) for each in trained.values())])
     if not len(boxes):

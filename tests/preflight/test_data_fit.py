@@ -63,6 +63,7 @@ def test_limits_of_the_evaluation(per_image, changes, words):
 def test_limits_of_the_training():
     (warning,) = warnings(cells([150], 60), SOUND, MODEL__ROI_HEADS__BATCH_SIZE_PER_IMAGE=64)
     assert "BATCH_SIZE_PER_IMAGE (64)" in warning and "134 of 150 objects" in warning
+    assert warnings(cells([150, *[10] * 9], 60), SOUND, MODEL__ROI_HEADS__BATCH_SIZE_PER_IMAGE=64) == []
     changes = {"MODEL__RPN__POST_NMS_TOPK_TRAIN": 120, "MODEL__ROI_HEADS__BATCH_SIZE_PER_IMAGE": 999}
     (warning,) = warnings(cells([150], 60), SOUND, **changes)
     assert "POST_NMS_TOPK_TRAIN (120)" in warning and "30 of 150" in warning
