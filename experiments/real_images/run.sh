@@ -15,10 +15,10 @@ compare() {  # part, config, folder, files that train, choose and score, norms a
 }
 
 rates="--rates 0.005 0.01 0.02 0.04 --seeds 3 --iterations 400"
-compare A bccd.yaml "$bccd" train val test --ignore-preflight $rates \
-    --norms BN GN GW GW:iters=3 GN+WS BN+GW@S1-B1 FrozenBN
-compare B nuclei.yaml "$nuclei" fit tune val $rates --norms BN GN GW GW:iters=3 GN+WS
+compare A bccd.yaml "$bccd" train val test --ignore-preflight --no-equal-time $rates \
+    --norms BN GN GW GW:iters=3 GN+WS BN+GW@S1-B1 FrozenBN -- TEST.EVAL_PERIOD 0
+compare B nuclei.yaml "$nuclei" fit tune val --no-equal-time $rates --norms BN GN GW GW:iters=3 GN+WS -- TEST.EVAL_PERIOD 0
 compare C bccd.yaml "$bccd" train val test --rates 0.01 0.02 0.04 --seeds 1 --iterations 400 --no-equal-time \
-    --norms GW:iters=1 GW:iters=2 GW:solver=zca GW:solver=zca_max,threshold=0.05
+    --norms GW:iters=1 GW:iters=2 GW:solver=zca GW:solver=zca_max,threshold=0.05 -- TEST.EVAL_PERIOD 0
 compare D bccd.yaml "$bccd" train val test --rates 0.0025 0.005 0.01 0.02 --seeds 2 --iterations 800 --no-equal-time \
-    --ignore-preflight --norms BN GW -- SOLVER.IMS_PER_BATCH 1
+    --ignore-preflight --norms BN GW -- SOLVER.IMS_PER_BATCH 1 TEST.EVAL_PERIOD 0
