@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from torch import distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException
 
-from .errors import FileAccessError, first_line, is_user_error
+from .errors import FileAccessError, first_line, is_user_error, message_of
 
 #: flags of other trainers -> config key
 _KEYS_OF_FLAGS = {
@@ -96,6 +96,11 @@ def errors_reported() -> Iterator[None]:
             report_error(error)
         elif isinstance(error, MemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY):
             report_error(f"out of memory: {first_line(error)}. Fix: use a smaller model, batch or image.")
+        elif re.match(r"DataLoader worker \(pid.*(killed by signal|exited unexpectedly)", str(error)):
+            report_error(
+                f"data loading: {first_line(error)}. Fix: see above for its reason; without one memory or /dev/shm was "
+                "full: lower DATALOADER.NUM_WORKERS."
+            )
         else:
             raise
         raise SystemExit(1) from None
@@ -136,7 +141,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 def report_error(error: Exception | str) -> None:
     """Print an error to stderr, with the process number unless it is 0."""
     process = f" in process {_rank()}" if _rank() else ""
-    print(f"\nError{process}: {error}", file=sys.stderr, flush=True)
+    print(f"\nError{process}: {error if isinstance(error, str) else message_of(error)}", file=sys.stderr, flush=True)
 
 
 def _rank() -> int:

@@ -2,6 +2,7 @@
 
 import difflib
 import errno
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -111,6 +112,14 @@ class MissingPackageError(UserError, ImportError):
 def is_user_error(error: BaseException) -> bool:
     """Return whether the user can fix an error: UserErrors, unusable files and a full disk."""
     return isinstance(error, (UserError, *_FILE_ERRORS)) or getattr(error, "errno", None) in _FILE_ERRNOS
+
+
+def message_of(error: BaseException) -> str:
+    """Return the message of an error; where a data-loading worker raised it, without the worker's traceback."""
+    text, kind = str(error), type(error).__name__
+    if not re.match(r"Caught \w+ in DataLoader worker", text):
+        return text
+    return f"{kind}: {text.rpartition(f'{kind}: ')[2].strip()}"
 
 
 def first_line(error: BaseException) -> str:

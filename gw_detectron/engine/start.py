@@ -104,7 +104,7 @@ def start_run(
 
 
 def _write_record(cfg: CfgNode, weights: StartWeights, *, eval_only: bool) -> None:
-    """Set up logging and seed, as Detectron2's ``default_setup``; write ``config.yaml`` and ``datasets.yaml``."""
+    """Set up logging, as Detectron2's ``default_setup``; write ``config.yaml`` and ``datasets.yaml``."""
     rank, folder = comm.get_rank(), os.path.join(cfg.OUTPUT_DIR, "inference") if eval_only else cfg.OUTPUT_DIR
     PathManager.mkdirs(folder)
     log_to(folder)
@@ -121,7 +121,8 @@ def _write_record(cfg: CfgNode, weights: StartWeights, *, eval_only: bool) -> No
     for name, dataset in {**datasets.train, **datasets.val}.items():
         counts = ", ".join(f"{key} {get_value(cfg, key)}" for key in object_count_keys(cfg))
         log.info("dataset %s: '%s', images in '%s'; %s", name, dataset.json, dataset.images, counts)
-    seed_all_rng(None if cfg.SEED < 0 else cfg.SEED + rank)
+    if eval_only:  # a training has its own seeds
+        seed_all_rng(None if cfg.SEED < 0 else cfg.SEED + rank)
     torch.backends.cudnn.benchmark = (
         cfg.CUDNN_BENCHMARK and not eval_only and not torch.are_deterministic_algorithms_enabled()
     )

@@ -41,7 +41,7 @@ from ..config import changed_config
 from ..data import classes_of
 from ..data.augmentations import training_mapper
 from ..data.images import ImageNamingMapper
-from ..errors import ConfigError, NonFiniteError, is_user_error
+from ..errors import ConfigError, NonFiniteError, is_user_error, message_of
 from ..norms.listing import norm_summary
 from ..preflight import wrong_evaluator
 from .best import BestWeights, TrainingEnded, WeightAverage
@@ -457,5 +457,5 @@ def _remove_traceback_of_user_errors(record: logging.LogRecord) -> bool:
     error = record.exc_info[1] if record.exc_info else None
     if error is not None and is_user_error(error):
         record.exc_info = None
-        record.msg = f"{record.msg} {error}"
+        record.msg = f"{record.msg} {message_of(error)}"
     return True

@@ -1,6 +1,10 @@
 """What ends a training: non-finite losses, lack of memory, broken images, a full disk."""
 
+import errno
+import os
 import resource
+import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +13,7 @@ from gw_detectron.cli import errors_reported
 from gw_detectron.engine import Trainer
 from gw_detectron.engine.hooks import LossGuard
 from gw_detectron.engine.train import run_config
+from gw_detectron.engine.training_data import build_training_data
 from gw_detectron.errors import DataError, FileAccessError, NonFiniteError
 from gw_detectron.layers import BatchWhitening2d
 
@@ -114,6 +119,43 @@ def test_a_disk_full_during_a_checkpoint_leaves_the_earlier_one(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir() if "model" in path.name) == ["model_0000001.pth"]
     assert (tmp_path / "last_checkpoint").read_text() == "model_0000001.pth"
     trainer.checkpointer.load(str(tmp_path / "model_0000001.pth"))
+
+
+def refuse_connection():
+    raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused by tracker")
+
+
+def refuse_permission():
+    raise PermissionError(errno.EACCES, "denied", "mask.png")
+
+
+#: what a mapper in a worker does -> error of the run, words that it or the screen has, words that it has not
+CAUSES = {
+    "missing file": (
+        lambda: Path("depth/0001.png").read_bytes(),
+        SystemExit,
+        "directory: 'depth/0001.png'",
+    ),
+    "no permission": (refuse_permission, SystemExit, "PermissionError: [Errno 13] denied: 'mask.png'"),
+    "no connection": (refuse_connection, ConnectionRefusedError, "Connection refused by tracker"),
+    "wrong key": (lambda: {}["polygons"], KeyError, "polygons"),
+    "killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), SystemExit, "DATALOADER.NUM_WORKERS"),
+}
+
+
+@pytest.mark.parametrize(("fail", "error", "words"), CAUSES.values(), ids=CAUSES)
+def test_the_error_of_a_worker_keeps_its_cause(tmp_path, capsys, fail, error, words):
+    class Failing(Trainer):
+        @classmethod
+        def build_train_loader(cls, cfg):
+            return build_training_data(cfg, lambda record: fail())
+
+    args = arguments(tmp_path, DATASETS__TEST="()", DATALOADER__NUM_WORKERS=1)
+    with pytest.raises(error) as raised, errors_reported():
+        Failing(run_config(args)).train()
+    said = capsys.readouterr().err + str(raised.value)
+    assert words in said and ("NUM_WORKERS" in said) == (fail is CAUSES["killed"][0])
+    assert error is not SystemExit or "Traceback" not in said
 
 
 def test_a_damaged_image_is_named(tmp_path, small_dataset):

@@ -29,6 +29,7 @@ from gw_detectron.engine.train import run_config
 from gw_detectron.errors import ConfigError, MissingFileError, PreflightError, UserError
 from gw_detectron.weights import read_weights_file
 
+from ..loggers import reset_loggers
 from ..tiny_run import CONFIG, arguments
 
 pytestmark = pytest.mark.usefixtures("small_dataset", "one_thread")
@@ -116,6 +117,21 @@ class TestFlags:
     def test_a_device_that_is_named_stays(self, words, device):
         args = get_parser().parse_args(["--num-gpus", "0", "--config-file", str(CONFIG), *words])
         assert device == run_config(args).MODEL.DEVICE
+
+    @pytest.mark.parametrize("start", ["scratch", "weights", "resume"])
+    def test_the_screen_has_few_lines_before_the_first_loss_and_log_txt_the_rest(self, copy, tmp_path, capsys, start):
+        flags = ["--resume"] if start == "resume" else []
+        weights = f"{tmp_path}/model_final.pth" if start == "weights" else ""
+        folder = tmp_path if start == "resume" else tmp_path / "new"
+        reset_loggers()  # pytest has added its own handlers to those of the first run
+        main(arguments(folder, *flags, MODEL__WEIGHTS=weights, SOLVER__MAX_ITER=5, DATASETS__TEST="()"))
+        before, loss, _ = capsys.readouterr().out.partition("total_loss")
+        assert loss and before.count("\n") <= 25 and (start == "resume" or "eta: " in before)
+        log = (folder / "log.txt").read_text()
+        assert [
+            each for each in ("sys.platform", "Model:", "(backbone)", "Serializing", "total_loss") if each not in log
+        ] == []
+        assert "\x1b" not in log + before
 
 
 class TestWeights:
