@@ -13,6 +13,8 @@ from gw_detectron.engine import main
 from gw_detectron.export import export_detector
 from gw_detectron.layers import GroupWhitening2d
 from gw_detectron.modeling import GWFPN
+from gw_detectron.norms import resolve_norm
+from gw_detectron.ops.solvers.solver import SOLVERS
 from gw_detectron.prediction import find_sources, open_predictor, write_predictions
 from gw_detectron.preflight import preflight
 
@@ -63,6 +65,16 @@ def test_python_runs(block, tmp_path, monkeypatch, one_thread):
 
 def test_every_exception_is_needed():
     assert all(any(part in block for _, _, block in ALL) for part in (*GIVEN, *RUN, *EXPORT, *NOT_RUN))
+
+
+def test_the_solver_of_contributing_is_one_function_and_one_line(monkeypatch):
+    function, line, *_ = blocks("CONTRIBUTING.md", "python")
+    names = {"torch": torch, "Tensor": torch.Tensor}
+    exec(function, names)
+    monkeypatch.setitem(SOLVERS, "denman_beavers", eval(f"{{{line}}}", names)["denman_beavers"])
+    x = torch.randn(2, 16, 9, 9, dtype=torch.float64)
+    found, expected = (resolve_norm(f"GW:groups=4,solver={name}")(16).double()(x) for name in ("denman_beavers", "zca"))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.slow
