@@ -138,7 +138,7 @@ def newton(sigma, num_iters):
 def newton_backward(sigma, grad, num_iters):
     """Return whitening matrices and dL/dSigma."""
     groups, whitening = sigma.shape[1], torch.empty_like(sigma)
-    kept = operands(sigma, groups, num_iters) if in_registers(sigma, groups, num_iters) else None
+    kept = operands(sigma, groups, num_iters) if in_registers(groups, num_iters) else None
     if kept is not None:
         write_newton(sigma, num_iters, whitening, kept)
     grad = torch.nn.functional.pad(grad, (0, 0, 0, 1))
@@ -340,7 +340,7 @@ def check_grad_products_and_the_parameters_gradients(shape, groups, dtype, chann
             relative_error(largest, (sample.dy_g * sample.per_channel(sample.weight, 1.0)).abs().amax((1, 2, 3))) < 1e-6
         )
     dweight, dbias = (torch.empty(shape[1], device=DEVICE) for _ in range(2))
-    kept = operands(sigma, groups, 5) if in_registers(sigma, groups, 5) else None  # None: whitening is written, too
+    kept = operands(sigma, groups, 5) if in_registers(groups, 5) else None  # None: whitening is written, too
     matrix_gradients(products, whitening, dweight, dbias, sigma, grad, 5, kept)
     whitening = whitening.double().cpu()
     expected_dweight = (expected * whitening).sum((1, 3)).T.flatten()
@@ -641,9 +641,8 @@ def test_the_commonest_kernels_keep_to_the_registers(compile_for, shape, groups,
     x = torch.empty(shape, dtype=dtype, device="meta").to(memory_format=memory_format)
     compiled = compile_for(90, x, groups, relu)
     names = KERNELS[:6] + KERNELS[7:] if shape[0] == 2 else KERNELS
-    absent = {"merge"} if shape[-1] == 7 else set()  # one split
-    names = [("newton" if groups > 64 and name == NEWTON else name) for name in names if name not in absent]
-    assert [each.kernel for each in compiled] == names
+    absent = {"merge"} if shape[-1] == 7 else {NEWTON} if groups > 64 else set()  # one split; torch's products
+    assert [each.kernel for each in compiled] == [name for name in names if name not in absent]
     for each in compiled:
         assert each.registers > 16, f"{each.kernel} was optimized away"
         assert each.stack <= (512 if each.kernel == TANGENTS else 0), f"{each.kernel} spills {each.stack} bytes"

@@ -19,8 +19,8 @@ float16       the same   centered values have more digits than float16; one tf32
 bfloat16      bfloat16   values are centered in float32, then rounded; the covariance itself is computed with tf32
 ============  =========  ===========================================================================================
 
-Forward and backward take eight launches (nine for many samples) and no other operation; ``launch.run_planned`` repeats
-them with little host time. What is saved for backward, besides the solution of Newton's iteration for a few samples,
+Forward and backward take eight launches (nine for many samples), which ``launch.run_planned`` repeats with little host
+time. For g > 64 or T > 8, torch's batched products solve the iteration. What is saved for backward, besides the solution of Newton's iteration for a few samples,
 and the gradients by means of the products G_j are those of ``matmul.py``.
 
 Source: Group Whitening supplement, Algorithms 1-2.
@@ -49,7 +49,7 @@ def solution_for(x: Tensor, groups: int, num_iters: int) -> Solution | None:
 
     None where it is cheaper to repeat the iteration: for many samples.
     """
-    if not 0 < len(x) <= _MOST_SOLUTIONS or not in_registers(x, groups, num_iters):
+    if not 0 < len(x) <= _MOST_SOLUTIONS or not in_registers(groups, num_iters):
         return None
     return torch.empty((len(x), groups, groups), dtype=torch.float32, device=x.device), operands(x, groups, num_iters)
 
@@ -85,7 +85,8 @@ def forward(
 
     key = "forward", launch.layout_key(x, weight, bias), y.stride(), x.device, groups, num_iters, eps, relu
     tensors = x, weight, bias, y, mean, sigma, *(solution or ())
-    launch.run_planned((*key, launch.input_precision(x)), tensors, steps)
+    plan = (*key, launch.input_precision(x)) if in_registers(groups, num_iters) else None
+    launch.run_planned(plan, tensors, steps)
     return y, mean, sigma
 
 
@@ -115,7 +116,7 @@ def backward(
     def steps() -> None:
         whitening, kept = solution or (launch.empty(x, *sigma.shape), None)
         products, grad, largest = grad_products(x, mean, dy, weight, y, dx)
-        if solution is None and in_registers(x, groups, num_iters):
+        if solution is None and in_registers(groups, num_iters):
             kept = operands(x, groups, num_iters)
             newton(sigma, num_iters, whitening, kept)
         grad_sigma = matrix_gradients(products, whitening, dweight, dbias, sigma, grad, num_iters, kept)
@@ -124,7 +125,8 @@ def backward(
 
     key = "backward", launch.layout_key(x, dy, y, weight), dx.stride(), x.device, groups, num_iters
     tensors = x, dy, y, weight, mean, sigma, dx, dweight, dbias, *(solution or ())
-    launch.run_planned((*key, launch.input_precision(x)), tensors, steps)
+    plan = (*key, launch.input_precision(x)) if in_registers(groups, num_iters) else None
+    launch.run_planned(plan, tensors, steps)
     return dx, dweight, dbias
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations  # without triton, constexpr is only a name i
 import torch
 from torch import Tensor
 
-from ...checks import zero_variance_threshold
+from ...checks import autocast_off, zero_variance_threshold
+from ...solvers.newton import newton_backward
 from . import launch
 from .compiler import constexpr, jit, tl, triton
-from .newton import covariance_gradient, newton_in_workspace
+from .newton import covariance_gradient
 from .tiles import (
     half_scale,
     input_scale,
@@ -273,13 +274,16 @@ def matrix_gradients(
 ) -> Tensor:
     """Write the gradients of weight and bias (C,), and return the symmetric dL/dSigma, in one launch with ``kept``.
 
-    Without, the whitening matrices are written as well, in a launch before.
+    Without, torch computes dL/dSigma, and the whitening matrices are written as well.
     """
     (cpg, n), groups = products.shape[:2], sigma.shape[1]
     rows = launch.padded_rows(groups)
     grad_sigma = launch.empty(sigma, *sigma.shape)
     if kept is None:
-        newton_in_workspace(sigma, grad, whitening, grad_sigma, num_iters)
+        with autocast_off(sigma.device.type):
+            found = newton_backward(sigma, grad[:, :-1], num_iters)
+        whitening.copy_(found[0])
+        grad_sigma.copy_(found[1])
     launch.run(
         _matrix_gradients, (cpg * groups + (0 if kept is None else n), 1), like=products, warps=4, stages=3,
         product_ptr=products, whitening_ptr=whitening, dweight_ptr=dweight, dbias_ptr=dbias,

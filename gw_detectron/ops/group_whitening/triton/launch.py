@@ -188,12 +188,13 @@ def run_planned(key: Hashable, tensors: Sequence[Tensor | None], steps: Callable
     """Run ``steps``, or repeat the launches that it made for the same ``key``.
 
     Args:
-        key: tells apart all that the launches depend on, except the addresses of tensors.
+        key: tells apart all that the launches depend on, except the addresses of tensors. None if ``steps`` calls other
+            operations than ``run``.
         tensors: all that the kernels read and write, besides the tensors that ``empty`` makes.
-        steps: calls ``run`` for each launch, and no other operation.
+        steps: calls ``run`` for each launch.
     """
     device = next(tensor.device for tensor in tensors if tensor is not None)
-    if not _compiled_for(device) or _current.recording is not None:
+    if key is None or not _compiled_for(device) or _current.recording is not None:
         steps()
         return
     given = [id(t) for t in tensors if t is not None]
