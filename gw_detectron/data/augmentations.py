@@ -74,8 +74,13 @@ class _Move(Transform):
     def __init__(self, transform: v2.Transform, image: np.ndarray, bgr: bool) -> None:
         super().__init__()
         drawn: list[Any] = []  # stays empty where a transform with a probability leaves the image as it is
+
+        def draw(value: Any, params: Any) -> Any:
+            drawn.append(params)
+            return transform.transform(value, params)
+
         drawing = copy.copy(transform)
-        drawing.transform = lambda value, params: drawn.append(params) or transform.transform(value, params)
+        drawing.transform = draw
         order = slice(None, None, -1 if bgr else 1)  # hue and gray values are those of RGB
         pixels = drawing(tv_tensors.Image(torch.from_numpy(image[:, :, order].transpose(2, 0, 1).copy())))
         self._pixels = np.ascontiguousarray(np.asarray(pixels).transpose(1, 2, 0)[:, :, order])

@@ -128,10 +128,11 @@ class Trainer(DefaultTrainer):
         model = self.build_model(cfg)
         optimizer = self.build_optimizer(cfg, model)
         loader = self.build_train_loader(cfg)
-        self._average = WeightAverage(model, cfg.SOLVER.EMA) if cfg.SOLVER.EMA else None
         self._loss_guard = LossGuard(model)
         device_ids = None if cfg.MODEL.DEVICE == "cpu" else [comm.get_local_rank()]
         model = create_ddp_model(model, broadcast_buffers=False, device_ids=device_ids)
+        # a copy of what DistributedDataParallel has made equal in all processes
+        self._average = WeightAverage(self._loss_guard.model, cfg.SOLVER.EMA) if cfg.SOLVER.EMA else None
         self._trainer = (AMPTrainer if cfg.SOLVER.AMP.ENABLED else SimpleTrainer)(model, loader, optimizer)
         self.scheduler = self.build_lr_scheduler(cfg, optimizer)
         saved = self._average.averaged if self._average else model

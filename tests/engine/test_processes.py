@@ -77,6 +77,15 @@ def test_the_main_process_writes_checkpoints(two_processes):
     assert "Starting training from iteration 0" in (output / "log.txt.rank1").read_text()
 
 
+@pytest.mark.slow
+def test_two_processes_average_weights_and_end_by_patience(data, tmp_path):
+    schedule = {"SOLVER__MAX_ITER": 30, "SOLVER__STEPS": "()", "TEST__EVAL_PERIOD": 1}
+    kept = {"SOLVER__EMA": 0.9, "TEST__BEST": "segm/AP", "TEST__PATIENCE": 2}
+    status, stderr = launch_two(data, tmp_path, "train", **schedule, **kept)
+    assert status == 0, stderr[-5000:]
+    assert torch.load(tmp_path / "model_final.pth", weights_only=True)["iteration"] < 29
+
+
 def test_processes_with_other_weights_are_refused(monkeypatch, capsys):
     model = torch.nn.Linear(2, 2)
     monkeypatch.setattr(comm, "get_world_size", lambda: 2)
