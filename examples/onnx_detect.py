@@ -40,6 +40,8 @@ def detect(session: onnxruntime.InferenceSession, description: dict, image: Imag
     pixels = np.asarray(image, np.float32)
     if description["input"]["channels"] == "BGR":
         pixels = pixels[:, :, ::-1]
+    elif description["input"]["channels"] == "L":
+        pixels = np.asarray(image.convert("L"), np.float32)[:, :, None]
     outputs = session.run(description["outputs"], {"image": np.ascontiguousarray(pixels.transpose(2, 0, 1))})
     *named, (_, count) = zip(description["outputs"], outputs, strict=True)
     return {name: values[:count] for name, values in named}

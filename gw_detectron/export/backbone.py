@@ -32,13 +32,13 @@ class Normalization:
     """Image normalization of a model: ``(pixels - mean) / std``.
 
     Args:
-        channels: color order, ``RGB`` or ``BGR``.
+        channels: color order, ``RGB`` or ``BGR``, or ``L`` of gray images.
         pixel_mean: one mean per channel, for pixels of 0 to 255.
         pixel_std: one divisor per channel.
         inside: True if the exported function normalizes pixels itself; False if it takes normalized images.
 
     Raises:
-        ConfigError: the values are not of a color image.
+        ConfigError: the values are not of a color or gray image.
     """
 
     channels: str
@@ -47,10 +47,12 @@ class Normalization:
     inside: bool = False
 
     def __post_init__(self) -> None:
-        if self.channels not in ("RGB", "BGR") or not len(self.pixel_mean) == len(self.pixel_std) == 3:
+        counts = {len(self.channels), len(self.pixel_mean), len(self.pixel_std)}
+        if self.channels not in ("RGB", "BGR", "L") or len(counts) > 1:
             raise ConfigError(
                 f"INPUT.FORMAT ({self.channels!r}), MODEL.PIXEL_MEAN ({self.pixel_mean}), MODEL.PIXEL_STD "
-                f"({self.pixel_std}): only models of color images can be exported. Fix: use RGB or BGR."
+                f"({self.pixel_std}): only models of color or gray images are exported. Fix: use RGB or BGR "
+                "with three values, or L with one."
             )
 
     @classmethod
@@ -104,7 +106,9 @@ class FeatureExtractor(nn.Module):
     def sample(self, batch: int, rows: int, columns: int, seed: int = 0) -> Tensor:
         """Draw random input images; their sides exceed the smallest by multiples of 32 pixels."""
         height, width = (self.smallest_side + count * max(32, self.multiple) for count in (rows, columns))
-        pixels = 255 * torch.rand(batch, 3, height, width, generator=torch.Generator().manual_seed(seed))
+        pixels = 255 * torch.rand(
+            batch, len(self.normalization.channels), height, width, generator=torch.Generator().manual_seed(seed)
+        )
         return pixels if self.normalization.inside else (pixels - self.pixel_mean) / self.pixel_std
 
     def sample_inputs(self) -> dict[str, Tensor]:
@@ -119,8 +123,9 @@ class FeatureExtractor(nn.Module):
 
     def describe(self) -> dict[str, Any]:
         """Describe input and outputs as plain values, for metadata and reports."""
+        shape = ["N", len(self.normalization.channels), "H", "W"]
         return {
-            "input": self.normalization.describe("images", ["N", 3, "H", "W"], self.multiple, self.smallest_side),
+            "input": self.normalization.describe("images", shape, self.multiple, self.smallest_side),
             "outputs": {name: {"channels": c, "stride": s} for name, (c, s) in self._outputs.items()},
         }
 

@@ -123,7 +123,9 @@ class DetectorProgram(nn.Module):
     def sample_inputs(self) -> dict[str, Tensor]:
         """Draw inputs for the export."""
         side = self.smallest_side
-        images = 255 * torch.rand(2, 3, side + 95, side + 31, generator=torch.Generator().manual_seed(0))
+        images = 255 * torch.rand(
+            2, len(self.model.pixel_mean), side + 95, side + 31, generator=torch.Generator().manual_seed(0)
+        )
         return {"images": images, "sizes": torch.tensor([[side + 95, side], [side, side + 31]])}
 
     def dynamic_shapes(self) -> dict[str, Any]:
@@ -136,7 +138,7 @@ class DetectorProgram(nn.Module):
         mean, std = (tuple(values.flatten().tolist()) for values in (self.model.pixel_mean, self.model.pixel_std))
         normalization = Normalization(self.model.input_format, mean, std, inside=True)
         return {
-            "input": normalization.describe("images", ["N", 3, "H", "W"], 1, self.smallest_side),
+            "input": normalization.describe("images", ["N", len(mean), "H", "W"], 1, self.smallest_side),
             "outputs": self.names,
             "detections": self.detections,
             "score_threshold": self.head.test_score_thresh,

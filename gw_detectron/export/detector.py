@@ -87,8 +87,10 @@ def export_detector(
     if image is None:
         image = channels_first(convert_PIL_to_numpy(synthetic_images(1)[0], detector.model.input_format))
     image = image.detach().cpu().float()
-    if image.dim() != 3 or image.shape[0] != 3:
-        raise ExportError(f"image ({tuple(image.shape)}): expected the shape (3, H, W). Fix: give one color image.")
+    if image.dim() != 3 or image.shape[0] != (channels := len(detector.model.pixel_mean)):
+        raise ExportError(
+            f"image ({tuple(image.shape)}): expected ({channels}, H, W). Fix: give one image of the model."
+        )
     file = f"model.{file_format}"
     with atomic_folder(output, (file, PARITY)) as folder:
         _logger.info("Writing %s", file)

@@ -23,7 +23,7 @@ class OneImageProgram(nn.Module):
 
     Args:
         detector: the detector for padded batches.
-        sides: ``INPUT.MIN_SIZE_TEST`` and ``MAX_SIZE_TEST``.
+        sides: ``INPUT.MIN_SIZE_TEST``, 0 for no resizing, and ``MAX_SIZE_TEST``.
         paste_masks: whether masks are binary and as large as the image.
 
     Raises:
@@ -38,8 +38,11 @@ class OneImageProgram(nn.Module):
 
     def __init__(self, detector: DetectorProgram, sides: tuple[int, int], paste_masks: bool = False) -> None:
         super().__init__()
-        if min(sides) < 1:
-            raise ExportError(f"sides ({sides}): expected at least 1. Fix: give pixels, e.g. (800, 1333).")
+        if sides[0] < 0 or sides[1] < 1:
+            raise ExportError(
+                f"sides ({sides}), INPUT.MIN_SIZE_TEST and MAX_SIZE_TEST: not numbers of pixels. Fix: give e.g. "
+                "(800, 1333), or 0 as the first one for no resizing."
+            )
         if paste_masks and "masks" not in detector.names:
             raise ExportError("paste_masks (True): the detector has no masks. Fix: leave it out.")
         self.detector, self.sides, self.paste_masks = detector, sides, paste_masks
@@ -91,7 +94,10 @@ class OneImageProgram(nn.Module):
 
     def sample_inputs(self) -> dict[str, Tensor]:
         """Draw the input for the export."""
-        return {"image": 255 * torch.rand(3, 97, 131, generator=torch.Generator().manual_seed(0))}
+        return {
+            "image": 255
+            * torch.rand(len(self.detector.model.pixel_mean), 97, 131, generator=torch.Generator().manual_seed(0))
+        }
 
     def dynamic_shapes(self) -> dict[str, Any]:
         """Return the free dimensions of the input, for torch.export."""
@@ -101,7 +107,7 @@ class OneImageProgram(nn.Module):
     def describe(self) -> dict[str, Any]:
         """Describe input and outputs as plain values, for metadata and reports."""
         entries = self.detector.describe()
-        shape = {"name": "image", "shape": [3, "H", "W"], "smallest_side": self.smallest_side}
+        shape = {"name": "image", "shape": entries["input"]["shape"][1:], "smallest_side": self.smallest_side}
         return {**entries, "input": entries["input"] | shape, "masks_pasted": self.paste_masks}
 
 
@@ -113,6 +119,8 @@ def resized_sides(size: Tensor, shorter: int, longest: int) -> Tensor:
 
     In integers, as runtimes round floats differently. Detectron2's floats round some ties of 1/2 down.
     """
+    if not shorter:
+        return size.clamp(min=OneImageProgram.smallest_side)
     low, high = size.min(), size.max()
     resized = torch.minimum((2 * size * shorter + low) // (2 * low), (2 * size * longest + high) // (2 * high))
     return resized.clamp(min=OneImageProgram.smallest_side)

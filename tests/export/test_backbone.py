@@ -136,8 +136,8 @@ def test_a_difference_stops_the_export(tmp_path, normalization, monkeypatch, err
         compare_features("p2", torch.full((2,), math.nan), torch.full((2,), math.nan))
 
 
-@pytest.mark.parametrize("values", [("L", (0.0,), (1.0,)), ("RGB", (0.0,), (1.0, 1.0, 1.0))])
-def test_a_normalization_of_gray_images_is_refused(values):
+@pytest.mark.parametrize("values", [("L", (0.0,) * 3, (1.0,) * 3), ("RGB", (0.0,), (1.0,) * 3), ("YUV-BT.601", (), ())])
+def test_a_normalization_of_another_number_of_channels(values):
     with pytest.raises(ConfigError, match="INPUT.FORMAT"):
         Normalization(*values)
 

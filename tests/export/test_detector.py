@@ -258,7 +258,7 @@ def test_a_difference_stops_the_export(tmp_path, quick_file, change, message):
         ({"image": torch.zeros(1, 40, 40)}, r"image \(\(1, 40, 40\)\)"),
         ({"paste_masks": True}, r"paste_masks \(True\): .*--one-image"),
         ({"one_image": True}, r"sides \(None\)"),
-        ({"one_image": True, "sides": (0, 1333)}, r"sides \(\(0, 1333\)\)"),
+        ({"one_image": True, "sides": (800, 0)}, r"sides \(\(800, 0\)\), INPUT.MIN_SIZE_TEST"),
         ({"class_names": ["disk"]}, r"class_names \(1 given\): the model has 6 classes"),
         ({"category_ids": [1, 2]}, r"category_ids \(2 given\): the model has 6 classes"),
     ],
@@ -267,6 +267,20 @@ def test_arguments_out_of_range(tmp_path, arguments, message):
     with pytest.raises(ExportError, match=message):
         export_detector(build_detector("mask"), tmp_path / "out", **arguments)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"one_image": True, "sides": (0, 999)}], ids=["batch", "one image, not resized"]
+)
+def test_a_detector_of_gray_images(tmp_path, quick_file, options):
+    model = build_detector("mask", INPUT__FORMAT="L", MODEL__PIXEL_MEAN=[110.0], MODEL__PIXEL_STD=[58.0])
+    convolution = model.backbone.bottom_up.stem.conv1
+    convolution.weight, convolution.in_channels = torch.nn.Parameter(convolution.weight.sum(1, keepdim=True)), 1
+    report = export_detector(model, tmp_path / "gray", **options)
+    assert report["input"]["shape"] == ([1, "H", "W"] if options else ["N", 1, "H", "W"])
+    assert report["input"]["channels"] == "L" and report["detections_compared"] > 20
+    with pytest.raises(ExportError, match=r"image \(\(3, 40, 50\)\): expected \(1, H, W\)"):
+        export_detector(model, tmp_path / "color", image=torch.rand(3, 40, 50), **options)
 
 
 def test_detectors_without_a_finite_result_are_refused(tmp_path, quick_file):

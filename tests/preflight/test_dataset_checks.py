@@ -1,5 +1,6 @@
 """Datasets: classes, images and annotations that cannot be trained on are refused and counted."""
 
+import importlib.util
 import json
 import math
 
@@ -10,7 +11,8 @@ from detectron2.data import MetadataCatalog
 from PIL import ExifTags, Image
 
 from gw_detectron.checkpoint import RUN_RECORD, RunRecord
-from gw_detectron.errors import DataError
+from gw_detectron.errors import DataError, MissingPackageError
+from gw_detectron.model_zoo import get_config
 from gw_detectron.preflight import PreflightReport
 from gw_detectron.preflight.annotation_checks import DatasetNeeds, check_coco
 
@@ -249,6 +251,25 @@ def test_run_lengths_need_the_mask_format_bitmask(check, coco, content):
     assert not check(INPUT__MASK_FORMAT="bitmask").errors
     content["annotations"][0]["iscrowd"] = 1  # crowds are not trained on
     assert check_coco(content, TRAIN._replace(run_lengths=False))[0] == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({}, True),
+        ({"INPUT__MASK_FORMAT": "bitmask"}, False),
+        ({"MODEL__MASK_ON": False}, False),
+        ({"eval_only": True}, False),
+    ],
+)
+def test_crops_of_polygons_need_shapely(check, monkeypatch, changes, refused):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "shapely" else found(name))
+    assert any("shapely" in error for error in check(INPUT__CROP__ENABLED=True, **changes).errors) is refused
+    if not refused:
+        return
+    with pytest.raises(MissingPackageError, match="shapely"):
+        get_config("new_baselines/mask_rcnn_R_50_FPN_50ep_LSJ_GW.py")
 
 
 def test_no_masks(check, coco, content):
