@@ -12,7 +12,7 @@ from detectron2.config import CfgNode
 
 from .config import get_value
 from .data import read_json
-from .data.fingerprint import Fingerprint, anchor_shapes, best_overlaps, read_fingerprint, training_sides
+from .data.fingerprint import Fingerprint, anchor_fit, anchor_strides, read_fingerprint, training_sides
 from .data.images import evenly_spread, is_deep
 from .errors import ConfigError, DataError
 from .modeling.build import object_count_keys
@@ -130,19 +130,15 @@ def _image_size(recipe: _Recipe, found: Fingerprint) -> None:
 def _anchors(recipe: _Recipe, found: Fingerprint) -> None:
     """Scale the config's anchors, and choose their ratios, by the mean overlap of objects with the best anchor."""
     cfg, prefix = recipe.cfg, "MODEL.ANCHOR_GENERATOR."
-    boxes = found.resized(*training_sides(cfg))
-    boxes = boxes[:: -(-len(boxes) // 5000)]
     sizes, ratios = cfg.MODEL.ANCHOR_GENERATOR.SIZES, cfg.MODEL.ANCHOR_GENERATOR.ASPECT_RATIOS
-    node = cfg.MODEL.RETINANET if "RetinaNet" in cfg.MODEL.META_ARCHITECTURE else cfg.MODEL.RPN
-    finest = 2 * 2 ** min(int(name[-1]) for name in node.IN_FEATURES)  # twice the stride of p2, or res4
+    strides = anchor_strides(cfg)
     factors = [1.0] if prefix + "SIZES" in recipe.given else 2 ** np.arange(-4, 4, 0.25)
     scaled = [[[max(1, round(factor * size)) for size in level] for level in sizes] for factor in factors]
-    scaled = [each for each in scaled if min(map(min, each)) >= finest] or [sizes]
+    # up to eight times the stride, as in Detectron2: the features of a fine level show no more of an object
+    scaled = [each for each in scaled if all(min(s) <= 8 * stride for s, stride in zip(each, strides, strict=False))]
     lists = [ratios] if prefix + "ASPECT_RATIOS" in recipe.given else [[each] for each in _RATIOS]
-    options = [
-        (float(best_overlaps(boxes, anchor_shapes(cfg, *pair)).mean()), *pair)
-        for pair in [(sizes, ratios), *itertools.product(scaled, lists)]
-    ]
+    pairs = [(sizes, ratios), *itertools.product(scaled, lists)]
+    options = [(anchor_fit(found, cfg, *pair), *pair) for pair in pairs]
     before, best = options[0][0], max(overlap for overlap, *_ in options)
     if best - before >= _NOTABLE:
         # of nearly equal ones, that of the fewest ratios

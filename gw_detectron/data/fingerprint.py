@@ -149,20 +149,43 @@ def anchor_shapes(cfg: CfgNode, sizes: list | None = None, ratios: list | None =
     return np.array([(s / r**0.5, s * r**0.5) for level, shapes in pairs for s in level for r in shapes])
 
 
-def best_overlaps(boxes: np.ndarray, anchors: np.ndarray) -> np.ndarray:
-    """Return the IoU of each box, (N, 2), with the most similar anchor, (A, 2), of the same center."""
+def best_overlaps(boxes: np.ndarray, anchors: np.ndarray, offsets: np.ndarray | float = 0.0) -> np.ndarray:
+    """Return the IoU of each box, (N, 2), with the most similar anchor, (A, 2).
+
+    Their centers differ by ``offsets``, (A), along each side.
+    """
     found = np.zeros(len(boxes))
-    for anchor in anchors:
-        inside = np.minimum(boxes, anchor).prod(axis=1)
+    for anchor, offset in zip(anchors, np.broadcast_to(offsets, len(anchors)), strict=True):
+        inside = np.minimum(np.minimum(boxes, anchor), (boxes + anchor) / 2 - offset).clip(min=0).prod(axis=1)
         found = np.maximum(found, inside / (boxes.prod(axis=1) + anchor.prod() - inside))
     return found
+
+
+def anchor_strides(cfg: CfgNode) -> list[int]:
+    """Return the strides of the feature maps with anchors."""
+    node = cfg.MODEL.RETINANET if "RetinaNet" in cfg.MODEL.META_ARCHITECTURE else cfg.MODEL.RPN
+    return [2 ** int(name[-1]) for name in node.IN_FEATURES]  # p2, res4
+
+
+def anchor_fit(found: Fingerprint, cfg: CfgNode, sizes: list | None = None, ratios: list | None = None) -> float:
+    """Return the mean IoU of objects with their best anchor, of a config or with other sizes and ratios.
+
+    Centers differ as they do on average: by a quarter of the stride. Each class counts equally, as for AP.
+    """
+    step = -(-len(found.boxes) // 5000)
+    boxes, category = found.resized(*training_sides(cfg))[::step], found.category[::step]
+    strides, sizes = anchor_strides(cfg), sizes or cfg.MODEL.ANCHOR_GENERATOR.SIZES
+    shapes = anchor_shapes(cfg, sizes * len(strides) if len(sizes) == 1 else sizes, ratios)
+    overlaps = best_overlaps(boxes, shapes, np.repeat(strides, len(shapes) // len(strides)) / 4)
+    counts = np.bincount(category)
+    return float(np.average(overlaps, weights=1 / counts[category]))
 
 
 def training_view(found: Fingerprint, cfg: CfgNode) -> str:
     """Say in a line what a config makes of objects: their sizes after resizing, and how anchors fit them."""
     sides = training_sides(cfg)
     low, middle, high = np.quantile(found.sizes(*sides), (0.05, 0.5, 0.95))
-    overlap = best_overlaps(found.resized(*sides), anchor_shapes(cfg)).mean()
+    overlap = anchor_fit(found, cfg)
     return (
         f"resized to {sides[0]:g}, objects have {low:.0f}, {middle:.0f} and {high:.0f} pixels (5, 50 and 95 %) and "
         f"overlap their best anchor by {overlap:.2f} (mean)"

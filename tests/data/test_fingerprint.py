@@ -76,3 +76,5 @@ def test_anchors_are_those_of_detectron2(sizes):
 def test_overlap_with_the_most_similar_anchor():
     overlaps = best_overlaps(np.array([[10.0, 10.0], [10.0, 40.0]]), np.array([[20.0, 20.0], [10.0, 20.0]]))
     assert overlaps == pytest.approx([0.5, 0.5])
+    moved = best_overlaps(np.array([[10.0, 10.0]]), np.array([[10.0, 10.0], [20.0, 20.0]]), np.array([2.0, 1.0]))
+    assert moved == pytest.approx([64 / 136])  # 8 x 8 pixels in common; the larger anchor has a quarter
