@@ -19,7 +19,7 @@ ANALYSES = {
     "swapping": "training with PCA and ZCA whitening, and the axes that PCA swaps",
     "layers": "eigenvalues, condition numbers and residuals of a model's whitening layers on images",
     "padding": "features and AP of a trained detector on single images and on padded batches",
-    "tiling": "features and AP of a trained detector on whole images and on their tiles",
+    "tiling": "AP and time of a trained detector on whole images and in tiles",
 }
 
 

@@ -14,7 +14,16 @@ from dataclasses import asdict
 from ..checkpoint.opening import BEST_CHECKPOINT
 from ..cli import check_folder, new_parser, parse_names
 from ..errors import ConfigError
-from ..prediction import check_output, detector_file, find_sources, open_predictor, write_predictions, write_preview
+from ..prediction import (
+    TiledPredictor,
+    check_output,
+    detector_file,
+    find_sources,
+    open_predictor,
+    write_predictions,
+    write_preview,
+)
+from ..prediction.tiles import STATISTICS
 
 
 def get_parser() -> argparse.ArgumentParser:
@@ -36,6 +45,15 @@ def get_parser() -> argparse.ArgumentParser:
         "--score-threshold", type=float, default=0.5, metavar="S", help="keep scores above S, default: %(default)s"
     )
     parser.add_argument("--preview", metavar="JSON", help="draw up to 50 images with the annotations of this COCO file")
+    parser.add_argument(
+        "--tiles", type=int, metavar="N", help="predict large images in overlapping tiles of N pixels, e.g. 1024"
+    )
+    parser.add_argument("--overlap", type=int, metavar="N", help="pixels that tiles share, default: an eighth")
+    parser.add_argument(
+        "--statistics",
+        choices=STATISTICS,
+        help="statistics of GW and GN in tiles: of the whole image (default), or of each tile, in half the time",
+    )
     parser.add_argument("--no-pictures", action="store_true", help="write only the json files")
     parser.add_argument("--device", metavar="D", help="cpu or cuda; default: a GPU, if there is one")
     parser.add_argument(
@@ -53,6 +71,8 @@ def get_parser() -> argparse.ArgumentParser:
 
 def main(args: argparse.Namespace) -> bool:
     """Return whether all inputs could be read."""
+    if args.tiles is None and (args.overlap, args.statistics) != (None, None):
+        raise ConfigError("--overlap, --statistics: only for tiles. Fix: give --tiles, e.g. 1024.")
     check_folder(args.output)
     if args.preview:
         if args.inputs:
@@ -74,6 +94,9 @@ def main(args: argparse.Namespace) -> bool:
         device=args.device,
         class_names=args.class_names,
     )
+    if args.tiles is not None:
+        overlap = args.tiles // 8 if args.overlap is None else args.overlap
+        predictor = TiledPredictor(predictor, args.tiles, overlap, args.statistics or "image")
     summary = write_predictions(predictor, sources, args.output, pictures=not args.no_pictures)
     for name, reason in summary.failed.items():
         print(f"{name}: {reason}", file=sys.stderr)

@@ -1,6 +1,7 @@
 """Read image files as Detectron2 does, with errors that name the file, and prepare them for a detector."""
 
 import contextlib
+import importlib.util
 import io
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -47,6 +48,47 @@ def read_image(path: str | os.PathLike[str], pixel_format: str, percentiles: Seq
         with Image.open(path) as image:
             _check_bits(image, percentiles)
         return detection_utils.read_image(_address(os.fspath(path), percentiles), format=pixel_format)
+
+
+def open_image(path: str | os.PathLike[str], percentiles: Sequence[float] = ()) -> Any:
+    """Open an image of any size for windows: ``image[rows, columns]`` is (h, w, 3) RGB, ``image.shape`` is (H, W, 3).
+
+    8-bit TIFF files are read window by window if rasterio is installed; others are read whole, into an array.
+
+    Raises:
+        As :func:`read_image`, whose arguments these are; reading a damaged window raises DataError.
+    """
+    limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # the user knows that images are large
+    try:
+        if os.path.isfile(path) and importlib.util.find_spec("rasterio"):
+            with _errors_of(path), Image.open(path) as image:
+                upright = image.getexif().get(ExifTags.Base.Orientation, 1) == 1
+                if image.format == "TIFF" and image.mode in ("L", "LA", "RGB", "RGBA") and upright:
+                    return TiffWindows(path)
+        return read_image(path, "RGB", percentiles)
+    finally:
+        Image.MAX_IMAGE_PIXELS = limit
+
+
+class TiffWindows:
+    """An 8-bit TIFF file of which windows are read, by rasterio."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        import rasterio
+
+        self.path, self._rasterio = path, rasterio
+        self._file = rasterio.open(path)
+        self.shape = (self._file.height, self._file.width, 3)
+
+    def __getitem__(self, window: tuple[slice, slice]) -> np.ndarray:
+        """Read rows and columns; with steps, every n-th of them."""
+        bands = [1, 2, 3] if self._file.count >= 3 else [1, 1, 1]
+        ranges = [range(size)[part] for size, part in zip(self.shape, window, strict=False)]
+        bounds = [(part.start, part.stop) for part in ranges]
+        shape = (3, *map(len, ranges))
+        with _errors_of(self.path), self._rasterio.Env(GDAL_CACHEMAX=256):  # MB; the default is 5 % of the memory
+            pixels = self._file.read(bands, window=self._rasterio.windows.Window.from_slices(*bounds), out_shape=shape)
+        return np.ascontiguousarray(pixels.transpose(1, 2, 0))
 
 
 def upright_size(path: str | os.PathLike[str], percentiles: Sequence[float] = ()) -> tuple[int, int]:

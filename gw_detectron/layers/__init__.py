@@ -24,7 +24,7 @@ from ..ops.solvers import SOLVERS, Solver, newton_inverse_sqrt, zca_inverse_sqrt
 from .batch_renorm import BatchRenorm2d
 from .batch_whitening import ROTATIONS, RUNNING, BatchWhitening2d, FrozenBatchWhitening2d
 from .group_whitening import GroupWhitening2d
-from .shared_statistics import joint_statistics
+from .shared_statistics import ImageStatistics
 from .weight_standardization import WeightStandardized, standardize_weight, standardize_weights
 
 __all__ = [
@@ -35,11 +35,11 @@ __all__ = [
     "BatchWhitening2d",
     "FrozenBatchWhitening2d",
     "GroupWhitening2d",
+    "ImageStatistics",
     "Solver",
     "WeightStandardized",
     "batch_whiten",
     "group_whiten",
-    "joint_statistics",
     "newton_inverse_sqrt",
     "standardize_weight",
     "standardize_weights",

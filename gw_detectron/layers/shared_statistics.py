@@ -1,57 +1,127 @@
-"""Statistics that the samples of a batch share, for tiles of one image."""
+"""Statistics of a whole image for norms that see it in tiles."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
+from ..ops.checks import autocast_off, compute_dtype, memory_format_of
 from .group_whitening import GroupWhitening2d
 
+_PerSampleNorm = GroupWhitening2d | nn.GroupNorm | nn.InstanceNorm2d
 
-@contextmanager
-def joint_statistics(model: nn.Module) -> Iterator[None]:
-    """Let the samples of a batch share their statistics, as tiles of one image.
 
-    A per-sample norm gives a tile another mean and whitening matrix than the whole image. In this context
-    :class:`GroupWhitening2d` and ``nn.GroupNorm`` compute one for all tiles of the batch. If the tiles cover the image
-    once, it is that of the whole image, up to the zeros that convolutions see at the edges of tiles.
+class ImageStatistics:
+    r"""Mean and covariance that the norms of a network have on an image, gathered from its tiles.
+
+    A per-sample norm gives a tile another mean and whitening matrix than the whole image. Moments add up, so those of
+    the image can be had from its tiles, for GW, ``nn.GroupNorm`` and ``nn.InstanceNorm2d``; other norms are left alone.
 
     .. code-block:: python
 
-        with joint_statistics(model.backbone):
-            outputs = model([{"image": tile} for tile in tiles])
+        statistics = ImageStatistics(model.backbone.modules())
+        for batch in batches_of_tiles:  # in random order
+            with statistics.gather():
+                model.backbone(batch)
+        with statistics.apply():
+            outputs = model(tiles)
+
+    While gathering, each batch is normalized by the moments of all batches so far, its own included. So the input of a
+    layer always fits its statistics. If all tiles are one batch, the statistics are those of the whole image, up to the
+    zeros that convolutions see at the edges of tiles. (Passes that normalize by the moments of an earlier pass diverge:
+    each layer multiplies the mismatch of the one before it.)
 
     Args:
-        model: the part of a detector that sees images. Leave out the region heads: their samples are regions.
-            Use the context in one thread.
-
-    Raises:
-        ValueError: the model has none of these layers.
+        modules: those whose samples are images; leave out region heads. Each context takes one forward pass, without
+            gradients, in one thread. A layer that is called several times in it has statistics for each call.
     """
-    layers = [layer for layer in model.modules() if isinstance(layer, GroupWhitening2d | nn.GroupNorm)]
-    if not layers:
-        raise ValueError(
-            f"model ({type(model).__name__}): no GroupWhitening2d or nn.GroupNorm. Fix: leave out joint_statistics, "
-            "as other norms give a tile the statistics of the image."
-        )
-    before = [vars(layer).get("forward") for layer in layers]
-    for layer in layers:
-        layer.forward = functools.partial(_as_one_sample, layer.forward)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for layer, forward in zip(layers, before, strict=True):
-            if forward is None:
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.layers: list[_PerSampleNorm] = [
+            module
+            for module in modules
+            if isinstance(module, _PerSampleNorm) and not getattr(module, "track_running_stats", False)
+        ]
+        self._moments: dict[tuple[int, int], _Moments] = {}  # of a layer's call
+        self._matrices: dict[tuple[int, int], Tensor] = {}
+
+    @contextmanager
+    def gather(self) -> Iterator[None]:
+        """Add the batch of this context to the statistics, and normalize by them."""
+        self._matrices.clear()
+        with self._replaced(gather=True):
+            yield
+
+    @contextmanager
+    def apply(self) -> Iterator[None]:
+        """Normalize by the gathered statistics."""
+        with self._replaced(gather=False):
+            yield
+
+    @contextmanager
+    def _replaced(self, gather: bool) -> Iterator[None]:
+        calls = [0] * len(self.layers)
+        for index, layer in enumerate(self.layers):
+            layer.forward = functools.partial(self._forward, index, calls, gather)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            for layer in self.layers:
                 del layer.forward
-            else:
-                layer.forward = forward  # type: ignore[method-assign]
+
+    @torch.no_grad()
+    def _forward(self, index: int, calls: list[int], gather: bool, x: Tensor, relu: bool = False) -> Tensor:
+        layer, key = self.layers[index], (index, calls[index])
+        calls[index] += 1
+        groups = layer.num_features if isinstance(layer, nn.InstanceNorm2d) else layer.num_groups
+        with autocast_off(x.device.type):
+            rows = x.to(compute_dtype(x)).transpose(0, 1).reshape(groups, -1)  # (g, M) of all tiles
+            if gather:
+                found = _Moments.of(rows, full=isinstance(layer, GroupWhitening2d))
+                before = self._moments.get(key)
+                self._moments[key] = found if before is None else before.merged(found)
+            moments = self._moments[key]
+            if gather or key not in self._matrices:
+                self._matrices[key] = _whitening(layer, moments.scatter / moments.count).to(rows)
+            matrix, rows = self._matrices[key], rows - moments.mean.to(rows)[:, None]
+            rows = matrix @ rows if matrix.dim() == 2 else matrix[:, None] * rows
+            y = rows.reshape(x.shape[1], len(x), *x.shape[2:]).transpose(0, 1)
+            shape = (1, -1) + (1,) * (x.dim() - 2)
+            if layer.weight is not None:
+                y = y * layer.weight.to(y).reshape(shape)
+            if layer.bias is not None:
+                y = y + layer.bias.to(y).reshape(shape)
+        return (y.relu() if relu else y).to(x.dtype).contiguous(memory_format=memory_format_of(x))
 
 
-def _as_one_sample(forward: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    if len(x) < 2 or x.dim() < 3:  # a single sample or (N, C) input: nothing to join
-        return forward(x, *args, **kwargs)
-    below = x.transpose(0, 1).flatten(1, 2)[None]  # (1, C, N H, W): the samples below each other
-    y = forward(below, *args, **kwargs)
-    return y[0].unflatten(1, (len(x), x.shape[2])).transpose(0, 1)
+@dataclass(frozen=True)
+class _Moments:
+    """Number of columns, mean (g,), and sum of squared deviations (g, g), or (g,) of its diagonal."""
+
+    count: int
+    mean: Tensor
+    scatter: Tensor
+
+    @staticmethod
+    def of(rows: Tensor, full: bool) -> "_Moments":
+        mean = rows.mean(1)
+        centered = rows - mean[:, None]
+        scatter = centered @ centered.mT if full else centered.square().sum(1)
+        return _Moments(rows.shape[1], mean.double(), scatter.double())
+
+    def merged(self, other: "_Moments") -> "_Moments":
+        """Return the moments of both (Chan, Golub and LeVeque, 1983)."""
+        count = self.count + other.count
+        shift = other.mean - self.mean
+        spread = torch.outer(shift, shift) if self.scatter.dim() == 2 else shift.square()
+        scatter = self.scatter + other.scatter + spread * (self.count * other.count / count)
+        return _Moments(count, self.mean + shift * (other.count / count), scatter)
+
+
+def _whitening(layer: _PerSampleNorm, covariance: Tensor) -> Tensor:
+    if isinstance(layer, GroupWhitening2d):
+        return layer.solver(covariance)
+    return (covariance + layer.eps).rsqrt()

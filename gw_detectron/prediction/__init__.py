@@ -5,11 +5,13 @@ from .image_sources import ImageSource, find_sources
 from .open_predictor import Predictor, detector_file, open_predictor
 from .preview import write_preview
 from .results_folder import PredictionSummary, check_output, write_predictions
+from .tiles import TiledPredictor
 
 __all__ = [
     "ImageSource",
     "PredictionSummary",
     "Predictor",
+    "TiledPredictor",
     "check_output",
     "detector_file",
     "draw_predictions",

@@ -10,6 +10,7 @@ from detectron2.structures import BoxMode, Instances
 from detectron2.utils.colormap import colormap
 from matplotlib import rc_context
 from matplotlib.colors import hsv_to_rgb
+from torch import Tensor
 
 from ..installation import require_packages
 
@@ -105,14 +106,15 @@ def _hide_labels(output: Any, boxes: np.ndarray, first: Sequence[bool]) -> None:
 
 
 def draw_predictions(image: np.ndarray, metadata: Metadata, instances: Instances) -> np.ndarray:
-    """Draw the ``Instances`` that a detector returns, on the CPU."""
+    """Draw the ``Instances`` that a detector returns, on the CPU; ``pred_masks`` may also be ``PolygonMasks``."""
+    masks = instances.get("pred_masks") if instances.has("pred_masks") else None
     return draw_objects(
         image,
         metadata,
         instances.pred_classes.tolist(),
         instances.pred_boxes.tensor.numpy(),
         scores=instances.scores.tolist(),
-        masks=instances.pred_masks.numpy() if instances.has("pred_masks") else None,
+        masks=masks.numpy() if isinstance(masks, Tensor) else masks,
         keypoints=instances.pred_keypoints.numpy() if instances.has("pred_keypoints") else None,
     )
 

@@ -1,5 +1,6 @@
 """Find and read the images and videos that a user names."""
 
+import functools
 import glob
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..data.images import image_files, read_image
+from ..data.images import image_files, open_image, read_image
 from ..errors import DataError, MissingFileError
 from ..installation import require_packages
 
@@ -43,13 +44,15 @@ class ImageSource:
 
         return max(0, int(video.get(cv2.CAP_PROP_FRAME_COUNT)))
 
-    def images(self, percentiles: Sequence[float] = ()) -> Iterator[np.ndarray]:
+    def images(self, percentiles: Sequence[float] = (), *, windows: bool = False) -> Iterator[Any]:
         """Yield the image, or a video's frames, (H, W, 3) RGB uint8; ``percentiles`` are ``INPUT.PERCENTILES``.
 
-        An image is turned upright by its EXIF entry; gray values become RGB, transparency is dropped.
+        An image is turned upright by its EXIF entry; gray values become RGB, transparency is dropped. With ``windows``
+        it is opened by :func:`~gw_detectron.data.images.open_image`.
         """
         if not self.is_video:
-            yield read_image(self.path, "RGB", percentiles)
+            read = open_image if windows else functools.partial(read_image, pixel_format="RGB")
+            yield read(self.path, percentiles=percentiles)
             return
         capture = self.video()
         found, frame = capture.read()

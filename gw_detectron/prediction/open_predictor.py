@@ -43,10 +43,8 @@ class Predictor:
         self.model, self.cfg, self.metadata, self.score_threshold = model, cfg, metadata, score_threshold
 
     def __call__(self, image: np.ndarray) -> Instances:
-        height, width = image.shape[:2]
-        pixels = convert_PIL_to_numpy(Image.fromarray(image), self.cfg.INPUT.FORMAT)
         with torch.no_grad():
-            (output,) = self.model([{"image": evaluation_input(pixels, self.cfg), "height": height, "width": width}])
+            (output,) = self.model([self.input(image)])
         if "instances" not in output:
             raise ConfigError(
                 f"MODEL.META_ARCHITECTURE ('{self.cfg.MODEL.META_ARCHITECTURE}'): predicts no boxes but "
@@ -54,6 +52,11 @@ class Predictor:
             )
         found = output["instances"].to("cpu")
         return found[found.scores > self.score_threshold]
+
+    def input(self, image: np.ndarray) -> dict[str, Any]:
+        """Return an image as an input of the model."""
+        pixels = convert_PIL_to_numpy(Image.fromarray(image), self.cfg.INPUT.FORMAT)
+        return {"image": evaluation_input(pixels, self.cfg), "height": image.shape[0], "width": image.shape[1]}
 
 
 def open_predictor(

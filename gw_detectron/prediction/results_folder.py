@@ -25,6 +25,7 @@ from ..progress import progress_bar
 from .drawing import draw_predictions
 from .image_sources import ImageSource
 from .open_predictor import Predictor
+from .tiles import TiledPredictor, shrunk
 
 RESULTS, IMAGES, COUNTS, PICTURES = "predictions.json", "images.json", "counts.csv", "pictures"
 _FILES = (RESULTS, IMAGES, COUNTS, PICTURES)
@@ -59,7 +60,7 @@ def check_output(output: str | os.PathLike[str], sources: Iterable[ImageSource])
 
 
 def write_predictions(
-    predictor: Predictor,
+    predictor: Predictor | TiledPredictor,
     sources: Sequence[ImageSource],
     output: str | os.PathLike[str],
     *,
@@ -72,7 +73,7 @@ def write_predictions(
     cannot be read are left out.
 
     Args:
-        predictor: the detector.
+        predictor: the detector; a :class:`TiledPredictor` for large images.
         sources: the images and videos.
         output: the folder to create. It may hold earlier predictions, which are replaced.
         pictures: whether to draw.
@@ -98,14 +99,15 @@ def write_predictions(
             try:
                 path = folder / PICTURES / _picture_name(source, names)
                 with closing(_Drawer(source, path, predictor.metadata)) if pictures else nullcontext() as drawer:
-                    for index, image in enumerate(source.images(predictor.cfg.INPUT.PERCENTILES)):
+                    windows, percentiles = isinstance(predictor, TiledPredictor), predictor.cfg.INPUT.PERCENTILES
+                    for index, image in enumerate(source.images(percentiles, windows=windows)):
                         found = predictor(image)
                         if drawer is not None:
                             drawer.draw(image, found)
                         name = {"file_name": source.name, **({"frame": index} if source.is_video else {})}
                         height, width = image.shape[:2]
                         images.append({"id": len(images) + 1, **name, "height": height, "width": width})
-                        results += [name | each for each in instances_to_coco_json(found, len(images))]
+                        results += [name | each for each in _coco_results(found, len(images))]
                         progress.update()
             except (DataError, MissingFileError) as error:
                 summary.failed[source.name] = str(error)
@@ -116,6 +118,14 @@ def write_predictions(
     summary.images, summary.detections = len(images), len(results)
     summary.seconds = round(time.perf_counter() - begin, 3)
     return summary
+
+
+def _coco_results(found: Instances, image_id: int) -> list[dict[str, Any]]:
+    results = instances_to_coco_json(found, image_id)
+    if found.has("pred_masks_rle"):  # of tiles
+        for result, rle in zip(results, found.pred_masks_rle, strict=True):
+            result["segmentation"] = rle | {"counts": rle["counts"].decode()}
+    return results
 
 
 def _write_json(folder: Path, metadata: Metadata, images: list[dict[str, Any]], results: list[dict[str, Any]]) -> None:
@@ -169,9 +179,10 @@ class _Drawer:
         self.video: Any = None
         path.parent.mkdir(parents=True, exist_ok=True)
 
-    def draw(self, image: np.ndarray, found: Instances) -> None:
+    def draw(self, image: Any, found: Instances) -> None:
         """Draw the objects that were found in the next image."""
-        drawn = draw_predictions(image, self.metadata, found)
+        small, found = shrunk(image, found)
+        drawn = draw_predictions(small, self.metadata, found)
         if not self.source.is_video:
             Image.fromarray(drawn).save(self.path, quality=95)
             return

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
+from detectron2.config import CfgNode
 from detectron2.data import Metadata
 from detectron2.modeling import build_model
 from detectron2.structures import Boxes, Instances
@@ -60,7 +61,7 @@ def photos(tmp_path, photo):
 class Handmade:
     """Find a square in its upper left corner and an object of low score in every image."""
 
-    score_threshold = 0.5
+    score_threshold, cfg = 0.5, CfgNode({"INPUT": {"PERCENTILES": ()}})
     metadata = Metadata(thing_classes=["fork", "cup"], thing_dataset_id_to_contiguous_id={2: 0, 7: 1})
 
     def __call__(self, image):
