@@ -17,8 +17,7 @@ from gw_detectron import GroupWhitening2d
 from gw_detectron.atomic import atomic_write
 from gw_detectron.data import synthetic_images
 
-from .small_batch.results_file import read_results
-from .small_batch.tables import scored
+from .small_batch import RESULTS, scored
 
 GROUPS = 16
 COLORS = {"BN": "#9e9e9e", "GN": "#6fa8dc", "GW": "#3f51b5"}
@@ -55,10 +54,9 @@ def draw(results: Path) -> pyplot.Figure:
     left.colorbar(image, ax=left.axes, shrink=0.7)
     left.suptitle("Correlation between 16 groups of channels of one image")
     axis = right.subplots()
-    known = read_results(results)
     for place, (norm, color) in enumerate(COLORS.items()):
         for index, batch in enumerate((1, 2, 4, 8)):
-            values = scored(known, norm, batch).values()
+            values = scored(norm, batch, results).values()
             bar = axis.bar(index + 0.27 * (place - 1), sum(values) / len(values), 0.25, color=color)
             axis.bar_label(bar, fmt="%.0f", fontsize=8)
         axis.bar(0, 0, color=color, label=norm)
@@ -72,7 +70,7 @@ def draw(results: Path) -> pyplot.Figure:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("output", type=Path)
-    parser.add_argument("--results", type=Path, default=Path(__file__).with_name("small_batch") / "results.jsonl")
+    parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     with atomic_write(args.output) as temporary:
         draw(args.results).savefig(temporary, format="png", dpi=110)

@@ -4,6 +4,7 @@ Every shape is drawn with every texture. Some of the pairs are classes; the othe
 the background. So neither the outline nor the texture alone tells the class, and the color tells nothing.
 """
 
+import argparse
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import ClassVar
 import numpy as np
 from PIL import Image, ImageFilter
 
-from gw_detectron.data import SyntheticConfig
+from gw_detectron.data import SyntheticConfig, make_synthetic
 from gw_detectron.data.scene import SHAPES, Array, Scene, Shape, blend
 
 
@@ -125,3 +126,9 @@ class HardSyntheticConfig(SyntheticConfig):
     scene: ClassVar[type[Scene]] = HardScene
     class_names: ClassVar[tuple[str, ...]] = tuple(shape.name for shape in HardScene.shapes[: HardScene.num_classes])
     size_exponent: ClassVar[float] = 1.0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Draw the images of the study, with annotations in COCO format.")
+    parser.add_argument("folder", help="the dataset is made below it")
+    print(make_synthetic(parser.parse_args().folder, HardSyntheticConfig()))
