@@ -6,6 +6,7 @@ import itertools
 import operator
 import os
 import re
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,17 @@ def changed_config(cfg: CfgNode, values: Mapping[str, Any]) -> CfgNode:
         node, _, name = key.rpartition(".")
         setattr(get_value(changed, node) if node else changed, name, value)
     return changed
+
+
+def training_sides(cfg: CfgNode) -> tuple[float, float]:
+    """Return the shorter side, of several their median, and the longest one, to which training resizes images."""
+    return float(statistics.median(cfg.INPUT.MIN_SIZE_TRAIN)), float(cfg.INPUT.MAX_SIZE_TRAIN)
+
+
+def anchor_strides(cfg: CfgNode) -> list[int]:
+    """Return the strides of the feature maps with anchors."""
+    node = cfg.MODEL.RETINANET if "RetinaNet" in cfg.MODEL.META_ARCHITECTURE else cfg.MODEL.RPN
+    return [2 ** int(name[-1]) for name in node.IN_FEATURES]  # p2, res4
 
 
 def shipped_configs() -> dict[str, Path]:

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from detectron2.config import CfgNode
 
-from .config import get_value
+from .config import anchor_strides, get_value, training_sides
 from .data import read_json
-from .data.fingerprint import Fingerprint, anchor_fit, anchor_strides, read_fingerprint, training_sides
+from .data.fingerprint import Fingerprint, anchor_fit, read_fingerprint
 from .data.images import evenly_spread, is_deep
 from .errors import ConfigError, DataError
 from .modeling.build import object_count_keys
@@ -138,7 +138,7 @@ def _anchors(recipe: _Recipe, found: Fingerprint) -> None:
     scaled = [each for each in scaled if all(min(s) <= 8 * stride for s, stride in zip(each, strides, strict=False))]
     lists = [ratios] if prefix + "ASPECT_RATIOS" in recipe.given else [[each] for each in _RATIOS]
     pairs = [(sizes, ratios), *itertools.product(scaled, lists)]
-    options = [(anchor_fit(found, cfg, *pair), *pair) for pair in pairs]
+    options = [(anchor_fit(found, training_sides(cfg), strides, *pair), *pair) for pair in pairs]
     before, best = options[0][0], max(overlap for overlap, *_ in options)
     if best - before >= _NOTABLE:
         # of nearly equal ones, that of the fewest ratios

@@ -5,13 +5,12 @@ Both the recipe from the data and the checks before a run read them here.
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-from detectron2.config import CfgNode
 
 from ..errors import DataError
 
@@ -135,15 +134,8 @@ def _clipped(box: Any, image: tuple[float, float]) -> tuple[float, float] | None
     return (width, height) if width > 0 and height > 0 else None
 
 
-def training_sides(cfg: CfgNode) -> tuple[float, float]:
-    """Return the shorter side, of several their median, and the longest one, to which training resizes images."""
-    return float(np.median(cfg.INPUT.MIN_SIZE_TRAIN)), float(cfg.INPUT.MAX_SIZE_TRAIN)
-
-
-def anchor_shapes(cfg: CfgNode, sizes: list | None = None, ratios: list | None = None) -> np.ndarray:
-    """Return width and height of every anchor, (A, 2), of a config or with other sizes and ratios."""
-    node = cfg.MODEL.ANCHOR_GENERATOR
-    sizes, ratios = sizes or node.SIZES, ratios or node.ASPECT_RATIOS
+def anchor_shapes(sizes: list, ratios: list) -> np.ndarray:
+    """Return width and height of every anchor, (A, 2), of ``MODEL.ANCHOR_GENERATOR``'s sizes and aspect ratios."""
     levels = max(len(sizes), len(ratios))  # one entry is for all levels
     pairs = zip(*(each * levels if len(each) == 1 else each for each in (sizes, ratios)), strict=True)
     return np.array([(s / r**0.5, s * r**0.5) for level, shapes in pairs for s in level for r in shapes])
@@ -161,32 +153,22 @@ def best_overlaps(boxes: np.ndarray, anchors: np.ndarray, offsets: np.ndarray | 
     return found
 
 
-def anchor_strides(cfg: CfgNode) -> list[int]:
-    """Return the strides of the feature maps with anchors."""
-    node = cfg.MODEL.RETINANET if "RetinaNet" in cfg.MODEL.META_ARCHITECTURE else cfg.MODEL.RPN
-    return [2 ** int(name[-1]) for name in node.IN_FEATURES]  # p2, res4
-
-
-def anchor_fit(found: Fingerprint, cfg: CfgNode, sizes: list | None = None, ratios: list | None = None) -> float:
-    """Return the mean IoU of objects with their best anchor, of a config or with other sizes and ratios.
+def anchor_fit(
+    found: Fingerprint, sides: tuple[float, float], strides: Sequence[int], sizes: list, ratios: list
+) -> float:
+    """Return the mean IoU of objects with their best anchor.
 
     Centers differ as they do on average: by a quarter of the stride. Each class counts equally, as for AP.
+
+    Args:
+        found: the objects.
+        sides: the shorter side and the longest one to which images are resized.
+        strides: those of the feature maps with anchors.
+        sizes, ratios: those of ``MODEL.ANCHOR_GENERATOR``.
     """
     step = -(-len(found.boxes) // 5000)
-    boxes, category = found.resized(*training_sides(cfg))[::step], found.category[::step]
-    strides, sizes = anchor_strides(cfg), sizes or cfg.MODEL.ANCHOR_GENERATOR.SIZES
-    shapes = anchor_shapes(cfg, sizes * len(strides) if len(sizes) == 1 else sizes, ratios)
+    boxes, category = found.resized(*sides)[::step], found.category[::step]
+    shapes = anchor_shapes(sizes * len(strides) if len(sizes) == 1 else sizes, ratios)
     overlaps = best_overlaps(boxes, shapes, np.repeat(strides, len(shapes) // len(strides)) / 4)
     counts = np.bincount(category)
     return float(np.average(overlaps, weights=1 / counts[category]))
-
-
-def training_view(found: Fingerprint, cfg: CfgNode) -> str:
-    """Say in a line what a config makes of objects: their sizes after resizing, and how anchors fit them."""
-    sides = training_sides(cfg)
-    low, middle, high = np.quantile(found.sizes(*sides), (0.05, 0.5, 0.95))
-    overlap = anchor_fit(found, cfg)
-    return (
-        f"resized to {sides[0]:g}, objects have {low:.0f}, {middle:.0f} and {high:.0f} pixels (5, 50 and 95 %) and "
-        f"overlap their best anchor by {overlap:.2f} (mean)"
-    )

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from detectron2.config import CfgNode
 
 from ..data.geometry import Flags, Floats, corners, far_apart, is_coordinates, is_polygon, mask_boxes, wrong_areas
 from ..errors import DataError, summarize_names
@@ -22,13 +21,6 @@ class DatasetNeeds(NamedTuple):
     run_lengths: bool = True  # a segmentation may be an RLE
     keypoints: int = 0  # per object
     percentiles: Sequence[float] = ()  # for images of more than 8 bits
-
-    @classmethod
-    def of(cls, cfg: CfgNode, *, training: bool) -> "DatasetNeeds":
-        """Return the needs of a config."""
-        points = cfg.MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS if cfg.MODEL.KEYPOINT_ON else 0
-        run_lengths = not training or cfg.INPUT.MASK_FORMAT != "polygon"
-        return cls(training, cfg.MODEL.MASK_ON, run_lengths, points, cfg.INPUT.PERCENTILES)
 
     def fields(self) -> set[str]:
         """Return the fields that every annotation needs."""

@@ -56,7 +56,8 @@ def preflight(
     if not eval_only:
         _check_schedule(cfg, report)
         try:
-            build_augmentations(cfg)
+            if cfg.INPUT.AUGMENTATIONS:
+                build_augmentations(cfg)
         except ConfigError as error:
             report.errors.append(str(error))
         cfg = DefaultTrainer.auto_scale_workers(cfg, comm.get_world_size())  # as the trainer does

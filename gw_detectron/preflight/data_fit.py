@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from detectron2.config import CfgNode
 
-from ..config import get_value
-from ..data.fingerprint import Fingerprint, anchor_shapes, best_overlaps, training_sides
+from ..config import anchor_strides, get_value, training_sides
+from ..data.fingerprint import Fingerprint, anchor_fit, anchor_shapes, best_overlaps
 from ..modeling.build import object_count_keys
 
 _AUTO = "give --auto, which sets it by the data"
@@ -46,7 +46,7 @@ def check_fit(cfg: CfgNode, data: Mapping[str, Fingerprint], *, eval_only: bool)
                 f"INPUT.MIN_SIZE_TEST, MAX_SIZE_TEST ({test_sides}): objects have {size:.0f} pixels (median) in {name} "
                 f"and {np.median(sizes):.0f} in the training. Fix: choose sides that give them the same size."
             )
-    anchors = anchor_shapes(cfg)
+    anchors = anchor_shapes(cfg.MODEL.ANCHOR_GENERATOR.SIZES, cfg.MODEL.ANCHOR_GENERATOR.ASPECT_RATIOS)
     if (poor := best_overlaps(boxes, anchors) < 0.5).mean() > 1 / 3:
         scales, (low, high) = np.sqrt(anchors.prod(axis=1)), np.quantile(sizes, (0.05, 0.95))
         yield (
@@ -70,3 +70,15 @@ def _low_limit(
                 f"{len(each.boxes)} objects {consequence}. Fix: set {key} "
                 f"{100 * int(np.ceil(1.5 * most / share / 100))}, or {_AUTO}."
             )
+
+
+def training_view(cfg: CfgNode, found: Fingerprint) -> str:
+    """Say in a line what a config makes of objects: their sizes after resizing, and how anchors fit them."""
+    sides = training_sides(cfg)
+    low, middle, high = np.quantile(found.sizes(*sides), (0.05, 0.5, 0.95))
+    node = cfg.MODEL.ANCHOR_GENERATOR
+    overlap = anchor_fit(found, sides, anchor_strides(cfg), node.SIZES, node.ASPECT_RATIOS)
+    return (
+        f"resized to {sides[0]:g}, objects have {low:.0f}, {middle:.0f} and {high:.0f} pixels (5, 50 and 95 %) and "
+        f"overlap their best anchor by {overlap:.2f} (mean)"
+    )

@@ -10,12 +10,12 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from ..data import read_json
 from ..data.coco_files import COMPLETED, coco_of_records
-from ..data.fingerprint import Fingerprint, read_fingerprint, training_view
+from ..data.fingerprint import Fingerprint, read_fingerprint
 from ..data.images import upright_size
 from ..errors import DataError, PreflightReport, similar_names, summarize_names
 from ..modeling.build import CLASS_COUNTS
 from .annotation_checks import DatasetNeeds, check_coco
-from .data_fit import check_fit
+from .data_fit import check_fit, training_view
 
 #: values of a dataset's metadata ``evaluator_type`` that are evaluated by the COCO rules
 _COCO_EVALUATORS = ("coco", "coco_panoptic_seg")
@@ -50,12 +50,10 @@ def check_datasets(
     data: dict[str, Fingerprint] = {}
     roles = ((True, () if eval_only else cfg.DATASETS.TRAIN), (False, cfg.DATASETS.TEST))
     classes = {
-        name: _check_dataset(name, report, DatasetNeeds.of(cfg, training=training), data)
-        for training, names in roles
-        for name in names
+        name: _check_dataset(name, report, _needs(cfg, training), data) for training, names in roles for name in names
     }
     learned = [name for name in cfg.DATASETS.TRAIN if not eval_only and name in data and len(data[name].boxes)]
-    report.notes += [f"dataset {name}: {data[name]}; {training_view(data[name], cfg)}" for name in learned]
+    report.notes += [f"dataset {name}: {data[name]}; {training_view(cfg, data[name])}" for name in learned]
     known = {name: names for name, names in classes.items() if names}
     if trained:
         known = {f"the checkpoint ({len(trained)} classes)": list(trained.values()), **known}
@@ -121,6 +119,12 @@ def _classes_without_objects(cfg: CfgNode, data: Mapping[str, Fingerprint]) -> I
         if found.any():
             listed = summarize_names(names[found])
             yield f"DATASETS: {found.sum()} of {len(names)} classes {what} ({listed}). Fix: {fix}."
+
+
+def _needs(cfg: CfgNode, training: bool) -> DatasetNeeds:
+    points = cfg.MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS if cfg.MODEL.KEYPOINT_ON else 0
+    run_lengths = not training or cfg.INPUT.MASK_FORMAT != "polygon"
+    return DatasetNeeds(training, cfg.MODEL.MASK_ON, run_lengths, points, cfg.INPUT.PERCENTILES)
 
 
 def wrong_evaluator(cfg: CfgNode, name: str) -> str:
