@@ -215,7 +215,7 @@ class GroupWhiten(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
         x, _, _, groups, iters, *_, backend = inputs
         solution = triton.solution_for(x, groups, iters) if backend == "triton" else None
-        output = _forward(*inputs) if solution is None else triton.forward(*inputs[:-1], solution)
+        output = _forward(*inputs) if solution is None else triton.forward(*inputs[:-1], solution=solution)
         _setup_context(ctx, inputs, output, solution)
         return output
 

@@ -291,7 +291,8 @@ def over_columns(
     Returns:
         The number of splits of a sample (or of a j), and the arguments of ``run`` that follow.
     """
-    strides, arguments = [], {}
+    strides: list[Strides] = []
+    arguments: dict[str, Any] = {}
     for name, tensor in tensors.items():
         found = _strides(tensor)
         if found is None:
