@@ -213,9 +213,12 @@ class GroupWhiten(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        x, _, _, groups, iters, *_, backend = inputs
+        x, weight, bias, groups, iters, eps, relu, backend = inputs
         solution = triton.solution_for(x, groups, iters) if backend == "triton" else None
-        output = _forward(*inputs) if solution is None else triton.forward(*inputs[:-1], solution=solution)
+        if solution is None:
+            output = _forward(*inputs)
+        else:
+            output = triton.forward(x, weight, bias, groups, iters, eps, relu, solution)
         _setup_context(ctx, inputs, output, solution)
         return output
 
