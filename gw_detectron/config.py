@@ -115,7 +115,7 @@ def training_sides(cfg: CfgNode) -> tuple[float, float]:
 def anchor_strides(cfg: CfgNode) -> list[int]:
     """Return the strides of the feature maps with anchors."""
     node = cfg.MODEL.RETINANET if "RetinaNet" in cfg.MODEL.META_ARCHITECTURE else cfg.MODEL.RPN
-    return [2 ** int(name[-1]) for name in node.IN_FEATURES]  # p2, res4
+    return [2 ** int(name[-1]) if name[-1].isdigit() else 16 for name in node.IN_FEATURES]  # p2, res4
 
 
 def shipped_configs() -> dict[str, Path]:

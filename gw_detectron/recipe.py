@@ -12,7 +12,7 @@ from detectron2.config import CfgNode
 
 from .config import anchor_strides, get_value, training_sides
 from .data import read_json
-from .data.fingerprint import Fingerprint, anchor_fit, read_fingerprint
+from .data.fingerprint import Fingerprint, anchor_fit, anchor_shapes, read_fingerprint
 from .data.images import evenly_spread, is_deep
 from .errors import ConfigError, DataError
 from .modeling.build import object_count_keys
@@ -95,6 +95,7 @@ class _Recipe:
 
     def __init__(self, cfg: CfgNode, given: Collection[str]) -> None:
         self.cfg, self.given = cfg, given
+        self.batch = cfg.SOLVER.IMS_PER_BATCH * cfg.SOLVER.ACCUMULATE
         self.reasons: dict[str, str] = {}
 
     def set(self, key: str, value: Any, reason: str) -> None:
@@ -130,16 +131,18 @@ def _image_size(recipe: _Recipe, found: Fingerprint) -> None:
 def _anchors(recipe: _Recipe, found: Fingerprint) -> None:
     """Scale the config's anchors, and choose their ratios, by the mean overlap of objects with the best anchor."""
     cfg, prefix = recipe.cfg, "MODEL.ANCHOR_GENERATOR."
-    sizes, ratios = cfg.MODEL.ANCHOR_GENERATOR.SIZES, cfg.MODEL.ANCHOR_GENERATOR.ASPECT_RATIOS
-    strides = anchor_strides(cfg)
+    node, strides, sides = cfg.MODEL.ANCHOR_GENERATOR, anchor_strides(cfg), training_sides(cfg)
     factors = [1.0] if prefix + "SIZES" in recipe.given else 2 ** np.arange(-4, 4, 0.25)
-    scaled = [[[max(1, round(factor * size)) for size in level] for level in sizes] for factor in factors]
-    # up to eight times the stride, as in Detectron2: the features of a fine level show no more of an object
-    scaled = [each for each in scaled if all(min(s) <= 8 * stride for s, stride in zip(each, strides, strict=False))]
-    lists = [ratios] if prefix + "ASPECT_RATIOS" in recipe.given else [[each] for each in _RATIOS]
-    pairs = [(sizes, ratios), *itertools.product(scaled, lists)]
-    options = [(anchor_fit(found, training_sides(cfg), strides, *pair), *pair) for pair in pairs]
-    before, best = options[0][0], max(overlap for overlap, *_ in options)
+    scaled = [[[max(1, round(factor * size)) for size in level] for level in node.SIZES] for factor in factors]
+    lists = [node.ASPECT_RATIOS] if prefix + "ASPECT_RATIOS" in recipe.given else [[each] for each in _RATIOS]
+    before = best = anchor_fit(found, sides, anchor_shapes(node.SIZES, node.ASPECT_RATIOS, strides))
+    options = []
+    for sizes, ratios in itertools.product(scaled, lists):
+        anchors = anchor_shapes(sizes, ratios, strides)
+        # the smallest of a level up to eight strides, as in Detectron2: its features show no more of an object
+        if len(scaled) == 1 or all(anchors[anchors[:, 2] == s, :2].min() <= 8 * s for s in set(anchors[:, 2])):
+            options.append((anchor_fit(found, sides, anchors), sizes, ratios))
+            best = max(best, options[-1][0])
     if best - before >= _NOTABLE:
         # of nearly equal ones, that of the fewest ratios
         enough = [each for each in options if best - each[0] < _NOTABLE]
@@ -174,13 +177,9 @@ def _sampler(recipe: _Recipe, found: Fingerprint) -> None:
         recipe.set("DATALOADER.REPEAT_THRESHOLD", round(threshold, 5), "images of rarer classes are repeated")
 
 
-def _images_per_iteration(cfg: CfgNode) -> int:
-    return cfg.SOLVER.IMS_PER_BATCH * cfg.SOLVER.ACCUMULATE
-
-
 def _rate(recipe: _Recipe, found: Fingerprint) -> None:
     """Scale the rate of the COCO recipe, or that of the small-batch study for small networks from scratch."""
-    cfg, images = recipe.cfg, _images_per_iteration(recipe.cfg)
+    cfg, images = recipe.cfg, recipe.batch
     if cfg.MODEL.WEIGHTS or cfg.MODEL.RESNETS.DEPTH > 34:
         rate = 0.01 if "RetinaNet" in cfg.MODEL.META_ARCHITECTURE else 0.02
         recipe.set("SOLVER.BASE_LR", rate * images / 16, f"{rate} for 16 images, here {images}")
@@ -194,7 +193,7 @@ def _schedule(recipe: _Recipe, found: Fingerprint, epochs: float | None) -> None
     """Set the length by the number of images, and what depends on it."""
     images = np.count_nonzero(found.per_image)  # the others are not trained on
     passes = epochs or float(np.clip(12 * math.sqrt(1000 / images), 12, 100))
-    iterations = max(1, math.ceil(passes * images / _images_per_iteration(recipe.cfg)))
+    iterations = max(1, math.ceil(passes * images / recipe.batch))
     recipe.set("SOLVER.MAX_ITER", iterations, f"{passes:.3g} passes over {images:,} images")
     iterations = recipe.cfg.SOLVER.MAX_ITER
     steps = tuple(sorted({round(0.75 * iterations), round(0.9 * iterations)} - {0}))

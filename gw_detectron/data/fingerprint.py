@@ -134,41 +134,35 @@ def _clipped(box: Any, image: tuple[float, float]) -> tuple[float, float] | None
     return (width, height) if width > 0 and height > 0 else None
 
 
-def anchor_shapes(sizes: list, ratios: list) -> np.ndarray:
-    """Return width and height of every anchor, (A, 2), of ``MODEL.ANCHOR_GENERATOR``'s sizes and aspect ratios."""
-    levels = max(len(sizes), len(ratios))  # one entry is for all levels
-    pairs = zip(*(each * levels if len(each) == 1 else each for each in (sizes, ratios)), strict=True)
-    return np.array([(s / r**0.5, s * r**0.5) for level, shapes in pairs for s in level for r in shapes])
+def anchor_shapes(sizes: list, ratios: list, strides: Sequence[int]) -> np.ndarray:
+    """Return width, height and stride of every anchor, (A, 3).
+
+    Args:
+        sizes, ratios: those of ``MODEL.ANCHOR_GENERATOR``; one entry is for all levels.
+        strides: those of the feature maps with anchors.
+    """
+    lists = (each * len(strides) if len(each) == 1 else each for each in (sizes, ratios))
+    levels = zip(strides, *lists, strict=False)
+    return np.array([(s / r**0.5, s * r**0.5, stride) for stride, level, some in levels for s in level for r in some])
 
 
-def best_overlaps(boxes: np.ndarray, anchors: np.ndarray, offsets: np.ndarray | float = 0.0) -> np.ndarray:
-    """Return the IoU of each box, (N, 2), with the most similar anchor, (A, 2).
+def best_overlaps(boxes: np.ndarray, anchors: np.ndarray) -> np.ndarray:
+    """Return the IoU of each box, (N, 2), with the most similar anchor, (A, 3).
 
-    Their centers differ by ``offsets``, (A), along each side.
+    Their centers differ as they do on average: by a quarter of the stride along each side.
     """
     found = np.zeros(len(boxes))
-    for anchor, offset in zip(anchors, np.broadcast_to(offsets, len(anchors)), strict=True):
-        inside = np.minimum(np.minimum(boxes, anchor), (boxes + anchor) / 2 - offset).clip(min=0).prod(axis=1)
-        found = np.maximum(found, inside / (boxes.prod(axis=1) + anchor.prod() - inside))
+    for *anchor, stride in anchors:
+        inside = np.minimum(np.minimum(boxes, anchor), (boxes + anchor) / 2 - stride / 4).clip(min=0).prod(axis=1)
+        found = np.maximum(found, inside / (boxes.prod(axis=1) + np.prod(anchor) - inside))
     return found
 
 
-def anchor_fit(
-    found: Fingerprint, sides: tuple[float, float], strides: Sequence[int], sizes: list, ratios: list
-) -> float:
-    """Return the mean IoU of objects with their best anchor.
+def anchor_fit(found: Fingerprint, sides: tuple[float, float], anchors: np.ndarray) -> float:
+    """Return the mean IoU of objects, in images resized to ``sides``, with their best anchor.
 
-    Centers differ as they do on average: by a quarter of the stride. Each class counts equally, as for AP.
-
-    Args:
-        found: the objects.
-        sides: the shorter side and the longest one to which images are resized.
-        strides: those of the feature maps with anchors.
-        sizes, ratios: those of ``MODEL.ANCHOR_GENERATOR``.
+    Each class counts equally, as for AP.
     """
     step = -(-len(found.boxes) // 5000)
-    boxes, category = found.resized(*sides)[::step], found.category[::step]
-    shapes = anchor_shapes(sizes * len(strides) if len(sizes) == 1 else sizes, ratios)
-    overlaps = best_overlaps(boxes, shapes, np.repeat(strides, len(shapes) // len(strides)) / 4)
-    counts = np.bincount(category)
-    return float(np.average(overlaps, weights=1 / counts[category]))
+    category, overlaps = found.category[::step], best_overlaps(found.resized(*sides)[::step], anchors)
+    return float(np.average(overlaps, weights=1 / np.bincount(category)[category]))

@@ -46,9 +46,9 @@ def check_fit(cfg: CfgNode, data: Mapping[str, Fingerprint], *, eval_only: bool)
                 f"INPUT.MIN_SIZE_TEST, MAX_SIZE_TEST ({test_sides}): objects have {size:.0f} pixels (median) in {name} "
                 f"and {np.median(sizes):.0f} in the training. Fix: choose sides that give them the same size."
             )
-    anchors = anchor_shapes(cfg.MODEL.ANCHOR_GENERATOR.SIZES, cfg.MODEL.ANCHOR_GENERATOR.ASPECT_RATIOS)
+    anchors = _anchors(cfg) * [1, 1, 0]  # at the objects' centers
     if (poor := best_overlaps(boxes, anchors) < 0.5).mean() > 1 / 3:
-        scales, (low, high) = np.sqrt(anchors.prod(axis=1)), np.quantile(sizes, (0.05, 0.95))
+        scales, (low, high) = np.sqrt(anchors[:, :2].prod(axis=1)), np.quantile(sizes, (0.05, 0.95))
         yield (
             f"MODEL.ANCHOR_GENERATOR.SIZES ({scales.min():.0f} to {scales.max():.0f} pixels): {poor.sum()} of "
             f"{len(boxes)} objects overlap no anchor by half. 90 % of them have {low:.0f} to {high:.0f} pixels in "
@@ -76,9 +76,12 @@ def training_view(cfg: CfgNode, found: Fingerprint) -> str:
     """Say in a line what a config makes of objects: their sizes after resizing, and how anchors fit them."""
     sides = training_sides(cfg)
     low, middle, high = np.quantile(found.sizes(*sides), (0.05, 0.5, 0.95))
-    node = cfg.MODEL.ANCHOR_GENERATOR
-    overlap = anchor_fit(found, sides, anchor_strides(cfg), node.SIZES, node.ASPECT_RATIOS)
     return (
         f"resized to {sides[0]:g}, objects have {low:.0f}, {middle:.0f} and {high:.0f} pixels (5, 50 and 95 %) and "
-        f"overlap their best anchor by {overlap:.2f} (mean)"
+        f"overlap their best anchor by {anchor_fit(found, sides, _anchors(cfg)):.2f} (mean)"
     )
+
+
+def _anchors(cfg: CfgNode) -> np.ndarray:
+    node = cfg.MODEL.ANCHOR_GENERATOR
+    return anchor_shapes(node.SIZES, node.ASPECT_RATIOS, anchor_strides(cfg))

@@ -52,7 +52,8 @@ def check_datasets(
     classes = {
         name: _check_dataset(name, report, _needs(cfg, training), data) for training, names in roles for name in names
     }
-    learned = [name for name in cfg.DATASETS.TRAIN if not eval_only and name in data and len(data[name].boxes)]
+    trains = not (eval_only or report.errors)  # anchors may be wrong
+    learned = [name for name in cfg.DATASETS.TRAIN if trains and name in data and len(data[name].boxes)]
     report.notes += [f"dataset {name}: {data[name]}; {training_view(cfg, data[name])}" for name in learned]
     known = {name: names for name, names in classes.items() if names}
     if trained:

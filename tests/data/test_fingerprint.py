@@ -66,17 +66,17 @@ def test_boxes_are_resized_as_detectron2_resizes_images(sides):
 
 @pytest.mark.parametrize("sizes", [[[16], [32, 48]], [[8, 24]]])
 def test_anchors_are_those_of_detectron2(sizes):
-    cfg = default_config()
+    cfg, strides = default_config(), [4, 16]
     cfg.MODEL.ANCHOR_GENERATOR.SIZES, cfg.MODEL.ANCHOR_GENERATOR.ASPECT_RATIOS = sizes, [[0.25, 1.0, 2.0]]
-    generator = DefaultAnchorGenerator(cfg, [ShapeSpec(stride=4), ShapeSpec(stride=8)][: max(1, len(sizes))])
-    expected = torch.cat(list(generator.cell_anchors))
-    assert anchor_shapes(sizes, [[0.25, 1.0, 2.0]]) == pytest.approx(
-        (expected[:, 2:] - expected[:, :2]).numpy(), rel=1e-5
-    )
+    levels = list(DefaultAnchorGenerator(cfg, [ShapeSpec(stride=stride) for stride in strides]).cell_anchors)
+    expected = torch.cat([level[:, 2:] - level[:, :2] for level in levels]).numpy()
+    found = anchor_shapes(sizes, [[0.25, 1.0, 2.0]], strides)
+    assert found[:, :2] == pytest.approx(expected, rel=1e-5)
+    assert found[:, 2].tolist() == [s for s, level in zip(strides, levels, strict=True) for _ in level]
 
 
-def test_overlap_with_the_most_similar_anchor():
-    overlaps = best_overlaps(np.array([[10.0, 10.0], [10.0, 40.0]]), np.array([[20.0, 20.0], [10.0, 20.0]]))
-    assert overlaps == pytest.approx([0.5, 0.5])
-    moved = best_overlaps(np.array([[10.0, 10.0]]), np.array([[10.0, 10.0], [20.0, 20.0]]), np.array([2.0, 1.0]))
+def test_overlap_with_the_most_similar_anchor_at_its_mean_distance():
+    boxes = np.array([[10.0, 10.0], [10.0, 40.0]])
+    assert best_overlaps(boxes, np.array([[20.0, 20.0, 0], [10.0, 20.0, 0]])) == pytest.approx([0.5, 0.5])
+    moved = best_overlaps(boxes[:1], np.array([[10.0, 10.0, 8], [20.0, 20.0, 4]]))
     assert moved == pytest.approx([64 / 136])  # 8 x 8 pixels in common; the larger anchor has a quarter

@@ -25,6 +25,7 @@ def warnings(trained, tested, eval_only=False, anchors=(32, 64, 128, 256, 512), 
     cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = ("a", "unknown"), ("b",)
     cfg.merge_from_list([w for key, value in changes.items() for w in (key.replace("__", "."), value)])
     cfg.MODEL.ANCHOR_GENERATOR.SIZES = [[size] for size in anchors]
+    cfg.MODEL.RPN.IN_FEATURES = cfg.MODEL.RETINANET.IN_FEATURES = [f"p{level}" for level in range(2, 7)]
     return list(check_fit(cfg, {"a": trained, "b": tested}, eval_only=eval_only))
 
 
