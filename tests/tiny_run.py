@@ -40,6 +40,14 @@ OPTS = {
     "TEST.EVAL_PERIOD": 0,
     "SEED": 7,
 }
+RETINANET = {
+    "MODEL__META_ARCHITECTURE": "GWRetinaNet",
+    "MODEL__MASK_ON": False,
+    "MODEL__BACKBONE__NAME": "build_gw_retinanet_resnet_fpn_backbone",
+    "MODEL__RESNETS__OUT_FEATURES": "['res3', 'res4', 'res5']",
+    "MODEL__FPN__IN_FEATURES": "['res3', 'res4', 'res5']",
+    "MODEL__RETINANET__NUM_CLASSES": 6,
+}
 
 
 @contextlib.contextmanager

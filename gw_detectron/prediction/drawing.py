@@ -98,6 +98,9 @@ def _hide_labels(output: Any, boxes: np.ndarray, first: Sequence[bool]) -> None:
     pairs = list(zip(order, output.ax.texts, strict=False))
     for index, text in sorted(pairs, key=lambda pair: not first[pair[0]]):
         x0, y1, x1, y0 = to_image.transform_bbox(text.get_window_extent(output.canvas.get_renderer())).extents
+        left, up = min(0, output.width - x1), min(0, output.height - y1)  # into the picture
+        text.set_position(np.add(text.get_position(), (left, up)))
+        x0, y0, x1, y1 = x0 + left, y0 + up, x1 + left, y1 + up
         inside = (boxes[index, :2] - 2 <= (x0, y0)).all() and (boxes[index, 2:] + 2 >= (x1, y1)).all()
         others = shown if inside else np.concatenate([shown, np.delete(boxes, index, axis=0)])
         hidden = ((others[:, :2] < (x1, y1)) & (others[:, 2:] > (x0, y0))).all(axis=1).any()

@@ -153,7 +153,8 @@ def curves(run: RunFolder) -> Section:
         _curve(run, "learning_rate", "learning rate", lambda name: name == "lr", ""),
         _curve(run, "evaluation", "percent", lambda name: name.rpartition("/")[2] in ("AP", "mIoU", "PQ"), "o"),
     ]
-    return Section({"last_losses": last}, pictures=[pictures])
+    text = "Dashed: losses on the validation data. Dotted: the best weights."
+    return Section({"last_losses": last}, text, pictures=[pictures])
 
 
 def _is_loss(name: str) -> bool:
@@ -166,10 +167,11 @@ def _curve(run: RunFolder, name: str, label: str, wanted: Callable[[str], bool],
     for metric in sorted({key for record in run.metrics for key in record if wanted(key)}):
         points = [(record["iteration"], record[metric]) for record in run.metrics if metric in record]
         trained = metric.removeprefix(_VALIDATION)  # sorted before its validation
-        style: dict[str, Any] = {"color": colors.get(trained), "linewidth": 2.2 if trained == "total_loss" else 1.3}
+        style: dict[str, Any] = {"label": metric, "marker": marker}
         if trained != metric:
-            style |= {"linestyle": "--", "marker": "."}
-        (line,) = axes.plot(*zip(*points, strict=True), **{"marker": marker, "label": metric, **style})
+            style = {"linestyle": "--", "marker": ".", "color": colors.get(trained)}
+        width = 2.2 if trained == "total_loss" else 1.3
+        (line,) = axes.plot(*zip(*points, strict=True), linewidth=width, **style)
         colors[metric] = line.get_color()
     if not marker:  # AP on a scale from 0 would look flat
         axes.set_ylim(bottom=0)

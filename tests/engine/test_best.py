@@ -19,17 +19,9 @@ from gw_detectron.errors import PreflightError
 from gw_detectron.prediction import detector_file
 from gw_detectron.report import RunFolder
 
-from ..tiny_run import arguments
+from ..tiny_run import RETINANET, arguments
 
 pytestmark = pytest.mark.usefixtures("small_dataset", "one_thread")
-RETINANET = {
-    "MODEL__META_ARCHITECTURE": "GWRetinaNet",
-    "MODEL__MASK_ON": False,
-    "MODEL__BACKBONE__NAME": "build_gw_retinanet_resnet_fpn_backbone",
-    "MODEL__RESNETS__OUT_FEATURES": "['res3', 'res4', 'res5']",
-    "MODEL__FPN__IN_FEATURES": "['res3', 'res4', 'res5']",
-    "MODEL__RETINANET__NUM_CLASSES": 6,
-}
 
 
 def test_the_average_is_the_formula_for_weights_and_statistics_alike():

@@ -18,7 +18,7 @@ from gw_detectron.errors import ConfigError
 from gw_detectron.weights import read_weights_file
 
 from ..reliability.forked_run import child, report_phases
-from ..tiny_run import arguments
+from ..tiny_run import RETINANET, arguments
 
 SCHEDULE = {
     "SOLVER__MAX_ITER": 12,
@@ -88,19 +88,7 @@ CASES = {
     "plain": ({"SOLVER__MAX_ITER": 6, "SOLVER__STEPS": "(5,)", "SOLVER__CHECKPOINT_PERIOD": 4}, [4]),
     "evaluation": ({"DATASETS__TEST": "('gw_synthetic_val',)", "TEST__EVAL_PERIOD": 3}, [7]),
     "two workers, killed twice": ({"DATALOADER__NUM_WORKERS": 2}, [6, 11]),
-    "RetinaNet": (
-        {
-            "MODEL__META_ARCHITECTURE": "GWRetinaNet",
-            "MODEL__MASK_ON": False,
-            "MODEL__BACKBONE__NAME": "build_gw_retinanet_resnet_fpn_backbone",
-            "MODEL__RESNETS__OUT_FEATURES": "['res3', 'res4', 'res5']",
-            "MODEL__FPN__IN_FEATURES": "['res3', 'res4', 'res5']",
-            "MODEL__RETINANET__NUM_CLASSES": 6,
-            "SOLVER__MAX_ITER": 6,
-            "SOLVER__STEPS": "(5,)",
-        },
-        [4],
-    ),
+    "RetinaNet": ({**RETINANET, "SOLVER__MAX_ITER": 6, "SOLVER__STEPS": "(5,)"}, [4]),
     "average, best weights, a cut evaluation": (
         {**EVALUATED, "TEST__BEST": "validation/total_loss", "SOLVER__EMA": 0.9, "MODEL__RESNETS__NORM": "BN"},
         [4, 7],
