@@ -3,6 +3,7 @@
 import importlib.util
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from detectron2.config import CfgNode
@@ -11,7 +12,7 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from ..data import read_json
 from ..data.coco_files import COMPLETED, coco_of_records
 from ..data.fingerprint import Fingerprint, read_fingerprint
-from ..data.images import upright_size
+from ..data.images import content_key, upright_size
 from ..errors import DataError, PreflightReport, similar_names, summarize_names
 from ..modeling.build import CLASS_COUNTS
 from .annotation_checks import DatasetNeeds, check_coco
@@ -48,9 +49,12 @@ def check_datasets(
             "install shapely, or set INPUT.MASK_FORMAT bitmask."
         )
     data: dict[str, Fingerprint] = {}
+    photos: dict[str, tuple[str, Any, str]] = {}
     roles = ((True, () if eval_only else cfg.DATASETS.TRAIN), (False, cfg.DATASETS.TEST))
     classes = {
-        name: _check_dataset(name, report, _needs(cfg, training), data) for training, names in roles for name in names
+        name: _check_dataset(name, report, _needs(cfg, training), data, photos)
+        for training, names in roles
+        for name in names
     }
     trains = not (eval_only or report.errors)  # anchors may be wrong
     learned = [name for name in cfg.DATASETS.TRAIN if trains and name in data and len(data[name].boxes)]
@@ -161,7 +165,11 @@ def _wrong_classes(cfg: CfgNode, datasets: Mapping[str, Sequence[str] | None]) -
 
 
 def _check_dataset(
-    name: str, report: PreflightReport, needs: DatasetNeeds, data: dict[str, Fingerprint]
+    name: str,
+    report: PreflightReport,
+    needs: DatasetNeeds,
+    data: dict[str, Fingerprint],
+    photos: dict[str, tuple[str, Any, str]],
 ) -> list[str] | None:
     """Check the files of a dataset; add its numbers to ``data``; return its classes by id, None if unknown."""
     if name not in DatasetCatalog:
@@ -192,7 +200,12 @@ def _check_dataset(
         return None
     root = metadata.get("image_root", ".") or "."
     if "://" not in root:  # a header would cost a download
-        errors += _missing_images(root, content["images"]) or _wrong_images(root, content["images"], needs.percentiles)
+        missing = _missing_images(root, content["images"])
+        errors += missing
+        for text, is_error in (
+            () if missing else _image_faults(name, root, content["images"], needs.percentiles, photos)
+        ):
+            (errors if is_error else warnings).append(text)
     report.errors += [f"{where}: {error}" for error in errors]
     report.warnings += [f"{where}: {warning}" for warning in warnings]
     return classes if json_file is None else data[name].classes
@@ -224,22 +237,45 @@ def _missing_images(root: str, images: Sequence[dict]) -> list[str]:
     ]
 
 
-def _wrong_images(root: str, images: Sequence[dict], percentiles: Sequence[float]) -> list[str]:
-    """Describe images that are damaged or of another size than their record, by the headers of some of them."""
+def _image_faults(
+    name: str, root: str, images: Sequence[dict], percentiles: Sequence[float], photos: dict[str, tuple[str, Any, str]]
+) -> Iterator[tuple[str, bool]]:
+    """Yield descriptions of faulty images, and whether they are errors, by the headers of some of them.
+
+    ``photos`` has dataset, id and file of images by their content, to find copies; those of this dataset are added.
+    """
     checked = images[:: -(-len(images) // _MOST_HEADERS)]
-    wrong = []
+    wrong, turned, copies = [], [], []
     for image in checked:
+        path = os.path.join(root, image["file_name"])
         try:
-            size = upright_size(os.path.join(root, image["file_name"]), percentiles)
+            width, height, is_ambiguous = upright_size(path, percentiles)
         except DataError as error:
             wrong.append(str(error).partition(" Fix: ")[0])
             continue
-        if size != (image["width"], image["height"]):
-            wrong.append(f"'{image['file_name']}' is {size[0]} x {size[1]}")
-    if not wrong:
-        return []
-    return [
-        f"{len(wrong)} of {len(checked)} checked images cannot be read or have another width x height: "
-        f"{summarize_names(wrong, 3)}. Fix: correct the file; a photo with an EXIF orientation has the size of "
-        "the upright photo."
-    ]
+        if (width, height) != (image["width"], image["height"]):
+            wrong.append(f"'{image['file_name']}' is {width} x {height}")
+        elif is_ambiguous:
+            turned.append(image["file_name"])
+        *first, file = photos.setdefault(content_key(path), (name, image["id"], image["file_name"]))
+        if first != [name, image["id"]]:
+            copies.append(f"{image['file_name']} is {file} of {first[0]}")
+    if wrong:
+        yield (
+            f"{len(wrong)} of {len(checked)} checked images cannot be read or have another width x height: "
+            f"{summarize_names(wrong, 3)}. Fix: correct the file; a photo with an EXIF orientation has the size of the "
+            "upright photo.",
+            True,
+        )
+    if turned:
+        yield (
+            f"{len(turned)} of {len(checked)} checked images are turned or mirrored by their EXIF orientation and keep "
+            f"their size ({summarize_names(turned, 3)}). Fix: check that their boxes are those of the upright photo.",
+            False,
+        )
+    if copies:
+        yield (
+            f"{len(copies)} of {len(checked)} checked images are copies ({summarize_names(copies, 3)}). Fix: remove "
+            "them; AP on images of the training is too high.",
+            False,
+        )

@@ -77,7 +77,7 @@ def test_sizes_are_those_that_detectron2_reads(tmp_path, turned, suffix):
         path = tmp_path / f"{name}.{suffix}"
         Image.new("RGB", (40, 30)).save(path, **entry)
         height, width = read_image(path, "RGB").shape[:2]
-        assert upright_size(path) == (width, height) == ((30, 40) if name == "turned" else (40, 30))
+        assert upright_size(path) == (width, height, False) == (*((30, 40) if name == "turned" else (40, 30)), False)
 
 
 # --- errors while reading data --------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def test_deep_images_are_scaled_by_their_percentiles(tmp_path, dtype, suffix):
     low, high = np.percentile(values.astype(float), (0.5, 99.5))
     expected = np.clip((values.astype(float) - low) * 255 / (high - low), 0, 255)
     assert image.dtype == np.uint8 and np.abs(image - expected[:, :, None]).max() <= 0.5
-    assert upright_size(path, (0.5, 99.5)) == (40, 30)
+    assert upright_size(path, (0.5, 99.5)) == (40, 30, False)
     record = {"file_name": str(path), "width": 40, "height": 30, "image_id": 7}
     cfg = default_config()
     cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.PERCENTILES = 30, (0.5, 99.5)

@@ -26,7 +26,8 @@ def coco(tmp_path, content):
     images = tmp_path / "data" / "images"
     (images / "sub").mkdir(parents=True)
     for image in content["images"]:
-        Image.new("RGB", (image["width"], image["height"])).save(images / image["file_name"])
+        color = (90 * image["id"], 0, 0)
+        Image.new("RGB", (image["width"], image["height"]), color).save(images / image["file_name"])
 
     def register(text: str | None = None):
         path.write_text(json.dumps(content) if text is None else text)
