@@ -2,12 +2,14 @@
 
 import argparse
 import json
+import os
 from dataclasses import asdict
 
 from ..checkpoint.describe import describe_checkpoint, format_config, format_description
 from ..cli import new_parser, print_page
 from ..config import read_config
 from ..data import synthetic_images
+from ..prediction import detector_file
 from ..weights import convert_file
 from ..weights.record import PREPROCESSING
 from ..weights.verify import verify
@@ -53,7 +55,9 @@ def get_parser() -> argparse.ArgumentParser:
 
     describe = actions.add_parser("describe", help="show what a checkpoint or weight file records")
     describe.description = "Show iteration, versions, config, seed, start weights, norms and tensors of a file."
-    describe.add_argument("file", metavar="FILE", help="checkpoint or weight file of any format that is read")
+    describe.add_argument(
+        "file", metavar="FILE", help="checkpoint, weight file of any format that is read, or run folder"
+    )
     describe.add_argument("--config", action="store_true", help="print only the config of the run, a yaml file")
     describe.set_defaults(run=_describe)
 
@@ -97,7 +101,7 @@ def _verify(args: argparse.Namespace) -> bool:
 
 
 def _describe(args: argparse.Namespace) -> None:
-    description = describe_checkpoint(args.file)
+    description = describe_checkpoint(detector_file(args.file) if os.path.isdir(args.file) else args.file)
     if args.json:
         print_page(json.dumps(description, indent=2))
     else:

@@ -17,10 +17,9 @@ from detectron2.utils.file_io import PathManager
 from ..atomic import AtomicPathManager
 from ..checkpoint import StartWeights, open_start_weights
 from ..checkpoint.opening import local_file
-from ..config import changed_config, get_value
+from ..config import changed_config
 from ..data import record_datasets, registered_datasets
 from ..errors import PreflightReport
-from ..modeling import object_count_keys
 from ..preflight import preflight
 from .launch import in_all_processes
 from .logs import log_to
@@ -76,14 +75,8 @@ def start_run(
             report = PreflightReport()
             if is_main:
                 check_output(folder, weights, report, resume=resume, keeps=not (eval_only or overwrite))
-                preflight(
-                    cfg,
-                    weights,
-                    report,
-                    eval_only=eval_only,
-                    allow_partial=allow_partial,
-                    own_evaluator=own_evaluator,
-                )
+                options = {"allow_partial": allow_partial, "own_evaluator": own_evaluator}
+                preflight(cfg, weights, report, eval_only=eval_only, **options)
             if not ignore_preflight:
                 report.raise_errors()
             weights.checkpoint()  # fetches remote weights, raises the error of opening it
@@ -113,14 +106,10 @@ def _write_record(cfg: CfgNode, weights: StartWeights, *, eval_only: bool) -> No
     log.debug("Command: %s", shlex.join(sys.argv))
     if eval_only and weights.resumed:  # for the record beside the results
         cfg = changed_config(cfg, {"MODEL.WEIGHTS": weights.address})
-    datasets = registered_datasets(cfg.DATASETS.TRAIN, cfg.DATASETS.TEST)
     if comm.is_main_process():
         with AtomicPathManager(PathManager).open(os.path.join(folder, "config.yaml"), "w") as file:
             file.write(cfg.dump())
-        record_datasets(datasets, folder, cfg.OUTPUT_DIR)
-    for name, dataset in {**datasets.train, **datasets.val}.items():
-        counts = ", ".join(f"{key} {get_value(cfg, key)}" for key in object_count_keys(cfg))
-        log.info("dataset %s: '%s', images in '%s'; %s", name, dataset.json, dataset.images, counts)
+        record_datasets(registered_datasets(cfg.DATASETS.TRAIN, cfg.DATASETS.TEST), folder, cfg.OUTPUT_DIR)
     if eval_only:  # a training has its own seeds
         seed_all_rng(None if cfg.SEED < 0 else cfg.SEED + rank)
     torch.backends.cudnn.benchmark = (

@@ -107,11 +107,7 @@ class Trainer(DefaultTrainer):
             overwrite=overwrite,
             allow_partial=allow_partial,
             ignore_preflight=ignore_preflight,
-            own_evaluator=any(
-                "build_evaluator" in vars(kind)
-                for kind in type(self).mro()
-                if issubclass(kind, Trainer) and kind is not Trainer
-            ),
+            own_evaluator=type(self).build_evaluator.__code__ is not Trainer.build_evaluator.__code__,
         )
         self.allow_partial = allow_partial
         with lock:

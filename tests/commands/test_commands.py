@@ -166,7 +166,7 @@ def test_a_flag_of_other_trainers_is_answered_with_its_key(gw, monkeypatch, word
     assert str(get_value(read_config(args.config_file, args.opts), key)) == words[1]
 
 
-def test_a_run_is_named_in_the_same_way_everywhere(tmp_path, monkeypatch):
+def test_a_run_is_named_in_the_same_way_everywhere(gw, tmp_path, monkeypatch):
     (tmp_path / "config.yaml").write_text(f"_BASE_: {CONFIG}\nOUTPUT_DIR: elsewhere\n")
     (tmp_path / "last_checkpoint").write_text("model_final.pth")
     (tmp_path / "model_final.pth").touch()
@@ -178,6 +178,7 @@ def test_a_run_is_named_in_the_same_way_everywhere(tmp_path, monkeypatch):
         args = get_parser("train", monkeypatch).parse_args([run, "--resume", "--num-gpus", "0"])
         assert (str(tmp_path), "gw://imagenet/R-50") == (run_config(args).OUTPUT_DIR, run_config(args).MODEL.WEIGHTS)
         assert get_parser("export", monkeypatch).parse_args([run, "--output", "x", "SEED", "5"]).run == run
+    assert f"{tmp_path}/model_final.pth" in gw("weights", "describe", str(tmp_path))[2]  # an empty file
     with pytest.raises(FileNotFoundError, match="no/run"):
         run_config(get_parser("eval", monkeypatch).parse_args(["no/run", "--num-gpus", "0"]))
     args = get_parser("eval", monkeypatch).parse_args(["MODEL.WEIGHTS", "x"])
