@@ -199,7 +199,8 @@ def _schedule(recipe: _Recipe, found: Fingerprint, epochs: float | None) -> None
     steps = tuple(sorted({round(0.75 * iterations), round(0.9 * iterations)} - {0}))
     recipe.set("SOLVER.STEPS", steps, "after 3/4 and 9/10 of the iterations")
     recipe.set("SOLVER.WARMUP_ITERS", min(500, iterations // 10), "the first tenth")
+    times = int(np.clip(iterations * recipe.batch / images / 5, 1, 5))  # an evaluation can take as long as a pass
     for key in ("SOLVER.CHECKPOINT_PERIOD", "TEST.EVAL_PERIOD"):
-        recipe.set(key, max(1, math.ceil(iterations / 5)), "five times")
+        recipe.set(key, math.ceil(iterations / times), f"every five passes, at most five times; here {times}")
     if recipe.cfg.DATASETS.TEST and not recipe.cfg.TEST.BEST:
         recipe.set("TEST.BEST", "segm/AP" if recipe.cfg.MODEL.MASK_ON else "bbox/AP", "its best weights are kept")

@@ -105,7 +105,7 @@ def test_images_of_rare_classes_are_repeated(tmp_path):
 def test_rate_and_length_follow_from_the_batch(tmp_path, config, images, rate):
     cfg, _ = recipe(tmp_path, content(), "SOLVER.IMS_PER_BATCH", images, config=config, epochs=8)
     assert pytest.approx(rate) == cfg.SOLVER.BASE_LR
-    assert 8 * 20 / images == cfg.SOLVER.MAX_ITER
+    assert 8 * 20 / images == cfg.SOLVER.MAX_ITER == cfg.TEST.EVAL_PERIOD
 
 
 def test_given_keys_stay(tmp_path):
