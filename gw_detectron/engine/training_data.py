@@ -7,8 +7,10 @@ so evaluations, hooks, workers and restarts cannot shift it.
 import contextlib
 import itertools
 import logging
+import os
 import random
 import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -119,7 +121,7 @@ class TrainingData:
             num_workers=self._cfg.DATALOADER.NUM_WORKERS,
             collate_fn=trivial_batch_collator,
             generator=torch.Generator(),  # else it draws from the global one, at a restart only
-            worker_init_fn=_outlive_sigterm,
+            worker_init_fn=_obey_parent,
         )
 
     def _batches(self) -> Iterator[list[tuple[int, int]]]:
@@ -139,10 +141,20 @@ class TrainingData:
             return _train_loader_from_config(cfg, mapper=self._mapper, dataset=self._records)["sampler"]
 
 
-def _outlive_sigterm(worker: int) -> None:
-    # Schedulers send SIGTERM to all processes of a job; the training needs its workers until the step is finished.
-    # torch ends workers that hang by SIGTERM, too: only the first one is ignored.
-    signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL))
+def _obey_parent(worker: int) -> None:
+    """Let a worker end at the SIGTERM of its own process alone.
+
+    Schedulers send SIGTERM to all processes of a job; the training needs its workers until the step is finished.
+    """
+    if hasattr(signal, "sigwaitinfo"):  # not on macOS
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_await_parent, daemon=True).start()
+
+
+def _await_parent() -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(1)
 
 
 class _ExampleDataset(Dataset):

@@ -1,5 +1,6 @@
 """Batches of the training data: Detectron2's order, any number of workers, any position."""
 
+import multiprocessing
 import random
 
 import numpy as np
@@ -130,6 +131,22 @@ def test_a_rejected_record_is_replaced_by_another_one(cfg):
     assert chosen == take(build_training_data(cfg, choosy), 10)
     with pytest.raises(DataError, match="the mapper returned None for 100 records in a row"):
         take(build_training_data(cfg, lambda record: None), 1)
+
+
+def test_workers_end_with_a_process_that_keeps_its_loader(cfg):
+    def work():
+        cfg.DATALOADER.NUM_WORKERS = 1
+        batches = iter(build_training_data(cfg, draw))
+        next(batches)
+        globals()["kept"] = batches  # as an interpreter's end finds the trainer of a script
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join(60)
+    try:
+        assert process.exitcode == 0
+    finally:
+        process.kill()
 
 
 def test_records_without_sizes_are_left_to_detectron2(cfg):
