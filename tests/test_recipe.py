@@ -149,6 +149,11 @@ def test_epochs_are_above_zero(tmp_path, epochs):
         recipe(tmp_path, content(), epochs=epochs)
 
 
+def test_auto_without_training_data_is_refused():
+    with pytest.raises(ConfigError, match="--auto.*--train-json"):
+        main(get_parser().parse_args(["--auto", "--num-gpus", "0"]))
+
+
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Start a run on photos by the words of its command line, without a step; return its config."""

@@ -118,8 +118,9 @@ def use_recipe(cfg: CfgNode, args: argparse.Namespace) -> dict[str, str]:
     if args.eval_only or not (args.auto or args.epochs is not None):
         return {}
     files = {name: MetadataCatalog.get(name) for name in cfg.DATASETS.TRAIN if name in DatasetCatalog}
-    if unknown := [name for name in cfg.DATASETS.TRAIN if not files.get(name, Metadata()).get("json_file")]:
-        raise ConfigError(f"--auto: no COCO file of {', '.join(unknown)} is known. Fix: give --train-json.")
+    unknown = [name for name in cfg.DATASETS.TRAIN if not files.get(name, Metadata()).get("json_file")]
+    if unknown or not files:
+        raise ConfigError(f"--auto: no COCO file to train on ({', '.join(unknown)}). Fix: give --train-json.")
     cfg.defrost()
     reasons = apply_recipe(
         cfg,
