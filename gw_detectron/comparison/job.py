@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import multiprocessing
 import os
 import statistics
 import threading
@@ -42,6 +43,7 @@ def run_in_process(work: Callable[..., Any], folder: Path, threads: int, gpu: st
     """Do a part of a comparison in a new process: its output goes to a file, and it ends with its parent."""
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    multiprocessing.set_start_method(None, force=True)  # the loaders' workers are forked, as in any other training
     torch.set_num_threads(threads)
     folder.mkdir(parents=True, exist_ok=True)
     log = os.open(folder / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
