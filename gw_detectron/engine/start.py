@@ -47,22 +47,8 @@ def start_run(
 ) -> Run:
     """Check a run, and write its log, ``config.yaml`` and ``datasets.yaml``.
 
-    A refused run leaves the folder of an earlier run unchanged.
-
-    Args:
-        cfg: the config.
-        eval_only: the run evaluates only. It writes to ``inference`` in ``OUTPUT_DIR``, without a lock.
-        resume: continue from the last checkpoint of ``OUTPUT_DIR``; None: if there is one.
-        overwrite: remove an earlier run from ``OUTPUT_DIR``.
-        allow_partial: accept weights that do not fit.
-        ignore_preflight: log errors of the checks as warnings.
-        own_evaluator: the trainer overrides ``build_evaluator``.
-
-    Raises:
-        PreflightError: the run would fail later or learn nothing.
-        RunError: another training writes to the output folder.
-        UserError: the weights cannot be opened.
-        OSError: the output folder cannot be written.
+    A refused run leaves the folder of an earlier run unchanged. An evaluation writes to its folder ``inference``,
+    without a lock. Arguments and errors are those of :class:`.trainer.Trainer`.
     """
     is_main, folder = comm.is_main_process(), cfg.OUTPUT_DIR
     with contextlib.ExitStack() as lock:

@@ -42,10 +42,7 @@ def main(args: argparse.Namespace) -> dict | None:
         The results of the last evaluation, on the main process.
 
     Raises:
-        PreflightError: the run would fail later or learn nothing.
-        WeightsError: the weights were trained with other norms, or lack a part of the backbone or, to be evaluated, of
-            the heads.
-        UserError: see :func:`run_config`, :class:`Trainer` and :meth:`Trainer.train`.
+        UserError: see :func:`run_config`, :class:`Trainer`, :meth:`Trainer.train` and :func:`evaluate`.
     """
     with in_all_processes():
         cfg = run_config(args)

@@ -280,13 +280,3 @@ def test_a_checkpoint_of_another_optimizer_is_refused_and_one_without_is_a_warni
     finally:
         logging.getLogger("gw_detectron").removeHandler(caplog.handler)
     assert "the momentum starts from zero" in caplog.text
-
-
-def test_a_truncated_last_checkpoint_is_named_and_not_started_over(tmp_path):
-    for name in ("model_0000001.pth", "model_0000003.pth"):
-        torch.save({"model": {"a": torch.zeros(1000)}}, tmp_path / name)
-    os.truncate(tmp_path / "model_0000003.pth", 2000)
-    (tmp_path / "last_checkpoint").write_text("model_0000003.pth")
-    with pytest.raises(PreflightError, match=r"model_0000003.pth.*Fix: write model_0000001.pth"):
-        main(arguments(tmp_path, "--resume"))
-    assert not (tmp_path / "metrics.json").exists()
