@@ -54,7 +54,9 @@ class _TorchvisionAugmentation(Augmentation):
                 raise ValueError("does not exchange left and right keypoints, as INPUT.RANDOM_FLIP does")
             keywords = {each.arg: ast.literal_eval(each.value) for each in node.keywords}  # type: ignore[attr-defined]
             self._transform = _USABLE[name](*map(ast.literal_eval, node.args), **keywords)  # type: ignore[attr-defined]
-            if self.get_transform(np.zeros((600, 600, 3), np.uint8)).apply_image(None).dtype != np.uint8:
+            moved = self.get_transform(np.zeros((600, 600, 3), np.uint8))
+            moved.apply_coords(np.zeros((1, 2)))  # torchvision before 0.24 cannot
+            if moved.apply_image(None).dtype != np.uint8:
                 raise TypeError("does not return an image of 8 bits")
         except Exception as error:  # torchvision's classes raise several
             if "is larger than input image" in str(error):  # a crop, which may fit the images
