@@ -117,7 +117,9 @@ def use_recipe(cfg: CfgNode, args: argparse.Namespace) -> dict[str, str]:
     files = {name: MetadataCatalog.get(name) for name in cfg.DATASETS.TRAIN if name in DatasetCatalog}
     unknown = [name for name in cfg.DATASETS.TRAIN if not files.get(name, Metadata()).get("json_file")]
     if unknown or not files:
-        raise ConfigError(f"--auto: no COCO file to train on ({', '.join(unknown)}). Fix: give --train-json.")
+        raise ConfigError(
+            f"--auto: no COCO file to train on ({', '.join(unknown) or 'no dataset'}). Fix: give --train-json."
+        )
     cfg.defrost()
     reasons = apply_recipe(
         cfg,
