@@ -112,8 +112,9 @@ def _keypoint_metadata(dataset: CocoDataset, content: Any) -> dict[str, Any]:
         found = [each["keypoints"] for each in content["categories"] if each.get("keypoints")]
         names = names or found[0] * all(each == found[0] for each in found)
     sides = [("left", "right"), ("Left", "Right"), ("LEFT", "RIGHT")]
-    flips = [(each, each.replace(a, b)) for each in names for a, b in sides if each.replace(a, b) in {*names} - {each}]
-    flips = [tuple(pair) for pair in dataset.keypoint_flip_map] or flips
+    swaps = [(each, each.replace(a, b)) for each in names for a, b in sides if each.replace(a, b) in {*names} - {each}]
+    flips: list[tuple[str, ...]] = [tuple(pair) for pair in dataset.keypoint_flip_map]
+    flips += [] if flips else swaps
     return {"keypoint_names": names, "keypoint_flip_map": flips} if names else {}
 
 

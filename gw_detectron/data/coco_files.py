@@ -1,6 +1,7 @@
 """COCO files: read one, complete what small labeling tools leave out, split it, and derive one on demand."""
 
 import codecs
+import functools
 import hashlib
 import io
 import json
@@ -176,9 +177,15 @@ class DerivedJsonHandler(PathHandler):
         self._classes = classes
         self._written = False
 
-    def _content(self) -> Any:
+    @functools.cached_property
+    def _derived(self) -> tuple[str, str]:
+        """The text of the file and its counts, kept until it is written: the checks read it, too."""
         content = complete_coco(read_json(self._source), self._classes)
-        return split_coco(content, self._val_fraction)[self._part == "val"] if self._val_fraction else content
+        if self._val_fraction:
+            content = split_coco(content, self._val_fraction)[self._part == "val"]
+        text = json.dumps(content)
+        counts = (len(content.get(key, ())) if isinstance(content, dict) else 0 for key in ("images", "annotations"))
+        return text, "{} images, {} annotations".format(*counts)
 
     def _get_supported_prefixes(self) -> list[str]:
         return [self._path]
@@ -186,19 +193,19 @@ class DerivedJsonHandler(PathHandler):
     def _get_local_path(self, path: str, force: bool = False, **kwargs: Any) -> str:
         if not self._written:
             try:
-                content = self._content()
+                text, counts = self._derived
             except DataError as error:
                 raise DataError(f"'{self._source}': {error}") from error
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(Path(path)) as temporary:
-                temporary.write_text(json.dumps(content))
+                temporary.write_text(text)
             self._written = True
-            counts = ", ".join(f"{len(content.get(key, ()))} {key}" for key in ("images", "annotations"))
+            del self._derived
             logging.getLogger(__name__).info("'%s': %s of '%s'", path, counts, self._source)
         return path
 
     def _open(self, path: str, mode: str = "r", buffering: int = -1, **kwargs: Any) -> IO[Any]:
         if self._written:
             return open(path, mode, buffering, **kwargs)
-        text = json.dumps(self._content())
+        text, _ = self._derived
         return io.BytesIO(text.encode()) if "b" in mode else io.StringIO(text)
