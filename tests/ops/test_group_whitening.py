@@ -6,7 +6,6 @@ import torch
 
 from . import oracle
 from .cases import GROUPS, SOLVER_ARGS, affine_of, build, correlated, grid, gw
-from .conftest import INTERPRETED
 from .oracle import Setting
 
 #: error of rounding the output to its dtype, relative to 1 + |y|: half a unit in the last place, times two because the
@@ -21,12 +20,10 @@ def tolerance(dtype: torch.dtype, setting: Setting) -> float:
     then on the large eigenvalues have converged, and the part E_ij of the rounding error that does not
     commute with Sigma_N is multiplied by 1 - (s_j / s_i + sqrt(s_j / s_i)) / 2 in every further step, up to
     half the condition number: a property of the published iteration. ZCA multiplies the covariance's rounding
-    error by the condition number. The Triton kernels round float16's centered operands to tf32, as tensor cores do.
+    error by the condition number.
     """
     if dtype == torch.float64:
         return 1e-10
-    if INTERPRETED and dtype == torch.float16:
-        return 2.5e-3
     if setting.solver == "zca":
         return 5e-5 + STORAGE[dtype]
     return (5e-6 if setting.iters <= 5 else 2e-4) + STORAGE[dtype]
