@@ -4,11 +4,12 @@ Images are detected whole and in tiles (:class:`gw_detectron.prediction.TiledPre
 have the statistics of
 
 - ``tile``: each tile.
-- ``image``: the image, gathered in batches of tiles, as shipped.
-- ``at once``: the image, gathered from all tiles in one batch.
+- ``image``: the image, gathered from its tiles, as shipped; of this size they are one batch.
 - ``shrunk``: the image, shrunk to the size of a tile.
+- ``exact``: the image, gathered from the whole image.
 
-The row ``SAHI`` is ``sahi.predict.get_sliced_prediction`` with its defaults, without a pass over the whole image.
+The row ``SAHI`` is ``sahi.predict.get_sliced_prediction`` without a pass over the whole image, with NMS by IoU,
+which it chooses at low scores.
 """
 
 import argparse
@@ -70,8 +71,8 @@ def analyze_tiling(
         "whole": predictor,
         "tile": TiledPredictor(predictor, tile, overlap, "tile"),
         "image": TiledPredictor(predictor, tile, overlap),
-        "at once": _AtOnce(predictor, tile, overlap),
         "shrunk": _Shrunk(predictor, tile, overlap),
+        "exact": _Exact(predictor, tile, overlap),
     }
     if find_spec("sahi"):
         ways["SAHI"] = _sahi(predictor, tile, overlap)
@@ -89,9 +90,9 @@ class _Native(Predictor):
         return {"image": channels_first(image), "height": image.shape[0], "width": image.shape[1]}
 
 
-class _AtOnce(TiledPredictor):
+class _Exact(TiledPredictor):
     def measure(self, image: np.ndarray) -> ImageStatistics:
-        return _gathered(self.predictor, [image[window] for window in self.windows(image)])
+        return _gathered(self.predictor, image)
 
 
 class _Shrunk(TiledPredictor):
@@ -100,15 +101,15 @@ class _Shrunk(TiledPredictor):
         small = torch.nn.functional.interpolate(
             channels_first(image)[None], scale_factor=scale, mode="bilinear", antialias=True
         )
-        return _gathered(self.predictor, [small[0].permute(1, 2, 0).numpy()])
+        return _gathered(self.predictor, small[0].permute(1, 2, 0).numpy())
 
 
 @torch.no_grad()
-def _gathered(predictor: Predictor, images: list[np.ndarray]) -> ImageStatistics:
+def _gathered(predictor: Predictor, image: np.ndarray) -> ImageStatistics:
     model: Any = predictor.model
     statistics = ImageStatistics(model.backbone.modules())
     with statistics.gather():
-        model.backbone(model.preprocess_image([predictor.input(image) for image in images]).tensor)
+        model.backbone(model.preprocess_image([predictor.input(image)]).tensor)
     return statistics
 
 

@@ -5,6 +5,7 @@ import hashlib
 import importlib.util
 import io
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -78,7 +79,9 @@ class TiffWindows:
         import rasterio
 
         self.path, self._rasterio = path, rasterio
-        self._file = rasterio.open(path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", rasterio.errors.NotGeoreferencedWarning)  # no need to be a map
+            self._file = rasterio.open(path)
         self.shape = (self._file.height, self._file.width, 3)
 
     def __getitem__(self, window: tuple[slice, slice]) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 import pycocotools.mask as mask_util
 import torch
 from detectron2.structures import Boxes, Instances, PolygonMasks
-from torch import Tensor, nn
+from torch import Tensor
 from torchvision.ops import box_iou
 
 from ..errors import ConfigError
@@ -21,7 +21,7 @@ from .open_predictor import Predictor
 
 STATISTICS = ("image", "tile")
 _SAME_OBJECT = 0.5  # least IoU of two detections within what both tiles see
-_BATCH = 4  # tiles from which statistics are gathered at once: the more, the closer to those of the image
+_PIXELS = 4 * 800**2  # of the tiles whose statistics are gathered at once: the more, the closer to the image's
 _CUT = 0.05  # a detection ends at the edge of its tile if it ends nearer than this fraction of its side
 
 Window = tuple[slice, slice]  # rows, columns
@@ -88,12 +88,14 @@ class TiledPredictor:
             return ImageStatistics([])
         model: Any = self.predictor.model
         windows = self.windows(image)
-        statistics = ImageStatistics(_image_modules(model))
+        images = (module for name, module in model.named_modules() if not name.startswith("roi_heads"))
+        statistics = ImageStatistics(images)  # of modules whose samples are images, not regions
         if not statistics.layers:
             return statistics
         in_backbone = set(model.backbone.modules()).issuperset(statistics.layers)  # then the rest can wait
         order = np.random.default_rng(0).permutation(len(windows))
-        batches = np.split(order, range(_BATCH, len(order), _BATCH))
+        size = max(1, _PIXELS // self.predictor.input(image[windows[0]])["image"][0].numel())
+        batches = np.split(order, range(size, len(order), size))
         for batch in progress_bar(batches, desc="statistics", unit="batch", leave=False):
             inputs = [self.predictor.input(image[windows[index]]) for index in batch]
             with torch.no_grad(), statistics.gather():
@@ -137,11 +139,6 @@ def _parts(size: int, tile: int, overlap: int) -> list[slice]:
     count = max(1, math.ceil((size - overlap) / (tile - overlap)))
     starts = np.linspace(0, max(0, size - tile), count).astype(int).tolist()
     return [slice(start, min(start + tile, size)) for start in starts]
-
-
-def _image_modules(model: nn.Module) -> Iterable[nn.Module]:
-    """Return the modules whose samples are images, not regions."""
-    return (module for name, module in model.named_modules() if not name.startswith("roi_heads"))
 
 
 def _in_image(found: Instances, window: Window, shape: Sequence[int]) -> Instances:
