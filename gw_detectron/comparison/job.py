@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from multiprocessing import parent_process
 from pathlib import Path
-from signal import SIGTERM
+from signal import SIGKILL, SIGTERM
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from ..errors import NonFiniteError, first_line
 from .plan import Job
 
 LOG, RESULT = "process.txt", "result.json"
+PATIENCE = 60.0  # seconds for the checkpoint of a run that is stopped
 #: tasks, the main one last
 TASKS = ("bbox", "segm", "keypoints")
 _WARM_UP, _ROUNDS, _LEAST_ROUNDS = 2, 15, 3
@@ -60,6 +61,8 @@ def _end_with_parent() -> None:
     if parent is not None:
         parent.join()
         os.kill(os.getpid(), SIGTERM)
+        time.sleep(PATIENCE)
+        os.kill(os.getpid(), SIGKILL)
 
 
 def write_json(path: Path, content: Any) -> None:

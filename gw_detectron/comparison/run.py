@@ -6,7 +6,7 @@ import math
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
@@ -25,7 +25,7 @@ from ..engine.train import run_config, use_recipe
 from ..errors import ConfigError, RunError, check_minimum, summarize_names
 from ..preflight import PreflightReport, preflight
 from ..preflight.model_checks import check_model, check_start_weights
-from .job import LOG, RESULT, engine_args, run_in_process, time_norms, train, write_json
+from .job import LOG, PATIENCE, RESULT, engine_args, run_in_process, time_norms, train, write_json
 from .page import RESULTS, SETTINGS, write_comparison
 from .plan import SEARCH_SEED, TEST, VAL, Job, Plan, equal_time, norm_keys, schedule_keys
 
@@ -98,6 +98,7 @@ def compare(what: Comparison, report: Callable[[str], object] = print) -> dict[s
         runs.finish()
         if not runs.results:
             raise RunError("all norms failed, see the messages above. Fix: their causes; then repeat the command.")
+        runs.check_ap(runs.results)
         numbers = write_comparison(runs.folder)
         if recommended := numbers["recommended"]:
             runs.write_config(recommended["norm"], recommended["rate"])
@@ -197,8 +198,7 @@ class _Runs:
         try:
             process.join()
         finally:
-            process.terminate()
-            process.join()
+            _stop([process])
         if process.exitcode:
             raise RunError(f"timing of the norms: {_reason(folder)}")
         times: dict[str, float] = json.loads((folder / RESULT).read_text())
@@ -258,18 +258,12 @@ class _Runs:
                     running.pop(job).join()
                     self._ended(job)
         finally:
-            for process in running.values():
-                process.terminate()  # it writes a checkpoint
-            for process in running.values():
-                process.join()
+            _stop(running.values())
 
     def _waiting(self, running: Collection[Job]) -> list[Job]:
         ap = {job: result["AP"] for job, result in self.results.items()}
-        if ap and not any(ap.values()) and all(self.plan.search(norm, ap)[1] for norm in self.plan.norms):
-            raise RunError(
-                f"AP is 0 in all {len(ap)} runs that choose the learning rates: nothing to compare. Fix: give more "
-                "iterations or minutes, other --rates, or check the annotations by a single `gw-detectron train`."
-            )
+        if all(self.plan.search(norm, ap)[1] for norm in self.plan.norms):
+            self.check_ap(job for job in ap if job.seed == SEARCH_SEED)
         while True:
             open_jobs = [job for job in self.plan.jobs(ap, self.seeds) if job not in self.results]
             left = [job for job in open_jobs if job not in running and job.norm not in self.failed]
@@ -277,6 +271,15 @@ class _Runs:
             if left or not searched or self.seeds >= self.most or not self._has_time(self.seeds + 1):
                 return left
             self.seeds += 1
+
+    def check_ap(self, jobs: Iterable[Job]) -> None:
+        """Raise RunError if finished runs have AP 0, all of them."""
+        found = [self.results[job]["AP"] for job in jobs]
+        if found and not any(found):
+            raise RunError(
+                f"AP is 0 in all {len(found)} runs: nothing to compare. Fix: give more iterations or minutes, other "
+                "--rates, or check the annotations by a single `gw-detectron train`."
+            )
 
     def _has_time(self, seeds: int) -> bool:
         return time.monotonic() - self.start + self._seconds_left(seeds) <= 60 * self.what.minutes
@@ -317,6 +320,16 @@ class _Runs:
 
     def _add(self, result: Result) -> None:
         self.results[Job(*(result[name] for name in Job._fields))] = result
+
+
+def _stop(processes: Collection[BaseProcess]) -> None:
+    """End processes; a training writes a checkpoint first."""
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        process.join(PATIENCE)
+        process.kill()
+        process.join()
 
 
 def _reason(folder: Path) -> str:

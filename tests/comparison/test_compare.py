@@ -17,6 +17,7 @@ from ..tiny_run import CONFIG, OPTS, environment
 
 #: some of many boxes fit by chance: AP is above 0 after a few iterations
 FINDS = {
+    "DATALOADER.NUM_WORKERS": 1,  # a process of a forkserver has to fork them
     "MODEL.MASK_ON": False,
     "MODEL.ROI_HEADS.SCORE_THRESH_TEST": 0.0,
     "MODEL.RPN.PRE_NMS_TOPK_TEST": 300,
