@@ -64,7 +64,7 @@ class Tuning(NamedTuple):
     max_tiles: int = 64
 
 
-#: settings on Hopper: the fastest of 42 for each kernel on an H200, over five shapes. Not measured: float16, where two
+#: settings on Hopper: the fastest of 42 for each kernel on an H200, over five shapes. Not tuned: float16, where two
 #: programs of apply_backward fit the shared memory, and two tiles per program, which keep all processors busy with two
 #: samples of 25 x 42.
 HOPPER = {
