@@ -17,7 +17,7 @@ from detectron2.data import detection_utils
 from detectron2.data import transforms as transforms_d2
 from detectron2.utils.file_io import PathManager
 from iopath.common.file_io import PathHandler
-from PIL import ExifTags, Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from ..errors import DataError, MissingFileError
@@ -175,7 +175,8 @@ def _errors_of(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except _READ_ERRORS as error:
-        reason = _unknown_format(path) if isinstance(error, UnidentifiedImageError) else error
+        many = "not an image of up to four channels; more need a mapper of your own (docs/your_data.md)"
+        reason = many if isinstance(error, UnidentifiedImageError) else error
         raise DataError(
             f"image ({os.fspath(path)!r}): cannot be read: {reason}. Fix: repair it or give another one."
         ) from error
@@ -186,17 +187,6 @@ def _check_bits(image: Image.Image, percentiles: Sequence[float]) -> None:
         raise ValueError(
             f"has more than 8 bits per channel (mode {image.mode}): set INPUT.PERCENTILES 0.5,99.5, or save it with 8"
         )
-
-
-def _unknown_format(path: str | os.PathLike[str]) -> str:
-    """Say why Pillow cannot tell the format of a file."""
-    with contextlib.suppress(*_READ_ERRORS), open(path, "rb") as file:
-        directory = TiffImagePlugin.ImageFileDirectory_v2(file.read(8))
-        file.seek(directory.next)
-        directory.load(file)
-        if (channels := directory.get(TiffImagePlugin.SAMPLESPERPIXEL, 1)) > 1:
-            return f"a TIFF of {channels} channels, which needs a mapper of your own (docs/your_data.md)"
-    return "not an image"
 
 
 class ImageNamingMapper:

@@ -46,6 +46,7 @@ UNKNOWN_CATEGORY = Fault("have a category_id that is not in the list of categori
 NO_NUMBERS = Fault("have a bbox that is not four numbers", "write x, y, width and height in pixels")
 NORMALIZED = Fault("have a bbox that looks normalized by the image's size", "write pixels", **_MOST)
 CORNERS = Fault("have a bbox that looks like x1 y1 x2 y2", "write [x1, y1, x2 - x1, y2 - y1]", **_MOST)
+MASK_CORNERS = Fault("have a bbox that is x1 y1 x2 y2, by their mask", CORNERS.fix, 0.1)
 NO_AREA = Fault("have an empty bbox, which is not trained on or evaluated", "correct or remove them", 1)
 OUTSIDE = Fault("have a bbox outside of their image", "correct or remove them", 1)
 BEYOND = Fault("have a bbox that leaves their image by more than a tenth of it", "correct or clip them", 1)
@@ -55,10 +56,9 @@ NO_COORDINATES = Fault("have a polygon that is not a flat list of numbers", "wri
 RUN_LENGTHS = Fault("have an RLE as segmentation", "set INPUT.MASK_FORMAT bitmask")
 OTHER_SIZE = Fault("have an RLE that is not of [height, width] of their image", "encode the mask of the whole image")
 NO_PIXEL = Fault("have a mask without a pixel, on which no detection is right", "correct or remove them", 0.1)
-APART = Fault("have a mask far from their bbox", "correct one of them; both are in pixels of the same image", 0.1)
+APART = Fault("have a mask far from their bbox", "write [x, y, width, height] and masks in pixels of one image", 0.1)
 SMALLER = Fault("have a mask much smaller than their bbox", "correct one, unless boxes include hidden parts", 1)
 CROWDS = Fault("have iscrowd 1: they are not trained on and not counted", "set iscrowd 0 for single objects", 1, 0.1)
-CROWD_POLYGONS = Fault("have iscrowd 1 and polygons, which are of single objects in COCO", "set iscrowd 0", 1)
 REPEATED = Fault("repeat the bbox and category of another one; at most one of them can be found", "remove them", 1)
 AREA = Fault("have an area that is neither their mask's nor their bbox's, by which COCO scores", "correct it", 0.1)
 ID_0 = Fault("have id 0, whose match pycocotools counts as a miss", "number them from 1", 1)
@@ -66,15 +66,6 @@ KEYPOINTS = Fault("have another number of keypoints than MODEL.ROI_KEYPOINT_HEAD
 NO_KEYPOINTS = Fault("have an empty list of keypoints", "write three zeros for each keypoint")
 KEYPOINTS_APART = Fault("have most keypoints outside of their bbox", "correct them; both are in pixels", 0.1)
 COUNTS = Fault("have a num_keypoints other than the number of labeled keypoints", "correct it", 0.1)
-
-#: other ways to write a box, as a function of it and of (height, width); -> x0, y0, x1, y1
-_READINGS = {
-    "[x1, y1, x2, y2]": lambda box, size: box,
-    "[center x, center y, width, height]": lambda box, size: corners(box - box[:, [2, 3, 2, 3]] * [0.5, 0.5, 0, 0]),
-    "[y, x, height, width]": lambda box, size: corners(box[:, [1, 0, 3, 2]]),
-    "fractions of the image": lambda box, size: corners(box * np.tile(size[:, ::-1], 2)),
-}
-
 
 def check_coco(content: Any, needs: DatasetNeeds) -> tuple[list[str], list[str]]:
     """Check the content of a COCO file.
@@ -145,17 +136,16 @@ def _check_geometry(
     boxes, limits = np.array([each["bbox"] for each in records], float), np.array(sizes, float)
     masks = [each.get("segmentation") for each in records]
     outlines, areas = mask_boxes(masks, sizes)
-    crowd, listed = (
-        np.array([bool(each.get("iscrowd")) for each in records]),
-        np.array([type(m) is list for m in masks]),
-    )
+    crowd, listed = np.array([bool(each.get("iscrowd")) for each in records]), np.array([type(m) is list for m in masks])
     drawn = np.array([type(m) is dict or (type(m) is list and any(map(is_polygon, m))) for m in masks])
     faults = _box_faults(boxes, limits)
     lost = crowd | faults[NO_AREA] | faults[OUTSIDE]
     apart = ~crowd & ~faults[NO_AREA] & (areas > 0) & far_apart(corners(boxes), outlines, limits)
     faults = {fault: flags & ~apart for fault, flags in faults.items()}  # what the mask says is surer
-    faults |= _readings(boxes, outlines, limits, apart)
-    faults |= {CROWD_POLYGONS: crowd & listed & drawn, CROWDS: crowd & ~(listed & drawn)}
+    within = (outlines[:, :2] > boxes[:, :2] - 1) & (outlines[:, 2:] < corners(boxes)[:, 2:] + 1)
+    as_corners = apart & ~far_apart(boxes, outlines, np.full_like(limits, np.inf))
+    smaller = apart & within.all(axis=1) & ~as_corners
+    faults |= {APART: apart & ~smaller & ~as_corners, MASK_CORNERS: as_corners, SMALLER: smaller, CROWDS: crowd}
     if needs.masks:
         used = drawn & ~(crowd & needs.training)
         faults |= {OTHER_SIZE: used & ~listed & np.isnan(areas), NO_COORDINATES: used & listed & np.isnan(areas)}
@@ -183,19 +173,6 @@ def _box_faults(boxes: Floats, sizes: Floats) -> dict[Fault, Flags]:
     beyond = (np.abs(inside - edges) > 1 + limits / 10).any(axis=1) & ~outside & ~as_corners
     normalized = boxes.max(axis=1) <= 1
     return {NO_AREA: empty, OUTSIDE: outside, CORNERS: as_corners, BEYOND: beyond, NORMALIZED: normalized}
-
-
-def _readings(boxes: Floats, outlines: Floats, sizes: Floats, apart: Flags) -> dict[Fault, Flags]:
-    """Tell how boxes that are far from their masks are written, if most are so."""
-    within = (outlines[:, :2] > boxes[:, :2] - 1) & (outlines[:, 2:] < corners(boxes)[:, 2:] + 1)
-    smaller = apart & within.all(axis=1)
-    for name, read in _READINGS.items() if apart.mean() > APART.refused_above else ():
-        as_read = apart & ~far_apart(read(boxes, sizes), outlines, np.full_like(sizes, np.inf))
-        if as_read.sum() > apart.sum() / 2:
-            return {
-                Fault(f"have a bbox that is {name}, by their mask", "write [x, y, width, height] in pixels"): as_read
-            }
-    return {APART: apart & ~smaller, SMALLER: smaller}
 
 
 def _object_faults(record: dict[str, Any], needs: DatasetNeeds) -> Iterator[Fault]:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from detectron2.data import DatasetMapper
 from detectron2.data.detection_utils import check_image_size
-from PIL import ExifTags, Image, TiffImagePlugin
+from PIL import ExifTags, Image
 
 from gw_detectron.config import default_config
 from gw_detectron.data.images import (
@@ -137,15 +137,3 @@ def test_percentiles_leave_other_images_alone(tmp_path, turned):
 def test_values_without_a_range_are_scaled_to_finite_ones(values):
     scaled = scale_to_8_bits(values, (0.5, 99.5))
     assert scaled.dtype == np.uint8 and scaled.max() == (255 if np.isfinite(values).any() and values.min() < 2 else 0)
-
-
-def test_a_tiff_of_many_channels_is_told(tmp_path):
-    ifd = {256: 4, 257: 4, 258: (8,) * 5, 259: 1, 262: 1, 273: 8, 277: 5, 278: 4, 279: 80}
-    directory = TiffImagePlugin.ImageFileDirectory_v2()
-    for tag, value in ifd.items():
-        directory[tag] = value
-    with open(tmp_path / "bands.tif", "wb") as file:
-        directory.save(file)
-        file.write(bytes(80))
-    with pytest.raises(DataError, match="5 channels"):
-        read_image(tmp_path / "bands.tif", "RGB")
