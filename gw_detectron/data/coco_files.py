@@ -42,11 +42,8 @@ def complete_coco(content: Any, classes: Mapping[int, str] | None = None) -> Any
 
     ``area`` is that of the mask, else of the box, ``iscrowd`` 0, ``id`` from 1 (pycocotools takes a match of id 0 for a
     miss), ``num_keypoints`` counts the labeled ones, and without ``keypoints`` none is labeled. Replaced values are
-    described under :data:`COMPLETED`. A complete content is returned as it is.
-
-    Args:
-        content: of the file.
-        classes: names of the run's categories by id; those that the file lacks are added, if it has no others.
+    described under :data:`COMPLETED`. Of the run's ``classes``, names by id, a file without others gets those that it
+    lacks. A complete content is returned as it is.
     """
     try:
         own = {each["id"]: each["name"] for each in content["categories"]}
@@ -92,10 +89,9 @@ def complete_coco(content: Any, classes: Mapping[int, str] | None = None) -> Any
 
 
 def coco_of_records(records: Sequence[dict], classes: Sequence[str] | None, *, evaluated: bool) -> Any:
-    """Describe the records of a dataset that is a Python function as a COCO file, as far as they can be compared.
+    """Describe the records of a dataset that is a Python function as a COCO file.
 
-    Returns:
-        The content; None if the records have no annotated sizes and boxes in pixels, e.g. those of another task.
+    Returns None if the records have no annotated sizes and boxes in pixels, e.g. those of another task.
 
     Raises:
         DataError: a record lacks a field that an evaluation reads.

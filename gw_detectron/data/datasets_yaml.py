@@ -49,9 +49,7 @@ def read_datasets(path: str, *, needed: Collection[str] | None = None) -> CocoDa
     ``train`` and ``val`` map names of datasets to the fields of :class:`CocoDataset`. A dataset for evaluation has no
     ``val_fraction``.
 
-    Args:
-        path: the yaml.
-        needed: the datasets whose files and folders have to exist; None: all. A dataset that is split has to.
+    The files and folders of the datasets in ``needed`` (None: all) have to exist, and those of a dataset that is split.
 
     Raises:
         MissingFileError: the yaml, or a file or folder that has to exist, does not.
@@ -82,9 +80,7 @@ def classes_of(metadata: Metadata) -> dict[int, str]:
 def class_metadata(cfg: CfgNode, trained: Mapping[int, str] | None = None) -> Metadata:
     """Return ``thing_classes`` and ``thing_dataset_id_to_contiguous_id`` of a config's model; empty if unknown.
 
-    Args:
-        cfg: the config, whose datasets may be registered.
-        trained: the classes that the model's checkpoint records, by category id; they decide.
+    ``trained`` has the classes that the model's checkpoint records, by category id; they decide.
     """
     for name in (*cfg.DATASETS.TEST, *cfg.DATASETS.TRAIN):
         classes = {} if needs_registration([name]) else classes_of(MetadataCatalog.get(name))

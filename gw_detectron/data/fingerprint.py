@@ -135,12 +135,7 @@ def _clipped(box: Any, image: tuple[float, float]) -> tuple[float, float] | None
 
 
 def anchor_shapes(sizes: list, ratios: list, strides: Sequence[int]) -> np.ndarray:
-    """Return width, height and stride of every anchor, (A, 3).
-
-    Args:
-        sizes, ratios: those of ``MODEL.ANCHOR_GENERATOR``; one entry is for all levels.
-        strides: those of the feature maps with anchors.
-    """
+    """Return width, height and stride of every anchor, (A, 3); a single list of sizes or ratios is for all levels."""
     lists = (each * len(strides) if len(each) == 1 else each for each in (sizes, ratios))
     levels = zip(strides, *lists, strict=False)
     return np.array([(s / r**0.5, s * r**0.5, stride) for stride, level, some in levels for s in level for r in some])
@@ -159,10 +154,7 @@ def best_overlaps(boxes: np.ndarray, anchors: np.ndarray) -> np.ndarray:
 
 
 def anchor_fit(found: Fingerprint, sides: tuple[float, float], anchors: np.ndarray) -> float:
-    """Return the mean IoU of objects, in images resized to ``sides``, with their best anchor.
-
-    Each class counts equally, as for AP.
-    """
+    """Return the mean IoU of objects in resized images with their best anchor; classes count equally, as for AP."""
     step = -(-len(found.boxes) // 5000)
     category, overlaps = found.category[::step], best_overlaps(found.resized(*sides)[::step], anchors)
     return float(np.average(overlaps, weights=1 / np.bincount(category)[category]))

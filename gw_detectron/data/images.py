@@ -33,10 +33,7 @@ _Item = TypeVar("_Item")
 def read_image(path: str | os.PathLike[str], pixel_format: str, percentiles: Sequence[float] = ()) -> np.ndarray:
     """Read an image as Detectron2 does: (H, W, 3) pixels of 0 to 255, in the order of ``INPUT.FORMAT``.
 
-    Args:
-        path: the file.
-        pixel_format: ``INPUT.FORMAT``.
-        percentiles: ``INPUT.PERCENTILES``, for images of more than 8 bits; see :func:`scale_to_8_bits`.
+    ``percentiles`` is ``INPUT.PERCENTILES``, for images of more than 8 bits; see :func:`scale_to_8_bits`.
 
     Raises:
         MissingFileError: the file does not exist.
@@ -136,10 +133,7 @@ def is_deep(path: str | os.PathLike[str]) -> bool:
 
 
 class _DeepImageHandler(PathHandler):
-    """Open ``percentiles://LOW,HIGH/PATH``: an image, scaled to 8 bits if it has more.
-
-    By this address Detectron2's own mapper reads what it would cut off at 255.
-    """
+    """Open ``percentiles://LOW,HIGH/PATH``, for Detectron2's mapper: an image, scaled to 8 bits if it has more."""
 
     def _get_supported_prefixes(self) -> list[str]:
         return [_DEEP]
@@ -190,11 +184,7 @@ def _check_bits(image: Image.Image, percentiles: Sequence[float]) -> None:
 
 
 class ImageNamingMapper:
-    """Dataset mapper that adds the image's file name to errors.
-
-    Args:
-        mapper: Detectron2's ``DatasetMapper`` or another callable from record to training example.
-        percentiles: ``INPUT.PERCENTILES``, by which images of more than 8 bits are scaled before.
+    """Dataset mapper that scales images of more than 8 bits, calls ``mapper`` and adds the file name to errors.
 
     Raises:
         DataError: the image or its record cannot be used; other errors get the file name as a note.

@@ -50,13 +50,9 @@ def run_lengths(mask: Array) -> list[int]:
 
 
 def trace(sdf: Array) -> list[Array]:
-    """Trace the region where a signed distance field is negative.
+    """Trace the region where a signed distance field, (H + 2, W + 2), positive on its border, is negative.
 
-    Args:
-        sdf: (H + 2, W + 2), positive on its border.
-
-    Returns:
-        Polygons (K, 2) of (x, y) in pixels, without holes, rounded to 0.01. The image's corner is (0, 0).
+    Returns polygons (K, 2) of (x, y) in pixels, without holes, rounded to 0.01. The image's corner is (0, 0).
     """
     import contourpy  # comes with matplotlib; only the generation of the dataset needs it
 

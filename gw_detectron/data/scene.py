@@ -86,15 +86,7 @@ class SceneObject:
 
 
 class Scene:
-    """Canvas of H x W pixels on which shapes are painted back to front.
-
-    Args:
-        height: H.
-        width: W.
-        rng: random number generator; the same state gives the same scene.
-        min_visible: smallest visible fraction of an object's area, in (0, 1].
-        hue_spread: range of an object's hue around the hue of its class, in [0, 1] of the color circle.
-    """
+    """Canvas of H x W pixels on which shapes are painted back to front; see :class:`SyntheticConfig` for the rest."""
 
     shapes: ClassVar[tuple[Shape, ...]] = SHAPES
 
@@ -116,11 +108,7 @@ class Scene:
         return np.clip(np.rint(noisy), 0, 255).astype(np.uint8)
 
     def add_object(self, category: int, size: float) -> bool:
-        """Try to add a shape of about ``size`` pixels at a random place.
-
-        Returns:
-            False, with the scene unchanged, if too much of it or of another object would be hidden.
-        """
+        """Add a shape of about ``size`` pixels at a random place, unless too much of an object would be hidden."""
         center = self.rng.uniform(0.05, 0.95, 2) * self._size
         region, local, area = self._transform(category, size / 2, center)
         if not self._add(SceneObject(category, region, area)):

@@ -67,11 +67,9 @@ NO_KEYPOINTS = Fault("have an empty list of keypoints", "write three zeros for e
 KEYPOINTS_APART = Fault("have most keypoints outside of their bbox", "correct them; both are in pixels", 0.1)
 COUNTS = Fault("have a num_keypoints other than the number of labeled keypoints", "correct it", 0.1)
 
-def check_coco(content: Any, needs: DatasetNeeds) -> tuple[list[str], list[str]]:
-    """Check the content of a COCO file.
 
-    Returns:
-        Errors and warnings; each counts the annotations with one fault.
+def check_coco(content: Any, needs: DatasetNeeds) -> tuple[list[str], list[str]]:
+    """Return errors and warnings of a COCO file's content; each counts the annotations with one fault.
 
     Raises:
         DataError: the content is not in COCO format.
@@ -136,7 +134,8 @@ def _check_geometry(
     boxes, limits = np.array([each["bbox"] for each in records], float), np.array(sizes, float)
     masks = [each.get("segmentation") for each in records]
     outlines, areas = mask_boxes(masks, sizes)
-    crowd, listed = np.array([bool(each.get("iscrowd")) for each in records]), np.array([type(m) is list for m in masks])
+    crowd = np.array([bool(each.get("iscrowd")) for each in records])
+    listed = np.array([type(mask) is list for mask in masks])
     drawn = np.array([type(m) is dict or (type(m) is list and any(map(is_polygon, m))) for m in masks])
     faults = _box_faults(boxes, limits)
     lost = crowd | faults[NO_AREA] | faults[OUTSIDE]

@@ -13,13 +13,7 @@ _AUTO = "give --auto, which sets it by the data"
 
 
 def check_fit(cfg: CfgNode, data: Mapping[str, Fingerprint], *, eval_only: bool) -> Iterator[str]:
-    """Yield a warning, with numbers, for each value of a config that loses objects.
-
-    Args:
-        cfg: the config.
-        data: the datasets that are known, by name.
-        eval_only: the run evaluates only.
-    """
+    """Yield a warning, with numbers, for each value of a config that loses objects of the known datasets."""
     counts = object_count_keys(cfg)
     trained, tested = (
         {name: data[name] for name in names if counts and name in data and len(data[name].boxes)}

@@ -33,11 +33,7 @@ def check_datasets(
 ) -> None:
     """Check the datasets of training (unless ``eval_only``) and evaluation, and that they have the same classes.
 
-    Args:
-        cfg: the config.
-        report: gets the errors and warnings.
-        eval_only: the run evaluates only.
-        trained: the classes that the checkpoint of a resumed run or an evaluation records.
+    ``trained`` has the classes that the checkpoint of a resumed run or an evaluation records.
     """
     key = "TEST" if eval_only else "TRAIN"
     if not cfg.DATASETS[key]:
@@ -201,11 +197,9 @@ def _check_dataset(
     root = metadata.get("image_root", ".") or "."
     if "://" not in root:  # a header would cost a download
         missing = _missing_images(root, content["images"])
-        errors += missing
-        for text, is_error in (
-            () if missing else _image_faults(name, root, content["images"], needs.percentiles, photos)
-        ):
-            (errors if is_error else warnings).append(text)
+        found = ([], []) if missing else _image_faults(name, root, content["images"], needs.percentiles, photos)
+        errors += [*missing, *found[0]]
+        warnings += found[1]
     report.errors += [f"{where}: {error}" for error in errors]
     report.warnings += [f"{where}: {warning}" for warning in warnings]
     return classes if json_file is None else data[name].classes
@@ -229,18 +223,17 @@ def _missing_images(root: str, images: Sequence[dict]) -> list[str]:
         for folder, wanted in by_folder.items()
         for base in wanted.difference(os.listdir(folder) if os.path.isdir(folder) else ())
     ]
-    if not missing:
-        return []
-    return [
+    text = (
         f"{len(missing)} of {len(images)} images are missing: {summarize_names(sorted(missing), 3)}. Fix: put them "
         "there, remove them from the JSON file, or give the folder that file_name is relative to."
-    ]
+    )
+    return [text] * bool(missing)
 
 
 def _image_faults(
     name: str, root: str, images: Sequence[dict], percentiles: Sequence[float], photos: dict[str, tuple[str, Any, str]]
-) -> Iterator[tuple[str, bool]]:
-    """Yield descriptions of faulty images, and whether they are errors, by the headers of some of them.
+) -> tuple[list[str], list[str]]:
+    """Return errors and warnings of images, by the headers of some of them.
 
     ``photos`` has dataset, id and file of images by their content, to find copies; those of this dataset are added.
     """
@@ -260,22 +253,15 @@ def _image_faults(
         *first, file = photos.setdefault(content_key(path), (name, image["id"], image["file_name"]))
         if first != [name, image["id"]]:
             copies.append(f"{image['file_name']} is {file} of {first[0]}")
-    if wrong:
-        yield (
-            f"{len(wrong)} of {len(checked)} checked images cannot be read or have another width x height: "
-            f"{summarize_names(wrong, 3)}. Fix: correct the file; a photo with an EXIF orientation has the size of the "
-            "upright photo.",
-            True,
-        )
-    if turned:
-        yield (
-            f"{len(turned)} of {len(checked)} checked images are turned or mirrored by their EXIF orientation and keep "
-            f"their size ({summarize_names(turned, 3)}). Fix: check that their boxes are those of the upright photo.",
-            False,
-        )
-    if copies:
-        yield (
-            f"{len(copies)} of {len(checked)} checked images are copies ({summarize_names(copies, 3)}). Fix: remove "
-            "them; AP on images of the training is too high.",
-            False,
-        )
+    texts = (
+        f"cannot be read or have another width x height: {summarize_names(wrong, 3)}. Fix: correct the file; a photo "
+        "with an EXIF orientation has the size of the upright photo.",
+        f"are turned or mirrored by their EXIF orientation and keep their size ({summarize_names(turned, 3)}). Fix: "
+        "check that their boxes are those of the upright photo.",
+        f"are copies ({summarize_names(copies, 3)}). Fix: remove them; AP on images of the training is too high.",
+    )
+    errors, first, second = (
+        [f"{len(files)} of {len(checked)} checked images {text}"] * bool(files)
+        for files, text in zip((wrong, turned, copies), texts, strict=True)
+    )
+    return errors, first + second

@@ -34,11 +34,7 @@ _HARMLESS_KEYS = ("MODEL.WEIGHTS", "MODEL.DEVICE", "MODEL.COMPILE", "MODEL.BACKB
 
 
 def check_model(cfg: CfgNode, start: StartWeights, report: PreflightReport, *, eval_only: bool) -> nn.Module | None:
-    """Check the components, norms and frozen layers of the model.
-
-    Returns:
-        The model on the meta device, or None if it cannot be built.
-    """
+    """Check components, norms and frozen layers; return the model on the meta device, None if it cannot be built."""
     from_scratch, freeze_at, model = not start.address, cfg.MODEL.BACKBONE.FREEZE_AT, None
     if from_scratch and freeze_at > 0 and not eval_only:
         report.errors.append(
@@ -106,10 +102,7 @@ def _check_batch_norms(cfg: CfgNode, model: nn.Module, report: PreflightReport) 
 def check_start_weights(
     cfg: CfgNode, start: StartWeights, model: nn.Module | None, report: PreflightReport, *, allow_partial: bool
 ) -> None:
-    """Check that the start weights fit the preprocessing, the config and the model.
-
-    Of the model only names and shapes are used; None skips the comparison with it.
-    """
+    """Check that the start weights fit the preprocessing, the config and, unless None, the model."""
     weights = start.opened
     if start.resumed:
         if weights:
