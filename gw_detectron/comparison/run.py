@@ -194,12 +194,13 @@ class _Runs:
             norm: self._opts(folder / str(number), {**norm_keys(norm), "SOLVER.BASE_LR": 1e-6, "SEED": SEARCH_SEED})
             for number, norm in enumerate(self.what.norms)
         }
+        (folder / RESULT).unlink(missing_ok=True)
         process = self._start(time_norms, folder, self._flags(VAL), opts)
         try:
             process.join()
         finally:
             _stop([process])
-        if process.exitcode:
+        if not (folder / RESULT).exists():  # the exit status may be that of a loader's worker
             raise RunError(f"timing of the norms: {_reason(folder)}")
         times: dict[str, float] = json.loads((folder / RESULT).read_text())
         self.report("\n".join(f"  {norm}: {1000 * seconds:.0f} ms" for norm, seconds in times.items()))
