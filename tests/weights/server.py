@@ -1,18 +1,13 @@
 """A local web server that serves one file, with a chosen fault."""
 
-import hashlib
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-_STATUSES = {"missing": 404, "private": 401, "gated": 403}
-
 
 class Server(ThreadingHTTPServer):
     """Serve ``data`` under every name; the first folder of the path names the fault.
-
-    The headers are also those of the Hugging Face hub.
 
     Args:
         data: the file.
@@ -37,20 +32,13 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *args: object) -> None:
         pass
 
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
     def do_GET(self) -> None:
         fault = self.path.strip("/").partition("/")[0]
         wanted = self.headers.get("Range", "")
-        if self.command == "GET":
-            self.server.requests.append(wanted)
+        self.server.requests.append(wanted)
         data, start = self.server.data, 0
-        if fault == "redirect":
-            self._answer(302, b"", Location=self.path.replace("redirect", "fine"))
-            return
-        if fault in _STATUSES:
-            self._answer(_STATUSES[fault], b"")
+        if fault == "missing":
+            self._answer(404, b"")
             return
         if fault == "webpage":
             self._answer(200, b"<html>Please sign in</html>")
@@ -61,8 +49,6 @@ class _Handler(BaseHTTPRequestHandler):
         body = data[start:]
         length = len(body) - (1000 if fault == "declares-shorter" else 0)
         sent = body[: len(data) // 3] if fault == "breaks-off" else body
-        if fault == "truncated" and self.command == "GET":
-            length = len(sent := body[: len(data) // 3])
         headers = {"Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"} if start else {}
         self._answer(206 if start else 200, sent, length, **headers)
 
@@ -70,12 +56,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Length", str(len(body) if length is None else length))
         self.send_header("ETag", self.server.etag)
-        self.send_header("X-Repo-Commit", hashlib.sha1(self.server.etag.encode()).hexdigest())
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
         try:
-            self.wfile.write(body if self.command == "GET" else b"")
+            self.wfile.write(body)
         except OSError:
             self.close_connection = True  # the client has enough
         if length not in (None, len(body)):
