@@ -3,6 +3,7 @@
 The learning rate is zero: the optimizer does its work, the weights do not change, and all iterations are equal.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,7 +21,6 @@ from torch import Tensor, nn
 from gw_detectron.engine import Trainer
 from gw_detectron.model_zoo import get_config
 from gw_detectron.modeling import gw_resnet
-from gw_detectron.weights.architecture import Architecture
 
 from .providers import Precision
 from .timing import Step
@@ -91,14 +91,14 @@ def classifier(
 
     Source: Group Whitening, section 5.1.1, with another batch size than 256.
     """
-    network = Architecture.parse(architecture)
+    depth, groups, width = map(int, [*re.findall(r"\d+", architecture), 1, 64][:3])
     backbone = gw_resnet(
-        network.depth,
+        depth,
         variant.positions,
         variant.norm,
         variant.whiten_norm,
-        num_groups=network.groups,
-        width_per_group=network.width,
+        num_groups=groups,
+        width_per_group=width,
         out_features=["res5"],
         freeze_at=0,
         conv=variant.conv,
