@@ -48,7 +48,7 @@ class RunParser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(usage="%(prog)s [RUN] [--help] [FLAGS] [KEY VALUE ...]", **options)
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = list(sys.argv[1:] if args is None else args)
         is_run = bool(words) and (os.path.exists(words[0]) or not re.match(r"-|[A-Z0-9_]+(\.|$)", words[0]))
         run = words.pop(0) if is_run else None

@@ -40,34 +40,27 @@ def get_config_file(name: str) -> str:
     return str(files[name])
 
 
-def get_config(name: str, trained: bool = False) -> CfgNode | DictConfig:
+def get_config(name: str) -> CfgNode | DictConfig:
     """Load a config: a ``.yaml`` with this package's keys, or a LazyConfig from a ``.py``.
 
     Args:
         name: as in :func:`list_configs`.
-        trained: False keeps ``MODEL.WEIGHTS`` of the yaml: a pretrained backbone or nothing. True asks for the weights
-            of a trained detector.
 
     Raises:
-        ConfigError: unknown config, or ``trained`` is True: no weights of detectors are published.
+        ConfigError: unknown config.
     """
     file = get_config_file(name)
-    if trained:
-        raise ConfigError(
-            f"trained (True): no weights of a trained {name} are published. Fix: train it with gw-detectron train "
-            f"--config-file {file}, or pass trained=False."
-        )
     return LazyConfig.load(file) if name.endswith(".py") else read_config(file)
 
 
-def get(name: str, trained: bool = False, device: str | None = None) -> nn.Module:
+def get(name: str, device: str | None = None) -> nn.Module:
     """Build the model of a config and load its weights, if any.
 
     These are ``MODEL.WEIGHTS``, or ``train.init_checkpoint`` of a LazyConfig. To build a model without its weights,
     pass :func:`get_config` to ``detectron2.modeling.build_model``.
 
     Args:
-        name, trained: as in :func:`get_config`.
+        name: as in :func:`get_config`.
         device: for example ``"cpu"``; None takes the config's, or the CPU without a CUDA device.
 
     Returns:
@@ -76,7 +69,7 @@ def get(name: str, trained: bool = False, device: str | None = None) -> nn.Modul
     Raises:
         ConfigError: as in :func:`get_config`, or Detectron2 cannot build the model.
     """
-    cfg = get_config(name, trained)
+    cfg = get_config(name)
     if device is None and not torch.cuda.is_available():
         device = "cpu"
     if isinstance(cfg, CfgNode):

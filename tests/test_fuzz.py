@@ -64,7 +64,7 @@ WORDS = st.text(max_size=4) | st.sampled_from(
 )
 TOOLS = {  # flags, and words that stop the tool before minutes of work
     "train_net": ("--config-file --num-gpus --resume --eval-only --train-json", ["SOLVER.MAX_ITER", "0"]),
-    "convert_weights": ("--arch --positions --norm --force", []),
+    "convert_weights": ("--norm --preprocessing --force", []),
     "export_model": ("--config-file --output --format --one-image", ["MODEL.WEIGHTS", "none.pth"]),
 }
 

@@ -34,12 +34,6 @@ def test_names_that_are_no_configs(name: str):
     assert GW_R50 in str(error.value) or name[:2] != "CO"
 
 
-@pytest.mark.parametrize("function", [model_zoo.get_config, model_zoo.get])
-def test_trained_weights_are_not_published(function):
-    with pytest.raises(ValueError, match=r"trained \(True\)"):
-        function(GW_R50, trained=True)
-
-
 def test_get_builds_a_lazy_config():
     name = "new_baselines/mask_rcnn_R_50_FPN_100ep_LSJ_GW.py"
     assert model_zoo.get_config(name).train.max_iter == 184375
@@ -63,5 +57,5 @@ def test_get_loads_the_weights_the_config_names(tmp_path, monkeypatch):
     torch.save({"model": {**state, weight: expected}}, tmp_path / "w.pth")
     cfg = model_zoo.get_config(DEMO)
     cfg.MODEL.WEIGHTS = str(tmp_path / "w.pth")
-    monkeypatch.setattr(model_zoo, "get_config", lambda name, trained: cfg)
+    monkeypatch.setattr(model_zoo, "get_config", lambda name: cfg)
     assert torch.equal(model_zoo.get(DEMO, device="cpu").state_dict()[weight], expected)

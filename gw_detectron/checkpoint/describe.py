@@ -48,7 +48,7 @@ def format_description(description: Mapping[str, Any]) -> str:
     """Format the result of :func:`describe_checkpoint` as yaml, without the run's config."""
     record = description.get(RUN_RECORD)
     if isinstance(record, dict):
-        record = {key: value for key, value in record.items() if key not in ("config", "earlier_parts")}
+        record = {key: value for key, value in record.items() if key != "config"}
         description = {**description, RUN_RECORD: record}
     return yaml.safe_dump(dict(description), sort_keys=False)
 

@@ -94,11 +94,9 @@ def last_checkpoint(folder: str) -> str:
     tag = os.path.join(folder, _TAG)
     if not PathManager.exists(tag):
         return os.path.join(folder, "model_final.pth")
-    name = ""
-    if PathManager.isfile(tag):  # to open a pipe would block
-        with PathManager.open(tag, "r", errors="replace") as file:
-            name = file.read(4096).strip()
-    if not 0 < len(name) < 4096:
+    with PathManager.open(tag, "r", errors="replace") as file:
+        name = file.read().strip()
+    if not name:
         raise WeightsFileError(f"{tag}: does not hold a file name. Fix: write the checkpoint's file name into it.")
     return os.path.join(folder, name)
 

@@ -110,7 +110,6 @@ class RunRecord:
         self.seed = seed
         self.classes = [{"id": number, "name": name} for number, name in (classes or {}).items()]
         self._start_weights: dict[str, Any] = {}
-        self._earlier_parts: list[dict[str, Any]] = []
 
     def set_start_weights(self, checkpoint: Checkpoint) -> None:
         """Record address, SHA-256 and origin of the weights that the run starts from."""
@@ -120,27 +119,18 @@ class RunRecord:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            **self._part(),
+            "versions": software_versions(),
+            "config": self.config,
+            "processes": comm.get_world_size(),
             "seed": self.seed,
             "classes": self.classes,
             "start_weights": self._start_weights,
-            "earlier_parts": self._earlier_parts,
         }
 
-    def _part(self) -> dict[str, Any]:
-        """Describe how this part of the run is trained; a resumed run has several."""
-        return {"versions": software_versions(), "config": self.config, "processes": comm.get_world_size()}
-
     def load_state_dict(self, recorded: Mapping[str, Any]) -> None:
-        """Keep start weights and parts of a resumed run, and warn if its config has changed."""
-        recorded = recorded if isinstance(recorded, Mapping) else {}
-        if isinstance(recorded.get("start_weights"), dict):
+        """Keep the start weights of a resumed run, and warn if its config has changed."""
+        if isinstance(recorded, Mapping) and isinstance(recorded.get("start_weights"), dict):
             self._start_weights = recorded["start_weights"]
-        if isinstance(recorded.get("earlier_parts"), list):
-            self._earlier_parts = recorded["earlier_parts"]
-        part = {key: recorded[key] for key in self._part() if key in recorded}
-        if part and part != self._part():
-            self._earlier_parts = [*self._earlier_parts, part]
         if differences := config_differences(recorded, self.config):
             log.warning(
                 "--resume: the config differs from the checkpoint's. Learning rate, momentum and weight decay "

@@ -7,7 +7,6 @@ from dataclasses import asdict
 
 from ..checkpoint.describe import describe_checkpoint, format_config, format_description
 from ..cli import new_parser, print_page
-from ..config import read_config
 from ..data import synthetic_images
 from ..prediction import detector_file
 from ..weights import convert_file
@@ -32,10 +31,8 @@ def get_parser() -> argparse.ArgumentParser:
         "Convert weights of a ResNet or ResNeXt by the authors, torchvision or timm, and write the config they need. "
         "Nothing is written unless every tensor fits. The classifier is left out."
     )
-    convert.add_argument("source", metavar="SRC", help="a .pth or .safetensors file, or converted weights")
-    convert.add_argument("target", metavar="DST", help="a .pkl (for MODEL.WEIGHTS) or .safetensors file to write")
-    convert.add_argument("--arch", help="expected architecture: R-50, X-101-32x8d, ...; default: any")
-    convert.add_argument("--positions", help="expected positions of the whitening norm: S1-B2, ...; default: any")
+    convert.add_argument("source", metavar="SRC", help="a .pth or .safetensors file")
+    convert.add_argument("target", metavar="DST", help="a .pkl file to write, for MODEL.WEIGHTS")
     convert.add_argument("--norm", help=_NORM % "SRC")
     convert.add_argument(
         "--preprocessing",
@@ -48,7 +45,6 @@ def get_parser() -> argparse.ArgumentParser:
     check = actions.add_parser("verify", help="compare the features of torchvision's ResNet and Detectron2's")
     check.description = "Compare the features of both networks after each stage. The exit status is 1 if they differ."
     check.add_argument("weights", metavar="WEIGHTS", help="converted weights, an original file, or a gw:// address")
-    check.add_argument("--config-file", metavar="YAML", help="config to verify; default: the one that fits WEIGHTS")
     check.add_argument("--source", metavar="FILE", help="the file WEIGHTS was converted from, to verify the conversion")
     check.add_argument("--norm", help=_NORM % "the source")
     check.set_defaults(run=_verify)
@@ -75,8 +71,6 @@ def _convert(args: argparse.Namespace) -> None:
     conversion = convert_file(
         args.source,
         args.target,
-        architecture=args.arch,
-        positions=args.positions,
         norm=args.norm,
         preprocessing=args.preprocessing,
         overwrite=args.force,
@@ -94,8 +88,7 @@ def _convert(args: argparse.Namespace) -> None:
 
 
 def _verify(args: argparse.Namespace) -> bool:
-    cfg = read_config(args.config_file) if args.config_file else None
-    result = verify(args.weights, synthetic_images(), cfg=cfg, source=args.source, norm=args.norm)
+    result = verify(args.weights, synthetic_images(), source=args.source, norm=args.norm)
     print(json.dumps(asdict(result) | {"agrees": result.agrees}, indent=2) if args.json else result)
     return result.agrees
 

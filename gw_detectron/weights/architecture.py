@@ -24,7 +24,6 @@ _DETECTRON2_NAME = re.compile(
     r"(?P<stem>stem\.)?(?:res(?P<stage>[2-5])\.(?P<block>\d+)\.)?(?:conv(?P<conv>\d)|shortcut)(?P<norm>\.norm)?\.(?P<field>.+)"
 )
 _DEPTHS = ", ".join(map(str, sorted(NUM_BLOCKS_PER_STAGE)))
-_ALLOWED = f"unknown. Fix: give a ResNet such as R-50 ({_DEPTHS}), or a ResNeXt such as X-50-32x4d (50, 101, 152)."
 _BN = "BN:"  # evaluation_spec of batch normalization, frozen or not
 _DETECTOR = re.compile(r"res2_0_branch2a_w|.*\.res2\.0\.conv1\.weight")  # Caffe2's names, or a detector's
 
@@ -37,26 +36,11 @@ class Architecture:
         depth: 18, 34, 50, 101 or 152.
         groups: of the 3x3 convolutions, 1 for a ResNet.
         width: channels of each group in the first stage, 64 for a ResNet.
-
-    Raises:
-        WeightsError: there is no such network.
     """
 
     depth: int
     groups: int = 1
     width: int = 64
-
-    def __post_init__(self) -> None:
-        if self.depth not in NUM_BLOCKS_PER_STAGE or not (self.bottleneck or self.name == f"R-{self.depth}"):
-            raise WeightsError(f"architecture ({self.name!r}): {_ALLOWED}")
-
-    @classmethod
-    def parse(cls, name: str) -> "Architecture":
-        """Parse a name such as ``R-50`` or ``X-101-32x8d``."""
-        match = re.fullmatch(r"R-(\d{1,4})|X-(\d{1,4})-(\d{1,4})x(\d{1,4})d", name)
-        if not match:
-            raise WeightsError(f"architecture ({name!r}): {_ALLOWED}")
-        return cls(*(int(number) for number in match.groups() if number))
 
     @property
     def name(self) -> str:
@@ -132,20 +116,12 @@ def to_torchvision(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def infer_architecture(tensors: Mapping[str, Tensor]) -> Architecture:
     """Infer the architecture from the blocks and a grouped convolution of torchvision's tensors."""
-    first = "layer1.0.conv1.weight"
-    for prefix in (name.removesuffix(first) for name in tensors if name.endswith(first)):
-        parts = [part for part in (prefix, "stem." if f"{prefix}stem.conv1.weight" in tensors else "") if part]
-        if parts:
-            raise WeightsError(
-                f"{prefix}{first}: below another module. Fix: save these tensors of the ResNet only, and their names "
-                f"without {' and '.join(map(repr, parts))}."
-            )
     blocks = {tuple(name.split(".")[:2]) for name in tensors}
     counts = tuple(sum(block[0] == stage for block in blocks) for stage in _STAGES)
     bottleneck = "layer1.0.conv3.weight" in tensors
     depths = [d for d, known in NUM_BLOCKS_PER_STAGE.items() if known == counts and (d >= 50) == bottleneck]
     if not depths:
-        fix = f"give weights of a ResNet with {_DEPTHS} layers, in torchvision's or Detectron2's names"
+        fix = f"give weights of a ResNet with {_DEPTHS} layers, in torchvision's or Detectron2's names without a prefix"
         if any(map(_DETECTOR.fullmatch, tensors)):
             fix = "set MODEL.WEIGHTS to the file itself, which Detectron2 reads: only ImageNet weights are converted"
         raise WeightsError(
@@ -197,9 +173,7 @@ def infer_norms(
         norms |= {layer: "BN" for layer, spec in norms.items() if not spec and layer not in unproven}
         if missing := [layer for layer, spec in norms.items() if not spec]:
             raise WeightsError(f"norms: the file lists none for {summarize_names(missing)}. Fix: write it again.")
-    elif unproven and not stated:
-        if stated == "":
-            raise WeightsError("norm (''): names no norm. Fix: give a norm name such as GW.")
+    elif unproven and stated is None:
         raise UnknownNormError(
             f"Cannot tell GN from GW for {len(unproven)} of {len(layers)} norm layers ({summarize_names(unproven)}): "
             "their tensors look the same, and show no options. Fix: pass --norm GW (the paper's setting), --norm GN or "

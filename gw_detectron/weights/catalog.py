@@ -143,9 +143,8 @@ def _published_weights(weights: PublishedWeights, cache: Path) -> Path:
             f"delete {recorded} to accept the new one."
         )
     if not target.is_file():
-        options = {"architecture": weights.architecture, "positions": weights.positions, "norm": weights.norm}
         try:
-            convert_file(source, target, overwrite=True, **options)
+            convert_file(source, target, overwrite=True, norm=weights.norm)
         except (UnknownNormError, WeightsFileError) as error:
             if fetched:
                 source.unlink()

@@ -1,6 +1,6 @@
 """Convert ImageNet weights from torchvision's names to Detectron2's, check every tensor, write the result.
 
-The file is Detectron2's .pkl or .safetensors; a yaml beside it holds the config keys that the weights need.
+The file is Detectron2's .pkl; a yaml beside it holds the config keys that the weights need.
 """
 
 import dataclasses
@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from safetensors.torch import save
 from torch import Tensor
 
 from ..atomic import atomic_write, remove_unfinished
@@ -41,7 +40,6 @@ from .architecture import (
 from .reading import Contents, named_tensors, read_weights_file, sha256_of, weight_problem
 from .record import PREPROCESSING, TORCHVISION, Preprocessing, Provenance, Record, read_record, tool
 
-SUFFIXES = (".pkl", ".safetensors")
 _WRAPPERS = ("model", "state_dict")
 _PREFIXES = ("module.", "_orig_mod.")  # of DataParallel and torch.compile
 # the classifier, the norm before it (which the authors' ResNeXts have and do not use), and step counters
@@ -57,6 +55,7 @@ class Conversion:
         source_tensors: the tensors before the conversion, with torchvision's names.
         architecture: of the network.
         norms: norm name of each norm layer, by torchvision's names.
+        positions: the norms as config keys.
         preprocessing: of the images.
         provenance: the origin; None for weights that were not read from a file.
     """
@@ -65,13 +64,9 @@ class Conversion:
     source_tensors: dict[str, Tensor]
     architecture: Architecture
     norms: dict[str, str]
+    positions: Positions
     preprocessing: Preprocessing = TORCHVISION
     provenance: Provenance | None = None
-
-    @property
-    def positions(self) -> Positions:
-        """The norms as config keys."""
-        return positions_of(self.architecture, self.norms)
 
     @property
     def record(self) -> Record:
@@ -112,12 +107,10 @@ def convert_file(
     Each file is written atomically. The classifier is not part of a backbone and is left out.
 
     Args:
-        source: see :func:`.reading.read_weights_file` and :func:`convert`; or converted weights, to write them in the
-            other format.
-        target: ends in ``.pkl``, for ``MODEL.WEIGHTS``, or in ``.safetensors``, for ``MODEL.WEIGHTS`` as
-            ``gw://file/<path>``.
+        source: see :func:`.reading.read_weights_file` and :func:`convert`.
+        target: for ``MODEL.WEIGHTS``; ends in ``.pkl``.
         overwrite: replace existing files.
-        options: ``architecture``, ``positions``, ``norm`` and ``preprocessing`` of :func:`load_weights`.
+        options: ``norm`` and ``preprocessing`` of :func:`load_weights`.
 
     Raises:
         WeightsError: the target has a wrong name.
@@ -127,18 +120,17 @@ def convert_file(
         OSError: a file cannot be read or written.
     """
     target = Path(target)
-    if target.suffix not in SUFFIXES:
-        raise WeightsError(f"target ({str(target)!r}): wrong suffix. Fix: end the name in {' or '.join(SUFFIXES)}.")
+    if target.suffix != ".pkl":
+        raise WeightsError(f"target ({str(target)!r}): wrong suffix. Fix: end the name in .pkl.")
     config = target.with_suffix(".yaml")
     for path in (target, config):
         if path.exists() and not overwrite:
             raise FileAccessError(f"target ({str(path)!r}): exists. Fix: give another name or --force.")
     remove_unfinished(target.parent)
     conversion = load_weights(source, **options)
-    weights = str(target) if target.suffix == ".pkl" else f"gw://file/{target}"
     origin = dataclasses.asdict(conversion.provenance) if conversion.provenance else {}
-    head = f"# Config keys that {weights} needs.\n# {json.dumps(origin)}\n"
-    text = yaml.safe_dump(conversion.config(weights), sort_keys=False, default_flow_style=None)
+    head = f"# Config keys that {target} needs.\n# {json.dumps(origin)}\n"
+    text = yaml.safe_dump(conversion.config(str(target)), sort_keys=False, default_flow_style=None)
     with atomic_write(config) as temporary:
         temporary.write_text(head + text)
         write_weights(target, conversion)
@@ -146,18 +138,13 @@ def convert_file(
 
 
 def load_weights(
-    path: str | os.PathLike[str],
-    *,
-    architecture: str | None = None,
-    positions: str | None = None,
-    norm: str | None = None,
-    preprocessing: str | None = None,
+    path: str | os.PathLike[str], *, norm: str | None = None, preprocessing: str | None = None
 ) -> Conversion:
     """Read and check ImageNet weights, converted or not.
 
     Args:
         path: a source or target of :func:`convert_file`.
-        architecture, positions, norm: see :func:`convert`.
+        norm: see :func:`convert`.
         preprocessing: a name in :data:`.record.PREPROCESSING`; None if recorded, or if the source has torchvision's
             names and statistics, which imply torchvision's preprocessing.
 
@@ -177,7 +164,7 @@ def load_weights(
             tensors = to_torchvision(tensors)
         reason = "the names are Detectron2's" if is_converted else _caffe_statistics(tensors)
         images = _preprocessing(record, preprocessing, unclear=reason)
-        conversion = _convert(tensors, record, architecture, positions, norm)
+        conversion = _convert(tensors, record, norm)
     except ValueError as error:
         kind = UnknownNormError if isinstance(error, UnknownNormError) else WeightsFileError
         raise kind(f"weights ({os.fspath(path)!r}): {error}") from None
@@ -214,9 +201,7 @@ def _preprocessing(record: Record, stated: str | None, *, unclear: str) -> Prepr
     return record.preprocessing or (PREPROCESSING[stated] if stated else TORCHVISION)
 
 
-def convert(
-    content: Any, *, architecture: str | None = None, positions: str | None = None, norm: str | None = None
-) -> Conversion:
+def convert(content: Any, *, norm: str | None = None) -> Conversion:
     """Rename, reshape and check ResNet or ResNeXt weights with torchvision's names.
 
     The architecture and the layers with batch normalization are inferred from the tensors. All other norms must be
@@ -225,42 +210,32 @@ def convert(
     Args:
         content: a state dict, bare or under ``model`` or ``state_dict``, with or without the prefix ``module.`` of
             data-parallel training.
-        architecture: the expected one, e.g. ``R-50`` or ``X-101-32x8d``; None accepts any.
-        positions: the expected positions of the norm without BN's statistics; None accepts any.
         norm: the norm name of all layers without BN's statistics, e.g. ``GW:groups=32``; None if recorded.
 
     Raises:
         UnknownNormError: a norm is neither recorded nor proven nor stated.
-        WeightsError: a tensor is missing, unexpected, not finite, or of wrong shape or type; the network is not the
-            expected one; or norms contradict each other.
+        WeightsError: a tensor is missing, unexpected, not finite, or of wrong shape or type; or norms contradict each
+            other.
         ValueError: a norm name is unknown or does not fit.
     """
     contents = Contents(content)
-    return _convert(_unwrap(contents), read_record(contents), architecture, positions, norm)
+    return _convert(_unwrap(contents), read_record(contents), norm)
 
 
-def _convert(
-    tensors: dict[str, Tensor], record: Record, architecture: str | None, positions: str | None, norm: str | None
-) -> Conversion:
+def _convert(tensors: dict[str, Tensor], record: Record, norm: str | None) -> Conversion:
     network = infer_architecture(tensors)
-    if architecture is not None and Architecture.parse(architecture) != network:
-        raise WeightsError(
-            f"architecture ({architecture!r}): the weights are of {network.name}. Fix: give {network.name} or none."
-        )
     if convs := [layer for layer, name in (record.norms or {}).items() if name in CONVS]:
         raise WeightsError(
             f"{convs[0]} ('WS'): Weight Standardization, which conversion does not support. Fix: set MODEL.WEIGHTS to "
             "the checkpoint of the run, such as model_final.pth, with MODEL.RESNETS.CONV WS."
         )
     norms = infer_norms(network, tensors, record, norm)
-    conversion = Conversion(_convert_tensors(tensors, network, norms), tensors, network, norms)
-    if positions not in (None, conversion.positions.positions):
-        raise WeightsError(f"positions ({positions!r}): the weights have {conversion.positions}. Fix: give these.")
-    return conversion
+    positions = positions_of(network, norms)
+    return Conversion(_convert_tensors(tensors, network, norms, positions), tensors, network, norms, positions)
 
 
 def _convert_tensors(
-    tensors: Mapping[str, Tensor], network: Architecture, norms: Mapping[str, str]
+    tensors: Mapping[str, Tensor], network: Architecture, norms: Mapping[str, str], positions: Positions
 ) -> dict[str, Tensor]:
     """Convert the tensors if all fit torchvision's network."""
     expected = {name: tuple(value.shape) for name, value in build_torchvision(network, norms).state_dict().items()}
@@ -285,7 +260,7 @@ def _convert_tensors(
         problems["unexpected"] = list(left)
     if problems:
         lines = [f"{len(names)} {problem}: {summarize_names(names)}" for problem, names in problems.items()]
-        head = f"tensors: do not fit {network.name} with {positions_of(network, norms)}"
+        head = f"tensors: do not fit {network.name} with {positions}"
         raise WeightsError("\n  ".join([head, *lines, "Fix: give complete weights of one network, and their norm."]))
     return converted
 
@@ -319,22 +294,15 @@ def _unwrap(contents: Contents) -> dict[str, Tensor]:
     return tensors
 
 
-def write_weights(path: str | os.PathLike[str], conversion: Conversion) -> None:
-    """Write converted weights and their record atomically, as .pkl or .safetensors."""
-    path, entries = Path(path), conversion.record.entries()
-    with atomic_write(path) as temporary:
-        if path.suffix == ".safetensors":
-            dense = {name: value.contiguous() for name, value in conversion.tensors.items()}
-            texts = {key: json.dumps(value) for key, value in entries.items()}
-            temporary.write_bytes(save(dense, {"format": "pt", **texts}))
-        else:
-            content = {
-                "model": {name: np.ascontiguousarray(value.numpy()) for name, value in conversion.tensors.items()},
-                "__author__": tool(),
-                # Detectron2 then matches tensors by the end of their names, so that one file fits detectors with and
-                # without FPN and bare backbones
-                "matching_heuristics": True,
-                **entries,
-            }
-            with open(temporary, "wb") as file:
-                pickle.dump(content, file, protocol=4)
+def write_weights(path: Path, conversion: Conversion) -> None:
+    """Write converted weights and their record atomically, as Detectron2's .pkl."""
+    content = {
+        "model": {name: np.ascontiguousarray(value.numpy()) for name, value in conversion.tensors.items()},
+        "__author__": tool(),
+        # Detectron2 then matches tensors by the end of their names, so that one file fits detectors with and without
+        # FPN and bare backbones
+        "matching_heuristics": True,
+        **conversion.record.entries(),
+    }
+    with atomic_write(path) as temporary, open(temporary, "wb") as file:
+        pickle.dump(content, file, protocol=4)

@@ -59,7 +59,6 @@ def verify(
     weights: str | os.PathLike[str],
     images: Sequence[Image.Image],
     *,
-    cfg: CfgNode | None = None,
     source: str | os.PathLike[str] | None = None,
     norm: str | None = None,
 ) -> Verification:
@@ -67,18 +66,17 @@ def verify(
 
     Torchvision's network gets the images as its training did, Detectron2's by detection preprocessing. Torchvision's
     has the norms that the source records or that ``norm`` states; Detectron2's has the norms of the
-    converted weights or the config.
+    converted weights.
 
     Args:
         weights: path or address of converted weights, or of a file that can be converted.
         images: all of one size.
-        cfg: the config under test; None takes the one that fits the weights.
         source: the file that the weights were converted from. Torchvision's network loads it, which verifies the
             conversion; None translates the weights back.
         norm: the norm name of the source's layers without BN's statistics, if the source does not record it.
 
     Raises:
-        ValueError: a file cannot be used, or the config builds another network.
+        ValueError: a file cannot be used.
         OSError: a file cannot be read.
     """
     conversion = _load(weights, norm)
@@ -86,8 +84,8 @@ def verify(
     reference = torchvision_backbone(claimed).double()
     pixels = torch.stack([_classification_input(image, conversion.preprocessing) for image in images])
     expected = torchvision_stages(reference, pixels)
-    subject = f"{conversion.architecture.name} with {conversion.positions}" if cfg is None else "the config"
-    cfg = config_for(conversion) if cfg is None else cfg
+    subject = f"{conversion.architecture.name} with {conversion.positions}"
+    cfg = config_for(conversion)
     model = detectron2_backbone(conversion, cfg).double()
     found = model(torch.stack([_detection_input(image, cfg) for image in images]))
     return Verification(subject, {stage: _difference(found[stage], expected[stage]) for stage in STAGES})

@@ -11,9 +11,7 @@ import yaml
 from safetensors.torch import save_file
 
 from gw_detectron import commands
-from gw_detectron.checkpoint import Checkpoint, records
 from gw_detectron.checkpoint.describe import describe_checkpoint, format_config
-from gw_detectron.checkpoint.records import RunRecord
 from gw_detectron.config import read_config
 from gw_detectron.data import register_synthetic
 from gw_detectron.engine import Trainer
@@ -85,24 +83,3 @@ def test_other_files(tmp_path):
 def test_a_file_without_a_config_is_named(record):
     with pytest.raises(ConfigError, match=r"'a.pth': records no config. Fix: give a checkpoint of this package's"):
         format_config({"file": "a.pth", **record})
-
-
-def test_a_resumed_run_keeps_how_its_earlier_parts_were_trained(monkeypatch, tmp_path):
-    first = RunRecord("SEED: 1\n", 1)
-    (tmp_path / "a.pth").write_bytes(b"weights")
-    first.set_start_weights(Checkpoint("a.pth", str(tmp_path / "a.pth"), {}, {}))
-    same, changed = RunRecord("SEED: 1\n", 1), RunRecord("SEED: 2\n", 2)
-    same.load_state_dict(first.state_dict())
-    assert same.state_dict() == first.state_dict() and first.state_dict()["earlier_parts"] == []
-    assert same.state_dict()["start_weights"]["address"] == "a.pth"
-    changed.load_state_dict(first.state_dict())
-    saved, last = changed.state_dict(), RunRecord("SEED: 2\n", 2)
-    monkeypatch.setattr(records.comm, "get_world_size", lambda: 2)
-    last.load_state_dict(saved)
-    parts = [*last.state_dict()["earlier_parts"], last.state_dict()]
-    assert [(part["config"], part["processes"]) for part in parts] == [
-        ("SEED: 1\n", 1),
-        ("SEED: 2\n", 1),
-        ("SEED: 2\n", 2),
-    ]
-    assert all(part["versions"]["torch"] == torch.__version__ for part in parts)

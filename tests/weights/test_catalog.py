@@ -1,5 +1,6 @@
 """``gw://`` addresses: downloaded once, converted once, checked against the first file's hash."""
 
+import json
 import sys
 
 import gdown
@@ -8,15 +9,16 @@ import torch
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.modeling import build_model
 from detectron2.utils.file_io import PathManager
+from safetensors.torch import save_file
 
 from gw_detectron.checkpoint import load_checkpoint, open_checkpoint
 from gw_detectron.errors import FileAccessError, MissingPackageError, WeightsFileError
-from gw_detectron.weights import CATALOG, catalog, convert, convert_file
+from gw_detectron.weights import CATALOG, catalog, convert
 from gw_detectron.weights.catalog import PublishedWeights, local_weights
 from gw_detectron.weights.conversion import load_weights
 
 from .server import serving
-from .synthetic import authors_state, make_network, training_checkpoint
+from .synthetic import authors_norms, authors_state, make_network, training_checkpoint
 
 NAME, FILE = "imagenet/R-18", "R-18-GW-S1-B1.pth"
 
@@ -119,7 +121,9 @@ def test_local_file_by_its_path(r18, r18_file, tmp_path, suffix):
     path = r18_file
     if suffix == ".safetensors":
         path = tmp_path / "mine.safetensors"
-        convert_file(r18_file, path)
+        save_file(
+            {name: value.contiguous() for name, value in r18.items()}, path, {"norms": json.dumps(authors_norms(r18))}
+        )
     found = PathManager.get_local_path(f"gw://file/{path}")
     assert PathManager.get_local_path(f"gw://file/{path}") == found
     expected = convert(r18, norm="GW").tensors

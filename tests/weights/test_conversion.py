@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from gw_detectron.errors import UnknownNormError, WeightsError
-from gw_detectron.weights import Architecture, convert, to_torchvision
+from gw_detectron.weights import convert, to_torchvision
 from gw_detectron.weights.verify import config_for, detectron2_backbone
 
 from .synthetic import BLOCK_NORMS, authors_state, make_network, stages, training_checkpoint
@@ -119,23 +119,6 @@ def _with(name, change):
 def test_errors_name_the_tensor(r18, change, message):
     with pytest.raises(ValueError, match=message):
         convert(change(r18), norm="GW")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"architecture": "R-50"}, r"architecture \('R-50'\): the weights are of R-18"),
-        ({"architecture": "resnet18"}, "give a ResNet such as R-50"),
-        ({"architecture": "R-26"}, r"R-50 \(18, 34, 50"),
-        ({"architecture": "X-18-32x4d"}, "50, 101, 152"),
-        ({"positions": "S1-B2"}, r"positions \('S1-B2'\): the weights have BN, GW.* at S1-B1"),
-        ({"positions": "B1"}, r"positions \('B1'\): the weights have BN, GW.* at S1-B1"),
-    ],
-)
-def test_expected_architecture_and_positions_are_checked(r18, options, message):
-    assert convert(r18, norm="GW", architecture="R-18", positions="S1-B1").architecture == Architecture(18)
-    with pytest.raises(ValueError, match=message):
-        convert(r18, norm="GW", **options)
 
 
 @pytest.mark.parametrize("name", ["R-18", "R-50"])
