@@ -15,6 +15,7 @@ from ..checkpoint.opening import BEST_CHECKPOINT
 from ..cli import check_folder, new_parser, parse_names
 from ..errors import ConfigError
 from ..prediction import (
+    Predictor,
     TiledPredictor,
     check_output,
     detector_file,
@@ -86,7 +87,7 @@ def main(args: argparse.Namespace) -> bool:
     check_output(args.output, sources)  # before seconds of loading
     replaced = os.path.isdir(args.output) and os.listdir(args.output)
     detector = detector_file(args.model)
-    predictor = open_predictor(
+    whole = open_predictor(
         detector,
         config_file=args.config_file,
         opts=args.opts,
@@ -94,9 +95,10 @@ def main(args: argparse.Namespace) -> bool:
         device=args.device,
         class_names=args.class_names,
     )
+    predictor: Predictor | TiledPredictor = whole
     if args.tiles is not None:
         overlap = args.tiles // 8 if args.overlap is None else args.overlap
-        predictor = TiledPredictor(predictor, args.tiles, overlap, args.statistics or "image")
+        predictor = TiledPredictor(whole, args.tiles, overlap, args.statistics or "image")
     summary = write_predictions(predictor, sources, args.output, pictures=not args.no_pictures)
     for name, reason in summary.failed.items():
         print(f"{name}: {reason}", file=sys.stderr)
