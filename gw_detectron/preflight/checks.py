@@ -105,12 +105,9 @@ def _check_schedule(cfg: CfgNode, report: PreflightReport) -> None:
     if not 0 < solver.BASE_LR < math.inf:
         report.errors.append(f"SOLVER.BASE_LR ({solver.BASE_LR}): nothing would be learned. Fix: give e.g. 0.02.")
     if "Step" in solver.LR_SCHEDULER_NAME and any(step >= solver.MAX_ITER for step in solver.STEPS):
-        share = 8 / 9 * solver.MAX_ITER / max(solver.STEPS)  # as the 80,000 of 90,000 of Detectron2's schedule
-        scaled = tuple(round(step * share) for step in solver.STEPS)
-        before = f'"{scaled}", or ' if scaled[0] > 0 and scaled[-1] < solver.MAX_ITER else ""
         report.errors.append(
             f"SOLVER.STEPS ({tuple(solver.STEPS)}): the learning rate would never drop at steps from SOLVER.MAX_ITER "
-            f'({solver.MAX_ITER}) on. Fix: set SOLVER.STEPS {before}"()" for a rate without drops.'
+            f'({solver.MAX_ITER}) on. Fix: set SOLVER.STEPS to earlier ones, or "()" for a rate without drops.'
         )
     if solver.WARMUP_ITERS >= solver.MAX_ITER:
         report.warnings.append(

@@ -23,42 +23,28 @@ TRAIN, TEST = DatasetNeeds(training=True, masks=True), DatasetNeeds(training=Fal
 NEEDS = pytest.mark.parametrize("needs", [TRAIN, TEST], ids=["training", "evaluation"])
 
 
-def test_number_of_classes(check):
-    error = one(check(MODEL__ROI_HEADS__NUM_CLASSES=80))
-    assert "MODEL.ROI_HEADS.NUM_CLASSES (80)" in error and "NUM_CLASSES 2" in error
-
-
-def test_an_unknown_dataset(check):
-    error = one(check(DATASETS__TRAIN=("coco_2017_trian",)))
-    assert "'coco_2017_trian'" in error and "coco_2017_train" in error
-
-
-def test_the_same_number_of_other_classes(check, other_coco):
-    content = json.loads(other_coco.read_text())
-    content["categories"] = [{"id": 5, "name": "dog"}, {"id": 9, "name": "cat"}]
-    other_coco.write_text(json.dumps(content))
-    for sets in ({"TRAIN": ("tiny_coco", "other_coco")}, {"TEST": ("other_coco",)}):
-        error = one(check(**{f"DATASETS__{key}": names for key, names in sets.items()}))
-        assert "another order" in error and "'other_coco'" in error and "tiny_coco" in error
-
-
 def with_classes(path, *names):
     content = json.loads(path.read_text())
     content["categories"] = [{"id": number, "name": name} for number, name in zip((5, 9, 12), names, strict=False)]
     path.write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 80])
+@pytest.mark.parametrize("count", [2, 80])
 @pytest.mark.parametrize(
     ("names", "words"),
-    [(["cat"], "no dog"), (["cat", "dog", "eel"], "also eel"), (["cow", "dog"], "no cat and also cow")],
+    [
+        (["cat"], "no dog"),
+        (["cat", "dog", "eel"], "also eel"),
+        (["cow", "dog"], "no cat and also cow"),
+        (["dog", "cat"], "another order"),
+    ],
 )
 def test_one_message_on_classes_that_differ_whatever_their_number(check, other_coco, names, words, count):
     with_classes(other_coco, *names)
-    (error, *others) = check(DATASETS__TEST=("other_coco",), MODEL__ROI_HEADS__NUM_CLASSES=count).errors
-    assert words in error and not any("NUM_CLASSES" in each for each in (error, *others))
-    with_classes(other_coco, "cat", "dog")  # the fix
-    assert [each for each in check(DATASETS__TEST=("other_coco",)).errors if "DATASETS" in each] == []
+    for sets in ({"TRAIN": ("tiny_coco", "other_coco")}, {"TEST": ("other_coco",)}):
+        keys = {f"DATASETS__{key}": value for key, value in sets.items()}
+        (error, *others) = check(**keys, MODEL__ROI_HEADS__NUM_CLASSES=count).errors
+        assert words in error and not any("NUM_CLASSES" in each for each in (error, *others))
 
 
 @pytest.mark.parametrize("names", [["cat"], ["dog", "cat"], ["cat", "cow"], ["cat", "dog", "eel"]])
@@ -136,27 +122,23 @@ def test_missing_images(check, coco, content):
     assert "4 of 6 images are missing" in error and "c/2.jpg and 1 more" in error and "c/3.jpg" not in error
 
 
-@pytest.mark.parametrize(("turned", "size"), [(1, "40 x 30"), (6, "30 x 40"), (3, "40 x 30")])
-def test_images_of_another_size(check, coco, content, tmp_path, turned, size):
-    content["images"][0] |= {"file_name": "turned.jpg", "width": 31, "height": 41}
-    exif = Image.Exif()
-    exif[ExifTags.Base.Orientation] = turned
-    Image.new("RGB", (40, 30)).save(tmp_path / "data" / "images" / "turned.jpg", exif=exif)
-    coco()
-    assert f"'turned.jpg' is {size}" in check().errors[0]
-
-
 @pytest.mark.parametrize(
-    ("turned", "size", "told"), [(3, (30, 20), True), (2, (30, 20), True), (6, (20, 30), False), (8, (25, 25), True)]
+    ("turned", "size", "told"),
+    [
+        *((1, (31, 30), "a.jpg' is 30 x 20"), (6, (30, 20), "a.jpg' is 20 x 30"), (3, (20, 30), "a.jpg' is 30 x 20")),
+        *((3, (30, 20), "turned or mirrored"), (2, (30, 20), "turned or mirrored"), (6, (20, 30), "")),
+    ],
 )
-def test_images_that_keep_their_size_when_they_are_turned(check, coco, content, tmp_path, turned, size, told):
-    content["images"][0] |= {"width": max(size), "height": min(size)}
+def test_sizes_of_images_by_their_orientation(check, coco, content, tmp_path, turned, size, told):
+    content["images"][0] |= dict(zip(("width", "height"), size, strict=True))
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = turned
-    Image.new("RGB", size).save(tmp_path / "data" / "images" / "a.jpg", exif=exif)
+    Image.new("RGB", (30, 20)).save(tmp_path / "data" / "images" / "a.jpg", exif=exif)
     coco()
     found = check()
-    assert not found.errors and any("EXIF" in warning and "a.jpg" in warning for warning in found.warnings) is told
+    texts = found.errors if "is" in told.split() else found.warnings
+    assert bool(texts) is bool(told) and all(told in text and "a.jpg" in text for text in texts)
+    assert not (found.errors if texts is found.warnings else found.warnings)
 
 
 @pytest.mark.parametrize("copy", ["same name", "other name", "other dataset"])
@@ -196,12 +178,9 @@ def test_text_that_is_no_annotation_file(check, coco, text):
 MALFORMED = [
     ("images", 0, {"id": [1]}),
     ("images", 0, {"id": 2}),
-    ("images", 0, {"height": "20"}),
     ("images", 0, None),
-    ("images", 0, 3),
     ("categories", 0, None),
     ("annotations", 0, 3),
-    ("annotations", 0, {"image_id": [1]}),
     ("annotations", 0, {"bbox": "0011"}),
     ("annotations", 0, {"bbox": [0, 0, 10**400, 1]}),
     ("annotations", 0, {"bbox": None}),
@@ -261,15 +240,6 @@ def test_missing_fields(check, coco, content):
     assert "have no bbox" in " ".join(check_coco(content, TRAIN)[0])
 
 
-def test_keypoints_of_another_number():
-    content, needs = coco_content(), DatasetNeeds(True, keypoints=2)
-    for annotation in content["annotations"]:
-        annotation["keypoints"] = [1, 2, 2] * 2
-    assert check_coco(content, needs) == ([], [])
-    content["annotations"][1]["keypoints"] = [1, 2, 2]
-    assert "NUM_KEYPOINTS" in check_coco(content, needs)[0][0]
-
-
 def test_run_lengths_need_the_mask_format_bitmask(check, coco, content):
     # columns 2 to 11, in each of them the rows 2 to 11
     counts = [42, 10, *[10, 10] * 9, 368]
@@ -281,21 +251,12 @@ def test_run_lengths_need_the_mask_format_bitmask(check, coco, content):
     assert check_coco(content, TRAIN._replace(run_lengths=False))[0] == []
 
 
-@pytest.mark.parametrize(
-    ("changes", "refused"),
-    [
-        ({}, True),
-        ({"INPUT__MASK_FORMAT": "bitmask"}, False),
-        ({"MODEL__MASK_ON": False}, False),
-        ({"eval_only": True}, False),
-    ],
-)
-def test_crops_of_polygons_need_shapely(check, monkeypatch, changes, refused):
+@pytest.mark.parametrize("changes", [{"INPUT__MASK_FORMAT": "bitmask"}, {"MODEL__MASK_ON": False}, {"eval_only": True}])
+def test_crops_of_polygons_need_shapely(check, monkeypatch, changes):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "shapely" else found(name))
-    assert any("shapely" in error for error in check(INPUT__CROP__ENABLED=True, **changes).errors) is refused
-    if not refused:
-        return
+    assert "shapely" in one(check(INPUT__CROP__ENABLED=True))
+    assert not any("shapely" in error for error in check(INPUT__CROP__ENABLED=True, **changes).errors)
     with pytest.raises(MissingPackageError, match="shapely"):
         get_config("new_baselines/mask_rcnn_R_50_FPN_50ep_LSJ_GW.py")
 
