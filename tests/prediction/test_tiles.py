@@ -220,7 +220,7 @@ from gw_detectron.commands import main
 try:
     main()
 finally:
-    print("peak", *re.findall(r"VmHWM: *\\t*(\\d+)", Path("/proc/self/status").read_text()))
+    print("peak", *re.findall(r"VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text()))
 """
 
 
