@@ -10,24 +10,13 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from .errors import FileAccessError, first_line, is_user_error, message_of
 
-#: flags of other trainers -> config key
-_KEYS_OF_FLAGS = {
-    "--lr": "SOLVER.BASE_LR",
-    "--batch-size": "SOLVER.IMS_PER_BATCH",
-    "--max-iter": "SOLVER.MAX_ITER",
-    "--weights": "MODEL.WEIGHTS",
-    "--device": "MODEL.DEVICE",
-    "--workers": "DATALOADER.NUM_WORKERS",
-    "--seed": "SEED",
-    "--output": "OUTPUT_DIR",
-}
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "Cannot allocate memory", "ALLOC_FAILED")
 
 
@@ -40,7 +29,7 @@ class Interrupted(SystemExit):
 
 
 class RunParser(argparse.ArgumentParser):
-    """Parser whose first word may be a RUN, a run folder or a checkpoint; unknown flags are answered with their key.
+    """Parser whose first word may be a RUN, a run folder or a checkpoint.
 
     ``run`` of its result is this word or None. A first word such as MODEL.WEIGHTS is a config key.
     """
@@ -55,11 +44,6 @@ class RunParser(argparse.ArgumentParser):
         found, unknown = super().parse_known_args(words, namespace)
         found.run = run
         return found, unknown
-
-    def error(self, message: str) -> NoReturn:
-        unknown = message.split() if message.startswith("unrecognized") else ()
-        keys = [f"{flag} is the key {_KEYS_OF_FLAGS[flag]}" for flag in unknown if flag in _KEYS_OF_FLAGS]
-        super().error(". Fix: ".join([message, *([f"{', '.join(keys)}: write KEY VALUE at the end"] if keys else [])]))
 
 
 def new_parser(description: str | None, *examples: str, note: str = "", kind: type = argparse.ArgumentParser) -> Any:

@@ -9,7 +9,7 @@ import pytest
 
 from gw_detectron import commands
 from gw_detectron.commands import COMMANDS
-from gw_detectron.config import find_config_file, get_value, given_keys, read_config
+from gw_detectron.config import find_config_file, given_keys, read_config
 from gw_detectron.engine.train import run_config
 from gw_detectron.errors import UserError
 from gw_detectron.model_zoo import get_config_file, list_configs
@@ -154,16 +154,6 @@ def test_a_base_may_be_the_name_of_a_shipped_config(tmp_path, base):
     (tmp_path / "middle.yaml").write_text("_BASE_: ../mask_rcnn_R_18_FPN_BN_GW_demo.yaml\n")  # a file that is gone
     with pytest.raises(UserError, match="mask_rcnn_R_18"):
         read_config(tmp_path / "mine.yaml")
-
-
-@pytest.mark.parametrize(
-    ("words", "key"), [(["--lr", "0.1"], "SOLVER.BASE_LR"), (["--batch-size", "4"], "SOLVER.IMS_PER_BATCH")]
-)
-def test_a_flag_of_other_trainers_is_answered_with_its_key(gw, monkeypatch, words, key):
-    status, _, errors = gw("train", "--config-file", CONFIG, *words)
-    assert status == 2 and f"{words[0]} is the key {key}" in errors
-    args = get_parser("train", monkeypatch).parse_args(["--config-file", CONFIG, key, words[1]])
-    assert str(get_value(read_config(args.config_file, args.opts), key)) == words[1]
 
 
 def test_a_run_is_named_in_the_same_way_everywhere(gw, tmp_path, monkeypatch):
