@@ -119,11 +119,7 @@ def anchor_strides(cfg: CfgNode) -> list[int]:
 
 
 def shipped_configs() -> dict[str, Path]:
-    """Return the paths of all config files by their sorted names relative to the folder ``configs``.
-
-    Raises:
-        MissingFileError: the installation has no configs.
-    """
+    """Return the paths of all config files by their sorted names relative to the folder ``configs``."""
     package = Path(str(importlib.resources.files("gw_detectron")))
     # A wheel has the configs inside the package; a clone, also an editable install of it, has them beside it.
     for folder in (package / "configs", package.parent / "configs"):
@@ -176,8 +172,7 @@ def read_config(config_file: str | os.PathLike[str], opts: Sequence[Any] = ()) -
 
     Raises:
         FileNotFoundError: the config file does not exist.
-        ConfigError: the file or a ``_BASE_`` is not a yaml of config keys, or holds Python objects; a key is unknown;
-            a value has the wrong type; or ``MODEL.LOAD_PROPOSALS`` is set.
+        ConfigError: a file is not a yaml of config keys and plain values, or a key or value cannot be used.
     """
     cfg = default_config()
     opts = list(opts)
@@ -222,15 +217,7 @@ def given_keys(config_file: str, opts: Sequence[Any] = ()) -> set[str]:
 
 
 def parse_config(text: str, name: str) -> dict[str, Any]:
-    """Parse a yaml of keys and values, without bases.
-
-    Args:
-        text: the yaml.
-        name: the file, for messages.
-
-    Raises:
-        ConfigError: the text is something else, or holds Python objects.
-    """
+    """Parse a yaml of keys and plain values, without bases, or raise ConfigError with the ``name`` of its file."""
     try:
         return dict(yaml.safe_load(text).items())
     except Exception as error:  # PyYAML raises errors of many classes

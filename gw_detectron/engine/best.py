@@ -30,10 +30,7 @@ class WeightAverage(HookBase):
 
     After n iterations the decay is min(d, (1 + n) / (10 + n)), so that a short run forgets its first weights. Buffers,
     such as the running statistics of BN, are averaged alike.
-
-    Args:
-        model: the model that is trained, not its ``DistributedDataParallel``.
-        decay: d, ``SOLVER.EMA``.
+    The model is the trained one, not its ``DistributedDataParallel``; d is ``SOLVER.EMA``.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -64,11 +61,7 @@ class BestWeights(BestCheckpointer):
     """Keep the weights with the best ``TEST.BEST`` in ``model_best.pth``; end after ``TEST.PATIENCE`` evaluations.
 
     Their predictions are kept for a report. A resumed run repeats an evaluation that a kill has cut off.
-
-    Args:
-        cfg: the config of the run.
-        checkpointer: that of the run.
-        evaluations: the hooks that log the scores; they come before this one.
+    ``evaluations`` are the hooks that log the scores; they come before this one.
     """
 
     def __init__(self, cfg: CfgNode, checkpointer: GWDetectionCheckpointer, evaluations: Sequence[EvalHook]) -> None:

@@ -17,12 +17,7 @@ class DenseCOCOEvaluator(COCOEvaluator):
 
     COCO's AP counts the best 100 detections per image and class, 20 of keypoints. Where an image has N > 100 objects of
     a class, a perfect detector has less than 100 AP. The results then have ``AP@N`` beside the standard ``AP``, whose
-    limit is N or, if larger, the model's number of detections.
-
-    Args:
-        dataset_name: a registered dataset.
-        detections: that the model gives per image.
-        options: of Detectron2's evaluator.
+    limit is N or, if larger, ``detections``, the model's number per image.
     """
 
     def __init__(self, dataset_name: str, detections: int, **options: Any) -> None:

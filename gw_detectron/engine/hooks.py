@@ -35,10 +35,6 @@ class SignalHook(HookBase):
     evaluation the handler stops at once. A second Ctrl-C stops without a checkpoint.
 
     Place it after the hooks whose state is in a checkpoint, and before the evaluation.
-
-    Args:
-        checkpoint_period: iterations between two regular checkpoints.
-        eval_period: iterations between two evaluations; 0 for one at the end.
     """
 
     def __init__(self, checkpoint_period: int, eval_period: int = 0) -> None:
@@ -94,10 +90,8 @@ class SignalHook(HookBase):
 class LossGuard:
     """Stop a training at a non-finite loss, and find the image or module behind it.
 
-    Each process checks its own batch, so the process with the broken image names it.
-
-    Args:
-        model: the model itself, not its ``DistributedDataParallel`` wrapper.
+    Each process checks its own batch, so the process with the broken image names it. The model is not its
+    ``DistributedDataParallel`` wrapper.
     """
 
     def __init__(self, model: nn.Module) -> None:

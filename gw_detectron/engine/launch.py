@@ -25,16 +25,9 @@ _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 def launch_from_args(main: Callable[[argparse.Namespace], object], args: argparse.Namespace) -> None:
     """Run ``main(args)`` in every process that the flags or ``torchrun`` ask for.
 
-    Detectron2's flags work as there. Under ``torchrun`` the processes already exist and only join: with nccl on GPUs,
-    with gloo without a GPU or with ``--num-gpus 0``.
-
-    Args:
-        main: a function at the top level of its module, since processes are spawned.
-        args: the flags of :func:`gw_detectron.engine.get_parser`.
-
-    Raises:
-        ConfigError: the flags ask for several processes of a machine without a GPU.
-        RunError: another process ended or does not answer.
+    Detectron2's flags work as there; processes are spawned, so ``main`` is a function at the top level of its module.
+    Under ``torchrun`` the processes already exist and only join: with nccl on GPUs, with gloo without a GPU or with
+    ``--num-gpus 0``.
     """
     timeout = timedelta(seconds=args.dist_timeout)
     with _lost_processes_reported(timeout):
@@ -95,11 +88,8 @@ def _lost_processes_reported(timeout: timedelta) -> Iterator[None]:
 def in_all_processes() -> Iterator[None]:
     """Require that the body succeeds in all processes.
 
-    No process continues before that. The first process in which the body failed reports the error, and all end. The
-    body must not wait for other processes.
-
-    Raises:
-        SystemExit: in a run of several processes; a single process raises the error itself.
+    No process continues before that. The first process in which the body failed reports the error, and all end by
+    SystemExit. The body must not wait for other processes. A single process raises the error itself.
     """
     if comm.get_world_size() == 1:
         yield

@@ -37,13 +37,8 @@ def set_norm_decay(groups: Groups, model: nn.Module, decay: float | None, bias_d
 
     Detectron2 has a fixed list of norm layers and gives the parameters of all other layers ``SOLVER.WEIGHT_DECAY``.
     As for BN and GN, the decay of biases takes precedence if it is set. Rotations keep ``SOLVER.WEIGHT_DECAY``. Groups
-    whose decay does not change for any parameter stay as they are.
-
-    Args:
-        groups: groups of parameters with their options.
-        model: the model with all of the parameters.
-        decay: weight decay of norms, ``SOLVER.WEIGHT_DECAY_NORM``; None changes nothing.
-        bias_decay: weight decay of biases, ``SOLVER.WEIGHT_DECAY_BIAS``; None: their layer's.
+    whose decay does not change for any parameter stay as they are. ``decay`` is ``SOLVER.WEIGHT_DECAY_NORM``, None
+    changes nothing; ``bias_decay`` is ``SOLVER.WEIGHT_DECAY_BIAS``, None takes their layer's.
     """
     if decay is None:  # norms have the decay of other layers
         return groups
@@ -68,18 +63,11 @@ def set_norm_decay(groups: Groups, model: nn.Module, decay: float | None, bias_d
 
 
 def accumulated_step(trainer: SimpleTrainer, batches: int) -> None:
-    """Run one optimizer step with the mean gradient of several batches.
+    """Run one optimizer step with the mean gradient of k batches, in the precision of the trainer.
 
     The gradient is g = sum_j grad(L_j / k), where L_j is the sum of the losses of batch j of k. Loss scaling, gradient
     clipping and the exchange between processes happen once per step. Logged losses are means over the batches,
     ``data_time`` is their sum. Detectron2's own ``run_step`` is the case k = 1.
-
-    Args:
-        trainer: Detectron2's trainer of single steps; an AMPTrainer runs in its mixed precision.
-        batches: the number k of batches.
-
-    Raises:
-        ConfigError: the number is not positive.
     """
     check_minimum("SOLVER.ACCUMULATE", batches)
     device = next(trainer.model.parameters()).device.type

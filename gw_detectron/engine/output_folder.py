@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import glob
 import json
 import logging
 import os
@@ -34,13 +33,7 @@ def lock_output(folder: str) -> IO[str]:
     """Refuse a second training in an output folder.
 
     The lock is a POSIX one: it ends with the process, also a killed one, and data-loading workers do not inherit it.
-
-    Returns:
-        The open lock file; closing it releases the lock.
-
-    Raises:
-        RunError: another process holds the lock.
-        FileAccessError: the folder cannot be written.
+    Closing the returned file releases it.
     """
     try:
         os.makedirs(folder, exist_ok=True)
@@ -74,7 +67,7 @@ def check_output(
         if start.error:
             reason = str(start.error).partition(" Fix: ")[0]
             report.errors.append(f"{reason} Fix: {_another_checkpoint(folder, start.address)}")
-    elif resume and _checkpoints(folder):
+    elif resume and list(Path(folder).glob("*.pth")):
         report.errors.append(
             f"--resume: file not found: '{os.path.join(folder, 'last_checkpoint')}', which names the checkpoint to "
             f"continue from. Fix: {_another_checkpoint(folder)}"
@@ -88,27 +81,19 @@ def check_output(
 def earlier_run(folder: str) -> str:
     """Describe an output folder that holds another run."""
     return (
-        f"OUTPUT_DIR ('{folder}'): contains checkpoints of an earlier run. Fix: continue it with --resume, in Python "
-        "resume_or_load(resume=True); keep both with another OUTPUT_DIR; or replace it with --overwrite, in Python "
-        "Trainer(cfg, overwrite=True)."
+        f"OUTPUT_DIR ('{folder}'): contains checkpoints of an earlier run. Fix: continue it with --resume "
+        "(resume_or_load(resume=True)), replace it with --overwrite (Trainer(cfg, overwrite=True)), or give another."
     )
 
 
 def _another_checkpoint(folder: str, damaged: str = "") -> str:
     """Say how to continue without the last checkpoint or its name."""
-    others = [
-        path
-        for path in _checkpoints(folder)
-        if os.path.basename(path) not in (BEST_CHECKPOINT, os.path.basename(damaged))
-    ]
+    unusable = (BEST_CHECKPOINT, os.path.basename(damaged))
+    others = [path for path in Path(folder).glob("*.pth") if path.name not in unusable]
     if not others:
         return "start again with --overwrite instead of --resume; there is no other checkpoint."
-    return f"write {os.path.basename(others[0])}, the newest other checkpoint, into {folder}/last_checkpoint."
-
-
-def _checkpoints(folder: str) -> list[str]:
-    """List the checkpoints of an output folder, newest first."""
-    return sorted(glob.glob(os.path.join(glob.escape(folder), "*.pth")), key=os.path.getmtime, reverse=True)
+    newest = max(others, key=os.path.getmtime).name
+    return f"write {newest}, the newest other checkpoint, into {folder}/last_checkpoint."
 
 
 def clear_output(folder: str, *, metrics: bool = False, everything: bool = False, needed: Collection[str] = ()) -> None:
@@ -118,11 +103,7 @@ def clear_output(folder: str, *, metrics: bool = False, everything: bool = False
         folder: the output folder, which need not exist.
         metrics: delete the metrics too, to which a new run would append.
         everything: delete all files of the earlier run, also its checkpoints.
-        needed: files that the new run reads; they stay.
-
-    Raises:
-        ConfigError: a needed file is in a folder that would be deleted; nothing is deleted.
-        OSError: a file cannot be deleted.
+        needed: files that the new run reads; they stay. In a folder to delete they are a ConfigError.
     """
     kept = [Path(path).resolve() for path in needed if path]
     started = [METRICS, f"inference/{BEST_PREDICTIONS}"] if metrics else []

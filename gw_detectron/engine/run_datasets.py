@@ -39,10 +39,6 @@ def use_datasets(cfg: CfgNode, args: argparse.Namespace, folder: str) -> None:
         cfg: the config, not frozen.
         args: the flags of :func:`gw_detectron.engine.get_parser`.
         folder: the run folder, for the files of datasets that are split.
-
-    Raises:
-        ConfigError: the flags or the yaml cannot be used, or the datasets have another split than the run.
-        FileNotFoundError: a file or folder does not exist.
     """
     given = _from_flags(args)
     found = given or _recorded(cfg, args.config_file, cfg.DATASETS.TEST if args.eval_only else None)
@@ -80,10 +76,6 @@ def use_recorded_datasets(
         config_file: its file.
         folder: the run folder.
         needed: the datasets whose files have to exist; None: all.
-
-    Raises:
-        ConfigError: the yaml cannot be used.
-        FileNotFoundError: a file or folder that it names does not exist.
     """
     if recorded := _recorded(cfg, config_file, needed):
         register_datasets(recorded, folder)

@@ -5,7 +5,6 @@ import logging
 import os
 import shlex
 import sys
-from typing import NamedTuple
 
 import torch
 from detectron2.config import CfgNode
@@ -28,13 +27,6 @@ from .output_folder import check_output, clear_output, end_last_line, lock_outpu
 log = logging.getLogger(__name__)
 
 
-class Run(NamedTuple):
-    """A run that may begin: the weights it starts from, and the lock on its output folder."""
-
-    weights: StartWeights
-    lock: contextlib.ExitStack
-
-
 def start_run(
     cfg: CfgNode,
     *,
@@ -44,11 +36,11 @@ def start_run(
     allow_partial: bool = False,
     ignore_preflight: bool = False,
     own_evaluator: bool = False,
-) -> Run:
+) -> tuple[StartWeights, contextlib.ExitStack]:
     """Check a run, and write its log, ``config.yaml`` and ``datasets.yaml``.
 
     A refused run leaves the folder of an earlier run unchanged. An evaluation writes to its folder ``inference``,
-    without a lock. Arguments and errors are those of :class:`.trainer.Trainer`.
+    without a lock. Arguments and errors are those of :class:`.trainer.Trainer`. Returns the weights and the lock.
     """
     is_main, folder = comm.is_main_process(), cfg.OUTPUT_DIR
     with contextlib.ExitStack() as lock:
@@ -79,7 +71,7 @@ def start_run(
             log.info(note)
         for warning in report.errors + report.warnings:
             log.warning(warning)
-        return Run(weights, lock.pop_all())
+        return weights, lock.pop_all()
 
 
 def _write_record(cfg: CfgNode, weights: StartWeights, *, eval_only: bool) -> None:

@@ -27,10 +27,6 @@ class TrackerWriter(EventWriter):
 
     A file in ``OUTPUT_DIR`` names the tracker's run, which a resumed one continues. The tracker's own environment
     variables choose server and project (``WANDB_PROJECT``, ``TRACKIO_PROJECT``, ``MLFLOW_EXPERIMENT_NAME``).
-
-    Raises:
-        ConfigError: the tracker is unknown or does not start.
-        MissingPackageError: it is not installed.
     """
 
     def __init__(self, cfg: CfgNode) -> None:

@@ -40,9 +40,6 @@ def main(args: argparse.Namespace) -> dict | None:
 
     Returns:
         The results of the last evaluation, on the main process.
-
-    Raises:
-        UserError: see :func:`run_config`, :class:`Trainer`, :meth:`Trainer.train` and :func:`evaluate`.
     """
     with in_all_processes():
         cfg = run_config(args)
@@ -67,14 +64,7 @@ def run_config(args: argparse.Namespace) -> CfgNode:
     """Read the config of a run without writing anything.
 
     ``--num-gpus 0`` sets ``MODEL.DEVICE cpu``. Datasets of the user are registered, see :func:`use_datasets`. The
-    name of a config becomes the path of its file in ``args``.
-
-    Returns:
-        The frozen config.
-
-    Raises:
-        ConfigError: a flag, a key or a value is unknown or unusable.
-        FileNotFoundError: the config file does not exist.
+    name of a config becomes the path of its file in ``args``. The config is frozen.
     """
     if args.overwrite and (args.resume or args.eval_only):
         other = "--resume, which continues" if args.resume else "--eval-only, which keeps"
@@ -97,8 +87,6 @@ def run_config(args: argparse.Namespace) -> CfgNode:
         cfg.TRACKER = args.track
     if args.num_gpus == 0 and "MODEL.DEVICE" not in (args.opts or []):
         cfg.MODEL.DEVICE = "cpu"
-    if args.resume:
-        _check_not_moved(cfg.OUTPUT_DIR, os.path.dirname(args.config_file) or ".")
     use_datasets(cfg, args, os.path.join(cfg.OUTPUT_DIR, "inference") if args.eval_only else cfg.OUTPUT_DIR)
     cfg.freeze()
     return cfg
@@ -108,9 +96,6 @@ def use_recipe(cfg: CfgNode, args: argparse.Namespace) -> dict[str, str]:
     """Set what the training data decide, with ``--auto``, or the schedule alone, with ``--epochs``; return the reasons.
 
     Keys of the command line and of the user's own yaml keep their values.
-
-    Raises:
-        UserError: see :func:`apply_recipe`.
     """
     if args.eval_only or not (args.auto or args.epochs is not None):
         return {}
@@ -141,25 +126,10 @@ def _scale_steps(cfg: CfgNode, max_iter: int) -> None:
         log.warning("SOLVER.STEPS %s: scaled to %s with SOLVER.MAX_ITER", steps, cfg.SOLVER.STEPS)
 
 
-def _check_not_moved(folder: str, config_folder: str) -> None:
-    """Refuse to resume a run whose folder was moved away from its ``OUTPUT_DIR``."""
-    here, there = (os.path.isfile(os.path.join(each, "last_checkpoint")) for each in (folder, config_folder))
-    if there and not here:
-        raise ConfigError(
-            f"--resume: no checkpoint in OUTPUT_DIR ('{folder}'), but in the folder of the config. Fix: add OUTPUT_DIR "
-            f"{shlex.quote(config_folder)} to continue that run."
-        )
-
-
 def evaluate(
     cfg: CfgNode, *, resume: bool = False, allow_partial: bool = False, ignore_preflight: bool = False
 ) -> dict:
-    """Build the model, load its weights and evaluate it on ``DATASETS.TEST``; see :class:`Trainer` for the arguments.
-
-    Raises:
-        WeightsError: the weights lack a part of the detector, or have it with other shapes.
-        UserError: as in :class:`Trainer`.
-    """
+    """Build the model, load its weights and evaluate it on ``DATASETS.TEST``; arguments as of :class:`Trainer`."""
     start, _ = start_run(
         cfg, eval_only=True, resume=resume, allow_partial=allow_partial, ignore_preflight=ignore_preflight
     )

@@ -58,6 +58,8 @@ from .validation import LOSS_NORMALIZER, validation_losses
 
 log = logging.getLogger(__name__)
 
+_WEIGHTS_ONLY = "leave out --resume and set MODEL.WEIGHTS to the checkpoint, to load its weights only."
+
 
 class Trainer(DefaultTrainer):
     """Detectron2's default trainer with COCO evaluation of boxes and masks.
@@ -170,13 +172,7 @@ class Trainer(DefaultTrainer):
     def build_evaluator(cls, cfg: CfgNode, dataset_name: str, output_folder: str | None = None) -> DatasetEvaluator:
         """Build the evaluators of what the model predicts: boxes, masks, keypoints, semantic and panoptic masks.
 
-        Args:
-            cfg: the config, whose ``META_ARCHITECTURE``, ``MASK_ON`` and ``KEYPOINT_ON`` select the tasks.
-            dataset_name: a registered dataset.
-            output_folder: folder of the predictions; ``inference`` in ``OUTPUT_DIR`` if None.
-
-        Raises:
-            ConfigError: there is no evaluator for the dataset or for the model's predictions.
+        Predictions are written to ``output_folder``, which is ``inference`` in ``OUTPUT_DIR`` if None.
         """
         if problem := wrong_evaluator(cfg, dataset_name):
             raise ConfigError(problem)
@@ -259,12 +255,9 @@ class Trainer(DefaultTrainer):
                 setattr(self._loss_guard.model, LOSS_NORMALIZER, float(state_dict[LOSS_NORMALIZER]))
             self._load_randomness(state_dict)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            writer = "" if "seed" in state_dict else " It was perhaps written by Detectron2's own trainer."
             raise ConfigError(
-                f"--resume: the training state of the checkpoint does not fit this config: {error}.{writer} Weight "
-                "decay, learning rate of biases, frozen layers or mixed precision (SOLVER, MODEL.BACKBONE.FREEZE_AT) "
-                "differ, or other software wrote it. Fix: leave out --resume and set MODEL.WEIGHTS to the checkpoint, "
-                "to load its weights only."
+                f"--resume: the training state of the checkpoint does not fit this config: {error}. SOLVER or "
+                f"MODEL.BACKBONE.FREEZE_AT differ, or other software wrote it. Fix: {_WEIGHTS_ONLY}"
             ) from error
 
     def _load_randomness(self, state: dict[str, Any]) -> None:
@@ -284,12 +277,7 @@ class Trainer(DefaultTrainer):
     def resume_or_load(self, resume: bool = True) -> LoadReport:
         """Load the last checkpoint of ``OUTPUT_DIR`` with its training state, or ``MODEL.WEIGHTS``.
 
-        Args:
-            resume: continue from the last checkpoint if there is one.
-
-        Raises:
-            ConfigError: ``OUTPUT_DIR`` holds a checkpoint, and ``resume`` is False.
-            UserError: see :func:`gw_detectron.checkpoint.load_checkpoint`.
+        Without ``resume``, a checkpoint in ``OUTPUT_DIR`` is a ConfigError.
         """
         folder = self.cfg.OUTPUT_DIR
         start = self.start or open_start_weights(self.cfg.MODEL.WEIGHTS, folder if resume else "")
@@ -302,8 +290,7 @@ class Trainer(DefaultTrainer):
                 self.start_iter = 1 + int(checkpoint.metadata["trainer"]["iteration"])
             except (KeyError, TypeError, ValueError) as error:
                 raise ConfigError(
-                    f"--resume ('{start.address}'): no training state in the checkpoint ({error!r}). Fix: leave out "
-                    "--resume and set MODEL.WEIGHTS to the checkpoint, to load its weights only."
+                    f"--resume ('{start.address}'): no training state in it ({error!r}). Fix: {_WEIGHTS_ONLY}"
                 ) from None
         elif checkpoint and comm.is_main_process():
             self.record.set_start_weights(checkpoint)
@@ -336,27 +323,19 @@ class Trainer(DefaultTrainer):
             raise NonFiniteError(f"iteration {self.iter}: {error}\n{cause}") from error
 
     def train(self) -> dict | None:
-        """Train to ``SOLVER.MAX_ITER``.
-
-        Returns:
-            The results of the last evaluation; None without one.
+        """Train to ``SOLVER.MAX_ITER``; return the results of the last evaluation, or None.
 
         Raises:
             NonFiniteError: the loss became infinite or NaN.
             FileAccessError: a checkpoint could not be written.
             DataError: an image or its record cannot be used.
-            ConfigError: ``OUTPUT_DIR`` holds another run, which :meth:`resume_or_load` has not continued.
         """
         if self.start and self.start.resumed:
             raise ConfigError(earlier_run(self.cfg.OUTPUT_DIR))
         if self.start and self.start.address:
             log.warning("MODEL.WEIGHTS ('%s'): not loaded. Fix: call resume_or_load() first.", self.start.address)
         if self.start_iter >= self.max_iter:
-            log.warning(
-                "SOLVER.MAX_ITER (%d): the run has finished its iterations and is only evaluated. Fix: raise it, and "
-                "SOLVER.STEPS, to train longer.",
-                self.max_iter,
-            )
+            log.warning("SOLVER.MAX_ITER (%d): the run has finished and is only evaluated", self.max_iter)
         if comm.is_main_process():
             remove_unfinished(self.cfg.OUTPUT_DIR)
         loop_log = logging.getLogger("detectron2.engine.train_loop")
@@ -415,10 +394,7 @@ class Trainer(DefaultTrainer):
 
 
 def _coco_evaluator(name: str, folder: str, **options: Any) -> DenseCOCOEvaluator:
-    """Build the evaluator of objects; convert the records of a Python function anew.
-
-    Detectron2 would use the file of an earlier conversion, also of another run, whatever the records are now.
-    """
+    """Build the evaluator of objects; convert the records of a Python function anew, not from an earlier file."""
     metadata = MetadataCatalog.get(name)
     if converts := metadata.get("json_file", CONVERTED).endswith(CONVERTED):
         vars(metadata).pop("json_file", None)
@@ -430,11 +406,7 @@ def _coco_evaluator(name: str, folder: str, **options: Any) -> DenseCOCOEvaluato
 
 
 def check_same_start(model: torch.nn.Module, start: StartWeights, iteration: int = 0) -> None:
-    """Require that all processes start with the same weights: each loads its own file.
-
-    Raises:
-        SystemExit: the weights or the first iteration differ; the main process reports a ConfigError.
-    """
+    """Require that all processes start with the same weights: each loads its own file."""
     if comm.get_world_size() == 1:
         return
     digest = hashlib.sha256()

@@ -43,9 +43,6 @@ def build_training_data(cfg: CfgNode, mapper: Callable[[dict], Any]) -> Any:
     Returns:
         :class:`TrainingData`; Detectron2's own loader, whose position cannot be stored, for datasets that are not lists
         of records, and for grouping by aspect ratio without ``width`` and ``height``.
-
-    Raises:
-        ConfigError: the processes cannot share a batch evenly.
     """
     options = _train_loader_from_config(cfg, mapper=mapper)
     records, grouped = options["dataset"], options["aspect_ratio_grouping"]
@@ -59,11 +56,6 @@ class TrainingData:
 
     An example depends on the seed and its position in the stream of samples, not on workers or on earlier examples. A
     restored iterator yields the batches of an uninterrupted one for any number of workers. Skipped images are not read.
-
-    Args:
-        cfg: Detectron2's config.
-        records: the dataset.
-        mapper: as for :func:`build_training_data`.
     """
 
     def __init__(self, cfg: CfgNode, records: list[dict], mapper: Callable[[dict], Any]) -> None:
@@ -93,10 +85,7 @@ class TrainingData:
         return {"batches": self.batches, "order": self._order}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the batches of a checkpoint.
-
-        With other images per batch, continue after the same number of images.
-        """
+        """Continue after the batches of a checkpoint, or after as many images with another batch size."""
         stored = {**self._order, **state.get("order", {})}
         self.batches = state["batches"] * stored["images_per_batch"] // self._order["images_per_batch"]
         self._moved = True
@@ -180,21 +169,14 @@ class _ExampleDataset(Dataset):
 def seed_generators(seed: int, *place: int) -> None:
     """Seed the global generators of Python, NumPy and torch on all devices.
 
-    Args:
-        seed: seed of the run.
-        place: one of the constants above, then e.g. process and iteration.
+    ``place`` is one of the constants above, then e.g. process and iteration.
     """
     torch.manual_seed(_seed_cpu_generators(seed, *place))
 
 
 @contextlib.contextmanager
 def seeded_generators(seed: int, *place: int) -> Iterator[None]:
-    """Seed the global CPU generators in the body and restore them afterwards.
-
-    Args:
-        seed: seed of the run.
-        place: as for :func:`seed_generators`.
-    """
+    """Seed the global CPU generators in the body and restore them afterwards."""
     python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(_seed_cpu_generators(seed, *place))

@@ -147,10 +147,10 @@ def test_the_config_is_replaced_as_a_whole(tmp_path, small_dataset, flags):
     """A kill or a full disk must not leave half a config."""
     path = tmp_path / ("inference/config.yaml" if flags else "config.yaml")
     cfg = run_config(arguments(tmp_path, *flags, SOLVER__BASE_LR=0.1))
-    start_run(cfg, eval_only=bool(flags), ignore_preflight=True).lock.close()
+    start_run(cfg, eval_only=bool(flags), ignore_preflight=True)[1].close()
     os.link(path, tmp_path / "earlier.yaml")
     cfg = run_config(arguments(tmp_path, *flags, SOLVER__BASE_LR=0.2))
-    start_run(cfg, eval_only=bool(flags), ignore_preflight=True).lock.close()
+    start_run(cfg, eval_only=bool(flags), ignore_preflight=True)[1].close()
     assert "BASE_LR: 0.1" in (tmp_path / "earlier.yaml").read_text() and "BASE_LR: 0.2" in path.read_text()
 
 

@@ -84,7 +84,7 @@ class TestFlags:
 
     def test_the_saved_config_starts_the_same_run(self, tmp_path):
         cfg = run_config(arguments(tmp_path))
-        start_run(cfg).lock.close()
+        start_run(cfg)[1].close()
         args = arguments(tmp_path)
         args.config_file, args.opts = str(tmp_path / "config.yaml"), []
         assert yaml.safe_load(run_config(args).dump()) == yaml.safe_load(cfg.dump())

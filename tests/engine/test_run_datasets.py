@@ -215,18 +215,3 @@ def test_an_evaluation_needs_its_own_photos_and_records_its_checkpoint(tmp_path,
     args.eval_only = False
     with pytest.raises(MissingFileError, match=r"train.custom_train.json"):
         run_config(args)
-
-
-def test_a_moved_run_is_resumed_in_its_new_folder(tmp_path):
-    args = arguments(tmp_path / "moved run", "--resume")
-    cfg = run_config(args)
-    (tmp_path / "moved run").mkdir()
-    args.config_file, args.opts = f"{tmp_path}/moved run/config.yaml", []
-    cfg.defrost()
-    cfg.OUTPUT_DIR = str(tmp_path / "gone")
-    (tmp_path / "moved run" / "config.yaml").write_text(cfg.dump())
-    (tmp_path / "moved run" / "last_checkpoint").write_text("model_0000001.pth")
-    with pytest.raises(ConfigError, match=rf"Fix: add OUTPUT_DIR '{tmp_path}/moved run'"):
-        run_config(args)
-    args.opts = ["OUTPUT_DIR", f"{tmp_path}/moved run"]
-    assert f"{tmp_path}/moved run" == run_config(args).OUTPUT_DIR
