@@ -1,6 +1,5 @@
 """Config keys of this package, its config files, and reading a yaml with the keys."""
 
-import difflib
 import importlib.resources
 import itertools
 import operator
@@ -152,14 +151,6 @@ def find_config_file(name: str | os.PathLike[str]) -> str:
     return str(found[0]) if len(found) == 1 else name
 
 
-def similar_configs(name: str) -> str:
-    """Return " Similar: a, b." for the shipped configs with a similar file name, or ""."""
-    known = {path.name.lower(): file for file, path in shipped_configs().items()}
-    last = Path(name).name.lower()
-    alike = difflib.get_close_matches(last, known, n=3) or [file for file in known if last and last in file][:3]
-    return f" Similar: {', '.join(known[file] for file in alike)}." if alike else ""
-
-
 def read_config(config_file: str | os.PathLike[str], opts: Sequence[Any] = ()) -> CfgNode:
     """Read a yaml over the defaults of Detectron2 and this package, without running code that the yaml names.
 
@@ -252,8 +243,8 @@ def _check_file(path: str) -> None:
         raise MissingFileError("--config-file: not given. Fix: give a file, or a name of `gw-detectron list configs`.")
     if not os.path.isfile(path):
         raise MissingFileError(
-            f"--config-file: file not found: '{path}' (cwd: {os.getcwd()}).{similar_configs(path)} Fix: give a file, "
-            "or a name of `gw-detectron list configs`."
+            f"--config-file: file not found: '{path}' (cwd: {os.getcwd()}).{similar_names(path, shipped_configs())} "
+            "Fix: give a file, or a name of `gw-detectron list configs`."
         )
     if path.endswith(".py"):
         raise ConfigError(

@@ -6,8 +6,8 @@ from omegaconf import DictConfig
 from torch import nn
 
 from .checkpoint import load_checkpoint, open_checkpoint
-from .config import read_config, shipped_configs, similar_configs
-from .errors import ConfigError
+from .config import read_config, shipped_configs
+from .errors import ConfigError, similar_names
 from .modeling import build_checked_model
 
 __all__ = ["get", "get_config", "get_config_file", "list_configs"]
@@ -35,7 +35,7 @@ def get_config_file(name: str) -> str:
     files = shipped_configs()
     if name not in files:
         raise ConfigError(
-            f"config ({name!r}): unknown.{similar_configs(name)} Fix: give one of `gw-detectron list configs`."
+            f"config ({name!r}): unknown.{similar_names(name, files)} Fix: give one of `gw-detectron list configs`."
         )
     return str(files[name])
 
