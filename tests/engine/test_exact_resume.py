@@ -206,15 +206,6 @@ def test_an_overridden_loader_works_and_says_that_it_has_no_position(tmp_path, c
     assert "build_train_loader stores no position" in warnings_of_resuming(WithGenerator(run_config(args)), caplog)
 
 
-def test_the_normalizer_of_the_loss_is_restored(trainer_for):
-    first = trainer_for()
-    first.checkpointer.model.loss_normalizer = torch.tensor(7.5)
-    save_after(first, 2)
-    second = trainer_for()
-    second.resume_or_load(resume=True)
-    assert second.checkpointer.model.loss_normalizer == 7.5
-
-
 @pytest.mark.parametrize("changes", [{"seed": "x"}, {"data": {}}, {"hooks": [1]}, {"_trainer": "x"}], ids=str)
 def test_damaged_training_state_is_explained(trainer_for, changes):
     trainer = trainer_for(SEED=-1)

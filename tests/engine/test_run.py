@@ -117,11 +117,6 @@ class TestFlags:
         args.opts += ["SOLVER.STEPS", "(700,)"]
         assert run_config(args).SOLVER.STEPS == (700,)
 
-    @pytest.mark.parametrize(("words", "device"), [((), "cpu"), (("MODEL.DEVICE", "mps"), "mps")])
-    def test_a_device_that_is_named_stays(self, words, device):
-        args = get_parser().parse_args(["--num-gpus", "0", "--config-file", str(CONFIG), *words])
-        assert device == run_config(args).MODEL.DEVICE
-
     @pytest.mark.parametrize("start", ["scratch", "weights", "resume"])
     def test_the_screen_has_few_lines_before_the_first_loss_and_log_txt_the_rest(self, copy, tmp_path, capsys, start):
         flags = ["--resume"] if start == "resume" else []
@@ -148,13 +143,6 @@ class TestWeights:
             main(arguments(tmp_path / "out", MODEL__WEIGHTS=path, **RESNET))
         main(arguments(tmp_path / "out", MODEL__WEIGHTS=f"gw://file/{path}", **RESNET))
         assert "backbone: 100/100 tensors" in (tmp_path / "out" / "log.txt").read_text()
-
-    def test_weights_with_other_norm_positions_stop_the_run(self, tmp_path, resnet18, cache):
-        options = {**RESNET, "MODEL__RESNETS__WHITEN_POSITIONS": "S1-B2", "MODEL__WEIGHTS": f"gw://file/{resnet18}"}
-        with pytest.raises(PreflightError, match=r"MODEL.WEIGHTS .*9 layers differ"):
-            main(arguments(tmp_path / "out", **options))
-        main(arguments(tmp_path / "partial", "--allow-partial", **options))
-        assert "unexpected tensors in the checkpoint" in (tmp_path / "partial" / "log.txt").read_text()
 
     def test_an_evaluation_needs_a_whole_detector(self, copy, tmp_path, resnet18, cache):
         options = {**RESNET, "DATASETS__TEST": "('gw_synthetic_val',)", "MODEL__WEIGHTS": f"gw://file/{resnet18}"}
