@@ -118,7 +118,6 @@ def test_the_lowest_loss_is_the_best(tmp_path):
     ("changes", "named"),
     [
         ({"TEST__BEST": "box/AP"}, r"TEST.BEST \('box/AP'\).*bbox/AP, .*bbox/AP-star, .*segm/APl"),
-        ({"TEST__BEST": "keypoints/AP"}, r"TEST.BEST \('keypoints/AP'\)"),
         ({"TEST__BEST": "segm/AP", "MODEL__MASK_ON": False}, r"TEST.BEST \('segm/AP'\)"),
         ({"TEST__BEST": "bbox/AP", "TEST__EVAL_PERIOD": 0}, "TEST.EVAL_PERIOD is 0"),
         ({"TEST__BEST": "bbox/AP", "DATASETS__TEST": "()"}, r"DATASETS.TEST \(\)"),

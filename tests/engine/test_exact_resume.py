@@ -15,7 +15,6 @@ from fvcore.nn import sigmoid_focal_loss
 from gw_detectron.engine import Trainer, main, train
 from gw_detectron.engine.train import run_config
 from gw_detectron.errors import ConfigError
-from gw_detectron.weights import read_weights_file
 
 from ..reliability.forked_run import child, report_phases
 from ..tiny_run import RETINANET, arguments
@@ -164,18 +163,6 @@ def warnings_of_resuming(trainer, caplog):
         logger.removeHandler(caplog.handler)
     ours = [r for r in caplog.records if r.levelname == "WARNING" and r.name.startswith("gw_detectron")]
     return " | ".join(record.getMessage() for record in ours)
-
-
-def test_an_older_checkpoint_is_resumed_at_its_iteration(trainer_for, tmp_path, caplog):
-    save_after(trainer_for(), 5)
-    path = tmp_path / "model_0000001.pth"
-    content = read_weights_file(path).value
-    del content["trainer"]["seed"], content["trainer"]["data"]
-    torch.save(content, path)
-    trainer = trainer_for()
-    warnings = warnings_of_resuming(trainer, caplog)
-    assert "no seed" in warnings
-    assert trainer.data_loader.batches == 5
 
 
 @pytest.mark.parametrize(

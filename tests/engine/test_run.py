@@ -271,4 +271,5 @@ def test_a_checkpoint_of_another_optimizer_is_refused_and_one_without_is_a_warni
         trainer.load_state_dict(state)
     finally:
         logging.getLogger("gw_detectron").removeHandler(caplog.handler)
-    assert "the momentum starts from zero" in caplog.text
+    assert "the momentum starts from zero" in caplog.text and "no seed" in caplog.text
+    assert trainer.data_loader.batches == 4
