@@ -6,7 +6,7 @@ import time
 import pytest
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
-from detectron2.structures import BoxMode
+from detectron2.data.datasets import load_coco_json
 
 from gw_detectron.config import changed_config
 from gw_detectron.engine import Trainer
@@ -23,29 +23,9 @@ class Script:
     """A dataset that is a Python function, and the config of a script that trains on it."""
 
     def __init__(self, folder, cfg: CfgNode) -> None:
-        content = write_photos(folder, photo_names(6))
+        write_photos(folder, photo_names(6))
         self.cfg, self.images, self.unset = cfg, folder / "photos", set()
-        number = {"fork": 0, "cup": 1, "plate": 2}
-        names = {each["id"]: each["name"] for each in content["categories"]}
-        self.records = [
-            {
-                "file_name": f"{folder}/photos/{image['file_name']}",
-                "image_id": image["id"],
-                "height": image["height"],
-                "width": image["width"],
-                "annotations": [
-                    {
-                        "bbox": each["bbox"],
-                        "bbox_mode": BoxMode.XYWH_ABS,
-                        "category_id": number[names[each["category_id"]]],
-                        "segmentation": each["segmentation"],
-                    }
-                    for each in content["annotations"]
-                    if each["image_id"] == image["id"]
-                ],
-            }
-            for image in content["images"]
-        ]
+        self.records = load_coco_json(f"{folder}/annotations.json", str(self.images), "mine_train")
 
     def register(self) -> None:
         for name in ("mine_train", "mine_val"):
