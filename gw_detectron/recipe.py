@@ -65,7 +65,7 @@ def apply_recipe(
         raise ConfigError(f"--auto: MODEL.META_ARCHITECTURE ('{cfg.MODEL.META_ARCHITECTURE}') detects no objects.")
     if epochs is not None and not 0 < epochs < math.inf:
         raise ConfigError(f"--epochs ({epochs:g}): not above 0. Fix: give e.g. 20 passes over the images.")
-    contents = [(folder, _read(path)) for path, folder in files.items()]
+    contents = [(folder, read_json(path)) for path, folder in files.items()]
     found = read_fingerprint(data for _, data in contents)
     if not len(found.boxes):
         raise DataError(
@@ -81,13 +81,6 @@ def apply_recipe(
             step(recipe, found)
     _schedule(recipe, found, epochs)
     return recipe.reasons
-
-
-def _read(path: str) -> Any:
-    try:
-        return read_json(path)
-    except DataError as error:
-        raise DataError(f"'{path}': {error}") from error
 
 
 class _Recipe:

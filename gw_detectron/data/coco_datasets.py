@@ -17,20 +17,13 @@ from .coco_files import DerivedJsonHandler, complete_coco, read_json
 
 @dataclass(frozen=True)
 class CocoDataset:
-    """A dataset in COCO format.
+    """A dataset in COCO format."""
 
-    Args:
-        json: the annotation file.
-        images: the folder to which ``file_name`` in the annotation file is relative.
-        val_fraction: share of the images that become a dataset of their own, for validation; 0: none.
-        keypoint_names: names of the keypoints, as in Detectron2's metadata; default: those of the file's categories.
-        keypoint_flip_map: pairs that a horizontal flip exchanges; default: names that differ in left and right alone.
-    """
-
-    json: str
-    images: str
-    val_fraction: float = 0.0
-    keypoint_names: list[str] = field(default_factory=list)
+    json: str  # the annotation file
+    images: str  # the folder to which file_name in it is relative
+    val_fraction: float = 0.0  # share of the images that become a dataset of their own, for validation
+    keypoint_names: list[str] = field(default_factory=list)  # default: those of the file's categories
+    # pairs that a horizontal flip exchanges; default: names that differ in left and right alone
     keypoint_flip_map: list[list[str]] = field(default_factory=list)
 
 

@@ -27,14 +27,14 @@ _MALFORMED = (AttributeError, LookupError, TypeError, ValueError)
 
 
 def read_json(path: str) -> Any:
-    """Read a JSON file in UTF-8, local or remote; a DataError leaves its name to the caller."""
+    """Read a JSON file in UTF-8, local or remote."""
     with PathManager.open(path, "rb") as file:
         text = file.read()
     try:
         return json.loads(text.decode())
     except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
         mark = " without a byte order mark" if text.startswith(codecs.BOM_UTF8) else ""
-        raise DataError(f"invalid JSON: {error}. Fix: give a JSON file in UTF-8{mark}, not compressed.") from error
+        raise DataError(f"'{path}': invalid JSON: {error}. Fix: give JSON in UTF-8{mark}, not compressed.") from error
 
 
 def complete_coco(content: Any, classes: Mapping[int, str] | None = None) -> Any:
@@ -174,34 +174,28 @@ class DerivedJsonHandler(PathHandler):
         self._written = False
 
     @functools.cached_property
-    def _derived(self) -> tuple[str, str]:
-        """The text of the file and its counts, kept until it is written: the checks read it, too."""
+    def _derived(self) -> str:
+        """The text of the file, kept until it is written: the checks read it, too."""
         content = complete_coco(read_json(self._source), self._classes)
         if self._val_fraction:
             content = split_coco(content, self._val_fraction)[self._part == "val"]
-        text = json.dumps(content)
-        counts = (len(content.get(key, ())) if isinstance(content, dict) else 0 for key in ("images", "annotations"))
-        return text, "{} images, {} annotations".format(*counts)
+        return json.dumps(content)
 
     def _get_supported_prefixes(self) -> list[str]:
         return [self._path]
 
     def _get_local_path(self, path: str, force: bool = False, **kwargs: Any) -> str:
         if not self._written:
-            try:
-                text, counts = self._derived
-            except DataError as error:
-                raise DataError(f"'{self._source}': {error}") from error
+            text = self._derived
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(Path(path)) as temporary:
                 temporary.write_text(text)
             self._written = True
             del self._derived
-            logging.getLogger(__name__).info("'%s': %s of '%s'", path, counts, self._source)
+            logging.getLogger(__name__).info("'%s': written from '%s'", path, self._source)
         return path
 
     def _open(self, path: str, mode: str = "r", buffering: int = -1, **kwargs: Any) -> IO[Any]:
         if self._written:
             return open(path, mode, buffering, **kwargs)
-        text, _ = self._derived
-        return io.BytesIO(text.encode()) if "b" in mode else io.StringIO(text)
+        return io.BytesIO(self._derived.encode()) if "b" in mode else io.StringIO(self._derived)

@@ -21,26 +21,16 @@ class Fingerprint:
 
     An object can be learned if it is no crowd, its image and category are listed, and its box has an area inside the
     image. Only such objects are in the arrays. A summary is ``str(fingerprint)``.
-
-    Args:
-        classes: category names in the order of their ids.
-        images: width and height of each image, (I, 2).
-        boxes: width and height of each object's box in pixels of its image, (N, 2).
-        image: index of each object's image, (N).
-        category: index of each object's class, (N).
-        masks: number of objects by their ``segmentation``: "polygon", "rle" or "none".
-        crowds: number of annotations with ``iscrowd``, which are not trained on.
-        unusable: number of other annotations that cannot be learned.
     """
 
-    classes: list[str]
-    images: np.ndarray
-    boxes: np.ndarray
-    image: np.ndarray
-    category: np.ndarray
-    masks: Counter[str]
-    crowds: int
-    unusable: int
+    classes: list[str]  # in the order of the category ids
+    images: np.ndarray  # width and height of each image, (I, 2)
+    boxes: np.ndarray  # width and height of each object's box in pixels of its image, (N, 2)
+    image: np.ndarray  # index of each object's image, (N)
+    category: np.ndarray  # index of each object's class, (N)
+    masks: Counter[str]  # number of objects by their segmentation: "polygon", "rle" or "none"
+    crowds: int  # annotations with iscrowd, which are not trained on
+    unusable: int  # other annotations that cannot be learned
 
     @cached_property
     def per_image(self) -> np.ndarray:

@@ -41,14 +41,11 @@ def preflight(
 
     Args:
         cfg: the config.
-        start: the weights that the run starts from, see :func:`gw_detectron.checkpoint.open_start_weights`.
-        report: what was found already; None: nothing.
+        start: of :func:`gw_detectron.checkpoint.open_start_weights`.
+        report: gets the errors and warnings, and is returned; None: a new one.
         eval_only: the run evaluates only.
         allow_partial: the user accepts weights that do not fit.
         own_evaluator: the trainer overrides ``build_evaluator``.
-
-    Returns:
-        All errors and warnings.
     """
     report = report or PreflightReport()
     if problem := _wrong_device(cfg.MODEL.DEVICE):

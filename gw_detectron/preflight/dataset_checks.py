@@ -177,7 +177,8 @@ def _check_dataset(
     metadata = MetadataCatalog.get(name)
     json_file, classes = metadata.get("json_file"), metadata.get("thing_classes")
     classes = classes and list(classes)
-    where = f"Dataset '{name}' ('{metadata.get('source', json_file or 'a Python function')}')"
+    source = metadata.get("source", json_file or "a Python function")
+    where = f"Dataset '{name}' ('{source}')"
     try:
         if json_file is None:
             content = coco_of_records(DatasetCatalog.get(name), classes, evaluated=not needs.training)
@@ -192,7 +193,8 @@ def _check_dataset(
         report.errors.append(f"{where}: file not found. {_place()}")
         return None
     except (DataError, OSError, ValueError) as error:  # ValueError: of a handler of addresses
-        report.errors.append(f"{where}: {error}" + ("" if "Fix: " in str(error) else ". Fix: correct the file."))
+        text = str(error).removeprefix(f"'{source}': ")
+        report.errors.append(f"{where}: {text}" + ("" if "Fix: " in text else ". Fix: correct the file."))
         return None
     root = metadata.get("image_root", ".") or "."
     if "://" not in root:  # a header would cost a download

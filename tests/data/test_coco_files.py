@@ -144,12 +144,10 @@ def test_a_part_is_written_when_it_is_used_as_a_file(derive):
         assert json.load(file) == expected
 
 
-@pytest.mark.parametrize(
-    ("text", "words"), [(b"{", "invalid JSON"), (b"\x1f\x8b", "invalid JSON"), (b'{"images": []}', "0 images")]
-)
-def test_the_source_of_a_part_is_named(derive, text, words):
+@pytest.mark.parametrize("text", [b"{", b"\x1f\x8b"])
+def test_the_source_of_a_part_is_named(derive, text):
     source, part = derive
     source.write_bytes(text)
-    with pytest.raises(DataError, match=f"'{source}': {words}"):
+    with pytest.raises(DataError, match=f"'{source}': invalid JSON"):
         PathManager.get_local_path(str(part))
     assert not part.parent.exists()

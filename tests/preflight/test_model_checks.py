@@ -121,7 +121,6 @@ MASK_HEAD = {"MODEL__ROI_MASK_HEAD__NAME": "MaskRCNNConvUpsampleHead", "MODEL__R
         ),
         # a key that the component does not read
         (STOCK | {"MODEL__RESNETS__WHITEN_POSITIONS": "ALL"}, ["WHITEN_POSITIONS ('ALL')", "build_gw_resnet_fpn"]),
-        (STOCK | {"MODEL__RESNETS__WHITEN_NORM": "GN"}, ["WHITEN_NORM ('GN')", "build_gw_resnet_fpn_backbone"]),
         (
             BOX_HEAD | {"MODEL__ROI_BOX_HEAD__NORM": "GN", "MODEL__ROI_BOX_HEAD__SINGLE_RELU": True},
             ["SINGLE_RELU (True)", "GWFastRCNNConvFCHead"],
