@@ -21,11 +21,7 @@ PAGE, NUMBERS = "report.html", "report.json"
 
 
 def write_report(
-    folder: str | os.PathLike[str],
-    *,
-    images: int = 4,
-    score: float = 0.5,
-    output: str | os.PathLike[str] | None = None,
+    folder: str | os.PathLike[str], *, images: int = 4, score: float = 0.5, output: str | os.PathLike[str] | None = None
 ) -> dict[str, Any]:
     """Write ``report.html``, which contains its pictures, and ``report.json``.
 
@@ -36,12 +32,6 @@ def write_report(
 
     Returns:
         The content of ``report.json``. ``missing`` lists the parts whose input the run folder lacks, and why.
-
-    Raises:
-        MissingFileError: the folder holds no run.
-        ConfigError: its config cannot be used, or ``images`` or ``score`` is out of range.
-        FileAccessError: ``output`` holds other files.
-        MissingPackageError: OpenCV is not installed.
     """
     require_packages("report", "cv2")  # before minutes of work
     run = RunFolder(folder, images, score)
@@ -56,11 +46,10 @@ def write_report(
             if not is_user_error(error):
                 raise
             reasons.setdefault(str(error), []).append(name)
-    missing = [{"parts": parts, "reason": reason} for reason, parts in reasons.items()]
     numbers = {section_key(name): each.numbers for name, each in sections.items() if each.numbers is not None}
-    numbers["missing"] = missing
+    numbers["missing"] = [{"parts": parts, "reason": reason} for reason, parts in reasons.items()]
     numbers = json.loads(json.dumps(numbers), parse_constant=lambda _: None)  # JSON has no NaN
     with atomic_folder(output, [PAGE, NUMBERS]) as place:
-        write_page(place / PAGE, f"Run {run.folder.resolve().name}", sections, missing)
+        write_page(place / PAGE, f"Run {run.folder.resolve().name}", sections, numbers["missing"])
         (place / NUMBERS).write_text(json.dumps(numbers, indent=2) + "\n")
     return numbers

@@ -26,21 +26,13 @@ _IOU, _BACKGROUND_IOU = 0.5, 0.1
 
 @dataclass(frozen=True)
 class ImageMatches:
-    """The detections of an image and the objects that they miss.
-
-    Args:
-        image_id: of the dataset.
-        found: the detections, best score first.
-        kinds: one of :data:`KINDS` for each detection.
-        matched: the annotation that each detection matches, or None.
-        missed: annotations without a detection.
-    """
+    """The detections of an image and the objects that they miss."""
 
     image_id: Any
-    found: list[dict[str, Any]]
-    kinds: list[str]
-    matched: list[dict[str, Any] | None]
-    missed: list[dict[str, Any]]
+    found: list[dict[str, Any]]  # best score first
+    kinds: list[str]  # of KINDS, for each detection
+    matched: list[dict[str, Any] | None]  # the annotation that each detection matches
+    missed: list[dict[str, Any]]  # annotations
 
     @property
     def errors(self) -> int:
@@ -50,25 +42,15 @@ class ImageMatches:
 
 @dataclass(frozen=True)
 class Detections:
-    """Detections on a dataset, in COCO's result format, with the ground truth.
-
-    Args:
-        metadata: of the dataset.
-        records: image id -> record in Detectron2's dataset format.
-        truth: the annotations.
-        results: the detections.
-        tasks: of ``bbox``, ``segm`` and ``keypoints``.
-        sigmas: of the keypoints; empty means COCO's.
-        percentiles: ``INPUT.PERCENTILES``, for images of more than 8 bits.
-    """
+    """Detections on a dataset, in COCO's result format, with the ground truth."""
 
     metadata: Metadata
-    records: Mapping[Any, dict[str, Any]]
+    records: Mapping[Any, dict[str, Any]]  # image id -> record in Detectron2's dataset format
     truth: COCO
     results: Sequence[dict[str, Any]]
-    tasks: Sequence[str]
-    sigmas: Sequence[float] = ()
-    percentiles: Sequence[float] = ()
+    tasks: Sequence[str]  # of bbox, segm and keypoints
+    sigmas: Sequence[float] = ()  # of the keypoints; empty means COCO's
+    percentiles: Sequence[float] = ()  # INPUT.PERCENTILES
 
     @property
     def category_ids(self) -> list[int]:
@@ -82,17 +64,15 @@ class Detections:
     @cached_property
     def scores(self) -> dict[str, COCOeval]:
         """Task -> COCO's evaluation, accumulated and summarized."""
-        return {task: self._evaluate(task) for task in self.tasks}
-
-    def _evaluate(self, task: str) -> COCOeval:
-        evaluation = self._evaluation(self.results, task)
-        if task == "keypoints" and self.sigmas:
-            evaluation.params.kpt_oks_sigmas = np.array(self.sigmas)
-        with contextlib.redirect_stdout(io.StringIO()):
-            evaluation.evaluate()
-            evaluation.accumulate()
-            evaluation.summarize()
-        return evaluation
+        evaluations = {task: self._evaluation(self.results, task) for task in self.tasks}
+        for task, evaluation in evaluations.items():
+            if task == "keypoints" and self.sigmas:
+                evaluation.params.kpt_oks_sigmas = np.array(self.sigmas)
+            with contextlib.redirect_stdout(io.StringIO()):
+                evaluation.evaluate()
+                evaluation.accumulate()
+                evaluation.summarize()
+        return evaluations
 
     def _evaluation(self, results: Iterable[dict[str, Any]], task: str) -> COCOeval:
         results = copy.deepcopy(list(results))  # pycocotools changes them
@@ -108,15 +88,7 @@ class Detections:
             return COCOeval(self.truth, empty, task)
 
     def precision(self, task: str, iou: float | None = None) -> np.ndarray:
-        """Return the precision over recall of each class.
-
-        Args:
-            task: one of the tasks; all areas and the largest number of detections are taken.
-            iou: the threshold; None averages over all.
-
-        Returns:
-            (recalls, classes), 0 to 1; NaN for classes without objects.
-        """
+        """Return the precision over recall, (recalls, classes), at an IoU or averaged; NaN for absent classes."""
         evaluation = self.scores[task]
         values = evaluation.eval["precision"][:, :, :, 0, -1]  # (IoU thresholds, recalls, classes)
         values = np.where(values < 0, np.nan, values)
@@ -139,9 +111,7 @@ class Detections:
         pairs = zip(sorted(self.truth.imgs), evaluation.evalImgs, strict=True)
         return [self._sort_out(image_id, matches, results) for image_id, matches in pairs]
 
-    def _sort_out(
-        self, image_id: Any, matches: dict[str, Any] | None, results: Sequence[dict[str, Any]]
-    ) -> ImageMatches:
+    def _sort_out(self, image_id: Any, matches: dict | None, results: Sequence[dict[str, Any]]) -> ImageMatches:
         """Name the kind of each detection of an image from pycocotools' matches; detections have the ids 1, 2, ..."""
         image = ImageMatches(image_id, [], [], [], [])
         if matches is None:  # neither objects nor detections
@@ -166,11 +136,9 @@ class Detections:
         return image
 
     def file_name(self, image_id: Any) -> str:
-        """Return the name of an image in the annotation file."""
         return self.truth.imgs[image_id]["file_name"]
 
     def objects(self, image_id: Any) -> list[dict[str, Any]]:
-        """Return the annotations of an image."""
         return self.truth.imgToAnns[image_id]
 
     def draw(self, image_id: Any, objects: Sequence[dict[str, Any]], notes: Sequence[str]) -> np.ndarray:

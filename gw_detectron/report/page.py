@@ -72,14 +72,7 @@ th:first-child, td:first-child, .facts td { text-align: left; vertical-align: to
 def write_page(
     path: Path, title: str, sections: Mapping[str, Section], missing: Sequence[Mapping[str, Any]] = ()
 ) -> None:
-    """Write a page atomically.
-
-    Args:
-        path: the file.
-        title: its heading.
-        sections: by their headings.
-        missing: ``parts`` that cannot be shown, and the ``reason``.
-    """
+    """Write a page atomically: heading -> section, and the ``parts`` that are missing with the ``reason``."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True)
     environment.filters |= {
         "key": section_key,

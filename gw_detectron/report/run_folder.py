@@ -33,10 +33,6 @@ class RunFolder:
         folder: ``OUTPUT_DIR`` of the run.
         images: number of images that its report draws with predictions, and with errors.
         score: lowest score of a detection, for errors and pictures.
-
-    Raises:
-        MissingFileError: the folder or its ``config.yaml`` does not exist.
-        ConfigError: the config cannot be read, or a number is out of range.
     """
 
     def __init__(self, folder: str | os.PathLike[str], images: int = 4, score: float = 0.5) -> None:
@@ -107,9 +103,7 @@ class RunFolder:
             names = summarize_names(map(str, unknown))
             raise DataError(f"'{path}': has images or categories that '{self.dataset}' lacks ({names}). {fix}")
         keys = {"bbox": "bbox", "segm": "segmentation", "keypoints": "keypoints"}
-        tasks = [
-            task for task, key in keys.items() if task == "bbox" or (results and all(key in each for each in results))
-        ]
+        tasks = [task for task, key in keys.items() if task == "bbox" or (results and all(key in r for r in results))]
         metadata = MetadataCatalog.get(self.dataset)
         sigmas, percentiles = self.cfg.TEST.KEYPOINT_OKS_SIGMAS, self.cfg.INPUT.PERCENTILES
         return Detections(metadata, records, truth, results, tasks, sigmas, percentiles)

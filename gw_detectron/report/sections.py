@@ -64,16 +64,9 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a report.
+    """A part of a report: a paragraph, rows of pictures and, below them, tables."""
 
-    Args:
-        numbers: its entry in ``report.json``, where NaN becomes null.
-        text: a paragraph.
-        pictures: rows of pictures that stand side by side where the screen is wide enough.
-        tables: below the pictures.
-    """
-
-    numbers: Any = None
+    numbers: Any = None  # its entry in report.json, where NaN becomes null
     text: str = ""
     pictures: Sequence[Sequence[Picture]] = ()
     tables: Sequence[Table] = ()
@@ -101,8 +94,7 @@ def summary(run: RunFolder) -> Section:
         facts |= _progress(run)
     with _missing_left_out():
         facts["weights"] = run.weights
-        if run.best_iteration:
-            facts["best_by"] = run.cfg.TEST.BEST
+        facts |= {"best_by": run.cfg.TEST.BEST} if run.best_iteration else {}
     tables = [Table([], [(name.replace("_", " "), str(value)) for name, value in facts.items()])]
     if scores:
         rows = [[TASKS[task], *map(row.get, _METRICS)] for task, row in scores.items()]
@@ -225,9 +217,8 @@ def errors(run: RunFolder) -> Section:
         for image in images
     ]
     text = (
-        f"Boxes of score {run.score:g} and more. Each takes, best score first, the free object of any class that it "
-        "overlaps most, by an IoU of 0.5 or more. A wrong box is a duplicate if its object is taken, a poor box from "
-        "an IoU of 0.1, and background below. Below: the images with the most missed objects and wrong boxes."
+        f"Boxes of score {run.score:g} and more take the free object of any class with the largest IoU from 0.5. A "
+        "wrong box is a duplicate if its object is taken, a poor box from an IoU of 0.1, and background below."
     )
     pictures = [_photos(run, f"error_{number}", image) for number, image in enumerate(images, 1)]
     table = Table(["", "boxes or objects"], list(kinds.items()))

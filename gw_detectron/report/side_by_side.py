@@ -17,19 +17,11 @@ PAGE, NUMBERS = "runs.html", "runs.json"
 
 
 def write_side_by_side(folders: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]) -> dict[str, Any]:
-    """Write ``runs.html`` and ``runs.json`` about runs that were evaluated on the same images.
+    """Write ``runs.html`` and ``runs.json`` to ``output``, and return the numbers in ``runs.json``.
 
     Args:
-        folders: ``OUTPUT_DIR`` of each run. Differences are to the first one.
+        folders: ``OUTPUT_DIR`` of each run, all evaluated on the same images. Differences are to the first one.
         output: the folder to write. An earlier page there is replaced.
-
-    Returns:
-        The content of ``runs.json``.
-
-    Raises:
-        MissingFileError: a folder holds no run.
-        DataError: a run has no predictions.
-        ConfigError: the runs have other classes or images, or a folder is given twice.
     """
     names = [Path(folder).resolve().name for folder in folders]
     labels = names if len(set(names)) == len(names) else list(map(str, folders))
@@ -37,22 +29,21 @@ def write_side_by_side(folders: Sequence[str | os.PathLike[str]], output: str | 
     if len(runs) < len(labels):
         raise ConfigError(f"RUN_FOLDER ({', '.join(labels)}): one is given twice. Fix: give each once.")
     first = labels[0]
-    for label, run in runs.items():
-        for kind in ("class_names", "truth"):
-            ours, theirs = (getattr(each.detections, kind) for each in (run, runs[first]))
-            if (ours != theirs) if kind == "class_names" else (ours.dataset["images"] != theirs.dataset["images"]):
-                what = "classes" if kind == "class_names" else "images"
-                raise ConfigError(
-                    f"RUN_FOLDER ('{label}'): was evaluated on other {what} than '{first}'. Fix: evaluate both on the "
-                    "same dataset: gw-detectron eval."
-                )
+    evaluated_on = {
+        label: (run.detections.class_names, run.detections.truth.dataset["images"]) for label, run in runs.items()
+    }
+    if others := [label for label in labels if evaluated_on[label] != evaluated_on[first]]:
+        raise ConfigError(
+            f"RUN_FOLDER ('{others[0]}'): was evaluated on other classes or images than '{first}'. Fix: evaluate both "
+            "on the same dataset: gw-detectron eval."
+        )
     facts = {label: summary(run).numbers for label, run in runs.items()}
     classes = {label: {row["class"]: row for row in average_precision(run).numbers} for label, run in runs.items()}
     sections = {
         "Summary": Section(tables=[_summary(facts)]),
         "Curves": Section(
             text="Time is that of the training iterations, without evaluations.",
-            pictures=[[_curve(runs, "total_loss", 0.0), _curve(runs, "AP", 0.0), _curve(runs, "AP", 1.0)]],
+            pictures=[[_curve(runs, "loss"), _curve(runs, "AP"), _curve(runs, "AP", over_time=True)]],
         ),
         "AP per class": Section(text=f"In brackets: minus {first}.", tables=_classes(classes)),
     }
@@ -72,20 +63,19 @@ def _summary(facts: dict[str, dict[str, Any]]) -> Table:
     return Table(["run", *(f"{TASKS[task]} AP" for task in tasks), "iterations", "norms"], rows)
 
 
-def _curve(runs: dict[str, RunFolder], metric: str, over_time: float) -> Picture:
+def _curve(runs: dict[str, RunFolder], metric: str, *, over_time: bool = False) -> Picture:
     """Plot the loss, or the AP of every task, over iterations or seconds."""
     label = "seconds of training" if over_time else "iteration"
-    figure, axes = make_axes(5.5, 3.8, xlabel=label, ylabel="loss" if metric == "total_loss" else "AP")
+    figure, axes = make_axes(5.5, 3.8, xlabel=label, ylabel=metric)
+    styles = {"total_loss": "-"} if metric == "loss" else {"bbox/AP": ".-", "segm/AP": ".--", "keypoints/AP": ".:"}
     for number, (name, run) in enumerate(runs.items()):
         times = [record["time"] for record in run.metrics if "time" in record]
         unit = statistics.median(times) if over_time and times else 1.0
-        keys = [metric] if metric == "total_loss" else [f"{task}/{metric}" for task in TASKS]
-        for key, style in zip(keys, ("-", "--", ":"), strict=False):
+        for key, style in styles.items():
             points = [(unit * record["iteration"], record[key]) for record in run.metrics if key in record]
             if points:
-                text = name if metric == "total_loss" else f"{name}, {TASKS[key.partition('/')[0]]}"
-                marker = "" if metric == "total_loss" else "."
-                axes.plot(*zip(*points, strict=True), style, marker=marker, color=f"C{number % 10}", label=text)
+                text = name if metric == "loss" else f"{name}, {TASKS[key.partition('/')[0]]}"
+                axes.plot(*zip(*points, strict=True), style, color=f"C{number % 10}", label=text)
     axes.set_ylim(bottom=0)
     if axes.lines:
         axes.legend(fontsize="small")
@@ -99,13 +89,13 @@ def _classes(classes: dict[str, dict[str, dict[str, Any]]]) -> list[Table]:
     for column in (f"{task} AP" for task in TASKS.values()):
         if not all(column in row for rows in classes.values() for row in rows.values()):
             continue
-        rows = []
-        for name, row in classes[first].items():
-            cells: list[Any] = [name, row["objects"], row[column]]
-            for other in others:
-                value = classes[other][name][column]
-                unknown = value is None or row[column] is None
-                cells.append(None if unknown else f"{value:.1f} ({value - row[column]:+.1f})")
-            rows.append(cells)
+        rows = [
+            [name, row["objects"], row[column], *(_cell(classes[other][name][column], row[column]) for other in others)]
+            for name, row in classes[first].items()
+        ]
         tables.append(Table([column, "objects", first, *others], rows))
     return tables
+
+
+def _cell(value: float | None, first: float | None) -> str | None:
+    return None if value is None or first is None else f"{value:.1f} ({value - first:+.1f})"

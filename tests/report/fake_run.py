@@ -15,13 +15,7 @@ from ..tiny_run import CONFIG, OPTS
 IMAGES, OBJECTS, SIDE = 6, 3, 96
 
 
-def write_run(
-    folder: Path,
-    *,
-    classes: int = 3,
-    config: Path = CONFIG,
-    **options: Any,
-) -> Path:
+def write_run(folder: Path, *, classes: int = 3, config: Path = CONFIG, **options: Any) -> Path:
     """Write a run of boxes on photos; options are config keys with ``__`` for the dot."""
     folder.mkdir(parents=True, exist_ok=True)
     content = _photos(folder / "photos", classes)
