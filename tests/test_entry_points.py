@@ -28,9 +28,7 @@ WEIGHTS_TOOLS = {
     "export model": "export_model.py --config-file {config} --weights {weights} --image no.png --output {folder}/out",
     "convert": "convert_weights.py {weights} {folder}/converted.pkl",
 }
-CONFIG_TOOLS = {
-    **{name: line for name, line in WEIGHTS_TOOLS.items() if "{config}" in line},
-}
+CONFIG_TOOLS = {**{name: line for name, line in WEIGHTS_TOOLS.items() if "{config}" in line}}
 
 pytestmark = pytest.mark.usefixtures("small_dataset")
 

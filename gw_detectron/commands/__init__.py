@@ -65,16 +65,11 @@ def run(name: str, *words: str) -> None:
 
 
 def _overview() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: gw-detectron COMMAND [--help] ...",
-            "",
-            "Group Whitening for Detectron2. Each command explains its flags with --help.",
-            "",
-            *lines,
-            "",
-            "gw-detectron --version prints the version.",
-        ]
-    )
+    lines = "\n".join(f"  {name:7}  {command.summary}" for name, command in COMMANDS.items())
+    return f"""usage: gw-detectron COMMAND [--help] ...
+
+Group Whitening for Detectron2. Each command explains its flags with --help.
+
+{lines}
+
+gw-detectron --version prints the version."""

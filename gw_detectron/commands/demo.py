@@ -28,17 +28,11 @@ _RESULT = "result.json"
 def get_parser() -> argparse.ArgumentParser:
     parser = new_parser(__doc__, "", "SOLVER.MAX_ITER 50 OUTPUT_DIR output/short_demo")
     parser.add_argument(
-        "--config-file",
-        default=get_config_file(_CONFIG),
-        metavar="FILE",
-        help=f"config to train (default: {_CONFIG})",
+        "--config-file", default=get_config_file(_CONFIG), metavar="FILE", help=f"config to train (default: {_CONFIG})"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a run in OUTPUT_DIR that is not a demo")
     parser.add_argument(
-        "opts",
-        nargs=argparse.REMAINDER,
-        metavar="KEY VALUE",
-        help="config keys to change, e.g. SOLVER.MAX_ITER 50",
+        "opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config keys to change, e.g. SOLVER.MAX_ITER 50"
     )
     return parser
 

@@ -17,12 +17,7 @@ import torch
 from tabulate import tabulate
 
 from ..cli import new_parser
-from ..installation import (
-    __version__,
-    has_compiled_operators,
-    has_detectron2,
-    package_versions,
-)
+from ..installation import __version__, has_compiled_operators, has_detectron2, package_versions
 from ..layers import GroupWhitening2d
 from ..ops.group_whitening.op import use_backend
 from ..ops.group_whitening.triton.compiler import triton
@@ -91,7 +86,7 @@ def _checks() -> list[Check]:
 
 def _layers(device: str) -> Check:
     """Compare the layer's backend with the reference, forward and backward."""
-    part = f"whitening layers ({device})"
+    part, allowed = f"whitening layers ({device})", _TOLERANCES[device]
     x = torch.randn(2, 64, 24, 20, generator=torch.Generator().manual_seed(0)).to(device)
     layer = GroupWhitening2d(64, num_groups=16).to(device)
     try:
@@ -101,9 +96,8 @@ def _layers(device: str) -> Check:
     except Exception as error:  # a compiler, driver or library that does not fit can raise anything
         return Check(part, False, f"{type(error).__name__}: {error}", broken=True)
     worst = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
-    works = worst <= _TOLERANCES[device]
-    note = f"differ from the reference by {worst:.0e}, allowed {_TOLERANCES[device]:.0e}"
-    return Check(part, works, note, broken=not works)
+    note = f"differ from the reference by {worst:.0e}, allowed {allowed:.0e}"
+    return Check(part, worst <= allowed, note, broken=not worst <= allowed)
 
 
 def _output_and_gradient(layer: GroupWhitening2d, x: torch.Tensor) -> list[torch.Tensor]:

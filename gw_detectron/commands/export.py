@@ -18,14 +18,7 @@ from ..cli import RunParser, check_folder, new_parser, parse_names
 from ..config import read_config
 from ..data import class_metadata, classes_of
 from ..errors import ConfigError
-from ..export import (
-    FORMATS,
-    Normalization,
-    export_backbone,
-    export_detector,
-    load_model,
-    read_image_for,
-)
+from ..export import FORMATS, Normalization, export_backbone, export_detector, load_model, read_image_for
 
 _OF_BACKBONES = ("no_fpn", "pixels")
 _OF_DETECTORS = ("detections", "one_image", "paste_masks", "class_names", "image")
@@ -66,11 +59,7 @@ def get_parser() -> argparse.ArgumentParser:
         type=parse_names,
         help="class names in the file; default: the checkpoint's or its datasets'",
     )
-    add(
-        "--image",
-        metavar="FILE",
-        help="image to compare on, best with many objects; default: drawn shapes",
-    )
+    add("--image", metavar="FILE", help="image to compare on, best with many objects; default: drawn shapes")
     group = parser.add_argument_group("with --backbone")
     add = group.add_argument
     add("--no-fpn", action="store_true", help="export the ResNet below the FPN")
@@ -84,9 +73,8 @@ def get_parser() -> argparse.ArgumentParser:
 
 
 def main(args: argparse.Namespace) -> None:
-    defaults = vars(get_parser().parse_args(["--output", ""]))
     for name in _OF_DETECTORS if args.backbone else _OF_BACKBONES:
-        if getattr(args, name) != defaults[name]:
+        if getattr(args, name):
             use = "without" if args.backbone else "with"
             raise ConfigError(f"--{name.replace('_', '-')}: only works {use} --backbone. Fix: leave it out.")
     check_folder(args.output)  # before minutes of work

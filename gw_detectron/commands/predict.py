@@ -36,37 +36,30 @@ def get_parser() -> argparse.ArgumentParser:
         "--preview annotations.json photos --output preview",
         note="The exit status is 1 if a file cannot be read; the others are predicted.",
     )
-    parser.add_argument("model", metavar="MODEL", help="run folder or checkpoint; with --preview the folder of images")
-    parser.add_argument(
-        "inputs", metavar="INPUT", nargs="*", help="image, folder of images, pattern in quotes, or video (with OpenCV)"
-    )
-    parser.add_argument("--output", required=True, metavar="DIR", help="folder to create; replaces earlier predictions")
-    parser.add_argument("--config-file", metavar="FILE", help="config of a checkpoint; default: config.yaml beside it")
-    parser.add_argument(
-        "--score-threshold", type=float, default=0.5, metavar="S", help="keep scores above S, default: %(default)s"
-    )
-    parser.add_argument("--preview", metavar="JSON", help="draw up to 50 images with the annotations of this COCO file")
-    parser.add_argument(
-        "--tiles", type=int, metavar="N", help="predict large images in overlapping tiles of N pixels, e.g. 1024"
-    )
-    parser.add_argument("--overlap", type=int, metavar="N", help="pixels that tiles share, default: an eighth")
-    parser.add_argument(
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="run folder or checkpoint; with --preview the folder of images")
+    add("inputs", metavar="INPUT", nargs="*", help="image, folder of images, pattern in quotes, or video (with OpenCV)")
+    add("--output", required=True, metavar="DIR", help="folder to create; replaces earlier predictions")
+    add("--config-file", metavar="FILE", help="config of a checkpoint; default: config.yaml beside it")
+    add("--score-threshold", type=float, default=0.5, metavar="S", help="keep scores above S, default: %(default)s")
+    add("--preview", metavar="JSON", help="draw up to 50 images with the annotations of this COCO file")
+    add("--tiles", type=int, metavar="N", help="predict large images in overlapping tiles of N pixels, e.g. 1024")
+    add("--overlap", type=int, metavar="N", help="pixels that tiles share, default: an eighth")
+    add(
         "--statistics",
         choices=STATISTICS,
         help="statistics of GW and GN in tiles: of the whole image (default), or of each tile, in half the time",
     )
-    parser.add_argument("--no-pictures", action="store_true", help="write only the json files")
-    parser.add_argument("--device", metavar="D", help="cpu or cuda; default: a GPU, if there is one")
-    parser.add_argument(
+    add("--no-pictures", action="store_true", help="write only the json files")
+    add("--device", metavar="D", help="cpu or cuda; default: a GPU, if there is one")
+    add(
         "--class-names",
         metavar="A,B,...",
         type=parse_names,
         help="class names of a checkpoint; default: from the datasets in its config",
     )
-    parser.add_argument("--json", action="store_true", help="print the summary as json")
-    parser.add_argument(
-        "--opts", nargs=argparse.REMAINDER, default=[], metavar="KEY VALUE", help="config keys to change; comes last"
-    )
+    add("--json", action="store_true", help="print the summary as json")
+    add("--opts", nargs=argparse.REMAINDER, default=[], metavar="KEY VALUE", help="config keys to change; comes last")
     return parser
 
 
@@ -77,9 +70,7 @@ def main(args: argparse.Namespace) -> bool:
     check_folder(args.output)
     if args.preview:
         if args.inputs:
-            raise ConfigError(
-                f"INPUT ({args.inputs[0]}): given together with --preview. Fix: give the folder of images."
-            )
+            raise ConfigError(f"INPUT ({args.inputs[0]}): given with --preview. Fix: give only the folder of images.")
         count = write_preview(args.preview, args.model, args.output)
         print(f"{count} images with their annotations, and the number of objects in all images: {args.output}")
         return True

@@ -38,26 +38,19 @@ def get_parser() -> argparse.ArgumentParser:
 def main(args: argparse.Namespace) -> None:
     """Write the report; print where it is and what it lacks."""
     first = Path(args.run_folders[0])
+    lines: list[str] = []
     if is_comparison(first):
         if len(args.run_folders) > 1 or args.output:
-            raise ConfigError(
-                f"RUN_FOLDER ('{first}'): is a comparison, whose page is written there. Fix: give it alone."
-            )
-        numbers = write_comparison(first)
-        print(json.dumps(numbers, indent=2) if args.json else f"{numbers['advice']}\nReport: {first / COMPARISON}")
-        return
-    if len(args.run_folders) > 1:
-        output = Path(args.output or "output/runs")
-        numbers = write_side_by_side(args.run_folders, output)
-        print(json.dumps(numbers, indent=2) if args.json else f"Report: {output / RUNS}")
-        return
-    numbers = write_report(first, images=args.images, score=args.score, output=args.output)
-    if args.json:
-        print(json.dumps(numbers, indent=2))
-        return
-    for entry in numbers["missing"]:
-        print(f"Missing: {', '.join(entry['parts'])}: {entry['reason']}")
-    for task, scores in numbers["summary"]["scores"].items():
-        if scores["AP"] is not None:
-            print(f"{task} AP {scores['AP']:.1f}")
-    print(f"Report: {Path(args.output or first / 'report') / PAGE}")
+            raise ConfigError(f"RUN_FOLDER ('{first}'): a comparison, whose page is written there. Fix: give it alone.")
+        numbers, page = write_comparison(first), first / COMPARISON
+        lines = [numbers["advice"]]
+    elif len(args.run_folders) > 1:
+        page = Path(args.output or "output/runs", RUNS)
+        numbers = write_side_by_side(args.run_folders, page.parent)
+    else:
+        page = Path(args.output or first / "report", PAGE)
+        numbers = write_report(first, images=args.images, score=args.score, output=page.parent)
+        lines = [f"Missing: {', '.join(entry['parts'])}: {entry['reason']}" for entry in numbers["missing"]]
+        scores = {task: each["AP"] for task, each in numbers["summary"]["scores"].items()}
+        lines += [f"{task} AP {value:.1f}" for task, value in scores.items() if value is not None]
+    print(json.dumps(numbers, indent=2) if args.json else "\n".join([*lines, f"Report: {page}"]))
