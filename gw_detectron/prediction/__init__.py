@@ -3,8 +3,7 @@
 from .drawing import draw_predictions, draw_record
 from .image_sources import ImageSource, find_sources
 from .open_predictor import Predictor, detector_file, open_predictor
-from .preview import write_preview
-from .results_folder import PredictionSummary, check_output, write_predictions
+from .results_folder import PredictionSummary, check_output, write_predictions, write_preview
 from .tiles import TiledPredictor
 
 __all__ = [

@@ -58,9 +58,6 @@ def draw_objects(
 
     Returns:
         (H', W', 3) uint8 RGB. The longer side is at least 480.
-
-    Raises:
-        MissingPackageError: OpenCV is not installed.
     """
     require_packages("pictures", "cv2")
     from detectron2.utils.visualizer import Visualizer  # which imports OpenCV

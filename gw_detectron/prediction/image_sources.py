@@ -70,21 +70,14 @@ def find_sources(inputs: Iterable[str | os.PathLike[str]]) -> list[ImageSource]:
 
     Returns:
         The sources in the order of the inputs; a folder's or pattern's sorted by path.
-
-    Raises:
-        MissingFileError: a file or folder does not exist, or no file matches a pattern.
-        DataError: a folder has no images, or there are no inputs.
     """
     folders: list[str] = []
     paths: dict[str, None] = {}
     for each in inputs:
         given = os.fspath(each)
-        if os.path.isdir(given):
-            folders.append(os.path.abspath(given))
-            found = [os.path.abspath(path) for path in image_files(given)]
-        else:
-            found = [os.path.abspath(path) for path in _files(given)]
-            folders += map(os.path.dirname, found)
+        is_folder = os.path.isdir(given)
+        found = [os.path.abspath(path) for path in (image_files(given) if is_folder else _files(given))]
+        folders += [os.path.abspath(given)] if is_folder else map(os.path.dirname, found)
         paths |= dict.fromkeys(found)
     if not folders:
         raise DataError("inputs: none. Fix: give images, a folder, a pattern or a video.")

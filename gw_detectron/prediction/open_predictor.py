@@ -77,11 +77,6 @@ def open_predictor(
         score_threshold: scores above it are predicted.
         device: ``cpu`` or ``cuda``; default: a GPU, if there is one.
         class_names: default: the checkpoint's record, else the datasets in the config.
-
-    Raises:
-        ConfigError: an argument or a config key cannot be used.
-        MissingFileError: the model or its config does not exist.
-        UserError: the weights cannot be used.
     """
     if not 0 <= score_threshold <= 1:
         raise ConfigError(f"score_threshold ({score_threshold:g}): not between 0 and 1. Fix: give e.g. 0.5.")

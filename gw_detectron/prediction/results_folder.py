@@ -1,8 +1,9 @@
-"""Write predictions to a folder: COCO results and pictures."""
+"""Write predictions, or a preview of annotations, to a folder: COCO results and pictures."""
 
 import csv
 import json
 import os
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
@@ -12,17 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from detectron2.data import Metadata
+from detectron2.data import DatasetCatalog, Metadata, MetadataCatalog
 from detectron2.evaluation.coco_evaluation import instances_to_coco_json
 from detectron2.structures import Instances
 from PIL import Image
 
 from ..atomic import atomic_folder, check_replaceable
-from ..data.images import BROWSER_SUFFIXES
+from ..data import CocoDataset, CocoDatasets, existing_path, read_json, register_datasets
+from ..data.images import BROWSER_SUFFIXES, evenly_spread, read_image
 from ..errors import ConfigError, DataError, FileAccessError, MissingFileError
 from ..installation import require_packages
 from ..progress import progress_bar
-from .drawing import draw_predictions
+from .drawing import draw_predictions, draw_record
 from .image_sources import ImageSource
 from .open_predictor import Predictor
 from .tiles import TiledPredictor, shrunk
@@ -31,6 +33,8 @@ RESULTS, IMAGES, COUNTS, PICTURES = "predictions.json", "images.json", "counts.c
 _FILES = (RESULTS, IMAGES, COUNTS, PICTURES)
 _KEYS = ["image_id", "file_name", "frame", "category_id", "category_name", "score", "bbox", "keypoints", "segmentation"]
 _FRAMES_PER_SECOND = 25.0  # of a video that does not tell
+_PREVIEW = "preview"
+_PERCENTILES = (0.5, 99.5)  # black and white of a preview's images with more than 8 bits
 
 
 @dataclass
@@ -52,11 +56,8 @@ def check_output(output: str | os.PathLike[str], sources: Iterable[ImageSource])
         raise FileAccessError(
             f"output ('{output}'): holds '{PICTURES}' without {RESULTS}. Fix: give an empty or new folder."
         )
-    for source in sources:
-        if source.path.resolve().is_relative_to(folder):
-            raise ConfigError(
-                f"output ('{output}'): would replace the input '{source.path}'. Fix: give a folder without inputs."
-            )
+    if inside := [source.path for source in sources if source.path.resolve().is_relative_to(folder)]:
+        raise ConfigError(f"output ('{output}'): would replace the input '{inside[0]}'. Fix: give another folder.")
 
 
 def write_predictions(
@@ -77,11 +78,6 @@ def write_predictions(
         sources: the images and videos.
         output: the folder to create. It may hold earlier predictions, which are replaced.
         pictures: whether to draw.
-
-    Raises:
-        DataError: none of the sources can be read.
-        FileAccessError: ``output`` holds other files.
-        MissingPackageError: OpenCV is not installed, which drawing and videos need.
     """
     check_output(output, sources)
     if pictures:
@@ -128,6 +124,36 @@ def _coco_results(found: Instances, image_id: int) -> list[dict[str, Any]]:
     return results
 
 
+def write_preview(annotations: str, images: str, output: str | os.PathLike[str], limit: int = 50) -> int:
+    """Draw annotations, to look at them before a training; return the number of ``pictures``.
+
+    Args:
+        annotations: the file in COCO format; ``counts.csv`` counts all its objects.
+        images: the folder that its ``file_name`` is relative to.
+        output: the folder to create. It may hold an earlier preview, which is replaced.
+        limit: pictures to draw, of images that are evenly spread over the file.
+    """
+    require_packages("pictures", "cv2")
+    check_replaceable(Path(output), (PICTURES, COUNTS))
+    json_file = existing_path(annotations, "--preview", os.path.isfile)
+    dataset = CocoDataset(json_file, existing_path(images, "MODEL", os.path.isdir))
+    with tempfile.TemporaryDirectory() as work, atomic_folder(output, (PICTURES, COUNTS)) as folder:
+        try:
+            content = read_json(dataset.json)
+            register_datasets(CocoDatasets(val={_PREVIEW: dataset}), work)
+            records = evenly_spread(DatasetCatalog.get(_PREVIEW), limit)
+            objects = [each for each in content["annotations"] if not each.get("iscrowd")]
+            _write_counts(folder / COUNTS, content["images"], content["categories"], objects)
+        except (AssertionError, LookupError, TypeError, AttributeError) as error:  # of pycocotools
+            raise DataError(f"--preview ('{annotations}'): not a file in COCO format: {error!r}.") from error
+        (folder / PICTURES).mkdir()
+        for record in progress_bar(records, desc="drawing", unit="image"):
+            pixels = read_image(record["file_name"], "RGB", _PERCENTILES)
+            drawn = Image.fromarray(draw_record(pixels, MetadataCatalog.get(_PREVIEW), record))
+            drawn.save(folder / PICTURES / f"{record['image_id']}_{Path(record['file_name']).stem}.jpg", quality=95)
+    return len(records)
+
+
 def _write_json(folder: Path, metadata: Metadata, images: list[dict[str, Any]], results: list[dict[str, Any]]) -> None:
     """Write images and results; class indices become the dataset's category ids, where they are known."""
     names = metadata.get("thing_classes", None)
@@ -141,13 +167,13 @@ def _write_json(folder: Path, metadata: Metadata, images: list[dict[str, Any]], 
         category = categories[result["category_id"]]
         result |= {"category_id": category["id"], "category_name": category["name"]}
         rows.append(json.dumps({key: result[key] for key in _KEYS if key in result}))
-    write_counts(folder / COUNTS, images, list(categories.values()), results)
+    _write_counts(folder / COUNTS, images, list(categories.values()), results)
     (folder / RESULTS).write_text("[" + ",".join(f"\n{row}" for row in rows) + "\n]\n")
     listed = {"images": images, "annotations": [], "categories": list(categories.values())}
     (folder / IMAGES).write_text(json.dumps(listed, indent=1) + "\n")
 
 
-def write_counts(
+def _write_counts(
     path: Path, images: list[dict[str, Any]], categories: list[dict[str, Any]], objects: list[dict[str, Any]]
 ) -> None:
     """Write the number of objects of each class in each image, given in COCO's format, as a csv file."""

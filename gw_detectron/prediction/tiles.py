@@ -42,9 +42,6 @@ class TiledPredictor:
         predictor: from :func:`~gw_detectron.prediction.open_predictor`. It resizes a tile as it would an image.
         tile, overlap: side of a tile, and least overlap of neighbors, in pixels of the image.
         statistics: ``"image"`` or ``"tile"``.
-
-    Raises:
-        ConfigError: an argument is out of its range.
     """
 
     def __init__(self, predictor: Predictor, tile: int = 1024, overlap: int = 128, statistics: str = "image") -> None:
@@ -58,14 +55,10 @@ class TiledPredictor:
         self.metadata, self.cfg = predictor.metadata, predictor.cfg
 
     def __call__(self, image: Any) -> Instances:
-        """Detect objects.
+        """Detect objects in an array, (H, W, 3) RGB uint8, or :func:`gw_detectron.data.images.open_image`.
 
-        Args:
-            image: (H, W, 3) RGB uint8, an array or from :func:`gw_detectron.data.images.open_image`.
-
-        Returns:
-            As the predictor's, in pixels of the image, the highest score first. With several tiles the masks are
-            ``pred_masks_rle``, COCO's RLE of the image: (N, H, W) pixels would not fit into memory.
+        The result is as the predictor's, the highest score first. With several tiles the masks are
+        ``pred_masks_rle``, COCO's RLE of the image: (N, H, W) pixels would not fit into memory.
         """
         windows = self.windows(image)
         if len(windows) == 1:
@@ -115,9 +108,6 @@ def sahi_model(predictor: Predictor, statistics: ImageStatistics | None = None) 
     Args:
         predictor: from :func:`~gw_detectron.prediction.open_predictor`; scores below its threshold are not found.
         statistics: of the image; default: each slice has its own.
-
-    Raises:
-        MissingPackageError: SAHI is not installed.
     """
     require_packages("SAHI", "sahi")
     from sahi.models.detectron2 import Detectron2DetectionModel
