@@ -57,8 +57,8 @@ def test_an_unknown_command_is_refused(gw):
 def test_every_example_in_the_help_is_accepted(name, monkeypatch):
     parser = get_parser(name, monkeypatch)
     prompt = f"gw-detectron {name}"
-    lines = [line.strip().removeprefix("$ ") for line in parser.format_help().replace("\\\n", "").splitlines()]
-    examples = [line for line in lines if line.startswith((f"{prompt} ", prompt)) and "usage" not in line]
+    lines = [line.strip() for line in parser.format_help().replace("\\\n", "").splitlines()]
+    examples = [line for line in lines if line.startswith(prompt)]
     assert len(examples) >= 2
     for example in examples:
         parser.parse_args(shlex.split(example.removeprefix(prompt)))
@@ -87,14 +87,10 @@ def test_configs_are_listed_and_searched(gw):
     found = gw("list", "configs", "GW", "r_101")[1].splitlines()[::2]
     assert found and all("GW" in name and "R_101" in name for name in found)
     assert "instant.yaml\n    A few iterations of" in gw("list", "configs", "on a cpu", "instant")[1]
-    status, _, errors = gw("list", "configs", "no-such-model")
-    assert status == 1 and "no-such-model" in errors
-
-
-def test_a_lazy_config_is_no_yaml(gw):
-    name = next(name for name in list_configs() if name.endswith(".py"))
-    status, _, errors = gw("list", "norms", "--config-file", name)
-    assert status == 1 and "LazyConfig" in errors
+    lazy = next(name for name in list_configs() if name.endswith(".py"))
+    for words, named in ((("configs", "no-such-model"), "no-such-model"), (("norms", "--config-file", lazy), "LazyC")):
+        status, _, errors = gw("list", *words)
+        assert status == 1 and named in errors
 
 
 def test_norms_are_listed_described_and_found_in_a_model(gw):
@@ -113,14 +109,10 @@ def test_norms_are_listed_described_and_found_in_a_model(gw):
 def test_the_folder_of_a_config_may_be_left_out(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert find_config_file(name) == get_config_file(DEMO)
-    assert read_config(name, ["SOLVER.MAX_ITER", 5, "SOLVER.STEPS", (1, 2)]).SOLVER.STEPS == (1, 2)
-
-
-def test_a_file_of_the_user_comes_before_a_shipped_config(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "COCO-Detection").mkdir()
-    (tmp_path / CONFIG).write_text("SEED: 5\n")
-    assert read_config(CONFIG).SEED == 5
+    (tmp_path / "quick_schedules").mkdir()
+    (tmp_path / DEMO).write_text("SEED: 5\n")  # a file of the user comes first
+    assert read_config(DEMO, ["SOLVER.MAX_ITER", 5, "SOLVER.STEPS", (1, 2)]).SOLVER.STEPS == (1, 2)
+    assert read_config(DEMO).SEED == 5
 
 
 def test_similar_configs_and_words_that_are_no_pairs_are_named():
@@ -132,13 +124,10 @@ def test_similar_configs_and_words_that_are_no_pairs_are_named():
     assert read_config(CONFIG, ["MODEL.FPN.NORM", "GW:groups=32"]).MODEL.FPN.NORM == "GW:groups=32"
 
 
-@pytest.mark.parametrize(("word", "arrives"), [("50", False), ("50.0", True), ("1", False), ("1.0", True)])
-def test_a_whole_number_for_a_rate_is_explained(word, arrives):
-    if arrives:
-        assert float(word) == read_config(CONFIG, ["SOLVER.BASE_LR", word]).SOLVER.BASE_LR
-    else:
-        with pytest.raises(UserError, match=r"SOLVER.BASE_LR.*Fix: .*50\.0"):
-            read_config(CONFIG, ["SOLVER.BASE_LR", word])
+def test_a_whole_number_for_a_rate_is_explained():
+    assert read_config(CONFIG, ["SOLVER.BASE_LR", "1.0"]).SOLVER.BASE_LR == 1
+    with pytest.raises(UserError, match=r"SOLVER.BASE_LR.*Fix: .*\.0"):
+        read_config(CONFIG, ["SOLVER.BASE_LR", "1"])
 
 
 @pytest.mark.parametrize("base", [DEMO, f"configs/{DEMO}", "mask_rcnn_R_18_FPN_BN_GW_demo", "['{}', local.yaml]"])
@@ -148,9 +137,8 @@ def test_a_base_may_be_the_name_of_a_shipped_config(tmp_path, base):
     (tmp_path / "mine.yaml").write_text("_BASE_: middle.yaml\nVERSION: 2\n")
     cfg = read_config(tmp_path / "mine.yaml")
     assert cfg.SEED == 3 and cfg.MODEL.RESNETS.DEPTH == 18 and (cfg.SOLVER.MAX_ITER == 5) == ("local" in base)
-    assert "SEED" in given_keys(str(tmp_path / "mine.yaml")) and "MODEL.RESNETS.DEPTH" not in given_keys(
-        str(tmp_path / "mine.yaml")
-    )
+    keys = given_keys(str(tmp_path / "mine.yaml"))
+    assert "SEED" in keys and "MODEL.RESNETS.DEPTH" not in keys
     (tmp_path / "middle.yaml").write_text("_BASE_: ../mask_rcnn_R_18_FPN_BN_GW_demo.yaml\n")  # a file that is gone
     with pytest.raises(UserError, match="mask_rcnn_R_18"):
         read_config(tmp_path / "mine.yaml")

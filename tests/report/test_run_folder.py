@@ -1,6 +1,5 @@
 """What is found in a run folder, and how a missing part is named."""
 
-import dataclasses
 import json
 import os
 import shlex
@@ -11,7 +10,7 @@ from detectron2.data import DatasetCatalog
 
 from gw_detectron.errors import ConfigError, DataError, MissingFileError
 from gw_detectron.report import RunFolder
-from gw_detectron.report.sections import predictions, summary
+from gw_detectron.report.sections import summary
 
 from .fake_run import IMAGES, OBJECTS, write_run
 
@@ -23,13 +22,6 @@ def folder(tmp_path):
 
 def results_file(folder):
     return folder / "inference" / "coco_instances_results.json"
-
-
-def test_predictions_and_ground_truth_are_found(folder):
-    run = RunFolder(folder)
-    assert len(run.records) == IMAGES and len(run.detections.truth.anns) == IMAGES * OBJECTS
-    assert run.detections.tasks == ["bbox"] and len(run.detections.results) == 12
-    assert run.weights == str(folder / "model_final.pth")
 
 
 def test_a_later_evaluation_decides_about_config_weights_and_predictions(folder):
@@ -104,15 +96,6 @@ def test_the_summary_reads_iterations_speed_and_segmentation_from_the_metrics(fo
     assert numbers["iterations"] == numbers["evaluated_after_iteration"] == 40
     assert numbers["seconds_per_iteration"] == 0.5 and numbers["mIoU"] == 34.3
     assert numbers["scores"]["bbox"]["AP"] > 13 and numbers["images"] == IMAGES
-
-
-def test_pictures_show_images_with_objects(folder):
-    run = RunFolder(folder, images=2)
-    first, *others = run.matches
-    run.matches = [dataclasses.replace(first, found=[], kinds=[], matched=[], missed=[]), *others]
-    name = run.detections.file_name(first.image_id)
-    captions = [picture.caption for row in predictions(run).pictures for picture in row]
-    assert len(captions) == 4 and not any(caption.startswith(name) for caption in captions)
 
 
 @pytest.mark.parametrize("wrong", [{"images": 0}, {"score": -0.1}, {"score": float("nan")}])
