@@ -1,12 +1,6 @@
 """Datasets: a user's own in COCO format, and a synthetic one that comes with the package."""
 
-from .coco_datasets import (
-    CocoDataset,
-    CocoDatasets,
-    needs_registration,
-    register_datasets,
-    registered_datasets,
-)
+from .coco_datasets import CocoDataset, CocoDatasets, needs_registration, register_datasets, registered_datasets
 from .coco_files import read_json, split_coco
 from .datasets_yaml import (
     DATASETS_FILE,

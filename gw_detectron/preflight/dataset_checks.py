@@ -21,10 +21,7 @@ from .data_fit import check_fit, training_view
 #: values of a dataset's metadata ``evaluator_type`` that are evaluated by the COCO rules
 _COCO_EVALUATORS = ("coco", "coco_panoptic_seg")
 #: architecture -> the ``evaluator_type`` that its predictions need, if they are not only boxes
-_EVALUATORS = {
-    "PanopticFPN": ("coco_panoptic_seg",),
-    "SemanticSegmentor": ("coco_panoptic_seg", "sem_seg"),
-}
+_EVALUATORS = {"PanopticFPN": ("coco_panoptic_seg",), "SemanticSegmentor": ("coco_panoptic_seg", "sem_seg")}
 _MOST_HEADERS = 1000  # a few seconds on a network disk
 
 

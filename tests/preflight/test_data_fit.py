@@ -41,16 +41,8 @@ def test_a_sound_config_has_no_warning():
     ("per_image", "changes", "words"),
     [
         ([150, 20], {}, ["TEST.DETECTIONS_PER_IMAGE (100)", "1 of 2 images of b", "50 of 170 objects"]),
-        (
-            [272],
-            {**MANY, "MODEL__RPN__POST_NMS_TOPK_TEST": 100},
-            ["POST_NMS_TOPK_TEST (100)", "172"],
-        ),
-        (
-            [40],
-            {**RETINANET, "TEST__DETECTIONS_PER_IMAGE": 30},
-            ["(30)", "up to 40", "10 of 40"],
-        ),
+        ([272], {**MANY, "MODEL__RPN__POST_NMS_TOPK_TEST": 100}, ["POST_NMS_TOPK_TEST (100)", "172"]),
+        ([40], {**RETINANET, "TEST__DETECTIONS_PER_IMAGE": 30}, ["(30)", "up to 40", "10 of 40"]),
     ],
 )
 def test_limits_of_the_evaluation(per_image, changes, words):

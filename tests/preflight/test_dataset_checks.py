@@ -14,7 +14,6 @@ from PIL import ExifTags, Image
 from gw_detectron.checkpoint import RUN_RECORD, RunRecord
 from gw_detectron.errors import DataError, MissingPackageError
 from gw_detectron.model_zoo import get_config
-from gw_detectron.preflight import PreflightReport
 from gw_detectron.preflight.annotation_checks import DatasetNeeds, check_coco
 
 from .sound_run import coco_content, one
@@ -259,14 +258,6 @@ def test_crops_of_polygons_need_shapely(check, monkeypatch, changes):
     assert not any("shapely" in error for error in check(INPUT__CROP__ENABLED=True, **changes).errors)
     with pytest.raises(MissingPackageError, match="shapely"):
         get_config("new_baselines/mask_rcnn_R_50_FPN_50ep_LSJ_GW.py")
-
-
-def test_no_masks(check, coco, content):
-    for annotation in content["annotations"]:
-        annotation["segmentation"] = []
-    coco()
-    assert all("MODEL.MASK_ON False" in error for error in check().errors)
-    assert check(MODEL__MASK_ON=False) == PreflightReport()
 
 
 @pytest.mark.parametrize(
