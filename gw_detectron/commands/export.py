@@ -14,14 +14,14 @@ from detectron2.config import CfgNode
 from tabulate import tabulate
 
 from ..checkpoint import best_checkpoint, open_start_weights, trained_classes
-from ..cli import RunParser, check_folder, new_parser, parse_names
+from ..cli import RunParser, check_folder, new_parser
 from ..config import read_config
 from ..data import class_metadata, classes_of
 from ..errors import ConfigError
 from ..export import FORMATS, Normalization, export_backbone, export_detector, load_model, read_image_for
 
 _OF_BACKBONES = ("no_fpn", "pixels")
-_OF_DETECTORS = ("detections", "one_image", "paste_masks", "class_names", "image")
+_OF_DETECTORS = ("detections", "one_image", "paste_masks", "image")
 
 
 def get_parser() -> argparse.ArgumentParser:
@@ -53,12 +53,6 @@ def get_parser() -> argparse.ArgumentParser:
     add("--detections", type=int, metavar="K", help="detections per image, default: TEST.DETECTIONS_PER_IMAGE")
     add("--one-image", action="store_true", help="take one image in its original size and resize it as evaluation does")
     add("--paste-masks", action="store_true", help="with --one-image: binary masks as large as the image")
-    add(
-        "--class-names",
-        metavar="A,B,...",
-        type=parse_names,
-        help="class names in the file; default: the checkpoint's or its datasets'",
-    )
     add("--image", metavar="FILE", help="image to compare on, best with many objects; default: drawn shapes")
     group = parser.add_argument_group("with --backbone")
     add = group.add_argument
@@ -107,7 +101,6 @@ def _export_backbone(args: argparse.Namespace, cfg: CfgNode) -> dict[str, Any]:
 def _export_detector(args: argparse.Namespace, cfg: CfgNode) -> dict[str, Any]:
     checkpoint = open_start_weights(cfg.MODEL.WEIGHTS).checkpoint()
     model = load_model(cfg, checkpoint=checkpoint)
-    classes = classes_of(class_metadata(cfg, trained_classes(checkpoint)))
     return export_detector(
         model,
         args.output,
@@ -118,8 +111,7 @@ def _export_detector(args: argparse.Namespace, cfg: CfgNode) -> dict[str, Any]:
         percentiles=cfg.INPUT.PERCENTILES,
         one_image=args.one_image,
         paste_masks=args.paste_masks,
-        class_names=args.class_names or list(classes.values()) or None,
-        category_ids=None if args.class_names else list(classes) or None,
+        classes=classes_of(class_metadata(cfg, trained_classes(checkpoint))),
         source={"config": args.config_file, "weights": cfg.MODEL.WEIGHTS},
     )
 

@@ -1,14 +1,12 @@
 """Export backbones and detectors, and check the exported numbers."""
 
 from ..checkpoint import load_model
-from .backbone import TOLERANCE, FeatureExtractor, Normalization, export_backbone
+from .backbone import FeatureExtractor, Normalization, export_backbone
 from .detector import export_detector, read_image_for
-from .formats import DETECTOR_FORMATS, FORMATS
+from .formats import FORMATS
 
 __all__ = [
-    "DETECTOR_FORMATS",
     "FORMATS",
-    "TOLERANCE",
     "FeatureExtractor",
     "Normalization",
     "export_backbone",

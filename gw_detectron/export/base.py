@@ -27,11 +27,10 @@ class DetectorProgram(nn.Module):
     Args:
         model: the detector; it is copied and not changed. See :func:`.detector_program` for what is supported.
         detections: K, the rows per image; None for the model's own limit.
-        class_names: for the description of the file; None if unknown.
-        category_ids: id of each class in annotation files, for the description; None if unknown.
+        classes: names by category id, in the order of the outputs, for the description; None if unknown.
 
     Raises:
-        ExportError: fewer than one detection, other than one name per class, or weights with NaN or infinity.
+        ExportError: fewer than one detection, or other than one name per class.
 
     Shape: images (N, 3, H, W), pixels of 0 to 255, and sizes (N, 2) int64, heights and widths of the images inside ->
     boxes (N, K, 4), scores (N, K), classes (N, K), masks (N, K, S, S) of a Mask R-CNN, and count (N). Detections come
@@ -46,11 +45,7 @@ class DetectorProgram(nn.Module):
     max_detections_attr: str
 
     def __init__(
-        self,
-        model: nn.Module,
-        detections: int | None = None,
-        class_names: Sequence[str] | None = None,
-        category_ids: Sequence[int] | None = None,
+        self, model: nn.Module, detections: int | None = None, classes: Mapping[int, str] | None = None
     ) -> None:
         super().__init__()
         copied: Any = copy.deepcopy(model)
@@ -58,13 +53,9 @@ class DetectorProgram(nn.Module):
         detections = getattr(self.head, self.max_detections_attr) if detections is None else detections
         if detections < 1:
             raise ExportError(f"detections ({detections}): expected at least 1. Fix: give a number, e.g. 100.")
-        for key, values in (("class_names", class_names), ("category_ids", category_ids)):
-            if values is not None and len(values) != (classes := self.head.num_classes):
-                raise ExportError(f"{key} ({len(values)} given): the model has {classes} classes. Fix: give one each.")
-        for name, value in model.state_dict().items():
-            if not value.isfinite().all():
-                raise ExportError(f"model: {name} holds NaN or infinity. Fix: give the weights of a sound training.")
-        self.detections, self.class_names, self.category_ids = detections, class_names, category_ids
+        if classes and len(classes) != (number := self.head.num_classes):
+            raise ExportError(f"classes ({len(classes)} given): the model has {number} classes. Fix: give one each.")
+        self.detections, self.classes = detections, classes or {}
         masks = ["masks"] if getattr(getattr(model, "roi_heads", None), "mask_on", False) else []
         #: names of the outputs
         self.names = ["boxes", "scores", "classes", *masks, "count"]
@@ -142,6 +133,6 @@ class DetectorProgram(nn.Module):
             "outputs": self.names,
             "detections": self.detections,
             "score_threshold": self.head.test_score_thresh,
-            "class_names": self.class_names,
-            "category_ids": self.category_ids,
+            "class_names": list(self.classes.values()) or None,
+            "category_ids": list(self.classes) or None,
         }

@@ -44,8 +44,7 @@ def export_detector(
     percentiles: Sequence[float] = (),
     one_image: bool = False,
     paste_masks: bool = False,
-    class_names: Sequence[str] | None = None,
-    category_ids: Sequence[int] | None = None,
+    classes: Mapping[int, str] | None = None,
     source: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Export a Faster R-CNN, Mask R-CNN or RetinaNet with FPN, and compare its detections with the model's.
@@ -66,8 +65,7 @@ def export_detector(
         percentiles: ``INPUT.PERCENTILES``, which ``parity.json`` names: the file takes pixels that are scaled already.
         one_image: whether the file takes one image in its original size.
         paste_masks: whether masks are binary and as large as the image; only with ``one_image``.
-        class_names: names of the classes, written into the file.
-        category_ids: ids of the classes in annotation files, written into the file.
+        classes: names by category id, in the order of the detector's outputs, written into the file.
         source: origin of the weights, copied to ``parity.json``.
 
     Raises:
@@ -82,15 +80,10 @@ def export_detector(
         raise ExportError("paste_masks (True): images of a batch differ in size. Fix: add one_image (--one-image).")
     if one_image and sides is None:
         raise ExportError("sides (None): one_image resizes inside the file. Fix: give pixels, e.g. (800, 1333).")
-    detector = detector_program(model, detections, class_names, category_ids)
+    detector = detector_program(model, detections, classes)
     program = OneImageProgram(detector, sides, paste_masks) if one_image and sides else detector
     if image is None:
         image = channels_first(convert_PIL_to_numpy(synthetic_images(1)[0], detector.model.input_format))
-    image = image.detach().cpu().float()
-    if image.dim() != 3 or image.shape[0] != (channels := len(detector.model.pixel_mean)):
-        raise ExportError(
-            f"image ({tuple(image.shape)}): expected ({channels}, H, W). Fix: give one image of the model."
-        )
     file = f"model.{file_format}"
     with atomic_folder(output, (file, PARITY)) as folder:
         _logger.info("Writing %s", file)
@@ -101,7 +94,7 @@ def export_detector(
         if percentiles:
             entries["scaled_to_8_bits_by_percentiles"] = list(percentiles)
         _logger.info("Comparing detections with the model's")
-        entries |= check_detections(program, written, image)
+        entries |= check_detections(program, written, image.detach().cpu().float())
         return write_parity(folder / file, entries, source)
 
 

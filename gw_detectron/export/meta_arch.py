@@ -47,10 +47,7 @@ _MASKS = {
 
 
 def detector_program(
-    model: nn.Module,
-    detections: int | None = None,
-    class_names: Sequence[str] | None = None,
-    category_ids: Sequence[int] | None = None,
+    model: nn.Module, detections: int | None = None, classes: Mapping[int, str] | None = None
 ) -> DetectorProgram:
     """Return a detector as a function of tensors; see :class:`.DetectorProgram`.
 
@@ -62,7 +59,7 @@ def detector_program(
         _check_part("model.backbone", model.backbone, (FPN,))
     if not isinstance(model, GeneralizedRCNN):
         _check_parts(model, _RETINANET)
-        return RetinaNetProgram(model, detections, class_names, category_ids)
+        return RetinaNetProgram(model, detections, classes)
     _check_parts(model, _RCNN)
     heads: Any = model.roi_heads
     if heads.keypoint_on:
@@ -72,7 +69,7 @@ def detector_program(
     for name in ("box_pooler", "mask_pooler") if heads.mask_on else ("box_pooler",):
         for layer in getattr(heads, name).level_poolers:
             _check_part(f"model.roi_heads.{name}", layer, (ROIAlign,))
-    return RCNNProgram(model, detections, class_names, category_ids)
+    return RCNNProgram(model, detections, classes)
 
 
 def _check_parts(model: nn.Module, parts: Mapping[str, tuple[type, ...]]) -> None:

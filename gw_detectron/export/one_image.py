@@ -27,7 +27,7 @@ class OneImageProgram(nn.Module):
         paste_masks: whether masks are binary and as large as the image.
 
     Raises:
-        ExportError: a side is below 1, or the detector has no masks to paste.
+        ExportError: the detector has no masks to paste.
 
     Shape: pixels of 0 to 255, (3, H, W) -> boxes (K, 4) in pixels of this image, scores (K), classes (K), masks
     (K, S, S), or pasted (count, H, W) bool, of a Mask R-CNN, and count ().
@@ -38,11 +38,6 @@ class OneImageProgram(nn.Module):
 
     def __init__(self, detector: DetectorProgram, sides: tuple[int, int], paste_masks: bool = False) -> None:
         super().__init__()
-        if sides[0] < 0 or sides[1] < 1:
-            raise ExportError(
-                f"sides ({sides}), INPUT.MIN_SIZE_TEST and MAX_SIZE_TEST: not numbers of pixels. Fix: give e.g. "
-                "(800, 1333), or 0 as the first one for no resizing."
-            )
         if paste_masks and "masks" not in detector.names:
             raise ExportError("paste_masks (True): the detector has no masks. Fix: leave it out.")
         self.detector, self.sides, self.paste_masks = detector, sides, paste_masks

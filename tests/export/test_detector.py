@@ -255,12 +255,9 @@ def test_a_difference_stops_the_export(tmp_path, quick_file, change, message):
     [
         ({"file_format": "tflite"}, r"file_format \('tflite'\)"),
         ({"detections": 0}, r"detections \(0\)"),
-        ({"image": torch.zeros(1, 40, 40)}, r"image \(\(1, 40, 40\)\)"),
         ({"paste_masks": True}, r"paste_masks \(True\): .*--one-image"),
         ({"one_image": True}, r"sides \(None\)"),
-        ({"one_image": True, "sides": (800, 0)}, r"sides \(\(800, 0\)\), INPUT.MIN_SIZE_TEST"),
-        ({"class_names": ["disk"]}, r"class_names \(1 given\): the model has 6 classes"),
-        ({"category_ids": [1, 2]}, r"category_ids \(2 given\): the model has 6 classes"),
+        ({"classes": {1: "disk"}}, r"classes \(1 given\): the model has 6 classes"),
     ],
 )
 def test_arguments_out_of_range(tmp_path, arguments, message):
@@ -279,17 +276,12 @@ def test_a_detector_of_gray_images(tmp_path, quick_file, options):
     report = export_detector(model, tmp_path / "gray", **options)
     assert report["input"]["shape"] == ([1, "H", "W"] if options else ["N", 1, "H", "W"])
     assert report["input"]["channels"] == "L" and report["detections_compared"] > 20
-    with pytest.raises(ExportError, match=r"image \(\(3, 40, 50\)\): expected \(1, H, W\)"):
-        export_detector(model, tmp_path / "color", image=torch.rand(3, 40, 50), **options)
 
 
-def test_detectors_without_a_finite_result_are_refused(tmp_path, quick_file):
+def test_an_image_without_detections_is_refused(tmp_path, quick_file):
     model = build_detector("retinanet")
     model.test_score_thresh = 1.0
     with pytest.raises(ExportError, match=r"^image: the detector finds nothing in it"):
-        export_detector(model, tmp_path / "out")
-    nn.init.constant_(model.backbone.fpn_output3.bias, float("nan"))
-    with pytest.raises(ExportError, match=r"^model: backbone.fpn_output3.bias holds NaN or infinity"):
         export_detector(model, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
@@ -334,7 +326,7 @@ def test_images_and_datasets_are_read_as_in_evaluation(tmp_path, small_dataset):
     assert image.shape == (3, 128, 256) and image[:, 0, 0].tolist() == [10, 20, 250]
     DatasetCatalog.get("gw_synthetic_val")  # which gives the dataset its class names
     classes = classes_of(class_metadata(cfg))
-    names, ids = list(classes.values()), list(classes)
-    assert len(names) == cfg.MODEL.ROI_HEADS.NUM_CLASSES and ids == list(range(1, len(names) + 1))
-    description = detector_program(build_detector("mask"), class_names=names, category_ids=ids).describe()
-    assert (description["class_names"], description["category_ids"]) == (names, ids)
+    assert len(classes) == cfg.MODEL.ROI_HEADS.NUM_CLASSES
+    description = detector_program(build_detector("mask"), classes=classes).describe()
+    assert description["class_names"] == list(classes.values())
+    assert description["category_ids"] == list(range(1, len(classes) + 1))
