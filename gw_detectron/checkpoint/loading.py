@@ -86,10 +86,7 @@ class LoadReport:
             names = summarize_names(self.unexpected)
             parts.append(f"{len(self.unexpected)} unexpected tensors in the checkpoint ({names})")
         if self._fused_layers:
-            parts.append(
-                f"{self._fused_layers} FrozenBN without statistics: right for Caffe2 weights, whose scale and shift "
-                "contain them; wrong for GN and GW weights"
-            )
+            parts.append(f"{self._fused_layers} FrozenBN without statistics, right for Caffe2 weights only")
         if self.new and len(self.new) == len(self._others):
             parts.append("FPN and heads are randomly initialized, as expected")
         elif self.new:
@@ -107,10 +104,7 @@ class LoadReport:
         if self.missing:
             lines.append(f"Missing: {summarize_names(self.missing)}.")
         if any(map(_TORCHVISION_NAME.fullmatch, self._given)):
-            lines.append(
-                "The checkpoint has torchvision's names. Fix: convert it with gw-detectron weights convert, or set "
-                "MODEL.WEIGHTS to gw://file/<path>."
-            )
+            lines.append("It has torchvision's names. Fix: gw-detectron weights convert, or give gw://file/<path>.")
         else:
             lines.append(
                 "Fix: set MODEL.RESNETS (DEPTH, NUM_GROUPS, WIDTH_PER_GROUP, NORM, WHITEN_POSITIONS) as the weights "
@@ -198,8 +192,7 @@ def load_checkpoint(
         row.groups and f"{row.layer}.weight" in checkpoint.tensors for row in norm_rows(model)
     ):
         log.warning(
-            "MODEL.WEIGHTS ('%s'): records no norms, as it is not of this package's trainer. GN, GW and other "
-            "numbers of groups have the same tensors: set the norms as in that run.",
+            "MODEL.WEIGHTS ('%s'): records no norms. GN and GW have the same tensors: set the norms as in that run.",
             checkpoint.address,
         )
     log.info("Loading weights from %s", checkpoint.path)
@@ -225,10 +218,8 @@ def norm_mismatch(address: str, differences: Sequence[str]) -> WeightsError:
     """Return the error that the weights at an address were trained with other norms than the model has."""
     return WeightsError(
         f"MODEL.WEIGHTS ('{address}'): trained with other norms: {len(differences)} layers differ "
-        f"({summarize_names(differences)}). Fix: set norms and convolutions as in that run, by "
-        f"MODEL.RESNETS.WHITEN_POSITIONS ('' for one norm in the whole backbone), {', '.join(NORM_KEYS)} "
-        "and the CONV keys beside them, give weights of these norms, e.g. gw://imagenet/R-50, or accept the difference "
-        "with --allow-partial (train_net.py), in Python allow_partial=True."
+        f"({summarize_names(differences)}). Fix: set MODEL.RESNETS.WHITEN_POSITIONS, {', '.join(NORM_KEYS)} and CONV "
+        "keys as in that run, give weights of these norms, or pass --allow-partial."
     )
 
 

@@ -44,7 +44,7 @@ def get_parser() -> argparse.ArgumentParser:
 
     check = actions.add_parser("verify", help="compare the features of torchvision's ResNet and Detectron2's")
     check.description = "Compare the features of both networks after each stage. The exit status is 1 if they differ."
-    check.add_argument("weights", metavar="WEIGHTS", help="converted weights, an original file, or a gw:// address")
+    check.add_argument("weights", metavar="WEIGHTS", help="converted weights, or a gw:// address")
     check.add_argument("--source", metavar="FILE", help="the file WEIGHTS was converted from, to verify the conversion")
     check.add_argument("--norm", help=_NORM % "the source")
     check.set_defaults(run=_verify)

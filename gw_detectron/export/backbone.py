@@ -18,7 +18,7 @@ from ..atomic import atomic_folder
 from ..errors import ConfigError, ExportError
 from ..layers import use_backend
 from ..norms.listing import norm_counts
-from .formats import FORMATS, PARITY, write_parity, write_program, write_safetensors
+from .formats import FORMATS, PARITY, random_pixels, write_parity, write_program, write_safetensors
 from .run_exported import ExportedFile
 
 _logger = logging.getLogger(__name__)
@@ -105,9 +105,7 @@ class FeatureExtractor(nn.Module):
     def sample(self, batch: int, rows: int, columns: int, seed: int = 0) -> Tensor:
         """Draw random input images; their sides exceed the smallest by multiples of 32 pixels."""
         height, width = (self.smallest_side + count * max(32, self.multiple) for count in (rows, columns))
-        pixels = 255 * torch.rand(
-            batch, len(self.normalization.channels), height, width, generator=torch.Generator().manual_seed(seed)
-        )
+        pixels = random_pixels(batch, len(self.normalization.channels), height, width, seed=seed)
         return pixels if self.normalization.inside else (pixels - self.pixel_mean) / self.pixel_std
 
     def sample_inputs(self) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from ..layers import use_backend
 from ..ops.torch_private import assert_all
 from .backbone import Normalization
 from .boxes import NO_BOX, take, top
+from .formats import random_pixels
 
 
 class DetectorProgram(nn.Module):
@@ -114,9 +115,7 @@ class DetectorProgram(nn.Module):
     def sample_inputs(self) -> dict[str, Tensor]:
         """Draw inputs for the export."""
         side = self.smallest_side
-        images = 255 * torch.rand(
-            2, len(self.model.pixel_mean), side + 95, side + 31, generator=torch.Generator().manual_seed(0)
-        )
+        images = random_pixels(2, len(self.model.pixel_mean), side + 95, side + 31)
         return {"images": images, "sizes": torch.tensor([[side + 95, side], [side, side + 31]])}
 
     def dynamic_shapes(self) -> dict[str, Any]:

@@ -48,6 +48,11 @@ class Program(Protocol):
     def describe(self) -> dict[str, Any]: ...  # inputs and outputs as plain values
 
 
+def random_pixels(*shape: int, seed: int = 0) -> Tensor:
+    """Draw pixels of 0 to 255."""
+    return 255 * torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
+
+
 def write_program(program: Program, path: Path) -> Written:
     """Write a program in the format of the path's suffix."""
     if path.suffix == ".onnx":

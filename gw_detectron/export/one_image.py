@@ -13,6 +13,7 @@ from torch.export import Dim
 from ..errors import ExportError
 from .base import DetectorProgram
 from .boxes import clip, rows_with_dummies
+from .formats import random_pixels
 
 MASK_THRESHOLD = 0.5  # of detector_postprocess
 _ROUND = 0.5 + 2**-12  # runtimes compute exact halves, which are frequent, as slightly more or less
@@ -89,10 +90,7 @@ class OneImageProgram(nn.Module):
 
     def sample_inputs(self) -> dict[str, Tensor]:
         """Draw the input for the export."""
-        return {
-            "image": 255
-            * torch.rand(len(self.detector.model.pixel_mean), 97, 131, generator=torch.Generator().manual_seed(0))
-        }
+        return {"image": random_pixels(len(self.detector.model.pixel_mean), 97, 131)}
 
     def dynamic_shapes(self) -> dict[str, Any]:
         """Return the free dimensions of the input, for torch.export."""

@@ -17,7 +17,7 @@ from torchvision.models.resnet import Bottleneck
 from torchvision.models.resnet import ResNet as TorchvisionResNet
 
 from ..config import changed_config, default_config
-from ..errors import UnknownNormError, WeightsError, summarize_names
+from ..errors import WeightsError, summarize_names
 from ..modeling import build_gw_resnet_backbone
 from ..modeling.resnet import STAGES
 from .architecture import build_torchvision
@@ -69,7 +69,7 @@ def verify(
     converted weights.
 
     Args:
-        weights: path or address of converted weights, or of a file that can be converted.
+        weights: path or address of converted weights, or of a file that records or proves its norms.
         images: all of one size.
         source: the file that the weights were converted from. Torchvision's network loads it, which verifies the
             conversion; None translates the weights back.
@@ -79,7 +79,7 @@ def verify(
         ValueError: a file cannot be used.
         OSError: a file cannot be read.
     """
-    conversion = _load(weights, norm)
+    conversion = load_weights(local_path(os.fspath(weights), "weights"))
     claimed = _claimed(conversion, source, norm)
     reference = torchvision_backbone(claimed).double()
     pixels = torch.stack([_classification_input(image, conversion.preprocessing) for image in images])
@@ -89,15 +89,6 @@ def verify(
     model = detectron2_backbone(conversion, cfg).double()
     found = model(torch.stack([_detection_input(image, cfg) for image in images]))
     return Verification(subject, {stage: _difference(found[stage], expected[stage]) for stage in STAGES})
-
-
-def _load(weights: str | os.PathLike[str], norm: str | None) -> Conversion:
-    """Load converted weights, or a source whose norm is stated."""
-    path = local_path(os.fspath(weights), "weights")
-    try:
-        return load_weights(path)
-    except UnknownNormError:
-        return load_weights(path, norm=norm)
 
 
 def _claimed(conversion: Conversion, source: str | os.PathLike[str] | None, norm: str | None) -> Conversion:

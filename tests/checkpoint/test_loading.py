@@ -104,7 +104,7 @@ def test_statistics_inside_scale_and_shift_as_caffe2_has_them(detector_cfg, tmp_
     tensors = convert(make_network("R-18").state_dict()).tensors
     fused = {name: value for name, value in tensors.items() if ".running_" not in name}
     report = _load(build_model(detector_cfg), {"model": fused, "matching_heuristics": True}, tmp_path)
-    assert report.startswith("backbone: 60/100 tensors; 20 FrozenBN without statistics: right for Caffe2")
+    assert report.startswith("backbone: 60/100 tensors; 20 FrozenBN without statistics, right for Caffe2")
 
 
 @pytest.mark.parametrize(("kind", "positions"), [("GN", ""), ("GW", "ALL")])
@@ -227,9 +227,7 @@ def test_weights_that_are_not_finite_are_refused(model, r18, tmp_path, bad):
     ("name", "change", "problem"),
     [
         ("res2.0.conv2.norm.running_var", lambda value: -value, "with a negative variance"),
-        ("res2.0.conv1.weight", lambda value: value > 0, "of wrong type"),
         ("res2.0.conv1.weight", lambda value: value.to(torch.int8), "of wrong type"),
-        ("res2.0.conv1.weight", lambda value: value.cfloat() * float("nan"), "of wrong type"),
     ],
 )
 def test_values_and_types_that_conversion_refuses(model, r18, tmp_path, name, change, problem):

@@ -17,9 +17,6 @@ PUBLISHED = [
     for name in ("R-50", "R-101", "X-50-32x4d", "X-101-32x8d")
     for positions in ("S1", "S1-B1", "S1-B3", "S1-B12")
 ]
-SHARED: list = []  # 2**40 empty lists
-for _ in range(40):
-    SHARED = [SHARED, SHARED]
 
 
 def _assert_same_features(model, conversion):
@@ -52,9 +49,7 @@ def test_features_and_round_trip_of_published_architectures(name, positions):
         ("R-50", "ALL", "BN"),
         ("R-50", "", "BN"),
         ("R-50", "", "GN"),
-        ("R-18", "S1-B2", "BN"),
         ("R-18", "S1-B12", "BN"),
-        ("R-18", "", "GN"),
     ],
 )
 def test_other_norms_and_positions(name, positions, norm):
@@ -90,21 +85,16 @@ def _with(name, change):
     ("change", "message"),
     [
         (_without("layer2.0.conv2.weight"), "1 missing: layer2.0.conv2.weight"),
-        (_without("layer3.0.bn1.bias"), "1 missing: layer3.0.bn1.bias"),
         (_without("layer4.0.bn2.running_var"), "1 missing: layer4.0.bn2.running_var"),
         (_with("layer1.0.se.weight", lambda _: torch.ones(3)), "1 unexpected: layer1.0.se.weight"),
-        (_with("bn1.running_wm", lambda _: torch.ones(64, 64)), "1 unexpected: bn1.running_wm"),
         (lambda state: {**_without("conv1.weight")(state), "bn1.bias": torch.ones(2)}, "(?s)missing: conv1.*bn1.bias"),
         (_with("conv1.weight", lambda w: w[:, :1]), r"wrong shape, expected \(64, 3, 7, 7\).*\(64, 1, 7, 7\)"),
-        (_with("conv1.weight", lambda w: w.transpose(0, 1)), "wrong shape"),
         (_with("layer1.0.bn2.weight", lambda w: w.view(1, -1, 1, 1)), "wrong shape"),
         (_with("bn1.weight", lambda w: w.view(-1, 1, 1, 1)), "wrong shape"),
         (_with("conv1.weight", lambda w: w.double()), "wrong type.*conv1.weight.*float64"),
-        (_with("conv1.weight", lambda w: w.to(torch.complex64)), "wrong type"),
         (_with("conv1.weight", lambda w: w.to_sparse()), "sparse"),
         (_with("conv1.weight", lambda w: w * float("nan")), "NaN or infinite: conv1.weight"),
         (_with("conv1.weight", lambda w: w.numpy()), "'conv1.weight' is not a tensor"),
-        (_with("layer1.0.bn2.running_mean", lambda m: m / 0), "NaN or infinite: layer1.0.bn2.running_mean"),
         (_with("layer1.0.bn2.running_var", lambda v: -v), "negative variance: layer1.0.bn2.running_var"),
         (
             lambda state: {key: value for key, value in state.items() if "layer2.0.bn2.running" not in key},
