@@ -58,11 +58,7 @@ def new_parser(description: str | None, *examples: str, note: str = "", kind: ty
 
 @contextlib.contextmanager
 def errors_reported() -> Iterator[None]:
-    """Report user errors, signals and a lack of memory without a traceback.
-
-    Raises:
-        SystemExit: status 1 after an error; 143 after SIGTERM, 130 after Ctrl-C.
-    """
+    """Report user errors, signals and a lack of memory without a traceback; exit with 1, 143 or 130 (Ctrl-C)."""
     try:
         with signals_handled(_interrupt, signal.SIGTERM):
             yield

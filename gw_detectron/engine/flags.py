@@ -21,9 +21,6 @@ examples:
   continue after an interruption; evaluate:
   %(prog)s output/mine --num-gpus 0 --resume
   %(prog)s output/mine --num-gpus 0 --eval-only
-
-  two machines (on the second one --machine-rank 1):
-  %(prog)s --num-gpus 8 --num-machines 2 --machine-rank 0 --dist-url tcp://HOST:PORT --config-file CONFIG
 """
 _EVALUATION_EXAMPLES = """\
 examples:

@@ -124,6 +124,11 @@ class LossGuard:
 
     def _first_bad_module(self, autocast: bool) -> str:
         found: list[str] = []
+
+        def note_bad(label: str, module: nn.Module, args: tuple, output: Any) -> None:
+            if not _is_finite(output):
+                found.append(label)
+
         for module in self.model.modules():
             if is_synchronized(module):
                 module.eval()  # in training mode it would wait for processes that do not run the model again
@@ -138,14 +143,9 @@ class LossGuard:
         ):
             for name, module in itertools.islice(self.model.named_modules(), 1, None):  # without the model itself
                 label = f"{name} ({type(module).__name__})"
-                observing.enter_context(module.register_forward_hook(functools.partial(_note_bad, label, found)))
+                observing.enter_context(module.register_forward_hook(functools.partial(note_bad, label)))
             self.model(self._batch)
         return found[0] if found else ""
-
-
-def _note_bad(label: str, found: list[str], module: nn.Module, args: tuple, output: Any) -> None:
-    if not _is_finite(output):
-        found.append(label)
 
 
 def _is_finite(value: Any) -> bool:

@@ -94,9 +94,6 @@ def test_what_a_json_lacks_or_needs_is_done_in_the_run(tmp_path, photos, train_f
     assert cfg.MODEL.ROI_HEADS.NUM_CLASSES == 3 and cfg.INPUT.MASK_FORMAT == "bitmask"
     found = preflight(cfg, StartWeights())
     assert not found.errors and any("custom_val" in each and "categories: no" in each for each in found.warnings)
-    args.opts += ["INPUT.MASK_FORMAT", "polygon"]
-    (error,) = preflight(run_config(args), StartWeights()).errors
-    assert "INPUT.MASK_FORMAT bitmask" in error
 
 
 def test_a_training_needs_a_dataset_to_train_on(tmp_path, photos, val_flags):
