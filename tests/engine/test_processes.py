@@ -159,9 +159,14 @@ def test_several_processes_without_a_gpu_need_torchrun():
         FileNotFoundError(errno.ENOENT, "No such file", "a.json"),
         OSError(errno.ENOSPC, "No space left on device"),
         NonFiniteError("the covariance holds NaN"),
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     ],
+    ids=lambda error: f"{type(error).__name__} {str(error)[:12]}",
 )
-def test_a_user_error_is_one_message(capsys, error):
+def test_a_user_error_or_a_lack_of_memory_is_one_message(capsys, error):
     with pytest.raises(SystemExit) as ended, errors_reported():
         raise error
     assert ended.value.code == 1 and ended.value.__suppress_context__
