@@ -6,7 +6,6 @@ docs/export.md shows how to load the file. An earlier export in the same format 
 """
 
 import argparse
-import json
 import os
 from typing import Any
 
@@ -46,7 +45,6 @@ def get_parser() -> argparse.ArgumentParser:
         default="pt2",
         help="pt2 (torch.export, the default), onnx, or, of a backbone, safetensors (weights only)",
     )
-    add("--json", action="store_true", help="print JSON instead of tables")
     add("--backbone", action="store_true", help="export only the backbone")
     group = parser.add_argument_group("detectors")
     add = group.add_argument
@@ -78,9 +76,6 @@ def main(args: argparse.Namespace) -> None:
         args.config_file = args.config_file or os.path.join(os.path.dirname(weights), "config.yaml")
     cfg = read_config(args.config_file or "", args.opts)
     report = (_export_backbone if args.backbone else _export_detector)(args, cfg)
-    if args.json:
-        print(json.dumps(report, indent=2))
-        return
     print(f"Weights: {cfg.MODEL.WEIGHTS}")
     print(_backbone_table(report) if args.backbone else _detector_table(report))
     print(f"{args.output}/{report['file']} agrees with the model; docs/export.md shows how to load it.")

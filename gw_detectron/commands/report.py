@@ -5,9 +5,6 @@ import json
 from pathlib import Path
 
 from ..cli import new_parser
-from ..comparison import PAGE as COMPARISON
-from ..comparison import is_comparison, write_comparison
-from ..errors import ConfigError
 from ..report import PAGE, write_report
 from ..report.side_by_side import PAGE as RUNS
 from ..report.side_by_side import write_side_by_side
@@ -22,7 +19,7 @@ def get_parser() -> argparse.ArgumentParser:
         "run_folders",
         nargs="+",
         metavar="RUN_FOLDER",
-        help="OUTPUT_DIR of a training or an evaluation; several to compare them; or a folder of gw-detectron compare",
+        help="OUTPUT_DIR of a training or an evaluation; several to compare them",
     )
     parser.add_argument(
         "--output", metavar="DIR", help="folder of the report (default: RUN_FOLDER/report; of several: output/runs)"
@@ -39,12 +36,7 @@ def main(args: argparse.Namespace) -> None:
     """Write the report; print where it is and what it lacks."""
     first = Path(args.run_folders[0])
     lines: list[str] = []
-    if is_comparison(first):
-        if len(args.run_folders) > 1 or args.output:
-            raise ConfigError(f"RUN_FOLDER ('{first}'): a comparison, whose page is written there. Fix: give it alone.")
-        numbers, page = write_comparison(first), first / COMPARISON
-        lines = [numbers["advice"]]
-    elif len(args.run_folders) > 1:
+    if len(args.run_folders) > 1:
         page = Path(args.output or "output/runs", RUNS)
         numbers = write_side_by_side(args.run_folders, page.parent)
     else:

@@ -57,7 +57,7 @@ def get_parser() -> argparse.ArgumentParser:
     describe.add_argument("--config", action="store_true", help="print only the config of the run, a yaml file")
     describe.set_defaults(run=_describe)
 
-    for action in (convert, check, describe):
+    for action in (check, describe):
         action.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -69,17 +69,9 @@ def main(args: argparse.Namespace) -> bool | None:
 
 def _convert(args: argparse.Namespace) -> None:
     conversion = convert_file(
-        args.source,
-        args.target,
-        norm=args.norm,
-        preprocessing=args.preprocessing,
-        overwrite=args.force,
+        args.source, args.target, norm=args.norm, preprocessing=args.preprocessing, overwrite=args.force
     )
     network, norms, count = conversion.architecture.name, conversion.positions, len(conversion.tensors)
-    if args.json:
-        facts = {"file": args.target, "architecture": network, "tensors": count, **norms._asdict()}
-        print(json.dumps(facts | conversion.record.entries(), indent=2))
-        return
     dropped = len(conversion.source_tensors) - count
     print(
         f"{args.target}: {count} tensors of {network} with {norms}; {dropped} of the classifier or counters left out. "

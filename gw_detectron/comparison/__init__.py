@@ -1,6 +1,6 @@
 """Which norm for my data? Train each the same way, and compare AP after equal iterations and equal time."""
 
-from .page import PAGE, is_comparison, write_comparison
+from .page import PAGE, write_comparison
 from .run import RECOMMENDED, Comparison, compare
 from .verdict import paired_difference
 
@@ -9,7 +9,6 @@ __all__ = [
     "RECOMMENDED",
     "Comparison",
     "compare",
-    "is_comparison",
     "norm_keys",
     "paired_difference",
     "write_comparison",

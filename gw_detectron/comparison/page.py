@@ -20,22 +20,13 @@ PAGE = "comparison.html"
 Results = Mapping[Job, Mapping[str, Any]]
 
 
-def is_comparison(folder: Path) -> bool:
-    """Return whether a folder is the output of ``gw-detectron compare``."""
-    return (folder / SETTINGS).is_file()
-
-
 def write_comparison(folder: Path) -> dict[str, Any]:
     """Write ``comparison.html`` and ``comparison.json`` of the finished runs in a folder of ``gw-detectron compare``.
 
     Returns:
         The content of ``comparison.json``.
-
-    Raises:
-        MissingFileError: the folder has no comparison.
     """
-    folder = Path(folder)
-    if not is_comparison(folder) or not (folder / RESULTS).is_file():
+    if not (folder / SETTINGS).is_file() or not (folder / RESULTS).is_file():
         raise MissingFileError(f"'{folder}': no finished run of a comparison. Fix: give the --output of a comparison.")
     settings = json.loads((folder / SETTINGS).read_text())
     lines = map(json.loads, (folder / RESULTS).read_text().splitlines())

@@ -24,12 +24,8 @@ from ..modeling.build import object_count_keys
 
 log = logging.getLogger(__name__)
 
-_OWN_ARGUMENTS = {
-    "MODEL.WEIGHTS": "name the weights as MODEL",
-    "MODEL.DEVICE": "give --device",
-    "MODEL.ROI_HEADS.SCORE_THRESH_TEST": "give --score-threshold",
-    "MODEL.RETINANET.SCORE_THRESH_TEST": "give --score-threshold",
-}
+_THRESHOLDS = ("MODEL.ROI_HEADS.SCORE_THRESH_TEST", "MODEL.RETINANET.SCORE_THRESH_TEST")
+_OWN_ARGUMENTS = ("MODEL.WEIGHTS", "MODEL.DEVICE", *_THRESHOLDS)
 
 
 class Predictor:
@@ -81,9 +77,8 @@ def open_predictor(
     if not 0 <= score_threshold <= 1:
         raise ConfigError(f"score_threshold ({score_threshold:g}): not between 0 and 1. Fix: give e.g. 0.5.")
     model = detector_file(model)
-    for key, instead in _OWN_ARGUMENTS.items():
-        if key in opts:
-            raise ConfigError(f"{key}: not a key for prediction, which has an argument for it. Fix: {instead}.")
+    if own := [key for key in opts if key in _OWN_ARGUMENTS]:
+        raise ConfigError(f"{own[0]}: not a key for prediction. Fix: give MODEL, --device or --score-threshold.")
     config_file = find_config_file(config_file or os.path.join(os.path.dirname(model), "config.yaml"))
     if not os.path.isfile(config_file):
         raise MissingFileError(
