@@ -21,20 +21,12 @@ BEST_CHECKPOINT = "model_best.pth"  # which TEST.BEST keeps
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint in memory.
+    """A checkpoint in memory."""
 
-    Args:
-        address: as the user gave it: a path, ``gw://...``, ``https://...``, also with ``?matching_heuristics=True``.
-        path: the file on this machine.
-        tensors: the model's tensors by name.
-        metadata: everything else in the file, e.g. ``norms``, ``__author__`` and the training state.
-        record: the norms, the preprocessing and the origin that the file records.
-    """
-
-    address: str
-    path: str
+    address: str  # as the user gave it, also with ``?matching_heuristics=True``
+    path: str  # the file on this machine
     tensors: dict[str, Tensor] = field(repr=False)
-    metadata: dict[str, Any] = field(repr=False)
+    metadata: dict[str, Any] = field(repr=False)  # everything else, e.g. ``__author__`` and the training state
     record: Record = field(default_factory=Record, repr=False)
 
 
@@ -43,20 +35,13 @@ class StartWeights:
     """Checkpoint that a run starts from, or its error.
 
     Remote weights are fetched by the first call of :meth:`fetch` or :meth:`checkpoint`.
-
-    Args:
-        address: path or address, "" for random initial values.
-        resumed: whether it is the last checkpoint of the same run.
-        opened: the checkpoint; None for random initial values, after an error, and before remote weights are fetched.
-        error: why it cannot be opened.
-        key: the config key or file that the address comes from.
     """
 
-    address: str = ""
-    resumed: bool = False
+    address: str = ""  # "" for random initial values
+    resumed: bool = False  # it is the last checkpoint of the same run
     opened: Checkpoint | None = None
-    error: Exception | None = None
-    key: str = "MODEL.WEIGHTS"
+    error: Exception | None = None  # why it cannot be opened
+    key: str = "MODEL.WEIGHTS"  # the config key or file that the address comes from
 
     @property
     def unfetched(self) -> bool:

@@ -148,13 +148,7 @@ def write_safetensors(extractor: "FeatureExtractor", path: Path) -> Written:
 
 
 def write_parity(path: Path, entries: Mapping[str, Any], source: Mapping[str, str] | None) -> dict[str, Any]:
-    """Write ``parity.json`` beside an exported file; return its content.
-
-    Args:
-        path: the exported file.
-        entries: ``input``, ``outputs`` and the results of the parity check.
-        source: origin of the weights.
-    """
+    """Write ``parity.json`` beside an exported file; return its content."""
     report = {
         "tool": tool(),
         "file": path.name,

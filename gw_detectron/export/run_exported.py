@@ -18,15 +18,10 @@ from ..weights.record import DESCRIPTION
 
 @dataclass(frozen=True)
 class ExportedFile:
-    """An exported program, on the CPU.
-
-    Args:
-        run: its function, from tensors to a sequence of tensors.
-        description: its inputs and outputs, as the export wrote them.
-    """
+    """An exported program, on the CPU."""
 
     run: Callable[..., Sequence[Tensor]]
-    description: dict[str, Any]
+    description: dict[str, Any]  # of inputs and outputs, as the export wrote them
 
 
 def open_pt2(path: Path) -> ExportedFile:

@@ -30,17 +30,11 @@ _DETECTOR = re.compile(r"res2_0_branch2a_w|.*\.res2\.0\.conv1\.weight")  # Caffe
 
 @dataclass(frozen=True)
 class Architecture:
-    """ResNet or ResNeXt architecture.
-
-    Args:
-        depth: 18, 34, 50, 101 or 152.
-        groups: of the 3x3 convolutions, 1 for a ResNet.
-        width: channels of each group in the first stage, 64 for a ResNet.
-    """
+    """ResNet or ResNeXt architecture."""
 
     depth: int
-    groups: int = 1
-    width: int = 64
+    groups: int = 1  # of the 3x3 convolutions
+    width: int = 64  # channels of each group in the first stage
 
     @property
     def name(self) -> str:
@@ -157,14 +151,7 @@ def infer_norms(
 ) -> dict[str, str]:
     """Find the full norm name of each of torchvision's layers; require that record and statement agree.
 
-    Args:
-        network: the architecture.
-        tensors: with torchvision's names; they are still to be compared with the norms.
-        record: what the file records.
-        stated: the user's norm name for all layers without BN's statistics; None to rely on record and tensors.
-
-    Raises:
-        UnknownNormError: a norm is not proven.
+    ``stated`` is the user's norm name for all layers without BN's statistics.
     """
     layers = network.norm_layers
     unproven = [layer for layer in layers if not _has_batch_statistics(tensors, layer)]

@@ -48,25 +48,15 @@ _DROPPED = re.compile(r"(fc|last_bn)\..*|.*\.num_batches_tracked")
 
 @dataclass(frozen=True)
 class Conversion:
-    """Weights of a Detectron2 ResNet.
+    """Weights of a Detectron2 ResNet."""
 
-    Args:
-        tensors: float32, with the names of ``backbone.bottom_up`` without that prefix.
-        source_tensors: the tensors before the conversion, with torchvision's names.
-        architecture: of the network.
-        norms: norm name of each norm layer, by torchvision's names.
-        positions: the norms as config keys.
-        preprocessing: of the images.
-        provenance: the origin; None for weights that were not read from a file.
-    """
-
-    tensors: dict[str, Tensor]
-    source_tensors: dict[str, Tensor]
+    tensors: dict[str, Tensor]  # float32, with the names of ``backbone.bottom_up`` without that prefix
+    source_tensors: dict[str, Tensor]  # before the conversion, with torchvision's names
     architecture: Architecture
-    norms: dict[str, str]
-    positions: Positions
+    norms: dict[str, str]  # by torchvision's names of the norm layers
+    positions: Positions  # the norms as config keys
     preprocessing: Preprocessing = TORCHVISION
-    provenance: Provenance | None = None
+    provenance: Provenance | None = None  # None for weights that were not read from a file
 
     @property
     def record(self) -> Record:

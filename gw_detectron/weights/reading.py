@@ -26,19 +26,12 @@ _LEGACY_TORCH = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)  # first bytes 
 
 
 class Contents(NamedTuple):
-    """The content of a weight file.
+    """The content of a weight file."""
 
-    Args:
-        value: the object in the file, usually nested dicts.
-        metadata: the header of a safetensors file, empty for other formats.
-        format: detected from the first bytes.
-        size: bytes of the file.
-    """
-
-    value: Any
-    metadata: Mapping[str, str] = {}
+    value: Any  # usually nested dicts
+    metadata: Mapping[str, str] = {}  # the header of a safetensors file
     format: Literal["torch", "pickle", "safetensors"] = "torch"
-    size: int = 2**63
+    size: int = 2**63  # bytes of the file
 
 
 def read_weights_file(path: str | os.PathLike[str]) -> Contents:

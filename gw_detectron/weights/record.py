@@ -55,13 +55,7 @@ PREPROCESSING = {
 
 @dataclass(frozen=True)
 class Provenance:
-    """Origin of converted weights.
-
-    Args:
-        tool: name and version of the program that converted them.
-        source: name of the file they were converted from.
-        source_sha256: SHA-256 of that file.
-    """
+    """Origin of converted weights: version of this package, name and SHA-256 of the source file."""
 
     tool: str
     source: str
@@ -70,13 +64,7 @@ class Provenance:
 
 @dataclass(frozen=True)
 class Record:
-    """What a weight file records.
-
-    Args:
-        norms: norm name of each norm layer, and ``"WS"`` of standardized convolutions; None without a record.
-        preprocessing: of the images.
-        provenance: of converted weights.
-    """
+    """What a weight file records: norm names by layer, and ``"WS"`` of standardized convolutions, and origins."""
 
     norms: Mapping[str, str] | None = None
     preprocessing: Preprocessing | None = None

@@ -32,15 +32,10 @@ TOLERANCE = 1e-7
 
 @dataclass(frozen=True)
 class Verification:
-    """Result of :func:`verify`.
+    """Result of :func:`verify`."""
 
-    Args:
-        subject: the network under test.
-        relative: stage -> largest difference of its features, divided by the reference's largest magnitude.
-    """
-
-    subject: str
-    relative: dict[str, float]
+    subject: str  # the network under test
+    relative: dict[str, float]  # stage -> largest difference of its features over the reference's largest magnitude
 
     @property
     def agrees(self) -> bool:
