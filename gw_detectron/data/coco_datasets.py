@@ -3,7 +3,7 @@
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from detectron2.data.datasets import register_coco_instances
 from detectron2.utils.file_io import PathManager
 
 from ..errors import ConfigError, DataError
-from .coco_files import DerivedJsonHandler, complete_coco, read_json
+from .coco_files import DerivedJsonHandler, complete_coco, read_json, split_coco
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ def register_datasets(datasets: CocoDatasets, folder: str) -> CocoDatasets:
 
     Raises:
         ConfigError: a name belongs to another dataset, or a file would replace its source.
+        DataError: a file cannot be split.
     """
     found = CocoDatasets()
     for role, name, dataset, metadata in _resolve(datasets, folder):
@@ -86,16 +87,19 @@ def _resolve(datasets: CocoDatasets, folder: str) -> Iterator[tuple[str, str, Co
     for role, named in (("train", datasets.train), ("val", datasets.val)):
         for name, dataset in named.items():
             content = None
-            with contextlib.suppress(OSError, DataError):  # preflight reports why it cannot be read
+            ignored = () if dataset.val_fraction else (OSError, DataError)  # which preflight reports
+            with contextlib.suppress(*ignored):
                 content = read_json(dataset.json)
             source = {"source": dataset.json, **_keypoint_metadata(dataset, content)}
+            completed = complete_coco(content, classes)
             if dataset.val_fraction:
-                for part, each in (("train", name), ("val", f"{name.removesuffix('_train')}_val")):
-                    yield part, each, _derived(each, dataset, folder, part, classes), {**source, "part": part}
-            elif complete_coco(content, classes) is content:
+                names = {"train": name, "val": f"{name.removesuffix('_train')}_val"}
+                for (part, each), half in zip(names.items(), split_coco(completed, dataset.val_fraction), strict=True):
+                    yield part, each, _derived(each, dataset, folder, half), {**source, "part": part}
+            elif completed is content:
                 yield role, name, dataset, source
             else:
-                yield role, name, _derived(name, dataset, folder, "", classes), source
+                yield role, name, _derived(name, dataset, folder, completed), source
 
 
 def _keypoint_metadata(dataset: CocoDataset, content: Any) -> dict[str, Any]:
@@ -111,13 +115,12 @@ def _keypoint_metadata(dataset: CocoDataset, content: Any) -> dict[str, Any]:
     return {"keypoint_names": names, "keypoint_flip_map": flips} if names else {}
 
 
-def _derived(name: str, dataset: CocoDataset, folder: str, part: str, classes: Mapping[int, str]) -> CocoDataset:
+def _derived(name: str, dataset: CocoDataset, folder: str, content: Any) -> CocoDataset:
     """Replace the file of a dataset by one in the run folder that is derived from it."""
     path = os.path.join(os.path.abspath(folder), "datasets", f"{name}.json")
     if os.path.realpath(path) == os.path.realpath(dataset.json):
         raise ConfigError(f"dataset ('{name}'): the run would replace its file '{path}'. Fix: give another OUTPUT_DIR.")
-    handler = DerivedJsonHandler(path, dataset.json, dataset.val_fraction, part, classes)
-    PathManager.register_handler(handler, allow_override=True)
+    PathManager.register_handler(DerivedJsonHandler(path, dataset.json, content), allow_override=True)
     return replace(dataset, json=path, val_fraction=0.0)
 
 

@@ -1,7 +1,6 @@
 """COCO files: read one, complete what small labeling tools leave out, split it, and derive one on demand."""
 
 import codecs
-import functools
 import hashlib
 import io
 import json
@@ -161,41 +160,31 @@ def _place(file_name: str) -> float:
 
 
 class DerivedJsonHandler(PathHandler):
-    """Path handler of a completed COCO file, or of the part ``train`` or ``val`` of its split.
+    """Path handler of a completed COCO file, or of a part of its split.
 
     The file is written when it is first used as a local file. Opening the path before, as preflight does, writes
     nothing: a refused run leaves its output folder unchanged.
     """
 
-    def __init__(self, path: str, source: str, val_fraction: float, part: str, classes: Mapping[int, str]) -> None:
+    def __init__(self, path: str, source: str, content: Any) -> None:
         super().__init__()
-        self._path, self._source, self._val_fraction, self._part = path, source, val_fraction, part
-        self._classes = classes
+        self._path, self._source = path, source
+        self._text = json.dumps(content)
         self._written = False
-
-    @functools.cached_property
-    def _derived(self) -> str:
-        """The text of the file, kept until it is written: the checks read it, too."""
-        content = complete_coco(read_json(self._source), self._classes)
-        if self._val_fraction:
-            content = split_coco(content, self._val_fraction)[self._part == "val"]
-        return json.dumps(content)
 
     def _get_supported_prefixes(self) -> list[str]:
         return [self._path]
 
     def _get_local_path(self, path: str, force: bool = False, **kwargs: Any) -> str:
         if not self._written:
-            text = self._derived
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(Path(path)) as temporary:
-                temporary.write_text(text)
-            self._written = True
-            del self._derived
+                temporary.write_text(self._text)
+            self._written, self._text = True, ""
             logging.getLogger(__name__).info("'%s': written from '%s'", path, self._source)
         return path
 
     def _open(self, path: str, mode: str = "r", buffering: int = -1, **kwargs: Any) -> IO[Any]:
         if self._written:
             return open(path, mode, buffering, **kwargs)
-        return io.BytesIO(self._derived.encode()) if "b" in mode else io.StringIO(self._derived)
+        return io.BytesIO(self._text.encode()) if "b" in mode else io.StringIO(self._text)

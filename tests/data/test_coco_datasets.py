@@ -19,7 +19,7 @@ from gw_detectron.data import (
     register_datasets,
     registered_datasets,
 )
-from gw_detectron.errors import ConfigError, MissingFileError
+from gw_detectron.errors import ConfigError, DataError, MissingFileError
 
 from ..photos import CLASSES, photo_names, write_photos
 
@@ -114,7 +114,7 @@ def test_a_split_has_two_names_and_one_record(write, folder):
     assert not os.path.exists("unused")
 
 
-def test_a_part_of_an_earlier_split_is_not_split_in_place(folder):
+def test_a_file_that_cannot_be_split(folder):
     own = folder / "run" / "datasets" / "table_train.json"
     own.parent.mkdir(parents=True)
     shutil.copy(folder / "annotations.json", own)
@@ -122,6 +122,10 @@ def test_a_part_of_an_earlier_split_is_not_split_in_place(folder):
     with pytest.raises(ConfigError, match=r"'table_train'"):
         register_datasets(given, str(folder / "run"))
     register_datasets(given, str(folder / "other"))
+    for text in (b"{", b"\x1f\x8b"):
+        own.write_bytes(text)
+        with pytest.raises(DataError, match=rf"'{own}': invalid JSON"):
+            register_datasets(given, str(folder / "other"))
 
 
 @pytest.mark.parametrize(

@@ -120,34 +120,14 @@ def test_no_side_is_empty(fraction):
 # --- derived files --------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def derive(tmp_path):
-    """Return the source and the path of its validation part."""
-    source, part = tmp_path / "all.json", tmp_path / "run" / "datasets" / "val.json"
-    handler = DerivedJsonHandler(str(part), str(source), 0.1, "val", {})
-    PathManager.register_handler(handler, allow_override=True)
-    return source, part
-
-
-def test_a_part_is_written_when_it_is_used_as_a_file(derive):
-    source, part = derive
-    source.write_text(json.dumps(numbered(NAMES)))
-    expected = split_coco(numbered(NAMES), 0.1)[1]
+def test_a_part_is_written_when_it_is_used_as_a_file(tmp_path):
+    part, expected = tmp_path / "run" / "datasets" / "val.json", numbered(NAMES)
+    PathManager.register_handler(DerivedJsonHandler(str(part), "all.json", expected), allow_override=True)
     for mode in ("r", "rb"):
         with PathManager.open(str(part), mode) as file:
             assert json.loads(file.read()) == expected
     assert not part.parent.exists()
     assert PathManager.get_local_path(str(part)) == str(part)
     assert json.loads(part.read_text()) == expected
-    source.unlink()
     with PathManager.open(str(part)) as file:
         assert json.load(file) == expected
-
-
-@pytest.mark.parametrize("text", [b"{", b"\x1f\x8b"])
-def test_the_source_of_a_part_is_named(derive, text):
-    source, part = derive
-    source.write_bytes(text)
-    with pytest.raises(DataError, match=f"'{source}': invalid JSON"):
-        PathManager.get_local_path(str(part))
-    assert not part.parent.exists()
