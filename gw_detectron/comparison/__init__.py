@@ -2,14 +2,5 @@
 
 from .page import PAGE, write_comparison
 from .run import RECOMMENDED, Comparison, compare
-from .verdict import paired_difference
 
-__all__ = [
-    "PAGE",
-    "RECOMMENDED",
-    "Comparison",
-    "compare",
-    "norm_keys",
-    "paired_difference",
-    "write_comparison",
-]
+__all__ = ["PAGE", "RECOMMENDED", "Comparison", "compare", "write_comparison"]

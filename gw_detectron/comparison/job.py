@@ -32,7 +32,6 @@ PATIENCE = 60.0  # seconds for the checkpoint of a run that is stopped
 TASKS = ("bbox", "segm", "keypoints")
 _WARM_UP, _ROUNDS, _LEAST_ROUNDS = 2, 15, 3
 _LONGEST = 30.0  # seconds of timing with more rounds than the least
-_LOSSES = 24  # points of a curve
 
 
 def engine_args(flags: Mapping[str, Any], opts: list[Any]) -> argparse.Namespace:
@@ -68,7 +67,7 @@ def _end_with_parent() -> None:
 def write_json(path: Path, content: Any) -> None:
     """Write a json file atomically."""
     with atomic_write(path) as temporary:
-        temporary.write_text(json.dumps(content) + "\n")
+        temporary.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def train(folder: Path, job: Job, flags: Mapping[str, Any], opts: list[Any]) -> dict[str, Any]:
@@ -85,7 +84,6 @@ def train(folder: Path, job: Job, flags: Mapping[str, Any], opts: list[Any]) -> 
     task = next(reversed(scores), TASKS[0])
     lines = read_metrics(folder / METRICS)
     times = [line["time"] for line in lines if "time" in line]
-    losses = [(line["iteration"], round(line["total_loss"], 4)) for line in lines if "total_loss" in line]
     curve = [(min(line["iteration"] + 1, job.iterations), line[f"{task}/AP"]) for line in lines if f"{task}/AP" in line]
     ap = 0.0 if diverged else scores.get(task, {}).get("AP", 0.0)
     for checkpoint in (*folder.glob("*.pth"), folder / "last_checkpoint"):
@@ -98,7 +96,6 @@ def train(folder: Path, job: Job, flags: Mapping[str, Any], opts: list[Any]) -> 
         "diverged": diverged,
         "scores": scores,
         "curve": [(place, round(value, 3)) for place, value in curve if not math.isnan(value)],
-        "losses": losses[:: -max(1, len(losses) // _LOSSES)][::-1],  # with the last one
         "seconds": round(time.perf_counter() - start, 1),
         "seconds_per_iteration": round(statistics.median(times), 4) if times else None,
         "threads": torch.get_num_threads(),

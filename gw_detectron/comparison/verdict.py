@@ -1,5 +1,6 @@
 """Compare finished runs: paired differences with intervals, and an advice."""
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping
@@ -39,52 +40,39 @@ def paired_difference(first: Scores, second: Scores) -> Difference | None:
     return Difference(mean, mean - half, mean + half, count)
 
 
-def scored(plan: Plan, results: Mapping[Job, Mapping[str, Any]], criterion: str) -> dict[str, dict[int, float]]:
-    """Return norm -> seed -> AP of the scored runs, in the order of the norms."""
-    found: dict[str, dict[int, float]] = {}
-    for norm in plan.norms:
-        iterations = plan.lengths(norm)[-1 if criterion == TIME else 0]
-        runs = [job for job in results if job.norm == norm and job.seed != SEARCH_SEED and job.iterations == iterations]
-        if runs:
-            found[norm] = {job.seed: results[job]["AP"] for job in sorted(runs)}
-    return found
-
-
 def summarize(plan: Plan, times: Mapping[str, float], results: Mapping[Job, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the numbers of a comparison, which ``comparison.json`` holds."""
-    ap = {job: result["AP"] for job, result in results.items()}
+    ap = {job: results[job]["AP"] for job in sorted(results, key=lambda job: (plan.norms.index(job.norm), job.seed))}
     rates = {norm: plan.search(norm, ap)[1] for norm in plan.norms}
-    criteria = [ITERATIONS, *([TIME] if plan.equal_time else [])]
-    tables = {criterion: scored(plan, results, criterion) for criterion in criteria}
-    numbers: dict[str, Any] = {
-        "iterations": plan.iterations,
-        "norms": {
-            norm: {
-                "rate": rate,
-                "rate_at_the_edge": rate is not None
-                and len(plan.rates) > 1
-                and rate in (min(plan.rates), max(plan.rates)),
-                "seconds_per_iteration": times[norm],
-                "iterations_of_equal_time": plan.lengths(norm)[-1] if plan.equal_time else None,
-                **{criterion: table.get(norm, {}) for criterion, table in tables.items()},
-            }
-            for norm, rate in rates.items()
-        },
-        "differences": {
-            criterion: {
-                f"{first} - {second}": difference._asdict()
-                for first in table
-                for second in table
-                if first != second and (difference := paired_difference(table[first], table[second]))
-            }
-            for criterion, table in tables.items()
-        },
+    tables: dict[str, dict[str, dict[int, float]]] = {}  # criterion -> norm -> seed -> AP
+    for criterion, place in ((ITERATIONS, 0), *([(TIME, -1)] if plan.equal_time else [])):
+        table = tables[criterion] = {}
+        for job, value in ap.items():
+            if job.seed != SEARCH_SEED and job.iterations == plan.lengths(job.norm)[place]:
+                table.setdefault(job.norm, {})[job.seed] = value
+    norms = {
+        norm: {
+            "rate": rate,
+            "rate_at_the_edge": len(plan.rates) > 1 and rate in (min(plan.rates), max(plan.rates)),
+            "seconds_per_iteration": times[norm],
+            "iterations_of_equal_time": plan.lengths(norm)[-1] if plan.equal_time else None,
+            **{criterion: table.get(norm, {}) for criterion, table in tables.items()},
+        }
+        for norm, rate in rates.items()
     }
-    take, text = advise(tables[criteria[-1]], times, criteria[-1])
-    edges = [norm for norm, each in numbers["norms"].items() if each["rate_at_the_edge"]]
-    if edges:
+    differences = {
+        criterion: {
+            f"{first} - {second}": difference._asdict()
+            for first, second in itertools.permutations(table, 2)
+            if (difference := paired_difference(table[first], table[second]))
+        }
+        for criterion, table in tables.items()
+    }
+    take, text = advise(table, times, criterion)  # by equal time if there is one
+    if edges := [norm for norm, each in norms.items() if each["rate_at_the_edge"]]:
         text += f" The chosen rate of {', '.join(edges)} is at the edge of those tried: try more."
     recommended = {"norm": take, "rate": rates[take]} if take else None
+    numbers = {"iterations": plan.iterations, "norms": norms, "differences": differences}
     return {"advice": text, "recommended": recommended, **numbers}
 
 
@@ -100,21 +88,14 @@ def advise(table: Mapping[str, Scores], times: Mapping[str, float], criterion: s
     best, second = sorted(means, key=means.__getitem__, reverse=True)[:2]
     start = f"After {criterion}, {best} has the highest AP, {means[best]:.1f}"
     behind = {norm: paired_difference(table[best], scores) for norm, scores in table.items() if norm != best}
-    equal = {norm: each for norm, each in behind.items() if each and (each.low is None or each.low <= 0)}
+    equal = {norm: each for norm, each in behind.items() if each and (each.low or 0.0) <= 0}
     if len(seeds) == 1:
-        return (
-            best,
-            f"{start}, and {second} {means[second]:.1f}, but one seed shows no order: give more time or --seeds 3.",
-        )
+        advice = "one seed shows no order: give --seeds 3 or more time."
+        return best, f"{start}, and {second} {means[second]:.1f}, but {advice}"
     if not equal:
-        return (
-            best,
-            f"{start}: {behind[second]} to the next, {second} (95 % interval, {len(seeds)} seeds). Take {best}.",
-        )
+        lead = f"{behind[second]} to the next, {second} (95 % interval, {len(seeds)} seeds)"
+        return best, f"{start}: {lead}. Take {best}."
     take = min([best, *equal], key=times.__getitem__)
     others = ", ".join(f"{norm} ({each})" for norm, each in equal.items())
-    why = "the fastest of these" if take != best else "it is also the fastest of these"
-    return (
-        take,
-        f"{start}; with {len(seeds)} seeds its lead is not sure over {others} (95 % intervals). Take {take}, {why}.",
-    )
+    lead = f"with {len(seeds)} seeds its lead is not sure over {others} (95 % intervals)"
+    return take, f"{start}; {lead}. Take {take}, the fastest of these."

@@ -6,7 +6,7 @@ import json
 
 from experiments.small_batch import scored
 from experiments.small_batch.dataset import HardSyntheticConfig
-from gw_detectron.comparison import paired_difference
+from gw_detectron.comparison.verdict import paired_difference
 from gw_detectron.data.polygons import to_coco
 from gw_detectron.data.synthetic import draw_scene
 
