@@ -68,9 +68,7 @@ def schedule_keys(cfg: CfgNode, iterations: int) -> dict[str, Any]:
     solver, factor = cfg.SOLVER, iterations / cfg.SOLVER.MAX_ITER
     return {
         "SOLVER.MAX_ITER": iterations,
-        "SOLVER.STEPS": tuple(
-            sorted({step for each in solver.STEPS if 0 < (step := round(each * factor)) < iterations})
-        ),
+        "SOLVER.STEPS": tuple(sorted({round(step * factor) for step in solver.STEPS} & set(range(1, iterations)))),
         "SOLVER.WARMUP_ITERS": max(round(solver.WARMUP_ITERS * factor), min(solver.WARMUP_ITERS, iterations // 10)),
         "SOLVER.CHECKPOINT_PERIOD": max(1, min(solver.CHECKPOINT_PERIOD, iterations // 2)),
         "TEST.EVAL_PERIOD": max(1, iterations // 4),
@@ -136,11 +134,10 @@ class Plan:
 
     def length(self, norm: str, seeds: int) -> int:
         """Return the iterations of all runs of a norm together."""
-        left, total, iterations = len(self.rates), 0, self.iterations // _SHORTEST
-        while left > 1:
-            total += left * max(1, min(iterations, self.iterations))
-            left, iterations = (left + 1) // 2, 2 * iterations
-        return total + seeds * sum(self.lengths(norm))
+        ap: dict[Job, float] = {}
+        while self.search(norm, ap)[1] is None:
+            ap = dict.fromkeys(self.search(norm, ap)[0], 0.0)
+        return sum(job.iterations for job in ap) + seeds * sum(self.lengths(norm))
 
 
 def equal_time(times: Mapping[str, float], iterations: int) -> dict[str, int]:

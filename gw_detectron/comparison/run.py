@@ -44,7 +44,7 @@ class Comparison:
 
     Args:
         config_file: the config; its norms in the backbone are replaced.
-        norms: see :func:`gw_detectron.comparison.norm_keys`.
+        norms: see :func:`gw_detectron.comparison.plan.norm_keys`.
         output: the folder; a comparison there is continued.
         flags: further flags of ``gw-detectron train`` by their names, such as ``train_json``.
         opts: config keys for all runs, as KEY VALUE KEY VALUE.
@@ -163,8 +163,8 @@ class _Runs:
             "config": changed_config(self.cfg, {"OUTPUT_DIR": ""}).dump(),
             "norms": list(self.what.norms),
             "rates": self.rates,
-            "flags": {**self.what.flags},
-            "test": {**self.what.test},
+            "flags": dict(self.what.flags),
+            "test": dict(self.what.test),
         }
         path = self.folder / SETTINGS
         settings = json.loads(path.read_text()) if path.exists() else {}
@@ -263,13 +263,15 @@ class _Runs:
 
     def _waiting(self, running: Collection[Job]) -> list[Job]:
         ap = {job: result["AP"] for job, result in self.results.items()}
-        if all(self.plan.search(norm, ap)[1] for norm in self.plan.norms):
+        searching = {norm for norm in self.plan.norms if self.plan.search(norm, ap)[1] is None}
+        if not searching:
             self.check_ap(job for job in ap if job.seed == SEARCH_SEED)
         while True:
             open_jobs = [job for job in self.plan.jobs(ap, self.seeds) if job not in self.results]
             left = [job for job in open_jobs if job not in running and job.norm not in self.failed]
-            searched = all(self.plan.search(norm, ap)[1] for norm in self.plan.norms if norm not in self.failed)
-            if left or not searched or self.seeds >= self.most or not self._has_time(self.seeds + 1):
+            if left or searching - self.failed.keys() or self.seeds >= self.most:
+                return left
+            if time.monotonic() - self.start + self._seconds_left(self.seeds + 1) > 60 * self.what.minutes:
                 return left
             self.seeds += 1
 
@@ -281,9 +283,6 @@ class _Runs:
                 f"AP is 0 in all {len(found)} runs: nothing to compare. Fix: give more iterations or minutes, other "
                 "--rates, or check the annotations by a single `gw-detectron train`."
             )
-
-    def _has_time(self, seeds: int) -> bool:
-        return time.monotonic() - self.start + self._seconds_left(seeds) <= 60 * self.what.minutes
 
     def _seconds_left(self, seeds: int) -> float:
         """Estimate the time of unfinished runs from that of the finished ones, with start-up and evaluation."""
