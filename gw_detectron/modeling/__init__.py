@@ -9,7 +9,6 @@ from .resnet import (
     GWBasicStem,
     GWBottleneckBlock,
     GWDeformBottleneckBlock,
-    add_pool_norm,
     build_gw_resnet_backbone,
     gw_resnet,
 )
@@ -31,7 +30,6 @@ __all__ = [
     "GWRetinaNet",
     "GWRetinaNetHead",
     "GWSemSegFPNHead",
-    "add_pool_norm",
     "build_checked_model",
     "build_gw_resnet_backbone",
     "build_gw_resnet_fpn_backbone",

@@ -1,6 +1,5 @@
 """ResNet and ResNeXt backbones with another norm at chosen positions, see :mod:`gw_detectron.norms.positions`."""
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 from ..layers import FrozenBatchWhitening2d
-from ..norms import Norm, build_norm, convert_convs, resolve_norm, whitened_convs
+from ..norms import Norm, convert_convs, resolve_norm, whitened_convs
 from .convs import append_fusible_relu, use_torchvision_operator
 
 NUM_BLOCKS_PER_STAGE = {
@@ -241,27 +240,3 @@ def build_gw_resnet_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> ResNet:
         freeze_at=cfg.MODEL.BACKBONE.FREEZE_AT,
         conv=resnets.CONV,
     )
-
-
-def add_pool_norm(classifier: nn.Module, norm: Norm, channels: int) -> None:
-    """Put a norm between average pooling and classifier, to learn decorrelated features.
-
-    Args:
-        classifier: Detectron2's or torchvision's ResNet, whose pooling is ``avgpool``. The norm becomes its
-            ``avgpool.norm``.
-        norm: a norm name, or the result of :func:`resolve_norm`.
-        channels: channels of the last feature map.
-
-    Raises:
-        ConfigError: the norm is unknown or does not fit, or the network has no ``avgpool``.
-
-    Source: Group Whitening, section 5.1.1; supplement, section 6.1.
-    """
-    if not isinstance(getattr(classifier, "avgpool", None), nn.Module):
-        kind = type(classifier).__name__
-        raise ConfigError(f"add_pool_norm ({kind}): has no avgpool. Fix: give a classifier, a ResNet with num_classes.")
-    layers: dict[str, Any] = {
-        "pool": classifier.avgpool,
-        "norm": build_norm(norm, channels, where="pool_norm") or nn.Identity(),
-    }
-    classifier.avgpool = nn.Sequential(OrderedDict(layers))

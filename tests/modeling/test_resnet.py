@@ -6,7 +6,7 @@ from torch import nn
 
 from gw_detectron.errors import ConfigError
 from gw_detectron.layers import GroupWhitening2d
-from gw_detectron.modeling import add_pool_norm, build_gw_resnet_backbone, gw_resnet
+from gw_detectron.modeling import build_gw_resnet_backbone, gw_resnet
 from gw_detectron.norms import norm_spec, whitened_convs
 from gw_detectron.norms.listing import norm_rows
 
@@ -115,8 +115,3 @@ def test_the_whitening_norm_must_fit_its_positions_only():
     assert norm_spec(backbone.res2[0].conv2.norm).startswith("GW") and norm_spec(backbone.res2[0].conv3.norm) == "BN"
     with pytest.raises(ConfigError, match="whiten_norm.*96"):
         gw_resnet(50, "S1-B3", "BN", "GW", res2_out_channels=96)
-
-
-def test_a_pool_norm_needs_a_pooling():
-    with pytest.raises(ConfigError, match=r"add_pool_norm \(ResNet\): has no avgpool. Fix: give a classifier"):
-        add_pool_norm(gw_resnet(18), "BN", 512)

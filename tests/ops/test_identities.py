@@ -1,6 +1,5 @@
 """Identities between layers and solvers, as listed in gw_detectron/layers/__init__.py."""
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +9,6 @@ from gw_detectron.layers import SOLVERS, BatchWhitening2d, Solver
 
 from .cases import bw, correlated, gw
 from .oracle import newton_scalar
-from .test_solver_family import random_spd
 
 
 def features(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -75,33 +73,3 @@ def test_the_factor_of_newton_on_a_white_covariance(groups, iters):
     assert (factor == 1.0) == (groups == 1)
     if (groups, iters) == (64, 5):
         assert factor == pytest.approx(0.7658, abs=5e-5)
-
-
-@pytest.mark.parametrize("solver", ["zca", "zca_max", "cholesky", "standardize"])
-def test_uncorrelated_channels_are_only_scaled(solver):
-    sigma = torch.diag(torch.tensor([1.0, 2.0, 3.0, 0.5], dtype=torch.float64))
-    for corr in (False, True):
-        close(Solver(solver, eps=0.0, corr=corr)(sigma), sigma.diagonal().rsqrt().diag(), 1e-14)
-
-
-def test_pca_is_a_rotation_of_zca():
-    sigma = torch.from_numpy(random_spd(6))
-    rotation = Solver("pca", eps=0.0)(sigma) @ torch.linalg.inv(Solver("zca", eps=0.0)(sigma))
-    close(rotation @ rotation.mT, torch.eye(6, dtype=torch.float64))
-    close(rotation @ sigma @ rotation.mT, torch.linalg.eigvalsh(sigma).flip(0).diag())
-
-
-def test_thresholds_that_lift_nothing_are_zca():
-    sigma = torch.from_numpy(random_spd(6))
-    expected = Solver("zca")(sigma)
-    close(Solver("zca_max", threshold=0.0)(sigma), expected)
-    close(Solver("zca_max", threshold=1e-4)(sigma), expected)
-    white = 2 * torch.eye(6, dtype=torch.float64)
-    close(Solver("zca_entropy")(white), Solver("zca")(white))
-
-
-def test_pivoting_is_cholesky_where_the_order_is_right_already():
-    factor = torch.from_numpy(np.tril(random_spd(5), -1) / 20 + np.diag([5.0, 4, 3, 2, 1]))
-    sigma = factor @ factor.mT
-    close(Solver("pivoted_cholesky", eps=0.0)(sigma), Solver("cholesky", eps=0.0)(sigma))
-    close(Solver("cholesky", eps=0.0)(sigma), torch.linalg.inv(factor))
