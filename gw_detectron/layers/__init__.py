@@ -22,14 +22,12 @@ from ..ops.batch_whitening import batch_whiten
 from ..ops.group_whitening.op import group_whiten, use_backend
 from ..ops.solvers import SOLVERS, Solver, newton_inverse_sqrt, zca_inverse_sqrt
 from .batch_renorm import BatchRenorm2d
-from .batch_whitening import ROTATIONS, RUNNING, BatchWhitening2d, FrozenBatchWhitening2d
+from .batch_whitening import BatchWhitening2d, FrozenBatchWhitening2d
 from .group_whitening import GroupWhitening2d
 from .shared_statistics import ImageStatistics
 from .weight_standardization import WeightStandardized, standardize_weight, standardize_weights
 
 __all__ = [
-    "ROTATIONS",
-    "RUNNING",
     "SOLVERS",
     "BatchRenorm2d",
     "BatchWhitening2d",

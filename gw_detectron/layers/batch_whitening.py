@@ -120,17 +120,7 @@ class BatchWhitening2d(nn.Module):
         self.register_buffer(f"running_{running}", self._diagonal(torch.ones_like(zeros)))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Whiten ``x``, and update the running averages in training mode.
-
-        Args:
-            x: floating point, (N, C, *spatial).
-
-        Returns:
-            y in the shape, dtype and memory format of ``x``.
-
-        Raises:
-            ValueError: ``x`` has another number of channels, no floating point dtype, or fewer than two dimensions.
-        """
+        """Whiten ``x``, and update the running averages in training mode."""
         check_tensors(x)
         if x.shape[1] != self.num_channels:
             raise ValueError(
@@ -166,10 +156,6 @@ class BatchWhitening2d(nn.Module):
 
         With ``running="matrix"`` it becomes :math:`\mathrm{diag}(\sigma^2 + \epsilon)^{-1/2}`, with which evaluation
         computes BN's function; with ``running="covariance"`` :math:`\mathrm{diag}(\sigma^2)`.
-
-        Args:
-            variance: (C,), in units of the input's variance.
-            eps: of the BN layer.
         """
         values = variance if self.running == "covariance" else (variance + eps).rsqrt()
         self.get_buffer(f"running_{self.running}").copy_(self._diagonal(values))
@@ -186,11 +172,7 @@ class BatchWhitening2d(nn.Module):
         return f"{text}, affine={self.affine}"
 
     def batch_matrices(self, covariances: list[Tensor]) -> list[Tensor]:
-        """Return the whitening matrices of a batch, before the rotation.
-
-        Args:
-            covariances: of its groups of channels, without eps.
-        """
+        """Return the whitening matrices of a batch, before the rotation; ``covariances`` are without eps."""
         return [self.solver(covariance) for covariance in covariances]
 
     def running_matrices(self, dtype: torch.dtype) -> list[Tensor]:
@@ -222,14 +204,8 @@ class BatchWhitening2d(nn.Module):
 class FrozenBatchWhitening2d(BatchWhitening2d):
     """Batch whitening layer with fixed statistics, scale, shift and rotation.
 
-    It is to :class:`BatchWhitening2d` what FrozenBN is to BN. It loads the same checkpoints: scale and shift are
-    buffers of the same names.
-
-    Args:
-        args, kwargs: as of :class:`BatchWhitening2d`.
-
-    Raises:
-        ValueError, TypeError: as :class:`BatchWhitening2d`.
+    It is to :class:`BatchWhitening2d`, whose arguments it has, what FrozenBN is to BN. It loads the same checkpoints:
+    scale and shift are buffers of the same names.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

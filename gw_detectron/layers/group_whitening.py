@@ -93,18 +93,9 @@ class GroupWhitening2d(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor, relu: bool = False) -> Tensor:
-        """Whiten ``x``.
+        """Whiten ``x``; with ``relu`` also apply ReLU, fused into the same passes over memory.
 
-        Args:
-            x: floating point, (N, C, *spatial).
-            relu: also apply ReLU, fused into the same passes over memory. The caller decides at each call, so the ReLU
-                stays with the caller when this layer is replaced.
-
-        Returns:
-            y, or max(y, 0), in the shape, dtype and memory format of ``x``.
-
-        Raises:
-            ValueError: ``x`` has another number of channels, no floating point dtype, or fewer than two dimensions.
+        The caller decides at each call, so the ReLU stays with the caller when this layer is replaced.
         """
         if x.dim() < 2 or x.shape[1] != self.num_channels:
             raise ValueError(

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -48,18 +48,14 @@ class ImageStatistics:
         self._moments: dict[tuple[int, int], _Moments] = {}  # of a layer's call
         self._matrices: dict[tuple[int, int], Tensor] = {}
 
-    @contextmanager
-    def gather(self) -> Iterator[None]:
+    def gather(self) -> AbstractContextManager[None]:
         """Add the batch of this context to the statistics, and normalize by them."""
         self._matrices.clear()
-        with self._replaced(gather=True):
-            yield
+        return self._replaced(gather=True)
 
-    @contextmanager
-    def apply(self) -> Iterator[None]:
+    def apply(self) -> AbstractContextManager[None]:
         """Normalize by the gathered statistics."""
-        with self._replaced(gather=False):
-            yield
+        return self._replaced(gather=False)
 
     @contextmanager
     def _replaced(self, gather: bool) -> Iterator[None]:

@@ -110,13 +110,9 @@ def object_count_keys(cfg: CfgNode) -> list[str]:
 
 
 def misplaced_norms(cfg: CfgNode, spec: object) -> Iterator[str]:
-    """Yield an error for each component that cannot use a norm name.
+    """Yield an error for each of Detectron2's components that cannot use a norm name.
 
-    These are Detectron2's own components, which take only Detectron2's norms.
-
-    Args:
-        cfg: config of a model that cannot be built.
-        spec: the argument of the ``KeyError`` that building it raised.
+    ``spec`` is the argument of the ``KeyError`` that building the model raised.
     """
     if spec == "" or spec in DETECTRON2_NORMS:
         return
@@ -135,9 +131,6 @@ def unread_keys(cfg: CfgNode) -> Iterator[str]:
 
     The keys are those of this package with another value than the default, ``WHITEN_POSITIONS`` of a ResNet whose res5
     is in Detectron2's head, and norms of layers that the model does not have.
-
-    Args:
-        cfg: config of any model.
     """
     defaults = default_config()
     stock = list(_stock_components(cfg))

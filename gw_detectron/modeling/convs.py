@@ -33,11 +33,7 @@ class ConvNormReLU(Conv2d):
 
 
 def append_fusible_relu(conv: Conv2d) -> None:
-    """Turn a convolution into a :class:`ConvNormReLU`, in place.
-
-    Args:
-        conv: a convolution of Detectron2. It keeps its activation; if it has none, it gets an ``nn.ReLU``.
-    """
+    """Turn a convolution into a :class:`ConvNormReLU` in place, with an ``nn.ReLU`` if it has no activation."""
     conv.__class__ = ConvNormReLU
     if conv.activation is None:
         conv.activation = nn.ReLU(inplace=True)

@@ -1,4 +1,8 @@
-"""Detectron2's heads on whole feature maps with any norm: RetinaNet's, FCOS's and the semantic one."""
+"""Detectron2's heads on whole feature maps with any norm: RetinaNet's, FCOS's and the semantic one.
+
+Their arguments are the stock heads'. ``norm`` is a norm name or an argument of Detectron2's ``get_norm``; one that is
+unknown or does not fit is a ConfigError.
+"""
 
 import itertools
 from collections.abc import Sequence
@@ -31,13 +35,6 @@ class GWRetinaNetHead(RetinaNetHead):
     """RetinaNet's head with any norm; its ReLUs are not fused.
 
     All feature levels share it. Running statistics mix the levels; GW and GN have none.
-
-    Args:
-        conv_dims, kwargs: as of Detectron2's ``RetinaNetHead``.
-        norm: a norm name, or an argument of Detectron2's ``get_norm``.
-
-    Raises:
-        ConfigError: the norm is unknown or does not fit.
     """
 
     @configurable
@@ -55,13 +52,6 @@ class GWFCOSHead(FCOSHead):
     """FCOS's head with any norm; its ReLUs are not fused.
 
     Detectron2 builds FCOS in Python or by a LazyConfig only: ``model.head._target_ = GWFCOSHead``.
-
-    Args:
-        conv_dims, kwargs: as of Detectron2's ``FCOSHead``.
-        norm: a norm name, or an argument of Detectron2's ``get_norm``.
-
-    Raises:
-        ConfigError: the norm is unknown or does not fit.
     """
 
     def __init__(self, *, conv_dims: Sequence[int], norm: Norm = "", **kwargs: Any) -> None:
@@ -71,14 +61,7 @@ class GWFCOSHead(FCOSHead):
 
 @META_ARCH_REGISTRY.register()
 class GWRetinaNet(RetinaNet):
-    """RetinaNet whose head takes any norm.
-
-    Args:
-        args, kwargs: as of Detectron2's ``RetinaNet``.
-
-    Raises:
-        ConfigError: the norm is unknown or does not fit.
-    """
+    """RetinaNet whose head takes any norm."""
 
     @classmethod
     def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
@@ -91,15 +74,7 @@ class GWRetinaNet(RetinaNet):
 
 @SEM_SEG_HEADS_REGISTRY.register()
 class GWSemSegFPNHead(SemSegFPNHead):
-    """Semantic segmentation head of Panoptic FPN with any norm, and fused ReLUs.
-
-    Args:
-        args, kwargs: as of Detectron2's ``SemSegFPNHead``.
-        norm: a norm name, or an argument of Detectron2's ``get_norm``.
-
-    Raises:
-        ConfigError: the norm is unknown or does not fit.
-    """
+    """Semantic segmentation head of Panoptic FPN with any norm, and fused ReLUs."""
 
     @configurable
     def __init__(self, *args: Any, norm: Norm = "", **kwargs: Any) -> None:

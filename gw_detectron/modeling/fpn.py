@@ -13,16 +13,11 @@ from .resnet import build_gw_resnet_backbone
 
 
 class GWFPN(FPN):
-    """FPN with any norm.
+    """FPN with any norm; the other arguments are those of Detectron2's ``FPN``.
 
     Args:
-        bottom_up, in_features, out_channels: as of Detectron2's ``FPN``.
-        norm: a norm name, or an argument of Detectron2's ``get_norm``.
+        norm: a norm name, or an argument of Detectron2's ``get_norm``. One that does not fit is a NormError.
         conv: "WS" standardizes the weights of its convolutions, see :func:`gw_detectron.convert_convs`.
-        kwargs: further arguments of Detectron2's ``FPN``.
-
-    Raises:
-        NormError: the norm is unknown or does not fit.
     """
 
     def __init__(
@@ -42,21 +37,13 @@ class GWFPN(FPN):
 
 @BACKBONE_REGISTRY.register()
 def build_gw_resnet_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
-    """Build ResNet + FPN for Faster and Mask R-CNN, levels p2-p6.
-
-    Raises:
-        ConfigError: a key is out of its range, or a norm is unknown or does not fit.
-    """
+    """Build ResNet + FPN for Faster and Mask R-CNN, levels p2-p6."""
     return _fpn(cfg, build_gw_resnet_backbone(cfg, input_shape), LastLevelMaxPool())
 
 
 @BACKBONE_REGISTRY.register()
 def build_gw_retinanet_resnet_fpn_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> FPN:
-    """Build ResNet + FPN for RetinaNet, levels p3-p7.
-
-    Raises:
-        ConfigError: a key is out of its range, or a norm is unknown or does not fit.
-    """
+    """Build ResNet + FPN for RetinaNet, levels p3-p7."""
     bottom_up = build_gw_resnet_backbone(cfg, input_shape)
     top_block = LastLevelP6P7(bottom_up.output_shape()["res5"].channels, cfg.MODEL.FPN.OUT_CHANNELS)
     return _fpn(cfg, bottom_up, top_block)

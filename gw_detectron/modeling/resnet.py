@@ -216,9 +216,6 @@ def build_gw_resnet_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> ResNet:
 
     All other norms are ``MODEL.RESNETS.NORM``. All other keys of ``MODEL.RESNETS`` and ``MODEL.BACKBONE.FREEZE_AT``
     have the meaning that Detectron2's ``build_resnet_backbone`` gives them.
-
-    Raises:
-        ConfigError: a key of ``MODEL.RESNETS`` is out of its range, or a norm does not fit.
     """
     resnets = cfg.MODEL.RESNETS
     return gw_resnet(

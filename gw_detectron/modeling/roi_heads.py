@@ -1,6 +1,7 @@
 """Detectron2's heads on regions with any norm.
 
-The layers, and so the weights, are the stock heads'.
+The layers, and so the weights, and all arguments that are not described are the stock heads'. ``conv_norm`` is a norm
+name or an argument of Detectron2's ``get_norm``; one that is unknown or does not fit is a ConfigError.
 """
 
 from typing import Any
@@ -29,14 +30,9 @@ class GWFastRCNNConvFCHead(FastRCNNConvFCHead):
     """Box head of convolutions and fully connected layers with any norm, and fused ReLUs.
 
     Args:
-        args, kwargs: as of Detectron2's ``FastRCNNConvFCHead``.
-        conv_norm: a norm name, or an argument of Detectron2's ``get_norm``.
         conv: "WS" standardizes the weights of the convolutions, see :func:`gw_detectron.convert_convs`.
         single_relu: keep only the ReLU after the last convolution. The authors' released code has this head. The paper
             and GroupNorm's 4conv1fc have a ReLU after every convolution.
-
-    Raises:
-        ConfigError: the norm is unknown or does not fit.
     """
 
     @configurable
@@ -65,12 +61,7 @@ class GWFastRCNNConvFCHead(FastRCNNConvFCHead):
 class GWMaskRCNNConvUpsampleHead(MaskRCNNConvUpsampleHead):
     """Mask head of convolutions and an upsampling layer with any norm, and fused ReLUs.
 
-    Args:
-        args, kwargs: as of Detectron2's ``MaskRCNNConvUpsampleHead``.
-        conv_norm, conv: as in :class:`GWFastRCNNConvFCHead`.
-
-    Raises:
-        ConfigError: the norm is unknown or does not fit.
+    ``conv`` is that of :class:`GWFastRCNNConvFCHead`.
     """
 
     @configurable
@@ -95,12 +86,6 @@ class GWRes5ROIHeads(Res5ROIHeads):
 
     The last stage of the ResNet follows the region pooling. It has ``MODEL.RESNETS.WHITEN_NORM`` at
     ``WHITEN_POSITIONS``, as the stages before it, so that it takes the weights of a whole ResNet.
-
-    Args:
-        args, kwargs: as of Detectron2's ``Res5ROIHeads``.
-
-    Raises:
-        ConfigError: a key of ``MODEL.RESNETS`` is out of its range, or a norm does not fit.
     """
 
     @classmethod

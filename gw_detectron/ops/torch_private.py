@@ -1,19 +1,4 @@
-"""Private torch APIs of the operator.
-
-Tested with torch 2.14.1. If torch lacks one of these names, the function falls back as its docstring says.
-
-=======================================================  ============================================
-private name                                             used by
-=======================================================  ============================================
-``torch.compiler._is_exporting_flag``                    :func:`needs_plain_operations`
-``torch._C._are_functorch_transforms_active``            :func:`needs_plain_operations`
-``torch.autograd.forward_ad._current_level``             :func:`needs_plain_operations`
-``torch._C._len_torch_dispatch_stack``                   :func:`is_dispatched`
-``torch._C._functorch.is_batchedtensor``                 :func:`is_batched`
-``torch.ops.mkldnn._linear_pointwise``                   :func:`onednn_matmul`
-``torch._assert_async``                                  :func:`assert_all`
-=======================================================  ============================================
-"""
+"""Private torch APIs of the operator, tested with torch 2.14.1; where torch lacks one, its function falls back."""
 
 import functools
 import platform
@@ -32,13 +17,13 @@ _BATCHED = [
 _PLAIN = (Tensor, torch.nn.Parameter, type(None))
 #: matrices whose shortest or longest side is below these are multiplied faster by torch.matmul
 _SHORTEST, _LONGEST = 32, 2048
+_CPU_INFO = Path("/proc/cpuinfo")
 
 
 def needs_plain_operations() -> bool:
     """Whether torch exports, transforms (``torch.func``, forward-mode AD) or traces (fvcore's FLOP counts) the caller.
 
-    The custom operator has no rule for these; the reference consists of operations that have. Fallbacks: an unknown
-    export flag counts as ``torch.compiler.is_exporting()``, an unknown transform as none.
+    The custom operator has no rule for these.
     """
     if torch.jit.is_tracing() or _is_exporting():  # type: ignore[attr-defined]
         return True
@@ -48,15 +33,12 @@ def needs_plain_operations() -> bool:
 
 
 def is_dispatched(*tensors: Tensor | None) -> bool:
-    """Whether the dispatcher must see an operation: for tensor subclasses, and for modes such as FLOP counters.
-
-    Fallback: without the counter of modes, always.
-    """
+    """Whether the dispatcher must see an operation: for tensor subclasses, and for modes such as FLOP counters."""
     return _ACTIVE_MODES() > 0 or any(type(t) not in _PLAIN for t in tensors)
 
 
 def is_batched(x: Tensor) -> bool:
-    """Whether ``x`` is an argument of vmap, for which custom operators have no rule. Fallback: never."""
+    """Whether ``x`` is an argument of vmap, for which custom operators have no rule."""
     return any(check(x) for check in _BATCHED)
 
 
@@ -74,14 +56,8 @@ def onednn_available() -> bool:
         torch.backends.mkldnn.is_available()
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        and "GenuineIntel" not in _processor()
+        and "GenuineIntel" not in (_CPU_INFO.read_text() if _CPU_INFO.is_file() else platform.processor())
     )
-
-
-def _processor() -> str:
-    """Return what the system tells about the processor."""
-    linux = Path("/proc/cpuinfo")
-    return linux.read_text() if linux.is_file() else platform.processor()
 
 
 def onednn_is_faster(like: Tensor, shortest: int, longest: int) -> bool:
@@ -108,9 +84,6 @@ def onednn_matmul(a: Tensor, b: Tensor, plus: Tensor | None = None) -> Tensor:
 
 
 def assert_all(condition: Tensor, message: str) -> None:
-    """Raise a RuntimeError unless all values are true, also inside an exported program.
-
-    ONNX has no assertions: its files go on. Fallback: exported programs have no assertion either.
-    """
+    """Raise a RuntimeError unless all values are true, also inside an exported program; ONNX files go on."""
     if hasattr(torch, "_assert_async"):
         torch._assert_async(condition.all(), message)

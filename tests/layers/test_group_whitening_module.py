@@ -11,9 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gw_detectron.layers import (
-    GroupWhitening2d,
-)
+from gw_detectron.layers import GroupWhitening2d
 
 from ..ops.cases import build, correlated
 from ..ops.oracle import Setting
@@ -44,16 +42,12 @@ def test_wrong_arguments_are_refused_by_value(arguments, words):
         GroupWhitening2d(**arguments)
 
 
-@pytest.mark.parametrize("shape", [(), (64,), (2, 32, 5, 3), (64, 5, 3), (2, 5, 3, 64)], ids=str)
-def test_wrong_input_shapes_are_refused_by_value(shape):
-    with pytest.raises(ValueError, match=mentions(["64", str(tuple(shape))])):
-        GroupWhitening2d(64)(torch.zeros(shape))
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.complex64], ids=str)
-def test_only_floating_point_input_is_taken(dtype):
-    with pytest.raises(ValueError, match=str(dtype)):
-        GroupWhitening2d(64)(torch.ones(2, 64, 5, 3, dtype=dtype))
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((64,), torch.float32), ((2, 5, 3, 64), torch.float32), ((2, 64, 5, 3), torch.complex64)]
+)
+def test_wrong_inputs_are_refused_by_value(shape, dtype):
+    with pytest.raises(ValueError, match=mentions([str(shape if dtype == torch.float32 else dtype)])):
+        GroupWhitening2d(64)(torch.zeros(shape, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -77,13 +71,6 @@ def test_its_relu_is_the_same_as_one_behind_it(solver, shape, memory_format, dty
         torch.testing.assert_close(one, other)
 
 
-def test_its_relu_hides_no_nan():
-    x = torch.randn(2, 16, 5, 5)
-    x[1, 3, 2, 2] = torch.nan
-    y = GroupWhitening2d(16, 8)(x, relu=True)
-    assert y[0].isfinite().all() and y[1].isnan().any()
-
-
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_copies_compute_the_same(solver):
     layer, x = build(64, Setting(16, 3, 1e-3, solver), torch.float32), features(2, 64, 7, 5)
@@ -101,10 +88,8 @@ def test_affine_with_broadcast_dimensions_is_loaded(shape):
     values = features(2, 64)
     state = {"1.weight": values[0].reshape(shape), "1.bias": values[1].reshape(shape)}
     result = model.load_state_dict(state)
-    assert not result.missing_keys
-    assert not result.unexpected_keys
-    assert torch.equal(model[1].weight, values[0])
-    assert torch.equal(model[1].bias, values[1])
+    assert not result.missing_keys and not result.unexpected_keys
+    assert torch.equal(model[1].weight, values[0]) and torch.equal(model[1].bias, values[1])
     assert state["1.weight"].shape == shape, "the caller's checkpoint stays as it was"
 
 

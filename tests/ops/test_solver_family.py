@@ -5,12 +5,8 @@ import pytest
 import torch
 
 from gw_detectron.layers import SOLVERS, Solver
-from gw_detectron.ops.solvers import (
-    pivoted_cholesky_whitening,
-    zca_entropy_inverse_sqrt,
-    zca_inverse_sqrt,
-    zca_max_inverse_sqrt,
-)
+from gw_detectron.ops.solvers.cholesky import pivoted_cholesky_whitening
+from gw_detectron.ops.solvers.eigen import zca_entropy_inverse_sqrt, zca_inverse_sqrt, zca_max_inverse_sqrt
 
 from . import solver_oracle as oracle
 from .test_solvers import assert_relatively_close, spectrum, symmetrized_gradient

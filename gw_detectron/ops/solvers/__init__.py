@@ -9,17 +9,9 @@ A zero covariance (a constant sample and ``eps=0``) has no inverse square root. 
 pseudo-inverse, so the whitened output and its gradient are zero instead of NaN.
 """
 
-from .cholesky import cholesky_whitening, pivoted_cholesky_whitening
-from .eigen import pca_inverse_sqrt, zca_entropy_inverse_sqrt, zca_inverse_sqrt, zca_max_inverse_sqrt
+from .eigen import zca_inverse_sqrt
 from .newton import newton_inverse_sqrt
-from .solver import (
-    DEFAULT_SOLVER,
-    OPTION_SOLVER,
-    SOLVERS,
-    Solver,
-    check_solver,
-    standardizing_matrix,
-)
+from .solver import DEFAULT_SOLVER, OPTION_SOLVER, SOLVERS, Solver, check_solver
 
 __all__ = [
     "DEFAULT_SOLVER",
@@ -27,12 +19,6 @@ __all__ = [
     "SOLVERS",
     "Solver",
     "check_solver",
-    "cholesky_whitening",
     "newton_inverse_sqrt",
-    "pca_inverse_sqrt",
-    "pivoted_cholesky_whitening",
-    "standardizing_matrix",
-    "zca_entropy_inverse_sqrt",
     "zca_inverse_sqrt",
-    "zca_max_inverse_sqrt",
 ]

@@ -65,16 +65,9 @@ class Solver:
             )
 
     def __call__(self, covariance: Tensor) -> Tensor:
-        """Return the whitening matrices of covariance matrices.
+        """Return the whitening matrices of covariance matrices without eps, both (..., g, g).
 
-        Args:
-            covariance: symmetric positive semi-definite matrices without eps, (..., g, g).
-
-        Returns:
-            W, (..., g, g).
-
-        Raises:
-            NonFiniteError: NaN or infinity in the input of a solver that uses eigendecomposition.
+        NaN or infinity in the input of a solver that uses eigendecomposition is a NonFiniteError.
         """
         sigma = covariance
         if self.eps and self.name != "pivoted_cholesky":
@@ -114,9 +107,7 @@ def check_solver(solver: Any) -> None:
 def standardizing_matrix(sigma: Tensor) -> Tensor:
     r"""Return :math:`D_\sigma^{-1/2}`, which standardizes channels without decorrelating them.
 
-    It makes batch whitening BN and Group Whitening GN.
-
-    It is 0 for a channel without variance.
+    It makes batch whitening BN and Group Whitening GN. It is 0 for a channel without variance.
 
     Source: On Batch Orthogonalization Layers, Table I, row BN; Group Whitening, Eqs. 1 and 4.
     """
