@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.checks import autocast_off, compute_dtype, memory_format_of
+from ..ops.group_whitening.reference import apply_affine
 from .group_whitening import GroupWhitening2d
 
 _PerSampleNorm = GroupWhitening2d | nn.GroupNorm | nn.InstanceNorm2d
@@ -85,12 +86,8 @@ class ImageStatistics:
             matrix, rows = self._matrices[key], rows - moments.mean.to(rows)[:, None]
             rows = matrix @ rows if matrix.dim() == 2 else matrix[:, None] * rows
             y = rows.reshape(x.shape[1], len(x), *x.shape[2:]).transpose(0, 1)
-            shape = (1, -1) + (1,) * (x.dim() - 2)
-            if layer.weight is not None:
-                y = y * layer.weight.to(y).reshape(shape)
-            if layer.bias is not None:
-                y = y + layer.bias.to(y).reshape(shape)
-        return (y.relu() if relu else y).to(x.dtype).contiguous(memory_format=memory_format_of(x))
+            y = apply_affine(y, layer.weight, layer.bias, relu)
+        return y.to(x.dtype).contiguous(memory_format=memory_format_of(x))
 
 
 @dataclass(frozen=True)

@@ -30,11 +30,7 @@ class ConvertedLayer(NamedTuple):
 
 
 class ConversionReport(NamedTuple):
-    """What became of every norm layer of a model.
-
-    Args:
-        layers: in module order; a layer that is used under several names is listed under its first.
-    """
+    """What became of every norm layer of a model, in module order and under the first of its names."""
 
     layers: tuple[ConvertedLayer, ...]
 
@@ -196,10 +192,8 @@ def convert_convs(model: nn.Module, conv: str, pattern: str = "*", *, where: str
     """Convert the convolutions of a model by name, in place.
 
     Args:
-        model: any model.
-        conv: ``"WS"`` for Weight Standardization, see :func:`gw_detectron.layers.standardize_weights`; ``""`` changes
-            nothing.
-        pattern: a glob of the convolutions' module names.
+        model, pattern: as of :func:`gw_detectron.layers.standardize_weights`, which this calls.
+        conv: ``"WS"`` for Weight Standardization; ``""`` changes nothing.
         where: the place that an error message names, e.g. ``"MODEL.FPN.CONV"``.
 
     Returns:

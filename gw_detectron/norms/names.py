@@ -123,11 +123,11 @@ def resolve_norm(spec: Norm | None, *, where: str = "norm") -> Norm:
         where: the place that an error message names, e.g. ``"MODEL.FPN.NORM"``.
 
     Returns:
-        One of Detectron2's names unchanged, or a ``functools.partial`` that takes the channel count. The latter raises
-        NormError for values out of their range, and for channels that the groups do not divide.
+        One of Detectron2's names unchanged, or a ``functools.partial`` that takes the channel count.
 
     Raises:
-        NormError: unknown name or option, or a value of the wrong type.
+        NormError: unknown name or option, or a value of the wrong type. The returned function raises it for values out
+            of their range, and for channels that the groups do not divide.
     """
     if spec is None or (callable(spec) and not isinstance(spec, nn.Module)):
         return spec or ""
@@ -146,11 +146,7 @@ def resolve_norm(spec: Norm | None, *, where: str = "norm") -> Norm:
 
 
 def build_norm(spec: Norm | None, channels: int, *, where: str = "norm") -> nn.Module | None:
-    """Build the layer of a norm; None for no norm.
-
-    Raises:
-        NormError: the norm is unknown or does not fit the channels.
-    """
+    """Build the layer of a norm; None for no norm. One that does not fit the channels is a NormError."""
     try:
         return get_norm(resolve_norm(spec, where=where), channels)
     except NormError:

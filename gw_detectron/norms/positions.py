@@ -29,12 +29,9 @@ def whitened_convs(positions: str, *, bottleneck: bool = True, where: str = "pos
     """Return the convolutions of a residual block that get the whitening norm.
 
     Args:
-        positions: one of ``"" S1 S1-B1 S1-B2 S1-B3 S1-B12 ALL``.
+        positions: one of ``"" S1 S1-B1 S1-B2 S1-B3 S1-B12 ALL``; others are a ConfigError.
         bottleneck: False for the two-convolution blocks of ResNet-18 and -34, which have no third norm.
         where: the place that an error message names.
-
-    Raises:
-        ConfigError: unknown positions, or ``S1-B3`` for a block of two convolutions.
     """
     if not isinstance(positions, str) or positions not in _CONVS:
         raise ConfigError(f"{where} ({positions!r}): unknown positions. Fix: use one of {list(POSITIONS)}.")
@@ -46,15 +43,9 @@ def whitened_convs(positions: str, *, bottleneck: bool = True, where: str = "pos
 
 
 def norms_at(positions: str, names: Iterable[str], *, where: str = "positions") -> list[str]:
-    """Return the norm layers of a ResNet at the positions.
+    """Return those of the norm layers ``names`` that are at the positions (see :func:`whitened_convs`).
 
-    Args:
-        positions: see :func:`whitened_convs`.
-        names: module names of norm layers; networks of Detectron2, torchvision and timm are known.
-        where: the place that an error message names.
-
-    Raises:
-        ConfigError: unknown positions, or no names of a ResNet.
+    Names of ResNets of Detectron2, torchvision and timm are known; others are a ConfigError.
     """
     roles = _roles(list(names))
     if "stem" not in roles.values() or "conv2" not in roles.values():

@@ -28,16 +28,10 @@ def describe(layer: nn.Module) -> str:
 
 
 def replacement(name: str, old: nn.Module, spec: Norm) -> nn.Module:
-    """Build the layer of a norm name with the parameters and the state of another layer.
+    """Build the layer of a norm name with the parameters and the state of a layer, which is not changed.
 
-    Args:
-        name: the old layer's, for messages.
-        old: a norm layer whose channels are the second dimension; it is not changed.
-        spec: the norm name.
-
-    Raises:
-        NormError: the norm cannot compute what the old layer does.
-        NormError: the norm is unknown or does not fit.
+    A norm that does not fit, or cannot compute what the old layer does, is a NormError; messages have the layer's
+    ``name``.
     """
     where = f"convert_norms, {name} ({type(old).__name__!r})"
     activation = _activation(old, where)

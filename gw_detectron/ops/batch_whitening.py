@@ -81,20 +81,12 @@ def to_columns(x: Tensor) -> Tensor:
 
 
 class BatchStatistics(NamedTuple):
-    """Statistics of a batch.
+    """Statistics of a batch; the lists have the groups of channels, see :func:`split`."""
 
-    Args:
-        columns: m, the number of columns in all processes, a scalar without gradient.
-        mean: (C,).
-        centered: the columns of this process minus the mean, by groups of channels: (C // k, k, m_p) and, if the last
-            group is smaller, (1, r, m_p).
-        covariances: by groups, divided by m: (C // k, k, k) and, if the last group is smaller, (1, r, r).
-    """
-
-    columns: Tensor
-    mean: Tensor
-    centered: list[Tensor]
-    covariances: list[Tensor]
+    columns: Tensor  # m, the number of columns in all processes, a scalar without gradient
+    mean: Tensor  # (C,)
+    centered: list[Tensor]  # the columns of this process minus the mean: (C // k, k, m_p) and perhaps (1, r, m_p)
+    covariances: list[Tensor]  # divided by m: (C // k, k, k) and perhaps (1, r, r)
 
 
 def batch_statistics(columns: Tensor, width: int, sync: bool = False) -> BatchStatistics:
@@ -145,10 +137,7 @@ class _SumOverProcesses(torch.autograd.Function):
 def transform(
     centered: list[Tensor], matrices: list[Tensor], weight: Tensor | None, bias: Tensor | None, *, like: Tensor
 ) -> Tensor:
-    r"""Return :math:`\gamma A X_C + \beta` in the layout of ``like``, the input.
-
-    ``centered`` is X_C and ``matrices`` A, both by groups.
-    """
+    r"""Return :math:`\gamma A X_C + \beta` in the layout of ``like``, the input, for A = ``matrices``."""
     dtype, width = matrices[0].dtype, matrices[0].shape[-1]
     if weight is not None:  # fold the scale into the small matrices: one pass less over the columns
         scales = split(weight.to(dtype), width)

@@ -9,11 +9,7 @@ from torch import Tensor
 
 
 def check_tensors(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> None:
-    """Validate x, weight and bias.
-
-    Raises:
-        ValueError: ``x`` is not floating point of shape (N, C, *spatial), or a parameter is not (C,) on its device.
-    """
+    """Raise ValueError unless x is floating point (N, C, *spatial), and weight and bias are (C,) on its device."""
     if x.dim() < 2:
         raise ValueError(
             f"x: expected shape (N, C, *spatial), got {tuple(x.shape)}. Fix: give dimensions for samples and channels."

@@ -16,7 +16,6 @@ from gw_detectron.engine import main
 from gw_detectron.errors import ConfigError, PreflightError
 from gw_detectron.layers.weight_standardization import standardize_weight, standardize_weights
 from gw_detectron.model_zoo import get_config
-from gw_detectron.modeling.build import unread_keys
 from gw_detectron.modeling.resnet import GWDeformBottleneckBlock
 from gw_detectron.norms import conv_names
 from gw_detectron.weights.record import Record, norm_record
@@ -101,13 +100,6 @@ def test_a_wrong_key_is_refused(cfg, value, message):
     cfg.MODEL.FPN.CONV = value
     with pytest.raises(ConfigError, match=rf"MODEL.FPN.CONV \('{value}'\): {message}"):
         build_model(cfg)
-
-
-def test_a_component_of_detectron2_does_not_read_it(cfg):
-    cfg.MODEL.BACKBONE.NAME, cfg.MODEL.ROI_MASK_HEAD.NAME = "build_resnet_fpn_backbone", "MaskRCNNConvUpsampleHead"
-    cfg.MODEL.RESNETS.CONV = cfg.MODEL.FPN.CONV = cfg.MODEL.ROI_MASK_HEAD.CONV = "WS"
-    keys = [problem.partition(" ")[0] for problem in unread_keys(cfg)]
-    assert keys == ["MODEL.RESNETS.CONV", "MODEL.FPN.CONV", "MODEL.ROI_MASK_HEAD.CONV"]
 
 
 def test_checkpoints_record_it():

@@ -4,10 +4,9 @@ from detectron2.layers import FrozenBatchNorm2d, ShapeSpec
 from detectron2.modeling import BACKBONE_REGISTRY
 from torch import nn
 
-from gw_detectron.errors import ConfigError
 from gw_detectron.layers import GroupWhitening2d
 from gw_detectron.modeling import build_gw_resnet_backbone, gw_resnet
-from gw_detectron.norms import norm_spec, whitened_convs
+from gw_detectron.norms import whitened_convs
 from gw_detectron.norms.listing import norm_rows
 
 RGB = ShapeSpec(channels=3)
@@ -108,10 +107,3 @@ def test_a_replaced_convolution_keeps_the_relu_behind_it(depth):
             conv.norm = conv.activation = None
     assert len(convs) == {18: 3, 50: 9}[depth] and not any(conv.activation for conv in convs)
     assert torch.allclose(backbone(x)["res5"], expected, rtol=1e-3, atol=1e-4)
-
-
-def test_the_whitening_norm_must_fit_its_positions_only():
-    backbone = gw_resnet(50, "S1-B2", "BN", "GW", res2_out_channels=96, freeze_at=0)
-    assert norm_spec(backbone.res2[0].conv2.norm).startswith("GW") and norm_spec(backbone.res2[0].conv3.norm) == "BN"
-    with pytest.raises(ConfigError, match="whiten_norm.*96"):
-        gw_resnet(50, "S1-B3", "BN", "GW", res2_out_channels=96)

@@ -1,10 +1,7 @@
 import contextlib
-import dataclasses
 
 import pytest
-import torch
 from detectron2.layers import batch_norm, get_norm
-from detectron2.layers.batch_norm import NaiveSyncBatchNorm
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -16,9 +13,10 @@ from gw_detectron.norms.names import build_norm, norm_spec, resolve_norm
 from gw_detectron.ops.solvers import DEFAULT_SOLVER, Solver
 
 
-@pytest.mark.parametrize("name", ["", "BN", "SyncBN", "FrozenBN", "GN", "nnSyncBN", "naiveSyncBN"])
+@pytest.mark.parametrize("name", ["BN", "SyncBN", "FrozenBN", "naiveSyncBN", "naiveSyncBN_N"])
 def test_detectron2_names_are_returned_unchanged(name):
-    assert resolve_norm(name) is name
+    assert resolve_norm(name) is name and norm_spec(get_norm(name, 8)) == name
+    assert resolve_norm("") == ""
 
 
 def test_layer_norm_is_there_if_detectron2_has_it():
@@ -43,11 +41,12 @@ def test_one_line_registers_a_norm(monkeypatch):
     assert norm_spec(layer) == "RMS:eps=0.5" and norm_spec(resolve_norm("RMS")(8)) == "RMS:eps=1e-05"
 
 
-def test_gw_alone_is_the_published_setting():
-    layer = get_norm(resolve_norm("GW"), 256)
-    assert isinstance(layer, GroupWhitening2d)
-    assert (layer.num_groups, layer.solver) == (64, DEFAULT_SOLVER)
-    assert dataclasses.astuple(layer.solver)[:3] == ("newton", 5, 1e-5)
+def test_gw_and_bw_alone_are_the_published_settings():
+    layer, batch = (get_norm(resolve_norm(name), 256) for name in ("GW", "BW"))
+    assert isinstance(layer, GroupWhitening2d) and type(batch) is BatchWhitening2d
+    assert (layer.num_groups, batch.channels_per_group) == (64, 64)
+    assert layer.solver == batch.solver == DEFAULT_SOLVER == Solver("newton", 5, 1e-5)
+    assert (batch.running, batch.momentum, batch.sync, batch.rotation) == ("matrix", 0.1, False, "none")
 
 
 @given(
@@ -63,14 +62,6 @@ def test_spec_to_layer_to_spec_is_the_identity(groups, iters, eps, solver):
     assert norm_spec(layer) == spec
     for option in spec.removeprefix("GW:").split(","):
         assert option in repr(layer)
-
-
-def test_bw_alone_has_the_published_setting():
-    layer = get_norm(resolve_norm("BW"), 256)
-    assert isinstance(layer, BatchWhitening2d)
-    assert (layer.channels_per_group, layer.solver) == (64, DEFAULT_SOLVER)
-    assert (layer.running, layer.momentum, layer.sync, layer.rotation) == ("matrix", 0.1, False, "none")
-    assert not isinstance(layer, FrozenBatchWhitening2d)
 
 
 @pytest.mark.parametrize("name", ["BW", "FrozenBW"])
@@ -114,27 +105,13 @@ def test_bn_with_a_rotation_is_batch_whitening_that_standardizes():
     spec = "BN:channels=32,eps=1e-05,momentum=0.3,rotation=cayley"
     assert norm_spec(layer) == spec
     assert norm_spec(resolve_norm(spec)(32)) == spec
-    norm = nn.BatchNorm2d(32, momentum=0.3)
-    for _ in range(2):
-        x = torch.randn(4, 32, 5, 3)
-        torch.testing.assert_close(layer(x), norm(x), rtol=0, atol=1e-5)
-    torch.testing.assert_close(layer.eval()(x), norm.eval()(x), rtol=0, atol=1e-5)
     frozen = FrozenBatchWhitening2d.convert(layer)
     assert norm_spec(frozen).startswith("FrozenBW:") and "solver=standardize" in norm_spec(frozen)
-
-
-@pytest.mark.parametrize("name", ["BN", "FrozenBN", "SyncBN", "naiveSyncBN"])
-def test_the_spec_of_a_stock_layer_is_its_name(name):
-    assert norm_spec(get_norm(name, 8)) == name
 
 
 @pytest.mark.parametrize("layer", [nn.Conv2d(1, 1, 1), nn.LayerNorm(32), nn.InstanceNorm2d(8)])
 def test_a_layer_that_no_name_makes_has_no_spec(layer):
     assert norm_spec(layer) is None
-
-
-def test_naive_sync_bn_with_other_statistics_has_its_own_name():
-    assert norm_spec(NaiveSyncBatchNorm(8, stats_mode="N")) == "naiveSyncBN_N"
 
 
 @pytest.mark.parametrize(
@@ -144,18 +121,13 @@ def test_naive_sync_bn_with_other_statistics_has_its_own_name():
         ("GW:group=64", r"no option 'group'. Fix: use \['corr', 'eps', 'groups'"),
         ("GW:groups", "groups='' is not an integer"),
         ("GW:groups=0", "groups.*0"),
-        ("GW:groups=99999999999999999999", "num_groups.*at most"),
         ("GW:eps=nan", "eps.*nan"),
         ("GW:solver=svd", r"'svd'.*\['cholesky', 'newton', 'pca'"),
-        ("GW:solver=zca_max,threshold=2", "threshold.*2.0"),
-        ("GW:channels=8", "GW has no option 'channels'"),
         ("GW:groups=8,groups=8", "given twice"),
         ("GW:solver=zca,iters=3", "solver=zca does not read iters. Fix: remove iters, or write solver=newton"),
         ("BW:threshold=0.5,solver=zca", "solver=zca does not read threshold. .*, or write solver=zca_max"),
-        ("GW:threshold=0.5", "solver=newton does not read threshold"),
         ("BW:rotation=givens", r"'givens'.*'cayley'"),
         ("SyncBN:groups=8", "SyncBN takes no options. Fix: write 'SyncBN'"),
-        ("BN:groups=8", "BN has no option 'groups'"),
         ("BN:eps=1e-3", "BN takes options only with rotation=cayley"),
         ("GN:groups=-2", r"groups \(-2\)"),
         (5, "not a norm name"),

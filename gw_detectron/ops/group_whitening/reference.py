@@ -13,10 +13,7 @@ from ..solvers import DEFAULT_SOLVER, Solver, check_solver
 
 
 def effective_groups(num_channels: int, num_groups: int) -> int:
-    """Return the number of groups g: ``num_groups``, capped at the channel count.
-
-    Raises:
-        ValueError: ``num_groups`` is not a positive integer, or does not divide ``num_channels``.
+    """Return the number of groups g: ``num_groups``, capped at the channel count, which it must divide.
 
     Source: Group Whitening, section 5.1.1 ("we use the channel number if it is less than the group number").
     """
@@ -61,7 +58,7 @@ def group_whiten_reference(
     check_tensors(x, weight, bias)
     groups = effective_groups(x.shape[1], num_groups)
     if x.numel() == 0:
-        return _affine(x, weight, bias, relu).to(x.dtype)
+        return apply_affine(x, weight, bias, relu).to(x.dtype)
     dtype = compute_dtype(x)
     with autocast_off(x.device.type):
         columns = x.shape[1] // groups * math.prod(x.shape[2:])  # not -1: a traced model may meet an empty batch
@@ -71,11 +68,12 @@ def group_whiten_reference(
         covariance = x_c @ x_c.mT / x_c.shape[-1]
         # the solver adds eps I
         x_hat = (solver(covariance) @ x_c).reshape(x.shape)
-        y = _affine(x_hat, weight, bias, relu)
+        y = apply_affine(x_hat, weight, bias, relu)
     return y.to(dtype=x.dtype, memory_format=memory_format_of(x))
 
 
-def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, relu: bool) -> Tensor:
+def apply_affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, relu: bool) -> Tensor:
+    """Apply scale and shift, each (C,) or None, and perhaps a ReLU to (N, C, *spatial)."""
     shape = (1, -1) + (1,) * (x.dim() - 2)
     if weight is not None:
         x = x * weight.to(x.dtype).reshape(shape)

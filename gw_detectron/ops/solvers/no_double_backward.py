@@ -15,11 +15,8 @@ def whitening_matrix(
 ) -> Tensor:
     """Compute whitening matrices whose backward pass is written by hand.
 
-    Args:
-        sigma: covariance matrices, (..., g, g).
-        least: lower bound of the eigenvalues. It is no part of ``solve``, as vmap looks for tensors among arguments.
-        solve: from ``sigma`` and ``least`` to the whitening matrices and other tensors for ``pull_back``.
-        pull_back: from the gradient and all results of ``solve`` to the gradient of ``sigma``.
+    ``solve`` returns the matrices and other tensors; ``pull_back`` takes the gradient and all of these, and returns
+    that of ``sigma``. ``least`` is no part of ``solve``, as vmap looks for tensors among arguments.
     """
     return _FirstOrder.apply(sigma, least, solve, pull_back)[0] if sigma.requires_grad else solve(sigma, least)[0]
 
