@@ -38,10 +38,6 @@ class BatchRenorm2d(nn.BatchNorm2d):
     Shape:
         Input (N, C, H, W). Output: the same.
 
-    Raises:
-        ValueError: an argument out of its range.
-        TypeError: an argument of the wrong type.
-
     Source: Batch Renormalization (arXiv 1702.03275), Algorithm 1; the schedule of its experiments.
     """
 

@@ -257,10 +257,6 @@ class GroupRotation(nn.Module):
     White channels stay white under a rotation, so a network may learn one. S is held by torch's orthogonal
     parametrization: a layer with a rotation can be copied and its state dict saved, but not pickled as a whole.
 
-    Args:
-        num_channels: C.
-        channels_per_group: k; the last group may be smaller.
-
     Source: On Batch Orthogonalization Layers, section VI-B and appendix C. Its Eq. 51 misplaces a bracket: the
         derivative, which torch computes here, is (I + W^T) dW (I - S)^{-T}.
     """

@@ -37,8 +37,6 @@ def batch_whiten(
     in BN. Statistics and solver run in float32 (float64 for float64 input), also under autocast. A batch without
     variance gives ``bias``.
 
-    One channel per group is BN with any solver: the iteration of ``newton`` starts at its fixed point there.
-
     Args:
         x: floating point, (N, C, *spatial) with any number of spatial dimensions, in any memory format.
         channels_per_group: k, capped at C; contiguous channels form a group, the last of which may be smaller.
@@ -48,8 +46,8 @@ def batch_whiten(
         sync: compute the statistics over all processes of a distributed run.
 
     Returns:
-        y in the shape, dtype and memory format of ``x``. For an empty ``x`` y is empty and still depends on ``weight``
-        and ``bias``, and on the statistics of other processes.
+        y in the shape, dtype and memory format of ``x``. An empty y still depends on ``weight`` and ``bias``, and
+        on the statistics of other processes.
 
     Raises:
         ValueError: wrong rank or dtype of ``x``, ``channels_per_group`` out of its range, or affine parameters of

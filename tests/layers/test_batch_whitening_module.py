@@ -110,17 +110,6 @@ class TestRotation:
         expected = (identity + half) @ torch.linalg.inv(identity - half)
         torch.testing.assert_close(layer.rotate()[0], expected, rtol=0, atol=1e-12)
 
-    def test_gradcheck(self):
-        layer, x = trained(5, rotation="cayley", solver="zca", eps=0.1), torch.randn(3, 5, 2, 2, dtype=torch.float64)
-        parameters = dict(layer.named_parameters())
-
-        def run(x, *values):
-            state = dict(zip(parameters, values, strict=True))
-            return torch.func.functional_call(layer, state, (x,))
-
-        values = tuple(value.detach().requires_grad_() for value in parameters.values())
-        assert torch.autograd.gradcheck(run, (x.requires_grad_(), *values))
-
 
 class TestFrozen:
     @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -132,7 +121,7 @@ class TestFrozen:
         loaded, thawed = (cls(7, 3, **options).double() for cls in (FrozenBatchWhitening2d, BatchWhitening2d))
         for twin in (loaded, thawed):
             twin.load_state_dict(frozen.state_dict())
-            assert torch.equal(twin.eval()(x), expected(x))
+            assert torch.equal(twin.eval()(x), expected[1](x))
         assert isinstance(frozen, FrozenBatchWhitening2d)
         assert not any(parameter.requires_grad for parameter in model.parameters())
         for mode in (True, False):

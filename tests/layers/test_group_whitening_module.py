@@ -2,7 +2,6 @@
 
 import pickle
 import re
-from collections.abc import Iterable
 
 import pytest
 import torch
@@ -19,34 +18,15 @@ from ..ops.oracle import Setting
 SOLVERS = ["newton", "zca"]
 
 
-def mentions(words: Iterable[str]) -> str:
-    """Return a pattern for messages that contain all words, in any order."""
-    return "(?s)" + "".join(f"(?=.*{re.escape(word)})" for word in words)
-
-
 def features(*shape: int) -> torch.Tensor:
     return torch.from_numpy(correlated(shape)).float()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"num_channels": 96, "num_groups": 64}, ["96", "64"]),
-        ({"num_channels": 64, "num_groups": True}, ["num_groups", "True"]),
-        ({"num_channels": 64, "num_iters": 10**9}, ["num_iters", "1000000000", "at most 1000"]),
-    ],
-    ids=str,
-)
-def test_wrong_arguments_are_refused_by_value(arguments, words):
-    with pytest.raises((ValueError, TypeError), match=mentions([*words, "Fix: "])):
-        GroupWhitening2d(**arguments)
 
 
 @pytest.mark.parametrize(
     ("shape", "dtype"), [((64,), torch.float32), ((2, 5, 3, 64), torch.float32), ((2, 64, 5, 3), torch.complex64)]
 )
 def test_wrong_inputs_are_refused_by_value(shape, dtype):
-    with pytest.raises(ValueError, match=mentions([str(shape if dtype == torch.float32 else dtype)])):
+    with pytest.raises(ValueError, match=re.escape(str(shape if dtype == torch.float32 else dtype))):
         GroupWhitening2d(64)(torch.zeros(shape, dtype=dtype))
 
 

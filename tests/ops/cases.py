@@ -44,14 +44,13 @@ def bw(x, width, weight=None, bias=None, *, solver="newton", **options) -> torch
     return batch_whiten(x, width, weight, bias, solver=Solver(solver, **options))
 
 
-def build(channels: int, setting: Setting, dtype: torch.dtype = torch.float64, affine: bool = True) -> GroupWhitening2d:
+def build(channels: int, setting: Setting, dtype: torch.dtype = torch.float64) -> GroupWhitening2d:
     """Build the layer of a setting, with random affine parameters, so that a lost one shows."""
-    layer = GroupWhitening2d(channels, setting.groups, setting.iters, setting.eps, affine, setting.solver)
-    if affine:
-        rng = torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            layer.weight.copy_(torch.rand(channels, generator=rng) + 0.5)
-            layer.bias.copy_(torch.randn(channels, generator=rng))
+    layer = GroupWhitening2d(channels, setting.groups, setting.iters, setting.eps, solver=setting.solver)
+    rng = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        layer.weight.copy_(torch.rand(channels, generator=rng) + 0.5)
+        layer.bias.copy_(torch.randn(channels, generator=rng))
     return layer.to(dtype)
 
 

@@ -172,15 +172,6 @@ def test_gradients_that_are_differentiated_again_stop_at_the_layer(relu):
         assert torch.autograd.gradgradcheck(function, tensors, fast_mode=True)
 
 
-def test_gradients_that_are_differentiated_again_under_autocast():
-    made = layer(32, 8)
-    x, dy = torch.randn(2, 2, 32, 5, 5)
-    expected = reference(made, x, dy)[1]
-    with torch.autocast("cpu", torch.bfloat16):
-        (found,) = torch.autograd.grad(made(x.requires_grad_()), x, dy, create_graph=True)
-    assert error(found.detach(), expected) < 2e-5
-
-
 @pytest.mark.parametrize("wanted", [("x",), ("weight",), ("bias",), ("x", "bias")])
 def test_only_some_gradients_are_wanted(wanted):
     made = layer(32, 8).double()
