@@ -1,7 +1,6 @@
 """Weight Standardization: the authors' formula, on any convolution, in every way that a model is used."""
 
 import copy
-import pickle
 
 import numpy as np
 import pytest
@@ -12,6 +11,8 @@ from torch import nn
 
 from gw_detectron.layers import GroupWhitening2d, standardize_weight, standardize_weights
 from gw_detectron.modeling import ConvNormReLU
+
+from ..modeling.test_conv_norm_relu import COPIES
 
 
 def oracle(weight: torch.Tensor) -> torch.Tensor:
@@ -112,21 +113,13 @@ def test_filters_of_one_value_are_refused_and_the_model_is_unchanged():
     assert type(model[0]) is nn.Conv2d
 
 
-WAYS = {
-    "pickle": lambda module, x: pickle.loads(pickle.dumps(module)),
-    "deepcopy": lambda module, x: copy.deepcopy(module),
-    "compile": lambda module, x: torch.compile(module, backend="eager", fullgraph=True),
-    "export": lambda module, x: torch.export.export(module, (x,)).module(),
-}
-
-
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", COPIES)
 def test_copies_and_programs_compute_the_same(way):
     model = nn.Sequential(conv(ConvNormReLU, FrozenBatchNorm2d(8)), nn.ReLU()).eval()
     standardize_weights(model)
     with torch.no_grad():
         expected = model(images())
         assert not torch.allclose(expected, F.relu(F.conv2d(images(), model.state_dict()["0.weight"])))
-        torch.testing.assert_close(WAYS[way](model, images())(images()), expected)
+        torch.testing.assert_close(COPIES[way](model, images())(images()), expected)
     assert "WeightStandardized" in type(model[0]).__name__
