@@ -99,10 +99,7 @@ class RunRecord:
 
     Add it to Detectron2's ``DetectionCheckpointer``: ``add_checkpointable(RUN_RECORD, RunRecord(cfg.dump(), seed))``.
 
-    Args:
-        config: of the run.
-        seed: of the run.
-        classes: names of the detector's classes by category id, in the order of its outputs.
+    ``classes`` are names by category id, in the order of the detector's outputs.
     """
 
     def __init__(self, config: str, seed: int, classes: Mapping[int, str] | None = None) -> None:

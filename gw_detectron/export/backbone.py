@@ -29,22 +29,12 @@ TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class Normalization:
-    """Image normalization of a model: ``(pixels - mean) / std``.
+    """Image normalization of a model: ``(pixels - mean) / std``, for pixels of 0 to 255."""
 
-    Args:
-        channels: color order, ``RGB`` or ``BGR``, or ``L`` of gray images.
-        pixel_mean: one mean per channel, for pixels of 0 to 255.
-        pixel_std: one divisor per channel.
-        inside: True if the exported function normalizes pixels itself; False if it takes normalized images.
-
-    Raises:
-        ConfigError: the values are not of a color or gray image.
-    """
-
-    channels: str
+    channels: str  # color order, RGB or BGR, or L of gray images
     pixel_mean: tuple[float, ...]
     pixel_std: tuple[float, ...]
-    inside: bool = False
+    inside: bool = False  # the exported function normalizes pixels itself, else it takes normalized images
 
     def __post_init__(self) -> None:
         counts = {len(self.channels), len(self.pixel_mean), len(self.pixel_std)}

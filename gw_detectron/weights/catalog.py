@@ -46,13 +46,6 @@ class PublishedWeights:
 
     The authors give no hash: the first download's is recorded in the cache, and later downloads must match it.
 
-    Args:
-        architecture: such as ``R-50``.
-        drive_id: of the file on Google Drive.
-        positions: of the norm.
-        norm: the norm at these positions. The released layer of GW adds no eps.
-        label: of the norm, in file names and in the names of weights other than GW's.
-
     Source: README of the authors' repository. XBNBlock (CVPR 2022): readme and
         ``experiments/ResNet50_XBNBlock_P2.sh`` of https://github.com/huangleiBuaa/XBNBlock.
     """
@@ -60,8 +53,8 @@ class PublishedWeights:
     architecture: str
     drive_id: str
     positions: str = "S1-B2"
-    norm: str = "GW:groups=64,iters=5,eps=0"
-    label: str = "GW"
+    norm: str = "GW:groups=64,iters=5,eps=0"  # the released layer of GW adds no eps
+    label: str = "GW"  # in file names and in the names of other weights than GW's
 
     @property
     def name(self) -> str:
@@ -94,11 +87,7 @@ CATALOG: Mapping[str, PublishedWeights] = {
 
 
 def local_weights(name: str) -> Path:
-    """Return the path of converted weights; download and convert them if needed.
-
-    Args:
-        name: ``imagenet/<name>``, see :data:`CATALOG`; or ``file/<path>``.
-    """
+    """Return the path of converted weights; download and convert them if needed."""
     cache = Path(get_cache_dir()) / "gw_detectron"
     if name.startswith(_FILE):
         source = Path(name.removeprefix(_FILE))
