@@ -63,8 +63,7 @@ def write_harm(kind, folder):
 
 
 @pytest.mark.parametrize(
-    ("tool", "kind"),
-    [*((tool, "pickle") for tool in WEIGHTS_TOOLS), ("train", "archive"), ("train", "legacy")],
+    ("tool", "kind"), [*((tool, "pickle") for tool in WEIGHTS_TOOLS), ("train", "archive"), ("train", "legacy")]
 )
 def test_code_in_weights_is_not_run(tool, kind, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")

@@ -1,6 +1,7 @@
 """Train the same detector with several norms, and say which one to take."""
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 from ..cli import check_folder, new_parser
@@ -60,9 +61,7 @@ def main(args: argparse.Namespace) -> None:
     flags = {name: given[name] for name in (*DATASET_FLAGS, "num_gpus", "auto", "ignore_preflight")}
     test = {f"val_{part}": given[f"test_{part}"] for part in ("json", "images") if given[f"test_{part}"] is not None}
     names = ("config_file", "norms", "output", "opts", "rates", "iterations", "minutes", "seeds", "jobs", "equal_time")
-    numbers = compare(Comparison(**{name: given[name] for name in names}, flags=flags, test=test), _print)
+    numbers = compare(
+        Comparison(**{name: given[name] for name in names}, flags=flags, test=test), partial(print, flush=True)
+    )
     print(f"\n{numbers['advice']}\n\nPage: {args.output / PAGE}\nConfig to continue with: {args.output / RECOMMENDED}")
-
-
-def _print(line: str) -> None:
-    print(line, flush=True)

@@ -6,7 +6,6 @@ import time
 from math import isnan, nan
 from pathlib import Path
 
-from detectron2.config import CfgNode
 from tabulate import tabulate
 
 from ..atomic import check_replaceable
@@ -45,8 +44,10 @@ def main(args: argparse.Namespace) -> None:
     require_packages("demo", "cv2")  # before minutes of work
     flags = get_training_parser().parse_args(["--config-file", args.config_file, *args.opts])
     cfg = run_config(flags)
-    _check_results_can_be_written(cfg)
-    folder = Path(cfg.OUTPUT_DIR)
+    folder, backbone = Path(cfg.OUTPUT_DIR), Path(cfg.OUTPUT_DIR, "backbone")
+    if len(cfg.DATASETS.TEST) != 1:  # several have results of their own, which no table here shows
+        raise ConfigError(f"DATASETS.TEST ({list(cfg.DATASETS.TEST)}): the demo evaluates one dataset. Fix: name one.")
+    check_replaceable(backbone, ("backbone.pt2", PARITY))
     trainer = Trainer(cfg, resume=False, overwrite=args.overwrite or _holds_a_demo(folder))
     trainer.resume_or_load(resume=False)
     begin = time.perf_counter()
@@ -55,7 +56,6 @@ def main(args: argparse.Namespace) -> None:
     # without any prediction, as after a very short run, AP is NaN, which JSON does not have
     evaluation = {task: found for task, found in evaluation.items() if "AP" in found}
     scores = {task: {"AP": None if isnan(found["AP"]) else found["AP"]} for task, found in evaluation.items()}
-    backbone = folder / "backbone"
     parity = export_backbone(trainer.model.backbone, backbone, Normalization.from_config(cfg))
     result = {**scores, "seconds": seconds, "export": {"format": "pt2", "worst_relative": parity["worst_relative"]}}
     (folder / _RESULT).write_text(json.dumps(result, indent=2) + "\n")
@@ -65,8 +65,7 @@ def main(args: argparse.Namespace) -> None:
     print(f"\nTrained {cfg.SOLVER.MAX_ITER} iterations and evaluated in {seconds:.0f} s.")
     print(tabulate(rows, headers=["", *columns], floatfmt=".1f"))
     print(
-        f"\nThe exported backbone {backbone / parity['file']} differs from the trained one by at most "
-        f"{parity['worst_relative']:.1e} of a feature map's largest value (both in plain operations)."
+        f"\nExported backbone: {backbone / parity['file']}, features differ by at most {parity['worst_relative']:.1e}"
     )
     print(f"Report, with curves and pictures: {folder / 'report' / PAGE}")
     print(f"Numbers: {folder / _RESULT}; model: {folder / 'model_final.pth'}")
@@ -78,12 +77,3 @@ def _holds_a_demo(folder: Path) -> bool:
     return result.is_file() and all(
         path.stat().st_mtime_ns <= result.stat().st_mtime_ns for path in folder.glob("model_*.pth")
     )
-
-
-def _check_results_can_be_written(cfg: CfgNode) -> None:
-    """Refuse configs and folders that would stop the export or the pictures."""
-    if len(cfg.DATASETS.TEST) != 1:  # several have results of their own, which no table here shows
-        raise ConfigError(
-            f"DATASETS.TEST ({list(cfg.DATASETS.TEST)}): the demo evaluates one dataset. Fix: name exactly one."
-        )
-    check_replaceable(Path(cfg.OUTPUT_DIR, "backbone"), ("backbone.pt2", PARITY))

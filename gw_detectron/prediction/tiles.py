@@ -97,17 +97,9 @@ class TiledPredictor:
 
 
 def sahi_model(predictor: Predictor, statistics: ImageStatistics | None = None) -> Any:
-    """Return the detector as SAHI's ``DetectionModel``, for its functions such as ``predict``.
+    """Return the detector as SAHI's ``DetectionModel``, for functions such as ``get_sliced_prediction``.
 
-    .. code-block:: python
-
-        predictor = open_predictor("output/mydata")
-        statistics = TiledPredictor(predictor, tile=1024).measure(image)  # for GW and GN
-        result = get_sliced_prediction(image, sahi_model(predictor, statistics), slice_height=1024, slice_width=1024)
-
-    Args:
-        predictor: from :func:`~gw_detectron.prediction.open_predictor`; scores below its threshold are not found.
-        statistics: of the image; default: each slice has its own.
+    ``statistics`` of the image are from :meth:`TiledPredictor.measure`; without them each slice has its own.
     """
     require_packages("SAHI", "sahi")
     from sahi.models.detectron2 import Detectron2DetectionModel
@@ -120,9 +112,8 @@ def sahi_model(predictor: Predictor, statistics: ImageStatistics | None = None) 
             with statistics.apply() if statistics else nullcontext():
                 self._original_predictions = {"instances": self.model(image)}
 
-    names = {str(index): name for index, name in enumerate(predictor.metadata.get("thing_classes", []))}
-    threshold = predictor.score_threshold
-    return SahiModel(model=predictor, confidence_threshold=threshold, category_mapping=names or None)
+    names = {str(index): name for index, name in enumerate(predictor.metadata.get("thing_classes", []))} or None
+    return SahiModel(model=predictor, confidence_threshold=predictor.score_threshold, category_mapping=names)
 
 
 def _parts(size: int, tile: int, overlap: int) -> list[slice]:
