@@ -3,7 +3,8 @@
     git clone https://github.com/Shenggan/BCCD_Dataset
     python examples/bccd_to_coco.py BCCD_Dataset/BCCD data/bccd [--max-side 320]
 
-Each list in ImageSets/Main becomes a file such as data/bccd/train.json; the photos go to data/bccd/images.
+Each list in ImageSets/Main becomes a file such as data/bccd/train.json, without lists all photos annotations.json. The
+photos go to data/bccd/images.
 """
 
 import argparse
@@ -20,9 +21,12 @@ def convert(voc: Path, output: Path, max_side: int) -> None:
     records = {path.stem: ElementTree.parse(path).getroot() for path in voc.glob("Annotations/*.xml")}
     names = sorted({each.findtext("name", "") for root in records.values() for each in root.iter("object")})
     categories = [{"id": number, "name": name} for number, name in enumerate(names, start=1)]
-    for split in sorted(voc.glob("ImageSets/Main/*.txt")):
+    if not records:
+        raise SystemExit(f"{voc / 'Annotations'}: no .xml files")
+    lists = {path.stem: path.read_text().split() for path in sorted(voc.glob("ImageSets/Main/*.txt"))}
+    for split, listed in (lists or {"annotations": sorted(records)}).items():
         images, annotations = [], []
-        for number, name in enumerate(split.read_text().split(), start=1):
+        for number, name in enumerate(listed, start=1):
             image, scale = _copy(voc / "JPEGImages" / f"{name}.jpg", output / "images", max_side)
             images.append({"id": number, **image})
             for each in records[name].iter("object"):
@@ -38,8 +42,8 @@ def convert(voc: Path, output: Path, max_side: int) -> None:
                 # VOC neither trains on nor counts difficult objects, as COCO with crowds
                 annotations.append(found | {"iscrowd": int(each.findtext("difficult", "0"))})
         content = {"images": images, "annotations": annotations, "categories": categories}
-        (output / f"{split.stem}.json").write_text(json.dumps(content))
-        print(f"{output / split.stem}.json: {len(images)} images, {len(annotations)} boxes of {', '.join(names)}")
+        (output / f"{split}.json").write_text(json.dumps(content))
+        print(f"{output / split}.json: {len(images)} images, {len(annotations)} boxes of {', '.join(names)}")
 
 
 def _copy(source: Path, folder: Path, max_side: int) -> tuple[dict, float]:
