@@ -1,13 +1,13 @@
 """Train the same detector with several norms, and say which one to take."""
 
 import argparse
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
 from ..cli import check_folder, new_parser
 from ..comparison import PAGE, RECOMMENDED, Comparison, compare
 from ..engine.flags import DATASET_FLAGS, add_dataset_flags
-from ..errors import ConfigError
 
 _NOTE = """\
 Each norm is trained from the same start with the same images. Short runs choose its learning rate; the better half goes
@@ -25,19 +25,11 @@ def get_parser() -> argparse.ArgumentParser:
         note=_NOTE,
     )
     add = parser.add_argument
-    add(
-        "--config-file", required=True, metavar="FILE", help="config to train, or a name of `gw-detectron list configs`"
-    )
+    add("--config-file", required=True, metavar="FILE", help="a yaml, or a name of `gw-detectron list configs`")
     add("--norms", nargs="+", required=True, metavar="NORM", help="such as BN GN GW GW:iters=3 GN+WS BN+GW@S1-B1")
     add("--output", type=Path, default=Path("output/compare"), metavar="DIR", help="default: %(default)s")
     add("--minutes", type=float, default=0.0, metavar="M", help="time for everything; decides iterations and seeds")
-    add(
-        "--iterations",
-        type=int,
-        default=0,
-        metavar="N",
-        help="of a scored run, in place of those that --minutes allows",
-    )
+    add("--iterations", type=int, default=0, metavar="N", help="of a scored run, in place of those --minutes allows")
     add("--rates", nargs="+", type=float, default=[], metavar="LR", help="default: half, once and twice SOLVER.BASE_LR")
     add("--seeds", type=int, default=0, metavar="N", help="scored runs of a norm; default: 3, or what --minutes allows")
     add("--jobs", type=int, default=1, metavar="N", help="runs side by side, also on one GPU; default: 1")
@@ -54,14 +46,10 @@ def get_parser() -> argparse.ArgumentParser:
 
 def main(args: argparse.Namespace) -> None:
     """Run the comparison; print the advice and the files."""
-    if keys := [word for word in args.norms if word.isupper() and "." in word]:
-        raise ConfigError(f"--norms: has the config key {keys[0]}. Fix: put -- or another flag before config keys.")
     check_folder(args.output)
     given = vars(args)
     flags = {name: given[name] for name in (*DATASET_FLAGS, "num_gpus", "auto", "ignore_preflight")}
     test = {f"val_{part}": given[f"test_{part}"] for part in ("json", "images") if given[f"test_{part}"] is not None}
-    names = ("config_file", "norms", "output", "opts", "rates", "iterations", "minutes", "seeds", "jobs", "equal_time")
-    numbers = compare(
-        Comparison(**{name: given[name] for name in names}, flags=flags, test=test), partial(print, flush=True)
-    )
+    values = {each.name: given[each.name] for each in fields(Comparison) if each.name in given}
+    numbers = compare(Comparison(**values, flags=flags, test=test), partial(print, flush=True))
     print(f"\n{numbers['advice']}\n\nPage: {args.output / PAGE}\nConfig to continue with: {args.output / RECOMMENDED}")

@@ -116,8 +116,8 @@ class _Runs:
     def __init__(self, what: Comparison, report: Callable[[str], object]) -> None:
         self.what, self.report, self.folder = what, report, Path(what.output).absolute()
         if what.test:
-            self._config({**what.flags, **what.test})  # its files exist
-        self.cfg = self._config(what.flags)
+            self._config(TEST)  # its files exist
+        self.cfg = self._config(VAL)
         base = self.cfg.SOLVER.BASE_LR
         self.rates = list(what.rates) or [base / 2, base, base * 2]
         Plan(what.norms, self.rates, what.iterations or 2, {})  # refuses what it cannot use
@@ -129,9 +129,8 @@ class _Runs:
         self.most = what.seeds or (_MOST_SEEDS if what.minutes else _SEEDS)
         self.seeds = 1 if what.minutes else self.most
 
-    def _config(self, flags: Mapping[str, Any]) -> CfgNode:
-        opts = [*self.what.opts, "OUTPUT_DIR", str(self.folder)]
-        args = engine_args({**flags, "config_file": self.what.config_file}, opts)
+    def _config(self, split: str) -> CfgNode:
+        args = engine_args(self._flags(split), self._opts(self.folder, {}))
         cfg = run_config(args)
         use_recipe(cfg, args)
         return cfg
@@ -140,11 +139,10 @@ class _Runs:
         """Check data and config once, and the model of every norm."""
         found = PreflightReport()
         for number, norm in enumerate(self.what.norms):
-            cfg, report = changed_config(self.cfg, norm_keys(norm)), PreflightReport()
+            cfg = changed_config(self.cfg, norm_keys(norm))
             start = open_start_weights(cfg.MODEL.WEIGHTS)
-            if number == 0:
-                report = preflight(cfg, start)
-            else:
+            report = PreflightReport() if number else preflight(cfg, start)
+            if number:
                 model = check_model(cfg, start, report, eval_only=False)
                 check_start_weights(cfg, start, model, report, allow_partial=False)
             found.errors += [f"{norm}: {text}" for text in report.errors]
@@ -159,16 +157,13 @@ class _Runs:
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # a look for GPUs must not start CUDA before a fork
         _CONTEXT.set_forkserver_preload(["gw_detectron.comparison.job"])
         remove_unfinished(self.folder)
-        identity = {
-            "config": changed_config(self.cfg, {"OUTPUT_DIR": ""}).dump(),
-            "norms": list(self.what.norms),
-            "rates": self.rates,
-            "flags": dict(self.what.flags),
-            "test": dict(self.what.test),
-        }
+        asked: dict[str, Any] = {"norms": list(self.what.norms), "rates": self.rates}
+        asked |= {"flags": dict(self.what.flags), "test": dict(self.what.test)}
+        asked["config"] = changed_config(self.cfg, {"OUTPUT_DIR": ""}).dump()
+        if self.what.iterations:
+            asked["iterations"] = self.what.iterations
         path = self.folder / SETTINGS
         settings = json.loads(path.read_text()) if path.exists() else {}
-        asked = {**identity, **({"iterations": self.what.iterations} if self.what.iterations else {})}
         if settings and (other := [key for key, value in asked.items() if settings.get(key) != value]):
             raise ConfigError(
                 f"--output ('{self.folder}'): has a comparison with other values of {', '.join(other)}. Fix: give "
@@ -178,7 +173,7 @@ class _Runs:
             times = self._measure()
             iterations = self.what.iterations or self._affordable(times)
             longer = equal_time(times, iterations) if self.what.equal_time else {}
-            settings = {**identity, "iterations": iterations, "times": times, "equal_time": longer}
+            settings = {**asked, "iterations": iterations, "times": times, "equal_time": longer}
             write_json(path, settings)
         self.times = settings["times"]
         self.plan = Plan(self.what.norms, self.rates, settings["iterations"], settings["equal_time"])
