@@ -65,17 +65,6 @@ def test_a_batch_without_covariance_leaves_the_averages_as_they_are(running, sha
     assert all(torch.equal(value, before[name]) for name, value in layer.named_buffers())
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_averages_of_half_precision_input_stay_in_float32(dtype):
-    layer, x = BatchWhitening2d(7, 3), batches()[0].to(dtype)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert layer(x).dtype == dtype
-    assert {buffer.dtype for buffer in layer.buffers()} == {torch.float32}
-    expected = 0.1 * x.float().mean((0, 2, 3))
-    torch.testing.assert_close(layer.running_mean, expected, rtol=0, atol=1e-6)
-    assert layer.eval()(x).dtype == dtype
-
-
 OPTIONS = [{}, {"running": "covariance", "solver": "zca_max", "threshold": 0.2}, {"rotation": "cayley", "corr": True}]
 
 

@@ -21,13 +21,12 @@ from ..test_configs import tiny_batch
 
 LEVELS = {f"p{level}": ShapeSpec(channels=16, stride=2**level) for level in (2, 3, 4)}
 FEATURES = {name: torch.randn(2, 16, 64 // shape.stride, 64 // shape.stride) for name, shape in LEVELS.items()}
-#: ours, the stock head, its arguments, the argument of the norm, its input, and the method that computes
-HEADS: dict[str, tuple[type[nn.Module], type[nn.Module], dict[str, Any], str, Any, str]] = {
+#: ours, the stock head, its arguments, its input, and the method that computes
+HEADS: dict[str, tuple[type[nn.Module], type[nn.Module], dict[str, Any], Any, str]] = {
     "retinanet": (
         GWRetinaNetHead,
         RetinaNetHead,
         {"input_shape": [*LEVELS.values()], "conv_dims": [16, 16], "num_classes": 3, "num_anchors": 2},
-        "norm",
         list(FEATURES.values()),
         "forward",
     ),
@@ -35,7 +34,6 @@ HEADS: dict[str, tuple[type[nn.Module], type[nn.Module], dict[str, Any], str, An
         GWSemSegFPNHead,
         SemSegFPNHead,
         {"input_shape": LEVELS, "conv_dims": 16, "num_classes": 3, "common_stride": 4},
-        "norm",
         FEATURES,
         "layers",
     ),
@@ -50,14 +48,14 @@ def outputs(head: nn.Module, method: str, features: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("norm", ["", "GN:groups=8", "GW:groups=4"])
 @pytest.mark.parametrize("kind", HEADS)
 def test_a_head_is_the_stock_head_with_that_norm(kind, norm):
-    ours, stock, arguments, key, features, method = HEADS[kind]
+    ours, stock, arguments, features, method = HEADS[kind]
 
     def layer(channels):  # Detectron2 v0.6 tries one channel first
         if norm.startswith("GW"):
             return GroupWhitening2d(channels, num_groups=4)
         return nn.GroupNorm(min(8, channels), channels)
 
-    head, reference = ours(**arguments, **{key: norm}), stock(**arguments, **{key: layer if norm else ""})
+    head, reference = ours(**arguments, norm=norm), stock(**arguments, norm=layer if norm else "")
     assert isinstance(head, stock)
     head.load_state_dict(reference.state_dict())  # raises unless all names are the same
     for found, expected in zip(outputs(head, method, features), outputs(reference, method, features), strict=True):
@@ -67,10 +65,10 @@ def test_a_head_is_the_stock_head_with_that_norm(kind, norm):
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_a_wrong_norm_names_the_argument_and_the_class(kind):
-    ours, _, arguments, key, _, _ = HEADS[kind]
+    ours, _, arguments, *_ = HEADS[kind]
     for norm, words in (("GX", "unknown norm"), ("GW:groups=5", "5"), ("GN:groups=0", "groups")):
-        with pytest.raises(NormError, match=rf"{ours.__name__}, {key} \('{norm}'\): .*{words}"):
-            ours(**arguments, **{key: norm})
+        with pytest.raises(NormError, match=rf"{ours.__name__}, norm \('{norm}'\): .*{words}"):
+            ours(**arguments, norm=norm)
 
 
 @pytest.fixture

@@ -89,15 +89,11 @@ def test_the_same_for_batch_whitening(name, options):
     assert repr(resolve_norm(norm_spec(layer))(16)) == repr(layer)
 
 
-def test_a_name_has_all_digits():
-    layer = resolve_norm("GW:eps=1.23456789e-5")(64)
-    assert resolve_norm(norm_spec(layer))(64).solver == layer.solver == Solver(eps=1.23456789e-5)
-
-
-def test_the_threshold_of_zca_max_is_shown_where_it_is_not_the_usual_one():
+def test_a_name_has_all_digits_and_an_unusual_threshold():
     for threshold in ("", ",threshold=0.5", ",threshold=0", ",threshold=0,corr=true"):
         spec = f"GW:groups=64,eps=1e-05,solver=zca_max{threshold}"
         assert norm_spec(resolve_norm(spec)(64)) == spec
+    assert resolve_norm(norm_spec(resolve_norm("GW:eps=1.23456789e-5")(64)))(64).solver == Solver(eps=1.23456789e-5)
 
 
 def test_bn_with_a_rotation_is_batch_whitening_that_standardizes():

@@ -25,7 +25,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +43,6 @@ ENVIRONMENT_SWITCH = "GW_DETECTRON_KERNELS"
 #: values of the environment variable
 FORCEABLE = ("matmul", "reference")
 _FORWARD, _BACKWARD = "gw_detectron::group_whiten", "gw_detectron::group_whiten_backward"
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 _logger = logging.getLogger("gw_detectron.layers")
 
 
@@ -56,11 +55,7 @@ _forced = _Forced()
 
 @contextlib.contextmanager
 def use_backend(backend: str) -> Iterator[None]:
-    """Force a backend in this thread, overriding the environment variable ``GW_DETECTRON_KERNELS``.
-
-    Args:
-        backend: ``"matmul"`` or ``"reference"``.
-    """
+    """Force ``"matmul"`` or ``"reference"`` in this thread, whatever ``GW_DETECTRON_KERNELS`` is."""
     before, _forced.backend = _forced.backend, backend
     try:
         yield
@@ -128,11 +123,7 @@ def whiten(
 
 
 def choose_backend(x: Tensor, groups: int, solver: Solver = DEFAULT_SOLVER) -> str:
-    """Return the backend for an input: ``"triton"``, ``"matmul"`` or ``"reference"``.
-
-    Raises:
-        ConfigError: ``GW_DETECTRON_KERNELS`` or ``use_backend`` names something else than matmul or reference.
-    """
+    """Return the backend for an input: ``"triton"``, ``"matmul"`` or ``"reference"``."""
     forced = _forced.backend or os.environ.get(ENVIRONMENT_SWITCH, "")
     if forced and forced not in FORCEABLE:
         where, otherwise = ("use_backend", "leave it out") if _forced.backend else (ENVIRONMENT_SWITCH, "unset it")
@@ -154,29 +145,25 @@ def _log(backend: str, device: str, dtype: torch.dtype, channels: int, groups: i
     )
 
 
-def _operator(name: str) -> Callable[[_Function], _Function]:
+def _register(name: str, function: Callable[..., Any]) -> None:
     """Register a custom operator without the slow per-call checks of ``custom_op``.
 
     It takes any strides: else torch.compile, which makes convolutions channels_last, would copy its inputs back.
     """
-
-    def register(function: _Function) -> _Function:
-        schema = torch.library.infer_schema(function, mutates_args=())
-        tags = torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout
-        torch.library.define(name, schema, tags=tags)
-        torch.library.impl(name, "default", function)
-        return function
-
-    return register
+    schema = torch.library.infer_schema(function, mutates_args=())
+    torch.library.define(name, schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
+    torch.library.impl(name, "default", function)
 
 
-@_operator(_FORWARD)
 def _forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, iters: int, eps: float, relu: bool, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     if backend == "triton":
         return triton.forward(x, weight, bias, groups, iters, eps, relu)
     return matmul.forward(x, weight, bias, groups, iters, eps, relu)
+
+
+_register(_FORWARD, _forward)
 
 
 @torch.library.register_fake(_FORWARD)
@@ -186,7 +173,6 @@ def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, *_: An
     return y, x.new_empty((x.shape[0], groups), dtype=dtype), x.new_empty((x.shape[0], groups, groups), dtype=dtype)
 
 
-@_operator(_BACKWARD)
 def _backward(
     dy: Tensor,
     y: Tensor | None,
@@ -200,6 +186,9 @@ def _backward(
     if backend == "triton":
         return triton.backward(dy, y, x, mean, sigma, weight, iters)
     return matmul.backward(dy, y, x, mean, sigma, weight, iters)
+
+
+_register(_BACKWARD, _backward)
 
 
 @torch.library.register_fake(_BACKWARD)
