@@ -14,20 +14,12 @@ __all__ = ["get", "get_config", "get_config_file", "list_configs"]
 
 
 def list_configs() -> list[str]:
-    """List the configs that train a detector.
-
-    Returns:
-        Sorted names relative to the folder ``configs``, such as ``COCO-Detection/faster_rcnn_R_50_FPN_1x_GW.yaml``,
-        without the ``Base-*.yaml`` files and the parts of LazyConfigs in ``common``.
-    """
+    """List the configs that train a detector, such as ``COCO-Detection/faster_rcnn_R_50_FPN_1x_GW.yaml``."""
     return [name for name in shipped_configs() if not name.startswith("common/") and "/Base-" not in f"/{name}"]
 
 
 def get_config_file(name: str) -> str:
-    """Return the path of a config.
-
-    Args:
-        name: as in :func:`list_configs`, a ``Base-*.yaml`` or a part in ``common``.
+    """Return the path of a config: as in :func:`list_configs`, a ``Base-*.yaml`` or a part in ``common``.
 
     Raises:
         ConfigError: unknown config; the message names the nearest.

@@ -132,10 +132,9 @@ def load_model(
         allow_partial: accept missing tensors, and norms that differ from the checkpoint's.
 
     Raises:
-        FileNotFoundError: the weights do not exist.
         ConfigError: no weights are given, or Detectron2 cannot build the detector.
         WeightsError: the weights lack a needed tensor, or have it with another shape.
-        ValueError: the file is damaged or could run code.
+        UserError: the file cannot be read, see :func:`open_checkpoint`.
     """
     checkpoint = checkpoint or open_start_weights(cfg.MODEL.WEIGHTS).checkpoint()
     if checkpoint is None:
@@ -171,10 +170,8 @@ def load_checkpoint(
         allow_partial: accept missing backbone tensors, and norms that differ from the checkpoint's.
 
     Raises:
-        WeightsError: a tensor has NaN or infinite values, a negative variance, or no floating-point numbers
-            where the model has them; ``allow_partial`` does not accept this. Nothing is loaded.
-        WeightsError: the checkpoint was trained with other norms; nothing is loaded.
-        WeightsError: a backbone tensor is missing in the checkpoint or in the model; nothing is loaded.
+        WeightsError: a backbone tensor is missing, or norms differ; also with ``allow_partial``, a tensor is not
+            finite, has a negative variance or no floating-point numbers. Nothing is loaded.
     """
     checkpointer = model if isinstance(model, DetectionCheckpointer) else DetectionCheckpointer(model)
     model = checkpointer.model
@@ -239,11 +236,8 @@ def _check_weights(tensors: Mapping[str, Tensor], address: str) -> None:
 class GWDetectionCheckpointer(DetectionCheckpointer):
     """Detectron2's checkpointer, with a record of norms and checked loading, for scripts without this Trainer.
 
-    Args:
-        model: the detector, or its DistributedDataParallel.
-        save_dir: folder of the checkpoints.
-        allow_partial: accept missing backbone tensors, and other norms than the checkpoint's.
-        kwargs: further arguments of Detectron2's checkpointer, such as ``trainer``.
+    ``allow_partial`` accepts missing backbone tensors, and other norms than the checkpoint's; the other arguments are
+    Detectron2's.
     """
 
     def __init__(self, model: nn.Module, save_dir: str = "", *, allow_partial: bool = False, **kwargs: Any) -> None:

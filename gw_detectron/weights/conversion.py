@@ -106,8 +106,7 @@ def convert_file(
         WeightsError: the target has a wrong name.
         UnknownNormError: the source does not prove a norm.
         WeightsFileError: the source cannot be converted as requested.
-        FileAccessError: a target exists.
-        OSError: a file cannot be read or written.
+        FileAccessError: a target exists or cannot be written.
     """
     target = Path(target)
     if target.suffix != ".pkl":
