@@ -1,41 +1,28 @@
-"""The page of a comparison, from the files in its folder."""
+"""The page of a comparison."""
 
 import itertools
-import json
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import MissingFileError
 from ..report.page import write_page
 from ..report.sections import Picture, Section, Table, make_axes
 from .job import write_json
 from .plan import SEARCH_SEED, Job, Plan
 from .verdict import ITERATIONS, Difference, summarize
 
-SETTINGS, RESULTS, NUMBERS = "settings.json", "results.jsonl", "comparison.json"
-PAGE = "comparison.html"
+PAGE, NUMBERS = "comparison.html", "comparison.json"
 
 Results = Mapping[Job, Mapping[str, Any]]
 
 
-def write_comparison(folder: Path) -> dict[str, Any]:
-    """Write ``comparison.html`` and ``comparison.json`` of the finished runs in a folder of ``gw-detectron compare``.
-
-    Returns:
-        The content of ``comparison.json``.
-    """
-    if not (folder / SETTINGS).is_file() or not (folder / RESULTS).is_file():
-        raise MissingFileError(f"'{folder}': no finished run of a comparison. Fix: give the --output of a comparison.")
-    settings = json.loads((folder / SETTINGS).read_text())
-    lines = map(json.loads, (folder / RESULTS).read_text().splitlines())
-    results = {Job(*(line[name] for name in Job._fields)): line for line in lines}
-    plan = Plan(*(settings[name] for name in ("norms", "rates", "iterations", "equal_time")))
-    numbers = summarize(plan, settings["times"], results)
+def write_comparison(folder: Path, plan: Plan, times: Mapping[str, float], results: Results) -> dict[str, Any]:
+    """Write ``comparison.html`` and ``comparison.json`` of finished runs; return the content of the latter."""
+    numbers = summarize(plan, times, results)
     sections = {
         "Advice": Section(text=numbers["advice"], tables=[_overview(numbers)]),
-        "Curves": _curves(plan, settings["times"], results),
+        "Curves": _curves(plan, times, results),
         "Differences": _differences(numbers["differences"]),
         "Learning rates": _rates(plan, results),
     }

@@ -26,10 +26,10 @@ from ..errors import ConfigError, RunError, check_minimum, summarize_names
 from ..preflight import PreflightReport, preflight
 from ..preflight.model_checks import check_model, check_start_weights
 from .job import LOG, PATIENCE, RESULT, engine_args, run_in_process, time_norms, train, write_json
-from .page import RESULTS, SETTINGS, write_comparison
+from .page import write_comparison
 from .plan import SEARCH_SEED, TEST, VAL, Job, Plan, equal_time, norm_keys, schedule_keys
 
-RECOMMENDED = "recommended.yaml"
+SETTINGS, RESULTS, RECOMMENDED = "settings.json", "results.jsonl", "recommended.yaml"
 _SEEDS, _MOST_SEEDS = 3, 10
 _LEAST_ITERATIONS = 20
 _RESERVE = 0.7  # share of the time for iterations; the rest is start-up and evaluation
@@ -99,7 +99,7 @@ def compare(what: Comparison, report: Callable[[str], object] = print) -> dict[s
         if not runs.results:
             raise RunError("all norms failed, see the messages above. Fix: their causes; then repeat the command.")
         runs.check_ap(runs.results)
-        numbers = write_comparison(runs.folder)
+        numbers = write_comparison(runs.folder, runs.plan, runs.times, runs.write_results())
         if recommended := numbers["recommended"]:
             runs.write_config(recommended["norm"], recommended["rate"])
     if runs.failed:
@@ -242,6 +242,7 @@ class _Runs:
         running: dict[Job, BaseProcess] = {}
         try:
             while True:
+                self.write_results()  # also those that an interruption has left out
                 for job in self._waiting(running)[: self.what.jobs - len(running)]:
                     keys = {**norm_keys(job.norm), **schedule_keys(self.cfg, job.iterations)}
                     keys |= {"SOLVER.BASE_LR": job.rate, "SEED": job.seed}
@@ -295,10 +296,6 @@ class _Runs:
             return
         result = json.loads((folder / RESULT).read_text())
         self._add(result)
-        known = self.plan.jobs({each: found["AP"] for each, found in self.results.items()}, self.most)
-        lines = [json.dumps(self.results[each]) + "\n" for each in known if each in self.results]
-        with atomic_write(self.folder / RESULTS) as temporary:
-            temporary.write_text("".join(lines))
         end = "diverged: AP 0" if result["diverged"] else f"{result['task']} AP {result['AP']:.1f}"
         self.report(
             f"{job.norm}, rate {job.rate:g}, seed {job.seed}, {job.iterations} iterations: {end} "
@@ -315,6 +312,14 @@ class _Runs:
 
     def _add(self, result: Result) -> None:
         self.results[Job(*(result[name] for name in Job._fields))] = result
+
+    def write_results(self) -> dict[Job, Result]:
+        """Write the lines of the finished runs of the plan, in its order; return them."""
+        known = self.plan.jobs({job: found["AP"] for job, found in self.results.items()}, self.most)
+        results = {job: self.results[job] for job in known if job in self.results}
+        with atomic_write(self.folder / RESULTS) as temporary:
+            temporary.write_text("".join(json.dumps(result) + "\n" for result in results.values()))
+        return results
 
 
 def _stop(processes: Collection[BaseProcess]) -> None:

@@ -6,11 +6,11 @@ import math
 import pytest
 from scipy import stats
 
-from gw_detectron.comparison import write_comparison
+from gw_detectron.comparison.page import write_comparison
 from gw_detectron.comparison.plan import Job, Plan, equal_time, norm_keys, schedule_keys
 from gw_detectron.comparison.verdict import advise, paired_difference
 from gw_detectron.config import default_config
-from gw_detectron.errors import ConfigError, MissingFileError
+from gw_detectron.errors import ConfigError
 
 NORMS = ("BN", "GN", "GW")
 BEST = {"BN": 0.01, "GN": 0.02, "GW": 0.08}
@@ -125,23 +125,16 @@ def test_the_advice_follows_from_the_numbers(table, take):
 
 
 def test_the_page_of_a_comparison(tmp_path):
-    with pytest.raises(MissingFileError):
-        write_comparison(tmp_path)
     plan = Plan(NORMS, (0.01, 0.02, 0.04, 0.08), 400, equal_time(TIMES, 400))
-    settings = {"norms": NORMS, "rates": plan.rates, "iterations": 400, "equal_time": plan.equal_time, "times": TIMES}
-    (tmp_path / "settings.json").write_text(json.dumps(settings))
-    lines = [
-        {
-            **job._asdict(),
-            "task": "bbox",
+    results = {
+        job: {
             "AP": ap,
             "diverged": "the loss is <b>nan</b>" if job.norm == "BN" and job.rate == 0.08 else "",
             "curve": [[job.iterations // 2, ap / 2], [job.iterations, ap]],
         }
         for job, ap in finished(plan, 3).items()
-    ]
-    (tmp_path / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    numbers = write_comparison(tmp_path)
+    }
+    numbers = write_comparison(tmp_path, plan, TIMES, results)
     written = json.loads((tmp_path / "comparison.json").read_text(), parse_constant=pytest.fail)
     assert written["advice"] == numbers["advice"] and written["differences"] == numbers["differences"]
     assert numbers["recommended"] == {"norm": "GW", "rate": 0.08} and numbers["norms"]["GW"]["rate_at_the_edge"]
