@@ -1,6 +1,8 @@
 """timm models with whitening: names, positions, weights in both directions, timm's scripts."""
 
 import argparse
+import subprocess
+import sys
 
 import pytest
 import timm
@@ -11,6 +13,7 @@ from safetensors.torch import save_file
 from timm.utils import CheckpointSaver
 from torch import nn
 
+from examples import timm_models
 from gw_detectron.config import read_config
 from gw_detectron.errors import UnknownNormError, UserError
 from gw_detectron.layers import GroupWhitening2d
@@ -70,3 +73,12 @@ def test_weights_go_to_detectron2_and_back(tmp_path):
         "gw_resnet18", norm="GW:groups=16", num_classes=0, pretrained=True, pretrained_cfg_overlay=overlay
     ).eval()
     assert torch.allclose(back.forward_features(x), model.forward_features(x), atol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_script_of_timm_finds_the_models(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import sys, timm\nprint(timm.is_model('gw_resnet50'), __name__, sys.argv[1:])\n")
+    command = [sys.executable, timm_models.__file__, str(script), "--lr", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "True __main__ ['--lr', '1']\n"
