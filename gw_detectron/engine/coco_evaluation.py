@@ -3,11 +3,16 @@
 import contextlib
 import io
 import logging
+import os
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from detectron2.data import MetadataCatalog
+from detectron2.data.datasets.coco import convert_to_coco_json
 from detectron2.evaluation import COCOEvaluator
+
+from .output_folder import CONVERTED
 
 log = logging.getLogger(__name__)
 
@@ -43,3 +48,15 @@ class DenseCOCOEvaluator(COCOEvaluator):
             *(iou_type, self._most, standard, results["AP"], limit, results[f"AP@{limit}"], limit),
         )
         return results
+
+
+def build_coco_evaluator(name: str, folder: str, **options: Any) -> DenseCOCOEvaluator:
+    """Build the evaluator of objects; convert the records of a Python function anew, not from an earlier file."""
+    metadata = MetadataCatalog.get(name)
+    if converts := metadata.get("json_file", CONVERTED).endswith(CONVERTED):
+        vars(metadata).pop("json_file", None)
+        convert_to_coco_json(name, os.path.join(folder, f"{name}{CONVERTED}"), allow_cached=False)
+    evaluator = DenseCOCOEvaluator(name, output_dir=folder, **options)
+    if converts:
+        vars(metadata).pop("json_file", None)
+    return evaluator

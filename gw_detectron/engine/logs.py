@@ -10,6 +10,7 @@ from detectron2.engine import HookBase
 from detectron2.utils import comm
 from tqdm import tqdm
 
+from ..errors import is_user_error, message_of
 from ..progress import progress_bar
 
 _LOGGERS = ("detectron2", "fvcore", "gw_detectron")
@@ -72,6 +73,15 @@ def log_to(folder: str) -> None:
             logger.handlers += handlers
             logger.propagate = False
             logger.setLevel(logging.DEBUG)
+
+
+def remove_traceback_of_user_errors(record: logging.LogRecord) -> bool:
+    """Log filter: replace the traceback of a user error by its message."""
+    error = record.exc_info[1] if record.exc_info else None
+    if error is not None and is_user_error(error):
+        record.exc_info = None
+        record.msg = f"{record.msg} {message_of(error)}"
+    return True
 
 
 class ProgressBar(HookBase):

@@ -1,6 +1,7 @@
 """Start a run: lock its folder, open its weights, check it, and only then write to the folder."""
 
 import contextlib
+import hashlib
 import logging
 import os
 import shlex
@@ -18,7 +19,7 @@ from ..checkpoint import StartWeights, open_start_weights
 from ..checkpoint.opening import local_file
 from ..config import changed_config
 from ..data import record_datasets, registered_datasets
-from ..errors import PreflightReport
+from ..errors import ConfigError, PreflightReport
 from ..preflight import preflight
 from .launch import in_all_processes
 from .logs import log_to
@@ -93,3 +94,20 @@ def _write_record(cfg: CfgNode, weights: StartWeights, *, eval_only: bool) -> No
     torch.backends.cudnn.benchmark = (
         cfg.CUDNN_BENCHMARK and not eval_only and not torch.are_deterministic_algorithms_enabled()
     )
+
+
+def check_same_start(model: torch.nn.Module, start: StartWeights, iteration: int = 0) -> None:
+    """Require that all processes start with the same weights: each loads its own file."""
+    if comm.get_world_size() == 1:
+        return
+    digest = hashlib.sha256()
+    for value in model.state_dict().values():
+        digest.update(value.cpu().contiguous().flatten().view(torch.uint8).numpy())
+    starts = comm.all_gather((iteration, digest.hexdigest()))
+    with in_all_processes():
+        if len(set(starts)) > 1:
+            raise ConfigError(
+                f"{'--resume' if start.resumed else 'MODEL.WEIGHTS'} ('{start.address}'): the processes start with "
+                f"different weights, in the iterations {[first for first, _ in starts]}. Fix: share the files of the "
+                "first machine."
+            )

@@ -23,8 +23,8 @@ from ..prediction import detector_file
 from ..recipe import apply_recipe
 from .launch import in_all_processes
 from .run_datasets import use_datasets
-from .start import start_run
-from .trainer import Trainer, check_same_start
+from .start import check_same_start, start_run
+from .trainer import Trainer
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +87,8 @@ def run_config(args: argparse.Namespace) -> CfgNode:
         cfg.TRACKER = args.track
     if args.num_gpus == 0 and "MODEL.DEVICE" not in (args.opts or []):
         cfg.MODEL.DEVICE = "cpu"
+    elif args.num_gpus and cfg.MODEL.DEVICE == "cpu" and torch.cuda.is_available():
+        log.warning("MODEL.DEVICE ('cpu'): the GPU of --num-gpus is not used. Fix: add MODEL.DEVICE cuda.")
     use_datasets(cfg, args, os.path.join(cfg.OUTPUT_DIR, "inference") if args.eval_only else cfg.OUTPUT_DIR)
     cfg.freeze()
     return cfg

@@ -1,6 +1,5 @@
 """Detectron2's DefaultTrainer with exact resume, atomic checkpoints, COCO evaluation and diagnosed failures."""
 
-import hashlib
 import importlib.util
 import logging
 import os
@@ -12,7 +11,6 @@ import torch
 import torch.distributed as dist
 from detectron2.config import CfgNode
 from detectron2.data import DatasetMapper, Metadata, MetadataCatalog, build_detection_test_loader
-from detectron2.data.datasets.coco import convert_to_coco_json
 from detectron2.engine import AMPTrainer, DefaultTrainer, SimpleTrainer, create_ddp_model, hooks
 from detectron2.engine.train_loop import TrainerBase
 from detectron2.evaluation import (
@@ -41,17 +39,16 @@ from ..config import changed_config
 from ..data import classes_of
 from ..data.augmentations import training_mapper
 from ..data.images import ImageNamingMapper
-from ..errors import ConfigError, NonFiniteError, is_user_error, message_of
+from ..errors import ConfigError, NonFiniteError
 from ..norms.listing import norm_summary
 from ..preflight import wrong_evaluator
 from .best import BestWeights, TrainingEnded, WeightAverage
-from .coco_evaluation import DenseCOCOEvaluator
+from .coco_evaluation import build_coco_evaluator
 from .hooks import LossGuard, SignalHook
-from .launch import in_all_processes
-from .logs import ProgressBar
+from .logs import ProgressBar, remove_traceback_of_user_errors
 from .optimizer import accumulated_step, set_norm_decay
-from .output_folder import CONVERTED, METRICS, clear_output, earlier_run
-from .start import start_run
+from .output_folder import METRICS, clear_output, earlier_run
+from .start import check_same_start, start_run
 from .tracking import TrackerWriter
 from .training_data import INITIAL_WEIGHTS, STEP, TrainingData, build_training_data, seed_generators
 from .validation import LOSS_NORMALIZER, validation_losses
@@ -181,7 +178,7 @@ class Trainer(DefaultTrainer):
         if architecture == "SemanticSegmentor":
             return SemSegEvaluator(dataset_name, output_dir=folder)
         tasks = {"bbox": True, "segm": cfg.MODEL.MASK_ON, "keypoints": cfg.MODEL.KEYPOINT_ON}
-        objects = _coco_evaluator(
+        objects = build_coco_evaluator(
             dataset_name,
             folder,
             detections=cfg.TEST.DETECTIONS_PER_IMAGE,
@@ -339,14 +336,14 @@ class Trainer(DefaultTrainer):
         if comm.is_main_process():
             remove_unfinished(self.cfg.OUTPUT_DIR)
         loop_log = logging.getLogger("detectron2.engine.train_loop")
-        loop_log.addFilter(_remove_traceback_of_user_errors)
+        loop_log.addFilter(remove_traceback_of_user_errors)
         try:
             with self._lock:
                 super().train()
         except TrainingEnded as end:
             log.info("%s", end)
         finally:
-            loop_log.removeFilter(_remove_traceback_of_user_errors)
+            loop_log.removeFilter(remove_traceback_of_user_errors)
         return getattr(self, "_last_eval_results", None)
 
     @classmethod
@@ -391,41 +388,3 @@ class Trainer(DefaultTrainer):
 
     def _evaluate_with_TTA(self) -> OrderedDict | None:
         return None if self._signals.received else self.test_with_TTA(self.cfg, self.checkpointer.model)
-
-
-def _coco_evaluator(name: str, folder: str, **options: Any) -> DenseCOCOEvaluator:
-    """Build the evaluator of objects; convert the records of a Python function anew, not from an earlier file."""
-    metadata = MetadataCatalog.get(name)
-    if converts := metadata.get("json_file", CONVERTED).endswith(CONVERTED):
-        vars(metadata).pop("json_file", None)
-        convert_to_coco_json(name, os.path.join(folder, f"{name}{CONVERTED}"), allow_cached=False)
-    evaluator = DenseCOCOEvaluator(name, output_dir=folder, **options)
-    if converts:
-        vars(metadata).pop("json_file", None)
-    return evaluator
-
-
-def check_same_start(model: torch.nn.Module, start: StartWeights, iteration: int = 0) -> None:
-    """Require that all processes start with the same weights: each loads its own file."""
-    if comm.get_world_size() == 1:
-        return
-    digest = hashlib.sha256()
-    for value in model.state_dict().values():
-        digest.update(value.cpu().contiguous().flatten().view(torch.uint8).numpy())
-    starts = comm.all_gather((iteration, digest.hexdigest()))
-    with in_all_processes():
-        if len(set(starts)) > 1:
-            raise ConfigError(
-                f"{'--resume' if start.resumed else 'MODEL.WEIGHTS'} ('{start.address}'): the processes start with "
-                f"different weights, in the iterations {[first for first, _ in starts]}. Fix: share the files of the "
-                "first machine."
-            )
-
-
-def _remove_traceback_of_user_errors(record: logging.LogRecord) -> bool:
-    """Log filter: replace the traceback of a user error by its message."""
-    error = record.exc_info[1] if record.exc_info else None
-    if error is not None and is_user_error(error):
-        record.exc_info = None
-        record.msg = f"{record.msg} {message_of(error)}"
-    return True

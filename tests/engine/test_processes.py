@@ -17,7 +17,7 @@ from gw_detectron.cli import Interrupted, errors_reported
 from gw_detectron.data import make_synthetic
 from gw_detectron.engine import get_parser
 from gw_detectron.engine.launch import in_all_processes, launch_from_args
-from gw_detectron.engine.trainer import check_same_start
+from gw_detectron.engine.start import check_same_start
 from gw_detectron.errors import ConfigError, NonFiniteError, PreflightError, UserError
 
 from ..reliability.forked_run import child

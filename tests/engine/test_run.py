@@ -117,6 +117,14 @@ class TestFlags:
         args.opts += ["SOLVER.STEPS", "(700,)"]
         assert run_config(args).SOLVER.STEPS == (700,)
 
+    @pytest.mark.parametrize(("gpus", "told"), [(1, True), (0, False)])
+    def test_a_gpu_that_the_config_leaves_idle_is_told(self, monkeypatch, caplog, gpus, told):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(logging.getLogger("gw_detectron"), "propagate", True)
+        args = get_parser().parse_args(["--num-gpus", str(gpus), "--config-file", str(CONFIG)])
+        assert run_config(args).MODEL.DEVICE == "cpu"  # as the config of the demo says
+        assert ("MODEL.DEVICE ('cpu')" in caplog.text) == told
+
     @pytest.mark.parametrize("start", ["scratch", "weights", "resume"])
     def test_the_screen_has_few_lines_before_the_first_loss_and_log_txt_the_rest(self, copy, tmp_path, capsys, start):
         flags = ["--resume"] if start == "resume" else []
