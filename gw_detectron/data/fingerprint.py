@@ -38,6 +38,11 @@ class Fingerprint:
         return np.bincount(self.image, minlength=len(self.images))
 
     @cached_property
+    def most_of_a_class(self) -> int:
+        """Largest number of objects of one class in an image."""
+        return max(Counter(zip(self.image, self.category, strict=True)).values(), default=0)
+
+    @cached_property
     def per_class(self) -> np.ndarray:
         """Number of objects of each class, (C)."""
         return np.bincount(self.category, minlength=len(self.classes))

@@ -4,7 +4,6 @@ import contextlib
 import io
 import logging
 import os
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from detectron2.data import MetadataCatalog
 from detectron2.data.datasets.coco import convert_to_coco_json
 from detectron2.evaluation import COCOEvaluator
 
+from ..data.fingerprint import read_fingerprint
 from .output_folder import CONVERTED
 
 log = logging.getLogger(__name__)
@@ -27,9 +27,8 @@ class DenseCOCOEvaluator(COCOEvaluator):
 
     def __init__(self, dataset_name: str, detections: int, **options: Any) -> None:
         super().__init__(dataset_name, **options)
-        objects = [each for each in self._coco_api.anns.values() if not each.get("iscrowd")]
-        counts = Counter((each["image_id"], each["category_id"]) for each in objects)
-        self._most, self._detections = max(counts.values(), default=0), detections
+        found = read_fingerprint([{"annotations": [], **self._coco_api.dataset}])  # as preflight, which names AP@N
+        self._most, self._detections = found.most_of_a_class, detections
 
     def _derive_coco_results(self, coco_eval: Any, iou_type: str, class_names: Sequence[str] | None = None) -> dict:
         results = super()._derive_coco_results(coco_eval, iou_type, class_names)

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..checkpoint import StartWeights, trained_classes
 from ..data.augmentations import build_augmentations
+from ..data.fingerprint import Fingerprint
 from ..errors import ConfigError, PreflightReport, first_line
 from .dataset_checks import check_datasets, wrong_evaluator
 from .model_checks import check_model, check_start_weights
@@ -68,14 +69,13 @@ def preflight(
     texts = {key: cfg.DATASETS[key] for key in ("TRAIN", "TEST") if isinstance(cfg.DATASETS[key], str)}
     for key, name in texts.items():
         report.errors.append(f"DATASETS.{key} ({name!r}): a text instead of a tuple. Fix: write ({name!r},).")
-    if not texts:
-        trained = trained_classes(start.opened) if eval_only or start.resumed else None
-        check_datasets(cfg, report, eval_only=eval_only, trained=trained)
-        if not own_evaluator:
-            registered = [name for name in cfg.DATASETS.TEST if name in DatasetCatalog]
-            report.errors += filter(None, (wrong_evaluator(cfg, name) for name in registered))
+    trained = trained_classes(start.opened) if eval_only or start.resumed else None
+    data = {} if texts else check_datasets(cfg, report, eval_only=eval_only, trained=trained)
+    if not (texts or own_evaluator):
+        registered = [name for name in cfg.DATASETS.TEST if name in DatasetCatalog]
+        report.errors += filter(None, (wrong_evaluator(cfg, name) for name in registered))
     if not eval_only:
-        _check_kept_weights(cfg, report, own_evaluator=own_evaluator)
+        _check_kept_weights(cfg, report, None if own_evaluator else data)
     if not report.errors:
         start.fetch()
     if start.unfetched:
@@ -113,8 +113,8 @@ def _check_schedule(cfg: CfgNode, report: PreflightReport) -> None:
         )
 
 
-def _check_kept_weights(cfg: CfgNode, report: PreflightReport, *, own_evaluator: bool) -> None:
-    """Check the keys that decide which weights are kept, and when the training ends. Datasets are registered."""
+def _check_kept_weights(cfg: CfgNode, report: PreflightReport, data: dict[str, Fingerprint] | None) -> None:
+    """Check the keys that decide which weights are kept, and when the training ends; None: scores are not known."""
     decay, best, period, patience = cfg.SOLVER.EMA, cfg.TEST.BEST, cfg.TEST.EVAL_PERIOD, cfg.TEST.PATIENCE
     if not 0 <= decay < 1:
         report.errors.append(f"SOLVER.EMA ({decay}): not from 0 to below 1. Fix: give e.g. 0.999, or 0 for no average.")
@@ -125,13 +125,13 @@ def _check_kept_weights(cfg: CfgNode, report: PreflightReport, *, own_evaluator:
             f"TEST.BEST ('{best}'): needs evaluations during the training; TEST.EVAL_PERIOD is {period}, DATASETS.TEST "
             f"{cfg.DATASETS.TEST}. Fix: set both, or TEST.BEST ''."
         )
-    elif best and not own_evaluator and best not in (scores := _score_names(cfg)):
+    elif best and data is not None and best not in (scores := _score_names(cfg, data)):
         report.errors.append(
             f"TEST.BEST ('{best}'): not a score of the evaluation. Fix: give one of {', '.join(scores)}."
         )
 
 
-def _score_names(cfg: CfgNode) -> list[str]:
+def _score_names(cfg: CfgNode, data: dict[str, Fingerprint]) -> list[str]:
     """List the scores that an evaluation logs: dataset (of several), task, score."""
     kind = cfg.MODEL.META_ARCHITECTURE
     objects, semantic = kind != "SemanticSegmentor", kind in ("SemanticSegmentor", "PanopticFPN")
@@ -141,9 +141,13 @@ def _score_names(cfg: CfgNode) -> list[str]:
     for dataset in cfg.DATASETS.TEST:
         prefix = f"{dataset}/" if len(cfg.DATASETS.TEST) > 1 else ""
         classes = MetadataCatalog.get(dataset).get("thing_classes") or []
+        most = data[dataset].most_of_a_class if dataset in data else 0
         for task in filter(tasks.get, tasks):
-            per_class = [f"AP-{name}" for name in classes] if "AP" in _SCORES[task] and len(classes) > 1 else []
-            names += [f"{prefix}{task}/{score}" for score in (*_SCORES[task], *per_class)]
+            beyond = most > (20 if task == "keypoints" else 100)  # of DenseCOCOEvaluator
+            more = [f"AP@{max(most, cfg.TEST.DETECTIONS_PER_IMAGE)}"] if beyond else []
+            more += [f"AP-{name}" for name in classes] if len(classes) > 1 else []
+            scores = (*_SCORES[task], *more) if "AP" in _SCORES[task] else _SCORES[task]
+            names += [f"{prefix}{task}/{score}" for score in scores]
     return [*names, "validation/total_loss"] if cfg.TEST.LOSS else names
 
 

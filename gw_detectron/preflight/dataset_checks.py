@@ -27,8 +27,8 @@ _MOST_HEADERS = 1000  # a few seconds on a network disk
 
 def check_datasets(
     cfg: CfgNode, report: PreflightReport, *, eval_only: bool, trained: Mapping[int, str] | None = None
-) -> None:
-    """Check the datasets of training (unless ``eval_only``) and evaluation, and that they have the same classes.
+) -> dict[str, Fingerprint]:
+    """Check and return the datasets of training (unless ``eval_only``) and evaluation; require the same classes.
 
     ``trained`` has the classes that the checkpoint of a resumed run or an evaluation records.
     """
@@ -71,6 +71,7 @@ def check_datasets(
     if not differing:
         report.errors += _wrong_classes(cfg, classes)
         report.warnings += [*_classes_without_objects(cfg, data), *check_fit(cfg, data, eval_only=eval_only)]
+    return data
 
 
 def _wrong_keypoint_names(cfg: CfgNode, datasets: Sequence[str]) -> Iterator[str]:

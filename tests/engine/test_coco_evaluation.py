@@ -11,7 +11,11 @@ from detectron2.structures import Boxes, Instances
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
+from gw_detectron.checkpoint import StartWeights
 from gw_detectron.engine.coco_evaluation import DenseCOCOEvaluator
+from gw_detectron.preflight import preflight
+
+from ..preflight.sound_run import config
 
 SIGMAS = [0.1, 0.1]
 
@@ -92,3 +96,13 @@ def test_an_ap_is_added_only_beyond_the_limit_of_the_task(crowded, task, count, 
     scores = evaluate(crowded(count), (task,))[0][task]
     assert [name for name in scores if "@" in name] == names
     assert all(scores[name] > scores["AP"] + 10 for name in names)
+
+
+@pytest.mark.parametrize(("count", "best"), [(150, "bbox/AP@150"), (150, "bbox/AP@500"), (100, "bbox/AP@100")])
+@pytest.mark.parametrize("detections", [100, 500])
+def test_the_best_weights_may_be_those_of_the_added_ap(crowded, tmp_path, count, best, detections):
+    names = [f"bbox/{name}" for name in evaluate(crowded(count), ("bbox",), detections)[0]["bbox"]]
+    sets = {"DATASETS__TRAIN": ("crowded",), "DATASETS__TEST": ("crowded",), "TEST__DETECTIONS_PER_IMAGE": detections}
+    found = preflight(config(tmp_path, TEST__BEST=best, TEST__EVAL_PERIOD=1, **sets), StartWeights()).errors
+    refused = [error for error in found if "TEST.BEST" in error]
+    assert bool(refused) == (best not in names) and all(name in error for error in refused for name in names)
