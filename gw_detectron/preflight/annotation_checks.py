@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -102,7 +102,8 @@ def check_coco(content: Any, needs: DatasetNeeds) -> tuple[list[str], list[str]]
             faults += [] if record["category_id"] in categories else [UNKNOWN_CATEGORY]
             if not faults:
                 measured.append(record)
-            faults += _object_faults(record, needs)
+                faults += _keypoint_faults(record, needs) if needs.keypoints else []
+            faults += [ID_0] if number == 0 and not needs.training else []
             for fault in faults:
                 found[fault].append(number)
         record = "segmentation"
@@ -113,13 +114,19 @@ def check_coco(content: Any, needs: DatasetNeeds) -> tuple[list[str], list[str]]
         raise DataError(f"not in COCO format at {record!s:.80}: {type(error).__name__}: {error}") from error
     if needs.training and not learnable:
         raise DataError("nothing to learn from: no annotation, or only crowds and objects without area or mask")
+    return describe(found, len(annotations), "annotations", "ids ")
+
+
+def describe(
+    found: Mapping[Fault, Sequence[Any]], count: int, kind: str, names: str = ""
+) -> tuple[list[str], list[str]]:
+    """Return errors and warnings that count and name the records with each fault."""
     messages: dict[bool, list[str]] = {True: [], False: []}
-    for fault, numbers in found.items():
-        share = len(numbers) / len(annotations)
-        if share > fault.told_above:
+    for fault, records in found.items():
+        if (share := len(records) / max(1, count)) > fault.told_above:
             messages[share > fault.refused_above].append(
-                f"{len(numbers)} of {len(annotations)} annotations {fault.text} "
-                f"(ids {summarize_names(map(str, numbers))}). Fix: {fault.fix}."
+                f"{len(records)} of {count} {kind} {fault.text} ({names}{summarize_names(map(str, records))}). "
+                f"Fix: {fault.fix}."
             )
     return messages[True], messages[False]
 
@@ -135,8 +142,6 @@ def _check_geometry(
     masks = [each.get("segmentation") for each in records]
     outlines, areas = mask_boxes(masks, sizes)
     crowd = np.array([bool(each.get("iscrowd")) for each in records])
-    listed = np.array([type(mask) is list for mask in masks])
-    drawn = np.array([type(m) is dict or (type(m) is list and any(map(is_polygon, m))) for m in masks])
     faults = _box_faults(boxes, limits)
     lost = crowd | faults[NO_AREA] | faults[OUTSIDE]
     apart = ~crowd & ~faults[NO_AREA] & (areas > 0) & far_apart(corners(boxes), outlines, limits)
@@ -146,9 +151,14 @@ def _check_geometry(
     smaller = apart & within.all(axis=1) & ~as_corners
     faults |= {APART: apart & ~smaller & ~as_corners, MASK_CORNERS: as_corners, SMALLER: smaller, CROWDS: crowd}
     if needs.masks:
-        used = drawn & ~(crowd & needs.training)
-        faults |= {OTHER_SIZE: used & ~listed & np.isnan(areas), NO_COORDINATES: used & listed & np.isnan(areas)}
-        faults |= {NO_PIXEL: used & (areas == 0), NO_POLYGON: ~crowd & listed & ~drawn & [bool(mask) for mask in masks]}
+        used, given = ~(crowd & needs.training), np.array([bool(mask) for mask in masks])
+        encoded = np.array([isinstance(mask, dict) for mask in masks])
+        flat = np.array([not mask or isinstance(mask, dict) or all(map(is_coordinates, mask)) for mask in masks])
+        drawn = np.array([isinstance(mask, list) and any(map(is_polygon, mask)) for mask in masks])
+        faults |= {NO_MASK: used & ~given, RUN_LENGTHS: used & encoded & (not needs.run_lengths)}
+        faults |= {OTHER_SIZE: used & encoded & np.isnan(areas), NO_PIXEL: used & (areas == 0)}
+        faults |= {NO_COORDINATES: used & (~flat | (drawn & np.isnan(areas)))}
+        faults |= {NO_POLYGON: ~crowd & given & flat & ~drawn & ~encoded}
         lost |= faults[NO_PIXEL] | faults[NO_POLYGON]
     keys = [(each["image_id"], each["category_id"], *each["bbox"]) for each in records]
     counts = Counter(keys)
@@ -172,23 +182,6 @@ def _box_faults(boxes: Floats, sizes: Floats) -> dict[Fault, Flags]:
     beyond = (np.abs(inside - edges) > 1 + limits / 10).any(axis=1) & ~outside & ~as_corners
     normalized = boxes.max(axis=1) <= 1
     return {NO_AREA: empty, OUTSIDE: outside, CORNERS: as_corners, BEYOND: beyond, NORMALIZED: normalized}
-
-
-def _object_faults(record: dict[str, Any], needs: DatasetNeeds) -> Iterator[Fault]:
-    crowd, mask = record.get("iscrowd"), record.get("segmentation")
-    if record["id"] == 0 and not needs.training:
-        yield ID_0
-    if needs.keypoints:
-        yield from _keypoint_faults(record, needs)
-    if not needs.masks or (crowd and needs.training):  # crowds are not trained on
-        return
-    if not mask:
-        yield NO_MASK
-    elif isinstance(mask, dict):
-        if not needs.run_lengths:
-            yield RUN_LENGTHS
-    elif not all(is_coordinates(polygon) for polygon in mask):
-        yield NO_COORDINATES
 
 
 def _keypoint_faults(record: dict[str, Any], needs: DatasetNeeds) -> Iterator[Fault]:

@@ -1,5 +1,6 @@
 """Check that the datasets of a run are complete and fit the model."""
 
+import functools
 import importlib.util
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.data.detection_utils import create_keypoint_hflip_indices
 
 from ..data import read_json
 from ..data.coco_files import COMPLETED, coco_of_records
@@ -15,7 +17,7 @@ from ..data.fingerprint import Fingerprint, read_fingerprint
 from ..data.images import content_key, upright_size
 from ..errors import DataError, PreflightReport, similar_names, summarize_names
 from ..modeling.build import CLASS_COUNTS
-from .annotation_checks import DatasetNeeds, check_coco
+from .annotation_checks import DatasetNeeds, Fault, check_coco, describe
 from .data_fit import check_fit, training_view
 
 #: values of a dataset's metadata ``evaluator_type`` that are evaluated by the COCO rules
@@ -23,6 +25,19 @@ _COCO_EVALUATORS = ("coco", "coco_panoptic_seg")
 #: architecture -> the ``evaluator_type`` that its predictions need, if they are not only boxes
 _EVALUATORS = {"PanopticFPN": ("coco_panoptic_seg",), "SemanticSegmentor": ("coco_panoptic_seg", "sem_seg")}
 _MOST_HEADERS = 1000  # a few seconds on a network disk
+_MISSING = Fault(
+    "are missing", "put them there, remove them from the JSON file, or give the folder that file_name is relative to"
+)
+_UNREADABLE = Fault(
+    "cannot be read or have another width x height",
+    "correct the file; a photo with an EXIF orientation has the size of the upright photo",
+)
+_TURNED = Fault(
+    "are turned or mirrored by their EXIF orientation and keep their size",
+    "check that their boxes are those of the upright photo",
+    1,
+)
+_COPIES = Fault("are copies", "remove them; AP on images of the training is too high", 1)
 
 
 def check_datasets(
@@ -78,26 +93,22 @@ def _wrong_keypoint_names(cfg: CfgNode, datasets: Sequence[str]) -> Iterator[str
     """Yield an error for each dataset whose names of keypoints do not fit the model or its horizontal flips."""
     points, first = cfg.MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS, None
     for name in datasets:
-        given, flips = (MetadataCatalog.get(name).get(f"keypoint_{key}", None) for key in ("names", "flip_map"))
-        if given is None or flips is None:
-            if name in cfg.DATASETS.TRAIN:
-                yield (
-                    f"DATASETS.TRAIN ('{name}'): no keypoint_names or keypoint_flip_map, which flips of images need. "
-                    "Fix: write the names into the categories of the json, as keypoints, or both keys into --datasets "
-                    "FILE (docs/your_data.md); of a dataset registered in Python, set them in MetadataCatalog."
-                )
-            continue
-        names, flipped = list(given), [each for pair in flips for each in pair]
+        names = list(MetadataCatalog.get(name).get("keypoint_names", None) or ())
+        try:
+            order = create_keypoint_hflip_indices(name)
+        except AttributeError:  # no names or pairs
+            if name not in cfg.DATASETS.TRAIN:
+                continue
+            order = []
+        except ValueError:  # a pair with another name
+            order = []
         first = first or names
-        wrong = [f"are {len(names)}, MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS is {points}"] * (len(names) != points)
-        wrong += [f"have {each} twice" for each in names if names.count(each) > 1][:1]
-        wrong += [f"differ from those of {datasets[0]}"] * (names != first)
-        wrong += [f"lack {each} of keypoint_flip_map" for each in flipped if each not in names][:1]
-        wrong += [f"exchange {each} twice in flips" for each in flipped if flipped.count(each) > 1][:1]
-        if wrong:
+        if names != first or [order[index] for index in order] != list(range(points)):
             yield (
-                f"keypoint_names ({summarize_names(map(str, names), 20)}) of {name}: {', '.join(wrong)}. Fix: give one "
-                "name per keypoint, and each in at most one pair of keypoint_flip_map."
+                f"keypoint_names of {name} ({summarize_names(map(str, names), 20)}): not one name for each of {points} "
+                "keypoints (MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS), in at most one pair of keypoint_flip_map, the same "
+                "in all datasets. Fix: write them into the categories of the json, as keypoints, or both keys into "
+                "--datasets FILE (docs/your_data.md); of a dataset registered in Python, set them in MetadataCatalog."
             )
 
 
@@ -196,10 +207,8 @@ def _check_dataset(
         return None
     root = metadata.get("image_root", ".") or "."
     if "://" not in root:  # a header would cost a download
-        missing = _missing_images(root, content["images"])
-        found = ([], []) if missing else _image_faults(name, root, content["images"], needs.percentiles, photos)
-        errors += [*missing, *found[0]]
-        warnings += found[1]
+        found = _check_images(name, root, content["images"], needs.percentiles, photos)
+        errors, warnings = errors + found[0], warnings + found[1]
     report.errors += [f"{where}: {error}" for error in errors]
     report.warnings += [f"{where}: {warning}" for warning in warnings]
     return classes if json_file is None else data[name].classes
@@ -210,58 +219,34 @@ def _place() -> str:
     return f"Fix: put it there, or set DETECTRON2_DATASETS to the folder of the datasets (now '{folder}')."
 
 
-def _missing_images(root: str, images: Sequence[dict]) -> list[str]:
-    if not os.path.isdir(root):
-        return [f"the folder of images '{root}' does not exist. {_place()}"]
-    # one listing per folder, because network disks are slow at a query per file
-    by_folder: dict[str, set[str]] = {}
-    for image in images:
-        folder, base = os.path.split(os.path.join(root, image["file_name"]))
-        by_folder.setdefault(folder, set()).add(base)
-    missing = [
-        os.path.join(folder, base)
-        for folder, wanted in by_folder.items()
-        for base in wanted.difference(os.listdir(folder) if os.path.isdir(folder) else ())
-    ]
-    text = (
-        f"{len(missing)} of {len(images)} images are missing: {summarize_names(sorted(missing), 3)}. Fix: put them "
-        "there, remove them from the JSON file, or give the folder that file_name is relative to."
-    )
-    return [text] * bool(missing)
-
-
-def _image_faults(
+def _check_images(
     name: str, root: str, images: Sequence[dict], percentiles: Sequence[float], photos: dict[str, tuple[str, Any, str]]
 ) -> tuple[list[str], list[str]]:
-    """Return errors and warnings of images, by the headers of some of them.
+    """Return errors and warnings of images: whether all exist, and what the headers of some of them say.
 
     ``photos`` has dataset, id and file of images by their content, to find copies; those of this dataset are added.
     """
+    if not os.path.isdir(root):
+        return [f"the folder of images '{root}' does not exist. {_place()}"], []
+    # one listing per folder, because network disks are slow at a query per file
+    files = functools.cache(lambda folder: set(os.listdir(folder)) if os.path.isdir(folder) else set())
+    paths = {os.path.join(root, image["file_name"]) for image in images}
+    if missing := sorted(path for path in paths if os.path.basename(path) not in files(os.path.dirname(path))):
+        return describe({_MISSING: missing}, len(images), "images")
     checked = images[:: -(-len(images) // _MOST_HEADERS)]
-    wrong, turned, copies = [], [], []
+    found: dict[Fault, list[str]] = {_UNREADABLE: [], _TURNED: [], _COPIES: []}
     for image in checked:
         path = os.path.join(root, image["file_name"])
         try:
             width, height, is_ambiguous = upright_size(path, percentiles)
         except DataError as error:
-            wrong.append(str(error).partition(" Fix: ")[0])
+            found[_UNREADABLE].append(str(error).partition(" Fix: ")[0])
             continue
         if (width, height) != (image["width"], image["height"]):
-            wrong.append(f"'{image['file_name']}' is {width} x {height}")
+            found[_UNREADABLE].append(f"'{image['file_name']}' is {width} x {height}")
         elif is_ambiguous:
-            turned.append(image["file_name"])
+            found[_TURNED].append(image["file_name"])
         *first, file = photos.setdefault(content_key(path), (name, image["id"], image["file_name"]))
         if first != [name, image["id"]]:
-            copies.append(f"{image['file_name']} is {file} of {first[0]}")
-    texts = (
-        f"cannot be read or have another width x height: {summarize_names(wrong, 3)}. Fix: correct the file; a photo "
-        "with an EXIF orientation has the size of the upright photo.",
-        f"are turned or mirrored by their EXIF orientation and keep their size ({summarize_names(turned, 3)}). Fix: "
-        "check that their boxes are those of the upright photo.",
-        f"are copies ({summarize_names(copies, 3)}). Fix: remove them; AP on images of the training is too high.",
-    )
-    errors, first, second = (
-        [f"{len(files)} of {len(checked)} checked images {text}"] * bool(files)
-        for files, text in zip((wrong, turned, copies), texts, strict=True)
-    )
-    return errors, first + second
+            found[_COPIES].append(f"{image['file_name']} is {file} of {first[0]}")
+    return describe(found, len(checked), "checked images")
