@@ -44,12 +44,11 @@ class PreflightError(ConfigError):
 
 @dataclass
 class PreflightReport:
-    """Errors and warnings found before a run; what was left out because of errors; notes about the data."""
+    """Errors and warnings found before a run; what was left out because of errors."""
 
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     unchecked: str = ""
-    notes: list[str] = field(default_factory=list, compare=False)
 
     def raise_errors(self) -> None:
         """Raise :class:`PreflightError` if there is an error."""

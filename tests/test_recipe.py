@@ -188,8 +188,6 @@ def test_keys_of_the_users_own_yaml_stay(run, tmp_path):
     assert (cfg.SOLVER.BASE_LR, list(cfg.INPUT.MIN_SIZE_TRAIN), cfg.INPUT.MIN_SIZE_TEST) == (0.003, [99], 99)
 
 
-def test_epochs_set_the_schedule_alone_and_the_data_are_described(run, tmp_path):
+def test_epochs_set_the_schedule_alone(run):
     cfg = run("--epochs", "4", "--config-file", "own_mask_rcnn_R_18_FPN_GW")
-    (line,) = [each for each in (tmp_path / "out" / "log.txt").read_text().splitlines() if "best anchor" in each]
-    assert " objects of 3 classes" in line and "resized to 320" in line
     assert 2 * len(DatasetCatalog.get("custom_train")) == cfg.SOLVER.MAX_ITER and cfg.INPUT.MIN_SIZE_TEST == 320

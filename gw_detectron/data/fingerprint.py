@@ -20,7 +20,7 @@ class Fingerprint:
     """Images and objects of COCO files.
 
     An object can be learned if it is no crowd, its image and category are listed, and its box has an area inside the
-    image. Only such objects are in the arrays. A summary is ``str(fingerprint)``.
+    image. Only such objects are in the arrays.
     """
 
     classes: list[str]  # in the order of the category ids
@@ -61,16 +61,6 @@ class Fingerprint:
     def sizes(self, shorter: float, longest: float) -> np.ndarray:
         """Return the square roots of the resized boxes' areas, (N), as anchors are measured."""
         return np.sqrt(self.resized(shorter, longest).prod(axis=1))
-
-    def __str__(self) -> str:
-        if not len(self.boxes):
-            return f"{len(self.images)} images, no object to learn from"
-        sides = dict.fromkeys(f"{width:g} x {height:g}" for width, height in (self.images.min(0), self.images.max(0)))
-        names = [f"{self.classes[index]} {self.per_class[index]:,}" for index in np.argsort(-self.per_class)[:5]]
-        return (
-            f"{len(self.images):,} images of {' to '.join(sides)}; {len(self.boxes):,} objects of {len(self.classes)} "
-            f"classes ({', '.join(names)}), per image {np.median(self.per_image):g} (median) to {self.per_image.max()}"
-        )
 
 
 def read_fingerprint(contents: Iterable[Any]) -> Fingerprint:

@@ -68,8 +68,6 @@ def start_run(
                     end_last_line(folder)
         with in_all_processes():
             _write_record(cfg, weights, eval_only=eval_only)
-        for note in report.notes:
-            log.info(note)
         for warning in report.errors + report.warnings:
             log.warning(warning)
         return weights, lock.pop_all()

@@ -6,7 +6,7 @@ import numpy as np
 from detectron2.config import CfgNode
 
 from ..config import anchor_strides, get_value, training_sides
-from ..data.fingerprint import Fingerprint, anchor_fit, anchor_shapes, best_overlaps
+from ..data.fingerprint import Fingerprint, anchor_shapes, best_overlaps
 from ..modeling.build import object_count_keys
 
 _AUTO = "give --auto, which sets it by the data"
@@ -64,16 +64,6 @@ def _low_limit(
                 f"{len(each.boxes)} objects {consequence}. Fix: set {key} "
                 f"{100 * int(np.ceil(1.5 * most / share / 100))}, or {_AUTO}."
             )
-
-
-def training_view(cfg: CfgNode, found: Fingerprint) -> str:
-    """Say in a line what a config makes of objects: their sizes after resizing, and how anchors fit them."""
-    sides = training_sides(cfg)
-    low, middle, high = np.quantile(found.sizes(*sides), (0.05, 0.5, 0.95))
-    return (
-        f"resized to {sides[0]:g}, objects have {low:.0f}, {middle:.0f} and {high:.0f} pixels (5, 50 and 95 %) and "
-        f"overlap their best anchor by {anchor_fit(found, sides, _anchors(cfg)):.2f} (mean)"
-    )
 
 
 def _anchors(cfg: CfgNode) -> np.ndarray:

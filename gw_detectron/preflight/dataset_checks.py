@@ -18,7 +18,7 @@ from ..data.images import content_key, upright_size
 from ..errors import DataError, PreflightReport, similar_names, summarize_names
 from ..modeling.build import CLASS_COUNTS
 from .annotation_checks import DatasetNeeds, Fault, check_coco, describe
-from .data_fit import check_fit, training_view
+from .data_fit import check_fit
 
 #: values of a dataset's metadata ``evaluator_type`` that are evaluated by the COCO rules
 _COCO_EVALUATORS = ("coco", "coco_panoptic_seg")
@@ -64,9 +64,6 @@ def check_datasets(
         for training, names in roles
         for name in names
     }
-    trains = not (eval_only or report.errors)  # anchors may be wrong
-    learned = [name for name in cfg.DATASETS.TRAIN if trains and name in data and len(data[name].boxes)]
-    report.notes += [f"dataset {name}: {data[name]}; {training_view(cfg, data[name])}" for name in learned]
     known = {name: names for name, names in classes.items() if names}
     if trained:
         known = {f"the checkpoint ({len(trained)} classes)": list(trained.values()), **known}
