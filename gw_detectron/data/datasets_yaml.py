@@ -17,7 +17,7 @@ from ..errors import ConfigError, MissingFileError, similar_names
 from .coco_datasets import CocoDataset, CocoDatasets, needs_registration
 
 DATASETS_FILE = "datasets.yaml"  # in a run folder, beside config.yaml
-_PATHS = {"json": os.path.isfile, "images": os.path.isdir}
+_PATHS = ("json", "images")
 
 
 def record_datasets(datasets: CocoDatasets, folder: str, run_folder: str = "") -> None:
@@ -43,16 +43,14 @@ def record_datasets(datasets: CocoDatasets, folder: str, run_folder: str = "") -
         temporary.write_text(yaml.safe_dump(tree, sort_keys=False))
 
 
-def read_datasets(path: str, *, needed: Collection[str] | None = None) -> CocoDatasets:
+def read_datasets(path: str) -> CocoDatasets:
     """Read datasets from a yaml; relative paths start at its folder.
 
     ``train`` and ``val`` map names of datasets to the fields of :class:`CocoDataset`. A dataset for evaluation has no
-    ``val_fraction``.
-
-    The files and folders of the datasets in ``needed`` (None: all) have to exist, and those of a dataset that is split.
+    ``val_fraction``. Their files need not exist.
 
     Raises:
-        MissingFileError: the yaml, or a file or folder that has to exist, does not.
+        MissingFileError: there is no such yaml.
         ConfigError: the yaml has an unknown key or a value of the wrong type.
     """
     tree = _read_tree(path)
@@ -63,7 +61,7 @@ def read_datasets(path: str, *, needed: Collection[str] | None = None) -> CocoDa
                 f"'{path}', {role}: not a mapping of names. Fix: write NAME: and its json and images below."
             )
         for name, given in named.items():
-            getattr(found, role)[name] = _read_dataset(given, path, f"{role}.{name}", needed is None or name in needed)
+            getattr(found, role)[name] = _read_dataset(given, path, f"{role}.{name}")
     for name, dataset in found.val.items():
         if dataset.val_fraction:
             raise ConfigError(f"'{path}', val.{name}: has val_fraction. Fix: move the dataset to train.")
@@ -99,18 +97,14 @@ def _read_tree(path: str) -> dict[str, Any]:
     return tree
 
 
-def _read_dataset(given: Any, path: str, key: str, must_exist: bool) -> CocoDataset:
+def _read_dataset(given: Any, path: str, key: str) -> CocoDataset:
     if not isinstance(given, dict) or not all(isinstance(given.get(name), str) for name in _PATHS):
         raise ConfigError(f"'{path}', {key} ({given!r:.80}): expected json: FILE and images: FOLDER below it.")
     _check_keys(given, [each.name for each in fields(CocoDataset)], path, f"{key}.")
     if "val_fraction" in given:
         check_fraction(given["val_fraction"], f"'{path}', {key}.val_fraction")
-        must_exist = True
-    paths = {}
-    for name, exists in _PATHS.items():
-        where = f"'{path}', {key}.{name}"
-        paths[name] = existing_path(given[name], where, exists if must_exist else bool, os.path.dirname(path))
-    return CocoDataset(**{**given, **paths})
+    paths = {name: os.path.join(os.path.dirname(path), os.path.expanduser(given[name])) for name in _PATHS}
+    return CocoDataset(**given | {name: os.path.abspath(each) for name, each in paths.items()})
 
 
 def _check_keys(given: Iterable[str], known: Collection[str], path: str, prefix: str) -> None:
@@ -127,13 +121,13 @@ def check_fraction(value: Any, name: str) -> None:
         raise ConfigError(f"{name} ({value!r}): not between 0 and 1. Fix: give e.g. 0.1 for a tenth of the images.")
 
 
-def existing_path(path: str, name: str, exists: Callable[[str], bool], folder: str = "") -> str:
-    """Return the absolute path of a local file or folder, relative to ``folder``; ``name`` is its flag or key.
+def existing_path(path: str, name: str, exists: Callable[[str], bool]) -> str:
+    """Return the absolute path of a local file or folder; ``name`` is its flag.
 
     Raises:
         MissingFileError: there is no such file or folder, by ``exists``: ``os.path.isfile`` or ``os.path.isdir``.
     """
-    found = os.path.abspath(os.path.join(folder, os.path.expanduser(path)))
+    found = os.path.abspath(os.path.expanduser(path))
     if not exists(found):
         kind, other = ("file", "folder") if exists is os.path.isfile else ("folder", "file")
         why = f"'{found}' is a {other}" if os.path.exists(found) else f"no {kind} '{found}'"

@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import json
 import os
-from collections.abc import Collection
 from pathlib import Path
 
 from detectron2.config import CfgNode
@@ -41,7 +40,7 @@ def use_datasets(cfg: CfgNode, args: argparse.Namespace, folder: str) -> None:
         folder: the run folder, for the files of datasets that are split.
     """
     given = _from_flags(args)
-    found = given or _recorded(cfg, args.config_file, cfg.DATASETS.TEST if args.eval_only else None)
+    found = given or _recorded(cfg, args.config_file)
     if found is None:
         return
     explicit = args.opts or []  # not every second word: argparse keeps a first "--"
@@ -66,25 +65,22 @@ def use_datasets(cfg: CfgNode, args: argparse.Namespace, folder: str) -> None:
     cfg.merge_from_list([word for key, value in values.items() if key not in explicit for word in (key, value)])
 
 
-def use_recorded_datasets(
-    cfg: CfgNode, config_file: str | os.PathLike[str], folder: str, *, needed: Collection[str] | None = None
-) -> None:
+def use_recorded_datasets(cfg: CfgNode, config_file: str | os.PathLike[str], folder: str) -> None:
     """Register datasets that are unknown from the ``datasets.yaml`` beside a config file.
 
     Args:
         cfg: the config, which names datasets.
         config_file: its file.
         folder: the run folder.
-        needed: the datasets whose files have to exist; None: all.
     """
-    if recorded := _recorded(cfg, config_file, needed):
+    if recorded := _recorded(cfg, config_file):
         register_datasets(recorded, folder)
 
 
-def _recorded(cfg: CfgNode, config_file: str | os.PathLike[str], needed: Collection[str] | None) -> CocoDatasets | None:
+def _recorded(cfg: CfgNode, config_file: str | os.PathLike[str]) -> CocoDatasets | None:
     record = Path(config_file).with_name(DATASETS_FILE)
     if needs_registration((*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST)) and record.is_file():
-        return read_datasets(str(record), needed=needed)
+        return read_datasets(str(record))
     return None
 
 
@@ -143,7 +139,7 @@ def _configs_of_run(cfg: CfgNode, args: argparse.Namespace) -> list[str]:
 def _check_same_split(given: CocoDatasets, config_file: str) -> None:
     """Refuse a split that validates on images that the run was trained on. Adding images is fine."""
     record = Path(config_file).with_name(DATASETS_FILE)
-    trained = read_datasets(str(record), needed=()).train if record.is_file() else {}
+    trained = read_datasets(str(record)).train if record.is_file() else {}
     for name in trained.keys() & given.train.keys():
         dataset = given.train[name]
         if not dataset.val_fraction or trained[name].val_fraction:  # the latter is not the record of a run

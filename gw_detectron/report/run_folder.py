@@ -79,7 +79,7 @@ class RunFolder:
     @cached_property
     def records(self) -> list[dict[str, Any]]:
         """The images of the dataset, as Detectron2 describes them."""
-        use_recorded_datasets(self.cfg, self.config_file, str(self.folder), needed=[self.dataset])
+        use_recorded_datasets(self.cfg, self.config_file, str(self.folder))
         if self.dataset not in DatasetCatalog.list():
             raise DataError(f"DATASETS.TEST ('{self.dataset}'): not registered. Fix: register it in Python first.")
         return DatasetCatalog.get(self.dataset)

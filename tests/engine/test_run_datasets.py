@@ -12,7 +12,7 @@ from gw_detectron.checkpoint import StartWeights
 from gw_detectron.config import read_config
 from gw_detectron.engine import Trainer, main
 from gw_detectron.engine.train import run_config
-from gw_detectron.errors import ConfigError, MissingFileError, PreflightError, UserError
+from gw_detectron.errors import ConfigError, PreflightError, UserError
 from gw_detectron.preflight import preflight
 
 from ..photos import photo_names, write_photos
@@ -210,5 +210,5 @@ def test_an_evaluation_needs_its_own_photos_and_records_its_checkpoint(tmp_path,
 
     forget()
     args.eval_only = False
-    with pytest.raises(MissingFileError, match=r"train.custom_train.json"):
-        run_config(args)
+    with pytest.raises(PreflightError, match=f"'{photos}/gone/annotations.json'.: file not found"):
+        main(args)
