@@ -15,10 +15,16 @@ from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from ..errors import UnknownNormError, WeightsError, summarize_names
-from ..modeling.resnet import NUM_BLOCKS_PER_STAGE
 from ..norms import POSITIONS, build_norm, evaluation_spec, norm_spec, norms_at
 from .record import Record
 
+NUM_BLOCKS_PER_STAGE = {
+    18: (2, 2, 2, 2),
+    34: (3, 4, 6, 3),
+    50: (3, 4, 6, 3),
+    101: (3, 4, 23, 3),
+    152: (3, 8, 36, 3),
+}
 _STAGES = {f"layer{index}": f"res{index + 1}" for index in range(1, 5)}  # torchvision -> Detectron2
 _DETECTRON2_NAME = re.compile(
     r"(?P<stem>stem\.)?(?:res(?P<stage>[2-5])\.(?P<block>\d+)\.)?(?:conv(?P<conv>\d)|shortcut)(?P<norm>\.norm)?\.(?P<field>.+)"

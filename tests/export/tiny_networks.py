@@ -5,13 +5,13 @@ import torch
 from detectron2.modeling import FPN, GeneralizedRCNN, ResNet, build_model
 from detectron2.modeling.backbone import Backbone
 from detectron2.modeling.backbone.fpn import LastLevelMaxPool
-from detectron2.modeling.backbone.resnet import BasicStem
+from detectron2.modeling.backbone.resnet import BasicBlock, BasicStem
 from torch import Tensor, nn
 
 from gw_detectron import resolve_norm
 from gw_detectron.export.run_exported import open_onnx, open_pt2
 from gw_detectron.model_zoo import get_config
-from gw_detectron.modeling import GWBasicBlock
+from gw_detectron.modeling.resnet import set_norms
 
 needs_export = pytest.mark.skipif(
     torch.__version__ < torch.torch_version.TorchVersion("2.13"), reason="torch.export excludes image sizes before 2.13"
@@ -50,18 +50,20 @@ def tiny_backbone(
 ) -> Backbone:
     """Build a ResNet of one block per stage, whitened at S1-B2, with FPN unless ``fpn`` is None; no weight is zero."""
     generator = torch.Generator().manual_seed(0)
-    stem = BasicStem(3, 8, norm=resolve_norm(whiten))
+    stem = BasicStem(3, 8, norm="BN")
     stages, channels = [], 8
     for index, stride in enumerate((1, 2, 2, 2)[:num_stages]):
-        block = {"norm": resolve_norm(norm), "whiten_norm": resolve_norm(whiten), "whiten_convs": ("conv2",)}
+        out = 8 * (index + 1)
         stages.append(
             ResNet.make_stage(
-                GWBasicBlock, 1, stride_per_block=[stride], in_channels=channels, out_channels=8 * (index + 1), **block
+                BasicBlock, 1, stride_per_block=[stride], in_channels=channels, out_channels=out, norm="BN"
             )
         )
-        channels = 8 * (index + 1)
+        channels = out
     names = ["res2", "res3", "res4", "res5"][:num_stages]
-    backbone = ResNet(stem, stages, out_features=names)
+    backbone = set_norms(
+        ResNet(stem, stages, out_features=names), resolve_norm(norm), resolve_norm(whiten), positions="S1-B2"
+    )
     if fpn is not None:
         top_block = LastLevelMaxPool()
         top_block.in_feature = f"p{num_stages + 1}"

@@ -9,6 +9,7 @@ import pytest
 import torch
 from detectron2.layers import DeformConv
 from detectron2.modeling import build_model
+from detectron2.modeling.backbone.resnet import DeformBottleneckBlock
 from torch import nn
 
 from gw_detectron.checkpoint import Checkpoint, norm_differences
@@ -16,7 +17,7 @@ from gw_detectron.engine import main
 from gw_detectron.errors import ConfigError, PreflightError
 from gw_detectron.layers.weight_standardization import standardize_weight, standardize_weights
 from gw_detectron.model_zoo import get_config
-from gw_detectron.modeling.resnet import GWDeformBottleneckBlock
+from gw_detectron.modeling.resnet import set_norms
 from gw_detectron.norms import conv_names
 from gw_detectron.weights.record import Record, norm_record
 
@@ -86,7 +87,7 @@ def test_frozen_stages_stay_standardized_and_frozen(cfg):
 
 
 def test_offsets_of_deformable_blocks_stay_plain():
-    block = GWDeformBottleneckBlock(8, 16, bottleneck_channels=8, norm="BN")
+    block = set_norms(DeformBottleneckBlock(8, 16, bottleneck_channels=8, norm="BN"), "BN")
     assert isinstance(block.conv2, DeformConv)
     assert standardize_weights(block) == ["shortcut", "conv1", "conv2", "conv3"]
     weight = block.state_dict()["conv2.weight"]

@@ -15,7 +15,7 @@ from torch import nn
 
 from gw_detectron.layers import BatchWhitening2d, GroupWhitening2d
 from gw_detectron.modeling import ConvNormReLU, GWFastRCNNConvFCHead, GWMaskRCNNConvUpsampleHead
-from gw_detectron.modeling.resnet import GWBasicBlock, GWBasicStem, GWBottleneckBlock
+from gw_detectron.modeling.resnet import GWBasicBlock, GWBasicStem, GWBottleneckBlock, set_norms
 from gw_detectron.norms import whitened_convs
 
 NORMS = {
@@ -77,9 +77,10 @@ def run(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return module.layers(x) if isinstance(module, MaskRCNNConvUpsampleHead) else module(x)
 
 
-def block(norm: object = "GW", cls: type[nn.Module] = GWBottleneckBlock) -> nn.Module:
+def block(norm: str = "GW", *, stock: bool = False) -> nn.Module:
     torch.manual_seed(0)
-    return cls(8, 8, bottleneck_channels=8, norm=NORMS.get(norm, norm))
+    module = BottleneckBlock(8, 8, bottleneck_channels=8, norm=NORMS.get(norm, norm))
+    return module if stock else set_norms(module, NORMS.get(norm, norm))
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -87,7 +88,11 @@ def block(norm: object = "GW", cls: type[nn.Module] = GWBottleneckBlock) -> nn.M
 def test_it_is_the_stock_component(component, norm, fused):
     kind = COMPONENTS[component]
     torch.manual_seed(0)
-    ours = kind.ours(**kind.arguments, **{kind.norm: NORMS[norm]})
+    if kind.norm == "norm":  # blocks of a ResNet
+        ours = set_norms(kind.stock(**kind.arguments, norm="BN"), NORMS[norm])
+    else:
+        ours = kind.ours(**kind.arguments, **{kind.norm: NORMS[norm]})
+    assert type(ours) is kind.ours
     drawn = torch.get_rng_state()
     torch.manual_seed(0)
     stock = kind.stock(**kind.arguments, **{kind.norm: NORMS[norm]})
@@ -110,7 +115,7 @@ def test_it_is_the_stock_component(component, norm, fused):
 def test_only_norms_before_a_relu_apply_it(positions, fused):
     """A sum follows the third norm and that of the shortcut."""
     convs = whitened_convs(positions)
-    module = GWBottleneckBlock(8, 16, bottleneck_channels=8, norm="BN", whiten_norm=NORMS["GW"], whiten_convs=convs)
+    module = set_norms(BottleneckBlock(8, 16, bottleneck_channels=8, norm="BN"), "BN", NORMS["GW"], positions)
     name_norms(module)
     module(images())
     assert fused == [f"{name}.norm" for name in ("conv1", "conv2") if name in convs]
@@ -118,7 +123,7 @@ def test_only_norms_before_a_relu_apply_it(positions, fused):
 
 @pytest.mark.parametrize("norm", ["GW", "BN"])
 def test_converting_and_freezing_keep_the_relu(norm):
-    expected = block(norm, BottleneckBlock).eval()
+    expected = block(norm, stock=True).eval()
     x = images()
     with torch.no_grad():
         expected = expected(x)
@@ -165,7 +170,7 @@ COPIES = {
 def test_copies_and_graphs_compute_the_same(way, norm):
     module, x = block(norm).eval(), images()
     with torch.no_grad():
-        expected = block(norm, BottleneckBlock).eval()(x)
+        expected = block(norm, stock=True).eval()(x)
         torch.testing.assert_close(COPIES[way](module, x)(x), expected)
 
 

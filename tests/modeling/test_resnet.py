@@ -83,8 +83,6 @@ def test_freeze_at_keeps_whitening_and_stops_its_affine(cfg):
         ("WHITEN_POSITIONS", "S1-B4", r"WHITEN_POSITIONS \('S1-B4'\): .* Fix: use one of \['', 'S1'"),
         ("WHITEN_NORM", "GW:groups=48", r"MODEL.RESNETS.WHITEN_NORM \('GW:groups=48'\): .* 64 channels"),
         ("NORM", "XN", r"MODEL.RESNETS.NORM \('XN'\): unknown norm"),
-        ("DEPTH", 51, r"MODEL.RESNETS.DEPTH \(51\): .* Fix: use one of \[18, 34, 50"),
-        ("RES5_DILATION", 3, r"MODEL.RESNETS.RES5_DILATION \(3\): .* Fix: use one of \[1, 2\]"),
     ],
 )
 def test_a_wrong_key_is_named(cfg, key, value, message):
