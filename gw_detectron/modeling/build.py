@@ -39,11 +39,6 @@ _COMPONENTS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("MODEL.META_ARCHITECTURE", "RetinaNet", "GWRetinaNet", ("MODEL.RETINANET.NORM",)),
     (_SEMANTIC, "SemSegFPNHead", "GWSemSegFPNHead", ("MODEL.SEM_SEG_HEAD.NORM",)),
 )
-#: key of a component that not every architecture has -> Detectron2's architectures with it
-_ARCHITECTURES = {
-    _ROI_HEADS: ("GeneralizedRCNN", "PanopticFPN"),
-    _SEMANTIC: ("PanopticFPN", "SemanticSegmentor"),
-}
 #: keys that this package adds -> key of the component that reads them
 _OWN_KEYS = {
     "MODEL.RESNETS.WHITEN_POSITIONS": _BACKBONE,
@@ -164,9 +159,9 @@ def unread_keys(cfg: CfgNode) -> Iterator[str]:
 
 
 def _has(cfg: CfgNode, component: str) -> bool:
-    """Return whether the architecture of a config has a component."""
-    architecture = cfg.MODEL.META_ARCHITECTURE
-    return architecture in _ARCHITECTURES.get(component, [architecture])
+    """Return whether the architecture of a config has a component; all of them have a backbone."""
+    node = component.split(".")[1]
+    return component not in (_ROI_HEADS, _SEMANTIC) or node in CLASS_COUNTS.get(cfg.MODEL.META_ARCHITECTURE, {})
 
 
 def _stock_components(cfg: CfgNode) -> Iterator[tuple[str, str, str, tuple[str, ...]]]:

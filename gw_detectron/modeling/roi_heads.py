@@ -25,8 +25,29 @@ from .convs import append_fusible_relu
 from .resnet import build_gw_resnet_backbone
 
 
+class _AnyNorm(nn.Module):
+    """Mixin for a stock head of convolutions, whose keys are in the node ``MODEL.{node}``."""
+
+    node: str
+    conv_norm_relus: list[Any]
+
+    @configurable
+    def __init__(self, *args: Any, conv_norm: Norm = "", conv: str = "", **kwargs: Any) -> None:
+        super().__init__(*args, conv_norm=resolve_norm(conv_norm, where=f"{type(self).__name__}, conv_norm"), **kwargs)
+        for layer in self.conv_norm_relus:
+            append_fusible_relu(layer)
+        convert_convs(self, conv, where=f"MODEL.{self.node}.CONV")
+
+    @classmethod
+    def from_config(cls, cfg: CfgNode, input_shape: ShapeSpec) -> dict[str, Any]:
+        head = cfg.MODEL[cls.node]
+        norm = resolve_norm(head.NORM, where=f"MODEL.{cls.node}.NORM")
+        stock: Any = super()
+        return stock.from_config(cfg, input_shape) | {"conv_norm": norm, "conv": head.CONV}
+
+
 @ROI_BOX_HEAD_REGISTRY.register()
-class GWFastRCNNConvFCHead(FastRCNNConvFCHead):
+class GWFastRCNNConvFCHead(_AnyNorm, FastRCNNConvFCHead):
     """Box head of convolutions and fully connected layers with any norm, and fused ReLUs.
 
     Args:
@@ -35,49 +56,28 @@ class GWFastRCNNConvFCHead(FastRCNNConvFCHead):
             and GroupNorm's 4conv1fc have a ReLU after every convolution.
     """
 
+    node = "ROI_BOX_HEAD"
+
     @configurable
-    def __init__(
-        self, *args: Any, conv_norm: Norm = "", conv: str = "", single_relu: bool = False, **kwargs: Any
-    ) -> None:
-        super().__init__(*args, conv_norm=resolve_norm(conv_norm, where=f"{type(self).__name__}, conv_norm"), **kwargs)
-        for layer in self.conv_norm_relus:
-            append_fusible_relu(layer)
+    def __init__(self, *args: Any, single_relu: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         if single_relu:
             for layer in self.conv_norm_relus[:-1]:
                 layer.activation = None
-        convert_convs(self, conv, where="MODEL.ROI_BOX_HEAD.CONV")
 
     @classmethod
     def from_config(cls, cfg: CfgNode, input_shape: ShapeSpec) -> dict[str, Any]:
-        head = cfg.MODEL.ROI_BOX_HEAD
-        return super().from_config(cfg, input_shape) | {
-            "conv_norm": resolve_norm(head.NORM, where="MODEL.ROI_BOX_HEAD.NORM"),
-            "conv": head.CONV,
-            "single_relu": head.SINGLE_RELU,
-        }
+        return super().from_config(cfg, input_shape) | {"single_relu": cfg.MODEL.ROI_BOX_HEAD.SINGLE_RELU}
 
 
 @ROI_MASK_HEAD_REGISTRY.register()
-class GWMaskRCNNConvUpsampleHead(MaskRCNNConvUpsampleHead):
+class GWMaskRCNNConvUpsampleHead(_AnyNorm, MaskRCNNConvUpsampleHead):
     """Mask head of convolutions and an upsampling layer with any norm, and fused ReLUs.
 
     ``conv`` is that of :class:`GWFastRCNNConvFCHead`.
     """
 
-    @configurable
-    def __init__(self, *args: Any, conv_norm: Norm = "", conv: str = "", **kwargs: Any) -> None:
-        super().__init__(*args, conv_norm=resolve_norm(conv_norm, where=f"{type(self).__name__}, conv_norm"), **kwargs)
-        for layer in self.conv_norm_relus:
-            append_fusible_relu(layer)
-        convert_convs(self, conv, where="MODEL.ROI_MASK_HEAD.CONV")
-
-    @classmethod
-    def from_config(cls, cfg: CfgNode, input_shape: ShapeSpec) -> dict[str, Any]:
-        head = cfg.MODEL.ROI_MASK_HEAD
-        return super().from_config(cfg, input_shape) | {
-            "conv_norm": resolve_norm(head.NORM, where="MODEL.ROI_MASK_HEAD.NORM"),
-            "conv": head.CONV,
-        }
+    node = "ROI_MASK_HEAD"
 
 
 @ROI_HEADS_REGISTRY.register()
