@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops.checks import check_flag, check_integer, check_tensors
+from ..ops.checks import check_flag, check_tensors
 from ..ops.group_whitening.op import whiten
 from ..ops.group_whitening.reference import effective_groups
 from ..ops.solvers import Solver
@@ -76,7 +76,6 @@ class GroupWhitening2d(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_integer("num_channels", num_channels, 1, 64)
         check_flag("affine", affine)
         self.num_channels = num_channels
         self.num_groups = effective_groups(num_channels, num_groups)

@@ -80,7 +80,7 @@ def reference(module: GroupWhitening2d, x: torch.Tensor, dy: torch.Tensor, *, re
     """Compute the same in float64 by the reference."""
     x = x.double().requires_grad_()
     weight, bias = (p.detach().double().requires_grad_() for p in (module.weight, module.bias))
-    y = group_whiten_reference(x, module.num_groups, weight, bias, solver=module.solver, relu=relu)
+    y = group_whiten_reference(x, weight, bias, module.num_groups, module.solver, relu)
     return [y.detach(), *torch.autograd.grad(y, (x, weight, bias), dy.double())]
 
 

@@ -46,13 +46,7 @@ _LARGEST_MEAN = 4.0
 
 
 def forward(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    groups: int,
-    num_iters: int,
-    eps: float,
-    relu: bool,
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, num_iters: int, eps: float, relu: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the output and the statistics saved for backward.
 
@@ -79,13 +73,7 @@ def forward(
 
 
 def backward(
-    dy: Tensor,
-    y: Tensor | None,
-    x: Tensor,
-    mean: Tensor,
-    sigma: Tensor,
-    weight: Tensor | None,
-    num_iters: int,
+    dy: Tensor, y: Tensor | None, x: Tensor, mean: Tensor, sigma: Tensor, weight: Tensor | None, num_iters: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x, weight and bias.
 
@@ -266,12 +254,8 @@ def _grad_products(
     x, dy = _grouped(x, groups).to(mean.dtype), _grouped(dy, groups).to(mean.dtype)
     sums = dy.sum(-1).permute(2, 0, 1)
     along = int(x.shape[2] > len(x))  # one batch per channel or, if there are fewer samples, per sample
-    tensors = (
-        dy.permute(2, 0, 1, 3),
-        x.permute(2, 0, 1, 3),
-        sums[..., None],
-        mean[:, None].expand(*sums.shape[:2], 1, -1),
-    )
+    means = mean[:, None].expand(*sums.shape[:2], 1, -1)
+    tensors = dy.permute(2, 0, 1, 3), x.permute(2, 0, 1, 3), sums[..., None], means
     products = [
         _product(grads, columns.mT).baddbmm_(part_sums, part_mean, alpha=-1)
         for grads, columns, part_sums, part_mean in zip(*(tensor.unbind(along) for tensor in tensors), strict=True)

@@ -77,7 +77,10 @@ def group_whiten(
     .. math:: y = \gamma \, \Pi^{-1}(\psi(\Sigma) X_C) + \beta, \quad \Sigma = \tfrac{1}{M} X_C X_C^T + \epsilon I
 
     See :func:`~gw_detectron.ops.group_whitening.reference.group_whiten_reference` for the symbols. The result equals
-    the reference up to rounding, on the backend of :func:`choose_backend`.
+    the reference up to rounding, on the backend of :func:`choose_backend`. Statistics and solver run in float32
+    (float64 for float64 input), also under autocast. In float32 values from about 1e19 on overflow the covariance. A
+    sample without variance (constant, or a single column) gives ``bias``, unless eps is smaller than the squared
+    rounding error of its mean; then the rounding error is whitened.
 
     Args:
         x: floating point, (N, C, *spatial) with any number of spatial dimensions, in any memory format.
@@ -113,7 +116,7 @@ def whiten(
     if not compiling and _logger.isEnabledFor(logging.DEBUG):
         _log(backend, x.device.type, x.dtype, x.shape[1], groups, str(solver))
     if backend == "reference":
-        return group_whiten_reference(x, groups, weight, bias, solver=solver, relu=relu)
+        return group_whiten_reference(x, weight, bias, groups, solver, relu)
     arguments = x, weight, bias, groups, solver.num_iters, solver.eps, relu, backend
     if compiling or is_dispatched(x, weight, bias):
         return torch.ops.gw_detectron.group_whiten(*arguments)[0]
@@ -202,12 +205,9 @@ class GroupWhiten(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        x, weight, bias, groups, iters, eps, relu, backend = inputs
+        x, _, _, groups, iters, _, _, backend = inputs
         solution = triton.solution_for(x, groups, iters) if backend == "triton" else None
-        if solution is None:
-            output = _forward(*inputs)
-        else:
-            output = triton.forward(x, weight, bias, groups, iters, eps, relu, solution)
+        output = _forward(*inputs) if solution is None else triton.forward(*inputs[:7], solution)
         _setup_context(ctx, inputs, output, solution)
         return output
 
@@ -265,31 +265,25 @@ def _differentiable_gradients(
     inputs = [tensor for tensor, wanted in tensors if wanted and tensor is not None]
     masked = dy if y is None else torch.ops.aten.threshold_backward(dy, y.detach(), 0)
     with torch.enable_grad(), autocast_off(x.device.type):
-        before_relu = group_whiten_reference(
-            x, ctx.groups, weight, bias, solver=Solver(num_iters=ctx.num_iters, eps=ctx.eps)
-        )
+        solver = Solver(num_iters=ctx.num_iters, eps=ctx.eps)
+        before_relu = group_whiten_reference(x, weight, bias, ctx.groups, solver)
         return torch.autograd.grad(before_relu, inputs, masked, create_graph=create_graph)
 
 
 torch.library.register_autograd(_FORWARD, _gradients, setup_context=_setup_context)
 
 
-def _product_flops(n: int, groups: int, columns: int, products: int) -> int:
-    return 2 * n * groups * groups * columns * products
+def _flops(n: int, groups: int, columns: int, over_columns: int, of_matrices: int) -> int:
+    return 2 * n * groups * groups * (columns * over_columns + groups * of_matrices)
 
 
 @register_flop_formula(torch.ops.gw_detectron.group_whiten)
 def _forward_flops(x: Any, weight: Any, bias: Any, groups: int, iters: int, *_: Any, **__: Any) -> int:
     """Count covariance, whitened output and iteration; the arguments are shapes."""
-    n, columns = x[0], math.prod(x[1:]) // groups
-    forward, _tangent = count_products(iters)
-    return _product_flops(n, groups, columns, 2) + _product_flops(n, groups, groups, forward)
+    return _flops(x[0], groups, math.prod(x[1:]) // groups, 2, count_products(iters)[0])
 
 
 @register_flop_formula(torch.ops.gw_detectron.group_whiten_backward)
 def _backward_flops(dy: Any, y: Any, x: Any, mean: Any, sigma: Any, weight: Any, iters: int, *_: Any, **__: Any) -> int:
     """Count three products over columns, and the iteration with its tangents."""
-    n, groups = mean
-    columns = math.prod(x[1:]) // groups
-    forward, tangent = count_products(iters)
-    return _product_flops(n, groups, columns, 3) + _product_flops(n, groups, groups, forward + tangent)
+    return _flops(*mean, math.prod(x[1:]) // mean[1], 3, sum(count_products(iters)))

@@ -8,8 +8,8 @@ import math
 
 from torch import Tensor
 
-from ..checks import autocast_off, check_integer, check_tensors, compute_dtype, memory_format_of
-from ..solvers import DEFAULT_SOLVER, Solver, check_solver
+from ..checks import autocast_off, check_integer, compute_dtype, memory_format_of
+from ..solvers import Solver
 
 
 def effective_groups(num_channels: int, num_groups: int) -> int:
@@ -17,9 +17,8 @@ def effective_groups(num_channels: int, num_groups: int) -> int:
 
     Source: Group Whitening, section 5.1.1 ("we use the channel number if it is less than the group number").
     """
+    check_integer("num_channels", num_channels, 1, 64)
     check_integer("num_groups", num_groups, 1, 64)
-    if num_channels < 1:
-        raise ValueError(f"num_channels ({num_channels}): expected at least 1. Fix: give input with channels.")
     groups = min(num_groups, num_channels)
     if num_channels % groups:
         allowed = [d for d in range(1, num_channels + 1) if num_channels % d == 0]
@@ -30,15 +29,9 @@ def effective_groups(num_channels: int, num_groups: int) -> int:
 
 
 def group_whiten_reference(
-    x: Tensor,
-    num_groups: int = 64,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    solver: Solver = DEFAULT_SOLVER,
-    relu: bool = False,
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, solver: Solver, relu: bool = False
 ) -> Tensor:
-    r"""Whiten the channel groups of each sample by its own covariance.
+    r"""Compute :func:`gw_detectron.layers.group_whiten` of checked arguments by its equations.
 
     .. math::
         X_G = \Pi(x; g) \in \mathbb{R}^{g \times M}, \quad
@@ -46,17 +39,8 @@ def group_whiten_reference(
         \Sigma = \tfrac{1}{M} X_C X_C^T + \epsilon I, \quad
         \hat{x} = \Pi^{-1}(\psi(\Sigma) X_C), \quad y = \gamma \hat{x} + \beta
 
-    Statistics and solver run in float32 (float64 for float64 input), also under autocast. In float32 values from about
-    1e19 on overflow the covariance. A sample without variance (constant, or a single column) gives ``bias``, unless
-    eps is smaller than the squared rounding error of its mean; then the rounding error is whitened.
-
-    Args, Returns, Raises: as :func:`gw_detectron.layers.group_whiten`, which computes the same on fast backends.
-
     Source: Group Whitening, Eqs. 8-10, and its supplement, Algorithm 1.
     """
-    check_solver(solver)
-    check_tensors(x, weight, bias)
-    groups = effective_groups(x.shape[1], num_groups)
     if x.numel() == 0:
         return apply_affine(x, weight, bias, relu).to(x.dtype)
     dtype = compute_dtype(x)
