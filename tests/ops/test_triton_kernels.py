@@ -26,12 +26,13 @@ from benchmarks.compiled_kernels import compile_launch, compiler_tool, layer_lau
 from gw_detectron.errors import MissingPackageError
 from gw_detectron.layers import GroupWhitening2d, newton_inverse_sqrt
 from gw_detectron.ops.group_whitening import triton as triton_kernels
-from gw_detectron.ops.group_whitening.triton import launch, moments
+from gw_detectron.ops.group_whitening.triton import launch
 from gw_detectron.ops.group_whitening.triton import newton as write_newton
 from gw_detectron.ops.group_whitening.triton.compiler import triton
 from gw_detectron.ops.group_whitening.triton.gradients import apply_backward, grad_products, matrix_gradients
 from gw_detectron.ops.group_whitening.triton.newton import in_registers, operands
 from gw_detectron.ops.group_whitening.triton.whitening import apply
+from gw_detectron.ops.group_whitening.triton.whitening import statistics as write_statistics
 
 from . import oracle
 from .cases import correlated
@@ -126,7 +127,7 @@ class Sample:
 def statistics(x, groups, eps=0.0):
     mean = torch.empty((len(x), groups), device=DEVICE)
     covariance = torch.empty((len(x), groups, groups), device=DEVICE)
-    moments.statistics(x, groups, eps, mean, covariance)
+    write_statistics(x, groups, eps, mean, covariance)
     return mean, covariance
 
 

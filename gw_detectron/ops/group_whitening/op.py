@@ -205,9 +205,12 @@ class GroupWhiten(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        x, _, _, groups, iters, _, _, backend = inputs
+        x, weight, bias, groups, iters, eps, relu, backend = inputs
         solution = triton.solution_for(x, groups, iters) if backend == "triton" else None
-        output = _forward(*inputs) if solution is None else triton.forward(*inputs[:7], solution)
+        if solution is None:
+            output = _forward(*inputs)
+        else:
+            output = triton.forward(x, weight, bias, groups, iters, eps, relu, solution)
         _setup_context(ctx, inputs, output, solution)
         return output
 
@@ -286,4 +289,5 @@ def _forward_flops(x: Any, weight: Any, bias: Any, groups: int, iters: int, *_: 
 @register_flop_formula(torch.ops.gw_detectron.group_whiten_backward)
 def _backward_flops(dy: Any, y: Any, x: Any, mean: Any, sigma: Any, weight: Any, iters: int, *_: Any, **__: Any) -> int:
     """Count three products over columns, and the iteration with its tangents."""
-    return _flops(*mean, math.prod(x[1:]) // mean[1], 3, sum(count_products(iters)))
+    n, groups = mean
+    return _flops(n, groups, math.prod(x[1:]) // groups, 3, sum(count_products(iters)))

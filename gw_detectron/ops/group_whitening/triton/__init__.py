@@ -20,8 +20,8 @@ bfloat16      bfloat16   values are centered in float32, then rounded; the covar
 ============  =========  ===========================================================================================
 
 Forward and backward take eight launches (nine for many samples), which ``launch.run_planned`` repeats with little host
-time. For g > 64 or T > 8, torch's batched products solve the iteration. What is saved for backward, besides the solution of Newton's iteration for a few samples,
-and the gradients by means of the products G_j are those of ``matmul.py``.
+time. For g > 64 or T > 8, torch's batched products solve the iteration. What is saved for backward, besides the
+solution of Newton's iteration for a few samples, and the gradients by the products G_j are those of ``matmul.py``.
 
 Source: Group Whitening supplement, Algorithms 1-2.
 """
@@ -33,10 +33,9 @@ from ...checks import memory_format_of
 from . import launch
 from .gradients import apply_backward, grad_products, matrix_gradients
 from .launch import supported as supported
-from .moments import statistics
 from .newton import in_registers, newton, operands
 from .tiles import INTERPRETED as INTERPRETED
-from .whitening import apply
+from .whitening import apply, statistics
 
 #: whitening matrices and operands of their tangents
 Solution = tuple[Tensor, Tensor]
@@ -64,11 +63,7 @@ def forward(
     relu: bool,
     solution: Solution | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the output and the statistics saved for backward, and write the ``solution``.
-
-    Returns:
-        y, the means (N, g) and the covariances with eps (N, g, g).
-    """
+    """Compute ``matmul.forward``, and write the ``solution``."""
     y = torch.empty_like(x, memory_format=memory_format_of(x))
     x = launch.prepare(x)
     mean = torch.empty((len(x), groups), dtype=torch.float32, device=x.device)
@@ -83,10 +78,9 @@ def forward(
         newton(sigma, num_iters, whitening, kept)
         apply(x, mean, sigma, whitening, weight, bias, relu, y)
 
-    key = "forward", launch.layout_key(x, weight, bias), y.stride(), x.device, groups, num_iters, eps, relu
+    key = "forward", launch.layout_key(x, weight, bias), y.stride(), groups, num_iters, eps, relu
     tensors = x, weight, bias, y, mean, sigma, *(solution or ())
-    plan = (*key, launch.input_precision(x)) if in_registers(groups, num_iters) else None
-    launch.run_planned(plan, tensors, steps)
+    launch.run_planned(key if in_registers(groups, num_iters) else None, tensors, steps)
     return y, mean, sigma
 
 
@@ -100,10 +94,7 @@ def backward(
     num_iters: int,
     solution: Solution | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x, weight and bias; those of weight and bias are (C,), in float32.
-
-    ``y`` is the output of the forward pass if a ReLU was fused, else None. ``solution`` is that of the forward pass.
-    """
+    """Compute ``matmul.backward``; ``solution`` is that of the forward pass."""
     dx = torch.empty_like(x, memory_format=memory_format_of(x))
     dweight = torch.empty(x.shape[1], dtype=torch.float32, device=x.device)
     dbias = torch.empty_like(dweight)
@@ -123,10 +114,9 @@ def backward(
         masked = dy if y is None else dx
         apply_backward(x, mean, sigma, masked, weight, whitening, grad_sigma, grad, largest, dx)
 
-    key = "backward", launch.layout_key(x, dy, y, weight), dx.stride(), x.device, groups, num_iters
+    key = "backward", launch.layout_key(x, dy, y, weight), dx.stride(), groups, num_iters
     tensors = x, dy, y, weight, mean, sigma, dx, dweight, dbias, *(solution or ())
-    plan = (*key, launch.input_precision(x)) if in_registers(groups, num_iters) else None
-    launch.run_planned(plan, tensors, steps)
+    launch.run_planned(key if in_registers(groups, num_iters) else None, tensors, steps)
     return dx, dweight, dbias
 
 

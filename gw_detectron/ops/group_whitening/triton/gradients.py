@@ -311,11 +311,8 @@ def apply_backward(
     dX = W (weight * dY - grad_mean / M) + 2 / M dL/dSigma (X - mean); grad_mean is the last row of ``grad``.
     """
     groups = mean.shape[1]
-    _, columns = launch.over_columns(
-        launch.tuning_for(x).apply_backward, groups, columns=launch.columns_beside_slices(groups), x=x, dy=dy, dx=out
-    )
+    _, columns = launch.over_columns(launch.tuning_for(x).apply_backward, groups, matrix=True, x=x, dy=dy, dx=out)
     launch.run(
         _apply_backward, **columns, mean_ptr=mean, sigma_ptr=sigma, whitening_ptr=whitening, weight_ptr=weight,
-        grad_sigma_ptr=grad_sigma, grad_ptr=grad, largest_ptr=largest, columns=float(x[0].numel() // groups),
-        IN_PLACE=dy is out, **launch.matrix_operands(x, groups),
+        grad_sigma_ptr=grad_sigma, grad_ptr=grad, largest_ptr=largest, IN_PLACE=dy is out,
     )  # fmt: skip

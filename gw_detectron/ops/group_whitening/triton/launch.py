@@ -32,35 +32,22 @@ _MOST_PLANS = 8192
 
 
 class Setting(NamedTuple):
-    """Numbers that change the speed of a kernel over activations, and its results by rounding alone.
+    """Numbers that change the speed of a kernel over activations, and its results by rounding alone."""
 
-    Args:
-        programs: that share a multiprocessor: some load while others multiply.
-        stages: of the pipelined loop over tiles.
-        tile_bytes: of x in a tile. A row of float32 with g = 64 has 128 bytes at 8192.
-        min_tiles: fewest tiles per program. Each also reads or writes a g x g matrix, at g = 64 as many bytes as two
-            tiles.
-    """
-
-    programs: int
-    stages: int
-    tile_bytes: int = 8192
-    min_tiles: int = 4
+    programs: int  # that share a multiprocessor: some load while others multiply
+    stages: int  # of the pipelined loop over tiles
+    tile_bytes: int = 8192  # of x in a tile: 128 of each row of float32 with g = 64
+    min_tiles: int = 4  # of a program, which also moves a g x g matrix: at g = 64 the bytes of two tiles
 
 
 class Tuning(NamedTuple):
-    """Settings of the kernels over activations.
-
-    Args:
-        moments, apply, products, apply_backward: of the kernel of this name.
-        max_tiles: most tiles per program of the statistics. Tensor cores round the sums of a program toward zero, so
-            its error grows with them: at 64 tiles to about 1e-5 of the largest variance.
-    """
+    """Settings of the kernels over activations, by their names."""
 
     moments: Setting = Setting(3, 3)
     apply: Setting = Setting(3, 2)
     products: Setting = Setting(2, 3)
     apply_backward: Setting = Setting(2, 2)
+    #: of a program of the moments. Tensor cores round its sums toward zero: by 1e-5 of the largest variance at 64
     max_tiles: int = 64
 
 
@@ -188,24 +175,22 @@ def run_planned(key: Hashable, tensors: Sequence[Tensor | None], steps: Callable
     """Run ``steps``, or repeat the launches that it made for the same ``key``.
 
     Args:
-        key: tells apart all that the launches depend on, except the addresses of tensors. None if ``steps`` calls other
-            operations than ``run``.
-        tensors: all that the kernels read and write, besides the tensors that ``empty`` makes.
+        key: tells apart all that the launches depend on, except device, precision and addresses of tensors. None if
+            ``steps`` calls other operations than ``run``.
+        tensors: all that the kernels read and write, x first, besides the tensors that ``empty`` makes.
         steps: calls ``run`` for each launch.
     """
-    device = next(tensor.device for tensor in tensors if tensor is not None)
-    if key is None or not _compiled_for(device) or _current.recording is not None:
-        steps()
-        return
+    x = tensors[0]
+    assert x is not None
     given = [id(t) for t in tensors if t is not None]
-    if len(set(given)) < len(given):  # a plan could not tell which of them a kernel reads
-        steps()
-        return
-    key = (key, *(None if t is None else t.data_ptr() % 16 == 0 for t in tensors))
+    repeated = len(set(given)) < len(given)  # a plan could not tell which of them a kernel reads
+    if key is None or repeated or not _compiled_for(x.device) or _current.recording is not None:
+        return steps()
+    aligned = (None if t is None else t.data_ptr() % 16 == 0 for t in tensors)
+    key = key, x.device, input_precision(x), *aligned
     plan = _plans.get(key)
     if plan is not None:
-        plan.run(tensors, device)
-        return
+        return plan.run(tensors, x.device)
     with recorded() as recording:
         steps()
     if len(_plans) >= _MOST_PLANS:
@@ -273,7 +258,7 @@ def _strides(x: Tensor) -> Strides | None:
 
 
 def over_columns(
-    setting: Setting, groups: int, *, columns: int = 0, one_j: bool = False, limited: bool = False, **tensors: Tensor
+    setting: Setting, groups: int, matrix: bool = False, one_j: bool = False, limited: bool = False, **tensors: Tensor
 ) -> tuple[int, dict[str, Any]]:
     """Divide activations of one shape into tiles of all groups, and the tiles among programs.
 
@@ -283,7 +268,8 @@ def over_columns(
     Args:
         setting: of the kernel.
         groups: g.
-        columns: most columns of a tile, if not those of ``setting``.
+        matrix: g x g matrices are multiplied with the tiles. Up to 64 groups a program keeps the matrices. Larger ones
+            are read in slices of DEPTH columns for every tile.
         one_j: a program works on a single j.
         limited: to ``max_tiles`` of a program, as far as the grid allows.
         tensors: by the names of the kernel's parameters. The first decides which columns are neighbors.
@@ -309,7 +295,8 @@ def over_columns(
     vector = gcd(16, *(stride for each in strides for stride in each[:2]))
     if not all(each.j_first for each in strides):
         vector = gcd(vector, positions)
-    columns = columns or min(256, max(32, setting.tile_bytes // (rows * x.element_size())))
+    sliced = matrix and groups > 64
+    columns = 64 if sliced else min(256, max(32, setting.tile_bytes // (rows * x.element_size())))
     tiled = 1 if one_j else cpg
     jb, pb = triton.next_power_of_2(tiled), triton.next_power_of_2(positions)
     if strides[0].j_first:  # neighbors in memory first
@@ -327,6 +314,9 @@ def over_columns(
     splits = triton.cdiv(tiles, per_split)
     # a single stage where elements would be copied asynchronously one by one
     stages = 1 if vector * x.element_size() < 8 else setting.stages
+    if matrix:
+        arguments |= {"DEPTH": 16 if sliced else rows, "HALVES": in_halves(x, groups), "OPERAND": operand_dtype(x)}
+        arguments["columns"] = float(x[0].numel() // groups)
     return splits, arguments | {
         "grid": (others, splits), "like": x, "warps": 4 if groups <= 64 else 8, "stages": stages,
         "positions": positions, "tiles": tiles, "per_split": per_split,
@@ -354,20 +344,6 @@ def in_halves(x: Tensor, groups: int) -> bool:
     return groups <= 64 and (x.dtype == torch.float16 or input_precision(x) == "tf32x3")
 
 
-def columns_beside_slices(groups: int) -> int:
-    """Return the columns of a tile beside slices of g x g matrices, or 0 where a program keeps the matrices whole."""
-    return 64 if groups > 64 else 0
-
-
-def matrix_operands(x: Tensor, groups: int) -> dict[str, Any]:
-    """Return arguments of products of g x g matrices and tiles.
-
-    Up to 64 groups a program keeps the matrices. Larger ones are read in slices of DEPTH columns for every tile.
-    """
-    depth = 16 if columns_beside_slices(groups) else padded_rows(groups)
-    return {"DEPTH": depth, "HALVES": in_halves(x, groups), "OPERAND": operand_dtype(x)}
-
-
 def is_hopper(x: Tensor) -> bool:
     """Whether tensor cores read their right operand from shared memory (also assumed without a GPU)."""
     return not x.is_cuda or torch.cuda.get_device_capability(x.device)[0] == 9
@@ -388,13 +364,11 @@ def operand_dtype(x: Tensor) -> Any:
 
 def input_precision(x: Tensor) -> str:
     """Return PRECISION, the ``input_precision`` of products over columns."""
-    return "tf32x3" if x.dtype == torch.float32 and not tf32_allowed(torch.backends.cuda.matmul) else "tf32"
-
-
-def tf32_allowed(backend: Any) -> bool:
-    """Whether a backend of torch, such as ``torch.backends.cuda.matmul``, may multiply float32 in tf32."""
+    if x.dtype != torch.float32:
+        return "tf32"
+    backend = torch.backends.cuda.matmul
     chosen = getattr(backend, "fp32_precision", None)  # newer torch refuses the older name if both have been used
-    return bool(backend.allow_tf32) if chosen is None else chosen == "tf32"
+    return "tf32" if chosen == "tf32" or (chosen is None and backend.allow_tf32) else "tf32x3"
 
 
 def empty(like: Tensor, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
