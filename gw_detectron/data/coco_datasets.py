@@ -12,7 +12,7 @@ from detectron2.data.datasets import register_coco_instances
 from detectron2.utils.file_io import PathManager
 
 from ..errors import ConfigError, DataError
-from .coco_files import DerivedJsonHandler, complete_coco, read_json, split_coco
+from .coco_files import DerivedFile, complete_coco, read_json, split_coco
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def _derived(name: str, dataset: CocoDataset, folder: str, content: Any) -> Coco
     path = os.path.join(os.path.abspath(folder), "datasets", f"{name}.json")
     if os.path.realpath(path) == os.path.realpath(dataset.json):
         raise ConfigError(f"dataset ('{name}'): the run would replace its file '{path}'. Fix: give another OUTPUT_DIR.")
-    PathManager.register_handler(DerivedJsonHandler(path, dataset.json, content), allow_override=True)
+    PathManager.register_handler(DerivedFile(path, dataset.json, content), allow_override=True)
     return replace(dataset, json=path, val_fraction=0.0)
 
 

@@ -5,7 +5,7 @@ import hashlib
 import io
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -132,26 +132,24 @@ def split_coco(content: Any, val_fraction: float) -> tuple[Any, Any]:
     """
     try:
         places = {image["id"]: _place(image["file_name"]) for image in content["images"]}
-        ranked = sorted(set(places.values()))
-        if len(ranked) < 2:
-            raise DataError(
-                f"{len(ranked)} images cannot be split. Fix: give more images, or a second file with --val-json."
-            )
-        border = min(max(val_fraction, ranked[1]), ranked[-1])
-        in_val = {number: place < border for number, place in places.items()}
-        train, val = (
-            {
-                **content,
-                "images": [image for image in content["images"] if in_val[image["id"]] is side],
-                # an annotation of an unknown image stays in the training part, whose check names it
-                "annotations": [a for a in content["annotations"] if in_val.get(a["image_id"], False) is side],
-            }
-            for side in (False, True)
-        )
-    except DataError:
-        raise
+        images, annotations = content["images"], content["annotations"]
+        owners = [places.get(each["image_id"], 1.0) for each in annotations]  # unknown: the training names it
     except _MALFORMED:
         return content, content
+    ranked = sorted(set(places.values()))
+    if len(ranked) < 2:
+        raise DataError(
+            f"{len(ranked)} images cannot be split. Fix: give more images, or a second file with --val-json."
+        )
+    border = min(max(val_fraction, ranked[1]), ranked[-1])
+    train, val = (
+        {
+            **content,
+            "images": [image for image in images if (places[image["id"]] < border) is side],
+            "annotations": [a for a, place in zip(annotations, owners, strict=True) if (place < border) is side],
+        }
+        for side in (False, True)
+    )
     return train, val
 
 
@@ -159,32 +157,48 @@ def _place(file_name: str) -> float:
     return int.from_bytes(hashlib.sha256(file_name.encode(errors="surrogatepass")).digest()[:6]) / 2**48
 
 
-class DerivedJsonHandler(PathHandler):
-    """Path handler of a completed COCO file, or of a part of its split.
+class GeneratedFiles(PathHandler):
+    """Path handler of files that ``make`` writes when one of them is first used.
 
-    The file is written when it is first used as a local file. Opening the path before, as preflight does, writes
-    nothing: a refused run leaves its output folder unchanged.
+    Not a ``NativePathHandler``: iopath would then use it for all local files.
     """
 
-    def __init__(self, path: str, source: str, content: Any) -> None:
+    def __init__(self, paths: list[str], make: Callable[[], Any]) -> None:
         super().__init__()
-        self._path, self._source = path, source
-        self._text = json.dumps(content)
-        self._written = False
+        self._paths, self._make = paths, make
 
     def _get_supported_prefixes(self) -> list[str]:
-        return [self._path]
+        return self._paths
 
     def _get_local_path(self, path: str, force: bool = False, **kwargs: Any) -> str:
-        if not self._written:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            with atomic_write(Path(path)) as temporary:
-                temporary.write_text(self._text)
-            self._written, self._text = True, ""
-            logging.getLogger(__name__).info("'%s': written from '%s'", path, self._source)
+        self._make()
         return path
 
     def _open(self, path: str, mode: str = "r", buffering: int = -1, **kwargs: Any) -> IO[Any]:
-        if self._written:
-            return open(path, mode, buffering, **kwargs)
+        return open(self._get_local_path(path), mode, buffering, **kwargs)
+
+
+class DerivedFile(GeneratedFiles):
+    """A completed COCO file, or a part of its split.
+
+    It is written when it is first used as a local file. Opening the path before, as preflight does, writes nothing: a
+    refused run leaves its output folder unchanged.
+    """
+
+    def __init__(self, path: str, source: str, content: Any) -> None:
+        super().__init__([path], self._write)
+        self._source, self._text = source, json.dumps(content)
+
+    def _write(self) -> None:
+        if self._text:
+            path = Path(*self._paths)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(path) as temporary:
+                temporary.write_text(self._text)
+            self._text = ""
+            logging.getLogger(__name__).info("'%s': written from '%s'", path, self._source)
+
+    def _open(self, path: str, mode: str = "r", buffering: int = -1, **kwargs: Any) -> IO[Any]:
+        if not self._text:
+            return super()._open(path, mode, buffering, **kwargs)
         return io.BytesIO(self._text.encode()) if "b" in mode else io.StringIO(self._text)

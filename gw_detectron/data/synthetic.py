@@ -9,23 +9,25 @@ regions. The files of one split:
 """
 
 import dataclasses
+import functools
 import io
 import itertools
 import json
 import os
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.datasets import register_coco_instances
 from detectron2.utils.file_io import PathManager
-from iopath.common.file_io import PathHandler, file_lock
+from iopath.common.file_io import file_lock
 from PIL import Image
 
 from ..atomic import atomic_folder
 from ..errors import ConfigError, DataError
 from ..progress import progress_bar
+from .coco_files import GeneratedFiles
 from .polygons import to_coco
 from .scene import SHAPES, Scene
 
@@ -163,27 +165,6 @@ def _check(folder: Path, split: str, config: SyntheticConfig) -> None:
         raise DataError(f"'{folder}': the synthetic dataset has other parameters: {listed}. {fix}")
 
 
-class _SyntheticPathHandler(PathHandler):
-    """Generate a dataset when the loader or the evaluator of Detectron2 opens one of its JSON files.
-
-    Not a ``NativePathHandler``: iopath would then use it for all local files.
-    """
-
-    def __init__(self, root: str, config: SyntheticConfig) -> None:
-        super().__init__()
-        self.root, self.config = root, config
-
-    def _get_supported_prefixes(self) -> list[str]:
-        return [str(_json_file(Path(self.root, self.config.folder), split)) for split in self.config.splits]
-
-    def _get_local_path(self, path: str, force: bool = False, **kwargs: Any) -> str:
-        make_synthetic(self.root, self.config)
-        return path
-
-    def _open(self, path: str, mode: str = "r", buffering: int = -1, **kwargs: Any) -> IO[Any]:
-        return open(self._get_local_path(path), mode, buffering, **kwargs)
-
-
 def register_synthetic(root: str | os.PathLike[str] | None = None, config: SyntheticConfig | None = None) -> None:
     """Register ``gw_synthetic_train`` and ``gw_synthetic_val``; the files are generated on first use.
 
@@ -191,12 +172,14 @@ def register_synthetic(root: str | os.PathLike[str] | None = None, config: Synth
     """
     config = config or SyntheticConfig()
     root = os.path.expanduser(os.getenv("DETECTRON2_DATASETS", "datasets") if root is None else root)
-    PathManager.register_handler(_SyntheticPathHandler(root, config), allow_override=True)
     folder, class_ids = Path(root, config.folder), {i + 1: i for i in range(len(config.class_names))}
+    files = [str(_json_file(folder, split)) for split in config.splits]
+    handler = GeneratedFiles(files, functools.partial(make_synthetic, root, config))
+    PathManager.register_handler(handler, allow_override=True)
     metadata = {"thing_classes": list(config.class_names), "thing_dataset_id_to_contiguous_id": class_ids}
-    for split in config.splits:
+    for split, file in zip(config.splits, files, strict=True):
         name = f"{config.folder}_{split}"
         # Metadata cannot be changed: remove the entries of another root first.
         DatasetCatalog.pop(name, None)
         MetadataCatalog.pop(name, None)
-        register_coco_instances(name, metadata, str(_json_file(folder, split)), str(folder / split))
+        register_coco_instances(name, metadata, file, str(folder / split))

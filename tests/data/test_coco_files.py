@@ -7,7 +7,7 @@ import json
 import pytest
 from detectron2.utils.file_io import PathManager
 
-from gw_detectron.data.coco_files import DerivedJsonHandler, complete_coco, split_coco
+from gw_detectron.data.coco_files import DerivedFile, complete_coco, split_coco
 from gw_detectron.errors import DataError
 
 NAMES = [f"2023/{number}.jpg" for number in range(2000)]
@@ -122,7 +122,7 @@ def test_no_side_is_empty(fraction):
 
 def test_a_part_is_written_when_it_is_used_as_a_file(tmp_path):
     part, expected = tmp_path / "run" / "datasets" / "val.json", numbered(NAMES)
-    PathManager.register_handler(DerivedJsonHandler(str(part), "all.json", expected), allow_override=True)
+    PathManager.register_handler(DerivedFile(str(part), "all.json", expected), allow_override=True)
     for mode in ("r", "rb"):
         with PathManager.open(str(part), mode) as file:
             assert json.loads(file.read()) == expected
