@@ -62,8 +62,10 @@ CROWDS = Fault("have iscrowd 1: they are not trained on and not counted", "set i
 REPEATED = Fault("repeat the bbox and category of another one; at most one of them can be found", "remove them", 1)
 AREA = Fault("have an area that is neither their mask's nor their bbox's, by which COCO scores", "correct it", 0.1)
 ID_0 = Fault("have id 0, whose match pycocotools counts as a miss", "number them from 1", 1)
-KEYPOINTS = Fault("have another number of keypoints than MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS", "change this key")
-NO_KEYPOINTS = Fault("have an empty list of keypoints", "write three zeros for each keypoint")
+KEYPOINTS = Fault(
+    "have another number of keypoints than MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS",
+    "change this key; write three zeros for a keypoint that is not labeled",
+)
 KEYPOINTS_APART = Fault("have most keypoints outside of their bbox", "correct them; both are in pixels", 0.1)
 COUNTS = Fault("have a num_keypoints other than the number of labeled keypoints", "correct it", 0.1)
 
@@ -187,7 +189,7 @@ def _box_faults(boxes: Floats, sizes: Floats) -> dict[Fault, Flags]:
 def _keypoint_faults(record: dict[str, Any], needs: DatasetNeeds) -> Iterator[Fault]:
     points, (x, y, width, height) = record["keypoints"], record["bbox"]
     if len(points) != 3 * needs.keypoints:
-        yield KEYPOINTS if points else NO_KEYPOINTS
+        yield KEYPOINTS
         return
     places = zip(points[::3], points[1::3], points[2::3], strict=True)
     labeled = [(a, b) for a, b, visibility in places if visibility > 0]

@@ -11,8 +11,7 @@ from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.detection_utils import create_keypoint_hflip_indices
 
-from ..data import read_json
-from ..data.coco_files import COMPLETED, coco_of_records
+from ..data.coco_files import COMPLETED, coco_of_records, read_json
 from ..data.fingerprint import Fingerprint, read_fingerprint
 from ..data.images import content_key, upright_size
 from ..errors import DataError, PreflightReport, similar_names, summarize_names
@@ -186,11 +185,9 @@ def _check_dataset(
     source = metadata.get("source", json_file or "a Python function")
     where = f"Dataset '{name}' ('{source}')"
     try:
-        if json_file is None:
-            content = coco_of_records(DatasetCatalog.get(name), classes, evaluated=not needs.training)
-        else:
+        if json_file is not None:
             content = read_json(json_file)  # generates or downloads it if a handler does so
-        if json_file is None and content is None:
+        elif (content := coco_of_records(DatasetCatalog.get(name), classes, evaluated=not needs.training)) is None:
             return classes
         errors, warnings = check_coco(content, needs)
         warnings += content.get(COMPLETED, [])
