@@ -11,7 +11,7 @@ import numpy as np
 from detectron2.config import CfgNode
 
 from .config import anchor_strides, get_value, training_sides
-from .data import read_json
+from .data.coco_files import read_json
 from .data.fingerprint import Fingerprint, anchor_fit, anchor_shapes, read_fingerprint
 from .data.images import evenly_spread, is_deep
 from .errors import ConfigError, DataError

@@ -15,7 +15,7 @@ from tabulate import tabulate
 from ..checkpoint import best_checkpoint, open_start_weights, trained_classes
 from ..cli import RunParser, check_folder, new_parser
 from ..config import read_config
-from ..data import class_metadata, classes_of
+from ..data.datasets_yaml import class_metadata, classes_of
 from ..errors import ConfigError
 from ..export import FORMATS, Normalization, export_backbone, export_detector, load_model, read_image_for
 

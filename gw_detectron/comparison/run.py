@@ -19,7 +19,8 @@ from detectron2.config import CfgNode
 from ..atomic import atomic_write, remove_unfinished
 from ..checkpoint import open_start_weights
 from ..config import changed_config
-from ..data import record_datasets, registered_datasets
+from ..data.coco_datasets import registered_datasets
+from ..data.datasets_yaml import record_datasets
 from ..engine.output_folder import lock_output
 from ..engine.train import run_config, use_recipe
 from ..errors import ConfigError, RunError, check_minimum, summarize_names

@@ -9,18 +9,9 @@ from pathlib import Path
 from detectron2.config import CfgNode
 
 from ..checkpoint.opening import local_file
-from ..data import (
-    DATASETS_FILE,
-    CocoDataset,
-    CocoDatasets,
-    check_fraction,
-    existing_path,
-    needs_registration,
-    read_datasets,
-    read_json,
-    register_datasets,
-    split_coco,
-)
+from ..data.coco_datasets import CocoDataset, CocoDatasets, needs_registration, register_datasets
+from ..data.coco_files import read_json, split_coco
+from ..data.datasets_yaml import DATASETS_FILE, check_fraction, existing_path, read_datasets
 from ..data.fingerprint import read_fingerprint
 from ..errors import ConfigError, DataError, summarize_names
 from ..modeling.build import object_count_keys

@@ -18,7 +18,8 @@ from ..atomic import AtomicPathManager
 from ..checkpoint import StartWeights, open_start_weights
 from ..checkpoint.opening import local_file
 from ..config import changed_config
-from ..data import record_datasets, registered_datasets
+from ..data.coco_datasets import registered_datasets
+from ..data.datasets_yaml import record_datasets
 from ..errors import ConfigError, PreflightReport
 from ..preflight import preflight
 from .launch import in_all_processes

@@ -36,8 +36,8 @@ from ..checkpoint import (
     open_start_weights,
 )
 from ..config import changed_config
-from ..data import classes_of
 from ..data.augmentations import training_mapper
+from ..data.datasets_yaml import classes_of
 from ..data.images import ImageNamingMapper
 from ..errors import ConfigError, NonFiniteError
 from ..norms.listing import norm_summary

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..checkpoint import best_checkpoint, load_model, open_start_weights, trained_classes
 from ..config import find_config_file, get_value, read_config
-from ..data import class_metadata
+from ..data.datasets_yaml import class_metadata
 from ..data.images import evaluation_input
 from ..errors import ConfigError, MissingFileError
 from ..modeling.build import object_count_keys

@@ -19,7 +19,9 @@ from detectron2.structures import Instances
 from PIL import Image
 
 from ..atomic import atomic_folder, check_replaceable
-from ..data import CocoDataset, CocoDatasets, existing_path, read_json, register_datasets
+from ..data.coco_datasets import CocoDataset, CocoDatasets, register_datasets
+from ..data.coco_files import read_json
+from ..data.datasets_yaml import existing_path
 from ..data.images import BROWSER_SUFFIXES, evenly_spread, read_image
 from ..errors import ConfigError, DataError, FileAccessError, MissingFileError
 from ..installation import require_packages

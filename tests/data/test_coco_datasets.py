@@ -9,16 +9,9 @@ import yaml
 from detectron2.data import DatasetCatalog, Metadata, MetadataCatalog
 
 from gw_detectron.config import default_config
-from gw_detectron.data import (
-    CocoDataset,
-    CocoDatasets,
-    class_metadata,
-    classes_of,
-    read_datasets,
-    record_datasets,
-    register_datasets,
-    registered_datasets,
-)
+from gw_detectron.data import CocoDataset, CocoDatasets, read_datasets, register_datasets
+from gw_detectron.data.coco_datasets import registered_datasets
+from gw_detectron.data.datasets_yaml import class_metadata, classes_of, record_datasets
 from gw_detectron.errors import ConfigError, DataError, MissingFileError
 
 from ..photos import CLASSES, photo_names, write_photos

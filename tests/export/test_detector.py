@@ -12,7 +12,7 @@ from detectron2.modeling import build_model
 from PIL import Image
 from torch import nn
 
-from gw_detectron.data import class_metadata, classes_of
+from gw_detectron.data.datasets_yaml import class_metadata, classes_of
 from gw_detectron.errors import ExportError
 from gw_detectron.export import detector, export_detector, read_image_for
 from gw_detectron.export.meta_arch import detector_program
