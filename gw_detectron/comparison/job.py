@@ -75,24 +75,23 @@ def train(folder: Path, job: Job, flags: Mapping[str, Any], opts: list[Any]) -> 
 
     Its checkpoints are removed: those of a whole comparison need many gigabytes.
     """
-    start, diverged, evaluated = time.perf_counter(), "", None
+    start, diverged, found = time.perf_counter(), "", {}
     try:
-        evaluated = main(engine_args({**flags, "resume": True}, opts))
+        found = main(engine_args({**flags, "resume": True}, opts)) or {}
     except NonFiniteError as error:
         diverged = first_line(error)
-    scores = {task: _scores((evaluated or {}).get(task, {})) for task in TASKS if task in (evaluated or {})}
+    scores = {task: _scores(found[task]) for task in TASKS if task in found}
     task = next(reversed(scores), TASKS[0])
     lines = read_metrics(folder / METRICS)
     times = [line["time"] for line in lines if "time" in line]
     curve = [(min(line["iteration"] + 1, job.iterations), line[f"{task}/AP"]) for line in lines if f"{task}/AP" in line]
-    ap = 0.0 if diverged else scores.get(task, {}).get("AP", 0.0)
     for checkpoint in (*folder.glob("*.pth"), folder / "last_checkpoint"):
         checkpoint.unlink(missing_ok=True)
     return {
         **job._asdict(),
         "split": job.split,
         "task": task,
-        "AP": ap,
+        "AP": scores.get(task, {}).get("AP", 0.0),
         "diverged": diverged,
         "scores": scores,
         "curve": [(place, round(value, 3)) for place, value in curve if not math.isnan(value)],

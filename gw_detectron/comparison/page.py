@@ -51,22 +51,17 @@ def _overview(numbers: Mapping[str, Any]) -> Table:
 
 def _curves(plan: Plan, times: Mapping[str, float], results: Results) -> Section:
     """Plot AP over iterations and over time, as means over seeds."""
-    pictures = []
+    pictures, scored = [], {job: run["curve"] for job, run in results.items() if job.seed != SEARCH_SEED}
     for x_label in ("iteration", "seconds of training"):
         figure, axes = make_axes(5.5, 3.8, xlabel=x_label, ylabel="AP")
         for number, norm in enumerate(plan.norms):
             unit = 1.0 if x_label == "iteration" else times[norm]
             for iterations in plan.lengths(norm):
-                shown = (norm, iterations)
-                runs = [
-                    run["curve"] for job, run in results.items() if (job.norm, job.iterations) == shown and job.seed
-                ]
+                runs = [curve for job, curve in scored.items() if (job.norm, job.iterations) == (norm, iterations)]
                 points: dict[int, list[float]] = {}
                 for place, value in itertools.chain.from_iterable(runs):
                     points.setdefault(place, []).append(value)
-                means = [
-                    (unit * place, statistics.mean(all_)) for place, all_ in points.items() if len(all_) == len(runs)
-                ]
+                means = [(unit * place, statistics.mean(ap)) for place, ap in points.items() if len(ap) == len(runs)]
                 style, label = (".-", norm) if iterations == plan.iterations else (".--", "")
                 axes.plot([x for x, _ in means], [ap for _, ap in means], style, color=f"C{number % 10}", label=label)
         axes.legend(fontsize="small")

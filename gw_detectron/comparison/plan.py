@@ -39,12 +39,8 @@ class Job(NamedTuple):
 def norm_keys(norm: str) -> dict[str, str]:
     """Return the config keys of a norm in the backbone.
 
-    Args:
-        norm: ``NORM``, a norm name; ``NORM+NORM@POSITIONS``, such as ``BN+GW@S1-B1``: the second norm at these
-            positions; or one of the two with ``+WS``, for Weight Standardization.
-
-    Raises:
-        ConfigError: a part of it is unknown.
+    It is ``NORM``, a norm name; ``NORM+NORM@POSITIONS``, such as ``BN+GW@S1-B1``: the second norm at these positions;
+    or one of the two with ``+WS``, for Weight Standardization. Anything else is a ConfigError.
     """
     text, where = norm.removesuffix("+WS"), f"--norms ('{norm}')"
     text, at, positions = text.partition("@")

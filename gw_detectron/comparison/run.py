@@ -1,6 +1,7 @@
 """Run a comparison: its processes side by side, what is left after an interruption, and its results."""
 
 import contextlib
+import itertools
 import json
 import math
 import multiprocessing
@@ -24,8 +25,7 @@ from ..data.datasets_yaml import record_datasets
 from ..engine.output_folder import lock_output
 from ..engine.train import run_config, use_recipe
 from ..errors import ConfigError, RunError, check_minimum, summarize_names
-from ..preflight import PreflightReport, preflight
-from ..preflight.model_checks import check_model, check_start_weights
+from ..preflight import preflight
 from .job import LOG, PATIENCE, RESULT, engine_args, run_in_process, time_norms, train, write_json
 from .page import write_comparison
 from .plan import SEARCH_SEED, TEST, VAL, Job, Plan, equal_time, norm_keys, schedule_keys
@@ -75,19 +75,15 @@ class Comparison:
 def compare(what: Comparison, report: Callable[[str], object] = print) -> dict[str, Any]:
     """Compare norms; or continue, and finish the runs that an interruption has left.
 
-    A script that calls it needs ``if __name__ == "__main__":``, as for any use of processes.
-
-    Args:
-        what: the comparison.
-        report: called with lines of progress.
+    A script that calls it needs ``if __name__ == "__main__":``, as for any use of processes. ``report`` gets lines of
+    progress. What is finished is kept if an error ends the comparison.
 
     Returns:
         The content of ``comparison.json``.
 
     Raises:
-        ConfigError: the norms, times or flags cannot be used, or the folder has another comparison.
-        PreflightError: a run would fail later or learn nothing.
-        RunError: a run failed, or AP is 0 in all runs. What is finished is kept.
+        ConfigError: what cannot be compared, or the folder has another comparison.
+        RunError: a run failed, or AP is 0 in all runs.
     """
     check_minimum("--jobs", what.jobs)
     check_minimum("--seeds", what.seeds, 0)
@@ -105,7 +101,7 @@ def compare(what: Comparison, report: Callable[[str], object] = print) -> dict[s
             runs.write_config(recommended["norm"], recommended["rate"])
     if runs.failed:
         raise RunError(
-            f"{len(runs.failed)} norms failed ({summarize_names(runs.failed)}); the others are compared. Fix: see the "
+            f"{summarize_names(sorted(runs.failed))}: a run failed; the other norms are compared. Fix: see the "
             "messages above; the same command tries the failed runs again."
         )
     return numbers
@@ -124,8 +120,10 @@ class _Runs:
         Plan(what.norms, self.rates, what.iterations or 2, {})  # refuses what it cannot use
         self._check_norms()
         self.results: dict[Job, Result] = {}
-        self.failed: dict[str, str] = {}
-        self.started = 0
+        self.failed: set[str] = set()
+        gpus = torch.cuda.device_count() if self.cfg.MODEL.DEVICE != "cpu" else 0
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+        self.gpus = itertools.cycle(visible.split(",") if gpus > 1 else [None])
         self.threads = int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, len(os.sched_getaffinity(0)) // what.jobs)
         self.most = what.seeds or (_MOST_SEEDS if what.minutes else _SEEDS)
         self.seeds = 1 if what.minutes else self.most
@@ -137,20 +135,16 @@ class _Runs:
         return cfg
 
     def _check_norms(self) -> None:
-        """Check data and config once, and the model of every norm."""
-        found = PreflightReport()
-        for number, norm in enumerate(self.what.norms):
+        """Check the run of every norm; a warning of several norms is shown once."""
+        warnings: dict[str, None] = {}
+        for norm in self.what.norms:
             cfg = changed_config(self.cfg, norm_keys(norm))
-            start = open_start_weights(cfg.MODEL.WEIGHTS)
-            report = PreflightReport() if number else preflight(cfg, start)
-            if number:
-                model = check_model(cfg, start, report, eval_only=False)
-                check_start_weights(cfg, start, model, report, allow_partial=False)
-            found.errors += [f"{norm}: {text}" for text in report.errors]
-            found.warnings += [f"{norm}: {text}" for text in report.warnings]
-        if not self.what.flags.get("ignore_preflight"):
-            found.raise_errors()
-        for text in found.errors + found.warnings:
+            found = preflight(cfg, open_start_weights(cfg.MODEL.WEIGHTS))
+            found.errors = [f"{norm}: {text}" for text in found.errors]
+            if not self.what.flags.get("ignore_preflight"):
+                found.raise_errors()
+            warnings |= dict.fromkeys(found.errors + found.warnings)
+        for text in warnings:
             self.report(f"Warning: {text}")
 
     def prepare(self) -> None:
@@ -179,7 +173,8 @@ class _Runs:
         self.times = settings["times"]
         self.plan = Plan(self.what.norms, self.rates, settings["iterations"], settings["equal_time"])
         for found in self.folder.glob(f"runs/*/{RESULT}"):
-            self._add(json.loads(found.read_text()))
+            result = json.loads(found.read_text())
+            self.results[Job(*(result[name] for name in Job._fields))] = result
         self.start = time.monotonic() - sum(result["seconds"] for result in self.results.values()) / self.what.jobs
 
     def _measure(self) -> dict[str, float]:
@@ -196,9 +191,7 @@ class _Runs:
             process.join()
         finally:
             _stop([process])
-        if not (folder / RESULT).exists():  # the exit status may be that of a loader's worker
-            raise RunError(f"timing of the norms: {_reason(folder)}")
-        times: dict[str, float] = json.loads((folder / RESULT).read_text())
+        times: dict[str, float] = _result(folder)
         self.report("\n".join(f"  {norm}: {1000 * seconds:.0f} ms" for norm, seconds in times.items()))
         return times
 
@@ -228,13 +221,7 @@ class _Runs:
         return [*self.what.opts, *words]
 
     def _start(self, work: Callable[..., Any], folder: Path, *args: Any) -> BaseProcess:
-        gpus = torch.cuda.device_count() if self.cfg.MODEL.DEVICE != "cpu" else 0
-        gpu = None
-        if gpus > 1:
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
-            gpu = visible.split(",")[self.started % gpus]
-        self.started += 1
-        process = _CONTEXT.Process(target=run_in_process, args=(work, folder, self.threads, gpu, *args))
+        process = _CONTEXT.Process(target=run_in_process, args=(work, folder, self.threads, next(self.gpus), *args))
         process.start()
         return process
 
@@ -266,7 +253,7 @@ class _Runs:
         while True:
             open_jobs = [job for job in self.plan.jobs(ap, self.seeds) if job not in self.results]
             left = [job for job in open_jobs if job not in running and job.norm not in self.failed]
-            if left or searching - self.failed.keys() or self.seeds >= self.most:
+            if left or searching - self.failed or self.seeds >= self.most:
                 return left
             if time.monotonic() - self.start + self._seconds_left(self.seeds + 1) > 60 * self.what.minutes:
                 return left
@@ -290,13 +277,12 @@ class _Runs:
         return max(0.0, total - done) * seconds / max(done, 1e-9) / self.what.jobs
 
     def _ended(self, job: Job) -> None:
-        folder = self.folder / "runs" / job.name
-        if not (folder / RESULT).exists():
-            self.failed[job.norm] = f"{job.name}: {_reason(folder)}"
-            self.report(f"FAILED {self.failed[job.norm]} {job.norm} is left out.")
+        try:
+            result = self.results[job] = _result(self.folder / "runs" / job.name)
+        except RunError as error:
+            self.failed.add(job.norm)
+            self.report(f"FAILED {error} {job.norm} is left out.")
             return
-        result = json.loads((folder / RESULT).read_text())
-        self._add(result)
         end = "diverged: AP 0" if result["diverged"] else f"{result['task']} AP {result['AP']:.1f}"
         self.report(
             f"{job.norm}, rate {job.rate:g}, seed {job.seed}, {job.iterations} iterations: {end} "
@@ -310,9 +296,6 @@ class _Runs:
         with atomic_write(self.folder / RECOMMENDED) as temporary:
             temporary.write_text(cfg.dump())
         record_datasets(registered_datasets(cfg.DATASETS.TRAIN, cfg.DATASETS.TEST), str(self.folder))
-
-    def _add(self, result: Result) -> None:
-        self.results[Job(*(result[name] for name in Job._fields))] = result
 
     def write_results(self) -> dict[Job, Result]:
         """Write the lines of the finished runs of the plan, in its order; return them."""
@@ -333,8 +316,10 @@ def _stop(processes: Collection[BaseProcess]) -> None:
         process.join()
 
 
-def _reason(folder: Path) -> str:
-    """Return the error that ended a process."""
+def _result(folder: Path) -> Result:
+    """Return the result of a process that has ended, or raise the error that has ended it."""
+    if (folder / RESULT).exists():  # the exit status may be that of a loader's worker
+        return json.loads((folder / RESULT).read_text())
     text = (folder / LOG).read_text(errors="replace").strip()
     _, error, reason = text.rpartition("\nError: ")
-    return f"{reason if error else text.rpartition(chr(10))[2] or 'no output'} (log: {folder / LOG})."
+    raise RunError(f"{reason if error else text.rpartition(chr(10))[2] or 'no output'} (log: {folder / LOG}).")
