@@ -46,13 +46,16 @@ class RunParser(argparse.ArgumentParser):
         return found, unknown
 
 
-def new_parser(description: str | None, *examples: str, note: str = "", kind: type = argparse.ArgumentParser) -> Any:
+def new_parser(
+    description: str | None, *examples: str, note: str = "", kind: type = argparse.ArgumentParser, **options: Any
+) -> Any:
     """Create the parser of a command; its help ends with a note and examples, the words after the command's name."""
     lines = "\n".join(f"  %(prog)s {example}".rstrip() for example in examples)
     return kind(
         description=description,
         epilog=f"{note}\n\nexamples:\n{lines}" if note else f"examples:\n{lines}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        **options,
     )
 
 
@@ -145,8 +148,3 @@ def print_page(text: str) -> None:
         print(text, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it again at its end
-
-
-def parse_names(text: str) -> list[str]:
-    """Parse names with commas between them; for argparse."""
-    return [name.strip() for name in text.split(",")]

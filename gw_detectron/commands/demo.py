@@ -3,10 +3,8 @@
 import argparse
 import json
 import time
-from math import isnan, nan
+from math import isnan
 from pathlib import Path
-
-from tabulate import tabulate
 
 from ..atomic import check_replaceable
 from ..cli import new_parser
@@ -26,13 +24,10 @@ _RESULT = "result.json"
 
 def get_parser() -> argparse.ArgumentParser:
     parser = new_parser(__doc__, "", "SOLVER.MAX_ITER 50 OUTPUT_DIR output/short_demo")
-    parser.add_argument(
-        "--config-file", default=get_config_file(_CONFIG), metavar="FILE", help=f"config to train (default: {_CONFIG})"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace a run in OUTPUT_DIR that is not a demo")
-    parser.add_argument(
-        "opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config keys to change, e.g. SOLVER.MAX_ITER 50"
-    )
+    add = parser.add_argument
+    add("--config-file", default=get_config_file(_CONFIG), metavar="FILE", help=f"config to train; default: {_CONFIG}")
+    add("--overwrite", action="store_true", help="replace a run in OUTPUT_DIR that is not a demo")
+    add("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config keys to change, e.g. SOLVER.MAX_ITER 50")
     return parser
 
 
@@ -60,13 +55,9 @@ def main(args: argparse.Namespace) -> None:
     result = {**scores, "seconds": seconds, "export": {"format": "pt2", "worst_relative": parity["worst_relative"]}}
     (folder / _RESULT).write_text(json.dumps(result, indent=2) + "\n")
     write_report(folder)
-    columns = ("AP", "AP50", "AP75", "APs", "APm")  # small images have no large objects
-    rows = [[task, *(found.get(column, nan) for column in columns)] for task, found in evaluation.items()]
     print(f"\nTrained {cfg.SOLVER.MAX_ITER} iterations and evaluated in {seconds:.0f} s.")
-    print(tabulate(rows, headers=["", *columns], floatfmt=".1f"))
-    print(
-        f"\nExported backbone: {backbone / parity['file']}, features differ by at most {parity['worst_relative']:.1e}"
-    )
+    print(", ".join(f"{task} AP {found['AP']:.1f}" for task, found in evaluation.items()))
+    print(f"Exported backbone: {backbone / parity['file']}, features differ by at most {parity['worst_relative']:.1e}")
     print(f"Report, with curves and pictures: {folder / 'report' / PAGE}")
     print(f"Numbers: {folder / _RESULT}; model: {folder / 'model_final.pth'}")
 

@@ -10,7 +10,6 @@ import os
 from typing import Any
 
 from detectron2.config import CfgNode
-from tabulate import tabulate
 
 from ..checkpoint import best_checkpoint, open_start_weights, trained_classes
 from ..cli import RunParser, check_folder, new_parser
@@ -33,18 +32,9 @@ def get_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--config-file", metavar="FILE", help="config of the model; default: config.yaml beside the weights")
-    add(
-        "--weights",
-        metavar="FILE",
-        help="as RUN: weights, or a run folder, whose best or last are taken; default: MODEL.WEIGHTS of the config",
-    )
+    add("--weights", metavar="FILE", help="weights or a run folder, as RUN; default: MODEL.WEIGHTS of the config")
     add("--output", required=True, metavar="DIR", help="folder to create")
-    add(
-        "--format",
-        choices=FORMATS,
-        default="pt2",
-        help="pt2 (torch.export, the default), onnx, or, of a backbone, safetensors (weights only)",
-    )
+    add("--format", choices=FORMATS, default="pt2", help="default: pt2 (torch.export); safetensors: only a backbone's")
     add("--backbone", action="store_true", help="export only the backbone")
     group = parser.add_argument_group("detectors")
     add = group.add_argument
@@ -55,11 +45,7 @@ def get_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("with --backbone")
     add = group.add_argument
     add("--no-fpn", action="store_true", help="export the ResNet below the FPN")
-    add(
-        "--pixels",
-        action="store_true",
-        help="the file takes pixels of 0 to 255 and normalizes them, instead of normalized images",
-    )
+    add("--pixels", action="store_true", help="the file normalizes its input, pixels of 0 to 255")
     parser.add_argument("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config keys to change")
     return parser
 
@@ -77,7 +63,12 @@ def main(args: argparse.Namespace) -> None:
     cfg = read_config(args.config_file or "", args.opts)
     report = (_export_backbone if args.backbone else _export_detector)(args, cfg)
     print(f"Weights: {cfg.MODEL.WEIGHTS}")
-    print(_backbone_table(report) if args.backbone else _detector_table(report))
+    if args.backbone:
+        print(f"Features differ from the model's by at most {report['worst_relative']:.1e} of their largest value.")
+    else:
+        worst = ", ".join(f"{name} {value:.1e}" for name, value in report["worst"].items())
+        count = f"{report['detections_compared']} detections compared, {report['unmatched']} without counterpart"
+        print(f"Largest differences from the model: {worst}; {count}.")
     print(f"{args.output}/{report['file']} agrees with the model; docs/export.md shows how to load it.")
 
 
@@ -109,17 +100,3 @@ def _export_detector(args: argparse.Namespace, cfg: CfgNode) -> dict[str, Any]:
         classes=classes_of(class_metadata(cfg, trained_classes(checkpoint))),
         source={"config": args.config_file, "weights": cfg.MODEL.WEIGHTS},
     )
-
-
-def _backbone_table(report: dict[str, Any]) -> str:
-    rows = []
-    for name, shape in report["outputs"].items():
-        worst = max(case["levels"][name]["relative"] for case in report["cases"])
-        rows.append([name, shape["channels"], shape["stride"], f"{worst:.1e}"])
-    return tabulate(rows, headers=["output", "channels", "stride", "relative difference"], disable_numparse=True)
-
-
-def _detector_table(report: dict[str, Any]) -> str:
-    rows = [[name, f"{value:.1e}", report["tolerance"][name]] for name, value in report["worst"].items()]
-    table = tabulate(rows, headers=["output", "largest difference", "allowed"], disable_numparse=True)
-    return f"{table}\n{report['detections_compared']} detections compared, {report['unmatched']} without counterpart."

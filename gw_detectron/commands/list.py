@@ -32,9 +32,6 @@ def get_parser() -> argparse.ArgumentParser:
     configs.add_argument("words", nargs="*", metavar="WORD", help="a part of name or description; default: all configs")
     norms = kinds.add_parser("norms", help="list norm names, describe norms, or list the norms of a model")
     norms.add_argument("specs", nargs="*", metavar="NORM", help="norms to describe; default: list all names")
-    norms.add_argument(
-        "--channels", type=int, default=256, metavar="C", help="channels of the described norms, default: %(default)s"
-    )
     norms.add_argument("--config-file", metavar="FILE", help="list the norm layers of this config's model instead")
     return parser
 
@@ -48,7 +45,7 @@ def main(args: argparse.Namespace) -> None:
             raise ConfigError(f"NORM ({args.specs[0]!r}): has no effect with --config-file. Fix: give one of the two.")
         print_page(norm_table(build_checked_model(read_config(args.config_file), "meta")))
     elif args.specs:
-        print(tabulate([_describe(spec, args.channels) for spec in args.specs], headers="keys"))
+        print(tabulate([_describe(spec) for spec in args.specs], headers="keys"))
     else:
         rows = [(name, ", ".join(keys)) for name, keys in norm_options().items()]
         print(tabulate(rows, headers=["norm", "options"]))
@@ -65,10 +62,9 @@ def _configs(words: list[str]) -> str:
     return "\n".join(found)
 
 
-def _describe(spec: str, channels: int) -> dict[str, object]:
-    if channels < 1:
-        raise ConfigError(f"--channels ({channels}): too few. Fix: give 1 or more.")
+def _describe(spec: str) -> dict[str, object]:
+    """Describe a norm of 256 channels."""
     with torch.device("meta"):
-        layer = build_norm(spec, channels, where="NORM") or nn.Identity()
+        layer = build_norm(spec, 256, where="NORM") or nn.Identity()
     parameters = sum(parameter.numel() for parameter in layer.parameters())
     return {"norm": spec, "in full": norm_spec(layer), "layer": type(layer).__name__, "parameters": parameters}

@@ -7,12 +7,11 @@ checkpoint. With --preview, the annotations of a dataset are drawn instead.
 
 import argparse
 import json
-import os
 import sys
 from dataclasses import asdict
 
 from ..checkpoint.opening import BEST_CHECKPOINT
-from ..cli import check_folder, new_parser, parse_names
+from ..cli import check_folder, new_parser
 from ..errors import ConfigError
 from ..prediction import (
     Predictor,
@@ -45,18 +44,11 @@ def get_parser() -> argparse.ArgumentParser:
     add("--preview", metavar="JSON", help="draw up to 50 images with the annotations of this COCO file")
     add("--tiles", type=int, metavar="N", help="predict large images in overlapping tiles of N pixels, e.g. 1024")
     add("--overlap", type=int, metavar="N", help="pixels that tiles share, default: an eighth")
-    add(
-        "--statistics",
-        choices=STATISTICS,
-        help="statistics of GW and GN in tiles: of the whole image (default), or of each tile, in half the time",
-    )
+    add("--statistics", choices=STATISTICS, help="of GW and GN in tiles; default: image, as if it were not cut")
     add("--no-pictures", action="store_true", help="write only the json files")
     add("--device", metavar="D", help="cpu or cuda; default: a GPU, if there is one")
     add(
-        "--class-names",
-        metavar="A,B,...",
-        type=parse_names,
-        help="class names of a checkpoint; default: from the datasets in its config",
+        "--class-names", metavar="A,B,...", help="class names of a checkpoint; default: from the datasets in its config"
     )
     add("--json", action="store_true", help="print the summary as json")
     add("--opts", nargs=argparse.REMAINDER, default=[], metavar="KEY VALUE", help="config keys to change; comes last")
@@ -76,7 +68,6 @@ def main(args: argparse.Namespace) -> bool:
         return True
     sources = find_sources(args.inputs)
     check_output(args.output, sources)  # before seconds of loading
-    replaced = os.path.isdir(args.output) and os.listdir(args.output)
     detector = detector_file(args.model)
     whole = open_predictor(
         detector,
@@ -84,7 +75,7 @@ def main(args: argparse.Namespace) -> bool:
         opts=args.opts,
         score_threshold=args.score_threshold,
         device=args.device,
-        class_names=args.class_names,
+        class_names=args.class_names and [name.strip() for name in args.class_names.split(",")],
     )
     predictor: Predictor | TiledPredictor = whole
     if args.tiles is not None:
@@ -101,5 +92,5 @@ def main(args: argparse.Namespace) -> bool:
         f"{summary.images / summary.seconds:.1f} images per second."
     )
     print(f"Detector: {detector}{' (the best one by TEST.BEST)' if detector.endswith(BEST_CHECKPOINT) else ''}")
-    print(f"Predictions{' (earlier ones are replaced)' if replaced else ''}: {args.output}")
+    print(f"Predictions: {args.output}")
     return not summary.failed

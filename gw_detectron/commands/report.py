@@ -15,20 +15,12 @@ def get_parser() -> argparse.ArgumentParser:
     parser = new_parser(
         __doc__, "output/demo", "output/mydata --images 8 --score 0.3", "output/gn output/gw --output pages"
     )
-    parser.add_argument(
-        "run_folders",
-        nargs="+",
-        metavar="RUN_FOLDER",
-        help="OUTPUT_DIR of a training or an evaluation; several to compare them",
-    )
-    parser.add_argument(
-        "--output", metavar="DIR", help="folder of the report (default: RUN_FOLDER/report; of several: output/runs)"
-    )
-    parser.add_argument("--images", type=int, default=4, metavar="N", help="images to draw (default: %(default)s)")
-    parser.add_argument(
-        "--score", type=float, default=0.5, help="lowest score of a drawn or counted box (default: %(default)s)"
-    )
-    parser.add_argument("--json", action="store_true", help="print report.json instead of a summary")
+    add = parser.add_argument
+    add("run_folders", nargs="+", metavar="RUN_FOLDER", help="OUTPUT_DIR of a run; several to compare them")
+    add("--output", metavar="DIR", help="folder of the report; default: RUN_FOLDER/report, of several output/runs")
+    add("--images", type=int, default=4, metavar="N", help="images to draw; default: %(default)s")
+    add("--score", type=float, default=0.5, help="lowest score of a drawn or counted box; default: %(default)s")
+    add("--json", action="store_true", help="print report.json instead of a summary")
     return parser
 
 

@@ -3,14 +3,10 @@
 import argparse
 
 from .. import engine
+from ..engine import get_parser
 from ..engine.launch import launch_from_args
 
-
-def get_parser(*, evaluation: bool = False) -> argparse.ArgumentParser:
-    """Return the parser of the trainer; ``evaluation`` sets ``--eval-only`` and shows examples of it."""
-    parser = engine.get_parser(evaluation=evaluation)
-    parser.set_defaults(eval_only=evaluation)
-    return parser
+__all__ = ["get_parser", "main"]
 
 
 def main(args: argparse.Namespace) -> None:

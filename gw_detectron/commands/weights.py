@@ -34,11 +34,7 @@ def get_parser() -> argparse.ArgumentParser:
     convert.add_argument("source", metavar="SRC", help="a .pth or .safetensors file")
     convert.add_argument("target", metavar="DST", help="a .pkl file to write, for MODEL.WEIGHTS")
     convert.add_argument("--norm", help=_NORM % "SRC")
-    convert.add_argument(
-        "--preprocessing",
-        choices=PREPROCESSING,
-        help="the images of the training; needed if SRC has Detectron2's names and does not record it",
-    )
+    convert.add_argument("--preprocessing", choices=PREPROCESSING, help="of the training's images; if not recorded")
     convert.add_argument("--force", action="store_true", help="overwrite DST")
     convert.set_defaults(run=_convert)
 
@@ -51,9 +47,7 @@ def get_parser() -> argparse.ArgumentParser:
 
     describe = actions.add_parser("describe", help="show what a checkpoint or weight file records")
     describe.description = "Show iteration, versions, config, seed, start weights, norms and tensors of a file."
-    describe.add_argument(
-        "file", metavar="FILE", help="checkpoint, weight file of any format that is read, or run folder"
-    )
+    describe.add_argument("file", metavar="FILE", help="checkpoint, weight file or run folder")
     describe.add_argument("--config", action="store_true", help="print only the config of the run, a yaml file")
     describe.set_defaults(run=_describe)
 

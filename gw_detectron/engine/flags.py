@@ -5,31 +5,20 @@ import argparse
 from detectron2.engine import default_argument_parser
 from detectron2.engine.launch import DEFAULT_TIMEOUT
 
-from ..cli import RunParser
+from ..cli import RunParser, new_parser
 from .tracking import TRACKERS
 
-_NOTE = "Evaluation writes to OUTPUT_DIR/inference and leaves the training's log.txt and config.yaml untouched.\n\n"
-_EXAMPLES = """\
-examples:
-  8 GPUs, on COCO:
-  %(prog)s --num-gpus 8 --config-file COCO-Detection/faster_rcnn_R_50_FPN_1x_GW.yaml
-
-  your own data, on the CPU:
-  %(prog)s --num-gpus 0 --auto --train-json data.json --train-images photos --val-fraction 0.2 \\
-      OUTPUT_DIR output/mine
-
-  continue after an interruption; evaluate:
-  %(prog)s output/mine --num-gpus 0 --resume
-  %(prog)s output/mine --num-gpus 0 --eval-only
-"""
-_EVALUATION_EXAMPLES = """\
-examples:
-  on the dataset of the training:
-  %(prog)s output/mine --num-gpus 0
-
-  on other photos with the same classes:
-  %(prog)s output/mine --num-gpus 0 --val-json more.json --val-images more --dataset more
-"""
+_NOTE = "Evaluation writes to OUTPUT_DIR/inference and leaves the training's log.txt and config.yaml untouched."
+_EXAMPLES = (
+    "--num-gpus 8 --config-file COCO-Detection/faster_rcnn_R_50_FPN_4conv1fc_1x_GW.yaml",
+    "--num-gpus 0 --auto --train-json data.json --train-images photos --val-fraction 0.2 OUTPUT_DIR output/mine",
+    "output/mine --num-gpus 0 --resume",
+    "output/mine --num-gpus 0 --eval-only",
+)
+_EVALUATION_EXAMPLES = (
+    "output/mine --num-gpus 0",
+    "output/mine --num-gpus 0 --val-json more.json --val-images more --dataset more",
+)
 #: in place of Detectron2's own texts, which also describe LazyConfigs
 _HELP = {
     "config_file": "config: a yaml file, or a name that `gw-detectron list configs` prints",
@@ -61,17 +50,14 @@ DATASET_FLAGS = (*(name.replace("-", "_") for name in _DATASETS), "val_fraction"
 
 
 def get_parser(*, evaluation: bool = False) -> argparse.ArgumentParser:
-    """Create Detectron2's parser with the flags of this package.
-
-    Args:
-        evaluation: show examples of evaluations, without the flags of training.
-    """
-    parser = RunParser(
+    """Create Detectron2's parser with this package's flags; ``evaluation`` sets --eval-only and hides the others."""
+    parser = new_parser(
+        "RUN: a run folder or a checkpoint, in place of --config-file and, to evaluate, MODEL.WEIGHTS.",
+        *(_EVALUATION_EXAMPLES if evaluation else _EXAMPLES),
+        note=_NOTE,
+        kind=RunParser,
         parents=[default_argument_parser()],
         conflict_handler="resolve",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="RUN: a run folder or a checkpoint, in place of --config-file and, to evaluate, MODEL.WEIGHTS.",
-        epilog=_NOTE + (_EVALUATION_EXAMPLES if evaluation else _EXAMPLES),
     )
     for name, text in _SWITCHES.items():
         parser.add_argument(f"--{name}", action="store_true", help=text)
@@ -92,6 +78,7 @@ def get_parser(*, evaluation: bool = False) -> argparse.ArgumentParser:
         action.help = _HELP.get(action.dest, action.help)
         if evaluation and action.dest in _TRAINING_ONLY:
             action.help = argparse.SUPPRESS
+    parser.set_defaults(eval_only=evaluation)
     return parser
 
 
