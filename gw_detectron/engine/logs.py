@@ -6,12 +6,10 @@ import re
 import sys
 from typing import Any
 
-from detectron2.engine import HookBase
 from detectron2.utils import comm
 from tqdm import tqdm
 
 from ..errors import is_user_error, message_of
-from ..progress import progress_bar
 
 _LOGGERS = ("detectron2", "fvcore", "gw_detectron")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -26,10 +24,13 @@ _FILE_ONLY = {
 
 
 class _PlainFormatter(logging.Formatter):
-    """Format records without the colors that Detectron2's tables have."""
+    """Leave out the colors of Detectron2's tables, and the traceback of an error that the user can fix."""
 
     def format(self, record: logging.LogRecord) -> str:
         return _ANSI.sub("", super().format(record))
+
+    def formatException(self, ei: Any) -> str:
+        return message_of(ei[1]) if is_user_error(ei[1]) else super().formatException(ei)
 
 
 class _FileHandler(logging.FileHandler):
@@ -73,30 +74,3 @@ def log_to(folder: str) -> None:
             logger.handlers += handlers
             logger.propagate = False
             logger.setLevel(logging.DEBUG)
-
-
-def remove_traceback_of_user_errors(record: logging.LogRecord) -> bool:
-    """Log filter: replace the traceback of a user error by its message."""
-    error = record.exc_info[1] if record.exc_info else None
-    if error is not None and is_user_error(error):
-        record.exc_info = None
-        record.msg = f"{record.msg} {message_of(error)}"
-    return True
-
-
-class ProgressBar(HookBase):
-    """Show iteration, time left and loss on a terminal."""
-
-    def before_train(self) -> None:
-        self._bar = progress_bar(
-            desc="training", unit="it", total=self.trainer.max_iter, initial=self.trainer.start_iter, leave=False
-        )
-
-    def after_step(self) -> None:
-        losses: Any = self.trainer.storage.latest().get("total_loss")
-        if losses is not None:
-            self._bar.set_postfix(loss=f"{losses[0]:.3g}", refresh=False)
-        self._bar.update()
-
-    def after_train(self) -> None:
-        self._bar.close()

@@ -63,18 +63,19 @@ def check_output(
     folder: str, start: StartWeights, report: PreflightReport, *, resume: bool | None, keeps: bool
 ) -> None:
     """Check that a run finds the checkpoint it continues from, and overwrites none that the folder ``keeps``."""
+    found, unusable = list(Path(folder).glob("*.pth")), (BEST_CHECKPOINT, os.path.basename(start.address))
+    newest = max((path for path in found if path.name not in unusable), key=os.path.getmtime, default=None)
+    fix = "Fix: start again with --overwrite instead of --resume; there is no other checkpoint."
+    if newest:
+        fix = f"Fix: write {newest.name}, the newest other one, into {folder}/last_checkpoint."
     if start.resumed:
         if start.error:
-            reason = str(start.error).partition(" Fix: ")[0]
-            report.errors.append(f"{reason} Fix: {_another_checkpoint(folder, start.address)}")
-    elif resume and list(Path(folder).glob("*.pth")):
-        report.errors.append(
-            f"--resume: file not found: '{os.path.join(folder, 'last_checkpoint')}', which names the checkpoint to "
-            f"continue from. Fix: {_another_checkpoint(folder)}"
-        )
+            report.errors.append(f"{str(start.error).partition(' Fix: ')[0]} {fix}")
+    elif resume and found:
+        report.errors.append(f"--resume: '{folder}/last_checkpoint', which names the checkpoint, is missing. {fix}")
     elif resume:
         report.warnings.append(f"--resume: no checkpoint in '{folder}'. The run starts from MODEL.WEIGHTS.")
-    elif os.path.isfile(os.path.join(folder, "last_checkpoint")) and keeps:
+    elif keeps and os.path.isfile(os.path.join(folder, "last_checkpoint")):
         report.errors.append(earlier_run(folder))
 
 
@@ -86,24 +87,11 @@ def earlier_run(folder: str) -> str:
     )
 
 
-def _another_checkpoint(folder: str, damaged: str = "") -> str:
-    """Say how to continue without the last checkpoint or its name."""
-    unusable = (BEST_CHECKPOINT, os.path.basename(damaged))
-    others = [path for path in Path(folder).glob("*.pth") if path.name not in unusable]
-    if not others:
-        return "start again with --overwrite instead of --resume; there is no other checkpoint."
-    newest = max(others, key=os.path.getmtime).name
-    return f"write {newest}, the newest other checkpoint, into {folder}/last_checkpoint."
-
-
 def clear_output(folder: str, *, metrics: bool = False, everything: bool = False, needed: Collection[str] = ()) -> None:
     """Delete stale evaluation output, so that a report does not mistake it for the new run's.
 
-    Args:
-        folder: the output folder, which need not exist.
-        metrics: delete the metrics too, to which a new run would append.
-        everything: delete all files of the earlier run, also its checkpoints.
-        needed: files that the new run reads; they stay. In a folder to delete they are a ConfigError.
+    On request it deletes the ``metrics``, to which a new run would append, or ``everything`` of an earlier run. Files
+    that the new run reads, ``needed``, stay; in a folder to delete they are a ConfigError.
     """
     kept = [Path(path).resolve() for path in needed if path]
     started = [METRICS, f"inference/{BEST_PREDICTIONS}"] if metrics else []

@@ -24,11 +24,7 @@ def use_datasets(cfg: CfgNode, args: argparse.Namespace, folder: str) -> None:
 
     Keys that the command line sets keep their values. Without flags, unknown names are registered from the
     ``datasets.yaml`` beside the config file. No split may put images that the run was trained on into the validation.
-
-    Args:
-        cfg: the config, not frozen.
-        args: the flags of :func:`gw_detectron.engine.get_parser`.
-        folder: the run folder, for the files of datasets that are split.
+    The parts of a split dataset are written to ``folder``. The config is not frozen.
     """
     given = _from_flags(args)
     found = given or _recorded(cfg, args.config_file)
@@ -57,13 +53,7 @@ def use_datasets(cfg: CfgNode, args: argparse.Namespace, folder: str) -> None:
 
 
 def use_recorded_datasets(cfg: CfgNode, config_file: str | os.PathLike[str], folder: str) -> None:
-    """Register datasets that are unknown from the ``datasets.yaml`` beside a config file.
-
-    Args:
-        cfg: the config, which names datasets.
-        config_file: its file.
-        folder: the run folder.
-    """
+    """Register datasets that are unknown from the ``datasets.yaml`` beside a config file."""
     if recorded := _recorded(cfg, config_file):
         register_datasets(recorded, folder)
 

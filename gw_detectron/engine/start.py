@@ -6,15 +6,15 @@ import logging
 import os
 import shlex
 import sys
+from pathlib import Path
 
 import torch
 from detectron2.config import CfgNode
 from detectron2.utils import comm
 from detectron2.utils.collect_env import collect_env_info
 from detectron2.utils.env import seed_all_rng
-from detectron2.utils.file_io import PathManager
 
-from ..atomic import AtomicPathManager
+from ..atomic import atomic_write
 from ..checkpoint import StartWeights, open_start_weights
 from ..checkpoint.opening import local_file
 from ..config import changed_config
@@ -77,7 +77,7 @@ def start_run(
 def _write_record(cfg: CfgNode, weights: StartWeights, *, eval_only: bool) -> None:
     """Set up logging, as Detectron2's ``default_setup``; write ``config.yaml`` and ``datasets.yaml``."""
     rank, folder = comm.get_rank(), os.path.join(cfg.OUTPUT_DIR, "inference") if eval_only else cfg.OUTPUT_DIR
-    PathManager.mkdirs(folder)
+    os.makedirs(folder, exist_ok=True)
     log_to(folder)
     log.info("run folder: '%s'; log.txt in it has more than the screen", folder)
     log.debug("Process %d of %d. Environment:\n%s", rank, comm.get_world_size(), collect_env_info())
@@ -85,8 +85,8 @@ def _write_record(cfg: CfgNode, weights: StartWeights, *, eval_only: bool) -> No
     if eval_only and weights.resumed:  # for the record beside the results
         cfg = changed_config(cfg, {"MODEL.WEIGHTS": weights.address})
     if comm.is_main_process():
-        with AtomicPathManager(PathManager).open(os.path.join(folder, "config.yaml"), "w") as file:
-            file.write(cfg.dump())
+        with atomic_write(Path(folder, "config.yaml")) as temporary:
+            temporary.write_text(cfg.dump())
         record_datasets(registered_datasets(cfg.DATASETS.TRAIN, cfg.DATASETS.TEST), folder, cfg.OUTPUT_DIR)
     if eval_only:  # a training has its own seeds
         seed_all_rng(None if cfg.SEED < 0 else cfg.SEED + rank)

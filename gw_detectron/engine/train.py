@@ -28,19 +28,9 @@ from .trainer import Trainer
 
 log = logging.getLogger(__name__)
 
-#: main scores of boxes, masks and keypoints; of semantic; of panoptic segmentation
-_MAIN_SCORES = ("AP", "mIoU", "PQ")
-
 
 def main(args: argparse.Namespace) -> dict | None:
-    """Train, or evaluate with ``--eval-only``, in the current process.
-
-    Args:
-        args: the flags of :func:`gw_detectron.engine.get_parser`.
-
-    Returns:
-        The results of the last evaluation, on the main process.
-    """
+    """Train, or evaluate with ``--eval-only``, in this process; return the last results on the main process."""
     with in_all_processes():
         cfg = run_config(args)
         reasons = use_recipe(cfg, args)
@@ -56,7 +46,8 @@ def main(args: argparse.Namespace) -> dict | None:
             log.info(line)
         trainer.resume_or_load(args.resume)
         results = trainer.train()
-    _log_scores(cfg, results)
+    if results:
+        log.info("Next: gw-detectron report %s", shlex.quote(cfg.OUTPUT_DIR))
     return results
 
 
@@ -147,14 +138,3 @@ def evaluate(
     if comm.is_main_process():
         verify_results(cfg, results)
     return results
-
-
-def _log_scores(cfg: CfgNode, results: dict | None) -> None:
-    """End the log with the main score of each task, and what to do next."""
-    names, results = cfg.DATASETS.TEST, results or {}
-    for name, scores in ({names[0]: results} if len(names) == 1 else results).items():
-        found = [
-            f"{task} {key} {value[key]:.1f}" for task, value in scores.items() for key in _MAIN_SCORES if key in value
-        ]
-        if found:
-            log.info("%s on %s. Next: gw-detectron report %s", ", ".join(found), name, shlex.quote(cfg.OUTPUT_DIR))

@@ -21,7 +21,7 @@ from detectron2.evaluation import (
 )
 from detectron2.modeling import GeneralizedRCNNWithTTA
 from detectron2.utils import comm
-from detectron2.utils.events import CommonMetricPrinter, EventWriter, JSONWriter, TensorboardXWriter
+from detectron2.utils.events import EventWriter
 from detectron2.utils.file_io import PathManager
 from fvcore.nn.precise_bn import get_bn_modules
 
@@ -42,16 +42,13 @@ from ..data.images import ImageNamingMapper
 from ..errors import ConfigError, NonFiniteError
 from ..norms.listing import norm_summary
 from ..preflight import wrong_evaluator
-from .best import BestWeights, TrainingEnded, WeightAverage
-from .coco_evaluation import build_coco_evaluator
-from .hooks import LossGuard, SignalHook
-from .logs import ProgressBar, remove_traceback_of_user_errors
+from .evaluation import LOSS_NORMALIZER, build_coco_evaluator, validation_losses
+from .hooks import BestWeights, LossGuard, ProgressBar, SignalHook, TrainingEnded, WeightAverage
 from .optimizer import accumulated_step, set_norm_decay
-from .output_folder import METRICS, clear_output, earlier_run
+from .output_folder import clear_output, earlier_run
 from .start import check_same_start, start_run
 from .tracking import TrackerWriter
 from .training_data import INITIAL_WEIGHTS, STEP, TrainingData, build_training_data, seed_generators
-from .validation import LOSS_NORMALIZER, validation_losses
 
 log = logging.getLogger(__name__)
 
@@ -80,8 +77,6 @@ class Trainer(DefaultTrainer):
     Raises:
         PreflightError: the run would fail later or learn nothing. Nothing has been written.
         RunError: another training writes to ``OUTPUT_DIR``.
-        ConfigError: the config lacks this package's keys.
-        UserError: the weights cannot be opened.
     """
 
     def __init__(
@@ -223,13 +218,7 @@ class Trainer(DefaultTrainer):
         return built
 
     def build_writers(self) -> list[EventWriter]:
-        writers = [CommonMetricPrinter(self.max_iter), JSONWriter(os.path.join(self.cfg.OUTPUT_DIR, METRICS))]
-        if self.cfg.TRACKER:
-            writers.append(TrackerWriter(self.cfg))
-        if importlib.util.find_spec("tensorboard") is None:
-            log.warning("tensorboard is not installed: metrics are written to %s only", METRICS)
-            return writers
-        return [*writers, TensorboardXWriter(self.cfg.OUTPUT_DIR)]
+        return [*super().build_writers(), *([TrackerWriter(self.cfg)] if self.cfg.TRACKER else [])]
 
     def state_dict(self) -> dict[str, Any]:
         # In v0.6 DefaultTrainer saves no optimizer, whose momentum a resumed run needs; HEAD saves it by this name.
@@ -322,10 +311,7 @@ class Trainer(DefaultTrainer):
     def train(self) -> dict | None:
         """Train to ``SOLVER.MAX_ITER``; return the results of the last evaluation, or None.
 
-        Raises:
-            NonFiniteError: the loss became infinite or NaN.
-            FileAccessError: a checkpoint could not be written.
-            DataError: an image or its record cannot be used.
+        A loss that is not finite is a NonFiniteError.
         """
         if self.start and self.start.resumed:
             raise ConfigError(earlier_run(self.cfg.OUTPUT_DIR))
@@ -335,15 +321,11 @@ class Trainer(DefaultTrainer):
             log.warning("SOLVER.MAX_ITER (%d): the run has finished and is only evaluated", self.max_iter)
         if comm.is_main_process():
             remove_unfinished(self.cfg.OUTPUT_DIR)
-        loop_log = logging.getLogger("detectron2.engine.train_loop")
-        loop_log.addFilter(remove_traceback_of_user_errors)
         try:
             with self._lock:
                 super().train()
         except TrainingEnded as end:
             log.info("%s", end)
-        finally:
-            loop_log.removeFilter(remove_traceback_of_user_errors)
         return getattr(self, "_last_eval_results", None)
 
     @classmethod

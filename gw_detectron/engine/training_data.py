@@ -34,15 +34,10 @@ _ATTEMPTS = 100  # images to try in place of one that the mapper rejects
 
 
 def build_training_data(cfg: CfgNode, mapper: Callable[[dict], Any]) -> Any:
-    """Build the training data of a config.
+    """Build :class:`TrainingData`; the mapper makes an example of a record, or returns None to try another one.
 
-    Args:
-        cfg: Detectron2's config; a negative ``SEED`` is replaced by a random one.
-        mapper: callable from a record of the dataset to a training example, or to None to try another record.
-
-    Returns:
-        :class:`TrainingData`; Detectron2's own loader, whose position cannot be stored, for datasets that are not lists
-        of records, and for grouping by aspect ratio without ``width`` and ``height``.
+    Datasets that are not lists of records, or have no ``width`` and ``height`` for grouping by aspect ratio, get
+    Detectron2's own loader, whose position cannot be stored.
     """
     options = _train_loader_from_config(cfg, mapper=mapper)
     records, grouped = options["dataset"], options["aspect_ratio_grouping"]

@@ -12,9 +12,9 @@ from torch import nn
 
 from gw_detectron.config import changed_config
 from gw_detectron.engine import Trainer, main
-from gw_detectron.engine.best import WeightAverage
+from gw_detectron.engine.evaluation import validation_losses
+from gw_detectron.engine.hooks import WeightAverage
 from gw_detectron.engine.train import run_config
-from gw_detectron.engine.validation import validation_losses
 from gw_detectron.errors import PreflightError
 from gw_detectron.prediction import detector_file
 from gw_detectron.report import RunFolder

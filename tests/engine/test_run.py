@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from gw_detectron.checkpoint import opening
 from gw_detectron.engine import Trainer, get_parser, main
-from gw_detectron.engine.coco_evaluation import DenseCOCOEvaluator
+from gw_detectron.engine.evaluation import DenseCOCOEvaluator
 from gw_detectron.engine.start import start_run
 from gw_detectron.engine.train import run_config
 from gw_detectron.errors import ConfigError, MissingFileError, PreflightError, UserError

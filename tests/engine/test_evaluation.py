@@ -12,7 +12,7 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from gw_detectron.checkpoint import StartWeights
-from gw_detectron.engine.coco_evaluation import DenseCOCOEvaluator
+from gw_detectron.engine.evaluation import DenseCOCOEvaluator
 from gw_detectron.preflight import preflight
 
 from ..preflight.sound_run import config

@@ -1,0 +1,115 @@
+"""Evaluation on the validation data: COCO's scores, also beyond its limit of detections, and the losses."""
+
+import contextlib
+import io
+import logging
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from detectron2.config import CfgNode
+from detectron2.data import DatasetCatalog, DatasetMapper, MetadataCatalog, build_detection_test_loader
+from detectron2.data.datasets.coco import convert_to_coco_json
+from detectron2.data.detection_utils import build_augmentation
+from detectron2.evaluation import COCOEvaluator
+from detectron2.utils import comm
+from detectron2.utils.events import EventStorage
+from torch import nn, no_grad
+
+from ..data.fingerprint import read_fingerprint
+from ..data.images import ImageNamingMapper
+from ..norms.names import norm_spec
+from .output_folder import CONVERTED
+from .training_data import VALIDATION, seed_generators
+
+log = logging.getLogger(__name__)
+
+# RetinaNet's, and up to v0.6 FCOS's: a running mean that scales the loss and is not in the model's state dict
+LOSS_NORMALIZER = "loss_normalizer"
+
+
+class DenseCOCOEvaluator(COCOEvaluator):
+    """Detectron2's COCOEvaluator, with a second AP for images of many objects.
+
+    COCO's AP counts the best 100 detections per image and class, 20 of keypoints. Where an image has N > 100 objects of
+    a class, a perfect detector has less than 100 AP. The results then have ``AP@N`` beside the standard ``AP``, whose
+    limit is N or, if larger, ``detections``, the model's number per image.
+    """
+
+    def __init__(self, dataset_name: str, detections: int, **options: Any) -> None:
+        super().__init__(dataset_name, **options)
+        found = read_fingerprint([{"annotations": [], **self._coco_api.dataset}])  # as preflight, which names AP@N
+        self._most, self._detections = found.most_of_a_class, detections
+
+    def _derive_coco_results(self, coco_eval: Any, iou_type: str, class_names: Sequence[str] | None = None) -> dict:
+        results = super()._derive_coco_results(coco_eval, iou_type, class_names)
+        if coco_eval is None or self._most <= (standard := coco_eval.params.maxDets[-1]):
+            return results
+        limit = max(self._most, self._detections)
+        coco_eval.params.maxDets = [limit]
+        with contextlib.redirect_stdout(io.StringIO()):
+            coco_eval.evaluate()
+            coco_eval.accumulate()
+        precision = coco_eval.eval["precision"][:, :, :, 0, 0]  # of IoU, recall and class
+        results[f"AP@{limit}"] = 100 * float(precision[precision > -1].mean())
+        log.info(
+            "%s: images have up to %d objects of a class. AP, as COCO defines it, counts %d detections per image and "
+            "class: %.3f. With %d it is %.3f (AP@%d).",
+            *(iou_type, self._most, standard, results["AP"], limit, results[f"AP@{limit}"], limit),
+        )
+        return results
+
+
+def build_coco_evaluator(name: str, folder: str, **options: Any) -> DenseCOCOEvaluator:
+    """Build the evaluator of objects; convert the records of a Python function anew, not from an earlier file."""
+    metadata = MetadataCatalog.get(name)
+    if converts := metadata.get("json_file", CONVERTED).endswith(CONVERTED):
+        vars(metadata).pop("json_file", None)
+        convert_to_coco_json(name, os.path.join(folder, f"{name}{CONVERTED}"), allow_cached=False)
+    evaluator = DenseCOCOEvaluator(name, output_dir=folder, **options)
+    if converts:
+        vars(metadata).pop("json_file", None)
+    return evaluator
+
+
+def validation_losses(cfg: CfgNode, model: nn.Module, seed: int) -> dict[str, float]:
+    """Compute the mean losses of the images in ``DATASETS.TEST``, resized as in evaluation.
+
+    Norms use their running statistics. The model, not its ``DistributedDataParallel``, is not changed. The seed is that
+    of sampled anchors and regions. The losses are named ``validation/loss_cls`` and so on, their sum
+    ``validation/total_loss``; without annotations there are none.
+    """
+    records = [
+        record
+        for name in cfg.DATASETS.TEST
+        for record in DatasetCatalog.get(name)
+        if record.get("annotations") or "sem_seg_file_name" in record
+    ]
+    if not records:
+        return {}
+    mapper = DatasetMapper(cfg, True, augmentations=build_augmentation(cfg, False), recompute_boxes=False)
+    data = build_detection_test_loader(
+        records, mapper=ImageNamingMapper(mapper, cfg.INPUT.PERCENTILES), num_workers=cfg.DATALOADER.NUM_WORKERS
+    )
+    modes = {module: module.training for module in model.modules()}
+    normalizer = {name: value for name, value in vars(model).items() if name == LOSS_NORMALIZER}
+    seed_generators(seed, VALIDATION, comm.get_rank())
+    sums: dict[str, float] = defaultdict(float)
+    try:
+        model.train()
+        for module in modes:
+            if norm_spec(module) is not None:
+                module.eval()
+        with no_grad(), EventStorage(1):
+            for batch in data:
+                for name, loss in model(batch).items():
+                    sums[name] += float(loss)
+                vars(model).pop(LOSS_NORMALIZER, None)  # each image as if it came next
+                vars(model).update(normalizer)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    parts = comm.all_gather(dict(sums))  # of all processes; one may have no image
+    means = {name: sum(part.get(name, 0) for part in parts) / len(records) for part in parts for name in part}
+    return {f"validation/{name}": value for name, value in {**means, "total_loss": sum(means.values())}.items()}
