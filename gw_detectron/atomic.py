@@ -17,10 +17,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path that replaces ``path`` on success.
 
     Its content is on the disk before the rename. After an error the temporary file is removed; after a kill,
-    :func:`remove_unfinished` does it.
-
-    Raises:
-        FileAccessError: the file cannot be written; the error names ``path``, which is left as it was.
+    :func:`remove_unfinished` does it. If it cannot be written, a FileAccessError names ``path``.
     """
     with _temporary(path) as temporary:
         yield temporary
@@ -33,12 +30,8 @@ def atomic_write(path: Path) -> Iterator[Path]:
 def atomic_folder(output: str | os.PathLike[str], files: Collection[str]) -> Iterator[Path]:
     """Yield an empty folder that replaces ``output`` on success.
 
-    Args:
-        output: the folder to create. It may exist if it is empty or holds only an earlier result of the same kind.
-        files: the names of files and folders that a result of this kind has.
-
-    Raises:
-        FileAccessError: ``output`` cannot be written, or holds other files; it is left unchanged.
+    ``output`` may hold an earlier result of the same kind, which has these ``files``. If it holds others or cannot be
+    written it is left unchanged, and a FileAccessError is raised.
     """
     output = Path(output).resolve()
     check_replaceable(output, files)

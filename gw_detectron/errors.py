@@ -23,12 +23,7 @@ class ConfigError(UserError, ValueError):
 
 
 class PreflightError(ConfigError):
-    """A run would fail later or learn nothing.
-
-    Args:
-        problems: one message per problem.
-        unchecked: what was not checked because of them.
-    """
+    """A run would fail later or learn nothing: one message per problem, and what was not checked because of them."""
 
     def __init__(self, problems: Iterable[str], unchecked: str = "") -> None:
         self.problems = tuple(problems)
@@ -62,10 +57,6 @@ class NormError(ConfigError):
 
 class DataError(UserError, ValueError):
     """A dataset, an image or its record cannot be used."""
-
-    def __init__(self, message: str) -> None:
-        # A worker process of a DataLoader passes its traceback as the message, which ends in the original message.
-        super().__init__(message.rsplit("DataError: ", 1)[-1].strip())
 
 
 class MissingFileError(UserError, FileNotFoundError):
@@ -118,7 +109,8 @@ def message_of(error: BaseException) -> str:
     text, kind = str(error), type(error).__name__
     if not re.match(r"Caught \w+ in DataLoader worker", text):
         return text
-    return f"{kind}: {text.rpartition(f'{kind}: ')[2].strip()}"
+    found = text.rpartition(f"{kind}: ")[2].strip()
+    return found if isinstance(error, UserError) else f"{kind}: {found}"
 
 
 def first_line(error: BaseException) -> str:

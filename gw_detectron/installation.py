@@ -65,11 +65,7 @@ def scripting_warnings_ignored() -> Iterator[None]:
 
 
 def require_detectron2(name: str) -> None:
-    """Raise MissingPackageError unless Detectron2 is installed.
-
-    Args:
-        name: what needs Detectron2; it begins the error message.
-    """
+    """Raise MissingPackageError unless Detectron2 is installed; ``name`` is what needs it."""
     if not has_detectron2():
         raise MissingPackageError(
             f"{name}: needs Detectron2, which is not installed. Fix: run `python tools/install_detectron2.py` from the "
@@ -78,12 +74,7 @@ def require_detectron2(name: str) -> None:
 
 
 def require_packages(what: str, *names: str) -> None:
-    """Raise MissingPackageError unless optional packages are installed.
-
-    Args:
-        what: the feature that needs the packages; it begins the error message.
-        names: as they are imported.
-    """
+    """Raise MissingPackageError unless the packages of a feature are installed; names are as they are imported."""
     missing = [_PIP_NAMES.get(name, name) for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingPackageError(f"{what}: not installed: {', '.join(missing)}. Fix: pip install {' '.join(missing)}")

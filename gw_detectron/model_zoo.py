@@ -19,11 +19,7 @@ def list_configs() -> list[str]:
 
 
 def get_config_file(name: str) -> str:
-    """Return the path of a config: as in :func:`list_configs`, a ``Base-*.yaml`` or a part in ``common``.
-
-    Raises:
-        ConfigError: unknown config; the message names the nearest.
-    """
+    """Return the path of a config: as in :func:`list_configs`, a ``Base-*.yaml`` or a part in ``common``."""
     files = shipped_configs()
     if name not in files:
         raise ConfigError(
@@ -33,33 +29,17 @@ def get_config_file(name: str) -> str:
 
 
 def get_config(name: str) -> CfgNode | DictConfig:
-    """Load a config: a ``.yaml`` with this package's keys, or a LazyConfig from a ``.py``.
-
-    Args:
-        name: as in :func:`list_configs`.
-
-    Raises:
-        ConfigError: unknown config.
-    """
+    """Load a config by its name: a ``.yaml`` with this package's keys, or a LazyConfig from a ``.py``."""
     file = get_config_file(name)
     return LazyConfig.load(file) if name.endswith(".py") else read_config(file)
 
 
 def get(name: str, device: str | None = None) -> nn.Module:
-    """Build the model of a config and load its weights, if any.
+    """Build the model of a config by its name, in training mode, and load its weights, if any.
 
     These are ``MODEL.WEIGHTS``, or ``train.init_checkpoint`` of a LazyConfig. To build a model without its weights,
-    pass :func:`get_config` to ``detectron2.modeling.build_model``.
-
-    Args:
-        name: as in :func:`get_config`.
-        device: for example ``"cpu"``; None takes the config's, or the CPU without a CUDA device.
-
-    Returns:
-        The model, in training mode.
-
-    Raises:
-        ConfigError: as in :func:`get_config`, or Detectron2 cannot build the model.
+    pass :func:`get_config` to ``detectron2.modeling.build_model``. ``device`` None takes the config's, or the CPU
+    without a CUDA device. A config that is unknown or cannot be built is a ConfigError.
     """
     cfg = get_config(name)
     if device is None and not torch.cuda.is_available():

@@ -39,8 +39,8 @@ def auto_config(
 
     Args:
         cfg: Detectron2's config with the keys of this package, not frozen. ``MODEL.DEVICE`` bounds the image size.
-        json: the annotation file to train on.
-        images: the folder to which ``file_name`` in it is relative.
+        json: the annotation file to train on; ``file_name`` in it is relative to the folder ``images``.
+        images: see ``json``.
         epochs: passes over the images; default: by their number.
         given: keys that keep their values.
 
@@ -49,7 +49,6 @@ def auto_config(
 
     Raises:
         DataError: the file is not in COCO format, or has no object to learn from.
-        ConfigError: the config is not that of a detector, or ``epochs`` is not above 0.
     """
     reasons = apply_recipe(cfg, {os.fspath(json): os.fspath(images)}, epochs=epochs, given=given)
     for line in reasons.values():
