@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pycocotools.mask as mask_util
 
+from .geometry import mask_boxes
 from .scene import Array, SceneObject
 
 _TOLERANCE = 0.05  # pixels, largest distance between a traced contour and its polygon
@@ -70,30 +71,17 @@ def trace(sdf: Array) -> list[Array]:
                 left = columns - cut
                 return trace(np.maximum(sdf, left)) + trace(np.maximum(sdf, -left))
     # The remaining holes are narrower than a pixel and are ignored.
-    areas = [_area(contour) for contour in contours]
+    areas = mask_boxes([[contour.ravel().tolist()] for contour in contours], [(height, width)] * len(contours))[1]
     smallest = min(_MIN_AREA, max(areas, default=0.0))
-    kept = [contour for contour, area in zip(contours, areas, strict=True) if area >= smallest]
-    return [np.round(_simplify(contour), 2) for contour in kept]
+    kept = [(contour, _simplify(contour)) for contour, area in zip(contours, areas, strict=True) if area >= smallest]
+    return [np.round(polygon if len(polygon) > 3 else contour, 2)[:-1] for contour, polygon in kept]
 
 
-def _area(contour: Array) -> float:
-    """Return the area of a closed contour (K, 2) by the shoelace formula."""
-    x, y = contour[:-1].T
-    return 0.5 * abs(float(np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1))))
-
-
-def _simplify(contour: Array) -> Array:
-    """Simplify a closed contour (K, 2), cut at its first vertex and the farthest from it.
+def _simplify(line: Array) -> Array:
+    """Drop points of a line (K, 2) within the tolerance of the result (Douglas and Peucker 1973).
 
     cv2.approxPolyDP removes other vertices: changing to it changes the dataset.
     """
-    far = int(np.argmax(np.hypot(*(contour - contour[0]).T)))
-    polygon = np.concatenate([_simplify_line(contour[: far + 1])[:-1], _simplify_line(contour[far:])[:-1]])
-    return polygon if len(polygon) >= 3 else contour[:-1]
-
-
-def _simplify_line(line: Array) -> Array:
-    """Drop points of a line (K, 2) within the tolerance of the result (Douglas and Peucker 1973)."""
     if len(line) < 3:
         return line
     chord, offset = line[-1] - line[0], line[1:-1] - line[0]
@@ -102,4 +90,4 @@ def _simplify_line(line: Array) -> Array:
     split = int(np.argmax(distance)) + 1
     if distance[split - 1] <= _TOLERANCE:
         return line[[0, -1]]
-    return np.concatenate([_simplify_line(line[: split + 1])[:-1], _simplify_line(line[split:])])
+    return np.concatenate([_simplify(line[: split + 1])[:-1], _simplify(line[split:])])
