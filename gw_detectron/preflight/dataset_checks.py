@@ -1,7 +1,6 @@
 """Check that the datasets of a run are complete and fit the model."""
 
 import functools
-import importlib.util
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -49,12 +48,6 @@ def check_datasets(
     key = "TEST" if eval_only else "TRAIN"
     if not cfg.DATASETS[key]:
         report.errors.append(f"DATASETS.{key} (empty): no dataset. Fix: name at least one.")
-    polygons = cfg.MODEL.MASK_ON and cfg.INPUT.MASK_FORMAT == "polygon"
-    if polygons and cfg.INPUT.CROP.ENABLED and not eval_only and importlib.util.find_spec("shapely") is None:
-        report.errors.append(
-            "INPUT.CROP.ENABLED (True): polygons are cropped by the package shapely, which is not installed. Fix: pip "
-            "install shapely, or set INPUT.MASK_FORMAT bitmask."
-        )
     data: dict[str, Fingerprint] = {}
     photos: dict[str, tuple[str, Any, str]] = {}
     roles = ((True, () if eval_only else cfg.DATASETS.TRAIN), (False, cfg.DATASETS.TEST))

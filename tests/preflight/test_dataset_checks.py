@@ -252,12 +252,9 @@ def test_run_lengths_need_the_mask_format_bitmask(check, coco, content):
     assert check_coco(content, TRAIN._replace(run_lengths=False))[0] == []
 
 
-@pytest.mark.parametrize("changes", [{"INPUT__MASK_FORMAT": "bitmask"}, {"MODEL__MASK_ON": False}, {"eval_only": True}])
-def test_crops_of_polygons_need_shapely(check, monkeypatch, changes):
+def test_scale_jitter_needs_shapely(monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "shapely" else found(name))
-    assert "shapely" in one(check(INPUT__CROP__ENABLED=True))
-    assert not any("shapely" in error for error in check(INPUT__CROP__ENABLED=True, **changes).errors)
     with pytest.raises(MissingPackageError, match="shapely"):
         get_config("new_baselines/mask_rcnn_R_50_FPN_50ep_LSJ_GW.py")
 
