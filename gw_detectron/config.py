@@ -22,9 +22,6 @@ def add_gw_config(cfg: CfgNode) -> None:
     A second call changes nothing. :mod:`gw_detectron.norms.names` describes norm names. Detectron2's own keys
     ``MODEL.RESNETS.NORM``, ``MODEL.FPN.NORM``, ``MODEL.ROI_BOX_HEAD.NORM``, ``MODEL.ROI_MASK_HEAD.NORM``,
     ``MODEL.RETINANET.NORM`` and ``MODEL.SEM_SEG_HEAD.NORM`` take the same names.
-
-    Args:
-        cfg: Detectron2's config.
     """
     model = cfg.MODEL
     defaults = (
@@ -157,9 +154,6 @@ def read_config(config_file: str | os.PathLike[str], opts: Sequence[Any] = ()) -
     Args:
         config_file: path of the yaml, or a name of :func:`gw_detectron.model_zoo.list_configs`.
         opts: keys to change, as key, value, key, value, ...; a value is text, as on a command line, or a Python value.
-
-    Returns:
-        The config, not frozen.
 
     Raises:
         FileNotFoundError: the config file does not exist.

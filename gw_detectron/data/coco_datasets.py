@@ -35,10 +35,7 @@ class CocoDatasets:
     val: dict[str, CocoDataset] = field(default_factory=dict)
 
     def classes(self) -> dict[int, str]:
-        """Return the category names by id, in ascending order, of the first file that can be read, from ``train`` on.
-
-        Returns {} if none can; preflight reports why.
-        """
+        """Return the category names by ascending id of the first file that can be read; {} if none can."""
         for dataset in (*self.train.values(), *self.val.values()):
             with contextlib.suppress(OSError, DataError, LookupError, TypeError):
                 return dict(sorted((each["id"], each["name"]) for each in read_json(dataset.json)["categories"]))

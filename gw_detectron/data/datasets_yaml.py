@@ -53,18 +53,26 @@ def read_datasets(path: str) -> CocoDatasets:
         MissingFileError: there is no such yaml.
         ConfigError: the yaml has an unknown key or a value of the wrong type.
     """
-    tree = _read_tree(path)
+    with open(existing_path(path, "--datasets", os.path.isfile), encoding="utf-8", errors="replace") as file:
+        tree = parse_config(file.read(), path)
+    _check_keys(tree, ("train", "val"), path, "")
     found = CocoDatasets()
     for role, named in tree.items():
         if not isinstance(named, dict) or not named:
             raise ConfigError(
                 f"'{path}', {role}: not a mapping of names. Fix: write NAME: and its json and images below."
             )
+        known = [each.name for each in fields(CocoDataset) if role == "train" or each.name != "val_fraction"]
         for name, given in named.items():
-            getattr(found, role)[name] = _read_dataset(given, path, f"{role}.{name}")
-    for name, dataset in found.val.items():
-        if dataset.val_fraction:
-            raise ConfigError(f"'{path}', val.{name}: has val_fraction. Fix: move the dataset to train.")
+            key = f"{role}.{name}"
+            if not isinstance(given, dict) or not all(isinstance(given.get(each), str) for each in _PATHS):
+                raise ConfigError(f"'{path}', {key} ({given!r:.80}): expected json: FILE and images: FOLDER below it.")
+            _check_keys(given, known, path, f"{key}.")
+            if "val_fraction" in given:
+                check_fraction(given["val_fraction"], f"'{path}', {key}.val_fraction")
+            paths = {each: os.path.join(os.path.dirname(path), os.path.expanduser(given[each])) for each in _PATHS}
+            absolute = {each: os.path.abspath(value) for each, value in paths.items()}
+            getattr(found, role)[name] = CocoDataset(**given | absolute)
     return found
 
 
@@ -90,23 +98,6 @@ def class_metadata(cfg: CfgNode, trained: Mapping[int, str] | None = None) -> Me
     return Metadata(thing_classes=list(trained.values()), thing_dataset_id_to_contiguous_id=ids)
 
 
-def _read_tree(path: str) -> dict[str, Any]:
-    with open(existing_path(path, "--datasets", os.path.isfile), encoding="utf-8", errors="replace") as file:
-        tree = parse_config(file.read(), path)
-    _check_keys(tree, ("train", "val"), path, "")
-    return tree
-
-
-def _read_dataset(given: Any, path: str, key: str) -> CocoDataset:
-    if not isinstance(given, dict) or not all(isinstance(given.get(name), str) for name in _PATHS):
-        raise ConfigError(f"'{path}', {key} ({given!r:.80}): expected json: FILE and images: FOLDER below it.")
-    _check_keys(given, [each.name for each in fields(CocoDataset)], path, f"{key}.")
-    if "val_fraction" in given:
-        check_fraction(given["val_fraction"], f"'{path}', {key}.val_fraction")
-    paths = {name: os.path.join(os.path.dirname(path), os.path.expanduser(given[name])) for name in _PATHS}
-    return CocoDataset(**given | {name: os.path.abspath(each) for name, each in paths.items()})
-
-
 def _check_keys(given: Iterable[str], known: Collection[str], path: str, prefix: str) -> None:
     for key in given:
         if key not in known:
@@ -122,11 +113,7 @@ def check_fraction(value: Any, name: str) -> None:
 
 
 def existing_path(path: str, name: str, exists: Callable[[str], bool]) -> str:
-    """Return the absolute path of a local file or folder; ``name`` is its flag.
-
-    Raises:
-        MissingFileError: there is no such file or folder, by ``exists``: ``os.path.isfile`` or ``os.path.isdir``.
-    """
+    """Return the absolute path of a local file or folder that ``exists``, by os.path; ``name`` is its flag."""
     found = os.path.abspath(os.path.expanduser(path))
     if not exists(found):
         kind, other = ("file", "folder") if exists is os.path.isfile else ("folder", "file")

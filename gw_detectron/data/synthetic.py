@@ -2,10 +2,7 @@
 
 Textured shapes of very different sizes overlap each other and the image border, on cluttered backgrounds. The outline
 tells the class, the color hints at it. Masks cover the visible part of an object; some groups of small shapes are crowd
-regions. The files of one split:
-
-    <root>/gw_synthetic/annotations/instances_train.json   `info` holds the parameters
-    <root>/gw_synthetic/train/000001.jpg ...
+regions. Files are laid out as in COCO; ``info`` of a json holds the parameters.
 """
 
 import dataclasses

@@ -38,15 +38,8 @@ def preflight(
     """Find what would stop a run after hours, or let it train to nothing.
 
     Values that Detectron2 refuses at once are left to it. Remote weights are fetched last, and only if there is no
-    error. Nothing is written.
-
-    Args:
-        cfg: the config.
-        start: of :func:`gw_detectron.checkpoint.open_start_weights`.
-        report: gets the errors and warnings, and is returned; None: a new one.
-        eval_only: the run evaluates only.
-        allow_partial: the user accepts weights that do not fit.
-        own_evaluator: the trainer overrides ``build_evaluator``.
+    error. Nothing is written. With ``allow_partial`` the user accepts weights that do not fit; with ``own_evaluator``
+    the trainer overrides ``build_evaluator``. The ``report`` is extended and returned.
     """
     report = report or PreflightReport()
     if problem := _wrong_device(cfg.MODEL.DEVICE):

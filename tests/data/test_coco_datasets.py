@@ -146,7 +146,7 @@ def test_names_that_cannot_be_registered(folder, train, val, words):
         ({"trian": {}}, "'trian'. Similar: train"),
         ({"train": {"a": "annotations.json"}}, r"train\.a"),
         ({"train": {"a": FILES | {"image": "x"}}}, r"'train\.a\.image'. Similar: images"),
-        ({"val": {"a": FILES | {"val_fraction": 0.5}}}, r"val\.a: has val_fraction"),
+        ({"val": {"a": FILES | {"val_fraction": 0.5}}}, r"val\.a\.val_fraction"),
         ({"train": {"a": FILES | {"val_fraction": 1}}}, "val_fraction"),
         ({"train": {"a": FILES | {"val_fraction": "0.1"}}}, "val_fraction"),
     ],
