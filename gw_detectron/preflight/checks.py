@@ -82,10 +82,8 @@ def _wrong_device(device: str) -> str:
     try:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        return (
-            f"MODEL.DEVICE ('{device}'): torch cannot use it here: {first_line(error)}. Fix: set MODEL.DEVICE cpu, or "
-            "give --num-gpus 0."
-        )
+        reason = first_line(error).partition(". ")[0]
+        return f"MODEL.DEVICE ('{device}'): torch cannot use it: {reason}. Fix: set it to cpu, or give --num-gpus 0."
     return ""
 
 
