@@ -36,7 +36,7 @@ def zca_inverse_sqrt(sigma: Tensor, *, least: float | Tensor = 0.0) -> Tensor:
 
     Source: Group Whitening supplement, Eqs. 1-3; Decorrelated Batch Normalization, Eqs. 4-6.
     """
-    return _spectral(sigma, "zca", None, 0.0, least)
+    return whitening_matrix(sigma, least, partial(_spectral_forward, name="zca"), _spectral_backward)
 
 
 def zca_max_inverse_sqrt(
@@ -63,7 +63,8 @@ def zca_max_inverse_sqrt(
         slope = torch.zeros_like(eigenvalues).scatter(-1, largest, threshold)
         return threshold * eigenvalues[..., -1:], slope
 
-    return _spectral(sigma, "zca_max", rule, eps, least)
+    solve = partial(_spectral_forward, name="zca_max", rule=rule, eps=eps)
+    return whitening_matrix(sigma, least, solve, _spectral_backward)
 
 
 def zca_entropy_inverse_sqrt(sigma: Tensor, eps: float = 0.0, *, least: float | Tensor = 0.0) -> Tensor:
@@ -88,16 +89,15 @@ def zca_entropy_inverse_sqrt(sigma: Tensor, eps: float = 0.0, *, least: float | 
         slope = torch.zeros_like(eigenvalues).scatter(-1, place, 1.0)
         return eigenvalues.gather(-1, place), slope
 
-    return _spectral(sigma, "zca_entropy", rule, eps, least)
+    solve = partial(_spectral_forward, name="zca_entropy", rule=rule, eps=eps)
+    return whitening_matrix(sigma, least, solve, _spectral_backward)
 
 
 def pca_inverse_sqrt(sigma: Tensor, *, least: float | Tensor = 0.0) -> Tensor:
     r"""Compute :math:`\Lambda^{-1/2} D^T` (PCA whitening), eigenvalues in descending order.
 
-    .. warning::
-        Not for training networks; it is here to show why. The output axes are the principal directions, ordered by
-        variance. Two of them may swap from one batch to the next ("stochastic axis swapping"), which permutes the
-        input of the next layer. A running average of such matrices is meaningless.
+    Not for training networks; it is here to show why: two axes of similar variance may swap from one batch to the next
+    ("stochastic axis swapping"), which permutes the input of the next layer.
 
     The first element of every eigenvector is positive. PCA has no derivative at equal eigenvalues: the backward pass
     contains :math:`1 / (\lambda_i - \lambda_j)`, which is replaced by 0 where the two are equal up to rounding.
@@ -128,29 +128,19 @@ def _inv_sqrt(values: Tensor, least: float | Tensor) -> Tensor:
     return torch.where(alive, torch.where(alive, values, torch.ones_like(values)).rsqrt(), 0.0)
 
 
-def _spectral(sigma: Tensor, name: str, rule: _Rule | None, eps: float, least: float | Tensor) -> Tensor:
-    solve = partial(_spectral_forward, name=name, rule=rule, eps=eps)
-    return whitening_matrix(sigma, least, solve, _spectral_backward)
-
-
 def _spectral_forward(
-    sigma: Tensor, least: float | Tensor, name: str, rule: _Rule | None, eps: float
+    sigma: Tensor, least: float | Tensor, name: str, rule: _Rule | None = None, eps: float = 0.0
 ) -> tuple[Tensor, ...]:
-    """Return W, D, r and, with a rule, its tensors.
-
-    The tensors of a rule: eigenvalues, mask of raised ones, threshold and slope.
-    """
+    """Return W, D, r and, with a rule, the eigenvalues, the mask of raised ones, threshold and slope."""
     eigenvalues, d = _eigh(sigma, name, least)
-    if rule is None:
-        r = _inv_sqrt(eigenvalues, least)
-        rule_tensors: tuple[Tensor, ...] = ()
-    else:
+    values, rule_tensors = eigenvalues, list[Tensor]()
+    if rule is not None:
         theta, slope = rule(eigenvalues)
         follows = theta >= eps
         theta, slope = torch.where(follows, theta, eps), torch.where(follows, slope, 0.0)
         raised = eigenvalues < theta
-        r = _inv_sqrt(torch.where(raised, theta, eigenvalues), least)
-        rule_tensors = eigenvalues, raised, theta, slope
+        values, rule_tensors = torch.where(raised, theta, eigenvalues), [eigenvalues, raised, theta, slope]
+    r = _inv_sqrt(values, least)
     return (d * r[..., None, :]) @ d.mT, d, r, *rule_tensors
 
 
@@ -161,21 +151,22 @@ def _spectral_backward(grad: Tensor, _w: Tensor, d: Tensor, r: Tensor, *rule_ten
     # with r = lambda^{-1/2} the divided difference is -r_i^2 r_j^2 / (r_i + r_j); in this order nothing underflows
     difference = ri * rj / torch.where(total > 0, total, torch.ones_like(total))
     inner = -(ri * projected * rj) * difference
-    if rule_tensors:
-        inner = _through_threshold(inner, *rule_tensors)
+    if rule_tensors:  # through the threshold
+        eigenvalues, raised, theta, slope = rule_tensors
+        raised_i, raised_j = raised[..., :, None], raised[..., None, :]
+        # a rotation of D changes either matrix in proportion to the gaps of its own eigenvalues
+        ratio = torch.where(raised_i, 0.0, 1.0)
+        ratio = torch.where(
+            raised_i ^ raised_j, _gaps(torch.where(raised, theta, eigenvalues)) / _gaps(eigenvalues), ratio
+        )
+        lost = torch.where(raised, inner.diagonal(dim1=-2, dim2=-1), 0.0).sum(-1, keepdim=True)
+        inner = inner * ratio + torch.diag_embed(slope * lost)
     return d @ inner @ d.mT
 
 
-def _through_threshold(inner: Tensor, eigenvalues: Tensor, raised: Tensor, theta: Tensor, slope: Tensor) -> Tensor:
-    """Backpropagate through the threshold; gradients are in the basis D."""
-    values = torch.where(raised, theta, eigenvalues)
-    raised_i, raised_j = raised[..., :, None], raised[..., None, :]
-    # a rotation of D changes either matrix in proportion to the gaps of its own eigenvalues
-    gap = eigenvalues[..., :, None] - eigenvalues[..., None, :]
-    raised_gap = values[..., :, None] - values[..., None, :]
-    ratio = torch.where(raised_i ^ raised_j, raised_gap / gap, torch.where(raised_i, 0.0, 1.0))
-    lost = torch.where(raised, inner.diagonal(dim1=-2, dim2=-1), 0.0).sum(-1, keepdim=True)
-    return inner * ratio + torch.diag_embed(slope * lost)
+def _gaps(eigenvalues: Tensor) -> Tensor:
+    """Return all differences of eigenvalues."""
+    return eigenvalues[..., :, None] - eigenvalues[..., None, :]
 
 
 def _pca_forward(sigma: Tensor, least: float | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -190,7 +181,7 @@ def _pca_backward(grad: Tensor, _w: Tensor, eigenvalues: Tensor, d: Tensor, r: T
     # of dL = sum_ij h_ij (dr_i delta_ij + r_i (D^T dD)_ji) with (D^T dD)_ji = (D^T dSigma D)_ji / (l_i - l_j)
     h = grad.flip(-2) @ d
     scaled = r[..., :, None] * h
-    gap = eigenvalues[..., :, None] - eigenvalues[..., None, :]
+    gap = _gaps(eigenvalues)
     apart = gap.abs() > rounding_floor(eigenvalues[..., -1:], eigenvalues.shape[-1])[..., None]
     inner = 0.5 * torch.where(apart, (scaled - scaled.mT) / gap, 0.0)
     inner = inner - torch.diag_embed(0.5 * r.pow(3) * h.diagonal(dim1=-2, dim2=-1))

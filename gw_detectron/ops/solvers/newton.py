@@ -8,7 +8,7 @@ symmetric. With :math:`Q_k = P_k^2 S` a step is :math:`P_{k+1} = P_k R_k`, :math
     R_k R_{k+1} = \tfrac{1}{16} (36 I - 39 Q + 27 Q^2 - 9 Q^3 + Q^4) = F + \tfrac{9}{4} I, \quad
     F = Z^2 + \tfrac{27}{16} (Z - \tfrac{23}{72} Q), \quad Z = \tfrac{1}{4} Q^2 - \tfrac{9}{8} Q, \quad Q = Q_k .
 
-The factor is stored without the identity: a product with :math:`F + c I` is a product with F plus c times the other
+The factor is stored without the identity, as F: a product with :math:`F + c I` is one with F plus c times the other
 matrix. Five steps take 10 products instead of 15. Six of the 10 are squares, whose derivative costs one product instead
 of two.
 
@@ -18,19 +18,14 @@ only the covariance is saved for backward.
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..checks import zero_variance_threshold
 
-
-class _Matrix(NamedTuple):
-    """A batch of symmetric matrices and, for backward, its derivative."""
-
-    value: Tensor
-    tangent: Tensor | None
+#: a batch of symmetric matrices and, for backward, its derivative
+_Matrix = list[Tensor]
 
 
 def newton_inverse_sqrt(sigma: Tensor, num_iters: int = 5) -> Tensor:
@@ -43,10 +38,9 @@ def newton_inverse_sqrt(sigma: Tensor, num_iters: int = 5) -> Tensor:
     With the published setting (5 steps, g = 64) the iteration has not converged: whitened Gaussian input has variance
     0.586, not 1. Pretrained weights depend on exactly this matrix, so more steps or an exact solver is another network.
 
-    Figure 1 of the supplement computes :math:`P_{k-1}^3 \Sigma_N` anew in each step; there rounding grows without bound
-    from about 12 steps on in float32. Here :math:`Q_k = P_k^2 \Sigma_N` is updated by factors. For singular matrices
-    (fewer columns than channels) rounding grows here too, from about 25 steps on: use the solver ``zca`` for the exact
-    matrix.
+    With :math:`P_{k-1}^3 \Sigma_N` computed anew in each step, as in Figure 1 of the supplement, rounding grows without
+    bound from about 12 steps on in float32; here only for singular matrices (fewer columns than channels), from about
+    25 steps on. The solver ``zca`` gives the exact matrix.
 
     Args:
         sigma: symmetric positive semi-definite matrices, (..., g, g).
@@ -59,7 +53,7 @@ def newton_inverse_sqrt(sigma: Tensor, num_iters: int = 5) -> Tensor:
     """
     inverse, root = _inverse_trace(sigma)
     matrices = (sigma * inverse).reshape(math.prod(sigma.shape[:-2]), *sigma.shape[-2:])  # not -1: it may be empty
-    return _iterate(_Matrix(matrices, None), num_iters).value.reshape(sigma.shape) * root
+    return _iterate([matrices], num_iters)[0].reshape(sigma.shape) * root
 
 
 def newton_backward(sigma: Tensor, grad: Tensor, num_iters: int) -> tuple[Tensor, Tensor]:
@@ -69,8 +63,7 @@ def newton_backward(sigma: Tensor, grad: Tensor, num_iters: int) -> tuple[Tensor
     """
     inverse, root = _inverse_trace(sigma)
     s, direction = sigma * inverse, (grad + grad.mT).mul_(0.5 * root)
-    p, tangent = _iterate(_Matrix(s, direction), num_iters)
-    assert tangent is not None  # S had one
+    p, tangent = _iterate([s, direction], num_iters)
     # S is divided by the trace and W by its root: the gradient through either is a multiple of the identity
     trace_gradient = torch.linalg.vecdot(tangent.flatten(1), s.flatten(1))
     trace_gradient += 0.5 * torch.linalg.vecdot(direction.flatten(1), p.flatten(1))
@@ -100,57 +93,45 @@ def _iterate(s: _Matrix, num_iters: int) -> _Matrix:
     """Return P after ``num_iters`` steps."""
     p, q = None, s
     for remaining in range(num_iters, 0, -2):
-        factor, identity_factor = (_two_steps if remaining > 1 else _one_step)(q)
+        factor, c = (_two_steps(q), 9 / 4) if remaining > 1 else (_scaled(q, -1 / 2), 3 / 2)
         if remaining > 2:
-            q = _product(q, _square(factor, 1, factor, 2 * identity_factor), q, identity_factor**2)
-        p = _add_identity(factor, identity_factor) if p is None else _product(p, factor, p, identity_factor)
+            q = _product(q, _square(factor, 1, factor, 2 * c), q, c**2)
+        p = _add_identity(factor, c) if p is None else _product(p, factor, p, c)
     return _add_identity(_scaled(s, 0), 1) if p is None else p
 
 
-def _one_step(q: _Matrix) -> tuple[_Matrix, float]:
-    """Return (M, c), where M + c I is the factor R."""
-    return _scaled(q, -1 / 2), 3 / 2
-
-
-def _two_steps(q: _Matrix) -> tuple[_Matrix, float]:
-    """Return (F, c), where F + c I covers two steps."""
+def _two_steps(q: _Matrix) -> _Matrix:
+    """Return F of the factor that covers two steps."""
     z = _square(q, 1 / 4, q, -9 / 8)
-    return _square(z, 1, _add(z, q, -23 / 72), 27 / 16), 9 / 4
+    mixed = [torch.add(a, b, alpha=-23 / 72) for a, b in zip(z, q, strict=True)]
+    return _square(z, 1, mixed, 27 / 16)
 
 
 def _add_identity(a: _Matrix, factor: float) -> _Matrix:
     """Return a + factor I."""
-    identity = torch.eye(a.value.shape[-1], dtype=a.value.dtype, device=a.value.device)
-    return _Matrix(torch.add(a.value, identity, alpha=factor), a.tangent)
+    identity = torch.eye(a[0].shape[-1], dtype=a[0].dtype, device=a[0].device)
+    return [torch.add(a[0], identity, alpha=factor), *a[1:]]
 
 
 def _scaled(a: _Matrix, by: float) -> _Matrix:
-    return _Matrix(a.value * by, None if a.tangent is None else a.tangent * by)
-
-
-def _add(a: _Matrix, b: _Matrix, alpha: float) -> _Matrix:
-    """Return a + alpha b."""
-    value = torch.add(a.value, b.value, alpha=alpha)
-    if a.tangent is None or b.tangent is None:
-        return _Matrix(value, None)
-    return _Matrix(value, torch.add(a.tangent, b.tangent, alpha=alpha))
+    return [each * by for each in a]
 
 
 def _product(a: _Matrix, b: _Matrix, c: _Matrix, beta: float) -> _Matrix:
     """Return a b + beta c."""
-    value = _multiply_add(c.value, a.value, b.value, beta, 1)
-    if a.tangent is None or b.tangent is None or c.tangent is None:
-        return _Matrix(value, None)
-    return _Matrix(value, torch.baddbmm(c.tangent, a.value, b.tangent, beta=beta).baddbmm_(a.tangent, b.value))
+    value = _multiply_add(c[0], a[0], b[0], beta, 1)
+    if len(a) == 1:
+        return [value]
+    return [value, torch.baddbmm(c[1], a[0], b[1], beta=beta).baddbmm_(a[1], b[0])]
 
 
 def _square(a: _Matrix, alpha: float, c: _Matrix, beta: float) -> _Matrix:
     """Return alpha a^2 + beta c."""
-    value = _multiply_add(c.value, a.value, a.value, beta, alpha)
-    if a.tangent is None or c.tangent is None:
-        return _Matrix(value, None)
-    half = torch.baddbmm(c.tangent, a.value, a.tangent, beta=beta / 2, alpha=alpha)
-    return _Matrix(value, half + half.mT)
+    value = _multiply_add(c[0], a[0], a[0], beta, alpha)
+    if len(a) == 1:
+        return [value]
+    half = torch.baddbmm(c[1], a[0], a[1], beta=beta / 2, alpha=alpha)
+    return [value, half + half.mT]
 
 
 def _multiply_add(c: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:

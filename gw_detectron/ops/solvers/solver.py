@@ -31,16 +31,14 @@ class Solver:
         W = \psi(D_\sigma^{-1/2} \Sigma D_\sigma^{-1/2}) \, D_\sigma^{-1/2}, \quad D_\sigma = \mathrm{diag}(\Sigma)
 
     Args:
-        name: a key of :data:`SOLVERS`.
+        name: a key of :data:`gw_detectron.layers.SOLVERS`.
         num_iters: steps T of ``newton``.
         eps: added to the diagonal of the covariance, in units of the input's variance. ``pivoted_cholesky`` adds
             nothing and replaces smaller pivots by ``eps``.
         threshold: c of ``zca_max``.
         corr: whiten the correlation matrix.
 
-    Raises:
-        ValueError: an option is out of its range, or belongs to another solver.
-        TypeError: an option has the wrong type.
+    Raises ValueError or TypeError for an option that is wrong or belongs to another solver.
 
     Source: Group Whitening, Eqs. 5-7; On Batch Orthogonalization Layers, Table I, sections IV to VI-A, Eq. 12.
     """
@@ -104,17 +102,11 @@ def check_solver(solver: Any) -> None:
         raise TypeError(f"solver: expected Solver, got {solver!r}. Fix: pass {fix}.")
 
 
-def standardizing_matrix(sigma: Tensor) -> Tensor:
-    r"""Return :math:`D_\sigma^{-1/2}`, which standardizes channels without decorrelating them.
-
-    It makes batch whitening BN and Group Whitening GN. It is 0 for a channel without variance.
-
-    Source: On Batch Orthogonalization Layers, Table I, row BN; Group Whitening, Eqs. 1 and 4.
-    """
-    return torch.diag_embed(_inverse_std(sigma))
-
-
 def _inverse_std(sigma: Tensor) -> Tensor:
+    r"""Return the diagonal of :math:`D_\sigma^{-1/2}`, 0 for a channel without variance.
+
+    As the whitening matrix it makes batch whitening BN and Group Whitening GN (Group Whitening, Eqs. 1 and 4).
+    """
     variance = sigma.diagonal(dim1=-2, dim2=-1)
     alive = variance > zero_variance_threshold(sigma.dtype)
     return torch.where(alive, torch.where(alive, variance, 1.0).rsqrt(), 0.0)
@@ -130,7 +122,7 @@ SOLVERS: dict[str, Callable[[Tensor, Solver, float | Tensor], Tensor]] = {
     "pca": lambda sigma, options, least: pca_inverse_sqrt(sigma, least=least),
     "cholesky": lambda sigma, options, least: cholesky_whitening(sigma, least=least),
     "pivoted_cholesky": lambda sigma, options, least: pivoted_cholesky_whitening(sigma, options.eps),
-    "standardize": lambda sigma, options, least: standardizing_matrix(sigma),
+    "standardize": lambda sigma, options, least: torch.diag_embed(_inverse_std(sigma)),
 }
 
 #: the published setting of Group Whitening
