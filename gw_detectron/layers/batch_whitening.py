@@ -46,29 +46,21 @@ class BatchWhitening2d(nn.Module):
 
     A batch of fewer than two columns has no covariance: the output is ``bias``, and the averages do not change.
 
-    Special cases: see :mod:`gw_detectron.layers`.
-
     Args:
         num_channels: C, the size of dimension 1 of the input.
         channels_per_group: k, capped at C; the last group may be smaller.
-        solver: a name in :data:`gw_detectron.layers.SOLVERS`; ``"zca"`` is DBN.
-        num_iters: steps T of the ``newton`` solver.
-        eps: added to the diagonal of the covariance, in units of the input's variance.
+        solver, num_iters, eps, threshold, corr: see :class:`~gw_detectron.layers.Solver`; ``"zca"`` is DBN.
         momentum: :math:`\lambda`, the weight of a new batch in the running averages, from 0 to 1.
         running: ``"matrix"`` or ``"covariance"``.
         sync: compute the statistics over all processes of a distributed run.
         affine: learn a per-channel scale and shift, both of shape (C,).
-        threshold: c of the solver ``"zca_max"``.
-        corr: standardize the channels, then whiten their correlation matrix.
         rotation: ``"none"``, or ``"cayley"`` for a learnable rotation of each group before scale and shift.
         device, dtype: of parameters and buffers, as in torch's own layers.
 
     Shape:
         Input (N, C, *spatial), with zero to three spatial dimensions. Output: the same shape, dtype and memory format.
 
-    Raises:
-        ValueError: an argument out of its range.
-        TypeError: an argument of the wrong type.
+    Raises ValueError or TypeError for a wrong argument.
 
     Source: Decorrelated Batch Normalization, section 3.3 and Algorithm 1; Group Whitening, sections 2 and 5.1.1; On
         Batch Orthogonalization Layers, Table I, Eq. 4, section VI.
@@ -204,8 +196,7 @@ class BatchWhitening2d(nn.Module):
 class FrozenBatchWhitening2d(BatchWhitening2d):
     """Batch whitening layer with fixed statistics, scale, shift and rotation.
 
-    It is to :class:`BatchWhitening2d`, whose arguments it has, what FrozenBN is to BN. It loads the same checkpoints:
-    scale and shift are buffers of the same names.
+    It is to :class:`BatchWhitening2d`, whose arguments and checkpoints it takes, what FrozenBN is to BN.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -224,13 +215,9 @@ class FrozenBatchWhitening2d(BatchWhitening2d):
 
     @classmethod
     def convert(cls, module: nn.Module) -> nn.Module:
-        """Freeze each BatchWhitening2d in a module, in place.
+        """Freeze each BatchWhitening2d in a module, in place; return the module.
 
-        Returns:
-            ``module``.
-
-        Raises:
-            TypeError: a layer is of a subclass of BatchWhitening2d, which may compute something else.
+        A subclass is a TypeError: it may compute something else.
         """
         layers = {
             name: layer

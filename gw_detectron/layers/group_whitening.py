@@ -30,13 +30,8 @@ class GroupWhitening2d(nn.Module):
     Args:
         num_channels: C, the size of dimension 1 of the input.
         num_groups: g, capped at C. One group with the exact solver is GroupNorm with one group.
-        num_iters: steps T of the ``newton`` solver.
-        eps: added to the diagonal of the covariance, in units of the input's variance.
         affine: learn a per-channel scale and shift, both of shape (C,).
-        solver: a name in :data:`gw_detectron.layers.SOLVERS`: ``"newton"`` (iterative, the published choice), ``"zca"``
-            (exact), ...
-        threshold: c of the solver ``"zca_max"``.
-        corr: standardize the groups, then whiten their correlation matrix.
+        solver, num_iters, eps, threshold, corr: see :class:`~gw_detectron.layers.Solver`; ``"zca"`` is exact.
         device, dtype: of scale and shift, as in torch's own layers.
 
     Shape:
@@ -45,11 +40,9 @@ class GroupWhitening2d(nn.Module):
     Attributes:
         fuses_relu: True: ``forward`` accepts ``relu=True``. A caller that has a ReLU after its norm may test for this.
             A subclass with its own ``forward`` sets it itself.
-        solver: the :class:`~gw_detectron.layers.Solver` made of the options.
+        solver: the Solver.
 
-    Raises:
-        ValueError: an argument out of its range, or groups that do not divide the channels.
-        TypeError: an argument of the wrong type.
+    Raises ValueError or TypeError for a wrong argument, such as groups that do not divide the channels.
 
     Source: Group Whitening (CVPR 2021), section 3; supplement, Algorithm 1.
     """

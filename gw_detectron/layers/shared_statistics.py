@@ -82,7 +82,9 @@ class ImageStatistics:
                 self._moments[key] = found if before is None else before.merged(found)
             moments = self._moments[key]
             if gather or key not in self._matrices:
-                self._matrices[key] = _whitening(layer, moments.scatter / moments.count).to(rows)
+                sigma = moments.scatter / moments.count
+                matrix = layer.solver(sigma) if isinstance(layer, GroupWhitening2d) else (sigma + layer.eps).rsqrt()
+                self._matrices[key] = matrix.to(rows)
             matrix, rows = self._matrices[key], rows - moments.mean.to(rows)[:, None]
             rows = matrix @ rows if matrix.dim() == 2 else matrix[:, None] * rows
             y = rows.reshape(x.shape[1], len(x), *x.shape[2:]).transpose(0, 1)
@@ -112,9 +114,3 @@ class _Moments:
         spread = torch.outer(shift, shift) if self.scatter.dim() == 2 else shift.square()
         scatter = self.scatter + other.scatter + spread * (self.count * other.count / count)
         return _Moments(count, self.mean + shift * (other.count / count), scatter)
-
-
-def _whitening(layer: _PerSampleNorm, covariance: Tensor) -> Tensor:
-    if isinstance(layer, GroupWhitening2d):
-        return layer.solver(covariance)
-    return (covariance + layer.eps).rsqrt()

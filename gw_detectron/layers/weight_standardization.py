@@ -20,11 +20,7 @@ def standardize_weight(weight: Tensor) -> Tensor:
     the divisor I - 1, and epsilon is added to it. The paper has the divisor I, as timm's ``StdConv2d``, which adds 1e-6
     to the variance.
 
-    Args:
-        weight: (C, ...), one filter of I values per output channel.
-
-    Returns:
-        The standardized weight, in the shape of ``weight``.
+    ``weight`` is (C, ...), one filter of I values per output channel.
 
     Source: Micro-Batch Training with Batch-Channel Normalization and Weight Standardization (arXiv 1903.10520).
     """
@@ -70,15 +66,8 @@ def standardize_weights(model: nn.Module, pattern: str = "*") -> list[str]:
     Names of parameters, their values, norms, activations and frozen state stay. Only convolutions before a norm should
     be standardized: a Detectron2 convolution whose ``norm`` is None is left as it is. Transposed ones are too.
 
-    Args:
-        model: any model.
-        pattern: a glob of the convolutions' module names.
-
-    Returns:
-        The names of the standardized convolutions.
-
-    Raises:
-        ValueError: no convolution fits, or a filter has one value only. The model is unchanged.
+    Returns the names of those that fit ``pattern``, a glob of module names. If there is none, or a filter has a single
+    value, it raises ValueError and the model is unchanged.
 
     Source: arXiv 1903.10520; https://github.com/joe-siyuan-qiao/WeightStandardization.
     """

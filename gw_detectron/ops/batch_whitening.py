@@ -34,26 +34,13 @@ def batch_whiten(
         \Sigma = \tfrac{1}{m} X_C X_C^T + \epsilon I, \quad y = \gamma \, \psi(\Sigma) X_C + \beta
 
     for the columns :math:`X \in \mathbb{R}^{k \times m}` of each group. Every position of every sample is a column, as
-    in BN. Statistics and solver run in float32 (float64 for float64 input), also under autocast. A batch without
-    variance gives ``bias``.
+    in BN. A batch without variance gives ``bias``.
+
+    Args, Returns, Raises: as :func:`gw_detectron.layers.group_whiten`, and
 
     Args:
-        x: floating point, (N, C, *spatial) with any number of spatial dimensions, in any memory format.
         channels_per_group: k, capped at C; contiguous channels form a group, the last of which may be smaller.
-        weight: per-channel scale :math:`\gamma`, (C,).
-        bias: per-channel shift :math:`\beta`, (C,).
-        solver: covariance -> whitening matrix, :math:`\psi`.
-        sync: compute the statistics over all processes of a distributed run.
-
-    Returns:
-        y in the shape, dtype and memory format of ``x``. An empty y still depends on ``weight`` and ``bias``, and
-        on the statistics of other processes.
-
-    Raises:
-        ValueError: wrong rank or dtype of ``x``, ``channels_per_group`` out of its range, or affine parameters of
-            another shape than (C,).
-        TypeError: ``solver`` is not a Solver.
-        NonFiniteError: NaN or infinity in the input of a solver that uses eigendecomposition.
+        sync: compute the statistics over all processes of a distributed run, also if ``x`` is empty.
 
     Source: Decorrelated Batch Normalization, Eq. 3 and Algorithm 1; On Batch Orthogonalization Layers, Eqs. 3 and 5.
     """
@@ -88,18 +75,11 @@ class BatchStatistics(NamedTuple):
 
 
 def batch_statistics(columns: Tensor, width: int, sync: bool = False) -> BatchStatistics:
-    r"""Compute mean and covariance of a batch, or over all processes.
+    """Compute mean and covariance of columns (C, m_p), in groups of ``width`` channels.
 
-    .. math::
-        m = \sum_p m_p, \quad \mu = \tfrac{1}{m} \sum_p X_p \mathbf{1}, \quad
-        \Sigma = \tfrac{1}{m} \sum_p (X_p - \mu \mathbf{1}^T) (X_p - \mu \mathbf{1}^T)^T
-
-    Two all-reduces: a single one of second moments about zero would cancel digits if the mean is large.
-
-    Args:
-        columns: (C, m_p), float32 or float64. Processes may have different m_p, also 0.
-        width: k, channels of a group.
-        sync: over all processes of the default group. Each of them must call this, and run the backward pass.
+    With ``sync`` they are those of all processes, which may have different m_p, also 0. Each of them must call this,
+    and run the backward pass. Two all-reduces: a single one of second moments about zero would cancel digits if the
+    mean is large.
     """
     synchronized = sync and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     count = columns.new_full((1,), columns.shape[1])
@@ -154,10 +134,7 @@ def transform(
 
 
 def split(rows: Tensor, width: int) -> list[Tensor]:
-    """Split channels into groups, as views: (C, ...) -> (C // k, k, ...) and, if r > 0, (1, r, ...).
-
-    Source: the last group may be smaller, as in the authors' "FlexGroup" layers.
-    """
+    """Split channels into groups, as views: (C, ...) -> (C // k, k, ...) and, if r > 0, (1, r, ...)."""
     whole = len(rows) // width * width
     parts = [rows[:whole].unflatten(0, (-1, width))]
     if whole < len(rows):
