@@ -10,8 +10,8 @@ import yaml
 from torch import Tensor
 
 from ..errors import ConfigError, printable
+from ..weights.network import NORMS, PREPROCESSING_KEY, PROVENANCE
 from ..weights.reading import read_weights_file
-from ..weights.record import NORMS, PREPROCESSING_KEY, PROVENANCE
 from .records import RUN_RECORD
 
 

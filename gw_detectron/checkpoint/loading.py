@@ -16,8 +16,8 @@ from ..errors import ConfigError, WeightsError, summarize_names
 from ..modeling import build_checked_model
 from ..modeling.build import NORM_KEYS
 from ..norms import norm_rows
+from ..weights.network import NORMS
 from ..weights.reading import weight_problem
-from ..weights.record import NORMS
 from .opening import Checkpoint, open_checkpoint, open_start_weights
 from .records import NormRecord, norm_differences
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..errors import ConfigError, FileAccessError, UserError, WeightsFileError
 from ..weights.catalog import local_path
+from ..weights.network import Record, read_record
 from ..weights.reading import SAVE_AGAIN, Contents, named_tensors, read_weights_file
-from ..weights.record import Record, read_record
 
 _LOCAL_SCHEME = "gw://file/"
 _TAG = "last_checkpoint"  # of Detectron2: the file that names the newest checkpoint

@@ -19,9 +19,8 @@ from ..config import flat_items, parse_config
 from ..errors import ConfigError
 from ..installation import __version__, git_commit
 from ..norms import CONVS, norm_rows
-from ..weights.architecture import is_same_norm
+from ..weights.network import PROVENANCE, is_same_norm, norm_record
 from ..weights.reading import sha256_of
-from ..weights.record import PROVENANCE, norm_record
 from .opening import Checkpoint
 
 log = logging.getLogger(__name__)
@@ -33,7 +32,7 @@ _DETECTOR_PREFIX = re.compile(r"^.*?\b(?=stem\.|res[2-5]\.\d)")
 
 
 class NormRecord:
-    """Record the norms of a model in its checkpoints, see :func:`gw_detectron.weights.record.norm_record`.
+    """Record the norms of a model in its checkpoints, see :func:`gw_detectron.weights.network.norm_record`.
 
     Add it to Detectron2's ``DetectionCheckpointer`` with ``add_checkpointable(NORMS, NormRecord(model))``.
     """

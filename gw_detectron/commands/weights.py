@@ -10,7 +10,7 @@ from ..cli import new_parser, print_page
 from ..data import synthetic_images
 from ..prediction import detector_file
 from ..weights import convert_file
-from ..weights.record import PREPROCESSING
+from ..weights.network import PREPROCESSING
 from ..weights.verify import verify
 
 _NORM = "the norm of the layers without BN's statistics, e.g. GW, GW:groups=32 or GN; needed if %s does not record it"

@@ -18,8 +18,15 @@ from ..atomic import atomic_folder
 from ..errors import ConfigError, ExportError
 from ..layers import use_backend
 from ..norms.listing import norm_counts
-from .formats import FORMATS, PARITY, random_pixels, write_parity, write_program, write_safetensors
-from .run_exported import ExportedFile
+from .formats import (
+    FORMATS,
+    PARITY,
+    ExportedFile,
+    random_pixels,
+    write_parity,
+    write_program,
+    write_safetensors,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -161,11 +168,11 @@ def export_backbone(
     with atomic_folder(output, (file, PARITY)) as folder:
         _logger.info("Writing %s", file)
         write = write_safetensors if file_format == "safetensors" else write_program
-        written, entries = write(extractor, folder / file)
+        written = write(extractor, folder / file)
         _logger.info("Comparing feature maps with the model's")
         cases = _check_features(extractor, written)
         worst = max(level["relative"] for case in cases for level in case["levels"].values())
-        entries |= {**written.description, "norm_layers": norm_counts(backbone)}
+        entries = {**written.description, "norm_layers": norm_counts(backbone)}
         entries |= {"tolerance": TOLERANCE, "worst_relative": worst, "cases": cases}
         return write_parity(folder / file, entries, source)
 

@@ -2,14 +2,14 @@
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from detectron2.config import CfgNode
 from detectron2.data.detection_utils import convert_PIL_to_numpy
-from detectron2.structures import Instances
+from detectron2.structures import Boxes, Instances
 from torch import Tensor, nn
 from torchvision.ops import box_iou
 
@@ -19,10 +19,9 @@ from ..data.images import channels_first, evaluation_input, read_image
 from ..errors import ExportError
 from ..norms.listing import norm_counts
 from .base import DetectorProgram
-from .formats import DETECTOR_FORMATS, PARITY, write_parity, write_program
+from .formats import DETECTOR_FORMATS, PARITY, ExportedFile, write_parity, write_program
 from .meta_arch import detector_program
 from .one_image import OneImageProgram
-from .run_exported import ExportedFile, detect
 
 _logger = logging.getLogger(__name__)
 
@@ -87,8 +86,8 @@ def export_detector(
     file = f"model.{file_format}"
     with atomic_folder(output, (file, PARITY)) as folder:
         _logger.info("Writing %s", file)
-        written, entries = write_program(program, folder / file)
-        entries |= {**written.description, "norm_layers": norm_counts(model)}
+        written = write_program(program, folder / file)
+        entries = {**written.description, "norm_layers": norm_counts(model)}
         if sides is not None:
             entries["resized_in_evaluation"] = {"shorter": sides[0], "longer_at_most": sides[1]}
         if percentiles:
@@ -144,6 +143,40 @@ def check_detections(program: DetectorProgram | OneImageProgram, file: ExportedF
         "unmatched": unmatched,
         "cases": cases,
     }
+
+
+def detect(file: ExportedFile, images: Sequence[Tensor]) -> list[Instances]:
+    """Run an exported detector on images, (3, H, W): in one padded batch, or one by one, as the file takes them."""
+    expected = file.description["input"]
+    rows: Iterable[Sequence[Tensor]]
+    with torch.no_grad():
+        if expected["name"] == "images":
+            rows = zip(*file.run(*_pad_batch(images, expected["smallest_side"])), strict=True)
+        else:
+            rows = [file.run(image) for image in images]
+    named = [dict(zip(file.description["outputs"], row, strict=True)) for row in rows]
+    return [_to_instances(image.shape[1:], outputs) for image, outputs in zip(images, named, strict=True)]
+
+
+def _pad_batch(images: Sequence[Tensor], smallest_side: int) -> tuple[Tensor, Tensor]:
+    """Pad images to one tensor, (N, 3, H, W); also return their sizes, (N, 2)."""
+    sizes = torch.tensor([image.shape[1:] for image in images])
+    height, width = sizes.amax(0).clamp(min=smallest_side).tolist()
+    # white padding: the file has to replace it
+    pads = [(0, width - image.shape[2], 0, height - image.shape[1]) for image in images]
+    return torch.stack([F.pad(image, pad, value=255.0) for image, pad in zip(images, pads, strict=True)]), sizes
+
+
+def _to_instances(size: Sequence[int], outputs: Mapping[str, Tensor]) -> Instances:
+    """Wrap the outputs for one image; rows behind the detections are dropped."""
+    count = int(outputs["count"])
+    result = Instances(tuple(size))
+    result.pred_boxes = Boxes(outputs["boxes"][:count])
+    result.scores, result.pred_classes = outputs["scores"][:count], outputs["classes"][:count]
+    if "masks" in outputs:
+        masks = outputs["masks"][:count]
+        result.pred_masks = masks if masks.dtype == torch.bool else masks[:, None]  # as Detectron2 shapes them
+    return result
 
 
 def _compare(found: Instances, expected: Instances) -> dict[str, Any]:

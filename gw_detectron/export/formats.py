@@ -1,15 +1,17 @@
-"""Write a program as torch.export or ONNX, or a backbone's weights as safetensors."""
+"""Write a program as torch.export or ONNX, or a backbone's weights as safetensors, and open the file."""
 
 import copy
 import io
 import json
 import platform
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import torchvision  # noqa: F401  # registers operators that exported detectors use
 from detectron2.modeling.backbone.resnet import BottleneckBlock
 from safetensors.torch import load_file, save
 from torch import Tensor
@@ -17,9 +19,8 @@ from torch.export import ExportedProgram
 
 from ..errors import ExportError
 from ..installation import package_versions, require_packages
+from ..weights.network import Preprocessing, Record, norm_record, tool
 from ..weights.reading import sha256_of
-from ..weights.record import DESCRIPTION, NORMS, PREPROCESSING_KEY, norm_record, tool
-from .run_exported import ExportedFile, open_onnx, open_pt2
 
 if TYPE_CHECKING:
     from .backbone import FeatureExtractor
@@ -29,12 +30,43 @@ DETECTOR_FORMATS = ("pt2", "onnx")
 FORMATS = (*DETECTOR_FORMATS, "safetensors")
 #: the report beside an exported file
 PARITY = "parity.json"
+#: key of the description of inputs and outputs in an exported file
+DESCRIPTION = "gw_detectron.json"
 _PACKAGES = ("detectron2", "torch", "torchvision", "onnx", "onnxscript", "onnxruntime", "safetensors")
 # ONNX can multiply matrices, but has no operator that factorizes or inverts one.
 _NOT_IN_ONNX = {"eig", "eigh", "eigvals", "eigvalsh", "svd", "svdvals", "qr", "cholesky", "ldl", "lu", "inv", "solve"}
 
-#: the written file, read back from disk; and more entries of the report
-Written = tuple[ExportedFile, dict[str, Any]]
+
+@dataclass(frozen=True)
+class ExportedFile:
+    """An exported program, on the CPU."""
+
+    run: Callable[..., Sequence[Tensor]]
+    description: dict[str, Any]  # of inputs and outputs, as the export wrote them
+
+
+def open_pt2(path: Path) -> ExportedFile:
+    """Open a torch.export program of our own: such a file can run code."""
+    entries = {DESCRIPTION: ""}
+    program = torch.export.load(path, extra_files=entries)
+    return ExportedFile(program.module(), json.loads(entries[DESCRIPTION] or "{}"))
+
+
+def open_onnx(path: Path) -> ExportedFile:
+    """Open an ONNX model in ONNX Runtime."""
+    require_packages(f"'{path}'", "onnxruntime")
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()  # else OMP_NUM_THREADS has no effect
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    inputs = [each.name for each in session.get_inputs()]
+
+    def run(*tensors: Tensor) -> list[Tensor]:
+        feed = {name: tensor.numpy() for name, tensor in zip(inputs, tensors, strict=True)}
+        return [torch.from_numpy(output) for output in session.run(None, feed)]
+
+    return ExportedFile(run, json.loads(session.get_modelmeta().custom_metadata_map.get(DESCRIPTION, "{}")))
 
 
 class Program(Protocol):
@@ -53,17 +85,17 @@ def random_pixels(*shape: int, seed: int = 0) -> Tensor:
     return 255 * torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def write_program(program: Program, path: Path) -> Written:
+def write_program(program: Program, path: Path) -> ExportedFile:
     """Write a program in the format of the path's suffix."""
     if path.suffix == ".onnx":
         return _write_onnx(program, path)
     file = io.BytesIO()  # torch aborts the process when the disk is full, so serialize to memory first
     torch.export.save(_export_program(program), file, extra_files={DESCRIPTION: json.dumps(program.describe())})
     path.write_bytes(file.getbuffer())
-    return open_pt2(path), {}
+    return open_pt2(path)
 
 
-def _write_onnx(program: Program, path: Path) -> Written:
+def _write_onnx(program: Program, path: Path) -> ExportedFile:
     require_packages("format ('onnx')", "onnx", "onnxscript", "onnxruntime")
     exported = _export_program(program)
     _check_onnx_operators(exported)
@@ -85,9 +117,9 @@ def _write_onnx(program: Program, path: Path) -> Written:
     shape: Any = onnx.model.graph.inputs[0].shape
     axes = zip(shape, given["shape"], strict=True)
     onnx.rename_axes({axis: name for axis, name in axes if isinstance(name, str)})
-    onnx.model.metadata_props[DESCRIPTION] = json.dumps(description)
+    onnx.model.metadata_props[DESCRIPTION] = json.dumps(description | {"opset": onnx.model.opset_imports[""]})
     onnx.save(path, external_data=False)
-    return open_onnx(path), {"opset": onnx.model.opset_imports[""]}
+    return open_onnx(path)
 
 
 def _simplify(model: Any) -> None:
@@ -130,21 +162,19 @@ def _check_onnx_operators(program: ExportedProgram) -> None:
             )
 
 
-def write_safetensors(extractor: "FeatureExtractor", path: Path) -> Written:
+def write_safetensors(extractor: "FeatureExtractor", path: Path) -> ExportedFile:
     """Write the weights of a backbone; the header describes input, outputs and the norm name of each norm layer."""
     backbone, description = extractor.backbone, extractor.describe()
     tensors = {name: value.contiguous() for name, value in backbone.state_dict().items()}
     blocks = [block for block in backbone.modules() if isinstance(block, BottleneckBlock)]
-    images = {
-        "input_format": description["input"]["channels"],
-        **{key: description["input"][key] for key in ("pixel_mean", "pixel_std")},
-        "stride_in_1x1": any(block.conv1.stride != (1, 1) for block in blocks),
-    }
-    entries = {DESCRIPTION: description, PREPROCESSING_KEY: images, NORMS: norm_record(backbone)}
+    stride_in_1x1 = any(block.conv1.stride != (1, 1) for block in blocks)
+    given = extractor.normalization
+    images = Preprocessing(given.channels, given.pixel_mean, given.pixel_std, stride_in_1x1)
+    entries = {DESCRIPTION: description, **Record(norm_record(backbone), images).entries()}
     path.write_bytes(save(tensors, {"format": "pt", **{key: json.dumps(value) for key, value in entries.items()}}))
     loaded = copy.deepcopy(extractor)
     loaded.backbone.load_state_dict(load_file(path))
-    return ExportedFile(loaded, description), {}
+    return ExportedFile(loaded, description)
 
 
 def write_parity(path: Path, entries: Mapping[str, Any], source: Mapping[str, str] | None) -> dict[str, Any]:

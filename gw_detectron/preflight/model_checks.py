@@ -16,7 +16,7 @@ from ..errors import ConfigError, PreflightReport, summarize_names
 from ..layers import FrozenBatchWhitening2d
 from ..modeling.build import NORM_KEYS, build_checked_model, unread_keys
 from ..norms import is_synchronized, norm_spec
-from ..weights.record import PREPROCESSING, Preprocessing
+from ..weights.network import PREPROCESSING, Preprocessing
 
 _FROZEN = (FrozenBatchNorm2d, FrozenBatchWhitening2d)
 # part of an address -> preprocessing of these weights, by Detectron2's model zoo and this package

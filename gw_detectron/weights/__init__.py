@@ -1,10 +1,9 @@
 """ImageNet weights: safe reading, conversion, download and verification."""
 
-from .architecture import Architecture, to_torchvision
 from .catalog import CATALOG, register_weights
 from .conversion import Conversion, convert, convert_file, load_weights
+from .network import Architecture, Preprocessing, to_torchvision
 from .reading import read_weights_file
-from .record import Preprocessing
 
 __all__ = [
     "CATALOG",

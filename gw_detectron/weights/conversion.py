@@ -14,31 +14,30 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import yaml
 from torch import Tensor
 
 from ..atomic import atomic_write, remove_unfinished
-from ..errors import (
-    FileAccessError,
-    UnknownNormError,
-    WeightsError,
-    WeightsFileError,
-    summarize_names,
-)
+from ..errors import FileAccessError, UnknownNormError, WeightsError, WeightsFileError, summarize_names
 from ..norms import CONVS
-from .architecture import (
+from .network import (
+    PREPROCESSING,
+    TORCHVISION,
     Architecture,
     Positions,
+    Preprocessing,
+    Provenance,
+    Record,
     build_torchvision,
     detectron2_name,
     infer_architecture,
     infer_norms,
     positions_of,
+    read_record,
     to_torchvision,
+    tool,
 )
 from .reading import Contents, named_tensors, read_weights_file, sha256_of, weight_problem
-from .record import PREPROCESSING, TORCHVISION, Preprocessing, Provenance, Record, read_record, tool
 
 _WRAPPERS = ("model", "state_dict")
 _PREFIXES = ("module.", "_orig_mod.")  # of DataParallel and torch.compile
@@ -55,7 +54,7 @@ class Conversion:
     architecture: Architecture
     norms: dict[str, str]  # by torchvision's names of the norm layers
     positions: Positions  # the norms as config keys
-    preprocessing: Preprocessing = TORCHVISION
+    preprocessing: Preprocessing
     provenance: Provenance | None = None  # None for weights that were not read from a file
 
     @property
@@ -147,18 +146,12 @@ def load_weights(
     """
     contents = read_weights_file(path)
     try:
-        record = read_record(contents)
-        tensors = _unwrap(contents)
-        if is_converted := "stem.conv1.weight" in tensors and "layer1.0.conv1.weight" not in tensors:
-            tensors = to_torchvision(tensors)
-        reason = "the names are Detectron2's" if is_converted else _caffe_statistics(tensors)
-        images = _preprocessing(record, preprocessing, unclear=reason)
-        conversion = _convert(tensors, record, norm)
+        conversion = _convert(contents, norm, preprocessing)
     except ValueError as error:
         kind = UnknownNormError if isinstance(error, UnknownNormError) else WeightsFileError
         raise kind(f"weights ({os.fspath(path)!r}): {error}") from None
-    provenance = record.provenance or Provenance(tool(), os.path.basename(path), sha256_of(path))
-    return dataclasses.replace(conversion, preprocessing=images, provenance=provenance)
+    origin = conversion.provenance or Provenance(tool(), os.path.basename(path), sha256_of(path))
+    return dataclasses.replace(conversion, provenance=origin)
 
 
 def _caffe_statistics(tensors: Mapping[str, Tensor]) -> str:
@@ -190,8 +183,8 @@ def _preprocessing(record: Record, stated: str | None, *, unclear: str) -> Prepr
     return record.preprocessing or (PREPROCESSING[stated] if stated else TORCHVISION)
 
 
-def convert(content: Any, *, norm: str | None = None) -> Conversion:
-    """Rename, reshape and check ResNet or ResNeXt weights with torchvision's names.
+def convert(content: Any, *, norm: str | None = None, preprocessing: str | None = None) -> Conversion:
+    """Rename, reshape and check ResNet or ResNeXt weights.
 
     The architecture and the layers with batch normalization are inferred from the tensors. All other norms must be
     recorded in the content, or stated.
@@ -200,6 +193,7 @@ def convert(content: Any, *, norm: str | None = None) -> Conversion:
         content: a state dict, bare or under ``model`` or ``state_dict``, with or without the prefix ``module.`` of
             data-parallel training.
         norm: the norm name of all layers without BN's statistics, e.g. ``GW:groups=32``; None if recorded.
+        preprocessing: see :func:`load_weights`.
 
     Raises:
         UnknownNormError: a norm is neither recorded nor proven nor stated.
@@ -207,11 +201,15 @@ def convert(content: Any, *, norm: str | None = None) -> Conversion:
             other.
         ValueError: a norm name is unknown or does not fit.
     """
-    contents = Contents(content)
-    return _convert(_unwrap(contents), read_record(contents), norm)
+    return _convert(Contents(content), norm, preprocessing)
 
 
-def _convert(tensors: dict[str, Tensor], record: Record, norm: str | None) -> Conversion:
+def _convert(contents: Contents, norm: str | None, preprocessing: str | None) -> Conversion:
+    record, tensors = read_record(contents), _unwrap(contents)
+    if is_converted := "stem.conv1.weight" in tensors and "layer1.0.conv1.weight" not in tensors:
+        tensors = to_torchvision(tensors)
+    reason = "the names are Detectron2's" if is_converted else _caffe_statistics(tensors)
+    images = _preprocessing(record, preprocessing, unclear=reason)
     network = infer_architecture(tensors)
     if convs := [layer for layer, name in (record.norms or {}).items() if name in CONVS]:
         raise WeightsError(
@@ -220,7 +218,8 @@ def _convert(tensors: dict[str, Tensor], record: Record, norm: str | None) -> Co
         )
     norms = infer_norms(network, tensors, record, norm)
     positions = positions_of(network, norms)
-    return Conversion(_convert_tensors(tensors, network, norms, positions), tensors, network, norms, positions)
+    converted = _convert_tensors(tensors, network, norms, positions)
+    return Conversion(converted, tensors, network, norms, positions, images, record.provenance)
 
 
 def _convert_tensors(
@@ -240,7 +239,8 @@ def _convert_tensors(
         is_affine = norms.get(name.rpartition(".")[0], "").startswith("GW")
         if is_affine and value.shape == (1, *shape, 1, 1):  # the authors' scale and shift
             value = value.flatten()
-        if problem := _problem(name, value, shape):
+        problem = f"of wrong shape, expected {shape}" if value.shape != shape else weight_problem(name, value)
+        if problem:
             dtype = str(value.dtype).removeprefix("torch.")
             problems.setdefault(problem, []).append(f"{name} {tuple(value.shape)} {dtype}")
         else:
@@ -252,17 +252,6 @@ def _convert_tensors(
         head = f"tensors: do not fit {network.name} with {positions}"
         raise WeightsError("\n  ".join([head, *lines, "Fix: give complete weights of one network, and their norm."]))
     return converted
-
-
-def _problem(name: str, value: Tensor, expected: tuple[int, ...]) -> str:
-    """Return the problem of a tensor, or ""; the text follows a number of tensors: "2 of wrong shape"."""
-    if tuple(value.shape) != expected:
-        return f"of wrong shape, expected {expected}"
-    if value.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return "of wrong type, expected float32, float16 or bfloat16"
-    if value.layout != torch.strided or value.is_meta:
-        return "sparse or without values, expected dense tensors"
-    return weight_problem(name, value)
 
 
 def _unwrap(contents: Contents) -> dict[str, Tensor]:

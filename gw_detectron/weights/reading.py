@@ -18,8 +18,6 @@ from torch import Tensor
 
 from ..errors import FileAccessError, MissingFileError, RefusedFileError, WeightsFileError
 
-__all__ = ["Contents", "named_tensors", "read_weights_file", "sha256_of"]
-
 SAVE_AGAIN = "Fix: save {'model': model.state_dict()} with torch.save, as a .pth file."
 _GET_AGAIN = "Fix: get the file again."
 _LEGACY_TORCH = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)  # first bytes of torch.save's files before torch 1.6
@@ -173,9 +171,6 @@ class _Unpickler(pickle._Unpickler):  # the C version allocates memory for count
     def get_extension(self, code: int) -> Any:
         raise RefusedFileError(f"it names a class by its registered number {code}, which could run code")
 
-    def persistent_load(self, pid: Any) -> Any:
-        raise WeightsFileError(f"it refers to objects outside of the file. {SAVE_AGAIN}")
-
     def load_build(self) -> None:
         if not isinstance(self.stack[-2], (_Array, _Dtype, OrderedDict)):
             raise RefusedFileError(f"it changes {self.stack[-2]!r:.99}, which could run code")
@@ -190,41 +185,31 @@ def named_tensors(value: Any, size: int) -> OrderedDict[str, Tensor]:
         raise WeightsFileError(f"a {type(value).__name__} instead of a dict of tensors. {SAVE_AGAIN}")
     tensors: OrderedDict[str, Tensor] = OrderedDict()
     for name, tensor in value.items():
-        if not (isinstance(name, str) and isinstance(tensor, Tensor)):
-            raise WeightsFileError(f"{name!r:.99} is not a tensor ({type(tensor).__name__}). {SAVE_AGAIN}")
-        check_size(name, tensor, size)
+        is_tensor = isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_meta
+        if not (isinstance(name, str) and is_tensor):
+            raise WeightsFileError(f"{name!r:.99} is not a dense tensor ({type(tensor).__name__}). {SAVE_AGAIN}")
+        # torch enlarges a storage that is too small for its tensor: its values would be arbitrary memory
+        if tensor.numel() * tensor.element_size() > size:
+            raise WeightsFileError(f"{name} claims more bytes than the file has ({size}). {_GET_AGAIN}")
         tensors[name] = Tensor.detach(tensor)
     if isinstance(versions := getattr(value, "_metadata", None), dict):  # by which modules know their older versions
         tensors._metadata = versions  # type: ignore[attr-defined]
     return tensors
 
 
-def check_size(name: str, tensor: Tensor, size: int) -> None:
-    """Raise WeightsFileError if a tensor has more bytes than its file.
-
-    torch enlarges a storage that is too small for its tensor: its values would be arbitrary memory.
-    """
-    if tensor.layout == torch.strided and tensor.numel() * tensor.element_size() > size:
-        raise WeightsFileError(f"{name} claims more bytes than the file has ({size}). {_GET_AGAIN}")
-
-
 def weight_problem(name: str, value: Tensor) -> str:
-    """Return why a tensor cannot be a weight, or "".
+    """Return why a tensor cannot be a weight in float32, or "".
 
     The text follows a number of tensors: "2 with a negative variance".
     """
     if not value.is_floating_point():
         return "of wrong type, expected floating-point numbers"
-    if not is_finite(value):
+    numbers = value.float()
+    if not numbers.isfinite().all():
         return "with values that are NaN or infinite"
-    if name.endswith(".running_var") and (value.float() < 0).any():
+    if name.endswith(".running_var") and (numbers < 0).any():
         return "with a negative variance"
     return ""
-
-
-def is_finite(value: Tensor) -> bool:
-    """Return whether a tensor of any type has only finite values in float32."""
-    return bool((value.float() if value.is_floating_point() else value).isfinite().all())
 
 
 def sha256_of(path: str | os.PathLike[str]) -> str:

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,14 +17,13 @@ from torchvision.models.resnet import Bottleneck
 from torchvision.models.resnet import ResNet as TorchvisionResNet
 
 from ..config import changed_config, default_config
-from ..errors import WeightsError, summarize_names
+from ..errors import WeightsError
 from ..modeling import build_gw_resnet_backbone
 from ..modeling.resnet import STAGES
-from .architecture import build_torchvision
 from .catalog import local_path
 from .conversion import Conversion, convert, load_weights
+from .network import PREPROCESSING, Preprocessing, build_torchvision
 from .reading import sha256_of
-from .record import PREPROCESSING, Preprocessing
 
 #: relative; rounding in float64 stays far below it, and even a missing eps exceeds it by far
 TOLERANCE = 1e-7
@@ -89,7 +88,9 @@ def verify(
 def _claimed(conversion: Conversion, source: str | os.PathLike[str] | None, norm: str | None) -> Conversion:
     """Return the weights as their source or the user's statement describes them."""
     if source is None:
-        claimed = convert(conversion.source_tensors, norm=norm) if norm else conversion
+        if norm is None:
+            return conversion
+        claimed = convert(conversion.source_tensors, norm=norm, preprocessing="torchvision")
         return replace(claimed, preprocessing=conversion.preprocessing)
     origin, digest = conversion.provenance, sha256_of(source)
     if origin is None or digest != origin.source_sha256:
@@ -109,8 +110,9 @@ def torchvision_backbone(weights: Conversion) -> TorchvisionResNet:
             if isinstance(block, Bottleneck):
                 block.conv1.stride, block.conv2.stride = block.conv2.stride, block.conv1.stride
     dropped = ("fc.", "last_bn.")  # the classifier, and the norm before it
-    _load_tensors(model, {name: v for name, v in weights.source_tensors.items() if not name.startswith(dropped)})
-    return model
+    tensors = {name: value for name, value in weights.source_tensors.items() if not name.startswith(dropped)}
+    model.load_state_dict(tensors, assign=True)
+    return model.eval()
 
 
 def torchvision_stages(model: TorchvisionResNet, images: Tensor) -> dict[str, Tensor]:
@@ -127,8 +129,8 @@ def detectron2_backbone(weights: Conversion, cfg: CfgNode) -> nn.Module:
     cfg = changed_config(cfg, {"MODEL.BACKBONE.FREEZE_AT": 0, "MODEL.RESNETS.OUT_FEATURES": list(STAGES)})
     with torch.device("meta"):  # the values are loaded
         model = build_gw_resnet_backbone(cfg, ShapeSpec(channels=len(cfg.MODEL.PIXEL_MEAN)))
-    _load_tensors(model, weights.tensors)
-    return model
+    model.load_state_dict(weights.tensors, assign=True)
+    return model.eval()
 
 
 def config_for(weights: Conversion) -> CfgNode:
@@ -136,20 +138,6 @@ def config_for(weights: Conversion) -> CfgNode:
     cfg = default_config()
     cfg.merge_from_other_cfg(CfgNode(weights.config()))
     return cfg
-
-
-def _load_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    expected, given = (
-        {name: value.numel() for name, value in state.items() if not name.endswith("num_batches_tracked")}
-        for state in (model.state_dict(), tensors)
-    )
-    if differing := [name for name in {**expected, **given} if expected.get(name) != given.get(name)]:
-        raise WeightsError(
-            f"weights: {len(differing)} tensors do not fit the network ({summarize_names(differing)}). Fix: give "
-            "weights and config of one network."
-        )
-    model.load_state_dict(tensors, strict=False, assign=True)
-    model.eval()
 
 
 def _classification_input(image: Image.Image, preprocessing: Preprocessing) -> Tensor:

@@ -12,7 +12,7 @@ from torch.export.passes import move_to_device_pass
 from gw_detectron.errors import ConfigError, ExportError
 from gw_detectron.export import Normalization, backbone, export_backbone
 from gw_detectron.export.backbone import TOLERANCE, compare_features
-from gw_detectron.export.run_exported import ExportedFile
+from gw_detectron.export.formats import ExportedFile
 from gw_detectron.norms.listing import norm_rows
 
 from .tiny_networks import needs_export, open_exported, tiny_backbone
@@ -120,7 +120,7 @@ def test_the_report(tmp_path, normalization):
 def test_a_difference_stops_the_export(tmp_path, normalization, monkeypatch, error, refused):
     def write(program, path):
         path.write_text("wrong")
-        return ExportedFile(lambda images: [each * (1 + error) for each in program(images)], program.describe()), {}
+        return ExportedFile(lambda images: [each * (1 + error) for each in program(images)], program.describe())
 
     monkeypatch.setattr(backbone, "write_program", write)
     if refused:

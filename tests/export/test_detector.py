@@ -15,8 +15,8 @@ from torch import nn
 from gw_detectron.data.datasets_yaml import class_metadata, classes_of
 from gw_detectron.errors import ExportError
 from gw_detectron.export import detector, export_detector, read_image_for
+from gw_detectron.export.formats import ExportedFile
 from gw_detectron.export.meta_arch import detector_program
-from gw_detectron.export.run_exported import ExportedFile
 from gw_detectron.layers import use_backend
 
 from .tiny_networks import build_detector, detector_config, eager, needs_export, noise, open_exported, padded
@@ -86,7 +86,7 @@ def quick_file(monkeypatch):
             def run(*inputs):
                 return list(change(dict(zip(program.names, program(*inputs), strict=True))).values())
 
-            return ExportedFile(run, program.describe()), {}
+            return ExportedFile(run, program.describe())
 
         monkeypatch.setattr(detector, "write_program", write)
 

@@ -11,7 +11,7 @@ from PIL import Image
 from gw_detectron.commands.export import get_parser, main
 from gw_detectron.errors import ConfigError, WeightsError
 from gw_detectron.export import detector, load_model
-from gw_detectron.export.run_exported import ExportedFile
+from gw_detectron.export.formats import ExportedFile
 from gw_detectron.model_zoo import get_config
 
 from ..tiny_run import CONFIG
@@ -77,7 +77,7 @@ def test_a_backbone(trained, tmp_path, capsys):
 def test_a_detector_with_the_classes_of_a_run_folder(cfg, trained, tmp_path, small_dataset, capsys, monkeypatch):
     def write(program, path):
         path.write_text("no program")
-        return ExportedFile(program, program.describe()), {}
+        return ExportedFile(program, program.describe())
 
     monkeypatch.setattr(detector, "write_program", write)
     data = small_dataset / "gw_synthetic"

@@ -11,7 +11,8 @@ import torch
 from PIL import Image
 
 from gw_detectron.export import export_detector
-from gw_detectron.export.run_exported import detect, open_onnx
+from gw_detectron.export.detector import detect
+from gw_detectron.export.formats import open_onnx
 
 from .tiny_networks import build_detector, needs_export
 

@@ -10,12 +10,11 @@ from gw_detectron.export.formats import write_safetensors
 from gw_detectron.model_zoo import get_config
 from gw_detectron.norms import evaluation_spec, norm_rows
 from gw_detectron.weights import Preprocessing, load_weights
-from gw_detectron.weights.architecture import full_name
+from gw_detectron.weights.network import full_name
 from gw_detectron.weights.verify import config_for
 
 PIXELS = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 R50 = (("MODEL.RESNETS.DEPTH", 50), ("MODEL.RESNETS.RES2_OUT_CHANNELS", 256))
-NO_FPN = ("MODEL.BACKBONE.NAME", "build_gw_resnet_backbone")
 
 
 def positions(value):
@@ -86,10 +85,3 @@ def test_preprocessing_comes_back(tmp_path):
     assert load_weights(tmp_path / "a.safetensors").preprocessing == Preprocessing(
         "BGR", (1.0, 2.0, 3.0), (1.0, 1.0, 1.0), True
     )
-
-
-def test_dilated_network_does_not_come_back(tmp_path, normalization):
-    backbone = backbone_of(*R50, NO_FPN, ("MODEL.RESNETS.RES5_DILATION", 2), ("MODEL.RESNETS.STRIDE_IN_1X1", False))
-    write_safetensors(FeatureExtractor(backbone, normalization), tmp_path / "a.safetensors")
-    with pytest.raises(ValueError, match=r"res5: the network is dilated"):
-        load_weights(tmp_path / "a.safetensors")

@@ -9,7 +9,7 @@ from detectron2.modeling.backbone.resnet import BasicBlock, BasicStem
 from torch import Tensor, nn
 
 from gw_detectron import resolve_norm
-from gw_detectron.export.run_exported import open_onnx, open_pt2
+from gw_detectron.export.formats import open_onnx, open_pt2
 from gw_detectron.model_zoo import get_config
 from gw_detectron.modeling.resnet import set_norms
 

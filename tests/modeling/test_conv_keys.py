@@ -19,7 +19,7 @@ from gw_detectron.layers.weight_standardization import standardize_weight, stand
 from gw_detectron.model_zoo import get_config
 from gw_detectron.modeling.resnet import set_norms
 from gw_detectron.norms import conv_names
-from gw_detectron.weights.record import Record, norm_record
+from gw_detectron.weights.network import Record, norm_record
 
 from ..test_configs import tiny
 from ..tiny_run import arguments

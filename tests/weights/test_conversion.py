@@ -91,10 +91,10 @@ def _with(name, change):
         (_with("conv1.weight", lambda w: w[:, :1]), r"wrong shape, expected \(64, 3, 7, 7\).*\(64, 1, 7, 7\)"),
         (_with("layer1.0.bn2.weight", lambda w: w.view(1, -1, 1, 1)), "wrong shape"),
         (_with("bn1.weight", lambda w: w.view(-1, 1, 1, 1)), "wrong shape"),
-        (_with("conv1.weight", lambda w: w.double()), "wrong type.*conv1.weight.*float64"),
-        (_with("conv1.weight", lambda w: w.to_sparse()), "sparse"),
+        (_with("conv1.weight", lambda w: w.int()), "wrong type.*conv1.weight.*int32"),
+        (_with("conv1.weight", lambda w: w.to_sparse()), "'conv1.weight' is not a dense tensor"),
         (_with("conv1.weight", lambda w: w * float("nan")), "NaN or infinite: conv1.weight"),
-        (_with("conv1.weight", lambda w: w.numpy()), "'conv1.weight' is not a tensor"),
+        (_with("conv1.weight", lambda w: w.numpy()), "'conv1.weight' is not a dense tensor"),
         (_with("layer1.0.bn2.running_var", lambda v: -v), "negative variance: layer1.0.bn2.running_var"),
         (
             lambda state: {key: value for key, value in state.items() if "layer2.0.bn2.running" not in key},

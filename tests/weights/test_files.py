@@ -19,8 +19,8 @@ from gw_detectron.data import synthetic_images
 from gw_detectron.errors import UnknownNormError, UserError, WeightsFileError
 from gw_detectron.weights import convert, convert_file, load_weights
 from gw_detectron.weights.conversion import write_weights
+from gw_detectron.weights.network import PREPROCESSING, TORCHVISION
 from gw_detectron.weights.reading import sha256_of
-from gw_detectron.weights.record import PREPROCESSING, TORCHVISION
 from gw_detectron.weights.verify import verify
 
 from .synthetic import authors_state, make_network

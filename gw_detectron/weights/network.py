@@ -1,22 +1,25 @@
-"""The network of ImageNet weights: architecture, names in torchvision and Detectron2, norms.
+"""The network of a weight file: architecture, norms and preprocessing, as its tensors show and its record says.
 
-Norms are recorded in the file, proven by the tensors, or stated by the user. Conversion never guesses: options such as
-the number of groups leave no trace in the tensors.
+The record of norms is one dict, ``{layer name: norm name}``, in checkpoints, converted weights and exports alike.
+Norms are recorded in the file, proven by the tensors, or stated by the user. Conversion never guesses: tensors do not
+tell GN from GW, or 64 groups from 32.
 """
 
 import functools
+import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from ..errors import UnknownNormError, WeightsError, summarize_names
-from ..norms import POSITIONS, build_norm, evaluation_spec, norm_spec, norms_at
-from .record import Record
+from ..installation import __version__
+from ..norms import POSITIONS, build_norm, conv_names, evaluation_spec, norm_rows, norm_spec, norms_at
+from .reading import Contents
 
 NUM_BLOCKS_PER_STAGE = {
     18: (2, 2, 2, 2),
@@ -25,13 +28,93 @@ NUM_BLOCKS_PER_STAGE = {
     101: (3, 4, 23, 3),
     152: (3, 8, 36, 3),
 }
+#: keys in a checkpoint and in the header of a safetensors file
+NORMS, PREPROCESSING_KEY, PROVENANCE = "norms", "preprocessing", "provenance"
 _STAGES = {f"layer{index}": f"res{index + 1}" for index in range(1, 5)}  # torchvision -> Detectron2
-_DETECTRON2_NAME = re.compile(
-    r"(?P<stem>stem\.)?(?:res(?P<stage>[2-5])\.(?P<block>\d+)\.)?(?:conv(?P<conv>\d)|shortcut)(?P<norm>\.norm)?\.(?P<field>.+)"
-)
-_DEPTHS = ", ".join(map(str, sorted(NUM_BLOCKS_PER_STAGE)))
 _BN = "BN:"  # evaluation_spec of batch normalization, frozen or not
 _DETECTOR = re.compile(r"res2_0_branch2a_w|.*\.res2\.0\.conv1\.weight")  # Caffe2's names, or a detector's
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """Image preprocessing that weights need, as Detectron2's config names it."""
+
+    input_format: str  # RGB or BGR, also the order of the channels below
+    pixel_mean: tuple[float, ...]  # subtracted from values of 0 to 255
+    pixel_std: tuple[float, ...]  # then divided by
+    stride_in_1x1: bool  # the first 1x1 convolution of a stage has the stride, not the 3x3
+
+
+# ImageNet weights of the authors, torchvision and timm: the released loader divides by 255, then normalizes.
+TORCHVISION = Preprocessing("RGB", (123.675, 116.28, 103.53), (58.395, 57.12, 57.375), False)
+_BGR_MEAN = (103.53, 116.28, 123.675)
+#: preprocessing of ImageNet weights by their origin
+PREPROCESSING = {
+    "torchvision": TORCHVISION,
+    "detectron2-msra": Preprocessing("BGR", _BGR_MEAN, (1.0, 1.0, 1.0), True),
+    "detectron2-fair": Preprocessing("BGR", _BGR_MEAN, (1.0, 1.0, 1.0), False),
+    # FAIR's ResNeXts under detectron2://; the copies under catalog:// were trained with a standard deviation of 1
+    "detectron2-fair-resnext": Preprocessing("BGR", _BGR_MEAN, (57.375, 57.12, 58.395), False),
+}
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Origin of converted weights: version of this package, name and SHA-256 of the source file."""
+
+    tool: str
+    source: str
+    source_sha256: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a weight file records: norm names by layer, and ``"WS"`` of standardized convolutions, and origins."""
+
+    norms: Mapping[str, str] | None = None
+    preprocessing: Preprocessing | None = None
+    provenance: Provenance | None = None
+
+    def entries(self) -> dict[str, Any]:
+        """Return the entries of a file that :func:`read_record` reads."""
+        return {
+            NORMS: dict(self.norms or {}),
+            PREPROCESSING_KEY: asdict(self.preprocessing) if self.preprocessing else None,
+            PROVENANCE: asdict(self.provenance) if self.provenance else None,
+        }
+
+
+def norm_record(model: nn.Module) -> dict[str, str]:
+    """Return the norms of a model as files record them: ``{layer: norm name}`` and ``{convolution: "WS"}``."""
+    return {row.layer: row.spec for row in norm_rows(model)} | conv_names(model)
+
+
+def read_record(contents: Contents) -> Record:
+    """Read what a weight file records about its network."""
+    values = contents.value if isinstance(contents.value, Mapping) else {}
+    try:
+        if contents.format == "safetensors":
+            keys = (NORMS, PREPROCESSING_KEY, PROVENANCE)
+            values = {key: json.loads(text) for key, text in contents.metadata.items() if key in keys}
+        norms, images, origin = (values.get(key) for key in (NORMS, PREPROCESSING_KEY, PROVENANCE))
+        if NORMS in values and not (
+            isinstance(norms, Mapping) and all(isinstance(text, str) for pair in norms.items() for text in pair)
+        ):
+            raise TypeError(f"{NORMS}: a {type(norms).__name__} that is not norm names by layer")
+        if images is not None:
+            rows = {key: tuple(map(float, images[key])) for key in ("pixel_mean", "pixel_std")}
+            images = Preprocessing(**(dict(images) | rows))
+        elif values.get("__author__") == "torchvision":  # by Detectron2's tool
+            images = TORCHVISION
+        provenance = None if origin is None else Provenance(**{key: str(text) for key, text in origin.items()})
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise WeightsError(f"record of the file: damaged ({error}). Fix: write the file again.") from None
+    return Record(norms, images, provenance)
+
+
+def tool() -> str:
+    """Return the name and version of this package."""
+    return f"gw_detectron {__version__}"
 
 
 @dataclass(frozen=True)
@@ -97,21 +180,19 @@ def to_torchvision(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Raises:
         WeightsError: these are not the tensors of a ResNet or ResNeXt.
     """
-    renamed, unexpected = {}, []
-    for name, value in tensors.items():
-        match = _DETECTRON2_NAME.fullmatch(name)
-        if match and bool(match["stem"]) != bool(match["stage"]):
-            layer = f"conv{match['conv']}" if match["conv"] else "downsample.0"
-            if match["norm"]:
-                layer = f"bn{match['conv']}" if match["conv"] else "downsample.1"
-            block = f"layer{int(match['stage']) - 1}.{match['block']}." if match["stage"] else ""
-            renamed[f"{block}{layer}.{match['field']}"] = value
-        elif not name.startswith("linear."):
-            unexpected.append(name)
-    if unexpected:
+    names = {name: _torchvision_name(name) for name in tensors if not name.startswith("linear.")}
+    if unexpected := [name for name, renamed in names.items() if detectron2_name(renamed) != name]:
         raise WeightsError(f"tensors ({summarize_names(unexpected)}): not part of a ResNet. Fix: leave them out.")
+    renamed = {names[name]: tensors[name] for name in names}
     infer_architecture(renamed)
     return renamed
+
+
+def _torchvision_name(name: str) -> str:
+    """Invert :func:`detectron2_name`."""
+    name = re.sub(r"\bconv(\d)\.norm", r"bn\1", name)
+    name = name.replace("shortcut.norm", "downsample.1").replace("shortcut", "downsample.0")
+    return re.sub(r"^res(\d)", lambda stage: f"layer{int(stage[1]) - 1}", name.removeprefix("stem."))
 
 
 def infer_architecture(tensors: Mapping[str, Tensor]) -> Architecture:
@@ -121,21 +202,18 @@ def infer_architecture(tensors: Mapping[str, Tensor]) -> Architecture:
     bottleneck = "layer1.0.conv3.weight" in tensors
     depths = [d for d, known in NUM_BLOCKS_PER_STAGE.items() if known == counts and (d >= 50) == bottleneck]
     if not depths:
-        fix = f"give weights of a ResNet with {_DEPTHS} layers, in torchvision's or Detectron2's names without a prefix"
+        known = ", ".join(map(str, sorted(NUM_BLOCKS_PER_STAGE)))
+        fix = f"give weights of a ResNet with {known} layers, in torchvision's or Detectron2's names without a prefix"
         if any(map(_DETECTOR.fullmatch, tensors)):
             fix = "set MODEL.WEIGHTS to the file itself, which Detectron2 reads: only ImageNet weights are converted"
         raise WeightsError(
             f"tensors ({summarize_names(tensors)}): not the weights of a known ResNet: {counts} blocks "
             f"{'with' if bottleneck else 'without'} bottlenecks in {', '.join(_STAGES)}. Fix: {fix}."
         )
-    if not bottleneck:
-        return Architecture(depths[0])
     name = "layer1.0.conv2.weight"
-    shape = tuple(tensors[name].shape) if name in tensors else ()
+    shape = tuple(tensors[name].shape) if bottleneck and name in tensors else ()
     if len(shape) != 4 or 0 in shape or shape[0] % shape[1]:
-        raise WeightsError(
-            f"{name} ({shape or 'missing'}): does not show the number of groups. Fix: give complete weights."
-        )
+        return Architecture(depths[0])  # in a bottleneck, the tensor does not fit
     return Architecture(depths[0], groups=shape[0] // shape[1], width=shape[1])
 
 
@@ -215,18 +293,16 @@ def is_same_norm(first: str, second: str, *, with_eps: bool = True) -> bool:
 
 def positions_of(network: Architecture, norms: Mapping[str, str]) -> Positions:
     """Express the norms of layers as config keys."""
-    layers = network.norm_layers
-    if _one_norm(network, norms):
-        spec = _widest(network, norms)
+    if spec := _common_norm(network, norms):
         return Positions("BN", spec, "ALL") if spec.startswith(("GW", "BW")) else Positions(spec, "", "")
-    names = {detectron2_name(layer): layer for layer in layers}
+    names = {detectron2_name(layer): layer for layer in network.norm_layers}
     possible = [positions for positions in POSITIONS[1:-1] if network.bottleneck or positions != "S1-B3"]
     for positions in possible:
         whitened = {names[name] for name in norms_at(positions, names)}
-        inside = {layer: spec for layer, spec in norms.items() if layer in whitened}
-        outside = {layer: spec for layer, spec in norms.items() if layer not in whitened}
-        if outside and _one_norm(network, inside) and _one_norm(network, outside):
-            return Positions(_widest(network, outside), _widest(network, inside), positions)
+        inside = _common_norm(network, {layer: spec for layer, spec in norms.items() if layer in whitened})
+        outside = _common_norm(network, {layer: spec for layer, spec in norms.items() if layer not in whitened})
+        if inside and outside:
+            return Positions(outside, inside, positions)
     others = [layer for layer, spec in norms.items() if evaluation_spec(spec) != _BN]
     raise WeightsError(
         f"norms other than BN ({summarize_names(others)}): together they are none of the positions "
@@ -234,13 +310,10 @@ def positions_of(network: Architecture, norms: Mapping[str, str]) -> Positions:
     )
 
 
-def _one_norm(network: Architecture, norms: Mapping[str, str]) -> bool:
-    """Return whether one norm name makes all layers."""
-    spec, layers = _widest(network, norms), network.norm_layers
-    return all(is_same_norm(full_name(spec, layers[layer]), own) for layer, own in norms.items())
-
-
-def _widest(network: Architecture, norms: Mapping[str, str]) -> str:
-    """Return the norm name of the layer with the most channels, where groups are capped least."""
-    spec = norms[max(norms, key=lambda layer: network.norm_layers[layer])]
+def _common_norm(network: Architecture, norms: Mapping[str, str]) -> str:
+    """Return the norm name that makes all layers, or "": the one of most channels, where groups are capped least."""
+    layers = network.norm_layers
+    spec = norms[max(norms, key=lambda layer: layers[layer])]
+    if not all(is_same_norm(full_name(spec, layers[layer]), own) for layer, own in norms.items()):
+        return ""
     return "BN" if evaluation_spec(spec) == _BN else spec
