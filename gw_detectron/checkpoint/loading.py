@@ -49,13 +49,13 @@ class LoadReport:
         backbone = getattr(model, "backbone", model)
         bottom_up = getattr(backbone, "bottom_up", backbone)
         res5 = getattr(getattr(model, "roi_heads", None), "res5", None)  # C4 detectors have the last stage in the head
-        parts = [(name, part) for name, part in model.named_modules() if part in (bottom_up, res5)]
-        prefixes = tuple(f"{name}." if name else "" for name, _ in parts)
+        prefixes = tuple(
+            f"{name}." if name else "" for name, part in model.named_modules() if part in (bottom_up, res5)
+        )
         frozen = [
             name
-            for prefix, part in parts
-            for name, layer in part.named_modules(prefix=prefix)
-            if isinstance(layer, FrozenBatchNorm2d)
+            for name, layer in model.named_modules()
+            if isinstance(layer, FrozenBatchNorm2d) and name.startswith(prefixes)
         ]
         names = [name for name in model.state_dict() if not name.endswith(".num_batches_tracked")]
         self._loaded = given is not None
@@ -177,9 +177,6 @@ def load_checkpoint(
     model = checkpointer.model
     if checkpoint is None:
         return LoadReport(model)
-    # in float32, as in the model: larger values of float64 become infinite
-    floating = {name: value for name, value in checkpoint.tensors.items() if value.is_floating_point()}
-    _check_weights(floating, checkpoint.address)
     if differences := norm_differences(checkpoint, model):
         error = norm_mismatch(checkpoint.address, differences)
         if not allow_partial:
@@ -196,15 +193,14 @@ def load_checkpoint(
     given: set[str] = set()
     weights = {name for name, value in model.state_dict().items() if value.is_floating_point()}
 
-    def take_names(module: nn.Module, state_dict: Mapping[str, Tensor], *_: Any) -> None:
+    def check(module: nn.Module, state_dict: Mapping[str, Tensor], *_: Any) -> None:
         given.update(state_dict)
-        others = {name: value for name, value in state_dict.items() if not value.is_floating_point()}
-        _check_weights({name: value for name, value in others.items() if name in weights}, checkpoint.address)
+        _check_weights({name: value for name, value in state_dict.items() if name in weights}, checkpoint.address)
         if not allow_partial:
             LoadReport(module, given).check()
 
     # FrozenBatchNorm2d adds missing statistics while it loads, so the names are taken before
-    with model.register_load_state_dict_pre_hook(take_names):
+    with model.register_load_state_dict_pre_hook(check):
         # Private methods of DetectionCheckpointer and fvcore's Checkpointer: the part of load() after reading the file.
         incompatible = checkpointer._load_model({**checkpoint.metadata, "model": copy.copy(checkpoint.tensors)})
         checkpointer._log_incompatible_keys(incompatible)

@@ -5,7 +5,7 @@ import json
 import os
 from dataclasses import asdict
 
-from ..checkpoint.describe import describe_checkpoint, format_config, format_description
+from ..checkpoint.records import describe_checkpoint, format_config, format_description
 from ..cli import new_parser, print_page
 from ..data import synthetic_images
 from ..prediction import detector_file

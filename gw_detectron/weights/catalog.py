@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from detectron2.utils.file_io import PathHandler, PathManager
 from iopath.common.file_io import file_lock, get_cache_dir
@@ -89,21 +89,15 @@ CATALOG: Mapping[str, PublishedWeights] = {
 def local_weights(name: str) -> Path:
     """Return the path of converted weights; download and convert them if needed."""
     cache = Path(get_cache_dir()) / "gw_detectron"
-    if name.startswith(_FILE):
-        source = Path(name.removeprefix(_FILE))
-        if not source.is_file():
-            raise MissingFileError(
-                f"{PREFIX}{name}: file not found (cwd: {os.getcwd()!r}). Fix: give an existing path."
-            )
-        return _converted_file(source, cache)
-    if name not in CATALOG:
+    if name in CATALOG:
+        with file_lock(str(cache / CATALOG[name].file)):
+            return _published_weights(CATALOG[name], cache)
+    if not name.startswith(_FILE):
         known = ", ".join(PREFIX + known_name for known_name in CATALOG)
         raise WeightsError(f"weights ({PREFIX + name!r}): unknown name. Fix: give {known} or {PREFIX}file/<path>.")
-    with file_lock(str(cache / CATALOG[name].file)):
-        return _published_weights(CATALOG[name], cache)
-
-
-def _converted_file(source: Path, cache: Path) -> Path:
+    source = Path(name.removeprefix(_FILE))
+    if not source.is_file():
+        raise MissingFileError(f"{PREFIX}{name}: file not found (cwd: {os.getcwd()!r}). Fix: give an existing path.")
     target = cache / "files" / f"{sha256_of(source)[:20]}-{__version__}.pkl"
     with file_lock(str(target)):
         if not target.is_file():
@@ -180,12 +174,7 @@ def local_path(address: str, key: str) -> str:
         raise ConfigError(
             f"{key}: unknown address '{address}': {error}. Fix: give the path of a file or a known address."
         ) from error
-    if not os.path.exists(path):
-        if "://" in address:
-            raise ConfigError(
-                f"{key}: unknown scheme '{address.partition('://')[0]}://' of '{address}'. Fix: give the path of a "
-                'file, or "" to train from random values with MODEL.BACKBONE.FREEZE_AT 0.'
-            )
+    if not os.path.exists(path):  # also of an unknown scheme
         fix = "give an existing path or gw://imagenet/R-50."
         if address.startswith("weights/"):  # in the configs
             fix = "put your own weights there (none are published under weights/), see MODEL_ZOO.md."
@@ -202,9 +191,6 @@ class WeightsHandler(PathHandler):
     def _get_local_path(self, path: str, force: bool = False, **kwargs: Any) -> str:
         self._check_kwargs(kwargs)
         return str(local_weights(path.removeprefix(PREFIX)))
-
-    def _open(self, path: str, mode: str = "r", buffering: int = -1, **kwargs: Any) -> IO[Any]:
-        return open(self._get_local_path(path), mode, buffering, **kwargs)
 
 
 def register_weights() -> None:

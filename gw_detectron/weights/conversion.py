@@ -4,7 +4,6 @@ The file is Detectron2's .pkl; a yaml beside it holds the config keys that the w
 """
 
 import dataclasses
-import json
 import os
 import pickle
 import re
@@ -56,12 +55,6 @@ class Conversion:
     positions: Positions  # the norms as config keys
     preprocessing: Preprocessing
     provenance: Provenance | None = None  # None for weights that were not read from a file
-
-    @property
-    def record(self) -> Record:
-        """What the file of these weights records."""
-        norms = {detectron2_name(layer): spec for layer, spec in self.norms.items()}
-        return Record(norms, self.preprocessing, self.provenance)
 
     def config(self, weights: str = "") -> dict[str, Any]:
         """Return the config keys that the weights at ``MODEL.WEIGHTS`` need; BN is frozen, as in fine-tuning."""
@@ -116,11 +109,9 @@ def convert_file(
             raise FileAccessError(f"target ({str(path)!r}): exists. Fix: give another name or --force.")
     remove_unfinished(target.parent)
     conversion = load_weights(source, **options)
-    origin = dataclasses.asdict(conversion.provenance) if conversion.provenance else {}
-    head = f"# Config keys that {target} needs.\n# {json.dumps(origin)}\n"
     text = yaml.safe_dump(conversion.config(str(target)), sort_keys=False, default_flow_style=None)
     with atomic_write(config) as temporary:
-        temporary.write_text(head + text)
+        temporary.write_text(f"# Config keys that {target} needs.\n{text}")
         write_weights(target, conversion)
     return conversion
 
@@ -146,7 +137,7 @@ def load_weights(
     """
     contents = read_weights_file(path)
     try:
-        conversion = _convert(contents, norm, preprocessing)
+        conversion = convert(contents, norm=norm, preprocessing=preprocessing)
     except ValueError as error:
         kind = UnknownNormError if isinstance(error, UnknownNormError) else WeightsFileError
         raise kind(f"weights ({os.fspath(path)!r}): {error}") from None
@@ -191,7 +182,7 @@ def convert(content: Any, *, norm: str | None = None, preprocessing: str | None 
 
     Args:
         content: a state dict, bare or under ``model`` or ``state_dict``, with or without the prefix ``module.`` of
-            data-parallel training.
+            data-parallel training; or the contents of a file.
         norm: the norm name of all layers without BN's statistics, e.g. ``GW:groups=32``; None if recorded.
         preprocessing: see :func:`load_weights`.
 
@@ -201,10 +192,7 @@ def convert(content: Any, *, norm: str | None = None, preprocessing: str | None 
             other.
         ValueError: a norm name is unknown or does not fit.
     """
-    return _convert(Contents(content), norm, preprocessing)
-
-
-def _convert(contents: Contents, norm: str | None, preprocessing: str | None) -> Conversion:
+    contents = content if isinstance(content, Contents) else Contents(content)
     record, tensors = read_record(contents), _unwrap(contents)
     if is_converted := "stem.conv1.weight" in tensors and "layer1.0.conv1.weight" not in tensors:
         tensors = to_torchvision(tensors)
@@ -274,13 +262,14 @@ def _unwrap(contents: Contents) -> dict[str, Tensor]:
 
 def write_weights(path: Path, conversion: Conversion) -> None:
     """Write converted weights and their record atomically, as Detectron2's .pkl."""
+    norms = {detectron2_name(layer): spec for layer, spec in conversion.norms.items()}
     content = {
         "model": {name: np.ascontiguousarray(value.numpy()) for name, value in conversion.tensors.items()},
         "__author__": tool(),
         # Detectron2 then matches tensors by the end of their names, so that one file fits detectors with and without
         # FPN and bare backbones
         "matching_heuristics": True,
-        **conversion.record.entries(),
+        **Record(norms, conversion.preprocessing, conversion.provenance).entries(),
     }
     with atomic_write(path) as temporary, open(temporary, "wb") as file:
         pickle.dump(content, file, protocol=4)

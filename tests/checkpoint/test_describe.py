@@ -11,7 +11,7 @@ import yaml
 from safetensors.torch import save_file
 
 from gw_detectron import commands
-from gw_detectron.checkpoint.describe import describe_checkpoint, format_config
+from gw_detectron.checkpoint.records import describe_checkpoint, format_config
 from gw_detectron.config import read_config
 from gw_detectron.data import register_synthetic
 from gw_detectron.engine import Trainer
