@@ -1,16 +1,20 @@
 """Export a backbone, with or without FPN, and compare its feature maps with the model's."""
 
 import copy
+import json
 import logging
 import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from detectron2.config import CfgNode
 from detectron2.modeling import FPN, Backbone
+from detectron2.modeling.backbone.resnet import BottleneckBlock
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.export import Dim
 
@@ -18,15 +22,8 @@ from ..atomic import atomic_folder
 from ..errors import ConfigError, ExportError
 from ..layers import use_backend
 from ..norms.listing import norm_counts
-from .formats import (
-    FORMATS,
-    PARITY,
-    ExportedFile,
-    random_pixels,
-    write_parity,
-    write_program,
-    write_safetensors,
-)
+from ..weights.network import Preprocessing, Record, norm_record
+from .formats import DESCRIPTION, FORMATS, PARITY, ExportedFile, random_pixels, write_parity, write_program
 
 _logger = logging.getLogger(__name__)
 
@@ -175,6 +172,21 @@ def export_backbone(
         entries = {**written.description, "norm_layers": norm_counts(backbone)}
         entries |= {"tolerance": TOLERANCE, "worst_relative": worst, "cases": cases}
         return write_parity(folder / file, entries, source)
+
+
+def write_safetensors(extractor: FeatureExtractor, path: Path) -> ExportedFile:
+    """Write the weights of a backbone; the header describes input, outputs and the norm name of each norm layer."""
+    backbone, description = extractor.backbone, extractor.describe()
+    tensors = {name: value.contiguous() for name, value in backbone.state_dict().items()}
+    blocks = [block for block in backbone.modules() if isinstance(block, BottleneckBlock)]
+    stride_in_1x1 = any(block.conv1.stride != (1, 1) for block in blocks)
+    given = extractor.normalization
+    images = Preprocessing(given.channels, given.pixel_mean, given.pixel_std, stride_in_1x1)
+    entries = {DESCRIPTION: description, **Record(norm_record(backbone), images).entries()}
+    path.write_bytes(save(tensors, {"format": "pt", **{key: json.dumps(value) for key, value in entries.items()}}))
+    loaded = copy.deepcopy(extractor)
+    loaded.backbone.load_state_dict(load_file(path))
+    return ExportedFile(loaded, description)
 
 
 def _check_features(extractor: FeatureExtractor, file: ExportedFile) -> list[dict[str, Any]]:

@@ -1,6 +1,5 @@
-"""Write a program as torch.export or ONNX, or a backbone's weights as safetensors, and open the file."""
+"""Write a program as torch.export or ONNX, and open the file."""
 
-import copy
 import io
 import json
 import platform
@@ -8,22 +7,17 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 import torchvision  # noqa: F401  # registers operators that exported detectors use
-from detectron2.modeling.backbone.resnet import BottleneckBlock
-from safetensors.torch import load_file, save
 from torch import Tensor
 from torch.export import ExportedProgram
 
 from ..errors import ExportError
 from ..installation import package_versions, require_packages
-from ..weights.network import Preprocessing, Record, norm_record, tool
+from ..weights.network import tool
 from ..weights.reading import sha256_of
-
-if TYPE_CHECKING:
-    from .backbone import FeatureExtractor
 
 #: formats of a detector, and of a backbone
 DETECTOR_FORMATS = ("pt2", "onnx")
@@ -33,8 +27,6 @@ PARITY = "parity.json"
 #: key of the description of inputs and outputs in an exported file
 DESCRIPTION = "gw_detectron.json"
 _PACKAGES = ("detectron2", "torch", "torchvision", "onnx", "onnxscript", "onnxruntime", "safetensors")
-# ONNX can multiply matrices, but has no operator that factorizes or inverts one.
-_NOT_IN_ONNX = {"eig", "eigh", "eigvals", "eigvalsh", "svd", "svdvals", "qr", "cholesky", "ldl", "lu", "inv", "solve"}
 
 
 @dataclass(frozen=True)
@@ -69,36 +61,27 @@ def open_onnx(path: Path) -> ExportedFile:
     return ExportedFile(run, json.loads(session.get_modelmeta().custom_metadata_map.get(DESCRIPTION, "{}")))
 
 
-class Program(Protocol):
-    """A module to export: a function from named tensors to a tuple of named tensors."""
-
-    names: list[str]  # of the outputs
-
-    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]: ...
-    def sample_inputs(self) -> dict[str, Tensor]: ...
-    def dynamic_shapes(self) -> dict[str, Any]: ...  # free dimensions of each input
-    def describe(self) -> dict[str, Any]: ...  # inputs and outputs as plain values
-
-
 def random_pixels(*shape: int, seed: int = 0) -> Tensor:
     """Draw pixels of 0 to 255."""
     return 255 * torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def write_program(program: Program, path: Path) -> ExportedFile:
-    """Write a program in the format of the path's suffix."""
+def write_program(program: Any, path: Path) -> ExportedFile:
+    """Write a FeatureExtractor, DetectorProgram or OneImageProgram in the format of the path's suffix."""
     if path.suffix == ".onnx":
-        return _write_onnx(program, path)
+        require_packages("format ('onnx')", "onnx", "onnxscript", "onnxruntime")
+    inputs, shapes = tuple(program.sample_inputs().values()), program.dynamic_shapes()
+    with torch.no_grad():
+        exported = torch.export.export(program, inputs, dynamic_shapes=shapes, strict=False)
+    if path.suffix == ".onnx":
+        return _write_onnx(program, exported, path)
     file = io.BytesIO()  # torch aborts the process when the disk is full, so serialize to memory first
-    torch.export.save(_export_program(program), file, extra_files={DESCRIPTION: json.dumps(program.describe())})
+    torch.export.save(exported, file, extra_files={DESCRIPTION: json.dumps(program.describe())})
     path.write_bytes(file.getbuffer())
     return open_pt2(path)
 
 
-def _write_onnx(program: Program, path: Path) -> ExportedFile:
-    require_packages("format ('onnx')", "onnx", "onnxscript", "onnxruntime")
-    exported = _export_program(program)
-    _check_onnx_operators(exported)
+def _write_onnx(program: Any, exported: ExportedProgram, path: Path) -> ExportedFile:
     names: dict[str, Any] = {"input_names": list(program.sample_inputs()), "output_names": program.names}
     try:
         with warnings.catch_warnings():
@@ -144,37 +127,6 @@ def _simplify(model: Any) -> None:
         common.OutputFixPass(),
         common.NameFixPass(),
     )(model)
-
-
-def _export_program(program: Any) -> ExportedProgram:
-    inputs = tuple(program.sample_inputs().values())
-    with torch.no_grad():
-        return torch.export.export(program, inputs, dynamic_shapes=program.dynamic_shapes(), strict=False)
-
-
-def _check_onnx_operators(program: ExportedProgram) -> None:
-    for node in program.graph.nodes:
-        name = getattr(node.target, "__name__", "").partition(".")[0].lstrip("_")
-        if name.startswith("linalg_") and name.split("_")[1] in _NOT_IN_ONNX:
-            raise ExportError(
-                f"format ('onnx'): ONNX has no operator for {name}. Solvers that factorize a matrix, such as zca, and "
-                "rotations need it; the newton solver does not. Fix: use pt2."
-            )
-
-
-def write_safetensors(extractor: "FeatureExtractor", path: Path) -> ExportedFile:
-    """Write the weights of a backbone; the header describes input, outputs and the norm name of each norm layer."""
-    backbone, description = extractor.backbone, extractor.describe()
-    tensors = {name: value.contiguous() for name, value in backbone.state_dict().items()}
-    blocks = [block for block in backbone.modules() if isinstance(block, BottleneckBlock)]
-    stride_in_1x1 = any(block.conv1.stride != (1, 1) for block in blocks)
-    given = extractor.normalization
-    images = Preprocessing(given.channels, given.pixel_mean, given.pixel_std, stride_in_1x1)
-    entries = {DESCRIPTION: description, **Record(norm_record(backbone), images).entries()}
-    path.write_bytes(save(tensors, {"format": "pt", **{key: json.dumps(value) for key, value in entries.items()}}))
-    loaded = copy.deepcopy(extractor)
-    loaded.backbone.load_state_dict(load_file(path))
-    return ExportedFile(loaded, description)
 
 
 def write_parity(path: Path, entries: Mapping[str, Any], source: Mapping[str, str] | None) -> dict[str, Any]:

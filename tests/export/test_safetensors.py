@@ -6,7 +6,7 @@ from detectron2.modeling import build_backbone
 from safetensors.torch import load_file
 
 from gw_detectron.export import FeatureExtractor, Normalization, export_backbone
-from gw_detectron.export.formats import write_safetensors
+from gw_detectron.export.backbone import write_safetensors
 from gw_detectron.model_zoo import get_config
 from gw_detectron.norms import evaluation_spec, norm_rows
 from gw_detectron.weights import Preprocessing, load_weights
