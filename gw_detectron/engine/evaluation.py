@@ -1,6 +1,7 @@
 """Evaluation on the validation data: COCO's scores, also beyond its limit of detections, and the losses."""
 
 import contextlib
+import copy
 import io
 import logging
 import os
@@ -44,21 +45,28 @@ class DenseCOCOEvaluator(COCOEvaluator):
 
     def _derive_coco_results(self, coco_eval: Any, iou_type: str, class_names: Sequence[str] | None = None) -> dict:
         results = super()._derive_coco_results(coco_eval, iou_type, class_names)
-        if coco_eval is None or self._most <= (standard := coco_eval.params.maxDets[-1]):
-            return results
-        limit = max(self._most, self._detections)
-        coco_eval.params.maxDets = [limit]
-        with contextlib.redirect_stdout(io.StringIO()):
-            coco_eval.evaluate()
-            coco_eval.accumulate()
-        precision = coco_eval.eval["precision"][:, :, :, 0, 0]  # of IoU, recall and class
-        results[f"AP@{limit}"] = 100 * float(precision[precision > -1].mean())
-        log.info(
-            "%s: images have up to %d objects of a class. AP, as COCO defines it, counts %d detections per image and "
-            "class: %.3f. With %d it is %.3f (AP@%d).",
-            *(iou_type, self._most, standard, results["AP"], limit, results[f"AP@{limit}"], limit),
-        )
-        return results
+        dense = {} if coco_eval is None else dense_average_precision(coco_eval, self._most, self._detections)
+        for name, value in dense.items():
+            log.info(
+                "%s: images have up to %d objects of a class. AP, as COCO defines it, counts %d detections per image "
+                "and class: %.3f. %s counts more: %.3f.",
+                *(iou_type, self._most, coco_eval.params.maxDets[-1], results["AP"], name, value),
+            )
+        return results | dense
+
+
+def dense_average_precision(evaluation: Any, most: int, detections: int) -> dict[str, float]:
+    """Return ``AP@N`` of an evaluation in percent; nothing if ``most`` objects of a class are within COCO's limit."""
+    if most <= evaluation.params.maxDets[-1]:
+        return {}
+    limit = max(most, detections)
+    dense, dense.params = copy.copy(evaluation), copy.copy(evaluation.params)
+    dense.params.maxDets = [limit]
+    with contextlib.redirect_stdout(io.StringIO()):
+        dense.evaluate()
+        dense.accumulate()
+    precision = dense.eval["precision"][:, :, :, 0, 0]  # of IoU, recall and class
+    return {f"AP@{limit}": 100 * float(precision[precision > -1].mean())}
 
 
 def build_coco_evaluator(name: str, folder: str, **options: Any) -> DenseCOCOEvaluator:

@@ -119,21 +119,17 @@ def draw_predictions(image: np.ndarray, metadata: Metadata, instances: Instances
     )
 
 
-def draw_record(image: np.ndarray, metadata: Metadata, record: dict) -> np.ndarray:
-    """Draw the annotations of a record in Detectron2's dataset format."""
+def draw_record(image: np.ndarray, metadata: Metadata, record: dict, notes: Sequence[str] | None = None) -> np.ndarray:
+    """Draw the annotations of a record in Detectron2's dataset format; they may have a ``score``."""
     objects = record.get("annotations", [])
-    boxes = [BoxMode.convert(entry["bbox"], entry["bbox_mode"], BoxMode.XYXY_ABS) for entry in objects]
-    masks = [entry.get("segmentation") for entry in objects]
-    return draw_objects(
-        image,
-        metadata,
-        [entry["category_id"] for entry in objects],
-        np.asarray(boxes, dtype=float).reshape(-1, 4),
-        masks=masks if all(masks) else None,
-    )
-
-
-def keypoints_of(objects: Sequence[dict[str, Any]]) -> np.ndarray | None:
-    """Return the keypoints of annotations or results in COCO's format, (N, K, 3); None unless all have them."""
-    points = [each.get("keypoints") for each in objects]
-    return None if not points or None in points else np.asarray(points, dtype=float).reshape(len(points), -1, 3)
+    boxes = [
+        BoxMode.convert(each["bbox"], each.get("bbox_mode", BoxMode.XYWH_ABS), BoxMode.XYXY_ABS) for each in objects
+    ]
+    masks, points, scores = ([each.get(key) for each in objects] for key in ("segmentation", "keypoints", "score"))
+    complete: dict[str, Any] = {
+        "masks": masks if all(masks) else None,
+        "keypoints": np.array(points, dtype=float).reshape(len(points), -1, 3) if points and all(points) else None,
+        "scores": scores if objects and None not in scores else None,
+    }
+    classes = [each["category_id"] for each in objects]
+    return draw_objects(image, metadata, classes, np.array(boxes, dtype=float).reshape(-1, 4), notes=notes, **complete)

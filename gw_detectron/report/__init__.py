@@ -1,23 +1,21 @@
 """Reports of a run: scores, curves and pictures of errors on one page."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 from matplotlib import rc_context
 
-from ..atomic import atomic_folder
 from ..errors import is_user_error
 from ..installation import require_packages
 from ..progress import progress_bar
-from .page import section_key, write_page
+from .page import section_key, write_folder
 from .run_folder import RunFolder
 from .sections import SECTIONS, Section
 
-__all__ = ["NUMBERS", "PAGE", "RunFolder", "write_report"]
+__all__ = ["PAGE", "RunFolder", "write_report"]
 
-PAGE, NUMBERS = "report.html", "report.json"
+PAGE = "report.html"
 
 
 def write_report(
@@ -48,8 +46,4 @@ def write_report(
             reasons.setdefault(str(error), []).append(name)
     numbers = {section_key(name): each.numbers for name, each in sections.items() if each.numbers is not None}
     numbers["missing"] = [{"parts": parts, "reason": reason} for reason, parts in reasons.items()]
-    numbers = json.loads(json.dumps(numbers), parse_constant=lambda _: None)  # JSON has no NaN
-    with atomic_folder(output, [PAGE, NUMBERS]) as place:
-        write_page(place / PAGE, f"Run {run.folder.resolve().name}", sections, numbers["missing"])
-        (place / NUMBERS).write_text(json.dumps(numbers, indent=2) + "\n")
-    return numbers
+    return write_folder(output, PAGE, f"Run {run.folder.resolve().name}", sections, numbers)

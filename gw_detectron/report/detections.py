@@ -3,25 +3,38 @@
 import contextlib
 import copy
 import io
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+from detectron2.config import CfgNode
 from detectron2.data import Metadata
 from pycocotools import mask
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
+from ..data.fingerprint import read_fingerprint
 from ..data.images import read_image
-from ..prediction.drawing import draw_objects, keypoints_of
+from ..engine.evaluation import dense_average_precision
+from ..prediction import draw_record
 
 #: kinds of a detection, by the object that it overlaps most: the same class; another class; one that a detection of
 #: higher score has taken; an IoU below 0.5; an IoU below 0.1
 CORRECT, WRONG_CLASS, DUPLICATE, POOR_BOX, BACKGROUND = "correct", "wrong class", "duplicate", "poor box", "background"
 KINDS = (CORRECT, WRONG_CLASS, DUPLICATE, POOR_BOX, BACKGROUND)
 _IOU, _BACKGROUND_IOU = 0.5, 0.1
+#: why an object is found at no score
+UNFOUND = (
+    "box matched to a neighbor, or beyond COCO's limit per image",
+    "only boxes of another class",
+    "only boxes with an IoU of 0.1 to 0.5",
+    "no box",
+)
+#: task -> key of a detection
+RESULT_KEYS = {"bbox": "bbox", "segm": "segmentation", "keypoints": "keypoints"}
 
 
 @dataclass(frozen=True)
@@ -44,13 +57,12 @@ class ImageMatches:
 class Detections:
     """Detections on a dataset, in COCO's result format, with the ground truth."""
 
+    cfg: CfgNode
     metadata: Metadata
     records: Mapping[Any, dict[str, Any]]  # image id -> record in Detectron2's dataset format
     truth: COCO
     results: Sequence[dict[str, Any]]
     tasks: Sequence[str]  # of bbox, segm and keypoints
-    sigmas: Sequence[float] = ()  # of the keypoints; empty means COCO's
-    percentiles: Sequence[float] = ()  # INPUT.PERCENTILES
 
     @property
     def category_ids(self) -> list[int]:
@@ -66,13 +78,22 @@ class Detections:
         """Task -> COCO's evaluation, accumulated and summarized."""
         evaluations = {task: self._evaluation(self.results, task) for task in self.tasks}
         for task, evaluation in evaluations.items():
-            if task == "keypoints" and self.sigmas:
-                evaluation.params.kpt_oks_sigmas = np.array(self.sigmas)
+            if task == "keypoints" and self.cfg.TEST.KEYPOINT_OKS_SIGMAS:  # else COCO's
+                evaluation.params.kpt_oks_sigmas = np.array(self.cfg.TEST.KEYPOINT_OKS_SIGMAS)
             with contextlib.redirect_stdout(io.StringIO()):
                 evaluation.evaluate()
                 evaluation.accumulate()
                 evaluation.summarize()
         return evaluations
+
+    @cached_property
+    def most_of_a_class(self) -> int:
+        """The largest number of objects of one class in an image."""
+        return read_fingerprint([self.truth.dataset]).most_of_a_class
+
+    def dense_score(self, task: str) -> dict[str, float]:
+        """Return ``AP@N`` by its name, if images have more objects than COCO counts; see :mod:`gw_detectron.engine`."""
+        return dense_average_precision(self.scores[task], self.most_of_a_class, self.cfg.TEST.DETECTIONS_PER_IMAGE)
 
     def _evaluation(self, results: Iterable[dict[str, Any]], task: str) -> COCOeval:
         results = copy.deepcopy(list(results))  # pycocotools changes them
@@ -93,6 +114,26 @@ class Detections:
         values = evaluation.eval["precision"][:, :, :, 0, -1]  # (IoU thresholds, recalls, classes)
         values = np.where(values < 0, np.nan, values)
         return values.mean(0) if iou is None else values[np.isclose(evaluation.params.iouThrs, iou)][0]
+
+    def unfound(self) -> dict[str, int]:
+        """Count the objects that COCO's evaluation of boxes finds at no score, at an IoU of 0.5, by the reason."""
+        counts = dict.fromkeys(UNFOUND, 0)
+        boxes = defaultdict(list)
+        for result in self.results:
+            boxes[result["image_id"]].append(result)
+        evaluation = self.scores["bbox"]
+        for entry in filter(None, evaluation.evalImgs):
+            if entry["aRng"] != evaluation.params.areaRng[0]:  # all sizes
+                continue
+            for number in np.array(entry["gtIds"])[(entry["gtMatches"][0] == 0) & (entry["gtIgnore"] == 0)]:
+                found = boxes[entry["image_id"]]
+                overlaps = mask.iou([each["bbox"] for each in found], [self.truth.anns[number]["bbox"]], [0])
+                overlaps = np.array(overlaps).reshape(-1)
+                of_class = overlaps[[each["category_id"] == entry["category_id"] for each in found]]
+                best, own = np.max(overlaps, initial=0), np.max(of_class, initial=0)
+                reached = (own >= _IOU, best >= _IOU, best >= _BACKGROUND_IOU, True)
+                counts[UNFOUND[reached.index(True)]] += 1
+        return counts
 
     def match(self, score: float) -> list[ImageMatches]:
         """Match boxes of this score and more to objects of any class, as pycocotools does at an IoU of 0.5.
@@ -142,17 +183,13 @@ class Detections:
         return self.truth.imgToAnns[image_id]
 
     def draw(self, image_id: Any, objects: Sequence[dict[str, Any]], notes: Sequence[str]) -> np.ndarray:
-        """Draw annotations or detections in COCO's format on their image, with notes, as (H, W, 3) uint8 RGB."""
+        """Draw annotations or detections on their image, with notes."""
         index = {category: index for index, category in enumerate(self.category_ids)}
-        boxes = np.array([each["bbox"] for each in objects], dtype=float).reshape(-1, 4)
-        boxes[:, 2:] += boxes[:, :2]
-        return draw_objects(
-            read_image(self.records[image_id]["file_name"], "RGB", self.percentiles),
-            self.metadata,
-            [index[each["category_id"]] for each in objects],
-            boxes,
-            scores=[each["score"] for each in objects] if objects and "score" in objects[0] else None,
-            notes=notes,
-            masks=[self.truth.annToRLE(each) for each in objects] if "segm" in self.tasks else None,
-            keypoints=keypoints_of(objects) if "keypoints" in self.tasks else None,
-        )
+        hidden = {key for task, key in RESULT_KEYS.items() if task not in self.tasks}
+        shown = [
+            {key: value for key, value in each.items() if key not in hidden}
+            | {"category_id": index[each["category_id"]]}
+            for each in objects
+        ]
+        image = read_image(self.records[image_id]["file_name"], "RGB", self.cfg.INPUT.PERCENTILES)
+        return draw_record(image, self.metadata, {"annotations": shown}, notes)

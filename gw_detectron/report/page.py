@@ -1,13 +1,15 @@
 """Write the page of a report: one HTML file that contains its pictures."""
 
 import base64
+import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
-from ..atomic import atomic_write
+from ..atomic import atomic_folder, atomic_write
 from ..installation import __version__
 from .sections import Section
 
@@ -82,6 +84,25 @@ def write_page(
     page = environment.from_string(_HTML).render(title=title, sections=sections, missing=missing, version=__version__)
     with atomic_write(path) as temporary:
         temporary.write_text(page, encoding="utf-8")
+
+
+def write_folder(
+    output: str | os.PathLike[str],
+    page: str,
+    title: str,
+    sections: Mapping[str, Section],
+    numbers: dict[str, Any],
+) -> dict[str, Any]:
+    """Write a page and its numbers, in a json file beside it; return what the file holds, in which NaN is null.
+
+    The folder may hold an earlier page, which is replaced.
+    """
+    data = page.replace(".html", ".json")
+    numbers = json.loads(json.dumps(numbers), parse_constant=lambda _: None)
+    with atomic_folder(output, [page, data]) as place:
+        write_page(place / page, title, sections, numbers.get("missing", ()))
+        (place / data).write_text(json.dumps(numbers, indent=2) + "\n")
+    return numbers
 
 
 def section_key(title: str) -> str:

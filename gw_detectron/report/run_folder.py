@@ -20,7 +20,7 @@ from ..config import read_config
 from ..engine.output_folder import BEST_PREDICTIONS, CONVERTED, METRICS, PREDICTIONS, read_metrics
 from ..engine.run_datasets import use_recorded_datasets
 from ..errors import ConfigError, DataError, MissingFileError, check_minimum, summarize_names
-from .detections import Detections, ImageMatches
+from .detections import RESULT_KEYS, Detections, ImageMatches
 
 
 class RunFolder:
@@ -102,11 +102,9 @@ class RunFolder:
         if unknown:
             names = summarize_names(map(str, unknown))
             raise DataError(f"'{path}': has images or categories that '{self.dataset}' lacks ({names}). {fix}")
-        keys = {"bbox": "bbox", "segm": "segmentation", "keypoints": "keypoints"}
-        tasks = [task for task, key in keys.items() if task == "bbox" or (results and all(key in r for r in results))]
-        metadata = MetadataCatalog.get(self.dataset)
-        sigmas, percentiles = self.cfg.TEST.KEYPOINT_OKS_SIGMAS, self.cfg.INPUT.PERCENTILES
-        return Detections(metadata, records, truth, results, tasks, sigmas, percentiles)
+        complete = {key for key in RESULT_KEYS.values() if results and all(key in each for each in results)}
+        tasks = [task for task, key in RESULT_KEYS.items() if task == "bbox" or key in complete]
+        return Detections(self.cfg, MetadataCatalog.get(self.dataset), records, truth, results, tasks)
 
     def _truth(self) -> COCO:
         converted = self.folder / "inference" / f"{self.dataset}{CONVERTED}"  # of a dataset registered in Python

@@ -3,7 +3,7 @@
 import contextlib
 import io
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,10 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from ..data.images import evenly_spread
-from ..errors import is_user_error
+from ..errors import UserError
 from ..modeling import build_checked_model
 from ..norms import norm_summary
-from .detections import CORRECT, KINDS, ImageMatches
+from .detections import CORRECT, KINDS, Detections, ImageMatches
 from .run_folder import RunFolder
 
 TASKS = {"bbox": "box", "segm": "mask", "keypoints": "keypoint"}
@@ -83,43 +83,38 @@ def make_axes(width: float, height: float, **settings: Any) -> tuple[Figure, Axe
 
 def summary(run: RunFolder) -> Section:
     """Summarize a run as far as its files tell; other sections say what is missing."""
+    text = ""
     scores: dict[str, dict[str, float | None]] = {}
     facts: dict[str, Any] = {"folder": str(run.folder), "dataset": run.dataset}
-    with _missing_left_out():
-        scores = _scores(run)
-    with _missing_left_out():
+    missing = contextlib.suppress(UserError, OSError)
+    with missing:
+        scores = {task: _scores(run.detections, task) for task in run.detections.tasks}
+    with missing:
         facts["images"] = len(run.records)
     facts["norms"] = norm_summary(build_checked_model(run.cfg, "meta"))
-    with _missing_left_out():
+    with missing:
         facts |= _progress(run)
-    with _missing_left_out():
+    with missing:
         facts["weights"] = run.weights
         facts |= {"best_by": run.cfg.TEST.BEST} if run.best_iteration else {}
     tables = [Table([], [(name.replace("_", " "), str(value)) for name, value in facts.items()])]
     if scores:
-        rows = [[TASKS[task], *map(row.get, _METRICS)] for task, row in scores.items()]
-        tables.insert(0, Table([f"percent on {run.dataset}", *_METRICS], rows))
-    return Section({**facts, "scores": scores}, tables=tables)
+        columns = list(dict.fromkeys(name for row in scores.values() for name in row))
+        rows = [[TASKS[task], *map(row.get, columns)] for task, row in scores.items()]
+        tables.insert(0, Table([f"percent on {run.dataset}", *columns], rows))
+        if dense := [name for name in columns if "@" in name]:
+            text = (
+                f"Images have up to {run.detections.most_of_a_class} objects of a class. COCO's AP counts 100 boxes or "
+                f"masks per image and class, 20 of keypoints; {dense[0]} counts {dense[0][3:]}."
+            )
+    return Section({**facts, "scores": scores}, text, tables=tables)
 
 
-@contextlib.contextmanager
-def _missing_left_out() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        if not is_user_error(error):
-            raise
-
-
-def _scores(run: RunFolder) -> dict[str, dict[str, float | None]]:
-    """Return task -> AP in percent."""
-    return {
-        task: {
-            name: float(100 * value) if value >= 0 else None
-            for name, value in zip(_KEYPOINT_METRICS if task == "keypoints" else _METRICS, found.stats, strict=False)
-        }
-        for task, found in run.detections.scores.items()
-    }
+def _scores(found: Detections, task: str) -> dict[str, float | None]:
+    """Return the AP of a task in percent, by name; None if undefined."""
+    values = dict(zip(_KEYPOINT_METRICS if task == "keypoints" else _METRICS, found.scores[task].stats, strict=False))
+    standard = {name: float(100 * value) if value >= 0 else None for name, value in values.items()}
+    return standard | found.dense_score(task)
 
 
 def _progress(run: RunFolder) -> dict[str, Any]:
@@ -143,7 +138,13 @@ def curves(run: RunFolder) -> Section:
     pictures = [
         _curve(run, "losses", "loss", _is_loss, ""),
         _curve(run, "learning_rate", "learning rate", lambda name: name == "lr", ""),
-        _curve(run, "evaluation", "percent", lambda name: name.rpartition("/")[2] in ("AP", "mIoU", "PQ"), "o"),
+        _curve(
+            run,
+            "evaluation",
+            "percent",
+            lambda name: name.rpartition("/")[2].split("@")[0] in ("AP", "mIoU", "PQ"),
+            "o",
+        ),
     ]
     text = "Dashed: losses on the validation data. Dotted: the best weights."
     return Section({"last_losses": last}, text, pictures=[pictures])
@@ -198,6 +199,66 @@ def average_precision(run: RunFolder) -> Section:
     return Section(rows, text, tables=[table])
 
 
+def recall(run: RunFolder) -> Section:
+    """Plot precision over recall, and tell why objects are found at no score."""
+    found = run.detections
+    figure, axes = make_axes(5.5, 3.8, xlabel="recall (percent)", ylabel="precision (percent)", xlim=(0, 100))
+    for number, task in enumerate(found.tasks):
+        for iou, style in ((0.5, "-"), (0.75, "--")):
+            curve = 100 * np.nanmean(found.precision(task, iou), axis=1)
+            label = f"{TASKS[task]}, {'OKS' if task == 'keypoints' else 'IoU'} {iou:g}"
+            shown = np.where(curve > 0, curve, np.nan)  # the curve ends with the recall
+            axes.plot(np.linspace(0, 100, len(curve)), shown, style, color=f"C{number}", label=label)
+    axes.set_ylim(0, 105)
+    axes.legend(fontsize="small")
+    reasons = found.unfound()
+    total = sum(not each.get("iscrowd") for each in found.truth.anns.values())
+    missed = sum(reasons.values())
+    text = (
+        f"Boxes of any score find {total - missed} of {total} objects ({1 - missed / max(total, 1):.0%}) at an IoU of "
+        f"0.5; the table tells why not the others. The model gives up to {run.cfg.TEST.DETECTIONS_PER_IMAGE} "
+        "detections per image (TEST.DETECTIONS_PER_IMAGE). Curves are class means, and end with the recall."
+    )
+    table = Table(["objects not found", ""], list(reasons.items()))
+    numbers = {"objects": total, "found": total - missed, "not_found": reasons}
+    return Section(numbers, text, pictures=[[Picture.from_figure("recall", figure)]], tables=[table])
+
+
+def _confusion(run: RunFolder) -> tuple[Picture, list[dict[str, Any]]]:
+    """Plot which class the objects of each class are found as, and list the counts."""
+    found, names = run.detections, [*run.detections.class_names, "missed"]
+    place = {key: index for index, key in enumerate(found.category_ids)}
+    counts = np.zeros((len(place), len(names)), int)
+    for image in run.matches:
+        for box, match in zip(image.found, image.matched, strict=True):
+            if match:
+                counts[place[match["category_id"]], place[box["category_id"]]] += 1
+        for each in image.missed:
+            counts[place[each["category_id"]], -1] += 1
+    rows = np.flatnonzero(counts.any(1))
+    columns = np.append(np.flatnonzero(counts.any(1) | counts[:, :-1].any(0)), len(place))
+    shares = counts[np.ix_(rows, columns)] / counts[rows].sum(1, keepdims=True)
+    side = min(3 + 0.3 * len(columns), 16)
+    figure, axes = make_axes(side, side, xlabel="found as", ylabel="objects of the class")
+    axes.grid(visible=False)
+    axes.imshow(100 * shares, cmap="Blues", vmin=0, vmax=100)
+    axes.axvline(len(columns) - 1.5, color="black")  # missed is no class
+    axes.set_xticks(range(len(columns)), [names[index] for index in columns], rotation=90)
+    axes.set_yticks(range(len(rows)), [names[index] for index in rows])
+    for (row, column), share in np.ndenumerate(shares):
+        if share and len(columns) <= 25:
+            color = "white" if share > 0.6 else "black"
+            axes.text(column, row, str(counts[rows[row], columns[column]]), ha="center", va="center", color=color)
+    numbers = [
+        {
+            "class": names[row],
+            "found_as": {names[index]: int(counts[row, index]) for index in np.flatnonzero(counts[row])},
+        }
+        for row in rows
+    ]
+    return Picture.from_figure("confusion", figure), numbers
+
+
 def predictions(run: RunFolder) -> Section:
     """Draw ground truth and detections of images with objects, which are spread over the dataset."""
     images = [image for image in run.matches if image.found or image.missed] or run.matches
@@ -212,7 +273,7 @@ def errors(run: RunFolder) -> Section:
     kinds["missed"] = sum(len(image.missed) for image in run.matches)
     images = sorted(run.matches, key=lambda image: -image.errors)[: run.images]
     images = [image for image in images if image.errors]
-    numbers = [
+    worst = [
         {"image": image.image_id, "file": run.detections.file_name(image.image_id), "errors": image.errors}
         for image in images
     ]
@@ -220,9 +281,11 @@ def errors(run: RunFolder) -> Section:
         f"Boxes of score {run.score:g} and more take the free object of any class with the largest IoU from 0.5. A "
         "wrong box is a duplicate if its object is taken, a poor box from an IoU of 0.1, and background below."
     )
-    pictures = [_photos(run, f"error_{number}", image) for number, image in enumerate(images, 1)]
+    confusion, counts = _confusion(run)
+    pictures = [[confusion], *(_photos(run, f"error_{number}", image) for number, image in enumerate(images, 1))]
     table = Table(["", "boxes or objects"], list(kinds.items()))
-    return Section({"kinds": kinds, "images": numbers}, text, pictures=pictures, tables=[table])
+    numbers = {"kinds": kinds, "confusion": counts, "images": worst}
+    return Section(numbers, text, pictures=pictures, tables=[table])
 
 
 def _photos(run: RunFolder, name: str, image: ImageMatches) -> list[Picture]:
@@ -245,6 +308,7 @@ SECTIONS: dict[str, Callable[[RunFolder], Section]] = {
     "Summary": summary,
     "Curves": curves,
     "AP per class": average_precision,
+    "Recall": recall,
     "Predictions": predictions,
     "Errors": errors,
 }

@@ -1,19 +1,17 @@
 """Several runs on one page: curves over each other, and differences per class."""
 
-import json
 import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..atomic import atomic_folder
 from ..errors import ConfigError
-from .page import write_page
+from .page import write_folder
 from .run_folder import RunFolder
 from .sections import TASKS, Picture, Section, Table, average_precision, make_axes, summary
 
-PAGE, NUMBERS = "runs.html", "runs.json"
+PAGE = "runs.html"
 
 
 def write_side_by_side(folders: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]) -> dict[str, Any]:
@@ -47,11 +45,7 @@ def write_side_by_side(folders: Sequence[str | os.PathLike[str]], output: str | 
         ),
         "AP per class": Section(text=f"In brackets: minus {first}.", tables=_classes(classes)),
     }
-    numbers = json.loads(json.dumps({"runs": facts, "classes": classes}), parse_constant=lambda _: None)
-    with atomic_folder(output, [PAGE, NUMBERS]) as place:
-        write_page(place / PAGE, " and ".join(labels), sections)
-        (place / NUMBERS).write_text(json.dumps(numbers, indent=2) + "\n")
-    return numbers
+    return write_folder(output, PAGE, " and ".join(labels), sections, {"runs": facts, "classes": classes})
 
 
 def _summary(facts: dict[str, dict[str, Any]]) -> Table:
@@ -76,7 +70,6 @@ def _curve(runs: dict[str, RunFolder], metric: str, *, over_time: bool = False) 
             if points:
                 text = name if metric == "loss" else f"{name}, {TASKS[key.partition('/')[0]]}"
                 axes.plot(*zip(*points, strict=True), style, color=f"C{number % 10}", label=text)
-    axes.set_ylim(bottom=0)
     if axes.lines:
         axes.legend(fontsize="small")
     return Picture.from_figure(f"{metric}_{label.partition(' ')[0]}", figure)

@@ -11,6 +11,7 @@ from detectron2.evaluation import COCOEvaluator
 from detectron2.structures import Boxes, Instances
 from pycocotools.coco import COCO
 
+from gw_detectron.config import default_config
 from gw_detectron.report import RunFolder, write_report
 from gw_detectron.report.detections import Detections
 
@@ -32,7 +33,7 @@ def detections(truth, found):
     }
     coco.createIndex()
     results = [{"image_id": image, "category_id": key, "bbox": box, "score": score} for image, key, box, score in found]
-    return Detections(Metadata(thing_classes=["cat", "dog"]), {}, coco, results, ["bbox"])
+    return Detections(default_config(), Metadata(thing_classes=["cat", "dog"]), {}, coco, results, ["bbox"])
 
 
 TRUTH = [
@@ -61,6 +62,21 @@ def test_a_hand_made_image_is_matched():
     assert [each["id"] for each in image.missed] == [3] and image.errors == 5
     assert [each and each["id"] for each in image.matched] == [1, None, 2, None, None]
     assert (other.image_id, other.found, [each["id"] for each in other.missed]) == (2, [], [5])
+
+
+def test_objects_found_at_no_score_are_counted_by_the_reason():
+    truth = [*TRUTH, (2, CAT, [0, 0, 20, 20], 0), (2, CAT, [2, 0, 20, 20], 0), (2, DOG, [0, 40, 20, 20], 0)]
+    found = [*FOUND, (2, CAT, [1, 0, 20, 20], 0.01), (2, CAT, [0, 40, 20, 20], 0.9)]
+    assert list(detections(truth, found).unfound().values()) == [1, 1, 1, 1]
+    assert list(detections(truth, []).unfound().values()) == [0, 0, 0, 7]
+
+
+def test_a_perfect_detector_has_full_ap_where_all_its_detections_count():
+    boxes = [[1 + 6 * (k % 30), 1 + 6 * (k // 30), 5, 5] for k in range(150)]
+    own = detections([(1, CAT, box, 0) for box in boxes], [(1, CAT, box, 0.9) for box in boxes])
+    assert own.dense_score("bbox") == {"AP@150": pytest.approx(100)}
+    assert own.scores["bbox"].stats[0] < 0.7  # untouched
+    assert detections(TRUTH, FOUND).dense_score("bbox") == {}
 
 
 def test_precision_and_ap_by_hand():

@@ -79,11 +79,15 @@ def test_the_page_is_well_formed_and_stands_alone(tmp_path, options):
     report(folder, "--images", 2)
     page, numbers = check_page(folder / "report")
     assert "<b>" in page.text  # the name of a class
-    assert page.ids == {"summary", "curves", "ap_per_class", "predictions", "errors"}
+    assert page.ids == {"summary", "curves", "ap_per_class", "recall", "predictions", "errors"}
     assert numbers.keys() == page.ids - {"predictions"} | {"missing"}
     assert len(numbers["ap_per_class"]) == options["classes"]
     kinds, objects = numbers["errors"]["kinds"], sum(row["objects"] for row in numbers["ap_per_class"])
     assert kinds["correct"] + kinds["wrong class"] + kinds["missed"] == objects
+    rows = {row["class"]: sum(row["found_as"].values()) for row in numbers["errors"]["confusion"]}
+    assert rows == {row["class"]: row["objects"] for row in numbers["ap_per_class"] if row["objects"]}
+    recall = numbers["recall"]
+    assert recall["objects"] == objects == recall["found"] + sum(recall["not_found"].values())
 
 
 def test_missing_parts_are_named_on_the_page_and_printed(tmp_path, capsys):
