@@ -80,7 +80,7 @@ def _temporary(path: Path) -> Iterator[Path]:
             raise
         raise FileAccessError(
             f"'{path}': was not written: {cause.strerror or cause}. Fix: free disk space or get write permission, then "
-            "run again, a training with --resume."
+            "run again (a training with --resume)."
         ) from error
     finally:
         _remove(temporary)

@@ -81,8 +81,8 @@ def errors_reported() -> Iterator[None]:
             report_error(f"out of memory: {first_line(error)}. Fix: use a smaller model, batch or image.")
         elif re.match(r"DataLoader worker \(pid.*(killed by signal|exited unexpectedly)", str(error)):
             report_error(
-                f"data loading: {first_line(error)}. Fix: see above for its reason; without one memory or /dev/shm was "
-                "full: lower DATALOADER.NUM_WORKERS."
+                f"data loading: {first_line(error)}. Fix: see the reason above; if there is none, memory or "
+                "/dev/shm was full: lower DATALOADER.NUM_WORKERS."
             )
         else:
             raise

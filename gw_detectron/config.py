@@ -258,5 +258,5 @@ def _explain(error: Exception) -> str:
     if "'tuple'" in reason:  # the shell removes quotes, and a tuple of one element needs a comma
         return f"""{reason}. Fix: write a tuple as "('name',)" or "(480, 560)"."""
     if "(<class 'str'> vs." in reason:
-        return f"""{reason}. Fix: quote a text that reads as another value, such as "'2024'"."""
+        return f"""{reason}. Fix: quote text that looks like a number, such as "'2024'"."""
     return f"{reason}."

@@ -16,7 +16,7 @@ _PIP_NAMES = {"cv2": "opencv-python-headless"}
 
 
 def git_commit(root: Path = Path(__file__).parents[1]) -> str:
-    """Return the commit of a checkout, with ``-dirty`` if tracked files changed; empty if it is no checkout."""
+    """Return the commit of a checkout, with ``-dirty`` if tracked files changed; empty outside of a checkout."""
     if not (root / ".git").exists():  # git would find a checkout around ``root``, such as one around site-packages
         return ""
     command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]

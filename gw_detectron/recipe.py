@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 _RATIOS = ([0.5, 1.0, 2.0], [0.33, 0.57, 1.0, 1.75, 3.0], [0.12, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0])
 _NOTABLE = 0.02  # a smaller gain of mean overlap changes no anchors
-_RARE = 10  # a class that is in so many times fewer images than another one
+_RARE = 10  # a class is rare if another one is in so many times more images
 
 
 def auto_config(
@@ -35,7 +35,7 @@ def auto_config(
     """Set the keys of a config that a COCO file decides, and log a line for each.
 
     Classes, masks, image size, anchors, limits of detections, sampler, learning rate and schedule follow from the file.
-    Architecture, norms, weights and ``SOLVER.IMS_PER_BATCH`` stay those of the config.
+    Architecture, norms, weights and ``SOLVER.IMS_PER_BATCH`` stay as in the config.
 
     Args:
         cfg: Detectron2's config with the keys of this package, not frozen. ``MODEL.DEVICE`` bounds the image size.
@@ -59,7 +59,7 @@ def auto_config(
 def apply_recipe(
     cfg: CfgNode, files: Mapping[str, str], *, epochs: float | None, given: Collection[str], schedule_only: bool = False
 ) -> dict[str, str]:
-    """Do as :func:`auto_config` for the files of one training, without logging; or set its schedule alone."""
+    """Run :func:`auto_config` for several files, without logging; or set only the schedule."""
     if not object_count_keys(cfg):
         raise ConfigError(f"--auto: MODEL.META_ARCHITECTURE ('{cfg.MODEL.META_ARCHITECTURE}') detects no objects.")
     if epochs is not None and not 0 < epochs < math.inf:
@@ -136,7 +136,7 @@ def _anchors(recipe: _Recipe, found: Fingerprint) -> None:
             options.append((anchor_fit(found, sides, anchors), sizes, ratios))
             best = max(best, options[-1][0])
     if best - before >= _NOTABLE:
-        # of nearly equal ones, that of the fewest ratios
+        # of nearly equal anchors, those with the fewest ratios
         enough = [each for each in options if best - each[0] < _NOTABLE]
         after, sizes, ratios = min(enough, key=lambda each: (len(each[2][0]), -each[0]))
         reason = f"mean overlap of an object with its best anchor {before:.2f} -> {after:.2f}"
@@ -170,7 +170,7 @@ def _sampler(recipe: _Recipe, found: Fingerprint) -> None:
 
 
 def _rate(recipe: _Recipe, found: Fingerprint) -> None:
-    """Scale the rate of the COCO recipe, or that of the small-batch study for small networks from scratch."""
+    """Scale the COCO recipe's rate, or the small-batch study's for small networks from scratch."""
     cfg, images = recipe.cfg, recipe.batch
     if cfg.MODEL.WEIGHTS or cfg.MODEL.RESNETS.DEPTH > 34:
         rate = 0.01 if "RetinaNet" in cfg.MODEL.META_ARCHITECTURE else 0.02

@@ -86,7 +86,7 @@ class LoadReport:
             names = summarize_names(self.unexpected)
             parts.append(f"{len(self.unexpected)} unexpected tensors in the checkpoint ({names})")
         if self._fused_layers:
-            parts.append(f"{self._fused_layers} FrozenBN without statistics, right for Caffe2 weights only")
+            parts.append(f"{self._fused_layers} FrozenBN without statistics, which fits only Caffe2 weights")
         if self.new and len(self.new) == len(self._others):
             parts.append("FPN and heads are randomly initialized, as expected")
         elif self.new:

@@ -12,7 +12,7 @@ from ..engine.flags import DATASET_FLAGS, add_dataset_flags
 _NOTE = """\
 Each norm is trained from the same start with the same images. Short runs choose its learning rate; the better half goes
 on to runs of twice the length. Then each norm is trained with several seeds: for equal iterations, and for equal time.
-The norm is that of the backbone; all else is as in the config. The same command continues after an interruption."""
+Norms replace those of the backbone; all else is as in the config. The same command continues after an interruption."""
 
 
 def get_parser() -> argparse.ArgumentParser:
@@ -29,16 +29,16 @@ def get_parser() -> argparse.ArgumentParser:
     add("--norms", nargs="+", required=True, metavar="NORM", help="such as BN GN GW GW:iters=3 GN+WS BN+GW@S1-B1")
     add("--output", type=Path, default=Path("output/compare"), metavar="DIR", help="default: %(default)s")
     add("--minutes", type=float, default=0.0, metavar="M", help="time for everything; decides iterations and seeds")
-    add("--iterations", type=int, default=0, metavar="N", help="of a scored run, in place of those --minutes allows")
+    add("--iterations", type=int, default=0, metavar="N", help="length of a scored run, instead of --minutes")
     add("--rates", nargs="+", type=float, default=[], metavar="LR", help="default: half, once and twice SOLVER.BASE_LR")
     add("--seeds", type=int, default=0, metavar="N", help="scored runs of a norm; default: 3, or what --minutes allows")
-    add("--jobs", type=int, default=1, metavar="N", help="runs side by side, also on one GPU; default: 1")
+    add("--jobs", type=int, default=1, metavar="N", help="runs at the same time, also on one GPU; default: 1")
     add("--no-equal-time", dest="equal_time", action="store_false", help="compare equal iterations only")
     add("--num-gpus", type=int, default=1, metavar="N", help="0 runs on the CPU")
     add("--auto", action="store_true", help="set what the data decide, as in `gw-detectron train --auto`")
     add("--ignore-preflight", action="store_true", help="start even if the pre-run checks fail")
     add_dataset_flags(parser)
-    add("--test-json", metavar="FILE", help="score on these images; those of --val-json only choose the rates")
+    add("--test-json", metavar="FILE", help="score on these images; --val-json then only chooses the rates")
     add("--test-images", metavar="DIR", help="the folder that file_name in --test-json is relative to")
     add("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config keys of all runs; they come last")
     return parser

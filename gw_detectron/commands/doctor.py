@@ -101,7 +101,7 @@ def _triton() -> tuple[str, str]:
     name = torch.cuda.get_device_name()
     if compiles_for(torch.device("cuda")):
         return "yes", name
-    return "no", f"{name} is no NVIDIA GPU from Ampere on, or too new for triton {triton.__version__}; matmul is used"
+    return "no", f"{name} is older than Ampere, or too new for triton {triton.__version__}; matmul is used"
 
 
 def _packages(extra: str, *modules: str) -> tuple[str, str]:

@@ -32,16 +32,16 @@ def get_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--config-file", metavar="FILE", help="config of the model; default: config.yaml beside the weights")
-    add("--weights", metavar="FILE", help="weights or a run folder, as RUN; default: MODEL.WEIGHTS of the config")
+    add("--weights", metavar="FILE", help="weights or a run folder; default: MODEL.WEIGHTS of the config")
     add("--output", required=True, metavar="DIR", help="folder to create")
     add("--format", choices=FORMATS, default="pt2", help="default: pt2 (torch.export); safetensors: only a backbone's")
     add("--backbone", action="store_true", help="export only the backbone")
     group = parser.add_argument_group("detectors")
     add = group.add_argument
     add("--detections", type=int, metavar="K", help="detections per image, default: TEST.DETECTIONS_PER_IMAGE")
-    add("--one-image", action="store_true", help="take one image in its original size and resize it as evaluation does")
+    add("--one-image", action="store_true", help="take one image in its original size, and resize it as in evaluation")
     add("--paste-masks", action="store_true", help="with --one-image: binary masks as large as the image")
-    add("--image", metavar="FILE", help="image to compare on, best with many objects; default: drawn shapes")
+    add("--image", metavar="FILE", help="image for the comparison, with many objects; default: drawn shapes")
     group = parser.add_argument_group("with --backbone")
     add = group.add_argument
     add("--no-fpn", action="store_true", help="export the ResNet below the FPN")

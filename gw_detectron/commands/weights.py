@@ -13,7 +13,7 @@ from ..weights import convert_file
 from ..weights.network import PREPROCESSING
 from ..weights.verify import verify
 
-_NORM = "the norm of the layers without BN's statistics, e.g. GW, GW:groups=32 or GN; needed if %s does not record it"
+_NORM = "norm of the layers without running statistics, e.g. GW, GW:groups=32 or GN; needed if %s does not record it"
 
 
 def get_parser() -> argparse.ArgumentParser:
@@ -69,7 +69,7 @@ def _convert(args: argparse.Namespace) -> None:
     dropped = len(conversion.source_tensors) - count
     print(
         f"{args.target}: {count} tensors of {network} with {norms}; {dropped} of the classifier or counters left out. "
-        "The .yaml beside it has the config keys that they need."
+        "The .yaml beside it has their config keys."
     )
 
 

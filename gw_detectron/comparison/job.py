@@ -73,7 +73,7 @@ def write_json(path: Path, content: Any) -> None:
 def train(folder: Path, job: Job, flags: Mapping[str, Any], opts: list[Any]) -> dict[str, Any]:
     """Train, or continue a training, and return its result. A run whose loss is not finite has AP 0.
 
-    Its checkpoints are removed: those of a whole comparison need many gigabytes.
+    Its checkpoints are removed: a whole comparison would need many gigabytes.
     """
     start, diverged, found = time.perf_counter(), "", {}
     try:

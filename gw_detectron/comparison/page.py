@@ -79,7 +79,7 @@ def _differences(differences: Mapping[str, Mapping[str, Any]]) -> Section:
         rows = [[norm, *(cells.get(f"{norm} - {other}", "") for other in norms)] for norm in norms]
         tables.append(Table([criterion, *(f"- {other}" for other in norms)], rows))
     text = "AP of the row minus AP of the column, mean over common seeds, with the 95 % interval of the paired t test."
-    return Section(text=f"{text} It contains the variation between seeds, not that of the images.", tables=tables)
+    return Section(text=f"{text} It contains the variation between seeds, not between images.", tables=tables)
 
 
 def _rates(plan: Plan, results: Results) -> Section:

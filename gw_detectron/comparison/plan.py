@@ -79,7 +79,7 @@ class Plan:
         norms: their names, see :func:`norm_keys`.
         rates: learning rates of the search.
         iterations: of the scored runs.
-        equal_time: norm -> iterations that take as long as those of the slowest norm; empty to compare equal
+        equal_time: norm -> iterations that take as long as the slowest norm's; empty to compare equal
             iterations only.
     """
 
@@ -99,7 +99,7 @@ class Plan:
     def search(self, norm: str, ap: Mapping[Job, float]) -> tuple[list[Job], float | None]:
         """Return the runs of the search so far, and the rate once it is chosen.
 
-        Half of the rates, those of the highest AP, go on to runs of twice the length; of equal ones the lowest.
+        The half of the rates with the highest AP goes on to runs of twice the length; of equal ones, the lowest rate.
         """
         rates, jobs = sorted(self.rates), []
         iterations = self.iterations // _SHORTEST

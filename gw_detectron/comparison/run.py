@@ -178,7 +178,7 @@ class _Runs:
         self.start = time.monotonic() - sum(result["seconds"] for result in self.results.values()) / self.what.jobs
 
     def _measure(self) -> dict[str, float]:
-        """Time an iteration of each norm, with nothing beside it."""
+        """Time an iteration of each norm, with nothing else running."""
         self.report(f"Timing an iteration of {len(self.what.norms)} norms ...")
         folder = self.folder / "timing"
         opts = {
@@ -269,7 +269,7 @@ class _Runs:
             )
 
     def _seconds_left(self, seeds: int) -> float:
-        """Estimate the time of unfinished runs from that of the finished ones, with start-up and evaluation."""
+        """Estimate the time of unfinished runs from finished ones, with start-up and evaluation."""
         done = sum(job.iterations * self.times[job.norm] for job in self.results)
         seconds = sum(result["seconds"] for result in self.results.values())
         norms = [norm for norm in self.plan.norms if norm not in self.failed]

@@ -97,5 +97,5 @@ def advise(table: Mapping[str, Scores], times: Mapping[str, float], criterion: s
         return best, f"{start}: {lead}. Take {best}."
     take = min([best, *equal], key=times.__getitem__)
     others = ", ".join(f"{norm} ({each})" for norm, each in equal.items())
-    lead = f"with {len(seeds)} seeds its lead is not sure over {others} (95 % intervals)"
+    lead = f"with {len(seeds)} seeds its lead over {others} is not certain (95 % intervals)"
     return take, f"{start}; {lead}. Take {take}, the fastest of these."

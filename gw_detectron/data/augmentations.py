@@ -28,7 +28,7 @@ def training_mapper(cfg: CfgNode) -> DatasetMapper:
     mapper, ours = DatasetMapper(cfg, True), build_augmentations(cfg)
     mapper.augmentations = AugmentationList([*ours, *mapper.augmentations.augs])
     if ours and cfg.MODEL.MASK_ON and cfg.INPUT.MASK_FORMAT == "bitmask":
-        mapper.recompute_boxes = True  # those of turned boxes are too large
+        mapper.recompute_boxes = True  # boxes around turned boxes are too large
     return mapper
 
 
@@ -36,7 +36,7 @@ def build_augmentations(cfg: CfgNode) -> list[Augmentation]:
     """Build ``INPUT.AUGMENTATIONS``: calls such as ``RandomCrop(size=512)``, of which no code is run.
 
     Raises:
-        ConfigError: one is no call with plain values of a transform that moves boxes and masks along.
+        ConfigError: one is not a call, with plain values, of a transform that moves boxes and masks along.
     """
     return [_TorchvisionAugmentation(str(call), cfg) for call in cfg.INPUT.AUGMENTATIONS]
 
@@ -49,7 +49,7 @@ class _TorchvisionAugmentation(Augmentation):
             node = ast.parse(call if "(" in call else f"{call}()", mode="eval").body
             name = ast.unparse(node.func)  # type: ignore[attr-defined]
             if name not in _USABLE:
-                raise ValueError(f"no transform that can be used.{similar_names(name, _USABLE)}")
+                raise ValueError(f"not a supported transform.{similar_names(name, _USABLE)}")
             if name == "RandomHorizontalFlip" and cfg.MODEL.KEYPOINT_ON:
                 raise ValueError("does not exchange left and right keypoints, as INPUT.RANDOM_FLIP does")
             keywords = {each.arg: ast.literal_eval(each.value) for each in node.keywords}  # type: ignore[attr-defined]

@@ -22,8 +22,8 @@ class CocoDataset:
     json: str  # the annotation file
     images: str  # the folder to which file_name in it is relative
     val_fraction: float = 0.0  # share of the images that become a dataset of their own, for validation
-    keypoint_names: list[str] = field(default_factory=list)  # default: those of the file's categories
-    # pairs that a horizontal flip exchanges; default: names that differ in left and right alone
+    keypoint_names: list[str] = field(default_factory=list)  # default: from the file's categories
+    # pairs that a horizontal flip exchanges; default: names that differ only in left and right
     keypoint_flip_map: list[list[str]] = field(default_factory=list)
 
 

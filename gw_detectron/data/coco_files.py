@@ -39,7 +39,7 @@ def read_json(path: str) -> Any:
 def complete_coco(content: Any, classes: Mapping[int, str] | None = None) -> Any:
     """Add the fields that pycocotools reads where annotations lack them, and replace those that are surely wrong.
 
-    ``area`` is that of the mask, else of the box, ``iscrowd`` 0, ``id`` from 1 (pycocotools takes a match of id 0 for a
+    ``area`` is the mask's, else the box's, ``iscrowd`` 0, ``id`` from 1 (pycocotools takes a match of id 0 for a
     miss), ``num_keypoints`` counts the labeled ones, and without ``keypoints`` none is labeled. Replaced values are
     described under :data:`COMPLETED`. Of the run's ``classes``, names by id, a file without others gets those that it
     lacks. A complete content is returned as it is.
@@ -79,7 +79,7 @@ def complete_coco(content: Any, classes: Mapping[int, str] | None = None) -> Any
     if completed == annotations:
         return content
     notes = [
-        f"{count} of {len(annotations)} annotations have a wrong {key}. The run's copy has that of the {source}."
+        f"{count} of {len(annotations)} annotations have a wrong {key}. The run's copy takes it from the {source}."
         for (key, count), source in zip(replaced.items(), ("mask or bbox", "labeled keypoints"), strict=True)
         if count
     ]
@@ -90,7 +90,7 @@ def complete_coco(content: Any, classes: Mapping[int, str] | None = None) -> Any
 def coco_of_records(records: Sequence[dict], classes: Sequence[str] | None, *, evaluated: bool) -> Any:
     """Describe the records of a dataset that is a Python function as a COCO file.
 
-    Returns None if the records have no annotated sizes and boxes in pixels, e.g. those of another task.
+    Returns None if the records have no annotated sizes and boxes in pixels, e.g. for another task.
 
     Raises:
         DataError: a record lacks a field that an evaluation reads.

@@ -19,7 +19,7 @@ from ..errors import DataError
 class Fingerprint:
     """Images and objects of COCO files.
 
-    An object can be learned if it is no crowd, its image and category are listed, and its box has an area inside the
+    An object can be learned if it is not a crowd, its image and category are listed, and its box has an area inside the
     image. Only such objects are in the arrays.
     """
 

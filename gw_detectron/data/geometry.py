@@ -76,7 +76,7 @@ def corners(boxes: Floats) -> Floats:
 
 
 def far_apart(boxes: Floats, masks: Floats, sizes: Floats) -> Flags:
-    """Compare boxes with those of the masks, both x0, y0, x1, y1, inside of images of ``sizes`` (height, width).
+    """Compare boxes with boxes of masks, both x0, y0, x1, y1, inside of images of ``sizes`` (height, width).
 
     An edge may differ by one pixel, as tools round, and by a quarter of the mask, as people draw.
     """
@@ -87,9 +87,9 @@ def far_apart(boxes: Floats, masks: Floats, sizes: Floats) -> Flags:
 
 
 def wrong_areas(given: Floats, boxes: Floats, masks: Floats) -> Flags:
-    """Return which areas are neither that of the mask, to a factor of 2, nor that of the box.
+    """Return which areas fit neither the mask, to a factor of 2, nor the box.
 
-    Without a mask (NaN), an area may be smaller than that of the box, as it may be that of a mask, but not any smaller.
+    Without a mask (NaN), an area may be smaller than the box, as a mask would be, to a limit.
     """
     with np.errstate(invalid="ignore"):
         like_mask = (given >= masks / 2 - 2) & (given <= 2 * masks + 2)

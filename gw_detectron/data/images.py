@@ -202,8 +202,8 @@ class ImageNamingMapper:
             return example and example | {"file_name": name}
         except _READ_ERRORS as error:  # also Detectron2's SizeMismatchError
             raise DataError(
-                f"'{name}': cannot be used: {error}. Fix: repair the image or its record (width and height are those "
-                "of the upright photo), or remove both."
+                f"'{name}': cannot be used: {error}. Fix: repair the image or its record (width and height are after "
+                "EXIF rotation), or remove both."
             ) from error
         except Exception as error:
             error.add_note(f"while reading {name}")

@@ -29,12 +29,12 @@ _HELP = {
 _TRAINING_ONLY = ("eval_only", "overwrite", "auto", "epochs", "track")
 _SWITCHES = {
     "ignore-preflight": "start even if the pre-run checks fail; print their messages as warnings",
-    "auto": "set image size, anchors, limits, learning rate, length and other keys by the training json, and print the "
-    "reasons; your keys win. Without --config-file, a detector for own data is taken",
+    "auto": "set image size, anchors, limits, learning rate, length and other keys from the training json, and print "
+    "why; keys that you give win. Default of --config-file: a detector for your own data",
     "overwrite": "replace an earlier run in OUTPUT_DIR: its checkpoints, log and results are removed first",
     "allow-partial": "accept MODEL.WEIGHTS that lack a part of the backbone, which is then randomly initialized, and "
     "weights that were trained with other norms",
-    "deterministic": "use only operations of torch that compute the same bits each time on the same machine; slower. "
+    "deterministic": "use only deterministic operations of torch: the same bits each time on the same machine; slower. "
     "Equal runs also need an equal SEED. Without SEED a random one is used, which gw-detectron weights describe prints",
 }
 _DATASETS = {

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 METRICS = "metrics.json"  # to which a trainer appends
 PREDICTIONS = "coco_instances_results.json"  # of Detectron2's evaluator, in its folder "inference"
-BEST_PREDICTIONS = "model_best_results.json"  # those of model_best.pth, beside it
+BEST_PREDICTIONS = "model_best_results.json"  # predictions of model_best.pth, beside it
 CONVERTED = "_coco_format.json"  # ends the names of annotations that Detectron2 has converted
 _LOCK = ".training.lock"
 # Detectron2 would reuse the converted annotations even if the dataset has changed.

@@ -42,7 +42,7 @@ def start_run(
     """Check a run, and write its log, ``config.yaml`` and ``datasets.yaml``.
 
     A refused run leaves the folder of an earlier run unchanged. An evaluation writes to its folder ``inference``,
-    without a lock. Arguments and errors are those of :class:`.trainer.Trainer`. Returns the weights and the lock.
+    without a lock. Arguments and errors as for :class:`.trainer.Trainer`. Returns the weights and the lock.
     """
     is_main, folder = comm.is_main_process(), cfg.OUTPUT_DIR
     with contextlib.ExitStack() as lock:

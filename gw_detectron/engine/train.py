@@ -86,7 +86,7 @@ def run_config(args: argparse.Namespace) -> CfgNode:
 
 
 def use_recipe(cfg: CfgNode, args: argparse.Namespace) -> dict[str, str]:
-    """Set what the training data decide, with ``--auto``, or the schedule alone, with ``--epochs``; return the reasons.
+    """Set keys by the training data (``--auto``), or only the schedule (``--epochs``); return the reasons.
 
     Keys of the command line and of the user's own yaml keep their values.
     """

@@ -249,13 +249,13 @@ class Trainer(DefaultTrainer):
     def _load_randomness(self, state: dict[str, Any]) -> None:
         seed = state.get("seed")
         if seed is None:
-            log.warning("--resume: no seed in the checkpoint: other random numbers than in an uninterrupted run")
+            log.warning("--resume: the checkpoint has no seed: random numbers differ from an uninterrupted run's")
         elif self._draws_seed:
             self.record.seed = int(seed)
         elif seed != self.cfg.SEED:
-            log.warning("--resume: SEED %s is not the checkpoint's %s: other random numbers", self.cfg.SEED, seed)
+            log.warning("--resume: SEED %s is not the checkpoint's %s: random numbers differ", self.cfg.SEED, seed)
         if not isinstance(self.data_loader, TrainingData):
-            log.warning("--resume: the training data start from their beginning: build_train_loader stores no position")
+            log.warning("--resume: the training data start from the beginning: build_train_loader stores no position")
             return
         self.data_loader.seed = self.record.seed
         self.data_loader.load_state_dict(state.get("data", {"batches": state["iteration"] + 1}))

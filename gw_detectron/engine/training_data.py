@@ -126,7 +126,7 @@ class TrainingData:
 
 
 def _obey_parent(worker: int) -> None:
-    """Let a worker end at the SIGTERM of its own process alone.
+    """Let a worker ignore SIGTERM, unless its own trainer sends it.
 
     Schedulers send SIGTERM to all processes of a job; the training needs its workers until the step is finished.
     """

@@ -18,8 +18,8 @@ _PerSampleNorm = GroupWhitening2d | nn.GroupNorm | nn.InstanceNorm2d
 class ImageStatistics:
     r"""Mean and covariance that the norms of a network have on an image, gathered from its tiles.
 
-    A per-sample norm gives a tile another mean and whitening matrix than the whole image. Moments add up, so those of
-    the image can be had from its tiles, for GW, ``nn.GroupNorm`` and ``nn.InstanceNorm2d``; other norms are left alone.
+    A per-sample norm gives a tile another mean and whitening matrix than the whole image. Moments add up, so the
+    tiles give those of the image, for GW, ``nn.GroupNorm`` and ``nn.InstanceNorm2d``; other norms do not change.
 
     .. code-block:: python
 

@@ -64,7 +64,7 @@ def standardize_weights(model: nn.Module, pattern: str = "*") -> list[str]:
     """Standardize the weights of a model's convolutions, in place.
 
     Names of parameters, their values, norms, activations and frozen state stay. Only convolutions before a norm should
-    be standardized: a Detectron2 convolution whose ``norm`` is None is left as it is. Transposed ones are too.
+    be standardized: a Detectron2 convolution whose ``norm`` is None does not change, nor do transposed ones.
 
     Returns the names of those that fit ``pattern``, a glob of module names. If there is none, or a filter has a single
     value, it raises ValueError and the model is unchanged.

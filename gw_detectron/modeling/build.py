@@ -1,4 +1,4 @@
-"""Build the detector of a config; the config keys that hold norm names or class counts, and who reads them."""
+"""Build the detector of a config; the keys of norms and class counts, and the components that read them."""
 
 import contextlib
 import os
@@ -153,7 +153,7 @@ def unread_keys(cfg: CfgNode) -> Iterator[str]:
     standard = _has(cfg, _ROI_HEADS) and cfg.MODEL.ROI_HEADS.NAME == "StandardROIHeads"
     if standard and box.NAME == "GWFastRCNNConvFCHead" and box.NORM and not box.NUM_CONV:
         yield (
-            f"MODEL.ROI_BOX_HEAD.NORM ({box.NORM!r}): the head has no convolutions, whose norm this is "
+            f"MODEL.ROI_BOX_HEAD.NORM ({box.NORM!r}): the head has no convolutions to normalize "
             "(MODEL.ROI_BOX_HEAD.NUM_CONV is 0). Fix: set NUM_CONV 4 and NUM_FC 1, or NORM ''."
         )
 

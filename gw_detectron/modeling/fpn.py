@@ -13,7 +13,7 @@ from .resnet import build_gw_resnet_backbone
 
 
 class GWFPN(FPN):
-    """FPN with any norm; the other arguments are those of Detectron2's ``FPN``.
+    """FPN with any norm; other arguments as in Detectron2's ``FPN``.
 
     Args:
         norm: a norm name, or an argument of Detectron2's ``get_norm``. One that does not fit is a NormError.

@@ -74,7 +74,7 @@ class GWFastRCNNConvFCHead(_AnyNorm, FastRCNNConvFCHead):
 class GWMaskRCNNConvUpsampleHead(_AnyNorm, MaskRCNNConvUpsampleHead):
     """Mask head of convolutions and an upsampling layer with any norm, and fused ReLUs.
 
-    ``conv`` is that of :class:`GWFastRCNNConvFCHead`.
+    ``conv`` as in :class:`GWFastRCNNConvFCHead`.
     """
 
     node = "ROI_MASK_HEAD"
@@ -93,7 +93,7 @@ class GWRes5ROIHeads(Res5ROIHeads):
         # Private, but Detectron2 v0.6 and main of 2026 call it as this class method.
         if cfg.MODEL.RESNETS.DEFORM_ON_PER_STAGE[-1]:
             raise ConfigError(
-                f"MODEL.RESNETS.DEFORM_ON_PER_STAGE ({cfg.MODEL.RESNETS.DEFORM_ON_PER_STAGE}): res5 behind region "
+                f"MODEL.RESNETS.DEFORM_ON_PER_STAGE ({cfg.MODEL.RESNETS.DEFORM_ON_PER_STAGE}): res5 after region "
                 "pooling cannot be deformable. Fix: set its last value to False."
             )
         # the last stage of a whole ResNet, so that one place decides norms, blocks and strides

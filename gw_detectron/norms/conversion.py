@@ -142,8 +142,8 @@ def _replacements(layers: Mapping[str, nn.Module], specs: Mapping[str, Norm | No
     if built and not new:
         name = next(iter(built))
         raise NormError(
-            f"convert_norms, {name} ({describe(layers[name])!r}): has this norm already, as all layers of the plan. "
-            "Fix: give another norm."
+            f"convert_norms, {name} ({describe(layers[name])!r}): this and all other layers of the plan have their "
+            "norms already. Fix: give another norm."
         )
     return new
 

@@ -118,7 +118,7 @@ def resolve_norm(spec: Norm | None, *, where: str = "norm") -> Norm:
     """Turn a norm name into an argument of Detectron2's ``get_norm``.
 
     Args:
-        spec: the norm name, see the head of this module. None is no norm, as in Detectron2. A function or class that
+        spec: the norm name, see the head of this module. None means no norm, as in Detectron2. A function or class that
             takes the channel count is returned as it is.
         where: the place that an error message names, e.g. ``"MODEL.FPN.NORM"``.
 

@@ -37,13 +37,13 @@ def whitened_convs(positions: str, *, bottleneck: bool = True, where: str = "pos
         raise ConfigError(f"{where} ({positions!r}): unknown positions. Fix: use one of {list(POSITIONS)}.")
     if positions == "S1-B3" and not bottleneck:
         raise ConfigError(
-            f"{where} ({positions!r}): blocks of ResNet-18 and -34 have two norms, no third. Fix: use e.g. 'S1-B2'."
+            f"{where} ({positions!r}): blocks of ResNet-18 and -34 have only two norms. Fix: use e.g. 'S1-B2'."
         )
     return tuple(conv for conv in _CONVS[positions] if bottleneck or conv != "conv3")
 
 
 def norms_at(positions: str, names: Iterable[str], *, where: str = "positions") -> list[str]:
-    """Return those of the norm layers ``names`` that are at the positions (see :func:`whitened_convs`).
+    """Return the norm layers among ``names`` at the positions (see :func:`whitened_convs`).
 
     Names of ResNets of Detectron2, torchvision and timm are known; others are a ConfigError.
     """

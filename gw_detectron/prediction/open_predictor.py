@@ -108,7 +108,7 @@ def _metadata(cfg: CfgNode, trained: Mapping[int, str], class_names: Sequence[st
     metadata = Metadata(thing_classes=list(class_names)) if class_names else class_metadata(cfg, trained)
     names = metadata.get("thing_classes", None)
     if names is None:
-        log.warning("class names: neither the checkpoint nor the datasets of the config tell. Fix: give --class-names.")
+        log.warning("class names: not in the checkpoint or the config's datasets. Fix: give --class-names.")
         return metadata
     for key in object_count_keys(cfg):
         if get_value(cfg, key) != len(names):

@@ -148,7 +148,7 @@ def _rle(mask: np.ndarray, top: int, left: int, shape: Sequence[int]) -> dict[st
 
 
 def _merged(tiles: Sequence[Instances], windows: Sequence[Window]) -> Instances:
-    """Make one detection of those of one object.
+    """Merge the detections of an object into one.
 
     It is the most certain one that does not end at an edge inside the image; if all do, they are pieces, and it is
     their union.

@@ -54,13 +54,13 @@ NO_MASK = Fault("have no segmentation", "set MODEL.MASK_ON False, or add masks t
 NO_POLYGON = Fault("have no polygon of three or more points, and are not learned", "correct them", 1)
 NO_COORDINATES = Fault("have a polygon that is not a flat list of numbers", "write [x0, y0, x1, y1, ...]")
 RUN_LENGTHS = Fault("have an RLE as segmentation", "set INPUT.MASK_FORMAT bitmask")
-OTHER_SIZE = Fault("have an RLE that is not of [height, width] of their image", "encode the mask of the whole image")
-NO_PIXEL = Fault("have a mask without a pixel, on which no detection is right", "correct or remove them", 0.1)
+OTHER_SIZE = Fault("have an RLE of another size than their image", "encode the mask of the whole image")
+NO_PIXEL = Fault("have an empty mask, which no detection can match", "correct or remove them", 0.1)
 APART = Fault("have a mask far from their bbox", "write [x, y, width, height] and masks in pixels of one image", 0.1)
 SMALLER = Fault("have a mask much smaller than their bbox", "correct one, unless boxes include hidden parts", 1)
 CROWDS = Fault("have iscrowd 1: they are not trained on and not counted", "set iscrowd 0 for single objects", 1, 0.1)
 REPEATED = Fault("repeat the bbox and category of another one; at most one of them can be found", "remove them", 1)
-AREA = Fault("have an area that is neither their mask's nor their bbox's, by which COCO scores", "correct it", 0.1)
+AREA = Fault("have an area, used in COCO scores, that fits neither their mask nor their bbox", "correct it", 0.1)
 ID_0 = Fault("have id 0, whose match pycocotools counts as a miss", "number them from 1", 1)
 KEYPOINTS = Fault(
     "have another number of keypoints than MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS",

@@ -72,7 +72,7 @@ def preflight(
     if not report.errors:
         start.fetch()
     if start.unfetched:
-        report.unchecked = f"MODEL.WEIGHTS ('{start.address}'): not fetched and not checked before this is corrected."
+        report.unchecked = f"MODEL.WEIGHTS ('{start.address}'): not fetched or checked until this is corrected."
     check_start_weights(cfg, start, model, report, allow_partial=allow_partial)
     return report
 
@@ -94,13 +94,13 @@ def _check_schedule(cfg: CfgNode, report: PreflightReport) -> None:
         report.errors.append(f"SOLVER.BASE_LR ({solver.BASE_LR}): nothing would be learned. Fix: give e.g. 0.02.")
     if "Step" in solver.LR_SCHEDULER_NAME and any(step >= solver.MAX_ITER for step in solver.STEPS):
         report.errors.append(
-            f"SOLVER.STEPS ({tuple(solver.STEPS)}): the learning rate would never drop at steps from SOLVER.MAX_ITER "
-            f'({solver.MAX_ITER}) on. Fix: set SOLVER.STEPS to earlier ones, or "()" for a rate without drops.'
+            f"SOLVER.STEPS ({tuple(solver.STEPS)}): the run ends before a step (SOLVER.MAX_ITER {solver.MAX_ITER}). "
+            'Fix: set earlier steps, or "()" for a constant learning rate.'
         )
     if solver.WARMUP_ITERS >= solver.MAX_ITER:
         report.warnings.append(
-            f"SOLVER.WARMUP_ITERS ({solver.WARMUP_ITERS}): SOLVER.MAX_ITER ({solver.MAX_ITER}) ends the run before it "
-            "reaches SOLVER.BASE_LR. Fix: lower it."
+            f"SOLVER.WARMUP_ITERS ({solver.WARMUP_ITERS}): the run ends (SOLVER.MAX_ITER {solver.MAX_ITER}) before the "
+            "learning rate reaches SOLVER.BASE_LR. Fix: lower it."
         )
 
 

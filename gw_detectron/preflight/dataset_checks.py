@@ -28,11 +28,11 @@ _MISSING = Fault(
 )
 _UNREADABLE = Fault(
     "cannot be read or have another width x height",
-    "correct the file; a photo with an EXIF orientation has the size of the upright photo",
+    "correct the file; width and height are after EXIF rotation",
 )
 _TURNED = Fault(
     "are turned or mirrored by their EXIF orientation and keep their size",
-    "check that their boxes are those of the upright photo",
+    "check that their boxes fit the rotated photo",
     1,
 )
 _COPIES = Fault("are copies", "remove them; AP on images of the training is too high", 1)
@@ -112,7 +112,7 @@ def _classes_without_objects(cfg: CfgNode, data: Mapping[str, Fingerprint]) -> I
     untrained = np.sum([each.per_class for each in trained], axis=0) == 0
     scored = untrained & np.any([np.zeros_like(untrained), *(each.per_class > 0 for each in tested)], axis=0)
     for found, what, fix in (
-        (scored, "occur in the evaluation only: their AP of 0 lowers the mean", "move some to the training"),
+        (scored, "occur only in the evaluation: their AP of 0 lowers the mean", "move some to the training"),
         (untrained & ~scored, "have no object: outputs that learn nothing", "remove them from the categories"),
     ):
         if found.any():
@@ -211,7 +211,7 @@ def _check_images(
 ) -> tuple[list[str], list[str]]:
     """Return errors and warnings of images: whether all exist, and what the headers of some of them say.
 
-    ``photos`` has dataset, id and file of images by their content, to find copies; those of this dataset are added.
+    ``photos`` has dataset, id and file of images by their content, to find copies; images of this dataset are added.
     """
     if not os.path.isdir(root):
         return [f"the folder of images '{root}' does not exist. {_place()}"], []

@@ -63,8 +63,7 @@ def _check_frozen_norms(cfg: CfgNode, model: nn.Module, report: PreflightReport,
     elif new := [name for name in frozen if not name.startswith(("backbone.bottom_up.", "backbone.res"))]:
         report.warnings.append(
             f"{_norm_keys(cfg, model, new)}: {len(new)} layers are FrozenBN or FrozenBW (first: {new[0]}). ImageNet "
-            "weights have no statistics for them. Fix: set it to GN or GW, unless MODEL.WEIGHTS are those of a whole "
-            "detector."
+            "weights have no statistics for them. Fix: set it to GN or GW, unless MODEL.WEIGHTS is a whole detector."
         )
 
 

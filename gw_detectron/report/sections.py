@@ -73,7 +73,7 @@ class Section:
 
 
 def make_axes(width: float, height: float, **settings: Any) -> tuple[Figure, Axes]:
-    """Make a figure of a size in inches; ``settings`` are those of ``Axes.set``."""
+    """Make a figure of a size in inches; ``settings`` go to ``Axes.set``."""
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots()
     axes.set(**settings)
@@ -263,7 +263,7 @@ def predictions(run: RunFolder) -> Section:
     """Draw ground truth and detections of images with objects, which are spread over the dataset."""
     images = [image for image in run.matches if image.found or image.missed] or run.matches
     chosen = enumerate(evenly_spread(images, run.images), 1)
-    text = f"Ground truth, and detections of score {run.score:g} and more, with what is wrong."
+    text = f"Ground truth, and detections with a score of at least {run.score:g}. Errors are named."
     return Section(text=text, pictures=[_photos(run, f"image_{number}", image) for number, image in chosen])
 
 
@@ -278,8 +278,8 @@ def errors(run: RunFolder) -> Section:
         for image in images
     ]
     text = (
-        f"Boxes of score {run.score:g} and more take the free object of any class with the largest IoU from 0.5. A "
-        "wrong box is a duplicate if its object is taken, a poor box from an IoU of 0.1, and background below."
+        f"Boxes with a score of at least {run.score:g} are matched to the free object of any class with the largest "
+        "IoU, at least 0.5. Else a box is a duplicate of a matched object, poor (IoU from 0.1), or background."
     )
     confusion, counts = _confusion(run)
     pictures = [[confusion], *(_photos(run, f"error_{number}", image) for number, image in enumerate(images, 1))]

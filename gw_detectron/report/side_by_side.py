@@ -40,7 +40,7 @@ def write_side_by_side(folders: Sequence[str | os.PathLike[str]], output: str | 
     sections = {
         "Summary": Section(tables=[_summary(facts)]),
         "Curves": Section(
-            text="Time is that of the training iterations, without evaluations.",
+            text="Time of the training iterations, without evaluations.",
             pictures=[[_curve(runs, "loss"), _curve(runs, "AP"), _curve(runs, "AP", over_time=True)]],
         ),
         "AP per class": Section(text=f"In brackets: minus {first}.", tables=_classes(classes)),

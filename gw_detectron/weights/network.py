@@ -272,7 +272,7 @@ def _has_batch_statistics(tensors: Mapping[str, Tensor], layer: str) -> bool:
 
 @functools.cache
 def full_name(spec: str, channels: int) -> str:
-    """Return the norm name with all options of a layer of so many channels, which may cap its groups.
+    """Return the norm name with all options of a layer; its channels may cap the groups.
 
     Frozen norms get the name of the norm itself.
     """
@@ -305,7 +305,7 @@ def positions_of(network: Architecture, norms: Mapping[str, str]) -> Positions:
             return Positions(outside, inside, positions)
     others = [layer for layer, spec in norms.items() if evaluation_spec(spec) != _BN]
     raise WeightsError(
-        f"norms other than BN ({summarize_names(others)}): together they are none of the positions "
+        f"norms other than BN ({summarize_names(others)}): they are at none of the positions "
         f"{', '.join(possible)}. Fix: give weights with one norm at one of them."
     )
 

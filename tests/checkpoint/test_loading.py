@@ -104,7 +104,7 @@ def test_statistics_inside_scale_and_shift_as_caffe2_has_them(detector_cfg, tmp_
     tensors = convert(make_network("R-18").state_dict()).tensors
     fused = {name: value for name, value in tensors.items() if ".running_" not in name}
     report = _load(build_model(detector_cfg), {"model": fused, "matching_heuristics": True}, tmp_path)
-    assert report.startswith("backbone: 60/100 tensors; 20 FrozenBN without statistics, right for Caffe2")
+    assert report.startswith("backbone: 60/100 tensors; 20 FrozenBN without statistics, which fits only Caffe2")
 
 
 @pytest.mark.parametrize(("kind", "positions"), [("GN", ""), ("GW", "ALL")])

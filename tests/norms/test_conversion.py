@@ -249,10 +249,10 @@ def test_none_keeps_a_layer_and_a_second_name_is_found():
     [
         (small, {"nowhere.*": "GW"}, r"plan \('nowhere.\*'\): fits none of 2 norm layers. Fix: .*\['1', '4'\]"),
         (small, "S1-B2", "no norms named as in a ResNet"),
-        (torchvision.models.resnet18, "S1-B3", "blocks of ResNet-18 and -34 have two norms"),
+        (torchvision.models.resnet18, "S1-B3", "blocks of ResNet-18 and -34 have only two norms"),
         (small, {"1": "BW", "4": "GX"}, r"convert_norms, 4 \('GX'\): unknown norm"),
         (small, {"1": "BW", "4": "GN:groups=5"}, r"convert_norms, 4 \('GN:groups=5'\): .*divisible"),
-        (small, {"1": "BN", "4": "BN"}, r"1 \('BN'\): has this norm already"),
+        (small, {"1": "BN", "4": "BN"}, r"1 \('BN'\): this and all other layers"),
         (small, {"*": "GN", "4": "GW"}, r"plan \('4'\): earlier keys fit all of its layers. Fix: put it before"),
         (small, None, r"plan \(None\): not a plan"),
         (lambda: nn.Sequential(nn.RMSNorm(8)), {"0": "GW"}, "its channels are the last dimension"),

@@ -60,13 +60,16 @@ def test_masks_are_measured_as_pycocotools_does():
 REFUSED = {
     "polygons of the photo four times as large": (lambda *b: {"segmentation": [polygon(*(4 * v for v in b))]}, "mask"),
     "the center of the box": (lambda x, y, w, h: {"bbox": [x + w / 2, y + h / 2, w, h]}, "mask far"),
-    "a point three times": (lambda x, y, *_: {"segmentation": [[x, y] * 3]}, "without a pixel"),
-    "an RLE without a pixel": (lambda *b: {"segmentation": run_length(0, 0, 0, 0)}, "without a pixel"),
+    "a point three times": (lambda x, y, *_: {"segmentation": [[x, y] * 3]}, "empty mask"),
+    "an RLE without a pixel": (lambda *b: {"segmentation": run_length(0, 0, 0, 0)}, "empty mask"),
     # of our own invention
     "y and x exchanged": (lambda x, y, w, h: {"bbox": [y, x, h, w]}, "mask far"),
     "corners inside of the image": (lambda x, y, w, h: {"bbox": [x, y, x + w, y + h]}, "x1 y1 x2 y2"),
-    "points on a line": (lambda x, y, *_: {"segmentation": [[x, y, x + 9, y, x + 5, y, x + 2, y]]}, "without a pixel"),
-    "an RLE of the transposed image": (lambda *b: {"segmentation": run_length(*b, (WIDTH, HEIGHT))}, "height, width"),
+    "points on a line": (lambda x, y, *_: {"segmentation": [[x, y, x + 9, y, x + 5, y, x + 2, y]]}, "empty mask"),
+    "an RLE of the transposed image": (
+        lambda *b: {"segmentation": run_length(*b, (WIDTH, HEIGHT))},
+        "an RLE of another size",
+    ),
     "one flat list": (lambda *b: {"segmentation": polygon(*b)}, "flat list"),
     "not a number": (lambda *b: {"segmentation": [[float("nan"), *polygon(*b)[1:]]]}, "flat list"),
 }

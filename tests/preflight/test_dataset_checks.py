@@ -95,7 +95,7 @@ def test_classes_without_an_object_to_train_on(check, coco, other_coco, content)
         other["annotations"] = [each for each in coco_content()["annotations"] if each["category_id"] in [5, *scored]]
         other_coco.write_text(json.dumps(other))
         found = [each for each in check(**changes).warnings if each.startswith("DATASETS")]
-        assert len(found) == warnings and ("evaluation only" in found[0] and "(dog)" in found[0]) is bool(scored)
+        assert len(found) == warnings and ("only in the evaluation" in found[0] and "(dog)" in found[0]) is bool(scored)
         assert "no object" in found[-1] and "root" in found[-1]
         assert check(**changes, eval_only=True).warnings == []
 

@@ -16,7 +16,7 @@ def whitening_matrix(
     """Compute whitening matrices whose backward pass is written by hand.
 
     ``solve`` returns the matrices and other tensors; ``pull_back`` takes the gradient and all of these, and returns
-    that of ``sigma``. ``least`` is no part of ``solve``, as vmap looks for tensors among arguments.
+    that of ``sigma``. ``least`` is not part of ``solve``, as vmap looks for tensors among arguments.
     """
     return _FirstOrder.apply(sigma, least, solve, pull_back)[0] if sigma.requires_grad else solve(sigma, least)[0]
 

@@ -81,7 +81,7 @@ class Launch(NamedTuple):
             except ERRORS as error:
                 if "C compiler" in str(error):
                     raise MissingPackageError(
-                        f"Triton ({triton.__version__}): finds no C compiler, with which it builds its launcher. "
+                        f"Triton ({triton.__version__}): finds no C compiler to build its launcher. "
                         "Fix: install gcc, or set the environment variable GW_DETECTRON_KERNELS=matmul."
                     ) from error
                 raise
