@@ -17,54 +17,28 @@ from .errors import ConfigError, MissingFileError, similar_names
 
 
 def add_gw_config(cfg: CfgNode) -> None:
-    """Add this package's config keys with their defaults.
+    """Add this package's config keys with their defaults; a second call changes nothing.
 
-    A second call changes nothing. :mod:`gw_detectron.norms.names` describes norm names. Detectron2's own keys
+    docs/reference.md describes the keys and :mod:`gw_detectron.norms.names` the norm names, which Detectron2's own keys
     ``MODEL.RESNETS.NORM``, ``MODEL.FPN.NORM``, ``MODEL.ROI_BOX_HEAD.NORM``, ``MODEL.ROI_MASK_HEAD.NORM``,
-    ``MODEL.RETINANET.NORM`` and ``MODEL.SEM_SEG_HEAD.NORM`` take the same names.
+    ``MODEL.RETINANET.NORM`` and ``MODEL.SEM_SEG_HEAD.NORM`` take, too.
     """
     model = cfg.MODEL
     defaults = (
-        # Compile the backbone, with FPN, by torch.compile. On the CPU that needs a C++ compiler.
-        # Default False. The paper has no compiler.
         (model, "COMPILE", False),
-        # Norm at WHITEN_POSITIONS of the backbone: any norm name.
-        # Default "GW" = "GW:groups=64,iters=5,eps=1e-5,solver=newton", the paper's setting.
-        (model.RESNETS, "WHITEN_NORM", "GW"),
-        # Positions of WHITEN_NORM. Every other norm of the backbone is MODEL.RESNETS.NORM.
-        #   ""                            none
-        #   "S1"                          stem
-        #   "S1-B1" "S1-B2" "S1-B3"       stem and the first / second / third norm of every block
-        #   "S1-B12"                      stem and the first two norms of every block
-        #   "ALL"                         stem, every norm of every block, and shortcuts
-        # Default "S1-B2", which the paper uses for detection.
+        (model.RESNETS, "WHITEN_NORM", "GW"),  # "GW:groups=64,iters=5,eps=1e-5,solver=newton", the paper's setting
+        # "" none; "S1" stem; "S1-B1" "S1-B2" "S1-B3" stem and the first / second / third norm of every block;
+        # "S1-B12" stem and the first two; "ALL" stem, blocks and shortcuts. The paper uses "S1-B2" for detection.
         (model.RESNETS, "WHITEN_POSITIONS", "S1-B2"),
-        # Apply one ReLU after all convolutions of the box head, instead of one after each.
-        # Default False, the paper's head. The authors' released detection code corresponds to True.
-        (model.ROI_BOX_HEAD, "SINGLE_RELU", False),
-        # Batches of IMS_PER_BATCH images per iteration. An iteration is one optimizer step with their mean gradient, so
-        # BASE_LR is the learning rate for ACCUMULATE * IMS_PER_BATCH images. docs/training.md compares it to one batch.
-        # Default 1, as in Detectron2. The paper has no such setting.
-        (cfg.SOLVER, "ACCUMULATE", 1),
-        # Transforms of torchvision.transforms.v2 for training images, before they are resized: "RandomCrop(size=512)".
-        # Default none, as in Detectron2 and the paper.
-        (cfg.INPUT, "AUGMENTATIONS", []),
-        # Decay of the averaged weights, which are evaluated and saved, e.g. 0.999; 0 for none.
-        # Default 0.0. The paper has no averaged weights.
+        (model.ROI_BOX_HEAD, "SINGLE_RELU", False),  # the paper's head; the authors' released code corresponds to True
+        (cfg.SOLVER, "ACCUMULATE", 1),  # BASE_LR is the rate for ACCUMULATE * IMS_PER_BATCH images
         (cfg.SOLVER, "EMA", 0.0),
-        # Score whose best weights are kept in model_best.pth, e.g. "bbox/AP" or "validation/total_loss"; "" for none.
-        (cfg.TEST, "BEST", ""),
-        # Evaluations without a better TEST.BEST after which the training ends; 0 for none.
+        (cfg.INPUT, "AUGMENTATIONS", []),  # before images are resized, e.g. "RandomCrop(size=512)"
+        (cfg.INPUT, "PERCENTILES", []),  # such as [0.5, 99.5]; with [], images of more than 8 bits are refused
+        (cfg.TEST, "BEST", ""),  # "bbox/AP", "validation/total_loss"
         (cfg.TEST, "PATIENCE", 0),
-        # Tracker of metrics, such as "wandb"; "" for none.
-        (cfg, "TRACKER", ""),
-        # With TEST.EVAL_PERIOD: also log the losses on DATASETS.TEST.
         (cfg.TEST, "LOSS", True),
-        # Percentiles of an image's gray values that become 0 and 255, for images of more than 8 bits, e.g. [0.5, 99.5].
-        # Default []: such images are refused. The paper has 8 bits.
-        (cfg.INPUT, "PERCENTILES", []),
-        # Convolutions before a norm: "" plain, "WS" with Weight Standardization (arXiv 1903.10520).
-        # Default "". The paper has no Weight Standardization.
+        (cfg, "TRACKER", ""),
         *((node, "CONV", "") for node in (model.RESNETS, model.FPN, model.ROI_BOX_HEAD, model.ROI_MASK_HEAD)),
     )
     for node, key, value in defaults:
