@@ -111,10 +111,8 @@ def coco_of_records(records: Sequence[dict], classes: Sequence[str] | None, *, e
         for each in record["annotations"]:
             if each.get("bbox_mode") not in (BoxMode.XYWH_ABS, BoxMode.XYXY_ABS):
                 return None
-            x, y, right, bottom = each["bbox"]
-            if each["bbox_mode"] == BoxMode.XYXY_ABS:
-                right, bottom = right - x, bottom - y
-            places = {"id": len(content["annotations"]) + 1, "image_id": image["id"], "bbox": [x, y, right, bottom]}
+            box = BoxMode.convert(list(each["bbox"]), each["bbox_mode"], BoxMode.XYWH_ABS)
+            places = {"id": len(content["annotations"]) + 1, "image_id": image["id"], "bbox": box}
             content["annotations"].append({**each, **places})
     count = 1 + max((each["category_id"] for each in content["annotations"]), default=-1)
     names = classes if classes is not None else map(str, range(count))

@@ -23,18 +23,9 @@ _COCO_EVALUATORS = ("coco", "coco_panoptic_seg")
 #: architecture -> the ``evaluator_type`` that its predictions need, if they are not only boxes
 _EVALUATORS = {"PanopticFPN": ("coco_panoptic_seg",), "SemanticSegmentor": ("coco_panoptic_seg", "sem_seg")}
 _MOST_HEADERS = 1000  # a few seconds on a network disk
-_MISSING = Fault(
-    "are missing", "put them there, remove them from the JSON file, or give the folder that file_name is relative to"
-)
-_UNREADABLE = Fault(
-    "cannot be read or have another width x height",
-    "correct the file; width and height are after EXIF rotation",
-)
-_TURNED = Fault(
-    "are turned or mirrored by their EXIF orientation and keep their size",
-    "check that their boxes fit the rotated photo",
-    1,
-)
+_MISSING = Fault("are missing", "put them there, or correct file_name, which is relative to the folder of images")
+_UNREADABLE = Fault("cannot be read or have another width x height", "correct them; the size is after EXIF rotation")
+_TURNED = Fault("are turned or mirrored by EXIF and keep their size", "check that boxes fit the rotated photo", 1)
 _COPIES = Fault("are copies", "remove them; AP on images of the training is too high", 1)
 
 
