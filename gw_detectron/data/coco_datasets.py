@@ -34,13 +34,6 @@ class CocoDatasets:
     train: dict[str, CocoDataset] = field(default_factory=dict)
     val: dict[str, CocoDataset] = field(default_factory=dict)
 
-    def classes(self) -> dict[int, str]:
-        """Return the category names by ascending id of the first file that can be read; {} if none can."""
-        for dataset in (*self.train.values(), *self.val.values()):
-            with contextlib.suppress(OSError, DataError, LookupError, TypeError):
-                return dict(sorted((each["id"], each["name"]) for each in read_json(dataset.json)["categories"]))
-        return {}
-
 
 _registered: dict[str, CocoDataset] = {}
 
@@ -80,13 +73,15 @@ def register_datasets(datasets: CocoDatasets, folder: str) -> CocoDatasets:
 
 def _resolve(datasets: CocoDatasets, folder: str) -> Iterator[tuple[str, str, CocoDataset, dict[str, Any]]]:
     """Yield role, name, dataset and metadata: of a derived file its source, and which part it is."""
-    classes = datasets.classes()
-    for role, named in (("train", datasets.train), ("val", datasets.val)):
+    classes: dict[int, str] = {}  # of the first file that can be read, from the training on
+    for role, named in vars(datasets).items():
         for name, dataset in named.items():
             content = None
             ignored = () if dataset.val_fraction else (OSError, DataError)  # which preflight reports
             with contextlib.suppress(*ignored):
                 content = read_json(dataset.json)
+            with contextlib.suppress(LookupError, TypeError):
+                classes = classes or {each["id"]: each["name"] for each in content["categories"]}
             source = {"source": dataset.json, **_keypoint_metadata(dataset, content)}
             completed = complete_coco(content, classes)
             if dataset.val_fraction:

@@ -45,10 +45,11 @@ def use_datasets(cfg: CfgNode, args: argparse.Namespace, folder: str) -> None:
     values: dict[str, object] = {"DATASETS.TEST": tuple(named.val)}
     if named.train:
         values["DATASETS.TRAIN"] = tuple(named.train)
-    if classes := len(given.classes()):
-        values |= dict.fromkeys(object_count_keys(cfg), classes)
-    if any(map(_has_run_lengths, named.train.values())):
-        values["INPUT.MASK_FORMAT"] = "bitmask"
+    with contextlib.suppress(OSError, DataError):  # preflight reports why
+        data = read_fingerprint(read_json(each.json) for each in (named.train or named.val).values())
+        values |= dict.fromkeys(object_count_keys(cfg), len(data.classes))
+        if data.masks["rle"]:
+            values["INPUT.MASK_FORMAT"] = "bitmask"  # in which Detectron2 reads RLE
     cfg.merge_from_list([word for key, value in values.items() if key not in explicit for word in (key, value)])
 
 
@@ -97,13 +98,6 @@ def _dataset(args: argparse.Namespace, side: str, val_fraction: float = 0.0) -> 
         val_fraction,
     )
     return {f"{'custom' if args.dataset is None else args.dataset}_{side}": dataset}
-
-
-def _has_run_lengths(dataset: CocoDataset) -> bool:
-    """Return whether objects have RLE as masks, which Detectron2 reads as bitmasks only."""
-    with contextlib.suppress(OSError, DataError):  # preflight reports why
-        return read_fingerprint([read_json(dataset.json)]).masks["rle"] > 0
-    return False
 
 
 def _configs_of_run(cfg: CfgNode, args: argparse.Namespace) -> list[str]:

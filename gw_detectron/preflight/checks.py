@@ -42,8 +42,7 @@ def preflight(
     the trainer overrides ``build_evaluator``. The ``report`` is extended and returned.
     """
     report = report or PreflightReport()
-    if problem := _wrong_device(cfg.MODEL.DEVICE):
-        report.errors.append(problem)
+    _check_device(cfg.MODEL.DEVICE, report)
     if not eval_only:
         _check_schedule(cfg, report)
         try:
@@ -77,14 +76,14 @@ def preflight(
     return report
 
 
-def _wrong_device(device: str) -> str:
-    """Describe why torch cannot use a device here, or return ""."""
+def _check_device(device: str, report: PreflightReport) -> None:
     try:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = first_line(error).partition(". ")[0]
-        return f"MODEL.DEVICE ('{device}'): torch cannot use it: {reason}. Fix: set it to cpu, or give --num-gpus 0."
-    return ""
+        report.errors.append(
+            f"MODEL.DEVICE ('{device}'): torch cannot use it: {reason}. Fix: set it to cpu, or give --num-gpus 0."
+        )
 
 
 def _check_schedule(cfg: CfgNode, report: PreflightReport) -> None:
