@@ -3,7 +3,9 @@
 import argparse
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict
+from typing import Any
 
 from ..checkpoint.records import describe_checkpoint, format_config, format_description
 from ..cli import new_parser, print_page
@@ -26,34 +28,31 @@ def get_parser() -> argparse.ArgumentParser:
     )
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
 
-    convert = actions.add_parser("convert", help="convert ImageNet weights for a Detectron2 backbone")
-    convert.description = (
-        "Convert weights of a ResNet or ResNeXt by the authors, torchvision or timm, and write the config they need. "
-        "Nothing is written unless every tensor fits. The classifier is left out."
-    )
-    convert.add_argument("source", metavar="SRC", help="a .pth or .safetensors file")
-    convert.add_argument("target", metavar="DST", help="a .pkl file to write, for MODEL.WEIGHTS")
-    convert.add_argument("--norm", help=_NORM % "SRC")
-    convert.add_argument("--preprocessing", choices=PREPROCESSING, help="of the training's images; if not recorded")
-    convert.add_argument("--force", action="store_true", help="overwrite DST")
-    convert.set_defaults(run=_convert)
+    add = _add_action(actions, "convert", _convert, "Convert ImageNet weights of a ResNet for a Detectron2 backbone")
+    add("source", metavar="SRC", help="a .pth or .safetensors file by the authors, torchvision or timm")
+    add("target", metavar="DST", help="a .pkl file to write, for MODEL.WEIGHTS; the config it needs goes beside it")
+    add("--norm", help=_NORM % "SRC")
+    add("--preprocessing", choices=PREPROCESSING, help="of the training's images; if not recorded")
+    add("--force", action="store_true", help="overwrite DST")
 
-    check = actions.add_parser("verify", help="compare the features of torchvision's ResNet and Detectron2's")
-    check.description = "Compare the features of both networks after each stage. The exit status is 1 if they differ."
-    check.add_argument("weights", metavar="WEIGHTS", help="converted weights, or a gw:// address")
-    check.add_argument("--source", metavar="FILE", help="the file WEIGHTS was converted from, to verify the conversion")
-    check.add_argument("--norm", help=_NORM % "the source")
-    check.set_defaults(run=_verify)
+    text = "Compare torchvision's ResNet and Detectron2's after each stage; exit with 1 if they differ"
+    add = _add_action(actions, "verify", _verify, text)
+    add("weights", metavar="WEIGHTS", help="converted weights, or a gw:// address")
+    add("--source", metavar="FILE", help="the file WEIGHTS was converted from, to verify the conversion")
+    add("--norm", help=_NORM % "the source")
+    add("--json", action="store_true", help="print JSON")
 
-    describe = actions.add_parser("describe", help="show what a checkpoint or weight file records")
-    describe.description = "Show iteration, versions, config, seed, start weights, norms and tensors of a file."
-    describe.add_argument("file", metavar="FILE", help="checkpoint, weight file or run folder")
-    describe.add_argument("--config", action="store_true", help="print only the config of the run, a yaml file")
-    describe.set_defaults(run=_describe)
-
-    for action in (check, describe):
-        action.add_argument("--json", action="store_true", help="print JSON")
+    add = _add_action(actions, "describe", _describe, "Show what a checkpoint or weight file records")
+    add("file", metavar="FILE", help="checkpoint, weight file or run folder")
+    add("--config", action="store_true", help="print only the config of the run, a yaml file")
+    add("--json", action="store_true", help="print JSON")
     return parser
+
+
+def _add_action(actions: Any, name: str, run: Callable[..., Any], text: str) -> Callable[..., Any]:
+    parser = actions.add_parser(name, help=text, description=text)
+    parser.set_defaults(run=run)
+    return parser.add_argument
 
 
 def main(args: argparse.Namespace) -> bool | None:

@@ -6,7 +6,7 @@ from detectron2.engine import default_argument_parser
 from detectron2.engine.launch import DEFAULT_TIMEOUT
 
 from ..cli import RunParser, new_parser
-from .tracking import TRACKERS
+from .logs import TRACKERS
 
 _NOTE = "Evaluation writes to OUTPUT_DIR/inference and leaves the training's log.txt and config.yaml untouched."
 _EXAMPLES = (

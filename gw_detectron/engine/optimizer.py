@@ -35,10 +35,9 @@ def get_default_optimizer_params(
 def set_norm_decay(groups: Groups, model: nn.Module, decay: float | None, bias_decay: float | None) -> Groups:
     """Return parameter groups of an optimizer with one weight decay for every norm.
 
-    Detectron2 has a fixed list of norm layers and gives the parameters of all other layers ``SOLVER.WEIGHT_DECAY``.
-    As for BN and GN, the decay of biases takes precedence if it is set. Rotations keep ``SOLVER.WEIGHT_DECAY``. Groups
-    whose decay does not change for any parameter stay as they are. ``decay`` is ``SOLVER.WEIGHT_DECAY_NORM``, None
-    changes nothing; ``bias_decay`` is ``SOLVER.WEIGHT_DECAY_BIAS``, None takes their layer's.
+    Detectron2 has a fixed list of norm layers and gives the parameters of all other layers ``SOLVER.WEIGHT_DECAY``,
+    which rotations keep. The decay of biases takes precedence, as for BN and GN, unless it is None. Groups whose decay
+    does not change for any parameter stay as they are.
     """
     if decay is None:  # norms have the decay of other layers
         return groups

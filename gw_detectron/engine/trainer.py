@@ -13,12 +13,7 @@ from detectron2.config import CfgNode
 from detectron2.data import DatasetMapper, Metadata, MetadataCatalog, build_detection_test_loader
 from detectron2.engine import AMPTrainer, DefaultTrainer, SimpleTrainer, create_ddp_model, hooks
 from detectron2.engine.train_loop import TrainerBase
-from detectron2.evaluation import (
-    COCOPanopticEvaluator,
-    DatasetEvaluator,
-    DatasetEvaluators,
-    SemSegEvaluator,
-)
+from detectron2.evaluation import COCOPanopticEvaluator, DatasetEvaluator, DatasetEvaluators, SemSegEvaluator
 from detectron2.modeling import GeneralizedRCNNWithTTA
 from detectron2.utils import comm
 from detectron2.utils.events import EventWriter
@@ -44,10 +39,10 @@ from ..norms.listing import norm_summary
 from ..preflight import wrong_evaluator
 from .evaluation import LOSS_NORMALIZER, build_coco_evaluator, validation_losses
 from .hooks import BestWeights, LossGuard, ProgressBar, SignalHook, TrainingEnded, WeightAverage
+from .logs import TrackerWriter
 from .optimizer import accumulated_step, set_norm_decay
 from .output_folder import clear_output, earlier_run
 from .start import check_same_start, start_run
-from .tracking import TrackerWriter
 from .training_data import INITIAL_WEIGHTS, STEP, TrainingData, build_training_data, seed_generators
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ import pytest
 from detectron2.utils.events import EventStorage
 
 from gw_detectron.config import changed_config, default_config
-from gw_detectron.engine.tracking import TRACKERS, TrackerWriter
+from gw_detectron.engine.logs import TRACKERS, TrackerWriter
 from gw_detectron.errors import ConfigError, MissingPackageError
 
 # the calls that TrackerWriter makes, noted in a file; the metric "bad" is refused
