@@ -11,10 +11,9 @@ _FILE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.ENAM
 
 
 class UserError(Exception):
-    """Base class of errors that the user can fix.
+    """Base class of errors that the user can fix: ``WHAT (value): why. Fix: what to do.``
 
-    They are reported as one message, without a traceback. Subclasses also derive from the built-in error of their kind.
-    The message reads ``WHAT (value): why. Fix: what to do.``
+    They are reported without a traceback. Subclasses also derive from the built-in error of their kind.
     """
 
 

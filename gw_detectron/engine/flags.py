@@ -61,18 +61,11 @@ def get_parser(*, evaluation: bool = False) -> argparse.ArgumentParser:
     )
     for name, text in _SWITCHES.items():
         parser.add_argument(f"--{name}", action="store_true", help=text)
-    parser.add_argument(
-        "--dist-timeout",
-        type=int,
-        default=int(DEFAULT_TIMEOUT.total_seconds()),
-        metavar="SECONDS",
-        help="end the run if a process waits longer than this for another one, which died, hangs or never joined "
-        "(default: %(default)s). Raise it if the evaluation on the main process takes longer",
-    )
-    parser.add_argument(
-        "--epochs", type=float, metavar="N", help="train for N passes over the images, whatever SOLVER.MAX_ITER is"
-    )
-    parser.add_argument("--track", choices=TRACKERS, help="log metrics to this tracker, which is installed separately")
+    add, seconds = parser.add_argument, int(DEFAULT_TIMEOUT.total_seconds())
+    text = "end the run if a process waits longer for another one; raise it if evaluations take longer"
+    add("--dist-timeout", type=int, default=seconds, metavar="SECONDS", help=f"{text} (default: %(default)s)")
+    add("--epochs", type=float, metavar="N", help="train for N passes over the images, whatever SOLVER.MAX_ITER is")
+    add("--track", choices=TRACKERS, help="log metrics to this tracker, which is installed separately")
     add_dataset_flags(parser)
     for action in parser._actions:
         action.help = _HELP.get(action.dest, action.help)
@@ -89,10 +82,7 @@ def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
     )
     for name, (metavar, text) in _DATASETS.items():
         own.add_argument(f"--{name}", metavar=metavar, help=text)
-    own.add_argument(
-        "--val-fraction",
-        type=float,
-        metavar="F",
-        help="without --val-json: evaluate on about this share of the images of --train-json, and train on the others. "
-        "The hash of its file name assigns each image, so the split stays the same when images are added",
+    text = (
+        "without --val-json: evaluate on this share of --train-json, by the hash of file names, and train on the others"
     )
+    own.add_argument("--val-fraction", type=float, metavar="F", help=text)

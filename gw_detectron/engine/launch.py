@@ -86,10 +86,9 @@ def _lost_processes_reported(timeout: timedelta) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_all_processes() -> Iterator[None]:
-    """Require that the body succeeds in all processes.
+    """Continue only if the body, which must not wait for other processes, succeeds in all of them.
 
-    No process continues before that. The first process in which the body failed reports the error, and all end by
-    SystemExit. The body must not wait for other processes. A single process raises the error itself.
+    Else the first process in which it failed reports the error, and all end by SystemExit. A single process raises it.
     """
     if comm.get_world_size() == 1:
         yield

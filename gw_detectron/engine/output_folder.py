@@ -30,10 +30,9 @@ _FOLDERS = ("inference", "inference_TTA", "report")
 
 
 def lock_output(folder: str) -> IO[str]:
-    """Refuse a second training in an output folder.
+    """Refuse a second training in an output folder; closing the returned file releases the lock.
 
     The lock is a POSIX one: it ends with the process, also a killed one, and data-loading workers do not inherit it.
-    Closing the returned file releases it.
     """
     try:
         os.makedirs(folder, exist_ok=True)
