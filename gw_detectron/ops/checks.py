@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 
-def check_tensors(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> None:
+def check_tensors(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, channels: int | None = None
+) -> None:
     """Raise ValueError unless x is floating point (N, C, *spatial), and weight and bias are (C,) on its device."""
-    if x.dim() < 2:
+    if x.dim() < 2 or (channels is not None and x.shape[1] != channels):
         raise ValueError(
-            f"x: expected shape (N, C, *spatial), got {tuple(x.shape)}. Fix: give dimensions for samples and channels."
+            f"x: expected shape (N, {channels or 'C'}, *spatial), got {tuple(x.shape)}. Fix: move channels to dim 1."
         )
     if not x.is_floating_point():
         raise ValueError(f"x: expected a floating point dtype, got {x.dtype}. Fix: convert it, e.g. x.float().")

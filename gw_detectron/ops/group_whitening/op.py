@@ -42,6 +42,8 @@ from .reference import effective_groups, group_whiten_reference
 ENVIRONMENT_SWITCH = "GW_DETECTRON_KERNELS"
 #: values of the environment variable
 FORCEABLE = ("matmul", "reference")
+#: backend -> module of its ``forward`` and ``backward``
+_BACKENDS = {"matmul": matmul, "triton": triton}
 _FORWARD, _BACKWARD = "gw_detectron::group_whiten", "gw_detectron::group_whiten_backward"
 _logger = logging.getLogger("gw_detectron.layers")
 
@@ -148,25 +150,26 @@ def _log(backend: str, device: str, dtype: torch.dtype, channels: int, groups: i
     )
 
 
-def _register(name: str, function: Callable[..., Any]) -> None:
-    """Register a custom operator without the slow per-call checks of ``custom_op``.
+def _define(name: str, function: Callable[..., Any], arguments: str) -> None:
+    """Define a custom operator without the slow per-call checks of ``custom_op``.
 
     It takes any strides: else torch.compile, which makes convolutions channels_last, would copy its inputs back.
     """
-    schema = torch.library.infer_schema(function, mutates_args=())
+    schema = f"({arguments}, str backend) -> (Tensor, Tensor, Tensor)"
     torch.library.define(name, schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
     torch.library.impl(name, "default", function)
 
 
-def _forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, iters: int, eps: float, relu: bool, backend: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    if backend == "triton":
-        return triton.forward(x, weight, bias, groups, iters, eps, relu)
-    return matmul.forward(x, weight, bias, groups, iters, eps, relu)
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _BACKENDS[arguments[-1]].forward(*arguments[:-1])
 
 
-_register(_FORWARD, _forward)
+def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _BACKENDS[arguments[-1]].backward(*arguments[:-1])
+
+
+_define(_FORWARD, _forward, "Tensor x, Tensor? weight, Tensor? bias, SymInt groups, SymInt iters, float eps, bool relu")
+_define(_BACKWARD, _backward, "Tensor dy, Tensor? y, Tensor x, Tensor mean, Tensor sigma, Tensor? weight, SymInt iters")
 
 
 @torch.library.register_fake(_FORWARD)
@@ -174,24 +177,6 @@ def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, *_: An
     dtype = compute_dtype(x)
     y = torch.empty_like(x, memory_format=memory_format_of(x))
     return y, x.new_empty((x.shape[0], groups), dtype=dtype), x.new_empty((x.shape[0], groups, groups), dtype=dtype)
-
-
-def _backward(
-    dy: Tensor,
-    y: Tensor | None,
-    x: Tensor,
-    mean: Tensor,
-    sigma: Tensor,
-    weight: Tensor | None,
-    iters: int,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    if backend == "triton":
-        return triton.backward(dy, y, x, mean, sigma, weight, iters)
-    return matmul.backward(dy, y, x, mean, sigma, weight, iters)
-
-
-_register(_BACKWARD, _backward)
 
 
 @torch.library.register_fake(_BACKWARD)
@@ -205,18 +190,35 @@ class GroupWhiten(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        x, weight, bias, groups, iters, eps, relu, backend = inputs
+        x, _, _, groups, iters, *_, backend = inputs
         solution = triton.solution_for(x, groups, iters) if backend == "triton" else None
-        if solution is None:
-            output = _forward(*inputs)
-        else:
-            output = triton.forward(x, weight, bias, groups, iters, eps, relu, solution)
+        output = _forward(*inputs) if solution is None else _BACKENDS[backend].forward(*inputs[:-1], solution)
         _setup_context(ctx, inputs, output, solution)
         return output
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return _gradients(ctx, *grads)
+    def backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        if dy is None:  # the output is not used
+            return (None,) * 8
+        x, mean, sigma, weight, y, *solution = ctx.saved_tensors
+        needed = ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled() or is_batched(dy):  # create_graph=True, or vmap over dy
+            found = iter(_differentiable_gradients(ctx, dy, x, weight, y, needed))
+            gradients = tuple(next(found) if wanted else None for wanted in needed)
+        else:
+            arguments = dy, y, x, mean, sigma, weight, ctx.num_iters
+            if torch.compiler.is_compiling() or is_dispatched(dy, x, weight):
+                results = torch.ops.gw_detectron.group_whiten_backward(*arguments, ctx.backend)
+            elif solution:
+                results = triton.backward(*arguments, tuple(solution))
+            else:
+                results = _backward(*arguments, ctx.backend)
+            dtypes = (x.dtype, None if weight is None else weight.dtype, ctx.bias_dtype)
+            gradients = tuple(
+                result.to(dtype) if wanted else None
+                for result, dtype, wanted in zip(results, dtypes, needed, strict=True)
+            )
+        return *gradients, None, None, None, None, None
 
 
 def _setup_context(
@@ -228,29 +230,6 @@ def _setup_context(
     ctx.set_materialize_grads(False)  # else zeros for mean and sigma, as large as the matrices of all samples
     ctx.save_for_backward(x, mean, sigma, weight, y if relu else None, *(solution or ()))
     ctx.bias_dtype = None if bias is None else bias.dtype
-
-
-def _gradients(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    if dy is None:  # the output is not used
-        return (None,) * 8
-    x, mean, sigma, weight, y, *solution = ctx.saved_tensors
-    needed = ctx.needs_input_grad[:3]
-    if torch.is_grad_enabled() or is_batched(dy):  # create_graph=True, or vmap over dy
-        found = iter(_differentiable_gradients(ctx, dy, x, weight, y, needed))
-        gradients = tuple(next(found) if wanted else None for wanted in needed)
-    else:
-        arguments = dy, y, x, mean, sigma, weight, ctx.num_iters
-        if torch.compiler.is_compiling() or is_dispatched(dy, x, weight):
-            results = torch.ops.gw_detectron.group_whiten_backward(*arguments, ctx.backend)
-        elif solution:
-            results = triton.backward(*arguments, tuple(solution))
-        else:
-            results = _backward(*arguments, ctx.backend)
-        dtypes = (x.dtype, None if weight is None else weight.dtype, ctx.bias_dtype)
-        gradients = tuple(
-            result.to(dtype) if wanted else None for result, dtype, wanted in zip(results, dtypes, needed, strict=True)
-        )
-    return *gradients, None, None, None, None, None
 
 
 def _differentiable_gradients(
@@ -273,7 +252,7 @@ def _differentiable_gradients(
         return torch.autograd.grad(before_relu, inputs, masked, create_graph=create_graph)
 
 
-torch.library.register_autograd(_FORWARD, _gradients, setup_context=_setup_context)
+torch.library.register_autograd(_FORWARD, GroupWhiten.backward, setup_context=_setup_context)
 
 
 def _flops(n: int, groups: int, columns: int, over_columns: int, of_matrices: int) -> int:

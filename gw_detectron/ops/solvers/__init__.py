@@ -1,7 +1,6 @@
 """Solvers: covariance matrix -> whitening matrix, with finite gradients.
 
-To add one, write a function of (..., g, g) matrices in a file of this folder and add a line to ``SOLVERS`` in
-``solver.py``. An option that only this solver reads is a field of ``Solver`` and a line in ``OPTION_SOLVER``.
+CONTRIBUTING.md says how to add one.
 
 Shapes: ``g`` is the side of a covariance matrix, ``...`` any number of batch dimensions.
 
