@@ -113,12 +113,7 @@ class BatchWhitening2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Whiten ``x``, and update the running averages in training mode."""
-        check_tensors(x)
-        if x.shape[1] != self.num_channels:
-            raise ValueError(
-                f"{type(self).__name__}: expected input of shape (N, {self.num_channels}, *spatial), "
-                f"got {tuple(x.shape)}. Fix: give it as many channels as the layer has."
-            )
+        check_tensors(x, channels=self.num_channels)
         with autocast_off(x.device.type):
             columns = to_columns(x)
             if self.training:

@@ -89,12 +89,7 @@ class GroupWhitening2d(nn.Module):
 
         The caller decides at each call, so the ReLU stays with the caller when this layer is replaced.
         """
-        if x.dim() < 2 or x.shape[1] != self.num_channels:
-            raise ValueError(
-                f"GroupWhitening2d: expected input of shape (N, {self.num_channels}, *spatial), got {tuple(x.shape)}. "
-                "Fix: give it as many channels as the layer has."
-            )
-        check_tensors(x, self.weight, self.bias)
+        check_tensors(x, self.weight, self.bias, self.num_channels)
         return whiten(x, self.weight, self.bias, self.num_groups, self.solver, relu)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
