@@ -89,11 +89,9 @@ class LoadReport:
             parts.append(f"{self._fused_layers} FrozenBN without statistics, which fits only Caffe2 weights")
         if self.new and len(self.new) == len(self._others):
             parts.append("FPN and heads are randomly initialized, as expected")
-        elif self.new:
-            loaded = len(self._others) - len(self.new)
-            parts.append(f"FPN and heads: {loaded}/{len(self._others)}, new: {summarize_names(self.new)}")
         elif self._others:
-            parts.append(f"FPN and heads: {len(self._others)}/{len(self._others)}")
+            new = f", new: {summarize_names(self.new)}" if self.new else ""
+            parts.append(f"FPN and heads: {len(self._others) - len(self.new)}/{len(self._others)}{new}")
         return "; ".join(parts)
 
     def check(self) -> None:

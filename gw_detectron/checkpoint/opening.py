@@ -132,7 +132,7 @@ def open_checkpoint(address: str | os.PathLike[str], key: str = "MODEL.WEIGHTS")
     Raises:
         MissingFileError: there is no such file.
         FileAccessError: the address cannot be fetched, or the file cannot be opened.
-        ConfigError: the address is unknown.
+        ConfigError: the address has another option.
         RefusedFileError: the file could run code.
         WeightsFileError: the file is damaged, or contains no tensors by name.
     """

@@ -182,7 +182,7 @@ def write_safetensors(extractor: FeatureExtractor, path: Path) -> ExportedFile:
     stride_in_1x1 = any(block.conv1.stride != (1, 1) for block in blocks)
     given = extractor.normalization
     images = Preprocessing(given.channels, given.pixel_mean, given.pixel_std, stride_in_1x1)
-    entries = {DESCRIPTION: description, **Record(norm_record(backbone), images).entries()}
+    entries = {DESCRIPTION: description, **asdict(Record(norm_record(backbone), images))}
     path.write_bytes(save(tensors, {"format": "pt", **{key: json.dumps(value) for key, value in entries.items()}}))
     loaded = copy.deepcopy(extractor)
     loaded.backbone.load_state_dict(load_file(path))

@@ -68,8 +68,7 @@ def export_detector(
         source: origin of the weights, copied to ``parity.json``.
 
     Raises:
-        ExportError: an argument is out of range, or a part of the detector cannot be exported.
-        ExportError: the file finds something else than the model.
+        ExportError: an argument is out of range, a part cannot be exported, or the file finds other objects.
         FileAccessError: ``output`` holds other files.
         MissingPackageError: a package that the format needs is not installed.
     """
@@ -112,7 +111,8 @@ def check_detections(program: DetectorProgram | OneImageProgram, file: ExportedF
     smaller, larger = (_resize(image, scale, program.smallest_side) for scale in ((0.6, 0.8), (1.3, 1.1)))
     image = _resize(image, (1.0, 1.0), program.smallest_side)
     cases: list[dict[str, Any]] = []
-    for images in ([image], [smaller], [larger], *([[image, smaller]] if program.takes_batches else [])):
+    batches = [[image, smaller]] if isinstance(program, DetectorProgram) else []
+    for images in ([image], [smaller], [larger], *batches):
         pairs = zip(detect(file, images), program.expected(images), strict=True)
         sizes = [list(tensor.shape[1:]) for tensor in images]
         cases.append({"sizes": sizes, "differences": [_compare(found, expected) for found, expected in pairs]})

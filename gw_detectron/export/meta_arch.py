@@ -24,8 +24,7 @@ from torch import Tensor, nn
 
 from ..errors import ExportError
 from ..modeling import GWFastRCNNConvFCHead, GWMaskRCNNConvUpsampleHead, GWRetinaNet, GWRetinaNetHead
-from .base import DetectorProgram
-from .boxes import NO_BOX, clip, decode, grid_anchors, per_anchor, rows_with_dummies, suppress, take, top
+from .base import NO_BOX, DetectorProgram, clip, rows_with_dummies, suppress, take, top
 
 # attribute -> the classes that are exported; a subclass may compute something else
 _BOXES = {"anchor_generator": (DefaultAnchorGenerator,), "box2box_transform": (Box2BoxTransform,)}
@@ -128,11 +127,11 @@ class RetinaNetProgram(DetectorProgram):
         model = self.model
         maps = [features[name] for name in model.head_in_features]
         all_boxes, all_scores, all_classes = [], [], []
-        for logits, deltas, anchors in zip(*model.head(maps), grid_anchors(model.anchor_generator, maps), strict=True):
-            scores = per_anchor(logits, model.num_classes).flatten(1).sigmoid()
+        for logits, deltas, anchors in zip(*model.head(maps), _grid_anchors(model.anchor_generator, maps), strict=True):
+            scores = _per_anchor(logits, model.num_classes).flatten(1).sigmoid()
             scores = torch.where(scores > self.score_threshold, scores, NO_BOX)
             scores, index = top(scores, model.test_topk_candidates)
-            all_boxes.append(decode(model.box2box_transform, deltas, anchors, index // model.num_classes))
+            all_boxes.append(_decode(model.box2box_transform, deltas, anchors, index // model.num_classes))
             all_scores.append(scores)
             all_classes.append(index % model.num_classes)
         boxes, scores, classes = (torch.cat(values, 1) for values in (all_boxes, all_scores, all_classes))
@@ -142,6 +141,27 @@ class RetinaNetProgram(DetectorProgram):
         return self.select(clip(boxes, sizes), scores, classes)
 
 
+def _grid_anchors(generator: DefaultAnchorGenerator, features: Sequence[Tensor]) -> list[Tensor]:
+    """Place the anchors of a generator on feature maps, (N, C, H, W); return one (H * W * A, 4) per level."""
+    anchors = []
+    for feature, stride, cell in zip(features, generator.strides, generator.cell_anchors, strict=True):
+        y, x = ((torch.arange(side, device=cell.device) + generator.offset) * stride for side in feature.shape[-2:])
+        y, x = y[:, None].expand(-1, feature.shape[-1]), x.expand(feature.shape[-2], -1)
+        anchors.append((torch.stack((x, y, x, y), 2)[:, :, None] + cell).reshape(-1, 4))
+    return anchors
+
+
+def _per_anchor(prediction: Tensor, values: int) -> Tensor:
+    """Reorder a dense prediction, (N, A * values, H, W) -> (N, H * W * A, values)."""
+    return prediction.unflatten(1, (-1, values)).permute(0, 3, 4, 1, 2).flatten(1, 3)
+
+
+def _decode(transform: Box2BoxTransform, prediction: Tensor, anchors: Tensor, index: Tensor) -> Tensor:
+    """Decode the deltas, (N, A * 4, H, W), of the selected anchors, (N, K), of a level to boxes, (N, K, 4)."""
+    deltas = take(_per_anchor(prediction, 4), index)
+    return transform.apply_deltas(deltas.flatten(0, 1), anchors[index].flatten(0, 1)).view_as(deltas)
+
+
 def _propose(rpn: RPN, features: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, Tensor]:
     """Propose boxes, as Detectron2's ``find_top_rpn_proposals`` does in evaluation.
 
@@ -149,11 +169,11 @@ def _propose(rpn: RPN, features: Mapping[str, Tensor], sizes: Tensor) -> tuple[T
         Boxes, (N, R, 4), and True for the rows that hold one, (N, R); R is ``RPN.POST_NMS_TOPK_TEST``.
     """
     maps = [features[name] for name in rpn.in_features]
-    predictions = zip(*rpn.rpn_head(maps), grid_anchors(rpn.anchor_generator, maps), strict=True)
+    predictions = zip(*rpn.rpn_head(maps), _grid_anchors(rpn.anchor_generator, maps), strict=True)
     all_boxes, all_scores, all_levels = [], [], []
     for level, (logits, deltas, anchors) in enumerate(predictions):
-        scores, index = top(per_anchor(logits, 1)[:, :, 0], rpn.pre_nms_topk[False])
-        all_boxes.append(decode(rpn.box2box_transform, deltas, anchors, index))
+        scores, index = top(_per_anchor(logits, 1)[:, :, 0], rpn.pre_nms_topk[False])
+        all_boxes.append(_decode(rpn.box2box_transform, deltas, anchors, index))
         all_scores.append(scores)
         all_levels.append(torch.full_like(index[0], level))
     boxes, scores, levels = torch.cat(all_boxes, 1), torch.cat(all_scores, 1), torch.cat(all_levels)

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from ..errors import ExportError
-from .base import DetectorProgram
-from .boxes import clip, rows_with_dummies
+from .base import DetectorProgram, clip, rows_with_dummies
 from .formats import random_pixels
 
 MASK_THRESHOLD = 0.5  # of detector_postprocess
@@ -34,7 +33,6 @@ class OneImageProgram(nn.Module):
     (K, S, S), or pasted (count, H, W) bool, of a Mask R-CNN, and count ().
     """
 
-    takes_batches = False
     smallest_side = 2  # torch.export makes a constant of 1
 
     def __init__(self, detector: DetectorProgram, sides: tuple[int, int], paste_masks: bool = False) -> None:

@@ -19,7 +19,6 @@ from iopath.common.file_io import file_lock, get_cache_dir
 
 from ..atomic import atomic_write
 from ..errors import (
-    ConfigError,
     FileAccessError,
     MissingFileError,
     UnknownNormError,
@@ -166,13 +165,9 @@ def local_path(address: str, key: str) -> str:
         path = PathManager.get_local_path(address)
     except UserError:
         raise
-    except OSError as error:
+    except (OSError, ValueError, KeyError, RuntimeError) as error:  # RuntimeError: Detectron2's catalog lacks it
         raise FileAccessError(
-            f"{key}: cannot fetch '{address}': {error}. Fix: give the path of a file on this machine."
-        ) from error
-    except (ValueError, KeyError, RuntimeError) as error:  # RuntimeError: Detectron2's catalog does not have it
-        raise ConfigError(
-            f"{key}: unknown address '{address}': {error}. Fix: give the path of a file or a known address."
+            f"{key}: cannot fetch '{address}': {error}. Fix: give the path of a file or a known address."
         ) from error
     if not os.path.exists(path):  # also of an unknown scheme
         fix = "give an existing path or gw://imagenet/R-50."

@@ -269,7 +269,7 @@ def write_weights(path: Path, conversion: Conversion) -> None:
         # Detectron2 then matches tensors by the end of their names, so that one file fits detectors with and without
         # FPN and bare backbones
         "matching_heuristics": True,
-        **Record(norms, conversion.preprocessing, conversion.provenance).entries(),
+        **dataclasses.asdict(Record(norms, conversion.preprocessing, conversion.provenance)),
     }
     with atomic_write(path) as temporary, open(temporary, "wb") as file:
         pickle.dump(content, file, protocol=4)

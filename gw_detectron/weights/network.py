@@ -9,8 +9,8 @@ import functools
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -69,19 +69,14 @@ class Provenance:
 
 @dataclass(frozen=True)
 class Record:
-    """What a weight file records: norm names by layer, and ``"WS"`` of standardized convolutions, and origins."""
+    """What a weight file records: norm names by layer, and ``"WS"`` of standardized convolutions, and origins.
+
+    ``dataclasses.asdict`` gives the entries of the file.
+    """
 
     norms: Mapping[str, str] | None = None
     preprocessing: Preprocessing | None = None
     provenance: Provenance | None = None
-
-    def entries(self) -> dict[str, Any]:
-        """Return the entries of a file that :func:`read_record` reads."""
-        return {
-            NORMS: dict(self.norms or {}),
-            PREPROCESSING_KEY: asdict(self.preprocessing) if self.preprocessing else None,
-            PROVENANCE: asdict(self.provenance) if self.provenance else None,
-        }
 
 
 def norm_record(model: nn.Module) -> dict[str, str]:

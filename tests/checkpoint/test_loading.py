@@ -242,7 +242,7 @@ def test_values_and_types_that_conversion_refuses(model, r18, tmp_path, name, ch
     [
         ("nowhere.pth", MissingFileError, r"^MODEL.WEIGHTS: file not found: 'nowhere.pth' \(cwd: .*\). Fix: "),
         ("nowhere://a.pth", MissingFileError, "^MODEL.WEIGHTS: file not found: 'nowhere://a.pth'"),
-        ("catalog://nope", ConfigError, "^MODEL.WEIGHTS: unknown address 'catalog://nope'"),
+        ("catalog://nope", FileAccessError, "^MODEL.WEIGHTS: cannot fetch 'catalog://nope'"),
         ("http://127.0.0.1:9/b.pth", FileAccessError, "^MODEL.WEIGHTS: cannot fetch 'http://127.0.0.1:9/b.pth'"),
         ("{path}?x.pkl", ConfigError, r"unknown option. Fix: leave out '\?x.pkl'"),
     ],

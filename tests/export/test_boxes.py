@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchvision.ops import box_iou, nms
 
-from gw_detectron.export.boxes import NO_BOX, suppress
+from gw_detectron.export.base import NO_BOX, suppress
 
 SEEDS = st.integers(0, 2**31)
 

@@ -2,10 +2,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from detectron2.config import CfgNode, get_cfg
+from detectron2.config import CfgNode
 from torch import Tensor
 
-from gw_detectron import add_gw_config
+from gw_detectron.model_zoo import get_config
 from gw_detectron.weights import register_weights
 
 from .synthetic import authors_norms, authors_state, make_network
@@ -29,24 +29,10 @@ def r18_file(r18: dict[str, Tensor], tmp_path_factory: pytest.TempPathFactory) -
 def detector_cfg() -> CfgNode:
     """A small Faster R-CNN with FPN on a ResNet-18 with GW at S1-B1."""
     register_weights()
-    cfg = get_cfg()
-    add_gw_config(cfg)
-    cfg.MODEL.DEVICE = "cpu"
-    cfg.MODEL.BACKBONE.NAME = "build_gw_resnet_fpn_backbone"
-    cfg.MODEL.RESNETS.DEPTH = 18
-    cfg.MODEL.RESNETS.RES2_OUT_CHANNELS = 64
-    cfg.MODEL.RESNETS.NORM = "FrozenBN"
-    cfg.MODEL.RESNETS.WHITEN_POSITIONS = "S1-B1"
-    cfg.MODEL.RESNETS.OUT_FEATURES = ["res2", "res3", "res4", "res5"]
-    cfg.MODEL.RESNETS.STRIDE_IN_1X1 = False
-    cfg.MODEL.FPN.IN_FEATURES = ["res2", "res3", "res4", "res5"]
-    cfg.MODEL.FPN.OUT_CHANNELS = 16
-    cfg.MODEL.ANCHOR_GENERATOR.SIZES = [[32], [64], [128], [256], [512]]
-    cfg.MODEL.RPN.IN_FEATURES = ["p2", "p3", "p4", "p5", "p6"]
-    cfg.MODEL.ROI_HEADS.NAME = "StandardROIHeads"
-    cfg.MODEL.ROI_HEADS.IN_FEATURES = ["p2", "p3", "p4", "p5"]
-    cfg.MODEL.ROI_BOX_HEAD.NAME = "GWFastRCNNConvFCHead"
-    cfg.MODEL.ROI_BOX_HEAD.NUM_FC = 1
-    cfg.MODEL.ROI_BOX_HEAD.FC_DIM = 16
-    cfg.MODEL.ROI_BOX_HEAD.POOLER_RESOLUTION = 7
+    cfg = get_config("quick_schedules/mask_rcnn_R_18_FPN_BN_GW_demo.yaml")
+    backbone = {"RESNETS.NORM": "FrozenBN", "RESNETS.WHITEN_POSITIONS": "S1-B1", "BACKBONE.FREEZE_AT": 2}
+    fpn = {"FPN.NORM": "", "FPN.OUT_CHANNELS": 16}
+    head = {"ROI_BOX_HEAD.NORM": "", "ROI_BOX_HEAD.NUM_CONV": 0, "ROI_BOX_HEAD.FC_DIM": 16}
+    for key, value in {**backbone, **fpn, **head, "MASK_ON": False, "DEVICE": "cpu", "WEIGHTS": ""}.items():
+        cfg.merge_from_list([f"MODEL.{key}", value])
     return cfg
