@@ -109,10 +109,19 @@ def convert_file(
             raise FileAccessError(f"target ({str(path)!r}): exists. Fix: give another name or --force.")
     remove_unfinished(target.parent)
     conversion = load_weights(source, **options)
+    norms = {detectron2_name(layer): spec for layer, spec in conversion.norms.items()}
+    content = {
+        "model": {name: np.ascontiguousarray(value.numpy()) for name, value in conversion.tensors.items()},
+        "__author__": tool(),
+        # Detectron2 then matches tensors by the end of their names, so that one file fits detectors with and without
+        # FPN and bare backbones
+        "matching_heuristics": True,
+        **dataclasses.asdict(Record(norms, conversion.preprocessing, conversion.provenance)),
+    }
     text = yaml.safe_dump(conversion.config(str(target)), sort_keys=False, default_flow_style=None)
-    with atomic_write(config) as temporary:
-        temporary.write_text(f"# Config keys that {target} needs.\n{text}")
-        write_weights(target, conversion)
+    with atomic_write(config) as keys, atomic_write(target) as weights, open(weights, "wb") as file:
+        keys.write_text(f"# Config keys that {target} needs.\n{text}")
+        pickle.dump(content, file, protocol=4)
     return conversion
 
 
@@ -124,7 +133,7 @@ def load_weights(
     Args:
         path: a source or target of :func:`convert_file`.
         norm: see :func:`convert`.
-        preprocessing: a name in :data:`.record.PREPROCESSING`; None if recorded, or if the source has torchvision's
+        preprocessing: a name in :data:`.network.PREPROCESSING`; None if recorded, or if the source has torchvision's
             names and statistics, which imply torchvision's preprocessing.
 
     Returns:
@@ -258,18 +267,3 @@ def _unwrap(contents: Contents) -> dict[str, Tensor]:
     ):
         tensors = {name.removeprefix(prefix): value for name, value in tensors.items()}
     return tensors
-
-
-def write_weights(path: Path, conversion: Conversion) -> None:
-    """Write converted weights and their record atomically, as Detectron2's .pkl."""
-    norms = {detectron2_name(layer): spec for layer, spec in conversion.norms.items()}
-    content = {
-        "model": {name: np.ascontiguousarray(value.numpy()) for name, value in conversion.tensors.items()},
-        "__author__": tool(),
-        # Detectron2 then matches tensors by the end of their names, so that one file fits detectors with and without
-        # FPN and bare backbones
-        "matching_heuristics": True,
-        **dataclasses.asdict(Record(norms, conversion.preprocessing, conversion.provenance)),
-    }
-    with atomic_write(path) as temporary, open(temporary, "wb") as file:
-        pickle.dump(content, file, protocol=4)

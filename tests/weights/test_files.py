@@ -18,7 +18,6 @@ from gw_detectron.commands import weights as weights_command
 from gw_detectron.data import synthetic_images
 from gw_detectron.errors import UnknownNormError, UserError, WeightsFileError
 from gw_detectron.weights import convert, convert_file, load_weights
-from gw_detectron.weights.conversion import write_weights
 from gw_detectron.weights.network import PREPROCESSING, TORCHVISION
 from gw_detectron.weights.reading import sha256_of
 from gw_detectron.weights.verify import verify
@@ -92,7 +91,7 @@ def test_invalid_weights_write_nothing(r18, tmp_path):
         ("", "", "wrong suffix"),
         ("", "a.pkl", "file not found"),
         ("r18.pth", "a.pth", "Fix: end the name in .pkl"),
-        ("r18.pth", "none/a.pkl", "none/a.yaml': was not written"),
+        ("r18.pth", "none/a.pkl", "none/a.pkl': was not written"),
         ("r18.pth", "own.pkl", "--force"),
         (".", "a.pkl", "'.': cannot be read"),
         ("broken.safetensors", "a.pkl", "record of the file: damaged"),
@@ -147,11 +146,11 @@ def test_right_weights_agree(converted, r18_file, images):
 
 
 def test_the_source_reveals_a_wrong_conversion(converted, r18_file, images, tmp_path):
-    conversion = load_weights(converted)
+    content = pickle.loads(converted.read_bytes())
     first, second = "res2.0.conv1.weight", "res2.0.conv2.weight"
-    tensors = conversion.tensors
+    tensors = content["model"]
     tensors[first], tensors[second] = tensors[second], tensors[first]
-    write_weights(tmp_path / "swapped.pkl", conversion)
+    (tmp_path / "swapped.pkl").write_bytes(pickle.dumps(content))
     assert verify(tmp_path / "swapped.pkl", images).agrees  # consistent in itself
     assert not verify(tmp_path / "swapped.pkl", images, source=r18_file).agrees
     torch.save(authors_state(make_network("R-18", "S1-B1", seed=5)), tmp_path / "other.pth")
