@@ -21,15 +21,9 @@ from ..installation import __version__
 from ..norms import POSITIONS, build_norm, conv_names, evaluation_spec, norm_rows, norm_spec, norms_at
 from .reading import Contents
 
-NUM_BLOCKS_PER_STAGE = {
-    18: (2, 2, 2, 2),
-    34: (3, 4, 6, 3),
-    50: (3, 4, 6, 3),
-    101: (3, 4, 23, 3),
-    152: (3, 8, 36, 3),
-}
 #: keys in a checkpoint and in the header of a safetensors file
 NORMS, PREPROCESSING_KEY, PROVENANCE = "norms", "preprocessing", "provenance"
+_BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}  # of stages
 _STAGES = {f"layer{index}": f"res{index + 1}" for index in range(1, 5)}  # torchvision -> Detectron2
 _BN = "BN:"  # evaluation_spec of batch normalization, frozen or not
 _DETECTOR = re.compile(r"res2_0_branch2a_w|.*\.res2\.0\.conv1\.weight")  # Caffe2's names, or a detector's
@@ -141,13 +135,8 @@ def build_torchvision(network: Architecture, norms: Mapping[str, str] | None = N
     """Build torchvision's ResNet without a classifier, with norm names by its layers, on the meta device."""
     with torch.device("meta"):
         block = Bottleneck if network.bottleneck else BasicBlock
-        model = ResNet(
-            block,
-            list(NUM_BLOCKS_PER_STAGE[network.depth]),
-            num_classes=1,
-            groups=network.groups,
-            width_per_group=network.width,
-        )
+        widths = {"groups": network.groups, "width_per_group": network.width}
+        model = ResNet(block, list(_BLOCKS[network.depth]), num_classes=1, **widths)
         model.fc = nn.Identity()
         for layer, spec in (norms or {}).items():
             norm = build_norm(spec, network.norm_layers[layer], where=layer)
@@ -195,9 +184,9 @@ def infer_architecture(tensors: Mapping[str, Tensor]) -> Architecture:
     blocks = {tuple(name.split(".")[:2]) for name in tensors}
     counts = tuple(sum(block[0] == stage for block in blocks) for stage in _STAGES)
     bottleneck = "layer1.0.conv3.weight" in tensors
-    depths = [d for d, known in NUM_BLOCKS_PER_STAGE.items() if known == counts and (d >= 50) == bottleneck]
+    depths = [d for d, known in _BLOCKS.items() if known == counts and (d >= 50) == bottleneck]
     if not depths:
-        known = ", ".join(map(str, sorted(NUM_BLOCKS_PER_STAGE)))
+        known = ", ".join(map(str, sorted(_BLOCKS)))
         fix = f"give weights of a ResNet with {known} layers, in torchvision's or Detectron2's names without a prefix"
         if any(map(_DETECTOR.fullmatch, tensors)):
             fix = "set MODEL.WEIGHTS to the file itself, which Detectron2 reads: only ImageNet weights are converted"
@@ -208,7 +197,7 @@ def infer_architecture(tensors: Mapping[str, Tensor]) -> Architecture:
     name = "layer1.0.conv2.weight"
     shape = tuple(tensors[name].shape) if bottleneck and name in tensors else ()
     if len(shape) != 4 or 0 in shape or shape[0] % shape[1]:
-        return Architecture(depths[0])  # in a bottleneck, the tensor does not fit
+        return Architecture(depths[0])  # what is odd or missing in a bottleneck is found with all other tensors
     return Architecture(depths[0], groups=shape[0] // shape[1], width=shape[1])
 
 
