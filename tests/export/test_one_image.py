@@ -106,7 +106,7 @@ def test_a_narrow_image_and_one_without_detections():
 @pytest.mark.parametrize("file_format", ["pt2", pytest.param("onnx", marks=pytest.mark.slow)])
 def test_a_file_of_any_image_size(tmp_path, file_format):
     program = OneImageProgram(detector_program(build_detector("mask")), SIDES, paste_masks=True)
-    file, _ = write_program(program, tmp_path / f"model.{file_format}")
+    file = write_program(program, tmp_path / f"model.{file_format}")
     for size in SIZES:
         image = noise(size)[0].round()
         with torch.no_grad():
