@@ -10,19 +10,10 @@ import json
 import sys
 from dataclasses import asdict
 
+from .. import prediction
 from ..checkpoint.opening import BEST_CHECKPOINT
 from ..cli import check_folder, new_parser
 from ..errors import ConfigError
-from ..prediction import (
-    Predictor,
-    TiledPredictor,
-    check_output,
-    detector_file,
-    find_sources,
-    open_predictor,
-    write_predictions,
-    write_preview,
-)
 from ..prediction.tiles import STATISTICS
 
 
@@ -63,13 +54,13 @@ def main(args: argparse.Namespace) -> bool:
     if args.preview:
         if args.inputs:
             raise ConfigError(f"INPUT ({args.inputs[0]}): given with --preview. Fix: give only the folder of images.")
-        count = write_preview(args.preview, args.model, args.output)
+        count = prediction.write_preview(args.preview, args.model, args.output)
         print(f"{count} images with their annotations, and the number of objects in all images: {args.output}")
         return True
-    sources = find_sources(args.inputs)
-    check_output(args.output, sources)  # before seconds of loading
-    detector = detector_file(args.model)
-    whole = open_predictor(
+    sources = prediction.find_sources(args.inputs)
+    prediction.check_output(args.output, sources)  # before seconds of loading
+    detector = prediction.detector_file(args.model)
+    whole = prediction.open_predictor(
         detector,
         config_file=args.config_file,
         opts=args.opts,
@@ -77,11 +68,11 @@ def main(args: argparse.Namespace) -> bool:
         device=args.device,
         class_names=args.class_names and [name.strip() for name in args.class_names.split(",")],
     )
-    predictor: Predictor | TiledPredictor = whole
+    predictor: prediction.Predictor | prediction.TiledPredictor = whole
     if args.tiles is not None:
         overlap = args.tiles // 8 if args.overlap is None else args.overlap
-        predictor = TiledPredictor(whole, args.tiles, overlap, args.statistics or "image")
-    summary = write_predictions(predictor, sources, args.output, pictures=not args.no_pictures)
+        predictor = prediction.TiledPredictor(whole, args.tiles, overlap, args.statistics or "image")
+    summary = prediction.write_predictions(predictor, sources, args.output, pictures=not args.no_pictures)
     for name, reason in summary.failed.items():
         print(f"{name}: {reason}", file=sys.stderr)
     if args.json:

@@ -159,15 +159,14 @@ class LossGuard:
 
 
 def _is_finite(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return bool(torch.isfinite(value).all())
     if isinstance(value, Instances):
-        return _is_finite(value.get_fields())
+        value = value.get_fields()
     if isinstance(value, dict):
-        return all(map(_is_finite, value.values()))
+        value = list(value.values())
     if isinstance(value, (list, tuple)):
         return all(map(_is_finite, value))
-    return _is_finite(getattr(value, "tensor", None)) if hasattr(value, "tensor") else True  # Boxes, ImageList
+    value = getattr(value, "tensor", value)  # of Boxes, ImageList
+    return not isinstance(value, Tensor) or bool(torch.isfinite(value).all())
 
 
 class TrainingEnded(BaseException):
@@ -177,9 +176,8 @@ class TrainingEnded(BaseException):
 class WeightAverage(HookBase):
     """Average the weights of a model over its iterations, by torch's ``AveragedModel``, in ``averaged``.
 
-    After n iterations the decay is min(d, (1 + n) / (10 + n)), so that a short run forgets its first weights. Buffers,
-    such as the running statistics of BN, are averaged alike.
-    The model is the trained one, not its ``DistributedDataParallel``; d is ``SOLVER.EMA``.
+    With d = ``SOLVER.EMA``, the decay after n iterations is min(d, (1 + n) / (10 + n)), so that a short run forgets its
+    first weights. Buffers, such as BN's statistics, are averaged alike. The model is without DistributedDataParallel.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -254,11 +252,6 @@ class BestWeights(BestCheckpointer):
             f"TEST.PATIENCE ({self._patience}): no better {self._val_metric} in {self._waited} evaluations. The run "
             f"ends after iteration {self._last_iter}."
         )
-
-    def after_train(self) -> None:
-        super().after_train()
-        if self.best_iter is not None:
-            log.info("Best %s: %.2f, after iteration %d", self._val_metric, self.best_metric, self.best_iter)
 
     def state_dict(self) -> dict[str, Any]:
         return {self._val_metric: (self.best_metric, self.best_iter, self._last_iter, self._waited)}

@@ -16,20 +16,14 @@ Groups = list[dict[str, Any]]
 
 
 def get_default_optimizer_params(
-    model: nn.Module,
-    *args: Any,
-    weight_decay_norm: float | None = None,
-    weight_decay_bias: float | None = None,
-    **kwargs: Any,
+    model: nn.Module, base_lr: float | None = None, weight_decay: float | None = None, **kwargs: Any
 ) -> Groups:
     """Return Detectron2's parameter groups with ``weight_decay_norm`` for every norm.
 
     It takes the place of Detectron2's function of the same name, with the same arguments, in a LazyConfig.
     """
-    groups = detectron2_optimizer_params(
-        model, *args, weight_decay_norm=weight_decay_norm, weight_decay_bias=weight_decay_bias, **kwargs
-    )
-    return set_norm_decay(groups, model, weight_decay_norm, weight_decay_bias)
+    groups = detectron2_optimizer_params(model, base_lr, weight_decay, **kwargs)
+    return set_norm_decay(groups, model, kwargs.get("weight_decay_norm"), kwargs.get("weight_decay_bias"))
 
 
 def set_norm_decay(groups: Groups, model: nn.Module, decay: float | None, bias_decay: float | None) -> Groups:
