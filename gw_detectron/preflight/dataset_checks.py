@@ -134,18 +134,11 @@ def wrong_evaluator(cfg: CfgNode, name: str) -> str:
 
 def _wrong_classes(cfg: CfgNode, datasets: Mapping[str, Sequence[str] | None]) -> Iterator[str]:
     """Yield an error for each dataset that lacks the classes of the config's heads."""
-    architecture = cfg.MODEL.META_ARCHITECTURE
-    for node, field in CLASS_COUNTS.get(architecture, {}).items():
+    for node, field in CLASS_COUNTS.get(cfg.MODEL.META_ARCHITECTURE, {}).items():
         key, wanted = f"MODEL.{node}.NUM_CLASSES", cfg.MODEL[node].NUM_CLASSES
         for name, objects in datasets.items():
-            semantic = field == "stuff_classes"
-            found = MetadataCatalog.get(name).get(field) if semantic else objects
-            if objects is not None and found is None:
-                yield (
-                    f"MODEL.META_ARCHITECTURE ('{architecture}'): dataset {name} has no semantic masks. Fix: give a "
-                    "panoptic dataset, e.g. coco_2017_train_panoptic_separated."
-                )
-            elif found is not None and len(found) != wanted:
+            found = MetadataCatalog.get(name).get(field) if field == "stuff_classes" else objects
+            if found is not None and len(found) != wanted:
                 yield f"{key} ({wanted}): dataset {name} has {len(found)} classes. Fix: set {key} {len(found)}."
 
 
