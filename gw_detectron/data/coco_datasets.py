@@ -76,7 +76,7 @@ def _resolve(datasets: CocoDatasets, folder: str) -> Iterator[tuple[str, str, Co
     classes: dict[int, str] = {}  # of the first file that can be read, from the training on
     for role, named in vars(datasets).items():
         for name, dataset in named.items():
-            content = None
+            content: Any = None
             ignored = () if dataset.val_fraction else (OSError, DataError)  # which preflight reports
             with contextlib.suppress(*ignored):
                 content = read_json(dataset.json)

@@ -16,7 +16,7 @@ from iopath.common.file_io import PathHandler
 
 from ..atomic import atomic_write
 from ..errors import DataError, summarize_names
-from .geometry import mask_boxes, visible_keypoints, wrong_areas
+from .geometry import mask_boxes, wrong_areas
 
 #: key of a derived file: what was replaced in it, one sentence each
 COMPLETED = "gw_detectron_completed"
@@ -70,7 +70,7 @@ def complete_coco(content: Any, classes: Mapping[int, str] | None = None) -> Any
                 right["area"] = areas[number - 1]
             if points:
                 right["keypoints"] = each.get("keypoints") or [0] * points
-                right["num_keypoints"] = visible_keypoints(right["keypoints"])
+                right["num_keypoints"] = sum(value > 0 for value in right["keypoints"][2::3])
             for key in replaced:
                 replaced[key] += key in each and each[key] != right.get(key, each[key])
             completed.append({"area": areas[number - 1], "iscrowd": 0, **each, **right})

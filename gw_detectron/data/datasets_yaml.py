@@ -116,7 +116,6 @@ def existing_path(path: str, name: str, exists: Callable[[str], bool]) -> str:
     """Return the absolute path of a local file or folder that ``exists``, by os.path; ``name`` is its flag."""
     found = os.path.abspath(os.path.expanduser(path))
     if not exists(found):
-        kind, other = ("file", "folder") if exists is os.path.isfile else ("folder", "file")
-        why = f"'{found}' is a {other}" if os.path.exists(found) else f"no {kind} '{found}'"
-        raise MissingFileError(f"{name} ('{path}'): {why}. Fix: give an existing {kind}.")
+        kind = "file" if exists is os.path.isfile else "folder"
+        raise MissingFileError(f"{name} ('{path}'): no {kind} '{found}'. Fix: give an existing {kind}.")
     return found

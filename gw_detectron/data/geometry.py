@@ -96,8 +96,3 @@ def wrong_areas(given: Floats, boxes: Floats, masks: Floats) -> Flags:
         like_box = (given > 0.9 * boxes) & (given < 1.1 * boxes)
         inside_box = (given < 1.1 * boxes) & ((given > 1) | (boxes < 4)) & (given > boxes / 200)
         return (boxes > 0) & ~np.where(np.isnan(masks), inside_box, like_mask | like_box)
-
-
-def visible_keypoints(keypoints: Sequence[float]) -> int:
-    """Count the keypoints, x, y, visibility, ..., that are labeled."""
-    return sum(value > 0 for value in keypoints[2::3])

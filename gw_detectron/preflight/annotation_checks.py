@@ -24,10 +24,9 @@ class DatasetNeeds(NamedTuple):
 
     def fields(self) -> set[str]:
         """Return the fields that every annotation needs."""
-        fields = {"id", "image_id", "category_id", "bbox"}
-        fields |= {"keypoints"} if self.keypoints else set()
-        fields |= set() if self.training else {"area", "iscrowd"}  # pycocotools reads them
-        return fields | ({"num_keypoints"} if self.keypoints and not self.training else set())
+        evaluated = set() if self.training else {"area", "iscrowd", "num_keypoints"}  # pycocotools reads them
+        fields = {"id", "image_id", "category_id", "bbox", "keypoints"} | evaluated
+        return fields if self.keypoints else fields - {"keypoints", "num_keypoints"}
 
 
 class Fault(NamedTuple):
