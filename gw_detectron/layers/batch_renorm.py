@@ -28,11 +28,8 @@ class BatchRenorm2d(nn.BatchNorm2d):
     Args:
         num_features: C, the size of dimension 1 of the input.
         momentum: weight of a new batch in the running averages. The paper has 0.01.
-        rmax: largest r, at least 1.
-        dmax: largest absolute d.
-        warmup: number of first batches that are BN.
-        rmax_at: batch at which r_max has grown to ``rmax``, more than ``warmup``.
-        dmax_at: batch at which d_max has grown to ``dmax``, more than ``warmup``.
+        rmax, dmax: largest r, at least 1, and largest absolute d.
+        warmup: number of first batches that are BN, less than ``rmax_at`` and ``dmax_at``.
         device, dtype: of parameters and buffers, as in torch's own layers.
 
     Shape:

@@ -179,11 +179,8 @@ class BatchWhitening2d(nn.Module):
         if self.running == "covariance":
             unbiased = batch.columns / (batch.columns - 1).clamp_min(1)
             matrices = [covariance * unbiased for covariance in batch.covariances]
-        buffer = self.get_buffer(f"running_{self.running}")
-        for average, value in (
-            (self.running_mean, batch.mean),
-            (buffer, join_matrices(matrices, self.channels_per_group)),
-        ):
+        buffer, values = self.get_buffer(f"running_{self.running}"), join_matrices(matrices, self.channels_per_group)
+        for average, value in ((self.running_mean, batch.mean), (buffer, values)):
             new = average.lerp(value.to(average.dtype), weight.to(average.dtype))
             average.copy_(torch.where(weight > 0, new, average))  # 0 * inf would be NaN
 
@@ -214,18 +211,15 @@ class FrozenBatchWhitening2d(BatchWhitening2d):
 
         A subclass is a TypeError: it may compute something else.
         """
-        layers = {
-            name: layer
-            for name, layer in module.named_modules()
-            if isinstance(layer, BatchWhitening2d) and not isinstance(layer, cls)
-        }
-        for name, layer in layers.items():
+        found = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, BatchWhitening2d)]
+        layers = [(name, layer) for name, layer in found if not isinstance(layer, cls)]
+        for name, layer in layers:
             if type(layer) is not BatchWhitening2d:
                 raise TypeError(
                     f"{name or 'module'} ({type(layer).__name__}): a subclass of BatchWhitening2d, which would compute "
                     "something else when frozen. Fix: freeze it by eval() and requires_grad_(False)."
                 )
-        for layer in layers.values():
+        for _, layer in layers:
             layer.__class__ = cls
             cls._freeze(layer)  # type: ignore[arg-type]
         return module

@@ -64,21 +64,16 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def zero_variance_threshold(dtype: torch.dtype) -> float:
-    """Return the variance up to which a covariance counts as zero.
-
-    The backward pass computes variance^(-3/2), which must not overflow.
-    """
+    """Return the variance up to which a covariance counts as zero: variance^(-3/2) must not overflow in backward."""
     return torch.finfo(dtype).tiny ** 0.5
 
 
 def rounding_floor(largest: Tensor, size: int, least: float | Tensor = 0.0) -> Tensor:
-    """Return the value up to which an eigenvalue or pivot counts as zero.
+    """Return the value up to which an eigenvalue or pivot counts as zero, in matrices of side ``size``.
 
-    Args:
-        largest: the largest value of each matrix, or the variance of each channel.
-        size: g, the side of the matrices.
-        least: a known lower bound. At or above the unit roundoff of ``largest`` it survives the sum with it in this
-            dtype. Then the matrix is regular and only :func:`zero_variance_threshold` counts.
+    ``largest`` is the largest value of each matrix, or the variance of each channel; ``least`` a known lower bound. At
+    or above the unit roundoff of ``largest`` it survives the sum with it in this dtype. Then the matrix is regular and
+    only :func:`zero_variance_threshold` counts.
     """
     rounding = torch.finfo(largest.dtype).eps
     lost = least < 0.5 * rounding * largest

@@ -61,11 +61,7 @@ def onednn_available() -> bool:
 
 
 def onednn_is_faster(like: Tensor, shortest: int, longest: int) -> bool:
-    """Whether oneDNN beats ``torch.matmul`` for this dtype, device and matrix sides.
-
-    Where it is false, callers use torch.matmul, which calls MKL. MKL uses the whole width of AVX-512 on Intel's
-    processors, half of it on others.
-    """
+    """Whether oneDNN beats ``torch.matmul``: it calls MKL, which uses half the width of AVX-512 outside Intel's."""
     return (
         like.dtype == torch.float32
         and like.device.type == "cpu"
