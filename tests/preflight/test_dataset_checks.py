@@ -22,6 +22,10 @@ TRAIN, TEST = DatasetNeeds(training=True, masks=True), DatasetNeeds(training=Fal
 NEEDS = pytest.mark.parametrize("needs", [TRAIN, TEST], ids=["training", "evaluation"])
 
 
+# columns 2 to 11, in each of them the rows 2 to 11
+RLE = {"size": [20, 30], "counts": [42, 10, *[10, 10] * 9, 368]}
+
+
 def with_classes(path, *names):
     content = json.loads(path.read_text())
     content["categories"] = [{"id": number, "name": name} for number, name in zip((5, 9, 12), names, strict=False)]
@@ -242,9 +246,7 @@ def test_missing_fields(check, coco, content):
 
 
 def test_run_lengths_need_the_mask_format_bitmask(check, coco, content):
-    # columns 2 to 11, in each of them the rows 2 to 11
-    counts = [42, 10, *[10, 10] * 9, 368]
-    content["annotations"][0]["segmentation"] = {"size": [20, 30], "counts": counts}
+    content["annotations"][0]["segmentation"] = RLE
     coco()
     assert "INPUT.MASK_FORMAT bitmask" in one(check())
     assert not check(INPUT__MASK_FORMAT="bitmask").errors
@@ -252,9 +254,18 @@ def test_run_lengths_need_the_mask_format_bitmask(check, coco, content):
     assert check_coco(content, TRAIN._replace(run_lengths=False))[0] == []
 
 
-def test_scale_jitter_needs_shapely(monkeypatch):
-    found = importlib.util.find_spec
+@pytest.mark.parametrize("changes", [{"segmentation": RLE}, {"MODEL__MASK_ON": False}, {"eval_only": True}])
+def test_crops_of_polygons_need_shapely(check, coco, content, monkeypatch, changes):
+    found, bitmask = importlib.util.find_spec, {"INPUT__CROP__ENABLED": True, "INPUT__MASK_FORMAT": "bitmask"}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "shapely" else found(name))
+    path = coco()
+    for keys in (bitmask, {**bitmask, "INPUT__MASK_FORMAT": "polygon"}):  # Detectron2 crops polygons for both
+        assert "shapely" in one(check(**keys))
+    if "segmentation" in changes:
+        content["annotations"] = [each | changes for each in content["annotations"]]
+        path.write_text(json.dumps(content))
+    keys = bitmask if "segmentation" in changes else bitmask | changes
+    assert not any("shapely" in error for error in check(**keys).errors)
     with pytest.raises(MissingPackageError, match="shapely"):
         get_config("new_baselines/mask_rcnn_R_50_FPN_50ep_LSJ_GW.py")
 
