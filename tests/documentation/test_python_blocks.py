@@ -1,14 +1,19 @@
 """The Python and yaml of the documentation runs as it is written."""
 
+import json
 import os
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from detectron2.modeling import build_model
+from PIL import ExifTags, Image, ImageOps
 
 from gw_detectron.checkpoint import open_start_weights
 from gw_detectron.config import read_config
+from gw_detectron.data.images import read_image
 from gw_detectron.engine import main
 from gw_detectron.export import export_detector
 from gw_detectron.layers import GroupWhitening2d
@@ -21,7 +26,7 @@ from gw_detectron.preflight import preflight
 from ..export.tiny_networks import build_detector, needs_export
 from ..photos import photo_names, write_photos
 from ..tiny_run import arguments
-from .pages import PAGES, ROOT, blocks
+from .pages import PAGES, ROOT, blocks, read
 
 #: what blocks have in them that need a trained detector in the current folder: see the slow tests
 RUN, EXPORT = ("output/", "predictions/"), ("exported",)
@@ -47,6 +52,20 @@ def run_block(block):
 def test_python_runs(block, tmp_path, monkeypatch, one_thread):
     monkeypatch.chdir(tmp_path)
     run_block(block)
+
+
+@pytest.mark.parametrize("turned", [6, 3, 5])
+@pytest.mark.parametrize("page", ["docs/export.md", "docs/quickstart.ipynb"])
+def test_photos_are_read_upright_as_in_evaluation(page, turned, tmp_path):
+    exif, photo = Image.Exif(), tmp_path / "photo.jpg"
+    exif[ExifTags.Base.Orientation] = turned
+    Image.fromarray(np.arange(3600, dtype=np.uint8).reshape(30, 40, 3)).save(photo, exif=exif)
+    cells = json.loads(read(page))["cells"] if page.endswith("ipynb") else [{"source": read(page)}]
+    text = "\n".join("".join(cell["source"]) for cell in cells)
+    lines = re.findall(r"^(?:\w+ = .*Image\.open|pixels = ).*$", text, flags=re.MULTILINE)
+    names = {"np": np, "Image": Image, "ImageOps": ImageOps, "photo": photo}
+    exec("\n".join(lines).replace('"photo.jpg"', "photo"), names)
+    assert (names["pixels"] == read_image(photo, "RGB")).all()
 
 
 def test_every_exception_is_needed():
