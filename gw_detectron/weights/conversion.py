@@ -39,7 +39,7 @@ from .network import (
 from .reading import Contents, named_tensors, read_weights_file, sha256_of, weight_problem
 
 _WRAPPERS = ("model", "state_dict")
-_PREFIXES = ("module.", "_orig_mod.")  # of DataParallel and torch.compile
+_PREFIXES = ("module.", "_orig_mod.", "backbone.body.")  # of DataParallel, torch.compile and maskrcnn-benchmark
 # the classifier, the norm before it (which the authors' ResNeXts have and do not use), and step counters
 _DROPPED = re.compile(r"(fc|last_bn)\..*|.*\.num_batches_tracked")
 
@@ -203,9 +203,12 @@ def convert(content: Any, *, norm: str | None = None, preprocessing: str | None 
     """
     contents = content if isinstance(content, Contents) else Contents(content)
     record, tensors = read_record(contents), _unwrap(contents)
-    if is_converted := "stem.conv1.weight" in tensors and "layer1.0.conv1.weight" not in tensors:
-        tensors = to_torchvision(tensors)
-    reason = "the names are Detectron2's" if is_converted else _caffe_statistics(tensors)
+    reason = _caffe_statistics(tensors)
+    if "stem.bn1.weight" in tensors:
+        reason = "the names are maskrcnn-benchmark's"
+        tensors = {name.removeprefix("stem."): value for name, value in tensors.items()}
+    elif "stem.conv1.weight" in tensors:
+        reason, tensors = "the names are Detectron2's", to_torchvision(tensors)
     images = _preprocessing(record, preprocessing, unclear=reason)
     network = infer_architecture(tensors)
     if convs := [layer for layer, name in (record.norms or {}).items() if name in CONVS]:

@@ -201,14 +201,16 @@ def test_convert_and_verify_by_command(command, r18_file, tmp_path, capsys, monk
     assert json.loads(capsys.readouterr().out)["agrees"] is False
 
 
-@pytest.mark.parametrize(("norms", "variance"), [("ALL", 1.0), ("ALL", 1 - 1e-5), ("some", 1.0)])
+@pytest.mark.parametrize(("norms", "variance"), [("ALL", 1.0), ("ALL", 1 - 1e-5), ("half", 1.0), ("some", 1.0)])
 def test_caffe_weights_with_torchvisions_names_are_not_taken_for_torchvisions(tmp_path, norms, variance):
     """BN's statistics are multiplied into its scale: BGR images, and often another stride. Asked, not guessed."""
     tensors = make_network("R-50").state_dict()
     for name in [each for each in tensors if each.endswith(("running_mean", "running_var"))]:
-        if norms == "ALL" or not name.startswith("layer4"):
+        if norms != "some" or not name.startswith("layer4"):
             tensors[name] = torch.full_like(tensors[name], variance if name.endswith("var") else 0)
-    torch.save(tensors, tmp_path / "a.pth")
+    torch.save(
+        {name: value.half() if norms == "half" else value for name, value in tensors.items()}, tmp_path / "a.pth"
+    )
     if norms == "some":
         assert load_weights(tmp_path / "a.pth").preprocessing == TORCHVISION
         return
@@ -216,3 +218,14 @@ def test_caffe_weights_with_torchvisions_names_are_not_taken_for_torchvisions(tm
         convert_file(tmp_path / "a.pth", tmp_path / "a.pkl")
     config = convert_file(tmp_path / "a.pth", tmp_path / "a.pkl", preprocessing="detectron2-msra").config()  # the fix
     assert config["INPUT"]["FORMAT"] == "BGR" and config["MODEL"]["RESNETS"]["STRIDE_IN_1X1"]
+
+
+@pytest.mark.parametrize("prefix", ["", "backbone.body.", "module.backbone.body."])
+def test_a_backbone_of_maskrcnn_benchmark_is_asked_for_its_images_and_converted(tmp_path, prefix):
+    tensors = make_network("R-18").state_dict()
+    theirs = {f"{prefix}{'' if name[:5] == 'layer' else 'stem.'}{name}": value for name, value in tensors.items()}
+    torch.save({"model": {name: value for name, value in theirs.items() if "fc" not in name}}, tmp_path / "a.pth")
+    with pytest.raises(WeightsFileError, match="maskrcnn-benchmark.*--preprocessing"):
+        convert_file(tmp_path / "a.pth", tmp_path / "a.pkl")
+    found = convert_file(tmp_path / "a.pth", tmp_path / "a.pkl", preprocessing="detectron2-msra").tensors  # the fix
+    assert all(torch.equal(found[name], value) for name, value in convert(tensors).tensors.items())
