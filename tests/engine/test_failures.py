@@ -134,6 +134,14 @@ def test_the_error_of_a_worker_keeps_its_cause(tmp_path, capsys, fail, error, wo
     assert error is not SystemExit or "Traceback" not in said
 
 
+def test_the_error_of_a_hook_is_not_taken_for_one_of_a_worker(tmp_path):
+    trainer = trainer_for(tmp_path, DATALOADER__NUM_WORKERS=1)
+    trainer.after_step = refuse_connection
+    with pytest.raises(ConnectionRefusedError, match="by tracker"):
+        trainer.train()
+    assert "by tracker" in (tmp_path / "log.txt").read_text()
+
+
 def test_a_damaged_image_is_named(tmp_path, small_dataset):
     data = small_dataset / "gw_synthetic"
     victims = sorted((data / "train").iterdir())

@@ -117,6 +117,11 @@ class TestFlags:
         args.opts += ["SOLVER.STEPS", "(700,)"]
         assert run_config(args).SOLVER.STEPS == (700,)
 
+    @pytest.mark.parametrize("device", ["mps", "xpu", "cuda:1"])
+    def test_no_gpu_of_cuda_leaves_another_device_that_is_named(self, device):
+        args = get_parser().parse_args(["--num-gpus", "0", "--config-file", str(CONFIG), "MODEL.DEVICE", device])
+        assert device == run_config(args).MODEL.DEVICE
+
     @pytest.mark.parametrize(("gpus", "told"), [(1, True), (0, False)])
     def test_a_gpu_that_the_config_leaves_idle_is_told(self, monkeypatch, caplog, gpus, told):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

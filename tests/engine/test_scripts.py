@@ -14,7 +14,7 @@ from gw_detectron.engine.train import run_config
 from gw_detectron.errors import ConfigError, PreflightError
 
 from ..photos import CLASSES, photo_names, write_photos
-from ..tiny_run import arguments
+from ..tiny_run import RETINANET, arguments
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -65,16 +65,37 @@ def corners(script):
         each["bbox"] = [x, y, x + width, y + height]
 
 
-CLASS_COUNT = "MODEL.ROI_HEADS.NUM_CLASSES"
+def keys(**changes):
+    return lambda script: script.cfg.merge_from_list([w for k, v in changes.items() for w in (k.replace("__", "."), v)])
+
+
 MISTAKES = {
     "no comma": (lambda script: setattr(script.cfg.DATASETS, "TEST", ("mine_val")), "DATASETS.TEST"),
     "no evaluator_type": (lambda script: script.unset.add("evaluator_type"), "evaluator_type"),
     "no image_id": (lambda script: [record.pop("image_id") for record in script.records], "image_id"),
     "no class names": (lambda script: script.unset.add("thing_classes"), "thing_classes"),
-    "wrong class count": (lambda script: script.cfg.merge_from_list([CLASS_COUNT, 80]), CLASS_COUNT),
+    "wrong class count": (keys(MODEL__ROI_HEADS__NUM_CLASSES=80), "MODEL.ROI_HEADS.NUM_CLASSES"),
     "boxes as corners": (corners, "bbox"),
     "missing photos": (lambda script: [path.unlink() for path in script.images.iterdir()], "IMG_0000.jpg"),
+    "no masks": (lambda script: [each.pop("segmentation") for each in script.annotations()], "MODEL.MASK_ON"),
+    "frozen norms from scratch": (keys(MODEL__RESNETS__NORM="FrozenBN"), "MODEL.RESNETS.NORM"),
+    "one image per batch": (keys(SOLVER__IMS_PER_BATCH=1), "SOLVER.IMS_PER_BATCH"),
+    "augmented tests of RetinaNet": (keys(TEST__AUG__ENABLED=True, **RETINANET), "TEST.AUG.ENABLED"),
+    "no learning rate": (keys(SOLVER__BASE_LR=0.0), "SOLVER.BASE_LR"),
+    "frozen layers from scratch": (keys(MODEL__BACKBONE__FREEZE_AT=2), "MODEL.BACKBONE.FREEZE_AT"),
+    "drops after the end": (keys(SOLVER__STEPS=(5,)), "SOLVER.STEPS"),
 }
+
+
+def test_ten_mistakes_are_refused_together(script):
+    hiding = ("no comma", "no class names", "frozen norms from scratch", "augmented tests of RetinaNet")
+    made = {name: mistake for name, mistake in MISTAKES.items() if name not in hiding}
+    for mistake, _ in made.values():
+        mistake(script)
+    with pytest.raises(PreflightError) as raised:
+        script.start()
+    found = [name for name, (_, named) in made.items() if any(named in each for each in raised.value.problems)]
+    assert found == [*made] and len(found) == 10
 
 
 @pytest.mark.parametrize(("mistake", "named"), MISTAKES.values(), ids=MISTAKES)

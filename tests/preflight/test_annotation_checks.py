@@ -110,6 +110,7 @@ def test_what_tools_and_people_write_passes(change):
 
 WARNED = {
     "brush masks of CVAT": (lambda *b: {"segmentation": run_length(*b), "iscrowd": 1}, 8, "iscrowd 1"),
+    "polygons of crowds": (lambda *b: {"iscrowd": 1}, 8, "iscrowd 1"),
     "one box for all": (
         lambda *b: {"bbox": [1, 1, 310, 230], "area": 71300, "keypoints": [90, 90, 2, 0, 0, 0]},
         19,
