@@ -21,7 +21,7 @@ def add_gw_config(cfg: CfgNode) -> None:
 
     docs/reference.md describes the keys and :mod:`gw_detectron.norms.names` the norm names, which Detectron2's own keys
     ``MODEL.RESNETS.NORM``, ``MODEL.FPN.NORM``, ``MODEL.ROI_BOX_HEAD.NORM``, ``MODEL.ROI_MASK_HEAD.NORM``,
-    ``MODEL.RETINANET.NORM`` and ``MODEL.SEM_SEG_HEAD.NORM`` take, too.
+    ``MODEL.RETINANET.NORM`` and ``MODEL.SEM_SEG_HEAD.NORM`` take.
     """
     model = cfg.MODEL
     defaults = (

@@ -130,7 +130,7 @@ def open_checkpoint(address: str | os.PathLike[str], key: str = "MODEL.WEIGHTS")
         key: the config key or file that the address comes from; error messages begin with it.
 
     Raises:
-        MissingFileError: there is no such file.
+        MissingFileError: the file does not exist.
         FileAccessError: the address cannot be fetched, or the file cannot be opened.
         ConfigError: the address has another option.
         RefusedFileError: the file could run code.

@@ -114,7 +114,7 @@ class Plan:
         return jobs, rates[0]
 
     def lengths(self, norm: str) -> list[int]:
-        """Return the iterations of the scored runs of a norm: equal ones, and those of equal time if they differ."""
+        """Return the iterations of a norm's scored runs: equal ones, and for equal time if it differs."""
         longer = self.equal_time.get(norm, 0)
         return [self.iterations, *([longer] if longer > _SAME_TIME * self.iterations else [])]
 

@@ -215,7 +215,7 @@ class _Runs:
         return {**self.what.flags, **images, "config_file": self.what.config_file}
 
     def _opts(self, folder: Path, keys: Mapping[str, Any]) -> list[Any]:
-        """Return config keys as words: periods, which the user may set, those of the user, those of the run."""
+        """Return config keys as words: periods, then the user's keys, then the run's."""
         given = {key: value for key, value in keys.items() if not (key.endswith("_PERIOD") and key in self.what.opts)}
         words = [word for pair in {**given, "OUTPUT_DIR": str(folder)}.items() for word in pair]
         return [*self.what.opts, *words]
@@ -318,7 +318,7 @@ def _stop(processes: Collection[BaseProcess]) -> None:
 
 def _result(folder: Path) -> Result:
     """Return the result of a process that has ended, or raise the error that has ended it."""
-    if (folder / RESULT).exists():  # the exit status may be that of a loader's worker
+    if (folder / RESULT).exists():  # the exit status may be a loader worker's
         return json.loads((folder / RESULT).read_text())
     text = (folder / LOG).read_text(errors="replace").strip()
     _, error, reason = text.rpartition("\nError: ")

@@ -83,7 +83,7 @@ class _Move(Transform):
 
         drawing = copy.copy(transform)
         drawing.transform = draw
-        order = slice(None, None, -1 if bgr else 1)  # hue and gray values are those of RGB
+        order = slice(None, None, -1 if bgr else 1)  # hue and gray values are computed from RGB
         pixels = drawing(tv_tensors.Image(torch.from_numpy(image[:, :, order].transpose(2, 0, 1).copy())))
         self._pixels = np.ascontiguousarray(np.asarray(pixels).transpose(1, 2, 0)[:, :, order])
         self._move = (lambda value: transform.transform(value, drawn[0])) if drawn else (lambda value: value)

@@ -50,7 +50,7 @@ def read_datasets(path: str) -> CocoDatasets:
     ``val_fraction``. Their files need not exist.
 
     Raises:
-        MissingFileError: there is no such yaml.
+        MissingFileError: the yaml does not exist.
         ConfigError: the yaml has an unknown key or a value of the wrong type.
     """
     with open(existing_path(path, "--datasets", os.path.isfile), encoding="utf-8", errors="replace") as file:

@@ -46,7 +46,7 @@ class SyntheticConfig:
     min_size: float = 0.15  # of an object, as a fraction of the image's shorter side
     max_size: float = 0.85
     min_visible: float = 0.65  # fraction of an object's area, in (0, 1]
-    hue_spread: float = 0.2  # range of an object's hue around that of its class; 1: the color tells nothing
+    hue_spread: float = 0.2  # range of an object's hue around its class's; 1: the color tells nothing
     crowd_fraction: float = 0.08  # of the images
     jpeg_quality: int = 92
 

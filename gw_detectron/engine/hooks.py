@@ -232,7 +232,7 @@ class BestWeights(BestCheckpointer):
 
     def _best_checking(self) -> None:
         before, self._last_iter = self.best_iter, self.trainer.storage.iter
-        # the main process has scores; a stopped evaluation leaves those of an earlier one
+        # the main process has scores; a stopped evaluation leaves an earlier one's scores
         if self.trainer.storage.latest().get(self._val_metric, (0, -1))[1] == self._last_iter:
             super()._best_checking()
         self._waited = 0 if self.best_iter != before else self._waited + 1

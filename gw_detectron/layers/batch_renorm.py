@@ -14,7 +14,7 @@ class BatchRenorm2d(nn.BatchNorm2d):
         r = \mathrm{clip}_{[1/r_{max}, r_{max}]} \frac{\sigma_B}{\sigma}, \quad
         d = \mathrm{clip}_{[-d_{max}, d_{max}]} \frac{\mu_B - \mu}{\sigma}
 
-    :math:`\mu_B, \sigma_B` are those of the batch; :math:`\mu, \sigma` are the running ones before this batch.
+    :math:`\mu_B, \sigma_B` are the batch's; :math:`\mu, \sigma` are the running statistics before this batch.
     Gradients do not pass through r and d. Evaluation is BN.
 
     r_max and d_max start at 1 and 0, which is BN, stay there for ``warmup`` batches, and grow linearly to ``rmax`` at

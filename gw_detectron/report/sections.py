@@ -242,7 +242,7 @@ def _confusion(run: RunFolder) -> tuple[Picture, list[dict[str, Any]]]:
     figure, axes = make_axes(side, side, xlabel="found as", ylabel="objects of the class")
     axes.grid(visible=False)
     axes.imshow(100 * shares, cmap="Blues", vmin=0, vmax=100)
-    axes.axvline(len(columns) - 1.5, color="black")  # missed is no class
+    axes.axvline(len(columns) - 1.5, color="black")  # missed is not a class
     axes.set_xticks(range(len(columns)), [names[index] for index in columns], rotation=90)
     axes.set_yticks(range(len(rows)), [names[index] for index in rows])
     for (row, column), share in np.ndenumerate(shares):
