@@ -103,22 +103,19 @@ def check_start_weights(
 ) -> None:
     """Check that the start weights fit the preprocessing, the config and, unless None, the model."""
     weights = start.opened
-    if start.resumed:
-        if weights:
-            _check_recorded_config(cfg, start, weights, report)
-            if model is not None:
-                _check_resumed(weights, model, report)
-        return
-    if start.error:
-        report.errors.append(str(start.error))
-    known = [images for pattern, images in _PREPROCESSING.items() if re.search(pattern, start.address)]
-    if weights and weights.record.preprocessing:
-        known = [weights.record.preprocessing]
-    for images in known:
-        _check_preprocessing(cfg, images, report)
+    if not start.resumed:
+        report.errors += [str(start.error)] if start.error else []
+        known = [images for pattern, images in _PREPROCESSING.items() if re.search(pattern, start.address)]
+        if weights and weights.record.preprocessing:
+            known = [weights.record.preprocessing]
+        for images in known:
+            _check_preprocessing(cfg, images, report)
     if weights:
         _check_recorded_config(cfg, start, weights, report)
-        if model is not None:
+    if weights and model is not None:
+        if start.resumed:
+            _check_resumed(weights, model, report)
+        else:
             _check_norms(cfg, weights, model, report, allow_partial)
 
 

@@ -28,10 +28,6 @@ def changed(change):
     return content
 
 
-def test_a_complete_file_is_not_copied():
-    assert complete_coco(COMPLETE) is COMPLETE
-
-
 def test_area_and_iscrowd_follow_from_the_box():
     given = changed(lambda each: [each.pop(key) for key in ("area", "iscrowd")])
     before = copy.deepcopy(given)
