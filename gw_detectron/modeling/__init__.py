@@ -1,28 +1,15 @@
 """Detectron2 components with group whitening; importing this package registers them."""
 
-from .build import CLASS_COUNTS, NORM_KEYS, build_checked_model, object_count_keys, unread_keys
+from .build import build_checked_model
 from .convs import ConvNormReLU
 from .dense_heads import GWFCOSHead, GWRetinaNet, GWRetinaNetHead, GWSemSegFPNHead
 from .fpn import GWFPN, build_gw_resnet_fpn_backbone, build_gw_retinanet_resnet_fpn_backbone
-from .resnet import (
-    GWBasicBlock,
-    GWBasicStem,
-    GWBottleneckBlock,
-    GWDeformBottleneckBlock,
-    build_gw_resnet_backbone,
-    gw_resnet,
-)
+from .resnet import build_gw_resnet_backbone, gw_resnet
 from .roi_heads import GWFastRCNNConvFCHead, GWMaskRCNNConvUpsampleHead, GWRes5ROIHeads
 
 __all__ = [
-    "CLASS_COUNTS",
     "GWFPN",
-    "NORM_KEYS",
     "ConvNormReLU",
-    "GWBasicBlock",
-    "GWBasicStem",
-    "GWBottleneckBlock",
-    "GWDeformBottleneckBlock",
     "GWFCOSHead",
     "GWFastRCNNConvFCHead",
     "GWMaskRCNNConvUpsampleHead",
@@ -35,6 +22,4 @@ __all__ = [
     "build_gw_resnet_fpn_backbone",
     "build_gw_retinanet_resnet_fpn_backbone",
     "gw_resnet",
-    "object_count_keys",
-    "unread_keys",
 ]

@@ -28,6 +28,15 @@ class _WhitenedBlock(CNNBlockBase):
     """Mixin for a stock stem or block: fused ReLUs, and ``freeze()`` also freezes batch whitening."""
 
     relu_convs: tuple[str, ...] = ()  # convolutions with a ReLU after their norm
+    last_conv: str
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x
+        for name in self.relu_convs:
+            out = _conv_relu(getattr(self, name), out)
+        out = getattr(self, self.last_conv)(out)
+        out += x if self.shortcut is None else self.shortcut(x)
+        return F.relu_(out)
 
     def freeze(self) -> nn.Module:
         super().freeze()
@@ -52,27 +61,19 @@ class GWBasicStem(_WhitenedBlock, BasicStem):
 class GWBasicBlock(_WhitenedBlock, BasicBlock):
     """Block of ResNet-18 and -34."""
 
-    relu_convs = ("conv1",)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.conv2(_conv_relu(self.conv1, x))
-        out += x if self.shortcut is None else self.shortcut(x)
-        return F.relu_(out)
+    relu_convs, last_conv = ("conv1",), "conv2"
 
 
 class GWBottleneckBlock(_WhitenedBlock, BottleneckBlock):
     """Bottleneck block of ResNeXt and deeper ResNets."""
 
-    relu_convs = ("conv1", "conv2")
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.conv3(_conv_relu(self.conv2, _conv_relu(self.conv1, x)))
-        out += x if self.shortcut is None else self.shortcut(x)
-        return F.relu_(out)
+    relu_convs, last_conv = ("conv1", "conv2"), "conv3"
 
 
 class GWDeformBottleneckBlock(_WhitenedBlock, DeformBottleneckBlock):
     """Bottleneck block with a deformable convolution. It trains on the CPU as well; its ReLUs are not fused."""
+
+    forward = DeformBottleneckBlock.forward
 
 
 _BLOCKS = {

@@ -19,7 +19,6 @@ from detectron2.modeling.roi_heads import (
 from torch import nn
 
 from ..config import changed_config
-from ..errors import ConfigError
 from ..norms import Norm, convert_convs, resolve_norm
 from .convs import append_fusible_relu
 from .resnet import build_gw_resnet_backbone
@@ -91,11 +90,6 @@ class GWRes5ROIHeads(Res5ROIHeads):
     @classmethod
     def _build_res5_block(cls, cfg: CfgNode) -> tuple[nn.Sequential, int]:
         # Private, but Detectron2 v0.6 and main of 2026 call it as this class method.
-        if cfg.MODEL.RESNETS.DEFORM_ON_PER_STAGE[-1]:
-            raise ConfigError(
-                f"MODEL.RESNETS.DEFORM_ON_PER_STAGE ({cfg.MODEL.RESNETS.DEFORM_ON_PER_STAGE}): res5 after region "
-                "pooling cannot be deformable. Fix: set its last value to False."
-            )
         # the last stage of a whole ResNet, so that one place decides norms, blocks and strides
         whole = changed_config(cfg, {"MODEL.RESNETS.OUT_FEATURES": ["res5"], "MODEL.BACKBONE.FREEZE_AT": 0})
         resnet = build_gw_resnet_backbone(whole, ShapeSpec(channels=len(cfg.MODEL.PIXEL_MEAN)))

@@ -106,7 +106,7 @@ def _hide_labels(output: Any, boxes: np.ndarray, first: Sequence[bool]) -> None:
 
 
 def draw_predictions(image: np.ndarray, metadata: Metadata, instances: Instances) -> np.ndarray:
-    """Draw the ``Instances`` that a detector returns, on the CPU; ``pred_masks`` may also be ``PolygonMasks``."""
+    """Draw the ``Instances`` that a detector returns, on the CPU; ``pred_masks`` may also be RLE."""
     masks = instances.get("pred_masks") if instances.has("pred_masks") else None
     return draw_objects(
         image,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pycocotools.mask as mask_util
 import torch
-from detectron2.structures import Boxes, Instances, PolygonMasks
+from detectron2.structures import Boxes, Instances
 from torch import Tensor
 from torchvision.ops import box_iou
 
@@ -205,7 +205,7 @@ def _objects(boxes: Tensor, classes: Tensor, tile_of: Tensor, views: Tensor) -> 
 
 
 def shrunk(image: Any, found: Instances, longest: int = 4096) -> tuple[np.ndarray, Instances]:
-    """Return an image and its detections at most ``longest`` pixels large; masks in RLE become polygons."""
+    """Return an image and its detections at most ``longest`` pixels large; masks may be RLE."""
     height, width = found.image_size
     step = math.ceil(max(height, width) / longest)
     small = image[::step, ::step]
@@ -216,14 +216,6 @@ def shrunk(image: Any, found: Instances, longest: int = 4096) -> tuple[np.ndarra
     if found.has("pred_masks"):
         result.pred_masks = found.pred_masks[:, ::step, ::step]
     if found.has("pred_masks_rle"):
-        result.pred_masks = PolygonMasks([_polygons(rle, step) for rle in found.pred_masks_rle])
+        masks = (mask_util.decode(rle)[::step, ::step] for rle in found.pred_masks_rle)
+        result.pred_masks = [mask_util.encode(np.asfortranarray(mask)) for mask in masks]
     return small, result
-
-
-def _polygons(rle: dict[str, Any], step: int) -> list[np.ndarray]:
-    import cv2
-
-    left, top, width, height = map(int, mask_util.toBbox(rle))
-    mask = mask_util.decode(rle)[top : top + height, left : left + width]
-    contours, _ = cv2.findContours(mask, cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_SIMPLE, offset=(left, top))
-    return [contour.reshape(-1).astype(float) / step for contour in contours if len(contour) >= 3]

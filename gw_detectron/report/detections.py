@@ -157,7 +157,7 @@ class Detections:
         image = ImageMatches(image_id, [], [], [], [])
         if matches is None:  # neither objects nor detections
             return image
-        objects = [each for each in self.objects(image_id) if not each.get("iscrowd")]
+        objects = [each for each in self.truth.imgToAnns[image_id] if not each.get("iscrowd")]
         taken = dict(zip(matches["gtMatches"][0].astype(int), map(self.truth.anns.get, matches["gtIds"]), strict=True))
         for number, ignored in zip(matches["dtIds"], matches["dtIgnore"][0], strict=True):
             if ignored:
@@ -175,12 +175,6 @@ class Detections:
         hit = {id(each) for each in image.matched}
         image.missed.extend(each for each in objects if id(each) not in hit)
         return image
-
-    def file_name(self, image_id: Any) -> str:
-        return self.truth.imgs[image_id]["file_name"]
-
-    def objects(self, image_id: Any) -> list[dict[str, Any]]:
-        return self.truth.imgToAnns[image_id]
 
     def draw(self, image_id: Any, objects: Sequence[dict[str, Any]], notes: Sequence[str]) -> np.ndarray:
         """Draw annotations or detections on their image, with notes."""

@@ -226,35 +226,32 @@ def recall(run: RunFolder) -> Section:
 
 def _confusion(run: RunFolder) -> tuple[Picture, list[dict[str, Any]]]:
     """Plot which class the objects of each class are found as, and list the counts."""
-    found, names = run.detections, [*run.detections.class_names, "missed"]
+    found, names = run.detections, run.detections.class_names
     place = {key: index for index, key in enumerate(found.category_ids)}
-    counts = np.zeros((len(place), len(names)), int)
+    counts = np.zeros((len(place), len(place) + 1), int)
     for image in run.matches:
         for box, match in zip(image.found, image.matched, strict=True):
             if match:
                 counts[place[match["category_id"]], place[box["category_id"]]] += 1
         for each in image.missed:
             counts[place[each["category_id"]], -1] += 1
-    rows = np.flatnonzero(counts.any(1))
-    columns = np.append(np.flatnonzero(counts.any(1) | counts[:, :-1].any(0)), len(place))
-    shares = counts[np.ix_(rows, columns)] / counts[rows].sum(1, keepdims=True)
-    side = min(3 + 0.3 * len(columns), 16)
+    kept = np.flatnonzero(counts.any(1) | counts[:, :-1].any(0))
+    counts, names = counts[kept][:, [*kept, -1]], [*(names[index] for index in kept), "missed"]
+    shares = counts / counts.sum(1, keepdims=True).clip(1)
+    side = min(3 + 0.3 * len(names), 16)
     figure, axes = make_axes(side, side, xlabel="found as", ylabel="objects of the class")
     axes.grid(visible=False)
-    axes.imshow(100 * shares, cmap="Blues", vmin=0, vmax=100)
-    axes.axvline(len(columns) - 1.5, color="black")  # missed is not a class
-    axes.set_xticks(range(len(columns)), [names[index] for index in columns], rotation=90)
-    axes.set_yticks(range(len(rows)), [names[index] for index in rows])
+    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    axes.axvline(len(kept) - 0.5, color="black")  # missed is not a class
+    axes.set_xticks(range(len(names)), names, rotation=90)
+    axes.set_yticks(range(len(kept)), names[:-1])
     for (row, column), share in np.ndenumerate(shares):
-        if share and len(columns) <= 25:
+        if share and len(kept) <= 25:
             color = "white" if share > 0.6 else "black"
-            axes.text(column, row, str(counts[rows[row], columns[column]]), ha="center", va="center", color=color)
+            axes.text(column, row, str(counts[row, column]), ha="center", va="center", color=color)
     numbers = [
-        {
-            "class": names[row],
-            "found_as": {names[index]: int(counts[row, index]) for index in np.flatnonzero(counts[row])},
-        }
-        for row in rows
+        {"class": name, "found_as": {names[index]: int(row[index]) for index in np.flatnonzero(row)}}
+        for name, row in zip(names, counts, strict=False)
     ]
     return Picture.from_figure("confusion", figure), numbers
 
@@ -274,7 +271,11 @@ def errors(run: RunFolder) -> Section:
     images = sorted(run.matches, key=lambda image: -image.errors)[: run.images]
     images = [image for image in images if image.errors]
     worst = [
-        {"image": image.image_id, "file": run.detections.file_name(image.image_id), "errors": image.errors}
+        {
+            "image": image.image_id,
+            "file": run.detections.truth.imgs[image.image_id]["file_name"],
+            "errors": image.errors,
+        }
         for image in images
     ]
     text = (
@@ -290,8 +291,8 @@ def errors(run: RunFolder) -> Section:
 
 def _photos(run: RunFolder, name: str, image: ImageMatches) -> list[Picture]:
     """Draw the objects of an image, and its detections."""
-    found, objects = run.detections, run.detections.objects(image.image_id)
-    file = found.file_name(image.image_id)
+    found, objects = run.detections, run.detections.truth.imgToAnns[image.image_id]
+    file = found.truth.imgs[image.image_id]["file_name"]
     missed = {id(each) for each in image.missed}
     truth = found.draw(image.image_id, objects, ["missed" if id(each) in missed else "" for each in objects])
     kinds = [kind.replace(CORRECT, "") for kind in image.kinds]
