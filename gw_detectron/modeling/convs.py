@@ -6,7 +6,7 @@ values of all later layers, so these functions change the class of a built convo
 """
 
 import torch.nn.functional as F
-from detectron2.layers import Conv2d, DeformConv, ModulatedDeformConv
+from detectron2.layers import Conv2d, DeformConv
 from torch import Tensor, nn
 from torchvision.ops import deform_conv2d
 
@@ -39,32 +39,17 @@ def append_fusible_relu(conv: Conv2d) -> None:
         conv.activation = nn.ReLU(inplace=True)
 
 
-class _TorchvisionOperator(nn.Module):
-    """Mixin for a deformable convolution: torchvision's operator."""
+class TorchvisionDeformConv(DeformConv):
+    """Deformable convolution by torchvision's operator, in version 2 with a mask; with norm and activation.
 
-    weight: Tensor
-    bias: Tensor | None = None  # DeformConv has none
-    norm: nn.Module | None
-    activation: nn.Module | None
+    Detectron2's operator needs its compiled extension and trains on GPUs only. Sources: Deformable Convolutional
+    Networks, equation 2; Deformable ConvNets v2, equation 1.
+    """
+
+    bias: Tensor | None = None  # stock blocks have none
 
     def forward(self, x: Tensor, offset: Tensor, mask: Tensor | None = None) -> Tensor:
         x = deform_conv2d(x, offset, self.weight, self.bias, self.stride, self.padding, self.dilation, mask)
         if self.norm is not None:
             x = self.norm(x)
         return x if self.activation is None else self.activation(x)
-
-
-class TorchvisionDeformConv(_TorchvisionOperator, DeformConv):
-    """Deformable convolution with norm and activation (Deformable Convolutional Networks, equation 2)."""
-
-
-class TorchvisionModulatedDeformConv(_TorchvisionOperator, ModulatedDeformConv):
-    """Modulated deformable convolution with norm and activation (Deformable ConvNets v2, equation 1)."""
-
-
-def use_torchvision_operator(conv: DeformConv | ModulatedDeformConv) -> None:
-    """Change a deformable convolution to torchvision's operator, in place.
-
-    Detectron2's operator needs its compiled extension and trains on GPUs only.
-    """
-    conv.__class__ = TorchvisionModulatedDeformConv if isinstance(conv, ModulatedDeformConv) else TorchvisionDeformConv

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..config import changed_config, default_config
 from ..layers import FrozenBatchWhitening2d
 from ..norms import Norm, convert_convs, resolve_norm, whitened_convs
-from .convs import append_fusible_relu, use_torchvision_operator
+from .convs import TorchvisionDeformConv, append_fusible_relu
 
 STAGES = ("stem", "res2", "res3", "res4", "res5")
 
@@ -105,7 +105,7 @@ def set_norms(network: nn.Module, norm: Norm, whiten_norm: Norm = "", positions:
                 if name in block.relu_convs:
                     append_fusible_relu(conv)
         if isinstance(block, DeformBottleneckBlock):
-            use_torchvision_operator(block.conv2)
+            block.conv2.__class__ = TorchvisionDeformConv
     return network
 
 

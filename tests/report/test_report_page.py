@@ -85,7 +85,9 @@ def test_the_page_is_well_formed_and_stands_alone(tmp_path, options):
     kinds, objects = numbers["errors"]["kinds"], sum(row["objects"] for row in numbers["ap_per_class"])
     assert kinds["correct"] + kinds["wrong class"] + kinds["missed"] == objects
     rows = {row["class"]: sum(row["found_as"].values()) for row in numbers["errors"]["confusion"]}
-    assert rows == {row["class"]: row["objects"] for row in numbers["ap_per_class"] if row["objects"] or row["class"] in rows}
+    assert rows == {
+        row["class"]: row["objects"] for row in numbers["ap_per_class"] if row["objects"] or row["class"] in rows
+    }
     recall = numbers["recall"]
     assert recall["objects"] == objects == recall["found"] + sum(recall["not_found"].values())
 
