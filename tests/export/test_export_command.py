@@ -8,6 +8,7 @@ from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.modeling import build_model
 from PIL import Image
 
+from gw_detectron.checkpoint import RUN_RECORD, RunRecord
 from gw_detectron.commands.export import get_parser, main
 from gw_detectron.errors import ConfigError, WeightsError
 from gw_detectron.export import detector, load_model
@@ -74,7 +75,8 @@ def test_a_backbone(trained, tmp_path, capsys):
         export("--no-fpn", *words)
 
 
-def test_a_detector_with_the_classes_of_a_run_folder(cfg, trained, tmp_path, small_dataset, capsys, monkeypatch):
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_detector_with_the_classes_of_its_run(cfg, trained, tmp_path, small_dataset, capsys, monkeypatch, moved):
     def write(program, path):
         path.write_text("no program")
         return ExportedFile(program, program.describe())
@@ -82,15 +84,20 @@ def test_a_detector_with_the_classes_of_a_run_folder(cfg, trained, tmp_path, sma
     monkeypatch.setattr(detector, "write_program", write)
     data = small_dataset / "gw_synthetic"
     entry = {"json": str(data / "annotations" / "instances_val.json"), "images": str(data / "val")}
-    (tmp_path / "datasets.yaml").write_text(json.dumps({"val": {"export_test_val": entry}}))
+    classes = {number: f"cell {number}" for number in (1, 2, 3, 5, 8, 13)}
+    if not moved:
+        (tmp_path / "datasets.yaml").write_text(json.dumps({"val": {"export_test_val": entry}}))
+    content, weights = torch.load(trained[1], weights_only=True), tmp_path / "own.pth"
+    torch.save(content | ({RUN_RECORD: RunRecord("", 1, classes).state_dict()} if moved else {}), weights)
     own = cfg.clone()
     own.DATASETS.TEST = ("export_test_val",)
     (tmp_path / "config.yaml").write_text(own.dump())
     Image.effect_noise((80, 60), 90).convert("RGB").save(tmp_path / "image.png")
     export(
-        *("--config-file", tmp_path / "config.yaml", "--weights", trained[1], "--output", tmp_path / "out"),
+        *("--config-file", tmp_path / "config.yaml", "--weights", weights, "--output", tmp_path / "out"),
         *("--detections", "7", "--image", tmp_path / "image.png"),
     )
     assert "detections compared, 0 without counterpart" in capsys.readouterr().out
     report = json.loads((tmp_path / "out" / "parity.json").read_text())
     assert report["detections"] == 7 and len(report["class_names"]) == 6
+    assert not moved or dict(zip(report["category_ids"], report["class_names"], strict=True)) == classes
