@@ -9,7 +9,7 @@ import pytest
 
 from gw_detectron import commands
 from gw_detectron.commands import COMMANDS
-from gw_detectron.config import find_config_file, given_keys, read_config
+from gw_detectron.config import find_config_file, get_value, given_keys, read_config
 from gw_detectron.engine.train import run_config
 from gw_detectron.errors import UserError
 from gw_detectron.model_zoo import get_config_file, list_configs
@@ -124,10 +124,13 @@ def test_similar_configs_and_words_that_are_no_pairs_are_named():
     assert read_config(CONFIG, ["MODEL.FPN.NORM", "GW:groups=32"]).MODEL.FPN.NORM == "GW:groups=32"
 
 
-def test_a_whole_number_for_a_rate_is_explained():
-    assert read_config(CONFIG, ["SOLVER.BASE_LR", "1.0"]).SOLVER.BASE_LR == 1
-    with pytest.raises(UserError, match=r"SOLVER.BASE_LR.*Fix: .*\.0"):
-        read_config(CONFIG, ["SOLVER.BASE_LR", "1"])
+@pytest.mark.parametrize(
+    ("key", "value"), [("SOLVER.BASE_LR", 50), ("SOLVER.WEIGHT_DECAY", 0), ("MODEL.ROI_HEADS.SCORE_THRESH_TEST", 1)]
+)
+def test_a_whole_number_for_a_rate_is_explained(key, value):
+    with pytest.raises(UserError, match=rf"{key}.*Fix: .*\.0"):
+        read_config(CONFIG, [key, str(value)])
+    assert get_value(read_config(CONFIG, [key, f"{value}.0"]), key) == value  # the fix
 
 
 @pytest.mark.parametrize("base", [DEMO, f"configs/{DEMO}", "mask_rcnn_R_18_FPN_BN_GW_demo", "['{}', local.yaml]"])
