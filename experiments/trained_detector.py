@@ -64,7 +64,7 @@ def load_detector(config_file: str, weights: str, images: int = 0) -> tuple[nn.M
     if not cfg.DATASETS.TEST:
         raise ConfigError("DATASETS.TEST (()): names no dataset. Fix: name one in the config.")
     dataset = cfg.DATASETS.TEST[0]
-    use_recorded_datasets(cfg, config_file, os.path.dirname(config_file), needed=[dataset])
+    use_recorded_datasets(cfg, config_file, os.path.dirname(config_file))
     if dataset not in DatasetCatalog:
         raise ConfigError(f"DATASETS.TEST ('{dataset}'): not registered. Fix: register it in Python first.")
     model = load_model(cfg)

@@ -70,7 +70,7 @@ def test_a_checkpoint_with_a_config_elsewhere(run_folder, tmp_path, caplog):
     del content["record"]
     torch.save(content, tmp_path / "unnamed.pth")
     unnamed = open_predictor(str(tmp_path / "unnamed.pth"), config_file=str(config))
-    assert unnamed.metadata.get("thing_classes", None) is None and "class names: neither" in caplog.text
+    assert unnamed.metadata.get("thing_classes", None) is None and "class names: not in" in caplog.text
 
 
 @pytest.mark.parametrize(
