@@ -111,7 +111,9 @@ def coco_of_records(records: Sequence[dict], classes: Sequence[str] | None, *, e
         for each in record["annotations"]:
             if each.get("bbox_mode") not in (BoxMode.XYWH_ABS, BoxMode.XYXY_ABS):
                 return None
-            box = BoxMode.convert(list(each["bbox"]), each["bbox_mode"], BoxMode.XYWH_ABS)
+            box = list(each["bbox"])
+            if each["bbox_mode"] == BoxMode.XYXY_ABS:  # BoxMode.convert would round to float32
+                box[2:] = [end - start for start, end in zip(box, box[2:], strict=False)]
             places = {"id": len(content["annotations"]) + 1, "image_id": image["id"], "bbox": box}
             content["annotations"].append({**each, **places})
     count = 1 + max((each["category_id"] for each in content["annotations"]), default=-1)

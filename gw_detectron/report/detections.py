@@ -17,6 +17,7 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from ..data.fingerprint import read_fingerprint
+from ..data.geometry import is_polygon
 from ..data.images import read_image
 from ..engine.evaluation import dense_average_precision
 from ..prediction import draw_record
@@ -185,5 +186,8 @@ class Detections:
             | {"category_id": index[each["category_id"]]}
             for each in objects
         ]
+        for each in shown:
+            if isinstance(mask := each.get("segmentation"), list):  # Detectron2 leaves out other polygons, too
+                each["segmentation"] = list(filter(is_polygon, mask))
         image = read_image(self.records[image_id]["file_name"], "RGB", self.cfg.INPUT.PERCENTILES)
         return draw_record(image, self.metadata, {"annotations": shown}, notes)

@@ -5,9 +5,10 @@ import hashlib
 import json
 
 import pytest
+from detectron2.structures import BoxMode
 from detectron2.utils.file_io import PathManager
 
-from gw_detectron.data.coco_files import DerivedFile, complete_coco, split_coco
+from gw_detectron.data.coco_files import DerivedFile, coco_of_records, complete_coco, split_coco
 from gw_detectron.errors import DataError
 
 NAMES = [f"2023/{number}.jpg" for number in range(2000)]
@@ -49,6 +50,14 @@ def test_a_validation_file_gets_the_categories_of_the_training():
     assert complete_coco(completed, classes) is completed
     for other in ({}, {0: "apple"}, {0: "plum", 3: "pear"}, {3: "pear"}):
         assert complete_coco(COMPLETE, other) is COMPLETE
+
+
+@pytest.mark.parametrize(("corners", "box"), [([1, 2, 4.1, 8], [1, 2, 4.1 - 1, 6]), ([1, 2, 3], [1, 2, 2])])
+def test_a_python_functions_boxes_are_measured_exactly_and_a_malformed_one_is_left_to_preflight(corners, box):
+    entry = {"bbox": tuple(corners), "bbox_mode": BoxMode.XYXY_ABS, "category_id": 0}
+    record = {"file_name": "a.jpg", "height": 20, "width": 30, "image_id": 1, "annotations": [entry]}
+    (found,) = coco_of_records([record], ["cat"], evaluated=False)["annotations"]
+    assert found["bbox"] == box
 
 
 DAMAGED = [

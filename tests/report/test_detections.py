@@ -9,6 +9,7 @@ import torch
 from detectron2.data import Metadata
 from detectron2.evaluation import COCOEvaluator
 from detectron2.structures import Boxes, Instances
+from PIL import Image
 from pycocotools.coco import COCO
 
 from gw_detectron.config import default_config
@@ -95,6 +96,18 @@ def test_a_mask_is_small_by_its_own_area():
     found.truth.anns[1]["segmentation"] = [outlines[0]]
     scores = dataclasses.replace(found, tasks=["segm"]).scores["segm"].stats
     assert scores[[0, 3]] == pytest.approx(0.5)  # AP and that of small objects
+
+
+def test_a_polygon_that_detectron2_leaves_out_is_not_drawn(tmp_path):
+    own = detections(TRUTH, FOUND)
+    Image.new("RGB", (200, 100)).save(tmp_path / "a.png")
+    own = dataclasses.replace(own, records={1: {"file_name": tmp_path / "a.png"}}, tasks=["bbox", "segm"])
+    square = [0, 0, 20, 0, 20, 20, 0, 20]
+    pictures = [
+        own.draw(1, [own.truth.anns[1] | {"segmentation": polygons}], [""])
+        for polygons in ([square], [square, [1, 2, 3, 4, 5, 6, 7]])  # the coordinates of three points and a half
+    ]
+    assert np.array_equal(*pictures)
 
 
 @pytest.fixture(scope="module")
