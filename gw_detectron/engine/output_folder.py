@@ -63,7 +63,8 @@ def check_output(
 ) -> None:
     """Check that a run finds the checkpoint it continues from, and overwrites none that the folder ``keeps``."""
     found, unusable = list(Path(folder).glob("*.pth")), (BEST_CHECKPOINT, os.path.basename(start.address))
-    newest = max((path for path in found if path.name not in unusable), key=os.path.getmtime, default=None)
+    others = [path for path in found if path.name not in unusable and path.is_file()]  # no link to a lost file
+    newest = max(others, key=os.path.getmtime, default=None)
     fix = "Fix: start again with --overwrite instead of --resume; there is no other checkpoint."
     if newest:
         fix = f"Fix: write {newest.name}, the newest other one, into {folder}/last_checkpoint."

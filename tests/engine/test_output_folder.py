@@ -8,12 +8,13 @@ import signal
 
 import pytest
 
+from gw_detectron.checkpoint import StartWeights
 from gw_detectron.checkpoint.opening import local_file
 from gw_detectron.engine import main, start
-from gw_detectron.engine.output_folder import clear_output, end_last_line, lock_output, read_metrics
+from gw_detectron.engine.output_folder import check_output, clear_output, end_last_line, lock_output, read_metrics
 from gw_detectron.engine.start import start_run
 from gw_detectron.engine.train import run_config
-from gw_detectron.errors import ConfigError, PreflightError, UserError
+from gw_detectron.errors import ConfigError, PreflightError, PreflightReport, UserError
 
 from ..reliability.forked_run import STEP, child, training
 from ..tiny_run import arguments
@@ -140,6 +141,13 @@ def test_nothing_is_deleted_if_the_run_reads_a_file_of_a_deleted_folder(earlier)
     with pytest.raises(ConfigError, match=r"--overwrite: .*inference/config.yaml"):
         clear_output(str(earlier), everything=True, needed=[str(earlier / "inference" / "config.yaml")])
     assert names(earlier) == before and names(earlier / "inference") == ["coco_instances_results.json", "config.yaml"]
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_link_to_a_checkpoint_that_was_moved_away(tmp_path, resume):
+    (tmp_path / "model_final.pth").symlink_to(tmp_path / "gone.pth")
+    check_output(str(tmp_path), StartWeights(), report := PreflightReport(), resume=resume, keeps=True)
+    assert resume is any("there is no other checkpoint" in error for error in report.errors)
 
 
 @pytest.mark.parametrize("flags", [[], ["--eval-only"]])
