@@ -45,11 +45,13 @@ def use_datasets(cfg: CfgNode, args: argparse.Namespace, folder: str) -> None:
     values: dict[str, object] = {"DATASETS.TEST": tuple(named.val)}
     if named.train:
         values["DATASETS.TRAIN"] = tuple(named.train)
-    with contextlib.suppress(OSError, DataError):  # preflight reports why
-        data = read_fingerprint(read_json(each.json) for each in (named.train or named.val).values())
-        values |= dict.fromkeys(object_count_keys(cfg), len(data.classes))
-        if data.masks["rle"]:
-            values["INPUT.MASK_FORMAT"] = "bitmask"  # in which Detectron2 reads RLE
+    for dataset in (*named.train.values(), *named.val.values()):
+        with contextlib.suppress(OSError, DataError):  # preflight reports why
+            data = read_fingerprint([read_json(dataset.json)])
+            if data.classes:  # of the first file that can be read
+                values = dict.fromkeys(object_count_keys(cfg), len(data.classes)) | values
+            if data.masks["rle"]:
+                values["INPUT.MASK_FORMAT"] = "bitmask"  # in which Detectron2 reads RLE, also for validation losses
     cfg.merge_from_list([word for key, value in values.items() if key not in explicit for word in (key, value)])
 
 

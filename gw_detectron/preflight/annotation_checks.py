@@ -156,7 +156,7 @@ def _check_geometry(
         encoded = np.array([isinstance(mask, dict) for mask in masks])
         flat = np.array([not mask or isinstance(mask, dict) or all(map(is_coordinates, mask)) for mask in masks])
         drawn = np.array([isinstance(mask, list) and any(map(is_polygon, mask)) for mask in masks])
-        faults |= {NO_MASK: used & ~given, RUN_LENGTHS: used & encoded & (not needs.run_lengths)}
+        faults |= {NO_MASK: used & ~given, RUN_LENGTHS: ~crowd & encoded & (not needs.run_lengths)}
         faults |= {OTHER_SIZE: used & encoded & np.isnan(areas), NO_PIXEL: used & (areas == 0)}
         faults |= {NO_COORDINATES: used & (~flat | (drawn & np.isnan(areas)))}
         faults |= {NO_POLYGON: ~crowd & given & flat & ~drawn & ~encoded}

@@ -44,7 +44,7 @@ def check_datasets(
     photos: dict[str, tuple[str, Any, str]] = {}
     roles = ((True, () if eval_only else cfg.DATASETS.TRAIN), (False, cfg.DATASETS.TEST))
     classes = {
-        name: _check_dataset(name, report, _needs(cfg, training), data, photos)
+        name: _check_dataset(name, report, _needs(cfg, training, eval_only), data, photos)
         for training, names in roles
         for name in names
     }
@@ -90,7 +90,8 @@ def _wrong_keypoint_names(cfg: CfgNode, datasets: Sequence[str]) -> Iterator[str
         except ValueError:  # a pair with another name
             order = []
         first = first or names
-        if names != first or [order[index] for index in order] != list(range(points)):
+        flipped = {each for pair in MetadataCatalog.get(name).get("keypoint_flip_map", None) or () for each in pair}
+        if names != first or flipped - {*names} or [order[index] for index in order] != list(range(points)):
             yield (
                 f"keypoint_names of {name} ({summarize_names(map(str, names), 20)}): not one name for each of {points} "
                 "keypoints (MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS), in at most one pair of keypoint_flip_map, the same "
@@ -118,9 +119,10 @@ def _classes_without_objects(cfg: CfgNode, data: Mapping[str, Fingerprint]) -> I
             yield f"DATASETS: {found.sum()} of {len(names)} classes {what} ({listed}). Fix: {fix}."
 
 
-def _needs(cfg: CfgNode, training: bool) -> DatasetNeeds:
+def _needs(cfg: CfgNode, training: bool, eval_only: bool) -> DatasetNeeds:
     points = cfg.MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS if cfg.MODEL.KEYPOINT_ON else 0
-    run_lengths = not training or cfg.INPUT.MASK_FORMAT != "polygon"
+    has_losses = training or (cfg.TEST.LOSS and cfg.TEST.EVAL_PERIOD > 0 and not eval_only)  # they read masks alike
+    run_lengths = not has_losses or cfg.INPUT.MASK_FORMAT != "polygon"
     return DatasetNeeds(training, cfg.MODEL.MASK_ON, run_lengths, points, cfg.INPUT.PERCENTILES)
 
 

@@ -94,6 +94,18 @@ def test_what_a_json_lacks_or_needs_is_done_in_the_run(tmp_path, photos, train_f
     assert cfg.MODEL.ROI_HEADS.NUM_CLASSES == 3 and cfg.INPUT.MASK_FORMAT == "bitmask"
     found = preflight(cfg, StartWeights())
     assert not found.errors and any("custom_val" in each and "categories: no" in each for each in found.warnings)
+    runs = ["--val-json", str(tmp_path / "runs.json"), "--val-images", f"{photos}/photos"]
+    assert run_config(arguments(tmp_path, *train_flags, *runs)).INPUT.MASK_FORMAT == "bitmask"  # for its losses
+
+
+@pytest.mark.parametrize("wrong", [{"images": [{"id": 1, "file_name": "a.jpg"}]}, {"categories": []}])
+def test_a_damaged_json_is_not_taken_for_a_wrong_class_count(tmp_path, photos, val_flags, wrong):
+    content = json.loads((photos / "annotations.json").read_text())
+    (tmp_path / "wrong.json").write_text(json.dumps(content | wrong))
+    flags = ["--train-json", str(tmp_path / "wrong.json"), "--train-images", f"{photos}/photos", *val_flags]
+    cfg = run_config(arguments(tmp_path, *flags))
+    assert cfg.MODEL.ROI_HEADS.NUM_CLASSES == 3
+    assert not any("NUM_CLASSES" in error for error in preflight(cfg, StartWeights()).errors)
 
 
 def test_a_training_needs_a_dataset_to_train_on(tmp_path, photos, val_flags):

@@ -72,6 +72,7 @@ NAMES = ["nose", "left_eye", "right_eye"]
         (["nose", "left_eye", "left_eye"], []),
         # of our own invention
         (NAMES, [("left_eye", "right_ear")]),
+        (NAMES, [("Left_eye", "Right_eye")]),
         (NAMES, [("left_eye", "right_eye"), ("nose", "left_eye")]),
         (NAMES, [("left_eye", "right_eye"), ("right_eye", "nose"), ("nose", "left_eye")]),
         (NAMES, None),
@@ -250,8 +251,20 @@ def test_run_lengths_need_the_mask_format_bitmask(check, coco, content):
     coco()
     assert "INPUT.MASK_FORMAT bitmask" in one(check())
     assert not check(INPUT__MASK_FORMAT="bitmask").errors
+    evaluated = check(eval_only=True, TEST__EVAL_PERIOD=2)  # without losses
+    assert not any("INPUT.MASK_FORMAT" in error for error in evaluated.errors)
     content["annotations"][0]["iscrowd"] = 1  # crowds are not trained on
-    assert check_coco(content, TRAIN._replace(run_lengths=False))[0] == []
+    for needs in (TRAIN, TEST):
+        assert check_coco(content, needs._replace(run_lengths=False))[0] == []
+
+
+def test_validation_losses_read_masks_as_the_training_does(check, other_coco):
+    content = json.loads(other_coco.read_text())
+    content["annotations"][0]["segmentation"] = RLE
+    other_coco.write_text(json.dumps(content))
+    keys = {"DATASETS__TEST": ("other_coco",), "TEST__EVAL_PERIOD": 2}
+    assert "INPUT.MASK_FORMAT bitmask" in one(check(**keys))
+    assert not check(**keys, TEST__LOSS=False).errors and not check(**keys, INPUT__MASK_FORMAT="bitmask").errors
 
 
 @pytest.mark.parametrize("changes", [{"segmentation": RLE}, {"MODEL__MASK_ON": False}, {"eval_only": True}])
