@@ -32,7 +32,7 @@ def get_parser() -> argparse.ArgumentParser:
     add("source", metavar="SRC", help="a .pth or .safetensors file by the authors, torchvision or timm")
     add("target", metavar="DST", help="a .pkl file to write, for MODEL.WEIGHTS; the config it needs goes beside it")
     add("--norm", help=_NORM % "SRC")
-    add("--preprocessing", choices=PREPROCESSING, help="of the training's images; if not recorded")
+    add("--preprocessing", choices=PREPROCESSING, help="images of the training, if the file does not record it")
     add("--force", action="store_true", help="overwrite DST")
 
     text = "Compare torchvision's ResNet and Detectron2's after each stage; exit with 1 if they differ"

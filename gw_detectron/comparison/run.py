@@ -123,7 +123,7 @@ class _Runs:
         self.failed: set[str] = set()
         gpus = torch.cuda.device_count() if self.cfg.MODEL.DEVICE != "cpu" else 0
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
-        self.gpus = itertools.cycle(visible.split(",") if gpus > 1 else [None])
+        self.gpus = itertools.cycle(visible.split(",")[:gpus] if gpus > 1 else [None])
         self.threads = int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, len(os.sched_getaffinity(0)) // what.jobs)
         self.most = what.seeds or (_MOST_SEEDS if what.minutes else _SEEDS)
         self.seeds = 1 if what.minutes else self.most
