@@ -22,8 +22,8 @@ from ..atomic import atomic_folder
 from ..errors import ConfigError, ExportError
 from ..layers import use_backend
 from ..norms.listing import norm_counts
-from ..weights.network import Preprocessing, Record, norm_record
-from .formats import DESCRIPTION, FORMATS, PARITY, ExportedFile, random_pixels, write_parity, write_program
+from ..weights.network import DESCRIPTION, Preprocessing, Record, norm_record
+from .formats import FORMATS, PARITY, ExportedFile, random_pixels, write_parity, write_program
 
 _logger = logging.getLogger(__name__)
 

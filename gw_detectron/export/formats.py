@@ -16,7 +16,7 @@ from torch.export import ExportedProgram
 
 from ..errors import ExportError
 from ..installation import package_versions, require_packages
-from ..weights.network import tool
+from ..weights.network import DESCRIPTION, tool
 from ..weights.reading import sha256_of
 
 #: formats of a detector, and of a backbone
@@ -24,8 +24,6 @@ DETECTOR_FORMATS = ("pt2", "onnx")
 FORMATS = (*DETECTOR_FORMATS, "safetensors")
 #: the report beside an exported file
 PARITY = "parity.json"
-#: key of the description of inputs and outputs in an exported file
-DESCRIPTION = "gw_detectron.json"
 _PACKAGES = ("detectron2", "torch", "torchvision", "onnx", "onnxscript", "onnxruntime", "safetensors")
 
 

@@ -14,7 +14,7 @@ def check_tensors(
     """Raise ValueError unless x is floating point (N, C, *spatial), and weight and bias are (C,) on its device."""
     if x.dim() < 2 or (channels is not None and x.shape[1] != channels):
         raise ValueError(
-            f"x: expected shape (N, {channels or 'C'}, *spatial), got {tuple(x.shape)}. Fix: move channels to dim 1."
+            f"x: expected shape (N, {channels or 'C'}, *spatial), got {tuple(x.shape)}. Fix: give such input."
         )
     if not x.is_floating_point():
         raise ValueError(f"x: expected a floating point dtype, got {x.dtype}. Fix: convert it, e.g. x.float().")

@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from detectron2.utils.file_io import PathHandler, PathManager
 from iopath.common.file_io import file_lock, get_cache_dir
@@ -186,6 +186,9 @@ class WeightsHandler(PathHandler):
     def _get_local_path(self, path: str, force: bool = False, **kwargs: Any) -> str:
         self._check_kwargs(kwargs)
         return str(local_weights(path.removeprefix(PREFIX)))
+
+    def _open(self, path: str, mode: str = "r", buffering: int = -1, **kwargs: Any) -> IO[Any]:
+        return open(self._get_local_path(path), mode, buffering, **kwargs)
 
 
 def register_weights() -> None:

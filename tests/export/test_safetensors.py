@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from gw_detectron.export import FeatureExtractor, Normalization, export_backbone
 from gw_detectron.export.backbone import write_safetensors
 from gw_detectron.model_zoo import get_config
+from gw_detectron.modeling import gw_resnet
 from gw_detectron.norms import evaluation_spec, norm_rows
 from gw_detectron.weights import Preprocessing, load_weights
 from gw_detectron.weights.network import full_name
@@ -85,3 +86,10 @@ def test_preprocessing_comes_back(tmp_path):
     assert load_weights(tmp_path / "a.safetensors").preprocessing == Preprocessing(
         "BGR", (1.0, 2.0, 3.0), (1.0, 1.0, 1.0), True
     )
+
+
+def test_dilated_network_does_not_come_back(tmp_path, normalization):
+    backbone = gw_resnet(50, norm="BN", res5_dilation=2)
+    write_safetensors(FeatureExtractor(backbone, normalization), tmp_path / "a.safetensors")
+    with pytest.raises(ValueError, match=r"res5: the network is dilated .*RES5_DILATION 2"):
+        load_weights(tmp_path / "a.safetensors")

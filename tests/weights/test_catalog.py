@@ -128,6 +128,8 @@ def test_local_file_by_its_path(r18, r18_file, tmp_path, suffix):
         )
     found = PathManager.get_local_path(f"gw://file/{path}")
     assert PathManager.get_local_path(f"gw://file/{path}") == found
+    with PathManager.open(f"gw://file/{path}", "rb") as file:
+        assert file.name == found
     expected = convert(r18, norm="GW").tensors
     assert all(torch.equal(value, expected[name]) for name, value in load_weights(found).tensors.items())
 
