@@ -144,5 +144,5 @@ def test_the_commands_run_in_their_order(user):
     assert "Starting training from iteration 4" in run(RESUME, **{"SOLVER.MAX_ITER": 6})
     for command, dataset in ((EVALUATE, "custom_val"), (OTHER_PHOTOS, "more_val"), (TRAINING_PHOTOS, "custom_train")):
         printed = run(command)
-        assert f"results for {dataset} in csv format" in printed and "Evaluation results for segm" in printed
+        assert f" on {dataset}. " in printed and "Evaluation results for segm" in printed
         assert dataset in yaml.safe_load(Path("output/small/inference/config.yaml").read_text())["DATASETS"]["TEST"]

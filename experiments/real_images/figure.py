@@ -13,6 +13,8 @@ from gw_detectron.atomic import atomic_write
 
 from ..json_lines import read_lines
 
+KINDS = {"bbox": "box", "segm": "mask"}
+
 
 def draw(files: list[Path]) -> pyplot.Figure:
     """Draw the scored runs of each file, and their mean."""
@@ -26,8 +28,8 @@ def draw(files: list[Path]) -> pyplot.Figure:
             values = [run["AP"] for run in runs if run["norm"] == norm]
             axes.plot(values, [place] * len(values), "o", color="#3f51b5", alpha=0.6)
             axes.plot(mean(values), place, "|", color="black", markersize=22)
-            axes.annotate(f"{mean(values):.1f}", (mean(values), place + 0.28), ha="center", fontsize=9)
-        axes.set(title=file.parent.name, xlabel=f"{runs[0]['task']} AP", ylim=(-0.6, len(norms) - 0.3))
+            axes.annotate(f"{mean(values):.1f}", (mean(values), place + 0.4), ha="center", fontsize=9)
+        axes.set(title=file.parent.name, xlabel=f"{KINDS[runs[0]['task']]} AP", ylim=(-0.6, len(norms)))
         axes.set_yticks(range(len(norms)), norms)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="x", alpha=0.3)

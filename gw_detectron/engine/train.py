@@ -47,7 +47,8 @@ def main(args: argparse.Namespace) -> dict | None:
         trainer.resume_or_load(args.resume)
         results = trainer.train()
     if results:
-        log.info("Next: gw-detectron report %s", shlex.quote(cfg.OUTPUT_DIR))
+        names = ", ".join(cfg.DATASETS.TEST)
+        log.info("Evaluated on %s. Next: gw-detectron report %s", names, shlex.quote(cfg.OUTPUT_DIR))
     return results
 
 
