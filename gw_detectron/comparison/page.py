@@ -24,8 +24,9 @@ def write_comparison(folder: Path, plan: Plan, times: Mapping[str, float], resul
         "Advice": Section(text=numbers["advice"], tables=[_overview(numbers)]),
         "Curves": _curves(plan, times, results),
         "Differences": _differences(numbers["differences"]),
-        "Learning rates": _rates(plan, results),
     }
+    if len(plan.rates) > 1:
+        sections["Learning rates"] = _rates(plan, results)
     diverged = [(f"{job.name}: {found['diverged']}",) for job, found in results.items() if found["diverged"]]
     if diverged:
         sections["Diverged"] = Section(text="AP 0 each.", tables=[Table([], diverged)])
