@@ -55,7 +55,8 @@ def analyze_padding(
     tensors = [example.image for example in examples]
     rows: list[dict[str, Any]] = []
     for batch in progress_bar(batches, desc="batches", unit="size"):
-        shares, differences, detections = [], [], []
+        shares, detections = [], []
+        differences: list[dict[str, float]] = []
         for start in range(0, len(tensors), batch):
             group = tensors[start : start + batch]
             detections += detect(model, group)

@@ -96,7 +96,8 @@ def detect(model: nn.Module, images: Sequence[Tensor]) -> list[Instances]:
 def box_ap(examples: Sequence[Example], detections: Sequence[Instances]) -> float:
     """Compute COCO's box AP (0.50 to 0.95), in percent."""
     classes = sorted({int(each) for example in examples for each in example.classes})
-    truth, found = [], []
+    truth: list[dict[str, object]] = []
+    found: list[dict[str, object]] = []
     for index, (example, instances) in enumerate(zip(examples, detections, strict=True), start=1):
         for box, category, crowd in zip(example.boxes, example.classes, example.crowds, strict=True):
             truth.append({"id": len(truth) + 1, "iscrowd": int(crowd), **_annotation(index, box, category)})

@@ -51,7 +51,8 @@ class ZooRow:
 
 def zoo_rows(page: str) -> Iterator[tuple[str, ZooRow]]:
     """Yield heading and row of each config that a table links, in the order of the page."""
-    heading, titles = "", []
+    heading = ""
+    titles: list[str] = []
     for line in page.splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
         if line.startswith("#"):
