@@ -191,7 +191,7 @@ class DerivedFile(GeneratedFiles):
 
     def _write(self) -> None:
         if self._text:
-            path = Path(*self._paths)
+            path = Path(self._paths[0])
             path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(path) as temporary:
                 temporary.write_text(self._text)

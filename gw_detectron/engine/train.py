@@ -120,9 +120,13 @@ def _scale_steps(cfg: CfgNode, max_iter: int) -> None:
         log.warning("SOLVER.STEPS %s: scaled to %s with SOLVER.MAX_ITER", steps, cfg.SOLVER.STEPS)
 
 
-def evaluate(cfg: CfgNode, *, allow_partial: bool = False, **options: bool) -> dict:
-    """Build the model, load its weights and evaluate it on ``DATASETS.TEST``; options as of :class:`Trainer`."""
-    start, _ = start_run(cfg, eval_only=True, allow_partial=allow_partial, **options)
+def evaluate(
+    cfg: CfgNode, *, resume: bool = False, allow_partial: bool = False, ignore_preflight: bool = False
+) -> dict:
+    """Build the model, load its weights and evaluate it on ``DATASETS.TEST``; arguments as of :class:`Trainer`."""
+    start, _ = start_run(
+        cfg, eval_only=True, resume=resume, allow_partial=allow_partial, ignore_preflight=ignore_preflight
+    )
     model = load_model(cfg, checkpoint=start.checkpoint(), device=cfg.MODEL.DEVICE, allow_partial=allow_partial)
     log.info("norms: %s", norm_summary(model))
     if not allow_partial:

@@ -98,7 +98,7 @@ def set_norms(network: nn.Module, norm: Norm, whiten_norm: Norm = "", positions:
         whitened = whitened_convs(positions, bottleneck=not isinstance(block, BasicBlock), where="WHITEN_POSITIONS")
         if isinstance(block, BasicStem):
             whitened = ("conv1",) if positions else ()
-        block.__class__ = _BLOCKS[type(block)]
+        block.__class__ = _BLOCKS[type(block)]  # Detectron2's builder has no argument for it
         for name in ("conv1", "conv2", "conv3", "shortcut"):
             if (conv := getattr(block, name, None)) is not None:  # an identity shortcut has no convolution
                 conv.norm = get_norm(whiten_norm if name in whitened else norm, conv.out_channels)

@@ -36,7 +36,7 @@ def batch_whiten(
     for the columns :math:`X \in \mathbb{R}^{k \times m}` of each group. Every position of every sample is a column, as
     in BN. A batch without variance gives ``bias``.
 
-    Args, Returns, Raises: as :func:`gw_detectron.layers.group_whiten`, and
+    The other arguments, the returned tensor and the errors are as in :func:`gw_detectron.layers.group_whiten`.
 
     Args:
         channels_per_group: k, capped at C; contiguous channels form a group, the last of which may be smaller.

@@ -27,7 +27,7 @@ from ..prediction import draw_record
 CORRECT, WRONG_CLASS, DUPLICATE, POOR_BOX, BACKGROUND = "correct", "wrong class", "duplicate", "poor box", "background"
 KINDS = (CORRECT, WRONG_CLASS, DUPLICATE, POOR_BOX, BACKGROUND)
 _IOU, _BACKGROUND_IOU = 0.5, 0.1
-#: why an object is found at no score
+#: why an object is not found at any score
 UNFOUND = (
     "box matched to a neighbor, or beyond COCO's limit per image",
     "only boxes of another class",
@@ -117,7 +117,7 @@ class Detections:
         return values.mean(0) if iou is None else values[np.isclose(evaluation.params.iouThrs, iou)][0]
 
     def unfound(self) -> dict[str, int]:
-        """Count the objects that COCO's evaluation of boxes finds at no score, at an IoU of 0.5, by the reason."""
+        """Count by reason the objects that no box finds, of any score, in COCO's evaluation at an IoU of 0.5."""
         counts = dict.fromkeys(UNFOUND, 0)
         boxes = defaultdict(list)
         for result in self.results:

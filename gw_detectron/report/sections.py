@@ -200,7 +200,7 @@ def average_precision(run: RunFolder) -> Section:
 
 
 def recall(run: RunFolder) -> Section:
-    """Plot precision over recall, and tell why objects are found at no score."""
+    """Plot precision over recall, and tell why objects are not found at any score."""
     found = run.detections
     figure, axes = make_axes(5.5, 3.8, xlabel="recall (percent)", ylabel="precision (percent)", xlim=(0, 100))
     for number, task in enumerate(found.tasks):
@@ -216,7 +216,7 @@ def recall(run: RunFolder) -> Section:
     missed = sum(reasons.values())
     text = (
         f"Boxes of any score find {total - missed} of {total} objects ({1 - missed / max(total, 1):.0%}) at an IoU of "
-        f"0.5; the table says why not the others. The model gives up to {run.cfg.TEST.DETECTIONS_PER_IMAGE} "
+        f"0.5; the table says why the others are not found. The model gives up to {run.cfg.TEST.DETECTIONS_PER_IMAGE} "
         "detections per image (TEST.DETECTIONS_PER_IMAGE). Curves are class means, and end with the recall."
     )
     table = Table(["objects not found", ""], list(reasons.items()))

@@ -160,6 +160,7 @@ def _define(name: str, function: Callable[..., Any], arguments: str) -> None:
     torch.library.impl(name, "default", function)
 
 
+# the last argument is the name of the backend, which takes the others
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _BACKENDS[arguments[-1]].forward(*arguments[:-1])
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..checks import zero_variance_threshold
 
-#: a batch of symmetric matrices and, for backward, its derivative
+#: a batch of symmetric matrices (N, g, g); for backward two: the matrices and their tangents
 _Matrix = list[Tensor]
 
 
@@ -120,7 +120,7 @@ def _scaled(a: _Matrix, by: float) -> _Matrix:
 def _product(a: _Matrix, b: _Matrix, c: _Matrix, beta: float) -> _Matrix:
     """Return a b + beta c."""
     value = _multiply_add(c[0], a[0], b[0], beta, 1)
-    if len(a) == 1:
+    if len(a) == 1:  # without tangents
         return [value]
     return [value, torch.baddbmm(c[1], a[0], b[1], beta=beta).baddbmm_(a[1], b[0])]
 
@@ -128,7 +128,7 @@ def _product(a: _Matrix, b: _Matrix, c: _Matrix, beta: float) -> _Matrix:
 def _square(a: _Matrix, alpha: float, c: _Matrix, beta: float) -> _Matrix:
     """Return alpha a^2 + beta c."""
     value = _multiply_add(c[0], a[0], a[0], beta, alpha)
-    if len(a) == 1:
+    if len(a) == 1:  # without tangents
         return [value]
     half = torch.baddbmm(c[1], a[0], a[1], beta=beta / 2, alpha=alpha)
     return [value, half + half.mT]

@@ -32,7 +32,7 @@ _MOST_PLANS = 8192
 
 
 class Setting(NamedTuple):
-    """Numbers that change the speed of a kernel over activations, and its results by rounding alone."""
+    """Launch parameters of a kernel over activations; they change its results only by rounding."""
 
     programs: int  # that share a multiprocessor: some load while others multiply
     stages: int  # of the pipelined loop over tiles
