@@ -14,7 +14,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("*.md", "benchmarks/*.md", "experiments/*.md")
-LINKED = ("configs/**/*.*", "experiments/small_batch/*.*", "experiments/real_images/*.*", "CITATION.cff")
+LINKED = ("configs/**/*.*", "experiments/small_batch/*.*", "experiments/real_images/**/*.*", "CITATION.cff")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
