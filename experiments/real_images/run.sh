@@ -1,5 +1,5 @@
 #!/bin/bash
-# Run the study of PLAN.md, or continue it: bash run.sh BCCD NUCLEI OUTPUT [JOBS] [A B C D E]; DEVICE=cpu without a GPU
+# Run the study of PLAN.md, or continue it: bash run.sh BCCD NUCLEI OUTPUT [JOBS] [A B C D E F]; DEVICE=cpu without a GPU
 set -u
 bccd=$1 nuclei=$2 output=$3 jobs=${4:-12}
 here=$(dirname "$0")
@@ -14,12 +14,14 @@ compare() {  # part, config, folder, files that train, choose and score, norms a
         --val-images "$data/images" --test-json "$data/$test.json" --test-images "$data/images" "${@:7}"
 }
 
-rates="--rates 0.005 0.01 0.02 0.04 --seeds 3 --iterations 400"
+all="--seeds 3 --iterations 400 --no-equal-time --norms BN GN GW GW:iters=3 GN+WS"
 keys="TEST.EVAL_PERIOD 0 MODEL.DEVICE ${DEVICE:-cuda}"
-compare A bccd.yaml "$bccd" train val test --no-equal-time $rates --norms BN GN GW GW:iters=3 GN+WS -- $keys
-compare B nuclei.yaml "$nuclei" fit tune val --no-equal-time $rates --norms BN GN GW GW:iters=3 GN+WS -- $keys
-compare C bccd.yaml "$bccd" train val test --ignore-preflight --no-equal-time $rates --norms BN+GW@S1-B1 FrozenBN -- $keys
-compare D bccd.yaml "$bccd" train val test --rates 0.01 0.02 0.04 --seeds 1 --iterations 400 --no-equal-time \
-    --norms GW:iters=1 GW:iters=2 GW:solver=zca GW:solver=zca_max,threshold=0.05 -- $keys
-compare E bccd.yaml "$bccd" train val test --rates 0.0025 0.005 0.01 0.02 --seeds 2 --iterations 800 --no-equal-time \
+compare A bccd.yaml "$bccd" train val test --rates 0.005 0.01 0.02 0.04 $all -- $keys
+compare B nuclei.yaml "$nuclei" fit tune val --rates 0.01 0.02 0.04 0.08 $all -- $keys
+compare F bccd.yaml "$bccd" train val test --rates 0.02 0.04 0.08 0.16 $all -- $keys
+compare C bccd.yaml "$bccd" train val test --rates 0.02 0.04 0.08 0.16 --seeds 3 --iterations 400 --no-equal-time \
+    --ignore-preflight --norms BN+GW@S1-B1 FrozenBN -- $keys
+compare E bccd.yaml "$bccd" train val test --rates 0.01 0.02 0.04 0.08 --seeds 2 --iterations 800 --no-equal-time \
     --ignore-preflight --norms BN GW -- SOLVER.IMS_PER_BATCH 1 $keys
+compare D bccd.yaml "$bccd" train val test --rates 0.02 0.04 0.08 --seeds 1 --iterations 400 --no-equal-time \
+    --norms GW:iters=1 GW:iters=2 GW:solver=zca GW:solver=zca_max,threshold=0.05 -- $keys
