@@ -1,6 +1,7 @@
 """What the processes of a comparison run: one training, or the timing of all norms."""
 
 import argparse
+import itertools
 import json
 import math
 import multiprocessing
@@ -15,6 +16,7 @@ from signal import SIGKILL, SIGTERM
 from typing import Any
 
 import torch
+from detectron2.evaluation import inference_on_dataset
 from detectron2.utils.events import EventStorage
 
 from ..atomic import atomic_write
@@ -24,7 +26,7 @@ from ..engine import Trainer, get_parser, main
 from ..engine.output_folder import METRICS, read_metrics
 from ..engine.train import run_config, use_recipe
 from ..errors import NonFiniteError, first_line
-from .plan import Job
+from .plan import Costs, Job
 
 LOG, RESULT = "process.txt", "result.json"
 PATIENCE = 60.0  # seconds for the checkpoint of a run that is stopped
@@ -32,6 +34,7 @@ PATIENCE = 60.0  # seconds for the checkpoint of a run that is stopped
 TASKS = ("bbox", "segm", "keypoints")
 _WARM_UP, _ROUNDS, _LEAST_ROUNDS = 2, 15, 3
 _LONGEST = 30.0  # seconds of timing with more rounds than the least
+_IMAGES = 8  # of a timed evaluation
 
 
 def engine_args(flags: Mapping[str, Any], opts: list[Any]) -> argparse.Namespace:
@@ -109,14 +112,15 @@ def _scores(found: Mapping[str, Any]) -> dict[str, float | None]:
     return {name: None if math.isnan(value) else round(value, 3) for name, value in values.items()}
 
 
-def time_norms(folder: Path, flags: Mapping[str, Any], opts: Mapping[str, list[Any]]) -> dict[str, float]:
-    """Return the median seconds of a training iteration of each norm, measured in turn on one machine."""
-    trainers = {}
+def measure(folder: Path, flags: Mapping[str, Any], opts: Mapping[str, list[Any]]) -> dict[str, Any]:
+    """Measure :class:`.plan.Costs`; the iterations of the norms in turn, each as the median."""
+    begin, start, trainers = time.perf_counter(), 0.0, {}
     for norm, words in opts.items():
         args = engine_args(flags, words)
         cfg = run_config(args)
         use_recipe(cfg, args)
         trainers[norm] = Trainer(cfg, ignore_preflight=args.ignore_preflight)
+        start = start or time.perf_counter() - begin
     times: dict[str, list[float]] = {norm: [] for norm in opts}
     begin = time.perf_counter()
     for iteration in range(_WARM_UP + _ROUNDS):
@@ -130,4 +134,18 @@ def time_norms(folder: Path, flags: Mapping[str, Any], opts: Mapping[str, list[A
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             times[norm].append(time.perf_counter() - start)
-    return {norm: statistics.median(found[_WARM_UP:]) for norm, found in times.items()}
+    medians = {norm: statistics.median(found[_WARM_UP:]) for norm, found in times.items()}
+    return Costs(medians, _evaluation_seconds(trainer), start)._asdict()
+
+
+def _evaluation_seconds(trainer: Trainer) -> float:
+    """Estimate the seconds of an evaluation from its first images."""
+    seconds = 0.0
+    for name in trainer.cfg.DATASETS.TEST:
+        data = Trainer.build_test_loader(trainer.cfg, name)
+        batches = list(itertools.islice(data, _IMAGES))
+        inference_on_dataset(trainer.model, batches[:1], None)  # a first time compiles kernels
+        begin = time.perf_counter()
+        inference_on_dataset(trainer.model, batches, None)
+        seconds += (time.perf_counter() - begin) * len(data) / len(batches)
+    return seconds

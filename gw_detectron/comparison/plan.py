@@ -1,5 +1,6 @@
 """What a comparison of norms runs: the norms as config keys, successive halving of learning rates, then the seeds."""
 
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,10 +57,11 @@ def norm_keys(norm: str) -> dict[str, str]:
     return {**keys, "MODEL.RESNETS.CONV": "WS" if norm.endswith("+WS") else ""}
 
 
-def schedule_keys(cfg: CfgNode, iterations: int) -> dict[str, Any]:
+def schedule_keys(cfg: CfgNode, iterations: int, evaluations: int) -> dict[str, Any]:
     """Return the schedule of a config, shortened or lengthened to a number of iterations.
 
-    The steps keep their share. The warm-up does too, but keeps at least its own length or a tenth of the run.
+    The steps keep their share. The warm-up does too, but keeps at least its own length or a tenth of the run. AP after
+    the last iteration is compared, so there are no validation losses, best weights or patience.
     """
     solver, factor = cfg.SOLVER, iterations / cfg.SOLVER.MAX_ITER
     return {
@@ -67,8 +69,24 @@ def schedule_keys(cfg: CfgNode, iterations: int) -> dict[str, Any]:
         "SOLVER.STEPS": tuple(sorted({round(step * factor) for step in solver.STEPS} & set(range(1, iterations)))),
         "SOLVER.WARMUP_ITERS": max(round(solver.WARMUP_ITERS * factor), min(solver.WARMUP_ITERS, iterations // 10)),
         "SOLVER.CHECKPOINT_PERIOD": max(1, min(solver.CHECKPOINT_PERIOD, iterations // 2)),
-        "TEST.EVAL_PERIOD": max(1, iterations // 4),
+        "TEST.EVAL_PERIOD": math.ceil(iterations / evaluations) if evaluations > 1 else 0,
+        "TEST.LOSS": False,
+        "TEST.BEST": "",
+        "TEST.PATIENCE": 0,
     }
+
+
+class Costs(NamedTuple):
+    """Measured seconds: of an iteration of each norm, of an evaluation, and of the start of a run."""
+
+    times: Mapping[str, float]
+    evaluation: float
+    start: float
+
+    def seconds(self, job: Job, evaluations: int) -> float:
+        """Estimate a run that is evaluated so often; one of the search is evaluated once."""
+        count = 1 if job.seed == SEARCH_SEED else evaluations
+        return self.start + count * self.evaluation + job.iterations * self.times[job.norm]
 
 
 @dataclass(frozen=True)
@@ -128,12 +146,13 @@ class Plan:
                 if rate is not None:
                     yield from (Job(norm, rate, seed, iterations) for iterations in self.lengths(norm))
 
-    def length(self, norm: str, seeds: int) -> int:
-        """Return the iterations of all runs of a norm together."""
+    def runs(self, norm: str, seeds: int) -> list[Job]:
+        """Return all runs of a norm, some with a rate in place of the one that will be chosen."""
         ap: dict[Job, float] = {}
         while self.search(norm, ap)[1] is None:
             ap = dict.fromkeys(self.search(norm, ap)[0], 0.0)
-        return sum(job.iterations for job in ap) + seeds * sum(self.lengths(norm))
+        seeds_and_lengths = itertools.product(range(SEARCH_SEED + 1, seeds + 1), self.lengths(norm))
+        return [*ap, *(Job(norm, self.rates[0], *each) for each in seeds_and_lengths)]
 
 
 def equal_time(times: Mapping[str, float], iterations: int) -> dict[str, int]:

@@ -26,14 +26,16 @@ from ..engine.output_folder import lock_output
 from ..engine.train import run_config, use_recipe
 from ..errors import ConfigError, RunError, check_minimum, summarize_names
 from ..preflight import preflight
-from .job import LOG, PATIENCE, RESULT, engine_args, run_in_process, time_norms, train, write_json
+from .job import LOG, PATIENCE, RESULT, engine_args, measure, run_in_process, train, write_json
 from .page import write_comparison
-from .plan import SEARCH_SEED, TEST, VAL, Job, Plan, equal_time, norm_keys, schedule_keys
+from .plan import SEARCH_SEED, TEST, VAL, Costs, Job, Plan, equal_time, norm_keys, schedule_keys
 
 SETTINGS, RESULTS, RECOMMENDED = "settings.json", "results.jsonl", "recommended.yaml"
 _SEEDS, _MOST_SEEDS = 3, 10
 _LEAST_ITERATIONS = 20
-_RESERVE = 0.7  # share of the time for iterations; the rest is start-up and evaluation
+_SHARE = 0.9  # of the time is planned
+#: of scored runs: seeds, evaluations; the first pair for which start and evaluations take at most a third of the time
+_EXTENTS = ((_SEEDS, 4), (_SEEDS, 2), (1, 2), (1, 1))
 _CONTEXT = multiprocessing.get_context("forkserver")  # processes that start with the imports done, and without CUDA
 
 Result = dict[str, Any]
@@ -96,7 +98,7 @@ def compare(what: Comparison, report: Callable[[str], object] = print) -> dict[s
         if not runs.results:
             raise RunError("all norms failed, see the messages above. Fix: their causes; then repeat the command.")
         runs.check_ap(runs.results)
-        numbers = write_comparison(runs.folder, runs.plan, runs.times, runs.write_results())
+        numbers = write_comparison(runs.folder, runs.plan, runs.costs.times, runs.write_results())
         if recommended := numbers["recommended"]:
             runs.write_config(recommended["norm"], recommended["rate"])
     if runs.failed:
@@ -165,20 +167,22 @@ class _Runs:
                 "another folder, or the values of that comparison."
             )
         if not settings:
-            times = self._measure()
-            iterations = self.what.iterations or self._affordable(times)
-            longer = equal_time(times, iterations) if self.what.equal_time else {}
-            settings = {**asked, "iterations": iterations, "times": times, "equal_time": longer}
+            costs = self._measure()
+            iterations, evaluations = self.what.iterations, _EXTENTS[0][1]
+            if not iterations:
+                iterations, evaluations = self._affordable(costs)
+            settings = {**asked, "iterations": iterations, "evaluations": evaluations, "costs": costs._asdict()}
+            settings["equal_time"] = equal_time(costs.times, iterations) if self.what.equal_time else {}
             write_json(path, settings)
-        self.times = settings["times"]
+        self.costs, self.evaluations = Costs(**settings["costs"]), settings["evaluations"]
         self.plan = Plan(self.what.norms, self.rates, settings["iterations"], settings["equal_time"])
         for found in self.folder.glob(f"runs/*/{RESULT}"):
             result = json.loads(found.read_text())
             self.results[Job(*(result[name] for name in Job._fields))] = result
         self.start = time.monotonic() - sum(result["seconds"] for result in self.results.values()) / self.what.jobs
 
-    def _measure(self) -> dict[str, float]:
-        """Time an iteration of each norm, with nothing else running."""
+    def _measure(self) -> Costs:
+        """Time an iteration of each norm and an evaluation, with nothing else running."""
         self.report(f"Timing an iteration of {len(self.what.norms)} norms ...")
         folder = self.folder / "timing"
         opts = {
@@ -186,29 +190,35 @@ class _Runs:
             for number, norm in enumerate(self.what.norms)
         }
         (folder / RESULT).unlink(missing_ok=True)
-        process = self._start(time_norms, folder, self._flags(VAL), opts)
+        process = self._start(measure, folder, self._flags(VAL), opts)
         try:
             process.join()
         finally:
             _stop([process])
-        times: dict[str, float] = _result(folder)
-        self.report("\n".join(f"  {norm}: {1000 * seconds:.0f} ms" for norm, seconds in times.items()))
-        return times
+        costs = Costs(**_result(folder))
+        self.report("\n".join(f"  {norm}: {1000 * seconds:.0f} ms" for norm, seconds in costs.times.items()))
+        return costs
 
-    def _affordable(self, times: Mapping[str, float]) -> int:
-        """Return the iterations of a run for which the time is enough."""
-        plan = Plan(self.what.norms, self.rates, 1000, equal_time(times, 1000) if self.what.equal_time else {})
-        seconds = sum(plan.length(norm, min(self.most, _SEEDS)) * time for norm, time in times.items())
+    def _affordable(self, costs: Costs) -> tuple[int, int]:
+        """Return the iterations and evaluations of a scored run for which the time is enough."""
         on_gpu = self.cfg.MODEL.DEVICE != "cpu"  # where runs side by side slow each other
         workers = (1 + self.what.jobs) / 2 if on_gpu else self.what.jobs
-        iterations = int(1000 * _RESERVE * 60 * self.what.minutes * workers / seconds)
+        seconds = _SHARE * 60 * self.what.minutes * workers
+        plan = Plan(self.what.norms, self.rates, 1000, equal_time(costs.times, 1000) if self.what.equal_time else {})
+        for seeds, evaluations in _EXTENTS:
+            runs = [job for norm in plan.norms for job in plan.runs(norm, min(self.most, seeds))]
+            fixed = sum(costs.seconds(job._replace(iterations=0), evaluations) for job in runs)
+            if fixed <= seconds / 3:
+                break
+        thousand = sum(costs.seconds(job, evaluations) for job in runs) - fixed
+        iterations = int(1000 * (seconds - fixed) / thousand)
         if iterations < _LEAST_ITERATIONS:
-            least = self.what.minutes * _LEAST_ITERATIONS / max(iterations, 0.1)
+            least = (fixed + thousand * _LEAST_ITERATIONS / 1000) / (60 * workers * _SHARE)
             raise ConfigError(
-                f"--minutes ({self.what.minutes:g}): enough for {iterations} iterations per run, which learn nothing. "
-                f"Fix: give {math.ceil(least)} or more, fewer norms, or smaller images."
+                f"--minutes ({self.what.minutes:g}): not enough for {_LEAST_ITERATIONS} iterations per run. "
+                f"Fix: give {math.ceil(least)} or more, fewer norms, --rates or validation images."
             )
-        return iterations
+        return iterations, evaluations
 
     def _flags(self, split: str) -> dict[str, Any]:
         images = self.what.test if split == TEST else {}
@@ -232,7 +242,8 @@ class _Runs:
             while True:
                 self.write_results()  # also those that an interruption has left out
                 for job in self._waiting(running)[: self.what.jobs - len(running)]:
-                    keys = {**norm_keys(job.norm), **schedule_keys(self.cfg, job.iterations)}
+                    evaluations = 1 if job.seed == SEARCH_SEED else self.evaluations
+                    keys = {**norm_keys(job.norm), **schedule_keys(self.cfg, job.iterations, evaluations)}
                     keys |= {"SOLVER.BASE_LR": job.rate, "SEED": job.seed}
                     folder = self.folder / "runs" / job.name
                     running[job] = self._start(train, folder, job, self._flags(job.split), self._opts(folder, keys))
@@ -269,11 +280,11 @@ class _Runs:
             )
 
     def _seconds_left(self, seeds: int) -> float:
-        """Estimate the time of unfinished runs from finished ones, with start-up and evaluation."""
-        done = sum(job.iterations * self.times[job.norm] for job in self.results)
+        """Estimate the time of unfinished runs from finished ones."""
+        done = sum(self.costs.seconds(job, self.evaluations) for job in self.results)
         seconds = sum(result["seconds"] for result in self.results.values())
-        norms = [norm for norm in self.plan.norms if norm not in self.failed]
-        total = sum(self.plan.length(norm, seeds) * self.times[norm] for norm in norms)
+        runs = [job for norm in self.plan.norms if norm not in self.failed for job in self.plan.runs(norm, seeds)]
+        total = sum(self.costs.seconds(job, self.evaluations) for job in runs)
         return max(0.0, total - done) * seconds / max(done, 1e-9) / self.what.jobs
 
     def _ended(self, job: Job) -> None:

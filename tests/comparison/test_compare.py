@@ -10,6 +10,8 @@ import time
 import pytest
 
 from gw_detectron.commands import compare as command
+from gw_detectron.comparison import run
+from gw_detectron.comparison.plan import Costs
 from gw_detectron.errors import ConfigError, PreflightError, RunError
 
 from ..photos import photo_names, write_photos
@@ -70,6 +72,13 @@ def test_refusals_write_nothing(data, tmp_path, flags, error, named):
 def test_bn_with_one_image_is_refused(data, tmp_path):
     args = words(data, tmp_path / "out", "--norms", "GN", "BN", SOLVER__IMS_PER_BATCH=1)
     with pytest.raises(PreflightError, match="BN: SOLVER.IMS_PER_BATCH"):
+        command.main(command.get_parser().parse_args(args))
+
+
+def test_minutes_include_starts_and_evaluations(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(run._Runs, "_measure", lambda self: Costs({"GN": 0.01, "GW": 0.01}, evaluation=60, start=10))
+    args = words(data, tmp_path / "out", "--iterations", "0", "--minutes", "7")  # 2 x 3 runs need 7 for these alone
+    with pytest.raises(ConfigError, match=r"--minutes \(7\).* give 8"):
         command.main(command.get_parser().parse_args(args))
 
 

@@ -41,7 +41,7 @@ def test_halving_finds_the_best_rate_and_scores_each_seed_once():
         lengths = [400] if norm == "GW" else [400, 600]  # 1.5 times as many in the time of GW
         assert scored == {(BEST[norm], seed, length) for seed in (1, 2, 3) for length in lengths}
         own = sum(job.iterations for job in ap if job.norm == norm)
-        assert plan.length(norm, 3) == own
+        assert sum(job.iterations for job in plan.runs(norm, 3)) == own
     seeds = [job.seed for job in ap if job.seed]
     assert seeds == sorted(seeds)  # an interruption leaves whole rounds
 
@@ -88,10 +88,10 @@ def test_norm_names():
 def test_a_schedule_keeps_its_shape():
     cfg = default_config()
     cfg.SOLVER.MAX_ITER, cfg.SOLVER.STEPS, cfg.SOLVER.WARMUP_ITERS = 1000, (500, 900), 100
-    short, long = schedule_keys(cfg, 100), schedule_keys(cfg, 4000)
+    short, long = schedule_keys(cfg, 100, 1), schedule_keys(cfg, 4000, 4)
     assert (short["SOLVER.STEPS"], short["SOLVER.WARMUP_ITERS"]) == ((50, 90), 10)
     assert (long["SOLVER.STEPS"], long["SOLVER.WARMUP_ITERS"]) == ((2000, 3600), 400)
-    assert schedule_keys(cfg, 2)["SOLVER.STEPS"] == (1,)  # Detectron2 refuses a step at 0, at the end, or twice
+    assert schedule_keys(cfg, 2, 1)["SOLVER.STEPS"] == (1,)  # Detectron2 refuses a step at 0, at the end, or twice
 
 
 def test_a_difference_is_that_of_the_paired_t_test():
