@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 import sys
+import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -68,6 +69,7 @@ def log_to(folder: str) -> None:
 
     An earlier run of this process is logged to no longer. Loggers that a script has set up keep their handlers.
     """
+    warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)  # RLE in Detectron2
     rank = comm.get_rank()
     path = os.path.join(folder, "log.txt" if rank == 0 else f"log.txt.rank{rank}")
     file: logging.Handler = _FileHandler(path, encoding="utf-8")
