@@ -114,13 +114,13 @@ def _scores(found: Mapping[str, Any]) -> dict[str, float | None]:
 
 def measure(folder: Path, flags: Mapping[str, Any], opts: Mapping[str, list[Any]]) -> dict[str, Any]:
     """Measure :class:`.plan.Costs`; the iterations of the norms in turn, each as the median."""
-    begin, start, trainers = time.perf_counter(), 0.0, {}
+    begin, build, trainers = time.perf_counter(), 0.0, {}
     for norm, words in opts.items():
         args = engine_args(flags, words)
         cfg = run_config(args)
         use_recipe(cfg, args)
         trainers[norm] = Trainer(cfg, ignore_preflight=args.ignore_preflight)
-        start = start or time.perf_counter() - begin
+        build = build or time.perf_counter() - begin
     times: dict[str, list[float]] = {norm: [] for norm in opts}
     begin = time.perf_counter()
     for iteration in range(_WARM_UP + _ROUNDS):
@@ -135,7 +135,7 @@ def measure(folder: Path, flags: Mapping[str, Any], opts: Mapping[str, list[Any]
                 torch.cuda.synchronize()
             times[norm].append(time.perf_counter() - start)
     medians = {norm: statistics.median(found[_WARM_UP:]) for norm, found in times.items()}
-    return Costs(medians, _evaluation_seconds(trainer), start)._asdict()
+    return Costs(medians, _evaluation_seconds(trainer), build)._asdict()
 
 
 def _evaluation_seconds(trainer: Trainer) -> float:
