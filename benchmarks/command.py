@@ -1,9 +1,8 @@
 """Measure time and memory of Group Whitening and its alternatives side by side.
 
 `layer` measures one layer at the sizes of a detector, `model` whole training iterations, `detector` the predictions of
-a trained detector and of its exported files, and `kernels` each Triton kernel of a layer on a GPU. Rows are written to
---output with .csv as they come; at the end the table is printed and plotted to .png. Compare the ratios of two runs,
-not their milliseconds.
+trained detectors, and `kernels` each Triton kernel of a layer on a GPU. Rows are written to --output with .csv as they
+come; at the end the table is printed and plotted to .png. Compare the ratios of two runs, not their milliseconds.
 """
 
 import argparse
@@ -29,7 +28,7 @@ from .table import Row, Table, plot, summary, write_csv
 
 def get_parser() -> argparse.ArgumentParser:
     """Build the parser of this tool."""
-    parser = new_parser(__doc__, "layer --device cpu", "detector output/demo exported/model.onnx")
+    parser = new_parser(__doc__, "layer --device cpu", "detector output/mine output/other")
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="layer|model|detector|kernels")
     layer = kinds.add_parser(
         "layer", formatter_class=argparse.RawDescriptionHelpFormatter, help="one layer and its alternatives"
@@ -49,7 +48,7 @@ def get_parser() -> argparse.ArgumentParser:
     for name, value in vars(Sizes()).items():
         model.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, metavar="N", help="%(default)s")
     detector = kinds.add_parser("detector", help="predictions, as multiples of the first detector's")
-    detector.add_argument("detectors", nargs="+", metavar="MODEL", help="run folder, checkpoint or exported file")
+    detector.add_argument("detectors", nargs="+", metavar="MODEL", help="run folder or checkpoint")
     detector.add_argument("--image", default="", metavar="FILE", help="default: a drawn scene")
     kernels = kinds.add_parser("kernels", help="each Triton kernel, beside a copy of as many bytes")
     tune_help = "also measure other tile sizes, warps and stages, one number at a time"

@@ -1,4 +1,4 @@
-"""Benchmark of whole networks in training and inference, and of trained detectors beside their exported files."""
+"""Benchmark of whole networks in training and inference, and of trained detectors."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -103,14 +103,13 @@ def measure_detectors(models: Sequence[str], image: str, repeats: int, device: t
     """Time what a user waits for: resizing, the network, masks pasted into the image.
 
     Args:
-        models: run folders, checkpoints and exported files. Times are also divided by that of the first one.
+        models: run folders and checkpoints. Times are also divided by that of the first one.
         image: file of the image; "" for a drawn scene.
         repeats: rounds of timed predictions.
-        device: of trained detectors; exported files run on the CPU.
+        device: where they run.
     """
     pixels = read_image(image, "RGB") if image else np.array(synthetic_images(1)[0])
-    where = "cpu" if device.type == "cpu" else None  # None: exported files run on the CPU
-    steps = {model: Step(partial(open_predictor(model, device=where), pixels)) for model in models}
+    steps = {model: Step(partial(open_predictor(model, device=str(device)), pixels)) for model in models}
     times = time_alternating(steps, repeats, torch.device("cpu"), "predictions")  # the results are there
     for model, cells in times.items():
         ratio = cells["median_ms"] / times[models[0]]["median_ms"]
