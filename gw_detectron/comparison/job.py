@@ -1,4 +1,4 @@
-"""What the processes of a comparison run: one training, or the timing of all norms."""
+"""What the processes of a comparison run: one training, or the measurement of what runs cost."""
 
 import argparse
 import itertools

@@ -31,6 +31,10 @@ class Job(NamedTuple):
     def split(self) -> str:
         return VAL if self.seed == SEARCH_SEED else TEST
 
+    def evaluations(self, scored: int) -> int:
+        """Return how often it is evaluated: once in the search, else as often as a scored run."""
+        return 1 if self.seed == SEARCH_SEED else scored
+
     @property
     def name(self) -> str:
         """A name for its folder."""
@@ -84,9 +88,8 @@ class Costs(NamedTuple):
     start: float
 
     def seconds(self, job: Job, evaluations: int) -> float:
-        """Estimate a run that is evaluated so often; one of the search is evaluated once."""
-        count = 1 if job.seed == SEARCH_SEED else evaluations
-        return self.start + count * self.evaluation + job.iterations * self.times[job.norm]
+        """Estimate a run; ``evaluations`` is the number in a scored run."""
+        return self.start + job.evaluations(evaluations) * self.evaluation + job.iterations * self.times[job.norm]
 
 
 @dataclass(frozen=True)

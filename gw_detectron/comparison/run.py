@@ -242,8 +242,8 @@ class _Runs:
             while True:
                 self.write_results()  # also those that an interruption has left out
                 for job in self._waiting(running)[: self.what.jobs - len(running)]:
-                    evaluations = 1 if job.seed == SEARCH_SEED else self.evaluations
-                    keys = {**norm_keys(job.norm), **schedule_keys(self.cfg, job.iterations, evaluations)}
+                    schedule = schedule_keys(self.cfg, job.iterations, job.evaluations(self.evaluations))
+                    keys = {**norm_keys(job.norm), **schedule}
                     keys |= {"SOLVER.BASE_LR": job.rate, "SEED": job.seed}
                     folder = self.folder / "runs" / job.name
                     running[job] = self._start(train, folder, job, self._flags(job.split), self._opts(folder, keys))
