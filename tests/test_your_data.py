@@ -26,7 +26,7 @@ from .tiny_run import OPTS, ROOT, environment
 
 PAGE = read("docs/your_data.md")
 SMALL, ON_GPU, TWO_FILES, RESUME, EVALUATE, OTHER_PHOTOS, TRAINING_PHOTOS = (
-    words for words in commands("docs/your_data.md") if words[1] == "tools/train_net.py"
+    words for words in commands("docs/your_data.md") if words[:2] == ["gw-detectron", "train"]
 )
 
 
@@ -47,7 +47,7 @@ def user(tmp_path, monkeypatch):
 
 
 def config(command):
-    assert command[:2] == ["python", "tools/train_net.py"]
+    assert command[:2] == ["gw-detectron", "train"]
     return run_config(get_parser().parse_args(command[2:]))
 
 
@@ -133,7 +133,11 @@ def test_the_commands_run_in_their_order(user):
     def run(command, **changes):
         words = [*command[1:], *(str(word) for pair in {**tiny, **changes}.items() for word in pair)]
         ended = subprocess.run(
-            [sys.executable, *words], env=environment(user), capture_output=True, text=True, timeout=300
+            [sys.executable, "-m", "gw_detectron", *words],
+            env=environment(user),
+            capture_output=True,
+            text=True,
+            timeout=300,
         )
         assert ended.returncode == 0, ended.stderr[-3000:]
         return ended.stdout
