@@ -1,5 +1,5 @@
 #!/bin/bash
-# Run the study of PLAN.md, or continue it: bash run.sh BCCD NUCLEI OUTPUT [JOBS] [A B C D E F]; DEVICE=cpu without a GPU
+# Run the study of PLAN.md, or continue it: bash run.sh BCCD NUCLEI OUTPUT [JOBS] [A B C D E F G]; DEVICE=cpu without a GPU
 set -u
 bccd=$1 nuclei=$2 output=$3 jobs=${4:-12}
 here=$(dirname "$0")
@@ -25,3 +25,4 @@ compare E bccd.yaml "$bccd" train val test --rates 0.01 0.02 0.04 0.08 --seeds 2
     --ignore-preflight --norms BN GW -- SOLVER.IMS_PER_BATCH 1 $keys
 compare D bccd.yaml "$bccd" train val test --rates 0.02 0.04 0.08 --seeds 1 --iterations 400 --no-equal-time \
     --norms GW:iters=1 GW:iters=2 GW:solver=zca GW:solver=zca_max,threshold=0.05 -- $keys
+compare G bccd.yaml "$bccd" train val test --rates 0.04 --seeds 3 --iterations 400 --norms BN GN GW GW:iters=3 GW:iters=2 -- $keys
