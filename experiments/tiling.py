@@ -4,9 +4,9 @@ Images are detected whole and in tiles (:class:`gw_detectron.prediction.TiledPre
 have the statistics of
 
 - ``tile``: each tile.
-- ``image``: the image, gathered from its tiles, as shipped; of this size they are one batch.
+- ``image``: the image, as shipped: gathered from windows of 1600 pixels, so here from the whole image.
+- ``windows``: the image, gathered from windows as large as tiles.
 - ``shrunk``: the image, shrunk to the size of a tile.
-- ``exact``: the image, gathered from the whole image.
 
 The row ``SAHI`` is ``sahi.predict.get_sliced_prediction`` without a pass over the whole image, with NMS by IoU,
 which it chooses at low scores.
@@ -28,7 +28,7 @@ from gw_detectron.data.images import channels_first
 from gw_detectron.errors import ConfigError
 from gw_detectron.layers import ImageStatistics
 from gw_detectron.prediction import Predictor, TiledPredictor
-from gw_detectron.prediction.tiles import sahi_model
+from gw_detectron.prediction.tiles import Window, sahi_model
 from gw_detectron.progress import progress_bar
 
 from . import add_reduced, trained_detector
@@ -71,8 +71,8 @@ def analyze_tiling(
         "whole": predictor,
         "tile": TiledPredictor(predictor, tile, overlap, "tile"),
         "image": TiledPredictor(predictor, tile, overlap),
+        "windows": _Windows(predictor, tile, overlap),
         "shrunk": _Shrunk(predictor, tile, overlap),
-        "exact": _Exact(predictor, tile, overlap),
     }
     if find_spec("sahi"):
         ways["SAHI"] = _sahi(predictor, tile, overlap)
@@ -86,13 +86,13 @@ def analyze_tiling(
 class _Native(Predictor):
     """Takes images as an ``Example`` has them: resized, in the channel order of the model."""
 
-    def input(self, image: np.ndarray) -> dict[str, Any]:
+    def input(self, image: np.ndarray, scale: float | None = None) -> dict[str, Any]:
         return {"image": channels_first(image), "height": image.shape[0], "width": image.shape[1]}
 
 
-class _Exact(TiledPredictor):
-    def measure(self, image: np.ndarray) -> ImageStatistics:
-        return _gathered(self.predictor, image)
+class _Windows(TiledPredictor):
+    def measured_windows(self, image: np.ndarray, scale: float) -> list[Window]:
+        return super().measured_windows(image, np.inf)
 
 
 class _Shrunk(TiledPredictor):
@@ -101,16 +101,7 @@ class _Shrunk(TiledPredictor):
         small = torch.nn.functional.interpolate(
             channels_first(image)[None], scale_factor=scale, mode="bilinear", antialias=True
         )
-        return _gathered(self.predictor, small[0].permute(1, 2, 0).numpy())
-
-
-@torch.no_grad()
-def _gathered(predictor: Predictor, image: np.ndarray) -> ImageStatistics:
-    model: Any = predictor.model
-    statistics = ImageStatistics(model.backbone.modules())
-    with statistics.gather():
-        model.backbone(model.preprocess_image([predictor.input(image)]).tensor)
-    return statistics
+        return super().measure(small[0].permute(1, 2, 0).numpy())
 
 
 def _sahi(predictor: Predictor, tile: int, overlap: int) -> Callable[[np.ndarray], Instances]:

@@ -228,9 +228,11 @@ def evenly_spread(items: Sequence[_Item], count: int) -> list[_Item]:
     return [items[index * len(items) // count] for index in range(count)]
 
 
-def evaluation_input(pixels: np.ndarray, cfg: CfgNode) -> Tensor:
-    """Resize pixels, (H, W, 3), as Detectron2's ``DefaultPredictor`` does; return (3, H', W') float32."""
+def evaluation_input(pixels: np.ndarray, cfg: CfgNode, scale: float | None = None) -> Tensor:
+    """Resize pixels, (H, W, 3), as ``DefaultPredictor`` does, or by a factor; return (3, H', W') float32."""
     shorter, longest = cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST
+    if scale is not None:
+        shorter, longest = round(scale * min(pixels.shape[:2])), np.inf
     resize = transforms_d2.ResizeShortestEdge([shorter, shorter], longest).get_transform(pixels)
     return channels_first(resize.apply_image(pixels))
 

@@ -49,10 +49,11 @@ class Predictor:
         found = output["instances"].to("cpu")
         return found[found.scores > self.score_threshold]
 
-    def input(self, image: np.ndarray) -> dict[str, Any]:
-        """Return an image as an input of the model."""
+    def input(self, image: np.ndarray, scale: float | None = None) -> dict[str, Any]:
+        """Return an image as an input of the model, resized as the config says or by a factor."""
         pixels = convert_PIL_to_numpy(Image.fromarray(image), self.cfg.INPUT.FORMAT)
-        return {"image": evaluation_input(pixels, self.cfg), "height": image.shape[0], "width": image.shape[1]}
+        resized = evaluation_input(pixels, self.cfg, scale)
+        return {"image": resized, "height": image.shape[0], "width": image.shape[1]}
 
 
 def open_predictor(

@@ -21,7 +21,8 @@ from .open_predictor import Predictor
 
 STATISTICS = ("image", "tile")
 _SAME_OBJECT = 0.5  # least IoU of two detections within what both tiles see
-_PIXELS = 4 * 800**2  # of the tiles whose statistics are gathered at once: the more, the closer to the image's
+_WINDOW = 1600  # side of what is seen at once to gather statistics, in pixels of the model's input
+_LARGEST_WINDOW = 4000  # the same, in pixels of the image
 _CUT = 0.05  # a detection ends at the edge of its tile if it ends nearer than this fraction of its side
 
 Window = tuple[slice, slice]  # rows, columns
@@ -34,9 +35,10 @@ class TiledPredictor:
     find a piece. Detections of different tiles that agree within what both see become one. An image that fits into one
     tile is predicted as without tiles.
 
-    Norms that see single samples (GW, GN) expose each tile differently. With ``statistics="image"`` a first pass over
-    the tiles gathers the statistics of the image, and a second one predicts with them, see
-    :class:`gw_detectron.layers.ImageStatistics`. A model without such norms needs no first pass.
+    Norms that see single samples (GW, GN) expose each tile differently. With ``statistics="image"`` a first pass
+    gathers the statistics of the image, and a second one predicts with them, see
+    :class:`gw_detectron.layers.ImageStatistics`. The first pass sees the image at the scale of the tiles, in windows of
+    1600 x 1600 pixels that do not overlap: no pixel counts twice. A model without such norms needs no first pass.
 
     Args:
         predictor: from :func:`~gw_detectron.prediction.open_predictor`. It resizes a tile as it would an image.
@@ -76,24 +78,30 @@ class TiledPredictor:
         return list(itertools.product(rows, columns))
 
     def measure(self, image: Any) -> ImageStatistics:
-        """Gather the statistics of an image from its tiles."""
+        """Gather the statistics of an image."""
         if self.statistics == "tile":
             return ImageStatistics([])
         model: Any = self.predictor.model
-        windows = self.windows(image)
         images = (module for name, module in model.named_modules() if not name.startswith("roi_heads"))
         statistics = ImageStatistics(images)  # of modules whose samples are images, not regions
         if not statistics.layers:
             return statistics
         in_backbone = set(model.backbone.modules()).issuperset(statistics.layers)  # then the rest can wait
-        order = np.random.default_rng(0).permutation(len(windows))
-        size = max(1, _PIXELS // self.predictor.input(image[windows[0]])["image"][0].numel())
-        batches = np.split(order, range(size, len(order), size))
-        for batch in progress_bar(batches, desc="statistics", unit="batch", leave=False):
-            inputs = [self.predictor.input(image[windows[index]]) for index in batch]
+        tile = self.predictor.input(image[self.windows(image)[0]])
+        scale = max(tile["image"].shape[1:]) / max(tile["height"], tile["width"])
+        windows = self.measured_windows(image, scale)
+        for window in progress_bar(windows, desc="statistics", unit="window", leave=False):
+            inputs = [self.predictor.input(image[window], scale)]
             with torch.no_grad(), statistics.gather():
                 model.backbone(model.preprocess_image(inputs).tensor) if in_backbone else model(inputs)
         return statistics
+
+    def measured_windows(self, image: Any, scale: float) -> list[Window]:
+        """Return the windows whose statistics are gathered, in random order; the model's input is scaled."""
+        side = max(self.tile, min(int(_WINDOW / scale), _LARGEST_WINDOW))
+        rows, columns = (_parts(size, math.ceil(size / math.ceil(size / side)), 0) for size in image.shape[:2])
+        windows = list(itertools.product(rows, columns))
+        return [windows[index] for index in np.random.default_rng(0).permutation(len(windows))]
 
 
 def sahi_model(predictor: Predictor, statistics: ImageStatistics | None = None) -> Any:

@@ -73,5 +73,5 @@ def test_padding_changes_the_features_of_batches(detector):
 def test_ways_to_predict_in_tiles(detector):
     result = analyze_tiling(**detector, tile=64, overlap=16, images=3)
     ways = [row["statistics"] for row in result.rows]
-    assert ways[:5] == ["whole", "tile", "image", "shrunk", "exact"]
+    assert ways[:5] == ["whole", "tile", "image", "windows", "shrunk"]
     assert all(row["seconds per image"] > 0 and 0 <= row["AP"] <= 100 for row in result.rows)

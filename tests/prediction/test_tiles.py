@@ -123,9 +123,15 @@ def test_the_statistics_of_the_image_bring_tiles_closer_to_it(predictor, large, 
         return model.backbone(model.preprocess_image([predictor.input(pixels)]).tensor)["p2"][..., :16]
 
     expected, alone = left_half(image), left_half(image[:, :64])
-    with TiledPredictor(predictor, 64, 0).measure(image).apply():
-        shared = left_half(image[:, :64])
-    assert (shared - expected).norm() < 0.6 * (alone - expected).norm()
+    for side, exact in ((128, True), (64, False)):  # of the whole image; of one window after the other
+        monkeypatch.setattr("gw_detectron.prediction.tiles._WINDOW", side)
+        statistics = TiledPredictor(predictor, 64, 0).measure(image)
+        with statistics.apply():
+            whole = left_half(image)
+        with statistics.apply():
+            shared = left_half(image[:, :64])
+        assert torch.allclose(whole, expected, rtol=1e-4, atol=1e-4) == exact
+        assert (shared - expected).norm() < 0.7 * (alone - expected).norm()
 
 
 def test_without_such_norms_the_statistics_change_nothing(run_folder, large):
