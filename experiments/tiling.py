@@ -92,7 +92,7 @@ class _Native(Predictor):
 
 class _Windows(TiledPredictor):
     def measured_windows(self, image: np.ndarray, scale: float) -> list[Window]:
-        return super().measured_windows(image, np.inf)
+        return super().measured_windows(image, np.inf)  # a scale that leaves no window larger than a tile
 
 
 class _Shrunk(TiledPredictor):

@@ -230,10 +230,12 @@ def evenly_spread(items: Sequence[_Item], count: int) -> list[_Item]:
 
 def evaluation_input(pixels: np.ndarray, cfg: CfgNode, scale: float | None = None) -> Tensor:
     """Resize pixels, (H, W, 3), as ``DefaultPredictor`` does, or by a factor; return (3, H', W') float32."""
-    shorter, longest = cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST
-    if scale is not None:
-        shorter, longest = round(scale * min(pixels.shape[:2])), np.inf
-    resize = transforms_d2.ResizeShortestEdge([shorter, shorter], longest).get_transform(pixels)
+    if scale is None:
+        shorter, longest = cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST
+        resize = transforms_d2.ResizeShortestEdge([shorter, shorter], longest).get_transform(pixels)
+    else:
+        sides = pixels.shape[:2]
+        resize = transforms_d2.ResizeTransform(*sides, *(max(1, round(scale * side)) for side in sides))
     return channels_first(resize.apply_image(pixels))
 
 

@@ -16,23 +16,23 @@ _PerSampleNorm = GroupWhitening2d | nn.GroupNorm | nn.InstanceNorm2d
 
 
 class ImageStatistics:
-    r"""Mean and covariance that the norms of a network have on an image, gathered from its tiles.
+    r"""Mean and covariance that the norms of a network have on an image, gathered from its parts.
 
     A per-sample norm gives a tile another mean and whitening matrix than the whole image. Moments add up, so the
-    tiles give those of the image, for GW, ``nn.GroupNorm`` and ``nn.InstanceNorm2d``; other norms do not change.
+    parts give those of the image, for GW, ``nn.GroupNorm`` and ``nn.InstanceNorm2d``; other norms do not change.
 
     .. code-block:: python
 
         statistics = ImageStatistics(model.backbone.modules())
-        for batch in batches_of_tiles:  # in random order
+        for batch in batches_of_parts:  # which do not overlap, in random order
             with statistics.gather():
                 model.backbone(batch)
         with statistics.apply():
             outputs = model(tiles)
 
     While gathering, each batch is normalized by the moments of all batches so far, its own included. So the input of a
-    layer always fits its statistics. If all tiles are one batch, the statistics are those of the whole image, up to the
-    zeros that convolutions see at the edges of tiles. (Passes that normalize by the moments of an earlier pass diverge:
+    layer always fits its statistics. If all parts are one batch, the statistics are those of the whole image, up to the
+    zeros that convolutions see at the edges of parts. (Passes that normalize by the moments of an earlier pass diverge:
     each layer multiplies the mismatch of the one before it.)
 
     Args:

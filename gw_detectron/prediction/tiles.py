@@ -38,7 +38,8 @@ class TiledPredictor:
     Norms that see single samples (GW, GN) expose each tile differently. With ``statistics="image"`` a first pass
     gathers the statistics of the image, and a second one predicts with them, see
     :class:`gw_detectron.layers.ImageStatistics`. The first pass sees the image at the scale of the tiles, in windows of
-    1600 x 1600 pixels that do not overlap: no pixel counts twice. A model without such norms needs no first pass.
+    at most 1600 x 1600 input pixels, or a tile, that do not overlap: pixels count once. A model without such norms
+    needs no first pass.
 
     Args:
         predictor: from :func:`~gw_detectron.prediction.open_predictor`. It resizes a tile as it would an image.
@@ -87,19 +88,20 @@ class TiledPredictor:
         if not statistics.layers:
             return statistics
         in_backbone = set(model.backbone.modules()).issuperset(statistics.layers)  # then the rest can wait
-        tile = self.predictor.input(image[self.windows(image)[0]])
+        tile = self.predictor.input(image[: self.tile, : self.tile])
         scale = max(tile["image"].shape[1:]) / max(tile["height"], tile["width"])
         windows = self.measured_windows(image, scale)
         for window in progress_bar(windows, desc="statistics", unit="window", leave=False):
-            inputs = [self.predictor.input(image[window], scale)]
+            inputs = [{"image": self.predictor.input(image[window], scale)["image"]}]  # no size: results stay small
             with torch.no_grad(), statistics.gather():
                 model.backbone(model.preprocess_image(inputs).tensor) if in_backbone else model(inputs)
         return statistics
 
     def measured_windows(self, image: Any, scale: float) -> list[Window]:
         """Return the windows whose statistics are gathered, in random order; the model's input is scaled."""
-        side = max(self.tile, min(int(_WINDOW / scale), _LARGEST_WINDOW))
-        rows, columns = (_parts(size, math.ceil(size / math.ceil(size / side)), 0) for size in image.shape[:2])
+        largest = max(self.tile, min(round(_WINDOW / scale), _LARGEST_WINDOW))
+        sides = (math.ceil(size / math.ceil(size / largest)) for size in image.shape[:2])  # about equal ones
+        rows, columns = (_parts(size, side, 0) for size, side in zip(image.shape[:2], sides, strict=True))
         windows = list(itertools.product(rows, columns))
         return [windows[index] for index in np.random.default_rng(0).permutation(len(windows))]
 
