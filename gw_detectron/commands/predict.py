@@ -35,7 +35,7 @@ def get_parser() -> argparse.ArgumentParser:
     add("--preview", metavar="JSON", help="draw up to 50 images with the annotations of this COCO file")
     add("--tiles", type=int, metavar="N", help="predict large images in overlapping tiles of N pixels, e.g. 1024")
     add("--overlap", type=int, metavar="N", help="pixels that tiles share, default: an eighth")
-    add("--statistics", choices=STATISTICS, help="of GW and GN; default: image; tile takes half the time")
+    add("--statistics", choices=STATISTICS, help="of GW and GN; default: image; tile is faster")
     add("--no-pictures", action="store_true", help="write only the json files")
     add("--device", metavar="D", help="cpu or cuda; default: a GPU, if there is one")
     add(
