@@ -98,7 +98,7 @@ class TiledPredictor:
         return statistics
 
     def measured_windows(self, image: Any, scale: float) -> list[Window]:
-        """Return the windows whose statistics are gathered, in random order; the model's input is scaled."""
+        """Return the windows whose statistics are gathered, in random order; scale: input pixels per image pixel."""
         largest = max(self.tile, min(round(_WINDOW / scale), _LARGEST_WINDOW))
         sides = (math.ceil(size / math.ceil(size / largest)) for size in image.shape[:2])  # about equal ones
         rows, columns = (_parts(size, side, 0) for size, side in zip(image.shape[:2], sides, strict=True))

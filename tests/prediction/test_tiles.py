@@ -131,7 +131,7 @@ def test_the_statistics_of_the_image_bring_tiles_closer_to_it(predictor, large, 
         with statistics.apply():
             shared = left_half(image[:, :64])
         assert torch.allclose(whole, expected, rtol=1e-4, atol=1e-4) == exact
-        assert (shared - expected).norm() < 0.7 * (alone - expected).norm()
+        assert (shared - expected).norm() < 0.65 * (alone - expected).norm()
 
 
 def test_without_such_norms_the_statistics_change_nothing(run_folder, large):
