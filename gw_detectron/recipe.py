@@ -8,7 +8,9 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
+import torchvision
 from detectron2.config import CfgNode
+from torch.torch_version import TorchVersion
 
 from .config import anchor_strides, get_value, training_sides
 from .data.coco_files import read_json
@@ -22,6 +24,8 @@ log = logging.getLogger(__name__)
 _RATIOS = ([0.5, 1.0, 2.0], [0.33, 0.57, 1.0, 1.75, 3.0], [0.12, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0])
 _NOTABLE = 0.02  # a smaller gain of mean overlap changes no anchors
 _RARE = 10  # a class is rare if another one is in so many times more images
+_SCALES = (0.75, 0.875, 1.0, 1.125, 1.25)  # of images in training: their median is the scale of the evaluation
+_COLORS = "ColorJitter(brightness=0.3, contrast=0.3, saturation=0.3)"
 
 
 def auto_config(
@@ -35,7 +39,7 @@ def auto_config(
     """Set the keys of a config that a COCO file decides, and log a line for each.
 
     Classes, masks, image size, anchors, limits of detections, sampler, learning rate and schedule follow from the file.
-    Architecture, norms, weights and ``SOLVER.IMS_PER_BATCH`` stay as in the config.
+    In training, scale and colors vary. Architecture, norms, weights and ``SOLVER.IMS_PER_BATCH`` stay as in the config.
 
     Args:
         cfg: Detectron2's config with the keys of this package, not frozen. ``MODEL.DEVICE`` bounds the image size.
@@ -76,7 +80,7 @@ def apply_recipe(
         paths = [os.path.join(root, str(each.get("file_name"))) for root, data in contents for each in data["images"]]
         if not cfg.INPUT.PERCENTILES and any(map(is_deep, evenly_spread(paths, 20))):
             recipe.set("INPUT.PERCENTILES", [0.5, 99.5], "images have more than 8 bits")
-        for step in (_classes_and_masks, _image_size, _anchors, _limits, _sampler, _rate):
+        for step in (_classes_and_masks, _image_size, _augmentations, _anchors, _limits, _sampler, _rate):
             step(recipe, found)
     _schedule(recipe, found, epochs)
     return recipe.reasons
@@ -115,9 +119,14 @@ def _image_size(recipe: _Recipe, found: Fingerprint) -> None:
     small = min((np.quantile(sizes[found.category == index], 0.25) for index in common), default=np.median(sizes))
     enlarged = 2 * np.median(found.images.min(axis=1))  # beyond, pixels are interpolated from too few
     side = int(np.clip(32 * round(min(1000 * wanted / small, enlarged) / 32), lowest, highest))
-    reason = f"small objects get {small * side / 1000:.0f} pixels"
-    recipe.set("INPUT.MIN_SIZE_TRAIN", (side,), reason)
+    sides = tuple(round(side * scale) for scale in _SCALES)
+    recipe.set("INPUT.MIN_SIZE_TRAIN", sides, f"small objects get {small * side / 1000:.0f} pixels; the scale varies")
     recipe.set("INPUT.MIN_SIZE_TEST", int(training_sides(recipe.cfg)[0]), "as in training")
+
+
+def _augmentations(recipe: _Recipe, found: Fingerprint) -> None:
+    if not recipe.cfg.INPUT.AUGMENTATIONS and TorchVersion(torchvision.__version__) >= (0, 24):  # as these need
+        recipe.set("INPUT.AUGMENTATIONS", [_COLORS], "brightness and colors vary")
 
 
 def _anchors(recipe: _Recipe, found: Fingerprint) -> None:
@@ -177,8 +186,9 @@ def _rate(recipe: _Recipe, found: Fingerprint) -> None:
         recipe.set("SOLVER.BASE_LR", rate * images / 16, f"{rate} for 16 images, here {images}")
         return
     grouped = cfg.MODEL.RESNETS.NORM.startswith("GN") and not cfg.MODEL.RESNETS.WHITEN_POSITIONS
-    rate = max(0.01, (0.0025 if grouped else 0.005) * images)  # docs/norms.md: the best of each norm by batch size
-    recipe.set("SOLVER.BASE_LR", rate, f"best for {cfg.MODEL.RESNETS.NORM} from scratch, {images} images")
+    # twice the best rate on synthetic images, at most half of the best on real ones (experiments/)
+    rate = max(0.02, (0.005 if grouped else 0.01) * images)
+    recipe.set("SOLVER.BASE_LR", rate, f"for {cfg.MODEL.RESNETS.NORM} from scratch, {images} images")
 
 
 def _schedule(recipe: _Recipe, found: Fingerprint, epochs: float | None) -> None:
@@ -188,11 +198,12 @@ def _schedule(recipe: _Recipe, found: Fingerprint, epochs: float | None) -> None
     iterations = max(1, math.ceil(passes * images / recipe.batch))
     recipe.set("SOLVER.MAX_ITER", iterations, f"{passes:.3g} passes over {images:,} images")
     iterations = recipe.cfg.SOLVER.MAX_ITER
-    steps = tuple(sorted({round(0.75 * iterations), round(0.9 * iterations)} - {0}))
+    steps = tuple(sorted({3 * iterations // 4, 9 * iterations // 10} - {0}))
     recipe.set("SOLVER.STEPS", steps, "after 3/4 and 9/10 of the iterations")
     recipe.set("SOLVER.WARMUP_ITERS", min(500, iterations // 10), "the first tenth")
     times = int(np.clip(iterations * recipe.batch / images / 5, 1, 5))  # an evaluation can take as long as a pass
     for key in ("SOLVER.CHECKPOINT_PERIOD", "TEST.EVAL_PERIOD"):
         recipe.set(key, math.ceil(iterations / times), f"every five passes, at most five times; here {times}")
-    if recipe.cfg.DATASETS.TEST and not recipe.cfg.TEST.BEST:
-        recipe.set("TEST.BEST", "segm/AP" if recipe.cfg.MODEL.MASK_ON else "bbox/AP", "its best weights are kept")
+    if (tests := recipe.cfg.DATASETS.TEST) and not recipe.cfg.TEST.BEST:
+        score = "segm/AP" if recipe.cfg.MODEL.MASK_ON else "bbox/AP"
+        recipe.set("TEST.BEST", f"{tests[0]}/{score}" if len(tests) > 1 else score, "its best weights are kept")
