@@ -195,16 +195,16 @@ def _cut(boxes: Tensor, views: Tensor, image_size: tuple[int, int]) -> Tensor:
 def _objects(boxes: Tensor, classes: Tensor, tile_of: Tensor, views: Tensor) -> list[list[int]]:
     """Group the detections of one object: they agree within what both tiles see, and are of different tiles."""
     pairs = []
-    members = [(tile_of == tile).nonzero()[:, 0] for tile in range(len(views))]
-    for one, two in itertools.combinations(tile_of.unique().tolist(), 2):  # tiles with detections
-        low, high = torch.maximum(views[one], views[two])[:2], torch.minimum(views[one], views[two])[2:]
-        if (low >= high).any():
-            continue
-        first, second = members[one], members[two]
-        seen = [boxes[which].view(-1, 2, 2).clamp(low, high).flatten(1) for which in (first, second)]
-        iou = box_iou(*seen) * (classes[first][:, None] == classes[second])
-        for row, column in (iou >= _SAME_OBJECT).nonzero().tolist():
-            pairs.append((float(iou[row, column]), int(first[row]), int(second[column])))
+    used, counts = tile_of.unique(return_counts=True)  # tiles with detections
+    views, members = views[used], tile_of.argsort(stable=True).split(counts.tolist())
+    for one, first in enumerate(members):
+        low, high = torch.maximum(views[one], views)[:, :2], torch.minimum(views[one], views)[:, 2:]
+        for two in (low < high).all(1)[one + 1 :].nonzero()[:, 0].add(one + 1).tolist():
+            second = members[two]
+            seen = [boxes[which].view(-1, 2, 2).clamp(low[two], high[two]).flatten(1) for which in (first, second)]
+            iou = box_iou(*seen) * (classes[first][:, None] == classes[second])
+            for row, column in (iou >= _SAME_OBJECT).nonzero().tolist():
+                pairs.append((float(iou[row, column]), int(first[row]), int(second[column])))
     groups = {index: [index] for index in range(len(boxes))}
     tiles = tile_of.tolist()
     for _, *pair in sorted(pairs, reverse=True):
