@@ -20,7 +20,7 @@ from gw_detectron.config import read_config
 from gw_detectron.data.images import open_image, read_image
 from gw_detectron.errors import ConfigError, DataError
 from gw_detectron.prediction import Predictor, TiledPredictor, open_predictor
-from gw_detectron.prediction.tiles import sahi_model
+from gw_detectron.prediction.tiles import sahi_model, shrunk
 
 from .conftest import Handmade
 
@@ -100,6 +100,26 @@ def test_the_time_grows_with_the_tiles_not_with_their_pairs():
     begin = time.process_time()
     assert len(TiledPredictor(Colors(), 40, 10, "tile")(image)) == 1200  # in as many tiles
     assert time.process_time() - begin < 5
+
+
+@pytest.mark.parametrize("longest", [100, 50, 30, 9])
+def test_masks_are_shrunk_as_the_image(longest):
+    masks = np.random.default_rng(0).random((6, 70, 100)) < np.array([0, 0.02, 0.5, 0.98, 1, 1])[:, None, None]
+    masks[5, :, 40:] = masks[5, :30] = False
+    found = Instances((70, 100), scores=torch.ones(6), pred_classes=torch.zeros(6), pred_boxes=Boxes(torch.zeros(6, 4)))
+    found.pred_masks_rle = [mask_util.encode(np.asfortranarray(mask)) for mask in masks]
+    step = -(-100 // longest)
+    small, result = shrunk(masks[2], found, longest)
+    np.testing.assert_array_equal(small, masks[2, ::step, ::step])
+    np.testing.assert_array_equal([mask_util.decode(rle) for rle in result.pred_masks], masks[:, ::step, ::step])
+
+
+def test_masks_of_images_that_do_not_fit_into_memory_are_shrunk():
+    found = Instances((60_000, 60_000), scores=torch.ones(1), pred_classes=torch.zeros(1), pred_boxes=Boxes([[0] * 4]))
+    polygon = [40_000, 50_000, 40_900, 50_000, 40_900, 50_600, 40_000, 50_600]
+    found.pred_masks_rle = mask_util.frPyObjects([polygon], 60_000, 60_000)
+    _, result = shrunk(np.broadcast_to(np.uint8(0), (60_000, 60_000, 3)), found)
+    assert mask_util.area(result.pred_masks) == 60 * 40  # every 15th row and column
 
 
 @pytest.fixture(scope="module")
