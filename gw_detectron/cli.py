@@ -15,9 +15,7 @@ from typing import Any
 from torch import distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException
 
-from .errors import FileAccessError, first_line, is_user_error, message_of
-
-_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "Cannot allocate memory", "ALLOC_FAILED")
+from .errors import FileAccessError, first_line, is_out_of_memory, is_user_error, message_of
 
 
 class Interrupted(SystemExit):
@@ -77,7 +75,7 @@ def errors_reported() -> Iterator[None]:
     except Exception as error:
         if is_user_error(error):
             report_error(error)
-        elif isinstance(error, MemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY):
+        elif is_out_of_memory(error):
             report_error(f"out of memory: {first_line(error)}. Fix: use a smaller model, batch or image.")
         elif re.match(r"DataLoader worker \(pid.*(killed by signal|exited unexpectedly)", str(error)):
             report_error(

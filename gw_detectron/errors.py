@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 _FILE_ERRORS = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "Cannot allocate memory", "ALLOC_FAILED")
 _FILE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.ENAMETOOLONG)
 
 
@@ -101,6 +102,11 @@ class MissingPackageError(UserError, ImportError):
 def is_user_error(error: BaseException) -> bool:
     """Return whether the user can fix an error: UserErrors, unusable files and a full disk."""
     return isinstance(error, (UserError, *_FILE_ERRORS)) or getattr(error, "errno", None) in _FILE_ERRNOS
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether memory was too small, of the CPU or a GPU; torch raises some of it as a RuntimeError."""
+    return isinstance(error, MemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
 def message_of(error: BaseException) -> str:

@@ -24,7 +24,7 @@ def get_parser() -> argparse.ArgumentParser:
         "output/mydata photos --output predictions",
         "output/mydata 'photos/**/*.jpg' clip.mp4 --output predictions --score-threshold 0.7",
         "--preview annotations.json photos --output preview",
-        note="The exit status is 1 if a file cannot be read; the others are predicted.",
+        note="The exit status is 1 if a file cannot be read or needs too much memory; the others are predicted.",
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help="run folder or checkpoint; with --preview the folder of images")
@@ -47,7 +47,7 @@ def get_parser() -> argparse.ArgumentParser:
 
 
 def main(args: argparse.Namespace) -> bool:
-    """Return whether all inputs could be read."""
+    """Return whether all inputs were predicted."""
     if args.tiles is None and (args.overlap, args.statistics) != (None, None):
         raise ConfigError("--overlap, --statistics: only for tiles. Fix: give --tiles, e.g. 1024.")
     check_folder(args.output)

@@ -2,11 +2,13 @@
 
 import csv
 import json
+import logging
 import os
+import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,13 +25,15 @@ from ..data.coco_datasets import CocoDataset, CocoDatasets, register_datasets
 from ..data.coco_files import read_json
 from ..data.datasets_yaml import existing_path
 from ..data.images import BROWSER_SUFFIXES, evenly_spread, read_image
-from ..errors import ConfigError, DataError, FileAccessError, MissingFileError
+from ..errors import ConfigError, DataError, FileAccessError, MissingFileError, first_line, is_out_of_memory
 from ..installation import require_packages
 from ..progress import progress_bar
 from .drawing import draw_predictions, draw_record
 from .image_sources import ImageSource
 from .open_predictor import Predictor
 from .tiles import TiledPredictor, shrunk
+
+log = logging.getLogger(__name__)
 
 RESULTS, IMAGES, COUNTS, PICTURES = "predictions.json", "images.json", "counts.csv", "pictures"
 _FILES = (RESULTS, IMAGES, COUNTS, PICTURES)
@@ -47,7 +51,7 @@ class PredictionSummary:
     images: int = 0  # and frames
     detections: int = 0
     seconds: float = 0.0  # for reading, prediction and drawing
-    failed: dict[str, str] = field(default_factory=dict)  # source -> why it could not be read
+    failed: dict[str, str] = field(default_factory=dict)  # source -> why it was left out
 
 
 def check_output(output: str | os.PathLike[str], sources: Iterable[ImageSource]) -> None:
@@ -69,11 +73,12 @@ def write_predictions(
     *,
     pictures: bool = True,
 ) -> PredictionSummary:
-    """Predict on images and videos, and write the folder ``output``, all of it or nothing.
+    """Predict on images and videos, and write the folder ``output``.
 
     ``predictions.json`` is a list of COCO results, ``images.json`` lists images and categories as COCO annotation files
     do, ``counts.csv`` counts objects, and ``pictures`` holds images and videos with the objects drawn. Sources that
-    cannot be read are left out.
+    cannot be read or need too much memory are left out. After another error or Ctrl-C, ``output`` is unchanged, and the
+    folder ``<output>.partial`` holds what was done.
 
     Args:
         predictor: the detector; a :class:`TiledPredictor` for large images.
@@ -82,6 +87,8 @@ def write_predictions(
         pictures: whether to draw.
     """
     check_output(output, sources)
+    partial = Path(f"{Path(output).resolve()}.partial")
+    check_replaceable(partial, _FILES)
     if pictures:
         require_packages("pictures", "cv2")
     begin = time.perf_counter()
@@ -93,29 +100,50 @@ def write_predictions(
         progress_bar(desc="predicting", unit="image", total=sum(source.count() for source in sources)) as progress,
     ):
         names = {source.name for source in sources}
-        for source in sources:
-            try:
-                path = folder / PICTURES / _picture_name(source, names)
-                with closing(_Drawer(source, path, predictor.metadata)) if pictures else nullcontext() as drawer:
-                    windows, percentiles = isinstance(predictor, TiledPredictor), predictor.cfg.INPUT.PERCENTILES
-                    for index, image in enumerate(source.images(percentiles, windows=windows)):
-                        found = predictor(image)
-                        if drawer is not None:
-                            drawer.draw(image, found)
-                        name = {"file_name": source.name, **({"frame": index} if source.is_video else {})}
-                        height, width = image.shape[:2]
-                        images.append({"id": len(images) + 1, **name, "height": height, "width": width})
-                        results += [name | each for each in _coco_results(found, len(images))]
+        try:
+            for source in sources:
+                picture = folder / PICTURES / _picture_name(source, names) if pictures else None
+                try:
+                    for entry, found in _predict(predictor, source, picture):
+                        rows = _coco_results(found, len(images) + 1)
+                        images.append({"id": len(images) + 1, **entry})
+                        results += [entry | each for each in rows]
                         progress.update()
-            except (DataError, MissingFileError) as error:
-                summary.failed[source.name] = str(error)
-        if not images:
-            reason = next(iter(summary.failed.values()), "")  # of the first one
-            raise DataError(f"inputs ({len(sources)}): none can be read: {reason}")
-        _write_json(folder, predictor.metadata, images, results)
+                except (DataError, MissingFileError) as error:
+                    summary.failed[source.name] = str(error)
+                except Exception as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    fix = "Fix: give --tiles or a smaller number, or --device cpu."
+                    summary.failed[source.name] = f"'{source.path}': out of memory: {first_line(error)}. {fix}"
+            if not images:
+                reason = next(iter(summary.failed.values()), "")  # of the first one
+                raise DataError(f"inputs ({len(sources)}): none can be predicted: {reason}")
+            _write_json(folder, predictor.metadata, images, results)
+        except BaseException:  # also Ctrl-C
+            if images:
+                _write_json(folder, predictor.metadata, images, results)
+                shutil.rmtree(partial, ignore_errors=True)
+                os.rename(folder, partial)
+                log.warning(f"not complete; images done until now: {len(images)}, in '{partial}'.")
+            raise
     summary.images, summary.detections = len(images), len(results)
     summary.seconds = round(time.perf_counter() - begin, 3)
     return summary
+
+
+def _predict(
+    predictor: Predictor | TiledPredictor, source: ImageSource, picture: Path | None
+) -> Iterator[tuple[dict[str, Any], Instances]]:
+    """Predict on the images of a source and draw them; yield their entries in ``images.json`` and their objects."""
+    windows, percentiles = isinstance(predictor, TiledPredictor), predictor.cfg.INPUT.PERCENTILES
+    with closing(_Drawer(source, picture, predictor.metadata)) if picture else nullcontext() as drawer:
+        for index, image in enumerate(source.images(percentiles, windows=windows)):
+            found = predictor(image)
+            if drawer is not None:
+                drawer.draw(image, found)
+            name = {"file_name": source.name, **({"frame": index} if source.is_video else {})}
+            yield {**name, "height": image.shape[0], "width": image.shape[1]}, found
 
 
 def _coco_results(found: Instances, image_id: int) -> list[dict[str, Any]]:
@@ -164,11 +192,9 @@ def _write_json(folder: Path, metadata: Metadata, images: list[dict[str, Any]], 
     categories = {
         index: {"id": ids.get(index, index), "name": names[index] if names else str(index)} for index in indices
     }
-    rows = []
-    for result in results:
-        category = categories[result["category_id"]]
-        result |= {"category_id": category["id"], "category_name": category["name"]}
-        rows.append(json.dumps({key: result[key] for key in _KEYS if key in result}))
+    keys = {index: {"category_id": each["id"], "category_name": each["name"]} for index, each in categories.items()}
+    results = [each | keys[each["category_id"]] for each in results]
+    rows = [json.dumps({key: each[key] for key in _KEYS if key in each}) for each in results]
     _write_counts(folder / COUNTS, images, list(categories.values()), results)
     (folder / RESULTS).write_text("[" + ",".join(f"\n{row}" for row in rows) + "\n]\n")
     listed = {"images": images, "annotations": [], "categories": list(categories.values())}

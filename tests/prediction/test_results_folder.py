@@ -4,17 +4,23 @@ import contextlib
 import io
 import json
 import re
+import signal
 import sys
+from unittest.mock import Mock
 
+import numpy as np
 import pycocotools.mask as mask_util
 import pytest
+import torch
 from PIL import Image
 from pycocotools.coco import COCO
 
+from gw_detectron.cli import Interrupted
 from gw_detectron.errors import ConfigError, DataError, FileAccessError, MissingPackageError
 from gw_detectron.prediction import check_output, find_sources, write_predictions
 
 from ..tiny_run import ROOT
+from .conftest import Handmade
 
 
 @pytest.fixture
@@ -27,6 +33,13 @@ def predict(predictor, tmp_path):
         return summary, json.loads((output / "predictions.json").read_text())
 
     return predict
+
+
+@pytest.fixture
+def fail(monkeypatch):
+    """Let the detector raise an error on the second image from now on."""
+    found = Handmade()(np.zeros((96, 131, 3)))
+    return lambda error: monkeypatch.setattr(Handmade, "__call__", Mock(side_effect=[found, error]))
 
 
 def test_results_and_pictures(tmp_path, photos, predict):
@@ -75,9 +88,39 @@ def test_broken_files_are_named_and_the_others_predicted(tmp_path, photos, predi
     assert summary.images == 2 and {each["image_id"] for each in results} == {1, 2}
     for path in (photos / "b.png", photos / "sub" / "a.jpg"):
         path.unlink()
-    with pytest.raises(DataError, match=r"inputs \(2\): none can be read.*a.jpg"):
+    with pytest.raises(DataError, match=r"inputs \(2\): none can be predicted.*a.jpg"):
         predict(photos)
     assert len(json.loads((tmp_path / "out" / "predictions.json").read_text())) == 2  # the earlier ones
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_an_image_that_needs_too_much_memory_is_named_and_the_others_predicted(photos, predict, fail, error):
+    fail(error)
+    summary, results = predict(photos)
+    assert list(summary.failed) == ["sub/a.jpg"] and [each["file_name"] for each in results] == ["b.png"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), Interrupted(signal.SIGTERM), ZeroDivisionError()])
+def test_what_is_done_is_kept_beside_the_output(tmp_path, photos, predict, fail, error):
+    predict(photos)
+    for _ in range(2):  # the second time replaces the first
+        fail(error)
+        with pytest.raises(type(error)):
+            predict(photos)
+    contents = [json.loads((tmp_path / name / "predictions.json").read_text()) for name in ("out", "out.partial")]
+    assert [[each["category_id"] for each in content] for content in contents] == [[7, 7], [7]]
+    assert [path.name for path in (tmp_path / "out.partial" / "pictures").rglob("*.*")] == ["b.png"]
+    assert len(COCO(tmp_path / "out.partial" / "images.json").imgs) == 1
+    (tmp_path / "out.partial" / "thesis.tex").touch()
+    with pytest.raises(FileAccessError, match=r"out\.partial.*thesis\.tex"):
+        predict(photos)
 
 
 def test_earlier_predictions_are_replaced_and_other_folders_are_not(tmp_path, photos, predict):
