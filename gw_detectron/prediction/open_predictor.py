@@ -106,7 +106,10 @@ def detector_file(model: str | os.PathLike[str]) -> str:
 
 
 def _metadata(cfg: CfgNode, trained: Mapping[int, str], class_names: Sequence[str] | None) -> Metadata:
-    metadata = Metadata(thing_classes=list(class_names)) if class_names else class_metadata(cfg, trained)
+    metadata = class_metadata(cfg, trained)
+    if class_names:
+        known = metadata.as_dict() if len(metadata.get("thing_classes", [])) == len(class_names) else {}
+        metadata = Metadata(**known | {"thing_classes": list(class_names)})  # with the same category ids
     names = metadata.get("thing_classes", None)
     if names is None:
         log.warning("class names: not in the checkpoint or the config's datasets. Fix: give --class-names.")

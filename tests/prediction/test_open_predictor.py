@@ -62,10 +62,10 @@ def test_a_checkpoint_with_a_config_elsewhere(run_folder, tmp_path, caplog):
         open_predictor(str(weights), config_file=str(run_folder / "config.yaml"), opts=opts, class_names=names)
     config = tmp_path / "elsewhere.yaml"
     shutil.copy(run_folder / "config.yaml", config)
-    named = open_predictor(str(weights), config_file=str(config), class_names=["a", "b", "c"])
-    assert named.metadata.thing_classes == ["a", "b", "c"]
-    recorded = open_predictor(str(weights), config_file=str(config)).metadata
-    assert recorded.thing_classes == ["fork", "cup", "plate"] and recorded.thing_dataset_id_to_contiguous_id[40] == 2
+    for names in (["a", "b", "c"], None):
+        metadata = open_predictor(str(weights), config_file=str(config), class_names=names).metadata
+        assert metadata.thing_classes == (names or NAMES)
+        assert metadata.thing_dataset_id_to_contiguous_id == {2: 0, 7: 1, 40: 2}
     content = torch.load(weights, weights_only=False)
     del content["record"]
     torch.save(content, tmp_path / "unnamed.pth")
