@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import math
 import os
 import shlex
 from functools import cached_property
@@ -67,9 +68,9 @@ class RunFolder:
         """The iterations behind ``model_best.pth``; None if the weights are others."""
         if self.is_evaluated or not self.weights.endswith(BEST_CHECKPOINT):
             return None
-        values = [(each[name], each["iteration"] + 1) for each in self.metrics if (name := self.cfg.TEST.BEST) in each]
-        sign = -1 if self.cfg.TEST.BEST.endswith("loss") else 1
-        return max(values, key=lambda pair: sign * pair[0])[1] if values else None
+        name, sign = self.cfg.TEST.BEST, -1 if self.cfg.TEST.BEST.endswith("loss") else 1
+        evaluated = [each for each in self.metrics if math.isfinite(each.get(name, math.nan))]  # AP can be NaN
+        return max(evaluated, key=lambda each: sign * each[name])["iteration"] + 1 if evaluated else None
 
     @property
     def dataset(self) -> str:

@@ -94,6 +94,23 @@ def test_the_summary_reads_iterations_speed_and_segmentation_from_the_metrics(fo
     assert numbers["scores"]["bbox"]["AP"] > 13 and numbers["images"] == IMAGES
 
 
+@pytest.mark.parametrize(
+    "name, values, best",
+    [
+        ("bbox/AP", [float("nan"), 10, 30, 25, 30], 300),
+        ("validation/total_loss", [float("nan"), 2, 1, 3, float("inf")], 300),
+        ("bbox/AP", [float("nan"), float("inf")], None),
+    ],
+)
+def test_the_best_iteration_is_of_the_weights_that_are_kept(folder, name, values, best):
+    (folder / "model_best.pth").touch()
+    records = [{"iteration": 100 * number - 1, name: value} for number, value in enumerate(values, 1)]
+    (folder / "metrics.json").write_text("\n".join(map(json.dumps, records)))
+    run = RunFolder(folder)
+    run.cfg.TEST.BEST = name
+    assert run.best_iteration == best
+
+
 @pytest.mark.parametrize("wrong", [{"images": 0}, {"score": -0.1}, {"score": float("nan")}])
 def test_options_out_of_range_are_refused(folder, wrong):
     with pytest.raises(ConfigError, match=f"--{next(iter(wrong))}"):
