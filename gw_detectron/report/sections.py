@@ -3,6 +3,7 @@
 import contextlib
 import io
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -185,11 +186,13 @@ def average_precision(run: RunFolder) -> Section:
         for task in found.tasks
         for metric, iou in _THRESHOLDS.items()
     }
+    objects = Counter(each["category_id"] for each in found.truth.anns.values() if not each.get("iscrowd"))
+    detections = Counter(each["category_id"] for each in found.results)
     rows = [
         {
             "class": name,
-            "objects": sum(not each["iscrowd"] for each in found.truth.loadAnns(found.truth.getAnnIds(catIds=[key]))),
-            "detections": sum(result["category_id"] == key for result in found.results),
+            "objects": objects[key],
+            "detections": detections[key],
             **{column: None if np.isnan(values[index]) else float(values[index]) for column, values in columns.items()},
         }
         for index, (key, name) in enumerate(zip(found.category_ids, found.class_names, strict=True))
