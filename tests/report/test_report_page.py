@@ -136,6 +136,9 @@ def test_runs_side_by_side(tmp_path, capsys):
     page = Page((tmp_path / "out" / "runs.html").read_text())
     assert len(lost) == 1 and len(page.images) == 3
     assert f"0.0 ({-numbers['classes']['gn'][lost[0]]['box AP']:+.1f})" in page.text
+    for flag, value in (("--images", 4), ("--score", 0.5)):
+        with pytest.raises(ConfigError, match=f"{flag}.*one run"):
+            report(first, second, flag, value)
 
 
 def test_runs_that_cannot_be_compared(tmp_path):
