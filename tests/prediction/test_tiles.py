@@ -144,6 +144,11 @@ def test_one_tile_is_the_image_bit_for_bit(predictor, large):
         assert all(torch.equal(found[name], expected[name]) for name in expected) and len(expected["scores"]) > 3
 
 
+@pytest.mark.parametrize("size", [(1, 900), (900, 1)])
+def test_an_image_whose_side_would_be_resized_to_nothing(predictor, size):
+    assert TiledPredictor(predictor, 400, 30)(np.zeros((*size, 3), np.uint8)).image_size == size
+
+
 def test_the_statistics_of_the_image_bring_tiles_closer_to_it(predictor, large, monkeypatch):
     image, model = large[:64, :128], predictor.model
     monkeypatch.setitem(predictor.cfg.INPUT, "MIN_SIZE_TEST", 0)  # the scale of a tile is that of the image
