@@ -38,9 +38,7 @@ def get_parser() -> argparse.ArgumentParser:
     add("--statistics", choices=STATISTICS, help="of GW and GN; default: image; tile is faster")
     add("--no-pictures", action="store_true", help="write only the json files")
     add("--device", metavar="D", help="cpu or cuda; default: a GPU, if there is one")
-    add(
-        "--class-names", metavar="A,B,...", help="class names of a checkpoint; default: from the datasets in its config"
-    )
+    add("--class-names", metavar="A,B,...", help="class names of a checkpoint; default: from its record or config")
     add("--json", action="store_true", help="print the summary as json")
     add("--opts", nargs=argparse.REMAINDER, default=[], metavar="KEY VALUE", help="config keys to change; comes last")
     return parser
@@ -52,8 +50,9 @@ def main(args: argparse.Namespace) -> bool:
         raise ConfigError("--overlap, --statistics: only for tiles. Fix: give --tiles, e.g. 1024.")
     check_folder(args.output)
     if args.preview:
-        if args.inputs:
-            raise ConfigError(f"INPUT ({args.inputs[0]}): given with --preview. Fix: give only the folder of images.")
+        given = {name for name, value in vars(args).items() if value and value != get_parser().get_default(name)}
+        if others := given - {"model", "output", "preview"}:
+            raise ConfigError(f"--preview: takes no {', '.join(sorted(others))}. Fix: give only the folder of images.")
         count = prediction.write_preview(args.preview, args.model, args.output)
         print(f"{count} images with their annotations, and the number of objects in all images: {args.output}")
         return True
