@@ -229,15 +229,12 @@ def evenly_spread(items: Sequence[_Item], count: int) -> list[_Item]:
 
 
 def evaluation_input(pixels: np.ndarray, cfg: CfgNode, scale: float | None = None) -> Tensor:
-    """Resize pixels, (H, W, 3), as ``DefaultPredictor`` does, or by a factor; return (3, H', W') float32.
-
-    ``DefaultPredictor`` fails where the shorter side would be rounded to 0; here it is 1.
-    """
+    """Resize pixels, (H, W, 3), as ``DefaultPredictor`` does, or by a factor; return (3, H', W') float32."""
     sides, shorter = pixels.shape[:2], cfg.INPUT.MIN_SIZE_TEST
     resized: Sequence[int] = [round(scale * side) for side in sides] if scale else sides
     if scale is None and shorter:
         resized = transforms_d2.ResizeShortestEdge.get_output_shape(*sides, shorter, cfg.INPUT.MAX_SIZE_TEST)
-    resize = transforms_d2.ResizeTransform(*sides, *(max(1, side) for side in resized))
+    resize = transforms_d2.ResizeTransform(*sides, *(max(1, side) for side in resized))  # 1 x 5000: rounded to 0
     return channels_first(resize.apply_image(pixels))
 
 

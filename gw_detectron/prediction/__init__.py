@@ -1,14 +1,12 @@
 """Predictions of a trained detector on images and videos."""
 
 from .drawing import draw_predictions, draw_record
-from .image_sources import ImageSource, find_sources
+from .image_sources import find_sources
 from .open_predictor import Predictor, detector_file, open_predictor
-from .results_folder import PredictionSummary, check_output, write_predictions, write_preview
+from .results_folder import check_output, write_predictions, write_preview
 from .tiles import TiledPredictor
 
 __all__ = [
-    "ImageSource",
-    "PredictionSummary",
     "Predictor",
     "TiledPredictor",
     "check_output",

@@ -50,7 +50,6 @@ def draw_objects(
 
     Args:
         image: (H, W, 3) RGB, 0 to 255.
-        metadata: of the dataset, for names and colors.
         classes, scores, notes: class index, score and further text of each object.
         boxes: (N, 4) x0, y0, x1, y1 in pixels.
         masks: of each object: (H, W) bool, polygons or RLE.
@@ -69,9 +68,8 @@ def draw_objects(
 
     names = metadata.get("thing_classes", None)
     single = names is not None and len(names) == 1
-    texts: list[Sequence[str]] = (
-        [] if single else [[str(index) if names is None else names[index] for index in classes]]
-    )
+    shown = [str(index) if names is None else names[index] for index in classes]
+    texts: list[Sequence[str]] = [] if single else [shown]
     texts += [[f"{score:.0%}" for score in scores]] if scores is not None else []
     texts += [notes] if notes is not None else []
     labels = [" ".join(words).strip() for words in zip(*texts, strict=True)] or [""] * len(classes)

@@ -1,6 +1,5 @@
 """Find and read the images and videos that a user names."""
 
-import functools
 import glob
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -51,8 +50,7 @@ class ImageSource:
         it is opened by :func:`~gw_detectron.data.images.open_image`.
         """
         if not self.is_video:
-            read = open_image if windows else functools.partial(read_image, pixel_format="RGB")
-            yield read(self.path, percentiles=percentiles)
+            yield open_image(self.path, percentiles) if windows else read_image(self.path, "RGB", percentiles)
             return
         capture = self.video()
         found, frame = capture.read()
@@ -66,15 +64,12 @@ class ImageSource:
 def find_sources(inputs: Iterable[str | os.PathLike[str]]) -> list[ImageSource]:
     """Find the images and videos that files, folders and patterns such as ``photos/**/*.jpg`` name.
 
-    A folder means the images below it; a file that is named twice is taken once.
-
-    Returns:
-        The sources in the order of the inputs; a folder's or pattern's sorted by path.
+    A folder means the images below it; a file that is named twice is taken once. Those of a folder or pattern are
+    sorted by path.
     """
     folders: list[str] = []
     paths: dict[str, None] = {}
-    for each in inputs:
-        given = os.fspath(each)
+    for given in (os.fspath(each) for each in inputs):
         is_folder = os.path.isdir(given)
         found = [os.path.abspath(path) for path in (image_files(given) if is_folder else _files(given))]
         folders += [os.path.abspath(given)] if is_folder else map(os.path.dirname, found)

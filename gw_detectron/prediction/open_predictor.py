@@ -52,8 +52,7 @@ class Predictor:
     def input(self, image: np.ndarray, scale: float | None = None) -> dict[str, Any]:
         """Return an image as an input of the model, resized as the config says or by a factor."""
         pixels = convert_PIL_to_numpy(Image.fromarray(image), self.cfg.INPUT.FORMAT)
-        resized = evaluation_input(pixels, self.cfg, scale)
-        return {"image": resized, "height": image.shape[0], "width": image.shape[1]}
+        return {"image": evaluation_input(pixels, self.cfg, scale), "height": image.shape[0], "width": image.shape[1]}
 
 
 def open_predictor(

@@ -40,6 +40,7 @@ _FILES = (RESULTS, IMAGES, COUNTS, PICTURES)
 _KEYS = ["image_id", "file_name", "frame", "category_id", "category_name", "score", "bbox", "keypoints", "segmentation"]
 _FRAMES_PER_SECOND = 25.0  # of a video that does not tell
 _PREVIEW = "preview"
+_Rows = list[dict[str, Any]]
 _PERCENTILES = (0.5, 99.5)  # black and white of a preview's images with more than 8 bits
 
 
@@ -78,13 +79,7 @@ def write_predictions(
     ``predictions.json`` is a list of COCO results, ``images.json`` lists images and categories as COCO annotation files
     do, ``counts.csv`` counts objects, and ``pictures`` holds images and videos with the objects drawn. Sources that
     cannot be read or need too much memory are left out. After another error or Ctrl-C, ``output`` is unchanged, and the
-    folder ``<output>.partial`` holds what was done.
-
-    Args:
-        predictor: the detector; a :class:`TiledPredictor` for large images.
-        sources: the images and videos.
-        output: the folder to create. It may hold earlier predictions, which are replaced.
-        pictures: whether to draw.
+    folder ``<output>.partial`` holds what was done. Earlier predictions are replaced.
     """
     check_output(output, sources)
     partial = Path(f"{Path(output).resolve()}.partial")
@@ -93,8 +88,8 @@ def write_predictions(
         require_packages("pictures", "cv2")
     begin = time.perf_counter()
     summary = PredictionSummary(os.fspath(output))
-    images: list[dict[str, Any]] = []
-    results: list[dict[str, Any]] = []
+    images: _Rows = []
+    results: _Rows = []
     with (
         atomic_folder(output, _FILES) as folder,
         progress_bar(desc="predicting", unit="image", total=sum(source.count() for source in sources)) as progress,
@@ -114,8 +109,8 @@ def write_predictions(
                 except Exception as error:
                     if not is_out_of_memory(error):
                         raise
-                    fix = "Fix: give --tiles or a smaller number, or --device cpu."
-                    summary.failed[source.name] = f"'{source.path}': out of memory: {first_line(error)}. {fix}"
+                    reason = f"out of memory: {first_line(error)}. Fix: give --tiles, smaller ones, or --device cpu."
+                    summary.failed[source.name] = reason
             if not images:
                 reason = next(iter(summary.failed.values()), "")  # of the first one
                 raise DataError(f"inputs ({len(sources)}): none can be predicted: {reason}")
@@ -146,7 +141,7 @@ def _predict(
             yield {**name, "height": image.shape[0], "width": image.shape[1]}, found
 
 
-def _coco_results(found: Instances, image_id: int) -> list[dict[str, Any]]:
+def _coco_results(found: Instances, image_id: int) -> _Rows:
     results = instances_to_coco_json(found, image_id)
     if found.has("pred_masks_rle"):  # of tiles
         for result, rle in zip(results, found.pred_masks_rle, strict=True):
@@ -157,11 +152,8 @@ def _coco_results(found: Instances, image_id: int) -> list[dict[str, Any]]:
 def write_preview(annotations: str, images: str, output: str | os.PathLike[str], limit: int = 50) -> int:
     """Draw annotations, to look at them before a training; return the number of ``pictures``.
 
-    Args:
-        annotations: the file in COCO format; ``counts.csv`` counts all its objects.
-        images: the folder that its ``file_name`` is relative to.
-        output: the folder to create. It may hold an earlier preview, which is replaced.
-        limit: pictures to draw, of images that are evenly spread over the file.
+    They are of images that are evenly spread over ``annotations``, a file in COCO format; its ``file_name`` is relative
+    to the folder ``images``. ``counts.csv`` counts all objects. An earlier preview in ``output`` is replaced.
     """
     require_packages("pictures", "cv2")
     check_replaceable(Path(output), (PICTURES, COUNTS))
@@ -184,7 +176,7 @@ def write_preview(annotations: str, images: str, output: str | os.PathLike[str],
     return len(records)
 
 
-def _write_json(folder: Path, metadata: Metadata, images: list[dict[str, Any]], results: list[dict[str, Any]]) -> None:
+def _write_json(folder: Path, metadata: Metadata, images: _Rows, results: _Rows) -> None:
     """Write images and results; class indices become the dataset's category ids, where they are known."""
     names = metadata.get("thing_classes", None)
     ids = {index: number for number, index in metadata.get("thing_dataset_id_to_contiguous_id", {}).items()}
@@ -201,9 +193,7 @@ def _write_json(folder: Path, metadata: Metadata, images: list[dict[str, Any]], 
     (folder / IMAGES).write_text(json.dumps(listed, indent=1) + "\n")
 
 
-def _write_counts(
-    path: Path, images: list[dict[str, Any]], categories: list[dict[str, Any]], objects: list[dict[str, Any]]
-) -> None:
+def _write_counts(path: Path, images: _Rows, categories: _Rows, objects: _Rows) -> None:
     """Write the number of objects of each class in each image, given in COCO's format, as a csv file."""
     counts = Counter((each["image_id"], each["category_id"]) for each in objects)
     keys = [key for key in ("file_name", "frame") if any(key in image for image in images)]

@@ -35,11 +35,9 @@ class TiledPredictor:
     find a piece. Detections of different tiles that agree within what both see become one. An image that fits into one
     tile is predicted as without tiles.
 
-    Norms that see single samples (GW, GN) expose each tile differently. With ``statistics="image"`` a first pass
-    gathers the statistics of the image, and a second one predicts with them, see
-    :class:`gw_detectron.layers.ImageStatistics`. The first pass sees the image at the scale of the tiles, in windows of
-    at most 1600 x 1600 input pixels, or a tile, that do not overlap: pixels count once. A model without such norms
-    needs no first pass.
+    Norms that see single samples (GW, GN) expose each tile differently. With ``statistics="image"`` a first pass, at
+    the scale of the tiles, gathers the statistics of the image in windows that do not overlap; a second one predicts
+    with them, see :class:`gw_detectron.layers.ImageStatistics`. A model without such norms needs no first pass.
 
     Args:
         predictor: from :func:`~gw_detectron.prediction.open_predictor`. It resizes a tile as it would an image.
@@ -107,10 +105,7 @@ class TiledPredictor:
 
 
 def sahi_model(predictor: Predictor, statistics: ImageStatistics | None = None) -> Any:
-    """Return the detector as SAHI's ``DetectionModel``, for functions such as ``get_sliced_prediction``.
-
-    ``statistics`` of the image are from :meth:`TiledPredictor.measure`; without them each slice has its own.
-    """
+    """Return the detector as SAHI's ``DetectionModel``, with statistics from :meth:`TiledPredictor.measure`."""
     require_packages("SAHI", "sahi")
     from sahi.models.detectron2 import Detectron2DetectionModel
 
@@ -158,11 +153,7 @@ def _rle(mask: np.ndarray, top: int, left: int, shape: Sequence[int]) -> dict[st
 
 
 def _merged(tiles: Sequence[Instances], windows: Sequence[Window]) -> Instances:
-    """Merge the detections of an object into one.
-
-    It is the most certain one that does not end at an edge inside the image; if all do, they are pieces, and it is
-    their union.
-    """
+    """Merge the detections of an object into the most certain one that is not cut by its tile, or into their union."""
     found = Instances.cat(list(tiles))
     boxes, scores = found.pred_boxes.tensor, found.scores.tolist()
     views = torch.tensor([[w.start, h.start, w.stop, h.stop] for h, w in windows], dtype=boxes.dtype)
@@ -241,15 +232,11 @@ def _shrunk_rle(rle: dict[str, Any], step: int, shape: Sequence[int]) -> dict[st
 
 
 def _run_lengths(rle: dict[str, Any]) -> np.ndarray:
-    """Read the run lengths in the text of COCO's RLE, as pycocotools' ``rleFrString`` does.
-
-    A character has 5 bits of a number, lowest first, and one that says whether it goes on. From the fourth number on,
-    it is the difference to the last but one.
-    """
-    codes = np.frombuffer(rle["counts"], np.uint8).astype(np.int64) - 48
-    ends = np.flatnonzero(codes < 32)
+    """Read the run lengths in the text of COCO's RLE, as pycocotools' ``rleFrString`` does."""
+    codes = np.frombuffer(rle["counts"], np.uint8).astype(np.int64) - 48  # 5 bits each, lowest first
+    ends = np.flatnonzero(codes < 32)  # the others say that a number goes on
     sizes = np.diff(ends, prepend=-1)
     places = np.arange(len(codes)) - np.repeat(ends - sizes + 1, sizes)
     runs = np.add.reduceat((codes & 31) << 5 * places, ends - sizes + 1) - ((codes[ends] >> 4 & 1) << 5 * sizes)
-    runs[1::2], runs[2::2] = runs[1::2].cumsum(), runs[2::2].cumsum()
+    runs[1::2], runs[2::2] = runs[1::2].cumsum(), runs[2::2].cumsum()  # differences to the last but one
     return runs

@@ -24,8 +24,7 @@ def write_report(
     """Write ``report.html``, which contains its pictures, and ``report.json``.
 
     Args:
-        folder: ``OUTPUT_DIR`` of a run.
-        images, score: what the report shows, see :class:`RunFolder`.
+        folder, images, score: see :class:`RunFolder`.
         output: the folder to write; ``report`` in the run folder if None. An earlier report there is replaced.
 
     Returns:

@@ -71,9 +71,7 @@ th:first-child, td:first-child, .facts td { text-align: left; vertical-align: to
 """
 
 
-def write_page(
-    path: Path, title: str, sections: Mapping[str, Section], missing: Sequence[Mapping[str, Any]] = ()
-) -> None:
+def write_page(path: Path, title: str, sections: Mapping[str, Section], missing: Sequence[Mapping] = ()) -> None:
     """Write a page atomically: heading -> section, and the ``parts`` that are missing with the ``reason``."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True)
     environment.filters |= {
@@ -87,16 +85,9 @@ def write_page(
 
 
 def write_folder(
-    output: str | os.PathLike[str],
-    page: str,
-    title: str,
-    sections: Mapping[str, Section],
-    numbers: dict[str, Any],
+    output: str | os.PathLike[str], page: str, title: str, sections: Mapping[str, Section], numbers: dict[str, Any]
 ) -> dict[str, Any]:
-    """Write a page and its numbers, in a json file beside it; return what the file holds, in which NaN is null.
-
-    The folder may hold an earlier page, which is replaced.
-    """
+    """Write a page and its numbers, in a json file beside it; return what this file holds, in which NaN is null."""
     data = page.replace(".html", ".json")
     numbers = json.loads(json.dumps(numbers), parse_constant=lambda _: None)
     with atomic_folder(output, [page, data]) as place:

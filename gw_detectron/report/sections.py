@@ -25,6 +25,7 @@ _METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl")  # COCO's summary begins 
 _KEYPOINT_METRICS = ("AP", "AP50", "AP75", "APm", "APl")  # small objects have no keypoints
 _THRESHOLDS = {"AP": None, "AP50": 0.5, "AP75": 0.75}
 _SEGMENTATION = {"sem_seg/mIoU": "mIoU", "panoptic_seg/PQ": "PQ"}
+_SCORES = ("AP", "mIoU", "PQ")
 _VALIDATION = "validation/"  # begins the names of losses on the validation data
 _LONGEST_SIDE = 960  # pixels of a photo in the page
 
@@ -139,13 +140,7 @@ def curves(run: RunFolder) -> Section:
     pictures = [
         _curve(run, "losses", "loss", _is_loss, ""),
         _curve(run, "learning_rate", "learning rate", lambda name: name == "lr", ""),
-        _curve(
-            run,
-            "evaluation",
-            "percent",
-            lambda name: name.rpartition("/")[2].split("@")[0] in ("AP", "mIoU", "PQ"),
-            "o",
-        ),
+        _curve(run, "evaluation", "percent", lambda name: name.rpartition("/")[2].split("@")[0] in _SCORES, "o"),
     ]
     text = "Dashed: losses on the validation data. Dotted: the best weights."
     return Section({"last_losses": last}, text, pictures=[pictures])
@@ -164,8 +159,7 @@ def _curve(run: RunFolder, name: str, label: str, wanted: Callable[[str], bool],
         style: dict[str, Any] = {"label": metric, "marker": marker}
         if trained != metric:
             style = {"linestyle": "--", "marker": ".", "color": colors.get(trained)}
-        width = 2.2 if trained == "total_loss" else 1.3
-        (line,) = axes.plot(*zip(*points, strict=True), linewidth=width, **style)
+        (line,) = axes.plot(*zip(*points, strict=True), linewidth=2.2 if trained == "total_loss" else 1.3, **style)
         colors[metric] = line.get_color()
     if not marker:  # AP on a scale from 0 would look flat
         axes.set_ylim(bottom=0)
@@ -205,14 +199,13 @@ def average_precision(run: RunFolder) -> Section:
 def recall(run: RunFolder) -> Section:
     """Plot precision over recall, and tell why objects are not found at any score."""
     found = run.detections
-    figure, axes = make_axes(5.5, 3.8, xlabel="recall (percent)", ylabel="precision (percent)", xlim=(0, 100))
+    figure, axes = make_axes(5.5, 3.8, xlabel="recall in %", ylabel="precision in %", xlim=(0, 100), ylim=(0, 105))
     for number, task in enumerate(found.tasks):
         for iou, style in ((0.5, "-"), (0.75, "--")):
             curve = 100 * np.nanmean(found.precision(task, iou), axis=1)
             label = f"{TASKS[task]}, {'OKS' if task == 'keypoints' else 'IoU'} {iou:g}"
             shown = np.where(curve > 0, curve, np.nan)  # the curve ends with the recall
             axes.plot(np.linspace(0, 100, len(curve)), shown, style, color=f"C{number}", label=label)
-    axes.set_ylim(0, 105)
     axes.legend(fontsize="small")
     reasons = found.unfound()
     total = sum(not each.get("iscrowd") for each in found.truth.anns.values())
@@ -273,14 +266,8 @@ def errors(run: RunFolder) -> Section:
     kinds["missed"] = sum(len(image.missed) for image in run.matches)
     images = sorted(run.matches, key=lambda image: -image.errors)[: run.images]
     images = [image for image in images if image.errors]
-    worst = [
-        {
-            "image": image.image_id,
-            "file": run.detections.truth.imgs[image.image_id]["file_name"],
-            "errors": image.errors,
-        }
-        for image in images
-    ]
+    files = {key: image["file_name"] for key, image in run.detections.truth.imgs.items()}
+    worst = [{"image": each.image_id, "file": files[each.image_id], "errors": each.errors} for each in images]
     text = (
         f"Boxes with a score of at least {run.score:g} are matched to the free object of any class with the largest "
         "IoU, at least 0.5. Else a box is a duplicate of a matched object, poor (IoU from 0.1), or background."

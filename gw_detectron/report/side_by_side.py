@@ -17,9 +17,7 @@ PAGE = "runs.html"
 def write_side_by_side(folders: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]) -> dict[str, Any]:
     """Write ``runs.html`` and ``runs.json`` to ``output``, and return the numbers in ``runs.json``.
 
-    Args:
-        folders: ``OUTPUT_DIR`` of each run, all evaluated on the same images. Differences are to the first one.
-        output: the folder to write. An earlier page there is replaced.
+    The runs were evaluated on the same images; differences are to the first one. An earlier page is replaced.
     """
     names = [Path(folder).resolve().name for folder in folders]
     labels = names if len(set(names)) == len(names) else list(map(str, folders))
