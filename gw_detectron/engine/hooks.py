@@ -207,7 +207,7 @@ class WeightAverage(HookBase):
 class BestWeights(BestCheckpointer):
     """Keep the weights with the best ``TEST.BEST`` in ``model_best.pth``; end after ``TEST.PATIENCE`` evaluations.
 
-    Their predictions are kept for a report. A resumed run repeats an evaluation that a kill has cut off.
+    Their predictions are kept for a report. A resumed run repeats an evaluation whose score its checkpoint lacks.
     ``evaluations`` are the hooks that log the scores; they come before this one.
     """
 
@@ -223,9 +223,12 @@ class BestWeights(BestCheckpointer):
     def before_train(self) -> None:
         start = self.trainer.start_iter
         self.trainer.iter = self.trainer.storage.iter = start - 1  # as after the last step of the checkpoint
-        if start > self._last_iter + 1 and start % self._period == 0:
-            for hook in (*self._evaluations, self):
-                hook.after_step()
+        # whose last evaluation came after its checkpoint
+        finished = self.trainer.checkpointer.get_checkpoint_file().endswith("model_final.pth")
+        if self._last_iter + 1 < start < self.trainer.max_iter and (finished or start % self._period == 0):
+            for hook in self._evaluations:
+                hook._do_eval()
+            self._best_checking()
         else:
             self._check_patience(save=False)
         self.trainer.iter = self.trainer.storage.iter = start

@@ -105,6 +105,30 @@ def test_the_best_weights_are_kept_and_used_and_patience_ends_the_run(tmp_path, 
     assert not left and torch.load(tmp_path / "model_best.pth", weights_only=True)["iteration"] == 6
 
 
+def test_an_extended_run_keeps_the_best_weights_of_the_finished_one(tmp_path, scripted):
+    """The checkpoint of a finished run is written before its last evaluation."""
+    schedule = {**EVALUATED, "TEST__EVAL_PERIOD": 2}
+    scripted(10.0, 40.0)
+    main(arguments(tmp_path, **{**schedule, "SOLVER__MAX_ITER": 3}))
+    left = scripted(40.0, 20.0, 5.0)  # of the 3rd iteration again, the 4th and the last one
+    main(arguments(tmp_path, "--resume", **schedule))
+    assert not left and torch.load(tmp_path / "model_best.pth", weights_only=True)["iteration"] == 2
+    assert json.loads((tmp_path / "inference" / "model_best_results.json").read_text()) == 40.0
+
+
+def test_a_trainer_with_its_own_validation_data_has_no_losses_on_it(tmp_path):
+    class Own(Trainer):
+        @classmethod
+        def build_test_loader(cls, cfg, dataset_name):
+            return super().build_test_loader(cfg, dataset_name)
+
+    changes = {**EVALUATED, "TEST__LOSS": True, "SOLVER__MAX_ITER": 2}
+    with pytest.raises(PreflightError, match="TEST.BEST"):
+        Own(run_config(arguments(tmp_path, **{**changes, "TEST__BEST": "validation/total_loss"})))
+    Own(run_config(arguments(tmp_path, **changes))).train()
+    assert "validation" not in (tmp_path / "metrics.json").read_text()
+
+
 def test_the_lowest_loss_is_the_best(tmp_path):
     changes = {"TEST__BEST": "validation/total_loss", "TEST__LOSS": True, "SOLVER__MAX_ITER": 2}
     main(arguments(tmp_path, **{**EVALUATED, **changes}))
