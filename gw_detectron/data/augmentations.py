@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from detectron2.config import CfgNode
 from detectron2.data import DatasetMapper
+from detectron2.data.detection_utils import filter_empty_instances
 from detectron2.data.transforms import Augmentation, AugmentationList
 from fvcore.transforms.transform import Transform
 from torchvision import tv_tensors
@@ -25,18 +26,28 @@ _USABLE = {
 
 def training_mapper(cfg: CfgNode) -> DatasetMapper:
     """Build Detectron2's mapper of training examples, with ``INPUT.AUGMENTATIONS`` before its own augmentations."""
-    mapper, ours = DatasetMapper(cfg, True), build_augmentations(cfg)
-    mapper.augmentations = AugmentationList([*ours, *mapper.augmentations.augs])
-    if ours and cfg.MODEL.MASK_ON and cfg.INPUT.MASK_FORMAT == "bitmask":
-        mapper.recompute_boxes = True  # boxes around turned boxes are too large
+    mapper = _TightBoxes(cfg, True)
+    mapper.augmentations = AugmentationList([*build_augmentations(cfg), *mapper.augmentations.augs])
     return mapper
+
+
+class _TightBoxes(DatasetMapper):
+    """Give objects with a mask the box of the mask: boxes around turned boxes are too large."""
+
+    def __call__(self, dataset_dict: dict) -> dict:
+        example = super().__call__(dataset_dict)
+        objects = example.get("instances")
+        if objects is not None and objects.has("gt_masks"):
+            objects.gt_boxes = objects.gt_masks.get_bounding_boxes()
+            objects.gt_boxes.clip(objects.image_size)  # polygons may leave the image
+            example["instances"] = filter_empty_instances(objects)
+        return example
 
 
 def build_augmentations(cfg: CfgNode) -> list[Augmentation]:
     """Build ``INPUT.AUGMENTATIONS``: calls such as ``RandomCrop(size=512)``, of which no code is run.
 
-    Raises:
-        ConfigError: one is not a call, with plain values, of a transform that moves boxes and masks along.
+    Other calls than of transforms, with plain values, that move boxes and masks along are a ConfigError.
     """
     return [_TorchvisionAugmentation(str(call), cfg) for call in cfg.INPUT.AUGMENTATIONS]
 

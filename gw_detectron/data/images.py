@@ -52,10 +52,8 @@ def read_image(path: str | os.PathLike[str], pixel_format: str, percentiles: Seq
 def open_image(path: str | os.PathLike[str], percentiles: Sequence[float] = ()) -> Any:
     """Open an image of any size for windows: ``image[rows, columns]`` is (h, w, 3) RGB, ``image.shape`` is (H, W, 3).
 
-    8-bit TIFF files are read window by window if rasterio is installed; others are read whole, into an array.
-
-    Raises:
-        As :func:`read_image`, whose arguments these are; reading a damaged window raises DataError.
+    8-bit TIFF files are read window by window if rasterio is installed; others are read whole, into an array. Arguments
+    and errors are those of :func:`read_image`; a damaged window is a DataError.
     """
     limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # the user knows that images are large
     try:
@@ -186,8 +184,7 @@ def _check_bits(image: Image.Image, percentiles: Sequence[float]) -> None:
 class ImageNamingMapper:
     """Dataset mapper that scales images of more than 8 bits, calls ``mapper`` and adds the file name to errors.
 
-    Raises:
-        DataError: the image or its record cannot be used; other errors get the file name as a note.
+    An image or record that cannot be used is a DataError; other errors get the file name as a note.
     """
 
     def __init__(self, mapper: Callable[[dict], Any], percentiles: Sequence[float] = ()) -> None:

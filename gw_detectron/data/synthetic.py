@@ -94,10 +94,8 @@ def synthetic_images(count: int = 4, side: int = 224) -> list[Image.Image]:
 def make_synthetic(root: str | os.PathLike[str], config: SyntheticConfig | None = None) -> Path:
     """Generate the dataset below a folder of datasets, or check an existing one; return its folder.
 
-    Concurrent processes wait for the first one; the folder appears only when it is complete.
-
-    Raises:
-        DataError: the folder holds something else, a damaged set, or a set with other parameters.
+    Concurrent processes wait for the first one; the folder appears only when it is complete. A folder with something
+    else, a damaged set, or a set with other parameters is a DataError.
     """
     config = config or SyntheticConfig()
     folder = Path(root, config.folder)
