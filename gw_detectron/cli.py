@@ -40,6 +40,8 @@ class RunParser(argparse.ArgumentParser):
         is_run = bool(words) and (os.path.exists(words[0]) or not re.match(r"-|[A-Z0-9_]+(\.|$)", words[0]))
         run = words.pop(0) if is_run else None
         found, unknown = super().parse_known_args(words, namespace)
+        if not run and (later := getattr(found, "opts", None)) and os.path.exists(later[0]):
+            self.error(f"RUN ('{later[0]}'): given after flags. Fix: put it first: {self.prog} {later[0]} ...")
         found.run = run
         return found, unknown
 

@@ -39,10 +39,10 @@ def read_json(path: str) -> Any:
 def complete_coco(content: Any, classes: Mapping[int, str] | None = None) -> Any:
     """Add the fields that pycocotools reads where annotations lack them, and replace those that are surely wrong.
 
-    ``area`` is the mask's, else the box's, ``iscrowd`` 0, ``id`` from 1 (pycocotools takes a match of id 0 for a
-    miss), ``num_keypoints`` counts the labeled ones, and without ``keypoints`` none is labeled. Replaced values are
-    described under :data:`COMPLETED`. Of the run's ``classes``, names by id, a file without others gets those that it
-    lacks. A complete content is returned as it is.
+    ``area`` is the mask's, else the box's, ``iscrowd`` 0 (also of null, which Detectron2 takes for 1), ``id`` from 1 (a
+    match of id 0 is a miss to pycocotools), ``num_keypoints`` counts the labeled ones, and without ``keypoints`` none
+    is labeled. Replaced values are described under :data:`COMPLETED`. Of the run's ``classes``, names by id, a file
+    without others gets those that it lacks. A complete content is returned as it is.
     """
     try:
         own = {each["id"]: each["name"] for each in content["categories"]}
@@ -73,7 +73,7 @@ def complete_coco(content: Any, classes: Mapping[int, str] | None = None) -> Any
                 right["num_keypoints"] = sum(value > 0 for value in right["keypoints"][2::3])
             for key in replaced:
                 replaced[key] += key in each and each[key] != right.get(key, each[key])
-            completed.append({"area": areas[number - 1], "iscrowd": 0, **each, **right})
+            completed.append({"area": areas[number - 1], **each, "iscrowd": each.get("iscrowd") or 0, **right})
     except _MALFORMED:
         return content
     if completed == annotations:
@@ -90,10 +90,8 @@ def complete_coco(content: Any, classes: Mapping[int, str] | None = None) -> Any
 def coco_of_records(records: Sequence[dict], classes: Sequence[str] | None, *, evaluated: bool) -> Any:
     """Describe the records of a dataset that is a Python function as a COCO file.
 
-    Returns None if the records have no annotated sizes and boxes in pixels, e.g. for another task.
-
-    Raises:
-        DataError: a record lacks a field that an evaluation reads.
+    Returns None if the records have no annotated sizes and boxes in pixels, e.g. for another task. DataError: a record
+    lacks a field that an evaluation reads.
     """
     needed = {"file_name", "height", "width", "image_id"}
     if evaluated and classes is None:
@@ -125,10 +123,7 @@ def split_coco(content: Any, val_fraction: float) -> tuple[Any, Any]:
     """Split the images of a COCO file by the hashes of their file names into training and validation.
 
     A hash, as a number from 0 to 1, below ``val_fraction`` means validation. So an image stays on its side when others
-    are added. Both parts have at least one image.
-
-    Raises:
-        DataError: there are fewer than two images.
+    are added. Both parts have at least one image; fewer than two images are a DataError.
     """
     try:
         places = {image["id"]: _place(image["file_name"]) for image in content["images"]}

@@ -1,7 +1,4 @@
-"""What COCO files hold, in numbers: object sizes at training resolution, objects per image, classes, mask formats.
-
-Both the recipe from the data and the checks before a run read them here.
-"""
+"""What COCO files hold, in numbers: object sizes at training resolution, objects per image, classes, mask formats."""
 
 import math
 from collections import Counter
@@ -64,11 +61,7 @@ class Fingerprint:
 
 
 def read_fingerprint(contents: Iterable[Any]) -> Fingerprint:
-    """Read the contents of COCO files, which have the same classes, in one pass.
-
-    Raises:
-        DataError: a content is not in COCO format.
-    """
+    """Read the contents of COCO files, which have the same classes; one in another format is a DataError."""
     classes: list[str] = []
     sizes: list[tuple[float, float]] = []
     rows: list[tuple[float, ...]] = []

@@ -78,10 +78,7 @@ def trace(sdf: Array) -> list[Array]:
 
 
 def _simplify(line: Array) -> Array:
-    """Drop points of a line (K, 2) within the tolerance of the result (Douglas and Peucker 1973).
-
-    cv2.approxPolyDP removes other vertices: changing to it changes the dataset.
-    """
+    """Drop points of a line (K, 2) within the tolerance (Douglas and Peucker 1973); OpenCV would drop other ones."""
     if len(line) < 3:
         return line
     chord, offset = line[-1] - line[0], line[1:-1] - line[0]

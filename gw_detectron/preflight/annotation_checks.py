@@ -70,11 +70,7 @@ COUNTS = Fault("have a num_keypoints other than the number of labeled keypoints"
 
 
 def check_coco(content: Any, needs: DatasetNeeds) -> tuple[list[str], list[str]]:
-    """Return errors and warnings of a COCO file's content; each counts the annotations with one fault.
-
-    Raises:
-        DataError: the content is not in COCO format.
-    """
+    """Return errors and warnings, which count the annotations with a fault; another format is a DataError."""
     record: Any = "the lists images, annotations and categories"
     try:
         for record in content["images"]:
@@ -83,8 +79,8 @@ def check_coco(content: Any, needs: DatasetNeeds) -> tuple[list[str], list[str]]
             if min(record["height"], record["width"]) < 1:
                 raise DataError(f"image {record['id']}: has no pixels: its width or height is below 1")
         images = {image["id"]: image for image in content["images"]}
-        if len(images) < len(content["images"]):
-            raise DataError("images: two have the same id")
+        if not images or len(images) < len(content["images"]):
+            raise DataError("images: two have the same id" if images else "images: the list is empty")
         categories = {category["id"]: category["name"] for category in content["categories"]}
         found: dict[Fault, list[Any]] = defaultdict(list)
         # the official test images have no annotations
