@@ -64,7 +64,7 @@ def get_parser(*, evaluation: bool = False) -> argparse.ArgumentParser:
     add, seconds = parser.add_argument, int(DEFAULT_TIMEOUT.total_seconds())
     text = "end the run if a process waits longer for another one; raise it if evaluations take longer"
     add("--dist-timeout", type=int, default=seconds, metavar="SECONDS", help=f"{text} (default: %(default)s)")
-    add("--epochs", type=float, metavar="N", help="train for N passes over the images, whatever SOLVER.MAX_ITER is")
+    add("--epochs", type=float, metavar="N", help="train for N passes over the images, not for the yaml's MAX_ITER")
     add("--track", choices=TRACKERS, help="log metrics to this tracker, which is installed separately")
     add_dataset_flags(parser)
     for action in parser._actions:

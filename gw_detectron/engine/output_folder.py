@@ -5,9 +5,9 @@ import fcntl
 import json
 import logging
 import os
+import re
 import shutil
 import time
-from collections.abc import Collection
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,6 +22,7 @@ PREDICTIONS = "coco_instances_results.json"  # of Detectron2's evaluator, in its
 BEST_PREDICTIONS = "model_best_results.json"  # predictions of model_best.pth, beside it
 CONVERTED = "_coco_format.json"  # ends the names of annotations that Detectron2 has converted
 _LOCK = ".training.lock"
+_DETECTORS = ("last_checkpoint", "model_final.pth", BEST_CHECKPOINT)  # by which later commands find one
 # Detectron2 would reuse the converted annotations even if the dataset has changed.
 _EVALUATION = (f"inference/{PREDICTIONS}", "inference/config.yaml", f"inference/*{CONVERTED}*")
 # config.yaml, datasets.yaml and datasets/ stay: the new run may read them, and writes its own.
@@ -75,7 +76,7 @@ def check_output(
         report.errors.append(f"--resume: '{folder}/last_checkpoint', which names the checkpoint, is missing. {fix}")
     elif resume:
         report.warnings.append(f"--resume: no checkpoint in '{folder}'. The run starts from MODEL.WEIGHTS.")
-    elif keeps and os.path.isfile(os.path.join(folder, "last_checkpoint")):
+    elif keeps and any(Path(folder, name).is_file() for name in _DETECTORS):
         report.errors.append(earlier_run(folder))
 
 
@@ -87,23 +88,31 @@ def earlier_run(folder: str) -> str:
     )
 
 
-def clear_output(folder: str, *, metrics: bool = False, everything: bool = False, needed: Collection[str] = ()) -> None:
+def clear_output(folder: str, *, metrics: bool = False, everything: bool = False, needed: str = "") -> list[Path]:
     """Delete stale evaluation output, so that a report does not mistake it for the new run's.
 
-    On request it deletes the ``metrics``, to which a new run would append, or ``everything`` of an earlier run. Files
-    that the new run reads, ``needed``, stay; in a folder to delete they are a ConfigError.
+    On request it deletes the ``metrics``, to which a new run would append. Of ``everything`` of an earlier run it
+    deletes metrics and logs, and returns what is to be deleted when the new run trains. A file ``needed`` by the new
+    run stays; in a folder to delete it is a ConfigError.
     """
-    kept = [Path(path).resolve() for path in needed if path]
+    kept = Path(needed).resolve() if needed else None
     started = [METRICS, f"inference/{BEST_PREDICTIONS}"] if metrics else []
     patterns = [*_EVALUATION, *started, *([*_RUN, *_FOLDERS] if everything else [])]
-    found = [path for pattern in patterns for path in Path(folder).glob(pattern) if path.resolve() not in kept]
-    for path in found:
-        if inside := [str(each) for each in kept if each.is_relative_to(path.resolve())]:
-            raise ConfigError(
-                f"--overwrite: would remove '{inside[0]}', which the run reads, with the folder '{path}'. Fix: move "
-                "the file elsewhere, or give another OUTPUT_DIR."
-            )
-    for path in found:
+    found = [path for pattern in patterns for path in Path(folder).glob(pattern) if path.resolve() != kept]
+    if inside := [path for path in found if kept and kept.is_relative_to(path.resolve())]:
+        raise ConfigError(
+            f"--overwrite: would remove '{kept}', which the run reads, with the folder '{inside[0]}'. Fix: move the "
+            "file elsewhere, or give another OUTPUT_DIR."
+        )
+    later = [path for path in found if everything and not re.search(rf"{METRICS}|\.txt", path.name)]
+    remove_files([path for path in found if path not in later])
+    return later
+
+
+def remove_files(paths: list[Path]) -> None:
+    """Remove files and folders, and empty the list."""
+    while paths:
+        path = paths.pop()
         if path.is_dir():
             shutil.rmtree(path)
         else:

@@ -38,13 +38,14 @@ def start_run(
     allow_partial: bool = False,
     ignore_preflight: bool = False,
     own_evaluator: bool = False,
-) -> tuple[StartWeights, contextlib.ExitStack]:
+) -> tuple[StartWeights, contextlib.ExitStack, list[Path]]:
     """Check a run, and write its log, ``config.yaml`` and ``datasets.yaml``.
 
-    A refused run leaves the folder of an earlier run unchanged. An evaluation writes to its folder ``inference``,
-    without a lock. Arguments and errors as for :class:`.trainer.Trainer`. Returns the weights and the lock.
+    If it refuses the run, the folder of an earlier run is unchanged. An evaluation writes to its folder ``inference``,
+    without a lock. Arguments and errors as for :class:`.trainer.Trainer`. Returns the weights, the lock and, with
+    ``overwrite``, what is to be removed when the training starts.
     """
-    is_main, folder = comm.is_main_process(), cfg.OUTPUT_DIR
+    is_main, folder, earlier = comm.is_main_process(), cfg.OUTPUT_DIR, list[Path]()
     with contextlib.ExitStack() as lock:
         with in_all_processes():
             may_resume = resume is None and not overwrite
@@ -64,14 +65,14 @@ def start_run(
                 lock.enter_context(lock_output(folder))
             if is_main:
                 new = not (eval_only or weights.resumed)
-                clear_output(folder, metrics=new, everything=overwrite, needed=[local_file(weights.address)])
+                earlier = clear_output(folder, metrics=new, everything=overwrite, needed=local_file(weights.address))
                 if weights.resumed and not eval_only:
                     end_last_line(folder)
         with in_all_processes():
             _write_record(cfg, weights, eval_only=eval_only)
         for warning in report.errors + report.warnings:
             log.warning(warning)
-        return weights, lock.pop_all()
+        return weights, lock.pop_all(), earlier
 
 
 def _write_record(cfg: CfgNode, weights: StartWeights, *, eval_only: bool) -> None:

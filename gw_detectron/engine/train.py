@@ -70,9 +70,12 @@ def run_config(args: argparse.Namespace) -> CfgNode:
         args.config_file = f"Own-Data/own_mask_rcnn_R_{50 if args.num_gpus else 18}_FPN_GW.yaml"
     args.config_file = find_config_file(args.config_file)
     cfg = read_config(args.config_file, args.opts or [])
-    if args.auto and args.resume and os.path.isfile(record := os.path.join(cfg.OUTPUT_DIR, "config.yaml")):
+    record = os.path.join(cfg.OUTPUT_DIR, "config.yaml")
+    if args.auto and (args.resume or args.eval_only) and os.path.isfile(record):
         args.config_file, args.auto = record, False  # with the recipe of the run, also if its data have grown
         cfg = read_config(record, args.opts or [])
+    elif args.auto and args.eval_only:
+        raise ConfigError(f"--auto: no run in OUTPUT_DIR ('{cfg.OUTPUT_DIR}') to evaluate. Fix: give the run's folder.")
     if "SOLVER.MAX_ITER" in (args.opts or []) and "SOLVER.STEPS" not in args.opts:
         _scale_steps(cfg, read_config(args.config_file).SOLVER.MAX_ITER)
     if args.track:
@@ -89,7 +92,7 @@ def run_config(args: argparse.Namespace) -> CfgNode:
 def use_recipe(cfg: CfgNode, args: argparse.Namespace) -> dict[str, str]:
     """Set keys by the training data (``--auto``), or only the schedule (``--epochs``); return the reasons.
 
-    Keys of the command line and of the user's own yaml keep their values.
+    Keys of the command line and of the user's own yaml keep their values, but ``--epochs`` wins over a yaml.
     """
     if args.eval_only or not (args.auto or args.epochs is not None):
         return {}
@@ -99,12 +102,15 @@ def use_recipe(cfg: CfgNode, args: argparse.Namespace) -> dict[str, str]:
         raise ConfigError(
             f"--auto: no COCO file to train on ({', '.join(unknown) or 'no dataset'}). Fix: give --train-json."
         )
+    given = given_keys(args.config_file, args.opts or [])
+    if args.epochs is not None:
+        given -= {"SOLVER.MAX_ITER", *(["SOLVER.STEPS"] if cfg.SOLVER.STEPS else [])}.difference(args.opts or [])
     cfg.defrost()
     reasons = apply_recipe(
         cfg,
         {each.json_file: each.image_root for each in files.values()},
         epochs=args.epochs,
-        given=given_keys(args.config_file, args.opts or []),
+        given=given,
         schedule_only=not args.auto,
     )
     cfg.freeze()
@@ -124,7 +130,7 @@ def evaluate(
     cfg: CfgNode, *, resume: bool = False, allow_partial: bool = False, ignore_preflight: bool = False
 ) -> dict:
     """Build the model, load its weights and evaluate it on ``DATASETS.TEST``; arguments as of :class:`Trainer`."""
-    start, _ = start_run(
+    start, *_ = start_run(
         cfg, eval_only=True, resume=resume, allow_partial=allow_partial, ignore_preflight=ignore_preflight
     )
     model = load_model(cfg, checkpoint=start.checkpoint(), device=cfg.MODEL.DEVICE, allow_partial=allow_partial)

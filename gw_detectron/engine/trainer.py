@@ -41,7 +41,7 @@ from .evaluation import LOSS_NORMALIZER, build_coco_evaluator, validation_losses
 from .hooks import BestWeights, LossGuard, ProgressBar, SignalHook, TrainingEnded, WeightAverage
 from .logs import TrackerWriter
 from .optimizer import accumulated_step, set_norm_decay
-from .output_folder import clear_output, earlier_run
+from .output_folder import clear_output, earlier_run, remove_files
 from .start import check_same_start, start_run
 from .training_data import INITIAL_WEIGHTS, STEP, TrainingData, build_training_data, seed_generators
 
@@ -65,7 +65,7 @@ class Trainer(DefaultTrainer):
     Args:
         cfg: Detectron2's config with this package's keys.
         resume: continue the run in ``OUTPUT_DIR``; None: if it has a checkpoint, :meth:`resume_or_load` may.
-        overwrite: remove an earlier run from ``OUTPUT_DIR``.
+        overwrite: remove an earlier run from ``OUTPUT_DIR`` when the training starts.
         allow_partial: accept weights that lack a part of the backbone or were trained with other norms.
         ignore_preflight: log errors of the checks as warnings.
 
@@ -89,15 +89,21 @@ class Trainer(DefaultTrainer):
             raise ConfigError(
                 "cfg: has no keys of this package. Fix: call gw_detectron.add_gw_config(cfg) after get_cfg()."
             )
+        names = ("build_evaluator", "build_test_loader")
+        own = [name for name in names if getattr(type(self), name).__code__ is not getattr(Trainer, name).__code__]
+        if loss_left_out := "build_test_loader" in own and cfg.TEST.LOSS:  # computed with the default mapper
+            cfg = changed_config(cfg, {"TEST.LOSS": False})
         self.start: StartWeights | None
-        self.start, lock = start_run(
+        self.start, lock, self._earlier = start_run(
             cfg,
             resume=resume,
             overwrite=overwrite,
             allow_partial=allow_partial,
             ignore_preflight=ignore_preflight,
-            own_evaluator=type(self).build_evaluator.__code__ is not Trainer.build_evaluator.__code__,
+            own_evaluator="build_evaluator" in own,
         )
+        if loss_left_out:
+            log.info("TEST.LOSS: left out, because %s overrides build_test_loader", type(self).__name__)
         self.allow_partial = allow_partial
         with lock:
             self._build(cfg)
@@ -316,6 +322,7 @@ class Trainer(DefaultTrainer):
             log.warning("SOLVER.MAX_ITER (%d): the run has finished and is only evaluated", self.max_iter)
         if comm.is_main_process():
             remove_unfinished(self.cfg.OUTPUT_DIR)
+            remove_files(self._earlier)
         try:
             with self._lock:
                 super().train()

@@ -126,10 +126,7 @@ class TrainingData:
 
 
 def _obey_parent(worker: int) -> None:
-    """Let a worker ignore SIGTERM, unless its own trainer sends it.
-
-    Schedulers send SIGTERM to all processes of a job; the training needs its workers until the step is finished.
-    """
+    """Let a worker finish the step at a SIGTERM that a scheduler sends to all processes; its trainer's ends it."""
     if hasattr(signal, "sigwaitinfo"):  # not on macOS
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_await_parent, daemon=True).start()

@@ -4,13 +4,15 @@ import errno
 import fcntl
 import json
 import os
+import re
 import signal
 
 import pytest
+import torch
 
 from gw_detectron.checkpoint import StartWeights
 from gw_detectron.checkpoint.opening import local_file
-from gw_detectron.engine import main, start
+from gw_detectron.engine import main, output_folder, start
 from gw_detectron.engine.output_folder import check_output, clear_output, end_last_line, lock_output, read_metrics
 from gw_detectron.engine.start import start_run
 from gw_detectron.engine.train import run_config
@@ -118,7 +120,9 @@ def names(folder):
 @pytest.mark.parametrize("address", ["{}", "{}?matching_heuristics=True", "gw://file/{}"])
 def test_the_files_of_a_run_are_deleted_and_no_others(earlier, address):
     weights = local_file(address.format(earlier / "model_0000009.pth"))
-    clear_output(str(earlier), everything=True, needed=[weights, ""])
+    later = clear_output(str(earlier), everything=True, needed=weights)
+    assert {"model_final.pth", "inference", "report"} < {*names(earlier)} and "log.txt" not in names(earlier)
+    output_folder.remove_files(later)
     assert names(earlier) == ["config.yaml", "model_0000009.pth", "notes.txt", "weights.pth"]
 
 
@@ -127,7 +131,7 @@ def test_a_new_run_deletes_the_metrics_and_the_earlier_evaluation(earlier):
     before = names(earlier)
     for name in ("mine_coco_format.json", "mine_coco_format.json.lock", "other.json"):
         (earlier / "inference" / name).touch()
-    clear_output(str(earlier), metrics=True, needed=[str(earlier / "inference" / "config.yaml")])
+    clear_output(str(earlier), metrics=True, needed=str(earlier / "inference" / "config.yaml"))
     assert set(before) - set(names(earlier)) == {"metrics.json"}
     assert names(earlier / "inference") == ["config.yaml", "other.json"]
     clear_output(str(earlier))
@@ -139,7 +143,7 @@ def test_a_new_run_deletes_the_metrics_and_the_earlier_evaluation(earlier):
 def test_nothing_is_deleted_if_the_run_reads_a_file_of_a_deleted_folder(earlier):
     before = names(earlier)
     with pytest.raises(ConfigError, match=r"--overwrite: .*inference/config.yaml"):
-        clear_output(str(earlier), everything=True, needed=[str(earlier / "inference" / "config.yaml")])
+        clear_output(str(earlier), everything=True, needed=str(earlier / "inference" / "config.yaml"))
     assert names(earlier) == before and names(earlier / "inference") == ["coco_instances_results.json", "config.yaml"]
 
 
@@ -148,6 +152,25 @@ def test_a_link_to_a_checkpoint_that_was_moved_away(tmp_path, resume):
     (tmp_path / "model_final.pth").symlink_to(tmp_path / "gone.pth")
     check_output(str(tmp_path), StartWeights(), report := PreflightReport(), resume=resume, keeps=True)
     assert resume is any("there is no other checkpoint" in error for error in report.errors)
+
+
+@pytest.mark.parametrize("name", ["model_best.pth", "model_final.pth", "last_checkpoint"])
+def test_a_run_that_crashed_before_its_first_checkpoint_is_not_mixed_with_another_one(tmp_path, name):
+    (tmp_path / name).touch()
+    check_output(str(tmp_path), StartWeights(), report := PreflightReport(), resume=False, keeps=True)
+    assert any("--overwrite" in error for error in report.errors)
+
+
+@pytest.mark.parametrize(
+    "late", [{"SOLVER__LR_SCHEDULER_NAME": "Other"}, {"TRACKER": "other"}, {"MODEL__WEIGHTS": "w.pth"}]
+)
+def test_a_run_that_is_refused_while_it_is_built_leaves_the_checkpoints(earlier, small_dataset, monkeypatch, late):
+    monkeypatch.chdir(earlier)
+    torch.save({"model": {"backbone.bottom_up.stem.conv1.weight": torch.zeros(64, 3, 7, 7)}}, "w.pth")
+    before = {name for name in names(earlier) if not re.search("txt|metrics", name)}
+    with pytest.raises((ValueError, ImportError)):
+        main(arguments(earlier, "--overwrite", **SHORT, **late))
+    assert before <= {*names(earlier)} and (earlier / "model_final.pth").read_text() == "earlier"
 
 
 @pytest.mark.parametrize("flags", [[], ["--eval-only"]])
