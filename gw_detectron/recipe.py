@@ -125,7 +125,7 @@ def _image_size(recipe: _Recipe, found: Fingerprint) -> None:
 
 
 def _augmentations(recipe: _Recipe, found: Fingerprint) -> None:
-    if not recipe.cfg.INPUT.AUGMENTATIONS and TorchVersion(torchvision.__version__) >= (0, 24):  # as these need
+    if not recipe.cfg.INPUT.AUGMENTATIONS and TorchVersion(torchvision.__version__) >= "0.24":  # as these need
         recipe.set("INPUT.AUGMENTATIONS", [_COLORS], "brightness and colors vary")
 
 

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 import warnings
 
 import numpy as np
@@ -91,15 +90,6 @@ def test_masks_at_the_border_of_the_image_and_without_pixels():
     assert mask_util.area(found.pred_masks_rle[0]) == 40 * 40
     empty = TiledPredictor(Colors(), 40, 10, "tile")(np.zeros((100, 100, 3), np.uint8))
     assert len(empty) == 0 and empty.image_size == (100, 100)
-
-
-def test_the_time_grows_with_the_tiles_not_with_their_pairs():
-    image = np.zeros((4, 36_000, 3), np.uint8)
-    for number in range(1200):
-        image[:, 30 * number : 30 * number + 9] = 1 + number % 4
-    begin = time.process_time()
-    assert len(TiledPredictor(Colors(), 40, 10, "tile")(image)) == 1200  # in as many tiles
-    assert time.process_time() - begin < 5
 
 
 @pytest.mark.parametrize("longest", [100, 50, 30, 9])
