@@ -11,6 +11,7 @@ from .plan import SEARCH_SEED, Job, Plan
 #: 97.5 % quantiles of Student's t distribution with 1, 2, ... degrees of freedom
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 ITERATIONS, TIME = "equal iterations", "equal time"
+_CLOSE = 1.0  # AP below the best norm's that a faster one may have
 
 Scores = Mapping[int, float]  # AP by seed
 
@@ -79,7 +80,8 @@ def summarize(plan: Plan, times: Mapping[str, float], results: Mapping[Job, Mapp
 def advise(table: Mapping[str, Scores], times: Mapping[str, float], criterion: str) -> tuple[str, str]:
     """Return the norm to take, and a sentence with the uncertainty; "" where the runs tell nothing.
 
-    It is the fastest of those that the best one is not surely ahead of: whose interval includes 0.
+    It is the fastest of those within 1 AP of the best one that it is not surely ahead of: whose interval includes 0.
+    The interval does not suffice: few seeds, or one that diverged, make it wide.
     """
     seeds = set.intersection(*(set(scores) for scores in table.values())) if len(table) > 1 else set()
     if not seeds or not any(max(scores.values()) for scores in table.values()):
@@ -95,7 +97,7 @@ def advise(table: Mapping[str, Scores], times: Mapping[str, float], criterion: s
     if not equal:
         lead = f"{behind[second]} to the next, {second} (95 % interval, {len(seeds)} seeds)"
         return best, f"{start}: {lead}. Take {best}."
-    take = min([best, *equal], key=times.__getitem__)
+    take = min([best, *(norm for norm, each in equal.items() if each.mean <= _CLOSE)], key=times.__getitem__)
     others = ", ".join(f"{norm} ({each})" for norm, each in equal.items())
     lead = f"with {len(seeds)} seeds its lead over {others} is not certain (95 % intervals)"
-    return take, f"{start}; {lead}. Take {take}, the fastest of these."
+    return take, f"{start}; {lead}. Take {take}, the fastest of these within {_CLOSE:g} AP of the highest."

@@ -108,7 +108,9 @@ def test_a_difference_is_that_of_the_paired_t_test():
     ("table", "take"),
     [
         ({"BN": {1: 20.0, 2: 21.0}, "GW": {1: 30.0, 2: 31.1}}, "GW"),  # surely ahead
-        ({"BN": {1: 29.0, 2: 33.0}, "GW": {1: 31.0, 2: 32.0}}, "BN"),  # not surely: the faster one
+        ({"BN": {1: 29.0, 2: 33.0}, "GW": {1: 31.0, 2: 32.0}}, "BN"),  # not surely, and close: the faster one
+        ({"BN": {1: 27.0, 2: 33.0}, "GW": {1: 31.0, 2: 32.0}}, "GW"),  # not surely, but 1.5 AP
+        ({"BN": {1: 50.0, 2: 0.0, 3: 51.0}, "GW": {1: 49.0, 2: 50.0, 3: 49.0}}, "GW"),  # a run has diverged
         ({"BN": {1: 20.0, 2: 21.0}, "GN": {1: 30.0, 2: 31.0}, "GW": {1: 30.9, 2: 30.8}}, "GN"),
         ({"BN": {1: 20.0}, "GW": {1: 30.0}}, "GW"),  # one seed: the higher one, and it says so
         ({"BN": {1: 0.0}, "GW": {1: 0.0}}, ""),
@@ -118,10 +120,7 @@ def test_a_difference_is_that_of_the_paired_t_test():
 )
 def test_the_advice_follows_from_the_numbers(table, take):
     found, text = advise(table, TIMES, "equal time")
-    assert found == take
-    assert (f"ake {take}" in text) == bool(take and len(table[take]) > 1) and ("one seed" in text) == (
-        bool(take) and len(table[take]) == 1
-    )
+    assert found == take and ("one seed" in text) == bool(take and len(table[take]) == 1)
 
 
 def test_the_page_of_a_comparison(tmp_path):
