@@ -6,6 +6,7 @@ import json
 import math
 import multiprocessing
 import os
+import shutil
 import statistics
 import threading
 import time
@@ -73,11 +74,21 @@ def write_json(path: Path, content: Any) -> None:
         temporary.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def train(folder: Path, job: Job, flags: Mapping[str, Any], opts: list[Any]) -> dict[str, Any]:
-    """Train, or continue a training, and return its result. A run whose loss is not finite has AP 0.
+def read_result(folder: Path) -> dict[str, Any]:
+    """Return a result, and remove large files beside it: a whole comparison would need many gigabytes.
 
-    Its checkpoints are removed: a whole comparison would need many gigabytes.
+    Without a result they stay, to continue from.
     """
+    result = json.loads((folder / RESULT).read_text())
+    for name in ("inference", "datasets"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    for checkpoint in (*folder.glob("*.pth"), folder / "last_checkpoint"):
+        checkpoint.unlink(missing_ok=True)
+    return result
+
+
+def train(folder: Path, job: Job, flags: Mapping[str, Any], opts: list[Any]) -> dict[str, Any]:
+    """Train, or continue a training, and return its result. A run whose loss is not finite has AP 0."""
     start, diverged, found = time.perf_counter(), "", {}
     try:
         found = main(engine_args({**flags, "resume": True}, opts)) or {}
@@ -86,10 +97,7 @@ def train(folder: Path, job: Job, flags: Mapping[str, Any], opts: list[Any]) -> 
     scores = {task: _scores(found[task]) for task in TASKS if task in found}
     task = next(reversed(scores), TASKS[0])
     lines = read_metrics(folder / METRICS)
-    times = [line["time"] for line in lines if "time" in line]
     curve = [(min(line["iteration"] + 1, job.iterations), line[f"{task}/AP"]) for line in lines if f"{task}/AP" in line]
-    for checkpoint in (*folder.glob("*.pth"), folder / "last_checkpoint"):
-        checkpoint.unlink(missing_ok=True)
     return {
         **job._asdict(),
         "split": job.split,
@@ -99,8 +107,6 @@ def train(folder: Path, job: Job, flags: Mapping[str, Any], opts: list[Any]) -> 
         "scores": scores,
         "curve": [(place, round(value, 3)) for place, value in curve if not math.isnan(value)],
         "seconds": round(time.perf_counter() - start, 1),
-        "seconds_per_iteration": round(statistics.median(times), 4) if times else None,
-        "threads": torch.get_num_threads(),
         "versions": software_versions(),
     }
 

@@ -1,11 +1,11 @@
 """Run a comparison: its processes side by side, what is left after an interruption, and its results."""
 
 import contextlib
-import itertools
 import json
 import math
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ from ..engine.output_folder import lock_output
 from ..engine.train import run_config, use_recipe
 from ..errors import ConfigError, RunError, check_minimum, summarize_names
 from ..preflight import preflight
-from .job import LOG, PATIENCE, RESULT, engine_args, measure, run_in_process, train, write_json
+from .job import LOG, PATIENCE, RESULT, engine_args, measure, read_result, run_in_process, train, write_json
 from .page import write_comparison
 from .plan import SEARCH_SEED, TEST, VAL, Costs, Job, Plan, equal_time, norm_keys, schedule_keys
 
@@ -125,7 +125,7 @@ class _Runs:
         self.failed: set[str] = set()
         gpus = torch.cuda.device_count() if self.cfg.MODEL.DEVICE != "cpu" else 0
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
-        self.gpus = itertools.cycle(visible.split(",")[:gpus] if gpus > 1 else [None])
+        self.gpus: list[str | None] = [*visible.split(",")[:gpus]] if gpus > 1 else [None]
         self.threads = int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, len(os.sched_getaffinity(0)) // what.jobs)
         self.most = what.seeds or (_MOST_SEEDS if what.minutes else _SEEDS)
         self.seeds = 1 if what.minutes else self.most
@@ -177,7 +177,7 @@ class _Runs:
         self.costs, self.evaluations = Costs(**settings["costs"]), settings["evaluations"]
         self.plan = Plan(self.what.norms, self.rates, settings["iterations"], settings["equal_time"])
         for found in self.folder.glob(f"runs/*/{RESULT}"):
-            result = json.loads(found.read_text())
+            result = read_result(found.parent)
             self.results[Job(*(result[name] for name in Job._fields))] = result
         self.start = time.monotonic() - sum(result["seconds"] for result in self.results.values()) / self.what.jobs
 
@@ -185,17 +185,15 @@ class _Runs:
         """Time an iteration of each norm and an evaluation, with nothing else running."""
         self.report(f"Timing an iteration of {len(self.what.norms)} norms ...")
         folder = self.folder / "timing"
-        opts = {
-            norm: self._opts(folder / str(number), {**norm_keys(norm), "SOLVER.BASE_LR": 1e-6, "SEED": SEARCH_SEED})
-            for number, norm in enumerate(self.what.norms)
-        }
+        keys = {"SOLVER.BASE_LR": 1e-6, "SEED": SEARCH_SEED}
+        opts = {norm: self._opts(folder, {**norm_keys(norm), **keys}) for norm in self.what.norms}
         (folder / RESULT).unlink(missing_ok=True)
         process = self._start(measure, folder, self._flags(VAL), opts)
         try:
             process.join()
         finally:
             _stop([process])
-        costs = Costs(**_result(folder))
+        costs = Costs(**_result(folder, process))
         self.report("\n".join(f"  {norm}: {1000 * seconds:.0f} ms" for norm, seconds in costs.times.items()))
         return costs
 
@@ -231,7 +229,10 @@ class _Runs:
         return [*self.what.opts, *words]
 
     def _start(self, work: Callable[..., Any], folder: Path, *args: Any) -> BaseProcess:
-        process = _CONTEXT.Process(target=run_in_process, args=(work, folder, self.threads, next(self.gpus), *args))
+        (folder / LOG).unlink(missing_ok=True)  # an earlier attempt's
+        running: list[str | None] = [process.name for process in multiprocessing.active_children()]
+        gpu = min(self.gpus, key=running.count)
+        process = _CONTEXT.Process(target=run_in_process, name=gpu, args=(work, folder, self.threads, gpu, *args))
         process.start()
         return process
 
@@ -251,8 +252,7 @@ class _Runs:
                     return
                 connection.wait([process.sentinel for process in running.values()])
                 for job in [job for job, process in running.items() if process.exitcode is not None]:
-                    running.pop(job).join()
-                    self._ended(job)
+                    self._ended(job, running.pop(job))
         finally:
             _stop(running.values())
 
@@ -287,9 +287,9 @@ class _Runs:
         total = sum(self.costs.seconds(job, self.evaluations) for job in runs)
         return max(0.0, total - done) * seconds / max(done, 1e-9) / self.what.jobs
 
-    def _ended(self, job: Job) -> None:
+    def _ended(self, job: Job, process: BaseProcess) -> None:
         try:
-            result = self.results[job] = _result(self.folder / "runs" / job.name)
+            result = self.results[job] = _result(self.folder / "runs" / job.name, process)
         except RunError as error:
             self.failed.add(job.norm)
             self.report(f"FAILED {error} {job.norm} is left out.")
@@ -327,10 +327,16 @@ def _stop(processes: Collection[BaseProcess]) -> None:
         process.join()
 
 
-def _result(folder: Path) -> Result:
+def _result(folder: Path, process: BaseProcess) -> dict[str, Any]:
     """Return the result of a process that has ended, or raise the error that has ended it."""
+    process.join()
     if (folder / RESULT).exists():  # the exit status may be a loader worker's
-        return json.loads((folder / RESULT).read_text())
-    text = (folder / LOG).read_text(errors="replace").strip()
-    _, error, reason = text.rpartition("\nError: ")
-    raise RunError(f"{reason if error else text.rpartition(chr(10))[2] or 'no output'} (log: {folder / LOG}).")
+        return read_result(folder)
+    log, code = folder / LOG, process.exitcode or 0
+    text = log.read_text(errors="replace").strip() if log.exists() else ""
+    reason = text.rpartition("\nError: " if "\nError: " in text else "\n")[2]
+    if code < 0:
+        reason = f"killed by signal {-code} ({signal.strsignal(-code)}). Fix: if memory was full, lower --jobs"
+    elif not text:
+        reason = 'no output. Fix: see the messages above; a script has to call it under if __name__ == "__main__"'
+    raise RunError(f"{reason} (log: {log}).")

@@ -1,6 +1,7 @@
-"""gw-detectron compare: its refusals, and a comparison that is killed and continued."""
+"""gw-detectron compare: its refusals, its processes, and a comparison that is killed and continued."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -10,9 +11,9 @@ import time
 import pytest
 
 from gw_detectron.commands import compare as command
-from gw_detectron.comparison import run
-from gw_detectron.comparison.plan import Costs
-from gw_detectron.errors import ConfigError, PreflightError, RunError
+from gw_detectron.comparison import job, run
+from gw_detectron.comparison.plan import Costs, Job
+from gw_detectron.errors import ConfigError, NonFiniteError, PreflightError, RunError
 
 from ..photos import photo_names, write_photos
 from ..tiny_run import CONFIG, OPTS, environment
@@ -82,13 +83,46 @@ def test_minutes_include_starts_and_evaluations(data, tmp_path, monkeypatch):
         command.main(command.get_parser().parse_args(args))
 
 
+def test_runs_get_the_gpu_with_the_fewest_runs_and_errors_name_their_cause(tmp_path, monkeypatch):
+    runs, gpus = object.__new__(run._Runs), multiprocessing.SimpleQueue()
+    runs.gpus, runs.threads = ["0", "1"], 1
+    monkeypatch.setattr(run, "_CONTEXT", multiprocessing.get_context("fork"))
+    monkeypatch.setattr(run, "run_in_process", lambda work, folder, threads, gpu: (gpus.put(gpu), work(60)))
+    processes = [runs._start(time.sleep, tmp_path) for _ in range(2)]
+    assert {gpus.get(), gpus.get()} == {"0", "1"}
+    processes[1].kill()
+    (tmp_path / job.LOG).write_text("\nError: of an earlier attempt")
+    with pytest.raises(RunError, match="signal 9"):
+        run._result(tmp_path, processes[1])
+    with pytest.raises(RunError, match="__main__"):
+        run._result(tmp_path, runs._start(sys.exit, tmp_path))
+    assert gpus.get() == "1"
+    run._stop(processes)
+
+
+def test_checkpoints_stay_until_the_result_is_there(tmp_path, monkeypatch):
+    def main(args):
+        (tmp_path / "inference").mkdir()
+        for name in ("model_final.pth", "last_checkpoint", "inference/instances_predictions.pth", "config.yaml"):
+            (tmp_path / name).touch()
+        raise NonFiniteError("the loss is nan")
+
+    monkeypatch.setattr(job, "main", main)
+    found = job.train(tmp_path, Job("GN", 0.1, 1, 4), {}, [])
+    assert (found["AP"], found["diverged"], len(list(tmp_path.iterdir()))) == (0, "the loss is nan", 4)
+    job.write_json(tmp_path / job.RESULT, found)
+    for _ in range(2):
+        assert job.read_result(tmp_path) == found
+        assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", job.RESULT}
+
+
 def lines(folder):
     """The lines of a comparison, without times and versions."""
     found = map(json.loads, (folder / "results.jsonl").read_text().splitlines())
     return [{key: value for key, value in line.items() if key not in TIMES} for line in found]
 
 
-TIMES = ("seconds", "seconds_per_iteration", "versions")
+TIMES = ("seconds", "versions")
 
 
 @pytest.mark.slow
@@ -119,17 +153,6 @@ def test_a_comparison_killed_twice_gives_the_same_lines(data, tmp_path):
         command.main(args)
     with start(killed) as process:  # nothing is left: the page again
         assert "rate" not in process.communicate(timeout=600)[0].partition("Page")[0].replace("rate of", "")
-
-
-@pytest.mark.slow
-def test_a_rate_that_diverges_counts_as_0(data, tmp_path):
-    args = words(
-        data, tmp_path / "out", "--rates", "1e30", "0.01", "--iterations", "12", SOLVER__CLIP_GRADIENTS__ENABLED=False
-    )
-    command.main(command.get_parser().parse_args(args))
-    found = lines(tmp_path / "out")
-    assert all(line["AP"] == 0 and line["diverged"] for line in found if line["rate"] == 1e30)
-    assert all(line["rate"] == 0.01 and not line["diverged"] for line in found if line["seed"])
 
 
 @pytest.mark.slow
