@@ -100,7 +100,6 @@ def train(folder: Path, job: Job, flags: Mapping[str, Any], opts: list[Any]) -> 
     curve = [(min(line["iteration"] + 1, job.iterations), line[f"{task}/AP"]) for line in lines if f"{task}/AP" in line]
     return {
         **job._asdict(),
-        "split": job.split,
         "task": task,
         "AP": scores.get(task, {}).get("AP", 0.0),
         "diverged": diverged,
@@ -146,12 +145,9 @@ def measure(folder: Path, flags: Mapping[str, Any], opts: Mapping[str, list[Any]
 
 def _evaluation_seconds(trainer: Trainer) -> float:
     """Estimate the seconds of an evaluation from its first images."""
-    seconds = 0.0
-    for name in trainer.cfg.DATASETS.TEST:
-        data = Trainer.build_test_loader(trainer.cfg, name)
-        batches = list(itertools.islice(data, _IMAGES))
-        inference_on_dataset(trainer.model, batches[:1], None)  # a first time compiles kernels
-        begin = time.perf_counter()
-        inference_on_dataset(trainer.model, batches, None)
-        seconds += (time.perf_counter() - begin) * len(data) / len(batches)
-    return seconds
+    data = Trainer.build_test_loader(trainer.cfg, trainer.cfg.DATASETS.TEST[0])
+    batches = list(itertools.islice(data, _IMAGES))
+    inference_on_dataset(trainer.model, batches[:1], None)  # a first time compiles kernels
+    begin = time.perf_counter()
+    inference_on_dataset(trainer.model, batches, None)
+    return (time.perf_counter() - begin) * len(data) / len(batches)

@@ -14,22 +14,17 @@ from ..norms import resolve_norm
 from ..norms.positions import whitened_convs
 
 SEARCH_SEED = 0  # of the learning rates; the scored seeds are 1, 2, ...
-VAL, TEST = "val", "test"
 _SHORTEST = 4  # the first runs of the search have 1 / 4 of the iterations
 _SAME_TIME = 1.05  # a run that would be longer by less than this factor counts as one of equal time
 
 
 class Job(NamedTuple):
-    """One training, evaluated on the images that choose the rates (``val``) or on those that are scored (``test``)."""
+    """One training: of the search for rates, with its seed, or a scored one."""
 
     norm: str
     rate: float
     seed: int
     iterations: int
-
-    @property
-    def split(self) -> str:
-        return VAL if self.seed == SEARCH_SEED else TEST
 
     def evaluations(self, scored: int) -> int:
         """Return how often it is evaluated: once in the search, else as often as a scored run."""
@@ -100,14 +95,13 @@ class Plan:
         norms: their names, see :func:`norm_keys`.
         rates: learning rates of the search.
         iterations: of the scored runs.
-        equal_time: norm -> iterations that take as long as the slowest norm's; empty to compare equal
-            iterations only.
+        times: seconds of an iteration of each norm, to compare after equal time too; empty for equal iterations only.
     """
 
     norms: Sequence[str]
     rates: Sequence[float]
     iterations: int
-    equal_time: Mapping[str, int]
+    times: Mapping[str, float]
 
     def __post_init__(self) -> None:
         check_minimum("--iterations", self.iterations, 2)
@@ -135,8 +129,8 @@ class Plan:
         return jobs, rates[0]
 
     def lengths(self, norm: str) -> list[int]:
-        """Return the iterations of a norm's scored runs: equal ones, and for equal time if it differs."""
-        longer = self.equal_time.get(norm, 0)
+        """Return the iterations of a norm's scored runs: equal ones, and those in the time of the slowest norm."""
+        longer = round(self.iterations * max(self.times.values()) / self.times[norm]) if self.times else 0
         return [self.iterations, *([longer] if longer > _SAME_TIME * self.iterations else [])]
 
     def jobs(self, ap: Mapping[Job, float], seeds: int) -> Iterator[Job]:
@@ -156,9 +150,3 @@ class Plan:
             ap = dict.fromkeys(self.search(norm, ap)[0], 0.0)
         seeds_and_lengths = itertools.product(range(SEARCH_SEED + 1, seeds + 1), self.lengths(norm))
         return [*ap, *(Job(norm, self.rates[0], *each) for each in seeds_and_lengths)]
-
-
-def equal_time(times: Mapping[str, float], iterations: int) -> dict[str, int]:
-    """Return norm -> iterations in the time that the slowest norm takes for ``iterations``."""
-    slowest = max(times.values())
-    return {norm: round(iterations * slowest / time) for norm, time in times.items()}

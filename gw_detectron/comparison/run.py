@@ -21,14 +21,14 @@ from ..atomic import atomic_write, remove_unfinished
 from ..checkpoint import open_start_weights
 from ..config import changed_config
 from ..data.coco_datasets import registered_datasets
-from ..data.datasets_yaml import record_datasets
+from ..data.datasets_yaml import existing_path, record_datasets
 from ..engine.output_folder import lock_output
 from ..engine.train import run_config, use_recipe
 from ..errors import ConfigError, RunError, check_minimum, summarize_names
 from ..preflight import preflight
 from .job import LOG, PATIENCE, RESULT, engine_args, measure, read_result, run_in_process, train, write_json
 from .page import write_comparison
-from .plan import SEARCH_SEED, TEST, VAL, Costs, Job, Plan, equal_time, norm_keys, schedule_keys
+from .plan import SEARCH_SEED, Costs, Job, Plan, norm_keys, schedule_keys
 
 SETTINGS, RESULTS, RECOMMENDED = "settings.json", "results.jsonl", "recommended.yaml"
 _SEEDS, _MOST_SEEDS = 3, 10
@@ -37,8 +37,6 @@ _SHARE = 0.9  # of the time is planned
 #: of scored runs: seeds, evaluations; the first pair for which start and evaluations take at most a third of the time
 _EXTENTS = ((_SEEDS, 4), (_SEEDS, 2), (1, 2), (1, 1))
 _CONTEXT = multiprocessing.get_context("forkserver")  # processes that start with the imports done, and without CUDA
-
-Result = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -91,6 +89,9 @@ def compare(what: Comparison, report: Callable[[str], object] = print) -> dict[s
     check_minimum("--seeds", what.seeds, 0)
     if not what.iterations and not what.minutes > 0:
         raise ConfigError("--minutes: neither a time nor --iterations given. Fix: give e.g. --minutes 60.")
+    if (gpus := what.flags.get("num_gpus", 1)) > 1:
+        fix = f"leave it out; --jobs {gpus} trains on {gpus} GPUs, and SOLVER.IMS_PER_BATCH is the batch of one"
+        raise ConfigError(f"--num-gpus ({gpus}): each run uses one GPU. Fix: {fix}.")
     runs = _Runs(what, report)
     with contextlib.closing(lock_output(str(runs.folder))):
         runs.prepare()
@@ -114,14 +115,16 @@ class _Runs:
 
     def __init__(self, what: Comparison, report: Callable[[str], object]) -> None:
         self.what, self.report, self.folder = what, report, Path(what.output).absolute()
+        Plan(what.norms, what.rates or [1.0], what.iterations or 2, {})  # refuses what it cannot use
         if what.test:
-            self._config(TEST)  # its files exist
-        self.cfg = self._config(VAL)
+            if not what.flags.get("val_json"):
+                raise ConfigError("--test-json: needs --val-json for the rates, not --val-fraction or --datasets.")
+            for part, exists in (("json", os.path.isfile), ("images", os.path.isdir)):
+                existing_path(what.test.get(f"val_{part}", ""), f"--test-{part}", exists)
+        self.cfg = self._checked_config()
         base = self.cfg.SOLVER.BASE_LR
         self.rates = list(what.rates) or [base / 2, base, base * 2]
-        Plan(what.norms, self.rates, what.iterations or 2, {})  # refuses what it cannot use
-        self._check_norms()
-        self.results: dict[Job, Result] = {}
+        self.results: dict[Job, dict[str, Any]] = {}
         self.failed: set[str] = set()
         gpus = torch.cuda.device_count() if self.cfg.MODEL.DEVICE != "cpu" else 0
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
@@ -130,24 +133,25 @@ class _Runs:
         self.most = what.seeds or (_MOST_SEEDS if what.minutes else _SEEDS)
         self.seeds = 1 if what.minutes else self.most
 
-    def _config(self, split: str) -> CfgNode:
-        args = engine_args(self._flags(split), self._opts(self.folder, {}))
-        cfg = run_config(args)
-        use_recipe(cfg, args)
-        return cfg
-
-    def _check_norms(self) -> None:
-        """Check the run of every norm; a warning of several norms is shown once."""
+    def _checked_config(self) -> CfgNode:
+        """Return the config, once the images of --test-json and each norm are checked; repeated warnings show once."""
         warnings: dict[str, None] = {}
-        for norm in self.what.norms:
-            cfg = changed_config(self.cfg, norm_keys(norm))
-            found = preflight(cfg, open_start_weights(cfg.MODEL.WEIGHTS))
-            found.errors = [f"{norm}: {text}" for text in found.errors]
-            if not self.what.flags.get("ignore_preflight"):
-                found.raise_errors()
-            warnings |= dict.fromkeys(found.errors + found.warnings)
+        for scored in (True, False) if self.what.test else (False,):  # the last images stay registered
+            args = engine_args(self._flags(scored), self._opts(self.folder, {}))
+            cfg = run_config(args)
+            use_recipe(cfg, args)
+            if len(cfg.DATASETS.TEST) != 1:  # several have scores of their own, not one AP
+                fix = "add DATASETS.TEST \"('NAME',)\" with the name of one"
+                raise ConfigError(f"DATASETS.TEST ({cfg.DATASETS.TEST}): a comparison scores one dataset. Fix: {fix}.")
+            for norm in self.what.norms[:1] if scored else self.what.norms:
+                found = preflight(changed_config(cfg, norm_keys(norm)), open_start_weights(cfg.MODEL.WEIGHTS))
+                found.errors = [f"{norm}{' with --test-json' if scored else ''}: {text}" for text in found.errors]
+                if not self.what.flags.get("ignore_preflight"):
+                    found.raise_errors()
+                warnings |= dict.fromkeys(found.errors + found.warnings)
         for text in warnings:
             self.report(f"Warning: {text}")
+        return cfg
 
     def prepare(self) -> None:
         """Measure the norms and fix the plan; or read both from the folder."""
@@ -167,15 +171,14 @@ class _Runs:
                 "another folder, or the values of that comparison."
             )
         if not settings:
-            costs = self._measure()
-            iterations, evaluations = self.what.iterations, _EXTENTS[0][1]
+            costs, iterations, evaluations = self._measure(), self.what.iterations, _EXTENTS[0][1]
             if not iterations:
                 iterations, evaluations = self._affordable(costs)
             settings = {**asked, "iterations": iterations, "evaluations": evaluations, "costs": costs._asdict()}
-            settings["equal_time"] = equal_time(costs.times, iterations) if self.what.equal_time else {}
             write_json(path, settings)
         self.costs, self.evaluations = Costs(**settings["costs"]), settings["evaluations"]
-        self.plan = Plan(self.what.norms, self.rates, settings["iterations"], settings["equal_time"])
+        times = self.costs.times if self.what.equal_time else {}
+        self.plan = Plan(self.what.norms, self.rates, settings["iterations"], times)
         for found in self.folder.glob(f"runs/*/{RESULT}"):
             result = read_result(found.parent)
             self.results[Job(*(result[name] for name in Job._fields))] = result
@@ -188,7 +191,7 @@ class _Runs:
         keys = {"SOLVER.BASE_LR": 1e-6, "SEED": SEARCH_SEED}
         opts = {norm: self._opts(folder, {**norm_keys(norm), **keys}) for norm in self.what.norms}
         (folder / RESULT).unlink(missing_ok=True)
-        process = self._start(measure, folder, self._flags(VAL), opts)
+        process = self._start(measure, folder, self._flags(scored=False), opts)
         try:
             process.join()
         finally:
@@ -202,9 +205,9 @@ class _Runs:
         on_gpu = self.cfg.MODEL.DEVICE != "cpu"  # where runs side by side slow each other
         workers = (1 + self.what.jobs) / 2 if on_gpu else self.what.jobs
         seconds = _SHARE * 60 * self.what.minutes * workers
-        plan = Plan(self.what.norms, self.rates, 1000, equal_time(costs.times, 1000) if self.what.equal_time else {})
+        plan = Plan(self.what.norms, self.rates, 1000, costs.times if self.what.equal_time else {})
         for seeds, evaluations in _EXTENTS:
-            runs = [job for norm in plan.norms for job in plan.runs(norm, min(self.most, seeds))]
+            runs = [job for norm in plan.norms for job in plan.runs(norm, self.what.seeds or seeds)]
             fixed = sum(costs.seconds(job._replace(iterations=0), evaluations) for job in runs)
             if fixed <= seconds / 3:
                 break
@@ -218,8 +221,8 @@ class _Runs:
             )
         return iterations, evaluations
 
-    def _flags(self, split: str) -> dict[str, Any]:
-        images = self.what.test if split == TEST else {}
+    def _flags(self, scored: bool) -> dict[str, Any]:
+        images = self.what.test if scored else {}
         return {**self.what.flags, **images, "config_file": self.what.config_file}
 
     def _opts(self, folder: Path, keys: Mapping[str, Any]) -> list[Any]:
@@ -244,10 +247,10 @@ class _Runs:
                 self.write_results()  # also those that an interruption has left out
                 for job in self._waiting(running)[: self.what.jobs - len(running)]:
                     schedule = schedule_keys(self.cfg, job.iterations, job.evaluations(self.evaluations))
-                    keys = {**norm_keys(job.norm), **schedule}
-                    keys |= {"SOLVER.BASE_LR": job.rate, "SEED": job.seed}
+                    keys = {**norm_keys(job.norm), **schedule, "SOLVER.BASE_LR": job.rate, "SEED": job.seed}
                     folder = self.folder / "runs" / job.name
-                    running[job] = self._start(train, folder, job, self._flags(job.split), self._opts(folder, keys))
+                    flags = self._flags(job.seed != SEARCH_SEED)
+                    running[job] = self._start(train, folder, job, flags, self._opts(folder, keys))
                 if not running:
                     return
                 connection.wait([process.sentinel for process in running.values()])
@@ -308,7 +311,7 @@ class _Runs:
             temporary.write_text(cfg.dump())
         record_datasets(registered_datasets(cfg.DATASETS.TRAIN, cfg.DATASETS.TEST), str(self.folder))
 
-    def write_results(self) -> dict[Job, Result]:
+    def write_results(self) -> dict[Job, dict[str, Any]]:
         """Write the lines of the finished runs of the plan, in its order; return them."""
         known = self.plan.jobs({job: found["AP"] for job, found in self.results.items()}, self.most)
         results = {job: self.results[job] for job in known if job in self.results}

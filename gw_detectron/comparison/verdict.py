@@ -46,7 +46,7 @@ def summarize(plan: Plan, times: Mapping[str, float], results: Mapping[Job, Mapp
     ap = {job: results[job]["AP"] for job in sorted(results, key=lambda job: (plan.norms.index(job.norm), job.seed))}
     rates = {norm: plan.search(norm, ap)[1] for norm in plan.norms}
     tables: dict[str, dict[str, dict[int, float]]] = {}  # criterion -> norm -> seed -> AP
-    for criterion, place in ((ITERATIONS, 0), *([(TIME, -1)] if plan.equal_time else [])):
+    for criterion, place in ((ITERATIONS, 0), *([(TIME, -1)] if plan.times else [])):
         table = tables[criterion] = {}
         for job, value in ap.items():
             if job.seed != SEARCH_SEED and job.iterations == plan.lengths(job.norm)[place]:
@@ -56,7 +56,6 @@ def summarize(plan: Plan, times: Mapping[str, float], results: Mapping[Job, Mapp
             "rate": rate,
             "rate_at_the_edge": len(plan.rates) > 1 and rate in (min(plan.rates), max(plan.rates)),
             "seconds_per_iteration": times[norm],
-            "iterations_of_equal_time": plan.lengths(norm)[-1] if plan.equal_time else None,
             **{criterion: table.get(norm, {}) for criterion, table in tables.items()},
         }
         for norm, rate in rates.items()

@@ -13,7 +13,7 @@ import pytest
 from gw_detectron.commands import compare as command
 from gw_detectron.comparison import job, run
 from gw_detectron.comparison.plan import Costs, Job
-from gw_detectron.errors import ConfigError, NonFiniteError, PreflightError, RunError
+from gw_detectron.errors import ConfigError, MissingFileError, NonFiniteError, PreflightError, RunError
 
 from ..photos import photo_names, write_photos
 from ..tiny_run import CONFIG, OPTS, environment
@@ -33,54 +33,66 @@ FINDS = {
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
-    write_photos(folder, photo_names(6), "train.json")
-    write_photos(folder, photo_names(3, 6), "val.json")
-    write_photos(folder, photo_names(3, 9), "test.json")
+    for part, names in (("train", photo_names(6)), ("val", photo_names(3, 6)), ("test", photo_names(3, 9))):
+        write_photos(folder, names, f"{part}.json")
     return folder
 
 
 def words(data, output, *flags, **keys):
-    files = [
-        word
-        for part in ("train", "val", "test")
-        for word in (f"--{part}-json", str(data / f"{part}.json"), f"--{part}-images", str(data / "photos"))
-    ]
-    start = ["--config-file", str(CONFIG), "--num-gpus", "0", "--output", str(output), *files]
+    start = ["--config-file", str(CONFIG), "--num-gpus", "0", "--output", str(output)]
+    for part in ("train", "val", "test"):
+        start += [f"--{part}-json", str(data / f"{part}.json"), f"--{part}-images", str(data / "photos")]
     defaults = ["--norms", "GN", "GW", "--rates", "0.01", "0.02", "--iterations", "4", "--seeds", "1"]
     opts = {**OPTS, **FINDS, **{key.replace("__", "."): value for key, value in keys.items()}}
     return [*start, *defaults, *flags, "--no-equal-time", *(str(word) for pair in opts.items() for word in pair)]
 
 
 @pytest.mark.parametrize(
-    ("flags", "error", "named"),
+    ("flags", "keys", "error", "named"),
     [
-        (["--iterations", "0"], ConfigError, "--minutes"),
-        (["--norms", "GW"], ConfigError, "--norms"),
-        (["--norms", "GW", "GX"], ConfigError, "GX"),
-        (["--norms", "GW", "FrozenBN"], PreflightError, "FrozenBN"),  # without weights
-        (["--norms", "GW", "GW:groups=48"], PreflightError, "48"),  # does not divide the channels
-        (["--norms", "GN", "GW", "MODEL.MASK_ON", "False", "--jobs", "1"], ConfigError, "MODEL.MASK_ON"),
-        (["--jobs", "0"], ConfigError, "--jobs"),
-        (["--seeds", "-1"], ConfigError, "--seeds"),
+        (["--iterations", "0"], {}, ConfigError, "--minutes"),
+        (["--iterations", "1"], {}, ConfigError, "--iterations"),
+        (["--norms", "GW"], {}, ConfigError, "--norms"),
+        (["--norms", "GW", "GW"], {}, ConfigError, "--norms"),
+        (["--norms", "GW", "FrozenBN"], {}, PreflightError, "FrozenBN"),  # without weights
+        (["--norms", "GN", "BN"], {"SOLVER__IMS_PER_BATCH": 1}, PreflightError, "BN: SOLVER.IMS_PER_BATCH"),
+        (["--norms", "GN", "GW", "MODEL.MASK_ON", "False", "--jobs", "1"], {}, ConfigError, "MODEL.MASK_ON"),
+        (["--rates", "-0.1"], {}, ConfigError, "--rates"),
+        (["--rates", "inf"], {}, ConfigError, "--rates"),
+        (["--jobs", "0"], {}, ConfigError, "--jobs"),
+        (["--num-gpus", "2"], {}, ConfigError, "--num-gpus .* --jobs 2"),
+        ([], {"DATASETS__TEST": "()"}, ConfigError, "DATASETS.TEST"),
+        ([], {"DATASETS__TEST": "('custom_val', 'custom_train')"}, ConfigError, "DATASETS.TEST"),
+        (["--val-json", "", "--val-fraction", "0.5"], {}, ConfigError, "--test-json: needs --val-json"),
+        (["--test-json", "none.json"], {}, MissingFileError, "--test-json .*none.json"),
+        (["--test-images", "."], {}, PreflightError, "--test-json: Dataset .*test.json.* missing"),
     ],
 )
-def test_refusals_write_nothing(data, tmp_path, flags, error, named):
+def test_refusals_write_nothing(data, tmp_path, flags, keys, error, named):
     with pytest.raises(error, match=named):
-        command.main(command.get_parser().parse_args(words(data, tmp_path / "out", *flags)))
+        command.main(command.get_parser().parse_args(words(data, tmp_path / "out", *flags, **keys)))
     assert not (tmp_path / "out").exists()
 
 
-def test_bn_with_one_image_is_refused(data, tmp_path):
-    args = words(data, tmp_path / "out", "--norms", "GN", "BN", SOLVER__IMS_PER_BATCH=1)
-    with pytest.raises(PreflightError, match="BN: SOLVER.IMS_PER_BATCH"):
-        command.main(command.get_parser().parse_args(args))
-
-
-def test_minutes_include_starts_and_evaluations(data, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("seeds", "least"), [("1", 8), ("5", 19)])  # 2 x 3 and 2 x 7 runs of 70 s and more
+def test_minutes_include_starts_and_evaluations(data, tmp_path, monkeypatch, seeds, least):
     monkeypatch.setattr(run._Runs, "_measure", lambda self: Costs({"GN": 0.01, "GW": 0.01}, evaluation=60, start=10))
-    args = words(data, tmp_path / "out", "--iterations", "0", "--minutes", "7")  # 2 x 3 runs need 7 for these alone
-    with pytest.raises(ConfigError, match=r"--minutes \(7\).* give 8"):
+    args = words(data, tmp_path / "out", "--iterations", "0", "--minutes", "7", "--seeds", seeds)
+    with pytest.raises(ConfigError, match=rf"--minutes \(7\).* give {least}"):
         command.main(command.get_parser().parse_args(args))
+
+
+def test_equal_time_can_be_left_out_later_and_ap_of_0_is_no_comparison(data, tmp_path, monkeypatch):
+    def finish(self):
+        assert self.plan.lengths("GN") == ([4, 8] if args.equal_time else [4])
+        self.results = {job: {"AP": 0.0} for job in self.plan.jobs({}, 1)}
+
+    monkeypatch.setattr(run._Runs, "_measure", lambda self: Costs({"GN": 0.1, "GW": 0.2}, evaluation=1, start=1))
+    monkeypatch.setattr(run._Runs, "finish", finish)
+    args = command.get_parser().parse_args(words(data, tmp_path))
+    for args.equal_time in (True, False):
+        with pytest.raises(RunError, match="AP is 0"):
+            command.main(args)
 
 
 def test_runs_get_the_gpu_with_the_fewest_runs_and_errors_name_their_cause(tmp_path, monkeypatch):
@@ -116,20 +128,15 @@ def test_checkpoints_stay_until_the_result_is_there(tmp_path, monkeypatch):
         assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", job.RESULT}
 
 
-def lines(folder):
-    """The lines of a comparison, without times and versions."""
-    found = map(json.loads, (folder / "results.jsonl").read_text().splitlines())
-    return [{key: value for key, value in line.items() if key not in TIMES} for line in found]
-
-
-TIMES = ("seconds", "versions")
-
-
 @pytest.mark.slow
 def test_a_comparison_killed_twice_gives_the_same_lines(data, tmp_path):
     def start(folder, *flags):
         command = [sys.executable, "-m", "gw_detectron", "compare", *words(data, folder, *flags)]
         return subprocess.Popen(command, env=environment(data), stdout=subprocess.PIPE, text=True)
+
+    def lines(folder):
+        found = map(json.loads, (folder / "results.jsonl").read_text().splitlines())
+        return [{key: value for key, value in line.items() if key not in ("seconds", "versions")} for line in found]
 
     once, killed = tmp_path / "once", tmp_path / "killed"
     with start(once) as process:
@@ -145,18 +152,9 @@ def test_a_comparison_killed_twice_gives_the_same_lines(data, tmp_path):
         printed = process.communicate(timeout=600)[0]
     assert process.returncode == 0
     assert lines(killed) == lines(once) and len(lines(once)) == 2 * 2 + 2
-    assert {line["split"] for line in lines(once)} == {"val", "test"}
-    assert "Page" in printed and (killed / "recommended.yaml").exists()
-    assert not list(killed.rglob("model_*.pth"))
+    for path in once.glob("runs/*/datasets.yaml"):
+        assert ("val.json" if "_s0_" in path.parent.name else "test.json") in path.read_text()
+    assert "Page" in printed and (killed / "recommended.yaml").exists() and not list(killed.rglob("*.pth"))
     args = command.get_parser().parse_args(words(data, killed, "--rates", "0.5", "0.01"))
     with pytest.raises(ConfigError, match="rates"):
         command.main(args)
-    with start(killed) as process:  # nothing is left: the page again
-        assert "rate" not in process.communicate(timeout=600)[0].partition("Page")[0].replace("rate of", "")
-
-
-@pytest.mark.slow
-def test_ap_of_0_in_all_runs_is_no_comparison(data, tmp_path):
-    args = words(data, tmp_path / "out", MODEL__ROI_HEADS__SCORE_THRESH_TEST=0.99)
-    with pytest.raises(RunError, match="AP is 0"):
-        command.main(command.get_parser().parse_args(args))
