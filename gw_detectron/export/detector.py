@@ -1,5 +1,6 @@
 """Export a whole detector, and compare its detections with the model's."""
 
+import functools
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,8 +26,9 @@ from .one_image import OneImageProgram
 
 _logger = logging.getLogger(__name__)
 
-#: largest allowed differences: of a coordinate in pixels, a score, and a mask's probability or share of pixels
-TOLERANCES = {"boxes": 0.05, "scores": 1e-3, "masks": 0.01}
+#: largest allowed differences: of a coordinate in pixels, a score, a mask's probability or share of pixels, and of
+#: resized pixels, root mean square
+TOLERANCES = {"boxes": 0.05, "scores": 1e-3, "masks": 0.01, "resized_pixels": 0.3}
 #: allowed share of detections without counterpart: NMS may decide near ties differently after a rounding
 UNMATCHED = 0.02
 _SAME = 0.9  # IoU above which two boxes of a class are the same detection
@@ -79,11 +81,15 @@ def export_detector(
     if one_image and sides is None:
         raise ExportError("sides (None): one_image resizes inside the file. Fix: give pixels, e.g. (800, 1333).")
     detector = detector_program(model, detections, classes)
-    program = OneImageProgram(detector, sides, paste_masks) if one_image and sides else detector
+    one = functools.partial(OneImageProgram, detector, sides, paste_masks) if one_image and sides else None
+    program = one() if one else detector
     if image is None:
         image = channels_first(convert_PIL_to_numpy(synthetic_images(1)[0], detector.model.input_format))
     file = f"model.{file_format}"
     with atomic_folder(output, (file, PARITY)) as folder:
+        _logger.info("Detecting with the model")
+        resize = write_program(one(resize_only=True), folder / file) if one else None
+        cases = reference_cases(program, image.detach().cpu().float(), resize)
         _logger.info("Writing %s", file)
         written = write_program(program, folder / file)
         entries = {**written.description, "norm_layers": norm_counts(model)}
@@ -91,8 +97,10 @@ def export_detector(
             entries["resized_in_evaluation"] = {"shorter": sides[0], "longer_at_most": sides[1]}
         if percentiles:
             entries["scaled_to_8_bits_by_percentiles"] = list(percentiles)
+        if one:
+            entries["compared_on"] = "the pixels that the file resizes"
         _logger.info("Comparing detections with the model's")
-        entries |= check_detections(program, written, image.detach().cpu().float())
+        entries |= check_detections(written, cases)
         return write_parity(folder / file, entries, source)
 
 
@@ -102,27 +110,49 @@ def read_image_for(cfg: CfgNode, path: str | os.PathLike[str], *, resize: bool =
     return evaluation_input(pixels, cfg) if resize else channels_first(pixels)
 
 
-def check_detections(program: DetectorProgram | OneImageProgram, file: ExportedFile, image: Tensor) -> dict[str, Any]:
-    """Compare the detections of an exported file with Detectron2's own inference.
+#: images of one call, Detectron2's detections in them, and the differences of resized pixels
+Case = tuple[list[Tensor], list[Instances], dict[str, float]]
 
-    Detections are matched by class and IoU, as two of nearly equal score may change places. The cases are the image at
-    three sizes, and a padded batch of two sizes if the program takes one.
+
+def reference_cases(
+    program: DetectorProgram | OneImageProgram, image: Tensor, resize: ExportedFile | None = None
+) -> list[Case]:
+    """Detect with Detectron2 in an image at three sizes, and in a padded batch if the program takes one.
+
+    Runtimes round some resized pixels differently, which moves boxes. So Detectron2 detects in the pixels of
+    ``resize``, a file that only resizes, and these are compared with the model's.
     """
     smaller, larger = (_resize(image, scale, program.smallest_side) for scale in ((0.6, 0.8), (1.3, 1.1)))
     image = _resize(image, (1.0, 1.0), program.smallest_side)
-    cases: list[dict[str, Any]] = []
-    batches = [[image, smaller]] if isinstance(program, DetectorProgram) else []
-    for images in ([image], [smaller], [larger], *batches):
-        pairs = zip(detect(file, images), program.expected(images), strict=True)
-        sizes = [list(tensor.shape[1:]) for tensor in images]
-        cases.append({"sizes": sizes, "differences": [_compare(found, expected) for found, expected in pairs]})
-    compared = [each for case in cases for each in case["differences"]]
-    total, unmatched = (sum(each[name] for each in compared) for name in ("detections", "unmatched"))
-    if not total:
+    cases: list[Case] = []
+    if isinstance(program, DetectorProgram):
+        batches = ([image], [smaller], [larger], [image, smaller])
+        cases += [(images, program.expected(images), {}) for images in batches]
+    else:
+        for each in (image, smaller, larger):
+            own = program.resize(each)
+            pixels = resize.run(each)[0] if resize else own
+            rounding = {"resized_pixels": (pixels - own).square().mean().sqrt().item()}
+            cases.append(([each], [program.expected(each, pixels)], rounding))
+    if not any(len(found) for _, expected, _ in cases for found in expected):
         raise ExportError(
             "image: the detector finds nothing in it, so that nothing can be compared. Fix: give another image "
             "(--image), or a lower SCORE_THRESH_TEST of MODEL.ROI_HEADS or MODEL.RETINANET."
         )
+    return cases
+
+
+def check_detections(file: ExportedFile, cases: Iterable[Case]) -> dict[str, Any]:
+    """Compare the detections of an exported file with Detectron2's.
+
+    Detections are matched by class and IoU, as two of nearly equal score may change places.
+    """
+    reports: list[dict[str, Any]] = []
+    for images, expected, rounding in cases:
+        differences = [_compare(*pair) | rounding for pair in zip(detect(file, images), expected, strict=True)]
+        reports.append({"sizes": [list(tensor.shape[1:]) for tensor in images], "differences": differences})
+    compared = [each for report in reports for each in report["differences"]]
+    total, unmatched = (sum(each[name] for each in compared) for name in ("detections", "unmatched"))
     names = [name for name in TOLERANCES if name in compared[0]]
     worst = {name: torch.tensor([each[name] for each in compared]).max().item() for name in names}
     if unmatched > UNMATCHED * total:
@@ -141,7 +171,7 @@ def check_detections(program: DetectorProgram | OneImageProgram, file: ExportedF
         "worst": worst,
         "detections_compared": total,
         "unmatched": unmatched,
-        "cases": cases,
+        "cases": reports,
     }
 
 

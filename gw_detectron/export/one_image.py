@@ -1,6 +1,6 @@
 """Exportable detector of one image of any size, which it resizes as evaluation does."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,9 +25,10 @@ class OneImageProgram(nn.Module):
         detector: the detector for padded batches.
         sides: ``INPUT.MIN_SIZE_TEST``, 0 for no resizing, and ``MAX_SIZE_TEST``.
         paste_masks: whether masks are binary and as large as the image.
+        resize_only: whether to return only the resized pixels, (3, H', W'), which runtimes round differently.
 
     Raises:
-        ExportError: the detector has no masks to paste.
+        ExportError: the detector has no masks to paste, or needs larger images.
 
     Shape: pixels of 0 to 255, (3, H, W) -> boxes (K, 4) in pixels of this image, scores (K), classes (K), masks
     (K, S, S), or pasted (count, H, W) bool, of a Mask R-CNN, and count ().
@@ -35,18 +36,27 @@ class OneImageProgram(nn.Module):
 
     smallest_side = 2  # torch.export makes a constant of 1
 
-    def __init__(self, detector: DetectorProgram, sides: tuple[int, int], paste_masks: bool = False) -> None:
+    def __init__(
+        self, detector: DetectorProgram, sides: tuple[int, int], paste_masks: bool = False, resize_only: bool = False
+    ) -> None:
         super().__init__()
         if paste_masks and "masks" not in detector.names:
             raise ExportError("paste_masks (True): the detector has no masks. Fix: leave it out.")
-        self.detector, self.sides, self.paste_masks = detector, sides, paste_masks
-        self.names = detector.names
+        if sides[0] and min(sides) < (smallest := detector.smallest_side):
+            raise ExportError(
+                f"INPUT.MIN_SIZE_TEST, MAX_SIZE_TEST ({sides}): with one_image, sides below {smallest} are padded more "
+                "than in Detectron2, which changes the detections. Fix: export the batch form (no --one-image)."
+            )
+        self.detector, self.sides, self.paste_masks, self.resize_only = detector, sides, paste_masks, resize_only
+        self.names = ["pixels"] if resize_only else detector.names
 
     def forward(self, image: Tensor) -> tuple[Tensor, ...]:
-        size = _size(image)
-        pixels = self.resize(image)[None]
+        size, pixels = _size(image), self.resize(image)
+        if self.resize_only:
+            return (pixels,)
         resized = resized_sides(size, *self.sides)
-        boxes, scores, classes, *masks, count = self.detector.detect(self._features(pixels, resized), resized[None])
+        features = self._features(pixels[None], resized)
+        boxes, scores, classes, *masks, count = self.detector.detect(features, resized[None])
         boxes = clip(boxes * (size / resized).flip(0).repeat(2), size[None])
         outputs = [each[0] for each in (boxes, scores, classes, *masks, count)]
         if self.paste_masks:
@@ -72,19 +82,16 @@ class OneImageProgram(nn.Module):
         padding = (0, width * multiple - pixels.shape[3], 0, height * multiple - pixels.shape[2])
         return backbone(F.pad(self.detector.normalize(pixels), padding))
 
-    def expected(self, images: Sequence[Tensor]) -> list[Instances]:
-        """Detect in images, (3, H, W), with Detectron2's own inference and postprocessing."""
-        results = []
-        for image in images:
-            (result,) = self.detector.expected([self.resize(image)])
-            if result.has("pred_masks") and not self.paste_masks:
-                result.masks = result.pred_masks  # a name that Detectron2 does not paste
-                result.remove("pred_masks")
-            result = detector_postprocess(result, *image.shape[1:])
-            if result.has("masks"):
-                result.pred_masks = result.masks
-            results.append(result)
-        return results
+    def expected(self, image: Tensor, pixels: Tensor) -> Instances:
+        """Detect in an image, (3, H, W), resized to ``pixels``, with Detectron2's own inference and postprocessing."""
+        (result,) = self.detector.expected([pixels])
+        if result.has("pred_masks") and not self.paste_masks:
+            result.masks = result.pred_masks  # a name that Detectron2 does not paste
+            result.remove("pred_masks")
+        result = detector_postprocess(result, *image.shape[1:])
+        if result.has("masks"):
+            result.pred_masks = result.masks
+        return result
 
     def sample_inputs(self) -> dict[str, Tensor]:
         """Draw the input for the export."""

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from gw_detectron.errors import ExportError
-from gw_detectron.export.detector import check_detections
-from gw_detectron.export.formats import write_program
+from gw_detectron.export.detector import check_detections, reference_cases
+from gw_detectron.export.formats import ExportedFile, write_program
 from gw_detectron.export.meta_arch import detector_program
 from gw_detectron.export.one_image import OneImageProgram, paste, resized_sides
 
@@ -100,6 +100,10 @@ def test_a_narrow_image_and_one_without_detections():
     assert count == 0 and masks.shape == (0, 97, 150)
     with pytest.raises(ExportError, match=r"paste_masks \(True\): .* no masks"):
         OneImageProgram(detector_program(build_detector("retinanet")), SIDES, paste_masks=True)
+    assert detector.smallest_side == 17  # padded more than in Detectron2 below
+    for sides in ((16, 256), (128, 16)):
+        with pytest.raises(ExportError, match="^INPUT.MIN_SIZE_TEST"):
+            OneImageProgram(detector, sides)
 
 
 @needs_export
@@ -112,4 +116,32 @@ def test_a_file_of_any_image_size(tmp_path, file_format):
         with torch.no_grad():
             outputs = file.run(image)
             assert outputs[-1] == program(image)[-1] and outputs[3].shape == (outputs[-1], *size)
-    assert check_detections(program, file, noise((97, 150))[0])["unmatched"] == 0
+    only = OneImageProgram(program.detector, SIDES, resize_only=True)
+    cases = reference_cases(program, noise((97, 150))[0], write_program(only, tmp_path / f"resize.{file_format}"))
+    report = check_detections(file, cases)
+    assert report["unmatched"] == 0 and report["worst"]["resized_pixels"] < 0.05
+
+
+@pytest.mark.parametrize(("share", "message"), [(0.05, ""), (0.2, "resized_pixels differ")])
+def test_a_runtime_that_rounds_some_pixels_differently(share, message):
+    """Detections are compared on its pixels, so that only another rounding of too many pixels is a fault."""
+
+    class Rounding(OneImageProgram):
+        def resize(self, image):
+            pixels = super().resize(image)
+            changed = torch.rand(pixels.shape, generator=torch.Generator().manual_seed(0)) < share
+            return pixels + torch.where(pixels < 255, changed, 0)
+
+    detector = detector_program(build_detector("mask", "GW:groups=4", "GW:groups=4"))
+    program, (image,) = OneImageProgram(detector, SIDES), noise((97, 150))
+    file, resize = Rounding(detector, SIDES), Rounding(detector, SIDES, resize_only=True)
+    file, resize = (ExportedFile(each, each.describe()) for each in (file, resize))
+    with pytest.raises(ExportError, match="differ"):  # on the program's own pixels
+        check_detections(file, reference_cases(program, image))
+    cases = reference_cases(program, image, resize)
+    if message:
+        with pytest.raises(ExportError, match=message):
+            check_detections(file, cases)
+    else:
+        worst = check_detections(file, cases)["worst"]
+        assert worst["boxes"] < 1e-3 and worst["resized_pixels"] == pytest.approx(share**0.5, rel=0.05)
