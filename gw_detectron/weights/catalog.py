@@ -124,7 +124,7 @@ def _published_weights(weights: PublishedWeights, cache: Path) -> Path:
             f"{str(source)!r}: checksum mismatch: expected {expected!r}, got {digest!r}. Fix: restore the file, or "
             f"delete {recorded} to accept the new one."
         )
-    if not target.is_file():
+    if not (target.is_file() and recorded.is_file()):  # without a record, the source may be a new one
         try:
             convert_file(source, target, overwrite=True, norm=weights.norm)
         except (UnknownNormError, WeightsFileError) as error:

@@ -92,7 +92,7 @@ def test_without_the_file(server, r18_file, cache, monkeypatch, address):
     assert local_weights(NAME).is_file()
 
 
-def test_a_local_folder_comes_first_and_its_file_stays_the_same(r18_file, tmp_path, monkeypatch):
+def test_a_local_folder_comes_first_and_its_file_stays_the_same(r18_file, tmp_path, cache, monkeypatch):
     monkeypatch.setattr(gdown, "download", None)
     monkeypatch.setenv("GW_DETECTRON_WEIGHTS", str(tmp_path / "mine"))
     with pytest.raises(FileNotFoundError, match=f"{FILE} not found, needed .* save https://drive.google.com/uc.id="):
@@ -100,9 +100,12 @@ def test_a_local_folder_comes_first_and_its_file_stays_the_same(r18_file, tmp_pa
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / FILE).write_bytes(r18_file.read_bytes())
     assert local_weights(NAME) == local_weights(NAME)
-    torch.save(authors_state(make_network("R-18", "S1-B1", seed=9)), tmp_path / "mine" / FILE)
+    state = authors_state(make_network("R-18", "S1-B1", seed=9))
+    torch.save(state, tmp_path / "mine" / FILE)
     with pytest.raises(WeightsFileError, match="checksum mismatch: expected .* Fix: restore the file, or delete"):
         local_weights(NAME)
+    (cache / f"{FILE}.sha256").unlink()  # the fix
+    assert torch.equal(load_weights(local_weights(NAME)).tensors["stem.conv1.weight"], state["conv1.weight"])
 
 
 @pytest.mark.parametrize("recorded", [True, False])
