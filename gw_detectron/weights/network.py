@@ -196,7 +196,9 @@ def infer_architecture(tensors: Mapping[str, Tensor]) -> Architecture:
     if not depths:
         known = ", ".join(map(str, sorted(_BLOCKS)))
         fix = f"give weights of a ResNet with {known} layers, in torchvision's or Detectron2's names without a prefix"
-        if any(map(_DETECTOR.fullmatch, tensors)):
+        if "bottom_up.res2.0.conv1.weight" in tensors:
+            fix = "give a ResNet without FPN: gw-detectron export --backbone --no-fpn --format safetensors writes one"
+        elif any(map(_DETECTOR.fullmatch, tensors)):
             fix = "set MODEL.WEIGHTS to the file itself, which Detectron2 reads: only ImageNet weights are converted"
         raise WeightsError(
             f"tensors ({summarize_names(tensors)}): not the weights of a known ResNet: {counts} blocks "

@@ -43,6 +43,8 @@ def test_weights(tmp_path, normalization):
     assert weights.keys() == backbone.state_dict().keys()
     assert all(torch.equal(value, backbone.state_dict()[name]) for name, value in weights.items())
     assert report["worst_relative"] == 0
+    with pytest.raises(ValueError, match="--no-fpn"):
+        load_weights(tmp_path / "fpn" / "backbone.safetensors")
     export_backbone(backbone, tmp_path / "resnet", normalization, file_format="safetensors", fpn=False)
     conversion = load_weights(tmp_path / "resnet" / "backbone.safetensors")  # as MODEL.WEIGHTS gw://file/ does
     assert (conversion.architecture.name, conversion.positions.positions) == ("R-18", "S1-B2")
