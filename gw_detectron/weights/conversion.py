@@ -3,7 +3,9 @@
 The file is Detectron2's .pkl; a yaml beside it holds the config keys that the weights need.
 """
 
+import contextlib
 import dataclasses
+import logging
 import os
 import pickle
 import re
@@ -39,9 +41,10 @@ from .network import (
 from .reading import Contents, named_tensors, read_weights_file, sha256_of, weight_problem
 
 _WRAPPERS = ("model", "state_dict")
+_AVERAGED = ("model_ema", "state_dict_ema")  # of torchvision's and timm's training scripts
 _PREFIXES = ("module.", "_orig_mod.", "backbone.body.")  # of DataParallel, torch.compile and maskrcnn-benchmark
-# the classifier, the norm before it (which the authors' ResNeXts have and do not use), and step counters
-_DROPPED = re.compile(r"(fc|last_bn)\..*|.*\.num_batches_tracked")
+#: the classifier, the norm before it (which the authors' ResNeXts have and do not use), and step counters
+DROPPED = re.compile(r"(fc|last_bn)\..*|.*\.num_batches_tracked")
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,8 @@ def convert_file(
         "matching_heuristics": True,
         **dataclasses.asdict(Record(norms, conversion.preprocessing, conversion.provenance)),
     }
+    with contextlib.suppress(OSError):  # atomic_write reports it
+        target.parent.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(conversion.config(str(target)), sort_keys=False, default_flow_style=None)
     with atomic_write(config) as keys, atomic_write(target) as weights, open(weights, "wb") as file:
         keys.write_text(f"# Config keys that {target} needs.\n{text}")
@@ -227,10 +232,10 @@ def _convert_tensors(
 ) -> dict[str, Tensor]:
     """Convert the tensors if all fit torchvision's network."""
     expected = {name: tuple(value.shape) for name, value in build_torchvision(network, norms).state_dict().items()}
-    left = {name: value for name, value in tensors.items() if not _DROPPED.fullmatch(name)}
+    left = {name: value for name, value in tensors.items() if not DROPPED.fullmatch(name)}
     converted, problems = {}, dict[str, list[str]]()
     for name, shape in expected.items():
-        if _DROPPED.fullmatch(name):
+        if DROPPED.fullmatch(name):
             continue
         value = left.pop(name, None)
         if value is None:
@@ -263,8 +268,12 @@ def _unwrap(contents: Contents) -> dict[str, Tensor]:
             raise WeightsError(f"keys ({' and '.join(map(repr, found))}): both hold weights. Fix: keep one.")
         if not found:
             break
+        for key in [key for key in _AVERAGED if key in content]:
+            text = "%s: averaged weights are left out. Fix: to convert them, save checkpoint['%s'] as a file."
+            logging.getLogger(__name__).warning(text, key, key)
         content = content[found[0]]
     tensors: dict[str, Tensor] = named_tensors(content, contents.size)
+    tensors.pop("n_averaged", None)  # the counter of torch.optim.swa_utils.AveragedModel
     while prefix := next(
         (text for text in _PREFIXES if tensors and all(name.startswith(text) for name in tensors)), ""
     ):

@@ -21,7 +21,7 @@ from ..errors import WeightsError
 from ..modeling import build_gw_resnet_backbone
 from ..modeling.resnet import STAGES
 from .catalog import local_path
-from .conversion import Conversion, convert, load_weights
+from .conversion import DROPPED, Conversion, convert, load_weights
 from .network import PREPROCESSING, Preprocessing, build_torchvision
 from .reading import sha256_of
 
@@ -109,8 +109,7 @@ def torchvision_backbone(weights: Conversion) -> TorchvisionResNet:
         for block in model.modules():
             if isinstance(block, Bottleneck):
                 block.conv1.stride, block.conv2.stride = block.conv2.stride, block.conv1.stride
-    dropped = ("fc.", "last_bn.")  # the classifier, and the norm before it
-    tensors = {name: value for name, value in weights.source_tensors.items() if not name.startswith(dropped)}
+    tensors = {name: value for name, value in weights.source_tensors.items() if not DROPPED.fullmatch(name)}
     model.load_state_dict(tensors, assign=True)
     return model.eval()
 

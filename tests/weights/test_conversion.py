@@ -61,7 +61,7 @@ def test_other_norms_and_positions(name, positions, norm):
 
 @pytest.mark.parametrize("wrap", [lambda s: s, lambda s: {"model": s}, lambda s: {"state_dict": {"model": s}}])
 @pytest.mark.parametrize("prefix", ["", "module.", "module._orig_mod.", "_orig_mod.module.module."])
-def test_wrappings(r18, wrap, prefix):
+def test_wrappings(r18, wrap, prefix, caplog):
     content = wrap({prefix + key: value for key, value in r18.items()})
     halved = {key: value.bfloat16() if value.is_floating_point() else value for key, value in r18.items()}
     widened = convert(halved, norm="GW").tensors["stem.conv1.weight"]
@@ -69,6 +69,10 @@ def test_wrappings(r18, wrap, prefix):
     found, plain = convert(content, norm="GW"), convert(r18, norm="GW")
     assert found.tensors.keys() == plain.tensors.keys()
     assert all(torch.equal(found.tensors[key], value) for key, value in plain.tensors.items())
+    averaged = {f"module.{key}": value + 1 for key, value in r18.items()} | {"n_averaged": torch.tensor(3)}
+    both = convert({"model": r18, "model_ema": averaged}, norm="GW").tensors["stem.conv1.weight"]
+    assert torch.equal(both, r18["conv1.weight"]) and "model_ema: averaged weights are left out" in caplog.text
+    assert torch.equal(convert(averaged, norm="GW").tensors["stem.conv1.weight"], both + 1)  # the fix
     with pytest.raises(WeightsError, match="both hold weights"):
         convert({"model": content, "state_dict": content})
 

@@ -91,7 +91,7 @@ def test_invalid_weights_write_nothing(r18, tmp_path):
         ("", "", "wrong suffix"),
         ("", "a.pkl", "file not found"),
         ("r18.pth", "a.pth", "Fix: end the name in .pkl"),
-        ("r18.pth", "none/a.pkl", "none/a.pkl': was not written"),
+        ("r18.pth", "own.yaml/a.pkl", "own.yaml/a.*': was not written"),
         ("r18.pth", "own.pkl", "--force"),
         (".", "a.pkl", "'.': cannot be read"),
         ("broken.safetensors", "a.pkl", "record of the file: damaged"),
@@ -109,6 +109,8 @@ def test_paths_that_cannot_be_used(r18, r18_file, converted, tmp_path, monkeypat
     assert (tmp_path / "own.yaml").read_text() == "my own config" and not (tmp_path / "a.pkl").exists()
     convert_file("r18.pth", "own.pkl", overwrite=True)
     assert "S1-B1" in (tmp_path / "own.yaml").read_text()
+    convert_file("r18.pth", "new/folder/a.pkl")
+    assert (tmp_path / "new/folder/a.pkl").is_file()
 
 
 def test_a_record_must_fit_the_tensors(converted, tmp_path):
