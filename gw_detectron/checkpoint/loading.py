@@ -158,9 +158,6 @@ def load_checkpoint(
 ) -> LoadReport:
     """Load an opened checkpoint into a detector and require the whole backbone.
 
-        report = load_checkpoint(model, open_checkpoint(cfg.MODEL.WEIGHTS))
-        logger.info(report)  # backbone: 231/231 tensors; FPN and heads are randomly initialized, as expected
-
     Args:
         model: the detector, a bare backbone, or the DistributedDataParallel of one; or its checkpointer, whose own
             ``_load_model`` then loads the tensors.

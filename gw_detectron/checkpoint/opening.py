@@ -57,11 +57,7 @@ class StartWeights:
                 self.error = error
 
     def checkpoint(self) -> Checkpoint | None:
-        """Return the checkpoint, or None for random initial values.
-
-        Raises:
-            The error of opening the checkpoint, if there was one.
-        """
+        """Return the checkpoint, None for random initial values, or raise the error of opening it."""
         self.fetch()
         if self.error is not None:
             raise self.error
@@ -94,8 +90,6 @@ def best_checkpoint(folder: str) -> str:
 
 def open_start_weights(weights: str | None, run_folder: str = "") -> StartWeights:
     """Open the checkpoint that a run starts from.
-
-    An error is stored in the result instead of raised. Nothing is fetched from the network yet.
 
     Args:
         weights: ``MODEL.WEIGHTS``; empty for random initial values.

@@ -40,7 +40,8 @@ def check_fit(cfg: CfgNode, data: Mapping[str, Fingerprint], *, eval_only: bool)
                 f"INPUT.MIN_SIZE_TEST, MAX_SIZE_TEST ({test_sides}): objects have {size:.0f} pixels (median) in {name} "
                 f"and {np.median(sizes):.0f} in the training. Fix: choose sides that give them the same size."
             )
-    anchors = _anchors(cfg) * [1, 1, 0]  # at the objects' centers
+    node = cfg.MODEL.ANCHOR_GENERATOR
+    anchors = anchor_shapes(node.SIZES, node.ASPECT_RATIOS, anchor_strides(cfg)) * [1, 1, 0]  # at the objects' centers
     if (poor := best_overlaps(boxes, anchors) < 0.5).mean() > 1 / 3:
         scales, (low, high) = np.sqrt(anchors[:, :2].prod(axis=1)), np.quantile(sizes, (0.05, 0.95))
         yield (
@@ -64,8 +65,3 @@ def _low_limit(
                 f"{len(each.boxes)} objects {consequence}. Fix: set {key} "
                 f"{100 * int(np.ceil(1.5 * most / share / 100))}, or {_AUTO}."
             )
-
-
-def _anchors(cfg: CfgNode) -> np.ndarray:
-    node = cfg.MODEL.ANCHOR_GENERATOR
-    return anchor_shapes(node.SIZES, node.ASPECT_RATIOS, anchor_strides(cfg))
