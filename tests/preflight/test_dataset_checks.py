@@ -24,6 +24,8 @@ NEEDS = pytest.mark.parametrize("needs", [TRAIN, TEST], ids=["training", "evalua
 
 # columns 2 to 11, in each of them the rows 2 to 11
 RLE = {"size": [20, 30], "counts": [42, 10, *[10, 10] * 9, 368]}
+# empty boxes, and boxes outside of an image of 30 x 20 pixels
+BAD = ([2, 2, 0, 5], [2, 2, 5, -1], [-9, 2, 5, 5], [30, 2, 5, 5], [2, 20, 5, 5])
 
 
 def with_classes(path, *names):
@@ -70,7 +72,6 @@ NAMES = ["nose", "left_eye", "right_eye"]
         ([*NAMES, "tail"], []),
         (NAMES[:2], []),
         (["nose", "left_eye", "left_eye"], []),
-        # of our own invention
         (NAMES, [("left_eye", "right_ear")]),
         (NAMES, [("Left_eye", "Right_eye")]),
         (NAMES, [("left_eye", "right_eye"), ("nose", "left_eye")]),
@@ -156,9 +157,8 @@ def test_copies_of_images(check, coco, content, other_coco, tmp_path, copy):
         shutil.copy(tmp_path / "data" / "images" / "a.jpg", tmp_path / "data" / "images" / "sub" / "b.jpg")
     other_coco.with_name("tiny.json").write_text(json.dumps(content))
     found = check(**changes)
-    assert not found.errors and any(
-        "copies" in warning and "a.jpg of tiny_coco" in warning for warning in found.warnings
-    )
+    assert not found.errors
+    assert any("copies" in warning and "a.jpg of tiny_coco" in warning for warning in found.warnings)
     assert not any("copies" in warning for warning in check(eval_only=True, DATASETS__TEST=("other_coco",)).warnings)
 
 
@@ -189,7 +189,6 @@ MALFORMED = [
     ("annotations", 0, 3),
     ("annotations", 0, {"bbox": "0011"}),
     ("annotations", 0, {"bbox": [0, 0, 10**400, 1]}),
-    ("annotations", 0, {"bbox": None}),
 ]
 
 
@@ -283,22 +282,15 @@ def test_crops_of_polygons_need_shapely(check, coco, content, monkeypatch, chang
         get_config("new_baselines/mask_rcnn_R_50_FPN_50ep_LSJ_GW.py")
 
 
-@pytest.mark.parametrize(
-    ("changes", "warnings"),
-    [
-        *(({"bbox": box}, 1) for box in ([2, 2, 0, 5], [2, 2, 5, -1], [-9, 2, 5, 5], [30, 2, 5, 5], [2, 20, 5, 5])),
-        ({"segmentation": [[1, 2, 3, 4]]}, 1),
-        ({"iscrowd": 1}, 1),
-    ],
-)
-def test_objects_that_cannot_be_learned(content, changes, warnings):
+@pytest.mark.parametrize("changes", [*({"bbox": box} for box in BAD), {"segmentation": [[1, 2, 3, 4]]}, {"iscrowd": 1}])
+def test_objects_that_cannot_be_learned(content, changes):
     masks = "bbox" not in changes
     for annotation in content["annotations"]:
         annotation |= {} if masks else {"segmentation": []}
     content["annotations"][1] |= {"area": 25} | changes if "bbox" in changes else changes
     for needs in (TRAIN._replace(masks=masks), TEST._replace(masks=masks)):
         errors, found = check_coco(content, needs)
-        assert not errors and len(found) == warnings and all("1 of 2 annotations" in text for text in found)
+        assert not errors and len(found) == 1 and "1 of 2 annotations" in found[0]
     content["annotations"][0].update(changes)
     with pytest.raises(DataError, match="nothing to learn"):
         check_coco(content, TRAIN._replace(masks=masks))
