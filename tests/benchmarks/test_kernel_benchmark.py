@@ -80,13 +80,8 @@ def test_a_layer_takes_few_other_operations():
             self.found += not (func.is_view or allocates)
             return func(*args, **(kwargs or {}))
 
-    for channels, groups, samples, most in (
-        (64, 64, 16, 12),
-        (256, 64, 16, 15),
-        (2048, 64, 16, 15),
-        (256, 1, 16, 15),
-        (256, 64, 512, 17),
-    ):
+    sizes = (64, 64, 16, 12), (256, 64, 16, 15), (2048, 64, 16, 15), (256, 1, 16, 15), (256, 64, 512, 17)
+    for channels, groups, samples, most in sizes:
         with Count() as count:
             layer_launches(torch.empty((samples, channels, 50, 84), device=META), groups)
         assert count.found <= most

@@ -10,6 +10,7 @@ from torch.nn.utils import parametrize
 
 from gw_detectron.layers import SOLVERS, BatchWhitening2d, FrozenBatchWhitening2d
 
+from ..ops import cases
 from ..ops import solver_oracle as oracle
 from ..ops.cases import bw, correlated
 
@@ -68,41 +69,27 @@ def test_a_batch_without_covariance_leaves_the_averages_as_they_are(running, sha
 OPTIONS = [{}, {"running": "covariance", "solver": "zca_max", "threshold": 0.2}, {"rotation": "cayley", "corr": True}]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_a_state_dict_brings_everything(options):
-    layer, x = trained(**options), batches()[1]
-    twin = BatchWhitening2d(7, 3, **options).double()
-    assert not twin.load_state_dict(layer.state_dict()).missing_keys
-    assert torch.equal(twin.eval()(x), layer.eval()(x))
-    assert torch.equal(twin.train()(x), layer.train()(x))
-
-
 class TestRotation:
-    def test_it_is_orthogonal_and_stands_before_scale_and_shift(self):
+    def test_it_is_the_cayley_map_before_scale_and_shift(self):
         layer, x = trained(solver="zca", rotation="cayley"), batches()[0]
         rotations = layer.rotate()
         assert [tuple(q.shape) for q in rotations] == [(2, 3, 3), (1, 1, 1)]
         for q in rotations:
             torch.testing.assert_close(q @ q.mT, torch.eye(q.shape[-1]).double().expand_as(q), rtol=0, atol=1e-12)
-        assert (rotations[0] - torch.eye(3)).abs().max() > 0.1
-        white = bw(x, 3, solver="zca")
-        expected = torch.cat((torch.einsum("ij,njhw->nihw", rotations[0][0], white[:, :3]), white[:, 3:]), 1)
-        expected[:, 3:6] = torch.einsum("ij,njhw->nihw", rotations[0][1], white[:, 3:6])
-        expected = expected * layer.weight[:, None, None] + layer.bias[:, None, None]
-        torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-12)
-
-    def test_it_is_the_cayley_map(self):
-        layer = trained(rotation="cayley")
         free = layer.rotate.parametrizations["whole"].original.detach().tril(-1)
-        half = 0.5 * (free - free.mT)
-        identity = torch.eye(3, dtype=free.dtype)
+        half, identity = 0.5 * (free - free.mT), torch.eye(3, dtype=free.dtype)
         expected = (identity + half) @ torch.linalg.inv(identity - half)
-        torch.testing.assert_close(layer.rotate()[0], expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(rotations[0], expected, rtol=0, atol=1e-12)
+        assert (expected - identity).abs().max() > 0.1
+        white = bw(x, 3, solver="zca")
+        turned = torch.einsum("gij,ngjhw->ngihw", expected, white[:, :6].unflatten(1, (2, 3))).flatten(1, 2)
+        expected = torch.cat((turned, white[:, 6:]), 1) * layer.weight[:, None, None] + layer.bias[:, None, None]
+        torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-12)
 
 
 class TestFrozen:
     @pytest.mark.parametrize("options", OPTIONS, ids=str)
-    def test_it_computes_what_the_layer_does_in_evaluation(self, options):
+    def test_it_computes_what_the_layer_does_in_evaluation_and_their_state_dicts_bring_everything(self, options):
         model = nn.Sequential(nn.ReLU(), nn.Sequential(trained(**options)))
         expected, state = copy.deepcopy(model).eval(), copy.deepcopy(model.state_dict())
         assert FrozenBatchWhitening2d.convert(model) is model
@@ -117,6 +104,7 @@ class TestFrozen:
             assert torch.equal(model.train(mode)(x), expected(x))
         assert model.state_dict().keys() == state.keys()
         assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+        assert torch.equal(thawed.train()(x), expected[1].train()(x))
 
     def test_a_layer_that_computes_something_else_is_refused(self):
         class Doubled(BatchWhitening2d):
@@ -133,9 +121,12 @@ class TestFrozen:
 
 
 @pytest.mark.parametrize("solver", sorted(SOLVERS))
-@pytest.mark.parametrize("running", ["matrix", "covariance"])
+@pytest.mark.parametrize("running", ["matrix", "covariance", None])
 def test_exported_program_serves_other_sizes(running, solver):
-    layer = trained(12, 5, torch.float32, solver=solver, running=running).eval()
+    """Also of group whitening, which has no running statistics."""
+    layer = cases.layer(12, 4, solver=solver)
+    if running:
+        layer = trained(12, 5, torch.float32, solver=solver, running=running).eval()
     sizes = {0: torch.export.Dim("n"), 2: torch.export.Dim("h"), 3: torch.export.Dim("w")}
     program = torch.export.export(layer, (torch.randn(2, 12, 9, 7),), dynamic_shapes=(sizes,)).module()
     for shape in ((2, 12, 9, 7), (3, 12, 13, 11)):
