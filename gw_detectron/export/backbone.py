@@ -103,17 +103,14 @@ class FeatureExtractor(nn.Module):
         return pixels if self.normalization.inside else (pixels - self.pixel_mean) / self.pixel_std
 
     def sample_inputs(self) -> dict[str, Tensor]:
-        """Draw the input for the export."""
         return {"images": self.sample(2, 1, 2)}
 
     def dynamic_shapes(self) -> dict[str, Any]:
-        """Return the free dimensions of the input, for torch.export."""
         # dimensions as multiples tell torch.export that the levels of an FPN fit each other
         height, width = (Dim(name, min=self.smallest_side // self.multiple) for name in ("height", "width"))
         return {"images": {0: Dim("batch", min=1), 2: self.multiple * height, 3: self.multiple * width}}
 
     def describe(self) -> dict[str, Any]:
-        """Describe input and outputs as plain values, for metadata and reports."""
         shape = ["N", len(self.normalization.channels), "H", "W"]
         return {
             "input": self.normalization.describe("images", shape, self.multiple, self.smallest_side),
@@ -144,9 +141,6 @@ def export_backbone(
             size, height and width.
         fpn: False exports the ResNet below an FPN.
         source: origin of the weights, copied to ``parity.json``.
-
-    Returns:
-        Input, outputs, differences from the model at two batch sizes and two image sizes, versions, SHA-256.
 
     Raises:
         ExportError: the file gives other numbers than the model, or the format cannot express the backbone.

@@ -36,9 +36,6 @@ class DetectorProgram(nn.Module):
         detections: K, the rows per image; None for the model's own limit.
         classes: names by category id, in the order of the outputs, for the description; None if unknown.
 
-    Raises:
-        ExportError: fewer than one detection, or other than one name per class.
-
     Shape: images (N, 3, H, W), pixels of 0 to 255, and sizes (N, 2) int64, heights and widths of the images inside ->
     boxes (N, K, 4), scores (N, K), classes (N, K), masks (N, K, S, S) of a Mask R-CNN, and count (N). Detections come
     first, by descending score; the other rows are zeros of class -1. An impossible size is an error in pt2; ONNX has
@@ -104,7 +101,6 @@ class DetectorProgram(nn.Module):
         return boxes, torch.where(found, scores, 0), classes, found.sum(1)
 
     def normalize(self, pixels: Tensor) -> Tensor:
-        """Normalize pixels of 0 to 255."""
         return (pixels - self.model.pixel_mean) / self.model.pixel_std
 
     def expected(self, images: Sequence[Tensor]) -> list[Instances]:

@@ -163,11 +163,7 @@ def _decode(transform: Box2BoxTransform, prediction: Tensor, anchors: Tensor, in
 
 
 def _propose(rpn: RPN, features: Mapping[str, Tensor], sizes: Tensor) -> tuple[Tensor, Tensor]:
-    """Propose boxes, as Detectron2's ``find_top_rpn_proposals`` does in evaluation.
-
-    Returns:
-        Boxes, (N, R, 4), and True for the rows that hold one, (N, R); R is ``RPN.POST_NMS_TOPK_TEST``.
-    """
+    """Propose R boxes, (N, R, 4), as ``find_top_rpn_proposals`` does; also return which rows hold one, (N, R)."""
     maps = [features[name] for name in rpn.in_features]
     predictions = zip(*rpn.rpn_head(maps), _grid_anchors(rpn.anchor_generator, maps), strict=True)
     all_boxes, all_scores, all_levels = [], [], []

@@ -27,9 +27,6 @@ class OneImageProgram(nn.Module):
         paste_masks: whether masks are binary and as large as the image.
         resize_only: whether to return only the resized pixels, (3, H', W'), which runtimes round differently.
 
-    Raises:
-        ExportError: the detector has no masks to paste, or needs larger images.
-
     Shape: pixels of 0 to 255, (3, H, W) -> boxes (K, 4) in pixels of this image, scores (K), classes (K), masks
     (K, S, S), or pasted (count, H, W) bool, of a Mask R-CNN, and count ().
     """
@@ -94,16 +91,13 @@ class OneImageProgram(nn.Module):
         return result
 
     def sample_inputs(self) -> dict[str, Tensor]:
-        """Draw the input for the export."""
         return {"image": random_pixels(len(self.detector.model.pixel_mean), 97, 131)}
 
     def dynamic_shapes(self) -> dict[str, Any]:
-        """Return the free dimensions of the input, for torch.export."""
         side = Dim.DYNAMIC(min=self.smallest_side)
         return {"image": {1: side, 2: side}}
 
     def describe(self) -> dict[str, Any]:
-        """Describe input and outputs as plain values, for metadata and reports."""
         entries = self.detector.describe()
         shape = {"name": "image", "shape": entries["input"]["shape"][1:], "smallest_side": self.smallest_side}
         return {**entries, "input": entries["input"] | shape, "masks_pasted": self.paste_masks}

@@ -28,7 +28,6 @@ class ImageSource:
         return self.path.suffix.lower() in _VIDEOS
 
     def video(self) -> Any:
-        """Open the video in OpenCV."""
         require_packages(f"video ('{self.path}')", "cv2")
         import cv2
 

@@ -224,7 +224,6 @@ class _Drawer:
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def draw(self, image: Any, found: Instances) -> None:
-        """Draw the objects that were found in the next image."""
         small, found = shrunk(image, found)
         drawn = draw_predictions(small, self.metadata, found)
         if not self.source.is_video:
@@ -240,6 +239,5 @@ class _Drawer:
         self.video.write(np.ascontiguousarray(drawn[:, :, ::-1]))
 
     def close(self) -> None:
-        """Complete the video."""
         if self.video is not None:
             self.video.release()

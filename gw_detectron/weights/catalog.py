@@ -66,7 +66,6 @@ class PublishedWeights:
 
     @property
     def url(self) -> str:
-        """The file's download address."""
         mirror = os.environ.get(MIRROR_VARIABLE)
         return f"{mirror.rstrip('/')}/{self.file}" if mirror else f"https://drive.google.com/uc?id={self.drive_id}"
 

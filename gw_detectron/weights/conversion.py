@@ -1,7 +1,4 @@
-"""Convert ImageNet weights from torchvision's names to Detectron2's, check every tensor, write the result.
-
-The file is Detectron2's .pkl; a yaml beside it holds the config keys that the weights need.
-"""
+"""Convert ImageNet weights from torchvision's names to Detectron2's, check every tensor, write the result."""
 
 import contextlib
 import dataclasses
@@ -57,7 +54,7 @@ class Conversion:
     norms: dict[str, str]  # by torchvision's names of the norm layers
     positions: Positions  # the norms as config keys
     preprocessing: Preprocessing
-    provenance: Provenance | None = None  # None for weights that were not read from a file
+    provenance: Provenance | None = None  # the file they were converted from, None if not read from a file
 
     def config(self, weights: str = "") -> dict[str, Any]:
         """Return the config keys that the weights at ``MODEL.WEIGHTS`` need; BN is frozen, as in fine-tuning."""
@@ -87,7 +84,7 @@ class Conversion:
 def convert_file(
     source: str | os.PathLike[str], target: str | os.PathLike[str], *, overwrite: bool = False, **options: Any
 ) -> Conversion:
-    """Convert a file of ImageNet weights; write weights and their config yaml.
+    """Convert a file of ImageNet weights; write Detectron2's .pkl and a yaml of the config keys that it needs.
 
     Each file is written atomically. The classifier is not part of a backbone and is left out.
 
@@ -99,9 +96,8 @@ def convert_file(
 
     Raises:
         WeightsError: the target has a wrong name.
-        UnknownNormError: the source does not prove a norm.
-        WeightsFileError: the source cannot be converted as requested.
         FileAccessError: a target exists or cannot be written.
+        UserError: the source cannot be converted as requested, see :func:`load_weights`.
     """
     target = Path(target)
     if target.suffix != ".pkl":
@@ -140,9 +136,6 @@ def load_weights(
         norm: see :func:`convert`.
         preprocessing: a name in :data:`.network.PREPROCESSING`; None if recorded, or if the source has torchvision's
             names and statistics, which imply torchvision's preprocessing.
-
-    Returns:
-        The weights. The provenance of converted weights names the file they were converted from.
 
     Raises:
         UnknownNormError: the file does not prove a norm.

@@ -65,10 +65,7 @@ class Provenance:
 
 @dataclass(frozen=True)
 class Record:
-    """What a weight file records: norm names by layer, and ``"WS"`` of standardized convolutions, and origins.
-
-    ``dataclasses.asdict`` gives the entries of the file.
-    """
+    """What a file records, by ``asdict``: norm names by layer, ``"WS"`` of standardized convolutions, and origins."""
 
     norms: Mapping[str, str] | None = None
     preprocessing: Preprocessing | None = None
@@ -266,10 +263,7 @@ def _has_batch_statistics(tensors: Mapping[str, Tensor], layer: str) -> bool:
 
 @functools.cache
 def full_name(spec: str, channels: int) -> str:
-    """Return the norm name with all options of a layer; its channels may cap the groups.
-
-    Frozen norms get the name of the norm itself.
-    """
+    """Return the norm name with all options of a layer, of frozen norms the norm's; channels may cap the groups."""
     with torch.device("meta"):
         layer = build_norm(spec.removeprefix("Frozen"), channels)
     if layer is None:

@@ -198,10 +198,7 @@ def named_tensors(value: Any, size: int) -> OrderedDict[str, Tensor]:
 
 
 def weight_problem(name: str, value: Tensor) -> str:
-    """Return why a tensor cannot be a weight in float32, or "".
-
-    The text follows a number of tensors: "2 with a negative variance".
-    """
+    """Return why a tensor cannot be a weight in float32, as in "2 with a negative variance", or ""."""
     if not value.is_floating_point():
         return "of wrong type, expected floating-point numbers"
     numbers = value.float()

@@ -38,7 +38,6 @@ class Verification:
 
     @property
     def agrees(self) -> bool:
-        """Whether every stage agrees to rounding."""
         return all(value < TOLERANCE for value in self.relative.values())
 
     def __str__(self) -> str:
@@ -68,10 +67,6 @@ def verify(
         source: the file that the weights were converted from. Torchvision's network loads it, which verifies the
             conversion; None translates the weights back.
         norm: the norm name of the source's layers without BN's statistics, if the source does not record it.
-
-    Raises:
-        ValueError: a file cannot be used.
-        OSError: a file cannot be read.
     """
     conversion = load_weights(local_path(os.fspath(weights), "weights"))
     claimed = _claimed(conversion, source, norm)

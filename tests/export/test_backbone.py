@@ -38,10 +38,6 @@ def normalized(pixels):
     return ((pixels.permute(0, 2, 3, 1) - mean) / std).permute(0, 3, 1, 2).contiguous()
 
 
-def images_of(*shape):
-    return normalized(pixels_of(*shape))
-
-
 # format; norms of the ResNet, at its whitening positions, and of the FPN
 @needs_export
 @pytest.mark.parametrize(
@@ -79,10 +75,10 @@ def test_sizes_and_devices_of_pt2(tmp_path, normalization):
     network = tiny_backbone(fpn=None, num_stages=2)
     export_backbone(network, tmp_path / "out", normalization)
     program = torch.export.load(tmp_path / "out" / "backbone.pt2")
-    images = images_of(1, 3, 37, 75)  # a ResNet without FPN takes any size
+    images = normalized(pixels_of(1, 3, 37, 75))  # a ResNet without FPN takes any size
     assert relative(program.module()(images), features_of(network, images)) < 1e-5
     with pytest.raises(AssertionError, match="Guard failed"):
-        program.module()(images_of(1, 3, 4, 75))
+        program.module()(images[:, :, :4])
     moved = move_to_device_pass(program, "meta").module()
     assert all(feature.is_meta for feature in moved(torch.empty(2, 3, 96, 128, device="meta")))
 
@@ -132,8 +128,6 @@ def test_a_difference_stops_the_export(tmp_path, normalization, monkeypatch, err
         assert report["worst_relative"] == pytest.approx(5e-4, rel=0.01)
     with pytest.raises(ExportError, match="p2"):
         compare_features("p2", torch.ones(2, 1), torch.ones(1, 2))
-    with pytest.raises(ExportError, match="p2 .*by nan"):
-        compare_features("p2", torch.full((2,), math.nan), torch.full((2,), math.nan))
 
 
 @pytest.mark.parametrize("values", [("L", (0.0,) * 3, (1.0,) * 3), ("RGB", (0.0,), (1.0,) * 3), ("YUV-BT.601", (), ())])

@@ -23,13 +23,6 @@ SIDES = (128, 256)
 SIZES = [(97, 150), (200, 140), (30, 300), (128, 128), (3, 800)]
 
 
-def in_detectron2(model, program, image):
-    """Detectron2's whole inference on the resized pixels: boxes scaled back, masks pasted."""
-    inputs = {"image": program.resize(image), "height": image.shape[1], "width": image.shape[2]}
-    with torch.no_grad():
-        return model([inputs])[0]["instances"]
-
-
 @given(st.integers(2, 4000), st.integers(2, 4000), st.integers(2, 900), st.integers(2, 1400))
 def test_the_sides_of_evaluation(height, width, shorter, longest):
     found = resized_sides(torch.tensor([height, width]), shorter, longest).tolist()
@@ -78,7 +71,9 @@ def test_the_program_of_one_image(kind, size):
     model, (image,) = build_detector(kind), noise(size)
     program = OneImageProgram(detector_program(model), SIDES, paste_masks=kind == "mask")
     boxes, scores, classes, *masks, count = program(image)
-    expected = in_detectron2(model, program, image)
+    inputs = {"image": program.resize(image), "height": size[0], "width": size[1]}
+    with torch.no_grad():
+        expected = model([inputs])[0]["instances"]  # boxes scaled back, masks pasted
     assert count == len(expected) > 1
     assert torch.allclose(boxes[:count], expected.pred_boxes.tensor, atol=1e-2, rtol=0)
     assert torch.allclose(scores[:count], expected.scores, atol=1e-4, rtol=0)

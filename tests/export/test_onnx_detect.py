@@ -78,12 +78,7 @@ def test_a_picture_and_coco_results(tmp_path, run, photo, channels):
     done = run("model.onnx", "photo.png", "--threshold", "0.2")
     assert done.returncode == 0, done.stderr
     first, second = json.loads((tmp_path / "detections.json").read_text())
-    assert first == {
-        "bbox": [2, 3, 10, 10],
-        "score": pytest.approx(0.9),
-        "category_id": 90,
-        "category_name": "dog",
-    }
+    assert first == {"bbox": [2, 3, 10, 10], "score": pytest.approx(0.9), "category_id": 90, "category_name": "dog"}
     assert (second["bbox"], second["category_id"], second["category_name"]) == ([20, 5, 19, 24], 5, "cat")
     picture = np.asarray(Image.open(tmp_path / "detections.png"))
     assert picture.shape == photo.shape

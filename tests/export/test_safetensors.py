@@ -11,15 +11,8 @@ from gw_detectron.model_zoo import get_config
 from gw_detectron.modeling import gw_resnet
 from gw_detectron.norms import evaluation_spec, norm_rows
 from gw_detectron.weights import Preprocessing, load_weights
-from gw_detectron.weights.network import full_name
+from gw_detectron.weights.network import TORCHVISION, full_name
 from gw_detectron.weights.verify import config_for
-
-PIXELS = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
-R50 = (("MODEL.RESNETS.DEPTH", 50), ("MODEL.RESNETS.RES2_OUT_CHANNELS", 256))
-
-
-def positions(value):
-    return ("MODEL.RESNETS.WHITEN_POSITIONS", value)
 
 
 def backbone_of(*opts, fpn=False):
@@ -63,12 +56,12 @@ def test_weights(tmp_path, normalization):
     ],
 )
 def test_norms_come_back(tmp_path, normalization, norm, whitening, where):
-    opts = (("MODEL.RESNETS.NORM", norm), ("MODEL.RESNETS.WHITEN_NORM", whitening), positions(where))
-    backbone = backbone_of(*opts, ("MODEL.BACKBONE.FREEZE_AT", 2))
+    opts = {"NORM": norm, "WHITEN_NORM": whitening, "WHITEN_POSITIONS": where}.items()
+    backbone = backbone_of(*((f"MODEL.RESNETS.{key}", value) for key, value in opts), ("MODEL.BACKBONE.FREEZE_AT", 2))
     path = tmp_path / "a.safetensors"
     write_safetensors(FeatureExtractor(backbone, normalization), path)
     conversion = load_weights(path)
-    assert conversion.preprocessing == Preprocessing("RGB", *PIXELS, False)
+    assert conversion.preprocessing == TORCHVISION
     cfg = config_for(conversion)
     cfg.MODEL.BACKBONE.update({"NAME": "build_gw_resnet_backbone", "FREEZE_AT": 0})
     cfg.MODEL.RESNETS.OUT_FEATURES = ["res5"]
@@ -83,11 +76,11 @@ def test_norms_come_back(tmp_path, normalization, norm, whitening, where):
 
 def test_preprocessing_comes_back(tmp_path):
     images = Normalization("BGR", (1.0, 2.0, 3.0), (1.0, 1.0, 1.0))
-    backbone = backbone_of(*R50, ("MODEL.RESNETS.STRIDE_IN_1X1", True))
+    opts = {"DEPTH": 50, "RES2_OUT_CHANNELS": 256, "STRIDE_IN_1X1": True}.items()
+    backbone = backbone_of(*((f"MODEL.RESNETS.{key}", value) for key, value in opts))
     write_safetensors(FeatureExtractor(backbone, images), tmp_path / "a.safetensors")
-    assert load_weights(tmp_path / "a.safetensors").preprocessing == Preprocessing(
-        "BGR", (1.0, 2.0, 3.0), (1.0, 1.0, 1.0), True
-    )
+    expected = Preprocessing("BGR", images.pixel_mean, images.pixel_std, True)
+    assert load_weights(tmp_path / "a.safetensors").preprocessing == expected
 
 
 def test_dilated_network_does_not_come_back(tmp_path, normalization):

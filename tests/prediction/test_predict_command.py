@@ -30,22 +30,18 @@ def test_a_run_folder(tmp_path, run_folder, photos, capsys):
     assert printed.endswith(f"Detector: {run_folder / 'model_final.pth'}\nPredictions: {output}\n")
     assert {each["category_name"] for each in results(output)} <= {"fork", "cup", "plate"}
     assert (output / "pictures" / "sub" / "a.jpg").is_file()
+    with open(output / "counts.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    found = Counter((each["file_name"], each["category_name"]) for each in results(output))
+    assert [row["file_name"] for row in rows] == ["b.png", "sub/a.jpg"]
+    for row in rows:
+        counts = [found[row["file_name"], name] for name in ("fork", "cup", "plate")]
+        assert [int(row[name]) for name in ("fork", "cup", "plate", "all")] == [*counts, sum(counts)]
     assert predict(run_folder, photos / "b.png", "--output", output, "--json", "--no-pictures")
     summary = json.loads(capsys.readouterr().out)
     assert summary["detector"] == str(run_folder / "model_final.pth")
     assert summary["images"] == 1 and summary["output"] == str(output) and summary["failed"] == {}
     assert not (output / "pictures").exists()
-
-
-def test_objects_are_counted(tmp_path, run_folder, photos):
-    assert predict(run_folder, photos, "--output", tmp_path / "out", "--score-threshold", "0.1", "--no-pictures")
-    with open(tmp_path / "out" / "counts.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    found = Counter((each["file_name"], each["category_name"]) for each in results(tmp_path / "out"))
-    assert [row["file_name"] for row in rows] == ["b.png", "sub/a.jpg"]
-    for row in rows:
-        counts = [found[row["file_name"], name] for name in ("fork", "cup", "plate")]
-        assert [int(row[name]) for name in ("fork", "cup", "plate", "all")] == [*counts, sum(counts)]
 
 
 def test_a_preview_draws_annotations_without_a_model(tmp_path, capsys):
@@ -73,17 +69,14 @@ def test_a_broken_file_is_the_exit_status(tmp_path, run_folder, photos, capsys):
     assert printed.err.startswith("a.jpg: image (") and printed.out.startswith("2 images, ")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_errors_write_nothing(tmp_path, run_folder, photos, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    for words, message in (
         (("photos/none.jpg", "--output", "out"), "not found"),
         (("photos", "--output", "photos"), "is not part of an earlier result"),
         (("photos", "--output", "out", "--config-file", "none.yaml"), "config is not found"),
-    ],
-)
-def test_errors_write_nothing(tmp_path, run_folder, photos, monkeypatch, words, message):
-    monkeypatch.chdir(tmp_path)
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(UserError, match=message):
-        predict(run_folder, *words)
-    assert sorted(tmp_path.rglob("*")) == before
+    ):
+        with pytest.raises(UserError, match=message):
+            predict(run_folder, *words)
+        assert sorted(tmp_path.rglob("*")) == before
