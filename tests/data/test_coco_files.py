@@ -74,9 +74,6 @@ def test_a_malformed_file_is_left_to_preflight(damaged):
     assert split_coco(damaged, 0.5) == (damaged, damaged)
 
 
-# --- split ----------------------------------------------------------------------------------------------
-
-
 def numbered(names, first_id=1):
     return {
         "info": {"year": 2023},
@@ -116,9 +113,6 @@ def test_no_side_is_empty(fraction):
         assert sorted((len(train["images"]), len(val["images"]))) == [1, count - 1]
     with pytest.raises(DataError, match="1 images"):
         split_coco(numbered(NAMES[:1]), fraction)
-
-
-# --- derived files --------------------------------------------------------------------------------------
 
 
 def test_a_part_is_written_when_it_is_used_as_a_file(tmp_path):

@@ -77,9 +77,6 @@ def test_sizes_are_those_that_detectron2_reads(tmp_path, turned, suffix):
         assert upright_size(path) == (width, height, False) == (*((30, 40) if name == "turned" else (40, 30)), False)
 
 
-# --- errors while reading data --------------------------------------------------------------------------
-
-
 def wrong_size(record):
     check_image_size(record, np.zeros((300, 200, 3), np.uint8))
 
@@ -95,9 +92,6 @@ def test_an_error_in_a_worker_process_has_the_message_alone():
     with pytest.raises(DataError) as caught:
         next(iter(loader))
     assert re.match(r"'photos/a.jpg'.*got \(200, 300\), expect \(300, 200\)", message_of(caught.value))
-
-
-# --- images of more than 8 bits -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("suffix", ["tif", "png"])

@@ -63,9 +63,6 @@ def rasterize(polygons: list, height: int, width: int) -> np.ndarray:
     return mask_util.decode(mask_util.merge(mask_util.frPyObjects(polygons, height, width))).astype(bool)
 
 
-# --- drawing --------------------------------------------------------------------------------------------
-
-
 def test_the_demo_has_the_images_and_annotations_of_version_0_2():
     """With NumPy 2 and Pillow 13. A scene that changes on purpose needs another _FORMAT."""
     pinned = hashlib.sha256()
@@ -80,9 +77,6 @@ def test_too_many_objects_for_the_image_is_an_error():
     config = SyntheticConfig(min_objects=20, max_objects=20, min_size=0.8, max_size=0.9, min_visible=1.0)
     with pytest.raises(ConfigError, match=r"min_objects \(20\)"):
         draw_scene(config, "train", 0)
-
-
-# --- annotations ----------------------------------------------------------------------------------------
 
 
 def test_polygons_and_boxes_agree_with_the_visible_masks():
@@ -102,9 +96,6 @@ def test_polygons_and_boxes_agree_with_the_visible_masks():
             tight = columns.min(), rows.min(), columns.max() + 1, rows.max() + 1
             # Tips thinner than a pixel lie in the polygon but cover no pixel center.
             np.testing.assert_allclose([x, y, x + w, y + h], tight, atol=2.5)
-
-
-# --- files ----------------------------------------------------------------------------------------------
 
 
 def test_the_content_is_complete_and_varied(root):
@@ -178,9 +169,6 @@ def test_a_set_with_other_parameters_is_refused_and_kept(root, monkeypatch):
     with pytest.raises(DataError, match=r"format=\d+ \(now 1000\)"):
         make_synthetic(root, TINY)
     assert all_files(root) == before
-
-
-# --- Detectron2 -----------------------------------------------------------------------------------------
 
 
 def test_registered_below_the_folder_of_the_environment_variable(tmp_path, monkeypatch):
