@@ -26,8 +26,9 @@ _USABLE = {
 
 def training_mapper(cfg: CfgNode) -> DatasetMapper:
     """Build Detectron2's mapper of training examples, with ``INPUT.AUGMENTATIONS`` before its own augmentations."""
-    mapper = _TightBoxes(cfg, True)
-    mapper.augmentations = AugmentationList([*build_augmentations(cfg), *mapper.augmentations.augs])
+    ours = build_augmentations(cfg)
+    mapper = (_TightBoxes if any(each.moves for each in ours) else DatasetMapper)(cfg, True)
+    mapper.augmentations = AugmentationList([*ours, *mapper.augmentations.augs])
     return mapper
 
 
@@ -44,7 +45,7 @@ class _TightBoxes(DatasetMapper):
         return example
 
 
-def build_augmentations(cfg: CfgNode) -> list[Augmentation]:
+def build_augmentations(cfg: CfgNode) -> "list[_TorchvisionAugmentation]":
     """Build ``INPUT.AUGMENTATIONS``: calls such as ``RandomCrop(size=512)``, of which no code is run.
 
     Other calls than of transforms, with plain values, that move boxes and masks along are a ConfigError.
@@ -61,6 +62,7 @@ class _TorchvisionAugmentation(Augmentation):
             name = ast.unparse(node.func)  # type: ignore[attr-defined]
             if name not in _USABLE:
                 raise ValueError(f"not a supported transform.{similar_names(name, _USABLE)}")
+            self.moves = _USABLE[name].__module__.endswith("_geometry")  # objects; others change colors
             if name == "RandomHorizontalFlip" and cfg.MODEL.KEYPOINT_ON:
                 raise ValueError("does not exchange left and right keypoints, as INPUT.RANDOM_FLIP does")
             keywords = {each.arg: ast.literal_eval(each.value) for each in node.keywords}  # type: ignore[attr-defined]

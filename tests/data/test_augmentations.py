@@ -75,9 +75,14 @@ def test_training_examples_are_crops_with_boxes_inside(small_dataset, mask_forma
         boxes = example["instances"].gt_boxes.tensor
         assert ((boxes >= 0) & (boxes <= 96)).all()
         counts.append(len(boxes))
-        if mask_format == "bitmask" and counts[-1]:
-            assert torch.equal(boxes, example["instances"].gt_masks.get_bounding_boxes().tensor)
+        tight = example["instances"].gt_masks.get_bounding_boxes()
+        tight.clip((96, 96))
+        assert torch.equal(boxes, tight.tensor)
     assert sum(counts) > 5
+    one = next(each for each in record["annotations"] if not each["iscrowd"])
+    whole = {**one, "bbox": [0, 0, record["width"], record["height"]]}
+    example = training_mapper(config("ColorJitter(0.2)", **changes))({**record, "annotations": [whole]})
+    assert example["instances"].gt_boxes.tensor.tolist() == [[0, 0, *example["image"].shape[:0:-1]]]  # as annotated
     assert build_augmentations(config("RandomCrop(size=4096)"))  # the images may be large enough
 
 
