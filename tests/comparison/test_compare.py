@@ -96,19 +96,19 @@ def test_equal_time_can_be_left_out_later_and_ap_of_0_is_no_comparison(data, tmp
 
 
 def test_runs_get_the_gpu_with_the_fewest_runs_and_errors_name_their_cause(tmp_path, monkeypatch):
-    runs, gpus = object.__new__(run._Runs), multiprocessing.SimpleQueue()
+    runs, (received, sent) = object.__new__(run._Runs), os.pipe()  # without a lock, which a kill may leave locked
     runs.gpus, runs.threads = ["0", "1"], 1
     monkeypatch.setattr(run, "_CONTEXT", multiprocessing.get_context("fork"))
-    monkeypatch.setattr(run, "run_in_process", lambda work, folder, threads, gpu: (gpus.put(gpu), work(60)))
+    monkeypatch.setattr(run, "run_in_process", lambda work, *rest: (os.write(sent, rest[-1].encode()), work(60)))
     processes = [runs._start(time.sleep, tmp_path) for _ in range(2)]
-    assert {gpus.get(), gpus.get()} == {"0", "1"}
+    assert {os.read(received, 1), os.read(received, 1)} == {b"0", b"1"}
     processes[1].kill()
     (tmp_path / job.LOG).write_text("\nError: of an earlier attempt")
     with pytest.raises(RunError, match="signal 9"):
         run._result(tmp_path, processes[1])
     with pytest.raises(RunError, match="__main__"):
         run._result(tmp_path, runs._start(sys.exit, tmp_path))
-    assert gpus.get() == "1"
+    assert os.read(received, 1) == b"1"
     run._stop(processes)
 
 
