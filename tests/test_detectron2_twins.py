@@ -16,11 +16,12 @@ from torch import nn
 
 import gw_detectron.model_zoo
 from gw_detectron.checkpoint import GWDetectionCheckpointer
+from gw_detectron.config import flat_items
 from gw_detectron.engine import Trainer
 from gw_detectron.layers import GroupWhitening2d
 from gw_detectron.norms import norm_rows
 
-from .test_configs import flat, load, tiny_batch
+from .test_configs import load, tiny_batch
 from .tiny_run import dataset
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -51,8 +52,8 @@ _WEIGHTS = {"MODEL.WEIGHTS", "MODEL.PIXEL_MEAN", "MODEL.PIXEL_STD", "INPUT.FORMA
     ],
 )
 def test_the_3x_rows_differ_from_detectron2s_in_norms_and_their_weights(ours, theirs, allowed):
-    expected = flat(detectron2.model_zoo.get_config(f"Misc/{theirs}.yaml"))
-    found = flat(load(f"Misc/{ours}"))
+    expected = dict(flat_items(detectron2.model_zoo.get_config(f"Misc/{theirs}.yaml")))
+    found = dict(flat_items(load(f"Misc/{ours}")))
     assert {key for key, value in expected.items() if plain(found[key]) != plain(value)} <= allowed
 
 
