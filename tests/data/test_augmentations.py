@@ -75,8 +75,7 @@ def test_training_examples_are_crops_with_boxes_inside(small_dataset, mask_forma
         boxes = example["instances"].gt_boxes.tensor
         assert ((boxes >= 0) & (boxes <= 96)).all()
         counts.append(len(boxes))
-        tight = example["instances"].gt_masks.get_bounding_boxes()
-        tight.clip((96, 96))
+        (tight := example["instances"].gt_masks.get_bounding_boxes()).clip((96, 96))
         assert torch.equal(boxes, tight.tensor)
     assert sum(counts) > 5
     one = next(each for each in record["annotations"] if not each["iscrowd"])
