@@ -125,7 +125,7 @@ def _image_size(recipe: _Recipe, found: Fingerprint) -> None:
 
 
 def _augmentations(recipe: _Recipe, found: Fingerprint) -> None:
-    if not recipe.cfg.INPUT.AUGMENTATIONS and TorchVersion(torchvision.__version__) >= "0.24":  # as these need
+    if not recipe.cfg.INPUT.AUGMENTATIONS and TorchVersion(torchvision.__version__) >= "0.24":  # older ones cannot
         recipe.set("INPUT.AUGMENTATIONS", [_COLORS], "brightness and colors vary")
 
 
@@ -186,7 +186,7 @@ def _rate(recipe: _Recipe, found: Fingerprint) -> None:
         recipe.set("SOLVER.BASE_LR", rate * images / 16, f"{rate} for 16 images, here {images}")
         return
     grouped = cfg.MODEL.RESNETS.NORM.startswith("GN") and not cfg.MODEL.RESNETS.WHITEN_POSITIONS
-    # twice the best rate on synthetic images, at most half of the best on real ones (experiments/)
+    # with two images: twice the best rate on synthetic images, half of the best on real ones (experiments/)
     rate = max(0.02, (0.005 if grouped else 0.01) * images)
     recipe.set("SOLVER.BASE_LR", rate, f"for {cfg.MODEL.RESNETS.NORM} from scratch, {images} images")
 
