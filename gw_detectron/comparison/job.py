@@ -96,15 +96,16 @@ def train(folder: Path, job: Job, flags: Mapping[str, Any], opts: list[Any]) -> 
         diverged = first_line(error)
     scores = {task: _scores(found[task]) for task in TASKS if task in found}
     task = next(reversed(scores), TASKS[0])
-    lines = read_metrics(folder / METRICS)
-    curve = [(min(line["iteration"] + 1, job.iterations), line[f"{task}/AP"]) for line in lines if f"{task}/AP" in line]
+    ap = f"{task}/AP"
+    lines = [line for line in read_metrics(folder / METRICS) if not math.isnan(line.get(ap, math.nan))]
+    curve = {min(line["iteration"] + 1, job.iterations): round(line[ap], 3) for line in lines}
     return {
         **job._asdict(),
         "task": task,
         "AP": scores.get(task, {}).get("AP", 0.0),
         "diverged": diverged,
         "scores": scores,
-        "curve": [(place, round(value, 3)) for place, value in curve if not math.isnan(value)],
+        "curve": list(curve.items()),  # a run killed after its end is evaluated again
         "seconds": round(time.perf_counter() - start, 1),
         "versions": software_versions(),
     }

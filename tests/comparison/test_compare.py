@@ -1,6 +1,7 @@
 """gw-detectron compare: its refusals, its processes, and a comparison that is killed and continued."""
 
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -13,6 +14,7 @@ import pytest
 from gw_detectron.commands import compare as command
 from gw_detectron.comparison import job, run
 from gw_detectron.comparison.plan import Costs, Job
+from gw_detectron.engine.output_folder import METRICS
 from gw_detectron.errors import ConfigError, MissingFileError, NonFiniteError, PreflightError, RunError
 
 from ..photos import photo_names, write_photos
@@ -126,6 +128,13 @@ def test_checkpoints_stay_until_the_result_is_there(tmp_path, monkeypatch):
     for _ in range(2):
         assert job.read_result(tmp_path) == found
         assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", job.RESULT}
+
+
+def test_a_second_evaluation_after_the_end_is_no_further_point(tmp_path, monkeypatch):
+    scores = [{"iteration": place, "bbox/AP": ap} for place, ap in ((1, 3.0), (3, math.nan), (4, 5.0), (4, 5.0))]
+    (tmp_path / METRICS).write_text("".join(json.dumps(line) + "\n" for line in scores))
+    monkeypatch.setattr(job, "main", lambda args: {"bbox": {"AP": 5.0}})
+    assert job.train(tmp_path, Job("GN", 0.1, 1, 4), {}, [])["curve"] == [(2, 3.0), (4, 5.0)]
 
 
 @pytest.mark.slow
