@@ -19,22 +19,14 @@ FAMILY = [
 ]
 
 
-@pytest.fixture
-def small(cfg):
-    """A ResNet-18 with an FPN and heads of few channels."""
-    cfg.MODEL.RESNETS.DEPTH, cfg.MODEL.RESNETS.RES2_OUT_CHANNELS = 18, 64
-    cfg.MODEL.FPN.OUT_CHANNELS = cfg.MODEL.ROI_BOX_HEAD.CONV_DIM = cfg.MODEL.ROI_MASK_HEAD.CONV_DIM = 64
-    cfg.MODEL.ROI_BOX_HEAD.FC_DIM = 32
-    return cfg
-
-
 @pytest.mark.parametrize("spec", FAMILY)
 @pytest.mark.parametrize("everywhere", [False, True])
-def test_freeze_at_makes_frozen_twins(small, spec, everywhere):
-    small.MODEL.BACKBONE.FREEZE_AT = 2
-    small.MODEL.RESNETS.WHITEN_NORM = spec
-    small.MODEL.RESNETS.NORM = spec if everywhere else "BN"
-    backbone = build_gw_resnet_backbone(small, RGB)
+def test_freeze_at_makes_frozen_twins(cfg, spec, everywhere):
+    cfg.MODEL.RESNETS.DEPTH, cfg.MODEL.RESNETS.RES2_OUT_CHANNELS = 18, 64
+    cfg.MODEL.BACKBONE.FREEZE_AT = 2
+    cfg.MODEL.RESNETS.WHITEN_NORM = spec
+    cfg.MODEL.RESNETS.NORM = spec if everywhere else "BN"
+    backbone = build_gw_resnet_backbone(cfg, RGB)
     for name, module in backbone.named_modules():
         if isinstance(module, (BatchWhitening2d, FrozenBatchNorm2d, nn.BatchNorm2d)):
             frozen = isinstance(module, (FrozenBatchWhitening2d, FrozenBatchNorm2d))

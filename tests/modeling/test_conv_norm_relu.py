@@ -51,7 +51,7 @@ COMPONENTS = {
 
 @pytest.fixture
 def fused(monkeypatch) -> list[str]:
-    """Names of the modules, set by `name_norms`, that were called with ``relu=True``."""
+    """Names of the modules, as far as a test gives them, that were called with ``relu=True``."""
     calls = []
     forward = GroupWhitening2d.forward
 
@@ -62,11 +62,6 @@ def fused(monkeypatch) -> list[str]:
 
     monkeypatch.setattr(GroupWhitening2d, "forward", record)
     return calls
-
-
-def name_norms(module: nn.Module) -> None:
-    for name, norm in module.named_modules():
-        norm.name = name
 
 
 def images(channels: int = 8) -> torch.Tensor:
@@ -116,7 +111,8 @@ def test_only_norms_before_a_relu_apply_it(positions, fused):
     """A sum follows the third norm and that of the shortcut."""
     convs = whitened_convs(positions)
     module = set_norms(BottleneckBlock(8, 16, bottleneck_channels=8, norm="BN"), "BN", NORMS["GW"], positions)
-    name_norms(module)
+    for name, part in module.named_modules():
+        part.name = name
     module(images())
     assert fused == [f"{name}.norm" for name in ("conv1", "conv2") if name in convs]
 
@@ -152,14 +148,10 @@ def test_each_activation_is_applied(fused):
     assert torch.equal(conv(x), F.silu(F.conv2d(x, conv.weight)))
 
 
-def compiled(module: nn.Module, x: torch.Tensor) -> Any:
-    return torch.compile(module, backend="eager", fullgraph=True)
-
-
 COPIES = {
     "pickle": lambda module, x: pickle.loads(pickle.dumps(module)),
     "deepcopy": lambda module, x: copy.deepcopy(module),
-    "torch.compile": compiled,
+    "torch.compile": lambda module, x: torch.compile(module, backend="eager", fullgraph=True),
     "torch.export": lambda module, x: torch.export.export(module, (x,)).module(),
 }
 

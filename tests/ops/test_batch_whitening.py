@@ -70,18 +70,6 @@ def test_memory_format_is_kept(size, memory_format, channels):
     assert bw(x, 4).is_contiguous()
 
 
-@pytest.mark.parametrize("shape", [(0, 6, 5, 3), (2, 6, 0, 3), (0, 6)], ids=str)
-@pytest.mark.parametrize("solver", sorted(SOLVERS))
-def test_empty_input_keeps_the_parameters_in_the_graph(shape, solver):
-    x = torch.empty(shape, requires_grad=True)
-    weight, bias = torch.ones(6, requires_grad=True), torch.zeros(6, requires_grad=True)
-    y = bw(x, 4, solver=solver, weight=weight, bias=bias)
-    assert y.shape == shape
-    y.sum().backward()
-    assert torch.equal(weight.grad, torch.zeros(6)) and torch.equal(bias.grad, torch.zeros(6))
-    assert x.grad.shape == shape
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gw_detectron.errors import NonFiniteError
-from gw_detectron.layers import SOLVERS, GroupWhitening2d
+from gw_detectron.layers import SOLVERS, BatchWhitening2d, GroupWhitening2d
 
 from . import oracle
 from .cases import affine_of, build, correlated, error, gw
@@ -158,8 +158,9 @@ def test_eigendecomposition_refuses_values_that_are_not_finite(solver, groups, b
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
 def test_empty_input_keeps_the_parameters_in_the_graph(dtype, solver):
-    for shape in ((0, 32, 5, 3), (2, 32, 0, 3), (0, 32), (2, 32, 0), (0, 32, 2, 3, 4)):
-        layer = build(32, Setting(16, solver=solver), torch.float32)
+    shapes = ((0, 32, 5, 3), (2, 32, 0, 3), (0, 32), (2, 32, 0), (0, 32, 2, 3, 4))
+    for shape, kind in itertools.product(shapes, (GroupWhitening2d, BatchWhitening2d)):
+        layer = kind(32, 16 if kind is GroupWhitening2d else 12, solver=solver)
         x = torch.empty(shape, dtype=dtype, requires_grad=True)
         y = layer(x)
         assert y.shape == shape

@@ -21,12 +21,18 @@ def close(value: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-10)
 
 @pytest.mark.parametrize("corr", [False, True])
 @pytest.mark.parametrize("solver", sorted(SOLVERS))
-def test_batch_whitening_of_single_channels_is_bn(solver, corr):
-    x = features(4, 6, 5, 3)
+def test_single_channels_one_group_and_one_sample(solver, corr):
+    """BN; layer norm over the sample and GN with one group; the same to both layers if every channel is a group."""
+    x, options = features(4, 6, 5, 3), {"solver": solver, "corr": corr}
     # pivoted_cholesky replaces by eps instead of adding it
     eps = 0.0 if solver == "pivoted_cholesky" else 0.01
     expected = F.batch_norm(x, None, None, training=True, eps=eps or 1e-30)  # torch refuses 0
-    close(bw(x, 1, eps=eps, solver=solver, corr=corr), expected)
+    close(bw(x, 1, eps=eps, **options), expected)
+    y = gw(x, 1, eps=eps, **options)
+    close(y, F.layer_norm(x, x.shape[1:], eps=eps))
+    close(y, F.group_norm(x, 1, eps=eps))
+    x = features(1, 6, 9, 5)
+    close(gw(x, 6, **options), bw(x, 6, **options))
 
 
 @pytest.mark.parametrize(("width", "solver"), [(1, "newton"), (1, "zca"), (4, "standardize")])
@@ -39,29 +45,12 @@ def test_batch_whitening_with_a_running_covariance_is_bn_in_evaluation_too(width
     close(whitening.eval()(x), norm.eval()(x))
 
 
-@pytest.mark.parametrize("corr", [False, True])
-@pytest.mark.parametrize("solver", sorted(SOLVERS))
-def test_group_whitening_of_one_group_is_layer_norm_over_the_sample_and_gn_with_one_group(solver, corr):
-    x = features(4, 6, 5, 3)
-    eps = 0.0 if solver == "pivoted_cholesky" else 0.01
-    y = gw(x, 1, eps=eps, solver=solver, corr=corr)
-    close(y, F.layer_norm(x, x.shape[1:], eps=eps))
-    close(y, F.group_norm(x, 1, eps=eps))
-
-
 @pytest.mark.parametrize("groups", [1, 2, 3, 6])
 def test_standardizing_is_gn_over_the_sample_and_bn_over_the_batch(groups):
     x = features(4, 6, 5, 3)
     close(gw(x, groups, eps=0.01, solver="standardize"), F.group_norm(x, groups, eps=0.01))
     expected = F.batch_norm(x, None, None, training=True, eps=0.01)
     close(bw(x, groups, eps=0.01, solver="standardize"), expected)
-
-
-@pytest.mark.parametrize("corr", [False, True])
-@pytest.mark.parametrize("solver", sorted(SOLVERS))
-def test_a_single_sample_is_the_same_to_both_layers_when_every_channel_is_a_group(solver, corr):
-    x = features(1, 6, 9, 5)
-    close(gw(x, 6, solver=solver, corr=corr), bw(x, 6, solver=solver, corr=corr))
 
 
 @pytest.mark.parametrize(("groups", "iters"), [(1, 0), (1, 5), (4, 3), (64, 5), (64, 9)])
