@@ -17,11 +17,13 @@ from detectron2.modeling.backbone.resnet import (
 from torch import Tensor, nn
 
 from ..config import changed_config, default_config
+from ..errors import ConfigError
 from ..layers import FrozenBatchWhitening2d
 from ..norms import Norm, convert_convs, resolve_norm, whitened_convs
 from .convs import TorchvisionDeformConv, append_fusible_relu
 
 STAGES = ("stem", "res2", "res3", "res4", "res5")
+_DEPTHS = (18, 34, 50, 101, 152)
 
 
 class _WhitenedBlock(CNNBlockBase):
@@ -135,7 +137,7 @@ def gw_resnet(
             torchvision and timm.
 
     Raises:
-        ConfigError: unknown positions, or a norm that does not fit.
+        ConfigError: unknown depth or positions, or a norm that does not fit.
 
     Source: Group Whitening, section 5.1.
     """
@@ -165,6 +167,8 @@ def build_gw_resnet_backbone(cfg: CfgNode, input_shape: ShapeSpec) -> ResNet:
 
 
 def _build(cfg: CfgNode, input_shape: ShapeSpec, norm: Norm, whiten_norm: Norm) -> ResNet:
+    if (depth := cfg.MODEL.RESNETS.DEPTH) not in _DEPTHS:
+        raise ConfigError(f"MODEL.RESNETS.DEPTH ({depth}): not one of {', '.join(map(str, _DEPTHS))}.")
     stock = {"MODEL.RESNETS.NORM": "", "MODEL.BACKBONE.FREEZE_AT": 0}  # to freeze replaces norms
     resnet = build_resnet_backbone(changed_config(cfg, stock), input_shape)
     set_norms(resnet, norm, whiten_norm, cfg.MODEL.RESNETS.WHITEN_POSITIONS)

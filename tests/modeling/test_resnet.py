@@ -82,6 +82,7 @@ def test_freeze_at_keeps_whitening_and_stops_its_affine(cfg):
     [
         ("WHITEN_POSITIONS", "S1-B4", r"WHITEN_POSITIONS \('S1-B4'\): .* Fix: use one of \['', 'S1'"),
         ("WHITEN_NORM", "GW:groups=48", r"MODEL.RESNETS.WHITEN_NORM \('GW:groups=48'\): .* 64 channels"),
+        ("DEPTH", 51, r"MODEL.RESNETS.DEPTH \(51\): not one of 18, 34, 50, 101, 152\."),
         ("NORM", "XN", r"MODEL.RESNETS.NORM \('XN'\): unknown norm"),
     ],
 )
