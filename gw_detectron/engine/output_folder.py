@@ -30,8 +30,8 @@ _RUN = ("model_*.pth", "last_checkpoint", METRICS, "log.txt", "log.txt.rank*", "
 _FOLDERS = ("inference", "inference_TTA", "report")
 
 
-def lock_output(folder: str) -> IO[str]:
-    """Refuse a second training in an output folder; closing the returned file releases the lock.
+def lock_output(folder: str, *, wait: bool = False) -> IO[str]:
+    """Refuse a second training in an output folder, or wait for its end; closing the returned file releases the lock.
 
     The lock is a POSIX one: it ends with the process, also a killed one, and data-loading workers do not inherit it.
     """
@@ -41,7 +41,7 @@ def lock_output(folder: str) -> IO[str]:
     except OSError as error:
         raise FileAccessError(f"OUTPUT_DIR ('{folder}'): cannot be written: {error}.") from error
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             file.seek(0)

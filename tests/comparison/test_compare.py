@@ -156,7 +156,6 @@ def test_a_comparison_killed_twice_gives_the_same_lines(data, tmp_path):
                 assert process.poll() is None
                 time.sleep(0.05)
             os.kill(process.pid, signal.SIGKILL)
-        time.sleep(3)  # its runs end at their next step
     with start(killed, "--jobs", "2") as process:
         printed = process.communicate(timeout=600)[0]
     assert process.returncode == 0
