@@ -77,9 +77,11 @@ def test_a_second_ctrl_c_ends_at_once_and_a_second_sigterm_does_not(tmp_path, se
 @pytest.mark.parametrize("repeated", [False, True])
 def test_a_signal_in_an_evaluation_ends_it_and_keeps_the_finished_step(tmp_path, repeated):
     output = tmp_path / "run"
-    with child(train_long(output, TEST__EVAL_PERIOD=3), tmp_path / "log") as run:
+    with child(train_long(output, TEST__EVAL_PERIOD=3, DATALOADER__NUM_WORKERS=2), tmp_path / "log") as run:
         assert run.wait_for(EVALUATION)
-        run.send(signal.SIGTERM)
+        while len(run.processes()) < 4:  # two of the evaluation
+            time.sleep(0.01)
+        run.send_to_all(signal.SIGTERM)
         if repeated:  # a launcher repeats its signal
             assert run.wait_for(CHECKPOINT)
             run.send(signal.SIGTERM)
