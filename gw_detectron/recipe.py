@@ -204,6 +204,6 @@ def _schedule(recipe: _Recipe, found: Fingerprint, epochs: float | None) -> None
     times = int(np.clip(iterations * recipe.batch / images / 5, 1, 5))  # an evaluation can take as long as a pass
     for key in ("SOLVER.CHECKPOINT_PERIOD", "TEST.EVAL_PERIOD"):
         recipe.set(key, math.ceil(iterations / times), f"every five passes, at most five times; here {times}")
-    if (tests := recipe.cfg.DATASETS.TEST) and not recipe.cfg.TEST.BEST:
+    if (tests := recipe.cfg.DATASETS.TEST) and recipe.cfg.TEST.EVAL_PERIOD and not recipe.cfg.TEST.BEST:
         score = "segm/AP" if recipe.cfg.MODEL.MASK_ON else "bbox/AP"
         recipe.set("TEST.BEST", f"{tests[0]}/{score}" if len(tests) > 1 else score, "its best weights are kept")

@@ -121,6 +121,8 @@ def test_the_rate_drops_before_the_end_of_the_shortest_run(tmp_path, iterations)
     keys = ["SOLVER.MAX_ITER", iterations, "DATASETS.TEST", ("kitchen", "garden")]
     cfg, _ = recipe(tmp_path, content(), *keys, given=keys)
     assert all(step < iterations for step in cfg.SOLVER.STEPS) and cfg.TEST.BEST == "kitchen/segm/AP"
+    keys = ["TEST.EVAL_PERIOD", 0, *keys]
+    assert not recipe(tmp_path, content(), *keys, given=keys)[0].TEST.BEST  # it would need evaluations
 
 
 ODD = {
