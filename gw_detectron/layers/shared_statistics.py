@@ -105,7 +105,8 @@ class _Moments:
         mean = rows.mean(1)
         centered = rows - mean[:, None]
         scatter = centered @ centered.mT if full else centered.square().sum(1)
-        return _Moments(rows.shape[1], mean.double(), scatter.double())
+        wide = torch.float32 if rows.is_mps else torch.float64  # MPS has no float64
+        return _Moments(rows.shape[1], mean.to(wide), scatter.to(wide))
 
     def merged(self, other: "_Moments") -> "_Moments":
         """Return the moments of both (Chan, Golub and LeVeque, 1983)."""
