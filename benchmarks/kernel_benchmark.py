@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gw_detectron.errors import ConfigError
 from gw_detectron.ops.group_whitening.triton.compiler import ERRORS
-from gw_detectron.ops.group_whitening.triton.launch import Launch, Setting, supported, tuned, tuning_for
+from gw_detectron.ops.group_whitening.triton.launch import HOPPER, Launch, Setting, Tuning, supported, tuned, tuning_for
 from gw_detectron.progress import progress_bar
 
 from .compiled_kernels import compile_launch, compiler_tool, kernel_name, layer_launches
@@ -76,7 +76,8 @@ def measure_kernels(
         x = torch.empty(shape, dtype=PRECISIONS[dtype].dtype, device=device)
         x = x if x.is_meta else x.normal_()
         key = {"shape": "x".join(map(str, shape)), "dtype": dtype}
-        variants = _variants(x, groups, iters, tune)
+        with tuned(HOPPER[x.dtype] if capability // 10 == 9 else Tuning()):
+            variants = _variants(x, groups, iters, tune)
         for name, launches in progress_bar(variants.items(), desc=" ".join(key.values()), unit="kernel"):
             found = {setting: _compiled(launch, capability) for setting, launch in launches.items()}
             runnable = {setting: launches[setting] for setting, values in found.items() if "note" not in values}
@@ -88,10 +89,8 @@ def measure_kernels(
 def moved_bytes(launch: Launch) -> int:
     """Count the bytes of the tensors that a launch reads and writes, each once."""
     arguments = launch.arguments
-    unused = {"workspace_ptr"}  # stays in the caches
-    if arguments.get("y_ptr", launch) is None:
-        unused.add("masked_ptr")
-    tensors = [value for name, value in arguments.items() if isinstance(value, Tensor) and name not in unused]
+    unused = "masked_ptr" if arguments.get("y_ptr", launch) is None else ""
+    tensors = [value for name, value in arguments.items() if isinstance(value, Tensor) and name != unused]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
