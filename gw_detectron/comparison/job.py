@@ -75,10 +75,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_result(folder: Path) -> dict[str, Any]:
-    """Return a result, and remove large files beside it: a whole comparison would need many gigabytes.
-
-    Without a result they stay, to continue from.
-    """
+    """Return a result, and remove the gigabytes beside it, which serve only to continue a run without one."""
     result = json.loads((folder / RESULT).read_text())
     for name in ("inference", "datasets"):
         shutil.rmtree(folder / name, ignore_errors=True)
