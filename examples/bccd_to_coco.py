@@ -23,11 +23,16 @@ def convert(voc: Path, output: Path, max_side: int) -> None:
     categories = [{"id": number, "name": name} for number, name in enumerate(names, start=1)]
     if not records:
         raise SystemExit(f"{voc / 'Annotations'}: no .xml files")
+    photos = {path.stem: path for path in sorted(voc.glob("JPEGImages/*"))}
     lists = {path.stem: path.read_text().split() for path in sorted(voc.glob("ImageSets/Main/*.txt"))}
+    # beside train.txt, Pascal VOC has lists of each class, such as cat_train.txt with 1 or -1 after each name
+    lists = {split: listed for split, listed in lists.items() if not {"1", "-1"} & {*listed} - {*photos}}
     for split, listed in (lists or {"annotations": sorted(records)}).items():
         images, annotations = [], []
         for number, name in enumerate(listed, start=1):
-            image, scale = _copy(voc / "JPEGImages" / f"{name}.jpg", output / "images", max_side)
+            if name not in photos or name not in records:
+                raise SystemExit(f"{split}: {name} has no photo in JPEGImages, or no .xml in Annotations")
+            image, scale = _copy(photos[name], output / "images", max_side)
             images.append({"id": number, **image})
             for each in records[name].iter("object"):
                 box = [float(each.findtext(f"bndbox/{side}", "")) for side in ("xmin", "ymin", "xmax", "ymax")]
