@@ -1,4 +1,5 @@
 import os
+import sys
 
 import pytest
 from hypothesis import settings
@@ -21,6 +22,17 @@ settings.load_profile("tests")
 def loggers_reset():
     yield
     reset_loggers()
+
+
+@pytest.fixture(autouse=True)
+def datasets_forgotten():
+    """Forget the datasets that a test registers, except for those of an import."""
+    before = set(data.DatasetCatalog) if (data := sys.modules.get("detectron2.data")) else None
+    yield
+    for name in set(data.DatasetCatalog) - before if data else ():
+        if not name.startswith("gw_synthetic"):
+            data.DatasetCatalog.pop(name)
+            data.MetadataCatalog.pop(name, None)
 
 
 @pytest.fixture

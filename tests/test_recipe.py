@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.data import DatasetCatalog
 from detectron2.data.samplers import RepeatFactorTrainingSampler
 from detectron2.modeling import build_model
 
@@ -173,11 +173,7 @@ def run(tmp_path, monkeypatch):
         main(get_parser().parse_args(words))
         return read_config(f"{tmp_path}/out/config.yaml")
 
-    before = set(DatasetCatalog)
-    yield prepared
-    for name in set(DatasetCatalog) - before:
-        DatasetCatalog.pop(name)
-        MetadataCatalog.pop(name)
+    return prepared
 
 
 def test_a_run_with_auto_alone(run, tmp_path):

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from detectron2.data import DatasetCatalog, MetadataCatalog
 from PIL import Image
 from pycocotools import mask as coco_mask
 
@@ -39,11 +38,7 @@ def user(tmp_path, monkeypatch):
         write_photos(tmp_path / "mydata", photo_names(20, first), file)
     write_photos(tmp_path / "more", photo_names(3, first=60))
     monkeypatch.chdir(tmp_path)
-    before = set(DatasetCatalog)
-    yield tmp_path
-    for name in set(DatasetCatalog) - before:
-        DatasetCatalog.pop(name)
-        MetadataCatalog.pop(name)
+    return tmp_path
 
 
 def config(command):

@@ -17,15 +17,6 @@ from gw_detectron.errors import ConfigError, DataError, MissingFileError
 from ..photos import CLASSES, photo_names, write_photos
 
 
-@pytest.fixture(autouse=True)
-def unregistered():
-    before = set(DatasetCatalog)
-    yield
-    for name in set(DatasetCatalog) - before:
-        DatasetCatalog.pop(name)
-        MetadataCatalog.pop(name)
-
-
 @pytest.fixture
 def folder(tmp_path):
     write_photos(tmp_path, photo_names(12))

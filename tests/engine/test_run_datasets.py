@@ -30,12 +30,6 @@ def forget():
 BUILT_IN = set(DatasetCatalog)
 
 
-@pytest.fixture(autouse=True)
-def forgotten():
-    yield
-    forget()
-
-
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("data")

@@ -53,10 +53,7 @@ def script(tmp_path):
             "MODEL.ROI_HEADS.NUM_CLASSES": 3,
         },
     )
-    yield Script(tmp_path, cfg)
-    for name in ("mine_train", "mine_val"):
-        for catalog in (DatasetCatalog, MetadataCatalog):
-            catalog.pop(name, None)
+    return Script(tmp_path, cfg)
 
 
 def corners(script):

@@ -35,8 +35,7 @@ def cfg():
     cfg.SOLVER.IMS_PER_BATCH = 2
     cfg.DATALOADER.NUM_WORKERS = 0
     cfg.SEED = 5
-    yield cfg
-    DatasetCatalog.remove("tiny_records")
+    return cfg
 
 
 def numbers():
@@ -154,9 +153,6 @@ def test_records_without_sizes_are_left_to_detectron2(cfg):
     del records[1]["width"]
     DatasetCatalog.register("no_sizes", lambda: records)
     cfg.DATASETS.TRAIN = ("no_sizes",)
-    try:
-        assert not isinstance(build_training_data(cfg, dict), TrainingData)
-        cfg.DATALOADER.ASPECT_RATIO_GROUPING = False
-        assert len(take(build_training_data(cfg, dict), 5)) == 5
-    finally:
-        DatasetCatalog.remove("no_sizes")
+    assert not isinstance(build_training_data(cfg, dict), TrainingData)
+    cfg.DATALOADER.ASPECT_RATIO_GROUPING = False
+    assert len(take(build_training_data(cfg, dict), 5)) == 5

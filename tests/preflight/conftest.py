@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.data import DatasetCatalog
 from detectron2.data.datasets import register_coco_instances
 from PIL import Image
 
@@ -34,9 +34,7 @@ def coco(tmp_path, content):
         register_coco_instances("tiny_coco", {}, str(path), str(images))
         return path
 
-    yield register
-    for catalog in (DatasetCatalog, MetadataCatalog):
-        catalog.pop("tiny_coco", None)
+    return register
 
 
 @pytest.fixture
@@ -46,9 +44,7 @@ def other_coco(coco):
     content = coco_content()
     path.write_text(json.dumps({**content, "images": content["images"][:1], "annotations": content["annotations"][:1]}))
     register_coco_instances("other_coco", {}, str(path), str(path.parent / "images"))
-    yield path
-    for catalog in (DatasetCatalog, MetadataCatalog):
-        catalog.pop("other_coco")
+    return path
 
 
 @pytest.fixture

@@ -66,12 +66,9 @@ def test_annotations_of_a_dataset_that_was_registered_in_python(folder):
     (folder / "inference" / "py_val_coco_format.json").write_text(json.dumps(content))
     records = [{**image, "image_id": image["id"]} for image in content["images"]]
     DatasetCatalog.register("py_val", lambda: records)
-    try:
-        run = RunFolder(folder)
-        run.cfg.DATASETS.TEST = ("py_val",)
-        assert len(run.detections.truth.anns) == IMAGES * OBJECTS
-    finally:
-        DatasetCatalog.pop("py_val")
+    run = RunFolder(folder)
+    run.cfg.DATASETS.TEST = ("py_val",)
+    assert len(run.detections.truth.anns) == IMAGES * OBJECTS
 
 
 def test_datasets_that_cannot_be_used_are_named(folder):
