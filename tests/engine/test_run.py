@@ -279,10 +279,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused_and_one_without_is_a_warni
     with pytest.raises(ConfigError, match="--resume"):
         trainer.load_state_dict(state)
     del state["_trainer"]
-    logging.getLogger("gw_detectron").addHandler(caplog.handler)
-    try:
-        trainer.load_state_dict(state)
-    finally:
-        logging.getLogger("gw_detectron").removeHandler(caplog.handler)
+    logging.getLogger("gw_detectron").propagate = True
+    trainer.load_state_dict(state)
     assert "the momentum starts from zero" in caplog.text and "no seed" in caplog.text
     assert trainer.data_loader.batches == 4
