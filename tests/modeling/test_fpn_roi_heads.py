@@ -1,12 +1,9 @@
 import pytest
 import torch
-from detectron2.layers import ShapeSpec
 from detectron2.modeling import build_backbone, build_model
 
 from gw_detectron.errors import NormError
 from gw_detectron.norms.listing import norm_rows
-
-BOX_FEATURES = ShapeSpec(channels=256, height=7, width=7)
 
 
 def specs(model):
