@@ -10,9 +10,8 @@ import torch
 from torch.export.passes import move_to_device_pass
 
 from gw_detectron.errors import ConfigError, ExportError
-from gw_detectron.export import Normalization, backbone, export_backbone
+from gw_detectron.export import Normalization, export_backbone
 from gw_detectron.export.backbone import TOLERANCE, compare_features
-from gw_detectron.export.formats import ExportedFile
 from gw_detectron.norms.listing import norm_rows
 
 from .tiny_networks import needs_export, open_exported, tiny_backbone
@@ -113,12 +112,8 @@ def test_the_report(tmp_path, normalization):
 
 
 @pytest.mark.parametrize(("error", "refused"), [(2e-3, True), (math.nan, True), (5e-4, False)])
-def test_a_difference_stops_the_export(tmp_path, normalization, monkeypatch, error, refused):
-    def write(program, path):
-        path.write_text("wrong")
-        return ExportedFile(lambda images: [each * (1 + error) for each in program(images)], program.describe())
-
-    monkeypatch.setattr(backbone, "write_program", write)
+def test_a_difference_stops_the_export(tmp_path, normalization, quick_file, error, refused):
+    quick_file(lambda outputs: {name: values * (1 + error) for name, values in outputs.items()})
     if refused:
         with pytest.raises(ExportError, match="p2 .*differs"):
             export_backbone(tiny_backbone(), tmp_path / "out", normalization)

@@ -13,7 +13,6 @@ from torch import nn
 
 from gw_detectron.errors import ExportError
 from gw_detectron.export import detector, export_detector, read_image_for
-from gw_detectron.export.formats import ExportedFile
 from gw_detectron.export.meta_arch import detector_program
 from gw_detectron.layers import use_backend
 
@@ -71,25 +70,6 @@ def check(outputs, model, images):
 def run_program(program, images):
     with torch.no_grad():
         return dict(zip(program.names, program(*padded(images)), strict=True))
-
-
-@pytest.fixture
-def quick_file(monkeypatch):
-    """Replace the written file by the program, whose outputs a function may change."""
-
-    def replace(change=lambda outputs: outputs):
-        def write(program, path):
-            path.write_text("no program")
-
-            def run(*inputs):
-                return list(change(dict(zip(program.names, program(*inputs), strict=True))).values())
-
-            return ExportedFile(run, program.describe())
-
-        monkeypatch.setattr(detector, "write_program", write)
-
-    replace()
-    return replace
 
 
 @pytest.mark.parametrize("name", VARIANTS)

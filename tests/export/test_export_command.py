@@ -11,8 +11,7 @@ from PIL import Image
 from gw_detectron.checkpoint import RUN_RECORD, RunRecord
 from gw_detectron.commands.export import get_parser, main
 from gw_detectron.errors import ConfigError, WeightsError
-from gw_detectron.export import detector, load_model
-from gw_detectron.export.formats import ExportedFile
+from gw_detectron.export import load_model
 from gw_detectron.model_zoo import get_config
 
 from ..tiny_run import CONFIG
@@ -76,12 +75,7 @@ def test_a_backbone(trained, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("moved", [False, True])
-def test_a_detector_with_the_classes_of_its_run(cfg, trained, tmp_path, small_dataset, capsys, monkeypatch, moved):
-    def write(program, path):
-        path.write_text("no program")
-        return ExportedFile(program, program.describe())
-
-    monkeypatch.setattr(detector, "write_program", write)
+def test_a_detector_with_the_classes_of_its_run(cfg, trained, tmp_path, small_dataset, capsys, quick_file, moved):
     data = small_dataset / "gw_synthetic"
     entry = {"json": str(data / "annotations" / "instances_val.json"), "images": str(data / "val")}
     if moved:
