@@ -9,10 +9,12 @@ import torch
 from detectron2.data import DatasetCatalog
 from detectron2.data.samplers import RepeatFactorTrainingSampler
 from detectron2.modeling import build_model
+from PIL import Image
 
 from gw_detectron import auto_config, model_zoo
 from gw_detectron.config import read_config
 from gw_detectron.engine import Trainer, get_parser, main
+from gw_detectron.engine.train import run_config
 from gw_detectron.errors import ConfigError, DataError
 
 from .photos import photo_names, write_photos
@@ -53,7 +55,9 @@ def test_small_dense_objects_get_pixels_anchors_and_room(tmp_path):
     assert np.median(cfg.INPUT.MIN_SIZE_TRAIN) == cfg.INPUT.MIN_SIZE_TEST == 512  # twice the image, no more
     assert len(set(cfg.INPUT.MIN_SIZE_TRAIN)) > 1 and cfg.INPUT.AUGMENTATIONS
     assert min(map(min, cfg.MODEL.ANCHOR_GENERATOR.SIZES)) <= 16
-    assert cfg.TEST.DETECTIONS_PER_IMAGE >= 300 and cfg.MODEL.RPN.POST_NMS_TOPK_TEST >= 300
+    assert cfg.TEST.DETECTIONS_PER_IMAGE >= 300 and cfg.MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE == 1024
+    for use in ("TRAIN", "TEST"):
+        assert (cfg.MODEL.RPN[f"PRE_NMS_TOPK_{use}"], cfg.MODEL.RPN[f"POST_NMS_TOPK_{use}"]) == (1500, 900)
     assert "300 objects" in reasons["TEST.DETECTIONS_PER_IMAGE"]
 
 
@@ -104,6 +108,25 @@ def test_rate_and_length_follow_from_the_batch(tmp_path, config, images, rate):
     cfg, _ = recipe(tmp_path, content(), "SOLVER.IMS_PER_BATCH", images, config=config, epochs=8)
     assert pytest.approx(rate) == cfg.SOLVER.BASE_LR
     assert 8 * 20 / images == cfg.SOLVER.MAX_ITER == cfg.TEST.EVAL_PERIOD
+
+
+def test_the_rate_of_retinanet(tmp_path):
+    changes = ["MODEL.META_ARCHITECTURE", "RetinaNet", "MODEL.MASK_ON", False]
+    cfg, _ = recipe(tmp_path, content(), *changes, config="own_faster_rcnn_R_50_FPN_GW")
+    assert cfg.SOLVER.BASE_LR == 0.01 * cfg.SOLVER.IMS_PER_BATCH / 16
+
+
+@pytest.mark.parametrize(("images", "passes", "times"), [(8, 100, 5), (250, 24, 4), (4000, 12, 2)])
+def test_length_and_periods_follow_from_the_images(tmp_path, images, passes, times):
+    cfg, _ = recipe(tmp_path, content(images=images, objects=1))
+    assert (passes * images // 2, passes * images // 2 // times) == (cfg.SOLVER.MAX_ITER, cfg.TEST.EVAL_PERIOD)
+
+
+def test_the_class_of_the_smallest_objects_decides_the_image_size(tmp_path):
+    data = content(side=900, size=300)
+    for number, each in enumerate(data["annotations"]):
+        each |= {"category_id": 1, "bbox": [0, 0, 20, 20]} if number % 20 == 0 else {"category_id": 0}
+    assert recipe(tmp_path, data)[0].INPUT.MIN_SIZE_TEST == 512
 
 
 def test_given_keys_stay(tmp_path):
@@ -185,6 +208,11 @@ def test_a_run_with_auto_alone(run, tmp_path):
     assert any("SOLVER.MAX_ITER" in line and "passes over" in line for line in lines)
     write_photos(tmp_path, photo_names(30))  # more data: a resumed run keeps its recipe
     assert run("--auto", "--resume").SOLVER.MAX_ITER == cfg.SOLVER.MAX_ITER
+    words = ["--auto", "--eval-only", "--num-gpus", "0", "OUTPUT_DIR"]
+    evaluated = run_config(get_parser().parse_args([*words, f"{tmp_path}/out"]))
+    assert evaluated.INPUT.MIN_SIZE_TEST == cfg.INPUT.MIN_SIZE_TEST != 320
+    with pytest.raises(ConfigError, match="--auto: no run in OUTPUT_DIR"):
+        run_config(get_parser().parse_args([*words, f"{tmp_path}/none"]))
 
 
 def test_keys_of_the_users_own_yaml_stay(run, tmp_path):
@@ -195,6 +223,19 @@ def test_keys_of_the_users_own_yaml_stay(run, tmp_path):
     assert (cfg.SOLVER.BASE_LR, list(cfg.INPUT.MIN_SIZE_TRAIN), cfg.INPUT.MIN_SIZE_TEST) == (0.003, [99], 99)
 
 
-def test_epochs_set_the_schedule_alone(run):
+def test_deep_images_and_augmentations_reach_the_loaders(run, tmp_path):
+    for path in (tmp_path / "photos").iterdir():
+        Image.fromarray(np.asarray(Image.open(path).convert("L")).astype(np.uint16) * 200).save(path, format="PNG")
+    cfg = run("--auto", keys=["INPUT.AUGMENTATIONS", "['RandomCrop(size=48)']", "DATALOADER.NUM_WORKERS", "0"])
+    assert list(cfg.INPUT.PERCENTILES) == [0.5, 99.5]
+    for example in next(iter(Trainer.build_train_loader(cfg))):
+        assert example["image"].shape[1] == example["image"].shape[2] and example["image"].max() > 150
+    next(iter(Trainer.build_test_loader(cfg, "custom_val")))  # more than 8 bits are an error otherwise
+
+
+def test_epochs_set_the_schedule_alone(run, tmp_path):
     cfg = run("--epochs", "4", "--config-file", "own_mask_rcnn_R_18_FPN_GW")
     assert 2 * len(DatasetCatalog.get("custom_train")) == cfg.SOLVER.MAX_ITER and cfg.INPUT.MIN_SIZE_TEST == 320
+    (tmp_path / "mine.yaml").write_text("_BASE_: own_mask_rcnn_R_18_FPN_GW\nSOLVER: {MAX_ITER: 7, STEPS: [5]}\n")
+    again = run("--epochs", "4", "--config-file", f"{tmp_path}/mine.yaml").SOLVER
+    assert (again.MAX_ITER, again.STEPS) == (cfg.SOLVER.MAX_ITER, cfg.SOLVER.STEPS)
