@@ -114,6 +114,27 @@ def test_runs_get_the_gpu_with_the_fewest_runs_and_errors_name_their_cause(tmp_p
     run._stop(processes)
 
 
+@pytest.mark.parametrize(("seconds", "seeds"), [(1.0, 10), (1000.0, 1)])
+def test_jobs_run_side_by_side_and_the_time_decides_about_seeds(data, tmp_path, monkeypatch, seconds, seeds):
+    fork = multiprocessing.get_context("fork")
+    pair = fork.Barrier(2, timeout=60)
+
+    def train(work, folder, threads, gpu, one, *_):
+        pair.wait()
+        folder.mkdir(parents=True)
+        result = {"task": "bbox", "AP": 1.0, "diverged": "", "curve": [], "seconds": seconds}
+        job.write_json(folder / job.RESULT, {**one._asdict(), **result})
+
+    monkeypatch.setattr(run, "_CONTEXT", fork)
+    monkeypatch.setattr(run, "run_in_process", train)
+    monkeypatch.setattr(run._Runs, "_measure", lambda self: Costs({"GN": 0.1, "GW": 0.1}, evaluation=1, start=1))
+    flags = ["--iterations", "0", "--seeds", "0", "--minutes", "30", "--jobs", "2", "--auto"]
+    command.main(command.get_parser().parse_args(words(data, tmp_path, *flags)))
+    assert "ColorJitter" in (tmp_path / run.SETTINGS).read_text()
+    lines = (tmp_path / "results.jsonl").read_text().splitlines()
+    assert {json.loads(line)["seed"] for line in lines} == set(range(seeds + 1))
+
+
 def test_checkpoints_stay_until_the_result_is_there(tmp_path, monkeypatch):
     def main(args):
         (tmp_path / "inference").mkdir()
