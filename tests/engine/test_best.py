@@ -134,13 +134,26 @@ def test_the_lowest_loss_is_the_best(tmp_path):
     main(arguments(tmp_path, **{**EVALUATED, **changes}))
     run = RunFolder(tmp_path)
     losses = [record["validation/total_loss"] for record in run.metrics if "validation/total_loss" in record]
-    assert losses and run.best_iteration in (1, 3)
+    best = torch.load(tmp_path / "model_best.pth", weights_only=True)["iteration"]
+    assert len(losses) == 2 and run.best_iteration == best + 1
     assert "validation" not in (tmp_path / "log.txt").read_text().partition("iter: 1 ")[2].partition("\n")[0]
+
+
+TWO = "('gw_synthetic_val', 'gw_synthetic_train')"
+
+
+def test_the_best_of_two_datasets_is_named_by_its_dataset(tmp_path, monkeypatch):
+    scores = lambda self, cfg, model: {name: {"bbox": {"AP": 5.0}} for name in cfg.DATASETS.TEST}  # noqa: E731
+    monkeypatch.setattr(Trainer, "test", scores)
+    changes = {"DATASETS__TEST": TWO, "TEST__BEST": "gw_synthetic_train/bbox/AP", "SOLVER__MAX_ITER": 1}
+    main(arguments(tmp_path, **{**EVALUATED, **changes}))
+    assert (tmp_path / "model_best.pth").is_file()
 
 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
+        ({"TEST__BEST": "segm/AP", "DATASETS__TEST": TWO}, r"TEST.BEST \('segm/AP'\).*gw_synthetic_train/segm/AP,"),
         ({"TEST__BEST": "box/AP"}, r"TEST.BEST \('box/AP'\).*bbox/AP, .*bbox/AP-star, .*segm/APl"),
         ({"TEST__BEST": "segm/AP", "MODEL__MASK_ON": False}, r"TEST.BEST \('segm/AP'\)"),
         ({"TEST__BEST": "bbox/AP", "TEST__EVAL_PERIOD": 0}, "TEST.EVAL_PERIOD is 0"),
