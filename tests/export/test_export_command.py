@@ -1,6 +1,7 @@
 """gw-detectron export: the model is loaded strictly, and the flags reach the export."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -72,6 +73,23 @@ def test_a_backbone(trained, tmp_path, capsys):
         export("--backbone", "--one-image", *words)
     with pytest.raises(ConfigError, match="--no-fpn: only works with --backbone"):
         export("--no-fpn", *words)
+
+
+def test_flags_and_the_best_weights_of_a_run_reach_the_export(cfg, trained, tmp_path, monkeypatch):
+    own, given = cfg.clone(), {}
+    own.INPUT.PERCENTILES = (1.0, 99.0)
+    (tmp_path / "config.yaml").write_text(own.dump())
+    for name in ("model_final.pth", "model_best.pth"):
+        shutil.copy(trained[1], tmp_path / name)
+    report = {"worst": {}, "worst_relative": 0.0, "detections_compared": 1, "unmatched": 0, "file": "x"}
+    for name in ("backbone", "detector"):
+        take = lambda *args, **options: given.update(options, args=args) or report  # noqa: E731
+        monkeypatch.setattr(f"gw_detectron.commands.export.export_{name}", take)
+    export(tmp_path, "--output", tmp_path / "out", "--one-image", "--paste-masks")
+    assert given["one_image"] and given["paste_masks"] and tuple(given["percentiles"]) == (1.0, 99.0)
+    assert given["source"]["weights"] == str(tmp_path / "model_best.pth")
+    export(tmp_path, "--output", tmp_path / "out", "--backbone", "--pixels")
+    assert given["args"][2].inside
 
 
 @pytest.mark.parametrize("moved", [False, True])

@@ -42,6 +42,9 @@ def test_a_run_folder(tmp_path, run_folder, photos, capsys):
     assert summary["detector"] == str(run_folder / "model_final.pth")
     assert summary["images"] == 1 and summary["output"] == str(output) and summary["failed"] == {}
     assert not (output / "pictures").exists()
+    words = ("--output", output, "--score-threshold", 0.1, "--class-names", "a, b,c", "--opts")
+    assert predict(run_folder, photos / "b.png", *words, "TEST.DETECTIONS_PER_IMAGE", 1)
+    assert [each["category_name"] in ("a", "b", "c") for each in results(output)] == [True]
 
 
 def test_a_preview_draws_annotations_without_a_model(tmp_path, capsys):

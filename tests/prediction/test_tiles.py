@@ -176,6 +176,8 @@ def test_the_command(run_folder, tmp_path, large):
     results = json.loads((tmp_path / "out" / "predictions.json").read_text())
     assert len(results) > 3 and all(each["segmentation"]["size"] == [120, 170] for each in results)
     assert (tmp_path / "out" / "pictures" / "large.png").is_file()
+    main(run([*map(str, words), "--tiles", "100", "--overlap", "30", "--statistics", "tile"]))
+    assert json.loads((tmp_path / "out" / "predictions.json").read_text()) != results
     for flags, name in (
         (["--tiles", "100", "--overlap", "100"], r"overlap \(100\)"),
         (["--tiles", "0"], r"tiles \(0\)"),

@@ -76,12 +76,15 @@ def report(*words):
 )
 def test_the_page_is_well_formed_and_stands_alone(tmp_path, options):
     folder = write_run(tmp_path / "run", **options)
+    report(folder, "--score", 1, "--output", tmp_path / "none")
+    assert set(json.loads((tmp_path / "none" / "report.json").read_text())["errors"]["kinds"].values()) == {0, 18}
     report(folder, "--images", 2)
     page, numbers = check_page(folder / "report")
     assert "<b>" in page.text  # the name of a class
     assert page.ids == {"summary", "curves", "ap_per_class", "recall", "predictions", "errors"}
     assert numbers.keys() == page.ids - {"predictions"} | {"missing"}
     assert len(numbers["ap_per_class"]) == options["classes"]
+    assert len(numbers["errors"]["images"]) == 2
     kinds, objects = numbers["errors"]["kinds"], sum(row["objects"] for row in numbers["ap_per_class"])
     assert kinds["correct"] + kinds["wrong class"] + kinds["missed"] == objects
     rows = {row["class"]: sum(row["found_as"].values()) for row in numbers["errors"]["confusion"]}

@@ -195,6 +195,7 @@ def command(monkeypatch):
 def test_convert_and_verify_by_command(command, r18_file, tmp_path, capsys, monkeypatch):
     command("convert", r18_file, tmp_path / "a.pkl")
     assert "82 tensors of R-18 with BN, GW:groups=64" in capsys.readouterr().out
+    command("convert", "--force", r18_file, tmp_path / "a.pkl")
     synthetic_images(1)[0].save(tmp_path / "0.png")
     assert command("verify", tmp_path / "a.pkl", "--source", r18_file)
     assert "AGREES" in capsys.readouterr().out
