@@ -31,6 +31,7 @@ def changed(change):
 
 def test_area_and_iscrowd_follow_from_the_box():
     given = changed(lambda each: [each.pop(key) for key in ("area", "iscrowd")])
+    given["annotations"][1]["iscrowd"] = None
     before = copy.deepcopy(given)
     completed = complete_coco(given)
     assert given == before

@@ -199,6 +199,7 @@ def test_a_finished_run_is_replaced_only_on_request(tmp_path, one_thread, small_
     main(again)
     records = [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()]
     assert {record["iteration"] for record in records} == {0}
+    assert not (tmp_path / "model_0000001.pth").exists()
 
 
 def test_an_output_folder_that_is_a_file_is_named(tmp_path, small_dataset):

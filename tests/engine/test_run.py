@@ -189,7 +189,8 @@ class TestWeights:
 
 class TestEvaluation:
     def test_training_evaluates_boxes_and_masks_and_eval_only_repeats_it(self, tmp_path):
-        trained = main(arguments(tmp_path, TEST__EVAL_PERIOD=2, TEST__AUG__ENABLED=True, TEST__AUG__MIN_SIZES="(64,)"))
+        augmented = {"TEST__AUG__ENABLED": True, "TEST__AUG__MIN_SIZES": "(64,)"}
+        trained = main(arguments(tmp_path, TEST__EVAL_PERIOD=2, **augmented))
         assert set(trained) == {"bbox", "segm"} and 0 <= trained["bbox"]["AP"] <= 100
         lines = [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()]
         assert [line["iteration"] for line in lines if "total_loss" in line] == [2]
@@ -200,7 +201,8 @@ class TestEvaluation:
 
         record = ("config.yaml", "metrics.json", "model_final.pth", "last_checkpoint")
         before = [(tmp_path / name).read_bytes() for name in record]
-        evaluated = main(arguments(tmp_path, "--eval-only", "--resume"))
+        evaluated = main(arguments(tmp_path, "--eval-only", "--resume", **augmented))
+        assert "bbox_TTA" in evaluated
         for task in trained:
             assert evaluated[task]["AP"] == pytest.approx(trained[task]["AP"])
         assert [(tmp_path / name).read_bytes() for name in record] == before
