@@ -57,7 +57,7 @@ def test_a_second_ctrl_c_ends_at_once_and_a_second_sigterm_does_not(tmp_path, se
 
         def slow_step(trainer):
             step(trainer)
-            time.sleep(3)
+            time.sleep(60 if second == signal.SIGINT else 3)
 
         Trainer.run_step = slow_step
         main(arguments(tmp_path / "run", **{**LONG, "DATASETS__TEST": "()"}))
@@ -66,6 +66,8 @@ def test_a_second_ctrl_c_ends_at_once_and_a_second_sigterm_does_not(tmp_path, se
         assert run.wait_for(STEP)
         run.send(signal.SIGINT)
         run.send(signal.SIGINT)  # within a second: torchrun repeats a Ctrl-C
+        while "stopping after this step" not in run.output():
+            assert run.read(0.05)
         time.sleep(1.2)
         run.send(second)
         assert run.wait() == 130, run.output()
@@ -75,7 +77,8 @@ def test_a_second_ctrl_c_ends_at_once_and_a_second_sigterm_does_not(tmp_path, se
 
 
 @pytest.mark.parametrize("repeated", [False, True])
-def test_a_signal_in_an_evaluation_ends_it_and_keeps_the_finished_step(tmp_path, repeated):
+def test_a_signal_in_an_evaluation_ends_it_and_keeps_the_finished_step(tmp_path, monkeypatch, repeated):
+    monkeypatch.setattr("detectron2.modeling.GeneralizedRCNN.inference", lambda *_: time.sleep(100))
     output = tmp_path / "run"
     with child(train_long(output, TEST__EVAL_PERIOD=3, DATALOADER__NUM_WORKERS=2), tmp_path / "log") as run:
         assert run.wait_for(EVALUATION)
@@ -92,9 +95,12 @@ def test_a_signal_in_an_evaluation_ends_it_and_keeps_the_finished_step(tmp_path,
 
 
 def test_a_stop_in_the_last_step_skips_the_evaluation(tmp_path):
-    with child(train_long(tmp_path / "run", SOLVER__MAX_ITER=2), tmp_path / "log") as run:
-        assert run.wait_for(STEP, 2)
-        run.send(signal.SIGTERM)
+    def work(report):
+        step = Trainer.run_step
+        Trainer.run_step = lambda trainer: (step(trainer), trainer.iter and signal.raise_signal(signal.SIGTERM))
+        train_long(tmp_path / "run", SOLVER__MAX_ITER=2)(report)
+
+    with child(work, tmp_path / "log") as run:
         assert run.wait() == 143, run.output()
     assert (tmp_path / "run" / "last_checkpoint").read_text() == "model_final.pth"
     assert not run.count(EVALUATION)
@@ -133,12 +139,12 @@ def test_two_processes_stop_after_the_same_step(small_dataset, tmp_path):
             start_new_session=True,
         )
         try:
-            deadline = time.monotonic() + 120
+            deadline = time.monotonic() + 280
             while not (output / "last_checkpoint").exists():
                 assert run.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[-3000:]
                 time.sleep(0.05)
             run.send_signal(signal.SIGTERM)
-            run.wait(60)
+            run.wait(280)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(run.pid, signal.SIGKILL)
