@@ -34,7 +34,7 @@ from .preflight.sound_run import coco_content, config
 from .tiny_run import CONFIG, ROOT
 from .weights.synthetic import make_network
 
-LIMIT = 60 * max(1, settings.default.max_examples // 100)  # seconds of a test
+LIMIT = 300 * max(1, settings.default.max_examples // 100)  # seconds of a test
 
 
 def fuzz(count: int) -> settings:

@@ -170,7 +170,7 @@ def test_a_comparison_killed_twice_gives_the_same_lines(data, tmp_path):
 
     once, killed = tmp_path / "once", tmp_path / "killed"
     with start(once) as process:
-        assert process.wait(600) == 0
+        assert process.wait(1800) == 0
     for count in (1, 3):
         with start(killed, "--jobs", "2") as process:
             while len(list(killed.glob("runs/*/result.json"))) < count:

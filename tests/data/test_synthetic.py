@@ -134,7 +134,7 @@ def test_two_processes_that_start_at_once_make_one_set(root, tmp_path, monkeypat
     monkeypatch.setattr(synthetic, "_generate", noted_write)
     processes = [start(tmp_path / "sets", TINY) for _ in range(2)]
     for process in processes:
-        process.join()
+        process.join(120)
     assert [process.exitcode for process in processes] == [0, 0]
     assert len(list(tmp_path.glob("written by *"))) == 1
     assert all_files(tmp_path / "sets") == all_files(root)

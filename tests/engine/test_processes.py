@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_avai
 
 CASES = str(ROOT / "tests" / "engine" / "distributed_cases.py")
 LIMIT = 280  # seconds for a whole run on a busy machine
-END = 60  # seconds within which all processes end after one of them has failed
+END = 90  # seconds within which all processes end after one of them has failed
 TWO_IMAGES_EACH = {"SOLVER__IMS_PER_BATCH": 4}
 
 
@@ -115,11 +115,11 @@ def test_gradients_equal_those_of_one_process_with_the_joint_batch(data, tmp_pat
     [
         ("user_error", "Error in process 1: KEY (1): wrong. Fix: give 2."),
         ("killed", "Signal 9 (SIGKILL) received by PID"),
-        ("hang", "did not answer for 8 s"),
+        ("hang", "did not answer for 30 s"),
     ],
 )
 def test_all_processes_end_if_one_fails(data, tmp_path, kind, reason):
-    flags = ["--dist-timeout", "8"] if kind == "hang" else []
+    flags = ["--dist-timeout", "30"] if kind == "hang" else []
     status, stderr = launch_two(data, tmp_path, kind, *flags, SOLVER__MAX_ITER=9, DATASETS__TEST="()")
     assert status != 0 and time.time() - (tmp_path / "failed").stat().st_mtime < END
     assert stderr.count(reason) == 1, stderr
@@ -197,7 +197,7 @@ def wait_for_signal(index, folder):
     with errors_reported():
         try:
             Path(folder, f"started {index}").touch()
-            time.sleep(60)
+            time.sleep(LIMIT)
         except Interrupted:
             Path(folder, f"stopped {index}").touch()
             raise
@@ -209,8 +209,9 @@ def test_a_signal_to_the_launcher_stops_its_processes_first(tmp_path, monkeypatc
     launch = lambda *args, **kwargs: spawn(wait_for_signal, (str(tmp_path),), nprocs=2)  # noqa: E731
     monkeypatch.setattr("gw_detectron.engine.launch.launch", launch)
     with child(lambda report: launch_from_args(print, get_parser().parse_args([])), tmp_path / "log") as run:
-        deadline = time.monotonic() + 60
-        while len(list(tmp_path.glob("started *"))) < 2 and time.monotonic() < deadline:
+        deadline = time.monotonic() + LIMIT
+        while len(list(tmp_path.glob("started *"))) < 2:
+            assert time.monotonic() < deadline
             time.sleep(0.1)
         run.send(signal.SIGTERM)
         assert run.wait() == 143, run.output()

@@ -34,7 +34,7 @@ def cache(tmp_path, monkeypatch):
     published = PublishedWeights("R-18", "drive-id", positions="S1-B1")
     monkeypatch.setattr(catalog, "CATALOG", {published.name: published})
     download = gdown.download
-    impatient = {"timeout": (1, 1), "retries": 0}
+    impatient = {"timeout": (1, 30), "retries": 0}
     monkeypatch.setattr(gdown, "download", lambda *args, **options: download(*args, **(options | impatient)))
     return tmp_path / "cache" / "gw_detectron"
 
