@@ -83,7 +83,7 @@ def test_a_signal_in_an_evaluation_ends_it_and_keeps_the_finished_step(tmp_path,
     with child(train_long(output, TEST__EVAL_PERIOD=3, DATALOADER__NUM_WORKERS=2), tmp_path / "log") as run:
         assert run.wait_for(EVALUATION)
         while len(run.processes()) < 4:  # two of the evaluation
-            time.sleep(0.01)
+            assert run.read(0.05)
         run.send_to_all(signal.SIGTERM)
         if repeated:  # a launcher repeats its signal
             assert run.wait_for(CHECKPOINT)
