@@ -83,9 +83,11 @@ def _wrong_keypoint_names(cfg: CfgNode, datasets: Sequence[str]) -> Iterator[str
         names = list(MetadataCatalog.get(name).get("keypoint_names", None) or ())
         try:
             order = create_keypoint_hflip_indices(name)
-        except (AttributeError, ValueError) as error:  # no names or pairs; a pair with another name
-            if isinstance(error, AttributeError) and name not in cfg.DATASETS.TRAIN:
+        except AttributeError:  # no names or pairs
+            if name not in cfg.DATASETS.TRAIN:
                 continue
+            order = []
+        except ValueError:  # a pair with another name
             order = []
         first = first or names
         flipped = {each for pair in MetadataCatalog.get(name).get("keypoint_flip_map", None) or () for each in pair}
