@@ -59,7 +59,7 @@ def verify(
 
     Torchvision's network gets the images as its training did, Detectron2's by detection preprocessing. Torchvision's
     has the norms that the source records or that ``norm`` states; Detectron2's has the norms of the
-    converted weights.
+    converted weights. Errors are those of :func:`.load_weights`.
 
     Args:
         weights: path or address of converted weights, or of a file that records or proves its norms.
