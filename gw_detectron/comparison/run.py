@@ -179,7 +179,7 @@ class _Runs:
         self.costs, self.evaluations = Costs(**settings["costs"]), settings["evaluations"]
         times = self.costs.times if self.what.equal_time else {}
         self.plan = Plan(self.what.norms, self.rates, settings["iterations"], times)
-        for run in self.folder.glob("runs/*"):  # a killed comparison's runs end at their next step
+        for run in self.folder.glob("runs/*/"):  # a killed comparison's runs end at their next step
             lock_output(str(run), wait=True).close()
         for found in self.folder.glob(f"runs/*/{RESULT}"):
             result = read_result(found.parent)
