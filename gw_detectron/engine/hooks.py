@@ -76,7 +76,6 @@ class SignalHook(HookBase):
             return
         self.received, self._received_at = number, time.monotonic()
         if self._evaluating:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else torch raises when its workers die of the signal
             self._stop(number)
         again = "; a second Ctrl-C stops at once, without a checkpoint" if number == signal.SIGINT else ""
         log.warning("%s: stopping after this step%s", signal.Signals(number).name, again)

@@ -57,8 +57,7 @@ def launch_from_args(main: Callable[[argparse.Namespace], object], args: argpars
                 timeout=timeout,
             )
         except (Interrupted, KeyboardInterrupt):
-            children = multiprocessing.active_children()
-            for child in children:
+            for child in (children := multiprocessing.active_children()):
                 child.terminate()
             for child in children:
                 child.join()

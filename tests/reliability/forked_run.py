@@ -21,6 +21,7 @@ from gw_detectron.atomic import AtomicPathManager
 from gw_detectron.cli import errors_reported
 from gw_detectron.engine import Trainer
 from gw_detectron.engine import main as run_main
+from gw_detectron.engine.launch import launch_from_args
 
 from ..loggers import reset_loggers
 
@@ -160,7 +161,7 @@ def training(args: argparse.Namespace) -> Work:
 
     def work(report: Callable[[str], None]) -> None:
         report_phases(report)
-        run_main(args)
+        launch_from_args(run_main, args)
 
     return work
 
