@@ -39,7 +39,8 @@ def auto_config(
     """Set the keys of a config that a COCO file decides, and log a line for each.
 
     Classes, masks, image size, anchors, limits of detections, sampler, learning rate and schedule follow from the file.
-    In training, scale and colors vary. Architecture, norms, weights and ``SOLVER.IMS_PER_BATCH`` stay as in the config.
+    In training, scale and colors vary, and the weights are averaged. Architecture, norms, initial weights and
+    ``SOLVER.IMS_PER_BATCH`` stay as in the config.
 
     Args:
         cfg: Detectron2's config with the keys of this package, not frozen. ``MODEL.DEVICE`` bounds the image size.
@@ -157,15 +158,13 @@ def _limits(recipe: _Recipe, found: Fingerprint) -> None:
     """Raise the limits that dense images would exceed."""
     most, median = int(found.per_image.max()), float(np.median(found.per_image))
     limits = {"TEST.DETECTIONS_PER_IMAGE": (1.3 * most, 50, 1000)}
+    limits["MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE"] = (8 * median, 64, 1024)
     for use in ("TRAIN", "TEST"):
         limits[f"MODEL.RPN.PRE_NMS_TOPK_{use}"] = (5 * most, 100, 2000)  # of a level
         limits[f"MODEL.RPN.POST_NMS_TOPK_{use}"] = (3 * most, 100, 2000)
     for key, (wanted, unit, highest) in limits.items():
-        value = min(unit * math.ceil(wanted / unit), highest)
-        recipe.set(key, max(get_value(recipe.cfg, key), value), f"an image has {most} objects")
-    key = "MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE"
-    value = min(64 * math.ceil(8 * median / 64), 1024)
-    recipe.set(key, max(get_value(recipe.cfg, key), value), f"images have {median:g} objects (median)")
+        value = max(get_value(recipe.cfg, key), min(unit * math.ceil(wanted / unit), highest))
+        recipe.set(key, value, f"images have up to {most} objects, in the median {median:g}")
 
 
 def _sampler(recipe: _Recipe, found: Fingerprint) -> None:
@@ -179,7 +178,8 @@ def _sampler(recipe: _Recipe, found: Fingerprint) -> None:
 
 
 def _rate(recipe: _Recipe, found: Fingerprint) -> None:
-    """Scale the COCO recipe's rate, or the small-batch study's for small networks from scratch."""
+    """Scale the COCO recipe's rate, or the small-batch study's for small networks from scratch; average the weights."""
+    recipe.set("SOLVER.EMA", 0.999, "averaged weights are evaluated and saved")
     cfg, images = recipe.cfg, recipe.batch
     if cfg.MODEL.WEIGHTS or cfg.MODEL.RESNETS.DEPTH > 34:
         rate = 0.01 if "RetinaNet" in cfg.MODEL.META_ARCHITECTURE else 0.02
