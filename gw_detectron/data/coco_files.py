@@ -39,10 +39,10 @@ def read_json(path: str) -> Any:
 def complete_coco(content: Any, classes: Mapping[int, str] | None = None) -> Any:
     """Add the fields that pycocotools reads where annotations lack them, and replace those that are surely wrong.
 
-    ``area`` is the mask's, else the box's, ``iscrowd`` 0 (also of null, which Detectron2 takes for 1), ``id`` from 1 (a
-    match of id 0 is a miss to pycocotools), ``num_keypoints`` counts the labeled ones, and without ``keypoints`` none
-    is labeled. Replaced values are described under :data:`COMPLETED`. Of the run's ``classes``, names by id, a file
-    without others gets those that it lacks. A complete content is returned as it is.
+    ``area`` is the mask's, else the box's, ``iscrowd`` 0 (also of null, which Detectron2 takes for 1) or that of
+    ``ignore``, ``id`` from 1 (a match of id 0 is a miss to pycocotools), ``num_keypoints`` counts the labeled ones, and
+    without ``keypoints`` none is labeled. Replaced values are described under :data:`COMPLETED`. Of the run's
+    ``classes``, names by id, a file without others gets those that it lacks. A complete content is returned as it is.
     """
     try:
         own = {each["id"]: each["name"] for each in content["categories"]}
@@ -66,6 +66,8 @@ def complete_coco(content: Any, classes: Mapping[int, str] | None = None) -> Any
         completed, replaced = [], {"area": 0, "num_keypoints": 0}
         for number, each in enumerate(annotations, start=1):
             right: dict[str, Any] = {} if numbered else {"id": number}
+            if each.get("ignore", 0) != 0:  # Detectron2 refuses it; a crowd is neither trained on nor counted, too
+                right |= {"ignore": 0, "iscrowd": int(bool(each["ignore"] or each.get("iscrowd")))}
             if wrong[number - 1]:
                 right["area"] = areas[number - 1]
             if points:
@@ -133,9 +135,7 @@ def split_coco(content: Any, val_fraction: float) -> tuple[Any, Any]:
         return content, content
     ranked = sorted(set(places.values()))
     if len(ranked) < 2:
-        raise DataError(
-            f"{len(ranked)} images cannot be split. Fix: give more images, or a second file with --val-json."
-        )
+        raise DataError(f"{len(ranked)} images cannot be split. Fix: give more images, or a second file (--val-json).")
     border = min(max(val_fraction, ranked[1]), ranked[-1])
     train, val = (
         {

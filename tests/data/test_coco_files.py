@@ -38,6 +38,11 @@ def test_area_and_iscrowd_follow_from_the_box():
     assert [(each["area"], each["iscrowd"]) for each in completed["annotations"]] == [(50.0, 0), (600.0, 0)]
 
 
+def test_ignored_objects_are_crowds():
+    first, second = complete_coco(changed(lambda each: each.update(ignore=each["id"] == 1)))["annotations"]
+    assert (first["ignore"], first["iscrowd"]) == (0, 1) and second == {**COMPLETE["annotations"][1], "ignore": False}
+
+
 @pytest.mark.parametrize("change", [lambda each: each.update(id=each["id"] - 1), lambda each: each.pop("id")])
 def test_annotations_are_numbered_from_1(change):
     assert complete_coco(changed(change)) == COMPLETE
