@@ -1,5 +1,6 @@
 """Draw the AP of each norm, seed by seed: python -m experiments.real_images.figure OUTPUT.png RESULTS.jsonl ..."""
 
+import json
 import sys
 from pathlib import Path
 from statistics import mean
@@ -11,8 +12,6 @@ from matplotlib import pyplot
 
 from gw_detectron.atomic import atomic_write
 
-from ..json_lines import read_lines
-
 KINDS = {"bbox": "box", "segm": "mask"}
 
 
@@ -22,7 +21,7 @@ def draw(files: list[Path]) -> pyplot.Figure:
         1, len(files), figsize=(5.5 * len(files), 3), squeeze=False, layout="constrained"
     )
     for axes, file in zip(all_axes[0], files, strict=True):
-        runs = [run for run in read_lines(file, dict) if run["seed"]]  # seed 0 chose the rates
+        runs = [run for run in map(json.loads, file.read_text().splitlines()) if run["seed"]]  # seed 0 chose the rates
         norms = list(dict.fromkeys(run["norm"] for run in runs))[::-1]  # from top to bottom
         for place, norm in enumerate(norms):
             values = [run["AP"] for run in runs if run["norm"] == norm]
