@@ -216,6 +216,21 @@ class TestEvaluation:
         assert final.stat().st_mtime_ns == written and resumed["segm"]["AP"] == pytest.approx(trained["segm"]["AP"])
         assert "SOLVER.MAX_ITER (3): the run has finished" in (tmp_path / "log.txt").read_text()
 
+    def test_an_evaluation_compiles_the_backbone(self, copy, tmp_path, monkeypatch):
+        compiled = []
+        monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled.append(type(module).__name__))
+        assert main(arguments(tmp_path, "--eval-only", "--resume", MODEL__COMPILE=True)) and compiled
+
+    @pytest.mark.parametrize("ema", [0.0, 0.9])
+    def test_precise_statistics_are_saved(self, tmp_path, ema):
+        saved = {}
+        for precise in (False, True):
+            keys = {"TEST__PRECISE_BN__ENABLED": precise, "TEST__PRECISE_BN__NUM_ITER": 2, "SOLVER__EMA": ema, **SHORT}
+            main(arguments(tmp_path / str(precise), **keys))
+            saved[precise] = read_weights_file(tmp_path / str(precise) / "model_final.pth").value["model"]
+        changed = {name for name, value in saved[True].items() if not torch.equal(value, saved[False][name])}
+        assert changed and all("running_" in name or "num_batches" in name for name in changed)
+
     @pytest.mark.parametrize("panopticapi", [True, False])
     @pytest.mark.parametrize(
         ("architecture", "expected"),

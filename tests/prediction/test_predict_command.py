@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 from collections import Counter
 
 import pytest
@@ -42,6 +43,10 @@ def test_a_run_folder(tmp_path, run_folder, photos, capsys):
     assert summary["detector"] == str(run_folder / "model_final.pth")
     assert summary["images"] == 1 and summary["output"] == str(output) and summary["failed"] == {}
     assert not (output / "pictures").exists()
+    best = shutil.copytree(run_folder, tmp_path / "best") / "model_best.pth"
+    shutil.copyfile(run_folder / "model_final.pth", best)
+    assert predict(best.parent, photos / "b.png", "--output", output, "--no-pictures")
+    assert f"Detector: {best} (the best one by TEST.BEST)\n" in capsys.readouterr().out
     words = ("--output", output, "--score-threshold", 0.1, "--class-names", "a, b,c", "--opts")
     assert predict(run_folder, photos / "b.png", *words, "TEST.DETECTIONS_PER_IMAGE", 1)
     assert [each["category_name"] in ("a", "b", "c") for each in results(output)] == [True]

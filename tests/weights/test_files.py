@@ -195,7 +195,9 @@ def command(monkeypatch):
 def test_convert_and_verify_by_command(command, r18_file, tmp_path, capsys, monkeypatch):
     command("convert", r18_file, tmp_path / "a.pkl")
     assert "82 tensors of R-18 with BN, GW:groups=64" in capsys.readouterr().out
-    command("convert", "--force", r18_file, tmp_path / "a.pkl")
+    for name in ("detectron2-msra", "torchvision"):
+        command("convert", "--force", "--preprocessing", name, r18_file, tmp_path / "a.pkl")
+        assert load_weights(tmp_path / "a.pkl").preprocessing == PREPROCESSING[name]
     synthetic_images(1)[0].save(tmp_path / "0.png")
     assert command("verify", tmp_path / "a.pkl", "--source", r18_file)
     assert "AGREES" in capsys.readouterr().out
