@@ -53,6 +53,7 @@ def get_parser() -> argparse.ArgumentParser:
     kernels = kinds.add_parser("kernels", help="each Triton kernel, beside a copy of as many bytes")
     tune_help = "also measure other tile sizes, warps and stages, one number at a time"
     kernels.add_argument("--tune", action="store_true", help=tune_help)
+    kernels.add_argument("--channels-last", action="store_true", help="memory format of the input")
     kernels.add_argument(
         "--compile-only", type=int, metavar="CAPABILITY", help="for a GPU that is not there, e.g. 90; nothing is timed"
     )
@@ -98,9 +99,8 @@ def _rows(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
         return measure_networks(args.models, args.variants, args.dtype, sizes, args.repeats, device)
     if args.kind == "kernels":
         numbers = (args.groups, args.iters, args.repeats)
-        return measure_kernels(
-            args.shapes or KERNEL_SHAPES, args.dtypes, *numbers, device, args.compile_only, args.tune
-        )
+        options = (args.compile_only, args.tune, args.channels_last)
+        return measure_kernels(args.shapes or KERNEL_SHAPES, args.dtypes, *numbers, device, *options)
     cases = [
         Case((n * args.batch_scale, *sides), dtype, mode, device, args.groups, args.iters)
         for dtype in args.dtypes

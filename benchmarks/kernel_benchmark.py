@@ -41,6 +41,7 @@ def measure_kernels(
     device: torch.device,
     capability: int | None = None,
     tune: bool = False,
+    channels_last: bool = False,
 ) -> Iterator[Row]:
     """Compile each kernel of a layer and, on a GPU, time it.
 
@@ -53,6 +54,7 @@ def measure_kernels(
         device: a GPU, or ``meta`` to compile only.
         capability: the compute capability to compile for, e.g. 90; None takes that of the device.
         tune: also measure the numbers in :data:`TUNED`, one at a time.
+        channels_last: the memory format of the input.
 
     Yields:
         A row for each launch and setting, in the order of a training iteration. ``mib`` counts every argument once, as
@@ -74,6 +76,7 @@ def measure_kernels(
         capability = 10 * major + minor
     for dtype, shape in itertools.product(dtypes, shapes):
         x = torch.empty(shape, dtype=PRECISIONS[dtype].dtype, device=device)
+        x = x.to(memory_format=torch.channels_last) if channels_last else x
         x = x if x.is_meta else x.normal_()
         key = {"shape": "x".join(map(str, shape)), "dtype": dtype}
         with tuned(HOPPER[x.dtype] if capability // 10 == 9 else Tuning()):

@@ -135,26 +135,20 @@ class _Array(Tensor):
         self.data = torch.from_numpy(dtype.numbers(data).reshape(shape, order="F" if column_major else "C").copy())
 
 
-def _scalar(dtype: _Dtype, data: bytes | str) -> Any:
-    return dtype.numbers(data).item()
-
-
 def _frombuffer(data: bytes | bytearray, dtype: _Dtype, shape: tuple, order: str) -> _Array:
     array = _Array()
     array.__setstate__((1, shape, dtype, order == "F", data))
     return array
 
 
-def _encode(text: str, encoding: str) -> bytes:
-    return text.encode("latin1")  # pickle protocols below 3 write bytes as a string
-
-
 _NUMPY: dict[str, Any] = {"numpy.ndarray": _Array, "numpy.dtype": _Dtype}
 for _core in ("numpy.core", "numpy._core"):
-    _NUMPY |= {f"{_core}.multiarray._reconstruct": _Array, f"{_core}.multiarray.scalar": _scalar}
+    _NUMPY[f"{_core}.multiarray._reconstruct"] = _Array
+    _NUMPY[f"{_core}.multiarray.scalar"] = lambda dtype, data: dtype.numbers(data).item()
     _NUMPY[f"{_core}.numeric._frombuffer"] = _frombuffer
 #: all classes and functions that a pickle of arrays may name
-_ALLOWED: dict[str, Any] = {**_NUMPY, "_codecs.encode": _encode, "collections.OrderedDict": OrderedDict}
+_ALLOWED: dict[str, Any] = {**_NUMPY, "collections.OrderedDict": OrderedDict}
+_ALLOWED["_codecs.encode"] = lambda text, encoding: text.encode("latin1")  # protocols below 3 write bytes as a string
 
 
 class _Unpickler(pickle._Unpickler):  # the C version allocates memory for counts that a damaged file may set

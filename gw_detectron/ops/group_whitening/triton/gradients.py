@@ -185,6 +185,9 @@ def _apply_backward(
             inverse_slope *= inverse_x
         else:
             whitening, slope = to_operand(whitening, OPERAND, PRECISION), to_operand(slope, OPERAND, PRECISION)
+        if weight_ptr is not None and JB >= CPG:  # the same for all tiles: else copied to shared memory for each
+            j, _, _ = tile_columns(first, positions, CPG, JB, PB, VECTOR, X_J)
+            weight = load_per_channel(weight_ptr, rows, j, GROUPS, CPG, JB)
     for tile in tl.range(first, tl.minimum(first + per_split, tiles)):
         j, p, exists = tile_columns(tile, positions, CPG, JB, PB, VECTOR, X_J)
         dx = tl.zeros([ROWS, JB * PB], tl.float32)
@@ -203,7 +206,9 @@ def _apply_backward(
             dy = tl.load(dy_ptr + tile_offsets(k, j, p, dy_outer, CPG, VECTOR, DY_J), mask=inside, other=0.0)
             scaled = dy.to(tl.float32)
             if weight_ptr is not None:
-                scaled *= load_per_channel(weight_ptr, k, j, GROUPS, CPG, JB)
+                if DEPTH != ROWS or JB < CPG:
+                    weight = load_per_channel(weight_ptr, k, j, GROUPS, CPG, JB)
+                scaled *= weight
             scaled -= grad_mean[:, None]
             centered = x.to(tl.float32) - mean[:, None]
             if HALVES:

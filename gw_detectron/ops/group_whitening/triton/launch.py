@@ -308,7 +308,8 @@ def over_columns(
     pb = max(pb, 16 // jb)  # tl.dot needs a depth of at least 16
     tiles = triton.cdiv(tiled, jb) * triton.cdiv(positions, pb)
     others = n * cpg if one_j else n
-    per_split = max(setting.min_tiles, triton.cdiv(tiles, max(1, setting.programs * processors(x.device) // others)))
+    programs = min(setting.programs, 3) if matrix and jb > 1 else setting.programs  # weights take registers
+    per_split = max(setting.min_tiles, triton.cdiv(tiles, max(1, programs * processors(x.device) // others)))
     if limited:
         per_split = max(min(per_split, tuning_for(x).max_tiles), triton.cdiv(tiles, _MAX_GRID))
     splits = triton.cdiv(tiles, per_split)
