@@ -121,8 +121,8 @@ def _scale_steps(cfg: CfgNode, max_iter: int) -> None:
     """Move the drops of the learning rate with a shortened schedule, which was ``max_iter`` long, if one is lost."""
     steps = cfg.SOLVER.STEPS
     if cfg.SOLVER.MAX_ITER <= max(steps, default=0) < max_iter:
-        scaled = [step * cfg.SOLVER.MAX_ITER // max_iter for step in steps]
-        cfg.SOLVER.STEPS = tuple(step for step in scaled if step)
+        scaled = {step * cfg.SOLVER.MAX_ITER // max_iter for step in steps}
+        cfg.SOLVER.STEPS = tuple(sorted(scaled - {0}))
         log.warning("SOLVER.STEPS %s: scaled to %s with SOLVER.MAX_ITER", steps, cfg.SOLVER.STEPS)
 
 

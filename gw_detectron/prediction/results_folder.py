@@ -164,7 +164,7 @@ def write_preview(annotations: str, images: str, output: str | os.PathLike[str],
             content = read_json(dataset.json)
             register_datasets(CocoDatasets(val={_PREVIEW: dataset}), work)
             records = evenly_spread(DatasetCatalog.get(_PREVIEW), limit)
-            objects = [each for each in content["annotations"] if not each.get("iscrowd")]
+            objects = [each for each in content["annotations"] if not (each.get("iscrowd") or each.get("ignore"))]
             _write_counts(folder / COUNTS, content["images"], content["categories"], objects)
         except (AssertionError, LookupError, TypeError, AttributeError) as error:  # of pycocotools
             raise DataError(f"--preview ('{annotations}'): not a file in COCO format: {error!r}.") from error

@@ -107,7 +107,7 @@ def _check_kept_weights(cfg: CfgNode, report: PreflightReport, data: dict[str, F
     """Check the keys that decide which weights are kept, and when the training ends; None: scores are not known."""
     decay, best, period, patience = cfg.SOLVER.EMA, cfg.TEST.BEST, cfg.TEST.EVAL_PERIOD, cfg.TEST.PATIENCE
     if not 0 <= decay < 1:
-        report.errors.append(f"SOLVER.EMA ({decay}): not from 0 to below 1. Fix: give e.g. 0.999, or 0 for no average.")
+        report.errors.append(f"SOLVER.EMA ({decay}): not from 0 to below 1. Fix: give e.g. 0.999, or 0.0 for none.")
     if patience and not best:
         report.errors.append(f"TEST.PATIENCE ({patience}): TEST.BEST names no score. Fix: set it, e.g. bbox/AP.")
     if best and (period <= 0 or not cfg.DATASETS.TEST):
