@@ -66,7 +66,7 @@ def complete_coco(content: Any, classes: Mapping[int, str] | None = None) -> Any
         completed, replaced = [], {"area": 0, "num_keypoints": 0}
         for number, each in enumerate(annotations, start=1):
             right: dict[str, Any] = {} if numbered else {"id": number}
-            if each.get("ignore", 0) != 0:  # Detectron2 refuses it; a crowd is neither trained on nor counted, too
+            if each.get("ignore", 0) != 0:  # Detectron2 refuses it; a crowd, too, is neither trained on nor counted
                 right |= {"ignore": 0, "iscrowd": int(bool(each["ignore"] or each.get("iscrowd")))}
             if wrong[number - 1]:
                 right["area"] = areas[number - 1]
