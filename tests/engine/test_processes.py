@@ -208,7 +208,9 @@ def test_a_signal_to_the_launcher_stops_its_processes_first(tmp_path, monkeypatc
     spawn = torch.multiprocessing.spawn
     launch = lambda *args, **kwargs: spawn(wait_for_signal, (str(tmp_path),), nprocs=2)  # noqa: E731
     monkeypatch.setattr("gw_detectron.engine.launch.launch", launch)
-    with child(lambda report: launch_from_args(print, get_parser().parse_args([])), tmp_path / "log") as run:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    args = get_parser().parse_args(["--num-gpus", "2"])
+    with child(lambda report: launch_from_args(print, args), tmp_path / "log") as run:
         deadline = time.monotonic() + LIMIT
         while len(list(tmp_path.glob("started *"))) < 2:
             assert time.monotonic() < deadline
