@@ -13,7 +13,7 @@ from detectron2.config import CfgNode
 from torch.torch_version import TorchVersion
 
 from .config import anchor_strides, get_value, training_sides
-from .data.coco_files import read_json
+from .data.coco_files import complete_coco, read_json
 from .data.fingerprint import Fingerprint, anchor_fit, anchor_shapes, read_fingerprint
 from .data.images import evenly_spread, is_deep
 from .errors import ConfigError, DataError
@@ -69,7 +69,7 @@ def apply_recipe(
         raise ConfigError(f"--auto: MODEL.META_ARCHITECTURE ('{cfg.MODEL.META_ARCHITECTURE}') detects no objects.")
     if epochs is not None and not 0 < epochs < math.inf:
         raise ConfigError(f"--epochs ({epochs:g}): not above 0. Fix: give e.g. 20 passes over the images.")
-    contents = [(folder, read_json(path)) for path, folder in files.items()]
+    contents = [(folder, complete_coco(read_json(path))) for path, folder in files.items()]
     found = read_fingerprint(data for _, data in contents)
     if not len(found.boxes):
         raise DataError(
@@ -81,7 +81,7 @@ def apply_recipe(
         paths = [os.path.join(root, str(each.get("file_name"))) for root, data in contents for each in data["images"]]
         if not cfg.INPUT.PERCENTILES and any(map(is_deep, evenly_spread(paths, 20))):
             recipe.set("INPUT.PERCENTILES", [0.5, 99.5], "images have more than 8 bits")
-        for step in (_classes_and_masks, _image_size, _augmentations, _anchors, _limits, _sampler, _rate):
+        for step in (_classes_and_masks, _image_size, _augmentations, _anchors, _limits, _sampler, _solver):
             step(recipe, found)
     _schedule(recipe, found, epochs)
     return recipe.reasons
@@ -177,9 +177,9 @@ def _sampler(recipe: _Recipe, found: Fingerprint) -> None:
         recipe.set("DATALOADER.REPEAT_THRESHOLD", round(threshold, 5), "images of rarer classes are repeated")
 
 
-def _rate(recipe: _Recipe, found: Fingerprint) -> None:
-    """Scale the COCO recipe's rate, or the small-batch study's for small networks from scratch; average the weights."""
-    recipe.set("SOLVER.EMA", 0.999, "averaged weights are evaluated and saved")
+def _solver(recipe: _Recipe, found: Fingerprint) -> None:
+    """Average the weights; scale the COCO recipe's rate, or the small-batch study's for small networks from scratch."""
+    recipe.set("SOLVER.EMA", 0.999, "averaged weights have a higher AP before the learning rate drops")
     cfg, images = recipe.cfg, recipe.batch
     if cfg.MODEL.WEIGHTS or cfg.MODEL.RESNETS.DEPTH > 34:
         rate = 0.01 if "RetinaNet" in cfg.MODEL.META_ARCHITECTURE else 0.02

@@ -26,7 +26,7 @@ class Fingerprint:
     image: np.ndarray  # index of each object's image, (N)
     category: np.ndarray  # index of each object's class, (N)
     masks: Counter[str]  # number of objects by their segmentation: "polygon", "rle" or "none"
-    crowds: int  # annotations with iscrowd or ignore, which are not trained on
+    crowds: int  # annotations with iscrowd, which are not trained on
     unusable: int  # other annotations that cannot be learned
 
     @cached_property
@@ -79,7 +79,7 @@ def read_fingerprint(contents: Iterable[Any]) -> Fingerprint:
                 sizes.append((float(record["width"]), float(record["height"])))
             for record in content["annotations"]:
                 annotations += 1
-                if record.get("iscrowd") or record.get("ignore"):
+                if record.get("iscrowd"):
                     crowds += 1
                     continue
                 image, category = places.get(record.get("image_id"), -1), numbers.get(record.get("category_id"), -1)

@@ -22,7 +22,7 @@ from PIL import Image
 
 from ..atomic import atomic_folder, check_replaceable
 from ..data.coco_datasets import CocoDataset, CocoDatasets, register_datasets
-from ..data.coco_files import read_json
+from ..data.coco_files import complete_coco, read_json
 from ..data.datasets_yaml import existing_path
 from ..data.images import BROWSER_SUFFIXES, evenly_spread, read_image
 from ..errors import ConfigError, DataError, FileAccessError, MissingFileError, first_line, is_out_of_memory
@@ -161,10 +161,10 @@ def write_preview(annotations: str, images: str, output: str | os.PathLike[str],
     dataset = CocoDataset(json_file, existing_path(images, "MODEL", os.path.isdir))
     with tempfile.TemporaryDirectory() as work, atomic_folder(output, (PICTURES, COUNTS)) as folder:
         try:
-            content = read_json(dataset.json)
+            content = complete_coco(read_json(dataset.json))
             register_datasets(CocoDatasets(val={_PREVIEW: dataset}), work)
             records = evenly_spread(DatasetCatalog.get(_PREVIEW), limit)
-            objects = [each for each in content["annotations"] if not (each.get("iscrowd") or each.get("ignore"))]
+            objects = [each for each in content["annotations"] if not each.get("iscrowd")]
             _write_counts(folder / COUNTS, content["images"], content["categories"], objects)
         except (AssertionError, LookupError, TypeError, AttributeError) as error:  # of pycocotools
             raise DataError(f"--preview ('{annotations}'): not a file in COCO format: {error!r}.") from error

@@ -60,6 +60,10 @@ def test_a_preview_draws_annotations_without_a_model(tmp_path, capsys):
     assert len(pictures) == 6 and Image.open(pictures[0]).size == (480, 480)
     rows = (tmp_path / "out" / "counts.csv").read_text().splitlines()
     assert len(rows) == 7 and all(row.endswith(",3") for row in rows[1:])
+    content = json.loads((folder / "annotations.json").read_text())
+    content["annotations"][0]["ignore"] = 1
+    (folder / "annotations.json").write_text(json.dumps(content))
+    assert predict(*words) and (tmp_path / "out" / "counts.csv").read_text().count(",2\n") == 1
     for change in ({}, {"images": [], "annotations": [{}], "categories": []}, []):
         (folder / "annotations.json").write_text(json.dumps(change))
         with pytest.raises(UserError, match="annotations.json"):
