@@ -102,6 +102,15 @@ def test_compiling_alone_tells_registers_spills_and_settings(compiled):
 
 
 @needs_triton
+def test_the_memory_format_reaches_the_kernels(compiled, monkeypatch):
+    seen = []
+    launches = lambda x, *args, **options: seen.append(x) or layer_launches(x, *args, **options)  # noqa: E731
+    monkeypatch.setattr(kernel_benchmark, "layer_launches", launches)
+    assert list(measure_kernels([SHAPE], ["fp32"], 64, 5, 20, META, 90, channels_last=True))
+    assert seen[0].is_contiguous(memory_format=torch.channels_last)
+
+
+@needs_triton
 def test_settings_are_timed_beside_a_copy_of_as_many_bytes(compiled, monkeypatch):
     from triton.runtime.errors import OutOfResources  # no RuntimeError
 
