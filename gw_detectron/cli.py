@@ -100,7 +100,7 @@ def signals_handled(handler: Callable[[int, FrameType | None], None], *numbers: 
 
     def handle(number: int, frame: FrameType | None) -> None:
         if os.getpid() == process:
-            if hasattr(signal, "SIGCHLD"):  # not on Windows; else torch raises when its workers end
+            if hasattr(signal, "SIGCHLD"):  # not on Windows; torch's handler would raise when its workers end
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             handler(number, frame)
         elif number != signal.SIGINT:

@@ -58,7 +58,7 @@ def launch_from_args(main: Callable[[argparse.Namespace], object], args: argpars
             )
         except (Interrupted, KeyboardInterrupt):
             for child in (children := multiprocessing.active_children()):
-                child.terminate() if spawned else child.kill()  # a loader's worker can lose a second SIGTERM
+                child.terminate() if spawned else child.kill()  # loader workers may miss a second SIGTERM
             for child in children:
                 child.join()
             raise

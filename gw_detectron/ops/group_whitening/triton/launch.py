@@ -263,7 +263,7 @@ def over_columns(
     """Divide activations of one shape into tiles of all groups, and the tiles among programs.
 
     Each multiprocessor gets at most about ``setting.programs`` programs: one wave. A few more would run by themselves
-    after all others, and double the time.
+    after all others, and double the time. If tiles span several j, the weights take the registers of a fourth program.
 
     Args:
         setting: of the kernel.
@@ -308,7 +308,7 @@ def over_columns(
     pb = max(pb, 16 // jb)  # tl.dot needs a depth of at least 16
     tiles = triton.cdiv(tiled, jb) * triton.cdiv(positions, pb)
     others = n * cpg if one_j else n
-    programs = min(setting.programs, 3) if matrix and jb > 1 else setting.programs  # weights take registers
+    programs = min(setting.programs, 3) if matrix and jb > 1 else setting.programs
     per_split = max(setting.min_tiles, triton.cdiv(tiles, max(1, programs * processors(x.device) // others)))
     if limited:
         per_split = max(min(per_split, tuning_for(x).max_tiles), triton.cdiv(tiles, _MAX_GRID))
