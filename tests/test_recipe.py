@@ -167,7 +167,9 @@ def test_odd_data_give_a_config_that_can_be_built(tmp_path, name):
         assert build_model(cfg).roi_heads.num_classes == len(ODD[name]["categories"])
 
 
-@pytest.mark.parametrize("data", [content(objects=0), content(size=0), content(iscrowd=1), content(ignore=1), [], content(bbox=None)])
+@pytest.mark.parametrize(
+    "data", [content(objects=0), content(size=0), content(iscrowd=1), content(ignore=1), [], content(bbox=None)]
+)
 def test_data_without_an_object_to_learn_are_refused(tmp_path, data):
     with pytest.raises(DataError):
         recipe(tmp_path, data)
