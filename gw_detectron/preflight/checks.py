@@ -46,8 +46,7 @@ def preflight(
     if not eval_only:
         _check_schedule(cfg, report)
         try:
-            if cfg.INPUT.AUGMENTATIONS:
-                build_augmentations(cfg)
+            build_augmentations(cfg)
         except ConfigError as error:
             report.errors.append(str(error))
         cfg = DefaultTrainer.auto_scale_workers(cfg, comm.get_world_size())  # as the trainer does

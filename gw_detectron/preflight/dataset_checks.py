@@ -1,7 +1,6 @@
 """Check that the datasets of a run are complete and fit the model."""
 
 import functools
-import importlib.util
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -48,12 +47,6 @@ def check_datasets(
         for training, names in roles
         for name in names
     }
-    crops = cfg.INPUT.CROP.ENABLED and cfg.MODEL.MASK_ON and importlib.util.find_spec("shapely") is None
-    if crops and any(data[name].masks["polygon"] for name in cfg.DATASETS.TRAIN if name in data and not eval_only):
-        report.errors.append(
-            "INPUT.CROP.ENABLED (True): polygons are cropped by the package shapely, which is not installed, whatever "
-            "INPUT.MASK_FORMAT is. Fix: pip install shapely, or set INPUT.CROP.ENABLED False."
-        )
     known = {name: names for name, names in classes.items() if names}
     if trained:
         known = {f"the checkpoint ({len(trained)} classes)": list(trained.values()), **known}
