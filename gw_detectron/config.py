@@ -34,6 +34,7 @@ def add_gw_config(cfg: CfgNode) -> None:
         (cfg.SOLVER, "ACCUMULATE", 1),  # BASE_LR is the rate for ACCUMULATE * IMS_PER_BATCH images
         (cfg.SOLVER, "EMA", 0.0),
         (cfg.INPUT, "AUGMENTATIONS", []),  # before images are resized, e.g. "RandomCrop(size=512)"
+        (cfg.INPUT, "SCALE_PER_BATCH", False),
         (cfg.INPUT, "PERCENTILES", []),  # such as [0.5, 99.5]; with [], images of more than 8 bits are refused
         (cfg.TEST, "BEST", ""),  # "bbox/AP", "validation/total_loss"
         (cfg.TEST, "PATIENCE", 0),

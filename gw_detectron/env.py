@@ -8,8 +8,6 @@ from .config import add_gw_config
 def setup_environment() -> None:
     """Add this package's config keys to Detectron2's global defaults.
 
-    Detectron2 calls it during its own import if the variable is set. Nothing else here changes the global defaults.
-
     The variable does not make stock scripts safe: their own ``cfg.merge_from_file(file)`` runs the code of
     ``!!python/...`` tags, and their checkpointer unpickles ``.pkl`` files. Only this package's tools and
     :func:`gw_detectron.config.read_config` refuse both. In such a script, pass ``allow_unsafe=False``.

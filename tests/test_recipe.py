@@ -54,6 +54,7 @@ def test_small_dense_objects_get_pixels_anchors_and_room(tmp_path):
     cfg, reasons = recipe(tmp_path, content(objects=300, size=8))
     assert np.median(cfg.INPUT.MIN_SIZE_TRAIN) == cfg.INPUT.MIN_SIZE_TEST == 512  # twice the image, no more
     assert len(set(cfg.INPUT.MIN_SIZE_TRAIN)) > 1 and cfg.INPUT.AUGMENTATIONS and cfg.SOLVER.EMA == 0.999
+    assert cfg.INPUT.SCALE_PER_BATCH
     assert min(map(min, cfg.MODEL.ANCHOR_GENERATOR.SIZES)) <= 16
     assert cfg.TEST.DETECTIONS_PER_IMAGE >= 300 and cfg.MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE == 1024
     for use in ("TRAIN", "TEST"):

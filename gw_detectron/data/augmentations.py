@@ -2,6 +2,7 @@
 
 import ast
 import copy
+import random
 from typing import Any
 
 import numpy as np
@@ -9,13 +10,15 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.data import DatasetMapper
 from detectron2.data.detection_utils import filter_empty_instances
-from detectron2.data.transforms import Augmentation, AugmentationList
+from detectron2.data.transforms import Augmentation, AugmentationList, ResizeShortestEdge
 from fvcore.transforms.transform import Transform
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from ..errors import ConfigError, similar_names
 
+#: seeded before each image as before the others of its batch
+OF_BATCH = random.Random()
 # classes with a forward() of their own, such as RandAugment, do not tell which parameters they draw
 _USABLE = {
     name: kind
@@ -28,8 +31,24 @@ def training_mapper(cfg: CfgNode) -> DatasetMapper:
     """Build Detectron2's mapper of training examples, with ``INPUT.AUGMENTATIONS`` before its own augmentations."""
     ours = build_augmentations(cfg)
     mapper = (_TightBoxes if any(each.moves for each in ours) else DatasetMapper)(cfg, True)
-    mapper.augmentations = AugmentationList([*ours, *mapper.augmentations.augs])
+    theirs = mapper.augmentations.augs
+    if cfg.INPUT.SCALE_PER_BATCH:
+        theirs = [_BatchScale(each) if isinstance(each, ResizeShortestEdge) else each for each in theirs]
+    mapper.augmentations = AugmentationList([*ours, *theirs])
     return mapper
+
+
+class _BatchScale(Augmentation):
+    """Detectron2's resizing with one draw for a batch: less padding, whose zeros enter the statistics of GN and GW."""
+
+    def __init__(self, resize: ResizeShortestEdge) -> None:
+        super().__init__()
+        self._resize = resize
+
+    def get_transform(self, image: np.ndarray) -> Transform:
+        sides = self._resize.short_edge_length
+        side = OF_BATCH.randint(*sides) if self._resize.is_range else OF_BATCH.choice(sides)
+        return ResizeShortestEdge(side, self._resize.max_size, interp=self._resize.interp).get_transform(image)
 
 
 class _TightBoxes(DatasetMapper):

@@ -153,8 +153,7 @@ class Trainer(DefaultTrainer):
 
     @classmethod
     def build_train_loader(cls, cfg: CfgNode) -> Any:
-        mapper = training_mapper(cfg) if cfg.INPUT.AUGMENTATIONS else DatasetMapper(cfg, True)
-        return build_training_data(cfg, ImageNamingMapper(mapper, cfg.INPUT.PERCENTILES))
+        return build_training_data(cfg, ImageNamingMapper(training_mapper(cfg), cfg.INPUT.PERCENTILES))
 
     @classmethod
     def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> Any:

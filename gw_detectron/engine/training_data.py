@@ -25,6 +25,7 @@ from detectron2.utils import comm
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ..config import changed_config
+from ..data.augmentations import OF_BATCH
 from ..errors import ConfigError, DataError
 
 log = logging.getLogger(__name__)
@@ -108,15 +109,17 @@ class TrainingData:
             worker_init_fn=_obey_parent,
         )
 
-    def _batches(self) -> Iterator[list[tuple[int, int]]]:
-        """Batch pairs of position and index by aspect ratio, as Detectron2 does."""
+    def _batches(self) -> Iterator[list[tuple[int, int, int]]]:
+        """Batch by aspect ratio, as Detectron2 does; yield number of the batch, position and index of each image."""
         groups: tuple[list, list] = ([], [])
+        number = itertools.count()
         positions = itertools.count(comm.get_rank(), comm.get_world_size())
         for pair in zip(positions, self._sampler(), strict=False):
             group = groups[self._group[pair[1]]]
             group.append(pair)
             if len(group) == self._batch_size:
-                yield group[:]
+                batch = next(number)
+                yield [(batch, *each) for each in group]
                 group.clear()
 
     def _sampler(self) -> Sampler:
@@ -139,13 +142,14 @@ def _await_parent() -> None:
 
 
 class _ExampleDataset(Dataset):
-    """Training examples by position in the stream and index of the record."""
+    """Training examples by number of the batch, position in the stream and index of the record."""
 
     def __init__(self, records: DatasetFromList, mapper: Callable[[dict], Any], seed: int) -> None:
         self._records, self._mapper, self._seed = records, mapper, seed
 
-    def __getitem__(self, place: tuple[int, int]) -> Any:
-        position, index = place
+    def __getitem__(self, place: tuple[int, int, int]) -> Any:
+        batch, position, index = place
+        OF_BATCH.seed(f"{self._seed} {batch}")
         with seeded_generators(self._seed, IMAGE, position):
             for _ in range(_ATTEMPTS):
                 example = self._mapper(self._records[index])

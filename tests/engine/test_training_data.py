@@ -10,6 +10,7 @@ from detectron2.config import get_cfg
 from detectron2.data import DatasetCatalog, build_detection_train_loader
 from detectron2.utils import comm
 
+from gw_detectron.data.augmentations import OF_BATCH
 from gw_detectron.engine.training_data import (
     SAMPLER,
     TrainingData,
@@ -119,6 +120,25 @@ def test_processes_share_the_stream(cfg, monkeypatch):
     cfg.SOLVER.IMS_PER_BATCH = 3
     with pytest.raises(ConfigError, match=r"SOLVER.IMS_PER_BATCH \(3\): 2 processes cannot share it evenly"):
         share(0, 2)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_images_of_a_batch_share_random_numbers_in_all_processes(cfg, workers, monkeypatch):
+    def shared(rank, size, batches):
+        monkeypatch.setattr(comm, "get_rank", lambda: rank)
+        monkeypatch.setattr(comm, "get_world_size", lambda: size)
+        cfg.SOLVER.IMS_PER_BATCH, cfg.DATALOADER.NUM_WORKERS = 2 * size, workers
+        data = build_training_data(cfg, lambda record: {**record, "drawn": OF_BATCH.random()})
+        data.load_state_dict({"batches": batches})
+        drawn = [{number for _, number in batch} for batch in take(data, 6)]
+        assert all(len(numbers) == 1 for numbers in drawn) and len(set.union(*drawn)) == 6
+        return drawn
+
+    monkeypatch.setattr(comm, "shared_random_seed", lambda: 0)
+    assert shared(0, 2, 0) == shared(1, 2, 0) == shared(0, 1, 0)
+    assert shared(0, 1, 2)[:4] == shared(0, 1, 0)[2:]  # a restored position
+    cfg.SEED += 1
+    assert shared(0, 1, 0)[0] != shared(0, 1, 2)[0]
 
 
 def test_a_rejected_record_is_replaced_by_another_one(cfg):
