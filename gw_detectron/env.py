@@ -6,7 +6,7 @@ from .config import add_gw_config
 
 
 def setup_environment() -> None:
-    """Add this package's config keys to Detectron2's global defaults.
+    """Add this package's config keys to Detectron2's global defaults; Detectron2 calls it at its import.
 
     The variable does not make stock scripts safe: their own ``cfg.merge_from_file(file)`` runs the code of
     ``!!python/...`` tags, and their checkpointer unpickles ``.pkl`` files. Only this package's tools and

@@ -122,7 +122,7 @@ def _image_size(recipe: _Recipe, found: Fingerprint) -> None:
     side = int(np.clip(32 * round(min(1000 * wanted / small, enlarged) / 32), lowest, highest))
     sides = tuple(round(side * scale) for scale in _SCALES)
     recipe.set("INPUT.MIN_SIZE_TRAIN", sides, f"small objects get {small * side / 1000:.0f} pixels; the scale varies")
-    recipe.set("INPUT.SCALE_PER_BATCH", True, "images of a batch share their scale: less padding")
+    recipe.set("INPUT.SCALE_PER_BATCH", len(recipe.cfg.INPUT.MIN_SIZE_TRAIN) > 1, "images of a batch need less padding")
     recipe.set("INPUT.MIN_SIZE_TEST", int(training_sides(recipe.cfg)[0]), "as in training")
 
 

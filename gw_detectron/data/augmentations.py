@@ -17,7 +17,7 @@ from torchvision.transforms import v2
 
 from ..errors import ConfigError, similar_names
 
-#: seeded before each image as before the others of its batch
+#: seeded before each image of a batch alike
 OF_BATCH = random.Random()
 # classes with a forward() of their own, such as RandAugment, do not tell which parameters they draw
 _USABLE = {
@@ -42,13 +42,12 @@ class _BatchScale(Augmentation):
     """Detectron2's resizing with one draw for a batch: less padding, whose zeros enter the statistics of GN and GW."""
 
     def __init__(self, resize: ResizeShortestEdge) -> None:
-        super().__init__()
-        self._resize = resize
+        self.resize = resize
 
     def get_transform(self, image: np.ndarray) -> Transform:
-        sides = self._resize.short_edge_length
-        side = OF_BATCH.randint(*sides) if self._resize.is_range else OF_BATCH.choice(sides)
-        return ResizeShortestEdge(side, self._resize.max_size, interp=self._resize.interp).get_transform(image)
+        sides = self.resize.short_edge_length
+        side = OF_BATCH.randint(*sides) if self.resize.is_range else OF_BATCH.choice(sides)
+        return ResizeShortestEdge((side, side), self.resize.max_size, interp=self.resize.interp).get_transform(image)
 
 
 class _TightBoxes(DatasetMapper):

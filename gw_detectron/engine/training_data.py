@@ -44,6 +44,8 @@ def build_training_data(cfg: CfgNode, mapper: Callable[[dict], Any]) -> Any:
     records, grouped = options["dataset"], options["aspect_ratio_grouping"]
     if isinstance(records, list) and all("width" in r and "height" in r for r in records if grouped):
         return TrainingData(cfg, records, mapper)
+    if cfg.INPUT.SCALE_PER_BATCH:
+        raise ConfigError("INPUT.SCALE_PER_BATCH (True): a dataset has no width and height. Fix: set it to False.")
     return build_detection_train_loader(**options)
 
 
@@ -149,9 +151,9 @@ class _ExampleDataset(Dataset):
 
     def __getitem__(self, place: tuple[int, int, int]) -> Any:
         batch, position, index = place
-        OF_BATCH.seed(f"{self._seed} {batch}")
         with seeded_generators(self._seed, IMAGE, position):
             for _ in range(_ATTEMPTS):
+                OF_BATCH.seed(f"{self._seed} {batch}")
                 example = self._mapper(self._records[index])
                 if example is not None:
                     return example

@@ -6,10 +6,10 @@ import random
 import numpy as np
 import pytest
 import torch
-from detectron2.config import get_cfg
 from detectron2.data import DatasetCatalog, build_detection_train_loader
 from detectron2.utils import comm
 
+from gw_detectron.config import changed_config, default_config
 from gw_detectron.data.augmentations import OF_BATCH
 from gw_detectron.engine.training_data import (
     SAMPLER,
@@ -31,7 +31,7 @@ def cfg():
         for i, (w, h) in enumerate(SIZES)
     ]
     DatasetCatalog.register("tiny_records", lambda: records)
-    cfg = get_cfg()
+    cfg = default_config()
     cfg.DATASETS.TRAIN = ("tiny_records",)
     cfg.SOLVER.IMS_PER_BATCH = 2
     cfg.DATALOADER.NUM_WORKERS = 0
@@ -124,11 +124,15 @@ def test_processes_share_the_stream(cfg, monkeypatch):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_images_of_a_batch_share_random_numbers_in_all_processes(cfg, workers, monkeypatch):
+    def choosy(record):
+        example = {**record, "drawn": OF_BATCH.random()}
+        return example if random.random() < 0.7 else None  # another record takes its place
+
     def shared(rank, size, batches):
         monkeypatch.setattr(comm, "get_rank", lambda: rank)
         monkeypatch.setattr(comm, "get_world_size", lambda: size)
         cfg.SOLVER.IMS_PER_BATCH, cfg.DATALOADER.NUM_WORKERS = 2 * size, workers
-        data = build_training_data(cfg, lambda record: {**record, "drawn": OF_BATCH.random()})
+        data = build_training_data(cfg, choosy)
         data.load_state_dict({"batches": batches})
         drawn = [{number for _, number in batch} for batch in take(data, 6)]
         assert all(len(numbers) == 1 for numbers in drawn) and len(set.union(*drawn)) == 6
@@ -174,5 +178,7 @@ def test_records_without_sizes_are_left_to_detectron2(cfg):
     DatasetCatalog.register("no_sizes", lambda: records)
     cfg.DATASETS.TRAIN = ("no_sizes",)
     assert not isinstance(build_training_data(cfg, dict), TrainingData)
+    with pytest.raises(ConfigError, match="no width and height"):
+        build_training_data(changed_config(cfg, {"INPUT.SCALE_PER_BATCH": True}), dict)
     cfg.DATALOADER.ASPECT_RATIO_GROUPING = False
     assert len(take(build_training_data(cfg, dict), 5)) == 5
