@@ -25,7 +25,6 @@ _RATIOS = ([0.5, 1.0, 2.0], [0.33, 0.57, 1.0, 1.75, 3.0], [0.12, 0.25, 0.5, 1.0,
 _NOTABLE = 0.02  # a smaller gain of mean overlap changes no anchors
 _RARE = 10  # a class is rare if another one is in so many times more images
 _SCALES = (0.75, 0.875, 1.0, 1.125, 1.25)  # of images in training: their median is the scale of the evaluation
-_COLORS = "ColorJitter(brightness=0.3, contrast=0.3, saturation=0.3)"
 
 
 def auto_config(
@@ -43,7 +42,7 @@ def auto_config(
     ``SOLVER.IMS_PER_BATCH`` stay as in the config.
 
     Args:
-        cfg: Detectron2's config with the keys of this package, not frozen. ``MODEL.DEVICE`` bounds the image size.
+        cfg: Detectron2's config with the keys of this package, not frozen. ``MODEL.DEVICE`` bounds sizes.
         json: the annotation file to train on; ``file_name`` in it is relative to the folder ``images``.
         images: see ``json``.
         epochs: passes over the images; default: by their number.
@@ -91,7 +90,7 @@ class _Recipe:
     """A config, and why its keys were set."""
 
     def __init__(self, cfg: CfgNode, given: Collection[str]) -> None:
-        self.cfg, self.given = cfg, given
+        self.cfg, self.given, self.on_cpu = cfg, given, cfg.MODEL.DEVICE == "cpu"
         self.batch = cfg.SOLVER.IMS_PER_BATCH * cfg.SOLVER.ACCUMULATE
         self.reasons: dict[str, str] = {}
 
@@ -114,7 +113,7 @@ def _classes_and_masks(recipe: _Recipe, found: Fingerprint) -> None:
 
 def _image_size(recipe: _Recipe, found: Fingerprint) -> None:
     """Choose the shorter side at which the class of the smallest objects gets enough pixels."""
-    wanted, lowest, highest = (48, 480, 800) if recipe.cfg.MODEL.DEVICE != "cpu" else (24, 160, 512)
+    wanted, lowest, highest = (24, 160, 384) if recipe.on_cpu else (48, 480, 800)
     sizes, per_class = found.sizes(1000, math.inf), found.per_class
     common = np.flatnonzero(per_class > 0.01 * len(sizes))  # AP is a mean over classes: each of them counts
     small = min((np.quantile(sizes[found.category == index], 0.25) for index in common), default=np.median(sizes))
@@ -128,7 +127,7 @@ def _image_size(recipe: _Recipe, found: Fingerprint) -> None:
 
 def _augmentations(recipe: _Recipe, found: Fingerprint) -> None:
     if not recipe.cfg.INPUT.AUGMENTATIONS and TorchVersion(torchvision.__version__) >= "0.24":  # older ones cannot
-        recipe.set("INPUT.AUGMENTATIONS", [_COLORS], "brightness and colors vary")
+        recipe.set("INPUT.AUGMENTATIONS", ["ColorJitter(0.3, 0.3, 0.3)"], "brightness, contrast and saturation vary")
 
 
 def _anchors(recipe: _Recipe, found: Fingerprint) -> None:
@@ -159,7 +158,8 @@ def _limits(recipe: _Recipe, found: Fingerprint) -> None:
     """Raise the limits that dense images would exceed."""
     most, median = int(found.per_image.max()), float(np.median(found.per_image))
     limits = {"TEST.DETECTIONS_PER_IMAGE": (1.3 * most, 50, 1000)}
-    limits["MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE"] = (8 * median, 64, 1024)
+    regions = max(4 * median, min(8 * median, 128)) if recipe.on_cpu else 8 * median
+    limits["MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE"] = (regions, 64, 1024)
     for use in ("TRAIN", "TEST"):
         limits[f"MODEL.RPN.PRE_NMS_TOPK_{use}"] = (5 * most, 100, 2000)  # of a level
         limits[f"MODEL.RPN.POST_NMS_TOPK_{use}"] = (3 * most, 100, 2000)

@@ -52,7 +52,7 @@ def recipe(tmp_path, data, *changes, config="own_mask_rcnn_R_18_FPN_GW", **optio
 
 def test_small_dense_objects_get_pixels_anchors_and_room(tmp_path):
     cfg, reasons = recipe(tmp_path, content(objects=300, size=8))
-    assert np.median(cfg.INPUT.MIN_SIZE_TRAIN) == cfg.INPUT.MIN_SIZE_TEST == 512  # twice the image, no more
+    assert np.median(cfg.INPUT.MIN_SIZE_TRAIN) == cfg.INPUT.MIN_SIZE_TEST == 384  # the most on a CPU
     assert len(set(cfg.INPUT.MIN_SIZE_TRAIN)) > 1 and cfg.INPUT.AUGMENTATIONS and cfg.SOLVER.EMA == 0.999
     assert cfg.INPUT.SCALE_PER_BATCH
     assert min(map(min, cfg.MODEL.ANCHOR_GENERATOR.SIZES)) <= 16
@@ -60,6 +60,15 @@ def test_small_dense_objects_get_pixels_anchors_and_room(tmp_path):
     for use in ("TRAIN", "TEST"):
         assert (cfg.MODEL.RPN[f"PRE_NMS_TOPK_{use}"], cfg.MODEL.RPN[f"POST_NMS_TOPK_{use}"]) == (1500, 900)
     assert "300 objects" in reasons["TEST.DETECTIONS_PER_IMAGE"]
+
+
+def test_a_gpu_gets_larger_images_and_more_regions(tmp_path):
+    cfg, _ = recipe(tmp_path, content(objects=300, size=8), "MODEL.DEVICE", "cuda")
+    assert cfg.INPUT.MIN_SIZE_TEST == 512  # twice the image, no more
+    for objects, regions in ((12, (128, 128)), (25, (128, 256)), (60, (256, 512))):
+        for device, expected in zip(("cpu", "cuda"), regions, strict=True):
+            cfg, _ = recipe(tmp_path, content(objects=objects), "MODEL.DEVICE", device)
+            assert expected == cfg.MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE
 
 
 def test_large_and_long_objects_get_large_and_long_anchors(tmp_path):
@@ -127,7 +136,7 @@ def test_the_class_of_the_smallest_objects_decides_the_image_size(tmp_path):
     data = content(side=900, size=300)
     for number, each in enumerate(data["annotations"]):
         each |= {"category_id": 1, "bbox": [0, 0, 20, 20]} if number % 20 == 0 else {"category_id": 0}
-    assert recipe(tmp_path, data)[0].INPUT.MIN_SIZE_TEST == 512
+    assert recipe(tmp_path, data)[0].INPUT.MIN_SIZE_TEST == 384
 
 
 def test_given_keys_stay(tmp_path):
