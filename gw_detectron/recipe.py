@@ -42,7 +42,7 @@ def auto_config(
     ``SOLVER.IMS_PER_BATCH`` stay as in the config.
 
     Args:
-        cfg: Detectron2's config with the keys of this package, not frozen. ``MODEL.DEVICE`` bounds sizes.
+        cfg: Detectron2's config with this package's keys, not frozen. ``MODEL.DEVICE`` bounds image size and regions.
         json: the annotation file to train on; ``file_name`` in it is relative to the folder ``images``.
         images: see ``json``.
         epochs: passes over the images; default: by their number.

@@ -17,7 +17,7 @@ from torchvision.transforms import v2
 
 from ..errors import ConfigError, similar_names
 
-#: seeded before each image of a batch alike
+#: random numbers that the images of a batch share: the training data seed it for each image
 OF_BATCH = random.Random()
 # classes with a forward() of their own, such as RandAugment, do not tell which parameters they draw
 _USABLE = {
