@@ -5,7 +5,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,11 +27,11 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def atomic_folder(output: str | os.PathLike[str], files: Collection[str]) -> Iterator[Path]:
+def atomic_folder(output: str | os.PathLike[str], files: Sequence[str]) -> Iterator[Path]:
     """Yield an empty folder that replaces ``output`` on success.
 
-    ``output`` may hold an earlier result of the same kind, which has these ``files``. If it holds others or cannot be
-    written it is left unchanged, and a FileAccessError is raised.
+    ``output`` may hold an earlier result of the same kind: see :func:`check_replaceable`. If it holds other files or
+    cannot be written it is left unchanged, and a FileAccessError is raised.
     """
     output = Path(output).resolve()
     check_replaceable(output, files)
@@ -51,10 +51,10 @@ def atomic_folder(output: str | os.PathLike[str], files: Collection[str]) -> Ite
             raise
 
 
-def check_replaceable(output: Path, files: Collection[str]) -> None:
-    """Raise FileAccessError if ``output`` is a folder with other files."""
-    others = sorted(set(os.listdir(output)).difference(files)) if output.exists() else []
-    if others:
+def check_replaceable(output: Path, files: Sequence[str]) -> None:
+    """Raise FileAccessError if ``output`` holds more than a result of these ``files``; every result has the first."""
+    found = set(os.listdir(output)) if output.exists() else set()
+    if others := sorted(found.difference(files) if found.intersection(files[:1]) else found):
         raise FileAccessError(
             f"output ('{output}'): the folder holds {summarize_names(others)}, which is not part of an earlier result "
             f"({summarize_names(files, 3)}). Fix: give an empty or new folder."

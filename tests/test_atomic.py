@@ -88,6 +88,17 @@ def test_a_folder_is_created_and_replaced(tmp_path):
     assert entries(tmp_path / "empty") == ["a.txt"]
 
 
+def test_a_folder_with_only_some_names_of_a_result_is_the_users(tmp_path):
+    (tmp_path / "pictures").mkdir()
+    with pytest.raises(FileAccessError, match="holds pictures, which is not part of an earlier result"):
+        with atomic_folder(tmp_path, ["counts.csv", "pictures"]):
+            pass
+    (tmp_path / "counts.csv").touch()
+    with atomic_folder(tmp_path, ["counts.csv", "pictures"]):
+        pass
+    assert entries(tmp_path) == []
+
+
 def test_a_failure_leaves_the_earlier_folder(tmp_path):
     write_folder(tmp_path / "out")
     with pytest.raises(RuntimeError), atomic_folder(tmp_path / "out", ["a.txt"]) as folder:

@@ -156,7 +156,7 @@ def export_backbone(
 
     file = f"backbone.{file_format}"
     extractor = FeatureExtractor(backbone, normalization)
-    with atomic_folder(output, (file, PARITY)) as folder:
+    with atomic_folder(output, (PARITY, file)) as folder:
         _logger.info("Writing %s", file)
         write = write_safetensors if file_format == "safetensors" else write_program
         written = write(extractor, folder / file)

@@ -86,7 +86,7 @@ def export_detector(
     if image is None:
         image = channels_first(convert_PIL_to_numpy(synthetic_images(1)[0], detector.model.input_format))
     file = f"model.{file_format}"
-    with atomic_folder(output, (file, PARITY)) as folder:
+    with atomic_folder(output, (PARITY, file)) as folder:
         _logger.info("Detecting with the model")
         resize = write_program(one(resize_only=True), folder / file) if one else None
         cases = reference_cases(program, image.detach().cpu().float(), resize)

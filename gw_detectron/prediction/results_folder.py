@@ -36,7 +36,7 @@ from .tiles import TiledPredictor, shrunk
 log = logging.getLogger(__name__)
 
 RESULTS, IMAGES, COUNTS, PICTURES = "predictions.json", "images.json", "counts.csv", "pictures"
-_FILES = (RESULTS, IMAGES, COUNTS, PICTURES)
+_FILES, _PREVIEW_FILES = (RESULTS, IMAGES, COUNTS, PICTURES), (COUNTS, PICTURES)
 _KEYS = ["image_id", "file_name", "frame", "category_id", "category_name", "score", "bbox", "keypoints", "segmentation"]
 _FRAMES_PER_SECOND = 25.0  # of a video that does not tell
 _PREVIEW = "preview"
@@ -59,10 +59,6 @@ def check_output(output: str | os.PathLike[str], sources: Iterable[ImageSource])
     """Refuse an output folder that holds other files than earlier predictions, or one of the sources."""
     folder = Path(output).resolve()
     check_replaceable(folder, _FILES)
-    if (folder / PICTURES).exists() and not (folder / RESULTS).exists():
-        raise FileAccessError(
-            f"output ('{output}'): holds '{PICTURES}' without {RESULTS}. Fix: give an empty or new folder."
-        )
     if inside := [source.path for source in sources if source.path.resolve().is_relative_to(folder)]:
         raise ConfigError(f"output ('{output}'): would replace the input '{inside[0]}'. Fix: give another folder.")
 
@@ -156,10 +152,10 @@ def write_preview(annotations: str, images: str, output: str | os.PathLike[str],
     to the folder ``images``. ``counts.csv`` counts all objects. An earlier preview in ``output`` is replaced.
     """
     require_packages("pictures", "cv2")
-    check_replaceable(Path(output), (PICTURES, COUNTS))
+    check_replaceable(Path(output), _PREVIEW_FILES)
     json_file = existing_path(annotations, "--preview", os.path.isfile)
     dataset = CocoDataset(json_file, existing_path(images, "MODEL", os.path.isdir))
-    with tempfile.TemporaryDirectory() as work, atomic_folder(output, (PICTURES, COUNTS)) as folder:
+    with tempfile.TemporaryDirectory() as work, atomic_folder(output, _PREVIEW_FILES) as folder:
         try:
             content = complete_coco(read_json(dataset.json))
             register_datasets(CocoDatasets(val={_PREVIEW: dataset}), work)

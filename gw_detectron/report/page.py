@@ -84,13 +84,18 @@ def write_page(path: Path, title: str, sections: Mapping[str, Section], missing:
         temporary.write_text(page, encoding="utf-8")
 
 
+def files_of(page: str) -> tuple[str, str]:
+    """Return the names of what :func:`write_folder` writes."""
+    return page.replace(".html", ".json"), page
+
+
 def write_folder(
     output: str | os.PathLike[str], page: str, title: str, sections: Mapping[str, Section], numbers: dict[str, Any]
 ) -> dict[str, Any]:
     """Write a page and its numbers, in a json file beside it; return what this file holds, in which NaN is null."""
-    data = page.replace(".html", ".json")
+    data, _ = files = files_of(page)
     numbers = json.loads(json.dumps(numbers), parse_constant=lambda _: None)
-    with atomic_folder(output, [page, data]) as place:
+    with atomic_folder(output, files) as place:
         write_page(place / page, title, sections, numbers.get("missing", ()))
         (place / data).write_text(json.dumps(numbers, indent=2) + "\n")
     return numbers

@@ -125,10 +125,6 @@ def test_earlier_predictions_are_replaced_and_other_folders_are_not(tmp_path, ph
     (tmp_path / "out" / "thesis.tex").touch()
     with pytest.raises(FileAccessError, match=r"thesis\.tex"):
         predict(photos)
-    own = tmp_path / "own"
-    (own / "pictures").mkdir(parents=True)
-    with pytest.raises(FileAccessError, match=r"holds 'pictures' without predictions\.json"):
-        check_output(own, [])
 
 
 def test_without_opencv_there_are_json_files_but_no_pictures_or_videos(monkeypatch, photos, video, predict):
