@@ -6,10 +6,11 @@ from typing import Any
 
 from matplotlib import rc_context
 
+from ..atomic import check_replaceable
 from ..errors import is_user_error
 from ..installation import require_packages
 from ..progress import progress_bar
-from .page import section_key, write_folder
+from .page import files_of, section_key, write_folder
 from .run_folder import RunFolder
 from .sections import SECTIONS, Section
 
@@ -30,9 +31,10 @@ def write_report(
     Returns:
         The content of ``report.json``. ``missing`` lists the parts whose input the run folder lacks, and why.
     """
-    require_packages("report", "cv2")  # before minutes of work
     run = RunFolder(folder, images, score)
     output = run.folder / "report" if output is None else Path(output)
+    require_packages("report", "cv2")  # before minutes of work
+    check_replaceable(output, files_of(PAGE))
     sections: dict[str, Section] = {}
     reasons: dict[str, list[str]] = {}
     for name, section in progress_bar(SECTIONS.items(), desc="report", unit="part"):

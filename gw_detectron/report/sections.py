@@ -93,7 +93,8 @@ def summary(run: RunFolder) -> Section:
         scores = {task: _scores(run.detections, task) for task in run.detections.tasks}
     with missing:
         facts["images"] = len(run.records)
-    facts["norms"] = norm_summary(build_checked_model(run.cfg, "meta"))
+    with missing:
+        facts["norms"] = norm_summary(build_checked_model(run.cfg, "meta"))
     with missing:
         facts |= _progress(run)
     with missing:

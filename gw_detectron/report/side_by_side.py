@@ -49,7 +49,7 @@ def write_side_by_side(folders: Sequence[str | os.PathLike[str]], output: str | 
 def _summary(facts: dict[str, dict[str, Any]]) -> Table:
     tasks = list(next(iter(facts.values()))["scores"])
     rows = [
-        [label, *(each["scores"].get(task, {}).get("AP") for task in tasks), each.get("iterations"), each["norms"]]
+        [label, *(each["scores"].get(task, {}).get("AP") for task in tasks), each.get("iterations"), each.get("norms")]
         for label, each in facts.items()
     ]
     return Table(["run", *(f"{TASKS[task]} AP" for task in tasks), "iterations", "norms"], rows)

@@ -101,14 +101,18 @@ def test_missing_parts_are_named_on_the_page_and_printed(tmp_path, capsys):
     (folder / "report" / "report.json").touch()  # an earlier report is replaced
     (folder / "metrics.json").unlink()
     (folder / "photos" / "1.jpg").unlink()
+    config = (folder / "config.yaml").read_text()  # of a script that registers its own heads
+    (folder / "config.yaml").write_text(config.replace("NAME: StandardROIHeads", "NAME: MyHeads"))
     report(folder)
     page = Page((folder / "report" / "report.html").read_text())
     numbers = json.loads((folder / "report" / "report.json").read_text())
     printed = capsys.readouterr().out
     assert [entry["parts"] for entry in numbers["missing"]] == [["Curves"], ["Predictions", "Errors"]]
     assert "1.jpg" in numbers["missing"][1]["reason"] and "ap_per_class" in numbers
+    assert "bbox AP" in printed and "norms" not in numbers["summary"]
     assert all(entry["reason"] in text for entry in numbers["missing"] for text in (page.text, printed))
     (folder / "report" / "thesis.png").touch()
+    (folder / "annotations.json").unlink()  # not looked at
     with pytest.raises(FileAccessError, match=r"thesis\.png"):
         write_report(folder)
     assert (folder / "report" / "report.html").exists()
