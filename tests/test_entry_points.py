@@ -23,8 +23,8 @@ WEIGHTS_TOOLS = {
     "evaluate": "train_net.py --config-file {config} --eval-only MODEL.WEIGHTS {weights} OUTPUT_DIR {folder}/out",
     "resume": "train_net.py --config-file {config} --resume OUTPUT_DIR {folder}",
     "demo": "demo.py --config-file {config} MODEL.WEIGHTS {weights} OUTPUT_DIR {folder}/out",
-    "export backbone": "export_model.py --backbone --config-file {config} --weights {weights} --output {folder}/out",
-    "export model": "export_model.py --config-file {config} --weights {weights} --image no.png --output {folder}/out",
+    "export backbone": "export_model.py {weights} --backbone --config-file {config} --output {folder}/out",
+    "export model": "export_model.py {weights} --config-file {config} --image no.png --output {folder}/out",
     "convert": "convert_weights.py {weights} {folder}/converted.pkl",
 }
 

@@ -136,9 +136,7 @@ def load_model(
     """
     checkpoint = checkpoint or open_start_weights(cfg.MODEL.WEIGHTS).checkpoint()
     if checkpoint is None:
-        raise ConfigError(
-            "MODEL.WEIGHTS (''): no weights are given. Fix: give a trained detector by --weights or this key."
-        )
+        raise ConfigError("MODEL.WEIGHTS (''): no weights are given. Fix: set it to a trained detector, or give a RUN.")
     model = build_checked_model(cfg, device).eval()
     report = load_checkpoint(model, checkpoint, allow_partial=allow_partial)
     log.info("%s", report)
@@ -207,7 +205,7 @@ def norm_mismatch(address: str, differences: Sequence[str]) -> WeightsError:
     return WeightsError(
         f"MODEL.WEIGHTS ('{address}'): trained with other norms: {len(differences)} layers differ "
         f"({summarize_names(differences)}). Fix: set MODEL.RESNETS.WHITEN_POSITIONS, {', '.join(NORM_KEYS)} and CONV "
-        "keys as in that run, give weights of these norms, or pass --allow-partial."
+        "keys as in that run, or give weights of these norms; train and eval accept others with --allow-partial."
     )
 
 

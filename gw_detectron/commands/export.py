@@ -11,15 +11,16 @@ from typing import Any
 
 from detectron2.config import CfgNode
 
-from ..checkpoint import best_checkpoint, open_start_weights, trained_classes
+from ..checkpoint import open_start_weights, trained_classes
 from ..cli import RunParser, check_folder, new_parser
 from ..config import read_config
 from ..data.datasets_yaml import class_metadata, classes_of
 from ..errors import ConfigError
 from ..export import FORMATS, Normalization, export_backbone, export_detector, load_model, read_image_for
+from ..prediction import detector_file
 
 _OF_BACKBONES = ("no_fpn", "pixels")
-_OF_DETECTORS = ("detections", "one_image", "paste_masks", "image")
+_OF_DETECTORS = ("one_image", "paste_masks", "image")
 
 
 def get_parser() -> argparse.ArgumentParser:
@@ -27,18 +28,16 @@ def get_parser() -> argparse.ArgumentParser:
         __doc__,
         "output/mydata --output detector --format onnx",
         "output/mydata --output detector --one-image --paste-masks",
-        "--config-file output/config.yaml --weights output/model_final.pth --output backbone --backbone --pixels",
+        "output/mydata/model_final.pth --output backbone --backbone --pixels",
         kind=RunParser,
     )
     add = parser.add_argument
-    add("--config-file", metavar="FILE", help="config of the model; default: config.yaml beside the weights")
-    add("--weights", metavar="FILE", help="weights or a run folder; default: MODEL.WEIGHTS of the config")
+    add("--config-file", metavar="FILE", help="config of the model; default: config.yaml beside RUN's weights")
     add("--output", required=True, metavar="DIR", help="folder to create")
-    add("--format", choices=FORMATS, default="pt2", help="default: pt2 (torch.export); safetensors: only a backbone's")
+    add("--format", choices=FORMATS, default="pt2", help="default: pt2 (torch.export)")
     add("--backbone", action="store_true", help="export only the backbone")
     group = parser.add_argument_group("detectors")
     add = group.add_argument
-    add("--detections", type=int, metavar="K", help="detections per image, default: TEST.DETECTIONS_PER_IMAGE")
     add("--one-image", action="store_true", help="take one image in its original size, and resize it as in evaluation")
     add("--paste-masks", action="store_true", help="with --one-image: binary masks as large as the image")
     add("--image", metavar="FILE", help="image for the comparison, with many objects; default: drawn shapes")
@@ -56,9 +55,9 @@ def main(args: argparse.Namespace) -> None:
             use = "without" if args.backbone else "with"
             raise ConfigError(f"--{name.replace('_', '-')}: only works {use} --backbone. Fix: leave it out.")
     check_folder(args.output)  # before minutes of work
-    if model := args.weights or args.run:
-        weights = best_checkpoint(model) if os.path.isdir(model) else model
-        args.opts = [*args.opts, "MODEL.WEIGHTS", weights]
+    if args.run:
+        weights = detector_file(args.run)
+        args.opts = ["MODEL.WEIGHTS", weights, *args.opts]
         args.config_file = args.config_file or os.path.join(os.path.dirname(weights), "config.yaml")
     cfg = read_config(args.config_file or "", args.opts)
     report = (_export_backbone if args.backbone else _export_detector)(args, cfg)
@@ -91,7 +90,6 @@ def _export_detector(args: argparse.Namespace, cfg: CfgNode) -> dict[str, Any]:
         model,
         args.output,
         file_format=args.format,
-        detections=args.detections,
         image=read_image_for(cfg, args.image, resize=not args.one_image) if args.image else None,
         sides=(cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST),
         percentiles=cfg.INPUT.PERCENTILES,

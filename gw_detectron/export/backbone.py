@@ -1,20 +1,16 @@
 """Export a backbone, with or without FPN, and compare its feature maps with the model's."""
 
 import copy
-import json
 import logging
 import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from detectron2.config import CfgNode
 from detectron2.modeling import FPN, Backbone
-from detectron2.modeling.backbone.resnet import BottleneckBlock
-from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.export import Dim
 
@@ -22,8 +18,7 @@ from ..atomic import atomic_folder
 from ..errors import ConfigError, ExportError
 from ..layers import use_backend
 from ..norms.listing import norm_counts
-from ..weights.network import DESCRIPTION, Preprocessing, Record, norm_record
-from .formats import FORMATS, PARITY, ExportedFile, random_pixels, write_parity, write_program
+from .formats import PARITY, ExportedFile, check_format, random_pixels, write_parity, write_program
 
 _logger = logging.getLogger(__name__)
 
@@ -129,16 +124,15 @@ def export_backbone(
 ) -> dict[str, Any]:
     """Export a backbone and check the numbers of the exported file.
 
-    The exported function takes one image tensor and returns a tuple of feature maps. The folder ``output`` gets the
-    exported file and ``parity.json`` (the return value), both or none.
+    The exported function takes one image tensor of any batch size, height and width and returns a tuple of feature
+    maps. The folder ``output`` gets the exported file and ``parity.json`` (the return value), both or none.
 
     Args:
         backbone: a Detectron2 backbone with its weights; it is copied and not changed.
         output: the folder to create. It may exist if it is empty or holds an earlier export in the same format, which
             is replaced.
         normalization: how images become the backbone's input, and whether the exported function does it.
-        file_format: ``pt2`` (torch.export), ``onnx``, or ``safetensors`` (weights only). The first two take any batch
-            size, height and width.
+        file_format: ``pt2`` (torch.export) or ``onnx``.
         fpn: False exports the ResNet below an FPN.
         source: origin of the weights, copied to ``parity.json``.
 
@@ -147,10 +141,7 @@ def export_backbone(
         FileAccessError: ``output`` holds other files.
         MissingPackageError: a package that the format needs is not installed.
     """
-    if file_format not in FORMATS:
-        raise ExportError(f"file_format ({file_format!r}): unknown. Fix: use one of {', '.join(FORMATS)}.")
-    if file_format == "safetensors" and normalization.inside:
-        raise ExportError("file_format ('safetensors'): weights cannot normalize pixels. Fix: leave out --pixels.")
+    check_format(file_format)
     if not fpn and isinstance(backbone, FPN):
         backbone = backbone.bottom_up
 
@@ -158,29 +149,13 @@ def export_backbone(
     extractor = FeatureExtractor(backbone, normalization)
     with atomic_folder(output, (PARITY, file)) as folder:
         _logger.info("Writing %s", file)
-        write = write_safetensors if file_format == "safetensors" else write_program
-        written = write(extractor, folder / file)
+        written = write_program(extractor, folder / file)
         _logger.info("Comparing feature maps with the model's")
         cases = _check_features(extractor, written)
         worst = max(level["relative"] for case in cases for level in case["levels"].values())
         entries = {**written.description, "norm_layers": norm_counts(backbone)}
         entries |= {"tolerance": TOLERANCE, "worst_relative": worst, "cases": cases}
         return write_parity(folder / file, entries, source)
-
-
-def write_safetensors(extractor: FeatureExtractor, path: Path) -> ExportedFile:
-    """Write the weights of a backbone; the header describes input, outputs and the norm name of each norm layer."""
-    backbone, description = extractor.backbone, extractor.describe()
-    tensors = {name: value.contiguous() for name, value in backbone.state_dict().items()}
-    blocks = [block for block in backbone.modules() if isinstance(block, BottleneckBlock)]
-    stride_in_1x1 = any(block.conv1.stride != (1, 1) for block in blocks)
-    given = extractor.normalization
-    images = Preprocessing(given.channels, given.pixel_mean, given.pixel_std, stride_in_1x1)
-    entries = {DESCRIPTION: description, **asdict(Record(norm_record(backbone), images))}
-    path.write_bytes(save(tensors, {"format": "pt", **{key: json.dumps(value) for key, value in entries.items()}}))
-    loaded = copy.deepcopy(extractor)
-    loaded.backbone.load_state_dict(load_file(path))
-    return ExportedFile(loaded, description)
 
 
 def _check_features(extractor: FeatureExtractor, file: ExportedFile) -> list[dict[str, Any]]:

@@ -33,13 +33,12 @@ class DetectorProgram(nn.Module):
 
     Args:
         model: the detector; it is copied and not changed. See :func:`.detector_program` for what is supported.
-        detections: K, the rows per image; None for the model's own limit.
         classes: names by category id, in the order of the outputs, for the description; None if unknown.
 
     Shape: images (N, 3, H, W), pixels of 0 to 255, and sizes (N, 2) int64, heights and widths of the images inside ->
-    boxes (N, K, 4), scores (N, K), classes (N, K), masks (N, K, S, S) of a Mask R-CNN, and count (N). Detections come
-    first, by descending score; the other rows are zeros of class -1. An impossible size is an error in pt2; ONNX has
-    no assertions: its image has count -1.
+    boxes (N, K, 4), scores (N, K), classes (N, K), masks (N, K, S, S) of a Mask R-CNN, and count (N), where K is
+    ``TEST.DETECTIONS_PER_IMAGE``. Detections come first, by descending score; the other rows are zeros of class -1. An
+    impossible size is an error in pt2; ONNX has no assertions: its image has count -1.
     """
 
     #: score above which a box is a detection; a buffer, so that a loaded pt2 program can change it
@@ -47,25 +46,23 @@ class DetectorProgram(nn.Module):
     #: attribute of ``head``: largest number of detections
     max_detections_attr: str
 
-    def __init__(
-        self, model: nn.Module, detections: int | None = None, classes: Mapping[int, str] | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, classes: Mapping[int, str] | None = None) -> None:
         super().__init__()
         copied: Any = copy.deepcopy(model)
         self.model: Any = copied.cpu().float().eval().requires_grad_(False)
-        detections = getattr(self.head, self.max_detections_attr) if detections is None else detections
-        if detections < 1:
-            raise ExportError(f"detections ({detections}): expected at least 1. Fix: give a number, e.g. 100.")
+        #: K
+        self.detections: int = getattr(self.head, self.max_detections_attr)
+        if self.detections < 1:
+            raise ExportError(f"TEST.DETECTIONS_PER_IMAGE ({self.detections}): not positive. Fix: set it, e.g. to 100.")
         if classes and len(classes) != (number := self.head.num_classes):
             raise ExportError(f"classes ({len(classes)} given): the model has {number} classes. Fix: give one each.")
-        self.detections, self.classes = detections, classes or {}
+        self.classes = classes or {}
         masks = ["masks"] if getattr(getattr(model, "roi_heads", None), "mask_on", False) else []
         #: names of the outputs
         self.names = ["boxes", "scores", "classes", *masks, "count"]
         #: smallest height and width of a torch.export program, where every feature map is larger than 1 x 1
         self.smallest_side = max(shape.stride for shape in self.model.backbone.output_shape().values()) + 1
         self.register_buffer("score_threshold", torch.tensor(self.head.test_score_thresh))
-        setattr(self.head, self.max_detections_attr, detections)  # also in the model to compare with
 
     @property
     def head(self) -> Any:

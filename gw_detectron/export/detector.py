@@ -20,7 +20,7 @@ from ..data.images import channels_first, evaluation_input, read_image
 from ..errors import ExportError
 from ..norms.listing import norm_counts
 from .base import DetectorProgram
-from .formats import DETECTOR_FORMATS, PARITY, ExportedFile, write_parity, write_program
+from .formats import PARITY, ExportedFile, check_format, write_parity, write_program
 from .meta_arch import detector_program
 from .one_image import OneImageProgram
 
@@ -39,7 +39,6 @@ def export_detector(
     output: str | os.PathLike[str],
     *,
     file_format: str = "pt2",
-    detections: int | None = None,
     image: Tensor | None = None,
     sides: tuple[int, int] | None = None,
     percentiles: Sequence[float] = (),
@@ -58,7 +57,6 @@ def export_detector(
         model: the detector with its weights; it is copied and not changed.
         output: the folder to create. It may exist if it is empty or holds an earlier export in the same format.
         file_format: ``pt2`` (torch.export) or ``onnx``.
-        detections: rows per image, default: ``TEST.DETECTIONS_PER_IMAGE`` of the model.
         image: pixels of 0 to 255 in the model's channel order, (3, H, W), to compare on; best with many objects.
             Default: a drawn scene.
         sides: shorter and longest side to which evaluation resizes images. With ``one_image``, the file does it; else
@@ -74,13 +72,12 @@ def export_detector(
         FileAccessError: ``output`` holds other files.
         MissingPackageError: a package that the format needs is not installed.
     """
-    if file_format not in DETECTOR_FORMATS:
-        raise ExportError(f"file_format ({file_format!r}): unknown. Fix: use one of {', '.join(DETECTOR_FORMATS)}.")
+    check_format(file_format)
     if paste_masks and not one_image:
         raise ExportError("paste_masks (True): images of a batch differ in size. Fix: add one_image (--one-image).")
     if one_image and sides is None:
         raise ExportError("sides (None): one_image resizes inside the file. Fix: give pixels, e.g. (800, 1333).")
-    detector = detector_program(model, detections, classes)
+    detector = detector_program(model, classes)
     one = functools.partial(OneImageProgram, detector, sides, paste_masks) if one_image and sides else None
     program = one() if one else detector
     if image is None:

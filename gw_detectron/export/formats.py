@@ -16,15 +16,20 @@ from torch.export import ExportedProgram
 
 from ..errors import ExportError
 from ..installation import package_versions, require_packages
-from ..weights.network import DESCRIPTION, tool
+from ..weights.network import tool
 from ..weights.reading import sha256_of
 
-#: formats of a detector, and of a backbone
-DETECTOR_FORMATS = ("pt2", "onnx")
-FORMATS = (*DETECTOR_FORMATS, "safetensors")
+FORMATS = ("pt2", "onnx")
+#: key of the description of inputs and outputs in an exported file
+DESCRIPTION = "gw_detectron.json"
 #: the report beside an exported file
 PARITY = "parity.json"
-_PACKAGES = ("detectron2", "torch", "torchvision", "onnx", "onnxscript", "onnxruntime", "safetensors")
+_PACKAGES = ("detectron2", "torch", "torchvision", "onnx", "onnxscript", "onnxruntime")
+
+
+def check_format(file_format: str) -> None:
+    if file_format not in FORMATS:
+        raise ExportError(f"file_format ({file_format!r}): unknown. Fix: use one of {', '.join(FORMATS)}.")
 
 
 @dataclass(frozen=True)

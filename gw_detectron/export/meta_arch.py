@@ -45,9 +45,7 @@ _MASKS = {
 }
 
 
-def detector_program(
-    model: nn.Module, detections: int | None = None, classes: Mapping[int, str] | None = None
-) -> DetectorProgram:
+def detector_program(model: nn.Module, classes: Mapping[int, str] | None = None) -> DetectorProgram:
     """Return a detector as a function of tensors; see :class:`.DetectorProgram`.
 
     Raises:
@@ -58,7 +56,7 @@ def detector_program(
         _check_part("model.backbone", model.backbone, (FPN,))
     if not isinstance(model, GeneralizedRCNN):
         _check_parts(model, _RETINANET)
-        return RetinaNetProgram(model, detections, classes)
+        return RetinaNetProgram(model, classes)
     _check_parts(model, _RCNN)
     heads: Any = model.roi_heads
     if heads.keypoint_on:
@@ -68,7 +66,7 @@ def detector_program(
     for name in ("box_pooler", "mask_pooler") if heads.mask_on else ("box_pooler",):
         for layer in getattr(heads, name).level_poolers:
             _check_part(f"model.roi_heads.{name}", layer, (ROIAlign,))
-    return RCNNProgram(model, detections, classes)
+    return RCNNProgram(model, classes)
 
 
 def _check_parts(model: nn.Module, parts: Mapping[str, tuple[type, ...]]) -> None:

@@ -23,8 +23,6 @@ from .reading import Contents
 
 #: keys in a checkpoint and in the header of a safetensors file
 NORMS, PREPROCESSING_KEY, PROVENANCE = "norms", "preprocessing", "provenance"
-#: key of the description of inputs and outputs in an exported file
-DESCRIPTION = "gw_detectron.json"
 _BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}  # of stages
 _STAGES = {f"layer{index}": f"res{index + 1}" for index in range(1, 5)}  # torchvision -> Detectron2
 _BN = "BN:"  # evaluation_spec of batch normalization, frozen or not
@@ -82,7 +80,7 @@ def read_record(contents: Contents) -> Record:
     values = contents.value if isinstance(contents.value, Mapping) else {}
     try:
         if contents.format == "safetensors":
-            keys = (NORMS, PREPROCESSING_KEY, PROVENANCE, DESCRIPTION)
+            keys = (NORMS, PREPROCESSING_KEY, PROVENANCE)
             values = {key: json.loads(text) for key, text in contents.metadata.items() if key in keys}
         norms, images, origin = (values.get(key) for key in (NORMS, PREPROCESSING_KEY, PROVENANCE))
         if NORMS in values and not (
@@ -94,15 +92,9 @@ def read_record(contents: Contents) -> Record:
             images = Preprocessing(**(dict(images) | rows))
         elif values.get("__author__") == "torchvision":  # by Detectron2's tool
             images = TORCHVISION
-        stride = values.get(DESCRIPTION, {}).get("outputs", {}).get("res5", {}).get("stride", 32)
         provenance = None if origin is None else Provenance(**{key: str(text) for key, text in origin.items()})
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise WeightsError(f"record of the file: damaged ({error}). Fix: write the file again.") from None
-    if stride != 32:
-        raise WeightsError(
-            f"res5: the network is dilated (stride {stride}), which conversion does not support. Fix: set "
-            "MODEL.WEIGHTS to the checkpoint that was exported, with MODEL.RESNETS.RES5_DILATION 2."
-        )
     return Record(norms, images, provenance)
 
 
@@ -193,9 +185,7 @@ def infer_architecture(tensors: Mapping[str, Tensor]) -> Architecture:
     if not depths:
         known = ", ".join(map(str, sorted(_BLOCKS)))
         fix = f"give weights of a ResNet with {known} layers, in torchvision's or Detectron2's names without a prefix"
-        if "bottom_up.res2.0.conv1.weight" in tensors:
-            fix = "give a ResNet without FPN: gw-detectron export --backbone --no-fpn --format safetensors writes one"
-        elif any(map(_DETECTOR.fullmatch, tensors)):
+        if any(map(_DETECTOR.fullmatch, tensors)):
             fix = "set MODEL.WEIGHTS to the file itself, which Detectron2 reads: only ImageNet weights are converted"
         raise WeightsError(
             f"tensors ({summarize_names(tensors)}): not the weights of a known ResNet: {counts} blocks "

@@ -61,18 +61,20 @@ def test_weights_without_a_needed_part_are_refused(cfg, trained, tmp_path):
         load_model(with_weights(cfg, ""))
 
 
-def test_a_backbone(trained, tmp_path, capsys):
-    words = ("--config-file", CONFIG, "--weights", trained[1], "--output", tmp_path / "out", "--format", "safetensors")
-    export("--backbone", *words)
+def test_a_backbone(trained, tmp_path, capsys, quick_file):
+    quick_file()
+    words = (trained[1], "--config-file", CONFIG, "--output", tmp_path / "out")
+    export(*words, "--backbone")
     assert "differ from the model's by at most" in capsys.readouterr().out
     report = json.loads((tmp_path / "out" / "parity.json").read_text())
     assert report["source"] == {"config": str(CONFIG), "weights": str(trained[1])}
-    export("--backbone", "--no-fpn", *words)
-    assert json.loads((tmp_path / "out" / "parity.json").read_text())["format"] == "safetensors"
+    assert list(report["outputs"]) == ["p2", "p3", "p4", "p5", "p6"]
+    export(*words, "--backbone", "--no-fpn")
+    assert list(json.loads((tmp_path / "out" / "parity.json").read_text())["outputs"])[-1] == "res5"
     with pytest.raises(ConfigError, match="--one-image: only works without --backbone"):
-        export("--backbone", "--one-image", *words)
+        export(*words, "--backbone", "--one-image")
     with pytest.raises(ConfigError, match="--no-fpn: only works with --backbone"):
-        export("--no-fpn", *words)
+        export(*words, "--no-fpn")
 
 
 def test_flags_and_the_best_weights_of_a_run_reach_the_export(cfg, trained, tmp_path, monkeypatch):
@@ -88,6 +90,8 @@ def test_flags_and_the_best_weights_of_a_run_reach_the_export(cfg, trained, tmp_
     export(tmp_path, "--output", tmp_path / "out", "--one-image", "--paste-masks")
     assert given["one_image"] and given["paste_masks"] and tuple(given["percentiles"]) == (1.0, 99.0)
     assert given["source"]["weights"] == str(tmp_path / "model_best.pth")
+    export(tmp_path, "--output", tmp_path / "out", "MODEL.WEIGHTS", tmp_path / "model_final.pth")
+    assert given["source"]["weights"] == str(tmp_path / "model_final.pth")
     export(tmp_path, "--output", tmp_path / "out", "--backbone", "--pixels")
     assert given["args"][2].inside
 
@@ -109,8 +113,8 @@ def test_a_detector_with_the_classes_of_its_run(cfg, trained, tmp_path, small_da
     (tmp_path / "config.yaml").write_text(own.dump())
     Image.effect_noise((80, 60), 90).convert("RGB").save(tmp_path / "image.png")
     export(
-        *("--config-file", tmp_path / "config.yaml", "--weights", weights, "--output", tmp_path / "out"),
-        *("--detections", "7", "--image", tmp_path / "image.png"),
+        *("--config-file", tmp_path / "config.yaml", "--output", tmp_path / "out", "--image", tmp_path / "image.png"),
+        *("MODEL.WEIGHTS", weights, "TEST.DETECTIONS_PER_IMAGE", "7"),
     )
     assert "detections compared, 0 without counterpart" in capsys.readouterr().out
     report = json.loads((tmp_path / "out" / "parity.json").read_text())
