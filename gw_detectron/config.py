@@ -33,7 +33,7 @@ def add_gw_config(cfg: CfgNode) -> None:
         (model.ROI_BOX_HEAD, "SINGLE_RELU", False),  # the paper's head; the authors' released code corresponds to True
         (cfg.SOLVER, "ACCUMULATE", 1),  # BASE_LR is the rate for ACCUMULATE * IMS_PER_BATCH images
         (cfg.SOLVER, "EMA", 0.0),
-        (cfg.INPUT, "AUGMENTATIONS", []),  # before images are resized, e.g. "RandomCrop(size=512)"
+        (cfg.INPUT, "AUGMENTATIONS", []),  # before images are resized (colors: after), e.g. "RandomCrop(size=512)"
         (cfg.INPUT, "SCALE_PER_BATCH", False),
         (cfg.INPUT, "PERCENTILES", []),  # such as [0.5, 99.5]; with [], images of more than 8 bits are refused
         (cfg.TEST, "BEST", ""),  # "bbox/AP", "validation/total_loss"

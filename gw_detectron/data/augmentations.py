@@ -28,13 +28,17 @@ _USABLE = {
 
 
 def training_mapper(cfg: CfgNode) -> DatasetMapper:
-    """Build Detectron2's mapper of training examples, with ``INPUT.AUGMENTATIONS`` before its own augmentations."""
+    """Build Detectron2's mapper of training examples, with ``INPUT.AUGMENTATIONS`` before its own augmentations.
+
+    Those of colors come last: resized images have fewer pixels.
+    """
     ours = build_augmentations(cfg)
     mapper = (_TightBoxes if any(each.moves for each in ours) else DatasetMapper)(cfg, True)
     theirs = mapper.augmentations.augs
     if cfg.INPUT.SCALE_PER_BATCH:
         theirs = [_BatchScale(each) if isinstance(each, ResizeShortestEdge) else each for each in theirs]
-    mapper.augmentations = AugmentationList([*ours, *theirs])
+    colors = [each for each in ours if each.recolors]
+    mapper.augmentations = AugmentationList([*(each for each in ours if not each.recolors), *theirs, *colors])
     return mapper
 
 
@@ -80,8 +84,9 @@ class _TorchvisionAugmentation(Augmentation):
             name = ast.unparse(node.func)  # type: ignore[attr-defined]
             if name not in _USABLE:
                 raise ValueError(f"not a supported transform.{similar_names(name, _USABLE)}")
-            self.moves = _USABLE[name].__module__.endswith("_geometry")  # objects; others change colors
-            if name == "RandomHorizontalFlip" and cfg.MODEL.KEYPOINT_ON:
+            module = _USABLE[name].__module__
+            self.moves, self.recolors = module.endswith("_geometry"), module.endswith("_color")
+            if name in ("RandomHorizontalFlip", "RandomVerticalFlip") and cfg.MODEL.KEYPOINT_ON:
                 raise ValueError("does not exchange left and right keypoints, as INPUT.RANDOM_FLIP does")
             keywords = {each.arg: ast.literal_eval(each.value) for each in node.keywords}  # type: ignore[attr-defined]
             self._transform = _USABLE[name](*map(ast.literal_eval, node.args), **keywords)  # type: ignore[attr-defined]

@@ -36,13 +36,18 @@ def read_json(path: str) -> Any:
         raise DataError(f"'{path}': invalid JSON: {error}. Fix: give JSON in UTF-8{mark}, not compressed.") from error
 
 
+def is_match_id(number: Any) -> bool:
+    """Return whether COCO's evaluation counts a match of an annotation with this id: for some others AP is 0."""
+    return type(number) is int and number > 0
+
+
 def complete_coco(content: Any, classes: Mapping[int, str] | None = None) -> Any:
     """Add the fields that pycocotools reads where annotations lack them, and replace those that are surely wrong.
 
     ``area`` is the mask's, else the box's, ``iscrowd`` 0 (also of null, which Detectron2 takes for 1) or that of
-    ``ignore``, ``id`` from 1 (a match of id 0 is a miss to pycocotools), ``num_keypoints`` counts the labeled ones, and
-    without ``keypoints`` none is labeled. Replaced values are described under :data:`COMPLETED`. Of the run's
-    ``classes``, names by id, a file without others gets those that it lacks. A complete content is returned as it is.
+    ``ignore``, ``id`` from 1, ``num_keypoints`` counts the labeled ones, and without ``keypoints`` none is labeled.
+    Replaced values are described under :data:`COMPLETED`. Of the run's ``classes``, names by id, a file without others
+    gets those that it lacks. A complete content is returned as it is.
     """
     try:
         own = {each["id"]: each["name"] for each in content["categories"]}
@@ -52,7 +57,7 @@ def complete_coco(content: Any, classes: Mapping[int, str] | None = None) -> Any
             categories = [*content["categories"], *({"id": number, "name": name} for number, name in added.items())]
             content = {**content, "categories": categories, COMPLETED: [*content.get(COMPLETED, ()), note]}
         annotations = content["annotations"]
-        numbered = all(each.get("id", 0) != 0 for each in annotations)
+        numbered = all(is_match_id(each.get("id")) for each in annotations)
         sizes = {image["id"]: (image["height"], image["width"]) for image in content["images"]}
         places = [sizes.get(each["image_id"], (0, 0)) for each in annotations]
         masks = mask_boxes([each.get("segmentation") for each in annotations], places)[1]

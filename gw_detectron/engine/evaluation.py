@@ -40,6 +40,8 @@ class DenseCOCOEvaluator(COCOEvaluator):
 
     def __init__(self, dataset_name: str, detections: int, **options: Any) -> None:
         super().__init__(dataset_name, **options)
+        # faster-coco-eval takes only integers
+        self._use_fast_impl &= all(isinstance(key, int) for key in (*self._coco_api.imgs, *self._coco_api.cats))
         found = read_fingerprint([{"annotations": [], **self._coco_api.dataset}])  # as preflight, which names AP@N
         self._most, self._detections = found.most_of_a_class, detections
 
@@ -74,7 +76,11 @@ def build_coco_evaluator(name: str, folder: str, **options: Any) -> DenseCOCOEva
     metadata = MetadataCatalog.get(name)
     if converts := metadata.get("json_file", CONVERTED).endswith(CONVERTED):
         vars(metadata).pop("json_file", None)
+        records = DatasetCatalog.get(name)
+        kept = copy.deepcopy(records)
         convert_to_coco_json(name, os.path.join(folder, f"{name}{CONVERTED}"), allow_cached=False)
+        for record, before in zip(records, kept, strict=True):  # the conversion moves keypoints by half a pixel
+            record.update(before)
     evaluator = DenseCOCOEvaluator(name, output_dir=folder, **options)
     if converts:
         vars(metadata).pop("json_file", None)

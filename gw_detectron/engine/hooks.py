@@ -29,7 +29,6 @@ from ..checkpoint import RUN_RECORD, GWDetectionCheckpointer
 from ..checkpoint.opening import BEST_CHECKPOINT
 from ..cli import Interrupted, signals_handled
 from ..norms.listing import is_synchronized
-from ..progress import progress_bar
 from .output_folder import BEST_PREDICTIONS, PREDICTIONS
 
 log = logging.getLogger(__name__)
@@ -236,9 +235,10 @@ class BestWeights(BestCheckpointer):
     def _best_checking(self) -> None:
         before, self._last_iter = self.best_iter, self.trainer.storage.iter
         # the main process has scores; a stopped evaluation leaves an earlier one's scores
-        if self.trainer.storage.latest().get(self._val_metric, (0, -1))[1] == self._last_iter:
-            super()._best_checking()
-        self._waited = 0 if self.best_iter != before else self._waited + 1
+        score = self.trainer.storage.latest().get(self._val_metric)
+        if comm.is_main_process() and (score is None or score[1] == self._last_iter):
+            super()._best_checking()  # which warns where there is no such score
+        self._waited = 0 if self.best_iter != before else self._waited + (score is not None)
         predictions = Path(self._checkpointer.save_dir, "inference", PREDICTIONS)
         if not self._waited and predictions.is_file():
             with atomic_write(predictions.with_name(BEST_PREDICTIONS)) as temporary:
@@ -268,21 +268,3 @@ class BestWeights(BestCheckpointer):
 class _BestCheckpointer(GWDetectionCheckpointer):
     def tag_last_checkpoint(self, last_filename_basename: str) -> None:
         """Leave the tag: a run is resumed from its last checkpoint, which has the training state."""
-
-
-class ProgressBar(HookBase):
-    """Show iteration, time left and loss on a terminal."""
-
-    def before_train(self) -> None:
-        self._bar = progress_bar(
-            desc="training", unit="it", total=self.trainer.max_iter, initial=self.trainer.start_iter, leave=False
-        )
-
-    def after_step(self) -> None:
-        losses: Any = self.trainer.storage.latest().get("total_loss")
-        if losses is not None:
-            self._bar.set_postfix(loss=f"{losses[0]:.3g}", refresh=False)
-        self._bar.update()
-
-    def after_train(self) -> None:
-        self._bar.close()

@@ -119,14 +119,6 @@ def remove_files(paths: list[Path]) -> None:
             path.unlink(missing_ok=True)
 
 
-def end_last_line(folder: str) -> None:
-    """End a line of the metrics that a kill has cut off, so that the next record is a line of its own."""
-    path = Path(folder, METRICS)
-    if path.is_file() and not path.read_bytes().endswith(b"\n") and path.stat().st_size:
-        with open(path, "ab") as file:
-            file.write(b"\n")
-
-
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read the metrics of a run: one dict per iteration, in order; none without the file.
 

@@ -24,7 +24,7 @@ from ..errors import ConfigError, PreflightReport
 from ..preflight import preflight
 from .launch import in_all_processes
 from .logs import log_to
-from .output_folder import check_output, clear_output, end_last_line, lock_output
+from .output_folder import check_output, clear_output, lock_output
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +66,6 @@ def start_run(
             if is_main:
                 new = not (eval_only or weights.resumed)
                 earlier = clear_output(folder, metrics=new, everything=overwrite, needed=local_file(weights.address))
-                if weights.resumed and not eval_only:
-                    end_last_line(folder)
         with in_all_processes():
             _write_record(cfg, weights, eval_only=eval_only)
         for warning in report.errors + report.warnings:

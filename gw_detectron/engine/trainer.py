@@ -38,7 +38,7 @@ from ..errors import ConfigError, NonFiniteError
 from ..norms.listing import norm_summary
 from ..preflight import wrong_evaluator
 from .evaluation import LOSS_NORMALIZER, build_coco_evaluator, validation_losses
-from .hooks import BestWeights, LossGuard, ProgressBar, SignalHook, TrainingEnded, WeightAverage
+from .hooks import BestWeights, LossGuard, SignalHook, TrainingEnded, WeightAverage
 from .logs import TrackerWriter
 from .optimizer import accumulated_step, set_norm_decay
 from .output_folder import clear_output, earlier_run, remove_files
@@ -204,7 +204,6 @@ class Trainer(DefaultTrainer):
             )
         if comm.is_main_process():
             built.append(hooks.PeriodicCheckpointer(self.checkpointer, cfg.SOLVER.CHECKPOINT_PERIOD))
-            built.append(ProgressBar())
         evaluations = [hooks.EvalHook(cfg.TEST.EVAL_PERIOD, self._evaluate)]
         if cfg.TEST.LOSS and cfg.TEST.EVAL_PERIOD > 0:
             evaluations.append(hooks.EvalHook(cfg.TEST.EVAL_PERIOD, self._validate))
@@ -327,6 +326,8 @@ class Trainer(DefaultTrainer):
                 super().train()
         except TrainingEnded as end:
             log.info("%s", end)
+            if self.cfg.TEST.AUG.ENABLED:  # whose hook waits for SOLVER.MAX_ITER
+                self.test_with_TTA(self.cfg, self.checkpointer.model)
         return getattr(self, "_last_eval_results", None)
 
     @classmethod

@@ -22,6 +22,7 @@ from detectron2.data import DatasetFromList, build_detection_train_loader
 # _train_loader_from_config is private: the same in Detectron2 v0.6 and HEAD of 2026.
 from detectron2.data.build import _train_loader_from_config, trivial_batch_collator
 from detectron2.utils import comm
+from detectron2.utils.serialize import PicklableWrapper
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ..config import changed_config
@@ -147,7 +148,7 @@ class _ExampleDataset(Dataset):
     """Training examples by number of the batch, position in the stream and index of the record."""
 
     def __init__(self, records: DatasetFromList, mapper: Callable[[dict], Any], seed: int) -> None:
-        self._records, self._mapper, self._seed = records, mapper, seed
+        self._records, self._mapper, self._seed = records, PicklableWrapper(mapper), seed
 
     def __getitem__(self, place: tuple[int, int, int]) -> Any:
         batch, position, index = place

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..data.coco_files import is_match_id
 from ..data.geometry import Flags, Floats, corners, far_apart, is_coordinates, is_polygon, mask_boxes, wrong_areas
 from ..errors import DataError, summarize_names
 
@@ -60,7 +61,7 @@ SMALLER = Fault("have a mask much smaller than their bbox", "correct one, unless
 CROWDS = Fault("are crowds (iscrowd 1 or ignore): not trained on, not counted", "set both to 0 for single ones", 1, 0.1)
 REPEATED = Fault("repeat the bbox and category of another one; at most one of them can be found", "remove them", 1)
 AREA = Fault("have an area, used in COCO scores, that fits neither their mask nor their bbox", "correct it", 0.1)
-ID_0 = Fault("have id 0, whose match pycocotools counts as a miss", "number them from 1", 1)
+NO_ID = Fault("have an id that is no positive integer: a match may count as a miss", "number them from 1", 1)
 KEYPOINTS = Fault(
     "have another number of keypoints than MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS",
     "change this key; write three zeros for a keypoint that is not labeled",
@@ -100,7 +101,7 @@ def check_coco(content: Any, needs: DatasetNeeds) -> tuple[list[str], list[str]]
             if not faults:
                 measured.append(record)
                 faults += _keypoint_faults(record, needs) if needs.keypoints else []
-            faults += [ID_0] if number == 0 and not needs.training else []
+            faults += [] if needs.training or is_match_id(number) else [NO_ID]
             for fault in faults:
                 found[fault].append(number)
         record = "segmentation"

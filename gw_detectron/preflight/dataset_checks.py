@@ -163,10 +163,14 @@ def _check_dataset(
     classes = classes and list(classes)
     source = metadata.get("source", json_file or "a Python function")
     where = f"Dataset '{name}' ('{source}')"
+    evaluator = metadata.get("evaluator_type", "coco")
+    if evaluator == "lvis":  # its files name images by address
+        return classes
+    evaluated = not needs.training and evaluator != "sem_seg"
     try:
         if json_file is not None:
             content = read_json(json_file)  # generates or downloads it if a handler does so
-        elif (content := coco_of_records(DatasetCatalog.get(name), classes, evaluated=not needs.training)) is None:
+        elif (content := coco_of_records(DatasetCatalog.get(name), classes, evaluated=evaluated)) is None:
             return classes
         errors, warnings = check_coco(content, needs)
         warnings += content.get(COMPLETED, [])
@@ -178,7 +182,7 @@ def _check_dataset(
         text = str(error).removeprefix(f"'{source}': ")
         report.errors.append(f"{where}: {text}" + ("" if "Fix: " in text else ". Fix: correct the file."))
         return None
-    root = metadata.get("image_root", ".") or "."
+    root = (json_file and metadata.get("image_root")) or "."  # the names of a function's records are paths
     if "://" not in root:  # a header would cost a download
         found = _check_images(name, root, content["images"], needs.percentiles, photos)
         errors, warnings = errors + found[0], warnings + found[1]

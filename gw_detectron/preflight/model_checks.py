@@ -86,8 +86,9 @@ def _check_batch_norms(cfg: CfgNode, model: nn.Module, report: PreflightReport) 
     if single := [name for name, count in images.items() if count == 1]:
         report.errors.append(
             f"SOLVER.IMS_PER_BATCH ({cfg.SOLVER.IMS_PER_BATCH} on {processes} processes): {len(single)} layers "
-            f"normalize over a batch of one image (first: {single[0]}), whose statistics are too noisy to train with. "
-            f"Fix: set {_norm_keys(cfg, model, single)} to GN or GW, or give two or more images per process."
+            f"normalize over a batch of one image (first: {single[0]}), whose statistics are noisy. Fix: set "
+            f"{_norm_keys(cfg, model, single)} to GN or GW, give two or more images per process, or compare norms with "
+            "--ignore-preflight."
         )
     if images and (batches := cfg.SOLVER.ACCUMULATE) > 1:
         name, count = next(iter(images.items()))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from detectron2.data import DatasetCatalog
-from detectron2.data.transforms import AugInput
+from detectron2.data.transforms import AugInput, RandomFlip, ResizeShortestEdge
 from detectron2.structures import polygons_to_bitmask
 
 from gw_detectron.config import changed_config, default_config
@@ -119,6 +119,13 @@ def test_what_cannot_be_used_is_refused(call):
         build_augmentations(config(call))
 
 
-def test_a_flip_that_does_not_exchange_keypoints_is_refused():
+@pytest.mark.parametrize("call", ["RandomHorizontalFlip()", "RandomVerticalFlip()"])
+def test_a_flip_that_does_not_exchange_keypoints_is_refused(call):
     with pytest.raises(ConfigError, match="INPUT.RANDOM_FLIP"):
-        build_augmentations(config("RandomHorizontalFlip()", **{"MODEL.KEYPOINT_ON": True}))
+        build_augmentations(config(call, **{"MODEL.KEYPOINT_ON": True}))
+
+
+def test_colors_change_after_resizing():
+    crop, resize, flip, *colors = training_mapper(config("ColorJitter(0.3)", "RandomCrop(size=9)")).augmentations.augs
+    assert crop.moves and isinstance(resize, ResizeShortestEdge) and isinstance(flip, RandomFlip)
+    assert [each.recolors for each in colors] == [True]

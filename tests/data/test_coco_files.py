@@ -43,9 +43,10 @@ def test_ignored_objects_are_crowds():
     assert (first["ignore"], first["iscrowd"]) == (0, 1) and second == {**COMPLETE["annotations"][1], "ignore": False}
 
 
-@pytest.mark.parametrize("change", [lambda each: each.update(id=each["id"] - 1), lambda each: each.pop("id")])
-def test_annotations_are_numbered_from_1(change):
-    assert complete_coco(changed(change)) == COMPLETE
+@pytest.mark.parametrize("number", [lambda old: old - 1, lambda old: -old, str, float, lambda old: None])
+def test_annotations_are_numbered_from_1(number):
+    assert complete_coco(changed(lambda each: each.update(id=number(each["id"])))) == COMPLETE
+    assert complete_coco(changed(lambda each: each.pop("id"))) == COMPLETE
 
 
 def test_a_validation_file_gets_the_categories_of_the_training():

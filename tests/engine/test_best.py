@@ -105,6 +105,21 @@ def test_the_best_weights_are_kept_and_used_and_patience_ends_the_run(tmp_path, 
     assert not left and torch.load(tmp_path / "model_best.pth", weights_only=True)["iteration"] == 6
 
 
+def test_a_score_that_never_comes_does_not_end_the_run(tmp_path, scripted):
+    left = scripted(*range(6))
+    main(arguments(tmp_path, "--ignore-preflight", **{**EVALUATED, "TEST__BEST": "bbox/APx"}, TEST__PATIENCE=1))
+    assert not left and "bbox/APx" in (tmp_path / "log.txt").read_text().rpartition("Given val metric")[2]
+
+
+def test_an_ended_run_is_evaluated_with_augmentation(tmp_path, scripted, monkeypatch):
+    scripted(2.0, 1.0)
+    augmented = []
+    monkeypatch.setattr(Trainer, "test_with_TTA", lambda self, cfg, model: augmented.append(model))
+    changes = {"TEST__PATIENCE": 1, "TEST__AUG__ENABLED": True}
+    main(arguments(tmp_path, "--ignore-preflight", **EVALUATED, **changes))  # RetinaNet has none
+    assert len(augmented) == 1
+
+
 def test_an_extended_run_keeps_the_best_weights_of_the_finished_one(tmp_path, scripted):
     """The checkpoint of a finished run is written before its last evaluation."""
     schedule = {**EVALUATED, "TEST__EVAL_PERIOD": 2}

@@ -5,14 +5,14 @@ import json
 import numpy as np
 import pytest
 import torch
-from detectron2.data import DatasetCatalog
+from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.datasets import register_coco_instances
-from detectron2.structures import Boxes, Instances
+from detectron2.structures import Boxes, BoxMode, Instances
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from gw_detectron.checkpoint import StartWeights
-from gw_detectron.engine.evaluation import DenseCOCOEvaluator
+from gw_detectron.engine.evaluation import DenseCOCOEvaluator, build_coco_evaluator
 from gw_detectron.preflight import preflight
 
 from ..preflight.sound_run import config
@@ -94,6 +94,32 @@ def test_an_ap_is_added_only_beyond_the_limit_of_the_task(crowded, task, count, 
     scores = evaluate(crowded(count), (task,))[0][task]
     assert [name for name in scores if "@" in name] == names
     assert all(scores[name] > scores["AP"] + 10 for name in names)
+
+
+def test_ids_that_are_no_numbers(tmp_path):
+    record = {"file_name": "a.jpg", "height": 40, "width": 50, "image_id": "a"}
+    record["annotations"] = [{"bbox": [5, 5, 25, 25], "bbox_mode": BoxMode.XYXY_ABS, "category_id": 0}]
+    DatasetCatalog.register("named", lambda: [record])
+    MetadataCatalog.get("named").thing_classes = ["cell"]
+    evaluator = build_coco_evaluator("named", str(tmp_path), detections=100, tasks=("bbox",))
+    evaluator.reset()
+    boxes, scores, classes = Boxes(torch.tensor([[5.0, 5, 25, 25]])), torch.ones(1), torch.zeros(1, dtype=torch.long)
+    found = Instances((40, 50), pred_boxes=boxes, scores=scores, pred_classes=classes)
+    evaluator.process([{"image_id": "a"}], [{"instances": found}])
+    assert evaluator.evaluate()["bbox"]["AP"] == pytest.approx(100)
+
+
+def test_the_truth_of_keypoints_is_the_same_in_each_evaluation(tmp_path):
+    record = {"file_name": "a.jpg", "height": 40, "width": 50, "image_id": 1}
+    record["annotations"] = [{"bbox": [5, 5, 25, 25], "bbox_mode": BoxMode.XYXY_ABS, "category_id": 0}]
+    record["annotations"][0]["keypoints"] = [10.0, 10.0, 2]
+    records = [record]
+    DatasetCatalog.register("points", lambda: records)
+    MetadataCatalog.get("points").thing_classes = ["cell"]
+    options = {"detections": 100, "tasks": ("keypoints",), "kpt_oks_sigmas": [0.1]}
+    for _ in range(2):
+        (truth,) = build_coco_evaluator("points", str(tmp_path), **options)._coco_api.dataset["annotations"]
+        assert truth["keypoints"] == [9.5, 9.5, 2] and records[0]["annotations"][0]["keypoints"] == [10, 10, 2]
 
 
 @pytest.mark.parametrize(("count", "best"), [(150, "bbox/AP@150"), (150, "bbox/AP@500"), (100, "bbox/AP@100")])

@@ -13,7 +13,7 @@ import torch
 from gw_detectron.checkpoint import StartWeights
 from gw_detectron.checkpoint.opening import local_file
 from gw_detectron.engine import main, output_folder, start
-from gw_detectron.engine.output_folder import check_output, clear_output, end_last_line, lock_output, read_metrics
+from gw_detectron.engine.output_folder import check_output, clear_output, lock_output, read_metrics
 from gw_detectron.engine.start import start_run
 from gw_detectron.engine.train import run_config
 from gw_detectron.errors import ConfigError, PreflightError, PreflightReport, UserError
@@ -82,18 +82,6 @@ def test_metrics_of_a_killed_and_resumed_run_are_in_order(tmp_path):
     assert read_metrics(path) == [lines[0], {**lines[1], **lines[2]}]
     path.write_bytes(b'{"time": 1}\n[1]\n{"iteration": 3, "lr": 0.1}\n\xff\xfe\n')  # of other software
     assert read_metrics(path) == [{"iteration": 3, "lr": 0.1}]
-
-
-@pytest.mark.parametrize("end", ["", "\n", '\n{"iteration": 3, "to'])
-def test_the_first_record_after_a_kill_is_read(tmp_path, end):
-    path = tmp_path / "metrics.json"
-    end_last_line(str(tmp_path))
-    assert not path.exists()
-    path.write_text('{"iteration": 1}' + end)
-    end_last_line(str(tmp_path))
-    with open(path, "a") as file:
-        file.write('{"iteration": 2}\n')
-    assert read_metrics(path) == [{"iteration": 1}, {"iteration": 2}]
 
 
 @pytest.fixture

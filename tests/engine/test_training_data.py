@@ -1,12 +1,13 @@
 """Batches of the training data: Detectron2's order, any number of workers, any position."""
 
 import multiprocessing
+import pickle
 import random
 
 import numpy as np
 import pytest
 import torch
-from detectron2.data import DatasetCatalog, build_detection_train_loader
+from detectron2.data import DatasetCatalog, DatasetFromList, build_detection_train_loader
 from detectron2.utils import comm
 
 from gw_detectron.config import changed_config, default_config
@@ -14,6 +15,7 @@ from gw_detectron.data.augmentations import OF_BATCH
 from gw_detectron.engine.training_data import (
     SAMPLER,
     TrainingData,
+    _ExampleDataset,
     build_training_data,
     seed_generators,
     seeded_generators,
@@ -154,6 +156,11 @@ def test_a_rejected_record_is_replaced_by_another_one(cfg):
     assert chosen == take(build_training_data(cfg, choosy), 10)
     with pytest.raises(DataError, match="the mapper returned None for 100 records in a row"):
         take(build_training_data(cfg, lambda record: None), 1)
+
+
+def test_a_local_mapper_reaches_workers_that_are_not_forked(cfg):
+    examples = pickle.loads(pickle.dumps(_ExampleDataset(DatasetFromList([{"a": 1}]), lambda record: record["a"], 0)))
+    assert examples[0, 0, 0] == 1
 
 
 def test_workers_end_with_a_process_that_keeps_its_loader(cfg):

@@ -3,12 +3,13 @@
 import importlib.util
 import json
 import math
+import os
 import shutil
 
 import numpy as np
 import pytest
 import torch
-from detectron2.data import MetadataCatalog
+from detectron2.data import DatasetCatalog, MetadataCatalog
 from PIL import ExifTags, Image
 
 from gw_detectron.checkpoint import RUN_RECORD, RunRecord
@@ -308,6 +309,27 @@ def test_boxes_in_another_format(needs, boxes, words):
     assert not check_coco(content, needs)[0]
 
 
-def test_annotation_0_counts_as_a_miss(content):
-    content["annotations"][0]["id"] = 0
-    assert check_coco(content, TRAIN) == ([], []) and "id 0" in check_coco(content, TEST)[1][0]
+@pytest.mark.parametrize("number", [0, -1, "3f2a", 1.5])
+def test_an_annotation_without_a_positive_id_counts_as_a_miss(content, number):
+    content["annotations"][0]["id"] = number
+    assert check_coco(content, TRAIN) == ([], []) and "no positive integer" in check_coco(content, TEST)[1][0]
+
+
+def test_what_other_evaluators_read_is_not_asked_of_their_datasets(check):
+    DatasetCatalog.register("stuff", lambda: [{"file_name": "a.jpg", "sem_seg_file_name": "a.png"}])
+    MetadataCatalog.get("stuff").set(evaluator_type="sem_seg", stuff_classes=["sky", "sea"])
+    DatasetCatalog.register("rare", list)
+    MetadataCatalog.get("rare").set(evaluator_type="lvis", json_file="without_file_names.json")
+    changes = {"MODEL__META_ARCHITECTURE": "SemanticSegmentor", "MODEL__SEM_SEG_HEAD__NUM_CLASSES": 2}
+    assert not check(**changes, DATASETS__TRAIN=("stuff", "rare"), DATASETS__TEST=("stuff",)).errors
+
+
+def test_the_records_of_a_function_have_whole_paths(check, coco, monkeypatch):
+    folder = coco().parent
+    monkeypatch.chdir(folder.parent)
+    records = DatasetCatalog.get("tiny_coco")
+    for record in records:
+        record["file_name"] = os.path.relpath(record["file_name"])
+    DatasetCatalog.register("function", lambda: records)
+    MetadataCatalog.get("function").set(thing_classes=["cat", "dog"], image_root="data", evaluator_type="coco")
+    assert not check(DATASETS__TRAIN=("function",), DATASETS__TEST=("function",)).errors
