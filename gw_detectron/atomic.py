@@ -9,7 +9,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from .errors import FileAccessError, UserError, summarize_names
+from .errors import FileAccessError, UserError, is_user_error, summarize_names
+
+_live: set[str] = set()  # names of temporary files and folders that this process writes
 
 
 @contextlib.contextmanager
@@ -67,12 +69,13 @@ def _temporary(path: Path) -> Iterator[Path]:
     token = f"{os.uname().nodename}.{os.getpid()}.{secrets.token_hex(4)}"
     temporary = path.with_name(f".{path.name[:100]}.{token}.tmp")
     try:
+        _live.add(temporary.name)
         yield temporary
     except Exception as error:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, OSError):  # torch wraps a failed write
             cause = cause.__cause__ or cause.__context__
-        if cause is None or isinstance(cause, UserError):
+        if cause is None or isinstance(cause, UserError) or not is_user_error(cause):
             raise
         # an error of writing to an open file has no name; any other name is of a file that the caller reads
         named = os.fspath(cause.filename or temporary)
@@ -84,18 +87,19 @@ def _temporary(path: Path) -> Iterator[Path]:
         ) from error
     finally:
         _remove(temporary)
+        _live.discard(temporary.name)
 
 
 def remove_unfinished(folder: str | os.PathLike[str]) -> None:
     """Remove temporary files and folders that killed processes left in a folder.
 
-    Those of other running processes and of other machines stay. Call it before this process writes to the folder: in a
-    restarted container, a killed process often had the same id.
+    What running processes write stays, and what is of other machines. In a restarted container, a killed process often
+    had the id of this one.
     """
     temporary = re.compile(rf"\..+\.{re.escape(os.uname().nodename)}\.(\d+)\.[0-9a-f]{{8}}\.tmp")
     for path in Path(folder).glob(".*.tmp"):
         found = temporary.fullmatch(path.name)
-        if found and (int(found[1]) == os.getpid() or not _is_running(int(found[1]))):
+        if found and path.name not in _live and (int(found[1]) == os.getpid() or not _is_running(int(found[1]))):
             _remove(path)
 
 

@@ -1,5 +1,6 @@
 """Atomic writes: files and folders appear complete or not at all, whoever else writes or is killed."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -41,6 +42,22 @@ def test_a_read_error_in_the_body_is_not_reported_as_a_failed_write(tmp_path):
     with pytest.raises(FileNotFoundError, match="source") as raised, atomic_write(tmp_path / "a"):
         (tmp_path / "source").read_bytes()
     assert not isinstance(raised.value, FileAccessError)
+
+
+@pytest.mark.parametrize("error", [OSError("image file is truncated"), ConnectionResetError(104, "reset")])
+def test_an_error_without_a_file_is_the_callers_unless_the_disk_is_full(tmp_path, error):
+    with pytest.raises(type(error)) as raised, atomic_write(tmp_path / "a"):
+        raise error
+    assert raised.value is error
+    with pytest.raises(FileAccessError, match="free disk space"), atomic_write(tmp_path / "a"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_what_this_process_writes_beside_a_folder_stays(tmp_path):
+    with atomic_folder(tmp_path / "a", ["a.txt"]) as first:
+        write_folder(tmp_path / "b")
+        (first / "a.txt").touch()
+    assert entries(tmp_path) == ["a", "b"]
 
 
 def test_two_writers_of_one_file_do_not_mix_and_the_last_one_stays(tmp_path):

@@ -175,13 +175,6 @@ def load_checkpoint(
         if not allow_partial:
             raise error
         log.warning("%s", error)
-    if checkpoint.record.norms is None and any(
-        row.groups and f"{row.layer}.weight" in checkpoint.tensors for row in norm_rows(model)
-    ):
-        log.warning(
-            "MODEL.WEIGHTS ('%s'): records no norms. GN and GW have the same tensors: set the norms as in that run.",
-            checkpoint.address,
-        )
     log.info("Loading weights from %s", checkpoint.path)
     given: set[str] = set()
     weights = {name for name, value in model.state_dict().items() if value.is_floating_point()}
@@ -197,6 +190,12 @@ def load_checkpoint(
         # Private methods of DetectionCheckpointer and fvcore's Checkpointer: the part of load() after reading the file.
         incompatible = checkpointer._load_model({**checkpoint.metadata, "model": copy.copy(checkpoint.tensors)})
         checkpointer._log_incompatible_keys(incompatible)
+    proven = checkpoint.record.norms is not None or checkpoint.metadata.get("__author__") == "Caffe2"  # by its names
+    if not proven and any(row.groups and f"{row.layer}.weight" in given for row in norm_rows(model)):
+        log.warning(
+            "MODEL.WEIGHTS ('%s'): records no norms. GN and GW have the same tensors: set the norms as in that run.",
+            checkpoint.address,
+        )
     return LoadReport(model, given)
 
 

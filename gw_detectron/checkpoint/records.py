@@ -79,20 +79,20 @@ def norm_differences(checkpoint: Checkpoint, model: nn.Module) -> list[str]:
 
 
 def _named_differences(tensors: Mapping[str, Tensor], model: nn.Module) -> list[str]:
-    """Compare the norms of a ResNet with those that the names of tensors prove.
+    """Compare norms with those that the names of tensors prove.
 
-    Caffe2's files have BN's statistics multiplied into its scale, so their tensors fit any norm.
+    Caffe2's files, of ResNets, have BN's statistics multiplied into its scale, so their tensors fit any norm.
     """
     mean = ".running_mean"
     with_statistics = {_DETECTOR_PREFIX.sub("", name[: -len(mean)]) for name in tensors if name.endswith(mean)}
     bn, gn = (any(name.endswith(f"_{kind}_s") for name in tensors) for kind in ("bn", "gn"))
     own, differences = model.state_dict().keys(), []
     for row in norm_rows(model):
-        if not _DETECTOR_PREFIX.match(row.layer):
-            continue
-        if f"{row.layer}{mean}" not in own and (bn or _DETECTOR_PREFIX.sub("", row.layer) in with_statistics):
+        in_resnet = _DETECTOR_PREFIX.match(row.layer)
+        proves_bn = (bn and in_resnet) or _DETECTOR_PREFIX.sub("", row.layer) in with_statistics
+        if proves_bn and f"{row.layer}{mean}" not in own:
             differences.append(f"{row.layer} BN in the checkpoint, {row.spec} here")
-        elif gn and not row.spec.startswith("GN"):
+        elif gn and in_resnet and not row.spec.startswith("GN"):
             differences.append(f"{row.layer} GN in the checkpoint, {row.spec} here")
     return differences
 
@@ -195,7 +195,7 @@ def describe_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     contents = read_weights_file(path)
     content = contents.value if isinstance(contents.value, Mapping) else {}
-    model, norms = content.get("model", content), content.get(NORMS)
+    model, norms = content.get("model", content.get("state_dict", content)), content.get(NORMS)
     tensors = [each for each in model.values() if isinstance(each, Tensor)] if isinstance(model, Mapping) else []
     names = [name for name in norms.values() if isinstance(name, str)] if isinstance(norms, Mapping) else []
     description = {

@@ -109,7 +109,7 @@ def _copy_state(old: nn.Module, new: nn.Module) -> None:
     weight = old._parameters.get("weight")
     for name, parameter in new.named_parameters():
         if name not in _AFFINE and weight is not None:
-            parameter.requires_grad_(weight.requires_grad)
+            parameter.requires_grad_(parameter.requires_grad and weight.requires_grad)
 
 
 def _normalizes_by_batch_only(layer: nn.Module) -> bool:

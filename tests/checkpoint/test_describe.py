@@ -73,7 +73,8 @@ def test_other_files(tmp_path):
     save_file(tensors, tmp_path / "a.safetensors", metadata={"format": "pt"})
     torch.save(tensors, tmp_path / "bare.pth")
     torch.save(torch.ones(3), tmp_path / "tensor.pth")
-    for name in ("a.safetensors", "bare.pth"):
+    torch.save({"state_dict": tensors, "epoch": 1}, tmp_path / "wrapped.pth")
+    for name in ("a.safetensors", "bare.pth", "wrapped.pth"):
         found = describe_checkpoint(tmp_path / name)
         assert (found["tensors"], found["values"]) == (2, 8) and not {"record", "norms", "iteration"} & found.keys()
     assert describe_checkpoint(tmp_path / "tensor.pth")["tensors"] == 0

@@ -129,6 +129,20 @@ def test_a_run_with_other_options_is_refused(r18_file, tmp_path, detector_cfg, c
     torch.save({"model": model.state_dict(), "iteration": 9, "optimizer": None, (1, 2): {}}, tmp_path / "other.pth")
     load_checkpoint(model, open_checkpoint(tmp_path / "other.pth"))
     assert "records no norms" in caplog.text
+    bare = {name.removeprefix("backbone.bottom_up."): value for name, value in model.state_dict().items()}
+    parallel = {f"module.{name}": value for name, value in model.state_dict().items()}  # as DistributedDataParallel
+    for content in ({"model": parallel}, {"model": bare, "matching_heuristics": True}):
+        caplog.clear()
+        _load(model, content, tmp_path)
+        assert "records no norms" in caplog.text
+
+
+def test_statistics_in_the_fpn_prove_batch_norm(detector_cfg, tmp_path):
+    detector_cfg.MODEL.FPN.NORM = "BN"
+    state = build_model(detector_cfg).state_dict()
+    detector_cfg.MODEL.FPN.NORM = "GW:groups=4"
+    with pytest.raises(WeightsError, match=r"8 layers differ \(backbone.fpn_\w+.norm BN in the checkpoint, GW"):
+        _load(build_model(detector_cfg), {"model": state}, tmp_path)
 
 
 def test_converted_weights_may_belong_to_standardized_convolutions(detector_cfg, tmp_path):

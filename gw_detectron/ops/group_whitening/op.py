@@ -135,9 +135,7 @@ def choose_backend(x: Tensor, groups: int, solver: Solver = DEFAULT_SOLVER) -> s
         raise ConfigError(f"{where} ({forced!r}): cannot be forced. Fix: {otherwise}, or use {list(FORCEABLE)}.")
     if forced == "reference" or solver.name != "newton" or solver.corr or needs_plain_operations():
         return "reference"
-    if forced == "matmul":
-        return forced
-    if (x.is_cuda or triton.INTERPRETED) and triton.supported(x, groups):
+    if forced != "matmul" and (x.is_cuda or triton.INTERPRETED) and triton.supported(x, groups):
         return "triton"
     return "matmul" if solver.num_iters <= matmul.MOST_ITERS else "reference"
 
