@@ -28,7 +28,7 @@ from gw_detectron.data.images import channels_first
 from gw_detectron.errors import ConfigError
 from gw_detectron.layers import ImageStatistics
 from gw_detectron.prediction import Predictor, TiledPredictor
-from gw_detectron.prediction.tiles import Window, sahi_model
+from gw_detectron.prediction.tiles import Window
 from gw_detectron.progress import progress_bar
 
 from . import add_reduced, trained_detector
@@ -105,12 +105,23 @@ class _Shrunk(TiledPredictor):
 
 
 def _sahi(predictor: Predictor, tile: int, overlap: int) -> Callable[[np.ndarray], Instances]:
+    from sahi.models.detectron2 import Detectron2DetectionModel
     from sahi.predict import get_sliced_prediction
+
+    class Model(Detectron2DetectionModel):
+        def set_model(self, model: Predictor) -> None:
+            self.model = model
+
+        def perform_inference(self, image: np.ndarray) -> None:
+            self._original_predictions = {"instances": self.model(image)}
+
+    names = {str(index): name for index, name in enumerate(predictor.metadata.get("thing_classes", []))} or None
+    model = Model(model=predictor, confidence_threshold=predictor.score_threshold, category_mapping=names)
 
     def predict(image: np.ndarray) -> Instances:
         options = {"overlap_height_ratio": overlap / tile, "overlap_width_ratio": overlap / tile, "verbose": 0}
         options |= {"slice_height": tile, "slice_width": tile, "perform_standard_pred": False}
-        objects = get_sliced_prediction(image.astype(np.uint8), sahi_model(predictor), **options).object_prediction_list
+        objects = get_sliced_prediction(image.astype(np.uint8), model, **options).object_prediction_list
         found = Instances(image.shape[:2], scores=torch.tensor([each.score.value for each in objects]))
         found.pred_boxes = Boxes(torch.tensor([each.bbox.to_xyxy() for each in objects]).reshape(-1, 4))
         found.pred_classes = torch.tensor([each.category.id for each in objects], dtype=torch.long)

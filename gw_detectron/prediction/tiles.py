@@ -3,7 +3,6 @@
 import itertools
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ from torch import Tensor
 from torchvision.ops import box_iou
 
 from ..errors import ConfigError
-from ..installation import require_packages
 from ..layers import ImageStatistics
 from ..progress import progress_bar
 from .open_predictor import Predictor
@@ -102,23 +100,6 @@ class TiledPredictor:
         rows, columns = (_parts(size, side, 0) for size, side in zip(image.shape[:2], sides, strict=True))
         windows = list(itertools.product(rows, columns))
         return [windows[index] for index in np.random.default_rng(0).permutation(len(windows))]
-
-
-def sahi_model(predictor: Predictor, statistics: ImageStatistics | None = None) -> Any:
-    """Return the detector as SAHI's ``DetectionModel``, with statistics from :meth:`TiledPredictor.measure`."""
-    require_packages("SAHI", "sahi")
-    from sahi.models.detectron2 import Detectron2DetectionModel
-
-    class SahiModel(Detectron2DetectionModel):
-        def set_model(self, model: Predictor) -> None:
-            self.model = model
-
-        def perform_inference(self, image: np.ndarray) -> None:
-            with statistics.apply() if statistics else nullcontext():
-                self._original_predictions = {"instances": self.model(image)}
-
-    names = {str(index): name for index, name in enumerate(predictor.metadata.get("thing_classes", []))} or None
-    return SahiModel(model=predictor, confidence_threshold=predictor.score_threshold, category_mapping=names)
 
 
 def _parts(size: int, tile: int, overlap: int) -> list[slice]:

@@ -31,9 +31,8 @@ from .pages import PAGES, ROOT, blocks, read
 
 #: what blocks have in them that need a trained detector in the current folder: see the slow tests
 RUN, EXPORT = ("output/", "predictions/"), ("exported",)
-#: not run: parts of files; a download, which weights/test_catalog.py does with other weights; SAHI, which
-#: prediction/test_tiles.py runs if it is installed
-NOT_RUN = ("from sahi.", "RMSNorm2d, _EPS", "denman_beavers", 'resume_or_load("gw://')
+#: not run: a slide; parts of files; a download, which weights/test_catalog.py does with other weights
+NOT_RUN = ("slides/", "RMSNorm2d, _EPS", "denman_beavers", 'resume_or_load("gw://')
 ALL = [(page, place, block) for page in PAGES for place, block in enumerate(blocks(page, "python"))]
 
 

@@ -19,7 +19,7 @@ from gw_detectron.config import read_config
 from gw_detectron.data.images import open_image, read_image
 from gw_detectron.errors import ConfigError, DataError
 from gw_detectron.prediction import Predictor, TiledPredictor, open_predictor
-from gw_detectron.prediction.tiles import sahi_model, shrunk
+from gw_detectron.prediction.tiles import shrunk
 
 from .conftest import Handmade
 
@@ -228,20 +228,6 @@ def test_damaged_and_deep_files_are_refused(tiff, large):
     with pytest.raises(DataError, match=r"large\.tif"):
         open_image(path)[:, :]
     del image
-
-
-def test_sahi_runs_the_model(predictor, large):
-    pytest.importorskip("sahi")
-    from sahi.predict import get_sliced_prediction
-
-    statistics = TiledPredictor(predictor, 100, 30).measure(large)
-    results = [
-        get_sliced_prediction(large, sahi_model(predictor, each), slice_height=100, slice_width=100, verbose=0)
-        for each in (None, statistics)
-    ]
-    own, shared = ([each.score.value for each in result.object_prediction_list] for result in results)
-    assert len(own) > 3 and own != shared
-    assert {each.category.name for each in results[0].object_prediction_list} <= {"fork", "cup", "plate"}
 
 
 MEMORY = """
