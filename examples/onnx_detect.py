@@ -1,4 +1,4 @@
-"""Detect objects with an ONNX file of `gw-detectron export --one-image`; needs numpy, Pillow and onnxruntime alone.
+"""Detect objects with an ONNX file of `gw-detectron export --one-image`; needs only numpy, Pillow and onnxruntime.
 
     python onnx_detect.py model.onnx photo.jpg --output detections.png --json detections.json
 

@@ -26,6 +26,13 @@ class Interrupted(SystemExit):
         self.message = message or f"Stopped by {signal.Signals(number).name}."
 
 
+class MixedParser(argparse.ArgumentParser):
+    """Parser that takes flags between words."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        return self.parse_intermixed_args(args, namespace)
+
+
 class RunParser(argparse.ArgumentParser):
     """Parser whose first word may be a RUN, a run folder or a checkpoint.
 

@@ -25,7 +25,7 @@ from .tiny_run import OPTS, ROOT, environment
 
 PAGE = read("docs/your_data.md")
 SMALL, ON_GPU, TWO_FILES, RESUME, EVALUATE, OTHER_PHOTOS, TRAINING_PHOTOS = (
-    words for words in commands("docs/your_data.md") if words[:2] == ["gw-detectron", "train"]
+    words for words in commands("docs/your_data.md") if words[1] in ("train", "eval")
 )
 
 

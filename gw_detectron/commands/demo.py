@@ -6,14 +6,11 @@ import time
 from math import isnan
 from pathlib import Path
 
-from ..atomic import check_replaceable
 from ..cli import new_parser
 from ..engine.flags import get_parser as get_training_parser
 from ..engine.train import run_config
 from ..engine.trainer import Trainer
 from ..errors import ConfigError
-from ..export import Normalization, export_backbone
-from ..export.formats import PARITY
 from ..installation import require_packages
 from ..model_zoo import get_config_file
 from ..report import PAGE, write_report
@@ -32,17 +29,16 @@ def get_parser() -> argparse.ArgumentParser:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Train, evaluate, export the backbone, and write the report and ``result.json`` to ``OUTPUT_DIR``.
+    """Train, evaluate, and write the report and ``result.json`` to ``OUTPUT_DIR``.
 
     An earlier demo in the folder is replaced.
     """
     require_packages("demo", "cv2")  # before minutes of work
     flags = get_training_parser().parse_args(["--config-file", args.config_file, *args.opts])
     cfg = run_config(flags)
-    folder, backbone = Path(cfg.OUTPUT_DIR), Path(cfg.OUTPUT_DIR, "backbone")
+    folder = Path(cfg.OUTPUT_DIR)
     if len(cfg.DATASETS.TEST) != 1:  # several have results of their own, which no table here shows
         raise ConfigError(f"DATASETS.TEST ({list(cfg.DATASETS.TEST)}): the demo evaluates one dataset. Fix: name one.")
-    check_replaceable(backbone, ("backbone.pt2", PARITY))
     trainer = Trainer(cfg, resume=False, overwrite=args.overwrite or _holds_a_demo(folder))
     trainer.resume_or_load(resume=False)
     begin = time.perf_counter()
@@ -51,13 +47,10 @@ def main(args: argparse.Namespace) -> None:
     # without any prediction, as after a very short run, AP is NaN, which JSON does not have
     evaluation = {task: found for task, found in evaluation.items() if "AP" in found}
     scores = {task: {"AP": None if isnan(found["AP"]) else found["AP"]} for task, found in evaluation.items()}
-    parity = export_backbone(trainer.model.backbone, backbone, Normalization.from_config(cfg))
-    result = {**scores, "seconds": seconds, "export": {"format": "pt2", "worst_relative": parity["worst_relative"]}}
-    (folder / _RESULT).write_text(json.dumps(result, indent=2) + "\n")
+    (folder / _RESULT).write_text(json.dumps({**scores, "seconds": seconds}, indent=2) + "\n")
     write_report(folder)
     print(f"\nTrained {cfg.SOLVER.MAX_ITER} iterations and evaluated in {seconds:.0f} s.")
     print(", ".join(f"{task} AP {found['AP']:.1f}" for task, found in evaluation.items()))
-    print(f"Exported backbone: {backbone / parity['file']}, features differ by at most {parity['worst_relative']:.1e}")
     print(f"Report, with curves and pictures: {folder / 'report' / PAGE}")
     print(f"Numbers: {folder / _RESULT}; model: {folder / 'model_final.pth'}")
 

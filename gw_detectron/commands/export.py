@@ -33,7 +33,7 @@ def get_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--config-file", metavar="FILE", help="config of the model; default: config.yaml beside RUN's weights")
-    add("--output", required=True, metavar="DIR", help="folder to create")
+    add("--output", default="exported", metavar="DIR", help="folder to create, default: %(default)s")
     add("--format", choices=FORMATS, default="pt2", help="default: pt2 (torch.export)")
     add("--backbone", action="store_true", help="export only the backbone")
     group = parser.add_argument_group("detectors")

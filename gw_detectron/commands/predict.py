@@ -12,7 +12,7 @@ from dataclasses import asdict
 
 from .. import prediction
 from ..checkpoint.opening import BEST_CHECKPOINT
-from ..cli import check_folder, new_parser
+from ..cli import MixedParser, check_folder, new_parser
 from ..errors import ConfigError
 from ..prediction.tiles import STATISTICS
 
@@ -24,6 +24,7 @@ def get_parser() -> argparse.ArgumentParser:
         "output/mydata photos --output predictions",
         "output/mydata 'photos/**/*.jpg' clip.mp4 --output predictions --score-threshold 0.7",
         "--preview annotations.json photos --output preview",
+        kind=MixedParser,
         note="The exit status is 1 if a file cannot be read or needs too much memory; the others are predicted.",
     )
     add = parser.add_argument
@@ -34,9 +35,9 @@ def get_parser() -> argparse.ArgumentParser:
     add("--score-threshold", type=float, default=0.5, metavar="S", help="keep scores above S, default: %(default)s")
     add("--preview", metavar="JSON", help="draw up to 50 images with the annotations of this COCO file")
     add("--tiles", type=int, metavar="N", help="predict large images in overlapping tiles of N pixels, e.g. 1024")
-    add("--overlap", type=int, metavar="N", help="pixels that tiles share, default: an eighth")
-    add("--statistics", choices=STATISTICS, help="of GW and GN; default: image; tile is faster")
-    add("--no-pictures", action="store_true", help="write only the json files")
+    add("--overlap", type=int, metavar="N", help="pixels that neighboring tiles share, default: an eighth of N")
+    add("--statistics", choices=STATISTICS, help="GW and GN see the whole image (default), or each tile (faster)")
+    add("--no-pictures", action="store_true", help="draw no pictures")
     add("--device", metavar="D", help="cpu or cuda; default: a GPU, if there is one")
     add("--class-names", metavar="A,B,...", help="class names of a checkpoint; default: from its record or config")
     add("--json", action="store_true", help="print the summary as json")

@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from ..cli import new_parser
+from ..cli import MixedParser, new_parser
 from ..errors import ConfigError
 from ..report import PAGE, write_report
 from ..report.side_by_side import PAGE as RUNS
@@ -13,12 +13,11 @@ from ..report.side_by_side import write_side_by_side
 
 def get_parser() -> argparse.ArgumentParser:
     """Return the parser of this command."""
-    parser = new_parser(
-        __doc__, "output/demo", "output/mydata --images 8 --score 0.3", "output/gn output/gw --output pages"
-    )
+    examples = "output/demo", "output/mydata --images 8 --score 0.3", "output/gn output/gw --output pages"
+    parser = new_parser(__doc__, *examples, kind=MixedParser)
     add = parser.add_argument
     add("run_folders", nargs="+", metavar="RUN_FOLDER", help="OUTPUT_DIR of a run; several to compare them")
-    add("--output", metavar="DIR", help="folder of the report; default: RUN_FOLDER/report, of several output/runs")
+    add("--output", metavar="DIR", help="folder to write; default: RUN_FOLDER/report, of several runs output/runs")
     add("--images", type=int, metavar="N", help="images to draw; default: 4")
     add("--score", type=float, help="lowest score of a drawn or counted box; default: 0.5")
     add("--json", action="store_true", help="print report.json instead of a summary")

@@ -33,9 +33,10 @@ class TiledPredictor:
     find a piece. Detections of different tiles that agree within what both see become one. An image that fits into one
     tile is predicted as without tiles.
 
-    Norms that see single samples (GW, GN) expose each tile differently. With ``statistics="image"`` a first pass, at
-    the scale of the tiles, gathers the statistics of the image in windows that do not overlap; a second one predicts
-    with them, see :class:`gw_detectron.layers.ImageStatistics`. A model without such norms needs no first pass.
+    GW and GN compute their statistics from each tile, so tiles are normalized differently. With
+    ``statistics="image"`` a first pass, at the scale of the tiles, gathers the statistics of the image in windows that
+    do not overlap; a second one predicts with them, see :class:`gw_detectron.layers.ImageStatistics`. A model without
+    such norms needs no first pass.
 
     Args:
         predictor: from :func:`~gw_detectron.prediction.open_predictor`. It resizes a tile as it would an image.

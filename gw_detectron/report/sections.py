@@ -270,8 +270,9 @@ def errors(run: RunFolder) -> Section:
     files = {key: image["file_name"] for key, image in run.detections.truth.imgs.items()}
     worst = [{"image": each.image_id, "file": files[each.image_id], "errors": each.errors} for each in images]
     text = (
-        f"Boxes with a score of at least {run.score:g} are matched to the free object of any class with the largest "
-        "IoU, at least 0.5. Else a box is a duplicate of a matched object, poor (IoU from 0.1), or background."
+        f"Boxes with a score of at least {run.score:g} are matched to the unmatched object of any class with the "
+        "largest IoU, at least 0.5. A box without a match is a duplicate of a matched object, poor (IoU from 0.1), or "
+        "background."
     )
     confusion, counts = _confusion(run)
     pictures = [[confusion], *(_photos(run, f"error_{number}", image) for number, image in enumerate(images, 1))]

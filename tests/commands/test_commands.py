@@ -147,6 +147,16 @@ def test_a_base_may_be_the_name_of_a_shipped_config(tmp_path, base):
         read_config(tmp_path / "mine.yaml")
 
 
+def test_flags_may_stand_between_words(monkeypatch):
+    args = get_parser("predict", monkeypatch).parse_args(
+        ["run", "--tiles", "9", "photos", "--output", "x", "--opts", "A"]
+    )
+    assert (args.model, args.inputs, args.tiles, args.opts) == ("run", ["photos"], 9, ["A"])
+    assert get_parser("report", monkeypatch).parse_args(["a", "--output", "x", "b"]).run_folders == ["a", "b"]
+    with pytest.raises(SystemExit):
+        get_parser("export", monkeypatch).parse_args(["--format", "onnx", "tests", "--output", "x"])
+
+
 def test_a_run_is_named_in_the_same_way_everywhere(gw, tmp_path, monkeypatch):
     (tmp_path / "config.yaml").write_text(f"_BASE_: {CONFIG}\nOUTPUT_DIR: elsewhere\n")
     (tmp_path / "last_checkpoint").write_text("model_final.pth")

@@ -15,6 +15,7 @@ import yaml
 from detectron2.config import get_cfg
 
 import gw_detectron.commands
+from gw_detectron.cli import MixedParser
 from gw_detectron.commands import COMMANDS
 from gw_detectron.config import default_config, flat_items, read_config
 from gw_detectron.norms import norm_options
@@ -35,13 +36,17 @@ class Parsed(Exception):
 @pytest.fixture
 def parse(monkeypatch):
     """Return a function that runs a script, or `gw-detectron`, until it has parsed its words."""
-    real = argparse.ArgumentParser.parse_args
 
-    def stop(parser, *given):
-        raise Parsed(real(parser, *given))
+    def stopping(real):
+        def stop(parser, *given):
+            raise Parsed(real(parser, *given))
+
+        return stop
+
+    for kind in (argparse.ArgumentParser, MixedParser):
+        monkeypatch.setattr(kind, "parse_args", stopping(kind.parse_args))
 
     def run(program, *words):
-        monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
         monkeypatch.setattr(sys, "argv", [program, *words])
         with pytest.raises(Parsed) as parsed:
             if program == "gw-detectron":
