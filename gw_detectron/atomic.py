@@ -57,9 +57,10 @@ def check_replaceable(output: Path, files: Sequence[str]) -> None:
     """Raise FileAccessError if ``output`` holds more than a result of these ``files``; every result has the first."""
     found = set(os.listdir(output)) if output.exists() else set()
     if others := sorted(found.difference(files) if found.intersection(files[:1]) else found):
+        lacks = "" if found.intersection(files[:1]) else f" but no {summarize_names(files[:1])}"
         raise FileAccessError(
-            f"output ('{output}'): the folder holds {summarize_names(others)}, which is not part of an earlier result "
-            f"({summarize_names(files, 3)}). Fix: give an empty or new folder."
+            f"output ('{output}'): the folder holds {summarize_names(others)}{lacks}, so it is not an earlier result. "
+            "Fix: give an empty or new folder."
         )
 
 
@@ -93,8 +94,8 @@ def _temporary(path: Path) -> Iterator[Path]:
 def remove_unfinished(folder: str | os.PathLike[str]) -> None:
     """Remove temporary files and folders that killed processes left in a folder.
 
-    What running processes write stays, and what is of other machines. In a restarted container, a killed process often
-    had the id of this one.
+    Files of running processes and of other machines stay. In a restarted container, a killed process often had this
+    process's id, so its files are removed unless this process writes them.
     """
     temporary = re.compile(rf"\..+\.{re.escape(os.uname().nodename)}\.(\d+)\.[0-9a-f]{{8}}\.tmp")
     for path in Path(folder).glob(".*.tmp"):

@@ -107,7 +107,7 @@ def test_a_folder_is_created_and_replaced(tmp_path):
 
 def test_a_folder_with_only_some_names_of_a_result_is_the_users(tmp_path):
     (tmp_path / "pictures").mkdir()
-    with pytest.raises(FileAccessError, match="holds pictures, which is not part of an earlier result"):
+    with pytest.raises(FileAccessError, match=r"holds pictures but no counts\.csv, so it is not"):
         check_replaceable(tmp_path, ["counts.csv", "pictures"])
     (tmp_path / "counts.csv").touch()
     check_replaceable(tmp_path, ["counts.csv", "pictures"])

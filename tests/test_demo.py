@@ -27,7 +27,7 @@ def test_the_demo_leaves_its_results(tmp_path, small_dataset):
         assert (tmp_path / name).stat().st_size > 100
 
 
-def test_results_that_cannot_be_written_stop_the_demo_before_the_training(tmp_path):
+def test_a_demo_evaluates_one_dataset(tmp_path):
     with pytest.raises(ConfigError, match="the demo evaluates one dataset"):
         demo(tmp_path, **{"DATASETS.TEST": "()"})
     assert not list(tmp_path.iterdir())

@@ -30,7 +30,7 @@ _USABLE = {
 def training_mapper(cfg: CfgNode) -> DatasetMapper:
     """Build Detectron2's mapper of training examples, with ``INPUT.AUGMENTATIONS`` before its own augmentations.
 
-    Those of colors come last: resized images have fewer pixels.
+    Those of colors come last, on the resized image, which usually has fewer pixels.
     """
     ours = build_augmentations(cfg)
     mapper = (_TightBoxes if any(each.moves for each in ours) else DatasetMapper)(cfg, True)

@@ -76,11 +76,11 @@ def build_coco_evaluator(name: str, folder: str, **options: Any) -> DenseCOCOEva
     metadata = MetadataCatalog.get(name)
     if converts := metadata.get("json_file", CONVERTED).endswith(CONVERTED):
         vars(metadata).pop("json_file", None)
-        records = DatasetCatalog.get(name)
-        kept = copy.deepcopy(records)
+        objects = [each for record in DatasetCatalog.get(name) for each in record.get("annotations", ())]
+        kept = [(each, list(each["keypoints"])) for each in objects if each.get("keypoints")]
         convert_to_coco_json(name, os.path.join(folder, f"{name}{CONVERTED}"), allow_cached=False)
-        for record, before in zip(records, kept, strict=True):  # the conversion moves keypoints by half a pixel
-            record.update(before)
+        for each, keypoints in kept:  # the conversion moves them by half a pixel, in the records of the function
+            each["keypoints"] = keypoints
     evaluator = DenseCOCOEvaluator(name, output_dir=folder, **options)
     if converts:
         vars(metadata).pop("json_file", None)

@@ -1,4 +1,4 @@
-"""Hooks of a training: stop at a signal, explain a non-finite loss, keep the best weights, show the progress."""
+"""Hooks of a training: stop at a signal, explain a non-finite loss, keep the best weights."""
 
 import contextlib
 import functools
@@ -207,16 +207,23 @@ class BestWeights(BestCheckpointer):
     """Keep the weights with the best ``TEST.BEST`` in ``model_best.pth``; end after ``TEST.PATIENCE`` evaluations.
 
     Their predictions are kept for a report. A resumed run repeats an evaluation whose score its checkpoint lacks.
-    ``evaluations`` are the hooks that log the scores; they come before this one.
+    ``evaluations`` are the hooks that log the scores; they come before this one. Those ``at_end`` come after
+    ``SOLVER.MAX_ITER``, which a run that ends earlier does not reach.
     """
 
-    def __init__(self, cfg: CfgNode, checkpointer: GWDetectionCheckpointer, evaluations: Sequence[EvalHook]) -> None:
+    def __init__(
+        self,
+        cfg: CfgNode,
+        checkpointer: GWDetectionCheckpointer,
+        evaluations: Sequence[EvalHook],
+        at_end: Sequence[EvalHook] = (),
+    ) -> None:
         record = checkpointer.checkpointables[RUN_RECORD]
         best = _BestCheckpointer(checkpointer.model, cfg.OUTPUT_DIR, **{RUN_RECORD: record})
         best.path_manager = checkpointer.path_manager
         mode = "min" if cfg.TEST.BEST.endswith("loss") else "max"
         super().__init__(cfg.TEST.EVAL_PERIOD, best, cfg.TEST.BEST, mode, BEST_CHECKPOINT.removesuffix(".pth"))
-        self._evaluations, self._patience = evaluations, cfg.TEST.PATIENCE
+        self._evaluations, self._at_end, self._patience = evaluations, at_end, cfg.TEST.PATIENCE
         self._last_iter, self._waited = -1, 0  # of the last evaluation; evaluations since the best one
 
     def before_train(self) -> None:
@@ -240,7 +247,7 @@ class BestWeights(BestCheckpointer):
             super()._best_checking()  # which warns where there is no such score
         self._waited = 0 if self.best_iter != before else self._waited + (score is not None)
         predictions = Path(self._checkpointer.save_dir, "inference", PREDICTIONS)
-        if not self._waited and predictions.is_file():
+        if self.best_iter != before and predictions.is_file():  # on the main process
             with atomic_write(predictions.with_name(BEST_PREDICTIONS)) as temporary:
                 shutil.copyfile(predictions, temporary)
         self._check_patience(save=True)
@@ -251,6 +258,8 @@ class BestWeights(BestCheckpointer):
             return
         if save:
             self.trainer.checkpointer.save("model_final", iteration=self.trainer.iter)
+            for hook in self._at_end:
+                hook._do_eval()
         raise TrainingEnded(
             f"TEST.PATIENCE ({self._patience}): no better {self._val_metric} in {self._waited} evaluations. The run "
             f"ends after iteration {self._last_iter}."

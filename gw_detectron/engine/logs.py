@@ -51,7 +51,7 @@ class _FileHandler(logging.FileHandler):
 
 
 class _ScreenHandler(logging.Handler):
-    """The messages that somebody reads while a run starts, printed above a progress bar."""
+    """The messages that somebody reads while a run starts, printed above any progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if any(record.name.startswith(name) and record.levelno < level for name, level in _FILE_ONLY.items()):

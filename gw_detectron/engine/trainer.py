@@ -208,10 +208,10 @@ class Trainer(DefaultTrainer):
         if cfg.TEST.LOSS and cfg.TEST.EVAL_PERIOD > 0:
             evaluations.append(hooks.EvalHook(cfg.TEST.EVAL_PERIOD, self._validate))
         built += [self._signals, *evaluations]
+        augmented = [hooks.EvalHook(0, self._evaluate_with_TTA)] if cfg.TEST.AUG.ENABLED else []
         if cfg.TEST.BEST:
-            built.append(BestWeights(cfg, self.checkpointer, evaluations))
-        if cfg.TEST.AUG.ENABLED:
-            built.append(hooks.EvalHook(0, self._evaluate_with_TTA))
+            built.append(BestWeights(cfg, self.checkpointer, evaluations, augmented))
+        built += augmented
         if comm.is_main_process():
             built.append(hooks.PeriodicWriter(self.build_writers(), period=20))
         return built
@@ -326,8 +326,6 @@ class Trainer(DefaultTrainer):
                 super().train()
         except TrainingEnded as end:
             log.info("%s", end)
-            if self.cfg.TEST.AUG.ENABLED:  # whose hook waits for SOLVER.MAX_ITER
-                self.test_with_TTA(self.cfg, self.checkpointer.model)
         return getattr(self, "_last_eval_results", None)
 
     @classmethod

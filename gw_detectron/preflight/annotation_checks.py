@@ -61,7 +61,7 @@ SMALLER = Fault("have a mask much smaller than their bbox", "correct one, unless
 CROWDS = Fault("are crowds (iscrowd 1 or ignore): not trained on, not counted", "set both to 0 for single ones", 1, 0.1)
 REPEATED = Fault("repeat the bbox and category of another one; at most one of them can be found", "remove them", 1)
 AREA = Fault("have an area, used in COCO scores, that fits neither their mask nor their bbox", "correct it", 0.1)
-NO_ID = Fault("have an id that is no positive integer: a match may count as a miss", "number them from 1", 1)
+NO_ID = Fault("have an id that is not a positive integer: a match may be a miss", "number them from 1", 1)
 KEYPOINTS = Fault(
     "have another number of keypoints than MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS",
     "change this key; write three zeros for a keypoint that is not labeled",

@@ -29,7 +29,7 @@ KINDS = (CORRECT, WRONG_CLASS, DUPLICATE, POOR_BOX, BACKGROUND)
 _IOU, _BACKGROUND_IOU = 0.5, 0.1
 #: why an object is not found at any score
 UNFOUND = (
-    "found, but its box was matched to a neighbor, or exceeds COCO's limit per image",
+    "its box was matched to a neighbor, or is beyond COCO's limit per image",
     "only boxes of another class",
     "only boxes with an IoU of 0.1 to 0.5",
     "no box",

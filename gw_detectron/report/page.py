@@ -85,7 +85,7 @@ def write_page(path: Path, title: str, sections: Mapping[str, Section], missing:
 
 
 def files_of(page: str) -> tuple[str, str]:
-    """Return the names of what :func:`write_folder` writes."""
+    """Return the file names that :func:`write_folder` writes."""
     return page.replace(".html", ".json"), page
 
 

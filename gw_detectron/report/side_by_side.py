@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..atomic import check_replaceable
 from ..errors import ConfigError
-from .page import write_folder
+from .page import files_of, write_folder
 from .run_folder import RunFolder
 from .sections import TASKS, Picture, Section, Table, average_precision, make_axes, summary
 
@@ -19,6 +20,7 @@ def write_side_by_side(folders: Sequence[str | os.PathLike[str]], output: str | 
 
     The runs were evaluated on the same images; differences are to the first one. An earlier page is replaced.
     """
+    check_replaceable(Path(output), files_of(PAGE))
     names = [Path(folder).resolve().name for folder in folders]
     labels = names if len(set(names)) == len(names) else list(map(str, folders))
     runs = {label: RunFolder(folder) for label, folder in zip(labels, folders, strict=True)}

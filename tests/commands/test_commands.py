@@ -148,10 +148,8 @@ def test_a_base_may_be_the_name_of_a_shipped_config(tmp_path, base):
 
 
 def test_flags_may_stand_between_words(monkeypatch):
-    args = get_parser("predict", monkeypatch).parse_args(
-        ["run", "--tiles", "9", "photos", "--output", "x", "--opts", "A"]
-    )
-    assert (args.model, args.inputs, args.tiles, args.opts) == ("run", ["photos"], 9, ["A"])
+    args = get_parser("predict", monkeypatch).parse_args(["run", "--tiles", "9", "a", "--output", "x", "--opts", "A"])
+    assert (args.model, args.inputs, args.tiles, args.opts) == ("run", ["a"], 9, ["A"])
     assert get_parser("report", monkeypatch).parse_args(["a", "--output", "x", "b"]).run_folders == ["a", "b"]
     with pytest.raises(SystemExit):
         get_parser("export", monkeypatch).parse_args(["--format", "onnx", "tests", "--output", "x"])

@@ -7,13 +7,14 @@ import pytest
 import torch
 from detectron2.data import DatasetMapper
 from detectron2.data.detection_utils import build_augmentation
+from detectron2.utils import comm
 from detectron2.utils.events import EventStorage
 from torch import nn
 
 from gw_detectron.config import changed_config
 from gw_detectron.engine import Trainer, main
 from gw_detectron.engine.evaluation import validation_losses
-from gw_detectron.engine.hooks import WeightAverage
+from gw_detectron.engine.hooks import BestWeights, WeightAverage
 from gw_detectron.engine.train import run_config
 from gw_detectron.errors import PreflightError
 from gw_detectron.prediction import detector_file
@@ -113,11 +114,23 @@ def test_a_score_that_never_comes_does_not_end_the_run(tmp_path, scripted):
 
 def test_an_ended_run_is_evaluated_with_augmentation(tmp_path, scripted, monkeypatch):
     scripted(2.0, 1.0)
-    augmented = []
-    monkeypatch.setattr(Trainer, "test_with_TTA", lambda self, cfg, model: augmented.append(model))
+    monkeypatch.setattr(Trainer, "test_with_TTA", lambda self, cfg, model: {"bbox_TTA": {"AP": 7.0}})
     changes = {"TEST__PATIENCE": 1, "TEST__AUG__ENABLED": True}
     main(arguments(tmp_path, "--ignore-preflight", **EVALUATED, **changes))  # RetinaNet has none
-    assert len(augmented) == 1
+    assert RunFolder(tmp_path).metrics[-1]["bbox_TTA/AP"] == 7
+
+
+def test_other_processes_leave_the_best_predictions(tmp_path, scripted, monkeypatch):
+    scripted(5.0)
+    cfg = run_config(arguments(tmp_path, **{**EVALUATED, "SOLVER__MAX_ITER": 1}))
+    trainer = Trainer(cfg)
+    trainer.train()
+    (tmp_path / "inference" / "coco_instances_results.json").write_text("of other weights")
+    other = BestWeights(cfg, trainer.checkpointer, [])
+    other.trainer = trainer
+    monkeypatch.setattr(comm, "is_main_process", lambda: False)
+    other._best_checking()
+    assert (tmp_path / "inference" / "model_best_results.json").read_text() == "5.0"
 
 
 def test_an_extended_run_keeps_the_best_weights_of_the_finished_one(tmp_path, scripted):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.export.passes import move_to_device_pass
 
-from gw_detectron.errors import ConfigError, ExportError
+from gw_detectron.errors import ConfigError, ExportError, FileAccessError
 from gw_detectron.export import Normalization, export_backbone
 from gw_detectron.export.backbone import TOLERANCE, compare_features
 from gw_detectron.norms.listing import norm_rows
@@ -132,6 +132,9 @@ def test_a_normalization_of_another_number_of_channels(values):
         Normalization(*values)
 
 
-def test_an_unknown_format(tmp_path, normalization):
+def test_an_unknown_format_and_a_folder_of_the_user_are_refused(tmp_path, normalization):
     with pytest.raises(ExportError, match=r"file_format \('tflite'\)"):
         export_backbone(tiny_backbone(fpn=None), tmp_path / "out", normalization, file_format="tflite")
+    (tmp_path / "backbone.pt2").touch()  # the user's
+    with pytest.raises(FileAccessError, match=r"but no parity\.json"):
+        export_backbone(tiny_backbone(fpn=None), tmp_path, normalization)

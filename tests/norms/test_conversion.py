@@ -218,12 +218,6 @@ def test_batch_whitening_keeps_its_own_statistics():
         convert_norms(model, {"*": "BN"})
 
 
-def test_a_frozen_rotation_stays_fixed():
-    model = nn.Sequential(nn.BatchNorm2d(8))
-    convert_norms(model, {"*": "FrozenBW:channels=4,rotation=cayley"})
-    assert not any(parameter.requires_grad for parameter in model.parameters())
-
-
 def test_the_activation_of_a_layer_survives_its_freezing():
     model = nn.Sequential(nn.Conv2d(3, 8, 3), timm.layers.BatchNormAct2d(8, act_layer=nn.PReLU)).eval()
     convert_norms(model, {"*": "BW"})
@@ -233,6 +227,8 @@ def test_the_activation_of_a_layer_survives_its_freezing():
     model = FrozenBatchWhitening2d.convert(model)
     assert isinstance(model[1], FrozenBatchWhitening2d) and torch.equal(model(x), expected)
     assert not any(parameter.requires_grad for parameter in model[1].parameters())
+    convert_norms(model := nn.Sequential(nn.BatchNorm2d(8)), {"*": "FrozenBW:channels=4,rotation=cayley"})
+    assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_one_value_per_group_is_a_warning():

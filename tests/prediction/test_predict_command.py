@@ -86,7 +86,7 @@ def test_errors_write_nothing(tmp_path, run_folder, photos, monkeypatch):
     before = sorted(tmp_path.rglob("*"))
     for words, message in (
         (("photos/none.jpg", "--output", "out"), "not found"),
-        (("photos", "--output", "photos"), "is not part of an earlier result"),
+        (("photos", "--output", "photos"), "so it is not an earlier result"),
         (("photos", "--output", "out", "--config-file", "none.yaml"), "config is not found"),
     ):
         with pytest.raises(UserError, match=message):

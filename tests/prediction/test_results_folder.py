@@ -16,7 +16,7 @@ from pycocotools.coco import COCO
 
 from gw_detectron.cli import Interrupted
 from gw_detectron.errors import ConfigError, DataError, FileAccessError, MissingPackageError
-from gw_detectron.prediction import check_output, find_sources, write_predictions
+from gw_detectron.prediction import check_output, find_sources, write_predictions, write_preview
 
 from ..tiny_run import ROOT
 from .conftest import Handmade
@@ -125,6 +125,11 @@ def test_earlier_predictions_are_replaced_and_other_folders_are_not(tmp_path, ph
     (tmp_path / "out" / "thesis.tex").touch()
     with pytest.raises(FileAccessError, match=r"thesis\.tex"):
         predict(photos)
+    (tmp_path / "own" / "pictures").mkdir(parents=True)
+    with pytest.raises(FileAccessError, match=r"pictures but no predictions\.json"):
+        check_output(tmp_path / "own", [])
+    with pytest.raises(FileAccessError, match=r"pictures but no counts\.csv"):
+        write_preview("", "", tmp_path / "own")
 
 
 def test_without_opencv_there_are_json_files_but_no_pictures_or_videos(monkeypatch, photos, video, predict):

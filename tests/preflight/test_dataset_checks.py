@@ -312,7 +312,7 @@ def test_boxes_in_another_format(needs, boxes, words):
 @pytest.mark.parametrize("number", [0, -1, "3f2a", 1.5])
 def test_an_annotation_without_a_positive_id_counts_as_a_miss(content, number):
     content["annotations"][0]["id"] = number
-    assert check_coco(content, TRAIN) == ([], []) and "no positive integer" in check_coco(content, TEST)[1][0]
+    assert check_coco(content, TRAIN) == ([], []) and "not a positive integer" in check_coco(content, TEST)[1][0]
 
 
 def test_what_other_evaluators_read_is_not_asked_of_their_datasets(check):
