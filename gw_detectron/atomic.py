@@ -56,8 +56,9 @@ def atomic_folder(output: str | os.PathLike[str], files: Sequence[str]) -> Itera
 def check_replaceable(output: Path, files: Sequence[str]) -> None:
     """Raise FileAccessError if ``output`` holds more than a result of these ``files``; every result has the first."""
     found = set(os.listdir(output)) if output.exists() else set()
-    if others := sorted(found.difference(files) if found.intersection(files[:1]) else found):
-        lacks = "" if found.intersection(files[:1]) else f" but no {summarize_names(files[:1])}"
+    is_result = not found.isdisjoint(files[:1])
+    if others := sorted(found.difference(files if is_result else ())):
+        lacks = f" but no {files[0]}" if files and not is_result else ""
         raise FileAccessError(
             f"output ('{output}'): the folder holds {summarize_names(others)}{lacks}, so it is not an earlier result. "
             "Fix: give an empty or new folder."

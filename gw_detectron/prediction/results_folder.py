@@ -36,7 +36,7 @@ from .tiles import TiledPredictor, shrunk
 log = logging.getLogger(__name__)
 
 RESULTS, IMAGES, COUNTS, PICTURES = "predictions.json", "images.json", "counts.csv", "pictures"
-_FILES, _PREVIEW_FILES = (RESULTS, IMAGES, COUNTS, PICTURES), (COUNTS, PICTURES)
+_FILES, _PREVIEW_FILES = (RESULTS, IMAGES, COUNTS, PICTURES), (COUNTS, PICTURES)  # no folder lacks the first
 _KEYS = ["image_id", "file_name", "frame", "category_id", "category_name", "score", "bbox", "keypoints", "segmentation"]
 _FRAMES_PER_SECOND = 25.0  # of a video that does not tell
 _PREVIEW = "preview"

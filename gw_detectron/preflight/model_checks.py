@@ -87,8 +87,8 @@ def _check_batch_norms(cfg: CfgNode, model: nn.Module, report: PreflightReport) 
         report.errors.append(
             f"SOLVER.IMS_PER_BATCH ({cfg.SOLVER.IMS_PER_BATCH} on {processes} processes): {len(single)} layers "
             f"normalize over a batch of one image (first: {single[0]}), whose statistics are noisy. Fix: set "
-            f"{_norm_keys(cfg, model, single)} to GN or GW, give two or more images per process, or train with it by "
-            "--ignore-preflight."
+            f"{_norm_keys(cfg, model, single)} to GN or GW, give two or more images per process, or pass "
+            "--ignore-preflight to train with it."
         )
     if images and (batches := cfg.SOLVER.ACCUMULATE) > 1:
         name, count = next(iter(images.items()))
