@@ -15,11 +15,11 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 from torch import Tensor, nn
 
+from gw_detectron.checkpoint import load_model
 from gw_detectron.config import read_config
 from gw_detectron.data.images import evaluation_input, read_image
 from gw_detectron.engine.run_datasets import use_recorded_datasets
 from gw_detectron.errors import ConfigError
-from gw_detectron.export import load_model
 from gw_detectron.progress import progress_bar
 
 
@@ -56,7 +56,7 @@ def load_detector(config_file: str, weights: str, images: int = 0) -> tuple[nn.M
 
     Raises:
         ConfigError: the number of images is negative, or there is no test dataset.
-        Other errors: see :func:`gw_detectron.export.load_model`.
+        Other errors: see :func:`gw_detectron.checkpoint.load_model`.
     """
     cfg = read_config(config_file, ["MODEL.WEIGHTS", weights, "MODEL.DEVICE", "cpu"])
     if images < 0:

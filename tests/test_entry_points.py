@@ -1,10 +1,9 @@
-"""Every tool and address refuses a weight file or yaml that holds code, and does not run the code."""
+"""Every command and address refuses a weight file or yaml that holds code, and does not run the code."""
 
 import contextlib
 import io
 import os
 import pickle
-import runpy
 import sys
 
 import numpy as np
@@ -12,33 +11,33 @@ import pytest
 import torch
 
 from gw_detectron.checkpoint import open_checkpoint
+from gw_detectron.commands import main
 from gw_detectron.errors import UserError
 
-from .tiny_run import CONFIG, OPTS, ROOT
+from .tiny_run import CONFIG, OPTS
 
 WORDS = [str(word) for pair in OPTS.items() for word in pair]
-#: tool and its arguments: {config}, {weights}, {folder} are replaced
-WEIGHTS_TOOLS = {
-    "train": "train_net.py --config-file {config} MODEL.WEIGHTS {weights} OUTPUT_DIR {folder}/out",
-    "evaluate": "train_net.py --config-file {config} --eval-only MODEL.WEIGHTS {weights} OUTPUT_DIR {folder}/out",
-    "resume": "train_net.py --config-file {config} --resume OUTPUT_DIR {folder}",
-    "demo": "demo.py --config-file {config} MODEL.WEIGHTS {weights} OUTPUT_DIR {folder}/out",
-    "export backbone": "export_model.py {weights} --backbone --config-file {config} --output {folder}/out",
-    "export model": "export_model.py {weights} --config-file {config} --image no.png --output {folder}/out",
-    "convert": "convert_weights.py {weights} {folder}/converted.pkl",
+#: command and its arguments: {config}, {weights}, {folder} are replaced
+COMMANDS = {
+    "train": "train --config-file {config} MODEL.WEIGHTS {weights} OUTPUT_DIR {folder}/out",
+    "evaluate": "train --config-file {config} --eval-only MODEL.WEIGHTS {weights} OUTPUT_DIR {folder}/out",
+    "resume": "train --config-file {config} --resume OUTPUT_DIR {folder}",
+    "demo": "demo --config-file {config} MODEL.WEIGHTS {weights} OUTPUT_DIR {folder}/out",
+    "export backbone": "export {weights} --backbone --config-file {config} --output {folder}/out",
+    "export model": "export {weights} --config-file {config} --image no.png --output {folder}/out",
+    "convert": "weights convert {weights} {folder}/converted.pkl",
 }
 
 pytestmark = pytest.mark.usefixtures("small_dataset")
 
 
-def run_tool(line, monkeypatch, **values):
-    """Run a tool in this process; return its exit status and error output."""
-    tool, *words = (word.format(**values) for word in line.split())
-    opts = WORDS if tool in ("train_net.py", "demo.py", "export_model.py") else []
-    monkeypatch.setattr(sys, "argv", [tool, *words, *opts])
+def run_command(line, monkeypatch, **values):
+    """Run a command in this process; return its exit status and error output."""
+    words = [word.format(**values) for word in line.split()]
+    monkeypatch.setattr(sys, "argv", ["gw-detectron", *words, *(WORDS if words[0] != "weights" else [])])
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors), pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / "tools" / tool), run_name="__main__")
+        main()
     return ended.value.code, errors.getvalue()
 
 
@@ -63,21 +62,21 @@ def write_harm(kind, folder):
 
 
 @pytest.mark.parametrize(
-    ("tool", "kind"), [*((tool, "pickle") for tool in WEIGHTS_TOOLS), ("train", "archive"), ("train", "legacy")]
+    ("command", "kind"), [*((command, "pickle") for command in COMMANDS), ("train", "archive"), ("train", "legacy")]
 )
-def test_code_in_weights_is_not_run(tool, kind, tmp_path, monkeypatch):
+def test_code_in_weights_is_not_run(command, kind, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     weights = write_harm(kind, tmp_path)
-    status, errors = run_tool(WEIGHTS_TOOLS[tool], monkeypatch, weights=weights, config=CONFIG, folder=tmp_path)
+    status, errors = run_command(COMMANDS[command], monkeypatch, weights=weights, config=CONFIG, folder=tmp_path)
     assert status == 1 and str(weights) in errors and "mkdir" in errors and "Traceback" not in errors, errors
     assert not (tmp_path / "harm").exists()
 
 
-@pytest.mark.parametrize("line", [line for line in WEIGHTS_TOOLS.values() if "{config}" in line])
+@pytest.mark.parametrize("line", [line for line in COMMANDS.values() if "{config}" in line])
 def test_code_in_yaml_is_not_run(line, tmp_path, monkeypatch):
     config = tmp_path / "harm.yaml"
     config.write_text(f"VERSION: 2\nMODEL:\n  DEVICE: !!python/object/apply:os.mkdir ['{tmp_path / 'harm'}']\n")
-    status, errors = run_tool(line, monkeypatch, weights=config, config=config, folder=tmp_path)
+    status, errors = run_command(line, monkeypatch, weights=config, config=config, folder=tmp_path)
     assert status == 1 and str(config) in errors and "os.mkdir" in errors
     assert not (tmp_path / "harm").exists()
 

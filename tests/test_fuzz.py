@@ -9,7 +9,6 @@ import functools
 import io
 import json
 import math
-import runpy
 import signal
 import sys
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from gw_detectron.checkpoint import load_checkpoint, open_checkpoint
+from gw_detectron.commands import main
 from gw_detectron.config import default_config, flat_items, read_config
 from gw_detectron.errors import DataError, UserError
 from gw_detectron.preflight.annotation_checks import DatasetNeeds, check_coco
@@ -62,25 +62,25 @@ WORDS = st.text(max_size=4) | st.sampled_from(
     ["--help", "", "-1", "nan", "none.pth", "missing/x.yaml", str(CONFIG), str(ROOT), "MODEL.WEIGHTS"]
     + ["SOLVER.BASE_LR", "MODEL.NO_KEY", "=", "--", "-x", "gw://none", "gw://file/none", "s3://x", "\udc80"]
 )
-TOOLS = {  # flags, and words that stop the tool before minutes of work
-    "train_net": ("--config-file --num-gpus --resume --eval-only --train-json", ["SOLVER.MAX_ITER", "0"]),
-    "convert_weights": ("--norm --preprocessing --force", []),
-    "export_model": ("--config-file --output --format --one-image", ["MODEL.WEIGHTS", "none.pth"]),
+COMMANDS = {  # flags, and words that stop the command before minutes of work
+    "train": ("--config-file --num-gpus --resume --eval-only --train-json", ["SOLVER.MAX_ITER", "0"]),
+    "weights convert": ("--norm --preprocessing --force", []),
+    "export": ("--config-file --output --format --one-image", ["MODEL.WEIGHTS", "none.pth"]),
 }
 
 
-@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("command", COMMANDS)
 @given(data=st.data())
 @fuzz(6)
-def test_a_tool_ends_without_a_traceback(tool, tmp_path, monkeypatch, data):
-    flags, stop = TOOLS[tool]
+def test_a_command_ends_without_a_traceback(command, tmp_path, monkeypatch, data):
+    flags, stop = COMMANDS[command]
     words = data.draw(st.lists(st.sampled_from(flags.split()) | WORDS, max_size=5))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [tool, *words, *stop])
+    monkeypatch.setattr(sys, "argv", ["gw-detectron", *command.split(), *words, *stop])
     errors = io.StringIO()
     quiet = contextlib.redirect_stdout(io.StringIO())
     with quiet, contextlib.redirect_stderr(errors), pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / "tools" / f"{tool}.py"), run_name="__main__")
+        main()
     assert ended.value.code in (0, 1, 2) and "Traceback" not in errors.getvalue()
     assert ended.value.code == 0 or errors.getvalue()
 

@@ -68,7 +68,7 @@ def run_combination(python: Path) -> list[str]:
         output = Path(folder, "demo")
         saved = ["tools/train_net.py", "--config-file", f"{output}/config.yaml"]
         commands = [
-            ["tools/demo.py", *DEMO, "OUTPUT_DIR", str(output)],
+            ["-m", "gw_detectron", "demo", *DEMO, "OUTPUT_DIR", str(output)],
             [*saved, "--eval-only", "MODEL.WEIGHTS", f"{output}/model_final.pth"],
             [*saved, "--resume", "SOLVER.MAX_ITER", "25"],
         ]

@@ -1,7 +1,7 @@
 """Checkpoints of runs: open, load strictly, record."""
 
 from .loading import GWDetectionCheckpointer, LoadReport, load_checkpoint, load_model, norm_mismatch
-from .opening import Checkpoint, StartWeights, best_checkpoint, open_checkpoint, open_start_weights
+from .opening import Checkpoint, StartWeights, best_checkpoint, detector_file, open_checkpoint, open_start_weights
 from .records import RUN_RECORD, NormRecord, RunRecord, norm_differences, trained_classes
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "RunRecord",
     "StartWeights",
     "best_checkpoint",
+    "detector_file",
     "load_checkpoint",
     "load_model",
     "norm_differences",

@@ -9,7 +9,7 @@ from urllib.parse import parse_qs
 from detectron2.utils.file_io import PathManager
 from torch import Tensor
 
-from ..errors import ConfigError, FileAccessError, UserError, WeightsFileError
+from ..errors import ConfigError, FileAccessError, MissingFileError, UserError, WeightsFileError
 from ..weights.catalog import local_path
 from ..weights.network import Record, read_record
 from ..weights.reading import SAVE_AGAIN, Contents, named_tensors, read_weights_file
@@ -86,6 +86,16 @@ def best_checkpoint(folder: str) -> str:
     """Return the path of the best checkpoint of a run folder, or of the last one if ``TEST.BEST`` kept no best one."""
     best = os.path.join(folder, BEST_CHECKPOINT)
     return best if PathManager.isfile(best) else last_checkpoint(folder)
+
+
+def detector_file(model: str | os.PathLike[str]) -> str:
+    """Return the checkpoint of a detector: of a run folder the best one, if ``TEST.BEST`` keeps it, or the last one."""
+    model = os.fspath(model)
+    if "://" in model:
+        return model
+    if not os.path.exists(model):
+        raise MissingFileError(f"MODEL ('{model}'): not found (cwd: {os.getcwd()}). Fix: give an existing path.")
+    return best_checkpoint(model) if os.path.isdir(model) else model
 
 
 def open_start_weights(weights: str | None, run_folder: str = "") -> StartWeights:

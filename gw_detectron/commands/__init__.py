@@ -1,4 +1,4 @@
-"""The ``gw-detectron`` command. The scripts in tools/ run the same commands.
+"""The ``gw-detectron`` command. ``tools/train_net.py`` runs its ``train``.
 
 Each module of this folder is a command: ``get_parser()`` returns its flags, and ``main(args)`` calls the package and
 prints. The exit status is 0, 1 after an error or if ``main`` returns False, and 2 after unusable flags.
@@ -52,14 +52,14 @@ def main() -> None:
         raise SystemExit(2)
 
 
-def run(name: str, *words: str) -> None:
-    """Run a command with the flags of the command line, after the words that stand before them."""
+def run(name: str) -> None:
+    """Run a command with the flags of the command line."""
     command = COMMANDS[name]
     with errors_reported():
         if command.needs_detectron2:
             require_detectron2(f"gw-detectron {name}")
         module = importlib.import_module(f".{command.module}", __package__)
-        args = module.get_parser(**command.options).parse_args([*words, *sys.argv[1:]])
+        args = module.get_parser(**command.options).parse_args()
         if module.main(args) is False:
             raise SystemExit(1)
 

@@ -11,13 +11,12 @@ from typing import Any
 
 from detectron2.config import CfgNode
 
-from ..checkpoint import open_start_weights, trained_classes
+from ..checkpoint import detector_file, load_model, open_start_weights, trained_classes
 from ..cli import RunParser, check_folder, new_parser
 from ..config import read_config
 from ..data.datasets_yaml import class_metadata, classes_of
 from ..errors import ConfigError
-from ..export import FORMATS, Normalization, export_backbone, export_detector, load_model, read_image_for
-from ..prediction import detector_file
+from ..export import FORMATS, Normalization, export_backbone, export_detector, read_image_for
 
 _OF_BACKBONES = ("no_fpn", "pixels")
 _OF_DETECTORS = ("one_image", "paste_masks", "image")

@@ -11,6 +11,7 @@ import sys
 from dataclasses import asdict
 
 from .. import prediction
+from ..checkpoint import detector_file
 from ..checkpoint.opening import BEST_CHECKPOINT
 from ..cli import MixedParser, check_folder, new_parser
 from ..errors import ConfigError
@@ -59,7 +60,7 @@ def main(args: argparse.Namespace) -> bool:
         return True
     sources = prediction.find_sources(args.inputs)
     prediction.check_output(args.output, sources)  # before seconds of loading
-    detector = prediction.detector_file(args.model)
+    detector = detector_file(args.model)
     whole = prediction.open_predictor(
         detector,
         config_file=args.config_file,

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from ..checkpoint import detector_file
 from ..checkpoint.records import describe_checkpoint, format_config, format_description
 from ..cli import new_parser, print_page
 from ..data import synthetic_images
-from ..prediction import detector_file
 from ..weights import convert_file
 from ..weights.network import PREPROCESSING
 from ..weights.verify import verify

@@ -15,11 +15,10 @@ from detectron2.data import DatasetCatalog, Metadata, MetadataCatalog
 from detectron2.evaluation import verify_results
 from detectron2.utils import comm
 
-from ..checkpoint import load_model
+from ..checkpoint import detector_file, load_model
 from ..config import find_config_file, given_keys, read_config
 from ..errors import ConfigError
 from ..norms.listing import norm_summary
-from ..prediction import detector_file
 from ..recipe import apply_recipe
 from .launch import in_all_processes
 from .run_datasets import use_datasets

@@ -18,7 +18,6 @@ from torchvision.ops import nms
 
 from ..errors import ExportError
 from ..layers import use_backend
-from ..ops.torch_private import assert_all
 from .backbone import Normalization
 from .formats import random_pixels
 
@@ -72,7 +71,9 @@ class DetectorProgram(nn.Module):
     def forward(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, ...]:
         height, width = images.shape[-2:]
         possible = (sizes > 0).all(1) & (sizes[:, 0] <= height) & (sizes[:, 1] <= width)
-        assert_all(possible, "sizes: not positive, or outside of images. Fix: give sizes inside the tensor.")
+        if hasattr(torch, "_assert_async"):  # raises a RuntimeError also inside an exported program; not in ONNX
+            message = "sizes: not positive, or outside of images. Fix: give sizes inside the tensor."
+            torch._assert_async(possible.all(), message)
         sizes = torch.where(possible[:, None], sizes, 0)  # nothing is found in 0 x 0 pixels
         rows = torch.arange(height)[:, None] < sizes[:, 0, None, None]
         columns = torch.arange(width) < sizes[:, 1, None, None]

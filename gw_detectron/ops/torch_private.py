@@ -77,9 +77,3 @@ def onednn_matmul(a: Tensor, b: Tensor, plus: Tensor | None = None) -> Tensor:
     if plus is not None:
         return torch.ops.mkldnn._linear_pointwise.binary(a, plus, b.mT, None, "add")
     return torch.ops.mkldnn._linear_pointwise(a, b.mT, None, "none", [], "")
-
-
-def assert_all(condition: Tensor, message: str) -> None:
-    """Raise a RuntimeError unless all values are true, also inside an exported program; ONNX files go on."""
-    if hasattr(torch, "_assert_async"):
-        torch._assert_async(condition.all(), message)

@@ -2,7 +2,7 @@
 
 from .drawing import draw_predictions, draw_record
 from .image_sources import find_sources
-from .open_predictor import Predictor, detector_file, open_predictor
+from .open_predictor import Predictor, open_predictor
 from .results_folder import check_output, write_predictions, write_preview
 from .tiles import TiledPredictor
 
@@ -10,7 +10,6 @@ __all__ = [
     "Predictor",
     "TiledPredictor",
     "check_output",
-    "detector_file",
     "draw_predictions",
     "draw_record",
     "find_sources",

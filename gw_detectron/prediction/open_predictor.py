@@ -15,7 +15,7 @@ from detectron2.structures import Instances
 from PIL import Image
 from torch import nn
 
-from ..checkpoint import best_checkpoint, load_model, open_start_weights, trained_classes
+from ..checkpoint import detector_file, load_model, open_start_weights, trained_classes
 from ..config import find_config_file, get_value, read_config
 from ..data.datasets_yaml import class_metadata
 from ..data.images import evaluation_input
@@ -92,16 +92,6 @@ def open_predictor(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     detector = load_model(cfg, checkpoint=checkpoint, device=device)
     return Predictor(detector, cfg, _metadata(cfg, trained_classes(checkpoint), class_names), score_threshold)
-
-
-def detector_file(model: str | os.PathLike[str]) -> str:
-    """Return the checkpoint of a detector: of a run folder the best one, if ``TEST.BEST`` keeps it, or the last one."""
-    model = os.fspath(model)
-    if "://" in model:
-        return model
-    if not os.path.exists(model):
-        raise MissingFileError(f"MODEL ('{model}'): not found (cwd: {os.getcwd()}). Fix: give an existing path.")
-    return best_checkpoint(model) if os.path.isdir(model) else model
 
 
 def _metadata(cfg: CfgNode, trained: Mapping[int, str], class_names: Sequence[str] | None) -> Metadata:

@@ -188,7 +188,7 @@ def _objects(boxes: Tensor, classes: Tensor, tile_of: Tensor, views: Tensor) -> 
 
 
 def shrunk(image: Any, found: Instances, longest: int = 4096) -> tuple[np.ndarray, Instances]:
-    """Return an image and its detections at most ``longest`` pixels large; masks may be RLE."""
+    """Return an image and its detections at most ``longest`` pixels large; masks in RLE of larger ones are left out."""
     height, width = found.image_size
     step = math.ceil(max(height, width) / longest)
     small = image[::step, ::step]
@@ -198,27 +198,6 @@ def shrunk(image: Any, found: Instances, longest: int = 4096) -> tuple[np.ndarra
         result.pred_keypoints = found.pred_keypoints / torch.tensor([step, step, 1])
     if found.has("pred_masks"):
         result.pred_masks = found.pred_masks[:, ::step, ::step]
-    if found.has("pred_masks_rle"):
-        masks = found.pred_masks_rle
-        result.pred_masks = masks if step == 1 else [_shrunk_rle(rle, step, small.shape) for rle in masks]
+    if found.has("pred_masks_rle") and step == 1:
+        result.pred_masks = found.pred_masks_rle
     return small, result
-
-
-def _shrunk_rle(rle: dict[str, Any], step: int, shape: Sequence[int]) -> dict[str, Any]:
-    """Keep every ``step``-th row and column of a mask, by looking up the pixels in its box."""
-    box = mask_util.toBbox(rle).astype(int)
-    (left, top), (right, bottom) = -(-box[:2] // step), -(-(box[:2] + box[2:]) // step)
-    pixels = np.arange(left, right)[:, None] * rle["size"][0] + np.arange(top, bottom)  # RLE goes down the columns
-    columns = np.searchsorted(np.cumsum(_run_lengths(rle)), step * pixels, side="right") % 2
-    return _rle(columns.T, top, left, shape)
-
-
-def _run_lengths(rle: dict[str, Any]) -> np.ndarray:
-    """Read the run lengths in the text of COCO's RLE, as pycocotools' ``rleFrString`` does."""
-    codes = np.frombuffer(rle["counts"], np.uint8).astype(np.int64) - 48  # 5 bits each, lowest first
-    ends = np.flatnonzero(codes < 32)  # the others say that a number goes on
-    sizes = np.diff(ends, prepend=-1)
-    places = np.arange(len(codes)) - np.repeat(ends - sizes + 1, sizes)
-    runs = np.add.reduceat((codes & 31) << 5 * places, ends - sizes + 1) - ((codes[ends] >> 4 & 1) << 5 * sizes)
-    runs[1::2], runs[2::2] = runs[1::2].cumsum(), runs[2::2].cumsum()  # differences to the last but one
-    return runs

@@ -11,13 +11,13 @@ from detectron2.utils import comm
 from detectron2.utils.events import EventStorage
 from torch import nn
 
+from gw_detectron.checkpoint import detector_file
 from gw_detectron.config import changed_config
 from gw_detectron.engine import Trainer, main
 from gw_detectron.engine.evaluation import validation_losses
 from gw_detectron.engine.hooks import BestWeights, WeightAverage
 from gw_detectron.engine.train import run_config
 from gw_detectron.errors import PreflightError
-from gw_detectron.prediction import detector_file
 from gw_detectron.report import RunFolder
 
 from ..tiny_run import RETINANET, arguments

@@ -9,10 +9,9 @@ from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.modeling import build_model
 from PIL import Image
 
-from gw_detectron.checkpoint import RUN_RECORD, RunRecord
+from gw_detectron.checkpoint import RUN_RECORD, RunRecord, load_model
 from gw_detectron.commands.export import get_parser, main
 from gw_detectron.errors import ConfigError, WeightsError
-from gw_detectron.export import load_model
 from gw_detectron.model_zoo import get_config
 
 from ..tiny_run import CONFIG

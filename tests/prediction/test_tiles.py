@@ -90,24 +90,17 @@ def test_masks_at_the_border_of_the_image_and_without_pixels():
     assert len(empty) == 0 and empty.image_size == (100, 100)
 
 
-@pytest.mark.parametrize("longest", [100, 50, 30, 9])
-def test_masks_are_shrunk_as_the_image(longest):
-    masks = np.random.default_rng(0).random((6, 70, 100)) < np.array([0, 0.02, 0.5, 0.98, 1, 1])[:, None, None]
-    masks[5, :, 40:] = masks[5, :30] = False
-    found = Instances((70, 100), scores=torch.ones(6), pred_classes=torch.zeros(6), pred_boxes=Boxes(torch.zeros(6, 4)))
-    found.pred_masks_rle = [mask_util.encode(np.asfortranarray(mask)) for mask in masks]
-    step = -(-100 // longest)
-    small, result = shrunk(masks[2], found, longest)
-    np.testing.assert_array_equal(small, masks[2, ::step, ::step])
-    np.testing.assert_array_equal([mask_util.decode(rle) for rle in result.pred_masks], masks[:, ::step, ::step])
-
-
-def test_masks_of_images_that_do_not_fit_into_memory_are_shrunk():
-    found = Instances((60_000, 60_000), scores=torch.ones(1), pred_classes=torch.zeros(1), pred_boxes=Boxes([[0] * 4]))
-    polygon = [40_000, 50_000, 40_900, 50_000, 40_900, 50_600, 40_000, 50_600]
-    found.pred_masks_rle = mask_util.frPyObjects([polygon], 60_000, 60_000)
-    _, result = shrunk(np.broadcast_to(np.uint8(0), (60_000, 60_000, 3)), found)
-    assert mask_util.area(result.pred_masks) == 60 * 40  # every 15th row and column
+def test_a_large_image_is_shrunk_with_boxes_and_a_small_one_keeps_its_masks():
+    found = Instances(
+        (60, 100), scores=torch.ones(1), pred_classes=torch.zeros(1), pred_boxes=Boxes([[10, 20, 30, 50]])
+    )
+    found.pred_masks_rle = mask_util.frPyObjects([[10, 20, 30, 20, 30, 50]], 60, 100)
+    image = np.arange(6000).reshape(60, 100)
+    same, kept = shrunk(image, found, 100)
+    assert same.shape == image.shape and kept.pred_masks == found.pred_masks_rle
+    small, result = shrunk(image, found, 30)
+    np.testing.assert_array_equal(small, image[::4, ::4])
+    assert result.pred_boxes.tensor.tolist() == [[2.5, 5, 7.5, 12.5]] and not result.has("pred_masks")
 
 
 @pytest.fixture(scope="module")
