@@ -16,7 +16,7 @@ help: ## print this list; PYTEST_ARGS, DEMO_ARGS, MATRIX_ARGS and LOCK_ARGS hold
 setup: $(STAMPS)/package ## create .venv: pinned dependencies, Detectron2, this package in editable mode
 
 demo: setup ## train and evaluate a small Group Whitening Mask R-CNN; results go to output/demo
-	$(BIN)/gw-detectron demo $(DEMO_ARGS)
+	$(BIN)/gw-detectron demo --overwrite $(DEMO_ARGS)
 
 test: setup ## run the fast tests, which cover every feature: run them before each commit
 	$(BIN)/python -m pytest -n auto -m "not slow" $(PYTEST_ARGS)

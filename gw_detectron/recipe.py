@@ -1,4 +1,4 @@
-"""A recipe from the data: what COCO files decide about a config, and why."""
+"""Derive config keys from COCO files (``--auto``), each with its reason."""
 
 import itertools
 import logging

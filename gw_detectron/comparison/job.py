@@ -1,4 +1,4 @@
-"""What the processes of a comparison run: one training, or the measurement of what runs cost."""
+"""Entry points of a comparison's processes: one training, or the timing of all norms."""
 
 import argparse
 import itertools

@@ -1,4 +1,4 @@
-"""Compare finished runs: paired differences with intervals, and an advice."""
+"""Compare finished runs: paired differences with intervals, and a recommendation."""
 
 import itertools
 import math
@@ -79,7 +79,7 @@ def summarize(plan: Plan, times: Mapping[str, float], results: Mapping[Job, Mapp
 def advise(table: Mapping[str, Scores], times: Mapping[str, float], criterion: str) -> tuple[str, str]:
     """Return the norm to take, and a sentence with the uncertainty; "" where the runs tell nothing.
 
-    It is the fastest of those within 1 AP of the best one that it is not surely ahead of: whose interval includes 0.
+    It is the fastest of those at most 1 AP below the best one, with a difference whose interval includes 0.
     The interval does not suffice: few seeds, or one that diverged, make it wide.
     """
     seeds = set.intersection(*(set(scores) for scores in table.values())) if len(table) > 1 else set()

@@ -1,4 +1,4 @@
-"""What COCO files hold, in numbers: object sizes at training resolution, objects per image, classes, mask formats."""
+"""Statistics of COCO files: object sizes at training resolution, objects per image, classes, mask formats."""
 
 import math
 from collections import Counter

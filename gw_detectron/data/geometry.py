@@ -1,4 +1,4 @@
-"""What the masks, boxes and keypoints of COCO annotations say about each other, for all annotations at once."""
+"""Compare masks, boxes, areas and keypoints of COCO annotations, vectorized."""
 
 import itertools
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What a run shows on the screen, its log.txt, which has everything, and its metrics in a tracker."""
+"""Screen output, log.txt, and experiment trackers."""
 
 import importlib
 import logging

@@ -22,7 +22,7 @@ _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParalle
 
 
 class ConvertedLayer(NamedTuple):
-    """What became of a norm layer."""
+    """Old and new norm of one layer."""
 
     layer: str
     before: str

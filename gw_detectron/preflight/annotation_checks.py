@@ -31,15 +31,15 @@ class DatasetNeeds(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """A fault of annotations: told above one share of them, refused above another."""
+    """A fault of annotations: a warning above one share of them, an error above another."""
 
     text: str  # completes "3 of 8 annotations"
     fix: str
-    refused_above: float = 0.0  # 1: a warning
-    told_above: float = 0.0
+    error_above: float = 0.0  # 1: never
+    warn_above: float = 0.0
 
 
-_MOST = {"refused_above": 0.5, "told_above": 0.5}  # looks so, and fewer could be chance
+_MOST = {"error_above": 0.5, "warn_above": 0.5}  # looks so, and fewer could be chance
 REPEATED_ID = Fault("repeat an id", "number the annotations from 1")
 UNKNOWN_IMAGE = Fault("have an image_id that is not in the list of images", "correct it")
 UNKNOWN_CATEGORY = Fault("have a category_id that is not in the list of categories", "correct it")
@@ -121,8 +121,8 @@ def describe(
     """Return errors and warnings that count and name the records with each fault."""
     messages: dict[bool, list[str]] = {True: [], False: []}
     for fault, records in found.items():
-        if (share := len(records) / max(1, count)) > fault.told_above:
-            messages[share > fault.refused_above].append(
+        if (share := len(records) / max(1, count)) > fault.warn_above:
+            messages[share > fault.error_above].append(
                 f"{len(records)} of {count} {kind} {fault.text} ({names}{summarize_names(map(str, records))}). "
                 f"Fix: {fault.fix}."
             )

@@ -1,4 +1,4 @@
-"""Find what a run has left in its folder."""
+"""Read the files of a run folder."""
 
 import contextlib
 import io
