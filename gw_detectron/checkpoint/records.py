@@ -16,11 +16,12 @@ import numpy as np
 import torch
 import torchvision
 import yaml
+from detectron2.config import CfgNode
 from detectron2.utils import comm
 from torch import Tensor, nn
 
 from ..config import flat_items, parse_config
-from ..errors import ConfigError, printable
+from ..errors import ConfigError, printable, summarize_names
 from ..installation import __version__, git_commit
 from ..norms import CONVS, norm_rows
 from ..weights.network import NORMS, PREPROCESSING_KEY, PROVENANCE, is_same_norm, norm_record
@@ -31,6 +32,10 @@ log = logging.getLogger(__name__)
 
 #: key of the run's record in a checkpoint
 RUN_RECORD = "record"
+_PREPROCESSING_KEYS = ("INPUT.FORMAT", "MODEL.PIXEL_MEAN", "MODEL.PIXEL_STD", "MODEL.RESNETS.STRIDE_IN_1X1")
+PREPROCESSING_DIFFERS = "these weights expect different preprocessing (channel order, mean, std or stride)"
+#: MODEL keys that change no result of trained weights
+_HARMLESS_KEYS = ("MODEL.WEIGHTS", "MODEL.DEVICE", "MODEL.COMPILE", "MODEL.BACKBONE.FREEZE_AT")
 #: what stands before the names that all detectors with a ResNet share
 _DETECTOR_PREFIX = re.compile(r"^.*?\b(?=stem\.|res[2-5]\.\d)")
 
@@ -166,6 +171,34 @@ def config_differences(record: Any, config: str) -> dict[str, str]:
         for key, value in new.items()
         if old.get(key) != value
     }
+
+
+def config_problems(cfg: CfgNode, checkpoint: Checkpoint, what: str) -> tuple[list[str], list[str]]:
+    """Compare a config with the record of the run that wrote a checkpoint: errors (preprocessing) and warnings."""
+    differences = config_differences(checkpoint.metadata.get(RUN_RECORD), cfg.dump())
+    if cfg.MODEL.RESNETS.DEPTH < 50:  # without 1x1 convolutions in its blocks
+        differences.pop("MODEL.RESNETS.STRIDE_IN_1X1", None)
+    errors, warnings = [], []
+    if images := [differences.pop(key) for key in _PREPROCESSING_KEYS if key in differences]:
+        errors = [f"{what}: {PREPROCESSING_DIFFERS}: {', '.join(images)}. Fix: set these keys as in the checkpoint."]
+    if changed := [k for k in differences if k.startswith(("MODEL.", "config")) and k not in _HARMLESS_KEYS]:
+        warnings = [
+            f"{what}: trained with other values of MODEL keys: "
+            f"{summarize_names((differences[key] for key in changed), 20)}. Fix: set them as in the checkpoint, unless "
+            "the change is intended."
+        ]
+    return errors, warnings
+
+
+def check_recorded_config(cfg: CfgNode, checkpoint: Checkpoint | None) -> None:
+    """Refuse a config whose preprocessing is not that of the run that wrote a checkpoint; warn of other MODEL keys."""
+    if checkpoint is None:
+        return
+    errors, warnings = config_problems(cfg, checkpoint, f"MODEL.WEIGHTS ('{checkpoint.address}')")
+    for text in warnings:
+        log.warning("%s", text)
+    if errors:
+        raise ConfigError(errors[0])
 
 
 @functools.cache

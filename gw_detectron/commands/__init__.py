@@ -24,7 +24,6 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "demo": Command("demo", "train, evaluate and draw a small detector on synthetic images"),
     "train": Command("train", "train a detector from a config"),
     "eval": Command("train", "evaluate a trained detector", {"evaluation": True}),
     "predict": Command("predict", "find objects on images, folders and videos"),

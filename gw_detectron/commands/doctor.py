@@ -65,7 +65,7 @@ def _checks() -> Iterator[Row]:
         yield "fast COCO evaluation", *_packages("tools", "faster_coco_eval")
     yield "export to ONNX", *_packages("export", "onnx", "onnxscript", "onnxruntime")
     yield "download of gw:// weights", *_packages("weights", "gdown", "requests")
-    yield "pictures, report, demo and video", *_packages("tools", "cv2")
+    yield "pictures, report and video", *_packages("tools", "cv2")
     coco = Path(os.environ.get("DETECTRON2_DATASETS", "datasets"), "coco", "annotations")
     found = (coco / "instances_val2017.json").is_file()
     yield "COCO dataset", "yes" if found else "no", f"{'' if found else 'set DETECTRON2_DATASETS; not in '}{coco}"

@@ -11,7 +11,14 @@ from typing import Any
 
 from detectron2.config import CfgNode
 
-from ..checkpoint import detector_file, load_model, open_start_weights, trained_classes
+from ..checkpoint import (
+    Checkpoint,
+    check_recorded_config,
+    detector_file,
+    load_model,
+    open_start_weights,
+    trained_classes,
+)
 from ..cli import RunParser, check_folder, new_parser
 from ..config import read_config
 from ..data.datasets_yaml import class_metadata, classes_of
@@ -59,7 +66,9 @@ def main(args: argparse.Namespace) -> None:
         args.opts = ["MODEL.WEIGHTS", weights, *args.opts]
         args.config_file = args.config_file or os.path.join(os.path.dirname(weights), "config.yaml")
     cfg = read_config(args.config_file or "", args.opts)
-    report = (_export_backbone if args.backbone else _export_detector)(args, cfg)
+    checkpoint = open_start_weights(cfg.MODEL.WEIGHTS).checkpoint()
+    check_recorded_config(cfg, checkpoint)
+    report = (_export_backbone if args.backbone else _export_detector)(args, cfg, checkpoint)
     print(f"Weights: {cfg.MODEL.WEIGHTS}")
     if args.backbone:
         print(f"Features differ from the model's by at most {report['worst_relative']:.1e} of their largest value.")
@@ -70,8 +79,9 @@ def main(args: argparse.Namespace) -> None:
     print(f"{args.output}/{report['file']} agrees with the model; docs/export.md shows how to load it.")
 
 
-def _export_backbone(args: argparse.Namespace, cfg: CfgNode) -> dict[str, Any]:
-    model = load_model(cfg, needed="backbone.bottom_up." if args.no_fpn else "backbone.")
+def _export_backbone(args: argparse.Namespace, cfg: CfgNode, checkpoint: Checkpoint | None) -> dict[str, Any]:
+    needed = "backbone.bottom_up." if args.no_fpn else "backbone."
+    model = load_model(cfg, needed, checkpoint=checkpoint)
     return export_backbone(
         model.backbone,
         args.output,
@@ -82,8 +92,7 @@ def _export_backbone(args: argparse.Namespace, cfg: CfgNode) -> dict[str, Any]:
     )
 
 
-def _export_detector(args: argparse.Namespace, cfg: CfgNode) -> dict[str, Any]:
-    checkpoint = open_start_weights(cfg.MODEL.WEIGHTS).checkpoint()
+def _export_detector(args: argparse.Namespace, cfg: CfgNode, checkpoint: Checkpoint | None) -> dict[str, Any]:
     model = load_model(cfg, checkpoint=checkpoint)
     return export_detector(
         model,

@@ -15,7 +15,7 @@ from detectron2.structures import Instances
 from PIL import Image
 from torch import nn
 
-from ..checkpoint import detector_file, load_model, open_start_weights, trained_classes
+from ..checkpoint import check_recorded_config, detector_file, load_model, open_start_weights, trained_classes
 from ..config import find_config_file, get_value, read_config
 from ..data.datasets_yaml import class_metadata
 from ..data.images import evaluation_input
@@ -87,8 +87,9 @@ def open_predictor(
         )
     cfg = read_config(config_file, opts)
     cfg.MODEL.WEIGHTS = model
+    checkpoint = open_start_weights(model).checkpoint()
+    check_recorded_config(cfg, checkpoint)
     cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = cfg.MODEL.RETINANET.SCORE_THRESH_TEST = score_threshold
-    checkpoint = open_start_weights(cfg.MODEL.WEIGHTS).checkpoint()
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     detector = load_model(cfg, checkpoint=checkpoint, device=device)
     return Predictor(detector, cfg, _metadata(cfg, trained_classes(checkpoint), class_names), score_threshold)

@@ -10,7 +10,7 @@ from detectron2.utils import comm
 from torch import nn
 
 from ..checkpoint import Checkpoint, StartWeights, norm_differences, norm_mismatch
-from ..checkpoint.records import RUN_RECORD, config_differences
+from ..checkpoint.records import PREPROCESSING_DIFFERS, config_problems
 from ..config import get_value
 from ..errors import ConfigError, PreflightReport, summarize_names
 from ..layers import FrozenBatchWhitening2d
@@ -27,10 +27,6 @@ _PREPROCESSING = {
     r"/ImageNetPretrained/FAIR/R-": PREPROCESSING["detectron2-fair"],
     r"^detectron2://.*/FAIR/X-": PREPROCESSING["detectron2-fair-resnext"],
 }
-_PREPROCESSING_KEYS = ("INPUT.FORMAT", "MODEL.PIXEL_MEAN", "MODEL.PIXEL_STD", "MODEL.RESNETS.STRIDE_IN_1X1")
-_PREPROCESSING_DIFFERS = "these weights expect different preprocessing (channel order, mean, std or stride)"
-# MODEL keys that change no result of trained weights
-_HARMLESS_KEYS = ("MODEL.WEIGHTS", "MODEL.DEVICE", "MODEL.COMPILE", "MODEL.BACKBONE.FREEZE_AT")
 
 
 def check_model(cfg: CfgNode, start: StartWeights, report: PreflightReport, *, eval_only: bool) -> nn.Module | None:
@@ -112,7 +108,10 @@ def check_start_weights(
         for images in known:
             _check_preprocessing(cfg, images, report)
     if weights:
-        _check_recorded_config(cfg, start, weights, report)
+        what = f"{'--resume' if start.resumed else 'MODEL.WEIGHTS'} ('{start.address}')"
+        errors, warnings = config_problems(cfg, weights, what)
+        report.errors += errors
+        report.warnings += warnings
     if weights and model is not None:
         if start.resumed:
             _check_resumed(weights, model, report)
@@ -135,25 +134,6 @@ def _check_resumed(checkpoint: Checkpoint, model: nn.Module, report: PreflightRe
             f"continue with --config-file {config}, or set all MODEL keys as in that run (the keys of norms are "
             f"{', '.join(NORM_KEYS)}). To start another run from these weights, leave out --resume and set "
             "MODEL.WEIGHTS and another OUTPUT_DIR."
-        )
-
-
-def _check_recorded_config(cfg: CfgNode, start: StartWeights, checkpoint: Checkpoint, report: PreflightReport) -> None:
-    """Compare the config with the run's that wrote a checkpoint."""
-    differences = config_differences(checkpoint.metadata.get(RUN_RECORD), cfg.dump())
-    if cfg.MODEL.RESNETS.DEPTH < 50:  # without 1x1 convolutions in its blocks
-        differences.pop("MODEL.RESNETS.STRIDE_IN_1X1", None)
-    what = f"{'--resume' if start.resumed else 'MODEL.WEIGHTS'} ('{start.address}')"
-    if images := [differences.pop(key) for key in _PREPROCESSING_KEYS if key in differences]:
-        report.errors.append(
-            f"{what}: {_PREPROCESSING_DIFFERS}: {', '.join(images)}. Fix: set these keys as in the checkpoint."
-        )
-    changed = [key for key in differences if key.startswith(("MODEL.", "config")) and key not in _HARMLESS_KEYS]
-    if changed:
-        report.warnings.append(
-            f"{what}: trained with other values of MODEL keys: "
-            f"{summarize_names((differences[key] for key in changed), 20)}. Fix: set them as in the checkpoint, unless "
-            "the change is intended."
         )
 
 
@@ -185,5 +165,5 @@ def _check_preprocessing(cfg: CfgNode, images: Preprocessing, report: PreflightR
         wrong.append(f"MODEL.RESNETS.STRIDE_IN_1X1 {images.stride_in_1x1}")
     if wrong:
         report.errors.append(
-            f"MODEL.WEIGHTS ('{cfg.MODEL.WEIGHTS}'): {_PREPROCESSING_DIFFERS}. Fix: set {', '.join(wrong)}."
+            f"MODEL.WEIGHTS ('{cfg.MODEL.WEIGHTS}'): {PREPROCESSING_DIFFERS}. Fix: set {', '.join(wrong)}."
         )

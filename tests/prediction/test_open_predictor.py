@@ -24,10 +24,15 @@ def check_same(found, expected, tolerance=0.0):
 
 
 @pytest.mark.parametrize("channels", ["RGB", "BGR"])
-def test_a_run_folder_predicts_as_detectron2(run_folder, channels):
+def test_a_run_folder_predicts_as_detectron2(run_folder, tmp_path, channels):
     image = np.random.default_rng(1).integers(0, 256, (50, 201, 3), np.uint8)
-    predictor = open_predictor(str(run_folder), score_threshold=0.1, device="cpu", opts=["INPUT.FORMAT", channels])
     cfg = read_config(str(run_folder / "config.yaml"), ["INPUT.FORMAT", channels])
+    content = torch.load(run_folder / "model_final.pth", weights_only=False)
+    content["record"]["config"] = cfg.dump()
+    run_folder = tmp_path
+    torch.save(content, run_folder / "model_final.pth")
+    (run_folder / "config.yaml").write_text(cfg.dump())
+    predictor = open_predictor(str(run_folder), score_threshold=0.1, device="cpu")
     cfg.MODEL.WEIGHTS, cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = str(run_folder / "model_final.pth"), 0.1
     check_same(predictor(image), DefaultPredictor(cfg)(image[:, :, ::-1])["instances"])  # it takes BGR
     assert predictor.metadata.thing_classes == NAMES
@@ -78,6 +83,7 @@ def test_a_checkpoint_with_a_config_elsewhere(run_folder, tmp_path, caplog):
     [
         ({"opts": ["MODEL.WEIGHTS", "x.pth"]}, r"MODEL\.WEIGHTS: not a key for prediction"),
         ({"opts": ["MODEL.WEIGHT", "x.pth"]}, "unknown config key 'MODEL.WEIGHT'"),
+        ({"opts": ["INPUT.FORMAT", "BGR"]}, "these weights expect different preprocessing .*INPUT.FORMAT 'RGB'"),
         ({"score_threshold": 1.1}, r"score_threshold \(1.1\)"),
         ({"score_threshold": float("nan")}, r"score_threshold \(nan\)"),
         ({"class_names": ["fork"]}, r"class names \(1\): MODEL\.ROI_HEADS\.NUM_CLASSES is 3"),
