@@ -4,6 +4,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
+DEMO := quick_schedules/mask_rcnn_R_18_FPN_BN_GW_demo.yaml
 STAMPS := $(VENV)/stamps
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 
@@ -16,7 +17,8 @@ help: ## print this list; PYTEST_ARGS, DEMO_ARGS, MATRIX_ARGS and LOCK_ARGS hold
 setup: $(STAMPS)/package ## create .venv: pinned dependencies, Detectron2, this package in editable mode
 
 demo: setup ## train and evaluate a small Group Whitening Mask R-CNN; results go to output/demo
-	$(BIN)/gw-detectron demo --overwrite $(DEMO_ARGS)
+	$(BIN)/gw-detectron train --overwrite --config-file $(DEMO) $(DEMO_ARGS)
+	$(BIN)/gw-detectron report output/demo
 
 test: setup ## run the fast tests, which cover every feature: run them before each commit
 	$(BIN)/python -m pytest -n auto -m "not slow" $(PYTEST_ARGS)

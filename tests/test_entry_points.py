@@ -22,7 +22,6 @@ COMMANDS = {
     "train": "train --config-file {config} MODEL.WEIGHTS {weights} OUTPUT_DIR {folder}/out",
     "evaluate": "train --config-file {config} --eval-only MODEL.WEIGHTS {weights} OUTPUT_DIR {folder}/out",
     "resume": "train --config-file {config} --resume OUTPUT_DIR {folder}",
-    "demo": "demo --config-file {config} MODEL.WEIGHTS {weights} OUTPUT_DIR {folder}/out",
     "export backbone": "export {weights} --backbone --config-file {config} --output {folder}/out",
     "export model": "export {weights} --config-file {config} --image no.png --output {folder}/out",
     "convert": "weights convert {weights} {folder}/converted.pkl",

@@ -20,6 +20,7 @@ PAGE, BUILD = ROOT / "CONTRIBUTING.md", ROOT / "build" / "matrix"
 #: options of `uv pip install` beside the requirements of pyproject.toml
 COMBINATIONS = {"lowest": ["--resolution", "lowest-direct", "numpy==1.26.4", "pillow==10.0.*"], "newest": []}
 TESTS = ["modeling", "weights", "checkpoint", "engine", "preflight", "export", "test_configs.py"]
+CONFIG = "quick_schedules/mask_rcnn_R_18_FPN_BN_GW_demo.yaml"
 DEMO = ["MODEL.DEVICE", "cpu", "SOLVER.MAX_ITER", "20", "SOLVER.CHECKPOINT_PERIOD", "10"]
 PROBE = """
 import json, platform, detectron2.modeling
@@ -68,7 +69,7 @@ def run_combination(python: Path) -> list[str]:
         output = Path(folder, "demo")
         saved = ["tools/train_net.py", "--config-file", f"{output}/config.yaml"]
         commands = [
-            ["-m", "gw_detectron", "demo", *DEMO, "OUTPUT_DIR", str(output)],
+            ["tools/train_net.py", "--config-file", CONFIG, *DEMO, "OUTPUT_DIR", str(output)],
             [*saved, "--eval-only", "MODEL.WEIGHTS", f"{output}/model_final.pth"],
             [*saved, "--resume", "SOLVER.MAX_ITER", "25"],
         ]

@@ -26,10 +26,12 @@ from ..engine.output_folder import lock_output
 from ..engine.train import run_config, use_recipe
 from ..errors import ConfigError, RunError, check_minimum, summarize_names
 from ..preflight import preflight
+from ..weights.reading import sha256_of
 from .job import LOG, PATIENCE, RESULT, engine_args, measure, read_result, run_in_process, train, write_json
 from .page import write_comparison
 from .plan import SEARCH_SEED, Costs, Job, Plan, norm_keys, schedule_keys
 
+_DATA = ("train_json", "val_json", "test_json", "datasets")
 SETTINGS, RESULTS, RECOMMENDED = "settings.json", "results.jsonl", "recommended.yaml"
 _SEEDS, _MOST_SEEDS = 3, 10
 _LEAST_ITERATIONS = 20
@@ -160,6 +162,8 @@ class _Runs:
         remove_unfinished(self.folder)
         asked: dict[str, Any] = {"norms": list(self.what.norms), "rates": self.rates}
         asked |= {"flags": dict(self.what.flags), "test": dict(self.what.test)}
+        files = {**self.what.flags, "test_json": self.what.test.get("val_json")}
+        asked["data"] = {name: sha256_of(files[name]) for name in _DATA if files.get(name)}
         asked["config"] = changed_config(self.cfg, {"OUTPUT_DIR": ""}).dump()
         if self.what.iterations:
             asked["iterations"] = self.what.iterations

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from detectron2.config import CfgNode
+from detectron2.data import MetadataCatalog
 from detectron2.engine import HookBase
 from detectron2.engine.hooks import BestCheckpointer, EvalHook
 from detectron2.structures import Instances
@@ -29,6 +30,7 @@ from ..checkpoint import RUN_RECORD, GWDetectionCheckpointer
 from ..checkpoint.opening import BEST_CHECKPOINT
 from ..cli import Interrupted, signals_handled
 from ..norms.listing import is_synchronized
+from ..weights.reading import sha256_of
 from .output_folder import BEST_PREDICTIONS, PREDICTIONS
 
 log = logging.getLogger(__name__)
@@ -225,6 +227,8 @@ class BestWeights(BestCheckpointer):
         super().__init__(cfg.TEST.EVAL_PERIOD, best, cfg.TEST.BEST, mode, BEST_CHECKPOINT.removesuffix(".pth"))
         self._evaluations, self._at_end, self._patience = evaluations, at_end, cfg.TEST.PATIENCE
         self._last_iter, self._waited = -1, 0  # of the last evaluation; evaluations since the best one
+        files = [MetadataCatalog.get(name).get("json_file") for name in cfg.DATASETS.TEST]
+        self._data = [sha256_of(file) for file in files if file and os.path.isfile(file)]
 
     def before_train(self) -> None:
         start = self.trainer.start_iter
@@ -266,11 +270,16 @@ class BestWeights(BestCheckpointer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        return {self._val_metric: (self.best_metric, self.best_iter, self._last_iter, self._waited)}
+        values = (self.best_metric, self.best_iter, self._last_iter, self._waited)
+        return {self._val_metric: values, "data": self._data}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue, unless the run had another ``TEST.BEST``."""
-        if values := state.get(self._val_metric):
+        """Continue, unless the run had another ``TEST.BEST`` or other validation files."""
+        if state.get("data", self._data) != self._data:
+            log.warning("TEST.BEST: the validation files have changed, so the next evaluation is the best one so far")
+            if comm.is_main_process():  # a report would judge them by other images
+                Path(self._checkpointer.save_dir, "inference", BEST_PREDICTIONS).unlink(missing_ok=True)
+        elif values := state.get(self._val_metric):
             self.best_metric, self.best_iter, self._last_iter, self._waited = values
 
 

@@ -1,5 +1,6 @@
 """The output folder of a run: its lock, its checkpoints, its metrics, and clearing what an earlier run left."""
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -8,6 +9,7 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,7 +28,9 @@ _DETECTORS = ("last_checkpoint", "model_final.pth", BEST_CHECKPOINT)  # by which
 # Detectron2 would reuse the converted annotations even if the dataset has changed.
 _EVALUATION = (f"inference/{PREDICTIONS}", "inference/config.yaml", f"inference/*{CONVERTED}*")
 # config.yaml, datasets.yaml and datasets/ stay: the new run may read them, and writes its own.
-_RUN = ("model_*.pth", "last_checkpoint", METRICS, "log.txt", "log.txt.rank*", "events.out.tfevents.*", "*_run.txt")
+_EARLIER = ".earlier"  # ends the names of small files of an earlier run until the new one trains
+_LOGS = ("log.txt", "log.txt.rank*", "events.out.tfevents.*", "*_run.txt")
+_RUN = ("model_*.pth", "last_checkpoint", METRICS, *_LOGS, f"*{_EARLIER}")
 _FOLDERS = ("inference", "inference_TTA", "report")
 
 
@@ -60,7 +64,7 @@ def lock_output(folder: str, *, wait: bool = False) -> IO[str]:
 
 
 def check_output(
-    folder: str, start: StartWeights, report: PreflightReport, *, resume: bool | None, keeps: bool
+    folder: str, start: StartWeights, report: PreflightReport, *, resume: bool | None, keeps: bool, best: str = ""
 ) -> None:
     """Check that a run finds the checkpoint it continues from, and overwrites none that the folder ``keeps``."""
     found, unusable = list(Path(folder).glob("*.pth")), (BEST_CHECKPOINT, os.path.basename(start.address))
@@ -72,6 +76,11 @@ def check_output(
     if start.resumed:
         if start.error:
             report.errors.append(f"{str(start.error).partition(' Fix: ')[0]} {fix}")
+        if keeps and not best and Path(folder, BEST_CHECKPOINT).is_file():
+            report.errors.append(
+                f"TEST.BEST (''): the run kept {BEST_CHECKPOINT} by a score, and commands would take it also later. "
+                "Fix: set TEST.BEST as in that run, or move the file elsewhere."
+            )
     elif resume and found:
         report.errors.append(f"--resume: '{folder}/last_checkpoint', which names the checkpoint, is missing. {fix}")
     elif resume:
@@ -92,21 +101,40 @@ def clear_output(folder: str, *, metrics: bool = False, everything: bool = False
     """Delete stale evaluation output, so that a report does not mistake it for the new run's.
 
     On request it deletes the ``metrics``, to which a new run would append. Of ``everything`` of an earlier run it
-    deletes metrics and logs, and returns what is to be deleted when the new run trains. A file ``needed`` by the new
-    run stays; in a folder to delete it is a ConfigError.
+    renames metrics and logs, and returns what is to be deleted when the new run trains, or to be given to
+    :func:`restored_at_error`. A file ``needed`` by the new run stays; in a folder to delete it is a ConfigError.
     """
     kept = Path(needed).resolve() if needed else None
     started = [METRICS, f"inference/{BEST_PREDICTIONS}"] if metrics else []
     patterns = [*_EVALUATION, *started, *([*_RUN, *_FOLDERS] if everything else [])]
-    found = [path for pattern in patterns for path in Path(folder).glob(pattern) if path.resolve() != kept]
+    matches = dict.fromkeys(path for pattern in patterns for path in Path(folder).glob(pattern))
+    found = [path for path in matches if path.resolve() != kept]
     if inside := [path for path in found if kept and kept.is_relative_to(path.resolve())]:
         raise ConfigError(
             f"--overwrite: would remove '{kept}', which the run reads, with the folder '{inside[0]}'. Fix: move the "
             "file elsewhere, or give another OUTPUT_DIR."
         )
-    later = [path for path in found if everything and not re.search(rf"{METRICS}|\.txt", path.name)]
-    remove_files([path for path in found if path not in later])
+    if not everything:
+        remove_files(found)
+        return []
+    renamed = [path for path in found if re.search(rf"{METRICS}$|\.txt", path.name) and path.suffix != _EARLIER]
+    later = [path for path in found if path not in renamed]
+    later += [path.replace(f"{path}{_EARLIER}") for path in renamed]
+    for path in Path(folder).glob("*.yaml"):  # config.yaml, datasets.yaml
+        later.append(Path(shutil.copy2(path, f"{path}{_EARLIER}")))
     return later
+
+
+@contextlib.contextmanager
+def restored_at_error(paths: list[Path]) -> Iterator[None]:
+    """Give the files that :func:`clear_output` has renamed their names again if the new run is refused."""
+    try:
+        yield
+    except BaseException:
+        for path in paths:
+            if path.suffix == _EARLIER and path.exists():
+                path.replace(path.with_suffix(""))
+        raise
 
 
 def remove_files(paths: list[Path]) -> None:

@@ -3,8 +3,10 @@
 import argparse
 import contextlib
 import json
+import logging
 import os
 from pathlib import Path
+from typing import Any
 
 from detectron2.config import CfgNode
 
@@ -15,6 +17,8 @@ from ..data.datasets_yaml import DATASETS_FILE, check_fraction, existing_path, r
 from ..data.fingerprint import read_fingerprint
 from ..errors import ConfigError, DataError, summarize_names
 from ..modeling.build import object_count_keys
+
+log = logging.getLogger(__name__)
 
 _FLAGS = ("train_json", "train_images", "val_json", "val_images", "val_fraction", "dataset")
 
@@ -37,8 +41,9 @@ def use_datasets(cfg: CfgNode, args: argparse.Namespace, folder: str) -> None:
             f"{flag}: no dataset to train on. Fix: give {missing}; to train on the datasets of the config, add "
             f'DATASETS.TRAIN "{cfg.DATASETS.TRAIN}"; to evaluate, add --eval-only.'
         )
-    for config_file in _configs_of_run(cfg, args):
-        _check_same_split(found, config_file)
+    if given:
+        for config_file in _configs_of_run(cfg, args):
+            _check_same_split(given, config_file, refuse=not args.eval_only)
     named = register_datasets(found, folder)
     if given is None:
         return
@@ -113,22 +118,42 @@ def _configs_of_run(cfg: CfgNode, args: argparse.Namespace) -> list[str]:
     return list(dict.fromkeys([args.config_file, *filter(os.path.isfile, beside)]))
 
 
-def _check_same_split(given: CocoDatasets, config_file: str) -> None:
-    """Refuse a split that validates on images that the run was trained on. Adding images is fine."""
+def _check_same_split(given: CocoDatasets, config_file: str, *, refuse: bool) -> None:
+    """Refuse a split that validates on images that the run was trained on. Adding images is fine.
+
+    With a file of its own for the validation, an evaluation may do that: it gets a warning.
+    """
     record = Path(config_file).with_name(DATASETS_FILE)
-    trained = read_datasets(str(record)).train if record.is_file() else {}
-    for name in trained.keys() & given.train.keys():
-        dataset = given.train[name]
-        if not dataset.val_fraction or trained[name].val_fraction:  # the latter is not the record of a run
-            continue
+    recorded = read_datasets(str(record)).train if record.is_file() else {}
+    trained = {name: each for name, each in recorded.items() if not each.val_fraction}  # else no record of a run
+    roots = {given.train[name].images: trained[name].images for name in trained.keys() & given.train.keys()}
+    files = {os.path.realpath(each.json) for each in trained.values()}  # DATASETS.TEST custom_train is no accident
+
+    def images(dataset: CocoDataset, content: Any) -> set[str]:
+        root = roots.get(dataset.images, dataset.images)  # moved since
+        return {os.path.realpath(os.path.join(root, image["file_name"])) for image in content["images"]}
+
+    for dataset in (*given.train.values(), *given.val.values()):
+        fraction = dataset.val_fraction
+        what, fix = f"--val-json ('{dataset.json}')", "give images that the run has not seen"
         try:
-            earlier = json.loads(Path(trained[name].json).read_bytes())  # read_json would derive it anew
-            parts = split_coco(read_json(dataset.json), dataset.val_fraction)
-            before, train, val = ({image["file_name"] for image in each["images"]} for each in (earlier, *parts))
+            if fraction:
+                what, fix = f"--val-fraction ({fraction:g})", "give that run's fraction"
+                train, val = (images(dataset, part) for part in split_coco(read_json(dataset.json), fraction))
+            elif dataset in given.val.values() and os.path.realpath(dataset.json) not in files:
+                train, val = set(), images(dataset, read_json(dataset.json))
+            else:
+                continue
+            # read_json would derive the earlier files anew
+            before = [images(each, json.loads(Path(each.json).read_bytes())) for each in trained.values()]
         except (OSError, ValueError, LookupError, TypeError):  # preflight names the fault
             continue
-        if moved := before & val - train:
-            raise ConfigError(
-                f"--val-fraction ({dataset.val_fraction:g}): would validate on {len(moved)} images that the run of "
-                f"'{config_file}' was trained on ({summarize_names(sorted(moved))}). Fix: give that run's fraction."
+        if moved := set().union(*before) & val - train:
+            names = summarize_names(sorted(map(os.path.basename, moved)))
+            text = (
+                f"{what}: would validate on {len(moved)} images that the run of '{config_file}' was trained on "
+                f"({names}). Fix: {fix}."
             )
+            if refuse or fraction:
+                raise ConfigError(text)
+            log.warning("%s", text)

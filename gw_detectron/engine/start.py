@@ -55,7 +55,8 @@ def start_run(
             weights = open_start_weights(cfg.MODEL.WEIGHTS, folder if resume or may_resume else "")
             report = PreflightReport()
             if is_main:
-                check_output(folder, weights, report, resume=resume, keeps=not (eval_only or overwrite))
+                keeps = not (eval_only or overwrite)
+                check_output(folder, weights, report, resume=resume, keeps=keeps, best=cfg.TEST.BEST)
                 options = {"allow_partial": allow_partial, "own_evaluator": own_evaluator}
                 preflight(cfg, weights, report, eval_only=eval_only, **options)
             if not ignore_preflight:

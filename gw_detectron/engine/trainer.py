@@ -41,7 +41,7 @@ from .evaluation import LOSS_NORMALIZER, build_coco_evaluator, validation_losses
 from .hooks import BestWeights, LossGuard, SignalHook, TrainingEnded, WeightAverage
 from .logs import TrackerWriter
 from .optimizer import accumulated_step, set_norm_decay
-from .output_folder import clear_output, earlier_run, remove_files
+from .output_folder import clear_output, earlier_run, remove_files, restored_at_error
 from .start import check_same_start, start_run
 from .training_data import INITIAL_WEIGHTS, STEP, TrainingData, build_training_data, seed_generators
 
@@ -105,7 +105,7 @@ class Trainer(DefaultTrainer):
         if loss_left_out:
             log.info("TEST.LOSS: left out, because %s overrides build_test_loader", type(self).__name__)
         self.allow_partial = allow_partial
-        with lock:
+        with lock, restored_at_error(self._earlier):
             self._build(cfg)
             self._lock = lock.pop_all()
 
@@ -279,7 +279,8 @@ class Trainer(DefaultTrainer):
                 ) from None
         elif checkpoint and comm.is_main_process():
             self.record.set_start_weights(checkpoint)
-        report = load_checkpoint(self.checkpointer, checkpoint, allow_partial=self.allow_partial)
+        with restored_at_error(self._earlier):
+            report = load_checkpoint(self.checkpointer, checkpoint, allow_partial=self.allow_partial)
         if self._average:
             self._average.start()
         if start.resumed and checkpoint:

@@ -44,6 +44,8 @@ def preflight(
     report = report or PreflightReport()
     _check_device(cfg.MODEL.DEVICE, report)
     if not eval_only:
+        if cfg.SOLVER.AMP.ENABLED and cfg.MODEL.DEVICE == "cpu":
+            report.errors.append("SOLVER.AMP.ENABLED (True): Detectron2 needs a GPU for it. Fix: set it to False.")
         _check_schedule(cfg, report)
         try:
             build_augmentations(cfg)

@@ -184,6 +184,7 @@ def test_a_comparison_killed_twice_gives_the_same_lines(data, tmp_path):
     for path in once.glob("runs/*/datasets.yaml"):
         assert ("val.json" if "_s0_" in path.parent.name else "test.json") in path.read_text()
     assert "Page" in printed and (killed / "recommended.yaml").exists() and not list(killed.rglob("*.pth"))
+    (data / "test.json").write_text((data / "test.json").read_text() + " ")
     args = command.get_parser().parse_args(words(data, killed, "--rates", "0.5", "0.01"))
-    with pytest.raises(ConfigError, match="rates"):
+    with pytest.raises(ConfigError, match="rates, data"):
         command.main(args)

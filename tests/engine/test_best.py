@@ -20,6 +20,7 @@ from gw_detectron.engine.train import run_config
 from gw_detectron.errors import PreflightError
 from gw_detectron.report import RunFolder
 
+from ..photos import photo_names, write_photos
 from ..tiny_run import RETINANET, arguments
 
 pytestmark = pytest.mark.usefixtures("small_dataset", "one_thread")
@@ -144,6 +145,23 @@ def test_an_extended_run_keeps_the_best_weights_of_the_finished_one(tmp_path, sc
     assert json.loads((tmp_path / "inference" / "model_best_results.json").read_text()) == 40.0
 
 
+def test_best_weights_of_other_validation_images_or_without_a_score_are_not_kept(tmp_path, scripted):
+    write_photos(tmp_path / "data", photo_names(6))
+    write_photos(tmp_path / "data", photo_names(3, 6), "val.json")
+    flags = [f"--{part}-images={tmp_path}/data/photos" for part in ("train", "val")]
+    flags += [f"--train-json={tmp_path}/data/annotations.json", f"--val-json={tmp_path}/data/val.json"]
+    own = {**EVALUATED, "MODEL__RETINANET__NUM_CLASSES": 3}
+    scripted(40.0, 50.0)
+    main(arguments(tmp_path / "run", *flags, **{**own, "SOLVER__MAX_ITER": 2}))
+    with pytest.raises(PreflightError, match=r"TEST.BEST \(''\): the run kept model_best.pth"):
+        main(arguments(tmp_path / "run", "--resume", *flags, **{**own, "TEST__BEST": "''"}))
+    write_photos(tmp_path / "data", photo_names(3, 9), "val.json")
+    scripted(4.0, 6.0, 5.0)
+    main(arguments(tmp_path / "run", "--resume", *flags, **{**own, "SOLVER__MAX_ITER": 4}))
+    assert torch.load(tmp_path / "run" / "model_best.pth", weights_only=True)["iteration"] == 2
+    assert (tmp_path / "run" / "inference" / "model_best_results.json").read_text() == "6.0"
+
+
 def test_a_trainer_with_its_own_validation_data_has_no_losses_on_it(tmp_path):
     class Own(Trainer):
         @classmethod
@@ -188,6 +206,7 @@ def test_the_best_of_two_datasets_is_named_by_its_dataset(tmp_path, monkeypatch)
         ({"TEST__BEST": "bbox/AP", "DATASETS__TEST": "()"}, r"DATASETS.TEST \(\)"),
         ({"TEST__PATIENCE": 3}, r"TEST.PATIENCE \(3\).*TEST.BEST"),
         ({"SOLVER__EMA": 1.0}, r"SOLVER.EMA \(1.0\)"),
+        ({"SOLVER__AMP__ENABLED": True}, r"SOLVER.AMP.ENABLED \(True\).*needs a GPU"),
     ],
 )
 def test_scores_and_numbers_that_cannot_be_used_are_refused_before_the_run(tmp_path, changes, named):

@@ -4,7 +4,6 @@ import errno
 import fcntl
 import json
 import os
-import re
 import signal
 
 import pytest
@@ -109,7 +108,8 @@ def names(folder):
 def test_the_files_of_a_run_are_deleted_and_no_others(earlier, address):
     weights = local_file(address.format(earlier / "model_0000009.pth"))
     later = clear_output(str(earlier), everything=True, needed=weights)
-    assert {"model_final.pth", "inference", "report"} < {*names(earlier)} and "log.txt" not in names(earlier)
+    assert {"model_final.pth", "inference", "report", "log.txt.earlier"} < {*names(earlier)}
+    assert "log.txt" not in names(earlier)
     output_folder.remove_files(later)
     assert names(earlier) == ["config.yaml", "model_0000009.pth", "notes.txt", "weights.pth"]
 
@@ -155,10 +155,11 @@ def test_a_run_that_crashed_before_its_first_checkpoint_is_not_mixed_with_anothe
 def test_a_run_that_is_refused_while_it_is_built_leaves_the_checkpoints(earlier, small_dataset, monkeypatch, late):
     monkeypatch.chdir(earlier)
     torch.save({"model": {"backbone.bottom_up.stem.conv1.weight": torch.zeros(64, 3, 7, 7)}}, "w.pth")
-    before = {name for name in names(earlier) if not re.search("txt|metrics", name)}
+    before = {path.name: path.read_text() for path in earlier.iterdir() if path.is_file() and path.suffix != ".pth"}
     with pytest.raises((ValueError, ImportError)):
         main(arguments(earlier, "--overwrite", **SHORT, **late))
-    assert before <= {*names(earlier)} and (earlier / "model_final.pth").read_text() == "earlier"
+    assert {name: (earlier / name).read_text() for name in before} == before
+    assert (earlier / "model_final.pth").read_text() == "earlier" and not list(earlier.glob("*.earlier"))
 
 
 @pytest.mark.parametrize("flags", [[], ["--eval-only"]])

@@ -147,7 +147,7 @@ def test_flags_that_do_not_fit(tmp_path, photos, flags, named):
         run_config(arguments(tmp_path, *flags.format(photos / "photos", photos / "val.json").split()))
 
 
-def test_another_split_is_refused_before_anything_is_written(tmp_path, photos, train_flags, split_flags):
+def test_another_split_is_refused_before_anything_is_written(tmp_path, train_flags, split_flags, capsys):
     Trainer(run_config(arguments(tmp_path, *split_flags, MODEL__MASK_ON=False)))
     part = tmp_path / "datasets" / "custom_train.json"
     before = part.read_text()
@@ -158,6 +158,17 @@ def test_another_split_is_refused_before_anything_is_written(tmp_path, photos, t
         with pytest.raises(ConfigError, match=r"--val-fraction \(0.6\)"):
             run_config(arguments(tmp_path, *given))
         assert part.read_text() == before
+
+    copy = str(shutil.copy(part, tmp_path / "copy.json"))
+    for given in (larger, ["--val-json", copy, "--val-images", train_flags[3], *train_flags]):
+        forget()
+        with pytest.raises(ConfigError, match="would validate on . images that the run"):
+            run_config(arguments(tmp_path, "--resume", "--dataset", "other", *given))
+    for path, warnings in ((str(part), 0), (copy, 1)):
+        forget()
+        flags = ["--val-json", path, "--val-images", train_flags[3]]
+        run_config(arguments(tmp_path, "--eval-only", *config, "--dataset", "other", *flags))
+        assert capsys.readouterr().out.count("was trained on") == warnings
 
     forget()  # added images are sorted by the same rule
     write_photos(tmp_path / "more", photo_names(20))
