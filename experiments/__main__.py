@@ -1,4 +1,4 @@
-"""Redraw figures of the whitening papers, and measure a model and its whitening layers.
+"""Redraw figures of the whitening papers, and measure a trained detector.
 
 Each analysis writes a figure (.png), a table (.csv) and its settings and findings (.json) to the folder --output.
 """
@@ -17,7 +17,6 @@ ANALYSES = {
     "conditioning": "condition numbers of features normalized by GN, GW and BN, over the number of groups",
     "diversity": "histograms and diversity of features normalized by GN and BN over few channels or examples",
     "swapping": "training with PCA and ZCA whitening, and the axes that PCA swaps",
-    "layers": "eigenvalues, condition numbers and residuals of a model's whitening layers on images",
     "padding": "features and AP of a trained detector on single images and on padded batches",
     "tiling": "AP and time of a trained detector on whole images and in tiles",
 }
@@ -27,8 +26,8 @@ def get_parser() -> argparse.ArgumentParser:
     """Build the parser; defaults are the paper's values where it has one."""
     parser = new_parser(
         __doc__,
-        "layers --config-file output/demo/config.yaml --weights output/demo/model_final.pth",
         "constraints --config-file output/demo/config.yaml",
+        "padding --config-file output/demo/config.yaml --weights output/demo/model_final.pth",
     )
     parser.prog = "python -m experiments"
     analyses = parser.add_subparsers(dest="analysis", required=True, metavar="ANALYSIS")
