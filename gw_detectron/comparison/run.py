@@ -131,7 +131,7 @@ class _Runs:
         gpus = torch.cuda.device_count() if self.cfg.MODEL.DEVICE != "cpu" else 0
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
         self.gpus: list[str | None] = [*visible.split(",")[:gpus]] if gpus > 1 else [None]
-        self.threads = int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, torch.get_num_threads() // what.jobs)
+        self.threads = int(os.environ.get("OMP_NUM_THREADS") or 0) or max(1, torch.get_num_threads() // what.jobs)
         self.most = what.seeds or (_MOST_SEEDS if what.minutes else _SEEDS)
         self.seeds = 1 if what.minutes else self.most
 
