@@ -134,12 +134,13 @@ def test_exported_program_serves_other_sizes(running, solver):
         torch.testing.assert_close(program(x), layer(x), rtol=1e-4, atol=1e-4)
 
 
-def test_compiled_module_trains():
+@pytest.mark.parametrize("solver", ["newton", "zca", "zca_max", "zca_entropy"])
+def test_compiled_module_trains(solver):
     torch._dynamo.reset()
-    layer = trained(dtype=torch.float32)
+    layer = trained(dtype=torch.float32, solver=solver)
     compiled = torch.compile(copy.deepcopy(layer), backend="aot_eager", fullgraph=True)
     for seed in range(2):
-        x = torch.from_numpy(correlated((3, 7, 5 + seed, 4), seed)).float()
+        x = torch.from_numpy(correlated((3, 7, 5 + seed, 4), seed)).float().requires_grad_()
         torch.testing.assert_close(compiled(x), layer(x), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(compiled.running_matrix, layer.running_matrix, rtol=1e-4, atol=1e-4)
 

@@ -133,7 +133,8 @@ def _spectral_forward(
 ) -> tuple[Tensor, ...]:
     """Return W, D, r and, with a rule, the eigenvalues, the mask of raised ones, threshold and slope."""
     eigenvalues, d = _eigh(sigma, name, least)
-    values, rule_tensors = eigenvalues, list[Tensor]()
+    values = eigenvalues
+    rule_tensors: list[Tensor] = []  # torch.compile cannot trace list[Tensor]()
     if rule is not None:
         theta, slope = rule(eigenvalues)
         follows = theta >= eps
