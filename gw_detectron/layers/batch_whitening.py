@@ -135,16 +135,18 @@ class BatchWhitening2d(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
         nn.init.zeros_(self.running_mean)
-        self.start_from_variance(torch.ones_like(self.running_mean), 0.0)
+        self.get_buffer(f"running_{self.running}").copy_(self._diagonal(torch.ones_like(self.running_mean)))
 
     @torch.no_grad()
     def start_from_variance(self, variance: Tensor, eps: float) -> None:
         r"""Start the running average from the variances of a BN layer, as if its channels were uncorrelated.
 
         With ``running="matrix"`` it becomes :math:`\mathrm{diag}(\sigma^2 + \epsilon)^{-1/2}`, with which evaluation
-        computes BN's function; with ``running="covariance"`` :math:`\mathrm{diag}(\sigma^2)`.
+        computes BN's function; with ``running="covariance"`` :math:`\mathrm{diag}(\max(\sigma^2 + \epsilon - e, 0))`,
+        where e is what the solver adds.
         """
-        values = variance if self.running == "covariance" else (variance + eps).rsqrt()
+        values = variance + eps
+        values = values.rsqrt() if self.running == "matrix" else (values - self.solver.added_eps).clamp_min(0)
         self.get_buffer(f"running_{self.running}").copy_(self._diagonal(values))
 
     def extra_repr(self) -> str:

@@ -134,6 +134,18 @@ def test_exported_program_serves_other_sizes(running, solver):
         torch.testing.assert_close(program(x), layer(x), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("running", ["matrix", "covariance"])
+@pytest.mark.parametrize("solver", ["zca", "cholesky", "standardize", "pivoted_cholesky"])
+def test_it_starts_with_the_variances_of_batch_norm(solver, running):
+    layer = BatchWhitening2d(4, 2, solver, eps=1e-4, running=running, affine=False).double()
+    variance = torch.tensor([0.5, 0.1, 3.0, 2.0]).double()  # pivoted_cholesky would reorder others
+    layer.start_from_variance(variance, 0.1)
+    x = batches(channels=4)[0]
+    torch.testing.assert_close(layer.eval()(x), x / (variance + 0.1).sqrt()[:, None, None], rtol=0, atol=1e-10)
+    layer.reset_parameters()
+    assert torch.equal(layer.state_dict()[f"running_{running}"], torch.eye(2).double().repeat(2, 1))
+
+
 @pytest.mark.parametrize("solver", ["newton", "zca", "zca_max", "zca_entropy"])
 def test_compiled_module_trains(solver):
     torch._dynamo.reset()

@@ -68,8 +68,8 @@ class Solver:
         NaN or infinity in the input of a solver that uses eigendecomposition is a NonFiniteError.
         """
         sigma = covariance
-        if self.eps and self.name != "pivoted_cholesky":
-            sigma = sigma + self.eps * torch.eye(sigma.shape[-1], dtype=sigma.dtype, device=sigma.device)
+        if self.added_eps:
+            sigma = sigma + self.added_eps * torch.eye(sigma.shape[-1], dtype=sigma.dtype, device=sigma.device)
         solve = SOLVERS[self.name]
         if not self.corr:
             return solve(sigma, self, self.eps)
@@ -80,6 +80,11 @@ class Solver:
         correlation = correlation.tril(-1) + correlation.triu(1) + ones
         least = self.eps * inverse_std.detach().square().amin(-1, keepdim=True)
         return solve(correlation, self, least) * inverse_std[..., None, :]
+
+    @property
+    def added_eps(self) -> float:
+        """What is added to the diagonal of the covariance."""
+        return 0.0 if self.name == "pivoted_cholesky" else self.eps
 
     def layer_arguments(self) -> dict[str, Any]:
         """Return the arguments with which a whitening layer makes this solver."""
