@@ -13,13 +13,15 @@ from ..ops.group_whitening.reference import apply_affine
 from .group_whitening import GroupWhitening2d
 
 _PerSampleNorm = GroupWhitening2d | nn.GroupNorm | nn.InstanceNorm2d
+_FORWARDS = (GroupWhitening2d.forward, nn.GroupNorm.forward, nn.InstanceNorm2d.forward)
 
 
 class ImageStatistics:
     r"""Mean and covariance that the norms of a network have on an image, gathered from its parts.
 
     A per-sample norm gives a tile another mean and whitening matrix than the whole image. Moments add up, so the
-    parts give those of the image, for GW, ``nn.GroupNorm`` and ``nn.InstanceNorm2d``; other norms do not change.
+    parts give those of the image, for GW, ``nn.GroupNorm`` and ``nn.InstanceNorm2d``; other norms, and subclasses with
+    a forward of their own, do not change.
 
     .. code-block:: python
 
@@ -44,7 +46,9 @@ class ImageStatistics:
         self.layers: list[_PerSampleNorm] = [
             module
             for module in modules
-            if isinstance(module, _PerSampleNorm) and not getattr(module, "track_running_stats", False)
+            if isinstance(module, _PerSampleNorm)
+            and getattr(module.forward, "__func__", None) in _FORWARDS  # any other one may do more, e.g. activate
+            and not getattr(module, "track_running_stats", False)
         ]
         self._moments: dict[tuple[int, int], _Moments] = {}  # of a layer's call
         self._matrices: dict[tuple[int, int], Tensor] = {}
