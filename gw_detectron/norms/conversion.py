@@ -94,6 +94,11 @@ def _check_model(model: nn.Module) -> None:
                 f"convert_norms, {name or 'the model'} ({type(module).__name__}): shares its parameters with other "
                 "processes. Fix: convert the model first."
             )
+        if isinstance(module, nn.modules.batchnorm._LazyNormBase):
+            raise NormError(
+                f"convert_norms, {name or 'the model'} ({type(module).__name__}): has no channels yet. Fix: run one "
+                "batch first."
+            )
 
 
 def _specs(model: nn.Module, layers: Mapping[str, nn.Module], plan: Plan) -> dict[str, Norm | None]:
@@ -136,19 +141,21 @@ def _replacements(layers: Mapping[str, nn.Module], specs: Mapping[str, Norm | No
 
 
 def _check_lists(model: nn.Module, old: Mapping[str, nn.Module]) -> None:
-    """Refuse layers that a module also keeps in a plain list or dict, which would keep the old layer."""
+    """Refuse layers that a module also keeps outside of its submodules, e.g. in a list, which keeps the old layer."""
     names = {id(layer): name for name, layer in old.items()}
     for path, module in model.named_modules():
         for attribute, value in vars(module).items():
-            if attribute == "_modules" or not isinstance(value, (list, tuple, dict)):
-                continue
-            for kept in value.values() if isinstance(value, dict) else value:
+            held, seen = [] if attribute == "_modules" else [value], set()
+            for kept in held:  # which grows by what is inside
                 if id(kept) in names:
                     raise NormError(
-                        f"convert_norms, {names[id(kept)]}: {path and path + '.'}{attribute} is a plain "
-                        f"{type(value).__name__} that holds it too, and would keep the old layer. Fix: use "
-                        "torch.nn.ModuleList or torch.nn.ModuleDict."
+                        f"convert_norms, {names[id(kept)]}: {path and path + '.'}{attribute} (a plain "
+                        f"{type(value).__name__}) holds it too, and would keep the old layer. Fix: use "
+                        "torch.nn.ModuleList or torch.nn.ModuleDict, or assign it as a submodule."
                     )
+                if isinstance(kept, (list, tuple, dict)) and id(kept) not in seen:
+                    seen.add(id(kept))
+                    held.extend(kept.values() if isinstance(kept, dict) else kept)
 
 
 def _warn(old: Mapping[str, nn.Module], new: Mapping[str, nn.Module]) -> None:

@@ -149,11 +149,11 @@ class BNAndReLU(nn.BatchNorm2d):
         return super().forward(x).relu()
 
 
-class KeepsList(nn.Module):
-    def __init__(self) -> None:
+class Keeps(nn.Module):
+    def __init__(self, parts) -> None:
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
-        self.parts = [self.conv, self.norm]
+        self.norm = nn.BatchNorm2d(8)
+        object.__setattr__(self, "parts", parts(self.norm))
 
 
 class GroupNormSiLU(nn.GroupNorm):
@@ -270,7 +270,10 @@ def test_none_keeps_a_layer_and_a_second_name_is_found():
         (lambda: small(BNAndReLU), {"*": "GW:groups=4"}, r"1 \('BNAndReLU'\): has a forward of its own"),
         (lambda: nn.Sequential(GroupNormSiLU(2, 8)), {"*": "GW:groups=4"}, "has a forward of its own"),
         (with_forward_of_its_own, {"*": "GW:groups=4"}, r"0 \('BatchNorm2d'\): has a forward of its own"),
-        (KeepsList, {"*": "GW:groups=4"}, "norm: parts is a plain list that holds it too, .* Fix: use torch.nn.Module"),
+        (lambda: Keeps(lambda norm: [norm]), {"*": "BRN"}, r"norm: parts \(a plain list\) .* Fix: use torch.nn.Modu"),
+        (lambda: Keeps(lambda norm: norm), {"*": "BRN"}, r"norm: parts \(a plain BatchNorm2d\) holds it too"),
+        (lambda: Keeps(lambda norm: {"a": ([norm], 1)}), {"*": "BRN"}, r"norm: parts \(a plain dict\) holds it too"),
+        (lambda: small(nn.LazyBatchNorm2d), {"*": "GW"}, r"1 \(LazyBatchNorm2d\): has no channels yet. Fix: run one"),
     ],
 )
 def test_bad_input_changes_nothing(model, plan, message):
