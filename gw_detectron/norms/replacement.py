@@ -13,11 +13,13 @@ from .names import Norm, build_norm, norm_spec
 _AFFINE = ("weight", "bias")
 _STATISTICS = ("running_mean", "running_var", "running_matrix", "running_covariance")
 #: names that state no eps and momentum
-_BN = ("BN", "SyncBN", "FrozenBN", "nnSyncBN", "naiveSyncBN", "naiveSyncBN_N")
+_BN = ("BN", "SyncBN", "FrozenBN", "naiveSyncBN", "naiveSyncBN_N")
 #: whose matrix for a diagonal covariance is its inverse square root
 _EXACT_SOLVERS = ("zca", "cholesky", "standardize")
 #: packages whose norm layers compute the norm, and an activation only in ``act``
 _PACKAGES = ("torch", "torchvision", "timm", "detectron2", "gw_detectron")
+#: layers whose input is not (N, C, H, W)
+_OTHER_SHAPES = (nn.BatchNorm1d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm3d)
 #: layers that work without scale and shift
 _OPTIONAL_AFFINE = (nn.BatchNorm2d, nn.GroupNorm, GroupWhitening2d, BatchWhitening2d)
 
@@ -40,12 +42,17 @@ def replacement(name: str, old: nn.Module, spec: Norm) -> nn.Module:
         new = build_norm(spec, channels_of(old), where=f"convert_norms, {name}") or nn.Identity()
     if some is not None:
         new.to(some.dtype)
-    if _normalizes_by_batch_only(old) and getattr(new, "running_mean", None) is not None:
+    if isinstance(old, _OTHER_SHAPES) and (isinstance(new, nn.BatchNorm2d) or describe(new) in ("FrozenBN", "LN")):
+        if spec == "BN" and isinstance(old, nn.modules.batchnorm._BatchNorm):
+            return old
         raise NormError(
-            f"{where}: has no running statistics (track_running_stats=False), which {spec} needs. Fix: use GW or GN."
+            f"{where}: its input is not (N, C, H, W), which {spec} needs. Fix: use SyncBN, BW or GW, or keep it by "
+            "None in the plan."
         )
+    _check_statistics(old, new, spec, where)
     _copy_state(old, new)
-    for setting in ("eps",) if isinstance(new, BatchRenorm2d) else ("eps", "momentum") if spec in _BN else ():
+    states_nothing = isinstance(spec, (str, type)) and describe(new) in _BN  # a function may state eps
+    for setting in ("eps",) if isinstance(new, BatchRenorm2d) else ("eps", "momentum") if states_nothing else ():
         if hasattr(old, "running_mean") and hasattr(old, setting) and hasattr(new, setting):
             setattr(new, setting, getattr(old, setting))
     new.train(old.training)
@@ -112,11 +119,17 @@ def _copy_state(old: nn.Module, new: nn.Module) -> None:
             parameter.requires_grad_(parameter.requires_grad and weight.requires_grad)
 
 
-def _normalizes_by_batch_only(layer: nn.Module) -> bool:
-    """Return whether a layer is BN without running statistics."""
-    if not isinstance(layer, nn.modules.batchnorm._NormBase) or layer.running_mean is not None:
-        return False
-    return not isinstance(layer, nn.modules.instancenorm._InstanceNorm)  # whose statistics are of a sample
+def _check_statistics(old: nn.Module, new: nn.Module, spec: Norm, where: str) -> None:
+    """Refuse a norm with running statistics where the old layer lacks those that it should start from."""
+    if getattr(new, "running_mean", None) is None or getattr(old, "running_mean", None) is not None:
+        return
+    is_batch_norm = isinstance(old, nn.modules.batchnorm._BatchNorm)  # with track_running_stats=False
+    contains_norms = any(channels_of(module) for module in old.modules() if module is not old)  # CycleBatchNormList
+    if is_batch_norm or contains_norms or describe(new).startswith("Frozen"):
+        raise NormError(
+            f"{where}: has no running statistics of its own, which {spec} needs. Fix: use GW or GN, or keep it by None "
+            "in the plan."
+        )
 
 
 def loses_statistics(old: nn.Module, new: nn.Module) -> bool:

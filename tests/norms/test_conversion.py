@@ -9,7 +9,7 @@ import pytest
 import timm
 import torch
 import torchvision
-from detectron2.layers import FrozenBatchNorm2d
+from detectron2.layers import CycleBatchNormList, FrozenBatchNorm2d
 from detectron2.modeling import build_model
 from torch import nn
 
@@ -274,6 +274,13 @@ def test_none_keeps_a_layer_and_a_second_name_is_found():
         (lambda: Keeps(lambda norm: norm), {"*": "BRN"}, r"norm: parts \(a plain BatchNorm2d\) holds it too"),
         (lambda: Keeps(lambda norm: {"a": ([norm], 1)}), {"*": "BRN"}, r"norm: parts \(a plain dict\) holds it too"),
         (lambda: small(nn.LazyBatchNorm2d), {"*": "GW"}, r"1 \(LazyBatchNorm2d\): has no channels yet. Fix: run one"),
+        (lambda: nn.Sequential(nn.GroupNorm(2, 8)), {"*": "FrozenBN"}, "statistics of its own, which FrozenBN needs"),
+        (lambda: small(GroupWhitening2d), {"*": torchvision.ops.FrozenBatchNorm2d}, "has no running statistics"),
+        (lambda: nn.Sequential(nn.InstanceNorm2d(8, affine=True)), {"*": "FrozenBW"}, "has no running statistics"),
+        (lambda: nn.Sequential(CycleBatchNormList(2, num_features=8)), {"0": "BN"}, "has no running statistics of"),
+        (lambda: nn.Sequential(nn.BatchNorm1d(8)), {"*": "FrozenBN"}, r"not \(N, C, H, W\), which FrozenBN needs"),
+        (lambda: nn.Sequential(nn.BatchNorm3d(8)), {"*": "BRN"}, r"not \(N, C, H, W\), which BRN needs"),
+        (lambda: nn.Sequential(nn.InstanceNorm1d(8, affine=True)), {"*": "BN"}, r"not \(N, C, H, W\), which BN needs"),
     ],
 )
 def test_bad_input_changes_nothing(model, plan, message):
@@ -297,3 +304,16 @@ def test_a_norm_without_statistics_has_its_own_eps(norm):
     model = nn.Sequential(nn.BatchNorm2d(32, eps=0.1))
     convert_norms(model, {"*": norm})
     assert model[0].eps == 1e-5
+
+
+def test_norms_of_other_shapes_stay_bn():
+    model = nn.Sequential(nn.BatchNorm1d(8), CycleBatchNormList(2, num_features=8))
+    report = convert_norms(model, {"0": "BN", "1": "GN:groups=4"})
+    assert report.layers[0].after == "BatchNorm1d" == type(model[0]).__name__ and isinstance(model[1], nn.GroupNorm)
+
+
+@pytest.mark.parametrize("norm", [torchvision.ops.FrozenBatchNorm2d, nn.SyncBatchNorm, "nnSyncBN"])
+def test_a_class_states_no_eps_and_momentum_but_a_function_does(norm):
+    model = small(functools.partial(nn.BatchNorm2d, eps=0.1, momentum=0.3))
+    convert_norms(model, {"1": norm, "4": functools.partial(nn.SyncBatchNorm, eps=0.2)})
+    assert (model[1].eps, getattr(model[1], "momentum", 0.3), model[4].eps) == (0.1, 0.3, 0.2)
