@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from ..errors import ConfigError, WeightsError, summarize_names
 from ..modeling import build_checked_model
 from ..modeling.build import NORM_KEYS
-from ..norms import norm_rows
+from ..norms import conv_names, norm_rows
 from ..weights.network import NORMS
 from ..weights.reading import weight_problem
 from .opening import Checkpoint, open_checkpoint, open_start_weights
-from .records import NormRecord, norm_differences
+from .records import NormRecord, norm_differences, recorded_norms
 
 log = logging.getLogger(__name__)
 
@@ -190,11 +190,17 @@ def load_checkpoint(
         # Private methods of DetectionCheckpointer and fvcore's Checkpointer: the part of load() after reading the file.
         incompatible = checkpointer._load_model({**checkpoint.metadata, "model": copy.copy(checkpoint.tensors)})
         checkpointer._log_incompatible_keys(incompatible)
-    proven = checkpoint.record.norms is not None or checkpoint.metadata.get("__author__") == "Caffe2"  # by its names
-    if not proven and any(row.groups and f"{row.layer}.weight" in given for row in norm_rows(model)):
+    recorded, caffe2 = recorded_norms(checkpoint, model), checkpoint.metadata.get("__author__") == "Caffe2"
+    grouped = [row.layer for row in norm_rows(model) if row.groups and not caffe2]  # Caffe2's names tell GN
+    unclear = [layer for layer in grouped if not recorded.get(layer)]
+    unclear += [] if any(recorded.values()) else [*conv_names(model)]
+    if unclear := [layer for layer in unclear if f"{layer}.weight" in given]:
         log.warning(
-            "MODEL.WEIGHTS ('%s'): records no norms. GN and GW have the same tensors: set the norms as in that run.",
+            "MODEL.WEIGHTS ('%s'): records no norms of %d layers (%s). GN and GW, or WS and plain convolutions, have "
+            "the same tensors: set the NORM and CONV keys as in that run.",
             checkpoint.address,
+            len(unclear),
+            summarize_names(unclear),
         )
     return LoadReport(model, given)
 

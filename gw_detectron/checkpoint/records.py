@@ -47,7 +47,8 @@ class NormRecord:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        parallel = isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel))
+        self._model: Any = model.module if parallel else model  # as Detectron2 saves its tensors
 
     def state_dict(self) -> dict[str, str]:
         return norm_record(self._model)
@@ -63,24 +64,34 @@ def norm_differences(checkpoint: Checkpoint, model: nn.Module) -> list[str]:
     are not listed; their tensors show them. The eps of converted weights may be changed. Without a record, names of
     tensors tell BN and GN from others.
     """
-    recorded = checkpoint.record.norms
-    if recorded is None:
+    if checkpoint.record.norms is None:
         return _named_differences(checkpoint.tensors, model)
     used, differences = norm_record(model), []
-    stored = {name.rpartition(".")[0] for name in checkpoint.tensors} | recorded.keys()
     is_converted = checkpoint.record.provenance is not None
-    for name, _ in model.named_modules():
-        theirs = name
-        while theirs and theirs not in stored:  # tensors may load by the end of their names
-            theirs = theirs.partition(".")[2] if checkpoint.metadata.get("matching_heuristics", False) else ""
-        before, here = recorded.get(theirs, ""), used.get(name, "")
-        if not theirs or before == here:
+    for name, before in recorded_norms(checkpoint, model).items():
+        here = used.get(name, "")
+        if before == here:
             continue
         if before in CONVS and here in CONVS and not is_converted:  # the values of raw and standardized weights agree
             differences.append(f"{name} {before or here} {'in the checkpoint' if before else 'here'} only")
         elif before and here and not is_same_norm(before, here, with_eps=not is_converted):
             differences.append(f"{name} {before} in the checkpoint, {here} here")
     return differences
+
+
+def recorded_norms(checkpoint: Checkpoint, model: nn.Module) -> dict[str, str]:
+    """Return the recorded norm, or "", of each module of a model that the checkpoint contains, by the model's names."""
+    norms = checkpoint.record.norms or {}
+    recorded = {name.removeprefix("module."): spec for name, spec in norms.items()} | dict(norms)  # loading strips it
+    stored = {name.removeprefix("module.").rpartition(".")[0] for name in checkpoint.tensors} | recorded.keys()
+    found = {}
+    for name, _ in model.named_modules():
+        theirs = name
+        while theirs and theirs not in stored:  # tensors may load by the end of their names
+            theirs = theirs.partition(".")[2] if checkpoint.metadata.get("matching_heuristics", False) else ""
+        if theirs:
+            found[name] = recorded.get(theirs, "")
+    return found
 
 
 def _named_differences(tensors: Mapping[str, Tensor], model: nn.Module) -> list[str]:

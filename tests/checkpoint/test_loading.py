@@ -13,6 +13,7 @@ from detectron2.modeling import build_model
 from torch import nn
 
 from gw_detectron.checkpoint import GWDetectionCheckpointer, load_checkpoint, open_checkpoint, open_start_weights
+from gw_detectron.checkpoint.records import NormRecord
 from gw_detectron.errors import (
     ConfigError,
     FileAccessError,
@@ -310,6 +311,32 @@ def test_other_norms_are_refused_where_names_fit_by_their_end(tmp_path):
     same = detector(whiten_norm="GW")
     GWDetectionCheckpointer(same).load(path)
     assert torch.equal(same["backbone"].stem.conv1.weight, backbone.stem.conv1.weight)
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_a_record_is_found_under_the_names_of_a_parallel_model(tmp_path, caplog, prefix):
+    """And is no proof if its names are others."""
+    model = detector(whiten_norm="GN:groups=64")
+    record = NormRecord(model).state_dict()
+    assert NormRecord(nn.DataParallel(model)).state_dict() == record
+    content = {"model": {f"{prefix}{name}": value for name, value in model.state_dict().items()}}
+    recorded = {"norms": {f"module.{name}": spec for name, spec in record.items()}}
+    with pytest.raises(WeightsError, match="9 layers differ .*backbone.stem.conv1.norm GN:groups=64.*, GW"):
+        _load(detector(whiten_norm="GW"), content | recorded, tmp_path)
+    _load(detector(whiten_norm="GN:groups=64"), content | recorded, tmp_path)
+    assert "records no norms" not in caplog.text
+    for norms in ({}, {f"other.{name}": spec for name, spec in record.items()}):
+        caplog.clear()
+        _load(detector(whiten_norm="GW"), content | {"norms": norms}, tmp_path)
+        assert "records no norms of 9 layers (backbone.stem.conv1.norm" in caplog.text
+
+
+def test_weights_without_a_record_may_lack_weight_standardization(tmp_path, caplog):
+    model = detector(whiten_positions="")
+    for conv in ("", "WS"):
+        convert_convs(model, conv)
+        _load(model, {"model": model.state_dict()}, tmp_path)
+        assert ("records no norms of 20 layers (backbone.stem.conv1" in caplog.text) == (conv == "WS")
 
 
 def test_standardized_heads_need_no_counterpart(tmp_path):
