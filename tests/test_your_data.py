@@ -95,20 +95,31 @@ def test_voc_boxes_become_coco(tmp_path, monkeypatch):
     assert [(each["category_id"], each["iscrowd"]) for each in content["annotations"]] == [(3, 0), (2, 1)]
 
 
-def test_masks_become_coco(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("value", "name"), [(255, "n{}"), (1, "n{}"), (255, "photo")], ids=["255", "1", "same names"])
+def test_masks_become_coco(tmp_path, monkeypatch, value, name):
+    mask = np.zeros((20, 30), np.uint8)
+    mask[4:10, 6:9] = value
     for number in range(5):
-        for name in ("images", "masks"):
-            (tmp_path / "source" / f"n{number}" / name).mkdir(parents=True)
-        Image.new("RGBA", (30, 20)).save(tmp_path / "source" / f"n{number}" / "images" / f"n{number}.png")
-        mask = np.zeros((20, 30), np.uint8)
-        mask[4:10, 6:9] = 255
-        Image.fromarray(mask).save(tmp_path / "source" / f"n{number}" / "masks" / "m.png")
+        folder = tmp_path / "source" / f"n{number}"
+        for each in ("images", "masks"):
+            (folder / each).mkdir(parents=True)
+        Image.new("RGBA", (30, 20), (number, 0, 0)).save(folder / "images" / f"{name.format(number)}.png")
+        Image.fromarray(mask).save(folder / "masks" / "m.png")
     content = convert(monkeypatch, "nuclei", tmp_path / "source")
     val = json.loads((tmp_path / "source" / "out" / "val.json").read_text())
     assert (len(content["images"]), len(val["images"])) == (4, 1)
+    for image in (*content["images"], *val["images"]):
+        with Image.open(tmp_path / "source" / "out" / "images" / image["file_name"]) as photo:
+            assert f"n{photo.getpixel((0, 0))[0]}.png" == image["file_name"]
     (found,) = val["annotations"]
     assert (found["bbox"], found["area"]) == ([6, 4, 3, 6], 18)
     assert (coco_mask.decode(found["segmentation"]) == (mask > 0)).all()
+    Image.fromarray(np.full((20, 30), 700, np.uint16)).save(folder / "images" / f"{name.format(number)}.png")
+    with pytest.raises(SystemExit, match="8 bits"):
+        convert(monkeypatch, "nuclei", tmp_path / "source")
+    Image.new("L", (30, 20)).save(folder / "images" / "other.png")
+    with pytest.raises(SystemExit, match="2 png files"):
+        convert(monkeypatch, "nuclei", tmp_path / "source")
 
 
 def convert(monkeypatch, name, folder, *flags):
