@@ -208,15 +208,23 @@ class ImageNamingMapper:
 
 
 def image_files(folder: str | os.PathLike[str]) -> list[Path]:
-    """Return the image files below a folder, sorted by path; there is at least one."""
+    """Return the image files below a folder and in linked folders, sorted by path; there is at least one."""
     if not os.path.isdir(folder):
         raise MissingFileError(f"images ({os.fspath(folder)!r}): folder not found. Fix: give an existing folder.")
-    paths = sorted(path for path in Path(folder).rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
+    roots, seen, paths = [os.fspath(folder)], set(), []
+    for root in roots:  # links are appended: a folder that is also linked keeps its own name
+        for place, below, names in os.walk(root):
+            if os.path.realpath(place) in seen:  # a link to a folder above it
+                below.clear()
+                continue
+            seen.add(os.path.realpath(place))
+            roots += filter(os.path.islink, (os.path.join(place, each) for each in below))
+            paths += [path for path in (Path(place, name) for name in names) if path.suffix.lower() in IMAGE_SUFFIXES]
     if not paths:
         raise DataError(
             f"images ({os.fspath(folder)!r}): none found. Fix: put {', '.join(IMAGE_SUFFIXES)} files there."
         )
-    return paths
+    return sorted(paths)
 
 
 def evenly_spread(items: Sequence[_Item], count: int) -> list[_Item]:

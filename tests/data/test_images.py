@@ -36,6 +36,11 @@ def test_images_of_a_folder(tmp_path):
         Image.new("RGB", (300, 400)).save(tmp_path / name)
     (tmp_path / "d.heic").touch()
     assert image_files(tmp_path) == [tmp_path / name for name in ("b.TIF", "below/a.jpg", "c.png")]
+    for name, target in (("above/down", "below"), ("below/up", "above"), ("below/self", "below"), ("a", "below")):
+        (tmp_path / "above").mkdir(exist_ok=True)
+        (tmp_path / name).symlink_to(tmp_path / target)
+    assert image_files(tmp_path / "above") == [tmp_path / "above" / "down" / "a.jpg"]
+    assert image_files(tmp_path) == [tmp_path / name for name in ("b.TIF", "below/a.jpg", "c.png")]
     with pytest.raises(MissingFileError, match="none"):
         image_files(tmp_path / "none")
     (tmp_path / "empty").mkdir()
