@@ -1,6 +1,7 @@
 """Check a COCO file in one pass over its annotations."""
 
 import math
+import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -79,10 +80,15 @@ def check_coco(content: Any, needs: DatasetNeeds) -> tuple[list[str], list[str]]
                 raise DataError(f"image {record.get('id', '')}: has no {', '.join(sorted(missing))}")
             if min(record["height"], record["width"]) < 1:
                 raise DataError(f"image {record['id']}: has no pixels: its width or height is below 1")
+            if not isinstance(record["file_name"], (str, os.PathLike)):
+                raise DataError(f"image {record['id']}: file_name ({record['file_name']!r:.80}) is not a string")
         images = {image["id"]: image for image in content["images"]}
         if not images or len(images) < len(content["images"]):
             raise DataError("images: two have the same id" if images else "images: the list is empty")
         categories = {category["id"]: category["name"] for category in content["categories"]}
+        for number, name in categories.items():
+            if not isinstance(name, str):
+                raise DataError(f"category {number}: name ({name!r:.80}) is not a string. Fix: put it in quotes.")
         found: dict[Fault, list[Any]] = defaultdict(list)
         # the official test images have no annotations
         annotations = content["annotations"] if needs.training else content.get("annotations", [])
@@ -112,7 +118,11 @@ def check_coco(content: Any, needs: DatasetNeeds) -> tuple[list[str], list[str]]
         raise DataError(f"not in COCO format at {record!s:.80}: {type(error).__name__}: {error}") from error
     if needs.training and not learnable:
         raise DataError("nothing to learn from: no annotation, or only crowds and objects without area or mask")
-    return describe(found, len(annotations), "annotations", "ids ")
+    errors, warnings = describe(found, len(annotations), "annotations", "ids ")
+    if twins := [name for name, count in Counter(categories.values()).items() if count > 1]:
+        text = f"categories with the same name ({summarize_names(twins)}) are trained as different classes"
+        warnings.append(f"{text}. Fix: rename or join them.")
+    return errors, warnings
 
 
 def describe(
@@ -186,6 +196,8 @@ def _keypoint_faults(record: dict[str, Any], needs: DatasetNeeds) -> Iterator[Fa
     points, (x, y, width, height) = record["keypoints"], record["bbox"]
     if len(points) != 3 * needs.keypoints:
         yield KEYPOINTS
+        return
+    if record.get("iscrowd"):  # not trained on, not counted
         return
     places = zip(points[::3], points[1::3], points[2::3], strict=True)
     labeled = [(a, b) for a, b, visibility in places if visibility > 0]

@@ -165,6 +165,9 @@ def test_another_number_of_keypoints_and_keypoints_outside_of_their_box():
     for place in ([0.2, 0.3, 2, 0, 0, 0], [300, 200, 1, 310, 210, 2], [900, 800, 2, 30, 40, 1]):
         (error,), _ = check_coco(objects(lambda *b, place=place: {"keypoints": place}, 9), TRAIN._replace(keypoints=2))
         assert "keypoints outside" in error
+    crowd = objects(lambda *b: {"keypoints": [300, 200, 2, 0, 0, 0], "num_keypoints": 9, "iscrowd": 1}, COUNT - 3)
+    for needs in (TRAIN, TEST):
+        assert not check_coco(crowd, needs._replace(keypoints=2))[0]
 
 
 def test_the_copy_of_a_run_says_what_was_replaced(check, coco, content):

@@ -186,7 +186,11 @@ MALFORMED = [
     ("images", 0, {"id": [1]}),
     ("images", 0, {"id": 2}),
     ("images", 0, None),
+    ("images", 0, {"file_name": None}),
+    ("images", 0, {"file_name": ["a.jpg"]}),
     ("categories", 0, None),
+    ("categories", 0, {"name": 7}),
+    ("categories", 1, {"name": None}),
     ("annotations", 0, 3),
     ("annotations", 0, {"bbox": "0011"}),
     ("annotations", 0, {"bbox": [0, 0, 10**400, 1]}),
@@ -224,6 +228,14 @@ def test_a_fault_is_counted_and_named(changes, words, needs):
     (error,), warnings = check_coco(content, needs)
     number = changes.get("id", 2)
     assert error.startswith("1 of 2 annotations") and f"ids {number}" in error and words in error and not warnings
+
+
+@NEEDS
+def test_two_categories_of_the_same_name_are_a_warning(needs):
+    content = coco_content()
+    content["categories"][1]["name"] = content["categories"][0]["name"]
+    errors, (warning,) = check_coco(content, needs)
+    assert not errors and "the same name (dog)" in warning
 
 
 @NEEDS
