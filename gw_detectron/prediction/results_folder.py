@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import shutil
+import statistics
 import tempfile
 import time
 from collections import Counter
@@ -149,15 +150,17 @@ def write_preview(annotations: str, images: str, output: str | os.PathLike[str],
     """Draw annotations, to look at them before a training; return the number of ``pictures``.
 
     They are of images that are evenly spread over ``annotations``, a file in COCO format; its ``file_name`` is relative
-    to the folder ``images``. ``counts.csv`` counts all objects. An earlier preview in ``output`` is replaced.
+    to the folder ``images``. ``counts.csv`` counts all objects that can be drawn. An earlier preview is replaced.
     """
     require_packages("pictures", "cv2")
     check_replaceable(Path(output), _PREVIEW_FILES)
     json_file = existing_path(annotations, "--preview", os.path.isfile)
-    dataset = CocoDataset(json_file, existing_path(images, "MODEL", os.path.isdir))
+    images = existing_path(images, "MODEL", os.path.isdir)
     with tempfile.TemporaryDirectory() as work, atomic_folder(output, _PREVIEW_FILES) as folder:
+        dataset = CocoDataset(os.path.join(work, "annotations.json"), images)
         try:
-            content = complete_coco(read_json(dataset.json))
+            content = complete_coco(_drawable(read_json(json_file)))
+            Path(dataset.json).write_text(json.dumps(content))
             register_datasets(CocoDatasets(val={_PREVIEW: dataset}), work)
             records = evenly_spread(DatasetCatalog.get(_PREVIEW), limit)
             objects = [each for each in content["annotations"] if not each.get("iscrowd")]
@@ -165,11 +168,23 @@ def write_preview(annotations: str, images: str, output: str | os.PathLike[str],
         except (AssertionError, LookupError, TypeError, AttributeError) as error:  # of pycocotools
             raise DataError(f"--preview ('{annotations}'): not a file in COCO format: {error!r}.") from error
         (folder / PICTURES).mkdir()
-        for record in progress_bar(records, desc="drawing", unit="image"):
+        for number, record in enumerate(progress_bar(records, desc="drawing", unit="image"), start=1):
             pixels = read_image(record["file_name"], "RGB", _PERCENTILES)
             drawn = Image.fromarray(draw_record(pixels, MetadataCatalog.get(_PREVIEW), record))
-            drawn.save(folder / PICTURES / f"{record['image_id']}_{Path(record['file_name']).stem}.jpg", quality=95)
+            drawn.save(folder / PICTURES / f"{number}_{Path(record['file_name']).stem}.jpg", quality=95)
     return len(records)
+
+
+def _drawable(content: Any) -> Any:
+    """Leave out annotations whose bbox or keypoints cannot be drawn; those of one image need equal lengths."""
+    given = content["annotations"]
+    points = statistics.mode([len(each["keypoints"]) for each in given if each.get("keypoints")] or [0])
+    kept = [each for each in given if [type(value) in (int, float) for value in each.get("bbox") or ()] == 4 * [True]]
+    kept = [each for each in kept if len(each.get("keypoints") or ()) in (0, points - points % 3)]
+    if lost := len(given) - len(kept):
+        reason = "no bbox of four numbers, or keypoints of another length than most, or not three numbers for each"
+        log.warning(f"--preview: {lost} of {len(given)} annotations left out: {reason}.")
+    return {**content, "annotations": kept}
 
 
 def _write_json(folder: Path, metadata: Metadata, images: _Rows, results: _Rows) -> None:

@@ -52,7 +52,7 @@ def test_a_run_folder(tmp_path, run_folder, photos, capsys):
     assert [each["category_name"] in ("a", "b", "c") for each in results(output)] == [True]
 
 
-def test_a_preview_draws_annotations_without_a_model(tmp_path, capsys):
+def test_a_preview_draws_annotations_without_a_model(tmp_path, capsys, caplog):
     folder = write_run(tmp_path / "run")  # six photos with three objects each
     words = ("--preview", folder / "annotations.json", folder / "photos", "--output", tmp_path / "out")
     assert predict(*words) and predict(*words)  # replaces its own
@@ -64,7 +64,15 @@ def test_a_preview_draws_annotations_without_a_model(tmp_path, capsys):
     content["annotations"][0]["ignore"] = 1
     (folder / "annotations.json").write_text(json.dumps(content))
     assert predict(*words) and (tmp_path / "out" / "counts.csv").read_text().count(",2\n") == 1
-    for change in ({}, {"images": [], "annotations": [{}], "categories": []}, []):
+    for each in (*content["images"], *content["annotations"]):  # with the name of a folder
+        key = "id" if "file_name" in each else "image_id"
+        each[key] = f"2023/{each[key]}"
+    faults = ({"bbox": None}, {"bbox": [1, 2, 3]}, {"bbox": [1, 2, 3, "4"]}, {"keypoints": [5, 5, 2]})
+    for each, fault in zip(content["annotations"], ({}, *faults), strict=False):
+        each |= {"keypoints": [3, 4, 2, 0, 0, 0]} | fault
+    (folder / "annotations.json").write_text(json.dumps(content))
+    assert predict(*words) and "4 of 18 annotations left out" in caplog.text
+    for change in ({}, {"images": [], "annotations": [3], "categories": []}, []):
         (folder / "annotations.json").write_text(json.dumps(change))
         with pytest.raises(UserError, match="annotations.json"):
             predict(*words)
