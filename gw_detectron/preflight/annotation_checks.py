@@ -52,7 +52,7 @@ NO_AREA = Fault("have an empty bbox, which is not trained on or evaluated", "cor
 OUTSIDE = Fault("have a bbox outside of their image", "correct or remove them", 1)
 BEYOND = Fault("have a bbox that leaves their image by more than a tenth of it", "correct or clip them", 1)
 NO_MASK = Fault("have no segmentation", "set MODEL.MASK_ON False, or add masks to the file")
-NO_POLYGON = Fault("have no polygon of three or more points, and are not learned", "correct them", 1)
+NO_POLYGON = Fault("have no polygon of three or more points, and are not learned", "correct or remove segmentations", 1)
 NO_COORDINATES = Fault("have a polygon that is not a flat list of numbers", "write [x0, y0, x1, y1, ...]")
 RUN_LENGTHS = Fault("have an RLE as segmentation", "set INPUT.MASK_FORMAT bitmask")
 OTHER_SIZE = Fault("have an RLE of another size than their image", "encode the mask of the whole image")
@@ -80,8 +80,7 @@ def check_coco(content: Any, needs: DatasetNeeds) -> tuple[list[str], list[str]]
                 raise DataError(f"image {record.get('id', '')}: has no {', '.join(sorted(missing))}")
             if min(record["height"], record["width"]) < 1:
                 raise DataError(f"image {record['id']}: has no pixels: its width or height is below 1")
-            if not isinstance(record["file_name"], (str, os.PathLike)):
-                raise DataError(f"image {record['id']}: file_name ({record['file_name']!r:.80}) is not a string")
+            os.fspath(record["file_name"])  # else a TypeError
         images = {image["id"]: image for image in content["images"]}
         if not images or len(images) < len(content["images"]):
             raise DataError("images: two have the same id" if images else "images: the list is empty")
@@ -120,8 +119,7 @@ def check_coco(content: Any, needs: DatasetNeeds) -> tuple[list[str], list[str]]
         raise DataError("nothing to learn from: no annotation, or only crowds and objects without area or mask")
     errors, warnings = describe(found, len(annotations), "annotations", "ids ")
     if twins := [name for name, count in Counter(categories.values()).items() if count > 1]:
-        text = f"categories with the same name ({summarize_names(twins)}) are trained as different classes"
-        warnings.append(f"{text}. Fix: rename or join them.")
+        warnings.append(f"categories of one name ({summarize_names(twins)}) are two classes. Fix: rename or join them.")
     return errors, warnings
 
 
@@ -158,16 +156,17 @@ def _check_geometry(
     as_corners = apart & ~far_apart(boxes, outlines, np.full_like(limits, np.inf))
     smaller = apart & within.all(axis=1) & ~as_corners
     faults |= {APART: apart & ~smaller & ~as_corners, MASK_CORNERS: as_corners, SMALLER: smaller, CROWDS: crowd}
+    used, given = ~(crowd & needs.training), np.array([bool(mask) for mask in masks])
+    encoded = np.array([isinstance(mask, dict) for mask in masks])
+    flat = np.array([not mask or isinstance(mask, dict) or all(map(is_coordinates, mask)) for mask in masks])
+    drawn = np.array([isinstance(mask, list) and any(map(is_polygon, mask)) for mask in masks])
+    # without masks, too, Detectron2 drops an object without a valid polygon, with its box
+    faults |= {NO_POLYGON: ~crowd & given & flat & ~drawn & ~encoded, NO_COORDINATES: used & ~flat}
     if needs.masks:
-        used, given = ~(crowd & needs.training), np.array([bool(mask) for mask in masks])
-        encoded = np.array([isinstance(mask, dict) for mask in masks])
-        flat = np.array([not mask or isinstance(mask, dict) or all(map(is_coordinates, mask)) for mask in masks])
-        drawn = np.array([isinstance(mask, list) and any(map(is_polygon, mask)) for mask in masks])
         faults |= {NO_MASK: used & ~given, RUN_LENGTHS: ~crowd & encoded & (not needs.run_lengths)}
         faults |= {OTHER_SIZE: used & encoded & np.isnan(areas), NO_PIXEL: used & (areas == 0)}
-        faults |= {NO_COORDINATES: used & (~flat | (drawn & np.isnan(areas)))}
-        faults |= {NO_POLYGON: ~crowd & given & flat & ~drawn & ~encoded}
-        lost |= faults[NO_PIXEL] | faults[NO_POLYGON]
+        faults[NO_COORDINATES] |= used & drawn & np.isnan(areas)
+    lost |= faults[NO_POLYGON] | faults.get(NO_PIXEL, False)
     keys = [(each["image_id"], each["category_id"], *each["bbox"]) for each in records]
     counts = Counter(keys)
     faults[REPEATED] = np.array([counts[key] > 1 for key in keys])

@@ -103,6 +103,14 @@ def test_what_tools_and_people_write_passes(change):
     assert complete_coco(content) is content
 
 
+@pytest.mark.parametrize("mask", [[[]], [[1, 1, 9, 1]], [1, 1, 9, 1, 9, 9], [[[1, 1], [9, 1], [9, 9]]]])
+@pytest.mark.parametrize("needs", [TRAIN, TEST], ids=["training", "evaluation"])
+def test_polygons_that_cost_detectron2_the_box_are_told_without_masks(mask, needs):
+    errors, warnings = check_coco(objects(lambda *b: {"segmentation": mask}, COUNT - 3), needs._replace(masks=False))
+    (text,) = errors + warnings
+    assert text.startswith(f"3 of {COUNT}") and "polygon" in text
+
+
 WARNED = {
     "brush masks of CVAT": (lambda *b: {"segmentation": run_length(*b), "iscrowd": 1}, 8, "iscrowd 1"),
     "polygons of crowds": (lambda *b: {"iscrowd": 1}, 8, "iscrowd 1"),
