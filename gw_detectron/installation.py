@@ -11,6 +11,7 @@ from pathlib import Path
 from .errors import MissingPackageError
 
 __version__ = "0.3.0"
+TOOL = f"gw_detectron {__version__}"  # in files that this package writes
 
 _PIP_NAMES = {"cv2": "opencv-python-headless"}
 

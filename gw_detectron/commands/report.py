@@ -1,7 +1,6 @@
 """Write a report of a run: one page with scores, curves and pictures of errors; or of several runs, side by side."""
 
 import argparse
-import json
 from pathlib import Path
 
 from ..cli import MixedParser, new_parser
@@ -20,7 +19,6 @@ def get_parser() -> argparse.ArgumentParser:
     add("--output", metavar="DIR", help="folder to write; default: RUN_FOLDER/report, of several runs output/runs")
     add("--images", type=int, metavar="N", help="images to draw; default: 4")
     add("--score", type=float, help="lowest score of a drawn or counted box; default: 0.5")
-    add("--json", action="store_true", help="print report.json instead of a summary")
     return parser
 
 
@@ -33,11 +31,11 @@ def main(args: argparse.Namespace) -> None:
         if shown:
             raise ConfigError("--images, --score: only for the report of one run. Fix: leave them out.")
         page = Path(args.output or "output/runs", RUNS)
-        numbers = write_side_by_side(args.run_folders, page.parent)
+        write_side_by_side(args.run_folders, page.parent)
     else:
         page = Path(args.output or first / "report", PAGE)
         numbers = write_report(first, **shown, output=page.parent)
         lines = [f"Missing: {', '.join(entry['parts'])}: {entry['reason']}" for entry in numbers["missing"]]
         scores = {task: each["AP"] for task, each in numbers["summary"]["scores"].items()}
         lines += [f"{task} AP {value:.1f}" for task, value in scores.items() if value is not None]
-    print(json.dumps(numbers, indent=2) if args.json else "\n".join([*lines, f"Report: {page}"]))
+    print("\n".join([*lines, f"Report: {page}"]))

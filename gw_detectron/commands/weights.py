@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 from ..checkpoint import detector_file
@@ -40,7 +39,6 @@ def get_parser() -> argparse.ArgumentParser:
     add("weights", metavar="WEIGHTS", help="converted weights, or a gw:// address")
     add("--source", metavar="FILE", help="the file WEIGHTS was converted from, to verify the conversion")
     add("--norm", help=_NORM % "the source")
-    add("--json", action="store_true", help="print JSON")
 
     add = _add_action(actions, "describe", _describe, "Show what a checkpoint or weight file records")
     add("file", metavar="FILE", help="checkpoint, weight file or run folder")
@@ -74,7 +72,7 @@ def _convert(args: argparse.Namespace) -> None:
 
 def _verify(args: argparse.Namespace) -> bool:
     result = verify(args.weights, synthetic_images(), source=args.source, norm=args.norm)
-    print(json.dumps(asdict(result) | {"agrees": result.agrees}, indent=2) if args.json else result)
+    print(result)
     return result.agrees
 
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from ..errors import ExportError
-from ..installation import package_versions, require_packages
-from ..weights.network import tool
+from ..installation import TOOL, package_versions, require_packages
 from ..weights.reading import sha256_of
 
 FORMATS = ("pt2", "onnx")
@@ -135,7 +134,7 @@ def _simplify(model: Any) -> None:
 def write_parity(path: Path, entries: Mapping[str, Any], source: Mapping[str, str] | None) -> dict[str, Any]:
     """Write ``parity.json`` beside an exported file; return its content."""
     report = {
-        "tool": tool(),
+        "tool": TOOL,
         "file": path.name,
         "format": path.suffix[1:],
         "sha256": sha256_of(path),

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..atomic import atomic_write, remove_unfinished
 from ..errors import FileAccessError, UnknownNormError, WeightsError, WeightsFileError, summarize_names
+from ..installation import TOOL
 from ..norms import CONVS
 from .network import (
     PREPROCESSING,
@@ -33,7 +34,6 @@ from .network import (
     positions_of,
     read_record,
     to_torchvision,
-    tool,
 )
 from .reading import Contents, named_tensors, read_weights_file, sha256_of, weight_problem
 
@@ -111,7 +111,7 @@ def convert_file(
     norms = {detectron2_name(layer): spec for layer, spec in conversion.norms.items()}
     content = {
         "model": {name: np.ascontiguousarray(value.numpy()) for name, value in conversion.tensors.items()},
-        "__author__": tool(),
+        "__author__": TOOL,
         # Detectron2 then matches tensors by the end of their names, so that one file fits detectors with and without
         # FPN and bare backbones
         "matching_heuristics": True,
@@ -148,7 +148,7 @@ def load_weights(
     except ValueError as error:
         kind = UnknownNormError if isinstance(error, UnknownNormError) else WeightsFileError
         raise kind(f"weights ({os.fspath(path)!r}): {error}") from None
-    origin = conversion.provenance or Provenance(tool(), os.path.basename(path), sha256_of(path))
+    origin = conversion.provenance or Provenance(TOOL, os.path.basename(path), sha256_of(path))
     return dataclasses.replace(conversion, provenance=origin)
 
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from ..errors import UnknownNormError, WeightsError, summarize_names
-from ..installation import __version__
 from ..norms import POSITIONS, build_norm, conv_names, evaluation_spec, norm_rows, norm_spec, norms_at
 from .reading import Contents
 
@@ -96,11 +95,6 @@ def read_record(contents: Contents) -> Record:
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise WeightsError(f"record of the file: damaged ({error}). Fix: write the file again.") from None
     return Record(norms, images, provenance)
-
-
-def tool() -> str:
-    """Return the name and version of this package."""
-    return f"gw_detectron {__version__}"
 
 
 @dataclass(frozen=True)

@@ -121,20 +121,20 @@ def test_missing_parts_are_named_on_the_page_and_printed(tmp_path, capsys):
 def test_a_report_without_detections_is_printed(tmp_path, capsys):
     folder = write_run(tmp_path / "run")
     (folder / "inference" / "coco_instances_results.json").write_text("[]")
-    report(folder, "--json")
+    report(folder)
     _, numbers = check_page(folder / "report")
-    assert json.loads(capsys.readouterr().out) == numbers
+    assert "bbox AP 0.0" in capsys.readouterr().out
     assert numbers["summary"]["scores"]["bbox"]["AP"] == 0
     assert numbers["errors"]["kinds"]["missed"] == 18 and len(numbers["errors"]["images"]) == 4
 
 
-def test_runs_side_by_side(tmp_path, capsys):
+def test_runs_side_by_side(tmp_path):
     first, second = (write_run(tmp_path / name, classes=3) for name in ("gn", "gw"))
     predictions = second / "inference" / "coco_instances_results.json"
     kept = [each for each in json.loads(predictions.read_text()) if each["category_id"] != 11]
     predictions.write_text(json.dumps(kept))
-    report(first, second, "--output", tmp_path / "out", "--json")
-    numbers = json.loads(capsys.readouterr().out)
+    report(first, second, "--output", tmp_path / "out")
+    numbers = json.loads((tmp_path / "out" / "runs.json").read_text())
     alone = {name: write_report(tmp_path / name) for name in ("gn", "gw")}
     assert {name: list(rows.values()) for name, rows in numbers["classes"].items()} == {
         name: each["ap_per_class"] for name, each in alone.items()

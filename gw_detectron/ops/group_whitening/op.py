@@ -10,8 +10,7 @@ backend        used for
                custom operator
 =============  ============================================================================================
 
-The operator has formulas for autograd, fake tensors (``torch.compile``) and ``torch.utils.flop_counter``. Its second
-derivatives are the reference's.
+The operator has formulas for autograd and fake tensors (``torch.compile``). Its second derivatives are the reference's.
 
 The environment variable ``GW_DETECTRON_KERNELS`` forces a backend: ``reference``, to compare with it, or ``matmul``
 in place of ``triton``. Code that ``torch.compile`` has compiled keeps its backend. The logger ``gw_detectron.layers``
@@ -21,7 +20,6 @@ reports the backend at level DEBUG.
 import contextlib
 import functools
 import logging
-import math
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -29,12 +27,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from ...errors import ConfigError
 from ..checks import autocast_off, check_tensors, compute_dtype, memory_format_of
 from ..solvers import DEFAULT_SOLVER, Solver, check_solver
-from ..solvers.newton import count_products
 from ..torch_private import is_batched, is_dispatched, needs_plain_operations
 from . import matmul, triton
 from .reference import effective_groups, group_whiten_reference
@@ -252,20 +248,3 @@ def _differentiable_gradients(
 
 
 torch.library.register_autograd(_FORWARD, GroupWhiten.backward, setup_context=_setup_context)
-
-
-def _flops(n: int, groups: int, columns: int, over_columns: int, of_matrices: int) -> int:
-    return 2 * n * groups * groups * (columns * over_columns + groups * of_matrices)
-
-
-@register_flop_formula(torch.ops.gw_detectron.group_whiten)
-def _forward_flops(x: Any, weight: Any, bias: Any, groups: int, iters: int, *_: Any, **__: Any) -> int:
-    """Count covariance, whitened output and iteration; the arguments are shapes."""
-    return _flops(x[0], groups, math.prod(x[1:]) // groups, 2, count_products(iters)[0])
-
-
-@register_flop_formula(torch.ops.gw_detectron.group_whiten_backward)
-def _backward_flops(dy: Any, y: Any, x: Any, mean: Any, sigma: Any, weight: Any, iters: int, *_: Any, **__: Any) -> int:
-    """Count three products over columns, and the iteration with its tangents."""
-    n, groups = mean
-    return _flops(n, groups, math.prod(x[1:]) // groups, 3, sum(count_products(iters)))

@@ -71,16 +71,6 @@ def newton_backward(sigma: Tensor, grad: Tensor, num_iters: int) -> tuple[Tensor
     return p * root, tangent.mul_(inverse)
 
 
-def count_products(num_iters: int) -> tuple[int, int]:
-    """Return the number of products of the iteration, and of its tangents."""
-    values = tangents = 0
-    for done in range(0, num_iters, 2):
-        two_steps, more, first = done + 2 <= num_iters, done + 2 < num_iters, done == 0
-        values += 2 * two_steps + 2 * more + (not first)
-        tangents += 2 * two_steps + 3 * more + 2 * (not first)
-    return values, tangents
-
-
 def _inverse_trace(sigma: Tensor) -> tuple[Tensor, Tensor]:
     """Return 1 / tr(sigma) and its square root, (..., 1, 1); 0 without variance."""
     trace = sigma.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
