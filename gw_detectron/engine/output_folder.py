@@ -27,9 +27,9 @@ _LOCK = ".training.lock"
 _DETECTORS = ("last_checkpoint", "model_final.pth", BEST_CHECKPOINT)  # by which later commands find one
 # Detectron2 would reuse the converted annotations even if the dataset has changed.
 _EVALUATION = (f"inference/{PREDICTIONS}", "inference/config.yaml", f"inference/*{CONVERTED}*")
-# config.yaml, datasets.yaml and datasets/ stay: the new run may read them, and writes its own.
 _EARLIER = ".earlier"  # ends the names of small files of an earlier run until the new one trains
 _LOGS = ("log.txt", "log.txt.rank*", "events.out.tfevents.*", "*_run.txt")
+# config.yaml, datasets.yaml and datasets/ stay: the new run may read them, and writes its own.
 _RUN = ("model_*.pth", "last_checkpoint", METRICS, *_LOGS, f"*{_EARLIER}")
 _FOLDERS = ("inference", "inference_TTA", "report")
 
