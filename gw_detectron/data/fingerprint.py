@@ -39,6 +39,16 @@ class Fingerprint:
         """Largest number of objects of one class in an image."""
         return max(Counter(zip(self.image, self.category, strict=True)).values(), default=0)
 
+    def dense_score(self, task: str, detections: int) -> str:
+        """Name the AP that counts as many detections per image as there are objects; "" if COCO's AP does.
+
+        COCO's AP counts the best 100 detections per image and class, 20 of keypoints. Where an image has more objects
+        of a class, a perfect detector has less than 100 AP. ``AP@N`` counts N: as many as an image has objects of a
+        class or, if larger, ``detections``, the model's number per image.
+        """
+        most = self.most_of_a_class
+        return f"AP@{max(most, detections)}" if most > (20 if task == "keypoints" else 100) else ""
+
     @cached_property
     def per_class(self) -> np.ndarray:
         """Number of objects of each class, (C)."""

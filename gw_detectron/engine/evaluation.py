@@ -31,44 +31,38 @@ LOSS_NORMALIZER = "loss_normalizer"
 
 
 class DenseCOCOEvaluator(COCOEvaluator):
-    """Detectron2's COCOEvaluator, with a second AP for images of many objects.
-
-    COCO's AP counts the best 100 detections per image and class, 20 of keypoints. Where an image has N > 100 objects of
-    a class, a perfect detector has less than 100 AP. The results then have ``AP@N`` beside the standard ``AP``, whose
-    limit is N or, if larger, ``detections``, the model's number per image.
-    """
+    """Detectron2's COCOEvaluator, with a second AP for images of many objects, see :meth:`Fingerprint.dense_score`."""
 
     def __init__(self, dataset_name: str, detections: int, **options: Any) -> None:
         super().__init__(dataset_name, **options)
         # faster-coco-eval takes only integers
         self._use_fast_impl &= all(isinstance(key, int) for key in (*self._coco_api.imgs, *self._coco_api.cats))
-        found = read_fingerprint([{"annotations": [], **self._coco_api.dataset}])  # as preflight, which names AP@N
-        self._most, self._detections = found.most_of_a_class, detections
+        self._fingerprint = read_fingerprint([{"annotations": [], **self._coco_api.dataset}])
+        self._detections = detections
 
     def _derive_coco_results(self, coco_eval: Any, iou_type: str, class_names: Sequence[str] | None = None) -> dict:
         results = super()._derive_coco_results(coco_eval, iou_type, class_names)
-        dense = {} if coco_eval is None else dense_average_precision(coco_eval, self._most, self._detections)
-        for name, value in dense.items():
+        name = self._fingerprint.dense_score(iou_type, self._detections)
+        if name and coco_eval is not None:
+            results[name] = dense_average_precision(coco_eval, name)
             log.info(
                 "%s: images have up to %d objects of a class. AP, as COCO defines it, counts %d detections per image "
                 "and class: %.3f. %s counts more: %.3f.",
-                *(iou_type, self._most, coco_eval.params.maxDets[-1], results["AP"], name, value),
+                *(iou_type, self._fingerprint.most_of_a_class, coco_eval.params.maxDets[-1], results["AP"]),
+                *(name, results[name]),
             )
-        return results | dense
+        return results
 
 
-def dense_average_precision(evaluation: Any, most: int, detections: int) -> dict[str, float]:
-    """Return ``AP@N`` of an evaluation in percent; nothing if ``most`` objects of a class are within COCO's limit."""
-    if most <= evaluation.params.maxDets[-1]:
-        return {}
-    limit = max(most, detections)
+def dense_average_precision(evaluation: Any, name: str) -> float:
+    """Return the score ``name``, an AP@N, of an evaluation in percent."""
     dense, dense.params = copy.copy(evaluation), copy.copy(evaluation.params)
-    dense.params.maxDets = [limit]
+    dense.params.maxDets = [int(name.partition("@")[2])]
     with contextlib.redirect_stdout(io.StringIO()):
         dense.evaluate()
         dense.accumulate()
     precision = dense.eval["precision"][:, :, :, 0, 0]  # of IoU, recall and class
-    return {f"AP@{limit}": 100 * float(precision[precision > -1].mean())}
+    return 100 * float(precision[precision > -1].mean())
 
 
 def build_coco_evaluator(name: str, folder: str, **options: Any) -> DenseCOCOEvaluator:

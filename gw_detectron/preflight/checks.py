@@ -132,11 +132,9 @@ def _score_names(cfg: CfgNode, data: dict[str, Fingerprint]) -> list[str]:
     for dataset in cfg.DATASETS.TEST:
         prefix = f"{dataset}/" if len(cfg.DATASETS.TEST) > 1 else ""
         classes = MetadataCatalog.get(dataset).get("thing_classes") or []
-        most = data[dataset].most_of_a_class if dataset in data else 0
         for task in filter(tasks.get, tasks):
-            beyond = most > (20 if task == "keypoints" else 100)  # of DenseCOCOEvaluator
-            more = [f"AP@{max(most, cfg.TEST.DETECTIONS_PER_IMAGE)}"] if beyond else []
-            more += [f"AP-{name}" for name in classes] if len(classes) > 1 else []
+            dense = data[dataset].dense_score(task, cfg.TEST.DETECTIONS_PER_IMAGE) if dataset in data else ""
+            more = ([dense] if dense else []) + ([f"AP-{name}" for name in classes] if len(classes) > 1 else [])
             scores = (*_SCORES[task], *more) if "AP" in _SCORES[task] else _SCORES[task]
             names += [f"{prefix}{task}/{score}" for score in scores]
     return [*names, "validation/total_loss"] if cfg.TEST.LOSS else names

@@ -16,7 +16,7 @@ from pycocotools import mask
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from ..data.fingerprint import read_fingerprint
+from ..data.fingerprint import Fingerprint, read_fingerprint
 from ..data.geometry import is_polygon
 from ..data.images import read_image
 from ..engine.evaluation import dense_average_precision
@@ -88,13 +88,14 @@ class Detections:
         return evaluations
 
     @cached_property
-    def most_of_a_class(self) -> int:
-        """The largest number of objects of one class in an image."""
-        return read_fingerprint([self.truth.dataset]).most_of_a_class
+    def fingerprint(self) -> Fingerprint:
+        """The statistics of the ground truth."""
+        return read_fingerprint([self.truth.dataset])
 
     def dense_score(self, task: str) -> dict[str, float]:
-        """Return ``AP@N`` by its name, if images have more objects than COCO counts; see :mod:`gw_detectron.engine`."""
-        return dense_average_precision(self.scores[task], self.most_of_a_class, self.cfg.TEST.DETECTIONS_PER_IMAGE)
+        """Return ``AP@N`` by its name, if COCO's AP does not count all objects."""
+        name = self.fingerprint.dense_score(task, self.cfg.TEST.DETECTIONS_PER_IMAGE)
+        return {name: dense_average_precision(self.scores[task], name)} if name else {}
 
     def _evaluation(self, results: Iterable[dict[str, Any]], task: str) -> COCOeval:
         results = copy.deepcopy(list(results))  # pycocotools changes them

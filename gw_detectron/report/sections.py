@@ -107,8 +107,8 @@ def summary(run: RunFolder) -> Section:
         tables.insert(0, Table([f"percent on {run.dataset}", *columns], rows))
         if dense := [name for name in columns if "@" in name]:
             text = (
-                f"Images have up to {run.detections.most_of_a_class} objects of a class. COCO's AP counts 100 boxes or "
-                f"masks per image and class, 20 of keypoints; {dense[0]} counts {dense[0][3:]}."
+                f"Images have up to {run.detections.fingerprint.most_of_a_class} objects of a class. COCO's AP counts "
+                f"100 boxes or masks per image and class, 20 of keypoints; {dense[0]} counts {dense[0][3:]}."
             )
     return Section({**facts, "scores": scores}, text, tables=tables)
 

@@ -49,26 +49,36 @@ def write_side_by_side(folders: Sequence[str | os.PathLike[str]], output: str | 
 
 
 def _summary(facts: dict[str, dict[str, Any]]) -> Table:
-    tasks = list(next(iter(facts.values()))["scores"])
+    scores = {
+        label: {
+            f"{TASKS[task]} {'AP@N' if '@' in name else name}": value
+            for task, values in each["scores"].items()
+            for name, value in values.items()
+            if name.partition("@")[0] == "AP"
+        }
+        for label, each in facts.items()
+    }
+    columns = list(dict.fromkeys(name for each in scores.values() for name in each))
     rows = [
-        [label, *(each["scores"].get(task, {}).get("AP") for task in tasks), each.get("iterations"), each.get("norms")]
+        [label, *map(scores[label].get, columns), each.get("iterations"), each.get("norms")]
         for label, each in facts.items()
     ]
-    return Table(["run", *(f"{TASKS[task]} AP" for task in tasks), "iterations", "norms"], rows)
+    return Table(["run", *columns, "iterations", "norms"], rows)
 
 
 def _curve(runs: dict[str, RunFolder], metric: str, *, over_time: bool = False) -> Picture:
-    """Plot the loss, or the AP of every task, over iterations or seconds."""
+    """Plot the loss, or the AP of every task (AP@N if there is one), over iterations or seconds."""
     label = "seconds of training" if over_time else "iteration"
     figure, axes = make_axes(5.5, 3.8, xlabel=label, ylabel=metric)
     styles = {"total_loss": "-"} if metric == "loss" else {"bbox/AP": ".-", "segm/AP": ".--", "keypoints/AP": ".:"}
     for number, (name, run) in enumerate(runs.items()):
         times = [record["time"] for record in run.metrics if "time" in record]
         unit = statistics.median(times) if over_time and times else 1.0
-        for key, style in styles.items():
+        for score, style in styles.items():
+            key = next((name for record in run.metrics for name in record if name.startswith(f"{score}@")), score)
             points = [(unit * record["iteration"], record[key]) for record in run.metrics if key in record]
             if points:
-                text = name if metric == "loss" else f"{name}, {TASKS[key.partition('/')[0]]}"
+                text = name if metric == "loss" else f"{name}, {TASKS[key.partition('/')[0]]} {key.partition('/')[2]}"
                 axes.plot(*zip(*points, strict=True), style, color=f"C{number % 10}", label=text)
     if axes.lines:
         axes.legend(fontsize="small")

@@ -148,6 +148,22 @@ def test_runs_side_by_side(tmp_path):
             report(first, second, flag, value)
 
 
+def test_runs_on_dense_images_side_by_side(tmp_path):
+    """The AP of all detections has one column, also if models give different numbers of them."""
+    runs = [write_run(tmp_path / str(limit), classes=1, TEST__DETECTIONS_PER_IMAGE=limit) for limit in (100, 500)]
+    for run in runs:
+        content = json.loads((run / "annotations.json").read_text())
+        content["annotations"] = [{**content["annotations"][0], "id": number} for number in range(1, 111)]
+        (run / "annotations.json").write_text(json.dumps(content))
+    report(*runs, "--output", tmp_path / "out")
+    scores = [
+        each["scores"]["bbox"] for each in json.loads((tmp_path / "out" / "runs.json").read_text())["runs"].values()
+    ]
+    assert [name for each in scores for name in each if "@" in name] == ["AP@110", "AP@500"]
+    text = Page((tmp_path / "out" / "runs.html").read_text()).text
+    assert text.count("box AP@N") == 1
+
+
 def test_runs_that_cannot_be_compared(tmp_path):
     runs = [write_run(tmp_path / name, classes=classes) for name, classes in (("a", 3), ("b", 2), ("c", 3))]
     content = json.loads((runs[2] / "annotations.json").read_text())
