@@ -83,7 +83,6 @@ def test_code_in_yaml_is_not_run(line, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "address",
     [
-        "gw://file/{path}",
         "gw://imagenet/R-50",
         "{path}?matching_heuristics=True",
         "detectron2://x/harm.pkl",

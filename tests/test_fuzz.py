@@ -60,7 +60,7 @@ LEAVES = st.none() | st.booleans() | NUMBERS | st.sampled_from(["", "GW", "range
 VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=4) | st.tuples(inner, inner), max_leaves=6)
 WORDS = st.text(max_size=4) | st.sampled_from(
     ["--help", "", "-1", "nan", "none.pth", "missing/x.yaml", str(CONFIG), str(ROOT), "MODEL.WEIGHTS"]
-    + ["SOLVER.BASE_LR", "MODEL.NO_KEY", "=", "--", "-x", "gw://none", "gw://file/none", "s3://x", "\udc80"]
+    + ["SOLVER.BASE_LR", "MODEL.NO_KEY", "=", "--", "-x", "gw://none", "s3://x", "\udc80"]
 )
 COMMANDS = {  # flags, and words that stop the command before minutes of work
     "train": ("--config-file --num-gpus --resume --eval-only --train-json", ["SOLVER.MAX_ITER", "0"]),

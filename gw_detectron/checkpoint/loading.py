@@ -102,7 +102,7 @@ class LoadReport:
         if self.missing:
             lines.append(f"Missing: {summarize_names(self.missing)}.")
         if any(map(_TORCHVISION_NAME.fullmatch, self._given)):
-            lines.append("It has torchvision's names. Fix: gw-detectron weights convert, or give gw://file/<path>.")
+            lines.append("It has torchvision's names. Fix: gw-detectron weights convert.")
         else:
             lines.append(
                 "Fix: set MODEL.RESNETS (DEPTH, NUM_GROUPS, WIDTH_PER_GROUP, NORM, WHITEN_POSITIONS) as the weights "

@@ -14,7 +14,6 @@ from ..weights.catalog import local_path
 from ..weights.network import Record, read_record
 from ..weights.reading import SAVE_AGAIN, Contents, named_tensors, read_weights_file
 
-_LOCAL_SCHEME = "gw://file/"
 _TAG = "last_checkpoint"  # of Detectron2: the file that names the newest checkpoint
 BEST_CHECKPOINT = "model_best.pth"  # which TEST.BEST keeps
 
@@ -118,8 +117,8 @@ def open_start_weights(weights: str | None, run_folder: str = "") -> StartWeight
 
 
 def local_file(address: str | None) -> str:
-    """Return the file that an address names, without its prefix and options; "" if it is not on this machine."""
-    location = (address or "").partition("?")[0].removeprefix(_LOCAL_SCHEME)
+    """Return the file that an address names, without its options; "" if it is not on this machine."""
+    location = (address or "").partition("?")[0]
     return "" if "://" in location else location
 
 
@@ -164,7 +163,7 @@ def _model_and_metadata(contents: Contents, path: str) -> tuple[dict[str, Tensor
     """Split the content of a file as Detectron2's DetectionCheckpointer does, in v0.6 and main of 2026."""
     content = contents.value
     if contents.format == "safetensors":
-        raise WeightsFileError(f"a safetensors file, which needs conversion. Fix: give gw://file/{path}.")
+        raise WeightsFileError(f"a safetensors file. Fix: give what gw-detectron weights convert {path} writes.")
     if not isinstance(content, Mapping):
         raise WeightsFileError(f"a {type(content).__name__} instead of a dict of tensors. {SAVE_AGAIN}")
     model: Any = content.get("model", content)

@@ -1,4 +1,4 @@
-"""Weights by address: ``gw://imagenet/<name>`` of the authors and ``gw://file/<path>``, for ``MODEL.WEIGHTS``.
+"""The authors' weights by address, ``gw://imagenet/<name>``, for ``MODEL.WEIGHTS``.
 
 Files are downloaded once and converted once, into the folder ``gw_detectron`` of Detectron2's cache
 (``$FVCORE_CACHE``, else ``~/.torch/iopath_cache``). Environment variables:
@@ -34,7 +34,6 @@ from .reading import sha256_of
 PREFIX = "gw://"
 FOLDER_VARIABLE = "GW_DETECTRON_WEIGHTS"
 MIRROR_VARIABLE = "GW_DETECTRON_MIRROR"
-_FILE = "file/"
 _GN64 = "GN:groups=64"
 _LICENSE = "The authors state no license of the weights (their code is BSD-2-Clause)."
 
@@ -87,20 +86,11 @@ CATALOG: Mapping[str, PublishedWeights] = {
 def local_weights(name: str) -> Path:
     """Return the path of converted weights; download and convert them if needed."""
     cache = Path(get_cache_dir()) / "gw_detectron"
-    if name in CATALOG:
-        with file_lock(str(cache / CATALOG[name].file)):
-            return _published_weights(CATALOG[name], cache)
-    if not name.startswith(_FILE):
+    if name not in CATALOG:
         known = ", ".join(PREFIX + known_name for known_name in CATALOG)
-        raise WeightsError(f"weights ({PREFIX + name!r}): unknown name. Fix: give {known} or {PREFIX}file/<path>.")
-    source = Path(name.removeprefix(_FILE))
-    if not source.is_file():
-        raise MissingFileError(f"{PREFIX}{name}: file not found (cwd: {os.getcwd()!r}). Fix: give an existing path.")
-    target = cache / "files" / f"{sha256_of(source)[:20]}-{__version__}.pkl"
-    with file_lock(str(target)):
-        if not target.is_file():
-            convert_file(source, target, overwrite=True)
-    return target
+        raise WeightsError(f"weights ({PREFIX + name!r}): unknown name. Fix: give {known}.")
+    with file_lock(str(cache / CATALOG[name].file)):
+        return _published_weights(CATALOG[name], cache)
 
 
 def _published_weights(weights: PublishedWeights, cache: Path) -> Path:

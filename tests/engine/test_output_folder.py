@@ -104,7 +104,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.parametrize("address", ["{}", "{}?matching_heuristics=True", "gw://file/{}"])
+@pytest.mark.parametrize("address", ["{}", "{}?matching_heuristics=True"])
 def test_the_files_of_a_run_are_deleted_and_no_others(earlier, address):
     weights = local_file(address.format(earlier / "model_0000009.pth"))
     later = clear_output(str(earlier), everything=True, needed=weights)

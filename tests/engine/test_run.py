@@ -27,7 +27,7 @@ from gw_detectron.engine.evaluation import DenseCOCOEvaluator
 from gw_detectron.engine.start import start_run
 from gw_detectron.engine.train import run_config
 from gw_detectron.errors import ConfigError, MissingFileError, PreflightError, UserError
-from gw_detectron.weights import read_weights_file
+from gw_detectron.weights import convert_file, read_weights_file
 
 from ..loggers import reset_loggers
 from ..tiny_run import CONFIG, arguments
@@ -61,11 +61,6 @@ def resnet18(tmp_path_factory):
             value.uniform_(0.5, 1.0)
     torch.save(state, path)
     return path
-
-
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("FVCORE_CACHE", str(tmp_path / "cache"))
 
 
 def trainer_for(tmp_path, **overrides) -> Trainer:
@@ -149,16 +144,18 @@ class TestFlags:
 class TestWeights:
     """Loaded tensors are reported, missing ones are an error."""
 
-    def test_an_unconverted_file_is_converted_and_loaded_whole(self, tmp_path, resnet18, cache):
+    def test_a_converted_file_is_loaded_whole(self, tmp_path, resnet18):
         path = tmp_path / "r18.safetensors"
         save_file(torch.load(resnet18, weights_only=True), path)
-        with pytest.raises(PreflightError, match=rf"gw://file/{path}"):
+        with pytest.raises(PreflightError, match=f"weights convert {path}"):
             main(arguments(tmp_path / "out", MODEL__WEIGHTS=path, **RESNET))
-        main(arguments(tmp_path / "out", MODEL__WEIGHTS=f"gw://file/{path}", **RESNET))
+        convert_file(path, tmp_path / "r18.pkl")  # the fix
+        main(arguments(tmp_path / "out", MODEL__WEIGHTS=tmp_path / "r18.pkl", **RESNET))
         assert "backbone: 100/100 tensors" in (tmp_path / "out" / "log.txt").read_text()
 
-    def test_an_evaluation_needs_a_whole_detector(self, copy, tmp_path, resnet18, cache):
-        options = {**RESNET, "DATASETS__TEST": "('gw_synthetic_val',)", "MODEL__WEIGHTS": f"gw://file/{resnet18}"}
+    def test_an_evaluation_needs_a_whole_detector(self, copy, tmp_path, resnet18):
+        convert_file(resnet18, weights := tmp_path / "r18.pkl")
+        options = {**RESNET, "DATASETS__TEST": "('gw_synthetic_val',)", "MODEL__WEIGHTS": weights}
         with pytest.raises(UserError, match="MODEL.WEIGHTS .*tensors are missing"):
             main(arguments(tmp_path / "out", "--eval-only", **options))
         options = {"MODEL__WEIGHTS": f"{tmp_path}/model_final.pth", "MODEL__ROI_HEADS__NUM_CLASSES": 3}

@@ -1,7 +1,6 @@
 """``gw://`` addresses: downloaded once, converted once, checked against the first file's hash."""
 
 import functools
-import json
 import sys
 import threading
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -12,15 +11,14 @@ import torch
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.modeling import build_model
 from detectron2.utils.file_io import PathManager
-from safetensors.torch import save_file
 
 from gw_detectron.checkpoint import load_checkpoint, open_checkpoint
 from gw_detectron.errors import FileAccessError, MissingPackageError, WeightsFileError
-from gw_detectron.weights import CATALOG, catalog, convert
+from gw_detectron.weights import CATALOG, catalog
 from gw_detectron.weights.catalog import PublishedWeights, local_weights
 from gw_detectron.weights.conversion import load_weights
 
-from .synthetic import authors_norms, authors_state, make_network, training_checkpoint
+from .synthetic import authors_state, make_network, training_checkpoint
 
 NAME, FILE = "imagenet/R-18", "R-18-GW-S1-B1.pth"
 
@@ -62,6 +60,8 @@ def test_detectron2_loads_the_address(server, r18, detector_cfg, cache, monkeypa
     model = build_model(detector_cfg)
     DetectionCheckpointer(model).load(f"gw://{NAME}")
     assert torch.equal(model.backbone.bottom_up.stem.conv1.weight, r18["conv1.weight"])
+    with PathManager.open(f"gw://{NAME}", "rb") as file:
+        assert file.name == str(local_weights(NAME))
     written = files(cache)
     monkeypatch.setenv("GW_DETECTRON_MIRROR", f"{server}/missing")
     report = load_checkpoint(build_model(detector_cfg), open_checkpoint(f"gw://{NAME}"))
@@ -121,27 +121,9 @@ def test_the_mixture_with_gn_is_converted_as_gn(recorded, tmp_path, monkeypatch)
     assert norms == ("BN", "GN:groups=64,eps=1e-05", "S1-B2")
 
 
-@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
-def test_local_file_by_its_path(r18, r18_file, tmp_path, suffix):
-    path = r18_file
-    if suffix == ".safetensors":
-        path = tmp_path / "mine.safetensors"
-        save_file(
-            {name: value.contiguous() for name, value in r18.items()}, path, {"norms": json.dumps(authors_norms(r18))}
-        )
-    found = PathManager.get_local_path(f"gw://file/{path}")
-    assert PathManager.get_local_path(f"gw://file/{path}") == found
-    with PathManager.open(f"gw://file/{path}", "rb") as file:
-        assert file.name == found
-    expected = convert(r18, norm="GW").tensors
-    assert all(torch.equal(value, expected[name]) for name, value in load_weights(found).tensors.items())
-
-
 def test_unknown_names():
     with pytest.raises(ValueError, match=r"gw://imagenet/R-51'\): unknown name. Fix: give gw://imagenet/R-18"):
         PathManager.get_local_path("gw://imagenet/R-51")
-    with pytest.raises(FileNotFoundError, match=r"none\.pth: file not found"):
-        PathManager.get_local_path("gw://file/none.pth")
 
 
 def test_missing_package(monkeypatch):

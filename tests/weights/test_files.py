@@ -201,7 +201,7 @@ def test_convert_and_verify_by_command(command, r18_file, tmp_path, capsys, monk
     assert command("verify", tmp_path / "a.pkl", "--source", r18_file)
     assert "AGREES" in capsys.readouterr().out
     monkeypatch.setenv("FVCORE_CACHE", str(tmp_path / "cache"))
-    assert not command("verify", f"gw://file/{tmp_path / 'a.pkl'}", "--norm", "GW:groups=32")
+    assert not command("verify", tmp_path / "a.pkl", "--norm", "GW:groups=32")
     assert "DISAGREES" in capsys.readouterr().out
 
 
