@@ -6,9 +6,7 @@ checkpoint. With --preview, the annotations of a dataset are drawn instead.
 """
 
 import argparse
-import json
 import sys
-from dataclasses import asdict
 
 from .. import prediction
 from ..checkpoint import detector_file
@@ -41,7 +39,6 @@ def get_parser() -> argparse.ArgumentParser:
     add("--no-pictures", action="store_true", help="draw no pictures")
     add("--device", metavar="D", help="cpu or cuda; default: a GPU, if there is one")
     add("--class-names", metavar="A,B,...", help="class names of a checkpoint; default: from its record or config")
-    add("--json", action="store_true", help="print the summary as json")
     add("--opts", nargs=argparse.REMAINDER, default=[], metavar="KEY VALUE", help="config keys to change; comes last")
     return parser
 
@@ -76,9 +73,6 @@ def main(args: argparse.Namespace) -> bool:
     summary = prediction.write_predictions(predictor, sources, args.output, pictures=not args.no_pictures)
     for name, reason in summary.failed.items():
         print(f"{name}: {reason}", file=sys.stderr)
-    if args.json:
-        print(json.dumps({"detector": detector, **asdict(summary)}))
-        return not summary.failed
     print(
         f"{summary.images} images, {summary.detections} objects with a score above {args.score_threshold:g}, "
         f"{summary.images / summary.seconds:.1f} images per second."

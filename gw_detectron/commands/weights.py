@@ -1,7 +1,6 @@
 """Convert, verify and describe weight files."""
 
 import argparse
-import json
 import os
 from collections.abc import Callable
 from typing import Any
@@ -43,7 +42,6 @@ def get_parser() -> argparse.ArgumentParser:
     add = _add_action(actions, "describe", _describe, "Show what a checkpoint or weight file records")
     add("file", metavar="FILE", help="checkpoint, weight file or run folder")
     add("--config", action="store_true", help="print only the config of the run, a yaml file")
-    add("--json", action="store_true", help="print JSON")
     return parser
 
 
@@ -78,7 +76,4 @@ def _verify(args: argparse.Namespace) -> bool:
 
 def _describe(args: argparse.Namespace) -> None:
     description = describe_checkpoint(detector_file(args.file) if os.path.isdir(args.file) else args.file)
-    if args.json:
-        print_page(json.dumps(description, indent=2))
-    else:
-        print_page(format_config(description) if args.config else format_description(description))
+    print_page(format_config(description) if args.config else format_description(description))

@@ -1,7 +1,6 @@
 """The record of a run in its checkpoints, and the description of checkpoints and weight files."""
 
 import hashlib
-import json
 import re
 import sys
 
@@ -53,14 +52,13 @@ def test_a_checkpoint_has_the_record_of_its_run(run):
     assert torch.load(weights, weights_only=True)["record"]["start_weights"] == {}
 
 
-def test_the_command_prints_text_json_and_a_config(run, capsys, monkeypatch, tmp_path):
+def test_the_command_prints_text_and_a_config(run, capsys, monkeypatch, tmp_path):
     path, printed = str(run / "b" / "model.pth"), {}
-    for flag in ("--config", "--json", ""):
+    for flag in ("--config", ""):
         monkeypatch.setattr(sys, "argv", ["gw-detectron", "weights", "describe", path, *flag.split()])
         commands.main()
         printed[flag] = capsys.readouterr().out
     description = describe_checkpoint(path)
-    assert json.loads(printed["--json"]) == description
     (tmp_path / "config.yaml").write_text(printed["--config"])
     recorded = yaml.safe_load(description["record"]["config"])
     assert yaml.safe_load(read_config(tmp_path / "config.yaml").dump()) == recorded

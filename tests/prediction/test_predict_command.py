@@ -38,15 +38,11 @@ def test_a_run_folder(tmp_path, run_folder, photos, capsys):
     for row in rows:
         counts = [found[row["file_name"], name] for name in ("fork", "cup", "plate")]
         assert [int(row[name]) for name in ("fork", "cup", "plate", "all")] == [*counts, sum(counts)]
-    assert predict(run_folder, photos / "b.png", "--output", output, "--json", "--no-pictures")
-    summary = json.loads(capsys.readouterr().out)
-    assert summary["detector"] == str(run_folder / "model_final.pth")
-    assert summary["images"] == 1 and summary["output"] == str(output) and summary["failed"] == {}
-    assert not (output / "pictures").exists()
     best = shutil.copytree(run_folder, tmp_path / "best") / "model_best.pth"
     shutil.copyfile(run_folder / "model_final.pth", best)
     assert predict(best.parent, photos / "b.png", "--output", output, "--no-pictures")
     assert f"Detector: {best} (the best one by TEST.BEST)\n" in capsys.readouterr().out
+    assert not (output / "pictures").exists()
     words = ("--output", output, "--score-threshold", 0.1, "--class-names", "a, b,c", "--opts")
     assert predict(run_folder, photos / "b.png", *words, "TEST.DETECTIONS_PER_IMAGE", 1)
     assert [each["category_name"] in ("a", "b", "c") for each in results(output)] == [True]
@@ -77,7 +73,7 @@ def test_a_preview_draws_annotations_without_a_model(tmp_path, capsys, caplog):
         with pytest.raises(UserError, match="annotations.json"):
             predict(*words)
     assert len(sorted((tmp_path / "out" / "pictures").iterdir())) == 6
-    for extra in (["more"], ["--score-threshold", "0.7"], ["--json"]):
+    for extra in (["more"], ["--score-threshold", "0.7"], ["--no-pictures"]):
         with pytest.raises(UserError, match="--preview: takes no "):
             predict(*words[:3], *extra, *words[3:])
 
