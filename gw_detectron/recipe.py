@@ -1,5 +1,6 @@
 """Derive config keys from COCO files (``--auto``), each with its reason."""
 
+import contextlib
 import itertools
 import logging
 import math
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import torchvision
 from detectron2.config import CfgNode
+from detectron2.data import DatasetCatalog, MetadataCatalog
 from torch.torch_version import TorchVersion
 
 from .config import anchor_strides, get_value, training_sides
@@ -206,5 +208,15 @@ def _schedule(recipe: _Recipe, found: Fingerprint, epochs: float | None) -> None
     for key in ("SOLVER.CHECKPOINT_PERIOD", "TEST.EVAL_PERIOD"):
         recipe.set(key, math.ceil(iterations / times), f"every five passes, at most five times; here {times}")
     if (tests := recipe.cfg.DATASETS.TEST) and recipe.cfg.TEST.EVAL_PERIOD and not recipe.cfg.TEST.BEST:
-        score = "segm/AP" if recipe.cfg.MODEL.MASK_ON else "bbox/AP"
+        score = _main_score(recipe.cfg, tests[0])
         recipe.set("TEST.BEST", f"{tests[0]}/{score}" if len(tests) > 1 else score, "its best weights are kept")
+
+
+def _main_score(cfg: CfgNode, dataset: str) -> str:
+    """Name the AP of a dataset that counts all objects."""
+    task, dense = "segm" if cfg.MODEL.MASK_ON else "bbox", ""
+    path = MetadataCatalog.get(dataset).get("json_file") if dataset in DatasetCatalog else None
+    with contextlib.suppress(DataError, OSError):  # the checks before a run name the fault
+        found = read_fingerprint([read_json(path)] if path else [])
+        dense = found.dense_score(task, cfg.TEST.DETECTIONS_PER_IMAGE)
+    return f"{task}/{dense or 'AP'}"

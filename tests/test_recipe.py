@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from detectron2.data import DatasetCatalog
+from detectron2.data.datasets import register_coco_instances
 from detectron2.data.samplers import RepeatFactorTrainingSampler
 from detectron2.modeling import build_model
 from PIL import Image
@@ -156,6 +157,16 @@ def test_the_rate_drops_before_the_end_of_the_shortest_run(tmp_path, iterations)
     assert all(step < iterations for step in cfg.SOLVER.STEPS) and cfg.TEST.BEST == "kitchen/segm/AP"
     keys = ["TEST.EVAL_PERIOD", 0, *keys]
     assert not recipe(tmp_path, content(), *keys, given=keys)[0].TEST.BEST  # it would need evaluations
+
+
+@pytest.mark.parametrize(
+    ("val", "best"), [(content(objects=100, classes=1), "AP"), (content(objects=101, classes=1), "AP@101"), ([], "AP")]
+)
+def test_the_best_weights_have_the_ap_that_counts_all_objects(tmp_path, val, best):
+    (tmp_path / "val.json").write_text(json.dumps(val))
+    register_coco_instances("dense", {}, f"{tmp_path}/val.json", f"{tmp_path}")
+    cfg, _ = recipe(tmp_path, content(), "DATASETS.TEST", ("dense",))
+    assert f"segm/{best}" == cfg.TEST.BEST
 
 
 ODD = {
