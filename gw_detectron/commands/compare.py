@@ -52,4 +52,5 @@ def main(args: argparse.Namespace) -> None:
     test = {f"val_{part}": given[f"test_{part}"] for part in ("json", "images") if given[f"test_{part}"] is not None}
     values = {each.name: given[each.name] for each in fields(Comparison) if each.name in given}
     numbers = compare(Comparison(**values, flags=flags, test=test), partial(print, flush=True))
-    print(f"\n{numbers['advice']}\n\nPage: {args.output / PAGE}\nConfig to continue with: {args.output / RECOMMENDED}")
+    config = f"\nConfig to continue with: {args.output / RECOMMENDED}" if numbers["recommended"] else ""
+    print(f"\n{numbers['advice']}\n\nPage: {args.output / PAGE}{config}")

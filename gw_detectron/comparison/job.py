@@ -85,21 +85,24 @@ def read_result(folder: Path) -> dict[str, Any]:
 
 
 def train(folder: Path, job: Job, flags: Mapping[str, Any], opts: list[Any]) -> dict[str, Any]:
-    """Train, or continue a training, and return its result. A run whose loss is not finite has AP 0."""
+    """Train, or continue a training; return its AP, of many objects AP@N, and 0 if its loss is not finite."""
     start, diverged, found = time.perf_counter(), "", {}
     try:
         found = main(engine_args({**flags, "resume": True}, opts)) or {}
     except NonFiniteError as error:
         diverged = first_line(error)
     scores = {task: _scores(found[task]) for task in TASKS if task in found}
-    task = next(reversed(scores), TASKS[0])
-    ap = f"{task}/AP"
-    lines = [line for line in read_metrics(folder / METRICS) if not math.isnan(line.get(ap, math.nan))]
-    curve = {min(line["iteration"] + 1, job.iterations): round(line[ap], 3) for line in lines}
+    lines = read_metrics(folder / METRICS)
+    scored = (f"{task}/{name}" for task in scores for name in scores[task])
+    names = dict.fromkeys(itertools.chain(scored, *lines))  # also of a run that diverged after evaluations
+    task = next((task for task in reversed(TASKS) if f"{task}/AP" in names), TASKS[0])
+    score = next((name for name in names if name.startswith(f"{task}/AP@")), f"{task}/AP")
+    places = [(min(line["iteration"] + 1, job.iterations), line.get(score, math.nan)) for line in lines]
+    curve = {place: round(value, 3) for place, value in places if not math.isnan(value)}
     return {
         **job._asdict(),
-        "task": task,
-        "AP": scores.get(task, {}).get("AP", 0.0),
+        "score": score,
+        "AP": scores.get(task, {}).get(score.partition("/")[2], 0.0),
         "diverged": diverged,
         "scores": scores,
         "curve": list(curve.items()),  # a run killed after its end is evaluated again

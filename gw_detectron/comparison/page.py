@@ -45,9 +45,8 @@ def _overview(numbers: Mapping[str, Any]) -> Table:
             spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
             aps.append(f"{statistics.mean(values):.1f}{spread}" if values else "-")
         rows.append([norm, rate, f"{1000 * found['seconds_per_iteration']:.0f}", *aps, len(found[ITERATIONS])])
-    return Table(
-        ["norm", "rate", "ms per iteration", *(f"AP, {name}" for name in numbers["differences"]), "seeds"], rows
-    )
+    criteria = [f"{numbers['score']}, {name}" for name in numbers["differences"]]
+    return Table(["norm", "rate", "ms per iteration", *criteria, "seeds"], rows)
 
 
 def _curves(plan: Plan, times: Mapping[str, float], results: Results) -> Section:

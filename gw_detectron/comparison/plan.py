@@ -45,7 +45,7 @@ def norm_keys(norm: str) -> dict[str, str]:
     text, where = norm.removesuffix("+WS"), f"--norms ('{norm}')"
     text, at, positions = text.partition("@")
     base, plus, whitening = text.partition("+")
-    if bool(at) != bool(plus) or not base:
+    if len({bool(at), bool(plus), bool(whitening), bool(positions)}) > 1 or not base:
         raise ConfigError(f"{where}: not a norm. Fix: write e.g. GW, GN+WS, or BN+GW@S1-B1 for BN with GW at S1-B1.")
     whitened_convs(positions, where=where)
     for each in filter(None, (base, whitening)):

@@ -16,22 +16,24 @@ from typing import Any
 
 import torch
 from detectron2.config import CfgNode
+from detectron2.data import MetadataCatalog
 
 from ..atomic import atomic_write, remove_unfinished
 from ..checkpoint import open_start_weights
+from ..checkpoint.opening import local_file
 from ..config import changed_config
 from ..data.coco_datasets import registered_datasets
 from ..data.datasets_yaml import existing_path, record_datasets
 from ..engine.output_folder import lock_output
 from ..engine.train import run_config, use_recipe
 from ..errors import ConfigError, RunError, check_minimum, summarize_names
+from ..modeling.build import object_count_keys
 from ..preflight import preflight
 from ..weights.reading import sha256_of
 from .job import LOG, PATIENCE, RESULT, engine_args, measure, read_result, run_in_process, train, write_json
 from .page import write_comparison
 from .plan import SEARCH_SEED, Costs, Job, Plan, norm_keys, schedule_keys
 
-_DATA = ("train_json", "val_json", "test_json", "datasets")
 SETTINGS, RESULTS, RECOMMENDED = "settings.json", "results.jsonl", "recommended.yaml"
 _SEEDS, _MOST_SEEDS = 3, 10
 _LEAST_ITERATIONS = 20
@@ -98,10 +100,11 @@ def compare(what: Comparison, report: Callable[[str], object] = print) -> dict[s
     with contextlib.closing(lock_output(str(runs.folder))):
         runs.prepare()
         runs.finish()
-        if not runs.results:
+        results = {job: found for job, found in runs.write_results().items() if job.norm not in runs.failed}
+        if not results:
             raise RunError("all norms failed, see the messages above. Fix: their causes; then repeat the command.")
-        runs.check_ap(runs.results)
-        numbers = write_comparison(runs.folder, runs.plan, runs.costs.times, runs.write_results())
+        runs.check_ap(results)
+        numbers = write_comparison(runs.folder, runs.plan, runs.costs.times, results)
         if recommended := numbers["recommended"]:
             runs.write_config(recommended["norm"], recommended["rate"])
     if runs.failed:
@@ -145,6 +148,8 @@ class _Runs:
             if len(cfg.DATASETS.TEST) != 1:  # several have scores of their own, not one AP
                 fix = "add DATASETS.TEST \"('NAME',)\" with the name of one"
                 raise ConfigError(f"DATASETS.TEST ({cfg.DATASETS.TEST}): a comparison scores one dataset. Fix: {fix}.")
+            if not object_count_keys(cfg):
+                raise ConfigError(f"--config-file ('{self.what.config_file}'): detects no objects, so it has no AP.")
             for norm in self.what.norms[:1] if scored else self.what.norms:
                 found = preflight(changed_config(cfg, norm_keys(norm)), open_start_weights(cfg.MODEL.WEIGHTS))
                 found.errors = [f"{norm}{' with --test-json' if scored else ''}: {text}" for text in found.errors]
@@ -162,8 +167,10 @@ class _Runs:
         remove_unfinished(self.folder)
         asked: dict[str, Any] = {"norms": list(self.what.norms), "rates": self.rates}
         asked |= {"flags": dict(self.what.flags), "test": dict(self.what.test)}
-        files = {**self.what.flags, "test_json": self.what.test.get("val_json")}
-        asked["data"] = {name: sha256_of(files[name]) for name in _DATA if files.get(name)}
+        data = {name: MetadataCatalog.get(name) for name in (*self.cfg.DATASETS.TRAIN, *self.cfg.DATASETS.TEST)}
+        files = {name: each.get("source") or each.get("json_file") for name, each in data.items()}
+        files |= {"--test-json": self.what.test.get("val_json"), "MODEL.WEIGHTS": local_file(self.cfg.MODEL.WEIGHTS)}
+        asked["data"] = {name: sha256_of(path) for name, path in files.items() if path and os.path.isfile(path)}
         asked["config"] = changed_config(self.cfg, {"OUTPUT_DIR": ""}).dump()
         if self.what.iterations:
             asked["iterations"] = self.what.iterations
@@ -303,7 +310,7 @@ class _Runs:
             self.failed.add(job.norm)
             self.report(f"FAILED {error} {job.norm} is left out.")
             return
-        end = "diverged: AP 0" if result["diverged"] else f"{result['task']} AP {result['AP']:.1f}"
+        end = "diverged: AP 0" if result["diverged"] else f"{result['score']} {result['AP']:.1f}"
         self.report(
             f"{job.norm}, rate {job.rate:g}, seed {job.seed}, {job.iterations} iterations: {end} "
             f"({result['seconds']:.0f} s). {len(self.results)} runs done, about "

@@ -73,7 +73,8 @@ def summarize(plan: Plan, times: Mapping[str, float], results: Mapping[Job, Mapp
         text += f" The chosen rate of {', '.join(edges)} is at the edge of those tried: try more."
     recommended = {"norm": take, "rate": rates[take]} if take else None
     numbers = {"iterations": plan.iterations, "norms": norms, "differences": differences}
-    return {"advice": text, "recommended": recommended, **numbers}
+    score = next((found["score"] for found in results.values() if found["AP"]), "AP")
+    return {"advice": text, "recommended": recommended, "score": score, **numbers}
 
 
 def advise(table: Mapping[str, Scores], times: Mapping[str, float], criterion: str) -> tuple[str, str]:

@@ -4,12 +4,15 @@ import json
 import math
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
+import torch
+import yaml
 
 from gw_detectron.commands import compare as command
 from gw_detectron.comparison import job, run
@@ -59,6 +62,7 @@ def words(data, output, *flags, **keys):
         (["--norms", "GW", "FrozenBN"], {}, PreflightError, "FrozenBN"),  # without weights
         (["--norms", "GN", "BN"], {"SOLVER__IMS_PER_BATCH": 1}, PreflightError, "BN: SOLVER.IMS_PER_BATCH"),
         (["--norms", "GN", "GW", "MODEL.MASK_ON", "False", "--jobs", "1"], {}, ConfigError, "MODEL.MASK_ON"),
+        (["--config-file", "semantic_R_50_FPN_1x_GW"], {}, ConfigError, "detects no objects"),
         (["--rates", "-0.1"], {}, ConfigError, "--rates"),
         (["--rates", "inf"], {}, ConfigError, "--rates"),
         (["--jobs", "0"], {}, ConfigError, "--jobs"),
@@ -122,7 +126,7 @@ def test_jobs_run_side_by_side_and_the_time_decides_about_seeds(data, tmp_path, 
     def train(work, folder, threads, gpu, one, *_):
         pair.wait()
         folder.mkdir(parents=True)
-        result = {"task": "bbox", "AP": 1.0, "diverged": "", "curve": [], "seconds": seconds}
+        result = {"score": "bbox/AP", "AP": 1.0, "diverged": "", "curve": [], "seconds": seconds}
         job.write_json(folder / job.RESULT, {**one._asdict(), **result})
 
     monkeypatch.setattr(run, "_CONTEXT", fork)
@@ -156,6 +160,64 @@ def test_a_second_evaluation_after_the_end_is_no_further_point(tmp_path, monkeyp
     (tmp_path / METRICS).write_text("".join(json.dumps(line) + "\n" for line in scores))
     monkeypatch.setattr(job, "main", lambda args: {"bbox": {"AP": 5.0}})
     assert job.train(tmp_path, Job("GN", 0.1, 1, 4), {}, [])["curve"] == [(2, 3.0), (4, 5.0)]
+
+
+def test_a_run_that_diverged_has_the_curve_of_the_others_score(tmp_path, monkeypatch):
+    def main(args):
+        raise NonFiniteError("the loss is nan")
+
+    scores = {"bbox/AP": 30.0, "bbox/AP@300": 50.0, "segm/AP": 10.0, "segm/AP@300": 20.0, "segm/AP75": 5.0}
+    (tmp_path / METRICS).write_text(json.dumps({"iteration": 1, **scores}))
+    monkeypatch.setattr(job, "main", main)
+    found = job.train(tmp_path, Job("GN", 0.1, 1, 4), {}, [])
+    assert (found["score"], found["AP"], found["curve"]) == ("segm/AP@300", 0.0, [(2, 20.0)])
+    monkeypatch.setattr(job, "main", lambda args: {"bbox": {"AP": 4.0, "AP@300": 7.0}})
+    (tmp_path / METRICS).unlink()
+    assert job.train(tmp_path, Job("GN", 0.1, 1, 4), {}, [])["AP"] == 7
+
+
+@pytest.mark.parametrize("changed", ["val.json", "weights.pth"])
+def test_a_comparison_of_changed_files_is_not_continued(data, tmp_path, monkeypatch, changed):
+    shutil.copy(data / "val.json", tmp_path)
+    torch.save({}, tmp_path / "weights.pth")
+    places = {"train": data / "train.json", "val": tmp_path / "val.json"}
+    parts = {part: {part: {"json": str(path), "images": f"{data}/photos"}} for part, path in places.items()}
+    (tmp_path / "datasets.yaml").write_text(yaml.safe_dump(parts))
+    monkeypatch.setattr(run._Runs, "_measure", lambda self: Costs({"GN": 0.1, "GW": 0.1}, evaluation=1, start=1))
+    monkeypatch.setattr(run._Runs, "finish", lambda self: None)
+    what = run.Comparison(
+        str(CONFIG),
+        ["GN", "GW"],
+        tmp_path / "out",
+        {"datasets": f"{tmp_path}/datasets.yaml", "num_gpus": 0, "ignore_preflight": True},
+        [str(word) for pair in {**OPTS, "MODEL.WEIGHTS": f"{tmp_path}/weights.pth"}.items() for word in pair],
+        iterations=4,
+    )
+    for _ in range(2):
+        with pytest.raises(RunError, match="all norms failed"):  # no run is finished
+            run.compare(what)
+    with (tmp_path / changed).open("a") as file:
+        file.write(" ")
+    with pytest.raises(ConfigError, match="other values of data"):
+        run.compare(what)
+
+
+def test_norms_that_failed_are_left_out(data, tmp_path, monkeypatch):
+    def finish(self):
+        result = {"score": "bbox/AP", "curve": [], "diverged": "", "seconds": 1.0}
+        jobs = [job for norm in self.plan.norms for job in self.plan.runs(norm, 3 if norm != "BN" else 1)]
+        self.results = {job: {"AP": 30.0 - len(job.norm), **result} for job in jobs}
+        self.failed = {"BN"}
+
+    times = dict.fromkeys(("GN", "GW:iters=3", "BN"), 0.1)
+    monkeypatch.setattr(run._Runs, "_measure", lambda self: Costs(times, evaluation=1, start=1))
+    monkeypatch.setattr(run._Runs, "finish", finish)
+    flags = ["--norms", *times, "--rates", "0.01", "--seeds", "3", "--ignore-preflight"]
+    with pytest.raises(RunError, match="BN: a run failed; the other norms are compared"):
+        command.main(command.get_parser().parse_args(words(data, tmp_path, *flags)))
+    numbers = json.loads((tmp_path / "comparison.json").read_text())
+    assert numbers["recommended"]["norm"] == "GN" and "3 seeds" in numbers["advice"]
+    assert numbers["norms"]["BN"]["equal iterations"] == {} and numbers["score"] == "bbox/AP"
 
 
 @pytest.mark.slow

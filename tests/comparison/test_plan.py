@@ -62,7 +62,7 @@ def test_norm_names():
     assert values("GW:iters=3") == ["GW:iters=3", "", None, ""]
     assert values("GN+WS") == ["GN", "", None, "WS"]
     assert values("BN+GW:groups=32@S1-B1+WS") == ["BN", "S1-B1", "GW:groups=32", "WS"]
-    for wrong in ("GX", "BN+GW", "BN@S1", "BN+GW@S9", "GW:steps=3", "+WS", "SOLVER.MAX_ITER"):
+    for wrong in ("GX", "BN+GW", "BN@S1", "BN+GW@", "BN+@S1", "BN+GW@S9", "GW:steps=3", "+WS", "SOLVER.MAX_ITER"):
         with pytest.raises(ConfigError, match=wrong.replace("+", r"\+")):
             norm_keys(wrong)
 
@@ -108,7 +108,12 @@ def test_the_advice_follows_from_the_numbers(table, take):
 def test_the_page_of_a_comparison(tmp_path):
     plan = Plan(NORMS, (0.01, 0.02, 0.04, 0.08), 400, TIMES)
     results = {
-        job: {"AP": ap, "diverged": "", "curve": [[job.iterations // 2, ap / 2], [job.iterations, ap]]}
+        job: {
+            "AP": ap,
+            "score": "bbox/AP",
+            "diverged": "",
+            "curve": [[job.iterations // 2, ap / 2], [job.iterations, ap]],
+        }
         for job, ap in finished(plan, 3).items()
     }
     diverged = Job("BN", 0.08, 0, 100)
