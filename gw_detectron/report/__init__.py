@@ -19,6 +19,7 @@ __all__ = ["PAGE", "RunFolder", "write_report"]
 PAGE = "report.html"
 
 
+@rc_context({"text.parse_math": False})  # class names may have dollar signs
 def write_report(
     folder: str | os.PathLike[str], *, images: int = 4, score: float = 0.5, output: str | os.PathLike[str] | None = None
 ) -> dict[str, Any]:
@@ -39,8 +40,7 @@ def write_report(
     reasons: dict[str, list[str]] = {}
     for name, section in progress_bar(SECTIONS.items(), desc="report", unit="part"):
         try:
-            with rc_context({"text.parse_math": False}):  # class names may have dollar signs
-                sections[name] = section(run)
+            sections[name] = section(run)
         except Exception as error:
             if not is_user_error(error):
                 raise

@@ -89,7 +89,7 @@ class RunFolder:
     def detections(self) -> Detections:
         """The predictions of the best weights, or of the last evaluation, with their ground truth."""
         best = self.folder / "inference" / BEST_PREDICTIONS
-        path = best if best.is_file() and not self.is_evaluated else best.with_name(PREDICTIONS)
+        path = best if not self.is_evaluated and self.weights.endswith(BEST_CHECKPOINT) else best.with_name(PREDICTIONS)
         opts = ["OUTPUT_DIR", str(self.folder), "MODEL.WEIGHTS", self.weights]
         words = ["gw-detectron", "train", "--eval-only", "--config-file", str(self.config_file), *opts]
         fix = f"Fix: run `{shlex.join(words)}`."

@@ -122,7 +122,7 @@ def _scores(found: Detections, task: str) -> dict[str, float | None]:
 
 def _progress(run: RunFolder) -> dict[str, Any]:
     """Read iterations, speed and the scores of segmentation from the metrics."""
-    iterations = max(each["iteration"] + 1 for each in run.metrics if "total_loss" in each)
+    iterations = max((each["iteration"] + 1 for each in run.metrics if "total_loss" in each), default=0)
     facts: dict[str, Any] = {"iterations": iterations}
     if times := [each["time"] for each in run.metrics if "time" in each]:
         facts["seconds_per_iteration"] = round(statistics.median(times), 4)

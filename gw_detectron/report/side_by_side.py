@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib import rc_context
+
 from ..atomic import check_replaceable
 from ..errors import ConfigError
 from .page import files_of, write_folder
@@ -15,6 +17,7 @@ from .sections import TASKS, Picture, Section, Table, average_precision, make_ax
 PAGE = "runs.html"
 
 
+@rc_context({"text.parse_math": False})  # as names of runs may
 def write_side_by_side(folders: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]) -> dict[str, Any]:
     """Write ``runs.html`` and ``runs.json`` to ``output``, and return the numbers in ``runs.json``.
 
@@ -27,13 +30,12 @@ def write_side_by_side(folders: Sequence[str | os.PathLike[str]], output: str | 
     if len(runs) < len(labels):
         raise ConfigError(f"RUN_FOLDER ({', '.join(labels)}): one is given twice. Fix: give each once.")
     first = labels[0]
-    evaluated_on = {
-        label: (run.detections.class_names, run.detections.truth.dataset["images"]) for label, run in runs.items()
-    }
+    parts = ("categories", "images", "annotations")
+    evaluated_on = {label: [run.detections.truth.dataset[part] for part in parts] for label, run in runs.items()}
     if others := [label for label in labels if evaluated_on[label] != evaluated_on[first]]:
         raise ConfigError(
-            f"RUN_FOLDER ('{others[0]}'): was evaluated on other classes or images than '{first}'. Fix: evaluate both "
-            "on the same dataset: gw-detectron eval."
+            f"RUN_FOLDER ('{others[0]}'): was evaluated on other classes, images or annotations than '{first}'. Fix: "
+            "evaluate both on the same dataset: gw-detectron eval."
         )
     facts = {label: summary(run).numbers for label, run in runs.items()}
     classes = {label: {row["class"]: row for row in average_precision(run).numbers} for label, run in runs.items()}

@@ -129,17 +129,18 @@ def test_a_report_without_detections_is_printed(tmp_path, capsys):
 
 
 def test_runs_side_by_side(tmp_path):
-    first, second = (write_run(tmp_path / name, classes=3) for name in ("gn", "gw"))
+    names = ("gn", "gw$x_$")
+    first, second = (write_run(tmp_path / name, classes=3) for name in names)
     predictions = second / "inference" / "coco_instances_results.json"
     kept = [each for each in json.loads(predictions.read_text()) if each["category_id"] != 11]
     predictions.write_text(json.dumps(kept))
     report(first, second, "--output", tmp_path / "out")
     numbers = json.loads((tmp_path / "out" / "runs.json").read_text())
-    alone = {name: write_report(tmp_path / name) for name in ("gn", "gw")}
+    alone = {name: write_report(tmp_path / name) for name in names}
     assert {name: list(rows.values()) for name, rows in numbers["classes"].items()} == {
         name: each["ap_per_class"] for name, each in alone.items()
     }
-    lost = [name for name, row in numbers["classes"]["gw"].items() if not row["detections"]]
+    lost = [name for name, row in numbers["classes"][names[1]].items() if not row["detections"]]
     page = Page((tmp_path / "out" / "runs.html").read_text())
     assert len(lost) == 1 and len(page.images) == 3
     assert f"0.0 ({-numbers['classes']['gn'][lost[0]]['box AP']:+.1f})" in page.text
@@ -165,13 +166,15 @@ def test_runs_on_dense_images_side_by_side(tmp_path):
 
 
 def test_runs_that_cannot_be_compared(tmp_path):
-    runs = [write_run(tmp_path / name, classes=classes) for name, classes in (("a", 3), ("b", 2), ("c", 3))]
-    content = json.loads((runs[2] / "annotations.json").read_text())
-    content["images"][0]["file_name"] = "6.jpg"
-    (runs[2] / "annotations.json").write_text(json.dumps(content))
+    runs = [write_run(tmp_path / name, classes=classes) for name, classes in (("a", 3), ("b", 2), ("c", 3), ("d", 3))]
+    for place, part, change in ((2, "images", {"file_name": "6.jpg"}), (3, "annotations", {"bbox": [1, 1, 9, 9]})):
+        content = json.loads((runs[place] / "annotations.json").read_text())
+        content[part][0] |= change
+        (runs[place] / "annotations.json").write_text(json.dumps(content))
     for other, error, named in (
         (runs[1], ConfigError, "classes"),
         (runs[2], ConfigError, "images"),
+        (runs[3], ConfigError, "annotations"),
         (runs[0], ConfigError, "twice"),
         (tmp_path / "none", MissingFileError, "none"),
     ):

@@ -89,6 +89,8 @@ def test_the_summary_reads_iterations_speed_and_segmentation_from_the_metrics(fo
     assert numbers["iterations"] == numbers["evaluated_after_iteration"] == 40
     assert numbers["seconds_per_iteration"] == 0.5 and numbers["mIoU"] == 34.3
     assert numbers["scores"]["bbox"]["AP"] > 13 and numbers["images"] == IMAGES
+    (folder / "metrics.json").write_text(json.dumps({"iteration": 40, "bbox/AP": 5.0}))  # as after a lost file
+    assert summary(RunFolder(folder)).numbers["iterations"] == 0
 
 
 @pytest.mark.parametrize(
@@ -106,6 +108,15 @@ def test_the_best_iteration_is_of_the_weights_that_are_kept(folder, name, values
     run = RunFolder(folder)
     run.cfg.TEST.BEST = name
     assert run.best_iteration == best
+
+
+def test_predictions_are_those_of_the_weights(folder):
+    """The best ones, until the user moves their file away: the last evaluation's then belong to the last weights."""
+    for name in ("model_final.pth", "model_best.pth", "inference/model_best_results.json"):
+        (folder / name).write_text("[]")
+    assert RunFolder(folder).detections.results == []
+    (folder / "model_best.pth").unlink()
+    assert len(RunFolder(folder).detections.results) > 3
 
 
 @pytest.mark.parametrize("wrong", [{"images": 0}, {"score": -0.1}, {"score": float("nan")}])
