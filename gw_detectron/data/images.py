@@ -18,6 +18,7 @@ from detectron2.data import transforms as transforms_d2
 from detectron2.utils.file_io import PathManager
 from iopath.common.file_io import PathHandler
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL.TiffImagePlugin import TiffImageFile
 from torch import Tensor
 
 from ..errors import DataError, MissingFileError
@@ -60,8 +61,10 @@ def open_image(path: str | os.PathLike[str], percentiles: Sequence[float] = ()) 
         if os.path.isfile(path) and importlib.util.find_spec("rasterio"):
             with _errors_of(path), Image.open(path) as image:
                 upright = image.getexif().get(ExifTags.Base.Orientation, 1) == 1
-                if image.format == "TIFF" and image.mode in ("L", "LA", "RGB", "RGBA") and upright:
-                    return TiffWindows(path)
+                if isinstance(image, TiffImageFile) and image.mode in ("L", "LA", "RGB", "RGBA") and upright:
+                    bits, photometric, extra = (image.tag_v2.get(tag) for tag in (258, 262, 338))
+                    if {*(bits or (1,))} == {8} and photometric in (1, 2, 6) and 1 not in (extra or ()):
+                        return TiffWindows(path)  # others are inverted, deeper or multiplied by their transparency
         return read_image(path, "RGB", percentiles)
     finally:
         Image.MAX_IMAGE_PIXELS = limit

@@ -33,15 +33,6 @@ class ImageSource:
 
         return cv2.VideoCapture(str(self.path))
 
-    def count(self) -> int:
-        """Return the number of images; OpenCV estimates the frames of a video."""
-        if not self.is_video:
-            return 1
-        video = self.video()
-        import cv2
-
-        return max(0, int(video.get(cv2.CAP_PROP_FRAME_COUNT)))
-
     def images(self, percentiles: Sequence[float] = (), *, windows: bool = False) -> Iterator[Any]:
         """Yield the image, or a video's frames, (H, W, 3) RGB uint8; ``percentiles`` are ``INPUT.PERCENTILES``.
 
@@ -51,13 +42,16 @@ class ImageSource:
         if not self.is_video:
             yield open_image(self.path, percentiles) if windows else read_image(self.path, "RGB", percentiles)
             return
-        capture = self.video()
-        found, frame = capture.read()
-        if not found:
-            raise DataError(f"video ('{self.path}'): no frame can be read. Fix: repair it or give another one.")
-        while found:
-            yield np.ascontiguousarray(frame[:, :, ::-1])
-            found, frame = capture.read()
+        capture, number = self.video(), 0
+        while (found := capture.read())[0]:
+            number += 1
+            yield np.ascontiguousarray(found[1][:, :, ::-1])
+        expected = capture.get(7)  # cv2.CAP_PROP_FRAME_COUNT, an estimate
+        if number < max(1, 0.9 * expected):
+            raise DataError(
+                f"video ('{self.path}'): {number} of about {expected:.0f} frames can be read. Fix: repair it or give "
+                "another one."
+            )
 
 
 def find_sources(inputs: Iterable[str | os.PathLike[str]]) -> list[ImageSource]:

@@ -84,12 +84,12 @@ def write_predictions(
     if pictures:
         require_packages("pictures", "cv2")
     begin = time.perf_counter()
-    summary = PredictionSummary(os.fspath(output))
+    summary, videos = PredictionSummary(os.fspath(output)), any(source.is_video for source in sources)
     images: _Rows = []
     results: _Rows = []
     with (
         atomic_folder(output, _FILES) as folder,
-        progress_bar(desc="predicting", unit="image", total=sum(source.count() for source in sources)) as progress,
+        progress_bar(desc="predicting", unit="image", total=None if videos else len(sources)) as progress,
     ):
         names = {source.name for source in sources}
         try:

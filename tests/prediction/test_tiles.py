@@ -211,6 +211,20 @@ def test_windows_of_a_tiff_are_those_of_the_whole_image(tiff, large, bands):
     assert image[::3, ::3].shape == whole[::3, ::3].shape
 
 
+@pytest.mark.parametrize(
+    ("bands", "dtype", "options"),
+    [
+        (1, np.uint8, {"photometric": "MINISWHITE"}),
+        (1, np.uint8, {"nbits": 4}),
+        (4, np.uint8, {"photometric": "RGB", "alpha": "PREMULTIPLIED"}),
+        (3, np.uint16, {"photometric": "RGB"}),
+    ],
+)
+def test_tiffs_whose_values_are_not_those_of_the_pixels_are_read_whole(tiff, large, bands, dtype, options):
+    path = tiff(np.concatenate([large // 16, large // 16], 2)[..., :bands].astype(dtype), **options)
+    np.testing.assert_array_equal(open_image(path)[:, :], read_image(path, "RGB"))
+
+
 def test_damaged_and_deep_files_are_refused(tiff, large):
     with pytest.raises(DataError, match=r"large\.tif.*more than 8 bits"):
         open_image(tiff(large[..., :1].astype(np.uint16) * 256))
