@@ -93,7 +93,7 @@ class _Recipe:
 
     def __init__(self, cfg: CfgNode, given: Collection[str]) -> None:
         self.cfg, self.given, self.on_cpu = cfg, given, cfg.MODEL.DEVICE == "cpu"
-        self.batch = cfg.SOLVER.IMS_PER_BATCH * cfg.SOLVER.ACCUMULATE
+        self.batch = cfg.SOLVER.IMS_PER_BATCH * max(1, cfg.SOLVER.ACCUMULATE)
         self.reasons: dict[str, str] = {}
 
     def set(self, key: str, value: Any, reason: str) -> None:
@@ -116,13 +116,18 @@ def _classes_and_masks(recipe: _Recipe, found: Fingerprint) -> None:
 def _image_size(recipe: _Recipe, found: Fingerprint) -> None:
     """Choose the shorter side at which the class of the smallest objects gets enough pixels."""
     wanted, lowest, highest = (24, 160, 384) if recipe.on_cpu else (48, 480, 800)
-    sizes, per_class = found.sizes(1000, math.inf), found.per_class
-    common = np.flatnonzero(per_class > 0.01 * len(sizes))  # AP is a mean over classes: each of them counts
-    small = min((np.quantile(sizes[found.category == index], 0.25) for index in common), default=np.median(sizes))
+    common = np.flatnonzero(found.per_class > 0.01 * len(found.boxes))  # AP is a mean over classes: each counts
+
+    def smallest(side: float, longest: float = math.inf) -> float:
+        sizes = found.sizes(side, longest)
+        return min((np.quantile(sizes[found.category == index], 0.25) for index in common), default=np.median(sizes))
+
     enlarged = 2 * np.median(found.images.min(axis=1))  # beyond, pixels are interpolated from too few
-    side = int(np.clip(32 * round(min(1000 * wanted / small, enlarged) / 32), lowest, highest))
+    side = int(np.clip(32 * round(min(1000 * wanted / smallest(1000), enlarged) / 32), lowest, highest))
     sides = tuple(round(side * scale) for scale in _SCALES)
-    recipe.set("INPUT.MIN_SIZE_TRAIN", sides, f"small objects get {small * side / 1000:.0f} pixels; the scale varies")
+    low, high = (smallest(each, recipe.cfg.INPUT.MAX_SIZE_TRAIN) for each in (sides[0], sides[-1]))
+    advice = "; they are few: cut the images into smaller ones" if high < wanted / 2 else ""
+    recipe.set("INPUT.MIN_SIZE_TRAIN", sides, f"small objects get {low:.0f} to {high:.0f} pixels{advice}")
     recipe.set("INPUT.SCALE_PER_BATCH", len(recipe.cfg.INPUT.MIN_SIZE_TRAIN) > 1, "images of a batch need less padding")
     recipe.set("INPUT.MIN_SIZE_TEST", int(training_sides(recipe.cfg)[0]), "as in training")
 
@@ -205,8 +210,10 @@ def _schedule(recipe: _Recipe, found: Fingerprint, epochs: float | None) -> None
     recipe.set("SOLVER.STEPS", steps, "after 3/4 and 9/10 of the iterations")
     recipe.set("SOLVER.WARMUP_ITERS", min(500, iterations // 10), "the first tenth")
     times = int(np.clip(iterations * recipe.batch / images / 5, 1, 5))  # an evaluation can take as long as a pass
-    for key in ("SOLVER.CHECKPOINT_PERIOD", "TEST.EVAL_PERIOD"):
-        recipe.set(key, math.ceil(iterations / times), f"every five passes, at most five times; here {times}")
+    period = math.ceil(iterations / times)
+    recipe.set("TEST.EVAL_PERIOD", period, f"every five passes, at most five times; here {times}")
+    lost = math.ceil(period / math.ceil(period / max(2000, iterations / 20)))
+    recipe.set("SOLVER.CHECKPOINT_PERIOD", lost, "iterations that a killed run can lose")
     if (tests := recipe.cfg.DATASETS.TEST) and recipe.cfg.TEST.EVAL_PERIOD and not recipe.cfg.TEST.BEST:
         score = _main_score(recipe.cfg, tests[0])
         recipe.set("TEST.BEST", f"{tests[0]}/{score}" if len(tests) > 1 else score, "its best weights are kept")
@@ -214,7 +221,7 @@ def _schedule(recipe: _Recipe, found: Fingerprint, epochs: float | None) -> None
 
 def _main_score(cfg: CfgNode, dataset: str) -> str:
     """Name the AP of a dataset that counts all objects."""
-    task, dense = "segm" if cfg.MODEL.MASK_ON else "bbox", ""
+    task, dense = "keypoints" if cfg.MODEL.KEYPOINT_ON else "segm" if cfg.MODEL.MASK_ON else "bbox", ""
     path = MetadataCatalog.get(dataset).get("json_file") if dataset in DatasetCatalog else None
     with contextlib.suppress(DataError, OSError):  # the checks before a run name the fault
         found = read_fingerprint([read_json(path)] if path else [])

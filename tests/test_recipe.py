@@ -131,6 +131,23 @@ def test_the_rate_of_retinanet(tmp_path):
 def test_length_and_periods_follow_from_the_images(tmp_path, images, passes, times):
     cfg, _ = recipe(tmp_path, content(images=images, objects=1))
     assert (passes * images // 2, passes * images // 2 // times) == (cfg.SOLVER.MAX_ITER, cfg.TEST.EVAL_PERIOD)
+    assert cfg.TEST.EVAL_PERIOD % cfg.SOLVER.CHECKPOINT_PERIOD == 0 < cfg.SOLVER.CHECKPOINT_PERIOD <= 2000
+
+
+def test_objects_as_large_as_the_image_have_positive_anchors():
+    for name in model_zoo.list_configs():
+        if name.startswith("Own-Data/"):
+            assert model_zoo.get_config(name).MODEL.RPN.BOUNDARY_THRESH == -1, name
+
+
+def test_reasons_tell_the_pixels_that_objects_get(tmp_path):
+    data = content(size=20)
+    _, reasons = recipe(tmp_path, data, "MODEL.DEVICE", "cuda")
+    assert "get 30 to 50 pixels" in reasons["INPUT.MIN_SIZE_TRAIN"]
+    for each in data["images"]:
+        each |= {"width": 2048, "height": 256}
+    _, reasons = recipe(tmp_path, data, "MODEL.DEVICE", "cuda")  # the longer side limits all scales
+    assert "get 13 to 13 pixels; they are few: cut" in reasons["INPUT.MIN_SIZE_TRAIN"]
 
 
 def test_the_class_of_the_smallest_objects_decides_the_image_size(tmp_path):
@@ -167,6 +184,8 @@ def test_the_best_weights_have_the_ap_that_counts_all_objects(tmp_path, val, bes
     register_coco_instances("dense", {}, f"{tmp_path}/val.json", f"{tmp_path}")
     cfg, _ = recipe(tmp_path, content(), "DATASETS.TEST", ("dense",))
     assert f"segm/{best}" == cfg.TEST.BEST
+    cfg, _ = recipe(tmp_path, content(), "DATASETS.TEST", ("dense",), "MODEL.KEYPOINT_ON", True)
+    assert cfg.TEST.BEST.startswith("keypoints/AP")
 
 
 ODD = {
