@@ -165,11 +165,7 @@ def trained_classes(checkpoint: Checkpoint | None) -> dict[int, str]:
 
 
 def config_differences(record: Any, config: str) -> dict[str, str]:
-    """Describe the values of a config, as yaml, that differ from those in the record of a run.
-
-    Returns:
-        A description for each key; one under ``config`` if the configs cannot be compared.
-    """
+    """Describe, by key, the values of a config that differ from a run's; under ``config`` why they are not compared."""
     before = record.get("config") if isinstance(record, Mapping) else None
     if not isinstance(before, str) or before == config:
         return {}
@@ -227,16 +223,7 @@ def software_versions() -> dict[str, str]:
 
 
 def describe_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Describe any file that :func:`read_weights_file` reads.
-
-    Returns:
-        Plain values: ``file``, ``format``, ``iteration``, ``record`` (of the run), ``preprocessing`` and ``provenance``
-        (of converted weights), ``header`` (of a safetensors file), ``norms`` (number of layers by norm name),
-        ``tensors`` (number) and ``values`` (of the model). What the file does not contain is left out.
-
-    Raises:
-        UserError: the file cannot be read, see :func:`read_weights_file`.
-    """
+    """Describe any file that :func:`read_weights_file` reads, in plain values, without those that it lacks."""
     contents = read_weights_file(path)
     content = contents.value if isinstance(contents.value, Mapping) else {}
     model, norms = content.get("model", content.get("state_dict", content)), content.get(NORMS)

@@ -9,7 +9,6 @@ from detectron2.engine import AMPTrainer, SimpleTrainer
 from detectron2.solver.build import get_default_optimizer_params as detectron2_optimizer_params
 from torch import Tensor, nn
 
-from ..errors import check_minimum
 from ..norms.names import norm_spec
 
 Groups = list[dict[str, Any]]
@@ -62,7 +61,6 @@ def accumulated_step(trainer: SimpleTrainer, batches: int) -> None:
     clipping and the exchange between processes happen once per step. Logged losses are means over the batches,
     ``data_time`` is their sum. Detectron2's own ``run_step`` is the case k = 1.
     """
-    check_minimum("SOLVER.ACCUMULATE", batches)
     device = next(trainer.model.parameters()).device.type
     mixed = isinstance(trainer, AMPTrainer)
     precision = getattr(trainer, "precision", None)  # after v0.6; None is the default

@@ -108,11 +108,11 @@ def clear_output(folder: str, *, metrics: bool = False, everything: bool = False
     started = [METRICS, f"inference/{BEST_PREDICTIONS}"] if metrics else []
     patterns = [*_EVALUATION, *started, *([*_RUN, *_FOLDERS] if everything else [])]
     matches = dict.fromkeys(path for pattern in patterns for path in Path(folder).glob(pattern))
-    found = [path for path in matches if path.resolve() != kept]
+    found = [path for path in matches if path.resolve() != kept or path.name == BEST_CHECKPOINT]  # which commands take
     if inside := [path for path in found if kept and kept.is_relative_to(path.resolve())]:
         raise ConfigError(
-            f"--overwrite: would remove '{kept}', which the run reads, with the folder '{inside[0]}'. Fix: move the "
-            "file elsewhere, or give another OUTPUT_DIR."
+            f"--overwrite: would remove '{inside[0]}', but the run reads '{kept}'. Fix: move the file elsewhere, or "
+            "give another OUTPUT_DIR."
         )
     if not everything:
         remove_files(found)

@@ -43,7 +43,7 @@ def use_datasets(cfg: CfgNode, args: argparse.Namespace, folder: str) -> None:
         )
     if given:
         for config_file in _configs_of_run(cfg, args):
-            _check_same_split(given, config_file, refuse=not args.eval_only)
+            _check_same_split(given, config_file)
     named = register_datasets(found, folder)
     if given is None:
         return
@@ -118,11 +118,8 @@ def _configs_of_run(cfg: CfgNode, args: argparse.Namespace) -> list[str]:
     return list(dict.fromkeys([args.config_file, *filter(os.path.isfile, beside)]))
 
 
-def _check_same_split(given: CocoDatasets, config_file: str, *, refuse: bool) -> None:
-    """Refuse a split that validates on images that the run was trained on. Adding images is fine.
-
-    With a file of its own for the validation, an evaluation may do that: it gets a warning.
-    """
+def _check_same_split(given: CocoDatasets, config_file: str) -> None:
+    """Refuse a split that validates on images that the run was trained on; a file with such images gets a warning."""
     record = Path(config_file).with_name(DATASETS_FILE)
     recorded = read_datasets(str(record)).train if record.is_file() else {}
     trained = {name: each for name, each in recorded.items() if not each.val_fraction}  # else no record of a run
@@ -150,10 +147,7 @@ def _check_same_split(given: CocoDatasets, config_file: str, *, refuse: bool) ->
             continue
         if moved := set().union(*before) & val - train:
             names = summarize_names(sorted(map(os.path.basename, moved)))
-            text = (
-                f"{what}: would validate on {len(moved)} images that the run of '{config_file}' was trained on "
-                f"({names}). Fix: {fix}."
-            )
-            if refuse or fraction:
+            text = f"{what}: '{config_file}' was trained on {len(moved)} of the images ({names}). Fix: {fix}."
+            if fraction:
                 raise ConfigError(text)
             log.warning("%s", text)

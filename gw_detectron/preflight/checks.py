@@ -92,6 +92,9 @@ def _check_schedule(cfg: CfgNode, report: PreflightReport) -> None:
     solver = cfg.SOLVER
     if not 0 < solver.BASE_LR < math.inf:
         report.errors.append(f"SOLVER.BASE_LR ({solver.BASE_LR}): nothing would be learned. Fix: give e.g. 0.02.")
+    for key in ("CHECKPOINT_PERIOD", "ACCUMULATE"):
+        if solver[key] < 1:
+            report.errors.append(f"SOLVER.{key} ({solver[key]}): not 1 or more. Fix: set it, or leave it out.")
     if "Step" in solver.LR_SCHEDULER_NAME and any(step >= solver.MAX_ITER for step in solver.STEPS):
         report.errors.append(
             f"SOLVER.STEPS ({tuple(solver.STEPS)}): the run ends before a step (SOLVER.MAX_ITER {solver.MAX_ITER}). "

@@ -19,6 +19,7 @@ from ..norms import is_synchronized, norm_spec
 from ..weights.network import PREPROCESSING, Preprocessing
 
 _FROZEN = (FrozenBatchNorm2d, FrozenBatchWhitening2d)
+_ZOO = r"(^detectron2:/|/detectron2)/(COCO|LVIS|Cityscapes|PascalVOC)[^/]*/"  # detectors
 # part of an address -> preprocessing of these weights, by Detectron2's model zoo and this package
 _PREPROCESSING = {
     r"^gw://imagenet/": PREPROCESSING["torchvision"],
@@ -26,6 +27,8 @@ _PREPROCESSING = {
     r"/ImageNetPretrained/MSRA/": PREPROCESSING["detectron2-msra"],
     r"/ImageNetPretrained/FAIR/R-": PREPROCESSING["detectron2-fair"],
     r"^detectron2://.*/FAIR/X-": PREPROCESSING["detectron2-fair-resnext"],
+    _ZOO + r"[^/]*_R_(50|101)_": PREPROCESSING["detectron2-msra"],
+    _ZOO + r"[^/]*_X_101_": PREPROCESSING["detectron2-fair-resnext"],
 }
 
 

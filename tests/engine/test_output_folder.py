@@ -128,8 +128,12 @@ def test_a_new_run_deletes_the_metrics_and_the_earlier_evaluation(earlier):
     clear_output("s3://bucket/run", everything=True)
 
 
-def test_nothing_is_deleted_if_the_run_reads_a_file_of_a_deleted_folder(earlier):
+def test_nothing_is_deleted_if_the_run_reads_a_file_that_cannot_stay(earlier):
+    """A folder's, or the best weights, which commands would take for the new run's."""
+    (earlier / "model_best.pth").touch()
     before = names(earlier)
+    with pytest.raises(ConfigError, match=r"--overwrite: .*model_best.pth"):
+        clear_output(str(earlier), everything=True, needed=str(earlier / "model_best.pth"))
     with pytest.raises(ConfigError, match=r"--overwrite: .*inference/config.yaml"):
         clear_output(str(earlier), everything=True, needed=str(earlier / "inference" / "config.yaml"))
     assert names(earlier) == before and names(earlier / "inference") == ["coco_instances_results.json", "config.yaml"]

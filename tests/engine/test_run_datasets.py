@@ -160,14 +160,17 @@ def test_another_split_is_refused_before_anything_is_written(tmp_path, train_fla
         assert part.read_text() == before
 
     copy = str(shutil.copy(part, tmp_path / "copy.json"))
-    for given in (larger, ["--val-json", copy, "--val-images", train_flags[3], *train_flags]):
-        forget()
-        with pytest.raises(ConfigError, match="would validate on . images that the run"):
-            run_config(arguments(tmp_path, "--resume", "--dataset", "other", *given))
-    for path, warnings in ((str(part), 0), (copy, 1)):
+    forget()
+    with pytest.raises(ConfigError, match="was trained on . of the images"):
+        run_config(arguments(tmp_path, "--resume", "--dataset", "other", *larger))
+    for words, path, warnings in (
+        (["--eval-only", *config], str(part), 0),
+        (["--eval-only", *config], copy, 1),
+        (["--resume", *train_flags], copy, 1),  # as the first start, whose checks may have warned
+    ):
         forget()
         flags = ["--val-json", path, "--val-images", train_flags[3]]
-        run_config(arguments(tmp_path, "--eval-only", *config, "--dataset", "other", *flags))
+        run_config(arguments(tmp_path, *words, "--dataset", "other", *flags))
         assert capsys.readouterr().out.count("was trained on") == warnings
 
     forget()  # added images are sorted by the same rule

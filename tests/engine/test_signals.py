@@ -14,7 +14,7 @@ from gw_detectron.cli import errors_reported
 from gw_detectron.engine import Trainer, main
 from gw_detectron.weights import read_weights_file
 
-from ..reliability.forked_run import CHECKPOINT, EVALUATION, STEP, child, report_phases, training
+from ..reliability.forked_run import CHECKPOINT, EVALUATION, STEP, child, training
 from ..tiny_run import ROOT, arguments, environment, words
 
 LONG = {"SOLVER__MAX_ITER": 500, "SOLVER__STEPS": "()", "SOLVER__CHECKPOINT_PERIOD": 500}
@@ -48,34 +48,6 @@ def test_a_signal_finishes_the_step_and_writes_a_checkpoint(tmp_path, number, st
     assert f"Starting training from iteration {steps}" in resumed.output()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_ctrl_c_ends_at_once_and_a_second_sigterm_does_not(tmp_path, second):
-    def work(report):
-        report_phases(report)
-        step = Trainer.run_step
-
-        def slow_step(trainer):
-            step(trainer)
-            time.sleep(60 if second == signal.SIGINT else 3)
-
-        Trainer.run_step = slow_step
-        main(arguments(tmp_path / "run", **{**LONG, "DATASETS__TEST": "()"}))
-
-    with child(work, tmp_path / "log") as run:
-        assert run.wait_for(STEP)
-        run.send(signal.SIGINT)
-        run.send(signal.SIGINT)  # within a second: torchrun repeats a Ctrl-C
-        while "stopping after this step" not in run.output():
-            assert run.read(0.05)
-        time.sleep(1.2)
-        run.send(second)
-        assert run.wait() == 130, run.output()
-    written = (tmp_path / "run" / "last_checkpoint").exists()
-    assert written == (second == signal.SIGTERM)
-    assert "Traceback" not in run.output() and not list((tmp_path / "run").glob(".*.tmp"))
-
-
 @pytest.mark.parametrize("repeated", [False, True])
 def test_a_signal_in_an_evaluation_ends_it_and_keeps_the_finished_step(tmp_path, monkeypatch, repeated):
     monkeypatch.setattr("detectron2.modeling.GeneralizedRCNN.inference", lambda *_: time.sleep(100))
@@ -84,6 +56,7 @@ def test_a_signal_in_an_evaluation_ends_it_and_keeps_the_finished_step(tmp_path,
         assert run.wait_for(EVALUATION)
         while len(run.processes()) < 4:  # two of the evaluation
             assert run.read(0.05)
+        time.sleep(1)  # an error of a handler within a fork is ignored
         run.send_to_all(signal.SIGTERM)
         if repeated:  # a launcher repeats its signal
             assert run.wait_for(CHECKPOINT)

@@ -146,6 +146,13 @@ def test_test_time_augmentation_that_detectron2_does_not_have(tmp_path, small_da
     assert "TEST.AUG.ENABLED (True)" in error
 
 
+@pytest.mark.parametrize("key", ["SOLVER.CHECKPOINT_PERIOD", "SOLVER.ACCUMULATE"])
+def test_a_period_of_0_is_an_error_before_the_run(tmp_path, coco, key):
+    coco()
+    (error,) = preflight(config(tmp_path, **{key.replace(".", "__"): 0}), StartWeights()).errors
+    assert error.startswith(f"{key} (0): not 1 or more")
+
+
 @pytest.mark.parametrize(
     ("mistake", "advised"),
     [

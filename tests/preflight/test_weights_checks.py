@@ -3,18 +3,22 @@
 import os
 import pickle
 import re
+from pathlib import Path
 
 import pytest
 import torch
+from detectron2 import model_zoo
 from detectron2.modeling import build_model
 from detectron2.utils.file_io import PathManager
 
 from gw_detectron.checkpoint import open_start_weights
 from gw_detectron.errors import PreflightError
 from gw_detectron.preflight import PreflightReport, preflight
+from gw_detectron.preflight.model_checks import _PREPROCESSING
 
 from .sound_run import config, one
 
+ZOO = Path(model_zoo.__file__).with_name("configs")
 TORCHVISION = ["RGB", "123.675, 116.28, 103.53", "58.395, 57.12, 57.375", "STRIDE_IN_1X1 False"]
 DEEP = {"MODEL__RESNETS__DEPTH": 50, "MODEL__RESNETS__RES2_OUT_CHANNELS": 256}
 
@@ -110,6 +114,22 @@ class TestPreprocessing:
         error = one(check(MODEL__WEIGHTS=address, **changes, **DEEP))
         assert all(word in error for word in wanted)
         assert ("STRIDE_IN_1X1" in error) == ("STRIDE_IN_1X1 False" in wanted)
+
+
+@pytest.mark.parametrize("start", ["detectron2://", "https://dl.fbaipublicfiles.com/detectron2/"])
+def test_the_preprocessing_of_detectron2s_zoo_is_known(start):
+    """Its detectors fit the architecture of any config, whose channel order, mean and std may be others."""
+    names = [f"{path.parent.name}/{path.name}" for path in ZOO.glob("[CL]*-*/*_1*_*.yaml")]
+    names += [f"{path.parent.name}/{path.name}" for path in ZOO.glob("[CL]*-*/*_50_*.yaml")]
+    assert len(names) > 30
+    for name in names:
+        cfg = model_zoo.get_config(name)
+        (found,) = (
+            images for pattern, images in _PREPROCESSING.items() if re.search(pattern, f"{start}{name}/1/a.pkl")
+        )
+        assert (found.input_format, found.stride_in_1x1) == (cfg.INPUT.FORMAT, cfg.MODEL.RESNETS.STRIDE_IN_1X1), name
+        assert found.pixel_mean == pytest.approx(cfg.MODEL.PIXEL_MEAN, abs=0.05), name
+        assert found.pixel_std == pytest.approx(cfg.MODEL.PIXEL_STD, abs=0.05), name
 
 
 class TestOwnCheckpoint:
