@@ -15,7 +15,6 @@ from .analysis_result import AnalysisResult
 ANALYSES = {
     "constraints": "number of constraints of a norm, by Table 1 and for the layers of a config",
     "conditioning": "condition numbers of features normalized by GN, GW and BN, over the number of groups",
-    "diversity": "histograms and diversity of features normalized by GN and BN over few channels or examples",
     "swapping": "training with PCA and ZCA whitening, and the axes that PCA swaps",
     "padding": "features and AP of a trained detector on single images and on padded batches",
     "tiling": "AP and time of a trained detector on whole images and in tiles",

@@ -53,23 +53,6 @@ def test_an_error_without_a_file_is_the_callers_unless_the_disk_is_full(tmp_path
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_what_this_process_writes_beside_a_folder_stays(tmp_path):
-    with atomic_folder(tmp_path / "a", ["a.txt"]) as first:
-        write_folder(tmp_path / "b")
-        (first / "a.txt").touch()
-    assert entries(tmp_path) == ["a", "b"]
-
-
-def test_two_writers_of_one_file_do_not_mix_and_the_last_one_stays(tmp_path):
-    path = tmp_path / "model.pth"
-    writer = AtomicPathManager(PathManager)
-    with writer.open(str(path), "wb") as first, writer.open(str(path), "wb") as second:
-        first.write(b"first" * 10_000)
-        second.write(b"second" * 10_000)
-    assert path.read_bytes() == b"first" * 10_000
-    assert list(tmp_path.iterdir()) == [path]
-
-
 def test_unfinished_files_of_dead_processes_are_removed_and_no_others(tmp_path):
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()

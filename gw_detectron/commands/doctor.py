@@ -66,9 +66,6 @@ def _checks() -> Iterator[Row]:
     yield "export to ONNX", *_packages("export", "onnx", "onnxscript", "onnxruntime")
     yield "download of gw:// weights", *_packages("weights", "gdown", "requests")
     yield "pictures, report and video", *_packages("tools", "cv2")
-    coco = Path(os.environ.get("DETECTRON2_DATASETS", "datasets"), "coco", "annotations")
-    found = (coco / "instances_val2017.json").is_file()
-    yield "COCO dataset", "yes" if found else "no", f"{'' if found else 'set DETECTRON2_DATASETS; not in '}{coco}"
 
 
 def _layers(device: str) -> tuple[str, str]:

@@ -174,11 +174,3 @@ def test_rows_are_written_as_they_come(tmp_path, monkeypatch, capsys):
     with pytest.raises(KeyboardInterrupt):
         run(*words, "--providers", "ours", "--modes", "forward", "memory")
     assert [row["mode"] for row in read_csv(tmp_path / "t.csv").rows] == ["forward"]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_gpu_times_and_peaks():
-    cases = [Case((2, 64, 5, 3), "bf16", mode, torch.device("cuda"), 64, 5) for mode in (*MODES, "memory")]
-    for row in measure_layers(cases, USUAL, repeats=2):
-        assert row["peak_mib" if row["mode"] == "memory" else "median_ms"] > 0

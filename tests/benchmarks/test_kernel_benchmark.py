@@ -5,11 +5,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import command as benchmark
-from benchmarks import compiled_kernels, kernel_benchmark
+from benchmarks import kernel_benchmark
 from benchmarks.compiled_kernels import CompiledKernel, compiler_tool, kernel_name, layer_launches
 from benchmarks.kernel_benchmark import measure_kernels, moved_bytes
 from benchmarks.table import read_csv
-from gw_detectron.errors import ConfigError, MissingPackageError
+from gw_detectron.errors import MissingPackageError
 from gw_detectron.ops.group_whitening.triton import launch
 from gw_detectron.ops.group_whitening.triton.compiler import triton
 
@@ -62,13 +62,6 @@ def test_a_grid_is_not_larger_than_cuda_allows():
 
 
 @needs_triton
-def test_launches_can_be_collected_without_running_them(monkeypatch):
-    monkeypatch.setattr(launch.Launch, "run", lambda launch: pytest.fail("ran"))
-    monkeypatch.setattr(torch.Tensor, "is_meta", False)
-    assert len(layer_launches(torch.empty(SHAPE, device=META), 64, execute=False)) == 8
-
-
-@needs_triton
 def test_a_layer_takes_few_other_operations():
     """Each is a launch on a GPU; docs/performance.md counts them."""
 
@@ -99,47 +92,6 @@ def test_compiling_alone_tells_registers_spills_and_settings(compiled):
     assert by_setting["stages=1"]["note"] == "RuntimeError: too few stages"
     assert by_setting["min_tiles=8"]["programs"] < first["programs"]
     assert launch._tuning is None
-
-
-@needs_triton
-def test_the_memory_format_reaches_the_kernels(compiled, monkeypatch):
-    seen = []
-    launches = lambda x, *args, **options: seen.append(x) or layer_launches(x, *args, **options)  # noqa: E731
-    monkeypatch.setattr(kernel_benchmark, "layer_launches", launches)
-    assert list(measure_kernels([SHAPE], ["fp32"], 64, 5, 20, META, 90, channels_last=True))
-    assert seen[0].is_contiguous(memory_format=torch.channels_last)
-
-
-@needs_triton
-def test_settings_are_timed_beside_a_copy_of_as_many_bytes(compiled, monkeypatch):
-    from triton.runtime.errors import OutOfResources  # no RuntimeError
-
-    launched = []
-
-    def run(made):
-        if made.warps == 8 and "newton" not in kernel_name(made):
-            raise OutOfResources(120_000, 101_376, "shared memory")
-        launched.append((kernel_name(made), made.warps, made.stages))
-
-    monkeypatch.setattr(launch.Launch, "run", run)
-    launches = lambda x, *args, **options: layer_launches(x.to(META), *args, **options)  # noqa: E731
-    monkeypatch.setattr(kernel_benchmark, "layer_launches", launches)
-    monkeypatch.setattr(kernel_benchmark, "supported", lambda x, groups: True)
-    measured = measure_kernels([SHAPE], ["fp32"], 64, 5, 3, torch.device("cpu"), 90, tune=True)
-    rows = {(row["kernel"], row["setting"]): row for row in measured}
-    assert rows["4 apply", ""]["to_copy"] > 0 and rows["4 apply", ""]["repeats"] == 3
-    assert rows["4 apply", "warps=8"]["note"].startswith("OutOfResources: out of resource: shared memory")
-    assert "to_copy" not in rows["4 apply", "warps=8"] and "to_copy" not in rows["4 apply", "stages=1"]
-    assert ("apply", 2, 3) in launched and ("apply", 4, 2) in launched
-
-
-def test_a_device_and_a_compiler_that_are_not_there(monkeypatch):
-    monkeypatch.setattr(kernel_benchmark, "compiler_tool", lambda name: name)
-    with pytest.raises(ConfigError, match="--device"):
-        next(measure_kernels([SHAPE], ["fp32"], 64, 5, 3, torch.device("cpu")))
-    monkeypatch.setattr(compiled_kernels, "triton", None)
-    with pytest.raises(MissingPackageError, match="ptxas"):
-        compiler_tool("ptxas")
 
 
 @needs_triton
