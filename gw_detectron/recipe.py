@@ -126,7 +126,7 @@ def _image_size(recipe: _Recipe, found: Fingerprint) -> None:
     side = int(np.clip(32 * round(min(1000 * wanted / smallest(1000), enlarged) / 32), lowest, highest))
     sides = tuple(round(side * scale) for scale in _SCALES)
     low, high = (smallest(each, recipe.cfg.INPUT.MAX_SIZE_TRAIN) for each in (sides[0], sides[-1]))
-    advice = "; they are few: cut the images into smaller ones" if high < wanted / 2 else ""
+    advice = "; for more, cut the images into smaller ones" if high < wanted / 2 else ""
     recipe.set("INPUT.MIN_SIZE_TRAIN", sides, f"small objects get {low:.0f} to {high:.0f} pixels{advice}")
     recipe.set("INPUT.SCALE_PER_BATCH", len(recipe.cfg.INPUT.MIN_SIZE_TRAIN) > 1, "images of a batch need less padding")
     recipe.set("INPUT.MIN_SIZE_TEST", int(training_sides(recipe.cfg)[0]), "as in training")

@@ -147,7 +147,7 @@ def test_reasons_tell_the_pixels_that_objects_get(tmp_path):
     for each in data["images"]:
         each |= {"width": 2048, "height": 256}
     _, reasons = recipe(tmp_path, data, "MODEL.DEVICE", "cuda")  # the longer side limits all scales
-    assert "get 13 to 13 pixels; they are few: cut" in reasons["INPUT.MIN_SIZE_TRAIN"]
+    assert "get 13 to 13 pixels; for more, cut the images" in reasons["INPUT.MIN_SIZE_TRAIN"]
 
 
 def test_the_class_of_the_smallest_objects_decides_the_image_size(tmp_path):
