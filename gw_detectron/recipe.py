@@ -220,7 +220,7 @@ def _schedule(recipe: _Recipe, found: Fingerprint, epochs: float | None) -> None
 
 
 def _main_score(cfg: CfgNode, dataset: str) -> str:
-    """Name the AP of a dataset that counts all objects."""
+    """Name the AP by which weights are kept: one that counts all objects of the dataset's images."""
     task, dense = "keypoints" if cfg.MODEL.KEYPOINT_ON else "segm" if cfg.MODEL.MASK_ON else "bbox", ""
     path = MetadataCatalog.get(dataset).get("json_file") if dataset in DatasetCatalog else None
     with contextlib.suppress(DataError, OSError):  # the checks before a run name the fault

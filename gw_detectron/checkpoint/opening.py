@@ -163,7 +163,7 @@ def _model_and_metadata(contents: Contents, path: str) -> tuple[dict[str, Tensor
     """Split the content of a file as Detectron2's DetectionCheckpointer does, in v0.6 and main of 2026."""
     content = contents.value
     if contents.format == "safetensors":
-        raise WeightsFileError(f"a safetensors file. Fix: give what gw-detectron weights convert {path} writes.")
+        raise WeightsFileError(f"a safetensors file. Fix: gw-detectron weights convert {path} NEW.pkl; give NEW.pkl.")
     if not isinstance(content, Mapping):
         raise WeightsFileError(f"a {type(content).__name__} instead of a dict of tensors. {SAVE_AGAIN}")
     model: Any = content.get("model", content)

@@ -223,7 +223,7 @@ def software_versions() -> dict[str, str]:
 
 
 def describe_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Describe any file that :func:`read_weights_file` reads, in plain values, without those that it lacks."""
+    """Describe any file that :func:`read_weights_file` reads, in plain values; what it lacks is left out."""
     contents = read_weights_file(path)
     content = contents.value if isinstance(contents.value, Mapping) else {}
     model, norms = content.get("model", content.get("state_dict", content)), content.get(NORMS)

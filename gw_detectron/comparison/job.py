@@ -85,7 +85,7 @@ def read_result(folder: Path) -> dict[str, Any]:
 
 
 def train(folder: Path, job: Job, flags: Mapping[str, Any], opts: list[Any]) -> dict[str, Any]:
-    """Train, or continue a training; return its AP, of many objects AP@N, and 0 if its loss is not finite."""
+    """Train, or continue a training, and return its result. AP is AP@N if there is one, 0 if a loss is not finite."""
     start, diverged, found = time.perf_counter(), "", {}
     try:
         found = main(engine_args({**flags, "resume": True}, opts)) or {}

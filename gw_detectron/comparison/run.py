@@ -149,7 +149,7 @@ class _Runs:
                 fix = "add DATASETS.TEST \"('NAME',)\" with the name of one"
                 raise ConfigError(f"DATASETS.TEST ({cfg.DATASETS.TEST}): a comparison scores one dataset. Fix: {fix}.")
             if not object_count_keys(cfg):
-                raise ConfigError(f"--config-file ('{self.what.config_file}'): detects no objects, so it has no AP.")
+                raise ConfigError(f"--config-file ('{self.what.config_file}'): it detects no objects, so it has no AP.")
             for norm in self.what.norms[:1] if scored else self.what.norms:
                 found = preflight(changed_config(cfg, norm_keys(norm)), open_start_weights(cfg.MODEL.WEIGHTS))
                 found.errors = [f"{norm}{' with --test-json' if scored else ''}: {text}" for text in found.errors]

@@ -43,10 +43,12 @@ class ImageSource:
             yield open_image(self.path, percentiles) if windows else read_image(self.path, "RGB", percentiles)
             return
         capture, number = self.video(), 0
+        import cv2
+
         while (found := capture.read())[0]:
             number += 1
             yield np.ascontiguousarray(found[1][:, :, ::-1])
-        expected = capture.get(7)  # cv2.CAP_PROP_FRAME_COUNT, an estimate
+        expected = capture.get(cv2.CAP_PROP_FRAME_COUNT)  # an estimate
         if number < max(1, 0.9 * expected):
             raise DataError(
                 f"video ('{self.path}'): {number} of about {expected:.0f} frames can be read. Fix: repair it or give "
