@@ -70,7 +70,7 @@ def new_parser(
 def errors_reported() -> Iterator[None]:
     """Report user errors, signals and a lack of memory without a traceback; exit with 1, 143 or 130 (Ctrl-C)."""
     try:
-        with signals_handled(_interrupt, signal.SIGTERM):
+        with signals_handled(_interrupt, signal.SIGTERM), safe_imports():
             yield
     except ProcessExitedException as error:
         if error.signal_name:
@@ -94,6 +94,24 @@ def errors_reported() -> Iterator[None]:
         else:
             raise
         raise SystemExit(1) from None
+
+
+@contextlib.contextmanager
+def safe_imports() -> Iterator[None]:
+    """Keep the current folder out of ``sys.path`` of Python processes that the body starts.
+
+    ``multiprocessing`` starts its servers by ``python -c``, which would import a ``numbers.py`` of a downloaded dataset
+    in place of Python's own.
+    """
+    earlier = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        if earlier is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = earlier
 
 
 @contextlib.contextmanager

@@ -80,7 +80,7 @@ class WeightsFileError(UserError, ValueError):
 
 
 class RefusedFileError(WeightsFileError):
-    """A weight file could run code when it is read."""
+    """A weight file could run code when it is read, or an address could write outside of the download cache."""
 
 
 class RunError(UserError, RuntimeError):

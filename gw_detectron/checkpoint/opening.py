@@ -10,7 +10,7 @@ from detectron2.utils.file_io import PathManager
 from torch import Tensor
 
 from ..errors import ConfigError, FileAccessError, MissingFileError, UserError, WeightsFileError
-from ..weights.catalog import local_path
+from ..weights.addresses import local_path
 from ..weights.network import Record, read_record
 from ..weights.reading import SAVE_AGAIN, Contents, named_tensors, read_weights_file
 

@@ -21,6 +21,7 @@ from detectron2.data import MetadataCatalog
 from ..atomic import atomic_write, remove_unfinished
 from ..checkpoint import open_start_weights
 from ..checkpoint.opening import local_file
+from ..cli import safe_imports
 from ..config import changed_config
 from ..data.coco_datasets import registered_datasets
 from ..data.datasets_yaml import existing_path, record_datasets
@@ -97,7 +98,7 @@ def compare(what: Comparison, report: Callable[[str], object] = print) -> dict[s
         fix = f"leave it out; --jobs {gpus} trains on {gpus} GPUs, and SOLVER.IMS_PER_BATCH is the batch of one"
         raise ConfigError(f"--num-gpus ({gpus}): each run uses one GPU. Fix: {fix}.")
     runs = _Runs(what, report)
-    with contextlib.closing(lock_output(str(runs.folder))):
+    with safe_imports(), contextlib.closing(lock_output(str(runs.folder))):
         runs.prepare()
         runs.finish()
         results = {job: found for job, found in runs.write_results().items() if job.norm not in runs.failed}

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from detectron2.engine import launch
 from detectron2.utils import comm
 
-from ..cli import Interrupted, errors_reported, report_error
+from ..cli import Interrupted, errors_reported, report_error, safe_imports
 from ..errors import ConfigError, RunError, first_line, is_user_error
 
 # gloo raises a RuntimeError; its other messages are bugs, e.g. processes that call different operations
@@ -30,7 +30,7 @@ def launch_from_args(main: Callable[[argparse.Namespace], object], args: argpars
     ``--num-gpus 0``.
     """
     timeout = timedelta(seconds=args.dist_timeout)
-    with _lost_processes_reported(timeout):
+    with safe_imports(), _lost_processes_reported(timeout):
         if all(name in os.environ for name in _TORCHRUN_VARIABLES):
             _join_torchrun(cpu=args.num_gpus == 0, timeout=timeout)
             with contextlib.ExitStack() as stack:

@@ -22,12 +22,12 @@ from ..errors import (
     FileAccessError,
     MissingFileError,
     UnknownNormError,
-    UserError,
     WeightsError,
     WeightsFileError,
     first_line,
 )
 from ..installation import __version__, require_packages
+from .addresses import CachedURLHandler
 from .conversion import convert_file
 from .reading import sha256_of
 
@@ -145,27 +145,6 @@ def _download(weights: PublishedWeights, path: Path) -> None:
         ) from None
 
 
-def local_path(address: str, key: str) -> str:
-    """Resolve an address to a file on this machine; fetch the file if needed.
-
-    Arguments and errors: see :func:`gw_detectron.checkpoint.open_checkpoint`.
-    """
-    try:
-        path = PathManager.get_local_path(address)
-    except UserError:
-        raise
-    except (OSError, ValueError, KeyError, RuntimeError) as error:  # RuntimeError: Detectron2's catalog lacks it
-        raise FileAccessError(
-            f"{key}: cannot fetch '{address}': {error}. Fix: give the path of a file or a known address."
-        ) from error
-    if not os.path.exists(path):  # also of an unknown scheme
-        fix = "give an existing path or gw://imagenet/R-50."
-        if address.startswith("weights/"):  # in the configs
-            fix = "put your own weights there (none are published under weights/), see MODEL_ZOO.md."
-        raise MissingFileError(f"{key}: file not found: '{address}' (cwd: {os.getcwd()}). Fix: {fix}")
-    return path
-
-
 class WeightsHandler(PathHandler):
     """Resolve ``gw://`` addresses for Detectron2."""
 
@@ -181,5 +160,6 @@ class WeightsHandler(PathHandler):
 
 
 def register_weights() -> None:
-    """Register ``gw://`` with Detectron2's PathManager."""
-    PathManager.register_handler(WeightsHandler(), allow_override=True)
+    """Register ``gw://``, and downloads that stay in the cache, with Detectron2's PathManager."""
+    for handler in (WeightsHandler(), CachedURLHandler()):
+        PathManager.register_handler(handler, allow_override=True)

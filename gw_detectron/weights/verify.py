@@ -20,7 +20,7 @@ from ..config import changed_config, default_config
 from ..errors import WeightsError
 from ..modeling import build_gw_resnet_backbone
 from ..modeling.resnet import STAGES
-from .catalog import local_path
+from .addresses import local_path
 from .conversion import DROPPED, Conversion, convert, load_weights
 from .network import PREPROCESSING, Preprocessing, build_torchvision
 from .reading import sha256_of
